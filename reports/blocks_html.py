@@ -1,9 +1,7 @@
-"""Each typed block to one HTML element.
+"""Render each typed block of a report as one HTML element.
 
-Owns the look of sentences, facts, tables, bars, figures, code and folded details; maps,
-catalogues, folds and what a replay shows live in files of their own.
-Refuses nothing: the records have been checked when they were made.
-What keeps it honest: suites/reports/test_blocks_html.py renders every block with hostile strings.
+Sentences, facts, tables, bars, figures, code and folded details are here; maps, catalogues, folds
+and replay blocks have files of their own. The records were checked when they were made.
 """
 
 from __future__ import annotations
@@ -58,19 +56,19 @@ _TONE_WORDS = {
 
 
 def icon(name: str) -> Element:
-    """Draw a symbol of the page's sprite; the word always stands beside it."""
+    """Return a symbol of the page's sprite; the word always accompanies it."""
     return h("svg", {"class": "icon", "aria-hidden": "true"}, h("use", {"href": f"#icon-{name}"}))
 
 
 def badge(verdict: Verdict | None) -> Element:
-    """Write a verdict as icon and word; None is a panel that did not run."""
+    """Return a verdict as icon and word; None is a panel that did not run."""
     word = "not run" if verdict is None else str(verdict)
     kind = "absent" if verdict is None else verdict.lower()
     return h("span", {"class": f"badge {kind}"}, icon(kind), word)
 
 
 def code_element(text: str, label: str) -> Element:
-    """Write literal text; the script adds the button that copies it."""
+    """Return literal text; the script adds the button that copies it."""
     pre = h("pre", {"tabindex": "0", "aria-label": label}, h("code", None, text))
     return h("div", {"class": "code", "data-copy": label}, pre)
 
@@ -159,7 +157,7 @@ def _table(block: Table) -> Element:
 
 
 def head(column: Column, choose: bool = False) -> Element:
-    """Write the head of a column; `choose`: its words are offered for choosing."""
+    """Return the head of a column; `choose`: the column can be filtered by its words."""
     number = words.is_number(column)
     attributes = {
         "scope": "col",
@@ -172,7 +170,7 @@ def head(column: Column, choose: bool = False) -> Element:
 
 
 def cell(value: Cell, column: Column, heading: bool) -> Element:
-    """Write one cell; a heading names its row."""
+    """Return one cell; a heading names its row."""
     text = words.cell(value, column)
     tone = words.tone_of(value, column)
     attributes: dict[str, str | bool | None] = {}
@@ -217,7 +215,7 @@ def _bars(block: Bars) -> Element:
 
 
 class _Reach:
-    """Where a value lies on a shared axis, in percent."""
+    """The position of a value on a shared axis, in percent."""
 
     def __init__(self, values: list[float], logarithmic: bool) -> None:
         self.logarithmic = logarithmic

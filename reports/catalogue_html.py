@@ -1,8 +1,7 @@
-"""A catalogue as a table whose rows unfold: what explains a row stands inside it.
+"""Render a catalogue as a table whose rows unfold to show their explanation.
 
-Owns the marks by which the script adds a search field and choices, and the fold in the last cell,
-which moves with its row when the table is sorted, and works without a script.
-What keeps it honest: suites/reports/test_catalogue_html.py and the Chromium suite.
+Marks let the script add a search field and choices. The fold is in the last cell, so it moves with
+its row when the table is sorted, and works without a script.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Head(Protocol):
-    """Writes the head of a column."""
+    """A function that returns the head of a column."""
 
     def __call__(self, column: Column, choose: bool = False) -> Element:
-        """Write it; `choose`: its words are offered for choosing."""
+        """Return it; `choose`: the column can be filtered by its words."""
 
 
 def catalogue_element(

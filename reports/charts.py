@@ -1,8 +1,7 @@
-"""Static charts as SVG, drawn by matplotlib: the whole run against its budgets on one picture.
+"""Static SVG charts of a whole run against its budgets, drawn by matplotlib.
 
-Owns the look of charts in light and dark: colours are written as variables that the picture itself
-sets by the scheme of the page. Equal records give equal bytes. Refuses nothing.
-What keeps it honest: suites/reports/test_charts.py.
+Colours are written as variables that the picture sets by the light or dark scheme of the page.
+Equal records give equal bytes.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ def _layers(axes: Any, outputs: list[JudgedOutput]) -> None:
 
 
 def _themed(svg: str) -> str:
-    """Put variables in the place of the marker colours."""
+    """Replace the marker colours by variables."""
     for colour, name in _VARIABLES.items():
         svg = svg.replace(colour, f"var(--{name})")
     head, mark, rest = svg.partition("<defs>")

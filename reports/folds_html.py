@@ -1,8 +1,7 @@
-"""Views and close looks as HTML: one at a time on a screen, and complete without a script.
+"""Render tabs and close looks as HTML: one at a time on a screen, complete without a script.
 
-Owns the marks by which the script makes views into tabs, and the sections of close looks, of which
-a browser shows the one that the address names (`:target`), so that a click needs no script at all.
-Refuses nothing. What keeps it honest: suites/reports/test_folds_html.py and the Chromium suite.
+The script turns marked views into tabs. A browser shows the close look that the address names
+(`:target`), so a click needs no script at all.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def tabs_element(block: Tabs, inner: Inner) -> Element:
-    """Set views behind each other, each under its title."""
+    """Render views in order, each under its title."""
     views = [
         h(
             "section",
@@ -36,7 +35,7 @@ def tabs_element(block: Tabs, inner: Inner) -> Element:
 
 
 def looks_element(block: Looks, inner: Inner) -> Element:
-    """Write every close look; the style shows the one that is asked for."""
+    """Render every close look; the style shows the one that the address names."""
     caption = h("p", {"class": "caption"}, block.caption)
     return h(
         "div", {"class": "block looks"}, caption, [_look(e, block, inner) for e in block.looks]

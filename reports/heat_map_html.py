@@ -1,9 +1,8 @@
-"""A heat map as a table whose cells carry a shade and their number.
+"""Render a heat map as a table whose cells carry a shade and their number.
 
-Owns shading (nine steps, so that no inline style is needed), the legend and the links from cells to
-the details that explain them. The numbers are always in the table: a screen reader, a printer and a
-reader who does not see the shades lose nothing.
-What keeps it honest: suites/reports/test_heat_map_html.py and the Chromium suite.
+Nine steps of shade make inline styles unnecessary. Cells link to the details that explain them. The
+numbers are always in the table: a screen reader, a printer and a reader who cannot tell the shades
+lose nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _COMPACT_FROM = 17  # columns; numbers of three digits no longer fit beside each
 
 
 def shade(value: float | None, scale: HeatScale) -> str:
-    """Name the class of a cell: `h0` palest to `h8` darkest, `none`, or `nan`."""
+    """Return the class of a cell: `h0` palest to `h8` darkest, `none`, or `nan`."""
     if value is None:
         return "none"
     position = scale.position(value)

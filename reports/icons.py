@@ -1,4 +1,4 @@
-"""The symbols of a page, drawn once, referred to by name, told apart by shape and not by colour."""
+"""SVG symbols of a page, drawn once, referred to by name, told apart by shape and not by colour."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PATHS = {
 
 
 def sprite() -> Element:
-    """Draw every symbol, out of sight."""
+    """Return every symbol in one hidden element."""
     symbols = [
         h(
             "symbol",

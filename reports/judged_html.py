@@ -1,9 +1,7 @@
-"""The blocks of a replay as HTML: judged maps, profiles, texts beside each other, files.
+"""Render the blocks of a replay as HTML: judged maps, profiles, texts side by side, files.
 
-Owns their look. A judged map is a table whose cells have a shade, a sign and their number, so that
-colour is never alone; a profile is drawn and told in words; where texts part is marked and said.
-Refuses nothing: the records have been checked when they were made.
-What keeps it honest: suites/reports/test_judged_html.py, and the Chromium suite of the panels.
+Cells of a judged map have a shade, a sign and their number, so that colour is never alone. A
+profile is drawn and also described in words. The place where texts differ is marked and described.
 """
 
 from __future__ import annotations
@@ -114,7 +112,7 @@ def _legend(block: JudgedMap) -> Element:
 
 
 def profile_element(block: Profile) -> Element:
-    """Draw the numbers as bars side by side, and say them."""
+    """Draw the numbers as bars side by side, and describe them."""
     told = _told(block)
     count = max(1, len(block.values))
     box = {"viewBox": f"0 0 {count} {_HIGH:g}", "preserveAspectRatio": "none"}
@@ -183,7 +181,7 @@ def _figure(block: Profile, value: float) -> str:
 
 
 def voices_element(block: Voices) -> Element:
-    """Set texts to one prompt side by side, and mark where they part."""
+    """Render texts to one prompt side by side, and mark where they differ."""
     prompt = h("p", {"class": "prompt"}, h("span", {"class": "who"}, "Prompt"), block.prompt)
     spoken = [_voice(voice, block) for voice in block.voices]
     return h("div", {"class": "block voices"}, prompt, h("div", {"class": "spoken"}, spoken))
@@ -211,7 +209,7 @@ def _voice(voice: Voice, block: Voices) -> Element:
 
 
 def files_element(block: Files) -> Element:
-    """List files that lie beside the page, each as a link."""
+    """List files in the folder of the page, each as a link."""
     rows = [
         h("li", None, h("a", {"href": name}, name), f" {text}" if text else "")
         for name, text in block.files

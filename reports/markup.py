@@ -1,11 +1,9 @@
-r"""A tree of HTML elements that escapes everything by construction. Imports no sibling.
+r"""Build a tree of HTML elements that escapes everything by construction. Imports no sibling.
 
-Owns the only way in which markup is written: `h("p", {"class": "x"}, "text")`. Text and attribute
-values are always escaped; element and attribute names come from closed lists, so there is no
-`style`, no `on...`, no `script`, and links lead only to places on the same page or to tables that
-lie beside it.
+All markup is written by `h("p", {"class": "x"}, "text")`. Text and attribute values are always
+escaped; element and attribute names come from closed lists, so there is no `style`, no `on...`, no
+`script`, and links lead only to places on the same page or to tables in the page's folder.
 Control characters, bidirectional overrides and lone surrogates are shown as `\u202e`, never sent.
-What keeps it honest: suites/reports/test_markup.py (hostile strings) and the Chromium suite.
 """
 
 from __future__ import annotations
@@ -125,7 +123,7 @@ _SAFE_SOURCES = ("data:image/svg+xml;base64,",)
 
 @dataclass(frozen=True)
 class Element:
-    """One element; made by `h` only."""
+    """One element; create it with `h`."""
 
     name: str
     attributes: tuple[tuple[str, str], ...]

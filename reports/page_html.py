@@ -1,9 +1,8 @@
-"""A page record to one self-contained HTML file.
+"""Render a page record as one self-contained HTML file.
 
-Owns the order on the page: verdict, findings, panels, provenance. The file loads nothing: style and
-script are inside, and its content security policy names their hashes and forbids the rest, so even
-markup that slipped through could neither run nor fetch.
-What keeps it honest: suites/reports/test_page_html.py, and test_page_browser.py in real Chromium.
+The order is verdict, findings, panels, provenance. The file loads nothing: style and script are
+inside, and its content security policy names their hashes and forbids the rest, so injected markup
+could neither run nor fetch.
 """
 
 from __future__ import annotations

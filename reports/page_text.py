@@ -1,8 +1,7 @@
-"""A page record as terminal text: the first screen, and the tables of the panels that ran.
+"""Render a page record as terminal text: the first screen, and the tables of the panels that ran.
 
-Owns the layout in columns of characters. Text from the record is shown literally: no markup of the
-terminal library is read in it, and control characters arrive as their escape sequences.
-What keeps it honest: suites/reports/test_page_text.py, and its snapshots.
+Text of the record is shown literally: the terminal library's markup in it is not interpreted, and
+control characters appear as their escape sequences.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def _text(text: str, style: str = "") -> Text:
 
 
 def badge(verdict: Verdict) -> Text:
-    """Write a verdict as sign and word."""
+    """Return a verdict as sign and word."""
     return Text(f"{SIGNS[verdict]} {verdict}", style=f"bold {_STYLES[verdict]}")
 
 

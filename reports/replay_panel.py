@@ -1,9 +1,8 @@
-"""The replay and text panels: records of harness.report.replay_panel as blocks of a page.
+"""Build the replay and text panels of a page from the records of harness.report.replay_panel.
 
-Owns their order and words: the maps layer x component (difference in budgets, three cosines), the
-close look behind each cell, how far everything lies from its budget, texts side by side. What is
-left out for its number is counted in a sentence; the tables beside the page have all of it.
-Refuses nothing. What keeps it honest: suites/reports/test_replay_panel.py.
+The panels hold maps of layer x component (difference in budgets, three cosines), a close look at
+each cell, the distances from the budgets, and texts side by side. A sentence counts what is left
+out for its number; the tables in the page's folder have all of it.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ _LEGEND = ((Tone.BAD, "differs"), (Tone.WARNING, "undecided"))
 def replay_panel(
     record: ReplayRecord, files: tuple[tuple[str, str], ...] = (), most: int = LOOKS
 ) -> Panel:
-    """Make the panel; `files` lie beside the page, `most` limits its close looks."""
+    """Make the panel; `files` are in the page's folder, `most` limits its close looks."""
     chosen = worst_first(record.outputs)[:most]
     anchors = {id(each): f"look-{at}" for at, each in enumerate(chosen)}
     blocks: list[Block] = [
@@ -92,7 +91,7 @@ def replay_panel(
 
 
 def text_panel(record: TextRecord, replayed: Verdict) -> Panel:
-    """Make the panel of what the model says; `replayed` is the verdict of its components.
+    """Make the panel of generated texts; `replayed` is the verdict of the model's components.
 
     Texts alone are no verdict: where every component agrees, a near tie may fall either way.
     """
@@ -153,7 +152,7 @@ def _maps(record: ReplayRecord, anchors: Mapping[int, str]) -> list[Block]:
 
 
 def _roles(outputs: Sequence[JudgedOutput]) -> tuple[str, ...]:
-    """The components in the order of the run; what only some layers have stands where it runs."""
+    """Return components in run order; what only some layers have stands where it runs."""
     by_layer: dict[str, list[str]] = defaultdict(list)
     for each in outputs:
         if each.role not in by_layer[each.column]:
@@ -173,7 +172,7 @@ def _roles(outputs: Sequence[JudgedOutput]) -> tuple[str, ...]:
 
 
 def _by_layer(outputs: Sequence[JudgedOutput]) -> list[JudgedOutput]:
-    """By layer, drafters behind them, the ends last."""
+    """Order by layer, drafters after them, the ends last."""
     far = 1 << 30
 
     def place(each: JudgedOutput) -> tuple[bool, int]:
@@ -187,7 +186,7 @@ def _reading(
     chosen: Callable[[JudgedOutput], float | None],
     anchors: Mapping[int, str],
 ) -> Reading | None:
-    """The worst output of a component in a layer."""
+    """Return the worst output of a component in a layer."""
     if not outputs:
         return None
     worst = worst_first(tuple(outputs))[0]

@@ -1,8 +1,7 @@
-"""A map of tones as a table: each cell a colour, a sign, and words for who cannot see them.
+"""Render a map of tones as a table: each cell has a colour, a sign, and words.
 
-Owns the signs, the legend and the links from cells to what explains them. Colour is never alone: a
-cell has its sign, its words for a screen reader, and a title with the number of places.
-What keeps it honest: suites/reports/test_tone_map_html.py and the Chromium suite.
+Colour is never alone: a cell has its sign, its words for a screen reader, and a title with the
+number of places. Cells link to the details that explain them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Histories as HTML: a table of series, each drawn small, with its latest value and a note.
+"""Render histories as an HTML table of series, each drawn small, with its latest value and a note.
 
-Owns the drawing: bands from the least to the largest of neighbouring nights, in the series' own
-range, with a line where a change began. What is drawn is said in words as well.
-Refuses nothing: the records have been checked when they were made.
-What keeps it honest: suites/reports/test_trends_html.py, and the Chromium suite of the panels.
+Bands run from the least to the largest of neighbouring nights, in the series' own range; a line
+marks where a change began. What is drawn is also described in words.
 """
 
 from __future__ import annotations

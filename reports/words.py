@@ -1,6 +1,6 @@
-"""Records as words, the same in HTML and on the terminal. Imports no sibling.
+"""Words for cells, columns, panels and origins, the same in HTML and on the terminal.
 
-Owns the words of cells, columns, panels and origins. What keeps it honest: suites/reports/.
+Imports no sibling.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ AUDIT_MEANINGS = {
 
 
 def meaning(page: Page) -> str:
-    """Say what the verdict of a page means, by what was judged there."""
+    """Return what the verdict of a page means, given what was judged there."""
     judged = {panel.kind for panel in page.panels if panel.verdict is not None}
     told = AUDIT_MEANINGS if judged == {PanelKind.AUDIT} else {}
     return told.get(page.verdict, page.verdict.meaning)
@@ -61,14 +61,14 @@ SIGNS = {Tone.NOTE: "i", Tone.GOOD: "", Tone.WARNING: "!", Tone.BAD: "×"}
 
 
 def tone_of(value: Cell, column: Column) -> Tone | None:
-    """Give the tone that a cell means; None for cells of words and numbers."""
+    """Return the tone of a cell; None for cells of words and numbers."""
     if column.kind is not ColumnKind.TONE:
         return None
     return next((tone for tone in TONES if tone.value == value), None)
 
 
 def cell(value: Cell, column: Column) -> str:
-    """Write one cell of a table."""
+    """Return the text of one cell of a table."""
     if value is None:
         return DASH
     tone = tone_of(value, column)
@@ -84,17 +84,17 @@ def cell(value: Cell, column: Column) -> str:
 
 
 def heat(value: float | None, scale: HeatScale) -> str:
-    """Write one cell of a heat map, without its unit."""
+    """Return the text of one cell of a heat map, without its unit."""
     return DASH if value is None else number(value, scale.digits)
 
 
 def reading(tone: Tone, legend: Mapping[Tone, str]) -> str:
-    """Say what the tone of a cell means there; nothing for a plain one."""
+    """Return what the tone of a cell means there; nothing for a plain one."""
     return legend.get(tone) or (TONES.get(tone, "") if SIGNS.get(tone) else "")
 
 
 def near_one(value: float) -> str:
-    """Write a cosine: what is not 1 does not look like 1, as far as float64 sums can tell."""
+    """Return a cosine as text that shows 1 only for 1, as far as float64 sums can tell."""
     off = 1 - abs(value)
     if off <= _ALIKE or not math.isfinite(value):
         return f"{round(value)}" if math.isfinite(value) else str(value)
@@ -106,12 +106,12 @@ def near_one(value: float) -> str:
 
 
 def is_number(column: Column) -> bool:
-    """Whether the cells of `column` are read as numbers."""
+    """Return whether the cells of `column` are read as numbers."""
     return column.kind in (ColumnKind.NUMBER, ColumnKind.SHARE)
 
 
 def place(origin: Origin) -> tuple[str, ...]:
-    """Say where a difference began, from coarse to fine: site, then what narrows it."""
+    """Return where a difference began, from coarse to fine: site, then what narrows it."""
     return (origin.site, *(f"{name} {value}" for name, value in origin.where.items()))
 
 

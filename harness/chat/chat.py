@@ -1,7 +1,6 @@
-"""The chat encoding of a checkpoint: which family's, and with whose wordings.
+"""The chat encoding of a checkpoint: the encoder and parser of its family, with its own templates.
 
-Owns the pairing of a model's family with its encoder and its parser.
-Refuses an effort where the family knows none. Kept honest by suites/chat/test_chat.py.
+V3.2 has no reasoning effort, so asking it for one is an error.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Chat:
-    """How a model is spoken to."""
+    """Encoder and parser of one model in one style."""
 
     family: Any  # the module with encode, CALLS and STEM
     style: Style
@@ -37,12 +36,12 @@ class Chat:
         return text
 
     def parse(self, text: str, *, whole: bool = True) -> Turn:
-        """Take what the assistant said apart."""
+        """Parse the assistant's text."""
         return parse(text, self.style.mode, self.family.CALLS, whole=whole)
 
 
 def chat_of(config: Config, folder: Path, style: Style) -> Chat:
-    """The chat of a model whose checkpoint lies in `folder`."""
+    """Return the chat of a model whose checkpoint is in `folder`."""
     family: Any = encode_v4 if isinstance(config, V4Config) else encode_v32
     if family is encode_v32 and style.effort is not None:
         raise InvalidArgument(

@@ -1,11 +1,11 @@
-"""What a model said, taken apart: reasoning, content, tool calls.
+"""Parse a finished assistant turn into reasoning, content and tool calls.
 
-Owns the reading of a finished turn. Refuses what departs from the encoding (no end of thinking, a
-special mark inside a content, anything behind the calls), by name: a garbled model fails here
-first, and where it did is evidence. A turn that was cut off at its token limit has no EOS; `whole`
-says whether that is refused.
+Departures from the encoding (no end of thinking, a special token inside a content, text after the
+calls) are errors with their position: a garbled model fails here first, and the position is
+evidence. A turn that was cut off at its token limit has no EOS; `whole` says whether that is an
+error.
 
-Source: facts of the official encoders, section 12.3. Kept honest by suites/chat/test_completion.py.
+Source: facts of the official encoders, section 12.3.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Turn:
     calls: tuple[ToolCall, ...]
 
     def message(self) -> dict[str, Any]:
-        """The turn as a message of a conversation."""
+        """Return the turn as a message of a conversation."""
         made: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning:
             made["reasoning_content"] = self.reasoning
@@ -38,7 +38,7 @@ class Turn:
 
 
 def parse(text: str, mode: str, block: str, *, whole: bool = True) -> Turn:
-    """Take a turn apart; `block` names the family's tool calls."""
+    """Parse a turn; `block` names the family's tool calls."""
     reasoning, rest, opening = "", text, f"\n\n<{DSML}{block}"
     if mode == THINKING:
         reasoning, mark, rest = text.partition(END_THINK)

@@ -1,12 +1,11 @@
-"""Tool calls in DSML, DeepSeek's markup: written from arguments, read back from what a model said.
+"""Write and parse tool calls in DSML, DeepSeek's markup.
 
-Owns the grammar, which both families share apart from the block's name. A string is written as it
-is, anything else as JSON; so a string that contains the closing mark cannot be told from its end,
-and such a text is read as the grammar has it. Refuses, by name and place, every departure from the
-grammar: nothing is repaired, because a call that is half right is a finding.
+Both families share the grammar apart from the block's name. A string is written as it is, anything
+else as JSON. So a string that contains the closing mark cannot be told from its end, and is read as
+the grammar has it. Every departure from the grammar is an error with its position. Nothing is
+repaired, because a call that is half right is a finding.
 
 Source: facts of the official encoders, sections 12.2, 12.3 and 24.
-Kept honest by suites/chat/test_dsml.py.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class ToolCall(NamedTuple):
 
     @classmethod
     def of(cls, call: Mapping[str, Any]) -> ToolCall:
-        """Take a call apart that is written as in OpenAI's API."""
+        """Read a call that is written as in OpenAI's API."""
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, dict) or not {"name", "arguments"} <= function.keys():
             raise InvalidArgument(
@@ -54,7 +53,7 @@ class ToolCall(NamedTuple):
 
 
 def as_json(value: object) -> str:
-    """JSON with every character as itself; what UTF-8 cannot hold is escaped."""
+    """Return JSON with every character as itself; what UTF-8 cannot hold is escaped."""
     text = json.dumps(value, ensure_ascii=False)
     try:
         text.encode()
@@ -64,7 +63,7 @@ def as_json(value: object) -> str:
 
 
 def written(calls: Iterable[ToolCall], block: str, *, lenient: bool) -> str:
-    """The block of calls; `lenient` makes arguments that are no JSON one string parameter."""
+    """Return the block of calls; `lenient` turns arguments that are no JSON into one string."""
     invokes = "\n".join(_invoke(call, lenient=lenient) for call in calls)
     return f"\n\n<{DSML}{block}>\n{invokes}\n</{DSML}{block}>"
 
@@ -94,7 +93,7 @@ def _arguments(call: ToolCall, *, lenient: bool) -> dict[str, Any]:
 
 
 def read(text: str, block: str) -> list[ToolCall]:
-    """Read what follows the block's opening mark: calls, the closing mark, EOS or nothing."""
+    """Read what follows the block's opening mark: calls, the closing mark, then EOS or nothing."""
     reader, calls, closing = _Reader(text), [], f"</{DSML}{block}>"
     reader.expect(">\n", "the end of the opening mark")
     while not reader.skip(closing):
@@ -127,7 +126,7 @@ def _call(reader: _Reader) -> ToolCall:
 
 
 class _Reader:
-    """A place in a text."""
+    """A position in a text."""
 
     def __init__(self, text: str) -> None:
         self._text = text

@@ -1,11 +1,11 @@
-"""A conversation as the text that DeepSeek-V3.2 was trained on.
+"""Encode a conversation as the text that DeepSeek-V3.2 was trained on.
 
-Owns the order of marks and contents, where it differs from V4's: the assistant's mark belongs to
-the question, tool results follow the calls in a block of their own, and a turn that thinks has to
-have thought or called. Messages are mappings as in OpenAI's API, with `reasoning_content`, `tools`,
-`response_format` and `prefix`. Wordings that are not marks come from wordings.py.
+It differs from V4 in order: the assistant's mark belongs to the question, tool results follow the
+calls in a block of their own, and a turn that thinks must contain reasoning or a call. Messages are
+mappings as in OpenAI's API, with `reasoning_content`, `tools`, `response_format` and `prefix`.
+Sentences come from prompt_templates.py, marks from special_tokens.py.
 
-Source: facts of encoding_dsv32, section 24. Kept honest by suites/chat/test_encode_v32.py.
+Source: facts of encoding_dsv32, section 24.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _REQUEST = "\n\n# The user's message is: "  # in front of a developer's content
 def encode(messages: Sequence[Message], style: Style, context: Sequence[Message] = ()) -> str:
     """Render a conversation up to the place where the assistant speaks.
 
-    `context` was rendered before: it decides how what follows is rendered, and is left out itself.
+    `context` was rendered before: it affects how what follows is rendered, and is left out itself.
     """
     full = [*context, *messages]
     require_known(full, ROLES, style)
@@ -73,7 +73,7 @@ def _question(content: str, messages: Sequence[Message], index: int, style: Styl
 
 
 def _result(messages: Sequence[Message], index: int, style: Style) -> str:
-    """One tool's result; the first opens the block, the last closes it."""
+    """Render one tool's result; the first opens the block, the last closes it."""
     caller = index - 1
     while caller >= 0 and messages[caller]["role"] == "tool":
         caller -= 1

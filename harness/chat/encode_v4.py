@@ -1,11 +1,11 @@
-"""A conversation as the text that DeepSeek-V4 was trained on.
+"""Encode a conversation as the text that DeepSeek-V4 was trained on.
 
-Owns the order of marks and contents: tool results move into user messages, reasoning of earlier
-turns goes unless tools are there, each turn of the assistant ends with EOS. Wordings that are not
-marks come from wordings.py. Messages are mappings as in OpenAI's API, with the additions of the
-official encoder: `reasoning_content`, `tools`, `response_format`, `task`, `wo_eos`.
+Tool results move into user messages, reasoning of earlier turns is dropped unless there are tools,
+and each turn of the assistant ends with EOS. Messages are mappings as in OpenAI's API, with the
+additions of the official encoder: `reasoning_content`, `tools`, `response_format`, `task`,
+`wo_eos`. Sentences come from prompt_templates.py, marks from special_tokens.py.
 
-Source: facts of encoding_dsv4, section 12.2. Kept honest by suites/chat/test_encode_v4.py.
+Source: facts of encoding_dsv4, section 12.2.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _KEPT = ("user", "system", "tool", "latest_reminder", "assistant")
 def encode(messages: Sequence[Message], style: Style, context: Sequence[Message] = ()) -> str:
     """Render a conversation up to the place where the assistant speaks.
 
-    `context` was rendered before: it decides how what follows is rendered, and is left out itself.
+    `context` was rendered before: it affects how what follows is rendered, and is left out itself.
     """
     require_known((*context, *messages), ROLES, style, in_parts=True)
     before, new = _merged(context), _merged(messages)
@@ -56,7 +56,7 @@ def encode(messages: Sequence[Message], style: Style, context: Sequence[Message]
 
 
 def _effort(style: Style) -> str:
-    """The sentence about effort in front of everything; only thinking has one."""
+    """Return the sentence about effort that precedes everything; only thinking has one."""
     if style.mode != THINKING or style.effort is None:
         return ""
     if style.effort == "max" or f"effort {style.effort}" in style.wordings.texts:
@@ -65,7 +65,7 @@ def _effort(style: Style) -> str:
 
 
 def _merged(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Move tool results, and what a user says behind them, into blocks of one user message."""
+    """Move tool results, and user text that follows them, into blocks of one user message."""
     made: list[dict[str, Any]] = []
     for message in messages:
         role = message["role"]
@@ -106,14 +106,14 @@ def _in_call_order(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _kept(messages: list[dict[str, Any]]) -> list[int]:
-    """List the messages that stay: all but developers' words before the last question."""
+    """List the messages that stay: all but developer messages before the last question."""
     last = last_question(messages)
     return [i for i, each in enumerate(messages) if i >= last or each["role"] in _KEPT]
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One message in its place. `drop`: reasoning of earlier turns is left out."""
+    """One message at its index. `drop`: reasoning of earlier turns is left out."""
 
     messages: Sequence[Mapping[str, Any]]
     index: int
@@ -125,7 +125,7 @@ class _Part:
         object.__setattr__(self, "message", self.messages[self.index])
 
     def text(self) -> str:
-        """The message, and the mark that hands over to the assistant."""
+        """Return the message, and the mark that hands over to the assistant."""
         made = getattr(self, f"_{self.message['role']}")()
         following = self.messages[self.index + 1 :]
         if following and following[0]["role"] not in _ANSWERS:

@@ -1,12 +1,12 @@
-"""The sentences that models were trained on, taken from the encoder beside a checkpoint.
+"""Prompt sentences that models were trained on, read from the encoder file of a checkpoint.
 
-Owns how they are found: the official repositories ship `encoding/encoding_dsv4.py` (or `_dsv32.py`)
-beside the weights, and these sentences are theirs, so they are read from there and not repeated
-here. The file is parsed, never run: only assignments of plain strings count. What was found is
-compared with the known fingerprints; another text is used all the same, and told.
+The official repositories ship `encoding/encoding_dsv4.py` (or `_dsv32.py`) with the weights. The
+sentences are theirs, so they are read from there and not repeated here. The file is parsed, never
+run: only assignments of plain strings count. Texts are compared with known fingerprints; another
+text is used all the same, and reported by `unknown`.
 
-Refuses tools, response formats and efforts when no such file is there: a paraphrase would be
-another prompt. Kept honest by suites/chat/test_prompt_templates.py.
+Without such a file, tools, response formats and efforts are errors: a paraphrase would be another
+prompt.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ NOWHERE = Wordings(MappingProxyType({}), None)
 
 
 def wordings_beside(folder: Path, stem: str) -> Wordings:
-    """Find the encoder `stem` in a checkpoint's folder, and its sentences."""
+    """Find the encoder `stem` in a checkpoint's folder, and read its sentences."""
     for place in PLACES:
         path = folder / place / f"{stem}.py"
         if path.is_file():
@@ -107,7 +107,7 @@ def _texts(path: Path) -> dict[str, str]:
 
 
 def _constants(module: ast.Module) -> dict[str, str]:
-    """Collect the names at the top of a file to which a plain string is assigned."""
+    """Collect the module-level names of a file to which a plain string is assigned."""
     found = {}
     for statement in module.body:
         targets: list[ast.expr] = []

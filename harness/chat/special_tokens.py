@@ -1,7 +1,7 @@
-"""The marks that structure a conversation: DeepSeek's special tokens, by what they mean.
+"""DeepSeek's special tokens, the marks that structure a conversation, by what they mean.
 
-Owns their spelling and nothing else; ids come from a checkpoint's own tokenizer. The bars are
-U+FF5C and the low lines U+2581. Imports no sibling.
+Ids come from a checkpoint's own tokenizer. The bars are U+FF5C and the low lines U+2581. Imports no
+sibling.
 
 Source: facts of DeepSeek-V4's and V3.2's encodings (sections 12 and 24).
 """

@@ -1,8 +1,7 @@
-"""Texts that end a turn: found also where they are spread over several tokens.
+"""Find stop strings in streamed text, also where they spread over several tokens.
 
-Owns the holding back of a text that may yet become a stop, so that nothing of a stop is ever shown.
-Refuses empty stops, which would end everything at once.
-Kept honest by suites/chat/test_stopping.py.
+Text that may become a stop is held back, so that no part of a stop is ever shown. An empty stop is
+an error, because it would end every text at once.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Stops:
-    """A text that arrives in pieces, and ends where the first stop begins."""
+    """A text that arrives in pieces and ends where the first stop begins."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         if "" in stops:
@@ -26,7 +25,7 @@ class Stops:
         self.hit: str | None = None
 
     def add(self, piece: str) -> str:
-        """Take a piece, and let out what can no longer be the beginning of a stop."""
+        """Take a piece; return what can no longer be the beginning of a stop."""
         text = self._held + piece
         found = [(text.find(stop), stop) for stop in self._stops if stop in text]
         if found:
@@ -39,12 +38,12 @@ class Stops:
         return text[: len(text) - held]
 
     def rest(self) -> str:
-        """Let out what was held back when no stop came."""
+        """Return what was held back when no stop came."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with."""
+    """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,12 +1,9 @@
-"""A checkpoint's tokenizer: text to ids and back, and a text that grows id by id.
+"""A checkpoint's tokenizer: text to ids and back, and incremental decoding.
 
-Owns the loading of tokenizer.json through the package `tokenizers`, the ids that begin and end a
-text (from config.json and generation_config.json), and Growing, which lets out a text only as far
-as its last character is complete. Special tokens are encoded where they stand in a text, and shown
-as they are: what a garbled model says is evidence.
-
-Refuses a checkpoint without tokenizer.json, one that the package cannot read, and one that knows
-ids which the model does not have. Kept honest by suites/chat/test_tokenizer.py.
+tokenizer.json is loaded with the package `tokenizers`; the ids that begin and end a text come from
+config.json and generation_config.json. Growing returns text only up to its last complete character.
+Special tokens in a text are encoded as such, and shown when decoded, because the output of a
+garbled model is evidence. A tokenizer with ids that the model does not have is an error.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to ids and back. `begin` is None where a model's texts begin with nothing special."""
+    """Text to ids and back. `begin` is None where a model's texts begin with no special token."""
 
     codec: Any  # tokenizers.Tokenizer
     begin: int | None
@@ -39,7 +36,7 @@ class Tokenizer:
 
     @classmethod
     def of_checkpoint(cls, folder: Path, config: Mapping[str, Any], vocabulary: int) -> Tokenizer:
-        """Load the tokenizer beside a checkpoint whose model knows `vocabulary` ids."""
+        """Load the tokenizer of a checkpoint whose model has `vocabulary` ids."""
         path = folder / FILE
         if not path.is_file():
             raise UnreadableFile(
@@ -58,7 +55,7 @@ class Tokenizer:
         return cls(codec, _begin(stated, known), _ends(stated, known))
 
     def encode(self, text: str, *, begin: bool = True) -> list[int]:
-        """Ids of a text; BOS in front unless the text brings it, or `begin` is False."""
+        """Return the ids of a text; BOS comes first unless the text has it, or `begin` is False."""
         try:
             ids: list[int] = self.codec.encode(text, add_special_tokens=False).ids
         except Exception as error:  # the package has no narrower class
@@ -71,7 +68,7 @@ class Tokenizer:
         return ids
 
     def unknown(self, text: str) -> list[str]:
-        """The words of a text that become the one id of unknown words, each as often as said."""
+        """Return the words of a text that become the id of unknown words, once an occurrence."""
         mark = getattr(self.codec.model, "unk_token", None)
         number = None if mark is None else self.codec.token_to_id(mark)
         if number is None:
@@ -84,12 +81,12 @@ class Tokenizer:
         return [word for word in said if word.strip() != mark]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens as they are."""
+        """Return the text of ids, special tokens included."""
         text: str = self.codec.decode(list(ids), skip_special_tokens=False)
         return text
 
     def knows(self, *tokens: str) -> bool:
-        """Whether each of these is one token."""
+        """Return whether each of these is one token."""
         return all(self.codec.token_to_id(token) is not None for token in tokens)
 
 
@@ -103,7 +100,7 @@ class Growing:
         self._shown = ""  # what is out of the text since then
 
     def add(self, number: int) -> str:
-        """Take one id in, and let out what is complete."""
+        """Take one id; return what is complete."""
         self._ids.append(number)
         text = self._tokenizer.decode(self._ids[self._from :])
         if text.endswith(_INCOMPLETE) or not text.startswith(self._shown):
@@ -117,7 +114,7 @@ class Growing:
         return piece
 
     def rest(self) -> str:
-        """Let out what is left, complete or not."""
+        """Return what is left, complete or not."""
         text = self._tokenizer.decode(self._ids[self._from :])
         piece = text[len(self._shown) :]
         self._shown = text

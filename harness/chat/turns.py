@@ -1,8 +1,6 @@
-"""What the two families' encodings share: the style of a conversation, and checks of messages.
+"""What both chat encodings share: the style of a conversation, checks of messages, extra blocks.
 
-Owns Style, and the blocks behind a system or developer message. Refuses unknown roles, modes and
-efforts, and messages that are no mappings with a role.
-Kept honest by suites/chat/test_encode_v4.py and test_encode_v32.py.
+Unknown roles, modes and efforts are errors, and so are messages that are no mappings with a role.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ TOOLS_REMEDY = "Write tools as OpenAI's API has them."
 
 @dataclass(frozen=True)
 class Style:
-    """How a conversation is rendered. `begin`: BOS stands in front."""
+    """How a conversation is rendered. `begin`: BOS comes first."""
 
     mode: str = CHAT
     effort: str | None = None
@@ -77,13 +75,13 @@ def _require_texts(number: int, message: Message, *, in_parts: bool) -> None:
 
 
 def last_question(messages: Sequence[Message]) -> int:
-    """Index of the last user or developer message, -1 without one."""
+    """Return the index of the last user or developer message, -1 without one."""
     asked = [i for i, each in enumerate(messages) if each["role"] in ("user", "developer")]
     return asked[-1] if asked else -1
 
 
 def question_text(message: Message) -> str:
-    """The content of a developer message, which has to have one."""
+    """Return the content of a developer message, which must have one."""
     content = message.get("content")
     if not content or not isinstance(content, str):
         raise InvalidArgument(
@@ -93,7 +91,7 @@ def question_text(message: Message) -> str:
 
 
 def extras(message: Message, style: Style) -> str:
-    """The blocks about tools and response format behind a message."""
+    """Return the blocks about tools and response format that follow a message."""
     made = ""
     tools = message.get("tools")
     if tools:
@@ -114,12 +112,12 @@ def extras(message: Message, style: Style) -> str:
 
 
 def is_tool(tool: object) -> bool:
-    """Whether this is a function as OpenAI's API has it."""
+    """Return whether this is a function as OpenAI's API has it."""
     return isinstance(tool, dict) and isinstance(tool.get("function"), dict)
 
 
 def filled(template: str, **values: str) -> str:
-    """Fill a template of the encoder; fields that it has and we do not know are refused."""
+    """Fill a template of the encoder; raise if it has fields that we do not know."""
     try:
         return template.format(**values)
     except (KeyError, IndexError, ValueError, AttributeError) as error:

@@ -1,1 +1,1 @@
-"""The embedded server: OpenAI's HTTP interface over a reference, for small models and debugging."""
+"""Embedded server: OpenAI's HTTP interface over a reference, for small models and debugging."""

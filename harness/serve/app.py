@@ -1,8 +1,7 @@
-"""The server's paths: models, completions, chat completions, health, metrics.
+"""ASGI application of the server: models, completions, chat completions, health, metrics.
 
-Owns reading a request's body within its bounds, the answer in one piece or as a stream of server
-sent events, and the form of every refusal, those of unknown paths included. Nothing here runs code
-that a request brings. Kept honest by suites/serve/test_app.py.
+Request bodies are read within their bounds; answers come in one piece or as server-sent events.
+Every error has one form, those of unknown paths included. No code of a request is ever run.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def written(document: Mapping[str, Any]) -> bytes:
 
 
 class Service:
-    """The handlers, with what they need."""
+    """The handlers and what they need."""
 
     def __init__(
         self,
@@ -78,11 +77,11 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        """Whether requests are taken."""
+        """Return whether requests are accepted."""
         return self._engine.ready and not self.stopping
 
     def app(self) -> Counted:
-        """The ASGI application."""
+        """Return the ASGI application."""
         routes = [
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
@@ -171,13 +170,13 @@ class Service:
 
 
 def _request_id(request: Request) -> str:
-    """The client's own id of a request, where it is one; else a new one."""
+    """Return the client's own id of a request if it is valid, else a new one."""
     said = request.headers.get("x-request-id", "")
     return said if REQUEST_ID.fullmatch(said) else uuid.uuid4().hex
 
 
 async def _body(request: Request, desk: Desk, share: Share) -> bytes:
-    """Read the body, within its size and its time."""
+    """Read the body within its limits of size and time."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != _JSON:
         raise ApiError(415, f"content-type: {_JSON} is expected", None, "unsupported_media_type")
@@ -204,7 +203,7 @@ async def _body(request: Request, desk: Desk, share: Share) -> bytes:
 
 
 class _Stream(Response):
-    """An answer that is sent while it grows."""
+    """An answer that is sent while it is computed."""
 
     def __init__(self, hearing: Hearing, reply: Reply, share: Share) -> None:
         super().__init__(headers=_STREAM_HEAD)
@@ -255,7 +254,7 @@ def _answer(
 
 
 def _told(error: Exception, scope: Scope) -> ApiError:
-    """Turn whatever ended a request into a refusal; unknown paths and methods among them."""
+    """Turn whatever ended a request into an API error, unknown paths and methods included."""
     if isinstance(error, HTTPException):
         told = f"{scope['method']} {scope['path'][:200]}: {error.detail}"
         return ApiError(error.status_code, told, None, "unknown_url")
@@ -265,7 +264,7 @@ def _told(error: Exception, scope: Scope) -> ApiError:
 
 
 class Counted:
-    """The application behind its gate; every answer is counted, every failure told in one form."""
+    """The application after its access check; counts answers and gives every error one form."""
 
     def __init__(self, inner: Router, gate: Gate, metrics: Metrics, known: set[str]) -> None:
         self._inner, self._gate, self._metrics, self._known = inner, gate, metrics, known

@@ -1,9 +1,8 @@
-"""Who may ask: a token where one is set, and names of this machine where none is.
+"""Access control: a bearer token where one is set, and local host names where none is.
 
-Owns the check in front of every path but /health. A token is compared in constant time and never
-written anywhere. Without one only requests that name this machine as their host are answered, so
-that a page in a browser, whose name was pointed here, reads nothing.
-Kept honest by suites/serve/test_auth.py.
+The check precedes every path but /health. A token is compared in constant time and never written
+anywhere. Without a token only requests that name this machine as their host are answered, so that a
+web page whose name was pointed here (DNS rebinding) reads nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _SCHEME = "bearer "
 
 
 class Gate:
-    """Lets a request in, or refuses it. `hosts`: the names that are answered without a token."""
+    """Admits or rejects a request. `hosts`: names that are answered without a token."""
 
     def __init__(self, token: str | None, hosts: frozenset[str] | None) -> None:
         self._token = None if token is None else token.encode()
@@ -30,7 +29,7 @@ class Gate:
 
     @classmethod
     def of(cls, host: str, token: str | None, *, anyone: bool) -> Gate:
-        """The gate of a server on this host; `anyone`: any name will do."""
+        """Make the gate of a server on this host; `anyone`: any name is accepted."""
         return cls(token, None if anyone else frozenset({*LOOPBACK, host.lower()}))
 
     def admit(self, path: str, headers: Mapping[str, str]) -> None:
@@ -49,7 +48,7 @@ class Gate:
 
 
 def _name(host: str) -> str:
-    """A host without its port."""
+    """Return a host without its port."""
     host = host.strip().lower()
     if host.startswith("["):
         return host[1:].partition("]")[0]

@@ -1,13 +1,10 @@
-"""The capture switch of a live server: requests are captured by id while others go on beside them.
+"""Capture chosen requests of a live server by id, while other requests go on.
 
-Owns the state between web side and computing thread: one capture at a time, opened and closed by
-requests, into a folder that the operator named; a request never names a place. A captured request
-runs in steps of its own, so that a capture holds nothing of others; company changes no token. Each
-step is written whole or, where it would exceed the bytes asked for, not at all, and ends it.
-
-Refuses a second capture, what asking refuses (harness/capture/options.py), filters that choose
-nothing of the model, and closing what is not open. A disk that is full ends the capture, and no
-request. Kept honest by suites/serve/test_capturing.py.
+One capture is open at a time. Requests open and close it, into a folder that the operator named; a
+request never names a path. Captured requests run in steps of their own, so that a capture holds
+nothing of others; batching changes no token. Each step is written whole or, where it would exceed
+the bytes asked for, not at all, and then the capture ends. A full disk ends the capture, but no
+request.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ Line = Any  # of the engine, which knows this module
 
 
 class _Whole:
-    """A sink that gives steps on whole, within bytes."""
+    """A sink that forwards whole steps, up to a number of bytes."""
 
     def __init__(self, writer: CaptureWriter, nbytes: int) -> None:
         self._writer, self._left = writer, nbytes
@@ -73,7 +70,7 @@ class _Whole:
 
 
 class _Open:
-    """One capture under way."""
+    """One open capture."""
 
     def __init__(self, folder: Path, model: OpenModel, asked: Asked) -> None:
         bound = model.speaker.bound
@@ -92,13 +89,13 @@ class _Open:
 
     @property
     def ended(self) -> str | None:
-        """By what it ended, if it did."""
+        """Return what ended it, or None."""
         if self.error is not None:
             return "error"
         return "bytes" if self.sink.full else "seconds" if self.roll.late else None
 
     def document(self) -> dict[str, Any]:
-        """Tell it."""
+        """Return its state as a JSON document."""
         return {
             "capture": self.folder.name, "requests": self.roll.ids, "ended": self.ended,
             "calls": self.writer.tally.calls, "asked": self.roll.asked.document(),
@@ -107,7 +104,7 @@ class _Open:
 
 
 class Switch:
-    """The door for the web side, and the wrapping for the computing thread."""
+    """Opens and closes captures (web side) and captures steps (computing thread)."""
 
     def __init__(self, folder: Path, model: OpenModel) -> None:
         self._folder, self._model = folder, model
@@ -116,7 +113,7 @@ class Switch:
         self._number = 0
 
     def start(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """Open a capture of requests that come from now on."""
+        """Open a capture of requests that arrive from now on."""
         with self._lock:
             if self._open is not None:
                 told = f"{self._open.folder.name} is open; end it first"
@@ -129,12 +126,12 @@ class Switch:
             return {"state": "open"} | self._open.document()
 
     def state(self) -> dict[str, Any]:
-        """Tell what is captured now."""
+        """Return the state of the current capture."""
         found = self._open
         return {"state": "closed"} if found is None else {"state": "open"} | found.document()
 
     def stop(self) -> dict[str, Any]:
-        """Close it; what was captured is whole on the disk."""
+        """Close the capture; what was captured is complete on disk."""
         with self._lock:
             found, self._open = self._open, None
             if found is None:
@@ -142,7 +139,7 @@ class Switch:
             return {"state": "closed"} | _closed(found)
 
     def close(self) -> None:
-        """Close what is open when the server ends."""
+        """Close an open capture when the server ends."""
         if self._open is not None:
             self.stop()
 
@@ -154,7 +151,7 @@ class Switch:
                 return folder
 
     def parted(self, lines: Sequence[Line]) -> list[list[Line]]:
-        """Part the lines of a step: those that are captured have steps of their own."""
+        """Split the lines of a step: captured ones get steps of their own."""
         if self._open is None:
             return [list(lines)]
         mine = [line for line in lines if self._takes(line)]
@@ -175,7 +172,7 @@ class Switch:
 
     @contextmanager
     def watching(self, lines: Sequence[Line], pieces: Sequence[Sequence[int]]) -> Iterator[None]:
-        """Watch a step, if it is of captured lines."""
+        """Record a step if all its lines are captured."""
         with self._lock:
             found = self._open
             # Trap: behind the end of a capture its lines share steps with others again.

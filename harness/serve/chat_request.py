@@ -1,9 +1,7 @@
-"""What a request for a chat asks for: messages checked one by one, tools, thinking, choices.
+"""Read a chat completion request: messages, tools, thinking, choices.
 
-Owns the forms of messages, and what becomes of tools (they stand in the system message, where the
-official encoding has them), of `reasoning_effort` and of `thinking`. Refuses by name what the
-encodings have no text for: pictures, several parts, forced calls, formats of the answer.
-Kept honest by suites/serve/test_completion_request.py.
+Tools go into the system message, as in the official encoding. Fields that the encodings have no
+text for are errors: pictures, several parts, forced calls, formats of the answer.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ def chat_asked(raw: dict[str, Any], desk: Desk) -> Asked:
 
 
 def _new_tokens(fields: Fields, desk: Desk) -> int | None:
-    """Read the limit by its new name, or by its old one."""
+    """Read the token limit by its new name, or by its old one."""
     new = fields.whole("max_completion_tokens", 1, desk.bounds.new_tokens)
     old = fields.whole("max_tokens", 1, desk.bounds.new_tokens)
     if new is not None and old is not None and new != old:
@@ -74,7 +72,7 @@ def _new_tokens(fields: Fields, desk: Desk) -> int | None:
 
 
 def _style(fields: Fields) -> Style:
-    """Read whether and how hard the model is told to think."""
+    """Read whether and how hard the model should think."""
     effort = fields.any("reasoning_effort")
     thinking = fields.inner("thinking")
     kind = None
@@ -96,7 +94,7 @@ def _style(fields: Fields) -> Style:
 
 
 def _tools(fields: Fields) -> list[dict[str, Any]]:
-    """Read the functions that the model may call; none where it must not."""
+    """Read the functions that the model may call; none where calls are forbidden."""
     found = fields.any("tools")
     if found is not None and (not isinstance(found, list) or not all(map(is_tool, found))):
         raise wrong("tools", f"{shown(found)} is not {TOOLS}", "invalid_type")
@@ -154,7 +152,7 @@ def _message(found: object, path: str) -> dict[str, Any]:
 
 
 def _content(fields: Fields, path: str) -> str | None:
-    """Read a text, or a single part that is one: how several are joined nobody has said."""
+    """Read a text, or a single text part: no source says how several are joined."""
     if not fields.has("content"):
         return None
     found = fields.any("content")

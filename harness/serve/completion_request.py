@@ -1,10 +1,9 @@
-"""What a request asks for: fields of OpenAI's API turned into sequences, or refused by name.
+"""Read a completion request: turn the fields of OpenAI's API into sequences.
 
-Owns what completions and chats have in common: sampling, limits, choices, streams, stops. OpenAI's
-defaults hold (temperature 1, and for completions 16 new tokens). Without a seed one is drawn;
-choice n of a prompt draws from seed + n. A field whose effect this server does not have is refused,
-unless it has the value that means none.
-Kept honest by suites/serve/test_completion_request.py.
+Completions and chats share sampling, limits, choices, streaming and stops. OpenAI's defaults hold
+(temperature 1, and for completions 16 new tokens). Without a seed one is drawn; choice n of a
+prompt draws from seed + n. A field that this server cannot honour is an error, unless it has the
+value that means none.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _SEEDS = 1 << 63
 
 @dataclass(frozen=True)
 class Prompt:
-    """Ids, and whether the first of them was put in front by us."""
+    """Ids, and whether the server put the first of them in front."""
 
     ids: tuple[int, ...]
     silent_begin: bool = False
@@ -42,7 +41,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Asked:
-    """One request. Choice `n` of prompt `p` has the place p * choices + n."""
+    """One request. Choice `n` of prompt `p` has the index p * choices + n."""
 
     asks: tuple[Ask, ...]
     choices: int
@@ -53,7 +52,7 @@ class Asked:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts, each counted once, as OpenAI counts."""
+        """Return the tokens of all prompts, each prompt counted once, as OpenAI counts."""
         return sum(len(each.prompt) for each in self.asks[:: self.choices])
 
 
@@ -87,7 +86,7 @@ class How:
 
     @classmethod
     def read(cls, fields: Fields, desk: Desk) -> How:
-        """Read the fields, and refuse those of other samplers."""
+        """Read the fields; raise on those of other samplers."""
         seed = fields.whole("seed", -_SEEDS, _SEEDS - 1)
         sampling = Sampling(
             fields.number("temperature", 1.0, 0, 2),
@@ -103,7 +102,7 @@ class How:
     def asks(
         self, prompt: Prompt, choices: int, wanted: int | None, usual: int, top: int | None
     ) -> list[Ask]:
-        """Make the choices of one prompt."""
+        """Make the sequences of one prompt, one a choice."""
         room = self.desk.context - len(prompt.ids)
         if room < max(1, wanted or 0):
             told = (
@@ -135,7 +134,7 @@ def require_model(fields: Fields, desk: Desk) -> None:
 
 
 def common(fields: Fields, asked: Asked) -> Asked:
-    """Read the number of choices, and how the answer travels."""
+    """Read the number of choices, and whether the answer is streamed."""
     choices = fields.whole("n", 1, MOST_CHOICES) or 1
     stream, options = fields.flag("stream"), fields.inner("stream_options")
     if options is not None and not stream:
@@ -148,7 +147,7 @@ def common(fields: Fields, asked: Asked) -> Asked:
 
 
 def _prompts(fields: Fields, desk: Desk) -> list[Prompt]:
-    """Read texts, or ids, one or several."""
+    """Read one or several texts or lists of ids."""
     found = fields.any("prompt")
     if found is None:
         raise wrong("prompt", "is required", "missing_required_parameter")
@@ -178,7 +177,7 @@ def _prompt(said: object, desk: Desk) -> Prompt:
 
 
 def encoded(text: str, desk: Desk, param: str, *, begin: bool) -> Prompt:
-    """Turn a text into ids; `begin`: BOS is put in front unless the text brings it."""
+    """Encode a text; `begin`: BOS comes first unless the text has it."""
     try:
         bare = desk.tokenizer.encode(text, begin=False)
         ids = desk.tokenizer.encode(text) if begin else bare

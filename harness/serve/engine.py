@@ -1,13 +1,12 @@
-"""One thread that computes: all running sequences take part in every step, each token by token.
+"""The computing thread: continuous batching, all running sequences in every step.
 
-Owns who runs, who waits (first come, first served) and who is dropped: a sequence whose client went
-away leaves before the next step, and makes room for one that waits. Company changes no token, as in
-harness/inference/generation.py, whose Voice, pieces and room are used here. What is heard is handed
-to `tell` in this thread; it must return at once.
+Waiting requests are admitted first come, first served. A sequence whose client disconnected leaves
+before the next step and makes room for one that waits. Batching changes no token, as in
+harness/inference/generation.py, whose Voice, pieces and room are used here. Results are passed to
+`tell` in this thread; it must return at once.
 
-Refuses more sequences than may run and wait. A step that fails ends the sequences in it and no
-other; logits that are not finite end their own sequence alone.
-Kept honest by suites/serve/test_engine.py.
+A step that fails ends the sequences in it and no other; logits that are not finite end their own
+sequence alone.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Ticket:
-    """The sequences of one request. `dropped`: nobody wants to hear them any more."""
+    """The sequences of one request. `dropped`: nobody waits for them any more."""
 
     tell: Tell
     request: str = ""  # its id
@@ -63,11 +62,11 @@ class Line:
 
     @property
     def request(self) -> str:
-        """The id of the request, and the place in it."""
+        """Return the id of the request, and the index in it."""
         return f"{self.ticket.request}-{self.place}"
 
     def join(self, speaker: Speaker, tokenizer: Tokenizer) -> Voice:
-        """Make what takes part in steps."""
+        """Make the Voice that takes part in steps."""
         ask = self.ask
         self.voice = Voice(speaker, self.speech, tokenizer, ask.sampling, ask.limits)
         if ask.top is not None:
@@ -75,7 +74,7 @@ class Line:
         return self.voice
 
     def tell(self, text: str, tokens: Sequence[Scored] = (), *, of_prompt: bool = False) -> None:
-        """Say what was heard."""
+        """Send text and tokens to the request."""
         speech = self.speech
         self.ticket.tell(
             Piece(self.place, text, len(speech.ids), tuple(tokens), of_prompt, speech.finish)
@@ -91,7 +90,7 @@ class Line:
         self.tell("", [*first, *scoring.prompt(speaker, hidden, targets)], of_prompt=True)
 
     def take(self, logits: Tensor) -> bool:
-        """Choose the next token; whether it was the first."""
+        """Choose the next token; return whether it was the first."""
         assert self.voice is not None, "a line joins before it runs"
         speech = self.speech
         if self.ask.limits.new_tokens == 0:
@@ -108,7 +107,7 @@ class Line:
 
 
 class Engine:
-    """The thread, and the door to it."""
+    """The computing thread and its interface for requests."""
 
     def __init__(
         self,
@@ -130,12 +129,12 @@ class Engine:
         self._ended: Callable[[], None] | None = None
 
     def start(self, ended: Callable[[], None] | None = None) -> None:
-        """Begin; ready once the model has chosen a first token. `ended` is called at the end."""
+        """Start; ready once the model has chosen a first token. `ended` is called at the end."""
         self._ended = ended
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the step that runs; whoever still runs or waits is refused."""
+        """Stop after the current step; sequences that still run or wait get an error."""
         with self._changed:
             self._stopped = True
             self.ready = False
@@ -148,11 +147,11 @@ class Engine:
 
     @property
     def load(self) -> tuple[int, int]:
-        """How many sequences run, and how many wait."""
+        """Return how many sequences run, and how many wait."""
         return len(self._active), len(self._waiting)
 
     def submit(self, asks: Sequence[Ask], tell: Tell, request: str = "") -> Ticket:
-        """Take the sequences of one request in, or none of them."""
+        """Accept all sequences of one request, or none of them."""
         ticket = Ticket(tell, request)
         if len(asks) > self._most:
             told = f"{len(asks)} choices in one request; {self._most} may run and wait in all"
@@ -169,7 +168,7 @@ class Engine:
         return ticket
 
     def drop(self, ticket: Ticket) -> None:
-        """Let go of a request's sequences; those that have ended do not mind."""
+        """Release a request's sequences; those that have ended are not affected."""
         ticket.dropped = True
         with self._changed:
             self._changed.notify()
@@ -191,7 +190,7 @@ class Engine:
             self._ended()
 
     def _begin(self) -> None:
-        """Prove that the model runs: one token behind the begin token."""
+        """Prove that the model runs: compute one token after the begin token."""
         speech = Speech([self._tokenizer.begin or 0])
         voice = Voice(self._speaker, speech, self._tokenizer, Sampling(), Limits(1))
         ids = [torch.tensor(voice.next_piece())]
@@ -200,7 +199,7 @@ class Engine:
             self.ready = not self._stopped
 
     def _admit(self) -> bool:
-        """Wait for work, and let in whom there is room for; False at the end."""
+        """Wait for work and admit what there is room for; return False at the end."""
         with self._changed:
             while not (self._stopped or self.failure or self._waiting or self._active):
                 self._changed.wait()
@@ -223,7 +222,7 @@ class Engine:
         return not line.ticket.dropped
 
     def _step(self, active: list[Line]) -> list[Line]:
-        """Compute one step of some lines; those that go on."""
+        """Compute one step of some lines; return those that go on."""
         begin = time.perf_counter()
         starts = [each.speech.fed for each in active]
         pieces = [each.voice.next_piece() for each in active if each.voice is not None]
@@ -258,7 +257,7 @@ class Engine:
         return self._switch.watching(active, pieces)
 
     def _hear(self, line: Line, start: int, hidden: Tensor, logits: Tensor) -> bool:
-        """Take what a step gave to one sequence; whether it goes on."""
+        """Give one sequence its result of a step; return whether it goes on."""
         assert line.voice is not None, "a line joins before it runs"
         try:
             line.score_prompt(self._speaker, start, hidden)

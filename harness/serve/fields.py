@@ -1,8 +1,7 @@
-"""A request's body, read field by field: every field is used or refused, none goes unheard.
+"""Read a JSON request body field by field; every field is used, or is an error.
 
-Owns strict JSON (UTF-8, one object, no key twice, no NaN, bounded depth) and the readers of fields.
-`null` means absent, as in OpenAI's API. `end` refuses by name whatever nobody asked for.
-Kept honest by suites/serve/test_fields.py.
+JSON is strict: UTF-8, one object, no key twice, no NaN, bounded depth. `null` means absent, as in
+OpenAI's API. `end` raises on fields that nothing has read.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _SHOWN = 80
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """Read a body that has to be one JSON object."""
+    """Read a body that must be one JSON object."""
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -46,7 +45,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def shown(value: object) -> str:
-    """A value of a request, short and printable, for a message."""
+    """Return a value of a request, short and printable, for a message."""
     try:
         text = ascii(value)
     except RecursionError:
@@ -55,26 +54,26 @@ def shown(value: object) -> str:
 
 
 class Fields:
-    """An object that is read field by field; `path` stands in front of its names in messages."""
+    """An object that is read field by field; `path` precedes its names in messages."""
 
     def __init__(self, raw: dict[str, Any], path: str = "") -> None:
         self._left = {key: value for key, value in raw.items() if value is not None}
         self._path = path
 
     def named(self, name: str) -> str:
-        """Spell a field's name from the body on."""
+        """Return a field's name from the body on."""
         return f"{self._path}{name}"
 
     def any(self, name: str) -> Any:
-        """Take a field as it is; None where it is absent."""
+        """Take any value; None where it is absent."""
         return self._left.pop(name, None)
 
     def has(self, name: str) -> bool:
-        """Whether a field is there and was not taken yet."""
+        """Return whether a field is there and was not taken yet."""
         return name in self._left
 
     def text(self, name: str, default: str | None = None) -> str:
-        """Take a text; without a default it has to be there."""
+        """Take a text; without a default it is required."""
         found = self.any(name)
         if found is None and default is not None:
             return default

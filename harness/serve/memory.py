@@ -1,8 +1,8 @@
-"""How many bytes the requests in flight may take together, estimated before they are taken.
+"""Bound the memory of all requests in flight, estimated before they are accepted.
 
-A bound on the number of requests bounds nothing: 64 prompts whose tokens are all told with their 20
-likeliest take 10 KB for each token. So each request holds a share of one bound from its first byte
-to its answer's last; where none is left it is refused, and may come again.
+Bounding the number of requests is not enough: 64 prompts whose tokens are all returned with their
+20 likeliest take 10 KB for each token. So each request holds a share of one bound from the first
+byte of its body to the last of its answer. Where none is left it gets an error and may try again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STATE = 16  # of a value that a layer remembers: float32, in buffers that grow 
 
 
 class MemoryBound:
-    """The bytes of all requests together. Safe for any thread."""
+    """The bytes that all requests together may hold. Thread-safe."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -39,7 +39,7 @@ class MemoryBound:
 
     @property
     def taken(self) -> int:
-        """What the requests in flight hold now."""
+        """Return what the requests in flight hold now."""
         return self._taken
 
     def share(self) -> Share:
@@ -47,7 +47,7 @@ class MemoryBound:
         return Share(self)
 
     def take(self, nbytes: int, held: int) -> None:
-        """Add `nbytes` to a request that holds `held`, or refuse it."""
+        """Add `nbytes` to a request that holds `held`, or raise."""
         if held + nbytes > self._most:
             told = (
                 f"this request would take about {_mib(held + nbytes)};"
@@ -64,25 +64,25 @@ class MemoryBound:
             self._taken += nbytes
 
     def give_back(self, nbytes: int) -> None:
-        """Take `nbytes` off again."""
+        """Release `nbytes`."""
         with self._lock:
             self._taken -= nbytes
 
 
 class Share:
-    """What one request holds. Use it as a context that ends with the answer."""
+    """The bytes of one request. Use it as a context that ends with the answer."""
 
     def __init__(self, bound: MemoryBound) -> None:
         self._bound = bound
         self._held = 0
 
     def grow(self, nbytes: int) -> None:
-        """Hold more, or refuse the request."""
+        """Hold more, or raise."""
         self._bound.take(nbytes, self._held)
         self._held += nbytes
 
     def become(self, nbytes: int) -> None:
-        """Hold this in the place of what was held."""
+        """Hold this many bytes in place of the present ones."""
         if nbytes > self._held:
             self.grow(nbytes - self._held)
         else:
@@ -90,7 +90,7 @@ class Share:
             self._held = nbytes
 
     def handed_on(self) -> Share:
-        """Give all to a share that outlives this one."""
+        """Transfer everything to a share that outlives this one."""
         made = Share(self._bound)
         made._held, self._held = self._held, 0
         return made
@@ -99,13 +99,13 @@ class Share:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Hold nothing any more."""
+        """Release everything."""
         held, self._held = self._held, 0
         self._bound.give_back(held)
 
 
 def bytes_of(asks: Iterable[Ask], config: Config) -> int:
-    """Estimate what the sequences of a request take until their answer is told."""
+    """Estimate what the sequences of a request take until their answer is sent."""
     listed = list(asks)
     states = sorted((_state_bytes(ask, config) for ask in listed), reverse=True)
     return sum(map(_told_bytes, listed)) + sum(states[:SIDE_BY_SIDE])  # the others wait
@@ -121,7 +121,7 @@ def _told_bytes(ask: Ask) -> int:
 
 
 def _state_bytes(ask: Ask, config: Config) -> int:
-    """Estimate what the layers remember of one sequence when it is complete."""
+    """Estimate the cached state of one sequence when it is complete."""
     tokens = len(ask.prompt) + ask.limits.new_tokens
     if not isinstance(config, V4Config):
         width = config.kv_lora_rank + config.qk_rope_head_dim + config.index_head_dim

@@ -1,7 +1,7 @@
-"""The vocabulary of the server: bounds, what is asked of the model, and what is heard from it.
+"""Records passed between the web side and the computing thread: bounds, requests, results.
 
-Owns the records that travel between the web side and the thread that computes. Imports no sibling.
-An Ask is one sequence; a request holds one for each prompt and each of its `n` choices.
+An Ask is one sequence; a request holds one for each prompt and each of its `n` choices. Imports no
+sibling.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True)
 class Bounds:
-    """How much one request, one connection, and all together may take."""
+    """Limits of one request, one connection, and all requests together."""
 
     body_bytes: int = 4 << 20
     prompt_tokens: int = 8192
@@ -36,10 +36,10 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Ask:
-    """One sequence: what it begins with, how it goes on, and which probabilities are wanted.
+    """One sequence: its prompt, its sampling and limits, and which probabilities are wanted.
 
-    `top`: None for none, else how many of the likeliest tokens beside the one that was chosen.
-    `silent_begin`: the prompt's first token was put in front by us, and is not told.
+    `top`: None for none, else how many of the likeliest tokens besides the chosen one.
+    `silent_begin`: the server put the prompt's first token in front; it is not returned.
     """
 
     prompt: tuple[int, ...]
@@ -52,7 +52,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Scored:
-    """A token with its text and its log-probability, None where nothing stands before it."""
+    """A token with its text and its log-probability, which is None for the first token."""
 
     number: int
     text: str
@@ -62,7 +62,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Piece:
-    """What was heard of one sequence: text that is certain, and the tokens since the last piece.
+    """A result of one sequence: text that is final, and the tokens since the last piece.
 
     `new_tokens` counts all of the sequence, an end token included.
     """
@@ -77,7 +77,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Failed:
-    """One sequence that could not go on."""
+    """One sequence that ended with an error."""
 
     place: int
     error: Exception

@@ -1,7 +1,6 @@
-"""What the server has done so far, in the text that Prometheus reads.
+"""Metrics of the server in Prometheus' text format.
 
-Owns counting under one lock, and the names. What is known only when somebody asks (how many wait)
-is given then. Kept honest by suites/serve/test_metrics.py.
+Counting happens under one lock. Gauges (how many wait) are read when the metrics are requested.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Metrics:
             self._counts[f"{name}_sum", ()] += value
 
     def text(self, gauges: Gauges) -> str:
-        """Write everything; `gauges` holds what is known only now."""
+        """Write everything; `gauges` holds the values that are read now."""
         with self._lock:
             counts, buckets = dict(self._counts), {k: list(v) for k, v in self._buckets.items()}
         lines: list[str] = []

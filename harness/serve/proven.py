@@ -1,14 +1,11 @@
-"""A server that proves itself before it serves: audit, known answers, first minute, then serving.
+"""Prove a checkpoint and its kernels, then serve: audit, known answers, first minute, server.
 
-`python -m degarble.harness.serve.proven CKPT ... -- COMMAND...` is the start of a container. Owns
-the order of the steps, the health endpoint that tells them, and the server's process: COMMAND
-starts only when every step before it has passed, and `ready` is told only when it answers and says
-what the reference says. What failed is told by step and reason, tensor by name, and stays told:
-nothing restarts by itself. A signal ends the server first, then this.
-
-Refuses, with status 2, a checkpoint or files that are not there, and a port that is taken.
-Kept honest by suites/serve/test_proven.py: the whole sequence, with a healthy checkpoint and one
-whose nibbles are swapped.
+`python -m degarble.harness.serve.proven CKPT ... -- COMMAND...` is the start of a container.
+COMMAND starts only when every step before it has passed. The health endpoint reports the steps, and
+`ready` only when the server answers and its text agrees with the reference. A failure is reported
+by step and reason, with the tensor's name, and stays reported: nothing restarts by itself. A signal
+ends the server first, then this process. Missing checkpoints or files and a port that is taken exit
+with status 2.
 """
 
 from __future__ import annotations
@@ -51,7 +48,7 @@ class Failed(Exception):
 
 
 class Step(NamedTuple):
-    """One step: its name, and what it does. It returns a sentence, or raises Failed."""
+    """One step: its name and its function, which returns a sentence or raises Failed."""
 
     name: str
     run: Callable[[], str]
@@ -59,7 +56,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class How:
-    """What is proven, and what is served. `gpu`: kernels have to prove themselves on it."""
+    """What is proven, and what is served. `gpu`: kernels are proven on it."""
 
     checkpoint: Path
     command: tuple[str, ...]
@@ -75,7 +72,7 @@ class How:
 
 @dataclass
 class Progress:
-    """What is told at the health endpoint."""
+    """What the health endpoint reports."""
 
     status: str = STARTING
     step: str = ""
@@ -83,7 +80,7 @@ class Progress:
     passed: dict[str, str] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:
-        """Tell it."""
+        """Return it as a JSON document."""
         return {
             "status": self.status, "ready": self.status == READY, "live": True, "step": self.step,
             "reason": self.reason, "passed": self.passed,
@@ -91,7 +88,7 @@ class Progress:
 
 
 class Proven:
-    """The sequence, run in a thread beside the health endpoint."""
+    """The sequence of steps, run in a thread; the health endpoint answers meanwhile."""
 
     def __init__(self, how: How, say: Callable[[str], None]) -> None:
         self._how, self._say = how, say
@@ -100,7 +97,7 @@ class Proven:
         self.progress = Progress()
 
     def steps(self) -> list[Step]:
-        """Everything in its order."""
+        """Return all steps in order."""
         return [
             Step("audit", self._audit),
             Step("known answers", _known_answers),
@@ -110,7 +107,7 @@ class Proven:
         ]
 
     def run(self) -> None:
-        """Go through the steps, and then watch the server."""
+        """Run the steps, then watch the server."""
         progress = self.progress
         try:
             for step in self.steps():
@@ -152,7 +149,7 @@ class Proven:
         raise Failed(f"{found.sentence} {'; '.join(named)}")
 
     def _first_minute(self) -> str:
-        """Kernels of this device on values whose bytes are known."""
+        """Run this device's kernels on values whose results are known to the byte."""
         if not self._how.gpu:
             return "not asked: --cpu"
         from degarble.harness.nightly.kernels import kernels  # noqa: PLC0415  imports torch
@@ -224,7 +221,7 @@ class Proven:
 
 
 def in_a_process(command: Sequence[str]) -> str:
-    """Run the first minute of this device's products; its last line, or Failed with it."""
+    """Run this device's first minute in a process; return its last line, or raise Failed."""
     done = subprocess.run(  # noqa: S603  a module of ours
         command, capture_output=True, text=True, timeout=_MINUTE_SECONDS, check=False
     )
@@ -235,7 +232,7 @@ def in_a_process(command: Sequence[str]) -> str:
 
 
 def _environment(token: str | None) -> dict[str, str]:
-    """What the server is started with: a token goes by its variable, never by its line."""
+    """Return the server's environment: a token is passed by variable, never on the command line."""
     named = {} if token is None else dict.fromkeys(_TOKEN_VARIABLES, token)
     return {**os.environ, **named}
 
@@ -284,7 +281,7 @@ class HealthApp:
 
 
 def prove_and_serve(how: How, host: str, port: int, say: Callable[[str], None]) -> int:
-    """Prove, serve, and answer at the health endpoint until a signal comes."""
+    """Prove, serve, and answer at the health endpoint until a signal arrives."""
     quiet_logs()
     proven = Proven(how, say)
     with bound_socket(host, port) as listening:
@@ -300,7 +297,7 @@ def prove_and_serve(how: How, host: str, port: int, say: Callable[[str], None]) 
 
 
 def read_line(arguments: Sequence[str]) -> tuple[How, str, int]:
-    """Read the command line; what is not there is refused before anything runs."""
+    """Parse the command line; raise before anything runs if something is missing."""
     own, command = list(arguments), list[str]()
     if "--" in own:
         at = own.index("--")

@@ -1,8 +1,7 @@
-"""Refusals as OpenAI's clients read them: a status, and an error object of four fields.
+"""API errors as OpenAI's clients read them: a status, and an error object of four fields.
 
-Owns ApiError and the way from our own errors to it. What a request got wrong is 400 with the name
-of the parameter; what the model got wrong is 500 and says so. No answer holds a traceback.
-Kept honest by suites/serve/test_completion_request.py.
+A mistake in a request is 400 with the name of the parameter; a failure of the model is 500 and says
+so. No answer holds a traceback.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ SERVER_ERROR = "server_error"
 
 
 class ApiError(Exception):
-    """A refusal on its way to a client."""
+    """An error that is sent to a client."""
 
     def __init__(
         self,
@@ -34,30 +33,30 @@ class ApiError(Exception):
         self.retry_after = retry_after
 
     def document(self) -> dict[str, Any]:
-        """Write the body of the answer."""
+        """Return the body of the answer."""
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, WRONG_REQUEST if self.status < 500 else SERVER_ERROR)
         told = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": told}
 
     def headers(self) -> dict[str, str]:
-        """What stands beside it in the answer's head."""
+        """Return the extra headers of the answer."""
         made = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
         return made | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
 
 
 def wrong(param: str, message: str, code: str = "invalid_value") -> ApiError:
-    """Make the refusal of one parameter's value."""
+    """Make the error of one parameter's value."""
     return ApiError(400, f"{param}: {message}", param, code)
 
 
 def wrong_input(param: str, error: DegarbleError) -> ApiError:
-    """Tell an error of ours about what a request brought."""
+    """Make the API error of one of our own errors about the request."""
     return ApiError(400, str(error), param, "invalid_value")
 
 
 def of_model(error: Exception) -> ApiError:
-    """Tell what went wrong while the model ran; a mistake of ours is not told in detail."""
+    """Make the error of a failed model run; details of our own mistakes are not sent."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, DegarbleError):
@@ -66,10 +65,10 @@ def of_model(error: Exception) -> ApiError:
 
 
 def late(seconds: float) -> ApiError:
-    """Make the refusal of a request that took too long."""
+    """Make the error of a request that took too long."""
     return ApiError(504, f"not done within {seconds:g} s", None, "timeout")
 
 
 def stopping() -> ApiError:
-    """Make the refusal of a request that comes while the server ends."""
+    """Make the error of a request that arrives while the server ends."""
     return ApiError(503, "the server is stopping", None, "stopping", retry_after=5)

@@ -1,8 +1,7 @@
-"""Answers in OpenAI's form, built from what is heard: the whole one, and the chunks of a stream.
+"""Build answers in OpenAI's form from the engine's pieces: whole, and as chunks of a stream.
 
-Owns the documents. Each choice turns a piece into the change that a stream shows, and is the sum of
-its changes; so a stream put together is the whole answer.
-Kept honest by suites/serve/test_app.py.
+Each choice turns a piece into the delta that a stream shows, and is the sum of its deltas; so a
+stream put together is the whole answer.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ class CompletionChoice:
             self._opening = shown + (desk.gap if ask.limits.new_tokens else "")
 
     def begin(self) -> list[Change]:
-        """What a stream shows before anything is heard."""
+        """Return the delta that a stream begins with."""
         if not self._opening or self._ask.scores_prompt:
             return []
         return [self._added(self._change(self._opening, None))]
 
     def hear(self, piece: Piece) -> list[Change]:
-        """What a piece changes."""
+        """Add a piece; return its delta."""
         text = piece.text
         if piece.of_prompt and self._opening:
             text, self._opening = self._opening, ""
@@ -59,7 +58,7 @@ class CompletionChoice:
         return [self._added(change)]
 
     def whole(self) -> Change:
-        """The choice so far."""
+        """Return the choice so far."""
         return self._whole
 
     def _change(self, text: str, reason: str | None) -> Change:
@@ -102,11 +101,11 @@ class ChatChoice:
         self._problem: str | None = None
 
     def begin(self) -> list[Change]:
-        """What a stream shows before anything is heard."""
+        """Return the delta that a stream begins with."""
         return [self._change({"role": "assistant", "content": ""}, None)]
 
     def hear(self, piece: Piece) -> list[Change]:
-        """What a piece changes."""
+        """Add a piece; return its delta."""
         made = [self._told(self._parting.add(piece.text), piece.tokens)]
         if piece.finish is not None:
             made.append(self._told(self._parting.end()))
@@ -119,7 +118,7 @@ class ChatChoice:
         return [change for changes in made for change in changes]
 
     def whole(self) -> Change:
-        """The choice so far."""
+        """Return the choice so far."""
         made = {
             "index": self._place,
             "message": self._message,
@@ -185,22 +184,22 @@ class Reply:
         return ChatChoice(place, ask, Parting(self._asked.chat))
 
     def begin(self) -> list[Change]:
-        """The chunks that a stream begins with."""
+        """Return the chunks that a stream begins with."""
         return [self._chunk(change) for each in self._choices for change in each.begin()]
 
     def hear(self, piece: Piece) -> list[Change]:
-        """The chunks that a piece makes."""
+        """Add a piece; return its chunks."""
         self._new[piece.place] = piece.new_tokens
         return [self._chunk(change) for change in self._choices[piece.place].hear(piece)]
 
     def end(self) -> list[Change]:
-        """The chunk with the usage, where it is wanted."""
+        """Return the chunk with the usage, where it is wanted."""
         if not self._asked.usage_wanted:
             return []
         return [self._document(stream=True) | {"choices": [], "usage": self._usage()}]
 
     def whole(self) -> Change:
-        """The whole answer."""
+        """Return the whole answer."""
         choices = [each.whole() for each in self._choices]
         return self._document() | {"choices": choices, "usage": self._usage()}
 

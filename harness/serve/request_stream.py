@@ -1,8 +1,8 @@
-"""One request while it is computed: what is heard, until it ends, is late, or nobody listens.
+"""Stream one request's results until completion, timeout or disconnect.
 
-Owns the bridge from the computing thread to the web side's loop, and the three ways out: all
-sequences ended, the client went away (noticed while waiting, not only when something is sent), the
-time is up. However it ends, the sequences are let go. Kept honest by suites/serve/test_app.py.
+Results cross from the computing thread to the event loop of the web side. A disconnect is noticed
+while waiting too, not only when something is sent. However the request ends, its sequences are
+released.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 
 class Gone(Exception):
-    """The client went away: there is nobody to answer."""
+    """The client disconnected."""
 
 
 class Quiet:
-    """Nothing was heard for a while."""
+    """No result arrived for a while."""
 
 
 QUIET = Quiet()
 
 
 class Hearing:
-    """What the engine says about one request. Use it as a context."""
+    """The results of one request. Use it as a context."""
 
     def __init__(
         self, asked: Asked, engine: Engine, receive: Receive, bounds: Bounds, request: str = ""
@@ -49,7 +49,7 @@ class Hearing:
         self._ticket = engine.submit(asked.asks, self._tell, request)
 
     async def __aenter__(self) -> Self:
-        """Begin to watch the client and the clock."""
+        """Begin to watch for a disconnect and the timeout."""
         self._watch = self._loop.create_task(self._until_gone())
         self._late = self._loop.call_later(
             self._bounds.seconds, self._queue.put_nowait, late(self._bounds.seconds)
@@ -57,7 +57,7 @@ class Hearing:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Let the sequences go."""
+        """Release the sequences."""
         self._engine.drop(self._ticket)
         self._late.cancel()
         self._watch.cancel()
@@ -65,7 +65,7 @@ class Hearing:
             await self._watch
 
     async def pieces(self) -> AsyncIterator[Piece | Quiet]:
-        """Give pieces until all sequences have ended; QUIET where nothing came for a while."""
+        """Yield pieces until all sequences have ended, and QUIET where none came for a while."""
         while self._open:
             timer = self._loop.call_later(self._bounds.quiet_seconds, self._queue.put_nowait, QUIET)
             heard = await self._queue.get()
@@ -79,7 +79,7 @@ class Hearing:
             yield heard
 
     def _tell(self, heard: Heard) -> None:
-        """Hand over from the computing thread; a loop that has ended listens no more."""
+        """Pass a result from the computing thread to the loop, unless the loop has ended."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._queue.put_nowait, heard)
 

@@ -1,8 +1,7 @@
-"""Log-probabilities of tokens, with the likeliest beside them, and each token's own text.
+"""Log-probabilities of tokens, with the likeliest alternatives, and each token's own text.
 
-Owns the numbers: natural logarithms in float64 of the model's own distribution, before temperature
-and top_p. The texts of one sequence's tokens put together are its text.
-Kept honest by suites/serve/test_engine.py.
+They are natural logarithms in float64 of the model's own distribution, before temperature and
+top_p. The texts of a sequence's tokens add up to its text.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ class Scoring:
         self._growing = Growing(tokenizer)
 
     def first(self, number: int) -> Scored:
-        """Tell the token that begins everything: nothing predicts it."""
+        """Score the token that begins everything: nothing predicts it."""
         return Scored(number, self._growing.add(number), None)
 
     def token(self, number: int, logits_V: Tensor) -> Scored:
-        """Tell one token, given what was predicted at its place."""
+        """Score one token by the logits at its position."""
         values = logits_V.double().log_softmax(-1)
         likeliest = tuple((n, self.text_of(n), float(values[n])) for n in _best(values, self._top))
         return Scored(number, self._growing.add(number), float(values[number]), likeliest)
 
     def prompt(self, speaker: Speaker, hidden: Tensor, targets: Sequence[int]) -> Iterator[Scored]:
-        """Tell tokens of a prompt; row n of `hidden` predicts target n."""
+        """Score tokens of a prompt; row n of `hidden` predicts target n."""
         rows = max(1, _LOGITS // speaker.config.vocab_size)
         for begin in range(0, len(targets), rows):
             wanted = targets[begin : begin + rows]
@@ -50,16 +49,16 @@ class Scoring:
             yield from (self.token(n, row) for n, row in zip(wanted, logits, strict=True))
 
     def rest(self) -> str:
-        """Let out the text of tokens that end inside a character."""
+        """Return the text of tokens that end inside a character."""
         return self._growing.rest()
 
     def text_of(self, number: int) -> str:
-        """The text of a token alone."""
+        """Return the text of a token alone."""
         return self._tokenizer.decode([number])
 
 
 def _best(values_V: Tensor, count: int) -> list[int]:
-    """The ids of the largest values, of equal ones the lowest first."""
+    """Return the ids of the largest values; ties go to the lowest id."""
     if count == 0:
         return []
     least = values_V.topk(min(count, len(values_V))).values[-1]

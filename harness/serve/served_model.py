@@ -1,8 +1,7 @@
-"""The model as the web side knows it: its name, its tokenizer, its chats, its bounds.
+"""The served model as requests use it: name, tokenizer, chat encoding, limits.
 
-Owns the facts that every answer repeats. Refuses chats where the tokenizer lacks the marks of a
-conversation: another text in their place would be another prompt.
-Kept honest by suites/serve/test_engine.py.
+Chats are errors if the tokenizer lacks the special tokens of a conversation: other text in their
+place would be another prompt.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ BACKEND = "torch"  # the references: the twin's arithmetic
 
 @dataclass(frozen=True)
 class Desk:
-    """An open model, as far as requests are concerned."""
+    """An open model as requests use it."""
 
     model: OpenModel
     name: str
@@ -42,34 +41,34 @@ class Desk:
 
     @cached_property
     def talker(self) -> Talker:
-        """What turns texts into ids."""
+        """Return what turns texts into ids."""
         return Talker(self.model, Manner())
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
+        """Return the model's tokenizer."""
         return self.talker.tokenizer
 
     @property
     def context(self) -> int:
-        """How many tokens a prompt and its continuation may have together."""
+        """Return how many tokens a prompt and its continuation may have together."""
         return self.model.speaker.context
 
     @cached_property
     def mark(self) -> str:
-        """What was served, in a line: version, arithmetic, and a hash of the checkpoint."""
+        """Return version, arithmetic, and a hash of the checkpoint, in one line."""
         digest = fingerprint(self.model.checkpoint)[:12]
         return f"degarble-{VERSION}-{self.model.arithmetic}-{digest}"
 
     @property
     def gap(self) -> str:
-        """What the tokenizer writes between two tokens: a space where tokens are bare words."""
+        """Return what the tokenizer writes between tokens: a space where tokens are bare words."""
         number = 0
         one, two = self.tokenizer.decode([number]), self.tokenizer.decode([number, number])
         return two[len(one) : len(two) - len(one)]
 
     def chat(self, style: Style) -> Chat:
-        """The chat encoding, in a style."""
+        """Return the chat encoding, in a style."""
         if not self.talker.knows_chat:
             told = (
                 f"the tokenizer of {self.name} has no marks of a conversation, so a chat cannot be"
@@ -82,7 +81,7 @@ class Desk:
             raise wrong_input("reasoning_effort", error) from error
 
     def card(self) -> dict[str, Any]:
-        """Write the model as /v1/models lists it."""
+        """Return the model as /v1/models lists it."""
         return {
             "id": self.name,
             "object": "model",
@@ -92,7 +91,7 @@ class Desk:
         }
 
     def info(self) -> dict[str, str]:
-        """What is served, as labels."""
+        """Return what is served, as labels."""
         return {
             "version": VERSION,
             "model": self.name,
@@ -104,7 +103,7 @@ class Desk:
 
     @cached_property
     def computed(self) -> tuple[dict[str, str], ...]:
-        """What computes each component of each layer, and in which formats, as labels."""
+        """Return what computes each component of each layer, and in which formats, as labels."""
         model, known = self.model, {each.name: each for each in parameters(self.model.config)}
         rows = []
         for each in components(model.config, model.recipe):

@@ -1,9 +1,8 @@
-"""`degarble serve` as one run: the socket, the model, the computing thread, the web side, the end.
+"""Run `degarble serve`: socket, model, computing thread, web side, shutdown.
 
-Owns the order: the port is taken first, so that a server that cannot listen does not load anything;
-readiness comes with the first token; whatever ends the web side also ends the thread before files
-are given back. What the first token refuses ends the server with that refusal.
-Kept honest by suites/serve/test_serving.py.
+The port is taken first, so that a server that cannot listen loads nothing. Readiness comes with the
+first token; an error there ends the server with that error. Whatever ends the web side also ends
+the thread before files are released.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Serving:
 
 
 def serve(how: Serving, say: Callable[[dict[str, str]], None]) -> None:
-    """Serve until a signal comes; `say` is told what and where, once."""
+    """Serve until a signal arrives; `say` receives what is served and where, once."""
     quiet_logs()
     with (
         bound_socket(how.host, how.port) as listening,

@@ -1,14 +1,13 @@
-"""Is a server's text coherent? Known answers, an echo, a likelihood, and a measure of garbage.
+"""Smoke-test a server's text: known answers, an echo, a likelihood, and a measure of garbage.
 
-`python -m degarble.harness.serve.smoke URL --answers FILE` asks a server with OpenAI's interface:
-its models, completions and a chat. The answers are the reference's own, made once by
-`... smoke --make CKPT --prompts FILE --answers FILE`: what it says greedily, and how likely it
-finds the prompts. A garbled server fails the answers; one that only rounds otherwise may leave an
-answer late, so a share of its characters is asked for, not all.
+`python -m degarble.harness.serve.smoke URL --answers FILE` queries a server with OpenAI's
+interface: its models, completions and a chat. The answers are the reference's own, made once by
+`... smoke --make CKPT --prompts FILE --answers FILE`: its greedy continuations, and how likely it
+finds the prompts. A garbled server fails the answers. A server that only rounds differently may
+leave an answer late, so a share of its characters is required, not all.
 
-Refuses, with status 2, files that are none and servers that cannot be asked; what is incoherent is
-status 1, check by check. A token is read from a variable, never from the line.
-Kept honest by suites/serve/test_smoke.py.
+Status 1: a check failed, listed one by one. Status 2: unreadable files, or no server. A token is
+read from a variable, never from the command line.
 """
 
 from __future__ import annotations
@@ -45,20 +44,20 @@ _LARGEST = 64 << 20
 
 @dataclass(frozen=True)
 class Said:
-    """One check: its name, whether it holds, and what was seen."""
+    """One check: its name, its result, and what was observed."""
 
     name: str
     holds: bool | None  # None: the server has no such thing
     told: str
 
     def line(self) -> str:
-        """Tell it in a line."""
+        """Return it as a line of text."""
         word = {True: "ok", False: "FAILED", None: "not asked"}[self.holds]
         return f"{word:9} {self.name}: {self.told}"
 
 
 class Server:
-    """A server with OpenAI's interface, asked one thing after the other."""
+    """A server with OpenAI's interface, queried sequentially."""
 
     def __init__(self, url: str, token: str | None = None, seconds: float = _SECONDS) -> None:
         if not url.startswith(("http://", "https://")):
@@ -67,7 +66,7 @@ class Server:
         self._token, self._seconds = token, seconds
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
-        """Ask a path; the status and the document that came back."""
+        """Request a path; return the status and the document."""
         data = None if body is None else json.dumps(body).encode()
         head = {"content-type": "application/json"}
         if self._token:
@@ -85,7 +84,7 @@ class Server:
 
 
 def smoke(server: Server, answers: dict[str, Any]) -> Iterator[Said]:
-    """Make every check, one after the other."""
+    """Run every check, one after the other."""
     status, found = server.ask("/v1/models")
     names = [each.get("id") for each in found.get("data", []) if isinstance(each, dict)]
     yield Said("models", status == 200 and bool(names), f"{status}: {', '.join(map(str, names))}")
@@ -116,7 +115,7 @@ def _answered(server: Server, model: str, known: dict[str, Any]) -> Iterator[Sai
 
 
 def alike(text: str, expected: str) -> float:
-    """The share of an answer that a text begins with; spaces at its ends do not count."""
+    """Return the share of an answer that a text begins with; spaces at the ends do not count."""
     said, wanted = text.strip(), expected.strip()
     if not wanted:
         return float(not said)
@@ -125,7 +124,7 @@ def alike(text: str, expected: str) -> float:
 
 
 def garbage(text: str) -> str:
-    """Why a text is garbage by its form alone; empty where it is none."""
+    """Return why a text is garbage by its form alone; empty where it is not."""
     if not text.strip():
         return "no text at all"
     strange = sum(1 for c in text if c == "\ufffd" or not (c.isprintable() or c.isspace()))
@@ -153,7 +152,7 @@ def _echoed(server: Server, model: str, prompt: str) -> Said:
 
 
 def _likely(server: Server, model: str, known: dict[str, Any]) -> Said:
-    """How likely a server finds a text, beside the reference."""
+    """Compare how likely a server finds a text with the reference."""
     body = {"model": model, "prompt": known["prompt"], "echo": True, "max_tokens": 1}
     status, found = server.ask("/v1/completions", body | {"logprobs": 1, "temperature": 0})
     if status != 200:
@@ -182,7 +181,7 @@ def _chat(server: Server, model: str) -> Said:
 
 
 def read_answers(path: Path) -> dict[str, Any]:
-    """Read known answers; a file that holds none is refused."""
+    """Read a file of known answers; raise if it holds none."""
     try:
         found = json.loads(read_small_text(path, _LARGEST))
         answers = found["answers"]
@@ -207,7 +206,7 @@ def _no_answers(path: Path, why: str) -> UnreadableFile:
 
 
 def make_answers(checkpoint: Path, prompts: Sequence[str]) -> dict[str, Any]:
-    """What the reference says greedily, and how likely it finds each prompt."""
+    """Return the reference's greedy answers, and how likely it finds each prompt."""
     # Imports torch, which asking a server does without.
     from degarble.harness.generate.generate import Manner, Talker  # noqa: PLC0415
     from degarble.harness.inference.generation import Limits  # noqa: PLC0415
@@ -241,7 +240,7 @@ def _shown(value: object) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Ask a server, or make the answers to be expected."""
+    """Check a server, or make the expected answers."""
     parser = argparse.ArgumentParser(prog="python -m degarble.harness.serve.smoke")
     parser.add_argument("url", nargs="?", help="http://HOST:PORT")
     parser.add_argument("--answers", type=Path, required=True, metavar="FILE")

@@ -1,9 +1,8 @@
-"""A turn of the assistant that arrives in pieces, parted into reasoning, content and tool calls.
+"""Split a streamed assistant turn into reasoning, content and tool calls.
 
-Owns the parting while the text grows: nothing of a mark that may yet be completed is shown. Calls
-are shown when the turn is whole and reads as the encoding has it; a text that leaves the encoding
-is shown as it is, with the reason. Pieces put together are what the whole would have given.
-Kept honest by suites/serve/test_stream_parser.py.
+No part of a mark that may still be completed is shown. Calls are shown when the turn is whole and
+parses; a text that leaves the encoding is shown unchanged, with the reason. The pieces add up to
+what parsing the whole turn gives.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ REASONING, CONTENT, CALLS = "reasoning_content", "content", "calls"
 
 @dataclass
 class Parted:
-    """What a piece gave. `problem`: where the turn left the encoding."""
+    """The fields that a piece adds to. `problem`: where the turn left the encoding."""
 
     said: dict[str, str] = field(default_factory=dict)  # field of a message to text
     calls: tuple[ToolCall, ...] = ()
@@ -38,7 +37,7 @@ class Parted:
 
 
 class Parting:
-    """One turn."""
+    """The parser of one turn."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
@@ -52,7 +51,7 @@ class Parting:
         self._unsaid = ""  # the text of calls, and their opening
 
     def add(self, piece: str) -> Parted:
-        """Take a piece in, and give what is certain."""
+        """Take a piece; return what is certain."""
         made = Parted()
         self._whole += piece
         while self._where != CALLS:
@@ -72,7 +71,7 @@ class Parting:
         return made
 
     def end(self) -> Parted:
-        """Give what was held back, and the calls, or why the turn cannot be read."""
+        """Return what was held back, and the calls, or why the turn cannot be parsed."""
         made = Parted()
         if self._where != CALLS:
             made.add(self._where, self._stops.rest())

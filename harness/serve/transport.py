@@ -1,10 +1,9 @@
-"""Sockets and connections: where the server listens, how long it waits for anybody, how it ends.
+"""Sockets and connections: listening, timeouts, limits, shutdown; what uvicorn leaves open.
 
-Owns what uvicorn leaves open: a time for a request's head, for a client that takes nothing, a bound
-of connections, refusals of broken HTTP in the form of all others, and signals that end the server
-with status 0. A signal lets running requests end within their time; a second one does not wait.
-Refuses a port that is taken or forbidden, and a host that is none. A client that closes its side
-counts as gone. Kept honest by suites/serve/test_transport.py.
+It adds timeouts for a request's head and for a client that reads nothing, a bound of connections,
+errors for broken HTTP in the form of all others, and signals that end the server with status 0. A
+signal lets running requests end within their time; a second one does not wait. A client that closes
+its side counts as disconnected.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _GRACE_SECONDS = 5  # for answers that are being written when the time to drain 
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Take a port on this machine, or refuse it by name."""
+    """Listen on a port of this machine, or raise with the option's name."""
     try:
         kind, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         made = socket.socket(kind, socket.SOCK_STREAM)
@@ -68,12 +67,12 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 class Connection(H11Protocol):
-    """One connection that waits for nobody longer than its bounds say."""
+    """One connection with timeouts."""
 
     bounds: Bounds
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for a head; one connection too many is sent away."""
+        """Begin to wait for a head; reject one connection too many."""
         super().connection_made(transport)
         self._head: asyncio.TimerHandle | None = None
         self._tail: asyncio.TimerHandle | None = None  # of a body behind its own answer
@@ -85,13 +84,13 @@ class Connection(H11Protocol):
             self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the clocks."""
+        """Cancel the timers."""
         for timer in (self._head, self._tail, self._stall):
             _off(timer)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Watch how long a head takes."""
+        """Time how long a head takes."""
         if self.transport.is_closing():
             return
         super().data_received(data)
@@ -103,20 +102,20 @@ class Connection(H11Protocol):
             self._tail = _off(self._tail)
 
     def on_response_complete(self) -> None:
-        """Read a refused body to its end, so that its sender hears why; but not for ever."""
+        """Read a rejected request's body to its end, within a time, so that its sender gets why."""
         super().on_response_complete()
         if self.conn.their_state is h11.SEND_BODY and self._tail is None:
             self._tail = self.loop.call_later(self.bounds.body_seconds, self.transport.abort)
 
     def pause_writing(self) -> None:
-        """Begin to wait until the client takes what lies ready."""
+        """Start the timer of a client that reads nothing."""
         super().pause_writing()
         self._stall = self._stall or self.loop.call_later(
             self.bounds.stall_seconds, self.transport.abort
         )
 
     def resume_writing(self) -> None:
-        """The client took it."""
+        """Stop the timer: the client has read."""
         self._stall = _off(self._stall)
         super().resume_writing()
 
@@ -125,7 +124,7 @@ class Connection(H11Protocol):
         self._refuse(ApiError(400, msg, None, "invalid_http"))
 
     def handle_websocket_upgrade(self, _event: h11.Request) -> None:
-        """There are no web sockets here."""
+        """Answer an upgrade to web sockets with status 400."""
         self._refuse(ApiError(400, "no upgrade is known here", None, "invalid_http"))
 
     def _await_head(self) -> None:
@@ -137,7 +136,7 @@ class Connection(H11Protocol):
         self._refuse(ApiError(408, told, None, "timeout"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Write a whole answer past everything else, and close."""
+        """Write a whole error answer and close."""
         if self.transport.is_closing():
             return
         body = written(error.document())
@@ -154,14 +153,14 @@ class Connection(H11Protocol):
 
 
 def _off(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
-    """Stop a timer; give what stands in its place."""
+    """Stop a timer; return its replacement, None."""
     if timer is not None:
         timer.cancel()
     return None
 
 
 class Listener(Server):
-    """Uvicorn's server, ended by signals with status 0; `stopping` is told when it begins to."""
+    """Uvicorn's server, ended by signals with status 0; `stopping` is called when it begins to."""
 
     def __init__(self, app: ASGIApp, bounds: Bounds, stopping: Callable[[], None]) -> None:
         protocol = type("BoundedConnection", (Connection,), {"bounds": bounds})
@@ -176,7 +175,7 @@ class Listener(Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle SIGINT and SIGTERM while the server runs, and nothing of them afterwards."""
+        """Handle SIGINT and SIGTERM while the server runs, then restore the old handlers."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -189,7 +188,7 @@ class Listener(Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: Any) -> None:  # noqa: ARG002  signal's own call
-        """Begin to end; the second time at once."""
+        """Begin to end; end at once the second time."""
         if self.should_exit:
             self.force_exit = True
             self.give_up()
@@ -197,7 +196,7 @@ class Listener(Server):
         self._tell_stopping()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let what runs end within its time."""
+        """Let running requests end within their time."""
         self._tell_stopping()
         timer = asyncio.get_running_loop().call_later(self._bounds.drain_seconds, self.give_up)
         try:

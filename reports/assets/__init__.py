@@ -1,1 +1,1 @@
-"""The skeleton, style, script and icon of a page. Read as text, never imported."""
+"""Skeleton, style, script and icon of a report page. Read as text, never imported."""
