@@ -67,9 +67,11 @@ def pool(
         return new[0].new_empty(0, facts.width, dtype=numerics.store), _filled(
             state, new, partial, facts
         )
+    # With overlap the previous window's m rows precede those of the current window.
     base = ratio if facts.overlap else 0
     latent = torch.cat((state.latent[base : base + partial], new[0]))
     gate = torch.cat((state.gate[base : base + partial], new[1]))
+    # `latent` and `gate` [partial + T, c*E] start at the first token of window `first`.
     complete = windows * ratio
     slots = slots_of((latent[:complete], gate[:complete]), state, first, facts)
     entries = _entries(slots, first, norm_E, facts, numerics)
@@ -101,6 +103,7 @@ def slots_of(
 
 def _overlapping(windows_WmF: Tensor, before_mF: Tensor, width: int) -> Tensor:
     """Return slots [W, 2m, E]: first half of the window before, then second half of this window."""
+    # F = 2E columns a token: the first E serve the next window's entry, the last E its own.
     before = torch.cat((before_mF[None], windows_WmF[:-1]))
     return torch.cat((before[..., :width], windows_WmF[..., width:]), dim=1)
 

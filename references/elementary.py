@@ -80,7 +80,7 @@ def head_rms(q_THD: Tensor, epsilon: float, numerics: Numerics) -> Tensor:
     if kind is HeadNorm.EACH_STEP:
         q = cast(q_THD, numerics.store)
         mean = q.square().mean(-1, keepdim=True, dtype=numerics.work).to(numerics.store) + epsilon
-        # Trap: torch's rsqrt of BF16 rounds twice in the tail of a vector, so company would matter.
+        # Trap: torch's rsqrt of BF16 rounds twice in a vector's tail, so batching would matter.
         return (q * torch.rsqrt(cast(mean, numerics.work)).to(numerics.store)).to(numerics.work)
     q = cast(q_THD, numerics.work)
     factor = torch.rsqrt(q.square().mean(-1, keepdim=True) + epsilon)
@@ -135,7 +135,7 @@ def rotation_table(rope: Rope, positions_T: Tensor, numerics: Numerics) -> Table
 
     All components of a step share one tensor of positions, so its tables are kept while it lives.
     """
-    if positions_T.is_inference():  # has no version counter, so a change would go unseen
+    if positions_T.is_inference():  # has no version counter, so a change would go unnoticed
         return _rotation_table(rope, positions_T, numerics)
     stored = numerics.store if numerics.switches.rotation_in_storage_dtype else None
     key, version = (id(positions_T), rope, numerics.work, stored), positions_T._version  # noqa: SLF001
@@ -168,7 +168,7 @@ def over_heads(table: Table) -> Table:
 def rotate_interleaved(x: Tensor, table: Table, *, inverse: bool = False) -> Tensor:
     """Rotate pairs (2i, 2i+1) of the last axis; cos and sin broadcast over P pairs."""
     parts = cast(x, table.cos.dtype).reshape(*x.shape[:-1], -1, 2)
-    # Trap: behind an odd number of features the pairs lie where no complex number may begin.
+    # Trap: after an odd number of features the pairs are not aligned as complex numbers must be.
     if parts.storage_offset() % 2 or any(stride % 2 for stride in parts.stride()[:-1]):
         parts = parts.clone(memory_format=torch.contiguous_format)
     pairs = torch.view_as_complex(parts)

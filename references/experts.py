@@ -59,6 +59,7 @@ def slots_by_expert(experts_TK: Tensor) -> Iterator[tuple[int, Slots]]:
             if number >= 0:
                 yield number, slice(slot, slot + 1)
         return
+    # Stable, so that the slots of an expert stay in token order.
     order = torch.sort(experts_TK.flatten(), stable=True)
     numbers, counts = torch.unique_consecutive(order.values, return_counts=True)
     begin = 0
@@ -90,6 +91,7 @@ def w13_act_quant(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
     scale = None
     if BLOCK_FORMATS[chosen].tensor_scale:
         scale = _input_scale(facts, inputs["experts"], weights, _FIRST)
+    # A scale a slot: the token's row is quantised once for each of its K experts.
     if scale is not None and scale.ndim:
         x = x.unsqueeze(1).expand(-1, scale.shape[1], -1)
     return quantise_activations(x, chosen, scale)
@@ -113,6 +115,7 @@ def _slot_values(
 
     def values(slots: Slots) -> Tensor:
         rows = slots
+        # [T, .] belongs to tokens, [T, K, .] to slots.
         if x.ndim == 2:
             rows = slice(0, 1) if isinstance(slots, slice) else slots // per_token
         if not coded:
@@ -128,6 +131,7 @@ def _through(facts: Facts, inputs: Inputs, weights: Weights, parts: Sequence[str
     numerics, experts = facts.numerics, inputs["experts"]
     dtype, form = numerics.products, _format(facts, parts[0])
     values, out = _slot_values(inputs, experts.shape[1], form, numerics), None
+    # Slots of a single token: joined in one copy at the end.
     alone: dict[int, list[Tensor]] = {}
     for number, slots in slots_by_expert(experts):
         x = values(slots)

@@ -102,6 +102,7 @@ class V4Facts(Facts):
 
     def pool(self, width: int) -> PoolFacts:
         """Return how this block pools tokens into entries: attention's or the indexer's width."""
+        # Kept by width: attention and the indexer pool the same windows at different widths.
         known = self._pools.get(width)
         if known is None:
             block, epsilon = self.decoder_block, self.config.rms_norm_eps
@@ -209,11 +210,13 @@ def spans_of(inputs: Inputs) -> tuple[Span, ...]:
     All components of a step share the two tensors that say so: they are read once.
     """
     positions, offsets = inputs["positions"], inputs["token_offsets"]
+    # An id may be reused after a tensor dies: `still` checks that it is the same tensor.
     key = id(positions), id(offsets)
     found = _SPANS.get(key)
     if found is not None and found[0].still(positions) and found[1].still(offsets):
         return found[2]
     spans = _spans(positions, offsets)
+    # Inference tensors count no versions, so a write into one would go unnoticed.
     if not (positions.is_inference() or offsets.is_inference()):
         if len(_SPANS) >= _MOST_SPANS:
             _SPANS.clear()
@@ -222,6 +225,7 @@ def spans_of(inputs: Inputs) -> tuple[Span, ...]:
 
 
 def _spans(positions: Tensor, offsets: Tensor) -> tuple[Span, ...]:
+    # A single sequence: only its first position has to be read.
     if offsets.shape[0] == 2:
         return (Span(0, positions.shape[0], int(positions[0])),)
     starts, bounds = positions[offsets[:-1]].tolist(), pairwise(offsets.tolist())

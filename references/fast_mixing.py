@@ -38,6 +38,7 @@ def _normalise(mix: Floats, iterations: int, epsilon: Any, sums: Floats) -> None
             total += mix[i, k]
         for k in range(streams):
             mix[i, k] = mix[i, k] / total + epsilon
+    # The softmax of the rows counts as the row half of the first iteration.
     for half in range(2 * iterations - 1):
         is_column = half % 2 == 0
         for a in range(streams):
@@ -67,6 +68,7 @@ def _pre(
         for s in range(streams):
             for d in range(width):
                 squares += np.float64(x_TSD[t, s, d]) * np.float64(x_TSD[t, s, d])
+        # One RMS over all streams of a token together.
         rho = x_TSD.dtype.type(1.0 / math.sqrt(squares / (streams * width) + norm_epsilon))
         for s in range(streams):
             gate = m_TN[t, s] * rho * scale[0] + base_N[s]
@@ -77,6 +79,7 @@ def _pre(
             gate = m_TN[t, streams + s] * rho * scale[1] + base_N[streams + s]
             post_TS[t, s] = (one + one) / (one + np.exp(-gate))
             for k in range(streams):
+                # Rows of fn: S pre, S post, then the mix row by row.
                 row = 2 * streams + s * streams + k
                 mix_TSS[t, s, k] = m_TN[t, row] * rho * scale[2] + base_N[row]
         _normalise(mix_TSS[t], iterations, epsilon, sums)

@@ -59,7 +59,7 @@ class HeadNorm(StrEnum):
 
     EACH_STEP = "each_step"  # official: square, mean, rsqrt and product in BF16
     FACTOR = "factor"  # transformers: the factor, then the product
-    ONCE = "once"  # vLLM: behind the rotation that follows
+    ONCE = "once"  # vLLM: after the rotation that follows
 
 
 class DecodedOperands(StrEnum):
@@ -95,8 +95,8 @@ class Switches:
     reduction_in_storage_dtype: bool = False  # vLLM sums ranks in BF16; official in float32
     first_draft_embedding_zeroed: bool = False  # vLLM, MTP block at position 0
     latent_rounded_before_rotation: bool = True  # V4's kv norm; fused kernels keep float32
-    entry_rounded_in_between: bool = True  # V4's entries: behind pooling and behind the norm
-    indexer_operand_rounded_in_between: bool = True  # behind rotation and Hadamard
+    entry_rounded_in_between: bool = True  # V4's entries: after pooling and after the norm
+    indexer_operand_rounded_in_between: bool = True  # after rotation and after Hadamard
     indexer_sum_in_storage_dtype: bool = True  # V4: the sum over heads, where products are stored
     norm_rounded_before_weight: bool = False  # transformers' norms of Llama's kind
     gate_rounded_before_product: bool = False  # SiLU in BF16, then the product: vLLM, transformers

@@ -167,6 +167,7 @@ def sliced(weight: Weight, box: Box, name: str) -> Weight:
                 "Choose another number of ranks, or another format.",
             )  # fmt: skip
         scales.append(slice(start // block, -(-stop // block)))
+    # The check above makes r0 and c0 multiples of the scale block, hence also of a packed pair.
     (r0, r1), (c0, c1) = box.ranges
     packed = 2 if whole.format.packed else 1
     cut = replace(
@@ -224,6 +225,7 @@ class ShardedModel:
             shape = (len(step.tokens), config.hidden_size)
             if isinstance(config, V4Config):
                 return {"streams": torch.empty(shape[0], config.hc_mult, shape[1], dtype=store)}
+            # V3.2 carries the residual separately: x is not yet added to it.
             return {name: torch.empty(shape, dtype=store) for name in ("x", "residual")}
         h = model.bound("embed", tokens=step.tokens)["out"]
         if isinstance(config, V4Config):
@@ -276,6 +278,7 @@ def _cross(bound: Bound, plan: Plan, teams: Teams, rank: int) -> None:
     summed = {
         "attn.wo_b": "attn.wo_b" in cut,
         "attn.wo": "attn.wo" in cut,
+        # Heads of the indexer are cut: each rank has the partial sum over its own heads.
         "attn.indexer.scores": "attn.indexer.wq_b" in cut,
         "ffn.w2": "ffn.w2" in cut,
         "ffn.shared.w2": "ffn.shared_experts.w2" in cut,
@@ -289,6 +292,7 @@ def _cross(bound: Bound, plan: Plan, teams: Teams, rank: int) -> None:
             bound.calls[name] = partial(_gathered, call, teams.attention)
         elif summed.get(role):
             bound.calls[name] = partial(_summed, call, teams.attention, bound.numerics, False)
+        # Each rank sums its own experts or its cut of each; the total stays in the working dtype.
         elif role == "ffn.experts.combine":
             bound.calls[name] = partial(_summed, call, teams.experts, bound.numerics, True)
         elif role.startswith("ffn.experts.") and plan.ep > 1:
@@ -337,6 +341,7 @@ def _embedded(
     rows = next(iter(weights.values())).shape[0]
     own = inputs["tokens"] - low
     here = (own >= 0) & (own < rows)
+    # Clamped ids of other ranks' rows read some row here; the mask then makes it zero.
     out = call({**inputs, "tokens": own.clamp(0, rows - 1)}, weights)["out"]
     return {"out": team.sum(out * here[:, None], bound.numerics)}
 

@@ -52,7 +52,9 @@ class StepRule:
 
     name: str
     step: int
+    # Bits kept below the largest exponent of a step; lower ones are truncated.
     fraction_bits: int
+    # The exponent with which a zero (product or C) takes part in the alignment.
     zero_exponent: int
     block: int = 0
     scale: ElementFormat | None = None
@@ -177,6 +179,7 @@ def _dense_step(
 ) -> Tensor:
     """Add one step of 16-bit products to C."""
     a, b = _operand(a_MK, fmt), _operand(b_NK, fmt)
+    # A product has 2 * mantissa_bits fractional bits; lift it to units of 2**-fraction_bits.
     lift = rule.fraction_bits - 2 * fmt.mantissa_bits
     significand_TMN = (a.significand << lift).unsqueeze(2) * b.significand.unsqueeze(1)
     exponent_TMN = a.exponent.unsqueeze(2) + b.exponent.unsqueeze(1)
@@ -184,6 +187,7 @@ def _dense_step(
     finite_MN = truncated_sum(Parts(significand_TMN, exponent_TMN), c_MN, rule)
     if bool(a_MK.isfinite().all()) and bool(b_NK.isfinite().all()):
         return _with_specials(finite_MN, _special(c_MN))
+    # Signs are enough to find NaN and infinities; finite values come from the integers.
     products_MN = _special(a_MK, 1.0) @ _special(b_NK, 1.0).T
     return _with_specials(finite_MN, _special(c_MN) + products_MN)
 
@@ -210,6 +214,7 @@ def _scaled_step(a: _Scaled, b: _Scaled, c_MN: Tensor, rule: StepRule) -> Tensor
     exponent_TMN = a.scale.exponent.unsqueeze(2) + b.scale.exponent.unsqueeze(1)
     zero_TMN = all_products_zero(a.halves, b.halves) | (scale_TMN == 0)
     exponent_TMN.masked_fill_(zero_TMN, rule.zero_exponent)
+    # The same for sums of E2M1 products times two scales.
     lift = rule.fraction_bits - 2 * rule.scale.mantissa_bits - 2 * E2M1.mantissa_bits
     significand_TMN = quarters_TMN.long() * scale_TMN << lift
     finite_MN = truncated_sum(Parts(significand_TMN, exponent_TMN), c_MN, rule)

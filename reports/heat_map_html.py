@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from degarble.reports.markup import Element
 
 SHADES = 9
-_COMPACT_FROM = 17  # columns; numbers of three digits no longer fit beside each other
+_COMPACT_FROM = 17  # columns; numbers of three digits no longer fit side by side
 
 
 def shade(value: float | None, scale: HeatScale) -> str:

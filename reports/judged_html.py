@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from degarble.reports.markup import Element
 
 SHADES = 9
-_COMPACT_FROM = 13  # columns; numbers no longer fit beside each other
+_COMPACT_FROM = 13  # columns; numbers no longer fit side by side
 _LABELLED = 12  # values of a profile that are labelled one by one
 _HIGH = 40.0  # of a profile's drawing
 

@@ -116,7 +116,7 @@ _ATTRIBUTES = frozenset(
         "y2",
     ]
 )
-# A file beside the page: one plain name, so that a link never leaves its folder.
+# A file in the page's folder: one plain name, so that a link never leaves its folder.
 _BESIDE = re.compile(r"[a-z0-9][a-z0-9-]*\.(csv|json)")
 _SAFE_SOURCES = ("data:image/svg+xml;base64,",)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from degarble.reports.markup import Element
 
 _NOTHING = "nothing there"
-_FEW = 24  # columns that stay beside their labels; more are spread over the page
+_FEW = 24  # up to here columns stay next to their labels; more are spread over the page
 
 
 def tone_map_element(block: ToneMap) -> Element:

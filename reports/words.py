@@ -55,7 +55,7 @@ def meaning(page: Page) -> str:
     return told.get(page.verdict, page.verdict.meaning)
 
 
-# What a tone is called in a table or a map, and its sign; a plain one is not told.
+# The word of a tone in a table or a map, and its sign; a plain tone has neither.
 TONES = {Tone.NOTE: "note", Tone.GOOD: "good", Tone.WARNING: "warning", Tone.BAD: "error"}
 SIGNS = {Tone.NOTE: "i", Tone.GOOD: "", Tone.WARNING: "!", Tone.BAD: "×"}
 

@@ -23,7 +23,7 @@ THINK = "<think>"
 END_THINK = "</think>"
 DSML = "｜DSML｜"
 
-# What a user message may be asked to become, V4 only; `action` alone stands behind ASSISTANT.
+# Tasks of a user message, V4 only; `action` alone comes after ASSISTANT.
 TASKS: Mapping[str, str] = MappingProxyType(
     {
         "action": "<｜action｜>",

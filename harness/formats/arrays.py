@@ -170,6 +170,7 @@ def _pair_table(fmt: ElementFormat, order: NibbleOrder, dtype: torch.dtype) -> N
     with torch.inference_mode(mode=False):
         codes = unpack_nibbles(torch.arange(256, dtype=torch.uint8), order)
         values: NDArray[Any] = torch.from_numpy(_table(fmt)[codes.numpy()]).to(dtype).numpy()
+    # Containers of 16 and 8 bytes: one look-up of a byte then copies both values.
     return values.view(np.complex128 if dtype is torch.float64 else np.int64)
 
 

@@ -119,6 +119,7 @@ def codes_shape(shape: Sequence[int], fmt: BlockFormat) -> tuple[int, ...]:
 def scale_shape(shape: Sequence[int], fmt: BlockFormat) -> tuple[int, ...]:
     """Return the extents [..., R, C] of the block scales in row-major order."""
     require_shape(shape, fmt)
+    # Ceiling division: only ragged formats have a cut-off last block.
     *leading, rows, columns = shape
     block_rows, block_columns = fmt.block
     return (*leading, -(-rows // block_rows), -(-columns // block_columns))

@@ -49,7 +49,7 @@ E5M2 = ElementFormat(
     nan_codes="ieee",
 )
 UE8M0 = ElementFormat(
-    name="UE8M0",  # byte b stands for 2**(b - 127): no sign, no zero
+    name="UE8M0",  # byte b means 2**(b - 127): no sign, no zero
     bits=8,
     exponent_bits=8,
     mantissa_bits=0,

@@ -55,6 +55,7 @@ def offset_128x4(row: Any, column: Any, columns: Any) -> Any:
     Inside a tile byte = 16 (row mod 32) + 4 (row div 32) + column (PTX ISA 9.1, tcgen05 scales).
     """
     tiles = ceil_div(columns, 4)
+    # Row = 32 j + i of a tile lies in 16-byte line i, word j.
     tile = (row // 128) * tiles + column // 4
     return tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + column % 4
 
@@ -135,6 +136,7 @@ LINEAR = ScaleLayout(
     offset_of=lambda row, column, _rows, columns: offset_linear(row, column, columns),
     coordinate_of=lambda offset, _rows, columns: coordinate_linear(offset, columns),
 )
+# Rows and scale columns are padded to whole tiles: 128 x 4, 8 x 4, or 4 x 4.
 SWIZZLE_128X4 = ScaleLayout(
     name="128x4",
     row_tile=128,
@@ -191,6 +193,7 @@ def to_layout(scales_EMK: Tensor, layout: ScaleLayout) -> Tensor:
     size = layout.storage_size(rows, columns)
     storage_ES = scales_EMK.new_zeros((*leading, size))
     offset = offset_table(layout, rows, columns).flatten().to(scales_EMK.device)
+    # Scatter: offsets are distinct, because the map is a bijection into storage.
     storage_ES[..., offset] = scales_EMK.flatten(-2)
     return storage_ES
 

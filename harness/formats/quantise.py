@@ -141,11 +141,14 @@ def quantise_definition(values: Tensor, rule: BlockRule, scales: Scales) -> tupl
 def dequantise_definition(tensor: QuantisedTensor, dtype: torch.dtype) -> Tensor:
     """Return element * block scale, then times decode scale or over encode scale, as `dtype`."""
     working = torch.float64 if dtype is torch.float64 else torch.float32
+    # [..., R, 1, C, 1]: one scale for the r x c elements of its block.
     scale_R1C1 = tensor.scale_values().to(working)[..., :, None, :, None]
-    # In place: the elements were made here, and nobody else holds them.
+    # In place: the elements were made here, and no other reference exists.
     value_RrCc = _into_blocks(_elements(tensor, working), tensor.format).mul_(scale_R1C1)
     if tensor.tensor_scale is not None:
+        # [..., 1, 1, 1, 1]: one number, or one per leading index.
         factor = tensor.tensor_scale.to(working).reshape(*tensor.tensor_scale.shape, 1, 1, 1, 1)
+        # Dividing rounds once; the product with a stored reciprocal would round twice.
         decodes = tensor.direction is ScaleDirection.DECODE
         value_RrCc = value_RrCc.mul_(factor) if decodes else value_RrCc.div_(factor)
     return _from_blocks(value_RrCc, tensor.shape).to(dtype)
@@ -280,6 +283,7 @@ def _into_blocks(values: Tensor, fmt: BlockFormat) -> Tensor:
     *leading, rows, columns = values.shape
     block_rows, block_columns = fmt.block
     high, wide = scale_shape(values.shape, fmt)[-2:]
+    # pad counts from the last dimension: columns first, then rows.
     missing = (0, wide * block_columns - columns, 0, high * block_rows - rows)
     if any(missing):
         values = pad(values, missing)
@@ -318,6 +322,7 @@ def _scale_blocks(
         Guard.ZERO_SCALE: scale_RC == 0,
     }[rule.guard]
     if is_dead_RC is not None:
+        # x * 0 keeps the sign of a zero, and makes NaN of NaN and infinities.
         scaled_RrCc = torch.where(is_dead_RC[..., :, None, :, None], x_RrCc * 0.0, scaled_RrCc)
     return stored_RC, scaled_RrCc
 

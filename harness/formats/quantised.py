@@ -72,6 +72,7 @@ class QuantisedTensor:
         shown = ", ".join(str(fact) for fact in facts if fact is not None)
         return f"QuantisedTensor({self.format.name} {self.shape}, {shown})"
 
+    # Every construction is checked, `replace` in the conversions below included.
     def __post_init__(self) -> None:
         self.dialect.rule_for(self.format)
         _require_tensor("codes", self.codes, torch.uint8)
@@ -102,6 +103,7 @@ class QuantisedTensor:
                 "linear",
                 "Swizzled layouts hold one byte a scale; float32 scales stay row-major.",
             )
+        # A swizzled matrix is one run of bytes: [..., R, C] becomes [..., S].
         *leading, rows, columns = extents
         require_storage(self.block_scale, self.layout, rows, columns)
         _require_extents(
@@ -126,12 +128,12 @@ class QuantisedTensor:
 
     @property
     def decode_scale(self) -> Tensor:
-        """The tensor scale as a factor of codes; 1 where the format has none."""
+        """Return the tensor scale as a factor of codes; 1 where the format has none."""
         return self._scale_toward(ScaleDirection.DECODE)
 
     @property
     def encode_scale(self) -> Tensor:
-        """The tensor scale as a factor of inputs; 1 where the format has none."""
+        """Return the tensor scale as a factor of inputs; 1 where the format has none."""
         return self._scale_toward(ScaleDirection.ENCODE)
 
     def _scale_toward(self, direction: ScaleDirection) -> Tensor:

@@ -118,14 +118,14 @@ class Weight:
         parts = tuple(part for part in fields if part is not None)
         if any(part.is_inference() for part in parts):
             return self._decode(dtype)  # no version counter would tell of a change
-        # Trap: a patch may write into a tensor; its version counter tells, its identity does not.
+        # Trap: a patch may write into a tensor: its version changes, its identity does not.
         versions = tuple(part._version for part in parts)  # noqa: SLF001
         known = self._decoded.get(dtype)
         if (
             known is not None
             and known.versions == versions
             and known.storage == self.storage
-            and known.values._version == known.version  # noqa: SLF001  nobody wrote into it since
+            and known.values._version == known.version  # noqa: SLF001  not written to since
             and _same(known.parts, parts)
         ):
             return known.values

@@ -179,7 +179,7 @@ _V4_NORMS = ((Kind.NORM, Dtype.F32),)
 _V32_NORMS = ((Kind.NORM, Dtype.BF16), ("attn.indexer.k_norm.bias", Dtype.BF16))
 
 _V4 = Layout("official", V4Config.family, Spelling.DEEPSEEK, "deepseek", "official")
-# nvfp4-full: nobody tells the dtype of its norms; taken as transformers has it, which exported it.
+# nvfp4-full: no source states the dtype of its norms; transformers exported it, so take its dtype.
 _V4_HF = Layout(
     "nvfp4-full",
     V4Config.family,

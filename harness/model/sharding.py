@@ -196,8 +196,9 @@ def plan(config: Config, tp: int = 1, ep: int = 1, pp: int = 1, style: str = "vl
     _require(pp, pp <= layers, "pp", f"at most {layers} layers")
     made = Plan(config, style, tp, ep, pp, _stages(layers, pp))
     for parameter in parameters(config):
+        # All experts of a layer are cut alike, so the first one stands for them.
         if parameter.expert in {None, 0}:
-            made.shards(parameter)  # refuses what cannot be cut before anybody relies on the plan
+            made.shards(parameter)  # raise on an impossible cut now, not in use
     return made
 
 
@@ -228,6 +229,7 @@ def _pieces(parameter: Parameter, cut: Cut, tp: int) -> list[tuple[int, int]]:
             "Choose another number of ranks for this model.",
         )
     blocks = -(-extent // cut.multiple)
+    # Whole multiples a rank, rounded up: the last ranks may get less, or nothing.
     step = -(-blocks // tp) * cut.multiple
     return [(min(i * step, extent), min((i + 1) * step, extent)) for i in range(tp)]
 

@@ -124,8 +124,10 @@ class _Placer:
         expert = parameter.expert
         lead = ((expert, expert + 1),) if fusion.stacked and expert is not None else ()
         if not stored.shape:
+            # A scalar of an expert: [experts], or [experts, members] where several are fused.
             alone = lead and len(fusion.members) == 1
             return Box(lead if alone else (*lead, (order, order + 1)))
+        # Rows of the partners in front; `unit` rows of them are one row of this part.
         before = sum(self._rows[parameter.block, name] for name in fusion.members[:order])
         unit = stored.unit[0]
         if before % unit:

@@ -34,6 +34,7 @@ class Line(NamedTuple):
 
 _X = "x=attn.norm.out"
 _POS = "positions=@positions"
+# Inputs and outputs of a pooling component.
 _POOLED = (
     f"{_POS} token_offsets=@offsets state_latent=@state state_gate=@state",
     "out entry_offsets state_latent state_gate",
@@ -110,12 +111,14 @@ V4_BLOCK = (
         "x=ffn.moe_sum.out streams=attn.hc_post.out post=ffn.hc_pre.post mix=ffn.hc_pre.mix",
     ),
 )
+# The ends of the model: lines before the first block and after the last.
 V4_FIRST = (Line("embed", "tokens=@tokens"),)
 V4_LAST = (
     Line("hc_head", "streams=@streams"),
     Line("norm", "x=hc_head.out"),
     Line("head", "x=norm.out"),
 )
+# `mtp` lines exist in MTP blocks; DSpark's drafter has several blocks, so its ends differ.
 V4_DRAFTER_FIRST = (
     Line("embed", f"tokens=@tokens {_POS}", "out", "mtp, dspark first"),
     Line("enorm", "x=embed.out", "out", "mtp"),
@@ -135,6 +138,7 @@ V4_DRAFTER_LAST = (
     Line("confidence", "x=norm.out markov=markov.hidden", "out", "dspark last"),
 )
 
+# The residual is a stream of its own: each norm adds its input to it and puts out both.
 V32_BLOCK = (
     Line("attn.norm", "x=@stream residual=@residual", "out residual"),
     Line("attn.wq_a", _X),

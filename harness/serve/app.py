@@ -161,7 +161,7 @@ class Service:
         hearing = Hearing(asked, self._engine, request.receive, self._desk.bounds, name)
         if asked.stream:
             return _Stream(hearing, reply, share.handed_on())
-        reply.begin()  # what a stream begins with stands in the whole as well
+        reply.begin()  # the beginning of a stream is part of the whole as well
         async with hearing:
             async for piece in hearing.pieces():
                 if not isinstance(piece, Quiet):
@@ -286,7 +286,7 @@ class Counted:
             await self._inner(scope, receive, noting)
         except (Gone, ClientDisconnect):
             status = status or _GONE
-        except Exception as error:  # noqa: BLE001  every failure is told in one form
+        except Exception as error:  # noqa: BLE001  every failure is answered in one form
             told = _told(error, scope)
             if not status:
                 answer = _answer(told.document(), told.status, told.headers())

@@ -175,7 +175,7 @@ class Switch:
         """Record a step if all its lines are captured."""
         with self._lock:
             found = self._open
-            # Trap: behind the end of a capture its lines share steps with others again.
+            # Trap: after the end of a capture its lines share steps with others again.
             mine = found is not None and all(line in found.lines for line in lines)
             if found is None or found.error is not None or found.ended is not None or not mine:
                 yield

@@ -36,6 +36,7 @@ def chat_asked(raw: dict[str, Any], desk: Desk) -> Asked:
     require_model(fields, desk)
     messages, tools = _messages(fields), _tools(fields)
     chat = desk.chat(_style(fields))
+    # The sequences are filled in below, when all fields have been read.
     asked = common(fields, Asked((), 1, chat=chat))
     top = fields.whole("top_logprobs", 0, MOST_LIKELIEST)
     wants_scores = fields.flag("logprobs")
@@ -54,6 +55,7 @@ def chat_asked(raw: dict[str, Any], desk: Desk) -> Asked:
         raise wrong_input("messages", error) from error
     except RecursionError as error:
         raise wrong("messages", "arguments of a call are nested too deeply") from error
+    # The encoding writes BOS itself.
     prompt = encoded(text, desk, "messages", begin=False)
     scores = (top or 0) if wants_scores else None
     return replace(
@@ -84,6 +86,7 @@ def _style(fields: Fields) -> Style:
     if effort is not None and effort not in (*EFFORTS, "none"):
         known = ", ".join((*EFFORTS, "none"))
         raise wrong("reasoning_effort", f"{shown(effort)}; this model's encoding knows {known}")
+    # An effort implies thinking; without one the default is plain chat.
     if effort not in (None, "none"):
         if kind == "disabled":
             raise wrong("reasoning_effort", "beside thinking that is disabled")
@@ -108,6 +111,7 @@ def _tools(fields: Fields) -> list[dict[str, Any]]:
 def _with_tools(
     messages: list[dict[str, Any]], tools: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
+    # The official encoding puts tools into the system message; one is added where there is none.
     if not tools:
         return messages
     if messages[0]["role"] == "system":

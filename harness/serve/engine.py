@@ -119,6 +119,7 @@ class Engine:
     ) -> None:
         self._speaker, self._tokenizer = speaker, tokenizer
         self._most, self._metrics, self._switch = most, metrics, switch
+        # Guards `_waiting` and `_stopped`; notified on new work, a drop and the end.
         self._changed = threading.Condition()
         self._waiting: deque[Line] = deque()
         self._active: list[Line] = []
@@ -159,6 +160,7 @@ class Engine:
         with self._changed:
             if self._stopped:
                 raise stopping()
+            # Dropped sequences leave before the next step, so they hold no place.
             taken = sum(not each.ticket.dropped for each in (*self._waiting, *self._active))
             if taken + len(asks) > self._most:
                 told = f"{taken} sequences run or wait, {self._most} may; try again"
@@ -176,7 +178,7 @@ class Engine:
     def _run(self) -> None:
         try:
             self._begin()
-        except Exception as error:  # noqa: BLE001  told to whoever started the server
+        except Exception as error:  # noqa: BLE001  reported to the caller of start
             self.failure = error
         while self._admit():
             groups = [self._active]
@@ -209,6 +211,7 @@ class Engine:
             self._active = [each for each in self._active if self._wanted(each)]
             self._waiting = deque(each for each in self._waiting if self._wanted(each))
             voices = [each.voice for each in self._active if each.voice is not None]
+            # In order of arrival: the first one without room blocks those after it.
             while self._waiting and has_room(voices, self._waiting[0].speech):
                 line = self._waiting.popleft()
                 voices.append(line.join(self._speaker, self._tokenizer))
@@ -226,6 +229,7 @@ class Engine:
         begin = time.perf_counter()
         starts = [each.speech.fed for each in active]
         pieces = [each.voice.next_piece() for each in active if each.voice is not None]
+        # Prompt tokens: a sequence without new ids is still in its prompt.
         fresh = sum(len(p) for p, each in zip(pieces, active, strict=True) if not each.speech.ids)
         try:
             with self._watching(active, pieces):

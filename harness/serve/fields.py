@@ -47,6 +47,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def shown(value: object) -> str:
     """Return a value of a request, short and printable, for a message."""
     try:
+        # ASCII, so that control characters of a request reach no terminal or log.
         text = ascii(value)
     except RecursionError:
         return "a value nested deeply"
@@ -57,6 +58,7 @@ class Fields:
     """An object that is read field by field; `path` precedes its names in messages."""
 
     def __init__(self, raw: dict[str, Any], path: str = "") -> None:
+        # null counts as absent, as in OpenAI's API.
         self._left = {key: value for key, value in raw.items() if value is not None}
         self._path = path
 
@@ -108,6 +110,7 @@ class Fields:
         found = self.any(name)
         if found is None:
             return None
+        # bool is a subclass of int: true is no whole number.
         if isinstance(found, bool) or not isinstance(found, int):
             raise wrong(self.named(name), f"{shown(found)} is no whole number", "invalid_type")
         if not low <= found <= high:
@@ -136,6 +139,7 @@ class Fields:
     def only(self, name: str, *values: object) -> None:
         """Refuse a field whose value would have an effect that this server does not have."""
         found = self.any(name)
+        # Types are compared as well: 1 is not true.
         if found is not None and not any(type(found) is type(v) and found == v for v in values):
             allowed = " or ".join(["leave it out", *(f"give {json.dumps(v)}" for v in values)])
             told = f"{shown(found)} is not supported; {allowed}"

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 PARSED = 24  # of a byte of JSON: `{},` is an object of 64 bytes and its place in a list
 _ID = 48  # of a prompt's token: the number, and its places in a tuple, a list and a text
 _NEW = 1_000  # of a new token: its piece, its change, its place in the answer
-_SCORED = 2_000  # of a token that is told with its probability
-_LIKELY = 650  # of each likely token told with it
+_SCORED = 2_000  # of a token that is returned with its probability
+_LIKELY = 650  # of each likely token returned with it
 _STATE = 16  # of a value that a layer remembers: float32, in buffers that grow to twice their rows
 
 

@@ -30,7 +30,7 @@ class Bounds:
     head_seconds: float = 10.0  # until a request's head is complete
     body_seconds: float = 30.0
     stall_seconds: float = 60.0  # that a client may leave an answer untaken
-    quiet_seconds: float = 15.0  # of a stream, behind which a comment is sent
+    quiet_seconds: float = 15.0  # of a stream without results, after which a comment is sent
     drain_seconds: float = 30.0  # that running requests are given when the server ends
 
 

@@ -75,7 +75,7 @@ class Connection(H11Protocol):
         """Begin to wait for a head; reject one connection too many."""
         super().connection_made(transport)
         self._head: asyncio.TimerHandle | None = None
-        self._tail: asyncio.TimerHandle | None = None  # of a body behind its own answer
+        self._tail: asyncio.TimerHandle | None = None  # rest of a body answered early
         self._stall: asyncio.TimerHandle | None = None
         if len(self.connections) > self.bounds.connections:
             told = f"{self.bounds.connections} connections are open"

@@ -71,6 +71,7 @@ def rope(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:
 def kv_write(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:
     """Return rows [T, C + P] as read back: latent rounded in blocks of 128, key unchanged."""
     del weights
+    # 128-wide blocks, as in the official V3.2 cache.
     latent = rounding.through_cache(inputs["latent"], 128, facts.numerics)
     return {"out": torch.cat((latent, inputs["key"]), dim=-1)}
 
@@ -81,10 +82,12 @@ def attend(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:
     `rows` is what this call wrote, `state_rows` all that earlier ones did; `expanded` likewise.
     """
     c, spans = facts.config, spans_of(inputs)
+    # None means the official V3.2 code, which stores logits and weights.
     stored = facts.numerics.switches.attention_in_storage_dtype is not False
     form = latent_attention.Form(
         c.qk_nope_head_dim, c.v_head_dim, latent_attention.softmax_scale(c), stored
     )
+    # [R, C + P] a sequence: the latent, then the rotated key.
     rows = _memories(spans, inputs.get("state_rows"), inputs["rows"])
     naive, expanded = "expanded" in inputs, rows
     if naive:
@@ -166,7 +169,9 @@ def indexer_scores(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs
     del weights
     spans, q = spans_of(inputs), inputs["q"]
     keys = _memories(spans, inputs.get("state_keys"), inputs["keys"])
+    # A token attends to itself: it has position + 1 visible keys.
     widest, visible = max(key.shape[0] for key in keys), inputs["positions"] + 1
+    # Only V4 stores these products; V3.2 keeps them in the working dtype.
     plain = facts.numerics.with_switches(indexer_in_storage_dtype=False)
     made = []
     for span, key in zip(spans, keys, strict=True):
@@ -186,6 +191,7 @@ def topk(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:
     """Choose experts by biased sigmoid scores inside the best groups; weight them by plain ones."""
     c = facts.config
     score_TE = torch.sigmoid(inputs["logits"])
+    # The bias takes part in the choice only: weights use the unbiased scores.
     biased = score_TE + single(weights).values(facts.numerics.work)
     kept = routing.grouped_scores(biased, routing.GroupFacts(c.n_group, c.topk_group))
     expert_TK = routing.largest(kept, c.num_experts_per_tok)

@@ -58,6 +58,7 @@ def join(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
 
 
 def _mixing_weights(weights: Weights, work: torch.dtype) -> mixing.MixingWeights:
+    # `hc_attn_fn`, `hc_attn_base`, `hc_attn_scale` become fn, base and scale.
     by_part = {name.rpartition("_")[2]: weights[name].values(work) for name in weights}
     return mixing.MixingWeights(**by_part)
 
@@ -107,6 +108,7 @@ def cache_write(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
     """Return rows as read back from the cache: leading dims rounded, rotated ones unchanged."""
     del weights
     x, plain = inputs["x"], facts.config.nope_head_dim
+    # 64-wide blocks, as in the official V4 cache.
     rounded = rounding.through_cache(x[..., :plain], 64, facts.numerics)
     return {"out": torch.cat((rounded, x[..., plain:]), dim=-1)}
 
@@ -131,6 +133,7 @@ def compressor_pool(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs
     norm_E = by_part["norm"]
     how = facts.pool(norm_E.shape[0])
     spans = spans_of(inputs)
+    # One token: a Python index in place of a gather by tensor.
     if len(spans) == spans[0].count == 1:
         gate = inputs["gate"] + by_part["ape"][spans[0].start % ratio]
     else:
@@ -193,6 +196,7 @@ def indexer_scores(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
     if q.shape[0] > len(spans):
         visible = indexer.visible_entries(inputs["positions"], ratio)
     keys = _memories(spans, inputs.get("state_keys"), inputs["keys"], ratio)
+    # Sequences have different numbers of entries; scores are padded with -inf to the longest.
     widest = max(key.shape[0] for key in keys)
     made = []
     for span, key in zip(spans, keys, strict=True):
@@ -210,6 +214,7 @@ def _memories(
     spans: Sequence[Span], before: Tensor | None, made: Tensor, ratio: int
 ) -> list[Tensor]:
     """Return each sequence's entries: those of earlier calls, then those of this one."""
+    # `before` and `made` hold all sequences in turn: old and new are offsets into them.
     found, old, new = [], 0, 0
     for span in spans:
         kept, added = span.entries_before(ratio), span.entries_made(ratio)
@@ -235,7 +240,9 @@ def attend(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
     window - 1 tokens before it, or of all there are, `state_compressed` all earlier entries.
     """
     sink, spans = single(weights).values(facts.numerics.work), spans_of(inputs)
+    # The window counts the token itself, so it reaches window - 1 rows back.
     reach, ratio = facts.config.sliding_window - 1, facts.decoder_block.ratio
+    # Layers without a compressor have no entries; an empty slice has the right width and dtype.
     entries = [inputs["window"][:0]] * len(spans)
     if ratio:
         before = inputs.get("state_compressed")
@@ -248,6 +255,7 @@ def attend(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
         for begin in range(span.begin, span.end, _TOKENS_AT_ONCE):
             tokens = slice(begin, min(begin + _TOKENS_AT_ONCE, span.end))
             near = _near_rows(before, inputs["window"][span.begin : tokens.stop], tokens, reach)
+            # Position in the sequence of the first token after this piece.
             stop = span.start + tokens.stop - span.begin
             out.append(_attend_some(facts, inputs, tokens, (near, own, stop), sink))
     return {"out": common.joined(out)}
@@ -275,6 +283,7 @@ def _attend_some(
         found = entries[index] if isinstance(index, slice) else entries.index_select(0, index)
         near = [*near, found]
     elif ratio:
+        # Entries that are complete before `stop`; later ones are visible to no token here.
         far = entries[: stop // ratio]
         near = [*near, far]
         if count > 1:
@@ -287,6 +296,7 @@ def _attend_some(
 
 def _near_rows(before: Tensor, since: Tensor, tokens: slice, reach: int) -> list[Tensor]:
     """Return the rows that some tokens' windows span, `before` the call and `since` it began."""
+    # Rows needed before the first token of this call; negative if the call has them all.
     missing = tokens.stop - tokens.start + reach - since.shape[0]
     if missing <= 0:
         return [since[-missing:]]
@@ -318,6 +328,7 @@ def topk(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
     """Return chosen experts [T, K], by score or by the table of token ids, and their weights."""
     c, numerics = facts.config, facts.numerics
     ((name, source),) = weights.items()
+    # The bias takes part in the choice only: weights use the unbiased scores.
     score_TE = routing.sqrt_softplus(inputs["logits"])
     if name.endswith("tid2eid"):
         expert_TK = source.values(torch.int64)[inputs["tokens"]]
@@ -332,7 +343,7 @@ def topk(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
 ENDS: Mapping[str, Function] = MappingProxyType(
     {"embed": common.embed, "hc_head": hc_head, "norm": common.norm, "head": common.head}
 )
-# The MTP block's own components, in front of an ordinary block and behind it.
+# The MTP block's own components, before and after an ordinary block.
 DRAFTER: Mapping[str, Function] = MappingProxyType(
     {
         "embed": draft_embed,

@@ -69,6 +69,7 @@ class ModelV4(Wiring):
         the layers; positions continue where its last call ended.
         """
         p = f"{self.config.blocks[len(self.config.layers) + drafter].prefix}."
+        # The drafter's positions: they continue where its own last call ended.
         starts = [each.drafted.get(drafter, 0) for each in sequences]
         step = Step.of(starts, tokens)
         h = self.bound(f"{p}embed", tokens=step.tokens, positions=step.positions)["out"]
@@ -86,6 +87,7 @@ class ModelV4(Wiring):
     def block(self, block: Block, streams: Tensor, step: Step, sequences: list[Sequence]) -> Tensor:
         """Run one layer: attention, then experts, each between its hc_pre and hc_post."""
         window, work = self.config.sliding_window - 1, self.bound.numerics.work
+        # Earlier rows that a window reaches: its length less the token itself.
         states = [each.block(block.prefix, work, window) for each in sequences]
         for half in ("attn", "ffn"):
             p = f"{block.prefix}.{half}"
@@ -131,6 +133,7 @@ class ModelV4(Wiring):
 
     def _by_sequence(self, block: Block, entries: Tensor, step: Step) -> tuple[Tensor, ...]:
         """Cut the entries of a call into those of each sequence."""
+        # Entries that the call completes: whole windows up to its end, less those before it.
         counts = [
             (start + span.stop - span.start) // block.ratio - start // block.ratio
             for start, span in zip(step.starts, step.spans, strict=True)

@@ -43,6 +43,7 @@ def _code(value: Any, divisor: Any) -> Any:
 def _scale_code(amax: Any, share: Any) -> Any:
     """Round a block's scale: 0 becomes 1, the rest is clamped to [2^-9, 448]."""
     raw = F32(amax / share)
+    # ModelOpt gives a zero block scale 1. 2^-9 is E4M3's smallest value.
     raw = F32(1.0) if raw == F32(0.0) else raw
     return _e4m3_code(max(raw, F32(0.001953125)))
 
@@ -173,9 +174,11 @@ def search_blocks(values: Bits, rule: Any, tables: Any, packed: Bytes, scales: B
             for move in moves:
                 for i in range(count):
                     base = np.int64(_scale_code(U32(a[i]).view(F32), share))
+                    # 1 to 126 are the positive finite codes of E4M3: 0x7F is NaN.
                     choice[i] = np.uint8(min(max(base + move, 1), 126))
                 _try(x, choice[:count], tables, codes, errors, other)
                 for i in range(count):
+                    # Strictly less: the first of equals wins; a NaN error never does.
                     if errors[i] < best[i]:
                         best[i] = errors[i]
                         scales[start + i] = choice[i]

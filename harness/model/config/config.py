@@ -130,7 +130,7 @@ class V4Config:
         if self.yarn is not None:
             require_base(self.compress_rope_theta, "compress_rope_theta")
             require(self.yarn.truncate, "truncate", False, "true: nothing else is read for V4")
-            if self.yarn.attention_factor is None:  # V4 leaves cos and sin alone unless told
+            if self.yarn.attention_factor is None:  # unstated: V4 does not scale cos and sin
                 object.__setattr__(self, "yarn", replace(self.yarn, attention_factor=1.0))
         # Drafter blocks have no compressor; what the list says of them is checked, then left out.
         object.__setattr__(self, "compress_ratios", ratios[:layers])

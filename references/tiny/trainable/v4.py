@@ -111,8 +111,10 @@ class TrainableV4(Trainable):
         latent = (x_BTD @ self[f"{prefix}wkv"].T).unflatten(1, (-1, ratio))
         gate = (x_BTD @ self[f"{prefix}wgate"].T).unflatten(1, (-1, ratio)) + self[f"{prefix}ape"]
         if self.config.coff(block.index) == 2:
+            # As compressor._overlapping: the first half serves the next window's entry.
             width = latent.shape[-1] // 2
             before = functional.pad(latent[:, :-1, :, :width], (0, 0, 0, 0, 1, 0))
+            # Window 0 has no predecessor: its gates are -inf, so they take no weight.
             unseen = functional.pad(gate[:, :-1, :, :width], (0, 0, 0, 0, 1, 0), value=-torch.inf)
             latent = torch.cat((before, latent[..., width:]), dim=2)
             gate = torch.cat((unseen, gate[..., width:]), dim=2)
@@ -149,6 +151,7 @@ class TrainableV4(Trainable):
         scale = self.config.head_dim**-0.5
         q = q_BTHL.unflatten(1, (-1, n))
         chunk = kv_BTL.unflatten(1, (-1, n))
+        # [B, C, 2n, L]: a window of n reaches at most into the previous chunk.
         near = torch.cat((functional.pad(chunk[:, :-1], (0, 0, 0, 0, 1, 0)), chunk), dim=2)
         logit = torch.einsum("bcthl,bcnl->bchtn", q, near).float() * scale
         logit = logit + _band(n, logit.shape[1], logit.device)[:, None]
@@ -160,6 +163,7 @@ class TrainableV4(Trainable):
             if bias.ndim == 3:
                 mass = _dense_mass(far.detach(), n)
             parts.append(far + shaped)
+        # The sink is one more logit without a value: it takes part in the sum only.
         sink = sink_H.view(1, 1, -1, 1, 1).expand(*logit.shape[:-1], 1)
         weight = torch.softmax(torch.cat((*parts, sink), -1), -1).to(q.dtype)
         out = torch.einsum("bchtn,bcnl->bcthl", weight[..., : 2 * n], near)
@@ -174,6 +178,7 @@ class TrainableV4(Trainable):
         if block.mlp_type is MlpType.HASH:
             chosen = self[f"{p}gate.tid2eid"][ids_T]
         else:
+            # Top-k passes no gradient; the bias is balanced outside of the loss.
             biased = score.detach() + self[f"{p}gate.bias"]
             chosen = biased.topk(c.num_experts_per_tok, -1).indices
             self.loads[block.prefix] = self.load(chosen)
@@ -218,6 +223,7 @@ def mixing_pre(
 
 def _band(n: int, chunks: int, device: torch.device) -> Tensor:
     """Return 0 for keys of this or the previous chunk in the window, else -inf: [C, n, 2n]."""
+    # Indices within the two chunks: queries are in the second, keys in both.
     query = torch.arange(n, device=device)[:, None] + n
     key = torch.arange(2 * n, device=device)[None]
     seen = (key <= query) & (key > query - n)
@@ -234,6 +240,7 @@ def _dense_mass(far: Tensor, n: int) -> Tensor:
     position = torch.arange(length, device=far.device)
     hidden = number >= torch.div(position + 1, length // count, rounding_mode="floor")[:, None]
     masked = far.masked_fill(hidden.unflatten(0, (-1, 1, n)), -torch.inf)
+    # The softmax of a token without visible entries is NaN; its mass is 0.
     return torch.softmax(masked, -1).nan_to_num(0.0).mean(2).flatten(1, 2)
 
 
