@@ -29,8 +29,8 @@ with interruptible():
 """
 ELSEWHERE = """
 import os, signal
-from degarble.harness.cli import interrupts; from degarble.harness.cli import main; from
-degarble.harness.cli import usage signal.signal(signal.SIGINT, signal.default_int_handler)
+from degarble.harness.cli import interrupts, main, usage
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def dispatched(*_):
     assert signal.getsignal(signal.SIGINT) is interrupts._interrupted

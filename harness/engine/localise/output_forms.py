@@ -141,8 +141,8 @@ def poisoned(name: str, candidate: Tensor, twin: Tensor) -> Judged:
         return Judged(name, Verdict.UNDECIDED, undecided=NOT_FINITE)
     finite_twin = twin.isfinite()
     edge = finite_twin & (twin.abs() > LARGEST)
-    if edge.ndim:
-        edge = edge.reshape(len(edge), -1).any(1).reshape(-1, *(1,) * (edge.ndim - 1))
+    if edge.ndim > 1:
+        edge = edge.flatten(1).any(1).reshape(-1, *(1,) * (edge.ndim - 1))
     odd = finite_twin & ~candidate.isfinite() & ~edge
     if bool(odd.any()):
         row = _first_row(odd)

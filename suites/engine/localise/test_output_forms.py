@@ -29,3 +29,8 @@ def test_a_row_close_to_the_end_of_float32_may_overflow() -> None:
     assert found.worst.place == (1,)
     found = poisoned("out", torch.full((1, 3), torch.nan), twin[:1])
     assert found.verdict is Verdict.UNDECIDED
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (0, 2, 2)])
+def test_outputs_without_elements_are_left_undecided(shape: tuple[int, ...]) -> None:
+    assert poisoned("out", torch.ones(shape), torch.ones(shape)).verdict is Verdict.UNDECIDED
