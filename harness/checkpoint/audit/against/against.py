@@ -2,8 +2,9 @@
 
 `measure_against` reads both sides once, with threads of this process. `judge_against` is separate,
 so that tables of several machines can be joined and judged as one; `places` splits the work as in
-numbers.py. Layouts, formats, names, fusing and sharding may differ: against/pairs.py matches the
-weights, and they are compared as float32 values. Memory is bounded by a window of rows a worker.
+numbers/numbers.py. Layouts, formats, names, fusing and sharding may differ: against/pairs.py
+matches the weights, and they are compared as float32 values. Memory is bounded by a window of rows
+a worker.
 
 A reference of another model, or without a weight in common, is rejected.
 """

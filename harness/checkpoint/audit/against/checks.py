@@ -176,6 +176,7 @@ class _Judging:
         explained = np.maximum(explained_errors(table), NEXT_TO_NOTHING)
         numbers = (table["format"] != 1) & (table["elements"] > 0)
         error, over = table["error"], table["error"] / explained
+        # Negated, so that NaN counts as far.
         far = numbers & (~(over <= ABOVE) | self._gain_is_off)
         for index in indices(far):
             self._far(index, float(explained[index]))
@@ -203,6 +204,7 @@ class _Judging:
     def _far(self, index: int, explained: float) -> None:
         table = self.table
         error, residual = float(table["error"][index]), float(table["residual"][index])
+        # Far off even after the best gain, or inverted: look for another order, signs or tensor.
         wrong = not residual <= max(UNEXPLAINED, FAR * explained) or table["gain"][index] < 0
         if wrong:
             reason = self._reasons.of_values(index)

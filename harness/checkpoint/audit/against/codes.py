@@ -147,6 +147,8 @@ def _plain_misfits(ours: Weight, theirs: Weight, y_MK: Tensor, begin: int) -> Mi
     value = ours.value
     assert value is not None, "a weight without codes has values"
     x = value.reshape(y_MK.shape)
+    # One dtype: every bit must agree. Another dtype: the reference rounded once. A quantised
+    # reference: within SLACK.
     if theirs.value is not None and theirs.value.dtype is value.dtype:
         bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[value.element_size()]
         wrong = x.contiguous().view(bits) != theirs.value.contiguous().reshape(x.shape).view(bits)
@@ -196,6 +198,7 @@ class Blocks:
         high = (self.high / self.stored)[kept].numpy()
         if not len(low) or not int(chosen.sum()) * _COVERS <= len(low):
             return None
+        # Sweep over the ends of the intervals: the factor lies where most of them overlap.
         order = np.concatenate([low, high])
         steps = np.concatenate([np.ones(len(low)), -np.ones(len(high))])
         # At equal places intervals begin before others end.
@@ -210,6 +213,7 @@ class Blocks:
         few = self.slack > SLACK or len(low) * self.height * self.width < _ENOUGH
         if first <= 1 <= last or abs(factor - 1) < (_APART if few else _GAIN):
             return None
+        # `factor` turns stored scales into the right ones: the weight is too large by its inverse.
         return float(1 / factor) if factor else None
 
     def are_scaled(self, *, apart: bool) -> bool:
@@ -299,6 +303,7 @@ def blocks_of(weight: Weight, y_MK: Tensor, slack: float) -> Blocks | None:
         return padded.view(rows // height, height, columns // width, width)
 
     fmt, grid = weight.storage.format, None
+    # Byte scales take few values; float32 scales may take any.
     if fmt.scale.bits <= BITS_OF_A_BYTE:
         grid = torch.from_numpy(values_of(fmt.scale).astype(np.float64)) * tensor
         grid = grid[grid.isfinite() & (grid > 0)].unique()

@@ -99,6 +99,8 @@ def _nvfp4(there: Tensor, scale: float | None) -> Tensor:
 def _mxfp4(there: Tensor, block: int, stored: Tensor | None) -> Tensor:
     blocks = there.reshape(-1, block)
     amax = blocks.abs().amax(1, keepdim=True)
+    # DeepSeek: the least power of two at which the largest value fits. OCP MX: the exponent of the
+    # largest value less that of E2M1's largest power of two, which may clip.
     up = _exponent_up(amax / E2M1.largest)
     down = torch.frexp(amax).exponent - 1 - _LARGEST_POWER
     rounded_up = True
@@ -119,6 +121,7 @@ def _exponent_up(scale: Tensor) -> Tensor:
 def _e2m1(values: Tensor) -> Tensor:
     """Round to the nearest E2M1 value, ties to even codes."""
     magnitude = values.abs().clamp(max=E2M1.largest)
+    # Even multiples of the step are even codes, so rounding half to even is right.
     step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
     return torch.copysign(torch.round(magnitude / step) * step, values)
 
@@ -132,6 +135,7 @@ def _fp8(there: Tensor, fmt: BlockFormat, *, in_powers: bool) -> Tensor:
     if in_powers:
         scale = torch.ldexp(torch.ones_like(scale), _exponent_up(scale).clamp(-_WIDEST, _WIDEST))
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    # The quotient may round to just above the largest value.
     scaled = (blocks / scale).clamp(-E4M3.largest, E4M3.largest)
     decoded: Tensor = scaled.to(torch.float8_e4m3fn).float() * scale
     return decoded.reshape(filled.shape)[:rows, :columns].contiguous()

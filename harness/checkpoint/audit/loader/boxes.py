@@ -1,8 +1,9 @@
 """Compute which elements of a tensor a set of boxes leaves out or covers twice.
 
-One dimension is cut wherever a box begins or ends, and each slab is covered recursively by the rest
-of its boxes. Results are cached by shape and boxes: a stack of 384 experts costs as much as two,
-and 61 layers as much as one. No loop visits elements.
+A box is a range of indices in each dimension. One dimension is cut wherever a box begins or ends,
+and each slab is covered recursively by the rest of its boxes. Results are cached by shape and
+boxes: a stack of 384 experts costs as much as two, and 61 layers as much as one. No loop visits
+elements.
 
 `byte_runs` maps a box to byte ranges of its file, and raises if sub-byte elements do not begin and
 end at a whole byte.

@@ -48,6 +48,7 @@ def piece(shape: tuple[int, ...], split: Split | None, ranks: int, rank: int) ->
     if split is None or split.dim >= len(shape):
         return whole
     extent = shape[split.dim]
+    # Ranks take equal numbers of whole multiples; the last ones may take less, or nothing.
     blocks = -(-extent // split.multiple)
     step = -(-blocks // ranks) * split.multiple
     cut = (min(rank * step, extent), min((rank + 1) * step, extent))

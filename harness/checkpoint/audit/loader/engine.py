@@ -208,9 +208,11 @@ class _Maker:
             before, after = _prefix(each.before), _prefix(each.after)
             if each.before.removeprefix(before) == each.after.removeprefix(after):
                 beginnings[before][after] += 1
+            # The engine puts another module between the block and the rest of the path.
             elif each.after.endswith(each.before.removeprefix(before)):
                 inner = each.after.removesuffix(each.before.removeprefix(before))
                 beginnings[before][inner] += 1
+        # The most frequent new prefix is renamed as such; other paths get rules of their own.
         usual = {before: counts.most_common(1)[0][0] for before, counts in beginnings.items()}
         general = {}
         specific = {}
@@ -250,6 +252,7 @@ class _Maker:
             ordered = sorted(by_after.items(), key=lambda item: len(item[1]))
             for after, paths in ordered[:-1]:
                 for each in paths:
+                    # Suffixes are renamed after paths, so the pattern is that of the engine's path.
                     pattern, _ = _numbered(each.parameter, each.after, each.after, groups=False)
                     yield Rename(f"^({pattern}){re.escape(before)}$", rf"\1{after}")
             after = ordered[-1][0]
@@ -279,6 +282,7 @@ class _Maker:
         for each in self._paths:
             parameter = each.parameter
             cut = style.get(parameter.row.name)
+            # Expert parallelism keeps each expert whole.
             if cut is None or (parameter.expert is not None and self._ranks.ep > 1):
                 continue
             yield from self._split(each, cut)
@@ -291,6 +295,7 @@ class _Maker:
             formats = self._format(self._engine, path)
             unit = next(s.unit for s in parts_of(parameter, formats) if s.part is slot.part)
             name, _ = _numbered(parameter, slot.tensor, slot.tensor, groups=False)
+            # One block scale covers unit[dim] weights, so it is cut in smaller multiples.
             multiple = max(cut.multiple // unit[cut.dim], 1)
             yield Split(f"^{name}$", cut.dim, multiple)
 

@@ -179,6 +179,7 @@ def _targets(config: Config, layout: Layout, local: list[Parameter]) -> dict[str
         if target is None:
             target = Target(slot.tensor, str(slot.dtype), stacked=row in stacked)
             targets[slot.tensor] = target
+        # A parameter outside fusions has slot 0 alone.
         key = (slot.parameter.expert if target.stacked else None, orders.get(row, 0))
         target.members[key] = Member(slot.box, positions[slot.parameter.name], slot.part)
     for target in targets.values():

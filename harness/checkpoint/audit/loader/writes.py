@@ -96,6 +96,7 @@ class Writer:
             groups = list(self.routes.placed.get(target.name, {}).items())
             kinds = {tuple(map(_kind, group)) for _, group in groups}
             slots = [placed.slot for placed in groups[0][1]] if groups else []
+            # Same slots, shapes and types for every expert, and no slot twice.
             fits = (
                 len(kinds) == 1
                 and all((expert is not None) == target.stacked for expert, _ in groups)

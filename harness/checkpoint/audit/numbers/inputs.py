@@ -3,10 +3,10 @@
 A healthy input scale stands for a largest activation between 2^-7 and 2^14, within a factor of 64
 of its role's median in the layer.
 
-ModelOpt gives an expert that no calibration token reached the largest scale among the reached
-experts of its projection. Where several experts hold that very number, all but one of them were
-never calibrated: those that hold it in most of their projections, since hardly any token is the
-largest in all of them. Layers in which all experts agree were synchronised and prove nothing.
+If no calibration token reached an expert, ModelOpt gives it the largest scale of the experts that
+were reached, by projection. So where several experts hold that very number, all but one were never
+calibrated: those that hold it in most of their projections, since hardly any token is the largest
+in all of them. Layers in which all experts agree were synchronised and prove nothing.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ def _swapped(
     """Return a mask of scales that fit only as reciprocals, alone or with their whole role."""
     full = np.log2(FULL_SCALE)
     low, high = PLAUSIBLE_AMAX
+    # full + log is the log2 of the largest activation; full - log, if the scale is a divisor.
     fits = (full - log >= low) & (full - log <= high)
     role_is_off = np.isfinite(median) & (full + median >= LARGEST_AMAX)
     beside = np.abs(log - median) >= FAR

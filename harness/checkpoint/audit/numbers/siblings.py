@@ -1,10 +1,10 @@
 """Compare each matrix with its siblings: magnitude, direction of its scale, dead experts.
 
-The expected magnitude is the median of the same role in the layer (four experts at least), else of
-the role in all layers, else one over the root of the width, which trained matrices keep to within a
-factor of a hundred. A median far from that last value is not used: where every scale of a
-checkpoint is wrong, siblings agree. Inverting a scale changes a magnitude by the square of the
-scale, some 2^25, so a swapped direction is recognised by undoing it.
+Siblings have the same role in other experts or layers. The expected magnitude is the median of the
+role in the layer (four experts at least), else in all layers, else one over the root of the width,
+which trained matrices keep to within a factor of a hundred. A median far from that last value is
+not used: where every scale of a checkpoint is wrong, siblings agree. Inverting a scale changes a
+magnitude by the square of the scale, some 2^25, so a swapped direction is recognised by undoing it.
 
 An expert all of whose matrices are tiny is dead, which training can cause, though never for most
 experts of a layer. An expert with a single tiny matrix is damaged.
@@ -157,6 +157,7 @@ def _dead_experts(judging: Judging, low: NDArray[np.bool_]) -> NDArray[np.bool_]
     among = Counter(place for place, _ in tiny)
     dead = np.zeros(len(low), np.bool_)
     for (place, _), members in tiny.items():
+        # Training never kills most experts of a layer: then something else is wrong.
         if among[place] <= max(living[place], FEWEST_EXPERTS - 1):
             dead[members] = True
     return dead

@@ -176,6 +176,7 @@ def _scalars(form: StoredForm, found: TensorStatistics) -> dict[str, float]:
         with np.errstate(all="ignore"):
             encodes = form.direction is ScaleDirection.ENCODE
             decode = float(1.0 / np.float64(scale)) if encodes else scale
+    # Magnitudes only: a negative tensor scale has a finding of its own.
     factor = abs(decode) if math.isfinite(decode) else _NAN
     is_integer = found.extremes is not None
     return {

@@ -1,1 +1,1 @@
-"""The rules of the audit and the findings that name them."""
+"""Define the rules of the audit, and the findings that name them."""

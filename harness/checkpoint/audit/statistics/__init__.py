@@ -1,1 +1,1 @@
-"""Statistics of one weight in one pass, and what they reveal of its layout."""
+"""Measure one weight in one pass, and infer its layout from the statistics."""

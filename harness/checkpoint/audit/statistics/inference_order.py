@@ -1,11 +1,11 @@
 """Infer the packing order of nibbles along K from energies by column.
 
-Swapping nibbles moves codes inside their block of 16, which changes no statistic of one matrix
-alone. But matrices that read the same input share its channels: where a channel is large or small,
-it is so in all of them. So the profile of a packed matrix (energy by column) is compared, inside
-blocks, with profiles of known order: linears on the same input that are not packed; the norm before
-it; the rows of the linear that produces the input. For the last two the sign of the relation is
-unknown; it is taken from the means of blocks, which no order inside a block changes.
+Swapping nibbles moves codes inside their block of 16, so no statistic of one matrix alone shows it.
+But matrices that read the same input share its channels: where a channel is large or small, it is
+so in all of them. So the profile of a packed matrix (energy by column) is compared, inside blocks,
+with profiles of known order: linears on the same input that are not packed; the norm before it; the
+rows of the linear that produces the input. For the last two the sign of the relation is unknown; it
+is taken from the means of blocks, which no order inside a block changes.
 
 A matrix without outstanding channels, or without a reference profile, is undecided. Derivation,
 power and limits: docs/design-notes/audit_statistics.md.
@@ -64,6 +64,7 @@ class Reference:
     def templates(self) -> NDArray[np.float64]:
         """The profile as each order would show it, read low nibble first; unit length."""
         blocks = _inside(self.logs).reshape(-1, BLOCK)
+        # argsort(p) inverts `p`: the logical index of the code at each stored position.
         stacked = np.stack([blocks[:, np.argsort(p)].reshape(-1) for p in ORDERS.values()])
         return _of_length_one(stacked)
 

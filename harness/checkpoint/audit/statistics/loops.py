@@ -103,6 +103,7 @@ def _by_planes(words: Words, quarters: Words, tops: Words, counts: Words) -> Non
         # the squares 1, 4, 9, 16, 36, 64, 144 of codes 1 to 7, as a sum over the planes they are in
         low = p1 + p2 * U64(4) + p3 * U64(4) + p4 * U64(16)
         quarters[i] = low + p5 * U64(19) + p6 * U64(44) + p7 * U64(56)
+        # The largest code of a word is the last of the planes e1 to e7 that is not empty.
         top = U64(1) if e1 else U64(0)
         top = U64(2) if e2 else top
         top = U64(3) if e3 else top
@@ -240,6 +241,7 @@ def e4m3_panel(codes: Bytes, width: int, squares: Any, counts: Any, blocks: Any)
 
     blocks [b, 2] become each block's sum of squares, by the table, and its largest magnitude code.
     """
+    # A block has at most 128 x 128 codes, which 16 bits can count.
     four = np.empty((4, 256), np.uint16)
     for b in range(blocks.shape[0]):
         four[:] = 0

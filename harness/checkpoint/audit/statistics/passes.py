@@ -48,6 +48,7 @@ _WIDEST_PROFILE = 1 << 20  # columns; a long vector comes in pieces
 PROFILE_ROWS = 32  # rows that stand for a matrix where a profile of its columns is wanted
 PAIRED_ROWS = 512  # rows, evenly spread, whose blocks' scales are paired with their codes
 _BYTE_ROWS = 8  # one row in so many is counted byte by byte, in matrices with enough rows
+# Left shift that makes float32 bits of a value's bits.
 _PLAIN_SHIFT = {torch.bfloat16: 16, torch.float32: 0}
 _FINITE_MASK = {16: 0x7FFF7FFF7FFF7FFF, 0: 0x7FFFFFFF7FFFFFFF}  # signs do not count
 
@@ -157,6 +158,7 @@ class E2M1Pass(Pass):
         codes_Mb, scales_MC = bytes_by_row(weight.codes), bytes_by_row(weight.block_scale)
         if not codes_Mb.size:
             return
+        # The mask leaves out the sign of each nibble: -0 is zero too.
         words = self.take_rows(codes_Mb, 0x7777777777777777)
         energies = np.empty(len(words))
         paired = self._rows_done, self._pair_every
@@ -220,6 +222,7 @@ class E4M3Pass(Pass):
         codes_MK = bytes_by_row(weight.codes)
         if not codes_MK.size:
             return
+        # The mask leaves out the sign of each byte: -0 is zero too.
         self.take_rows(codes_MK, 0x7F7F7F7F7F7F7F7F)
         scales_RC = weight.block_scale.reshape(-1, weight.block_scale.shape[-1]).numpy()
         blocks_RC2 = self._tallied(codes_MK, scales_RC.shape)

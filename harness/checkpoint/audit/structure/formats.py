@@ -69,6 +69,7 @@ def _report_promises(
                 f" {promises[1].format} by {shown(promises[1].told)}; the file has {found.weight}.",
                 "Make the two files say what the shards hold.",
             )
+        # `ignore` names modules that the quantiser left alone, which need not be BF16.
         if stated[0].keeps_source and engine.told.endswith(" alone") and format_found == FP8_BLOCKS:
             kept.append(found.module)
         if found.weight == NVFP4 and not found.check.has_input_scale:

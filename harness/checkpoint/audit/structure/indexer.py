@@ -1,7 +1,7 @@
-"""Detect an indexer compressor that was loaded from the main compressor's tensor.
+"""Detect indexers whose compressor holds the bytes of the main compressor.
 
-Shapes cannot decide this where the two compressors have equal shapes, or where the indexer's rows
-are the main compressor's first rows, so bytes are compared. A few samples come first: a healthy
+Shapes cannot show this where the two compressors have equal shapes, or where the indexer's rows are
+the main compressor's first rows, so bytes are compared. A few samples come first: a healthy
 checkpoint costs a few pages a layer. Equal samples that are constant (zeros of a sparse file) prove
 nothing.
 """

@@ -52,6 +52,7 @@ def report_unread_names(inventory: Inventory, findings: Findings) -> None:
 def _unread(inventory: Inventory, layout: Layout) -> list[Found]:
     """Return the parameters whose module differs from the one in a layout."""
     config = inventory.config
+    # A fused row lies in its fusion's tensor, not under its own path.
     fused = {row: each.target for each in layout.fusions for row in each.members}
     return [
         each

@@ -1,6 +1,6 @@
 """List partners: linears that engines fuse, so that their formats and scales must agree.
 
-The list is read off the engine's fused tensors (harness/model/layouts). Gate and up are fused by
+The list is read off the engine's fused tensors (harness/model/layouts.py). Gate and up are fused by
 every engine, other partners by some. Partners whose formats differ in the released model (V3.2's
 indexer.wk and weights_proj) are left out: no engine fuses them without converting them.
 """
