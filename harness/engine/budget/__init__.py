@@ -1,1 +1,1 @@
-"""Derive how far a correct kernel may differ from its twin."""
+"""Error budgets: how far a correct kernel may differ from its twin."""

@@ -1,9 +1,8 @@
-"""What the places of a tensor may differ by: sums over elements that join as places do.
+"""Per-element error allowances, and their aggregation over rows, tiles, heads and other places.
 
-Owns the sums behind the three levels of a place, length, gain and steps, and the bounds that follow
-by Bernstein's inequality: of independent terms with variances v and 0 to c each, the sum exceeds
-its mean by more than sqrt(2 L v) + L c / 3 in one case of 1 / MISTAKEN, L its logarithm.
-Refuses nothing. Kept honest by suites/engine/budget/test_budget.py.
+An aggregate bounds three measures of a place: length, gain and steps. The bounds follow Bernstein's
+inequality. For independent terms with variances v, each between 0 and c, the sum exceeds its mean
+by more than sqrt(2 L v) + L c / 3 with probability MISTAKEN at most; L = log(1 / MISTAKEN).
 """
 
 from __future__ import annotations
@@ -29,11 +28,12 @@ _SUMS = 7  # of WIDTH; maxima behind them
 
 @dataclass(frozen=True, eq=False)
 class Allowances:
-    """Sums and maxima along a last axis of WIDTH.
+    """Sums and maxima of places, along a last axis of WIDTH.
 
-    squares, squares of squares, gain at most, squares of gain, steps counted, on average, their
-    variance; largest square, largest gain term, most that one step counts. All but the steps
-    counted say what is allowed.
+    Indices 0 to 6 are sums: squares, their squares, largest gain, squares of the gain terms,
+    counted steps, expected steps, variance of steps. Indices 7 to 9 are maxima: largest square,
+    largest gain term, largest count of one step. Only index 4, the counted steps, is a measurement;
+    all others say what is allowed.
     """
 
     stack: Array
@@ -44,23 +44,25 @@ class Allowances:
     ) -> Allowances:
         """Join elements [m, K] in runs of columns: [m, runs, WIDTH].
 
-        A step varies by its mean at most, and counts 1 at most.
+        A step counts 1 at most, so its variance is at most its mean.
         """
         stack = np.ones((sums[0].shape[0], len(starts), WIDTH))
         for k, term in enumerate(sums):
             stack[..., k] = np.add.reduceat(term, starts, axis=1)
+        # The variance of the steps is bounded by their mean.
         stack[..., _SUMS - 1] = stack[..., _SUMS - 2]
         for k, term in enumerate(maxima):
             stack[..., _SUMS + k] = np.maximum.reduceat(term, starts, axis=1)
         return cls(stack)
 
     def put(self, at: NDArray[np.int64], into: Array) -> None:
-        """Join what stands here with places of another stack; one place may come twice."""
+        """Add these places to another stack at indices `at`; an index may repeat."""
+        # np.add.at sums repeated indices; `into[at] +=` would keep the last one only.
         np.add.at(into[..., :_SUMS], at, self.stack[..., :_SUMS])
         np.maximum.at(into[..., _SUMS:], at, self.stack[..., _SUMS:])
 
     def folded(self, labels: NDArray[np.int64], count: int) -> Allowances:
-        """Join the places of one label."""
+        """Join all places that share a label; leave out negative labels."""
         kept = labels >= 0
         out = np.zeros((count, WIDTH))
         np.add.at(out[:, :_SUMS], labels[kept], self.stack[kept][:, :_SUMS])
@@ -83,21 +85,22 @@ class Allowances:
         return Allowances(np.concatenate(tuple(parts), axis=-1))
 
     def joined(self, axis: int = 0) -> Allowances:
-        """Join all that lie along an axis."""
+        """Join all places along an axis."""
         sums = self.stack[..., :_SUMS].sum(axis)
         largest = self.stack[..., _SUMS:].max(axis, initial=0.0)
         return Allowances(np.concatenate((sums, largest), axis=-1))
 
     def repeated(self, count: Array | float) -> Allowances:
-        """Let `count` elements err together: their sum varies more, its mean stays. Not steps."""
+        """Let `count` elements err together: the sum varies more, its mean and steps do not."""
         factors = np.ones((*np.shape(count), WIDTH))
         factors[..., [1, 3, 7, 8]] = np.expand_dims(count, -1)
         return Allowances(self.stack * factors)
 
     def shared(self, members: Array, known: int) -> Allowances:
-        """Let places round as `members` do in one sum; lengths and gains leave `known` out.
+        """Let places round together in groups of `members`; lengths and gains leave out `known`.
 
-        Steps count by the mean of the members; of those that are known and no members, by the sum.
+        `known` members are already accounted for. A step counts by the mean of its group; where
+        more are known than the group has, by their sum.
         """
         made = self.repeated(np.maximum(members / known, 1.0)).stack
         more = np.maximum(known / members, 1.0)
@@ -108,7 +111,7 @@ class Allowances:
 
     @property
     def length(self) -> Array:
-        """What the length of a place's difference may be."""
+        """Return the largest length of a place's difference."""
         squares, fourth, largest = (self.stack[..., k] for k in (0, 1, 7))
         bound = squares + np.sqrt(2 * _LOG * fourth) + _LOG / 3 * largest
         allowed: Array = np.sqrt(bound)
@@ -116,20 +119,20 @@ class Allowances:
 
     @property
     def pull(self) -> Array:
-        """What the sum of reference times difference may be."""
+        """Return the largest sum of reference times difference."""
         most, squares, largest = (self.stack[..., k] for k in (2, 3, 8))
         allowed: Array = most + np.sqrt(2 * _LOG * squares) + _LOG / 3 * largest
         return allowed
 
     @property
     def stepped(self) -> Array:
-        """The steps that were counted."""
+        """Return the steps that were counted."""
         found: Array = self.stack[..., 4]
         return found
 
     @property
     def steps(self) -> Array:
-        """How many steps there may be: an element's variance is its mean at most."""
+        """Return the largest number of steps; an element's variance is at most its mean."""
         mean, variance, largest = (self.stack[..., k] for k in (5, 6, 9))
         allowed: Array = mean + np.sqrt(2 * _LOG * variance) + _LOG / 3 * largest
         return allowed

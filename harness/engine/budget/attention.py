@@ -1,17 +1,18 @@
-"""Budgets of attention: shares of rows, as kernels store them, and the sums of rows behind them.
+"""Error budgets of attention outputs: errors of the softmax shares, then of the sums over rows.
 
-Owns the shares' errors. A logit errs by half its length in u of |q| |k|; a share by that, by its
-peers' (through their sum) and by the exponential. Kernels that never store a logit round shares
-beside a peak of their own choice, the twin beside the row's: each is half a spacing of BF16 off,
-2^-8 of the share. Sources that store logits and normalised shares step only at rounding boundaries.
-The output errs by the sum over rows of a share's error times the row.
+A share is one normalised softmax weight. It errs by its logit's error (half the sum's length in u
+of |q| |k|), by its peers' errors through their sum, and by the exponential. Kernels that never
+store a logit round shares relative to a peak of their own choice, the twin relative to the row's
+peak: each is off by half a spacing of BF16, together 2^-8 of the share. Implementations that store
+logits and normalised shares step only at rounding boundaries. The output errs by the sum over rows
+of a share's error times the row.
 
-V3.2 absorbed: the query through the key rows is stored, and so is the mixed latent in front of the
-value rows. Its error is the smaller of two bounds: every latent's own, or the shares' through the
-expanded values beside one spacing a latent.
+V3.2 in absorbed form stores the query after the key projection and the mixed latent before the
+value projection. Its error is the smaller of two bounds: through each latent's own error, or
+through the shares and the expanded values plus one spacing a latent.
 
-Kept honest by suites/engine/budget/test_attention.py. Shape letters: T tokens, H heads, R rows,
-C latent width, n nope width, v value width, L row width of V4.
+Shape letters: T tokens, H heads, R rows, C latent width, n nope width, v value width, L row width
+of V4.
 """
 
 from __future__ import annotations
@@ -63,9 +64,10 @@ _KEPT: ContextVar[OrderedDict[_Key, _Kept] | None] = ContextVar("budgets", defau
 
 @contextmanager
 def keeping_budgets() -> Iterator[None]:
-    """Derive the budget of the same inputs and weights once in here; nobody may write into them.
+    """Cache budgets of the same inputs and weights in this context; none of these may be mutated.
 
-    A diagnosis asks for it with every way that is tried, and many change the output alone.
+    Diagnosis derives a budget for every variant that it tries, and many variants change the output
+    alone.
     """
     if _KEPT.get() is not None:
         yield
@@ -78,11 +80,12 @@ def keeping_budgets() -> Iterator[None]:
 
 
 def attended(call: Call) -> dict[str, Budget]:
-    """Of the attention's output."""
+    """Return the budget of the attention's output."""
     kept, out = _KEPT.get(), call.outputs["out"]
     if kept is None or out.numel() > _MOST_KEPT:
         return {"out": _attended(call)}
-    # Trap: an id may be given again, so whatever has one in the key is held beside the budget.
+    # Trap: Python reuses the id of a freed object, so the cache holds every object whose id is in
+    # the key.
     held = [*call.inputs.items(), *call.weights.items()]
     names = tuple((name, id(each)) for name, each in held)
     key = (names, id(call.facts), out.dtype, tuple(out.shape))
@@ -116,7 +119,7 @@ def _attended(call: Call) -> Budget:
 
 
 def _steps(span: Span, work: int) -> Iterator[slice]:
-    """Tokens of a sequence that are looked at together; `work` is what one costs."""
+    """Yield slices of a sequence's tokens that fit into one step; `work` is the cost of a token."""
     step = max(1, _CHUNK // max(1, work))
     for begin in range(span.begin, span.end, step):
         yield slice(begin, min(begin + step, span.end))
@@ -166,7 +169,7 @@ def _attended_v4(call: Call, facts: V4Facts, laws: ShareStatistics) -> tuple[Ten
 def _weighed_v4(
     q: Tensor, seen: Tensor, sink: Tensor, told: tuple[Tensor, Tensor, Tensor]
 ) -> Weighed:
-    """Shares of some tokens; `told` are logits and sinks in octaves, and the rows."""
+    """Return the shares of some tokens; `told` holds logits and sinks in octaves, and the rows."""
     octaves, octave_sink, rows = told
     part, chance = _logit_in_part(q.double(), rows, q.shape[-1] ** -0.5)
     return Weighed(
@@ -175,7 +178,7 @@ def _weighed_v4(
 
 
 def _weighed_v4_in_steps(share: Near, told: tuple[Tensor, Tensor, Tensor]) -> Weighed:
-    """The same of shares that are stored, of logits that are as well."""
+    """Return the shares of some tokens where logits and shares are both stored."""
     octaves, octave_sink, rows = told
     none = torch.zeros((), dtype=torch.float64)
     return Weighed(share, none, octaves, octave_sink, rows, rounded=False)
@@ -186,11 +189,11 @@ def _few(near: Near, kept: Tensor) -> Near:
 
 
 def _logit_in_part(q: Tensor, rows: Tensor, scale: float) -> tuple[Near, Tensor]:
-    """Logits [T, H, R]; what errors of sums of many keys have in common; and their chance.
+    """Return logits [T, H, R] with the error that many keys have in common, and their random error.
 
-    In a bound of each logit by itself every addition errs one way. Additions that round err
-    independently, key by key; steps of a tensor core cut, which is toward 0 for all keys, and there
-    are fewer of them. Both err by their partial sums, as `budget_rules` has them.
+    A bound of each logit by itself lets every addition err in one direction. Additions that round
+    err independently, key by key. Steps of a tensor core truncate toward 0 for all keys alike, but
+    there are fewer of them. Both err relative to their partial sums, as in budget/rules.py.
     """
     value, width = torch.matmul(q, rows.T) * scale, q.shape[-1]
     partial = torch.zeros_like(value)
@@ -209,7 +212,7 @@ def _seen_v4(
     inputs: Mapping[str, Tensor], facts: V4Facts, tokens: slice, near: tuple[int, int],
     entries: int,
 ) -> Tensor:  # fmt: skip
-    """Which rows, then which entries, each token attends to [T, R]."""
+    """Return which window rows, then which entries, each token attends to [T, R]."""
     positions = inputs["positions"][tokens]
     seen = attention.window_rows(positions, *near, facts.config.sliding_window)
     if "chosen" in inputs:
@@ -223,7 +226,7 @@ def _seen_v4(
 
 
 def _listed(chosen_TK: Tensor, rows: int) -> Tensor:
-    """Which rows are listed [T, R]; -1 and rows that do not exist are passed over."""
+    """Return which rows are listed [T, R]; -1 and rows that do not exist are skipped."""
     exists = (chosen_TK >= 0) & (chosen_TK < rows)
     seen = torch.zeros(len(chosen_TK), rows + 1, dtype=torch.bool)
     seen.scatter_(1, torch.where(exists, chosen_TK, rows), value=True)
@@ -231,7 +234,7 @@ def _listed(chosen_TK: Tensor, rows: int) -> Tensor:
 
 
 def _logit(q: Tensor, rows: Tensor, scale: float) -> Near:
-    """Scaled products [T, H, R] and their errors, by Cauchy from the norms of both."""
+    """Return scaled products [T, H, R], with errors bounded by Cauchy-Schwarz from the norms."""
     value = torch.matmul(q, rows.T) * scale
     size = q.norm(dim=-1, keepdim=True) * rows.norm(dim=-1) * scale
     return Near(value, U * ((q.shape[-1] / 2 + 2) * size + 2 * value.abs()))
@@ -240,7 +243,7 @@ def _logit(q: Tensor, rows: Tensor, scale: float) -> Near:
 def _below_peak(
     product: Near, seen: Tensor, how: tuple[float, Tensor], store: torch.dtype
 ) -> tuple[Near, Tensor]:
-    """What transformers stores one after the other: product, logit, distance to the peak."""
+    """Return what transformers stores in turn: product, logit, distance to the peak."""
     scale, sink_H = how[0], how[1].to(store).double()
     near = stored(product, store)
     near = stored(Near(near.value * scale, near.error * scale), store)
@@ -257,7 +260,7 @@ def _below_peak(
 def _shares(
     logit: Near, seen: Tensor, how: tuple[Tensor | None, bool, bool], store: torch.dtype
 ) -> Near:
-    """Normalised shares [T, H, R]; `how` is the sink, whether logits are stored, and peaks free."""
+    """Return normalised shares [T, H, R]; `how`: sink, whether logits are stored, free peaks."""
     sink, logits_stored, beside_peaks = how
     if logits_stored:
         logit = stored(logit, store)
@@ -268,7 +271,7 @@ def _shares(
 
 
 def _exact_shares(logit: Near, seen: Tensor, sink: Tensor | None) -> Near:
-    """Shares that nothing rounds, and what float32 may do to them."""
+    """Return shares without rounding, and the error that float32 may add."""
     hidden = ~seen[:, None]
     value = logit.value.masked_fill(hidden, -torch.inf)
     if sink is not None:
@@ -322,7 +325,7 @@ def _attended_v32(call: Call, facts: V32Facts, laws: ShareStatistics) -> tuple[T
 def _weighed_v32(
     operands: tuple[Tensor, Tensor, Tensor], seen: Tensor, how: tuple[Form, bool], facts: V32Facts
 ) -> Weighed:
-    """Shares of some tokens, head by head."""
+    """Return the shares of some tokens, head by head."""
     (form, naive), q_THd = how, operands[0]
     heads, store, expand = q_THd.shape[1], facts.numerics.store, None
     if naive:
@@ -359,7 +362,7 @@ def _weighed_v32(
 def _through_keys(
     q_THd: Tensor, wkv_b: Tensor, form: Form, store: torch.dtype
 ) -> tuple[Near, Tensor]:
-    """The absorbed query [T, H, C + P], stored, and the value rows [H, v, C] of the weight."""
+    """Return the stored absorbed query [T, H, C + P], and the weight's value rows [H, v, C]."""
     per_head = wkv_b.reshape(q_THd.shape[1], form.nope + form.value, -1)
     key_HnC, value_HvC = per_head[:, : form.nope], per_head[:, form.nope :]
     nope, rope = q_THd[..., : form.nope], q_THd[..., form.nope :]

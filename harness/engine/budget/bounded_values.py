@@ -1,14 +1,14 @@
-"""Values with a bound of their error, carried through a chain of operations and of storing.
+"""Values with error bounds, carried through operations and storing (interval arithmetic).
 
-Owns the pair of a value (float64, as exact arithmetic has it from the stored operands) and of the
-most that correct float32 arithmetic may be off. Storing is what makes it tight: a value that is
-rounded on the way differs only where a rounding boundary lies within its error, and then by the
-distance of both neighbours; everywhere else the error is gone.
+A Near pairs the exact value (float64, from the stored operands) with the largest error of correct
+float32 arithmetic. Storing keeps the bound tight: a rounded value differs only where a rounding
+boundary lies within its error, and then by the distance of both neighbours. Everywhere else the
+error disappears.
 
-Elementary functions count as good to 2 units in the last place (4 u, u = 2^-24), approximate
-reciprocals and roots of a device included; sums may be taken in any order.
-Kept honest by suites/engine/budget/test_bounded_values.py. Shape letters: T tokens, P pairs, D
-features.
+Elementary functions count as accurate to 2 units in the last place (4 u, u = 2^-24), including
+approximate reciprocals and roots of a device. Sums may be taken in any order.
+
+Shape letters: T tokens, P pairs, D features.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ FUNCTION = 4  # of u: an elementary function, a reciprocal or a root within 2 un
 
 
 class Near(NamedTuple):
-    """What exact arithmetic returns, and how far float32 may be from it."""
+    """An exact value, and the most that float32 may differ from it."""
 
     value: Tensor
     error: Tensor
 
 
 class Turn(NamedTuple):
-    """Cosine and sine of the angles [T, P], or [T, 1, P] over heads."""
+    """Cosine and sine of RoPE angles [T, P], or [T, 1, P] to broadcast over heads."""
 
     cos: Near
     sin: Near
 
 
 def exactly(x: Tensor) -> Near:
-    """An operand that everybody holds alike."""
+    """Return an operand without error."""
     return Near(x.double(), torch.zeros((), dtype=torch.float64))
 
 
 def stored(x: Near, dtype: torch.dtype) -> Near:
-    """Round to what is kept between operations: errors vanish, or are the way to a neighbour."""
+    """Round to a storage dtype: an error vanishes, or becomes the distance to a neighbour."""
     if dtype is torch.float64:
         return x
     low, middle, high = (
@@ -65,9 +65,9 @@ def stored(x: Near, dtype: torch.dtype) -> Near:
 def normed(
     x: Near, weight: Tensor, epsilon: float, stored_before: torch.dtype | None = None
 ) -> Near:
-    """RMS norm: a quarter of the width in additions of one sign, root and products 8 more.
+    """Return the RMS norm: a quarter of the width in same-sign additions, root and products 8 more.
 
-    `stored_before` is the format in which rows are kept in front of the weight, where they are.
+    `stored_before` is the format in which rows are stored before the weight is applied, if any.
     """
     if stored_before is not None:
         plain = stored(normed(x, torch.ones(()), epsilon), stored_before)
@@ -82,7 +82,7 @@ def normed(
 
 
 def layer_normed(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Near:
-    """LayerNorm of exact rows: the mean errs by u times the sum of magnitudes at most."""
+    """Return the LayerNorm of exact rows; its mean errs by u times the sum of magnitudes."""
     wide, width = x.double(), x.shape[-1]
     centred = wide - wide.mean(-1, keepdim=True)
     off = U * (wide.abs().sum(-1, keepdim=True) + centred.abs())
@@ -96,9 +96,9 @@ def layer_normed(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Nea
 
 
 def turn(rope: Rope, positions_T: Tensor, numerics: Numerics, heads: bool = False) -> Turn:
-    """Angles of positions. A frequency is a power: its exponent's rounding counts ln(theta) times.
+    """Return the angles of positions; a frequency's exponent is rounded, at a cost of ln(theta).
 
-    The angle errs by its own rounding and by the frequency's error, the functions by 2 units.
+    The angle errs by its own rounding and by the frequency's error, sine and cosine by 2 units.
     """
     frequency_P = elementary.frequencies(rope, torch.float64, torch.device("cpu"))
     angle_TP = positions_T.cpu().double()[:, None] * frequency_P
@@ -146,13 +146,13 @@ def _product(a: Near, b: Near) -> Near:
 
 
 def _sum(a: Near, b: Near, sign: int) -> Near:
-    """Two terms: fused or not, the sum is rounded once more."""
+    """Add two terms; fused or not, the sum is rounded once more."""
     value = a.value + sign * b.value
     return Near(value, a.error + b.error + U * value.abs())
 
 
 def hadamard(x: Near) -> Near:
-    """The orthonormal transform: D additions whose partial sums are half of all on average."""
+    """Apply the orthonormal transform: D additions, whose partial sums average half the total."""
     width = x.value.shape[-1]
     out, factor = elementary.hadamard(x.value), width**-0.5
     error = x.error.expand(x.value.shape).sum(-1, keepdim=True) * factor
@@ -163,7 +163,7 @@ def hadamard(x: Near) -> Near:
 def memories(
     spans: Sequence[Span], before: Tensor | None, made: Tensor, ratio: int
 ) -> list[Tensor]:
-    """Each sequence's rows, one for `ratio` tokens: those of earlier calls, then this one's."""
+    """Return each sequence's rows, one for `ratio` tokens: of earlier calls, then of this one."""
     found, old, new = [], 0, 0
     for span in spans:
         kept, added = span.entries_before(ratio), span.entries_made(ratio)

@@ -1,18 +1,17 @@
-"""How far a correct kernel may be from its twin, and whether a candidate is within.
+"""The error budget of a component's output, and the judgement of a candidate by it.
 
-Owns the record of a budget, the judgement by it, and the composition over a layer. The one input is
-`slack`: a bound, element by element, of the error before the one rounding to the output's format;
-harness.engine.budget.rules derives it. What follows is the same for every component:
+The only input is `slack`, an elementwise bound of the error before the one rounding to the output's
+format; budget/rules.py derives it. The rest is the same for every component:
 
-* an element: |RN(s + e) - RN(s)| <= |e| + ulp; where the slack is 0, nothing may differ;
-* a place (row, tile, column run, head, expert): a rounding falls on the other side with probability
-  |e| / ulp, so that d^2 is at most ulp * slack + slack^2 on average; Bernstein's inequality bounds
-  the sum of independent ones but for one case in 1 / MISTAKEN;
-* its gain: the slack in full, as if all errors pulled one way, and the roundings as above.
+* An element: |RN(s + e) - RN(s)| <= |e| + ulp; where the slack is 0, nothing may differ.
+* A place (row, tile, column run, head, expert): a rounding falls on the other side with probability
+  |e| / ulp, so d^2 is at most ulp * slack + slack^2 on average. Bernstein's inequality bounds the
+  sum of independent terms but for a probability of MISTAKEN.
+* The gain of a place: the slack in full, as if all errors had one sign, and the roundings as above.
 
-A healthy worst case sits at HEADROOM of its budget. Too good is judged by the triangle: a candidate
-within its budget b of the twin is not nearer to the reference than the twin by more than b. Refuses
-a slack that is negative or no number. Kept honest by suites/engine/budget/test_budget.py.
+A healthy worst case reaches HEADROOM of its budget. A candidate that is too good is found by the
+triangle inequality: within its budget b of the twin, it cannot be nearer to the unquantised
+reference than the twin by more than b.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ _PANEL = 1 << 20  # elements judged at once
 
 @dataclass(frozen=True, eq=False)
 class Budget:
-    """What one output of a component may differ by, and why; `slack` broadcasts to the output.
+    """The allowed difference of one output, and its derivation; `slack` broadcasts to the output.
 
-    `repeats` says how many rows, and how many columns, may be equal: these round alike. `free`
-    marks elements that nobody reads: they may hold anything. `laws` add findings of their own.
+    `repeats` is how many rows, and how many columns, may be equal: equal ones round alike. `free`
+    marks elements that nothing reads; they may hold anything. `laws` add findings of their own.
     """
 
     output: ElementFormat
@@ -63,7 +62,7 @@ class Budget:
 
 
 class Laws(Protocol):
-    """What the whole of an output obeys, found from its operands."""
+    """Laws that a whole output obeys, derived from its operands."""
 
     def findings(self, candidate: Tensor, twin: Tensor) -> Sequence[Finding]:
         """Judge a candidate by each law."""
@@ -72,7 +71,7 @@ class Laws(Protocol):
 
 @dataclass(frozen=True)
 class Finding:
-    """The worst of one level: `place` is its index there; measured and allowed in one unit."""
+    """The worst result of one level; `place` is its index there, both numbers share one unit."""
 
     level: str
     place: tuple[int, ...]
@@ -81,7 +80,7 @@ class Finding:
 
     @property
     def ratio(self) -> float:
-        """The difference in units of budget."""
+        """Return the difference in units of budget."""
         if not self.measured:
             return 0.0
         return self.measured / self.allowed if self.allowed else math.inf
@@ -99,7 +98,7 @@ class Finding:
 
 @dataclass(frozen=True, eq=False)
 class Judgement:
-    """A comparison and what its budget says; findings are sorted, the worst first."""
+    """A comparison and its findings by budget, the worst first."""
 
     comparison: Comparison
     budget: Budget
@@ -108,12 +107,12 @@ class Judgement:
 
     @property
     def worst(self) -> Finding:
-        """The finding that decides."""
+        """Return the finding that decides."""
         return self.findings[0]
 
     @property
     def verdict(self) -> Verdict:
-        """AGREES within the budget everywhere, else DIFFERS."""
+        """Return AGREES if every finding is within budget, else DIFFERS."""
         return Verdict.AGREES if self.worst.ratio <= 1 else Verdict.DIFFERS
 
 
@@ -122,6 +121,7 @@ def judge(
 ) -> Judgement:
     """Judge a candidate against its twin by rows, tiles and every named place."""
     if budget.free is not None:
+        # Elements that nothing reads count as equal.
         candidate = torch.where(budget.free, twin, candidate)
     found = compare(candidate, twin, places)
     element, rows, together, cells = _allowances(candidate, twin, budget, found)
@@ -182,7 +182,7 @@ def _allowances(
 ) -> tuple[Finding, Allowances, Allowances, Allowances]:
     """Return the worst element, and the allowances of rows [M], twice, and of cells [R, S].
 
-    Of rows each by itself, and as they count where several are joined: some round alike.
+    The first rows stand for themselves; the second are for joining, where equal rows round alike.
     """
     width = found.shape[-1] if found.shape else 1
     height, tall = len(found.rows.rr), found.places.tile[0]
@@ -200,6 +200,7 @@ def _allowances(
     members = alike.members()
     for part in panels:
         d, t, e = _finite(pair, slack, part, clean=found.census.clean)
+        # |RN(s + e) - RN(s)| <= |e| + ulp
         most = np.where(e > 0, e + spacing(np.abs(t) + e, budget.output), 0.0)
         worst = max(worst, _worst_element(d, most, part.start), key=lambda each: each.ratio)
         square, size, largest = most * e, np.abs(t), most * most
@@ -217,7 +218,7 @@ def _allowances(
 def _finite(
     pair: Sequence[Tensor], slack: Tensor, part: slice, *, clean: bool
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Distances, the twin's values and slacks of some rows; 0 where a side is not finite."""
+    """Return distances, the twin's values and slacks of some rows; 0 where a side is not finite."""
     c, t = (values_of_any(side[part].cpu()) for side in pair)
     e = slack[part].double().numpy()
     if clean:
@@ -245,7 +246,7 @@ def _worst_element(d: NDArray[np.float64], most: NDArray[np.float64], start: int
 
 
 def _ratios(measured: NDArray[np.float64], allowed: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Units of budget; infinite where something was measured and nothing is allowed."""
+    """Return units of budget; infinite where something was measured and nothing is allowed."""
     with np.errstate(divide="ignore"):
         out: NDArray[np.float64] = np.zeros(measured.shape)
         np.divide(measured, allowed, out=out, where=measured > 0)
@@ -261,20 +262,20 @@ def spacing(magnitude: NDArray[np.float64], fmt: ElementFormat) -> NDArray[np.fl
 
 
 class Allowing(Protocol):
-    """A judgement that says how long the whole difference may be."""
+    """A judgement that bounds the length of the whole difference."""
 
     @property
     def allowed_length(self) -> float:
-        """Of a healthy candidate."""
+        """Return the largest length of a healthy candidate's difference."""
         ...
 
 
 def nearer_than_the_twin(
     judgement: Allowing, candidate: Tensor, twin: Tensor, reference: Tensor
 ) -> Finding:
-    """Say by how much a candidate is nearer to the unquantised reference than its twin is.
+    """Measure how much nearer a candidate is to the unquantised reference than its twin is.
 
-    More than the budget of its distance to the twin: then it did not use the quantised operands.
+    If that exceeds the budget of its distance to the twin, it did not use the quantised operands.
     """
     own, expected = (math.sqrt(compare(side, reference).total.dd) for side in (candidate, twin))
     return Finding(
@@ -287,8 +288,8 @@ def nearer_than_the_twin(
 class Step:
     """One component on the way through a layer.
 
-    `relative` is its allowed relative length; `weight` what its output is of the stream it ends in,
-    in length: 1 in a chain, less where a residual is added.
+    `relative` is its allowed relative length. `weight` is its output's share of the stream's
+    length: 1 in a chain, less where a residual is added.
     """
 
     name: str
@@ -299,7 +300,7 @@ class Step:
 def composed(steps: Sequence[Step]) -> tuple[float, str]:
     """Return the relative drift that a layer of healthy components may show, and its derivation.
 
-    Errors of different components are independent, hence their squares add.
+    Errors of different components are independent, so their squares add.
     """
     drift = math.sqrt(sum((step.relative * step.weight) ** 2 for step in steps))
     terms = " + ".join(

@@ -1,9 +1,7 @@
-"""One call of a component, as whoever judges its outputs has it in hands.
+"""The record of one component call as judges receive it, and its construction from a bound twin.
 
-Owns the record, and the way to it from a bound twin. `facts` are those that the twin's callable was
-bound to: config, arithmetic, block, formats. Derivations that go through several stored values need
-them; without, such roles are refused as undecided. Refuses nothing else.
-Kept honest by suites/engine/budget/test_judging.py.
+`facts` are those that the twin's callable was bound to: config, arithmetic, block, formats. Roles
+whose budget chains through several stored values need them and are UNDECIDED without.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One component on the inputs that the candidate saw; `outputs` are the twin's."""
+    """One component call on the candidate's inputs; `outputs` are the twin's."""
 
     role: str
     inputs: Mapping[str, Tensor]
@@ -49,7 +47,7 @@ class Call:
         inputs: Mapping[str, Tensor],
         outputs: Mapping[str, Tensor] | None = None,
     ) -> Call:
-        """A call of a bound twin; without `outputs` it is made here."""
+        """Build the call of a bound twin; run the twin where `outputs` are not given."""
         what, facts = twin.bound_to(component)
         weights = twin.weights_of(component)
         if outputs is None:
@@ -61,18 +59,18 @@ class Call:
 
     @property
     def x(self) -> Tensor:
-        """The input's numbers, decoded where codes arrived, as they are multiplied."""
+        """Return the input's numbers as they are multiplied, decoded where codes arrived."""
         numerics = None if self.facts is None else self.facts.numerics
         return activation_values(self.inputs, self.activation, torch.float32, numerics)
 
     @property
     def operands(self) -> DecodedOperands:
-        """What becomes of quantised operands behind their decoding."""
+        """Return how quantised operands are rounded after decoding."""
         return DecodedOperands.EXACT if self.facts is None else self.facts.numerics.operands
 
     @property
     def x_loose(self) -> Tensor | None:
-        """How far the input's rounded numbers may be off [rows, K]; None where nothing rounds."""
+        """Return how far the input's rounded numbers may be off [rows, K]; None if exact."""
         if self.operands is not DecodedOperands.BOTH or CODES not in self.inputs:
             return None
         decoded = activation_values(self.inputs, self.activation, torch.float32)
@@ -80,7 +78,7 @@ class Call:
 
     @property
     def known_facts(self) -> Facts:
-        """The facts; a derivation that needs them is undecided without."""
+        """Return the facts; raise Undecided where they are missing."""
         if self.facts is None:
             raise Undecided(
                 "budget", self.role, "a call with the facts that its twin was bound to",

@@ -1,15 +1,14 @@
-"""Choices: which experts a token visits, which rows it attends to. Legal flips and illegal ones.
+"""Judge discrete choices: which experts a token is routed to, which rows it attends to.
 
-Owns the judgement of whole numbers that follow from scores. Rows are chosen by scores that arrive:
-nothing is computed, so another choice is legal only among equal scores. Experts are chosen by
-scores that are computed here: another one is legal where both lie within the scores' errors of each
-other; with groups, where some legal set of groups leads to it. The order of what was chosen is
-free: attention takes a set, and each expert's weight stands in its own slot. Weights are judged for
-the candidate's own choice.
+Rows are chosen by scores that arrive as inputs. Nothing is computed, so another choice is legal
+only among equal scores. Experts are chosen by scores computed here: another one is legal where both
+scores lie within each other's errors, and, with expert groups, where some legal set of groups leads
+to it. The order of a choice is free, since attention takes a set and each expert's weight stands in
+its own slot. Weights are judged for the candidate's own choice.
 
-An illegal choice is measured by the gap of the scores, in units of what their errors allow. Kept
-honest by suites/engine/budget/test_choices.py. Shape letters: T tokens, E experts, K chosen, G
-groups, W rows.
+An illegal choice is measured by the gap of the scores, in units of what their errors allow.
+
+Shape letters: T tokens, E experts, K chosen, G groups, W rows.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _TABLE = "experts are those of the table: nothing may differ"
 
 
 class Chosen(NamedTuple):
-    """What was found: the worst choice, legal flips by token, and the reasons in words."""
+    """The worst choice, the number of legal flips by token, and the reasons in words."""
 
     worst: Finding
     flips: dict[int, int]
@@ -70,7 +69,7 @@ def rows_chosen(call: Call, candidate: Tensor) -> Chosen:
 
 
 def _gap(found: Tensor, expected: Tensor) -> float:
-    """How far chosen scores lie below those that were to be chosen; 1 where some are missing."""
+    """Return how far chosen scores lie below the expected ones; 1 where some are missing."""
     if len(found) != len(expected):
         return 1.0
     gap = (expected - found).abs().max().item()
@@ -82,20 +81,20 @@ def _by_ratio(finding: Finding) -> tuple[float, float]:
 
 
 def _moved(candidate: Tensor, twin: Tensor) -> list[int]:
-    """The tokens whose set is another one."""
+    """Return the tokens whose chosen set differs from the twin's."""
     same = (candidate.sort(-1).values == twin.sort(-1).values).all(-1)
     found: list[int] = (~same).nonzero().flatten().tolist()
     return found
 
 
 def _proper(chosen: Tensor, count: int) -> bool:
-    """Whether every number exists, and none stands there twice."""
+    """Tell whether every number exists, and none occurs twice."""
     inside = bool(((chosen >= 0) & (chosen < count)).all())
     return inside and len(chosen.unique()) == len(chosen)
 
 
 def scores_of(call: Call) -> Near:
-    """The router's scores [T, E] and their errors."""
+    """Return the router's scores [T, E] and their errors."""
     logit = call.inputs["logits"].double()
     if isinstance(call.known_facts, V32Facts):
         score = torch.sigmoid(logit)
@@ -143,7 +142,7 @@ def experts_chosen(call: Call, candidate: Tensor) -> Chosen:
 
 
 def _gap_of_experts(own: Tensor, score: Near, call: Call) -> tuple[float, float]:
-    """The gap that the choice needs, and what errors allow, for the best legal set of groups."""
+    """Return the gap of the choice, and what errors allow, for the best legal set of groups."""
     facts = call.known_facts
     if isinstance(facts, V4Facts):
         return _pair_gap(own, score, torch.ones_like(score.value, dtype=torch.bool))
@@ -160,7 +159,7 @@ def _in_budgets(pair: tuple[float, float]) -> float:
 
 
 def _pair_gap(own: Tensor, score: Near, open_E: Tensor) -> tuple[float, float]:
-    """By how much the best that was left out lies above the worst that was chosen."""
+    """Return how far the best score left out exceeds the worst chosen one, and the allowed gap."""
     chosen = torch.zeros_like(open_E)
     chosen[own] = True
     if bool((chosen & ~open_E).any()):
@@ -177,7 +176,7 @@ def _pair_gap(own: Tensor, score: Near, open_E: Tensor) -> tuple[float, float]:
 def _kept_sets(
     own: Tensor, score: Near, facts: V32Facts
 ) -> Iterator[tuple[Tensor, tuple[float, float]]]:
-    """Sets of groups that hold the choice: their experts, and the gap that keeping them needs."""
+    """Yield sets of groups that hold the choice: their experts, and the gap of keeping them."""
     c = facts.config
     per = len(score.value) // c.n_group
     two = score.value.reshape(c.n_group, per).topk(min(2, per), dim=-1)
@@ -199,7 +198,7 @@ def _kept_sets(
 
 
 def weights_budget(call: Call, experts: Tensor) -> tuple[Tensor, Budget]:
-    """The weights [T, K] of a choice, and how far correct ones may be from them."""
+    """Return the weights [T, K] of a choice, and how far correct ones may be from them."""
     facts, score = call.known_facts, scores_of(call)
     scale = facts.config.routed_scaling_factor
     epsilon = facts.numerics.switches.routing_epsilon

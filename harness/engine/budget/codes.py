@@ -1,18 +1,19 @@
-"""Codes and their scales, judged as numbers: which neighbour a correct kernel may have written.
+"""Judge quantised activations: element codes, block scales and tensor scales, as numbers.
 
-Owns the judgement of quantised activations. A code says in which cell the kernel's quotient lay; it
-is legal where the exact quotient lies in that cell, or within its slack of it. A block scale
-likewise, by the block's largest magnitude; the codes of a block are then judged under the scale
-that was stored, and everything under the tensor scale that was stored. Slack is derived:
+An element code is legal where the exact quotient rounds to it, or lies within its slack of that
+cell. A block scale is judged likewise, by the block's largest magnitude. The codes of a block are
+then judged under the stored block scale, and everything under the stored tensor scale, so that one
+wrong scale does not count twice. Slack is derived:
 
 * NVFP4: scale and quotient each take two reciprocals within 2 units (4 u each) and two products (u
-  each): 10 u; a float32 scale one of each: 5 u; a quotient by a power of two is exact;
-* a tensor scale goes through two reciprocals, 8 u, and one of a token's own through a product more;
-* what is quantised may itself be computed and stored (SwiGLU): then the neighbour of the stored
+  each): 10 u. A float32 scale takes one of each: 5 u. A quotient by a power of two is exact.
+* A tensor scale goes through two reciprocals: 8 u; one per token through one more product.
+* The quantised value may itself be computed and stored (SwiGLU). Then the neighbour of the stored
   value counts as well, where its rounding boundary lies within the error.
 
-Codes under a scale of zero stand for zero whatever they are. Refuses nothing. Kept honest by
-suites/engine/budget/test_codes.py. Shape letters: R rows, B blocks, b elements of one.
+Codes under a scale of zero stand for zero, whatever they are.
+
+Shape letters: R rows, B blocks, b elements of one.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _TENSOR_SCALE = 2 * FUNCTION  # of u: a scale that went through both directions
 
 
 class Cells(NamedTuple):
-    """For every code: its value, and the quotients that round to it (NaN where it is none)."""
+    """For every code its value, and the quotients that round to it (NaN for no number)."""
 
     value: Tensor
     low: Tensor
@@ -57,7 +58,7 @@ class Cells(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Coded:
-    """What was found in one output: the worst, how many differ legally, in which rows."""
+    """The result for one output: the worst element, the number of legal differences, their rows."""
 
     worst: Finding
     legal: int
@@ -68,13 +69,13 @@ class Coded:
 
 @lru_cache(maxsize=8)
 def _numbers(fmt: ElementFormat) -> Tensor:
-    """What every code stands for."""
+    """Return the value of every code."""
     return decode_array(torch.arange(fmt.code_count, dtype=torch.int64), fmt).double()
 
 
 @lru_cache(maxsize=8)
 def cells(fmt: ElementFormat) -> Cells:
-    """The cells of a signed format, or of positive scales."""
+    """Return the cells of a signed format, or of positive scales."""
     value = _numbers(fmt)
     size = value[: fmt.largest_code + 1]
     middle = (size[1:] + size[:-1]) / 2
@@ -89,7 +90,7 @@ def cells(fmt: ElementFormat) -> Cells:
 
 
 def is_coded(call: Call) -> bool:
-    """Whether a component puts out codes."""
+    """Tell whether a component outputs codes."""
     return CODES in call.outputs
 
 
@@ -114,7 +115,7 @@ def judge_codes(call: Call, candidate: Mapping[str, Tensor]) -> dict[str, Coded]
 
 
 def values_of(outputs: Mapping[str, Tensor], form: BlockFormat) -> Tensor:
-    """What codes stand for, in float32."""
+    """Decode codes to float32."""
     value = cells(form.element).value[_elements(outputs[CODES], form).long()]
     scale = _scale_values(outputs[BLOCK_SCALE], form)
     if TENSOR_SCALE in outputs:
@@ -124,7 +125,7 @@ def values_of(outputs: Mapping[str, Tensor], form: BlockFormat) -> Tensor:
 
 
 def format_of(call: Call) -> BlockFormat:
-    """The format that a component quantises to."""
+    """Return the format that a component quantises to."""
     known = {"ffn.experts.act_quant": "w2", "ffn.experts.w13.act_quant": "w1"}
     part = known.get(call.role)
     name = f"ffn.experts.0.{part}" if part else next(iter(call.weights))
@@ -134,7 +135,7 @@ def format_of(call: Call) -> BlockFormat:
 
 
 def _values(call: Call) -> Near:
-    """What is quantised [..., K], one row a row of codes."""
+    """Return the quantised values [..., K], one row for each row of codes."""
     x, codes = call.inputs["x"], call.outputs[CODES]
     if call.role == "ffn.experts.act_quant":
         numerics, near = call.known_facts.numerics, gated(call)
@@ -146,7 +147,7 @@ def _values(call: Call) -> Near:
 
 
 def gated(call: Call, *, shared: bool = False) -> Near:
-    """SwiGLU of the routed experts with its weight, or of a shared one; not stored yet."""
+    """Return SwiGLU of the routed experts with its weight, or of a shared one; not stored yet."""
     facts = call.known_facts
     limit = facts.shared_limit if shared else facts.limit
     gate, up = call.inputs["x"].double().chunk(2, -1)
@@ -164,7 +165,7 @@ def gated(call: Call, *, shared: bool = False) -> Near:
 
 
 def _gated_in_steps(call: Call, gate: Tensor, up: Tensor, *, weighed: bool) -> Near:
-    """SiLU is stored, then multiplied."""
+    """Return SwiGLU where SiLU is stored before the product."""
     share = torch.sigmoid(gate)
     turns = 2 * gate.abs() * (1 - share) + FUNCTION
     value = gate * share
@@ -184,7 +185,7 @@ def _elements(codes: Tensor, form: BlockFormat) -> Tensor:
 
 
 def _scale_values(scales: Tensor, form: BlockFormat) -> Tensor:
-    """Block scales as numbers; float32 ones are stored as such."""
+    """Return block scales as numbers; float32 scales are stored as numbers already."""
     if form.scale.bits == 32:
         return scales.double()
     return _numbers(form.scale)[_bits(scales).long()]
@@ -248,7 +249,7 @@ def _codes(
     rounding = 0 if form.scale is UE8M0 else (QUOTIENT if form.scale.bits == 32 else _TWO_SCALES)
     slack = error / safe + quotient.abs() * (rounding * U)
     off = _outside(quotient, table, code)
-    # On a boundary, and exact: the even code is the one that is meant.
+    # An exact tie, without slack: round half to even, so the odd code is wrong.
     tied = (
         (off == 0) & (slack == 0) & ((quotient == table.low[code]) | (quotient == table.high[code]))
     )
@@ -265,13 +266,13 @@ def _codes(
 
 
 def _outside(quotient: Tensor, table: Cells, code: Tensor) -> Tensor:
-    """How far quotients lie outside the cells of their codes; infinite for codes of no number."""
+    """Return how far quotients lie outside the cells of their codes; infinite for invalid codes."""
     off = torch.maximum(table.low[code] - quotient, quotient - table.high[code]).clamp(min=0.0)
     return torch.where(table.value[code].isnan(), math.inf, off)
 
 
 def _coded(off: Tensor, slack: Tensor, differs: Tensor, words: tuple[str, ...]) -> Coded:
-    """The worst element in units of budget, and how many differ legally."""
+    """Return the worst element in units of budget, and how many differ legally."""
     allowed = slack / HEADROOM
     ratio = torch.where(off > 0, off / allowed, 0.0)
     width = off.shape[-1] if off.ndim else 1

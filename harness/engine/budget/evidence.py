@@ -1,8 +1,9 @@
-"""Which places a difference is surely in: each beyond its own budget, and the rest healthy.
+"""Decide which rows, heads or experts a difference is certainly in, each by its own budget.
 
-A faint fault puts no single element beyond its budget; then every rounding that fell the other way
-looks like it, in healthy heads and experts as well. So a place counts where it alone is beyond its
-budget, and places are only named where all others together are within theirs.
+A faint fault may put no single element beyond its budget, and then every rounding that fell the
+other way looks like the fault, in healthy heads and experts as well. So a place counts only where
+it alone is beyond its budget, and places are named only where all others together are within
+theirs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MOST_PLACES = 64  # of one kind: more are taken by their elements alone
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """Candidate and twin with the bound of their difference; `certain` elements are beyond it."""
+    """Candidate and twin with the bound of their difference; `certain`: some elements exceed it."""
 
     candidate: Tensor
     twin: Tensor
@@ -35,16 +36,17 @@ class Evidence:
 
     @classmethod
     def of(cls, pair: tuple[Tensor, Tensor], slack: Tensor | None, *, certain: bool) -> Evidence:
-        """Without slack, and of codes, there are elements that differ and no more to judge by."""
+        """Build evidence; without slack, and for codes, only the differing elements are known."""
         bound = torch.empty(0) if slack is None else slack.expand(pair[1].shape)
         return cls(*pair, bound, certain)
 
     def only(
         self, struck: Collection[Place], places: Mapping[Place, Tensor], *, columns: bool = False
     ) -> list[Place]:
-        """The places that evidence forces; empty where that is none, all, or not all of them.
+        """Return the places that are certainly faulty; empty if none, all, or not all of them.
 
-        `struck` hold elements that differ; `places` are masks of leading extents, or of columns.
+        `struck` holds the places with differing elements. `places` are masks of the leading
+        extents, or of columns.
         """
         if not self._can_judge or len(places) > MOST_PLACES:
             found = [place for place in places if place in struck]
@@ -66,7 +68,7 @@ class Evidence:
         return known and self.slack.shape == self.twin.shape and bool(self.slack.isfinite().all())
 
     def _ratio(self, mask: Tensor, *, columns: bool) -> float:
-        """The difference of a part in units of its own budget."""
+        """Return the difference of a part in units of its own budget."""
         sides = (self.candidate, self.twin, self.slack)
         c, t, slack = (side[..., mask] if columns else side[mask] for side in sides)
         if not c.numel():

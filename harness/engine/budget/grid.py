@@ -1,13 +1,10 @@
-"""Values that were rounded to blocks of codes and back: how far a correct kernel's may be.
+"""Error budgets of values that were rounded to blocks of codes and back (a quantised KV cache).
 
-Owns the reach of such a value: from the least to the most that codes and scales allow. A code may
-be the neighbour only where the exact quotient lies within its slack of a rounding boundary; a
-scale may be one step away only where the block's largest magnitude lies within slack of *its*
-boundary, and then the block's values are those of either scale. Quotients by powers of two are
-exact; others err by an approximate reciprocal (2 units: 4 u) and a product (u).
-
-Refuses rows that no whole number of blocks fills. Kept honest by
-suites/engine/budget/test_bounded_values.py.
+The reach of a value spans the least to the most that codes and scales allow. A code may be the
+neighbour only where the exact quotient lies within its slack of a rounding boundary. A scale may be
+one step away only where the block's largest magnitude lies within slack of the scale's own
+boundary; then the block's values are those of either scale. Quotients by powers of two are exact;
+others err by an approximate reciprocal (2 units: 4 u) and a product (u).
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ QUOTIENT = FUNCTION + 1  # of u: a reciprocal within 2 units, and a product
 
 
 class Grid(NamedTuple):
-    """One way to round blocks: `floor` is that of amax, or of the scale where `scale_floored`."""
+    """One way to round blocks; `floor` applies to amax, or to the scale if `scale_floored`."""
 
     block: int
     largest: float
@@ -44,7 +41,7 @@ class Grid(NamedTuple):
 
 
 def power_above(x: Tensor) -> Tensor:
-    """The smallest power of two that is not below x (positive, float64)."""
+    """Return the smallest power of two that is not below x (positive, float64)."""
     mantissa, exponent = torch.frexp(x)
     return torch.ldexp(torch.ones_like(x), exponent - (mantissa == 0.5).int())
 
@@ -58,7 +55,7 @@ def _e4m3(x: Tensor) -> Tensor:
 
 
 def cache_grid(numerics: Numerics, block: int) -> Grid | None:
-    """How a cache rounds its rows; None where it does not."""
+    """Return how a cache rounds its rows; None where it does not."""
     kind, floored = numerics.switches.kv_cache, numerics.switches.cache_scale_floored
     floor = rounding.FP8_FLOOR
     match kind:
@@ -73,7 +70,7 @@ def cache_grid(numerics: Numerics, block: int) -> Grid | None:
 
 
 def indexer_grid(numerics: Numerics, width: int) -> Grid | None:
-    """How the indexer rounds its operands; None where it does not."""
+    """Return how the indexer rounds its operands; None where it does not."""
     kind, floor = numerics.switches.indexer_format, rounding.FP4_AMAX_FLOOR
     if kind is IndexerFormat.EXACT:
         return None
@@ -86,9 +83,9 @@ def indexer_grid(numerics: Numerics, width: int) -> Grid | None:
 
 
 def reach(x: Near, dtype: torch.dtype, grid: Grid) -> Tensor:
-    """How far two correct kernels may be from each other [..., D], rounded to `dtype`.
+    """Return how far two correct kernels may be apart [..., D], rounded to `dtype`.
 
-    It does not look at a twin: beside the outputs of a damaged one it is no wider.
+    It does not depend on the twin's outputs: for a damaged twin it is no wider.
     """
     shape = (*x.value.shape[:-1], x.value.shape[-1] // grid.block, grid.block)
     value, error = (part.expand(x.value.shape).reshape(shape) for part in x)

@@ -1,11 +1,11 @@
-"""Budgets of the indexer: queries and keys as its kernel multiplies them, head weights, scores.
+"""Error budgets of the sparse-attention indexer: its operands, head weights and scores.
 
-Owns three chains. Operands: rotation, stored; Hadamard, stored; rounding to blocks of codes, where
-a code may be the neighbour only if its exact quotient lies within slack of a boundary. Head
-weights: a product, stored where the source stores it, and a constant. Scores: dot products, stored,
-times the head's weight, stored, and the sum over heads; where sources keep float32, one sum of all.
+* Operands: rotation, stored; Hadamard, stored; rounding to blocks of codes, where a code may be the
+  neighbour only if its exact quotient lies within slack of a boundary.
+* Head weights: a product, stored where the source stores it, times a constant.
+* Scores: dot products, stored; times the head's weight, stored; summed over heads. Where a source
+  keeps float32, all of this is one sum.
 
-Kept honest by suites/engine/budget/test_indexer.py.
 Shape letters: T tokens, N indexer heads, I indexer width, W entries.
 """
 
@@ -47,7 +47,7 @@ _TURNED = (
 
 
 def operand(x: Near, dtype: torch.dtype, numerics: Numerics) -> tuple[Near, tuple[str, ...]]:
-    """Behind the rotation: Hadamard, stored, codes. The error is that of the output."""
+    """Apply what follows the rotation: Hadamard, stored, codes. The error is that of the output."""
     words = tuple[str, ...]()
     if numerics.transforms(x.value.shape[-1]):
         x = hadamard(x)
@@ -66,7 +66,7 @@ def operand(x: Near, dtype: torch.dtype, numerics: Numerics) -> tuple[Near, tupl
 
 
 def operand_of(call: Call) -> dict[str, Budget]:
-    """Queries [T, N, I] of both families, and V3.2's keys [T, I]."""
+    """Return budgets of the queries [T, N, I] of both families, and of V3.2's keys [T, I]."""
     facts, x, out = call.known_facts, call.inputs["x"], call.outputs["out"]
     numerics, positions = facts.numerics, call.inputs["positions"]
     words: tuple[str, ...] = _TURNED
@@ -91,7 +91,7 @@ def operand_of(call: Call) -> dict[str, Budget]:
 
 
 def head_weights(call: Call) -> dict[str, Budget]:
-    """A product, stored by V4, times a constant."""
+    """Return the budget of a product, stored by V4, times a constant."""
     facts, out = call.known_facts, call.outputs["out"]
     c = facts.config
     (weight,) = (each.values(torch.float32) for each in call.weights.values())
@@ -108,7 +108,7 @@ def head_weights(call: Call) -> dict[str, Budget]:
 
 
 def scored(call: Call) -> dict[str, Budget]:
-    """Scores [T, W]; nothing is judged by size where nothing is to be seen."""
+    """Return the budget of scores [T, W]; masked scores are not judged by size."""
     facts, out = call.known_facts, call.outputs["out"]
     v4 = isinstance(facts, V4Facts)
     ratio = facts.decoder_block.ratio if isinstance(facts, V4Facts) else 1

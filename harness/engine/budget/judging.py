@@ -1,12 +1,8 @@
-"""All outputs of a component, judged alike: numbers, codes with their scales, and choices.
+"""Judge all outputs of a component call: numbers, codes with scales, and discrete choices.
 
-Owns the one entry for whoever replays a call:
-`judge_outputs(Call.of(twin, component, inputs), outputs)`.
-Numbers are judged by their budget, codes and scales by budget_codes, chosen rows and experts by
-budget_choices. What has no derivation is UNDECIDED by name; it never passes for healthy. An output
-that is missing, or has another shape, differs beyond every budget.
-
-Refuses nothing that a candidate may put out. Kept honest by suites/engine/budget/test_judging.py.
+Entry point for every replay: `judge_outputs(Call.of(twin, component, inputs), outputs)`. An output
+without a derivation is UNDECIDED and never passes for healthy. An output that is missing, or has
+another shape, differs beyond every budget.
 """
 
 from __future__ import annotations
@@ -56,7 +52,7 @@ class Flips:
 
 @dataclass(frozen=True, eq=False)
 class Reasons:
-    """What stands behind a judgement."""
+    """The derivation and the comparison that a judgement rests on."""
 
     comparison: Comparison | None = None
     derivation: tuple[str, ...] = ()
@@ -64,15 +60,15 @@ class Reasons:
 
     @classmethod
     def of(cls, found: Judgement) -> Reasons:
-        """Those of an output of numbers."""
+        """Return the reasons for an output of numbers."""
         return cls(found.comparison, found.budget.derivation, found.allowed_length)
 
 
 @dataclass(frozen=True, eq=False)
 class Judged:
-    """One output: the findings (the worst first), what was legal all the same, and the reasons.
+    """The result for one output: findings (worst first), legal differences, and reasons.
 
-    Where candidate and twin are equal the reasons are worked out when somebody asks for them.
+    Where candidate and twin are equal the reasons are computed lazily.
     """
 
     output: str
@@ -87,42 +83,42 @@ class Judged:
         return self.reasons()
 
     def settled(self) -> Judged:
-        """The same without hold on any tensor: for whoever keeps many."""
+        """Return the same result without references to tensors, to keep many of them in memory."""
         known = self._reasons
         return replace(self, reasons=lambda: known)
 
     @property
     def comparison(self) -> Comparison | None:
-        """Candidate and twin side by side; of codes, what they stand for."""
+        """Return the comparison of candidate and twin; of codes, that of their values."""
         return self._reasons.comparison
 
     @property
     def derivation(self) -> tuple[str, ...]:
-        """Where the budget comes from, in words."""
+        """Return the derivation of the budget, in words."""
         return self._reasons.derivation
 
     @property
     def allowed_length(self) -> float:
-        """What the length of the whole difference may be; NaN of codes and choices."""
+        """Return the largest length of the whole difference; NaN for codes and choices."""
         return self._reasons.allowed_length
 
     @property
     def ratio(self) -> float:
-        """The worst difference in units of budget; NaN where nothing is claimed."""
+        """Return the worst difference in units of budget; NaN where nothing is claimed."""
         if self.verdict is Verdict.UNDECIDED:
             return math.nan
         return self.findings[0].ratio if self.findings else 0.0
 
     @property
     def worst(self) -> Finding | None:
-        """The finding that decides."""
+        """Return the finding that decides."""
         return self.findings[0] if self.findings else None
 
 
 def judge_outputs(
     call: Call, outputs: Mapping[str, Tensor], places: Mapping[str, Places] | None = None
 ) -> dict[str, Judged]:
-    """Judge what a candidate put out against the twin's outputs on the same inputs."""
+    """Judge a candidate's outputs against the twin's on the same inputs."""
     made = {
         name: _misshapen(name, outputs.get(name), twin)
         for name, twin in call.outputs.items()
@@ -141,7 +137,7 @@ def judge_outputs(
 
 
 def is_joint(call: Call) -> bool:
-    """Tell whether outputs say something only together: codes with scales, a choice."""
+    """Tell whether outputs can only be judged together: codes with scales, a choice."""
     return is_coded(call) or call.role in _CHOICES
 
 
@@ -151,7 +147,7 @@ def _found(
     places: Mapping[str, Places],
     passed_over: Container[str] = (),
 ) -> dict[str, Judged]:
-    """Judge by the rules of the role; what belongs together is left out together."""
+    """Judge by the rules of the role; outputs that belong together are left out together."""
     if not is_joint(call):
         return _numbers(call, outputs, places, passed_over)
     if passed_over:
@@ -166,7 +162,7 @@ def _equal(candidate: Tensor, twin: Tensor) -> bool:
 def _all_equal(
     call: Call, outputs: Mapping[str, Tensor], places: Mapping[str, Places]
 ) -> dict[str, Judged]:
-    """Nothing differs: AGREES, if there is a rule; its reasons are worked out when asked for."""
+    """Return AGREES where a rule exists and nothing differs; reasons are computed lazily."""
     if not has_rule(call):
         return {name: Judged(name, Verdict.UNDECIDED, undecided=_NO_RULE) for name in call.outputs}
     late = cache(lambda: _found(call, outputs, places))
@@ -236,7 +232,7 @@ def _judged(
 def _coded(
     call: Call, outputs: Mapping[str, Tensor], places: Mapping[str, Places]
 ) -> dict[str, Judged]:
-    """Codes with their scales; the comparison is of the numbers that they stand for."""
+    """Judge codes with their scales; the comparison is of the numbers that they stand for."""
 
     def reasons(name: str, words: tuple[str, ...]) -> Reasons:
         if name != CODES:
@@ -268,7 +264,7 @@ def _rows_listed(
 def _experts_listed(
     call: Call, outputs: Mapping[str, Tensor], places: Mapping[str, Places]
 ) -> dict[str, Judged]:
-    """Experts, and the weights for the candidate's own ones (the twin's where they are none)."""
+    """Judge experts, and the weights for the candidate's own (the twin's if these are invalid)."""
     found = experts_chosen(call, outputs["experts"])
     own = outputs["experts"]
     exist = (own >= 0) & (own < call.inputs["logits"].shape[-1])

@@ -1,18 +1,16 @@
-"""Budgets of mHC: the collapsed input, the gates, and the mixing matrix behind Sinkhorn.
+"""Error budgets of mHC: the collapsed input, the gates, and the mixing matrix after Sinkhorn.
 
-Owns the way of an error from the coefficients `fn . x` through sigmoid and normalisation:
+The error of the coefficients `fn . x` passes through sigmoid and normalisation:
 
-* a coefficient errs by the slack of its product and by the norm factor's share;
-* a gate by its slope s (1 - s), at most 1/4, of that, and by the exponential's argument;
-* the matrix P that alternating normalisation leaves is, for small errors, what remains of the
-  logits' errors when row and column factors are projected out of them. That projection, weighted by
-  P, lengthens nothing: |dP| <= sqrt(S P) d, and |dP| <= P (2 + 8 g) d beside it. Factors common to
-  a row or column are divided out again, but for the last ones: each later pass leaves second
-  singular value squared of them, at most |P|_F^2 - 1, hence g = 1 / (2 - |P|_F^2), or the number of
-  passes where that is less.
+* A coefficient errs by the slack of its product and by the norm factor's share.
+* A gate errs by its slope s (1 - s), at most 1/4, times that, and by the exponential's argument.
+* The error of the mixing matrix P is, for small errors, that of the logits with row and column
+  factors projected out. The projection, weighted by P, lengthens nothing: |dP| <= sqrt(S P) d, and
+  also |dP| <= P (2 + 8 g) d. Factors common to a row or column cancel, but for the last ones: each
+  later pass leaves the square of the second singular value, at most |P|_F^2 - 1. Hence g = 1 / (2 -
+  |P|_F^2), or the number of passes if that is less.
 
-Kept honest by suites/engine/budget/test_mixing.py. Shape letters: T tokens, S streams, K = S * D,
-N coefficients.
+Shape letters: T tokens, S streams, K = S * D, N coefficients.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ _DIVISION = 2  # of u a pass: an entry's own quotient in the rows, and in the co
 
 
 def mixed(call: Call) -> dict[str, Budget]:
-    """Of `out`, `post` and `mix`, or of `out` alone where the streams collapse for good."""
+    """Return budgets of `out`, `post` and `mix`, or of `out` alone where the streams end."""
     facts = call.known_facts
     assert isinstance(facts, V4Facts), "only V4 has streams"
     how, streams = facts.mixing, call.inputs["streams"]
@@ -56,7 +54,7 @@ def mixed(call: Call) -> dict[str, Budget]:
 
 
 def _coefficients(call: Call, how: MixingFacts) -> tuple[Near, tuple[str, ...]]:
-    """Scaled products and their errors [T, N], and the words for them."""
+    """Return scaled products with their errors [T, N], and the derivation in words."""
     by_part = {name.rpartition("_")[2]: weight for name, weight in call.weights.items()}
     fn, base, scale = (by_part[part].values(torch.float32) for part in ("fn", "base", "scale"))
     flat = call.inputs["streams"].flatten(1).float()

@@ -1,11 +1,11 @@
-"""Budgets of pooled entries and of the compressor's carried state.
+"""Error budgets of the compressor: pooled entries and the carried state.
 
-Owns the chain: gates with their position's bias, softmax over the slots of a window, the weighted
-sum, stored; norm, stored; rotation, stored; and for the indexer Hadamard, stored, and the rounding
-to codes. Errors are carried through it by budget_near. The state is copied and one float32 sum:
-exact. Rows of it that no later call reads may hold anything and are not judged.
+Errors are propagated through the whole chain: gates with their position's bias, softmax over the
+slots of a window, weighted sum, stored; norm, stored; rotation, stored; for the indexer also
+Hadamard, stored, and rounding to codes. The state is copied plus one float32 sum, hence exact.
+State rows that no later call reads may hold anything and are not judged.
 
-Kept honest by suites/engine/budget/test_pooling.py. Shape letters: W windows, R slots, E width.
+Shape letters: W windows, R slots, E width.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _WORDS = (
 
 
 def pooled(call: Call) -> dict[str, Budget]:
-    """Of entries, their offsets, and the carried rows."""
+    """Return budgets of the entries, their offsets, and the carried rows."""
     facts = call.known_facts
     assert isinstance(facts, V4Facts), "only V4 compresses"
     numerics, outputs = facts.numerics, call.outputs
@@ -84,7 +84,7 @@ def pooled(call: Call) -> dict[str, Budget]:
 def _slots(
     call: Call, number: int, span: Span, bias: Tensor, how: PoolFacts
 ) -> tuple[tuple[Tensor, Tensor] | None, int]:
-    """Latents and gates [W, R, E] of the windows that one sequence completes, and the first."""
+    """Return latents and gates [W, R, E] of completed windows, and the first window's number."""
     partial, first = span.start % how.ratio, span.start // how.ratio
     complete = (partial + span.count) // how.ratio * how.ratio
     if not complete:
@@ -132,7 +132,7 @@ def _entries(
 
 
 def _unread(span: Span, how: PoolFacts) -> Tensor:
-    """Which rows of the carried state no later call reads [R]."""
+    """Return which rows of the carried state no later call reads [R]."""
     free = torch.ones(how.state_rows, dtype=torch.bool)
     base = how.ratio if how.overlap else 0
     free[base : base + span.stop % how.ratio] = False

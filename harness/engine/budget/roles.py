@@ -1,14 +1,10 @@
-"""Which rule derives the budget of which component: one table from roles to derivations.
+"""The table from component roles to the rules that derive their error budgets.
 
-Owns the table, and the counting of operations behind each function of few operations. A call is
-what a replay has in its hands: the role, inputs, the twin's outputs, weights, and the activation
-format where codes arrive, and the facts of the twin. Roles of one formula stand in RULES; chains
-that go through stored values stand in WHOLE, all outputs at once, and need the facts.
+RULES holds roles with one formula for each output. WHOLE holds chains that pass through stored
+values; these derive all outputs at once and need the twin's facts. Codes go through
+judging.judge_outputs instead. The components of the DSpark drafter, and calls that lack the facts
+their chain needs, are UNDECIDED.
 
-Refuses, as undecided: codes, which judging.judge_outputs judges; the components of the DSpark
-drafter; and calls without facts where the chain needs them. Kept honest by
-suites/engine/budget/test_roles.py and test_judging.py: both families component by component,
-float32 against float64 inside, and every role of every recipe in one of the tables.
 Shape letters: T tokens, S streams, D hidden, K slots, G groups, O outputs of one, R rows.
 """
 
@@ -87,7 +83,7 @@ def budgets_of(call: Call) -> dict[str, Budget]:
 
 
 def has_rule(call: Call) -> bool:
-    """Whether the outputs of a role are judged at all: numbers here, codes in budget_codes."""
+    """Tell whether outputs of a role are judged at all, as numbers or as codes."""
     return call.role in WHOLE or call.role in RULES or is_coded(call)
 
 
@@ -102,7 +98,7 @@ def _copied(_call: Call, out: Tensor) -> Budget:
 
 
 def _linear(call: Call, out: Tensor) -> Budget:
-    """One matrix, or several whose outputs stand side by side."""
+    """Return the budget of one matrix, or of several whose outputs are concatenated."""
     x, loose, weights = operand(_rows(call.x)), call.x_loose, call.weights.values()
     made = _side_by_side([_product(x, loose, _used(call, w), output_format(out)) for w in weights])
     if call.fraction_bits is not None and call.activation in FP8_ACTIVATIONS:
@@ -118,7 +114,7 @@ def _linear(call: Call, out: Tensor) -> Budget:
 
 
 def _over_ranks(made: Budget, x: Tensor, w: Tensor, ranks: int, *, on_the_way: bool) -> Budget:
-    """Every rank stores its term; `on_the_way`: a sum is stored behind each further one as well."""
+    """Add the storing of each rank's term; `on_the_way`: partial sums over ranks are stored too."""
     terms = zip(x.tensor_split(ranks, 1), w.tensor_split(ranks, 1), strict=True)
     amplitude = torch.stack([(a @ b.T).abs() for a, b in terms]).sum(0).reshape(made.slack.shape)
     if on_the_way:
@@ -133,7 +129,7 @@ class _Matrix(NamedTuple):
     loose: Tensor | None = None
 
     def chunks(self, count: int) -> list[_Matrix]:
-        """Cut it by rows."""
+        """Split it by rows."""
         loose = [None] * count if self.loose is None else self.loose.chunk(count)
         return [_Matrix(*each) for each in zip(self.value.chunk(count), loose, strict=True)]
 
@@ -147,7 +143,7 @@ def _used(call: Call, weight: Weight) -> _Matrix:
 
 
 def _product(x: Operand, x_loose: Tensor | None, w: _Matrix, output: ElementFormat) -> Budget:
-    """One matrix; where decoded numbers were rounded to BF16, near a boundary either neighbour."""
+    """Return the budget of one matrix; decoded numbers near a BF16 boundary may go either way."""
     made = summed(x, w.value, output)
     if w.loose is not None:
         made = replace(made, slack=made.slack + x.rows.abs() @ w.loose.T)
@@ -157,7 +153,7 @@ def _product(x: Operand, x_loose: Tensor | None, w: _Matrix, output: ElementForm
 
 
 def _matrix(weight: Weight) -> Tensor:
-    """The numbers of a matrix; a large plain one as it is stored, to be widened by pieces."""
+    """Return a matrix in float32; a large plain one as stored, to be widened in pieces."""
     value = weight.value
     if value is not None and value.numel() > LARGE:
         return value
@@ -165,7 +161,7 @@ def _matrix(weight: Weight) -> Tensor:
 
 
 def _projected(call: Call, out: Tensor) -> Budget:
-    """One matrix of several with outputs of their own: latent and gate."""
+    """Return the budget of one of two matrices with outputs of their own: latent or gate."""
     name = next(n for n, each in call.outputs.items() if each is out)
     part = {"latent": "wkv", "gate": "wgate"}[name]
     (weight,) = (w for n, w in call.weights.items() if n.endswith(part))
@@ -176,7 +172,7 @@ def _projected(call: Call, out: Tensor) -> Budget:
 
 
 def _grouped(call: Call, out: Tensor) -> Budget:
-    """One matrix a group of heads."""
+    """Return the budget of a linear with one matrix for each group of heads."""
     (weight,) = call.weights.values()
     used, x, loose = _used(call, weight), _rows(call.x), call.x_loose
     w, groups = used.value, x.shape[1] // used.value.shape[1]
@@ -192,7 +188,7 @@ def _grouped(call: Call, out: Tensor) -> Budget:
 
 
 def _side_by_side(made: Sequence[Budget]) -> Budget:
-    """Several products whose outputs stand beside each other; the first one's words."""
+    """Concatenate the budgets of several products; keep the first one's derivation."""
     if len(made) == 1:
         return made[0]
     slack = torch.cat([each.slack for each in made], dim=1)
@@ -200,12 +196,12 @@ def _side_by_side(made: Sequence[Budget]) -> Budget:
 
 
 def _most(made: Sequence[Budget]) -> tuple[int, int]:
-    """The largest repeats of several parts."""
+    """Return the largest repeats of several parts."""
     return max(each.repeats[0] for each in made), max(each.repeats[1] for each in made)
 
 
 def _routed(call: Call, out: Tensor) -> Budget:
-    """Every slot through the matrices of its own expert."""
+    """Return the budget of every slot through its own expert's matrices."""
     experts, x = call.inputs["experts"], call.x
     per_slot = x if x.ndim == 3 else x[:, None].expand(-1, experts.shape[1], -1)
     loose = None if call.x_loose is None else call.x_loose.reshape(x.shape)
@@ -231,7 +227,7 @@ def _routed(call: Call, out: Tensor) -> Budget:
 
 
 def _norm(call: Call, out: Tensor) -> Budget:
-    """A norm, or the residual that it passes on."""
+    """Return the budget of a norm, or of the residual that it passes on."""
     if out is call.outputs.get("residual"):
         return few(out.abs(), 1, output_format(out), "sum of input and residual")
     weight = next((each.values(torch.float32) for each in call.weights.values()), None)
@@ -242,7 +238,7 @@ def _norm(call: Call, out: Tensor) -> Budget:
 
 
 def _norm_in_steps(call: Call, out: Tensor, weight: Tensor) -> Budget:
-    """A norm whose rows are stored in front of the weight."""
+    """Return the budget of a norm whose rows are stored before the weight is applied."""
     facts = call.known_facts
     near = exactly(call.inputs["x"])
     if "residual" in call.inputs:
@@ -259,7 +255,7 @@ def _norm_in_steps(call: Call, out: Tensor, weight: Tensor) -> Budget:
 
 
 def _rotated(call: Call, out: Tensor) -> Budget:
-    """A rotation of pairs keeps their lengths, so the result bounds what was added up."""
+    """Return the budget of a rotation; it keeps the length of pairs, which bounds the terms."""
     pairs = out.float().reshape(*out.shape[:-1], -1, 2)
     length = pairs.square().sum(-1, keepdim=True).sqrt().expand_as(pairs).reshape(out.shape)
     angle = call.inputs["positions"].float().reshape(-1, *[1] * (out.ndim - 1))
@@ -280,7 +276,7 @@ def _rotated(call: Call, out: Tensor) -> Budget:
 
 
 def _gated(call: Call, out: Tensor) -> Budget:
-    """SwiGLU: the exponential's argument is rounded, which errs by |gate| u; its end is cut off."""
+    """Return the budget of SwiGLU; the rounded argument of the exponential costs |gate| u."""
     if call.facts is not None and call.facts.numerics.switches.gate_rounded_before_product:
         words = ("SiLU, stored in BF16; its product with up",)
         return Budget(output_format(out), gated(call, shared=True).error, words)
@@ -292,7 +288,7 @@ def _gated(call: Call, out: Tensor) -> Budget:
 
 
 def _combined(call: Call, out: Tensor) -> Budget:
-    """The sum over slots, with weights or without."""
+    """Return the budget of the sum over slots, with weights or without."""
     x = call.inputs["x"].float().abs()
     if "weights" in call.inputs:
         x = torch.maximum(x, x * call.inputs["weights"].float().abs()[..., None])
@@ -300,7 +296,7 @@ def _combined(call: Call, out: Tensor) -> Budget:
 
 
 def _added(call: Call, out: Tensor) -> Budget:
-    """Two terms; V3.2's drafter sets them side by side."""
+    """Return the budget of two terms; V3.2's drafter concatenates them."""
     if call.role == "join" and out.ndim == call.inputs["e"].ndim:
         return exact(output_format(out), "two rows side by side")
     amplitude = out.abs().double()
@@ -311,7 +307,7 @@ def _added(call: Call, out: Tensor) -> Budget:
 
 
 def _spread(call: Call, out: Tensor) -> Budget:
-    """mHC: one product with the sublayer's output, one with each stream."""
+    """Return the budget of mHC's expansion: one product with the output, one with each stream."""
     x, streams, post, mix = (
         call.inputs[name].float().abs() for name in ("x", "streams", "post", "mix")
     )
@@ -321,12 +317,12 @@ def _spread(call: Call, out: Tensor) -> Budget:
 
 
 def _chosen_weights(_call: Call, out: Tensor) -> Budget:
-    """softplus, root, and the share of the chosen ones."""
+    """Return the budget of the routing weights: softplus, root, normalised over the chosen ones."""
     return few(out.abs(), 2 * out.shape[-1] + 24, output_format(out), "shares of the chosen scores")
 
 
 def _attended(call: Call, out: Tensor) -> Budget:
-    """V4: shares of rows. Each is stored in BF16 beside a peak that kernels choose differently."""
+    """Return V4's attention budget without facts: shares stored in BF16 relative to a free peak."""
     if "window" not in call.inputs:
         return attention.attended(call)["out"]  # V3.2, which needs the facts: refused by name
     held = ("window", "state_window", "compressed", "state_compressed")
@@ -345,7 +341,7 @@ def _attended(call: Call, out: Tensor) -> Budget:
 
 
 def _experts_gated(call: Call) -> dict[str, Budget]:
-    """SwiGLU of the routed experts where nothing is quantised."""
+    """Return the budget of the routed experts' SwiGLU where nothing is quantised."""
     if is_coded(call):
         raise Undecided(
             "budget", call.role, "numbers; codes and scales have no slack of their own",
@@ -357,7 +353,7 @@ def _experts_gated(call: Call) -> dict[str, Budget]:
 
 
 def _weighed(call: Call) -> dict[str, Budget]:
-    """The router: weights for the twin's choice; a candidate's own is judged in judging."""
+    """Return the router's budgets for the twin's choice; judging.py judges the candidate's own."""
     whole = exact(FP32, "experts are whole numbers")
     return {"experts": whole, "weights": weights_budget(call, call.outputs["experts"])[1]}
 
@@ -367,7 +363,7 @@ _LINEARS = (
     " attn.wo_b attn.indexer.wq_b attn.indexer.wk ffn.gate ffn.shared.w13 ffn.shared.w2 ffn.w13"
     " ffn.w2"
 )
-# Where tensor parallelism cuts K, and adds up what the ranks put out.
+# Row-parallel linears: tensor parallelism splits K and sums the outputs of the ranks.
 _SUMMED_OVER_RANKS = frozenset({"attn.wo_b", "attn.wo", "ffn.shared.w2", "ffn.w2"})
 _NORMS = "norm enorm hnorm attn.norm attn.q_norm attn.kv_norm ffn.norm"
 _GROUPS: tuple[tuple[str, Rule], ...] = (
@@ -388,7 +384,7 @@ _GROUPS: tuple[tuple[str, Rule], ...] = (
 RULES: Mapping[str, Rule] = MappingProxyType(
     {role: rule for roles, rule in _GROUPS for role in roles.split()}
 )
-# Sums of products and nothing else: twice the operand is twice the output, and twice its slack.
+# Roles linear in their operand: twice the operand is twice the output, and twice its slack.
 SUMS = frozenset(
     role for role, rule in RULES.items() if rule in (_linear, _projected, _grouped, _routed)
 )

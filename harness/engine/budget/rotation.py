@@ -1,11 +1,10 @@
-"""Budgets of rotations, of the norms in front of them, and of rows as a cache gives them back.
+"""Error budgets of RoPE rotations, of the norms before them, and of rows read from the cache.
 
-Owns the chains of query heads, the latent row, V3.2's query and key, the rotation back, and the
-cache's rounding. Features that are not rotated are copied behind the norm; each value that a source
-stores on the way steps only where its rounding boundary lies within the error.
+Covers query heads, V4's latent row, V3.2's query and key, the inverse rotation, and the cache's
+rounding. Features that are not rotated are copied after the norm. A value stored on the way steps
+only where its rounding boundary lies within the error.
 
-Kept honest by suites/engine/budget/test_bounded_values.py. Shape letters: T tokens, H heads, L row
-width.
+Shape letters: T tokens, H heads, L row width.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _WORDS = (
 
 
 def query_heads(call: Call) -> dict[str, Budget]:
-    """The weightless norm of each head, stored as its source does, and the rotation."""
+    """Return the budget of each head's weightless norm, stored as its source does, and RoPE."""
     facts, x, out = _v4(call), call.inputs["x"], call.outputs["out"]
     near = _head_norm(x.reshape(out.shape), facts.config.rms_norm_eps, facts.numerics)
     by = turn(facts.rope, call.inputs["positions"], facts.numerics, heads=True)
@@ -74,7 +73,7 @@ def _head_norm(x: Tensor, epsilon: float, numerics: Numerics) -> Near:
 
 
 def latent_row(call: Call) -> dict[str, Budget]:
-    """Norm, stored, and rotation of V4's shared row."""
+    """Return the budget of V4's shared row: norm, stored, and rotation."""
     facts, out = _v4(call), call.outputs["out"]
     weight = single(call.weights).values(torch.float64)
     numerics = facts.numerics
@@ -90,7 +89,7 @@ def latent_row(call: Call) -> dict[str, Budget]:
 
 
 def turned_back(call: Call) -> dict[str, Budget]:
-    """The rotation back behind attention."""
+    """Return the budget of the inverse rotation after attention."""
     facts, x = _v4(call), call.inputs["x"]
     by = turn(facts.rope, call.inputs["positions"], facts.numerics, heads=True)
     back = Turn(by.cos, Near(-by.sin.value, by.sin.error))
@@ -98,7 +97,7 @@ def turned_back(call: Call) -> dict[str, Budget]:
 
 
 def query_and_key(call: Call) -> dict[str, Budget]:
-    """V3.2: the tail of every query head, and the shared key."""
+    """Return V3.2's budgets: the rotated tail of every query head, and the shared key."""
     facts = call.known_facts
     assert isinstance(facts, V32Facts), "V4 rotates behind its norms"
     assert facts.block is not None, "asked only inside a block"
@@ -114,7 +113,7 @@ def query_and_key(call: Call) -> dict[str, Budget]:
 
 
 def cache_rows(call: Call) -> dict[str, Budget]:
-    """Rows as they are read back: the rotated features copied, the others rounded to codes."""
+    """Return the budget of cache rows as read: rotated features copied, others rounded to codes."""
     facts, out = call.known_facts, call.outputs["out"]
     x, plain, block = call.inputs.get("x"), None, 64
     if isinstance(facts, V32Facts):

@@ -1,18 +1,17 @@
-"""Where slack comes from: one derivation a kind of arithmetic, with the words for the report.
+"""Derive the slack of each kind of arithmetic: matrix products, short functions, norms.
 
-Owns the bounds of an error before the output is rounded, from the operands at hand. u = 2^-24 is
-half a spacing of float32, in which every component accumulates; the twin is exact beside it.
+Slack bounds the error before the output is rounded. u = 2^-24 is half a spacing of float32, in
+which every component accumulates; the twin is exact in comparison.
 
-* a sum of K products, in any order in float32 or in the steps of a tensor core. Each addition errs
-  by at most u times its partial sum. In the order of K partial sums are read off the data at
-  CHECKPOINTS places; in an order that is as good as random they are |s| k / K and a bridge of
-  deviation at most |x * w|_2 / 2, which Cauchy bounds by norms of rows: |x|_4 |w|_4 / 2. An aligned
-  step of a tensor core (16 products and C, each cut 2^-25 below the largest) counts as 17 more.
-* a function of few operations: their number times u times the largest intermediate value.
-* a value that is stored on the way: one spacing of the stored format, carried on.
+* A sum of K products, in any order in float32 or in the steps of a tensor core. Each addition errs
+  by at most u times its partial sum. In the order of K, partial sums are read off the data at
+  CHECKPOINTS places. In an order that is as good as random they are |s| k / K plus a bridge of
+  deviation at most |x * w|_2 / 2, which Cauchy-Schwarz bounds by row norms: |x|_4 |w|_4 / 2. An
+  aligned step of a tensor core (16 products and C, each cut 2^-25 below the largest) counts as 17
+  more.
+* A function of few operations: their number times u times the largest intermediate value.
+* A value stored on the way: one spacing of the stored format, carried on.
 
-Refuses operands that do not fit each other. Kept honest by suites/engine/budget/test_rules.py:
-float32 in many orders, blocks, the tensor-core model, adversarial rows.
 Shape letters: M rows, K summed, N outputs.
 """
 
@@ -48,22 +47,22 @@ SCALE_ROUNDINGS = 4  # two scales, their product, and the product with the sum
 
 
 def output_format(out: Tensor) -> ElementFormat:
-    """The number format of an output; what a twin holds in float64 is judged as float32."""
+    """Return the number format of an output; a twin's float64 output is judged as float32."""
     return FORMAT_OF_DTYPE.get(out.dtype, FP32)
 
 
 def cut_off(share: Tensor) -> Tensor:
-    """How far a share near 0 may be off: it becomes 0, or few units of float32's last, 2^-149."""
+    """Return how far a share near 0 may be off: it may become 0, or err by a few times 2^-149."""
     return torch.where(share < 2 * UNDERFLOW, (8 * share).clamp(max=UNDERFLOW), 0.0)
 
 
 def exact(output: ElementFormat, why: str) -> Budget:
-    """Nothing is computed, so nothing may differ."""
+    """Return the budget of a copy: nothing may differ."""
     return Budget(output, torch.zeros(()), (why,))
 
 
 class Operand(NamedTuple):
-    """Rows of one side of a product, with what a bound needs to know of them."""
+    """Rows of one side of a product, with the facts that a bound needs."""
 
     rows: Tensor
     four: Tensor  # the norms |row|_4
@@ -75,7 +74,7 @@ _MOST_KNOWN = 4096
 
 
 def operand(rows: Tensor) -> Operand:
-    """Look at rows once while their tensor lives unchanged: weights meet many calls."""
+    """Return an Operand; cache its facts while the tensor stays unmodified (weights recur)."""
     wide = rows.float()
     if rows.is_inference():  # no version counter would tell of a change
         return Operand(wide, _four_norm(wide), _repeats(wide))
@@ -90,7 +89,7 @@ def operand(rows: Tensor) -> Operand:
 
 
 def summed(x_MK: Tensor | Operand, w_NK: Tensor | Operand, output: ElementFormat = BF16) -> Budget:
-    """A matrix product x w^T, with scales before or behind the sum."""
+    """Return the budget of a matrix product x w^T, with scales before or after the sum."""
     shapes = tuple(
         tuple((side.rows if isinstance(side, Operand) else side).shape) for side in (x_MK, w_NK)
     )
@@ -128,7 +127,7 @@ def summed(x_MK: Tensor | Operand, w_NK: Tensor | Operand, output: ElementFormat
 
 
 def _in_pieces(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Operand]:
-    """The same of a matrix that is never held in float32 as a whole: a head has 3.7 GB."""
+    """Return totals, partial sums and facts of a matrix too large to widen (a head: 3.7 GB)."""
     sums: list[tuple[Tensor, Tensor]] = []
     four: list[Tensor] = []
     digests: list[Tensor] = []
@@ -143,7 +142,7 @@ def _in_pieces(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Operand]:
 
 
 def _partial_sums(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """The product, and the mean magnitude of its partial sums at the CHECKPOINTS."""
+    """Return the product, and the mean magnitude of its partial sums at the CHECKPOINTS."""
     length, elements = x.shape[1], len(x) * len(w)
     if length % CHECKPOINTS == 0 and elements * CHECKPOINTS <= _AT_ONCE:
         parts = [side.reshape(len(side), CHECKPOINTS, -1).transpose(0, 1) for side in (x, w)]
@@ -164,12 +163,12 @@ def _probe(width: int) -> Tensor:
 
 
 def _repeats(rows: Tensor) -> int:
-    """Return how many rows at most are the same but for sign and size: they round alike."""
+    """Return how many rows at most are equal but for sign and size: they round alike."""
     return _most_alike(_digests(rows)) if len(rows) > 1 else 1
 
 
 def _digests(rows: Tensor) -> Tensor:
-    """A number a row that is equal where rows are, but for sign and size; none of empty rows."""
+    """Return a number for each nonzero row; rows equal but for sign and size have equal numbers."""
     wide = rows.double()
     norms = wide.norm(dim=1)
     found: Tensor = ((wide @ _probe(rows.shape[1])) / norms)[norms > 0].abs()
@@ -184,21 +183,21 @@ def _most_alike(digests: Tensor) -> int:
 
 
 def _four_norm(rows: Tensor) -> Tensor:
-    """(sum of x^4)^(1/4), scaled so that nothing overflows."""
+    """Return (sum of x^4)^(1/4), scaled so that nothing overflows."""
     largest = rows.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny)
     four: Tensor = (rows / largest[:, None]).square().square().sum(1).sqrt().sqrt() * largest
     return four
 
 
 def ambiguous_bf16(values: Tensor) -> Tensor:
-    """How far the BF16 rounding of a decoded number moves where its float32 product errs by 2 u."""
+    """Return how far a decoded number's BF16 rounding moves if its float32 product errs by 2 u."""
     wide = values.double()
     ends = [(wide * (1 + sign * 2 * U)).to(torch.bfloat16).double() for sign in (1, -1)]
     return (ends[0] - ends[1]).abs()
 
 
 def few(amplitude: Tensor, roundings: float, output: ElementFormat, what: str) -> Budget:
-    """A function of few operations whose intermediate values stay below `amplitude`."""
+    """Return the budget of a few operations whose intermediate values stay below `amplitude`."""
     return Budget(
         output,
         amplitude.float() * (roundings * U),
@@ -211,7 +210,7 @@ def few(amplitude: Tensor, roundings: float, output: ElementFormat, what: str) -
 
 
 def stored_between(budget: Budget, amplitude: Tensor, spacings: float, what: str) -> Budget:
-    """Add values that are stored in BF16 on the way: each may fall on the neighbour."""
+    """Add values stored in BF16 on the way: each may fall on the neighbour."""
     added = amplitude.float() * (spacings * 2.0**-BF16.mantissa_bits)
     words = f"{what}: {number(spacings)} spacings of BF16 (2^-7) of what is stored on the way"
     return Budget(budget.output, budget.slack + added, (*budget.derivation, words))
@@ -225,10 +224,10 @@ def normed(
     additions: int = 0,
     weight: Tensor | None = None,
 ) -> Budget:
-    """An RMS norm over `width` elements: squares add up to one sign, so errors are relative.
+    """Return the budget of an RMS norm over `width`: squares have one sign, so errors are relative.
 
-    Mean: half of width u, halved again by the root; root, products and weight: 8 more. Where
-    epsilon is all that counts, every row has the same factor, and equal elements round alike.
+    The mean errs by half of width u, halved again by the root; root, products and weight add 8 u.
+    Rows far below epsilon all have the same factor, so equal elements round alike.
     """
     roundings = width / 4 + 8 + additions
     made = few(out.abs(), roundings, output, f"RMS norm of {width}")

@@ -1,20 +1,21 @@
-"""Statistics of attention's shares: gains, distances to the peak, and the energy of all roundings.
+"""Statistical tests of attention shares: gains, weights of keys by distance to the peak, energy.
 
 A share that a kernel rounds to BF16 is up to 2^-8 off, but roundings of different shares are
-independent. `ShareStatistics` projects the output's difference from exact attention on directions
-that are known beforehand: the row itself (a gain), and for keys at a like distance below the peak
-what the row gains if these weigh more (an exponential that is off there). Projections are added up
-over rows, weighted by their variance. A sum may differ by
+independent. `ShareStatistics` projects the output's difference from exact attention on fixed
+directions: the row itself (a gain), and, for keys at a similar distance below the peak, what the
+row gains if these weigh more (an exponential that is off there). Projections are summed over rows,
+weighted by their variance. A sum may differ by
 
-* what float32 does to logits, exponentials and sums, in full;
-* the most that a member of an ensemble of legal kernels makes of it, worked out to the bit: peaks
-  of rows, sinks, tiles in both orders, normalised shares, and PHASES constants in place of a peak.
-  Where shares round alike (equal logits) this is the whole error, and the bound is wide;
+* the error of float32 in logits, exponentials and sums, in full;
+* the largest error of an ensemble of legal kernels, computed exactly: peaks of rows, sinks, tiles
+  in both orders, normalised shares, and PHASES constants in place of a peak. Where shares round
+  alike (equal logits) this is the whole error, and the bound is wide;
 * chance: a rounding error of half length h is sub-Gaussian with variance h^2 / 3, so a weighted sum
-  exceeds sqrt(2 L V) with probability MISTAKEN, L its logarithm. V adds up squares, or the square
-  of a head's sum where its rows round alike.
+  exceeds sqrt(2 L V) with probability MISTAKEN; L = log(1 / MISTAKEN). V adds up squares, or the
+  square of a head's sum where its rows round alike.
 
 The energy of all projections has the tail of a quadratic form (Hsu, Kakade, Zhang 2012).
+
 Shape letters: n tokens, H heads, R rows, C width of value rows, L width of the output, B
 directions, K members of the ensemble.
 """
@@ -57,10 +58,11 @@ _AT_ONCE = 1 << 17  # of them
 
 
 class Weighed(NamedTuple):
-    """Shares of some tokens [n, H, R], normalised, their rows, and what rounds after them.
+    """Normalised shares of some tokens [n, H, R], their rows, and what rounds after them.
 
-    `error` of a share is what float32 may do to it, alike for all. Logits and sinks are in octaves.
-    `expand` takes a row of C to the output's L [H, L, C]; None where rows have the output's width.
+    A share's `error` is the part of float32 that many shares have in common. Logits and sinks are
+    in octaves. `expand` maps a row of width C to the output's L [H, L, C]; None where they are
+    equal.
     """
 
     share: Near
@@ -80,7 +82,7 @@ class Weighed(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """What is known of sampled rows, by direction, token and head [B, n, H]."""
+    """Statistics of sampled rows, by direction, token and head [B, n, H]."""
 
     tokens: Tensor  # [n]
     centre: Tensor  # exact attention [n, H, L]
@@ -94,7 +96,7 @@ class _Rows:
 
     @cached_property
     def signal(self) -> Tensor:
-        """Squared lengths of directions."""
+        """Return the squared lengths of directions."""
         return self.directions.double().square().sum(-1)
 
 
@@ -108,7 +110,7 @@ class ShareStatistics:
     _joined: _Rows | None = None
 
     def sample(self, width: int, rows: int) -> Tensor:
-        """Mark the tokens that are looked at: all, where that is not too much."""
+        """Mark the tokens to examine: all, where that is affordable."""
         kept = torch.zeros(self.tokens, dtype=torch.bool)
         if self.tokens and self.heads and width:
             most = min(_AT_MOST // (DIRECTIONS * width), _SHARES // max(1, rows)) // self.heads
@@ -117,14 +119,14 @@ class ShareStatistics:
         return kept
 
     def add(self, tokens: Tensor, weighed: Callable[[], Weighed]) -> None:
-        """Take shares to look at, once a difference is judged; `tokens` are their numbers [n].
+        """Register shares of tokens [n]; they are computed only once a difference is judged.
 
-        Most of those who ask for a budget want its slack alone, and this is most of its work.
+        Most callers of a budget need its slack alone, and this is most of the work.
         """
         self._parts.append((tokens, weighed))
 
     def findings(self, candidate: Tensor, twin: Tensor) -> list[Finding]:
-        """Judge a candidate; next to the twin where that is not the one of these inputs."""
+        """Judge a candidate; relative to the twin where the twin is not that of these inputs."""
         if not self._parts:
             return []
         if self._joined is None:
@@ -134,14 +136,14 @@ class ShareStatistics:
             _Sums.of(rows, side.reshape(self.tokens, self.heads, -1)[rows.tokens])
             for side in (candidate, twin)
         )
-        # A way that diagnosing tries changes the twin; then both sides have roundings of their own.
+        # Diagnosis passes a damaged twin; then candidate and twin both have roundings of their own.
         if max((each.ratio for each in twins.findings()), default=0.0) <= HEADROOM:
             return list(own.findings())
         return list(own.less(twins).findings())
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Say what is asked of how many tokens."""
+        """Describe what is tested, and on how many tokens."""
         seen = sum(len(tokens) for tokens, _ in self._parts)
         first = f"gains and weights of keys: sums over {seen} of {self.tokens} tokens"
         return (first, "roundings of shares there: by chance, in full where they are alike")
@@ -174,7 +176,7 @@ def _rows_of(tokens: Tensor, given: Weighed) -> _Rows:
     picked = torch.stack(list(_bins(below, share))).float()  # [B - 1, n, H, R]
     moved = _expanded(_summed(picked, given.values.float()), given.expand)
     moved = moved - picked.sum(-1, keepdim=True) * out.float()
-    # A gain moves no weight: what lies along the row itself is the first direction's alone.
+    # A gain changes no weight: remove the component along the row, which is the first direction.
     energy = out.float().square().sum(-1, keepdim=True).clamp(min=1e-30)
     moved = moved - (moved * out.float()).sum(-1, keepdim=True) / energy * out.float()
     directions = torch.cat((out.float()[None], moved))
@@ -229,7 +231,7 @@ def _below(logit: Tensor) -> Tensor:
 
 
 def _bins(below: Tensor, share: Tensor) -> Iterator[Tensor]:
-    """Yield the shares of keys on the peak, of parts of an octave, and of octaves."""
+    """Yield the shares of keys at the peak, by fraction of an octave, by octave, and as waves."""
     on_peak = below < _ON_PEAK
     yield share * on_peak
     part = ((below % 1.0) * BINS).floor()
@@ -243,7 +245,7 @@ def _bins(below: Tensor, share: Tensor) -> Iterator[Tensor]:
 
 
 def _of_members(pulls: Tensor, level: Tensor, below: Tensor, given: Weighed) -> Iterator[Tensor]:
-    """Yield what each member of the ensemble adds [B, n, H]; the first rounds nothing."""
+    """Yield the contribution of each member of the ensemble [B, n, H]; the first rounds nothing."""
     yield torch.zeros_like(level).double()
     if not given.rounded:
         return
@@ -252,12 +254,12 @@ def _of_members(pulls: Tensor, level: Tensor, below: Tensor, given: Weighed) -> 
         error = _rounded(offset - below).float()
         one = torch.einsum("bnhr,nhr->bnh", pulls, error).double()
         yield one
-        # Who divides by the sum of rounded shares has their mean error taken out.
+        # A kernel that divides by the sum of rounded shares has their mean error removed.
         yield one - (share * error).sum(-1) * level.double()
 
 
 def _offsets(below: Tensor, given: Weighed) -> Iterator[Tensor]:
-    """Yield the octaves that peaks of the ensemble lie below the row's own, of each share."""
+    """Yield, for each share, the octaves that a member's peak lies below the row's own."""
     none = torch.zeros(*below.shape[:2], 1, dtype=below.dtype)
     yield none
     top = none
@@ -268,7 +270,7 @@ def _offsets(below: Tensor, given: Weighed) -> Iterator[Tensor]:
     yield largest.clamp(min=2.0**_FLOOR).log2()
     sink = top if given.sink is None else given.sink[:, None]
     yield (top - sink).clamp(min=_FLOOR, max=0.0)
-    # Trap: sequences of one call have rows of their own number, and as many members all the same.
+    # Trap: sequences of one call differ in their number of rows; each still needs the same members.
     for tile in TILES:
         yield _running(below, tile)
         yield _running(below.flip(-1), tile).flip(-1)
@@ -277,7 +279,7 @@ def _offsets(below: Tensor, given: Weighed) -> Iterator[Tensor]:
 
 
 def _running(below: Tensor, tile: int) -> Tensor:
-    """Return how far the peak of a share's tile, and of those before it, lies below the row's."""
+    """Return how far the running peak of a share's tile lies below the row's peak."""
     count = below.shape[-1]
     if not count:
         return below
@@ -290,7 +292,7 @@ def _running(below: Tensor, tile: int) -> Tensor:
 def _rounded(octaves: Tensor) -> Tensor:
     """Return the relative error of 2^octaves in BF16."""
     value = torch.exp2(octaves.clamp(min=_FLOOR))
-    # Half a spacing is exact in float64; 2^x is there as well as float32 would have it.
+    # Halfway points are exact in float64, and 2^x rounds there as it would in float32.
     error: Tensor = value.bfloat16().double() / value - 1.0
     return error
 
@@ -302,7 +304,7 @@ def _half_step(value: Tensor) -> Tensor:
 
 
 def _stored(value: Tensor, direction: Tensor) -> Tensor:
-    """Return what the roundings of a stored value add, at shifts by less than a spacing."""
+    """Return the contribution of a stored value's roundings, at shifts of less than a spacing."""
     shifted = [value * (1.0 + shift) for shift in _SHIFTS]
     errors = [moved.bfloat16().double() - moved for moved in shifted]
     made = []
@@ -314,7 +316,7 @@ def _stored(value: Tensor, direction: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Sums:
-    """Projections of one difference [B, n, H], of as many sides with roundings of their own."""
+    """Projections of a difference [B, n, H], with the rounding errors of one side or of two."""
 
     rows: _Rows
     along: Tensor
@@ -324,7 +326,7 @@ class _Sums:
 
     @classmethod
     def of(cls, rows: _Rows, output: Tensor) -> _Sums:
-        """Project what an output [n, H, L] is off exact attention."""
+        """Project the difference of an output [n, H, L] from exact attention."""
         off = output.double() - rows.centre
         known = off.isfinite().all(-1)
         off = torch.where(known[..., None], off, 0.0)

@@ -1,20 +1,23 @@
-"""How many elements of a place stepped, whatever their size: sums of difference over allowance.
+"""Count how many elements of a place stepped to a neighbour, regardless of their size.
 
-Owns the measure in steps of the format. With most = slack + spacing an element counts |d| / most,
-1 at most. |RN(s + e) - RN(s)| is |e| on average, since a boundary lies between both with
-probability |e| / spacing; so a place counts sum(slack / most) on average at most, and what chance
-adds. Lengths and gains are owned by the largest elements; here every element has one voice, and
-outliers hide nothing. A signed sum has the same bound and is never larger: it would add nothing.
+With most = slack + spacing, an element counts |d| / most, at most 1. |RN(s + e) - RN(s)| is |e| on
+average, since a rounding boundary lies between both with probability |e| / spacing. So a place
+counts at most sum(slack / most) on average, plus chance. Lengths and gains are dominated by the
+largest elements; here all elements weigh the same, and outliers hide nothing. A signed sum has the
+same bound and is never larger, so it would add nothing.
 
-One error that a row shares (a norm's root, a scale) makes no roundings alike: given the error, each
-element steps or not by its own last digits. What does round alike has the same last digits:
-* in one row, elements that are equal but for sign and powers of two: few numbers of 8 bits times
-  one factor, weight rows that stand there twice;
-* rows that are equal, as those of one token, for a block of columns.
-Such a group counts by its mean, which varies no more than one of its members does. Groups are read
-off the twin: one that is none makes the level weaker, and never an alarm.
+An error that a whole row shares (a norm's root, a scale) does not make roundings alike: given the
+error, each element steps or not by its own last digits. Elements with equal last digits do round
+alike:
 
-Refuses nothing. Kept honest by suites/engine/budget/test_steps.py. Shapes: M rows, K columns.
+* in one row, elements that are equal but for sign and powers of two: few 8-bit numbers times one
+  factor, or weight rows that occur twice;
+* equal rows, such as those of one token, for a block of columns.
+
+Such a group counts by its mean, which varies no more than one member does. Groups are read off the
+twin; a wrong group weakens the level but never raises a false alarm.
+
+Shape letters: M rows, K columns.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ _NARROW = 10  # bits of a mantissa; of wider ones hardly two are equal by chance
 
 
 class AlikeRows:
-    """Rows that are equal but for sign and powers of two, by blocks of columns."""
+    """Detects rows that are equal but for sign and powers of two, by blocks of columns."""
 
     def __init__(self, shape: tuple[int, int], block: int = BLOCK) -> None:
         height, self._width = shape
@@ -45,13 +48,13 @@ class AlikeRows:
         self._digests = np.zeros((height, len(self.starts)))
 
     def add(self, part: slice, t_MK: Array) -> None:
-        """Look at the next rows of the twin."""
+        """Add the next rows of the twin."""
         with np.errstate(invalid="ignore"):
             seen = np.add.reduceat(t_MK * _probe(self._width), self.starts, axis=1)
         self._digests[part] = np.where(np.isfinite(seen), seen, 0.0)
 
     def members(self) -> Array:
-        """How many rows each one is equal to, itself counted [M, blocks]."""
+        """Return how many rows equal each one, itself included [M, blocks]."""
         found = np.ones(self._digests.shape)
         mantissas = np.frexp(np.abs(self._digests))[0]
         for at in range(len(self.starts) if len(found) > 1 else 0):
@@ -68,7 +71,7 @@ def _probe(width: int) -> Array:
 
 
 def alike_in_row(t_MK: Array, output: ElementFormat) -> Array | None:
-    """How many of its row each element is equal to; None in a format where few are."""
+    """Return how many elements of its row each one equals; None in formats where few do."""
     bits = output.mantissa_bits
     if bits > _NARROW:
         return None
@@ -81,7 +84,7 @@ def alike_in_row(t_MK: Array, output: ElementFormat) -> Array | None:
 
 
 def counted(d: Array, e: Array, most: Array, alike: Array | None) -> Array:
-    """What every element counts, 1 at most, and what on average [2, M, K]; 0 where it must not."""
+    """Return each element's count, at most 1, and its allowed mean [2, M, K]; 0 where most is 0."""
     both = np.zeros((2, *d.shape))
     np.divide(d, most, out=both[0], where=most > 0)
     np.divide(e, most, out=both[1], where=most > 0)

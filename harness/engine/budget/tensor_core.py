@@ -1,15 +1,15 @@
-"""What Hopper's tensor core leaves of FP8 products: a slack beside that of float32 sums.
+"""The error that Hopper's tensor core adds to FP8 products (truncated accumulation), as slack.
 
-Owns the bound of a step. A step of `wgmma` takes 32 products of 8-bit codes and C; all are aligned
+A step of `wgmma` takes 32 products of 8-bit codes and the accumulator C. All 33 terms are aligned
 to the largest nominal exponent among them and cut 2^-13 below it (MMA-Sim 2.1.1, package mmasim),
-so that each of the 33 terms loses less than 2^-13 of the largest. Kernels add such sums to float32
-behind every 128 of K, where a stage begins anew from zero. Largest terms are read off the data:
-products by the extremes of a step's rows, C by the partial sum of its stage. Scales are constant
-within a stage and change nothing.
+so each term loses less than 2^-13 of the largest. Kernels add such sums to float32 after every 128
+of K, and a stage begins again from zero. The largest terms are read off the data: products by the
+extremes of a step's rows, C by the partial sum of its stage. Scales are constant within a stage and
+do not matter.
 
-It holds for a candidate that says so, component by component (`fraction_bits` of a manifest); one
-that does not is held to float32. Refuses nothing: fewer bits than the chip keeps are not believed.
-Kept honest by suites/engine/budget/test_tensor_core.py, against the steps in integers.
+The bound applies only to components whose candidate declares it (`fraction_bits` of a manifest);
+all others are judged as float32.
+
 Shape letters: M rows, N outputs, K summed.
 """
 
@@ -32,14 +32,14 @@ PROMOTED = 128  # of K behind which a sum goes to float32: the extent of a scale
 
 
 def cut_in_steps(made: Budget, x_MK: Tensor, w_NK: Tensor, bits: int) -> Budget:
-    """Add what steps of so many fraction bits may lose."""
+    """Add the loss of steps with so many fraction bits to a budget."""
     slack = made.slack + lost_in_steps(x_MK, w_NK, bits).reshape(made.slack.shape)
     words = f"FP8 products in steps of {STEP}, each term cut 2^-{bits} below the largest of a step"
     return replace(made, slack=slack, derivation=(*made.derivation, words))
 
 
 def lost_in_steps(x_MK: Tensor, w_NK: Tensor, bits: int) -> Tensor:
-    """The bound [M, N]."""
+    """Return the bound of the loss [M, N]."""
     lost = x_MK.new_zeros(x_MK.shape[0], w_NK.shape[0])
     for stage in range(0, x_MK.shape[1], PROMOTED):
         partial = torch.zeros_like(lost)

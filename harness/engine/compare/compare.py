@@ -1,12 +1,9 @@
-"""One pass over a pair of tensors: everything that their difference says, in bounded memory.
+"""Compare a pair of tensors in one pass and bounded memory: error sums, counts, worst places.
 
-Owns the walk: rows in panels, each through the compiled loops where both sides hold one format that
-has them, else through the definition; rows with values that are not finite always through the
+Rows are processed in panels. A panel goes through the compiled loops where both sides hold one
+format that has them, else through the definition; rows with NaN or infinity always use the
 definition. Tensors may lie in memory, on a device, or mapped in safetensors files, whose pages are
-given back behind the walk. A comparison is no verdict: harness.engine.budget.budget judges it.
-
-Refuses different shapes, and codes that their format does not have. Kept honest by
-suites/engine/compare/test_compare.py: fast form and definition through the same cases.
+released after they are read. A comparison is no verdict; engine/budget/budget.py judges it.
 """
 
 from __future__ import annotations
@@ -50,7 +47,7 @@ def compare(
     places: Places | None = None,
     fmt: ElementFormat | None = None,
 ) -> Comparison:
-    """Compare two tensors; with `fmt` both hold its codes, one a byte."""
+    """Compare two tensors; with `fmt` both hold codes of that format, one per byte."""
     _require_one_shape(candidate.shape, reference.shape)
     walk = Walk(tuple(candidate.shape), (candidate.dtype, reference.dtype), places, fmt)
     c_MK, r_MK = (side.detach().reshape(walk.rows, walk.width) for side in (candidate, reference))
@@ -85,7 +82,7 @@ def compare_stored(
 
 
 def _part(entry: TensorEntry, rows: slice, width: int = 0) -> TensorEntry:
-    """Return some rows of a stored tensor as a tensor of its own."""
+    """Return some rows of a stored tensor as a tensor entry of its own."""
     row_bytes = entry.nbytes // max(1, entry.elements) * width
     begin = entry.begin + rows.start * row_bytes
     end = entry.begin + rows.stop * row_bytes
@@ -93,7 +90,7 @@ def _part(entry: TensorEntry, rows: slice, width: int = 0) -> TensorEntry:
 
 
 class Walk:
-    """A comparison under way: rows go in from first to last, a Comparison comes out."""
+    """A running comparison: add rows from first to last, then finish()."""
 
     def __init__(
         self,
@@ -120,14 +117,14 @@ class Walk:
         self._done = 0
 
     def panels(self) -> Iterator[slice]:
-        """Yield the rows that are to go in together."""
+        """Yield the slices of rows to add together."""
         size = max(dtype.itemsize for dtype in self._dtypes)
         step = max(1, _PANEL_BYTES // max(1, self.width * size))
         for start in range(0, self.rows if self.width else 0, step):
             yield slice(start, min(start + step, self.rows))
 
     def add(self, candidate_MK: Tensor, reference_MK: Tensor) -> None:
-        """Take the next rows in."""
+        """Add the next rows."""
         rows = slice(self._done, self._done + len(candidate_MK))
         self._done = rows.stop
         candidate_MK, reference_MK = candidate_MK.cpu(), reference_MK.cpu()
@@ -141,7 +138,7 @@ class Walk:
             self._define(candidate_MK[one], reference_MK[one], np.array([at]))
 
     def finish(self) -> Comparison:
-        """Return what was found."""
+        """Return the comparison."""
         assert self._done == self.rows or not self.width, "every row went in"
         names = [self._format.name] * 2 if self._format else [_name(each) for each in self._dtypes]
         identical, outward, inward, _ = self._counts.T
@@ -158,7 +155,7 @@ class Walk:
         )
 
     def _fast_format(self) -> ElementFormat | None:
-        """The format whose loops both sides go through, or None."""
+        """Return the format whose compiled loops apply to both sides, or None."""
         from degarble.harness.engine.compare import loops  # noqa: PLC0415  numba
 
         fmt = self._format or FORMAT_OF_DTYPE.get(self._dtypes[0])
@@ -168,7 +165,7 @@ class Walk:
     def _through_loops(
         self, candidate_MK: Tensor, reference_MK: Tensor, rows: slice, fmt: ElementFormat
     ) -> list[int]:
-        """Let the compiled loop add rows; return those that it left out."""
+        """Add rows through the compiled loop; return the rows that it skipped."""
         from degarble.harness.engine.compare import loops  # noqa: PLC0415  numba
 
         c, r = (
@@ -183,7 +180,7 @@ class Walk:
         return [int(at) + rows.start for at in skipped]
 
     def _define(self, candidate: Tensor, reference: Tensor, at: NDArray[np.int64]) -> None:
-        """Let the definition add rows."""
+        """Add rows through the definition."""
         facts = compare_definition(candidate, reference, self.cell, self._format)
         self._row_sums[at] = facts.cells.sum(1)
         np.add.at(self._cell_sums, at // self.places.tile[0], facts.cells)
@@ -194,7 +191,7 @@ class Walk:
             self._first = (int(at[facts.first[0]]), facts.first[1])
 
     def _require_range(self, *sides: Tensor) -> None:
-        """Refuse bytes that are no codes of `fmt`; most often two codes lie in one."""
+        """Raise for bytes that are no codes of `fmt`; most often two codes share one byte."""
         if self._format is None or self._format.bits == 8:
             return
         largest = max((int(side.max()) for side in sides if side.numel()), default=0)
@@ -205,7 +202,7 @@ class Walk:
             )  # fmt: skip
 
     def _require_codes(self) -> None:
-        """Refuse `fmt` beside tensors that hold no codes of one byte."""
+        """Raise if `fmt` is given for tensors that do not hold one code per byte."""
         if self._format is None:
             return
         if self._format.bits > 8 or any(dtype is not torch.uint8 for dtype in self._dtypes):
@@ -219,7 +216,7 @@ class Walk:
 def worst_element(
     found: Comparison, candidate: Tensor, reference: Tensor, fmt: ElementFormat | None = None
 ) -> Element | None:
-    """Return the element with the largest difference in ulps, the first of equals; None: equal."""
+    """Return the element with the largest ulp distance, the first of equals; None if equal."""
     if not found.ulps:
         return None
     row = int(found.counts.ulps.argmax())

@@ -1,14 +1,11 @@
-"""The vocabulary of a comparison: sums that add up, counts, a census, named places.
+"""The records of a comparison: additive error sums, row counts, a census of NaN, named places.
 
-Owns the records that harness.engine.compare.compare fills and the numbers that follow from them.
-Four sums of products say all: of the reference r and the difference d = c - r of the candidate c,
-`rr`, `cc`, `rd` and `dd`. The gain is 1 + rd / rr, so that a gain of 1.000001 keeps its digits; a
-sum of sums is again a record of the same kind, so that heads, experts and halves are folds of rows
-or columns.
+Four sums of products are kept, of the reference r, the candidate c and the difference d = c - r:
+`rr`, `cc`, `rd` and `dd`. The gain is 1 + rd / rr, so that a gain of 1.000001 keeps its digits.
+Sums of sums are records of the same kind, so heads, experts and halves are folds of rows or
+columns.
 
-Refuses labels that do not fit the rows, and widths that do not cut the columns. Kept honest by
-suites/engine/compare/test_compare.py. Shape letters: M rows (all leading extents), K columns, R and
-S tiles along them.
+Shape letters: M rows (all leading extents), K columns, R and S tiles along them.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ TILE = (128, 128)  # rows and columns of a tensor-core tile: what one wrong addr
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """Sums of products, one entry a place; elements that are not finite on a side are left out."""
+    """Sums of products, one entry per place, over elements that are finite on both sides."""
 
     rr: NDArray[np.float64]
     cc: NDArray[np.float64]
@@ -42,19 +39,19 @@ class Sums:
 
     @classmethod
     def of(cls, stack: NDArray[np.float64]) -> Sums:
-        """Take the four sums apart that lie along the last axis."""
+        """Unpack the four sums from the last axis."""
         return cls(stack[..., 0], stack[..., 1], stack[..., 2], stack[..., 3], stack)
 
     @property
     def stack(self) -> NDArray[np.float64]:
-        """All four along a last axis."""
+        """Return all four sums along a last axis."""
         if self.whole is not None:
             return self.whole
         return np.stack((self.rr, self.cc, self.rd, self.dd), axis=-1)
 
     @property
     def cosine(self) -> NDArray[np.float64]:
-        """Cosine of the angle between both; NaN where one of them is zero."""
+        """Return the cosine of the angle between both sides; NaN where one of them is zero."""
         with np.errstate(invalid="ignore", divide="ignore"):
             found: NDArray[np.float64] = (self.rr + self.rd) / np.sqrt(self.rr) / np.sqrt(self.cc)
         clipped: NDArray[np.float64] = np.clip(found, -1.0, 1.0)
@@ -62,19 +59,19 @@ class Sums:
 
     @property
     def relative_l2(self) -> NDArray[np.float64]:
-        """Length of the difference over that of the reference; infinite beside a zero reference."""
+        """Return the difference's length over the reference's; infinite for a zero reference."""
         with np.errstate(invalid="ignore", divide="ignore"):
             found: NDArray[np.float64] = np.sqrt(self.dd) / np.sqrt(self.rr)
         return found
 
     @property
     def gain(self) -> NDArray[np.float64]:
-        """The factor that brings the reference nearest to the candidate (least squares)."""
+        """Return the least-squares factor that maps the reference to the candidate."""
         with np.errstate(invalid="ignore", divide="ignore"):
             return 1.0 + self.rd / self.rr
 
     def folded(self, labels: NDArray[np.int64], count: int) -> Sums:
-        """Add up the places of one label; a negative label is left out."""
+        """Add up the places that share a label; leave out negative labels."""
         if labels.shape != self.rr.shape:
             raise ShapeMismatch(
                 "labels", labels.shape, f"{self.rr.shape}, one a place", "Label every place once."
@@ -86,7 +83,7 @@ class Sums:
 
     @property
     def total(self) -> Sums:
-        """All places as one, without extent."""
+        """Return the sum over all places, without extent."""
         return Sums.of(self.stack.reshape(-1, 4).sum(0))
 
 
@@ -105,7 +102,7 @@ class RowCounts:
 
 @dataclass(frozen=True)
 class Census:
-    """Values that are not finite; `mismatched` counts where the two sides are not of one kind."""
+    """Counts of NaN and infinity; `mismatched` counts elements whose sides differ in kind."""
 
     candidate_nan: int = 0
     candidate_infinite: int = 0
@@ -116,7 +113,7 @@ class Census:
 
     @property
     def clean(self) -> bool:
-        """Whether every value of both sides is finite."""
+        """Tell whether every value of both sides is finite."""
         return not any(
             (
                 self.candidate_nan,
@@ -129,10 +126,10 @@ class Census:
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Where a tensor's error may sit: names for its rows and for equal widths of its columns.
+    """Names for parts of a tensor: labels of its rows, and equal widths of its columns.
 
-    `rows` maps a name (position, head, expert) to a label a row, -1 for none; `columns` maps a name
-    (head, half) to the columns of one such part.
+    `rows` maps a name (position, head, expert) to one label per row, -1 for none. `columns` maps a
+    name (head, half) to the number of columns of one such part.
     """
 
     rows: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
@@ -154,7 +151,7 @@ class Places:
         return cls(dict(zip(axes, grid, strict=True)), dict(columns or {}))
 
     def cell_width(self, width: int) -> int:
-        """Return the widest run of columns that every part and every tile consists of."""
+        """Return the widest run of columns that divides every part and every tile."""
         for name, part in self.columns.items():
             if part < 1 or width % part:
                 raise InvalidArgument(
@@ -166,7 +163,7 @@ class Places:
         return math.gcd(self.tile[1], *self.columns.values())
 
     def require_rows(self, count: int) -> None:
-        """Refuse labels of another number of rows."""
+        """Raise if the labels are for another number of rows."""
         for name, labels in self.rows.items():
             if labels.shape != (count,):
                 raise ShapeMismatch(
@@ -188,7 +185,7 @@ class Element:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """All that one pass over a pair found."""
+    """The results of one pass over a pair of tensors."""
 
     shape: tuple[int, ...]
     formats: tuple[str, str]  # of candidate and reference
@@ -201,44 +198,44 @@ class Comparison:
 
     @property
     def elements(self) -> int:
-        """How many elements each side has."""
+        """Return the number of elements of each side."""
         return math.prod(self.shape)
 
     @cached_property
     def total(self) -> Sums:
-        """The whole tensor as one place."""
+        """Return the sums of the whole tensor."""
         return self.rows.total
 
     @property
     def identical(self) -> float:
-        """Share of equal codes; NaN of an empty tensor."""
+        """Return the share of equal codes; NaN of an empty tensor."""
         return int(self.counts.identical.sum()) / self.elements if self.elements else math.nan
 
     @property
     def ulps(self) -> int:
-        """The largest distance in ulps."""
+        """Return the largest distance in ulps."""
         return int(self.counts.ulps.max(initial=0))
 
     @property
     def rounding_bias(self) -> float:
-        """Share of steps away from zero less that toward zero; NaN where nothing stepped."""
+        """Return the share of steps away from zero less that toward zero; NaN for no steps."""
         out, back = int(self.counts.outward.sum()), int(self.counts.inward.sum())
         return (out - back) / (out + back) if out + back else math.nan
 
     @property
     def rounding_bias_sigmas(self) -> float:
-        """The same in standard deviations of fair coins: 0 where nothing stepped."""
+        """Return the bias in standard deviations of fair coin tosses; 0 where nothing stepped."""
         out, back = int(self.counts.outward.sum()), int(self.counts.inward.sum())
         return (out - back) / math.sqrt(out + back) if out + back else 0.0
 
     @property
     def columns(self) -> Sums:
-        """Every run of `cell` columns."""
+        """Return the sums of every run of `cell` columns."""
         return Sums.of(self.cells.stack.sum(0))
 
     @cached_property
     def tiles(self) -> Sums:
-        """The error map [R, S]: sums of each tile."""
+        """Return the error map [R, S]: the sums of each tile."""
         per = self.places.tile[1] // self.cell
         stack = self.cells.stack
         starts = np.arange(0, stack.shape[1], per)
@@ -246,7 +243,7 @@ class Comparison:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names that `by` knows."""
+        """Return the names that `by` accepts."""
         return (*self.places.rows, *self.places.columns)
 
     def by(self, name: str) -> Sums:

@@ -1,11 +1,10 @@
-"""A comparison of rows as one would write it down: the definition, and the form for every dtype.
+"""The reference definition of a row comparison: slow, and for every dtype.
 
-Owns the meaning of each number. Values are compared in float64; what is not finite on either side
-is left out of sums, magnitudes and ulps, and counted in the census. An ulp belongs to the format of
-the candidate: a reference of another dtype is rounded to it once, to nearest even, before steps are
-counted and codes called identical; the sums see it unrounded. Integers and booleans step by 1.
+Values are compared in float64. What is not finite on either side is left out of sums, magnitudes
+and ulps, and counted in the census. An ulp belongs to the format of the candidate: a reference of
+another dtype is rounded to it once, to nearest even, before steps are counted and codes compared;
+the sums use the unrounded reference. Integers and booleans step by 1. Complex numbers raise.
 
-Refuses complex numbers. Kept honest by suites/engine/compare/test_compare.py, against closed forms.
 Shape letters: M rows, K columns, S cells along K.
 """
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class RowFacts:
-    """What was found in some rows; `first` is row and column of the first mismatch of kinds."""
+    """The results for some rows; `first` is row and column of the first mismatch of kinds."""
 
     cells: NDArray[np.float64]  # [M, S, 4]: rr, cc, rd, dd
     counts: NDArray[np.int64]  # [M, 3]: identical, outward, inward
@@ -42,7 +41,7 @@ class RowFacts:
 def compare_definition(
     candidate_MK: Tensor, reference_MK: Tensor, cell: int, fmt: ElementFormat | None = None
 ) -> RowFacts:
-    """Compare rows; `fmt` says that both hold codes of it, one a byte."""
+    """Compare rows; with `fmt` both hold codes of that format, one per byte."""
     c, r = values_of_any(candidate_MK, fmt), values_of_any(reference_MK, fmt)
     kinds = [_kinds(side) for side in (c, r)]
     known = (kinds[0] == 0) & (kinds[1] == 0)
@@ -63,7 +62,7 @@ def compare_definition(
 
 
 def values_of_any(tensor: Tensor, fmt: ElementFormat | None = None) -> NDArray[np.float64]:
-    """Return the numbers of a tensor, whatever its dtype, in float64."""
+    """Return the numbers of a tensor of any dtype in float64."""
     if fmt is None and tensor.dtype is torch.float8_e8m0fnu:
         fmt, tensor = FORMAT_OF_DTYPE[tensor.dtype], tensor.view(torch.uint8)
     if fmt is not None:
@@ -78,7 +77,7 @@ def values_of_any(tensor: Tensor, fmt: ElementFormat | None = None) -> NDArray[n
 
 
 def _kinds(values: NDArray[np.float64]) -> NDArray[np.int8]:
-    """Tell numbers (0) from NaN (1), infinity (2) and minus infinity (3)."""
+    """Classify values: finite (0), NaN (1), infinity (2), minus infinity (3)."""
     kinds = np.isnan(values) + 2 * np.isposinf(values) + 3 * np.isneginf(values)
     small: NDArray[np.int8] = kinds.astype(np.int8)
     return small

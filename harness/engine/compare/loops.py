@@ -1,16 +1,16 @@
-"""The compiled loops of a comparison: sums by cells and counts by rows, in one pass over bits.
+"""Compiled comparison loops (numba): sums by cell and counts by row, in one pass over the codes.
 
-Owns the inner loops only, one compiled form a number format, made by `loops_of`: contiguous codes
-in, results added to arrays that the caller owns, no checks, no threads (they release the GIL).
-Codes become float32 by shifting them into place and one exact multiplication by a power of two, and
-are summed in float64; ordinals are subtracted in integers of the codes' own width, many at once.
+`loops_of` compiles one loop for each number format. A loop reads contiguous codes and adds to
+arrays that the caller owns. It checks nothing and starts no threads; it releases the GIL. Codes
+become float32 by shifting them into place and one exact multiplication by a power of two, and are
+summed in float64. Ordinals are subtracted in integers of the codes' own width, so that many fit
+into one vector.
 
-Sums within a cell are taken in the order of the machine's vectors, so that their last places may
-differ from one model of CPU to another; on one machine they are always the same. A row with a value
-that is not finite is left to the caller: only its first count is set, to SKIPPED.
+Sums within a cell follow the order of the machine's vectors: their last digits may differ between
+CPU models, but never on one machine. A row with NaN or infinity is left to the caller: only its
+first count is set, to SKIPPED.
 
-Importing this imports numba; loops are compiled at first use and cached. Refuses nothing. Kept
-honest by suites/engine/compare/test_compare.py: equal to harness.engine.compare.definition.
+Importing this module imports numba. Loops are compiled at first use and cached.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _WORDS: dict[int, tuple[Any, Any, int]] = {  # bytes: unsigned, signed, elements
 
 
 class Tally(NamedTuple):
-    """What a loop adds to.
+    """The arrays that a loop adds to.
 
     rows    float64 [M, 4], cells float64 [R, S, 4]: rr, cc, rd, dd
     counts  int64 [M, 4]: identical, outward, inward, largest distance in ulps
@@ -60,7 +60,7 @@ def word_of(fmt: ElementFormat) -> Any:
 
 
 def has_loops(fmt: ElementFormat) -> bool:
-    """Whether a format can be compared here: signed, with subnormals, no wider than float32."""
+    """Tell whether a format has loops: signed, with subnormals, no wider than float32."""
     return fmt.signed and fmt.subnormals and fmt.bits <= 32
 
 

@@ -1,8 +1,6 @@
-"""How far one tensor is from another, in few numbers, each accumulated in float64.
+"""Cosine similarity, relative L2 and gain of one tensor against another, summed in float64.
 
-Owns cosine, relative L2 and gain. None of them is a verdict: a wrong scale has a perfect cosine,
-which is why the gain stands beside it. Refuses tensors of different shapes.
-What keeps it honest: suites/engine/compare/test_metrics.py, against closed forms.
+None of them is a verdict. A wrong scale has a perfect cosine, so the gain is reported with it.
 """
 
 from __future__ import annotations
@@ -19,9 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Closeness:
-    """A candidate beside its reference. NaN where a number has no meaning (a zero tensor).
+    """Distances of a candidate from its reference; NaN where undefined (a zero tensor).
 
-    `gain` is the factor g that brings g * reference nearest to the candidate (least squares).
+    `gain` is the least-squares factor g that brings g * reference nearest to the candidate.
     """
 
     cosine: float

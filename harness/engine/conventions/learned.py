@@ -1,20 +1,20 @@
-"""Learn from a run by which conventions it computes, where nobody declared them.
+"""Infer the undeclared arithmetic conventions of a run from how well its components fit.
 
-A value that is not the one assumed is learned only if it explains discrepancies and fits all
-witnesses: every component that it concerns and that agrees with its twin under some value has to
-agree under this one, and be clearly nearer to its twin: a wider budget alone explains nothing. A
-component that disagrees under every value is sick and no witness; it stays a finding, and sick
-components have to be the minority. A component that agrees under both values leans to the one whose
-twin is clearly nearer: leaning to the assumed value is a veto. Most conventions need two witnesses:
-one component alone that departs from the rest of its model is a finding, never a convention. What
-was recorded without its tensors cannot testify, so nothing is learned of its role.
+A value other than the assumed one is learned only if it explains discrepancies and fits all
+witnesses. A witness is a component that the convention concerns and that agrees with its twin under
+some value. It has to agree under the learned value and be clearly nearer to that twin: a wider
+budget alone explains nothing. A component that disagrees under every value is no witness. It stays
+a finding, and such components have to be the minority. A component that agrees under both values
+and is clearly nearer under the assumed one is a veto. Most conventions need two witnesses: a single
+component that departs from the rest of its model is a finding, never a convention. What was
+recorded without its tensors cannot testify, so nothing is learned of its role.
 
 Conventions that share a component are learned together. Each role that differs proposes the values
-that cure it; then every role is judged under the union of what roles propose. So a role whose
-numbers one convention does not change (weights that are not quantised, under decoded operands)
-follows the other roles' values, and one that needs two conventions gets both.
+that cure it; then every role is judged under the union of the proposals. So a role whose numbers
+one convention does not change (unquantised weights, under decoded operands) follows the other
+roles, and one that needs two conventions gets both.
 
-The search knows neither twins nor tensors: it is given components, roles, and one question.
+The search knows neither twins nor tensors, only components, roles, and the function `fit`.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ class Learned:
 
 @dataclass(frozen=True)
 class Fit:
-    """How one component stands to its twin: judged and found right, or not, and how far off.
+    """How one component compares with its twin: the verdict and the distance.
 
-    `distance` is the squared length of the difference over all calls.
+    Both flags are false where it could not be judged. `distance` is the squared length of the
+    difference over all calls.
     """
 
     agrees: bool
@@ -68,9 +69,9 @@ class Fit:
 
 @dataclass
 class Evidence:
-    """What is known of a run: the role of each component, and how it fits under some values.
+    """The components of a run with their roles, and how each fits under given values.
 
-    `unknown` components were not recorded with their tensors.
+    `unknown` components were recorded without their tensors.
     """
 
     roles: Mapping[str, str]
@@ -80,27 +81,27 @@ class Evidence:
     _known: dict[tuple[str, tuple[tuple[str, Any], ...]], Fit] = field(default_factory=dict)
 
     def of(self, component: str, values: Values) -> Fit:
-        """Answer once how a component fits."""
+        """Return how a component fits; cached."""
         key = component, tuple(sorted(values.items(), key=lambda pair: pair[0]))
         if key not in self._known:
             self._known[key] = self.fit(component, values)
         return self._known[key]
 
     def differs(self, component: str) -> bool:
-        """Whether it differs from its twin under the assumed values."""
+        """Tell whether it differs from its twin under the assumed values."""
         return self.of(component, {}).differs
 
     def allows(self, component: str, values: Values) -> bool:
-        """Whether it agrees under other values, and does not lean to the assumed ones."""
+        """Tell whether it agrees under other values without a clear preference for the assumed ones."""
         other, own = self.of(component, values), self.of(component, {})
         return other.agrees and (own.differs or LEANS * own.distance >= other.distance)
 
     def supports(
         self, component: str, values: Values, without: Values = MappingProxyType({})
     ) -> bool:
-        """Whether it agrees under these values, and is clearly nearer to that twin than without.
+        """Tell whether it agrees under these values and is clearly nearer to that twin than without.
 
-        A budget is not enough: where that of another value is wider, it would cover a gain as well.
+        Agreement is not enough: a wider budget under another value would cover a gain as well.
         """
         other, own = self.of(component, values), self.of(component, without)
         leans = max((REGISTRY[name].leans for name in values if name in REGISTRY), default=LEANS)
@@ -114,7 +115,7 @@ class Evidence:
 def learn(
     conventions: Sequence[Convention], evidence: Evidence, declared: Iterable[str] = ()
 ) -> tuple[Learned, ...]:
-    """Return the values that a run shows, those of `declared` conventions only if no other do."""
+    """Return the values that a run shows; among equal explanations keep `declared` ones."""
     found: list[Learned] = []
     for group in _groups(conventions, evidence):
         found += _Search(group, evidence, frozenset(declared)).learned()
@@ -122,14 +123,14 @@ def learn(
 
 
 def assumed_conventions(numerics: Numerics, family: str) -> dict[str, Any]:
-    """Return every convention's value by which a twin computes."""
+    """Return the value of every convention by which a twin computes."""
     return {name: each.assumed(numerics, family) for name, each in REGISTRY.items()}
 
 
 def conventions_used(declared: Values, evidence: Evidence) -> tuple[ConventionUsed, ...]:
-    """Say which conventions a run follows: declared ones, contradicted ones, and learned ones.
+    """Return the conventions that a run follows: declared, contradicted and learned ones.
 
-    What was declared is never replaced: where the numbers fit another value, that is a finding.
+    A declared value is never replaced: where the numbers fit another value, that is a finding.
     """
     found = learn([e for e in REGISTRY.values() if e.learned], evidence, declared)
     used = [
@@ -149,7 +150,7 @@ def conventions_used(declared: Values, evidence: Evidence) -> tuple[ConventionUs
 
 
 def _groups(conventions: Sequence[Convention], evidence: Evidence) -> list[list[Convention]]:
-    """Put conventions together that have a role in common, where each concerns one that differs."""
+    """Group conventions that share a role; keep only those that concern a differing component."""
     present = frozenset(evidence.roles.values())
     odd = {role for name, role in evidence.roles.items() if evidence.differs(name)}
     groups: list[list[Convention]] = []
@@ -164,13 +165,13 @@ def _groups(conventions: Sequence[Convention], evidence: Evidence) -> list[list[
 
 
 def _lonely(convention: Convention, evidence: Evidence) -> bool:
-    """Whether too few components are there to show a convention."""
+    """Tell whether a convention concerns too few components to be learned."""
     return sum(role in convention.roles for role in evidence.roles.values()) < convention.witnesses
 
 
 @dataclass(frozen=True)
 class _Stand:
-    """How the components of a role stand to values: who is cured by them, and who stays sick."""
+    """How the components of a role react to values: those cured, and those that still differ."""
 
     witnesses: tuple[str, ...]
     sick: tuple[str, ...]
@@ -190,10 +191,10 @@ class _Search:
         ]
 
     def learned(self) -> list[Learned]:
-        """Return what leaves the fewest components sick, and of that the fewest changes.
+        """Return the values that leave the fewest components sick, and of these the fewest changes.
 
-        What cures a role by chance hides the values that really do, where other roles are against
-        it. So a role that is left sick proposes again, up to all its changes.
+        A value that cures a role by chance hides the true ones, if other roles are against it. So a
+        role that is left sick proposes again, up to all its changes.
         """
         deep: set[str] = set()
         while True:
@@ -221,7 +222,7 @@ class _Search:
         return stand is None or bool(stand.sick)
 
     def _unions(self, deep: set[str]) -> list[dict[str, Any]]:
-        """Join what the roles propose in every way without a contradiction; each may abstain."""
+        """Join the roles' proposals in every way without a contradiction; each role may abstain."""
         unions: list[dict[str, Any]] = [{}]
         for role in self._odd:
             for proposed in self._proposals(role, deep=role in deep):
@@ -235,7 +236,7 @@ class _Search:
     def _proposals(self, role: str, *, deep: bool) -> list[Values]:
         """Return the values that cure components of a role, those with the fewest changes first.
 
-        Unless it goes deep, more changes than cure all of them are not tried.
+        Unless `deep`, stop at the number of changes that cures all of them.
         """
         evidence = self._evidence
         odd = [name for name in evidence.components(role) if evidence.differs(name)]
@@ -256,7 +257,7 @@ class _Search:
         return {e.name: values[e.name] for e in self._group if e.name in values and role in e.roles}
 
     def _stand(self, role: str, values: Values) -> _Stand | None:
-        """Say how a role stands to values; None where one of its components speaks against them."""
+        """Return how a role reacts to values; None where one of its components is against them."""
         evidence, names = self._evidence, self._evidence.components(role)
         odd = [name for name in names if evidence.differs(name)]
         if not values:
@@ -289,14 +290,14 @@ class _Search:
         return found
 
     def _shows(self, component: str, name: str, values: Values) -> bool:
-        """Whether a component is clearly nearer with one of the values than with all the others."""
+        """Tell whether a component is clearly nearer with this value than with only the others."""
         concerned = self._concerning(self._evidence.roles[component], values)
         others = {other: value for other, value in concerned.items() if other != name}
         return not others or self._evidence.supports(component, concerned, others)
 
 
 def _changes(conventions: Sequence[Convention], assumed: Values) -> Iterator[dict[str, Any]]:
-    """Go through other values of one convention, then of two together, and so on."""
+    """Yield other values of one convention, then of two together, and so on."""
     others = {
         each.name: [value for value in each.values if value != assumed.get(each.name)]
         for each in conventions

@@ -1,20 +1,23 @@
-"""Where correct implementations differ: every convention of arithmetic, its values, its components.
+"""Registry of arithmetic conventions: choices in which correct implementations differ.
 
-A convention is a choice that real engines make differently and that no definition forbids: where a
-fused kernel rounds, in which format logits are kept, whether decoded weights become BF16. The twin
-and its budget are always those of one value. Three sources say which:
+Real engines choose differently and no definition forbids it: where a fused kernel rounds, in which
+format logits are kept, whether decoded weights become BF16. The twin and its budget are always
+those of one value. That value comes from one of three sources:
 
 * **declared**: `conventions` of a capture's manifest, of a backend, or `--convention NAME=VALUE`;
-* **learned**: nobody declared it, and one value fits every component that it concerns
+* **learned**: not declared, and one value fits every component that it concerns
   (conventions/learned.py);
 * otherwise the official code of the family.
 
-How to add one. (1) A switch in references/numerics.py, read by the references where they round, and
-by the budget of the component; both sides of it in suites/references/test_numerics_switches.py.
-(2) A row under the switch's name: its subject, each value in plain words, and the roles of the
-components whose numbers it changes; in _ROUNDINGS where the values differ in roundings alone, in
-_MEANINGS where a fault could look like the other value. (3) Nothing else: declaring,
-refusing, learning, reports and suites/engine/conventions/test_learned.py walk the registry.
+How to add one:
+
+(1) Add a switch in references/numerics.py, read by the references where they round, and by the
+    budget of the component; cover both sides in suites/references/test_numerics_switches.py.
+(2) Add a row under the switch's name: its subject, each value in plain words, and the roles of the
+    components whose numbers it changes. It goes into _ROUNDINGS where the values differ in
+    roundings alone, into _MEANINGS where a fault could look like the other value.
+(3) Nothing else: declaring, validation, learning, reports and
+    suites/engine/conventions/test_learned.py iterate over the registry.
 """
 
 from __future__ import annotations
@@ -51,9 +54,9 @@ _REMEDY = "docs/checking.md lists the conventions and their values."
 
 @dataclass(frozen=True)
 class Convention:
-    """One choice: `values` maps each legal value to plain words; no values stand for a number.
+    """One choice: `values` maps each legal value to plain words; without values it is a number.
 
-    `roles` are those of the components whose numbers it changes; `by_family` says what the official
+    `roles` are those of the components whose numbers it changes. `by_family` is what the official
     code does where the switch is None.
     """
 
@@ -72,12 +75,12 @@ class Convention:
         return self.by_family.get(family) if value is None else value
 
     def words(self, value: Any) -> str:
-        """Say one value in plain words."""
+        """Describe one value in plain words."""
         known = self.values.get(value)
         return f"{self.subject}: {value if known is None else known}"
 
     def read(self, value: Any, where: str) -> Any:
-        """Return a stated value as the references take it; raise if it is none."""
+        """Return a stated value as the references take it; raise if it is invalid."""
         if not self.values:
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or not (math.isfinite(value) and value >= 0):
@@ -96,10 +99,11 @@ class Convention:
 
 @dataclass(frozen=True)
 class ConventionUsed:
-    """A convention that is not the official one, as a run was judged by it.
+    """A convention other than the official one by which a run was judged.
 
-    `source` is declared, learned, or contradicted: declared, and the numbers fit `fits` instead.
-    `components` is how many told the values apart; of a declared one that nothing contradicts, 0.
+    `source` is declared, learned or contradicted (declared, but the numbers fit `fits` instead).
+    `components` counts those that tell the values apart; it is 0 for a declared value that nothing
+    contradicts.
     """
 
     name: str
@@ -111,7 +115,7 @@ class ConventionUsed:
 
     @property
     def sentence(self) -> str:
-        """Say it in one sentence."""
+        """Describe it in one sentence."""
         if self.source == LEARNED:
             count = self.components
             shown = "1 component shows it" if count == 1 else f"{count} components show it"
@@ -124,7 +128,7 @@ class ConventionUsed:
         return f"{self.words} ({self.name}: {_spelt(self.value)}, declared)"
 
     def document(self) -> dict[str, Any]:
-        """Return the machine's view."""
+        """Return the JSON form."""
         found = {"name": self.name, "value": _plain(self.value), "source": self.source}
         found |= {"words": self.words, "components": self.components}
         return found | ({"fits": _plain(self.fits)} if self.source == CONTRADICTED else {})
@@ -166,8 +170,9 @@ _ROUNDINGS = (
         _STORED,
         _roles("attn.attend"),
         by_family={V4Config.family: False, V32Config.family: True},
-        # Kernels round their shares each in its own way, which is most of any distance: a healthy
-        # one is 1.06 to 1.3 times nearer, an official one with a gain that still agrees 0.65.
+        # Each kernel rounds its shares in its own way, which dominates any distance. Measured: a
+        # healthy kernel is 1.06 to 1.3 times nearer, an official one with a gain that still agrees
+        # 0.65.
         leans=0.8,
     ),
     Convention(
@@ -264,7 +269,7 @@ _ROUNDINGS = (
     ),
 )
 
-# Values that differ in meaning, so that a fault could look like the other one: declared only.
+# Values that differ in meaning: a fault could look like the other value, so declared only.
 _MEANINGS = (
     Convention(
         "latent_norm_epsilon",
@@ -355,19 +360,19 @@ REGISTRY: Mapping[str, Convention] = MappingProxyType(
 )
 
 
-# One switch was both at first, and older captures state only that one.
+# These were one switch at first, and older captures state only that one.
 _IMPLIED = {"indexer_weights_in_storage_dtype": "indexer_in_storage_dtype"}
 
 
 def convention_named(name: str, where: str = OF_CAPTURE) -> Convention:
-    """Look a convention up; an unknown name is refused."""
+    """Return the convention of a name; raise if unknown."""
     if name not in REGISTRY:
         raise UnknownName.among(f"convention {where}", name, REGISTRY)
     return REGISTRY[name]
 
 
 def read_conventions(stated: Any, where: str = OF_CAPTURE) -> dict[str, Any]:
-    """Return stated conventions as switches of the references; unknown names and values raise."""
+    """Return stated conventions as switches of the references; raise for unknown ones."""
     if not isinstance(stated, Mapping):
         raise InvalidArgument(f"{KEY} {where}", type(stated).__name__, "values by name", _REMEDY)
     found = {name: convention_named(name, where).read(stated[name], where) for name in stated}
@@ -378,12 +383,12 @@ def read_conventions(stated: Any, where: str = OF_CAPTURE) -> dict[str, Any]:
 
 
 def conventions_in(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the conventions that a capture's facts state; none where all is official."""
+    """Return the conventions stated in a capture's facts; empty where all are official."""
     return read_conventions(facts.get(KEY, {}))
 
 
 def read_options(words: Iterable[str], where: str = "of --convention") -> dict[str, Any]:
-    """Read `NAME=VALUE` as the command line has it."""
+    """Parse `NAME=VALUE` options of the command line."""
     stated: dict[str, Any] = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -405,12 +410,12 @@ def _value_of_text(convention: Convention, text: str) -> Any:
 
 
 def conventions_line(conventions: Mapping[str, Any]) -> str:
-    """Return them in a line."""
+    """Return conventions as one line of text."""
     return ", ".join(f"{name}: {_spelt(value)}" for name, value in sorted(conventions.items()))
 
 
 def stored_conventions(conventions: Mapping[str, Any]) -> dict[str, Any]:
-    """Return them as a manifest states them."""
+    """Return conventions as a manifest states them."""
     return {name: _plain(conventions[name]) for name in sorted(conventions)}
 
 
