@@ -92,14 +92,14 @@ class Evidence:
         return self.of(component, {}).differs
 
     def allows(self, component: str, values: Values) -> bool:
-        """Tell whether it agrees under other values without a clear preference for the assumed ones."""
+        """Tell whether it agrees under other values without clearly preferring the assumed ones."""
         other, own = self.of(component, values), self.of(component, {})
         return other.agrees and (own.differs or LEANS * own.distance >= other.distance)
 
     def supports(
         self, component: str, values: Values, without: Values = MappingProxyType({})
     ) -> bool:
-        """Tell whether it agrees under these values and is clearly nearer to that twin than without.
+        """Tell whether it agrees under these values, and is clearly nearer than under `without`.
 
         Agreement is not enough: a wider budget under another value would cover a gain as well.
         """

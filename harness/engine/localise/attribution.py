@@ -1,11 +1,10 @@
-"""Whose fault it is: one place for every trouble, and what a trouble is.
+"""Assign each discrepancy to one component or edge; the record of a discrepancy.
 
-Owns the record of a trouble and the rule of blame. What comes out wrong on inputs that are right is
-its component's. What arrives wrong, though its producers' outputs are right, is the consumer's
-edge, unless it is memory: rows, entries and state that an earlier call or a cache kept are blamed
-on the component that writes them; the site says in every case where the wrong value was seen.
-The museum states the truth by the same function. Kept honest by
-suites/engine/localise/test_attribution.py.
+An output that is wrong for right inputs belongs to its component. An input that is wrong although
+its producers' outputs are right belongs to the consumer's edge. Memory is the exception: rows,
+entries and state kept by an earlier call or a cache are attributed to the component that writes
+them. The site always says where the wrong value was recorded. The fault museum states its expected
+answers by the same function.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _STATE = "state_"
 
 
 class Kind(StrEnum):
-    """What is wrong at a place."""
+    """What is wrong at a site."""
 
     OUTPUT = "output"  # it comes out wrong, given what went in
     EDGE = "edge"  # it arrives wrong, given what its producers put out
@@ -41,11 +40,11 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Trouble:
-    """One place where something is wrong, and the call in which it is seen best.
+    """One discrepancy, and the call that shows it best.
 
-    `component` is blamed; `site` is where it is seen, an output or a consumer's input, and `scene`
-    is the component of that site. `where` narrows it down. `more` are calls of other steps with the
-    same trouble; a missing call has no sight.
+    `component` is attributed. `site` is where the value was recorded (an output, or a consumer's
+    input), and `scene` is the component of that site. `where` narrows it down. `more` are calls of
+    other steps with the same discrepancy. A missing call has no sight.
     """
 
     kind: Kind
@@ -61,12 +60,12 @@ class Trouble:
 
     @property
     def name(self) -> str:
-        """The name of the output, or of the input on an edge."""
+        """Return the name of the output, or of the input on an edge."""
         return self.site.name or "out"
 
 
 def source_of(component: Component, name: str) -> Site | None:
-    """Where the value of an input comes from, be it by memory; None from outside the model."""
+    """Return the site that an input comes from, even through memory; None for model inputs."""
     own = next(each for each in component.inputs if each.name == name)
     if own.sources:
         return own.sources[0]
@@ -79,7 +78,7 @@ def source_of(component: Component, name: str) -> Site | None:
 
 
 def is_memory(component: Component, name: str) -> bool:
-    """Whether an input was kept in between: state of earlier calls, or rows of a cache."""
+    """Tell whether an input was kept between calls: state of earlier calls, or rows of a cache."""
     source = source_of(component, name)
     if source is None:
         return False
@@ -87,7 +86,7 @@ def is_memory(component: Component, name: str) -> bool:
 
 
 def blamed_on_edge(component: Component, name: str) -> str:
-    """The component that is to blame for a wrong input whose producers are right."""
+    """Return the component to attribute a wrong input to, where its producers are right."""
     source = source_of(component, name)
     if source is not None and is_memory(component, name):
         return source.component

@@ -1,11 +1,10 @@
-"""Where in a tensor a difference sits, and where it starts: told by the config's own constants.
+"""Locate a difference within a tensor: phase, sequence, first position, head, expert, columns.
 
-Owns the narrowing of an origin: phase, sequence, first position, stream or head, expert, half,
-columns. A place is only named where it is a strict part of what was seen, so that `where` stays
-empty for a difference that is everywhere. An onset at a constant of the config names the constant:
-128 is the sliding window, 4 a compress ratio, and what is exact at position 0 turns with positions.
+A part is named only if it is a strict part of the tensor, so `where` is empty for a difference that
+is everywhere. A first position at a constant of the config is given with that constant's name: the
+sliding window (128), a compress ratio (4). A difference that is exact at position 0 only suggests
+RoPE.
 
-Refuses nothing. Kept honest by suites/engine/localise/test_difference_location.py.
 Shape letters: R rows (tokens), W columns.
 """
 
@@ -50,7 +49,7 @@ _MOST_SPANS = 4  # ranges that are written out; beyond that their number is
 
 @dataclass(frozen=True)
 class Onset:
-    """Where a difference sits, as data and as the end of a sentence."""
+    """The location of a difference, as data and as the end of a sentence."""
 
     where: Mapping[str, str | int | float] = field(default_factory=dict)
     sentence: str = ""
@@ -58,7 +57,7 @@ class Onset:
 
 @dataclass(frozen=True, eq=False)
 class RowsOf:
-    """What the rows of a batch are."""
+    """Position, phase, sequence and experts of a batch's rows."""
 
     position: Tensor  # -1 where rows are no tokens
     decode: Tensor
@@ -66,7 +65,7 @@ class RowsOf:
     experts: Tensor | None = None  # [T, K], of routed rows
 
     def at(self, chosen: Tensor) -> RowsOf:
-        """Some of them."""
+        """Return some of the rows."""
         experts = None if self.experts is None else self.experts[chosen]
         return RowsOf(self.position[chosen], self.decode[chosen], self.sequence[chosen], experts)
 
@@ -96,7 +95,7 @@ def onset_of(
     rows: RowsOf | None = None,
     slack: Tensor | None = None,
 ) -> Onset:
-    """Say where a candidate, the first of `pair`, differs from its twin."""
+    """Return where a candidate, the first of `pair`, differs from its twin."""
     bad, certain = beyond(*pair, slack)
     evidence = Evidence.of(pair, slack, certain=certain)
     if not bad.ndim or not bool(bad.any()):
@@ -123,9 +122,9 @@ def onset_of(
 
 
 def beyond(candidate: Tensor, twin: Tensor, slack: Tensor | None) -> tuple[Tensor, bool]:
-    """Which elements are further from the twin than an element may be, and whether there are any.
+    """Return which elements exceed what one element may differ by, and whether there are any.
 
-    All that differ, where there are none: healthy roundings are among them. Without slack each
+    If none does, return all that differ; healthy roundings are among them. Without slack each
     difference counts.
     """
     if candidate.dtype.itemsize == 1 and candidate.dtype.is_floating_point:
@@ -144,7 +143,7 @@ def beyond(candidate: Tensor, twin: Tensor, slack: Tensor | None) -> tuple[Tenso
 
 
 def _by_part(by_row: Tensor, rows: RowsOf, where: Where, evidence: Evidence) -> Iterator[str]:
-    """Phase and sequence."""
+    """Yield words for phase and sequence."""
     struck = {"decode" if each else "prefill" for each in rows.decode[by_row].unique().tolist()}
     phases = {"prefill": ~rows.decode, "decode": rows.decode}
     if all(bool(each.any()) for each in phases.values()):
@@ -161,7 +160,7 @@ def _by_part(by_row: Tensor, rows: RowsOf, where: Where, evidence: Evidence) -> 
 
 
 def _is_healthy_before(by_row: Tensor, asked: Tensor, rows: RowsOf, evidence: Evidence) -> bool:
-    """Whether the rows in front of the first one that differs are healthy together."""
+    """Tell whether the rows before the first differing one are healthy together."""
     if not bool(by_row.any()):
         return False
     before = asked & (rows.position < int(rows.position[by_row].min()))
@@ -171,7 +170,7 @@ def _is_healthy_before(by_row: Tensor, asked: Tensor, rows: RowsOf, evidence: Ev
 def _in_time(
     config: Config, component: Component, by_row: Tensor, rows: RowsOf, where: Where
 ) -> Iterator[str]:
-    """First position."""
+    """Yield words for the first position."""
     positions = rows.position
     if not len(positions) or int(positions.min()) < 0:
         return
@@ -189,7 +188,7 @@ def _in_time(
 
 
 def constant_at(config: Config, component: Component, position: int) -> str:
-    """The constant of the config at which a position lies; empty where it lies at none."""
+    """Return the config's constant that a position equals; empty where it is none."""
     block = component.block
     known: dict[int, str] = {}
     if isinstance(config, V4Config):
@@ -212,14 +211,14 @@ def constant_at(config: Config, component: Component, position: int) -> str:
 
 
 def min_ratio(config: V4Config) -> int:
-    """The smallest compress ratio, that of layers with an indexer; 0 where none compresses."""
+    """Return the smallest compress ratio (layers with an indexer); 0 where none compresses."""
     return min((block.ratio for block in config.layers if block.ratio), default=0)
 
 
 def _by_expert(
     bad: Tensor, experts: Tensor, where: Where, evidence: Evidence
 ) -> tuple[list[str], Tensor]:
-    """Which experts, in words; and the rows that visited them, which alone can tell more."""
+    """Return words for the experts, and the rows routed to them; only those rows tell more."""
     everyone = torch.ones(len(bad), dtype=torch.bool)
     if bad.ndim < 3 or bad.shape[:2] != experts.shape:
         return [], everyone
@@ -251,7 +250,7 @@ def _by_axis(component: Component, bad: Tensor, where: Where, evidence: Evidence
 def _by_column(
     config: Config, component: Component, bad: Tensor, where: Where, evidence: Evidence
 ) -> Iterator[str]:
-    """Heads or halves that lie side by side; else a range of columns."""
+    """Yield words for heads or halves that are concatenated, else for a range of columns."""
     width = bad.shape[-1]
     struck = bad.reshape(-1, width).any(0).nonzero().flatten().tolist()
     if bad.ndim < 2 or (evidence.certain and len(struck) == width):
@@ -282,7 +281,7 @@ def _by_column(
 
 
 def when(steps: Mapping[int, Step], wrong: set[int], judged: set[int]) -> Onset:
-    """The simplest rule that separates the steps in which something differs from the others."""
+    """Return the simplest rule that separates the steps that differ from the others."""
     right = judged - wrong
     if not right or not wrong:
         return Onset()
@@ -307,7 +306,7 @@ def when(steps: Mapping[int, Step], wrong: set[int], judged: set[int]) -> Onset:
 
 
 def spans(numbers: list[int]) -> str:
-    """Numbers as ranges: 0-3, 7. Many ranges are counted instead."""
+    """Write numbers as ranges (0-3, 7); count them where there are many ranges."""
     found = sorted(set(numbers))
     breaks = [0, *(at for at in range(1, len(found)) if found[at] != found[at - 1] + 1), len(found)]
     parts = [(found[a], found[b - 1]) for a, b in pairwise(breaks)]

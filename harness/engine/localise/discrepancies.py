@@ -1,9 +1,8 @@
-"""Troubles of single components: outputs that differ, calls that are missing, two answers.
+"""Report discrepancies of single components: wrong outputs, missing calls, unstable results.
 
-Owns which of a component's outputs and calls stands for its trouble: the output that is furthest
-beyond its budget, in the call that shows most. Also the silent fallback: a quantised linear whose
-outputs are those of unquantised operands within the budget of such a product, so that it is too
-good. Refuses nothing. Kept honest by suites/engine/localise/test_localise.py.
+For each component it selects the output furthest beyond its budget and the call that shows most. It
+also detects a silent fallback: the outputs of a quantised linear agree with unquantised operands
+within the budget of such a product, so they are too good.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ _MORE = 2  # further calls that a trouble keeps
 
 
 def of_outputs(known: Known, made: JudgedComponent, steps: Mapping[int, Step]) -> Trouble:
-    """The trouble of a component whose outputs are not its twin's."""
+    """Return the discrepancy of a component whose outputs differ from its twin's."""
     row = made.differs[0]
-    # Where a hostile run leaves no number to compare, no single call differs by itself.
+    # A malformed run may leave no number to compare; then no single call differs by itself.
     pieces = [p for p in made.pieces if _differs(p, row.output)] or list(made.pieces)
     best = max(pieces, key=lambda p: (p.replay.batch.outputs[row.output].numel(), _ratio(p, row)))
     judged, component = best.judged[row.output], made.component
@@ -87,7 +86,7 @@ def of_outputs(known: Known, made: JudgedComponent, steps: Mapping[int, Step]) -
 
 
 def beside_prefill(trouble: Trouble) -> Trouble:
-    """The same of calls that were judged as one prefill; their rows cannot be taken apart."""
+    """Reword a discrepancy whose calls were judged as one prefill; its rows cannot be separated."""
     sights = [replace(each, rows=()) for each in (trouble.sight, *trouble.more) if each]
     return replace(
         trouble,
@@ -100,7 +99,7 @@ def beside_prefill(trouble: Trouble) -> Trouble:
 
 
 def _differs(piece: Piece, output: str) -> bool:
-    """Whether these calls show it; calls of a kind may lack an output."""
+    """Tell whether these calls show it; a call may lack an output."""
     return output in piece.judged and piece.judged[output].verdict is Verdict.DIFFERS
 
 
@@ -118,9 +117,9 @@ def _told(worst: object) -> str:
 
 
 def _sight(piece: Piece, steps: Mapping[int, Step]) -> Sight:
-    """What was seen. Calls that were replayed together are one sight.
+    """Return the recorded tensors; calls that were replayed together are one sight.
 
-    Rows whose choice fell the other way legally are left out: no cause is to explain them.
+    Rows with a legal flip of a choice are left out: no cause has to explain them.
     """
     batch = piece.replay.batch
     inputs = piece.replay.inputs or batch.inputs
@@ -141,7 +140,7 @@ def _sight(piece: Piece, steps: Mapping[int, Step]) -> Sight:
 
 
 def _without_flips(piece: Piece) -> Tensor | None:
-    """Rows of the same choice as the twin's; None where that is all of them, or none."""
+    """Return a mask of the rows with the twin's choice; None if these are all rows, or none."""
     flipped = {
         row
         for each in piece.judged.values()
@@ -164,7 +163,7 @@ def _onset(known: Known, piece: Piece, output: str, steps: Mapping[int, Step]) -
 
 
 def _slack(known: Known, piece: Piece, output: str, sides: tuple[Tensor, Tensor]) -> Tensor | None:
-    """The bound of an output; None where there is none, and every difference counts."""
+    """Return the bound of an output; None where there is none, and every difference counts."""
     try:
         budget = budgets_of(piece.replay.judgeable(known)).get(output)
         if budget is not None and sides[0].is_floating_point():
@@ -175,7 +174,7 @@ def _slack(known: Known, piece: Piece, output: str, sides: tuple[Tensor, Tensor]
 
 
 def _wrong_steps(known: Known, piece: Piece, output: str) -> set[int]:
-    """The steps of a piece that differ: all of them, where no single row is beyond its budget."""
+    """Return the steps of a piece that differ; all of them, if no single row exceeds its budget."""
     batch = piece.replay.batch
     every = {call.step for call in batch.calls}
     sides = aligned(batch.outputs, piece.replay.expected).get(output)
@@ -189,7 +188,7 @@ def _wrong_steps(known: Known, piece: Piece, output: str) -> set[int]:
 
 
 def _plain_form(known: Known, piece: Piece, output: str) -> str:
-    """Words where unquantised operands explain an output of a quantised linear; else nothing."""
+    """Return a sentence if unquantised operands explain a quantised linear's output, else ""."""
     replay = piece.replay
     if "codes" not in replay.inputs or "codes" in replay.batch.outputs:
         return ""
@@ -216,7 +215,7 @@ _CODED = ("codes", "block_scale", "tensor_scale")
 
 
 def _too_good(piece: Piece, output: str) -> str:
-    """Words where an output is nearer to the BF16 reference than quantised operands let it be."""
+    """Return a sentence if an output is nearer to the BF16 reference than quantisation allows."""
     meant, name = piece.meant.get(output), piece.replay.batch.component.name
     sides = aligned(piece.replay.batch.outputs, piece.replay.expected).get(output)
     judged = piece.judged[output]
@@ -229,7 +228,7 @@ def _too_good(piece: Piece, output: str) -> str:
     if not bool(known.all()):
         return ""
     near = nearer_than_the_twin(judged, candidate, twin, meant.reshape(twin.shape).to(twin.dtype))
-    # Trap: shrinking a noisy output brings it nearer as well; its direction stays.
+    # Trap: shrinking a noisy output also brings it nearer, but leaves its direction unchanged.
     apart = _turned(twin, meant) - _turned(candidate, meant)
     if near.ratio <= 1 or apart <= judged.allowed_length:
         return ""
@@ -240,7 +239,7 @@ def _too_good(piece: Piece, output: str) -> str:
 
 
 def _turned(side: Tensor, meant: Tensor) -> float:
-    """The distance from a reference that no gain takes away."""
+    """Return the distance from a reference that remains after the best gain."""
     a, b = side.double().flatten(), meant.double().flatten()
     square = float(a @ a)
     along = float(a @ b) / square if square else 0.0
@@ -248,7 +247,7 @@ def _turned(side: Tensor, meant: Tensor) -> float:
 
 
 def missing_calls(known: Known, run: SeenRun) -> Iterator[Trouble]:
-    """Components that did not run in a step in which the rest of their block did."""
+    """Yield components that did not run in a step in which the rest of their block did."""
     if run.facts.get("filters") and any(dict(run.facts["filters"]).values()):
         return
     ran: dict[int, set[str]] = {step.number: set() for step in run.steps}
@@ -282,7 +281,7 @@ def _block(name: str) -> str:
 
 
 def repeats_apart(calls: Sequence[Call]) -> bool:
-    """Whether two calls on the very same inputs put out different things."""
+    """Tell whether two calls on identical inputs returned different outputs."""
     known: dict[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]] = {}
     for call in calls:
         sides = [

@@ -1,13 +1,13 @@
 """Find the rows on which a correct float32 kernel may overflow, whatever the component.
 
-The square of 10^20 is no float32: a norm in float32 then returns zeros, in another order of
-operations NaN, and in float64 the right numbers. All of them are correct kernels, so such a row
-says nothing. Which rows these are follows from the twin itself: it runs once more, and every
-tensor that it makes on its way is looked at. So norms, softmax, mixing, pooling and products need
-no list of their own. It is asked only where something differs and large values arrived.
+10^20 squared does not fit into float32. A norm in float32 then returns zeros, in another order of
+operations NaN, and in float64 the right numbers. All of these are correct kernels, so such a row
+cannot be judged. The twin itself shows which rows these are: it runs once more in float32, and
+every intermediate tensor is inspected. So norms, softmax, mixing, pooling and products need no list
+of their own. This runs only where something differs and very large or very small values arrived.
 
-The other end is looked at where it can count, in front of a reciprocal root: squares that vanish
-are nothing beside epsilon, unless that is as small as they are.
+Underflow is checked only before a reciprocal root: vanishing squares do not matter next to epsilon,
+unless epsilon is as small as they are.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm"})
 
 
 def rows_out_of_range(known: Known, replay: Replay) -> Tensor | None:
-    """Which rows [T] may leave float32 on their way; None where none can."""
+    """Return which rows [T] may leave float32 in an intermediate value; None where none can."""
     batch = replay.batch
     if replay.undecided or not _is_extreme(known, replay):
         return None
@@ -77,14 +77,14 @@ def _is_extreme(known: Known, replay: Replay) -> bool:
 
 
 def _watched(known: Known, name: str, inputs: Tensors, count: int) -> Tensor:
-    """Run the twin's function in float32 and look at what it makes on its way."""
+    """Run the twin's function in float32 and mark the rows whose intermediates leave its range."""
     call = plain_call(known.twin.calls[name])
     facts = facts_of(call)
     if not isinstance(call, partial) or facts is None:
         return torch.zeros(count, dtype=torch.bool)
     narrow = with_numerics(facts, work=torch.float32, products=torch.float32)
     given = {
-        # Compiled loops hide what they make; they take no tensor that asks for gradients.
+        # Compiled loops hide their intermediates; tensors that require gradients bypass them.
         key: each.detach().clone().requires_grad_()
         if each.is_floating_point() and each.dtype.itemsize > 1
         else each
@@ -100,7 +100,7 @@ def _watched(known: Known, name: str, inputs: Tensors, count: int) -> Tensor:
 
 
 class _Watch(TorchDispatchMode):
-    """Collects the rows of tensors that float32 may not hold."""
+    """A dispatch mode that marks the rows of tensors that float32 may not hold."""
 
     def __init__(self, count: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -109,7 +109,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation and look at what came out; of a product at its terms as well."""
+        """Run an operation and inspect its result; of a product, its terms as well."""
         made = func(*args, **(kwargs or {}))
         word = func.overloadpacket.__name__
         if word in _PRODUCTS:
@@ -124,7 +124,7 @@ class _Watch(TorchDispatchMode):
         return made
 
     def _mark(self, values: Tensor) -> None:
-        # -inf stands for what is not to be seen.
+        # -inf marks masked scores.
         large = (values.abs() > LARGEST) & ~values.isneginf()
         large |= values.isnan()
         if not bool(large.any()):

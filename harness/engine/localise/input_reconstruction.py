@@ -1,12 +1,11 @@
-"""The wiring of a run: what every component was given, beside what its producers put out.
+"""Reconstruct each component's inputs from its producers' outputs, and compare them.
 
-Owns the rebuilding of inputs: outputs of the same step, repeated or cut as harness.model.wiring
-says; tokens, positions and offsets from the step's record; memory (`state_*`) from the earlier
-steps of the same sequences. Values are compared bit for bit, in the narrower of two dtypes where
-they were kept in different ones. Where a producer was not captured, or a sequence began before the
-capture, nothing is claimed.
+Inputs are rebuilt from three sources: outputs of the same step, repeated or cut as
+harness.model.wiring says; tokens, positions and offsets of the step's record; memory (`state_*`)
+from earlier steps of the same sequences. Values are compared bit for bit, in the narrower dtype
+where two were recorded. Where a producer was not captured, or a sequence began before the capture,
+nothing is claimed.
 
-Refuses nothing. Kept honest by suites/engine/localise/test_localise.py.
 Shape letters: T tokens, B sequences, R state rows.
 """
 
@@ -42,7 +41,7 @@ _TURNING = ("attn.q_head_norm_rope", "attn.kv_norm_rope", "attn.inverse_rope")
 
 @dataclass(frozen=True, eq=False)
 class Edge:
-    """One input of one call that is not what its producers imply; None stands for no tensor."""
+    """An input of one call that differs from what its producers imply; None means no tensor."""
 
     call: Call
     component: Component
@@ -54,7 +53,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class Part:
-    """The tokens of one sequence in a step: where they lie, and the positions around them."""
+    """The tokens of one sequence in a step: their rows, and the positions around them."""
 
     owner: int
     tokens: slice
@@ -63,12 +62,12 @@ class Part:
 
     @property
     def stop(self) -> int:
-        """Positions behind this step."""
+        """Return the first position after this step."""
         return self.start + self.count
 
 
 def parts_of(step: Step) -> list[Part]:
-    """The sequences of a step, in order."""
+    """Return the sequences of a step, in order."""
     found: list[Part] = []
     begin = 0
     for at in range(1, len(step.tokens) + 1):
@@ -80,7 +79,7 @@ def parts_of(step: Step) -> list[Part]:
 
 
 class Wires:
-    """The edges of a run. Calls are found by step and component."""
+    """The edges of a run; calls are looked up by step and component."""
 
     def __init__(self, known: Known, run: SeenRun) -> None:
         self._known = known
@@ -95,7 +94,7 @@ class Wires:
         return {number: parts_of(step) for number, step in self._steps.items()}
 
     def broken(self, call: Call, inputs: Mapping[str, Tensor] | None = None) -> list[Edge]:
-        """The inputs of a call that are not what its producers put out."""
+        """Return the inputs of a call that differ from its producers' outputs."""
         component = self._known.components[call.component]
         named = {each.name for each in component.inputs if not each.name.startswith(STATE)}
         if not named & call.inputs.keys() or any(
@@ -112,7 +111,7 @@ class Wires:
         return found
 
     def implied(self, call: Call) -> dict[str, Tensor]:
-        """All inputs that producers imply, where they are known."""
+        """Return all inputs that producers imply, where they are known."""
         component = self._known.components[call.component]
         found = {}
         for each in component.inputs:
@@ -149,9 +148,10 @@ class Wires:
         return Edge(call, component, each.name, implied, captured, source_of(component, each.name))
 
     def _turned_together(self, component: Component) -> bool:
-        """Whether a layer that sees its window alone turns all by positions that are one shift off.
+        """Tell whether a sliding-window layer's rotations all use positions with one common shift.
 
-        Only differences of positions count there: rotations of q, k and output cancel the shift.
+        Such a layer depends on differences of positions alone: the rotations of q, k and output
+        cancel the shift.
         """
         block, role = component.block, component.role
         if block is None or block.layer_type is not LayerType.SLIDING or role not in _TURNING:
@@ -176,7 +176,7 @@ class Wires:
         return len(found) == 1
 
     def _same_bytes(self, call: Call, each: Input, kept: Kept) -> bool:
-        """Whether the hashes say that an input is its producer's output; then nothing is read."""
+        """Tell whether hashes prove that an input is its producer's output; no tensor is read."""
         if each.via or len(each.sources) != 1 or not kept.sha256:
             return False
         made = self._kept(call.step, each.sources[0])
@@ -199,7 +199,7 @@ class Wires:
         return self._run.outputs(call)[source.name or "out"]
 
     def _value(self, call: Call, component: Component, each: Input) -> tuple[bool, Tensor | None]:
-        """Whether the value of an input is known, and the value: None where none should arrive."""
+        """Return whether an input's value is known, and the value: None if none should arrive."""
         step = self._steps[call.step]
         if each.via == "state":
             return self._state(step, component, each.name)
@@ -221,7 +221,7 @@ class Wires:
     def _arrived(
         self, made: Tensor, each: Input, call: Call, step: Step
     ) -> tuple[bool, Tensor | None]:
-        """An output as it enters the next component."""
+        """Return an output in the form in which it enters the next component."""
         config = self._known.twin.config
         if each.via == "streams":
             assert isinstance(config, V4Config), "only V4 has streams"
@@ -240,7 +240,7 @@ class Wires:
         return True, made
 
     def _state(self, step: Step, component: Component, name: str) -> tuple[bool, Tensor | None]:
-        """What earlier steps left of every sequence of this one, side by side."""
+        """Concatenate what earlier steps left for every sequence of this step."""
         source = source_of(component, name)
         if source is None:
             return False, None
@@ -259,7 +259,7 @@ class Wires:
         return True, torch.stack(found) if own else torch.cat(found)
 
     def _window(self, name: str, made: list[Tensor]) -> list[Tensor]:
-        """V4's attention is given the last rows of its window only."""
+        """Return the last rows of the window only: V4's attention is given no others."""
         config = self._known.twin.config
         if name != "state_window" or not made or not isinstance(config, V4Config):
             return made
@@ -268,7 +268,7 @@ class Wires:
         return [rows[max(0, len(rows) - reach) :]]  # Trap: of a window of one token, none
 
     def _before(self, step: Step, part: Part, source: Site) -> list[Tensor] | None:
-        """What a producer made of a sequence in earlier steps; None where that is not known."""
+        """Return a producer's output for a sequence in earlier steps; None if not known."""
         history = self._history(source).get(part.owner, ())
         found, reached = [], 0
         for number, earlier, made in history:
@@ -281,7 +281,7 @@ class Wires:
         return found if reached == part.start else None
 
     def _history(self, source: Site) -> Mapping[int, list[tuple[int, Part, Tensor | None]]]:
-        """All that a producer made, by sequence; read once."""
+        """Return all that a producer output, by sequence; cached."""
         known = self._histories.get(source)
         if known is None:
             known = self._histories[source] = {}
@@ -293,7 +293,7 @@ class Wires:
         return known
 
     def _cut(self, made: Tensor, number: int, place: int, source: Site) -> Tensor | None:
-        """The rows, entries or carried state of one sequence of a step."""
+        """Return the rows, entries or carried state of one sequence of a step."""
         parts = self._parts[number]
         component = self._known.components[source.component]
         if source.name in _POOLED_STATE:
@@ -305,7 +305,7 @@ class Wires:
         return made.split(counts)[place] if sum(counts) == len(made) else None
 
     def _empty(self, step: Step, component: Component, name: str) -> list[Tensor]:
-        """A pool's state in front of a sequence; nothing where its width was not captured."""
+        """Return a pool's state before a sequence begins; empty if its width was not captured."""
         source = source_of(component, name.removeprefix(STATE))
         made = None if source is None else self._output(step.number, source)
         if made is None or component.block is None:
@@ -315,7 +315,7 @@ class Wires:
 
 
 def alike(implied: Tensor, captured: Tensor) -> bool:
-    """Whether two tensors hold the same values, in the narrower of their dtypes."""
+    """Tell whether two tensors hold the same values, in the narrower of their dtypes."""
     if implied.numel() != captured.numel():
         return False
     implied = implied.reshape(captured.shape)

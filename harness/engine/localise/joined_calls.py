@@ -1,17 +1,15 @@
-"""Decoding beside one prefill: what many calls put out is what one call on all their rows would.
+"""Join a sequence's calls into one prefill, where its memory's producers were not captured.
 
-Owns the joining of a sequence's calls: rows, entries and positions of all its steps below each
-other, offsets of a single sequence, no memory. The twin runs that call once, and every step's
-outputs are judged against it at the same positions. Whichever way a prompt was cut, into chunks or
-token by token, it is held to the same prefill; two ways of cutting it therefore differ by their two
-budgets, and by what the twin makes of the difference of their inputs, at most.
+The rows, entries and positions of all steps are concatenated, with the offsets of a single sequence
+and without memory. The twin runs that call once, and every step's outputs are judged against it at
+the same positions. However a prompt was cut, into chunks or token by token, it is compared with the
+same prefill. Two ways of cutting it therefore differ by at most their two budgets, plus the twin's
+response to the difference of their inputs.
 
-It is asked where memory cannot be vouched for: the producers of a state were not captured, so that
-neither the state that arrived nor its absence says anything. Elsewhere the wiring has shown that
-each call's memory is what the earlier ones left, and replaying the calls one by one says the same.
-
-Refuses nothing: calls that do not cover a sequence from its beginning are left out.
-Kept honest by suites/engine/localise/test_joined_calls.py.
+Only then is this needed: neither the state that arrived nor its absence proves anything. Elsewhere
+input_reconstruction.py has shown that each call's memory is what the earlier ones left, and
+replaying the calls one by one is equivalent. Calls that do not cover a sequence from its beginning
+are left out.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ _POOLED = ("state_latent", "state_gate")
 
 
 def unvouched(component: Component, calls: Mapping[str, Sequence[Call]]) -> bool:
-    """Whether a component has memory whose producers were not captured, step for step."""
+    """Tell whether a component has memory whose producers were not captured in every step."""
     own = {call.step for call in calls.get(component.name, ())}
     if not is_ragged(component) or len(own) < 2:
         return False
@@ -63,7 +61,7 @@ def unvouched(component: Component, calls: Mapping[str, Sequence[Call]]) -> bool
 
 
 def without_memory(batch: Batch, steps: Mapping[int, Step]) -> Batch:
-    """A call behind the beginning of a sequence says nothing alone if its memory is not there."""
+    """Mark a call after a sequence's beginning as not replayable if its memory was not captured."""
     begun = any(part.start for part in parts_of(steps[batch.calls[0].step]))
     if not begun or any(name.startswith(STATE) for name in batch.inputs):
         return batch
@@ -73,7 +71,7 @@ def without_memory(batch: Batch, steps: Mapping[int, Step]) -> Batch:
 def joined(
     component: Component, batches: Sequence[Batch], steps: Mapping[int, Step]
 ) -> Iterator[Batch]:
-    """One prefill for each sequence that was given its tokens in several calls."""
+    """Yield one prefill for each sequence that was given its tokens in several calls."""
     found: dict[int, list[Piece]] = {}
     for batch in sorted(batches, key=lambda each: each.calls[0].number):
         for place, part in enumerate(parts_of(steps[batch.calls[0].step])):
@@ -86,7 +84,7 @@ def joined(
 
 
 def _covers(pieces: Sequence[Piece]) -> bool:
-    """Whether the calls hold every row of a sequence, from its first token on."""
+    """Tell whether the calls hold every row of a sequence, from its first token on."""
     reached = 0
     for batch, _, part in pieces:
         sides = (*batch.calls[0].inputs.values(), *batch.calls[0].outputs.values())
@@ -137,7 +135,7 @@ def _below(
     pieces: Sequence[Piece],
     steps: Mapping[int, Step],
 ) -> Tensor | None:
-    """The rows of one sequence below each other; None where one step's cannot be told."""
+    """Concatenate the rows of one sequence; None where those of one step are not known."""
     known: list[Tensor] = []
     for whole, (batch, place, _) in zip(tensors, pieces, strict=True):
         made = None
@@ -147,7 +145,7 @@ def _below(
             return None
         known.append(made)
     if known[0].ndim == 2 and len({each.shape[1] for each in known}) > 1:
-        # Entries that are not there yet: hidden scores, and no choice.
+        # Pad entries that do not exist yet: a masked score (-inf), or no choice (-1).
         none = -torch.inf if known[0].is_floating_point() else -1
         widest = max(each.shape[1] for each in known)
         known = [
@@ -157,13 +155,13 @@ def _below(
 
 
 def _keys(component: Component, pieces: Sequence[Piece]) -> int:
-    """How many keys a sequence has in the end."""
+    """Return how many keys a sequence has at its end."""
     ratio = component.block.ratio if component.block is not None else 0
     return pieces[-1][2].stop // max(1, ratio)
 
 
 def _cut(component: Component, whole: Tensor, parts: Sequence[Part], place: int) -> Tensor | None:
-    """The rows of one sequence of a step, or the entries that it completed."""
+    """Return the rows of one sequence of a step, or the entries that it completed."""
     if whole.shape[0] == sum(part.count for part in parts):
         return whole[parts[place].tokens]
     ratio = component.block.ratio if component.block is not None else 0
@@ -174,7 +172,7 @@ def _cut(component: Component, whole: Tensor, parts: Sequence[Part], place: int)
 
 
 def _nothing(component: Component, first: Batch, name: str) -> Tensor | None:
-    """A pool's memory in front of a sequence."""
+    """Return a pool's empty memory, as before a sequence."""
     made = first.inputs.get(name.removeprefix(STATE))
     if made is None or component.block is None:
         return None

@@ -1,10 +1,10 @@
 """Leave out the rows of a replay that cannot be judged, and keep all others.
 
-A NaN that arrives may legally reach the rows that depend on it, and no other. Where rows stand for
-themselves that is its own row. Where the tokens of a sequence meet (attention, pooling, scores)
-the first token that can see it ends what is judged of its sequence in this call: a shorter call is
-replayed, which is the same one because nothing here looks at later tokens. So judging, diagnosing
-and reproducing never see a row that was left out, and need no case for it.
+A NaN that arrives may legally reach the rows that depend on it, and no others. Where rows are
+independent that is its own row. Where the tokens of a sequence meet (attention, pooling, scores),
+judging of the sequence ends before the first token that can see the NaN: a shorter call is
+replayed, which is equivalent because these components are causal. So judging, diagnosis and minimal
+reproducers never receive a row that was left out, and need no special case for it.
 
 Shape letters: T tokens, W entries, B sequences.
 """
@@ -45,7 +45,7 @@ _COUNTED = "entry_offsets"
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A replay of the rows that are left; `kept` numbers them in the whole batch."""
+    """A replay of the remaining rows; `kept` holds their numbers in the whole batch."""
 
     replay: Replay
     kept: Tensor
@@ -53,25 +53,25 @@ class Part:
 
     @property
     def left_out(self) -> int:
-        """How many rows are not judged."""
+        """Return how many rows are not judged."""
         return self.whole - len(self.kept)
 
     def within(self, outer: Part) -> Part:
-        """The same rows by their numbers in the batch that `outer` is a part of."""
+        """Return this part with row numbers of the batch that `outer` is a part of."""
         return Part(self.replay, outer.kept[self.kept], outer.whole)
 
     def rows_of(self, tensor: Tensor) -> Tensor | None:
-        """The same rows of a tensor of the whole batch; None of one that has other rows."""
+        """Return the kept rows of a tensor of the whole batch; None if it has other rows."""
         if not tensor.ndim or tensor.shape[0] != self.whole:
             return None
         return tensor[self.kept]
 
 
 def finite_part(known: Known, replay: Replay) -> Part | None:
-    """The rows that nothing can reach which is not finite; None where there are none, or all are.
+    """Return the rows that no NaN or infinity can reach; None where these are none, or all.
 
-    Scores of what is not to be seen are -inf by design. Where the twin itself cannot run, as a
-    quantisation that refuses a NaN, it may on the rows that are left.
+    Masked scores are -inf by design. Where the twin itself cannot run (a quantisation that raises
+    for a NaN), it is run on the remaining rows.
     """
     if replay.undecided:
         replay = replace(replay, inputs=taken(replay.batch))
@@ -80,25 +80,25 @@ def finite_part(known: Known, replay: Replay) -> Part | None:
 
 
 def part_without(known: Known, replay: Replay, rows: Tensor) -> Part | None:
-    """All rows but some of the batch's own rows [T]; in a sequence, but those and later ones."""
+    """Return all rows but `rows` [T]; within a sequence, leave out those and all later ones."""
     if not is_ragged(replay.batch.component):
         return _of_rows(known, replay, ~rows)
     return _without(known, replay, {"positions": rows})
 
 
 def is_finite(known: Known, replay: Replay) -> bool:
-    """Whether everything that arrived is finite, decoded where codes arrived."""
+    """Tell whether all inputs are finite, decoded where codes arrived."""
     return not any(bool(bad.any()) for bad in _spoilt(known, replay).values())
 
 
 def _spoilt(known: Known, replay: Replay) -> dict[str, Tensor]:
-    """Which rows of every input hold what is not finite."""
+    """Return which rows of every input hold NaN or infinity."""
     found = {
         name: _rows_with(~each.isfinite() & ~(each.isneginf() & (name == _SCORES)))
         for name, each in replay.inputs.items()
         if each.is_floating_point() and each.dtype.itemsize > 1 and name not in _CODED
     }
-    # Codes are decoded only where what they stand for can matter: it is most of the work.
+    # Decoding is most of the work, so it is done only where the twin's outputs are not finite.
     if "codes" in replay.inputs and not finite(replay.expected) and not replay.undecided:
         form = replay.judgeable(known).activation
         try:
@@ -126,7 +126,7 @@ def _without(known: Known, replay: Replay, spoilt: Tensors) -> Part | None:
 
 
 def _of_rows(known: Known, replay: Replay, kept: Tensor) -> Part | None:
-    """Rows that stand for themselves: they are cut out of everything that has one a row."""
+    """Cut independent rows out of every tensor that has one row for each."""
     batch, count = replay.batch, len(kept)
     if not bool(kept.any()) or bool(kept.all()):
         return None
@@ -153,7 +153,7 @@ def _of_rows(known: Known, replay: Replay, kept: Tensor) -> Part | None:
 def _cut_batch(
     batch: Batch, sides: tuple[Tensors, Tensors], kept: Tensor, counts: Sequence[int]
 ) -> Batch:
-    """The same calls with fewer rows; a call of which none is left goes."""
+    """Return the same calls with fewer rows; drop calls without any."""
     begins = [0, *accumulate(counts)]
     calls = [(call, n) for n, call in enumerate(batch.calls) if counts[n]] or [(batch.calls[0], 0)]
     return replace(
@@ -170,7 +170,7 @@ def _cut_batch(
 
 
 def _of_sequences(known: Known, replay: Replay, spoilt: Tensors) -> Part | None:
-    """Every sequence of a call up to the first token that can see what is not finite."""
+    """Cut every sequence of a call before the first token that can see a NaN or infinity."""
     batch, inputs = replay.batch, replay.inputs
     lines = lines_of(batch.component, known.twin.config, inputs)
     if lines is None:
@@ -196,9 +196,9 @@ def _of_sequences(known: Known, replay: Replay, spoilt: Tensors) -> Part | None:
 
 
 def _settled(replay: Replay, lines: Lines, counts: Sequence[int]) -> Replay:
-    """What a shorter sequence carries on is another thing: it is the twin's own, on both sides.
+    """Use the twin's carried state on both sides, since a shorter sequence carries another one.
 
-    Entries that only sequences which are gone have are no columns of the scores that are left.
+    Entries that only dropped sequences have are no columns of the remaining scores.
     """
     outputs = dict(replay.batch.outputs)
     cut_short = [n for n, own in lines.shortened(counts) if own]
@@ -217,7 +217,7 @@ def _settled(replay: Replay, lines: Lines, counts: Sequence[int]) -> Replay:
 
 
 def _choices_exist(chosen_TK: Tensor, lines: Lines, counts: Sequence[int]) -> bool:
-    """Whether no token that is left was given an entry that only later tokens complete."""
+    """Tell whether no remaining token was given an entry that only later tokens complete."""
     for span, count in zip(lines.spans, counts, strict=True):
         entries = (span.start + count) // lines.ratio
         whole = span.stop // lines.ratio
@@ -228,7 +228,7 @@ def _choices_exist(chosen_TK: Tensor, lines: Lines, counts: Sequence[int]) -> bo
 
 
 def lines_of(component: Component, config: Config, inputs: Tensors) -> Lines | None:
-    """The sequences of a call; None where its offsets say nothing."""
+    """Return the sequences of a call; None where its offsets are unusable."""
     try:
         spans = spans_of(inputs)
     except (*CANNOT_RUN, AssertionError):
@@ -237,7 +237,7 @@ def lines_of(component: Component, config: Config, inputs: Tensors) -> Lines | N
 
 
 class Lines:
-    """Which rows of each tensor of a call belong to which sequence."""
+    """The assignment of each tensor's rows to the sequences of a call."""
 
     def __init__(self, component: Component, spans: Sequence[Span], reach: int) -> None:
         block = component.block
@@ -245,12 +245,12 @@ class Lines:
         self.spans, self._reach = spans, reach
 
     def shortened(self, counts: Sequence[int]) -> list[tuple[int, bool]]:
-        """The sequences that are left, by their new numbers, and whether they are shorter."""
+        """Return the remaining sequences by their new numbers, and whether they are shorter."""
         left = [(span, n) for span, n in zip(self.spans, counts, strict=True) if n]
         return [(at, n < span.count) for at, (span, n) in enumerate(left)]
 
     def _extents(self, name: str, rows: int) -> list[int] | None:
-        """How many rows each sequence has; None where that cannot be told."""
+        """Return how many rows each sequence has; None where that is ambiguous."""
         if name in _BY_SEQUENCE:
             made = [1] * len(self.spans)
         elif name == "state_window":
@@ -264,7 +264,7 @@ class Lines:
         return made if sum(made) == rows else None
 
     def counts(self, spoilt: Tensors) -> list[int] | None:
-        """How many tokens of each sequence see nothing of what is spoilt."""
+        """Return how many tokens of each sequence depend on nothing that is spoilt."""
         found = [span.count for span in self.spans]
         for name, bad in spoilt.items():
             extents = self._extents(name, len(bad)) if bad.ndim else None
@@ -277,13 +277,13 @@ class Lines:
                 if name.startswith(STATE):
                     first = 0
                 elif extents[at] != span.count:
-                    # An entry is there once its last token is.
+                    # An entry exists once its last token has been processed.
                     first = (span.start // self.ratio + first + 1) * self.ratio - 1 - span.start
                 found[at] = min(found[at], max(0, first))
         return found
 
     def cut_side(self, side: Tensors, counts: Sequence[int]) -> dict[str, Tensor] | None:
-        """What is left of inputs or outputs; None where the rows of one cannot be told apart."""
+        """Return the rest of inputs or outputs; None where the rows of one cannot be assigned."""
         made = {}
         for name, each in side.items():
             own = self._cut(name, each, counts)
@@ -315,7 +315,7 @@ class Lines:
         return torch.cat(parts)
 
     def _entries(self, offsets: Tensor, counts: Sequence[int]) -> Tensor | None:
-        """Offsets of entries as they were told, of the sequences that are left."""
+        """Return the entry offsets of the remaining sequences."""
         if offsets.shape != (len(self.spans) + 1,):
             return None
         told, left = offsets.diff().tolist(), []

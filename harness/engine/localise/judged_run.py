@@ -1,8 +1,8 @@
-"""One component of a run, judged: all its calls against the twin, and the three cosines.
+"""Judge all calls of one component against its twin, and compute the three cosines.
 
-A linear behind its quantisation is given to the reference with the values that were quantised. Rows
-that a value which is not finite can reach are left out and counted; of them only this is judged: is
-the candidate finite where its twin is? What has no budget is undecided by name.
+A linear after a quantisation is given to the BF16 reference with the values before quantisation.
+Rows that a NaN or infinity can reach are left out and counted; for these only one question is
+judged: is the candidate finite where its twin is? An output without a budget is UNDECIDED.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ PAIRS = ("candidate and twin", "candidate and reference", "twin and reference")
 
 @dataclass
 class Sums:
-    """Sums of products of two tensors, over all that was seen of them."""
+    """Sums of products of two tensors, accumulated over calls."""
 
     ab: float = 0.0
     aa: float = 0.0
@@ -61,7 +61,7 @@ class Sums:
     dd: float = 0.0
 
     def add(self, a: Tensor, b: Tensor) -> None:
-        """Take a pair in: flat, float64, finite."""
+        """Add a pair of flat, finite float64 tensors."""
         self.ab += float(a @ b)
         self.aa += float(a @ a)
         self.bb += float(b @ b)
@@ -69,25 +69,25 @@ class Sums:
         self.dd += float(d @ d)
 
     def add_equal(self, a: Tensor) -> None:
-        """Take a tensor in that both sides hold."""
+        """Add a tensor that both sides share."""
         square = float(a @ a)
         self.ab, self.aa, self.bb = self.ab + square, self.aa + square, self.bb + square
 
     @property
     def cosine(self) -> float:
-        """Of the angle; NaN where a side is zero."""
+        """Return the cosine of the angle; NaN where a side is zero."""
         length = math.sqrt(self.aa) * math.sqrt(self.bb)
         return max(-1.0, min(1.0, self.ab / length)) if length else math.nan
 
     @property
     def relative_l2(self) -> float:
-        """Length of the difference over that of the second; NaN where that is zero."""
+        """Return the difference's length over that of the second; NaN where that is zero."""
         return math.sqrt(self.dd / self.bb) if self.bb else math.nan
 
 
 @dataclass(frozen=True, eq=False)
 class _View:
-    """What is judged of a batch: all of it, or the rows that are left."""
+    """The judged part of a batch: all of it, or the remaining rows."""
 
     replay: Replay
     judged: Mapping[str, Judged]
@@ -97,7 +97,7 @@ class _View:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A replay of some calls, and what was said of each of its outputs."""
+    """A replay of some calls, and the result for each of its outputs."""
 
     replay: Replay
     judged: Mapping[str, Judged]
@@ -127,27 +127,27 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """The worst difference in units of budget; NaN where nothing is claimed."""
+        """Return the worst difference in units of budget; NaN where nothing is claimed."""
         if self.verdict is Verdict.UNDECIDED:
             return math.nan
         return self.judged.ratio if self.judged else 0.0
 
     @property
     def partly(self) -> str:
-        """How many rows were not judged, and why; empty where all were."""
+        """Return how many rows were not judged, and why; empty where all were."""
         if not self.left_out:
             return ""
         every = self.left_out + self.judged_rows
         return f"{self.left_out} of {every} rows were left out: {self.why_left_out}"
 
     def leave_out(self, part: Part, why: str) -> None:
-        """Count the rows of some calls that were not judged."""
+        """Count rows that were not judged."""
         self.left_out += part.left_out
         self.judged_rows += len(part.kept)
         self.why_left_out = self.why_left_out or why
 
     def take(self, judged: Judged, *, replayed_at_all: bool) -> None:
-        """Add what was said of some calls."""
+        """Add the result of some calls."""
         self.flips += judged.flips.count
         self.choices += judged.flips.total
         if judged.verdict is Verdict.UNDECIDED:
@@ -164,7 +164,7 @@ class Row:
 
 @dataclass(eq=False)
 class JudgedComponent:
-    """All that a component's calls showed."""
+    """The results of all calls of one component."""
 
     component: Component
     rows: dict[str, Row] = field(default_factory=dict)
@@ -174,7 +174,7 @@ class JudgedComponent:
 
     @property
     def differs(self) -> list[Row]:
-        """Outputs that differ, the worst first."""
+        """Return the outputs that differ, the worst first."""
         found = [row for row in self.rows.values() if row.verdict is Verdict.DIFFERS]
         return sorted(found, key=lambda row: -row.ratio)
 
@@ -193,9 +193,9 @@ class Judge:
     def component(
         self, component: Component, found: Sequence[Batch], *, briefly: bool = False
     ) -> JudgedComponent:
-        """Judge all calls of one component; `briefly`, small ones first and to the first finding.
+        """Judge all calls of one component; `briefly`: small ones first, stop at the first finding.
 
-        Then nothing but `differs` is to be asked of a component that differs.
+        After a brief run only `differs` is valid for a component that differs.
         """
         made = JudgedComponent(component)
         for batch in sorted(found, key=lambda each: len(each.step_of)) if briefly else found:
@@ -205,7 +205,7 @@ class Judge:
         return made
 
     def _take(self, made: JudgedComponent, replay: Replay) -> None:
-        """Judge a batch, and what is left of it where some rows cannot be judged."""
+        """Judge a batch, and its remaining rows where some cannot be judged."""
         batch, whole = replay.batch, self.judged(replay)
         view = self._view(replay, whole)
         poisoned_ones = [n for n, each in whole.items() if _differs(each) and is_poisoned(each)]
@@ -239,7 +239,7 @@ class Judge:
         return Piece(view.replay, view.judged, some, cut)
 
     def _view(self, replay: Replay, whole: Mapping[str, Judged]) -> _View:
-        """What can be judged of a batch: without rows that NaN reaches, or that overflow."""
+        """Return the judgeable part of a batch: without rows that overflow or depend on a NaN."""
         view = _View(replay, whole)
         if replay.undecided or any(map(is_poisoned, whole.values())):
             part = finite_part(self._known, replay)
@@ -261,7 +261,7 @@ class Judge:
         return _View(part.replay, {**view.judged, **self.judged(part.replay)}, kept, OVERFLOW)
 
     def judged(self, replay: Replay) -> dict[str, Judged]:
-        """Say of every output of a replay how far it is from the twin's."""
+        """Judge every output of a replay against the twin's."""
         outputs = replay.batch.outputs
         if replay.undecided:
             return {
@@ -274,7 +274,8 @@ class Judge:
         both = aligned(outputs, replay.expected)
         if all(same_values(*pair) for pair in both.values()):
             return {name: Judged(name, Verdict.AGREES) for name in both}
-        # What was not captured stands as the twin's: budgets read all outputs of a component.
+        # An output that was not captured counts as the twin's: budgets read all outputs of a
+        # component.
         twins = {**replay.expected, **{name: pair[1] for name, pair in both.items()}}
         candidate = {**twins, **{name: pair[0] for name, pair in both.items()}}
         call = Replay(replay.batch, twins, inputs=replay.inputs).judgeable(self._known)
@@ -289,13 +290,13 @@ class Judge:
             except InvalidArgument:
                 pass  # operands of this size have no budget: the question that is left is asked
             except RuntimeError as error:
-                # Extents that the twin takes and no derivation knows: nothing is claimed.
+                # The twin accepts these extents but no derivation covers them: UNDECIDED.
                 why = f"no budget fits its extents: {str(error).splitlines()[0][:200]}"
                 return {n: Judged(n, Verdict.UNDECIDED, undecided=why) for n in both}
         return {name: poisoned(name, *pair) for name, pair in both.items()}
 
     def _compare(self, made: JudgedComponent, replay: Replay) -> Tensors:
-        """Add the three cosines of a replay; give what the reference makes of its inputs."""
+        """Add the three cosines of a replay; return the reference's outputs on its inputs."""
         name, expected = made.component.name, replay.expected
         values = self._values(name, replay.batch.outputs)
         twins = self._values(name, expected)
@@ -320,7 +321,7 @@ class Judge:
         return meant
 
     def _values(self, name: str, outputs: Tensors) -> dict[str, Tensor]:
-        """Outputs as numbers: codes are decoded, choices have none."""
+        """Return outputs as numbers: decode codes, leave out choices."""
         if "codes" in outputs:
             form = self._format_made(name)
             try:
@@ -336,7 +337,7 @@ class Judge:
         return self._known.activation(linear)
 
     def _meant(self, component: Component, batch: Batch) -> dict[str, Tensor]:
-        """What the BF16 reference makes of the same inputs; nothing where it has no such call."""
+        """Return the BF16 reference's outputs on the same inputs; empty if it has no such call."""
         reference, name = self._reference, component.name
         if "codes" in batch.outputs:
             x = self._unquantised(name, batch)
@@ -359,7 +360,7 @@ class Judge:
             return {}
 
     def _unquantised(self, maker: str, batch: Batch) -> Tensor | None:
-        """The values behind codes; kept for the linear that comes next."""
+        """Return the values before quantisation; kept for the linear that runs next."""
         plain = self._known.plain
         try:
             with torch.inference_mode():
@@ -377,7 +378,7 @@ class Judge:
         return x
 
     def _quantised(self, component: Component, batch: Batch) -> Tensor | None:
-        """What was quantised for these calls, where it is still known."""
+        """Return the values before quantisation for these calls, if still kept."""
         if "codes" not in batch.inputs:
             return batch.inputs.get("x") if maker_of(component) else None
         held = self._plain.get(maker_of(component), {})
@@ -392,7 +393,7 @@ def _differs(judged: Judged) -> bool:
 
 
 def _numbers(sides: list[Tensor | None]) -> list[Tensor | None]:
-    """Sides as flat float64 without what is not finite on any; equal ones are one object."""
+    """Return flat float64 sides, only where all are finite; equal sides share one object."""
     candidate, twin, _ = sides
     found = [None if each is None else each.detach().double().flatten() for each in sides]
     if candidate is not None and twin is not None and torch.equal(candidate, twin):
@@ -407,9 +408,9 @@ def _numbers(sides: list[Tensor | None]) -> list[Tensor | None]:
 
 
 def _per_slot(x: Tensor, batch: Batch) -> Tensor | None:
-    """A token's values once for each of its codes: where scales belong to experts, a slot each.
+    """Repeat a token's values for each of its codes: one per slot if scales belong to experts.
 
-    None where codes have other extents than that.
+    None where the codes have other extents.
     """
     codes = batch.outputs.get("codes")
     if codes is None or codes.ndim == x.ndim:

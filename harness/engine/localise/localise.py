@@ -1,13 +1,10 @@
-"""Where a run went wrong: every component on its own inputs, every input beside its producers.
+"""Localise errors in a run: replay each component on its own inputs, and check every input.
 
-Owns the order of questions and the verdict. A component that puts out what its twin does not is an
-origin. An input that its producers' outputs do not imply is one as well, at the edge; where a
-component wrote into its inputs, what others read there is its doing. Each fault is told once, at
-the place that blame.py names. Inherited error is never an origin, since every component is judged
-on what it was given.
-
-Refuses nothing; what cannot be judged is listed by name. Kept honest by
-suites/engine/localise/test_localise.py: healthy runs of every recipe, and planted faults.
+A component whose outputs differ from its twin's on the same inputs is an origin. So is an input
+that its producers' outputs do not imply, at the edge; if a component wrote into its own inputs, it
+is the origin of what others read there. Each fault is reported once, at the place that
+attribution.py names. An inherited error is never an origin, since every component is judged on the
+inputs that it was given. What cannot be judged is listed by name.
 """
 
 from __future__ import annotations
@@ -75,7 +72,7 @@ _EARLIER = 4  # calls that stand beside a wrong input: what is stale comes from 
 
 @dataclass(frozen=True, eq=False)
 class Localised:
-    """What was judged, and where something is wrong, in the order of the run."""
+    """The verdict of a run, and the origins of its errors in the order of the run."""
 
     verdict: Verdict
     rows: tuple[Row, ...]
@@ -90,7 +87,7 @@ class Localised:
 
     @property
     def flips(self) -> tuple[Row, ...]:
-        """Choices that fell the other way, legally: near ties."""
+        """Return the outputs with legal flips of a choice: near ties."""
         return tuple(row for row in self.rows if row.flips)
 
 
@@ -102,7 +99,7 @@ def localise(
     told: Callable[[str], None] = lambda _component: None,
     looked: Looked | None = None,
 ) -> Localised:
-    """Judge a run against its twin; `reference` is the BF16 model, `looked` sees every replay."""
+    """Judge a run against its twin; `reference` is the BF16 model, `looked` gets every replay."""
     require_sound(run)
     twin.ranks = ranks_of(run)
     twin.fraction_bits = fraction_bits_of(run)
@@ -120,33 +117,33 @@ def localise(
 
 
 def fraction_bits_of(run: SeenRun) -> dict[str, int]:
-    """Components whose kernel sums FP8 products in a tensor core, and how many bits that keeps."""
+    """Return the components that sum FP8 products in a tensor core, and the fraction bits kept."""
     stated = run.facts.get("fraction_bits", {})
     known = stated.items() if isinstance(stated, dict) else ()
     return {name: bits for name, bits in known if type(bits) is int and bits >= HOPPER_FP8_BITS}
 
 
 def ranks_of(run: SeenRun) -> int:
-    """How many ranks of an engine a run was joined from; sums over them are stored on the way."""
+    """Return how many ranks a run was joined from; their partial sums are stored on the way."""
     stated = run.facts.get("ranks", 1)
     return stated if type(stated) is int and 1 <= stated <= _MOST_RANKS else 1
 
 
 @dataclass(frozen=True, eq=False)
 class _Answer:
-    """A component as it was judged; `tell` says what is wrong with its outputs, if anything is."""
+    """The result of one component; `tell` builds its discrepancy, if there is one."""
 
     made: JudgedComponent
     tell: Callable[[], Trouble] | None = None
 
     @cached_property
     def trouble(self) -> Trouble | None:
-        """What is wrong, worked out once it is asked for: a fit does not need it."""
+        """Return the discrepancy; computed lazily, since a fit does not need it."""
         return None if self.tell is None else self.tell()
 
     @property
     def fit(self) -> Fit:
-        """How it stands to its twin."""
+        """Return how it compares with its twin."""
         rows = self.made.rows.values()
         sums = [row.cosines.get(PAIRS[0]) for row in rows]
         return Fit(
@@ -158,15 +155,15 @@ class _Answer:
 
 @runtime_checkable
 class Forgetful(Protocol):
-    """Keeps what it saw of each component, and can drop it again."""
+    """An observer that keeps results by component, and can drop them again."""
 
     def forget(self, component: str) -> None:
-        """Drop what was seen of a component that is judged again."""
+        """Drop the results of a component that is judged again."""
         ...
 
 
 class _Work:
-    """A localisation under way."""
+    """A localisation in progress."""
 
     def __init__(
         self, known: Known, checked: Fitted, reference: Bound | None, looked: Looked | None
@@ -185,7 +182,7 @@ class _Work:
         self._notes: list[str] = []
 
     def component(self, component: Component, calls: Sequence[Call]) -> None:
-        """Judge all calls of one component, and what they were given."""
+        """Judge all calls of one component, and the inputs that it was given."""
         if not all(map(_is_stored, calls)):
             self._notes.append(f"{component.name}: statistics only, so it was not judged")
         found = self._batches(component)
@@ -198,7 +195,7 @@ class _Work:
     def answer(
         self, component: Component, found: Sequence[Batch], *, briefly: bool = False
     ) -> _Answer:
-        """Judge the outputs of a component; `briefly`, no more than shows whether they agree."""
+        """Judge the outputs of a component; `briefly`, only enough to know whether they agree."""
         alone = unvouched(component, self.calls)
         asked = [without_memory(each, self._steps) for each in found] if alone else found
         made = self._judge.component(component, asked, briefly=briefly)
@@ -211,7 +208,7 @@ class _Work:
         return batches(self._run, component, stored, self._steps)
 
     def _as_one_prefill(self, made: JudgedComponent, found: Sequence[Batch]) -> _Answer:
-        """Judge all calls of a sequence as one, where nobody can say what its memory held."""
+        """Judge all calls of a sequence as one, where the content of its memory is unknown."""
         component = made.component
         whole = Judge(self._known).component(component, list(joined(component, found, self._steps)))
         for name, row in whole.rows.items():
@@ -224,7 +221,7 @@ class _Work:
         return _Answer(made, lambda: beside_prefill(of_outputs(known, whole, self._steps)))
 
     def by_conventions(self) -> None:
-        """Find out by which conventions the run computes, and judge by those that were learned."""
+        """Learn the run's conventions, and judge the components that they concern again."""
         others: dict[tuple[Any, ...], _Work] = {}
         answers = self._answers
 
@@ -256,12 +253,12 @@ class _Work:
         reference: Bound | None = None,
         looked: Looked | None = None,
     ) -> _Work:
-        """Return the same work for a twin that computes by other conventions."""
+        """Return the same work for a twin with other conventions."""
         known = Known.of(self._known.twin.with_switches(**values), self._known.recipe)
         return _Work(known, self._checked, reference, looked)
 
     def _judge_again(self, work: _Work, learned: Iterable[str]) -> None:
-        """Judge what the learned conventions concern, and what quantises in front of it."""
+        """Judge again what learned conventions concern, and the quantisations before it."""
         roles = frozenset().union(*(REGISTRY[name].roles for name in learned))
         concerned = [
             e.made.component for e in self._answers.values() if e.made.component.role in roles
@@ -285,7 +282,7 @@ class _Work:
                     self._written.setdefault((call.step, source), call)
 
     def result(self, strange: Sequence[str]) -> Localised:
-        """Join what was found."""
+        """Assemble the result."""
         troubles = [each.trouble for each in self._answers.values() if each.trouble is not None]
         troubles += self._checked.troubles(self._known)
         troubles += [*self._broken_edges(), *missing_calls(self._known, self._checked.whole)]
@@ -328,7 +325,7 @@ class _Work:
         return Verdict.UNDECIDED if open_ones or not judged else Verdict.AGREES
 
     def _broken_edges(self) -> list[Trouble]:
-        """One trouble an input; what was written over belongs to who wrote."""
+        """Return one discrepancy for each input; an overwritten value belongs to the writer."""
         groups: dict[tuple[str, str], list[Edge]] = {}
         harmed: dict[tuple[str, str], list[Edge]] = {}
         for edge in self._edges:
@@ -349,7 +346,7 @@ class _Work:
         return [*found, *(self._edge(each) for each in self._joined(list(groups.values())))]
 
     def _joined(self, groups: list[list[Edge]]) -> list[list[Edge]]:
-        """Consumers of one output that were given the same wrong value are one trouble."""
+        """Merge consumers of one output that were given the same wrong value."""
         kept: list[list[Edge]] = []
         for group in groups:
             first = group[0]
@@ -419,7 +416,7 @@ class _Work:
         return Sight(*sides, call.step, self._earlier(call), elsewhere=elsewhere)
 
     def _elsewhere(self, call: Call) -> dict[int, Mapping[str, Tensor]]:
-        """What the same component of other layers was to be given in the same step."""
+        """Return the implied inputs of the same component in other layers, in the same step."""
         own = self._known.components[call.component]
         found: dict[int, Mapping[str, Tensor]] = {}
         for each in self._run.calls:
@@ -431,7 +428,7 @@ class _Work:
         return found
 
     def _earlier(self, call: Call) -> tuple[Sight, ...]:
-        """What the same component was given in its first call and in the last ones before this."""
+        """Return the component's inputs in its first call and in the last ones before this."""
         before = [
             each
             for each in self.calls[call.component]

@@ -1,9 +1,8 @@
-"""What outputs look like before they are judged: extents, dtypes, values that are not finite.
+"""Check the form of outputs before they are judged: shape, dtype, NaN and infinity.
 
-Owns the forms that a candidate may put out all the same (another dtype, the same rows in another
-shape), those that it may not, and the first value that is not finite with its producer. Where
-inputs are not finite one question is left: is the candidate finite where its twin is? Refuses
-nothing. Kept honest by suites/engine/localise/test_localise.py.
+A candidate may return another dtype, or the same rows in another shape, as long as no value is
+lost; other forms are findings. The first value that is not finite is reported with its producer.
+Where inputs are not finite only one question is judged: is the candidate finite where its twin is?
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class NonFinite:
 
     @property
     def sentence(self) -> str:
-        """Where it came out, and whether it may have come in."""
+        """Say where it came out, and whether the inputs were finite."""
         by = "its inputs were not finite" if self.inputs_as_well else "its inputs were finite"
         return (
             f"The first value that is not finite came out of {self.component} ({self.output}) "
@@ -56,14 +55,14 @@ class NonFinite:
 
 
 def aligned(outputs: Tensors, expected: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
-    """Both sides of every output of one size: in one shape, and the narrower of their dtypes."""
+    """Return both sides of each output of equal size, in one shape and the narrower dtype."""
     found = {}
     for name, twin in expected.items():
         if name not in outputs or outputs[name].numel() != twin.numel():
             continue  # of another size: its form is wrong, and no element has a partner
         candidate = outputs[name].reshape(twin.shape)
         if candidate.dtype is twin.dtype is torch.float64:
-            # Nobody's kernel puts out float64; both sums are rounded as float32 holds them.
+            # float64 comes from the reference only; round both to float32 first.
             found[name] = (candidate.float(), twin.float())
         elif candidate.dtype != twin.dtype and twin.is_floating_point():
             narrow = min((candidate.dtype, twin.dtype), key=lambda each: each.itemsize)
@@ -74,9 +73,9 @@ def aligned(outputs: Tensors, expected: Tensors) -> dict[str, tuple[Tensor, Tens
 
 
 def wrong_forms(outputs: Tensors, expected: Tensors) -> dict[str, Judged]:
-    """Outputs of other extents, or of a dtype that cannot hold the values.
+    """Return findings for outputs of another shape, or of a dtype that cannot hold the values.
 
-    One that was not captured says nothing: modules of others put out less.
+    An output that was not captured is no finding: other implementations' modules return less.
     """
     found = {}
     for name, twin in expected.items():
@@ -101,7 +100,7 @@ def _wrong_form(candidate: Tensor, twin: Tensor) -> str:
 
 
 def same_values(candidate: Tensor, twin: Tensor) -> bool:
-    """Equal values, NaN included; for codes that torch cannot compare, their bytes."""
+    """Tell whether values are equal, NaN included; 8-bit codes are compared by their bytes."""
     if candidate.dtype.itemsize == 1:
         return torch.equal(candidate.view(torch.uint8), twin.view(torch.uint8))
     if torch.equal(candidate, twin):
@@ -114,7 +113,7 @@ def same_values(candidate: Tensor, twin: Tensor) -> bool:
 
 
 def finite(inputs: Tensors) -> bool:
-    """Whether all inputs are finite; scores of what is not to be seen are -inf by design."""
+    """Tell whether all inputs are finite; masked scores are -inf by design."""
     for name, each in inputs.items():
         if not each.is_floating_point() or each.dtype.itemsize == 1:
             continue
@@ -125,13 +124,13 @@ def finite(inputs: Tensors) -> bool:
 
 
 def is_poisoned(judged: Judged) -> bool:
-    """Whether no more was judged than that the candidate is finite where its twin is."""
+    """Tell whether the only judgement was that the candidate is finite where its twin is."""
     worst = judged.worst
     return judged.undecided == NOT_FINITE or (worst is not None and worst.level == ONE_SIDED)
 
 
 def poisoned(name: str, candidate: Tensor, twin: Tensor) -> Judged:
-    """Inputs are not finite: a candidate must be finite wherever its twin is.
+    """Judge an output whose inputs are not finite: it must be finite wherever the twin is.
 
     Rows in which the twin is close to the end of float32 may overflow in a correct kernel.
     """
@@ -157,7 +156,7 @@ def _first_row(odd: Tensor) -> int:
 
 
 def equal_elements(c: Tensor, t: Tensor) -> Tensor:
-    """Which elements are equal; a NaN equals a NaN."""
+    """Return which elements are equal; a NaN equals a NaN."""
     if c.dtype.itemsize == 1:
         return c.view(torch.uint8) == t.view(torch.uint8)
     if not c.is_floating_point():
@@ -166,7 +165,7 @@ def equal_elements(c: Tensor, t: Tensor) -> Tensor:
 
 
 def non_finite_of(replay: Replay) -> NonFinite | None:
-    """The first value of a replay's outputs that is not finite, apart from hidden scores."""
+    """Return the first value of a replay's outputs that is not finite; skip masked scores."""
     batch = replay.batch
     found: NonFinite | None = None
     for name, each in batch.outputs.items():
@@ -194,7 +193,7 @@ def non_finite_of(replay: Replay) -> NonFinite | None:
 
 
 def earlier_of(one: NonFinite | None, other: NonFinite | None) -> NonFinite | None:
-    """The one that was first in the run."""
+    """Return the one that came first in the run."""
     if one is None or other is None:
         return one or other
     return one if one.call <= other.call else other

@@ -1,10 +1,10 @@
-"""Recorded tensors held against what their sites declare, before a twin or a budget sees one.
+"""Check recorded tensors against the dtypes and shapes that their sites declare.
 
-Only the record of a call is looked at (dtypes and shapes), so a healthy run costs next to nothing.
-A call with a tensor that its site cannot hold is left out of what is judged, and each such site is
-a finding; a consumer that was given what a wrong kernel made is not blamed for it. A tensor with
-the right elements a row in other extents is laid out as declared. A run without either is returned
-as it is.
+Only the record of a call is read, no tensor, so a healthy run costs next to nothing. A call with a
+tensor that its site cannot hold is excluded from judging, and each such site is a finding. A
+consumer that was given a wrong kernel's output is not reported for it. A tensor with the right
+number of elements per row in another shape is reshaped as declared. A run without either is
+returned unchanged.
 """
 
 from __future__ import annotations
@@ -47,44 +47,44 @@ class Misfit:
 
     @property
     def site(self) -> Site:
-        """Where it was recorded."""
+        """Return where it was recorded."""
         return site_of(self.call.component, self.port, self.name)
 
     @property
     def sentence(self) -> str:
-        """What was found, and what is declared."""
+        """Say what was recorded, and what is declared."""
         return f"{self.site} holds {self.found}; declared are {self.declared}"
 
 
 @dataclass(frozen=True, eq=False)
 class FittingRun:
-    """The calls of a run whose tensors fit their sites, laid out as declared."""
+    """The calls of a run whose tensors fit their sites, in the declared shapes."""
 
     whole: SeenRun
     calls: Sequence[Call]
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What the run says of itself."""
+        """Return the facts that the run states about itself."""
         return self.whole.facts
 
     @property
     def steps(self) -> Sequence[Step]:
-        """The forward passes, in order."""
+        """Return the forward passes, in order."""
         return self.whole.steps
 
     def inputs(self, call: Call) -> Mapping[str, Tensor]:
-        """What a call was given, before it ran."""
+        """Return a call's inputs, as they were before it ran."""
         return _laid_out(call.inputs, self.whole.inputs(call))
 
     def outputs(self, call: Call) -> Mapping[str, Tensor]:
-        """What a call returned."""
+        """Return a call's outputs."""
         return _laid_out(call.outputs, self.whole.outputs(call))
 
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """What of a run can be judged, and what contradicts its sites."""
+    """The part of a run that can be judged, and the tensors that contradict their sites."""
 
     whole: SeenRun
     run: SeenRun  # the part that fits
@@ -92,7 +92,7 @@ class Fitted:
     unjudged: Mapping[str, str] = field(default_factory=dict)  # component and reason
 
     def troubles(self, known: Known) -> list[Trouble]:
-        """One trouble a site, but none for what a producer's own finding accounts for."""
+        """Return one discrepancy per site, except those that a producer's finding accounts for."""
         made = {(each.call.step, each.site) for each in self.misfits if each.port is Port.OUT}
         found: dict[Site, list[Misfit]] = {}
         for each in self.misfits:
@@ -106,7 +106,7 @@ class Fitted:
 
 
 def fitted(run: SeenRun, known: Known) -> Fitted:
-    """Hold every recorded tensor against its site."""
+    """Check every recorded tensor against its site."""
     declared = declared_forms(known.twin.config, known.recipe)
     calls: list[Call] = []
     misfits: list[Misfit] = []
@@ -128,7 +128,7 @@ def fitted(run: SeenRun, known: Known) -> Fitted:
 
 
 def _misfits(call: Call, declared: Forms) -> Iterator[Misfit]:
-    """Yield what contradicts: single tensors first, then how many rows they have together."""
+    """Yield contradictions: single tensors first, then row counts that do not match each other."""
     sound = True
     sides = ((Port.IN, call.inputs, declared.inputs), (Port.OUT, call.outputs, declared.outputs))
     for port, side, forms in sides:
@@ -144,7 +144,7 @@ def _misfits(call: Call, declared: Forms) -> Iterator[Misfit]:
 
 
 def _miscounted(call: Call, port: Port, side: Side, declared: Forms) -> Iterator[Misfit]:
-    """Yield tensors that have not as many rows as the inputs of their call."""
+    """Yield tensors whose row count differs from the inputs of their call."""
     forms = declared.inputs if port is Port.IN else declared.outputs
     for name, kept in side.items():
         form = forms.get(name)
@@ -157,7 +157,7 @@ def _miscounted(call: Call, port: Port, side: Side, declared: Forms) -> Iterator
 
 
 def _count(call: Call, declared: Forms, counts: Rows) -> int | None:
-    """Return the rows of an input that counts the same; None where nothing tells."""
+    """Return the rows of an input that counts the same thing; None where there is none."""
     if counts is Rows.OTHERS:
         return None
     asked = Rows.BOUNDS if counts is Rows.SEQUENCES else counts
@@ -168,13 +168,13 @@ def _count(call: Call, declared: Forms, counts: Rows) -> int | None:
     ]
     if not names:
         return None
-    # Positions and ids come from outside: no kernel can have lost a row of them.
+    # Positions and ids come from outside the model: no kernel can have lost a row of them.
     name = next((each for each in names if each in _FROM_OUTSIDE), names[0])
     return call.inputs[name].shape[0] - (counts is Rows.SEQUENCES)
 
 
 def _as_declared(call: Call, declared: Forms) -> Call:
-    """Return a call with the declared shapes; the same object where it has them."""
+    """Return a call with the declared shapes; the same object where nothing changes."""
     inputs = _reshaped(call.inputs, declared.inputs)
     outputs = _reshaped(call.outputs, declared.outputs)
     if inputs is call.inputs and outputs is call.outputs:

@@ -1,12 +1,10 @@
-"""A run as it was seen: steps, calls, tensors; from a capture on disk, or recorded in memory.
+"""A recorded run: steps, calls and tensors, from a capture on disk or recorded in memory.
 
-Owns the protocol that judging asks for, which `record.capture_reader.Capture` satisfies, and the
-recorder of a bound model's run without a disk: prompts, then new tokens greedily, or the very steps
-of another run. What wraps a component's call before the run is seen from outside; what is named as
-an edge wraps the consumer outside the recorder, so that the run sees the damaged input.
-
-Refuses runs without tokens (references.state.Step does). Kept honest by
-suites/engine/localise/test_recorded_run.py.
+SeenRun is the protocol that judging needs; `capture_reader.Capture` satisfies it. InMemoryRun
+records a bound model's run without a disk: prompts, then greedily generated tokens, or the exact
+steps of another run. A wrapper put around a component's call before the run is recorded as part of
+the component. Wrappers passed as `edges` are applied outside the recorder, so that the run records
+the damaged input.
 """
 
 from __future__ import annotations
@@ -43,34 +41,34 @@ _CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class SeenRun(Protocol):
-    """What judging asks of a run. Tensors are read when they are asked for."""
+    """The protocol of a run; tensors are read on demand."""
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What the run says of itself."""
+        """Return the facts that the run states about itself."""
         ...
 
     @property
     def steps(self) -> Many[Step]:
-        """The forward passes, in order."""
+        """Return the forward passes, in order."""
         ...
 
     @property
     def calls(self) -> Many[Call]:
-        """The runs of components, in order; a call's number is its place here."""
+        """Return the component calls, in order; a call's number is its index here."""
         ...
 
     def inputs(self, call: Call) -> Mapping[str, Tensor]:
-        """What a call was given, before it ran."""
+        """Return a call's inputs, as they were before it ran."""
         ...
 
     def outputs(self, call: Call) -> Mapping[str, Tensor]:
-        """What a call returned."""
+        """Return a call's outputs."""
         ...
 
 
 def by_component(run: SeenRun) -> dict[str, list[Call]]:
-    """The calls of each component, in the order in which they ran."""
+    """Return the calls of each component, in the order in which they ran."""
     found: dict[str, list[Call]] = defaultdict(list)
     for call in run.calls:
         found[call.component].append(call)
@@ -78,7 +76,7 @@ def by_component(run: SeenRun) -> dict[str, list[Call]]:
 
 
 def require_sound(run: SeenRun) -> None:
-    """Refuse a run whose record contradicts itself, before a tensor of it is read."""
+    """Raise for a run whose record contradicts itself, before any tensor is read."""
     filters = run.facts.get("filters")
     if filters is not None and not isinstance(filters, dict):
         raise malformed("facts: filters", filters, "a JSON object")
@@ -97,7 +95,7 @@ def word_of(dtype: torch.dtype) -> str:
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors hold the same codes: a NaN equals itself, 0 is not -0."""
+    """Tell whether two tensors hold the same codes: a NaN equals itself, 0 is not -0."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
     code = _CODES[left.dtype.itemsize]
@@ -106,7 +104,7 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 
 @dataclass(eq=False)
 class InMemoryRun:
-    """A run that was recorded without a disk. `logits` are those behind each step's last tokens."""
+    """A run recorded in memory; `logits` are those after each step's last tokens."""
 
     steps: list[Step] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
@@ -124,7 +122,7 @@ class InMemoryRun:
         *,
         absorbed: bool = True,
     ) -> Self:
-        """Run prompts side by side, then new tokens greedily: one of the prompt, others decoded."""
+        """Run prompts in one batch and decode greedily; the first new token comes from the prompt."""
         run, model = cls(), _model(bound, absorbed=absorbed)
         sequences = [Sequence() for _ in prompts]
         tokens = [torch.tensor(list(ids), dtype=torch.int64) for ids in prompts]
@@ -143,7 +141,7 @@ class InMemoryRun:
         *,
         absorbed: bool = True,
     ) -> Self:
-        """Run the very steps of another run, its tokens included."""
+        """Run the exact steps of another run, with its tokens."""
         run, model = cls(), _model(bound, absorbed=absorbed)
         known: dict[int, Sequence] = {}
         with run._recording(bound, edges):
@@ -152,16 +150,16 @@ class InMemoryRun:
         return run
 
     def inputs(self, call: Call) -> Mapping[str, Tensor]:
-        """What a call was given, before it ran."""
+        """Return a call's inputs, as they were before it ran."""
         return self._tensors[call.number][0]
 
     def outputs(self, call: Call) -> Mapping[str, Tensor]:
-        """What a call returned."""
+        """Return a call's outputs."""
         return self._tensors[call.number][1]
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Every token that was fed, step after step."""
+        """Return every token that was fed, step after step."""
         return tuple(token for step in self.steps for token in step.tokens)
 
     def _step(
@@ -215,7 +213,7 @@ class InMemoryRun:
 
 
 def forward_again(bound: Bound, steps: Many[Step], *, absorbed: bool = True) -> list[Tensor]:
-    """Logits behind each sequence's last token, of the very steps of another run; not recorded."""
+    """Return logits after each sequence's last token for another run's steps, without recording."""
     model, known, made = _model(bound, absorbed=absorbed), dict[int, Sequence](), []
     for step in steps:
         sequences, tokens = _fed(step, known)
@@ -225,7 +223,7 @@ def forward_again(bound: Bound, steps: Many[Step], *, absorbed: bool = True) -> 
 
 
 def _fed(step: Step, known: dict[int, Sequence]) -> tuple[list[Sequence], list[Tensor]]:
-    """The sequences of a step with their new tokens."""
+    """Return the sequences of a step with their new tokens."""
     owned: dict[int, list[int]] = {}
     for token, owner in zip(step.tokens, step.sequences, strict=True):
         owned.setdefault(owner, []).append(token)
@@ -241,5 +239,5 @@ def _model(bound: Bound, *, absorbed: bool) -> ModelV4 | ModelV32:
 
 
 def _kept(tensor: Tensor) -> Kept:
-    """The record of a tensor that lies in memory: bytes are not hashed."""
+    """Return the record of a tensor in memory; its bytes are not hashed."""
     return Kept(word_of(tensor.dtype), tuple(tensor.shape), "", "memory")

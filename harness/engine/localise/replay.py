@@ -1,11 +1,8 @@
-"""Same-input replay: every captured call of a component beside its twin's, on the same inputs.
+"""Replay captured calls of a component through its twin, on the same inputs.
 
-Owns what is put together: calls whose rows do not depend on each other are replayed as one, calls
-with sequences and memory one by one. Where a recipe quantises and plain values arrive, the twin
-quantises them itself, as a kernel does that takes them in.
-
-Refuses nothing: what cannot be replayed is said to be undecided, by name and with the reason. Kept
-honest by suites/engine/localise/test_localise.py.
+Calls with independent rows are batched and replayed as one; calls with sequences or memory are
+replayed one by one. Where a recipe quantises and plain values arrive, the twin quantises them
+first, as a fused kernel would. A call that cannot be replayed is UNDECIDED, with the reason.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ _FUSED = "its tensors were captured with another component's, as one module"
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """A twin's components as they are bound, in the order in which they run."""
+    """A twin's bound components, in the order in which they run."""
 
     twin: Bound
     recipe: Recipe
@@ -53,44 +50,44 @@ class Known:
 
     @classmethod
     def of(cls, twin: Bound, recipe: Recipe) -> Known:
-        """Lay out what a twin has bound."""
+        """Collect the components that a twin has bound."""
         plain = {each.name: each for each in components(twin.config)}
         found: dict[str, Component] = {}
         for component in components(twin.config, recipe):
             if component.name in twin.calls:
                 maker = maker_of(component)
-                # A switch may leave the quantisation of one linear out.
+                # A switch may disable the quantisation of one linear; use its plain component then.
                 bound = not maker or maker in twin.calls
                 found[component.name] = component if bound else plain[component.name]
         return cls(twin, recipe, found)
 
     def expected(self, component: Component, inputs: Tensors) -> dict[str, Tensor]:
-        """The twin's outputs."""
+        """Return the twin's outputs."""
         name = component.name
         with torch.inference_mode():
             return dict(self.twin.calls[name](inputs, self.twin.weights_of(name)))
 
     @cached_property
     def plain(self) -> Bound:
-        """The same weights without any quantisation of activations."""
+        """Return a twin with the same weights and without quantised activations."""
         return Bound(self.twin.config, self.twin.numerics, self.twin.weights)
 
     def activation(self, linear: str) -> str | None:
-        """The format of a linear's quantised input; None where values arrive."""
+        """Return the format of a linear's quantised input; None where values arrive."""
         _, facts = self.twin.bound_to(linear)
         names = (facts.activation(name) for name in self.twin.weights_of(linear))
         return next((form for form in names if form is not None), None)
 
 
 def maker_of(component: Component) -> str:
-    """The component that makes the codes; empty where none arrive."""
+    """Return the component that quantises a linear's input; empty where none does."""
     codes = next((each for each in component.inputs if each.name == "codes"), None)
     return codes.sources[0].component if codes else ""
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Calls of one component that are replayed together. `rows` has step and position of a row."""
+    """Calls of one component replayed together; `step_of` and `position_of` are given per row."""
 
     component: Component
     calls: tuple[Call, ...]
@@ -104,7 +101,7 @@ class Batch:
     kept: Tensor | None = None
 
     def part(self, at: int, tensor: Tensor) -> Tensor:
-        """What belongs to one call."""
+        """Return the rows of one call."""
         if len(self.calls) == 1 or not tensor.ndim or tensor.shape[0] != len(self.step_of):
             return tensor
         return tensor[self.spans[at]]
@@ -112,7 +109,7 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """A batch and the twin's outputs on its inputs; or why there are none."""
+    """A batch and the twin's outputs on its inputs, or the reason why there are none."""
 
     batch: Batch
     expected: Tensors = field(default_factory=dict)
@@ -121,18 +118,18 @@ class Replay:
 
     @property
     def quantised_here(self) -> bool:
-        """Whether plain values arrived where the recipe quantises."""
+        """Tell whether plain values arrived where the recipe quantises."""
         return "codes" in self.inputs and "codes" not in self.batch.inputs
 
     def judgeable(self, known: Known) -> Judgeable:
-        """As judging takes it."""
+        """Return the call in the form that judging takes."""
         return Judgeable.of(known.twin, self.batch.component.name, self.inputs, self.expected)
 
 
 def batches(
     run: SeenRun, component: Component, calls: Sequence[Call], steps: Mapping[int, Step]
 ) -> list[Batch]:
-    """Read a component's calls, and put together those that can be."""
+    """Read a component's calls, and batch those that can be."""
     made = [_batch(run, component, call, steps[call.step]) for call in calls]
     if is_ragged(component):
         return made
@@ -171,7 +168,7 @@ def _rows(component: Component, call: Call, inputs: Tensors) -> int:
 
 
 def _likeness(batch: Batch) -> tuple[object, ...]:
-    """Batches that are alike can be put together: names, dtypes, extents, what all rows share."""
+    """Return a key of names, dtypes, shapes and shared values; equal keys can be batched."""
     count, found = len(batch.step_of), list[tuple[object, ...]]()
     for name, each in (*batch.inputs.items(), *batch.outputs.items()):
         if each.ndim and each.shape[0] == count:
@@ -214,7 +211,7 @@ def _merged(group: list[Batch]) -> list[Batch]:
 
 
 def replayed(known: Known, batch: Batch) -> Replay:
-    """Run the twin on what the candidate was given."""
+    """Run the twin on the candidate's inputs."""
     component = batch.component
     if batch.lacking:
         return Replay(batch, undecided=batch.lacking)
@@ -237,7 +234,7 @@ def replayed(known: Known, batch: Batch) -> Replay:
             return Replay(batch, undecided=f"its input {missing[0]} was not captured")
         return Replay(batch, known.expected(component, inputs), inputs=inputs)
     except CANNOT_RUN as error:
-        # What a candidate hands over may have any extents; torch says so in its own words.
+        # A candidate's tensors may have any shape; torch's own message is the reason.
         line = (str(error).splitlines() or [type(error).__name__])[0][:200]
         return Replay(batch, undecided=f"the twin cannot run on its inputs: {line}")
 
@@ -247,12 +244,12 @@ def _is_filtered(call: Call) -> bool:
 
 
 def is_ragged(component: Component) -> bool:
-    """Whether rows depend on each other: sequences of a call, or memory of earlier ones."""
+    """Tell whether rows depend on each other: sequences of a call, or memory of earlier ones."""
     return any(each.name == _RAGGED or each.name.startswith(STATE) for each in component.inputs)
 
 
 def taken(batch: Batch) -> dict[str, Tensor]:
-    """The inputs of a batch that its component takes."""
+    """Return the inputs of a batch that its component takes."""
     return {name: each for name, each in batch.inputs.items() if _takes(batch.component, name)}
 
 
@@ -261,7 +258,7 @@ def _takes(component: Component, name: str) -> bool:
 
 
 def quantised(known: Known, component: Component, inputs: Tensors) -> dict[str, Tensor]:
-    """Inputs of a quantised linear, from plain values."""
+    """Quantise plain values to the inputs of a quantised linear."""
     maker, rest = maker_of(component), {n: each for n, each in inputs.items() if n != "x"}
     if maker == f"{component.name}.act_quant":
         owned = {n: each for n, each in rest.items() if known.twin.takes(maker, n)}
