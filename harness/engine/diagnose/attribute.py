@@ -1,14 +1,12 @@
-"""How much of the final difference each origin explains: the twin runs again, with one fault more.
+"""Measure how much of the final difference each origin explains, by injecting it into the twin.
 
-Owns the injection: the twin goes through the very steps of the run, and where a component was found
-wrong, what it added there (its output less the twin's on the same inputs) is added to the twin's
-own output; on an edge, what arrived less what should have. Choices and codes are put in place. The
-share of a set of origins is the part of the squared difference of the logits that goes when they
-are injected. Origins are taken greedily, so that several faults are told apart: one that explains
-nothing alone may explain the rest beside another, and then both are said to work together.
-
-Refuses nothing: runs that begin in the middle, or whose logits are not finite, have no shares.
-Kept honest by suites/engine/diagnose/test_attribute.py.
+The twin runs the same steps as the run. Where a component was found wrong, its error (its output
+less the twin's on the same inputs) is added to the twin's own output; on an edge, what arrived less
+what should have. Choices and codes are replaced instead. The share of a set of origins is the part
+of the squared difference of the logits that disappears when they are injected. Origins are taken
+greedily, so that several faults are told apart: an origin that explains nothing alone may explain
+the rest together with another, and this is reported. Runs that begin in the middle, or whose logits
+are not finite, have no shares.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ _HEAD = "head"
 
 @dataclass(frozen=True)
 class Shares:
-    """What origins explain of the final difference. Numbers are places in the list of origins.
+    """The part of the final difference that origins explain; numbers index the list of origins.
 
     `difference` is the relative length of the candidate's logits less the twin's.
     """
@@ -54,12 +52,12 @@ class Shares:
     together: tuple[float, ...] = ()  # with each origin of `order` added
 
     def of(self, number: int) -> float | None:
-        """The share of one origin alone."""
+        """Return the share of one origin alone."""
         return self.alone[number] if number < len(self.alone) else None
 
     @property
     def sentence(self) -> str:
-        """The same in words."""
+        """Return the shares in words."""
         if not self.together:
             return "No origin could be injected."
         told = f"{len(self.order)} explain {100 * self.together[-1]:.1f} % of the final difference"
@@ -70,7 +68,7 @@ class Shares:
 
 
 def shares_of(twin: Bound, run: SeenRun, troubles: Sequence[Trouble]) -> Shares | None:
-    """Inject every origin alone, then one after the other; None where the run cannot run again."""
+    """Inject every origin alone, then cumulatively; None where the run cannot be repeated."""
     if not _whole(run) or not any(call.component == _HEAD for call in run.calls):
         return None
     heads = {call.step: run.outputs(call).get("out") for call in by_component(run)[_HEAD]}
@@ -124,7 +122,7 @@ def _greedy(
 
 
 def _whole(run: SeenRun) -> bool:
-    """Whether every sequence begins at position 0, so that the twin can run the same steps."""
+    """Tell whether every sequence begins at position 0, so that the twin can repeat the steps."""
     seen: dict[int, int] = {}
     for step in run.steps:
         for owner, position in zip(step.sequences, step.positions, strict=True):
@@ -139,7 +137,7 @@ def _joined(heads: Mapping[int, Tensor | None], run: SeenRun) -> list[Tensor | N
 
 
 def _distance(made: Sequence[Tensor], wanted: Sequence[Tensor | None]) -> float | None:
-    """Squared length of the difference over the steps that have logits; None if not finite."""
+    """Return the squared difference over the steps with logits; None if not finite."""
     total = 0.0
     for ours, theirs in zip(made, wanted, strict=True):
         if theirs is None:
@@ -153,7 +151,7 @@ def _share(left: float | None, start: float) -> float | None:
 
 
 def _additions(known: Known, run: SeenRun, trouble: Trouble) -> tuple[str, Port, Additions] | None:
-    """What a trouble adds in each step; None where nothing can be injected."""
+    """Return the error to inject in each step; None where nothing can be injected."""
     component = trouble.scene.component
     found: Additions = {}
     wires = Wires(known, run)
@@ -181,7 +179,7 @@ def _additions(known: Known, run: SeenRun, trouble: Trouble) -> tuple[str, Port,
 
 
 def _added(seen: Tensor, right: Tensor | None) -> tuple[Tensor, bool]:
-    """What is added to a value, or put in its place where it is no number or of other extents."""
+    """Return the error to add, or the value to replace with for codes, integers or other shapes."""
     number = seen.is_floating_point() and seen.dtype.itemsize > 1
     if right is None or not number or right.numel() != seen.numel():
         return seen, True
@@ -202,7 +200,7 @@ def _injected(
     try:
         for name, port, additions in (each for each in chosen if each is not None):
             twin.calls[name] = partial(_faulty, twin.calls[name], port, additions, clock)
-        # The first component of a step moves the clock on.
+        # `embed` runs first in each step, so it advances the clock.
         twin.calls["embed"] = partial(ticking, twin.calls["embed"])
         yield
     finally:

@@ -1,9 +1,8 @@
-"""Faults whose damage is another one in every call: races, stale graphs, workspaces.
+"""Diagnose faults whose damage differs from call to call: races, stale graphs, workspaces.
 
-Owns their diagnosis: each call is asked about by itself, with what the same place had in the calls
-before it, and a fault holds if some way of it explains every call that the plain twin does not. It
-is asked where no way explains all calls alike. Refuses nothing. Kept honest by
-suites/engine/diagnose/test_calls.py.
+Each call is diagnosed by itself, together with the tensors of the same component in earlier calls.
+A fault holds if one of its variants explains every call that the plain twin does not. This runs
+only where no variant explains all calls alike.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _NOTHING = Way("nothing", lambda call: call)
 
 @dataclass(frozen=True, eq=False)
 class CallByCall:
-    """A fault that explains every call, by a way of its own in each; the worst of the proofs."""
+    """A fault that explains every call, each by its own variant; the worst of the proofs."""
 
     fault: ModelFault
     way: Way
@@ -41,7 +40,7 @@ class CallByCall:
 def call_by_call(
     scene: Scene, sights: Sequence[Sight], faults: Iterable[ModelFault]
 ) -> Iterator[CallByCall]:
-    """Yield each fault that explains every call in a way of its own."""
+    """Yield each fault that explains every call by a variant of its own."""
     calls = with_earlier(sights)[-MOST_CALLS:]
     spoilt = [each for each in calls if _holds(scene, each, _NOTHING) is None]
     for fault in faults:
@@ -59,7 +58,7 @@ def call_by_call(
 
 
 def with_earlier(sights: Sequence[Sight]) -> list[Sight]:
-    """The calls one by one in the order of their steps, each with those before it."""
+    """Return single calls in the order of their steps, each with those before it."""
     single = [call for each in sights for call in calls_in(each)]
     ordered = sorted(single, key=lambda each: each.step)
     found = []
@@ -79,7 +78,7 @@ def _first(scene: Scene, call: Sight, fault: ModelFault) -> tuple[Way, Proof] | 
 
 
 def _holds(scene: Scene, call: Sight, way: Way) -> Proof | None:
-    """The proof that a way explains a call; None where it does not."""
+    """Return the proof that a variant explains a call; None where it does not."""
     made = make(scene, call, way)
     found = None if made is None else proof(scene, call, made)
     return found if found is not None and found.ratio <= HEADROOM else None

@@ -1,12 +1,13 @@
-"""Say what went wrong in a component, by reproduction; or that no known fault explains it.
+"""Name the fault that explains a component's difference, by reproduction; or none.
 
-Every fault that can sit in the scene proposes ways; each is tried on a sample (few rows, those that
-differ most), and those that leave little of the difference are proved on every row of every call:
-the twin with the way must give what the candidate gave, at no more of its budget than a healthy
-component needs. So a way explains every row that differs and breaks none that agreed. Where none
-does and some calls or sequences are healthy, the same is asked of the others alone; then two ways
-at a time are tried. What explains equally well is ordered by simplicity: numbers that had to be
-fitted count against a way; the others are alternatives. A wrong cause is worse than none.
+Every fault that applies to the scene proposes variants (`Way`). Each is tried on a sample: a few
+rows, those that differ most. Those that leave little of the difference are proved on every row of
+every call: the twin with the variant must return what the candidate returned, within the budget
+fraction of a healthy component. So a variant has to explain every row that differs and break none
+that agreed. If none does, and some calls or sequences are healthy, the others alone are diagnosed;
+after that, pairs of variants are tried. Equal explanations are ranked by simplicity, where fitted
+numbers count against a variant; the rest are listed as alternatives. A wrong cause is worse than
+none.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ _PARTS = ("head", "expert", "column")  # of an output
 class Named:
     """A cause: one fault, or two at once, and the proof that it explains every call.
 
-    `reproduced` and `as_stored` are shares of outputs within budget with the way and without.
+    `reproduced` and `as_stored` are the shares of outputs within budget, with the variant and
+    without.
     """
 
     faults: tuple[ModelFault, ...]
@@ -85,18 +87,18 @@ class Named:
 
     @property
     def fault(self) -> ModelFault:
-        """The fault; the first of two."""
+        """Return the fault; the first of two."""
         return self.faults[0]
 
     @property
     def id(self) -> str:
-        """Its id, or both."""
+        """Return its id, or both ids."""
         return " + ".join(each.id for each in self.faults)
 
 
 @dataclass(frozen=True)
 class Excluded:
-    """A fault that does not explain it, its nearest way, and what that leaves of the difference."""
+    """A rejected fault, its nearest variant, and the share of the difference that remains."""
 
     fault: str
     words: str
@@ -105,7 +107,7 @@ class Excluded:
 
 @dataclass(frozen=True, eq=False)
 class Diagnosed:
-    """What is said of one trouble. Causes are ranked; none means that no known fault is it."""
+    """The diagnosis of one discrepancy; causes are ranked, and none means no known fault."""
 
     named: tuple[Named, ...]
     excluded: tuple[Excluded, ...]
@@ -123,9 +125,10 @@ class _Trial:
 
     @property
     def fitted(self) -> int:
-        """Facts that had to be fitted: numbers, and which rows of a weight, columns of an input.
+        """Return how many facts were fitted: numbers, rows of a weight, columns of an input.
 
-        And which part of an output a number is for: a weight's rows with a known fault are simpler.
+        A number with its own part of an output counts twice: a weight's rows with a known fault are
+        simpler.
         """
         where = self.way.where
         found = sum(isinstance(each, float) for each in where.values())
@@ -136,7 +139,7 @@ class _Trial:
 def diagnose(
     scene: Scene, sights: Sight | Sequence[Sight], faults: Iterable[ModelFault] | None = None
 ) -> Diagnosed:
-    """Diagnose calls of one component that belong together; on an edge, of its consumer."""
+    """Diagnose calls of one component that belong together; on an edge, those of its consumer."""
     apart = [sights] if isinstance(sights, Sight) else list(sights)
     calls = together(scene, apart)
     reach = Reach.EDGE if calls[0].implied else Reach.COMPONENT
@@ -148,7 +151,8 @@ def diagnose(
         return Diagnosed((), (), 0, sentence)
     with torch.inference_mode(), remembering(), keeping_budgets():
         sample = sampled(scene, main)
-        # What differs from call to call is asked about where nothing explains all calls alike.
+        # Faults that differ from call to call are tried only where nothing explains all calls
+        # alike.
         steady = [each for each in sitting if not each.per_call]
         named, trials = _alike_in_all(scene, calls, (main, sample), steady)
         if not named:
@@ -167,9 +171,9 @@ def diagnose(
 
 
 def _has_the_twins_form(sight: Sight) -> bool:
-    """Whether what was seen has rows where the twin's has, and no integers in place of values.
+    """Tell whether the tensors have the twin's rows, and no integers in place of numbers.
 
-    A byte may stand for a narrow float, and rows may be cut into heads or not.
+    A byte may stand for a narrow float, and rows may be split into heads or not.
     """
     expected = untouched(sight)
     pairs = [(each, expected[n]) for n, each in seen_tensors(sight).items() if n in expected]
@@ -183,12 +187,12 @@ def _has_the_twins_form(sight: Sight) -> bool:
 def _alike_in_all(
     scene: Scene, calls: Sequence[Sight], shown: tuple[Sight, Sample], sitting: Sequence[ModelFault]
 ) -> tuple[tuple[Named, ...], list[_Trial]]:
-    """Causes that explain all calls alike, and every trial; `shown` is what is looked at first."""
+    """Return causes that explain all calls alike, and every trial; `shown` is tried first."""
     main, sample = shown
     trials = list(_trials(scene, main, sample, sitting))
     named = _proved(scene, calls, main, trials)
     if not named and not (sample.whole and len(main.rows) < 2):
-        # What counts rows or tiles is itself only in a whole call.
+        # A fault that counts rows or tiles shows its pattern only in a whole call.
         whole = _uncut(scene, main)
         if whole is not None:
             more = [
@@ -203,7 +207,7 @@ def _alike_in_all(
 def _in_a_part(
     scene: Scene, apart: Sequence[Sight], sitting: Sequence[ModelFault]
 ) -> tuple[Named, ...]:
-    """Causes that act in some calls, or on some sequences, while the others are healthy."""
+    """Return causes that act in some calls, or on some sequences, while the others are healthy."""
     for words, part in differing_parts(scene, apart):
         calls = together(scene, part)
         main = most_telling(calls)
@@ -216,7 +220,7 @@ def _in_a_part(
 def _each_by_itself(
     scene: Scene, calls: Sequence[Sight], sitting: Sequence[ModelFault]
 ) -> tuple[Named, ...]:
-    """Causes whose damage is another one in every call."""
+    """Return causes whose damage differs in every call."""
     found = list(call_by_call(scene, calls, sitting))
     ids = [each.fault.id for each in found]
     stored = _as_stored(scene, most_telling(calls)) if found else 0.0
@@ -242,7 +246,7 @@ def _trials(
     *,
     weights: bool = True,
 ) -> Iterator[_Trial]:
-    """Try every way that a fault proposes, on the sample; or all but those of weights."""
+    """Try every variant that the faults propose, on the sample; or all but those of weights."""
     order, uncut = 0, cache(lambda: _uncut(scene, main) or sample)
     for fault in sitting:
         for way in proposed(fault, scene, main):
@@ -254,7 +258,7 @@ def _trials(
 
 
 def _uncut(scene: Scene, main: Sight) -> Sample | None:
-    """The call that shows most, with all its rows; None where that is too much to try."""
+    """Return the call that shows most, with all its rows; None where that is too expensive."""
     call = most_telling(calls_in(main))
     if max((each.numel() for each in call.outputs.values()), default=math.inf) > _WHOLE:
         return None
@@ -262,8 +266,8 @@ def _uncut(scene: Scene, main: Sight) -> Sample | None:
 
 
 def _left(scene: Scene, sample: Sample, way: Way, measure: Measure = distance) -> float:
-    """What a way leaves of the difference; 1 is nothing done."""
-    # Only a fault of weights is the same whichever rows of them are looked at.
+    """Return the share of the difference that a variant leaves; 1 if it changes nothing."""
+    # Only a fault of weights acts the same on any subset of their rows.
     rows = sample.rows if "weights" in way.where else None
     made = make(scene, sample.sight, way, sample.plain, rows)
     before = sample.before(measure)
@@ -275,15 +279,16 @@ def _left(scene: Scene, sample: Sample, way: Way, measure: Measure = distance) -
         return left
     alike = only_roundings(sample.candidate, outputs)
     if left > _ROUNDINGS:
-        # Healthy roundings may be most of a faint difference: who leaves them alone explains it.
+        # Healthy roundings may be most of a faint difference; leaving only these counts as
+        # explaining it.
         return _NOISE if alike and not sample.only_roundings else left
-    # Which of two ways rounds more alike is luck, and says nothing about either.
-    # And a way that has large outputs alone right is not as near as one that has all.
+    # Which of two variants rounds more like the candidate is luck, and no evidence for either. A
+    # variant that gets only the large outputs right is not as near as one that gets all.
     return min(left, _NOISE) if alike else max(left, _BLIND)
 
 
 def _pairs(scene: Scene, sample: Sample, trials: Sequence[_Trial]) -> Iterator[_Trial]:
-    """Put a second way on top of those that alone come nearest, with gains taken out or not."""
+    """Add a second variant to those that alone come nearest, with gains removed or not."""
     effective = [each for each in trials if each.left != 1.0]
     in_shape = {each.order: _left(scene, sample, each.way, shape_distance) for each in effective}
     by_left = sorted(effective, key=lambda each: each.left)[:_PAIRED]
@@ -312,15 +317,15 @@ def _composed(inner: Way, outer: Way) -> Way:
 
 
 def _shows_in_sums_only(scene: Scene, calls: Sequence[Sight]) -> bool:
-    """Whether each number is within its budget: then legal roundings are most of the difference."""
+    """Tell whether every element is within budget, so that legal roundings dominate."""
     return all(_as_stored(scene, each) == 1 for each in calls)
 
 
 def _in_sums(scene: Scene, main: Sight, trials: Sequence[_Trial]) -> list[_Trial]:
-    """The ways that explain most of what is not roundings; those that explain less are not equal.
+    """Return the variants that explain most of the difference beyond roundings.
 
-    What all leave are the candidate's own roundings, so energies are compared that were explained.
-    In the sums of a row's pieces roundings are small: there no way may leave more than elsewhere.
+    All of them leave the candidate's own roundings, so the explained energies are compared. In sums
+    over pieces of a row roundings are small; no variant may leave more there than elsewhere.
     """
     known = [each for each in trials if each.left <= IN_SUMS]
     most = max((1 - each.left**2 for each in known), default=0.0)
@@ -330,7 +335,7 @@ def _in_sums(scene: Scene, main: Sight, trials: Sequence[_Trial]) -> list[_Trial
 
 
 def _left_of_pieces(scene: Scene, main: Sight, way: Way) -> float:
-    """What a way leaves of the gains of all pieces of rows."""
+    """Return the share that a variant leaves of the gains of all pieces of rows."""
     made = make(scene, main, way)
     if made is None:
         return math.inf
@@ -350,7 +355,7 @@ def _left_of_pieces(scene: Scene, main: Sight, way: Way) -> float:
 
 
 def _pieces(x: Tensor) -> Tensor:
-    """Rows cut into pieces [N, P, W] where their width allows."""
+    """Cut rows into pieces [N, P, W] where their width allows."""
     rows = flat(x).double()
     width = rows.shape[1]
     return rows.reshape(len(rows), -1, PIECE if width % PIECE == 0 else max(1, width))
@@ -363,7 +368,7 @@ def _proved(
     trials: Sequence[_Trial],
     leaves: float = EXPLAINS,
 ) -> tuple[Named, ...]:
-    """Prove the ways that leave least, on every row of every call, and rank what holds."""
+    """Prove the variants that leave least on every row of every call, and rank those that hold."""
     near = sorted((each for each in trials if each.left <= leaves), key=_likeliest)
     held: list[tuple[_Trial, Proof]] = []
     for trial in near[:PROVED]:
@@ -403,13 +408,13 @@ def _proved(
 
 
 def _likeliest(trial: _Trial) -> tuple[int, int, int]:
-    """By what is left, in steps in which ways explain alike; then by simplicity."""
+    """Return a key: what is left, in steps of equal explanation; then simplicity."""
     step = math.log(trial.left + _NOISE, EQUALLY)
     return math.floor(step), trial.fitted, trial.order
 
 
 def _on_every_call(scene: Scene, calls: Sequence[Sight], main: Sight, way: Way) -> Proof | None:
-    """The worst proof over all calls; None where one of them is not explained."""
+    """Return the worst proof over all calls; None where one of them is not explained."""
     worst: Proof | None = None
     for sight in (main, *(each for each in calls if each is not main)):
         found = _explained(scene, sight, way)
@@ -424,7 +429,7 @@ def _on_every_call(scene: Scene, calls: Sequence[Sight], main: Sight, way: Way) 
 
 
 def _explained(scene: Scene, sight: Sight, way: Way) -> Proof | None:
-    """The proof that a way explains one sight; None where it does not."""
+    """Return the proof that a variant explains one sight; None where it does not."""
     made = make(scene, sight, way)
     found = None if made is None else proof(scene, sight, made)
     return found if found is not None and found.ratio <= HEADROOM else None

@@ -1,14 +1,10 @@
-"""The smallest case that shows a trouble: a folder with one safetensors file and a short script.
+"""Write the smallest case that shows a discrepancy: a safetensors file and a short script.
 
-Owns the cutting and the file. Of a component whose rows do not depend on each other the fewest rows
-are kept that are still beyond the budget, of a product as little of K as a named fault shows on
-(minimal_sums.py), and of a single matrix the fewest of its own rows; of a component with sequences
-the call that shows most. Weights are stored as the numbers that they decode to, so that the case
-needs no checkpoint. The script judges what was captured and fails while the fault is there; whoever
-mends a kernel puts it in the captured outputs' place.
-
-Refuses files that it did not write. Kept honest by
-suites/engine/diagnose/test_minimal_reproducer.py.
+For a component with independent rows, keep the fewest rows that are still beyond the budget; for a
+product, as little of K as shows the named fault (minimal_sums.py); for a single matrix, the fewest
+of its rows; for a component with sequences, the call that shows most. Weights are stored as decoded
+numbers, so the case needs no checkpoint. The script judges the captured outputs and fails while the
+fault is there; to test a fixed kernel, put its outputs in their place.
 """
 
 from __future__ import annotations
@@ -73,9 +69,9 @@ sys.exit(wrong)
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One component on few inputs: what was captured, and what should have been.
+    """One component on few inputs: the captured tensors and the right ones.
 
-    On an edge `captured` is what arrived and `inputs` what should have.
+    On an edge `captured` is what arrived and `inputs` what should have arrived.
     """
 
     component: str
@@ -88,7 +84,7 @@ class Case:
 
     @property
     def weights(self) -> Mapping[str, Weight]:
-        """The weights by their names within the block, decoded."""
+        """Return the decoded weights by their names within the block."""
         return self.twin.weights_of(self.component)
 
     def judge(self, outputs: Tensors) -> dict[str, Judged]:
@@ -105,7 +101,7 @@ class Case:
         return judge_outputs(call, {name: pair[0] for name, pair in both.items()})
 
     def told(self, outputs: Tensors) -> tuple[list[str], bool]:
-        """The judgement in lines, and whether something is wrong."""
+        """Return the judgement in lines, and whether something differs."""
         judged = self.judge(outputs)
         lines = [self.title]
         for name, each in judged.items():
@@ -114,7 +110,7 @@ class Case:
         return lines, any(each.verdict is Verdict.DIFFERS for each in judged.values())
 
     def write(self, folder: Path) -> Path:
-        """Write the case; give the script."""
+        """Write the case; return the path of the script."""
         usable_folder("reproducer", folder)
         tensors = {f"inputs.{n}": t for n, t in self.inputs.items()}
         tensors |= {f"captured.{n}": t for n, t in self.captured.items()}
@@ -145,7 +141,7 @@ class Case:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read a case that write() made."""
+        """Read a case that write() wrote."""
         path = folder / TENSORS
         try:
             with safe_open(path, "pt") as stored:
@@ -177,9 +173,9 @@ class Case:
 
 
 def shrunk(trouble: Trouble, way: Way | None = None) -> Case | None:
-    """The smallest case of a trouble; None where there is no call that shows it.
+    """Return the smallest case of a discrepancy; None where no call shows it.
 
-    `way` is the named fault that explains it: with one the summed dimension is cut as well.
+    `way` is the named fault that explains it; with one, the summed dimension is cut as well.
     """
     sight, scene = trouble.sight, trouble.scene
     if sight is None:
@@ -209,7 +205,7 @@ def shrunk(trouble: Trouble, way: Way | None = None) -> Case | None:
 
 
 def _fewest_rows(case: Case) -> Case:
-    """The rows that differ most, as few as are still beyond the budget."""
+    """Keep the rows that differ most, as few as are still beyond the budget."""
     with torch.inference_mode():
         made = case.twin.calls[case.component](case.inputs, case.weights)
     if wrong_forms(case.captured, made):
@@ -239,7 +235,7 @@ def _apart(candidate: Tensor, twin: Tensor) -> Tensor:
 
 
 def _fewest_columns(case: Case) -> Case:
-    """Of a single matrix the rows behind the outputs that differ most."""
+    """Keep the rows of a single matrix whose outputs differ most."""
     weights = dict(case.weights)
     out = case.captured.get("out")
     if len(weights) != 1 or out is None or len(case.captured) != 1 or out.ndim != 2:
@@ -270,7 +266,7 @@ def _fewest_columns(case: Case) -> Case:
 def _prefix(config: Config, name: str, recipe: Recipe) -> str:
     found = component_named(config, name, recipe)
     prefix = f"{found.block.prefix}." if found.block else ""
-    # A drafter's embedding and head may be the model's.
+    # A drafter's embedding and head may be the model's, which lie outside its block.
     return prefix if all(each.startswith(prefix) for each in found.weights) else ""
 
 
@@ -289,7 +285,7 @@ def _rows_of(case: Case, rows: Tensor, count: int) -> Case:
 
 
 def _fewest_experts(case: Case) -> Case:
-    """Only the experts that are visited are worth their bytes."""
+    """Keep only the experts that tokens are routed to."""
     experts = case.inputs.get("experts")
     shared = case.twin.numerics.switches.input_scale_shared  # of all experts, visited or not
     if experts is None or ".experts." not in case.component or shared:
@@ -307,14 +303,14 @@ def _fewest_experts(case: Case) -> Case:
 
 
 class _Some(dict[str, Weight]):
-    """Weights of a few experts; asking for another one is asking for nothing."""
+    """The weights of a few experts; any other expert is an empty weight."""
 
     def __missing__(self, name: str) -> Weight:
         return Weight()
 
 
 def _plain(weight: Weight) -> dict[str, Tensor]:
-    """A weight as numbers, exact, in the narrowest dtype that holds them."""
+    """Return a weight as exact numbers in the narrowest dtype that holds them."""
     found: dict[str, Tensor] = {}
     if weight.value is not None:
         found["value"] = weight.value

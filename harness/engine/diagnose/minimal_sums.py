@@ -1,13 +1,12 @@
-"""The shortest sum that shows a named fault: operands of a product cut along K by whole blocks.
+"""Shorten the summed dimension K of a reproducer to the blocks on which a named fault shows.
 
-Owns the choice of blocks: halves, as long as one of them is still beyond the budget. What was
-captured is a sum over all of K, and nobody can say which part of it came from where; but a named
-fault is a way to make it, proved on every row. So it is done to the operands, these are cut, and
-what comes out stands for what was captured. Without a named fault the sum stays whole.
+K is halved as long as one half is still beyond the budget. A captured output is a sum over all of
+K, and its parts cannot be recovered. A named fault, proved on every row, can generate them: it is
+applied to the whole operands, these are cut, and the result stands for the captured output. Without
+a named fault K stays whole.
 
-Cuts where no scale is cut: by the blocks of weight and activation, 16 at least. Refuses nothing:
-what is no product, or is stored in another layout, stays as it is.
-Kept honest by suites/engine/diagnose/test_minimal_sums.py.
+Cuts fall between scale blocks: multiples of the blocks of weight and activation, 16 at least. A
+component that is no product, or weights in another layout, stay as they are.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class _Sum:
 
     @classmethod
     def of(cls, case: Case) -> _Sum | None:
-        """That of a case; None where it is no product of one length."""
+        """Return the summed dimension of a case; None if it is no product of a single length."""
         weights = [each for each in case.weights.values() if _held(each)]
         lengths = {each.shape[1] for each in weights if len(each.shape) == 2}
         if len(lengths) != 1 or any(len(each.shape) != 2 for each in weights):
@@ -68,7 +67,7 @@ class _Sum:
 
 
 def shortest_sum(case: Case, way: Way, prefix: str) -> Case:
-    """The case on as little of K as is still beyond the budget."""
+    """Return the case on the smallest part of K that is still beyond the budget."""
     found = _Sum.of(case)
     if found is None:
         return case
@@ -88,7 +87,7 @@ def shortest_sum(case: Case, way: Way, prefix: str) -> Case:
 
 
 def _beyond(case: Case | None) -> float:
-    """The worst difference of a case in units of budget; 0 where it agrees or cannot be judged."""
+    """Return the worst difference of a case in budgets; 0 if it agrees or cannot be judged."""
     if case is None:
         return 0.0
     judged = case.judge(case.captured).values()
@@ -96,7 +95,7 @@ def _beyond(case: Case | None) -> float:
 
 
 def _cut(case: Case, found: _Sum, way: Way, prefix: str, part: tuple[int, int]) -> Case | None:
-    """The case on K from `part[0]` to `part[1]`; None where it cannot be made there."""
+    """Return the case on K from `part[0]` to `part[1]`; None where it cannot be made."""
     try:
         weights = {prefix + name: _columns(each, part) for name, each in case.weights.items()}
         twin = Bound(case.twin.config, case.twin.numerics, weights, case.recipe)
@@ -114,9 +113,9 @@ def _cut(case: Case, found: _Sum, way: Way, prefix: str, part: tuple[int, int]) 
 
 
 def _made(case: Case, twin: Bound, found: _Sum, way: Way, part: tuple[int, int]) -> Tensors:
-    """What the fault makes on a part of K: it is done to the whole operands, then these are cut.
+    """Return the fault's outputs on a part of K: damage the whole operands, then cut them.
 
-    A way that runs other code than the call that it wraps is asked on the cut operands.
+    A variant that runs other code than the call that it wraps is run on the cut operands.
     """
     asked: list[Tensors] = []
     plain = twin.calls[case.component]
@@ -133,7 +132,7 @@ def _made(case: Case, twin: Bound, found: _Sum, way: Way, part: tuple[int, int])
 
 
 def _inputs(inputs: Tensors, found: _Sum, part: tuple[int, int]) -> dict[str, Tensor]:
-    """Inputs on a part of K; what has no such dimension stays."""
+    """Return inputs on a part of K; keep those without that dimension."""
     (begin, end), made = part, dict(inputs)
     pieces = {"x": 1} if "x" in inputs else {}
     if found.activation is not None and "codes" in inputs:
@@ -149,7 +148,7 @@ def _held(weight: Weight) -> bool:
 
 
 def _columns(weight: Weight, part: tuple[int, int]) -> Weight:
-    """A weight on a part of K, in the codes and scales that it has."""
+    """Return a weight on a part of K, in its own codes and scales."""
     begin, end = part
     if not _held(weight):
         return weight
@@ -170,6 +169,6 @@ def _columns(weight: Weight, part: tuple[int, int]) -> Weight:
 
 
 def _numbers(weight: Weight, part: tuple[int, int]) -> Weight:
-    """What a changed weight stands for, on a part of K."""
+    """Return the decoded values of a changed weight on a part of K."""
     values = weight.values(torch.float64)[:, part[0] : part[1]].contiguous()
     return Weight(value=values, input_scale=weight.input_scale)

@@ -1,12 +1,11 @@
-"""What damaged operands leave of a sum that passes the largest float32 on its way.
+"""Budgets for damaged operands whose sums overflow float32.
 
-A scale of 10^35 leaves partial sums that the twin, in float64, still adds up. Whoever sums in
-float32 has an infinity there, of the side on which its own order went beyond, or NaN where it went
-beyond on both; a scale behind the sum leaves numbers. So where the sum of magnitudes is beyond,
-what is not finite is the order's business and no evidence, and what is finite has a budget that is
-derived from smaller operands, in proportion. Operands that are not finite themselves get none of
-it: what they make has to be the same. Refuses nothing. Kept honest by
-suites/engine/diagnose/test_overflow.py.
+A scale of 10^35 leaves partial sums that the float64 twin still adds up. A float32 sum becomes
+infinite, with the sign on which its own order overflowed first, or NaN if it overflowed on both; a
+scale applied after the sum leaves finite numbers. So where the sum of magnitudes overflows, a value
+that is not finite depends on the order and is no evidence, and a finite value gets a budget derived
+from smaller operands, in proportion. Operands that are not finite themselves get none: their
+results have to be identical.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _PARTS = frozenset({"codes", "block_scale", "tensor_scale"})
 
 
 def beyond_float32(scene: Scene, call: Call, candidate: Mapping[str, Tensor]) -> dict[str, Budget]:
-    """Budgets of outputs of which some sum may pass the largest float32; empty where none may."""
+    """Return budgets of outputs whose sums may exceed float32; empty where none may."""
     extents = {name: each.shape for name, each in candidate.items()}
     if call.role not in SUMS or extents != {n: each.shape for n, each in call.outputs.items()}:
         return {}
@@ -68,7 +67,7 @@ def beyond_float32(scene: Scene, call: Call, candidate: Mapping[str, Tensor]) ->
 
 
 def _magnitudes(_name: str, weight: Weight) -> Weight:
-    """Sizes; infinite where a number alone is beyond, none where it is no finite number."""
+    """Return magnitudes; infinite beyond the largest float32, 0 for NaN and infinity."""
     size = numbers_of(weight).double().abs()
     size = torch.where(size.isfinite(), size.masked_fill(size > _LARGEST, math.inf), 0.0)
     return Weight(value=size, input_scale=weight.input_scale)

@@ -1,15 +1,13 @@
-"""Where a quantised tensor differs from its twin, part by part.
+"""Compare a quantised tensor with its twin, part by part: codes, block scales, tensor scale.
 
-Owns the comparison of codes, block scales and tensor scales, as they are *read* under the labels of
-the suspect: layout, direction and nibble order decide what a byte means. A difference names count,
-first and worst element with both codes and values.
+Codes are read under the labels of the suspect: layout, direction and nibble order decide what a
+byte means. A difference gives the count, and the first and worst element with both codes and
+values.
 
-Budget. Scales must be equal: bytes for bytes, fp32 within 2 ulp. A code may be the neighbour if the
-scaled value lies within MIDPOINT_ULPS float32 ulps of the midpoint between the two: at most four
-roundings lie between a value and its scaled form (1/G, the product with the block scale, the
-reciprocal, the last product), and an approximate reciprocal is good to 1 ulp.
-What keeps it honest: suites/engine/diagnose/test_packing_compare.py plants codes on and off
-midpoints.
+Budget: scales must be equal, byte for byte, float32 ones within 2 ulp. A code may be the neighbour
+if the scaled value lies within MIDPOINT_ULPS float32 ulps of their midpoint: at most four roundings
+lie between a value and its scaled form (1/G, the product with the block scale, the reciprocal, the
+last product), and an approximate reciprocal is good to 1 ulp.
 
 Shape letters: N rows of all leading extents together, K elements, C block scales of a row.
 """
@@ -50,7 +48,7 @@ class PartDifference:
 
     @property
     def where(self) -> str:
-        """The rows in words."""
+        """Return the rows in words."""
         return span(self.rows.nonzero().flatten().tolist(), self.rows.numel())
 
 
@@ -83,7 +81,7 @@ def _excused(
     twin: QuantisedTensor,
     reference: Tensor,
 ) -> Tensor:
-    """Mark codes of equal value, and the other neighbour of a scaled value on the midpoint."""
+    """Mark codes of equal value, and neighbours where the scaled value is at the midpoint."""
     element = twin.format.element
     steps = ulp_distance_array(found, expected, element)
     excused = steps == 0
@@ -101,7 +99,7 @@ def _row_major(values: Tensor) -> Tensor:
 
 
 def _scales(twin: QuantisedTensor) -> Tensor:
-    """Return what each code is multiplied with [N, K]: the values of a tensor of ones."""
+    """Return each code's factor [N, K]: the values of a tensor of ones."""
     one = encode(1.0, twin.format.element)
     ones = torch.full_like(twin.codes, one | one << 4 if twin.format.packed else one)
     return _row_major(dequantise(replace(twin, codes=ones), torch.float64))
@@ -138,7 +136,7 @@ def _matrix_difference(
 
 
 def _values(codes: Tensor, fmt: ElementFormat) -> Tensor:
-    """Return what codes stand for, in float64; scales that are stored as float32 are values."""
+    """Decode codes to float64; scales stored as float32 are values already."""
     if codes.dtype is torch.float32:
         return codes.double()
     table = decode_array(torch.arange(fmt.code_count, dtype=torch.uint8), fmt).double()
@@ -146,7 +144,7 @@ def _values(codes: Tensor, fmt: ElementFormat) -> Tensor:
 
 
 def _pair(at: tuple[int, int], pair: tuple[Tensor, Tensor], fmt: ElementFormat) -> str:
-    """Write one element: code in hex and value, found and expected."""
+    """Format one element: code in hex and value, found and expected."""
     found, expected = (_one(codes[at], fmt) for codes in pair)
     return f"{found}, expected {expected}"
 

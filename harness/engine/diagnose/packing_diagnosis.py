@@ -1,15 +1,13 @@
-"""Judge whether a quantised tensor is what a correct producer writes, and if not, say why.
+"""Diagnose a quantised tensor: check that a correct producer writes it, else name the fault.
 
-Owns `diagnose`: quantise the source weight again as the suspect's labels say (the twin), compare
-part by part, and name a cause for each part that differs, by reproduction: the fault applied to the
-twin must give the suspect's data. A part that no fault reproduces is reported with where it differs
-and what was excluded. Refuses a source of another shape.
+The source weight is quantised again as the suspect's labels say (the twin), and compared part by
+part. A cause is named for each part that differs, by reproduction: the fault applied to the twin
+must return the suspect's data. A part that no fault reproduces is reported with its location and
+the excluded faults.
 
-NAMED_FROM. Producers of one dialect differ from each other in up to 0.56 % of codes (measured:
-exact against approximate reciprocals, several distributions), so a fault that reproduces 99 %
+NAMED_FROM: producers of one dialect differ from each other in up to 0.56 % of codes (measured:
+exact against approximate reciprocals, several distributions). So a fault that reproduces 99 %
 leaves nothing to explain; one that reproduces less is not the cause, or not the only one.
-What keeps it honest: suites/engine/diagnose/test_packing_diagnosis.py: every fault in every
-dialect, healthy tensors over many seeds, unknown damage, and each family left out once.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ NAMED_FROM = 0.99
 
 @dataclass(frozen=True, eq=False)
 class Cause:
-    """A fault that reproduces one part; `alternatives` reproduce it as well as this one does."""
+    """A fault that reproduces one part; `alternatives` reproduce it equally well."""
 
     fault: Fault
     match: Match
@@ -53,7 +51,7 @@ class Cause:
 
 @dataclass(frozen=True, eq=False)
 class Unexplained:
-    """A part that no known fault reproduces; `excluded` tells how near each came, best first."""
+    """A part that no known fault reproduces; `excluded` lists how near each came, best first."""
 
     difference: PartDifference
     excluded: tuple[tuple[str, float], ...]
@@ -61,9 +59,9 @@ class Unexplained:
 
 @dataclass(frozen=True, eq=False)
 class Diagnosis:
-    """What is said about one quantised tensor.
+    """The diagnosis of one quantised tensor.
 
-    `found` is the suspect beside the source, `floor` a correct quantisation beside it.
+    `found` compares the suspect with the source, `floor` a correct quantisation with the source.
     """
 
     verdict: Verdict
@@ -108,9 +106,9 @@ def diagnose(
 
 
 def _twins(reference: Tensor, suspect: QuantisedTensor) -> Iterator[QuantisedTensor]:
-    """Yield correct quantisations: by the values' own amax, then by the scale that is stored.
+    """Yield correct quantisations: by the values' own amax, then by the stored scale.
 
-    A stored scale may well be another one than the amax asks for: fused partners share theirs.
+    A stored scale may legally differ from that of the amax: fused partners share theirs.
     """
     by_values = _labelled(quantise(reference, suspect.format, suspect.dialect), suspect)
     yield by_values
@@ -132,7 +130,7 @@ def _twins(reference: Tensor, suspect: QuantisedTensor) -> Iterator[QuantisedTen
 def _amax_candidates(reference: Tensor, suspect: QuantisedTensor) -> Iterator[Tensor]:
     """Yield amax values from which the dialect makes the stored scale, bit for bit.
 
-    Trap: a decode scale that is stored as 1 / G does not give G back, and G sets the block scales.
+    Trap: a decode scale stored as 1 / G does not give G back, and G sets the block scales.
     """
     fmt, stored = suspect.format, suspect.decode_scale
     largest = 6.0 * 448.0 if fmt.tensor_scale else 1.0
@@ -155,7 +153,7 @@ def _amax_candidates(reference: Tensor, suspect: QuantisedTensor) -> Iterator[Te
 
 
 def _labelled(twin: QuantisedTensor, suspect: QuantisedTensor) -> QuantisedTensor:
-    """Bring the twin into the form that the suspect declares."""
+    """Convert the twin to the form that the suspect declares."""
     twin = twin.with_layout(suspect.layout)
     if suspect.direction is not None:
         twin = twin.with_direction(suspect.direction)
@@ -189,7 +187,7 @@ def _explain(
 def _sentence(
     causes: tuple[Cause, ...], unexplained: tuple[Unexplained, ...], suspect: QuantisedTensor
 ) -> str:
-    """Say it in one sentence."""
+    """Return the diagnosis in one sentence."""
     if not causes and not unexplained:
         return (
             f"Every code and scale is what {suspect.dialect.name} writes for this weight "

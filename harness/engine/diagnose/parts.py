@@ -1,8 +1,8 @@
-"""The part of what was seen in which a fault acts: some calls, or some sequences.
+"""Separate the calls or sequences in which a fault acts from the healthy ones.
 
-A fault may act in one phase, in one call or on one sequence. A way that explains it there changes
-the others as well, so no proof over every call holds. Where a part of the calls is what the healthy
-twin makes, that part needs no explanation, and a cause is looked for in the rest.
+A fault may act in one phase, in one call or on one sequence. A variant that explains it there
+changes the others as well, so no proof over every call holds. Calls or sequences that match the
+healthy twin need no explanation; the cause is searched in the rest.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _MOST = 64  # calls or sequences that are looked at
 
 
 def differing_parts(scene: Scene, sights: Sequence[Sight]) -> Iterator[tuple[str, list[Sight]]]:
-    """Yield what is left without the calls, then without the sequences, that are healthy.
+    """Yield what remains without the healthy calls, then without the healthy sequences.
 
-    With the words for them; nothing where all of them differ.
+    Each comes with a description; nothing is yielded where all of them differ.
     """
     calls = [call for sight in sights for call in calls_in(sight)]
     wrong = _unhealthy(scene, calls)

@@ -1,9 +1,10 @@
-"""What of a sight a diagnosis looks at first: few rows, few columns, those that differ most.
+"""Sample a recorded call for trials: few rows and few columns, those that differ most.
 
-Owns the choice of the call that shows most, the window of rows in it, and columns of each output.
-Rows stay together and begin at a multiple of the window, so that a fault which counts rows or tiles
-stays what it is. Calls with sequences or memory are never cut. A sample only orders trials: what is
-named is proved on every row of every call. Kept honest by suites/engine/diagnose/test_sample.py.
+The call that shows most is chosen, a window of its rows, and columns of each output. A window is
+contiguous and begins at a multiple of its size, so that a fault that counts rows or tiles keeps its
+pattern. Calls with sequences or memory are never cut. A sample only orders trials: a named fault is
+proved on every row of every call.
+
 Shape letters: T tokens, F columns.
 """
 
@@ -45,7 +46,7 @@ _OUTSIDE = frozenset({"offsets", "state"})
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """A sight that is cut to a window, and which columns of its outputs are looked at."""
+    """A sight cut to a window of rows, and the columns of its outputs to compare."""
 
     sight: Sight
     columns: Mapping[str, Tensor]
@@ -55,18 +56,18 @@ class Sample:
 
     @cached_property
     def candidate(self) -> dict[str, Tensor]:
-        """What a trial has to reproduce, in the chosen columns."""
+        """Return the tensors that a trial has to reproduce, in the chosen columns."""
         return self.looked_at(seen_tensors(self.sight))
 
     def before(self, measure: Measure) -> float:
-        """The difference without any fault."""
+        """Return the difference without any fault."""
         if measure not in self._before:
             self._before[measure] = measure(self.candidate, self.looked_at(untouched(self.sight)))
         return self._before[measure]
 
     @cached_property
     def only_roundings(self) -> bool:
-        """Whether there is no more than roundings to explain."""
+        """Tell whether only roundings are left to explain."""
         return only_roundings(self.candidate, self.looked_at(untouched(self.sight)))
 
     @cached_property
@@ -85,10 +86,10 @@ class Sample:
 
 
 def most_telling(sights: Sequence[Sight]) -> Sight:
-    """Return the call whose outputs are farthest from what they should be.
+    """Return the call whose outputs are farthest from the right ones.
 
-    Of faint differences the one with most numbers that is about as far: roundings are a large part
-    of each, and a few rows do not show what they hide.
+    Of faint differences, return the largest call at a similar distance: roundings are a large part
+    of each, and few rows do not show what roundings hide.
     """
     far = [distance(seen_tensors(each), untouched(each)) for each in sights]
     most = max(far)
@@ -99,7 +100,7 @@ def most_telling(sights: Sequence[Sight]) -> Sight:
 
 
 def sampled(scene: Scene, sight: Sight, window: int = WINDOW) -> Sample:
-    """Cut a sight to the window of rows that differs most, where rows stand for themselves."""
+    """Cut a sight to the window of rows that differs most, if its rows are independent."""
     cut = _window(sight, window) if _is_by_row(scene, sight) else sight
     whole = cut is sight
     if "experts" in cut.inputs and scene.role.startswith("ffn.experts.w") and window == WINDOW:
@@ -115,7 +116,7 @@ def sampled(scene: Scene, sight: Sight, window: int = WINDOW) -> Sample:
 
 
 def _is_by_row(scene: Scene, sight: Sight) -> bool:
-    """Whether every tensor that has a row of a token has it first, and no row needs another."""
+    """Tell whether rows are independent and lead every tensor that has one for each token."""
     if sight.implied or any(each.via in _OUTSIDE for each in scene.component.inputs):
         return False
     counts = {each.shape[0] for each in _all(sight) if each.ndim}
@@ -142,7 +143,7 @@ def _window(sight: Sight, size: int) -> Sight:
 
 
 def _few_experts(sight: Sight) -> Sight:
-    """Leave slots only to the experts that differ most, and to one that differs least."""
+    """Keep the slots of the experts that differ most, and of one that differs least."""
     experts = sight.inputs["experts"]
     if "out" not in sight.outputs or sight.outputs["out"].shape != sight.expected["out"].shape:
         return sight
@@ -163,7 +164,7 @@ def _few_experts(sight: Sight) -> Sight:
 
 
 def together(scene: Scene, sights: Sequence[Sight]) -> list[Sight]:
-    """Put calls below each other whose rows stand for themselves, so that one shows all experts."""
+    """Concatenate calls with independent rows, so that one sight shows all experts."""
     first = sights[0]
     if len(sights) == 1 or not all(_is_by_row(scene, each) for each in sights):
         return list(sights)
@@ -188,7 +189,7 @@ def together(scene: Scene, sights: Sequence[Sight]) -> list[Sight]:
 
 
 def _likeness(sight: Sight) -> list[tuple[object, ...]]:
-    """Names, dtypes and extents; numbers that all rows share have to be the same."""
+    """Return names, dtypes and extents; scalars that all rows share have to be equal."""
     sides = (sight.inputs, sight.outputs, sight.expected)
     return [
         (name, each.dtype, *(each.shape[1:] if each.ndim else (float(each),)))
@@ -202,7 +203,7 @@ def _height(sight: Sight) -> int:
 
 
 def calls_in(sight: Sight) -> list[Sight]:
-    """The calls of a sight one by one, where several stand below each other."""
+    """Split a sight into its calls, where several are concatenated."""
     if len(sight.rows) < 2:
         return [sight]
     begins = [sum(sight.rows[:at]) for at in range(len(sight.rows))]
@@ -213,7 +214,7 @@ def calls_in(sight: Sight) -> list[Sight]:
 
 
 def sequences_in(scene: Scene, sight: Sight) -> list[Sight]:
-    """The sequences of one call, each as a call of its own; the call where they stay together."""
+    """Split one call by sequences; return it whole where they cannot be separated."""
     if _is_by_row(scene, sight):
         return _by_owner(sight)
     if sight.implied or "token_offsets" not in sight.inputs:
@@ -231,7 +232,7 @@ def _by_owner(sight: Sight) -> list[Sight]:
 
 
 def alone(scene: Scene, sight: Sight) -> Iterator[Sight]:
-    """Every sequence of a call whose tokens meet; nothing where they cannot be told apart."""
+    """Yield every sequence of a call whose tokens interact; nothing where they are ambiguous."""
     lines = lines_of(scene.component, scene.bound.config, sight.inputs)
     if lines is None:
         return
@@ -249,7 +250,7 @@ def _sides(sight: Sight) -> tuple[Tensors, Tensors, Tensors]:
 
 
 def rows_of(sight: Sight, rows: slice) -> Sight:
-    """Some rows of a sight whose rows stand for themselves."""
+    """Return some rows of a sight with independent rows."""
 
     def part(side: Tensors) -> dict[str, Tensor]:
         return {name: each[rows] if each.ndim else each for name, each in side.items()}
@@ -260,13 +261,13 @@ def rows_of(sight: Sight, rows: slice) -> Sight:
 
 
 def _apart(c: Tensor, e: Tensor | None) -> Tensor:
-    """A number from 0 to 1 an element: how far apart, in units of both sizes."""
+    """Return a distance from 0 to 1 for each element, relative to both magnitudes."""
     if e is None or e.shape != c.shape:
         return torch.ones(c.shape)
     if not c.dtype.is_floating_point or c.dtype.itemsize == 1:
         return (c != e).float()
-    # Where terms cancel, roundings are all that is left: they would outweigh a faint fault. Not
-    # where nothing else differs: then they are all that there is to look at.
+    # Where terms cancel only roundings are left, which would outweigh a faint fault; so ignore
+    # these elements, unless nothing else differs.
     beside = (c == e) | cancelled(c, e)
     alike = c == e if bool(beside.all()) else beside
     c, e = c.float(), e.float()

@@ -1,9 +1,8 @@
-"""One trial of a diagnosis: what a way makes of a captured call, and how near that is.
+"""Try one fault variant on a captured call, and measure how near its outputs are.
 
-Owns two measures. `distance` is cheap, a form without unit: trials are ordered by what is left of
-it. `proof` judges the outputs of the twin with the way by the budget that is derived for *it*,
-hence from its damaged operands. A way that cannot be made here explains nothing, and says so.
-Kept honest by suites/engine/diagnose/test_trial.py.
+`distance` is a cheap measure without unit; trials are ordered by how much of it remains. `proof`
+judges the candidate against the twin with the variant, by a budget derived for that damaged twin,
+from its damaged operands. A variant that cannot run on this call explains nothing.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ _TINY = 1e-30
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """What comes out of a way, and the operands that its innermost call saw."""
+    """The outputs of a variant, and the operands that its innermost call received."""
 
     outputs: Tensors
     inputs: Tensors
@@ -65,7 +64,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Proof:
-    """How well a way explains one sight, in units of budget; shares count elements."""
+    """How well a variant explains one sight, in units of budget; shares count elements."""
 
     ratio: float
     within: float
@@ -80,10 +79,10 @@ def make(
     plain: Tensors | None = None,
     rows: Tensor | None = None,
 ) -> Made | None:
-    """Run the twin with a way on the inputs of a sight; None where the way cannot be made.
+    """Run the twin with a variant on a sight's inputs; None where the variant cannot run.
 
-    `plain` are the same inputs with codes decoded, for ways that leave inputs alone; `rows` are
-    those of the one matrix whose outputs are looked at.
+    `plain` holds the same inputs with codes decoded, for variants that leave inputs alone. `rows`
+    selects rows of the single matrix whose outputs are compared.
     """
     seen: dict[str, Tensors] = {"inputs": {}, "outputs": {}}
     operands: list[Mapping[str, Weight]] = [scene.weights]
@@ -115,16 +114,17 @@ def make(
 
 
 def _left_open(way: Way, made: Tensor, seen: Tensor) -> Tensor:
-    """Return what a way makes, with what was seen where the way leaves elements open."""
+    """Return a variant's output, with the recorded values where it leaves elements undefined."""
     if way.unknown is None or made.shape != seen.shape:
         return made
     return torch.where(way.unknown(made), seen, made)
 
 
 def proposed(fault: ModelFault, scene: Scene, sight: Sight) -> Iterator[Way]:
-    """Ways that a fault proposes; one that cannot look at such outputs has no more.
+    """Yield a fault's variants; stop at a failure on outputs that it cannot handle.
 
-    That is where extents are others, or values are not finite, from which no number can be fitted.
+    These are outputs of other extents, or with values that are not finite, from which no number can
+    be fitted.
     """
     try:
         yield from fault.signature(scene, sight)
@@ -143,7 +143,7 @@ def _extents(tensors: Tensors) -> dict[str, torch.Size]:
 
 
 def decoded_once(scene: Scene, sight: Sight) -> Tensors | None:
-    """Inputs with numbers in place of codes, so that trials need not decode them again."""
+    """Return inputs with codes decoded, so that trials need not decode them again."""
     if "codes" not in sight.inputs or sight.implied:
         return None
     form = Call.of(scene.bound, scene.name, sight.inputs, sight.expected).activation
@@ -156,7 +156,7 @@ def decoded_once(scene: Scene, sight: Sight) -> Tensors | None:
 
 
 def _stretch(inner: Tensor | None, final: Tensor) -> float:
-    """How much longer an output became behind the call; at least 1."""
+    """Return how much longer an output became after the inner call; at least 1."""
     if inner is None or inner is final or not final.dtype.is_floating_point:
         return 1.0
     before, after = (float(each.double().nan_to_num(0, 0, 0).norm()) for each in (inner, final))
@@ -164,24 +164,24 @@ def _stretch(inner: Tensor | None, final: Tensor) -> float:
 
 
 def seen_tensors(sight: Sight) -> Tensors:
-    """What a trial has to reproduce: outputs, or on an edge the inputs that were implied."""
+    """Return what a trial has to reproduce: outputs, or on an edge the wrong inputs."""
     if sight.implied:
         return {name: sight.inputs[name] for name in sight.implied if name in sight.inputs}
     return sight.outputs
 
 
 def untouched(sight: Sight) -> Tensors:
-    """What there would be without a fault."""
+    """Return what the tensors would be without a fault."""
     return sight.implied or sight.expected
 
 
 def distance(candidate: Tensors, made: Tensors) -> float:
-    """How far apart two sets of outputs are: 0 the same, about 1 an output nothing alike."""
+    """Return the distance of two sets of outputs: 0 if equal, about 1 per unrelated output."""
     return sum(_apart(*_in_order(each, made.get(name))) for name, each in candidate.items())
 
 
 def _in_order(c: Tensor, m: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """What tokens choose, in one order: backends tell it by score, or by number."""
+    """Sort the choices of tokens: backends order them by score or by number."""
     if m is None or c.dtype not in (torch.int32, torch.int64) or c.ndim != 2 or m.ndim != 2:
         return c, m
     return c.sort(dim=-1).values, m.sort(dim=-1).values
@@ -203,7 +203,7 @@ def _apart(c: Tensor, m: Tensor | None) -> float:
 
 
 def only_roundings(candidate: Tensors, made: Tensors) -> bool:
-    """Whether nothing but roundings of sums in another order is between two sets of outputs."""
+    """Tell whether two sets of outputs differ by roundings of reordered sums alone."""
     return all(_rounds_alike(*_in_order(each, made.get(n))) for n, each in candidate.items())
 
 
@@ -217,7 +217,7 @@ def _rounds_alike(c: Tensor, m: Tensor | None) -> bool:
 
 
 def shape_distance(candidate: Tensors, made: Tensors) -> float:
-    """The same with a gain of its own for every row, or for every column, taken out."""
+    """Return the distance after removing a gain for each row, or for each column."""
     return sum(_apart_in_shape(each, made.get(name)) for name, each in candidate.items())
 
 
@@ -241,7 +241,7 @@ def _is_wide(tensor: Tensor) -> bool:
 
 
 def proof(scene: Scene, sight: Sight, made: Made) -> Proof:
-    """Judge what a way made against the candidate."""
+    """Judge a variant's outputs against the candidate."""
     candidate = seen_tensors(sight)
     if sight.implied:
         return _edge_proof(candidate, made.outputs)
@@ -263,10 +263,10 @@ def proof(scene: Scene, sight: Sight, made: Made) -> Proof:
 
 
 def _unlike_ratio(c: Tensor, m: Tensor, sight: Sight, name: str) -> float:
-    """Roundings of what a component stores on its way, counted.
+    """Judge roundings of intermediate stored values by counting them.
 
-    Its budget knows which of them may go either way for the healthy numbers, and a way has others
-    there: few may, by a spacing or two, and far fewer than what is to be explained.
+    The budget knows which of them may fall either way for the healthy numbers; a variant has other
+    ones. So few may differ, by a spacing or two, and far fewer than the elements to explain.
     """
     expected = sight.expected.get(name)
     if expected is None or c.shape != m.shape or c.shape != expected.shape:
@@ -284,7 +284,7 @@ def _unlike(c: Tensor, m: Tensor) -> Tensor:
 
 
 def _ratios(call: Call, candidate: Tensors) -> dict[str, tuple[float, str]]:
-    """The worst of every output in units of budget; what has no budget must be the very same."""
+    """Return each output's worst ratio in budgets; an output without a budget must be equal."""
     if "codes" in call.outputs:
         return {name: _coded_ratio(candidate.get(name), m) for name, m in call.outputs.items()}
     try:
@@ -308,9 +308,9 @@ def _ratios(call: Call, candidate: Tensors) -> dict[str, tuple[float, str]]:
 
 
 def _weights_ratio(call: Call, candidate: Tensors) -> tuple[float, str] | None:
-    """Weights of one choice beside those that a way made, whose errors are as large a part.
+    """Judge routing weights of one choice relative to the variant's own weights.
 
-    Elsewhere a router is judged by its scores alone, which know nothing of the way.
+    Elsewhere a router is judged by its scores alone, which do not reflect the variant.
     """
     made, sides = call.outputs.get("weights"), (call.outputs, candidate)
     experts, own = (side.get("experts") for side in sides)
@@ -325,10 +325,10 @@ def _weights_ratio(call: Call, candidate: Tensors) -> tuple[float, str] | None:
 
 
 def _coded_ratio(c: Tensor | None, m: Tensor) -> tuple[float, str]:
-    """Codes and scales beside those of a damaged producer: both may round a quotient otherwise.
+    """Judge codes and scales of a damaged producer, which may round quotients differently.
 
-    A healthy producer is judged by the cells of its quotients; what a damaged one quantises is not
-    known here, but that its neighbour of the same dialect has nearly all codes alike.
+    A healthy producer is judged by the cells of its quotients. What a damaged one quantises is
+    unknown here; but another producer of the same dialect has nearly all codes equal.
     """
     if c is None or c.shape != m.shape:
         return math.inf, "another shape"
@@ -340,7 +340,7 @@ def _coded_ratio(c: Tensor | None, m: Tensor) -> tuple[float, str]:
 
 
 def _finite_ratios(call: Call, candidate: Tensors) -> dict[str, tuple[float, str]]:
-    """The same where damaged operands are not finite: a bound is needed only for what is."""
+    """Judge outputs of operands that are not finite; only finite elements need a bound."""
     found = {}
     for name, budget in budgets_of(call).items():
         twin = call.outputs[name]
@@ -361,7 +361,7 @@ def _call(scene: Scene, made: Made) -> Call:
 def shares(
     call: Call, candidate: Tensors, made: Made, beyond: Mapping[str, Budget] | None = None
 ) -> tuple[float, float]:
-    """Shares of elements within budget, and of equal ones, over all outputs together."""
+    """Return the shares of elements within budget, and of equal ones, over all outputs."""
     try:
         budgets = beyond or budgets_of(call)
     except DegarbleError:
@@ -391,7 +391,7 @@ def shares(
 
 
 def _within_spacings(c: Tensor, m: Tensor) -> Tensor:
-    """Where two numbers are a rounding or two of their format apart; codes have to be equal."""
+    """Tell where two numbers are a rounding or two of their format apart; codes must be equal."""
     if not c.dtype.is_floating_point or c.dtype.itemsize == 1:
         return c == m
     c, m, step = c.double(), m.double(), torch.finfo(c.dtype).eps * _SPACINGS
@@ -399,7 +399,7 @@ def _within_spacings(c: Tensor, m: Tensor) -> Tensor:
 
 
 def _edge_proof(received: Tensors, passed: Tensors) -> Proof:
-    """What arrives is the producers' own, or computed from it: a spacing or two apart."""
+    """Judge what arrived: the producers' output, or computed from it within a spacing or two."""
     within = same = total = 0
     for name, c in received.items():
         m = passed.get(name)

@@ -122,7 +122,7 @@ class InMemoryRun:
         *,
         absorbed: bool = True,
     ) -> Self:
-        """Run prompts in one batch and decode greedily; the first new token comes from the prompt."""
+        """Run prompts in one batch, then decode greedily; the prefill gives the first new token."""
         run, model = cls(), _model(bound, absorbed=absorbed)
         sequences = [Sequence() for _ in prompts]
         tokens = [torch.tensor(list(ids), dtype=torch.int64) for ids in prompts]
