@@ -1,8 +1,8 @@
-"""One component of a known architecture judged alone: by its role or full name, with a config.
+"""Judge one component of a known architecture alone, by its role or full name and a config.
 
-The component is bound under the config and the recipe with the weights that were given, run on the
-inputs that the kernel was given, and judged as a replay judges. A role without a layer takes the
-first layer that has it. Causes come from the faults of running models.
+The component is bound under config and recipe with the given weights, run on the inputs that the
+kernel received, and judged as in a replay. A role without a layer number means the first layer that
+has it. Causes come from the faults of running models.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def judge_component(
     output: Any,
     model: tuple[Config, Recipe | str | None, Mapping[str, Any]],
 ) -> JudgedKernel:
-    """Judge what a kernel put out in place of a component."""
+    """Judge a kernel's outputs in place of a component."""
     config, recipe, conventions = model
     if recipe is None or isinstance(recipe, str):
         recipe = recipe_named(recipe or "bf16", config)
@@ -88,7 +88,7 @@ def judge_component(
 def _replayed(
     bound: Bound, component: Component, inputs: Mapping[str, Tensor], forms: Forms
 ) -> Call:
-    """Run the twin; extents that it cannot take are refused beside those that are declared."""
+    """Run the twin; raise for shapes that it cannot take, and list the declared ones."""
     try:
         with torch.inference_mode():
             return Call.of(bound, component.name, dict(inputs))
@@ -121,7 +121,7 @@ def _verdict(judged: Mapping[str, Judged]) -> Verdict:
 def _elements(
     judged: Mapping[str, Judged], outputs: Mapping[str, Tensor], call: Call
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Elements and census of the outputs of numbers that differ."""
+    """Return worst elements and census of the numeric outputs that differ."""
     from degarble.harness.engine.budget.roles import budgets_of  # noqa: PLC0415  only on failure
 
     elements, census = {}, {}
@@ -152,7 +152,7 @@ def _component(name: str, config: Config, recipe: Recipe) -> Component:
 
 
 def _weights(component: Component, given: Any) -> dict[str, Weight]:
-    """Weights by full name; one alone may come without a name, and names may be local ones."""
+    """Return weights by full name; a single one may come unnamed, and names may be local."""
     wanted = component.weights or component.input_scales
     if isinstance(given, (torch.Tensor, QuantisedTensor, Weight)):
         given = {next(iter(wanted), "weight"): given}

@@ -1,13 +1,13 @@
-"""Ways in which a matrix product goes wrong that have a number or a place, read off the candidate.
+"""Fit candidate causes of a wrong matrix product: gains, moved tiles, missing K, wrong codes.
 
-Owns the fits: a factor on a box of rows and columns, and its name among the operands' scales; runs
-of K that are missing or counted twice, by regression on the blocks of K; element codes that are
-read as other values, by regression on the codes; boxes that hold one constant, or what belongs to
-another box. A fit only proposes: whether it explains is decided by reproduction, as for all ways.
+* A factor on a box of rows and columns, named after the operands' scales where one matches.
+* Blocks of K that are missing or counted twice, by regression on the blocks of K.
+* Element codes read as other values, by regression on the codes.
+* Boxes that hold one constant, or the content of another box.
 
-Refuses nothing: what cannot be fitted yields nothing. Kept honest by
-suites/engine/diagnose/judge/test_variants.py. Shape letters: M rows, K summed, N outputs, B blocks
-of K.
+A fit only proposes; reproduction decides whether it explains the output.
+
+Shape letters: M rows, K summed, N outputs, B blocks of K.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _GRIDS = ((128, 128), (128, 256), (256, 128), (64, 128), (128, 64), (64, 64), (3
 
 
 def fits_of(wrong: Wrong) -> Iterator[Explanation]:
-    """What the candidate itself proposes."""
+    """Yield the explanations fitted to the candidate."""
     yield from _constant(wrong)
     if not wrong.finite:
         return
@@ -55,7 +55,7 @@ def fits_of(wrong: Wrong) -> Iterator[Explanation]:
 
 
 def _place(part: Part, shape: tuple[int, ...]) -> str:
-    """Name a box: rows, columns, or both; nothing where it is everything."""
+    """Describe a box: rows, columns, or both; "the whole output" if it is everything."""
     found = [
         f"{word} {span(index.tolist(), total)}"
         for word, index, total in zip(("rows", "columns"), part, shape, strict=True)
@@ -65,7 +65,7 @@ def _place(part: Part, shape: tuple[int, ...]) -> str:
 
 
 def _made(wrong: Wrong, change: Tensor, box: Part, part: Part | None) -> Made:
-    """The twin with a box exchanged; `change` holds the box in the output's dtype."""
+    """Return the twin with a box replaced; `change` holds the box in the output's dtype."""
     output = wrong.twin.clone()
     output[box.rows[:, None], box.columns[None, :]] = change.to(output.dtype)
     if part is None:
@@ -75,7 +75,7 @@ def _made(wrong: Wrong, change: Tensor, box: Part, part: Part | None) -> Made:
 
 
 def _constant(wrong: Wrong) -> Iterator[Explanation]:
-    """A box that holds one value and nothing else."""
+    """Yield a box that holds a single value."""
     for box in (*_boxes(wrong), wrong.box):
         held = box.of(wrong.candidate)
         if held.numel() < _FEW or not bool(wrong.beyond.any()):
@@ -97,7 +97,7 @@ def _constant(wrong: Wrong) -> Iterator[Explanation]:
 
 
 def _gains(wrong: Wrong) -> Iterator[Explanation]:
-    """One factor on a box, by least squares; by name first, then as a number."""
+    """Yield one factor on a box, by least squares: under known names first, then as a number."""
     if wrong.product.bias is not None:
         return
     shape = tuple(wrong.twin.shape)
@@ -122,14 +122,14 @@ def _gains(wrong: Wrong) -> Iterator[Explanation]:
 
 
 def _fault_of_part(by_columns: bool, by_rows: bool, gain: float) -> str:
-    """A scale is positive and one for all rows; any other factor on a part is a tile's."""
+    """Return the fault id: a scale is positive and covers all rows; other factors are a tile's."""
     if by_columns and (by_rows or gain < 0):
         return "M43.one_tile"
     return "M03.one_scale" if by_columns else "M43.whole"
 
 
 def _named(product: Product, gain: float) -> Iterator[tuple[float, str, str | None]]:
-    """Names of a factor: powers of two, and what wrong use of a tensor scale gives."""
+    """Yield names of a factor: wrong use of a tensor scale, or a power of two."""
     names: list[tuple[float, str, str | None]] = []
     for side in ("x", "w"):
         factor = getattr(product, side).factor
@@ -150,7 +150,7 @@ def _named(product: Product, gain: float) -> Iterator[tuple[float, str, str | No
 
 
 def _moved(wrong: Wrong) -> Iterator[Explanation]:
-    """A box that holds what belongs to another box: a stale tile, a row written twice."""
+    """Yield a box that holds another box's content: a stale tile, a row written twice."""
     rows, columns = wrong.twin.shape
     (r0, r1), (c0, c1) = ((int(i.min()), int(i.max()) + 1) for i in wrong.box)
     most_of_it = (r1 - r0) * 2 > rows and (c1 - c0) * 2 > columns
@@ -183,7 +183,7 @@ def _moved(wrong: Wrong) -> Iterator[Explanation]:
 def _other_box(
     wrong: Wrong, high: tuple[int, int], wide: tuple[int, int]
 ) -> tuple[int, int] | None:
-    """Find the box of the twin, on the grid of this one, that is nearest to what stands there."""
+    """Return the twin's box, on the same grid, nearest to the candidate's content."""
     rows, columns = wrong.twin.shape
     height, width = high[1] - high[0], wide[1] - wide[0]
     held = wrong.candidate[high[0] : high[1], wide[0] : wide[1]].float()
@@ -198,7 +198,7 @@ def _other_box(
 
 
 def _blocks_of_k(wrong: Wrong) -> Iterator[Explanation]:
-    """Blocks of K that are not in the sum, or stand there twice, for the rows and columns hit."""
+    """Yield blocks of K that are missing from the sum, or counted twice."""
     x, w = wrong.product.x_used.values, wrong.product.w_used.values
     length = x.shape[1]
     if length % _BLOCK:
@@ -236,7 +236,7 @@ def _blocks_of_k(wrong: Wrong) -> Iterator[Explanation]:
 
 
 def _boxes(wrong: Wrong) -> Iterator[Part]:
-    """The box that was hit, and its rows and columns as a whole: a mild fault leaves gaps."""
+    """Yield the box, then its full columns and full rows: a mild fault leaves gaps."""
     rows, columns = (torch.arange(extent) for extent in wrong.twin.shape)
     hit, (tall, wide) = wrong.box, wrong.is_whole
     own = Part(rows if tall else hit.rows, columns if wide else hit.columns)
@@ -247,7 +247,7 @@ def _boxes(wrong: Wrong) -> Iterator[Part]:
 
 
 def _equations(wrong: Wrong, unknowns: int) -> Part:
-    """Enough elements for a regression: out of the box, or of the rows or columns that it hits."""
+    """Return enough elements for a regression, from the box or the rows or columns it covers."""
     wanted = _EQUATIONS * unknowns
     boxes = [wrong.box, *_boxes(wrong)]
     rows, columns = next((b for b in boxes if len(b.rows) * len(b.columns) >= wanted), boxes[0])
@@ -261,7 +261,7 @@ def _spread(index: Tensor, count: int) -> Tensor:
 
 
 def _recoded(wrong: Wrong, name: str) -> Iterator[Explanation]:
-    """Element codes that are read as other values."""
+    """Yield element codes that are read as other values."""
     operand: Operand = getattr(wrong.product, name)
     tensor = operand.quantised
     if tensor is None or tensor.format.element != E2M1 or len(tensor.shape) != 2:

@@ -1,10 +1,8 @@
-"""One matrix product judged: against exact arithmetic on the same operands, then its cause.
+"""Judge one matrix product against exact arithmetic on the same operands, and name its cause.
 
-Owns the judgement of a product, from both sides: beyond the budget of its twin, and nearer to the
-product of unquantised operands than the twin is, which is a silent fallback. A cause is named when
-its reproduction is within its own budget everywhere: first on a few rows and columns, which refutes
-nearly all, then on the whole. Refuses, by name, outputs of another shape or kind.
-Kept honest by suites/engine/diagnose/judge/test_judge.py and test_variants.py.
+The judgement is two-sided: beyond the budget of its twin, or nearer to the product of unquantised
+operands than the twin, which is a silent fallback. A cause is named when its reproduction is within
+its own budget everywhere; a few rows and columns are tried first, since they reject nearly all.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ OUT = "out"
 def judge_product(
     name: str, product: Product, output: Any, reference: Any = None, *, explain: bool = True
 ) -> JudgedKernel:
-    """Judge what a kernel made of a product; `reference` as in harness.api.judge."""
+    """Judge a kernel's output of a product; `reference` as in harness.api.judge."""
     operands, target = _reference(reference, product)
     candidate = require_output(OUT, output, product.shape)
     if candidate.dtype is not product.dtype:
@@ -85,7 +83,7 @@ def judge_product(
 
 
 def followed_by(product: Product, rows: Tensor, found: Judgement) -> DecodedOperands | None:
-    """The convention of decoded operands that a product follows that differs; None for neither.
+    """Return the convention of decoded operands that a differing product follows, or None.
 
     It has to be clearly nearer as well: a wider budget explains nothing.
     """
@@ -104,10 +102,10 @@ def followed_by(product: Product, rows: Tensor, found: Judgement) -> DecodedOper
 
 
 def agrees_at_once(name: str, product: Product, output: Tensor) -> JudgedKernel | None:
-    """Agree with a candidate that is, bit for bit, this machine's own float32 product.
+    """Return agreement if the candidate equals this machine's own float32 product bit for bit.
 
-    A product in float32 is correct in any order of its sum, so nothing is left to judge; None
-    where it is another one, which says nothing.
+    A float32 product is correct in any order of its sum, so nothing is left to judge. None
+    otherwise, which proves nothing.
     """
     rows = output.reshape(-1, output.shape[-1])
     plain = product.plain()
@@ -121,7 +119,7 @@ def agrees_at_once(name: str, product: Product, output: Tensor) -> JudgedKernel 
 def explanations(
     wrong: Wrong, reference: Mapping[str, Tensor]
 ) -> tuple[tuple[Named, ...], tuple[str, ...]]:
-    """Name what reproduces a candidate: causes, the likeliest first; and all that was asked."""
+    """Return the causes that reproduce a candidate, the likeliest first, and all faults tried."""
     tried, found = [], []
     for each in (*fits_of(wrong), *ways_of(wrong, reference)):
         tried.append(each.fault)
@@ -139,7 +137,7 @@ def explanations(
 
 
 def _survives(wrong: Wrong, explanation: Explanation) -> bool:
-    """Whether an explanation holds on a few rows and columns."""
+    """Tell whether an explanation holds on a few rows and columns."""
     part = wrong.sample
     made = explanation.make(part)
     if torch.equal(made.output, part.of(wrong.twin)) and bool(part.of(wrong.beyond).any()):
@@ -154,7 +152,7 @@ def _named(explanation: Explanation, judgement: Judgement) -> Named:
 
 
 def require_output(name: str, output: Any, shape: tuple[int, ...]) -> Tensor:
-    """Refuse what is no output of this shape."""
+    """Return the output on the CPU; raise if it is no output of this shape."""
     if not isinstance(output, torch.Tensor):
         raise InvalidArgument(
             name, type(output).__name__, "the tensor that the kernel returned", "Pass its output."
@@ -173,7 +171,7 @@ def require_output(name: str, output: Any, shape: tuple[int, ...]) -> Tensor:
 
 
 def _reference(given: Any, product: Product) -> tuple[dict[str, Operand], Tensor | None]:
-    """Unquantised operands by name, or the output that they give."""
+    """Return unquantised operands by name, or their output."""
     if given is None:
         return {}, None
     if isinstance(given, torch.Tensor):

@@ -1,12 +1,9 @@
-"""`judge`: one kernel call, without a checkpoint, against exact arithmetic on the same operands.
+"""`judge`: compare one kernel call with exact arithmetic on the same operands; no checkpoint.
 
-Owns what a component may be called: a bare operation ("gemm", "rmsnorm", "swiglu",
-"quantise_nvfp4"), a role or a full name of an architecture whose config is given, or a callable
-that is the definition itself. The answer is two-sided: beyond the budget of the twin, and nearer to
-the unquantised reference than the twin can be. What differs is explained by reproduction.
-
-Refuses unknown names, operands that do not fit or are not finite, outputs of another kind.
-Kept honest by suites/engine/diagnose/judge/test_judge.py.
+A component is a bare operation ("gemm", "rmsnorm", "swiglu", "quantise_nvfp4"), a role or full name
+of an architecture whose config is given, or a callable that is the definition itself. The answer is
+two-sided: beyond the budget of the twin, or nearer to the unquantised reference than the twin can
+be. A difference is explained by reproduction.
 """
 
 from __future__ import annotations
@@ -52,11 +49,11 @@ OPERATIONS = ("gemm", "rmsnorm", "swiglu", "quantise_nvfp4")
 
 @dataclass(frozen=True)
 class Setting:
-    """Facts that operands do not tell; what an operation has no use for is ignored.
+    """Facts that operands do not contain; an operation ignores those that it does not use.
 
-    `config` and `recipe` are of a model's component; `activation` is the format of inputs that
-    arrive as codes; `epsilon` of a norm; `limit` the clamp of a SwiGLU; `conventions` are what the
-    kernel follows where correct implementations differ (docs/checking.md).
+    `config` and `recipe` belong to a model's component; `activation` is the format of inputs that
+    arrive as codes; `epsilon` belongs to a norm; `limit` is the clamp of a SwiGLU; `conventions`
+    are what the kernel follows where correct implementations differ (docs/checking.md).
     """
 
     config: Config | None = None
@@ -95,7 +92,7 @@ def judge(
     reference: Any = None,
     setting: Setting | None = None,
 ) -> JudgedKernel:
-    """Judge one kernel call. `reference`: unquantised operands by name, or the output they give."""
+    """Judge a kernel call; `reference`: unquantised operands by name, or their output."""
     how = Setting() if setting is None else setting
     if not isinstance(how, Setting):
         raise InvalidArgument("setting", type(how).__name__, "a Setting", "Name its facts.")
@@ -134,7 +131,7 @@ def judge(
 def _in_steps_or_not(
     name: str, make: Callable[..., Defined], output: Any, how: Setting, convention: str
 ) -> JudgedKernel:
-    """Judge by what was declared; else in one step, and in two where only that fits."""
+    """Judge by the declared convention; else without rounding in between, then with it."""
     stated = how.conventions.get(convention)
     if stated is not None:
         return judge_defined(name, make(in_steps=stated), output)
@@ -172,14 +169,14 @@ def _gemm(
     judged = judge_product("gemm", product, output, reference)
     if judged.follows is None:
         return judged
-    # One kernel is all there is, so it cannot contradict itself.
+    # With a single kernel no other component can contradict the learned convention.
     learned = judge_product("gemm", replace(product, operands=judged.follows), output, reference)
     note = f"{REGISTRY[OPERANDS].words(judged.follows)} (learned)"
     return replace(learned, note=note)
 
 
 def _coded(given: dict[str, Any], activation: str) -> QuantisedTensor:
-    """Codes and scales as components receive them: linear, low nibble even, decode scales."""
+    """Wrap codes and scales as components receive them: linear, low nibble even, decode scales."""
     form = block_format(activation)
     codes, scale = given["codes"], given.get("tensor_scale")
     if not isinstance(codes, torch.Tensor) or not codes.ndim or "block_scale" not in given:

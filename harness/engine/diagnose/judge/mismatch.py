@@ -1,9 +1,10 @@
-"""A product that went wrong, as its causes are looked for: which elements, rows, columns; a sample.
+"""A wrong matrix product as the search for causes sees it: elements, box and sample.
 
-Owns what every search starts from: the twin beside the candidate, the elements beyond their own
-budget, the box of rows and columns that they lie in, and a few rows and columns (the worst, and
-healthy ones between) on which most explanations are refuted cheaply. Refuses nothing.
-Kept honest by suites/engine/diagnose/judge/test_judge.py. Shape letters: M rows, N outputs.
+`Wrong` holds candidate and twin, the elements beyond their own budget, the box of rows and columns
+around these, and a sample of a few rows and columns (the worst, and healthy ones between) that
+rejects most explanations cheaply.
+
+Shape letters: M rows, N outputs.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ class Part(NamedTuple):
     columns: Tensor
 
     def of(self, matrix: Tensor) -> Tensor:
-        """These rows and columns of a matrix."""
+        """Return these rows and columns of a matrix."""
         return matrix[self.rows][:, self.columns]
 
 
 class Made(NamedTuple):
-    """What an explanation says would have come out, and what that may differ by."""
+    """The output that an explanation predicts, and its budget."""
 
     output: Tensor
     budget: Budget
@@ -49,9 +50,10 @@ class Made(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Explanation:
-    """One known way to go wrong. `rank`: 0 has no parameter, 1 a named one, 2 a fitted number.
+    """One known fault; `rank`: 0 has no parameter, 1 a named one, 2 a fitted number.
 
-    `make` returns the whole output, or a part of it; `words` end "... reproduces the candidate".
+    `make` returns the whole output, or a part of it. `words` complete "... reproduces the
+    candidate".
     """
 
     fault: str
@@ -63,7 +65,7 @@ class Explanation:
 
 @dataclass(frozen=True, eq=False)
 class Wrong:
-    """A candidate [M, N] that is not what its product gives."""
+    """A candidate [M, N] that differs from its product."""
 
     product: Product
     candidate: Tensor
@@ -73,22 +75,22 @@ class Wrong:
 
     @cached_property
     def excess(self) -> Tensor:
-        """Difference of every element in units of the budget of that element alone."""
+        """Return the difference of every element in units of its own budget."""
         return excess_of(self.candidate, self.twin, self.budget)
 
     @cached_property
     def finite(self) -> bool:
-        """Whether the candidate's values are all finite."""
+        """Tell whether the candidate's values are all finite."""
         return bool(self.candidate.isfinite().all())
 
     @cached_property
     def beyond(self) -> Tensor:
-        """The elements beyond what a healthy one shows at worst: where to look for the fault."""
+        """Return the elements beyond the healthy worst case: where to look for the fault."""
         return self.excess > HEADROOM * (1 + 2.0**-20)
 
     @cached_property
     def box(self) -> Part:
-        """The rows and the columns that have such an element; all of them where none has."""
+        """Return the rows and the columns with such an element; all of them if none has one."""
         whole = tuple(torch.arange(extent) for extent in self.twin.shape)
         if not bool(self.beyond.any()):
             return Part(*whole)
@@ -96,19 +98,19 @@ class Wrong:
 
     @cached_property
     def is_whole(self) -> tuple[bool, bool]:
-        """Whether the box has (nearly) all rows, and all columns."""
+        """Tell whether the box has (nearly) all rows, and all columns."""
         counts = (len(self.box.rows), len(self.box.columns))
         return counts[0] >= 0.97 * self.twin.shape[0], counts[1] >= 0.97 * self.twin.shape[1]
 
     @cached_property
     def sample(self) -> Part:
-        """Rows and columns that refute: the worst ones, and some between them."""
+        """Return the worst rows and columns, and some between them."""
         shortened = self.excess.clamp(max=1e6)
         return Part(_chosen(shortened.sum(1), _ROWS), _chosen(shortened.sum(0), _COLUMNS))
 
 
 def excess_of(candidate: Tensor, twin: Tensor, budget: Budget) -> Tensor:
-    """The difference of every element in units of its budget; infinite where kinds differ."""
+    """Return each element's difference in units of its budget; infinite where kinds differ."""
     c, t = (values_of_any(side) for side in (candidate, twin))
     slack = budget.slack.expand(twin.shape).double().numpy()
     known = np.isfinite(c) & np.isfinite(t)

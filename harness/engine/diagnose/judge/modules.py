@@ -1,9 +1,9 @@
-"""Judge the modules of any torch model one by one, each on the inputs that it was given.
+"""Judge the modules of any torch model one by one, each on its own recorded inputs.
 
-The twin of a plain model holds its weights as they are stored; they are decoded anew where that is
-quick, and once where it is not, while that fits into memory. Errors of earlier modules are no
-module's fault, because each is replayed on its own inputs; a value that was not finite before a
-module ran is reported for the module that made it.
+Weights stay in their stored format. They are decoded for every call where that is fast, else once,
+as long as the decoded values fit into memory. Errors of earlier modules do not count, because each
+module is replayed on its own inputs. A value that was not finite before a module ran is reported
+for the module that made it.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _NARROW = (torch.bfloat16, torch.float16)  # weights that are multiplied as they
 
 
 class Twin:
-    """What every component computes: weights of products by component, and other definitions.
+    """The definition of every component: weights of products by component, and callables.
 
-    A weight is a tensor, a QuantisedTensor or a Weight, or a dict of `w` and `bias`; a definition
-    is a callable of the component's captured inputs, in their order.
+    A weight is a tensor, a QuantisedTensor, a Weight, or a dict of `w` and `bias`. A definition is
+    a callable of the component's captured inputs, in their order.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Twin:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The components that it knows."""
+        """Return the components with a definition."""
         return (*self._weights, *self._definitions)
 
     def judge_call(
@@ -81,10 +81,10 @@ class Twin:
         *,
         explain: bool,
     ) -> JudgedKernel | None:
-        """Judge one call of a run, of a product these rows; all of them are finite.
+        """Judge one call of a run; of a product only `rows`, all of which are finite.
 
-        A call that agreed in an earlier run that is still there is known. Runs of one model share
-        much: with a fault in layer 7, all of layers 0 to 6.
+        Calls that agreed in an earlier run are cached while that run exists. Runs of one model
+        share much: with a fault in layer 7, all of layers 0 to 6.
         """
         inputs, outputs = run.inputs(call), run.outputs(call)
         for known in () if values else self._agreed.get(call.component, ()):
@@ -98,12 +98,12 @@ class Twin:
         return found
 
     def multiplies(self, component: str) -> bool:
-        """Whether a component is a product whose weight is stored otherwise than in BF16."""
+        """Tell whether a component is a product whose weight is not stored in BF16."""
         held = self._weights.get(component, {}).get(_WEIGHT)
         return held is not None and getattr(held, "dtype", None) not in _NARROW
 
     def finite_rows(self, component: str, inputs: Mapping[str, Tensor]) -> Tensor | None:
-        """Return which rows are finite, of a component that computes each row by itself."""
+        """Return which rows are finite, for a component that computes each row by itself."""
         known = component in self._weights and component not in self._definitions
         if not known or set(inputs) != {_IN} or not inputs[_IN].dtype.is_floating_point:
             return None
@@ -118,7 +118,7 @@ class Twin:
         *,
         explain: bool = True,
     ) -> JudgedKernel | None:
-        """Judge one call, by conventions; None where nobody said what the component computes."""
+        """Judge one call, by conventions; None where the component has no definition."""
         rows = None if _all_finite(inputs) else self.finite_rows(component, inputs)
         return self._judge(component, inputs, outputs, values, rows, explain=explain)
 
@@ -143,7 +143,7 @@ class Twin:
         if rows is not None and x.shape[:-1] == out.shape[:-1]:
             x, out = x[rows], out[rows]  # a product gives each row by itself
         bias = self._weights[component].get(_BIAS)
-        # Trap: x may hold gigabytes, and each look at it costs as much as the product of few rows.
+        # Trap: x may hold gigabytes, and each check of it costs as much as a product of few rows.
         operand = Operand.of(_IN, x, finite=True)
         product = Product.of(operand, self._operand(component), out.dtype, bias)
         if values:
@@ -152,10 +152,10 @@ class Twin:
         return at_once or judge_product(component, product, out, explain=explain)
 
     def _operand(self, component: str) -> Operand:
-        """The weight, whose numbers were looked at once.
+        """Return the weight as an operand that was checked once.
 
-        What decodes as quickly as memory is read is decoded for every call, into memory that the
-        last one left: fresh memory for all weights costs ten times the decoding.
+        A weight that decodes as fast as memory is read is decoded for every call, into reused
+        memory: fresh memory for all weights costs ten times the decoding.
         """
         known = self._held.get(component)
         if known is not None:
@@ -172,7 +172,7 @@ class Twin:
 
 @dataclass(frozen=True, eq=False)
 class _Agreed:
-    """A call that agreed; its tensors are the run's, while that lasts."""
+    """A call that agreed; its tensors belong to the run, and last as long as it does."""
 
     run: weakref.ref[SeenRun]
     call: Call
@@ -181,7 +181,7 @@ class _Agreed:
     def equals(
         self, run: SeenRun, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
     ) -> bool:
-        """Whether another call was given and returned the same bits."""
+        """Tell whether another call received and returned the same bits."""
         for ours, theirs in ((run.inputs(self.call), inputs), (run.outputs(self.call), outputs)):
             if set(ours) != set(theirs):
                 return False
@@ -192,7 +192,7 @@ class _Agreed:
 
 @dataclass(frozen=True, eq=False)
 class Checked:
-    """What is said of a run: the worst call of every judged component, in the order of the run."""
+    """The result of a run: the worst call of every judged component, in the order of the run."""
 
     verdict: Verdict
     judged: Mapping[str, JudgedKernel] = field(default_factory=dict)
@@ -204,17 +204,17 @@ class Checked:
 
     @property
     def troubles(self) -> tuple[JudgedKernel, ...]:
-        """The components that differ, the first of the run first."""
+        """Return the components that differ, the first of the run first."""
         return tuple(e for e in self.judged.values() if e.verdict is Verdict.DIFFERS)
 
     @property
     def origins(self) -> tuple[Origin, ...]:
-        """The same, as `--json` spells origins."""
+        """Return the differing components in the form of `--json`."""
         return tuple(_origin(each, self.steps[each.component]) for each in self.troubles)
 
     @property
     def sentence(self) -> str:
-        """The answer in a sentence."""
+        """Return the result in a sentence."""
         count = len(self.judged)
         if self.verdict is Verdict.AGREES:
             return f"{count} components agree with their twins."
@@ -224,7 +224,7 @@ class Checked:
         return f"{len(self.troubles)} of {count} components differ from their twins: {names}."
 
     def lines(self) -> list[str]:
-        """Everything, line by line."""
+        """Return the full result, line by line."""
         told = [f"{self.verdict}: {self.sentence}"]
         told += [f"Convention: {each.sentence}" for each in self.conventions]
         if self.first_not_finite:
@@ -242,7 +242,7 @@ class Checked:
         return "\n".join(self.lines())
 
     def document(self) -> dict[str, Any]:
-        """The machine's view of it."""
+        """Return the JSON form."""
         return {
             "schema": SCHEMA,
             "verdict": str(self.verdict),
@@ -284,7 +284,7 @@ def check_modules(
 
 
 class _Worst(NamedTuple):
-    """The call of a component that is furthest off."""
+    """The call of a component that differs most."""
 
     call: Call
     judged: JudgedKernel
@@ -292,7 +292,7 @@ class _Worst(NamedTuple):
 
 
 class _Work:
-    """A run under judgement, by some conventions."""
+    """The judging of a run under some conventions."""
 
     def __init__(self, run: SeenRun, twin: Twin, values: Mapping[str, Any]) -> None:
         self._run, self._twin, self._values = run, twin, values
@@ -303,7 +303,7 @@ class _Work:
         self._lengths: dict[str, float] = defaultdict(float)  # squared, of all differences
 
     def take(self, call: Call) -> None:
-        """Judge one call; causes are looked for later, of the worst alone."""
+        """Judge one call; causes are searched later, and only for the worst."""
         inputs, outputs = self._run.inputs(call), self._run.outputs(call)
         if _is_without_rows(inputs) and _is_without_rows(outputs):
             return  # as of an expert that no token reached
@@ -325,14 +325,14 @@ class _Work:
             self.worst[name] = _Worst(call, found, rows)
 
     def explained(self, worst: _Worst) -> JudgedKernel:
-        """The judgement of a call with its causes, where it differs."""
+        """Return the judgement of a call, with its causes where it differs."""
         if worst.judged.verdict is not Verdict.DIFFERS:
             return worst.judged
         found = self._twin.judge_call(self._run, worst.call, self._values, worst.rows, explain=True)
         return worst.judged if found is None else found
 
     def evidence(self) -> Evidence:
-        """How the products of the run fit under some values."""
+        """Return how the products of the run fit under given values."""
         names = [name for name in self.worst if self._twin.multiplies(name)]
         calls: dict[str, list[Call]] = {name: [] for name in names}
         for call in self._run.calls:
@@ -407,7 +407,7 @@ def _origin(judged: JudgedKernel, step: int) -> Origin:
 
 
 def _allowed(judged: JudgedKernel) -> float | None:
-    """What the whole difference may be, relative to the twin."""
+    """Return the largest length of the whole difference, relative to the twin."""
     for each in judged.outputs.values():
         if each.comparison is not None and float(each.comparison.total.rr) > 0:
             return each.allowed_length / math.sqrt(float(each.comparison.total.rr))

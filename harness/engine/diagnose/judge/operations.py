@@ -1,12 +1,9 @@
-"""Bare operations beside the product: their definitions in float64, and what budget they have.
+"""Define single operations in float64, with their budgets: RMS norm, SwiGLU, NVFP4, callables.
 
-Owns RMS norm, SwiGLU, the quantisation to NVFP4, and any callable as its own definition. Of a
-callable no derivation is known, so its budget is measured: how far its output moves when every
-input errs by one rounding, times the root of the longest sum that its extents allow.
+Of a callable no derivation is known, so its budget is measured: how far its output moves when every
+input errs by one rounding, times the root of the longest sum that its shapes allow.
 
-Refuses, by name, inputs that an operation lacks or does not know, extents that do not fit, values
-that are not finite, and callables that fail in float64. Kept honest by
-suites/engine/diagnose/judge/test_judge.py. Shape letters: T tokens, D width, F half of gate and up.
+Shape letters: T tokens, D width, F half of gate and up.
 """
 
 from __future__ import annotations
@@ -54,7 +51,7 @@ _OPERATIONS = 16  # roundings of the result that any callable may have besides
 
 @dataclass(frozen=True, eq=False)
 class Defined:
-    """What a definition gives: outputs in float64 by name, and how the budget of each is made."""
+    """A definition's float64 outputs by name, and the function that builds each budget."""
 
     outputs: Mapping[str, Tensor]
     budget: Callable[[str, Tensor], Budget]  # name, and the output rounded once
@@ -85,7 +82,7 @@ def judge_defined(name: str, defined: Defined, output: Any) -> JudgedKernel:
 
 
 def _named(defined: Defined, given: Mapping[str, Tensor]) -> tuple[Named, ...]:
-    """Known faults of an operation with one output that reproduce it."""
+    """Return the known faults that reproduce the output of a single-output operation."""
     found = []
     for fault, title, words, exact in defined.wrong:
         ((key, candidate),) = given.items()
@@ -101,9 +98,9 @@ def _named(defined: Defined, given: Mapping[str, Tensor]) -> tuple[Named, ...]:
 def rms_norm(
     inputs: Mapping[str, Any], weights: Any, epsilon: float, *, in_steps: bool = False
 ) -> Defined:
-    """`w * x / sqrt(mean(x^2) + epsilon)`; without a weight it is 1.
+    """Define `w * x / sqrt(mean(x^2) + epsilon)`; w is 1 if no weight is given.
 
-    `in_steps` rounds rows to the format of x in front of the weight, as Llama's norm does.
+    `in_steps` rounds rows to the format of x before the weight is applied, as Llama's norm does.
     """
     given = _plain("x", _taken(inputs, "x"))
     x, stored_in = given.double(), given.dtype if in_steps else None
@@ -140,9 +137,9 @@ def rms_norm(
 
 
 def swiglu(inputs: Mapping[str, Any], limit: float | None, *, in_steps: bool = False) -> Defined:
-    """SiLU(gate) * up; both in `x`, gate first, or apart; clamped first where a limit is given.
+    """Define SiLU(gate) * up; both in `x`, gate first, or separate; clamped first by `limit`.
 
-    `in_steps` rounds SiLU to the format of x in front of the product.
+    `in_steps` rounds SiLU to the format of x before the product.
     """
     if set(inputs) == {"x"}:
         x = _plain("x", inputs["x"])
@@ -189,7 +186,7 @@ def swiglu(inputs: Mapping[str, Any], limit: float | None, *, in_steps: bool = F
 
 
 def judge_quantised(inputs: Mapping[str, Any], output: Any) -> JudgedKernel:
-    """Judge codes and scales against the source that they were made of; causes by reproduction."""
+    """Judge codes and scales against their source; causes by reproduction."""
     source = _plain("x", _taken(inputs, "x"))
     if not isinstance(output, QuantisedTensor) or output.format != NVFP4:
         raise InvalidArgument(
@@ -212,7 +209,7 @@ def judge_quantised(inputs: Mapping[str, Any], output: Any) -> JudgedKernel:
 
 
 def by_callable(definition: Callable[..., Any], inputs: Any, weights: Any) -> Defined:
-    """A callable as the exact definition: run in float64; its budget is measured."""
+    """Use a callable as the exact definition: run it in float64 and measure its budget."""
     given, named = _arguments(inputs, weights)
     exact = _run(definition, given, named, torch.float64)
     shown = _run(definition, given, named, torch.float32)
@@ -241,7 +238,7 @@ def by_callable(definition: Callable[..., Any], inputs: Any, weights: Any) -> De
 
 
 def _arguments(inputs: Any, weights: Any) -> tuple[list[Any], dict[str, Any]]:
-    """What a callable is called with: names where names were given, else in order."""
+    """Return the arguments of a callable: by name where names were given, else in order."""
     given: list[Any] = []
     named: dict[str, Any] = {}
     for held in (inputs, weights):
@@ -260,7 +257,7 @@ def _arguments(inputs: Any, weights: Any) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _value(held: Any) -> Any:
-    """Decode what holds codes; leave everything else."""
+    """Decode quantised values; return everything else unchanged."""
     if isinstance(held, (Weight, QuantisedTensor)):
         return Operand.of("argument", held).values
     return held
@@ -273,7 +270,7 @@ def _is_number(held: Any) -> bool:
 def _moved(
     given: list[Any], named: dict[str, Any], seed: int, times: float
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments that err by one rounding of float32 each, more where sums are long."""
+    """Perturb arguments by one float32 rounding, scaled up for long sums."""
     generator = torch.Generator().manual_seed(seed)
 
     def move(each: Any) -> Any:
@@ -326,12 +323,12 @@ def _both(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(name: str, held: Any) -> Tensor:
-    """A tensor of finite numbers with at least two extents."""
+    """Return a tensor of finite numbers with at least two extents."""
     return Operand.of(name, held).values.reshape(held.shape)
 
 
 def _lone(name: str, held: Any) -> Tensor:
-    """A vector, by itself or as the only one of a mapping."""
+    """Return a vector, given alone or as the only entry of a mapping."""
     if isinstance(held, dict):
         (held,) = held.values() if len(held) == 1 else (None,)
     if isinstance(held, Weight) and not held.is_quantised:

@@ -1,11 +1,9 @@
-"""One matrix product x w^T alone: its operands, its exact result, its budget; whole or some rows.
+"""One matrix product x w^T: its operands, exact result and budget, whole or for some rows.
 
-Owns reading operands as a kernel is given them: plain values, or codes with scales of any block
-format. The exact result is summed in float64; an NVFP4 tensor scale is multiplied behind the sum,
-so that no operand is rounded on the way. A product is immutable: a fault is another product.
+Operands are read as a kernel receives them: plain values, or codes with scales of any block format.
+The exact result is summed in float64. An NVFP4 tensor scale is applied after the sum, so that no
+operand is rounded on the way. A product is immutable: a fault is another product.
 
-Refuses, by name: operands of another kind, extents that do not fit, values that are not finite.
-Kept honest by suites/engine/diagnose/judge/test_product.py.
 Shape letters: M rows, K summed, N outputs.
 """
 
@@ -41,9 +39,9 @@ OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, eq=False)
 class Operand:
-    """One side of a product: plain values, or a quantised tensor; rows of all leading extents.
+    """One side of a product, plain or quantised; its rows flatten all leading extents.
 
-    `picked`: only these rows are meant, where codes and scales could not be cut themselves.
+    `picked` selects rows where codes and scales could not be cut themselves.
     """
 
     held: Tensor | QuantisedTensor
@@ -52,9 +50,9 @@ class Operand:
 
     @classmethod
     def of(cls, name: str, given: Any, *, finite: bool = False) -> Operand:
-        """Take a tensor, a quantised tensor or a weight; refuse what is none, or is not finite.
+        """Wrap a tensor, quantised tensor or weight; raise for other types and for NaN or infinity.
 
-        `finite` says that the caller has looked already.
+        `finite` states that the caller has checked that already.
         """
         if isinstance(given, cls):
             return given  # checked before
@@ -83,12 +81,12 @@ class Operand:
 
     @property
     def quantised(self) -> QuantisedTensor | None:
-        """Codes and scales; None where values are plain."""
+        """Return codes and scales; None where values are plain."""
         return self.held if isinstance(self.held, QuantisedTensor) else None
 
     @cached_property
     def factor(self) -> Tensor | None:
-        """What is multiplied behind the sum: an NVFP4 scale, one number or one a row."""
+        """Return the NVFP4 scale applied after the sum: one number, or one per row."""
         tensor = self.quantised
         if tensor is None or tensor.tensor_scale is None:
             return None
@@ -98,7 +96,7 @@ class Operand:
 
     @cached_property
     def unit(self) -> Tensor:
-        """Values in front of `factor`, exact, [rows, K]."""
+        """Return exact values without `factor` [rows, K]."""
         tensor = self.quantised
         if tensor is None or tensor.tensor_scale is None:
             return self.values
@@ -112,7 +110,7 @@ class Operand:
 
     @cached_property
     def values(self) -> Tensor:
-        """The numbers [rows, K]; a product with a tensor scale is rounded to float32."""
+        """Return the numbers [rows, K]; with a tensor scale, the product is rounded to float32."""
         if isinstance(self.held, torch.Tensor):
             return self._meant(_rows(self.held.detach()))
         if "unit" in self.__dict__ and self.factor is not None:
@@ -122,7 +120,7 @@ class Operand:
         return self._meant(_rows(dequantise(self.held, exact)))
 
     def rounded(self) -> Operand:
-        """The values as a BF16 tensor: decoded or cast first, then multiplied."""
+        """Return the values as BF16: decoded or cast first, then multiplied."""
         if isinstance(self.held, torch.Tensor):
             return replace(self, held=self.held.to(torch.bfloat16))
         shape = (*self.leading, -1) if self.picked is None else (len(self.picked), -1)
@@ -131,13 +129,13 @@ class Operand:
 
     @property
     def leading(self) -> tuple[int, ...]:
-        """Extents in front of K; of [M, 1, K] with a tensor scale a row it is M alone."""
+        """Return the extents before K; of [M, 1, K] with a tensor scale per row only M."""
         found = tuple(self.held.shape[:-1])
         per_row = self.factor is not None and self.factor.numel() > 1
         return found[:-1] if per_row and found[-1] == 1 else found
 
     def at(self, rows: Tensor) -> Operand:
-        """Some rows as an operand of their own."""
+        """Return some rows as an operand."""
         tensor = self.quantised
         if tensor is None:
             loose = None if self.loose is None else self.loose[rows]
@@ -168,7 +166,7 @@ class Product:
 
     @classmethod
     def of(cls, x: Any, w: Any, dtype: torch.dtype, bias: Tensor | None = None) -> Product:
-        """Check the operands against each other."""
+        """Check the operands against each other and build the product."""
         made = cls(Operand.of("x", x), Operand.of("w", w), dtype, bias)
         (_, width), (count, length) = made.x.values.shape, made.w.values.shape
         if len(made.w.held.shape) != 2 or width != length:
@@ -184,36 +182,36 @@ class Product:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Extents of the output."""
+        """Return the shape of the output."""
         return (*self.x.leading, len(self.w.values))
 
     @cached_property
     def x_used(self) -> Operand:
-        """The operand as it is multiplied, by convention."""
+        """Return x as it is multiplied, by convention."""
         coded = self.x.quantised is not None
         return self.x.rounded() if coded and self.operands is DecodedOperands.BOTH else self.x
 
     @cached_property
     def w_used(self) -> Operand:
-        """The weight as it is multiplied, by convention."""
+        """Return the weight as it is multiplied, by convention."""
         return self.w if self.operands is DecodedOperands.EXACT else self.w.rounded()
 
     def exchanged(self, **operands: Operand) -> Product:
-        """The same product of other operands."""
+        """Return the same product of other operands."""
         return replace(self, x=operands.get("x", self.x), w=operands.get("w", self.w))
 
     def at(self, rows: Tensor, columns: Tensor) -> Product:
-        """Some rows and columns of the output."""
+        """Return some rows and columns of the output, as a product."""
         bias = None if self.bias is None else self.bias[columns]
         return replace(self, x=self.x.at(rows), w=self.w.at(columns), bias=bias)
 
     @cached_property
     def exact(self) -> Tensor:
-        """The result in float64 [M, N], not rounded."""
+        """Return the result in float64 [M, N], not rounded."""
         return self.summed_up(self.x_used.unit.double() @ self.w_used.unit.double().T)
 
     def summed_up(self, total: Tensor) -> Tensor:
-        """What follows the sum: tensor scales and bias."""
+        """Apply what follows the sum: tensor scales and bias."""
         if self.x_used.factor is not None:
             total = total * (self.x_used.factor if self.x_used.factor.numel() == 1
                              else self.x_used.factor[:, None])  # fmt: skip
@@ -223,18 +221,18 @@ class Product:
 
     @property
     def expected(self) -> Tensor:
-        """The result, rounded once."""
+        """Return the result, rounded once."""
         return self.exact.to(self.dtype)
 
     def plain(self) -> Tensor:
-        """The same in float32 from end to end, as this machine's library sums it."""
+        """Return the result in float32 throughout, as this machine's library sums it."""
         x, w = self.x_used.values.float(), self.w_used.values.float()
         made = torch.mm(x, w.T, out=empty_tensor((len(x), len(w)), torch.float32))
         return (made if self.bias is None else made + self.bias.float()).to(self.dtype)
 
     @cached_property
     def budget(self) -> Budget:
-        """What a correct kernel may differ by."""
+        """Return how far a correct kernel may differ."""
         x, w = self.x_used, self.w_used
         made = summed(x.values, w.values, FORMAT_OF_DTYPE[self.dtype])
         if w.loose is not None:
@@ -252,13 +250,13 @@ class Product:
 
 
 def all_finite(values: Tensor) -> bool:
-    """Whether no value is a NaN or an infinity; a finite sum has none among its terms."""
+    """Tell whether no value is NaN or infinite; a finite sum proves it quickly."""
     wide = values.float() if values.dtype.itemsize == 1 else values  # torch cannot sum FP8
     return bool(wide.sum().isfinite()) or bool(wide.isfinite().all())
 
 
 def _on_cpu(held: Tensor | QuantisedTensor) -> Tensor | QuantisedTensor:
-    """The same where the twin is computed; nothing is copied that is there already."""
+    """Return the data on the CPU, where the twin is computed; copy only if needed."""
     if isinstance(held, torch.Tensor):
         return held.detach().cpu()
     scale = None if held.tensor_scale is None else held.tensor_scale.cpu()
@@ -268,7 +266,7 @@ def _on_cpu(held: Tensor | QuantisedTensor) -> Tensor | QuantisedTensor:
 
 
 def require_data(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor in which there is nothing to judge, or whose numbers are not there."""
+    """Raise for a tensor that is empty, sparse or without data."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         kind = "meta" if tensor.is_meta else str(tensor.layout)
         raise InvalidArgument(name, kind, "a dense tensor with data", "Pass tensor.to_dense().")
@@ -279,7 +277,7 @@ def require_data(name: str, tensor: Tensor) -> None:
 
 
 def require_finite(name: str, values: Tensor) -> None:
-    """Refuse a NaN or an infinity; the first place is told."""
+    """Raise for a NaN or an infinity, and name the first place."""
     if not all_finite(values):
         wrong = ~values.isfinite()
         at = tuple(wrong.nonzero()[0].tolist())

@@ -1,9 +1,8 @@
-"""What is said about one kernel: the verdict, its elements, its budget, its causes; as a text.
+"""The result of judging one kernel: verdict, elements, budget and causes, and its text.
 
-Owns the record that `judge` returns and the message of a failure: count, first and worst element
-with coordinate, both codes in hex and both values, the budget and its derivation, the diagnosis.
-Refuses nothing. Kept honest by suites/engine/diagnose/judge/test_judge.py, whose messages are held
-as a snapshot.
+The text of a failure gives the count, the first and the worst element with coordinate, both codes
+in hex and both values, the budget and its derivation, and the diagnosis. Snapshots hold these
+texts.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Elements:
-    """The elements of one output that alone are beyond their budget; lines for first and worst."""
+    """The number of elements beyond their own budget; lines for the first and the worst."""
 
     count: int
     total: int
@@ -51,47 +50,47 @@ class Elements:
 
 
 class Output(Protocol):
-    """What is said of one output; engine.judging.Judged says it of a component's."""
+    """The result for one output; budget.judging.Judged has the same form for a component's."""
 
     @property
     def verdict(self) -> Verdict:
-        """AGREES, DIFFERS or UNDECIDED."""
+        """Return AGREES, DIFFERS or UNDECIDED."""
         ...
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """The worst of each level, the worst first."""
+        """Return the worst of each level, the worst first."""
         ...
 
     @property
     def comparison(self) -> Comparison | None:
-        """Candidate and twin side by side."""
+        """Return the comparison of candidate and twin."""
         ...
 
     @property
     def derivation(self) -> tuple[str, ...]:
-        """Where the budget comes from, in words."""
+        """Return the derivation of the budget, in words."""
         ...
 
     @property
     def allowed_length(self) -> float:
-        """What the length of the whole difference may be."""
+        """Return the largest length of the whole difference."""
         ...
 
     @property
     def undecided(self) -> str:
-        """Why nothing is claimed."""
+        """Return why nothing is claimed."""
         ...
 
     @property
     def ratio(self) -> float:
-        """The worst difference in units of budget; NaN where nothing is claimed."""
+        """Return the worst difference in units of budget; NaN where nothing is claimed."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class OneOutput:
-    """One output that is judged by numbers, or by what `derivation` says."""
+    """One output judged by numbers, or by what `derivation` says."""
 
     name: str
     verdict: Verdict
@@ -103,16 +102,16 @@ class OneOutput:
 
     @property
     def ratio(self) -> float:
-        """The worst difference in units of budget."""
+        """Return the worst difference in units of budget."""
         return self.findings[0].ratio if self.findings else 0.0
 
 
 @dataclass(frozen=True, eq=False)
 class JudgedKernel:
-    """The answer to `judge`. `bool` of it says whether the candidate agrees.
+    """The answer of `judge`; its truth value says whether the candidate agrees.
 
-    `named` are causes that reproduce the candidate, the likeliest first; `tried` are all faults
-    that were asked; `too_good` is by how much it is nearer to the unquantised reference.
+    `named` are causes that reproduce the candidate, the likeliest first. `tried` are all faults
+    that were tried. `too_good` is how much nearer it is to the unquantised reference.
     """
 
     component: str
@@ -131,24 +130,24 @@ class JudgedKernel:
 
     @property
     def ratio(self) -> float:
-        """The worst difference in units of budget; NaN where nothing is claimed."""
+        """Return the worst difference in units of budget; NaN where nothing is claimed."""
         known = [each.ratio for each in self.outputs.values()]
         return max(known, default=float("nan"))
 
     @property
     def distance(self) -> float:
-        """The squared length of the difference over all outputs."""
+        """Return the squared length of the difference over all outputs."""
         compared = (each.comparison for each in self.outputs.values())
         return math.fsum(float(each.total.dd) for each in compared if each is not None)
 
     @property
     def cause(self) -> Named | None:
-        """The likeliest cause; None where no known fault reproduces the candidate."""
+        """Return the likeliest cause; None where no known fault reproduces the candidate."""
         return self.named[0] if self.named else None
 
     @property
     def sentence(self) -> str:
-        """The answer in a sentence."""
+        """Return the answer in a sentence."""
         if self.verdict is Verdict.AGREES:
             return f"{self.component} agrees with its twin: {number(self.ratio)} of its budget."
         if self.verdict is Verdict.UNDECIDED:
@@ -165,7 +164,7 @@ class JudgedKernel:
         return f"{self.component} differs from its twin: {self.cause.title} ({self.cause.fault})."
 
     def lines(self) -> list[str]:
-        """Everything, line by line."""
+        """Return the full answer, line by line."""
         told = [f"{self.verdict}: {self.sentence}"]
         for name, judged in self.outputs.items():
             told += self._of_output(name, judged)
@@ -182,13 +181,13 @@ class JudgedKernel:
         return "\n".join(self.lines())
 
     def require(self) -> JudgedKernel:
-        """Return itself, or raise an AssertionError that tells everything."""
+        """Return itself, or raise an AssertionError with the full answer."""
         if self.verdict is not Verdict.AGREES:
             raise AssertionError(str(self))
         return self
 
     def document(self) -> dict[str, Any]:
-        """The machine's view of it."""
+        """Return the JSON form."""
         return {
             "component": self.component,
             "verdict": str(self.verdict),
@@ -223,7 +222,7 @@ class JudgedKernel:
 
 
 def judged_numbers(name: str, found: Judgement) -> OneOutput:
-    """One output of numbers, with the reasons of its judgement."""
+    """Return one numeric output with the reasons of its judgement."""
     return OneOutput(
         name, found.verdict, found.findings, found.comparison,
         found.budget.derivation, found.allowed_length,
@@ -231,7 +230,7 @@ def judged_numbers(name: str, found: Judgement) -> OneOutput:
 
 
 def elements_of(candidate: Tensor, twin: Tensor, excess: Tensor) -> Elements:
-    """Count what is beyond its budget; tell the first and the worst; `excess` is in budgets."""
+    """Count elements beyond their budget; describe the first and the worst. `excess` in budgets."""
     beyond = (excess > 1).nonzero()
     if not len(beyond):
         at = _place(int(excess.argmax()), tuple(excess.shape))
@@ -249,7 +248,7 @@ def elements_of(candidate: Tensor, twin: Tensor, excess: Tensor) -> Elements:
 
 
 def census_of(candidate: Tensor) -> str:
-    """Tell what is not finite, and where it begins; empty where all is finite."""
+    """Describe values that are not finite, and the first place; empty where all are finite."""
     wrong = ~candidate.isfinite()
     if not candidate.dtype.is_floating_point or not bool(wrong.any()):
         return ""

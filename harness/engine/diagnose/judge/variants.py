@@ -1,12 +1,11 @@
-"""Known ways in which a matrix product goes wrong that have no number to be fitted.
+"""Known faults of a matrix product without a fitted number, as variants to reproduce.
 
-Owns the list: operands that are read wrongly (nibbles, scale layouts and columns, directions,
-counts, power-of-two scales, signs), outputs that are rounded or stored wrongly, sums kept in a
-narrow format, operands that were not quantised. Each is planted by the same code in the suites.
-What damages a quantised tensor comes from the registry of tensor faults.
+Variants: operands read wrongly (nibbles, scale layouts and columns, directions, counts,
+power-of-two scales, signs), outputs rounded or stored wrongly, sums kept in a narrow format,
+operands that were not quantised. Faults of a quantised tensor come from the registry of tensor
+faults. The suites plant every variant by this same code. A variant that these operands do not allow
+is left out.
 
-Refuses nothing: a way that cannot be on these operands is left out. Kept honest by
-suites/engine/diagnose/judge/test_variants.py: each is planted, named, and named nowhere else.
 Shape letters: M rows, K summed, N outputs, C block scales of a row.
 """
 
@@ -51,7 +50,7 @@ _ENCODERS = (
 
 
 def ways_of(wrong: Wrong, reference: Mapping[str, Tensor] | None) -> Iterator[Explanation]:
-    """Everything that may have happened, the cheapest to refute first."""
+    """Yield every variant, the cheapest to reject first."""
     product = wrong.product
     for name in ("w", "x"):
         operand: Operand = getattr(product, name)
@@ -72,7 +71,7 @@ def ways_of(wrong: Wrong, reference: Mapping[str, Tensor] | None) -> Iterator[Ex
 
 
 def changes() -> Iterator[tuple[str, str, str, Change]]:
-    """What damages a quantised operand: fault, title, words, change."""
+    """Yield what damages a quantised operand: fault, title, words, change."""
     for fault in FAULTS.values():
         yield fault.id, fault.title, f"applying {fault.id}", fault.inject
     for step, word in ((1, "next"), (-1, "previous")):
@@ -102,7 +101,7 @@ def _of(product: Product, part: Part | None) -> Made:
 
 
 def _shifted(step: int, axis: int, wraps: bool, tensor: QuantisedTensor) -> QuantisedTensor | None:
-    """Give each block the scale of a neighbour; the last one keeps its own, or takes the first."""
+    """Give each block its neighbour's scale; the last one keeps its own, or takes the first's."""
     scales = tensor.linear_scale_codes()
     if scales.shape[axis] < 2:
         return None
@@ -119,7 +118,7 @@ def _with_scales(tensor: QuantisedTensor, linear: Tensor) -> QuantisedTensor:
 
 
 def _power_of_two(rule: Rounding, tensor: QuantisedTensor) -> QuantisedTensor | None:
-    """Keep the exponent of each block scale only."""
+    """Round each block scale to a power of two."""
     fmt = tensor.format.scale
     values = tensor.scale_values()
     exponent = values.double().clamp(min=2.0**-60).log2()
@@ -131,7 +130,7 @@ def _power_of_two(rule: Rounding, tensor: QuantisedTensor) -> QuantisedTensor | 
 
 
 def recoded(table: Mapping[int, int], tensor: QuantisedTensor) -> QuantisedTensor | None:
-    """Exchange element codes."""
+    """Replace element codes by a table."""
     if tensor.format.element != E2M1:
         return None
     every = torch.arange(16, dtype=torch.uint8)
@@ -143,7 +142,7 @@ def recoded(table: Mapping[int, int], tensor: QuantisedTensor) -> QuantisedTenso
 
 
 def _permuted(product: Product) -> Iterator[Explanation]:
-    """Right numbers in the wrong columns or rows."""
+    """Yield the right numbers in the wrong columns or rows."""
     rows, columns = len(product.x.values), len(product.w.values)
     every = torch.arange(columns)
     orders = []
@@ -177,7 +176,7 @@ def _permuted(product: Product) -> Iterator[Explanation]:
 def _reordered(
     product: Product, rows: Tensor | None, columns: Tensor | None, part: Part | None
 ) -> Made:
-    """The product with its rows or columns in another order."""
+    """Return the product with its rows or columns in another order."""
     given = (
         [torch.arange(len(side.values)) for side in (product.x, product.w)]
         if part is None
@@ -192,7 +191,7 @@ def _reordered(
 
 
 def _rounded(product: Product) -> Iterator[Explanation]:
-    """The right sum, and a wrong rounding behind it."""
+    """Yield the right sum with a wrong rounding after it."""
     if product.dtype is not torch.float32:
         for rule, word, fault in (
             (Rounding.TOWARD_ZERO, "truncated", "M40.coarse_output"),
@@ -237,7 +236,7 @@ def _cast_first(product: Product, dtype: torch.dtype, part: Part | None) -> Made
 
 
 def _on_the_way(product: Product, dtype: torch.dtype, times: float = 1.0) -> Budget:
-    """Values that are stored on the way step by the coarser spacing, as often as slack says."""
+    """Return a budget for values stored on the way: the coarser spacing, and `times` the slack."""
     made = product.budget
     coarser = min(made.output, FORMAT_OF_DTYPE[dtype], key=lambda fmt: fmt.mantissa_bits)
     words = f"{times:g} roundings to {_NARROW[dtype]} on the way, each with the slack of one"
@@ -246,7 +245,7 @@ def _on_the_way(product: Product, dtype: torch.dtype, times: float = 1.0) -> Bud
 
 
 def _narrow_sums(product: Product) -> Iterator[Explanation]:
-    """Partial sums that are kept in 16 bits."""
+    """Yield partial sums kept in 16 bits."""
     for dtype, word in _NARROW.items():
         for step in _STEPS:
             if step < product.x.values.shape[1]:
@@ -259,7 +258,7 @@ def _narrow_sums(product: Product) -> Iterator[Explanation]:
 
 
 def _accumulated(product: Product, how: tuple[torch.dtype, int, bool], part: Part | None) -> Made:
-    """Sum K in steps, and round what was summed so far; scales behind the sum, or in front."""
+    """Sum K in steps and round each partial sum; apply scales after the sum, or before."""
     dtype, step, behind = how
     chosen = product if part is None else product.at(*part)
     x, w = ((side.unit if behind else side.values).float() for side in (chosen.x, chosen.w))
@@ -275,7 +274,7 @@ def _accumulated(product: Product, how: tuple[torch.dtype, int, bool], part: Par
 
 
 def _unquantised(product: Product, reference: Mapping[str, Tensor]) -> Iterator[Explanation]:
-    """One operand, or both, as they were before they were quantised."""
+    """Yield one operand, or both, as they were before quantisation."""
     known = {name: Operand(reference[name]) for name in ("x", "w") if name in reference}
     both = [{name: operand} for name, operand in known.items()]
     if len(known) == 2:
@@ -289,7 +288,7 @@ def _unquantised(product: Product, reference: Mapping[str, Tensor]) -> Iterator[
 
 
 def _encoded_otherwise(product: Product, reference: Mapping[str, Tensor]) -> Iterator[Explanation]:
-    """One operand whose elements were rounded by another rule when it was quantised."""
+    """Yield one operand whose elements another rule rounded."""
     for name in ("x", "w"):
         tensor = getattr(product, name).quantised
         if tensor is None or name not in reference:
@@ -306,7 +305,7 @@ def _encoded_otherwise(product: Product, reference: Mapping[str, Tensor]) -> Ite
 def _requantised(
     tensor: QuantisedTensor, values: Tensor, rounding: Rounding
 ) -> Iterator[QuantisedTensor]:
-    """The same values with elements rounded by another rule: quotients as rounded, and exact.
+    """Quantise again with another rounding rule: quotients as rounded, and exact ones.
 
     The largest of a block is 6 in one arithmetic and 5.9999 in another, which truncates to 4.
     """
@@ -329,7 +328,7 @@ def _requantised(
 
 
 def _is_near(wrong: Wrong) -> bool:
-    """Whether the difference may be one of rounding: a few per cent, and nothing but finite."""
+    """Tell whether the difference may be one of rounding: a few per cent, all values finite."""
     if not wrong.finite:
         return False
     c, t = wrong.candidate.double(), wrong.exact
