@@ -1,1 +1,1 @@
-"""Quantising kernels."""
+"""Quantising kernels: BF16 to NVFP4 or to FP8 with block scales."""

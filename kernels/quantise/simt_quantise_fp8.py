@@ -1,15 +1,16 @@
-"""Quantise BF16 to E4M3 with a scale for 128 values of a row, behind a SwiGLU or turned heads.
+"""Quantise BF16 to E4M3 with a scale per 128 values of a row, plain, after SwiGLU or inverse RoPE.
 
-Owns what stands in front of sm90_gemm_fp8_block, for sm_90a and sm_100a: canonical numerics of
-FP8_1X128, scales in float32 or, rounded up, UE8M0, both row-major [M, K / 128]. A thread has 16
-values, eight lanes a block; its largest magnitude goes round by shuffles. A NaN is left out of that
-and stays a NaN. Of rows that are heads side by side the last 64 values of each are turned back and
-rounded first, by what simt_inverse_rope does; a position outside of the table makes them NaN.
+codes [M, K] and scales [M, G], row-major, with the canonical numerics of FP8_1X128; scales in
+float32, or in UE8M0, rounded up. Output of this kernel is A of the fp8_block GEMMs; sm_90a,
+sm_100a. A thread has 16 values, eight lanes a block: read, (SwiGLU or inverse RoPE, rounded to
+BF16), fold the largest magnitude over eight lanes by shuffles, divide by the scale, convert, store
+16 codes; every eighth lane stores the scale. No shared memory, no barriers. NaN is ignored by the
+largest magnitude and stays NaN as a code. With `turned`, rows are heads side by side, and inverse
+RoPE as in simt_inverse_rope rotates the last 64 values of each first; a position outside the table
+makes them NaN.
 
-The wrapper checks and launches, allocates no more than what it returns, and never waits for the
-GPU, so it may be captured in a graph. Refuses other dtypes, shapes, strides and alignments by name.
-Kept honest by suites/kernels/quantise/test_simt_quantise_fp8.py: compiled for every target, and on
-an H200 equal to harness.formats byte for byte. Shape letters: M rows, K columns, G = K / 128 blocks
+The entry point allocates only its result and never synchronises, so it can be captured in a CUDA
+graph. Shape letters: M rows, K columns, G = K / 128 blocks.
 """
 
 from functools import cache
@@ -62,7 +63,7 @@ ALIGNMENTS_OF_TURNS = (16, 8)
 
 
 class Heads(NamedTuple):
-    """Heads in vectors of eight values, table of turns, positions, and how many are known."""
+    """Heads in vectors of eight values, RoPE table, positions, number of known positions."""
 
     values: Any
     table: Any
@@ -71,7 +72,7 @@ class Heads(NamedTuple):
 
 
 class Fp8Quantised(NamedTuple):
-    """What a launch writes: codes as torch.float8_e4m3fn [M, K], and scales [M, G]."""
+    """Outputs of a launch: codes as torch.float8_e4m3fn [M, K], scales [M, G]."""
 
     codes: Tensor
     scales: Tensor
@@ -81,7 +82,7 @@ class Fp8Quantised(NamedTuple):
 
 
 def words_of(values: Any, place: tuple[Any, Any, Any], form: Fp8Form) -> list[Any]:
-    """Return the words of 16 values, whatever makes them."""
+    """Return the words of 16 values: read, gated, or rotated."""
     row, part, parts = (Int64(number) for number in place)
     if form.turned:
         registers = registers_of(WORDS_OF_CHUNK, CHUNKS)
@@ -89,6 +90,7 @@ def words_of(values: Any, place: tuple[Any, Any, Any], form: Fp8Form) -> list[An
         return [word for chunk in range(CHUNKS) for word in words_at(registers, chunk)]
     if form.source == "values":
         return loaded(values, row * parts + part)
+    # A row of the input is gate, then up: 2 K values.
     gate = 2 * row * parts + part
     return swiglu_words(loaded(values, gate), loaded(values, gate + parts), form.limit)
 
@@ -97,7 +99,7 @@ def words_of(values: Any, place: tuple[Any, Any, Any], form: Fp8Form) -> list[An
 def read_heads(
     heads: Heads, registers: Any, place: tuple[Any, Any, Any], width: cutlass.Constexpr
 ) -> None:
-    """Read 16 values of heads, and turn them back where they turn."""
+    """Read 16 values of heads, and apply inverse RoPE to those that it covers."""
     row, part, parts = place
     for chunk in cutlass.range_constexpr(CHUNKS):
         at = CHUNKS * (row * parts + part) + chunk
@@ -115,7 +117,7 @@ def read_heads(
 
 
 def scale_of(amax: Any, kind: str) -> tuple[Any, Any]:
-    """Return a block's scale as it is stored in a format, and its number."""
+    """Return a block's scale as stored and as a number."""
     raw = ops.multiply_rn(ops.maximum(amax, facts.AMAX_FLOOR), facts.SHARE)
     if kind == "float32":
         return raw, raw
@@ -138,11 +140,12 @@ def e4m3_words(numbers: list[Any]) -> list[Any]:
 def quantise_kernel(
     tensors: tuple[Any, ...], rows: Int32, parts: Int32, form: cutlass.Constexpr
 ) -> None:
-    """Quantise 16 values a thread; lanes behind the last row go along, and write nothing."""
+    """Quantise 16 values a thread; lanes past the last row compute and write nothing."""
     values, codes, scales = tensors
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     at = Int64(block) * facts.THREADS + Int64(thread)
+    # All lanes take part in the shuffles, so surplus ones read the first values.
     known = ops.select(at < Int64(rows) * Int64(parts), at, Int64(0))
     row = known // Int64(parts)
     part = known - row * Int64(parts)
@@ -165,7 +168,7 @@ def launch_quantise(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form: rows, threads of a row, thread blocks, and positions of the table of turns."""
+    """Launch on rows, threads of a row, thread blocks, positions of the RoPE table."""
     rows, parts, blocks, *known = extents
     shapes = ((8, FLAT), (4, FLAT), (1, FLAT))
     values, codes, scales = (
@@ -205,7 +208,7 @@ def quantise_fp8(
 ) -> Fp8Quantised:
     """Quantise BF16 values, or gate and up halves, as the problem says, on their GPU.
 
-    `turns`, where heads are turned back, is the table, float32 [P, 64], and positions, int64 [M].
+    With `turned`, `turns` is the RoPE table, float32 [P, 64], and positions, int64 [M].
     """
     out = out or empty_outputs(problem, values_MK.device)
     shape = (problem.rows, problem.columns)
@@ -229,7 +232,7 @@ def quantise_fp8(
 
 
 def require_turns(problem: Fp8Problem, turns: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
-    """Refuse turns that the kernel would misread, that are missing, or that nothing asks for."""
+    """Raise if RoPE table and positions are missing, superfluous, or of another kind."""
     if (turns is None) == bool(problem.turned):
         raise InvalidArgument(
             "turns",
@@ -246,7 +249,7 @@ def require_turns(problem: Fp8Problem, turns: tuple[Tensor, Tensor] | None) -> t
 
 
 def empty_outputs(problem: Fp8Problem, device: torch.device) -> Fp8Quantised:
-    """Allocate what a launch writes; every byte of it is written."""
+    """Allocate the outputs uninitialised; the kernel writes every byte."""
     shape, dtype = (problem.rows, problem.columns), SCALES[problem.scales][1]
     return Fp8Quantised(
         torch.empty(shape, dtype=torch.float8_e4m3fn, device=device),
@@ -255,7 +258,7 @@ def empty_outputs(problem: Fp8Problem, device: torch.device) -> Fp8Quantised:
 
 
 def _pointers(form: Fp8Form, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    """Return the pointers to values, codes, scales and turns; None becomes one that is not read."""
+    """Return pointers to values, codes, scales, table, positions; None gives one not read."""
     element, _, alignment = SCALES[form.scales]
     elements = (Uint32, Uint32, element, Float32, Int64)[: len(tensors)]
     alignments = (32, 16, alignment, *ALIGNMENTS_OF_TURNS)[: len(tensors)]

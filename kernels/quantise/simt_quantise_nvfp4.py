@@ -1,16 +1,15 @@
-"""Quantise BF16 to NVFP4: codes and block scales, canonical numerics, padding written as zeros.
+"""Quantise BF16 to NVFP4 with canonical numerics: packed codes, block scales, zeroed padding.
 
-Owns one kernel source for sm_90a and sm_100a without tensor cores, in the forms of QuantiseForm:
-plain, behind a clamped SwiGLU of gate and up halves, with a scale for each expert's rows, and with
-the values that were quantised written as well. One thread a block of 16 values: 32 bytes are read,
-8 bytes of codes and a scale written. The factor by which a block is multiplied needs two divisions
-and depends on the scale's code alone, so each thread block makes a table of 128 factors first.
+codes [M, P], E4M3 scales per block of 16 in their layout, padding included. Forms (QuantiseForm):
+plain, after a clamped SwiGLU of gate and up halves, with a decode scale per expert's rows, and with
+the quantised values written as well. One source for sm_90a and sm_100a, no tensor cores.
+One thread per block of 16: reads 32 bytes, writes 8 bytes of codes and one scale. A thread block
+walks down the rows of one column of tiles. The encoding factor of a block needs two divisions and
+depends on the scale's code alone, so each thread block first fills a table of 128 factors in shared
+memory (not with expert scales, where it is computed per block) and synchronises once.
 
-The wrapper checks and launches, allocates no more than what it returns, and never waits for the
-GPU, so it may be captured in a graph. Refuses other dtypes, shapes, strides and alignments by name.
-Kept honest by suites/kernels/quantise/test_simt_quantise_nvfp4.py: compiled for every target, and
-on an H200 equal to harness.formats byte for byte. Shape letters: M rows, K columns, P = K / 2
-bytes, E experts
+The entry point allocates only its result and never synchronises, so it can be captured in a CUDA
+graph. Shape letters: M rows, K columns, P = K / 2 bytes, E experts.
 """
 
 from collections.abc import Sequence
@@ -60,7 +59,7 @@ ELEMENTS = (Uint32, Float32, Int32, Uint32, Uint8, Uint32)
 
 
 class Quantised(NamedTuple):
-    """What a launch writes: packed codes [M, P], scale bytes in their layout, values if kept."""
+    """Outputs of a launch: packed codes [M, P], scale bytes in their layout, kept values."""
 
     codes: Tensor
     scales: Tensor
@@ -71,7 +70,7 @@ class Quantised(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """What the kernel reads and writes, as blocks: [words of a block, blocks] or flat."""
+    """Inputs and outputs of the kernel: [words of a block, blocks] or flat."""
 
     values: Any
     decode_scale: Any
@@ -82,7 +81,7 @@ class Tensors(NamedTuple):
 
 
 def tensors_of(pointers: tuple[Any, ...]) -> Tensors:
-    """View the six pointers; extents are checked by row and block, not by these layouts."""
+    """View the six pointers; kernels check rows and blocks, these layouts have no bounds."""
     shapes = (WORDS, 0, 0, WORDS // 4, 0, WORDS)
     flat = 1 << 30
     return Tensors(
@@ -99,10 +98,11 @@ def tensors_of(pointers: tuple[Any, ...]) -> Tensors:
 
 
 def words_at(tensors: Tensors, place: tuple[Any, Any, Any], form: QuantiseForm) -> list[Any]:
-    """Return the words of the block that is to be quantised, whatever makes them."""
+    """Return the words of the block to quantise: read, or gated."""
     row, block, blocks = (Int64(number) for number in place)
     if form.source == "values":
         return loaded(tensors.values, row * blocks + block)
+    # A row of the input is gate, then up: 2 K values.
     gate = 2 * row * blocks + block
     halves = loaded(tensors.values, gate), loaded(tensors.values, gate + blocks)
     return swiglu_words(*halves, form.limit)
@@ -111,12 +111,13 @@ def words_at(tensors: Tensors, place: tuple[Any, Any, Any], form: QuantiseForm) 
 def quantise_at(
     tensors: Tensors, place: tuple[Any, Any, Any], scaling: Scaling, form: QuantiseForm
 ) -> Any:
-    """Quantise the block at (row, block) of rows of so many blocks; return its scale's code."""
+    """Quantise the block at (row, block) of `blocks` a row; return its scale's code."""
     words = words_at(tensors, place, form)
     scale_code = scale_code_of(block_amax(words), scaling.share)
     if form.by_expert:
         factor = codecs.nvfp4_block_encode_scale(scale_code, scaling.encode)
     else:
+        # Without the sign bit: scales are not negative, and the table has 128 entries.
         factor = scaling.factors[scale_code & 0x7F]
     row, block, blocks = (Int64(number) for number in place)
     index = row * blocks + block
@@ -139,7 +140,7 @@ def clear_at(tensors: Tensors, place: tuple[Any, Any, Any], form: QuantiseForm) 
 def quantise_kernel(
     tensors: Tensors, rows: Int32, blocks: Int32, experts: Int32, form: cutlass.Constexpr
 ) -> None:
-    """Walk down the rows of one column of tiles."""
+    """Quantise the rows of one column of tiles."""
     thread, _, _ = cute.arch.thread_idx()
     first, tile_column, _ = cute.arch.block_idx()
     step, _, _ = cute.arch.grid_dim()
@@ -164,6 +165,7 @@ def quantise_kernel(
         exists = (row < rows) & (block < blocks)
         if cutlass.const_expr(form.by_expert):
             for each in cutlass.range(Uint32(experts), unroll=4):
+                # Counts the experts that end before this row: the number of the row's expert.
                 expert += Uint32(Uint32(tensors.offsets[each + 1]) <= row)
             if exists & (expert >= Uint32(experts)):
                 clear_at(tensors, (row, block, blocks), form)
@@ -184,7 +186,7 @@ def launch_quantise(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form on extents that are known now: rows, blocks, experts, grid along x and y."""
+    """Launch on the extents rows, blocks, experts, grid along x and y."""
     rows, blocks, experts, walkers, tile_columns = extents
     quantise_kernel(tensors_of(pointers), rows, blocks, experts, form).launch(
         grid=[walkers, tile_columns, 1],
@@ -218,8 +220,8 @@ def quantise_nvfp4(
 ) -> Quantised:
     """Quantise BF16 values, or gate and up halves, as the problem says, on their GPU.
 
-    `decode_scale` is float32 on the GPU, one number or one an expert; expert e has the rows from
-    offsets_E[e] up to offsets_E[e + 1], rows after the last one become zeros.
+    `decode_scale` is float32 on the GPU, one number or one per expert. Expert e has the rows from
+    offsets_E[e] up to offsets_E[e + 1]; rows after the last become zeros.
     """
     out = out or empty_outputs(problem, values_MK.device)
     require_operands(problem, values_MK, decode_scale, offsets_E)
@@ -246,7 +248,7 @@ def launch(
 
 
 def empty_outputs(problem: QuantiseProblem, device: torch.device) -> Quantised:
-    """Allocate what a launch writes; every byte of it is written."""
+    """Allocate the outputs uninitialised; the kernel writes every byte."""
     shape = (problem.rows, problem.columns)
     return Quantised(
         torch.empty(shape[0], shape[1] // 2, dtype=torch.uint8, device=device),
@@ -258,7 +260,7 @@ def empty_outputs(problem: QuantiseProblem, device: torch.device) -> Quantised:
 def require_operands(
     problem: QuantiseProblem, values_MK: Tensor, decode_scale: Tensor, offsets_E: Tensor | None
 ) -> None:
-    """Refuse inputs that the kernel would misread."""
+    """Raise unless values, decode scales and offsets fit the problem."""
     shape = (problem.rows, problem.input_columns)
     require_tensor("values", values_MK, torch.bfloat16, shape, ALIGNMENTS[0])
     scales = decode_scale.reshape(-1) if decode_scale.ndim == 0 else decode_scale
@@ -269,7 +271,7 @@ def require_operands(
 
 
 def require_outputs(problem: QuantiseProblem, out: Quantised) -> None:
-    """Refuse outputs that do not hold what is written."""
+    """Raise unless codes, scales and kept values fit the problem."""
     shape = (problem.rows, problem.columns)
     require_tensor("codes", out.codes, torch.uint8, (shape[0], shape[1] // 2), ALIGNMENTS[3])
     require_tensor("scales", out.scales, torch.uint8, (problem.scale_bytes,), ALIGNMENTS[4])
@@ -279,6 +281,6 @@ def require_outputs(problem: QuantiseProblem, out: Quantised) -> None:
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return what the entry takes; None becomes a pointer that is not read."""
+    """Return the pointers of a launch; None becomes a pointer that is not read."""
     places = zip(ELEMENTS, tensors, ALIGNMENTS, strict=True)
     return tuple(pointer(element, tensor, alignment) for element, tensor, alignment in places)

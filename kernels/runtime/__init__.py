@@ -1,1 +1,1 @@
-"""What every kernel needs: targets, settings, compilation with a cache, machine code."""
+"""Runtime of all kernels: targets, compile settings, compilation with a cache, machine code."""

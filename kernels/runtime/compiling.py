@@ -1,16 +1,15 @@
-"""Compile a CuTe DSL entry for a target, once, and keep the result on disk.
+"""Compile a CuTe DSL entry for a target and cache the object file on disk.
 
-Owns `compile_kernel`: cute.compile with the target named, PTX and cubin at hand, and a cache of
-object files. The key is the entry and its arguments, the target, the versions of DSL, CUDA and
-Python, what the environment tells the DSL, and the text of everything that a kernel may import
-(harness/formats, harness/model, kernels: the floors of the house keep it at that), so that no
-stale kernel survives an edit. Sources edited after they were imported switch the cache off.
+The cache key covers the entry and its arguments, the target, the versions of DSL, CUDA and Python,
+the DSL's environment variables, and the text of every source that a kernel may import
+(harness/formats, harness/model, kernels; suites enforce that limit), so an edit never leaves a
+stale kernel. Editing sources after their import switches the cache off. A damaged entry is
+compiled anew.
 
 Compiling needs no GPU. Calling the result needs the target's GPU: pass pointers of make_ptr over
-device addresses and, last, the stream (`current_stream`). An entry takes pointers, DSL numbers and
-constants that have a stable text; anything else is refused, because the cache could not tell it
-from another. A damaged cache entry is compiled anew. Kept honest by
-suites/kernels/runtime/test_compiling.py, which edits a source, a constant and a cached file.
+device addresses and the stream (`current_stream`) last. Arguments are pointers, DSL numbers and
+constants with a stable text; others raise InvalidArgument, because the key could not tell them
+apart.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _OBJECT, _PTX, _CUBIN, _MANIFEST = "kernel.o", "kernel.ptx", "kernel.cubin", "ma
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A callable entry with the machine code behind it."""
+    """A callable entry with its PTX and cubin."""
 
     name: str
     target: Target
@@ -63,7 +62,7 @@ class CompiledKernel:
 
 @dataclass(frozen=True)
 class _Request:
-    """What is to be compiled; the key tells it from every other."""
+    """What to compile; `key` distinguishes it from all other requests."""
 
     entry: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -72,12 +71,12 @@ class _Request:
 
     @property
     def name(self) -> str:
-        """Stem of file names."""
+        """Return the stem of file names."""
         return f"{self.entry.__module__.rpartition('.')[2]}.{self.entry.__name__}"
 
     @cached_property
     def key(self) -> str:
-        """Digest of all that the machine code depends on."""
+        """Return the digest of everything that the machine code depends on."""
         parts = [
             f"{_dsl('cutlass').__version__} {_dsl('cutlass').CUDA_VERSION}",
             f"{sys.implementation.cache_tag} {platform.machine()}",
@@ -91,7 +90,7 @@ class _Request:
 
     @property
     def symbol(self) -> str:
-        """Prefix of the symbols in the object file."""
+        """Return the prefix of the symbols in the object file."""
         return f"degarble_{self.key}"
 
 
@@ -101,9 +100,10 @@ def compile_kernel(
     target: Target,
     settings: CompileSettings,
 ) -> CompiledKernel:
-    """Compile `entry` (a cute.jit function) for `arguments`, or take it from the cache.
+    """Compile `entry` (a cute.jit function) for `arguments`, or load it from the cache.
 
-    Arguments that the entry declares Constexpr are part of the kernel and not passed to it later.
+    Arguments that the entry declares Constexpr become part of the kernel and are not passed at
+    launch.
     """
     request = _Request(entry, tuple(arguments), target, settings.dsl_environment)
     stem = f"{request.name}.{target.name}"
@@ -126,7 +126,7 @@ def current_stream(device: int = 0) -> Any:
 
 
 def any_stream() -> Any:
-    """Return a stream to compile with, where no GPU is needed; the call brings the real one."""
+    """Return a null stream to compile with; the launch passes the real one."""
     return _dsl("cuda.bindings.driver").CUstream(0)
 
 
@@ -155,7 +155,7 @@ def _compile(request: _Request, folder: Path | None) -> CompiledKernel:
 
 
 def _load(request: _Request, folder: Path) -> CompiledKernel | None:
-    """Return the cached kernel if its entry is whole."""
+    """Return the cached kernel if its entry is complete and intact, else None."""
     files = _whole(folder)
     if files is None:
         return None
@@ -176,7 +176,7 @@ def _load(request: _Request, folder: Path) -> CompiledKernel | None:
 
 
 def _whole(folder: Path) -> dict[str, bytes] | None:
-    """Return an entry's files if every one is there and has the bytes that were written."""
+    """Return an entry's files if all exist with the bytes of the manifest, else None."""
     try:
         files = read_private(folder.parent, folder.name, (_MANIFEST, _OBJECT, _PTX, _CUBIN))
         recorded = json.loads(files.pop(_MANIFEST)) if files else None
@@ -186,7 +186,7 @@ def _whole(folder: Path) -> dict[str, bytes] | None:
 
 
 def _store(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write a cache entry so that a reader sees all of it or nothing."""
+    """Write a cache entry atomically: readers see all of it or nothing."""
     make_private(folder.parent)
     with opened_private(folder.parent):
         pass  # refused, and not filled, where others can write
@@ -233,7 +233,7 @@ def package_root() -> Path:
 
 
 def sources_digest(root: Path) -> str:
-    """Digest the text of everything that a kernel may import."""
+    """Return the digest of every source that a kernel may import."""
     digest = hashlib.sha256()
     for folder in _SOURCE_FOLDERS:
         for path in sorted((root / folder).rglob("*.py")):
@@ -258,4 +258,5 @@ def _dsl(module: str) -> Any:
         ) from error
 
 
+# Taken at import, when the sources on disk are those in memory.
 _SOURCES_AT_IMPORT = sources_digest(package_root())

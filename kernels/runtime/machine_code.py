@@ -1,11 +1,9 @@
-"""What a compiled kernel turned into: registers, stack and shared memory, and roundings in PTX.
+"""Read registers, stack and shared memory of a cubin, and find unstated roundings in PTX.
 
-Owns `cubin_facts`, read by cuobjdump (package nvidia-cuda-cuobjdump, or the CUDA toolkit's on the
-PATH), and `unstated_roundings`, which finds arithmetic in PTX that ptxas is free to contract.
-Our kernels keep no arrays in local memory, so a stack means spilled registers.
-
-Refuses to guess: without cuobjdump, or with output that it does not understand, it says so. Kept
-honest by suites/kernels/runtime/test_machine_code.py: a kernel made to spill, one with plain `*`.
+`cubin_facts` runs cuobjdump (package nvidia-cuda-cuobjdump, or the CUDA toolkit's on the PATH); a
+missing program or unknown output raises. `unstated_roundings` finds arithmetic that ptxas may
+contract into an fma. Our kernels keep no arrays in local memory, so a stack means spilled
+registers.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _FMA = re.compile(r"^\s*(?:@!?%\w+\s+)?(fma\.\S+\s.*;)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class KernelFacts:
-    """What one kernel of a cubin takes; bytes, and registers a thread."""
+    """Resources of one kernel of a cubin: bytes, and registers per thread."""
 
     name: str
     registers: int
@@ -44,12 +42,12 @@ class KernelFacts:
 
     @property
     def spills(self) -> bool:
-        """Whether registers went to memory."""
+        """Return whether registers were spilled to memory."""
         return self.stack_bytes > 0 or self.local_bytes > 0
 
 
 def cubin_facts(cubin: bytes) -> tuple[KernelFacts, ...]:
-    """Read the facts of every kernel in a cubin."""
+    """Return the resources of every kernel in a cubin."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
@@ -80,7 +78,7 @@ def cubin_facts(cubin: bytes) -> tuple[KernelFacts, ...]:
 
 
 def cuobjdump_path() -> Path:
-    """Find cuobjdump in its package, else on the PATH."""
+    """Return the path of cuobjdump: in its package, else on the PATH."""
     try:
         files = metadata.files("nvidia-cuda-cuobjdump") or []
     except metadata.PackageNotFoundError:
@@ -100,10 +98,10 @@ def cuobjdump_path() -> Path:
 
 
 def unstated_roundings(ptx: str) -> tuple[str, ...]:
-    """Return the float instructions that ptxas may contract: mul, add or sub without .rn."""
+    """Return float instructions that ptxas may contract: mul, add, sub, mad without .rn."""
     return tuple(match.strip() for match in _UNSTATED.findall(ptx))
 
 
 def fused_instructions(ptx: str) -> tuple[str, ...]:
-    """Return the fma instructions that were asked for, or that the front end made."""
+    """Return the fma instructions, whether written or made by the front end."""
     return tuple(match.strip() for match in _FMA.findall(ptx))

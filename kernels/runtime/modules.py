@@ -1,4 +1,7 @@
-"""Where the kernel of a name lies: the names stay in captures, reports and series of nights."""
+"""Import path of each kernel module by its name.
+
+The names are stored in captures, reports and nightly series, so they stay when a module moves.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""What an entry point checks before it launches, and the pointers that it hands to a kernel.
+"""Check the tensors of an entry point and make the pointers that a kernel takes.
 
-Owns the contract of a tensor (dtype, shape, strides, address; whether there is one) and of a set of
-them (one CUDA device): a kernel reads bits, so whatever does not fit is refused by name and nothing
-is converted.
-Kept honest by the suites of the kernels, each of which hands over operands that do not fit.
+Kernels read bits: a tensor with another dtype, shape, stride or alignment raises and is never
+converted. All tensors of a launch have to be on one CUDA device.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ DRIVERS_CHOICE = -1
 def require_tensor(
     name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], alignment: int
 ) -> None:
-    """Refuse a tensor that a kernel would misread."""
+    """Raise unless a tensor has this dtype, shape and alignment and is contiguous."""
     if tensor.dtype is not dtype:
         raise DtypeMismatch(name, tensor.dtype, str(dtype), "Convert it; the kernel reads bits.")
     if tuple(tensor.shape) != shape:
@@ -64,9 +62,9 @@ def require_optional(
     present: bool,
     remedy: str,
 ) -> None:
-    """Refuse a tensor that is missing or superfluous, and one that a kernel would misread.
+    """Raise if a tensor is missing or superfluous, or does not have the wanted dtype and shape.
 
-    `wanted` is dtype, shape and alignment; `remedy` says what the problem says.
+    `wanted` is dtype, shape and alignment; `remedy` is the last sentence of the error.
     """
     if (tensor is not None) != present:
         raise InvalidArgument(
@@ -80,7 +78,7 @@ def require_optional(
 
 
 def require_device(tensors: Iterable[Tensor | None]) -> int:
-    """Return the number of the one CUDA device that holds the tensors; refuse any other place."""
+    """Return the number of the one CUDA device that holds the tensors; raise otherwise."""
     devices = {tensor.device for tensor in tensors if tensor is not None}
     device = next(iter(devices))
     if len(devices) > 1 or device.type != "cuda":
@@ -90,14 +88,15 @@ def require_device(tensors: Iterable[Tensor | None]) -> int:
 
 
 def processors_of(device: int) -> int:
-    """Return how many multiprocessors a device has."""
+    """Return the number of multiprocessors of a device."""
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
 
 
 def pointer(element: Any, tensor: Tensor | None, alignment: int) -> Any:
-    """Return a device pointer; without a tensor one to compile with, which nothing reads."""
+    """Return a device pointer; for None one to compile with, which nothing reads."""
     cute = import_module("cutlass.cute")
     make = import_module("cutlass.cute.runtime").make_ptr
+    # Any aligned non-null address will do: compiling does not read it.
     address = alignment if tensor is None else tensor.data_ptr()
     return make(element, address, cute.AddressSpace.gmem, assumed_align=alignment)

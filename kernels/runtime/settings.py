@@ -1,14 +1,11 @@
-"""What the environment may say about compiling kernels, read once and handed on as a record.
-
-Owns two variables:
+"""Environment variables of kernel compilation, read once into a record.
 
 * DEGARBLE_KERNEL_CACHE: folder of compiled kernels; `off` compiles anew in every process. By
   default degarble/kernels under XDG_CACHE_HOME, or under ~/.cache.
 * DEGARBLE_KEEP_KERNELS: folder that receives the PTX and the cubin of every kernel.
 
-What the environment tells the DSL itself (CUTE_DSL_...) is recorded, because it changes kernels.
-Only an edge (a command, a plugin, conftest) calls `read_settings`; below it the record is passed.
-Kept honest by suites/kernels/runtime/test_settings.py.
+The DSL's own variables (CUTE_DSL_...) are recorded, because they change kernels. Only an edge (a
+command, a plugin, conftest) calls `read_settings`; all other code receives the record.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ DSL_PREFIX = "CUTE_DSL_"
 
 @dataclass(frozen=True)
 class CompileSettings:
-    """Where compiled kernels are looked for and left (None is nowhere), and the DSL's own part."""
+    """Folders of the cache and of kept machine code (None: unused); the DSL's variables."""
 
     cache_folder: Path | None = None
     keep_folder: Path | None = None

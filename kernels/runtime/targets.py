@@ -1,9 +1,7 @@
-"""The GPU architectures that kernels are compiled for, and what differs between them.
+"""GPU architectures that kernels are compiled for, one record each.
 
-Owns one record a target. Compiling for a target says nothing about running there: this project has
-no B200, so whatever needs sm_100a is compiled and looked at, and run by `pytest -m b200` elsewhere.
-Refuses unknown names and devices by name. Kept honest by suites/kernels/runtime/test_targets.py,
-which compiles what a target claims to convert, and what it denies.
+Compiling for a target proves nothing about running on it. sm_100a kernels are compiled and
+inspected here, for want of a B200; `pytest -m b200` runs them elsewhere.
 """
 
 from __future__ import annotations
@@ -22,9 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Target:
-    """One architecture as ptxas names it.
+    """A GPU architecture, by its ptxas name.
 
-    The `a` in the name buys the architecture's own instructions and costs forward compatibility.
+    The `a` in the name allows architecture-specific instructions and gives up forward
+    compatibility.
     """
 
     name: str
@@ -45,14 +44,14 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
 
 
 def target(name: str) -> Target:
-    """Look a target up; an unknown name is refused with the nearest known ones."""
+    """Return the target of this name; raise with the nearest known names otherwise."""
     if name not in TARGETS:
         raise UnknownName.among("target", name, TARGETS)
     return TARGETS[name]
 
 
 def target_of_device(device: int = 0) -> Target:
-    """Return the target of an installed GPU; none, or one without kernels, is refused."""
+    """Return the target of an installed GPU; raise without a GPU or without kernels for it."""
     known = ", ".join(f"{t.name} (compute capability {t.capability})" for t in TARGETS.values())
     if not torch.cuda.is_available():
         raise MissingDevice(
