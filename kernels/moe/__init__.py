@@ -1,1 +1,1 @@
-"""Routed and shared experts."""
+"""Mixture of experts: routed and shared experts."""

@@ -1,12 +1,11 @@
-"""How gate and up leave FC1: SwiGLU in registers, through shared memory, as NVFP4 of the next GEMM.
+"""Epilogue of experts' FC1 on sm_90a: SwiGLU of gate and up, requantised to NVFP4 for FC2.
 
-Owns the last step of a tile whose columns are gate beside up. Both are rounded to BF16 as the twin
-stores them; SwiGLU and, where it comes before w2, the routing weight are float32, rounded once to
-BF16. A piece of 64 rows and columns goes through shared memory, so that a thread holds whole blocks
-of 16, and is quantised by what every quantising kernel does. Rows of zeros stay zeros.
-
-Refuses nothing: a kernel cannot. Kept honest by suites/kernels/moe/test_sm90_moe_nvfp4.py: every
-byte is what the plain NVFP4 GEMM and the quantising kernel make one after the other.
+A tile's columns are gate next to up. Gate and up are scaled and rounded to BF16, as the unfused
+twin stores them; SwiGLU and, if it precedes w2, the routing weight are computed in float32 and
+rounded once to BF16. Per warpgroup and piece of 64 rows x 64 columns: registers to one of two
+swizzled buffers in shared memory; one named barrier; each thread reads whole blocks of 16,
+quantises them as all quantising kernels do, and writes codes and scales to memory. Rows of zeros
+stay zeros.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ NUMBERS = facts.PIECE_ROWS * facts.PIECE_COLUMNS // facts.WARPGROUP  # of a piec
 
 
 class Leaving(NamedTuple):
-    """What FC1 writes, and what it needs beside the sums, in memory."""
+    """Outputs of FC1 in memory, and what its epilogue reads in addition to the sums."""
 
     codes: Any  # (words of a block, blocks)
     scales: Any
@@ -43,7 +42,7 @@ class Leaving(NamedTuple):
 
 
 class Outlet(NamedTuple):
-    """Where a warpgroup leaves its pieces."""
+    """The buffers and the barrier through which a warpgroup writes its pieces."""
 
     leaving: Leaving
     copy: Any  # tiled copy from registers to shared memory
@@ -65,7 +64,7 @@ def shared_pieces(memory: Any, form: Any) -> tuple[Any, Any]:
 
 
 def outlet_of_warpgroup(leaving: Leaving, shared: tuple[Any, Any], mma: Any, mine: Any) -> Outlet:
-    """Return a warpgroup's outlet: its own buffers, its own barrier."""
+    """Return a warpgroup's outlet: its own buffers, its own named barrier."""
     thread, _, _ = cute.arch.thread_idx()
     pieces, chunks = shared
     shape = (facts.PIECE_ROWS, facts.PIECE_COLUMNS, facts.PIECES_AT_ONCE)
@@ -82,7 +81,7 @@ def outlet_of_warpgroup(leaving: Leaving, shared: tuple[Any, Any], mma: Any, min
 
 
 def weights_of_rows(leaving: Leaving, row: Any) -> list[Any]:
-    """Return the routing weights of the rows that a thread's sums belong to; 0 of rows of zeros."""
+    """Return the routing weights of a thread's two rows; 0 for rows of zeros."""
     thread, _, _ = cute.arch.thread_idx()
     thread = thread % facts.WARPGROUP
     first = row + thread // facts.WARP * 16 + thread % facts.WARP // 4
@@ -132,7 +131,7 @@ def requantise_tile(
             pairs[i] = gated(both, scales, weights[i % 2], form.limit)
         buffer = (stored + piece) % facts.PIECES_AT_ONCE
         cute.copy(outlet.copy, staged, outlet.staged[None, None, None, buffer])
-        # One barrier a piece: who is at the next one has read this buffer's other one.
+        # Two buffers, so one barrier per piece: whoever has reached the next one has read this buffer.
         cute.arch.barrier(barrier_id=outlet.barrier, number_of_threads=facts.WARPGROUP)
         block = (column * pieces + piece) * BLOCKS
         quantise_piece(outlet, buffer, (row, block, blocks), scaling, form)
@@ -143,7 +142,7 @@ def requantise_tile(
 def show_tile(
     leaving: Leaving, sums: Any, place: Any, scales: Any, form: cutlass.Constexpr
 ) -> None:
-    """Store gate and up of a warpgroup's 64 rows as SwiGLU gets them: BF16 [R, 2 F], gate first.
+    """Store gate and up of a warpgroup's 64 rows as SwiGLU reads them: BF16 [R, 2 F], gate first.
 
     `place` is that of `requantise_tile`.
     """
@@ -177,7 +176,7 @@ def block_at(outlet: Outlet, row: Any, block: Any, buffer: Any) -> list[Any]:
 def quantise_piece(
     outlet: Outlet, buffer: Any, place: Any, scaling: Any, form: cutlass.Constexpr
 ) -> None:
-    """Quantise a piece out of shared memory, block by block."""
+    """Quantise a piece from shared memory, block by block."""
     first_row, first_block, blocks = place
     thread, _, _ = cute.arch.thread_idx()
     thread = thread % facts.WARPGROUP

@@ -1,14 +1,18 @@
-"""Experts with few rows: weights are what a warpgroup multiplies, tokens are its columns.
+"""Expert GEMM on sm_90a for tiles of 16, 32 or 64 rows: weights are wgmma's rows, tokens columns.
 
-Owns the device code of grouped tiles of 16, 32 or 64 rows. Where an expert has a few rows, tiles
-of 128 of them are mostly zeros, and B, decoded by one warpgroup into shared memory, decides. Here
-each multiplying warpgroup decodes its own 64 rows of B straight into wgmma's registers, a span of
-64 numbers of K while the one before is multiplied. Of the others a warp loads, and three decode the
-rows of A, each every third stage. Products, their order along K and the rounding of results are the
-same, so every byte is that of the other tiles. A tile leaves through shared memory, row by row of
-A, without a wait for warpgroups that have other columns.
-
-Refuses nothing: a kernel cannot. Kept honest by suites/kernels/moe/test_sm90_moe_nvfp4.py.
+Where an expert has few rows, tiles of 128 are mostly zeros, and the time is that of one warpgroup
+decoding B into shared memory. Here each consumer decodes its own 64 rows of B into wgmma registers.
+Roles: warpgroup 0: warp 0 issues TMA, warps 1 to 3 decode the rows of A, each every third stage.
+Further warpgroups, one per 64 rows of B in the tile, decode B, multiply and write.
+Pipelines: (1) ring of loaded stages: full is one arrival plus bytes; empty is one arrival per
+consumer warp and one of the decoding warp. (2) ring of 3 or 4 stages of decoded A: full is one
+arrival of the decoding warp, empty one per consumer warp.
+A stage in a consumer: wait; per span of 64 of K read codes of B, wait until the wgmma that used
+these registers are done, decode, wait for decoded A (first span), issue wgmma. Two sets of
+registers alternate. After the last stage sums are scaled, rounded to BF16, put into shared memory
+row by row of A; a named barrier of the warpgroups whose columns leave together (gate and its up);
+then they store D rows (FC2), or SwiGLU as NVFP4 (FC1); the barrier again.
+Products, their order along K and roundings are those of the other tiles, so all bytes agree.
 """
 
 from __future__ import annotations
@@ -38,14 +42,14 @@ OPERANDS = ("a", "b", "scales of a", "scales of b")
 
 
 class Tile(NamedTuple):
-    """Shared memory of a tile that leaves: numbers, and words of 16 bytes, row by row of A."""
+    """Shared memory of an outgoing tile: numbers, and 16-byte chunks, row by row of A."""
 
     numbers: Any  # (columns, rows)
     chunks: Any  # (words, chunks, rows)
 
 
 class Few(NamedTuple):
-    """What a thread block of this form holds."""
+    """Shared memory of a thread block."""
 
     tensors: tuple[Any, ...]  # as TMA writes them
     boxes: tuple[Any, ...]
@@ -55,7 +59,7 @@ class Few(NamedTuple):
 
 
 def shared_memory(memory: Any, form: Any) -> Few:
-    """Allocate stages, decoded A and the tile that leaves."""
+    """Allocate stages, decoded A and the outgoing tile."""
     count, tactic = facts.footprint(form).stages, form.tactic
     tensors, pointers = gemm.loaded_stages(memory, form)
     size = tactic.rows * tactic.inner // 2  # words
@@ -69,6 +73,7 @@ def shared_memory(memory: Any, form: Any) -> Few:
     view = gemm.side_by_side
     numbers = view(decoded, 4, size, facts.decoded_stages(form))
     codes, scales = view(b[0], stages.WORDS, b[1], count), view(of_b[0], 1, of_b[1], count)
+    # The decoding functions call wgmma's rows A; here those are the weights.
     weights = gemm.Shared(codes, scales, None, None, numbers)
     codes, scales = view(a[0], 4, a[1], count), view(of_a[0], 1, of_a[1], count)
     tokens = gemm.Shared(None, None, codes, scales, numbers)
@@ -76,7 +81,8 @@ def shared_memory(memory: Any, form: Any) -> Few:
 
 
 def tile_of(memory: Any, tactic: Any) -> Tile:
-    """Allocate the tile that leaves, in words."""
+    """Allocate the outgoing tile, in words."""
+    # In words; the padding puts consecutive rows in different banks.
     row = (tactic.columns + facts.FEW_PADDING) // 2
     leaving = memory.allocate_array(Uint32, row * tactic.rows, byte_alignment=16)
     shape = (WORDS_OF_CHUNK, row // WORDS_OF_CHUNK, tactic.rows)
@@ -95,7 +101,7 @@ def few_kernel(
     extents: tuple[Int32, ...],
     form: cutlass.Constexpr,
 ) -> None:
-    """Take a role by warpgroup, as other tiles do; `leaving` is what a tile is written to."""
+    """Dispatch by warp and warpgroup; `leaving` is what a tile is written to."""
     of_gemm = form.gemm
     tactic = of_gemm.tactic
     thread, _, _ = cute.arch.thread_idx()
@@ -133,7 +139,7 @@ def load(ring: Any, feedings: Any, walk: Any, steps: Any, form: cutlass.Constexp
 
 @cute.jit
 def decode(rings: Any, walk: Any, shared: Any, extents: Any, form: cutlass.Constexpr) -> None:
-    """Decode rows of A: a warp every third stage, so that nobody waits for another decoder."""
+    """Decode rows of A, each warp every third stage, so that decoders never wait for another."""
     (ring, decoded), (steps, blocks) = rings, extents
     tactic, turn = form.tactic, Int32(0)
     of_stage = tactic.inner // stages.STAGE_K
@@ -164,7 +170,7 @@ def decode(rings: Any, walk: Any, shared: Any, extents: Any, form: cutlass.Const
 
 
 def decode_stage(shared: Any, first: Any, at: Any, inner: Any, tactic: Any) -> None:
-    """Decode all rows of a stage by one warp, a span of a row a thread and turn."""
+    """Decode all rows of a stage by one warp, a span of a row per thread and turn."""
     thread, _, _ = cute.arch.thread_idx()
     lane, of_stage = Int32(thread) % facts.WARP, tactic.inner // stages.STAGE_K
     blocks, before = inner
@@ -184,13 +190,14 @@ def mask_of(blocks: Any, span: Any) -> Any:
 
 @cute.jit
 def consume(rings: Any, own: Any, leaving: Any, given: Any, form: cutlass.Constexpr) -> None:
-    """Multiply all tiles of this thread block, and let them leave."""
+    """Multiply and write all tiles of this thread block."""
     mma, few, mine = own
     groups, walk, (columns, inner) = given
     tactic, parts = form.gemm.tactic, form.gemm.parts
     steps, blocks = ceil_div(inner, tactic.inner), inner // stages.BLOCK
     sums = wgmma.sums_of(mma, tactic.rows)
     b = mma.make_fragment_B(mma.get_slice(0).partition_B(decoded_tensor(few.weights, form.gemm)))
+    # Registers of two spans, which alternate.
     held = AT_ONCE * stages.STAGE_K
     a = mma.make_fragment_A(mma.partition_shape_A((facts.PIECE_ROWS, held)))
     state = wgmma.consumer_state(rings[0].num_stages)
@@ -200,7 +207,7 @@ def consume(rings: Any, own: Any, leaving: Any, given: Any, form: cutlass.Conste
     for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
         work = (few.weights, first, blocks, steps)
         state, source = multiply(rings, (state, source), (mma, sums, a, b), work, tactic)
-        # Only now: what a tile needs besides would take registers from the products.
+        # Computed after the products: kept values would take registers from them.
         row, column, expert = schedule.tile_at(walk, number)
         stage_tile(few.tile, sums, first, scales_of(groups, expert * parts + matrix, expert))
         wait_for_those(mine, form.gemm)
@@ -216,7 +223,7 @@ def consume(rings: Any, own: Any, leaving: Any, given: Any, form: cutlass.Conste
 
 @cute.jit
 def multiply(rings: Any, states: Any, fragments: Any, work: Any, tactic: cutlass.Constexpr) -> Any:
-    """Sum up one tile, stage by stage; the first one has nothing to wait for."""
+    """Sum up one tile, stage by stage; the first one has no products to wait for."""
     state, source = states
     shared, first, blocks, steps = work
     thread, _, _ = cute.arch.thread_idx()
@@ -241,10 +248,10 @@ def multiply(rings: Any, states: Any, fragments: Any, work: Any, tactic: cutlass
 def add_stage(
     rings: Any, states: Any, fragments: Any, given: Any, *, begins: bool
 ) -> tuple[Any, Any]:
-    """Add a stage, two spans at a time: read B, wait for the products before, decode, multiply.
+    """Add a stage span by span: read B, wait for the products before, decode, multiply.
 
-    Trap: a wgmma reads its registers until it is waited for; decoding may begin only then. Spans
-    take turns with two sets of them: one is decoded while the one before is multiplied.
+    Trap: a wgmma reads its registers until it is waited for; decoding may start only then. Two sets
+    of registers alternate: one is decoded while the other is multiplied.
     """
     ring, decoded = rings
     state, source, before = states
@@ -271,7 +278,7 @@ def add_stage(
 
 
 def add_span(fragments: Any, span: int, index: Any, *, begins: bool) -> None:
-    """Begin with a span's products."""
+    """Issue a span's wgmma."""
     mma, sums, a, b = fragments
     first = span * stages.BLOCKS
     steps = (first, first + stages.BLOCKS, first - span % AT_ONCE * stages.BLOCKS)
@@ -280,7 +287,7 @@ def add_span(fragments: Any, span: int, index: Any, *, begins: bool) -> None:
 
 @cute.jit
 def release(decoded: Any, state: Any) -> Any:
-    """Give a stage of decoded numbers back."""
+    """Release a stage of decoded numbers."""
     with cute.arch.elect_one():
         decoded.consumer_release(state)
     state.advance()
@@ -289,7 +296,7 @@ def release(decoded: Any, state: Any) -> Any:
 
 @cute.jit
 def give_back(ring: Any, state: Any) -> Any:
-    """Give a stage back that this warp has read."""
+    """Release a loaded stage that this warp has read."""
     cute.arch.sync_warp()
     ring.consumer_release(state)
     state.advance()
@@ -307,23 +314,23 @@ def decoded_tensor(shared: Any, form: Any) -> Any:
 
 
 def sharing(mine: Any, form: Any) -> tuple[Any, Any]:
-    """Return which of the groups that leave together this is, and how many groups there are.
+    """Return this warpgroup's group of those that write together, and the number of groups.
 
-    A warpgroup leaves on its own, or with the one that has up beside its gate.
+    A warpgroup writes alone, or together with the one that has the up columns of its gate columns.
     """
     groups = facts.consumers(form) // form.parts
     return mine % groups, groups
 
 
 def wait_for_those(mine: Any, form: Any) -> None:
-    """Wait for the warpgroups whose numbers leave together with one's own."""
+    """Synchronise the warpgroups that write together."""
     those, _ = sharing(mine, form)
     barrier, count = wgmma.FIRST_BARRIER + those, form.parts * facts.WARPGROUP
     cute.arch.barrier(barrier_id=barrier, number_of_threads=count)
 
 
 def thread_of_those(mine: Any, form: Any) -> Any:
-    """Return a thread's number among those that leave together."""
+    """Return a thread's number among the warpgroups that write together."""
     thread, _, _ = cute.arch.thread_idx()
     _, groups = sharing(mine, form)
     return mine // groups * facts.WARPGROUP + Int32(thread) % facts.WARPGROUP
@@ -331,9 +338,9 @@ def thread_of_those(mine: Any, form: Any) -> Any:
 
 @cute.jit
 def stage_tile(tile: Tile, sums: Any, first: Any, scales: Any) -> None:
-    """Scale and round a warpgroup's sums, and put them where a row of A lies side by side.
+    """Scale and round a warpgroup's sums, and write them so that a row of A is contiguous.
 
-    A thread has rows g and g + 8 of B in two neighbouring columns of each eight.
+    A thread has rows g and g + 8 of B in two adjacent columns of each eight.
     """
     thread, _, _ = cute.arch.thread_idx()
     within = Int32(thread) % facts.WARPGROUP
@@ -352,27 +359,27 @@ def words_of_block(tile: Tile, row: Any, first: Any) -> list[Any]:
 
 
 def both_of(tile: Tile, row: Any, local: Any, part: int) -> list[list[Any]]:
-    """Read a block of gate and the one of up, each the same place in its part."""
+    """Read a block of gate and that of up, at the same place in their parts."""
     firsts = (local * stages.BLOCK + matrix * part for matrix in range(GATE_AND_UP))
     return [words_of_block(tile, row, first) for first in firsts]
 
 
 def weight_of(leaving: Any, row: Any) -> Any:
-    """Return the routing weight of a row; 0 of a row of zeros."""
+    """Return the routing weight of a row; 0 for a row of zeros."""
     slot = leaving.slots[row]
     weight = Float32(leaving.weights[cutlass.max(slot, 0)])
     return ops.select(slot >= 0, weight, 0.0)
 
 
 def scales_of(groups: Any, matrix: Any, expert: Any) -> tuple[Any, Any]:
-    """Return what a matrix's sums are multiplied by, the exact factor first."""
+    """Return the factors of a matrix's sums, the exact power of two first."""
     of_a, of_b = Float32(groups.scale_a[expert]), Float32(groups.scale_b[matrix])
     return stages.RESTORE, ops.multiply_rn(of_a, of_b)
 
 
 @cute.jit
 def requantise(leaving: Any, tile: Tile, place: Any, mine: Any, form: cutlass.Constexpr) -> None:
-    """Write SwiGLU of a tile as NVFP4: a thread a block, as the other tiles' epilogue writes it."""
+    """Write SwiGLU of a tile as NVFP4, a block per thread, with the bytes of moe.epilogue."""
     first_row, column, expert, blocks = place
     part = form.gemm.tactic.columns // GATE_AND_UP
     (those, groups), item = sharing(mine, form.gemm), thread_of_those(mine, form.gemm)
@@ -401,7 +408,7 @@ def requantise(leaving: Any, tile: Tile, place: Any, mine: Any, form: cutlass.Co
 
 
 def show(leaving: Any, both: tuple[Any, Any], first: Any, place: tuple[Any, Any]) -> None:
-    """Store a block of gate and of up as they are; `first` counts blocks before the row."""
+    """Store a block of gate and of up unchanged; `first` counts blocks before the row."""
     block, blocks = place
     for matrix in range(GATE_AND_UP):
         at = (first + matrix * Int64(blocks) + Int64(block)) * BLOCK_WORDS
@@ -411,7 +418,7 @@ def show(leaving: Any, both: tuple[Any, Any], first: Any, place: tuple[Any, Any]
 
 @cute.jit
 def store_rows(leaving: Any, tile: Tile, place: Any, mine: Any, form: cutlass.Constexpr) -> None:
-    """Store a warpgroup's columns, 16 bytes a thread; `leaving` is D in chunks of 16 bytes."""
+    """Store columns of D, 16 bytes a thread; `leaving` is D in chunks of 16 bytes."""
     first_row, first_column, columns = place
     (those, groups), item = sharing(mine, form), thread_of_those(mine, form)
     chunks = form.tactic.columns // NUMBERS_OF_CHUNK // groups

@@ -1,12 +1,9 @@
-"""Experts with many rows: tiles of 256 rows, four warpgroups that multiply, half as much B.
+"""Expert GEMM on sm_90a for tiles of 256 x 128: four warpgroups multiply 64 rows each.
 
-Owns how a warpgroup of four multiplies its 64 rows of a tile of 256 x 128, while a fifth one
-decodes B: 128 rows of it for all four, where tiles of 128 x 256 decode 256 rows for two. A
-warpgroup without a row passes over, so an expert's rows cost in steps of 64. Registers are what is
-short: beside 64 x 128 sums a thread holds half a stage of A, and decodes the other half once that
-one is multiplied; the three other warpgroups keep the tensor core busy meanwhile.
-
-Refuses nothing: a kernel cannot. Kept honest by suites/kernels/moe/test_sm90_moe_nvfp4.py.
+A fifth warpgroup decodes 128 rows of B for all four, where tiles of 128 x 256 decode 256 rows for
+two. A warpgroup without rows skips the tile, so an expert's rows cost in steps of 64. Registers are
+scarce: in addition to 64 x 128 sums a thread holds half a stage of A, and decodes the other half
+after that one is multiplied; the other three warpgroups keep the tensor core busy meanwhile.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ STEPS_OF_HALF = stages.BLOCKS // 2  # of K, 16 numbers each
 
 @cute.jit
 def multiply(rings: Any, states: Any, fragments: Any, work: Any) -> Any:
-    """Sum up one tile: half a stage of A is decoded and multiplied at a time."""
+    """Sum up one tile; half a stage of A is decoded and multiplied at a time."""
     ring, decoded = rings
     state, source = states
     mma, sums, a, b = fragments
@@ -69,13 +66,13 @@ def half_fragment(mma: Any) -> Any:
 
 
 def scales_of(bits: Any, block: Any, mask: Any) -> list[Any]:
-    """Return the scales of a thread's two rows, each there twice."""
+    """Return the scales of a thread's two rows, each as a pair of equal halves."""
     both = nvfp4_spans.scales_of_rows(bits, block, mask)
     return [stages.doubled(both, upper) for upper in (False, True)]
 
 
 def decode_half(codes: Any, scales: Any, a: Any, half: int) -> None:
-    """Decode a word of both rows' blocks: two steps of K."""
+    """Decode one word of both rows' blocks: two steps of K."""
     fragment = cute.recast_tensor(a, Uint32)
     for i in range(2):
         pairs = stages.decoded([codes[i][half]], scales[i])
@@ -88,7 +85,7 @@ def decode_half(codes: Any, scales: Any, a: Any, half: int) -> None:
 def multiply_half(
     fragments: Any, half: cutlass.Constexpr, begins: cutlass.Constexpr = False
 ) -> None:
-    """Begin with the products of half a stage."""
+    """Issue the wgmma of half a stage."""
     mma, sums, a, b = fragments
     mma = cute.make_tiled_mma(cute.make_mma_atom(mma.op))
     warpgroup.fence()

@@ -1,13 +1,10 @@
-"""What a mixture of experts is asked for, how its rows are laid out, and what follows from both.
+"""Problem, layout of rows, tactic table and forms of a mixture of experts.
 
-A slot is one choice of one token: slot t * K + k. The slots of an expert lie side by side as rows,
-in the order of slots, and begin where a tile begins: so a tile has one expert, and its scales are
-whole tiles. What fills the last tile up are rows of zeros. How many rows there are is known on the
-GPU alone; the host knows a bound, by which it allocates and launches. Pure host arithmetic.
-
-Owns the problem, its tactics by table, the forms of both products, and the bounds. Refuses extents
-that no form serves. Kept honest by suites/kernels/moe/test_problem.py, which lays out random
-choices and counts. Letters: T tokens, K chosen, D hidden, F width of an expert, E experts held here
+A slot is one choice of one token: slot t * K + k. An expert's slots are adjacent rows, in the order
+of slots, and begin where a tile begins: so a tile has one expert, and its scales are whole tiles.
+Rows of zeros fill the last tile. Only the GPU knows the number of rows; the host allocates and
+launches by an upper bound. Host arithmetic only, no GPU and no DSL.
+Shape letters: T tokens, K chosen, D hidden, F width of an expert, E experts held here.
 """
 
 from __future__ import annotations
@@ -78,24 +75,24 @@ class MoeProblem:
 
     @property
     def fits(self) -> bool:
-        """Whether kernels can number all blocks of all rows."""
+        """Return whether kernels can number all blocks of all rows."""
         rows = self.slots + self.experts * MOST_ROWS
         return rows * max(self.hidden, self.width) // gemm.NVFP4.block < LARGEST_COUNT
 
     @property
     def slots(self) -> int:
-        """Choices of all tokens."""
+        """Return the number of choices of all tokens."""
         return self.tokens * self.chosen
 
     @property
     def operations(self) -> int:
-        """Floating-point operations of all three products, where every slot is computed here."""
+        """Return the floating-point operations of all three products if every slot is held here."""
         return 2 * self.slots * self.hidden * 3 * self.width
 
 
 @dataclass(frozen=True)
 class MoeForm:
-    """What one of the two products is compiled for; FC1 has gate beside up, and requantises."""
+    """Compile-time parameters of FC1 or FC2; FC1 has gate next to up, and requantises."""
 
     gemm: GemmForm
     limit: float | None = None
@@ -114,7 +111,7 @@ class MoeForm:
 
 @dataclass(frozen=True)
 class CombineForm:
-    """What the sum of a token's slots is compiled for."""
+    """Compile-time parameters of the sum of a token's slots."""
 
     chosen: int
     weighted: bool  # whether slots are multiplied by their routing weights here
@@ -149,7 +146,7 @@ FIRST_TACTICS: Mapping[str, Tactic] = {
 
 
 def choose_tactic(problem: MoeProblem, target: str) -> Tactic:
-    """Return how both products are cut, by the table."""
+    """Return the tactic of both products, by the table."""
     if target not in TACTICS:
         raise UnknownName.among("target of a mixture of experts", target, TACTICS)
     mean = problem.slots / problem.routed
@@ -173,42 +170,43 @@ def forms_of(problem: MoeProblem, target: str, tactic: Tactic | None = None) -> 
 
 
 def rows_of_one_expert(tactic: Tactic) -> int:
-    """Rows that begin a group together: of a tile, or of all tiles of a cluster along M."""
+    """Return the rows that belong to one expert: of a tile, or of a cluster's tiles along M."""
     return tactic.rows * tactic.cluster_rows
 
 
 def most_tiles(problem: MoeProblem, tactic: Tactic) -> int:
-    """Tiles, or clusters, of rows that any choice needs; one at least, so that memory is there."""
+    """Return the tiles (or clusters) of rows that any choice needs; at least 1, to allocate."""
+    # Each expert with a slot pads by at most rows - 1.
     some, rows = min(problem.experts, problem.slots), rows_of_one_expert(tactic)
     return max(1, (problem.slots + (rows - 1) * some) // rows)
 
 
 def most_rows(problem: MoeProblem, tactic: Tactic) -> int:
-    """Rows that any choice needs at most."""
+    """Return the rows that any choice needs at most."""
     return most_tiles(problem, tactic) * rows_of_one_expert(tactic)
 
 
 def plan_sizes(problem: MoeProblem, tactic: Tactic) -> tuple[int, ...]:
-    """Return how many numbers the order of rows has: rows, counts, tiles, slots, places."""
+    """Return the element counts of a Plan's tensors: rows, counts, tiles, slots, places."""
     tiles, rows = most_tiles(problem, tactic), most_rows(problem, tactic)
     return 1, problem.experts, tiles, rows, max(1, problem.slots)
 
 
 def scale_bytes(rows: int, columns: int) -> int:
-    """Bytes of the block scales of a matrix, in 128x4 order."""
+    """Return the bytes of a matrix's block scales, in 128x4 order."""
     size: int = SWIZZLE_128X4.storage_size(rows, columns // gemm.NVFP4.block)
     return size
 
 
 def columns_of(problem: MoeProblem, form: MoeForm) -> tuple[int, int]:
-    """Return N and K of a product: outputs of FC1 count gate and up."""
+    """Return N and K of a product; N of FC1 counts gate and up."""
     if form.gemm.parts == GATE_AND_UP:
         return GATE_AND_UP * problem.width, problem.hidden
     return problem.hidden, problem.width
 
 
 def grid(problem: MoeProblem, form: MoeForm, processors: int) -> int:
-    """Clusters of a product: as many as run at once, or as there can be tiles of them if fewer."""
+    """Return the clusters of a product: as many as run at once, or as can have a tile."""
     tactic = form.gemm.tactic
     tiles = ceil_div(columns_of(problem, form)[0], tactic.columns * tactic.cluster_columns)
     at_once = processors * tactic.blocks // (tactic.cluster_rows * tactic.cluster_columns)
@@ -216,9 +214,9 @@ def grid(problem: MoeProblem, form: MoeForm, processors: int) -> int:
 
 
 def first_scale_row(row: Any, first: Any, form: GemmForm) -> Any:
-    """Return what is added to a row of B to find its scales.
+    """Return the offset from a row of B to its row of scales.
 
-    Every part begins with a tile of scales of its own, `first` rows into it.
+    Every part begins with a scale tile of its own, `first` rows into it.
     """
     part = form.tactic.columns // form.parts
     return first + row // part * (round_up(part, gemm.SCALE_TILE_ROWS) - part)

@@ -1,15 +1,20 @@
-"""Around the experts' products: which row is whose, rows quantised for their expert, rows summed.
+"""Row kernels of a mixture of experts: plan the rows, gather and quantise them, combine results.
 
-Owns what kernels.moe.problem lays out, for sm_90a and sm_100a, all of it on the GPU: no host
-knows how many slots an expert has. `count` and `place` order slots by expert, each expert in the
-order of slots, without atomics: the same in every run. `gather` reads a slot's token and quantises
-it with its expert's decode scale, canonical numerics; rows that fill a tile up become zeros.
-`combine` sums a token's slots in their order in float32, with routing weights or without.
+For sm_90a and sm_100a; the layout is that of moe.problem. The GPU alone knows how many slots an
+expert has.
+* plan, two kernels of one thread block per expert. count: mark every slot as having no row, count
+  the expert's slots. place: sum padded counts of the experts before, then give each slot its row by
+  warp ballots; warps have contiguous slots. No atomics, so the order of slots is kept and the same
+  in every run.
+* gather: a thread per block of 16 of a row; read the slot's token, quantise it with its expert's
+  decode scale (canonical NVFP4); rows that fill a tile become zeros.
+* combine: a thread per eight columns of a token; sum its slots in order in float32, with routing
+  weights or without; add the shared expert's row and round once to BF16, or store float32.
 
-Nothing here waits for the GPU or allocates, so all of it may be captured in a graph. Tensors are
-checked by sm90_moe_nvfp4, which launches. Kept honest by suites/kernels/moe/test_sm90_moe_nvfp4.py.
+Nothing here synchronises with the host or allocates, so it can be captured in a CUDA graph.
+sm90_moe_nvfp4 checks the tensors and launches.
 Shape letters: T tokens, K chosen, S slots = T K, R rows at most, E experts here, G experts in all,
-D hidden
+D hidden.
 """
 
 from dataclasses import dataclass
@@ -46,7 +51,7 @@ CHUNK = 8  # numbers of a row that a thread of `combine` sums
 
 
 class Plan(NamedTuple):
-    """Which row is whose: int32 on the GPU, written by `count` and `place`."""
+    """Assignment of slots to rows: int32 on the GPU, written by `count` and `place`."""
 
     rows: Tensor  # [1], rows of all groups, rows of zeros included
     counts: Tensor  # [E], slots of each expert here
@@ -56,12 +61,12 @@ class Plan(NamedTuple):
 
 
 def flat(pointers: tuple[Any, ...]) -> tuple[Any, ...]:
-    """View pointers as tensors without an end: kernels know their extents."""
+    """View pointers as unbounded tensors; kernels check their extents."""
     return tuple(cute.make_tensor(pointer, cute.make_layout(FLAT)) for pointer in pointers)
 
 
 def in_words(pointer: Any, count: int) -> Any:
-    """View a pointer as so many words side by side, and places."""
+    """View a pointer as (adjacent words, places)."""
     return cute.make_tensor(pointer, cute.make_layout((count, FLAT), stride=(1, count)))
 
 
@@ -70,7 +75,7 @@ def in_words(pointer: Any, count: int) -> Any:
 
 @cute.jit
 def expert_here(chosen: Any, local: Any, slot: Any, extents: Any) -> Any:
-    """Return the number here of a slot's expert; -1 if it is elsewhere, or there is no such slot.
+    """Return the local number of a slot's expert; -1 if it is elsewhere or no such slot exists.
 
     Without a map every expert is here, under its own number.
     """
@@ -89,7 +94,7 @@ def expert_here(chosen: Any, local: Any, slot: Any, extents: Any) -> Any:
 
 @cute.kernel
 def count_kernel(tensors: tuple[Any, ...], extents: tuple[Int32, ...]) -> None:
-    """Count the slots of one expert, and say of every slot that it has no row yet."""
+    """Count the slots of one expert, and mark every slot as having no row."""
     chosen, local, _, counts, _, _, places = tensors
     thread, _, _ = cute.arch.thread_idx()
     expert, _, _ = cute.arch.block_idx()
@@ -125,7 +130,7 @@ def summed(number: Any, shared: Any, thread: Any) -> Any:
 def place_kernel(
     tensors: tuple[Any, ...], extents: tuple[Int32, ...], tile: cutlass.Constexpr
 ) -> None:
-    """Give one expert's slots their rows; a warp has slots that lie side by side."""
+    """Give one expert's slots their rows; each warp has contiguous slots."""
     chosen, local, rows, counts, experts, slot_of, places = tensors
     thread, _, _ = cute.arch.thread_idx()
     expert, _, _ = cute.arch.block_idx()
@@ -133,6 +138,7 @@ def place_kernel(
     lane, warp = thread % LANES, thread // LANES
     shared = cutlass.memory.SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS), 16)
 
+    # Rows of the experts before this one, and of all; padded to whole tiles.
     before, whole = Int32(0), Int32(0)
     for each in cutlass.range(thread, number, THREADS, unroll=1):
         padded = round_up(Int32(counts[each]), tile)
@@ -153,6 +159,7 @@ def place_kernel(
     if lane == 0:
         shared[warp] = found
     cute.arch.sync_threads()
+    # First row of this warp's slots: those of lower warps come before.
     row = before
     for lower in cutlass.range_constexpr(WARPS):
         if lower < warp:
@@ -161,6 +168,7 @@ def place_kernel(
     for at in cutlass.range(first, end, LANES, unroll=1):
         is_mine = expert_here(chosen, local, at + lane, extents) == expert
         ballot = cute.arch.vote_ballot_sync(is_mine)
+        # Lower lanes with the same expert come first, so slots stay in order.
         mine = row + cute.arch.popc(ballot & below)
         if is_mine:
             places[at + lane] = mine
@@ -168,6 +176,7 @@ def place_kernel(
         row += cute.arch.popc(ballot)
 
     after = before + round_up(own, tile)
+    # Rows of zeros at the end of the group.
     for each in cutlass.range(before + own + thread, after, THREADS, unroll=1):
         slot_of[each] = Int32(facts.NONE)
     for each in cutlass.range(before // tile + thread, after // tile, THREADS, unroll=1):
@@ -181,7 +190,7 @@ def launch_plan(
     tile: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch both steps: slots, experts in all, experts here, whether there is a map of them."""
+    """Launch count and place on slots, experts in all, experts here, whether a map exists."""
     tensors, blocks = flat(pointers), extents[2]
     count_kernel(tensors, extents).launch(grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream)
     place_kernel(tensors, extents, tile).launch(
@@ -193,7 +202,7 @@ def launch_plan(
 
 
 class Gathering(NamedTuple):
-    """What `gather` reads and writes."""
+    """Inputs and outputs of `gather`."""
 
     values: Any  # (words of a block, blocks) of tokens
     rows: Any
@@ -212,7 +221,7 @@ def gather_kernel(
     tile: cutlass.Constexpr,
     target: cutlass.Constexpr,
 ) -> None:
-    """Walk down the rows of one column of tiles of 8 rows x 32 blocks."""
+    """Quantise the rows of one column of tiles of 8 rows x 32 blocks."""
     thread, _, _ = cute.arch.thread_idx()
     first, tile_column, _ = cute.arch.block_idx()
     step, _, _ = cute.arch.grid_dim()
@@ -302,7 +311,7 @@ def weighed(numbers: list[Any], weight: Any) -> list[Any]:
 
 
 def read_words(tensor: Any, index: Any, count: int) -> list[Any]:
-    """Read words that lie side by side."""
+    """Read adjacent words."""
     registers = cute.make_rmem_tensor(count, Uint32)
     cute.autovec_copy(tensor[None, index], registers)
     return words.words_of(registers)
@@ -341,7 +350,7 @@ ALIGNMENTS_OF_COMBINE = (16, 4, 4, 16, 16)
 
 @cache
 def compile_plan(tile: int, target: str, settings: CompileSettings) -> CompiledKernel:
-    """Compile what orders slots into rows of so many a tile; needs no GPU."""
+    """Compile count and place for tiles of so many rows; needs no GPU."""
     pointers = pointers_of(ELEMENTS_OF_PLAN, (None,) * 7, (4,) * 7)
     arguments = (pointers, tuple(Int32(1) for _ in range(4)), tile, any_stream())
     return compile_kernel(launch_plan, arguments, TARGETS[target], settings)
@@ -349,7 +358,7 @@ def compile_plan(tile: int, target: str, settings: CompileSettings) -> CompiledK
 
 @cache
 def compile_gather(tile: int, target: str, settings: CompileSettings) -> CompiledKernel:
-    """Compile what quantises rows; needs no GPU."""
+    """Compile gather; needs no GPU."""
     pointers = pointers_of(ELEMENTS_OF_GATHER, (None,) * 7, ALIGNMENTS_OF_GATHER)
     arguments = (pointers, tuple(Int32(1) for _ in range(4)), tile, target, any_stream())
     return compile_kernel(launch_gather, arguments, TARGETS[target], settings)
@@ -357,7 +366,7 @@ def compile_gather(tile: int, target: str, settings: CompileSettings) -> Compile
 
 @cache
 def compile_combine(form: facts.CombineForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile what sums rows; needs no GPU."""
+    """Compile combine; needs no GPU."""
     pointers = pointers_of(ELEMENTS_OF_COMBINE, (None,) * 5, ALIGNMENTS_OF_COMBINE)
     arguments = (pointers, tuple(Int32(1) for _ in range(3)), form, any_stream())
     return compile_kernel(launch_combine, arguments, TARGETS[form.target], settings)
@@ -366,7 +375,7 @@ def compile_combine(form: facts.CombineForm, settings: CompileSettings) -> Compi
 def pointers_of(
     elements: tuple[Any, ...], tensors: tuple[Tensor | None, ...], alignments: tuple[int, ...]
 ) -> tuple[Any, ...]:
-    """Return what an entry takes; None becomes a pointer that is not read."""
+    """Return the pointers of a launch; None becomes a pointer that is not read."""
     return tuple(map(operands.pointer, elements, tensors, alignments))
 
 
@@ -379,7 +388,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """What every step is launched for: the problem, how products are cut, target, settings."""
+    """Arguments common to all steps: problem, tactic, target, compile settings."""
 
     problem: facts.MoeProblem
     tactic: Tactic
@@ -388,7 +397,7 @@ class Job:
 
     @property
     def tile(self) -> int:
-        """Rows of a tile, or of a cluster's, none of which has two experts."""
+        """Return the rows of a tile, or of a cluster's tiles, which have one expert."""
         return facts.rows_of_one_expert(self.tactic)
 
 
@@ -415,7 +424,7 @@ def gather(job: Job, x_TD: Tensor, decode_scale_E: Tensor, order: Plan, out: Row
 
 
 class Sum(NamedTuple):
-    """What `combine` reads and writes."""
+    """Inputs and outputs of `combine`."""
 
     rows: Tensor  # BF16 [R, D]
     places: Tensor  # of a plan

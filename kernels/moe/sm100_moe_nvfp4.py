@@ -1,16 +1,16 @@
-"""Routed experts on Blackwell, NVFP4 x NVFP4: FC1 with SwiGLU and requantisation, FC2, their sum.
+"""Routed experts in NVFP4 on Blackwell (sm_100a): FC1 with SwiGLU and requantisation, FC2, sum.
 
-`moe_nvfp4` is the torch entry point. Owns the grouped form of sm100_gemm_nvfp4: its loads and its
-products on the walk of sm90_moe_nvfp4, whose contract and workspace it takes; a tile of rows has
-one expert, whose matrices are members of one TMA tensor, and how many tiles there are is read on
-the GPU. Of FC1 a tile is gate beside up, and leaves as NVFP4 of FC2 (common.tcgen05_moe). Rows are
-ordered, quantised and summed by simt_moe_rows; every group begins at a multiple of 128 rows, so its
+`moe_nvfp4` is the torch entry point; its contract and workspace are those of sm90_moe_nvfp4. Steps:
+plan and gather (simt_moe_rows), FC1, FC2 (`grouped_kernel`), combine.
+grouped_kernel is sm100_gemm_nvfp4 (same warps, rings and arrival counts) over tiles that each have
+one expert: the experts' matrices are members of one TMA tensor, and the number of tiles is read on
+the GPU. An FC1 tile is gate next to up and leaves as NVFP4 codes of FC2's input, an FC2 tile as
+BF16 by TMA (moe.tensor_memory_epilogue). Every group begins at a multiple of 128 rows, so its
 scales are whole tiles.
 
-No host waits, so it may be captured in a graph; a call allocates its output and what lies between
-the steps. Deterministic. Refuses other dtypes, shapes, strides and alignments by name. Compiled,
-never run: kept honest by suites/kernels/moe/test_sm100_moe_nvfp4.py as far as that reaches.
-Shape letters: T tokens, K chosen, D hidden, F width of an expert, E experts here, R rows at most
+Deterministic. Nothing waits on the host, so it can be captured in a CUDA graph; a call allocates
+its output and workspace. Compiled but never run: no sm_100a device was available.
+Shape letters: T tokens, K chosen, D hidden, F width of an expert, E experts here, R rows at most.
 """
 
 from functools import cache
@@ -64,7 +64,7 @@ def grouped_kernel(
     extents: tuple[Int32, ...],
     form: cutlass.Constexpr,
 ) -> None:
-    """Take a role by warp, as gemm.gemm_kernel does; `leaving` is how tiles leave."""
+    """Dispatch by warp as gemm.gemm_kernel does; `leaving` is how tiles are written."""
     of_gemm = form.gemm
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     held = prepared(of_gemm)
@@ -84,9 +84,9 @@ def grouped_kernel(
 
 
 def prepared(form: GemmForm) -> gemm.Prepared:
-    """Lay out shared memory, make both rings, allocate tensor memory; then all threads go on.
+    """Lay out shared memory, make both rings, allocate tensor memory, synchronise.
 
-    Gate beside up has no pieces; of FC2 every warp has its own.
+    FC1 has no piece buffers; of FC2 every warp has its own.
     """
     memory = cutlass.memory.SmemAllocator()
     mma = tcgen05.nvfp4_mma(form)
@@ -139,7 +139,7 @@ def feeds_of(
 
 
 def leaving_of(outputs: tuple[Any, ...], extents: tuple[Any, ...], form: MoeForm) -> Any:
-    """Return how tiles leave: FC1 as codes and scales, FC2 by TMA."""
+    """Return how tiles are written: FC1 as codes and scales, FC2 by TMA."""
     if form.gemm.parts == GATE_AND_UP:
         codes = rows.in_words(outputs[0], 2 * moe_facts.BLOCK // gemm.CODES_OF_WORD)
         return leaving_tiles.Leaving(codes, *rows.flat(outputs[1:]))
@@ -157,7 +157,7 @@ def launch_grouped(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form on extents that are known now: rows at most, N, K, experts, clusters."""
+    """Launch on the extents rows at most, N, K, experts, clusters."""
     *of_matrices, clusters = extents
     tactic = form.gemm.tactic
     feeds = feeds_of(inputs[:4], tuple(of_matrices), form.gemm)
@@ -213,7 +213,7 @@ def moe_nvfp4(
 def job_of(
     problem: MoeProblem, settings: CompileSettings, tactic: Tactic | None = None
 ) -> rows.Job:
-    """Return what all steps are launched for; `tactic` of FC2 names another than the table's."""
+    """Return the arguments of all steps; `tactic` replaces FC2's of the table."""
     tactic = tactic or moe_problem.choose_tactic(problem, SM100A.name)
     return rows.Job(problem, tactic, SM100A.name, settings)
 
@@ -227,7 +227,7 @@ def launch(job: rows.Job, given: Given, workspace: Workspace, out: Tensor) -> No
 
 
 def products(job: rows.Job, given: Given, workspace: Workspace) -> None:
-    """Order the slots, quantise their rows, multiply: `workspace.out` is every row's output."""
+    """Plan, gather, FC1 and FC2: `workspace.out` is every row's output."""
     plan, w13, w2 = workspace.plan, given.weights.w13, given.weights.w2
     rows.plan(job, given.routing.experts, given.routing.local, plan)
     rows.gather(job, given.x, w13.input_scale, plan, workspace.x)

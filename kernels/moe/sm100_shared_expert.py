@@ -1,13 +1,11 @@
-"""The shared expert on Blackwell, in NVFP4 or FP8: gate and up, clamped SwiGLU, requantised, down.
+"""Shared expert on Blackwell (sm_100a), NVFP4 or FP8: gate and up, clamped SwiGLU, down.
 
-Owns two entry points that put kernels together, and no kernel; problem, weights and the order of
-steps are those of sm90_shared_expert. In NVFP4 the grouped products are those of sm100_moe_nvfp4;
-in FP8 both products are sm100_gemm_fp8_block's.
+Composes kernels and has none of its own; problem, weights and the order of steps are those of
+sm90_shared_expert. NVFP4 uses the grouped products of sm100_moe_nvfp4, FP8 those of
+sm100_gemm_fp8_block.
 
-No host waits; a call allocates its output and what lies between its steps. Refuses other dtypes,
-shapes, strides and alignments by name. Compiled, never run: kept honest by
-suites/kernels/moe/test_sm100_shared_expert.py as far as that reaches.
-Shape letters: T tokens, D hidden, F width
+Nothing waits on the host; a call allocates its output and intermediates. Compiled but never run.
+Shape letters: T tokens, D hidden, F width.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ def shared_expert_fp8(
 
 
 def require_weights(problem: MoeProblem, weights: hopper.Fp8Weights) -> None:
-    """Refuse matrices of other extents: a product takes its own from them."""
+    """Raise unless the matrices have the problem's extents; a product takes its own from them."""
     hidden, width = problem.hidden, problem.width
     for name, codes, shape in (
         ("w13", weights.w13, (GATE_AND_UP * width, hidden)),

@@ -1,15 +1,17 @@
-"""Routed experts on Hopper, NVFP4 x NVFP4: BF16 in, FC1 with SwiGLU and requantisation, FC2, sum.
+"""Routed experts in NVFP4 on Hopper (sm_90a): FC1 with SwiGLU and requantisation, FC2, sum.
 
-`moe_nvfp4` is the torch entry point. Owns the grouped form of sm90_gemm_nvfp4: the same walk,
-loads, decoding and products; a row of tiles belongs to an expert, whose matrices are members of one
-TMA tensor and whose scales meet the float32 sums. How many tiles there are is read on the GPU. FC1
-has tiles of gate beside up, and its epilogue (common.moe_epilogue) writes NVFP4 for FC2: no BF16 of
-the experts' width is in memory. Rows, padding and order: common.moe_problem, simt_moe_rows.
+`moe_nvfp4` is the torch entry point: BF16 x [T, D] in, float32 or BF16 [T, D] out. Steps: plan and
+gather (simt_moe_rows), FC1, FC2, combine. FC1 writes NVFP4 for FC2 in its epilogue (moe.epilogue);
+BF16 of the experts' width is never in memory.
+grouped_kernel is sm90_gemm_nvfp4 over tiles that each have one expert: warpgroup 0 loads and
+decodes B, further warpgroups decode A and multiply, with the same rings and arrival counts. The
+experts' matrices are members of one TMA tensor, their tensor scales multiply the float32 sums, and
+the number of tiles is read on the GPU. A warpgroup whose 64 rows are all padding only releases the
+stages. Tiles by table: up to 64 rows in few_rows, 128 rows here, 256 rows with many_rows.multiply.
 
-No host waits, so it may be captured in a graph; a call allocates its output and what lies between
-the steps. Deterministic. Refuses other dtypes, shapes, strides and alignments by name. Kept honest
-by suites/kernels/moe/test_sm90_moe_nvfp4.py. Shape letters: T tokens, K chosen, D hidden, F width
-of an expert, E experts here, G experts in all, R rows at most
+Deterministic. Nothing waits on the host, so it can be captured in a CUDA graph; a call allocates
+its output and workspace. Shape letters: T tokens, K chosen, D hidden, F width of an expert, E
+experts here, G experts in all, R rows at most.
 """
 
 from collections.abc import Sequence
@@ -60,7 +62,7 @@ OUTPUTS_ALIGNED = {GATE_AND_UP: (16, 16, 4, 4, 4, 16), 1: (16,)}
 
 
 class Groups(NamedTuple):
-    """What the walk and the epilogue read beside the operands."""
+    """What the walk and the epilogue read in addition to the operands."""
 
     scale_a: Any  # of each expert
     scale_b: Any  # of each expert, part by part
@@ -80,7 +82,7 @@ def grouped_kernel(
     extents: tuple[Int32, ...],
     form: cutlass.Constexpr,
 ) -> None:
-    """Take a role by warpgroup, as gemm.gemm_kernel does; `leaving` is how tiles leave."""
+    """Dispatch by warpgroup as gemm.gemm_kernel does; `leaving` is how tiles are written."""
     of_gemm = form.gemm
     tactic = of_gemm.tactic
     thread, _, _ = cute.arch.thread_idx()
@@ -130,7 +132,7 @@ def decode(loading: Any, decoded: Any, shared: Any, blocks: Any) -> None:
 
 @cute.jit
 def consume(rings: Any, own: Any, leaving: Any, given: Any, form: cutlass.Constexpr) -> None:
-    """Multiply all tiles of this thread block, and let them leave."""
+    """Multiply and write all tiles of this thread block."""
     mma, shared, pieces, mine = own
     groups, walk, (columns, inner) = given
     tactic, parts = form.gemm.tactic, form.gemm.parts
@@ -149,11 +151,13 @@ def consume(rings: Any, own: Any, leaving: Any, given: Any, form: cutlass.Conste
         row, column, expert = schedule.tile_at(walk, number)
         first = row * tactic.rows % facts.SCALE_TILE_ROWS
         at = row * tactic.rows + mine * facts.PIECE_ROWS
-        # Read what the epilogue needs before the products: nobody waits for it then.
+        # What the epilogue needs is read before the products, which hide the latency.
         scales = scales_of(groups, expert, parts)
+        # Padding follows all slots of a group: if the first of 64 rows has none, all have none.
         if cute.arch.make_warp_uniform(groups.slots[at]) >= 0:
             of_a: Any = (shared, first, mine * facts.PIECE_ROWS)
             if cutlass.const_expr(form.gemm.tactic.blocks > 1):
+                # With several blocks on a multiprocessor, warps without rows do not decode A.
                 of_a = (*of_a, warp_has_rows(groups, at))
             work = (*of_a, blocks, steps)
             state, source = gemm.multiply(rings, state, source, (mma, sums, b), work)
@@ -165,7 +169,7 @@ def consume(rings: Any, own: Any, leaving: Any, given: Any, form: cutlass.Conste
             else:
                 place = facts.piece_of(row, column, mine, tactic)
                 stored = wgmma.store_tile(outlet, sums, place, stored, scales[0])
-        else:  # rows of zeros fill up the end of a group: nobody reads theirs
+        else:  # rows of zeros at the end of a group: their results are never read
             state, source = pass_over(rings, state, source, steps)
     if cutlass.const_expr(parts == 1):
         epilogue.drain(outlet)
@@ -173,7 +177,7 @@ def consume(rings: Any, own: Any, leaving: Any, given: Any, form: cutlass.Conste
 
 @cute.jit
 def consume_tall(rings: Any, own: Any, leaving: Any, given: Any, form: cutlass.Constexpr) -> None:
-    """Multiply all tiles of this thread block, and let them leave."""
+    """Multiply and write all tiles of 256 rows of this thread block."""
     mma, shared, pieces, mine = own
     groups, walk, (columns, inner) = given
     tactic, parts = form.gemm.tactic, form.gemm.parts
@@ -187,11 +191,12 @@ def consume_tall(rings: Any, own: Any, leaving: Any, given: Any, form: cutlass.C
     for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
         row, column, expert = schedule.tile_at(walk, number)
         at = row * tactic.rows + mine * facts.PIECE_ROWS
+        # Padding follows all slots of a group: if the first of 64 rows has none, all have none.
         if cute.arch.make_warp_uniform(groups.slots[at]) >= 0:
             work = (shared, mine * facts.PIECE_ROWS, blocks, steps)
             states = state, source
             state, source = many_rows.multiply(rings, states, (mma, sums, a, b), work)
-            # Only now: what a tile needs besides would take registers from the products.
+            # Recomputed after the products: kept values would take registers from them.
             row, column, expert = schedule.tile_at(walk, number)
             at = row * tactic.rows + mine * facts.PIECE_ROWS
             scales = scales_of(groups, expert, parts)
@@ -206,13 +211,13 @@ def consume_tall(rings: Any, own: Any, leaving: Any, given: Any, form: cutlass.C
                 place = facts.piece_of(row, column, mine, tactic)
                 stored = wgmma.store_tile(outlet, sums, place, stored, scales[0])
                 epilogue.drain(outlet)
-        else:  # rows of zeros fill up the end of a group: nobody reads theirs
+        else:  # rows of zeros at the end of a group: their results are never read
             state, source = pass_over(rings, state, source, steps)
 
 
 @cute.jit
 def warp_has_rows(groups: Groups, first: Any) -> Any:
-    """Say whether any of this warp's 16 rows has a slot; a group's rows come first in a tile."""
+    """Return whether any of this warp's 16 rows has a slot; padding ends a tile."""
     thread, _, _ = cute.arch.thread_idx()
     row = first + thread % facts.WARPGROUP // facts.WARP * 16
     return cute.arch.make_warp_uniform(groups.slots[row]) >= 0
@@ -220,7 +225,7 @@ def warp_has_rows(groups: Groups, first: Any) -> Any:
 
 @cute.jit
 def pass_over(rings: Any, state: Any, source: Any, steps: Any) -> Any:
-    """Give back the stages of a tile that this warpgroup has no rows in."""
+    """Release the stages of a tile in which this warpgroup has no rows."""
     ring, decoded = rings
     for _ in cutlass.range(steps, unroll=1):
         ring.consumer_wait(state)
@@ -234,7 +239,7 @@ def pass_over(rings: Any, state: Any, source: Any, steps: Any) -> Any:
 
 
 def scales_of(groups: Groups, expert: Any, parts: int) -> tuple[tuple[Any, Any], ...]:
-    """Return what the sums of each part of a tile are multiplied by, the exact factor first."""
+    """Return the factors of each part's sums, the exact power of two first."""
     of_a = Float32(groups.scale_a[expert])
     of_b = (Float32(groups.scale_b[expert * parts + part]) for part in range(parts))
     return tuple((stages.RESTORE, ops.multiply_rn(of_a, each)) for each in of_b)
@@ -269,7 +274,7 @@ def launch_grouped(
     form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
-    """Launch a form on extents that are known now: rows at most, N, K, experts, thread blocks."""
+    """Launch on the extents rows at most, N, K, experts, thread blocks."""
     m, n, k, experts, blocks = extents
     of_gemm = form.gemm
     matrices = matrices_of(inputs[:4], (m, n, k, experts), of_gemm)
@@ -299,7 +304,7 @@ def launch_grouped(
 
 
 def outputs_of(form: MoeForm) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """Return elements and alignments of what a form writes, and of what it writes by."""
+    """Return element types and alignments of a form's outputs and of its epilogue's inputs."""
     parts = form.gemm.parts
     count = None if form.shown or parts == 1 else -1
     return OUTPUTS[parts][:count], OUTPUTS_ALIGNED[parts][:count]
@@ -317,7 +322,7 @@ def compile_form(form: MoeForm, settings: CompileSettings) -> CompiledKernel:
 
 
 class ExpertWeights(NamedTuple):
-    """One of an expert's products, for all experts held here."""
+    """One of the experts' two products, for all experts held here."""
 
     codes: Tensor  # uint8: w1 beside w3 [E, 2, F, D / 2], or w2 [E, D, F / 2]
     scales: Tensor  # uint8 in 128x4 order, a matrix at a time: [E, 2, bytes] or [E, bytes]
@@ -335,9 +340,10 @@ class MoeWeights(NamedTuple):
 def expert_weights(
     experts: Sequence[Sequence[QuantisedTensor]], input_scale_E: Tensor
 ) -> ExpertWeights:
-    """Stack matrices as a checkpoint has them: of every expert w1 and w3, or w2 alone.
+    """Stack matrices as a checkpoint stores them: w1 and w3 of every expert, or w2 alone.
 
-    Refuses other formats, layouts, directions and orders than kernels read, and mixtures.
+    Raise for formats, layouts, scale directions and nibble orders that kernels do not read, and for
+    mixtures of them.
     """
     every = [matrix for matrices in experts for matrix in matrices]
     require_same(*every)
@@ -367,7 +373,7 @@ def _stacked(experts: list[list[Tensor]]) -> Tensor:
 
 
 class Routing(NamedTuple):
-    """Which experts a token has, and with which weights, as simt_router writes them."""
+    """The experts and routing weights of each token, as simt_router writes them."""
 
     experts: Tensor  # int32 [T, K]; -1, or an expert that is elsewhere: the slot adds nothing
     weights: Tensor  # float32 [T, K]
@@ -375,7 +381,7 @@ class Routing(NamedTuple):
 
 
 class Given(NamedTuple):
-    """All that a call reads."""
+    """All inputs of a call."""
 
     x: Tensor  # BF16 [T, D]
     routing: Routing
@@ -384,7 +390,7 @@ class Given(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """What lies between the steps; nothing of it outlives a call, so one may serve all layers."""
+    """Intermediates of a call; none outlives it, so one workspace may serve all layers."""
 
     plan: rows.Plan
     x: rows.Rows  # [R, D]
@@ -417,7 +423,7 @@ def moe_nvfp4(
 def job_of(
     problem: MoeProblem, settings: CompileSettings, tactic: Tactic | None = None
 ) -> rows.Job:
-    """Return what all steps are launched for; `tactic` names another one than the table's."""
+    """Return the arguments of all steps; `tactic` replaces the table's."""
     tactic = tactic or moe_problem.choose_tactic(problem, SM90A.name)
     return rows.Job(problem, tactic, SM90A.name, settings)
 
@@ -431,7 +437,7 @@ def launch(job: rows.Job, given: Given, workspace: Workspace, out: Tensor) -> No
 
 
 def products(job: rows.Job, given: Given, workspace: Workspace) -> None:
-    """Order the slots, quantise their rows, multiply: `workspace.out` is every row's output."""
+    """Plan, gather, FC1 and FC2: `workspace.out` is every row's output."""
     plan, w13, w2 = workspace.plan, given.weights.w13, given.weights.w2
     rows.plan(job, given.routing.experts, given.routing.local, plan)
     rows.gather(job, given.x, w13.input_scale, plan, workspace.x)
@@ -472,7 +478,7 @@ def multiply_rows(
 
 
 def empty_workspace(job: rows.Job, device: torch.device) -> Workspace:
-    """Allocate what lies between the steps; whatever is read of it is written before."""
+    """Allocate the intermediates uninitialised; what is read is written before."""
     problem = job.problem
     most = moe_problem.most_rows(problem, job.tactic)
 
@@ -489,14 +495,14 @@ def empty_workspace(job: rows.Job, device: torch.device) -> Workspace:
 
 
 def empty_output(problem: MoeProblem, given: Given) -> Tensor:
-    """Allocate the sum; every number of it is written."""
+    """Allocate the sum uninitialised; every element is written."""
     dtype = torch.float32 if given.shared is None else torch.bfloat16
     shape = (problem.tokens, problem.hidden)
     return torch.empty(shape, dtype=dtype, device=given.x.device)
 
 
 def require_given(problem: MoeProblem, given: Given) -> None:
-    """Refuse what kernels would misread."""
+    """Raise unless all inputs fit the problem."""
     check, shape = operands.require_tensor, (problem.tokens, problem.hidden)
     check("x", given.x, torch.bfloat16, shape, 32)
     if given.shared is not None:
@@ -510,7 +516,7 @@ def require_given(problem: MoeProblem, given: Given) -> None:
 
 
 def require_local(problem: MoeProblem, local_G: Tensor | None) -> None:
-    """Refuse a map of experts that is none, or that is missing."""
+    """Raise if the map of local expert numbers is missing or of another kind."""
     if local_G is not None:
         operands.require_tensor("numbers here", local_G, torch.int32, (problem.routed,), 4)
     elif problem.experts != problem.routed:
@@ -525,7 +531,7 @@ def require_local(problem: MoeProblem, local_G: Tensor | None) -> None:
 def require_weights(
     name: str, weights: ExpertWeights, problem: MoeProblem, leading: tuple[int, ...]
 ) -> None:
-    """Refuse experts' matrices that kernels would misread; `leading` counts matrices."""
+    """Raise unless the experts' matrices fit the problem; `leading` counts matrices."""
     sides = (problem.width, problem.hidden)
     n, k = sides if len(leading) > 1 else sides[::-1]
     check, tma = operands.require_tensor, contract.TMA_ALIGNMENT

@@ -1,14 +1,12 @@
-"""The shared expert on Hopper, in NVFP4 or FP8: gate and up, clamped SwiGLU, requantised, down.
+"""Shared expert on Hopper (sm_90a), NVFP4 or FP8: gate and up, clamped SwiGLU, requantised, down.
 
-Owns two entry points that put kernels together, and no kernel. In NVFP4 every token visits one
-expert: the grouped products of sm90_moe_nvfp4, with SwiGLU and requantisation in the epilogue. In
-FP8, with 128 x 128 blocks of weights and 1 x 128 of activations, gate and up are one product of
-sm90_gemm_fp8_block, and SwiGLU is in front of the second quantisation by simt_quantise_fp8.
+Composes kernels and has none of its own. NVFP4: every token visits one expert, by the grouped
+products of sm90_moe_nvfp4 with SwiGLU and requantisation in the epilogue. FP8 (128 x 128 blocks of
+weights, 1 x 128 of activations): gate and up are one product of sm90_gemm_fp8_block, and SwiGLU
+precedes the second quantisation in simt_quantise_fp8.
 
-No host waits; a call allocates its output and what lies between its steps. Refuses other dtypes,
-shapes, strides and alignments by name. Kept honest by
-suites/kernels/moe/test_sm90_shared_expert.py. Shape letters: T tokens, D hidden, F width, H blocks
-of 128 rows, G blocks of 128 columns
+Nothing waits on the host; a call allocates its output and intermediates.
+Shape letters: T tokens, D hidden, F width.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Fp8Weights(NamedTuple):
-    """The shared expert's matrices, w1 above w3: E4M3 codes and scales of 128 x 128 blocks."""
+    """The shared expert's matrices, w1 above w3: E4M3 codes, scales of 128 x 128 blocks."""
 
     w13: Tensor  # [2 F, D]
     w13_scales: Tensor  # float32 or UE8M0 bytes [2 F / 128, D / 128]
@@ -66,7 +64,7 @@ def one_expert(
     grouped: Any,
     target: Target,
 ) -> Tensor:
-    """Send every token through the one expert of a target's module of grouped products."""
+    """Run every token through the one expert, by a target's module of grouped products."""
     if problem.slots != problem.tokens or problem.routed != 1:
         raise ShapeMismatch(
             "experts of a shared expert",
@@ -97,7 +95,7 @@ def shared_expert_fp8(
 
 
 def require_tokens(x_TD: Tensor, problem: MoeProblem) -> None:
-    """Refuse an FP8 expert whose extents cut blocks, and tokens that are not its."""
+    """Raise if FP8 blocks do not divide the extents, or x does not fit the problem."""
     if problem.hidden % BLOCK or problem.width % BLOCK:
         raise ShapeMismatch(
             "hidden and width of an FP8 expert",
@@ -115,7 +113,7 @@ def fp8_products(
     settings: CompileSettings,
     multiply: Callable[[fp8.Fp8Operands, GemmProblem, CompileSettings], Tensor],
 ) -> Tensor:
-    """Quantise, multiply, quantise what SwiGLU gives, multiply: by a target's product."""
+    """Quantise x, multiply, quantise SwiGLU of the result, multiply; `multiply` is the target's."""
     scales = "ue8m0" if weights.w13_scales.dtype is torch.uint8 else "float32"
 
     def product(

@@ -1,13 +1,13 @@
-"""What follows from the grouped products on sm_100a: whose rows a warp has, where its codes go.
+"""Derived facts of the expert products on sm_100a: a warp's rows, and places of codes and scales.
 
-Slots of an expert begin where a tile begins, and a tile is 128 rows: as many as a tile of scales in
-128x4 order. So groups are padded to 128 rows in codes and in scales alike, each group's scales are
-tiles of their own, and TMA brings those of a tile of rows as one box. Of FC1 a tile is 128 columns
-of gate beside 128 of up, a tile of scales each; a thread has one row of it, hence whole blocks of
-16. Warps store on their own: one whose 32 rows belong to nobody leaves them as they are.
+An expert's slots begin where a tile of 128 rows begins, which is also one tile of scales in 128x4
+order. So groups are padded to 128 rows in codes and scales alike, and TMA brings the scales of a
+tile of rows as one box. A tile of FC1 is 128 columns of gate next to 128 of up, one scale tile
+each; a thread has one row of it, hence whole blocks of 16. Warps store independently; a warp whose
+32 rows are unused stores nothing.
 
-Pure host arithmetic, and arithmetic that kernels trace; no GPU, no DSL. Kept honest by
-suites/kernels/moe/test_tensor_memory.py. Nothing of it was run: no sm_100a device is here.
+Host arithmetic that kernels trace as well; no GPU, no DSL. Nothing of it was run: there was no
+sm_100a device.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ WORDS_OF_BLOCK = BLOCK // 2  # of two BF16
 
 
 def piece_buffers() -> int:
-    """Buffers of pieces of 32 rows: each warp has its own."""
+    """Return the buffers of 32-row pieces: each warp has its own."""
     return facts.PIECES_AT_ONCE * tensor_memory.LANES // WARP_ROWS
 
 
 def columns_of_part(form: MoeForm) -> int:
-    """Columns of gate, or of up, in a tile of FC1; of FC2 all of them."""
+    """Return the columns of gate, or of up, in a tile of FC1; of FC2 all of them."""
     return form.gemm.tactic.columns // form.gemm.parts
 
 
 def blocks_of_tile(form: MoeForm) -> int:
-    """Blocks of 16 that a row of a tile becomes."""
+    """Return the blocks of 16 that a row of a tile becomes."""
     return columns_of_part(form) // BLOCK
 
 
 def words_of_row(form: MoeForm) -> int:
-    """Words of two BF16 that a thread keeps of its row, so that the sums are given back early."""
+    """Return the words of two BF16 that a thread keeps of its row to release sums early."""
     return form.gemm.tactic.columns // 2
 
 
@@ -55,6 +55,6 @@ def codes_at(row: Any, block: Any, blocks: Any) -> Any:
 
 
 def scales_at(row: Any, block: Any, blocks: Any) -> Any:
-    """Return where the word of four scales is that begins with a block, a multiple of four."""
+    """Return the word of four scales that begins with `block`, a multiple of four."""
     offset = SWIZZLE_128X4.offset_of(row, block, None, blocks)
     return offset // SWIZZLE_128X4.column_tile

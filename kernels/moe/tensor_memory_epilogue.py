@@ -1,13 +1,12 @@
-"""How tiles of the grouped products leave tensor memory on sm_100a: FC1 as NVFP4, FC2 as BF16.
+"""Epilogue of the expert products on sm_100a: FC1 tiles leave as NVFP4, FC2 tiles as BF16.
 
-Owns what the four storing warps do, each for its 32 rows and without waiting for another; rows that
-nobody has are neither read nor stored. FC1: a thread reads gate and up of its row, rounds them to
-BF16 as the twin stores them, gives the sums back, and goes on in registers: SwiGLU, the routing
-weight where it comes before w2, one rounding to BF16, blocks of 16 quantised by what every
-quantising kernel does, codes and scales straight to memory. FC2: pieces of 32 rows by TMA.
+Each of the four storing warps works on its 32 rows independently; unused rows are neither read nor
+stored. FC1, one row a thread: read gate and up by tcgen05.ld, scale, round to BF16 as the unfused
+twin stores them, release the sums (all 128 threads arrive), then in registers SwiGLU, the routing
+weight if it precedes w2, one rounding to BF16, blocks of 16 quantised as all quantising kernels
+do; codes and scales go straight to memory. FC2: pieces of 32 rows by TMA.
 
-Refuses nothing: a kernel cannot. Kept honest by suites/kernels/moe/test_sm100_moe_nvfp4.py.
-Compiled, never run: there was no sm_100a device.
+Compiled but never run: there was no sm_100a device.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from degarble.kernels.primitives import nvfp4_words as words
 
 
 class Leaving(NamedTuple):
-    """What FC1 writes, and what it needs beside the sums, in memory."""
+    """Outputs of FC1 in memory, and what its epilogue reads in addition to the sums."""
 
     codes: Any  # (words of two blocks, pairs of blocks)
     scales: Any  # words of four
@@ -39,7 +38,7 @@ class Leaving(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """What the walk and the epilogue read beside the operands."""
+    """What the walk and the epilogue read in addition to the operands."""
 
     scale_a: Any  # of each expert
     scale_b: Any  # of each expert, part by part
@@ -56,7 +55,7 @@ def scales_of(groups: Groups, expert: Any, parts: int) -> tuple[Any, ...]:
 
 
 def weight_of_row(leaving: Leaving, row: Any) -> Any:
-    """Return the routing weight of a row; 0 of a row of zeros."""
+    """Return the routing weight of a row; 0 for a row of zeros."""
     slot = Int32(leaving.slots[row])
     weight = Float32(leaving.weights[cutlass.max(slot, 0)])
     return ops.select(slot >= 0, weight, 0.0)
@@ -67,7 +66,7 @@ def weight_of_row(leaving: Leaving, row: Any) -> Any:
 
 @cute.jit
 def leave_tiles(outlets: Any, walk: Any, groups: Groups, blocks: Any, form: Any) -> None:
-    """Let tile after tile leave; `outlets` are where to, buffers of pieces, sums and their ring."""
+    """Write tile after tile; `outlets` are destination, piece buffers, sums and their ring."""
     leaving, pieces, sums, ring = outlets
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(thread // facts.WARP)
@@ -97,7 +96,7 @@ def leave_tiles(outlets: Any, walk: Any, groups: Groups, blocks: Any, form: Any)
 
 @cute.jit
 def pass_over(ring: Any, state: Any) -> Any:
-    """Give back the sums of a tile that this warp has no rows in."""
+    """Release the sums of a tile in which this warp has no rows."""
     ring.consumer_wait(state)
     tcgen05.fence("before")
     ring.consumer_release(state)
@@ -106,7 +105,7 @@ def pass_over(ring: Any, state: Any) -> Any:
 
 
 def outlet_of_warp(store: Any, shared: Any, lane: Any, warp: Any) -> epilogue.Outlet:
-    """Return where a warp leaves pieces of 32 rows: its own buffers, its own barrier."""
+    """Return a warp's outlet for pieces of 32 rows: its own buffers and named barrier."""
     atom = cute.make_copy_atom(
         cute.nvgpu.CopyUniversalOp(), BFloat16, num_bits_per_copy=tcgen05.STORE_BITS
     )
@@ -127,8 +126,7 @@ def outlet_of_warp(store: Any, shared: Any, lane: Any, warp: Any) -> epilogue.Ou
 def requantise_tile(leaving: Leaving, reading: Any, sums: Any, work: Any, form: Any) -> Any:
     """Write a thread's row of SwiGLU as NVFP4.
 
-    `work` is the row, the tile along columns, the expert and the blocks of a row; and the factors
-    of gate and of up.
+    `work` is (row, tile along columns, expert, blocks of a row) and the factors of gate and of up.
     """
     ring, state = sums
     place, scales = work
@@ -145,7 +143,7 @@ def requantise_tile(leaving: Leaving, reading: Any, sums: Any, work: Any, form: 
 
 @cute.jit
 def requantise_row(leaving: Leaving, kept: Any, at: Any, form: Any) -> None:
-    """Go on with a row of gate beside up in BF16; `at` is as in `requantise_tile`."""
+    """Requantise a row of gate next to up in BF16; `at` is as in `requantise_tile`."""
     row, column, expert, blocks = at
     scaling = words.scaling_of(Float32(leaving.hidden_scale[expert]), None)
     weight = None
