@@ -98,7 +98,7 @@ def scaled(number: Any, scales: tuple[Any, ...]) -> Any:
 
 def round_into(registers: Any, numbers: Any, scales: tuple[Any, ...]) -> None:
     """Scale float32 numbers and round them to BF16 registers."""
-    for i in range(cute.size(registers)):  # a plain loop: the DSL warns of long ones of its own
+    for i in range(cute.size(registers)):  # plain: the DSL warns of long loops of its own
         registers[i] = BFloat16(scaled(numbers[i], scales))
 
 

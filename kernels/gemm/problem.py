@@ -149,7 +149,7 @@ class GemmForm:
     scales: str
     target: str
     tactic: Tactic
-    parts: int = 1  # matrices of B that share a tile's columns: 2 for gate beside up
+    parts: int = 1  # matrices of B that share a tile's columns: 2 for gate and up
     bits_of_a: int = 0  # in memory, where the kernel makes A's codes itself; 0: those of a code
 
     def __post_init__(self) -> None:
@@ -228,7 +228,7 @@ class Load:
     side: str  # a: walks with the rows of D; b: with its columns
     rows: int
     row_bytes: int
-    matrices: int = 1  # that lie one behind the other, each giving so many rows
+    matrices: int = 1  # stacked in the stage, each with `rows` rows
 
     @property
     def bytes(self) -> int:
@@ -318,7 +318,7 @@ def roles(form: GemmForm) -> tuple[Role, ...]:
 
 DECODED_STAGES = 4  # buffers of decoded numbers at most
 MOST_BARRIERS = 2 * (MOST_STAGES + DECODED_STAGES)
-FEW_PADDING = 8  # numbers behind each row of a tile of few rows: rows begin in other banks
+FEW_PADDING = 8  # numbers after each row of a tile of few rows, so that rows begin in other banks
 AHEAD = 4  # stages that the decoders load before they decode: less than a ring holds
 
 

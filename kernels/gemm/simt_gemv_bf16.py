@@ -168,7 +168,7 @@ def launch_gemv(
     gemv_kernel(tensors, (rows, columns, vectors, steps), form).launch(
         grid=[walkers, 1, 1],
         block=[WARPS * LANES, 1, 1],
-        min_blocks_per_mp=1,  # Trap: unsaid, ptxas makes spills to fit two where rows are few
+        min_blocks_per_mp=1,  # Trap: without it ptxas spills to fit two blocks where rows are few
         stream=stream,
     )
 

@@ -62,6 +62,7 @@ def gemm_kernel(
     sD = wgmma.shared_of(memory, BFloat16, pieces)
     ring, sums_ring = tcgen05.ring_of_stages(memory, form), tcgen05.ring_of_sums(memory, form)
     address = memory.allocate_array(Int32, tensor_memory.ADDRESS_BYTES // 4)
+    # Allocated before `begin`, whose barrier publishes the address.
     tcgen05.allocate(address, form)
     tcgen05.begin(form.tactic)
 
@@ -89,12 +90,14 @@ def multiply(rings: Any, work: Any, walk: Any, steps: Any, form: cutlass.Constex
     for _ in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
         sums_ring.producer_acquire(target)
         tcgen05.fence("after")
+        # A place of sums in tensor memory: the next tile uses the other one.
         into = sums[None, None, None, target.index]
         for step in cutlass.range(steps, unroll=1):
             ring.consumer_wait(state)
             tcgen05.fence("after")
             at = (None, None, None, state.index)
             tcgen05.multiply_stage(mma, into, (a[at],), (b[at],), step == 0)
+            # A commit: it arrives once the instructions issued so far have read the stage.
             ring.consumer_release(state)
             state.advance()
         sums_ring.producer_commit(target)

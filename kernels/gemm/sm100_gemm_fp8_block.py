@@ -98,7 +98,9 @@ def multiply(rings: Any, work: Any, walk: Any, steps: Any, form: cutlass.Constex
             tcgen05.fence("after")
             into = sums[None, None, None, target.index]
             at = (None, None, None, state.index)
+            # Always begins anew: sums of different stages have different scales.
             tcgen05.multiply_stage(mma, into, (a[at],), (b[at],), cutlass.Boolean(True))
+            # Both are commits: they arrive once the instructions have ended.
             ring.consumer_release(state)
             sums_ring.producer_commit(target)
             state.advance()
@@ -119,6 +121,7 @@ def promote_tiles(outlets: Any, walk: Any, scaling: Any, form: cutlass.Constexpr
     for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
         row, column = schedule.tile_at(walk, number)
         own = cutlass.min(row * form.tactic.rows + thread, rows - 1)  # beyond A the last one
+        # A tile has at most 128 columns, hence one scale of B per stage.
         block = column * form.tactic.columns // BLOCK
         total.fill(0.0)
         for step in cutlass.range(steps, unroll=1):

@@ -37,10 +37,10 @@ from degarble.kernels.runtime.compiling import CompiledKernel, any_stream, compi
 from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import SM100A, TARGETS
 
-FIRST_TURNING_GROUP = 2  # behind the warps of the skeleton: six, and two that have nothing to do
+FIRST_TURNING_GROUP = 2  # after the first eight warps: six with a role, two idle
 TURNING_GROUPS = 2
 TURNING_WARPS = TURNING_GROUPS * facts.WARPGROUP // facts.WARP
-NAMED_BARRIER = 1  # added to a turning group's number: that of the storing warps is another
+NAMED_BARRIER = 1  # added to a rotating group's number, to differ from the storing warps' barrier
 
 
 def threads(form: GroupedForm) -> int:
@@ -130,6 +130,7 @@ def multiply(rings: Any, work: Any, walk: Any, told: Any, form: cutlass.Constexp
                     await_turned(turned_at, turned, count)
                 tcgen05.fence("after")
                 at = (None, None, None, state.index)
+                # Only the tile's first stage starts new sums.
                 begins = head == 0 if step == 0 else cutlass.Boolean(False)
                 tcgen05.multiply_stage(mma, into, (a[at],), (b[at],), begins)
                 ring.consumer_release(state)
@@ -158,6 +159,7 @@ def turn(ring: Any, places: Any, turning: Turning, walk: Any, told: Any) -> None
     state, turned = wgmma.consumer_state(count), Uint32(0)
     for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
         tile = schedule.tile_at(walk, number)
+        # First row (token) of this rotating warpgroup.
         first = tile[0] * form.gemm.tactic.rows + mine * facts.PIECE_ROWS
         hopper.read_turns(turning, heads, first)
         for _ in cutlass.range(steps // form.steps_of_head, unroll=1):

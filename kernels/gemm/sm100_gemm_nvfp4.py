@@ -91,12 +91,14 @@ def gemm_kernel(
         tcgen05.load(held.ring, feedings_of(feeds, held.shared, form), walk, steps, form)
     elif warp == tensor_memory.MULTIPLYING_WARP:
         rings, inner = (held.ring, held.sums_ring), (steps, extents[2] // tcgen05.BLOCK)
+        # Of a pair only the first block's warp issues, for both.
         if pair.leads(form):
             multiply(rings, operands_of(held, form), walk, inner, form)
     else:
         scale = ops.multiply_rn(tensor_scales[0][0], tensor_scales[1][0])
         outlets = (store, held.pieces, held.sums, held.sums_ring)
         store_tiles_of(form)(outlets, walk, (scale,), form)
+        # Blocks of a pair free tensor memory together, below.
         if cutlass.const_expr(form.tactic.together == 1):
             tcgen05.give_back(held.base, form)
     if cutlass.const_expr(form.tactic.together > 1):
@@ -154,6 +156,7 @@ def multiply(rings: Any, work: Any, walk: Any, extents: Any, form: cutlass.Const
     for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
         column = schedule.tile_at(walk, number)[1]
         skipped = tensor_memory.columns_skipped(column, form)
+        # A tile of 64 or 192 columns may begin within a 128-row scale tile of B.
         of_b = tcgen05.shifted(b_scales.tensor, skipped)
         ring_of_sums.producer_acquire(target)
         tcgen05.fence("after")
@@ -163,6 +166,7 @@ def multiply(rings: Any, work: Any, walk: Any, extents: Any, form: cutlass.Const
             tcgen05.fence("after")
             end = tensor_memory.end_of_scales(blocks, step, form)
             clear_beyond(words, state.index, end, SPACE_OF[form.tactic.together])
+            # Ordered before the products below and after those before: same thread.
             tcgen05.bring_scales(a_scales, state.index)
             tcgen05.bring_scales(b_scales, state.index)
             at = (None, None, None, state.index)

@@ -54,6 +54,7 @@ def gemm_kernel(
     group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
     memory = cutlass.memory.SmemAllocator()
     elements = BFloat16, BFloat16
+    # sA, sB: (rows, K of a stage, stages); sD: two pieces for each consumer warpgroup.
     sA, sB, sD, ring = wgmma.stages_of(memory, elements, layouts(form), form)
     wgmma.begin(tactic)
 

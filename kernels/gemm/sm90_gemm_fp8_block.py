@@ -86,6 +86,7 @@ def gemm_kernel(
         for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
             row, column = schedule.tile_at(walk, number)
             rows = rows_of_thread(row * tactic.rows + mine * facts.PIECE_ROWS, extents[0])
+            # A tile has at most 128 columns, hence one scale of B per stage.
             at = (*rows, column * tactic.columns // BLOCK)
             state = multiply(ring, state, fragments, sums, (scales, at, steps))
             place = facts.piece_of(row, column, mine, tactic)
@@ -97,6 +98,7 @@ def rows_of_thread(first: Any, rows: Any) -> tuple[Any, Any]:
     """Return the two rows of A whose sums a thread holds, clamped to the last row of A."""
     thread, _, _ = cute.arch.thread_idx()
     thread = thread % facts.WARPGROUP
+    # wgmma accumulator: a warp has 16 rows, a thread rows g and g + 8 of them.
     row = first + thread // facts.WARP * 16 + thread % facts.WARP // 4
     return cutlass.min(row, rows - 1), cutlass.min(row + 8, rows - 1)
 

@@ -228,6 +228,7 @@ def heads_of(sA: Any, mine: Any) -> Heads:
     """Return a thread's half of a row among the warpgroup's 64 rows."""
     thread, _, _ = cute.arch.thread_idx()
     within = Int32(thread) % facts.WARPGROUP
+    # Two threads share a row of 128 bytes: four 16-byte chunks each.
     row = Int32(mine) * facts.PIECE_ROWS + within // 2
     turns = registers_of(WORDS, 2 * CHUNKS_OF_THREAD)
     return Heads(Int32(sA.iterator.toint()), row, within % 2 * CHUNKS_OF_THREAD, turns)
@@ -280,6 +281,7 @@ def store_floats(pairs: Any, sums: Any, place: tuple[Any, Any], extents: tuple[A
     rows_of_d, columns = extents
     thread, _, _ = cute.arch.thread_idx()
     within = Int32(thread) % facts.WARPGROUP
+    # wgmma accumulator: a warp has 16 rows, a thread rows g and g + 8 of them.
     first = row + within // facts.WARP * 16 + within % facts.WARP // 4
     for part in cutlass.range_constexpr(cute.size(sums) // 4):
         at = column + part * 8 + within % 4 * 2
@@ -326,6 +328,7 @@ def launch_grouped(
     outlets: tuple[Any, Any] = (None, None)
     if cutlass.const_expr(form.out == "bf16"):
         mD = cute.make_tensor(d, cute.make_layout((tokens, columns), stride=(Int64(columns), 1)))
+        # TMA atom of BF16 results, or pairs of float32.
         outlets = (epilogue.store_of(mD), None)
     else:
         outlets = (None, vectors(d, 2))

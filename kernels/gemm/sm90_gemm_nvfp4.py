@@ -39,7 +39,7 @@ from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import SM90A
 
 CODES_OF_WORD = 8
-A_PLACE = 3  # what `multiply` is told of A before whether this warp has rows of it
+A_PLACE = 3  # entries of `work` about A; a fourth says whether this warp has rows
 WORDS_OF_TILE = facts.SCALE_TILE_BYTES // 4
 SWIZZLES = {
     64: wgmma.Swizzle.K_SW32,
@@ -168,10 +168,12 @@ def decode_tile(loading: Any, decoded: Any, states: Any, work: Any) -> Any:
     for step in cutlass.range(steps, unroll=1):
         cursor = load_next(loading, cursor)
         ring.consumer_wait(state)
+        # Second ring: wait until the consumers have released this decoded buffer.
         decoded.producer_acquire(target)
         at = (state.index, target.index, stages.kept(blocks, step))
         for i in cutlass.range_constexpr(ceil_div(columns, facts.WARPGROUP)):
             row = thread + i * facts.WARPGROUP
+            # With 64 columns half of the threads have no row.
             if cutlass.const_expr(columns < facts.WARPGROUP):
                 if row < columns:
                     stages.decode_row(shared, (row, first), at)
@@ -243,6 +245,7 @@ def load_a(ring: Any, state: Any, work: Any, fragment: Any, mask: Any) -> Any:
     shared, first, own, *has_rows = work
     thread, _, _ = cute.arch.thread_idx()
     thread = thread % facts.WARPGROUP
+    # wgmma fragment: a warp has 16 rows, a thread rows g and g + 8, column pair q = thread % 4.
     row = own + thread // facts.WARP * 16 + thread % facts.WARP // 4
     ring.consumer_wait(state)
     words, place = cute.recast_tensor(fragment, Uint32), (row, first, thread % 4)

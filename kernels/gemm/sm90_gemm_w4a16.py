@@ -85,7 +85,7 @@ class Views(NamedTuple):
     scales: tuple[Any, Any]
 
 
-EMPTY = 128  # bytes from a barrier that says full to the one that says empty
+EMPTY = 128  # bytes from a full barrier to its empty barrier
 
 
 def place_of(form: W4A16Form) -> Place:
@@ -214,7 +214,7 @@ class Sources(NamedTuple):
 
     scales: Any
     extents: tuple[Any, Any, Any]
-    zero: Any  # 0, which no compiler knows
+    zero: Any  # 0, which the compiler cannot know
 
 
 def activations_at(start: Any, place: Place, extents: tuple[Any, Any, Any], form: W4A16Form) -> Any:
@@ -297,14 +297,14 @@ def add_tile(
         within = place.lane // 4 + 8 * half
         output = facts.row_of(place.tile + place.group * form.tiles + tile, within, form.layout)
         pair = scale_pair(sources, lane, by_stage, (half, output, value), form)
-        if form.ragged:  # codes behind the end of K are zeros, scales may be anything
+        if form.ragged:  # codes beyond K are zeros, scales may be anything
             inside = [value + block < sources.extents[2] for block in (0, 64)]
             low, high = (ops.select(each, Uint32(0xFF), Uint32(0)) for each in inside)
             pair = pair & (low + high * 256)
         read = read | words[0] | words[2] | pair
         both.append((words, ptx.block_scales(pair, native)))
     for j in range(ptx.WORDS):
-        if j == 1:  # not at once: the first products need no more than half of the words
+        if j == 1:  # not at once: the first products need half of the words only
             ptx.give_back(empty, [read], sources.zero, place.lane == 0)
         low, high = (ptx.decoded(words[j], scales[j // 2], native) for words, scales in both)
         for column, x in enumerate(activations(j)):
@@ -382,7 +382,7 @@ def add_parts(
         fragment = tile % form.tiles * of_columns + row // facts.COLUMNS
         at = ring + tile // form.tiles * (form.parts * form.sum_bytes)
         at = at + facts.sum_offset(fragment, within, row)
-        # All reads first: another thread block's numbers take long, one after the other longer.
+        # All reads first: reads from another thread block are slow, so they have to overlap.
         numbers = [
             ptx.shared_number(
                 at + part % form.parts * form.sum_bytes, part // form.parts, form.ranks
@@ -420,8 +420,8 @@ def w4a16_kernel(
             ptx.begin_barrier(first + EMPTY + place.lane * 8, form.warps)
         cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
-    # The kernel behind may begin as far as here; this one reads and writes nothing before the one
-    # in front has ended, and with it whatever that one waited for.
+    # PDL: the next kernel may set up from here on. This one reads and writes no global memory
+    # before the previous kernel, and with it everything that kernel waited for, has ended.
     let_follow()
     wait_for_front()
     sources = Sources(pointers[2].toint(), (rows, outputs, columns), rows // 128)
@@ -438,7 +438,7 @@ def w4a16_kernel(
         cute.arch.cluster_wait()
     add_parts(pointers[4].toint(), (rows, outputs), scale, memory.ring, form)
     if cutlass.const_expr(form.ranks > 1):
-        cute.arch.cluster_arrive()  # nobody leaves while others read its sums
+        cute.arch.cluster_arrive()  # shared memory has to exist while others read it
         cute.arch.cluster_wait()
 
 

@@ -73,9 +73,9 @@ def shared_words(address: Any, count: int) -> list[Any]:
 
 def give_back(barrier: Any, words: list[Any], zero: Any, one: Any) -> None:
     """Arrive with one thread after every lane of the warp has received `words`; `zero` is 0."""
-    # Trap: neither bar.warp.sync nor the release of an arrival waits for reads that are under way
-    # (machine code shows it), and what the copy engine writes next may overtake them. So the
-    # address is made of what all lanes have read, and no compiler knows that `zero` is 0.
+    # Trap: neither bar.warp.sync nor the release of an arrival waits for reads under way (the
+    # machine code shows it), and the next TMA write may overtake them. So the address depends on
+    # what all lanes have read, through `zero`, which the compiler cannot know to be 0.
     cute.arch.sync_warp()
     joined = " ".join(f"or.b32 all, all, {{$r{i}}};" for i in range(4, len(words) + 3))
     text = f"""{{

@@ -39,7 +39,7 @@ COLUMNS = 8  # rows of activations of an mma: its N
 COPIED = 256  # K of which a multiple puts linear scales on addresses that bulk copies take
 LARGEST_ROWS = 64
 LARGEST_WEIGHT = 1 << 32  # so that a byte of the codes has a 32-bit offset
-BARRIER_BYTES = 512  # 16 that say full and 16 that say empty, for stages and for activations
+BARRIER_BYTES = 512  # 16 full and 16 empty barriers, for stages and again for activations
 DECODED_EXPONENT = -8  # what the kernel multiplies are weights times 2**-8: see e2m1_pairs
 
 LAYOUTS: Mapping[str, ScaleLayout] = MappingProxyType(

@@ -38,7 +38,7 @@ class Leaving(NamedTuple):
     hidden_scale: Any  # of each expert: decode scale of what is written
     slots: Any  # of each row
     weights: Any  # of each slot
-    shown: Any = None  # words of two numbers of gate beside up, row by row
+    shown: Any = None  # words of two numbers, gate then up, row by row
 
 
 class Outlet(NamedTuple):
@@ -131,7 +131,7 @@ def requantise_tile(
             pairs[i] = gated(both, scales, weights[i % 2], form.limit)
         buffer = (stored + piece) % facts.PIECES_AT_ONCE
         cute.copy(outlet.copy, staged, outlet.staged[None, None, None, buffer])
-        # Two buffers, so one barrier per piece: whoever has reached the next one has read this buffer.
+        # Two buffers, so one barrier per piece: a thread at the next one has read this buffer.
         cute.arch.barrier(barrier_id=outlet.barrier, number_of_threads=facts.WARPGROUP)
         block = (column * pieces + piece) * BLOCKS
         quantise_piece(outlet, buffer, (row, block, blocks), scaling, form)

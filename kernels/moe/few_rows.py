@@ -151,8 +151,8 @@ def decode(rings: Any, walk: Any, shared: Any, extents: Any, form: cutlass.Const
         first = row * tactic.rows % facts.SCALE_TILE_ROWS
         for step in cutlass.range(steps, unroll=1):
             if turn == mine:
-                # In this order: a free buffer says that consumers are past what was loaded into
-                # this stage before, which this warp, that skips stages, has not waited for.
+                # In this order. This warp skips stages, so it has not waited for the earlier loads
+                # into this stage; a free buffer proves that the consumers are past those.
                 decoded.producer_acquire(target)
                 ring.consumer_wait(state)
                 at = (state.index, target.index)
@@ -177,7 +177,7 @@ def decode_stage(shared: Any, first: Any, at: Any, inner: Any, tactic: Any) -> N
     for turn in range(tactic.rows * of_stage // facts.WARP):
         item = lane + turn * facts.WARP
         row, span = item % tactic.rows, item // tactic.rows
-        if tactic.rows >= facts.WARP:  # all threads of a warp have one span then
+        if tactic.rows >= facts.WARP:  # then all threads of a warp have the same span
             row, span = lane + turn * facts.WARP % tactic.rows, turn * facts.WARP // tactic.rows
         mask = mask_of(blocks, before + span)
         spans.decode_span(shared, (row, first, span), (*at, mask), (tactic.rows, of_stage))

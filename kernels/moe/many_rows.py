@@ -36,11 +36,13 @@ def multiply(rings: Any, states: Any, fragments: Any, work: Any) -> Any:
 
     ring.consumer_wait(state)
     codes, bits = nvfp4_spans.read_rows(shared, place, state.index, 1, range(1))[0]
+    # The codes are in registers, so the stage can be refilled during the products.
     state = few_rows.give_back(ring, state)
     scales = scales_of(bits, place[1], stages.kept(blocks, Int32(0)))
     decode_half(codes, scales, a, 0)
     decoded.consumer_wait(source)
     multiply_half((mma, sums, a, b[None, None, None, source.index]), 0, begins=True)
+    # The wgmma still reads the half fragment that is decoded over next.
     warpgroup.wait_group(0)
     decode_half(codes, scales, a, 1)
     multiply_half((mma, sums, a, b[None, None, None, source.index]), 1)
@@ -77,6 +79,7 @@ def decode_half(codes: Any, scales: Any, a: Any, half: int) -> None:
     for i in range(2):
         pairs = stages.decoded([codes[i][half]], scales[i])
         for step in range(STEPS_OF_HALF):
+            # wgmma's A registers of a step of 16: row g, row g + 8, then both again for k + 8.
             fragment[4 * step + i] = pairs[2 * step]
             fragment[4 * step + 2 + i] = pairs[2 * step + 1]
 

@@ -97,7 +97,7 @@ class MoeForm:
     gemm: GemmForm
     limit: float | None = None
     weighted: bool = False  # whether the epilogue of FC1 multiplies by routing weights
-    shown: bool = False  # whether FC1 stores gate and up as well, for whoever wants to see them
+    shown: bool = False  # whether FC1 stores gate and up as well, for inspection
 
     def __post_init__(self) -> None:
         if self.shown and (self.gemm.target, self.gemm.parts) != (SM90A.name, GATE_AND_UP):

@@ -45,8 +45,8 @@ from degarble.kernels.runtime.compiling import (
 from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import SM100A, TARGETS
 
-# A and its scales, B and its scales, decode scales of A and of B, rows, experts and slots;
-# FC1: codes, scales, decode scales that it writes by, slots, weights; FC2: D.
+# Inputs: A, its scales, B, its scales, decode scales of A and of B, rows, experts, slots.
+# Outputs of FC1: codes, scales, decode scale to quantise by, slots, weights; of FC2: D.
 INPUTS = (Uint32, Int64, Uint32, Int64, Float32, Float32, Int32, Int32, Int32)
 ALIGNED = (16, 16, 16, 16, 4, 4, 4, 4, 4)
 OUTPUTS = {GATE_AND_UP: (Uint32, Uint32, Float32, Int32, Float32), 1: (BFloat16,)}
@@ -68,6 +68,7 @@ def grouped_kernel(
     of_gemm = form.gemm
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     held = prepared(of_gemm)
+    # The number of rows is read here: the host knows only a bound.
     walk = schedule.walk_of((Int32(groups.rows[0]), extents[0]), of_gemm.tactic, groups.experts)
     steps = ceil_div(extents[1], of_gemm.tactic.inner)
     if warp == tensor_memory.LOADING_WARP:
@@ -122,6 +123,7 @@ def matrices_of(
             shape: tuple[Any, ...] = (own, wide)
             strides: tuple[Any, ...] = (Int64(wide), 1)
             if side == "b":
+                # Third mode: the matrix of an expert; FC1 has two per expert, gate and up.
                 shape, strides = (*shape, count), (*strides, Int64(wide) * Int64(own))
             made[name] = cute.make_tensor(pointer, cute.make_layout(shape, stride=strides))
     return made

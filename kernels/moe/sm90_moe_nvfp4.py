@@ -51,11 +51,11 @@ from degarble.kernels.runtime.compiling import (
 from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import SM90A, TARGETS
 
-# A and its scales, B and its scales, decode scales of A and of B, rows, experts and slots;
-# FC1: codes, scales, decode scales that it writes by, slots, weights; FC2: D.
+# Inputs: A, its scales, B, its scales, decode scales of A and of B, rows, experts, slots.
+# Outputs of FC1: codes, scales, decode scale to quantise by, slots, weights; of FC2: D.
 INPUTS = (Uint32, Uint32, Uint32, Uint32, Float32, Float32, Int32, Int32, Int32)
 ALIGNED = (16, 16, 16, 16, 4, 4, 4, 4, 4)
-# FC1 that shows gate and up stores them behind the rest.
+# Last element: gate and up, of an FC1 that stores them (`shown`).
 OUTPUTS = {GATE_AND_UP: (Uint32, Uint8, Float32, Int32, Float32, Uint32), 1: (BFloat16,)}
 WHOLE_CARVEOUT = 100  # per cent; CUDA Driver API 13.0, preferred shared memory carveout
 OUTPUTS_ALIGNED = {GATE_AND_UP: (16, 16, 4, 4, 4, 16), 1: (16,)}
@@ -324,7 +324,7 @@ def compile_form(form: MoeForm, settings: CompileSettings) -> CompiledKernel:
 class ExpertWeights(NamedTuple):
     """One of the experts' two products, for all experts held here."""
 
-    codes: Tensor  # uint8: w1 beside w3 [E, 2, F, D / 2], or w2 [E, D, F / 2]
+    codes: Tensor  # uint8: w1 and w3 [E, 2, F, D / 2], or w2 [E, D, F / 2]
     scales: Tensor  # uint8 in 128x4 order, a matrix at a time: [E, 2, bytes] or [E, bytes]
     decode_scale: Tensor  # float32 [E, 2] or [E]
     input_scale: Tensor  # float32 [E]: decode scale of what is multiplied

@@ -151,12 +151,14 @@ def quantise_kernel(
     part = known - row * Int64(parts)
     words = words_of(values, (row, part, Int64(parts)), form)
     amax = block_amax(words)
+    # Eight lanes have a block of 128: fold by 1, 2, 4.
     for distance in cutlass.range_constexpr(3):
         amax = ops.maximum(amax, cute.arch.shuffle_sync_bfly(amax, offset=1 << distance))
     stored, scale = scale_of(amax, form.scales)
     scaled = [ops.divide_rn(number, scale) for number in numbers_of(words)]
     if at < Int64(rows) * Int64(parts):
         store(codes, at, e4m3_words(scaled))
+        # One lane of the eight stores the scale.
         if part % facts.LANES == 0:
             scales[at // facts.LANES] = stored
 

@@ -175,6 +175,7 @@ def quantise_kernel(
             if cutlass.const_expr(form.by_expert):
                 scaling = scaling_of(tensors.decode_scale[expert], sFactors)
             scale_code = quantise_at(tensors, (row, block, blocks), scaling, form)
+        # Padding of the scales is written as zeros.
         if (row < padded_rows) & (block < padded):
             tensors.scales[layout.offset_of(row, block, rows, blocks)] = Uint8(scale_code)
 
@@ -191,6 +192,7 @@ def launch_quantise(
     quantise_kernel(tensors_of(pointers), rows, blocks, experts, form).launch(
         grid=[walkers, tile_columns, 1],
         block=[facts.THREADS, 1, 1],
+        # Bounds the registers of one form; 0, no bound, where it would cause spills.
         min_blocks_per_mp=facts.bound_blocks(form),
         preferred_smem_carveout=DRIVERS_CHOICE if facts.bound_blocks(form) else None,
         stream=stream,

@@ -109,7 +109,7 @@ def compile_kernel(
     stem = f"{request.name}.{target.name}"
     folder = settings.cache_folder and settings.cache_folder / f"{stem}.{request.key}"
     if sources_digest(package_root()) != _SOURCES_AT_IMPORT:
-        folder = None  # what is in memory and what the files say are two kernels
+        folder = None  # the code in memory and the files on disk differ
     compiled = _load(request, folder) if folder else None
     if compiled is None:
         compiled = _compile(request, folder)
@@ -137,8 +137,8 @@ def _compile(request: _Request, folder: Path | None) -> CompiledKernel:
         run = cute.compile(request.entry, *request.arguments, options=options)
         ptx, cubin = run.artifacts.PTX, run.artifacts.CUBIN
     if folder:
-        # Trap: exporting resolves the launch symbols, and finds them only in a library that is
-        # loaded for everyone.
+        # Trap: exporting resolves the launch symbols, and finds them only in libraries that are
+        # loaded globally.
         for library in runtime.find_runtime_libraries(enable_tvm_ffi=False):
             ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
         objects = run.dump_to_object(request.symbol)
@@ -159,7 +159,8 @@ def _load(request: _Request, folder: Path) -> CompiledKernel | None:
     files = _whole(folder)
     if files is None:
         return None
-    # What was verified, whoever replaces the entry: in the cache, where nobody else can write.
+    # Loads the bytes that were verified, even if another process replaces the entry meanwhile; the
+    # copy is in the cache, because nobody else can write there.
     place = folder.parent if os.access(folder.parent, os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=place, prefix=".loading-") as own:
         (Path(own) / _OBJECT).write_bytes(files[_OBJECT])
@@ -189,13 +190,13 @@ def _store(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write a cache entry atomically: readers see all of it or nothing."""
     make_private(folder.parent)
     with opened_private(folder.parent):
-        pass  # refused, and not filled, where others can write
+        pass  # raises if others can write to the folder
     staged = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".writing-"))
     for file, text in files.items():
         (staged / file).write_bytes(text)
     manifest = {file: _digest(text) for file, text in files.items()}
     (staged / _MANIFEST).write_text(json.dumps(manifest, indent=1))
-    if _whole(folder) is None:  # damaged; a whole one may be read by others just now
+    if _whole(folder) is None:  # damaged; an intact one may be in use by other processes
         shutil.rmtree(folder, ignore_errors=True)
     try:
         staged.rename(folder)

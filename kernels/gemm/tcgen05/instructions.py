@@ -171,6 +171,7 @@ def allocate(address: Any, form: cutlass.Constexpr) -> None:
     if cute.arch.warp_idx() == 0:
         pair = form.tactic.together > 1
         cute.arch.alloc_tmem(memory_facts.columns_allocated(form), address, is_two_cta=pair)
+        # No further allocation by this block; PTX ISA 9.1, tcgen05.relinquish_alloc_permit.
         cute.arch.relinquish_tmem_alloc_permit(is_two_cta=pair)
 
 
@@ -315,6 +316,7 @@ def store_tile(
         cute.copy(reading.copy, part, registers)
         cute.arch.fence_view_async_tmem_load()
         if cutlass.const_expr(i == pieces - 1):
+            # All reads of the sums are complete: the multiplying warp may overwrite them.
             fence("before")
             ring.consumer_release(state)
         numbers = [registers[j] for j in range(facts.PIECE_COLUMNS)]

@@ -35,8 +35,8 @@ ACCUMULATORS = 2  # where two sums and the scales fit: stores overlap with the n
 STAGE_ACCUMULATORS = 4  # where every stage has sums of its own, promoted one by one
 ADDRESS_BYTES = 16  # where tcgen05.alloc leaves its address
 
-# Two thread blocks together, a tile of 256 rows. A table of its own: nobody has confirmed yet that
-# their arithmetic is that of one (docs/design-notes/sm100_gemm.md).
+# Two thread blocks together, a tile of 256 rows. A separate table, because it is not confirmed yet
+# that their arithmetic equals that of one (docs/design-notes/sm100_gemm.md).
 PAIRS = tuple(
     facts.Tactic(up_to, rows=LANES, columns=columns, inner=256, cluster_rows=2, together=2)
     for up_to, columns in ((256, 64), (512, 128), (2048, 192), (facts.ANY, 256))
@@ -247,7 +247,7 @@ def piece_bytes() -> int:
 def output_bytes(form: GemmForm) -> int:
     """Return the bytes of the piece buffers; a swapped piece is all columns of the tile.
 
-    FC1 of experts (gate beside up) leaves as codes from registers, without buffers.
+    FC1 of experts (gate and up) leaves as codes from registers, without buffers.
     """
     if form.parts > 1:
         return 0
