@@ -347,6 +347,7 @@ def shared_memory(entry: EntryFormat) -> SharedMemory:
 
 def tiles_each(problem: AttentionProblem) -> int:
     """Return the number of tiles of a split; prefill has enough thread blocks without splits."""
+    # One split by default.
     each: int = problem.tiles
     if problem.splits:
         each = ceil_div(problem.tiles, problem.splits)
@@ -366,6 +367,7 @@ def choose_form(problem: AttentionProblem, target: str) -> AttentionForm:
     """Return the form that solves a problem."""
     entry = problem.window.pages.entry
     splits = choose_splits(problem)
+    # More splits than a portable cluster has blocks: the merge kernel.
     together = splits if splits <= MOST_TOGETHER else 0
     return AttentionForm(entry, problem.lengths, together, target, problem.family.key)
 

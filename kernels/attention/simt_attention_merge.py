@@ -33,11 +33,11 @@ THREADS = rows.WIDTH // VALUES
 class Addresses(NamedTuple):
     """Operands and results in global memory, as 64-bit addresses."""
 
-    sums: Any
-    stats: Any
-    sink: Any
-    out: Any
-    lse: Any
+    sums: Any  # float32 [T, splits, H, 512]
+    stats: Any  # float32 [T, splits, H, 2]: peak, total
+    sink: Any  # float32 [H]
+    out: Any  # BF16 [T, H, 512]
+    lse: Any  # float32 [T, H]
 
 
 # ---- device --------------------------------------------------------------------------------------
@@ -91,6 +91,7 @@ def merge_kernel(addresses: Addresses, extents: tuple[Any, ...], form: cutlass.C
         number = first + Int64(split) * Int64(heads)
         factor = factor_of(ptx.single_at(addresses.stats + number * 8), largest)
         of_split = ptx.single_at(addresses.stats + number * 8 + 4)
+        # A split without keys: its sums may be uninitialised.
         if of_split != 0.0:
             total = ops.fma_rn(of_split, factor, total)
             at = addresses.sums + (number * rows.WIDTH + Int64(thread) * VALUES) * 4

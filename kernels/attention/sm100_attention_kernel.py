@@ -43,7 +43,7 @@ from degarble.kernels.gemm import w4a16_instructions as shared
 from degarble.kernels.gemm.tcgen05 import instructions as tcgen05
 from degarble.kernels.primitives import attention_rows as rows
 
-QUERIES_THERE, SUMS_READ = 4, 5  # barriers beside those of sm90_attention_kernel
+QUERIES_THERE, SUMS_READ = 4, 5  # named barriers, after those of sm90_attention_kernel
 WARPS_THAT_WEIGH = hopper.CONSUMER_THREADS // rows.LANES
 REPEATS_OF_LOGITS = tensor_memory.repeats(facts.KEYS)
 AT_ONCE = tensor_memory.REPEATS_AT_ONCE
@@ -62,13 +62,13 @@ class Barriers(NamedTuple):
 class Memory(NamedTuple):
     """Shared memory: tensors that tcgen05 reads, and addresses."""
 
-    queries: Any
-    keys: Any
+    queries: Any  # BF16 [64, 512 or 576]
+    keys: Any  # BF16 [64, 512 or 576, stages]
     values: Any  # the same memory: (half of the columns, keys), halves, tiles
-    shares: Any
+    shares: Any  # BF16 [64 heads, 64 keys]
     queries_at: Any
     shares_at: Any
-    counts_at: Any
+    counts_at: Any  # float32 [2 warpgroups, 64 rows]: maxima, later totals
     places: gather.Places
     barriers: Barriers
     address: Any  # of tensor memory's address
@@ -140,7 +140,7 @@ def leave(
 ) -> None:
     """Write the results of one split or of all of them, as Hopper's warpgroups do."""
     state, memory = held
-    places = memory.places.tiles, memory.shares_at  # nobody reads either any more
+    places = memory.places.tiles, memory.shares_at  # no longer read: reused for sums
     if cutlass.const_expr(form.together == 0):
         hopper.store_partial(addresses, place, lane, state)
     elif cutlass.const_expr(form.together == 1):
@@ -151,7 +151,7 @@ def leave(
         cute.arch.cluster_wait()
         warp = lane.half * (facts.WARPGROUP // rows.LANES) + lane.warp
         cluster.write_rows(addresses, place, places, (warp, lane.lane), form)
-        cute.arch.cluster_arrive()  # nobody leaves while others read its sums
+        cute.arch.cluster_arrive()  # stay until others have read this block's sums
         cute.arch.cluster_wait()
 
 
@@ -202,6 +202,7 @@ def begin(places: gather.Places, barriers: Barriers, held: tuple[Any, cutlass.Co
     thread, _, _ = cute.arch.thread_idx()
     address, how = held
     if thread == 0:
+        # Full: producers' copies and warps. Empty, logits, sums: one tcgen05.commit each.
         for stage in range(facts.STAGES):
             shared.begin_barrier(places.full + stage * 8, how.arrivals)
             shared.begin_barrier(places.full + (facts.STAGES + stage) * 8, 1)
@@ -322,6 +323,7 @@ def multiply_keys(
     shared.await_phase(places.full + stage * 8, phase)
     cute.arch.fence_proxy("async.shared", space="cta")  # what threads wrote, tcgen05 reads
     tcgen05.fence("after")
+    # Logits alternate between two buffers, so that the next tile's may start.
     column = tensor_memory.first_columns()[1] + Int32(buffer) * facts.TILE
     logits = cute.make_tensor(products.base + column, products.logits)
     queries = (products.queries[None, None, None, 0],)
@@ -341,9 +343,11 @@ def multiply_values(
     tcgen05.fence("after")
     shares = (products.shares[None, None, None, 0],)
     for half in cutlass.range_constexpr(facts.CONSUMERS):
+        # Both halves use the same columns; the second has the upper 16 lanes of each 32.
         lanes = half * tensor_memory.UPPER_LANES * tensor_memory.LANE
         sums = cute.make_tensor(products.base + lanes, products.sums)
         values = (products.values[None, None, None, half, stage],)
+        # The first tile overwrites: tensor memory is not cleared.
         tcgen05.multiply_stage(products.of_sums, sums, shares, values, number == 0)
     tensor.arrive_behind_products(places.full + (facts.STAGES + stage) * 8)
     tensor.arrive_behind_products(barriers.sums)
@@ -425,7 +429,7 @@ def weigh(memory: Any, lane: Lane, logits: Any, state: tuple[Any, Any], to_power
                 logits[at + i] = ptx.power_of_two(power)
             total = ops.add_rn(total, ops.add_rn(logits[at], logits[at + 1]))
         totals[row] = ops.fma_rn(totals[row], factors[row], total)
-    # Nobody writes the next tile's peaks before all have read this one's.
+    # The next tile's maxima must not overwrite this one's before all have read them.
     cute.arch.barrier(barrier_id=hopper.SHARES_READY, number_of_threads=threads)
     return factors
 

@@ -52,18 +52,18 @@ CHUNKS_OF_HALF = facts.COLUMNS // rows.HALF
 class Addresses(NamedTuple):
     """Operands and results in global memory, as 64-bit addresses."""
 
-    q: Any
-    sink: Any
-    near: Any
-    near_lengths: Any
-    near_cache: Any
-    far: Any
-    far_lengths: Any
-    far_cache: Any
-    out: Any
-    lse: Any
-    sums: Any
-    stats: Any
+    q: Any  # BF16 [T, H, 512]; V3.2: 576
+    sink: Any  # float32 [H]
+    near: Any  # int32 [T, W], slots
+    near_lengths: Any  # int32 [T]
+    near_cache: Any  # bytes [pages, stride]
+    far: Any  # int32 [T, K], slots
+    far_lengths: Any  # int32 [T]
+    far_cache: Any  # bytes [pages, stride]
+    out: Any  # BF16 [T, H, 512]
+    lse: Any  # float32 [T, H]
+    sums: Any  # float32 [T, splits, H, 512]
+    stats: Any  # float32 [T, splits, H, 2]: peak to base 2, sum of shares
 
 
 class Place(NamedTuple):
@@ -90,13 +90,13 @@ class Lane(NamedTuple):
 class Memory(NamedTuple):
     """Shared memory: tensors that wgmma reads, and addresses."""
 
-    queries: Any
-    keys: Any
+    queries: Any  # BF16 [64, 512 or 576]
+    keys: Any  # BF16 [64, 512 or 576, stages]
     values: Any  # the same memory, 512 columns of it
-    shares: Any
+    shares: Any  # BF16 [64 heads, 64 keys]
     queries_at: Any
     shares_at: Any
-    counts_at: Any
+    counts_at: Any  # float32 [2 warpgroups, 64 rows]: maxima, later totals
     partner_at: Any  # where logits are exchanged
     given: Any  # the barrier of what another thread block gives
     places: gather.Places
@@ -140,8 +140,10 @@ def attention_kernel(
         load_queries(addresses.q, place, memory.queries_at, form.width // rows.HALF)
         output = wgmma_of_output(facts.columns_at_once(form.format))
         sums = wgmma.sums_of(output, facts.COLUMNS)
+        # A split without tiles leaves zeros.
         sums.fill(0.0)
         peaks, totals = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        # No key yet: exp2(-inf - anything finite) is 0.
         peaks.fill(-float("inf"))
         totals.fill(0.0)
         consume(memory, lane, walk[2], (sums, peaks, totals), (scale, form.format))
@@ -154,13 +156,14 @@ def attention_kernel(
         elif cutlass.const_expr(form.together == exchange.TOGETHER):
             exchange.merge_two(addresses, (place, lane), state, memory, form.sinks)
         else:
-            places = memory.places.tiles, memory.shares_at  # nobody reads either any more
+            places = memory.places.tiles, memory.shares_at  # no longer read: reused for sums
             cluster.leave(*places, lane, state)
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
             warp = lane.half * (facts.WARPGROUP // rows.LANES) + lane.warp
             cluster.write_rows(addresses, place, places, (warp, lane.lane), form)
-            cute.arch.cluster_arrive_relaxed()  # nobody leaves while others read its sums
+            # Stay until others have read this block's sums.
+            cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
 
 
@@ -261,6 +264,7 @@ def lists_of(
         far_stride,
         far_capacity,
     )
+    # Tiles of the full widths, then of the lengths.
     tiles = [(count + facts.TILE - 1) // facts.TILE for count in (near_width, far_width, *kept)]
     # Splits follow the widths of the lists, not the lengths: the bits do not depend on the batch.
     widths = tiles[0], tiles[1]
@@ -284,6 +288,7 @@ def wgmma_of_output(columns: int, source: Any = warpgroup.OperandSource.SMEM) ->
 def load_queries(q: Any, place: Place, queries_at: Any, chunks: int) -> None:
     """Copy 64 heads of the token to shared memory; rows without a head become zeros."""
     thread, _, _ = cute.arch.thread_idx()
+    # cp.async of 16 bytes; size 0 fills with zeros.
     first = Int64(place.token) * Int64(place.heads) + Int64(place.head)
     for turn in range(facts.HEADS * chunks // CONSUMER_THREADS):
         item = Uint32(thread) + turn * CONSUMER_THREADS
@@ -451,6 +456,7 @@ def weigh(
     tops = []
     for row in cutlass.range_constexpr(2):
         top = logits[2 * row]
+        # Fragment: per eight columns two of this row, two of the row eight further on.
         for i in cutlass.range_constexpr(1, 2 * BLOCKS):
             top = ptx.larger(top, logits[i // 2 * 4 + 2 * row + i % 2])
         for distance in (1, 2):
@@ -480,6 +486,7 @@ def weigh(
             word = ptx.pair_rounded(pair[0], pair[1])
             ptx.store_word(memory.shares_at + place + Uint32(lane.quad) * 4, word)
             words[block * 2 + row] = word
+        # Of this lane's keys only; share_totals adds lanes and warpgroups at the end.
         totals[row] = ops.fma_rn(totals[row], factor, total)
         factors.append(factor)
     # Decided by warp, so that no warp diverges.
@@ -556,6 +563,7 @@ def store_output(
                 ptx.store_single(
                     addresses.lse + number * 4, merging.lse_of(totals[row], peaks[row])
                 )
+        # One division a row; elements are multiplied by the inverse.
         inverses.append(merging.inverse_total(totals[row], peaks[row], sink))
     # Half of a tile's columns, 64 rows of them, is as much as this warpgroup writes; nobody else
     # reads or writes them any more.

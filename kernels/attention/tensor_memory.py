@@ -37,7 +37,7 @@ GATHERING_GROUP, MULTIPLYING_GROUP = facts.CONSUMERS, facts.CONSUMERS + 1
 MULTIPLYING_WARP = MULTIPLYING_GROUP * (facts.WARPGROUP // rows.LANES)
 LAUNCH_REGISTERS = facts.REGISTER_FILE // THREADS
 
-BARRIERS = LOGITS + 2  # beside those of tiles: logits are there, shares are there, sums are done
+BARRIERS = LOGITS + 2  # after those of tiles: logits ready, shares ready, sums done
 BARRIER_BYTES, ADDRESS_BYTES = 8, 16
 
 

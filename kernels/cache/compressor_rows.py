@@ -17,18 +17,18 @@ from degarble.kernels.cache.compressor_problem import AT_ONCE, CHANNELS, PoolFor
 class Tensors(NamedTuple):
     """Kernels' tensors; float32 in pairs."""
 
-    projected: Any
-    ape: Any
-    rings: Any
-    closing: Any
-    owners: Any
-    starts: Any
-    offsets: Any
-    ring_of: Any
-    table: Any
-    values: Any
-    positions: Any
-    slots: Any
+    projected: Any  # [T, 2 F]: latents, gates without bias
+    ape: Any  # [ratio, F]
+    rings: Any  # [S, R, 2 F]: latents, gates with bias
+    closing: Any  # int32 [W]
+    owners: Any  # int32 [W]
+    starts: Any  # int64 [B]
+    offsets: Any  # int32 [B + 1]
+    ring_of: Any  # int32 [B]
+    table: Any  # int32 [B, N]
+    values: Any  # BF16 [W, E]
+    positions: Any  # int64 [W]
+    slots: Any  # int64 [W]
 
 
 class Place(NamedTuple):

@@ -280,12 +280,14 @@ def keep_kernel(tensors: Tensors, rings: Any, form: cutlass.Constexpr) -> None:
     row, column = Int32(row), Int32(group) * KEEPING_THREADS + Int32(thread)
     place = place_of(tensors, Int32(sequence))
     last = place.start + place.count - 1
+    # The latest position that belongs in this row of the ring.
     position = last - (last - row) % form.ring_rows
     wanted = (place.count > 0) & (position >= place.start) & (column < form.columns // CHANNELS)
     wanted = wanted & keeps(place, rings)
     told, kept = (place.begin + (position - place.start), column), kept_registers()
     if wanted:
         read_kept(tensors, kept, place, told, form)
+    # The loads above overlap the pool kernel's end; the stores may not.
     wait_for_front()  # until no window reads a ring any more
     let_follow()
     if wanted:

@@ -56,8 +56,8 @@ NAN_PAIR = 0x7FC0_7FC0
 class Tensors(NamedTuple):
     """Kernel's tensors; the cache in vectors of 16, 8 and 4 bytes and in bytes."""
 
-    indices: Any
-    out: Any
+    indices: Any  # int32 [R]
+    out: Any  # BF16 [R, L]
     cache_16: Any
     cache_8: Any
     cache_4: Any
@@ -95,6 +95,7 @@ def read_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Conste
         index = Int32(tensors.indices[row])
         rWords = registers_of(WORDS, held.slots)
         rWords.fill(0)
+        # -1 keeps zeros, beyond the cache NaN; a valid index overwrites them below.
         if index >= capacity:
             rWords.fill(NAN_PAIR)
         if (index >= 0) & (index < capacity):

@@ -159,6 +159,7 @@ def claim_kernel(slots: Any, claims: Any, tokens: Int32, capacity: Int64) -> Non
     if token < tokens:
         slot = Int64(slots[token])
         if (slot >= 0) & (slot < capacity):
+            # The highest token number wins; claims start at -1.
             cute.arch.atomic_max((claims.iterator + slot).llvm_ptr, token)
 
 
@@ -228,6 +229,7 @@ def put_half(
             if chunk == 0:
                 tensors.cache_4[scales // 4] = code
         elif (chunk % lanes == 0) & (chunk // lanes < entry.scale_bytes):
+            # Lanes past the codes write the padding of the scales as zeros.
             code = ops.select(plain, Uint32(0), code)
             tensors.cache_1[scales + Int64(chunk // lanes)] = Uint8(code)
 

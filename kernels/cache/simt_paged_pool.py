@@ -69,10 +69,10 @@ class Tensors(NamedTuple):
     slots: Any
     table: Any
     entries: Any
-    states: Any
-    values: Any
-    firsts: Any
-    told: Any
+    states: Any  # float32, rows of pages: latents, gates with bias
+    values: Any  # BF16 [T, E]
+    firsts: Any  # int64 [T], position of the window's first token
+    told: Any  # int64 [T], slots of entries
 
 
 def tensors_of(pointers: tuple[Any, ...], floats: int) -> Tensors:
@@ -141,6 +141,7 @@ def read_rows(
     for row in range(AT_ONCE):
         is_there = begin + row >= 0
         known = is_there & found[row]
+        # A row that should exist but has no page is NaN; one before the start is no row.
         lost = ops.select(is_there, Float32.nan, Float32(0.0))
         before = ops.select(is_there, Float32(0.0), -Float32.inf)
         for channel in range(CHANNELS):

@@ -52,12 +52,12 @@ class Slots(NamedTuple):
 class Tensors(NamedTuple):
     """Kernel's tensors, flat."""
 
-    positions: Any
-    owners: Any
-    table: Any
-    numbers: Any
-    listed: Any
-    own: Any
+    positions: Any  # int64 [T]
+    owners: Any  # int32 [T]
+    table: Any  # int32 [B, C]
+    numbers: Any  # int32 [T, W]
+    listed: Any  # int32 [T, W]
+    own: Any  # int64 [T]
 
 
 @cute.jit

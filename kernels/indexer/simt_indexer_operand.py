@@ -85,13 +85,13 @@ class Operand(NamedTuple):
 class Tensors(NamedTuple):
     """Kernel's tensors: words in pairs, numbers in fours, or singly."""
 
-    rows: Any
-    turns: Any
-    positions: Any
-    weight: Any
-    bias: Any
-    out: Any
-    scales: Any
+    rows: Any  # BF16 [T, N, 128]
+    turns: Any  # float32 [P, 64]
+    positions: Any  # int64 [T]
+    weight: Any  # float32 [128]
+    bias: Any  # float32 [128]
+    out: Any  # BF16 or FP8 codes [T, N, 128]
+    scales: Any  # float32 [T, N]
 
 
 def loaded(tensor: Any, at: Any, words: int) -> list[Any]:
@@ -155,6 +155,7 @@ def load_turn(
     of_lane = pairs_of_lane(form)
     rTurn = cute.make_rmem_tensor(cute.make_layout((VECTOR, 2 * of_lane // VECTOR)), Uint32)
     rTurn.fill(NAN)
+    # V3.2 rotates the first 64 values, V4 the last 64.
     turns = lane < turning if form.pairing == "halves" else lane >= turning
     position = Int64(tensors.positions[token])
     if turns & (position >= 0) & (position < Int64(positions)):
@@ -248,6 +249,7 @@ def operand_kernel(
     rows, heads, positions = extents
     lane = Int32(thread) % facts.LANES
     own = Int32(group) * facts.ROWS + Int32(thread) // facts.LANES
+    # All lanes take part in shuffles.
     row = cutlass.min(own, rows - 1)
     at = Int64(row) * (facts.WIDTH // 2 // VECTOR) + Int64(lane * (WORDS // VECTOR))
     words = loaded(tensors.rows, at, WORDS)

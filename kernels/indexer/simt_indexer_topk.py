@@ -177,6 +177,7 @@ def count_level(
         cute.autovec_copy(in_fours(shared.keys)[None, vector], rKeys)
         keys = [Uint32(rKeys[j]) for j in range(4)]
         hits = [ops.shift_right(key, above) == prefix for key in keys]
+        # Most vectors have no hit: one branch for four keys.
         if hits[0] | hits[1] | hits[2] | hits[3]:
             for j in cutlass.range_constexpr(4):
                 if hits[j]:
@@ -246,6 +247,7 @@ def find_bin(
     thread, _, _ = cute.arch.thread_idx()
     together(form)
     bins = facts.LEVELS[level][1]
+    # Thread t has the t-th run of bins from the top.
     each = bins // form.threads
     first = bins - (thread + 1) * each
     counts = [Int32(0)] * each
@@ -303,6 +305,7 @@ def marks_of(shared: Shared, threshold: Any, place: tuple[Any, Any]) -> tuple[An
         own, key = group * facts.WARP + lane, Uint32(0)
         if own < length:
             key = Uint32(shared.keys[first + own])
+        # Padding keys of 0 are never above or equal: the threshold is NEVER at least.
         of_above = Uint32(cute.arch.vote_ballot_sync(key > threshold))
         of_equal = Uint32(cute.arch.vote_ballot_sync(key == threshold))
         above = ops.select(lane == group, of_above, above)
@@ -342,6 +345,7 @@ def put_marked(
         entry = first + Int32(cute.arch.popc(lowest - 1))
         is_above = (above & lowest) != 0
         if is_above | (equal_before < wanted):
+            # Place: chosen entries before this one.
             at = above_before + ops.select(equal_before < wanted, equal_before, wanted)
             out[start + Int64(at)] = entry
         above_before = above_before + ops.select(is_above, Int32(1), Int32(0))
@@ -430,7 +434,7 @@ def topk_kernel(tensors: Tensors, extents: tuple[Int32, ...], form: cutlass.Cons
     for at in cutlass.range(lacking, extents[1], form.threads * form.cluster, unroll=1):
         tensors.out[of_row + Int64(at)] = Int32(facts.NONE)
     if cutlass.const_expr(form.cluster > 1):
-        cute.arch.cluster_wait()  # nobody leaves while another reads its numbers
+        cute.arch.cluster_wait()  # stay until others have read this block's counts
 
 
 def visible_of(position: Any, ratio: Any) -> Any:

@@ -250,6 +250,7 @@ def weigh_walk(
         sequence, limit, limits = hopper.run_of(walk.tokens, lead, form)
         last = cutlass.min(limit, walk.end)
         for key in cutlass.range(walk.begin, last, facts.KEYS, unroll=1):
+            # Stages alternate between both warpgroups, as the sums' buffers do.
             if state.index == mine:
                 row = key + thread % facts.WARPGROUP
                 scale = Float32(1.0)
@@ -286,6 +287,7 @@ def weighed(
     reads = tensor_memory.reads(form)
     pending = read_piece(reading, 0, number)
     for piece in range(reads):
+        # Waits for the pending read.
         cute.arch.fence_view_async_tmem_load()
         products = pending
         if piece + 1 < reads:
@@ -293,6 +295,7 @@ def weighed(
         add_piece(products, piece, weights_at, totals, form)
     made = []
     for chains in totals:
+        # The order of Hopper's quad: lanes 0 + 1, 2 + 3, then both.
         folded = [ops.add_rn(chains[i], chains[i + 1]) for i in (0, 2)]
         made.append(weighing.finished(ops.add_rn(*folded), scale, form))
     return made

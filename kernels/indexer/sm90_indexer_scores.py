@@ -111,6 +111,7 @@ def look_up(sTokens: Any, tensors: Tensors, tile: Any, e: Extents, form: cutlass
             if known & (position >= 0):
                 seen = visible_of(position, e.ratio)
                 visible = Int32(ops.select(seen < Int64(e.entries), seen, Int64(e.entries)))
+            # Visible is 0 then: the token's row is filled with -inf.
             sequence = ops.select(known, sequence, Int32(0))
         sTokens[0, thread] = sequence
         sTokens[1, thread] = visible
@@ -156,9 +157,11 @@ def scores_kernel(
     sQ = wgmma.shared_of(memory, element, layout_q)
     sK = wgmma.shared_of(memory, element, layout_k)
     sTokens = memory.allocate_tensor(Int32, cute.make_layout((2, form.at_once)), 8)
+    # Queries are loaded once; the ring serves as their barrier.
     query_ring = ring_of(memory, 1, facts.query_bytes(form))
     key_ring = ring_of(memory, stages, facts.stage_bytes(form))
     look_up(sTokens, tensors, tile, e, form)
+    # After these, barriers and the tokens' sequences are visible to all warps.
     pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
     pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
     cute.arch.sync_threads()
@@ -230,6 +233,7 @@ def score_walk(
             scores = weighing.weighed(sums, rWeights, scales, form)
             place = (walk.tile, row, walk.end)
             weighing.put_scores(tensors.out, scores, place, limits, e.entries, form)
+        # Entries of the chunk past the last multiplied stage.
         done = walk.begin + round_up(cutlass.max(last - walk.begin, 0), facts.KEYS)
         place = (walk.tile, done, walk.end)
         weighing.put_nothing(tensors.out, place, limits, e.entries, form)

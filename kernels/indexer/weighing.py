@@ -21,13 +21,13 @@ HIGH_HALF = 0xFFFF_0000
 class Tensors(NamedTuple):
     """Tensors that the kernel's threads access directly, flat."""
 
-    weights: Any
-    scales: Any
-    positions: Any
-    sequences: Any
-    table: Any
-    key_scales: Any
-    out: Any
+    weights: Any  # [T, N]
+    scales: Any  # float32 [T, N], of FP8 queries
+    positions: Any  # int64 [T]
+    sequences: Any  # int32 [T]
+    table: Any  # int32 [S, P]
+    key_scales: Any  # the pages' bytes as float32
+    out: Any  # float32 [T, W]
 
 
 class Extents(NamedTuple):
@@ -37,12 +37,12 @@ class Extents(NamedTuple):
     heads: Any
     entries: Any
     sequences: Any
-    ratio: Any
-    of_page: Any
+    ratio: Any  # tokens of an entry
+    of_page: Any  # entries of a page
     pages: Any
-    of_table: Any
-    stride_words: Any
-    chunk: Any
+    of_table: Any  # columns of the table
+    stride_words: Any  # words of four bytes from page to page
+    chunk: Any  # keys of a thread block
 
 
 def lane_of() -> Any:
@@ -63,6 +63,7 @@ def weights_of(tensors: Tensors, tile: Any, e: Extents, form: cutlass.Constexpr)
 
     In float32 each has a register; in `stored` arithmetic both share one, as BF16.
     """
+    # A wgmma fragment has two columns of every eight in a thread.
     groups = form.columns // facts.HEADS_STEP
     stored = form.arithmetic == "stored"
     found = cute.make_rmem_tensor(groups if stored else 2 * groups, Uint32)
@@ -85,6 +86,7 @@ def weight_of(tensors: Tensors, token: Any, head: Any, e: Extents, form: cutlass
         at = Int64(token) * Int64(e.heads) + Int64(head)
         weight = Float32(tensors.weights[at])
         if cutlass.const_expr(form.operands == "fp8"):
+            # The query's scale is folded into the weight.
             weight = ops.multiply_rn(weight, Float32(tensors.scales[at]))
     return weight
 
@@ -197,6 +199,7 @@ def put_scores(
     tile, row, end = place
     lane = lane_of()
     for j in cutlass.range_constexpr(form.at_once):
+        # All lanes of a quad have every token's score: lane j % 4 writes token j.
         if (lane % 4 == j % 4) & (limits[j] >= 0):
             start = Int64(tile * form.at_once + j) * Int64(entries)
             for second in cutlass.range_constexpr(2):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 WIDTH = 512  # values of a row; DeepSeek-V4 config.json, head_dim
 ROTATED = 64  # of them turned, the last ones; qk_rope_head_dim
 PLAIN = WIDTH - ROTATED
-WITH_KEY = WIDTH + ROTATED  # V3.2's cached row: the latent, then the turned key beside it
+WITH_KEY = WIDTH + ROTATED  # V3.2's cached row: the latent, then the rotated key
 HALF = 8  # values of a lane's 16-byte load
 LANES = 32
 SLOTS = WIDTH // (LANES * HALF)

@@ -45,7 +45,7 @@ class Primitives:
     at_least: Callable[[Any, Any], Any]  # the larger magnitude, the first one's sign
     low_word: Callable[[Any, int, int], Any]  # word times a number plus a number, modulo 2**32
     bytes_of: Callable[[Any, Any, int], Any]  # four of eight bytes, by their numbers as nibbles
-    constant: Callable[[int], Any]  # an integer below 2**32 that stays one beside others
+    constant: Callable[[int], Any]  # an integer below 2**32 that keeps its 32 bits
 
 
 def _on_pairs(function: Callable[..., Any], *words: Any) -> Any:

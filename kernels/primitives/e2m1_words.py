@@ -39,7 +39,7 @@ class Primitives:
 
     limited: Callable[[Any], Any]  # magnitude at most 6, sign kept, NaN to 6
     at_least_one: Callable[[Any], Any]  # magnitude at least 1, sign kept
-    constant: Callable[[int], Any]  # an integer below 2**32 that stays one beside others
+    constant: Callable[[int], Any]  # an integer below 2**32 that keeps its 32 bits
     low_halves: Callable[[Any, Any], Any]
     high_halves: Callable[[Any, Any], Any]
 

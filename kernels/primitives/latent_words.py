@@ -126,6 +126,7 @@ def ask_for_turn(table: Any, place: tuple[Any, Any]) -> None:
     """Prefetch what load_turn will read."""
     for part in (0, rows.TABLE_WIDTH // 8):
         address = table[None, turn_group(place) + part].iterator
+        # L2 only; the values are loaded again later.
         text = "prefetch.global.L2 [{$r0}];"
         cute.arch.inline_ptx(text, read_only_args=[address.toint()])
 
@@ -153,6 +154,7 @@ def high_product(left: Any, right: Any) -> Any:
 def amax_bits(words: list[Any], lanes: int) -> Any:
     """Return the BF16 bits of the largest magnitude in a block of so many lanes; NaN is largest."""
     largest = words[0]
+    # xorsign makes the sign arbitrary; it is masked off below.
     text = "max.NaN.xorsign.abs.bf16x2 {$w0}, {$r0}, {$r1};"
     for word in words[1:]:
         largest = emit(text, Uint32, largest, word)

@@ -72,6 +72,7 @@ def block_amax(words: list[Any]) -> Any:
     """Return the largest magnitude of eight words of two BF16; a NaN is ignored."""
     largest = words[0]
     for word in words[1:]:
+        # Compares magnitudes of both halves; the sign of the result means nothing.
         largest = emit("max.xorsign.abs.bf16x2 {$w0}, {$r0}, {$r1};", Uint32, largest, word)
     low = ops.absolute(codecs.bf16_decode(largest & 0xFFFF))
     high = ops.absolute(ops.number_of(largest & Uint32(HIGH_HALF)))

@@ -148,6 +148,7 @@ def logit(product: Any, factor: Any, scale: Any, base: Any) -> Any:
 
 def gate(number: Any, primitives: Primitives) -> Any:
     """Return the logistic function."""
+    # 1 / (1 + e**-x).
     power = primitives.exponential(ops.multiply_rn(number, -1.0))
     return primitives.reciprocal(ops.add_rn(power, 1.0))
 
@@ -227,6 +228,7 @@ def sinkhorn(
     logits: Sequence[Any], iterations: int, epsilon: Any, primitives: Primitives
 ) -> list[list[Any]]:
     """Return the rows of the mix; the iterations update factors, not the mix itself."""
+    # The softmax is the first division by rows; the first by columns follows.
     starts = range(0, STREAMS * STREAMS, STREAMS)
     powers = [softmax_row(logits[at : at + STREAMS], epsilon, primitives) for at in starts]
     columns = list(zip(*powers, strict=True))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PARTS = 3  # BF16 numbers that are one float32: 24 bits of significand in three times 8
-STEP = 64  # values of K of a stage; behind the end of K they are zeros
+STEP = 64  # values of K of a stage; zeros past the end of K
 MOST_PIECES = 448  # a step each at V4-Pro's width: then no sum of the matrix unit waits for long
 MOST_GROUPS = 16
 MOST_IN_GROUP = MOST_PIECES // MOST_GROUPS

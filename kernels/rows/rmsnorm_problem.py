@@ -46,7 +46,7 @@ class NormProblem:
     epsilon: float = 1e-6
     weight: str = "bf16"
     layout: str | None = None  # of NVFP4 scales; None writes the normed values alone
-    keeps_values: bool = False  # whether the normed values are written beside the codes
+    keeps_values: bool = False  # whether the normed values are written as well as the codes
 
     def __post_init__(self) -> None:
         if (

@@ -195,7 +195,7 @@ def key_of(number: Any) -> Any:
     magnitude = bits & _MAGNITUDE
     negative = ops.select(magnitude == 0, 0x8000_0000, _WORD - bits)
     key = ops.select(bits > _MAGNITUDE, negative, bits + 0x8000_0000)
-    # Trap: beside a constant of 2**31 or more a DSL integer has 64 bits.
+    # Trap: combined with a constant of 2**31 or more a DSL integer has 64 bits.
     return ops.unsigned(ops.select(magnitude > _INFINITY, _WORD, key))
 
 

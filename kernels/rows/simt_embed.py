@@ -46,6 +46,7 @@ def embed_kernel(
     first = Int32(across) * threads * facts.VECTORS_OF_THREAD + Int32(thread)
     row, start = number * Int64(vectors), Int64(token) * Int64(vectors)
     rVectors = cute.make_rmem_tensor(cute.make_layout((WORDS, facts.VECTORS_OF_THREAD)), Uint32)
+    # Stays zero where the id is outside the table.
     rVectors.fill(0)
     for place in cutlass.range_constexpr(facts.VECTORS_OF_THREAD):
         vector = first + place * threads

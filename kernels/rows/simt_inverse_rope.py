@@ -54,10 +54,10 @@ ELEMENTS = (Uint32, Uint32, Int64, Uint32)
 class Tensors(NamedTuple):
     """Tensors of the kernel, as vectors of 16 bytes; positions one by one."""
 
-    heads: Any
-    turns: Any
-    positions: Any
-    out: Any
+    heads: Any  # BF16 [T, H, L]
+    turns: Any  # float32 [P, 64]: 32 cosines, 32 sines
+    positions: Any  # int64 [T]
+    out: Any  # BF16 [T, H, L]
 
 
 @cute.kernel
@@ -84,6 +84,7 @@ def back_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Conste
             group = within - facts.first_turned(form.width)
             if group >= 0:
                 rTurn = registers_of(rows.PAIRS_OF_LANE, 2)
+                # Stays NaN where the position is not in the table.
                 rTurn.fill(NAN)
                 if inside:
                     load_turn(tensors.turns, rTurn, (position, group))

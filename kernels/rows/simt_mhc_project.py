@@ -71,12 +71,12 @@ NAMES = ("streams", "weight", "partial sums", "products", "squares")
 class Tensors(NamedTuple):
     """Kernels' tensors: bytes, pairs of float32, float32."""
 
-    streams: Any
-    weight: Any
-    pairs: Any
-    partials: Any
-    products: Any
-    squares: Any
+    streams: Any  # BF16 [T, K]
+    weight: Any  # BF16 [3, N padded, K]
+    pairs: Any  # the partial sums, two at a time
+    partials: Any  # float32 [T, lines, 32]
+    products: Any  # float32 [T, 24 or 4]
+    squares: Any  # float32 [T]
 
 
 class Feed(NamedTuple):
@@ -280,11 +280,13 @@ def project_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Con
     begin = part * of_part
     count = ops.minimum(begin + of_part, steps) - begin
     piece_end, group_end = per_piece, of_group
+    # Fill the ring; groups are committed even if empty, so that the count of waits holds.
     for ahead in cutlass.range_constexpr(STAGES - 1):
         if ahead < count:
             ask(feed, (begin + ahead, Int32(ahead)), form)
         cute.arch.cp_async_commit_group()
     for number in cutlass.range(count, unroll=1):
+        # This stage has landed; the barrier shows it to all threads and frees the one before.
         cute.arch.cp_async_wait_group(STAGES - 2)
         cute.arch.sync_threads()
         following = number + STAGES - 1
@@ -370,6 +372,7 @@ def lines_of(
     line = Int64(token) * Int64(partials) * LINE + Int64(lane)
     found = []
     for number in range(most):
+        # Loads of absent lines are clamped, not branched around; their values are dropped.
         at = ops.maximum(ops.minimum(first + number, end - 1), 0)
         found.append(Float32(tensors.partials[line + Int64(at) * LINE]))
     return [

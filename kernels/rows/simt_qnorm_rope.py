@@ -57,10 +57,10 @@ ELEMENTS = (Uint32, Uint32, Int64, Uint32)
 class Tensors(NamedTuple):
     """Tensors of the kernel, as vectors of 16 bytes; positions one by one."""
 
-    heads: Any
-    turns: Any
-    positions: Any
-    out: Any
+    heads: Any  # BF16 [T, H, L]
+    turns: Any  # float32 [P, 64]: 32 cosines, 32 sines
+    positions: Any  # int64 [T]
+    out: Any  # BF16 [T, H, L]
 
 
 @cute.kernel
@@ -80,6 +80,7 @@ def heads_kernel(
         load_row(tensors.heads, rWords, first, lane, held)
         position = Int64(tensors.positions[token])
         rTurn = registers_of(rows.PAIRS_OF_LANE, 2)
+        # Stays NaN where the position is not in the table.
         rTurn.fill(NAN)
         group = lane - held.first_turned_lane
         turns = (group >= 0) & (lane < held.lanes)
@@ -93,6 +94,7 @@ def heads_kernel(
             put(rWords, half, rounded_words(numbers))
             if cutlass.const_expr(half == held.slots - 1):  # noqa: SIM102  one is known in tracing
                 if turns:
+                    # From the float32 numbers: one rounding to BF16, not two.
                     put(rWords, half, turned_words(numbers, rTurn, back=False))
             if lane < held.lanes:
                 place = first + Int64(lane) + half * rows.LANES

@@ -69,11 +69,11 @@ class Summed(NamedTuple):
 class Tensors(NamedTuple):
     """Kernel's tensors, as blocks: [words of a block, blocks]."""
 
-    values: Any
-    residual: Any
-    weight: Any
-    normed: Any
-    total: Any
+    values: Any  # BF16 [M, K]
+    residual: Any  # BF16 [M, K]
+    weight: Any  # BF16 or float32 [K]
+    normed: Any  # BF16 [M, K]
+    total: Any  # BF16 [M, K]
 
 
 def weights_of(registers: Any, slot: int, form: ResidualForm) -> list[Any]:
@@ -152,6 +152,7 @@ def residual_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to
     turn = Uint32(0)
     for row in cutlass.range(first, rows, step, unroll=1):
         start = Int64(row) * Int64(blocks) + Int64(lane_block)
+        # Take this row, then load the next one: its latency overlaps the work below.
         sums = [sums_of(*rAhead, slot) for slot in range(SLOTS)]
         for part in rAhead:
             part.fill(0)
@@ -172,6 +173,7 @@ def residual_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to
             if lane == 0:
                 sSums[warp, turn] = total
             cute.arch.sync_threads()
+            # Every warp folds all sums itself, in one order.
             total = folded_over_warps(Float32(sSums[lane % MOST_WARPS, turn]))
             turn = 1 - turn
         columns = Float32(Int32(blocks * BLOCK))

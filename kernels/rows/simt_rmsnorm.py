@@ -85,12 +85,12 @@ class Normed(NamedTuple):
 class Tensors(NamedTuple):
     """Kernel's tensors, as blocks: [words of a block, blocks] or flat."""
 
-    values: Any
-    weight: Any
-    decode_scale: Any
-    normed: Any
-    codes: Any
-    scales: Any
+    values: Any  # BF16 [M, K]
+    weight: Any  # BF16 or float32 [K]
+    decode_scale: Any  # float32 [1]
+    normed: Any  # BF16 [M, K]
+    codes: Any  # [M, P]
+    scales: Any  # scale bytes in their layout
 
 
 def tensors_of(pointers: tuple[Any, ...], form: NormForm) -> Tensors:
@@ -200,6 +200,7 @@ def rmsnorm_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to 
     turn = Uint32(0)
     for row in cutlass.range(first, Int32(padded_rows), step, unroll=1):
         start = Int64(row) * Int64(blocks) + Int64(lane_block)
+        # Take this row, then load the next one: its latency overlaps the work below.
         words = slots_of(rAhead)
         rAhead.fill(0)
         for slot in cutlass.range_constexpr(SLOTS):
@@ -212,6 +213,7 @@ def rmsnorm_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to 
             if lane == 0:
                 sSums[warp, turn] = total
             cute.arch.sync_threads()
+            # Every warp folds all sums itself, in one order.
             total = warps_folded(Float32(sSums[lane % MOST_WARPS, turn]))
             turn = 1 - turn
         columns = Float32(Int32(blocks * BLOCK))
@@ -235,6 +237,7 @@ def rmsnorm_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to 
                     store(tensors.codes, place, codes)
                 if block < round_up(blocks, layout.column_tile):
                     if not exists:
+                        # Padding of the scales is written as zeros.
                         scale_code = Uint32(0)
                     at = layout.offset_of(Uint32(row), block, rows, blocks)
                     tensors.scales[at] = Uint8(scale_code)

@@ -54,12 +54,12 @@ class Routed(NamedTuple):
 class Tensors(NamedTuple):
     """Kernel's tensors, flat."""
 
-    logits: Any
-    bias: Any
-    ids: Any
-    table: Any
-    experts: Any
-    weights: Any
+    logits: Any  # [T, E]
+    bias: Any  # float32 [E]
+    ids: Any  # [T], of tokens
+    table: Any  # [V, K], of experts
+    experts: Any  # int32 [T, K]
+    weights: Any  # float32 [T, K]
 
 
 def warp_extreme(which: str, number: Any) -> Any:
@@ -124,6 +124,7 @@ def weight_of(score: Any, scale: Any, epsilon: Any, form: RouterForm) -> Any:
     if not form.normalises:
         return ops.multiply_rn(score, scale)
     total = from_lane(score, 0)
+    # Serial, from the first chosen expert on: the order is part of the definition.
     for place in range(1, form.chosen):
         total = ops.add_rn(total, from_lane(score, place))
     return ops.multiply_rn(ops.divide_rn(score, ops.add_rn(total, epsilon)), scale)
@@ -176,6 +177,7 @@ def router_kernel(  # noqa: PLR0915  one token: what a lane holds would have to 
                 for place in cutlass.range(Uint32(1), of_group, unroll=1):
                     number = Float32(sBiased[lane * of_group + place, warp])
                     first, second = two_largest((first, second), number)
+                # A group of one expert counts that expert alone.
                 if of_group == 1:
                     second = Float32(0.0)
                 key = facts.key_of(ops.add_rn(first, second))
@@ -184,6 +186,7 @@ def router_kernel(  # noqa: PLR0915  one token: what a lane holds would have to 
                 expert = lane + slot * LANES
                 is_open = ops.shift_right(kept, expert // of_group % LANES) & 1
                 if (expert < Uint32(experts)) & (is_open == 0):
+                    # Not TAKEN: experts of lost groups still come before absent ones.
                     rKeys[slot] = Uint32(facts.LOWEST_KEY)
         mine = Int32(chosen_by_key(rKeys, lane, form))
 

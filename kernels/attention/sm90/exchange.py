@@ -83,13 +83,16 @@ def merge_two(
     place, lane = where
     tiles_at, barrier = memory.places.tiles, memory.given
     thread = Uint32(lane.half * facts.WARPGROUP + lane.warp * rows.LANES + lane.lane)
+    # Expected before the cluster barrier: the first bytes may arrive right after it.
     shared.expect(barrier, Uint32(GIVEN_BYTES), thread == 0)
     head = ops.minimum(place.head + lane.row + 8 * place.split, place.heads - 1)
     sink = merging.sink_of(addresses.sink, head, sinks)  # it is far away: asked for in time
     cute.arch.cluster_arrive_relaxed()
     cute.arch.cluster_wait()
+    # Both blocks are past their last tile: their first tile may be overwritten.
     at = tiles_at + thread * (4 * VALUES), memory.shares_at + Uint32(lane.row) * 8, barrier
     for row in cutlass.range_constexpr(2):
+        # Thread block r of two keeps row r of each thread's pair and sends the other.
         if place.split != row:
             give(at, lane, state, (row, Uint32(row)))
     shared.await_phase(barrier, Uint32(0))
@@ -147,6 +150,7 @@ def take(
         pair = [ops.multiply_rn(made[2 * block + i], inverse) for i in range(2)]
         to = gather.address_in_tile(Uint32(lane.row) + 8 * row, first + block)
         ptx.store_word(staged_at + to + Uint32(lane.quad) * 4, ptx.pair_rounded(*pair))
+    # A warp wrote its own rows: no wider barrier is needed.
     cute.arch.sync_warp()
     for turn in cutlass.range_constexpr(8):
         within = lane.warp * 16 + 8 * row + turn

@@ -190,6 +190,7 @@ class Waiting(NamedTuple):
 def ask_ahead(found: Rows, turn: int, stands: Standing, waiting: Waiting, how: Bringing) -> None:
     """Issue the reads of a lane's codes of one turn, and of E2M1's scales."""
     row = stands.upper + turn * how.rows_at_once
+    # Absent rows become zeros; surplus lanes issue nothing.
     there = bit(found.present, row) & ops.select(stands.active, Uint32(1), Uint32(0))
     values = found.cache + Int64(of_row(found.values, row)) * CHUNK
     source = values + Int64(stands.chunk) * CHUNK
@@ -276,7 +277,7 @@ class Places(NamedTuple):
     """Shared addresses of tiles, barriers, masks and waiting codes."""
 
     tiles: Any
-    full: Any  # barriers, one a stage; those that say empty lie behind them
+    full: Any  # full barriers, one a stage; the empty ones follow them
     masks: Any
     codes: Any  # of the next tile
 
@@ -331,10 +332,11 @@ def produce(
     stage, phase = Uint32(0), Uint32(1)
     for step in cutlass.range(Int32(0), steps, unroll=1):
         tile = tile_of_step(step + 1, walk, widths)
+        # Slots are read two tiles ahead, entries one: each load has a tile's time to arrive.
         following = rows_of(slot, lists, tile, widths, how)
         slot = slot_of(lists, tile_of_step(step + 2, walk, widths), widths, how)
         if cutlass.const_expr(entry.quantised > 0):
-            ptx.end_of_copies()  # this thread's own codes; nobody else reads them
+            ptx.end_of_copies()  # only this thread reads these codes: no barrier needed
         factors = factors_of_rows(found, entry)
         shared.await_phase(places.full + facts.STAGES * 8 + stage * 8, phase)
         tile_at = places.tiles + stage * (facts.TILE * entry.width * 2)
@@ -365,6 +367,7 @@ def leave_masks(found: Rows, masks: Any, at: tuple[Any, Any], how: Bringing) -> 
 
 def tile_of_step(step: Any, walk: tuple[Any, Any, Any], widths: tuple[Any, Any]) -> Any:
     """Return the number of a step's tile: the window's come first, then the second list's."""
+    # Steps 0 to near - 1 are of the window, then the second list's tiles follow.
     first, near, _ = walk
     begin = ops.maximum(first, widths[0])
     return ops.select(step < near, first + step, begin + step - near)
