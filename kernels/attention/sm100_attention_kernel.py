@@ -405,7 +405,7 @@ def weigh_tiles(
 
 @cute.jit
 def weigh(memory: Any, lane: Lane, logits: Any, state: tuple[Any, Any], to_powers: Any) -> Any:
-    """Turn logits into shares relative to the peak of all 64 keys; return rows' factors."""
+    """Turn logits into shares relative to the running peak of all keys; return rows' factors."""
     peaks, totals = state
     tops = [own_top(logits, row) for row in range(2)]
     for row in cutlass.range_constexpr(2):

@@ -443,7 +443,7 @@ def weigh(
 ) -> None:
     """Turn logits into shares: in registers, and in shared memory for the other warpgroup.
 
-    Both warpgroups subtract the same peak, the maximum over all 64 keys.
+    Both warpgroups subtract the same running peak, over the keys of both.
     """
     sums, peaks, totals = state
     logits, own_shares = registers

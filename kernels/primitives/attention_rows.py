@@ -124,7 +124,7 @@ def folded(numbers: Sequence[Any]) -> Any:
 
 
 def lane_sum(halves: Sequence[Sequence[Any]]) -> Any:
-    """Return the sum of squares of a lane's values."""
+    """Return the sum of squares of a lane's values, in the stated order."""
     sums = []
     for numbers in halves:
         total = ops.multiply_rn(numbers[0], numbers[0])

@@ -221,7 +221,7 @@ def _larger_or_nan(number: Any, least: float) -> Any:
 
 
 def e4m3_number(code: Any) -> Any:
-    """Return the number of an E4M3 code by the GPU's conversion."""
+    """Return the value of an E4M3 code by the GPU's conversion."""
     text = """{
         .reg .b16 c, h0, h1; .reg .b32 d;
         cvt.u16.u32 c, {$r0};

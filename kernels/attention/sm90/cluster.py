@@ -1,9 +1,10 @@
-"""Merge the splits of one token through the shared memory of a cluster (3 to 8 thread blocks).
+"""Merge the splits of one token through the shared memory of a cluster of up to 8 thread blocks.
 
 Each thread block leaves its float32 sums [64, 512] where the tiles were, and the peaks and totals
 of its 64 rows. After a cluster barrier a block of rank r writes rows r, r + together, ..., each
 from what all blocks left. Splits are added in their order by the arithmetic of
-simt_attention_merge, so the bits are those of the merge kernel.
+simt_attention_merge, so the bits are those of the merge kernel. On Hopper, clusters of two use
+exchange.merge_two instead.
 
 Every thread of the cluster has to take part in its barriers, producers included.
 """
