@@ -48,10 +48,12 @@ def random_weights(
 
 def _random(parameter: Parameter, config: Config, seed: int, dtype: torch.dtype) -> Tensor:
     """Return one parameter's values, from a generator that its name seeds."""
+    # 56 bits of the hash, a seed without a sign bit.
     digest = hashlib.sha256(f"{seed} {parameter.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     shape, row = parameter.shape, parameter.row
     if row.dtype is Dtype.I64:
+        # The table of hash layers: distinct experts for each token id.
         scores = torch.rand(shape[0], config.n_routed_experts, generator=generator)
         return scores.argsort(-1)[:, : shape[1]].contiguous()
     noise = torch.randn(shape, generator=generator)
@@ -64,6 +66,7 @@ def _random(parameter: Parameter, config: Config, seed: int, dtype: torch.dtype)
     elif parameter.kind is Kind.EMBEDDING:
         value = noise
     else:
+        # 1 / sqrt(K): an output is about as large as its inputs.
         value = noise * shape[-1] ** -0.5
     if row.dtype is Dtype.BF16:
         return value.to(torch.bfloat16).to(dtype)
@@ -92,6 +95,7 @@ def quantised_weights(
         partner = _partner(parameter, weights)
         amax = None
         if form.tensor_scale:
+            # Gate and up share one tensor scale, as in ModelOpt exports.
             sources = [weight, *([partner] if partner else [])]
             amax = torch.stack([w.values(torch.float32).abs().amax() for w in sources]).amax()
         writer = dialect if _writes(dialect, form) else CANONICAL

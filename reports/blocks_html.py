@@ -194,6 +194,7 @@ def cell(value: Cell, column: Column, heading: bool) -> Element:
 
 def _bars(block: Bars) -> Element:
     limits = [] if block.limit is None else [block.limit]
+    # The limit counts too, so that its mark stays inside the drawing.
     reach = _Reach([bar.value for bar in block.bars] + limits, block.logarithmic)
     rows = [
         h(
@@ -221,6 +222,7 @@ class _Reach:
         self.logarithmic = logarithmic
         self.finite = [v for v in values if math.isfinite(v) and (v > 0 or not logarithmic)]
         scaled = [self._scaled(v) for v in self.finite]
+        # Linear axes include 0; logarithmic ones begin half a decade below the least value.
         self.low = min([*scaled, 0.0]) if not logarithmic else min(scaled, default=0.0) - 0.5
         self.high = max([*scaled, self.low])
 

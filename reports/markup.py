@@ -145,6 +145,7 @@ def h(
         assert key in _ATTRIBUTES or key.startswith("aria-"), key
         if value is None or value is False:
             continue
+        # True is an attribute without a value; links and sources are limited to safe forms.
         text = "" if value is True else value
         assert key != "href" or text.startswith("#") or _BESIDE.fullmatch(text), text
         assert key != "src" or text.startswith(_SAFE_SOURCES), text

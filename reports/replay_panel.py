@@ -159,6 +159,7 @@ def _roles(outputs: Sequence[JudgedOutput]) -> tuple[str, ...]:
             by_layer[each.column].append(each.role)
     ends = by_layer.pop("ends", [])
     order: list[str] = []
+    # The layer with the most components first: the others are merged into its order.
     for roles in sorted(by_layer.values(), key=len, reverse=True):
         at = 0
         for role in roles:
@@ -173,6 +174,7 @@ def _roles(outputs: Sequence[JudgedOutput]) -> tuple[str, ...]:
 
 def _by_layer(outputs: Sequence[JudgedOutput]) -> list[JudgedOutput]:
     """Order by layer, drafters after them, the ends last."""
+    # Greater than every layer: outputs without a layer come last.
     far = 1 << 30
 
     def place(each: JudgedOutput) -> tuple[bool, int]:

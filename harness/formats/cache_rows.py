@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class ByteRole(StrEnum):
-    """What a byte of a page is for."""
+    """Roles of a byte of a page."""
 
     VALUE = "value"
     SCALE = "scale"
@@ -53,7 +53,7 @@ class ValueField:
 
     @property
     def size(self) -> int:
-        """Bytes of the field in one entry."""
+        """Return the bytes of the field in one entry."""
         return self.dims * self.element.bits // 8
 
 
@@ -68,18 +68,18 @@ class ScaleField:
 
     @property
     def item(self) -> int:
-        """Bytes of one scale."""
+        """Return the bytes of one scale."""
         return self.element.bits // 8
 
     @property
     def size(self) -> int:
-        """Bytes of all scales of one entry."""
+        """Return the bytes of all scales of one entry."""
         return self.count * self.item
 
 
 @dataclass(frozen=True)
 class ByteMeaning:
-    """What one byte of a page is: for a scale, the dims are those that it scales."""
+    """The meaning of one byte of a page: for a scale, the dims are those that it scales."""
 
     role: ByteRole
     entry: int | None = None
@@ -106,21 +106,21 @@ class CacheRow:
 
     @property
     def dims(self) -> int:
-        """Numbers in an entry."""
+        """Return how many numbers an entry has."""
         return sum(field.dims for field in self.values)
 
     @property
     def scaled_dims(self) -> int:
-        """Dims that have a scale; the others are stored as they are."""
+        """Return how many dims have a scale; the others are stored unscaled."""
         return self.scale.block * self.scale.count
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of one entry, the name that the format goes by."""
+        """Return the bytes of one entry, by which the format is often named."""
         return self.data_bytes + self.footer_bytes
 
     def page_bytes(self, entries: Any, alignment: int | None = None) -> Any:
-        """Bytes of a page; `alignment` overrides that of the record (1 for none)."""
+        """Return the bytes of a page; `alignment` overrides that of the record (1 for none)."""
         return round_up(entries * self.entry_bytes, alignment or self.alignment)
 
     def byte_of(self, entry: Any, dim: Any) -> Any:
@@ -166,7 +166,7 @@ class CacheRow:
         return entry, (inside - self.scale.start) // self.scale.item
 
     def describe(self, byte: int, entries: int) -> ByteMeaning:
-        """Tell what a byte of a page is; ints only."""
+        """Return the meaning of a byte of a page; ints only."""
         if byte < 0:
             raise InvalidArgument(
                 f"byte of a {self.name} page",
@@ -176,6 +176,7 @@ class CacheRow:
             )
         if byte >= entries * self.entry_bytes:
             return ByteMeaning(ByteRole.PADDING)
+        # A page: B * data_bytes, then B * footer_bytes, then padding.
         in_footer = byte >= entries * self.data_bytes
         stride = self.footer_bytes if in_footer else self.data_bytes
         start = entries * self.data_bytes if in_footer else 0
@@ -303,7 +304,7 @@ def cache_row(name: str) -> CacheRow:
 def split_page(
     page_S: Tensor, row: CacheRow, entries: int, alignment: int | None = None
 ) -> dict[str, Tensor]:
-    """Take a page [..., S] apart: bytes [..., B, size] of each value field and of "scale"."""
+    """Split a page [..., S] into bytes [..., B, size] of each value field and of "scale"."""
     require_bytes("page", page_S)
     if entries < 0 or (alignment is not None and alignment < 1):
         raise InvalidArgument(
@@ -320,6 +321,7 @@ def split_page(
             f"a last extent of {size} bytes",
             "Check entries a page, the entry format and the page alignment.",
         )
+    # The views below copy nothing.
     split = entries * row.data_bytes
     data = page_S[..., :split].view(*page_S.shape[:-1], entries, row.data_bytes)
     parts = {f.name: data[..., f.start : f.start + f.size] for f in row.values}
@@ -332,7 +334,7 @@ def split_page(
 
 
 def join_page(parts: Mapping[str, Tensor], row: CacheRow, alignment: int | None = None) -> Tensor:
-    """Put a page together from what split_page yields; all padding is zero."""
+    """Join the parts that split_page returns; all padding is zero."""
     wanted = {field.name: field.size for field in row.values} | {"scale": row.scale.size}
     if set(parts) != set(wanted):
         raise LayoutMismatch(

@@ -143,6 +143,7 @@ def _world_of_type(kind: Any) -> type[_Scalars]:
             return _Dsl
         if package == "torch" and base.__name__ == "Tensor":
             return _Tensors
+    # np.float64 is a subclass of float, so it is excluded by name.
     taken = int | float | np.bool_ | np.integer | np.float32
     if issubclass(kind, taken) and not issubclass(kind, np.float64):
         return _Scalars
@@ -182,10 +183,12 @@ def _step_to_odd(product: Any, addend: Any, bits_of_double: Callable[[Any], Any]
     """
     total = product + addend
     part = total - product
+    # Knuth's two-sum: the exact rounding error of total, whichever addend is larger.
     error = (product - (total - part)) + (addend - part)
     is_even = bits_of_double(total) % 2 == 0
     is_inexact = (error > 0) | (error < 0)  # neither holds for NaN: infinite sums stay
     outward = (error > 0) == (total > 0)
+    # One step away from zero if the error points that way, else one step towards it.
     return (is_inexact & is_even) * (outward * 2 - 1)
 
 
@@ -225,6 +228,7 @@ class _Scalars:
         if isinstance(left, int) and isinstance(right, int):
             return max(left, right) if largest else min(left, right)
         left, right = np.float32(left), np.float32(right)
+        # As fminf and fmaxf: the number wins over a NaN.
         if np.isnan(left) or np.isnan(right):
             return right if np.isnan(left) else left
         return max(left, right) if largest else min(left, right)

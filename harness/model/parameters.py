@@ -207,6 +207,7 @@ def parameters(config: Config) -> tuple[Parameter, ...]:
     block_rows = V4_BLOCK if isinstance(config, V4Config) else V32_BLOCK
     mtp_rows = V4_MTP if isinstance(config, V4Config) else V32_MTP
     common = _letters(config)
+    # In the order of the forward pass: the embedding, the blocks, then final norm and head.
     first, last = [r for r in ends if r.name == "embed"], [r for r in ends if r.name != "embed"]
     found = [Parameter(row.name, extents_of(row.shape, common), row) for row in first]
     for block in config.blocks:
@@ -241,6 +242,7 @@ def _spread(
             yield Parameter(
                 f"{block.prefix}.{row.name}", extents_of(row.shape, letters), row, block
             )
+        # All experts are yielded where the first expert row stands in the table.
         elif row is routed[0][0]:
             for expert, (each, shape) in product(range(experts), routed):
                 name = f"{block.prefix}.{each.name.replace(EXPERT, str(expert))}"

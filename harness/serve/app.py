@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 _JSON = "application/json"
 _GONE = 499  # as proxies count a client that went away
 _DONE = b"data: [DONE]\n\n"
+# A comment line of server-sent events, which clients ignore.
 _COMMENT = b": still at work\n\n"
 _STREAM_HEAD = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
 

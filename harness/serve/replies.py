@@ -43,6 +43,7 @@ class CompletionChoice:
 
     def begin(self) -> list[Change]:
         """Return the delta that a stream begins with."""
+        # A scored echo is sent with the prompt's first scores, in `hear`.
         if not self._opening or self._ask.scores_prompt:
             return []
         return [self._added(self._change(self._opening, None))]

@@ -77,6 +77,7 @@ class ModelV32(Wiring):
 
     def _attention(self, block: Block, x: Tensor, step: Step, states: list[BlockState]) -> Tensor:
         p, at = f"{block.prefix}.attn.", {"positions": step.positions}
+        # wkv_a puts out the latent (width C), then the key that is rotated (P).
         width = self.config.kv_lora_rank
         qr = self.bound(f"{p}q_norm", x=self.linear(f"{p}wq_a", x))["out"]
         raw = self.linear(f"{p}wkv_a", x)
@@ -87,6 +88,7 @@ class ModelV32(Wiring):
         given = {"rows": rows, **memory("state_rows", (state.rows for state in states))}
         if not self.absorbed:
             given |= memory("state_expanded", (state.entries for state in states))
+            # From the rows as read back, so that both forms use the rounded latent.
             given["expanded"] = self.linear(f"{p}wkv_b", rows[:, :width])
         given["chosen"] = self._chosen(block, x, qr, step, states)
         out = self.bound(

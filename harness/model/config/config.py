@@ -64,6 +64,7 @@ class V4Config:
     q_lora_rank: int
     o_groups: int
     o_lora_rank: int
+    # Tokens, the attending one included.
     sliding_window: int
     compress_ratios: tuple[int, ...]  # one a layer; a drafter block's 0 may follow
     rope_theta: float
@@ -77,6 +78,7 @@ class V4Config:
     moe_intermediate_size: int
     n_routed_experts: int
     num_experts_per_tok: int
+    # The first layers choose experts by a table of token ids, not by scores.
     num_hash_layers: int
     scoring_func: str
     routed_scaling_factor: float
@@ -101,7 +103,7 @@ class V4Config:
         self._require_agreement()
 
     def _require_agreement(self) -> None:
-        """Refuse fields that are fine alone and wrong together."""
+        """Raise if fields that are valid alone contradict each other."""
         layers, ratios = self.num_hidden_layers, self.compress_ratios
         lengths = sorted({layers, layers + self.num_nextn_predict_layers, layers + self.drafters})
         length = (
@@ -178,6 +180,7 @@ class V4Config:
 
     def rope(self, block: Block) -> Rope:
         """Return the RoPE of `block`, which q, window KV, compressed KV and the indexer share."""
+        # A layer with compressed entries rotates everything by the second base, with YaRN.
         compressed = block.ratio > 0
         return Rope(
             theta=self.compress_rope_theta if compressed else self.rope_theta,
@@ -241,11 +244,13 @@ class V32Config:
     index_topk: int
 
     intermediate_size: int
+    # So many leading layers have a dense MLP of width `intermediate_size`.
     first_k_dense_replace: int
     moe_intermediate_size: int
     n_routed_experts: int
     n_shared_experts: int
     num_experts_per_tok: int
+    # Routing chooses `topk_group` of `n_group` expert groups first, then experts inside them.
     n_group: int
     topk_group: int
     scoring_func: str
