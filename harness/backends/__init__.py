@@ -1,1 +1,1 @@
-"""Backends: the registry, and whose callable computes which component."""
+"""Backends: kernels that compute a model's components, and their registry."""

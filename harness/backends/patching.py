@@ -242,7 +242,7 @@ def _function(path: Path, text: bytes) -> Any:
     module = ModuleType(path.stem)
     module.__file__ = str(path)
     folder = str(path.resolve().parent)
-    sys.path.append(folder)  # modules beside it may be imported
+    sys.path.append(folder)  # modules in its folder may be imported
     try:
         _Read(path, text).exec_module(module)
     except (Exception, SystemExit) as error:

@@ -1,1 +1,1 @@
-"""What the commands do: wiring of checkpoint, reference, engine and report."""
+"""The commands behind the CLI: wiring of checkpoint, reference, engine and report."""

@@ -41,7 +41,7 @@ _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "I64": torch.int64}
 
 
 def trained_weights(folder: Path, config: Config) -> dict[str, Tensor]:
-    """Read what references.tiny.train left behind, by logical name."""
+    """Read the files that references.tiny.train wrote, by logical name."""
     stored: dict[str, Tensor] = {}
     for path in sorted(folder.glob("weights_*.safetensors")):
         stored.update(load_file(path))
@@ -56,7 +56,7 @@ def trained_weights(folder: Path, config: Config) -> dict[str, Tensor]:
 
 
 def tokenizer_files() -> dict[str, bytes]:
-    """A tokenizer of blank-separated words, and the numbers of begin and end."""
+    """Return a tokenizer of blank-separated words, and the ids of its begin and end tokens."""
     special = [
         {"id": number, "content": word, "special": True, "normalized": False}
         | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)

@@ -1,1 +1,1 @@
-"""The museum of faults, and the demo."""
+"""The fault museum (plant every known fault, score the diagnosis), and the demo."""

@@ -68,7 +68,7 @@ class Case:
     products: str = "float32"
     absorbed: bool = True
     control: str = ""  # a negative control that sits wherever it can, or nothing
-    schedule: str = TOGETHER  # how prompts are fed: whole, in chunks, or one behind the other
+    schedule: str = TOGETHER  # how prompts are fed: whole, in chunks, or joining later
 
     def __str__(self) -> str:
         lengths = "+".join(map(str, self.lengths))

@@ -1,8 +1,9 @@
 """Run `degarble faults run`: plant every known fault, run healthy cases, score the answers.
 
 It plants the published extent, the whole museum, or chosen faults, over processes. A fault without
-effect on every case that was tried is listed as such. Exit status 1 follows from `missed`: a fault
-of three budgets or more that is not localised, a wrong cause, or an alarm on a healthy run.
+effect on every case that was tried is listed as such. The verdict is DIFFERS if a fault of three
+budgets or more is not localised, a wrong cause is named, a healthy run raises an alarm, or two
+equal runs are reported as UNSTABLE.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Extent:
 PUBLISHED = Extent(plants=1, healthy=40, leave_out=3, mild=1, repeats=1)
 WHOLE = Extent(plants=4, healthy=240, leave_out=1, mild=4, repeats=6)
 CHOSEN = Extent(plants=3, healthy=0, leave_out=1, mild=2, repeats=1)
-VARIANTS = 3  # of a family with an effect, or it is told that there are fewer
+VARIANTS = 3  # plants with an effect that a family needs, else it is reported
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class Cause(StrEnum):
 
     FIRST = "named first"
     SAME = "same data effect"  # another fault of its class is first, see alike.py
-    BESIDE = "named beside the first"  # told as explaining equally well, and not of one class
+    BESIDE = "named beside the first"  # reported as explaining equally well, but of another class
     WRONG = "wrong"
     UNKNOWN = "no known fault"
 

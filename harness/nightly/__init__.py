@@ -1,1 +1,1 @@
-"""A night over one checkpoint, and the search for the commit that broke it."""
+"""Nightly runs over one checkpoint, and the bisection for the commit that broke it."""

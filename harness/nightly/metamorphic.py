@@ -41,7 +41,7 @@ _WORDS = {
     Verdict.AGREES: "each component within its budget",
     Verdict.UNDECIDED: "the run could not be judged",
 }
-_PADDING = 5  # tokens behind a prompt
+_PADDING = 5  # tokens after a prompt
 
 
 @dataclass(frozen=True, eq=False)

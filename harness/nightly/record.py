@@ -44,7 +44,7 @@ class Asked:
     captures: Path | None = None
     prompts: Path | None = None
     backend: str = "torch"
-    gpu: bool = False  # asked by a marker of a device, so that one is here
+    gpu: bool = False  # requested by a device marker, so a GPU is present
     repeats: int = REPEATS
     ranks: int = 1  # that make captures together
     museum: str = MUSEUMS[0]

@@ -1,1 +1,1 @@
-"""The backend of our kernels, component by component."""
+"""The backend `cutedsl`: our CuTe DSL kernels, component by component."""

@@ -119,6 +119,7 @@ def _ring(state_RF: Tensor, length: int, ratio: int) -> Tensor:
     ring = torch.zeros_like(state_RF)
     whole, base = length // ratio * ratio, ratio if overlaps(ratio) else 0
     for position in range(max(0, whole - base), length):
+        # The official state begins with the previous window if windows overlap (`base`).
         ring[position % rows_of_ring(ratio)] = state_RF[base + position - whole]
     return ring
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     Pairing = Callable[[Part], Compute]
 
 NAME = "cutedsl"
-# What our kernels do where the sources disagree; a run with them is judged by a twin that does too.
+# What our kernels do where sources disagree; the twin that judges them does the same.
 CONVENTIONS: Mapping[str, Any] = MappingProxyType(
     {
         "head_norm": HeadNorm.ONCE,

@@ -67,6 +67,7 @@ class Chain:
     def codes_of_slots(self, name: str) -> tuple[Tensor, Tensor]:
         """Gather codes and scales of the workspace by slot."""
         codes, place_S = self.space[f"{name}_codes"], self.place
+        # Columns are bytes: two codes each, 16 codes a block, so blocks = columns / 8.
         scales = self.space[f"{name}_scales"][_offsets(place_S.clamp(min=0), codes.shape[1] // 8)]
         scales[place_S < 0] = 0
         return self.of_slots(codes), scales.reshape(*self.experts.shape, scales.shape[-1])
@@ -122,6 +123,7 @@ def chain_of(work: Work, part: Part) -> Chain:
     if is_ours and same(known.experts, expert_TK):
         return known  # type: ignore[no-any-return]
     c, device = part.config, work.kernels.device
+    # At least one: no matrices cannot be stacked.
     visited = [int(each) for each in expert_TK.unique().tolist() if each >= 0] or [0]
     problem = _problem(part, expert_TK.shape[0], len(visited))
     local_G = torch.full((c.n_routed_experts,), NONE, dtype=torch.int32)
@@ -180,6 +182,7 @@ def _scales_in_front(chain: Chain, name: str, rows: Rows) -> Tensor:
     assert scale is not None, "NVFP4 activations have a tensor scale"
     scale_TK = scale.float().expand(chain.experts.shape)
     here, there = chain.experts >= 0, chain.local.long()[chain.experts.clamp(min=0)]
+    # Any row of an expert may win this assignment, hence the check below.
     made = torch.ones(len(chain.visited), dtype=torch.float32, device=scale.device)
     made[there[here]] = scale_TK[here]
     if bool((made[there[here]] != scale_TK[here]).any()):

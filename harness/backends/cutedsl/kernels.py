@@ -48,7 +48,7 @@ class Kernels(ABC):
     def __init__(self, target: str, device: torch.device) -> None:
         self.target, self.device = target, device
         self._noted: list[Launch] = []
-        self.chain: Any = None  # the routed experts' call under way: grouped.py
+        self.chain: Any = None  # the current call of routed experts: grouped.py
         self.summed: Any = None  # what the last sum of slots was made of: experts.py
 
     def run(self, kernel: str, problem: Any, **tensors: Tensor | None) -> Made:

@@ -72,6 +72,7 @@ def latent_norm(part: Part) -> Compute:
     told = {"positions": 1, "epsilon": epsilon, "weight": kind, "source": "latent"}
 
     def compute(work: Work) -> Outputs:
+        # The kernel writes rows of 576; the appended key of zeros is cut off again.
         x = work.bf16()
         rows = own(torch.nn.functional.pad(x, (0, ROTATED)))
         more = {
@@ -108,6 +109,7 @@ def attend(part: Part) -> Compute:
         latent = by_head(work.kernels, q[..., :nope], key).reshape(len(q), heads, WIDTH)
         query = own(torch.cat((latent, q[..., nope:]), dim=-1))
         rows = memories(work, spans, "state_rows", "rows", 1)
+        # Rows of all sequences are concatenated; `chosen` counts within each sequence.
         begins = [0, *accumulate(len(each) for each in rows)]
         first = [at for at, span in zip(begins, spans, strict=False) for _ in range(span.count)]
         chosen = work.inputs["chosen"]
@@ -138,6 +140,7 @@ def side_by_side(weight_HNK: Tensor) -> Tensor:
     rest = weight_HNK.float()
     while not parts or (len(parts) < _MOST_PARTS and bool((rest != 0).any())):
         parts.append(rest.to(torch.bfloat16))
+        # Exact: the remainder of a rounding to BF16 fits in float32.
         rest = rest - parts[-1].float()
     return torch.cat(parts, dim=-1).flatten(0, 1).contiguous()
 

@@ -147,6 +147,7 @@ def rope(part: Part) -> Compute:
         q, positions = work.bf16("q"), own(work.inputs["positions"])
         table = TURNS.reaching(rope, positions)
         half = table.shape[1] // 2
+        # Negated sines turn the inverse rotation into the forward one.
         forth = own(torch.cat((table[:, :half], -table[:, half:]), dim=1))
 
         def turned(x_THd: Tensor) -> Tensor:

@@ -150,6 +150,7 @@ class Decoder:
         """Capture a step as CUDA graph; all rows rest, so that the warm-up writes nothing."""
         rows = self.stepping.rows
         self.feed([None] * rows, [0] * rows)
+        # Warm up on another stream first: compilation and allocation cannot be captured.
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
@@ -158,9 +159,10 @@ class Decoder:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self._made = self.step(speaks=speaks)
+        # Discard the launch records of warm-up and capture.
         self.stepping.kernels.taken()
         if self.prompts is not None:
-            self.prompts.capture(speaks=False)  # the head is asked for a prompt's last token alone
+            self.prompts.capture(speaks=False)  # only a prompt's last token needs the head
 
     def run(self) -> tuple[Tensor, Tensor]:
         """Run a step: replay the graph, which overwrites the previous results, or run eagerly."""
@@ -238,7 +240,7 @@ class DecoderSpeaker(Speaker):
         if self._decoder.prompts is None:
             self._token_by_token(coming)
         else:
-            # A sequence's own tokens decide, not its company's.
+            # Chosen by the sequence's own length, so that batching does not change its kernels.
             self._by_pieces([each for each in coming if len(each.ids) > 1])
             self._token_by_token([each for each in coming if len(each.ids) == 1])
         for sequence, each in zip(sequences, coming, strict=True):
@@ -255,6 +257,7 @@ class DecoderSpeaker(Speaker):
             for each in now:
                 ids[each.lane], positions[each.lane] = each.ids[number], each.start + number
             self._decoder.feed(ids, positions)
+            # The next replay overwrites the graph's outputs.
             made = self._decoder.run()[0].clone()
             for each in now:
                 each.made.append(made[each.lane])
@@ -277,6 +280,7 @@ class DecoderSpeaker(Speaker):
                 [position for *_, position in now] + [0] * rest,
                 [each.lane for each, *_ in now] + [0] * rest,
             )
+            # As above: the next replay overwrites the outputs.
             made = prompts.run()[0].clone()
             for (each, *_), row in zip(now, made, strict=False):
                 each.made.append(row)

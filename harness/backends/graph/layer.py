@@ -87,6 +87,7 @@ class Stepping(Steps):
         """Return the streams [B, S, D] after the last layer."""
         del ends
         streams = embedded.reshape(self.rows, -1, embedded.shape[1])
+        # Layers without an indexer see all entries: one slot list a ratio serves them all.
         seen = {w.block.ratio for w in layers if w.block.ratio and w.attn.indexer is None}
         lists = self.lists(tuple(sorted(seen)))
         for weights, memory in zip(layers, memories, strict=True):
@@ -298,6 +299,7 @@ class Stepping(Steps):
         page = torch.empty(aside.count, aside.stride, dtype=torch.uint8, device=x.device)
         of_page = values, positions, self.lanes.places
         self._write_entries(weights, w.compressor, of_page, page, aside)
+        # The temporary page is contiguous BF16 rows, so that the transform reads it directly.
         rows = page.view(torch.bfloat16).reshape(-1, 1, KEY_WIDTH)[:lanes]
         operand = self._operand(lanes, 1, "none", 0)
         (made,) = self.kernels.run("simt_indexer_operand", operand, rows=rows)

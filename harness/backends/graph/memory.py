@@ -125,6 +125,7 @@ def memory_of(room: Room, block: Block, *, indexes: bool, device: Any) -> LayerM
         return empty_pages(room.pages(ratio, width, entry), device)
 
     def ring(width: int) -> Tensor:
+        # Latents and gates, each twice if windows overlap.
         columns = 2 * width * (2 if overlaps(block.ratio) else 1)
         shape = (room.lanes, rows_of_ring(block.ratio), columns)
         return torch.zeros(shape, dtype=torch.float32, device=device)

@@ -1,1 +1,1 @@
-"""What `degarble audit` does."""
+"""The command `degarble audit`."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.checkpoint.audit.numbers.table import NumberTable
 
-# What is told of a role: smallest, median, largest of the finite numbers of its weights.
+# The reported columns of a role: smallest, median, largest of its weights' finite numbers.
 SPANS = (
     "rms", "amax", "decode_scale", "input_scale", "scale_smallest", "scale_largest",
     "code_entropy", "byte_entropy", "top_full", "pairing",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.commands.audit.audit import Audit, Broken
 
-SHOWN = 4  # rules whose first finding is told whole
+SHOWN = 4  # rules whose first finding is shown in full
 _RULES = 8  # lines for the rules of the others
 _WORDS = 250  # characters of one text
 _STYLES = {Level.ERROR: "red", Level.WARNING: "yellow", Level.NOTE: "cyan"}

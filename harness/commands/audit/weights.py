@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from degarble.harness.commands.audit.roles import Role
     from degarble.harness.report.blocks import Block
 
-SHOWN = 150  # weights that are told one by one
+SHOWN = 150  # weights that are shown one by one
 MOST_ROLES = 200
 _TONES = {Level.ERROR: Tone.BAD, Level.WARNING: Tone.WARNING, Level.NOTE: Tone.NOTE}
 

@@ -1,1 +1,1 @@
-"""What `degarble check` and `degarble compare` do."""
+"""The commands `degarble check` and `degarble compare`."""

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 UNNAMED = "No known fault explains this"
 _FIRST = 5  # findings on the first screen
 _FEWER = (150, 50, 10, 0)  # close looks, until the page is small enough
-_NEAREST = 3  # excluded faults that are told
+_NEAREST = 3  # excluded faults that are shown
 
 
 @dataclass(frozen=True, eq=False)

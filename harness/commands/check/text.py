@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.commands.check.check import Checked, Judgement
 
-SHOWN = 4  # origins that are told whole
+SHOWN = 4  # origins that are shown in full
 _NAMED = 8  # of the others
 _WORDS = 400  # characters of one text
 

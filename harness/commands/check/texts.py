@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from degarble.harness.engine.localise.recorded_run import SeenRun
     from degarble.harness.inference.model import OpenModel
 
-PROMPTS = 4  # that are told
+PROMPTS = 4  # shown at most
 LENGTH = 2048  # tokens of a prompt at most, so that the twin's answer stays cheap
 NEW_TOKENS = 64
 

@@ -1,1 +1,1 @@
-"""Known faults, a family a file: how to plant each and how to recognise it."""
+"""Known faults, one file a family: how to plant each and how to recognise it."""

@@ -99,6 +99,7 @@ def wrong_slots(sight: Sight) -> Tensor | None:
     if c is None or e is None or experts is None or c.shape != e.shape:
         return None
     c, e = c.double(), e.double()
+    # Relative to the longer of the two, so that either may be zero.
     far = (c - e).norm(dim=-1) > _SLOT * torch.maximum(c.norm(dim=-1), e.norm(dim=-1))
     found: Tensor = (far | ~c.isfinite().all(-1)) & (experts >= 0)
     return found
@@ -106,6 +107,7 @@ def wrong_slots(sight: Sight) -> Tensor | None:
 
 def apart(candidate: Tensor, expected: Tensor) -> Tensor:
     """Mark elements that differ by more than rounding explains [N, F]."""
+    # Codes (integers, FP8) have no tolerance: they are compared as bits.
     if not expected.dtype.is_floating_point or expected.dtype.itemsize == 1:
         return flat(candidate.contiguous().view(expected.dtype) != expected)
     c, e = flat(candidate).double(), flat(expected).double()

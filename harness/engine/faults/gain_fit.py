@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     Region = Callable[[Mapping[str, Tensor], Tensor], Tensor | None]
 
 NEAR = 4e-3  # of a fitted gain: a spacing of BF16, should few values stand many times
-LEFT = 0.25  # of the difference may remain behind a fitted gain, else it is no gain
+LEFT = 0.25  # largest share of the difference that a gain may leave unexplained
 FAINT = 0.02  # from 1: beyond, a gain stands out of the roundings of BF16
 SURE = 8.0  # standard errors of a fit
-FEWEST = 4  # numbers that a fit needs, or it says nothing
+FEWEST = 4  # numbers that a fit needs
 
 
 class Side(Enum):
@@ -110,7 +110,9 @@ def sharpened(
     c, exact = c[known], exact[known]
     if len(c) < FEWEST:
         return gain
+    # Half an ulp of each stored number; frexp's exponent is one above the IEEE exponent.
     half = torch.ldexp(torch.full_like(c, step / 2), torch.frexp(c).exponent - 1)
+    # The gains with which an exact value rounds to the stored one.
     ends = torch.stack(((c - half) / exact, (c + half) / exact)).sort(0).values
     low, high = shared(*ends)
     middle = (low + high) / 2
@@ -119,6 +121,7 @@ def sharpened(
 
 def shared(low: Tensor, high: Tensor) -> tuple[float, float]:
     """Return the stretch that most of the intervals [low, high] have in common."""
+    # Sweep: +1 where an interval begins, -1 where it ends; the maximum is the common part.
     ends, order = torch.cat((low, high)).sort(stable=True)
     depth = torch.where(order < len(low), 1, -1).cumsum(0)
     best = int(depth.argmax())
@@ -188,6 +191,7 @@ def both_gains(
     sides: Collection[Side] = tuple(Side),
 ) -> Iterator[Way]:
     """Yield a gain before the rounding, then one after it: for recognition."""
+    # A power of two commutes with rounding, so that both sides are the same way.
     same = abs(math.frexp(factor)[0]) == 0.5
     if Side.FRONT in sides and has_facts(scene) and not same:
         yield early_gain_way(scene, words, factor, region, places)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     Tensors = Mapping[str, Tensor]
 
-FAR = 1 << 20  # places of entries begin here, behind those of any window
+FAR = 1 << 20  # places of entries begin here, after those of any window
 _TILE = 64  # places that a kernel looks at together: none has those of both lists
 _AT_ONCE = 32  # tokens, whose logits are held together
 
@@ -78,6 +78,7 @@ def lists_of(facts: Any, inputs: Tensors) -> Iterator[Listed]:
     for span, rows, entries in zip(spans, near, far, strict=True):
         positions = inputs["positions"][span.tokens]
         begin = span.start - min(span.start, window - 1)
+        # The token at position p attends to p - window + 1 .. p: places 0 .. window - 1.
         place = torch.arange(len(rows)) + begin - positions[:, None] + window - 1
         place = torch.where((place >= 0) & (place < window), place, -1)
         numbers = _numbers(inputs, span, len(entries), (positions + 1) // ratio if ratio else None)
@@ -159,6 +160,7 @@ def _attended(
         peak = _peaks(logit, listed.behind(some) // part) if part else largest
         power = torch.exp(logit - peak)
         total = (power * times).sum(-1) + torch.exp(sink_H - largest.squeeze(-1))
+        # Probabilities are rounded to the storage dtype before the second product.
         stored = power if numerics.exact else power.to(numerics.store).to(numerics.work)
         out = torch.einsum("thr,rl->thl", stored * times, listed.rows)
         made.append(out / total[..., None])

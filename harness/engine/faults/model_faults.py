@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Reach(StrEnum):
-    """What a fault changes."""
+    """Whether a fault changes a component's outputs or its inputs."""
 
     COMPONENT = "component"  # what comes out, given what went in
     EDGE = "edge"  # what goes in, given what its producers put out

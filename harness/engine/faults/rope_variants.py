@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _Q = "attn.indexer.q"
 POOLS = ("attn.compressor.pool", "attn.indexer.compressor.pool")
-HIDDEN = (_Q, "attn.indexer.k", "attn.indexer.compressor.pool")  # Hadamard stands behind them
+HIDDEN = (_Q, "attn.indexer.k", "attn.indexer.compressor.pool")  # a Hadamard transform follows
 ROTATING = (
     "attn.q_head_norm_rope", "attn.kv_norm_rope", "attn.inverse_rope", "attn.rope", *POOLS,
     _Q, "attn.indexer.k",
@@ -51,7 +51,7 @@ class Turn:
     rope: Rope
     times: int = 1
     scale: float = 1.0  # of positions
-    shift: int = 0  # of positions, behind the scale
+    shift: int = 0  # of positions, added after the scale
     longest: int | None = None  # positions beyond it are taken for it
     reciprocal: bool = False  # frequencies upside down
     swapped: bool = False  # the second dim of a pair taken for the first
@@ -91,6 +91,7 @@ def rotate(x: Tensor, positions_N: Tensor, turn: Turn, numerics: Any) -> Tensor:
         cos, sin = sin, cos
     table = elementary.Table(cos, sin if turn.times > 0 else -sin)
     for _ in range(abs(turn.times)):
+        # More than once for faults that rotate twice.
         x = _rotated(x, table.over_heads if x.ndim == 3 else table, turn)
     return x
 
@@ -132,6 +133,7 @@ def turned(
     still = _unscaled(facts, role)
     if role == "attn.q_head_norm_rope" and numerics.switches.head_norm is HeadNorm.ONCE:
         still = with_numerics(still, store=work)
+    # Position 0 is the identity: the component's own code then returns unrotated rows.
     at_zero = {**inputs, "positions": torch.zeros_like(positions)}
     x = block_function(facts, role)(still, at_zero, weights)["out"].to(work)
     return {"out": change(x, positions).to(store)}
@@ -212,6 +214,7 @@ def shift_between(candidate: Tensor, expected: Tensor, turn: Turn, most: int) ->
     frequency_P = elementary.frequencies(turn.rope, torch.float64, candidate.device)
     width = 2 * len(frequency_P)
     c, e = (_complex(each, width, turn) for each in (candidate, expected))
+    # A shift by s positions multiplies pair p by exp(i * s * frequency).
     cross_P = (c * e.conj()).flatten(0, -2).sum(0)
     size = float((c.abs() * e.abs()).sum())
     shifts = torch.arange(-most, most + 1)

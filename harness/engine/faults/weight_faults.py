@@ -143,7 +143,7 @@ def weight_fault(
     """
 
     def sits(scene: Scene) -> bool:
-        # Quantisation in front of a linear reads its input scale alone.
+        # Quantisation before a linear reads only its input scale.
         return not scene.role.endswith("act_quant") and any(map(needs, kept(scene)))
 
     def ways(scene: Scene) -> Iterator[Way]:

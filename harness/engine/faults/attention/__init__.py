@@ -1,1 +1,1 @@
-"""Faults of attention and of its rotation."""
+"""Faults of attention and RoPE."""

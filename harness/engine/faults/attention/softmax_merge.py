@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 _ROLE = "attn.attend"
 _SPLITS = (64, 128, 576)  # keys that one thread block attends to
-_MOST_KEPT = 1 << 18  # numbers of queries whose parts are remembered
+_MOST_KEPT = 1 << 18  # elements of q up to which parts are cached
 _ENTRIES = ("compressed", "state_compressed", "chosen")
 
 
@@ -111,7 +111,9 @@ def _with_log_sum(facts: Any, inputs: Tensors, weights: Weights) -> tuple[Tensor
         function(facts, inputs, {name: Weight(value=value)})["out"]
         for value in (torch.full_like(plain, -torch.inf), plain)
     )
+    # With Z = sum(exp(logit)), a sink of 0 scales the output by kept = Z / (Z + 1).
     kept = (none * zero).sum(-1, keepdim=True) / none.square().sum(-1, keepdim=True)
+    # 1 / kept - 1 = 1 / Z; the clamp avoids log(0) where rounding makes kept 1.
     return none, -torch.log((1 / kept - 1).clamp(min=1e-300))
 
 

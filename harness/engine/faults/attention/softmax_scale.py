@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from degarble.harness.engine.faults.model_faults import Scene, Sight
 
 _STEP = 1e-2  # of the factor, for the slope of the outputs
-_ROUNDS = 6
+_ROUNDS = 6  # Newton's steps
 
 
 def sits(scene: Scene) -> bool:

@@ -65,6 +65,7 @@ def _bin_lost(scores: Tensor, chosen: Tensor) -> Tensor:
     bins = _bin_of(scores)
     at = bins.gather(1, chosen.clamp(min=0))
     last = torch.where(chosen >= 0, at, torch.inf).amin(-1, keepdim=True)
+    # If every candidate is chosen there is no threshold, and no bin overflows.
     full = (chosen >= 0).sum(-1, keepdim=True) < scores.isfinite().sum(-1, keepdim=True)
     within = (at == last) & full & (chosen >= 0)
     return torch.where(within & (within.cumsum(-1) > 1), -1, chosen)
@@ -75,6 +76,7 @@ def _stale_threshold(scores: Tensor, chosen: Tensor) -> Tensor:
     at = scores.gather(1, chosen.clamp(min=0))
     least = torch.where(chosen >= 0, at, torch.inf).amin(-1)
     before = least.roll(1, 0)
+    # The first token has no previous threshold.
     before[0] = -torch.inf
     keep = (at >= before[:, None]) & (chosen >= 0)
     return torch.where(keep, chosen, -1)

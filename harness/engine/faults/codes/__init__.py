@@ -1,1 +1,1 @@
-"""Faults of codes."""
+"""Faults of element codes: codecs, signs, nibbles, number formats."""

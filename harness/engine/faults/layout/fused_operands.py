@@ -210,6 +210,7 @@ def _narrowed(scene: Scene, sight: Sight, epsilon: float) -> tuple[float, float]
         with_facts(scene, partial(_fine, each))(scene.call)(sight.inputs, scene.weights)["out"]
         for each in (epsilon, epsilon * (1 + _APART))
     )
+    # Numerical derivative of each output with respect to epsilon.
     slope = (beside.double() - here.double()) / (epsilon * _APART)
     known = (slope != 0) & stored.isfinite()
     c, near, slope = stored.double()[known], here.double()[known], slope[known]

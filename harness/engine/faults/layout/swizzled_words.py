@@ -43,6 +43,7 @@ def words_behind(scales_NC: Tensor) -> Tensor:
     """Give every row the scales that lie one word after its own."""
     parts_NSP = pad(scales_NC, (0, -scales_NC.shape[1] % _WORD)).unflatten(-1, (-1, 1, _WORD))
     row = torch.arange(_TILE)[:, None]
+    # The 128x4 layout: the words of rows r, r + 32, r + 64, r + 96 are adjacent.
     made = _behind(parts_NSP, row % _PART * 4 + row // _PART)
     return made.flatten(1)[:, : scales_NC.shape[1]].contiguous()
 
@@ -52,6 +53,7 @@ def chunks_behind(tile: int, codes_NB: Tensor) -> Tensor:
     width = codes_NB.shape[1]
     parts_NSP = pad(codes_NB, (0, -width % (2 * _CHUNK))).unflatten(-1, (-1, 2, _CHUNK))
     row, number = torch.arange(tile)[:, None], torch.arange(2)
+    # The swizzle: the two chunks of a step change places every four rows.
     made = _behind(parts_NSP, row * 2 + (row // _TURNS % 2 ^ number))
     return made.flatten(1)[:, :width].contiguous()
 
@@ -67,6 +69,7 @@ def _behind(parts_NSP: Tensor, place_RP: Tensor) -> Tensor:
     tiles = tiles.unflatten(0, (-1, tile)).transpose(1, 2)  # [tiles, S, R, P, w]
     stage = tile * pieces
     at = torch.arange(steps)[:, None, None] * stage + place_RP
+    # One more piece than the stages have: the last read goes past the end.
     memory = tiles.new_zeros(len(tiles), steps * stage + 1, width)
     memory[:, at.flatten()] = tiles.flatten(1, 3)
     found = memory[:, at.flatten() + 1].reshape(tiles.shape).transpose(1, 2)
@@ -86,7 +89,7 @@ def _of_both(part: str, change: Callable[[Tensor], Tensor], call: ComponentCall)
         return Weight(value=value, input_scale=weight.input_scale)
 
     def faulty(inputs: Parts, weights: Mapping[str, Any]) -> Parts:
-        if part not in inputs:  # some switches hand numbers to a linear
+        if part not in inputs:  # with some switches a linear gets plain numbers
             return call(inputs, weights)
         given = {**inputs, part: change(inputs[part])}
         return call(given, ChangedWeights(weights, changed))

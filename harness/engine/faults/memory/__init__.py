@@ -1,1 +1,1 @@
-"""Faults of caches and other memory."""
+"""Faults of KV caches and other memory: stale, misread, racing or padded."""

@@ -101,6 +101,7 @@ def _every_other(rows: Tensor) -> Tensor:
 def _paged(page: int, shift: int, rows: Tensor) -> Tensor:
     """Begin each page some rows away from where the reader expects it."""
     at = torch.arange(len(rows))
+    # The offset grows from page to page; the first page is right.
     return _gathered(rows, at + at // page * shift)
 
 

@@ -106,6 +106,7 @@ def _of_pair(last: int, scale_TB: Tensor) -> Tensor:
     slot = torch.arange(len(scale_TB))
     slot = slot.flip(0) if last else slot
     other = slot ^ 1
+    # `other` is a slot; slots count from the last row if `last`.
     row = (len(scale_TB) - 1 - other) if last else other
     found = scale_TB[row.clamp(0, len(scale_TB) - 1)]
     return torch.where((other < len(scale_TB))[:, None], found, 2.0**-127)

@@ -52,6 +52,7 @@ def _captured(name: str) -> Any:
             if name not in inputs:
                 return call(inputs, weights)
             own = inputs[name]
+            # By shape, as a serving engine captures one graph for each batch size.
             stale = kept.setdefault(tuple(own.shape), own.clone())
             return call({**inputs, name: stale}, weights)
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     Tensors = Mapping[str, Tensor]
 
 TILES = (128, 64, 32)
-_PADDED_K = 16  # columns behind which K ends: one block of scales
+_PADDED_K = 16  # columns of K in the last block: one block of scales
 
 
 def _first_for_none(inputs: Tensors) -> Tensors:
@@ -85,6 +85,7 @@ def _zero_rows(missing: int | None, facts: Any, inputs: Tensors, weights: Any) -
     top = torch.maximum(parts.log_first, parts.log_second).clamp(min=0.0)
     shares = [torch.exp(log - top) for log in (parts.log_first, parts.log_second)]
     total = shares[0] * parts.first + shares[1] * parts.second
+    # A row of zeros has logit 0: it adds exp(0) to the denominator and nothing else.
     more = absent[:, None, None] * torch.exp(-top) + torch.exp(parts.sink - top)
     out = total / (shares[0] + shares[1] + more)
     return {"out": out.to(facts.numerics.store)}

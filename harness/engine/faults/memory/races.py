@@ -50,6 +50,7 @@ def racing(words: str, damage: Damage, **where: Any) -> Way:
     """Damage some of the calls; every bound call has its own random state."""
 
     def apply(call: Any) -> Any:
+        # Made once for a bound call: its state goes on from run to run, so that runs differ.
         dice = random.Random(words)  # noqa: S311  a repeatable race, no secret
 
         def faulty(inputs: Tensors, weights: Mapping[str, Any]) -> Any:
@@ -230,7 +231,7 @@ def _without(lost: Mapping[int, int], inputs: Tensors, outputs: Tensors) -> Tens
         terms = x[token].double()
         total = terms.sum(0)
         weighed = weights[token].double()[:, None] * terms
-        # Weights stand in front of w2 or behind it; the sum that came out tells where.
+        # Routing weights may multiply before w2 or in this sum; the nearer result decides.
         out = outputs["out"][token].double()
         behind = (weighed.sum(0) - out).norm() < (total - out).norm()
         made[token] = (out - (weighed if behind else terms)[slot]).to(dtype)

@@ -59,7 +59,7 @@ def gated(scene: Scene, words: str, gate: Gate, **where: Any) -> Way:
         limit = facts.limit if role == _ROUTED else facts.shared_limit
         first, second = inputs["x"].to(work).chunk(2, -1)
         made = gate(first, second, limit)
-        # Behind: the component's own code on a gate that passes everything on.
+        # What follows is the component's own code, on a gate that is the identity.
         plain = with_config(facts, swiglu_limit=0.0) if limit is not None else facts
         return block_function(facts, role)(plain, {**inputs, "x": _opened(made)}, weights)
 
@@ -138,6 +138,7 @@ def _limit_of(made: float, most: float) -> float:
     """Find the limit with this output by bisection, at most `most`."""
     low, high = 0.0, most
     for _ in range(_HALVINGS):
+        # Bisection works because silu(limit) * limit increases with the limit.
         middle = (low + high) / 2
         low, high = (middle, high) if _passed(middle) < made else (low, middle)
     return high

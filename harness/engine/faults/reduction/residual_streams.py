@@ -114,7 +114,7 @@ def _plain(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def _gate_ways(scene: Scene) -> Iterator[Way]:
-    """Gates by other rows of the projection; or the projection without what BF16 has of it."""
+    """Yield reordered gates, and the projection by what BF16 rounding removes from its weight."""
     streams = facts_at(scene).config.hc_mult
     number = torch.arange((2 + streams) * streams)
     backwards, turned = number.clone(), number.clone()
@@ -129,7 +129,7 @@ def _gate_ways(scene: Scene) -> Iterator[Way]:
 
 
 def _ordered(order: Tensor, _name: str, weight: Weight) -> Weight:
-    """Rows of a weight and its base; the three scales are those of the rows' own places."""
+    """Reorder the rows of a weight and its base; the three scales stay."""
     value = weight.values(torch.float32)
     return Weight(value=value[order]) if len(value) == len(order) else weight
 
@@ -171,7 +171,7 @@ def _where_residual(scene: Scene) -> bool:
 
 
 def _first_differs(ways: Callable[[Scene], Iterator[Way]], name: str) -> Any:
-    """A signature of an edge that asks only where the input itself differs."""
+    """Return the signature of an edge, restricted to calls in which the input itself differs."""
 
     def signature(scene: Scene, sight: Sight) -> Iterator[Way]:
         arrived, implied = sight.inputs.get(name), sight.implied.get(name)

@@ -71,7 +71,7 @@ def _whole(scene: Scene, sight: Sight) -> Iterator[Way]:
 def _sharp(
     scene: Scene, sight: Sight, gain: float, mask: Tensor | None = None
 ) -> Iterator[tuple[float, Side]]:
-    """The gains that a fitted one may be, each on the side of the rounding that it was fitted to.
+    """Yield the gains that a fitted one may be, each with its side of the rounding.
 
     A healthy kernel's own roundings may blur what `sharpened` counts; then the fit itself is right.
     """
@@ -82,7 +82,7 @@ def _sharp(
 
 
 def _rounded(gain: float) -> Iterator[float]:
-    """The gain with few digits where that is as near as a fit can tell, then itself."""
+    """Yield the gain with few digits if a fit cannot tell them apart, then the gain itself."""
     if not math.isfinite(gain):
         return  # a twin that is not finite has no gain
     exact = math.copysign(2.0 ** round(math.log2(abs(gain))), gain) if gain else 0.0

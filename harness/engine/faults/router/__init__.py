@@ -1,1 +1,1 @@
-"""Faults of the router."""
+"""Faults of the MoE router."""

@@ -101,6 +101,7 @@ def _softmax(logits: Tensor) -> Tensor:
 
 def _log1p(logits: Tensor) -> Tensor:
     """Compute the root of log(1 + e^x) in float32: the log is 0 below -16.6, infinite above 88."""
+    # Not log1p, on purpose: this is the naive formula of softplus.
     return torch.log(1.0 + logits.float().exp()).sqrt().to(logits.dtype)
 
 

@@ -1,1 +1,1 @@
-"""Faults of scales."""
+"""Faults of block, tensor and input scales."""

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _ALIKE = 0.2  # cosine of outputs of which parts have another scale
 _FEW = 0.02  # of numbers that differ
-_PART = 64  # rows of gate in a tile of gate beside up
+_PART = 64  # rows of gate in a tile that holds gate and up
 _TILE = 128  # rows to which every expert's scales are padded
 _REMEDY = "Take strides and offsets from the tensor, and pad every expert on its own."
 
@@ -181,7 +181,7 @@ def _of_up() -> ModelFault:
     )
 
     def signature(scene: Scene, sight: Sight) -> Iterator[Way]:
-        """Where nearly all of gate is right."""
+        """Propose if nearly all of gate is right."""
         mask = differing(sight)
         if mask is None or float(mask[:, : mask.shape[1] // 2].double().mean()) < _FEW:
             yield from fault.signature(scene, sight)
@@ -201,7 +201,7 @@ def _step_before(call: ComponentCall) -> ComponentCall:
         return _with_scales_of(weight, delayed(_scales(weight))) or weight
 
     def faulty(inputs: Mapping[str, Tensor], weights: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        if "block_scale" not in inputs:  # some switches hand numbers to a linear
+        if "block_scale" not in inputs:  # with some switches a linear gets plain numbers
             return call(inputs, weights)
         given = {**inputs, "block_scale": delayed(inputs["block_scale"])}
         return call(given, ChangedWeights(weights, changed))

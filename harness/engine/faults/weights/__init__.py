@@ -1,1 +1,1 @@
-"""Faults of weights and their loading."""
+"""Faults of weights and weight loading."""
