@@ -30,7 +30,7 @@ _ADDRESS = re.compile(
 
 
 def looks_like_address(text: str) -> bool:
-    """Tell whether a text may be the address of a server, however mistyped, and not a file."""
+    """Return whether a text may be the address of a server, however mistyped, and not a file."""
     return "://" in text or _ADDRESS.search(text) is not None
 
 

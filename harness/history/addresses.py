@@ -75,7 +75,7 @@ def address_of(url: str, *, create: bool) -> Address:
 
 
 def _is_no_path(url: str) -> bool:
-    """Tell whether a text is an address rather than a path, even without scheme or colon."""
+    """Return whether a text is an address rather than a path, even without scheme or colon."""
     if looks_like_address(url):
         return True
     path = Path(url)

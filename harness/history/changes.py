@@ -71,6 +71,7 @@ class Change:
 def threshold(series: int) -> float:
     """Return the normal deviate that so many series may exceed ALARMS_A_YEAR times a year."""
     tests = NIGHTS_A_YEAR * max(1, series) * len(WINDOWS)
+    # Two-sided, and divided among all tests (Bonferroni).
     return NormalDist().inv_cdf(1 - ALARMS_A_YEAR / tests / 2)
 
 
@@ -136,11 +137,13 @@ class Watch:
         learned = joins & (self._count >= LEARNED)
         if learned.any():
             noise, free = self.noise, self._degrees
+            # Standard deviation of a new night less the baseline's mean.
             apart = noise * np.sqrt(1 + 1 / np.maximum(self._count, 1.0))
             self._tails.see(_as_normal(np.abs(away) / apart, np.maximum(free, 1.0))[learned])
             limit = self._most_of_a_night() * noise
             away = np.where(learned, np.clip(away, -limit, limit), away)
         self._count = self._count + joins
+        # Welford's update of the mean and of the sum of squares.
         step = away / np.maximum(self._count, 1.0)
         self._carried += away * np.where(joins, self._before, 0.0)
         # Trap: the first value lies away from nothing.
@@ -153,6 +156,7 @@ class Watch:
     def _most_of_a_night(self) -> Floats:
         """Return the largest weight of one night, in units of noise."""
         at = np.minimum(self._degrees, len(self._needed) - 1).astype(np.int64)
+        # Standard deviation of the mean of two nights less the baseline's mean, in units of noise.
         apart = np.sqrt(0.5 + 1 / np.maximum(self._count, 1.0))
         return np.asarray(_COUNTS * self._needed[at] * apart, np.float64)
 
@@ -192,6 +196,7 @@ class Watch:
         moved = self._spread > 0
         found = np.divide(self._carried, self._spread, out=np.zeros(len(moved)), where=moved)
         common = float(found[moved].mean()) if moved.any() else 0.0
+        # About two standard errors of the correlation of independent nights.
         chance = 2 / np.sqrt(np.maximum(self._degrees[at], 1.0))
         return np.clip(np.maximum(found[at] - chance, common), 0.0, _MOST_CARRIED)
 

@@ -52,7 +52,7 @@ class Entry:
     subject: str = "*"
 
     def covers(self, failure: Failure, subject: str) -> bool:
-        """Tell whether the entry matches a failure."""
+        """Return whether the entry matches a failure."""
         return (
             fnmatchcase(failure.component, self.component)
             and fnmatchcase(subject, self.subject)

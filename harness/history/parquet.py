@@ -30,6 +30,7 @@ def write_parquet(store: Store, path: Path) -> int:
             "pyarrow", str(error), "the writer of parquet files",
             'Install it with: pip install "degarble[parquet]"',
         ) from error  # fmt: skip
+    # Names repeat in every row: store each one once.
     text = pa.dictionary(pa.int32(), pa.string())
     schema = pa.schema([(name, pa.float64() if name == "value" else text) for name in COLUMNS])
     rows = 0

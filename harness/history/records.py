@@ -139,7 +139,7 @@ def _require_numbers(measure: str, values: Mapping[str, float]) -> None:
 
 
 def is_date(text: str) -> bool:
-    """Tell whether a text is a date in ISO 8601 form (YYYY-MM-DD)."""
+    """Return whether a text is a date in ISO 8601 form (YYYY-MM-DD)."""
     try:
         return date.fromisoformat(text).isoformat() == text
     except ValueError:
@@ -147,5 +147,5 @@ def is_date(text: str) -> bool:
 
 
 def is_name(text: str) -> bool:
-    """Tell whether a text is safe in tables and terminals: no controls, no half characters."""
+    """Return whether a text is safe in tables and terminals: no controls, no half characters."""
     return bool(text.strip()) and len(text) <= LONGEST_TEXT and text.isprintable()

@@ -38,6 +38,7 @@ def _configure(connection: sqlite3.Connection, _record: Any) -> None:
     # Trap: the driver's own decoder raises in the middle of a result, and one row hides the others.
     connection.text_factory = _text
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
+    # Code in the file's schema may call innocuous functions only (sqlite.org/pragma.html).
     connection.execute("PRAGMA trusted_schema = OFF")
 
 
@@ -58,6 +59,7 @@ def require_sound(connection: sql.Connection, name: str, tables: Collection[str]
     ):
         if table not in tables or kind == "index":
             continue
+        # Hidden columns are generated ones, or those of virtual tables.
         hidden = connection.exec_driver_sql(
             "SELECT max(hidden) FROM pragma_table_xinfo(?)", (table,)
         )

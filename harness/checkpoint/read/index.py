@@ -184,7 +184,7 @@ def _report_link(root: Path, path: Path, problems: Problems) -> None:
 
 
 def is_of_hub_cache(root: Path, path: Path) -> bool:
-    """Tell whether the hub's cache made a link, so that the file it points to belongs here.
+    """Return whether the hub's cache made a link, so that the file it points to belongs here.
 
     huggingface_hub: <model>/snapshots/<revision>/<file> links to <model>/blobs/<hash>.
     """

@@ -19,6 +19,7 @@ from degarble.harness.checkpoint.read.types import LONGEST_ENTRY
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+# Possessive quantifiers: no backtracking on hostile text.
 _BLANK = re.compile(rb"[ \t\n\r]*+")
 _STRING = re.compile(rb'"(?:[^"\\\x00-\x1f]++|\\.)*+"', re.DOTALL)
 _UTF8 = codecs.getincrementaldecoder("utf-8")
@@ -79,6 +80,7 @@ class ObjectScanner:
         self._next()
         window = self.data[self.position : self.position + largest]
         try:
+            # The window may end within a character; the incremental decoder leaves that one out.
             text = _UTF8().decode(window)
             found, stop = _DECODER.raw_decode(text)
             if "\\u" in text[:stop]:
@@ -87,6 +89,7 @@ class ObjectScanner:
         except (ValueError, RecursionError) as error:
             reason = f"{type(error).__name__}: {error}"
             self.refuse("value", reason, f"one JSON value of at most {largest} bytes")
+        # raw_decode counts characters, positions count bytes.
         self.position += len(text[:stop].encode())
         return found
 

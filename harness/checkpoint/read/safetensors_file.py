@@ -39,6 +39,7 @@ _LARGEST_COUNT = (1 << 63) - 1
 _METADATA = "__metadata__"
 _KEYS = frozenset({"dtype", "shape", "data_offsets"})
 
+# 2^63 - 1 has 19 digits.
 _INTEGER = rb"(?:0|[1-9][0-9]{0,18})"
 # What every known writer emits; anything else that is JSON takes the slow way, to the same end.
 _PLAIN_VALUE = re.compile(
@@ -92,6 +93,7 @@ class _HeaderParser:
     def parse(self) -> tuple[dict[str, TensorEntry], dict[str, str]]:
         """Return entries in the header's order, and the metadata."""
         scan = self._scan
+        # The format allows no blanks before the object.
         if self._text[:1] != b"{":
             scan.refuse("header", self._text[:40], "an object that begins at once")
         entries: dict[str, TensorEntry] = {}

@@ -96,7 +96,7 @@ def declared(config: Config, layout: Layout) -> tuple[dict[str, Any] | None, dic
 
 
 def is_weight_only(config: Config, layout: Layout) -> bool:
-    """Tell whether there are NVFP4 weights and no activation before them is quantised."""
+    """Return whether there are NVFP4 weights and no activation before them is quantised."""
     recipe = layout.recipe_for(config)
     found = {recipe.format_of(each) for each in parameters(config)}
     return {each.activation for each in found if each.weight == "NVFP4"} == {BF16}

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WIDEST = 17  # from 2^8 down to 2^-9, E4M3's smallest subnormal
+# 2^8 is the largest power of two that E4M3 holds.
 _TOP = 8
 _BIAS = UE8M0.bias
 _NAN = 0xFF
@@ -62,7 +63,7 @@ def joined(parts: list[Exponents | None]) -> Exponents | None:
 
 
 def fits(exponents: Exponents | None) -> bool:
-    """Tell whether NVFP4 holds them exactly; its tensor scale must be at least 2^-149."""
+    """Return whether NVFP4 holds them exactly; its tensor scale must be at least 2^-149."""
     if exponents is None:
         return True
     return exponents.high - exponents.low <= WIDEST and exponents.high - _TOP >= -149
@@ -77,15 +78,17 @@ def block_scales_of(block_scale: Tensor, exponents: Exponents | None) -> Tensor:
     """Convert UE8M0 bytes [..., K/32] to E4M3 bytes [..., K/16]."""
     high = 0 if exponents is None else exponents.high
     moved = block_scale.view(torch.uint8).int() - _BIAS - high + _TOP
+    # Only blocks of zeros are clamped (see `fits`); they stay zero under any scale.
     powers = decode_array((moved.clamp(_TOP - WIDEST, _TOP) + _BIAS).byte(), UE8M0)
     return encode_array(powers, E4M3).repeat_interleave(_HALVES, dim=-1)
 
 
 def proven(codes: Tensor, source_scale: Tensor, block_scale: Tensor, tensor_scale: float) -> bool:
-    """Tell whether every decoded value is equal on both sides; the codes are shared."""
+    """Return whether every decoded value is equal on both sides; the codes are shared."""
     expected = decode_array(source_scale.view(torch.uint8), UE8M0).double()
     packed = codes.view(torch.uint8).reshape(*expected.shape, _HALVES, -1).contiguous()
     holds = ((packed.view(torch.int64) & 0x7777777777777777) != 0).any(-1)
     found = decode_array(block_scale, E4M3).double() * tensor_scale
     same = found.reshape(*expected.shape, _HALVES) == expected[..., None]
+    # Blocks of zeros may have any scale.
     return bool((same | ~holds).all())

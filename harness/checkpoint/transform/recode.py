@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from degarble.harness.formats.weight import Weight
 
 _FP8 = (FP8_128X128_F32, FP8_128X128_UE8M0)
+# safetensors dtypes; E2M1 codes are packed, two a byte.
 _DTYPES = {"E2M1": "U8", "E4M3": "F8_E4M3", "UE8M0": "F8_E8M0", "FP32": "F32"}
 
 
@@ -139,6 +140,7 @@ class Recoded:
         if self.format == NVFP4:
             return quantise_rows(values, self._scale, ScaleRule.AMAX)
         if self.by_powers:
+            # Quantise with powers of two as scales, then store them as fp32.
             made = quantise(values.float(), FP8_128X128_UE8M0, CANONICAL)
             return made.codes, decode_array(made.block_scale, UE8M0)
         made = quantise(values.float(), self.format, CANONICAL)
@@ -151,12 +153,12 @@ class Recoded:
         return self.format == FP8_128X128_F32 and of_mxfp4
 
     def keeps_codes(self, weight: StoredWeight) -> bool:
-        """Tell whether a weight is FP8 already, with scales that the target holds exactly."""
+        """Return whether a weight is FP8 already, with scales that the target holds exactly."""
         return keeps_codes(weight, self.format)
 
 
 def keeps_codes(weight: StoredWeight, fmt: BlockFormat | None) -> bool:
-    """Tell whether a weight is FP8 in 128x128 blocks with scales that `fmt` holds exactly."""
+    """Return whether a weight is FP8 in 128x128 blocks with scales that `fmt` holds exactly."""
     if weight.format not in _FP8 or fmt not in _FP8:
         return False
     if fmt in (weight.format, FP8_128X128_F32):

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 # Every 32nd row is sampled for the floor.
 FLOOR_ROWS = 32
+# Moves of the E4M3 code: with 3 mantissa bits, 8 codes are an octave.
 _OCTAVE = tuple(move for step in range(1, 9) for move in (-step, step))
 _SEARCHES = {
     "mse": Search((6.0,), (0, *_OCTAVE)),
@@ -53,6 +54,7 @@ class ScaleRule(StrEnum):
     @property
     def full_scale(self) -> float:
         """The divisor of a tensor's largest magnitude."""
+        # If a block's largest becomes 4, its scale grows by 6 / 4: 256 * 1.5 = 384 is within 448.
         return 6.0 * (256.0 if self is ScaleRule.FOUR_OVER_SIX else 448.0)
 
 

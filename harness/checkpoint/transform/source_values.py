@@ -43,6 +43,7 @@ def _mxfp4(codes: Tensor, block_scale: Tensor) -> Tensor:
     from degarble.harness.formats.fast import loops as fast_loops  # noqa: PLC0415  imports numba
 
     with np.errstate(all="ignore"):
+        # Every product of a scale and a code, [256 * 16] float32 as bits.
         table = (values_of(UE8M0)[:, None] * values_of(E2M1)).view(np.uint32).reshape(-1)
     packed = codes.contiguous().numpy().reshape(-1)
     scales = np.repeat(block_scale.contiguous().numpy().reshape(-1), 2)

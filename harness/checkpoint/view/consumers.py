@@ -65,7 +65,7 @@ class Consumer:
         return tuple(_layout(name, config) for name in self.reads.get(config.family, ()))
 
     def knows(self, layout: Layout, config: Config) -> bool:
-        """Tell whether it reads a checkpoint with this spelling and fusion."""
+        """Return whether it reads a checkpoint with this spelling and fusion."""
         return any(_way(each) == _way(layout) for each in self.layouts(config))
 
     def tensor_of(self, slot: Slot, module: str, weight: str) -> str:

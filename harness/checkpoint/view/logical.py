@@ -68,7 +68,7 @@ class LogicalNames:
         return self.layout.path_of(parameter, self.config, fusion.target if fusion else "")
 
     def is_fused(self, parameter: Parameter) -> bool:
-        """Tell whether this layout stores a parameter in a module that it shares with others."""
+        """Return whether this layout stores a parameter in a module that it shares with others."""
         return parameter.row.name in self._fusions
 
     def place(self, name: str) -> Placed:

@@ -122,7 +122,7 @@ class ModuleTable:
         return found
 
     def is_matrix(self, module: str) -> bool:
-        """Tell whether a module holds a matrix, or a stack of them."""
+        """Return whether a module holds a matrix, or a stack of them."""
         return len(self._whole(module).shape) >= 2
 
     def form(self, module: str) -> StoredForm:
@@ -287,7 +287,7 @@ def misnamed(parts: Mapping[Part, TensorEntry]) -> tuple[Part, str] | None:
 
 
 def has_coarse_scales(parts: Mapping[Part, TensorEntry]) -> bool:
-    """Tell FP8 with one scale a tensor or a row: a known form whose values are not read here."""
+    """Return whether it is FP8 with one scale a tensor or a row: known, but not read here."""
     codes, scales = parts[Part.CODES], parts.get(Part.BLOCK_SCALE)
     if codes.dtype != "F8_E4M3" or scales is None or scales.dtype not in ("F32", "BF16"):
         return False

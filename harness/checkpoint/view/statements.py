@@ -131,7 +131,7 @@ class _Patterns:
 
 
 def _is_quick(pattern: str) -> bool:
-    """Tell whether a pattern compiles and cannot take long."""
+    """Return whether a pattern compiles and cannot take long."""
     if len(pattern) > _LONGEST_PATTERN:
         return False
     if not pattern.startswith("re:"):
@@ -162,7 +162,7 @@ class Statement:
 
     @property
     def keeps_source(self) -> bool:
-        """Tell whether a module on an ignore list keeps the source's format."""
+        """Return whether a module on an ignore list keeps the source's format."""
         return self.base is not None
 
     def promise(self, parameter: Parameter, module: str) -> Promise:

@@ -184,7 +184,7 @@ def _require_readable(stored: StoredWeight) -> None:
 
 
 def _is_no_stack(shape: tuple[int, ...]) -> bool:
-    """Tell whether a shape is neither a matrix nor a stack whose members can be listed."""
+    """Return whether a shape is neither a matrix nor a stack whose members can be listed."""
     return len(shape) > _MOST_AXES or (len(shape) == _MOST_AXES and shape[0] > _MOST_MEMBERS)
 
 

@@ -68,6 +68,7 @@ class Disk:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            # Without locks the file is written all the same; its leftovers are never removed.
             if error.errno not in _NO_LOCKS:
                 os.close(descriptor)
                 raise
@@ -204,7 +205,7 @@ def remove_abandoned(folder: Path, disk: Disk) -> None:
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Tell whether its writer has ended; False where the file system has no locks."""
+    """Return whether its writer has ended; False where the file system has no locks."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

@@ -251,7 +251,7 @@ def _is_marked(target: Path) -> bool:
 
 
 def _is_whole(target: Path, manifest: Manifest) -> bool:
-    """Tell whether every file of the manifest is there.
+    """Return whether every file of the manifest is there.
 
     Companion files count only while the target is marked. In a finished target the writer compares
     those that programs read; its owner may change the others.

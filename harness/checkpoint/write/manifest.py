@@ -160,7 +160,7 @@ def hash_of_file(path: Path) -> str:
 
 
 def is_inside(name: str) -> bool:
-    """Tell whether a file's name is a plain relative path that stays inside and is not hidden."""
+    """Return whether a file's name is a plain relative path that stays inside and is not hidden."""
     path = PurePosixPath(name)
     plain = name == str(path) and name.isprintable() and "\\" not in name
     hidden = any(part.startswith(".") for part in path.parts)

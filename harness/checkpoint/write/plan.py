@@ -259,6 +259,7 @@ def _require_tensor(tensor: PlannedTensor) -> None:
         )
     if tensor.dtype not in DTYPE_BITS:
         raise UnknownName.among(f"dtype of {shown(tensor.name)}", tensor.dtype, DTYPE_BITS)
+    # type(), because True is an int as well.
     counts = all(type(extent) is int and extent >= 0 for extent in tensor.shape)
     bits = prod(tensor.shape) * DTYPE_BITS[tensor.dtype] if counts else -1
     if len(tensor.shape) > MOST_DIMENSIONS or not 0 <= bits <= _LARGEST_COUNT or bits % 8:
@@ -282,7 +283,7 @@ def _require_texts(what: str, texts: Mapping[str, str]) -> None:
 
 
 def _is_text(value: object) -> bool:
-    """Tell whether it is a str that UTF-8 can encode."""
+    """Return whether it is a str that UTF-8 can encode."""
     try:
         return isinstance(value, str) and bool(value.encode() or True)
     except UnicodeEncodeError:

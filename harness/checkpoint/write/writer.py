@@ -193,6 +193,7 @@ def finish(
     for name in sorted(files, key=lambda each: (each == INDEX_NAME, each)):
         _put(target, name, files[name], disk)
     _put(target, MANIFEST, manifest.to_bytes(), disk)
+    # Engines accept a folder once it has config.json, so this file is the last one.
     if last is not None:
         _put(target, CONFIG, last, disk)
     journal.close()
@@ -220,7 +221,7 @@ class ShardedWriter:
         self._ended = False
 
     def wants(self, name: str) -> bool:
-        """Tell whether the next tensor, which must be `name`, will be written (or skipped)."""
+        """Return whether the next tensor, which must be `name`, will be written (or skipped)."""
         shard, tensor = self._expected(name)
         if tensor.name != name:
             raise InvalidArgument(

@@ -132,6 +132,7 @@ class _WoA:
     def planned(self) -> tuple[PlannedTensor, ...]:
         groups, rows, columns = self._extents
         blocks = ceil_div(columns, 128)
+        # sm100: four UE8M0 bytes a word, for every row.
         scale = ("I32", (groups, ceil_div(blocks, 4), rows))
         if not self.as_power:
             scale = ("F32", (groups, rows // BLOCK_ROWS, blocks))
@@ -173,9 +174,11 @@ class _WoA:
 
     def _whole_scale(self) -> Tensor:
         """Return the one decode scale of the weight: amax / 448, a power of two for sm100."""
+        # The floor keeps the scale of a zero weight positive.
         amax = largest_magnitude([self._linear.weight]).clamp(min=FP8_FLOOR)
         scale = amax / torch.full_like(amax, E4M3_LARGEST)
         if self.as_power:
+            # Rounded up, or the largest magnitude would exceed E4M3's range.
             scale = decode_array(encode_array(scale.reshape(1), UE8M0, Rounding.UP), UE8M0)
         return scale.reshape(())
 
@@ -188,4 +191,5 @@ class _WoA:
         if not self.as_power:
             return scales
         packed = pack_scales(exact_ue8m0(scales), rows_per_scale=BLOCK_ROWS, rows=rows)
+        # [g, r, words] to [g, words, r]: rows become innermost.
         return packed.transpose(-1, -2)

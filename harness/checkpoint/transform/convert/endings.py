@@ -112,7 +112,7 @@ def _stack(path: str) -> str:
 
 
 def _has_fp8_experts(formats: Mapping[str, Stored]) -> bool:
-    """Tell whether the decoder's experts are FP8, which V4's config states in a key of its own."""
+    """Return whether the decoder's experts are FP8, which V4's config states in a separate key."""
     return any(
         ".experts." in name and name.startswith("layers.") and each.weight == FP8_128X128_F32.name
         for name, each in formats.items()

@@ -111,6 +111,7 @@ class Job:
     def planned(self) -> tuple[PlannedTensor, ...]:
         """List the tensors of the target; converted ones stand at the place of their source."""
         making = [unit for unit in self.units if unit.tensors]
+        # A unit's tensors take the place of its first source.
         first = {unit.sources[0]: unit for unit in making}
         assert len(first) == len(making), "units do not share a source"
         kept = set(self.copied)
@@ -177,6 +178,7 @@ class Job:
         """Convert everything, or resume an interrupted run."""
         require_apart(self.source, target)
         plan = self.plan(shard_bytes)
+        # A finished target passed this check when it was written.
         if not (target / MANIFEST).exists():
             self.require(workers)
         ending = self.ending()

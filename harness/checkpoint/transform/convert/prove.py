@@ -114,6 +114,7 @@ def prove(
     with job.checkpoint, Checkpoint.open(target) as output:
         faults = tuple(_unbalanced(job, output))
         parts = parts_of(job)
+        # Workers keep files open between parts. The key separates this proof from an earlier one.
         key = secrets.token_hex(8)
         work = partial(_proven, key, source, target)
         if isinstance(workers, int) and sum(part.nbytes for part in parts) < _LEAST_PART:

@@ -58,6 +58,7 @@ def restacked(back: Return) -> Iterator[tuple[str, Callable[[], Iterator[Chunk]]
 
 def _cut(back: Return, slot: Slot, dtype: str) -> Iterator[Chunk]:
     entry = back.checkpoint.entry(slot.tensor)
+    # vLLM stores identifiers as int32 where the source has int64.
     if slot.box.shape == entry.shape and (entry.dtype, dtype) != ("I32", "I64"):
         yield from back.checkpoint.chunks(slot.tensor)
         return
@@ -78,6 +79,7 @@ def _expert(back: Return, slot: Slot, _dtype: str) -> Iterator[Tensor]:
     if slot.part is Part.BLOCK_SCALE and backend.scales != LINEAR:
         stored = from_layout(stored.flatten(), backend.scales, total, wide // unit)
     whole = restore_rows(stored, backend.w13 if gated else backend.w2)
+    # w1 lies above w3, each followed by its padding.
     begin = high if slot.parameter.name.endswith(_GATED[1]) else 0
     yield whole[begin : begin + rows, :columns]
     back.checkpoint.release(slot.tensor)

@@ -39,5 +39,5 @@ def stated_backend(checkpoint: Checkpoint) -> Backend | None:
 
 
 def is_arranged(module: str) -> bool:
-    """Tell whether a module is one of those that a backend's order applies to."""
+    """Return whether a module is one of those that a backend's order applies to."""
     return module.endswith(_STACKS)

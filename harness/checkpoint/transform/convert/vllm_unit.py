@@ -71,6 +71,7 @@ class Fused:
         self.changed = plan.changed & members.keys()
         self.is_stack = any(each.expert is not None for each in self.members.values())
         self.is_nvfp4 = self.is_stack and all(self.after[n].weight == _NVFP4 for n in self.members)
+        # Two rows of the parameter table in one stack: w1 and w3.
         self.is_gated = self.is_stack and len({each.row for each in self.members.values()}) > 1
 
     @cached_property
@@ -139,7 +140,7 @@ class Fused:
         return "I32" if (stored, slot.dtype) == ("I64", "I32") else stored
 
     def is_arranged(self, part: Part) -> bool:
-        """Tell whether the backend moves the elements of a part."""
+        """Return whether the backend moves the elements of a part."""
         return self.is_nvfp4 and self.backend.name != "loader" and part in _ARRANGED
 
     def arranged_shape(self, slot: Slot, members: int) -> tuple[int, int]:
@@ -180,6 +181,7 @@ class Fused:
         entry = form.parts[part]
         if part in (Part.TENSOR_SCALE, Part.INPUT_SCALE):
             scale = self.checkpoint.tensor(entry.name)
+            # A divisor becomes a factor, rounded once.
             yield scale.reciprocal() if form.direction is ScaleDirection.ENCODE else scale
         elif (entry.dtype, slot.dtype) == ("I64", "I32"):
             yield _narrowed(name, self.checkpoint.tensor(entry.name))

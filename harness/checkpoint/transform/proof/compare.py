@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 PANEL = 1 << 19  # elements: 4 MiB in float64, large enough to be taken from spare memory
 EXACT = "equal"
+# For values without scales: one block that covers any matrix.
 _ONE_STEP = Steps(torch.ones(1, 1, dtype=torch.float64), (1 << 62, 1 << 62))
 
 
@@ -176,6 +177,7 @@ class Comparison:
         """Find the element furthest from its source, in a panel with some beyond the bound."""
         step = torch.ones(()) if steps is None else steps.full(tuple(source.shape))
         same = (source == output) | (source.isnan() & output.isnan())
+        # A NaN on one side only is infinitely far.
         gap = torch.where(same, 0.0, (output - source).abs().nan_to_num(nan=torch.inf))
         allowed = self._bound.allowed(source, step)
         ratio = torch.where(gap == 0, 0.0, gap / allowed.nan_to_num(nan=0.0, posinf=0.0))

@@ -61,6 +61,7 @@ def check_wo_a(
     ]
     if faults:
         count = rows * columns
+        # With another dtype or shape nothing can be compared: all elements count as wrong.
         counts = (count, count, count)
         yield TensorProof(weight.name, linear.tensors, *counts, EXACT, None, tuple(faults))
         return
@@ -95,9 +96,11 @@ def _scales(stored: Tensor, wide: int, options: Options) -> Tensor:
         words = stored.long()[:, :, ::128]  # rows of a block repeat its scale
         repeated = words.repeat_interleave(128, 2)[:, :, : stored.shape[2]]
         same = torch.equal(repeated, stored.long())
+        # Four UE8M0 bytes a word, the first one in the lowest bits; their bias is 127.
         exponents = torch.stack([words >> 8 * j & 255 for j in range(4)], 2)
         exponents = exponents.flatten(1, 2)[:, :wide].transpose(1, 2)
         step = torch.exp2((exponents - 127).double())
+        # Where rows of a block disagree, NaN puts every value beyond its bound.
         step = step if same else torch.full_like(step, torch.nan)
     step = step.flatten(0, 1)
     return step.reciprocal() if options.direction == "encode" else step

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     Doubles = NDArray[np.float64]
 
 
+# Layout of a float64 (IEEE 754 binary64).
 _BIAS = 1023
 _MANTISSA_BITS = 52
 _EXPONENT = np.int64(0x7FF << _MANTISSA_BITS)
@@ -82,6 +83,7 @@ def largest_of_blocks(values: Doubles, first: int, block: Any, largest: Doubles)
 def _spread(steps: Doubles, wide: int, step: Doubles) -> None:
     """Write the scale of every column; the loops that follow are flat, so that they vectorise."""
     columns = step.shape[0]
+    # NVFP4's block width as a constant that the compiler knows.
     if columns == steps.shape[0] * 16 and wide == 16:
         for b in range(steps.shape[0]):
             step[16 * b : 16 * b + 16] = steps[b]
@@ -109,6 +111,7 @@ def _allow(x: Doubles, step: Doubles, bound: Any, allowed: Doubles) -> None:
     least = np.int64(lowest + _BIAS) << _MANTISSA_BITS
     for c in range(columns):
         bits[c] = max(bits[c] & _EXPONENT, least)
+    # Half a unit in the last place, relative to the power of two.
     half = 0.5 ** (mantissa + 1)
     for c in range(columns):
         allowed[c] = allowed[c] * half * step[c] + abs(x[c]) * ONE_ROUNDING
@@ -129,6 +132,7 @@ def count_differences(
         unequal = 0
         for c in range(columns):
             unequal += x[c] != y[c]
+        # Equal rows need no bound. A NaN counts as unequal here and is settled below.
         if not unequal:
             continue
         if bound[0] == ELEMENT:

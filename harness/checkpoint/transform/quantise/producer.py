@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from degarble.harness.model.parameters import Parameter
     from degarble.harness.model.tensors import Slot
 
+# Elements of a row block: 16 MiB in float32.
 _BLOCK_ELEMENTS = 1 << 22
 _PANEL = 128  # rows of the tallest block: every cut is a multiple, in source and target
 
@@ -230,7 +231,7 @@ class QuantisingProducer:
         return torch.tensor(found.scale, dtype=torch.float32)
 
     def _keeps_input_scale(self, stored: StoredWeight) -> bool:
-        """Tell whether the source's own input scale is kept: no calibration replaces it."""
+        """Return whether the source's own input scale is kept: no calibration replaces it."""
         return Part.INPUT_SCALE in stored.form.parts and self._job.calibration is None
 
     def _input_scales(self, wanted: Iterable[Parameter]) -> InputScales:
@@ -241,6 +242,7 @@ class QuantisingProducer:
 
     def _group(self, parameter: Parameter) -> GroupScale:
         """Return the tensor scale that a parameter shares with its partners."""
+        # A partner in another format has no tensor scale to share.
         members = tuple(
             name
             for name in partners_of(parameter, self._fusions)
