@@ -33,7 +33,7 @@ def sqlite_engine(path: Path) -> sql.Engine:
 
 
 def _configure(connection: sqlite3.Connection, _record: Any) -> None:
-    # Let nobody but `_begin` begin a transaction: Python's driver leaves tables out of one.
+    # Only `_begin` may begin a transaction: Python's driver leaves tables out of one.
     connection.isolation_level = None
     # Trap: the driver's own decoder raises in the middle of a result, and one row hides the others.
     connection.text_factory = _text

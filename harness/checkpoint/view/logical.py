@@ -123,6 +123,7 @@ def _shape_refused(parameter: Parameter, form: StoredForm) -> ShapeMismatch:
 def logical_names(config: Config, table: ModuleTable) -> LogicalNames | None:
     """Choose the layout that finds most names; None where it finds less than half."""
     best, best_hits, asked = None, 0, 0
+    # One expert stands for all: their names differ by number only.
     sample = [each for each in parameters(config) if each.expert in (None, 0)]
     for layout in _spellings(config):
         names = LogicalNames(config, table, layout)

@@ -49,10 +49,10 @@ def _suffix_parts() -> dict[str, Part]:
         named = [(part, suffix) for part, suffix in table.by_part.items()]
         named += [(part, suffix) for (part, _), suffix in table.by_format.items()]
         for part, suffix in named:
-            # What is codes here is a plain value there: one tensor, and its dtype tells.
+            # One suffix may hold codes or plain values; the dtype distinguishes them.
             whole = Part.CODES if part is Part.VALUE else part
             assert found.setdefault(suffix, whole) is whole, f"{suffix} means two things"
-    # A stack of experts joins the same words by an underscore (anatomy.layouts, Fusion.tensor).
+    # A stack of experts joins the same words by an underscore (model.layouts, Fusion.tensor).
     stacked = {
         suffix.replace(".", "_", 1): part for suffix, part in found.items() if suffix != ".scale"
     }
@@ -61,6 +61,7 @@ def _suffix_parts() -> dict[str, Part]:
 
 _SUFFIX_PARTS: Mapping[str, Part] = MappingProxyType(_suffix_parts())
 _ORDER = tuple(_SUFFIX_PARTS)
+# The suffixes of a module are bits of one integer, so the table stays small.
 _BIT = {suffix: 1 << position for position, suffix in enumerate(_ORDER)}
 _CODES_BITS = sum(_BIT[suffix] for suffix in _ORDER if _SUFFIX_PARTS[suffix] is Part.CODES)
 
@@ -202,6 +203,7 @@ class ModuleTable:
             (".scale", Layout.OFFICIAL),
             (".weight_scale_inv", Layout.HF_FP8),
         )
+        # The first of these suffixes that occurs decides.
         for suffix, layout in signs:
             if suffix in seen:
                 return layout
@@ -227,6 +229,7 @@ def _split(name: str) -> tuple[str, str]:
     module, dot, last = name.rpartition(".")
     if dot + last in _SUFFIX_PARTS:
         return module, dot + last
+    # Stacks join the suffix by an underscore: `experts.w13_weight_scale`.
     at = name.rfind("_weight", len(module))
     at = name.rfind("_input", len(module)) if at < 0 else at
     if at > 0 and name[at:] in _SUFFIX_PARTS:

@@ -103,6 +103,7 @@ class StoredWeight:
         boxes = {}
         for part, entry in self.form.parts.items():
             ranges = self.box(part).ranges
+            # Parts with one entry a member are cut; a scalar of the whole stack is shared.
             if len(entry.shape) == 3 or entry.shape == self.shape[:1]:
                 first = ranges[0][0] + index
                 ranges = ((first, first + 1), *ranges[1:])
@@ -122,6 +123,7 @@ class StoredWeight:
         unit = self.form.format.block[0] if self.form.format else 1
         total, width = (self.shape or (1,))[0], prod(self.shape[1:])
         step = max(unit, elements // max(width, 1) // unit * unit)
+        # Read once: they apply to every block of rows.
         scalars = self._scalar(Part.TENSOR_SCALE), self._input_scale()
         for begin in range(0, total, step):
             piece = self._cut(begin, min(begin + step, total)) if self.shape else self
@@ -147,7 +149,9 @@ class StoredWeight:
             if part in (Part.TENSOR_SCALE, Part.INPUT_SCALE):
                 boxes[part] = box
                 continue
+            # One row of scales covers `unit` rows of codes.
             height = unit if part is Part.BLOCK_SCALE else 1
+            # The box of a stack's member still has the stack's axis in front.
             axis = len(box.ranges) - len(self.shape)
             first = box.ranges[axis][0]
             cut = (first + begin // height, first + -(-end // height))
@@ -210,6 +214,7 @@ class Weights(Mapping[str, Weight]):
 def _within(entry: TensorEntry, box: Box) -> TensorEntry:
     """Return the bytes of a box as an entry of their own; boxes of whole rows are contiguous."""
     extents = box.shape
+    # A box is contiguous if every axis after its first one longer than 1 is taken whole.
     cut = next((axis for axis, extent in enumerate(extents) if extent > 1), len(extents))
     assert extents[cut + 1 :] == entry.shape[cut + 1 :], "rows of several columns' parts"
     first = 0

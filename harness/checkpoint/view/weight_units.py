@@ -132,6 +132,7 @@ def _named(
     block = parameter.block
     layer = None
     if block is not None:
+        # Blocks of the drafter are numbered after the decoder's layers.
         layer = block.index + (config.num_hidden_layers if block.is_drafter else 0)
     row = parameter.row.name.replace(EXPERT, "*")
     return Unit(
@@ -213,6 +214,7 @@ class _Extent(TypedDict):
 
 
 def _extent(stored: StoredWeight) -> _Extent:
+    # The first byte of the largest part places a unit in the walk.
     largest = max(stored.form.parts.items(), key=lambda item: item[1].nbytes)
     begin = largest[1].begin
     nbytes = 0

@@ -70,6 +70,7 @@ class RayCluster:
         remote = self._ray.remote(_served).options(
             num_cpus=1, max_retries=0, scheduling_strategy="SPREAD"
         )
+        # Stored once in the cluster, and not sent with every task.
         shared = self._ray.put(work)
         waiting = list(reversed(list(tasks)))
         running: dict[Any, Task] = {}

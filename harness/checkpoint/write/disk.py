@@ -133,7 +133,7 @@ class Partial:
     def commit(self) -> None:
         """Make the bytes durable, then the name."""
         self._disk.sync(self._open)
-        # Trap: renamed before it is closed, so that nobody takes it for abandoned in between.
+        # Trap: renamed before it is closed, so that no other writer takes it for abandoned.
         self._disk.rename(self._temporary, self.path)
         self._close()
         self._disk.sync_folder(self.path.parent)

@@ -124,7 +124,7 @@ def report_bytes(told: Mapping[str, Any], facts: Iterable[ShardFacts]) -> bytes:
 
 
 def _lossless(weights: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Count blocks that could be taken over exactly, and those that were; every one is compared."""
+    """Count the MXFP4 weights, and those that became NVFP4 exactly, every block compared."""
     asked = [w for w in weights.values() if w["action"] == "lossless" or "not_lossless" in w]
     exact = [w for w in asked if w["action"] == "lossless"]
     elements = sum(w["elements"] for w in asked)
