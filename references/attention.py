@@ -60,7 +60,7 @@ def window_rows(positions_T: Tensor, first: int, rows: int, window: int) -> Tens
 
 
 def listed_rows(chosen_TK: Tensor, rows: int) -> tuple[Tensor | slice, Tensor | None]:
-    """Turn listed row numbers into an index of rows and `seen` [T, indexed rows], None for all.
+    """Turn listed row numbers into an index of rows and a mask [T, indexed rows], None for all.
 
     -1 is skipped, and so are rows that do not exist, which a faulty list may name.
     """

@@ -76,7 +76,7 @@ def _behind(wrapped: ComponentCall, call: ComponentCall) -> ComponentCall:
 
 
 class Bound:
-    """A model's components and the weights behind them.
+    """A model's components and their weights.
 
     `calls` may be changed entry by entry; `weights` is any mapping from logical parameter names.
     """
@@ -137,13 +137,13 @@ class Bound:
                 self._inputs[name] = frozenset(each.name for each in component.inputs)
 
     def weights_of(self, component: str) -> Mapping[str, Weight]:
-        """The component's weights, by their names within its block; fetched when they are read."""
+        """Return a component's weights by their names in its block; fetched when they are read."""
         if component not in self.calls:
             raise self._unknown(component)
         return self._fetched[component]
 
     def bound_to(self, component: str) -> tuple[Component, Facts]:
-        """What a component is, and the facts that its callable was bound to."""
+        """Return the component and the facts that its callable was bound to."""
         if component not in self._bound_to:
             raise self._unknown(component)
         return self._bound_to[component]

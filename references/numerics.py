@@ -38,7 +38,7 @@ class Mode(StrEnum):
 
 
 class KeyValueCache(StrEnum):
-    """What a latent row becomes when it is stored and read back; the rotated dims stay BF16."""
+    """Storage of latent rows in the cache; the rotated dims stay BF16."""
 
     EXACT = "exact"  # early V4-Flash code: its act_quant in place casts to BF16, not to E4M3
     FP8 = "fp8"  # official and vLLM for V4 (64-wide blocks), official V3.2 (128-wide): UE8M0
@@ -47,7 +47,7 @@ class KeyValueCache(StrEnum):
 
 
 class IndexerFormat(StrEnum):
-    """How the indexer's queries and keys are rounded."""
+    """Roundings of the indexer's queries and keys."""
 
     EXACT = "exact"  # transformers
     FP8 = "fp8"  # one UE8M0 scale per 128: vLLM, and the official V3.2 code

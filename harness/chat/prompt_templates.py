@@ -49,13 +49,13 @@ FINGERPRINTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Wordings:
-    """The sentences of one encoder; `source` is the file, None where a checkpoint has none."""
+    """The sentences of one encoder; `source` is its file, None where a checkpoint has none."""
 
     texts: Mapping[str, str]
     source: Path | None
 
     def text(self, name: str) -> str:
-        """Look one sentence up."""
+        """Return one sentence."""
         if name not in self.texts:
             found = "no encoder beside the checkpoint" if self.source is None else str(self.source)
             raise UnreadableFile(

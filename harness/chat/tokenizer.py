@@ -91,7 +91,7 @@ class Tokenizer:
 
 
 class Growing:
-    """The text of ids that arrive one by one."""
+    """Incremental decoding: the text of ids that arrive one by one."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

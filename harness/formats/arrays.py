@@ -239,7 +239,7 @@ def _encode_piece(
 
 
 def _toward_zero(rounding: Rounding, negative: Tensor) -> Tensor:
-    """Tell for each sign whether the rule never increases the magnitude."""
+    """Return for each sign whether the rule never increases the magnitude."""
     below, above = (points_toward_zero(rounding, sign) for sign in (True, False))
     return (negative & below) | (~negative & above)
 

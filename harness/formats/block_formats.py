@@ -82,14 +82,14 @@ BLOCK_FORMATS: Mapping[str, BlockFormat] = MappingProxyType(
 
 
 def block_format(name: str) -> BlockFormat:
-    """Look a block format up; an unknown name is refused with the nearest known ones."""
+    """Return the block format called `name`; raise with the nearest known names otherwise."""
     if name not in BLOCK_FORMATS:
         raise UnknownName.among("block format", name, BLOCK_FORMATS)
     return BLOCK_FORMATS[name]
 
 
 def require_shape(shape: Sequence[int], fmt: BlockFormat) -> None:
-    """Refuse a logical shape that the format cannot hold."""
+    """Raise if the format cannot hold a logical shape."""
     if len(shape) < 2:
         raise ShapeMismatch(
             f"shape for {fmt.name}",

@@ -295,7 +295,7 @@ CACHE_ROWS: Mapping[str, CacheRow] = MappingProxyType(
 
 
 def cache_row(name: str) -> CacheRow:
-    """Look an entry format up; an unknown name is refused with the nearest known ones."""
+    """Return the entry format called `name`; raise with the nearest known names otherwise."""
     if name not in CACHE_ROWS:
         raise UnknownName.among("cache row", name, CACHE_ROWS)
     return CACHE_ROWS[name]

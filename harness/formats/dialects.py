@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class TensorScaleRule(StrEnum):
-    """How the tensor scale follows from A where the caller gives none."""
+    """Rules by which the tensor scale follows from A where the caller gives none."""
 
     ENCODE_CAPPED = "G = Q q / A, at most the largest float32; 1 where A is 0 or infinite"
     ENCODE_PLAIN = "G = Q q / A, whatever that is"
@@ -46,7 +46,7 @@ class TensorScaleRule(StrEnum):
 
 
 class BlockScaleRule(StrEnum):
-    """The block scale before it is rounded to its format; every operation rounds to float32."""
+    """Rules for the block scale before rounding to its format; all steps round to float32."""
 
     AMAX_TIMES_ENCODE_SHARE = "a * (G * (1/q))"
     ENCODE_TIMES_AMAX_SHARE = "G * (a * (1/q))"
@@ -57,7 +57,7 @@ class BlockScaleRule(StrEnum):
 
 
 class ValueRule(StrEnum):
-    """What is rounded to the element format; every operation rounds to float32."""
+    """Rules for the value that is rounded to the element format; all steps round to float32."""
 
     TIMES_CAPPED_RECIPROCAL = "x * min(1 / (b * (1/G)), largest float32)"
     TIMES_RECIPROCAL = "x * (1 / (b * (1/G)))"
@@ -84,7 +84,7 @@ class NegativeZero(StrEnum):
 
 
 class NonFinite(StrEnum):
-    """What becomes of NaN and infinities."""
+    """Policies for NaN and infinities."""
 
     SUPPRESSED = "NaN ignored by every amax, as fmaxf does; infinities follow the arithmetic"
     PROPAGATED = "NaN and infinities follow the arithmetic, through every amax"
@@ -93,7 +93,7 @@ class NonFinite(StrEnum):
 
 @dataclass(frozen=True)
 class BlockRule:
-    """How one producer writes one format. Each field is a fact of its own."""
+    """The facts of one producer writing one format, each independent of the others."""
 
     format: BlockFormat
     tensor_scale: TensorScaleRule
@@ -303,7 +303,7 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
 
 
 def dialect_named(name: str) -> Dialect:
-    """Look a dialect up; an unknown name is refused with the nearest known ones."""
+    """Return the dialect called `name`; raise with the nearest known names otherwise."""
     if name not in DIALECTS:
         raise UnknownName.among("dialect", name, DIALECTS)
     return DIALECTS[name]

@@ -99,7 +99,7 @@ ELEMENT_FORMATS: Mapping[str, ElementFormat] = MappingProxyType(
 
 
 def element_format(name: str) -> ElementFormat:
-    """Look a format up; an unknown name is refused with the nearest known ones."""
+    """Return the format called `name`; raise with the nearest known names otherwise."""
     if name not in ELEMENT_FORMATS:
         raise UnknownName.among("element format", name, ELEMENT_FORMATS)
     return ELEMENT_FORMATS[name]

@@ -165,7 +165,7 @@ SCALE_LAYOUTS: Mapping[str, ScaleLayout] = MappingProxyType(
 
 
 def scale_layout(name: str) -> ScaleLayout:
-    """Look a layout up; an unknown name is refused with the nearest known ones."""
+    """Return the layout called `name`; raise with the nearest known names otherwise."""
     if name not in SCALE_LAYOUTS:
         raise UnknownName.among("scale layout", name, SCALE_LAYOUTS)
     return SCALE_LAYOUTS[name]

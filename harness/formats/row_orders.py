@@ -133,7 +133,7 @@ ROW_ORDERS: Mapping[str, RowOrder] = MappingProxyType(
 
 
 def row_order(name: str) -> RowOrder:
-    """Look an order up; an unknown name is refused with the nearest known ones."""
+    """Return the order called `name`; raise with the nearest known names otherwise."""
     if name not in ROW_ORDERS:
         raise UnknownName.among("row order", name, ROW_ORDERS)
     return ROW_ORDERS[name]

@@ -75,66 +75,66 @@ class ElementFormat:
 
     @property
     def code_count(self) -> int:
-        """How many codes there are."""
+        """Return how many codes there are."""
         return 1 << self.bits
 
     @property
     def sign_mask(self) -> int:
-        """The sign bit, or 0 for an unsigned format."""
+        """Return the sign bit, or 0 for an unsigned format."""
         return 1 << (self.bits - 1) if self.signed else 0
 
     @property
     def mantissa_mask(self) -> int:
-        """The mantissa field."""
+        """Return the mantissa field."""
         return (1 << self.mantissa_bits) - 1
 
     @property
     def exponent_mask(self) -> int:
-        """The exponent field, not shifted."""
+        """Return the exponent field, not shifted."""
         return (1 << self.exponent_bits) - 1
 
     @property
     def magnitude_mask(self) -> int:
-        """All bits but the sign. Magnitude codes are ordered as their values are."""
+        """Return all bits but the sign. Magnitude codes are ordered as their values are."""
         return self.code_count - 1 - self.sign_mask
 
     @property
     def min_exponent(self) -> int:
-        """Exponent of the smallest normal number (of the smallest number, without subnormals)."""
+        """Return the exponent of the smallest normal number (of the smallest, without subnormals)."""
         return 1 - self.bias if self.subnormals else -self.bias
 
     @property
     def infinity_code(self) -> int | None:
-        """Code of +infinity, or None."""
+        """Return the code of +infinity, or None."""
         return self.exponent_mask << self.mantissa_bits if self.infinities else None
 
     @property
     def nan_code(self) -> int | None:
-        """The NaN that encoding yields: positive and quiet; None where the format has no NaN."""
+        """Return the positive quiet NaN that encoding yields; None where the format has no NaN."""
         if isinstance(self.nan_codes, str):
             return (self.exponent_mask << self.mantissa_bits) | (1 << (self.mantissa_bits - 1))
         return min(self.nan_codes, default=None)
 
     @property
     def largest_code(self) -> int:
-        """Code of the largest finite value."""
+        """Return the code of the largest finite value."""
         if self.infinity_code is not None:
             return self.infinity_code - 1
         return self.magnitude_mask if self.nan_code is None else self.nan_code - 1
 
     @property
     def largest(self) -> float:
-        """The largest finite value."""
+        """Return the largest finite value."""
         return self._magnitude(self.largest_code)
 
     @property
     def smallest_normal(self) -> float:
-        """The smallest positive value with a full significand."""
+        """Return the smallest positive value with a full significand."""
         return 2.0**self.min_exponent
 
     @property
     def smallest(self) -> float:
-        """The smallest positive value: subnormal where the format has subnormals."""
+        """Return the smallest positive value: subnormal where the format has subnormals."""
         return self._magnitude(1 if self.subnormals else 0)
 
     def _magnitude(self, code: int) -> float:

@@ -62,7 +62,7 @@ class Weight:
 
     @classmethod
     def of(cls, tensor: QuantisedTensor, input_scale: Tensor | None = None) -> Weight:
-        """Take a quantised tensor apart into replaceable fields."""
+        """Make a weight from a quantised tensor, split into replaceable fields."""
         storage = Storage(
             tensor.format,
             tensor.dialect,
@@ -81,18 +81,18 @@ class Weight:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether codes stand for the values."""
+        """Return whether it holds codes instead of values."""
         return self.storage is not None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Logical extents."""
+        """Return the logical extents."""
         if self.storage is not None:
             return self.storage.shape
         return tuple(self._plain().shape)
 
     def quantised(self) -> QuantisedTensor:
-        """Codes and scales as one checked tensor."""
+        """Return codes and scales as one checked tensor."""
         if self.storage is None or self.codes is None or self.block_scale is None:
             raise InvalidArgument(
                 "weight", "without codes", "codes, block_scale and storage", "Read `value` instead."
@@ -111,7 +111,7 @@ class Weight:
         )
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """The numbers, in `dtype`; decoded once while no field changes."""
+        """Return the values in `dtype`; decoded once while no field changes."""
         if self.storage is None and self.value is not None and self.value.dtype is dtype:
             return self.value
         fields = (self.value, self.codes, self.block_scale, self.tensor_scale)

@@ -58,7 +58,7 @@ class Fusion:
 
 @dataclass(frozen=True)
 class Layout:
-    """How one kind of checkpoint, or one engine's memory, holds a model's parameters."""
+    """The way in which a kind of checkpoint, or an engine's memory, holds a model's parameters."""
 
     name: str
     family: str
@@ -262,7 +262,7 @@ def _beside(member: str, fusion: Fusion) -> str:
 
 
 def layout_named(name: str, config: Config) -> Layout:
-    """Look a layout of the config's family up."""
+    """Return the layout of the config's family called `name`."""
     known = {each: layout for (family, each), layout in LAYOUTS.items() if family == config.family}
     if name not in known:
         raise UnknownName.among("layout", name, known)

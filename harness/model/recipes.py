@@ -53,7 +53,7 @@ _YAML_ERRORS = (
 
 
 class Formats(NamedTuple):
-    """The formats of one linear's weight and of the activations in front of it."""
+    """Formats of one linear's weight and of its input activations."""
 
     weight: str
     activation: str

@@ -33,7 +33,7 @@ ANY = "*"  # an extent that depends on the run, such as the number of keys
 
 
 class Holds(StrEnum):
-    """What kind of element a site has."""
+    """Kinds of element that a site may have."""
 
     NUMBERS = "numbers"
     INTEGERS = "integers"
@@ -41,7 +41,7 @@ class Holds(StrEnum):
 
 
 class Rows(StrEnum):
-    """What the first extent of a site counts."""
+    """What the first extent of a site may count."""
 
     TOKENS = "tokens"
     SEQUENCES = "sequences"

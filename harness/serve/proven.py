@@ -262,7 +262,7 @@ def _known_answers() -> str:
 
 
 class HealthApp:
-    """The health endpoint, and nothing else."""
+    """The health endpoint."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress

@@ -116,7 +116,7 @@ _fence: Any = intrinsic(_fence_ir)
 
 
 def streams(out: Bits) -> bool:
-    """Tell whether an output should be written past the cache, and can be."""
+    """Return whether an output should be written past the cache, and can be."""
     return out.nbytes >= STREAM_BYTES and out.ctypes.data % STREAM_ALIGNMENT == 0
 
 

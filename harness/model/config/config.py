@@ -33,7 +33,7 @@ SCORING = frozenset({"sqrtsoftplus", "softmax", "sigmoid"})
 
 @dataclass(frozen=True, kw_only=True)
 class Dspark:
-    """The block-parallel drafter of V4-Flash-0731 and V4-Pro-0813 in place of the MTP block."""
+    """The block-parallel drafter of V4-Flash-0731 and V4-Pro-0813 instead of the MTP block."""
 
     target_layer_ids: tuple[int, ...]
     markov_rank: int

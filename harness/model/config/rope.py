@@ -74,7 +74,7 @@ def read_v32(reader: Reader) -> dict[str, Any]:
 
 
 def _require_fraction(reader: Reader, part: Mapping[str, Any], name: str) -> None:
-    """Refuse rotary dims that differ by layer."""
+    """Raise if rotary dims differ by layer."""
     whole = reader.raw.get("partial_rotary_factor")
     own = part.get("partial_rotary_factor", whole)
     require(own == whole, name, own, f"{whole}, as partial_rotary_factor says")
@@ -186,7 +186,7 @@ def _scaling(reader: Reader, read: YarnReader) -> Yarn | None:
 
 
 def _require_agreement(reader: Reader, yarn: Yarn | None, read: YarnReader) -> None:
-    """Refuse rope_scaling that differs from rope_parameters beside it."""
+    """Raise if rope_scaling differs from rope_parameters in the same config."""
     if reader.raw.get("rope_scaling") is not None:
         beside = _scaling(reader, read)
         require(beside == yarn, "rope_scaling", beside, f"{yarn}, as rope_parameters says")
