@@ -100,7 +100,7 @@ class ElementFormat:
 
     @property
     def min_exponent(self) -> int:
-        """Return the exponent of the smallest normal number (of the smallest, without subnormals)."""
+        """Return the exponent of the smallest normal number, or of the smallest number at all."""
         return 1 - self.bias if self.subnormals else -self.bias
 
     @property
