@@ -107,6 +107,7 @@ def alike(made: Tensors, wanted: Tensors) -> bool:
         other = made.get(name)
         if other is None or other.shape != each.shape:
             return False
+        # NaN equals NaN here.
         same = (other == each) | ((other != other) & (each != each))  # noqa: PLR0124  NaN
         if same.numel() and float(same.double().mean()) < ALIKE:
             return False

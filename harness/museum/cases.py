@@ -208,6 +208,7 @@ class Changed(Mapping[str, "Weight"]):
     def __getitem__(self, name: str) -> Weight:
         found = self._made.get(name)
         if found is None:
+            # Trap: an inference tensor that is kept could not be changed outside of that mode.
             with torch.inference_mode(mode=False):
                 made = self._change(name, self._source[name])
             found = self._made[name] = HeldWeight.of_weight(made)

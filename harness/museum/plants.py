@@ -247,6 +247,7 @@ def _effect(found: Localised, planted: Planted) -> float:
     rows = [row for row in found.rows if row.component.name == planted.component]
     odd = [each for each in found.origins if each.component == planted.component]
     ratios = [row.ratio for row in rows]
+    # NaN: without a budget the effect is unknown, unless the component was blamed.
     if any(math.isnan(ratio) for ratio in ratios) and not odd:
         return math.nan
     known = [ratio for ratio in ratios if not math.isnan(ratio)]

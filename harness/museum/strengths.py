@@ -70,6 +70,7 @@ def turned(stage: Stage, fault: str, component: str, wanted: float) -> Way | Non
                 return None
             if wanted / _NEAR <= found <= wanted * _NEAR:
                 return way
+            # Assume that the effect is proportional to the strength, within a factor of 8 a trial.
             turn *= min(8.0, max(0.125, wanted / max(found, 1e-3)))
             if turn > _MOST:
                 return None

@@ -106,6 +106,7 @@ def bisected(search: Search, told: Callable[[str], None] = lambda _line: None) -
             f"{search.component or 'status'} at both ends", number(first), "two numbers",
             "Widen the range: nothing moved between these commits.",
         )  # fmt: skip
+    # Invariant of the bisection: `low` is good, `high` is bad.
     low, high = 0, len(commits) - 1  # known good, known bad
     while high - low > 1:
         middle = _next(work, commits, low, high)

@@ -148,6 +148,7 @@ def run_suite(path: Path, report: Path, markers: Sequence[str]) -> Suite:
         last = " ".join(said.split())[-_LONG:]
         return Suite(kernel, broken=f"broke off with status {status}: {last}")
     found = suite_of(kernel, report)
+    # Pytest failed outside of any case, for example in a fixture's teardown.
     if status and found.verdict is Verdict.AGREES:
         return Suite(kernel, broken=f"ended with status {status}, and no case failed")
     return found

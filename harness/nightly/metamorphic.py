@@ -112,7 +112,7 @@ def judged(model: OpenModel, prompts: list[list[int]], asked: Asked) -> StepResu
 def relations(
     prompts: list[list[int]],
 ) -> Iterator[tuple[str, list[list[int]], list[list[int]]]]:
-    """Return each relation's name, its sequences, and the pieces in which they are fed."""
+    """Yield each relation's name, its sequences, and the pieces in which they are fed."""
     yield "in a batch", prompts, [[len(ids)] for ids in prompts]
     padded = [[*ids, *[ids[-1]] * _PADDING] for ids in prompts]
     yield "with padding behind", padded, [[len(ids)] for ids in padded]
@@ -131,6 +131,7 @@ def _run(speaker: Speaker, fed: list[list[int]], pieces: list[list[int]]) -> lis
     for turn in range(max(map(len, pieces))):
         at = [n for n, each in enumerate(pieces) if turn < len(each)]
         new = [
+            # A sequence's length is the number of tokens that were fed before.
             torch.tensor(fed[n][sequences[n].length :][: pieces[n][turn]], dtype=torch.int64)
             for n in at
         ]
@@ -145,7 +146,7 @@ def _apart(mine: Said, theirs: Said) -> float:
     """Return largest difference over largest magnitude of the common tokens; 0 if bit-equal."""
     found = 0.0
     for left, right in ((mine.hidden, theirs.hidden), (mine.logits, theirs.logits)):
-        right = right[: len(left)]  # noqa: PLW2901  without what is behind the prompt
+        right = right[: len(left)]  # noqa: PLW2901  without tokens after the prompt
         if torch.equal(left, right):
             continue
         away = (left.double() - right.double()).abs().max() / left.double().abs().max()

@@ -42,8 +42,8 @@ class Gate:
     low: float
     high: float
     healthy: float
-    smallest: float  # drift that so many prompts show with the stated power
-    matters: float  # drift that a gate has to see
+    smallest: float  # smallest drift that these prompts detect with probability POWER
+    matters: float  # drift that a gate must detect
     finite: bool = True
 
     @property
@@ -77,6 +77,7 @@ class Gate:
     def _advice(self) -> str:
         if abs(self.twin - self.reference) >= self.matters:
             return "the format alone costs more, so this statistic cannot judge it."
+        # The detectable drift falls with the square root of the number of prompts.
         wanted = math.ceil(self.prompts * (self.smallest / self.matters) ** 2)
         return f"give about {wanted:,} prompts."
 
@@ -106,10 +107,12 @@ def gate(
         blank = (unknown, unknown, unknown, unknown, matters)
         return Gate(name, unit, count, *means, *blank, finite=False)
     own, of_format = _apart(candidate, twin), _apart(twin, reference)
+    # Two-sided Student interval of the mean paired difference.
     wide = quantile(count - 1, (1 + CONFIDENCE) / 2)
     half = wide * stdev(own) / math.sqrt(count)
     of_format_half = wide * stdev(of_format) / math.sqrt(count)
     healthy = max(abs(fmean(of_format)) + of_format_half, abs(fmean(twin)) * _STEP)
+    # Drift beyond the healthy range that these prompts detect with probability POWER.
     more = quantile(count - 1, POWER) * stdev(own) / math.sqrt(count)
     middle = fmean(own)
     means = (fmean(candidate), fmean(twin), fmean(reference))
@@ -123,5 +126,6 @@ def _apart(first: Sequence[float], second: Sequence[float]) -> list[float]:
 
 def quantile(degrees: int, probability: float) -> float:
     """Return Student's quantile by Wallace's approximation, for probabilities from one half on."""
+    # Wallace (1959), solved for t: z (8 n + 3) / (8 n + 1) = sqrt(n ln(1 + t^2 / n)).
     z = NormalDist().inv_cdf(probability) * (8 * degrees + 3) / (8 * degrees + 1)
     return math.sqrt(degrees * math.expm1(z * z / degrees))

@@ -225,11 +225,11 @@ def _captured(asked: Asked, run: Capture) -> tuple[Voice, Voice, Voice]:
 
 
 def limits_of(run: Capture, known: list[int], new: Mapping[int, list[int]]) -> dict[int, int]:
-    """Return how long the twin may answer, for sequences whose end the capture states.
+    """Return how many tokens the twin may answer, for sequences whose end the capture states.
 
-    An answer that ended at its limit gives the twin the same limit; of a broken-off answer nothing
-    is known. Only a run that states its answers counts their last tokens, which were never fed
-    again.
+    If the candidate stopped at its limit, the twin gets that limit; if it ended by itself, the
+    longest answer's length; broken-off answers are left out. Only a run that states its answers
+    counts their last tokens, which were never fed again.
     """
     stated = run.facts.get("sequences")
     ends = [each.get("finish") if isinstance(each, dict) else None

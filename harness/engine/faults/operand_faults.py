@@ -143,6 +143,7 @@ def with_block_scales(
     scaled = blocks(scene, inputs, step) / step[..., None, None]
     made = change(scaled, stored).to(stored.dtype)
     scale = decode_array(made, form.scale)[..., None]
+    # A block scale of 0 decodes to zeros, whatever its codes.
     quotients = torch.where(scale > 0, scaled / scale, 0.0).flatten(-2)
     codes = pack_nibbles(encode_array(quotients, form.element, Rounding.NEAREST_EVEN))
     return {**outputs, "codes": codes, "block_scale": made}

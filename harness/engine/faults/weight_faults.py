@@ -198,6 +198,7 @@ def _is_gain(was: Tensor, now: Tensor, rows: tuple[int, int]) -> bool:
     """Return whether the rows changed by a single factor, as rows with a single scale always do."""
     a, b = (side[rows[0] : rows[1]].double() for side in (was, now))
     seen = a != 0
+    # NaN ratios compare unequal, so a non-finite row is no gain.
     ratio = b[seen] / a[seen]
     return bool((ratio == ratio[:1]).all()) and not bool(b[~seen].any())
 

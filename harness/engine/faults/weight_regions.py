@@ -201,6 +201,7 @@ def _judged(
     pairs: list[tuple[Extent, Tensor, Tensor]], units: Mapping[str, float]
 ) -> list[tuple[Extent, Tensor]]:
     """Compare each weight's columns with the healthiest of all weights."""
+    # A healthy weight's share of unequal results is what rounding alone produces.
     usual = min((_usual(c, e) for _, c, e in pairs), default=0.0)
     return [(x, differing_columns(c, e, units[x.output], usual)) for x, c, e in pairs]
 

@@ -40,6 +40,7 @@ _REMEDY = "Round the scale first and quantise with the rounded one, or keep it a
 
 def rounded_up(scales: Tensor) -> Tensor:
     """Round up to a power of two."""
+    # frexp: scales = mantissa * 2^exponent with mantissa in [0.5, 1); 0.5 is a power of two.
     mantissa, exponent = torch.frexp(scales)
     return torch.where(mantissa == 0.5, scales, torch.ldexp(torch.ones_like(scales), exponent))
 

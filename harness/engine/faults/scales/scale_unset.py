@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from degarble.harness.engine.faults.weight_faults import Change
     from degarble.harness.formats.weight import Weight
 
-TINY = 1e-23  # what dead experts hold in a published checkpoint (vllm issue 34914)
+TINY = 1e-23  # scale of dead experts in a published checkpoint (vllm issue 34914)
 UNSET = float(torch.tensor(bytearray(b"\xcd" * 4), dtype=torch.uint8).view(torch.float32))
-_BYTES = {0.0: 0x00, math.inf: 0x7E, TINY: 0x01, UNSET: 0xCD}  # what E4M3 and UE8M0 have of them
+_BYTES = {0.0: 0x00, math.inf: 0x7E, TINY: 0x01, UNSET: 0xCD}  # their byte in 8-bit scales
 _NAN_BYTE = {"E4M3": 0x7F, "UE8M0": 0xFF}
 
 

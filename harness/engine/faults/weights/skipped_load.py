@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from degarble.harness.engine.faults.weight_faults import Change, Needs
     from degarble.harness.formats.weight import Weight
 
-_FRESH = 0xCD  # what debug allocators leave
-_FREED = 0xDD
+_FRESH = 0xCD  # debug allocators fill fresh memory with it
+_FREED = 0xDD  # and freed memory with this
 
 
 def _filled(codes: Tensor, byte: int) -> Tensor:
