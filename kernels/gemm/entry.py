@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from degarble.kernels.runtime.settings import CompileSettings
     from degarble.kernels.runtime.targets import Target
 
-EXTENTS = 4  # M, N, K, clusters
+EXTENTS = 4  # of a launch: M, N, K, clusters
 
 
 class Entry(NamedTuple):

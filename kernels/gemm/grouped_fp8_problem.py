@@ -52,7 +52,7 @@ class GroupedFp8Problem:
     inner: int
     scales: str = "float32"
     turned: int = 0  # values of a head, 0: A is codes and scales
-    positions: int = 0  # rows of the table of turns, 0 where nothing is turned
+    positions: int = 0  # rows of the RoPE table, 0 where nothing is rotated
 
     def __post_init__(self) -> None:
         rows.require_extent("tokens", self.tokens)

@@ -24,7 +24,7 @@ from degarble.kernels.runtime.targets import SM90A, SM100A
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-STEP = 64  # values of K of a stage: those of a head that are turned, or none of them
+STEP = 64  # values of K of a stage: all of a head's rotated values, or none of them
 OUTPUTS: Mapping[str, int] = {"bf16": 2, "fp32": 4}  # bytes of a number of D
 TACTICS: Mapping[str, tuple[Tactic, ...]] = {
     SM90A.name: (
@@ -48,8 +48,8 @@ class GroupedProblem:
     groups: int
     columns: int
     inner: int
-    turned: int = 0  # values of a head, 0: A is taken as it is
-    positions: int = 0  # rows of the table of turns, 0 where nothing is turned
+    turned: int = 0  # values of a head, 0: A is used as it is
+    positions: int = 0  # rows of the RoPE table, 0 where nothing is rotated
     out: str = "bf16"
 
     def __post_init__(self) -> None:

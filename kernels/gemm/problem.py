@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 COLUMNS_MULTIPLE = 8  # of N: a row of D is whole 16 bytes, as TMA stores it
 LARGEST_EXTENT = 1 << 31
-WARP = 32
+WARP = 32  # threads
 WARPGROUP = 128
-BARRIER_BYTES = 8
+BARRIER_BYTES = 8  # of an mbarrier
 SCALE_TILE_BYTES = 512  # 128 rows x 4 scales, harness.formats.layouts.SWIZZLE_128X4
 SCALE_TILE_ROWS = 128
 PIECE_ROWS, PIECE_COLUMNS = 64, 64  # what one warpgroup hands to one TMA store

@@ -2,16 +2,17 @@
 
 A [M, K] and B [N, K] with K along rows; tiles of 128 x 64, 128 or 256, stages of 64 along K.
 Roles of six warps: 0 to 3 store, 4 multiplies by tcgen05.mma (A and B in shared memory, sums in
-tensor memory), 5 loads by TMA.
+  tensor memory), 5 loads by TMA.
 Pipelines: (1) ring of stages, PipelineTmaUmma: full is one arrival plus bytes, empty is the commit
-of the instructions that read the stage. (2) ring of two sums, PipelineUmmaAsync: full is a commit,
-empty is one arrival per storing thread (128). So a tile is stored while the next one is multiplied.
+  of the instructions that read the stage. (2) ring of two sums, PipelineUmmaAsync: full is a
+  commit, empty is one arrival per storing thread (128). So a tile is stored while the next one is
+  multiplied.
 Order of a tile: load stages; wait for free sums; per stage wait, issue 4 tcgen05.mma (K = 16),
-release by commit; commit the sums; storing warps read 64 columns at a time by tcgen05.ld, release
-the sums after the last read, and store each piece by TMA. A tcgen05 fence stands on both sides of
-the barriers between threads. Warp 0 frees tensor memory when all storing warps are done.
+  release by commit; commit the sums; storing warps read 64 columns at a time by tcgen05.ld, release
+  the sums after the last read, and store each piece by TMA. A tcgen05 fence stands on both sides of
+  the barriers between threads. Warp 0 frees tensor memory when all storing warps are done.
 Steps of K are taken in order, sixteen at a time: references.tensor_core.TCGEN05_F16 defines every
-bit of the float32 sum.
+  bit of the float32 sum.
 
 The entry point allocates only D and never synchronises. Compiled but never run: no sm_100a device
 was available. Shape letters: M rows of A and D, N rows of B, K inner.

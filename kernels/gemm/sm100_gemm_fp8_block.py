@@ -4,11 +4,11 @@ D = A B^T in BF16 for NVIDIA's and DeepSeek's FP8 checkpoints. Scales are float3
 row-major as on Hopper, and read from global memory by the threads that need them.
 Roles of six warps as in sm100_gemm_bf16: 0 to 3 promote and store, 4 multiplies, 5 loads.
 Pipelines: the ring of stages (full: one arrival plus bytes; empty: commit) and a ring of up to four
-sums in tensor memory. Unlike BF16, every stage (128 of K) has sums of its own.
+  sums in tensor memory. Unlike BF16, every stage (128 of K) has sums of its own.
 A stage: wait for free sums and for the stage; 4 tcgen05.mma (K = 32) into fresh sums; commit both.
-The storing warps, one row a thread, read the sums by tcgen05.ld, release them (128 arrivals), and
-add sum times (scale of the row x scale of the tile's columns) to the total in float32 by fma. After
-the last stage they store the tile 64 columns at a time.
+  The storing warps, one row a thread, read the sums by tcgen05.ld, release them (128 arrivals), and
+  add sum times (scale of the row x scale of the tile's columns) to the total in float32 by fma.
+  After the last stage they store the tile 64 columns at a time.
 
 The entry point allocates only D and never synchronises. Compiled but never run: no sm_100a device
 was available. Shape letters: M rows of A, N rows of B, K inner, G groups of 128 along K.

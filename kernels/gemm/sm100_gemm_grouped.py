@@ -1,13 +1,14 @@
 """Grouped BF16 GEMM on Blackwell (sm_100a), with inverse RoPE on A inside the product for o_a.
 
 D[t, g] = A[t, g] B[g]^T with the shapes of grouped_problem; BF16 results only. Kernel of
-sm100_gemm_bf16 in which A's boxes begin at the K step of the tile's group. Roles: warps 0 to 3
-store, 4 multiplies, 5 loads. With `turned`, warps 6 and 7 are idle and two more warpgroups (warps 8
-to 15) rotate, 64 rows each. Rotation: the last stage of a head (64 of K) holds the values that
-inverse RoPE rotates. After it has arrived, the rotating warps work in place with the code of
-sm90_gemm_grouped and arrive at a barrier (8 arrivals, one a warp; one barrier per stage of the
-ring). The multiplying warp waits for it and fences to the async proxy before that stage only. The
-rotating warps never release a stage: the commit after the product does.
+sm100_gemm_bf16 in which A's boxes begin at the K step of the tile's group.
+Roles: warps 0 to 3 store, 4 multiplies, 5 loads. With `turned`, warps 6 and 7 are idle and two more
+  warpgroups (warps 8 to 15) rotate, 64 rows each.
+Rotation: the last stage of a head (64 of K) holds the values that inverse RoPE rotates. After it
+  has arrived, the rotating warps work in place with the code of sm90_gemm_grouped and arrive at a
+  barrier (8 arrivals, one a warp; one barrier per stage of the ring). The multiplying warp waits
+  for it and fences to the async proxy before that stage only. The rotating warps never release a
+  stage: the commit after the product does.
 
 The entry point allocates only D and never synchronises. Compiled but never run: no sm_100a device
 was available. Shape letters as in grouped_problem.

@@ -1,14 +1,15 @@
 """NVFP4 x NVFP4 GEMM (W4A4) on Blackwell (sm_100a) by the block-scaled tcgen05.mma.
 
 D = (A sA)(B sB)^T in BF16: packed E2M1 codes [rows, K / 2 bytes], E4M3 scales per block of 16 in
-128x4 order, float32 tensor scales sA and sB. Stages are 256 of K. Roles of six warps: 0 to 3 store,
-4 copies scales and multiplies, 5 loads by TMA. Pipelines: (1) ring of stages (codes and scales),
-PipelineTmaUmma: full is one arrival plus bytes, empty is a commit. (2) ring of sums in tensor
-memory, PipelineUmmaAsync: full is a commit, empty 128 arrivals. There are two sums where they fit
-next to the scales, so that a tile is stored while the next is multiplied; 256 columns leave room
-for one. A stage: wait; clear scales beyond K in shared memory; tcgen05.cp scales to tensor memory;
-4 tcgen05.mma (K = 64) with codes from shared memory; commit. After the last stage commit the sums;
-the storing warps read them by tcgen05.ld, multiply by sA sB in float32, round once, store by TMA.
+128x4 order, float32 tensor scales sA and sB. Stages are 256 of K.
+Roles of six warps: 0 to 3 store, 4 copies scales and multiplies, 5 loads by TMA.
+Pipelines: (1) ring of stages (codes and scales), PipelineTmaUmma: full is one arrival plus bytes,
+  empty is a commit. (2) ring of sums in tensor memory, PipelineUmmaAsync: full is a commit, empty
+  128 arrivals. There are two sums where they fit next to the scales, so that a tile is stored while
+  the next is multiplied; 256 columns leave room for one.
+A stage: wait; clear scales beyond K in shared memory; tcgen05.cp scales to tensor memory; 4
+  tcgen05.mma (K = 64) with codes from shared memory; commit. After the last stage commit the sums;
+  the storing warps read them by tcgen05.ld, multiply by sA sB in float32, round once, store by TMA.
 Variants by tactic: two thread blocks together (pair), swapped operands for few rows (swapped).
 references.tensor_core.block_scaled_gemm defines every bit of the sums, whatever the tactic.
 
@@ -60,7 +61,7 @@ class Shared(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What a thread block sets up before its warps take their roles."""
+    """State that a thread block sets up before its warps take their roles."""
 
     mma: Any
     shared: Shared

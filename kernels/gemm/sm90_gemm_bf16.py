@@ -1,14 +1,16 @@
 """BF16 GEMM on Hopper (sm_90a): D = A B^T with float32 sums, rounded once to BF16.
 
-A [M, K] and B [N, K] with K along rows; tiles of 64, 128 x 64, 128, 256, stages of 64 along K.
+A [M, K] and B [N, K] with K along rows; tiles of 64 x 64 to 128 x 256, stages of 64 of K.
 Roles: warpgroup 0 loads (one warp issues TMA; 40 registers a thread). Each further warpgroup, one
-per 64 rows of the tile, multiplies and stores. Pipeline: one ring of stages (PipelineTmaAsync, up
-to 8 that fit). Full: one arrival plus the bytes of A's and B's box. Empty: one arrival per consumer
-warp, of all thread blocks that share a load (`release_arrivals`); clusters of two rows receive B by
-multicast. A tile in a consumer: for each stage wait, issue 4 wgmma (K = 16 each), then wait for the
-group before and release its stage; after the last stage store 64 columns at a time (epilogue).
-Thread blocks are persistent: loads of the next tile start while this one is stored. Steps of K are
-taken in order, sixteen at a time: references.tensor_core defines every bit of the float32 sum.
+  per 64 rows of the tile, multiplies and stores.
+Pipeline: one ring of stages (PipelineTmaAsync, up to 8 that fit). Full: one arrival plus the bytes
+  of A's and B's box. Empty: one arrival per consumer warp, of all thread blocks that share a load
+  (`release_arrivals`); clusters of two rows receive B by multicast.
+A tile in a consumer: for each stage wait, issue 4 wgmma (K = 16 each), then wait for the group
+  before and release its stage; after the last stage store 64 columns at a time (epilogue).
+Thread blocks are persistent: loads of the next tile start while this one is stored.
+Steps of K are taken in order, sixteen at a time: references.tensor_core defines every bit of the
+  float32 sum.
 
 The entry point allocates only D and never synchronises, so it can be captured in a CUDA graph.
 Shape letters: M rows of A and D, N rows of B, K inner.

@@ -3,12 +3,12 @@
 D = A B^T in BF16 for NVIDIA's and DeepSeek's FP8 checkpoints. Scales are float32 or UE8M0 bytes,
 row-major: A's [M, ceil(K / 128)], B's [ceil(N / 128), ceil(K / 128)].
 Roles and ring are those of sm90_gemm_bf16: warpgroup 0 loads by TMA (40 registers), one consumer
-warpgroup per 64 rows. A stage is 128 of K, so all its products share one scale per row of A and one
-per tile of B.
+  warpgroup per 64 rows. A stage is 128 of K, so all its products share one scale per row of A and
+  one per tile of B.
 A tile in a consumer: for each stage wait, issue 4 wgmma (K = 32) into fresh sums, read the next
-stage's scales from global memory meanwhile, wait for the wgmma, release the stage, and promote: add
-stage sum times scale to the float32 total by one fma. With two consumers one multiplies while the
-other promotes. The tensor core sums a stage with 13 fraction bits only (MMA-Sim 2.1.1).
+  stage's scales from global memory meanwhile, wait for the wgmma, release the stage, and promote:
+  add stage sum times scale to the float32 total by one fma. With two consumers one multiplies while
+  the other promotes. The tensor core sums a stage with 13 fraction bits only (MMA-Sim 2.1.1).
 
 The entry point allocates only D and never synchronises. Shape letters: M rows of A, N rows of B, K
 inner, G groups of 128 along K, H blocks of 128 rows of B.

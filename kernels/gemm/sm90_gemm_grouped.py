@@ -1,15 +1,16 @@
 """Grouped BF16 GEMM on Hopper (sm_90a), with inverse RoPE on A inside the product or float32 D.
 
-D[t, g] = A[t, g] B[g]^T with the shapes of grouped_problem. Roles and ring are those of
-sm90_gemm_bf16: warpgroup 0 loads by TMA, one consumer warpgroup per 64 rows multiplies and stores.
-A's boxes begin at the K step of the tile's group. With `turned`, A is attention's output. A stage
-is 64 of K, and the last stage of a head holds exactly the 64 values that inverse RoPE rotates.
-After that stage has arrived, each consumer warpgroup rotates its own 64 rows in place (two threads
-a row, cosines and sines read once per tile), fences to the async proxy, meets at its named barrier,
-and issues the wgmma. Rotated values are rounded to BF16 as simt_inverse_rope does, so D equals
-inverse RoPE followed by one GEMM per group bit for bit, and attention's output is read once. A
-position outside the table gives NaN rows. Results leave as BF16 by TMA or as float32 straight from
-registers.
+D[t, g] = A[t, g] B[g]^T with the shapes of grouped_problem.
+Roles and ring are those of sm90_gemm_bf16: warpgroup 0 loads by TMA, one consumer warpgroup per 64
+  rows multiplies and stores. A's boxes begin at the K step of the tile's group.
+With `turned`, A is attention's output. A stage is 64 of K, and the last stage of a head holds
+  exactly the 64 values that inverse RoPE rotates. After that stage has arrived, each consumer
+  warpgroup rotates its own 64 rows in place (two threads a row, cosines and sines read once per
+  tile), fences to the async proxy, meets at its named barrier, and issues the wgmma. Rotated values
+  are rounded to BF16 as simt_inverse_rope does, so D equals inverse RoPE followed by one GEMM per
+  group bit for bit, and attention's output is read once. A position outside the table gives NaN
+  rows.
+Results leave as BF16 by TMA or as float32 straight from registers.
 
 The entry point allocates only D and never synchronises, so it can be captured in a CUDA graph.
 Shape letters as in grouped_problem.
@@ -387,7 +388,7 @@ def launch(
     problem: GroupedProblem,
     tensors: Sequence[Tensor | None],
 ) -> None:
-    """Launch on checked tensors: A, B, D, table of turns, positions."""
+    """Launch on checked tensors: A, B, D, RoPE table, positions."""
     assert tensors[0] is not None
     device = tensors[0].device.index or 0
     *_, clusters = facts.grid(problem.gemm, form.gemm.tactic, operands.processors_of(device))

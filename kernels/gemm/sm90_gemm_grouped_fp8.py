@@ -372,7 +372,7 @@ def launch(
     problem: GroupedFp8Problem,
     tensors: tuple[Tensor | None, ...],
 ) -> None:
-    """Launch on checked tensors: A, its scales, B, its scales, D, table of turns, positions."""
+    """Launch on checked tensors: A, its scales, B, its scales, D, RoPE table, positions."""
     assert tensors[0] is not None
     device, tactic = tensors[0].device.index or 0, form.gemm.tactic
     # A tactic may keep several thread blocks on a multiprocessor.

@@ -2,15 +2,16 @@
 
 D = (A sA)(B sB)^T in BF16: packed E2M1 codes [rows, K / 2 bytes], E4M3 scales per block of 16 in
 128x4 order, float32 tensor scales sA and sB. Decoded numbers are exact, so sums are those of BF16
-operands, with K in the order of nvfp4_stages within each 64. Roles: warpgroup 0 loads and decodes B
-(64 or 88 registers): its warp 0 issues TMA up to AHEAD = 4 stages in advance, all four warps
-decode. Each further warpgroup decodes its own 64 rows of A into registers, multiplies and stores.
+operands, with K in the order of nvfp4_stages within each 64.
+Roles: warpgroup 0 loads and decodes B (64 or 88 registers): its warp 0 issues TMA up to AHEAD = 4
+  stages in advance, all four warps decode. Each further warpgroup decodes its own 64 rows of A into
+  registers, multiplies and stores.
 Pipelines: (1) ring of loaded stages, PipelineTmaAsync: full is one arrival plus bytes; empty is one
-arrival per warp of decoders and consumers. (2) ring of 3 decoded stages of B, PipelineAsync: full
-is one arrival per decoding warp (after a fence to the async proxy), empty one per consumer warp. A
-stage in a consumer: decode A into one of two register fragments while the wgmma of the stage before
-run; wait for those and release their B; wait for decoded B; issue the next 4 wgmma. The epilogue
-multiplies float32 sums by RESTORE (exact), then by sA sB, and rounds once to BF16.
+  arrival per warp of decoders and consumers. (2) ring of 3 decoded stages of B, PipelineAsync: full
+  is one arrival per decoding warp (after a fence to the async proxy), empty one per consumer warp.
+A stage in a consumer: decode A into one of two register fragments while the wgmma of the stage
+  before run; wait for those and release their B; wait for decoded B; issue the next 4 wgmma.
+The epilogue multiplies float32 sums by RESTORE (exact), then by sA sB, and rounds once to BF16.
 
 The sign bit of a scale is ignored. The entry point allocates only D and never synchronises.
 Shape letters: M rows of A, N rows of B, P = K / 2 bytes.
@@ -123,7 +124,7 @@ def gemm_kernel(
 
 
 class Cursor(NamedTuple):
-    """What the loading warp loads next: number of the tile, its place, step, ring state."""
+    """Position of the loading warp: number of the tile, its place, step, ring state."""
 
     number: Any
     place: tuple[Any, ...]

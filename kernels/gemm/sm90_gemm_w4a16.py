@@ -4,15 +4,16 @@ out [M, N] = x [M, K] W^T, W as a checkpoint stores it: codes [N, P], block scal
 Outputs are the 16 rows and activations the 8 columns of mma.sync.m16n8k16. Code times block scale
 is exact in BF16, so only the sums over K, in the order of w4a16_problem, and the output round.
 Roles: `form.warps` warps multiply (groups x 16 / ranks, one part of K each); one more warp issues
-TMA. A cluster of `ranks` thread blocks shares the 16 parts of K of the same outputs. Pipelines,
-both with full barriers (1 arrival plus bytes) and empty barriers (`form.warps` arrivals): (1)
-`form.stages` stages of weights, a round's codes and scales of one tile per group; (2) rounds of
-activations, which stay for all tiles of the round. Order: set up barriers; PDL: release the next
-launch, wait for the one before; per round and tile the loading warp waits for space and issues
-boxes, the others wait, decode, multiply by mma.sync and release the stage; the parts' sums replace
-the stages in shared memory; thread block or cluster barrier; all threads add the parts in order,
-scale, round, write. K that is no multiple of 256 (`ragged`) puts linear scales on addresses that
-TMA rejects; lanes read those from global memory.
+  TMA. A cluster of `ranks` thread blocks shares the 16 parts of K of the same outputs.
+Pipelines, both with full barriers (1 arrival plus bytes) and empty barriers (`form.warps`
+  arrivals): (1) `form.stages` stages of weights, a round's codes and scales of one tile per group;
+  (2) rounds of activations, which stay for all tiles of the round.
+Order: set up barriers; PDL: release the next launch, wait for the one before; per round and tile
+  the loading warp waits for space and issues boxes, the others wait, decode, multiply by mma.sync
+  and release the stage; the parts' sums replace the stages in shared memory; thread block or
+  cluster barrier; all threads add the parts in order, scale, round, write.
+K that is no multiple of 256 (`ragged`) puts linear scales on addresses that TMA rejects; lanes read
+  those from global memory.
 
 The entry point allocates only its result and never synchronises, so it can be captured in a CUDA
 graph. Shape letters: M rows, N outputs, K columns, P = K / 2 bytes.
@@ -210,7 +211,7 @@ def ask(
 
 
 class Sources(NamedTuple):
-    """What lanes read from global memory: address of the scales; M, N, K."""
+    """Inputs that lanes read from global memory: address of the scales; M, N, K."""
 
     scales: Any
     extents: tuple[Any, Any, Any]

@@ -1,7 +1,7 @@
 """Epilogue of experts' FC1 on sm_90a: SwiGLU of gate and up, requantised to NVFP4 for FC2.
 
-A tile's columns are gate next to up. Gate and up are scaled and rounded to BF16, as the unfused
-twin stores them; SwiGLU and, if it precedes w2, the routing weight are computed in float32 and
+A tile's columns are gate next to up. Gate and up are scaled and rounded to BF16, as separate
+kernels store them; SwiGLU and, if it precedes w2, the routing weight are computed in float32 and
 rounded once to BF16. Per warpgroup and piece of 64 rows x 64 columns: registers to one of two
 swizzled buffers in shared memory; one named barrier; each thread reads whole blocks of 16,
 quantises them as all quantising kernels do, and writes codes and scales to memory. Rows of zeros

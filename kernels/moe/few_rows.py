@@ -3,15 +3,16 @@
 Where an expert has few rows, tiles of 128 are mostly zeros, and the time is that of one warpgroup
 decoding B into shared memory. Here each consumer decodes its own 64 rows of B into wgmma registers.
 Roles: warpgroup 0: warp 0 issues TMA, warps 1 to 3 decode the rows of A, each every third stage.
-Further warpgroups, one per 64 rows of B in the tile, decode B, multiply and write.
+  Further warpgroups, one per 64 rows of B in the tile, decode B, multiply and write.
 Pipelines: (1) ring of loaded stages: full is one arrival plus bytes; empty is one arrival per
-consumer warp and one of the decoding warp. (2) ring of 3 or 4 stages of decoded A: full is one
-arrival of the decoding warp, empty one per consumer warp.
+  consumer warp and one of the decoding warp. (2) ring of 3 or 4 stages of decoded A: full is one
+  arrival of the decoding warp, empty one per consumer warp.
 A stage in a consumer: wait; per span of 64 of K read codes of B, wait until the wgmma that used
-these registers are done, decode, wait for decoded A (first span), issue wgmma. Two sets of
-registers alternate. After the last stage sums are scaled, rounded to BF16, put into shared memory
-row by row of A; a named barrier of the warpgroups whose columns leave together (gate and its up);
-then they store D rows (FC2), or SwiGLU as NVFP4 (FC1); the barrier again.
+  these registers are done, decode, wait for decoded A (first span), issue wgmma. Two sets of
+  registers alternate.
+After the last stage sums are scaled, rounded to BF16, put into shared memory row by row of A; a
+  named barrier of the warpgroups whose columns leave together (gate and its up); then they store D
+  rows (FC2), or SwiGLU as NVFP4 (FC1); the barrier again.
 Products, their order along K and roundings are those of the other tiles, so all bytes agree.
 """
 

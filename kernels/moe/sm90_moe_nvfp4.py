@@ -62,7 +62,7 @@ OUTPUTS_ALIGNED = {GATE_AND_UP: (16, 16, 4, 4, 4, 16), 1: (16,)}
 
 
 class Groups(NamedTuple):
-    """What the walk and the epilogue read in addition to the operands."""
+    """Tensors that the walk and the epilogue read in addition to the operands."""
 
     scale_a: Any  # of each expert
     scale_b: Any  # of each expert, part by part
@@ -331,7 +331,7 @@ class ExpertWeights(NamedTuple):
 
 
 class MoeWeights(NamedTuple):
-    """All experts held here."""
+    """Both products' weights of all experts held here."""
 
     w13: ExpertWeights
     w2: ExpertWeights

@@ -82,7 +82,8 @@ def one_expert(
     workspace = moe.empty_workspace(job, device)
     if problem.tokens:
         grouped.products(job, given, workspace)
-    return workspace.out[: problem.tokens]  # rows are in the order of tokens: all visit one expert
+    # All tokens visit one expert, so rows are in the order of tokens; padding follows.
+    return workspace.out[: problem.tokens]
 
 
 def shared_expert_fp8(
@@ -114,6 +115,7 @@ def fp8_products(
     multiply: Callable[[fp8.Fp8Operands, GemmProblem, CompileSettings], Tensor],
 ) -> Tensor:
     """Quantise x, multiply, quantise SwiGLU of the result, multiply; `multiply` is the target's."""
+    # The weights decide the scale format of activations too: a product takes one for both.
     scales = "ue8m0" if weights.w13_scales.dtype is torch.uint8 else "float32"
 
     def product(

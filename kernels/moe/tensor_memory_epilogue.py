@@ -1,8 +1,8 @@
 """Epilogue of the expert products on sm_100a: FC1 tiles leave as NVFP4, FC2 tiles as BF16.
 
 Each of the four storing warps works on its 32 rows independently; unused rows are neither read nor
-stored. FC1, one row a thread: read gate and up by tcgen05.ld, scale, round to BF16 as the unfused
-twin stores them, release the sums (all 128 threads arrive), then in registers SwiGLU, the routing
+stored. FC1, one row a thread: read gate and up by tcgen05.ld, scale, round to BF16 as separate
+kernels store them, release the sums (all 128 threads arrive), then in registers SwiGLU, the routing
 weight if it precedes w2, one rounding to BF16, blocks of 16 quantised as all quantising kernels
 do; codes and scales go straight to memory. FC2: pieces of 32 rows by TMA.
 
@@ -38,7 +38,7 @@ class Leaving(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """What the walk and the epilogue read in addition to the operands."""
+    """Tensors that the walk and the epilogue read in addition to the operands."""
 
     scale_a: Any  # of each expert
     scale_b: Any  # of each expert, part by part

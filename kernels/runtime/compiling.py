@@ -62,7 +62,7 @@ class CompiledKernel:
 
 @dataclass(frozen=True)
 class _Request:
-    """What to compile; `key` distinguishes it from all other requests."""
+    """Entry, arguments and target to compile; `key` identifies the request."""
 
     entry: Callable[..., Any]
     arguments: tuple[Any, ...]

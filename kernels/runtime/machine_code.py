@@ -22,7 +22,7 @@ _FUNCTION = re.compile(
     r"Function (?P<name>\S+):\s+REG:(?P<registers>\d+) STACK:(?P<stack>\d+) "
     r"SHARED:(?P<shared>\d+) LOCAL:(?P<local>\d+)"
 )
-# PTX ISA 9.1, mul, add, sub: without a rounding modifier they may be contracted into an fma.
+# PTX ISA 9.1, mul, add, sub: without a rounding modifier ptxas may contract them into an fma.
 _UNSTATED = re.compile(
     r"^\s*(?:@!?%\w+\s+)?((?:mul|add|sub|mad)(?:\.ftz|\.sat)*\.b?f(?:16|32|64)(?:x2)?\s.*;)",
     re.MULTILINE,

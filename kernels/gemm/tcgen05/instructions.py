@@ -284,7 +284,7 @@ def outlet_of(store: epilogue.Store, shared: Any, thread: Any) -> epilogue.Outle
 
 
 class Reading(NamedTuple):
-    """How a thread reads sums: the copy, its part of all pieces, the shape of its registers."""
+    """Copy by which a thread reads sums: its part of all pieces, shape of its registers."""
 
     copy: Any
     source: Any
