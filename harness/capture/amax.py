@@ -1,12 +1,9 @@
-"""`degarble capture --amax-only` as one run: what stood in front of every linear, and how much.
+"""Run `degarble capture --amax-only`: record the largest absolute input of every linear and expert.
 
-Owns the observer that measures inputs (a linear's, and each expert's own) and the run over prompts
-in BF16 arithmetic, where no activation is quantised. V3.2 runs in its naive form, so that wkv_b,
-which the absorbed form dissolves, has an input. The file is docs/calibration.md's; it is there
-whole or not at all. Experts that no token reached are recorded with 0 tokens, and told.
-
-Refuses inputs that are not finite, by component; an amax file that is there already; and all that
-generating refuses. What keeps it honest: suites/capture/test_amax.py.
+The prompts run in BF16 arithmetic, where no activation is quantised. V3.2 runs in its naive form,
+because the absorbed form has no input for wkv_b. The file format is in docs/calibration.md; the
+file is written whole or not at all. Experts that no token reached are recorded with 0 tokens and
+reported.
 """
 
 from __future__ import annotations

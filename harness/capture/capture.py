@@ -1,13 +1,8 @@
-"""`degarble capture` as one run: a checkpoint, prompts, and every component's inputs and outputs.
+"""Run `degarble capture`: record inputs and outputs of every component of a reference model.
 
-Owns the run over our references: prompts, then new tokens one by one, greedily, so that prefill and
-decode are both recorded; the manifest's facts; the estimate in front; the summary. The logits are
-those behind each sequence's last token, as generating computes them.
-
-With a backend or a patch other code runs in places, and the manifest says where.
-
-Refuses filters that choose nothing of the model, a folder that holds a capture, a disk without room
-for the estimate, and all that generating refuses. Kept honest by suites/capture/test_capture.py.
+Prompts are followed by new tokens, one by one and greedily, so that prefill and decode are both
+recorded. Logits are those of each sequence's last token, as in generation. With a backend or a
+patch, other code runs for some components; the manifest records which.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Inputs of a capture from outside the model: places, ids and bounds that some run can have had.
+"""Validate the indices in a capture that come from outside the model: token ids, positions, bounds.
 
-A twin takes them as indices, so one that points outside ends it. No kernel computed them, so a
-capture that holds such a one is refused by call and input. What components put out and handed on is
-judged whatever it is; engine/localise/recorded_forms.py holds its form against what is declared.
+The twin uses them as indices, so one that is out of range would crash it. No kernel computed them,
+so a capture that holds such a value is rejected, naming call and input. What components compute is
+judged whatever it holds; engine/localise/recorded_forms.py checks its shape and dtype.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""What of a run is captured: layers, components, tokens; as the command line spells it.
+"""Parse the filters of a capture (layers, components, tokens) and select what they name.
 
     --layers      0-3,17,mtp.0,ends      blocks; `ends` are the components outside all blocks
     --components  attn.*,ffn.gate        names within a block, or full names; * and ? as in a shell
     --tokens      0-15,100               positions within each sequence
 
-Owns the reading of these words and the choice. A filter of tokens leaves rows of those tensors that
-have one row a token; what earlier calls left, and pooled entries, stay whole.
-Refuses words that it cannot read, and those that choose nothing of a model.
-Kept honest by suites/capture/test_filter.py.
+A filter of tokens drops rows of tensors that have one row a token. State from earlier calls and
+pooled entries stay whole. A filter that selects nothing of the model is an error.
 """
 
 from __future__ import annotations

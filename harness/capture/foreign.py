@@ -1,8 +1,8 @@
-"""The boundary around a captured run: what is refused leaves nothing half-written.
+"""Convert errors of a captured run to our own, and leave no half-written capture.
 
-A checkpoint may be refused at its last weight, when parts were written already. A kernel or a patch
-that is not ours may return tensors that the next components cannot take; torch then raises
-anything, which is refused by name. Without foreign code such an error is ours.
+A checkpoint may be rejected at its last weight, after parts were written. A foreign kernel or patch
+may return tensors that the next component cannot take, so torch raises anything; that becomes an
+error of ours. Without foreign code such an exception is our bug and passes through.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""A capture without a disk: any torch model, run once, every component's inputs and outputs.
+"""Capture one run of any torch model in memory, without a folder.
 
-Owns the writer that keeps in memory what a recorder sends, as a run that judging reads like a
-capture. Bytes that are seen at several places are held once. What is kept costs memory: large
-models are captured into a folder. Refuses what recorders refuse.
-Kept honest by suites/capture/test_memory.py.
+The writer here keeps what a recorder sends, as a run that can be judged like a capture from disk.
+Equal bytes are held once. Everything stays in memory, so capture large models into a folder.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""Any torch model into a capture: which module is which component, and what its tensors are called.
+"""Map modules of any torch model to components, and name their tensors.
 
-A place says: these modules, run one after the other, are this component; their tensors have these
-names. A module may belong to several places: one that fuses components gives the inputs of its
-first and the outputs of its last. Tensors of [batch, time, ...] become one row a token, as ours.
-`places_by_name` makes a map for a model that nobody knows, a component a leaf module.
+A place says: these modules, run one after the other, are this component, and their tensors have
+these names. A module may belong to several places; one that fuses components supplies the inputs of
+the first and the outputs of the last. Tensors of [batch, time, ...] become one row a token.
+`places_by_name` makes a map for an unknown model, with one component for each leaf module.
 
-Refuses modules that the model does not have, tensors that a module was not given or did not return,
-and modules that run in another order than the place says. Kept honest by
-suites/capture/test_modules.py.
+Modules that run in another order than their place says are an error.
 """
 
 from __future__ import annotations

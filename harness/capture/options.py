@@ -1,12 +1,8 @@
-"""What is asked of a live server's capture: which requests, which parts of the model, how much.
+"""Parse a request to capture from a live server: request ids, filters, limits.
 
-Owns the record, its reading from JSON, the matching of request ids, and the numbers of sequences.
-An id is asked for as the client sent it (X-Request-Id); servers put words around it, so it matches
-an id of which it is one or several whole words. Without ids the next requests are taken, as many as
-are asked for. A capture ends with its bytes, its seconds, or when it is told to.
-
-Refuses fields that it does not know, values of another kind, and bounds beyond the server's own.
-Kept honest by suites/capture/test_options.py.
+The client sends an id as X-Request-Id, and servers add words around it. So an id matches if it is
+one or several whole words of the server's id. Without ids the next N requests are captured. A
+capture ends at its limit of bytes or seconds, or when a client closes it.
 """
 
 from __future__ import annotations

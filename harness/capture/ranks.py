@@ -1,13 +1,10 @@
-"""`degarble capture` under torchrun: each rank holds its shards alone, their captures become one.
+"""Run `degarble capture` under torchrun: each rank holds its shards only, and rank 0 joins them.
 
-Owns what one rank does (bind its boxes, run the prompts together with the others, write what its
-components saw), and where each tensor of a shard lies in the whole. Rank 0 joins; what results is
-judged as any capture. The model is cut by tensor parallelism as vLLM cuts it
-(harness.model.sharding); sums over ranks run behind the components that they belong to.
+The model is sharded by tensor parallelism as vLLM shards it (harness.model.sharding). Sums over
+ranks run after the component that they belong to. The joined capture is judged like any other.
 
-Refuses numbers of ranks that the model cannot be cut into, cuts that leave a rank padding (what it
-saw would be no part of ours), and kernels in the place of components: those are not cut.
-Kept honest by suites/capture/test_ranks.py.
+Shardings that leave a rank padding are rejected, because a padded tensor is no part of ours. So are
+kernels in place of components: those are not sharded.
 """
 
 from __future__ import annotations

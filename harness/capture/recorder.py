@@ -1,9 +1,7 @@
-"""Component calls into a capture: inputs before the call, outputs behind it, what was written over.
+"""Record the component calls of a bound model: inputs before a call, outputs and writes after it.
 
-Owns the wrapping of a bound model's calls, the choice of tensors and rows, and the statistics-only
-mode. Whatever runs as a component is seen, also kernels that replaced one. A recorder changes
-nothing that it sees. Refuses nothing of its own; what the writer met is raised at the next call.
-Kept honest by suites/capture/test_recorder.py.
+Kernels that replaced a component are recorded as well. A recorder changes nothing that it records.
+An error of the writer is raised at the next call. The statistics-only mode keeps no tensors.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""How large a capture of our references will be, before anything is written.
+"""Estimate the size of a capture of our references before anything is written.
 
-Owns one table: how many values of which kind a component puts out for a token. What goes in came
-out of another component and is stored once; what earlier calls left (windows, entries, rows) is
-counted for each step that reads it. An estimate, told as one: tensors that happen to be equal are
-not seen, and a filter of tokens counts as if it left its share of everything.
-Kept honest by suites/capture/test_size.py, beside captures that were written.
+One table holds how many values of which dtype a component returns for a token. An input was the
+output of another component and is stored once. State from earlier calls (windows, entries, rows)
+counts for each step that reads it. The estimate ignores tensors that happen to be equal, and a
+filter of tokens counts as if it kept its share of everything.
 """
 
 from __future__ import annotations

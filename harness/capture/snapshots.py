@@ -1,11 +1,8 @@
-"""Tensors as they were at one moment: copies that share what is the same, for a capture.
+"""Copy tensors for a capture, share the copies of equal bytes, and compute statistics.
 
-Owns copying and recognising. A tensor seen again at the same place with the same bytes is the same
-snapshot: what one component puts out and the next takes in is copied once. Bytes decide; the place
-in memory only says where to look. Copies that may be seen again are kept within a bound. Owns the
-statistics as well, taken in float64, of finite values only.
-
-Refuses dtypes that safetensors cannot spell. Kept honest by suites/capture/test_snapshots.py.
+A tensor at the same address with the same bytes is the same snapshot, so what one component returns
+and the next takes is copied once. Bytes decide; the address only says where to look. The cache of
+copies is bounded. Statistics are float64 and cover finite values only.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""Modules of transformers as components: the maps for its deepseek_v4 and deepseek_v32.
+"""Map the modules of transformers' deepseek_v4 and deepseek_v32 to components.
 
-Owns which module is which component, by names alone; transformers itself is not imported. Only
-tensors that mean the same in both are named. Left out are the indexer's weights, which transformers
-scales later; V3.2's wkv_b, which it gives all cached rows; what no module stands for (attention
-itself, rotations, pooled entries); and drafters. A module that fuses components gives the inputs of
-the first and the outputs of the last.
-Kept honest by suites/capture/test_transformers.py: each mapped component, replayed by our
-reference on what their module was given, puts out what their module put out.
+Modules are found by name; transformers is not imported. Only tensors that mean the same on both
+sides are mapped. Not mapped: the indexer's weights, which transformers scales later; V3.2's wkv_b,
+which receives all cached rows there; whatever has no module (attention itself, rotations, pooled
+entries); drafters. A module that fuses components supplies the inputs of the first and the outputs
+of the last.
 """
 
 from __future__ import annotations

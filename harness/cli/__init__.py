@@ -1,1 +1,1 @@
-"""The command line: parsing, help, messages and exit status. What a command does lives below."""
+"""The command line: parsing, help, messages and exit status. The work is in harness/commands."""

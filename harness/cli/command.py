@@ -1,7 +1,8 @@
 """Declare commands: a frozen record of options, and one function that receives it.
 
 A command with nine options is still a function of two parameters. Every command takes `--quiet` and
-`--json[=FILE]`, before its name (without a file) or after it; `--cluster` where it can be spread.
+`--json[=FILE]`, before its name (without a file) or after it; those that can use a cluster take
+`--cluster` as well.
 """
 
 import inspect

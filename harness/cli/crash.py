@@ -1,8 +1,6 @@
-"""The message for an exception that nobody expected: our mistake, told as one.
+"""Format the message for an unexpected exception: what happened, where, and how to report it.
 
-Owns that text: what happened, where, and what a report needs. The traceback appears only with
-DEGARBLE_TRACEBACK=1, because a user cannot act on it.
-What keeps it honest: suites/cli/test_crash.py raises one on purpose.
+The traceback is printed only with DEGARBLE_TRACEBACK=1, because a user cannot act on it.
 """
 
 from __future__ import annotations

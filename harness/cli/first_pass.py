@@ -1,7 +1,6 @@
-"""How far the first pass over streamed weights is, for the commands that run a model.
+"""Show the progress of the first pass over streamed weights, for commands that run a model.
 
-Owns the line that is shown meanwhile. Later passes are not shown: text appears in their place.
-What keeps it honest: suites/cli/test_first_pass.py.
+Later passes are not shown: text is printed in their place.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The imports of a command, made without looking for garbage among them.
+"""Import the modules of a command with the garbage collector off.
 
-Owns `importing`: torch and what stands on it make several hundred thousand objects, none of them
-garbage, and a fifth of the time of importing them would go into looking. Afterwards they are set
-aside, so that later collections do not walk them either. In a process that has torch already, as
-that of a suite, nothing changes. Refuses nothing. Kept honest by suites/cli/test_imports.py.
+torch and its dependents make several hundred thousand objects, none of them garbage; collecting
+would take a fifth of the import time. Afterwards the objects are frozen, so that later collections
+skip them. In a process that already has torch, such as a test run, nothing changes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Ctrl-C while a command still imports: it ends at once, with the status of an interrupted one.
+"""End the process at once on Ctrl-C while a command is still importing.
 
-Owns `interruptible`. An exception that is raised inside torch's or numpy's own start ends in C++
-code that aborts the process, or is told as a broken installation; nothing has been written by then,
-so there is nothing to put in order. Everywhere else Ctrl-C is the exception that it always was.
-Where somebody else decided about Ctrl-C, or in another thread, nothing changes. Refuses nothing.
-Kept honest by suites/cli/test_interrupts.py.
+An exception raised inside torch's or numpy's initialisation ends in C++ code that aborts the
+process, or is reported as a broken installation. Nothing has been written by then, so nothing needs
+cleaning up. Everywhere else Ctrl-C raises KeyboardInterrupt as usual. If another handler is
+installed, or in another thread, nothing changes.
 """
 
 from __future__ import annotations

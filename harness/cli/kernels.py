@@ -1,4 +1,4 @@
-"""What the environment says about compiling kernels, read here, at the edge, for all commands."""
+"""Read the environment variables of kernel compilation, for all commands."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Progress for people: one line that repaints itself on a screen, rare plain lines elsewhere.
+"""Print progress: one line that is repainted on a terminal, occasional plain lines elsewhere.
 
-Owns when and where a Pace is written: on a screen at most ten times a second, in place, gone at the
-end; into a file or a pipe one line a minute at most and one for each twentieth of the work at most,
-so a run of hours leaves twenty lines in a log and a short one none.
-What keeps it honest: suites/cli/test_live_line.py.
+A terminal is repainted at most ten times a second, and the line is erased at the end. A file or a
+pipe gets at most one line a minute and at most one for each twentieth of the work, so a run of
+hours leaves twenty lines in a log and a short one none.
 """
 
 from __future__ import annotations

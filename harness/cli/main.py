@@ -1,10 +1,8 @@
-"""The entry point: reads arguments, runs one command, turns errors into messages and exit status.
+"""The entry point: parse arguments, run one command, turn errors into messages and exit statuses.
 
-Owns the exit statuses: 0 AGREES, 1 DIFFERS or UNSTABLE, 2 REFUSED or UNDECIDED; beyond that 70 for
-a mistake of ours, 130 after Ctrl-C and 141 when the reader of a pipe went away, as shells count.
-Refuses wrong usage in the same words as everything else. Imports neither torch nor rich until a
-command needs them.
-What keeps it honest: suites/cli/.
+Exit statuses: 0 AGREES, 1 DIFFERS or UNSTABLE, 2 REFUSED or UNDECIDED, 70 for an internal error,
+130 after Ctrl-C, 141 if the reader of a pipe went away (128 + signal, as shells count). Neither
+torch nor rich is imported until a command needs it.
 """
 
 import errno

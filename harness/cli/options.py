@@ -1,4 +1,4 @@
-"""Option types that several commands share, each worded once."""
+"""Option types that several commands share."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,11 +1,9 @@
-"""`--cluster` made into workers, with the address that the environment names.
+"""Choose workers for `--cluster`, from two environment variables.
 
-Owns two variables. RAY_ADDRESS: the address of a cluster, or `auto` for the one that this machine
-belongs to; unset, a cluster is started on this machine and ends with the run. DEGARBLE_WORKERS: how
-many processes work on this machine; unset, as many as 1 GB of memory allows, and for the museum of
-faults one for each core. Says on stderr what
-was joined. Refuses a number of workers that is none.
-What keeps it honest: suites/commands/test_quantise.py and test_convert.py.
+RAY_ADDRESS is the address of a cluster, or `auto` for the one that this machine belongs to; if it
+is unset, a cluster starts on this machine and ends with the run. DEGARBLE_WORKERS is the number of
+processes on this machine; if it is unset, as many as 1 GB of memory allows, and for the museum of
+faults one for each core. The cluster that was joined is printed on stderr.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""What a command may say, and where: results on stdout, everything else on stderr.
+"""Print results on stdout and everything else on stderr: `--quiet`, `--json`, progress, errors.
 
-Owns the two consoles, `--quiet`, `--json`, progress, and the only text of a refusal.
 With `--json` stdout carries exactly one JSON document. Text from outside is never read as markup,
-and its control characters are shown, not sent: a tensor name cannot repaint the terminal.
-What keeps it honest: suites/cli/test_terminal.py, and the snapshots of suites/cli/test_messages.py.
+and its control characters are escaped, so a tensor name cannot repaint the terminal.
 """
 
 from __future__ import annotations

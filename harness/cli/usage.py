@@ -1,7 +1,6 @@
-"""Arguments to one command, with wrong usage refused in the words of every other refusal.
+"""Parse the arguments of one command, and turn Typer's usage errors into ours.
 
-Typer says in its own classes what is wrong with a command line; here that becomes a name, a value,
-an expectation and a remedy.
+Typer's classes become a name, a value, an expectation and a remedy.
 """
 
 from __future__ import annotations

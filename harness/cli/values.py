@@ -1,7 +1,7 @@
-"""Checks of option values that every command shares. They run before any work, and raise only.
+"""Check option values that several commands share, before any work starts.
 
-Owns: paths that must exist, names from a registry, options that exclude each other, ranges,
-backends. What keeps it honest: suites/cli/test_values.py.
+Covered are paths that must exist, names from a registry, options that exclude each other, ranges
+and backends.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""A conversation with a checkpoint, turn by turn: `degarble generate --interactive`.
+"""Run a conversation with a checkpoint, turn by turn: `degarble generate --interactive`.
 
-Owns the history: what was said, what was answered as far as it came, and the sequence that has seen
-it, which is read again only where it no longer fits. One stream of random numbers goes through all
-turns. A full context begins a new conversation with what was said last, and says so. Refuses what
-the model cannot read; then nothing has changed, and the talk can go on.
-What keeps it honest: suites/generate/test_dialogue.py.
+The sequence of tokens so far is reused and read again only where it no longer matches the history.
+One stream of random numbers serves all turns. When the context is full, a new conversation begins
+with the latest message, and a notice is printed. After an error nothing has changed, so the
+conversation can go on.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""`degarble generate` as one run: prompts from words and files, the model, what it said.
+"""Run `degarble generate`: read prompts, generate, and summarise.
 
-Owns the way from a prompt to ids (plain text, or a conversation in the family's chat encoding), the
-dialogue with history, and the summary. Nothing is compared here, so no verdict is given: the JSON
-says null. Refuses prompt files that are missing, empty or no UTF-8, conversations for a tokenizer
-that lacks their marks, and tools that are no list of functions.
-What keeps it honest: suites/generate/test_generate.py.
+A prompt is plain text, or a conversation in the family's chat encoding. Nothing is compared here,
+so the JSON has null as its verdict.
 """
 
 from __future__ import annotations

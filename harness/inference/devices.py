@@ -1,11 +1,8 @@
-"""Components of a bound model on a GPU: inputs and weights go there, outputs come back.
+"""Run components of a bound model on a GPU: move inputs and weights there, and outputs back.
 
-Owns the way there and back, call by call, so that judging, captures and reports stay on the CPU and
-know nothing of devices. Weights that are held are kept on the device once they were read; streamed
-ones go there for one call. What a kernel writes into its inputs there is written here as well, so
-that a recorder sees it.
-
-Refuses a device that this machine does not have. Kept honest by suites/inference/test_devices.py.
+Everything outside the call stays on the CPU: judging, captures and reports see no device. Held
+weights stay on the device after the first use; streamed ones are moved for one call. What a kernel
+writes into its inputs on the device is copied back, so that a recorder sees it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""The loop that generates: prompts of any length side by side, token by token, with their caches.
+"""Generate from prompts of different lengths in one batch, token by token, with KV caches.
 
-Owns who takes part in a step, and when a prompt is done: an end token, a stop, its token limit, or
-the model's context. A prompt that is done makes room for the next one at once. A prompt is fed in
-pieces whose size depends on nothing but the prompt, and draws of its own decide its tokens: company
-changes nothing but the order of sums in a matrix product.
-
-Refuses prompts without tokens, ids that the model does not have, and prompts longer than the
-model's context. Kept honest by suites/inference/test_generation.py.
+A prompt ends at an end token, a stop text, its token limit or the model's context, and the next one
+takes its place at once. Results do not depend on the batch: pieces of prefill depend only on the
+prompt, and each prompt has its own random draws. Batching changes nothing but the order of sums in
+a matrix product.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The weights of a model that fits into memory: read once, decoded once in each dtype.
+"""Hold the weights of a model in memory: read once, and decode once for each dtype.
 
-Owns the keeping of decoded values, also under torch's inference mode, where Weight keeps none.
-Weights are decoded when a component first asks. Refuses nothing itself.
-Kept honest by suites/inference/test_held_weights.py.
+Decoded values are kept under torch's inference mode too, where Weight keeps none. A weight is
+decoded when a component first uses it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""A checkpoint of any layout as a model that can be run: weights, arithmetic, reference together.
+"""Open a checkpoint of any layout as a runnable reference model: weights, arithmetic, components.
 
-Owns the choice of how weights are held (in memory, or streamed through a window), of the arithmetic
-(definition, bf16, twin by the checkpoint's own recipe), and of what a component asks for next.
-Between two roundings everything is float64 where the weights are held, so that company in a batch
-moves no token; where they are streamed a decoded weight costs memory, and bf16 sums in float32.
-
-Refuses checkpoints without a known config, with parameters missing, and unknown arithmetics.
-Kept honest by suites/inference/test_model.py.
+Weights are held in memory or streamed through a window. Arithmetic is the definition, bf16, or the
+twin of the checkpoint's own recipe. With held weights everything between two roundings is float64,
+so that batching changes no token. With streamed weights decoded values cost memory, and bf16 sums
+in float32.
 """
 
 from __future__ import annotations

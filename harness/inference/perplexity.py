@@ -1,11 +1,9 @@
-"""How surprised a model is by a text: the log-probability of every token, and their mean.
+"""Compute the perplexity of a text: the log-probability of every token, and the mean.
 
-Owns the evaluation. The text is one sequence: no token's context is cut, and the probabilities are
-those of one forward pass over the whole. Layers take PIECE tokens at a time with their caches, as
-engines prefill; a text of at most PIECE tokens is one pass. The head takes rows at a time, because
-logits of a whole text would not fit. Refuses texts without a token to predict, texts beyond the
-model's context, and probabilities that are not finite.
-Kept honest by suites/inference/test_perplexity.py.
+The text is one sequence, so every token has its full context; probabilities are those of one
+forward pass. Layers take PIECE tokens at a time with their caches, as engines prefill; a text of at
+most PIECE tokens is one pass. The head takes rows in pieces, because the logits of a whole text
+would not fit in memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""The ranks that torchrun started, of which this process is one: who leads, and what is told.
+"""Join the process group that torchrun started, and broadcast JSON from rank 0.
 
-Owns reading the environment, the group of processes, and words between them: JSON from rank 0 to
-all, never pickled. Refuses an environment that names no place among the ranks.
-Kept honest by suites/inference/test_ranks.py and test_ranks.py.
+Messages are JSON and never pickled.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The next token from logits: the likeliest one, or one drawn from the likeliest share.
+"""Sample the next token from logits: greedy, or with temperature and top-p.
 
-Owns temperature, top-p and the randomness. A draw depends on the seed and on the number of tokens
-drawn before for the same prompt, never on what else is in the batch. Everything happens in float64,
-and ties go to the lower id. Refuses logits that are not finite: the model is broken there, and a
-token would hide it. A capture goes on all the same, since broken runs are what it is made for.
-Kept honest by suites/inference/test_sampling.py.
+A draw depends on the seed and on the number of tokens drawn before for the same prompt, never on
+the rest of the batch. All arithmetic is float64; ties go to the lower id. Logits that are not
+finite are an error, since a token would hide a broken model. A capture continues, because broken
+runs are what it is for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""A reference model as talking needs it: logits of next tokens, or of all rows piece by piece.
+"""Compute logits with a reference model: of the next tokens, or of all rows piece by piece.
 
-Owns the one difference between the families here: what lies between the layers and the head (V4's
-streams, V3.2's normed states). Computes nothing itself. Kept honest by
-suites/inference/test_speaker.py.
+The families differ in what lies between the layers and the head: streams in V4, normed states in
+V3.2.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The compiled loop that decodes streamed FP8 weights; imported inside functions: numba is heavy.
+"""Compiled loop that decodes streamed FP8 weights. Import it inside functions: numba is heavy.
 
-Owns one loop; no fast-math, one product a value. Refuses nothing: callers bring whole arrays.
-Kept honest by suites/inference/test_streamed_weights.py, against Weight.values.
+No fast-math, and one product a value, so that the result equals Weight.values bit for bit.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""The weights of a model of any size: mapped, read ahead of use, decoded, and given back.
+"""Stream the weights of a model of any size: map, read ahead, decode, release.
 
-Owns the window that moves over the files: pages that were read are released when WINDOW bytes have
-been handed out, and the next AHEAD bytes of what a component will ask for are requested from the
-disk meanwhile. Which weights that are is told by `expect`: a component's own, of its experts only
-those that some token visits, then those of the components that follow. Values are decoded by table
-where a format has one; they are Weight.values' own, bit for bit.
-
-Refuses what the checkpoint refuses: a file that changed or shrank. Kept honest by
-suites/inference/test_streamed_weights.py.
+A window moves over the files. Pages are released after WINDOW bytes, and the next AHEAD bytes are
+requested from the disk meanwhile. `expect` predicts what is needed next: a component's own weights,
+of its experts only those that some token visits, then those of the following components. Values are
+decoded by table where the format has one, and equal Weight.values bit for bit.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Who does the work of a run: processes of this machine, or a cluster; and how far it is.
-
-Owns the number of processes, the choice that `--cluster` makes, and the counting of shards as bytes
-that are done. Refuses as harness.checkpoint.write.cluster does.
-What keeps it honest: suites/inference/test_workers.py.
-"""
+"""Choose the workers of a run (local processes, or a cluster) and count finished bytes."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Where degarble plugs into other programs: pytest, and later vLLM."""
+"""Plugins of degarble for other programs: pytest."""

@@ -1,7 +1,4 @@
-"""The options of a night on pytest's command line, as a record. Imports nothing heavy.
-
-Refuses numbers and words that no night knows. Kept honest by suites/plugins/test_night_options.py.
-"""
+"""Parse the nightly options of pytest's command line into a record. Imports nothing heavy."""
 
 from __future__ import annotations
 

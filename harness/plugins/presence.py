@@ -1,9 +1,8 @@
-"""What this machine has: devices, system programs, optional packages - and the reason when not.
+"""Probe this machine for devices, system programs and optional packages.
 
-Owns the tables behind the markers `b200`, `h200`, `gpu`, `vllm` and `needs(...)`. Each probe
-returns None when the thing is there, else one sentence that a person can act on. Refuses a
-requirement that neither table knows. Nothing is imported to find a package, and torch only to ask
-for a device.
+The tables serve the markers `b200`, `h200`, `gpu`, `vllm` and `needs(...)`. A probe returns None if
+the thing is present, else one sentence with a remedy. No package is imported to find it; torch is
+imported only to look for a device.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""The pytest plugin: options, markers, the seed of a test, and an honest list of what did not run.
+"""The pytest plugin: options, markers, seeds of tests, and a summary of what did not run.
 
 A suite that this machine cannot run is deselected, and the summary says which, how many and why.
-Suites that cost much run only when `-m` asks for them. Asking by `-m` for a device that is absent
-ends the session with status 2, never green. A requirement that is missing while CI is set, or
-under a `strict` suite, is a failure instead of an omission.
+Expensive suites run only when `-m` names them. If `-m` names a device that is absent, the session
+ends with status 2, never green. A missing requirement is a failure while CI is set, or under a
+`strict` suite.
 
-The plugin judges only suites that live in this repository or its installed wheel: in another
-project its markers mean nothing. It imports nothing heavy when it is loaded.
-Kept honest by suites/plugins/test_pytest_plugin.py.
+The plugin acts only on suites of this repository or its installed wheel: in another project its
+markers mean nothing. It imports nothing heavy at load.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Typed records of results and pages, and their JSON. Renders and judges nothing."""
+"""Typed records of results and report pages, and their JSON. Rendering is in reports/."""

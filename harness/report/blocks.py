@@ -1,10 +1,8 @@
-"""The typed blocks that a panel of a report page is made of.
+"""Typed blocks of a report panel: sentences, facts, tables, catalogues, maps, bars, figures, code.
 
-Owns what can be shown: sentences, facts, tables, catalogues, maps, bars, profiles, figures, code,
-texts beside each other, and what folds them: details, tabs, close looks.
-Blocks carry numbers as numbers and text as text; how they look is decided in reports/.
-Refuses ragged tables and heat maps, so a renderer never meets one.
-What keeps it honest: suites/report/ walks every block through JSON and both renderers.
+Containers fold other blocks: details, tabs, close looks. Blocks carry numbers as numbers and text
+as text; reports/ decides how they look. Ragged tables and heat maps are rejected here, so that no
+renderer meets one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Files that are there whole or not at all, and never reported as written where they are not.
+"""Write files atomically and durably: a file exists whole or not at all.
 
 Every write ends with fsync, because a full disk may be noticed only there, and with fsync of the
-folder, because a rename may be lost without it. Pipes and devices take the bytes as they come: a
-rename would put a file in their place.
+folder, because a rename may be lost without it. Pipes and devices are written directly: a rename
+would replace them with a file.
 """
 
 from __future__ import annotations

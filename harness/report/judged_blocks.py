@@ -1,8 +1,6 @@
-"""The blocks of a replay: judged maps, profiles, texts beside each other, files beside the page.
+"""Blocks of a replay panel: maps of results, profiles, texts side by side, links to files.
 
-Owns what a panel of judgements shows beyond plain tables; harness.report.blocks joins them with the
-others, and holds those that fold blocks. Refuses ragged maps and profiles, and steps out of order.
-What keeps it honest: suites/report/test_judged_blocks.py, and the suites that walk every block.
+harness.report.blocks joins them with the plain blocks and with those that fold blocks.
 """
 
 from __future__ import annotations

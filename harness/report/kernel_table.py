@@ -1,8 +1,6 @@
-"""Which kernel computed which component, with which tactic, and why the reference did where it did.
+"""Record which kernel and tactic computed each component, and why a reference did otherwise.
 
-Owns the table of a run: launches by component, counted, and a reason for every component without a
-kernel; its view for manifests, its lines for people. It is filled while the run lasts. Refuses
-nothing. Kept honest by suites/report/test_kernel_table.py.
+Launches are counted by component while the run lasts. The table goes into manifests and is printed.
 """
 
 from __future__ import annotations

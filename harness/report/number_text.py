@@ -1,8 +1,6 @@
-"""Numbers as words, the same wherever a person reads one. Imports no sibling.
+"""Format numbers as text, alike everywhere, and escape text from outside. Imports no sibling.
 
-Owns significant digits, shares that never round up to 100 % or down to 0 % ("100.0 %" means all),
-and the visible form of text from outside.
-What keeps it honest: suites/report/test_number_text.py.
+Shares are never rounded up to 100 % or down to 0 %: "100.0 %" means all.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""The report page of one checkpoint, as records: subject, provenance, verdict, findings, panels.
+"""Record of the report page of one checkpoint: subject, provenance, verdict, findings, panels.
 
-Owns what a page says, and that the panels keep one order whatever the order in which runs add them.
-Refuses two panels of one kind. Rendering is done in reports/, from this record alone, so an old
-page renders again without torch, a GPU or the checkpoint.
-What keeps it honest: suites/report/test_page.py and the snapshot suites of reports/.
+Panels have a fixed order, whatever the order in which they were added. reports/ renders from this
+record alone, so an old page renders again without torch, a GPU or the checkpoint.
 """
 
 from dataclasses import dataclass, replace

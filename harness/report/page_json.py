@@ -1,8 +1,6 @@
-"""A report page to JSON text and back, under a schema number.
+"""Convert a report page to JSON text and back, with a schema number.
 
-Owns the document `{"schema": 1, "kind": "degarble.page", "page": {...}}`. Refuses, by name, text
-that is no JSON, another kind of document, and a schema that this version cannot read.
-What keeps it honest: suites/report/test_page_json.py; a committed old page must still be read.
+The document is `{"schema": 1, "kind": "degarble.page", "page": {...}}`. Old pages stay readable.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Records to plain JSON values and back, driven by the records' own type annotations.
+"""Convert records to plain JSON values and back, by the type annotations of the records.
 
-Owns the mapping: a record is an object, a tuple a list, an enum its word, a block an object with
-its name under `block`, a number that JSON lacks (NaN, infinity) an object `{"float": "nan"}`.
-Refuses, as UnreadableFile and with the path inside the document, what does not fit the annotations:
-missing, unknown or wrongly typed fields, and nesting beyond any page that degarble writes.
-What keeps it honest: suites/report/test_plain.py round-trips drawn records and cuts documents up.
+A record is an object, a tuple a list, an enum its word, a block an object with its name under
+`block`. A number that JSON lacks (NaN, infinity) is an object `{"float": "nan"}`. Input that does
+not match the annotations raises UnreadableFile with the path inside the document; nesting is
+bounded.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""How far a long run is: bytes done of the total, their rate, the time left. Imports no sibling.
+"""Compute the progress of a long run: bytes done of the total, rate, time left. Imports no sibling.
 
-Owns the arithmetic and the words; who draws them is the caller's business. To use it in a command:
-`with terminal.work("quantise", total_bytes) as progress:`, then `progress.advance(nbytes, what)`
-from any thread after each piece that is done. Small and frequent pieces are fine, the drawing is
-bounded. `progress.skip(nbytes)` is for what an earlier run had finished: it counts as done, not
-into the rate. What is known late is added by `progress.expect(nbytes)`; `progress.step(what)` names
-what takes long without bytes. Floors below take a function, `progress.advance`, and no terminal.
+Use in a command: `with terminal.work("quantise", total_bytes) as progress:`, then
+`progress.advance(nbytes, what)` from any thread after each finished piece. Small and frequent
+pieces are fine, since drawing is bounded. `progress.skip(nbytes)` is for what an earlier run
+finished: it counts as done, but not for the rate. `progress.expect(nbytes)` adds work that becomes
+known late; `progress.step(what)` names slow work without bytes. Lower layers take
+`progress.advance` as a function and no terminal.
 
-The rate is that of the last half minute, so the time left follows what the machine does now.
-What keeps it honest: suites/report/test_progress.py, with a clock of its own.
+The rate covers the last half minute, so the time left follows the present speed.
 """
 
 from __future__ import annotations

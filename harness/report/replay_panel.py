@@ -1,9 +1,8 @@
-"""What the replay and text panels show, as plain records: outputs, places, histograms, texts.
+"""Records behind the replay and text panels: outputs, places, histograms, texts.
 
-Owns the table layer x component with all that a click on a cell unfolds. Numbers are numbers and
-codes are hex words, so that an old run is told again without torch, a GPU or its checkpoint. Where
-nothing was measured stands None. Refuses labels and values of unequal number.
-What keeps it honest: suites/report/test_replay_panel.py.
+The main table is layer x component, with the details that a click on a cell unfolds. Numbers are
+numbers and codes are hex words, so that an old run can be rendered without torch, a GPU or its
+checkpoint. None stands for what was not measured.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""How something on a page is meant. Imports no sibling.
-
-Kept honest by suites/report/, with the blocks that carry a tone.
-"""
+"""Severity of a block on a report page. Imports no sibling."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""The block of a history: many series of nights, each drawn small, with the night that moved it.
+"""Block of a history: many series over nights as small charts, each with the night of its change.
 
-Owns Trend and Trends. A series is given as bands (least and largest of neighbouring nights, None
-where there are none), so that years fit into a page; `moved_at` are bands in which a change began.
-Refuses series of unequal lengths. What keeps it honest: suites/report/test_trend_blocks.py, and the
-suites that walk every block.
+A series is given as bands (least and largest value of neighbouring nights, None where there is
+none), so that years fit into a page. `moved_at` lists the bands in which a change began.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The five verdicts and the record of an origin, as `--json` prints it.
-
-Owns the words of a judgement and their exit status. Refuses nothing: whoever judges has checked.
-What keeps it honest: suites/report/test_verdict.py holds the keys against the contract.
-"""
+"""The five verdicts with their exit statuses, and the record of an origin, as in `--json`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

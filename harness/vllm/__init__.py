@@ -1,1 +1,1 @@
-"""The vLLM plugin: DeepSeek-V4 on our kernels, by entry points alone; docs/vllm.md."""
+"""The vLLM plugin: DeepSeek-V4 on our kernels, by entry points alone; see docs/vllm.md."""

@@ -1,16 +1,15 @@
-"""Captures from vLLM: a worker extension, a switch on its API server, and a run without one.
+"""Capture from vLLM: a worker extension, a switch on the API server, and a run without a server.
 
     DEGARBLE_CAPTURES=DIR vllm serve CKPT --enforce-eager
         --worker-extension-cls degarble.harness.vllm.capture.CaptureWorker
         --middleware degarble.harness.vllm.capture.CaptureSwitch
 
-Owns what of vLLM is used, all of it public or looked up by name when a capture opens: the worker's
-collective_rpc, the model runner's model and the batch that it prepares. No file of vLLM is changed,
-and with no capture open nothing of ours is in its way. Imports vLLM only to run it here.
+What is used of vLLM is public, or looked up by name when a capture opens: collective_rpc of the
+worker, the model runner's model, and the batch that it prepares. vLLM's files are not changed, and
+nothing of ours is installed while no capture is open. vLLM is imported only to run it here.
 
-Refuses engines that replay recorded graphs, pipeline stages, runners without the batch's requests,
-and whoever the gate does not know. Kept honest by suites/vllm/test_vllm_switch.py, on a worker
-and an API server that stand in for vLLM's; in vLLM 0.26 it ran on an H200 (docs/vllm.md).
+Engines that replay CUDA graphs call no module, so they are rejected, as are pipeline stages.
+Ran in vLLM 0.26 on an H200 (docs/vllm.md).
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""What of vLLM we rely on, as a record, and the comparison of that record with what is there.
+"""Record every object of vLLM that the plugin relies on, and compare the record with what is there.
 
-Owns RELIED (every object of vLLM that the plugin derives from, calls or is called through), how an
-object is observed (abstract methods of a class, parameters of a function, members of an enum, a
-plain value), a record for each series, and two comparisons: the installed vLLM with its record
+RELIED lists each object that the plugin derives from, calls or is called through. It is observed as
+abstract methods of a class, parameters of a function, members of an enum, or a plain value. There
+is one record for each vLLM series. Two comparisons: the installed vLLM with its record
 (make vllm-test), and our overrides with the records (everywhere, from syntax, without vLLM).
 
-`python -m degarble.harness.vllm.contract` writes the record anew from the installed vLLM.
-Refuses names that vLLM does not have. Kept honest by suites/vllm/test_contract.py and
-bound/test_upstream.py, where a changed signature is planted.
+`python -m degarble.harness.vllm.contract` rewrites the record from the installed vLLM.
 """
 
 from __future__ import annotations

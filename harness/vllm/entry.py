@@ -1,11 +1,8 @@
-"""The entry point of vLLM's group `vllm.general_plugins`: what vLLM calls in each of its processes.
+"""The entry point of the group `vllm.general_plugins`, which vLLM calls in each of its processes.
 
-Owns when the plugin acts: only where VLLM_PLUGINS names it, because vLLM loads every plugin that is
-installed, and an installed tool must not change a server that did not ask. It then registers the
-quantisation method `degarble` and our class for DeepseekV4ForCausalLM, by name, so that nothing
-heavy is imported before it is needed. Calling it again changes nothing.
-
-Kept honest by suites/vllm/test_entry.py and bound/test_model.py.
+It acts only if VLLM_PLUGINS names it: vLLM loads every installed plugin, and installing a tool must
+not change a server. It registers the quantisation method `degarble` and our class for
+DeepseekV4ForCausalLM by name, so that nothing heavy is imported early. Calling it twice is safe.
 """
 
 from __future__ import annotations

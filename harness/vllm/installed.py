@@ -1,8 +1,4 @@
-"""Whether vLLM is there, which one, and whether it was started with the plugin.
-
-Owns the plugin's name and the series whose contract is on record. Refuses another vLLM and a Python
-without one. Kept honest by suites/vllm/test_installed.py.
-"""
+"""Check that a supported vLLM is installed, and that it was started with the plugin."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""What a start says of itself: the banner, a line for each part of each layer, the ranks' records.
+"""Messages at the start of vLLM: the banner, a line for each part of each layer, one record a rank.
 
-Owns the texts and the record rank-N.json in the start's folder, from which the process that answers
-/metrics reads what the workers run. Records hold names alone: no path, no host. Refuses records
-that are none. Kept honest by suites/vllm/test_log_messages.py.
+The record rank-N.json in the start's folder is read by the process that serves /metrics. It holds
+names alone: no path, no host.
 """
 
 from __future__ import annotations

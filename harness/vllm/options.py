@@ -1,8 +1,7 @@
-"""What a start of vLLM asks of the plugin: the mapping `degarble` of vLLM's --additional-config.
+"""Options of the plugin: the mapping `degarble` in vLLM's --additional-config.
 
-Owns the record and its strict reading. `parts` says who runs a part of a layer where both could, or
-where degarble has no kernel: nothing falls back by itself. Refuses unknown keys, parts and values
-by name. Kept honest by suites/vllm/test_options.py.
+`parts` chooses vLLM or degarble for a part of a layer where both have a kernel, or where degarble
+has none: nothing falls back by itself. Unknown keys, parts and values are errors.
 """
 
 from __future__ import annotations

@@ -2,13 +2,12 @@
 
     python -m degarble.harness.vllm.pack WHEELS DEST --gpu 90
 
-Owns which files of the wheels are left out, the machine code of other GPUs that is blanked (a fat
-binary keeps its table, so the driver still finds its own), the archive, its parts with digests, and
-the script that joins and unpacks them there. Attention libraries that V4's path never calls are
-left out; vLLM imports them by name, so empty modules stand in, and a call of theirs would fail.
+Some files of the wheels are left out, and machine code of other GPUs is zeroed: a fat binary keeps
+its table, so the driver still finds its own code. The rest is an archive in parts with digests, and
+a script that joins and unpacks them. Attention libraries that V4's path never calls are left out;
+vLLM imports them by name, so empty modules replace them, and calling one fails.
 
-Refuses a folder without vLLM's wheel, and one that exists. Kept honest by
-suites/vllm/test_pack.py; an engine ran on an H200 from these files.
+An engine ran on an H200 from these files.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Which kernel runs each part of a layer under vLLM, decided before anything runs, or refused.
+"""Choose the kernel for each part of a layer under vLLM, before anything runs.
 
-Owns the table of kernels by part, format and GPU, with what was shown of each, and the choice:
-degarble's kernel where there is one, vLLM's own where the options ask for it, a refusal by name
-otherwise. Nothing falls back by itself, and parts without a hook are told as vLLM's. The level of
-CUDA graphs follows: the lowest of all parts that run inside of attention.
-
-Kept honest by suites/vllm/test_parts.py. Needs neither vLLM nor a GPU.
+The table lists kernels by part, format and GPU, with what was shown of each. The choice is
+degarble's kernel where there is one, vLLM's where the options name it, and otherwise an error:
+nothing falls back by itself. Parts without a hook are reported as vLLM's. The level of CUDA graphs
+is the lowest of all parts that run inside of attention. Needs neither vLLM nor a GPU.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Before and while vLLM loads: the loader proof, the format of each module, and a guarded stream.
+"""Prove that vLLM loads a checkpoint correctly, before and while it does.
 
-Owns `prove_start` (what vLLM's loader will do with every byte of the checkpoint, by
-harness/checkpoint; any finding of level error refuses the start), the stored format of each of
-vLLM's fused modules, a guard over the stream of weights that compares every tensor with the
-checkpoint's own index, and the check that no parameter stayed as it was allocated: vLLM's loader
-skips in silence what it cannot place.
+`prove_start` predicts what vLLM's loader does with every byte of the checkpoint
+(harness/checkpoint); a finding of level error stops the start. A guard compares every tensor of the
+weight stream with the checkpoint's own index. After loading, a parameter that still has its
+allocated content is an error, because vLLM's loader silently skips what it cannot place.
 
-The engine is vLLM with degarble's linears: each module is built in the format that is stored, so
-partners of two formats are refused. Kept honest by suites/vllm/test_proof.py, and by
-bound/test_upstream_names.py, where vLLM's own loader says where each name goes.
+Each of vLLM's fused modules is built in its stored format, so fused partners of two formats are
+rejected.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Whether each routed expert holds, after loading, the bytes that its tensors have in the file.
+"""Verify that each routed expert holds, after loading, the bytes of its tensors in the file.
 
-A capture shows all experts of a layer as one block, and the loader proof says what the loader ought
-to do: shards of two experts exchanged would change a text and be blamed on nobody. Here samples of
-every matrix are taken as it is handed to the loader, and compared with where it should have gone.
-
-Owns the samples, the rank's share of a tensor, and the refusal by name. Needs no vLLM. Kept honest
-by suites/vllm/test_verify_weights.py, where shards are exchanged.
+A capture shows all experts of a layer as one block, and the loader proof predicts what the loader
+should do. If shards of two experts are exchanged, neither blames an expert. So samples of every
+matrix are taken as it is handed to the loader, and compared with their place in memory afterwards.
+Needs no vLLM.
 """
 
 from __future__ import annotations

@@ -2,12 +2,11 @@
 
     python -m degarble.suites.bench.bench_attention_quality [--documents N] [--cpu]
 
-Owns the rows. Inputs are those of the trained V4 model on held-out documents: the rows that its
-caches hold, and, layer by layer, what its BF16 run feeds into attention. Each row has the cosine
-against BF16 of the twin, which is the most that the formats leave, and that of our kernels on the
-same inputs; kernels may be 1e-5 below it at most. What the twin itself moves by, if its sums are
-float32, stands between: codes on an edge fall to either side. `--cpu` leaves kernels out. Refuses
-kernels without a GPU that they exist for. Kept honest by test_bench_attention_quality.
+Inputs are those of the trained V4 model on held-out documents: the rows that its caches hold, and,
+layer by layer, the input of attention in its BF16 run. Each row has the cosine against BF16 of the
+twin, which is the most that the formats allow, and of our kernels on the same inputs. Kernels may
+be at most 1e-5 below the twin. A column between them shows how far the twin itself moves with
+float32 sums, because codes on a rounding edge fall to either side. `--cpu` leaves kernels out.
 """
 
 from __future__ import annotations

@@ -2,12 +2,11 @@
 
     python -m degarble.suites.bench.bench_attention_row_kernels [--tokens T] [--only NAME ...]
 
-Owns the arms: kv_write and kv_read in every entry format, qnorm_rope, inverse_rope, the parts of
-mHC and its projection, pooling of the compressor with windows of 4 and of 128. Large ones run as
-bench_quantise_kernel has it: cold buffers by turns, in a graph, the copy in every round. Small ones
-are nodes of a graph of 100, one token each, beside 100 empty nodes of the same run. Refuses to
-measure without a GPU that kernels exist for; what is computed is compared by suites/kernels, not
-here. Kept honest by suites/bench/test_bench_attention_row_kernels.py.
+Arms: kv_write and kv_read in every entry format, qnorm_rope, inverse_rope, the parts of mHC and its
+projection, pooling of the compressor with windows of 4 and of 128. Large ones are timed as in
+bench_quantise_kernel: rotating cold buffers, in a graph, the copy in every round. Small ones are
+nodes of a graph of 100, one token each, compared with 100 empty nodes of the same run. Results are
+compared by suites/kernels, not here.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Auditing the numbers of checkpoints: rate of one core, of the disk, memory, and where time goes.
 
-Owns the runs over synthetic checkpoints in three layouts, NVFP4 experts at full size (8 GB at the
-default size), official and BF16 at a quarter: each audited in a process of its own by one thread,
-from the page cache. Then the largest one cold: its files are dropped from the cache before every
-turn, and read in order by plain reads in the turn before, which is the disk's sequential rate.
+Synthetic checkpoints in three layouts, NVFP4 experts at full size (8 GB at the default size),
+official and BF16 at a quarter. Each is audited in a process of its own by one thread, from the page
+cache. Then the largest one cold: its files are dropped from the cache before every turn, and read
+in order by plain reads in the turn before, which is the disk's sequential rate.
 
 A rate of one core is bytes over processor seconds of the process, system time included, so that
-neighbours do not count. A projection multiplies; it says so.
-Kept honest by suites/bench/test_bench_audit.py at a small size.
+other load does not count. A projection multiplies and is labelled so.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """What a capture costs a run: a forward pass with everything recorded, against the same one plain.
 
-Owns the toy (16 layers of width 1024, 512 tokens) and the arms: plain; captured, inputs and outputs
-of every module, hashed and written behind its back; statistics only; and what a person writes by
-hand, hooks that clone outputs. The time is that of the forward pass; how long the capture then
-takes to be complete on the disk stands beside it. Arms take turns.
-Kept honest by suites/bench/test_bench_capture.py at a small size.
+A toy of 16 layers of width 1024 with 512 tokens. Arms: plain; captured, inputs and outputs of every
+module, hashed and written in the background; statistics only; and what a person writes by hand,
+hooks that clone outputs. The time is that of the forward pass; the time until the capture is
+complete on disk is listed separately. Arms take turns.
 """
 
 from __future__ import annotations

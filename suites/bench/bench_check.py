@@ -1,8 +1,7 @@
 """How long `degarble check` takes on the small trained V4, start-up included, and what it holds.
 
-Owns the captures (nvfp4-full, a short prompt and four new tokens; healthy, and with one nibble swap
-in one component) and the arms: the command in a process of its own, as a person starts it.
-Kept honest by suites/bench/test_bench_check.py.
+Captures: nvfp4-full, a short prompt and four new tokens; healthy, and with one nibble swap in one
+component. The arm is the command in a process of its own, as a person starts it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Quantising checkpoints: weights against the packages of today, then a whole checkpoint.
 
-Owns the arms on one matrix (BF16 to NVFP4 in ModelOpt's dialect, the same tensor for all, tensor
-amax included, output compared with nvidia-modelopt bit for bit), the same with report and searches,
-the run over a synthetic checkpoint (rate on one core, peak memory, what 881 GB would take), and the
+Arms: one matrix (BF16 to NVFP4 in ModelOpt's dialect, the same tensor for all, tensor amax
+included, output compared with nvidia-modelopt bit for bit); the same with report and searches; the
+run over a synthetic checkpoint (rate on one core, peak memory, what 881 GB would take); and the
 packages over the weights of the same checkpoint.
 
-A projection multiplies the measured rate by the size; disk and network are not in it, and say so.
-Kept honest by suites/bench/test_bench_checkpoint_quantise.py at a small size.
+A projection multiplies the measured rate by the size, without disk and network, and says so.
 """
 
 from __future__ import annotations

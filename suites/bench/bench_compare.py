@@ -1,11 +1,10 @@
 """Comparing a BF16 pair on one core: in memory beside a plain torch loop, and from mapped files.
 
-Owns the arms: `compare` with everything that it finds, and a loop as one would write it in torch
-(cosine, relative L2, gain, steps, identical share; whole tensors, nothing by rows or tiles). Both
-must say the same of the pair. Bytes are those of both sides, read once. The files are read once
-before, so that the figure is that of the page cache and not of a disk; resident memory is the peak
+Arms: `compare` with everything that it reports, and a loop as one would write it in torch (cosine,
+relative L2, gain, steps, identical share; whole tensors, nothing by rows or tiles). Both must
+return the same for the pair. Bytes are those of both sides, read once. The files are read once
+before, so that the figure is that of the page cache and not of a disk. Resident memory is the peak
 of a process of its own, interpreter and torch included.
-Kept honest by suites/bench/test_bench_compare.py at a small size.
 """
 
 from __future__ import annotations

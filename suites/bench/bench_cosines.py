@@ -3,12 +3,11 @@
     python -m degarble.suites.bench.bench_cosines [--tokens N]
     python -m degarble.suites.bench.bench_cosines --ceilings [--tokens N]
 
-Owns the inputs: what the small trained model (outlier channels included) hands to its linears,
-shared expert and experts, and layers of V4-Pro's shapes with outlier channels, heavy tails and
-matrices whose rows differ in size. The twin's cosine is the ceiling of an input: kernels have to
-reach it but for 1e-5, and what an earlier stack reported stands beside. `--ceilings` prints these
-alone, on a CPU. Refuses to run kernels without a GPU that they exist for. Kept honest by
-suites/bench/test_bench_cosines.py.
+Inputs are what the small trained model (outlier channels included) passes to its linears, shared
+expert and experts, and layers of V4-Pro's shapes with outlier channels, heavy tails and matrices
+whose rows differ in size. The twin's cosine is the ceiling of an input: kernels have to reach it to
+within 1e-5. The figures that an earlier stack reported are printed for comparison. `--ceilings`
+prints the ceilings alone, on a CPU.
 """
 
 from __future__ import annotations

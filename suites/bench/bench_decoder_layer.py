@@ -2,13 +2,12 @@
 
     python -m degarble.suites.bench.bench_decoder_layer [--model M] [--recipe R] [--lanes B ...]
 
-Owns layers of true widths with random weights, one of each type: experts NVFP4; compressors,
-indexer and router BF16; attention and shared expert NVFP4 (wo_a BF16) or FP8, as the recipe says.
-There are four sets whose attention, compressors and memories are their own; experts are shared, and
-each set's tokens choose others. The whole step is one CUDA graph over the sets in turn, so that it
-finds nothing in the cache; every launch of it is a graph of its own in the same way, and what both
-leave between them is told. Refuses to measure without a GPU that kernels exist for. Numbers are
-compared by suites/backends/graph. Kept honest by suites/bench/test_bench_decoder_layer.py.
+Layers have true widths and random weights, one of each type: experts NVFP4; compressors, indexer
+and router BF16; attention and shared expert NVFP4 (wo_a BF16) or FP8, as the recipe says. Four sets
+have their own attention, compressors and memories; experts are shared, and each set's tokens choose
+others. The whole step is one CUDA graph over the sets in turn, so that the cache holds nothing of
+it. Every launch is a graph of its own in the same way. The gap between the sum of launches and the
+step is printed. Numbers are compared by suites/backends/graph.
 """
 
 from __future__ import annotations

@@ -2,11 +2,10 @@
 
     python -m degarble.suites.bench.bench_decoder_layer_v32 [--recipe R] [--lanes B ...] [--pieces]
 
-Owns layers of true widths with random weights, a dense one and one of experts; decoding at the end
-of 8,192 tokens, and with --pieces the step that takes 64 tokens of one prompt. How launches are
-remembered and timed, and what is shared by the sets, is bench_decoder_layer's. Refuses to measure
-without a GPU that kernels exist for. Numbers are compared by suites/backends/graph.
-Kept honest by suites/bench/test_bench_decoder_layer.py.
+Layers have true widths and random weights, a dense one and one of experts. They decode at the end
+of 8,192 tokens; --pieces adds the step that takes 64 tokens of one prompt. Launches are recorded
+and timed, and sets share weights, as in bench_decoder_layer. Numbers are compared by
+suites/backends/graph.
 """
 
 from __future__ import annotations

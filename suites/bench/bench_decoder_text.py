@@ -2,12 +2,11 @@
 
     python -m degarble.suites.bench.bench_decoder_text [--family F] [--documents N] [--twin N]
 
-Owns two ways of reading held-out documents and of speaking: by the decoder's graph, all documents
-side by side and a token a step, and by the twin on the CPU with the kernels' conventions. Shares of
-right answers come with Wilson's interval at 95 %. Kernels are within noise of the twin where each
-of a kind lies in the other's interval; perplexity stands beside it. Refuses to measure kernels
-without a GPU that they exist for; `--twin N --documents 0` needs none.
-Kept honest by suites/bench/test_bench_decoder_text.py.
+Held-out documents are read and continued in two ways: by the decoder's graph, all documents in one
+batch and a token a step, and by the twin on the CPU with the kernels' conventions. Shares of right
+answers have Wilson's interval at 95 %. Kernels are within noise of the twin if, for each kind of
+answer, each share lies in the other's interval; perplexity is printed too. `--twin N --documents 0`
+needs no GPU.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """NVFP4 to BF16 and back, E2M1 round trip: against the packages that a user would call today.
 
-Owns the arms, what they must agree in, and the targets of the first issue: decode faster than every
-peer, bit-equal, at 60 % of the machine's copy bandwidth; encode three times as fast as the fastest
-peer; the E2M1 round trip a hundred times as fast as ml_dtypes; peak memory 1.3 times input and
-output. Bytes count once read and once written, for the copy as for us.
+Targets: decode faster than every peer, bit-equal, at 60 % of the machine's copy bandwidth; encode
+three times as fast as the fastest peer; the E2M1 round trip a hundred times as fast as ml_dtypes;
+peak memory 1.3 times input and output. Bytes count once read and once written, for the copy as for
+us.
 
-A copy goes into memory that was touched before, so the bandwidth target is read on decoding into
-`out=` and on repeated calls, which reuse the memory of dead outputs; never-touched memory is an arm
-of its own beside torch's clone, because its page faults cost more than the work.
-Kept honest by suites/bench/test_figures.py at a small size.
+A copy goes into memory that was touched before. So the bandwidth target is for decoding into `out=`
+and for repeated calls, which reuse the memory of dead outputs. Never-touched memory is an arm of
+its own, compared with torch's clone, because its page faults cost more than the work.
 """
 
 from __future__ import annotations

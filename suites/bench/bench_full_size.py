@@ -1,10 +1,9 @@
 """A checkpoint of full size: structure audit, loader proof and sharding plan, heads alone.
 
-Owns the run of `degarble audit` over sparse checkpoints of V4-Pro in 95 shards (true heads over
-holes, about 0.9 TB to look at and some 80 MB on the disk), each in a process of its own: seconds
-from start to end, memory, and the plan that came out. Heads and configs are all that these steps
-read of a weight, so a full checkpoint costs the same; what the page cache holds is not controlled.
-Kept honest by suites/bench/test_bench_full_size.py at a small size.
+`degarble audit` runs over sparse checkpoints of V4-Pro in 95 shards (true heads over holes, about
+0.9 TB in appearance and some 80 MB on disk), each in a process of its own: seconds from start to
+end, memory, and the resulting plan. These steps read only heads and configs, so a full checkpoint
+costs the same. What the page cache holds is not controlled.
 """
 
 from __future__ import annotations

@@ -2,12 +2,10 @@
 
     python -m degarble.suites.bench.bench_gemm_kernels [--rounds N] [--tactics]
 
-Owns the arms. Each is a CUDA graph that launches once on each of several buffer sets in turn, so
-that the L2 cache holds nothing that is read next; arms take turns within a round, and torch.mm on
-BF16 runs in every round. A ratio is the median over rounds of cuBLAS's time over the kernel's.
-Operands are random. Refuses to measure without a GPU that the kernels exist for. Numbers are
-compared with the definition by suites/kernels, not here.
-Kept honest by suites/bench/test_bench_gemm_kernels.py, which checks the arithmetic of a row.
+Each arm is a CUDA graph that launches once on each of several buffer sets in turn, so that the L2
+cache holds nothing that is read next. Arms take turns within a round, and torch.mm on BF16 runs in
+every round. A ratio is the median over rounds of cuBLAS's time over the kernel's. Operands are
+random. Numbers are compared with the definition by suites/kernels, not here.
 """
 
 from __future__ import annotations

@@ -2,12 +2,11 @@
 
     python -m degarble.suites.bench.bench_grouped_kernel [--tokens T ...] [--only FP8]
 
-Owns the arms at V4-Pro's and V4-Flash's shapes: fused; inverse_rope, then the same product; the
-product alone; torch.bmm alone, which is cuBLAS. The same of weights in FP8 blocks, with each format
-of scales, quantised in the product or before, and with a product for every group. And the
-compressor's projection with float32 results beside cuBLAS with BF16 ones. Cold buffers by turns, in
-a graph, all arms in every round. Refuses to measure without a GPU that kernels exist for. Kept
-honest by suites/bench/test_bench_grouped_kernel.py.
+Arms at V4-Pro's and V4-Flash's shapes: fused; inverse_rope, then the same product; the product
+alone; torch.bmm alone, which is cuBLAS. The same with weights in FP8 blocks, with each format of
+scales, quantised in the product or before, and with a product for every group. And the compressor's
+projection with float32 results, against cuBLAS with BF16 ones. Rotating cold buffers, in a graph,
+all arms in every round.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What a history of five years costs, how often it cries wolf, and how soon it sees a shift.
 
-Owns the store that is asked (61 layers of 40 components, a night a day for five years, one shift),
-the simulated healthy years, and the shifts of 3 standard deviations of a single run.
-Kept honest by suites/bench/test_bench_history.py.
+The store holds 61 layers of 40 components, a night a day for five years, with one shift. Healthy
+years are simulated, and shifts of 3 standard deviations of a single run.
 """
 
 from __future__ import annotations

@@ -2,11 +2,10 @@
 
     python -m degarble.suites.bench.bench_indexer_kernels [--rounds N] [--only scores|topk|operand]
 
-Owns the arms: scores of a prefill and of a decode in BF16 and FP8, beside torch.mm in BF16 on a
-large square, whose rate is the peak of the run; the largest k of rows, beside torch.topk on the
-same rows; rows of queries, beside a copy. Graphs, cold buffers and rounds as bench_quantise_kernel
-has them. Refuses to measure without a GPU that the kernels exist for. Numbers are compared with
-their definitions by suites/kernels. Kept honest by suites/bench/test_bench_indexer_kernels.py.
+Arms: scores of a prefill and of a decode in BF16 and FP8, against torch.mm in BF16 on a large
+square, whose rate is the peak of the run; the largest k of rows, against torch.topk on the same
+rows; rows of queries, against a copy. Graphs, cold buffers and rounds are those of
+bench_quantise_kernel. Numbers are compared with their definitions by suites/kernels.
 """
 
 from __future__ import annotations

@@ -2,12 +2,10 @@
 
     python -m degarble.suites.bench.bench_latent_attention [--tokens T] [--batch B] [--rounds N]
 
-Owns the arms: prefill of T tokens and decoding of B sequences, 2048 chosen keys each, 128 heads and
-those of eight ranks, 656-byte entries and BF16; torch gathers rows of a BF16 cache and multiplies
-in BF16. Arms run as bench_sparse_attention has it: cold buffers by turns, in a graph, by turns
-within a round, beside a copy of as many bytes as the entries named. Refuses to measure without a
-GPU that kernels exist for; numbers are compared by suites/kernels, not here.
-Kept honest by suites/bench/test_bench_latent_attention.py.
+Prefill of T tokens and decoding of B sequences, 2048 chosen keys each, 128 heads and those of eight
+ranks, 656-byte entries and BF16. torch gathers rows of a BF16 cache and multiplies in BF16. Arms
+are timed as in bench_sparse_attention, with a copy of as many bytes as the chosen entries. Numbers
+are compared by suites/kernels, not here.
 """
 
 from __future__ import annotations

@@ -3,14 +3,12 @@
     python -m degarble.suites.bench.bench_moe_kernel [--rounds N] [--tokens T ...] [--model M]
     python -m degarble.suites.bench.bench_moe_kernel --steps --tokens 1 16 64 256
 
-Owns the arms: both grouped products, each alone and on rows that are there; the whole call, from
-BF16 tokens to their sum; the plain NVFP4 GEMM on as many rows with one matrix; cuBLAS in BF16 on
-the first product; a copy. A rate counts what slots need: rows of zeros that fill tiles up are
-waste. Choices are drawn evenly. `--steps` times each step in each tactic instead, beside what a
-copy's bandwidth takes for the visited experts' weights. Arms are graphs over several buffer sets
-and take turns, as in bench_gemm_kernels. Refuses to measure without a GPU that kernels exist for.
-Numbers are compared with the definition by suites/kernels. Kept honest by
-suites/bench/test_bench_moe_kernel.py.
+Arms: both grouped products, each alone and on existing rows; the whole call, from BF16 tokens to
+their sum; the plain NVFP4 GEMM on as many rows with one matrix; cuBLAS in BF16 on the first
+product; a copy. A rate counts only the work of slots: rows of zeros that fill up tiles are waste.
+Choices of experts are drawn evenly. `--steps` times each step in each tactic instead, with the time
+that the visited experts' weights take at a copy's bandwidth. Graphs and turns are those of
+bench_gemm_kernels. Numbers are compared with the definition by suites/kernels.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The whole museum: every fault planted in several places, 200 healthy runs, and what was said.
 
-Owns the tables by strength and by family, and the targets of the product. Shares stand with
-Wilson's interval at 95 %. Nothing here is a time but the last target, so neighbours on the machine
-change no other figure; with fewer than 15 rounds a small part is run, so that the way can be tried.
-Kept honest by suites/bench/test_bench_museum.py.
+Tables by strength and by family, with the targets of the product. Shares have Wilson's interval at
+95 %. Only the last target is a time, so load on the machine changes no other figure. With fewer
+than 15 rounds a small part is run, as a trial.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
     python -m degarble.suites.bench.bench_night [--only NAME ...] [--rounds N] [--json]
 
-Owns the choice: for each kernel one shape that its own bench has, beside a copy of as many bytes,
-cuBLAS, or what its bench compares it with. Arms, buffers and rounds are those of the benches. A
-kernel that cannot be timed says why and leaves the others alone. Refuses to measure without a GPU
-that kernels exist for. Kept honest by suites/bench/test_bench_night.py.
+Each kernel has one shape of its own bench, with a copy of as many bytes, cuBLAS, or whatever that
+bench compares it with. Arms, buffers and rounds are those of the benches. A kernel that cannot be
+timed reports why and leaves the others alone.
 """
 
 from __future__ import annotations

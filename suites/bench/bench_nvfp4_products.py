@@ -2,13 +2,13 @@
 
     python -m degarble.suites.bench.bench_nvfp4_products [--tokens T] [--kernels]
 
-Owns the inputs: what the trained small V4 feeds into each attention on a held-out document, and
-V4-Pro's shape (8 tokens, 128 heads, 1152 keys) drawn: Gaussian, queries near a key each or near
-none (flat); with 8 of 512 channels 20 times as large in keys and queries; and that rotated by a
-Hadamard matrix, which changes no logit. Queries are normed as V4 norms heads. Columns are cosines:
-of logits, of shares, of outputs with exact values, of outputs with the values of the cache; with
-`--kernels` also of our kernel's, on a GPU. Refuses that without one. Kept honest by
-suites/bench/test_bench_nvfp4_products.py. Letters: T tokens, H heads, L width, R rows of keys.
+Inputs are those of each attention of the trained small V4 on a held-out document, and random ones
+of V4-Pro's shape (8 tokens, 128 heads, 1152 keys): Gaussian, queries near a key each or near none
+(flat); with 8 of 512 channels 20 times as large in keys and queries; and that rotated by a Hadamard
+matrix, which changes no logit. Queries are normed as V4 norms heads. Columns are cosines of logits,
+of shares, of outputs with exact values, of outputs with the values of the cache; with `--kernels`,
+on a GPU, also of our kernel's outputs.
+Shape letters: T tokens, H heads, L width, R rows of keys.
 """
 
 from __future__ import annotations

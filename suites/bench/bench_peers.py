@@ -1,10 +1,9 @@
 """What others measure by hand or miss, through the Python surface: a toy decoder, and one product.
 
-Owns two measurements. A plain decoder of 16 layers, d = 1024, 512 tokens, whose linears hold
-decoded NVFP4 weights: clean, and with one of three faults in `layers.7.mlp.down_proj`. And a W4A4
-product of 512 x 1024 x 2048 with sixteen faults, on Gaussian, heavy-tailed and small inputs,
-healthy in every legal order of its sum; beside it, published gates applied to the same outputs.
-Kept honest by suites/bench/test_bench_peers.py at a small size.
+Two measurements. A plain decoder of 16 layers, d = 1024, 512 tokens, whose linears hold decoded
+NVFP4 weights: clean, and with one of three faults in `layers.7.mlp.down_proj`. And a W4A4 product
+of 512 x 1024 x 2048 with sixteen faults, on Gaussian, heavy-tailed and small inputs, healthy in
+every legal order of its sum; published gates are applied to the same outputs.
 """
 
 from __future__ import annotations

@@ -2,12 +2,10 @@
 
     python -m degarble.suites.bench.bench_quantise_kernel [--rows M] [--columns K] [--rounds N]
 
-Owns the arms. Each is a CUDA graph that launches once on each of several buffer sets in turn, so
-that the L2 cache holds nothing that is read next; arms take turns within a round, and the copy runs
-in every round. The share of copy bandwidth is the time of a copy that reads and writes as many
-bytes, over the kernel's. Refuses to measure without a GPU that kernels exist for. The kernel's
-bytes are compared with the definition by suites/kernels, not here.
-Kept honest by suites/bench/test_bench_quantise_kernel.py, which checks the arithmetic of a row.
+Each arm is a CUDA graph that launches once on each of several buffer sets in turn, so that the L2
+cache holds nothing that is read next. Arms take turns within a round, and the copy runs in every
+round. The share of copy bandwidth is the time of a copy that reads and writes as many bytes, over
+the kernel's. The bytes are compared with the definition by suites/kernels, not here.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """A checkpoint of 8.5 GB from begin to end: written, quantised, converted, proven.
 
-Owns the rates of each step on one core and of two workers, the memory of all processes together
-(sampled, as suites/checkpoint/transform/convert/memory_watch.py says), and the time that 881 GB
-would take: size over rate, spelled out. Disk and network are in it only as far as this machine's
-page cache lets them be. Kept honest by suites/bench/test_bench_quantise_large.py at a small size.
+Rates of each step on one core and of two workers, the memory of all processes together (sampled by
+suites/checkpoint/transform/convert/memory_watch.py), and the time that 881 GB would take: size over
+rate. Disk and network count only as far as this machine's page cache lets them.
 """
 
 from __future__ import annotations

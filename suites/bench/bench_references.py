@@ -1,10 +1,9 @@
 """Greedy decoding of a small V4 model: tokens a second, against transformers on the same core.
 
-Owns the arms: our references and transformers hold the same weights and continue the same prompt
-with a cache, in BF16 as the checkpoint stores them (what either loads by default), and in float32;
-a third arm of ours is the whole way of `degarble generate`, sampler and float64 sums included.
-Both arms must name the same tokens in float32 (one at a time, so any deviation would grow).
-Kept honest by suites/bench/test_bench_references.py at a small size.
+Our references and transformers hold the same weights and continue the same prompt with a cache, in
+BF16 as the checkpoint stores them (the default of both), and in float32. A third arm of ours is the
+whole path of `degarble generate`, sampler and float64 sums included. In float32 both must generate
+the same tokens: decoding is one token at a time, so any deviation would grow.
 """
 
 from __future__ import annotations

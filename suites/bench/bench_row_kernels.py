@@ -2,11 +2,9 @@
 
     python -m degarble.suites.bench.bench_row_kernels [--only PART ...] [--rounds N]
 
-Owns the arms; how they are timed is bench_quantise_kernel's business: graphs over several buffer
-sets, by turns, beside a copy of as many bytes in the same rounds. torch's own functions stand
-beside ours where there are some. Refuses to measure without a GPU that kernels exist for; bits are
-compared by suites/kernels, not here.
-Kept honest by suites/bench/test_bench_row_kernels.py.
+Arms are timed as in bench_quantise_kernel: graphs over several buffer sets, in turns, with a copy
+of as many bytes in the same rounds. torch's own functions are timed too where there are some. Bits
+are compared by suites/kernels, not here.
 """
 
 from __future__ import annotations

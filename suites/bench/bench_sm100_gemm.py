@@ -2,13 +2,11 @@
 
     python -m degarble.suites.bench.bench_sm100_gemm [--rounds N]
 
-Owns which tactics meet which shape: all of one thread block, of two together and their clusters
-where there are many rows; swapped operands and the narrowest tiles where there are few. Arms and
-rounds are those of bench_gemm_kernels; the bound is that of suites/kernels/sm100_table.py, whose
-clock and bandwidth are a data sheet's. Refuses every other GPU by name. Numbers are compared with
-the definition by suites/kernels, not here: run `pytest -m b200 -k first_minute` before.
-
-Kept honest by suites/bench/test_bench_sm100_gemm.py, which checks tactics, a row, the refusal.
+Shapes with many rows run all tactics of one thread block, of pairs and of their clusters; shapes
+with few rows run swapped operands and the narrowest tiles. Arms and rounds are those of
+bench_gemm_kernels. The bound is that of suites/kernels/sm100_table.py, whose clock and bandwidth
+come from a data sheet. suites/kernels compares the numbers with the definition: run
+`pytest -m b200 -k first_minute` before.
 """
 
 from __future__ import annotations

@@ -2,14 +2,12 @@
 
     python -m degarble.suites.bench.bench_sparse_attention [--tokens T] [--batch B] [--rounds N]
 
-Owns the arms: prefill of T tokens over a window of 128 and 1024 entries of a prompt, decoding of B
-sequences with a cache each, 64 and 128 heads, every entry format. A torch version gathers rows of a
-BF16 cache and multiplies in BF16; a Triton version does so in one kernel, and is left out, by name,
-where Triton is missing or its numbers are not torch's. Arms run as bench_quantise_kernel has it:
-cold buffers by turns, in a graph, by turns within a round, beside a copy of as many bytes as the
-entries named. Refuses to measure without a GPU that kernels exist for; numbers of the kernels are
-compared by suites/kernels, not here.
-Kept honest by suites/bench/test_bench_sparse_attention.py.
+Prefill of T tokens over a window of 128 and 1024 entries of a prompt, decoding of B sequences with
+a cache each, 64 and 128 heads, every entry format. A torch version gathers rows of a BF16 cache and
+multiplies in BF16. A Triton version does so in one kernel; it is left out, with the reason, if
+Triton is missing or its numbers are not torch's. Arms are timed as in bench_quantise_kernel:
+rotating cold buffers, in a graph, in turns within a round, with a copy of as many bytes as the
+chosen entries. Numbers of the kernels are compared by suites/kernels, not here.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """A model larger than memory: one pass over 15 GB of streamed weights, beside the disk's own rate.
 
-Owns the checkpoint (V4-Flash's widths, four layers, one of each type, written once and removed) and
-the estimates for V4-Pro and V3.2: the bytes of their official layouts over the measured rate. Every
-expert has to be visited, or the pass would be cheaper than it says: routers are balanced first.
-The disk's rate is that of
-reading the same files from a cold cache, in the same process.
-Kept honest by suites/bench/test_bench_streaming.py at a small size.
+The checkpoint has V4-Flash's widths and four layers, one of each type; it is written once and
+removed. Estimates for V4-Pro and V3.2 are the bytes of their official layouts over the measured
+rate. Every expert has to be visited, or the pass would be too cheap: routers are balanced first.
+The disk's rate is that of reading the same files from a cold cache, in the same process.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What the small models know, by recipe, with parts taken away, and with faults planted.
 
-Owns the runs behind the README's headline table: held-out documents and sampled text, for the model
+These runs produce the README's headline table: held-out documents and sampled text, for the model
 as stored (BF16), as `nvfp4-experts` and as `nvfp4-full` in the twin's arithmetic. Input scales come
-from one document apart. Each ablation and fault is a change of the bound model. These are counts of
-right answers, not times, so neighbours on the machine do not matter.
+from one separate document. Each ablation and fault is a change of the bound model. These are counts
+of right answers, not times, so other load on the machine does not matter.
 """
 
 from __future__ import annotations

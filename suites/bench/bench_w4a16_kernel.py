@@ -2,13 +2,11 @@
 
     python -m degarble.suites.bench.bench_w4a16_kernel [--rounds N] [--layout NAME]
 
-Owns the rows: M = 1 to 16 at two shapes. Arms are timed as bench_quantise_kernel does: graphs that
-launch on one buffer set after the other, all of them colder than the L2 cache, by turns. The share
-counts packed weights (0.5625 bytes each) against a copy that moves as many bytes and is launched as
-often, and against a large copy, for which a launch weighs nothing. Targets go by the stricter one.
-
-Refuses to measure without a GPU that kernels exist for. Results are compared with float64 by
-suites/kernels, not here. Kept honest by suites/bench/test_bench_w4a16_kernel.py.
+Rows: M = 1 to 16 at two shapes. Arms are timed as in bench_quantise_kernel: graphs that launch on
+one buffer set after the other, all of them colder than the L2 cache, in turns. The share counts
+packed weights (0.5625 bytes each) against two copies: one that moves as many bytes and is launched
+as often, and a large one, for which a launch costs nothing in comparison. Targets use the stricter
+one. Results are compared with float64 by suites/kernels, not here.
 """
 
 from __future__ import annotations

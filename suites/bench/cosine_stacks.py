@@ -1,10 +1,9 @@
-"""Two ways through linears and experts in NVFP4, and the BF16 layer that both are measured by.
+"""Two NVFP4 stacks of linears and experts, and the BF16 layer that both are compared with.
 
-Owns the definition of each: `Reference` multiplies BF16 values in float64 and rounds every output
-to BF16; `Twin` does the same with what canonical NVFP4 makes of weights and activations; `Stack` is
-our kernels, handed the same codes of weights and the same scales. Scales of activations are
-calibrated on the inputs themselves. Kept honest by suites/bench/test_bench_cosines.py.
-Letters: T tokens, K chosen, D hidden, F width, N outputs, E experts
+`Reference` multiplies BF16 values in float64 and rounds every output to BF16. `Twin` does the same
+with weights and activations in canonical NVFP4. `Stack` is our kernels, with the same codes of
+weights and the same scales. Scales of activations are calibrated on the inputs themselves.
+Shape letters: T tokens, K chosen, D hidden, F width, N outputs, E experts
 """
 
 from __future__ import annotations

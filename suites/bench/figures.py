@@ -1,12 +1,11 @@
 """`python -m degarble.suites.bench.figures`: measure, and rewrite the sections of docs/figures.md.
 
-Owns the registry of benches and the text that is made of a Section. A section stands between two
-marker lines and is replaced as a whole; what stands outside of the markers is written by hand and
-stays. Each section says when, where and by which command it was measured, because sections may come
-from different machines. The file is replaced in one step, after everything was measured.
+A section lies between two marker lines and is replaced as a whole; text outside of the markers is
+written by hand and stays. Each section has the date, machine and command of its measurement,
+because sections may come from different machines. The file is replaced in one step, after
+everything was measured.
 
-Refuses an unknown bench by name. Exit status 0 when every target was met, 1 otherwise; the page
-says which. Kept honest by suites/bench/test_figures.py.
+Exit status 0 when every target was met, 1 otherwise; the page says which.
 """
 
 from __future__ import annotations

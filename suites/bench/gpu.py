@@ -1,8 +1,7 @@
-"""What a bench of kernels says first: the GPU that it measures, or why nothing can be measured.
+"""Detect the GPU that a bench of kernels measures, print its line, or exit with the reason.
 
-Owns that line and the refusal, with its exit status, and how a bench prints. Refuses a machine
-without a GPU of a known target, and another target than a bench is of. Kept honest by the suites of
-the benches that call it, each of which is refused without a GPU.
+A machine without a GPU of a known target, or with another target than a bench needs, is an error
+with its own exit status. Also sets how a bench prints.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@
   against FOLDER ROUNDS            compare it with itself
   cold FOLDER ROUNDS WORKERS       by turns: plain reads, an audit, each after dropping the files
 
-Files are dropped by posix_fadvise, which needs no rights; what a host caches below stays there.
-Refuses what the library refuses.
+Files are dropped by posix_fadvise, which needs no rights; a host's cache below it stays.
 """
 
 from __future__ import annotations

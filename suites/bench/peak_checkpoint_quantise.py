@@ -5,7 +5,7 @@ seconds, and the peak of resident memory in bytes. SIZE is the hidden size. A sm
 compiles the loops and is not counted. With `--rival NAME` in front, another package quantises the
 same weights, each read from the same files and nothing written; then it prints our seconds for the
 whole run, its seconds for the weights alone, and the share of weights with equal bytes, of those
-that share no scale. One thread for all. Refuses what the commands themselves refuse.
+that share no scale. One thread for all.
 """
 
 from __future__ import annotations

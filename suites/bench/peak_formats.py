@@ -2,8 +2,7 @@
 
 `python -m degarble.suites.bench.peak_formats TASK ARM SIZE` prints (input + rise) / (input +
 output), or None where the kernel has no resettable high-water mark. A first call at full size is
-not counted: it compiles, imports and starts thread pools. Refuses an unknown task or arm by its
-KeyError.
+not counted: it compiles, imports and starts thread pools.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@
 handed out, visited experts' share, and the peak of resident memory in bytes. With `--write` it
 writes the checkpoint: V4-Flash's widths, four layers, one of each type. With `--balance` it fits
 the routers' correction biases to the prompt, as training does for its load: random routers leave
-some experts alone, and the pass would be cheaper than it says. A pass over one token before it
-loads libraries and compiles loops, and is not counted.
-Kept honest by suites/bench/test_bench_streaming.py at a small size.
+some experts unvisited, and the pass would be too cheap. A pass over one token before it loads
+libraries and compiles loops, and is not counted.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The baselines of the NVFP4 benches: what a user would call today, each by its public entry.
+"""Baselines of the NVFP4 benches: packages that a user would call today, by their public entries.
 
-Owns the calls into nvidia-modelopt, compressed-tensors and torchao as installed, the textbook
-version, and ml_dtypes. A decoder gets codes, E4M3 scale bytes and the decode scale of the tensor; a
-quantiser gets BF16 values and computes every scale itself, as ours does. What can be prepared once
-(wrapping the bytes, a scheme, the encode direction) is prepared outside of the measured call.
-Refuses nothing; a package that is absent raises ModuleNotFoundError, and the bench says so.
+They are nvidia-modelopt, compressed-tensors and torchao as installed, the textbook version, and
+ml_dtypes. A decoder gets codes, E4M3 scale bytes and the decode scale of the tensor; a quantiser
+gets BF16 values and computes every scale itself, as ours does. What can be prepared once (wrapping
+the bytes, a scheme, the encode direction) is prepared outside of the measured call. A package that
+is absent raises ModuleNotFoundError, and the bench reports it.
 
 The packages warn when they are imported; that is silenced here, and nothing else.
 """

@@ -1,12 +1,11 @@
-"""Measuring side by side: interleaved rounds, medians with quartiles, paired ratios, peak memory.
+"""Measure arms side by side: interleaved rounds, medians, quartiles, paired ratios, peak memory.
 
-Owns the stopwatch and the vocabulary of a figure: a Reading is what one arm took, a Target is a
-claim with the number that it must reach, a Section is what one bench says in docs/figures.md.
+A Reading is what one arm took, a Target is a claim with the number that it must reach, a Section is
+one bench's part of docs/figures.md.
 
 Arms take turns within a round, and each round starts with another arm, so that a disturbance hits
-all of them; a ratio is the median over rounds of ratios within a round. What other processes took
-of the machine meanwhile is measured as well and stands beside the figures. Refuses nothing.
-Kept honest by suites/bench/test_figures.py, where planted times must come out as their ratio.
+all of them; a ratio is the median over rounds of ratios within a round. The load of other processes
+is measured meanwhile and printed with the figures.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Sparse attention in Triton, written to be compared with: BF16 cache, 64 heads a program.
+"""Sparse attention in Triton, as a baseline: BF16 cache, 64 heads a program.
 
-Owns one kernel: a program has a token and up to 64 heads, gathers 32 keys at a time, and keeps the
-sums of 512 columns in registers. Needs Triton, which comes with torch for GPUs: nothing but
-bench_sparse_attention imports it, and that one says so where it is missing. Refuses nothing. Kept
-honest by bench_sparse_attention, which compares it with torch's version before it measures it.
+A program has a token and up to 64 heads, gathers 32 keys at a time, and keeps the sums of 512
+columns in registers. Triton comes with torch for GPUs; only bench_sparse_attention imports this,
+and it compares the results with torch's version before it measures.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The rules in docs/audit.md, written from the tables that the audit judges by.
+"""Generate the rules in docs/audit.md from the tables that the audit uses.
 
-Owns the form of the last part of that page; `python -m degarble.suites.house.audit_rules` writes
-it, as does `make docs`. Kept honest by test_documents.py, which compares the page with the tables.
+`python -m degarble.suites.house.audit_rules` writes the last part of that page, as does
+`make docs`.
 """
 
 from __future__ import annotations

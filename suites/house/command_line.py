@@ -1,7 +1,6 @@
-"""docs/cli.md, written from the command line itself: `make docs` runs this.
+"""Generate docs/cli.md from the command line itself, for `make docs`.
 
-Owns the Markdown form of commands and options. The text is the help text, so it cannot differ from
-what --help prints. Kept honest by test_documents.py, which compares the file and the contract.
+The text is the help text, so it cannot differ from what --help prints.
 """
 
 from __future__ import annotations

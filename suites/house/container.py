@@ -1,8 +1,7 @@
-"""What is asked of the container's files: pinned bases, no root, no secret, nothing from the net.
+"""Check the Dockerfile and the compose file: pinned bases, no root, no secret, no network access.
 
-Owns the checks of a Dockerfile and of a compose file, each a sentence for what it finds; these
-suites run where no container can be built. hadolint says nothing against the Dockerfile either
-(docs/container.md). Refuses nothing. Kept honest by test_container.py, which plants each fault.
+The checks read text, because these suites run where no container can be built. Each returns a
+sentence for a finding. hadolint finds nothing in the Dockerfile either (docs/container.md).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The floors of the house as a table: who may import whom (docs/house.md draws it).
+"""Table of the dependency order of folders: who may import whom (docs/house.md draws it).
 
 A unit is a folder or a single module under harness/; the longest matching name counts. `below`
-names the units that it may import, besides itself. A module of no unit belongs to no floor, which
-is a violation. Kept honest by test_floors.py.
+names the units that it may import, besides itself. A module that belongs to no unit is a violation.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Import each named module with none of our other modules beside it, and warnings as errors.
+"""Import each named module without our other modules loaded, and with warnings as errors.
 
 Run as `python -m degarble.suites.house.import_alone LIGHT ... -- MODULE ...`. A light module is
-imported in a fork of a bare interpreter and may not bring a package of HEAVY. Then the packages of
-PRELOADED are loaded, and before each other module everything of ours is forgotten, so that torch is
-paid for once. Output: one JSON object, module to error.
+imported in a fork of a bare interpreter and may not load a package of HEAVY. Then the packages of
+PRELOADED are loaded, and before each other module all of ours are removed from sys.modules, so that
+torch is loaded only once. Output: one JSON object, module to error.
 """
 
 from __future__ import annotations

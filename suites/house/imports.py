@@ -1,7 +1,6 @@
-"""The import graph of the house, read from syntax: deferred and type-only imports count.
+"""Build the import graph of the repository from syntax; deferred and type-only imports count.
 
-Owns how an import statement becomes an edge between modules. Refuses relative imports, which hide
-the floor that they reach. Kept honest by the planted violations of test_floors.py.
+Relative imports are rejected, since they hide the folder that they reach.
 """
 
 from __future__ import annotations

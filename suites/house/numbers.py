@@ -1,4 +1,4 @@
-"""The house numbers: lengths that a file, a function, a signature and a docstring may have.
+"""Limits on the length of files, functions, signatures and docstrings.
 
 An exception needs a reason, and is removed when it is no longer needed. Ruff checks the length of a
 line (E501).

@@ -1,7 +1,6 @@
-"""What the house suites read: the repository's own files, as paths, module names and syntax trees.
+"""List the repository files as paths, module names and syntax trees.
 
-Owns the one list of what belongs to the house. Refuses nothing. Caches, the environment and
-outputs are no sources.
+Caches, the environment and outputs are left out.
 """
 
 from __future__ import annotations

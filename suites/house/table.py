@@ -1,7 +1,7 @@
-"""The figures of the house as one table: `make house` prints it.
+"""Print measurements of the source tree as one table: `make house`.
 
-Every figure is read from the sources. A number is a by-product of rooms in which one would like to
-work: where it and good sense disagree, good sense wins.
+Every figure is read from the sources. A number is a by-product of readable code: where it and good
+sense disagree, good sense wins.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""What no file of the house may contain: unfinished marks, machine paths, unsafe loading, spelling.
+"""Patterns that no file may contain: unfinished marks, machine paths, unsafe loading, spelling.
 
-Owns the patterns, each with its reason, and the readers of code; this file and its suite are exempt
-from the patterns. Kept honest by test_words.py, which plants one offence of each kind.
+Each pattern has its reason. This file and its suite are exempt from the patterns.
 """
 
 from __future__ import annotations

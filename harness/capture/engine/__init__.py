@@ -1,1 +1,1 @@
-"""Record an engine's run: its modules, ranks and session."""
+"""Record a running engine: maps of its modules, joining of ranks, one session a capture."""

@@ -1,11 +1,9 @@
-"""What of an engine's model is which of our tensors: module, argument or result, columns, share.
+"""Describe where an engine holds our tensors: module, argument or result, columns, rank's share.
 
-A sighting is one component: each of its tensors with the place where the engine shows it. The place
-is a module by name (`model.layers.0.attn.wq_b`) or a method of an object behind a colon
-(`model.layers.0.ffn.experts:router.select_experts`), an argument or a result of its call, the
-columns of it where the engine fused several components into one tensor, and what a rank has of the
-whole. Imports no engine. Refuses columns that are none, and names that are no sites.
-Kept honest by suites/capture/engine/test_taps.py and suites/vllm/test_capture.py.
+A sighting is one component and, for each of its tensors, a place in the engine. A place names a
+module (`model.layers.0.attn.wq_b`) or a method of an object after a colon
+(`model.layers.0.ffn.experts:router.select_experts`), an argument or result of its call, the columns
+if the engine fused several components into one tensor, and the rank's share. Imports no engine.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""Captures of single ranks made one: parts put side by side, terms summed, wholes held together.
+"""Join the captures of single ranks into one: concatenate shards, sum terms, compare replicas.
 
-Owns the step from what each rank saw to our sites. The ranks' captures have the same steps and the
-same calls, one map's. A part lies along one dimension in the order of ranks, slot by slot where the
-engine fused several; its padding is cut off. Terms are summed in float64 and kept in float32, so
-that joining rounds nothing that a rank did not round. Of wholes the first rank's is kept, and where
-another one's has other bytes the capture says so, by site and rank: that is a finding.
-
-Refuses ranks that saw other steps or calls, parts that do not make the whole, and a place for rows
-of which one rank has more. Kept honest by suites/capture/engine/test_ranks.py.
+All ranks have the same steps and calls. A shard lies along one dimension in the order of ranks,
+slot by slot where the engine fused several; its padding is cut off. Terms are summed in float64 and
+stored as float32, so joining adds no rounding of its own to a rank's. Of a replicated tensor the
+first rank's copy is kept; a rank whose bytes differ is recorded by site and rank, as a finding.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""One capture of a running engine, on one rank: opened when it is asked for, closed once.
+"""Run one capture of a running engine on one rank: open it on request, close it once.
 
-Owns the folder of the rank, the recorder behind the taps, and who of a batch is wanted. The engine
-tells of every batch before its forward pass; between captures nothing of ours is in its way. What
-the engine shows is bounded by bytes and seconds: beyond them nothing more is taken, whole steps
-stay, and the capture says by what it ended.
-
-Refuses filters that choose nothing of the map, and, when it is closed, what was met on the way and
-a capture without a single call, with the likely reason.
-Kept honest by suites/capture/engine/test_taps.py.
+A session holds the rank's folder, the recorder and the choice of sequences of a batch. The engine
+calls it with every batch before the forward pass; between captures nothing of ours is installed. At
+the limit of bytes or seconds recording stops, whole steps stay, and the capture records which limit
+ended it. A capture without a single call is an error that names the likely reason.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
-"""One rank of a running engine, tapped: hooks at modules, wraps at methods, a call a component.
+"""Tap one rank of a running engine: hook modules, wrap methods, emit one call a component.
 
-Owns what happens in the engine's own process: its map's modules and methods are watched, the rows
-of the wanted sequences are copied when they show, and behind each forward pass a recorder gets one
-call a component, in the order of the map. Nothing that is seen is changed, and with the context
-everything is as it was. Padding behind a batch's last token is not looked at.
+The rows of the chosen sequences are copied as they appear. After each forward pass the recorder
+gets the calls in the order of the map. Tensors are never changed, and leaving the context removes
+every hook. Padding after a batch's last token is ignored.
 
-Refuses modules and methods that the engine does not have, tensors that a call did not bring, a
-module that runs twice in a pass, and fewer rows than tokens. The engine goes on in every case: what
-was met is kept in `error`, and nothing is taken any more. `unseen` names the places that never
-showed: an engine that replays recorded graphs calls no module.
-Kept honest by suites/capture/engine/test_taps.py.
+The engine must go on in every case: an error is kept in `error`, and recording stops. `unseen`
+lists places that were never called: an engine that replays CUDA graphs calls no module.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""vLLM's DeepSeek-V4 as our components: which tensor of which of its modules is which site.
+"""Map the modules of vLLM's DeepSeek-V4 to our components and sites.
 
-Owns the map for vLLM 0.33's models/deepseek_v4, by names alone; vLLM is not imported. Fused modules
-are taken apart (fused_wqa_wkv, fused_wkv_wgate, gate_up_proj), and a rank's share is stated as its
-layers cut it (attention by heads and groups, experts and the shared one along their inner extent).
+The names are those of vLLM 0.33's models/deepseek_v4; vLLM is not imported. Fused modules are split
+(fused_wqa_wkv, fused_wkv_wgate, gate_up_proj). Sharding follows vLLM's layers: attention by heads
+and groups, routed and shared experts along the intermediate dimension.
+
 What vLLM fuses into kernels without a module or method (mHC, norm of the rotated key, cache writes,
-attention itself, inverse RoPE and wo_a) is left out, or shown by its neighbours' arguments. Routed
-experts show as one block: what goes in, what was chosen, and the sum that comes out.
-
-Refuses configs of another family, and pipeline stages.
-Kept honest by suites/vllm/test_capture.py on a model with these names and layouts.
+attention itself, inverse RoPE with wo_a) is left out, or read from the arguments of its neighbours.
+Routed experts are one block: its input, the chosen experts, and the summed output.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a run may say of itself: the type of each fact that a reader relies on.
+"""Types of the facts that a capture's manifest records about its run.
 
-A capture may hold any other fact, and lack each of these or leave it null. A fact of another type
-is refused when the capture is opened, so that no reader has to ask again.
+A capture may hold other facts, and lack any of these or leave it null. A fact of a wrong type is
+rejected when the capture is opened, so readers need no check of their own.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
-"""One part of a capture: a safetensors file with some tensors and, in its head, an index.
+"""Write and read one part of a capture: a safetensors file with an index in its header.
 
-Owns the file `part-000000.safetensors`: what is in its head, writing it under a temporary name, and
-reading it with suspicion. A part under its own name is whole, so a run that was killed leaves whole
-parts. The index (steps and calls, JSON) stands in the head's `__metadata__` with its SHA-256; any
-safetensors reader opens the tensors.
-
-Refuses, as UnreadableFile with file and tensor, heads that are none, another format or number, an
-index that is not the one that was hashed, and data that do not fill the file.
-Kept honest by suites/capture/files/test_parts.py (the safetensors package as oracle).
+A part `part-000000.safetensors` is written under a temporary name, so a part under its own name is
+whole, even after a kill. The index (steps and calls, JSON) is in the header's `__metadata__` with
+its SHA-256. Any safetensors reader opens the tensors.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""A capture as it is read: steps, calls, and tensors whose bytes are checked on the way.
+"""Read a capture: steps, calls, and tensors whose bytes are checked against their hashes.
 
-Owns opening. A complete capture has exactly the parts of its manifest; of an incomplete one, whose
-run was killed, the parts that are there are read. Tensors are read when they are asked for, so a
-capture larger than memory opens at once.
-
-Refuses, by file and tensor: another format or a newer version; missing, foreign or cut parts; calls
-out of order, and tensors that lie nowhere; bytes that are not those that were hashed.
-Kept honest by suites/capture/files/test_reader.py, and a capture of version 1 that is kept there.
+A complete capture has exactly the parts of its manifest. Of an incomplete one, whose run was
+killed, the parts that exist are read. Tensors are read on demand, so a capture larger than memory
+opens at once. Format version 1 is still read.
 """
 
 from __future__ import annotations

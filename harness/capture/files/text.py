@@ -1,7 +1,6 @@
-"""A capture told in a few lines, without torch and without its checkpoint.
+"""Summarise a capture in a few lines of text, without torch and without its checkpoint.
 
-Owns the wording. Says first whether the capture is complete. Refuses nothing: whoever opened the
-capture has checked. Kept honest by suites/capture/files/test_text.py.
+The first line says whether the capture is complete.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""The words of a capture: a kept tensor, a step, a call, and their spelling in JSON. No sibling.
+"""Record types of a capture: stored tensor, step, call; and their JSON. See docs/capture.md.
 
-Owns the format's name and version, the dtypes, and the records that writer and reader share
-(docs/capture.md). A call is one run of one component; what went in was taken before it ran, what
-came out behind it. A step is one forward pass: the tokens of some sequences, all in front of the
-first call (prefill) or one each (decode). Refuses records with a missing, strange or impossible
-field, by the name of the field. Kept honest by suites/capture/files/test_types.py.
+A call is one run of one component: inputs are taken before it, outputs after it. A step is one
+forward pass over tokens of some sequences: their prompts (prefill), or one token each (decode).
+Imports no sibling.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""A capture as it is written: tensors and calls go in, parts come out behind the caller's back.
+"""Write a capture: hash and store tensors and calls in a thread of its own.
 
-Owns the thread that hashes and writes, the bound on what waits in memory, and the manifest, which
-says `complete` only when every part is on the disk. Bytes that are there already are stored once,
-whatever sites they belong to. The caller waits only while the bound is reached. Needs no torch.
-
-Refuses a folder that holds a capture already, and what the system refuses to write: at the next
-call or at the end, whichever comes first; what was written until then stays, and is readable.
-Kept honest by suites/capture/files/test_writer.py and test_capture_crash.py.
+The manifest says `complete` only when every part is on disk. Equal bytes are stored once, whatever
+sites they belong to. The caller waits only while the memory bound is reached. An error of the
+system is raised at the next call or at the end, whichever comes first; what was written before
+stays readable. Needs no torch.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""One file a group of commands: the record of its options, their checks, and the call downwards."""
+"""One module a group of commands: the options, their checks, and the call into harness/commands."""

@@ -1,4 +1,4 @@
-"""`degarble audit`: whether the files of a checkpoint are right, before a kernel runs."""
+"""Command line of `degarble audit`: check the files of a checkpoint before any kernel runs."""
 
 from dataclasses import dataclass
 from functools import partial

@@ -1,4 +1,4 @@
-"""`degarble quantise` and `degarble convert`: checkpoints made of checkpoints."""
+"""Command line of `degarble quantise` and `degarble convert`: rewrite a checkpoint."""
 
 from dataclasses import dataclass
 from functools import partial

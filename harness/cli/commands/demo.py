@@ -1,4 +1,4 @@
-"""`degarble demo`: the whole story in some seconds, on a model that the package brings."""
+"""Command line of `degarble demo`: a tour in seconds, on a model that the package contains."""
 
 from dataclasses import dataclass
 from pathlib import Path

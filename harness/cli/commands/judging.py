@@ -1,4 +1,4 @@
-"""`degarble capture`, `check` and `compare`: record a run, judge it, set two beside each other."""
+"""Command line of `degarble capture`, `check` and `compare`: record runs and judge them."""
 
 import os
 from contextlib import AbstractContextManager, ExitStack

@@ -1,4 +1,4 @@
-"""`degarble faults`: the faults that can be planted, and whether each is still found."""
+"""Command line of `degarble faults`: list plantable faults, and test that each is found."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`degarble history` and `bisect`: which night, and which commit, moved a component."""
+"""Command line of `degarble history` and `bisect`: the night and commit that moved a component."""
 
 import sys
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""`degarble serve`: the model answers over HTTP."""
+"""Command line of `degarble serve`: serve a model over HTTP."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""`degarble generate`: the model speaks."""
+"""Command line of `degarble generate`: generate text with a model."""
 
 import sys
 from dataclasses import dataclass

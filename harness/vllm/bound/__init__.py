@@ -1,4 +1,5 @@
-"""What derives from vLLM's own classes: importing it without vLLM 0.33 is refused by name.
+"""Classes derived from vLLM's own. Importing them needs vLLM 0.33.
 
-Every name of vLLM comes through upstream.py, so that contract_0_33.json says all that we rely on.
+Every name of vLLM is imported through upstream.py, so that contract_0_33.json lists all that we
+rely on.
 """

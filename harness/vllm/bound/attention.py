@@ -1,15 +1,12 @@
 """DeepSeek-V4's attention layer of vLLM with our row kernels and output projection.
 
-Owns what the layer overrides: norms of query and latent rows, heads normed and turned, latent rows
-normed, turned, quantised and written to the paged cache by slot; sparse attention over the window's
-and the compressed caches; heads turned back and wo_a. Slots, block tables and the split of a batch
-stay vLLM's: its metadata are read as they are. The builders declare the level of CUDA graphs that
-all parts together allow.
+Overridden: norms of query and latent rows; RoPE of the query heads; latent rows normed, rotated,
+quantised and written to the paged cache by slot; sparse attention over the window's and the
+compressed caches; inverse RoPE and wo_a. Slots, block tables and the split of a batch are vLLM's
+metadata, read as they are. The builders declare the level of CUDA graphs that all parts allow.
 
-vLLM 0.33 chooses the attention class of V4 by a fixed table (a registered backend would be passed
-over in silence), so the layer is made by vLLM and becomes ours by `adopt`, object by object.
-Refuses other classes, caches in another format than fp8_ds_mla, and positions that are not int64.
-Kept honest by suites/vllm/bound/test_attention.py.
+vLLM 0.33 chooses the attention class of V4 from a fixed table and ignores a registered backend. So
+vLLM makes the layer, and `adopt` converts it, object by object.
 Shape letters: T tokens, H heads, L latent width (512), P positions, G groups.
 """
 

@@ -1,13 +1,11 @@
-"""DeepSeek-V4's compressors of vLLM with our kernels: states kept, windows pooled, entries written.
+"""DeepSeek-V4's compressors of vLLM with our kernels: store states, pool windows, write entries.
 
-Owns what a compressor's forward overrides, that of a layer (ratio 4 or 128, into its fp8_ds_mla
-pages) and the indexer's (into its pages of FP8 keys, a float32 scale each, without a Hadamard
-transform, as vLLM's queries have none). States stay where vLLM keeps them, in pages of their own by
-its slots and block tables, in its layout: so a prefix from the cache, a prompt in chunks and a
-request that was put off go on as with vLLM's kernels, and either side reads what the other wrote.
+Overrides the forward of a layer's compressor (ratio 4 or 128, into its fp8_ds_mla pages) and of the
+indexer's (into pages of FP8 keys with a float32 scale each, without a Hadamard transform, like
+vLLM's queries). States stay in vLLM's own pages, slots, block tables and layout. So cached
+prefixes, chunked prompts and preempted requests work as with vLLM's kernels, and either side reads
+what the other wrote.
 
-Refuses keys in MXFP4 and compressors of another class or extent. Kept honest by
-suites/vllm/bound/test_compressor.py, where the definition stands in for the kernels.
 Shape letters: T tokens, F columns of latents and of gates, E width of an entry, P positions.
 """
 

@@ -1,10 +1,7 @@
-"""The quantisation method `degarble` of vLLM: each module gets the method of its stored format.
+"""The quantisation method `degarble` of vLLM: choose each module's method by its stored format.
 
-Owns the dispatch. vLLM's own class for V4 reads formats from config keys and builds FP8 linears
-whatever the file holds; here they come from the checkpoint's tensors, by the loader proof.
-
-Refuses modules that the proof does not know, and formats without a kernel, by name. Kept honest by
-suites/vllm/bound/test_config.py.
+vLLM's own class for V4 reads formats from config keys and builds FP8 linears whatever the file
+holds. Here formats come from the checkpoint's tensors, by the loader proof.
 """
 
 from __future__ import annotations

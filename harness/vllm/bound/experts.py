@@ -1,13 +1,11 @@
 """vLLM's fused-MoE method over our grouped NVFP4 kernels: W4A4 with the scales of each expert.
 
-Owns parameters under the names and shapes that vLLM's loader writes to, what is made of them once
-they are loaded (block scales in 128x4 order, one input scale an expert), and the call: vLLM's
-router chooses, its choices and weights are taken as they are, the sum is returned.
+Parameters have the names and shapes that vLLM's loader writes to. After loading, block scales are
+reordered to 128x4 and one input scale an expert is kept. vLLM's router chooses; its choices and
+weights are used as they are, and the sum is returned.
 
-vLLM merges the input scales of all experts of a layer for its own fast kernels; here each expert
-keeps its own, the larger one of w1 and w3, as the product has one side. Refuses extents and limits
-that the kernels do not serve, and scales that were not loaded. Kept honest by
-suites/vllm/bound/test_experts.py, where the kernels' definition stands in.
+vLLM merges the input scales of all experts of a layer for its own fast kernels. Here each expert
+keeps its own: the larger one of w1 and w3, as the fused product has one input.
 Shape letters: T tokens, K chosen, D hidden, F width, E experts held here, G of the model.
 """
 

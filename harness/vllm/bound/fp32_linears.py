@@ -1,11 +1,8 @@
-"""Products of vLLM whose result stays float32, by our kernel: the router's gate, what scores.
+"""Linears of vLLM with float32 results, by our kernel: the router's gate and scoring projections.
 
-Owns the product, the gate of experts, and what a layer projects beside its queries: the scores of
-its compressors and the weights of its indexer. vLLM chooses another kernel for each of them by the
-rows of a batch, so company changes bits; ours adds up in one order.
-
-Gates of another class stay vLLM's, and the log says so. Kept honest by
-suites/vllm/bound/test_fp32_linears.py, where the definition stands in for the kernel.
+Covered are the gate of experts, and what a layer projects along with its queries: the scores of its
+compressors and the weights of its indexer. vLLM picks the kernel by the rows of a batch, so
+batching changes bits; ours sums in one order. Gates of another class stay vLLM's, which is logged.
 Shape letters: M rows, N columns, K inner.
 """
 

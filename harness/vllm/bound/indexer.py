@@ -1,14 +1,11 @@
-"""DeepSeek-V4's indexer of vLLM with our kernels for queries, scores and the choice.
+"""DeepSeek-V4's indexer of vLLM with our kernels: quantise queries, score keys, select top-k.
 
-Owns what the indexer's forward overrides: queries turned and rounded to FP8 with one scale a row,
-scores against the paged cache of keys, the entries of the largest. Keys are the compressor's, ours
-or vLLM's (FP8 without a Hadamard transform, unlike DeepSeek's own code, so queries have none
-either). The builder keeps the batch's block table and each token's request, which vLLM's
-metadata cut by decode and prefill. The buffer that attention reads is filled with what is chosen,
-in ascending order, -1 behind it.
+Queries are rotated and rounded to FP8 with one scale a row, then scored against the paged cache of
+keys. The compressor wrote the keys, ours or vLLM's: FP8 without a Hadamard transform, unlike
+DeepSeek's own code, so queries have none either. The builder keeps the batch's block table and each
+token's request, because vLLM's metadata splits them by decode and prefill. The buffer that
+attention reads holds the chosen entries in ascending order, padded with -1.
 
-Refuses MXFP4 keys and heads of another width. Kept honest by
-suites/vllm/bound/test_indexer.py, where others stand in for the kernels.
 Shape letters: T tokens, H heads, W entries, S sequences, K chosen.
 """
 

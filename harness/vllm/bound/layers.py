@@ -1,13 +1,11 @@
 """DeepSeek-V4's decoder layer and model of vLLM with our mHC kernels and norms of blocks.
 
-Owns what is between blocks: four streams projected, mixed and collapsed, the norm behind it, a
-block's output spread over the streams; and what is behind them: the streams collapsed for good, the
-last norm, the head. vLLM fuses mHC by TileLang; here a layer takes streams and gives streams, and
-blocks are called as vLLM calls them. The layer's weights are split into three BF16 parts once they
-are loaded.
+Before a block the four residual streams are projected, mixed and collapsed, then normed; after it
+the block's output is spread over the streams. After the last layer the streams are collapsed, then
+come the last norm and the head. vLLM fuses mHC by TileLang; here a layer takes and returns streams,
+and blocks are called as vLLM calls them. The layer's weights are split into three BF16 parts once
+they are loaded. Sequence parallelism and MegaMoE are not supported.
 
-Refuses layers and models of another class, sequence parallelism and MegaMoE. Kept honest by
-suites/vllm/bound/test_layers.py, where sums stand in for the kernels.
 Shape letters: T tokens, S streams, D hidden.
 """
 

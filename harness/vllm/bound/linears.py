@@ -1,13 +1,11 @@
 """vLLM's linear methods over our GEMMs: BF16, FP8 in blocks, NVFP4 with NVFP4 or BF16 activations.
 
-Owns parameters under the names that vLLM's loader writes to, what is made of them once they are
-loaded (scales in the order that a kernel reads, the checks of fused partners), and one product a
-call. The kernels' modules are imported when weights are ready: they need the CuTe DSL.
+Parameters have the names that vLLM's loader writes to. After loading, scales are put into the order
+that a kernel reads, and fused partners are checked: their tensor scales must be equal, because one
+product has one. Kernel modules are imported when weights are ready: they need the CuTe DSL.
 Trap: vLLM's newer loader is for classes on its list; the older one has no place for tensor scales.
 
-Refuses partners whose tensor scales differ (one product has one), a bias, and activations that are
-not BF16. Nothing is computed another way where a kernel refuses: its refusal is the answer.
-Kept honest by suites/vllm/bound/test_linears.py, where the kernels' definitions stand in.
+There is no fallback: if a kernel raises, its error is the result.
 Shape letters: M rows, N outputs, K inner.
 """
 

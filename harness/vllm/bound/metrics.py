@@ -1,8 +1,7 @@
-"""What runs each part of each layer, for vLLM's /metrics: the gauge degarble_part_info.
+"""Report what runs each part of each layer in vLLM's /metrics: the gauge degarble_part_info.
 
-Owns the logger that vLLM's group `vllm.stat_logger_plugins` makes in the process that answers
-/metrics. It reads the records that the ranks left when they had loaded. Only where VLLM_PLUGINS
-names degarble. Kept honest by suites/vllm/bound/test_metrics.py.
+vLLM's group `vllm.stat_logger_plugins` makes this logger in the process that serves /metrics. It
+reads the records that the ranks wrote after loading, and acts only if VLLM_PLUGINS names degarble.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""DeepSeek-V4 of vLLM with degarble's layers, a guarded load, and a start that says what it runs.
+"""vLLM's DeepSeek-V4 with degarble's layers, a guarded load, and a start that logs what runs.
 
-Owns the class that the plugin registers for DeepseekV4ForCausalLM. Refuses to run under another
-quantisation method than ours: half of the plugin is no plugin. Kept honest by
-suites/vllm/bound/test_model.py.
+The plugin registers this class for DeepseekV4ForCausalLM. It needs our quantisation method as well:
+half of the plugin must not run.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Pages of vLLM's caches as our kernels take them: rows of bytes, with whatever lies between.
+"""View pages of vLLM's caches as operands of our kernels: strided rows of bytes.
 
-vLLM packs all layers of a block beside one another, so a layer's pages are far apart and its last
-one ends before a whole stride is over: no tensor of torch's may have these rows. What the kernels
-ask of an operand is told here instead; they read and write entries alone, never what lies behind.
-Refuses pages whose entries do not lie close together. Kept honest by
-suites/vllm/bound/test_pages.py. Shape letters: N pages.
+vLLM interleaves the pages of all layers of a block, so a layer's pages are far apart and its last
+one ends before a whole stride does. No torch tensor may have such rows, so this class describes
+them to the kernels, which read and write entries alone and never the gaps.
+Shape letters: N pages.
 """
 
 from __future__ import annotations

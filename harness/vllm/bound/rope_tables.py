@@ -1,9 +1,7 @@
-"""The table of turns of each layer of vLLM, against the model's own config.
+"""Compare the RoPE table of each layer of vLLM with the model's own config.
 
-Owns the comparison of a layer's cosines and sines with those of its rope. vLLM 0.26 turns layers
-without compression by YaRN, which their rope has not; 0.33 does not. There the table is replaced,
-and the log says so; elsewhere a difference refuses the start. Kept honest by
-suites/vllm/bound/test_rope_tables.py.
+vLLM 0.26 rotates layers without compression by YaRN, which their rope does not have; 0.33 does not.
+There the table is replaced, and logged; anywhere else a difference stops the start.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """The router and the shared expert's activation of vLLM with our kernels.
 
-Owns what both override: experts chosen by score or by the table of token ids, weighed in float32;
-SwiGLU with its limit, rounded once to BF16. vLLM's own of both were told apart from the definition
-by `degarble check` on an H200: docs/vllm.md.
+Experts are chosen by score or by the table of token ids, and weighted in float32. SwiGLU has its
+limit and is rounded once to BF16. On an H200 `degarble check` found a difference between vLLM's own
+kernels of both and the definition: docs/vllm.md.
 
-Refuses nothing itself: where a kernel refuses, its refusal is the answer. Routers and activations
-of another class stay vLLM's, and the log says so. Kept honest by
-suites/vllm/bound/test_routing.py, where others stand in for the kernels.
+Routers and activations of another class stay vLLM's, which is logged. There is no fallback: if a
+kernel raises, its error is the result.
 Shape letters: T tokens, E experts, K chosen.
 """
 

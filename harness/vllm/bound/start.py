@@ -1,9 +1,7 @@
-"""One start of vLLM with the plugin: what was asked, what was proven, what runs.
+"""One start of vLLM with the plugin: its options, its loader proof, and the kernel of each module.
 
-Owns the bundle that the quantisation config makes when the first layer asks, the choice of a kernel
-for each module, the refusals of what the plugin does not serve, and the telling at the end of
-loading. Refuses checkpoints that are no local folder: what is not there cannot be proven.
-Kept honest by suites/vllm/bound/test_start.py.
+The quantisation config makes it when the first layer needs a method. It logs what runs at the end
+of loading. The checkpoint must be a local folder, since files elsewhere cannot be proven.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Every name of vLLM that the plugin uses, in one place: what the record of the contract speaks of.
-
-Owns the imports and the refusal where vLLM is absent or another one. Kept honest by
-suites/vllm/test_contract.py (all of it on record) and bound/test_upstream.py (as recorded).
-"""
+"""Import every name of vLLM that the plugin uses; the contract records are about this list."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The proof of the plugin in an engine that runs: what is asked, and what has to come back."""
+"""Proof of the plugin in a running engine: prepared answers, servers, steps and planted faults."""

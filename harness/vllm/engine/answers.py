@@ -1,7 +1,6 @@
-"""What the references answer, as the proof reads it: texts, questions, how sure they are.
+"""Records of the references' answers for the engine proof: texts, questions, margins of certainty.
 
-Owns the records and their file, which `prepare` writes; needs no torch, so that a server that
-stands in starts at once. Kept honest by suites/vllm/engine/test_prepare.py.
+`prepare` writes the file. Needs no torch, so that a fake server starts at once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Faults of a loader, planted in the processes of one server: what the proof has to name.
+"""Faults of a loader, planted in the processes of one server, which the engine proof has to name.
 
-Owns the faults and the entry point's folder that brings one in. Each wraps a method of vLLM in the
-process that asks for it by DEGARBLE_PLANT; no file of vLLM is changed. Kept honest by
-suites/vllm/engine/test_server.py, and by test_plants.py on vLLM's own.
+Each fault wraps a method of vLLM in the process that selects it by DEGARBLE_PLANT, through an entry
+point in a folder of its own. vLLM's files are not changed.
 """
 
 from __future__ import annotations

@@ -2,13 +2,12 @@
 
     python -m degarble.harness.vllm.engine.prepare DIR [--only NAME]
 
-Owns the checkpoints (the trained small V4 by recipe, with input scales of four held-out documents),
-the greedy texts of the references with vLLM's conventions, and questions whose answers they are
-sure of. How sure is enough is read from the references: how far logits move if one rounding is
-moved. Few calibration tokens are a trap: scales of nine tokens clip, and then every rounding tells.
+Writes the trained small V4 by recipe (input scales from four held-out documents), the references'
+greedy texts with vLLM's conventions, and questions whose answers the references are sure of. How
+sure is enough follows from the references: how far logits move if one rounding moves. Trap: few
+calibration tokens. Scales of nine tokens clip, and then every rounding matters.
 
-Refuses a folder that exists; one that is broken off leaves none. Kept honest by
-suites/vllm/engine/test_prepare.py.
+An interrupted run leaves no folder.
 Shape letters: T tokens, V vocabulary.
 """
 

@@ -2,12 +2,11 @@
 
     python -m degarble.harness.vllm.engine.prove PREPARED OUT [--only NAME] [--gpus 2]
 
-PREPARED is what `prepare` wrote. Owns the servers of the proof: checkpoints by recipe, CUDA graphs,
-faults planted in the loader, a tensor that is missing, and with two GPUs tensor parallel ranks. All
-of them start beside one another, each on its port. Status 0: everything held; 1: something did not;
-2: refused before anything is written, as without vLLM or GPUs. Captures, logs and verdicts stay in
-OUT. Interrupted, it ends its servers. Not judged: speed. Kept honest by
-suites/vllm/engine/test_prove.py.
+PREPARED is what `prepare` wrote. The servers cover checkpoints by recipe, CUDA graphs, faults
+planted in the loader, a missing tensor, and with two GPUs tensor parallel ranks. They run at the
+same time, each on its own port. Status 0: everything held; 1: something did not; 2: refused before
+anything is written, as without vLLM or GPUs. Captures, logs and verdicts stay in OUT. An interrupt
+ends the servers. Speed is not judged.
 """
 
 from __future__ import annotations

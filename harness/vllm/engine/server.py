@@ -1,8 +1,6 @@
-"""One `vllm serve` with the plugin: how it is started, asked and ended.
+"""Start one `vllm serve` with the plugin, send requests to it, and end it.
 
-Owns the command line, the environment, the wait for an answer, and requests. Refuses to start
-without vLLM and without a GPU, by name. A server is ended by its own process group, never by a
-name. Kept honest by suites/vllm/engine/test_server.py, on a server that stands in.
+The server is ended by its own process group, never by a name.
 """
 
 from __future__ import annotations

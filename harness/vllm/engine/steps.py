@@ -1,9 +1,8 @@
-"""What a running server is asked, and what has to come back: one function a step.
+"""Steps of the engine proof: send requests to a running server and judge the replies.
 
-Owns the steps and their judgement. A text may leave the references' where they themselves are no
-surer than a moved rounding moves them; a question, of whose answer they are sure, may not be
-answered otherwise. Shares that nothing bounds are told and not judged. Kept honest by
-suites/vllm/engine/test_steps.py, on a server that stands in and on one that errs.
+A text may differ from the references' where the references are no surer than a moved rounding moves
+them. The answer to a question, of which they are sure, may not differ. Shares without a bound are
+reported and not judged.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""CuTe's own layout of NVFP4 scales, evaluated on the CPU where a kernel would be traced.
+"""Evaluate CuTe's own layout of NVFP4 scales on the CPU.
 
-Owns `layout_mismatches`: a plain function, because inside a traced one every number prints as `?`
-and no comparison can fail. CuTe folds a static layout at a static coordinate to a Python int; a
-result of any other type is refused, so that nothing is compared that was not computed.
+`layout_mismatches` is a plain function: inside a traced one every number prints as `?` and no
+comparison can fail. CuTe folds a static layout at a static coordinate to a Python int; a result of
+any other type is an error, so that nothing is compared that was not computed.
 """
 
 from __future__ import annotations

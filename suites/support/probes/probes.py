@@ -1,13 +1,9 @@
-"""What the probe kernel computes: every function of the ground floor that runs in three worlds.
+"""Probe functions that run on ints, on tensors and in a kernel, so that the three can be compared.
 
-Owns groups of probes. A probe is a plain function from one sample, a number 0 to 65,535 and the two
-bytes that make it up, to an unsigned 32-bit integer. On the host the sample is an int or a tensor;
-in the kernel it is the thread's own, its bytes read from memory. Equal results are the proof that
-the worlds agree: codecs on all byte pairs and all bfloat16 numbers, scale layouts, cache rows and
-row orders at every coordinate, padding included.
-
-Kept honest by suites/support/probes/test_probes.py (int against tensor for all samples, planted
-errors) and suites/support/probes/test_simt_probe_formats.py (the kernel, on a GPU).
+A probe maps one sample (a number 0 to 65,535 and its two bytes) to an unsigned 32-bit integer. On
+the host the sample is an int or a tensor; in the kernel it is the thread's own, its bytes read from
+memory. Probes cover codecs on all byte pairs and all bfloat16 numbers, and scale layouts, cache
+rows and row orders at every coordinate, padding included.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""A small kernel that runs the ground floor's formulas on the device and writes what they return.
+"""A kernel that runs the formats' formulas on the device and writes what they return.
 
-Owns three entries, all without tensor cores, so that one source runs on every target:
+Three entries without tensor cores, so that one source runs on every target:
 
 * `launch_probe`: a group of suites/support/probes/probes.py, one thread a sample;
-* `launch_native`: the processor's own conversions of the same samples, as an outside opinion;
+* `launch_native`: the processor's own conversions of the same samples, as an independent oracle;
 * `launch_quantise`: the canonical NVFP4 quantiser, one thread a block, scales in 128x4 order.
 
-They exist to prove, not to be fast. What is traced lives in plain functions, because a decorated
-one cannot fail: a check inside it sees no numbers. Refuses other shapes and dtypes than stated.
-Kept honest by suites/support/probes/test_simt_probe_formats.py: compiled for every target, no
-spill, no contraction, and on a GPU equal to the CPU byte for byte.
+They are not tuned. Traced code lives in plain functions, because a decorated one cannot fail: a
+check inside it has no numbers.
 
 Shape letters: M rows, K columns, P = K / 2 bytes, N probes, S samples.
 """

@@ -1,12 +1,10 @@
-"""The half of Blackwell's FC1 epilogue that any GPU has: a row's sums to codes and scales.
+"""The half of Blackwell's FC1 epilogue that any GPU can run: a row's sums to codes and scales.
 
-Owns a kernel over keep_piece and requantise_row of common.tcgen05_moe, which are not changed for
-it: a thread has one row of a tile, as it has behind tensor memory, and reads its sums from memory.
-So what a thread does with a row can be compared on an H200, though tcgen05 cannot.
+The kernel calls keep_piece and requantise_row of common.tcgen05_moe unchanged. A thread has one row
+of a tile, as after a load from tensor memory, but reads its sums from global memory. So the row
+code can be compared on an H200, though tcgen05 cannot run there.
 
-Refuses other shapes, dtypes and alignments by name. Kept honest by suites/kernels/
-test_simt_probe_requantise.py. Shape letters: R rows, C tiles along columns, F width, E experts,
-S slots
+Shape letters: R rows, C tiles along columns, F width, E experts, S slots
 """
 
 from functools import cache

@@ -1,15 +1,11 @@
-"""The first minute of sparse attention and the indexer's scores on a Blackwell GPU: eleven steps.
+"""Bring up sparse attention and the indexer's scores on a Blackwell GPU, in eleven steps.
 
-Owns the steps in their order (load only, multiply only, weigh only, one tile, two tiles, pipeline
-wrap, full; then the scores: one stage, two, wrap, full), what each has to leave, and who executes
-them: a GPU, or the host model as a stand-in. The first step that fails names the part: those before
-it hold. On a GPU each has a process of its own, so that one which never ends costs no more than its
-time:
+Steps in order: load only, multiply only, weigh only, one tile, two tiles, pipeline wrap, full; then
+the scores: one stage, two, wrap, full. The first step that fails names the part, because the steps
+before it hold. A GPU executes them, or the host model in its place. On a GPU each step has a
+process of its own, so that one which never ends costs no more than its time limit:
 
     python -m degarble.suites.support.probes.sm100_attention_minute [STEP]
-
-Refuses machines without a B200 by name. Kept honest by test_sm100_probe_attention.py, beside this
-file: order and judgement on the host model, with faults.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Who runs a part, or all, of the sm_100a NVFP4 GEMM: the host model as a stand-in, or a B200.
+"""Execute a part, or all, of the sm_100a NVFP4 GEMM: on a B200, or by the host model.
 
-Owns both executors of sm100_first_minute. What they are given and what they leave is alike for one
-thread block and for two together: of two, stages and sums of the second follow those of the first.
-Refuses machines without a B200 by name. Kept honest by
-suites/support/probes/test_sm100_probe_gemm.py.
+sm100_first_minute uses both. Inputs and outputs are alike for one thread block and for a pair: in a
+pair the stages and sums of the second block follow those of the first.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
-"""The first minute of the sm_100a NVFP4 GEMM on a GPU: steps, each of which needs one thing more.
+"""Bring up the sm_100a NVFP4 GEMM on a GPU, in steps that each need one part more.
 
-Owns the steps in their order (load only, multiply only, store only, one tile, two tiles, pipeline
-wrap, full; few rows; two thread blocks together), what each has to leave, to the bit, and who
-executes them: a GPU, or the host model as a stand-in. The first step that fails names the part that
-is wrong: those before it hold. Of two together other bits within the budget of a GEMM are
-UNDECIDED: nobody has published their arithmetic. On a GPU each step has a process of its own, so
-that one which never ends costs no more than its time:
+Steps in order: load only, multiply only, store only, one tile, two tiles, pipeline wrap, full; few
+rows; two thread blocks together. Results are compared to the bit. The first step that fails names
+the part that is wrong, because the steps before it hold. For a pair of blocks, other bits within
+the budget of a GEMM are UNDECIDED: nobody has published their arithmetic. A GPU executes the steps,
+or the host model in its place. On a GPU each step has a process of its own, so that one which never
+ends costs no more than its time limit:
 
     python -m degarble.suites.support.probes.sm100_first_minute [STEP]
-
-Refuses machines without a B200 by name. Kept honest by
-suites/support/probes/test_sm100_probe_gemm.py: order and judgement on the host model, with a fault
-for each step.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
-"""The first minute of the grouped experts on a GPU, once the GEMM's first minute is right.
+"""Bring up the grouped experts on a B200, once the GEMM's first minute is right.
 
-Owns eight steps in their order (rows, load, requantise, one tile, two groups, jagged groups,
-pipeline wrap, full), what each has to leave, and who executes them: a B200, or the host model as a
-stand-in. Whole calls are compared part by part in the order of their steps (places, rows of x, what
-FC1 wrote, FC2's rows, the sum), so what is told first is what is wrong. On a GPU each step has a
-process of its own, so that one which never ends costs no more than its time:
+Eight steps in order: rows, load, requantise, one tile, two groups, jagged groups, pipeline wrap,
+full. Whole calls are compared part by part in the order of computation (places, rows of x, FC1's
+output, FC2's rows, the sum), so the first difference is the cause. A B200 executes them, or the
+host model in its place. On a GPU each step has a process of its own, so that one which never ends
+costs no more than its time limit:
 
     python -m degarble.suites.support.probes.sm100_moe_first_minute [STEP]
-
-Refuses machines without a B200 by name. Kept honest by
-suites/support/probes/test_sm100_probe_moe.py: order and judgement on the host model, with a fault
-for each step.
 """
 
 from __future__ import annotations

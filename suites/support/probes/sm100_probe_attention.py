@@ -1,13 +1,14 @@
-"""One role of the sm_100a sparse attention at a time, for the first minute on a GPU that is new.
+"""Run one role of the sm_100a sparse attention at a time, to bring it up on a new GPU.
 
-Owns three kernels over the roles of sm100_attention_kernel, which are not changed for it: `load`
-(tiles and masks are written out as they lie in shared memory), `multiply` (tiles and shares come
-from memory, logits and sums go there) and `weigh` (logits and masks come from memory, shares, peaks
-and totals go there, and an output of ones is brought to each new peak). Of each partner that is
-missing, other warps do as much as the barriers need. One token, 64 heads, one split.
+Three kernels call the roles of sm100_attention_kernel unchanged:
 
-Refuses other parts, lengths and more than one list by name. Compiled, never run: suites/kernels/
-sm100_attention_minute.py says what comes out, test_sm100_probe_attention.py reads machine code.
+* `load`: writes tiles and masks out as they lie in shared memory;
+* `multiply`: reads tiles and shares from memory, writes logits and sums there;
+* `weigh`: reads logits and masks from memory, writes shares, peaks and totals there, and rescales
+  an output of ones to each new peak.
+
+Other warps replace a missing partner as far as the barriers need. One token, 64 heads, one split.
+Compiled, never run. sm100_attention_minute.py holds the expected results.
 """
 
 from functools import cache

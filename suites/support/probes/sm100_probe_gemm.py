@@ -1,13 +1,13 @@
-"""One role of the sm_100a NVFP4 GEMM at a time, for the first minute on a GPU that is new to it.
+"""Run one role of the sm_100a NVFP4 GEMM at a time, to bring it up on a new GPU.
 
-Owns three kernels over the roles of sm100_gemm_nvfp4, which are not changed for it: `load` (what
-the loading warp left in shared memory is written out as it lies), `multiply` (stages come from an
-image in memory, sums go out as float32) and `store` (sums come from memory, D goes out by TMA). Of
-each partner that is missing, the storing warps do as much as the rings need. One tile, K within the
-ring.
+Three kernels call the roles of sm100_gemm_nvfp4 unchanged:
 
-Refuses other extents by name, other parts as well. Compiled, never run: suites/kernels/
-sm100_first_minute.py says what comes out, test_sm100_probe_gemm.py reads the machine code.
+* `load`: writes out what the loading warp left in shared memory;
+* `multiply`: reads stages from an image in memory, writes sums as float32;
+* `store`: reads sums from memory, writes D by TMA.
+
+The storing warps replace a missing partner as far as the rings need. One tile, K within the ring.
+Compiled, never run. sm100_first_minute.py holds the expected results.
 Shape letters: M rows of the tile, N its columns, S stages, W words of a stage
 """
 

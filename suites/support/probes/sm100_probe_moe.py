@@ -1,13 +1,13 @@
-"""One role of the grouped sm_100a products at a time, for the first minute on a GPU new to it.
+"""Run one role of the grouped sm_100a products at a time, to bring them up on a new GPU.
 
-Owns two kernels over the roles of FC1 in sm100_moe_nvfp4, which are not changed for it: `load`
-(boxes of one expert's gate and up, of many; what they left in shared memory is written out as it
-lies) and `requantise` (sums come from memory, codes and scales go out). Their partners are those of
-sm100_probe_gemm. One tile, K within the ring.
+Two kernels call the roles of FC1 in sm100_moe_nvfp4 unchanged:
 
-Refuses other parts by name. Compiled, never run: suites/support/probes/sm100_moe_first_minute.py
-says what comes out, test_sm100_probe_moe.py reads the machine code. Shape letters: S stages, W
-words of a stage, R rows of the tile, N its columns
+* `load`: boxes of gate and up of one expert of many, written out as they lie in shared memory;
+* `requantise`: reads sums from memory, writes codes and scales.
+
+Missing partners are replaced as in sm100_probe_gemm. One tile, K within the ring.
+Compiled, never run. sm100_moe_first_minute.py holds the expected results.
+Shape letters: S stages, W words of a stage, R rows of the tile, N its columns
 """
 
 from functools import cache

@@ -1,13 +1,15 @@
-"""One role of two thread blocks together at a time, for the first minute on a GPU new to them.
+"""Run one role of a pair of thread blocks at a time, to bring pairs up on a new GPU.
 
-Owns the parts of sm100_probe_gemm for forms of two: `load` (the first one waits for its barrier,
-which counts for both, and writes out both shared memories as they lie), `multiply` (the first one
-fills both from an image; each writes the sums of its rows) and `store` (each fills its sums, and
-stores them once both have). Roles and partners are those of one thread block, unchanged.
+The parts are those of sm100_probe_gemm, for a pair:
 
-Refuses other parts by name. Compiled, never run: suites/support/probes/sm100_first_minute.py says
-what comes out, test_sm100_probe_gemm.py reads the machine code. Shape letters: M rows of the tile,
-N its columns, S stages, W words of a stage in both
+* `load`: the first block waits for its barrier, which counts for both, and writes out both shared
+  memories as they lie;
+* `multiply`: the first block fills both from an image; each writes the sums of its rows;
+* `store`: each block fills its sums, and stores them once both have.
+
+Roles and partners are those of one thread block, unchanged.
+Compiled, never run. sm100_first_minute.py holds the expected results.
+Shape letters: M rows of the tile, N its columns, S stages, W words of a stage in both
 """
 
 from functools import cache

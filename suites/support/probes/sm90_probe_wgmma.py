@@ -1,13 +1,9 @@
-"""A GEMM that is nothing but wgmma steps in the order of K: it shows the instruction's arithmetic.
+"""A GEMM of nothing but wgmma steps in the order of K, to observe the instruction's arithmetic.
 
-Owns D = C + A B^T with BF16 or FP16 operands and fp32 accumulators on sm_90a: one warpgroup a tile
+D = C + A B^T with BF16 or FP16 operands and fp32 accumulators on sm_90a: one warpgroup for a tile
 of 64 rows, one wgmma.m64nNk16 a step, A and B from shared memory. Without C the first step does not
 read its accumulators. It is slow on purpose: plain copies, one step in flight, nothing between two
-steps that could touch a bit.
-
-Refuses ragged extents: the probe must not pad. Kept honest by
-suites/support/probes/test_sm90_probe_wgmma.py, which compiles it anywhere and on an H200 compares
-every bit with references.tensor_core.
+steps that could change a bit. Ragged extents are an error: the probe must not pad.
 """
 
 from dataclasses import dataclass

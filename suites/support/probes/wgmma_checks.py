@@ -1,13 +1,12 @@
 """Compare wgmma on a Hopper GPU with references.tensor_core, bit for bit.
 
-Owns the checks that suites/support/probes/test_sm90_probe_wgmma.py runs one by one, and a script
-for machines without pytest. From the root of the repository, with torch and the CuTe DSL
-importable:
+pytest runs the checks one by one; this script is for machines without pytest. From the root of the
+repository, with torch and the CuTe DSL importable:
 
     PYTHONPATH=.types:$PYTHONPATH python3 -m degarble.suites.support.probes.wgmma_checks [FOLDER]
 
-One line a check; the exit status is 1 if any differs, 2 without a Hopper GPU. The model must win
-twice: its constants reproduce the device, and neighbouring constants do not. FOLDER receives the
+One line a check; the exit status is 1 if any differs, 2 without a Hopper GPU. Two things must hold:
+the model's constants reproduce the device, and neighbouring constants do not. FOLDER receives the
 device's codes of every case that differs, as NumPy files.
 """
 

@@ -1,14 +1,12 @@
-"""Synthetic checkpoints: any config, any layout, any recipe, with weights like a trained model's.
+"""Write synthetic checkpoints: any config, layout and recipe, with weights like a trained model's.
 
-Owns `write_checkpoint` and the producer behind it. What a parameter holds depends on the seed, the
-statistics and its logical name alone: the same model in another layout has the same values, each
-quantised as that layout's producer does (ModelOpt or compressed-tensors for NVFP4, DeepSeek for FP8
-and MXFP4), and any tensor can be made again without the others. Fused partners share their tensor
-scale and their input scale; dead experts are tiny and take the input scale of the living.
+A parameter depends only on the seed, the statistics and its logical name. So the same model in
+another layout has the same values, each quantised as that layout's producer does (ModelOpt or
+compressed-tensors for NVFP4, DeepSeek for FP8 and MXFP4), and any tensor can be made again alone.
+Fused partners share their tensor scale and their input scale; dead experts are tiny and take the
+input scale of the living.
 
-With `sparse` the heads are true and the data are holes, so a checkpoint of any size takes no room.
-Refuses what anatomy and harness.checkpoint.write.writer refuse. Kept honest by
-suites/support/synthetic/test_checkpoints.py.
+With `sparse` the heads are real and the data are holes, so a checkpoint of any size takes no disk.
 
 Sources: facts of ModelOpt's exports (input_scale = amax / (6 * 448), shared by w1 and w3; experts
 that no token reached take the largest of all layers; V3.2: one for all experts of a layer).

@@ -1,10 +1,9 @@
-"""bfloat16 to FP8 with UE8M0 scales a 128x128 block, by a table of all bfloat16 numbers.
+"""Quantise bfloat16 to FP8 with UE8M0 scales a 128x128 block, by a table of all bfloat16 numbers.
 
-Owns the fast twin of `quantise(values, FP8_128X128_UE8M0, CANONICAL)` for bfloat16 values whose
-extents are whole blocks. Dividing by a power of two is exact in bfloat16, so the code of an element
+Fast twin of `quantise(values, FP8_128X128_UE8M0, CANONICAL)` for bfloat16 values in whole blocks,
+equal bit for bit. Dividing by a power of two is exact in bfloat16, so the code of an element
 follows from 16 bits; the table of codes and the scale of a block both come from harness.formats.
-Values of other extents go to the definition. Kept honest by
-suites/support/synthetic/test_panels.py, bit for bit.
+Values of other extents use the definition.
 """
 
 from __future__ import annotations

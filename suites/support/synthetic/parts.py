@@ -1,11 +1,9 @@
-"""The parts of synthetic parameters: values, codes, block scales, tensor scales, input scales.
+"""Make the parts of synthetic parameters: values, codes, block scales, tensor scales, input scales.
 
-Owns which pool rows a matrix takes, which power of two it is scaled by, whom it shares that with,
-and the small tensors beside matrices: norms, biases, tables. Everything is drawn by the logical
-name of the parameter, or of the group of partners that an engine fuses. Exactly one member of a
-group holds the pool's largest value, so that the group's tensor scale follows from its values.
-
-Kept honest by suites/support/synthetic/test_checkpoints.py.
+A draw chooses which pool rows a matrix takes, its power of two, its group of partners, and the
+small tensors: norms, biases, tables. Draws depend on the logical name of the parameter, or of the
+group of partners that an engine fuses. Exactly one member of a group holds the pool's largest
+value, so that the group's tensor scale follows from its values.
 """
 
 from __future__ import annotations

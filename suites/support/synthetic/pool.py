@@ -1,14 +1,13 @@
-"""Rows of synthetic matrices: a pool for each K, from which every matrix of that K is put together.
+"""Pools of rows, one for each K, from which all synthetic matrices of that K are assembled.
 
-Owns the pool. It has 256 rows of Student's t with outlier channels, each of them at every gain of
-the row spread, in bfloat16, and quantised once by the definition of a producer's dialect. A matrix
-takes rows of it by number and scales them by a power of two, which is exact in bfloat16, leaves the
-codes of NVFP4 and MX formats as they are, and moves their scales exactly. So a matrix made of pool
-rows is, to the last bit, what quantising its bfloat16 values would give, at the speed of copying;
-in exchange rows repeat, two in a few hundred within one matrix.
+A pool has 256 rows of Student's t with outlier channels, each at every gain of the row spread, in
+bfloat16 and quantised once by the definition of a producer's dialect. A matrix takes rows by number
+and scales them by a power of two. That is exact in bfloat16, keeps the codes of NVFP4 and MX
+formats, and moves their scales exactly. So the matrix is, bit for bit, what quantising its bfloat16
+values would give, at the speed of copying. In exchange rows repeat, two in a few hundred within one
+matrix.
 
-Formats whose blocks span rows (128x128) are not pooled. Kept honest by
-suites/support/synthetic/test_pool.py.
+Formats whose blocks span rows (128x128) are not pooled.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""How synthetic weights are distributed, and the random numbers that they are drawn from.
+"""Statistics of synthetic weights, and a random generator keyed by name.
 
-Owns the record of statistics and a generator of numbers by name: what a name yields depends on the
-seed and the name alone, on every machine, so any tensor can be made again without the others. Only
-integers, sums, products, quotients and square roots are used, which IEEE 754 fixes to the last bit.
-Kept honest by suites/support/synthetic/test_statistics.py (scipy-free: moments and quantiles).
+A draw depends on the seed and the name alone, on every machine, so any tensor can be made again
+without the others. Only integers, sums, products, quotients and square roots are used, which
+IEEE 754 fixes to the last bit.
 
 Source of the mixing: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014),
 finaliser of splitmix64.
