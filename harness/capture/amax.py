@@ -88,7 +88,7 @@ class InputRanges:
         self._tokens[name] += tokens
 
     def calibration(self) -> Calibration:
-        """The records; experts of a layer that ran and met no token have 0 tokens."""
+        """Return the records; experts of a layer that ran without a token have 0 tokens."""
         records = {name: Amax(self._largest[name], self._tokens[name]) for name in self._tokens}
         for by_number in self._experts.values():
             names = [name for group in by_number.values() for name in group]
@@ -99,7 +99,7 @@ class InputRanges:
 
 @dataclass(frozen=True)
 class Captured:
-    """What was written, and what it says."""
+    """Path and contents of a written amax file."""
 
     folder: Path
     tokens: int
@@ -107,11 +107,11 @@ class Captured:
 
     @property
     def unreached(self) -> list[str]:
-        """The experts' linears that no token reached."""
+        """Linears of the experts that no token reached."""
         return sorted(name for name, each in self.calibration.records.items() if not each.tokens)
 
     def lines(self) -> list[str]:
-        """Tell it in a few lines."""
+        """Summarise the result in a few lines."""
         records = self.calibration.records
         first = f"Wrote {len(records):,} amax records of {self.tokens:,} tokens: {self.folder}"
         if not self.unreached:
@@ -120,7 +120,7 @@ class Captured:
         return [first, f"{told} {self.unreached[0]}", "  Calibrate with more tokens."]
 
     def document(self) -> dict[str, Any]:
-        """The machine's view of it."""
+        """Return the result as a JSON document."""
         seen = [each.tokens for n, each in self.calibration.records.items() if ".experts." in n]
         return {
             "verdict": None,

@@ -73,7 +73,7 @@ _GREEDILY = Sampling(goes_on=True)  # logits that are not finite are what a capt
 
 @dataclass(frozen=True)
 class How:
-    """What is captured, and how."""
+    """Options of one capture."""
 
     wanted: Wanted = field(default_factory=Wanted)
     new_tokens: int = NEW_TOKENS
@@ -103,7 +103,7 @@ class How:
 
 @dataclass(frozen=True)
 class Captured:
-    """What was written."""
+    """Summary of a written capture."""
 
     folder: Path
     capture: Capture
@@ -112,13 +112,13 @@ class Captured:
     patched: Patched | None = None
 
     def lines(self) -> list[str]:
-        """Tell it in a few lines."""
+        """Summarise the capture in a few lines."""
         changed = [] if self.patched is None else self.patched.lines()
         told = [*capture_lines(self.capture), *self.paired.lines(), *changed]
         return [*told, f"Wrote {self.folder}"]
 
     def document(self) -> dict[str, Any]:
-        """The machine's view of it."""
+        """Return the summary as a JSON document."""
         made: dict[str, Any] = {"verdict": None, "origins": [], "cosines": []}
         made["capture"] = str(self.folder)
         made["backend"] = self.paired.document()
@@ -216,7 +216,7 @@ class _Repeater:
             self.tokenizer = None  # a capture of ids needs no words
 
     def ids_of(self, prompt: tuple[int, ...]) -> list[int]:
-        """The ids themselves."""
+        """Return the token ids of a prompt."""
         return list(prompt)
 
     def speak(self, prompts: list[Any]) -> Spoken:
@@ -292,7 +292,7 @@ def _require_room(folder: Path, estimate: int) -> None:
 
 
 def facts_of(source: Path, model: OpenModel, how: How) -> dict[str, Any]:
-    """What the manifest says of the run."""
+    """Return the manifest's facts about the run."""
     checkpoint = model.checkpoint
     stated = (checkpoint.root / CHECKPOINT_MANIFEST).exists()
     return {

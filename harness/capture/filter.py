@@ -52,7 +52,7 @@ class Wanted:
         return cls(None if layers is None else _blocks(layers), patterns, spans)
 
     def takes(self, component: str) -> bool:
-        """Whether a component is captured."""
+        """Return whether a component is captured."""
         site = Site(component, Port.OUT)
         if self.blocks is not None and (site.block or ENDS) not in self.blocks:
             return False
@@ -90,7 +90,7 @@ class Wanted:
         return any(self.takes(name) for name in components)
 
     def document(self) -> dict[str, list[str] | None]:
-        """The machine's view of it."""
+        """Return the filter as a JSON document."""
         spans = None
         if self.tokens is not None:
             spans = [f"{each.start}-{each.stop - 1}" for each in self.tokens]
@@ -102,7 +102,7 @@ class Wanted:
 
 
 def whole_sites(component: Component) -> frozenset[str]:
-    """The inputs and outputs of a component that do not have one row a token."""
+    """Return the inputs and outputs of a component that do not have one row a token."""
     state = {each.name for each in component.inputs if each.via in OUTSIDE[2:]}
     carried = {name for name in component.outputs if name.startswith("state_")}
     pooled = set(component.outputs) if component.role.endswith(_POOLED) else set()

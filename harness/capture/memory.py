@@ -47,16 +47,16 @@ class MemoryRun:
         self._sent.append(call)
 
     def inputs(self, call: Call) -> Mapping[str, Tensor]:
-        """What a call was given, before it ran."""
+        """Return the inputs of a call, as they were before it ran."""
         return {name: _tensor(each) for name, each in self._sent[call.number].inputs.items()}
 
     def outputs(self, call: Call) -> Mapping[str, Tensor]:
-        """What a call returned."""
+        """Return the outputs of a call."""
         return {name: _tensor(each) for name, each in self._sent[call.number].outputs.items()}
 
 
 def _kept(sent: Sent) -> Kept:
-    """The record of a tensor that lies in memory: its bytes are not hashed."""
+    """Return the record of a tensor in memory; its bytes are not hashed."""
     return Kept(sent.payload.dtype, sent.shape, "", "memory", sent.rows, sent.statistics)
 
 

@@ -173,7 +173,7 @@ class ModuleRecorder:
         self._recorder.after(place.component, under.taken, under.inputs, outputs)
 
     def _rows(self, tensor: Tensor) -> Tensor:
-        """One row a token, where batch and time lie apart."""
+        """Merge batch and time, so that there is one row a token."""
         if tensor.ndim >= 2 and tuple(tensor.shape[:2]) == self._shape:
             return tensor.flatten(0, 1)
         return tensor
@@ -181,7 +181,7 @@ class ModuleRecorder:
 
 @contextmanager
 def recording(model: nn.Module, places: Iterable[Place], recorder: Recorder) -> Iterator[None]:
-    """Record every forward pass of a model; the hooks are gone behind it."""
+    """Record every forward pass of a model; the hooks are removed on exit."""
     with ExitStack() as stack:
         ModuleRecorder(recorder, places).install(model, stack)
         yield
@@ -213,10 +213,7 @@ def _hash_tensor(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
 
 
 def places_by_name(model: nn.Module) -> list[Place]:
-    """One component for each module without modules of its own, named after it.
-
-    A model that is such a module itself has the name of its class.
-    """
+    """Map each leaf module to a component of its own, named after it."""
     found: dict[str, str] = {}
     if next(model.children(), None) is None:
         return [Place(component_of(type(model).__name__), ("",))]

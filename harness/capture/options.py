@@ -28,7 +28,7 @@ _WORDS = ("layers", "components", "tokens")
 
 @dataclass(frozen=True)
 class Asked:
-    """One capture of a live server. `requests`: ids; empty: the next `count` ones."""
+    """Options of one capture of a live server. `requests`: ids; if empty, the next `count` ones."""
 
     wanted: Wanted = field(default_factory=Wanted)
     requests: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ class Asked:
         )
 
     def document(self) -> dict[str, Any]:
-        """Tell it again, as of_json reads it."""
+        """Return the options as JSON, as of_json reads them."""
         found: dict[str, Any] = {
             name: None if words is None else ",".join(words)
             for name, words in self.wanted.document().items()
@@ -83,11 +83,11 @@ class Roll:
 
     @property
     def late(self) -> bool:
-        """Whether the time is up."""
+        """Return whether the time limit is exceeded."""
         return time.monotonic() > self._ends
 
     def owner(self, request: str) -> int | None:
-        """The number of a request's sequence; None for one that nobody asked for."""
+        """Return the sequence number of a request, or None if it is not to be captured."""
         if request in self.ids:
             return self.ids.index(request)
         if self.late or len(self.ids) >= self._room or not self._matches(request):

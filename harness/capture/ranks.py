@@ -45,7 +45,7 @@ _LAST = -1
 
 
 class _Cut(NamedTuple):
-    """What of a component's tensors a rank has: slots along a dimension; none where all of it."""
+    """A rank's share of a component's tensors: slots along a dimension, or none if it has all."""
 
     inputs: int = 0
     outputs: int = 0
@@ -130,7 +130,7 @@ def _sharded(how: How, world: int) -> How:
 
 
 def plan_over(config: Config, world: int) -> Plan:
-    """The plan of a model over so many ranks."""
+    """Return the sharding plan of a model for this number of ranks."""
     if isinstance(config, V4Config) and config.moe_intermediate_size % (_BLOCK * world):
         raise ShapeMismatch(
             "moe_intermediate_size", config.moe_intermediate_size,
@@ -141,7 +141,7 @@ def plan_over(config: Config, world: int) -> Plan:
 
 
 def sightings_of(first: Capture, world: int) -> Iterable[Sighting]:
-    """Where the tensors of rank 0's components lie in the whole."""
+    """Return where the tensors of rank 0's components lie in the unsharded ones."""
     inputs: dict[str, dict[str, Seen]] = {}
     outputs: dict[str, dict[str, Seen]] = {}
     for call in first.calls:  # later calls may bring what the first one had not: a state

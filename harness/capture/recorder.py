@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Sink(Protocol):
-    """Where steps and calls go: a CaptureWriter, or a run in memory."""
+    """Receiver of steps and calls: a CaptureWriter, or a run in memory."""
 
     def step(self, step: Step) -> None:
         """Begin a forward pass."""
@@ -86,11 +86,11 @@ class Recorder:
 
     @property
     def idle(self) -> bool:
-        """Whether the filter leaves nothing of this step."""
+        """Return whether the filter drops all of this step."""
         return self._rows == ()
 
     def chooses(self, component: str) -> bool:
-        """Whether the filter takes this component at all."""
+        """Return whether the filter includes this component."""
         return self._wanted.takes(component)
 
     def before(self, component: str, inputs: Mapping[str, Tensor]) -> dict[str, Taken]:
@@ -139,7 +139,7 @@ class Recorder:
     def _chosen(
         self, component: str, name: str, tensor: Tensor
     ) -> tuple[Tensor, tuple[int, ...] | None]:
-        """The rows of the tokens that are wanted; a tensor without a row a token stays whole."""
+        """Return the rows of the chosen tokens; a tensor without one row a token stays whole."""
         rows = self._rows
         whole = name in self._whole.get(component, ())
         if rows is None or whole or not tensor.ndim or tensor.shape[0] != self._tokens:

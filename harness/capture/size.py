@@ -57,7 +57,7 @@ def captured_bytes(bound: Bound, steps: Iterable[Sequence[Fed]], wanted: Wanted)
 
 
 def steps_of(prompts: Sequence[int], new_tokens: int, piece: int) -> list[list[Fed]]:
-    """The steps of prompts of these lengths, in pieces, and of the tokens behind them."""
+    """Return the steps of prompts of these lengths, in pieces, and of the tokens after them."""
     found = [
         [Fed(min(piece, count - begin), begin) for count in prompts if count > begin]
         for begin in range(0, max(prompts), piece)
@@ -71,7 +71,7 @@ def _among(wanted: Wanted, fed: Fed) -> int:
 
 
 def _bytes_of(bound: Bound, name: str, step: list[Fed], table: dict[str, Values]) -> int:
-    """What one component adds to one step."""
+    """Return how many bytes one component adds in one step."""
     config, numerics, role = bound.config, bound.numerics, Site(name, Port.OUT).role
     tokens = sum(each.tokens for each in step)
     if role.endswith(_ACT_QUANT) and role != "ffn.experts.act_quant":
@@ -88,7 +88,7 @@ def _bytes_of(bound: Bound, name: str, step: list[Fed], table: dict[str, Values]
 
 
 def _values(c: Config) -> dict[str, Values]:
-    """What each component puts out for a token."""
+    """Return how many values each component returns for a token."""
     d, f, k = c.hidden_size, c.moe_intermediate_size, c.num_experts_per_tok
     queries = Values(c.index_n_heads * c.index_head_dim)
     both = {

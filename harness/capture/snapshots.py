@@ -42,7 +42,7 @@ _Place = tuple[object, ...]
 
 
 class Snapshot(NamedTuple):
-    """The bytes of a tensor, and what the writer gets of them."""
+    """Bytes of a tensor at one moment, with the writer's record of them."""
 
     codes: Tensor  # flat integers; a NaN equals itself
     payload: Payload
@@ -57,7 +57,7 @@ class Snapshots:
         self._held: OrderedDict[_Place, Snapshot] = OrderedDict()
 
     def take(self, tensor: Tensor) -> Snapshot:
-        """The snapshot of what a tensor holds now."""
+        """Return the snapshot of a tensor's present bytes."""
         place = _place(tensor)
         found = self._held.pop(place, None)
         if found is None or not same(found, tensor):
@@ -81,7 +81,7 @@ class Snapshots:
 
 
 def same(snapshot: Snapshot, tensor: Tensor) -> bool:
-    """Tell whether a tensor still holds the bytes of a snapshot."""
+    """Return whether a tensor still holds the bytes of a snapshot."""
     codes, kept = _codes(tensor).reshape(-1).to("cpu"), snapshot.codes
     if codes.dtype is not kept.dtype or codes.numel() != kept.numel():
         return False
@@ -118,7 +118,7 @@ def _rms(x: Tensor) -> float:
 
 
 def _place(tensor: Tensor) -> _Place:
-    """Where a tensor lies. Rows without gaps are the same whatever shape they are seen in."""
+    """Return a tensor's address and layout; contiguous rows are the same in any shape."""
     if tensor.is_contiguous():
         return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.numel()
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

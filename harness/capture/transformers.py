@@ -33,7 +33,7 @@ _V32_ATTENTION = {
 
 
 def places_of(config: Config) -> list[Place]:
-    """The map for the causal language model that transformers makes of a config."""
+    """Return the map for the causal language model that transformers makes of a config."""
     found = [Place("embed", ("model.embed_tokens",), {0: "tokens"})]
     v4 = isinstance(config, V4Config)
     for block in config.layers:

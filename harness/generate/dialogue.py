@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Question:
-    """What was said, as the model will read it behind all that was said before."""
+    """A user's message, as the model will read it after the history."""
 
     ids: list[int]
     messages: list[dict[str, Any]]
 
 
 class Dialogue:
-    """A conversation with history; what the model has seen before is not read again."""
+    """A conversation with history; tokens that the model has read are not read again."""
 
     def __init__(self, talker: Talker) -> None:
         self._talker = talker
@@ -43,11 +43,11 @@ class Dialogue:
         self.pace = Pace()
 
     def say(self, said: str, heard: Callable[[Speech, str], None] | None = None) -> Speech:
-        """Say something, and hear the answer; both stay in the history."""
+        """Send a message and generate the answer; both stay in the history."""
         return self.answer(self.hear(said), heard)
 
     def hear(self, said: str) -> Question:
-        """Take in what was said; what the model cannot read is refused, and nothing changes."""
+        """Add a user's message; if the model cannot read it, raise and change nothing."""
         context = self._talker.model.speaker.context
         question = self._question(said, self._seen, self._messages)
         if len(question.ids) >= context and self._seen:
@@ -97,6 +97,6 @@ class Dialogue:
 
 
 def _answer(chat: Chat, speech: Speech) -> dict[str, Any]:
-    """The answer as a message; one that leaves the encoding stands as it is."""
+    """Return the answer as a message; one that leaves the encoding is kept as text."""
     found: dict[str, Any] | None = message_of(chat, speech)["message"]
     return found or {"role": "assistant", "content": speech.text}

@@ -43,7 +43,7 @@ _MARKS = (marks.USER, marks.ASSISTANT, marks.END_THINK)
 
 @dataclass(frozen=True)
 class Manner:
-    """How to speak. `chat`: prompts are what a user says, not the beginning of a text."""
+    """Options of generation. `chat`: prompts are a user's messages, not the beginning of a text."""
 
     sampling: Sampling = field(default_factory=Sampling)
     limits: Limits = field(default_factory=Limits)
@@ -55,7 +55,7 @@ class Manner:
 
 @dataclass(frozen=True)
 class Spoken:
-    """What was said to each prompt, and at what pace."""
+    """Generated text of each prompt, with timing."""
 
     prompts: tuple[Any, ...]
     speeches: tuple[Speech, ...]
@@ -73,7 +73,7 @@ class Spoken:
         }
 
     def line(self) -> str:
-        """Tell the pace in a line."""
+        """Return the timing as one line."""
         new = sum(len(each.ids) for each in self.speeches)
         rate = self.pace.tokens_per_second
         told = f"{new:,} new {'token' if new == 1 else 'tokens'}"
@@ -94,7 +94,7 @@ class Spoken:
 
 
 def message_of(chat: Chat, speech: Speech) -> dict[str, Any]:
-    """What was said as a message; a text that leaves the encoding is told with its reason."""
+    """Parse generated text into a message; if it leaves the encoding, return it with the reason."""
     try:
         turn = chat.parse(speech.text, whole=False)
     except Refused as error:
@@ -124,7 +124,7 @@ class Talker:
 
     @property
     def knows_chat(self) -> bool:
-        """Whether the tokenizer has the marks of a conversation."""
+        """Return whether the tokenizer has the special tokens of a conversation."""
         return self.tokenizer.knows(*_MARKS)
 
     def ids_of(self, prompt: object) -> list[int]:
@@ -304,7 +304,7 @@ def text_from(name: str, path: Path) -> str:
 
 
 def finished(speech: Speech) -> str:
-    """Say why a text ended, where that was not its own doing."""
+    """Explain why a text ended, if it did not end by itself."""
     return {Finish.LENGTH: "token limit", Finish.CONTEXT: "end of the model's context"}.get(
         speech.finish or Finish.END, ""
     )

@@ -106,7 +106,7 @@ class _WeightsThere(Mapping[str, Weight]):
 
 
 def _moved(weight: Weight, device: torch.device) -> Weight:
-    """The same record with its tensors on a device; decoding happens there."""
+    """Return the same record with its tensors on a device; decoding happens there."""
     made = Weight(storage=weight.storage)
     for name in _FIELDS:
         held = getattr(weight, name)

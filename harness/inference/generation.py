@@ -37,7 +37,7 @@ STEP = 8192  # tokens of a step beyond which no further prompt joins
 
 
 class Finish(StrEnum):
-    """Why a text ends."""
+    """Reason why a text ends."""
 
     END = "end"  # an end token
     STOP = "stop"  # a text that was asked for
@@ -55,7 +55,7 @@ class Limits:
 
 @dataclass(eq=False)
 class Speech:
-    """One prompt and what follows it. `sequence` may hold the first `fed` tokens already."""
+    """One prompt and its continuation. `sequence` may hold the first `fed` tokens already."""
 
     prompt: list[int]
     sequence: Sequence = field(default_factory=Sequence)
@@ -77,7 +77,7 @@ class Speech:
 
 @dataclass
 class Pace:
-    """How long it took: prompts until their first token, and the tokens behind these."""
+    """Timing of a run: prompts until their first token, and the tokens after it."""
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
@@ -111,11 +111,11 @@ class Voice:
 
     @property
     def ready(self) -> bool:
-        """Whether the model has seen everything, so that a token can be chosen."""
+        """Whether the model has taken all tokens, so that the next one can be chosen."""
         return self.speech.fed == len(self.speech.all_ids)
 
     def next_piece(self) -> list[int]:
-        """The ids that the next step takes in."""
+        """Return the ids that the next step feeds."""
         speech = self.speech
         return speech.all_ids[speech.fed : speech.fed + PIECE]
 
@@ -163,7 +163,7 @@ def require_fitting(speaker: Speaker, name: str, speech: Speech) -> None:
 
 
 def has_room(active: Many[Voice], coming: Speech) -> bool:
-    """Whether one more prompt may join a step; the first prompt always fits."""
+    """Return whether one more prompt fits into a step; the first prompt always fits."""
     if not active:
         return True
     taken = sum(len(each.next_piece()) for each in active)
@@ -190,7 +190,7 @@ class Generation:
     def run(
         self, speeches: Many[Speech], heard: Callable[[Speech, str], None] | None = None
     ) -> None:
-        """Continue all prompts; `heard` gets every piece of text as soon as it is certain."""
+        """Continue all prompts; `heard` receives every piece of text as soon as it is certain."""
         for number, speech in enumerate(speeches, 1):
             require_fitting(self._speaker, f"prompt {number}", speech)
         how = (self._tokenizer, self._sampling, self._limits)

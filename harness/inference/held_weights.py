@@ -43,7 +43,7 @@ class HeldWeight(Weight):
 
 
 class HeldWeights(Mapping[str, Weight]):
-    """All weights of a source, each read when it is first asked for."""
+    """All weights of a source, each read at its first use."""
 
     def __init__(self, source: Mapping[str, Weight]) -> None:
         self._source = source

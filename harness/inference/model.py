@@ -73,7 +73,7 @@ class OpenModel:
         return self.speaker.config
 
     def close(self) -> None:
-        """Give files back."""
+        """Close the files."""
         if self.streamed is not None:
             self.streamed.close()
         self.checkpoint.close()
@@ -144,7 +144,7 @@ def open_model(
 
 
 def numerics_of(arithmetic: str, *, held: bool) -> Numerics:
-    """The arithmetic by its name; `held` says that decoded weights cost no memory."""
+    """Return the arithmetic of a name; `held` states that decoded weights cost no memory."""
     if arithmetic == "definition":
         return Numerics.definition()
     chosen = Numerics.twin() if arithmetic == "twin" else Numerics.bf16()
@@ -153,7 +153,7 @@ def numerics_of(arithmetic: str, *, held: bool) -> Numerics:
 
 
 def _without_drafters(config: Config) -> Config:
-    """The main model: drafters speed engines up and change no token."""
+    """Return the main model: drafters speed engines up and change no token."""
     if isinstance(config, V4Config):
         return replace(config, num_nextn_predict_layers=0, dspark=None)
     return replace(config, num_nextn_predict_layers=0)
@@ -170,11 +170,7 @@ def _require_complete(config: Config, names: LogicalNames) -> None:
 
 
 def recipe_as_stored(inventory: Inventory, config: Config) -> Recipe:
-    """The recipe that a checkpoint follows, activations included.
-
-    NVFP4 activations have input scales; others are dynamic as in the official recipe, where that
-    has the same format for the weight and whole blocks of activations fit it.
-    """
+    """Return the recipe that a checkpoint follows, activations included."""
     stored, official = stored_recipe(inventory), recipe_named("official", config)
     said: dict[str, Rule] = {}
     for each in inventory.linears:
@@ -194,7 +190,7 @@ def _fits(parameter: Parameter, activation: str) -> bool:
 
 
 class Plan:
-    """What each component reads, and what comes behind it, in the order in which they run."""
+    """What each component reads, and which components follow it, in the order of a run."""
 
     def __init__(self, bound: Bound, streamed: StreamedWeights) -> None:
         self._bound = bound
@@ -234,7 +230,7 @@ class Plan:
 
 
 class _Announced(Passing):
-    """A call in front of which it is said what will be read."""
+    """A call that announces the weights it is about to read."""
 
     def __init__(
         self, behind: ComponentCall, announce: Callable[[Mapping[str, Tensor]], None]
@@ -245,7 +241,7 @@ class _Announced(Passing):
     def __call__(
         self, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]
     ) -> Mapping[str, Tensor]:
-        """Say it, and run."""
+        """Announce the weights, and run."""
         self._announce(inputs)
         return self.behind(inputs, weights)
 

@@ -41,7 +41,7 @@ class Surprise:
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the loss; infinite where float64 holds no such number."""
+        """Return the exponential of the loss; infinite if float64 overflows."""
         try:
             return math.exp(self.loss)
         except OverflowError:
@@ -54,7 +54,7 @@ def surprise(
     heard: Callable[[int], None] | None = None,
     piece: int = PIECE,
 ) -> Surprise:
-    """Evaluate a text; `heard` is told how many tokens went through."""
+    """Evaluate a text; `heard` receives the number of tokens evaluated so far."""
     context = speaker.context
     if not 2 <= len(ids) <= context:
         raise InvalidArgument(

@@ -30,12 +30,12 @@ class Place(NamedTuple):
 
     @property
     def leads(self) -> bool:
-        """Whether this process speaks for all."""
+        """Whether this process is rank 0, which reports for all."""
         return self.rank == 0
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other."""
+        """Whether this is the only rank."""
         return self.world == 1
 
 
@@ -76,7 +76,7 @@ def together() -> Iterator[None]:
 
 
 def told_by_first(word: Any = None) -> Any:
-    """Give everybody what rank 0 brings; the others bring nothing."""
+    """Broadcast rank 0's value to all; the other ranks bring none."""
     import torch  # noqa: PLC0415  heavy: a process alone does without
     from torch import distributed  # noqa: PLC0415  as above
 

@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. Temperature 0 takes the likeliest each time.
-
-    `goes_on` where logits are not finite: with the likeliest finite one, else with the first id.
-    """
+    """Sampling parameters. Temperature 0 takes the likeliest token each time."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -37,7 +34,7 @@ class Sampling:
 
 
 class Sampler:
-    """The choices for one prompt, one after the other."""
+    """Sampler of one prompt's tokens, with its own random draws."""
 
     def __init__(self, sampling: Sampling) -> None:
         self._how = sampling

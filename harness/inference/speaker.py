@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Speaker:
-    """The forward pass of either family; `absorbed` is V3.2's form of attention."""
+    """Forward pass of either family; `absorbed` selects V3.2's absorbed attention."""
 
     def __init__(self, bound: Bound, *, absorbed: bool = True) -> None:
         config = bound.config
@@ -43,12 +43,12 @@ class Speaker:
         return self.config.max_position_embeddings or sys.maxsize
 
     def next_logits(self, sequences: list[Sequence], tokens: list[Tensor]) -> Tensor:
-        """Logits [B, V] behind each sequence's last new token; the sequences move on."""
+        """Return logits [B, V] after each sequence's last new token; the sequences advance."""
         hidden = self.hidden(sequences, tokens)
         return self.logits(hidden[torch.tensor([len(new) for new in tokens]).cumsum(0) - 1])
 
     def hidden(self, sequences: list[Sequence], tokens: list[Tensor]) -> Tensor:
-        """What lies in front of the head, for every new token; the sequences move on."""
+        """Return the states before the head for every new token, and advance the sequences."""
         step = Step.of([each.length for each in sequences], tokens)
         with torch.inference_mode():
             if isinstance(self._model, ModelV4):

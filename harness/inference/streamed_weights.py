@@ -45,7 +45,7 @@ _NO_OVERFLOW = 252  # UE8M0 codes below it times 6 stay within float32
 
 
 class StreamedWeights(Mapping[str, Weight]):
-    """A checkpoint's weights, each read anew whenever it is asked for."""
+    """Weights of a checkpoint, each read anew at every use."""
 
     def __init__(self, checkpoint: Checkpoint, config: Config) -> None:
         assert checkpoint.names is not None, "asked only of a known model"
@@ -85,7 +85,7 @@ class StreamedWeights(Mapping[str, Weight]):
         return sum(_size(self._checkpoint.stored(each.name)) for each in parameters(self._config))
 
     def expect(self, names: Iterable[str]) -> None:
-        """Say what will be asked for next, in this order."""
+        """Announce which weights will be read next, in this order."""
         coming = list(names)
         kept = self._requested.keys() & set(coming)
         self._requested = {name: self._requested[name] for name in kept}
@@ -93,7 +93,7 @@ class StreamedWeights(Mapping[str, Weight]):
         self._request()
 
     def close(self) -> None:
-        """Give files and memory back."""
+        """Close files and release memory."""
         for descriptor in self._files.values():
             os.close(descriptor)
         self._files.clear()

@@ -52,10 +52,7 @@ def _free_bytes() -> int:
 def workers_of(
     cluster: str | None, address: str | None = None, processes: int | None = None
 ) -> Iterator[Workers]:
-    """Give the workers of a run: local processes without a cluster, otherwise Ray's.
-
-    `address` is where the cluster is; None starts one on this machine, with all its cores.
-    """
+    """Yield the workers of a run: local processes without a cluster, otherwise Ray's."""
     if cluster is None:
         yield processes or usable_workers()
         return

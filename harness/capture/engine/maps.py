@@ -31,7 +31,7 @@ class Of(StrEnum):
 
 
 class Rows(StrEnum):
-    """What a row of a tensor is."""
+    """Meaning of a row of a tensor."""
 
     TOKENS = "tokens"
     LAST = "last"  # tokens, of which the last one of each sequence is meant
@@ -39,7 +39,7 @@ class Rows(StrEnum):
 
 
 class Held(StrEnum):
-    """What one rank has of a tensor."""
+    """One rank's share of a tensor."""
 
     WHOLE = "whole"  # as every other rank has it
     PART = "part"  # a run of one dimension, in the order of ranks
@@ -70,13 +70,13 @@ WHOLE, TERM = Share(), Share(Held.TERM)
 
 
 def part(*extents: int, dim: int = -1) -> Share:
-    """A part of one tensor, or of several slots behind each other."""
+    """Return a shard of one tensor, or of several consecutive slots."""
     return Share(Held.PART, extents, dim)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Where one tensor shows. `at`: number or keyword of an argument, number of a result."""
+    """Place of one tensor. `at`: number or keyword of an argument, number of a result."""
 
     module: str
     of: Of = Of.RESULT
@@ -95,7 +95,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Sighting:
-    """One component. What the engine does not show is left out."""
+    """One component and its places. Tensors that the engine does not expose are left out."""
 
     component: str
     inputs: Mapping[str, Seen] = field(default_factory=lambda: MappingProxyType({}))

@@ -55,7 +55,7 @@ class EngineCapture:
             raise
 
     def batch(self, scheduled: Sequence[Scheduled]) -> None:
-        """Tell of a batch: the rows of its tensors are these tokens, in this order."""
+        """Announce a batch: the rows of its tensors are these tokens, in this order."""
         if self._roll.late:
             self._taps.begin([])
             return
@@ -65,7 +65,7 @@ class EngineCapture:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What there is so far."""
+        """Return the progress of the capture."""
         ended = "bytes" if self._taps.full else "seconds" if self._roll.late else None
         failed = None if self._taps.error is None else str(self._taps.error)
         calls = self._writer.tally.calls

@@ -41,7 +41,7 @@ class Run(NamedTuple):
 
 
 class _Shown(NamedTuple):
-    """What is copied: a tensor of one call, and which of its rows."""
+    """Where to copy from: a tensor of one call, and which of its rows."""
 
     module: str
     of: Of
@@ -75,7 +75,7 @@ class _Chosen:
         return cls({rows: (count, torch.tensor(each)) for rows, (count, each) in found.items()})
 
     def copied(self, shown: _Shown, tensor: Tensor) -> Tensor:
-        """The wanted rows of a tensor, in memory of our own."""
+        """Copy the chosen rows of a tensor into memory of our own."""
         count, rows = self.rows[shown.rows]
         if not tensor.ndim or tensor.shape[0] < count:
             raise InvalidArgument(
@@ -86,7 +86,7 @@ class _Chosen:
 
 
 class Taps:
-    """What is seen of one rank. `tapped` installs it; `begin` goes in front of a forward pass."""
+    """Recorded tensors of one rank. `tapped` installs it; call `begin` before a forward pass."""
 
     def __init__(
         self, sightings: Iterable[Sighting], recorder: Recorder, nbytes: int = 1 << 62
@@ -136,7 +136,7 @@ class Taps:
             self._runs, self._chosen = list(runs), _Chosen.of(runs)
 
     def end(self) -> None:
-        """Hand over what a pass showed, also what came behind it, as logits do."""
+        """Emit the calls of a pass, including what came after it, such as logits."""
         self._chosen = None
         found, self._found = self._found, {}
         if found and self.error is None and not self.full:
@@ -208,7 +208,7 @@ class Taps:
 
 @contextmanager
 def tapped(model: nn.Module, taps: Taps) -> Iterator[Taps]:
-    """Watch a model; behind it, nothing is left in the model."""
+    """Install hooks and wraps in a model, and remove all of them on exit."""
     with ExitStack() as stack:
         taps.install(model, stack)
         try:
@@ -222,7 +222,7 @@ def _shown(seen: Seen) -> _Shown:
 
 
 def _columns(seen: Seen, tensor: Tensor) -> Tensor:
-    """The columns that belong to one component, as a tensor of its own."""
+    """Return the columns of one component as a tensor of its own."""
     if seen.columns is None:
         return tensor
     begin, end = seen.columns

@@ -83,7 +83,7 @@ def _attention(block: Block, c: V4Config) -> Iterator[Sighting]:
 
 
 def _indexer(block: Block, c: V4Config, x: Seen) -> Iterator[Sighting]:
-    """The indexer, whole on every rank; its weights are scaled elsewhere than ours are."""
+    """Map the indexer, replicated on every rank; its weights are scaled elsewhere than ours."""
     ours, theirs = f"{block.prefix}.attn.indexer.", f"model.{block.prefix}.attn.indexer."
     queries = f"{theirs}wq_b"
     yield Sighting(f"{ours}wq_b", {"x": taken(queries)}, {"out": made(queries)})

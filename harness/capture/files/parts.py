@@ -42,7 +42,7 @@ _ALIGNED = 8
 
 
 class Stored(NamedTuple):
-    """One tensor of a part: where its bytes lie, counted from the beginning of the file."""
+    """One tensor of a part, with the offset of its bytes from the beginning of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """What the head of a part says."""
+    """Header of a part."""
 
     path: Path
     number: int
@@ -63,7 +63,7 @@ class Part:
     calls: tuple[Call, ...]
 
     def read(self, name: str) -> bytearray:
-        """The bytes of one tensor."""
+        """Return the bytes of one tensor."""
         stored = self.tensors[name]
         with regular_file(self.path) as (descriptor, status):
             if status.st_size != self.size:  # before room is made for what is not there
@@ -81,7 +81,7 @@ class Part:
 
 
 def file_of(number: int) -> str:
-    """The name of a part."""
+    """Return the file name of a part."""
     return f"part-{number:06}.safetensors"
 
 
@@ -184,7 +184,7 @@ def _index(path: Path, metadata: Fields) -> tuple[int, tuple[Step, ...], tuple[C
 
 
 def _tensors(path: Path, head: dict[str, Any], begin: int, size: int) -> dict[str, Stored]:
-    """The tensors in the order of their data, which must fill the file without gap."""
+    """Return the tensors in the order of their data, which must fill the file without a gap."""
     made, end = {}, 0
     for name, raw in head.items():
         told = f"{path.name}: tensor {visible(name[:200])}"

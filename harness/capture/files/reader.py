@@ -56,7 +56,7 @@ _TORCH = {
 
 @dataclass(frozen=True)
 class Capture:
-    """Recorded tensors of one run. `facts` is what the run said of itself (docs/capture.md)."""
+    """Recorded tensors of one run. `facts` is what the manifest states (docs/capture.md)."""
 
     path: Path
     facts: Mapping[str, Any]
@@ -127,15 +127,15 @@ class Capture:
         return torch.frombuffer(data, dtype=dtype).reshape(kept.shape)
 
     def inputs(self, call: Call) -> dict[str, Tensor]:
-        """What a call was given, before it ran."""
+        """Return the inputs of a call, as they were before it ran."""
         return {name: self.tensor(kept) for name, kept in call.inputs.items()}
 
     def outputs(self, call: Call) -> dict[str, Tensor]:
-        """What a call returned."""
+        """Return the outputs of a call."""
         return {name: self.tensor(kept) for name, kept in call.outputs.items()}
 
     def by_component(self) -> dict[str, list[Call]]:
-        """The calls of each component, in the order in which they ran."""
+        """Group the calls by component, in the order in which they ran."""
         found: dict[str, list[Call]] = defaultdict(list)
         for call in self.calls:
             found[call.component].append(call)
@@ -212,7 +212,7 @@ def _require_known(path: Path, manifest: Fields) -> None:
 
 
 def _parts(path: Path, manifest: Fields, *, complete: bool) -> Iterator[Part]:
-    """The parts in order: those of the manifest, or those that a killed run left."""
+    """Return the parts in order: those of the manifest, or those that a killed run left."""
     if not complete:
         numbers = sorted(int(m[1]) for each in path.iterdir() if (m := NAME.fullmatch(each.name)))
         for place, number in enumerate(numbers):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def capture_lines(capture: Capture) -> list[str]:
-    """What was captured, of what, and how much."""
+    """Summarise a capture: source, steps, size."""
     kept = [each for call in capture.calls for _, each in call.sites()]
     stored = {each.at: each.nbytes for each in kept if each.at is not None}
     components = {call.component for call in capture.calls}
@@ -42,7 +42,7 @@ def capture_lines(capture: Capture) -> list[str]:
 
 
 def capture_document(capture: Capture) -> dict[str, Any]:
-    """The machine's view of the same."""
+    """Return the same summary as a JSON document."""
     return {
         "complete": capture.complete,
         "hash": capture.hash,

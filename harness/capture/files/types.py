@@ -43,14 +43,14 @@ _MOST_VALUES = 8_000_000  # of one JSON text: Python takes up to 70 bytes for ea
 
 
 class Phase(StrEnum):
-    """What a step does with its sequences."""
+    """Kind of a step: whole prompts, or one token for each sequence."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class Kept(NamedTuple):
-    """One tensor at one site. `rows` are the ones that a filter left, None where it is whole."""
+    """One tensor at one site. `rows` are those that a filter kept, None if it is whole."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -124,7 +124,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Call:
-    """One run of one component. `changed` names inputs that were other ones when it returned."""
+    """One run of one component. `changed` names the inputs that it overwrote."""
 
     number: int
     step: int
@@ -175,7 +175,7 @@ class Call:
 
 
 def site_of(component: str, port: Port, name: str) -> Site:
-    """The place of an input or an output; the output `out` is the component's plain one."""
+    """Return the site of an input or output; the output `out` has the component's plain name."""
     return Site(component, port, "" if port is Port.OUT and name == "out" else name)
 
 

@@ -46,10 +46,7 @@ _BACKGROUND = 10  # niceness of the writing thread: the run goes first
 
 @dataclass(eq=False)
 class Payload:
-    """The bytes of one tensor, which nobody changes any more; one object for all its sites.
-
-    `stored` is False where only the hash is wanted. `data` is let go when it is written.
-    """
+    """Immutable bytes of one tensor; one object for all its sites."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -65,7 +62,7 @@ class Payload:
 
 
 class Sent(NamedTuple):
-    """A tensor at a site, on its way: the payload, and how it is seen there."""
+    """A tensor at a site, before it is written: its payload with shape and rows there."""
 
     payload: Payload
     shape: tuple[int, ...]
@@ -265,7 +262,7 @@ class _Packer:
         )
 
     def is_due(self) -> bool:
-        """Whether a part is worth writing."""
+        """Return whether a part is large enough to be written."""
         return (
             self._gathered >= self._part_bytes
             or len(self._calls) >= PART_CALLS
@@ -298,7 +295,7 @@ class _Packer:
         self.steps, self._calls, self._payloads = [], [], []
 
     def freed(self) -> int:
-        """Bytes let go since this was asked last."""
+        """Return the bytes released since the last call."""
         freed, self._freed = self._freed, 0
         return freed
 
