@@ -204,7 +204,7 @@ def _command_class(paths: Collection[str], *, file_after_json: bool) -> type[Typ
 
 
 class _AfterJson(str):
-    """The word after a `--json` without a value: its file, or an argument."""
+    """The argument after a `--json` without a value: its file, or an argument of the command."""
 
     __slots__ = ()
 
@@ -224,7 +224,7 @@ def _without_types_of_flags(parameters: list[Any]) -> list[Any]:
 
 
 def _terminal(before: Terminal, name: str, given: dict[str, Any]) -> Terminal:
-    """Join the options in front of a command's name with those behind it."""
+    """Join the options before a command's name with those after it."""
     cluster = given.get("cluster") or before.cluster
     if cluster is not None and cluster not in CLUSTERS:
         raise UnknownName.among("--cluster", cluster, CLUSTERS)

@@ -31,7 +31,7 @@ def tell(error: Exception, arguments: Sequence[str], environment: Environment) -
 
 
 def crash_text(error: Exception, arguments: Sequence[str]) -> str:
-    """Say what happened, where, and what to send."""
+    """Describe what happened, where, and what to send."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
     message = masked("".join(c if c.isprintable() else "?" for c in str(error)))[:300]

@@ -27,7 +27,7 @@ _CLEAR = "\r\x1b[K"
 
 
 class LiveLine:
-    """The line on a screen. Call it with a pace; `end()` removes it."""
+    """Progress line on a screen. Call it with a pace; `end()` removes it."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._clock = stream, clock

@@ -27,7 +27,7 @@ ADDRESS, WORKERS = "RAY_ADDRESS", "DEGARBLE_WORKERS"
 
 @contextmanager
 def spread(terminal: Terminal) -> Iterator[Workers]:
-    """Give the workers that a command was told to use."""
+    """Yield the workers that the options choose."""
     # Imports torch by way of the runs, which --help and --version do without.
     from degarble.harness.inference.workers import workers_of  # noqa: PLC0415
 

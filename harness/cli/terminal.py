@@ -36,7 +36,7 @@ _WIDTH = 100  # columns where the reader is no terminal
 
 @dataclass(frozen=True)
 class Environment:
-    """The environment variables that the command line knows, read once."""
+    """Environment variables of the command line, read once."""
 
     traceback: bool
 
@@ -48,7 +48,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Terminal:
-    """How one run of the command line talks."""
+    """Output of one run of the command line."""
 
     json_wanted: bool = False
     json_file: Path | None = None
@@ -131,7 +131,7 @@ def json_text(document: Mapping[str, object]) -> str:
 
 
 def refusal_lines(error: DegarbleError) -> list[str]:
-    """Say what was refused: the sentence, then name, value, expectation and remedy."""
+    """Format an error: the sentence, then name, value, expectation and remedy."""
     word = Verdict.UNDECIDED if isinstance(error, Undecided) else Verdict.REFUSED
     lines = [f"degarble: {word}: {error.name} = {error.shown_value}"]
     lines += [f"  expected  {error.expectation}", f"  remedy    {error.remedy}"]

@@ -53,7 +53,7 @@ def refusal(error: typer.TyperException, arguments: Sequence[str]) -> Refused:
 
 
 def asks_for_json(session: Session, arguments: Sequence[str]) -> bool:
-    """Tell whether a line that was refused asks for a JSON document on stdout."""
+    """Return whether a command line with wrong usage asks for a JSON document on stdout."""
     if session.json_asked is not None:
         return session.json_asked
     return json_at(arguments) is not None or "--json=-" in arguments  # no command read its words

@@ -28,7 +28,7 @@ _FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 
 def existing(name: str, path: Path | None) -> None:
-    """Refuse a path that is not there."""
+    """Raise for a path that does not exist."""
     if path is not None and not path.exists():
         raise UnreadableFile(
             name, str(path), "a file or directory that exists", "Check the path for a typo."

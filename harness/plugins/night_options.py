@@ -28,7 +28,7 @@ MOST_REPEATS = 64
 
 @dataclass(frozen=True)
 class NightOptions:
-    """What was said about the night."""
+    """Options of a night, from the command line."""
 
     prompts: Path | None = None
     repeats: int = REPEATS

@@ -53,7 +53,7 @@ PACKAGES: Mapping[str, str] = {
 
 @cache
 def missing_device(marker: str) -> str | None:
-    """Why suites marked `marker` cannot run on this machine's device, or None."""
+    """Return why suites marked `marker` cannot run on this machine's device, or None."""
     wanted = DEVICES[marker]
     if find_spec("torch") is None:
         return "torch is not installed"
@@ -70,7 +70,7 @@ def missing_device(marker: str) -> str | None:
 
 @cache
 def missing_requirement(name: str) -> str | None:
-    """Why `name`, a program or an optional package, is not usable here, or None."""
+    """Return why `name`, a program or an optional package, is not usable here, or None."""
     if name in PROGRAMS:
         found = dict(zip(PROGRAMS[name], find_programs(name), strict=True))
         missing = [" or ".join(group) for group, path in found.items() if path is None]
@@ -83,7 +83,7 @@ def missing_requirement(name: str) -> str | None:
 
 
 def missing_vllm() -> str | None:
-    """Why suites marked `vllm` cannot run in this Python, or None."""
+    """Return why suites marked `vllm` cannot run in this Python, or None."""
     return None if find_spec("vllm") else "package vllm is not installed; run make vllm-test"
 
 
@@ -93,7 +93,7 @@ def find_programs(name: str) -> list[str | None]:
 
 
 def _program(name: str) -> str | None:
-    """Find a program; PostgreSQL's server programs lie beside the PATH on Debian."""
+    """Find a program; on Debian PostgreSQL's server programs are not on the PATH."""
     found = shutil.which(name)
     if found:
         return found

@@ -67,7 +67,7 @@ PATH_OPTIONS = {
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What the command line said, read once."""
+    """Options of the command line, read once."""
 
     checkpoint: Path | None
     reference: Path | None
@@ -78,13 +78,13 @@ class RunOptions:
     night: NightOptions = field(default_factory=NightOptions)
 
     def given(self, option: str) -> bool:
-        """Tell whether `option`, such as --checkpoint, was given."""
+        """Return whether `option`, such as --checkpoint, was given."""
         return getattr(self, option.removeprefix("--").replace("-", "_")) is not None
 
 
 @dataclass
 class _Omissions:
-    """What was left out: (marker or requirement, reason) to the node ids."""
+    """Deselected suites: (marker or requirement, reason) to the node ids."""
 
     groups: dict[tuple[str, str], set[str]] = field(default_factory=dict)
 
@@ -131,7 +131,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """End at once, with status 2, when what was asked for is not there."""
+    """End with status 2 if a device that `-m` names is absent."""
     if hasattr(session.config, "workerinput"):
         return
     for option in (*PATH_OPTIONS, "--prompts", "--ledger"):
@@ -163,7 +163,7 @@ def pytest_collection() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take out what cannot run or was not asked for; keep, to fail, what may not be left out."""
+    """Deselect what cannot run or was not chosen; keep, to fail, what may not be left out."""
     run = config.stash[_RUN]
     asked = asked_markers(config.getoption("markexpr"))
     kept, left_out = [], []
@@ -218,7 +218,7 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Say what did not run, how many, where, and why."""
+    """Print what did not run, how many, where, and why."""
     packed = config.stash[_OMITTED].packed()
     if not packed:
         return

@@ -26,7 +26,7 @@ Cell = str | int | float | bool | None
 
 
 class ColumnKind(StrEnum):
-    """How the cells of a column are read, aligned and sorted."""
+    """Kind of a column: how its cells are read, aligned and sorted."""
 
     TEXT = "text"
     NUMBER = "number"
@@ -123,10 +123,7 @@ def _require_cells(name: str, cells: tuple[Cell, ...], columns: tuple[Column, ..
 
 @dataclass(frozen=True)
 class HeatScale:
-    """How the values of a heat map become shades: `low` is palest, `high` darkest, clipped outside.
-
-    Where small values are the bad ones (cosines), `low` may be above `high`.
-    """
+    """Colour scale of a heat map: `low` is palest, `high` darkest, clipped outside."""
 
     low: float
     high: float
@@ -205,7 +202,7 @@ class ToneMap:
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar; `text` is what a reader reads beside it."""
+    """One bar; `text` is its label."""
 
     label: str
     value: float
@@ -243,7 +240,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Details:
-    """Blocks that are folded until asked for. `anchor` is where heat map cells point to."""
+    """Blocks that are folded until a click. `anchor` is the target of links from heat map cells."""
 
     summary: str
     blocks: tuple[Block, ...]
@@ -260,7 +257,7 @@ class Tab:
 
 @dataclass(frozen=True)
 class Tabs:
-    """Views of one thing: one at a time on a screen, one behind the other on paper."""
+    """Views of one thing: one at a time on a screen, one after the other on paper."""
 
     caption: str
     tabs: tuple[Tab, ...]
@@ -269,7 +266,7 @@ class Tabs:
 
 @dataclass(frozen=True)
 class Look:
-    """A close look at one cell. Those with `first` are there before anything is asked for."""
+    """A close look at one cell. Those with `first` are visible before any click."""
 
     anchor: str
     title: str
@@ -279,7 +276,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Looks:
-    """Close looks, of which the one that is asked for is shown; `back` is where they lead from."""
+    """Close looks, of which only the chosen one is shown; `back` links to where they start."""
 
     caption: str
     looks: tuple[Look, ...]

@@ -70,7 +70,7 @@ def _anywhere(path: Path) -> Path:
 
 
 def is_stream(path: Path) -> bool:
-    """Tell whether `path` is a pipe or a device: it takes text, and must never be replaced."""
+    """Return whether `path` is a pipe or a device: it takes text, and must never be replaced."""
     try:
         mode = path.stat().st_mode
     except OSError:
@@ -79,7 +79,7 @@ def is_stream(path: Path) -> bool:
 
 
 def usable_folder(name: str, folder: Path) -> Path:
-    """Make `folder` where it is missing, and prove by doing that a file can be written there."""
+    """Make `folder` if it is missing, and test by writing that a file can be written there."""
     probe = folder / f".probe.{os.getpid()}.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ def usable_folder(name: str, folder: Path) -> Path:
 
 
 def require_folder(name: str, folder: Path) -> None:
-    """Prove that `folder` can be made and written, and leave nothing behind."""
+    """Test that `folder` can be made and written, and leave nothing there."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         usable_folder(name, folder)

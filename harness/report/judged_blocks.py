@@ -51,7 +51,7 @@ class JudgedMap:
             )
 
     def passed(self, value: float) -> int:
-        """How many steps lie at or before `value`; all of them for NaN."""
+        """Return how many steps are at or below `value`; all of them for NaN."""
         falling = self.steps[0] > self.steps[-1]
         return sum(not (value > step if falling else value < step) for step in self.steps)
 
@@ -77,7 +77,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Voice:
-    """What one model said, token by token."""
+    """Text of one model, token by token."""
 
     name: str
     tokens: tuple[str, ...]
@@ -85,7 +85,7 @@ class Voice:
 
 @dataclass(frozen=True)
 class Voices:
-    """Texts to one prompt beside each other; from token `parting` on they are not the same."""
+    """Texts to one prompt, side by side; they differ from token `parting` on."""
 
     prompt: str
     voices: tuple[Voice, ...]
@@ -94,7 +94,7 @@ class Voices:
 
 @dataclass(frozen=True)
 class Files:
-    """Files that lie beside the page: name and what is in it."""
+    """Files next to the page, with name and content."""
 
     caption: str
     files: tuple[tuple[str, str], ...]

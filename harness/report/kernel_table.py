@@ -48,7 +48,7 @@ class KernelTable:
         ]
 
     def document(self) -> dict[str, Any]:
-        """The machine's view: kernels with their calls, and reasons, by component."""
+        """Return kernels with their calls, and reasons, by component, as JSON."""
         kernels = {
             component: [
                 {"kernel": launch.kernel, "tactic": launch.tactic, "launches": count}
@@ -59,12 +59,12 @@ class KernelTable:
         return {"target": self.target, "kernels": kernels, "reference": dict(self.reasons)}
 
     def lines(self) -> list[str]:
-        """Tell it by role."""
+        """Format the table by role."""
         return table_lines(self.document())
 
 
 def table_lines(document: Mapping[str, Any]) -> list[str]:
-    """Tell a table as a manifest has it: one line a role and set of kernels, or a role's reason."""
+    """Format a manifest's table: one line for each role and set of kernels, or a role's reason."""
     told = [f"Kernels on {document.get('target', 'an unknown target')}, by component:"]
     told += [f"  {role:<{_WIDTH}} {words}" for role, words in kernels_by_role(document).items()]
     reasons = _mapping(document, "reference")

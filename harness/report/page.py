@@ -13,7 +13,7 @@ from degarble.harness.report.verdict import Origin, Verdict
 
 
 class PanelKind(StrEnum):
-    """The panels in the order in which every page shows them."""
+    """Kind of a panel, in the order in which every page shows them."""
 
     AUDIT = "audit"
     REPLAY = "replay"
@@ -24,7 +24,7 @@ class PanelKind(StrEnum):
 
 @dataclass(frozen=True)
 class Subject:
-    """What the page is about. The manifest hash is the identity; the name is for people."""
+    """Subject of the page. The manifest hash is the identity; the name is for people."""
 
     name: str
     kind: str
@@ -42,7 +42,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the result was obtained: without it a figure is worth nothing."""
+    """Where the result was obtained: without it a figure cannot be checked."""
 
     created: str  # ISO 8601, UTC
     command: str
@@ -102,6 +102,6 @@ class Page:
 
     @property
     def ordered_panels(self) -> tuple[Panel, ...]:
-        """The panels in the order of PanelKind, those that did not run included."""
+        """Return the panels in the order of PanelKind, those that did not run included."""
         known = {panel.kind: panel for panel in self.panels}
         return tuple(known.get(kind) or Panel(kind, "Not run.") for kind in PanelKind)

@@ -29,7 +29,7 @@ _SETTLED = 1.0  # seconds before a rate is told
 
 @dataclass(frozen=True)
 class Pace:
-    """How far a run is at one moment. `rate` is bytes a second, None while nobody can say."""
+    """Progress of a run at one moment. `rate` is bytes a second, None while it is unknown."""
 
     doing: str
     done: int
@@ -40,7 +40,7 @@ class Pace:
 
     @property
     def share(self) -> float:
-        """Part of the work that is done; all of it where there is none."""
+        """Share of the work that is done; 1 if there is none."""
         return min(1.0, self.done / self.total) if self.total > 0 else 1.0
 
     @property
@@ -49,7 +49,7 @@ class Pace:
         return max(0, self.total - self.done) / self.rate if self.rate else None
 
     def text(self, width: int = 100) -> str:
-        """Tell it in one line of at most `width` columns; what matters least goes first."""
+        """Format the progress in at most `width` columns; the least important part goes first."""
         rate = "" if self.rate is None else f"{size(self.rate)}/s"
         left = "" if self.left is None else f"{duration(self.left)} left"
         if self.total <= 0:
@@ -113,7 +113,7 @@ class Progress:
 
     @property
     def pace(self) -> Pace:
-        """How far it is now."""
+        """Return the present progress."""
         with self._lock:
             return self._pace()
 

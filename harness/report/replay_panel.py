@@ -21,7 +21,7 @@ PAIRS = ("candidate and twin", "candidate and BF16", "twin and BF16")
 
 @dataclass(frozen=True)
 class PlaceJudged:
-    """The worst place of one level (element, row, tile, head, ...), in one unit with its bound."""
+    """Worst place of one level (element, row, tile, head, ...), in one unit with its bound."""
 
     level: str
     place: str
@@ -32,7 +32,7 @@ class PlaceJudged:
 
 @dataclass(frozen=True)
 class WorstElement:
-    """The element that is furthest beyond its bound: both codes in hex, both values."""
+    """Element furthest beyond its bound: both codes in hex, both values."""
 
     place: str
     candidate_code: str
@@ -44,7 +44,7 @@ class WorstElement:
 
 @dataclass(frozen=True)
 class Along:
-    """The relative difference along one axis: positions, rows, heads, experts, tiles."""
+    """Relative difference along one axis: positions, rows, heads, experts, tiles."""
 
     name: str
     labels: tuple[str, ...]
@@ -56,7 +56,7 @@ class Along:
 
 @dataclass(frozen=True)
 class Histogram:
-    """How many elements are how many steps from their twin's."""
+    """Number of elements by their distance from the twin's, in steps."""
 
     unit: str
     labels: tuple[str, ...]
@@ -68,7 +68,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class CloseLook:
-    """What a click on a cell unfolds, measured while the tensors were at hand."""
+    """Details that a click on a cell unfolds, measured while the tensors were in memory."""
 
     worst: WorstElement | None = None
     places: tuple[PlaceJudged, ...] = ()
@@ -134,14 +134,14 @@ class ReplayRecord:
 
 @dataclass(frozen=True)
 class Said:
-    """One prompt, what each model said, and the first token at which they part."""
+    """One prompt, the text of each model, and the first token at which they differ."""
 
     prompt: str
     voices: tuple[tuple[str, tuple[str, ...]], ...]
 
     @property
     def parting(self) -> int | None:
-        """The first token that is not the same in all of them; None where they never part."""
+        """The first token that is not the same in all texts; None if they never differ."""
         texts = [tokens for _, tokens in self.voices]
         for at in range(max((len(tokens) for tokens in texts), default=0)):
             if len({tokens[at] if at < len(tokens) else None for tokens in texts}) > 1:
@@ -151,7 +151,7 @@ class Said:
 
 @dataclass(frozen=True)
 class TextRecord:
-    """What the model says, healthy and as it was run."""
+    """Texts of the model, healthy and as it was run."""
 
     said: tuple[Said, ...]
     notes: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Tone(StrEnum):
-    """How a sentence or bar is meant. Never told by colour alone."""
+    """Severity of a sentence or bar. It is never shown by colour alone."""
 
     PLAIN = "plain"
     NOTE = "note"

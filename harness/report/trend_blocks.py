@@ -16,7 +16,7 @@ Band = tuple[float, float] | None
 
 @dataclass(frozen=True)
 class Trend:
-    """One series: its bands, its latest value, the latest green one, and what is said of it."""
+    """One series: its bands, its latest value, the latest green one, and its summary."""
 
     label: str
     bands: tuple[Band, ...]

@@ -10,7 +10,7 @@ SCHEMA = 1
 
 
 class Verdict(StrEnum):
-    """What is said about a candidate. Every verdict has one exit status."""
+    """Verdict on a candidate. Every verdict has one exit status."""
 
     AGREES = "AGREES"
     DIFFERS = "DIFFERS"

@@ -44,12 +44,12 @@ class CaptureWorker:
     """Methods that vLLM mixes into its worker. Their names are called by collective_rpc."""
 
     def degarble_capture_open(self, spec: str) -> dict[str, Any]:
-        """Open a capture on this rank; `spec` is JSON: folder, and what is asked for."""
+        """Open a capture on this rank; `spec` is JSON: folder and options."""
         raw = json.loads(spec)
         return _told(lambda: _Rank.open(self, Path(raw["folder"]), raw["asked"]))
 
     def degarble_capture_state(self) -> dict[str, Any]:
-        """Tell what this rank has."""
+        """Return the progress of this rank."""
         found: _Rank | None = vars(self).get(_Rank.NAME)
         return {"open": False} if found is None else {"open": True} | found.capture.state
 
@@ -112,7 +112,7 @@ class _Rank:
         self._batch = batch
 
     def begin(self, _model: Any, given: Any, named: dict[str, Any]) -> None:
-        """Tell the capture of a forward pass; a dummy run has no batch."""
+        """Announce a forward pass to the capture; a dummy run has no batch."""
         from degarble.harness.capture.engine.session import Scheduled  # noqa: PLC0415  torch
 
         batch, self._batch = self._batch, []
@@ -139,7 +139,7 @@ class _Rank:
 
 
 def _require_plain(config: Any) -> int:
-    """How many ranks share the model; refuse what cannot be captured."""
+    """Return how many ranks share the model; raise for engines that cannot be captured."""
     if not config.model_config.enforce_eager:
         raise InvalidArgument(
             "vLLM", "recorded graphs", "an engine that calls its modules",
@@ -296,7 +296,7 @@ def joined(checkpoint: Path, place: Path, state: dict[str, Any]) -> list[str]:
 
 
 def stated_conventions(method: str | None) -> dict[str, Any]:
-    """Say on which side of the sources' disagreements vLLM computes, and our plugin in it."""
+    """Return the conventions that vLLM and our plugin follow where sources disagree."""
     from degarble.harness.vllm.installed import NAME  # noqa: PLC0415  with the engine
     from degarble.references.numerics import SOURCES, Switches  # noqa: PLC0415  imports torch
 
@@ -338,13 +338,13 @@ def capture_vllm(
 
 @dataclass(frozen=True)
 class FromVllm:
-    """What `degarble capture --backend vllm` wrote."""
+    """Summary of a capture by `degarble capture --backend vllm`."""
 
     folder: Path
     state: dict[str, Any]
 
     def lines(self) -> list[str]:
-        """Tell it in a few lines."""
+        """Summarise the capture in a few lines."""
         from degarble.harness.capture.files.reader import Capture  # noqa: PLC0415
         from degarble.harness.capture.files.text import capture_lines  # noqa: PLC0415
 
@@ -353,7 +353,7 @@ class FromVllm:
         return [*capture_lines(Capture.open(self.folder)), *told, f"Wrote {self.folder}"]
 
     def document(self) -> dict[str, Any]:
-        """The machine's view of it."""
+        """Return the summary as a JSON document."""
         made: dict[str, Any] = {"verdict": None, "origins": [], "cosines": []}
         return made | {"capture": str(self.folder), "backend": "vllm", "engine": self.state}
 

@@ -226,7 +226,7 @@ def read_record(path: Path = RECORD) -> dict[str, dict[str, Any]]:
 
 
 def differences(name: str, recorded: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """Say in which respects an object of vLLM is another than on record."""
+    """List how an object of vLLM differs from its record."""
     told = []
     for key in sorted({*recorded, *found}):
         was, now = recorded.get(key), found.get(key)
@@ -242,7 +242,7 @@ def differences(name: str, recorded: Mapping[str, Any], found: Mapping[str, Any]
 
 
 def misfits(override: Override, source: str, record: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Say why vLLM could not call a method of ours as it calls its own, by syntax and record."""
+    """List why vLLM could not call an override of ours, by syntax and record."""
     method = _method(ast.parse(source), override.ours.rpartition(":")[2])
     if method is None:
         return [f"{override.ours}: is not there"]

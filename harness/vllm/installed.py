@@ -15,7 +15,7 @@ _KNOWN = " or ".join(f"{each}.x" for each in SERIES)
 
 
 def is_named() -> bool:
-    """Tell whether this process of vLLM was started with the plugin by name."""
+    """Return whether VLLM_PLUGINS names the plugin in this process."""
     return NAME in os.environ.get(VARIABLE, "").split(",")
 
 

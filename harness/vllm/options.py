@@ -30,11 +30,7 @@ _KEYS = ("parts", "nvfp4_activations", "ledger", "told")
 
 @dataclass(frozen=True)
 class Options:
-    """Who runs which part, and where things are told.
-
-    `nvfp4_activations`: quantised (W4A4, by the checkpoint's input scales) or bf16 (W4A16).
-    `ledger`: known failures that the banner repeats. `told`: folder of the ranks' records.
-    """
+    """Choice of who runs each part, and where records are written."""
 
     parts: Mapping[str, str] = field(default_factory=dict)
     nvfp4_activations: str = ACTIVATIONS[0]
@@ -42,7 +38,7 @@ class Options:
     told: str | None = None
 
     def side(self, part: str) -> str:
-        """Say who is to run a part; degarble, where nothing was said."""
+        """Return who runs a part; degarble by default."""
         return self.parts.get(part, OURS)
 
 

@@ -93,7 +93,7 @@ def containers(data: bytes) -> Iterator[list[Entry]]:
 
 
 def for_gpu(data: bytes, architecture: int) -> bytes:
-    """Blank machine code of other GPUs; PTX stays where there is no code for this one."""
+    """Zero machine code of other GPUs; PTX stays if there is no code for this one."""
     made = bytearray(data)
     for entries in containers(data):
         has = any(each.kind == ELF and each.architecture == architecture for each in entries)
@@ -105,7 +105,7 @@ def for_gpu(data: bytes, architecture: int) -> bytes:
 
 
 def kept(name: str) -> bool:
-    """Tell whether a file of a wheel travels."""
+    """Return whether a file of a wheel is packed."""
     if fnmatch(name, OTHER_PYTHONS):
         return PYTHON in name
     return not any(fnmatch(name, each) for each in LEFT_OUT)

@@ -81,7 +81,7 @@ BLACKWELL: Mapping[tuple[str, str], Kernel] = {
 
 
 class Running(NamedTuple):
-    """What runs a part of a module: `by` degarble or vllm."""
+    """Code that runs a part of a module: `by` degarble or vllm."""
 
     module: str
     part: str
@@ -91,7 +91,7 @@ class Running(NamedTuple):
     tactic: str = ""
 
     def line(self) -> str:
-        """Say it in a line of a log."""
+        """Return the choice as one line of a log."""
         tactic = f" ({self.tactic})" if self.tactic else ""
         form = f" [{self.format}]" if self.format else ""
         return f"{self.module} {self.part}{form}: {self.by} {self.kernel}{tactic}"
@@ -135,19 +135,19 @@ def graph_level(kernels: Sequence[Kernel | None], theirs: str) -> str:
 
 
 def unhooked(module: str) -> list[Running]:
-    """Say of the parts that the plugin has no hook for that they are vLLM's own."""
+    """Report the parts without a hook as vLLM's own."""
     return [Running(module, part, "", THEIRS, "its own", "no hook") for part in NO_HOOK]
 
 
 def ours(module: str, part: str, form: str, kernel: Kernel, tactic: str = "") -> Running:
-    """Say that a kernel of ours runs a part, and if it never ran before."""
+    """Report a part as run by our kernel, and whether that kernel ever ran before."""
     if not kernel.shown_on:
         tactic = f"{tactic}; never run" if tactic else "never run"
     return Running(module, part, form, OURS, f"kernels: {kernel.module}", tactic)
 
 
 def theirs(module: str, part: str, form: str = "") -> Running:
-    """Say that vLLM's own code runs a part, because the options ask for it."""
+    """Report a part as run by vLLM's own code, because the options choose it."""
     return Running(module, part, form, THEIRS, "its own", "asked for")
 
 

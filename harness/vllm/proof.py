@@ -43,7 +43,7 @@ NO_DRAFTER = "the plugin serves no drafter"
 
 @dataclass(frozen=True)
 class Stored:
-    """What a checkpoint says of one tensor."""
+    """Record of one tensor in the checkpoint."""
 
     shape: tuple[int, ...]
     nbytes: int
@@ -53,7 +53,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Proven:
-    """What is known of a checkpoint before vLLM loads it."""
+    """Facts proven about a checkpoint before vLLM loads it."""
 
     manifest: str
     recipe: str
@@ -153,7 +153,7 @@ def require_plain(formats: Mapping[str, str]) -> None:
 
 
 def recipe_told(formats: Mapping[str, str]) -> str:
-    """Say in a line how many of vLLM's modules have which format."""
+    """Summarise in a line how many of vLLM's modules have which format."""
     counts = sorted(Counter(formats.values()).items())
     return ", ".join(f"{count} modules {name}" for name, count in counts)
 

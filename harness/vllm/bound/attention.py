@@ -57,7 +57,7 @@ class MetadataBuilder(DeepseekV4FlashMLAMetadataBuilder):
 
 
 class WindowMetadataBuilder(DeepseekSparseSWAFlashMLAMetadataBuilder):
-    """The same for the cache of the sliding window."""
+    """Metadata builder for the cache of the sliding window, otherwise the same."""
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -75,7 +75,7 @@ class Backend(DeepseekV4FlashMLABackend):
 
 
 class WindowBackend(DeepseekSparseSWAFlashMLABackend):
-    """The same for the cache of the sliding window."""
+    """Attention backend for the cache of the sliding window, otherwise the same."""
 
     @staticmethod
     def get_builder_cls() -> type[WindowMetadataBuilder]:
@@ -100,7 +100,7 @@ class DegarbleAttention(DeepseekV4FlashMLAAttention):
     degarble_projects: bool
 
     def _run_parallel_input_projections(self, hidden_states: Tensor) -> tuple[Any, ...]:
-        """Multiply what is beside the queries by our kernels."""
+        """Multiply the projections other than the queries' by our kernels."""
         if not self.degarble_projects:
             return super()._run_parallel_input_projections(hidden_states)  # type: ignore[no-any-return]
         return self._fused_wqa_wkv_gemm(hidden_states), *projected(self, hidden_states)
@@ -182,7 +182,7 @@ class DegarbleAttention(DeepseekV4FlashMLAAttention):
 
 
 class DegarbleAttention026(DegarbleAttention):
-    """The same for vLLM 0.26, whose layer norms both halves itself, in front of every hook."""
+    """The layer for vLLM 0.26, whose layer norms both halves itself, before every hook."""
 
     def forward(
         self, positions: Tensor, hidden_states: Tensor, llama_4_scaling: Tensor | None = None
@@ -198,7 +198,7 @@ class DegarbleAttention026(DegarbleAttention):
         return self._o_proj(heads[:, : self.n_local_heads], positions)
 
     def attn_gemm_parallel_execute(self, hidden_states: Tensor) -> tuple[Any, ...]:
-        """Multiply what is beside the queries by our kernels."""
+        """Multiply the projections other than the queries' by our kernels."""
         if not self.degarble_projects:
             return super().attn_gemm_parallel_execute(hidden_states)  # type: ignore[no-any-return]
         qr_kv, _ = self.fused_wqa_wkv(hidden_states)

@@ -52,7 +52,7 @@ class DegarbleConfig(QuantizationConfig):
 
     @property
     def start(self) -> Start:
-        """The start that this config belongs to, begun when the first layer asks."""
+        """The start of this config, made when the first layer needs it."""
         if self._start is None:
             self._start = Start.of(get_current_vllm_config())
         return self._start
@@ -179,7 +179,7 @@ class DegarbleConfig(QuantizationConfig):
 
 
 def _tactic(form: str) -> str:
-    """Say by which table a kernel cuts its work: that follows from rows, call by call."""
+    """Return the table by which a kernel chooses its tiles: that depends on rows, call by call."""
     tables = {
         parts.BF16: "gemm/problem",
         parts.NVFP4: "gemm/problem",

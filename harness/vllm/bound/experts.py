@@ -56,11 +56,11 @@ class ModelOptOfDegarble(FusedMoEMethodBase):
 
     @property
     def topk_indices_dtype(self) -> torch.dtype:
-        """What the kernels read."""
+        """Dtype of expert indices that the kernels read."""
         return torch.int32
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
-        """None: no kernel of vLLM's is told anything."""
+        """Return None: no kernel of vLLM's is configured."""
         del layer
 
     def create_weights(

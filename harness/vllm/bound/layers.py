@@ -37,7 +37,7 @@ PLACES = ("attn", "ffn")
 
 
 class Mixing(NamedTuple):
-    """How a place mixes: its weights as the kernels read them, iterations, epsilons."""
+    """Mixing of one mHC place: weights as the kernels read them, iterations, epsilons."""
 
     weights: tuple[Tensor, Tensor, Tensor]  # split, base, scale: simt_mhc_project.Weights
     iterations: int
@@ -96,7 +96,7 @@ class DegarbleNorm(RMSNorm):
 
 
 class DegarbleLogits(LogitsProcessor):
-    """The head, in float32 as DeepSeek's code has it; vLLM rounds logits to BF16, and words tie."""
+    """The head in float32, as in DeepSeek's code; vLLM rounds logits to BF16, which makes ties."""
 
     def _apply_head(self, lm_head: Any, hidden_states: Tensor, embedding_bias: Any) -> Tensor:
         """Multiply by our kernel."""

@@ -60,7 +60,7 @@ def for_gpu(stem: str, tensor: Tensor) -> Any:
 
 
 class Linear(LinearMethodBase):
-    """What our linear methods share: the checks of a call, and rows as a matrix."""
+    """Base of our linear methods: the checks of a call, and activations as a matrix of rows."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ def by_fp8(codes_MK: Tensor, scales_MG: Tensor, weight_NK: Tensor, scales_HG: Te
 
 @register_weight_loader_v2_supported_method
 class Nvfp4Linear(Linear):
-    """E2M1 with E4M3 scales of 16 and one float32 a tensor: W4A4, or W4A16 where asked for."""
+    """E2M1 with E4M3 scales of 16 and one float32 a tensor: W4A4, or W4A16 by option."""
 
     kernel: ClassVar[str] = "sm90_gemm_nvfp4"
 

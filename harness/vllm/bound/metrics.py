@@ -47,7 +47,7 @@ class PartInfo(StatLoggerBase):
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
-        """Nothing of a step is ours to tell."""
+        """Record nothing: our metrics do not depend on steps."""
 
     def log_engine_initialized(self) -> None:
         """Show what the ranks recorded; the same start shown again changes nothing."""

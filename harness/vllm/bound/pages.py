@@ -39,7 +39,7 @@ class PagedView:
 
     @property
     def device(self) -> torch.device:
-        """Where the cache is."""
+        """Device of the cache."""
         return self._cache.device
 
     def stride(self) -> tuple[int, int]:
@@ -51,5 +51,5 @@ class PagedView:
         return True
 
     def data_ptr(self) -> int:
-        """Where the first page begins."""
+        """Return the address of the first page."""
         return self._cache.data_ptr()

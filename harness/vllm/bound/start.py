@@ -31,7 +31,7 @@ _WAY_OUT = "Start without it, or without the plugin."
 
 
 class Start:
-    """What one process of vLLM knows of the plugin's work."""
+    """State of the plugin in one process of vLLM."""
 
     def __init__(self, options: Options, proven: Proven, target: str, instance: str) -> None:
         self.options = options
@@ -82,7 +82,7 @@ class Start:
         return parts.NVFP4_A16 if stored == parts.NVFP4 and bf16 else stored
 
     def banner(self) -> log_messages.Banner:
-        """Say which code runs which checkpoint."""
+        """Log which code runs which checkpoint."""
         try:
             commit = log_messages.commit_of(version("degarble"))
         except PackageNotFoundError:

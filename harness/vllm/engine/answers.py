@@ -25,7 +25,7 @@ class Text:
     logits: list[list[float]]
 
     def gap(self, place: int, token: int) -> float:
-        """How far below its best the references have a token; unknown ones below all kept."""
+        """Return how far a token is below the references' best; unknown ones are below all kept."""
         ids, values = self.best[place], self.logits[place]
         other = values[ids.index(token)] if token in ids else values[-1]
         return values[0] - other
@@ -33,10 +33,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Answers:
-    """What the references say of a checkpoint. `moves`: of logits, if a rounding is moved.
-
-    `steady`: how many ids of the texts stay the likeliest then, at least.
-    """
+    """The references' answers for a checkpoint. `moves`: of logits, if a rounding is moved."""
 
     texts: list[Text]
     questions: list[Text]

@@ -70,7 +70,7 @@ _ABOVE = "See root cause above"  # a process that tells of another one
 
 @dataclass(frozen=True)
 class Place:
-    """Where one proof reads and writes."""
+    """Paths that one proof reads and writes."""
 
     prepared: Path
     out: Path
@@ -134,7 +134,7 @@ def refusal(asked: Asked, server: Running, *, up: bool) -> Outcome:
 
 
 def graphs(log: str) -> Outcome:
-    """Say which CUDA graphs were recorded."""
+    """Return which CUDA graphs were recorded."""
     kinds = sorted(set(_RECORDED.findall(log)))
     ended = bool(kinds) and "Graph capturing finished" in log
     return Outcome("graphs", ended, f"recorded: {'; '.join(kinds) or 'none'}")

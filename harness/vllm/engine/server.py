@@ -178,7 +178,7 @@ def end_all() -> None:
 
 
 def require_free(port: int) -> None:
-    """Refuse a port that is taken: another server would be asked instead of ours."""
+    """Raise if the port is taken: requests would go to another server than ours."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -46,7 +46,7 @@ _AT_WORK = ("vllm:num_requests_running", "vllm:num_requests_waiting{")
 
 
 class Outcome(NamedTuple):
-    """What a step found. `passed` None: told, and not judged."""
+    """Result of a step. `passed` None: reported, and not judged."""
 
     step: str
     passed: bool | None
@@ -71,7 +71,7 @@ class Session:
     alone: list[Any] = field(default_factory=list)  # the texts, asked one by one
 
     def choices(self) -> list[Any]:
-        """Return the server's texts, each asked for alone, once, with the likeliest tokens."""
+        """Return the server's texts, each requested alone and once, with the likeliest tokens."""
         if not self.alone:
             self.alone = [
                 self.caller.complete(
@@ -88,13 +88,13 @@ class Session:
         return [each["token_ids"] for each in self.choices()]
 
     def gap(self, text: int, place: int, token: int) -> float:
-        """How far below its best the server itself had a token, alone; infinite if not near."""
+        """Return how far a token is below the server's own best, alone; infinite if not listed."""
         near = self.choices()[text]["logprobs"]["top_logprobs"][place]
         return float(max(near.values()) - near.get(f"token_id:{token}", -math.inf))
 
 
 def parts(session: Session) -> Outcome:
-    """Who runs what, as /metrics tells it."""
+    """Return who runs which part, as /metrics reports it."""
     found = session.caller.gauges("degarble_part_info")
     mine = sum('by="degarble"' in each for each in found)
     return Outcome("parts", mine > 0, f"{len(found)} parts, {mine} by degarble")
@@ -122,7 +122,7 @@ def texts(session: Session) -> Outcome:
 
 
 def forced(session: Session) -> Outcome:
-    """The references' texts as prompts: at how many places is their token the likeliest."""
+    """Send the references' texts as prompts; count where their token is the likeliest."""
     gaps: list[float] = []
     for each in session.answers.texts:
         made = session.caller.complete(each.prompt + each.ids, 1, prompt_logprobs=1)
