@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
 
-MISTAKEN = 1e-12  # probability with which a place of a healthy run may exceed its bound
+MISTAKEN = 1e-12  # probability that a place of a healthy run exceeds its bound
 WIDTH = 10
 _LOG = math.log(1 / MISTAKEN)
-_SUMS = 7  # of WIDTH; maxima behind them
+_SUMS = 7  # of WIDTH; the maxima follow
 
 
 @dataclass(frozen=True, eq=False)

@@ -53,7 +53,7 @@ _CALLS_KEPT = 8
 _CHUNK = 1 << 22  # shares [T, H, R] of one step
 _BESIDE_PEAKS = "each share is rounded beside a peak of the kernel's choice: 2^-8 on both sides"
 _IN_STEPS = "logits and normalised shares are stored: steps at rounding boundaries only"
-_CHECKPOINTS = 4  # partial sums of a logit that are looked at
+_CHECKPOINTS = 4  # partial sums of a logit that are computed
 _CUT_TOGETHER = 16  # products of BF16 in one step of a tensor core
 _LOG2E = 1.0 / math.log(2.0)
 _HALF = 2.0 ** -(BF16.mantissa_bits + 1)  # half a spacing, of the number that is stored
@@ -143,7 +143,7 @@ def _attended_v4(call: Call, facts: V4Facts, laws: ShareStatistics) -> tuple[Ten
         for tokens in _steps(span, q.shape[1] * (len(near) + len(own))):
             seen = _seen_v4(inputs, facts, tokens, (span.start - kept, len(near)), len(own))
             rows = torch.cat((near, own)).double()
-            used = seen.any(0)  # most of a long window belongs to other tokens
+            used = seen.any(0)  # most rows of a long window are not used by these tokens
             rows, seen = rows[used], seen[:, used]
             scale = q.shape[-1] ** -0.5
             logit, rest = _logit(q[tokens].double(), rows, 1.0 if in_steps else scale), sink
@@ -342,7 +342,7 @@ def _weighed_v32(
         own = query.value[:, head : head + 1]
         logit, chance = _logit_in_part(own, keys[head], form.scale)
         moved = torch.zeros(())
-        if query.error.ndim:  # few of its numbers lie at a boundary, and step either way
+        if query.error.ndim:  # few of its numbers lie at a rounding boundary and may step
             steps = query.error[:, head : head + 1].square()
             moved = torch.matmul(steps, keys[head][:, : steps.shape[-1]].square().T).sqrt()
             moved = moved * form.scale

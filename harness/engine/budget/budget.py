@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from degarble.harness.engine.compare.comparison import Comparison, Places
     from degarble.harness.formats.types import ElementFormat
 
-HEADROOM = 0.7  # of a budget: where the healthy worst case sits at most
-KIND = "kind of element"  # the level of what is finite on one side only
+HEADROOM = 0.7  # of a budget: the most that a healthy worst case reaches
+KIND = "kind of element"  # the level of elements that are finite on one side only
 _PANEL = 1 << 20  # elements judged at once
 
 

@@ -36,7 +36,7 @@ class Call:
     weights: Mapping[str, Weight]
     activation: str | None = None
     facts: Facts | None = None
-    ranks: int = 1  # over which the candidate sums behind linears that are cut along K
+    ranks: int = 1  # over which the candidate sums the outputs of linears split along K
     fraction_bits: int | None = None  # that the candidate's tensor core keeps of FP8 products
 
     @classmethod

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from degarble.harness.formats.types import BlockFormat, ElementFormat
 
 _TWO_SCALES = 2 * (FUNCTION + 1)  # of u: two reciprocals and two products
-_TENSOR_SCALE = 2 * FUNCTION  # of u: a scale that went through both directions
+_TENSOR_SCALE = 2 * FUNCTION  # of u: a scale converted to its reciprocal and back
 
 
 class Cells(NamedTuple):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Place = TypeVar("Place", int, str)
-MOST_PLACES = 64  # of one kind: more are taken by their elements alone
+MOST_PLACES = 64  # of one kind; with more, only single elements count
 
 
 @dataclass(frozen=True, eq=False)

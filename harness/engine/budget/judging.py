@@ -215,7 +215,8 @@ def _judged(
     if twin.dtype is torch.float64:
         twin = twin.float()
     known = twin.isfinite()
-    if not bool(known.all()):  # of the same kind, or a finding: no slack belongs to it
+    # NaN and infinity get no slack: the candidate has to be of the same kind.
+    if not bool(known.all()):
         slack = torch.where(known, budget.slack.expand(twin.shape), 0.0)
         budget = replace(budget, slack=slack)
     if not bool(budget.slack.isfinite().all()):

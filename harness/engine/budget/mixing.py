@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from degarble.harness.engine.budget.call import Call
     from degarble.references.mixing_facts import MixingFacts
 
-_DIVISION = 2  # of u a pass: an entry's own quotient in the rows, and in the columns
+_DIVISION = 2  # in u per pass: an entry's division by its row sum, and by its column sum
 
 
 def mixed(call: Call) -> dict[str, Budget]:

@@ -302,7 +302,8 @@ def _added(call: Call, out: Tensor) -> Budget:
     amplitude = out.abs().double()
     for x in call.inputs.values():
         if x.dtype is torch.float64 and x.shape == out.shape:
-            amplitude = amplitude + x.abs()  # who sums in float32 rounds it first
+            # A kernel that sums in float32 rounds this float64 operand first.
+            amplitude = amplitude + x.abs()
     return few(amplitude, 2, output_format(out), "sum of two terms")
 
 
@@ -324,7 +325,7 @@ def _chosen_weights(_call: Call, out: Tensor) -> Budget:
 def _attended(call: Call, out: Tensor) -> Budget:
     """Return V4's attention budget without facts: shares stored in BF16 relative to a free peak."""
     if "window" not in call.inputs:
-        return attention.attended(call)["out"]  # V3.2, which needs the facts: refused by name
+        return attention.attended(call)["out"]  # V3.2 needs the facts: raises Undecided
     held = ("window", "state_window", "compressed", "state_compressed")
     rows = [_rows(call.inputs[name].float()) for name in held if name in call.inputs]
     values = torch.cat(rows).abs()

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from degarble.harness.formats.types import ElementFormat
 
 U = 2.0**-24
-UNDERFLOW = 2.0**-126  # smaller numbers may become 0: e^x overflows beside them, or is flushed
-CHECKPOINTS = 16  # partial sums that are looked at; between them the bridge's bound counts
+UNDERFLOW = 2.0**-126  # smaller numbers may become 0: flushed, or 1 / e^x with e^x infinite
+CHECKPOINTS = 16  # partial sums that are computed; the bridge bounds those in between
 ALIGNED_TERMS = 17  # of one wgmma or tcgen05 step of 16-bit operands (facts of MMA-Sim)
-LARGE = 1 << 25  # elements of a matrix; a larger one is looked at by pieces of its rows
-_AT_ONCE = 1 << 18  # partial sums that are held together; below, calls cost more than sums
+LARGE = 1 << 25  # elements of a matrix; a larger one is processed in pieces of its rows
+_AT_ONCE = 1 << 18  # partial sums held at once; below this, calls cost more than sums
 _DIGEST_BITS = 40  # of a row's digest: enough to tell rows apart, few enough for sums in any order
 SCALE_ROUNDINGS = 4  # two scales, their product, and the product with the sum
 
@@ -76,7 +76,7 @@ _MOST_KNOWN = 4096
 def operand(rows: Tensor) -> Operand:
     """Return an Operand; cache its facts while the tensor stays unmodified (weights recur)."""
     wide = rows.float()
-    if rows.is_inference():  # no version counter would tell of a change
+    if rows.is_inference():  # inference tensors have no version counter, so changes go unnoticed
         return Operand(wide, _four_norm(wide), _repeats(wide))
     known = _KNOWN.get(id(rows))
     if known is None or known[0]() is not rows or known[1] != rows._version:  # noqa: SLF001

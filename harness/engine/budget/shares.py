@@ -39,22 +39,22 @@ if TYPE_CHECKING:
 
     from degarble.harness.engine.budget.bounded_values import Near
 
-BINS = 8  # of an octave, by which distances to the peak are told apart
+BINS = 8  # parts of an octave that distances to the peak are sorted into
 OCTAVES = ((0.0, 1.0), (1.0, 2.0), (2.0, 4.0), (4.0, 8.0))  # below the peak
 WAVES = ("sine", "cosine")  # of the distance: an exponential's error repeats with every octave
 DIRECTIONS = 2 + BINS + len(OCTAVES) + len(WAVES)
-PHASES = 8  # of an octave, in which a constant lies that stands for every peak
+PHASES = 8  # positions within an octave of a constant used for every peak
 TILES = (16, 64, 128)  # keys that share one running peak
 HALF = 2.0**-8  # of the spacing of a BF16 number between 1 and 2
 _MANTISSAS = 0.375 / math.log(2.0)  # mean of 1 / m^2, m between 1 and 2 as likely as 1 / m
 _ON_PEAK = 2.0**-7  # octaves
 _SHIFTS = (0.0, 2.0**-11, -(2.0**-11), 3 * 2.0**-11)  # of outputs, to see which round alike
-_UNEXPLAINED = 1e-4  # of the energy that a way explains: one percent of its length
+_UNEXPLAINED = 1e-4  # of the energy that a variant explains: one per cent of its length
 _LOG = math.log(1 / MISTAKEN)
 _FLOOR = -100.0  # octaves below the peak: less than any sum can show
-_AT_MOST = 1 << 24  # numbers of directions that are kept
-_SHARES = 1 << 22  # shares that are looked at
-_AT_ONCE = 1 << 17  # of them
+_AT_MOST = 1 << 24  # numbers of directions kept in memory
+_SHARES = 1 << 22  # shares that are examined
+_AT_ONCE = 1 << 17  # of these at once
 
 
 class Weighed(NamedTuple):
@@ -66,7 +66,7 @@ class Weighed(NamedTuple):
     """
 
     share: Near
-    chance: Tensor  # [n, H, R], or 0: deviation of a logit's error that is its own
+    chance: Tensor  # [n, H, R], or 0: deviation of a logit's independent error
     logit: Tensor  # -inf where a token does not see a row
     sink: Tensor | None  # [H]
     values: Tensor  # [R, C], or [H, R, C]
@@ -88,10 +88,10 @@ class _Rows:
     centre: Tensor  # exact attention [n, H, L]
     directions: Tensor  # [B, n, H, L]
     members: Tensor  # [B, K, n, H]
-    stored: Tensor  # [B, 2, S, n, H]: what roundings of mixed rows and of the output add
+    stored: Tensor  # [B, 2, S, n, H]: effect of rounding mixed rows and the output
     small: Tensor
-    variance: Tensor  # of chance, on average
-    proxy: Tensor  # the same, for its tail
+    variance: Tensor  # of the random error, on average
+    proxy: Tensor  # the variance proxy, for its tail
     covariance: Tensor  # of the tail [B, B, n, H]
 
     @cached_property
@@ -186,7 +186,7 @@ def _rows_of(tokens: Tensor, given: Weighed) -> _Rows:
     turned = given.values.float().transpose(-1, -2)
     reach = _summed(back, turned)  # how far a share reaches in a direction [B, n, H, R]
     pulls = share.float() * reach
-    level = (directions * out.float()).sum(-1)  # the same of all shares together
+    level = (directions * out.float()).sum(-1)  # the reach of the whole output
     members = list(_of_members(pulls, level, below, given))
     half = HALF**2 / 3 if given.rounded else 0.0
     freed = pulls - share.float() * level[..., None]
@@ -322,7 +322,7 @@ class _Sums:
     along: Tensor
     known: Tensor  # [n, H]: both sides are finite
     sides: int = 1
-    explained: Tensor | None = None  # what a tried way makes of the twin, as `along`
+    explained: Tensor | None = None  # projections of the damaged twin, as `along`
 
     @classmethod
     def of(cls, rows: _Rows, output: Tensor) -> _Sums:
@@ -347,7 +347,7 @@ class _Sums:
             self._law(0, weight[0, :, head : head + 1], head) for head in range(signal.shape[-1])
         ]
         yield from laws
-        if all(each.ratio <= 1 for each in laws):  # else these say more
+        if all(each.ratio <= 1 for each in laws):  # else the laws that failed are more specific
             yield self._energy(usable)
 
     def _law(self, number: int, weight: Tensor, head: int | None) -> Finding:

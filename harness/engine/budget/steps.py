@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
 
-BLOCK = 64  # columns in which rows may be equal: rotated features differ where others do not
-_FLOAT64_BITS = 52  # of its mantissa
-_NARROW = 10  # bits of a mantissa; of wider ones hardly two are equal by chance
+BLOCK = 64  # columns compared at once: rotated features differ even where the others are equal
+_FLOAT64_BITS = 52  # mantissa bits
+_NARROW = 10  # mantissa bits; in wider formats elements are hardly ever equal by chance
 
 
 class AlikeRows:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 HOPPER_FP8_BITS = 13
 FP8_ACTIVATIONS = ("FP8_1X128_UE8M0", "FP8_1X128_F32")
-STEP = 32  # of K that one instruction takes of 8-bit operands; PTX ISA 9.1, wgmma
-PROMOTED = 128  # of K behind which a sum goes to float32: the extent of a scale
+STEP = 32  # of K per instruction for 8-bit operands; PTX ISA 9.1, wgmma
+PROMOTED = 128  # of K after which a sum is added to float32: the extent of a scale
 
 
 def cut_in_steps(made: Budget, x_MK: Tensor, w_NK: Tensor, bits: int) -> Budget:

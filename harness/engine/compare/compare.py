@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.view.view import Checkpoint
     from degarble.harness.formats.types import ElementFormat
 
-_PANEL_BYTES = 8 << 20  # of one side; few enough for the cache of pages, many enough for few calls
+_PANEL_BYTES = 8 << 20  # of one side: small enough for the page cache, large enough for few calls
 
 
 def compare(

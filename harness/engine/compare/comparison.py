@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-TILE = (128, 128)  # rows and columns of a tensor-core tile: what one wrong address spoils
+TILE = (128, 128)  # rows and columns of a tensor-core tile: the extent of one wrong address
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class Sums:
     cc: NDArray[np.float64]
     rd: NDArray[np.float64]
     dd: NDArray[np.float64]
-    whole: NDArray[np.float64] | None = field(default=None, repr=False)  # all four, if at hand
+    whole: NDArray[np.float64] | None = field(default=None, repr=False)  # all four, stacked
 
     @classmethod
     def of(cls, stack: NDArray[np.float64]) -> Sums:

@@ -115,5 +115,5 @@ def loops_of(fmt: ElementFormat) -> Callable[..., None]:
                     tally.rows[at, k] += found
                     tally.cells[band, s, k] += found
 
-    relaxed = {"reassoc", "nsz", "contract"}  # sums may be taken by vectors
+    relaxed = {"reassoc", "nsz", "contract"}  # allow vectorised sums
     return compiled_with(fastmath=relaxed)(compare_rows)

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
     Values = Mapping[str, Any]  # by the convention's name
 
-LEANS = 2.0  # times the squared distance to the twin that a component is nearer to
+LEANS = 2.0  # factor between squared distances that makes a twin clearly nearer
 _CHANGED = 3  # conventions of one role whose values are changed together, at most
-_ASKED_FIRST = 4  # components that differ; where none of them agrees, the others are not asked
+_ASKED_FIRST = 4  # differing components tried first; if none agrees, skip the others
 
 
 @dataclass(frozen=True)

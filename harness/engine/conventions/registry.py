@@ -65,9 +65,9 @@ class Convention:
     values: Mapping[Any, str]
     roles: frozenset[str]
     learned: bool = True
-    witnesses: int = 2  # components that have to show it; 1 where no fault looks like it
+    witnesses: int = 2  # components required; 1 where no fault looks like it
     by_family: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    leans: float = 2.0  # times the squared distance to the other twin that a witness is nearer
+    leans: float = 2.0  # factor by which a witness's squared distance has to be smaller
 
     def assumed(self, numerics: Numerics, family: str) -> Any:
         """Return the value by which a twin computes."""

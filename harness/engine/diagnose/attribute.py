@@ -94,7 +94,7 @@ def shares_of(twin: Bound, run: SeenRun, troubles: Sequence[Trouble]) -> Shares 
         ]
         order, together = _greedy(alone, lambda s: _share(_distance(logits(s), wanted), start))
     except CANNOT_RUN:
-        return None  # what was captured does not fit into the twin's own run
+        return None  # the captured tensors do not fit into the twin's own run
     return Shares((start / size) ** 0.5, tuple(alone), order, together)
 
 

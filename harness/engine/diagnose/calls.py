@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from degarble.harness.engine.diagnose.trial import Proof
     from degarble.harness.engine.faults.model_faults import ModelFault, Scene, Sight
 
-MOST_CALLS = 8  # that are asked about
-MOST_WAYS = 64  # of a fault for one call
+MOST_CALLS = 8  # calls examined at most
+MOST_WAYS = 64  # variants of a fault tried on one call
 _NOTHING = Way("nothing", lambda call: call)
 
 

@@ -53,16 +53,16 @@ if TYPE_CHECKING:
 
 EXPLAINS = 0.5  # of the difference may be left: three quarters of its energy are explained
 IN_SUMS = 0.866  # of it, where no number is beyond its budget: a quarter of its energy is explained
-ALIKE_IN_SUMS = 0.9  # of the energy that the best way explains there
-PIECE = 64  # numbers of a row that are summed up
-EQUALLY = 4.0  # times what the best way leaves: ways below explain alike
-PAIRS_LEAVE = 0.5  # of what each of two faults leaves alone, or the second one adds nothing
-PROVED = 12  # ways at most that are proved on every row
-_PAIRED = 3  # ways at most that a second one is put on top of, of either order of trials
-_PARTNERS = 20  # ways at most that are put on top
+ALIKE_IN_SUMS = 0.9  # of the energy that the best variant explains there
+PIECE = 64  # elements of a row summed into one piece
+EQUALLY = 4.0  # times what the best variant leaves: variants below explain equally well
+PAIRS_LEAVE = 0.5  # of what either fault leaves alone; more, and the second adds nothing
+PROVED = 12  # variants at most that are proved on every row
+_PAIRED = 3  # first variants of a pair at most, from each of the two rankings
+_PARTNERS = 20  # second variants of a pair at most
 _NOISE = 1e-6  # of the difference: below, all is explained
 _ROUNDINGS = 0.01  # of the difference: more is never left by roundings alone
-_BLIND = EQUALLY**2 * _NOISE  # left at least where a norm hides small outputs behind large ones
+_BLIND = EQUALLY**2 * _NOISE  # least remainder if small outputs are wrong, which a norm hides
 _WHOLE = 1 << 22  # elements of an output up to which whole calls are tried
 _TINY = 1e-30
 _NEAREST = 3  # excluded faults in a sentence
@@ -373,9 +373,9 @@ def _proved(
     held: list[tuple[_Trial, Proof]] = []
     for trial in near[:PROVED]:
         if held and _likeliest(trial)[0] > _likeliest(held[0][0])[0] + 1:
-            break  # it leaves many times more than one that holds
+            break  # it leaves many times more than one that was proved
         if any(trial.fault == other.fault for other, _ in held):
-            continue  # a simpler way of the same fault explains it already
+            continue  # a simpler variant of the same fault was proved already
         worst = _on_every_call(scene, calls, main, trial.way)
         if worst is not None:
             held.append((trial, worst))

@@ -130,7 +130,7 @@ class Case:
         try:
             with whole_file(folder / TENSORS) as file:
                 save_file(kept, file, {"case": json.dumps(facts)})
-        except SafetensorError as error:  # what it raises where the disk is full
+        except SafetensorError as error:  # raised where the disk is full
             raise UnwritablePath(
                 str(folder / TENSORS), str(error), "a place with room for the reproducer",
                 "Make room there.",
@@ -201,7 +201,7 @@ def shrunk(trouble: Trouble, way: Way | None = None) -> Case | None:
             case = shortest_sum(case, way, prefix)
         return _small_enough(_fewest_columns(case))
     except CANNOT_RUN:
-        return None  # extents that no twin can run on have no case of their own
+        return None  # the twin cannot run on these shapes
 
 
 def _fewest_rows(case: Case) -> Case:
@@ -244,7 +244,7 @@ def _fewest_columns(case: Case) -> Case:
     if tuple(weight.shape)[:1] != (out.shape[1],) or len(weight.shape) != 2:
         return case  # a table, or another use of the matrix
     if case.component.endswith(".attn.wo_a"):
-        return case  # rows of its matrix belong to groups of heads, all of which have as many
+        return case  # its rows belong to groups of heads of equal size
     with torch.inference_mode():
         made = case.twin.calls[case.component](case.inputs, case.weights)["out"]
     if made.shape != out.shape:
@@ -287,7 +287,7 @@ def _rows_of(case: Case, rows: Tensor, count: int) -> Case:
 def _fewest_experts(case: Case) -> Case:
     """Keep only the experts that tokens are routed to."""
     experts = case.inputs.get("experts")
-    shared = case.twin.numerics.switches.input_scale_shared  # of all experts, visited or not
+    shared = case.twin.numerics.switches.input_scale_shared  # needs all experts, visited or not
     if experts is None or ".experts." not in case.component or shared:
         return case
     visited = set(experts.unique().tolist())

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.engine.faults.model_faults import Way
 
-    Case = Any  # that of shrink.py, which imports this module
+    Case = Any  # that of minimal_reproducer.py, which imports this module
     Tensors = Mapping[str, Tensor]
 
 _LEAST = 16  # of K
@@ -107,7 +107,7 @@ def _cut(case: Case, found: _Sum, way: Way, prefix: str, part: tuple[int, int]) 
             for name, each in case.captured.items()
         }
     except CANNOT_RUN:
-        return None  # a way, or a budget, that knows these extents only
+        return None  # the variant or the budget works for the original shape only
     words = f" (K {part[0]}..{part[1] - 1} of {found.length}, made there by the named fault)"
     return replace(case, title=case.title + words, twin=twin, inputs=inputs, captured=captured)
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from degarble.harness.engine.faults.model_faults import Scene
 
 _LARGEST = torch.finfo(torch.float32).max
-_SMALLER = 2.0**-100  # times a weight: sums of interest stay far from both ends of float32
+_SMALLER = 2.0**-100  # factor on weights: keeps sums far from both ends of float32
 _PARTS = frozenset({"codes", "block_scale", "tensor_scale"})
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from degarble.harness.engine.faults.model_faults import Scene, Sight
 
 _NOTHING = Way("nothing", lambda call: call)
-_MOST = 64  # calls or sequences that are looked at
+_MOST = 64  # calls or sequences examined at most
 
 
 def differing_parts(scene: Scene, sights: Sequence[Sight]) -> Iterator[tuple[str, list[Sight]]]:

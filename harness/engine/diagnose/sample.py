@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     Tensors = Mapping[str, Tensor]
     Measure = Callable[[Tensors, Tensors], float]
 
-_EXPERTS = 3  # that are looked at
+_EXPERTS = 3  # experts kept in a sample
 WINDOW = 64  # rows at most
 COLUMNS = 256  # of an output at most: half of them the worst, half spread evenly
 _FAINT = 0.01  # of an output's length: a few roundings of BF16
@@ -52,7 +52,7 @@ class Sample:
     columns: Mapping[str, Tensor]
     whole: bool  # whether no row was left out
     plain: Tensors | None  # its inputs with codes decoded
-    rows: Tensor | None = None  # of the only matrix: those whose outputs are looked at
+    rows: Tensor | None = None  # rows of the single matrix whose outputs are compared
 
     @cached_property
     def candidate(self) -> dict[str, Tensor]:

@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 CODES_UNLIKE = 0.0056
 # Sums of one fault in two orders round otherwise in 0.03 % of elements (M02, O10 at wo_b).
 _ROUNDED_OTHERWISE = 0.001
-_OF_BEFORE = 0.05  # of the elements that differ without a way may differ with it, by roundings
+_OF_BEFORE = 0.05  # of the elements that differ without the variant may differ with it, by rounding
 _STORED_WITHIN = frozenset({
     "attn.q_head_norm_rope", "attn.kv_norm_rope", "attn.compressor.pool",
     "attn.indexer.compressor.pool", "attn.indexer.q", "attn.indexer.k",
 })  # fmt: skip
-_SCALE_UNITS = 16 * 2.0**-24  # of a float32 scale: two reciprocals within 2 units, in each of two
+_SCALE_UNITS = 16 * 2.0**-24  # of a float32 scale: two reciprocals within 2 units, twice
 _SPACINGS = 2  # of the stored format: a producer's value and the same one computed again
 _TINY = 1e-30
 
@@ -59,7 +59,7 @@ class Made:
     outputs: Tensors
     inputs: Tensors
     weights: Mapping[str, Weight]
-    stretch: Mapping[str, float]  # by how much the way made an output larger behind the call
+    stretch: Mapping[str, float]  # how much the variant enlarged an output after the call
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def make(
             return Made(outputs, sight.inputs, scene.weights, {})
         outputs = way.apply(spied)(sight.inputs, scene.weights)
     except CANNOT_RUN:
-        return None  # another shape or format than the way is about
+        return None  # another shape or format than the variant is for
     stretch = {name: _stretch(seen["outputs"].get(name), each) for name, each in outputs.items()}
     typed = {
         name: _left_open(way, each.to(sight.outputs[name].dtype), sight.outputs[name])

@@ -44,7 +44,7 @@ _AXES = MappingProxyType(
     }
 )  # fmt: skip
 _HALVES = ("w13",)
-_MOST_SPANS = 4  # ranges that are written out; beyond that their number is
+_MOST_SPANS = 4  # ranges that are written out; more are counted
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from degarble.harness.engine.localise.replay import Known
 
 _CHOOSING = ("ffn.topk", "attn.indexer.topk")
-_MORE = 2  # further calls that a trouble keeps
+_MORE = 2  # further calls that a discrepancy keeps
 
 
 def of_outputs(known: Known, made: JudgedComponent, steps: Mapping[int, Step]) -> Trouble:

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     Tensors = Mapping[str, Tensor]
 
 OVERFLOW = "a correct float32 kernel may overflow on them"
-_SMALLEST = 2.0**-100  # in front of a root: terms of it may have been flushed to zero
-_ORDINARY = 2.0**32  # inputs below have no product of three that is so large
-_TINY = 2.0**-40  # inputs above have no square that is so small
+_SMALLEST = 2.0**-100  # before a root: its terms may have been flushed to zero
+_ORDINARY = 2.0**32  # the product of three inputs below this stays in range
+_TINY = 2.0**-40  # the square of an input above this stays in range
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm"})
 
 
@@ -133,4 +133,4 @@ class _Watch(TorchDispatchMode):
         if large.ndim and large.shape[0] and large.shape[0] % count == 0:
             self.rows |= large.reshape(count, -1).any(1)
         else:
-            self.rows[:] = True  # experts, groups: whose row it is cannot be told
+            self.rows[:] = True  # experts or groups: the row is ambiguous, so mark all

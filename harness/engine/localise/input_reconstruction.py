@@ -102,7 +102,7 @@ class Wires:
         ):
             return []
         if not named <= call.inputs.keys() | {"expanded"}:
-            return []  # another module's inputs: nothing is known of how they came about
+            return []  # inputs of another module, whose producers are unknown
         found = []
         for each in component.inputs:
             edge = self._broken(call, component, each, inputs)
@@ -236,7 +236,7 @@ class Wires:
         if rows and made.ndim and made.shape[0] == len(step.tokens) != rows[0]:
             last = [part.tokens.stop - 1 for part in self._parts[step.number]]
             if rows[0] == len(last):
-                return True, made[last]  # the ends run on each sequence's last token
+                return True, made[last]  # norm and head may run on each sequence's last token only
         return True, made
 
     def _state(self, step: Step, component: Component, name: str) -> tuple[bool, Tensor | None]:
@@ -265,7 +265,8 @@ class Wires:
             return made
         reach = config.sliding_window - 1
         rows = torch.cat(made[-max(1, reach) :])
-        return [rows[max(0, len(rows) - reach) :]]  # Trap: of a window of one token, none
+        # Trap: with a window of one token, rows[-0:] would return all rows.
+        return [rows[max(0, len(rows) - reach) :]]
 
     def _before(self, step: Step, part: Part, source: Site) -> list[Tensor] | None:
         """Return a producer's output for a sequence in earlier steps; None if not known."""

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from degarble.harness.engine.localise.input_reconstruction import Part
     from degarble.harness.model.components import Component
 
-    Piece = tuple[Batch, int, Part]  # a call, and the place and rows of a sequence in it
+    Piece = tuple[Batch, int, Part]  # a call, and the index and rows of a sequence in it
 
-MOST = 4  # sequences that are joined, the longest ones last
+MOST = 4  # sequences that are joined, the shortest first
 _OFFSETS = "entry_offsets"
 _POOLED = ("state_latent", "state_gate")
 
@@ -49,7 +49,7 @@ def unvouched(component: Component, calls: Mapping[str, Sequence[Call]]) -> bool
         source = source_of(component, each.name) if each.name.startswith(STATE) else None
         new = each.name.removeprefix(STATE)
         if source is None or not any(new in call.inputs for call in calls[component.name]):
-            continue  # rows of another form, which nobody has here
+            continue  # rows of another attention form, not used in this run
         kept = {
             call.step
             for call in calls.get(source.component, ())
@@ -119,7 +119,8 @@ def _joined(
     for name in first.outputs.keys() - {_OFFSETS, *_POOLED}:
         made = _below(component, [batch.outputs.get(name) for batch, *_ in pieces], pieces, steps)
         if made is not None and component.role.endswith(".scores"):
-            made = made[:, : _keys(component, pieces)]  # company may have had more entries
+            # Another sequence of the batch may have had more entries.
+            made = made[:, : _keys(component, pieces)]
         if made is not None:
             outputs[name] = made
     calls = tuple(batch.calls[0] for batch, *_ in pieces)

@@ -104,7 +104,7 @@ def _spoilt(known: Known, replay: Replay) -> dict[str, Tensor]:
         try:
             x = activation_values(replay.inputs, form, torch.float32)
         except (*CANNOT_RUN, AssertionError):
-            return found  # codes of another form: their judgement says so
+            return found  # codes of another form: judging reports that
         found["codes"] = _rows_with(~x.isfinite())
     return found
 
@@ -120,7 +120,7 @@ def _without(known: Known, replay: Replay, spoilt: Tensors) -> Part | None:
     kept = torch.ones(count, dtype=torch.bool)
     for bad in spoilt.values():
         if not bad.ndim or len(bad) != count:
-            return None  # all rows share it
+            return None  # shared by all rows, so none is left
         kept &= ~bad
     return _of_rows(known, replay, kept)
 

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from degarble.references.binding import Bound
 
     Tensors = Mapping[str, Tensor]
-    Look = Callable[[Replay, Mapping[str, Judged]], None]  # sees each replay while it is at hand
-    Looked = Callable[[Replay, Mapping[str, Judged]], None]  # while tensors are at hand
+    Look = Callable[[Replay, Mapping[str, Judged]], None]  # tensors still in memory
+    Looked = Callable[[Replay, Mapping[str, Judged]], None]  # tensors still in memory
 
 _MAKERS = 4  # quantisations whose inputs are kept
 PAIRS = ("candidate and twin", "candidate and reference", "twin and reference")
@@ -101,8 +101,8 @@ class Piece:
 
     replay: Replay
     judged: Mapping[str, Judged]
-    plain: Tensor | None = None  # what was quantised in front of it, where it is known
-    meant: Tensors = field(default_factory=dict)  # what the BF16 reference makes of its inputs
+    plain: Tensor | None = None  # values before quantisation, if known
+    meant: Tensors = field(default_factory=dict)  # the BF16 reference's outputs on its inputs
 
 
 @dataclass(eq=False)
@@ -114,13 +114,13 @@ class Row:
     verdict: Verdict = Verdict.AGREES
     judged: Judged | None = None  # the worst
     undecided: str = ""
-    budgetless: bool = False  # it could be replayed, but nothing says how far apart it may be
+    budgetless: bool = False  # it could be replayed, but has no budget
     calls: int = 0
     elements: int = 0
     identical: int = 0
     flips: int = 0
     choices: int = 0
-    left_out: int = 0  # rows that were not judged, beside others that were
+    left_out: int = 0  # rows that were not judged, of outputs judged in part
     judged_rows: int = 0  # in the calls that have such rows
     why_left_out: str = ""
     cosines: dict[str, Sums] = field(default_factory=dict)
@@ -188,7 +188,7 @@ class Judge:
         self._known = known
         self._looked = looked
         self._reference = reference
-        self._plain: dict[str, dict[int, Tensor]] = {}  # what was quantised, by maker and call
+        self._plain: dict[str, dict[int, Tensor]] = {}  # before quantisation, by maker and step
 
     def component(
         self, component: Component, found: Sequence[Batch], *, briefly: bool = False
@@ -288,7 +288,7 @@ class Judge:
                 found = judge_outputs(call, candidate)
                 return {name: found[name] for name in both}
             except InvalidArgument:
-                pass  # operands of this size have no budget: the question that is left is asked
+                pass  # such large operands have no budget: check only finite against not finite
             except RuntimeError as error:
                 # The twin accepts these extents but no derivation covers them: UNDECIDED.
                 why = f"no budget fits its extents: {str(error).splitlines()[0][:200]}"
@@ -327,7 +327,7 @@ class Judge:
             try:
                 made = None if form is None else decode_activations(outputs, form, torch.float32)
             except CANNOT_RUN:
-                made = None  # codes of another form; their judgement says so
+                made = None  # codes of another form; judging reports that
             return {} if made is None else {"codes": made}
         return {n: each for n, each in outputs.items() if each.is_floating_point()}
 
@@ -384,7 +384,7 @@ class Judge:
         held = self._plain.get(maker_of(component), {})
         parts = [held[call.step] for call in batch.calls if call.step in held]
         if len(parts) != len(batch.calls) or len({part.shape[1:] for part in parts}) != 1:
-            return None  # a candidate may hand over another width in every call
+            return None  # a candidate's width may differ from call to call
         return torch.cat(parts)
 
 

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 
 _MOST_RANKS = 4096
-_EARLIER = 4  # calls that stand beside a wrong input: what is stale comes from there
+_EARLIER = 4  # earlier calls kept with a wrong input: stale values come from these
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,11 +78,11 @@ class Localised:
     rows: tuple[Row, ...]
     origins: tuple[Trouble, ...]
     first_non_finite: NonFinite | None = None
-    unstable: tuple[str, ...] = ()  # components that gave two answers to one question
+    unstable: tuple[str, ...] = ()  # components with two results for identical inputs
     unjudged: tuple[tuple[str, str], ...] = ()  # component and reason
     notes: tuple[str, ...] = ()
     conventions: tuple[ConventionUsed, ...] = ()  # that are not the official ones
-    twin: Bound | None = None  # that computes by them
+    twin: Bound | None = None  # computes by these conventions
     run: SeenRun | None = None  # its calls whose tensors fit their sites
 
     @property
@@ -217,7 +217,7 @@ class _Work:
                 made.rows[name] = row
         if not whole.differs:
             return _Answer(made)
-        known = self._known  # of now: learned conventions replace it
+        known = self._known  # bind it now: learned conventions replace self._known
         return _Answer(made, lambda: beside_prefill(of_outputs(known, whole, self._steps)))
 
     def by_conventions(self) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 NOT_FINITE = "inputs are not finite"
 ONE_SIDED = "not finite where the twin is"
-LARGEST = 2.0**112  # 2^-16 of float32's end: a kernel may sum as many before it divides
+LARGEST = 2.0**112  # 2^-16 of float32's end: a kernel may sum 2^16 such terms before it divides
 _SCORES = "scores"
 
 
@@ -59,7 +59,7 @@ def aligned(outputs: Tensors, expected: Tensors) -> dict[str, tuple[Tensor, Tens
     found = {}
     for name, twin in expected.items():
         if name not in outputs or outputs[name].numel() != twin.numel():
-            continue  # of another size: its form is wrong, and no element has a partner
+            continue  # another size is a wrong form; elements cannot be paired
         candidate = outputs[name].reshape(twin.shape)
         if candidate.dtype is twin.dtype is torch.float64:
             # float64 comes from the reference only; round both to float32 first.

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 STATE = "state_"
 _RAGGED = "token_offsets"
 _OPTIONAL = frozenset({"residual", "expanded", "context", "tensor_scale", "experts"})
-_MERGED_BYTES = 256 << 20  # inputs that are put together, at most
-_SHARED_VALUES = 64  # of a tensor that all rows share; larger ones are never put together
+_MERGED_BYTES = 256 << 20  # of inputs batched into one replay, at most
+_SHARED_VALUES = 64  # elements of a tensor shared by all rows; larger ones are not batched
 _FUSED = "its tensors were captured with another component's, as one module"
 
 
@@ -95,7 +95,7 @@ class Batch:
     outputs: Tensors  # the candidate's
     step_of: Tensor
     position_of: Tensor
-    spans: tuple[slice, ...] = ()  # rows of each call, where several are put together
+    spans: tuple[slice, ...] = ()  # rows of each call, where several are batched
     lacking: str = ""  # why it cannot be replayed as it is
     whole: Batch | None = None  # where rows were left out: all of them, and which are `kept`
     kept: Tensor | None = None

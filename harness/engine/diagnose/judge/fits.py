@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from degarble.harness.engine.diagnose.judge.mismatch import Wrong
     from degarble.harness.engine.diagnose.judge.product import Product
 
-_BLOCK = 16  # of K: the smallest piece that is looked for
-_FEW = 16  # elements: with fewer a fitted number explains whatever stands there
+_BLOCK = 16  # of K: the smallest piece that is searched
+_FEW = 16  # elements: a number fitted to fewer explains anything
 _EQUATIONS = 4  # for each unknown of a regression
-_SNAP = 0.1  # how near a fitted share of a block is to -1, 0 or 1
-_NEAR_GAIN = 2e-3  # how near a fitted factor is to a name; reproduction decides
+_SNAP = 0.1  # largest distance of a fitted share of a block from -1, 0 or 1
+_NEAR_GAIN = 2e-3  # relative distance of a fitted factor from a named one; reproduction decides
 _GRIDS = ((128, 128), (128, 256), (256, 128), (64, 128), (128, 64), (64, 64), (32, 32), (16, 16))
 
 
@@ -218,7 +218,7 @@ def _blocks_of_k(wrong: Wrong) -> Iterator[Explanation]:
         return
     blocks = whole.nonzero().flatten().tolist()
     if len(blocks) == count:
-        return  # that is a factor, or nothing was written
+        return  # this is a factor, or an output never written
     k = (whole.repeat_interleave(_BLOCK) * 1.0)[None, :]
     first, last = blocks[0] * _BLOCK, (blocks[-1] + 1) * _BLOCK - 1
     where = f"{len(blocks)} of {count} blocks of K, {first} to {last},"

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from degarble.harness.engine.localise.recorded_run import SeenRun
 
 HELD_VALUES = 1 << 28  # decoded values of weights that are kept: 1 GiB
-_REMEMBERED = 4  # calls of a component that agreed and are not judged again
+_REMEMBERED = 4  # agreeing calls of a component that are cached
 _WEIGHT, _BIAS, _IN, _OUT = "w", "bias", "x", "out"
 _NARROW = (torch.bfloat16, torch.float16)  # weights that are multiplied as they are
 
@@ -196,9 +196,9 @@ class Checked:
 
     verdict: Verdict
     judged: Mapping[str, JudgedKernel] = field(default_factory=dict)
-    steps: Mapping[str, int] = field(default_factory=dict)  # of the call that is told
+    steps: Mapping[str, int] = field(default_factory=dict)  # of the reported call
     unjudged: tuple[str, ...] = ()
-    inherited: tuple[str, ...] = ()  # given values that are not finite
+    inherited: tuple[str, ...] = ()  # components given NaN or infinity
     first_not_finite: str = ""
     conventions: tuple[ConventionUsed, ...] = ()  # that are not the exact ones
 
@@ -288,7 +288,7 @@ class _Worst(NamedTuple):
 
     call: Call
     judged: JudgedKernel
-    rows: Tensor | None  # that were judged, where others are not finite
+    rows: Tensor | None  # rows that were judged, where others are not finite
 
 
 class _Work:
@@ -300,13 +300,13 @@ class _Work:
         self.unjudged: dict[str, bool] = {}
         self.inherited: dict[str, bool] = {}
         self.first = ""
-        self._lengths: dict[str, float] = defaultdict(float)  # squared, of all differences
+        self._lengths: dict[str, float] = defaultdict(float)  # squared lengths of all differences
 
     def take(self, call: Call) -> None:
         """Judge one call; causes are searched later, and only for the worst."""
         inputs, outputs = self._run.inputs(call), self._run.outputs(call)
         if _is_without_rows(inputs) and _is_without_rows(outputs):
-            return  # as of an expert that no token reached
+            return  # such as an expert that no token is routed to
         name = call.component
         rows, spoilt = None, not _all_finite(inputs)
         if not spoilt and not self.first and not _all_finite(outputs):

@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_SILU_ROUNDINGS = 12  # as in budget_roles: exponential and quotient, two products
-_RUNS = 8  # of a callable with inputs that err by one rounding
-_SPREAD = 6  # deviations: the least that is allowed for what so few runs show
+_SILU_ROUNDINGS = 12  # as in budget/roles.py: exponential and quotient, two products
+_RUNS = 8  # runs of a callable with perturbed inputs
+_SPREAD = 6  # standard deviations allowed, since so few runs are measured
 _EPSILONS = (0.0, 1e-12, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
-_OPERATIONS = 16  # roundings of the result that any callable may have besides
+_OPERATIONS = 16  # roundings of the result allowed in addition, for any callable
 
 
 @dataclass(frozen=True, eq=False)

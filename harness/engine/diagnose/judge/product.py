@@ -46,7 +46,7 @@ class Operand:
 
     held: Tensor | QuantisedTensor
     picked: Tensor | None = None
-    loose: Tensor | None = None  # by how much values may be off that were rounded once decoded
+    loose: Tensor | None = None  # error of values that were rounded after decoding
 
     @classmethod
     def of(cls, name: str, given: Any, *, finite: bool = False) -> Operand:
@@ -102,7 +102,8 @@ class Operand:
             return self.values
         one = torch.ones_like(tensor.tensor_scale)
         if tensor.format == NVFP4 and tensor.nibble_order is NibbleOrder.LOW_EVEN and not one.ndim:
-            scales = tensor.linear_scale_codes().contiguous()  # small ones too: many are asked for
+            # The fast decoder pays for small tensors too: samples ask for many of them.
+            scales = tensor.linear_scale_codes().contiguous()
             made = dequantise_nvfp4(tensor.codes.contiguous(), scales, one, torch.float32)
             return self._meant(_rows(made))
         bare = replace(tensor, tensor_scale=one, direction=ScaleDirection.DECODE)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from degarble.references.numerics import DecodedOperands
 
 _CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-_FINDINGS = 3  # of a level, told beside the worst
+_FINDINGS = 3  # findings reported per output
 
 
 @dataclass(frozen=True)

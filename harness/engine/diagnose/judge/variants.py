@@ -316,7 +316,7 @@ def _requantised(
     try:
         yield quantise(rows, tensor.format, dialect, decode_scale=scale)
     except CANNOT_RUN:
-        return  # a scale of another kind than this rule has
+        return  # the rule needs another kind of scale
     if tensor.format.block[0] != 1 or not tensor.format.packed:
         return
     steps = tensor.scale_values().double() * (1.0 if scale is None else scale.double())
