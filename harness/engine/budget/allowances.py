@@ -104,6 +104,7 @@ class Allowances:
         """
         made = self.repeated(np.maximum(members / known, 1.0)).stack
         more = np.maximum(known / members, 1.0)
+        # Indices 4 to 6 are the steps: a group of equal roundings counts once, by its mean.
         made[..., 4:7] /= members[..., None]
         made[..., 6] *= more
         made[..., 9] *= more
@@ -113,6 +114,7 @@ class Allowances:
     def length(self) -> Array:
         """Return the largest length of a place's difference."""
         squares, fourth, largest = (self.stack[..., k] for k in (0, 1, 7))
+        # Bernstein: mean of the squares + sqrt(2 L v) + L c / 3.
         bound = squares + np.sqrt(2 * _LOG * fourth) + _LOG / 3 * largest
         allowed: Array = np.sqrt(bound)
         return allowed

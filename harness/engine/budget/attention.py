@@ -143,6 +143,7 @@ def _attended_v4(call: Call, facts: V4Facts, laws: ShareStatistics) -> tuple[Ten
         for tokens in _steps(span, q.shape[1] * (len(near) + len(own))):
             seen = _seen_v4(inputs, facts, tokens, (span.start - kept, len(near)), len(own))
             rows = torch.cat((near, own)).double()
+            # [T, R] mask over the window rows, then the compressed entries.
             used = seen.any(0)  # most rows of a long window are not used by these tokens
             rows, seen = rows[used], seen[:, used]
             scale = q.shape[-1] ** -0.5
@@ -151,6 +152,7 @@ def _attended_v4(call: Call, facts: V4Facts, laws: ShareStatistics) -> tuple[Ten
                 logit, rest = _below_peak(logit, seen, (scale, sink), facts.numerics.store)
             how = rest, False, not in_steps
             share = _shares(logit, seen, how, facts.numerics.store)
+            # float32 accumulation over R rows, and the division by the sum.
             added = U * (rows.shape[0] + FUNCTION) * share.value
             slack[tokens] = torch.matmul(share.error + added, rows.abs())
             some = sample[tokens]
@@ -202,8 +204,10 @@ def _logit_in_part(q: Tensor, rows: Tensor, scale: float) -> tuple[Near, Tensor]
         at = slice(width * part // _CHECKPOINTS, width * (part + 1) // _CHECKPOINTS)
         partial += torch.matmul(q[..., at], rows[:, at].T) * scale
         size = torch.maximum(size, partial.abs())
+    # |q|_4 |k|_4 bounds the deviation of partial sums in any order (budget/rules.py).
     four = [side.square().square().sum(-1).sqrt().sqrt() for side in (q, rows)]
     size = size + four[0][..., None] * four[1] * scale
+    # Truncation by tensor-core steps has one sign for all keys.
     common = U * ((width / _CUT_TOGETHER + ALIGNED_TERMS) * size + 2 * value.abs())
     return Near(value, common), U * math.sqrt(width / 3) * size
 
@@ -278,12 +282,15 @@ def _exact_shares(logit: Near, seen: Tensor, sink: Tensor | None) -> Near:
         value = torch.cat((value, sink.expand(value.shape[:2]).unsqueeze(-1)), dim=-1)
     elif not value.shape[-1]:  # a hostile capture may choose no row for any token
         return Near(value, value)
+    # A row that sees nothing has only -inf; zeros avoid the NaN, and its shares are cleared below.
     share = torch.softmax(value.masked_fill(value.amax(-1, keepdim=True).isneginf(), 0.0), dim=-1)
     share = torch.where(value.isneginf(), 0.0, share)
     below = torch.where(share > 0, value.amax(-1, keepdim=True) - value, 0.0)
     if sink is not None:
         share, below = share[..., :-1], below[..., :-1]
     relative = torch.where(hidden, 0.0, logit.error) + U * (2 * below + FUNCTION)
+    # The normaliser errs by the share-weighted mean of all relative errors, and by its own R
+    # additions.
     relative = relative + (share * relative).sum(-1, keepdim=True) + U * share.shape[-1]
     return Near(share, share * relative + torch.where(hidden, 0.0, UNDERFLOW))
 
@@ -342,6 +349,7 @@ def _weighed_v32(
         own = query.value[:, head : head + 1]
         logit, chance = _logit_in_part(own, keys[head], form.scale)
         moved = torch.zeros(())
+        # The naive form has an exact query, with a scalar error.
         if query.error.ndim:  # few of its numbers lie at a rounding boundary and may step
             steps = query.error[:, head : head + 1].square()
             moved = torch.matmul(steps, keys[head][:, : steps.shape[-1]].square().T).sqrt()
@@ -402,8 +410,10 @@ def _absorbed(
     error = share.error + U * (len(row_RX) + 1) * share.value
     mixed = Near(torch.matmul(share.value, latent), torch.matmul(error, latent.abs()))
     stepped = stored(mixed, store)
+    # First bound: each stored latent's own error, through the value projection.
     own = torch.einsum("thc,hvc->thv", stepped.error, value_HvC.abs())
     expanded = torch.einsum("rc,hvc->hrv", latent, value_HvC).abs()
+    # Second bound: the shares' errors through the expanded value rows, plus one spacing a latent.
     ulp = torch.from_numpy(np.asarray(spacing((mixed.value.abs() + mixed.error).numpy(), BF16)))
     ulp = torch.where(stepped.error > 0, ulp, 0.0)
     through = torch.einsum("thr,hrv->thv", error, expanded)

@@ -59,6 +59,7 @@ def stored(x: Near, dtype: torch.dtype) -> Near:
     low, middle, high = (
         side.to(dtype).double() for side in (x.value - x.error, x.value, x.value + x.error)
     )
+    # Rounding is monotone: equal ends mean that every value between them rounds alike.
     return Near(middle, torch.maximum(high - middle, middle - low))
 
 
@@ -75,6 +76,7 @@ def normed(
         return Near(value, weight.double().abs() * plain.error + U * value.abs())
     width, square = x.value.shape[-1], x.value.square().mean(-1, keepdim=True)
     factor = (square + epsilon).rsqrt()
+    # Relative change of the root by the errors of x.
     moved = (x.value.abs() * x.error).mean(-1, keepdim=True) * factor.square()
     out = weight.double() * x.value * factor
     own = weight.double().abs() * x.error * factor
@@ -103,10 +105,12 @@ def turn(rope: Rope, positions_T: Tensor, numerics: Numerics, heads: bool = Fals
     frequency_P = elementary.frequencies(rope, torch.float64, torch.device("cpu"))
     angle_TP = positions_T.cpu().double()[:, None] * frequency_P
     share = torch.arange(len(frequency_P)) / len(frequency_P)
+    # frequency = theta^(-i / P): its exponent, up to ln(theta), is rounded as well.
     off_TP = U * (angle_TP * (8 + 2 * math.log(rope.theta) * share) + FUNCTION)
     if heads:
         angle_TP, off_TP = angle_TP.unsqueeze(1), off_TP.unsqueeze(1)
     parts = Near(angle_TP.cos(), off_TP), Near(angle_TP.sin(), off_TP)
+    # YaRN scales cosine and sine.
     if rope.scale != 1.0:
         scale = Near(torch.tensor(rope.scale, dtype=torch.float64), torch.tensor(U * rope.scale))
         parts = _product(parts[0], scale), _product(parts[1], scale)

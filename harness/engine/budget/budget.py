@@ -131,6 +131,7 @@ def judge(
     columns = cells.joined()
     whole = Allowances(columns.joined().stack[None])
     high, wide = budget.repeats
+    # At most this many elements of a tile can round alike.
     in_tile = min(high, found.places.tile[0]) * min(wide, found.places.tile[1])
     levels = [
         ("row", found.rows.stack, rows.repeated(wide)),
@@ -163,9 +164,11 @@ def _worst_of(level: str, sums: NDArray[np.float64], allowances: Allowances) -> 
     """Yield the worst length, the worst gain and the most steps of one level."""
     if not len(sums):
         return
+    # sums: rr, cc, rd, dd of each place.
     of_length = np.sqrt(sums[:, 3]), allowances.length / HEADROOM
     pulls, allowed = np.abs(sums[:, 2]), allowances.pull / HEADROOM
     at = int(_ratios(pulls, allowed).argmax())
+    # Pulls become gains when divided by the reference's energy rr.
     energy = float(sums[at, 0]) or 1.0
     yield _most(f"length of {level}", *of_length)
     yield Finding(f"gain of {level}", (at,), float(pulls[at]) / energy, float(allowed[at]) / energy)
@@ -188,6 +191,7 @@ def _allowances(
     height, tall = len(found.rows.rr), found.places.tile[0]
     slack = _slack(budget, found.shape).reshape(height, width)
     pair = [side.detach().reshape(height, width) for side in (candidate, twin)]
+    # Blocks must not straddle two cells.
     block, worst = math.gcd(found.cell, BLOCK), Finding("element", (0, 0), 0.0, 0.0)
     rows, together = np.zeros((2, height, WIDTH))
     cells = np.zeros((*found.cells.rr.shape, WIDTH))
@@ -197,14 +201,17 @@ def _allowances(
     alike = AlikeRows((height, width), block)
     for part in panels:
         alike.add(part, values_of_any(pair[1][part].cpu()))
+    # Equal rows have to be counted over the whole twin before the first panel is summed.
     members = alike.members()
     for part in panels:
         d, t, e = _finite(pair, slack, part, clean=found.census.clean)
         # |RN(s + e) - RN(s)| <= |e| + ulp
         most = np.where(e > 0, e + spacing(np.abs(t) + e, budget.output), 0.0)
         worst = max(worst, _worst_element(d, most, part.start), key=lambda each: each.ratio)
+        # |d| is at most `most` and e on average, hence E[d^2] <= most * e.
         square, size, largest = most * e, np.abs(t), most * most
         steps, mean = counted(d, e, most, alike_in_row(t, budget.output))
+        # Order of the sums in Allowances: 0 to 5.
         terms = (square, square * largest, size * e, t * t * square, steps, mean)
         blocks = Allowances.of(terms, (largest, size * most), alike.starts)
         rows[part] = blocks.joined(1).stack

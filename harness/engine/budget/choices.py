@@ -56,6 +56,7 @@ def rows_chosen(call: Call, candidate: Tensor) -> Chosen:
         if mine.isnan().any():
             continue  # no order is defined
         real = own[own >= 0]
+        # -1 marks unused places; any other negative index is invalid.
         if not _proper(real, len(mine)) or (own < -1).any():
             return Chosen(Finding("choice", (token,), 1.0, 0.0), flips, words)
         expected = mine[twin[token][twin[token] >= 0]].sort(descending=True).values
@@ -105,6 +106,8 @@ def scores_of(call: Call) -> Near:
     inner = torch.sigmoid(logit) * (2 * logit.abs() + FUNCTION)
     off = U * (inner + FUNCTION * plain + (logit < 20.0))  # 1 + e^x may be formed
     score = plain.sqrt()
+    # The slope of the root, 1 / (2 score), is infinite at 0; there |sqrt(a) - sqrt(b)| <= sqrt|a -
+    # b|.
     error = torch.where(plain > UNDERFLOW, off / (2 * score) + FUNCTION * U * score, off.sqrt())
     return Near(score, error)
 
@@ -112,12 +115,14 @@ def scores_of(call: Call) -> Near:
 def experts_chosen(call: Call, candidate: Tensor) -> Chosen:
     """Judge the experts [T, K] of every token."""
     twin, moved = call.outputs["experts"], _moved(candidate, call.outputs["experts"])
+    # Hash layers: the expert follows from the token id alone, so no flip is legal.
     if any(name.endswith("tid2eid") for name in call.weights):
         at = (moved[0],) if moved else ()
         return Chosen(Finding("choice", at, float(len(moved)), 0.0), {}, (_TABLE,))
     (bias,) = (weight.values(torch.float64) for weight in call.weights.values())
     score = scores_of(call)
     value = score.value + bias
+    # Adding the bias is one more rounding.
     biased = Near(value, score.error + U * value.abs())
     average = float(biased.error.mean()) if biased.error.numel() else 0.0
     words = (
@@ -167,6 +172,8 @@ def _pair_gap(own: Tensor, score: Near, open_E: Tensor) -> tuple[float, float]:
     left = open_E & ~chosen
     if not bool(left.any()):
         return 0.0, 0.0
+    # Worst pair: the best score left out, at its lower end, against the worst chosen, at its upper
+    # end.
     above = (score.value - score.error).masked_fill(~left, -torch.inf).argmax()
     below = (score.value + score.error).masked_fill(~chosen, torch.inf).argmin()
     gap = float(score.value[above] - score.value[below])
@@ -179,6 +186,7 @@ def _kept_sets(
     """Yield sets of groups that hold the choice: their experts, and the gap of keeping them."""
     c = facts.config
     per = len(score.value) // c.n_group
+    # DeepSeek V3 ranks groups by the sum of their two best scores.
     two = score.value.reshape(c.n_group, per).topk(min(2, per), dim=-1)
     error = score.error.reshape(c.n_group, per).gather(1, two.indices).sum(-1)
     worth = Near(two.values.sum(-1), error + U * two.values.sum(-1).abs())

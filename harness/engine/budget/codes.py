@@ -102,6 +102,7 @@ def judge_codes(call: Call, candidate: Mapping[str, Tensor]) -> dict[str, Coded]
     scale = torch.ones((), dtype=torch.float64)
     blocks = near.value.unflatten(-1, (-1, form.block[1]))
     error = near.error.expand(near.value.shape).unflatten(-1, (-1, form.block[1]))
+    # Largest magnitude of each block [..., B].
     size = Near(blocks.abs().amax(-1), error.amax(-1))
     if TENSOR_SCALE in twin:
         made[TENSOR_SCALE] = _tensor_scale(call, candidate[TENSOR_SCALE], size, form)
@@ -222,6 +223,7 @@ def _block_scale(
         off, slack = (kept - exact).abs(), slack + U * exact
     elif form.scale is UE8M0:
         slack = size.error / unit + exact * (QUOTIENT * U)
+        # UE8M0 rounds up: legal where kept / 2 <= exact <= kept.
         low = torch.where(kept <= form.scale.smallest, 0.0, kept / 2)
         off = torch.maximum(exact.clamp(min=form.scale.smallest) - kept, low - exact)
         words = (f"the power of two above amax / {form.element.largest:g}, within {QUOTIENT} u",)
@@ -243,9 +245,11 @@ def _codes(
     width = form.block[1]
     code = _elements(candidate, form).long().unflatten(-1, (-1, width))
     other = _elements(call.outputs[CODES], form).long().unflatten(-1, (-1, width))
+    # Under a zero scale every code stands for zero.
     alive = (scale > 0).expand(code.shape)
     safe = torch.where(scale > 0, scale, 1.0)
     quotient = value / safe
+    # Dividing by a power of two is exact.
     rounding = 0 if form.scale is UE8M0 else (QUOTIENT if form.scale.bits == 32 else _TWO_SCALES)
     slack = error / safe + quotient.abs() * (rounding * U)
     off = _outside(quotient, table, code)

@@ -59,12 +59,14 @@ class Evidence:
         others = [mask for place, mask in places.items() if place not in found]
         if not found or not others:
             return []
+        # Places are named only if all others together are healthy.
         rest = torch.stack(others).any(0)
         return found if self._ratio(rest, columns=columns) <= HEADROOM else []
 
     @property
     def _can_judge(self) -> bool:
         known = self.candidate.dtype in FORMAT_OF_DTYPE and self.candidate.dtype.itemsize > 1
+        # One-byte codes and integers can only be compared for equality.
         return known and self.slack.shape == self.twin.shape and bool(self.slack.isfinite().all())
 
     def _ratio(self, mask: Tensor, *, columns: bool) -> float:

@@ -43,6 +43,7 @@ class Grid(NamedTuple):
 def power_above(x: Tensor) -> Tensor:
     """Return the smallest power of two that is not below x (positive, float64)."""
     mantissa, exponent = torch.frexp(x)
+    # frexp returns mantissas in [0.5, 1): 0.5 is an exact power of two.
     return torch.ldexp(torch.ones_like(x), exponent - (mantissa == 0.5).int())
 
 
@@ -64,6 +65,7 @@ def cache_grid(numerics: Numerics, block: int) -> Grid | None:
         case KeyValueCache.FP8_F32:
             return Grid(block, rounding.E4M3_LARGEST, floor, _e4m3, _kept, False)
         case KeyValueCache.NVFP4:
+            # The floor of amax that gives the smallest scale.
             floor = rounding.E2M1_LARGEST * rounding.NVFP4_SCALE_FLOOR
             return Grid(16, rounding.E2M1_LARGEST, floor, rounding.round_e2m1, _e4m3, False)
     return None
@@ -90,10 +92,12 @@ def reach(x: Near, dtype: torch.dtype, grid: Grid) -> Tensor:
     shape = (*x.value.shape[:-1], x.value.shape[-1] // grid.block, grid.block)
     value, error = (part.expand(x.value.shape).reshape(shape) for part in x)
     low, high = value - error, value + error
+    # Least and largest possible amax of each block.
     largest = torch.stack([(value.abs() + sign * error).amax(-1) for sign in (-1, 1)])
     off = QUOTIENT * U * torch.tensor([-1.0, 1.0], dtype=torch.float64)
     off = off.reshape(2, *[1] * (largest.ndim - 1))
     lowest, highest = torch.full_like(value, torch.inf), torch.full_like(value, -torch.inf)
+    # Both ends of the scale's error; usually they round to the same scale.
     for scale in grid.scale(_raw_scales(largest, grid) * (1 + off)):
         wide = scale.unsqueeze(-1)
         slack = 0.0 if grid.exact_quotient else QUOTIENT * U

@@ -79,6 +79,7 @@ def operand_of(call: Call) -> dict[str, Budget]:
             near = layer_normed(x, by_part["k_norm"], by_part["bias"], INDEXER_NORM_EPSILON)
             near = stored(near, numerics.store)
             words = (f"LayerNorm of {x.shape[-1]}: mean and variance in any order", *words)
+        # V3.2 rotates the leading features, in halves; V4 rotates the last ones, in pairs.
         by = turn(facts.config.indexer_rope(), positions, numerics, heads=out.ndim == 3)
         near = turned(near, by, leading=True, halves=True)
     else:
@@ -124,6 +125,7 @@ def scored(call: Call) -> dict[str, Budget]:
             slack[part, : len(key)] = _score_errors(
                 q[part].double(), key.double(), weights[part], facts.numerics.store, in_steps
             )
+    # -inf masks an entry: it has to be equal.
     slack[out.isneginf()] = 0.0
     words = [f"dot products of {q.shape[-1]} in any order: half as many u of the sum of magnitudes"]
     if in_steps:
@@ -138,6 +140,7 @@ def _score_errors(
 ) -> Tensor:
     size = torch.matmul(q_TNI.abs(), key_WI.abs().T)
     dot = torch.matmul(q_TNI, key_WI.T)
+    # ReLU follows the dot product, and lengthens no error.
     near = Near(dot.clamp(min=0), size * ((q_TNI.shape[-1] / 2 + 2) * U))
     factor = weight_TN.unsqueeze(-1)
     if in_steps:

@@ -212,6 +212,7 @@ def _judged(
     name: str, pair: tuple[Tensor, Tensor], budget: Budget, places: Places | None
 ) -> Judged:
     candidate, twin = pair
+    # Only the reference computes in float64; outputs are judged as float32 at most.
     if twin.dtype is torch.float64:
         twin = twin.float()
     known = twin.isfinite()

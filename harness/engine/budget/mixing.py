@@ -38,6 +38,7 @@ def mixed(call: Call) -> dict[str, Budget]:
     facts = call.known_facts
     assert isinstance(facts, V4Facts), "only V4 has streams"
     how, streams = facts.mixing, call.inputs["streams"]
+    # Coefficients [T, N]: S of `pre`, S of `post`, then S * S of the mixing matrix.
     m, words = _coefficients(call, how)
     count = how.streams
     gates = _sigmoid(Near(m.value[:, : 2 * count], m.error[:, : 2 * count]))
@@ -47,6 +48,7 @@ def mixed(call: Call) -> dict[str, Budget]:
     named = "sum of streams: errors of the gates, and one rounding a term"
     made = {"out": Budget(output_format(call.outputs["out"]), slack, (*words, named))}
     if "mix" in call.outputs:
+        # post = 2 sigmoid(m)
         post = 2 * gates.error[:, count:]
         made["post"] = Budget(output_format(call.outputs["post"]), post, words)
         made["mix"] = _balanced(Near(m.value[:, 2 * count :], m.error[:, 2 * count :]), call, how)
@@ -89,6 +91,7 @@ def _balanced(logits: Near, call: Call, how: MixingFacts) -> Budget:
     value = logits.value.reshape(-1, count, count)
     spread = (value.amax(-1) - value.amin(-1)).amax(-1) if len(value) else value.new_zeros(0)
     own = logits.error.amax(-1) + U * (2 * spread + FUNCTION + _DIVISION * how.iterations)
+    # 1 / g of the module's docstring; g is bounded by the number of passes.
     rest = (2 - mix.square().sum((1, 2))).clamp(min=1 / how.iterations)
     g = (1 / rest).clamp(min=1.0)[:, None, None]
     per_error = torch.minimum((count * mix).sqrt(), mix * (2 + 8 * g))

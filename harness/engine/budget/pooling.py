@@ -85,6 +85,7 @@ def _slots(
     call: Call, number: int, span: Span, bias: Tensor, how: PoolFacts
 ) -> tuple[tuple[Tensor, Tensor] | None, int]:
     """Return latents and gates [W, R, E] of completed windows, and the first window's number."""
+    # Tokens of the incomplete window that earlier calls left in the state, and its number.
     partial, first = span.start % how.ratio, span.start // how.ratio
     complete = (partial + span.count) // how.ratio * how.ratio
     if not complete:
@@ -135,7 +136,9 @@ def _unread(span: Span, how: PoolFacts) -> Tensor:
     """Return which rows of the carried state no later call reads [R]."""
     free = torch.ones(how.state_rows, dtype=torch.bool)
     base = how.ratio if how.overlap else 0
+    # Rows of the window that is still incomplete are read by the next call.
     free[base : base + span.stop % how.ratio] = False
+    # With overlapping windows the previous complete window is read again.
     if how.overlap and span.stop >= how.ratio:
         free[: how.ratio] = False
     return free

@@ -116,6 +116,7 @@ def _linear(call: Call, out: Tensor) -> Budget:
 def _over_ranks(made: Budget, x: Tensor, w: Tensor, ranks: int, *, on_the_way: bool) -> Budget:
     """Add the storing of each rank's term; `on_the_way`: partial sums over ranks are stored too."""
     terms = zip(x.tensor_split(ranks, 1), w.tensor_split(ranks, 1), strict=True)
+    # Sum over ranks of |term|: each term is stored in BF16 before the reduction.
     amplitude = torch.stack([(a @ b.T).abs() for a, b in terms]).sum(0).reshape(made.slack.shape)
     if on_the_way:
         return stored_between(made, amplitude, 0.5 * ranks, f"terms of {ranks} ranks, their sums")
@@ -211,6 +212,7 @@ def _routed(call: Call, out: Tensor) -> Budget:
     slack = torch.zeros(*experts.shape, out.shape[-1])
     made = [exact(output_format(out), "no expert was visited")]
     for number in experts[experts >= 0].unique().tolist():
+        # Mask [T, K] of the slots routed to this expert.
         at = experts == number
         names = [f"ffn.experts.{number}.{part}" for part in parts]
         x_own = operand(per_slot[at])
@@ -257,6 +259,7 @@ def _norm_in_steps(call: Call, out: Tensor, weight: Tensor) -> Budget:
 def _rotated(call: Call, out: Tensor) -> Budget:
     """Return the budget of a rotation; it keeps the length of pairs, which bounds the terms."""
     pairs = out.float().reshape(*out.shape[:-1], -1, 2)
+    # |(a, b)| of each rotated pair bounds both products of either component.
     length = pairs.square().sum(-1, keepdim=True).sqrt().expand_as(pairs).reshape(out.shape)
     angle = call.inputs["positions"].float().reshape(-1, *[1] * (out.ndim - 1))
     count, what = float(_ROTATION_ROUNDINGS), "rotation"

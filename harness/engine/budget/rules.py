@@ -105,6 +105,7 @@ def summed(x_MK: Tensor | Operand, w_NK: Tensor | Operand, output: ElementFormat
         total, mean = _partial_sums(x.rows, w.rows)
     else:
         total, mean, w = _in_pieces(x.rows, w_NK)
+    # |x|_4 |w|_4 for all pairs of rows [M, N]
     bridge = x.four[:, None] * w.four[None, :]
     slack = mean.mul(length).add_(bridge, alpha=length / 2 + ALIGNED_TERMS)
     slack = slack.add_(total.abs_(), alpha=SCALE_ROUNDINGS).mul_(U)
@@ -144,6 +145,7 @@ def _in_pieces(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Operand]:
 def _partial_sums(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """Return the product, and the mean magnitude of its partial sums at the CHECKPOINTS."""
     length, elements = x.shape[1], len(x) * len(w)
+    # Small products: all partial sums in one bmm, then a cumulative sum.
     if length % CHECKPOINTS == 0 and elements * CHECKPOINTS <= _AT_ONCE:
         parts = [side.reshape(len(side), CHECKPOINTS, -1).transpose(0, 1) for side in (x, w)]
         sums = torch.bmm(parts[0], parts[1].transpose(1, 2)).cumsum(0)
@@ -171,6 +173,7 @@ def _digests(rows: Tensor) -> Tensor:
     """Return a number for each nonzero row; rows equal but for sign and size have equal numbers."""
     wide = rows.double()
     norms = wide.norm(dim=1)
+    # A fixed random projection: equal rows have equal values whatever their sign and scale.
     found: Tensor = ((wide @ _probe(rows.shape[1])) / norms)[norms > 0].abs()
     return found
 

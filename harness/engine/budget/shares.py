@@ -175,6 +175,7 @@ def _rows_of(tokens: Tensor, given: Weighed) -> _Rows:
     out = _expanded(own, given.expand)
     picked = torch.stack(list(_bins(below, share))).float()  # [B - 1, n, H, R]
     moved = _expanded(_summed(picked, given.values.float()), given.expand)
+    # Raising some weights lowers all others: the sum of shares stays 1.
     moved = moved - picked.sum(-1, keepdim=True) * out.float()
     # A gain changes no weight: remove the component along the row, which is the first direction.
     energy = out.float().square().sum(-1, keepdim=True).clamp(min=1e-30)
@@ -188,6 +189,7 @@ def _rows_of(tokens: Tensor, given: Weighed) -> _Rows:
     pulls = share.float() * reach
     level = (directions * out.float()).sum(-1)  # the reach of the whole output
     members = list(_of_members(pulls, level, below, given))
+    # Variance of a uniform rounding error of half length HALF.
     half = HALF**2 / 3 if given.rounded else 0.0
     freed = pulls - share.float() * level[..., None]
     proxy = torch.maximum(pulls.square().sum(-1), freed.square().sum(-1)).double() * half
@@ -275,6 +277,7 @@ def _offsets(below: Tensor, given: Weighed) -> Iterator[Tensor]:
         yield _running(below, tile)
         yield _running(below.flip(-1), tile).flip(-1)
     for phase in range(PHASES):
+        # A constant peak: only its fraction of an octave affects the rounding.
         yield (top % 1.0) + phase / PHASES
 
 

@@ -50,12 +50,14 @@ class AlikeRows:
     def add(self, part: slice, t_MK: Array) -> None:
         """Add the next rows of the twin."""
         with np.errstate(invalid="ignore"):
+            # A random projection of each block: equal blocks have equal projections.
             seen = np.add.reduceat(t_MK * _probe(self._width), self.starts, axis=1)
         self._digests[part] = np.where(np.isfinite(seen), seen, 0.0)
 
     def members(self) -> Array:
         """Return how many rows equal each one, itself included [M, blocks]."""
         found = np.ones(self._digests.shape)
+        # Mantissas ignore sign and powers of two.
         mantissas = np.frexp(np.abs(self._digests))[0]
         for at in range(len(self.starts) if len(found) > 1 else 0):
             column = mantissas[:, at]
@@ -76,6 +78,7 @@ def alike_in_row(t_MK: Array, output: ElementFormat) -> Array | None:
     if bits > _NARROW:
         return None
     classes = 1 << bits
+    # The leading mantissa bits; keys are unique per row and mantissa.
     mantissas = (t_MK.view(np.int64) >> (_FLOAT64_BITS - bits)) & (classes - 1)
     keys = mantissas + (np.arange(len(t_MK)) * classes)[:, None]
     counts = np.bincount(keys.reshape(-1)).astype(np.float64)

@@ -42,10 +42,12 @@ def lost_in_steps(x_MK: Tensor, w_NK: Tensor, bits: int) -> Tensor:
     """Return the bound of the loss [M, N]."""
     lost = x_MK.new_zeros(x_MK.shape[0], w_NK.shape[0])
     for stage in range(0, x_MK.shape[1], PROMOTED):
+        # The accumulator starts again from zero in every stage.
         partial = torch.zeros_like(lost)
         for begin in range(stage, min(stage + PROMOTED, x_MK.shape[1]), STEP):
             x, w = x_MK[:, begin : begin + STEP], w_NK[:, begin : begin + STEP]
             largest = x.abs().amax(1)[:, None] * w.abs().amax(1)[None]
+            # STEP products and the accumulator, each cut below the largest of them.
             lost += (STEP + 1) * 2.0**-bits * torch.maximum(largest, partial.abs())
             partial += x @ w.T
     return lost

@@ -133,6 +133,7 @@ class Walk:
         if fmt is None:
             self._define(candidate_MK, reference_MK, np.arange(rows.start, rows.stop))
             return
+        # Skipped rows hold NaN or infinity; the definition counts these.
         for at in self._through_loops(candidate_MK, reference_MK, rows, fmt):
             one = slice(at - rows.start, at - rows.start + 1)
             self._define(candidate_MK[one], reference_MK[one], np.array([at]))

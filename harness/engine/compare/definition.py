@@ -130,8 +130,10 @@ def _plain_steps(
     if candidate.dtype is torch.float64:
         a = candidate.contiguous().view(torch.int64).numpy()
         b = torch.from_numpy(values_of_any(reference)).view(torch.int64).numpy()
+        # Sign mask and magnitude mask of float64, as signed 64-bit integers.
         return _apart(a, b, -(1 << 63), (1 << 63) - 1), a == b
     a, b = values_of_any(candidate), values_of_any(reference)
+    # Infinite distances are cut so that they fit into uint64.
     far = np.nan_to_num(np.abs(a - b), nan=0.0, posinf=2.0**62)
     return np.rint(far).astype(np.uint64), a == b
 

@@ -82,12 +82,14 @@ def loops_of(fmt: ElementFormat) -> Callable[..., None]:
             band = at // tall
             equal, out, moved = np.int64(0), np.int64(0), np.int64(0)
             far, largest = word(0), word(0)
+            # Counters have the codes' own width; `run` elements cannot overflow them.
             for begin in range(0, c_row.size, run):
                 c, r = c_row[begin : begin + run], r_row[begin : begin + run]
                 some_equal, some_out, some_moved = word(0), word(0), word(0)
                 for j in range(c.size):
                     a, b = c[j], r[j]
                     am, bm = word(a & magnitude), word(b & magnitude)
+                    # Ordinals: consecutive numbers differ by 1, and -0 equals 0.
                     ao = signed(am) if (a & sign) == word(0) else signed(-signed(am))
                     bo = signed(bm) if (b & sign) == word(0) else signed(-signed(bm))
                     far = max(far, word(word(max(ao, bo)) - word(min(ao, bo))))
@@ -96,6 +98,7 @@ def loops_of(fmt: ElementFormat) -> Callable[..., None]:
                     some_out = word(some_out + word(am > bm))
                     some_moved = word(some_moved + word(am != bm))
                 equal, out, moved = equal + some_equal, out + some_out, moved + some_moved
+            # Codes above the largest finite one are NaN or infinity.
             if U32(largest) >= beyond:
                 tally.counts[at, 0] = SKIPPED
                 continue
@@ -106,6 +109,8 @@ def loops_of(fmt: ElementFormat) -> Callable[..., None]:
                 rr, cc, rd, dd = 0.0, 0.0, 0.0, 0.0
                 for j in range(c.size):
                     a, b = U32(c[j]), U32(r[j])
+                    # Widen to float32 bits; `scale` then corrects the exponent bias, subnormals
+                    # included.
                     ab = U32(U32(U32(a & sign) << sign_shift) | U32(U32(a & magnitude) << shift))
                     bb = U32(U32(U32(b & sign) << sign_shift) | U32(U32(b & magnitude) << shift))
                     x, y = F64(ab.view(F32) * scale), F64(bb.view(F32) * scale)

@@ -152,12 +152,14 @@ def conventions_used(declared: Values, evidence: Evidence) -> tuple[ConventionUs
 def _groups(conventions: Sequence[Convention], evidence: Evidence) -> list[list[Convention]]:
     """Group conventions that share a role; keep only those that concern a differing component."""
     present = frozenset(evidence.roles.values())
+    # Roles with a component that differs; conventions of other roles explain nothing.
     odd = {role for name, role in evidence.roles.items() if evidence.differs(name)}
     groups: list[list[Convention]] = []
     for convention in conventions:
         if not convention.roles & odd or _lonely(convention, evidence):
             continue
         here = convention.roles & present
+        # Groups that share a role present in the run are merged.
         near = [group for group in groups if any(here & other.roles for other in group)]
         groups = [group for group in groups if group not in near]
         groups.append([*(each for group in near for each in group), convention])
@@ -210,6 +212,7 @@ class _Search:
             stands = [self._stand(role, self._concerning(role, values)) for role in self._odd]
             if all(stands):
                 sick = sum(len(each.sick) for each in stands if each is not None)
+                # Prefer few sick components, then declared values unchanged, then few changes.
                 ranked.append((sick, len(values.keys() & self._declared), len(values), values))
         for *_, values in sorted(ranked, key=lambda each: each[:3]):
             found = self._told(values)
@@ -262,6 +265,7 @@ class _Search:
         odd = [name for name in names if evidence.differs(name)]
         if not values:
             return _Stand((), tuple(odd))
+        # Recorded without tensors: these components could contradict, so nothing is learned.
         if any(name in evidence.unknown for name in names):
             return None
         if not all(evidence.allows(name, values) for name in names if name not in odd):
@@ -284,6 +288,7 @@ class _Search:
                 if role in each.roles:
                     sick += len(stand.sick)
                     witnesses += [n for n in stand.witnesses if self._shows(n, each.name, values)]
+            # The components that stay sick have to be the minority.
             if len(witnesses) < max(each.witnesses, sick + 1):
                 return None
             found.append(Learned(each.name, values[each.name], tuple(witnesses)))

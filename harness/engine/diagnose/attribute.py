@@ -82,6 +82,7 @@ def shares_of(twin: Bound, run: SeenRun, troubles: Sequence[Trouble]) -> Shares 
     known = Known.of(twin, troubles[0].scene.recipe)
     additions = [_additions(known, run, trouble) for trouble in troubles]
     try:
+        # The twin without any injection: the whole difference that shares refer to.
         healthy = logits(())
         wanted = _joined(heads, run)
         start = _distance(healthy, wanted)
@@ -111,6 +112,7 @@ def _greedy(
             best, share = left[0], alone[left[0]] or 0.0
         else:
             tried = [(measure((*order, n)) or 0.0, -n) for n in left]
+            # -n breaks ties in favour of the first origin of the run.
             share, place = max(tried)
             best = -place
         order.append(best)
@@ -168,6 +170,7 @@ def _additions(known: Known, run: SeenRun, trouble: Trouble) -> tuple[str, Port,
                 return None
             outputs = run.outputs(call)
             if wrong_forms(outputs, expected):
+                # Outputs of another form cannot be subtracted, so they replace the twin's.
                 sides = {n: (each, None) for n, each in outputs.items()}
             else:
                 sides = dict(aligned(outputs, expected).items())

@@ -63,6 +63,7 @@ def with_earlier(sights: Sequence[Sight]) -> list[Sight]:
     ordered = sorted(single, key=lambda each: each.step)
     found = []
     for at, each in enumerate(ordered):
+        # Do not list an earlier call twice.
         known = {id(other.outputs) for other in each.earlier}
         more = (other for other in ordered[:at] if id(other.outputs) not in known)
         found.append(replace(each, earlier=(*each.earlier, *more)))

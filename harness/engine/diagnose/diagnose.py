@@ -161,6 +161,7 @@ def diagnose(
             named = _in_a_part(scene, apart, steady)
         pairs: list[_Trial] = []
         if not named:
+            # Pairs are expensive and rarely needed, so they come last.
             pairs = list(_pairs(scene, sample, [each for each in trials if not each.uncut]))
             named = _proved(scene, calls, main, pairs)
         if not named and _shows_in_sums_only(scene, calls):
@@ -277,6 +278,7 @@ def _left(scene: Scene, sample: Sample, way: Way, measure: Measure = distance) -
     left = measure(sample.candidate, outputs) / before
     if measure is not distance or left >= 1:
         return left
+    # `left` is measured by a norm, which large outputs dominate; this check is by element.
     alike = only_roundings(sample.candidate, outputs)
     if left > _ROUNDINGS:
         # Healthy roundings may be most of a faint difference; leaving only these counts as
@@ -298,8 +300,10 @@ def _pairs(scene: Scene, sample: Sample, trials: Sequence[_Trial]) -> Iterator[_
     order = len(trials)
     for a in first.values():
         for b in partners[:_PARTNERS]:
+            # Two faults of one family overlap; a pair of two first variants is tried once.
             if a.fault[0].family == b.fault[0].family or (b.order in first and b.order < a.order):
                 continue
+            # Variants do not commute in general.
             for inner, outer in ((a, b), (b, a)):
                 way = _composed(inner.way, outer.way)
                 left = _left(scene, sample, way)
@@ -329,6 +333,7 @@ def _in_sums(scene: Scene, main: Sight, trials: Sequence[_Trial]) -> list[_Trial
     """
     known = [each for each in trials if each.left <= IN_SUMS]
     most = max((1 - each.left**2 for each in known), default=0.0)
+    # left is a ratio of lengths, so 1 - left^2 is the explained share of the energy.
     near = [each for each in known if 1 - each.left**2 >= ALIKE_IN_SUMS * most]
     near = sorted(near, key=_likeliest)[:PROVED]
     return [each for each in near if _left_of_pieces(scene, main, each.way) <= EXPLAINS]
@@ -418,6 +423,7 @@ def _on_every_call(scene: Scene, calls: Sequence[Sight], main: Sight, way: Way) 
     worst: Proof | None = None
     for sight in (main, *(each for each in calls if each is not main)):
         found = _explained(scene, sight, way)
+        # Joined calls: a budget over all rows may fail where each call alone is explained.
         if found is None and len(sight.rows) > 1:
             alone = [_explained(scene, call, way) for call in calls_in(sight)]
             known = [each for each in alone if each is not None]
@@ -454,6 +460,7 @@ def _evidence(way: Way, found: Proof, stored: float) -> str:
 
 def _excluded(trials: Sequence[_Trial], named: Sequence[Named]) -> tuple[Excluded, ...]:
     explained = {each.id for cause in named for each in cause.faults}
+    # By fault, its variant that leaves least.
     nearest: dict[str, _Trial] = {}
     for trial in trials:
         name = trial.fault[0].id

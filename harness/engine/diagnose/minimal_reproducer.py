@@ -135,6 +135,7 @@ class Case:
                 str(folder / TENSORS), str(error), "a place with room for the reproducer",
                 "Make room there.",
             ) from error  # fmt: skip
+        # The title is put into a string literal of the script.
         words = self.title.replace("\\", "/").replace('"', "'")
         write_text(folder / SCRIPT, _SCRIPT.replace("{title}", words))
         return folder / SCRIPT
@@ -216,6 +217,7 @@ def _fewest_rows(case: Case) -> Case:
         if twin.ndim and twin.shape[0] == count:
             differs = _apart(candidate, twin).reshape(count, -1)
             apart = torch.maximum(apart, differs.amax(1))
+    # Double the number of rows until they alone are beyond the budget.
     order, size = apart.argsort(descending=True, stable=True), 1
     while size < count:
         small = _rows_of(case, order[:size].sort().values, count)
@@ -316,6 +318,7 @@ def _plain(weight: Weight) -> dict[str, Tensor]:
         found["value"] = weight.value
     elif weight.is_quantised:
         wide = weight.values(torch.float64)
+        # float32 only if it is exact.
         narrow = wide.float()
         found["value"] = narrow if torch.equal(narrow.double(), wide) else wide
     if weight.input_scale is not None:

@@ -58,10 +58,12 @@ class _Sum:
         activation = Call.of(case.twin, case.component, case.inputs, {}).activation
         operand = case.inputs.get("codes" if activation else "x")
         form = BLOCK_FORMATS[activation] if activation else None
+        # Two 4-bit codes share a byte.
         per = 2 if form is not None and form.packed else 1
         if operand is None or operand.shape[-1] * per != length:
             return None
         blocks = [each.storage.format.block[1] for each in weights if each.storage is not None]
+        # No scale block may be cut.
         unit = lcm(_LEAST, *blocks, form.block[1] if form is not None else 1)
         return None if length % unit else cls(length, unit, activation)
 
@@ -74,6 +76,7 @@ def shortest_sum(case: Case, way: Way, prefix: str) -> Case:
     best, low, high = case, 0, found.length // found.unit
     while high - low > 1:
         middle = (low + high) // 2
+        # Keep the half with the larger excess; stop when neither shows the fault alone.
         halves = []
         for at in ((low, middle), (middle, high)):
             small = _cut(case, found, way, prefix, (at[0] * found.unit, at[1] * found.unit))

@@ -46,10 +46,12 @@ def beyond_float32(scene: Scene, call: Call, candidate: Mapping[str, Tensor]) ->
     largest = float(x.abs().amax()) if x.numel() else 0.0
     if not 0 < largest < math.inf:
         return {}
+    # Sums of magnitudes bound every partial sum in every order.
     sums = scene.call({**rest, "x": x.abs()}, ChangedWeights(call.weights, _magnitudes))
     beyond = {name: ~each.isfinite() for name, each in sums.items()}
     if not any(bool(each.any()) for each in beyond.values()):
         return {}
+    # Powers of two, so that scaling down and up again is exact.
     unit = 2.0 ** math.ceil(math.log2(largest))
     smaller = replace(
         call,
@@ -61,6 +63,7 @@ def beyond_float32(scene: Scene, call: Call, candidate: Mapping[str, Tensor]) ->
         slack = budget.slack.double() * (unit / _SMALLER)
         slack = torch.where(known[name].slack.isfinite(), known[name].slack.double(), slack)
         slack = torch.where(call.outputs[name].isfinite(), slack, 0.0).nan_to_num(0.0)
+        # What overflowed in the candidate's own order of summation is not judged.
         free = beyond[name] & ~candidate[name].isfinite()
         found[name] = replace(budget, slack=slack, free=free)
     return found

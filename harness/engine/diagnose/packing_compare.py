@@ -85,6 +85,7 @@ def _excused(
     element = twin.format.element
     steps = ulp_distance_array(found, expected, element)
     excused = steps == 0
+    # Only neighbouring codes may be excused.
     close = (steps == 1).nonzero().flatten()
     if close.numel():
         rows, columns = (index[close] for index in at)
@@ -101,6 +102,7 @@ def _row_major(values: Tensor) -> Tensor:
 def _scales(twin: QuantisedTensor) -> Tensor:
     """Return each code's factor [N, K]: the values of a tensor of ones."""
     one = encode(1.0, twin.format.element)
+    # A packed byte holds two codes.
     ones = torch.full_like(twin.codes, one | one << 4 if twin.format.packed else one)
     return _row_major(dequantise(replace(twin, codes=ones), torch.float64))
 

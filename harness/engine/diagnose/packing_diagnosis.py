@@ -133,6 +133,7 @@ def _amax_candidates(reference: Tensor, suspect: QuantisedTensor) -> Iterator[Te
     Trap: a decode scale stored as 1 / G does not give G back, and G sets the block scales.
     """
     fmt, stored = suspect.format, suspect.decode_scale
+    # Largest values of E2M1 and E4M3: amax = tensor scale * 6 * 448.
     largest = 6.0 * 448.0 if fmt.tensor_scale else 1.0
     sample = reference.reshape(-1, reference.shape[-1])[:1, : fmt.block[1]]
     if stored.ndim:
@@ -142,6 +143,7 @@ def _amax_candidates(reference: Tensor, suspect: QuantisedTensor) -> Iterator[Te
     for toward in (torch.inf, -torch.inf):
         step = middle
         for _ in range(2):
+            # The division by 2688 was rounded, so the neighbours of the product are candidates too.
             step = torch.nextafter(step, torch.tensor(toward))
             steps.append(step)
     for amax in steps:
@@ -173,6 +175,7 @@ def _explain(
         ranked = sorted(
             ((f, m) for f, m in matches if m is not None), key=lambda pair: -pair[1].reproduced
         )
+        # A fault that reproduces less than the undamaged twin does explains nothing.
         good = [(f, m) for f, m in ranked if m.reproduced >= max(NAMED_FROM, m.untouched)]
         if good:
             (fault, match), *others = good

@@ -32,6 +32,7 @@ def differing_parts(scene: Scene, sights: Sequence[Sight]) -> Iterator[tuple[str
     wrong = _unhealthy(scene, calls)
     if 0 < len(wrong) < len(calls):
         yield f"in {len(wrong)} of {len(calls)} calls, the others are healthy", wrong
+    # Only the differing calls are split into sequences.
     apart = [each for call in wrong for each in sequences_in(scene, call)]
     left = _unhealthy(scene, apart) if len(apart) > len(wrong) else apart
     if 0 < len(left) < len(apart):

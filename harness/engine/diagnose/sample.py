@@ -137,6 +137,7 @@ def _window(sight: Sight, size: int) -> Sight:
         if not each.ndim:
             continue
         weight_T += _apart(each, sight.expected.get(name)).reshape(count, -1).sum(1)
+    # Sum of differences per window of `size` rows.
     windows = torch.nn.functional.pad(weight_T, (0, -count % size)).reshape(-1, size).sum(1)
     begin = int(windows.argmax()) * size
     return rows_of(sight, slice(begin, min(begin + size, count)))
@@ -147,11 +148,13 @@ def _few_experts(sight: Sight) -> Sight:
     experts = sight.inputs["experts"]
     if "out" not in sight.outputs or sight.outputs["out"].shape != sight.expected["out"].shape:
         return sight
+    # [T, K] mean difference of each slot
     of_slot = _apart(sight.outputs["out"], sight.expected["out"]).mean(-1)
     held = experts[experts >= 0].unique().tolist()
     if len(held) <= _EXPERTS:
         return sight
     ranked = sorted(held, key=lambda number: -float(of_slot[experts == number].mean()))
+    # The expert that differs least guards against variants that damage every expert.
     chosen = torch.tensor([*ranked[: _EXPERTS - 1], ranked[-1]])
     kept = torch.isin(experts, chosen)
 
@@ -279,6 +282,7 @@ def _columns(c: Tensor, e: Tensor) -> Tensor:
     if e.shape != c.shape:
         return torch.empty(0, dtype=torch.int64)
     weight_F = _apart(c, e).flatten(0, -2).sum(0)
+    # Half of the columns by difference, half evenly spread.
     worst = weight_F.topk(COLUMNS // 2).indices
     step = -(-len(weight_F) // (COLUMNS // 2))
     spread = torch.arange(0, len(weight_F), step)

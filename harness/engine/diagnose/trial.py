@@ -90,6 +90,7 @@ def make(
 
     def spied(inputs: Tensors, weights: Mapping[str, Any]) -> Tensors:
         known = Decoding(weights, scene.weights, rows) if quick else weights
+        # Decoded inputs are valid only if the variant has not replaced the inputs.
         given = plain if plain is not None and inputs is sight.inputs else inputs
         outputs = scene.call(given, known)
         seen.update(inputs=inputs, outputs=outputs)
@@ -254,6 +255,7 @@ def proof(scene: Scene, sight: Sight, made: Made) -> Proof:
         decisive = judge(candidate[name], call.outputs[name], budget).worst
         ratios[name] = decisive.ratio, str(decisive)
     for name, (ratio, text) in ratios.items():
+        # A variant that enlarges the output after the call enlarges its rounding errors as well.
         found = ratio / made.stretch.get(name, 1.0)
         if found > HEADROOM and call.role in _STORED_WITHIN:
             found = min(found, _unlike_ratio(candidate[name], call.outputs[name], sight, name))
@@ -319,6 +321,7 @@ def _weights_ratio(call: Call, candidate: Tensors) -> tuple[float, str] | None:
     if not torch.equal(experts, own) or candidate["weights"].shape != made.shape:
         return None
     expected, budget = weights_budget(call, experts)
+    # The relative error of healthy weights, applied to the variant's weights.
     part = budget.slack / expected.abs().clamp(min=_TINY)
     found = judge(candidate["weights"], made.float(), replace(budget, slack=part * made.abs()))
     return found.worst.ratio, str(found.worst)

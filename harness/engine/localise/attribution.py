@@ -71,8 +71,10 @@ def source_of(component: Component, name: str) -> Site | None:
         return own.sources[0]
     if not name.startswith(_STATE):
         return None
+    # State that the component writes itself, in an earlier call.
     if name in component.outputs:
         return Site(component.name, Port.OUT, name)
+    # state_X holds earlier rows of the input X, so X's producer wrote them.
     kept = name.removeprefix(_STATE)
     return next((e.sources[0] for e in component.inputs if e.name == kept and e.sources), None)
 

@@ -81,6 +81,7 @@ class RowsOf:
             decode[span] = step.phase is Phase.DECODE
             count = span.stop - span.start
             owners = step.sequences
+            # One row per sequence (the last tokens), not one per token.
             if count != len(owners):
                 owners = tuple(dict.fromkeys(owners))
             if count == len(owners):
@@ -127,6 +128,7 @@ def beyond(candidate: Tensor, twin: Tensor, slack: Tensor | None) -> tuple[Tenso
     If none does, return all that differ; healthy roundings are among them. Without slack each
     difference counts.
     """
+    # torch cannot compare FP8: compare the codes.
     if candidate.dtype.itemsize == 1 and candidate.dtype.is_floating_point:
         candidate, twin = candidate.view(torch.uint8), twin.view(torch.uint8)
     differs = (candidate != twin) & ~(candidate.isnan() & twin.isnan())
@@ -219,6 +221,7 @@ def _by_expert(
     bad: Tensor, experts: Tensor, where: Where, evidence: Evidence
 ) -> tuple[list[str], Tensor]:
     """Return words for the experts, and the rows routed to them; only those rows tell more."""
+    # Row masks [T]; `bad` is [T, K, ...], `experts` [T, K].
     everyone = torch.ones(len(bad), dtype=torch.bool)
     if bad.ndim < 3 or bad.shape[:2] != experts.shape:
         return [], everyone
@@ -230,6 +233,7 @@ def _by_expert(
     where["expert"] = struck[0] if len(struck) == 1 else spans(struck)
     clean = sorted(set(visited) - set(struck))
     words = f"only expert {where['expert']} of the {len(visited)} that were visited"
+    # Shorter to name the one healthy expert.
     if len(clean) == 1:
         words = f"expert {clean[0]} exact"
     return [words], torch.isin(experts, torch.tensor(struck)).any(1)
@@ -264,6 +268,7 @@ def _by_column(
             yield f"only the {half} half"
     heads = getattr(config, "num_attention_heads", 0)
     if component.role == "attn.wq_b" and heads and width % heads == 0:
+        # [W] head of each column
         of_head = column * heads // width
         hit = {at * heads // width for at in struck}
         found = evidence.only(hit, {n: of_head == n for n in range(heads)}, columns=True)

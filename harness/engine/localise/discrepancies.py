@@ -52,6 +52,7 @@ def of_outputs(known: Known, made: JudgedComponent, steps: Mapping[int, Step]) -
     row = made.differs[0]
     # A malformed run may leave no number to compare; then no single call differs by itself.
     pieces = [p for p in made.pieces if _differs(p, row.output)] or list(made.pieces)
+    # The largest batch shows most; among equal ones, the worst ratio.
     best = max(pieces, key=lambda p: (p.replay.batch.outputs[row.output].numel(), _ratio(p, row)))
     judged, component = best.judged[row.output], made.component
     form = _level(best, row).startswith(("shape", "dtype"))
@@ -242,6 +243,7 @@ def _turned(side: Tensor, meant: Tensor) -> float:
     """Return the distance from a reference that remains after the best gain."""
     a, b = side.double().flatten(), meant.double().flatten()
     square = float(a @ a)
+    # Least-squares gain of the side.
     along = float(a @ b) / square if square else 0.0
     return float((along * a - b).norm())
 
@@ -256,6 +258,7 @@ def missing_calls(known: Known, run: SeenRun) -> Iterator[Trouble]:
     every = {name for names in ran.values() for name in names}
     ever = {known.components[name].role for name in every & known.components.keys()}
     blocks = {s: {_block(n) for n in names} for s, names in ran.items()}
+    # The last step of an interrupted capture may be incomplete.
     last = None if getattr(run, "complete", True) else max(ran, default=None)
     found: dict[str, list[int]] = {}
     for step, names in ran.items():
@@ -288,6 +291,7 @@ def repeats_apart(calls: Sequence[Call]) -> bool:
             tuple(sorted((name, kept.sha256) for name, kept in side.items()))
             for side in (call.inputs, call.outputs)
         ]
+        # Without hashes, or without inputs, nothing can be said.
         if not all(digest for side in sides for _, digest in side) or not sides[0]:
             return False
         if known.setdefault(sides[0], sides[1]) != sides[1]:

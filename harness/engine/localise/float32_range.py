@@ -56,6 +56,7 @@ def rows_out_of_range(known: Known, replay: Replay) -> Tensor | None:
         return None
     found = torch.zeros(count, dtype=torch.bool)
     for at, span in enumerate(lines.spans):
+        # Run each sequence alone: its tokens interact, so it is marked as a whole.
         counts = [each.count * (n == at) for n, each in enumerate(lines.spans)]
         own = lines.cut_side(replay.inputs, counts)
         if own is not None:
@@ -82,6 +83,7 @@ def _watched(known: Known, name: str, inputs: Tensors, count: int) -> Tensor:
     facts = facts_of(call)
     if not isinstance(call, partial) or facts is None:
         return torch.zeros(count, dtype=torch.bool)
+    # The same function, in float32 from end to end.
     narrow = with_numerics(facts, work=torch.float32, products=torch.float32)
     given = {
         # Compiled loops hide their intermediates; tensors that require gradients bypass them.
@@ -115,6 +117,8 @@ class _Watch(TorchDispatchMode):
         if word in _PRODUCTS:
             a, b = args[-2:]
             if a.numel() and b.numel():
+                # Bound of the sum of magnitudes: partial sums may overflow although the product is
+                # finite.
                 self._mark(a.abs().amax(-1).double() * float(b.abs().amax()) * a.shape[-1])
         if word == "rsqrt":
             self._mark(torch.where(args[0] < _SMALLEST, torch.inf, 0.0))
@@ -130,6 +134,7 @@ class _Watch(TorchDispatchMode):
         if not bool(large.any()):
             return
         count = len(self.rows)
+        # Rows, or rows times heads, slots or streams.
         if large.ndim and large.shape[0] and large.shape[0] % count == 0:
             self.rows |= large.reshape(count, -1).any(1)
         else:

@@ -97,6 +97,7 @@ class Wires:
         """Return the inputs of a call that differ from its producers' outputs."""
         component = self._known.components[call.component]
         named = {each.name for each in component.inputs if not each.name.startswith(STATE)}
+        # Filtered rows cannot be compared with whole outputs.
         if not named & call.inputs.keys() or any(
             each.rows is not None for each in call.inputs.values()
         ):
@@ -164,6 +165,7 @@ class Wires:
     def _shift_of(self, names: list[str]) -> bool:
         found: set[int] = set()
         for number, step in self._steps.items():
+            # Positions by the step's own record.
             implied = self._outside(step, "positions")
             for name in names:
                 call = self._calls.get((number, name))
@@ -264,6 +266,7 @@ class Wires:
         if name != "state_window" or not made or not isinstance(config, V4Config):
             return made
         reach = config.sliding_window - 1
+        # Each part has at least one row, so the last `reach` parts cover the window.
         rows = torch.cat(made[-max(1, reach) :])
         # Trap: with a window of one token, rows[-0:] would return all rows.
         return [rows[max(0, len(rows) - reach) :]]
@@ -275,6 +278,7 @@ class Wires:
         for number, earlier, made in history:
             if number >= step.number:
                 break
+            # A gap: some of the sequence's earlier rows were not captured.
             if made is None or earlier.start != reached:
                 return None
             reached = earlier.stop
@@ -302,6 +306,7 @@ class Wires:
         if component.block is None or not component.role.endswith(_ENTRIES):
             return made[parts[place].tokens]
         ratio = component.block.ratio
+        # Entries that each sequence completed in this step.
         counts = [each.stop // ratio - each.start // ratio for each in parts]
         return made.split(counts)[place] if sum(counts) == len(made) else None
 

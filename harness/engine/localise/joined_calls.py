@@ -88,6 +88,7 @@ def _covers(pieces: Sequence[Piece]) -> bool:
     reached = 0
     for batch, _, part in pieces:
         sides = (*batch.calls[0].inputs.values(), *batch.calls[0].outputs.values())
+        # A gap, or captured rows that a filter thinned out.
         if part.start != reached or any(each.rows is not None for each in sides):
             return False
         reached = part.stop
@@ -103,6 +104,7 @@ def _joined(
         name = each.name
         made: Tensor | None = None
         if each.via == "offsets":
+            # One sequence from position 0 to its end.
             made = torch.tensor([0, stop])
         elif name in _POOLED:
             made = _nothing(component, first, name)

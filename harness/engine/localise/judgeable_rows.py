@@ -176,6 +176,7 @@ def _of_sequences(known: Known, replay: Replay, spoilt: Tensors) -> Part | None:
     if lines is None:
         return None
     spans, counts = lines.spans, lines.counts(spoilt)
+    # Nothing to keep, or nothing to leave out.
     if counts is None or not any(counts) or sum(counts) == sum(each.count for each in spans):
         return None
     if "chosen" in inputs and not _choices_exist(inputs["chosen"], lines, counts):
@@ -207,6 +208,7 @@ def _settled(replay: Replay, lines: Lines, counts: Sequence[int]) -> Replay:
         if own is None:
             continue
         if name in _BY_SEQUENCE and cut_short and own.shape == each.shape:
+            # The carried state after fewer tokens is unknown for the candidate: take the twin's.
             outputs[name] = own.clone()
             outputs[name][cut_short] = each[cut_short].to(own.dtype)
         elif name == "out" and own.ndim == each.ndim == 2 and own.shape[1] > each.shape[1]:
@@ -274,6 +276,7 @@ class Lines:
                 if not bool(own.any()):
                     continue
                 first = int(own.nonzero()[0])
+                # Spoilt memory reaches the first token.
                 if name.startswith(STATE):
                     first = 0
                 elif extents[at] != span.count:

@@ -198,6 +198,7 @@ class Judge:
         After a brief run only `differs` is valid for a component that differs.
         """
         made = JudgedComponent(component)
+        # Small batches are cheap and usually enough to find a difference.
         for batch in sorted(found, key=lambda each: len(each.step_of)) if briefly else found:
             self._take(made, replayed(self._known, batch))
             if briefly and made.differs:
@@ -279,6 +280,7 @@ class Judge:
         twins = {**replay.expected, **{name: pair[1] for name, pair in both.items()}}
         candidate = {**twins, **{name: pair[0] for name, pair in both.items()}}
         call = Replay(replay.batch, twins, inputs=replay.inputs).judgeable(self._known)
+        # Codes without their scales cannot be judged.
         if is_joint(call) and len(both) < len(twins):
             absent = ", ".join(name for name in twins if name not in both)
             why = f"it is judged together with what was not captured: {absent}"
@@ -314,6 +316,7 @@ class Judge:
                 if left is None or right is None:
                     continue
                 held = sums.setdefault(pair, Sums())
+                # One object: candidate and twin are equal, so the difference is 0.
                 if left is right:
                     held.add_equal(left)
                 else:
@@ -373,6 +376,7 @@ class Judge:
             return None
         parts = {call.step: batch.part(at, x) for at, call in enumerate(batch.calls)}
         self._plain[maker] = self._plain.pop(maker, {}) | parts
+        # Drop the oldest quantisation: components run in order, so its linear has been judged.
         while len(self._plain) > _MAKERS:
             self._plain.pop(next(iter(self._plain)))
         return x

@@ -321,6 +321,7 @@ class _Work:
         if troubles:
             return Verdict.DIFFERS
         judged = [row for row in rows if row.verdict is not Verdict.UNDECIDED]
+        # A run with rows left out, or outputs without a budget, never AGREES.
         open_ones = [row for row in rows if row.left_out or (row.undecided and row.budgetless)]
         return Verdict.UNDECIDED if open_ones or not judged else Verdict.AGREES
 
@@ -332,6 +333,7 @@ class _Work:
             writer = None
             if edge.source is not None:
                 writer = self._written.get((edge.call.step, edge.source))
+            # Overwritten before this consumer read it.
             if writer is not None and writer.number < edge.call.number:
                 harmed.setdefault((writer.component, str(edge.source)), []).append(edge)
             else:
@@ -363,6 +365,7 @@ class _Work:
         consumers = sorted({edge.component.name for edge in edges})
         component = best.component
         blamed = blamed_on_edge(component, best.name)
+        # Several consumers with one wrong value: attribute it to the producer.
         if len(consumers) > 1 and best.source is not None:
             blamed = best.source.component
         onset = _onset_of_edge(self._known, best)

@@ -139,6 +139,7 @@ def poisoned(name: str, candidate: Tensor, twin: Tensor) -> Judged:
             return Judged(name, Verdict.AGREES)
         return Judged(name, Verdict.UNDECIDED, undecided=NOT_FINITE)
     finite_twin = twin.isfinite()
+    # Near the end of float32 a correct kernel may overflow.
     edge = finite_twin & (twin.abs() > LARGEST)
     if edge.ndim > 1:
         edge = edge.flatten(1).any(1).reshape(-1, *(1,) * (edge.ndim - 1))

@@ -202,6 +202,7 @@ class InMemoryRun:
         inputs: Mapping[str, Tensor],
         weights: Mapping[str, Weight],
     ) -> Mapping[str, Tensor]:
+        # Copies, to detect a component that writes into its inputs.
         before = {key: each.clone() for key, each in inputs.items()}
         outputs = dict(call(inputs, weights))
         changed = tuple(key for key, each in inputs.items() if not same_bits(each, before[key]))

@@ -150,6 +150,7 @@ def _batch(run: SeenRun, component: Component, call: Call, step: Step) -> Batch:
     elif count == len(step.tokens):
         positions = list(step.positions)
     elif count == len(last):
+        # One row per sequence: its last token.
         positions = list(last.values())
     else:
         positions = [-1] * count
@@ -175,6 +176,7 @@ def _likeness(batch: Batch) -> tuple[object, ...]:
             found.append((name, each.dtype, tuple(each.shape[1:])))
         else:
             few = each.numel() <= _SHARED_VALUES
+            # Tensors shared by all rows have to be equal to be batched; large ones never are.
             value = tuple(each.flatten().tolist()) if few else id(each)
             found.append((name, each.dtype, (tuple(each.shape), value)))
     return tuple(found)

@@ -104,7 +104,9 @@ def _gains(wrong: Wrong) -> Iterator[Explanation]:
     for part in _boxes(wrong):
         c, t = part.of(wrong.candidate.double()), part.of(wrong.exact)
         energy = float((t * t).sum()) if t.numel() >= _FEW else 0.0
+        # Least squares: <c, t> / <t, t>.
         gain = float((c * t).sum()) / energy if energy else math.nan
+        # A gain this near to 1 is below one BF16 rounding (2^-9).
         if not math.isfinite(gain) or not gain or abs(gain - 1) < 2.0**-12:
             continue
         whole = len(part.rows) == shape[0] and len(part.columns) == shape[1]
@@ -188,6 +190,7 @@ def _other_box(
     height, width = high[1] - high[0], wide[1] - wide[0]
     held = wrong.candidate[high[0] : high[1], wide[0] : wide[1]].float()
     t = wrong.twin.float()
+    # Within 5 % of its length, or it is another content.
     best, at = 0.05 * float(held.norm()), None
     for r in range(high[0] % height, rows - height + 1, height):
         for c in range(wide[0] % width, columns - width + 1, width):
@@ -213,6 +216,7 @@ def _blocks_of_k(wrong: Wrong) -> Iterator[Explanation]:
     ).reshape(-1, count)
     d = part.of(wrong.candidate.double() - wrong.exact).reshape(-1, 1)
     shares = torch.linalg.lstsq(pieces, d).solution.flatten()
+    # -1: the block is missing from the sum; 1: it is counted twice.
     whole = shares.round().clamp(-1, 1)
     if bool((shares - whole).abs().max() > _SNAP) or not bool(whole.any()):
         return
@@ -275,6 +279,7 @@ def _recoded(wrong: Wrong, name: str) -> Iterator[Explanation]:
     elements = table[codes.long()]
     scales = torch.where(elements != 0, own.values.double() / elements.where(elements != 0, 1), 0)
     d = part.of(wrong.candidate.double() - wrong.exact).reshape(-1, 1)
+    # Codes 0 and 8 are zeros, which no scale reveals.
     present = [code for code in range(1, 16) if code != 8 and bool((codes == code).any())]
     if not present or len(d) < 2 * len(present):
         return

@@ -129,6 +129,7 @@ def explanations(
         judgement = judge(wrong.candidate, made.output, made.budget)
         if judgement.verdict is Verdict.AGREES:
             found.append((each, judgement))
+    # Explanations without a fitted parameter come first.
     found.sort(key=lambda pair: (pair[0].rank, pair[1].worst.ratio))
     named: dict[str, Named] = {}
     for each, judgement in found:
@@ -140,6 +141,7 @@ def _survives(wrong: Wrong, explanation: Explanation) -> bool:
     """Tell whether an explanation holds on a few rows and columns."""
     part = wrong.sample
     made = explanation.make(part)
+    # The explanation changes nothing here, though something is wrong here.
     if torch.equal(made.output, part.of(wrong.twin)) and bool(part.of(wrong.beyond).any()):
         return False
     return judge(part.of(wrong.candidate), made.output, made.budget).verdict is Verdict.AGREES

@@ -139,6 +139,7 @@ def _in_steps_or_not(
     if judged.verdict is not Verdict.DIFFERS:
         return judged
     other = judge_defined(name, make(in_steps=True), output)
+    # A wider budget alone is no evidence: the distance has to shrink clearly as well.
     if other.verdict is Verdict.AGREES and LEANS * other.distance < judged.distance:
         return replace(other, note=f"{REGISTRY[convention].words(value=True)} (learned)")
     return judged
@@ -189,6 +190,7 @@ def _coded(given: dict[str, Any], activation: str) -> QuantisedTensor:
         )
     block_scale, width = given["block_scale"], codes.shape[-1] * (2 if form.packed else 1)
     if scale is not None and scale.ndim:
+        # A tensor scale per token: each row becomes a tensor of one row [M, 1, K].
         codes, block_scale = codes.unsqueeze(-2), block_scale.unsqueeze(-2)
     return QuantisedTensor(
         codes=codes,

@@ -86,6 +86,7 @@ class Wrong:
     @cached_property
     def beyond(self) -> Tensor:
         """Return the elements beyond the healthy worst case: where to look for the fault."""
+        # The margin absorbs the rounding of the quotient.
         return self.excess > HEADROOM * (1 + 2.0**-20)
 
     @cached_property
@@ -105,6 +106,7 @@ class Wrong:
     @cached_property
     def sample(self) -> Part:
         """Return the worst rows and columns, and some between them."""
+        # One infinite element would dominate every sum.
         shortened = self.excess.clamp(max=1e6)
         return Part(_chosen(shortened.sum(1), _ROWS), _chosen(shortened.sum(0), _COLUMNS))
 

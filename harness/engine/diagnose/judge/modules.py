@@ -164,6 +164,7 @@ class Twin:
         tensor, size = known.quantised, known.values.numel()
         if tensor is not None and has_fast_decoder(tensor, torch.float32):
             self._held[component] = Operand(known.held)
+        # Slow to decode: keep the values, up to HELD_VALUES in total.
         elif size <= self._room:
             self._room -= size
             self._held[component] = known

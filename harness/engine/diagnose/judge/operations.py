@@ -112,6 +112,7 @@ def rms_norm(
     normal = x * torch.rsqrt(mean + epsilon)
     wrong = [
         ("M17.ones", "The norm's weight is left out", "leaving the weight out", normal),
+        # As in Gemma, whose norm multiplies by 1 + weight.
         ("M24.norm_form", "1 is added to the norm's weight", "adding 1 to the weight",
          normal * (1 + w)),
         ("M24.norm_form", "The norm's weight lacks the 1 that is added", "the weight less 1",
@@ -276,6 +277,7 @@ def _moved(
     def move(each: Any) -> Any:
         if not _is_number(each):
             return each
+        # Random signs: each input errs by +u or -u, times `times`.
         sign = torch.randint(0, 2, each.shape, generator=generator) * 2 - 1
         return each.double().cpu() * (1 + U * times * sign)
 

@@ -253,6 +253,7 @@ class Product:
 def all_finite(values: Tensor) -> bool:
     """Tell whether no value is NaN or infinite; a finite sum proves it quickly."""
     wide = values.float() if values.dtype.itemsize == 1 else values  # torch cannot sum FP8
+    # The sum is fast; it may overflow, so the full check decides.
     return bool(wide.sum().isfinite()) or bool(wide.isfinite().all())
 
 

@@ -107,6 +107,7 @@ def _shifted(step: int, axis: int, wraps: bool, tensor: QuantisedTensor) -> Quan
         return None
     moved = scales.roll(-step, axis)
     if not wraps:
+        # roll() wraps around; without wrapping the edge keeps its own scale.
         edge = scales.shape[axis] - 1 if step > 0 else 0
         moved.select(axis, edge).copy_(scales.select(axis, edge))
     return _with_scales(tensor, moved)
@@ -124,6 +125,7 @@ def _power_of_two(rule: Rounding, tensor: QuantisedTensor) -> QuantisedTensor | 
     exponent = values.double().clamp(min=2.0**-60).log2()
     near = exponent.floor() if rule is Rounding.DOWN else exponent.ceil()
     whole = torch.where(values > 0, torch.exp2(near).float(), values)
+    # float32 scales are stored as numbers, not as codes.
     if fmt.bits == 32:
         return _with_scales(tensor, whole)
     return _with_scales(tensor, encode_array(whole, fmt, Rounding.NEAREST_EVEN))
