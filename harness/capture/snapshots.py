@@ -59,6 +59,7 @@ class Snapshots:
     def take(self, tensor: Tensor) -> Snapshot:
         """Return the snapshot of a tensor's present bytes."""
         place = _place(tensor)
+        # Taken out here and put back below: the order is that of last use, for eviction.
         found = self._held.pop(place, None)
         if found is None or not same(found, tensor):
             if found is not None:
@@ -85,7 +86,7 @@ def same(snapshot: Snapshot, tensor: Tensor) -> bool:
     codes, kept = _codes(tensor).reshape(-1).to("cpu"), snapshot.codes
     if codes.dtype is not kept.dtype or codes.numel() != kept.numel():
         return False
-    # A fifth of what torch.equal takes, and it wakes no other thread: runs are captured beside it.
+    # A fifth of the time of torch.equal, and it wakes no threads that the captured run needs.
     return not _memcmp(codes.data_ptr(), kept.data_ptr(), kept.nbytes)
 
 

@@ -56,8 +56,10 @@ class StreamedWeights(Mapping[str, Weight]):
         self._requested: dict[str, int] = {}  # bytes asked of the disk and not used yet
         self._files: dict[Path, int] = {}
         self._handed_out = 0
-        self.read = 0  # bytes of all weights that were asked for
-        self.heard: Callable[[int, str], None] | None = None  # told each weight's bytes and name
+        self.read = 0  # bytes of all weights that were read
+        self.heard: Callable[[int, str], None] | None = (
+            None  # called with each weight's size and name
+        )
 
     def __getitem__(self, name: str) -> Weight:
         if self._handed_out >= WINDOW:
@@ -87,6 +89,7 @@ class StreamedWeights(Mapping[str, Weight]):
     def expect(self, names: Iterable[str]) -> None:
         """Announce which weights will be read next, in this order."""
         coming = list(names)
+        # What the disk is already reading is not requested again.
         kept = self._requested.keys() & set(coming)
         self._requested = {name: self._requested[name] for name in kept}
         self._expected = deque(name for name in coming if name not in kept)

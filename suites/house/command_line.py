@@ -33,7 +33,7 @@ def commands() -> Iterator[tuple[str, Any]]:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return "\n".join([HEAD, *(section(name, command) for name, command in commands())])
 
 

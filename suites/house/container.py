@@ -38,7 +38,7 @@ def instructions(text: str) -> list[tuple[str, str]]:
 
 
 def of_dockerfile(text: str) -> Iterator[str]:
-    """What is wrong with a Dockerfile."""
+    """Return the findings in a Dockerfile."""
     found = instructions(text)
     arguments = dict(rest.split("=", 1) for word, rest in found if word == "ARG" and "=" in rest)
     stages = [rest for word, rest in found if word == "FROM"]
@@ -78,7 +78,7 @@ def of_any(text: str) -> Iterator[str]:
 
 
 def of_compose(document: Any, text: str) -> Iterator[str]:
-    """What is wrong with a compose file."""
+    """Return the findings in a compose file."""
     services = document.get("services") if isinstance(document, dict) else None
     if not isinstance(services, dict) or not services:
         yield "no services"
@@ -121,13 +121,13 @@ def _of_service(service: dict[str, Any]) -> Iterator[str]:
 
 
 def entry(text: str) -> list[str]:
-    """The command that a Dockerfile starts."""
+    """Return the command that a Dockerfile starts."""
     found = [rest for word, rest in instructions(text) if word == "ENTRYPOINT"]
     made: list[str] = json.loads(found[-1])
     return made
 
 
 def copied(text: str) -> list[str]:
-    """What a Dockerfile copies from the repository."""
+    """Return the paths that a Dockerfile copies from the repository."""
     lines = [rest.split() for word, rest in instructions(text) if word == "COPY"]
     return [each for words in lines if "--from" not in words[0] for each in words[:-1]]

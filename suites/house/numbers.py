@@ -60,7 +60,7 @@ def offences(file: str, text: str) -> Iterator[Offence]:
 
 
 def accepted(offence: Offence) -> bool:
-    """Tell whether the table of exceptions covers an offence."""
+    """Return whether the table of exceptions covers an offence."""
     limit, _ = EXCEPTIONS.get((offence.place, offence.what), (offence.limit, ""))
     return offence.what != "docstring missing" and offence.value <= limit
 
@@ -101,7 +101,7 @@ def _functions(
 
 
 def _is_device(decorator: ast.expr) -> bool:
-    """Tell whether a decorator is cute.kernel or cute.jit."""
+    """Return whether a decorator is cute.kernel or cute.jit."""
     target = decorator.func if isinstance(decorator, ast.Call) else decorator
     return ast.unparse(target) in ("cute.kernel", "cute.jit")
 

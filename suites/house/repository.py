@@ -66,12 +66,12 @@ def texts() -> tuple[Path, ...]:
 
 @cache
 def tree(path: Path) -> ast.Module:
-    """The syntax tree of a file."""
+    """Return the syntax tree of a file."""
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
 def name_of(path: Path) -> str:
-    """The import name of a file: harness/formats/codec.py is degarble.harness.formats.codec."""
+    """Return a file's import name: harness/formats/codec.py is degarble.harness.formats.codec."""
     parts = list(path.relative_to(ROOT).with_suffix("").parts)
     if parts == ["conftest"]:
         return "conftest"

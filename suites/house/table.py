@@ -37,12 +37,12 @@ class Figure:
 
 
 def is_product(path: Path) -> bool:
-    """Tell whether a file is part of the product."""
+    """Return whether a file is part of the product."""
     return shown(path).startswith(("harness/", "references/", "kernels/", "reports/"))
 
 
 def is_suite(path: Path) -> bool:
-    """Tell whether a file belongs to the test tree."""
+    """Return whether a file belongs to the test tree."""
     return shown(path).startswith("suites/")
 
 
@@ -105,7 +105,7 @@ def formulas(text: str) -> int:
 
 
 def names_test_tree(text: str) -> bool:
-    """Tell whether a string that is no docstring names the test tree."""
+    """Return whether a string that is no docstring names the test tree."""
     source = ast.parse(text)
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     docstrings = {

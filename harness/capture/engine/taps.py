@@ -131,6 +131,7 @@ class Taps:
 
     def begin(self, runs: Sequence[Run]) -> None:
         """Begin a forward pass; what the last one showed goes to the recorder."""
+        # The last pass ends only here: its logits are computed after the forward pass returned.
         self.end()
         if self.error is None and not self.full and any(run.owner is not None for run in runs):
             self._runs, self._chosen = list(runs), _Chosen.of(runs)
@@ -147,6 +148,7 @@ class Taps:
         tokens = [token for run in wanted for token in run.tokens]
         positions = [run.start + n for run in wanted for n in range(len(run.tokens))]
         owners = [run.owner or 0 for run in wanted for _ in run.tokens]
+        # A one-token prompt starts at position 0, so it is a prefill and not a decoding step.
         new = all(len(run.tokens) == 1 and run.start for run in wanted)
         self._recorder.begin(Phase.DECODE if new else Phase.PREFILL, tokens, positions, owners)
         if self._recorder.idle:

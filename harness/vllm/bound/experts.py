@@ -83,6 +83,7 @@ class ModelOptOfDegarble(FusedMoEMethodBase):
             shape = (num_experts, rows, inner)
             self._matrix(layer, name, shape, loader)
             for part in ("weight_scale_2", "input_scale"):
+                # NaN: a scale that the loader never writes is detected after loading.
                 scale = torch.full(matrices, UNSET, dtype=torch.float32)
                 made = PerTensorScaleParameter(data=scale, weight_loader=loader)
                 layer.register_parameter(f"{name}_{part}", made)
@@ -93,6 +94,7 @@ class ModelOptOfDegarble(FusedMoEMethodBase):
     def _matrix(layer: Any, name: str, shape: tuple[int, int, int], loader: Any) -> None:
         experts, rows, inner = shape
         along = {"input_dim": 1, "output_dim": 2, "weight_loader": loader}
+        # Two E2M1 codes a byte, packed along the inner dimension.
         codes = torch.zeros(experts, rows, inner // 2, dtype=torch.uint8)
         layer.register_parameter(f"{name}_weight", ModelWeightParameter(data=codes, **along))
         scales = torch.full((experts, rows, inner // BLOCK), UNSET).to(torch.float8_e4m3fn)

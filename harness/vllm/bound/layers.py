@@ -79,6 +79,7 @@ class DegarbleModel(DeepseekV4Model):
             streams = intermediate_tensors["hidden_states"]
         else:
             x = inputs_embeds if inputs_embeds is not None else self.embed_input_ids(input_ids)
+            # [T, D] to [T, S, D]: every stream starts as a copy of the embedding.
             streams = x.unsqueeze(1).expand(-1, self.hc_mult, -1).contiguous()
         for layer in islice(self.layers, self.start_layer, self.end_layer):
             streams, *_ = layer(streams, positions, input_ids)
@@ -121,6 +122,7 @@ def adopt_head(causal: Any, start: Start) -> None:
             raise InvalidArgument(
                 name, type(one).__name__, known.__name__, "Give them to vLLM: parts.head = vllm."
             )
+    # Only the class changes: the objects and the weights that vLLM made stay.
     causal.model.norm.__class__ = DegarbleNorm
     causal.logits_processor.__class__ = DegarbleLogits
 

@@ -34,7 +34,7 @@ class PagedView:
 
     @property
     def dtype(self) -> torch.dtype:
-        """As the cache has it."""
+        """Dtype of the cache."""
         return self._cache.dtype
 
     @property
@@ -47,7 +47,7 @@ class PagedView:
         return self.stride_bytes, 1
 
     def is_contiguous(self) -> bool:
-        """Rows follow each other by their whole length."""
+        """Return True: a row is a whole stride, the gap after its entries included."""
         return True
 
     def data_ptr(self) -> int:

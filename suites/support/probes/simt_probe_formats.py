@@ -52,7 +52,7 @@ BLOCK = 16  # values that share a scale
 
 @dataclass(frozen=True)
 class MatrixShape:
-    """What the quantiser is compiled for: M and K, K a multiple of 16."""
+    """Extents that the quantiser is compiled for: M and K, K a multiple of 16."""
 
     rows: int
     columns: int
@@ -214,7 +214,7 @@ def write_sample(
 
 
 class MatrixTensors(NamedTuple):
-    """What the quantiser reads and writes: bfloat16 bits, one float32, bytes, bytes."""
+    """Operands of the quantiser: bfloat16 bits, one float32, bytes, bytes."""
 
     values: Any
     encode_scale: Any

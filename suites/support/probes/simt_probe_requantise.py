@@ -42,7 +42,7 @@ ALIGNED = (16, 16, 16, 4, 4, 4, 4, 4, 4)
 
 
 class Given(NamedTuple):
-    """What is read: the sums of FC1, and what they are scaled and weighed by."""
+    """Inputs: the sums of FC1, and their scales and weights."""
 
     sums: Tensor  # float32 [R, C, 256], gate beside up in each tile
     hidden_scale: Tensor  # float32 [E]

@@ -45,7 +45,7 @@ SHARE_STEP, CLOSE = 2.0**-8, 1e-5  # a step of BF16; float32 sums and powers bes
 
 
 class Executor(Protocol):
-    """Who runs a part, or all."""
+    """Executor of a part, or of all."""
 
     def load(self, case: checks.Case, given: checks.Drawn) -> tuple[Any, Any]:
         """Return the bytes of token 0's tiles as they lie [S, bytes], and masks [S, bytes]."""
@@ -82,7 +82,7 @@ def alone(**facts_of: Any) -> checks.Case:
 
 
 def load_only(executor: Executor) -> str:
-    """Every number of a tile lies where tcgen05 will look for it, and masks say who is there."""
+    """Check that tcgen05 finds each number of a tile, and that masks mark existing entries."""
     cases = [alone(entry=entry, near=150, gaps=0.2, seed=3) for entry in ENTRIES]
     cases.append(alone(key=facts.V32.key, entry="fp8-v32", near=150, gaps=0.2))
     for case in cases:
@@ -133,7 +133,7 @@ def weigh_only(executor: Executor) -> str:
 
 
 def weighed(numbers: Numbers) -> tuple[Any, Any, Any]:
-    """Return shares beside running peaks, the peaks by tile, and the last totals, in float64."""
+    """Return shares and running peaks, the peaks by tile, and the last totals, in float64."""
     present = np.unpackbits(numbers.masks[:, : facts.TILE // 8], axis=1, bitorder="little")
     logits = np.where(present[:, None] == 1, numbers.logits.astype(np.float64), -np.inf)
     peaks = np.maximum.accumulate(logits.max(2) * model.LOG2_E, 0)
@@ -143,7 +143,7 @@ def weighed(numbers: Numbers) -> tuple[Any, Any, Any]:
 
 
 def differs(name: str, got: Any, wanted: Any, share: float) -> str:
-    """Say where numbers are farther away than a share of themselves."""
+    """Describe where numbers differ by more than a share of themselves."""
     got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
     with np.errstate(invalid="ignore"):
         fine = (got == wanted) | (np.abs(got - wanted) <= share * np.abs(wanted))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Executor(Protocol):
-    """Who runs a part, or all, of a GEMM."""
+    """Executor of a part, or of all, of a GEMM."""
 
     def load(self, case: checks.Case, given: Any) -> Tensor:
         """Return the stages as they lie in shared memory: [steps, bytes]."""
@@ -45,7 +45,7 @@ class Executor(Protocol):
 
 
 class HostModel:
-    """The host model as a stand-in: it shows that the steps tell faults apart, and no more."""
+    """Host model in place of a GPU: it shows that the steps tell faults apart, and no more."""
 
     def load(self, case: checks.Case, given: Any) -> Tensor:
         """See Executor."""

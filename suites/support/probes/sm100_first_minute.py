@@ -162,13 +162,13 @@ def answers(
 
 
 def undecided(case: checks.Case, out: Tensor) -> str:
-    """Say so where two together have other bits than one, and none is wrong."""
+    """Describe a pair whose bits differ from those of one block, if neither is wrong."""
     wrong = checks.difference(case, out.cpu(), checks.nvfp4_sides(case, "cpu"))
     return UNDECIDED if assumed(case.form) and not wrong else ""
 
 
 def assumed(form: facts.GemmForm) -> bool:
-    """Tell whether nobody has published nor confirmed a form's arithmetic."""
+    """Return whether the arithmetic of a form is neither published nor confirmed."""
     return form.tactic.together > 1 and not blackwell.PAIRS_CONFIRMED
 
 
@@ -252,7 +252,7 @@ def first_failure(executor: Any, steps: Sequence[Any] = STEPS) -> tuple[str, str
 
 
 def judged(step: Any, executor: Any) -> str:
-    """Say what is wrong with a step; what the executor refuses is wrong as well."""
+    """Describe what is wrong with a step; an error of the executor is wrong as well."""
     try:
         found: str = step.judge(executor)
     except (Undefined, WrongWord) as error:

@@ -44,7 +44,7 @@ MODULE = "degarble.suites.support.probes.sm100_moe_first_minute"
 
 
 class Executor(Protocol):
-    """Who runs a part, or all, of a call."""
+    """Executor of a part, or of all, of a call."""
 
     def load(self, case: checks.Case, given: Any) -> Tensor:
         """Return FC1's stages of the first tile as they lie: [steps, bytes]."""
@@ -96,7 +96,7 @@ LOADED = case_of(MoeProblem(100, 576, 128, 2, 1, 2, 10.0))  # all choose expert 
 
 
 def load_only(executor: Executor) -> str:
-    """Gate beside up of the right expert, where one instruction will look for them."""
+    """Check that gate and up of the right expert lie where one instruction reads them."""
     given = checks.given_of(LOADED, "cpu")
     workspace = HostModel().rows(LOADED, given).workspace
     got, want = executor.load(LOADED, given), stages.image_of(LOADED, given, workspace)
@@ -196,7 +196,7 @@ def first_failure(executor: Executor) -> tuple[str, str] | None:
 
 
 class HostModel:
-    """The host model as a stand-in: it shows that the steps tell faults apart, and no more."""
+    """Host model in place of a GPU: it shows that the steps tell faults apart, and no more."""
 
     def rows(self, case: checks.Case, given: Any) -> checks.Result:
         """See Executor."""

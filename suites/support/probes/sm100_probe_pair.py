@@ -81,7 +81,7 @@ def meet() -> None:
 
 
 def with_other(held: gemm.Prepared) -> gemm.Prepared:
-    """Return what a thread block has, with the other one's stages behind its own."""
+    """Return a thread block's stages, followed by the other block's."""
     whole = (*held.shared.whole, *map(pair.of_other, held.shared.whole))
     return held._replace(shared=held.shared._replace(whole=whole))
 

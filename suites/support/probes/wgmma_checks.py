@@ -130,7 +130,7 @@ def by_model(case: Case, rule: tc.StepRule = tc.WGMMA_F16) -> Tensor:
 
 
 def mismatch(case: Case) -> str:
-    """Say how device and model differ; empty where they do not."""
+    """Describe how device and model differ; empty if they do not."""
     return bit_mismatch(on_device(case), by_model(case))
 
 
@@ -141,7 +141,7 @@ def contradicted(wrong: Wrong) -> int:
 
 
 def model_mismatch_on_device(case: Case) -> str:
-    """Say how the model on the GPU differs from itself on the CPU: by nothing, one hopes."""
+    """Describe how the model on the GPU differs from itself on the CPU; empty is expected."""
     a, b, c = (x.cuda() for x in case.operands())
     return bit_mismatch(tc.dense_gemm(a, b, c).cpu(), by_model(case))
 

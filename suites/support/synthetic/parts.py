@@ -168,7 +168,7 @@ class Parts:
 
     @cached_property
     def _fusions(self) -> Mapping[str, Fusion]:
-        """What engines fuse: those rows share a tensor scale, and their input."""
+        """Return the parameters that engines fuse: their rows share a tensor scale and an input."""
         fused = layout_named("vllm", self._config).fusions
         return {member: each for each in fused for member in each.members}
 
@@ -227,7 +227,7 @@ class Parts:
 
     @cached_property
     def _largest_amax(self) -> Mapping[str, float]:
-        """The largest of all reached experts, by projection: what an unreached one is given."""
+        """Return the largest amax of reached experts, by projection: unreached experts get it."""
         found: dict[str, float] = {}
         for each in parameters(self._config):
             drafts = each.block is not None and each.block.is_drafter  # never calibrated

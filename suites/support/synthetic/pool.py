@@ -41,7 +41,7 @@ class PooledRows(NamedTuple):
 
 
 class RowPool:
-    """All rows of one K. What is asked for is made when it is first asked for."""
+    """All rows of one K, each made at its first use."""
 
     def __init__(self, numbers: Numbers, statistics: Statistics, columns: int) -> None:
         self.columns = columns

@@ -29,7 +29,7 @@ _PIECE = 1 << 16  # numbers made at once: they stay in the cache
 
 @dataclass(frozen=True)
 class Statistics:
-    """What makes weights look like a trained model's. Shares are fractions, gains are factors."""
+    """Distribution of weights like a trained model's. Shares are fractions, gains are factors."""
 
     degrees_of_freedom: int = 6  # of Student's t: fewer have heavier tails
     outlier_share: float = 1 / 128  # of the input channels, the same ones wherever K is the same
