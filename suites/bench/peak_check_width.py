@@ -2,10 +2,10 @@
 
 `python -m degarble.suites.bench.peak_check_width RECIPE [DEVICE]` runs one layer of each type
 (window, compressed by 4 and by 128) and both ends at V4-Pro's extents, float32 inside, localises
-it, and prints verdict, outputs that were judged, the worst in units of budget, seconds and peak of
-resident memory in bytes. Weights are drawn when they are asked for and kept by nobody. RECIPE is
-bf16 or nvfp4-experts; experts then are random codes. DEVICE is cpu, or cuda, where candidate and
-twin then compute; the peak of the GPU's memory stands last.
+it, and prints verdict, judged outputs, the worst in units of budget, seconds and peak of resident
+memory in bytes. Weights are drawn at each use and not kept. RECIPE is bf16 or nvfp4-experts;
+experts then are random codes. DEVICE is cpu, or cuda, where candidate and twin then compute; the
+peak of the GPU's memory is printed last.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The container's files: each asked for is there, and each fault that is planted is seen."""
+"""The container's files meet each requirement, and each planted fault is detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documents say what is: the command line, links, the index, fragments of the changelog."""
+"""Documents match the code: the command line, links, the index, fragments of the changelog."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Every string that names one of our modules names one that is there: code, configs, documents.
+"""Every string that names one of our modules names an existing one: code, configs, documents.
 
 Entry points, workers, `python -m`, mock targets and names in documents are strings to every tool;
-after a move only this suite sees that one of them leads nowhere.
+after a move only this suite detects a name that no longer exists.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Every module imports alone, silently and without a warning; light modules bring nothing heavy.
+"""Every module imports alone, silently and without a warning; light modules load nothing heavy.
 
-The suites are left to pytest, which imports them with warnings as errors as well.
+pytest imports the suites, with warnings as errors as well.
 """
 
 from __future__ import annotations

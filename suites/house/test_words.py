@@ -1,4 +1,4 @@
-"""No unfinished marks, machine paths, pickles or American names; each check sees a planted one."""
+"""No unfinished marks, machine paths, pickles or American names; each check detects one."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 BLOCK, FP8_BLOCK = 16, 128
 MOST_ROWS_A16 = 64  # of kernels/gemm/sm90_gemm_w4a16.py; more rows go in pieces, with equal bits
 STEMS = {"sm_90a": "sm90", "sm_100a": "sm100"}
-UNSET = float("nan")  # what a scale holds until it is loaded: seen, not hidden
+UNSET = float("nan")  # a scale until it is loaded; NaN cannot go unnoticed
 
 
 @cache

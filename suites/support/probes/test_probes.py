@@ -1,4 +1,4 @@
-"""Probes: scalars return what tensors return, and a probe that differs in one sample is seen."""
+"""Probes: scalars return what tensors return, and one differing sample is detected."""
 
 from __future__ import annotations
 
