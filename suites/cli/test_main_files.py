@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 # Status 70: facts, indices and shapes of captures that no run had, outputs of another size or kind.
 CRASHED = (3039, 3399, 3796, 4011, 50047, 50163, 50595, 50756, 51161, 51224,
-           91573, 91644, 93588, 95821, 98043)  # fmt: skip
-CRASHED_ON_CODES = (700125, 700178)  # captures of an NVFP4 checkpoint
+           91573, 91644, 93588, 95821, 98043, 303721)  # fmt: skip
+CRASHED_ON_CODES = (93409, 700125, 700178)  # captures of an NVFP4 checkpoint
 HALF_WRITTEN = (3122, 3176, 3203)
 ACCEPTED = (3047, 3202)  # data bytes of a capture, through `compare`
 USUAL = (36, 37, 40, 45, 49, 54, 58, 63, 67, 71)
