@@ -64,14 +64,21 @@ def test_a_gain_behind_the_rounding_is_sharp_there_only(family: str) -> None:
 
 
 KERNEL = 9  # a seed: V3.2, a legal kernel in every layer, all heads 0.3 % too large
+AWAY_FROM_ZERO = 25  # a seed
+_KNOWN = "rounding away from zero, a mean gain of 1.0028, explains a gain of 1.003 as well"
+
+
+def _marks(seed: int) -> tuple[pytest.MarkDecorator, ...]:
+    if seed == KERNEL:
+        return ()
+    if seed == AWAY_FROM_ZERO:
+        return pytest.mark.slow, pytest.mark.xfail(reason=_KNOWN, strict=True)
+    return (pytest.mark.slow,)
 
 
 @pytest.mark.parametrize(
     "seed",
-    [
-        pytest.param(each, marks=() if each == KERNEL else pytest.mark.slow)
-        for each in (*range(48), 235)
-    ],
+    [pytest.param(each, marks=_marks(each)) for each in (*range(48), 235)],
 )
 def test_a_gain_is_named_where_a_legal_kernels_roundings_are_larger(seed: int) -> None:
     found = case(seed)
