@@ -3,7 +3,6 @@
 `judge` says of one kernel call whether it is right, by which budget, and if not, why. `capture`
 records any torch model, `check` judges every module of the record that it has a twin for. Names
 that are not listed in `__all__` may change in any version; these change with the major one.
-Kept honest by suites/test_api.py, which runs the examples of docs/api.md.
 """
 
 from __future__ import annotations

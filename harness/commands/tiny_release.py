@@ -3,8 +3,7 @@
     python -m degarble.harness.commands.tiny_release --model v4 --trained DIR --out DIR
 
 Writes the layout in which DeepSeek names a BF16 model. The tokenizer knows the words of the small
-language and nothing else. Equal inputs give equal bytes. Refuses what the writer refuses.
-Kept honest by suites/commands/test_tiny_release.py.
+language and nothing else. Equal inputs give equal bytes.
 """
 
 from __future__ import annotations
