@@ -154,12 +154,12 @@ class Running:
         self._log.close()
 
     def answers(self, caller: Caller, seconds: float) -> bool:
-        """Wait until it answers; False where it ended, or the time is up."""
+        """Return whether it answers; False if it ended, or once the time is up."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and self.process.poll() is None:
             try:
                 if caller.call("/health", wait=5).status == 200:
-                    return True
+                    return self.process.poll() is None  # else another server holds the port
             except OSError:
                 pass
             time.sleep(0.5)
