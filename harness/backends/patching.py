@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.base.protocols import ComponentCall
-    from degarble.harness.checkpoint.view.logical import LogicalNames
+    from degarble.harness.checkpoint.view.view import LogicalNames
     from degarble.references.binding import Bound
 
 LARGEST_PATCH = 16 << 20

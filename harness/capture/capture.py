@@ -35,7 +35,7 @@ from degarble.harness.capture.foreign import foreign_code
 from degarble.harness.capture.recorder import Recorder
 from degarble.harness.capture.size import captured_bytes, steps_of
 from degarble.harness.chat.tokenizer import Tokenizer
-from degarble.harness.checkpoint.view.fingerprint import fingerprint
+from degarble.harness.checkpoint.view.view import fingerprint
 from degarble.harness.checkpoint.write.manifest import MANIFEST as CHECKPOINT_MANIFEST
 from degarble.harness.checkpoint.write.manifest import Manifest
 from degarble.harness.engine.budget.tensor_core import HOPPER_FP8_BITS

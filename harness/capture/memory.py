@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.capture.files.types import Call, Kept
-from degarble.harness.checkpoint.read.tensors import TORCH_DTYPES
+from degarble.harness.checkpoint.view.stored import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

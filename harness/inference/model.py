@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.base.protocols import ComponentCall
     from degarble.harness.checkpoint.audit.structure.inventory import Inventory
-    from degarble.harness.checkpoint.view.logical import LogicalNames
+    from degarble.harness.checkpoint.view.view import LogicalNames
     from degarble.harness.formats.weight import Weight
     from degarble.harness.model.config.config import Config
     from degarble.harness.model.parameters import Parameter

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from degarble.harness.base.errors import DegarbleError
 from degarble.harness.base.version import VERSION
 from degarble.harness.chat.chat import Chat, chat_of
-from degarble.harness.checkpoint.view.fingerprint import fingerprint
+from degarble.harness.checkpoint.view.view import fingerprint
 from degarble.harness.generate.generate import Manner, Talker
 from degarble.harness.model.components import components
 from degarble.harness.model.parameters import parameters

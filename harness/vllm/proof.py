@@ -177,7 +177,7 @@ def require_no_errors(findings: Iterable[Finding]) -> None:
 
 def manifest_of(checkpoint: Checkpoint, folder: Path) -> str:
     """Name the checkpoint's bytes: its manifest's hash, or a fingerprint by samples."""
-    from degarble.harness.checkpoint.view.fingerprint import fingerprint  # noqa: PLC0415
+    from degarble.harness.checkpoint.view.view import fingerprint  # noqa: PLC0415
     from degarble.harness.checkpoint.write.manifest import MANIFEST, Manifest  # noqa: PLC0415
 
     if (folder / MANIFEST).exists():

@@ -11,8 +11,7 @@ import torch
 
 from degarble.harness.capture.files.reader import Capture
 from degarble.harness.capture.files.types import Phase
-from degarble.harness.checkpoint.view.fingerprint import fingerprint
-from degarble.harness.checkpoint.view.view import Checkpoint
+from degarble.harness.checkpoint.view.view import Checkpoint, fingerprint
 from degarble.harness.inference.model import open_model
 from degarble.suites.commands.calls import call
 from degarble.suites.serve.talking_cases import WORDS, write_speaker

@@ -16,7 +16,7 @@ import safetensors
 import torch
 from safetensors.torch import save_file
 
-from degarble.harness.checkpoint.read.tensors import TORCH_DTYPES
+from degarble.harness.checkpoint.view.stored import TORCH_DTYPES
 from degarble.harness.formats.block_formats import NVFP4, block_format
 from degarble.harness.formats.dialects import CANONICAL, MODELOPT
 from degarble.harness.formats.quantise import dequantise, quantise

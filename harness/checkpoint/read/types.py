@@ -115,7 +115,7 @@ class Header:
     file_size: int
 
 
-class Layout(StrEnum):
+class StoredLayout(StrEnum):
     """The conventions of a checkpoint as a whole; its modules may each differ."""
 
     OFFICIAL = "official"  # DeepSeek's names, FP8 with UE8M0 `.scale`, packed FP4 experts

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.errors import Refused
 from degarble.harness.base.input_files import read_small_file
-from degarble.harness.checkpoint.read.index import is_of_hub_cache
+from degarble.harness.checkpoint.read.safetensors_files import is_of_hub_cache
 from degarble.harness.checkpoint.read.types import shown
 from degarble.harness.checkpoint.view import quantisation_configs
 from degarble.harness.checkpoint.view.quantisation_configs import (

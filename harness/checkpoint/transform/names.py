@@ -18,7 +18,7 @@ from degarble.harness.model.storage import Part, suffixes_named
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from degarble.harness.checkpoint.view.logical import LogicalNames
+    from degarble.harness.checkpoint.view.view import LogicalNames
     from degarble.harness.formats.types import BlockFormat
     from degarble.harness.model.layouts import Layout
 

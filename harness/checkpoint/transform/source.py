@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.checkpoint.view.logical import LogicalNames
     from degarble.harness.checkpoint.view.stored import StoredWeight
-    from degarble.harness.checkpoint.view.view import Checkpoint
+    from degarble.harness.checkpoint.view.view import Checkpoint, LogicalNames
     from degarble.harness.formats.weight import Weight
     from degarble.harness.model.config.config import Config
     from degarble.harness.model.parameters import Parameter

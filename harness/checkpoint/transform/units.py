@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.checkpoint.transform.names import TargetNames
-    from degarble.harness.checkpoint.view.logical import LogicalNames
-    from degarble.harness.checkpoint.view.view import Checkpoint
+    from degarble.harness.checkpoint.view.view import Checkpoint, LogicalNames
     from degarble.harness.checkpoint.write.plan import PlannedTensor
 
     Chunk = bytes | memoryview | Tensor

@@ -196,7 +196,7 @@ def table() -> list[str]:
     return lines
 
 
-class Reading(NamedTuple):
+class NameCoverage(NamedTuple):
     """The tensors that a consumer finds by name. `passed_over`: drafter tensors that it skips."""
 
     consumer: Consumer
@@ -205,9 +205,9 @@ class Reading(NamedTuple):
     passed_over: int
 
 
-def reading(
+def name_coverage(
     consumer: Consumer, config: Config, recipe: Recipe, stored: Iterable[str], *, packed: bool
-) -> Reading | None:
+) -> NameCoverage | None:
     """Compare the names of a checkpoint with those that a consumer reads.
 
     `recipe`: the stored formats; `packed`: named as compressed-tensors does. Of several spellings
@@ -223,7 +223,7 @@ def reading(
     return min(found, key=lambda each: len(each.missing) + len(each.unexpected), default=None)
 
 
-def _compared(consumer: Consumer, config: Config, layout: Layout, names: set[str]) -> Reading:
+def _compared(consumer: Consumer, config: Config, layout: Layout, names: set[str]) -> NameCoverage:
     wanted: dict[str, Parameter] = {}
     for slot, tensor in _tensors(consumer, config, layout):
         wanted.setdefault(tensor, slot.parameter)
@@ -231,7 +231,7 @@ def _compared(consumer: Consumer, config: Config, layout: Layout, names: set[str
     optional = drafter if consumer.no_drafter or not drafter & names else set()  # as a whole
     missing = wanted.keys() - optional - names
     passed_over = len(drafter & names) if consumer.no_drafter else 0
-    return Reading(
+    return NameCoverage(
         consumer, tuple(sorted(missing)), tuple(sorted(names - wanted.keys())), passed_over
     )
 

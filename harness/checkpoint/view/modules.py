@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from degarble.harness.base.errors import LayoutMismatch, Refused, ShapeMismatch
-from degarble.harness.checkpoint.read.types import Layout, TensorEntry, shown, unknown_name
+from degarble.harness.checkpoint.read.types import StoredLayout, TensorEntry, shown, unknown_name
 from degarble.harness.formats.block_formats import BLOCK_FORMATS, NVFP4, scale_shape
 from degarble.harness.formats.dialects import CANONICAL, COMPRESSED_TENSORS, MODELOPT
 from degarble.harness.formats.types import NibbleOrder, ScaleDirection
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from degarble.harness.formats.types import BlockFormat
 
 
-class Convention(StrEnum):
+class NamingConvention(StrEnum):
     """The convention by which a module's parts are named."""
 
     PLAIN = "plain"  # one tensor
@@ -84,7 +84,7 @@ class StoredForm(NamedTuple):
     """
 
     module: str
-    convention: Convention
+    convention: NamingConvention
     parts: Mapping[Part, TensorEntry]
     format: BlockFormat | None
     dialect: Dialect | None
@@ -156,7 +156,7 @@ class ModuleTable:
                 f"{'a' if fmt.tensor_scale else 'no'} tensor scale, as {fmt.name} has",
                 "Find out which tool wrote it; a scale is never assumed.",
             )
-        packs_divisors = convention is Convention.COMPRESSED_TENSORS
+        packs_divisors = convention is NamingConvention.COMPRESSED_TENSORS
         direction = ScaleDirection.ENCODE if packs_divisors else ScaleDirection.DECODE
         nvfp4_dialect = COMPRESSED_TENSORS if packs_divisors else MODELOPT
         return StoredForm(
@@ -190,18 +190,18 @@ class ModuleTable:
             parts[part] = entry
         return parts
 
-    def layout(self) -> Layout:
+    def layout(self) -> StoredLayout:
         """Return the layout of the whole checkpoint, by its strongest evidence."""
         if not self.entries:
-            return Layout.EMPTY
+            return StoredLayout.EMPTY
         kinds = Counter(self.suffixes.values())
         seen = {suffix for bits in kinds for suffix in _ORDER if bits & _BIT[suffix]}
         signs = (
-            (".weight_packed", Layout.COMPRESSED_TENSORS),
-            ("_weight", Layout.VLLM),
-            (".weight_scale_2", Layout.MODELOPT),
-            (".scale", Layout.OFFICIAL),
-            (".weight_scale_inv", Layout.HF_FP8),
+            (".weight_packed", StoredLayout.COMPRESSED_TENSORS),
+            ("_weight", StoredLayout.VLLM),
+            (".weight_scale_2", StoredLayout.MODELOPT),
+            (".scale", StoredLayout.OFFICIAL),
+            (".weight_scale_inv", StoredLayout.HF_FP8),
         )
         # The first of these suffixes that occurs decides.
         for suffix, layout in signs:
@@ -209,7 +209,7 @@ class ModuleTable:
                 return layout
         plain = (name for name, bits in self.suffixes.items() if not bits)
         stacked = any(len(self.entries[name].shape) == 3 for name in plain)
-        return Layout.TRANSFORMERS if stacked else Layout.BF16
+        return StoredLayout.TRANSFORMERS if stacked else StoredLayout.BF16
 
     def _suffixes_of(self, module: str) -> Iterator[str]:
         if module not in self.suffixes:
@@ -237,19 +237,19 @@ def _split(name: str) -> tuple[str, str]:
     return name, ""
 
 
-def _convention(parts: Mapping[Part, TensorEntry]) -> Convention:
+def _convention(parts: Mapping[Part, TensorEntry]) -> NamingConvention:
     suffixes = {part: _split(entry.name)[1] for part, entry in parts.items()}
     if suffixes.get(Part.CODES) == ".weight_packed":
-        return Convention.COMPRESSED_TENSORS
+        return NamingConvention.COMPRESSED_TENSORS
     if Part.TENSOR_SCALE in suffixes:
-        return Convention.MODELOPT
+        return NamingConvention.MODELOPT
     by_scale = {
-        ".scale": Convention.DEEPSEEK,
-        ".weight_scale_inv": Convention.HUGGINGFACE,
-        "_weight_scale_inv": Convention.HUGGINGFACE,
-        "": Convention.PLAIN,
+        ".scale": NamingConvention.DEEPSEEK,
+        ".weight_scale_inv": NamingConvention.HUGGINGFACE,
+        "_weight_scale_inv": NamingConvention.HUGGINGFACE,
+        "": NamingConvention.PLAIN,
     }
-    return by_scale.get(suffixes.get(Part.BLOCK_SCALE, ""), Convention.WEIGHT_SCALE)
+    return by_scale.get(suffixes.get(Part.BLOCK_SCALE, ""), NamingConvention.WEIGHT_SCALE)
 
 
 # Of NVFP4, by the suffix of the codes: what loaders look for, and nothing else.
@@ -309,7 +309,9 @@ def _plain_form(module: str, parts: dict[Part, TensorEntry]) -> StoredForm:
             "Find out whether the scales are left over, or the values were cast.",
         )
     kept = MappingProxyType({Part.VALUE: value, **parts})
-    return StoredForm(module, Convention.PLAIN, kept, None, None, None, None, value.shape, None)
+    return StoredForm(
+        module, NamingConvention.PLAIN, kept, None, None, None, None, value.shape, None
+    )
 
 
 def _format(

@@ -1,36 +1,40 @@
-"""Generate the quantisation entries of config.json and hf_quant_config.json for a layout.
-
-There are four kinds: FP8 as DeepSeek releases it, NVFP4 experts with FP8 linears (ModelOpt's mixed
-precision), NVFP4 with BF16 (ModelOpt), and compressed-tensors. The list of unquantised modules
-follows from the recipe.
-
-ModelOpt's own exports of V3.2 have no `quantization_config`, but ours do: vLLM 0.33 accepts
-hf_quant_config.json only from the producer "modelopt", and otherwise builds every weight
-unquantised.
-
-Sources: config.json of DeepSeek-V4-Pro; NVIDIA's V4 NVFP4 exports and Model-Optimizer
-examples/deepseek; compressed-tensors 0.20 quantization/quant_config.py.
-"""
+"""Generate the quantisation entries of a checkpoint's configs, and parse what configs claim."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from fnmatch import translate
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from degarble.harness.base.version import VERSION
 from degarble.harness.model.config.config import Config, V4Config
 from degarble.harness.model.config.json_file import config_to_dict
 from degarble.harness.model.layouts import Spelling, layout_named
 from degarble.harness.model.parameters import parameters
-from degarble.harness.model.recipes import BF16
+from degarble.harness.model.recipes import BF16, Recipe, recipe_named
 from degarble.harness.model.types import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from degarble.harness.model.layouts import Layout
     from degarble.harness.model.parameters import Parameter
+
+
+# --------------------------------------------------------------------------------------------------
+# Entries of config.json and hf_quant_config.json for a layout. There are four kinds: FP8 as
+# DeepSeek releases it, NVFP4 experts with FP8 linears (ModelOpt's mixed precision), NVFP4 with BF16
+# (ModelOpt), and compressed-tensors. The list of unquantised modules follows from the recipe.
+#
+# ModelOpt's own exports of V3.2 have no `quantization_config`, but ours do: vLLM 0.33 accepts
+# hf_quant_config.json only from the producer "modelopt", and otherwise builds every weight
+# unquantised.
+#
+# Sources: config.json of DeepSeek-V4-Pro; NVIDIA's V4 NVFP4 exports and Model-Optimizer
+# examples/deepseek; compressed-tensors 0.20 quantization/quant_config.py.
 
 CONFIG = "config.json"
 HF_QUANT_CONFIG = "hf_quant_config.json"
@@ -188,3 +192,348 @@ def _prefix(path: str, parameter: Parameter) -> str:
     parts = path.split(".")
     number = next(index for index, part in enumerate(parts) if part.isdigit())
     return ".".join(parts[: number + 1])
+
+
+# --------------------------------------------------------------------------------------------------
+# Claims, in four dialects of `quantization_config` (config.json) and hf_quant_config.json:
+# DeepSeek's FP8, ModelOpt's quant_algo with exclude_modules or quantized_layers, NVIDIA's FP8 with
+# moe_quant_algo, and compressed-tensors' config_groups. For one module a statement returns a
+# promise: format, block size, quantised activations, and the words that state it. A module on an
+# `ignore` list keeps the source's format where quant_method is fp8, and is unquantised everywhere
+# else.
+#
+# The claims are not trusted: the structure audit compares them with the files. Unknown words are
+# kept in `unread`, and so are patterns that could take long to match.
+#
+# Sources: ModelOpt 0.47 torch/export/{quant_utils,convert_hf_config}.py; compressed-tensors 0.20
+# quantization/quant_config.py and utils/match.py; NVIDIA's exports of DeepSeek-V4.
+
+FP8_BLOCKS = "FP8 blocks"  # 128x128, whatever the type of its scales
+_SOURCE = "fp8"
+# Methods whose codes are none of the formats that are read here.
+OTHER_METHODS = frozenset(
+    {"bitsandbytes", "awq", "gptq", "gguf", "hqq", "quanto", "aqlm", "eetq", "bitnet", "vptq"}
+)
+_MIXED = "MIXED_PRECISION"
+_MOST_PATTERNS = 1000  # with an asterisk or a regular expression; names are looked up
+_LONGEST_PATTERN = 500
+_MOST_REPEATS = 3  # of unbounded length in one expression, so that matching stays polynomial
+_REPEATED_GROUP = re.compile(r"\)[*+{?]")
+_WITHOUT_LAYERS = frozenset({"", "Linear"})
+
+# quant_algo of ModelOpt to format and whether activations are quantised with a stored scale.
+ALGORITHMS: Mapping[str, tuple[str, bool]] = {
+    "NVFP4": ("NVFP4", True),
+    "W4A16_NVFP4": ("NVFP4", False),
+    "W4A8_NVFP4_FP8": ("NVFP4", True),
+    "MXFP4": ("MXFP4", False),
+    "W4A8_MXFP4_FP8": ("MXFP4", False),
+    "MXFP8": ("MXFP8", False),
+    "FP8_PB_WO": (FP8_BLOCKS, False),
+    "FP8_PB_REAL": (FP8_BLOCKS, False),
+    "NVFP4_AWQ": ("NVFP4", True),
+    # One scale a tensor, a row or a group, or integers: no codes that are read here have them.
+    **{
+        name: (name, False)
+        for name in (
+            "FP8",
+            "FP8_PER_CHANNEL_PER_TOKEN",
+            "INT8_SQ",
+            "W8A8_SQ_PER_CHANNEL",
+            "W8A16",
+            "INT4_AWQ",
+            "W4A16",
+            "W4A16_AWQ",
+            "W4A8_AWQ",
+        )
+    },
+}
+# num_bits, type and group_size of a config group
+_GROUPS = {(4, "float", 16): "NVFP4", (4, "float", 32): "MXFP4", (8, "float", 32): "MXFP8"}
+# vLLM builds the router without a quantisation config; the head is given one, like any linear.
+_BUILT_PLAIN = frozenset({"ffn.gate"})
+
+
+class Promise(NamedTuple):
+    """The claim of a statement about one module. `format` None: a quantisation unknown here."""
+
+    format: str | None
+    told: str
+    activations: bool = False
+    explicit: bool = True  # the module, or its group, is named; not just all linears
+
+
+@dataclass(frozen=True)
+class StatedBlock:
+    """One stated group or block size, with its format if the config names one.
+
+    `builds`: engines that read this file allocate scales by it.
+    """
+
+    told: str
+    sizes: tuple[int, ...]
+    format: str | None
+    builds: bool = False
+
+
+class _Patterns:
+    """Names, dotted prefixes, globs and regular expressions that cover modules."""
+
+    def __init__(self, raw: Iterable[str], unread: list[str], told: str) -> None:
+        self._names: set[str] = set()
+        expressions: list[str] = []
+        for each in raw:
+            if each.startswith("re:"):
+                text = each.removeprefix("re:")
+            elif any(sign in each for sign in "*?["):
+                text = translate(each)
+            else:
+                self._names.add(each)
+                continue
+            if len(expressions) >= _MOST_PATTERNS or not _is_quick(each):
+                unread.append(f"{told}: pattern {each[:_LONGEST_PATTERN]}")
+            else:
+                expressions.append(text)
+        self._expressions = [re.compile(text) for text in expressions]
+
+    def find(self, names: Iterable[str]) -> str | None:
+        """Return the entry that covers one of the names: itself, a parent module, or a pattern."""
+        for name in names:
+            covered = name
+            while covered:
+                if covered in self._names:
+                    return covered
+                covered = covered.rpartition(".")[0]
+            for expression in self._expressions:
+                if expression.match(name):
+                    return expression.pattern
+        return None
+
+
+def _is_quick(pattern: str) -> bool:
+    """Return whether a pattern compiles and cannot take long."""
+    if len(pattern) > _LONGEST_PATTERN:
+        return False
+    if not pattern.startswith("re:"):
+        return True  # fnmatch makes atomic groups of its asterisks
+    text = pattern.removeprefix("re:")
+    try:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    repeats = len(re.findall(r"[*+{]", text))
+    return repeats <= _MOST_REPEATS and not _REPEATED_GROUP.search(text)
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One quantisation config. Use `statements` to read it."""
+
+    file: str
+    base: Recipe | None  # what holds where nothing is said: the source's recipe; None: unquantised
+    base_told: str
+    left_alone: _Patterns  # as in the source
+    left_plain: _Patterns
+    listed: tuple[tuple[_Patterns, Promise], ...]
+    experts: Promise | None
+    linears: Promise | None
+    blocks: tuple[StatedBlock, ...] = ()
+    unread: list[str] = field(default_factory=list)
+
+    @property
+    def keeps_source(self) -> bool:
+        """Return whether a module on an ignore list keeps the source's format."""
+        return self.base is not None
+
+    def promise(self, parameter: Parameter, module: str) -> Promise:
+        """Return the claim about one linear, stored as `module`."""
+        names = _names_of(parameter, module)
+        pattern = self.left_plain.find(names)
+        if pattern is not None:
+            return Promise(BF16, f"{self.file} leaves {pattern} unquantised")
+        pattern = self.left_alone.find(names)
+        if pattern is not None:
+            return self._base(parameter, f"{self.file} leaves {pattern} alone", explicit=True)
+        for patterns, promise in self.listed:
+            pattern = patterns.find(names)
+            if pattern is not None:
+                return promise._replace(told=f"{promise.told} for {pattern}")
+        if self.experts is not None and parameter.expert is not None:
+            return self.experts
+        if self.linears is not None and parameter.row.name not in _BUILT_PLAIN:
+            return self.linears
+        return self._base(parameter, self.base_told, explicit=False)
+
+    def _base(self, parameter: Parameter, told: str, *, explicit: bool) -> Promise:
+        if self.base is None:
+            return Promise(BF16, told, explicit=explicit)
+        return Promise(family_of(self.base.format_of(parameter).weight), told, explicit=explicit)
+
+
+def family_of(weight: str) -> str:
+    """Return a format's name as statements have it: they do not distinguish types of FP8 scales."""
+    return FP8_BLOCKS if weight.startswith("FP8_") else weight
+
+
+def _names_of(parameter: Parameter, module: str) -> tuple[str, ...]:
+    """Return the names, stored and logical, by which a config may refer to a module."""
+    inner = module.removeprefix("model.")
+    names = (module, inner, f"model.{inner}", parameter.name, f"model.{parameter.name}")
+    return tuple(dict.fromkeys(names))
+
+
+def statements(configs: Mapping[str, Mapping[str, Any]], config: Config) -> tuple[Statement, ...]:
+    """Read all quantisation configs of a checkpoint, by file; the one for engines comes first."""
+    # hf_quant_config.json does not repeat that the source was FP8; config.json does.
+    keeps_source = any(raw.get("quant_method") == _SOURCE for raw in configs.values())
+    return tuple(_statement(file, raw, config, keeps_source) for file, raw in configs.items())
+
+
+def _statement(file: str, raw: Mapping[str, Any], config: Config, keeps_source: bool) -> Statement:
+    """Parse one config; words that cannot be judged go to `unread`."""
+    unread: list[str] = []
+    reader = _Reader(file, raw, unread)
+    method = str(raw.get("quant_method", "modelopt"))
+    if method not in {_SOURCE, "modelopt", "compressed-tensors"}:
+        unread.append(f"{file}: quant_method {method[:80]}")
+    listed, linears = reader.groups() if method == "compressed-tensors" else reader.layers()
+    told = "quant_method fp8" if keeps_source else f"{file} does not name it"
+    return Statement(
+        file,
+        recipe_named("official", config) if keeps_source else None,
+        told,
+        _Patterns(reader.names("ignore", "exclude_modules"), unread, file),
+        _Patterns(reader.names("modules_to_not_convert", "ignored_layers"), unread, file),
+        listed,
+        reader.algorithm("moe_quant_algo", explicit=True),
+        linears,
+        tuple(reader.blocks()),
+        unread,
+    )
+
+
+class _Reader:
+    """A parser of one config."""
+
+    def __init__(self, file: str, raw: Mapping[str, Any], unread: list[str]) -> None:
+        self._file = file
+        self._raw = raw
+        self._unread = unread
+
+    def names(self, *keys: str) -> list[str]:
+        """Return the names under these keys."""
+        found: list[str] = []
+        for key in keys:
+            value = self._raw.get(key) or []
+            if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+                self._unread.append(f"{self._file}: {key} is no list of names")
+                continue
+            found += value
+        return found
+
+    def algorithm(self, key: str, *, explicit: bool) -> Promise | None:
+        """Return the promise of a quant_algo."""
+        value = self._raw.get(key)
+        if value is None or value == _MIXED:
+            return None
+        return self._promise(value, f"{self._file}: {key} {str(value)[:80]}", explicit=explicit)
+
+    def _promise(self, algorithm: object, told: str, *, explicit: bool) -> Promise:
+        known = ALGORITHMS.get(str(algorithm))
+        if known is None:
+            self._unread.append(told)
+            return Promise(None, told, explicit=explicit)
+        return Promise(known[0], told, known[1], explicit)
+
+    def layers(self) -> tuple[tuple[tuple[_Patterns, Promise], ...], Promise | None]:
+        """Read ModelOpt's quantized_layers and quant_algo."""
+        by_promise: dict[Promise, list[str]] = {}
+        for name, each in self._mapping("quantized_layers").items():
+            algorithm = each.get("quant_algo") if isinstance(each, dict) else each
+            told = f"{self._file}: quantized_layers {str(algorithm)[:80]}"
+            by_promise.setdefault(self._promise(algorithm, told, explicit=True), []).append(name)
+        listed = tuple(
+            (_Patterns(names, self._unread, self._file), promise)
+            for promise, names in by_promise.items()
+        )
+        return listed, self.algorithm("quant_algo", explicit=False)
+
+    def groups(self) -> tuple[tuple[tuple[_Patterns, Promise], ...], Promise | None]:
+        """Read compressed-tensors' config_groups."""
+        listed: list[tuple[_Patterns, Promise]] = []
+        linears = None
+        for name, group in self._mapping("config_groups").items():
+            promise = self._group(name, group)
+            targets = group.get("targets") if isinstance(group, dict) else None
+            chosen = [each for each in targets or [] if isinstance(each, str)]
+            if "Linear" in chosen:
+                linears = promise._replace(explicit=False)
+            named = [each for each in chosen if each not in _WITHOUT_LAYERS]
+            if named:
+                listed.append((_Patterns(named, self._unread, self._file), promise))
+        return tuple(listed), linears
+
+    def _group(self, name: str, group: object) -> Promise:
+        told = f"{self._file}: config_groups.{name[:80]}"
+        weights = _inside(group, "weights")
+        inputs = _inside(group, "input_activations")
+        found = _group_format(weights)
+        if weights.get("block_structure") in ([128, 128], "128x128"):
+            found = FP8_BLOCKS
+        if found is None:
+            self._unread.append(told)
+        # A dynamic scale a token needs no stored one; `local` ones still need the tensor's.
+        return Promise(found, told, bool(inputs) and inputs.get("dynamic") is not True)
+
+    def blocks(self) -> Iterator[StatedBlock]:
+        """Yield every block size that is stated anywhere."""
+        algorithm = ALGORITHMS.get(str(self._raw.get("quant_algo")), (None, False))[0]
+        moe = ALGORITHMS.get(str(self._raw.get("moe_quant_algo")), (None, False))[0]
+        group_size = self._raw.get("group_size")
+        yield from self._block("group_size", group_size, moe or algorithm, builds=True)
+        block = self._raw.get("weight_block_size")
+        yield from self._block("weight_block_size", block, FP8_BLOCKS, builds=True)
+        seen = set()
+        for each in self._mapping("quantized_layers").values():
+            size = each.get("group_size") if isinstance(each, dict) else None
+            if _is_plain(size) and size not in seen:
+                seen.add(size)
+                found = ALGORITHMS.get(str(each.get("quant_algo")), (None, False))[0]
+                yield from self._block("quantized_layers group_size", size, found)
+        for name, group in self._mapping("config_groups").items():
+            weights = _inside(group, "weights")
+            bits = algorithm or moe or ("NVFP4" if weights.get("num_bits") == 4 else None)
+            place = f"config_groups.{name[:80]}.weights.group_size"
+            # Trap: 4 bits in groups of 32 are MXFP4's, unless the algorithm says otherwise.
+            named = algorithm if algorithm == "NVFP4" and weights.get("num_bits") == 4 else None
+            fmt = named or _group_format(weights) or bits
+            size = weights.get("group_size")
+            yield from self._block(place, size, fmt, builds=group_size is None)
+
+    def _block(
+        self, key: str, value: object, fmt: str | None, *, builds: bool = False
+    ) -> Iterator[StatedBlock]:
+        sizes: list[Any] = value if isinstance(value, list) else [value]
+        if all(type(each) is int for each in sizes):
+            yield StatedBlock(f"{self._file}: {key} {value}", tuple(sizes), fmt, builds)
+
+    def _mapping(self, key: str) -> Mapping[str, Any]:
+        value = self._raw.get(key) or {}
+        if isinstance(value, dict):
+            return value
+        self._unread.append(f"{self._file}: {key} is no mapping")
+        return {}
+
+
+def _inside(group: object, key: str) -> Mapping[str, Any]:
+    value = group.get(key) if isinstance(group, dict) else None
+    return value if isinstance(value, dict) else {}
+
+
+def _group_format(weights: Mapping[str, Any]) -> str | None:
+    form = (weights.get("num_bits"), weights.get("type"), weights.get("group_size"))
+    return _GROUPS.get(form) if all(_is_plain(each) for each in form) else None  # type: ignore[arg-type]
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, (int, str))

@@ -1,26 +1,30 @@
 """Load weights from a checkpoint: values, or codes with their scales, whole or by blocks of rows.
 
-A StoredWeight is one module, or one logical parameter. Nothing is read until it is used; then its
-fields share memory with the mapped file. Large weights are walked by row blocks, so memory is
-bounded whatever their size. Scale directions are kept as stored, except `input_scale`, which Weight
-defines as a decode scale: a divisor is inverted, rounded once to float32. Block scales in bfloat16
-are widened, which is exact.
-
-A cut through a scale block, and rows of a stack (walk its blocks instead), raise an error.
+Tensors share memory with the mapped file, or with a reader's buffers for one pass over all bytes.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Self
 
+import numpy as np
 import torch
 
-from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
+from degarble.harness.base.errors import (
+    DtypeMismatch,
+    InvalidArgument,
+    ShapeMismatch,
+    UnreadableFile,
+)
+from degarble.harness.base.input_files import regular_file
 from degarble.harness.checkpoint.read.types import DTYPE_BITS, TensorEntry, shown, unknown_name
-from degarble.harness.checkpoint.view.modules import Convention
+from degarble.harness.checkpoint.view.modules import NamingConvention
 from degarble.harness.formats.block_formats import codes_shape, scale_shape
 from degarble.harness.formats.layouts import LINEAR
 from degarble.harness.formats.weight import Storage, Weight
@@ -29,11 +33,79 @@ from degarble.harness.model.types import Box
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
+    from pathlib import Path
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from degarble.harness.checkpoint.view.modules import StoredForm
     from degarble.harness.formats.types import BlockFormat
+
+
+# --------------------------------------------------------------------------------------------------
+# Tensors over mapped bytes: a tensor shares memory with the mapping where its bytes are aligned for
+# its dtype, and is copied elsewhere. A dtype that torch lacks raises an error; its bytes can still
+# be read.
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "BOOL": torch.bool,
+        "F4": torch.float4_e2m1fn_x2,  # two codes an element: torch's last extent is half
+        "U8": torch.uint8,
+        "I8": torch.int8,
+        "F8_E5M2": torch.float8_e5m2,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E8M0": torch.float8_e8m0fnu,
+        "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+        "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+        "I16": torch.int16,
+        "U16": torch.uint16,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "I32": torch.int32,
+        "U32": torch.uint32,
+        "F32": torch.float32,
+        "C64": torch.complex64,
+        "F64": torch.float64,
+        "I64": torch.int64,
+        "U64": torch.uint64,
+    }
+)
+
+
+def tensor_over(entry: TensorEntry, raw: memoryview) -> Tensor:
+    """Return the tensor whose bytes are `raw`, sharing memory where alignment allows."""
+    dtype = TORCH_DTYPES.get(entry.dtype)
+    if dtype is None:
+        raise DtypeMismatch(
+            f"tensor {shown(entry.name)}",
+            entry.dtype,
+            f"a dtype that torch holds: {', '.join(TORCH_DTYPES)}",
+            "Read its bytes with raw().",
+        )
+    shape = entry.shape
+    if entry.dtype == "F4":
+        if not shape or shape[-1] % 2:
+            raise ShapeMismatch(
+                f"tensor {shown(entry.name)}", shape, "an even last extent", "Read it with raw()."
+            )
+        shape = (*shape[:-1], shape[-1] // 2)
+    if not entry.nbytes:
+        return torch.empty(shape, dtype=dtype)
+    flat = torch.frombuffer(raw, dtype=torch.uint8)
+    if flat.data_ptr() % dtype.itemsize:
+        flat = flat.clone()
+    return flat.view(dtype).view(shape)
+
+
+# --------------------------------------------------------------------------------------------------
+# Weights: a StoredWeight is one module, or one logical parameter. Nothing is read until it is used;
+# then its fields share memory with the mapped file. Large weights are walked by row blocks, so
+# memory is bounded whatever their size. Scale directions are kept as stored, except `input_scale`,
+# which Weight defines as a decode scale: a divisor is inverted, rounded once to float32. Block
+# scales in bfloat16 are widened, which is exact.
+#
+# A cut through a scale block, and rows of a stack (walk its blocks instead), raise an error.
 
 _BLOCK_ELEMENTS = 1 << 22  # of one row block by default: 16 MiB once decoded to float32
 
@@ -185,11 +257,11 @@ class StoredWeight:
 
     def _input_scale(self) -> Tensor | None:
         scale = self._scalar(Part.INPUT_SCALE)
-        divides = self.form.convention is Convention.COMPRESSED_TENSORS
+        divides = self.form.convention is NamingConvention.COMPRESSED_TENSORS
         return scale.reciprocal() if scale is not None and divides else scale
 
 
-class Weights(Mapping[str, Weight]):
+class StoredWeights(Mapping[str, Weight]):
     """The weights of a model by logical name, read at access.
 
     Every access makes a new record, so that memory does not grow; keep the one that you change.
@@ -231,3 +303,82 @@ def _as_stored(tensor: Tensor) -> Tensor:
     if tensor.dtype is torch.bfloat16:
         return tensor.float()
     return tensor if tensor.dtype is torch.float32 else tensor.view(torch.uint8)
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading by position into reused buffers, for one pass over a whole checkpoint: a mapping costs a
+# page fault for every few kilobytes, more than counting the values in them. A read into a warm
+# buffer does not, leaves no page in memory, and raises an error instead of SIGBUS where a file
+# shrinks. Trap: a returned tensor is overwritten when the same part of the next rows is read.
+#
+# Files other than those whose headers were read raise an error. One reader serves one thread.
+
+_ALIGNMENT = 64  # bytes: a cache line
+_SMALL = 1 << 12  # bytes: scalars and the like get memory of their own
+
+
+class PositionedReader:
+    """A reader of tensor parts into a few buffers. Use it as a context: it holds files open."""
+
+    def __init__(self, sizes: Mapping[Path, int]) -> None:
+        self._sizes = sizes
+        self._files: dict[Path, int] = {}
+        self._open = ExitStack()
+        self._buffers: list[NDArray[np.uint8]] = []
+        self._taken: dict[str, int] = {}  # which buffer a tensor of the present weight uses
+
+    def over(self, stored: StoredWeight) -> StoredWeight:
+        """Return a weight that is read by this reader; the previous one loses its buffers."""
+        self._taken.clear()
+        return replace(stored, read=self._read, release=keep_pages)
+
+    def ahead(self, path: Path, begin: int, end: int) -> None:
+        """Ask the system to prefetch a part of a file."""
+        size = min(end, self._sizes[path]) - begin
+        if size > 0 and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file(path), begin, size, os.POSIX_FADV_WILLNEED)
+
+    def _read(self, entry: TensorEntry) -> Tensor:
+        size = entry.nbytes
+        target = np.empty(size, np.uint8) if size <= _SMALL else self._buffer(entry.name, size)
+        done = 0
+        while done < size:
+            got = os.preadv(self._file(entry.file), [target.data[done:]], entry.begin + done)
+            if not got:
+                raise _changed(entry.file, entry.begin + done, self._sizes[entry.file])
+            done += got
+        return tensor_over(entry, target.data)
+
+    def _buffer(self, name: str, size: int) -> NDArray[np.uint8]:
+        """Return a buffer for a tensor; the same one as long as the weight is the same."""
+        index = self._taken.setdefault(name, len(self._taken))
+        if index == len(self._buffers):
+            self._buffers.append(np.empty(0, np.uint8))
+        if self._buffers[index].size < size:
+            fresh = np.empty(size + _ALIGNMENT, np.uint8)
+            self._buffers[index] = fresh[-fresh.ctypes.data % _ALIGNMENT :]
+        return self._buffers[index][:size]
+
+    def _file(self, path: Path) -> int:
+        if path not in self._files:
+            descriptor, status = self._open.enter_context(regular_file(path))
+            if status.st_size != self._sizes[path]:
+                raise _changed(path, status.st_size, self._sizes[path])
+            self._files[path] = descriptor
+        return self._files[path]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.clear()
+        self._open.close()
+
+
+def _changed(path: Path, found: int, expected: int) -> UnreadableFile:
+    return UnreadableFile(
+        f"{shown(str(path))}: size",
+        found,
+        f"the file of {expected} bytes whose header was read",
+        "It changed meanwhile; open the checkpoint again when nothing writes to it.",
+    )

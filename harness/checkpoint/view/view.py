@@ -1,47 +1,53 @@
-"""Open a checkpoint of any layout as one lazy view: folder or file, index, headers, configs.
+"""Open a checkpoint of any layout as one lazy view, with its parameters by logical name.
 
 Every error is an UnreadableFile with file and place. `Checkpoint.open` raises if files contradict
 each other; `Checkpoint.survey` opens what can be read and lists the rest in `problems`, for audits.
-A stray shard, a link that leaves the folder, a wrong total size and pickled files are reported and
-tolerated by both.
+Imports no torch, because a structure audit runs without it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from degarble.harness.base.errors import InvalidArgument, Refused, UnreadableFile
-from degarble.harness.base.input_files import read_small_file
-from degarble.harness.checkpoint.read.index import (
+from degarble.harness.base.errors import InvalidArgument, Refused, ShapeMismatch, UnreadableFile
+from degarble.harness.base.input_files import read_small_file, regular_file
+from degarble.harness.checkpoint.read.file_access import MappedFiles
+from degarble.harness.checkpoint.read.json_scan import ObjectScanner
+from degarble.harness.checkpoint.read.safetensors_files import (
     INDEX_NAME,
-    Folder,
-    Index,
+    CheckpointFolder,
+    CheckpointIndex,
     gather,
-    look_into,
+    list_folder,
     read_index,
     read_shards,
 )
-from degarble.harness.checkpoint.read.json_scan import ObjectScanner
-from degarble.harness.checkpoint.read.mapped import MappedFiles
 from degarble.harness.checkpoint.read.types import (
     LARGEST_CONFIG,
     MOST_TENSORS,
-    Layout,
     ProblemKind,
     Problems,
+    StoredLayout,
     TensorEntry,
     shown,
     unknown_name,
 )
-from degarble.harness.checkpoint.view.logical import LogicalNames, logical_names
 from degarble.harness.checkpoint.view.modules import ModuleTable, StoredForm
 from degarble.harness.checkpoint.write.manifest import UNFINISHED, require_finished
 from degarble.harness.model.config.json_file import ARCHITECTURES, config_from_dict
+from degarble.harness.model.layouts import LAYOUTS
+from degarble.harness.model.parameters import EXPERT, parameter_named, parameters
+from degarble.harness.model.recipes import BF16, Recipe, Rule
+from degarble.harness.model.storage import Part
+from degarble.harness.model.tensors import slots
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -51,7 +57,133 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.view.stored import StoredWeight
     from degarble.harness.formats.weight import Weight
     from degarble.harness.model.config.config import Config
+    from degarble.harness.model.layouts import Fusion, Layout
+    from degarble.harness.model.parameters import Parameter
+    from degarble.harness.model.types import Box
 
+
+# --------------------------------------------------------------------------------------------------
+# Logical names: the layout (spelling and fusion) that finds most of a checkpoint's names locates
+# every parameter, as a module of its own or as a box in each tensor of a fused one. Formats and
+# scales come from the stored modules, not from a recipe.
+
+
+class ParameterLocation(NamedTuple):
+    """The location of a parameter: the module that holds it, and its box of each part.
+
+    `boxes` is None where the module holds nothing else.
+    """
+
+    parameter: Parameter
+    form: StoredForm
+    boxes: Mapping[Part, Box] | None
+
+
+@dataclass(frozen=True)
+class LogicalNames:
+    """The parameters of `config` found in the modules of `table`, as `layout` names them."""
+
+    config: Config
+    table: ModuleTable
+    layout: Layout
+
+    @cached_property
+    def present(self) -> Mapping[str, Parameter]:
+        """The parameters that have a tensor here, by logical name."""
+        return MappingProxyType(
+            {
+                each.name: each
+                for each in parameters(self.config)
+                if not self.layout.omits(each, self.config)
+                and self.module_of(each) in self.table.suffixes
+            }
+        )
+
+    def module_of(self, parameter: Parameter) -> str:
+        """Return the name of a parameter's module in this layout, whether it is present or not."""
+        fusion = self._fusions.get(parameter.row.name)
+        return self.layout.path_of(parameter, self.config, fusion.target if fusion else "")
+
+    def is_fused(self, parameter: Parameter) -> bool:
+        """Return whether this layout stores a parameter in a module that it shares with others."""
+        return parameter.row.name in self._fusions
+
+    def place(self, name: str) -> ParameterLocation:
+        """Locate one parameter, with its shape checked against the config."""
+        if name not in self.present:
+            raise unknown_name("parameter in the checkpoint", name, self.present)
+        parameter = self.present[name]
+        form = self.table.form(self.module_of(parameter))
+        fusion = self._fusions.get(parameter.row.name)
+        boxes = None if fusion is None else self._boxes(parameter, fusion, form)
+        if boxes is None and form.shape != parameter.shape:
+            raise _shape_refused(parameter, form)
+        return ParameterLocation(parameter, form, boxes)
+
+    @cached_property
+    def _fusions(self) -> Mapping[str, Fusion]:
+        return {member: each for each in self.layout.fusions for member in each.members}
+
+    def _boxes(self, parameter: Parameter, fusion: Fusion, form: StoredForm) -> Mapping[Part, Box]:
+        """Locate a member in a fused module by the layout's boxes for the format that was found."""
+        block = parameter.block
+        assert block is not None, "nothing outside blocks is fused"
+        names = (member.replace(EXPERT, str(parameter.expert)) for member in fusion.members)
+        members = [parameter_named(self.config, f"{block.prefix}.{name}") for name in names]
+        weight = BF16 if form.format is None else form.format.name
+        activation = weight if Part.INPUT_SCALE in form.parts and weight == "NVFP4" else BF16
+        layout = self.layout.with_recipe(Recipe("as stored", (Rule("*", weight, activation),)))
+        found = {}
+        for slot in slots(self.config, layout, members):
+            if slot.parameter.name == parameter.name and slot.part in form.parts:
+                entry = form.parts[slot.part]
+                inside = len(slot.box.ranges) == len(entry.shape) and all(
+                    stop <= extent
+                    for (_, stop), extent in zip(slot.box.ranges, entry.shape, strict=True)
+                )
+                if not inside:
+                    raise _shape_refused(parameter, form)
+                found[slot.part] = slot.box
+        return MappingProxyType(found)
+
+
+def _shape_refused(parameter: Parameter, form: StoredForm) -> ShapeMismatch:
+    stored = {str(part): list(entry.shape) for part, entry in form.parts.items()}
+    return ShapeMismatch(
+        f"{parameter.name}, stored as {shown(form.module)}",
+        f"{list(form.shape)}, stored {stored}",
+        f"{list(parameter.shape)}, as the config implies",
+        "Check that config and shards are of one model, and that no prefix was mixed up.",
+    )
+
+
+def logical_names(config: Config, table: ModuleTable) -> LogicalNames | None:
+    """Choose the layout that finds most names; None where it finds less than half."""
+    best, best_hits, asked = None, 0, 0
+    # One expert stands for all: their names differ by number only.
+    sample = [each for each in parameters(config) if each.expert in (None, 0)]
+    for layout in _spellings(config):
+        names = LogicalNames(config, table, layout)
+        wanted = [each for each in sample if not layout.omits(each, config)]
+        hits = sum(names.module_of(each) in table.suffixes for each in wanted)
+        if hits > best_hits:
+            best, best_hits, asked = names, hits, len(wanted)
+    return best if best_hits * 2 > asked else None
+
+
+def _spellings(config: Config) -> Iterator[Layout]:
+    """Yield one layout for each combination of spelling and fusion."""
+    seen = set()
+    for (family, _), layout in LAYOUTS.items():
+        way = (layout.spelling, layout.fusions)
+        if family == config.family and way not in seen:
+            seen.add(way)
+            yield layout
+
+
+# --------------------------------------------------------------------------------------------------
+# Opening: a stray shard, a link that leaves the folder, a wrong total size and pickled files are
+# reported, and tolerated even by `Checkpoint.open`.
 
 # Counts of things that are listed one by one; everything else in a config is a number to us.
 _COUNTS = (
@@ -69,7 +201,7 @@ _OF_PICKLED = (
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardFile:
     """One file of a checkpoint."""
 
     file: Path
@@ -85,8 +217,8 @@ class Checkpoint:
     def __init__(self, root: Path, problems: Problems) -> None:
         self.root = root
         self.problems = problems
-        self.index: Index | None = None
-        self.shards: tuple[Shard, ...] = ()
+        self.index: CheckpointIndex | None = None
+        self.shards: tuple[ShardFile, ...] = ()
         self.entries: Mapping[str, TensorEntry] = {}
         self.config: Mapping[str, Any] = {}
         self.quantisation: Mapping[str, Mapping[str, Any]] = {}
@@ -107,7 +239,7 @@ class Checkpoint:
     def tensor(self, name: str) -> Tensor:
         """Return one stored tensor over the file's own pages; writes to it are not kept."""
         # torch takes 200 MB, and a structure audit needs none of it.
-        from degarble.harness.checkpoint.read.tensors import tensor_over  # noqa: PLC0415
+        from degarble.harness.checkpoint.view.stored import tensor_over  # noqa: PLC0415
 
         return tensor_over(self.entry(name), self.raw(name))
 
@@ -131,7 +263,7 @@ class Checkpoint:
         return ModuleTable(self.entries)
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> StoredLayout:
         """The conventions that the checkpoint follows as a whole."""
         return self.table.layout()
 
@@ -151,8 +283,10 @@ class Checkpoint:
     def stored(self, name: str) -> StoredWeight:
         """Find one weight, by its logical name or by the name of its stored module."""
         # torch takes 200 MB, and a structure audit needs none of it.
-        from degarble.harness.checkpoint.read.tensors import tensor_over  # noqa: PLC0415
-        from degarble.harness.checkpoint.view.stored import StoredWeight  # noqa: PLC0415
+        from degarble.harness.checkpoint.view.stored import (  # noqa: PLC0415
+            StoredWeight,
+            tensor_over,
+        )
 
         def read(entry: TensorEntry) -> Tensor:
             return tensor_over(entry, self.files.raw(entry))
@@ -170,9 +304,9 @@ class Checkpoint:
     @property
     def weights(self) -> Mapping[str, Weight]:
         """The weights by logical name, as references take them; empty without `names`."""
-        from degarble.harness.checkpoint.view.stored import Weights  # noqa: PLC0415  as above
+        from degarble.harness.checkpoint.view.stored import StoredWeights  # noqa: PLC0415  as above
 
-        return Weights(self.names.present if self.names else {}, self.weight)
+        return StoredWeights(self.names.present if self.names else {}, self.weight)
 
     def named_by(self, model: Config | None) -> Checkpoint:
         """Return a view of the same files whose names follow another config."""
@@ -211,7 +345,7 @@ class _Opener:
         root = self._path.parent if single else self._path
         checkpoint = Checkpoint(root, self._problems)
         checkpoint.is_folder = not single
-        folder = Folder((self._path,), (), ()) if single else look_into(root)
+        folder = CheckpointFolder((self._path,), (), ()) if single else list_folder(root)
         if not single:
             self._report_unfinished(root)
         self._report_pickled(folder)
@@ -228,7 +362,7 @@ class _Opener:
         headers = list(read_shards(root, folder, checkpoint.index, self._problems))
         checkpoint.entries = MappingProxyType(gather(headers, checkpoint.index, self._problems))
         checkpoint.shards = tuple(
-            Shard(each.file, each.file_size, each.data_begin, each.metadata, len(each.entries))
+            ShardFile(each.file, each.file_size, each.data_begin, each.metadata, len(each.entries))
             for each in headers
         )
         checkpoint.files = MappedFiles({each.file: each.file_size for each in headers})
@@ -241,7 +375,7 @@ class _Opener:
         except UnreadableFile as error:
             self._problems.report(ProblemKind.UNFINISHED, UNFINISHED, None, error)
 
-    def _report_pickled(self, folder: Folder) -> None:
+    def _report_pickled(self, folder: CheckpointFolder) -> None:
         for path in folder.pickled:
             error = UnreadableFile(
                 shown(str(path)),
@@ -251,7 +385,7 @@ class _Opener:
             )
             self._problems.report(ProblemKind.UNPICKLED, path.name, None, error)
 
-    def _index(self, folder: Folder) -> Index | None:
+    def _index(self, folder: CheckpointFolder) -> CheckpointIndex | None:
         known = {path.name: path for path in folder.indices}
         path = known.get(INDEX_NAME) or (folder.indices[0] if len(known) == 1 else None)
         if path is None:
@@ -315,3 +449,49 @@ def model_of(config: Mapping[str, Any]) -> Config | None:
 def _implausible(key: str, value: object, expectation: str) -> InvalidArgument:
     remedy = "No model has as many; see who wrote this config."
     return InvalidArgument(key, value, expectation, remedy)
+
+
+# --------------------------------------------------------------------------------------------------
+# Fingerprints, which a resumed run compares. Of each shard they cover its size, every entry of its
+# header, and 64 windows of 4 KiB, spread evenly over its data, the first and the last included.
+# Training steps, seeds and quantisers change bytes everywhere, so another model is detected; a few
+# bytes edited between two windows are not. Reading all of 881 GB twice would cost more than the
+# conversion; `degarble convert --prove` compares every byte.
+
+WINDOWS = 64
+WINDOW_BYTES = 4096
+FINGERPRINT_COVERS = f"sizes, heads, and {WINDOWS} samples of {WINDOW_BYTES} bytes of each shard"
+
+
+def fingerprints(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the fingerprint of each shard of a source, and of its config."""
+    digests = {shard.file: _begun(shard) for shard in checkpoint.shards}
+    for entry in checkpoint.entries.values():
+        facts = (entry.name, entry.dtype, entry.shape, entry.begin, entry.end)
+        digests[entry.file].update(repr(facts).encode())
+    config = json.dumps(dict(checkpoint.config), sort_keys=True).encode()
+    found = {file.name: digest.hexdigest() for file, digest in digests.items()}
+    return found | {"config.json": hashlib.sha256(config).hexdigest()}
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Return one fingerprint of a whole source."""
+    told = json.dumps(fingerprints(checkpoint), sort_keys=True)
+    return hashlib.sha256(told.encode()).hexdigest()
+
+
+def _begun(shard: ShardFile) -> hashlib._Hash:
+    digest = hashlib.sha256(f"{shard.file_size}\n".encode())
+    for window in shard_samples(shard.file, shard.data_begin, shard.file_size):
+        digest.update(window)
+    return digest
+
+
+def shard_samples(path: Path, begin: int, end: int) -> list[bytes]:
+    """Read the windows of a file's data, or all of it if it is small."""
+    room = end - begin - WINDOW_BYTES
+    with regular_file(path) as (descriptor, _):
+        if room <= WINDOWS * WINDOW_BYTES:
+            return [os.pread(descriptor, end - begin, begin)]
+        places = [begin + room * index // (WINDOWS - 1) for index in range(WINDOWS)]
+        return [os.pread(descriptor, WINDOW_BYTES, place) for place in places]

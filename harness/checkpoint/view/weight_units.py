@@ -16,9 +16,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from degarble.harness.base.errors import DtypeMismatch, Refused, ShapeMismatch
-from degarble.harness.checkpoint.read.tensors import TORCH_DTYPES, tensor_over
-from degarble.harness.checkpoint.view.modules import Convention, StoredForm
-from degarble.harness.checkpoint.view.stored import StoredWeight
+from degarble.harness.checkpoint.view.modules import NamingConvention, StoredForm
+from degarble.harness.checkpoint.view.stored import TORCH_DTYPES, StoredWeight, tensor_over
 from degarble.harness.model.components import components
 from degarble.harness.model.parameters import EXPERT
 from degarble.harness.model.storage import Part
@@ -52,7 +51,7 @@ def without_numbers(name: str) -> str:
     return _NUMBERS.sub("*", name)
 
 
-class Unit(NamedTuple):
+class WeightUnit(NamedTuple):
     """One weight of the walk.
 
     Units of one `place`, a block or an end of the model, are walked together. `member` is an index
@@ -80,16 +79,16 @@ class Unit(NamedTuple):
 
 
 @dataclass
-class Units:
+class WeightUnits:
     """All units, and the tensors that no unit could read, with the reason."""
 
-    units: list[Unit] = field(default_factory=list)
+    units: list[WeightUnit] = field(default_factory=list)
     unread: dict[str, str] = field(default_factory=dict)
 
 
-def units_of(checkpoint: Checkpoint) -> Units:
+def units_of(checkpoint: Checkpoint) -> WeightUnits:
     """List the units of a checkpoint in the order of its files."""
-    found = Units()
+    found = WeightUnits()
     taken: set[str] = set()
     names = checkpoint.names
     if names is not None:
@@ -108,7 +107,7 @@ def units_of(checkpoint: Checkpoint) -> Units:
     return found
 
 
-def stored_of(checkpoint: Checkpoint, unit: Unit) -> StoredWeight:
+def stored_of(checkpoint: Checkpoint, unit: WeightUnit) -> StoredWeight:
     """Return the stored weight of a unit."""
     if unit.is_bare:
         return _bare(checkpoint, checkpoint.entries[unit.module])
@@ -128,14 +127,14 @@ def feeds_of(config: Config) -> Mapping[str, str]:
 
 def _named(
     stored: StoredWeight, parameter: Parameter, feeds: Mapping[str, str], config: Config
-) -> Unit:
+) -> WeightUnit:
     block = parameter.block
     layer = None
     if block is not None:
         # Blocks of the drafter are numbered after the decoder's layers.
         layer = block.index + (config.num_hidden_layers if block.is_drafter else 0)
     row = parameter.row.name.replace(EXPERT, "*")
-    return Unit(
+    return WeightUnit(
         name=parameter.name,
         module=stored.form.module,
         role=f"{block.scope}.*.{row}" if block else row,
@@ -151,7 +150,7 @@ def _named(
     )
 
 
-def _take_module(checkpoint: Checkpoint, module: str, found: Units) -> None:
+def _take_module(checkpoint: Checkpoint, module: str, found: WeightUnits) -> None:
     """Add a module as it is stored: a stack by members, tensors alone where they make no weight."""
     try:
         stored = checkpoint.stored(module)
@@ -189,10 +188,10 @@ def _is_no_stack(shape: tuple[int, ...]) -> bool:
     return len(shape) > _MOST_AXES or (len(shape) == _MOST_AXES and shape[0] > _MOST_MEMBERS)
 
 
-def _unnamed(stored: StoredWeight, module: str, member: int | None) -> Unit:
+def _unnamed(stored: StoredWeight, module: str, member: int | None) -> WeightUnit:
     expert, layer = _EXPERT_NUMBER.search(stored.name), _LAYER_NUMBER.search(module)
     quantised = stored.format is not None
-    return Unit(
+    return WeightUnit(
         name=stored.name,
         module=module,
         role=_NUMBERS.sub("*", stored.name),
@@ -241,7 +240,7 @@ def _bare(checkpoint: Checkpoint, entry: TensorEntry) -> StoredWeight:
         entry = entry._replace(shape=(prod(entry.shape[:-1]), entry.shape[-1]))
     form = StoredForm(
         entry.name,
-        Convention.PLAIN,
+        NamingConvention.PLAIN,
         MappingProxyType({Part.VALUE: entry}),
         format=None,
         dialect=None,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from degarble.harness.base.errors import InvalidArgument, Refused, UnwritablePath, WorkerLost
 from degarble.harness.base.input_files import read_small_file
-from degarble.harness.checkpoint.read.index import INDEX_NAME
+from degarble.harness.checkpoint.read.safetensors_files import INDEX_NAME
 from degarble.harness.checkpoint.read.types import LARGEST_INDEX, shown
 from degarble.harness.checkpoint.write.disk import (
     DISK,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
-    from degarble.harness.checkpoint.read.source_state import SourceState
+    from degarble.harness.checkpoint.read.file_access import SourceState
     from degarble.harness.checkpoint.write.disk import Disk
     from degarble.harness.checkpoint.write.manifest import ShardRecord
     from degarble.harness.checkpoint.write.plan import PlannedTensor, ShardPlan, WritePlan

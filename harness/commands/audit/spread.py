@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from degarble.harness.checkpoint.view.weight_units import Unit
+    from degarble.harness.checkpoint.view.weight_units import WeightUnit
     from degarble.harness.checkpoint.write.worker_pool import Workers
 
 Table = TypeVar("Table", NumberTable, AgainstTable)
@@ -108,7 +108,7 @@ def _done(
         yield table
 
 
-def _file_order(units: Sequence[Unit]) -> list[int]:
+def _file_order(units: Sequence[WeightUnit]) -> list[int]:
     """Return the order in which a single walk would have made the rows."""
     return sorted(range(len(units)), key=lambda row: units[row].position)
 

@@ -19,7 +19,7 @@ from degarble.harness.base.errors import InvalidArgument, UnreadableFile
 from degarble.harness.capture.captured_inputs import require_usable_inputs
 from degarble.harness.capture.files.reader import Capture
 from degarble.harness.checkpoint.audit.structure.manifest_check import require_as_written
-from degarble.harness.checkpoint.view.fingerprint import fingerprint
+from degarble.harness.checkpoint.view.view import fingerprint
 from degarble.harness.engine.conventions.registry import CONTRADICTED, REGISTRY, conventions_in
 from degarble.harness.engine.diagnose.attribute import Shares, shares_of
 from degarble.harness.engine.diagnose.minimal_reproducer import shrunk

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
-from degarble.harness.checkpoint.read.tensors import tensor_over
+from degarble.harness.checkpoint.view.stored import tensor_over
 from degarble.harness.engine.compare.comparison import (
     Census,
     Comparison,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import torch
 
 from degarble.harness.capture.files.types import Call, Kept, Phase, Step, malformed
-from degarble.harness.checkpoint.read.tensors import TORCH_DTYPES
+from degarble.harness.checkpoint.view.stored import TORCH_DTYPES
 from degarble.harness.model.config.config import V4Config
 from degarble.references.model.v4 import ModelV4
 from degarble.references.model.v32 import ModelV32

@@ -9,8 +9,12 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import UnreadableFile
-from degarble.harness.checkpoint.read import index as index_module
-from degarble.harness.checkpoint.read.index import look_into, read_index, unsafe_reason
+from degarble.harness.checkpoint.read import safetensors_files as index_module
+from degarble.harness.checkpoint.read.safetensors_files import (
+    list_folder,
+    read_index,
+    unsafe_reason,
+)
 from degarble.harness.checkpoint.read.types import EXAMPLES_KEPT, ProblemKind, Problems
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.checkpoint.write.manifest import UNFINISHED
@@ -284,7 +288,7 @@ def test_sizes_are_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_only_pickled_files_are_refused_and_told(tmp_path: Path) -> None:
     for name in ("pytorch_model.bin", "consolidated.00.pth", "a.ckpt", "b.pkl"):
         (tmp_path / name).write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
-    assert len(look_into(tmp_path).pickled) == 4
+    assert len(list_folder(tmp_path).pickled) == 4
     with pytest.raises(UnreadableFile, match="4 pickled"):
         Checkpoint.open(tmp_path)
 

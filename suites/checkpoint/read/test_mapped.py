@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import InvalidArgument, UnreadableFile
-from degarble.harness.checkpoint.read.mapped import MappedFiles
-from degarble.harness.checkpoint.read.safetensors_file import read_header
+from degarble.harness.checkpoint.read.file_access import MappedFiles
+from degarble.harness.checkpoint.read.safetensors_files import read_header
 from degarble.suites.checkpoint.reading_cases import entry, write_raw
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ def test_release_gives_memory_back(tmp_path: Path, whole: bool) -> None:
     # Resident memory is the process's: ask one that does nothing else.
     code = (
         "import sys, pathlib\n"
-        "from degarble.harness.checkpoint.read.mapped import MappedFiles\n"
-        "from degarble.harness.checkpoint.read.safetensors_file import read_header\n"
+        "from degarble.harness.checkpoint.read.file_access import MappedFiles\n"
+        "from degarble.harness.checkpoint.read.safetensors_files import read_header\n"
         "def resident():\n"
         "    line = next(l for l in open('/proc/self/status') if l.startswith('VmRSS'))\n"
         "    return int(line.split()[1]) // 1024\n"

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from degarble.harness.base.errors import UnreadableFile
-from degarble.harness.checkpoint.read import safetensors_file
-from degarble.harness.checkpoint.read.safetensors_file import read_header
-from degarble.harness.checkpoint.read.tensors import TORCH_DTYPES
+from degarble.harness.checkpoint.read import safetensors_files
+from degarble.harness.checkpoint.read.safetensors_files import read_header
 from degarble.harness.checkpoint.read.types import DTYPE_BITS, LARGEST_HEADER, MOST_DIMENSIONS
+from degarble.harness.checkpoint.view.stored import TORCH_DTYPES
 from degarble.suites.checkpoint.reading_cases import entry, header_of, oracle_of, write_raw
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def test_refuses_every_truncation(path: Path) -> None:
 
 
 def test_the_number_of_tensors_is_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safetensors_file, "MOST_TENSORS", 3)
+    monkeypatch.setattr(safetensors_files, "MOST_TENSORS", 3)
     write_raw(path, {str(i): entry("U8", [0], 0, 0) for i in range(3)})
     assert len(read_header(path).entries) == 3
     write_raw(path, {str(i): entry("U8", [0], 0, 0) for i in range(4)})
@@ -269,5 +269,5 @@ def test_disabling_a_check_shows(
     write_raw(path, header, data)
     with pytest.raises(UnreadableFile):
         read_header(path)
-    monkeypatch.setattr(safetensors_file, check, lambda _header: None)
+    monkeypatch.setattr(safetensors_files, check, lambda _header: None)
     assert read_header(path).entries

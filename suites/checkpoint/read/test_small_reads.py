@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import UnreadableFile
-from degarble.harness.checkpoint.read.small_reads import read_small
+from degarble.harness.checkpoint.read.file_access import read_small
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.suites.checkpoint.reading_cases import write_shards
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from degarble.harness.base.errors import Refused, UnreadableFile
-from degarble.harness.checkpoint.read.source_state import SourceState
+from degarble.harness.checkpoint.read.file_access import SourceState
 from degarble.harness.checkpoint.transform.convert.job import job_for
 from degarble.harness.checkpoint.transform.quantise.job import plan_job, run_job
 from degarble.harness.checkpoint.write.manifest import MANIFEST, UNFINISHED

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from degarble.harness.base.errors import DtypeMismatch, ShapeMismatch
-from degarble.harness.checkpoint.read.tensors import TORCH_DTYPES, tensor_over
 from degarble.harness.checkpoint.read.types import DTYPE_BITS, TensorEntry
+from degarble.harness.checkpoint.view.stored import TORCH_DTYPES, tensor_over
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.suites.checkpoint.reading_cases import entry, write_raw
 

@@ -20,7 +20,7 @@ from degarble.harness.checkpoint.view.consumers import (
     VLLM_NVFP4,
     consumer_of,
     consumer_of_recipe,
-    reading,
+    name_coverage,
     table,
 )
 from degarble.harness.model.layouts import LAYOUTS, layout_named
@@ -104,11 +104,13 @@ def test_names_of_a_layout_are_complete_or_told(config: Config) -> None:
     names = [each.name for each in tensors_of(config, layout_named("bf16", config))]
     drafted = sum(".2." in name or name.startswith("mtp.") for name in names)
     for consumer in (TRANSFORMERS, VLLM):
-        found = reading(consumer, config, recipe, names, packed=False)
+        found = name_coverage(consumer, config, recipe, names, packed=False)
         assert found is not None
         assert (found.missing, found.unexpected) == ((), ())
         assert (found.passed_over > 0) == (consumer is TRANSFORMERS and drafted > 0)
-    found = reading(VLLM, config, recipe, [*names[1:], "layers.0.attn.wq_c.weight"], packed=False)
+    found = name_coverage(
+        VLLM, config, recipe, [*names[1:], "layers.0.attn.wq_c.weight"], packed=False
+    )
     assert found is not None
     assert found.missing == (names[0],)
     assert found.unexpected == ("layers.0.attn.wq_c.weight",)
@@ -121,9 +123,9 @@ def test_a_half_drafter_is_missing_where_it_is_read_and_absent_as_a_whole() -> N
     main = [name for name in names if not name.startswith("mtp.")]
     assert len(drafter) > 1
     for stored, missing in ((main, 0), ([*main, drafter[0]], len(drafter) - 1)):
-        found = reading(VLLM, TINY_V4, recipe, stored, packed=False)
+        found = name_coverage(VLLM, TINY_V4, recipe, stored, packed=False)
         assert found is not None
         assert len(found.missing) == missing
-        passed = reading(TRANSFORMERS, TINY_V4, recipe, stored, packed=False)
+        passed = name_coverage(TRANSFORMERS, TINY_V4, recipe, stored, packed=False)
         assert passed is not None
         assert not passed.missing

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from degarble.harness.checkpoint.view.fingerprint import (
+from degarble.harness.checkpoint.view.view import (
     WINDOW_BYTES,
     WINDOWS,
+    Checkpoint,
     fingerprint,
     fingerprints,
-    samples,
+    shard_samples,
 )
-from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.checkpoint.write.plan import PlannedTensor, WritePlan
 from degarble.harness.checkpoint.write.writer import Ending, write
 
@@ -70,7 +70,7 @@ def test_another_config_is_seen(source: Path) -> None:
 def test_windows_reach_from_the_first_to_the_last_byte(length: int, tmp_path: Path) -> None:
     path = tmp_path / "data"
     path.write_bytes(b"head" + bytes(index % 251 for index in range(length)))
-    found = samples(path, 4, 4 + length)
+    found = shard_samples(path, 4, 4 + length)
     data = path.read_bytes()[4:]
     if length <= WINDOWS * WINDOW_BYTES:
         assert b"".join(found) == data

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from degarble.harness.base.errors import ShapeMismatch, UnknownName
-from degarble.harness.checkpoint.read.types import Layout
-from degarble.harness.checkpoint.view import logical
+from degarble.harness.checkpoint.read.types import StoredLayout
+from degarble.harness.checkpoint.view import view
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.model.config.config import V4Config
 from degarble.harness.model.layouts import layout_named
@@ -33,26 +33,26 @@ if TYPE_CHECKING:
     from degarble.harness.model.config.config import Config
 
 CASES = [
-    (TINY_V4, "official", None, Layout.OFFICIAL),
-    (TINY_V4, "bf16", None, Layout.BF16),
-    (TINY_V4, "nvfp4-experts", None, Layout.MODELOPT),
-    (TINY_V4, "nvfp4-full", None, Layout.MODELOPT),
-    (TINY_V4, "transformers", None, Layout.TRANSFORMERS),
-    (TINY_V4, "vllm", None, Layout.VLLM),
-    (TINY_V4, "vllm", "nvfp4-experts", Layout.VLLM),
-    (TINY_V32, "official", None, Layout.HF_FP8),
-    (TINY_V32, "inference", None, Layout.OFFICIAL),
-    (TINY_V32, "bf16", None, Layout.BF16),
-    (TINY_V32, "nvfp4-experts", None, Layout.MODELOPT),
-    (TINY_V32, "nvfp4-full", None, Layout.MODELOPT),
-    (TINY_V32, "transformers", None, Layout.TRANSFORMERS),
-    (TINY_V32, "vllm", "bf16", Layout.VLLM),
+    (TINY_V4, "official", None, StoredLayout.OFFICIAL),
+    (TINY_V4, "bf16", None, StoredLayout.BF16),
+    (TINY_V4, "nvfp4-experts", None, StoredLayout.MODELOPT),
+    (TINY_V4, "nvfp4-full", None, StoredLayout.MODELOPT),
+    (TINY_V4, "transformers", None, StoredLayout.TRANSFORMERS),
+    (TINY_V4, "vllm", None, StoredLayout.VLLM),
+    (TINY_V4, "vllm", "nvfp4-experts", StoredLayout.VLLM),
+    (TINY_V32, "official", None, StoredLayout.HF_FP8),
+    (TINY_V32, "inference", None, StoredLayout.OFFICIAL),
+    (TINY_V32, "bf16", None, StoredLayout.BF16),
+    (TINY_V32, "nvfp4-experts", None, StoredLayout.MODELOPT),
+    (TINY_V32, "nvfp4-full", None, StoredLayout.MODELOPT),
+    (TINY_V32, "transformers", None, StoredLayout.TRANSFORMERS),
+    (TINY_V32, "vllm", "bf16", StoredLayout.VLLM),
 ]
 
 
 @pytest.mark.parametrize(("config", "name", "recipe", "summary"), CASES)
 def test_every_parameter_comes_back(
-    tmp_path: Path, seed: int, config: Config, name: str, recipe: str | None, summary: Layout
+    tmp_path: Path, seed: int, config: Config, name: str, recipe: str | None, summary: StoredLayout
 ) -> None:
     layout = layout_named(name, config)
     model = make_model(config, layout.with_recipe(recipe) if recipe else layout, seed)
@@ -149,15 +149,15 @@ def test_a_mixed_up_order_of_experts_would_be_seen(
     model = make_model(TINY_V4, layout_named("transformers", TINY_V4), seed)
     write_model(tmp_path, model)
     name = "layers.1.ffn.experts.1.w1"
-    honest = logical.LogicalNames.place
+    honest = view.LogicalNames.place
 
-    def mixed_up(names: logical.LogicalNames, wanted: str) -> logical.Placed:
+    def mixed_up(names: view.LogicalNames, wanted: str) -> view.ParameterLocation:
         return honest(names, wanted.replace(".1.w1", ".2.w1"))
 
     assert torch.equal(
         Checkpoint.open(tmp_path).weight(name).values(torch.float32), model.values[name].float()
     )
-    monkeypatch.setattr(logical.LogicalNames, "place", mixed_up)
+    monkeypatch.setattr(view.LogicalNames, "place", mixed_up)
     assert not torch.equal(
         Checkpoint.open(tmp_path).weight(name).values(torch.float32), model.values[name].float()
     )
@@ -197,7 +197,7 @@ def test_names_of_compressed_tensors_are_found_too(tmp_path: Path, seed: int) ->
     (tmp_path / "model.safetensors.index.json").unlink()
     save_file(renamed, path)
     checkpoint = Checkpoint.open(tmp_path)
-    assert checkpoint.layout is Layout.COMPRESSED_TENSORS
+    assert checkpoint.layout is StoredLayout.COMPRESSED_TENSORS
     assert set(checkpoint.weights) == set(model.values)
     for name, values in model.values.items():
         weight = checkpoint.weights[name]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from degarble.harness.base.errors import LayoutMismatch, Refused, ShapeMismatch, UnknownName
-from degarble.harness.checkpoint.read.types import Layout, TensorEntry
-from degarble.harness.checkpoint.view.modules import Convention, ModuleTable
+from degarble.harness.checkpoint.read.types import StoredLayout, TensorEntry
+from degarble.harness.checkpoint.view.modules import ModuleTable, NamingConvention
 from degarble.harness.formats.types import NibbleOrder, ScaleDirection
 from degarble.harness.model.storage import Part
 
@@ -54,37 +54,40 @@ STACKED: Tensors = {
 @pytest.mark.parametrize(
     ("tensors", "module", "convention", "name", "shape", "dialect"),
     [
-        (OFFICIAL_FP8, "m", Convention.DEEPSEEK, "FP8_128X128_UE8M0", (256, 384), "canonical"),
-        (OFFICIAL_FP4, "m", Convention.DEEPSEEK, "MXFP4", (256, 128), "canonical"),
-        (HF_FP8, "m", Convention.HUGGINGFACE, "FP8_128X128_F32", (200, 384), "canonical"),
-        (MODELOPT, "m", Convention.MODELOPT, "NVFP4", (256, 128), "modelopt"),
         (
-            COMPRESSED, "m", Convention.COMPRESSED_TENSORS, "NVFP4", (256, 128),
+            OFFICIAL_FP8, "m", NamingConvention.DEEPSEEK, "FP8_128X128_UE8M0", (256, 384),
+            "canonical",
+        ),
+        (OFFICIAL_FP4, "m", NamingConvention.DEEPSEEK, "MXFP4", (256, 128), "canonical"),
+        (HF_FP8, "m", NamingConvention.HUGGINGFACE, "FP8_128X128_F32", (200, 384), "canonical"),
+        (MODELOPT, "m", NamingConvention.MODELOPT, "NVFP4", (256, 128), "modelopt"),
+        (
+            COMPRESSED, "m", NamingConvention.COMPRESSED_TENSORS, "NVFP4", (256, 128),
             "compressed_tensors",
         ),
-        (STACKED, "m.w13", Convention.MODELOPT, "NVFP4", (4, 256, 128), "modelopt"),
+        (STACKED, "m.w13", NamingConvention.MODELOPT, "NVFP4", (4, 256, 128), "modelopt"),
         (
             {"m.weight": ("F4", (256, 128)), "m.scale": ("F8_E8M0", (256, 4))},
-            "m", Convention.DEEPSEEK, "MXFP4", (256, 128), "canonical",
+            "m", NamingConvention.DEEPSEEK, "MXFP4", (256, 128), "canonical",
         ),
         (
             {"m.weight": ("U8", (256, 64)), "m.weight_scale": ("U8", (256, 4))},
-            "m", Convention.WEIGHT_SCALE, "MXFP4", (256, 128), "canonical",
+            "m", NamingConvention.WEIGHT_SCALE, "MXFP4", (256, 128), "canonical",
         ),
         (
             {"m.weight": ("F8_E4M3", (256, 128)), "m.weight_scale": ("BF16", (2, 1))},
-            "m", Convention.WEIGHT_SCALE, "FP8_128X128_F32", (256, 128), "canonical",
+            "m", NamingConvention.WEIGHT_SCALE, "FP8_128X128_F32", (256, 128), "canonical",
         ),
         (
             {"m.weight": ("F8_E4M3", (256, 128)), "m.weight_scale": ("U8", (256, 4))},
-            "m", Convention.WEIGHT_SCALE, "MXFP8", (256, 128), "canonical",
+            "m", NamingConvention.WEIGHT_SCALE, "MXFP8", (256, 128), "canonical",
         ),
     ],
 )  # fmt: skip
 def test_forms(
     tensors: Tensors,
     module: str,
-    convention: Convention,
+    convention: NamingConvention,
     name: str,
     shape: tuple[int, ...],
     dialect: str,
@@ -99,7 +102,7 @@ def test_forms(
     assert form.dialect.name == dialect
     assert form.block == form.format.block
     assert {entry.name for entry in form.parts.values()} == set(tensors)
-    divides = convention is Convention.COMPRESSED_TENSORS
+    divides = convention is NamingConvention.COMPRESSED_TENSORS
     stored = ScaleDirection.ENCODE if divides else ScaleDirection.DECODE
     assert form.direction is (stored if form.format.tensor_scale else None)
     assert form.nibble_order is (NibbleOrder.LOW_EVEN if form.format.packed else None)
@@ -184,23 +187,26 @@ def test_an_unknown_module_is_refused_with_near_names() -> None:
 @pytest.mark.parametrize(
     ("tensors", "layout"),
     [
-        ({}, Layout.EMPTY),
-        ({"a.weight": ("BF16", (2, 2))}, Layout.BF16),
-        ({"a": ("BF16", (2, 2, 2))}, Layout.TRANSFORMERS),
-        (OFFICIAL_FP8, Layout.OFFICIAL),
-        (HF_FP8, Layout.HF_FP8),
-        (MODELOPT, Layout.MODELOPT),
-        (COMPRESSED, Layout.COMPRESSED_TENSORS),
-        (STACKED, Layout.VLLM),
+        ({}, StoredLayout.EMPTY),
+        ({"a.weight": ("BF16", (2, 2))}, StoredLayout.BF16),
+        ({"a": ("BF16", (2, 2, 2))}, StoredLayout.TRANSFORMERS),
+        (OFFICIAL_FP8, StoredLayout.OFFICIAL),
+        (HF_FP8, StoredLayout.HF_FP8),
+        (MODELOPT, StoredLayout.MODELOPT),
+        (COMPRESSED, StoredLayout.COMPRESSED_TENSORS),
+        (STACKED, StoredLayout.VLLM),
         # Mixed: NVFP4 experts in an official checkpoint, FP8 in a compressed one.
-        (MODELOPT | {"n" + name[1:]: what for name, what in OFFICIAL_FP8.items()}, Layout.MODELOPT),
+        (
+            MODELOPT | {"n" + name[1:]: what for name, what in OFFICIAL_FP8.items()},
+            StoredLayout.MODELOPT,
+        ),
         (
             COMPRESSED | {"n.weight": FP8, "n.weight_scale": ("F32", (2, 2))},
-            Layout.COMPRESSED_TENSORS,
+            StoredLayout.COMPRESSED_TENSORS,
         ),
     ],
 )
-def test_layouts(tensors: Tensors, layout: Layout) -> None:
+def test_layouts(tensors: Tensors, layout: StoredLayout) -> None:
     assert table(tensors).layout() is layout
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import UnreadableFile
-from degarble.harness.checkpoint.view.positioned import PositionedReader
+from degarble.harness.checkpoint.view.stored import PositionedReader
 from degarble.harness.formats.block_formats import FP8_128X128_F32, NVFP4
 from degarble.suites.checkpoint.number_cases import matrix, quantised_parts, write_modules
 

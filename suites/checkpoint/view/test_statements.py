@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 
-from degarble.harness.checkpoint.view.quantisation_configs import quantisation
-from degarble.harness.checkpoint.view.statements import FP8_BLOCKS, Promise, family_of, statements
+from degarble.harness.checkpoint.view.quantisation_configs import (
+    FP8_BLOCKS,
+    Promise,
+    family_of,
+    quantisation,
+    statements,
+)
 from degarble.harness.model.layouts import LAYOUTS, layout_named
 from degarble.harness.model.parameters import parameter_named, parameters
 from degarble.harness.model.types import Kind

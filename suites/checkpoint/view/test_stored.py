@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
-from degarble.harness.checkpoint.read.types import Layout
-from degarble.harness.checkpoint.view.modules import Convention
+from degarble.harness.checkpoint.read.types import StoredLayout
+from degarble.harness.checkpoint.view.modules import NamingConvention
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.formats.block_formats import FP8_128X128_F32, FP8_128X128_UE8M0, MXFP4, NVFP4
 from degarble.harness.formats.dialects import CANONICAL, MODELOPT
@@ -45,7 +45,7 @@ def test_values_are_those_of_compressed_tensors(tmp_path: Path, seed: int) -> No
     subprocess.run([*command, *map(str, (source, state, decoded))], check=True, capture_output=True)
     oracle = load_file(decoded)
     with Checkpoint.open(state) as checkpoint:
-        assert checkpoint.layout is Layout.COMPRESSED_TENSORS
+        assert checkpoint.layout is StoredLayout.COMPRESSED_TENSORS
         assert sorted(checkpoint.modules()) == sorted(values)
         for module, values_MK in oracle.items():
             weight = checkpoint.weight(module)
@@ -208,7 +208,7 @@ def test_fields_share_memory_with_the_file(tmp_path: Path, seed: int) -> None:
     assert one.codes is not None
     assert other.codes is not None
     assert one.codes.data_ptr() == other.codes.data_ptr()
-    assert checkpoint.form("m").convention is Convention.MODELOPT
+    assert checkpoint.form("m").convention is NamingConvention.MODELOPT
 
 
 def test_memory_stays_bounded_while_a_large_weight_is_walked(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import torch
 
 from degarble.harness.base import input_files
 from degarble.harness.base.errors import Refused
-from degarble.harness.checkpoint.read import json_scan, safetensors_file
+from degarble.harness.checkpoint.read import json_scan, safetensors_files
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.model.layouts import layout_named
 from degarble.suites.checkpoint.reading_cases import (
@@ -160,7 +160,7 @@ def test_spoilt_shards(folder: Path, seed: int) -> None:
         elif not reason:
             assert {
                 (name, entry.dtype, entry.shape, spoilt[entry.begin : entry.end])
-                for name, entry in safetensors_file.read_header(path).entries.items()
+                for name, entry in safetensors_files.read_header(path).entries.items()
             } == {
                 (name, each["dtype"], tuple(each["shape"]), bytes(each["data"]))
                 for name, each in oracle.items()
@@ -242,7 +242,7 @@ def test_a_parser_that_crashes_is_seen(folder: Path, monkeypatch: pytest.MonkeyP
     def crash(*_: object) -> None:
         raise KeyError
 
-    monkeypatch.setattr(safetensors_file._HeaderParser, "_require_sound", crash)
+    monkeypatch.setattr(safetensors_files._HeaderParser, "_require_sound", crash)
     with pytest.raises(KeyError):
         judge(folder)
 
@@ -255,7 +255,7 @@ def test_a_parser_that_writes_is_seen(folder: Path, monkeypatch: pytest.MonkeyPa
         written.write_text("")
         return honest(path, largest)
 
-    monkeypatch.setattr("degarble.harness.checkpoint.read.index.read_small_file", write)
+    monkeypatch.setattr("degarble.harness.checkpoint.read.safetensors_files.read_small_file", write)
     with pytest.raises(AssertionError, match="reading wrote something"):
         judge(folder)
     written.unlink()
@@ -270,7 +270,7 @@ def test_a_parser_that_writes_is_seen(folder: Path, monkeypatch: pytest.MonkeyPa
             lambda _scan: None,
             lambda raw: raw.replace(b"}} ", b"}}x", 1),
         ),
-        (safetensors_file, "_require_filled", lambda _header: None, lambda raw: raw + b"x"),
+        (safetensors_files, "_require_filled", lambda _header: None, lambda raw: raw + b"x"),
     ],
 )
 def test_a_lax_parser_is_seen(

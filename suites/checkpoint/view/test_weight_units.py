@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from degarble.harness.checkpoint.view.view import Checkpoint
-from degarble.harness.checkpoint.view.weight_units import Units, feeds_of, stored_of, units_of
+from degarble.harness.checkpoint.view.weight_units import WeightUnits, feeds_of, stored_of, units_of
 from degarble.harness.formats.block_formats import NVFP4
 from degarble.harness.model.layouts import layout_named
 from degarble.suites.checkpoint.number_cases import matrix, quantised_parts, write_modules
@@ -31,7 +31,7 @@ LAYOUTS = [
 ] + [(TINY_V32, name) for name in ("official", "nvfp4-full", "vllm")]
 
 
-def covered(checkpoint: Checkpoint, found: Units) -> None:
+def covered(checkpoint: Checkpoint, found: WeightUnits) -> None:
     """Check that the boxes of all units tile the tensors."""
     expected = sum(each.nbytes for each in checkpoint.entries.values())
     assert sum(unit.nbytes for unit in found.units) == expected

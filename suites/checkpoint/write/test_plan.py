@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName
-from degarble.harness.checkpoint.read.safetensors_file import read_header
+from degarble.harness.checkpoint.read.safetensors_files import read_header
 from degarble.harness.checkpoint.write.plan import PlannedTensor, WritePlan, shard_bytes_for
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from degarble.harness.base.errors import (
     UnwritablePath,
     WorkerLost,
 )
-from degarble.harness.checkpoint.read.index import INDEX_NAME
+from degarble.harness.checkpoint.read.safetensors_files import INDEX_NAME
 from degarble.harness.checkpoint.read.types import ProblemKind
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.checkpoint.write.manifest import MANIFEST, UNFINISHED, Manifest

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from degarble.harness.checkpoint.read.tensors import TORCH_DTYPES
+from degarble.harness.checkpoint.view.stored import TORCH_DTYPES
 from degarble.harness.formats.arrays import decode_array
 from degarble.harness.formats.block_formats import (
     FP8_128X128_F32,

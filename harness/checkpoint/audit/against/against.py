@@ -23,7 +23,7 @@ from degarble.harness.checkpoint.audit.against.pairs import pairs_of, stored_the
 from degarble.harness.checkpoint.audit.against.rows import compare
 from degarble.harness.checkpoint.audit.against.table import AgainstTable
 from degarble.harness.checkpoint.audit.rules.findings import in_order
-from degarble.harness.checkpoint.view.positioned import PositionedReader
+from degarble.harness.checkpoint.view.stored import PositionedReader
 from degarble.harness.checkpoint.view.weight_units import stored_of
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from degarble.harness.checkpoint.view.weight_units import stored_of, units_of
 if TYPE_CHECKING:
     from degarble.harness.checkpoint.view.stored import StoredWeight
     from degarble.harness.checkpoint.view.view import Checkpoint
-    from degarble.harness.checkpoint.view.weight_units import Unit
+    from degarble.harness.checkpoint.view.weight_units import WeightUnit
 
 
 class Pair(NamedTuple):
@@ -31,7 +31,7 @@ class Pair(NamedTuple):
     there.
     """
 
-    unit: Unit
+    unit: WeightUnit
     there: str
     member: int | None
     rows: tuple[int, int] | None
@@ -87,7 +87,7 @@ def stored_there(reference: Checkpoint, pair: Pair) -> StoredWeight:
     return stored if pair.member is None else stored.member(pair.member)
 
 
-def _take(pairing: _Pairing, unit: Unit, place: _Place, found: Pairs) -> None:
+def _take(pairing: _Pairing, unit: WeightUnit, place: _Place, found: Pairs) -> None:
     """Add a pair, if both sides can be read and have one shape."""
     try:
         here = stored_of(pairing.checkpoint, unit)
@@ -142,10 +142,10 @@ class _Pairing:
         self._by_name = checkpoint.names is not None and reference.names is not None
         self._backend = stated_backend(checkpoint)
 
-    def is_arranged(self, unit: Unit) -> bool:
+    def is_arranged(self, unit: WeightUnit) -> bool:
         return self._backend is not None and is_arranged(unit.module)
 
-    def place_of(self, unit: Unit) -> _Place | None:
+    def place_of(self, unit: WeightUnit) -> _Place | None:
         names = self.reference.names
         if unit.is_bare:
             return None

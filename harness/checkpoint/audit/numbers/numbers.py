@@ -35,7 +35,7 @@ from degarble.harness.checkpoint.audit.numbers.table import NumberTable
 from degarble.harness.checkpoint.audit.statistics.inference_order import ORDER_NAMES
 from degarble.harness.checkpoint.audit.statistics.order_evidence import Block
 from degarble.harness.checkpoint.audit.statistics.tensor import statistics_of
-from degarble.harness.checkpoint.view.positioned import PositionedReader
+from degarble.harness.checkpoint.view.stored import PositionedReader
 from degarble.harness.checkpoint.view.weight_units import feeds_of, stored_of, units_of
 from degarble.harness.model.types import Kind
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.checkpoint.audit.rules.findings import Finding
     from degarble.harness.checkpoint.view.view import Checkpoint
-    from degarble.harness.checkpoint.view.weight_units import Unit
+    from degarble.harness.checkpoint.view.weight_units import WeightUnit
 
 _AHEAD = 64 << 20  # bytes to prefetch beyond the current unit
 
@@ -185,7 +185,7 @@ class _Walk:
             row["order_kin"] = -1 if judged.kinship is None else KINSHIPS.index(judged.kinship)
             row["order_lead"] = judged.inferred.lead
 
-    def _fetch_ahead(self, reader: PositionedReader, unit: Unit) -> None:
+    def _fetch_ahead(self, reader: PositionedReader, unit: WeightUnit) -> None:
         """Prefetch the bytes after a unit in its file, in large steps, each once."""
         file, begin = unit.position
         with self._lock:

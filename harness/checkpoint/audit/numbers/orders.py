@@ -27,7 +27,7 @@ from degarble.harness.checkpoint.audit.statistics.inference_layout import LINEAR
 from degarble.harness.checkpoint.audit.statistics.inference_order import ORDER_NAMES, Kinship
 from degarble.harness.checkpoint.audit.statistics.inferred import FAR
 from degarble.harness.checkpoint.transform.convert.stated_order import is_arranged, stated_backend
-from degarble.harness.checkpoint.view.modules import Convention
+from degarble.harness.checkpoint.view.modules import NamingConvention
 from degarble.harness.checkpoint.view.weight_units import stored_of
 from degarble.harness.formats.types import ScaleDirection
 from degarble.harness.model.storage import Part
@@ -221,7 +221,7 @@ def check_dialects(judging: Judging) -> None:
             matrices=len(members),
             candidates=list(left),
         )
-        own = convention is Convention.COMPRESSED_TENSORS
+        own = convention is NamingConvention.COMPRESSED_TENSORS
         if left and ("compressed_tensors" in left) != own and len(left) < 4:
             judging.findings.add(
                 rules.DIALECT_OTHER,
@@ -232,7 +232,7 @@ def check_dialects(judging: Judging) -> None:
             )
 
 
-def _traces(judging: Judging, members: list[int], convention: Convention) -> Traces:
+def _traces(judging: Judging, members: list[int], convention: NamingConvention) -> Traces:
     table = judging.table
     zero = table["zero_scale"][members]
     smallest = table["scale_smallest"][members]
@@ -242,7 +242,7 @@ def _traces(judging: Judging, members: list[int], convention: Convention) -> Tra
         scales=stored.tolist(),
         direction=(
             ScaleDirection.ENCODE
-            if convention is Convention.COMPRESSED_TENSORS
+            if convention is NamingConvention.COMPRESSED_TENSORS
             else ScaleDirection.DECODE
         ),
         zero_bytes=zero[zero >= 0].tolist(),

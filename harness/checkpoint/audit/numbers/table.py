@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from degarble.harness.checkpoint.view.modules import Convention
+from degarble.harness.checkpoint.view.modules import NamingConvention
 from degarble.harness.formats.types import ScaleDirection
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.audit.statistics.scales import ScaleStatistics
     from degarble.harness.checkpoint.audit.statistics.tensor import TensorStatistics
     from degarble.harness.checkpoint.view.modules import StoredForm
-    from degarble.harness.checkpoint.view.weight_units import Unit
+    from degarble.harness.checkpoint.view.weight_units import WeightUnit
 
 _NAN = float("nan")
 FORMATS = (
@@ -38,7 +38,7 @@ FORMATS = (
     "FP8_1X128_F32",
     "FP8_1X128_UE8M0",
 )
-CONVENTIONS = tuple(Convention)
+CONVENTIONS = tuple(NamingConvention)
 
 # name, type, what it says
 _COLUMNS: tuple[tuple[str, str, str], ...] = (
@@ -104,12 +104,12 @@ _DTYPE = np.dtype([(name, kind) for name, kind, _ in _COLUMNS])
 class NumberTable:
     """Weights and their numbers, by row. `unread`: tensors that could not be read, and why."""
 
-    units: list[Unit] = field(default_factory=list)
+    units: list[WeightUnit] = field(default_factory=list)
     data: NDArray[Any] = field(default_factory=lambda: np.zeros(0, _DTYPE))
     unread: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def empty(cls, units: Iterable[Unit]) -> NumberTable:
+    def empty(cls, units: Iterable[WeightUnit]) -> NumberTable:
         """Return a table with an unset row for each unit."""
         listed = list(units)
         return cls(listed, np.zeros(len(listed), _DTYPE))

@@ -277,7 +277,7 @@ NOT_READ = _rule(
     "not_read",
     Level.WARNING,
     "every tensor's numbers can be read",
-    "harness/checkpoint/read/tensors.py",
+    "harness/checkpoint/view/stored.py",
 )
 
 RULES = rules_in(globals())

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.checkpoint.audit.statistics.inferred import Inferred
     from degarble.harness.checkpoint.audit.statistics.records import TensorStatistics
-    from degarble.harness.checkpoint.view.weight_units import Unit
+    from degarble.harness.checkpoint.view.weight_units import WeightUnit
 
 _FEWEST_POOLED = 3  # experts of a layer
 _FEWEST_PACKED = 3  # others, whose mean stands for the order of packed siblings
@@ -41,7 +41,7 @@ class Profile(NamedTuple):
     """One weight's energies by column and by row, float32."""
 
     row: int
-    unit: Unit
+    unit: WeightUnit
     is_packed: bool
     columns: NDArray[np.float32]
     rows: NDArray[np.float32] | None
@@ -65,7 +65,7 @@ class Block:
         default_factory=lambda: defaultdict(list)
     )
 
-    def add(self, row: int, unit: Unit, found: TensorStatistics) -> None:
+    def add(self, row: int, unit: WeightUnit, found: TensorStatistics) -> None:
         """Keep the profile of a weight if it can serve as evidence or be judged."""
         if found.columns is not None and (unit.feed or unit.kind is Kind.NORM):
             is_packed = found.blocks is not None and len(found.counts) == 16

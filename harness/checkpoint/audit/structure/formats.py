@@ -15,12 +15,17 @@ from degarble.harness.checkpoint.audit.rules.findings import NOWHERE, Findings, 
 from degarble.harness.checkpoint.audit.structure.inventory import NVFP4
 from degarble.harness.checkpoint.audit.structure.partners import partners
 from degarble.harness.checkpoint.read.types import shown
-from degarble.harness.checkpoint.view.statements import FP8_BLOCKS, Promise, family_of, statements
+from degarble.harness.checkpoint.view.quantisation_configs import (
+    FP8_BLOCKS,
+    Promise,
+    family_of,
+    statements,
+)
 from degarble.harness.model.recipes import BF16
 
 if TYPE_CHECKING:
     from degarble.harness.checkpoint.audit.structure.inventory import Found, Inventory
-    from degarble.harness.checkpoint.view.statements import Statement
+    from degarble.harness.checkpoint.view.quantisation_configs import Statement
     from degarble.harness.checkpoint.view.view import Checkpoint
     from degarble.harness.model.types import Block
 

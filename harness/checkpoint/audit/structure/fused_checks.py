@@ -16,7 +16,7 @@ from degarble.harness.model.storage import Part
 from degarble.harness.model.tensors import tensors_of
 
 if TYPE_CHECKING:
-    from degarble.harness.checkpoint.view.logical import LogicalNames
+    from degarble.harness.checkpoint.view.view import LogicalNames
     from degarble.harness.model.parameters import Parameter
 
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from degarble.harness.checkpoint.audit.structure.fused_checks import check_fused
 from degarble.harness.checkpoint.audit.structure.module_checks import ModuleCheck, ModuleChecks
-from degarble.harness.checkpoint.read.types import Layout as StoredLayout
+from degarble.harness.checkpoint.read.types import StoredLayout
 from degarble.harness.model.parameters import EXPERT, parameters
 from degarble.harness.model.recipes import BF16, Formats, Recipe, Rule
 from degarble.harness.model.types import Kind
 
 if TYPE_CHECKING:
-    from degarble.harness.checkpoint.view.logical import LogicalNames
+    from degarble.harness.checkpoint.view.view import LogicalNames
     from degarble.harness.model.config.config import Config
     from degarble.harness.model.layouts import Layout
     from degarble.harness.model.parameters import Parameter

@@ -17,7 +17,7 @@ from degarble.harness.checkpoint.audit.rules import structure as rules
 from degarble.harness.checkpoint.audit.rules.findings import Findings, Place
 from degarble.harness.checkpoint.audit.structure.inventory import NVFP4
 from degarble.harness.checkpoint.audit.structure.partners import fusable, partners
-from degarble.harness.checkpoint.read.small_reads import read_small
+from degarble.harness.checkpoint.read.file_access import read_small
 from degarble.harness.checkpoint.read.types import shown
 from degarble.harness.model.storage import Part
 

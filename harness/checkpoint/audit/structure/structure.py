@@ -26,7 +26,7 @@ from degarble.harness.checkpoint.audit.structure.names import report_unread_name
 from degarble.harness.checkpoint.audit.structure.scalars import report_scalars
 from degarble.harness.checkpoint.read.types import ProblemKind, shown
 from degarble.harness.checkpoint.view.modules import has_coarse_scales, suffix_of
-from degarble.harness.checkpoint.view.statements import OTHER_METHODS
+from degarble.harness.checkpoint.view.quantisation_configs import OTHER_METHODS
 from degarble.harness.model.config.config import V4Config
 from degarble.harness.model.config.json_file import ARCHITECTURES
 from degarble.harness.model.layouts import (
@@ -41,9 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from degarble.harness.checkpoint.audit.structure.module_checks import Issue
-    from degarble.harness.checkpoint.view.logical import LogicalNames
     from degarble.harness.checkpoint.view.modules import ModuleTable
-    from degarble.harness.checkpoint.view.view import Checkpoint
+    from degarble.harness.checkpoint.view.view import Checkpoint, LogicalNames
     from degarble.harness.model.parameters import Parameter
 
 _INDEXER_COMPRESSOR = "attn.indexer.compressor."

@@ -21,17 +21,15 @@ import torch
 
 from degarble.harness.base.errors import LayoutMismatch, UnreadableFile
 from degarble.harness.base.input_files import read_small_file
-from degarble.harness.checkpoint.read.source_state import SourceState
+from degarble.harness.checkpoint.read.file_access import SourceState
 from degarble.harness.checkpoint.read.types import LARGEST_INDEX, TensorEntry, shown
 from degarble.harness.checkpoint.transform.convert.endings import SOURCE
 from degarble.harness.checkpoint.transform.convert.fused_compressor import FUSED
 from degarble.harness.checkpoint.transform.convert.job import job_of
 from degarble.harness.checkpoint.transform.convert.restacking import restacked
 from degarble.harness.checkpoint.transform.names import TargetNames
-from degarble.harness.checkpoint.view.fingerprint import fingerprints
-from degarble.harness.checkpoint.view.logical import logical_names
 from degarble.harness.checkpoint.view.modules import ModuleTable
-from degarble.harness.checkpoint.view.view import Checkpoint, model_of
+from degarble.harness.checkpoint.view.view import Checkpoint, fingerprints, logical_names, model_of
 from degarble.harness.checkpoint.write.plan import SHARD_BYTES, PlannedTensor, WritePlan
 from degarble.harness.checkpoint.write.shard_writer import write_shard
 from degarble.harness.checkpoint.write.writer import Ending, beginning, finish, make_shards
@@ -47,7 +45,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.checkpoint.transform.convert.job import Job
     from degarble.harness.checkpoint.transform.units import Chunk, Options
-    from degarble.harness.checkpoint.view.logical import LogicalNames
+    from degarble.harness.checkpoint.view.view import LogicalNames
     from degarble.harness.checkpoint.write.manifest import Manifest
     from degarble.harness.checkpoint.write.worker_pool import Workers
 

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.checkpoint.transform.convert.recipes_after import Stored
     from degarble.harness.checkpoint.transform.units import Work
-    from degarble.harness.checkpoint.view.logical import LogicalNames
-    from degarble.harness.checkpoint.view.view import Checkpoint
+    from degarble.harness.checkpoint.view.view import Checkpoint, LogicalNames
     from degarble.harness.model.layouts import Layout
 
 CONVERSION = "conversion.json"

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.errors import InvalidArgument, UnreadableFile
 from degarble.harness.base.input_files import read_small_file
-from degarble.harness.checkpoint.read.source_state import SourceState
+from degarble.harness.checkpoint.read.file_access import SourceState
 from degarble.harness.checkpoint.read.types import LARGEST_CONFIG, shown
 from degarble.harness.checkpoint.transform.convert.endings import CONVERSION, ending_of
 from degarble.harness.checkpoint.transform.convert.registry import conversion_named
 from degarble.harness.checkpoint.transform.names import TargetNames
 from degarble.harness.checkpoint.transform.units import Options
-from degarble.harness.checkpoint.view.fingerprint import fingerprints
-from degarble.harness.checkpoint.view.view import Checkpoint
+from degarble.harness.checkpoint.view.view import Checkpoint, fingerprints
 from degarble.harness.checkpoint.write.folder_overlap import require_apart
 from degarble.harness.checkpoint.write.manifest import MANIFEST
 from degarble.harness.checkpoint.write.plan import SHARD_BYTES, PlannedTensor, WritePlan

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from degarble.harness.checkpoint.read.types import Layout, shown
+from degarble.harness.checkpoint.read.types import StoredLayout, shown
 from degarble.harness.checkpoint.transform.convert.recipes_after import formats_after, recipe_of
-from degarble.harness.checkpoint.view.consumers import consumer_of, reading
+from degarble.harness.checkpoint.view.consumers import consumer_of, name_coverage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,9 +64,9 @@ def prove_names(job: Job, output: Checkpoint) -> NameProof | None:
         return None
     formats = formats_after(job)
     consumer = consumer_of(job.to, names.config.family)
-    packed = output.layout is Layout.COMPRESSED_TENSORS
+    packed = output.layout is StoredLayout.COMPRESSED_TENSORS
     recipe = recipe_of(formats, names)
-    found = reading(consumer, names.config, recipe, output.entries, packed=packed)
+    found = name_coverage(consumer, names.config, recipe, output.entries, packed=packed)
     if found is None:
         return None
     taken = {names.module_of(each) for each in names.present.values()}

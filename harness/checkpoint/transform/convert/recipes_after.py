@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from degarble.harness.checkpoint.transform.units import Work
-    from degarble.harness.checkpoint.view.logical import LogicalNames
+    from degarble.harness.checkpoint.view.view import LogicalNames
 
 
 class Stored(NamedTuple):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from degarble.harness.base.errors import InvalidArgument, LayoutMismatch
 from degarble.harness.base.input_files import read_small_file
-from degarble.harness.checkpoint.read.source_state import SourceState
+from degarble.harness.checkpoint.read.file_access import SourceState
 from degarble.harness.checkpoint.read.types import LARGEST_INDEX, shown
 from degarble.harness.checkpoint.transform.configs_out import companions, config_files
 from degarble.harness.checkpoint.transform.quantise.conversion_report import (
@@ -29,8 +29,7 @@ from degarble.harness.checkpoint.transform.quantise.conversion_report import (
 )
 from degarble.harness.checkpoint.transform.quantise.producer import QuantisingProducer
 from degarble.harness.checkpoint.transform.scale_search import ScaleRule
-from degarble.harness.checkpoint.view.fingerprint import TOLD, fingerprint
-from degarble.harness.checkpoint.view.view import Checkpoint
+from degarble.harness.checkpoint.view.view import FINGERPRINT_COVERS, Checkpoint, fingerprint
 from degarble.harness.checkpoint.write.disk import DISK, write_file
 from degarble.harness.checkpoint.write.folder_overlap import require_apart
 from degarble.harness.checkpoint.write.manifest import UNFINISHED, Manifest
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.checkpoint.transform.quantise.calibration import Calibration
-    from degarble.harness.checkpoint.view.logical import LogicalNames
+    from degarble.harness.checkpoint.view.view import LogicalNames
     from degarble.harness.checkpoint.write.manifest import ShardRecord
     from degarble.harness.checkpoint.write.plan import ShardPlan
     from degarble.harness.checkpoint.write.worker_pool import Workers
@@ -285,7 +284,7 @@ def _told(job: QuantiseJob, planned: Planned) -> dict[str, Any]:
     return {
         "source": job.source.name,
         "source_fingerprint": planned.plan.sources["source"],
-        "source_fingerprint_covers": TOLD,
+        "source_fingerprint_covers": FINGERPRINT_COVERS,
         "recipe": recipe.name if isinstance(recipe, Recipe) else recipe,
         "scale_rule": str(job.scale_rule),
         "dialect": "modelopt",

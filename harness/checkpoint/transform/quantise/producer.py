@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from degarble.harness.base.errors import InvalidArgument, ScaleDirectionMismatch
-from degarble.harness.checkpoint.read.tensors import TORCH_DTYPES
 from degarble.harness.checkpoint.transform import lossless
 from degarble.harness.checkpoint.transform.quantise.calibration import InputScales, partners_of
 from degarble.harness.checkpoint.transform.quantise.conversion_report import GroupScale, ShardFacts
@@ -31,6 +30,7 @@ from degarble.harness.checkpoint.transform.scale_search import (
     tensor_scale,
 )
 from degarble.harness.checkpoint.transform.source_values import row_values
+from degarble.harness.checkpoint.view.stored import TORCH_DTYPES
 from degarble.harness.formats.block_formats import MXFP4, NVFP4, block_format
 from degarble.harness.formats.fast.modelopt import largest_finite
 from degarble.harness.formats.quantise import quantise

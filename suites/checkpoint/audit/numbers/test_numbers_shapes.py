@@ -10,8 +10,8 @@ import pytest
 
 from degarble.harness.checkpoint.audit.numbers.numbers import audit_numbers
 from degarble.harness.checkpoint.audit.rules import numbers as rules_numbers
-from degarble.harness.checkpoint.read.tensors import TORCH_DTYPES
 from degarble.harness.checkpoint.read.types import DTYPE_BITS
+from degarble.harness.checkpoint.view.stored import TORCH_DTYPES
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.suites.checkpoint.reading_cases import entry, write_raw
 

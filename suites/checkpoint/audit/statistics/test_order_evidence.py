@@ -14,7 +14,7 @@ import pytest
 
 from degarble.harness.checkpoint.audit.statistics.inference_order import Kinship
 from degarble.harness.checkpoint.audit.statistics.order_evidence import Block
-from degarble.harness.checkpoint.view.weight_units import Unit
+from degarble.harness.checkpoint.view.weight_units import WeightUnit
 from degarble.harness.model.types import Kind
 from degarble.suites.checkpoint.audit.statistics.test_inference_order import packed_as
 
@@ -26,8 +26,8 @@ ACT, MADE = "layers.0.ffn.experts.act", "layers.0.ffn.experts.w13"
 FEEDS = {ACT: f"{MADE}.out"}
 
 
-def unit(expert: int, name: str, feed: str, component: str) -> Unit:
-    return Unit(
+def unit(expert: int, name: str, feed: str, component: str) -> WeightUnit:
+    return WeightUnit(
         name=f"layers.0.ffn.experts.{expert}.{name}",
         module="",
         role=name,

@@ -10,9 +10,8 @@ import pytest
 from degarble.harness.checkpoint.audit.structure.fused_checks import check_fused
 from degarble.harness.checkpoint.audit.structure.module_checks import ModuleCheck, ModuleChecks
 from degarble.harness.checkpoint.read.types import DTYPE_BITS, TensorEntry
-from degarble.harness.checkpoint.view.logical import logical_names
 from degarble.harness.checkpoint.view.modules import ModuleTable
-from degarble.harness.checkpoint.view.view import Checkpoint
+from degarble.harness.checkpoint.view.view import Checkpoint, logical_names
 from degarble.harness.model.parameters import parameter_named
 from degarble.suites.checkpoint.structure_cases import V4, replant, write
 

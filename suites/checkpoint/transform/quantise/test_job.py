@@ -18,7 +18,7 @@ from degarble.harness.base.errors import (
     UnknownName,
     UnwritablePath,
 )
-from degarble.harness.checkpoint.read.types import Layout
+from degarble.harness.checkpoint.read.types import StoredLayout
 from degarble.harness.checkpoint.transform import lossless
 from degarble.harness.checkpoint.transform.quantise import producer as quantise_producer
 from degarble.harness.checkpoint.transform.quantise.calibration import Amax, Calibration
@@ -103,7 +103,7 @@ def test_every_value_is_the_definition(folder: Path, family: str, layout: str, r
     chosen = job.layout.recipe_for(config)
     report = json.loads((target / REPORT).read_text())
     with Checkpoint.open(source) as before, Checkpoint.open(target) as after:
-        assert after.layout is Layout.MODELOPT
+        assert after.layout is StoredLayout.MODELOPT
         assert not after.problems.found
         assert after.names is not None
         for name, parameter in after.names.present.items():
