@@ -18,9 +18,10 @@ import xml.etree.ElementTree as ET
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from degarble.harness.history.ledger import Failure
 from degarble.harness.history.records import SPEED
@@ -32,20 +33,35 @@ from degarble.kernels.runtime.targets import SM90A, SM100A, target_of_device
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-SUITES = Path(__file__).resolve().parents[2] / "suites"
-FOLDERS = (
-    "backends",
-    "formats",
-    "kernels",
-    "support",
-)  # the others want servers, or are nights themselves
-BENCH = "degarble.suites.bench.bench_night"
 MARKERS = {SM90A.name: ("h200", "gpu"), SM100A.name: ("b200", "gpu")}  # gpu: of any device
 PROCESSES = 12  # at once: each compiles on one core, and they share the device
 SUITE_SECONDS, BENCH_SECONDS = 1800, 1800
+NO_SUITES = (
+    "No suites of kernels are installed. Run it in a checkout of degarble, after: pip install -e ."
+)
 _LONG = 200  # characters of what a failing case says
 _RUNNING: set[int] = set()  # sessions of suites
 _NO_CASES = 5  # status of pytest; 0 and 1 are answers
+
+
+class KernelSuites(NamedTuple):
+    """Where the suites of the kernels are: their folders, and modules to run with `python -m`."""
+
+    folders: tuple[Path, ...]
+    bench: str
+    first_minute: str  # of a Blackwell GPU
+
+
+def installed_suites() -> KernelSuites | None:
+    """Return the suites that the package metadata names; None without metadata or suites.
+
+    Metadata keeps the product from naming the test tree.
+    """
+    for point in entry_points(group="degarble.kernel_suites"):
+        with suppress(ModuleNotFoundError):  # a wheel may be installed without the suites
+            found: KernelSuites = point.load()
+            return found
+    return None
 
 
 @dataclass(frozen=True)
@@ -79,8 +95,11 @@ def kernels(asked: Asked, _: Mapping[str, StepResult]) -> StepResult:
     """Run the suites of the kernels on this machine's device."""
     if not asked.gpu:
         return _without("kernels")
+    suites = installed_suites()
+    if suites is None:
+        return StepResult(Verdict.UNDECIDED, NO_SUITES)
     markers = MARKERS[target_of_device().name]
-    found = [each for each in _run_all(markers) if each.cases or each.broken]
+    found = [each for each in _run_all(suites, markers) if each.cases or each.broken]
     if not found:
         told = " or ".join(markers)
         return StepResult(Verdict.UNDECIDED, f"No suite of kernels marked {told} is here.")
@@ -103,9 +122,9 @@ def kernels(asked: Asked, _: Mapping[str, StepResult]) -> StepResult:
     )
 
 
-def _run_all(markers: Sequence[str]) -> list[Suite]:
+def _run_all(suites: KernelSuites, markers: Sequence[str]) -> list[Suite]:
     """Run every suite file of a device, the longest first; return results by name."""
-    files = sorted(files_for(markers), key=lambda path: -path.stat().st_size)
+    files = sorted(files_for(suites.folders, markers), key=lambda path: -path.stat().st_size)
     with (
         TemporaryDirectory() as folder,
         ThreadPoolExecutor(min(PROCESSES, os.cpu_count() or 1)) as pool,
@@ -121,9 +140,9 @@ def _run_all(markers: Sequence[str]) -> list[Suite]:
         return sorted(found, key=lambda each: each.kernel)
 
 
-def files_for(markers: Sequence[str]) -> list[Path]:
+def files_for(folders: Sequence[Path], markers: Sequence[str]) -> list[Path]:
     """Return the files with suites of a device."""
-    there = [path for folder in FOLDERS for path in (SUITES / folder).rglob("test_*.py")]
+    there = [path for folder in folders for path in folder.rglob("test_*.py")]
     return [path for path in there if _is_marked(path, markers)]
 
 
@@ -211,7 +230,10 @@ def figures(asked: Asked, _: Mapping[str, StepResult]) -> StepResult:
     """Measure each kernel's share of a copy's bandwidth, or of cuBLAS, in the same run."""
     if not asked.gpu:
         return _without("speed")
-    said = run_bench([sys.executable, "-m", BENCH, "--json"])
+    suites = installed_suites()
+    if suites is None:
+        return StepResult(Verdict.UNDECIDED, NO_SUITES)
+    said = run_bench([sys.executable, "-m", suites.bench, "--json"])
     if isinstance(said, str):
         return StepResult(Verdict.UNDECIDED, f"No rate was measured: {said}")
     return told(said)
@@ -224,7 +246,7 @@ def run_bench(line: Sequence[str]) -> dict[str, Any] | str:
             line, capture_output=True, text=True, check=False, timeout=BENCH_SECONDS
         )
     except subprocess.TimeoutExpired:
-        return f"{BENCH} did not end in {BENCH_SECONDS // 60} minutes."
+        return f"The benchmark did not end in {BENCH_SECONDS // 60} minutes."
     last = done.stdout.strip().rpartition("\n")[2]
     try:
         found = json.loads(last)

@@ -38,7 +38,6 @@ _PROBE_SECONDS = 0.5
 _END_SECONDS = 40.0
 _MOST_NAMED = 5
 _BLACKWELL = 10  # compute capability 10.x
-_FIRST_MINUTE = (sys.executable, "-m", "degarble.suites.support.probes.sm100_first_minute")
 _MINUTE_SECONDS = 600.0
 _TOKEN_VARIABLES = ("DEGARBLE_SERVE_TOKEN", "VLLM_API_KEY")  # ours, and vLLM's
 
@@ -152,10 +151,17 @@ class Proven:
         """Run this device's kernels on values whose results are known to the byte."""
         if not self._how.gpu:
             return "not asked: --cpu"
-        from degarble.harness.nightly.kernels import kernels  # noqa: PLC0415  imports torch
+        from degarble.harness.nightly.kernels import (  # noqa: PLC0415  imports torch
+            NO_SUITES,
+            installed_suites,
+            kernels,
+        )
         from degarble.harness.nightly.record import Asked  # noqa: PLC0415  as above
         from degarble.harness.report.verdict import Verdict  # noqa: PLC0415  as below
 
+        suites = installed_suites()
+        if suites is None:
+            raise Failed(NO_SUITES)
         own = self._how.checkpoint
         found = kernels(Asked(own, own, own, night="", gpu=True), {})
         if found.verdict is not Verdict.AGREES:
@@ -164,7 +170,7 @@ class Proven:
 
         if torch.cuda.get_device_capability()[0] != _BLACKWELL:
             return found.sentence
-        return f"{found.sentence} {in_a_process(_FIRST_MINUTE)}"
+        return f"{found.sentence} {in_a_process((sys.executable, '-m', suites.first_minute))}"
 
     def _serve(self) -> str:
         how = self._how

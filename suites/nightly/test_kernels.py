@@ -7,19 +7,22 @@ import signal
 import sys
 import threading
 import time
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from degarble.harness.history.records import SPEED
 from degarble.harness.nightly import kernels as night_kernels
-from degarble.harness.nightly.kernels import Suite
+from degarble.harness.nightly.kernels import KernelSuites, Suite
 from degarble.harness.nightly.record import Asked
 from degarble.harness.report.verdict import Verdict
 from degarble.kernels.runtime.targets import SM90A, TARGETS
 from degarble.suites.hang_guard import until
+from degarble.suites.support.kernel_suites import HERE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -129,6 +132,10 @@ def ends(process: int) -> bool:
     return True
 
 
+def suites_in(folder: Path) -> KernelSuites:
+    return KernelSuites((folder,), "no.bench", "no.first_minute")
+
+
 class _Running(set[int]):
     """Sessions in an order: those that are gone first."""
 
@@ -159,13 +166,12 @@ def test_an_interrupted_night_ends_its_suites(
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         return Suite("stops")
 
-    monkeypatch.setattr(night_kernels, "SUITES", tmp_path)
     monkeypatch.setattr(night_kernels, "run_suite", run)
     monkeypatch.setattr(night_kernels, "_RUNNING", _Running(gone))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` ignores it
     try:
         with pytest.raises(KeyboardInterrupt):
-            night_kernels._run_all(("h200",))
+            night_kernels._run_all(suites_in(tmp_path), ("h200",))
     finally:
         signal.signal(signal.SIGINT, before)
     assert ends(int(child.read_text()))
@@ -187,7 +193,7 @@ def test_what_a_suite_leaves_open_is_told_beside_what_agrees(
     pair = night_kernels.suite_of("pair", report)
     told = "1 cases agree with their definitions; 1 undecided, first b: UNDECIDED: other bits"
     assert (pair.sentence, pair.verdict) == (told, Verdict.AGREES)
-    monkeypatch.setattr(night_kernels, "_run_all", lambda _: [Suite("gemm", 7), pair])
+    monkeypatch.setattr(night_kernels, "_run_all", lambda *_: [Suite("gemm", 7), pair])
     found = night_kernels.kernels(asked(tmp_path), {})
     assert found.lines == (f"pair: {told}",)
 
@@ -205,7 +211,7 @@ def test_the_step_names_the_kernel_that_fails(
         assert markers == ("h200", "gpu")
         return said[path.stem.removeprefix("test_")]
 
-    monkeypatch.setattr(night_kernels, "SUITES", tmp_path)
+    monkeypatch.setattr(night_kernels, "installed_suites", lambda: suites_in(tmp_path))
     monkeypatch.setattr(night_kernels, "run_suite", run)
     found = night_kernels.kernels(asked(tmp_path), {})
     assert found.verdict is Verdict.DIFFERS
@@ -220,17 +226,40 @@ def test_the_step_names_the_kernel_that_fails(
     assert night_kernels.kernels(asked(tmp_path), {}).red, "nothing ran, and it was asked for"
 
 
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("missing", [True, False])
+def test_without_installed_suites_a_night_is_undecided(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, missing: bool
+) -> None:
+    def load() -> KernelSuites:
+        raise ModuleNotFoundError("degarble.suites")
+
+    points = [] if missing else [SimpleNamespace(load=load)]
+    monkeypatch.setattr(night_kernels, "entry_points", lambda **_: points)
+    for step in (night_kernels.kernels, night_kernels.figures):
+        found = step(asked(tmp_path), {})
+        assert found.verdict is Verdict.UNDECIDED
+        assert "pip install -e ." in found.sentence
+
+
+def test_the_installed_suites_are_those_of_this_checkout() -> None:
+    assert night_kernels.installed_suites() == HERE
+    for module in (HERE.bench, HERE.first_minute):
+        assert find_spec(module) is not None
+    assert all(folder.is_dir() for folder in HERE.folders)
+
+
 def test_every_target_has_suites_of_its_own_and_of_all() -> None:
     assert set(night_kernels.MARKERS) == set(TARGETS)
     for markers in night_kernels.MARKERS.values():
-        files = {path.stem for path in night_kernels.files_for(markers)}
+        files = {path.stem for path in night_kernels.files_for(HERE.folders, markers)}
         assert "test_simt_quantise_nvfp4" in files, "kernels without tensor cores are one source"
         assert "test_simt_probe_formats" in files, "the formats on any GPU"
         own = {"h200": "test_sm90_gemm_nvfp4", "b200": "test_sm100_gemm_nvfp4"}
         assert own[markers[0]] in files
         assert "test_night" not in files, "a night within a night"
     assert {"test_cutedsl_h200", "test_decoder_h200"} <= {
-        path.stem for path in night_kernels.files_for(night_kernels.MARKERS["sm_90a"])
+        path.stem for path in night_kernels.files_for(HERE.folders, night_kernels.MARKERS["sm_90a"])
     }
 
 
