@@ -17,15 +17,14 @@ from degarble.harness.base.errors import DegarbleError, InvalidArgument
 from degarble.harness.base.version import VERSION
 from degarble.harness.capture.files.reader import Capture
 from degarble.harness.capture.files.writer import CaptureWriter
-from degarble.harness.capture.filter import Wanted
-from degarble.harness.capture.memory import MemoryRun
 from degarble.harness.capture.modules import (
     Place,
     places_by_name,
     recording,
     weights_hash,
 )
-from degarble.harness.capture.recorder import Recorder
+from degarble.harness.capture.options import CaptureFilter
+from degarble.harness.capture.recorder import MemoryRun, Recorder
 from degarble.harness.engine.conventions.registry import (
     KEY,
     conventions_in,
@@ -85,7 +84,7 @@ def capture(
             "model", type(model).__name__, "a torch module", "Judge a bare function with judge()."
         )
     chosen = list(places_by_name(model) if places is None else places)
-    wanted = Wanted.of(components=components)
+    wanted = CaptureFilter.of(components=components)
     wanted.require_choosing([place.component for place in chosen])
     stated = _facts_of_module(model, label, facts)
     if folder is None:

@@ -98,7 +98,7 @@ class InputRanges:
 
 
 @dataclass(frozen=True)
-class Captured:
+class AmaxSummary:
     """Path and contents of a written amax file."""
 
     folder: Path
@@ -141,7 +141,7 @@ def capture_amax(
     folder: Path,
     watch: Watch,
     held_values: int = HELD_VALUES,
-) -> Captured:
+) -> AmaxSummary:
     """Run prompts through a checkpoint's reference, and write the records into `folder`."""
     usable_folder("--out", folder)
     if (folder / FILE).exists():
@@ -160,7 +160,7 @@ def capture_amax(
                 _run(talker, ranges, group)
     found = ranges.calibration()
     write_text(folder / FILE, found.to_bytes().decode())
-    return Captured(folder, sum(len(each) for each in ids), found)
+    return AmaxSummary(folder, sum(len(each) for each in ids), found)
 
 
 def _require_fitting(ids: list[list[int]], context: int) -> None:

@@ -1,39 +1,30 @@
 """Run `degarble capture`: record inputs and outputs of every component of a reference model.
 
-Prompts are followed by new tokens, one by one and greedily, so that prefill and decode are both
-recorded. Logits are those of each sequence's last token, as in generation. With a backend or a
-patch, other code runs for some components; the manifest records which.
+The size is estimated before anything is written, and a run that fails leaves no half of a capture.
 """
 
 from __future__ import annotations
 
 import platform
 import shutil
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from degarble.harness.backends.pairings import Paired
 from degarble.harness.backends.patching import apply_patch
-from degarble.harness.backends.registry import (
-    TORCH,
-    AskedBackend,
-    require_backend,
-    use_backend,
-)
+from degarble.harness.backends.registry import TORCH, AskedBackend, require_backend, use_backend
 from degarble.harness.base.errors import DegarbleError, InvalidArgument, UnwritablePath
 from degarble.harness.base.version import VERSION
-from degarble.harness.capture.files.reader import Capture
-from degarble.harness.capture.files.text import capture_document, capture_lines
-from degarble.harness.capture.files.types import Phase
+from degarble.harness.capture.files.reader import Capture, capture_document, capture_lines
+from degarble.harness.capture.files.records import MANIFEST, Phase
 from degarble.harness.capture.files.writer import MEMORY_BYTES, CaptureWriter, require_free
-from degarble.harness.capture.filter import Wanted
-from degarble.harness.capture.foreign import foreign_code
+from degarble.harness.capture.options import CaptureFilter
 from degarble.harness.capture.recorder import Recorder
-from degarble.harness.capture.size import captured_bytes, steps_of
 from degarble.harness.chat.tokenizer import Tokenizer
 from degarble.harness.checkpoint.view.view import fingerprint
 from degarble.harness.checkpoint.write.manifest import MANIFEST as CHECKPOINT_MANIFEST
@@ -46,13 +37,17 @@ from degarble.harness.inference.generation import PIECE, Generation, Limits, Spe
 from degarble.harness.inference.model import HELD_VALUES, open_model
 from degarble.harness.inference.sampling import Sampling
 from degarble.harness.inference.speaker import Speaker
+from degarble.harness.model.components import component_named
+from degarble.harness.model.config.config import V4Config, V32Config, compressor_windows
 from degarble.harness.model.config.json_file import config_to_dict
+from degarble.harness.model.parameters import parameter_named
+from degarble.harness.model.sites import Port, Site
 from degarble.harness.report.files import require_folder
 from degarble.harness.report.progress import size
 from degarble.kernels.runtime.settings import CompileSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -61,9 +56,234 @@ if TYPE_CHECKING:
     from degarble.harness.backends.patching import Patched
     from degarble.harness.inference.model import OpenModel
     from degarble.harness.inference.streamed_weights import StreamedWeights
+    from degarble.harness.model.config.config import Config
+    from degarble.harness.model.types import Block
     from degarble.references.binding import Bound
-    from degarble.references.state import Sequence
+    from degarble.references.state import Sequence as SequenceState
 
+
+# --------------------------------------------------------------------------------------------------
+# Convert errors of a captured run to our own, and leave no half-written capture.
+#
+# A checkpoint may be rejected at its last weight, after parts were written. A foreign kernel or
+# patch may return tensors that the next component cannot take, so torch raises anything; that
+# becomes an error of ours. Without foreign code such an exception is our bug and passes through.
+
+
+@contextmanager
+def foreign_code(folder: Path, whose: Sequence[str]) -> Iterator[None]:
+    """Run a capture, with foreign code by its options; what a refusal leaves is removed.
+
+    Where the disk takes no more, the parts stay: they are whole, and the run cannot be repeated.
+    """
+    there = folder.exists()
+    try:
+        yield
+    except UnwritablePath:
+        if whose:
+            _remove(folder, keep=there)
+        raise
+    except DegarbleError:
+        _remove(folder, keep=there)
+        raise
+    except Exception as error:
+        if not whose:
+            raise
+        _remove(folder, keep=there)
+        raise InvalidArgument(
+            " and ".join(whose), f"{type(error).__name__}: {error}",
+            "outputs and weights that the components behind can take",
+            "Look at shapes and dtypes of what was replaced.",
+        ) from error  # fmt: skip
+
+
+def _remove(folder: Path, *, keep: bool) -> None:
+    """Take the parts of a refused capture away; a folder that was there before stays."""
+    for file in (*folder.glob("part-*.safetensors*"), folder / MANIFEST):
+        with suppress(OSError):
+            file.unlink()
+    if not keep:
+        with suppress(OSError):
+            folder.rmdir()
+
+
+# --------------------------------------------------------------------------------------------------
+# Estimate the size of a capture of our references before anything is written.
+#
+# One table holds how many values of which dtype a component returns for a token. An input was the
+# output of another component and is stored once. State from earlier calls (windows, entries, rows)
+# counts for each step that reads it. The estimate ignores tensors that happen to be equal, and a
+# filter of tokens counts as if it kept its share of everything.
+
+_INTEGER = 8  # ids, experts, positions: int64
+_ACT_QUANT = ".act_quant"
+
+
+class ValueCounts(NamedTuple):
+    """Values for a token, by what holds them: stored ones, working ones, integers."""
+
+    store: int = 0
+    work: int = 0
+    integers: int = 0
+
+
+class SequenceTokens(NamedTuple):
+    """What one sequence brings to a step: tokens, and how many it had before."""
+
+    tokens: int
+    before: int
+
+
+def captured_bytes(
+    bound: Bound, steps: Iterable[Sequence[SequenceTokens]], wanted: CaptureFilter
+) -> int:
+    """Bytes of tensors that a capture of these steps stores."""
+    table = _values(bound.config)
+    names = [name for name in bound.calls if wanted.takes(name) and not name.startswith("mtp.")]
+    total = 0
+    for step in steps:
+        fed = [SequenceTokens(_among(wanted, each), each.before) for each in step]
+        fed = [each for each in fed if each.tokens]
+        if fed:
+            total += 2 * _INTEGER * sum(each.tokens for each in fed)  # ids and positions
+            total += sum(_bytes_of(bound, name, fed, table) for name in names)
+    return total
+
+
+def steps_of(prompts: Sequence[int], new_tokens: int, piece: int) -> list[list[SequenceTokens]]:
+    """Return the steps of prompts of these lengths, in pieces, and of the tokens after them."""
+    found = [
+        [SequenceTokens(min(piece, count - begin), begin) for count in prompts if count > begin]
+        for begin in range(0, max(prompts), piece)
+    ]
+    return found + [
+        [SequenceTokens(1, count + at) for count in prompts] for at in range(new_tokens - 1)
+    ]
+
+
+def _among(wanted: CaptureFilter, fed: SequenceTokens) -> int:
+    rows = wanted.rows(range(fed.before, fed.before + fed.tokens))
+    return fed.tokens if rows is None else len(rows)
+
+
+def _bytes_of(
+    bound: Bound, name: str, step: list[SequenceTokens], table: dict[str, ValueCounts]
+) -> int:
+    """Return how many bytes one component adds in one step."""
+    config, numerics, role = bound.config, bound.numerics, Site(name, Port.OUT).role
+    tokens = sum(each.tokens for each in step)
+    if role.endswith(_ACT_QUANT) and role != "ffn.experts.act_quant":
+        # Codes, a byte each at most; scales are few.
+        linear = component_named(config, name.removesuffix(_ACT_QUANT))
+        return tokens * parameter_named(config, linear.weights[0]).shape[-1]
+    if role in {"hc_head", "head"} or (role == "norm" and isinstance(config, V4Config)):
+        tokens = len(step)  # logits are those behind each sequence's last token
+    each = table.get(role, ValueCounts())
+    block = component_named(config, name).block
+    remembered = 0 if block is None else _remembered(config, block, role, step)
+    stored = tokens * (each.store * numerics.store.itemsize + each.integers * _INTEGER)
+    return stored + (tokens * each.work + remembered) * numerics.work.itemsize
+
+
+def _values(c: Config) -> dict[str, ValueCounts]:
+    """Return how many values each component returns for a token."""
+    d, f, k = c.hidden_size, c.moe_intermediate_size, c.num_experts_per_tok
+    queries = ValueCounts(c.index_n_heads * c.index_head_dim)
+    both = {
+        "embed": ValueCounts(d),
+        "attn.wq_a": ValueCounts(c.q_lora_rank),
+        "attn.q_norm": ValueCounts(c.q_lora_rank),
+        "attn.indexer.wq_b": queries,
+        "attn.indexer.q": queries,
+        "attn.indexer.weights_proj": ValueCounts(c.index_n_heads),
+        "attn.indexer.topk": ValueCounts(integers=c.index_topk),
+        "ffn.gate": ValueCounts(work=c.n_routed_experts),
+        "ffn.topk": ValueCounts(work=k, integers=k),
+        "ffn.experts.w13": ValueCounts(2 * k * f),
+        "ffn.experts.act_quant": ValueCounts(k * f),
+        "ffn.experts.w2": ValueCounts(k * d),
+        "ffn.experts.combine": ValueCounts(work=d),
+        "ffn.shared.w13": ValueCounts(2 * f),
+        "ffn.shared.act": ValueCounts(f),
+        "ffn.shared.w2": ValueCounts(d),
+        "ffn.moe_sum": ValueCounts(d),
+        "head": ValueCounts(work=c.vocab_size),
+    }
+    return both | (_values_v4(c) if isinstance(c, V4Config) else _values_v32(c))
+
+
+def _values_v4(c: V4Config) -> dict[str, ValueCounts]:
+    d, s, heads = c.hidden_size, c.hc_mult, ValueCounts(c.num_attention_heads * c.head_dim)
+    mixed, streams, row = ValueCounts(d, s + s * s), ValueCounts(s * d), ValueCounts(c.head_dim)
+    return {
+        **{f"{half}.hc_pre": mixed for half in ("attn", "ffn")},
+        **{f"{half}.norm": ValueCounts(d) for half in ("attn", "ffn")},
+        **{f"{half}.hc_post": streams for half in ("attn", "ffn")},
+        "attn.wq_b": heads,
+        "attn.q_head_norm_rope": heads,
+        "attn.wkv": row,
+        "attn.kv_norm_rope": row,
+        "attn.attend": heads,
+        "attn.inverse_rope": heads,
+        "attn.wo_a": ValueCounts(c.o_groups * c.o_lora_rank),
+        "attn.wo_b": ValueCounts(d),
+        "hc_head": ValueCounts(d),
+        "norm": ValueCounts(d),
+    }
+
+
+def _values_v32(c: V32Config) -> dict[str, ValueCounts]:
+    d, p = c.hidden_size, c.qk_rope_head_dim
+    queries = c.num_attention_heads * (c.qk_nope_head_dim + p)
+    return {
+        **{name: ValueCounts(2 * d) for name in ("attn.norm", "ffn.norm", "norm")},  # with residual
+        "attn.wq_b": ValueCounts(queries),
+        "attn.wkv_a": ValueCounts(c.kv_lora_rank + p),
+        "attn.rope": ValueCounts(queries + 2 * p),  # and the key that goes in, a slice
+        "attn.kv_norm": ValueCounts(2 * c.kv_lora_rank),  # as above
+        "attn.kv_write": ValueCounts(c.kv_lora_rank + p),
+        "attn.indexer.weights_proj": ValueCounts(work=c.index_n_heads),
+        "attn.indexer.wk": ValueCounts(c.index_head_dim),
+        "attn.indexer.k": ValueCounts(c.index_head_dim),
+        "attn.attend": ValueCounts(c.num_attention_heads * c.v_head_dim),
+        "attn.wo": ValueCounts(d),
+        "ffn.w13": ValueCounts(2 * c.intermediate_size),
+        "ffn.act": ValueCounts(c.intermediate_size),
+        "ffn.w2": ValueCounts(d),
+    }
+
+
+def _remembered(c: Config, block: Block, role: str, step: list[SequenceTokens]) -> int:
+    """Working values that grow with what a sequence had before: rows read, scores, pools."""
+    if role == "attn.indexer.scores":
+        ratio = block.ratio or 1
+        widest = max((each.before + each.tokens) // ratio for each in step)
+        keys = sum(each.before // ratio for each in step) * c.index_head_dim
+        return widest * sum(each.tokens for each in step) + keys
+    if isinstance(c, V32Config):
+        rows = sum(each.before for each in step) * (c.kv_lora_rank + c.qk_rope_head_dim)
+        return rows if role == "attn.attend" else 0
+    width = c.index_head_dim if role.startswith("attn.indexer.") else c.head_dim
+    width *= compressor_windows(block)
+    if role.endswith("compressor.proj"):
+        return 2 * width * sum(each.tokens for each in step)
+    if role.endswith("compressor.pool"):
+        return 2 * width * block.ratio * compressor_windows(block) * len(step)
+    if role != "attn.attend":
+        return 0
+    rows = sum(min(each.before, c.sliding_window - 1) for each in step)
+    entries = sum(each.before // block.ratio for each in step) if block.ratio else 0
+    return (rows + entries) * c.head_dim
+
+
+# --------------------------------------------------------------------------------------------------
+# Run `degarble capture`: record inputs and outputs of every component of a reference model.
+#
+# Prompts are followed by new tokens, one by one and greedily, so that prefill and decode are both
+# recorded. Logits are those of each sequence's last token, as in generation. With a backend or a
+# patch, other code runs for some components; the manifest records which.
+
+if TYPE_CHECKING:
     # Shows how far the first pass is; nothing where the weights are held.
     Watch = Callable[[StreamedWeights | None], AbstractContextManager[Any]]
 
@@ -72,10 +292,10 @@ _GREEDILY = Sampling(goes_on=True)  # logits that are not finite are what a capt
 
 
 @dataclass(frozen=True)
-class How:
+class CaptureSettings:
     """Options of one capture."""
 
-    wanted: Wanted = field(default_factory=Wanted)
+    wanted: CaptureFilter = field(default_factory=CaptureFilter)
     new_tokens: int = NEW_TOKENS
     statistics_only: bool = False
     memory_bytes: int = MEMORY_BYTES
@@ -102,7 +322,7 @@ class How:
 
 
 @dataclass(frozen=True)
-class Captured:
+class CaptureSummary:
     """Summary of a written capture."""
 
     folder: Path
@@ -133,9 +353,9 @@ class SteppingSpeaker(Speaker):
         super().__init__(bound)
         self._recorder = recorder
         self._numbers: dict[int, int] = {}
-        self._alive: list[Sequence] = []  # so that no two sequences have one id
+        self._alive: list[SequenceState] = []  # so that no two sequences have one id
 
-    def hidden(self, sequences: list[Sequence], tokens: list[Tensor]) -> Tensor:
+    def hidden(self, sequences: list[SequenceState], tokens: list[Tensor]) -> Tensor:
         """Begin a step, and run it."""
         ids: list[int] = []
         positions: list[int] = []
@@ -150,7 +370,7 @@ class SteppingSpeaker(Speaker):
         self._recorder.begin(phase, ids, positions, owners)
         return super().hidden(sequences, tokens)
 
-    def _number(self, sequence: Sequence) -> int:
+    def _number(self, sequence: SequenceState) -> int:
         if id(sequence) not in self._numbers:
             self._alive.append(sequence)
         return self._numbers.setdefault(id(sequence), len(self._numbers))
@@ -161,15 +381,15 @@ def capture(
     prompts: list[Any],
     folder: Path,
     watch: Watch,
-    how: How | None = None,
+    how: CaptureSettings | None = None,
     told: Callable[[int], None] = lambda _nbytes: None,
-) -> Captured:
+) -> CaptureSummary:
     """Run prompts through a checkpoint's reference, and write what its components saw.
 
     A prompt is a text, a conversation (a list), or the token ids of another run (a tuple).
     `told` hears the estimate of bytes before anything is written.
     """
-    how = how or How()
+    how = how or CaptureSettings()
     require_backend(how.backend)
     require_free(folder)
     require_folder("--out", folder)
@@ -198,13 +418,13 @@ def capture(
                 sequences=[_sequence(each) for each in spoken.speeches],
                 **_facts_of_kernels(paired),
             )
-    return Captured(folder, Capture.open(folder), spoken, paired, patched)
+    return CaptureSummary(folder, Capture.open(folder), spoken, paired, patched)
 
 
 class _Repeater:
     """Continues prompts that another run recorded as token ids; words are told where they are."""
 
-    def __init__(self, model: OpenModel, how: How) -> None:
+    def __init__(self, model: OpenModel, how: CaptureSettings) -> None:
         self.model = model
         self._limits = Limits(how.new_tokens)
         checkpoint = model.checkpoint
@@ -227,14 +447,14 @@ class _Repeater:
         return Spoken(tuple(prompts), tuple(speeches), generation.pace, None)
 
 
-def _talker(model: OpenModel, prompts: list[Any], how: How) -> Talker | _Repeater:
+def _talker(model: OpenModel, prompts: list[Any], how: CaptureSettings) -> Talker | _Repeater:
     if any(isinstance(prompt, tuple) for prompt in prompts):
         return _Repeater(model, how)
     chat = any(isinstance(prompt, list) for prompt in prompts)
     return Talker(model, Manner(_GREEDILY, Limits(how.new_tokens), chat=chat))
 
 
-def _changed(model: OpenModel, how: How) -> tuple[Paired, Patched | None]:
+def _changed(model: OpenModel, how: CaptureSettings) -> tuple[Paired, Patched | None]:
     """Put a backend's kernels in, then let a patch change what it wants."""
     bound = model.speaker.bound
     paired, patched = use_backend(bound, how.asked, model.recipe), None
@@ -266,7 +486,7 @@ def _facts_of_kernels(paired: Paired) -> dict[str, Any]:
     return {"kernels": table.document(), "fraction_bits": dict.fromkeys(cut, HOPPER_FP8_BITS)}
 
 
-def _estimate(talker: Talker | _Repeater, prompts: list[Any], how: How) -> int:
+def _estimate(talker: Talker | _Repeater, prompts: list[Any], how: CaptureSettings) -> int:
     """Bytes of tensors; prompts that generating refuses are refused there."""
     lengths = [len(talker.ids_of(prompt)) for prompt in prompts]
     last = max(lengths, default=0) + how.new_tokens - 2  # the last new token is never fed
@@ -291,7 +511,7 @@ def _require_room(folder: Path, estimate: int) -> None:
         )  # fmt: skip
 
 
-def facts_of(source: Path, model: OpenModel, how: How) -> dict[str, Any]:
+def facts_of(source: Path, model: OpenModel, how: CaptureSettings) -> dict[str, Any]:
     """Return the manifest's facts about the run."""
     checkpoint = model.checkpoint
     stated = (checkpoint.root / CHECKPOINT_MANIFEST).exists()

@@ -16,8 +16,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import distributed
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
-from degarble.harness.capture.capture import Captured, How, capture
-from degarble.harness.capture.engine.maps import TERM, WHOLE, Seen, Share, Sighting, part
+from degarble.harness.capture.capture import CaptureSettings, CaptureSummary, capture
+from degarble.harness.capture.engine.maps import (
+    TERM,
+    WHOLE,
+    ComponentMap,
+    RankShare,
+    TensorLocation,
+    partial_share,
+)
 from degarble.harness.capture.engine.ranks import join_ranks
 from degarble.harness.capture.files.reader import Capture
 from degarble.harness.capture.files.writer import require_free
@@ -33,7 +40,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from degarble.harness.capture.capture import Watch
-    from degarble.harness.capture.files.types import Kept
+    from degarble.harness.capture.files.records import CapturedTensor
     from degarble.harness.inference.model import OpenModel
     from degarble.harness.model.config.config import Config
     from degarble.harness.model.sharding import Plan
@@ -88,11 +95,11 @@ def capture_over_ranks(
     prompts: list[Any],
     folder: Path,
     watch: Watch,
-    how: How | None = None,
+    how: CaptureSettings | None = None,
     told: Callable[[int], None] = lambda _nbytes: None,
-) -> Captured:
+) -> CaptureSummary:
     """Run prompts on all ranks together; `folder` receives the one capture that they make."""
-    how = how or How()
+    how = how or CaptureSettings()
     if how.foreign:
         raise InvalidArgument(
             how.foreign[0].split()[0], " ".join(how.foreign), "the references, over several ranks",
@@ -110,14 +117,14 @@ def capture_over_ranks(
             distributed.barrier()
             if rank == 0:
                 first = Capture.open(places[0])
-                join_ranks(places, sightings_of(first, world), folder, first.facts)
+                join_ranks(places, rank_component_maps(first, world), folder, first.facts)
             distributed.barrier()
         finally:
             shutil.rmtree(places[rank], ignore_errors=True)
     return replace(found, folder=folder, capture=Capture.open(folder))
 
 
-def _sharded(how: How, world: int) -> How:
+def _sharded(how: CaptureSettings, world: int) -> CaptureSettings:
     def share(model: OpenModel) -> Bound:
         made = plan_over(model.config, world)
         teams = Teams.of(made)
@@ -140,28 +147,30 @@ def plan_over(config: Config, world: int) -> Plan:
     return plan(config, tp=world)
 
 
-def sightings_of(first: Capture, world: int) -> Iterable[Sighting]:
+def rank_component_maps(first: Capture, world: int) -> Iterable[ComponentMap]:
     """Return where the tensors of rank 0's components lie in the unsharded ones."""
-    inputs: dict[str, dict[str, Seen]] = {}
-    outputs: dict[str, dict[str, Seen]] = {}
+    inputs: dict[str, dict[str, TensorLocation]] = {}
+    outputs: dict[str, dict[str, TensorLocation]] = {}
     for call in first.calls:  # later calls may bring what the first one had not: a state
         cut = _CUTS.get(Site(call.component, Port.OUT).role, _Cut())
         for port, kept, found in (
             (Port.IN, call.inputs, inputs), (Port.OUT, call.outputs, outputs)
         ):  # fmt: skip
-            found.setdefault(call.component, {}).update(_seen(cut, port, kept, world))
-    return [Sighting(name, inputs[name], outputs[name]) for name in inputs]
+            found.setdefault(call.component, {}).update(_locations(cut, port, kept, world))
+    return [ComponentMap(name, inputs[name], outputs[name]) for name in inputs]
 
 
-def _seen(cut: _Cut, port: Port, kept: Mapping[str, Kept], world: int) -> dict[str, Seen]:
+def _locations(
+    cut: _Cut, port: Port, kept: Mapping[str, CapturedTensor], world: int
+) -> dict[str, TensorLocation]:
     slots = cut.inputs if port is Port.IN else cut.outputs
     found = {}
     for name, each in kept.items():
-        share: Share = WHOLE
+        share: RankShare = WHOLE
         if name in _CARRIED and port in cut.terms:
             share = TERM
         elif name in _CARRIED and slots and len(each.shape) > 1:
             extent = each.shape[cut.dim] * world // slots
-            share = part(*[extent] * slots, dim=cut.dim)
-        found[name] = Seen(str(port), share=share)
+            share = partial_share(*[extent] * slots, dim=cut.dim)
+        found[name] = TensorLocation(str(port), share=share)
     return found

@@ -1,20 +1,24 @@
-"""Record the component calls of a bound model: inputs before a call, outputs and writes after it.
+"""Record the component calls of a bound model, into a folder or in memory.
 
-Kernels that replaced a component are recorded as well. A recorder changes nothing that it records.
-An error of the writer is raised at the next call. The statistics-only mode keeps no tensors.
+Equal bytes are copied once; a recorder changes nothing that it records.
 """
 
 from __future__ import annotations
 
+import ctypes
+from collections import OrderedDict
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from degarble.harness.capture.files.types import Phase, Step
-from degarble.harness.capture.files.writer import Sent, SentCall
-from degarble.harness.capture.filter import Wanted, whole_sites
-from degarble.harness.capture.snapshots import Snapshots, same, statistics_of
+from degarble.harness.base.errors import DtypeMismatch
+from degarble.harness.capture.files.records import CapturedCall, CapturedStep, CapturedTensor, Phase
+from degarble.harness.capture.files.writer import Payload, PendingCall, PendingTensor
+from degarble.harness.capture.options import CaptureFilter, whole_sites
+from degarble.harness.checkpoint.view.stored import TORCH_DTYPES
 from degarble.harness.model.components import components
 
 if TYPE_CHECKING:
@@ -23,27 +27,157 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.base.protocols import ComponentCall
-    from degarble.harness.capture.snapshots import Snapshot
     from degarble.harness.formats.weight import Weight
     from degarble.references.binding import Bound
+
+
+# --------------------------------------------------------------------------------------------------
+# Copy tensors for a capture, share the copies of equal bytes, and compute statistics.
+#
+# A tensor at the same address with the same bytes is the same snapshot, so what one component
+# returns and the next takes is copied once. Bytes decide; the address only says where to look. The
+# cache of copies is bounded. Statistics are float64 and cover finite values only.
+
+KEPT_BYTES = 256 << 20  # copies that are kept to be recognised
+
+WORDS: Mapping[torch.dtype, str] = MappingProxyType(
+    {
+        torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.uint16: "U16",
+        torch.int16: "I16", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint32: "U32",
+        torch.int32: "I32", torch.float32: "F32", torch.uint64: "U64", torch.int64: "I64",
+        torch.float64: "F64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+        torch.float8_e8m0fnu: "F8_E8M0",
+    }
+)  # fmt: skip
+_CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+_Place = tuple[object, ...]
+
+
+class Snapshot(NamedTuple):
+    """Bytes of a tensor at one moment, with the writer's record of them."""
+
+    codes: Tensor  # flat integers; a NaN equals itself
+    payload: Payload
+
+
+class Snapshots:
+    """Takes snapshots and recognises tensors."""
+
+    def __init__(self, *, stored: bool = True, kept_bytes: int = KEPT_BYTES) -> None:
+        self._stored = stored
+        self._room = kept_bytes
+        self._held: OrderedDict[_Place, Snapshot] = OrderedDict()
+
+    def take(self, tensor: Tensor) -> Snapshot:
+        """Return the snapshot of a tensor's present bytes."""
+        place = _place(tensor)
+        # Taken out here and put back below: the order is that of last use, for eviction.
+        found = self._held.pop(place, None)
+        if found is None or not same(found, tensor):
+            if found is not None:
+                self._room += found.payload.nbytes
+            found = self._copied(tensor)
+            self._room -= found.payload.nbytes
+        self._held[place] = found
+        while self._room < 0 and self._held:
+            _, old = self._held.popitem(last=False)
+            self._room += old.payload.nbytes
+        return found
+
+    def _copied(self, tensor: Tensor) -> Snapshot:
+        flat = torch.empty(tensor.numel(), dtype=_code_type(tensor))
+        flat.copy_(_codes(tensor).reshape(-1))
+        # As a list of bytes, so that the writer needs no torch.
+        data = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+        made = Payload(WORDS[tensor.dtype], tuple(tensor.shape), data, self._stored)
+        return Snapshot(flat, made)
+
+
+def same(snapshot: Snapshot, tensor: Tensor) -> bool:
+    """Return whether a tensor still holds the bytes of a snapshot."""
+    codes, kept = _codes(tensor).reshape(-1).to("cpu"), snapshot.codes
+    if codes.dtype is not kept.dtype or codes.numel() != kept.numel():
+        return False
+    # A fifth of the time of torch.equal, and it wakes no threads that the captured run needs.
+    return not _memcmp(codes.data_ptr(), kept.data_ptr(), kept.nbytes)
+
+
+def statistics_of(tensor: Tensor) -> dict[str, float]:
+    """Count, what is not finite, and the size of the rest."""
+    found: dict[str, float] = {"count": tensor.numel()}
+    if not tensor.numel() or tensor.dtype is torch.float8_e8m0fnu:
+        return found
+    x = tensor.detach().to(torch.float64)
+    if tensor.dtype.is_floating_point:
+        finite = x[x.isfinite()]
+        found |= {"nan": int(x.isnan().sum()), "inf": int(x.isinf().sum())}
+        x = finite
+    if not x.numel():
+        return found
+    low, high = x.aminmax()
+    return found | {
+        "zeros": int((x == 0).sum()),
+        "min": float(low),
+        "max": float(high),
+        "mean": float(x.mean()),
+        # Trap: squares of finite float64 may overflow; scaled by the largest they do not.
+        "rms": _rms(x),
+    }
+
+
+def _rms(x: Tensor) -> float:
+    largest = float(x.abs().max())
+    return largest * float((x / largest).square().mean().sqrt()) if largest else 0.0
+
+
+def _place(tensor: Tensor) -> _Place:
+    """Return a tensor's address and layout; contiguous rows are the same in any shape."""
+    if tensor.is_contiguous():
+        return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.numel()
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _code_type(tensor: Tensor) -> torch.dtype:
+    if tensor.dtype not in WORDS:
+        raise DtypeMismatch(
+            "captured tensor", str(tensor.dtype), "a dtype that safetensors can spell",
+            "View it as integers of its width, or leave its component out.",
+        )  # fmt: skip
+    return _CODES[tensor.dtype.itemsize]
+
+
+def _codes(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(_code_type(tensor))
+
+
+# --------------------------------------------------------------------------------------------------
+# Record the component calls of a bound model: inputs before a call, outputs and writes after it.
+#
+# Kernels that replaced a component are recorded as well. A recorder changes nothing that it
+# records. An error of the writer is raised at the next call. The statistics-only mode keeps no
+# tensors.
 
 
 class Sink(Protocol):
     """Receiver of steps and calls: a CaptureWriter, or a run in memory."""
 
-    def step(self, step: Step) -> None:
+    def step(self, step: CapturedStep) -> None:
         """Begin a forward pass."""
         ...
 
-    def call(self, call: SentCall) -> None:
+    def call(self, call: PendingCall) -> None:
         """Take one call."""
         ...
 
 
-class Taken(NamedTuple):
+class CopiedTensor(NamedTuple):
     """A tensor on its way to the writer, and the copy that it is compared with later."""
 
-    sent: Sent
+    sent: PendingTensor
     snapshot: Snapshot
 
 
@@ -53,12 +187,12 @@ class Recorder:
     def __init__(
         self,
         writer: Sink,
-        wanted: Wanted | None = None,
+        wanted: CaptureFilter | None = None,
         *,
         statistics_only: bool = False,
     ) -> None:
         self._writer = writer
-        self._wanted = wanted or Wanted()
+        self._wanted = wanted or CaptureFilter()
         self._statistics_only = statistics_only
         self._snapshots = Snapshots(stored=not statistics_only)
         self._whole: dict[str, frozenset[str]] = {}
@@ -78,7 +212,7 @@ class Recorder:
         self, phase: Phase, tokens: Sequence[int], positions: Sequence[int], owners: Sequence[int]
     ) -> None:
         """Begin a forward pass; `owners` is the sequence of each token."""
-        step = Step(self._steps, phase, tuple(tokens), tuple(positions), tuple(owners))
+        step = CapturedStep(self._steps, phase, tuple(tokens), tuple(positions), tuple(owners))
         self._steps += 1
         self._tokens = len(tokens)
         self._rows = self._wanted.rows(positions)
@@ -93,14 +227,14 @@ class Recorder:
         """Return whether the filter includes this component."""
         return self._wanted.takes(component)
 
-    def before(self, component: str, inputs: Mapping[str, Tensor]) -> dict[str, Taken]:
+    def before(self, component: str, inputs: Mapping[str, Tensor]) -> dict[str, CopiedTensor]:
         """Take what a component is given."""
         return {name: self._taken(component, name, each) for name, each in inputs.items()}
 
     def after(
         self,
         component: str,
-        taken: dict[str, Taken],
+        taken: dict[str, CopiedTensor],
         inputs: Mapping[str, Tensor],
         outputs: Mapping[str, Tensor],
     ) -> None:
@@ -110,7 +244,7 @@ class Recorder:
         )
         made = {name: self._taken(component, name, each) for name, each in outputs.items()}
         both = [{name: each.sent for name, each in side.items()} for side in (taken, made)]
-        self._writer.call(SentCall(self._steps - 1, component, both[0], both[1], changed))
+        self._writer.call(PendingCall(self._steps - 1, component, both[0], both[1], changed))
 
     def _run(
         self,
@@ -126,13 +260,17 @@ class Recorder:
         self.after(name, taken, inputs, outputs)
         return outputs
 
-    def _taken(self, component: str, name: str, tensor: Tensor) -> Taken:
+    def _taken(self, component: str, name: str, tensor: Tensor) -> CopiedTensor:
         chosen, rows = self._chosen(component, name, tensor)
         told = statistics_of(chosen) if self._statistics_only else None
         snapshot = self._snapshots.take(chosen)
-        return Taken(Sent(snapshot.payload, tuple(chosen.shape), rows, told), snapshot)
+        return CopiedTensor(
+            PendingTensor(snapshot.payload, tuple(chosen.shape), rows, told), snapshot
+        )
 
-    def _kept(self, component: str, name: str, tensor: Tensor, taken: Mapping[str, Taken]) -> bool:
+    def _kept(
+        self, component: str, name: str, tensor: Tensor, taken: Mapping[str, CopiedTensor]
+    ) -> bool:
         chosen, _ = self._chosen(component, name, tensor)
         return same(taken[name].snapshot, chosen)
 
@@ -145,3 +283,57 @@ class Recorder:
         if rows is None or whole or not tensor.ndim or tensor.shape[0] != self._tokens:
             return tensor, None
         return tensor[torch.tensor(rows, device=tensor.device)], rows
+
+
+# --------------------------------------------------------------------------------------------------
+# Capture one run of any torch model in memory, without a folder.
+#
+# The writer here keeps what a recorder sends, as a run that can be judged like a capture from disk.
+# Equal bytes are held once. Everything stays in memory, so capture large models into a folder.
+
+
+@dataclass(eq=False)
+class MemoryRun:
+    """Steps, calls and tensors of a run; also what a recorder writes to."""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    steps: list[CapturedStep] = field(default_factory=list)
+    calls: list[CapturedCall] = field(default_factory=list)
+    _sent: list[PendingCall] = field(default_factory=list)
+
+    def step(self, step: CapturedStep) -> None:
+        """Begin a forward pass."""
+        self.steps.append(step)
+
+    def call(self, call: PendingCall) -> None:
+        """Keep one call."""
+        inputs, outputs = (
+            {name: _kept(each) for name, each in side.items()}
+            for side in (call.inputs, call.outputs)
+        )
+        number = len(self.calls)
+        self.calls.append(
+            CapturedCall(number, call.step, call.component, inputs, outputs, call.changed)
+        )
+        self._sent.append(call)
+
+    def inputs(self, call: CapturedCall) -> Mapping[str, Tensor]:
+        """Return the inputs of a call, as they were before it ran."""
+        return {name: _tensor(each) for name, each in self._sent[call.number].inputs.items()}
+
+    def outputs(self, call: CapturedCall) -> Mapping[str, Tensor]:
+        """Return the outputs of a call."""
+        return {name: _tensor(each) for name, each in self._sent[call.number].outputs.items()}
+
+
+def _kept(sent: PendingTensor) -> CapturedTensor:
+    """Return the record of a tensor in memory; its bytes are not hashed."""
+    return CapturedTensor(sent.payload.dtype, sent.shape, "", "memory", sent.rows, sent.statistics)
+
+
+def _tensor(sent: PendingTensor) -> Tensor:
+    dtype = TORCH_DTYPES[sent.payload.dtype]
+    if not sent.payload.data:
+        return torch.empty(sent.shape, dtype=dtype)
+    # Trap: frombuffer shares the bytes; whoever reads a run may not write into it.
+    return torch.frombuffer(sent.payload.data, dtype=dtype).reshape(sent.shape)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.capture.files.types import Phase, Step
+from degarble.harness.capture.files.records import CapturedStep, Phase
 from degarble.harness.engine.faults.model_faults import Scene
 from degarble.harness.engine.faults.negative_controls import (
     CONTROLS,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.base.protocols import ComponentCall
-    from degarble.harness.capture.files.types import Call
+    from degarble.harness.capture.files.records import CapturedCall
     from degarble.harness.engine.faults.model_faults import Way
     from degarble.harness.engine.faults.negative_controls import Control
     from degarble.harness.formats.weight import Weight
@@ -141,7 +141,7 @@ def healthy_cases(count: int) -> Iterator[Case]:
         )
 
 
-def steps_of(case: Case) -> tuple[Step, ...]:
+def steps_of(case: Case) -> tuple[CapturedStep, ...]:
     """Return the forward passes of a schedule other than TOGETHER; all tokens are given."""
     sequences = [
         prompt_ids(1000 + 16 * case.seed + number, length + case.new_tokens)
@@ -162,7 +162,7 @@ def steps_of(case: Case) -> tuple[Step, ...]:
         positions = tuple(place for _, a, b in fed for place in range(a, b))
         owners = tuple(owner for owner, a, b in fed for _ in range(a, b))
         phase = Phase.DECODE if len(tokens) == len(fed) and at else Phase.PREFILL
-        steps.append(Step(at, phase, tokens, positions, owners))
+        steps.append(CapturedStep(at, phase, tokens, positions, owners))
     return tuple(steps)
 
 
@@ -183,7 +183,7 @@ class _Tape:
 
     call: ComponentCall
     healthy: InMemoryRun
-    known: Sequence[Call]
+    known: Sequence[CapturedCall]
 
     def __call__(
         self, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]
@@ -231,7 +231,7 @@ class Rest:
         self.calls = [_told(call) if call.component in judged else call for call in run.calls]
 
 
-def _told(call: Call) -> Call:
+def _told(call: CapturedCall) -> CapturedCall:
     inputs, outputs = (
         {name: kept._replace(at=None) for name, kept in side.items()}
         for side in (call.inputs, call.outputs)
@@ -302,7 +302,7 @@ class Stage:
                 judged.add(name)
         return Rest(run, frozenset(judged))
 
-    def _alike(self, run: InMemoryRun, call: Call, known: Call) -> bool:
+    def _alike(self, run: InMemoryRun, call: CapturedCall, known: CapturedCall) -> bool:
         return (
             call.step == known.step
             and call.changed == known.changed
@@ -344,6 +344,6 @@ class Stage:
         component = component_named(self.model.config, name, self.model.recipe)
         return Scene(bound or self.twin, component, self.model.recipe)
 
-    def first(self, name: str) -> Call:
+    def first(self, name: str) -> CapturedCall:
         """Return the healthy run's first call of a component."""
         return self.calls[name][0]

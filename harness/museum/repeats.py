@@ -13,8 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from degarble.harness.capture.files.writer import CaptureWriter, Sent, SentCall
-from degarble.harness.capture.snapshots import Snapshots
+from degarble.harness.capture.files.writer import CaptureWriter, PendingCall, PendingTensor
+from degarble.harness.capture.recorder import Snapshots
 from degarble.harness.commands.check.compare_runs import compare_runs
 from degarble.harness.report.verdict import Verdict
 
@@ -85,9 +85,9 @@ def write(run: InMemoryRun, folder: Path, facts: Mapping[str, str]) -> None:
     """Write a run that was kept in memory as a capture."""
     snapshots = Snapshots()
 
-    def sent(side: Mapping[str, Tensor]) -> dict[str, Sent]:
+    def sent(side: Mapping[str, Tensor]) -> dict[str, PendingTensor]:
         taken = {name: snapshots.take(each).payload for name, each in side.items()}
-        return {name: Sent(taken[name], tuple(each.shape)) for name, each in side.items()}
+        return {name: PendingTensor(taken[name], tuple(each.shape)) for name, each in side.items()}
 
     with CaptureWriter(folder, facts) as writer:
         steps = iter(run.steps)
@@ -98,5 +98,5 @@ def write(run: InMemoryRun, folder: Path, facts: Mapping[str, str]) -> None:
                 reached = step.number
                 writer.step(step)
             sides = (sent(run.inputs(call)), sent(run.outputs(call)))
-            writer.call(SentCall(call.step, call.component, *sides, call.changed))
+            writer.call(PendingCall(call.step, call.component, *sides, call.changed))
         writer.finish()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.backends.registry import AskedBackend, use_backend
-from degarble.harness.capture.files.types import Phase, Step
+from degarble.harness.capture.files.records import CapturedStep, Phase
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.engine.localise.recorded_run import InMemoryRun
 from degarble.harness.generate.generate import Manner, Talker, prompts_from
@@ -172,7 +172,7 @@ def _origins(
     return failures, found.verdict
 
 
-def steps_of(fed: list[list[int]], pieces: list[list[int]]) -> list[Step]:
+def steps_of(fed: list[list[int]], pieces: list[list[int]]) -> list[CapturedStep]:
     """Return the forward passes in which `_run` feeds the sequences."""
     made, at = [], [0 for _ in fed]
     for turn in range(max(map(len, pieces))):
@@ -184,5 +184,5 @@ def steps_of(fed: list[list[int]], pieces: list[list[int]]) -> list[Step]:
                 positions += range(begin, end)
                 owners += [owner] * (end - begin)
                 at[owner] = end
-        made.append(Step(turn, Phase.PREFILL, tuple(ids), tuple(positions), tuple(owners)))
+        made.append(CapturedStep(turn, Phase.PREFILL, tuple(ids), tuple(positions), tuple(owners)))
     return made

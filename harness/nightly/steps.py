@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.errors import InvalidArgument, UnreadableFile
 from degarble.harness.capture.files.reader import Capture
-from degarble.harness.capture.files.types import MANIFEST
+from degarble.harness.capture.files.records import MANIFEST
 from degarble.harness.chat.tokenizer import FILE as TOKENIZER
 from degarble.harness.chat.tokenizer import Tokenizer
 from degarble.harness.checkpoint.audit.rules.rule import Level

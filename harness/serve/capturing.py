@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.errors import DegarbleError
-from degarble.harness.capture.capture import How, facts_of
-from degarble.harness.capture.files.types import Phase
+from degarble.harness.capture.capture import CaptureSettings, facts_of
+from degarble.harness.capture.files.records import Phase
 from degarble.harness.capture.files.writer import CaptureWriter
-from degarble.harness.capture.options import Asked, Roll
+from degarble.harness.capture.options import CaptureRequest, RequestSelection
 from degarble.harness.capture.recorder import Recorder
 from degarble.harness.serve.refusals import ApiError, wrong_input
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from degarble.harness.capture.files.types import Step
-    from degarble.harness.capture.files.writer import SentCall
+    from degarble.harness.capture.files.records import CapturedStep
+    from degarble.harness.capture.files.writer import PendingCall
     from degarble.harness.inference.model import OpenModel
 
 PATH = "/capture"
@@ -38,16 +38,16 @@ class _Whole:
 
     def __init__(self, writer: CaptureWriter, nbytes: int) -> None:
         self._writer, self._left = writer, nbytes
-        self._step: Step | None = None
-        self._calls: list[SentCall] = []
+        self._step: CapturedStep | None = None
+        self._calls: list[PendingCall] = []
         self._seen: set[int] = set()
         self.full = False
 
-    def step(self, step: Step) -> None:
+    def step(self, step: CapturedStep) -> None:
         """Begin a step."""
         self._step, self._calls = step, []
 
-    def call(self, call: SentCall) -> None:
+    def call(self, call: PendingCall) -> None:
         """Keep a call until its step has ended."""
         for each in (*call.inputs.values(), *call.outputs.values()):
             if id(each.payload) not in self._seen:
@@ -72,11 +72,11 @@ class _Whole:
 class _Open:
     """One open capture."""
 
-    def __init__(self, folder: Path, model: OpenModel, asked: Asked) -> None:
+    def __init__(self, folder: Path, model: OpenModel, asked: CaptureRequest) -> None:
         bound = model.speaker.bound
         asked.wanted.require_choosing(bound.calls)
-        self.folder, self.roll = folder, Roll(asked)
-        facts = facts_of(model.checkpoint.root, model, How(asked.wanted))
+        self.folder, self.roll = folder, RequestSelection(asked)
+        facts = facts_of(model.checkpoint.root, model, CaptureSettings(asked.wanted))
         self.writer = CaptureWriter(folder, facts | {"backend": "torch", "asked": asked.document()})
         self.sink = _Whole(self.writer, asked.nbytes)
         self.recorder = Recorder(self.sink, asked.wanted)
@@ -119,7 +119,7 @@ class Switch:
                 told = f"{self._open.folder.name} is open; end it first"
                 raise ApiError(409, told, None, "capture_open")
             try:
-                asked = Asked.of_json(raw)
+                asked = CaptureRequest.of_json(raw)
                 self._open = _Open(self._free(), self._model, asked)
             except DegarbleError as error:
                 raise wrong_input("capture", error) from error

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from degarble.harness.capture.capture import How
-    from degarble.harness.capture.options import Asked
+    from degarble.harness.capture.capture import CaptureSettings
+    from degarble.harness.capture.options import CaptureRequest
 
 PATH = "/degarble/capture"
 FOLDER_VARIABLE, TOKEN_VARIABLE = "DEGARBLE_CAPTURES", "DEGARBLE_CAPTURE_TOKEN"
@@ -82,18 +82,20 @@ class _Rank:
     def open(cls, worker: Any, folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
         """Begin on this worker."""
         # Imports torch, which vLLM's API server does without.
+        from degarble.harness.capture.engine.maps import vllm_component_maps  # noqa: PLC0415
         from degarble.harness.capture.engine.session import EngineCapture  # noqa: PLC0415
-        from degarble.harness.capture.engine.vllm import sightings_of  # noqa: PLC0415
-        from degarble.harness.capture.options import Asked  # noqa: PLC0415
+        from degarble.harness.capture.options import CaptureRequest  # noqa: PLC0415
         from degarble.harness.model.config.json_file import config_from_file  # noqa: PLC0415
 
         if cls.NAME in vars(worker):
             raise InvalidArgument("capture", "open already", "one at a time", "Close it first.")
         ranks = _require_plain(worker.vllm_config)
         model, runner = worker.get_model(), worker.model_runner
-        places = sightings_of(config_from_file(Path(_checkpoint(worker)) / "config.json"), ranks)
+        places = vllm_component_maps(
+            config_from_file(Path(_checkpoint(worker)) / "config.json"), ranks
+        )
         own = folder / f"rank-{worker.rank:04}"
-        capture = EngineCapture(own, model, places, Asked.of_json(raw))
+        capture = EngineCapture(own, model, places, CaptureRequest.of_json(raw))
         stack = ExitStack()
         made = cls(capture, stack, str(worker.vllm_config.model_config.quantization))
         try:
@@ -233,7 +235,7 @@ class CaptureSwitch:
         return await self._closed(engine)
 
     async def _opened(self, engine: Any, body: bytes) -> dict[str, Any]:
-        from degarble.harness.capture.options import Asked  # noqa: PLC0415
+        from degarble.harness.capture.options import CaptureRequest  # noqa: PLC0415
         from degarble.harness.serve.fields import read_object  # noqa: PLC0415
 
         if len(body) > _MOST_BODY or self._place is not None:
@@ -241,7 +243,7 @@ class CaptureSwitch:
                 "capture", "open already" if self._place else f"{len(body)} bytes",
                 "one at a time, asked for in 64 KiB", "Close it first.",
             )  # fmt: skip
-        asked = Asked.of_json(read_object(body) if body else {})
+        asked = CaptureRequest.of_json(read_object(body) if body else {})
         assert self._folder is not None, "the path is answered only with a folder"
         self._folder.mkdir(parents=True, exist_ok=True)
         place = Path(tempfile.mkdtemp(prefix="capture-", dir=self._folder))
@@ -275,18 +277,18 @@ def _require(replies: Sequence[dict[str, Any]]) -> None:
 
 def joined(checkpoint: Path, place: Path, state: dict[str, Any]) -> list[str]:
     """Make one capture of the ranks' in `place`; their own folders go."""
-    from degarble.harness.capture.capture import How, facts_of  # noqa: PLC0415  imports torch
+    from degarble.harness.capture.capture import CaptureSettings, facts_of  # noqa: PLC0415  imports torch
+    from degarble.harness.capture.engine.maps import vllm_component_maps  # noqa: PLC0415  as above
     from degarble.harness.capture.engine.ranks import join_ranks  # noqa: PLC0415  as above
     from degarble.harness.capture.engine.session import require_calls  # noqa: PLC0415  as above
-    from degarble.harness.capture.engine.vllm import sightings_of  # noqa: PLC0415  as above
     from degarble.harness.engine.conventions.registry import KEY  # noqa: PLC0415  as above
     from degarble.harness.inference.model import open_model  # noqa: PLC0415  as above
 
     require_calls(state)
     ranks = sorted(place.glob("rank-*"))
     with open_model(checkpoint) as model:
-        places = sightings_of(model.config, len(ranks))
-        facts = facts_of(checkpoint, model, How()) | {
+        places = vllm_component_maps(model.config, len(ranks))
+        facts = facts_of(checkpoint, model, CaptureSettings()) | {
             "backend": "vllm", KEY: stated_conventions(state.get("method"))
         }  # fmt: skip
         apart = join_ranks(ranks, places, place, facts)
@@ -315,15 +317,17 @@ def capture_vllm(
     checkpoint: Path,
     prompts: Sequence[Sequence[int]],
     folder: Path,
-    how: How,
+    how: CaptureSettings,
     make: Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
     """Run token ids through vLLM in this process, on one rank, and capture every request."""
-    from degarble.harness.capture.options import MOST_BYTES, Asked  # noqa: PLC0415
+    from degarble.harness.capture.options import MOST_BYTES, CaptureRequest  # noqa: PLC0415
     from degarble.harness.report.files import require_folder  # noqa: PLC0415
 
     require_folder("--out", folder)
-    asked: Asked = replace(Asked(how.wanted), count=len(prompts), nbytes=MOST_BYTES)
+    asked: CaptureRequest = replace(
+        CaptureRequest(how.wanted), count=len(prompts), nbytes=MOST_BYTES
+    )
     engine = (make or _engine())(
         model=str(checkpoint), enforce_eager=True, worker_extension_cls=EXTENSION
     )
@@ -345,8 +349,10 @@ class FromVllm:
 
     def lines(self) -> list[str]:
         """Summarise the capture in a few lines."""
-        from degarble.harness.capture.files.reader import Capture  # noqa: PLC0415
-        from degarble.harness.capture.files.text import capture_lines  # noqa: PLC0415
+        from degarble.harness.capture.files.reader import (  # noqa: PLC0415  as above
+            Capture,
+            capture_lines,
+        )
 
         apart = self.state["ranks_apart"]
         told = [f"{len(apart)} copies differ between ranks, such as {apart[0]}"] if apart else []
@@ -358,7 +364,9 @@ class FromVllm:
         return made | {"capture": str(self.folder), "backend": "vllm", "engine": self.state}
 
 
-def from_vllm(checkpoint: Path, prompts: Sequence[Any], folder: Path, how: How) -> FromVllm:
+def from_vllm(
+    checkpoint: Path, prompts: Sequence[Any], folder: Path, how: CaptureSettings
+) -> FromVllm:
     """Capture what vLLM makes of prompts: texts, or conversations in the official encoding."""
     wrong = "--patch" if how.patch is not None else "--statistics-only"
     if how.patch is not None or how.statistics_only:

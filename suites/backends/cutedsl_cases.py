@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from degarble.harness.backends.cutedsl import kernels as cutedsl_kernels
-from degarble.harness.capture.capture import How, capture
-from degarble.harness.capture.filter import Wanted
+from degarble.harness.capture.capture import CaptureSettings, capture
+from degarble.harness.capture.options import CaptureFilter
 from degarble.harness.cli.kernels import settings_here
 from degarble.harness.commands.check.check import CheckRun
 from degarble.harness.commands.check.check import Wanted as WantedCheck
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from degarble.harness.backends.cutedsl.kernels import Kernels
-    from degarble.harness.capture.capture import Captured
+    from degarble.harness.capture.capture import CaptureSummary
     from degarble.harness.commands.check.check import Checked
     from degarble.harness.model.config.config import Config
 
@@ -82,10 +82,10 @@ def capture_by(
     out: Path,
     prompts: tuple[Any, ...] = PROMPTS,
     **more: Any,
-) -> Captured:
+) -> CaptureSummary:
     """Capture a run by these kernels in place of the GPU's own."""
-    wanted = Wanted.of(None, more.pop("components", None), None)
-    how = How(
+    wanted = CaptureFilter.of(None, more.pop("components", None), None)
+    how = CaptureSettings(
         wanted, more.pop("new_tokens", 3), backend="cutedsl", settings=settings_here(), **more
     )
     with pytest.MonkeyPatch.context() as patch:

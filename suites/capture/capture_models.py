@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from degarble.harness.capture.files.reader import Capture
-from degarble.harness.capture.files.types import Phase
+from degarble.harness.capture.files.records import Phase
 from degarble.harness.capture.files.writer import CaptureWriter
 from degarble.harness.capture.recorder import Recorder
 from degarble.references.binding import Bound
@@ -21,7 +21,7 @@ from degarble.suites.checkpoint.reading_cases import TINY_V4, TINY_V32
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from degarble.harness.capture.filter import Wanted
+    from degarble.harness.capture.options import CaptureFilter
     from degarble.harness.model.config.config import Config
 
 THEIRS: dict[str, Config] = {"v4": TINY_V4, "v32": TINY_V32}  # as transformers builds them
@@ -53,7 +53,11 @@ def run_v4(bound: Bound, recorder: Recorder, decode: int = 2) -> None:
 
 
 def captured_v4(
-    folder: Path, wanted: Wanted | None = None, *, statistics_only: bool = False, decode: int = 2
+    folder: Path,
+    wanted: CaptureFilter | None = None,
+    *,
+    statistics_only: bool = False,
+    decode: int = 2,
 ) -> Capture:
     """A capture of that run."""
     bound = bound_v4(5)

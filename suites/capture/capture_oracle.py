@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 
 from degarble.harness.capture.files.writer import CaptureWriter
-from degarble.harness.capture.modules import recording
+from degarble.harness.capture.modules import places_of, recording
 from degarble.harness.capture.recorder import Recorder
-from degarble.harness.capture.transformers import places_of
 from degarble.harness.model.config.json_file import config_to_dict
 from degarble.references.weights import random_weights
 from degarble.suites.capture.capture_models import THEIRS

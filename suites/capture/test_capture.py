@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from degarble.harness.capture.files.reader import Capture
-from degarble.harness.capture.files.types import Phase
+from degarble.harness.capture.files.records import Phase
 from degarble.harness.checkpoint.view.view import Checkpoint, fingerprint
 from degarble.harness.inference.model import open_model
 from degarble.suites.commands.calls import call

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import UnreadableFile
-from degarble.harness.capture.captured_inputs import require_usable_inputs
+from degarble.harness.capture.files.reader import require_usable_inputs
 from degarble.harness.model.components import components
 from degarble.suites.capture.capture_models import captured_v4
 from degarble.suites.checkpoint.reading_cases import TINY_V4
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.capture.files.reader import Capture
-    from degarble.harness.capture.files.types import Kept
+    from degarble.harness.capture.files.records import CapturedTensor
 
 ATTEND = "layers.1.attn.attend"
 
@@ -33,14 +33,14 @@ class Changed:
 
     def __init__(self, capture: Capture, component: str, name: str, value: Tensor) -> None:
         call = next(each for each in capture.by_component()[component] if name in each.inputs)
-        kept: Kept = call.inputs[name]._replace(
+        kept: CapturedTensor = call.inputs[name]._replace(
             dtype={torch.int64: "I64", torch.float32: "F32"}[value.dtype], shape=tuple(value.shape)
         )
         changed = replace(call, inputs=dict(call.inputs) | {name: kept})
         self.calls = [changed if each is call else each for each in capture.calls]
         self._capture, self._kept, self._value = capture, kept, value
 
-    def tensor(self, kept: Kept) -> Tensor:
+    def tensor(self, kept: CapturedTensor) -> Tensor:
         return self._value if kept is self._kept else self._capture.tensor(kept)
 
 

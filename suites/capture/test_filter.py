@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from degarble.harness.base.errors import InvalidArgument, Refused, UnknownName
-from degarble.harness.capture.filter import Wanted, whole_sites
+from degarble.harness.capture.options import CaptureFilter, whole_sites
 from degarble.harness.model.components import component_named, components
 from degarble.suites.checkpoint.reading_cases import TINY_V4, TINY_V32
 
@@ -11,7 +11,7 @@ NAMES = tuple(each.name for each in components(TINY_V4))
 
 
 def taken(**words: str) -> set[str]:
-    wanted = Wanted.of(**words)
+    wanted = CaptureFilter.of(**words)
     wanted.require_choosing(NAMES)
     return {name for name in NAMES if wanted.takes(name)}
 
@@ -32,10 +32,10 @@ def test_words_choose() -> None:
 
 
 def test_rows_are_those_of_the_positions() -> None:
-    wanted = Wanted.of(tokens="1-2,7")
+    wanted = CaptureFilter.of(tokens="1-2,7")
     assert wanted.rows([0, 1, 2, 3, 0, 1]) == (1, 2, 5)
     assert wanted.rows([8]) == ()
-    assert Wanted.of().rows([8]) is None
+    assert CaptureFilter.of().rows([8]) is None
     assert wanted.document() == {"layers": None, "components": None, "tokens": ["1-2", "7-7"]}
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from degarble.harness import api
 from degarble.harness.capture.files.reader import Capture
-from degarble.harness.capture.memory import MemoryRun
+from degarble.harness.capture.recorder import MemoryRun
 from degarble.suites.capture.capture_models import Stack
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ import torch
 from degarble.harness.base.errors import InvalidArgument, Refused, UnknownName
 from degarble.harness.capture.files.reader import Capture
 from degarble.harness.capture.files.writer import CaptureWriter
-from degarble.harness.capture.filter import Wanted
 from degarble.harness.capture.modules import (
     Place,
     component_of,
@@ -16,6 +15,7 @@ from degarble.harness.capture.modules import (
     recording,
     weights_hash,
 )
+from degarble.harness.capture.options import CaptureFilter
 from degarble.harness.capture.recorder import Recorder
 from degarble.suites.capture.capture_models import Stack
 
@@ -34,7 +34,9 @@ FUSED = (
 )
 
 
-def captured(folder: Path, places: Any, wanted: Wanted | None = None) -> tuple[Capture, Stack]:
+def captured(
+    folder: Path, places: Any, wanted: CaptureFilter | None = None
+) -> tuple[Capture, Stack]:
     torch.manual_seed(1)
     model = Stack()
     with torch.no_grad(), CaptureWriter(folder, {}) as writer:
@@ -80,7 +82,7 @@ def test_places_join_and_split_modules(tmp_path: Path) -> None:
 
 
 def test_filters_hook_no_more_than_is_wanted(tmp_path: Path) -> None:
-    wanted = Wanted.of(layers="1", components="gate", tokens="2")
+    wanted = CaptureFilter.of(layers="1", components="gate", tokens="2")
     capture, _ = captured(tmp_path, places_by_name, wanted)
     (call,) = capture.calls
     assert (call.component, call.inputs["x"].rows) == ("layers.1.gate", (2, 5))

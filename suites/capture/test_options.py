@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from degarble.harness.base.errors import Refused
-from degarble.harness.capture.options import MOST_BYTES, Asked, Roll
+from degarble.harness.capture.options import MOST_BYTES, CaptureRequest, RequestSelection
 
 
 def test_what_is_asked_for_is_read_and_told_again() -> None:
@@ -13,12 +13,12 @@ def test_what_is_asked_for_is_read_and_told_again() -> None:
         "requests": ["mine", "also"], "layers": "0-1,ends", "components": "attn.*", "tokens": "0-3",
         "max_bytes": 1000, "seconds": 5,
     }  # fmt: skip
-    asked = Asked.of_json(raw)
+    asked = CaptureRequest.of_json(raw)
     assert asked.wanted.takes("layers.1.attn.wq_a")
     assert not asked.wanted.takes("layers.2.attn.wq_a")
     assert (asked.requests, asked.count, asked.nbytes) == (("mine", "also"), 2, 1000)
-    assert Asked.of_json(asked.document()) == asked
-    assert Asked.of_json({}).document()["count"] == 1
+    assert CaptureRequest.of_json(asked.document()) == asked
+    assert CaptureRequest.of_json({}).document()["count"] == 1
 
 
 @pytest.mark.parametrize(
@@ -38,18 +38,18 @@ def test_what_is_asked_for_is_read_and_told_again() -> None:
 )
 def test_what_cannot_be_asked_for_is_refused_by_name(raw: dict[str, Any], told: str) -> None:
     with pytest.raises(Refused, match=told):
-        Asked.of_json(raw)
+        CaptureRequest.of_json(raw)
 
 
 def test_requests_are_known_by_whole_words_of_their_ids() -> None:
-    roll = Roll(Asked(requests=("mine", "run-7")))
+    roll = RequestSelection(CaptureRequest(requests=("mine", "run-7")))
     names = ("cmpl-mine-0", "cmpl-other-0", "cmpl-mined-0", "chatcmpl-run-7", "mine", "cmpl-mine-0")
     assert [roll.owner(name) for name in names] == [0, None, None, 1, 2, 0]
     assert roll.ids == ["cmpl-mine-0", "chatcmpl-run-7", "mine"]
 
 
 def test_the_next_requests_are_as_many_as_were_asked_for() -> None:
-    roll = Roll(Asked(count=2))
+    roll = RequestSelection(CaptureRequest(count=2))
     assert [roll.owner(name) for name in "abca"] == [0, 1, None, 0]
-    late = Roll(Asked(seconds=0.0))
+    late = RequestSelection(CaptureRequest(seconds=0.0))
     assert late.owner("a") is None

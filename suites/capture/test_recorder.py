@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from degarble.harness.capture.files.reader import Capture
-from degarble.harness.capture.files.types import Phase
+from degarble.harness.capture.files.records import Phase
 from degarble.harness.capture.files.writer import CaptureWriter
-from degarble.harness.capture.filter import Wanted
+from degarble.harness.capture.options import CaptureFilter
 from degarble.harness.capture.recorder import Recorder
 from degarble.suites.capture.capture_models import PROMPTS, bound_v4, captured_v4, run_v4
 
@@ -104,7 +104,7 @@ def test_a_component_that_writes_over_its_input_is_told(tmp_path: Path) -> None:
 
 
 def test_filters_leave_the_rest_out(tmp_path: Path, capture: Capture) -> None:
-    wanted = Wanted.of(layers="1", components="attn.*", tokens="1,9")
+    wanted = CaptureFilter.of(layers="1", components="attn.*", tokens="1,9")
     found = captured_v4(tmp_path, wanted)
     whole = {(c.step, c.component): c for c in capture.calls}
     assert {c.component.rsplit("attn.", 1)[0] for c in found.calls} == {"layers.1."}

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.capture.files.types import Phase
+from degarble.harness.capture.capture import SequenceTokens, captured_bytes, steps_of
+from degarble.harness.capture.files.records import Phase
 from degarble.harness.capture.files.writer import CaptureWriter
-from degarble.harness.capture.filter import Wanted
+from degarble.harness.capture.options import CaptureFilter
 from degarble.harness.capture.recorder import Recorder
-from degarble.harness.capture.size import Fed, captured_bytes, steps_of
 from degarble.harness.model.presets import V4_PRO
 from degarble.references.binding import Bound
 from degarble.references.model.v4 import ModelV4
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 LENGTHS, NEW = [140, 30], 4
 
 
-def written(bound: Bound, folder: Path, wanted: Wanted) -> int:
+def written(bound: Bound, folder: Path, wanted: CaptureFilter) -> int:
     """Run prompts and new tokens; the bytes of tensors that the capture has."""
     config = bound.config
     model: ModelV4 | ModelV32
@@ -62,7 +62,7 @@ def test_the_estimate_is_near_what_is_written(
     tmp_path: Path,
 ) -> None:
     bound = Bound(config, Numerics.bf16(), random_weights(config, 1, torch.float32))
-    wanted = Wanted.of(**words)
+    wanted = CaptureFilter.of(**words)
     estimate = captured_bytes(bound, steps_of(LENGTHS, NEW, 2048), wanted)
     found = written(bound, tmp_path, wanted)
     assert low * found <= estimate <= high * found, estimate / found
@@ -70,13 +70,15 @@ def test_the_estimate_is_near_what_is_written(
 
 def test_steps_are_pieces_and_then_tokens() -> None:
     assert steps_of([5, 3], 3, 4) == [
-        [Fed(4, 0), Fed(3, 0)], [Fed(1, 4)],
-        [Fed(1, 5), Fed(1, 3)], [Fed(1, 6), Fed(1, 4)],
+        [SequenceTokens(4, 0), SequenceTokens(3, 0)], [SequenceTokens(1, 4)],
+        [SequenceTokens(1, 5), SequenceTokens(1, 3)], [SequenceTokens(1, 6), SequenceTokens(1, 4)],
     ]  # fmt: skip
 
 
 def test_v4_pro_is_estimated_without_weights() -> None:
     bound = Bound(V4_PRO, Numerics.bf16(), {})
-    total = captured_bytes(bound, steps_of([1000], 1, 2048), Wanted())
+    total = captured_bytes(bound, steps_of([1000], 1, 2048), CaptureFilter())
     assert 50e9 < total < 200e9
-    assert captured_bytes(bound, steps_of([1000], 1, 2048), Wanted.of(layers="3")) < total / 40
+    assert (
+        captured_bytes(bound, steps_of([1000], 1, 2048), CaptureFilter.of(layers="3")) < total / 40
+    )

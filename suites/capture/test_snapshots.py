@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import DtypeMismatch
-from degarble.harness.capture.files.types import DTYPE_BYTES
-from degarble.harness.capture.snapshots import WORDS, Snapshots, same, statistics_of
+from degarble.harness.capture.files.records import DTYPE_BYTES
+from degarble.harness.capture.recorder import WORDS, Snapshots, same, statistics_of
 
 
 def test_every_dtype_of_the_format_is_taken_as_it_is() -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from degarble.harness.capture.files.reader import Capture
-from degarble.harness.capture.files.types import Phase
-from degarble.harness.capture.transformers import places_of
+from degarble.harness.capture.files.records import Phase
+from degarble.harness.capture.modules import places_of
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.model.recipes import recipe_named
 from degarble.harness.report.verdict import Verdict

@@ -97,5 +97,5 @@ def test_a_name_counts_as_its_module() -> None:
     assert violations(planted) == []
     assert unit_of("degarble.harness.base.errors") == "base"
     assert unit_of("degarble.harness.capture.files.reader") == "capture.files"
-    assert unit_of("degarble.harness.capture.filter") == "capture"
+    assert unit_of("degarble.harness.capture.options") == "capture"
     assert unit_of("degarble.suites.house.floors") == "suites"

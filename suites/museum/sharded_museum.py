@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import distributed
 
-from degarble.harness.capture.files.types import Phase, Step
+from degarble.harness.capture.files.records import CapturedStep, Phase
 from degarble.harness.engine.localise.recorded_run import InMemoryRun
 from degarble.harness.model.sharding import plan
 from degarble.harness.museum.models import ModelKey, MuseumModel, prompt_ids
@@ -87,13 +87,13 @@ def recorded(case: str, model: MuseumModel) -> InMemoryRun:
     return run
 
 
-def step_of(number: int, sequences: list[Sequence], tokens: list[Tensor]) -> Step:
+def step_of(number: int, sequences: list[Sequence], tokens: list[Tensor]) -> CapturedStep:
     ids = [token for each in tokens for token in each.tolist()]
     owners = [n for n, each in enumerate(tokens) for _ in each]
     spans = zip(sequences, tokens, strict=True)
     positions = [p for s, each in spans for p in range(s.length, s.length + len(each))]
     phase = Phase.DECODE if number else Phase.PREFILL
-    return Step(number, phase, tuple(ids), tuple(positions), tuple(owners))
+    return CapturedStep(number, phase, tuple(ids), tuple(positions), tuple(owners))
 
 
 def write(run: InMemoryRun, target: Path) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.capture.files.types import Phase
+from degarble.harness.capture.files.records import Phase
 from degarble.harness.engine.faults.negative_controls import CONTROLS, WEIGHT_CONTROLS
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.engine.localise.recorded_run import by_component

@@ -9,9 +9,9 @@ import pytest
 from torch import distributed
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.capture.capture import How, facts_of
+from degarble.harness.capture.capture import CaptureSettings, facts_of
+from degarble.harness.capture.engine.maps import vllm_component_maps
 from degarble.harness.capture.engine.ranks import APART, join_ranks
-from degarble.harness.capture.engine.vllm import sightings_of
 from degarble.harness.capture.files.reader import Capture
 from degarble.harness.commands.check.check import CheckRun, Wanted
 from degarble.harness.inference.model import open_model
@@ -47,8 +47,8 @@ def alone(tmp_path: Path) -> Iterator[None]:
 def joined(folder: Path) -> Path:
     ranks = sorted(folder.glob("rank-*"))
     with open_model(TINY) as model:
-        places = sightings_of(model.config, len(ranks))
-        facts = facts_of(TINY, model, How(backend="vllm")) | {"backend": "vllm"}
+        places = vllm_component_maps(model.config, len(ranks))
+        facts = facts_of(TINY, model, CaptureSettings(backend="vllm")) | {"backend": "vllm"}
     join_ranks(ranks, places, folder / "joined", facts)
     return folder / "joined"
 
@@ -107,4 +107,4 @@ def test_another_family_is_refused() -> None:
     config = small_v32()
     assert not isinstance(config, V4Config)
     with pytest.raises(InvalidArgument, match="family = 'deepseek_v32'"):
-        sightings_of(config)
+        vllm_component_maps(config)

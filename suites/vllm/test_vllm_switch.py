@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from torch import distributed, nn
 
 from degarble.harness.base.errors import InvalidArgument, MissingDependency
-from degarble.harness.capture.capture import How
+from degarble.harness.capture.capture import CaptureSettings
 from degarble.harness.capture.files.reader import Capture
 from degarble.harness.commands.check.check import CheckRun, Wanted
 from degarble.harness.engine.conventions.registry import conventions_in
@@ -216,7 +216,7 @@ def test_prompts_run_through_an_engine_in_this_process(tmp_path: Path, engine: S
             self.serve({str(n): each for n, each in enumerate(prompts)}, new)
 
     found = plugin.capture_vllm(
-        TINY, [[1, 2], [3, 4, 5]], tmp_path / "a", How(new_tokens=2), Engine
+        TINY, [[1, 2], [3, 4, 5]], tmp_path / "a", CaptureSettings(new_tokens=2), Engine
     )
     assert len(found["requests"]) == 2
     assert Capture.open(tmp_path / "a").complete
@@ -224,7 +224,7 @@ def test_prompts_run_through_an_engine_in_this_process(tmp_path: Path, engine: S
 
 def test_without_vllm_it_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(MissingDependency, match=r"vLLM 0\.33"):
-        plugin.capture_vllm(TINY, [[1]], tmp_path / "a", How())
+        plugin.capture_vllm(TINY, [[1]], tmp_path / "a", CaptureSettings())
     with pytest.raises(InvalidArgument, match="prepare_inputs"):
         plugin._watch_batches(object(), lambda _batch: None, None)  # type: ignore[arg-type]
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed
 
+from degarble.harness.capture.engine.maps import vllm_component_maps
 from degarble.harness.capture.engine.session import EngineCapture, Scheduled
-from degarble.harness.capture.engine.vllm import sightings_of
-from degarble.harness.capture.options import Asked
+from degarble.harness.capture.options import CaptureRequest
 from degarble.harness.inference.model import open_model
 from degarble.harness.model.sharding import plan
 from degarble.references.sharded import ShardedModel, Teams
@@ -31,7 +31,7 @@ PROMPTS = {
     "cmpl-another-0": [40, 41, 42],
     "cmpl-and-mine-1": [3, 1, 4, 1, 5, 9, 2, 6],
 }
-ASKED = Asked(requests=("mine",), count=2)
+ASKED = CaptureRequest(requests=("mine",), count=2)
 STEPS = 2
 
 
@@ -53,7 +53,9 @@ def drive(engine: StandIn, capture: EngineCapture) -> dict[str, list[int]]:
     return said
 
 
-def captured(checkpoint: Path, folder: Path, faults: Iterable[str], asked: Asked = ASKED) -> None:
+def captured(
+    checkpoint: Path, folder: Path, faults: Iterable[str], asked: CaptureRequest = ASKED
+) -> None:
     """Capture the stand-in on this rank; the world is its tensor parallelism."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
     with open_model(checkpoint) as model:
@@ -62,7 +64,7 @@ def captured(checkpoint: Path, folder: Path, faults: Iterable[str], asked: Asked
         assert teams is not None
         bound = model.speaker.bound
         engine = StandIn(ShardedModel(made, teams, bound.numerics, bound.weights), rank, faults)
-        places = sightings_of(model.config, world)
+        places = vllm_component_maps(model.config, world)
         capture = EngineCapture(folder / f"rank-{rank:04}", engine.tree, places, asked)
         drive(engine, capture)
         assert capture.close()["unseen"] == []

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.capture.engine.maps import WHOLE, Held
+from degarble.harness.capture.engine.maps import WHOLE, ShareKind
 from degarble.harness.capture.files.reader import Capture
-from degarble.harness.capture.files.types import site_of
-from degarble.harness.capture.files.writer import CaptureWriter, Sent, SentCall
-from degarble.harness.capture.snapshots import Snapshots
+from degarble.harness.capture.files.records import site_of
+from degarble.harness.capture.files.writer import CaptureWriter, PendingCall, PendingTensor
+from degarble.harness.capture.recorder import Snapshots
 from degarble.harness.model.sites import Port
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.capture.engine.maps import Seen, Share, Sighting
-    from degarble.harness.capture.files.types import Call, Kept
+    from degarble.harness.capture.engine.maps import ComponentMap, RankShare, TensorLocation
+    from degarble.harness.capture.files.records import CapturedCall, CapturedTensor
 
 APART = "ranks_apart"  # the fact that lists sites whose copies differ between ranks
 _OWN = ("requests", "ended")  # facts of a rank that are the engine's
@@ -36,7 +36,7 @@ _AGAIN = "Capture all ranks of one engine again, together."
 
 
 def join_ranks(
-    folders: Sequence[Path], sightings: Iterable[Sighting], out: Path, facts: Mapping[str, Any]
+    folders: Sequence[Path], sightings: Iterable[ComponentMap], out: Path, facts: Mapping[str, Any]
 ) -> list[str]:
     """Write one capture from those of all ranks, in their order; return the sites that differ."""
     ranks = [Capture.open(folder) for folder in folders]
@@ -74,26 +74,28 @@ class _Joiner:
     """Joins calls; bytes that come again are stored once."""
 
     def __init__(
-        self, ranks: Sequence[Capture], known: Mapping[str, Sighting], apart: dict[str, None]
+        self, ranks: Sequence[Capture], known: Mapping[str, ComponentMap], apart: dict[str, None]
     ) -> None:
         self._ranks, self._known, self._apart = ranks, known, apart
         self._snapshots = Snapshots()
 
-    def joined(self, calls: Sequence[Call]) -> SentCall:
+    def joined(self, calls: Sequence[CapturedCall]) -> PendingCall:
         """One call of all ranks."""
         first, sighting = calls[0], self._known[calls[0].component]
-        sides: list[dict[str, Sent]] = []
+        sides: list[dict[str, PendingTensor]] = []
         for port, places in ((Port.IN, sighting.inputs), (Port.OUT, sighting.outputs)):
             kept = [each.inputs if port is Port.IN else each.outputs for each in calls]
             sides.append({
                 name: self._sent(str(site_of(first.component, port, name)), places[name], tensors)
                 for name in kept[0] if all(tensors := [each.get(name) for each in kept])
             })  # fmt: skip
-        return SentCall(first.step, first.component, sides[0], sides[1])
+        return PendingCall(first.step, first.component, sides[0], sides[1])
 
-    def _sent(self, site: str, seen: Seen, kept: Sequence[Kept | None]) -> Sent:
+    def _sent(
+        self, site: str, seen: TensorLocation, kept: Sequence[CapturedTensor | None]
+    ) -> PendingTensor:
         here = [each for each in kept if each is not None]
-        if seen.share.held is Held.WHOLE:
+        if seen.share.held is ShareKind.WHOLE:
             for rank, each in enumerate(here):
                 if (each.sha256, each.shape) != (here[0].sha256, here[0].shape):
                     self._apart.setdefault(f"{site}: rank {rank} is not as rank 0")
@@ -102,10 +104,10 @@ class _Joiner:
             tensors = [rank.tensor(each) for rank, each in zip(self._ranks, here, strict=True)]
             tensor = joined(site, seen.share, tensors)
         snapshot = self._snapshots.take(tensor)
-        return Sent(snapshot.payload, tuple(tensor.shape), here[0].rows)
+        return PendingTensor(snapshot.payload, tuple(tensor.shape), here[0].rows)
 
 
-def joined(name: str, share: Share, tensors: Sequence[Tensor]) -> Tensor:
+def joined(name: str, share: RankShare, tensors: Sequence[Tensor]) -> Tensor:
     """The whole tensor, from what each rank has of it."""
     if share == WHOLE:
         return tensors[0]
@@ -113,7 +115,7 @@ def joined(name: str, share: Share, tensors: Sequence[Tensor]) -> Tensor:
         raise InvalidArgument(
             name, [list(each.shape) for each in tensors], "one shape on every rank", _AGAIN
         )
-    if share.held is Held.TERM:
+    if share.held is ShareKind.TERM:
         if len(tensors) == 1:
             return tensors[0]
         return torch.stack([each.to(torch.float64) for each in tensors]).sum(0).float()

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from degarble.harness.base.errors import UnwritablePath
 from degarble.harness.base.version import VERSION as TOOL_VERSION
-from degarble.harness.capture.files import parts
-from degarble.harness.capture.files.types import (
+from degarble.harness.capture.files import records
+from degarble.harness.capture.files.records import (
     FORMAT,
     MANIFEST,
     VERSION,
-    Call,
-    Kept,
-    Step,
+    CapturedCall,
+    CapturedStep,
+    CapturedTensor,
     site_of,
 )
 from degarble.harness.model.sites import Port
@@ -61,7 +61,7 @@ class Payload:
         self.nbytes = 0 if self.data is None else self.data.nbytes
 
 
-class Sent(NamedTuple):
+class PendingTensor(NamedTuple):
     """A tensor at a site, before it is written: its payload with shape and rows there."""
 
     payload: Payload
@@ -71,17 +71,17 @@ class Sent(NamedTuple):
 
 
 @dataclass
-class SentCall:
+class PendingCall:
     """A call on its way."""
 
     step: int
     component: str
-    inputs: dict[str, Sent]
-    outputs: dict[str, Sent]
+    inputs: dict[str, PendingTensor]
+    outputs: dict[str, PendingTensor]
     changed: tuple[str, ...] = ()
 
 
-class Tally(NamedTuple):
+class CaptureTotals(NamedTuple):
     """What was written so far."""
 
     calls: int
@@ -109,7 +109,7 @@ class CaptureWriter:
         self._memory_bytes = memory_bytes
         part_bytes = min(part_bytes, max(1, memory_bytes // 4))
         self._pack = _Packer(folder, part_bytes, part_seconds)
-        self._waiting: deque[Step | SentCall | None] = deque()
+        self._waiting: deque[CapturedStep | PendingCall | None] = deque()
         self._changed = threading.Condition()
         self._in_memory = 0
         self._hurry = False
@@ -129,11 +129,11 @@ class CaptureWriter:
             with suppress(OSError):
                 (self.folder / MANIFEST).unlink()
 
-    def step(self, step: Step) -> None:
+    def step(self, step: CapturedStep) -> None:
         """Begin a forward pass; the calls that follow belong to it."""
         self._send(step, 0)
 
-    def call(self, call: SentCall) -> None:
+    def call(self, call: PendingCall) -> None:
         """Take one call. Waits while too much is in memory; raises what writing met."""
         fresh = 0
         for each in (*call.inputs.values(), *call.outputs.values()):
@@ -142,23 +142,23 @@ class CaptureWriter:
                 fresh += each.payload.nbytes
         self._send(call, fresh)
 
-    def finish(self, **more: Any) -> Tally:
+    def finish(self, **more: Any) -> CaptureTotals:
         """Write what is left and mark the capture complete; `more` facts are known only now."""
         self._stop()
         if self._error is not None:
             raise self._error
-        parts.sync(self.folder, [each["file"] for each in self._pack.written])
+        records.sync(self.folder, [each["file"] for each in self._pack.written])
         self._facts |= more
         write_text(self.folder / MANIFEST, self._manifest(complete=True))
         self._finished = True
         return self.tally
 
     @property
-    def tally(self) -> Tally:
+    def tally(self) -> CaptureTotals:
         """What was taken so far."""
         return self._pack.tally
 
-    def _send(self, item: Step | SentCall, nbytes: int) -> None:
+    def _send(self, item: CapturedStep | PendingCall, nbytes: int) -> None:
         with self._changed:
             while self._in_memory and self._in_memory + nbytes > self._memory_bytes:
                 if self._error is not None:
@@ -184,7 +184,7 @@ class CaptureWriter:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BACKGROUND)
         try:
             while (item := self._next()) is not None:
-                if isinstance(item, Step):
+                if isinstance(item, CapturedStep):
                     self._pack.steps.append(item)
                 else:
                     self._pack.add(item)
@@ -197,7 +197,7 @@ class CaptureWriter:
                 self._waiting.clear()
                 self._changed.notify_all()
 
-    def _next(self) -> Step | SentCall | None:
+    def _next(self) -> CapturedStep | PendingCall | None:
         with self._changed:
             while not self._waiting:
                 if self._hurry:
@@ -232,20 +232,20 @@ class _Packer:
     """Gathers calls into parts. Lives in the writing thread."""
 
     def __init__(self, folder: Path, part_bytes: int, part_seconds: float) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[CapturedStep] = []
         self.written: list[dict[str, Any]] = []
-        self.tally = Tally(0, 0, 0, 0)
+        self.tally = CaptureTotals(0, 0, 0, 0)
         self._folder = folder
         self._part_bytes = part_bytes
         self._part_seconds = part_seconds
-        self._calls: list[Call] = []
+        self._calls: list[CapturedCall] = []
         self._payloads: list[Payload] = []
         self._gathered = 0
         self._freed = 0
         self._begun = time.monotonic()
         self._known: dict[tuple[str, str], str] = {}  # dtype and hash to the stored tensor's name
 
-    def add(self, sent: SentCall) -> None:
+    def add(self, sent: PendingCall) -> None:
         """Hash what a call brings, and keep it for the part that comes."""
         number = self.tally.calls
         both = [
@@ -253,7 +253,7 @@ class _Packer:
              for name, each in side.items()}
             for port, side in ((Port.IN, sent.inputs), (Port.OUT, sent.outputs))
         ]  # fmt: skip
-        call = Call(number, sent.step, sent.component, both[0], both[1], sent.changed)
+        call = CapturedCall(number, sent.step, sent.component, both[0], both[1], sent.changed)
         self._calls.append(call)
         shown = sum(kept.nbytes for side in both for kept in side.values())
         tensors = self.tally.tensors + sum(map(len, both))
@@ -276,10 +276,10 @@ class _Packer:
             return
         named = [(str(each.at), each.dtype, each.shape) for each in self._payloads]
         number = len(self.written)
-        head = parts.head_of(number, named, self.steps, self._calls)
+        head = records.head_of(number, named, self.steps, self._calls)
         datas = [each.data for each in self._payloads if each.data is not None]
-        file = parts.file_of(number)
-        parts.write_part(self._folder / file, head, datas)
+        file = records.file_of(number)
+        records.write_part(self._folder / file, head, datas)
         self.written.append(
             {
                 "file": file,
@@ -299,11 +299,11 @@ class _Packer:
         freed, self._freed = self._freed, 0
         return freed
 
-    def _kept(self, sent: Sent, call: int, site: str) -> Kept:
+    def _kept(self, sent: PendingTensor, call: int, site: str) -> CapturedTensor:
         payload = sent.payload
         if not payload.sha256:
             self._take(payload, f"{call:06} {site}")
-        return Kept(
+        return CapturedTensor(
             payload.dtype, sent.shape, payload.sha256, payload.at, sent.rows, sent.statistics
         )
 
@@ -326,7 +326,7 @@ def require_free(folder: Path, name: str = "--out") -> None:
     """Refuse a folder in which a capture lies; makes nothing."""
     taken = (folder / MANIFEST).exists()
     if folder.is_dir():
-        taken = taken or any(parts.NAME.fullmatch(each.name) for each in folder.iterdir())
+        taken = taken or any(records.PART_NAME.fullmatch(each.name) for each in folder.iterdir())
     if taken:
         raise UnwritablePath(
             name,

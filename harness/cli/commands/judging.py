@@ -162,12 +162,12 @@ def _ranges(options: CaptureOptions, prompts: list[Any], terminal: Terminal) -> 
 
 def _tensors(options: CaptureOptions, prompts: list[Any], terminal: Terminal) -> Any:
     from degarble.harness.capture import capture as run  # noqa: PLC0415  as above
-    from degarble.harness.capture.filter import Wanted  # noqa: PLC0415  as above
+    from degarble.harness.capture.options import CaptureFilter  # noqa: PLC0415  as above
     from degarble.harness.cli.first_pass import first_pass  # noqa: PLC0415  imports torch
     from degarble.harness.engine.conventions.registry import read_options  # noqa: PLC0415  as above
 
-    how = run.How(
-        Wanted.of(options.layers, options.components, options.tokens),
+    how = run.CaptureSettings(
+        CaptureFilter.of(options.layers, options.components, options.tokens),
         options.max_new_tokens or run.NEW_TOKENS,
         statistics_only=options.statistics_only,
         backend=options.backend,

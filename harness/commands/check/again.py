@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from degarble.harness.backends.registry import require_backend
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.capture.capture import How, capture
+from degarble.harness.capture.capture import CaptureSettings, capture
 from degarble.harness.capture.files.reader import Capture
-from degarble.harness.capture.files.types import Phase
-from degarble.harness.capture.filter import Wanted as Filter
+from degarble.harness.capture.files.records import Phase
+from degarble.harness.capture.options import CaptureFilter as Filter
 from degarble.harness.commands.check.check import require_captured, source_of
 from degarble.harness.commands.check.texts import spoken_in
 from degarble.harness.inference.devices import require_device
@@ -47,7 +47,7 @@ def ran_again(
     prompts, new_tokens = prompts_of(seen)
     with open_model(source, held_values=wanted.held_values) as model:
         require_captured(seen, model, source)
-    how = How(
+    how = CaptureSettings(
         filter_of(seen),
         new_tokens,
         held_values=wanted.held_values,

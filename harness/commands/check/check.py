@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from degarble.harness.base.errors import InvalidArgument, UnreadableFile
-from degarble.harness.capture.captured_inputs import require_usable_inputs
-from degarble.harness.capture.files.reader import Capture
+from degarble.harness.capture.files.reader import Capture, require_usable_inputs
 from degarble.harness.checkpoint.audit.structure.manifest_check import require_as_written
 from degarble.harness.checkpoint.view.view import fingerprint
 from degarble.harness.engine.conventions.registry import CONTRADICTED, REGISTRY, conventions_in

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from degarble.harness.capture.files.types import Call, Kept
+    from degarble.harness.capture.files.records import CapturedCall, CapturedTensor
     from degarble.harness.commands.check.compare_tokens import Token
     from degarble.harness.report.page import Provenance
 
@@ -59,7 +59,9 @@ class Line:
     own: tuple[int, int] | None = None  # the same, of the first call with equal inputs
     words: str = ""
     place: tuple[str, str] = ("step", "row")  # what first and own count; or sequence and position
-    equal_calls: list[tuple[Capture, Kept]] = field(default_factory=list)  # read if others differ
+    equal_calls: list[tuple[Capture, CapturedTensor]] = field(
+        default_factory=list
+    )  # read if others differ
 
     @property
     def equal(self) -> bool:
@@ -223,7 +225,10 @@ def _weights_that_ran(capture: Capture) -> tuple[Any, ...] | None:
 
 
 def _add(
-    line: Line, captures: tuple[Capture, Capture], calls: tuple[Call, Call], name: str
+    line: Line,
+    captures: tuple[Capture, Capture],
+    calls: tuple[CapturedCall, CapturedCall],
+    name: str,
 ) -> None:
     kept = (calls[0].outputs[name], calls[1].outputs[name])
     line.calls += 1
@@ -249,7 +254,9 @@ def _add(
         line.own = at
 
 
-def _measure(line: Line, captures: tuple[Capture, Capture], kept: tuple[Kept, Kept]) -> int:
+def _measure(
+    line: Line, captures: tuple[Capture, Capture], kept: tuple[CapturedTensor, CapturedTensor]
+) -> int:
     """Add the sums of two unequal tensors; return the first unequal row."""
     one, other = (capture.tensor(each) for capture, each in zip(captures, kept, strict=True))
     same = equal_elements(one, other)
@@ -278,18 +285,18 @@ def _complete(line: Line) -> None:
         line.sums.add_equal(flat[flat.isfinite()])
 
 
-def _elements(kept: Kept) -> int:
+def _elements(kept: CapturedTensor) -> int:
     size = 1
     for extent in kept.shape:
         size *= extent
     return size
 
 
-def _alike(one: Kept, other: Kept) -> bool:
+def _alike(one: CapturedTensor, other: CapturedTensor) -> bool:
     return (one.sha256, one.dtype, one.shape) == (other.sha256, other.dtype, other.shape)
 
 
-def _same_inputs(one: Call, other: Call) -> bool:
+def _same_inputs(one: CapturedCall, other: CapturedCall) -> bool:
     return one.inputs.keys() == other.inputs.keys() and all(
         _alike(each, other.inputs[name]) for name, each in one.inputs.items()
     )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from degarble.harness.capture.files.types import Phase
+from degarble.harness.capture.files.records import Phase
 from degarble.harness.engine.localise.judged_run import Sums
 from degarble.harness.engine.localise.output_forms import equal_elements
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.capture.files.reader import Capture
-    from degarble.harness.capture.files.types import Call, Kept, Step
+    from degarble.harness.capture.files.records import CapturedCall, CapturedStep, CapturedTensor
 
 Token = tuple[int, int]  # sequence and position
 _MEMORY = "state_"
@@ -37,8 +37,8 @@ class Side(NamedTuple):
     """A capture, and the step and row of every token."""
 
     capture: Capture
-    calls: Mapping[str, Sequence[Call]]
-    steps: Mapping[int, Step]
+    calls: Mapping[str, Sequence[CapturedCall]]
+    steps: Mapping[int, CapturedStep]
 
 
 @dataclass(eq=False)
@@ -77,11 +77,11 @@ def tokens_in_common(first: Capture, second: Capture) -> tuple[Token, ...]:
     )
 
 
-def _fed(step: Step) -> tuple[tuple[int, ...], ...]:
+def _fed(step: CapturedStep) -> tuple[tuple[int, ...], ...]:
     return step.tokens, step.positions, step.sequences
 
 
-def _by_sequence(steps: Iterable[Step]) -> dict[int, list[int]]:
+def _by_sequence(steps: Iterable[CapturedStep]) -> dict[int, list[int]]:
     """Return the tokens of each sequence in order of position, up to the first gap."""
     found: dict[int, list[int]] = defaultdict(list)
     for step in steps:
@@ -112,7 +112,7 @@ def beside_by_tokens(
 
 
 def _side(capture: Capture) -> Side:
-    calls: dict[str, list[Call]] = defaultdict(list)
+    calls: dict[str, list[CapturedCall]] = defaultdict(list)
     for call in capture.calls:
         calls[call.component].append(call)
     return Side(capture, calls, {step.number: step for step in capture.steps})
@@ -122,7 +122,7 @@ def _rows(side: Side, component: str, port: str, name: str) -> dict[Token, Tenso
     """Return the row of every token at a site; None if a call has other rows, or no bytes."""
     found: dict[Token, Tensor] = {}
     for call in side.calls[component]:
-        kept: Kept | None = getattr(call, port).get(name)
+        kept: CapturedTensor | None = getattr(call, port).get(name)
         step = side.steps[call.step]
         if kept is None or kept.at is None or not kept.shape:
             return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.errors import DegarbleError
-from degarble.harness.capture.files.types import Phase
+from degarble.harness.capture.files.records import Phase
 from degarble.harness.chat.tokenizer import Growing, Tokenizer
 from degarble.harness.inference.generation import Generation, Limits, Speech
 from degarble.harness.report.replay_panel import Said, TextRecord

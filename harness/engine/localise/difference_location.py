@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.capture.files.types import Phase
+from degarble.harness.capture.files.records import Phase
 from degarble.harness.engine.budget.budget import HEADROOM, spacing
 from degarble.harness.engine.budget.evidence import Evidence
 from degarble.harness.engine.compare.comparison import TILE
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.capture.files.types import Step
+    from degarble.harness.capture.files.records import CapturedStep
     from degarble.harness.engine.localise.replay import Batch
     from degarble.harness.model.components import Component
     from degarble.harness.model.config.config import Config
@@ -70,7 +70,7 @@ class RowsOf:
         return RowsOf(self.position[chosen], self.decode[chosen], self.sequence[chosen], experts)
 
     @classmethod
-    def of(cls, batch: Batch, steps: Mapping[int, Step]) -> RowsOf:
+    def of(cls, batch: Batch, steps: Mapping[int, CapturedStep]) -> RowsOf:
         """Look the rows up in their steps."""
         if batch.whole is not None and batch.kept is not None:
             return cls.of(batch.whole, steps).at(batch.kept)
@@ -285,7 +285,7 @@ def _by_column(
         yield f"only columns {where['columns']} of {width}"
 
 
-def when(steps: Mapping[int, Step], wrong: set[int], judged: set[int]) -> Onset:
+def when(steps: Mapping[int, CapturedStep], wrong: set[int], judged: set[int]) -> Onset:
     """Return the simplest rule that separates the steps that differ from the others."""
     right = judged - wrong
     if not right or not wrong:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.base.errors import DegarbleError
-from degarble.harness.capture.files.types import site_of
+from degarble.harness.capture.files.records import site_of
 from degarble.harness.engine.budget.budget import nearer_than_the_twin
 from degarble.harness.engine.budget.call import Call as Judgeable
 from degarble.harness.engine.budget.judging import judge_outputs
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.capture.files.types import Call, Step
+    from degarble.harness.capture.files.records import CapturedCall, CapturedStep
     from degarble.harness.engine.localise.judged_run import JudgedComponent, Piece, Row
     from degarble.harness.engine.localise.recorded_run import SeenRun
     from degarble.harness.engine.localise.replay import Known
@@ -47,7 +47,7 @@ _CHOOSING = ("ffn.topk", "attn.indexer.topk")
 _MORE = 2  # further calls that a discrepancy keeps
 
 
-def of_outputs(known: Known, made: JudgedComponent, steps: Mapping[int, Step]) -> Trouble:
+def of_outputs(known: Known, made: JudgedComponent, steps: Mapping[int, CapturedStep]) -> Trouble:
     """Return the discrepancy of a component whose outputs differ from its twin's."""
     row = made.differs[0]
     # A malformed run may leave no number to compare; then no single call differs by itself.
@@ -117,7 +117,7 @@ def _told(worst: object) -> str:
     return str(worst) if worst else "differs"
 
 
-def _sight(piece: Piece, steps: Mapping[int, Step]) -> Sight:
+def _sight(piece: Piece, steps: Mapping[int, CapturedStep]) -> Sight:
     """Return the recorded tensors; calls that were replayed together are one sight.
 
     Rows with a legal flip of a choice are left out: no cause has to explain them.
@@ -156,7 +156,7 @@ def _without_flips(piece: Piece) -> Tensor | None:
     return kept if bool(kept.any()) else None
 
 
-def _onset(known: Known, piece: Piece, output: str, steps: Mapping[int, Step]) -> Onset:
+def _onset(known: Known, piece: Piece, output: str, steps: Mapping[int, CapturedStep]) -> Onset:
     batch = piece.replay.batch
     sides = aligned(batch.outputs, piece.replay.expected)[output]
     slack = _slack(known, piece, output, sides)
@@ -283,7 +283,7 @@ def _block(name: str) -> str:
     return ".".join(name.split(".")[:2])
 
 
-def repeats_apart(calls: Sequence[Call]) -> bool:
+def repeats_apart(calls: Sequence[CapturedCall]) -> bool:
     """Tell whether two calls on identical inputs returned different outputs."""
     known: dict[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]] = {}
     for call in calls:

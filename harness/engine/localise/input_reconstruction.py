@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.capture.files.types import Call, Kept, Step
+    from degarble.harness.capture.files.records import CapturedCall, CapturedStep, CapturedTensor
     from degarble.harness.engine.localise.recorded_run import SeenRun
     from degarble.harness.engine.localise.replay import Known
     from degarble.harness.model.components import Component, Input
@@ -43,7 +43,7 @@ _TURNING = ("attn.q_head_norm_rope", "attn.kv_norm_rope", "attn.inverse_rope")
 class Edge:
     """An input of one call that differs from what its producers imply; None means no tensor."""
 
-    call: Call
+    call: CapturedCall
     component: Component
     name: str
     implied: Tensor | None
@@ -66,7 +66,7 @@ class Part:
         return self.start + self.count
 
 
-def parts_of(step: Step) -> list[Part]:
+def parts_of(step: CapturedStep) -> list[Part]:
     """Return the sequences of a step, in order."""
     found: list[Part] = []
     begin = 0
@@ -93,7 +93,7 @@ class Wires:
     def _parts(self) -> dict[int, list[Part]]:
         return {number: parts_of(step) for number, step in self._steps.items()}
 
-    def broken(self, call: Call, inputs: Mapping[str, Tensor] | None = None) -> list[Edge]:
+    def broken(self, call: CapturedCall, inputs: Mapping[str, Tensor] | None = None) -> list[Edge]:
         """Return the inputs of a call that differ from its producers' outputs."""
         component = self._known.components[call.component]
         named = {each.name for each in component.inputs if not each.name.startswith(STATE)}
@@ -111,7 +111,7 @@ class Wires:
                 found.append(edge)
         return found
 
-    def implied(self, call: Call) -> dict[str, Tensor]:
+    def implied(self, call: CapturedCall) -> dict[str, Tensor]:
         """Return all inputs that producers imply, where they are known."""
         component = self._known.components[call.component]
         found = {}
@@ -124,7 +124,7 @@ class Wires:
 
     def _broken(
         self,
-        call: Call,
+        call: CapturedCall,
         component: Component,
         each: Input,
         inputs: Mapping[str, Tensor] | None,
@@ -177,7 +177,7 @@ class Wires:
                 found |= set((captured.to(torch.int64) - implied).tolist())
         return len(found) == 1
 
-    def _same_bytes(self, call: Call, each: Input, kept: Kept) -> bool:
+    def _same_bytes(self, call: CapturedCall, each: Input, kept: CapturedTensor) -> bool:
         """Tell whether hashes prove that an input is its producer's output; no tensor is read."""
         if each.via or len(each.sources) != 1 or not kept.sha256:
             return False
@@ -188,7 +188,7 @@ class Wires:
             and made.nbytes == kept.nbytes
         )
 
-    def _kept(self, step: int, source: Site) -> Kept | None:
+    def _kept(self, step: int, source: Site) -> CapturedTensor | None:
         call = self._calls.get((step, source.component))
         return None if call is None else call.outputs.get(source.name or "out")
 
@@ -200,7 +200,9 @@ class Wires:
             return None
         return self._run.outputs(call)[source.name or "out"]
 
-    def _value(self, call: Call, component: Component, each: Input) -> tuple[bool, Tensor | None]:
+    def _value(
+        self, call: CapturedCall, component: Component, each: Input
+    ) -> tuple[bool, Tensor | None]:
         """Return whether an input's value is known, and the value: None if none should arrive."""
         step = self._steps[call.step]
         if each.via == "state":
@@ -214,14 +216,14 @@ class Wires:
             return False, None
         return self._arrived(made, each, call, step)
 
-    def _outside(self, step: Step, word: str) -> Tensor:
+    def _outside(self, step: CapturedStep, word: str) -> Tensor:
         if word == "offsets":
             bounds = [0, *(part.tokens.stop for part in self._parts[step.number])]
             return torch.tensor(bounds)
         return torch.tensor(step.tokens if word == "tokens" else step.positions)
 
     def _arrived(
-        self, made: Tensor, each: Input, call: Call, step: Step
+        self, made: Tensor, each: Input, call: CapturedCall, step: CapturedStep
     ) -> tuple[bool, Tensor | None]:
         """Return an output in the form in which it enters the next component."""
         config = self._known.twin.config
@@ -241,7 +243,9 @@ class Wires:
                 return True, made[last]  # norm and head may run on each sequence's last token only
         return True, made
 
-    def _state(self, step: Step, component: Component, name: str) -> tuple[bool, Tensor | None]:
+    def _state(
+        self, step: CapturedStep, component: Component, name: str
+    ) -> tuple[bool, Tensor | None]:
         """Concatenate what earlier steps left for every sequence of this step."""
         source = source_of(component, name)
         if source is None:
@@ -271,7 +275,7 @@ class Wires:
         # Trap: with a window of one token, rows[-0:] would return all rows.
         return [rows[max(0, len(rows) - reach) :]]
 
-    def _before(self, step: Step, part: Part, source: Site) -> list[Tensor] | None:
+    def _before(self, step: CapturedStep, part: Part, source: Site) -> list[Tensor] | None:
         """Return a producer's output for a sequence in earlier steps; None if not known."""
         history = self._history(source).get(part.owner, ())
         found, reached = [], 0
@@ -310,7 +314,7 @@ class Wires:
         counts = [each.stop // ratio - each.start // ratio for each in parts]
         return made.split(counts)[place] if sum(counts) == len(made) else None
 
-    def _empty(self, step: Step, component: Component, name: str) -> list[Tensor]:
+    def _empty(self, step: CapturedStep, component: Component, name: str) -> list[Tensor]:
         """Return a pool's state before a sequence begins; empty if its width was not captured."""
         source = source_of(component, name.removeprefix(STATE))
         made = None if source is None else self._output(step.number, source)

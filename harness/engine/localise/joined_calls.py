@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.capture.files.types import Call, Step
+    from degarble.harness.capture.files.records import CapturedCall, CapturedStep
     from degarble.harness.engine.localise.input_reconstruction import Part
     from degarble.harness.model.components import Component
 
@@ -40,7 +40,7 @@ _OFFSETS = "entry_offsets"
 _POOLED = ("state_latent", "state_gate")
 
 
-def unvouched(component: Component, calls: Mapping[str, Sequence[Call]]) -> bool:
+def unvouched(component: Component, calls: Mapping[str, Sequence[CapturedCall]]) -> bool:
     """Tell whether a component has memory whose producers were not captured in every step."""
     own = {call.step for call in calls.get(component.name, ())}
     if not is_ragged(component) or len(own) < 2:
@@ -60,7 +60,7 @@ def unvouched(component: Component, calls: Mapping[str, Sequence[Call]]) -> bool
     return False
 
 
-def without_memory(batch: Batch, steps: Mapping[int, Step]) -> Batch:
+def without_memory(batch: Batch, steps: Mapping[int, CapturedStep]) -> Batch:
     """Mark a call after a sequence's beginning as not replayable if its memory was not captured."""
     begun = any(part.start for part in parts_of(steps[batch.calls[0].step]))
     if not begun or any(name.startswith(STATE) for name in batch.inputs):
@@ -69,7 +69,7 @@ def without_memory(batch: Batch, steps: Mapping[int, Step]) -> Batch:
 
 
 def joined(
-    component: Component, batches: Sequence[Batch], steps: Mapping[int, Step]
+    component: Component, batches: Sequence[Batch], steps: Mapping[int, CapturedStep]
 ) -> Iterator[Batch]:
     """Yield one prefill for each sequence that was given its tokens in several calls."""
     found: dict[int, list[Piece]] = {}
@@ -96,7 +96,7 @@ def _covers(pieces: Sequence[Piece]) -> bool:
 
 
 def _joined(
-    component: Component, pieces: Sequence[Piece], steps: Mapping[int, Step]
+    component: Component, pieces: Sequence[Piece], steps: Mapping[int, CapturedStep]
 ) -> Batch | None:
     first, stop = pieces[0][0], pieces[-1][2].stop
     inputs: dict[str, Tensor] = {}
@@ -136,7 +136,7 @@ def _below(
     component: Component,
     tensors: Sequence[Tensor | None],
     pieces: Sequence[Piece],
-    steps: Mapping[int, Step],
+    steps: Mapping[int, CapturedStep],
 ) -> Tensor | None:
     """Concatenate the rows of one sequence; None where those of one step are not known."""
     known: list[Tensor] = []

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.capture.files.types import Call
+    from degarble.harness.capture.files.records import CapturedCall
     from degarble.harness.engine.conventions.registry import ConventionUsed
     from degarble.harness.engine.localise.input_reconstruction import Edge
     from degarble.harness.engine.localise.judged_run import Looked
@@ -177,11 +177,11 @@ class _Work:
         self._answers: dict[str, _Answer] = {}
         self._conventions: tuple[ConventionUsed, ...] = ()
         self._edges: list[Edge] = []
-        self._written: dict[tuple[int, Site], Call] = {}
+        self._written: dict[tuple[int, Site], CapturedCall] = {}
         self._unstable: list[str] = []
         self._notes: list[str] = []
 
-    def component(self, component: Component, calls: Sequence[Call]) -> None:
+    def component(self, component: Component, calls: Sequence[CapturedCall]) -> None:
         """Judge all calls of one component, and the inputs that it was given."""
         if not all(map(_is_stored, calls)):
             self._notes.append(f"{component.name}: statistics only, so it was not judged")
@@ -418,7 +418,7 @@ class _Work:
         elsewhere = self._elsewhere(call) if is_memory(edge.component, edge.name) else {}
         return Sight(*sides, call.step, self._earlier(call), elsewhere=elsewhere)
 
-    def _elsewhere(self, call: Call) -> dict[int, Mapping[str, Tensor]]:
+    def _elsewhere(self, call: CapturedCall) -> dict[int, Mapping[str, Tensor]]:
         """Return the implied inputs of the same component in other layers, in the same step."""
         own = self._known.components[call.component]
         found: dict[int, Mapping[str, Tensor]] = {}
@@ -430,7 +430,7 @@ class _Work:
                 found[other.layer] = self._wires.implied(each)
         return found
 
-    def _earlier(self, call: Call) -> tuple[Sight, ...]:
+    def _earlier(self, call: CapturedCall) -> tuple[Sight, ...]:
         """Return the component's inputs in its first call and in the last ones before this."""
         before = [
             each
@@ -441,7 +441,7 @@ class _Work:
         return tuple(Sight(self._run.inputs(each), {}, {}, step=each.step) for each in chosen)
 
 
-def _is_stored(call: Call) -> bool:
+def _is_stored(call: CapturedCall) -> bool:
     return all(each.at for each in (*call.inputs.values(), *call.outputs.values()))
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.capture.files.types import site_of
+from degarble.harness.capture.files.records import site_of
 from degarble.harness.engine.faults.model_faults import Scene
 from degarble.harness.engine.localise.attribution import Kind, Trouble, source_of
 from degarble.harness.model.site_forms import Rows, declared_forms
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.capture.files.types import Call, Kept, Step
+    from degarble.harness.capture.files.records import CapturedCall, CapturedStep, CapturedTensor
     from degarble.harness.engine.localise.recorded_run import SeenRun
     from degarble.harness.engine.localise.replay import Known
     from degarble.harness.model.components import Component
     from degarble.harness.model.site_forms import Forms, SiteForm
     from degarble.harness.model.sites import Site
 
-    Side = Mapping[str, Kept]
+    Side = Mapping[str, CapturedTensor]
 
 _FROM_OUTSIDE = ("tokens", "positions")
 
@@ -39,7 +39,7 @@ _FROM_OUTSIDE = ("tokens", "positions")
 class Misfit:
     """One recorded tensor that its site cannot hold."""
 
-    call: Call
+    call: CapturedCall
     port: Port
     name: str
     found: str
@@ -61,7 +61,7 @@ class FittingRun:
     """The calls of a run whose tensors fit their sites, in the declared shapes."""
 
     whole: SeenRun
-    calls: Sequence[Call]
+    calls: Sequence[CapturedCall]
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -69,15 +69,15 @@ class FittingRun:
         return self.whole.facts
 
     @property
-    def steps(self) -> Sequence[Step]:
+    def steps(self) -> Sequence[CapturedStep]:
         """Return the forward passes, in order."""
         return self.whole.steps
 
-    def inputs(self, call: Call) -> Mapping[str, Tensor]:
+    def inputs(self, call: CapturedCall) -> Mapping[str, Tensor]:
         """Return a call's inputs, as they were before it ran."""
         return _laid_out(call.inputs, self.whole.inputs(call))
 
-    def outputs(self, call: Call) -> Mapping[str, Tensor]:
+    def outputs(self, call: CapturedCall) -> Mapping[str, Tensor]:
         """Return a call's outputs."""
         return _laid_out(call.outputs, self.whole.outputs(call))
 
@@ -108,7 +108,7 @@ class Fitted:
 def fitted(run: SeenRun, known: Known) -> Fitted:
     """Check every recorded tensor against its site."""
     declared = declared_forms(known.twin.config, known.recipe)
-    calls: list[Call] = []
+    calls: list[CapturedCall] = []
     misfits: list[Misfit] = []
     unjudged: dict[str, str] = {}
     for call in run.calls:
@@ -127,7 +127,7 @@ def fitted(run: SeenRun, known: Known) -> Fitted:
     return Fitted(run, FittingRun(run, calls), tuple(misfits), unjudged)
 
 
-def _misfits(call: Call, declared: Forms) -> Iterator[Misfit]:
+def _misfits(call: CapturedCall, declared: Forms) -> Iterator[Misfit]:
     """Yield contradictions: single tensors first, then row counts that do not match each other."""
     sound = True
     sides = ((Port.IN, call.inputs, declared.inputs), (Port.OUT, call.outputs, declared.outputs))
@@ -143,7 +143,7 @@ def _misfits(call: Call, declared: Forms) -> Iterator[Misfit]:
             yield from _miscounted(call, port, side, declared)
 
 
-def _miscounted(call: Call, port: Port, side: Side, declared: Forms) -> Iterator[Misfit]:
+def _miscounted(call: CapturedCall, port: Port, side: Side, declared: Forms) -> Iterator[Misfit]:
     """Yield tensors whose row count differs from the inputs of their call."""
     forms = declared.inputs if port is Port.IN else declared.outputs
     for name, kept in side.items():
@@ -156,7 +156,7 @@ def _miscounted(call: Call, port: Port, side: Side, declared: Forms) -> Iterator
         yield Misfit(call, port, name, f"{kept.dtype} {list(kept.shape)}", told)
 
 
-def _count(call: Call, declared: Forms, counts: Rows) -> int | None:
+def _count(call: CapturedCall, declared: Forms, counts: Rows) -> int | None:
     """Return the rows of an input that counts the same thing; None where there is none."""
     if counts is Rows.OTHERS:
         return None
@@ -173,7 +173,7 @@ def _count(call: Call, declared: Forms, counts: Rows) -> int | None:
     return call.inputs[name].shape[0] - (counts is Rows.SEQUENCES)
 
 
-def _as_declared(call: Call, declared: Forms) -> Call:
+def _as_declared(call: CapturedCall, declared: Forms) -> CapturedCall:
     """Return a call with the declared shapes; the same object where nothing changes."""
     inputs = _reshaped(call.inputs, declared.inputs)
     outputs = _reshaped(call.outputs, declared.outputs)

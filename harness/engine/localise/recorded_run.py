@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
-from degarble.harness.capture.files.types import Call, Kept, Phase, Step, malformed
+from degarble.harness.capture.files.records import (
+    CapturedCall,
+    CapturedStep,
+    CapturedTensor,
+    Phase,
+    malformed,
+)
 from degarble.harness.checkpoint.view.stored import TORCH_DTYPES
 from degarble.harness.model.config.config import V4Config
 from degarble.references.model.v4 import ModelV4
@@ -49,27 +55,27 @@ class SeenRun(Protocol):
         ...
 
     @property
-    def steps(self) -> Many[Step]:
+    def steps(self) -> Many[CapturedStep]:
         """Return the forward passes, in order."""
         ...
 
     @property
-    def calls(self) -> Many[Call]:
+    def calls(self) -> Many[CapturedCall]:
         """Return the component calls, in order; a call's number is its index here."""
         ...
 
-    def inputs(self, call: Call) -> Mapping[str, Tensor]:
+    def inputs(self, call: CapturedCall) -> Mapping[str, Tensor]:
         """Return a call's inputs, as they were before it ran."""
         ...
 
-    def outputs(self, call: Call) -> Mapping[str, Tensor]:
+    def outputs(self, call: CapturedCall) -> Mapping[str, Tensor]:
         """Return a call's outputs."""
         ...
 
 
-def by_component(run: SeenRun) -> dict[str, list[Call]]:
+def by_component(run: SeenRun) -> dict[str, list[CapturedCall]]:
     """Return the calls of each component, in the order in which they ran."""
-    found: dict[str, list[Call]] = defaultdict(list)
+    found: dict[str, list[CapturedCall]] = defaultdict(list)
     for call in run.calls:
         found[call.component].append(call)
     return dict(found)
@@ -106,8 +112,8 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 class InMemoryRun:
     """A run recorded in memory; `logits` are those after each step's last tokens."""
 
-    steps: list[Step] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    steps: list[CapturedStep] = field(default_factory=list)
+    calls: list[CapturedCall] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     logits: list[Tensor] = field(default_factory=list)
     _tensors: list[tuple[Mapping[str, Tensor], Mapping[str, Tensor]]] = field(default_factory=list)
@@ -136,7 +142,7 @@ class InMemoryRun:
     def again(
         cls,
         bound: Bound,
-        steps: Many[Step],
+        steps: Many[CapturedStep],
         edges: Mapping[str, Way] = MappingProxyType({}),
         *,
         absorbed: bool = True,
@@ -149,11 +155,11 @@ class InMemoryRun:
                 run._step(model, *_fed(step, known), step)
         return run
 
-    def inputs(self, call: Call) -> Mapping[str, Tensor]:
+    def inputs(self, call: CapturedCall) -> Mapping[str, Tensor]:
         """Return a call's inputs, as they were before it ran."""
         return self._tensors[call.number][0]
 
-    def outputs(self, call: Call) -> Mapping[str, Tensor]:
+    def outputs(self, call: CapturedCall) -> Mapping[str, Tensor]:
         """Return a call's outputs."""
         return self._tensors[call.number][1]
 
@@ -167,9 +173,9 @@ class InMemoryRun:
         model: ModelV4 | ModelV32,
         sequences: list[Sequence],
         tokens: list[Tensor],
-        like: Phase | Step,
+        like: Phase | CapturedStep,
     ) -> None:
-        if isinstance(like, Step):
+        if isinstance(like, CapturedStep):
             self.steps.append(like)
         else:
             ids: list[int] = []
@@ -180,7 +186,7 @@ class InMemoryRun:
                 positions += range(sequence.length, sequence.length + len(new))
                 owners += [number] * len(new)
             made = (tuple(ids), tuple(positions), tuple(owners))
-            self.steps.append(Step(len(self.steps), like, *made))
+            self.steps.append(CapturedStep(len(self.steps), like, *made))
         with torch.inference_mode():
             self.logits.append(model.forward(sequences, tokens, last_only=True))
 
@@ -208,12 +214,14 @@ class InMemoryRun:
         changed = tuple(key for key, each in inputs.items() if not same_bits(each, before[key]))
         kept = [{key: _kept(each) for key, each in side.items()} for side in (before, outputs)]
         number, step = len(self.calls), self.steps[-1].number
-        self.calls.append(Call(number, step, name, kept[0], kept[1], changed))
+        self.calls.append(CapturedCall(number, step, name, kept[0], kept[1], changed))
         self._tensors.append((before, {key: each.clone() for key, each in outputs.items()}))
         return outputs
 
 
-def forward_again(bound: Bound, steps: Many[Step], *, absorbed: bool = True) -> list[Tensor]:
+def forward_again(
+    bound: Bound, steps: Many[CapturedStep], *, absorbed: bool = True
+) -> list[Tensor]:
     """Return logits after each sequence's last token for another run's steps, without recording."""
     model, known, made = _model(bound, absorbed=absorbed), dict[int, Sequence](), []
     for step in steps:
@@ -223,7 +231,7 @@ def forward_again(bound: Bound, steps: Many[Step], *, absorbed: bool = True) -> 
     return made
 
 
-def _fed(step: Step, known: dict[int, Sequence]) -> tuple[list[Sequence], list[Tensor]]:
+def _fed(step: CapturedStep, known: dict[int, Sequence]) -> tuple[list[Sequence], list[Tensor]]:
     """Return the sequences of a step with their new tokens."""
     owned: dict[int, list[int]] = {}
     for token, owner in zip(step.tokens, step.sequences, strict=True):
@@ -239,6 +247,6 @@ def _model(bound: Bound, *, absorbed: bool) -> ModelV4 | ModelV32:
     return ModelV32(bound, config, absorbed=absorbed)
 
 
-def _kept(tensor: Tensor) -> Kept:
+def _kept(tensor: Tensor) -> CapturedTensor:
     """Return the record of a tensor in memory; its bytes are not hashed."""
-    return Kept(word_of(tensor.dtype), tuple(tensor.shape), "", "memory")
+    return CapturedTensor(word_of(tensor.dtype), tuple(tensor.shape), "", "memory")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.capture.files.types import Call, Step
+    from degarble.harness.capture.files.records import CapturedCall, CapturedStep
     from degarble.harness.engine.localise.recorded_run import SeenRun
     from degarble.harness.model.components import Component
     from degarble.harness.model.recipes import Recipe
@@ -90,7 +90,7 @@ class Batch:
     """Calls of one component replayed together; `step_of` and `position_of` are given per row."""
 
     component: Component
-    calls: tuple[Call, ...]
+    calls: tuple[CapturedCall, ...]
     inputs: Tensors
     outputs: Tensors  # the candidate's
     step_of: Tensor
@@ -127,7 +127,10 @@ class Replay:
 
 
 def batches(
-    run: SeenRun, component: Component, calls: Sequence[Call], steps: Mapping[int, Step]
+    run: SeenRun,
+    component: Component,
+    calls: Sequence[CapturedCall],
+    steps: Mapping[int, CapturedStep],
 ) -> list[Batch]:
     """Read a component's calls, and batch those that can be."""
     made = [_batch(run, component, call, steps[call.step]) for call in calls]
@@ -139,7 +142,7 @@ def batches(
     return [part for group in groups.values() for part in _merged(group)]
 
 
-def _batch(run: SeenRun, component: Component, call: Call, step: Step) -> Batch:
+def _batch(run: SeenRun, component: Component, call: CapturedCall, step: CapturedStep) -> Batch:
     inputs, outputs = run.inputs(call), run.outputs(call)
     count = _rows(component, call, inputs)
     kept_rows = (each.rows for side in (call.inputs, call.outputs) for each in side.values())
@@ -160,7 +163,7 @@ def _batch(run: SeenRun, component: Component, call: Call, step: Step) -> Batch:
     )  # fmt: skip
 
 
-def _rows(component: Component, call: Call, inputs: Tensors) -> int:
+def _rows(component: Component, call: CapturedCall, inputs: Tensors) -> int:
     for each in component.inputs:
         if each.name in inputs and inputs[each.name].ndim and not each.name.startswith(STATE):
             return inputs[each.name].shape[0]
@@ -241,7 +244,7 @@ def replayed(known: Known, batch: Batch) -> Replay:
         return Replay(batch, undecided=f"the twin cannot run on its inputs: {line}")
 
 
-def _is_filtered(call: Call) -> bool:
+def _is_filtered(call: CapturedCall) -> bool:
     return any(each.rows is not None for each in (*call.inputs.values(), *call.outputs.values()))
 
 

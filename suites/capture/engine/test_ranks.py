@@ -6,10 +6,17 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.capture.engine.maps import TERM, WHOLE, Sighting, made, part, taken
+from degarble.harness.capture.engine.maps import (
+    TERM,
+    WHOLE,
+    ComponentMap,
+    argument_of,
+    partial_share,
+    result_of,
+)
 from degarble.harness.capture.engine.ranks import APART, join_ranks, joined
 from degarble.harness.capture.files.reader import Capture
-from degarble.harness.capture.files.types import Phase
+from degarble.harness.capture.files.records import Phase
 from degarble.harness.capture.files.writer import CaptureWriter
 from degarble.harness.capture.recorder import Recorder
 
@@ -18,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.capture.engine.maps import Share
+    from degarble.harness.capture.engine.maps import RankShare
 
 GATE_UP = torch.arange(2 * 2 * 6).reshape(2, 12)  # 6 of gate, 6 of up
 
@@ -30,11 +37,11 @@ def test_parts_lie_side_by_side_slot_by_slot_without_padding() -> None:
             torch.cat([half[:, rank * own : (rank + 1) * own] for half in GATE_UP.split(6, 1)], 1)
             for rank in range(ranks)
         ]
-        assert torch.equal(joined("x", part(6, 6), parts), GATE_UP)
+        assert torch.equal(joined("x", partial_share(6, 6), parts), GATE_UP)
     padded = [torch.ones(1, 4), torch.tensor([[1.0, 1.0, 0.0, 0.0]])]
-    assert torch.equal(joined("x", part(6), padded), torch.ones(1, 6))
+    assert torch.equal(joined("x", partial_share(6), padded), torch.ones(1, 6))
     by_heads = [torch.zeros(2, 1, 5), torch.ones(2, 1, 5)]
-    assert joined("x", part(2, dim=1), by_heads)[:, :, 0].tolist() == [[0, 1], [0, 1]]
+    assert joined("x", partial_share(2, dim=1), by_heads)[:, :, 0].tolist() == [[0, 1], [0, 1]]
 
 
 def test_terms_are_summed_without_another_rounding() -> None:
@@ -46,13 +53,13 @@ def test_terms_are_summed_without_another_rounding() -> None:
 @pytest.mark.parametrize(
     ("share", "tensors", "told"),
     [
-        (part(6), [torch.ones(1, 2), torch.ones(1, 2)], r"that make \[6\]"),
-        (part(2, 2), [torch.ones(1, 3), torch.ones(1, 3)], "2 equal slots"),
+        (partial_share(6), [torch.ones(1, 2), torch.ones(1, 2)], r"that make \[6\]"),
+        (partial_share(2, 2), [torch.ones(1, 3), torch.ones(1, 3)], "2 equal slots"),
         (TERM, [torch.ones(1, 2), torch.ones(1, 3)], "one shape on every rank"),
     ],
 )
 def test_ranks_that_make_no_whole_are_refused(
-    share: Share, tensors: list[Tensor], told: str
+    share: RankShare, tensors: list[Tensor], told: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=told):
         joined("x", share, tensors)
@@ -60,16 +67,22 @@ def test_ranks_that_make_no_whole_are_refused(
 
 def test_shares_that_are_none_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="share"):
-        part()
+        partial_share()
     with pytest.raises(InvalidArgument, match="columns of m"):
-        made("m", columns=(3, 3))
+        result_of("m", columns=(3, 3))
     with pytest.raises(InvalidArgument, match="site"):
-        Sighting("layers.x.norm", outputs={"out": made("m")})
+        ComponentMap("layers.x.norm", outputs={"out": result_of("m")})
 
 
 MAP = [
-    Sighting("layers.0.attn.wq_a", {"x": taken("m")}, {"out": made("m", share=WHOLE)}),
-    Sighting("layers.0.attn.wq_b", {"x": taken("n")}, {"out": made("n", share=part(4))}),
+    ComponentMap(
+        "layers.0.attn.wq_a", {"x": argument_of("m")}, {"out": result_of("m", share=WHOLE)}
+    ),
+    ComponentMap(
+        "layers.0.attn.wq_b",
+        {"x": argument_of("n")},
+        {"out": result_of("n", share=partial_share(4))},
+    ),
 ]
 
 

@@ -7,11 +7,17 @@ import torch
 from torch import nn
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName
-from degarble.harness.capture.engine.maps import Of, Rows, Seen, Sighting, made, taken
+from degarble.harness.capture.engine.maps import (
+    CallSide,
+    ComponentMap,
+    RowMeaning,
+    TensorLocation,
+    argument_of,
+    result_of,
+)
 from degarble.harness.capture.engine.session import EngineCapture, Scheduled, require_calls
 from degarble.harness.capture.files.reader import Capture
-from degarble.harness.capture.filter import Wanted
-from degarble.harness.capture.options import Asked
+from degarble.harness.capture.options import CaptureFilter, CaptureRequest
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,17 +49,31 @@ class Engine(nn.Module):
 
 
 MAP = [
-    Sighting("layers.0.attn.wq_a", {"x": taken("fused")}, {"out": made("fused", columns=(0, 2))}),
-    Sighting("layers.0.attn.wkv", {"x": taken("fused")}, {"out": made("fused", columns=(2, 6))}),
-    Sighting("layers.0.ffn.topk", {"logits": taken(":choose", "scale")}, {"out": made(":choose")}),
-    Sighting("norm", {"x": Seen("fused", Of.ARGUMENT, rows=Rows.LAST)}),
-    Sighting("head", outputs={"out": Seen("head", rows=Rows.SEQUENCES)}),
+    ComponentMap(
+        "layers.0.attn.wq_a",
+        {"x": argument_of("fused")},
+        {"out": result_of("fused", columns=(0, 2))},
+    ),
+    ComponentMap(
+        "layers.0.attn.wkv",
+        {"x": argument_of("fused")},
+        {"out": result_of("fused", columns=(2, 6))},
+    ),
+    ComponentMap(
+        "layers.0.ffn.topk",
+        {"logits": argument_of(":choose", "scale")},
+        {"out": result_of(":choose")},
+    ),
+    ComponentMap("norm", {"x": TensorLocation("fused", CallSide.ARGUMENT, rows=RowMeaning.LAST)}),
+    ComponentMap("head", outputs={"out": TensorLocation("head", rows=RowMeaning.SEQUENCES)}),
 ]
 X = torch.arange(32.0).reshape(8, 4)
 BATCH = [Scheduled("a", 0, [1, 2, 3]), Scheduled("b", 5, [4]), Scheduled("c", 0, [5, 6])]
 
 
-def captured(folder: Path, asked: Asked, engine: Engine | None = None, sightings: Any = MAP) -> Any:
+def captured(
+    folder: Path, asked: CaptureRequest, engine: Engine | None = None, sightings: Any = MAP
+) -> Any:
     engine = engine or Engine()
     capture = EngineCapture(folder, engine, sightings, asked)
     with torch.no_grad():
@@ -69,7 +89,7 @@ def captured(folder: Path, asked: Asked, engine: Engine | None = None, sightings
 
 
 def test_wanted_rows_are_copied_and_fused_results_taken_apart(tmp_path: Path) -> None:
-    found = captured(tmp_path, Asked(requests=("a", "c")))
+    found = captured(tmp_path, CaptureRequest(requests=("a", "c")))
     assert (found["requests"], found["calls"], found["unseen"]) == (["a", "c"], 10, [])
     capture, engine = Capture.open(tmp_path), Engine()
     step = capture.steps[0]
@@ -88,17 +108,17 @@ def test_wanted_rows_are_copied_and_fused_results_taken_apart(tmp_path: Path) ->
 
 
 def test_filters_choose_components_and_positions(tmp_path: Path) -> None:
-    captured(tmp_path, Asked(Wanted.of("0", "attn.wkv", "1-2"), ("a",)))
+    captured(tmp_path, CaptureRequest(CaptureFilter.of("0", "attn.wkv", "1-2"), ("a",)))
     capture = Capture.open(tmp_path)
     assert {call.component for call in capture.calls} == {"layers.0.attn.wkv"}
     assert capture.calls[0].inputs["x"].rows == (1, 2)
     with pytest.raises(UnknownName, match="--layers"):
-        EngineCapture(tmp_path / "b", Engine(), MAP, Asked(Wanted.of("7")))
+        EngineCapture(tmp_path / "b", Engine(), MAP, CaptureRequest(CaptureFilter.of("7")))
     assert not list(tmp_path.glob("b/*"))
 
 
 def test_a_capture_ends_at_its_bytes_with_whole_steps(tmp_path: Path) -> None:
-    found = captured(tmp_path, Asked(requests=("a",), nbytes=400))
+    found = captured(tmp_path, CaptureRequest(requests=("a",), nbytes=400))
     assert found["ended"] == "bytes"
     capture = Capture.open(tmp_path)
     assert (len(capture.steps), len(capture.calls)) == (1, 5)
@@ -108,44 +128,47 @@ def test_a_capture_ends_at_its_bytes_with_whole_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sightings", "told"),
     [
-        ([Sighting("head", {"x": taken("head", 3)})], "argument 3 of head = 'NoneType'"),
-        ([Sighting("head", {"x": taken("head")})], "6 rows at least"),
-        ([Sighting("head", outputs={"out": made("fused", columns=(3, 9))})], "9 columns at least"),
-        ([Sighting("head", outputs={"out": made("fused", 1)})], "result 1 of fused"),
+        ([ComponentMap("head", {"x": argument_of("head", 3)})], "argument 3 of head = 'NoneType'"),
+        ([ComponentMap("head", {"x": argument_of("head")})], "6 rows at least"),
+        (
+            [ComponentMap("head", outputs={"out": result_of("fused", columns=(3, 9))})],
+            "9 columns at least",
+        ),
+        ([ComponentMap("head", outputs={"out": result_of("fused", 1)})], "result 1 of fused"),
     ],
 )
 def test_the_engine_goes_on_where_its_map_is_wrong(
-    tmp_path: Path, sightings: list[Sighting], told: str
+    tmp_path: Path, sightings: list[ComponentMap], told: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=told):
-        captured(tmp_path, Asked(), sightings=sightings)
+        captured(tmp_path, CaptureRequest(), sightings=sightings)
 
 
 def test_a_module_that_runs_twice_is_refused(tmp_path: Path) -> None:
     engine = Engine()
     engine.twice = True
     with pytest.raises(InvalidArgument, match="ran twice"):
-        captured(tmp_path, Asked(), engine)
+        captured(tmp_path, CaptureRequest(), engine)
 
 
 @pytest.mark.parametrize("place", ["absent", ":absent", "fused:a.b"])
 def test_places_that_are_not_there_are_refused_and_nothing_stays(
     tmp_path: Path, place: str
 ) -> None:
-    engine, sightings = Engine(), [*MAP, Sighting("embed", outputs={"out": made(place)})]
+    engine, sightings = Engine(), [*MAP, ComponentMap("embed", outputs={"out": result_of(place)})]
     with pytest.raises((UnknownName, InvalidArgument), match=r"absent|fused:a\.b"):
-        EngineCapture(tmp_path / "x", engine, sightings, Asked())
+        EngineCapture(tmp_path / "x", engine, sightings, CaptureRequest())
     assert "choose" not in vars(engine)
     assert not any(each._forward_hooks for each in engine.modules())
     assert not list(tmp_path.glob("x/*"))
 
 
 def test_a_capture_without_a_call_is_refused_with_the_reason(tmp_path: Path) -> None:
-    capture = EngineCapture(tmp_path / "a", Engine(), MAP, Asked(requests=("z",)))
+    capture = EngineCapture(tmp_path / "a", Engine(), MAP, CaptureRequest(requests=("z",)))
     capture.batch(BATCH)
     with pytest.raises(InvalidArgument, match="no request that was asked for"):
         require_calls(capture.close())
-    capture = EngineCapture(tmp_path / "b", Engine(), MAP, Asked())
+    capture = EngineCapture(tmp_path / "b", Engine(), MAP, CaptureRequest())
     capture.batch(BATCH)  # and no module is called: a recorded graph
     found = capture.close()
     assert found["unseen"] == ["fused", ":choose", "head"]

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from degarble.harness.capture.files.types import Phase, Step
-from degarble.harness.capture.files.writer import CaptureWriter, Payload, Sent, SentCall
+from degarble.harness.capture.files.records import CapturedStep, Phase
+from degarble.harness.capture.files.writer import CaptureWriter, Payload, PendingCall, PendingTensor
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -39,9 +39,9 @@ def payload(array: NDArray[Any], *, stored: bool = True) -> Payload:
     return Payload(WORDS[str(array.dtype)], array.shape, memoryview(array.tobytes()), stored)
 
 
-def sent(array: NDArray[Any], **more: Any) -> Sent:
+def sent(array: NDArray[Any], **more: Any) -> PendingTensor:
     """An array at a site."""
-    return Sent(payload(array), array.shape, **more)
+    return PendingTensor(payload(array), array.shape, **more)
 
 
 def arrays(seed: int) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -59,17 +59,17 @@ def write_layers(writer: CaptureWriter, layers: int, begin: int = 0) -> None:
         x, codes = arrays(layer)
         shared = payload(codes)
         norm, linear = f"layers.{layer}.attn.norm", f"layers.{layer}.attn.wq_a"
-        out = {"out": Sent(shared, codes.shape)}
-        writer.call(SentCall(0, norm, {"x": sent(x)}, out))
+        out = {"out": PendingTensor(shared, codes.shape)}
+        writer.call(PendingCall(0, norm, {"x": sent(x)}, out))
         # Seen there with another shape, as a kernel sees rows.
         put = {"out": sent(x), "scale": sent(np.array(layer, np.float32))}
-        writer.call(SentCall(0, linear, {"x": Sent(shared, (12,))}, put, ("x",)))
+        writer.call(PendingCall(0, linear, {"x": PendingTensor(shared, (12,))}, put, ("x",)))
 
 
 def write_capture(folder: Path, layers: int = 2, **options: Any) -> None:
     """The whole capture; a slow machine makes no parts of its own."""
     with CaptureWriter(folder, FACTS, part_seconds=inf, **options) as writer:
-        writer.step(Step(0, Phase.PREFILL, (5, 6, 7), (0, 1, 2), (0, 0, 0)))
+        writer.step(CapturedStep(0, Phase.PREFILL, (5, 6, 7), (0, 1, 2), (0, 0, 0)))
         write_layers(writer, layers)
         writer.finish(texts=["anna"])
 
@@ -77,11 +77,11 @@ def write_capture(folder: Path, layers: int = 2, **options: Any) -> None:
 def write_without_end(folder: Path) -> None:
     """Capture until somebody ends the process; parts take a while to write, and there are many."""
     with CaptureWriter(folder, FACTS, part_bytes=4 << 20) as writer:
-        writer.step(Step(0, Phase.PREFILL, (5, 6, 7), (0, 1, 2), (0, 0, 0)))
+        writer.step(CapturedStep(0, Phase.PREFILL, (5, 6, 7), (0, 1, 2), (0, 0, 0)))
         for layer in range(100_000):
             write_layers(writer, 1, layer)
             large = sent(np.full(1 << 18, layer))
-            writer.call(SentCall(0, f"layers.{layer}.ffn.gate", {"x": large}, {}))
+            writer.call(PendingCall(0, f"layers.{layer}.ffn.gate", {"x": large}, {}))
 
 
 if __name__ == "__main__":

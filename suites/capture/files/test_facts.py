@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from degarble.harness.base.errors import UnreadableFile
-from degarble.harness.capture.files.facts import FACTS, require_known_types
+from degarble.harness.capture.files.records import FACTS, require_known_types
 
 SOUND: dict[str, Any] = {
     "source": {"name": "model", "path": "/x", "fingerprint": "ab", "content": None},

@@ -8,14 +8,20 @@ import pytest
 from safetensors import safe_open
 
 from degarble.harness.base.errors import UnreadableFile, UnwritablePath
-from degarble.harness.capture.files.parts import head_of, read_part, sync, write_part
-from degarble.harness.capture.files.types import Phase, Step
+from degarble.harness.capture.files.records import (
+    CapturedStep,
+    Phase,
+    head_of,
+    read_part,
+    sync,
+    write_part,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-STEPS = (Step(0, Phase.PREFILL, (1,), (0,), (0,)),)
+STEPS = (CapturedStep(0, Phase.PREFILL, (1,), (0,), (0,)),)
 NAMED = [("000000 embed.out", "F32", (2, 3)), ("000001 norm.out", "I64", ())]
 DATA = [np.arange(6, dtype=np.float32), np.array([9])]
 

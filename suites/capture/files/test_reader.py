@@ -10,7 +10,7 @@ import torch
 
 from degarble.harness.base.errors import InvalidArgument, UnreadableFile
 from degarble.harness.capture.files.reader import _NUMPY, _TORCH, Capture
-from degarble.harness.capture.files.types import DTYPE_BYTES, Phase
+from degarble.harness.capture.files.records import DTYPE_BYTES, Phase
 from degarble.suites.capture.files.capture_cases import arrays, old_capture, write_capture
 
 if TYPE_CHECKING:

@@ -5,8 +5,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from degarble.harness.capture.files.reader import Capture
-from degarble.harness.capture.files.text import capture_document, capture_lines
+from degarble.harness.capture.files.reader import Capture, capture_document, capture_lines
 from degarble.suites.capture.files.capture_cases import old_capture, write_capture
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ def test_an_old_capture_still_renders_without_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path\n"
         "from degarble.harness.capture.files.reader import Capture\n"
-        "from degarble.harness.capture.files.text import capture_lines\n"
+        "from degarble.harness.capture.files.reader import capture_lines\n"
         "print(*capture_lines(Capture.open(Path(sys.argv[1]))), sep='\\n')\n"
         "assert 'torch' not in sys.modules"
     )

@@ -5,18 +5,26 @@ from typing import Any
 import pytest
 
 from degarble.harness.base.errors import UnreadableFile
-from degarble.harness.capture.files.types import Call, Kept, Phase, Step, object_of
+from degarble.harness.capture.files.records import (
+    CapturedCall,
+    CapturedStep,
+    CapturedTensor,
+    Phase,
+    read_json_object,
+)
 
 HASH = "0f" * 32
-KEPT = Kept("BF16", (2, 3), HASH, "000000 embed.out", (4, 9), {"amax": 1.5, "nan": 0})
-CALL = Call(3, 1, "layers.0.attn.wq_a", {"x": KEPT}, {"out": KEPT._replace(rows=None)}, ("x",))
-STEP = Step(1, Phase.DECODE, (7, 8), (4, 0), (0, 1))
+KEPT = CapturedTensor("BF16", (2, 3), HASH, "000000 embed.out", (4, 9), {"amax": 1.5, "nan": 0})
+CALL = CapturedCall(
+    3, 1, "layers.0.attn.wq_a", {"x": KEPT}, {"out": KEPT._replace(rows=None)}, ("x",)
+)
+STEP = CapturedStep(1, Phase.DECODE, (7, 8), (4, 0), (0, 1))
 
 
 def test_what_is_spelled_is_read_again() -> None:
-    assert Kept.of_json(KEPT.to_json(), "k") == KEPT
-    assert Call.of_json(CALL.to_json(), "c") == CALL
-    assert Step.of_json(STEP.to_json(), "s") == STEP
+    assert CapturedTensor.of_json(KEPT.to_json(), "k") == KEPT
+    assert CapturedCall.of_json(CALL.to_json(), "c") == CALL
+    assert CapturedStep.of_json(STEP.to_json(), "s") == STEP
     assert KEPT.nbytes == 12
     places = [str(site) for site, _ in CALL.sites()]
     assert places == ["layers.0.attn.wq_a.in.x", "layers.0.attn.wq_a.out"]
@@ -38,7 +46,7 @@ def test_what_is_spelled_is_read_again() -> None:
 def test_a_damaged_tensor_is_refused_by_field(where: tuple[str], value: Any, told: str) -> None:
     raw = KEPT.to_json() | {where[0]: value}
     with pytest.raises(UnreadableFile, match=rf"k: {told} = .*Capture the run again"):
-        Kept.of_json(raw, "k")
+        CapturedTensor.of_json(raw, "k")
 
 
 @pytest.mark.parametrize(
@@ -55,7 +63,7 @@ def test_a_damaged_tensor_is_refused_by_field(where: tuple[str], value: Any, tol
 )
 def test_a_damaged_call_is_refused_by_field(field: str, value: Any) -> None:
     with pytest.raises(UnreadableFile, match=rf"c.*: {field} = "):
-        Call.of_json(CALL.to_json() | {field: value}, "c")
+        CapturedCall.of_json(CALL.to_json() | {field: value}, "c")
 
 
 @pytest.mark.parametrize(("field", "value"), [("phase", "training"), ("tokens", [1]), ("x", 0)])
@@ -64,7 +72,7 @@ def test_a_damaged_step_is_refused(field: str, value: Any) -> None:
     if field == "x":
         del raw["positions"]
     with pytest.raises(UnreadableFile, match=r"^s"):
-        Step.of_json(raw, "s")
+        CapturedStep.of_json(raw, "s")
 
 
 @pytest.mark.parametrize(
@@ -72,4 +80,4 @@ def test_a_damaged_step_is_refused(field: str, value: Any) -> None:
 )
 def test_text_that_is_no_object_is_refused(text: bytes) -> None:
     with pytest.raises(UnreadableFile, match="head"):
-        object_of(text, "head")
+        read_json_object(text, "head")

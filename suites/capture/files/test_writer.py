@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from degarble.harness.base.errors import UnwritablePath
-from degarble.harness.capture.files import parts as capture_parts
+from degarble.harness.capture.files import records as capture_parts
 from degarble.harness.capture.files.reader import Capture
-from degarble.harness.capture.files.types import Phase, Step
-from degarble.harness.capture.files.writer import CaptureWriter, Sent, SentCall
+from degarble.harness.capture.files.records import CapturedStep, Phase
+from degarble.harness.capture.files.writer import CaptureWriter, PendingCall, PendingTensor
 from degarble.suites.capture.files.capture_cases import FACTS, arrays, payload, sent, write_capture
 from degarble.suites.hang_guard import HANG_SECONDS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-STEP = Step(0, Phase.PREFILL, (5,), (0,), (0,))
+STEP = CapturedStep(0, Phase.PREFILL, (5,), (0,), (0,))
 
 
 def test_shared_bytes_are_stored_once(tmp_path: Path) -> None:
@@ -26,10 +26,12 @@ def test_shared_bytes_are_stored_once(tmp_path: Path) -> None:
         writer.step(STEP)
         x, _ = arrays(0)
         same = payload(x)
-        call = SentCall(0, "norm", {"x": Sent(same, x.shape)}, {"out": Sent(same, (24,))})
+        call = PendingCall(
+            0, "norm", {"x": PendingTensor(same, x.shape)}, {"out": PendingTensor(same, (24,))}
+        )
         writer.call(call)
         # Another object with the same bytes, and the same bytes in another dtype.
-        writer.call(SentCall(0, "head", {"x": sent(x), "y": sent(x.view(np.uint16))}, {}))
+        writer.call(PendingCall(0, "head", {"x": sent(x), "y": sent(x.view(np.uint16))}, {}))
         tally = writer.finish()
     assert (tally.tensors, tally.stored_bytes, tally.shown_bytes) == (4, 2 * 96, 4 * 96)
     capture = Capture.open(tmp_path)
@@ -43,9 +45,9 @@ def test_only_hashes_of_what_is_not_stored(tmp_path: Path) -> None:
     with CaptureWriter(tmp_path, FACTS) as writer:
         writer.step(STEP)
         x, _ = arrays(0)
-        told = Sent(payload(x, stored=False), x.shape, None, {"amax": 2.0})
-        writer.call(SentCall(0, "norm", {"x": told}, {}))
-        writer.call(SentCall(0, "head", {"x": sent(x)}, {}))
+        told = PendingTensor(payload(x, stored=False), x.shape, None, {"amax": 2.0})
+        writer.call(PendingCall(0, "norm", {"x": told}, {}))
+        writer.call(PendingCall(0, "head", {"x": sent(x)}, {}))
         assert writer.finish().stored_bytes == 96
     first, second = Capture.open(tmp_path).calls
     assert first.inputs["x"].at is None
@@ -80,7 +82,7 @@ def test_memory_is_bounded_and_nothing_is_lost(
         def run() -> None:
             for _ in range(50):
                 x = chance.standard_normal((1000,), np.float32)
-                writer.call(SentCall(0, "norm", {"x": sent(x)}, {}))
+                writer.call(PendingCall(0, "norm", {"x": sent(x)}, {}))
             done.set()
 
         thread = threading.Thread(target=run)
@@ -101,7 +103,7 @@ def test_one_tensor_larger_than_the_bound_passes(tmp_path: Path) -> None:
         writer.step(STEP)
         for value in range(5):
             x = np.full(1000, value, np.float32)
-            writer.call(SentCall(0, "norm", {"x": sent(x)}, {}))
+            writer.call(PendingCall(0, "norm", {"x": sent(x)}, {}))
         writer.finish()
     assert len(Capture.open(tmp_path).calls) == 5
 
@@ -126,7 +128,7 @@ def test_a_full_disk_is_told_and_leaves_an_incomplete_capture(
         with CaptureWriter(tmp_path, FACTS, part_bytes=1) as writer:
             writer.step(STEP)
             for value in range(calls):
-                writer.call(SentCall(0, "norm", {"x": sent(np.full(9, value, np.float32))}, {}))
+                writer.call(PendingCall(0, "norm", {"x": sent(np.full(9, value, np.float32))}, {}))
                 assert value < 2 or written.wait(HANG_SECONDS)
             writer.finish()
 
@@ -141,7 +143,7 @@ def test_a_run_that_fails_leaves_what_it_had(tmp_path: Path) -> None:
     def run() -> None:
         with CaptureWriter(tmp_path, FACTS) as writer:
             writer.step(STEP)
-            writer.call(SentCall(0, "norm", {"x": sent(arrays(0)[0])}, {}))
+            writer.call(PendingCall(0, "norm", {"x": sent(arrays(0)[0])}, {}))
             raise KeyError("the run's own fault")
 
     with pytest.raises(KeyError):

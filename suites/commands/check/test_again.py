@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.capture.capture import How
+from degarble.harness.capture.capture import CaptureSettings
 from degarble.harness.capture.files.reader import Capture
-from degarble.harness.capture.filter import Wanted
+from degarble.harness.capture.options import CaptureFilter
 from degarble.harness.commands.check.again import prompts_of
 from degarble.suites.commands.calls import call
 from degarble.suites.commands.check.test_check import captured
@@ -114,7 +114,7 @@ def test_a_sick_kernel_is_found_as_with_capture_and_check(
 def test_filters_hold_and_statistics_are_enough_to_run_again(
     v4: Path, kernels: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    few = How(Wanted.of("1", "attn.*"), 3, statistics_only=True)
+    few = CaptureSettings(CaptureFilter.of("1", "attn.*"), 3, statistics_only=True)
     seen = captured(v4, Path.cwd() / "few", "", few)
     done = check(capsys, seen, v4, "--backend", f"{kernels}:Sick")
     assert done.status == 1, done.err

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from degarble.harness.capture import capture as run
-from degarble.harness.capture.filter import Wanted
+from degarble.harness.capture.options import CaptureFilter
 from degarble.harness.commands.check.check import CheckRun
 from degarble.harness.commands.check.check import Wanted as WantedCheck
 from degarble.harness.commands.check.document import junit
@@ -43,7 +43,9 @@ def gain(inner: Any, inputs: Any, weights: Any) -> Mapping[str, Any]:
     return made
 
 
-def captured(source: Path, folder: Path, faulty: str = "", how: run.How | None = None) -> Path:
+def captured(
+    source: Path, folder: Path, faulty: str = "", how: run.CaptureSettings | None = None
+) -> Path:
     """Capture a run in which one component may be wrong."""
     healthy = open_model
 
@@ -148,7 +150,7 @@ def test_whatever_was_found_junit_is_xml(found: str, sentence: str) -> None:
 def test_a_filtered_capture_is_judged_as_far_as_it_goes(
     v4: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    some = run.How(Wanted.of("1", "attn.*", "0-2"))
+    some = run.CaptureSettings(CaptureFilter.of("1", "attn.*", "0-2"))
     capture = captured(v4, tmp_path / "capture", NAME, some)
     done = call(capsys, "--json", "check", capture, "--reference", v4)
     assert done.status == 1, done.err
@@ -160,7 +162,7 @@ def test_a_filtered_capture_is_judged_as_far_as_it_goes(
 def test_another_checkpoint_and_captures_that_cannot_be_judged_are_refused(
     v4: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    few = run.How(Wanted.of("0", "attn.w*"), 1)
+    few = run.CaptureSettings(CaptureFilter.of("0", "attn.w*"), 1)
     moved = tmp_path / "moved"
     shutil.copytree(v4, moved)
     capture = captured(moved, tmp_path / "capture", "", few)
@@ -185,7 +187,7 @@ def test_another_checkpoint_and_captures_that_cannot_be_judged_are_refused(
     done = check(capsys, left, v4, "--checkpoint", tmp_path / "elsewhere", "--partial")
     assert done.status == 0
     assert "The capture is incomplete" in done.out
-    told = run.How(Wanted.of("0", "attn.w*"), 1, statistics_only=True)
+    told = run.CaptureSettings(CaptureFilter.of("0", "attn.w*"), 1, statistics_only=True)
     counted = captured(tmp_path / "elsewhere", tmp_path / "statistics", "", told)
     done = check(capsys, counted, v4)
     assert done.status == 2
@@ -197,7 +199,9 @@ def test_a_reference_with_a_flipped_bit_is_refused(
 ) -> None:
     source = write_speaker(tmp_path / "source", "v4", "nvfp4-experts")
     reference = write_speaker(tmp_path / "reference")
-    capture = captured(source, tmp_path / "capture", "", run.How(Wanted.of("0", "attn.w*"), 1))
+    capture = captured(
+        source, tmp_path / "capture", "", run.CaptureSettings(CaptureFilter.of("0", "attn.w*"), 1)
+    )
     done = call(capsys, "--json", "check", capture, "--reference", reference)
     assert done.status == 0, done.err
     assert done.document["facts"]["the reference's hashes"] == "verified"

@@ -12,7 +12,7 @@ import torch
 
 from degarble.harness import api
 from degarble.harness.capture import capture as run
-from degarble.harness.capture.filter import Wanted
+from degarble.harness.capture.options import CaptureFilter
 from degarble.harness.inference.model import open_model
 from degarble.suites.capture.files.capture_cases import marked_incomplete
 from degarble.suites.commands.calls import call
@@ -46,7 +46,7 @@ def captured(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "open_model", opened)
-        how = run.How(Wanted.of(None, None, None), 2, **named)
+        how = run.CaptureSettings(CaptureFilter.of(None, None, None), 2, **named)
         run.capture(model, [prompt], folder, lambda _streamed: nullcontext(), how)
     return folder
 

@@ -9,7 +9,7 @@ import pytest
 
 from degarble.harness.base.errors import Undecided
 from degarble.harness.capture.files.reader import Capture
-from degarble.harness.capture.files.types import Phase, Step
+from degarble.harness.capture.files.records import CapturedStep, Phase
 from degarble.harness.commands.check.compare_runs import (
     compare_runs,
     compared_document,
@@ -34,11 +34,11 @@ NORM, ATTEND = "layers.1.ffn.norm", "layers.1.attn.attend"
 WHOLE, CHUNKS = (0, PROMPT), (0, 16, 32, PROMPT)
 
 
-def steps(cuts: Sequence[int], ids: Sequence[int] = IDS) -> list[Step]:
+def steps(cuts: Sequence[int], ids: Sequence[int] = IDS) -> list[CapturedStep]:
     """A prompt in pieces, then token by token."""
     ends = [*cuts, *range(PROMPT + 1, len(ids) + 1)]
     return [
-        Step(
+        CapturedStep(
             number,
             Phase.DECODE if begin >= PROMPT else Phase.PREFILL,
             tuple(ids[begin:end]),

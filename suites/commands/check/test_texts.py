@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from degarble.harness.capture.files.reader import Capture
-from degarble.harness.capture.files.types import Phase, Step
+from degarble.harness.capture.files.records import CapturedStep, Phase
 from degarble.harness.commands.check.texts import PROMPTS, pieces, spoken_in, texts_of
 from degarble.harness.inference.model import open_model
 from degarble.references import tiny
@@ -27,10 +27,10 @@ class Run:
     """A run that has said something."""
 
     facts: dict[str, Any] = field(default_factory=dict)
-    steps: tuple[Step, ...] = ()
+    steps: tuple[CapturedStep, ...] = ()
 
 
-def run(*sequences: object, steps: tuple[Step, ...] = ()) -> SeenRun:
+def run(*sequences: object, steps: tuple[CapturedStep, ...] = ()) -> SeenRun:
     facts = {"sequences": list(sequences)} if sequences else {}
     return cast("SeenRun", Run(facts, steps))
 
@@ -44,9 +44,9 @@ def model() -> Iterator[OpenModel]:
 def test_a_capture_says_its_prompts_or_its_steps_do() -> None:
     assert spoken_in(run({"prompt": [1, 2], "new": [3], "text": "x"})) == [([1, 2], [3])]
     steps = (
-        Step(0, Phase.PREFILL, (5, 6, 7, 8), (0, 1, 0, 1), (0, 0, 1, 1)),
-        Step(1, Phase.DECODE, (9, 4), (2, 2), (0, 1)),
-        Step(2, Phase.DECODE, (3,), (3,), (1,)),
+        CapturedStep(0, Phase.PREFILL, (5, 6, 7, 8), (0, 1, 0, 1), (0, 0, 1, 1)),
+        CapturedStep(1, Phase.DECODE, (9, 4), (2, 2), (0, 1)),
+        CapturedStep(2, Phase.DECODE, (3,), (3,), (1,)),
     )
     assert spoken_in(run(steps=steps)) == [([5, 6], [9]), ([7, 8], [4, 3])]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.capture.files.types import Phase, Step
+from degarble.harness.capture.files.records import CapturedStep, Phase
 from degarble.harness.engine.conventions.registry import REGISTRY
 from degarble.harness.engine.faults.model_faults import Scene
 from degarble.harness.engine.faults.negative_controls import CONTROLS
@@ -111,21 +111,21 @@ class RunCase:
         return f"{self.config.family} {self.recipe}: {said}{told}"
 
     @property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[CapturedStep, ...]:
         """Prompts of one to three sequences, in chunks of some length, then tokens one by one."""
         chance = random.Random(self.seed + 1)
         lengths = [chance.choice((3, 9, 17, 41)) for _ in range(chance.randint(1, 3))]
         chunk, decoded = chance.choice((5, 16, 64)), chance.randint(1, 3)
         ids = [[chance.randrange(1, 500) for _ in range(n + decoded)] for n in lengths]
         cuts = [[*range(0, n, chunk), *range(n, n + decoded + 1)] for n in lengths]
-        steps: list[Step] = []
+        steps: list[CapturedStep] = []
         for at in range(max(map(len, cuts)) - 1):
             fed = [(o, c[at], c[at + 1]) for o, c in enumerate(cuts) if at + 1 < len(c)]
             tokens = tuple(token for o, a, b in fed for token in ids[o][a:b])
             places = tuple(place for _, a, b in fed for place in range(a, b))
             owners = tuple(o for o, a, b in fed for _ in range(a, b))
             phase = Phase.DECODE if at and len(tokens) == len(fed) else Phase.PREFILL
-            steps.append(Step(len(steps), phase, tokens, places, owners))
+            steps.append(CapturedStep(len(steps), phase, tokens, places, owners))
         return tuple(steps)
 
     def candidate(self) -> Bound:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from degarble.harness.capture.files.types import Phase, Step
+from degarble.harness.capture.files.records import CapturedStep, Phase
 from degarble.harness.engine.localise.difference_location import (
     RowsOf,
     constant_at,
@@ -130,7 +130,7 @@ def test_what_no_place_shows_by_itself_has_none() -> None:
 
 PHASES = (Phase.PREFILL, Phase.PREFILL, Phase.DECODE, Phase.DECODE, Phase.DECODE)
 STEPS = {
-    number: Step(number, phase, (1,) * count, tuple(range(count)), (0,) * count)
+    number: CapturedStep(number, phase, (1,) * count, tuple(range(count)), (0,) * count)
     for number, (phase, count) in enumerate(zip(PHASES, (9, 4, 1, 2, 1), strict=True))
 }
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import torch
 
-from degarble.harness.capture.files.types import Call, Phase, Step
+from degarble.harness.capture.files.records import CapturedCall, CapturedStep, Phase
 from degarble.harness.engine.diagnose.diagnose import diagnose
 from degarble.harness.engine.faults.model_faults import Scene
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
@@ -170,12 +170,12 @@ def test_a_choice_that_fell_the_other_way_hides_no_cause(config: Config, fault: 
     outputs = {n: torch.cat((other[n][:1], each[1:])) for n, each in outputs.items()}
     zeros = torch.zeros(12, dtype=torch.int64)
     batch = Batch(
-        known.components[name], (Call(0, 0, name, {}, {}),), {"logits": behind}, outputs,
+        known.components[name], (CapturedCall(0, 0, name, {}, {}),), {"logits": behind}, outputs,
         zeros, zeros, (slice(0, 12),),
     )  # fmt: skip
     made = Judge(known).component(known.components[name], [batch])
     assert made.rows["experts"].flips == 1
-    step = Step(0, Phase.PREFILL, (5,) * 12, tuple(range(12)), (0,) * 12)
+    step = CapturedStep(0, Phase.PREFILL, (5,) * 12, tuple(range(12)), (0,) * 12)
     trouble = of_outputs(known, made, {0: step})
     assert trouble.sight is not None
     assert len(trouble.sight.inputs["logits"]) == 11

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.capture.files.types import Phase, Step
+from degarble.harness.capture.files.records import CapturedStep, Phase
 from degarble.harness.engine.localise import localise as module
 from degarble.harness.engine.localise.joined_calls import joined, unvouched
 from degarble.harness.engine.localise.judged_run import Judge
@@ -43,7 +43,7 @@ def in_chunks(config: Config, recipe: str) -> InMemoryRun:
                 positions += range(*cut)
                 owners += [owner] * (cut[1] - cut[0])
         phase = Phase.DECODE if len(ids) == 1 else Phase.PREFILL
-        steps.append(Step(number, phase, tuple(ids), tuple(positions), tuple(owners)))
+        steps.append(CapturedStep(number, phase, tuple(ids), tuple(positions), tuple(owners)))
     return InMemoryRun.again(bound(config, recipe, torch.float32), steps)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from degarble.harness.capture.files.types import Call, Kept
+from degarble.harness.capture.files.records import CapturedCall, CapturedTensor
 from degarble.harness.engine.diagnose.diagnose import diagnose
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.engine.localise.attribution import Kind
@@ -223,8 +223,8 @@ def test_what_was_not_captured_says_nothing_and_two_answers_are_unstable() -> No
             run.calls[at] = replace(call, inputs=given, outputs=made)
     found = localised(run)
     assert (found.verdict, found.unstable) == (Verdict.UNSTABLE, ("norm",))
-    first = Kept("BF16", (1, 4), "a" * 64, "here")
-    calls = [Call(n, n, name, {"x": first}, {"out": first}) for n in range(2)]
+    first = CapturedTensor("BF16", (1, 4), "a" * 64, "here")
+    calls = [CapturedCall(n, n, name, {"x": first}, {"out": first}) for n in range(2)]
     assert not repeats_apart(calls)
     other = replace(calls[1], outputs={"out": first._replace(sha256="b" * 64)})
     assert repeats_apart([calls[0], other])

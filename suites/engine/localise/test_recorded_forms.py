@@ -20,7 +20,7 @@ from degarble.suites.engine.localise_cases import ATTN, V4, V32, bound, localise
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from degarble.harness.capture.files.types import Call
+    from degarble.harness.capture.files.records import CapturedCall
     from degarble.harness.engine.localise.recorded_run import InMemoryRun
     from degarble.harness.model.config.config import Config
 
@@ -134,7 +134,7 @@ def test_outputs_beside_which_others_were_not_captured_are_judged(
     component = f"layers.1.{component}"
     run = run_of(component, scaled(name, 1.1))
 
-    def alone(call: Call) -> Call:
+    def alone(call: CapturedCall) -> CapturedCall:
         return replace(call, outputs={name: call.outputs[name]})
 
     for at, call in enumerate(run.calls):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import UnreadableFile
-from degarble.harness.capture.files.types import Phase
+from degarble.harness.capture.files.records import Phase
 from degarble.harness.engine.faults.model_faults import Way, with_inputs
 from degarble.harness.engine.localise.recorded_run import (
     InMemoryRun,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.capture.files.types import Call
+    from degarble.harness.capture.files.records import CapturedCall
     from degarble.harness.engine.conventions.registry import ConventionUsed
     from degarble.harness.engine.diagnose.judge.report import JudgedKernel
     from degarble.harness.engine.localise.recorded_run import SeenRun
@@ -75,7 +75,7 @@ class Twin:
     def judge_call(
         self,
         run: SeenRun,
-        call: Call,
+        call: CapturedCall,
         values: Mapping[str, Any],
         rows: Tensor | None,
         *,
@@ -176,7 +176,7 @@ class _Agreed:
     """A call that agreed; its tensors belong to the run, and last as long as it does."""
 
     run: weakref.ref[SeenRun]
-    call: Call
+    call: CapturedCall
     judged: JudgedKernel
 
     def equals(
@@ -287,7 +287,7 @@ def check_modules(
 class _Worst(NamedTuple):
     """The call of a component that differs most."""
 
-    call: Call
+    call: CapturedCall
     judged: JudgedKernel
     rows: Tensor | None  # rows that were judged, where others are not finite
 
@@ -303,7 +303,7 @@ class _Work:
         self.first = ""
         self._lengths: dict[str, float] = defaultdict(float)  # squared lengths of all differences
 
-    def take(self, call: Call) -> None:
+    def take(self, call: CapturedCall) -> None:
         """Judge one call; causes are searched later, and only for the worst."""
         inputs, outputs = self._run.inputs(call), self._run.outputs(call)
         if _is_without_rows(inputs) and _is_without_rows(outputs):
@@ -335,7 +335,7 @@ class _Work:
     def evidence(self) -> Evidence:
         """Return how the products of the run fit under given values."""
         names = [name for name in self.worst if self._twin.multiplies(name)]
-        calls: dict[str, list[Call]] = {name: [] for name in names}
+        calls: dict[str, list[CapturedCall]] = {name: [] for name in names}
         for call in self._run.calls:
             if call.component in calls:
                 calls[call.component].append(call)
