@@ -18,7 +18,7 @@ from degarble.harness.base.errors import InvalidArgument
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from degarble.harness.checkpoint.write.worker_pool import Workers
+    from degarble.harness.checkpoint.write.workers import Workers
     from degarble.harness.cli.terminal import Terminal
 
 MOST_PROCESSES = 1024

@@ -11,16 +11,16 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.checkpoint.transform.convert.prove import prove
-from degarble.harness.checkpoint.write.folder_overlap import require_apart
+from degarble.harness.checkpoint.write.disk import require_separate_folders
 from degarble.harness.inference.workers import counting
 from degarble.harness.report.verdict import Verdict
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from degarble.harness.checkpoint.transform.convert.job import Job
-    from degarble.harness.checkpoint.transform.convert.prove import Proof
-    from degarble.harness.checkpoint.write.worker_pool import Workers
+    from degarble.harness.checkpoint.transform.convert.job import ConversionJob
+    from degarble.harness.checkpoint.transform.convert.prove import ConversionProof
+    from degarble.harness.checkpoint.write.workers import Workers
     from degarble.harness.inference.workers import Listen
 
 _SHOWN = 40  # lines of a proof for a person; the JSON has all of them
@@ -37,7 +37,7 @@ class Converted:
     converted: int
     copied: int
     left_out: int
-    proof: Proof | None
+    proof: ConversionProof | None
 
     @property
     def verdict(self) -> Verdict | None:
@@ -82,10 +82,10 @@ class Converted:
 
 
 def convert(
-    job: Job, target: Path, workers: Workers, listen: Listen, *, proving: bool
+    job: ConversionJob, target: Path, workers: Workers, listen: Listen, *, proving: bool
 ) -> Converted:
     """Convert, or finish an interrupted conversion; then read the result again if `proving`."""
-    require_apart(job.source, target)
+    require_separate_folders(job.source, target)
     plan = job.plan()
     proof = None
     with listen(plan.data_bytes * (2 if proving else 1)) as progress:
@@ -105,7 +105,7 @@ def convert(
     )
 
 
-def _told(proof: Proof) -> dict[str, Any]:
+def _told(proof: ConversionProof) -> dict[str, Any]:
     return {
         "holds": proof.holds,
         "compared": len(proof.tensors),

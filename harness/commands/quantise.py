@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.input_files import read_small_file
 from degarble.harness.checkpoint.read.types import LARGEST_INDEX
+from degarble.harness.checkpoint.transform.nvfp4_scales import ScaleRule
 from degarble.harness.checkpoint.transform.quantise.calibration import Calibration
 from degarble.harness.checkpoint.transform.quantise.conversion_report import REPORT
 from degarble.harness.checkpoint.transform.quantise.job import (
@@ -21,10 +22,9 @@ from degarble.harness.checkpoint.transform.quantise.job import (
     run_job,
     target_layout,
 )
-from degarble.harness.checkpoint.transform.scale_search import ScaleRule
 from degarble.harness.checkpoint.transform.source import require_model
 from degarble.harness.checkpoint.view.view import Checkpoint
-from degarble.harness.checkpoint.write.folder_overlap import require_apart
+from degarble.harness.checkpoint.write.disk import require_separate_folders
 from degarble.harness.inference.workers import counting
 from degarble.harness.report.number_text import visible
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from degarble.harness.checkpoint.write.worker_pool import Workers
+    from degarble.harness.checkpoint.write.workers import Workers
     from degarble.harness.inference.workers import Listen
 
 _SHOWN = 3  # names in a line; the report has all of them
@@ -104,7 +104,7 @@ def job_from(
 
 def quantise(job: QuantiseJob, target: Path, workers: Workers, listen: Listen) -> Quantised:
     """Run the job, or finish an interrupted one; raise for what the source lacks."""
-    require_apart(job.source, target)
+    require_separate_folders(job.source, target)
     planned = plan_job(job)
     with listen(planned.plan.data_bytes) as progress:
         heard = counting(progress, target, planned.plan)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.checkpoint.view.quantisation_configs import config_files
 from degarble.harness.checkpoint.write.plan import PlannedTensor, WritePlan
-from degarble.harness.checkpoint.write.writer import Ending, write
+from degarble.harness.checkpoint.write.writer import CompanionFiles, write
 from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.tensors import slots
@@ -108,7 +108,7 @@ def release(config: Config, weights: Mapping[str, Tensor], out: Path) -> None:
     def produce(tensor: PlannedTensor) -> Iterator[Tensor]:
         yield changed[stored[tensor.name][0]].to(_DTYPES[tensor.dtype]).contiguous()
 
-    write(out, plan, produce, Ending({**config_files(config, layout), **tokenizer_files()}))
+    write(out, plan, produce, CompanionFiles({**config_files(config, layout), **tokenizer_files()}))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from degarble.harness.base.errors import UnwritablePath
 from degarble.harness.checkpoint.write.disk import DISK
-from degarble.harness.checkpoint.write.journal import Journal
+from degarble.harness.checkpoint.write.manifest import WriteJournal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.checkpoint.write.manifest import ShardRecord
     from degarble.harness.checkpoint.write.plan import ShardPlan, WritePlan
-    from degarble.harness.checkpoint.write.worker_pool import Workers
+    from degarble.harness.checkpoint.write.workers import Workers
     from degarble.harness.report.progress import Progress
 
     Listen = Callable[[int], AbstractContextManager[Progress]]  # given the bytes of all the work
@@ -56,7 +56,7 @@ def workers_of(
     if cluster is None:
         yield processes or usable_workers()
         return
-    from degarble.harness.checkpoint.write.cluster import ray_cluster  # noqa: PLC0415  seconds of start
+    from degarble.harness.checkpoint.write.workers import ray_cluster  # noqa: PLC0415  seconds of start
 
     with ray_cluster(address, processes or os.cpu_count() or 1) as joined:
         yield joined
@@ -80,7 +80,7 @@ def counting(
 def _finished(target: Path, plan: WritePlan) -> frozenset[str]:
     """Name the shards that an earlier run of this plan left."""
     try:
-        journal = Journal.join(target, plan.hash, DISK)
+        journal = WriteJournal.join(target, plan.hash, DISK)
     except UnwritablePath:
         return frozenset()
     return frozenset(shard.file for shard in plan.shards if journal.recorded(shard))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.checkpoint.write.worker_pool import run_each
+from degarble.harness.checkpoint.write.workers import run_each
 from degarble.harness.engine.faults.fault_strength import DIALS
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.engine.localise.localise import localise

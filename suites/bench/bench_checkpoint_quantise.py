@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.checkpoint.transform.scale_search import (
+from degarble.harness.checkpoint.transform.nvfp4_scales import (
     Errors,
     ScaleRule,
     quantise_rows,

@@ -26,9 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from degarble.harness.base.errors import Refused
-from degarble.harness.checkpoint.transform.convert.job import convert
+from degarble.harness.checkpoint.transform.convert.job import CONVERSIONS, convert
 from degarble.harness.checkpoint.transform.convert.prove import prove
-from degarble.harness.checkpoint.transform.convert.registry import CONVERSIONS
 from degarble.harness.checkpoint.transform.quantise.calibration import Amax, Calibration
 from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, run_job, target_layout
 from degarble.harness.checkpoint.view.consumers import (

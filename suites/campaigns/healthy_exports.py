@@ -26,9 +26,9 @@ from safetensors.torch import load_file, save_file
 
 from degarble.harness.base.errors import Refused
 from degarble.harness.checkpoint.audit.rules.rule import Level
+from degarble.harness.checkpoint.transform.nvfp4_scales import ScaleRule
 from degarble.harness.checkpoint.transform.quantise.calibration import Amax, Calibration
 from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, run_job, target_layout
-from degarble.harness.checkpoint.transform.scale_search import ScaleRule
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.commands.audit.audit import Wanted, audit
 from degarble.harness.model.parameters import parameters

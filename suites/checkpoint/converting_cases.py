@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.checkpoint.transform.convert.job import convert
-from degarble.harness.checkpoint.transform.convert.prove import Proof, prove
+from degarble.harness.checkpoint.transform.convert.prove import ConversionProof, prove
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.model.presets import small_v4, small_v32
 from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
@@ -45,7 +45,7 @@ def source(kind: str) -> Path:
     return target
 
 
-def converted(kind: str, target: Path, to: str, **options: object) -> Proof:
+def converted(kind: str, target: Path, to: str, **options: object) -> ConversionProof:
     """Convert a source and prove the output."""
     convert(source(kind), target, to, options)
     return prove(source(kind), target)

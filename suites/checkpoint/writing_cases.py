@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 from degarble.harness.checkpoint.write.disk import DISK, PARTIAL_SUFFIX
 from degarble.harness.checkpoint.write.manifest import MANIFEST, UNFINISHED
 from degarble.harness.checkpoint.write.plan import PlannedTensor, WritePlan
-from degarble.harness.checkpoint.write.shard_writer import write_shard
 from degarble.harness.checkpoint.write.writer import (
     CONFIG,
-    Ending,
+    CompanionFiles,
     ShardedWriter,
     begin,
     finish,
+    write_shard,
 )
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.checkpoint.write.disk import Disk
 
-ENDING = Ending(
+ENDING = CompanionFiles(
     {CONFIG: b'{"model_type": "none"}', "tokenizer.json": b"{}", "inference/model.py": b"# none\n"},
     {"total_parameters": 12},
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.checkpoint.write import cluster
+from degarble.harness.checkpoint.write import workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,5 +36,5 @@ def played_cluster(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
         asked.append(address)
         yield PlayedCluster(asked)
 
-    monkeypatch.setattr(cluster, "ray_cluster", joined)
+    monkeypatch.setattr(workers, "ray_cluster", joined)
     return asked

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from degarble.harness.checkpoint.transform.convert.prove import Proof, prove
-from degarble.harness.checkpoint.transform.convert.registry import CONVERSIONS
+from degarble.harness.checkpoint.transform.convert.job import CONVERSIONS
+from degarble.harness.checkpoint.transform.convert.prove import ConversionProof, prove
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.checkpoint.write.manifest import Manifest
 from degarble.harness.cli.commands.checkpoints import TARGETS
@@ -59,7 +59,7 @@ def test_damage_between_writing_and_proving_is_named(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def damaged(before: Path, after: Path, **given: Any) -> Proof:
+    def damaged(before: Path, after: Path, **given: Any) -> ConversionProof:
         damage(after, "norm.weight", lambda values: -values)
         return prove(before, after, **given)
 

@@ -12,7 +12,7 @@ from degarble.harness import api
 from degarble.harness.base import errors
 from degarble.harness.base.protocols import BACKEND_ENTRY_POINT_GROUP
 from degarble.harness.checkpoint.audit.rules.findings import RULES
-from degarble.harness.checkpoint.transform.convert.registry import CONVERSIONS
+from degarble.harness.checkpoint.transform.convert.job import CONVERSIONS
 from degarble.harness.cli.crash import EXIT_CRASHED
 from degarble.harness.cli.interrupts import EXIT_INTERRUPTED
 from degarble.harness.cli.main import EXIT_PIPE_CLOSED

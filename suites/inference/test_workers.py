@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.checkpoint.write.shard_writer import write_shard
-from degarble.harness.checkpoint.write.writer import begin, write
+from degarble.harness.checkpoint.write.writer import begin, write, write_shard
 from degarble.harness.cli.spread import spread
 from degarble.harness.cli.terminal import Terminal
 from degarble.harness.inference import workers

@@ -15,13 +15,17 @@ import torch
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
 from degarble.harness.checkpoint.read.types import shown
-from degarble.harness.checkpoint.transform.scale_search import (
+from degarble.harness.checkpoint.transform.nvfp4_scales import (
     ScaleRule,
     quantise_rows,
     tensor_scale,
 )
-from degarble.harness.checkpoint.transform.source import BLOCK_ROWS, largest_magnitude, rows_of
-from degarble.harness.checkpoint.transform.source_values import row_values
+from degarble.harness.checkpoint.transform.source import (
+    BLOCK_ROWS,
+    largest_magnitude,
+    row_values,
+    rows_of,
+)
 from degarble.harness.checkpoint.write.plan import PlannedTensor
 from degarble.harness.formats.arrays import decode_array
 from degarble.harness.formats.block_formats import (
@@ -52,7 +56,7 @@ _FP8 = (FP8_128X128_F32, FP8_128X128_UE8M0)
 _DTYPES = {"E2M1": "U8", "E4M3": "F8_E4M3", "UE8M0": "F8_E8M0", "FP32": "F32"}
 
 
-class Partners:
+class ScalePartners:
     """Weights that share one tensor scale. `exact`: their magnitudes, as a proof measured them."""
 
     def __init__(self, weights: Sequence[StoredWeight]) -> None:
@@ -75,11 +79,11 @@ class Recoded:
         self,
         weights: Sequence[StoredWeight],
         fmt: BlockFormat | None,
-        partners: Partners | None = None,
+        partners: ScalePartners | None = None,
     ) -> None:
         self.weights = tuple(weights)
         self.format = fmt
-        self.partners = partners or Partners(weights)
+        self.partners = partners or ScalePartners(weights)
         self._scales: Tensor | None = None
         _require_stack(self.weights, fmt)
         self.shape = (sum(each.shape[0] for each in self.weights), self.weights[0].shape[1])

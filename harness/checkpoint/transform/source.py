@@ -1,21 +1,21 @@
-"""Read a conversion's source: choose linears by pattern, and walk their values by panels of rows.
-
-Panels end where 128-row blocks end, so memory is bounded whatever the size of a weight. The walk
-releases the pages it has read. A pattern that matches no linear raises an error, and so does a
-fused or stacked source: undo it by the conversion `back` first.
-"""
+"""Read a conversion's source: choose linears, walk their rows by panels, decode them quickly."""
 
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from degarble.harness.base.errors import InvalidArgument, LayoutMismatch
 from degarble.harness.checkpoint.read.types import shown
-from degarble.harness.checkpoint.transform.source_values import row_values
+from degarble.harness.formats.arrays import decode_array
+from degarble.harness.formats.block_formats import MXFP4
+from degarble.harness.formats.element_formats import E2M1, E4M3, UE8M0
 from degarble.harness.formats.fast.modelopt import largest_finite
+from degarble.harness.formats.fast.threads import values_of
+from degarble.harness.formats.types import NibbleOrder
 from degarble.harness.model.storage import Part
 from degarble.harness.model.types import Kind
 
@@ -30,11 +30,60 @@ if TYPE_CHECKING:
     from degarble.harness.model.config.config import Config
     from degarble.harness.model.parameters import Parameter
 
+
+# --------------------------------------------------------------------------------------------------
+# `row_values` returns the same numbers as Weight.values(float32), bit for bit: by table for MXFP4
+# and NVFP4, by whole rows of blocks for FP8, and by the definition for any other format.
+
+
+def row_values(weight: Weight) -> Tensor:
+    """Return rows [M, K] as float32; bfloat16 stays bfloat16, which is exact as well."""
+    storage = weight.storage
+    if storage is None:
+        assert weight.value is not None, "a weight without codes has values"
+        plain = weight.value
+        return plain if plain.dtype in (torch.bfloat16, torch.float32) else plain.float()
+    assert weight.codes is not None, "a weight with a storage has codes"
+    assert weight.block_scale is not None, "codes have scales"
+    if storage.format == MXFP4 and storage.nibble_order is NibbleOrder.LOW_EVEN:
+        return _mxfp4(weight.codes, weight.block_scale)
+    if storage.format.element == E4M3 and storage.format.block[0] > 1 and len(storage.shape) == 2:
+        return _panels(weight.codes, weight.block_scale, storage.format.block)
+    return weight.values(torch.float32)
+
+
+def _mxfp4(codes: Tensor, block_scale: Tensor) -> Tensor:
+    from degarble.harness.formats.fast import loops as fast_loops  # noqa: PLC0415  imports numba
+
+    with np.errstate(all="ignore"):
+        # Every product of a scale and a code, [256 * 16] float32 as bits.
+        table = (values_of(UE8M0)[:, None] * values_of(E2M1)).view(np.uint32).reshape(-1)
+    packed = codes.contiguous().numpy().reshape(-1)
+    scales = np.repeat(block_scale.contiguous().numpy().reshape(-1), 2)
+    out = np.empty(packed.size * 2, np.uint32)
+    fast_loops.decode_blocks(packed, scales, table, out, False)
+    return torch.from_numpy(out.view(np.float32)).view(*codes.shape[:-1], -1)
+
+
+def _panels(codes: Tensor, block_scale: Tensor, block: tuple[int, int]) -> Tensor:
+    values = codes.view(torch.float8_e4m3fn).float()
+    scales = block_scale if block_scale.dtype is torch.float32 else decode_array(block_scale, UE8M0)
+    for panel, row in enumerate(range(0, values.shape[0], block[0])):
+        spread = scales[panel].repeat_interleave(block[1])[: values.shape[1]]
+        values[row : row + block[0]] *= spread
+    return values
+
+
+# --------------------------------------------------------------------------------------------------
+# Panels end where 128-row blocks end, so memory is bounded whatever the size of a weight. The walk
+# releases the pages it has read. A pattern that matches no linear raises an error, and so does a
+# fused or stacked source: undo it by the conversion `back` first.
+
 PANEL_ELEMENTS = 1 << 22  # 16 MiB in float32
 BLOCK_ROWS = 128
 
 
-class Linear(NamedTuple):
+class SourceLinear(NamedTuple):
     """One linear of the source. `parameter` is None where no config names it."""
 
     name: str
@@ -59,14 +108,14 @@ class Linear(NamedTuple):
         return ((entry.name, "scales activations, which are not quantised here"),) if entry else ()
 
 
-def linears(checkpoint: Checkpoint) -> Iterator[Linear]:
+def linears(checkpoint: Checkpoint) -> Iterator[SourceLinear]:
     """Yield every linear of a known model, or every quantised module of an unknown one."""
     names = checkpoint.names
     if names is None:
         for module in checkpoint.modules():
             weight = checkpoint.stored(module)
             if weight.format is not None and len(weight.shape) == 2:
-                yield Linear(module, module, weight, None)
+                yield SourceLinear(module, module, weight, None)
         return
     for name, parameter in names.present.items():
         if parameter.kind is Kind.LINEAR:
@@ -77,10 +126,10 @@ def linears(checkpoint: Checkpoint) -> Iterator[Linear]:
                     "a checkpoint with one module a linear",
                     "Take it apart first: convert it back to the layout that it was made from.",
                 )
-            yield Linear(name, names.module_of(parameter), checkpoint.stored(name), parameter)
+            yield SourceLinear(name, names.module_of(parameter), checkpoint.stored(name), parameter)
 
 
-def chosen(found: Iterable[Linear], only: tuple[str, ...]) -> Iterator[Linear]:
+def chosen_linears(found: Iterable[SourceLinear], only: tuple[str, ...]) -> Iterator[SourceLinear]:
     """Yield the linears that a pattern matches; raise for a pattern that matches none."""
     reached: set[str] = set()
     for linear in found:

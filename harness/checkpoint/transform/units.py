@@ -1,28 +1,119 @@
-"""Records of conversions: options, units of work, proofs.
+"""Records of conversions: options, units of work, names in the target, proofs.
 
 A *unit* makes one module of the target from modules of the source. It lists the tensors it makes,
-the source tensors it takes in, those it leaves out and why, and compares its output with its
-source. A conversion is a function that lists the units of a checkpoint; tensors that no unit takes
-are copied byte by byte. Imports no sibling.
+the source tensors it takes in, those it leaves out and why, and it proves its own output.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from degarble.harness.base.errors import UnknownName
+from degarble.harness.checkpoint.view.consumers import consumer_of
+from degarble.harness.model.layouts import Spelling
+from degarble.harness.model.storage import Part, suffixes_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch import Tensor
 
-    from degarble.harness.checkpoint.transform.names import TargetNames
     from degarble.harness.checkpoint.view.view import Checkpoint, LogicalNames
     from degarble.harness.checkpoint.write.plan import PlannedTensor
+    from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.model.layouts import Layout
 
+
+# --------------------------------------------------------------------------------------------------
+# Names, as the consumer that the target is written for reads them.
+#
+# A source whose spelling the consumer knows keeps it. Any other is renamed as a whole, copied
+# tensors included, because no loader reads a checkpoint in two spellings. NVFP4 uses ModelOpt's
+# suffixes in every spelling. FP8 scales are `.scale` in DeepSeek's and `.weight_scale_inv`
+# elsewhere.
+
+
+class TargetNames:
+    """The names of one conversion's target, by those of its source.
+
+    `source` None: a model that no config describes; its names stay.
+    """
+
+    def __init__(self, source: LogicalNames | None, to: str) -> None:
+        self._source = source
+        self._to = to
+
+    @cached_property
+    def layout(self) -> Layout | None:
+        """The layout that spells the target, with the source's suffixes for scales."""
+        names = self._source
+        if names is None:
+            return None
+        consumer = consumer_of(self._to, names.config.family)
+        known = consumer.layouts(names.config)
+        if not known or names.layout.fusions or consumer.knows(names.layout, names.config):
+            return names.layout  # what is fused, and a family it does not read, is refused by name
+        return replace(known[0], fusions=())
+
+    @cached_property
+    def _modules(self) -> Mapping[str, str]:
+        names, layout = self._source, self.layout
+        if names is None or layout is None or layout.spelling is names.layout.spelling:
+            return {}
+        return {
+            names.module_of(each): layout.path_of(each, names.config)
+            for each in names.present.values()
+        }
+
+    @cached_property
+    def _tensors(self) -> Mapping[str, str]:
+        """Map source tensor to target tensor, for every module whose path or suffix changes."""
+        names, layout = self._source, self.layout
+        if names is None or layout is None:
+            return {}
+        found = {}
+        theirs = suffixes_named(layout.suffixes)
+        for before, after in self._modules.items():
+            form = names.table.form(before)
+            weight = form.format.name if form.format else "BF16"
+            for part, entry in form.parts.items():
+                suffix = entry.name.removeprefix(before)
+                if part is Part.BLOCK_SCALE:  # FP8's alone differs, and packed ones keep theirs
+                    suffix = theirs.suffix(part, weight)
+                found[entry.name] = after + suffix
+        return found
+
+    def module(self, name: str) -> str:
+        """Return the target's name of a module of the source."""
+        return self._modules.get(name, name)
+
+    def tensor(self, name: str) -> str:
+        """Return the target's name of a copied tensor."""
+        return self._tensors.get(name, name)
+
+    def beside(self, module: str, name: str) -> str:
+        """Return the name of a new module that shares the parent of one of the source."""
+        return f"{self.module(module).rpartition('.')[0]}.{name}"
+
+    def parts(self, module: str, fmt: BlockFormat | None) -> Mapping[Part, str]:
+        """Name the tensors of a target module that is written in a format; None: BF16."""
+        spelling = self.layout.spelling if self.layout else Spelling.HUGGINGFACE
+        table = suffixes_named("deepseek" if spelling is Spelling.DEEPSEEK else "huggingface")
+        parts = [Part.VALUE] if fmt is None else [Part.CODES, Part.BLOCK_SCALE]
+        if fmt is not None and fmt.tensor_scale:
+            parts.append(Part.TENSOR_SCALE)
+        weight = "BF16" if fmt is None else fmt.name
+        return {part: module + table.suffix(part, weight) for part in parts}
+
+
+# --------------------------------------------------------------------------------------------------
+# Options, units, proofs. A conversion is a function that lists the units of a checkpoint; tensors
+# that no unit takes are copied byte by byte.
+
+if TYPE_CHECKING:
     Chunk = bytes | memoryview | Tensor
 
 CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -37,7 +128,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Options:
+class ConversionOptions:
     """Options of all conversions; each one accepts some of them. Defaults are the first choices.
 
     `only`: patterns of logical or stored names; empty: all that the conversion is for.
@@ -56,7 +147,7 @@ class Options:
                 raise UnknownName.among(name, getattr(self, name), known)
 
     @classmethod
-    def of(cls, given: Mapping[str, object], accepted: Iterable[str], to: str) -> Options:
+    def of(cls, given: Mapping[str, object], accepted: Iterable[str], to: str) -> ConversionOptions:
         """Return options from names and values; raise for one that this conversion lacks."""
         known = tuple(accepted)
         for name in given:
@@ -75,7 +166,7 @@ class Options:
         }
 
 
-class Worst(NamedTuple):
+class FurthestElement(NamedTuple):
     """The element that is furthest from its source, in units of its bound."""
 
     coordinate: tuple[int, ...]
@@ -93,7 +184,7 @@ class TensorProof(NamedTuple):
     different: int  # not equal to the source's value
     beyond: int  # further from it than the bound
     bound: str  # what was allowed, in words
-    worst: Worst | None = None
+    worst: FurthestElement | None = None
     faults: tuple[str, ...] = ()  # what is wrong apart from the values
 
     @property
@@ -107,7 +198,7 @@ class TensorProof(NamedTuple):
         return self.holds and not self.different
 
 
-class Unit(NamedTuple):
+class ConversionUnit(NamedTuple):
     """One module of the target. `left_out`: source tensors that are left out, with the reason."""
 
     key: str
@@ -120,7 +211,7 @@ class Unit(NamedTuple):
     require: Callable[[], object] | None = None  # refuses, before writing, what cannot be made
 
 
-class Work(Protocol):
+class PlannedConversion(Protocol):
     """A conversion of one source, as the writers of its configs use it."""
 
     @property
@@ -129,7 +220,7 @@ class Work(Protocol):
         ...
 
     @property
-    def options(self) -> Options:
+    def options(self) -> ConversionOptions:
         """The options of the conversion."""
         ...
 
@@ -144,7 +235,7 @@ class Work(Protocol):
         ...
 
     @property
-    def units(self) -> tuple[Unit, ...]:
+    def units(self) -> tuple[ConversionUnit, ...]:
         """The units of the conversion."""
         ...
 
@@ -164,7 +255,7 @@ class Work(Protocol):
         ...
 
 
-class Return(Protocol):
+class InverseConversion(Protocol):
     """The inverse of a conversion, as the code that takes a layout apart uses it."""
 
     @property
@@ -178,7 +269,7 @@ class Return(Protocol):
         ...
 
     @property
-    def options(self) -> Options:
+    def options(self) -> ConversionOptions:
         """The options of the conversion."""
         ...
 
@@ -190,6 +281,6 @@ class Conversion:
     name: str
     promise: str
     options: tuple[str, ...]
-    units: Callable[[Checkpoint, Options, TargetNames], Iterator[Unit]]
+    units: Callable[[Checkpoint, ConversionOptions, TargetNames], Iterator[ConversionUnit]]
     returns: bool = False  # `back` can undo it where nothing was lost
     whole: bool = False  # the output is an engine's layout, with names of its own

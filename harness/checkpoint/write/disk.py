@@ -1,11 +1,4 @@
-"""Write files durably: temporary name, fsync, rename, fsync of the folder.
-
-Every operation that changes a disk goes through one `Disk`, so that suites can log operations, cut
-the power between any two, or make them fail. A file under its final name is complete and durable. A
-file that is being written has a temporary name that no other writer uses and no reader takes for a
-shard. Its writer holds a lock on it, which ends with the process (flock(2)): an unlocked temporary
-file is left over from a killed run and may be removed.
-"""
+"""Write files durably: temporary name, fsync, rename, fsync; check folders and space."""
 
 from __future__ import annotations
 
@@ -17,12 +10,20 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from degarble.harness.base.durable import sync_folder
-from degarble.harness.base.errors import UnwritablePath
+from degarble.harness.base.errors import InvalidArgument, UnwritablePath
 from degarble.harness.checkpoint.read.types import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+
+# --------------------------------------------------------------------------------------------------
+# Every operation that changes a disk goes through one `Disk`, so that suites can log operations,
+# cut the power between any two, or make them fail. A file under its final name is complete and
+# durable. A file that is being written has a temporary name that no other writer uses and no reader
+# takes for a shard. Its writer holds a lock on it, which ends with the process (flock(2)): an
+# unlocked temporary file is left over from a killed run and may be removed.
 
 PARTIAL_SUFFIX = ".partial"
 _LONGEST_STEM = 200  # a file name has 255 bytes, and the token needs room
@@ -218,3 +219,49 @@ def _is_abandoned(path: Path) -> bool:
         return True
     finally:
         os.close(descriptor)
+
+
+# --------------------------------------------------------------------------------------------------
+# Separate folders. A target inside its source would be read as part of it, and a target around its
+# source would write over what is read. The check runs before any long read.
+
+
+def require_separate_folders(source: Path, target: Path) -> None:
+    """Raise for a target that is, contains, or lies inside the source; links are followed."""
+    read, written = source.resolve(), target.resolve()
+    if read.is_dir() and written.is_relative_to(read):
+        where = "outside the source"
+    elif read.is_relative_to(written):
+        where = "that does not contain the source"
+    else:
+        return
+    raise InvalidArgument(
+        "target",
+        shown(str(target)),
+        f"a folder {where}, {shown(str(source))}",
+        "Choose another target: a checkpoint inside another one is taken for a part of it.",
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Disk space, before anything is written. If other programs fill the disk later, the write raises.
+
+
+def free_bytes(path: Path) -> int:
+    """Return the free bytes where `path` is, or would be made."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    told = os.statvfs(path)
+    return told.f_bavail * told.f_frsize
+
+
+def require_space(path: Path, needed: int) -> None:
+    """Raise where `needed` bytes do not fit."""
+    free = free_bytes(path)
+    if free < needed:
+        raise UnwritablePath(
+            shown(str(path)),
+            f"{free} bytes free",
+            f"{needed} bytes of room for what is still to be written",
+            "Make room or choose another disk, then run the same command again.",
+        )

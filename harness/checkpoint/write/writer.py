@@ -1,23 +1,22 @@
-"""Write a checkpoint that is never half-written: begin, shards, finish.
-
-`begin` marks the target and checks what could fail. Shards appear one by one, each whole. `finish`
-writes the companion files, the index, the manifest and last config.json, without which no engine
-loads the folder; then the mark is removed. After an interruption at any moment the same call
-resumes and yields the same bytes.
-
-`write` does all of it, with one process or several. `ShardedWriter` takes tensors one by one, in
-the plan's order. A cluster calls `begin`, `write_shard` for each shard, `finish`.
-"""
+"""Write a checkpoint that is never half-written: begin, shards, finish."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from degarble.harness.base.errors import InvalidArgument, Refused, UnwritablePath, WorkerLost
+from degarble.harness.base.errors import (
+    DtypeMismatch,
+    InvalidArgument,
+    Refused,
+    ShapeMismatch,
+    UnwritablePath,
+    WorkerLost,
+)
 from degarble.harness.base.input_files import read_small_file
 from degarble.harness.checkpoint.read.safetensors_files import INDEX_NAME
 from degarble.harness.checkpoint.read.types import LARGEST_INDEX, shown
@@ -27,34 +26,173 @@ from degarble.harness.checkpoint.write.disk import (
     make_folders,
     refusing,
     remove_abandoned,
+    require_space,
     write_file,
+    writing,
 )
-from degarble.harness.checkpoint.write.journal import Journal
 from degarble.harness.checkpoint.write.manifest import (
     MANIFEST,
     UNFINISHED,
     FileRecord,
     Manifest,
+    ShardRecord,
+    WriteJournal,
     is_inside,
 )
-from degarble.harness.checkpoint.write.preflight import require_space
-from degarble.harness.checkpoint.write.shard_writer import (
-    ShardSink,
-    write_hollow_shard,
-    write_shard,
-)
-from degarble.harness.checkpoint.write.worker_pool import run_each
+from degarble.harness.checkpoint.write.workers import run_each
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
+    from torch import Tensor
+
     from degarble.harness.checkpoint.read.file_access import SourceState
     from degarble.harness.checkpoint.write.disk import Disk
-    from degarble.harness.checkpoint.write.manifest import ShardRecord
     from degarble.harness.checkpoint.write.plan import PlannedTensor, ShardPlan, WritePlan
-    from degarble.harness.checkpoint.write.shard_writer import Chunk, Producer
-    from degarble.harness.checkpoint.write.worker_pool import Workers
+    from degarble.harness.checkpoint.write.workers import Workers
+
+
+# --------------------------------------------------------------------------------------------------
+# One shard, streamed to disk and hashed on the way. `write_shard` runs for any shard of a plan, in
+# any process or on any machine. Memory is one chunk of the producer's; chunks larger than a buffer
+# are written in pieces. A finished shard is only read again. A producer that yields more or fewer
+# bytes than planned raises an error with the tensor's name, and the shard does not appear.
+
+if TYPE_CHECKING:
+    Chunk = bytes | bytearray | memoryview | Tensor
+
+BUFFER_BYTES = 16 << 20
+
+
+class TensorProducer(Protocol):
+    """A source of the bytes of planned tensors; every call yields the same bytes.
+
+    Tensors of one shard are requested in the plan's order, so what neighbours share may be kept.
+    """
+
+    def __call__(self, tensor: PlannedTensor, /) -> Iterable[Chunk]:
+        """Yield the bytes of one tensor, in chunks of at most 64 MiB."""
+        ...
+
+
+class ShardSink:
+    """A writer of one shard's tensors, in the plan's order."""
+
+    def __init__(self, shard: ShardPlan, partial: Partial) -> None:
+        self._shard = shard
+        self._partial = partial
+        self._digest = hashlib.sha256()
+        self._hashes: dict[str, str | None] = {}
+        self._nbytes = 0
+        self._append(memoryview(shard.head()))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every tensor of the shard was added."""
+        return len(self._hashes) == len(self._shard.tensors)
+
+    def add(self, tensor: PlannedTensor, chunks: Iterable[Chunk]) -> None:
+        """Write the next tensor."""
+        expected = self._shard.tensors[len(self._hashes)]
+        assert tensor == expected, "tensors come in the plan's order"
+        digest, left = hashlib.sha256(), tensor.nbytes
+        for chunk in chunks:
+            data = bytes_of(chunk)
+            left -= data.nbytes
+            if left < 0:
+                break
+            for begin in range(0, data.nbytes, BUFFER_BYTES):
+                piece = data[begin : begin + BUFFER_BYTES]
+                digest.update(piece)
+                self._append(piece)
+        if left:
+            raise ShapeMismatch(
+                f"bytes of tensor {shown(tensor.name)}",
+                "more than planned" if left < 0 else f"{tensor.nbytes - left}",
+                f"{tensor.nbytes}, as {tensor.dtype} {list(tensor.shape)} has",
+                "Its producer is at fault; nothing was written under the shard's name.",
+            )
+        self._hashes[tensor.name] = digest.hexdigest()
+
+    def record(self) -> ShardRecord:
+        """Return the record of the written shard."""
+        assert self.is_full, "a shard ends behind its last tensor"
+        return ShardRecord(self._shard.file, self._nbytes, self._digest.hexdigest(), self._hashes)
+
+    def _append(self, data: memoryview) -> None:
+        self._partial.write(data)
+        self._digest.update(data)
+        self._nbytes += data.nbytes
+
+
+def write_shard(
+    target: Path, shard: ShardPlan, produce: TensorProducer, disk: Disk = DISK
+) -> ShardRecord:
+    """Write one shard of a target that was begun; a finished one is only read again."""
+    journal = WriteJournal.join(target, shard.plan, disk)
+    known = journal.verified(shard)
+    if known is not None:
+        return known
+    with writing(target / shard.file, disk) as partial:
+        sink = ShardSink(shard, partial)
+        for tensor in shard.tensors:
+            sink.add(tensor, produce(tensor))
+        record = sink.record()
+    journal.add(record)
+    return record
+
+
+def write_hollow_shard(target: Path, shard: ShardPlan, disk: Disk = DISK) -> ShardRecord:
+    """Write a valid header, and holes for data: a file of full size that takes no room."""
+    journal = WriteJournal.join(target, shard.plan, disk)
+    known = journal.recorded(shard)
+    if known is not None:
+        return known
+    head = shard.head()
+    nbytes = len(head) + shard.data_bytes
+    with writing(target / shard.file, disk) as partial:
+        partial.write(memoryview(head))
+        partial.extend(nbytes)
+    record = ShardRecord(shard.file, nbytes, None, {tensor.name: None for tensor in shard.tensors})
+    journal.add(record)
+    return record
+
+
+def bytes_of(chunk: Any) -> memoryview:
+    """View a chunk as bytes: anything with a buffer, or a tensor of any dtype in main memory."""
+    if hasattr(chunk, "data_ptr"):
+        chunk = _array_of(chunk)
+    try:
+        view = memoryview(chunk)
+        return view.cast("B") if view.nbytes else memoryview(b"")
+    except (TypeError, ValueError) as error:
+        raise DtypeMismatch(
+            "chunk",
+            type(chunk).__name__,
+            "bytes without gaps, or a tensor",
+            "Yield bytes, memoryviews, arrays or tensors in main memory.",
+        ) from error
+
+
+def _array_of(tensor: Tensor) -> Any:
+    import torch  # noqa: PLC0415  copying bytes from file to file needs no torch
+
+    if tensor.device.type != "cpu":
+        raise DtypeMismatch(
+            "chunk", tensor.device, "a tensor in main memory", "Copy it to the CPU first."
+        )
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+# --------------------------------------------------------------------------------------------------
+# The whole checkpoint. `begin` marks the target and checks what could fail. Shards appear one by
+# one, each whole. `finish` writes the companion files, the index, the manifest and last
+# config.json, without which no engine loads the folder; then the mark is removed. After an
+# interruption at any moment the same call resumes and yields the same bytes.
+#
+# `write` does all of it, with one process or several. `ShardedWriter` takes tensors one by one, in
+# the plan's order. A cluster calls `begin`, `write_shard` for each shard, `finish`.
 
 CONFIG = "config.json"
 # Index and manifest name each tensor once: name, shard and hash stay below this.
@@ -62,7 +200,7 @@ _BYTES_OF_A_LINE = 512
 
 
 @dataclass(frozen=True)
-class Ending:
+class CompanionFiles:
     """The files to write next to the shards, by name, and entries of the index's metadata."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -83,8 +221,8 @@ class Ending:
 def write(
     target: Path,
     plan: WritePlan,
-    produce: Producer | None,
-    ending: Ending | None = None,
+    produce: TensorProducer | None,
+    ending: CompanionFiles | None = None,
     *,
     workers: Workers = 1,
     progress: Callable[[ShardPlan, ShardRecord], None] | None = None,
@@ -140,7 +278,7 @@ def make_shards(
                 progress(shard, record)
     except Refused:
         if source is not None and not source.is_unchanged:
-            Journal.join(target, plan.hash, DISK).forget(unproven)
+            WriteJournal.join(target, plan.hash, DISK).forget(unproven)
         raise
 
 
@@ -151,11 +289,11 @@ def begin(
     resume: bool = True,
     hollow: bool = False,
     disk: Disk = DISK,
-) -> Journal:
+) -> WriteJournal:
     """Make or open the target, check for space, and mark it as unfinished."""
     if not target.exists():
         _require_room(target, plan.shards, hollow=hollow)
-    journal = Journal.begin(target, plan, disk, resume=resume)
+    journal = WriteJournal.begin(target, plan, disk, resume=resume)
     if not journal.is_finished:
         missing = [shard for shard in plan.shards if journal.recorded(shard) is None]
         _require_room(target, missing, hollow=hollow)
@@ -163,11 +301,11 @@ def begin(
 
 
 def finish(
-    target: Path, plan: WritePlan, ending: Ending | None = None, disk: Disk = DISK
+    target: Path, plan: WritePlan, ending: CompanionFiles | None = None, disk: Disk = DISK
 ) -> Manifest:
     """Write the files next to the shards, and declare the checkpoint complete."""
-    ending = ending or Ending()
-    journal = Journal.join(target, plan.hash, disk)
+    ending = ending or CompanionFiles()
+    journal = WriteJournal.join(target, plan.hash, disk)
     records = []
     for shard in plan.shards:
         record = journal.recorded(shard)
@@ -249,7 +387,7 @@ class ShardedWriter:
                     self._leave()
         self._next = next(self._coming, None)
 
-    def finish(self, ending: Ending | None = None) -> Manifest:
+    def finish(self, ending: CompanionFiles | None = None) -> Manifest:
         """Declare the checkpoint complete."""
         if self._next is not None:
             raise InvalidArgument(
@@ -311,7 +449,7 @@ class ShardedWriter:
                 raise
 
 
-def _write_one(target: Path, produce: Producer | None, shard: ShardPlan) -> ShardRecord:
+def _write_one(target: Path, produce: TensorProducer | None, shard: ShardPlan) -> ShardRecord:
     if produce is None:
         return write_hollow_shard(target, shard)
     return write_shard(target, shard, produce)

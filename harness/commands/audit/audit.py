@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.audit.loader.proof import LoaderProof
     from degarble.harness.checkpoint.audit.numbers.table import NumberTable
     from degarble.harness.checkpoint.audit.rules.findings import Finding
-    from degarble.harness.checkpoint.write.worker_pool import Workers
+    from degarble.harness.checkpoint.write.workers import Workers
 
     Listen = Callable[[int], AbstractContextManager[Progress]]  # given the bytes that are known
 

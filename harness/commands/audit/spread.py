@@ -19,14 +19,14 @@ from degarble.harness.checkpoint.audit.numbers.numbers import measure_numbers
 from degarble.harness.checkpoint.audit.numbers.table import NumberTable
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.checkpoint.view.weight_units import units_of
-from degarble.harness.checkpoint.write.worker_pool import run_each
+from degarble.harness.checkpoint.write.workers import run_each
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from degarble.harness.checkpoint.view.weight_units import WeightUnit
-    from degarble.harness.checkpoint.write.worker_pool import Workers
+    from degarble.harness.checkpoint.write.workers import Workers
 
 Table = TypeVar("Table", NumberTable, AgainstTable)
 

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from degarble.harness.checkpoint.transform import configs_out
-from degarble.harness.checkpoint.transform.configs_out import (
+from degarble.harness.checkpoint.transform import configs
+from degarble.harness.checkpoint.transform.configs import (
     companions,
     config_files,
     declared,
@@ -112,7 +112,7 @@ def test_only_safe_companions_travel(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (source / "tokenizer.model").mkdir()
     os.mkfifo(source / "generation_config.json")
     (source / "model-00001-of-00001.safetensors").write_bytes(b"")
-    monkeypatch.setattr(configs_out, "LARGEST_COMPANION", 12)
+    monkeypatch.setattr(configs, "LARGEST_COMPANION", 12)
     (source / "tokenizer.json").write_text("x" * 13)
     copied, passed_over = companions(source, taken={"config.json"})
     assert copied == {name: name.encode() for name in ("LICENSE", "README.md", "vocab.json")}
@@ -126,7 +126,7 @@ def test_only_safe_companions_travel(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "tokenizer.model": "no regular file",
         "training_args.bin": "not on the list of companions",
     }
-    monkeypatch.setattr(configs_out, "MOST_COMPANIONS", 8)
+    monkeypatch.setattr(configs, "MOST_COMPANIONS", 8)
     assert "vocab.json" in companions(source, taken=())[1]
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.checkpoint.transform import lossless
-from degarble.harness.checkpoint.transform.lossless import Exponents
+from degarble.harness.checkpoint.transform import nvfp4_scales
+from degarble.harness.checkpoint.transform.nvfp4_scales import Exponents
 from degarble.harness.formats.arrays import decode_array
 from degarble.harness.formats.element_formats import E2M1, E4M3, UE8M0
 from degarble.harness.formats.packing import unpack_nibbles
@@ -31,49 +31,53 @@ def test_every_number_stays_itself(seed: int, high: int, width: int) -> None:
     scales = (torch.arange(6 * 24).reshape(6, 24) % (high - low + 1) + low + 127).byte()
     codes[1, 16:32] = 0x80  # a block of zeros of both signs, with a scale far below
     scales[1, 1] = 0
-    exponents = lossless.exponents_of(codes, scales)
+    exponents = nvfp4_scales.exponents_of(codes, scales)
     assert exponents == Exponents(low, high)
-    assert lossless.fits(exponents)
-    tensor_scale = lossless.tensor_scale_of(exponents)
-    block_scale = lossless.block_scales_of(scales, exponents)
+    assert nvfp4_scales.is_exact(exponents)
+    tensor_scale = nvfp4_scales.tensor_scale_of(exponents)
+    block_scale = nvfp4_scales.block_scales_of(scales, exponents)
     assert block_scale.shape == (6, 48)
     before = values_of(codes, decode_array(scales, UE8M0), 1.0)
     after = values_of(codes, decode_array(block_scale, E4M3), tensor_scale)
     assert torch.equal(before.reshape(-1), after.reshape(-1))
     assert torch.equal(before.signbit().reshape(-1), after.signbit().reshape(-1))
-    assert lossless.proven(codes, scales, block_scale, tensor_scale)
+    assert nvfp4_scales.is_lossless(codes, scales, block_scale, tensor_scale)
 
 
 def test_the_proof_sees_one_wrong_byte(seed: int) -> None:
     codes = codes_of(seed, 4, 4) | 0x11
     scales = torch.full((4, 4), 120, dtype=torch.uint8)
-    exponents = lossless.exponents_of(codes, scales)
-    block_scale = lossless.block_scales_of(scales, exponents)
-    scale = lossless.tensor_scale_of(exponents)
-    assert not lossless.proven(codes, scales, block_scale, scale * 2)
+    exponents = nvfp4_scales.exponents_of(codes, scales)
+    block_scale = nvfp4_scales.block_scales_of(scales, exponents)
+    scale = nvfp4_scales.tensor_scale_of(exponents)
+    assert not nvfp4_scales.is_lossless(codes, scales, block_scale, scale * 2)
     block_scale[3, 5] -= 8
-    assert not lossless.proven(codes, scales, block_scale, scale)
+    assert not nvfp4_scales.is_lossless(codes, scales, block_scale, scale)
 
 
 def test_eighteen_octaves_are_too_many(seed: int) -> None:
     codes = codes_of(seed, 1, 2) | 0x11
-    assert not lossless.fits(lossless.exponents_of(codes, torch.tensor([[100, 118]]).byte()))
-    assert lossless.fits(lossless.exponents_of(codes, torch.tensor([[100, 117]]).byte()))
+    assert not nvfp4_scales.is_exact(
+        nvfp4_scales.exponents_of(codes, torch.tensor([[100, 118]]).byte())
+    )
+    assert nvfp4_scales.is_exact(
+        nvfp4_scales.exponents_of(codes, torch.tensor([[100, 117]]).byte())
+    )
     parts: list[Exponents | None] = [Exponents(-3, 5), None, Exponents(-12, 0)]
-    assert lossless.joined(parts) == Exponents(-12, 5)
-    assert lossless.fits(lossless.joined(parts))
-    assert not lossless.fits(lossless.joined([*parts, Exponents(-13, -13)]))
+    assert nvfp4_scales.join_exponents(parts) == Exponents(-12, 5)
+    assert nvfp4_scales.is_exact(nvfp4_scales.join_exponents(parts))
+    assert not nvfp4_scales.is_exact(nvfp4_scales.join_exponents([*parts, Exponents(-13, -13)]))
 
 
 def test_zeros_fit_anywhere() -> None:
     codes, scales = torch.full((2, 32), 0x08, dtype=torch.uint8), torch.zeros(2, 2).byte()
-    assert lossless.exponents_of(codes, scales) is None
-    assert lossless.fits(None)
-    assert lossless.joined([None, None]) is None
-    block_scale = lossless.block_scales_of(scales, None)
-    assert lossless.proven(codes, scales, block_scale, lossless.tensor_scale_of(None))
+    assert nvfp4_scales.exponents_of(codes, scales) is None
+    assert nvfp4_scales.is_exact(None)
+    assert nvfp4_scales.join_exponents([None, None]) is None
+    block_scale = nvfp4_scales.block_scales_of(scales, None)
+    assert nvfp4_scales.is_lossless(codes, scales, block_scale, nvfp4_scales.tensor_scale_of(None))
 
 
 def test_a_nan_scale_is_refused(seed: int) -> None:
     with pytest.raises(InvalidArgument, match="NaN"):
-        lossless.exponents_of(codes_of(seed, 1, 2), torch.tensor([[255, 3]]).byte())
+        nvfp4_scales.exponents_of(codes_of(seed, 1, 2), torch.tensor([[255, 3]]).byte())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.checkpoint.transform.scale_search import (
+from degarble.harness.checkpoint.transform.nvfp4_scales import (
     Errors,
     ScaleRule,
     quantise_rows,

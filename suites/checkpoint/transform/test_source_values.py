@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.checkpoint.transform.source_values import row_values
+from degarble.harness.checkpoint.transform.source import row_values
 from degarble.harness.formats.block_formats import (
     FP8_128X128_F32,
     FP8_128X128_UE8M0,

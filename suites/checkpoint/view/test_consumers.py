@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from degarble.harness.base.errors import UnknownName
-from degarble.harness.checkpoint.transform.convert.registry import CONVERSIONS
+from degarble.harness.checkpoint.transform.convert.job import CONVERSIONS
 from degarble.harness.checkpoint.view.consumers import (
     COMPRESSORS,
     LOADERS,

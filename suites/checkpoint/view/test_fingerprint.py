@@ -15,7 +15,7 @@ from degarble.harness.checkpoint.view.view import (
     shard_samples,
 )
 from degarble.harness.checkpoint.write.plan import PlannedTensor, WritePlan
-from degarble.harness.checkpoint.write.writer import Ending, write
+from degarble.harness.checkpoint.write.writer import CompanionFiles, write
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +32,12 @@ def produce(tensor: PlannedTensor) -> Iterator[bytes]:
 def source(tmp_path: Path) -> Path:
     tensors = [PlannedTensor(f"layers.{i}.weight", "U8", (ELEMENTS,)) for i in range(4)]
     plan = WritePlan.of(tensors, shard_bytes=2 * ELEMENTS)
-    write(tmp_path / "source", plan, produce, Ending({"config.json": b'{"model_type": "none"}'}))
+    write(
+        tmp_path / "source",
+        plan,
+        produce,
+        CompanionFiles({"config.json": b'{"model_type": "none"}'}),
+    )
     return tmp_path / "source"
 
 

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.errors import DegarbleError, UnwritablePath
-from degarble.harness.checkpoint.write.cluster import ray_cluster
-from degarble.harness.checkpoint.write.worker_pool import run_each
+from degarble.harness.checkpoint.write.workers import ray_cluster, run_each
 from degarble.harness.checkpoint.write.writer import write
 from degarble.suites.checkpoint.writing_cases import (
     ENDING,
@@ -39,8 +38,8 @@ from degarble.suites.hang_guard import until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from degarble.harness.checkpoint.write.cluster import RayCluster
     from degarble.harness.checkpoint.write.plan import PlannedTensor
+    from degarble.harness.checkpoint.write.workers import RayCluster
 
 PLAN = small_plan()
 LISTENS = "0A"  # of a socket, in /proc/net/tcp

@@ -15,9 +15,8 @@ import pytest
 
 from degarble.harness.base.errors import InvalidArgument, MissingDependency
 from degarble.harness.base.version import VERSION
-from degarble.harness.checkpoint.write import cluster
-from degarble.harness.checkpoint.write.cluster import ray_cluster
-from degarble.harness.checkpoint.write.worker_pool import run_each
+from degarble.harness.checkpoint.write import workers
+from degarble.harness.checkpoint.write.workers import ray_cluster, run_each
 from degarble.suites.hang_guard import HANG_SECONDS
 
 needs_ray = pytest.mark.skipif(
@@ -78,17 +77,17 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     def absent(name: str) -> None:
         raise ModuleNotFoundError(name)
 
-    monkeypatch.setattr(cluster, "import_module", absent)
+    monkeypatch.setattr(workers, "import_module", absent)
     with pytest.raises(MissingDependency, match=r"degarble\[cluster\]"):
         ray_cluster(None, 1).__enter__()
 
 
 def test_another_version_does_no_work() -> None:
-    succeeded, error = cluster._served("another", repr, 1)
+    succeeded, error = workers._served("another", repr, 1)
     assert not succeeded
     assert isinstance(error, InvalidArgument)
     assert VERSION in str(error)
-    assert cluster._served(VERSION, repr, 1) == (True, "1")
+    assert workers._served(VERSION, repr, 1) == (True, "1")
 
 
 def test_whoever_stands_in_place_of_a_number_does_the_work() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.checkpoint.write.folder_overlap import require_apart
+from degarble.harness.checkpoint.write.disk import require_separate_folders
 from degarble.suites.checkpoint.structure_cases import V4, write
 from degarble.suites.commands.calls import call
 
@@ -31,13 +31,13 @@ def test_nested_folders_are_refused(tmp_path: Path, what: str) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "a")
     source, target, told = NESTED[what]
     with pytest.raises(InvalidArgument, match=told):
-        require_apart(tmp_path / source, tmp_path / target)
+        require_separate_folders(tmp_path / source, tmp_path / target)
 
 
 def test_neighbours_are_let_through(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    require_apart(tmp_path / "a", tmp_path / "ab")
-    require_apart(tmp_path / "a", tmp_path / "b" / "a")
+    require_separate_folders(tmp_path / "a", tmp_path / "ab")
+    require_separate_folders(tmp_path / "a", tmp_path / "b" / "a")
 
 
 def test_both_commands_refuse_and_write_nothing(

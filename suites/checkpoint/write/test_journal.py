@@ -7,12 +7,10 @@ import pytest
 
 from degarble.harness.base.errors import UnwritablePath
 from degarble.harness.checkpoint.write.disk import DISK
-from degarble.harness.checkpoint.write.journal import PLAN as PLAN_FILE
-from degarble.harness.checkpoint.write.journal import Journal
-from degarble.harness.checkpoint.write.manifest import MANIFEST, UNFINISHED
+from degarble.harness.checkpoint.write.manifest import MANIFEST, UNFINISHED, WriteJournal
+from degarble.harness.checkpoint.write.manifest import PLAN as PLAN_FILE
 from degarble.harness.checkpoint.write.plan import PlannedTensor, WritePlan
-from degarble.harness.checkpoint.write.shard_writer import write_shard
-from degarble.harness.checkpoint.write.writer import finish
+from degarble.harness.checkpoint.write.writer import finish, write_shard
 from degarble.suites.checkpoint.writing_cases import ENDING, produce, small_plan, tree, write_all
 
 if TYPE_CHECKING:
@@ -54,7 +52,7 @@ def plans_that_differ() -> dict[str, WritePlan]:
 @pytest.mark.parametrize("finished", [False, True])
 @pytest.mark.parametrize("named", plans_that_differ())
 def test_another_plan_is_refused_by_what_differs(named: str, finished: bool, target: Path) -> None:
-    Journal.begin(target, PLAN, DISK)
+    WriteJournal.begin(target, PLAN, DISK)
     write_shard(target, PLAN.shards[0], produce)
     if finished:
         for shard in PLAN.shards:
@@ -62,7 +60,7 @@ def test_another_plan_is_refused_by_what_differs(named: str, finished: bool, tar
         finish(target, PLAN, ENDING)
     before = tree(target)
     with pytest.raises(UnwritablePath) as caught:
-        Journal.begin(target, plans_that_differ()[named], DISK)
+        WriteJournal.begin(target, plans_that_differ()[named], DISK)
     what = "a finished checkpoint" if finished else "an unfinished output"
     told = str(caught.value)
     assert f"{what} with {named} =" in told or f"{what} without {named}" in told
@@ -71,17 +69,17 @@ def test_another_plan_is_refused_by_what_differs(named: str, finished: bool, tar
 
 
 def test_another_version_is_refused(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Journal.begin(target, PLAN, DISK)
-    monkeypatch.setattr("degarble.harness.checkpoint.write.journal.VERSION", "99.0")
+    WriteJournal.begin(target, PLAN, DISK)
+    monkeypatch.setattr("degarble.harness.checkpoint.write.manifest.VERSION", "99.0")
     with pytest.raises(UnwritablePath, match="version of degarble"):
-        Journal.begin(target, PLAN, DISK)
+        WriteJournal.begin(target, PLAN, DISK)
 
 
 def test_a_folder_with_something_else_is_refused(target: Path) -> None:
     target.mkdir()
     (target / "notes.txt").write_text("mine")
     with pytest.raises(UnwritablePath, match=r"1 other files, such as notes\.txt"):
-        Journal.begin(target, PLAN, DISK)
+        WriteJournal.begin(target, PLAN, DISK)
     assert tree(target) == {"notes.txt": b"mine"}
 
 
@@ -89,45 +87,45 @@ def test_a_foreign_manifest_is_refused(target: Path) -> None:
     target.mkdir()
     (target / MANIFEST).write_text('{"name": "a browser extension"}')
     with pytest.raises(UnwritablePath, match="not ours"):
-        Journal.begin(target, PLAN, DISK)
+        WriteJournal.begin(target, PLAN, DISK)
 
 
 def test_a_file_in_place_of_the_folder_is_refused(target: Path) -> None:
     target.write_text("mine")
     with pytest.raises(UnwritablePath, match="no folder"):
-        Journal.begin(target, PLAN, DISK)
+        WriteJournal.begin(target, PLAN, DISK)
     assert target.read_text() == "mine"
 
 
 def test_an_empty_folder_and_a_bare_mark_are_taken(target: Path) -> None:
     (target / UNFINISHED).mkdir(parents=True)
-    journal = Journal.begin(target, PLAN, DISK)
+    journal = WriteJournal.begin(target, PLAN, DISK)
     assert not journal.is_finished
     assert (target / UNFINISHED / PLAN_FILE).exists()
 
 
 def test_without_resuming_nothing_that_exists_is_touched(target: Path) -> None:
-    Journal.begin(target, PLAN, DISK, resume=False)
+    WriteJournal.begin(target, PLAN, DISK, resume=False)
     with pytest.raises(UnwritablePath, match="unfinished output"):
-        Journal.begin(target, PLAN, DISK, resume=False)
-    Journal.begin(target, PLAN, DISK)
+        WriteJournal.begin(target, PLAN, DISK, resume=False)
+    WriteJournal.begin(target, PLAN, DISK)
     write_all(target, PLAN)
     with pytest.raises(UnwritablePath, match="finished already"):
-        Journal.begin(target, PLAN, DISK, resume=False)
+        WriteJournal.begin(target, PLAN, DISK, resume=False)
 
 
 def test_workers_join_only_what_was_begun_with_their_plan(target: Path) -> None:
     target.mkdir()
     with pytest.raises(UnwritablePath, match="begun with plan"):
-        Journal.join(target, PLAN.hash, DISK)
-    Journal.begin(target, PLAN, DISK)
-    Journal.join(target, PLAN.hash, DISK)
+        WriteJournal.join(target, PLAN.hash, DISK)
+    WriteJournal.begin(target, PLAN, DISK)
+    WriteJournal.join(target, PLAN.hash, DISK)
     with pytest.raises(UnwritablePath, match="begun with plan"):
-        Journal.join(target, small_plan("2").hash, DISK)
+        WriteJournal.join(target, small_plan("2").hash, DISK)
 
 
 def test_finished_shards_are_found_by_their_records(target: Path) -> None:
-    journal = Journal.begin(target, PLAN, DISK)
+    journal = WriteJournal.begin(target, PLAN, DISK)
     first, second = PLAN.shards[:2]
     assert journal.verified(first) is None
     record = write_shard(target, first, produce)
@@ -137,7 +135,7 @@ def test_finished_shards_are_found_by_their_records(target: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"plan": "other"}', '{"plan": 1, "bytes": []}'])
 def test_a_spoiled_record_counts_as_none(text: str, target: Path) -> None:
-    journal = Journal.begin(target, PLAN, DISK)
+    journal = WriteJournal.begin(target, PLAN, DISK)
     shard = PLAN.shards[0]
     write_shard(target, shard, produce)
     (target / UNFINISHED / f"{shard.file}.json").write_text(text)
@@ -148,7 +146,7 @@ def test_a_spoiled_record_counts_as_none(text: str, target: Path) -> None:
 
 @pytest.mark.parametrize("change", ["cut", "flip", "gone", "tensors"])
 def test_a_shard_that_is_not_as_recorded_is_not_taken(change: str, target: Path) -> None:
-    journal = Journal.begin(target, PLAN, DISK)
+    journal = WriteJournal.begin(target, PLAN, DISK)
     shard = PLAN.shards[0]
     path = target / shard.file
     write_shard(target, shard, produce)
@@ -186,17 +184,17 @@ def test_only_the_mark_is_left_to_remove(target: Path) -> None:
     write_all(target, PLAN)
     whole = tree(target)
     (target / UNFINISHED).mkdir()
-    assert Journal.begin(target, PLAN, DISK).is_finished
+    assert WriteJournal.begin(target, PLAN, DISK).is_finished
     assert tree(target) == whole
     (target / UNFINISHED).mkdir()
     (target / "config.json").unlink()
-    assert not Journal.begin(target, PLAN, DISK).is_finished
+    assert not WriteJournal.begin(target, PLAN, DISK).is_finished
     finish(target, PLAN, ENDING)
     assert tree(target) == whole
 
 
 def test_what_workers_leave_beside_their_records_goes_with_the_mark(target: Path) -> None:
-    Journal.begin(target, PLAN, DISK)
+    WriteJournal.begin(target, PLAN, DISK)
     (target / UNFINISHED / "notes of a worker").write_text("x")
     write_all(target, PLAN)
     assert not (target / UNFINISHED).exists()

@@ -19,7 +19,7 @@ from degarble.harness.checkpoint.write.manifest import (
     require_finished,
 )
 from degarble.harness.checkpoint.write.plan import PlannedTensor, WritePlan
-from degarble.harness.checkpoint.write.writer import Ending, write
+from degarble.harness.checkpoint.write.writer import CompanionFiles, write
 from degarble.suites.checkpoint.writing_cases import ENDING, produce, small_plan, write_all
 
 if TYPE_CHECKING:
@@ -161,5 +161,5 @@ def test_the_same_run_gives_the_same_manifest(tmp_path: Path) -> None:
         for workers in (1, 2)
     }
     assert len(hashes) == 1
-    changed = Ending({**ENDING.files, "config.json": b"{}"}, ENDING.index_metadata)
+    changed = CompanionFiles({**ENDING.files, "config.json": b"{}"}, ENDING.index_metadata)
     assert write(tmp_path / "other", PLAN, produce, changed).hash not in hashes

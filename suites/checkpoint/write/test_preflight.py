@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from degarble.harness.base.errors import UnwritablePath
-from degarble.harness.checkpoint.write.preflight import free_bytes, require_space
+from degarble.harness.checkpoint.write.disk import free_bytes, require_space
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def thousand_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk of which root could write 4,000 bytes more than everybody else."""
     told = SimpleNamespace(f_bavail=10, f_bfree=50, f_frsize=100, f_bsize=4096)
-    monkeypatch.setattr("degarble.harness.checkpoint.write.preflight.os.statvfs", lambda _: told)
+    monkeypatch.setattr("degarble.harness.checkpoint.write.disk.os.statvfs", lambda _: told)
 
 
 @pytest.mark.usefixtures("thousand_free")

@@ -9,15 +9,15 @@ import torch
 
 from degarble.harness.base.errors import DtypeMismatch, ShapeMismatch
 from degarble.harness.checkpoint.write.disk import Disk
-from degarble.harness.checkpoint.write.journal import Journal
+from degarble.harness.checkpoint.write.manifest import WriteJournal
 from degarble.harness.checkpoint.write.plan import PlannedTensor, WritePlan
-from degarble.harness.checkpoint.write.shard_writer import (
+from degarble.harness.checkpoint.write.writer import (
     BUFFER_BYTES,
+    begin,
     bytes_of,
     write_hollow_shard,
     write_shard,
 )
-from degarble.harness.checkpoint.write.writer import begin
 from degarble.suites.checkpoint.writing_cases import produce, small_plan, tree
 
 if TYPE_CHECKING:
@@ -130,4 +130,4 @@ def test_a_hollow_shard_has_a_true_head_and_no_data(tmp_path: Path) -> None:
     with path.open("rb") as file:
         assert file.read(len(shard.head())) == shard.head()
     assert write_hollow_shard(tmp_path, shard) == record
-    assert Journal.join(tmp_path, plan.hash, Disk()).verified(shard) == record
+    assert WriteJournal.join(tmp_path, plan.hash, Disk()).verified(shard) == record

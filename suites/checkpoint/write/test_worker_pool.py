@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from degarble.harness.base.errors import InvalidArgument, UnwritablePath, WorkerLost
-from degarble.harness.checkpoint.write.worker_pool import run_each
+from degarble.harness.checkpoint.write.workers import run_each
 
 if TYPE_CHECKING:
     from pathlib import Path

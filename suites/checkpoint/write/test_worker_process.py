@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 # A main without a guard: whoever imports it again would start workers again.
 _SCRIPT = """
 import math, multiprocessing, os, signal, sys
-from degarble.harness.checkpoint.write import worker_pool
+from degarble.harness.checkpoint.write import workers
 
-worker_pool._IMPORTED = "json"  # the real one takes seconds
+workers._IMPORTED = "json"  # the real one takes seconds
 WANTED = {n: float(n) for n in (0, 1)}
 
 def done():
-    return dict(worker_pool.run_each(math.fabs, [0, 1], 2)) == WANTED
+    return dict(workers.run_each(math.fabs, [0, 1], 2)) == WANTED
 
 print("main", done(), flush=True)
 child = os.fork()

@@ -20,14 +20,14 @@ from degarble.harness.checkpoint.read.types import ProblemKind
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.checkpoint.write.manifest import MANIFEST, UNFINISHED, Manifest
 from degarble.harness.checkpoint.write.plan import PlannedTensor, WritePlan
-from degarble.harness.checkpoint.write.shard_writer import write_shard
 from degarble.harness.checkpoint.write.writer import (
     CONFIG,
-    Ending,
+    CompanionFiles,
     ShardedWriter,
     begin,
     finish,
     write,
+    write_shard,
 )
 from degarble.suites.checkpoint.writing_cases import (
     ENDING,
@@ -109,7 +109,7 @@ def test_writing_again_changes_nothing(target: Path) -> None:
     assert write(target, PLAN, never, ENDING) == manifest
     assert {path: path.stat().st_mtime_ns for path in target.rglob("*")} == times
     with pytest.raises(UnwritablePath, match=r"another config\.json"):
-        write(target, PLAN, never, Ending({CONFIG: b"[]"} | {"tokenizer.json": b"{}"}))
+        write(target, PLAN, never, CompanionFiles({CONFIG: b"[]"} | {"tokenizer.json": b"{}"}))
 
 
 def test_a_finished_checkpoint_whose_config_was_overwritten_is_not_taken_for_done(
@@ -168,13 +168,13 @@ def test_a_file_in_the_way_stays(target: Path) -> None:
 )
 def test_unsafe_names_beside_the_shards_are_refused(name: str) -> None:
     with pytest.raises(InvalidArgument, match="file beside the shards"):
-        Ending({name: b""})
+        CompanionFiles({name: b""})
 
 
 def test_no_room_is_told_before_anything_is_written(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("degarble.harness.checkpoint.write.preflight.free_bytes", lambda _: 10_000)
+    monkeypatch.setattr("degarble.harness.checkpoint.write.disk.free_bytes", lambda _: 10_000)
     with pytest.raises(UnwritablePath, match=r"10000 bytes free.*12\d{3} bytes of room"):
         begin(target, PLAN)
     assert not target.exists()
@@ -187,7 +187,7 @@ def test_room_is_asked_for_what_is_missing_only(
     begin(target, PLAN)
     for shard in PLAN.shards[:4]:
         write_shard(target, shard, produce)
-    monkeypatch.setattr("degarble.harness.checkpoint.write.preflight.free_bytes", lambda _: 10_000)
+    monkeypatch.setattr("degarble.harness.checkpoint.write.disk.free_bytes", lambda _: 10_000)
     write(target, PLAN, produce, ENDING)
 
 

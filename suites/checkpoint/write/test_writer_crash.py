@@ -20,8 +20,7 @@ import pytest
 from degarble.harness.base.errors import UnwritablePath
 from degarble.harness.checkpoint.write import disk as disk_module
 from degarble.harness.checkpoint.write.disk import Disk
-from degarble.harness.checkpoint.write.journal import Journal
-from degarble.harness.checkpoint.write.manifest import UNFINISHED
+from degarble.harness.checkpoint.write.manifest import UNFINISHED, WriteJournal
 from degarble.suites.checkpoint.write.power_cuts import LoggedDisk, lay_out, survivors
 from degarble.suites.checkpoint.writing_cases import (
     broken_promises,
@@ -181,7 +180,7 @@ def test_resuming_without_a_check_is_seen(folder: Path, monkeypatch: pytest.Monk
     write_all(folder / "whole", PLAN)
     half_written(folder / "target")
     damage(folder / "target")
-    monkeypatch.setattr(Journal, "verified", Journal.recorded)
+    monkeypatch.setattr(WriteJournal, "verified", WriteJournal.recorded)
     write_all(folder / "target", PLAN)
     assert tree(folder / "target") != tree(folder / "whole")
 

@@ -28,7 +28,7 @@ from degarble.harness.checkpoint.write.plan import (
     WritePlan,
     shard_bytes_for,
 )
-from degarble.harness.checkpoint.write.writer import Ending, write
+from degarble.harness.checkpoint.write.writer import CompanionFiles, write
 from degarble.harness.model.config.json_file import config_to_dict
 from degarble.harness.model.layouts import Layout, layout_named
 from degarble.harness.model.parameters import parameter_named, parameters
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.checkpoint.write.manifest import Manifest, ShardRecord
     from degarble.harness.checkpoint.write.plan import ShardPlan
-    from degarble.harness.checkpoint.write.worker_pool import Workers
+    from degarble.harness.checkpoint.write.workers import Workers
     from degarble.harness.model.config.config import Config
     from degarble.harness.model.parameters import Parameter
     from degarble.harness.model.recipes import Recipe
@@ -161,7 +161,7 @@ def write_checkpoint(
     tensors = model.planned()
     size = SHARD_BYTES if shards is None else shard_bytes_for(tensors, shards)
     plan = WritePlan.of(tensors, shard_bytes=size, sources=model.sources())
-    ending = Ending(config_files(model.config, model.layout))
+    ending = CompanionFiles(config_files(model.config, model.layout))
     return write(
         target, plan, None if sparse else model, ending, workers=workers, progress=progress
     )

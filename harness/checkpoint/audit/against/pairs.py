@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from degarble.harness.base.errors import InvalidArgument, Refused, Undecided
 from degarble.harness.checkpoint.read.types import shown
-from degarble.harness.checkpoint.transform.convert.stated_order import is_arranged, stated_backend
+from degarble.harness.checkpoint.transform.convert.vllm_parameters import (
+    is_arranged,
+    stated_backend,
+)
 from degarble.harness.checkpoint.view.weight_units import stored_of, units_of
 
 if TYPE_CHECKING:

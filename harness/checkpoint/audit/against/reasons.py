@@ -32,7 +32,7 @@ from degarble.harness.checkpoint.audit.against.signs import ALIKE, cosine, signs
 from degarble.harness.checkpoint.audit.rules import against as rules
 from degarble.harness.checkpoint.audit.statistics.inference_order import BLOCK, ORDERS
 from degarble.harness.checkpoint.read.types import shown
-from degarble.harness.checkpoint.transform.source_values import row_values
+from degarble.harness.checkpoint.transform.source import row_values
 from degarble.harness.checkpoint.view.stored import TORCH_DTYPES
 from degarble.harness.checkpoint.view.weight_units import stored_of
 from degarble.harness.formats.row_orders import ROW_ORDERS

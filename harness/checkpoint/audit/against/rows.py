@@ -20,7 +20,7 @@ import torch
 from degarble.harness.checkpoint.audit.against.codes import Misfits, misfits_of
 from degarble.harness.checkpoint.audit.against.floor import ideal_like
 from degarble.harness.checkpoint.audit.numbers.table import FORMATS
-from degarble.harness.checkpoint.transform.source_values import row_values
+from degarble.harness.checkpoint.transform.source import row_values
 from degarble.harness.formats.types import ScaleDirection
 
 if TYPE_CHECKING:

@@ -196,7 +196,7 @@ class _Prover:
     def _arranged(self) -> Iterator[str]:
         if self._inventory is not None and self._inventory.fused:
             # Torch comes with it, and other checkpoints need none of it.
-            from degarble.harness.checkpoint.transform.convert.stated_order import (  # noqa: PLC0415
+            from degarble.harness.checkpoint.transform.convert.vllm_parameters import (  # noqa: PLC0415
                 stated_backend,
             )
 

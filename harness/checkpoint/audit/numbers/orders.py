@@ -26,7 +26,10 @@ from degarble.harness.checkpoint.audit.statistics.inference_dialect import (
 from degarble.harness.checkpoint.audit.statistics.inference_layout import LINEAR, infer_layout
 from degarble.harness.checkpoint.audit.statistics.inference_order import ORDER_NAMES, Kinship
 from degarble.harness.checkpoint.audit.statistics.inferred import FAR
-from degarble.harness.checkpoint.transform.convert.stated_order import is_arranged, stated_backend
+from degarble.harness.checkpoint.transform.convert.vllm_parameters import (
+    is_arranged,
+    stated_backend,
+)
 from degarble.harness.checkpoint.view.modules import NamingConvention
 from degarble.harness.checkpoint.view.weight_units import stored_of
 from degarble.harness.formats.types import ScaleDirection

@@ -21,7 +21,7 @@ _STATEMENTS = {
     ProblemKind.UNFINISHED: (
         "unfinished",
         "nothing writes to the checkpoint any more: the writer's mark is gone",
-        "harness/checkpoint/write/journal.py",
+        "harness/checkpoint/write/manifest.py",
     ),
     ProblemKind.UNREADABLE_SHARD: (
         "unreadable_shard",

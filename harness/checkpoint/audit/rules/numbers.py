@@ -173,7 +173,8 @@ SCALE_LAYOUT_STATED = _rule(
     "scale_layout_stated",
     Level.NOTE,
     "block scales of stacked experts lie in row-major order, which every loader expects",
-    "harness/checkpoint/transform/convert/backends.py: a conversion for one backend's kernels",
+    "harness/checkpoint/transform/convert/vllm_parameters.py: "
+    "a conversion for one backend's kernels",
 )
 SCALE_UNRELATED = _rule(
     "scale_unrelated",

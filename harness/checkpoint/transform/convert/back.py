@@ -1,13 +1,4 @@
-"""Undo a lossless conversion: restore the source's own tensors, byte for byte.
-
-Conversions that can be undone: `vllm` (any backend), `fused-compressor`, `deepgemm-wo-a` and
-`nvfp4-lossless`. conversion_source.json lists the source's tensors. Each one is copied, cut out of
-a fused or stacked tensor, taken out of a backend's order, or gets its packed scale restored.
-A tensor that was rounded or left out cannot be restored and raises an error.
-
-Trap: NVFP4 blocks of zeros store no exponent, so their MXFP4 scale may differ from the source's;
-the values are the same. The proof is the forward one, with the restored checkpoint as source.
-"""
+"""Undo a lossless conversion: restore the source's own tensors, byte for byte."""
 
 from __future__ import annotations
 
@@ -23,37 +14,123 @@ from degarble.harness.base.errors import LayoutMismatch, UnreadableFile
 from degarble.harness.base.input_files import read_small_file
 from degarble.harness.checkpoint.read.file_access import SourceState
 from degarble.harness.checkpoint.read.types import LARGEST_INDEX, TensorEntry, shown
-from degarble.harness.checkpoint.transform.convert.endings import SOURCE
-from degarble.harness.checkpoint.transform.convert.fused_compressor import FUSED
+from degarble.harness.checkpoint.transform.configs import SOURCE, recipe_of, stored_formats
 from degarble.harness.checkpoint.transform.convert.job import job_of
-from degarble.harness.checkpoint.transform.convert.restacking import restacked
-from degarble.harness.checkpoint.transform.names import TargetNames
+from degarble.harness.checkpoint.transform.convert.vllm import FUSED, formats_in_vllm
+from degarble.harness.checkpoint.transform.convert.vllm_parameters import BACKENDS, BLOCK
+from degarble.harness.checkpoint.transform.units import TargetNames
 from degarble.harness.checkpoint.view.modules import ModuleTable
 from degarble.harness.checkpoint.view.view import Checkpoint, fingerprints, logical_names, model_of
 from degarble.harness.checkpoint.write.plan import SHARD_BYTES, PlannedTensor, WritePlan
-from degarble.harness.checkpoint.write.shard_writer import write_shard
-from degarble.harness.checkpoint.write.writer import Ending, beginning, finish, make_shards
+from degarble.harness.checkpoint.write.writer import (
+    CompanionFiles,
+    beginning,
+    finish,
+    make_shards,
+    write_shard,
+)
 from degarble.harness.formats.arrays import decode_array
 from degarble.harness.formats.element_formats import E4M3
+from degarble.harness.formats.layouts import LINEAR, from_layout
 from degarble.harness.formats.packed_scales import exact_ue8m0, unpack_scales
+from degarble.harness.formats.row_orders import restore_rows
+from degarble.harness.formats.types import ScaleDirection
+from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.storage import Part
+from degarble.harness.model.tensors import slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
-    from degarble.harness.checkpoint.transform.convert.job import Job
-    from degarble.harness.checkpoint.transform.units import Chunk, Options
+    from degarble.harness.checkpoint.transform.convert.job import ConversionJob
+    from degarble.harness.checkpoint.transform.units import (
+        Chunk,
+        ConversionOptions,
+        InverseConversion,
+    )
     from degarble.harness.checkpoint.view.view import LogicalNames
     from degarble.harness.checkpoint.write.manifest import Manifest
-    from degarble.harness.checkpoint.write.worker_pool import Workers
+    from degarble.harness.checkpoint.write.workers import Workers
+    from degarble.harness.model.tensors import Slot
 
+
+# --------------------------------------------------------------------------------------------------
+# The inverse of harness.checkpoint.transform.convert.vllm, part by part: cut boxes of rows, undo a
+# backend's row order and scale layout, drop padding, widen identifiers. Only parts that kept their
+# format can be restored; `convert_back` raises for the rest.
+
+_GATED = (".w1", ".w3")
+
+
+def restored_parts(back: InverseConversion) -> Iterator[tuple[str, Callable[[], Iterator[Chunk]]]]:
+    """Yield each source tensor that kept its format, with the function that restores it."""
+    names = back.names
+    model, before = names.config, stored_formats(names)
+    layout = layout_named("vllm", model)
+    after = formats_in_vllm(model, layout, before, names.present)
+    recipe = recipe_of(after, names)
+    present = [each for each in names.present.values() if not layout.omits(each, model)]
+    for slot in slots(model, layout.with_recipe(recipe), present):
+        name = slot.parameter.name
+        if name in after and after[name].weight != before[name].weight:
+            continue
+        form = names.table.form(names.module_of(slot.parameter))
+        if form.direction is ScaleDirection.ENCODE and slot.part is Part.TENSOR_SCALE:
+            continue  # a divisor became a factor: rounded
+        if slot.part in form.parts:
+            own = form.parts[slot.part]
+            stacked = slot.parameter.expert is not None and after[name].weight == "NVFP4"
+            arranged = stacked and slot.part in (Part.CODES, Part.BLOCK_SCALE)
+            make = _expert if arranged else _cut
+            yield own.name, partial(make, back, slot, own.dtype)
+
+
+def _cut(back: InverseConversion, slot: Slot, dtype: str) -> Iterator[Chunk]:
+    entry = back.checkpoint.entry(slot.tensor)
+    # vLLM stores identifiers as int32 where the source has int64.
+    if slot.box.shape == entry.shape and (entry.dtype, dtype) != ("I32", "I64"):
+        yield from back.checkpoint.chunks(slot.tensor)
+        return
+    box = back.checkpoint.tensor(slot.tensor)[tuple(slice(*each) for each in slot.box.ranges)]
+    yield box.long() if (entry.dtype, dtype) == ("I32", "I64") else box
+    back.checkpoint.release(slot.tensor)
+
+
+def _expert(back: InverseConversion, slot: Slot, _dtype: str) -> Iterator[Tensor]:
+    """Cut one member of one expert out of a stack in a backend's order."""
+    backend = BACKENDS[back.options.backend]
+    gated = slot.parameter.name.endswith(_GATED)
+    unit = 2 if slot.part is Part.CODES else BLOCK
+    rows, columns = slot.shape
+    high, wide = backend.padded((rows, columns * unit), gated=gated)
+    total = high * (2 if gated else 1)
+    stored = back.checkpoint.tensor(slot.tensor)[slot.parameter.expert].view(torch.uint8)
+    if slot.part is Part.BLOCK_SCALE and backend.scales != LINEAR:
+        stored = from_layout(stored.flatten(), backend.scales, total, wide // unit)
+    whole = restore_rows(stored, backend.w13 if gated else backend.w2)
+    # w1 lies above w3, each followed by its padding.
+    begin = high if slot.parameter.name.endswith(_GATED[1]) else 0
+    yield whole[begin : begin + rows, :columns]
+    back.checkpoint.release(slot.tensor)
+
+
+# --------------------------------------------------------------------------------------------------
+# Conversions that can be undone: `vllm` (any backend), `fused-compressor`, `deepgemm-wo-a` and
+# `nvfp4-lossless`. conversion_source.json lists the source's tensors. Each one is copied, cut out
+# of a fused or stacked tensor, taken out of a backend's order, or gets its packed scale restored. A
+# tensor that was rounded or left out cannot be restored and raises an error.
+#
+# Trap: NVFP4 blocks of zeros store no exponent, so their MXFP4 scale may differ from the source's;
+# the values are the same. The proof is the forward one, with the restored checkpoint as source.
+
+if TYPE_CHECKING:
     Maker = Callable[[], Iterator[Chunk]]
 
 
 @dataclass(frozen=True)
-class Back:
+class InverseJob:
     """The inverse of one conversion; a producer of tensor bytes, like Job."""
 
     source: Path
@@ -74,12 +151,12 @@ class Back:
         return Checkpoint.open(self.source)
 
     @cached_property
-    def forward(self) -> Job:
+    def forward(self) -> ConversionJob:
         """The job that wrote it; that job's own source is not read."""
         return job_of(self.source, self.source)
 
     @property
-    def options(self) -> Options:
+    def options(self) -> ConversionOptions:
         """The options of the conversion."""
         return self.forward.options
 
@@ -135,7 +212,7 @@ class Back:
     def makers(self) -> Mapping[str, Maker]:
         """Map each tensor to the function that restores it; raise where there is none."""
         special = {
-            "vllm": restacked,
+            "vllm": restored_parts,
             "fused-compressor": _cut_compressors,
             "deepgemm-wo-a": _flattened,
             "nvfp4-lossless": _unscaled,
@@ -168,7 +245,7 @@ class Back:
         work = partial(write_shard, target, produce=self)
         with beginning(target, plan):
             make_shards(target, plan, work, workers, source=self.state)
-        return finish(target, plan, Ending(files))
+        return finish(target, plan, CompanionFiles(files))
 
 
 def convert_back(source: Path, target: Path, *, workers: Workers = 1) -> Manifest:
@@ -180,10 +257,10 @@ def convert_back(source: Path, target: Path, *, workers: Workers = 1) -> Manifes
             "the output of vllm, fused-compressor, deepgemm-wo-a or nvfp4-lossless",
             "Formats that were rounded have no way back.",
         )
-    return Back(source).run(target, workers=workers)
+    return InverseJob(source).run(target, workers=workers)
 
 
-def _cut_compressors(back: Back) -> Iterator[tuple[str, Maker]]:
+def _cut_compressors(back: InverseJob) -> Iterator[tuple[str, Maker]]:
     for parameter in back.names.present.values():
         module = back.names.module_of(parameter)
         fused = f"{back.target.beside(module, FUSED)}.weight"
@@ -195,11 +272,11 @@ def _cut_compressors(back: Back) -> Iterator[tuple[str, Maker]]:
             yield own.name, partial(_rows, back, fused, half * own.shape[0], own.shape[0])
 
 
-def _rows(back: Back, name: str, begin: int, count: int) -> Iterator[Tensor]:
+def _rows(back: InverseJob, name: str, begin: int, count: int) -> Iterator[Tensor]:
     yield back.checkpoint.tensor(name)[begin : begin + count]
 
 
-def _flattened(back: Back) -> Iterator[tuple[str, Maker]]:
+def _flattened(back: InverseJob) -> Iterator[tuple[str, Maker]]:
     options = back.forward.options
     for parameter in back.names.present.values():
         module = back.names.module_of(parameter)
@@ -214,7 +291,7 @@ def _flattened(back: Back) -> Iterator[tuple[str, Maker]]:
             yield scale.name, partial(_block_scale, back, back.target.module(module), scale)
 
 
-def _block_scale(back: Back, module: str, scale: TensorEntry) -> Iterator[Tensor]:
+def _block_scale(back: InverseJob, module: str, scale: TensorEntry) -> Iterator[Tensor]:
     stored = back.checkpoint.tensor(f"{module}.weight_scale_inv")
     encodes = back.forward.options.direction == "encode"
     if stored.dtype is torch.int32:
@@ -225,7 +302,7 @@ def _block_scale(back: Back, module: str, scale: TensorEntry) -> Iterator[Tensor
     yield stored if scale.dtype == "F32" else exact_ue8m0(stored.clone())
 
 
-def _unscaled(back: Back) -> Iterator[tuple[str, Maker]]:
+def _unscaled(back: InverseJob) -> Iterator[tuple[str, Maker]]:
     for module in back.names.table.suffixes:
         stored = back.target.module(module)
         if f"{stored}.weight_scale_2" not in back.checkpoint.entries:
@@ -237,7 +314,7 @@ def _unscaled(back: Back) -> Iterator[tuple[str, Maker]]:
         yield parts[Part.BLOCK_SCALE].name, partial(_exponents, back, stored)
 
 
-def _exponents(back: Back, module: str) -> Iterator[Tensor]:
+def _exponents(back: InverseJob, module: str) -> Iterator[Tensor]:
     codes = back.checkpoint.tensor(f"{module}.weight_scale").view(torch.uint8)[:, ::2]
     scale = decode_array(codes, E4M3) * back.checkpoint.tensor(f"{module}.weight_scale_2")
     yield exact_ue8m0(scale)

@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from degarble.harness.base.errors import LayoutMismatch, ShapeMismatch
-from degarble.harness.checkpoint.transform.proof.checks import E4M3_LARGEST, FP8_FLOOR
-from degarble.harness.checkpoint.transform.proof.deepgemm import Output, check_wo_a
+from degarble.harness.checkpoint.transform.proof.compare import E4M3_LARGEST, FP8_FLOOR
+from degarble.harness.checkpoint.transform.proof.layouts import WrittenWoA, check_wo_a
 from degarble.harness.checkpoint.transform.recode import keeps_codes, kept_fp8
 from degarble.harness.checkpoint.transform.source import (
     BLOCK_ROWS,
-    chosen,
+    chosen_linears,
     largest_magnitude,
     linears,
     require_model,
     rows_of,
 )
-from degarble.harness.checkpoint.transform.units import Unit
+from degarble.harness.checkpoint.transform.units import ConversionUnit
 from degarble.harness.checkpoint.write.plan import PlannedTensor
 from degarble.harness.formats.arrays import decode_array, encode_array
 from degarble.harness.formats.block_formats import FP8_128X128_F32, FP8_128X128_UE8M0
@@ -48,16 +48,19 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.checkpoint.transform.names import TargetNames
-    from degarble.harness.checkpoint.transform.source import Linear
-    from degarble.harness.checkpoint.transform.units import Options, TensorProof
+    from degarble.harness.checkpoint.transform.source import SourceLinear
+    from degarble.harness.checkpoint.transform.units import (
+        ConversionOptions,
+        TargetNames,
+        TensorProof,
+    )
     from degarble.harness.checkpoint.view.view import Checkpoint
 
 WO_A = ".attn.wo_a"
 WEIGHT, SCALE = ".weight", ".weight_scale_inv"
 
 
-class Extents(NamedTuple):
+class WoAExtents(NamedTuple):
     """The extents of wo_a: groups, rows of each, columns."""
 
     groups: int
@@ -66,8 +69,8 @@ class Extents(NamedTuple):
 
 
 def to_deepgemm_wo_a(
-    checkpoint: Checkpoint, options: Options, names: TargetNames
-) -> Iterator[Unit]:
+    checkpoint: Checkpoint, options: ConversionOptions, names: TargetNames
+) -> Iterator[ConversionUnit]:
     """List one unit for each layer."""
     model, _ = require_model(checkpoint, "deepgemm-wo-a")
     if not isinstance(model, V4Config):
@@ -80,11 +83,13 @@ def to_deepgemm_wo_a(
     found = [each for each in linears(checkpoint) if each.name.endswith(WO_A)]
     if not found:
         raise LayoutMismatch("wo_a", "none", "at least one layer with it", "Look for lost shards.")
-    for linear in chosen(found, options.only):
+    for linear in chosen_linears(found, options.only):
         yield unit_of(linear, names.module(linear.module), model.o_groups, options)
 
 
-def unit_of(linear: Linear, module: str, groups: int, options: Options) -> Unit:
+def unit_of(
+    linear: SourceLinear, module: str, groups: int, options: ConversionOptions
+) -> ConversionUnit:
     """Return the unit of one layer; `module` is its name in the target."""
     rows, columns = linear.weight.shape
     if rows % (groups * BLOCK_ROWS):
@@ -95,13 +100,13 @@ def unit_of(linear: Linear, module: str, groups: int, options: Options) -> Unit:
             "Leave wo_a as it is: this kernel cannot read the model. `--to fp8-block` has no such"
             " limit.",
         )
-    made = _WoA(linear, module, Extents(groups, rows // groups, columns), options)
+    made = _WoA(linear, module, WoAExtents(groups, rows // groups, columns), options)
 
     def check(target: Checkpoint) -> Iterator[TensorProof]:
-        output = Output(target, module, groups)
+        output = WrittenWoA(target, module, groups)
         return check_wo_a(output, linear, options, kept=made.is_kept)
 
-    return Unit(
+    return ConversionUnit(
         key=module,
         tensors=made.planned(),
         sources=linear.tensors,
@@ -115,7 +120,9 @@ def unit_of(linear: Linear, module: str, groups: int, options: Options) -> Unit:
 class _WoA:
     """The conversion of one layer's weight."""
 
-    def __init__(self, linear: Linear, module: str, extents: Extents, options: Options) -> None:
+    def __init__(
+        self, linear: SourceLinear, module: str, extents: WoAExtents, options: ConversionOptions
+    ) -> None:
         self._linear = linear
         self._module = module
         self._extents = extents

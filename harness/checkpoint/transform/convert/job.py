@@ -1,57 +1,126 @@
-"""Run one conversion: plan it, produce any tensor's bytes, and write shards and configs.
-
-A `Job` pickles to path, conversion name and options, so that it can run in any process or on any
-machine; it opens the source where it runs. Memory is a few panels of rows, whatever the size of the
-checkpoint. Tensors that no unit takes are copied; tensors left out are listed in conversion.json
-with the reason. The same call resumes an interrupted run.
-
-A source whose files contradict each other, or two units that make one tensor, raise an error.
-"""
+"""Run one conversion of the registry: plan it, produce tensors, write shards and configs."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.base.errors import InvalidArgument, UnreadableFile
+from degarble.harness.base.errors import InvalidArgument, UnknownName, UnreadableFile
 from degarble.harness.base.input_files import read_small_file
 from degarble.harness.checkpoint.read.file_access import SourceState
 from degarble.harness.checkpoint.read.types import LARGEST_CONFIG, shown
-from degarble.harness.checkpoint.transform.convert.endings import CONVERSION, ending_of
-from degarble.harness.checkpoint.transform.convert.registry import conversion_named
-from degarble.harness.checkpoint.transform.names import TargetNames
-from degarble.harness.checkpoint.transform.units import Options
+from degarble.harness.checkpoint.transform.configs import CONVERSION, companion_files
+from degarble.harness.checkpoint.transform.convert.deepgemm_wo_a import to_deepgemm_wo_a
+from degarble.harness.checkpoint.transform.convert.formats import (
+    to_bf16,
+    to_fp8_block,
+    to_nvfp4,
+    to_nvfp4_lossless,
+)
+from degarble.harness.checkpoint.transform.convert.vllm import to_fused_compressor, to_vllm
+from degarble.harness.checkpoint.transform.units import Conversion, ConversionOptions, TargetNames
 from degarble.harness.checkpoint.view.view import Checkpoint, fingerprints
-from degarble.harness.checkpoint.write.folder_overlap import require_apart
+from degarble.harness.checkpoint.write.disk import require_separate_folders
 from degarble.harness.checkpoint.write.manifest import MANIFEST
 from degarble.harness.checkpoint.write.plan import SHARD_BYTES, PlannedTensor, WritePlan
-from degarble.harness.checkpoint.write.shard_writer import write_shard
-from degarble.harness.checkpoint.write.worker_pool import run_each
-from degarble.harness.checkpoint.write.writer import beginning, finish, make_shards
+from degarble.harness.checkpoint.write.workers import run_each
+from degarble.harness.checkpoint.write.writer import beginning, finish, make_shards, write_shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-    from degarble.harness.checkpoint.transform.units import Chunk, Conversion, Unit
+    from degarble.harness.checkpoint.transform.units import Chunk, ConversionUnit
     from degarble.harness.checkpoint.write.manifest import Manifest, ShardRecord
     from degarble.harness.checkpoint.write.plan import ShardPlan
-    from degarble.harness.checkpoint.write.worker_pool import Workers
-    from degarble.harness.checkpoint.write.writer import Ending
+    from degarble.harness.checkpoint.write.workers import Workers
+    from degarble.harness.checkpoint.write.writer import CompanionFiles
+
+
+# --------------------------------------------------------------------------------------------------
+# The registry: what `degarble convert --to` offers, with promise and options.
+
+CONVERSIONS: Mapping[str, Conversion] = MappingProxyType(
+    {
+        each.name: each
+        for each in (
+            Conversion("bf16", "quantised linears decoded to BF16", ("only",), to_bf16),
+            Conversion(
+                "fp8-block",
+                "linears in FP8, a decode scale for each 128x128 block",
+                ("only", "scale"),
+                to_fp8_block,
+            ),
+            Conversion(
+                "nvfp4",
+                "linears in NVFP4, weights alone (W4A16: no input scales)",
+                ("only",),
+                to_nvfp4,
+            ),
+            Conversion(
+                "nvfp4-lossless",
+                "MXFP4 linears as NVFP4, bit for bit, weights alone",
+                ("only",),
+                to_nvfp4_lossless,
+                returns=True,
+            ),
+            Conversion(
+                "deepgemm-wo-a",
+                "wo_a in FP8 [g, r, d] with DeepGEMM's block scales",
+                ("only", "gpu", "per", "direction"),
+                to_deepgemm_wo_a,
+                returns=True,
+            ),
+            Conversion(
+                "fused-compressor",
+                "each compressor's kv and gate projections in one BF16 tensor",
+                ("only",),
+                to_fused_compressor,
+                returns=True,
+            ),
+            Conversion(
+                "vllm",
+                "vLLM's fused parameters, uncut (its loader splits them over ranks), experts as a"
+                " backend's kernels read them",
+                ("backend",),
+                to_vllm,
+                returns=True,
+                whole=True,
+            ),
+        )
+    }
+)
+
+
+def conversion_named(name: str) -> Conversion:
+    """Return a conversion by name; an unknown name raises with the nearest known ones."""
+    if name not in CONVERSIONS:
+        raise UnknownName.among("conversion", name, CONVERSIONS)
+    return CONVERSIONS[name]
+
+
+# --------------------------------------------------------------------------------------------------
+# A `ConversionJob` pickles to path, conversion name and options, so that it can run in any process
+# or on any machine; it opens the source where it runs. Memory is a few panels of rows, whatever the
+# size of the checkpoint. Tensors that no unit takes are copied; tensors left out are listed in
+# conversion.json with the reason. The same call resumes an interrupted run.
+#
+# A source whose files contradict each other, or two units that make one tensor, raise an error.
 
 _FEW, _PARTS = 256, 64  # so few units are not worth a process; parts of more
 GENERATION = "3"  # raise it when the same source and options give other bytes
 
 
 @dataclass(frozen=True)
-class Job:
+class ConversionJob:
     """A conversion of one source. Calling it with a planned tensor yields that tensor's bytes."""
 
     source: Path
     to: str
-    options: Options
+    options: ConversionOptions
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the parameters only, without the files opened here."""
@@ -79,7 +148,7 @@ class Job:
         return TargetNames(None if self.conversion.whole else self.checkpoint.names, self.to)
 
     @cached_property
-    def units(self) -> tuple[Unit, ...]:
+    def units(self) -> tuple[ConversionUnit, ...]:
         """The units of the conversion, in the source's order."""
         position = {name: place for place, name in enumerate(self.checkpoint.entries)}
         found = list(self.conversion.units(self.checkpoint, self.options, self.names))
@@ -142,12 +211,12 @@ class Job:
         return {self.names.tensor(name): name for name in self.copied}
 
     @cached_property
-    def _makers(self) -> Mapping[str, Unit]:
+    def _makers(self) -> Mapping[str, ConversionUnit]:
         return {tensor.name: unit for unit in self.units for tensor in unit.tensors}
 
-    def ending(self) -> Ending:
+    def ending(self) -> CompanionFiles:
         """Return the files to write next to the shards."""
-        return ending_of(self)
+        return companion_files(self)
 
     def require(self, workers: Workers = 1) -> None:
         """Raise for what some unit cannot make, before anything is written."""
@@ -175,7 +244,7 @@ class Job:
         progress: Callable[[ShardPlan, ShardRecord], None] | None = None,
     ) -> Manifest:
         """Convert everything, or resume an interrupted run."""
-        require_apart(self.source, target)
+        require_separate_folders(self.source, target)
         plan = self.plan(shard_bytes)
         # A finished target passed this check when it was written.
         if not (target / MANIFEST).exists():
@@ -192,10 +261,10 @@ def _already(only: tuple[str, ...]) -> str:
     return f"{held}, or `only` should name other linears." if only else f"{held}."
 
 
-def job_for(source: Path, to: str, given: Mapping[str, object] | None = None) -> Job:
+def job_for(source: Path, to: str, given: Mapping[str, object] | None = None) -> ConversionJob:
     """Return a job from a conversion's name and its options."""
     conversion = conversion_named(to)
-    return Job(source, to, Options.of(given or {}, conversion.options, to))
+    return ConversionJob(source, to, ConversionOptions.of(given or {}, conversion.options, to))
 
 
 def convert(
@@ -211,7 +280,7 @@ def convert(
     return job_for(source, to, given).run(target, workers=workers, progress=progress)
 
 
-def job_of(source: Path, target: Path) -> Job:
+def job_of(source: Path, target: Path) -> ConversionJob:
     """Return the job that wrote `target`, as its conversion.json describes it."""
     path = target / CONVERSION
     try:

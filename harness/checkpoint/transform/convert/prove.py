@@ -1,11 +1,4 @@
-"""Prove a conversion: read the written checkpoint again and compare every value with the source.
-
-Each unit compares its output: exactly where nothing is lost, within one rounding to the format
-elsewhere. Copied tensors are compared byte by byte. Separate faults are: a source tensor that
-reached nothing, a target tensor that no unit planned, a dtype or shape other than planned, and
-names that the consumer does not read (name_proof.py). Nothing that the writing run remembered is
-used. Parts may be proven by several processes or machines. The target needs its conversion.json.
-"""
+"""Prove a conversion: read the written checkpoint again, compare names and every value."""
 
 from __future__ import annotations
 
@@ -15,19 +8,105 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from degarble.harness.base.errors import Refused
+from degarble.harness.checkpoint.read.types import StoredLayout, shown
+from degarble.harness.checkpoint.transform.configs import formats_after, recipe_of
 from degarble.harness.checkpoint.transform.convert.job import job_of
-from degarble.harness.checkpoint.transform.convert.name_proof import UNKNOWN_NAMES, prove_names
 from degarble.harness.checkpoint.transform.units import TensorProof
+from degarble.harness.checkpoint.view.consumers import consumer_of, name_coverage
 from degarble.harness.checkpoint.view.view import Checkpoint
-from degarble.harness.checkpoint.write.worker_pool import run_each
+from degarble.harness.checkpoint.write.workers import run_each
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from degarble.harness.checkpoint.transform.convert.job import Job
-    from degarble.harness.checkpoint.transform.convert.name_proof import NameProof
-    from degarble.harness.checkpoint.write.worker_pool import Workers
+    from degarble.harness.checkpoint.transform.convert.job import ConversionJob
+    from degarble.harness.checkpoint.write.workers import Workers
+
+
+# --------------------------------------------------------------------------------------------------
+# Names: exactly those that the consumer reads.
+#
+# Correct values under wrong names are not loaded: transformers then leaves its own tensors random
+# and reports it in one log line among many. The expected names follow from the config and the
+# formats alone, never from the conversion's plan.
+
+UNKNOWN_NAMES = "The names were not compared: no loader of this model in these formats is known."
+
+
+class NameProof(NamedTuple):
+    """The result of comparing names. `extra`: tensors of the source that belong to no parameter.
+
+    `other_formats`: formats that stay and that the consumer does not load, with their linears.
+    """
+
+    consumer: str
+    read: int
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    passed_over: int
+    extra: tuple[str, ...]
+    other_formats: dict[str, int]
+
+    @property
+    def holds(self) -> bool:
+        """Whether the consumer finds all that it reads, and nothing else of the model."""
+        return not self.missing and not self.unexpected
+
+    def lines(self) -> Iterator[str]:
+        """Yield the verdict, then each wrong name."""
+        verdict = "The names are" if self.holds else "The names are not"
+        yield f"{verdict} those that {self.consumer} reads: {self.read} tensors."
+        for name in self.missing:
+            yield f"{shown(name)}: it reads this tensor, which is missing"
+        for name in self.unexpected:
+            yield f"{shown(name)}: it has no place for this tensor"
+        if self.passed_over:
+            yield f"It passes {self.passed_over} tensors of the drafter over."
+        for name in self.extra:
+            yield f"{shown(name)} belongs to no parameter and was copied from the source"
+        for word, count in self.other_formats.items():
+            yield f"It does not load {word}, in which {count} linears stay."
+
+
+def prove_names(job: ConversionJob, output: Checkpoint) -> NameProof | None:
+    """Compare the names of a target with those that its consumer reads."""
+    names = job.checkpoint.names
+    if names is None:
+        return None
+    formats = formats_after(job)
+    consumer = consumer_of(job.to, names.config.family)
+    packed = output.layout is StoredLayout.COMPRESSED_TENSORS
+    recipe = recipe_of(formats, names)
+    found = name_coverage(consumer, names.config, recipe, output.entries, packed=packed)
+    if found is None:
+        return None
+    taken = {names.module_of(each) for each in names.present.values()}
+    claimed = {entry.name for module in taken for entry in names.table.tensors(module)}
+    extra = {job.names.tensor(name) for name in job.copied if name not in claimed}
+    others: dict[str, int] = {}
+    for each in formats.values():
+        if each.weight not in consumer.formats:
+            others[each.weight] = others.get(each.weight, 0) + 1
+    return NameProof(
+        consumer.what,
+        len(output.entries) - len(found.unexpected) - found.passed_over,
+        found.missing,
+        tuple(name for name in found.unexpected if name not in extra),
+        found.passed_over,
+        tuple(name for name in found.unexpected if name in extra),
+        others,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Values.
+#
+# Each unit compares its output: exactly where nothing is lost, within one rounding to the format
+# elsewhere. Copied tensors are compared byte by byte. Separate faults are: a source tensor that
+# reached nothing, a target tensor that no unit planned, a dtype or shape other than planned, and
+# names that the consumer does not read. Nothing that the writing run remembered is
+# used. Parts may be proven by several processes or machines. The target needs its conversion.json.
 
 _CHUNK = 16 << 20
 _LEAST_PART = 64 << 20  # bytes: below it, handing out costs more than it spreads
@@ -35,7 +114,7 @@ _PARTS = 256
 
 
 @dataclass(frozen=True)
-class Proof:
+class ConversionProof:
     """The result of a proof. `left_out`: source tensors that are left out, with the reason."""
 
     to: str
@@ -81,7 +160,7 @@ class Proof:
                 )
 
 
-class Part(NamedTuple):
+class ProofPart(NamedTuple):
     """A range of units and a range of copied tensors that one worker proves at once."""
 
     units: tuple[int, int]
@@ -93,7 +172,7 @@ class Part(NamedTuple):
 class _Kept:
     """The files that this process has opened for a proof."""
 
-    by_key: dict[str, tuple[Job, Checkpoint]] = field(default_factory=dict)
+    by_key: dict[str, tuple[ConversionJob, Checkpoint]] = field(default_factory=dict)
 
 
 _KEPT = _Kept()
@@ -105,7 +184,7 @@ def prove(
     *,
     workers: Workers = 1,
     progress: Callable[[int, str], None] | None = None,
-) -> Proof:
+) -> ConversionProof:
     """Compare a finished target with the source that it was converted from.
 
     `progress` is called with the number of compared bytes of the target.
@@ -119,7 +198,7 @@ def prove(
         work = partial(_proven, key, source, target)
         if isinstance(workers, int) and sum(part.nbytes for part in parts) < _LEAST_PART:
             workers = 1  # another process takes longer to start than this takes
-        proofs: dict[Part, list[TensorProof]] = {}
+        proofs: dict[ProofPart, list[TensorProof]] = {}
         try:
             for part, found in run_each(work, parts, workers, "proof of {0.units}".format):
                 proofs[part] = found
@@ -129,16 +208,16 @@ def prove(
             _forget()
         tensors = tuple(each for part in parts for each in proofs[part])
         named = prove_names(job, output)
-        return Proof(job.to, tensors, len(job.copied), faults, job.left_out, named)
+        return ConversionProof(job.to, tensors, len(job.copied), faults, job.left_out, named)
 
 
-def parts_of(job: Job) -> list[Part]:
+def parts_of(job: ConversionJob) -> list[ProofPart]:
     """Cut the work into parts of about equal size, in the order of the source."""
     sizes = [sum(tensor.nbytes for tensor in unit.tensors) for unit in job.units]
     copies = [job.checkpoint.entry(name).nbytes for name in job.copied]
     room = max(_LEAST_PART, (sum(sizes) + sum(copies)) // _PARTS)
-    found = [Part(cut, (0, 0), nbytes) for cut, nbytes in _cut(sizes, room)]
-    return found + [Part((0, 0), cut, nbytes) for cut, nbytes in _cut(copies, room)]
+    found = [ProofPart(cut, (0, 0), nbytes) for cut, nbytes in _cut(sizes, room)]
+    return found + [ProofPart((0, 0), cut, nbytes) for cut, nbytes in _cut(copies, room)]
 
 
 def _cut(sizes: Sequence[int], room: int) -> Iterator[tuple[tuple[int, int], int]]:
@@ -150,7 +229,7 @@ def _cut(sizes: Sequence[int], room: int) -> Iterator[tuple[tuple[int, int], int
             begin, filled = end, 0
 
 
-def _proven(key: str, source: Path, target: Path, part: Part) -> list[TensorProof]:
+def _proven(key: str, source: Path, target: Path, part: ProofPart) -> list[TensorProof]:
     """Prove one part in any process; opened files are kept for the next part."""
     if key not in _KEPT.by_key:
         _forget()
@@ -174,7 +253,7 @@ def _forget() -> None:
     _KEPT.by_key.clear()
 
 
-def _unbalanced(job: Job, output: Checkpoint) -> Iterator[str]:
+def _unbalanced(job: ConversionJob, output: Checkpoint) -> Iterator[str]:
     planned = {tensor.name: (tensor.dtype, tensor.shape) for tensor in job.planned()}
     for name, (dtype, shape) in planned.items():
         entry = output.entries.get(name)
@@ -188,7 +267,7 @@ def _unbalanced(job: Job, output: Checkpoint) -> Iterator[str]:
             yield f"{name} belongs to no conversion"
 
 
-def _copy(job: Job, output: Checkpoint, source: str) -> TensorProof | None:
+def _copy(job: ConversionJob, output: Checkpoint, source: str) -> TensorProof | None:
     """Compare a copied tensor byte by byte; None where it is the same."""
     entry, name = job.checkpoint.entry(source), job.names.tensor(source)
     if name not in output.entries or output.entry(name).nbytes != entry.nbytes:

@@ -1,31 +1,22 @@
-"""Write vLLM's own parameters to disk: fused projections, stacked experts, a backend's order.
-
-Experts stay packed: w1 and w3 of all experts in one stack, in the order of the chosen backend.
-Outside the experts V4's classes support FP8 and BF16 only, so NVFP4 is decoded there and wo_a is
-converted to FP8. Partners of a fused tensor are decoded where their formats differ or where they
-would share a row of scales. Everything else keeps its bytes and gets vLLM's name.
-
-The source may not be fused or stacked already. w1 and w3 of an expert need equal tensor scales,
-because kernels use the first for both. Shuffled backends need NVFP4 experts.
-Sources: vLLM 0.33 models/deepseek_v4, modelopt.py.
-"""
+"""Convert to vLLM's own parameters: all of them, or the fused compressor alone."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.base.errors import DtypeMismatch
-from degarble.harness.checkpoint.transform.convert.backends import BACKENDS
-from degarble.harness.checkpoint.transform.convert.expert_proof import check_fused
-from degarble.harness.checkpoint.transform.convert.recipes_after import (
-    Stored,
-    recipe_of,
-    stored_formats,
+from degarble.harness.base.errors import DtypeMismatch, LayoutMismatch
+from degarble.harness.checkpoint.read.types import shown
+from degarble.harness.checkpoint.transform.configs import StoredFormat, recipe_of, stored_formats
+from degarble.harness.checkpoint.transform.convert.formats import recoding_unit
+from degarble.harness.checkpoint.transform.convert.vllm_parameters import (
+    BACKENDS,
+    FusedParameter,
+    FusionPlan,
 )
-from degarble.harness.checkpoint.transform.convert.vllm_unit import Fused, Plan
-from degarble.harness.checkpoint.transform.source import linears, require_model
-from degarble.harness.checkpoint.transform.units import Unit
+from degarble.harness.checkpoint.transform.proof.layouts import check_fused
+from degarble.harness.checkpoint.transform.source import chosen_linears, linears, require_model
+from degarble.harness.checkpoint.transform.units import ConversionUnit
 from degarble.harness.formats.block_formats import BLOCK_FORMATS
 from degarble.harness.model.config.config import V4Config
 from degarble.harness.model.layouts import layout_named
@@ -35,18 +26,74 @@ from degarble.harness.model.tensors import slots
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from degarble.harness.checkpoint.transform.names import TargetNames
-    from degarble.harness.checkpoint.transform.units import Options
+    from degarble.harness.checkpoint.transform.units import ConversionOptions, TargetNames
     from degarble.harness.checkpoint.view.view import Checkpoint
     from degarble.harness.model.config.config import Config
     from degarble.harness.model.layouts import Layout
     from degarble.harness.model.parameters import Parameter
     from degarble.harness.model.tensors import Slot
 
+
+# --------------------------------------------------------------------------------------------------
+# Fuse the compressor's two projections into one BF16 tensor, kv above gate, as vLLM reads them.
+#
+# Joins `kv_proj` and `gate_proj` (DeepSeek: `wkv`, `wgate`) along rows, for the main compressor and
+# for the indexer's, each from its own prefix. Trap: in small models both compressors have the same
+# shape, so only the values reveal a mix-up; `prove` compares them. A checkpoint without
+# compressors, or with one projection only, raises an error.
+#
+# Source: vLLM 0.33 models/deepseek_v4, packed_modules_mapping.
+
+FUSED = "fused_wkv_wgate"
+_FIRST, _SECOND = ".compressor.wkv", ".compressor.wgate"
+
+
+def to_fused_compressor(
+    checkpoint: Checkpoint, options: ConversionOptions, names: TargetNames
+) -> Iterator[ConversionUnit]:
+    """List one unit for each compressor."""
+    require_model(checkpoint, "fused-compressor")
+    found = {each.name: each for each in linears(checkpoint)}
+    starts = [each for each in found.values() if each.name.endswith(_FIRST)]
+    gates = {name for name in found if name.endswith(_SECOND)}
+    if not starts and not gates:
+        raise LayoutMismatch(
+            f"compressors of {shown(str(checkpoint.root))}",
+            "none",
+            "kv_proj and gate_proj of at least one layer",
+            "Only V4 has compressors; one that is fused already needs no conversion.",
+        )
+    ends = {each.name.removesuffix(_FIRST) + _SECOND for each in starts}
+    if ends != gates:
+        raise LayoutMismatch(
+            "compressor projection without its partner",
+            sorted(ends ^ gates)[:3],
+            "wkv and wgate for each compressor",
+            "Look for a shard that is missing.",
+        )
+    for first in chosen_linears(starts, options.only):
+        second = found[first.name.removesuffix(_FIRST) + _SECOND]
+        yield recoding_unit(names, names.beside(first.module, FUSED), [first, second], None)
+
+
+# --------------------------------------------------------------------------------------------------
+# Write vLLM's own parameters to disk: fused projections, stacked experts, a backend's order.
+#
+# Experts stay packed: w1 and w3 of all experts in one stack, in the order of the chosen backend.
+# Outside the experts V4's classes support FP8 and BF16 only, so NVFP4 is decoded there and wo_a is
+# converted to FP8. Partners of a fused tensor are decoded where their formats differ or where they
+# would share a row of scales. Everything else keeps its bytes and gets vLLM's name.
+#
+# The source may not be fused or stacked already. w1 and w3 of an expert need equal tensor scales,
+# because kernels use the first for both. Shuffled backends need NVFP4 experts. Sources: vLLM 0.33
+# models/deepseek_v4, modelopt.py.
+
 NVFP4, FP8 = "NVFP4", "FP8_128X128_UE8M0"
 
 
-def to_vllm(checkpoint: Checkpoint, options: Options, _: TargetNames) -> Iterator[Unit]:
+def to_vllm(
+    checkpoint: Checkpoint, options: ConversionOptions, _: TargetNames
+) -> Iterator[ConversionUnit]:
     """List one unit for each of vLLM's parameters, with all its parts."""
     model, names = require_model(checkpoint, "vllm")
     sources = {each.name: each for each in linears(checkpoint)}
@@ -66,9 +113,9 @@ def to_vllm(checkpoint: Checkpoint, options: Options, _: TargetNames) -> Iterato
         path = layout.path_of(slot.parameter, model, fusion.target if fusion else "")
         groups[path][slot.tensor].append(slot)
     changed = {name for name, stored in after.items() if stored.weight != before[name].weight}
-    plan = Plan(checkpoint, sources, after, frozenset(changed), backend)
+    plan = FusionPlan(checkpoint, sources, after, frozenset(changed), backend)
     for path, tensors in groups.items():
-        yield Fused(path, tensors, plan).unit(check_fused)
+        yield FusedParameter(path, tensors, plan).unit(check_fused)
     omitted = [(each, layout.omits(each, model)) for each in names.present.values()]
     gone = tuple(
         (entry.name, reason)
@@ -77,7 +124,7 @@ def to_vllm(checkpoint: Checkpoint, options: Options, _: TargetNames) -> Iterato
         for entry in checkpoint.form(names.module_of(each)).parts.values()
     )
     if gone:
-        yield Unit("left out", (), (), _nothing, _nothing, gone)
+        yield ConversionUnit("left out", (), (), _nothing, _nothing, gone)
 
 
 def _nothing(_: object) -> Iterator[Any]:
@@ -87,9 +134,9 @@ def _nothing(_: object) -> Iterator[Any]:
 def formats_in_vllm(
     model: Config,
     layout: Layout,
-    before: Mapping[str, Stored],
+    before: Mapping[str, StoredFormat],
     present: Mapping[str, Parameter],
-) -> dict[str, Stored]:
+) -> dict[str, StoredFormat]:
     """Return the format of every linear in vLLM's memory."""
     after = {name: _format_of(model, present[name], stored) for name, stored in before.items()}
     fused = {member: each.target for each in layout.fusions for member in each.members}
@@ -103,7 +150,7 @@ def formats_in_vllm(
         members.sort(key=lambda name: place[present[name].row.name])
         several = len({after[name] for name in members}) > 1
         if several or _cuts_a_scale([present[name] for name in members], after[members[0]].weight):
-            after |= dict.fromkeys(members, Stored(BF16, scaled=False))
+            after |= dict.fromkeys(members, StoredFormat(BF16, scaled=False))
     return after
 
 
@@ -113,15 +160,15 @@ def _cuts_a_scale(members: list[Parameter], weight: str) -> bool:
     return any(each.shape[0] % rows for each in members[:-1])
 
 
-def _format_of(model: Config, parameter: Parameter, stored: Stored) -> Stored:
+def _format_of(model: Config, parameter: Parameter, stored: StoredFormat) -> StoredFormat:
     if parameter.expert is not None or not isinstance(model, V4Config):
         return stored
     if parameter.row.name == "attn.wo_a" and not stored.weight.startswith("FP8"):
-        return Stored(FP8, scaled=False)
-    return Stored(BF16, scaled=False) if stored.weight == NVFP4 else stored
+        return StoredFormat(FP8, scaled=False)
+    return StoredFormat(BF16, scaled=False) if stored.weight == NVFP4 else stored
 
 
-def _require_nvfp4(parameter: Parameter, stored: Stored, backend: str) -> None:
+def _require_nvfp4(parameter: Parameter, stored: StoredFormat, backend: str) -> None:
     """Raise for experts in other formats; a drafter's keep their format and the loader's order."""
     drafts = parameter.block is not None and parameter.block.is_drafter
     if parameter.expert is not None and not drafts and stored.weight != NVFP4:

@@ -11,14 +11,14 @@ import gc
 import torch
 
 from degarble.harness.checkpoint.transform.convert import prove
-from degarble.harness.checkpoint.transform.proof import compare
-from degarble.harness.checkpoint.transform.proof.bounds import NO_BOUND, Steps
-from degarble.harness.checkpoint.transform.scale_search import (
+from degarble.harness.checkpoint.transform.nvfp4_scales import (
     Errors,
     ScaleRule,
     quantise_rows,
     tensor_scale,
 )
+from degarble.harness.checkpoint.transform.proof import compare
+from degarble.harness.checkpoint.transform.proof.bounds import NO_BOUND, PanelScales
 from degarble.harness.formats.element_formats import E4M3
 from degarble.harness.formats.fast.modelopt import largest_finite
 
@@ -31,8 +31,8 @@ def _load_loops() -> None:
         scale = tensor_scale(largest_finite(values), ScaleRule.AMAX)
         Errors().add(0, values, quantise_rows(values, scale, ScaleRule.AMAX), scale)
     exact = torch.ones(2, 32, dtype=torch.float64)
-    compare.Comparison(NO_BOUND).add(exact, exact)
-    compare.decoded(torch.zeros(2, 32, dtype=torch.uint8), E4M3, Steps(exact, (1, 1)))
+    compare.PanelComparison(NO_BOUND).add(exact, exact)
+    compare.decoded(torch.zeros(2, 32, dtype=torch.uint8), E4M3, PanelScales(exact, (1, 1)))
 
 
 _load_loops()

@@ -17,7 +17,7 @@ ONE_ROUNDING = 2.0**-22  # of products and quotients in float32 on the way
 FACTOR_ROUNDING = 2.0**-23  # of a divisor that became a factor
 
 
-class Steps(NamedTuple):
+class PanelScales(NamedTuple):
     """Scales that codes are multiplied by; `first` rows of the first block lie above the panel."""
 
     scales: Tensor  # [blocks of rows, blocks of columns], float64
@@ -38,7 +38,7 @@ class Steps(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Bound:
+class ErrorBound:
     """The largest allowed distance of a value from its source; `allowed` defines each kind."""
 
     kind: int
@@ -58,12 +58,12 @@ class Bound:
         return half * step + source.abs() * ONE_ROUNDING
 
 
-NO_BOUND = Bound(NOTHING)
-BFLOAT16_BOUND = Bound(BFLOAT16, 7, -126)  # half a unit in the last place, float32 on the way
-FACTOR_BOUND = Bound(FACTOR)  # the one rounding of a divisor that becomes a factor
+NO_BOUND = ErrorBound(NOTHING)
+BFLOAT16_BOUND = ErrorBound(BFLOAT16, 7, -126)  # half a unit in the last place, float32 on the way
+FACTOR_BOUND = ErrorBound(FACTOR)  # the one rounding of a divisor that becomes a factor
 
 
-def element_bound(fmt: BlockFormat) -> Bound:
+def element_bound(fmt: BlockFormat) -> ErrorBound:
     """Return half the distance of the codes around each value, times the scale there."""
     # The top code also takes what the rounding of an E4M3 scale pushes above it, by up to 1/16.
-    return Bound(ELEMENT, fmt.element.mantissa_bits, fmt.element.min_exponent)
+    return ErrorBound(ELEMENT, fmt.element.mantissa_bits, fmt.element.min_exponent)

@@ -51,7 +51,7 @@ class Amax(NamedTuple):
     tokens: int
 
 
-class Origin(StrEnum):
+class ScaleOrigin(StrEnum):
     """The origin of an input scale."""
 
     MEASURED = "measured"
@@ -66,7 +66,7 @@ class InputScale(NamedTuple):
     scale: float
     amax: float
     tokens: int
-    origin: Origin
+    origin: ScaleOrigin
 
 
 @dataclass(frozen=True)
@@ -193,15 +193,15 @@ class InputScales:
 
     def of(self, parameter: Parameter) -> InputScale:
         """Return the input scale of one linear."""
-        own, origin = self._own(parameter.name), Origin.MEASURED
+        own, origin = self._own(parameter.name), ScaleOrigin.MEASURED
         amax = max((self._own(name).amax for name in self._partners(parameter)), default=0.0)
         if amax > own.amax:
-            origin = Origin.PARTNER
+            origin = ScaleOrigin.PARTNER
         if parameter.expert is not None and isinstance(self._config, V32Config):
             layer = self._of_layers.get(self._key(parameter), 0.0)
-            amax, origin = layer, Origin.LAYER if layer > own.amax else Origin.MEASURED
+            amax, origin = layer, ScaleOrigin.LAYER if layer > own.amax else ScaleOrigin.MEASURED
         if not amax:
-            amax, origin = self._of_all.get(self._input(parameter), 0.0), Origin.UNREACHED
+            amax, origin = self._of_all.get(self._input(parameter), 0.0), ScaleOrigin.UNREACHED
         if not amax:
             raise InvalidArgument(
                 f"calibration of {parameter.row.name}",

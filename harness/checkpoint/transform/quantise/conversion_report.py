@@ -12,14 +12,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from degarble.harness.checkpoint.transform.quantise.calibration import Origin
+from degarble.harness.checkpoint.transform.quantise.calibration import ScaleOrigin
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from degarble.harness.checkpoint.transform.lossless import Exponents
+    from degarble.harness.checkpoint.transform.nvfp4_scales import Errors, Exponents
     from degarble.harness.checkpoint.transform.quantise.calibration import InputScale
-    from degarble.harness.checkpoint.transform.scale_search import Errors
 
 REPORT = "conversion_report.json"
 SCHEMA = 1
@@ -136,7 +135,9 @@ def _flagged(whole: ShardFacts) -> dict[str, Any]:
     weights = whole.weights
     return {
         "unreached_experts": sorted(
-            name for name, each in weights.items() if each.get("input_from") == Origin.UNREACHED
+            name
+            for name, each in weights.items()
+            if each.get("input_from") == ScaleOrigin.UNREACHED
         ),
         "not_lossless": {
             n: w["not_lossless"] for n, w in sorted(weights.items()) if "not_lossless" in w

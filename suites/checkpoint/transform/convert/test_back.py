@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from degarble.harness.base.errors import LayoutMismatch
-from degarble.harness.checkpoint.transform.convert.back import Back, convert_back
-from degarble.harness.checkpoint.transform.convert.backends import BACKENDS
+from degarble.harness.checkpoint.transform.convert.back import InverseJob, convert_back
 from degarble.harness.checkpoint.transform.convert.job import convert
 from degarble.harness.checkpoint.transform.convert.prove import prove
+from degarble.harness.checkpoint.transform.convert.vllm_parameters import BACKENDS
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.suites.checkpoint.converting_cases import converted, damage, source
 
@@ -75,4 +75,4 @@ def test_rounding_conversions_have_none_at_all(tmp_path: Path) -> None:
     convert(source("official"), tmp_path / "there", "bf16")
     with pytest.raises(LayoutMismatch, match="no way back"):
         convert_back(tmp_path / "there", tmp_path / "back")
-    assert Back(tmp_path / "there").source.name == "there"
+    assert InverseJob(tmp_path / "there").source.name == "there"

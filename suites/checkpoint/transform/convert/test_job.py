@@ -14,12 +14,10 @@ from degarble.harness.base.errors import (
 )
 from degarble.harness.checkpoint.audit.rules.rule import Level
 from degarble.harness.checkpoint.audit.structure.structure import audit_structure
-from degarble.harness.checkpoint.transform.convert.job import convert, job_for
+from degarble.harness.checkpoint.transform.convert.job import CONVERSIONS, convert, job_for
 from degarble.harness.checkpoint.transform.convert.prove import prove
-from degarble.harness.checkpoint.transform.convert.registry import CONVERSIONS
 from degarble.harness.checkpoint.view.view import Checkpoint
-from degarble.harness.checkpoint.write.shard_writer import bytes_of, write_shard
-from degarble.harness.checkpoint.write.writer import begin, finish
+from degarble.harness.checkpoint.write.writer import begin, bytes_of, finish, write_shard
 from degarble.suites.checkpoint.converting_cases import source
 from degarble.suites.checkpoint.writing_cases import tree
 

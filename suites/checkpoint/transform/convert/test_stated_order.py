@@ -11,9 +11,12 @@ import torch
 from degarble.harness.checkpoint.audit.numbers.numbers import audit_numbers
 from degarble.harness.checkpoint.audit.rules import numbers as rules_numbers
 from degarble.harness.checkpoint.audit.rules.rule import Level
-from degarble.harness.checkpoint.transform.convert.backends import BACKENDS
 from degarble.harness.checkpoint.transform.convert.job import convert
-from degarble.harness.checkpoint.transform.convert.stated_order import is_arranged, stated_backend
+from degarble.harness.checkpoint.transform.convert.vllm_parameters import (
+    BACKENDS,
+    is_arranged,
+    stated_backend,
+)
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.suites.checkpoint.converting_cases import source
 from degarble.suites.checkpoint.reading_cases import write_shards

@@ -9,9 +9,12 @@ import torch
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, LayoutMismatch
 from degarble.harness.checkpoint.transform.convert import vllm
-from degarble.harness.checkpoint.transform.convert.backends import BACKENDS, Backend
 from degarble.harness.checkpoint.transform.convert.job import convert
 from degarble.harness.checkpoint.transform.convert.prove import prove
+from degarble.harness.checkpoint.transform.convert.vllm_parameters import (
+    BACKENDS,
+    ExpertArrangement,
+)
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.formats.layouts import LINEAR
 from degarble.harness.formats.row_orders import AS_STORED
@@ -132,7 +135,7 @@ def test_a_missing_step_of_the_arrangement_is_seen(
     assert broken("nvfp4-full", tmp_path / "out")
 
 
-class _Unswizzled(Backend):
+class _Unswizzled(ExpertArrangement):
     """Writes scales of the right extents row by row."""
 
     def block_scales(self, members: Sequence[Tensor], *, gated: bool) -> Tensor:

@@ -14,13 +14,13 @@ from degarble.harness.checkpoint.transform.proof.bounds import (
     BFLOAT16_BOUND,
     FACTOR_BOUND,
     NO_BOUND,
-    Bound,
-    Steps,
+    ErrorBound,
+    PanelScales,
     element_bound,
 )
-from degarble.harness.checkpoint.transform.proof.checks import BlockMagnitudes
 from degarble.harness.checkpoint.transform.proof.compare import (
-    Comparison,
+    BlockMagnitudes,
+    PanelComparison,
     compare_rows,
     defined_values,
     exact_values,
@@ -70,7 +70,7 @@ def test_decoding_is_the_definition(kind: str) -> None:
     assert formats
 
 
-def defined_counts(x: Tensor, y: Tensor, steps: Steps, bound: Bound) -> tuple[int, int]:
+def defined_counts(x: Tensor, y: Tensor, steps: PanelScales, bound: ErrorBound) -> tuple[int, int]:
     same = (x == y) | (x.isnan() & y.isnan())
     gap = (x - y).abs()
     within = (gap <= bound.allowed(x, steps.full(tuple(x.shape)))) & gap.isfinite()
@@ -83,7 +83,7 @@ def test_counting_is_the_definition(name: str, block: tuple[int, int], seed: int
     chance = torch.Generator().manual_seed(seed)
     rows, columns, bound = 300, 144, BOUNDS[name]
     scales = torch.rand(-(-rows // block[0]), -(-columns // block[1]), generator=chance)
-    steps = Steps(scales.double() + 0.01, block)
+    steps = PanelScales(scales.double() + 0.01, block)
     x = torch.randn(rows, columns, generator=chance, dtype=torch.float64)
     x *= torch.exp2(torch.randint(-8, 8, x.shape, generator=chance).double())
     allowed = bound.allowed(x, steps.full((rows, columns)))
@@ -98,7 +98,7 @@ def test_counting_is_the_definition(name: str, block: tuple[int, int], seed: int
     )
     for index, (a, b) in enumerate(product(EDGES, EDGES)):
         x.view(-1)[7 * index], y.view(-1)[7 * index] = a, b
-    compared = Comparison(bound)
+    compared = PanelComparison(bound)
     for begin in range(0, rows, 70):  # cuts that no block respects
         cut = slice(begin, min(begin + 70, rows))
         compared.add(x[cut], y[cut], steps.cut(cut.start, cut.stop))

@@ -14,7 +14,7 @@ from degarble.harness.checkpoint.transform.quantise.calibration import (
     Amax,
     Calibration,
     InputScales,
-    Origin,
+    ScaleOrigin,
 )
 from degarble.harness.model.parameters import Parameter, parameter_named, parameters
 from degarble.harness.model.recipes import recipe_named
@@ -95,7 +95,7 @@ def test_partners_take_the_larger_amax() -> None:
     one = scale_of(TINY_V4, given, "layers.0.ffn.experts.1.w1")
     three = scale_of(TINY_V4, given, "layers.0.ffn.experts.1.w3")
     assert one.scale == three.scale == float(np.float32(7) / np.float32(2688))
-    assert (one.origin, three.origin) == (Origin.PARTNER, Origin.MEASURED)
+    assert (one.origin, three.origin) == (ScaleOrigin.PARTNER, ScaleOrigin.MEASURED)
 
 
 @pytest.mark.parametrize("absent", [False, True], ids=["no tokens", "no record"])
@@ -107,9 +107,9 @@ def test_an_unreached_expert_takes_the_largest_of_its_projection(absent: bool) -
     given["layers.2.ffn.experts.0.w1"] = Amax(96.0, 4)
     given["layers.0.ffn.experts.0.w2"] = Amax(64.0, 4)
     assert [scale_of(TINY_V4, given, name)[1:] for name in names] == [
-        (96.0, 0, Origin.UNREACHED),
-        (96.0, 0, Origin.UNREACHED),
-        (64.0, 0, Origin.UNREACHED),
+        (96.0, 0, ScaleOrigin.UNREACHED),
+        (96.0, 0, ScaleOrigin.UNREACHED),
+        (64.0, 0, ScaleOrigin.UNREACHED),
     ]
 
 
@@ -119,7 +119,7 @@ def test_the_experts_of_a_v32_layer_share_one() -> None:
     given["layers.1.ffn.experts.0.w1"] = Amax(0.0, 0)
     found = [scale_of(TINY_V32, given, f"layers.1.ffn.experts.{e}.w3").amax for e in range(4)]
     assert found == [50.0] * 4
-    assert scale_of(TINY_V32, given, "layers.1.ffn.experts.0.w1").origin is Origin.LAYER
+    assert scale_of(TINY_V32, given, "layers.1.ffn.experts.0.w1").origin is ScaleOrigin.LAYER
 
 
 def test_what_cannot_be_answered_is_refused() -> None:

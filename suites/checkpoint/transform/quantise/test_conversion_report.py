@@ -6,14 +6,13 @@ import json
 
 import pytest
 
-from degarble.harness.checkpoint.transform.lossless import Exponents
-from degarble.harness.checkpoint.transform.quantise.calibration import InputScale, Origin
+from degarble.harness.checkpoint.transform.nvfp4_scales import Errors, Exponents
+from degarble.harness.checkpoint.transform.quantise.calibration import InputScale, ScaleOrigin
 from degarble.harness.checkpoint.transform.quantise.conversion_report import (
     GroupScale,
     ShardFacts,
     report_bytes,
 )
-from degarble.harness.checkpoint.transform.scale_search import Errors
 
 
 def facts() -> list[ShardFacts]:
@@ -25,7 +24,7 @@ def facts() -> list[ShardFacts]:
     two.add_nvfp4(
         "c", "BF16", 100, plain._replace(amax=0.0, why_not=""), Errors(4.0, 1.0, 2.0, 2.0)
     )
-    two.add_input("c", InputScale(0.1, 268.8, 0, Origin.UNREACHED))
+    two.add_input("c", InputScale(0.1, 268.8, 0, ScaleOrigin.UNREACHED))
     two.add_plain("norm", "copied", "F32", "BF16", 7)
     one.add_plain("embed", "copied", "BF16", "BF16", 0)
     return [one, two]
@@ -67,7 +66,7 @@ def test_a_weight_and_its_input_scale_may_lie_in_two_shards(swapped: bool) -> No
     one, two = ShardFacts(), ShardFacts()
     plain = GroupScale(0.25, 3.0, False, None, "")
     one.add_nvfp4("a", "BF16", 100, plain, Errors(100.0, 1.0, 1.0, 0.25))
-    two.add_input("a", InputScale(0.1, 268.8, 7, Origin.UNREACHED))
+    two.add_input("a", InputScale(0.1, 268.8, 7, ScaleOrigin.UNREACHED))
     raw = json.loads(report_bytes({}, (two, one) if swapped else (one, two)))
     assert raw["weights"]["a"]["action"] == "quantised"
     assert raw["weights"]["a"]["input_amax"] == 268.8

@@ -19,8 +19,9 @@ from degarble.harness.base.errors import (
     UnwritablePath,
 )
 from degarble.harness.checkpoint.read.types import StoredLayout
-from degarble.harness.checkpoint.transform import lossless
-from degarble.harness.checkpoint.transform.quantise import producer as quantise_producer
+from degarble.harness.checkpoint.transform import nvfp4_scales
+from degarble.harness.checkpoint.transform.nvfp4_scales import ScaleRule
+from degarble.harness.checkpoint.transform.quantise import job as quantise_producer
 from degarble.harness.checkpoint.transform.quantise.calibration import Amax, Calibration
 from degarble.harness.checkpoint.transform.quantise.conversion_report import REPORT
 from degarble.harness.checkpoint.transform.quantise.job import (
@@ -33,7 +34,6 @@ from degarble.harness.checkpoint.transform.quantise.job import (
     target_layout,
     weight_only,
 )
-from degarble.harness.checkpoint.transform.scale_search import ScaleRule
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.checkpoint.write.manifest import UNFINISHED
 from degarble.harness.checkpoint.write.plan import PlannedTensor, WritePlan
@@ -191,7 +191,7 @@ def test_mxfp4_is_taken_over_exactly(folder: Path) -> None:
 def test_what_is_not_exact_falls_back_and_says_so(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lossless, "WIDEST", -1)
+    monkeypatch.setattr(nvfp4_scales, "WIDEST", -1)
     source, target = source_of(folder, "v4", "official"), folder / "not-lossless"
     run_job(job_of(source, "v4", "nvfp4-experts"), target, shard_bytes=SHARD)
     report = json.loads((target / REPORT).read_text())
@@ -202,8 +202,8 @@ def test_what_is_not_exact_falls_back_and_says_so(
 def test_a_wrong_exact_scale_never_reaches_the_disk(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = lossless.block_scales_of
-    monkeypatch.setattr(lossless, "block_scales_of", lambda *given: real(*given) + 8)
+    real = nvfp4_scales.block_scales_of
+    monkeypatch.setattr(nvfp4_scales, "block_scales_of", lambda *given: real(*given) + 8)
     target = folder / "planted"
     with pytest.raises(AssertionError, match="same numbers"):
         run_job(job_of(source_of(folder, "v4", "official"), "v4", "nvfp4-experts"), target)

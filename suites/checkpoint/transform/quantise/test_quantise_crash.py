@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from degarble.harness.checkpoint.transform.quantise.job import run_job
-from degarble.harness.checkpoint.write.journal import Journal
+from degarble.harness.checkpoint.write.manifest import WriteJournal
 from degarble.suites.checkpoint.transform.quantise.test_job import SHARD, job_of, source_of
 from degarble.suites.checkpoint.writing_cases import quick_folder, tree
 
@@ -60,7 +60,7 @@ def test_taking_up_without_a_look_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
             first.write_bytes(data)
             with monkeypatch.context() as patch:
                 if believing:
-                    patch.setattr(Journal, "verified", Journal.recorded)
+                    patch.setattr(WriteJournal, "verified", WriteJournal.recorded)
                 run_job(job, target, shard_bytes=SHARD)
             assert (tree(target) == whole) is not believing
 

@@ -1,63 +1,159 @@
-"""Make one of vLLM's parameters: copy, decode, stack and arrange its parts.
-
-`Fused` holds the target tensors of one path, the slots that fill each, and yields the bytes of
-every slot in row order. Stacks are written one expert at a time, so memory is one expert's weight.
-
-Members of one tensor must have one dtype and fill it without holes. Identifiers must fit int32. w1
-and w3 need equal tensor scales.
-"""
+"""Make vLLM's fused and stacked parameters, in the order that a MoE backend reads them."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
 from math import prod
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import pad
 
-from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, LayoutMismatch
-from degarble.harness.checkpoint.transform.convert.backends import BLOCK
+from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, LayoutMismatch, Refused
+from degarble.harness.base.input_files import read_small_file
+from degarble.harness.checkpoint.read.types import LARGEST_CONFIG
+from degarble.harness.checkpoint.transform.configs import CONVERSION
 from degarble.harness.checkpoint.transform.recode import Recoded
-from degarble.harness.checkpoint.transform.units import Unit
+from degarble.harness.checkpoint.transform.units import ConversionUnit
 from degarble.harness.checkpoint.write.plan import PlannedTensor
 from degarble.harness.formats.block_formats import block_format
+from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4, round_up, to_layout
+from degarble.harness.formats.row_orders import (
+    AS_STORED,
+    INTERLEAVE_64,
+    SHUFFLE_32,
+    SWAP_HALVES,
+    TRTLLM_GATED,
+    RowOrder,
+    chain,
+    reorder_rows,
+)
 from degarble.harness.formats.types import ScaleDirection
 from degarble.harness.model.storage import Part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
-    from degarble.harness.checkpoint.transform.convert.backends import Backend
-    from degarble.harness.checkpoint.transform.convert.recipes_after import Stored
-    from degarble.harness.checkpoint.transform.source import Linear
+    from degarble.harness.checkpoint.transform.configs import StoredFormat
+    from degarble.harness.checkpoint.transform.source import SourceLinear
     from degarble.harness.checkpoint.transform.units import Chunk, TensorProof
     from degarble.harness.checkpoint.view.modules import StoredForm
     from degarble.harness.checkpoint.view.view import Checkpoint
+    from degarble.harness.formats.layouts import ScaleLayout
     from degarble.harness.model.tensors import Slot
+
+
+# --------------------------------------------------------------------------------------------------
+# Orders of stacked NVFP4 experts.
+#
+# A backend fixes the row order of w13 and w2, the zero padding of their extents, and the layout of
+# the block scales. No value changes: codes stay packed, rows move, scale bytes are swizzled. Only
+# NVFP4 is arranged, and extents must be divisible as the backend's order requires.
+#
+# Sources: FlashInfer utils.py and fused_moe/core.py; vLLM 0.33 flashinfer_fp4_moe.py and
+# oracle/nvfp4.py.
+
+BLOCK = 16  # elements of one NVFP4 scale
+
+
+@dataclass(frozen=True)
+class ExpertArrangement:
+    """The arrangement that one backend's loader applies to w13 = [w1; w3] and to w2.
+
+    `hidden` and `intermediate`: multiples to which these extents are padded with zeros.
+    """
+
+    name: str
+    w13: RowOrder
+    w2: RowOrder
+    scales: ScaleLayout
+    hidden: int = 1
+    intermediate: int = 1
+
+    def padded(self, shape: tuple[int, int], *, gated: bool) -> tuple[int, int]:
+        """Return the extents of one member after padding: w1 and w3 [I, D], w2 [D, I]."""
+        multiples = (self.intermediate, self.hidden) if gated else (self.hidden, self.intermediate)
+        rows, columns = (round_up(x, m) for x, m in zip(shape, multiples, strict=True))
+        return rows, columns
+
+    def codes(self, members: Sequence[Tensor], *, gated: bool) -> Tensor:
+        """Arrange packed codes [rows, K/2] of one expert's members."""
+        return self._rows(members, 2, gated=gated)
+
+    def block_scales(self, members: Sequence[Tensor], *, gated: bool) -> Tensor:
+        """Arrange block scales [rows, K/16]; swizzled storage, as rows of the padded matrix."""
+        rows = self._rows(members, BLOCK, gated=gated)
+        if self.scales == LINEAR:
+            return rows
+        return to_layout(rows, self.scales).reshape(self.scale_extents(tuple(rows.shape)))
+
+    def scale_extents(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Return the extents of the stored scales of a matrix [rows, K/16]."""
+        rows, columns = shape
+        return round_up(rows, self.scales.row_tile), round_up(columns, self.scales.column_tile)
+
+    def _rows(self, members: Sequence[Tensor], unit: int, *, gated: bool) -> Tensor:
+        filled = []
+        for member in members:
+            rows, columns = member.shape
+            high, wide = self.padded((rows, columns * unit), gated=gated)
+            filled.append(pad(member, (0, wide // unit - columns, 0, high - rows)))
+        return reorder_rows(torch.cat(filled), self.w13 if gated else self.w2)
+
+
+_CUTEDSL_GATED = chain("cutedsl_gated", SWAP_HALVES, INTERLEAVE_64)
+
+BACKENDS: Mapping[str, ExpertArrangement] = MappingProxyType(
+    {
+        each.name: each
+        for each in (
+            ExpertArrangement("loader", AS_STORED, AS_STORED, LINEAR),
+            ExpertArrangement(
+                "trtllm", TRTLLM_GATED, SHUFFLE_32, SWIZZLE_128X4, hidden=256, intermediate=64
+            ),
+            ExpertArrangement("cutedsl", _CUTEDSL_GATED, AS_STORED, SWIZZLE_128X4),
+            ExpertArrangement("flashinfer-cutlass", SWAP_HALVES, AS_STORED, SWIZZLE_128X4),
+            ExpertArrangement("vllm-cutlass", AS_STORED, AS_STORED, SWIZZLE_128X4),
+        )
+    }
+)
+
+
+# --------------------------------------------------------------------------------------------------
+# One parameter: copy, decode, stack and arrange its parts.
+#
+# `FusedParameter` holds the target tensors of one path, the slots that fill each, and yields the
+# bytes of every slot in row order. Stacks are written one expert at a time, so memory is one
+# expert's weight.
+#
+# Members of one tensor must have one dtype and fill it without holes. Identifiers must fit int32.
+# w1 and w3 need equal tensor scales.
 
 _NVFP4 = "NVFP4"
 _ARRANGED = (Part.CODES, Part.BLOCK_SCALE)
 
 
 @dataclass(frozen=True)
-class Plan:
+class FusionPlan:
     """The facts that all units of one conversion share. `changed`: members whose format changes."""
 
     checkpoint: Checkpoint
-    sources: Mapping[str, Linear]
-    after: Mapping[str, Stored]
+    sources: Mapping[str, SourceLinear]
+    after: Mapping[str, StoredFormat]
     changed: frozenset[str]
-    backend: Backend
+    backend: ExpertArrangement
 
 
-class Fused:
+class FusedParameter:
     """All tensors under one path of vLLM's."""
 
-    def __init__(self, path: str, tensors: Mapping[str, list[Slot]], plan: Plan) -> None:
+    def __init__(self, path: str, tensors: Mapping[str, list[Slot]], plan: FusionPlan) -> None:
         self.path = path
         self.tensors = {
             name: sorted(found, key=lambda slot: slot.box.ranges) for name, found in tensors.items()
@@ -87,13 +183,15 @@ class Fused:
             for word in [self.after[name].weight]
         }
 
-    def unit(self, check: Callable[[Fused, Checkpoint], Iterator[TensorProof]]) -> Unit:
+    def unit(
+        self, check: Callable[[FusedParameter, Checkpoint], Iterator[TensorProof]]
+    ) -> ConversionUnit:
         """Return the unit of work, with its proof."""
         left_out = tuple(pair for name in self.changed for pair in self.sources[name].input_scale)
         gone = {name for name, _ in left_out}
         entries = (e.name for name in self.members for e in self.form(name).parts.values())
         key = self.path if self.changed else ""  # only codes and scales made together stay together
-        return Unit(
+        return ConversionUnit(
             key=self.path,
             tensors=tuple(PlannedTensor(name, *self.planned(name), key) for name in self.tensors),
             sources=tuple(name for name in entries if name not in gone),
@@ -212,3 +310,33 @@ def _narrowed(name: str, ids: Tensor) -> Tensor:
     if not torch.equal(narrow.long(), ids):
         raise DtypeMismatch(name, "I64", "identifiers that int32 holds", "Check the table.")
     return narrow
+
+
+# --------------------------------------------------------------------------------------------------
+# Read from conversion.json which backend's order a conversion stored the experts in.
+#
+# Audits need it because our conversion to vLLM's parameters can store stacked experts as one
+# backend's kernels read them, with rows moved and scales swizzled. The stated order is a claim that
+# statistics are compared with, not evidence. An unreadable file states nothing here; the structure
+# audit reports it.
+
+_STACKS = (".experts.w13", ".experts.w2")  # of vLLM; nothing else is arranged
+_AS_LOADED = "loader"
+
+
+def stated_backend(checkpoint: Checkpoint) -> ExpertArrangement | None:
+    """Return the backend whose order conversion.json states; None for the plain order."""
+    path = checkpoint.root / CONVERSION
+    if not path.is_file():
+        return None
+    try:
+        told = json.loads(read_small_file(path, LARGEST_CONFIG))
+        name = told["options"]["backend"] if told["to"] == "vllm" else _AS_LOADED
+        return BACKENDS.get(name) if name != _AS_LOADED else None
+    except (Refused, ValueError, KeyError, TypeError):
+        return None
+
+
+def is_arranged(module: str) -> bool:
+    """Return whether a module is one of those that a backend's order applies to."""
+    return module.endswith(_STACKS)

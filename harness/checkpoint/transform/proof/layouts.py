@@ -1,31 +1,37 @@
-"""Prove vLLM's fused and stacked parameters: find every member again and compare its values.
+"""Prove converted layouts: DeepGEMM's wo_a, and vLLM's fused and stacked parameters.
 
-The inverse of a backend's order (swizzle, shuffle, interleave, swapped halves) is written here
-independently, by reshape, slices and the published table. It shares no index function with the code
-that wrote the tensors. Tensors without such an order are read by the names of the `vllm` layout.
-
-Sources: FlashInfer utils.py (table of the shuffle of 32 rows), cuBLAS 128x4 scale tiles.
+Every inverse here is written independently of the code that wrote the tensors.
 """
 
 from __future__ import annotations
 
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from degarble.harness.checkpoint.transform.proof.bounds import FACTOR_BOUND, NO_BOUND
-from degarble.harness.checkpoint.transform.proof.checks import check_recoded
+from degarble.harness.checkpoint.transform.proof.bounds import (
+    FACTOR_BOUND,
+    NO_BOUND,
+    PanelScales,
+    element_bound,
+)
 from degarble.harness.checkpoint.transform.proof.compare import (
     EXACT,
-    Comparison,
+    PanelComparison,
+    block_amax,
+    check_recoded,
     compare_rows,
+    decoded,
     exact_values,
+    fp8_scale_faults,
     rows_exactly,
     stacked_rows,
 )
-from degarble.harness.formats.block_formats import NVFP4
+from degarble.harness.checkpoint.transform.units import TensorProof
+from degarble.harness.formats.block_formats import FP8_128X128_F32, NVFP4
 from degarble.harness.formats.dialects import MODELOPT
+from degarble.harness.formats.element_formats import E4M3
 from degarble.harness.formats.layouts import LINEAR
 from degarble.harness.formats.types import NibbleOrder, ScaleDirection
 from degarble.harness.formats.weight import Storage, Weight
@@ -36,16 +42,107 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.checkpoint.transform.convert.vllm_unit import Fused
-    from degarble.harness.checkpoint.transform.proof.bounds import Bound
-    from degarble.harness.checkpoint.transform.units import TensorProof
+    from degarble.harness.checkpoint.transform.convert.vllm_parameters import FusedParameter
+    from degarble.harness.checkpoint.transform.proof.bounds import ErrorBound
+    from degarble.harness.checkpoint.transform.source import SourceLinear
+    from degarble.harness.checkpoint.transform.units import ConversionOptions
     from degarble.harness.checkpoint.view.stored import StoredWeight
     from degarble.harness.checkpoint.view.view import Checkpoint
+
+
+# --------------------------------------------------------------------------------------------------
+# DeepGEMM's wo_a: unpack its scales by shifts and compare every value with the source. Rank, dtype
+# and shape of the scales are checked first: given E4M3 scales, or a single scale, a kernel asserts
+# or returns garbage.
+
+
+class WrittenWoA(NamedTuple):
+    """The location of a written wo_a, and its number of groups."""
+
+    target: Checkpoint
+    module: str
+    groups: int
+
+
+def check_wo_a(
+    output: WrittenWoA, linear: SourceLinear, options: ConversionOptions, *, kept: bool
+) -> Iterator[TensorProof]:
+    """Compare a written wo_a with its source."""
+    target, module, groups = output
+    rows, columns = linear.weight.shape
+    weight, scale = (target.entry(module + end) for end in (".weight", ".weight_scale_inv"))
+    high, wide = rows // groups // 128, -(-columns // 128)
+    expected = {
+        weight: ("F8_E4M3", (groups, rows // groups, columns)),
+        scale: ("F32", (groups, high, wide))
+        if options.gpu == "sm90"
+        else ("I32", (groups, -(-wide // 4), rows // groups)),
+    }
+    faults = [
+        f"{entry.name} is {entry.dtype} {list(entry.shape)}, not {dtype} {list(shape)}"
+        for entry, (dtype, shape) in expected.items()
+        if (entry.dtype, entry.shape) != (dtype, shape)
+    ]
+    if faults:
+        count = rows * columns
+        # With another dtype or shape nothing can be compared: all elements count as wrong.
+        counts = (count, count, count)
+        yield TensorProof(weight.name, linear.tensors, *counts, EXACT, None, tuple(faults))
+        return
+    step_RC = _scales(target.tensor(scale.name), wide, options)
+    bound = NO_BOUND if kept else element_bound(FP8_128X128_F32)
+    comparison = PanelComparison(bound)
+    codes = target.tensor(weight.name).view(torch.uint8).reshape(rows, columns)
+    begin = 0
+    for values in stacked_rows([linear.weight]):
+        end = begin + values.shape[0]
+        steps = PanelScales(step_RC, (128, 128)).cut(begin, end)
+        comparison.add(values, decoded(codes[begin:end], E4M3, steps), steps)
+        begin = end
+        target.release(weight.name)
+    if not kept:
+        amax_RC = block_amax([linear.weight], FP8_128X128_F32)
+        if options.per == "tensor":
+            amax_RC = amax_RC.max().expand_as(step_RC)
+        as_power = options.gpu == "sm100"
+        faults += fp8_scale_faults(lambda a, b: step_RC[a:b], amax_RC, as_power=as_power)
+    if bool((step_RC == 1).all()):
+        faults.append("every block scale is 1: the FP8 scale is lost")
+    words = EXACT if kept else "half a step of E4M3 times its scale"
+    yield comparison.proof(weight.name, linear.tensors, words, faults)
+
+
+def _scales(stored: Tensor, wide: int, options: ConversionOptions) -> Tensor:
+    """Return decode scales [blocks of rows, blocks of columns] in float64."""
+    if options.gpu == "sm90":
+        step = stored.double()
+    else:
+        words = stored.long()[:, :, ::128]  # rows of a block repeat its scale
+        repeated = words.repeat_interleave(128, 2)[:, :, : stored.shape[2]]
+        same = torch.equal(repeated, stored.long())
+        # Four UE8M0 bytes a word, the first one in the lowest bits; their bias is 127.
+        exponents = torch.stack([words >> 8 * j & 255 for j in range(4)], 2)
+        exponents = exponents.flatten(1, 2)[:, :wide].transpose(1, 2)
+        step = torch.exp2((exponents - 127).double())
+        # Where rows of a block disagree, NaN puts every value beyond its bound.
+        step = step if same else torch.full_like(step, torch.nan)
+    step = step.flatten(0, 1)
+    return step.reciprocal() if options.direction == "encode" else step
+
+
+# --------------------------------------------------------------------------------------------------
+# vLLM's parameters: find every member again and compare its values.
+#
+# A backend's order (swizzle, shuffle, interleave, swapped halves) is undone by reshape, slices and
+# the published table, with no index function of the code that wrote the tensors. Tensors without
+# such an order are read by the names of the `vllm` layout.
+#
+# Sources: FlashInfer utils.py (table of the shuffle of 32 rows), cuBLAS 128x4 scale tiles.
 
 _SHUFFLED = [8 * (j % 4) + j // 4 for j in range(32)]  # 0 8 16 24 1 9 17 25 2 ...: row j goes there
 
 
-def check_fused(fused: Fused, target: Checkpoint) -> Iterator[TensorProof]:
+def check_fused(fused: FusedParameter, target: Checkpoint) -> Iterator[TensorProof]:
     """Compare every member of one path with its source."""
     if fused.is_arranged(Part.CODES):
         yield from _check_arranged(fused, target)
@@ -59,7 +156,7 @@ def check_fused(fused: Fused, target: Checkpoint) -> Iterator[TensorProof]:
             rows = ((values, step) for _, values, step in rows_exactly(output))
             comparison, faults = compare_rows(stacked_rows([source]), rows, _bound(source))
         else:
-            comparison, faults = Comparison(NO_BOUND), []
+            comparison, faults = PanelComparison(NO_BOUND), []
             comparison.add(_flat(source), _flat(output))
         faults += _scalar_faults(source.weight(), output.weight())
         yield comparison.proof(name, (source.form.module,), EXACT, faults)
@@ -71,7 +168,7 @@ def _flat(weight: StoredWeight) -> Tensor:
     return value.double().reshape(1, -1)
 
 
-def _bound(source: StoredWeight) -> Bound:
+def _bound(source: StoredWeight) -> ErrorBound:
     """Return no tolerance, or that of the one rounding where a divisor becomes a factor."""
     return FACTOR_BOUND if source.form.direction is ScaleDirection.ENCODE else NO_BOUND
 
@@ -87,7 +184,7 @@ def _scalar_faults(source: Weight, output: Weight) -> list[str]:
     return []
 
 
-def _check_arranged(fused: Fused, target: Checkpoint) -> Iterator[TensorProof]:
+def _check_arranged(fused: FusedParameter, target: Checkpoint) -> Iterator[TensorProof]:
     """Cut each expert out of its stack, undo the backend's order, and compare."""
     tensors = {slots[0].part: (name, slots) for name, slots in fused.tensors.items()}
     codes_name, slots = tensors[Part.CODES]
@@ -109,7 +206,7 @@ def _check_arranged(fused: Fused, target: Checkpoint) -> Iterator[TensorProof]:
                 whole = parts[part][begin : begin + high, : wide // unit]
                 cut[part] = whole[:rows, : columns // unit]
                 padding += int(whole.count_nonzero() - cut[part].count_nonzero())
-            comparison = Comparison(_bound(source))
+            comparison = PanelComparison(_bound(source))
             for begin, values, _ in rows_exactly(source):
                 rows_cut = {each: t[begin : begin + len(values)] for each, t in cut.items()}
                 # Kernels use the first tensor scale for both members.
@@ -135,7 +232,7 @@ def _record(parts: dict[Part, Tensor], factor: Tensor, shape: tuple[int, int]) -
 
 
 def _input_scale_faults(
-    fused: Fused, target: Checkpoint, source: StoredWeight, place: tuple[int, int]
+    fused: FusedParameter, target: Checkpoint, source: StoredWeight, place: tuple[int, int]
 ) -> list[str]:
     ours = source.weight().input_scale
     names = [name for name, slots in fused.tensors.items() if slots[0].part is Part.INPUT_SCALE]
@@ -147,7 +244,7 @@ def _input_scale_faults(
     return [] if float(ours) == float(theirs) else [f"input scale {theirs}, source {ours}"]
 
 
-def _undone(fused: Fused, stored: Tensor, part: Part, shape: tuple[int, ...]) -> Tensor:
+def _undone(fused: FusedParameter, stored: Tensor, part: Part, shape: tuple[int, ...]) -> Tensor:
     """Return rows in the checkpoint's order, w1 above w3."""
     if part is Part.BLOCK_SCALE:
         rows, columns = stored.shape

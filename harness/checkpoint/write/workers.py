@@ -1,0 +1,452 @@
+"""Run one function over many tasks: in processes of this machine, or on a Ray cluster."""
+
+from __future__ import annotations
+
+import io
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+from contextlib import contextmanager, redirect_stdout, suppress
+from importlib import import_module
+from multiprocessing import (
+    current_process,
+    forkserver,
+    get_context,
+    popen_forkserver,
+    reduction,
+    spawn,
+    util,
+)
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerProcess, set_spawning_popen
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO, TypeVar
+
+from degarble.harness.base.errors import InvalidArgument, MissingDependency, WorkerLost
+from degarble.harness.base.version import VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from multiprocessing.connection import Connection
+
+
+# --------------------------------------------------------------------------------------------------
+# Worker processes that never import the caller's main module.
+#
+# multiprocessing imports the main module into every worker, to find functions that were defined
+# there. A script without `if __name__ == "__main__"` would then run again in each worker. Our
+# workers run functions of modules only, so they do not need it.
+
+_OF_MAIN = ("init_main_from_name", "init_main_from_path")
+
+
+class _Popen(popen_forkserver.Popen):
+    """A process start like the library's, without the name of the main module."""
+
+    def _launch(self, process_obj: Any) -> None:
+        prepared = spawn.get_preparation_data(process_obj.name)
+        for name in _OF_MAIN:
+            prepared.pop(name, None)
+        sent = io.BytesIO()
+        set_spawning_popen(self)
+        try:
+            for each in (prepared, process_obj):
+                reduction.dump(each, sent)
+        finally:
+            set_spawning_popen(None)
+        _forget_lost_server()
+        self.sentinel, to_child = forkserver.connect_to_new_process(self._fds)  # type: ignore[attr-defined]
+        kept = os.dup(to_child)  # the child ends when its other end is closed
+        closing = util.close_fds  # type: ignore[attr-defined]
+        self.finalizer = util.Finalize(self, closing, (kept, self.sentinel))
+        with os.fdopen(to_child, "wb") as stream:
+            stream.write(sent.getbuffer())
+        self.pid = forkserver.read_signed(self.sentinel)
+
+
+class WorkerProcess(ForkServerProcess):
+    """A process of the fork server that does not import the main module."""
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:  # noqa: N802  the library's name
+        return _Popen(process_obj)
+
+
+def _forget_lost_server() -> None:
+    """Make the library start another fork server if the one it knows is not our child.
+
+    After os.fork() it is the parent's; with SIGCHLD ignored, or a caller that waits for any child,
+    it may be gone. The library would raise ChildProcessError.
+    """
+    server: Any = forkserver._forkserver  # noqa: SLF001  there is no public way
+    if server._forkserver_pid is None:  # noqa: SLF001  as above
+        return
+    try:
+        os.waitid(os.P_PID, server._forkserver_pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # noqa: SLF001  as above
+    except ChildProcessError:
+        with suppress(OSError):
+            os.close(server._forkserver_alive_fd)  # noqa: SLF001  as above
+        server._forkserver_address = server._forkserver_alive_fd = None  # noqa: SLF001  as above
+        server._forkserver_pid = None  # noqa: SLF001  as above
+
+
+# --------------------------------------------------------------------------------------------------
+# Processes of this machine. A worker holds one task at a time, so if it dies (a signal, too little
+# memory, a crash of native code) WorkerLost names the task, the signal or status, and the remedy.
+# The first failure ends the others; finished tasks are kept. With one worker everything runs in the
+# calling process. A `Cluster` may replace the number of workers: same tasks, same results.
+
+_IMPORTED = "degarble.harness.checkpoint.transform.convert.worker_imports"
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+
+class Cluster(Protocol):
+    """Several machines that run tasks; harness.checkpoint.write.workers implements it."""
+
+    @property
+    def told(self) -> str:
+        """A description of the cluster in one line."""
+        ...
+
+    def run_each(
+        self,
+        work: Callable[[Task], Result],
+        tasks: Iterable[Task],
+        name: Callable[[Task], str],
+        /,
+    ) -> Iterator[tuple[Task, Result]]:
+        """Yield each task with its result as it completes."""
+        ...
+
+
+Workers = int | Cluster  # processes of this machine, or whoever else does the work
+
+
+class _Worker(NamedTuple):
+    process: WorkerProcess
+    connection: Connection[Any, Any]
+
+
+def run_each(
+    work: Callable[[Task], Result],
+    tasks: Iterable[Task],
+    workers: Workers,
+    name: Callable[[Task], str] = repr,
+) -> Iterator[tuple[Task, Result]]:
+    """Yield each task with its result as it completes; `name` formats a task for messages.
+
+    With several workers, `work`, tasks and results are pickled between processes.
+    """
+    if not isinstance(workers, int):
+        yield from workers.run_each(work, tasks, name)
+        return
+    if workers < 1:
+        raise InvalidArgument("workers", workers, "at least 1", "Use one for each free core.")
+    listed = list(tasks)
+    # A daemonic process, such as one of multiprocessing.Pool, may not have children of its own.
+    if workers == 1 or len(listed) < 2 or current_process().daemon:
+        for task in listed:
+            yield task, work(task)
+        return
+    pool = [_start(work) for _ in range(min(workers, len(listed)))]
+    try:
+        yield from _share_out(pool, listed, name)
+    finally:
+        for worker in pool:
+            worker.connection.close()
+            worker.process.terminate()
+        for worker in pool:
+            worker.process.join()
+
+
+def _start(work: Callable[[Task], Result]) -> _Worker:
+    # Trap: a forked copy of a process with threads (torch has some) may hang for ever. These are
+    # forked from a process that has imported everything and started no thread: they begin at once,
+    # and share what was imported, so that sixteen take little more memory than two.
+    context = get_context("forkserver")
+    context.set_forkserver_preload([_IMPORTED])
+    ours, theirs = context.Pipe()
+    process = WorkerProcess(target=_serve, args=(theirs, work, dict(os.environ)), daemon=True)
+    process.start()
+    theirs.close()  # Trap: while we hold their end, a dead worker looks like a silent one
+    return _Worker(process, ours)
+
+
+def _serve(
+    connection: Connection[Any, Any], work: Callable[[Any], Any], environment: dict[str, str]
+) -> None:
+    """Run tasks until the other side closes the connection."""
+    os.environ.update(environment)  # the process that it was forked from may be older
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller is interrupted, and ends us
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)  # there is a worker for each core
+    while True:
+        try:
+            task = connection.recv()
+        except EOFError:
+            return
+        connection.send(run_task(work, task))
+
+
+def run_task(work: Callable[[Any], Any], task: Any) -> tuple[bool, Any]:
+    """Run one task, and return whether it succeeded, with its result or its error."""
+    try:
+        return True, work(task)
+    except Exception as error:  # noqa: BLE001  returned to the caller, who raises it again
+        error.add_note("In a worker process:\n" + traceback.format_exc())
+        return False, error
+
+
+def _share_out(
+    pool: list[_Worker], tasks: list[Task], name: Callable[[Task], str]
+) -> Iterator[tuple[Task, Any]]:
+    """Keep every worker busy with one task; yield the results."""
+    waiting = list(reversed(tasks))
+    busy: dict[Connection[Any, Any], tuple[_Worker, Task]] = {}
+    idle = list(pool)
+    while busy or waiting:
+        while idle and waiting:
+            worker, task = idle.pop(), waiting.pop()
+            busy[worker.connection] = worker, task
+            _send(worker, task, name)
+        ready = wait(list(busy))
+        for connection in [each for each in busy if each in ready]:
+            worker, task = busy.pop(connection)
+            succeeded, answer = _receive(worker, task, name)
+            if not succeeded:
+                raise answer
+            idle.append(worker)
+            yield task, answer
+
+
+def _send(worker: _Worker, task: Task, name: Callable[[Task], str]) -> None:
+    try:
+        worker.connection.send(task)
+    except BrokenPipeError as error:
+        raise _lost(worker, name(task)) from error
+
+
+def _receive(worker: _Worker, task: Task, name: Callable[[Task], str]) -> tuple[bool, Any]:
+    try:
+        answer: tuple[bool, Any] = worker.connection.recv()
+    except (EOFError, ConnectionResetError) as error:
+        raise _lost(worker, name(task)) from error
+    return answer
+
+
+def _lost(worker: _Worker, task: str) -> WorkerLost:
+    worker.process.join()
+    code = worker.process.exitcode or 0
+    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+    return WorkerLost(
+        f"worker process for {task}",
+        how,
+        "a worker that lives until its task is done",
+        "Run again: what is finished is kept. SIGKILL mostly means too little memory:"
+        " use fewer workers.",
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Machines of a Ray cluster. `ray_cluster` joins the cluster at an address or starts one on this
+# machine. Tasks are spread over the machines, one a core, and never retried. A cluster started here
+# listens on loopback only, requires a token, has no dashboard, and ends with the run, as do its
+# files. Every machine must see source and target under the same path.
+#
+# Errors: Ray is not installed, the cluster cannot be reached, or a machine has another version of
+# degarble. A worker or machine that dies raises WorkerLost with its task; finished tasks are kept.
+
+_OBJECTS_BYTES = 80 << 20  # shared memory for what tasks return; 75 MiB is the least that Ray takes
+_SECONDS_TO_ANSWER = 10.0
+_ENDING_SECONDS = 10.0
+_IN_FLIGHT_A_CORE = 2  # one runs, one waits, so that no core does
+_ALONE = {
+    # Read when ray is imported: everything binds to 127.0.0.1, as it does on laptops.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "token",
+}
+
+
+class RayCluster:
+    """A joined cluster. `local`: it was started here and ends with the run."""
+
+    def __init__(self, ray: Any, *, local: bool) -> None:
+        self._ray = ray
+        self.local = local
+
+    @property
+    def cores(self) -> int:
+        """The number of tasks that run at once."""
+        return max(1, int(self._ray.cluster_resources().get("CPU", 1)))
+
+    @property
+    def told(self) -> str:
+        """A description of the cluster in one line."""
+        alive = sum(bool(node["Alive"]) for node in self._ray.nodes())
+        where = "started here for this run" if self.local else "joined"
+        return f"Ray cluster, {where}: machines {alive}, cores {self.cores}."
+
+    def run_each(
+        self, work: Callable[[Task], Result], tasks: Iterable[Task], name: Callable[[Task], str]
+    ) -> Iterator[tuple[Task, Result]]:
+        """Yield each task with its result as it completes; the first failure cancels the rest."""
+        remote = self._ray.remote(_served).options(
+            num_cpus=1, max_retries=0, scheduling_strategy="SPREAD"
+        )
+        # Stored once in the cluster, and not sent with every task.
+        shared = self._ray.put(work)
+        waiting = list(reversed(list(tasks)))
+        running: dict[Any, Task] = {}
+        try:
+            while running or waiting:
+                while waiting and len(running) < self.cores * _IN_FLIGHT_A_CORE:
+                    task = waiting.pop()
+                    running[remote.remote(VERSION, shared, task)] = task
+                done, _ = self._ray.wait(list(running), num_returns=1)
+                for each in done:
+                    task = running.pop(each)
+                    yield task, self._answer(each, name(task))
+        finally:
+            for each in running:
+                self._ray.cancel(each, force=True)
+            if running:  # a worker that is about to be ended would take the next run's task along
+                self._ray.wait(list(running), num_returns=len(running), timeout=_ENDING_SECONDS)
+
+    def _answer(self, reference: Any, task: str) -> Any:
+        try:
+            succeeded, answer = self._ray.get(reference)
+        except self._ray.exceptions.RayError as error:
+            first = str(error).strip().partition("\n")[0]
+            raise WorkerLost(
+                f"worker of the cluster for {task}",
+                f"{type(error).__name__}: {first}",
+                "a worker that lives until its task is done",
+                "Run again: what is finished is kept. Every machine needs this version of degarble,"
+                " and memory for one worker a core.",
+            ) from error
+        if not succeeded:
+            raise answer
+        return answer
+
+
+@contextmanager
+def ray_cluster(address: str | None, cores: int) -> Iterator[RayCluster]:
+    """Join the cluster at `address`; without one, start a cluster of `cores` on this machine."""
+    if address is not None:
+        ray = _imported()
+        _require_reachable(address)
+        with _started(ray, address, address=address):
+            yield RayCluster(ray, local=False)
+        return
+    folder = tempfile.mkdtemp(prefix="degarble-ray-")
+    with _environment({**_ALONE, "RAY_AUTH_TOKEN": secrets.token_hex(32)}):
+        try:
+            ray = _imported()
+            own = {"include_dashboard": False, "object_store_memory": _OBJECTS_BYTES}
+            with _started(ray, "one here", num_cpus=cores, _temp_dir=folder, **own):
+                yield RayCluster(ray, local=True)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _served(version: str, work: Callable[[Any], Any], task: Any) -> tuple[bool, Any]:
+    """Run one task on some machine of the cluster."""
+    if version != VERSION:
+        return False, InvalidArgument(
+            "degarble on a machine of the cluster",
+            VERSION,
+            f"version {version}, as where the run was started",
+            "Install one version everywhere: another one may write other bytes.",
+        )
+    return run_task(work, task)
+
+
+def _imported() -> Any:
+    try:
+        with _environment({"RAY_DEDUP_LOGS": "0"}):  # what is held back would be printed at the end
+            return import_module("ray")
+    except ModuleNotFoundError as error:
+        raise MissingDependency(
+            "ray",
+            "not installed",
+            "the extra `cluster`",
+            "pip install 'degarble[cluster]', on every machine of the cluster.",
+        ) from error
+
+
+def _require_reachable(address: str) -> None:
+    """Raise for an address where nothing answers; Ray itself would try for minutes."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_SECONDS_TO_ANSWER).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise _unusable(address, error) from error
+
+
+@contextmanager
+def _started(ray: Any, place: str, **given: Any) -> Iterator[None]:
+    """Connect to Ray, and disconnect at the end; any error of Ray's becomes one of ours."""
+    clean: Any = _WithoutRay(sys.stdout)
+    with redirect_stdout(clean):
+        try:
+            ray.init(configure_logging=False, log_to_driver=False, **given)
+        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            raise _unusable(place, error) from error
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def _unusable(place: str, error: Exception) -> InvalidArgument:
+    first = str(error).strip().partition("\n")[0]
+    return InvalidArgument(
+        "Ray cluster",
+        f"{place}: {first}",
+        "host:port of one that this machine reaches, with the same versions of Python and Ray",
+        "Set RAY_ADDRESS to its address, or unset it to have one started on this machine.",
+    )
+
+
+class _WithoutRay:
+    """A stream that drops what Ray's threads print, because results go to stdout.
+
+    Trap: reports of dead workers go to stdout whatever log_to_driver says.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write, unless the calling thread is one of Ray's."""
+        if threading.current_thread().name.startswith("ray_"):
+            return len(text)
+        return self._stream.write(text)
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Set variables that Ray and its processes read, and restore them at the end."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
