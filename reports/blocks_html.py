@@ -1,14 +1,10 @@
-"""Render each typed block of a report as one HTML element.
-
-Sentences, facts, tables, bars, figures, code and folded details are here; maps, catalogues, folds
-and replay blocks have files of their own. The records were checked when they were made.
-"""
+"""Render each typed block of a report as one HTML element; maps and trends are in maps_html."""
 
 from __future__ import annotations
 
 import base64
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from degarble.harness.report.blocks import (
     Bars,
@@ -18,34 +14,146 @@ from degarble.harness.report.blocks import (
     Details,
     Facts,
     Figure,
+    Files,
     HeatMap,
+    JudgedMap,
     Looks,
+    Profile,
     Sentence,
     Table,
     Tabs,
     Tone,
     ToneMap,
+    Trends,
+    Voices,
 )
-from degarble.harness.report.judged_blocks import Files, JudgedMap, Profile, Voices
-from degarble.harness.report.trend_blocks import Trends
 from degarble.harness.report.verdict import Verdict
 from degarble.reports import words
-from degarble.reports.catalogue_html import catalogue_element
-from degarble.reports.folds_html import looks_element, tabs_element
-from degarble.reports.heat_map_html import heat_map_element
-from degarble.reports.judged_html import (
+from degarble.reports.maps_html import (
     files_element,
+    heat_map_element,
     judged_map_element,
     profile_element,
+    tone_map_element,
+    trends_element,
     voices_element,
 )
 from degarble.reports.markup import h
-from degarble.reports.tone_map_html import tone_map_element
-from degarble.reports.trends_html import trends_element
 
 if TYPE_CHECKING:
-    from degarble.harness.report.blocks import Bar, Block, Cell, Column
-    from degarble.reports.markup import Element
+    from collections.abc import Callable
+
+    from degarble.harness.report.blocks import Bar, Block, CatalogueEntry, Cell, Column, Look
+    from degarble.reports.markup import HtmlElement
+
+
+# --------------------------------------------------------------------------------------------------
+# Render tabs and close looks as HTML: one at a time on a screen, complete without a script.
+#
+# The script turns marked views into tabs. A browser shows the close look that the address names
+# (`:target`), so a click needs no script at all.
+
+if TYPE_CHECKING:
+    Inner = Callable[[Block], HtmlElement]
+
+
+def tabs_element(block: Tabs, inner: Inner) -> HtmlElement:
+    """Render views in order, each under its title."""
+    views = [
+        h(
+            "section",
+            {"class": "tab", "aria-label": tab.title},
+            h("h3", None, tab.title),
+            [inner(each) for each in tab.blocks],
+        )
+        for tab in block.tabs
+    ]
+    attributes = {"class": "block tabs", "id": block.anchor or None, "data-tabs": block.caption}
+    return h("div", attributes, views)
+
+
+def looks_element(block: Looks, inner: Inner) -> HtmlElement:
+    """Render every close look; the style shows the one that the address names."""
+    caption = h("p", {"class": "caption"}, block.caption)
+    return h(
+        "div", {"class": "block looks"}, caption, [_look(e, block, inner) for e in block.looks]
+    )
+
+
+def _look(look: Look, block: Looks, inner: Inner) -> HtmlElement:
+    name = "look first" if look.first else "look"
+    back = None
+    if block.back:
+        back = h("a", {"href": f"#{block.back}", "class": "back"}, "Back to the map")
+    return h(
+        "section",
+        {"class": name, "id": look.anchor, "tabindex": "-1", "aria-label": look.title},
+        h("div", {"class": "look-head"}, h("h3", None, look.title), back),
+        [inner(each) for each in look.blocks],
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Render a catalogue as a table whose rows unfold to show their explanation.
+#
+# Marks let the script add a search field and choices. The fold is in the last cell, so it moves
+# with its row when the table is sorted, and works without a script.
+
+
+class Head(Protocol):
+    """A function that returns the head of a column."""
+
+    def __call__(self, column: Column, choose: bool = False) -> HtmlElement:
+        """Return it; `choose`: the column can be filtered by its words."""
+
+
+def catalogue_element(
+    block: Catalogue,
+    head: Head,
+    cell: Callable[[Cell, Column, bool], HtmlElement],
+    inner: Callable[[Block], HtmlElement],
+) -> HtmlElement:
+    """Turn a catalogue into a table; heads, cells and inner blocks look as everywhere."""
+    heads = [head(column, index < block.choices) for index, column in enumerate(block.columns)]
+    rows = [_catalogue_row(block, entry, cell, inner) for entry in block.entries]
+    table = h(
+        "table",
+        {"class": "data catalogue"},
+        h("caption", None, h("span", {"class": "held"}, block.caption)),
+        h("thead", None, h("tr", None, heads)),
+        h("tbody", None, rows),
+    )
+    region = {"class": "scroll", "tabindex": "0", "role": "region", "aria-label": block.caption}
+    return h("div", {"class": "block", "data-filter": block.caption}, h("div", region, table))
+
+
+def _catalogue_row(
+    block: Catalogue,
+    entry: CatalogueEntry,
+    cell: Callable[[Cell, Column, bool], HtmlElement],
+    inner: Callable[[Block], HtmlElement],
+) -> HtmlElement:
+    *front, last = zip(entry.cells, block.columns, strict=True)
+    cells = [cell(value, column, False) for value, column in front]
+    return h("tr", None, cells, _last(entry, *last, inner))
+
+
+def _last(
+    entry: CatalogueEntry, value: Cell, column: Column, inner: Callable[[Block], HtmlElement]
+) -> HtmlElement:
+    text = words.cell(value, column)
+    name = h("code", None, text) if column.kind is ColumnKind.CODE else text
+    if not entry.blocks:
+        return h("td", {"id": entry.anchor or None}, name)
+    summary = h("summary", None, name)
+    fold = h("details", {"id": entry.anchor or None}, summary, [inner(b) for b in entry.blocks])
+    return h("td", {"class": "fold"}, fold)
+
+
+# --------------------------------------------------------------------------------------------------
+# Render each typed block of a report as one HTML element.
+#
+# The records were checked when they were made.
 
 _TONE_WORDS = {
     Tone.NOTE: "Note",
@@ -55,25 +163,25 @@ _TONE_WORDS = {
 }
 
 
-def icon(name: str) -> Element:
+def icon(name: str) -> HtmlElement:
     """Return a symbol of the page's sprite; the word always accompanies it."""
     return h("svg", {"class": "icon", "aria-hidden": "true"}, h("use", {"href": f"#icon-{name}"}))
 
 
-def badge(verdict: Verdict | None) -> Element:
+def badge(verdict: Verdict | None) -> HtmlElement:
     """Return a verdict as icon and word; None is a panel that did not run."""
     word = "not run" if verdict is None else str(verdict)
     kind = "absent" if verdict is None else verdict.lower()
     return h("span", {"class": f"badge {kind}"}, icon(kind), word)
 
 
-def code_element(text: str, label: str) -> Element:
+def code_element(text: str, label: str) -> HtmlElement:
     """Return literal text; the script adds the button that copies it."""
     pre = h("pre", {"tabindex": "0", "aria-label": label}, h("code", None, text))
     return h("div", {"class": "code", "data-copy": label}, pre)
 
 
-def block_element(block: Block) -> Element:
+def block_element(block: Block) -> HtmlElement:
     """Turn one block into one element."""
     match block:
         case Sentence():
@@ -112,18 +220,18 @@ def block_element(block: Block) -> Element:
             return looks_element(block, block_element)
 
 
-def _code(block: Code) -> Element:
+def _code(block: Code) -> HtmlElement:
     caption = h("p", {"class": "caption"}, block.caption) if block.caption else None
     return h("div", {"class": "block"}, caption, code_element(block.text, block.caption or "Code"))
 
 
-def _sentence(block: Sentence) -> Element:
+def _sentence(block: Sentence) -> HtmlElement:
     word = _TONE_WORDS.get(block.tone)
     lead = (icon(block.tone), h("strong", {"class": "tone"}, f"{word}: ")) if word else ()
     return h("p", {"class": f"sentence {block.tone}"}, *lead, block.text)
 
 
-def _facts(block: Facts) -> Element:
+def _facts(block: Facts) -> HtmlElement:
     rows = [
         h("div", None, h("dt", None, fact.name), h("dd", None, _literal(fact.value, fact.code)))
         for fact in block.rows
@@ -132,11 +240,11 @@ def _facts(block: Facts) -> Element:
     return h("div", {"class": "block"}, caption, h("dl", {"class": "facts"}, rows))
 
 
-def _literal(text: str, code: bool) -> Element | str:
+def _literal(text: str, code: bool) -> HtmlElement | str:
     return h("code", None, text) if code else text
 
 
-def _table(block: Table) -> Element:
+def _table(block: Table) -> HtmlElement:
     heads = [head(column) for column in block.columns]
     rows = [
         h("tr", None, [cell(value, block.columns[i], i == 0) for i, value in enumerate(row)])
@@ -156,7 +264,7 @@ def _table(block: Table) -> Element:
     )
 
 
-def head(column: Column, choose: bool = False) -> Element:
+def head(column: Column, choose: bool = False) -> HtmlElement:
     """Return the head of a column; `choose`: the column can be filtered by its words."""
     number = words.is_number(column)
     attributes = {
@@ -169,7 +277,7 @@ def head(column: Column, choose: bool = False) -> Element:
     return h("th", attributes, column.name)
 
 
-def cell(value: Cell, column: Column, heading: bool) -> Element:
+def cell(value: Cell, column: Column, heading: bool) -> HtmlElement:
     """Return one cell; a heading names its row."""
     text = words.cell(value, column)
     tone = words.tone_of(value, column)
@@ -179,7 +287,7 @@ def cell(value: Cell, column: Column, heading: bool) -> Element:
         attributes["data-label"] = column.name
         if isinstance(value, (int, float)):
             attributes["data-value"] = repr(value)
-    content: Element | str = text
+    content: HtmlElement | str = text
     if column.kind is ColumnKind.CODE and value is not None:
         content = h("code", None, text)
     elif column.kind is ColumnKind.VERDICT and text in set(Verdict):
@@ -192,7 +300,7 @@ def cell(value: Cell, column: Column, heading: bool) -> Element:
     return h("td", attributes, content)
 
 
-def _bars(block: Bars) -> Element:
+def _bars(block: Bars) -> HtmlElement:
     limits = [] if block.limit is None else [block.limit]
     # The limit counts too, so that its mark stays inside the drawing.
     reach = _Reach([bar.value for bar in block.bars] + limits, block.logarithmic)
@@ -238,7 +346,7 @@ class _Reach:
         return 100.0 * (self._scaled(value) - self.low) / width if width else 0.0
 
 
-def _bar_drawing(bar: Bar, limit: float | None, reach: _Reach) -> Element:
+def _bar_drawing(bar: Bar, limit: float | None, reach: _Reach) -> HtmlElement:
     start = reach.percent(0.0)
     end = reach.percent(bar.value)
     left = min(start, end)
@@ -251,7 +359,7 @@ def _bar_drawing(bar: Bar, limit: float | None, reach: _Reach) -> Element:
     return h("svg", {"class": f"bar {bar.tone}", "aria-hidden": "true"}, h("rect", box), mark)
 
 
-def _figure(block: Figure) -> Element:
+def _figure(block: Figure) -> HtmlElement:
     data = base64.b64encode(block.svg.encode("utf-8", "replace")).decode("ascii")
     source = f"data:image/svg+xml;base64,{data}"
     return h(
@@ -262,7 +370,7 @@ def _figure(block: Figure) -> Element:
     )
 
 
-def _details(block: Details) -> Element:
+def _details(block: Details) -> HtmlElement:
     return h(
         "details",
         {"id": block.anchor or None},

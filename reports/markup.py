@@ -117,17 +117,17 @@ _ATTRIBUTES = frozenset(
     ]
 )
 # A file in the page's folder: one plain name, so that a link never leaves its folder.
-_BESIDE = re.compile(r"[a-z0-9][a-z0-9-]*\.(csv|json)")
+_TABLE_FILE = re.compile(r"[a-z0-9][a-z0-9-]*\.(csv|json)")
 _SAFE_SOURCES = ("data:image/svg+xml;base64,",)
 
 
 @dataclass(frozen=True)
-class Element:
+class HtmlElement:
     """One element; create it with `h`."""
 
     name: str
     attributes: tuple[tuple[str, str], ...]
-    children: tuple[Element | str, ...]
+    children: tuple[HtmlElement | str, ...]
 
     def __str__(self) -> str:
         return "".join(_written(self))
@@ -136,8 +136,8 @@ class Element:
 def h(
     name: str,
     attributes: Mapping[str, str | bool | None] | None = None,
-    *children: Element | str | Iterable[Element | str] | None,
-) -> Element:
+    *children: HtmlElement | str | Iterable[HtmlElement | str] | None,
+) -> HtmlElement:
     """Make an element; attributes that are None or False are left out, None children as well."""
     assert name in _ELEMENTS, name
     kept: list[tuple[str, str]] = []
@@ -147,17 +147,17 @@ def h(
             continue
         # True is an attribute without a value; links and sources are limited to safe forms.
         text = "" if value is True else value
-        assert key != "href" or text.startswith("#") or _BESIDE.fullmatch(text), text
+        assert key != "href" or text.startswith("#") or _TABLE_FILE.fullmatch(text), text
         assert key != "src" or text.startswith(_SAFE_SOURCES), text
         kept.append((key, text))
-    return Element(name, tuple(kept), tuple(_flat(children)))
+    return HtmlElement(name, tuple(kept), tuple(_flat(children)))
 
 
 def _flat(
-    children: Iterable[Element | str | Iterable[Element | str] | None],
-) -> Iterator[Element | str]:
+    children: Iterable[HtmlElement | str | Iterable[HtmlElement | str] | None],
+) -> Iterator[HtmlElement | str]:
     for child in children:
-        if isinstance(child, (Element, str)):
+        if isinstance(child, (HtmlElement, str)):
             yield child
         elif child is not None:
             yield from child
@@ -173,7 +173,7 @@ def escape(text: str) -> str:
     return visible(text).translate(_ESCAPES)
 
 
-def _written(element: Element) -> Iterator[str]:
+def _written(element: HtmlElement) -> Iterator[str]:
     yield f"<{element.name}"
     for key, value in element.attributes:
         yield f' {key}="{escape(value)}"'
@@ -181,7 +181,7 @@ def _written(element: Element) -> Iterator[str]:
     if element.name in _VOID:
         return
     for child in element.children:
-        if isinstance(child, Element):
+        if isinstance(child, HtmlElement):
             yield from _written(child)
         else:
             yield escape(child)

@@ -1,9 +1,4 @@
-"""Render a page record as one self-contained HTML file.
-
-The order is verdict, findings, panels, provenance. The file loads nothing: style and script are
-inside, and its content security policy names their hashes and forbids the rest, so injected markup
-could neither run nor fetch.
-"""
+"""Render a page record as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -16,12 +11,53 @@ from typing import TYPE_CHECKING
 
 from degarble.reports import words
 from degarble.reports.blocks_html import badge, block_element, code_element, icon
-from degarble.reports.icons import sprite
 from degarble.reports.markup import escape, h
 
 if TYPE_CHECKING:
-    from degarble.harness.report.page import Finding, Page, Panel
-    from degarble.reports.markup import Element
+    from degarble.harness.report.page import Page, PageFinding, Panel
+    from degarble.reports.markup import HtmlElement
+
+
+# --------------------------------------------------------------------------------------------------
+# SVG symbols of a page, drawn once, referred to by name, told apart by shape and not by colour.
+
+# Strokes in a box of 16; each name is a verdict, a tone or the brand.
+_PATHS = {
+    "agrees": "M2.5 8.5 6.2 12.2 13.5 4",
+    "differs": "M3 6h10M3 10h10M10.5 3 5.5 13",
+    "unstable": "M1.5 8c1.5-5 3.2-5 4.5 0s3 5 4.5 0 2.7-4 4-2",
+    "undecided": "M5.5 6a2.5 2.5 0 1 1 3.7 2.2C8.3 8.700 8 9.200 8 10.200M8 12.900v.1",
+    "refused": "M8 2.200a5.800 5.800 0 1 0 0 11.600A5.800 5.800 0 1 0 8 2.200M4 12 12 4",
+    "absent": "M4 8h8",
+    "note": "M8 2.200a5.800 5.800 0 1 0 0 11.600A5.800 5.800 0 1 0 8 2.200M8 7.500v3.300M8 5v.1",
+    "good": "M2.5 8.5 6.2 12.2 13.5 4",
+    "warning": "M8 2.500 14.200 13.300H1.800zM8 6.700v3M8 11.500v.1",
+    "bad": "M4 4l8 8M12 4l-8 8",
+    "brand": "M2.500 5.500h11M2.500 10.500h11M10.400 2.300 5.600 13.700",
+}
+
+
+def sprite() -> HtmlElement:
+    """Return every symbol in one hidden element."""
+    symbols = [
+        h(
+            "symbol",
+            {"id": f"icon-{name}", "viewBox": "0 0 16 16"},
+            h("path", {"d": path, "fill": "none", "stroke": "currentColor", "stroke-width": "1.9"}),
+        )
+        for name, path in _PATHS.items()
+    ]
+    return h(
+        "svg", {"class": "sprite", "aria-hidden": "true", "width": "0", "height": "0"}, symbols
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Render a page record as one self-contained HTML file.
+#
+# The order is verdict, findings, panels, provenance. The file loads nothing: style and script are
+# inside, and its content security policy names their hashes and forbids the rest, so injected
+# markup could neither run nor fetch.
 
 SIZE_LIMIT = 3_000_000  # bytes; a page is mailed and attached
 
@@ -61,7 +97,7 @@ def page_html(page: Page) -> str:
     )
 
 
-def _header(page: Page) -> Element:
+def _header(page: Page) -> HtmlElement:
     links = [("findings", "Findings")] if page.findings else []
     links += [(panel.kind, words.PANEL_TITLES[panel.kind]) for panel in page.ordered_panels]
     links += [("provenance", "Provenance")]
@@ -75,7 +111,7 @@ def _header(page: Page) -> Element:
     )
 
 
-def _verdict(page: Page) -> Element:
+def _verdict(page: Page) -> HtmlElement:
     subject, provenance = page.subject, page.provenance
     facts = (
         (subject.kind, subject.name, False),
@@ -106,7 +142,7 @@ def _short(digest: str) -> str:
     return digest if len(digest) <= 20 else f"{digest[:19]}…"
 
 
-def _findings(page: Page) -> Element | None:
+def _findings(page: Page) -> HtmlElement | None:
     if not page.findings:
         return None
     cards = [_finding(number, finding) for number, finding in enumerate(page.findings, 1)]
@@ -118,7 +154,7 @@ def _findings(page: Page) -> Element | None:
     )
 
 
-def _finding(number: int, finding: Finding) -> Element:
+def _finding(number: int, finding: PageFinding) -> HtmlElement:
     origin = finding.origin
     site, *narrower = words.place(origin)
     where = [h("span", {"class": "narrower"}, text) for text in narrower]
@@ -145,13 +181,13 @@ def _finding(number: int, finding: Finding) -> Element:
     return h("li", None, h("article", {"class": "finding"}, title, h("dl", None, rows), note))
 
 
-def _panels(page: Page) -> list[Element]:
+def _panels(page: Page) -> list[HtmlElement]:
     panels = [_panel(panel) for panel in page.ordered_panels if panel.verdict is not None]
     absent = [_panel(panel) for panel in page.ordered_panels if panel.verdict is None]
     return [*panels, h("div", {"class": "absences"}, absent)] if absent else panels
 
 
-def _panel(panel: Panel) -> Element:
+def _panel(panel: Panel) -> HtmlElement:
     title = f"{panel.kind}-title"
     attributes = {"id": panel.kind, "aria-labelledby": title}
     heading = h("h2", {"id": title}, words.PANEL_TITLES[panel.kind])
@@ -164,7 +200,7 @@ def _panel(panel: Panel) -> Element:
     return h("section", {**attributes, "class": "panel"}, head, summary, blocks)
 
 
-def _provenance(page: Page) -> Element:
+def _provenance(page: Page) -> HtmlElement:
     provenance = page.provenance
     facts = (*provenance.versions, ("Header hash", page.subject.manifest_hash))
     versions = [
@@ -185,6 +221,6 @@ def _provenance(page: Page) -> Element:
     )
 
 
-def _footer(page: Page) -> Element:
+def _footer(page: Page) -> HtmlElement:
     text = f"{page.subject.key} · one file, nothing is loaded from elsewhere"
     return h("footer", None, h("small", None, text))

@@ -16,19 +16,16 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from degarble.harness.report.blocks import ColumnKind, Sentence, Table, Tone
-from degarble.harness.report.judged_blocks import Voices
+from degarble.harness.report.blocks import ColumnKind, Sentence, Table, Tone, Trends, Voices
 from degarble.harness.report.number_text import visible
-from degarble.harness.report.trend_blocks import Trends
 from degarble.harness.report.verdict import Verdict
 from degarble.reports import words
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from degarble.harness.report.blocks import Block, Cell, Column
-    from degarble.harness.report.page import Finding, Page, Panel
-    from degarble.harness.report.trend_blocks import Trend
+    from degarble.harness.report.blocks import Block, Cell, Column, Trend
+    from degarble.harness.report.page import Page, PageFinding, Panel
 
 SIGNS = {
     Verdict.AGREES: "✓",
@@ -158,7 +155,7 @@ def _cell(value: Cell, column: Column) -> Text:
     return _text(text)
 
 
-def _finding(number: int, finding: Finding) -> RenderableType:
+def _finding(number: int, finding: PageFinding) -> RenderableType:
     origin = finding.origin
     title = Text.assemble(
         f"\n{number}  ", _text(finding.cause, "bold"), "  ", _text(origin.fault or "", "cyan")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import TextIO
 
-    from degarble.harness.report.progress import Pace
+    from degarble.harness.report.progress import ProgressState
 
 _REPAINT = 0.1  # seconds
 _PLAIN = 60.0  # seconds
@@ -33,7 +33,7 @@ class LiveLine:
         self._stream, self._clock = stream, clock
         self._painted: float | None = None
 
-    def __call__(self, pace: Pace) -> None:
+    def __call__(self, pace: ProgressState) -> None:
         """Paint it, unless that was done just now."""
         now = self._clock()
         if self._painted is not None and now - self._painted < _REPAINT:
@@ -64,7 +64,7 @@ class PlainLines:
         self._stream = stream
         self._told, self._step = 0.0, 0
 
-    def __call__(self, pace: Pace) -> None:
+    def __call__(self, pace: ProgressState) -> None:
         """Write a line where one is due."""
         step = int(pace.share * _STEPS)
         if pace.elapsed - self._told < _PLAIN or step <= self._step or step >= _STEPS:

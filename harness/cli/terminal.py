@@ -17,7 +17,7 @@ from degarble.harness.base.errors import Undecided
 from degarble.harness.cli.live_line import LiveLine, PlainLines
 from degarble.harness.report.files import write_text
 from degarble.harness.report.number_text import visible
-from degarble.harness.report.plain import to_plain
+from degarble.harness.report.page import to_plain
 from degarble.harness.report.progress import Progress
 from degarble.harness.report.verdict import SCHEMA, Verdict
 

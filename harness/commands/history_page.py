@@ -9,9 +9,8 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from degarble.harness.commands.report_folder import write_page
-from degarble.harness.history.machine import provenance
 from degarble.harness.history.panel import history_panel
-from degarble.harness.report.page import Page, Subject
+from degarble.harness.report.page import Page, Subject, provenance
 from degarble.harness.report.verdict import Verdict
 from degarble.reports.page_text import page_text
 

@@ -40,7 +40,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """One known failure."""
 
     component: str
@@ -62,14 +62,14 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Settled:
+class LedgerResult:
     """The result of comparing a run with the ledger: new and known failures, entries to remove."""
 
     new: tuple[Failure, ...] = ()
-    known: tuple[tuple[Failure, Entry], ...] = ()
-    expired: tuple[Entry, ...] = ()
-    healed: tuple[Entry, ...] = ()
-    asleep: tuple[Entry, ...] = field(default=())  # of other subjects
+    known: tuple[tuple[Failure, LedgerEntry], ...] = ()
+    expired: tuple[LedgerEntry, ...] = ()
+    healed: tuple[LedgerEntry, ...] = ()
+    asleep: tuple[LedgerEntry, ...] = field(default=())  # of other subjects
 
     @property
     def red(self) -> bool:
@@ -99,11 +99,11 @@ class Settled:
 class Ledger:
     """All entries of a ledger file."""
 
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[LedgerEntry, ...] = ()
 
     def settle(
         self, failures: Sequence[Failure], subject: str, today: date, judged: Sequence[str]
-    ) -> Settled:
+    ) -> LedgerResult:
         """Compare a run with the ledger.
 
         `judged` are the components that the run checked: entries of others are not healed.
@@ -122,7 +122,7 @@ class Ledger:
             for each in ours
             if each not in met and any(fnmatchcase(name, each.component) for name in judged)
         ]
-        return Settled(
+        return LedgerResult(
             new=tuple(new),
             known=tuple(known),
             expired=tuple(each for each in ours if each.until < today),
@@ -149,7 +149,7 @@ def read_ledger(path: Path, today: date) -> Ledger:
             f"ledger {path.name}", type(found).__name__, "a list of known failures",
             "Begin each entry with '- component:'.",
         )  # fmt: skip
-    entries = tuple(_entry(each, f"{path.name}[{n}]", today) for n, each in enumerate(found))
+    entries = tuple(_read_entry(each, f"{path.name}[{n}]", today) for n, each in enumerate(found))
     seen: dict[tuple[str, str, Verdict, str | None], int] = {}
     for number, each in enumerate(entries):
         key = (each.component, each.subject, each.verdict, each.fault)
@@ -165,10 +165,10 @@ def read_ledger(path: Path, today: date) -> Ledger:
 _NEEDED = ("component", "verdict", "issue", "until", "why")
 
 
-def _entry(given: Any, name: str, today: date) -> Entry:
+def _read_entry(given: Any, name: str, today: date) -> LedgerEntry:
     if not isinstance(given, dict):
         raise UnreadableFile(name, type(given).__name__, "keys and values", "See docs/nights.md.")
-    known = [each.name for each in fields(Entry)]
+    known = [each.name for each in fields(LedgerEntry)]
     for key in given:
         if key not in known:
             raise UnknownName.among(f"key of {name}", str(key), known)
@@ -192,7 +192,7 @@ def _entry(given: Any, name: str, today: date) -> Entry:
     if given["verdict"] not in _FAILING:
         raise UnknownName.among(f"verdict of {name}", str(given["verdict"]), map(str, _FAILING))
     fault = given.get("fault")
-    return Entry(
+    return LedgerEntry(
         component=component,
         verdict=Verdict(given["verdict"]),
         issue=str(given["issue"]),

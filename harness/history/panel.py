@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.history.changes import LONGEST
-from degarble.harness.history.explain import bands, counted, last_green, moved
+from degarble.harness.history.changes import LONGEST, bands, counted, explained_changes, last_green
 from degarble.harness.history.records import MEASURES
 from degarble.harness.report.blocks import (
     Block,
@@ -27,10 +26,11 @@ from degarble.harness.report.blocks import (
     Facts,
     Sentence,
     Table,
+    Tone,
+    Trend,
+    Trends,
 )
 from degarble.harness.report.page import Panel, PanelKind
-from degarble.harness.report.severity import Tone
-from degarble.harness.report.trend_blocks import Trend, Trends
 from degarble.harness.report.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -38,10 +38,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from degarble.harness.history.explain import Moved
-    from degarble.harness.history.records import Measure
-    from degarble.harness.history.rows import Told
-    from degarble.harness.history.store import Nights, Store, Stream
+    from degarble.harness.history.changes import ExplainedChange
+    from degarble.harness.history.records import Measure, StoredRun
+    from degarble.harness.history.store import HistoryStore, Nights, Stream
 
 MOST_BANDS = 60
 MOST = 400  # places that are drawn
@@ -54,23 +53,23 @@ class History:
     """All measures of one stream, with the changes."""
 
     stream: Stream
-    runs: tuple[Told, ...]
+    runs: tuple[StoredRun, ...]
     measured: tuple[tuple[Measure, Nights], ...]
-    moves: tuple[Moved, ...]
+    moves: tuple[ExplainedChange, ...]
 
     @property
-    def fresh(self) -> tuple[Moved, ...]:
+    def fresh(self) -> tuple[ExplainedChange, ...]:
         """The changes that the latest night revealed."""
         last = self.runs[-1].night
         return tuple(each for each in self.moves if each.found == last)
 
     @property
-    def latest(self) -> tuple[Moved, ...]:
+    def latest(self) -> tuple[ExplainedChange, ...]:
         """The latest change of every series that has moved."""
         return _first_of_each(self.moves)
 
     @property
-    def lost(self) -> tuple[Moved, ...]:
+    def lost(self) -> tuple[ExplainedChange, ...]:
         """The latest red change of every series, until the series was back for two nights.
 
         A further change does not end it: a series that lost a fifth, then a further hundredth,
@@ -79,7 +78,7 @@ class History:
         red = (each for each in self.moves if each.red and self._stands(each))
         return _first_of_each(red)
 
-    def _stands(self, move: Moved) -> bool:
+    def _stands(self, move: ExplainedChange) -> bool:
         """Whether one of its last two nights is still worse than its measure allows.
 
         Series without a value within the longest window are retired.
@@ -90,15 +89,15 @@ class History:
         return bool((away > measure.red * abs(move.before)).any())
 
 
-def _first_of_each(moves: Iterable[Moved]) -> tuple[Moved, ...]:
+def _first_of_each(moves: Iterable[ExplainedChange]) -> tuple[ExplainedChange, ...]:
     """Return the first change of every series; the latest come first."""
-    found: dict[tuple[str, str], Moved] = {}
+    found: dict[tuple[str, str], ExplainedChange] = {}
     for each in moves:
         found.setdefault((each.measure, each.place), each)
     return tuple(found.values())
 
 
-def history_of(store: Store, stream: Stream, measures: Sequence[str] = ()) -> History:
+def history_of(store: HistoryStore, stream: Stream, measures: Sequence[str] = ()) -> History:
     """Read a stream and detect its changes."""
     runs = store.runs(stream)
     if not runs:
@@ -108,7 +107,7 @@ def history_of(store: Store, stream: Stream, measures: Sequence[str] = ()) -> Hi
     kept = [MEASURES[name] for name in measures or MEASURES]
     read = [(each, store.nights(stream, each.name)) for each in kept]
     measured = tuple((each, nights) for each, nights in read if nights.places)
-    moves = [move for each, nights in measured for move in moved(nights, each)]
+    moves = [move for each, nights in measured for move in explained_changes(nights, each)]
     moves.sort(key=lambda move: (move.first, abs(move.deviate)), reverse=True)
     return History(stream, runs, measured, tuple(moves))
 
@@ -191,7 +190,7 @@ def _green(history: History) -> Block:
 
 
 def trends_of(
-    measure: Measure, nights: Nights, moves: Sequence[Moved], green: Told | None
+    measure: Measure, nights: Nights, moves: Sequence[ExplainedChange], green: StoredRun | None
 ) -> Trends:
     """Return the trends of one measure; places that moved or are worst come first."""
     ours = [each for each in moves if each.measure == measure.name]

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.errors import UnknownName
-from degarble.harness.history.explain import apart, counted
+from degarble.harness.history.changes import counted, place_differences
 from degarble.harness.history.panel import History, history_of, sentence_of
 from degarble.harness.history.records import measure_named
 from degarble.harness.report.number_text import number, visible
@@ -20,9 +20,9 @@ from degarble.harness.report.verdict import Verdict
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from degarble.harness.history.explain import Moved
-    from degarble.harness.history.rows import Told
-    from degarble.harness.history.store import Nights, Store, Stream
+    from degarble.harness.history.changes import ExplainedChange
+    from degarble.harness.history.records import StoredRun
+    from degarble.harness.history.store import HistoryStore, Nights, Stream
 
 _KEY = 40  # characters of a row's key that are shown
 _FEW = 5  # skipped rows that are named one by one
@@ -30,7 +30,7 @@ _APART = 20  # places that a comparison prints
 
 
 @dataclass(frozen=True)
-class Question:
+class HistoryQuery:
     """A selection of histories; `place` may be a pattern with `*`."""
 
     place: str | None = None
@@ -39,7 +39,7 @@ class Question:
     measure: str | None = None
 
 
-def histories(store: Store, question: Question) -> list[History]:
+def histories(store: HistoryStore, question: HistoryQuery) -> list[History]:
     """Read the histories that a question selects."""
     if question.measure is not None:
         measure_named(question.measure)
@@ -54,7 +54,7 @@ def histories(store: Store, question: Question) -> list[History]:
     return [each for each in kept if each.measured]
 
 
-def _streams(store: Store, question: Question) -> list[Stream]:
+def _streams(store: HistoryStore, question: HistoryQuery) -> list[Stream]:
     streams = store.streams()
     for name, wanted in (("subject", question.subject), ("machine", question.machine)):
         known = {getattr(each, name) for each in streams}
@@ -122,7 +122,7 @@ def _named(history: History) -> dict[str, Any]:
     }
 
 
-def _moved(each: Moved) -> dict[str, Any]:
+def _moved(each: ExplainedChange) -> dict[str, Any]:
     return {
         "measure": each.measure,
         "place": each.place,
@@ -160,10 +160,10 @@ def trends_document(found: Sequence[History]) -> dict[str, Any]:
     return {"verdict": changes_verdict(found), "series": series}
 
 
-def compared(store: Store, first: str, second: str) -> tuple[list[str], dict[str, Any]]:
+def compared(store: HistoryStore, first: str, second: str) -> tuple[list[str], dict[str, Any]]:
     """Compare two runs: lines and document."""
     runs = [store.run(name) for name in (first, second)]
-    found = apart(*(store.numbers(run) for run in runs))
+    found = place_differences(*(store.numbers(run) for run in runs))
     names = [f"{run.id} ({run.night}, {run.verdict}, {run.commit[:12] or 'no commit'})"
              for run in runs]  # fmt: skip
     same = sum(each.move == 0 for each in found)
@@ -188,7 +188,7 @@ def compared(store: Store, first: str, second: str) -> tuple[list[str], dict[str
     return lines, document
 
 
-def _facts(first: Told, second: Told) -> list[tuple[str, str, str]]:
+def _facts(first: StoredRun, second: StoredRun) -> list[tuple[str, str, str]]:
     names = sorted({*first.facts, *second.facts})
     pairs = ((n, first.facts.get(n, "none"), second.facts.get(n, "none")) for n in names)
     return [(n, mine, theirs) for n, mine, theirs in pairs if mine != theirs]
@@ -198,7 +198,7 @@ def _value(value: float | None) -> str:
     return "none" if value is None else number(value)
 
 
-def _run(run: Told) -> dict[str, Any]:
+def _run(run: StoredRun) -> dict[str, Any]:
     return {
         "id": run.id,
         "subject": run.subject,
@@ -210,7 +210,7 @@ def _run(run: Told) -> dict[str, Any]:
     }
 
 
-def runs_lines(runs: Sequence[Told]) -> list[str]:
+def runs_lines(runs: Sequence[StoredRun]) -> list[str]:
     """Return one line a run."""
     return [
         visible(
@@ -221,12 +221,12 @@ def runs_lines(runs: Sequence[Told]) -> list[str]:
     ]
 
 
-def runs_document(runs: Sequence[Told]) -> dict[str, Any]:
+def runs_document(runs: Sequence[StoredRun]) -> dict[str, Any]:
     """Return the runs as JSON values."""
     return {"verdict": Verdict.AGREES, "runs": [_run(run) for run in runs]}
 
 
-def skipped_lines(store: Store) -> list[str]:
+def skipped_lines(store: HistoryStore) -> list[str]:
     """Return lines about skipped rows and how to remove them; none where there are none."""
     rows = store.skipped
     if not rows:

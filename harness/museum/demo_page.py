@@ -12,7 +12,7 @@ from degarble.harness.commands.check.page import Checked, sentence_of
 from degarble.harness.museum import demo
 from degarble.harness.report.number_text import number
 from degarble.harness.report.page import Subject
-from degarble.harness.report.replay_panel import Said, TextRecord
+from degarble.harness.report.replay_record import PromptTexts, TextRecord
 from degarble.harness.report.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _texts(story: Story) -> TextRecord:
     )
     return TextRecord(
         tuple(
-            Said(prompt, tuple((name, texts[at]) for name, texts in voices))
+            PromptTexts(prompt, tuple((name, texts[at]) for name, texts in voices))
             for at, prompt in enumerate(demo.PROMPTS)
         )
     )

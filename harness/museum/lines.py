@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from degarble.harness.base.errors import UnwritablePath
-from degarble.harness.report.plain import to_plain
+from degarble.harness.report.page import to_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -24,10 +24,9 @@ from degarble.harness.base.errors import (
     Undecided,
     UnreadableFile,
 )
-from degarble.harness.history.documents import read_check, values_of
-from degarble.harness.history.query import Question, histories
-from degarble.harness.history.records import BUDGETS
-from degarble.harness.history.store import Store
+from degarble.harness.history.query import HistoryQuery, histories
+from degarble.harness.history.records import BUDGETS, read_check, values_of
+from degarble.harness.history.store import HistoryStore
 from degarble.harness.report.number_text import number
 from degarble.harness.report.verdict import Verdict
 
@@ -191,8 +190,8 @@ def _ends(search: Search) -> tuple[str, str]:
     """Return the two commits: as given, or those of the latest change in the store."""
     good, bad = search.good, search.bad
     if search.store is not None and (good is None or bad is None):
-        with Store(search.store) as store:
-            found = histories(store, Question(search.component, measure=BUDGETS.name))
+        with HistoryStore(search.store) as store:
+            found = histories(store, HistoryQuery(search.component, measure=BUDGETS.name))
         moves = [each for history in found for each in history.moves if each.good != each.bad]
         if not moves:
             raise Undecided(

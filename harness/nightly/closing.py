@@ -17,8 +17,8 @@ from degarble.harness.history.ledger import Failure, read_ledger
 from degarble.harness.history.panel import History, history_of
 from degarble.harness.history.panel import sentence_of as history_sentence
 from degarble.harness.history.query import skipped_lines
-from degarble.harness.history.records import MUSEUM, Run
-from degarble.harness.history.store import Store
+from degarble.harness.history.records import MUSEUM, HistoryRun
+from degarble.harness.history.store import HistoryStore
 from degarble.harness.inference.workers import workers_for
 from degarble.harness.museum import museum as museum_run
 from degarble.harness.museum.text import percent
@@ -102,7 +102,7 @@ def history(asked: Asked, results: Results) -> StepResult:
     run = run_of(asked, results)
     if run is None:
         return StepResult(Verdict.UNDECIDED, "Nothing was measured, so nothing is kept.")
-    with Store(asked.store, create=True) as store:
+    with HistoryStore(asked.store, create=True) as store:
         with store.trying(run):
             told = _moved(history_in(store, run))
         told = replace(told, lines=(*told.lines, *skipped_lines(store)))
@@ -135,7 +135,7 @@ def _moved(found: History) -> StepResult:
     )
 
 
-def history_in(store: Store, run: Run) -> History:
+def history_in(store: HistoryStore, run: HistoryRun) -> History:
     """Return the history that a run belongs to."""
     stream = next(
         each for each in store.streams()
@@ -144,7 +144,7 @@ def history_in(store: Store, run: Run) -> History:
     return history_of(store, stream)
 
 
-def run_of(asked: Asked, results: Results) -> Run | None:
+def run_of(asked: Asked, results: Results) -> HistoryRun | None:
     """Return the night as one run; None if no step measured anything."""
     values: dict[str, dict[str, float]] = {}
     facts: dict[str, str] = {}
@@ -164,7 +164,7 @@ def run_of(asked: Asked, results: Results) -> Run | None:
     ]
     # A night on the CPU of a machine with a GPU is no night of that GPU.
     gpu = facts.get("GPU 0 name") if asked.gpu else None
-    return Run(
+    return HistoryRun(
         subject=asked.name,
         night=asked.night,
         machine=gpu or facts.get("machine", "unknown"),

@@ -17,10 +17,8 @@ from datetime import UTC, date, datetime
 from typing import TYPE_CHECKING
 
 from degarble.harness.base.errors import DegarbleError, InvalidArgument
-from degarble.harness.history.addresses import address_of
 from degarble.harness.history.ledger import Failure, Ledger, read_ledger
-from degarble.harness.history.machine import kernel_versions, machine, provenance
-from degarble.harness.history.store import Store
+from degarble.harness.history.store import HistoryStore, address_of
 from degarble.harness.nightly.record import (
     CAPTURES,
     Asked,
@@ -32,6 +30,7 @@ from degarble.harness.nightly.record import (
     to_plain,
 )
 from degarble.harness.report.files import usable_folder
+from degarble.harness.report.page import kernel_versions, machine, provenance
 from degarble.harness.report.verdict import SEVERITY, Verdict
 
 if TYPE_CHECKING:
@@ -198,7 +197,7 @@ def _require_store(url: str | None) -> None:
     engine = address_of(url, create=True).engine
     engine.dispose()
     if engine.dialect.name == "sqlite":
-        with Store(url, create=True):
+        with HistoryStore(url, create=True):
             pass
 
 

@@ -15,17 +15,23 @@ from typing import TYPE_CHECKING
 from degarble.harness.base.input_files import read_small_text
 from degarble.harness.commands.history_page import MANIFEST
 from degarble.harness.commands.report_folder import LARGEST_RECORD, write_page
-from degarble.harness.history.machine import machine, provenance
 from degarble.harness.history.panel import history_panel
-from degarble.harness.history.store import Store
+from degarble.harness.history.store import HistoryStore
 from degarble.harness.nightly.closing import history_in, run_of
 from degarble.harness.nightly.record import to_plain
 from degarble.harness.nightly.steps import RAN, where_of
 from degarble.harness.report.blocks import Column, ColumnKind, Sentence, Table
 from degarble.harness.report.files import write_text
 from degarble.harness.report.number_text import visible
-from degarble.harness.report.page import Page, Panel, PanelKind, Subject
-from degarble.harness.report.page_json import page_from_json
+from degarble.harness.report.page import (
+    Page,
+    Panel,
+    PanelKind,
+    Subject,
+    machine,
+    page_from_json,
+    provenance,
+)
 from degarble.harness.report.verdict import SCHEMA, SEVERITY, Verdict
 
 if TYPE_CHECKING:
@@ -145,7 +151,7 @@ def _history(night: Night) -> Panel | None:
         return None
     run = run_of(asked, {k: v for k, v in night.results.items() if k not in ("history", "ledger")})
     assert run is not None, "the step has added it"
-    with Store(asked.store) as store:
+    with HistoryStore(asked.store) as store:
         panel = history_panel(history_in(store, run))
     settled = night.results.get("ledger")
     lines = settled.lines if settled is not None else ()

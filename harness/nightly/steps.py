@@ -40,15 +40,14 @@ from degarble.harness.commands.check.page import placed, write_check_page
 from degarble.harness.commands.check.texts import texts_of
 from degarble.harness.commands.history_page import MANIFEST as IDENTITY
 from degarble.harness.commands.report_folder import write_page
-from degarble.harness.history.documents import failures_of, values_of
 from degarble.harness.history.ledger import Failure
-from degarble.harness.history.machine import kernel_versions, machine, provenance
+from degarble.harness.history.records import failures_of, values_of
 from degarble.harness.inference.workers import usable_workers
 from degarble.harness.nightly.codecs import count, wrong_codecs
 from degarble.harness.nightly.record import CAPTURES, Asked, StepResult
 from degarble.harness.report.files import usable_folder, write_text
 from degarble.harness.report.kernel_table import kernels_by_role
-from degarble.harness.report.page import Subject
+from degarble.harness.report.page import Subject, kernel_versions, machine, provenance
 from degarble.harness.report.verdict import SCHEMA, SEVERITY, Verdict
 
 if TYPE_CHECKING:

@@ -1,8 +1,6 @@
-"""Typed blocks of a report panel: sentences, facts, tables, catalogues, maps, bars, figures, code.
+"""Typed blocks of a report panel: sentences, tables, maps, profiles, trends, figures, folds.
 
-Containers fold other blocks: details, tabs, close looks. Blocks carry numbers as numbers and text
-as text; reports/ decides how they look. Ragged tables and heat maps are rejected here, so that no
-renderer meets one.
+Blocks carry numbers as numbers and text as text; reports/ decides how they look.
 """
 
 from __future__ import annotations
@@ -12,15 +10,188 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
-from degarble.harness.report.judged_blocks import (
-    Files,
-    JudgedMap,
-    Profile,
-    Voices,
-    require_matrix,
-)
-from degarble.harness.report.severity import Tone as Tone  # noqa: PLC0414  every block has one
-from degarble.harness.report.trend_blocks import Trends
+
+# --------------------------------------------------------------------------------------------------
+# Severity of a block on a report page.
+
+
+class Tone(StrEnum):
+    """Severity of a sentence or bar. It is never shown by colour alone."""
+
+    PLAIN = "plain"
+    NOTE = "note"
+    GOOD = "good"
+    WARNING = "warning"
+    BAD = "bad"
+
+    @property
+    def weight(self) -> int:
+        """Order of tones, the worst one highest."""
+        return list(Tone).index(self)
+
+
+# --------------------------------------------------------------------------------------------------
+# Blocks of a replay panel: maps of results, profiles, texts side by side, links to files.
+
+
+@dataclass(frozen=True)
+class JudgedCell:
+    """One cell of a judged map; None claims nothing. `note` says what the number alone does not."""
+
+    value: float | None
+    tone: Tone = Tone.PLAIN
+    anchor: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class JudgedMap:
+    """Numbers by two names, each with its tone. A shade begins at each of `steps`, palest first.
+
+    `near_one` writes numbers so that what is not 1 never looks like 1, as cosines need it.
+    """
+
+    caption: str
+    row_title: str
+    column_title: str
+    row_labels: tuple[str, ...]
+    column_labels: tuple[str, ...]
+    readings: tuple[tuple[JudgedCell | None, ...], ...]
+    steps: tuple[float, ...]
+    unit: str = ""
+    near_one: bool = False
+    legend: tuple[tuple[Tone, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        where = f"readings of map {self.caption!r}"
+        require_matrix(where, self.readings, self.row_labels, self.column_labels)
+        rising, falling = sorted(self.steps), sorted(self.steps, reverse=True)
+        known = all(math.isfinite(step) for step in self.steps)
+        if not self.steps or not known or list(self.steps) not in (rising, falling):
+            raise InvalidArgument(
+                "steps of a map", self.steps, "finite numbers that rise or fall", "Sort them."
+            )
+
+    def passed(self, value: float) -> int:
+        """Return how many steps are at or below `value`; all of them for NaN."""
+        falling = self.steps[0] > self.steps[-1]
+        return sum(not (value > step if falling else value < step) for step in self.steps)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Numbers along one axis, drawn small: positions, rows, steps of a distance. None is a gap."""
+
+    caption: str
+    labels: tuple[str, ...]
+    values: tuple[float | None, ...]
+    unit: str = ""
+    limit: float | None = None
+    logarithmic: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.labels) != len(self.values):
+            raise ShapeMismatch(
+                f"labels of profile {self.caption!r}", len(self.labels),
+                f"{len(self.values)}, one a value", "Label every value.",
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class VoiceText:
+    """Text of one model, token by token."""
+
+    name: str
+    tokens: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Voices:
+    """Texts to one prompt, side by side; they differ from token `parting` on."""
+
+    prompt: str
+    voices: tuple[VoiceText, ...]
+    parting: int | None = None
+
+
+@dataclass(frozen=True)
+class Files:
+    """Files next to the page, with name and content."""
+
+    caption: str
+    files: tuple[tuple[str, str], ...]
+
+
+def require_matrix(
+    name: str,
+    matrix: tuple[tuple[object, ...], ...],
+    rows: tuple[str, ...],
+    columns: tuple[str, ...],
+) -> None:
+    """Refuse a matrix that is not rows by columns."""
+    extents = [len(row) for row in matrix]
+    if extents != [len(columns)] * len(rows):
+        raise ShapeMismatch(
+            name,
+            extents,
+            f"{len(rows)} rows of {len(columns)} cells",
+            "Give one value a cell; None where nothing was run.",
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# Block of a history: many series over nights as small charts, each with the night of its change.
+#
+# A series is given as bands (least and largest value of neighbouring nights, None where there is
+# none), so that years fit into a page. `moved_at` lists the bands in which a change began.
+
+Band = tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class Trend:
+    """One series: its bands, its latest value, the latest green one, and its summary."""
+
+    label: str
+    bands: tuple[Band, ...]
+    latest: float | None
+    green: float | None
+    moved_at: tuple[int, ...] = ()
+    tone: Tone = Tone.PLAIN
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        wrong = [at for at in self.moved_at if not 0 <= at < len(self.bands)]
+        if wrong:
+            raise ShapeMismatch(
+                f"moved_at of {self.label!r}", wrong, f"bands 0 to {len(self.bands) - 1}",
+                "Give the band in which a change began.",
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Trends:
+    """Series below each other, over the same nights."""
+
+    caption: str
+    first: str
+    last: str
+    unit: str
+    rows: tuple[Trend, ...]
+
+    def __post_init__(self) -> None:
+        lengths = sorted({len(row.bands) for row in self.rows})
+        if len(lengths) > 1:
+            raise ShapeMismatch(
+                f"series of {self.caption!r}", lengths, "one length", "Give the same nights to all."
+            )
+
+
+# --------------------------------------------------------------------------------------------------
+# Typed blocks of a report panel: sentences, facts, tables, catalogues, maps, bars, figures, code.
+#
+# Containers fold other blocks: details, tabs, close looks. Ragged tables and heat maps are rejected
+# here, so that no renderer meets one.
 
 Cell = str | int | float | bool | None
 
@@ -85,7 +256,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogueEntry:
     """One row of a catalogue. `blocks` explain it, folded under its last cell, at `anchor`."""
 
     cells: tuple[Cell, ...]
@@ -102,7 +273,7 @@ class Catalogue:
 
     caption: str
     columns: tuple[Column, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[CatalogueEntry, ...]
     choices: int = 0
 
     def __post_init__(self) -> None:

@@ -28,7 +28,7 @@ _SETTLED = 1.0  # seconds before a rate is told
 
 
 @dataclass(frozen=True)
-class Pace:
+class ProgressState:
     """Progress of a run at one moment. `rate` is bytes a second, None while it is unknown."""
 
     doing: str
@@ -75,7 +75,7 @@ class Progress:
         self,
         doing: str,
         total: int,
-        show: Callable[[Pace], None] = lambda _pace: None,
+        show: Callable[[ProgressState], None] = lambda _pace: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._doing, self._total = doing, total
@@ -112,7 +112,7 @@ class Progress:
             self._points = deque((when, done + nbytes) for when, done in self._points)
 
     @property
-    def pace(self) -> Pace:
+    def pace(self) -> ProgressState:
         """Return the present progress."""
         with self._lock:
             return self._pace()
@@ -125,12 +125,14 @@ class Progress:
         while len(self._points) > 2 and self._points[1][0] <= now - _WINDOW:
             self._points.popleft()
 
-    def _pace(self) -> Pace:
+    def _pace(self) -> ProgressState:
         now = self._clock()
         since, before = self._points[0]
         took, gone = now - since, self._done - before
         rate = gone / took if took >= _SETTLED and gone else None
-        return Pace(self._doing, self._done, self._total, now - self._begun, rate, self._step)
+        return ProgressState(
+            self._doing, self._done, self._total, now - self._begun, rate, self._step
+        )
 
 
 def size(nbytes: float) -> str:

@@ -17,8 +17,8 @@ import numpy as np
 from degarble.harness.commands.history_page import history_page
 from degarble.harness.history.changes import changes_of
 from degarble.harness.history.panel import history_of
-from degarble.harness.history.records import BUDGETS, Run
-from degarble.harness.history.store import Store
+from degarble.harness.history.records import BUDGETS, HistoryRun
+from degarble.harness.history.store import HistoryStore
 from degarble.harness.report.verdict import Verdict
 from degarble.reports.page_html import page_html
 from degarble.suites.bench.timing import Neighbours, Reading, Section, Table, Target
@@ -43,13 +43,13 @@ def filled(url: str, nights: int, places: int) -> None:
     rng = np.random.default_rng(0)
     names = [f"layers.{n // COMPONENTS}.component {n % COMPONENTS:02d}" for n in range(places)]
     base = 0.1 + 0.4 * rng.random(places)
-    with Store(url, create=True) as store:
+    with HistoryStore(url, create=True) as store:
         for night in range(nights):
             values = dict(zip(names, (base + 0.02 * rng.standard_normal(places)).tolist(),
                               strict=True))  # fmt: skip
             if night >= _AT and _SHIFTED in values:
                 values[_SHIFTED] += 0.12
-            run = Run(
+            run = HistoryRun(
                 "V4-Pro", str(_FIRST + timedelta(night)), "B200", Verdict.AGREES,
                 {BUDGETS.name: values}, commit=f"{night:040x}",
             )  # fmt: skip
@@ -58,7 +58,7 @@ def filled(url: str, nights: int, places: int) -> None:
 
 def asked(url: str) -> tuple[str, list[tuple[str, str]]]:
     """Query the whole history and draw it; return the page and what moved."""
-    with Store(url) as store:
+    with HistoryStore(url) as store:
         history = history_of(store, store.streams()[0])
     return page_html(history_page(history)), [(each.place, each.first) for each in history.moves]
 

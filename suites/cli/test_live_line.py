@@ -7,11 +7,11 @@ import pytest
 
 from degarble.harness.cli.live_line import LiveLine, PlainLines
 from degarble.harness.cli.terminal import Terminal
-from degarble.harness.report.progress import Pace
+from degarble.harness.report.progress import ProgressState
 
 
-def _pace(done: int, elapsed: float, step: str = "") -> Pace:
-    return Pace("audit", done, 1000, elapsed, None, step)
+def _pace(done: int, elapsed: float, step: str = "") -> ProgressState:
+    return ProgressState("audit", done, 1000, elapsed, None, step)
 
 
 def test_a_screen_has_one_line_that_leaves_nothing_behind() -> None:

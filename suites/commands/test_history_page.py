@@ -6,9 +6,8 @@ from pathlib import Path
 from degarble.harness.commands.history_page import MANIFEST, history_pages
 from degarble.harness.commands.report_folder import write_page
 from degarble.harness.history.panel import history_of
-from degarble.harness.history.store import Store
-from degarble.harness.report.page import Page, Panel, PanelKind, Provenance, Subject
-from degarble.harness.report.page_json import page_from_json
+from degarble.harness.history.store import HistoryStore
+from degarble.harness.report.page import Page, Panel, PanelKind, Provenance, Subject, page_from_json
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.history.history_cases import W2, run
 
@@ -21,7 +20,7 @@ def test_a_page_keeps_its_other_panels(tmp_path: Path) -> None:
     subject = Subject("tiny", "Checkpoint", HASH)
     where = Provenance("2026-11-22", "audit", "CPU", ())
     write_page(folder, Page(subject, where, Verdict.AGREES, "Fine.", (), (panel,)))
-    with Store(str(tmp_path / "h.sqlite"), create=True) as store:
+    with HistoryStore(str(tmp_path / "h.sqlite"), create=True) as store:
         store.add(replace(run(0), facts={MANIFEST: HASH}))
         [page] = history_pages(folder, [history_of(store, store.streams()[0])])
     kept = page_from_json(page.with_suffix(".json").read_text())

@@ -7,8 +7,7 @@ import pytest
 
 from degarble.harness.base.errors import UnreadableFile, UnwritablePath
 from degarble.harness.commands.report_folder import write_page
-from degarble.harness.report.page import Panel, PanelKind
-from degarble.harness.report.page_json import page_from_json
+from degarble.harness.report.page import Panel, PanelKind, page_from_json
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.reports.page_cases import HOSTILE, page_of
 

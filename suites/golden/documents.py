@@ -10,7 +10,7 @@ import sqlite3
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.history.store import Store
+from degarble.harness.history.store import HistoryStore
 from degarble.harness.nightly.pages import write_night
 from degarble.suites.golden.commands import ran
 from degarble.suites.history.history_cases import history
@@ -26,7 +26,7 @@ _NIGHTS, _MOVED = 48, 45
 def data(folder: Path) -> dict[str, list[str]]:
     """Return the keys of each document by its name."""
     store = folder / "history.sqlite"
-    with Store(str(store), create=True) as opened:
+    with HistoryStore(str(store), create=True) as opened:
         for run in history(_NIGHTS, _MOVED, seed=1):
             opened.add(run)
     (folder / "night").mkdir()

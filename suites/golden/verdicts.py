@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.history.machine import machine
+from degarble.harness.report.page import machine
 from degarble.suites.golden.checkpoints import quantised
 from degarble.suites.golden.commands import RELEASED, ran
 from degarble.suites.golden.store import MASK, masked, rounded

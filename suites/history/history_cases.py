@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from degarble.harness.history.records import Run
+from degarble.harness.history.records import HistoryRun
 from degarble.harness.report.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def night(number: int) -> str:
     return str(FIRST + timedelta(number))
 
 
-def run(number: int, budgets: Mapping[str, float] | None = None, **changed: object) -> Run:
+def run(number: int, budgets: Mapping[str, float] | None = None, **changed: object) -> HistoryRun:
     """One run of one night."""
     given = {
         "subject": "tiny",
@@ -35,15 +35,15 @@ def run(number: int, budgets: Mapping[str, float] | None = None, **changed: obje
         "facts": {"checkpoint": "c0ffee", "torch": "2.13.0"},
         "values": {"budgets": dict(budgets or dict.fromkeys(PLACES, 0.25))},
     }
-    return Run(**(given | changed))  # type: ignore[arg-type]
+    return HistoryRun(**(given | changed))  # type: ignore[arg-type]
 
 
-def budget(of: Run) -> float:
+def budget(of: HistoryRun) -> float:
     """What a run measured of the component that moves."""
     return of.values["budgets"][W2]
 
 
-def history(nights: int, moved_from: int, seed: int) -> list[Run]:
+def history(nights: int, moved_from: int, seed: int) -> list[HistoryRun]:
     """Nights of small noise, in which one component moves."""
     rng = np.random.default_rng(seed)
     runs = []

@@ -7,7 +7,7 @@ import sqlite3
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from degarble.harness.history.store import Store
+from degarble.harness.history.store import HistoryStore
 from degarble.suites.history.history_cases import history, run
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ PAGE = 4096
 
 def sound_store(path: Path, seed: int = 0) -> None:
     """Write a store of two machines, in which one component moved."""
-    with Store(str(path), create=True) as store:
+    with HistoryStore(str(path), create=True) as store:
         for each in history(NIGHTS, MOVED, seed):
             store.add(each)
         store.add(run(3, {"head": 0.5}, machine="another"))

@@ -8,7 +8,7 @@ from urllib.parse import unquote
 import pytest
 
 from degarble.harness.base.errors import Refused
-from degarble.harness.history.addresses import address_of
+from degarble.harness.history.store import address_of
 from degarble.suites.base.test_masking import SPELLINGS
 
 if TYPE_CHECKING:

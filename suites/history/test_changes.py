@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from degarble.harness.base.errors import ShapeMismatch
-from degarble.harness.history.changes import TESTED, WINDOWS, Watch, changes_of, threshold
+from degarble.harness.history.changes import TESTED, WINDOWS, ChangeDetector, changes_of, threshold
 
 SERIES = 61 * 40
 YEARS = 5
@@ -116,7 +116,7 @@ def test_nothing_is_said_before_enough_was_learned(seed: int) -> None:
 def test_a_watch_that_goes_on_says_what_a_whole_walk_says(seed: int) -> None:
     values = noise("normal", seed, 150, 20)
     values[90:, 4] -= 9.0
-    watch = Watch(20)
+    watch = ChangeDetector(20)
     step = [each for night, row in enumerate(values) for each in watch.see(night, row)]
     assert step == changes_of(values)
     assert [each.series for each in step] == [4]

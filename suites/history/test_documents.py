@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from degarble.harness.base.errors import Refused
-from degarble.harness.history.documents import failures_of, read_check, values_of
+from degarble.harness.history.records import failures_of, read_check, values_of
 from degarble.harness.report.verdict import Verdict
 
 LINES: list[dict[str, Any]] = [

@@ -5,19 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from degarble.harness.history.explain import apart, bands, last_green, moved
+from degarble.harness.history.changes import bands, explained_changes, last_green, place_differences
 from degarble.harness.history.records import BUDGETS, SPEED
-from degarble.harness.history.store import Store
+from degarble.harness.history.store import HistoryStore
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.history.history_cases import W2, history, night, run
 
 
 def test_which_night_and_which_commit_moved_it(tmp_path: Path, seed: int) -> None:
-    with Store(str(tmp_path / "h.sqlite"), create=True) as store:
+    with HistoryStore(str(tmp_path / "h.sqlite"), create=True) as store:
         for each in history(60, 45, seed):
             store.add(each)
         [stream] = store.streams()
-        [found] = moved(store.nights(stream, "budgets"), BUDGETS)
+        [found] = explained_changes(store.nights(stream, "budgets"), BUDGETS)
     assert (found.place, found.first, found.last_before, found.found) == (
         W2, night(45), night(44), night(46),
     )  # fmt: skip
@@ -35,19 +35,19 @@ def test_which_night_and_which_commit_moved_it(tmp_path: Path, seed: int) -> Non
 def test_a_kernel_that_lost_a_tenth_of_its_speed_is_red(
     after: float, red: bool, tmp_path: Path
 ) -> None:
-    with Store(str(tmp_path / "h.sqlite"), create=True) as store:
+    with HistoryStore(str(tmp_path / "h.sqlite"), create=True) as store:
         for number in range(50):
             speed = {"quantise_nvfp4": 0.9 if number < 40 else after}
             store.add(run(number, values={"speed": speed}))
         [stream] = store.streams()
-        [found] = moved(store.nights(stream, "speed"), SPEED)
+        [found] = explained_changes(store.nights(stream, "speed"), SPEED)
     assert (found.red, found.worse) == (red, after < 0.9)
 
 
 def test_two_runs_beside_each_other() -> None:
     first = {"budgets": {"a": 0.1, "b": 0.2, "gone": 0.3}}
     second = {"budgets": {"a": 0.1, "b": 0.5, "new": 0.4}, "distance": {"a": 1e-6}}
-    found = apart(first, second)
+    found = place_differences(first, second)
     assert [(each.place, each.measure) for each in found[:3]] == [
         ("gone", "budgets"), ("new", "budgets"), ("a", "distance"),
     ]  # fmt: skip
@@ -57,7 +57,7 @@ def test_two_runs_beside_each_other() -> None:
 
 
 def test_the_last_green_run(tmp_path: Path) -> None:
-    with Store(str(tmp_path / "h.sqlite"), create=True) as store:
+    with HistoryStore(str(tmp_path / "h.sqlite"), create=True) as store:
         for number in range(4):
             wrong = number == 3
             store.add(replace(run(number), verdict=Verdict.DIFFERS if wrong else Verdict.AGREES))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from degarble.harness.base.version import VERSION
-from degarble.harness.history.machine import machine, provenance
+from degarble.harness.report.page import machine, provenance
 
 if TYPE_CHECKING:
     import pytest
@@ -37,11 +37,11 @@ def test_a_machine_that_does_not_tell_its_processor(monkeypatch: pytest.MonkeyPa
     def refuse(*_arguments: object, **_options: object) -> str:
         raise PermissionError
 
-    monkeypatch.setattr("degarble.harness.history.machine.Path.read_text", refuse)
-    monkeypatch.setattr("degarble.harness.history.machine.os.cpu_count", lambda: 1)
+    monkeypatch.setattr("degarble.harness.report.page.Path.read_text", refuse)
+    monkeypatch.setattr("degarble.harness.report.page.os.cpu_count", lambda: 1)
     assert ", 1 core, " in machine()
 
 
 def test_a_package_that_is_missing_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("degarble.harness.history.machine._PACKAGES", ("no-such-package-here",))
+    monkeypatch.setattr("degarble.harness.report.page._PACKAGES", ("no-such-package-here",))
     assert [name for name, _ in provenance("x").versions] == ["degarble", "Python"]

@@ -7,16 +7,14 @@ import pytest
 
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.history.panel import MOST, MOST_BANDS, history_of, history_panel
-from degarble.harness.history.store import Store, Stream
-from degarble.harness.report.blocks import Details, Facts, Sentence, Table
-from degarble.harness.report.severity import Tone
-from degarble.harness.report.trend_blocks import Trends
+from degarble.harness.history.store import HistoryStore, Stream
+from degarble.harness.report.blocks import Details, Facts, Sentence, Table, Tone, Trends
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.history.history_cases import W2, history, night, run
 
 
 def test_what_moved_last_night_is_the_sentence(tmp_path: Path, seed: int) -> None:
-    with Store(str(tmp_path / "h.sqlite"), create=True) as store:
+    with HistoryStore(str(tmp_path / "h.sqlite"), create=True) as store:
         for each in history(47, 45, seed):
             store.add(each)
         panel = history_panel(history_of(store, store.streams()[0]))
@@ -35,7 +33,7 @@ def test_what_moved_last_night_is_the_sentence(tmp_path: Path, seed: int) -> Non
 
 
 def test_a_slower_kernel_turns_the_panel_red(tmp_path: Path) -> None:
-    with Store(str(tmp_path / "h.sqlite"), create=True) as store:
+    with HistoryStore(str(tmp_path / "h.sqlite"), create=True) as store:
         for number in range(42):
             store.add(run(number, values={"speed": {"gemm": 0.9 if number < 40 else 0.7}}))
         panel = history_panel(history_of(store, store.streams()[0]))
@@ -47,7 +45,7 @@ def test_a_slower_kernel_stays_red_until_it_is_back_for_two_nights(
     tmp_path: Path, back: int, verdict: Verdict
 ) -> None:
     speeds = [0.9] * 40 + [0.7] * 5
-    with Store(str(tmp_path / "h.sqlite"), create=True) as store:
+    with HistoryStore(str(tmp_path / "h.sqlite"), create=True) as store:
         for number, speed in enumerate(speeds):
             store.add(run(number, values={"speed": {"gemm": speed}}))
         panel = history_panel(history_of(store, store.streams()[0]))
@@ -60,7 +58,7 @@ def test_a_slower_kernel_stays_red_until_it_is_back_for_two_nights(
 
 @pytest.mark.parametrize("later", [0.69, 0.75])
 def test_a_further_change_does_not_end_what_is_lost(tmp_path: Path, later: float) -> None:
-    with Store(str(tmp_path / "h.sqlite"), create=True) as store:
+    with HistoryStore(str(tmp_path / "h.sqlite"), create=True) as store:
         for number, speed in enumerate([0.9] * 40 + [0.7] * 30 + [later] * 10):
             store.add(run(number, values={"speed": {"gemm": speed}}))
         found = history_of(store, store.streams()[0])
@@ -73,7 +71,7 @@ def test_a_further_change_does_not_end_what_is_lost(tmp_path: Path, later: float
 def test_a_lost_series_that_nobody_measures_any_more_is_retired(
     tmp_path: Path, since: int, verdict: Verdict
 ) -> None:
-    with Store(str(tmp_path / "h.sqlite"), create=True) as store:
+    with HistoryStore(str(tmp_path / "h.sqlite"), create=True) as store:
         for number in range(45 + since):
             speeds = {"renamed": 0.9} if number >= 45 else {"gemm": 0.9 if number < 40 else 0.7}
             store.add(run(number, values={"speed": speeds}))
@@ -81,7 +79,7 @@ def test_a_lost_series_that_nobody_measures_any_more_is_retired(
 
 
 def test_the_difference_to_the_last_green_run(tmp_path: Path) -> None:
-    with Store(str(tmp_path / "h.sqlite"), create=True) as store:
+    with HistoryStore(str(tmp_path / "h.sqlite"), create=True) as store:
         for number in range(3):
             verdict = Verdict.DIFFERS if number else Verdict.AGREES
             facts = {"driver": "580" if number < 2 else "590"}
@@ -96,7 +94,7 @@ def test_the_difference_to_the_last_green_run(tmp_path: Path) -> None:
 
 
 def test_a_history_that_never_was_green_says_so(tmp_path: Path) -> None:
-    with Store(str(tmp_path / "h.sqlite"), create=True) as store:
+    with HistoryStore(str(tmp_path / "h.sqlite"), create=True) as store:
         store.add(replace(run(0), verdict=Verdict.DIFFERS))
         panel = history_panel(history_of(store, store.streams()[0]))
     assert panel.blocks[0] == Sentence("No series has moved.", Tone.GOOD)
@@ -104,7 +102,7 @@ def test_a_history_that_never_was_green_says_so(tmp_path: Path) -> None:
 
 
 def test_years_and_thousands_of_places_are_cut_to_a_page(tmp_path: Path) -> None:
-    with Store(str(tmp_path / "h.sqlite"), create=True) as store:
+    with HistoryStore(str(tmp_path / "h.sqlite"), create=True) as store:
         for number in range(150):
             store.add(run(number, {f"p{n:04d}": n / 1000 for n in range(MOST + 50)}))
         panel = history_panel(history_of(store, store.streams()[0]))
@@ -117,7 +115,7 @@ def test_years_and_thousands_of_places_are_cut_to_a_page(tmp_path: Path) -> None
 
 
 def test_a_stream_without_runs_is_refused(tmp_path: Path) -> None:
-    with Store(str(tmp_path / "h.sqlite"), create=True) as store:
+    with HistoryStore(str(tmp_path / "h.sqlite"), create=True) as store:
         store.add(run(0))
         with pytest.raises(InvalidArgument, match="one run at least"):
             history_of(store, Stream("nobody", "nowhere", 0, "", ""))

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from degarble.harness.base.errors import UnwritablePath
-from degarble.harness.history.parquet import COLUMNS, write_parquet
-from degarble.harness.history.store import Store
+from degarble.harness.history.store import COLUMNS, HistoryStore, write_parquet
 from degarble.suites.history.history_cases import W2, budget, history
 
 pytestmark = pytest.mark.needs("pyarrow")
@@ -17,7 +16,7 @@ def test_every_number_is_a_row(tmp_path: Path, seed: int) -> None:
 
     runs = history(4, 2, seed)
     path = tmp_path / "h.parquet"
-    with Store(str(tmp_path / "h.sqlite"), create=True) as store:
+    with HistoryStore(str(tmp_path / "h.sqlite"), create=True) as store:
         for each in runs:
             store.add(each)
         assert write_parquet(store, path) == 12
@@ -30,7 +29,7 @@ def test_every_number_is_a_row(tmp_path: Path, seed: int) -> None:
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, seed: int) -> None:
-    with Store(str(tmp_path / "h.sqlite"), create=True) as store:
+    with HistoryStore(str(tmp_path / "h.sqlite"), create=True) as store:
         store.add(history(1, 1, seed)[0])
         (tmp_path / "h.parquet").mkdir()
         with pytest.raises(UnwritablePath):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from degarble.harness.history.store import Store
+from degarble.harness.history.store import HistoryStore
 from degarble.suites.history.history_cases import run
 from degarble.suites.history.hostile_stores import NIGHTS, ROWS, sound_store
 
@@ -24,8 +24,8 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
-def _answers(path: Path) -> tuple[Store, dict[str, tuple[object, object]]]:
-    with Store(str(path)) as store:
+def _answers(path: Path) -> tuple[HistoryStore, dict[str, tuple[object, object]]]:
+    with HistoryStore(str(path)) as store:
         return store, {each.id: (each, store.numbers(each)) for each in store.runs()}
 
 
@@ -60,7 +60,7 @@ def test_a_store_from_before_checksums_is_read_and_gets_them(sound: bytes, tmp_p
         connection.execute("DROP TABLE degarble_sums")
     store, found = _answers(path)
     assert (store.skipped, len(found)) == ((), NIGHTS + 1)
-    with Store(str(path), create=True) as opened:
+    with HistoryStore(str(path), create=True) as opened:
         opened.add(run(99))
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("UPDATE degarble_numbers SET doubles = zeroblob(length(doubles))")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from degarble.harness.base.errors import Refused
-from degarble.harness.history.store import Store
+from degarble.harness.history.store import HistoryStore
 from degarble.suites.history.history_cases import run
 from degarble.suites.history.hostile_stores import FILES, KINDS, SCHEMAS, sound_store
 
@@ -24,7 +24,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def _use(path: Path, *, create: bool) -> None:
-    with Store(str(path), create=create) as store:
+    with HistoryStore(str(path), create=create) as store:
         store.runs()
         store.add(run(1000))
 
@@ -47,13 +47,13 @@ def test_a_damaged_file_is_refused_or_its_answer_is_whole(
 ) -> None:
     path = tmp_path / "h.sqlite"
     path.write_bytes(sound)
-    with Store(str(path)) as store:
+    with HistoryStore(str(path)) as store:
         wanted = [(each, store.numbers(each)) for each in store.runs()]
     for number in range(4):
         path.write_bytes(sound)
         FILES[name](path, random.Random(seed + number))
         try:
-            with Store(str(path)) as store:
+            with HistoryStore(str(path)) as store:
                 found = [(each, store.numbers(each)) for each in store.runs()]
         except Refused:
             continue

@@ -20,7 +20,7 @@ from degarble.harness.base.errors import (
     UnreadableFile,
     UnwritablePath,
 )
-from degarble.harness.history.store import Store
+from degarble.harness.history.store import HistoryStore
 from degarble.harness.plugins.presence import find_programs
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.history.history_cases import PLACES, W2, history, night, run
@@ -71,10 +71,10 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def test_what_was_added_is_told_again(url: str, seed: int) -> None:
     runs = history(5, 3, seed)
-    with Store(url, create=True) as store:
+    with HistoryStore(url, create=True) as store:
         assert [store.add(each) for each in runs] == [True] * 5
         assert store.add(runs[2]) is False
-    with Store(url) as store:
+    with HistoryStore(url) as store:
         [stream] = store.streams()
         assert (stream.subject, stream.runs, stream.first, stream.last) == (
             "tiny", 5, night(0), night(4),
@@ -93,7 +93,7 @@ def test_what_was_added_is_told_again(url: str, seed: int) -> None:
 
 def test_a_run_that_is_tried_is_answered_and_leaves_nothing(url: str, seed: int) -> None:
     runs = history(4, 3, seed)
-    with Store(url, create=True) as store:
+    with HistoryStore(url, create=True) as store:
         for each in runs[:3]:
             store.add(each)
         [stream] = store.streams()
@@ -105,12 +105,12 @@ def test_a_run_that_is_tried_is_answered_and_leaves_nothing(url: str, seed: int)
             store.run("beef")
         assert store.streams()[0].runs == 3
         assert store.add(runs[3]) is True
-    with Store(url) as store:
+    with HistoryStore(url) as store:
         assert store.streams()[0].runs == 4
 
 
 def test_runs_of_one_night_are_averaged_and_missing_places_stay_open(url: str) -> None:
-    with Store(url, create=True) as store:
+    with HistoryStore(url, create=True) as store:
         store.add(run(0, {"head": 0.1}, started="a"))
         store.add(run(0, {"head": 0.3}, started="b"))
         store.add(run(1, {W2: 0.5}))
@@ -126,7 +126,7 @@ def test_runs_of_one_night_are_averaged_and_missing_places_stay_open(url: str) -
 
 
 def test_machines_and_subjects_are_apart(url: str) -> None:
-    with Store(url, create=True) as store:
+    with HistoryStore(url, create=True) as store:
         for each in (run(0), run(1, machine="B200"), run(2, subject="V4-Pro")):
             store.add(each)
         assert [(s.subject, s.machine, s.runs) for s in store.streams()] == [
@@ -138,7 +138,7 @@ def test_machines_and_subjects_are_apart(url: str) -> None:
 
 def test_a_run_is_found_by_the_beginning_of_its_id_or_commit(url: str) -> None:
     runs = [run(0), run(1), run(0x10)]
-    with Store(url, create=True) as store:
+    with HistoryStore(url, create=True) as store:
         for each in runs:
             store.add(each)
         assert store.run(runs[1].id[:8]).id == runs[1].id
@@ -152,27 +152,27 @@ def test_a_run_is_found_by_the_beginning_of_its_id_or_commit(url: str) -> None:
 
 
 def _add(url: str, number: int) -> None:
-    with Store(url, create=True) as store:
+    with HistoryStore(url, create=True) as store:
         for step in range(10):
             store.add(run(step, {f"p{number}": float(step)}, started=str(number)))
 
 
 def test_writers_wait_for_each_other(url: str) -> None:
-    with Store(url, create=True) as store:
+    with HistoryStore(url, create=True) as store:
         store.add(run(99))
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda number: _add(url, number), range(2)))
-    with Store(url) as store:
+    with HistoryStore(url) as store:
         assert len(store.runs()) == 21
 
 
 def _tried(url: str, number: int) -> int:
-    with Store(url) as store, store.trying(run(number)):
+    with HistoryStore(url) as store, store.trying(run(number)):
         return store.streams()[0].runs
 
 
 def test_a_trial_waits_for_a_writer_of_the_same_places(url: str) -> None:
-    with Store(url, create=True) as store, ThreadPoolExecutor(1) as pool:
+    with HistoryStore(url, create=True) as store, ThreadPoolExecutor(1) as pool:
         with store._writing() as connection:
             store._insert(connection, run(0))  # its list of places is the first of its kind
             waiting = pool.submit(_tried, url, 1)
@@ -185,7 +185,7 @@ def test_a_trial_waits_for_a_writer_of_the_same_places(url: str) -> None:
 def test_first_writers_wait_for_each_other(url: str) -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda number: _add(url, number), range(4)))
-    with Store(url) as store:
+    with HistoryStore(url) as store:
         assert len(store.runs()) == 40
 
 
@@ -196,17 +196,17 @@ def test_a_store_is_there_whole_or_not_at_all(url: str, monkeypatch: pytest.Monk
 
     # Between the tables and the row that names their schema.
     monkeypatch.setattr("degarble.harness.history.store.STORE_SCHEMA", Killed())
-    with pytest.raises(KeyboardInterrupt), Store(url, create=True):
+    with pytest.raises(KeyboardInterrupt), HistoryStore(url, create=True):
         pass
     monkeypatch.undo()
-    with Store(url, create=True) as store:
+    with HistoryStore(url, create=True) as store:
         assert store.add(run(0))
 
 
 def test_a_run_that_cannot_be_added_leaves_nothing(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Store(url, create=True) as store:
+    with HistoryStore(url, create=True) as store:
         store.add(run(0))
         broken = run(1)
         monkeypatch.setitem(broken.values["budgets"], "head", "no number")
@@ -219,19 +219,19 @@ def test_a_run_that_cannot_be_added_leaves_nothing(
 def test_a_file_that_is_no_store_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.sqlite"
     path.write_bytes(content)
-    with pytest.raises(UnreadableFile), Store(str(path)):
+    with pytest.raises(UnreadableFile), HistoryStore(str(path)):
         pass
     assert path.read_bytes() == content
 
 
 def test_a_store_of_another_schema_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "h.sqlite"
-    with Store(str(path), create=True) as store:
+    with HistoryStore(str(path), create=True) as store:
         store.add(run(0))
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE degarble_store SET value = '2'")
     connection.close()
-    with pytest.raises(UnreadableFile, match="schema"), Store(str(path)):
+    with pytest.raises(UnreadableFile, match="schema"), HistoryStore(str(path)):
         pass
 
 
@@ -252,7 +252,7 @@ def test_an_address_without_a_store_is_refused_without_its_password(
     address: str, kind: type[Refused], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(kind) as refusal, Store(address):
+    with pytest.raises(kind) as refusal, HistoryStore(address):
         pass
     assert "secret" not in str(refusal.value)
     assert list(tmp_path.iterdir()) == []
@@ -260,13 +260,13 @@ def test_an_address_without_a_store_is_refused_without_its_password(
 
 def test_a_folder_that_is_missing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnwritablePath):
-        Store(str(tmp_path / "no" / "h.sqlite"), create=True)
+        HistoryStore(str(tmp_path / "no" / "h.sqlite"), create=True)
 
 
 def test_numbers_keep_every_bit(url: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     values = {f"p{n}": float(v) for n, v in enumerate(rng.standard_normal(50) * 1e-300)}
     kept = run(0, values)
-    with Store(url, create=True) as store:
+    with HistoryStore(url, create=True) as store:
         store.add(kept)
         assert store.numbers(store.runs()[0])["budgets"] == values

@@ -14,7 +14,7 @@ from degarble.harness.museum.lines import lines_to
 from degarble.harness.museum.museum import CHOSEN, Extent, Museum, Task, chosen, run_museum, tasks
 from degarble.harness.museum.plants import Cause, Outcome, Place
 from degarble.harness.museum.repeats import Repeated
-from degarble.harness.report.plain import to_plain
+from degarble.harness.report.page import to_plain
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.museum.museum_stages import KEY, root
 

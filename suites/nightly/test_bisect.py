@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from degarble.harness.base.errors import InvalidArgument, Undecided
-from degarble.harness.history.store import Store
+from degarble.harness.history.store import HistoryStore
 from degarble.harness.nightly.bisect import Search, bisected
 from degarble.suites.history.history_cases import W2, run
 
@@ -100,7 +100,7 @@ def test_ends_that_measure_the_same_are_undecided(tmp_path: Path) -> None:
 def test_the_store_gives_the_two_commits(tmp_path: Path) -> None:
     search, commits = repository(tmp_path / "r", ["0.1"] * 3 + ["2"] * 2)
     url = str(tmp_path / "h.sqlite")
-    with Store(url, create=True) as store:
+    with HistoryStore(url, create=True) as store:
         for number in range(50):
             value = 2.0 if number >= 40 else 0.1
             commit = commits[4] if number >= 40 else commits[1]

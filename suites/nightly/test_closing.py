@@ -7,7 +7,7 @@ from datetime import date, timedelta
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.history.records import BUDGETS, MUSEUM, SPEED
-from degarble.harness.history.store import Store
+from degarble.harness.history.store import HistoryStore
 from degarble.harness.museum import museum as museum_run
 from degarble.harness.museum.museum import Museum
 from degarble.harness.museum.plants import Cause, Outcome, Place
@@ -64,7 +64,7 @@ def test_a_speed_that_fell_turns_the_night_red(tmp_path: Path) -> None:
     assert found.failures[0].component == f"speed.{KERNEL}"
     assert "in the night 2026-02-02" in found.sentence
     assert f"commits {31:040x}"[:20] in found.sentence
-    with Store(str(tmp_path / "history.sqlite")) as store:
+    with HistoryStore(str(tmp_path / "history.sqlite")) as store:
         assert len(store.runs()) == 34
         assert [each.verdict for each in store.runs()[-2:]] == [Verdict.AGREES, Verdict.DIFFERS]
     # It stays red until the speed is back for two nights, or the ledger knows it.
@@ -73,7 +73,7 @@ def test_a_speed_that_fell_turns_the_night_red(tmp_path: Path) -> None:
     (tmp_path / "known.yaml").write_text(SPEED_LEDGER)
     known = asked(tmp_path, 35, ledger=tmp_path / "known.yaml")
     assert closing.history(known, measured(0.7, 0.5)).failures == stays.failures
-    with Store(str(tmp_path / "history.sqlite")) as store:
+    with HistoryStore(str(tmp_path / "history.sqlite")) as store:
         assert [each.verdict for each in store.runs()[-2:]] == [Verdict.DIFFERS, Verdict.AGREES]
     once = closing.history(asked(tmp_path, 36), measured(0.9, 0.5))
     assert once.verdict is Verdict.DIFFERS

@@ -112,7 +112,7 @@ def test_another_compiler_of_kernels_is_told_and_begins_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = "nvidia-cutlass-dsl"
-    monkeypatch.setattr("degarble.harness.history.machine._version", lambda name: f"1 of {name}")
+    monkeypatch.setattr("degarble.harness.report.page._version", lambda name: f"1 of {name}")
     assert environment(asked(tmp_path), {}).facts[compiler] == f"1 of {compiler}"
     ran: list[str] = []
     Night(asked(tmp_path), steps(ran, first=GREEN)).run()

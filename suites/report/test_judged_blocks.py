@@ -5,11 +5,11 @@ import math
 import pytest
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
-from degarble.harness.report.judged_blocks import JudgedMap, Profile, Reading
+from degarble.harness.report.blocks import JudgedCell, JudgedMap, Profile
 
 
 def judged(steps: tuple[float, ...], rows: int = 1) -> JudgedMap:
-    readings = ((Reading(1.0),),) * rows
+    readings = ((JudgedCell(1.0),),) * rows
     return JudgedMap("map", "r", "c", ("0",), ("a",), readings, steps)
 
 

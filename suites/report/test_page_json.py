@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from degarble.harness.base.errors import UnreadableFile
-from degarble.harness.report.page_json import page_from_json, page_to_json
+from degarble.harness.report.page import page_from_json, page_to_json
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.reports.page_cases import HOSTILE, page_of
 

@@ -9,8 +9,7 @@ from hypothesis import given
 
 from degarble.harness.base.errors import UnreadableFile
 from degarble.harness.report.blocks import Block, Cell, Column, Details, Sentence, Table
-from degarble.harness.report.page import Page, Panel, PanelKind
-from degarble.harness.report.plain import from_plain, to_plain
+from degarble.harness.report.page import Page, Panel, PanelKind, from_plain, to_plain
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.reports.page_cases import blocks, page_of
 

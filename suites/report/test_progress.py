@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from degarble.harness.report.progress import Pace, Progress, duration, size
+from degarble.harness.report.progress import Progress, ProgressState, duration, size
 
 
 class _Clock:
@@ -81,7 +81,7 @@ def test_no_work_is_done_work() -> None:
 
 
 def test_threads_lose_nothing() -> None:
-    shown: list[Pace] = []
+    shown: list[ProgressState] = []
     progress = Progress("audit", 8000, shown.append)
 
     def advance() -> None:
@@ -97,7 +97,7 @@ def test_threads_lose_nothing() -> None:
     assert [pace.done for pace in shown] == list(range(1, 8001))
 
 
-PACE = Pace("audit", 412_300_000_000, 881_200_000_000, 300, 1.31e9, "layers.17")
+PACE = ProgressState("audit", 412_300_000_000, 881_200_000_000, 300, 1.31e9, "layers.17")
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ import json
 import pytest
 
 from degarble.harness.base.errors import ShapeMismatch
-from degarble.harness.report.plain import from_plain, to_plain
-from degarble.harness.report.replay_panel import (
-    Along,
+from degarble.harness.report.page import from_plain, to_plain
+from degarble.harness.report.replay_record import (
+    AxisProfile,
     Histogram,
     JudgedOutput,
+    PromptTexts,
     ReplayRecord,
-    Said,
     worst_first,
 )
 from degarble.harness.report.verdict import Verdict
@@ -26,7 +26,9 @@ def test_a_record_survives_its_file() -> None:
 
 def test_where_texts_part_is_found() -> None:
     def said(*texts: str) -> int | None:
-        return Said("p", tuple((str(n), tuple(t.split())) for n, t in enumerate(texts))).parting
+        return PromptTexts(
+            "p", tuple((str(n), tuple(t.split())) for n, t in enumerate(texts))
+        ).parting
 
     assert said("a b c", "a b c") is None
     assert said("a b c", "a x c") == 1
@@ -61,6 +63,6 @@ def test_sites_and_columns_are_named() -> None:
 
 def test_labels_and_values_have_one_number() -> None:
     with pytest.raises(ShapeMismatch, match="labels of head = 1: expected 2"):
-        Along("head", ("0",), (0.1, 0.2))
+        AxisProfile("head", ("0",), (0.1, 0.2))
     with pytest.raises(ShapeMismatch, match="labels of histogram"):
         Histogram("ulps", ("0", "1"), (3,))

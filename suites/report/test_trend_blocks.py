@@ -3,7 +3,7 @@
 import pytest
 
 from degarble.harness.base.errors import ShapeMismatch
-from degarble.harness.report.trend_blocks import Trend, Trends
+from degarble.harness.report.blocks import Trend, Trends
 
 
 def test_a_move_outside_of_the_nights_is_refused() -> None:

@@ -11,36 +11,35 @@ from degarble.harness.report.blocks import (
     Bars,
     Block,
     Catalogue,
+    CatalogueEntry,
     Code,
     Column,
     ColumnKind,
     Details,
-    Entry,
     Fact,
     Facts,
     Figure,
+    Files,
     HeatMap,
     HeatScale,
+    JudgedCell,
+    JudgedMap,
     Look,
     Looks,
     Mark,
+    Profile,
     Sentence,
     Tab,
     Table,
     Tabs,
     Tone,
     ToneMap,
-)
-from degarble.harness.report.judged_blocks import (
-    Files,
-    JudgedMap,
-    Profile,
-    Reading,
-    Voice,
+    Trend,
+    Trends,
     Voices,
+    VoiceText,
 )
-from degarble.harness.report.page import Finding, Page, Panel, PanelKind, Provenance, Subject
-from degarble.harness.report.trend_blocks import Trend, Trends
+from degarble.harness.report.page import Page, PageFinding, Panel, PanelKind, Provenance, Subject
 from degarble.harness.report.verdict import Origin, Verdict
 
 # Each would do harm where text is taken for markup, script, terminal codes or a template.
@@ -79,10 +78,10 @@ def every_block(text: str) -> tuple[Block, ...]:
             text,
             (Column(text, ColumnKind.TONE), Column(text), Column(text, ColumnKind.CODE)),
             (
-                Entry(
+                CatalogueEntry(
                     ("warning", text, text), (Sentence(text), Facts((Fact(text, text),))), "fold"
                 ),
-                Entry(("good", None, text)),
+                CatalogueEntry(("good", None, text)),
             ),
             2,
         ),
@@ -128,8 +127,8 @@ def judged_blocks(text: str) -> tuple[Block, ...]:
         (text, "b"),
         (text, "c", "d"),
         (
-            (Reading(0.5, anchor="look-1"), None, Reading(None, Tone.WARNING, "", text)),
-            (Reading(math.inf, Tone.BAD, "look-1", text), Reading(math.nan), Reading(2.0)),
+            (JudgedCell(0.5, anchor="look-1"), None, JudgedCell(None, Tone.WARNING, "", text)),
+            (JudgedCell(math.inf, Tone.BAD, "look-1", text), JudgedCell(math.nan), JudgedCell(2.0)),
         ),
         (0.5, 1.0, 10.0),
         text,
@@ -140,8 +139,8 @@ def judged_blocks(text: str) -> tuple[Block, ...]:
         Trends(text, text, "b", text, (trend(text), Trend("b", ((0.0, 0.0), None), None, None))),
         Profile(text, (text, "b", "c"), (0.5, None, math.inf), text, 1.0),
         Profile(text, tuple(map(str, range(20))), (math.nan, *[0.0] * 18, 7.0), logarithmic=True),
-        Voices(text, (Voice(text, (text, "a", text)), Voice("b", (text, text, text))), 1),
-        Voices(text, (Voice(text, ()),)),
+        Voices(text, (VoiceText(text, (text, "a", text)), VoiceText("b", (text, text, text))), 1),
+        Voices(text, (VoiceText(text, ()),)),
         Files(text, (("a-page-cosines.csv", text),)),
         Looks(
             text, (Look("look-1", text, (Sentence(text),), True), Look("look-2", text, ())), "views"
@@ -157,7 +156,10 @@ def page_of(text: str, verdict: Verdict = Verdict.DIFFERS) -> Page:
         Provenance(text, text, text, ((text, text),)),
         verdict,
         text,
-        (Finding(text, text, origin, text, text), Finding(text, "", Origin(None, text, text))),
+        (
+            PageFinding(text, text, origin, text, text),
+            PageFinding(text, "", Origin(None, text, text)),
+        ),
         (
             Panel(PanelKind.REPLAY, text, Verdict.UNDECIDED, (Sentence(text),)),
             Panel(PanelKind.AUDIT, text, verdict, every_block(text)),

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 
 from degarble.harness.report.page import Page, Provenance, Subject
-from degarble.harness.report.replay_panel import (
-    Along,
+from degarble.harness.report.replay_record import (
+    AxisProfile,
     CloseLook,
     Histogram,
     JudgedOutput,
-    PlaceJudged,
+    JudgedPlace,
+    PromptTexts,
     ReplayRecord,
-    Said,
     TextRecord,
     WorstElement,
 )
@@ -27,10 +27,10 @@ def look(text: str) -> CloseLook:
     """Everything that a click may unfold."""
     return CloseLook(
         WorstElement(text, "0x3f80", "0xbf80", 1.0, -1.0, 32513),
-        (PlaceJudged(text, text, 2.0, 1.0, 2.0), PlaceJudged("row", "7", 0.5, 1.0, 0.5)),
+        (JudgedPlace(text, text, 2.0, 1.0, 2.0), JudgedPlace("row", "7", 0.5, 1.0, 0.5)),
         (
-            Along("position", tuple(map(str, range(40))), (0.0,) * 39 + (1.5,)),
-            Along(text, (text, "b"), (0.25, None)),
+            AxisProfile("position", tuple(map(str, range(40))), (0.0,) * 39 + (1.5,)),
+            AxisProfile(text, (text, "b"), (0.25, None)),
         ),
         Histogram("ulps", ("0", "1", "> 1"), (900, 12, 3)),
         (text, "K = 96 additions"),
@@ -73,8 +73,8 @@ def texts(text: str = "plain") -> TextRecord:
     same = (text, " is", " blue")
     return TextRecord(
         (
-            Said(text, (("Twin", same), ("Candidate", same))),
-            Said(text, (("Twin", same), ("Candidate", (text, " was", " blue", text)))),
+            PromptTexts(text, (("Twin", same), ("Candidate", same))),
+            PromptTexts(text, (("Twin", same), ("Candidate", (text, " was", " blue", text)))),
         ),
         (text,),
     )

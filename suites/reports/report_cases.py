@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from degarble.harness.report.blocks import Column, ColumnKind, Sentence, Table, Tone
-from degarble.harness.report.page import (
-    Finding,
-    Page,
-    Panel,
-    PanelKind,
-    Provenance,
-    Subject,
-)
+from degarble.harness.report.page import Page, PageFinding, Panel, PanelKind, Provenance, Subject
 from degarble.harness.report.verdict import Origin, Verdict
 
 ORIGIN = Origin(
@@ -30,7 +23,11 @@ PAGE = Page(
     Provenance("2026-01-02 03:04 UTC", "degarble check x", "CPU: a processor, 2 cores", ()),
     Verdict.DIFFERS,
     "Layer 23 differs in one expert.",
-    (Finding("The nibbles are swapped", "Swap them back.", ORIGIN, "degarble check y", "Rare."),),
+    (
+        PageFinding(
+            "The nibbles are swapped", "Swap them back.", ORIGIN, "degarble check y", "Rare."
+        ),
+    ),
     (
         Panel(PanelKind.TEXT, "not shown"),
         Panel(

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from degarble.harness.base.errors import ShapeMismatch
-from degarble.harness.report.blocks import Catalogue, Column, ColumnKind, Entry, Sentence
+from degarble.harness.report.blocks import Catalogue, CatalogueEntry, Column, ColumnKind, Sentence
 from degarble.reports.blocks_html import block_element
 from degarble.suites.reports.test_markup import Reader
 
@@ -15,7 +15,10 @@ COLUMNS = (
 BLOCK = Catalogue(
     "Findings",
     COLUMNS,
-    (Entry(("bad", 3, "w1"), (Sentence("because"),), "finding-0"), Entry(("note", None, "w2"))),
+    (
+        CatalogueEntry(("bad", 3, "w1"), (Sentence("because"),), "finding-0"),
+        CatalogueEntry(("note", None, "w2")),
+    ),
     choices=1,
 )
 
@@ -43,4 +46,4 @@ def test_the_script_is_told_what_to_offer() -> None:
 
 def test_a_ragged_entry_is_refused() -> None:
     with pytest.raises(ShapeMismatch, match="entry 0 of catalogue 'Findings'"):
-        Catalogue("Findings", COLUMNS, (Entry(("bad", 3)),))
+        Catalogue("Findings", COLUMNS, (CatalogueEntry(("bad", 3)),))

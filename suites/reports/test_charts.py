@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 
-from degarble.harness.report.replay_panel import ReplayRecord
+from degarble.harness.report.replay_record import ReplayRecord
 from degarble.harness.report.verdict import Verdict
-from degarble.reports.charts import run_chart
+from degarble.reports.replay_panel import run_chart
 from degarble.suites.reports.replay_cases import replay
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from degarble.harness.report.blocks import HeatMap, HeatScale
-from degarble.reports.heat_map_html import heat_map_element, shade
+from degarble.reports.maps_html import heat_map_element, shade
 from degarble.suites.reports.test_markup import Reader
 
 

@@ -2,16 +2,16 @@ from __future__ import annotations
 
 import math
 
-from degarble.harness.report.judged_blocks import (
+from degarble.harness.report.blocks import (
     Files,
+    JudgedCell,
     JudgedMap,
     Profile,
-    Reading,
-    Voice,
+    Tone,
     Voices,
+    VoiceText,
 )
-from degarble.harness.report.severity import Tone
-from degarble.reports.judged_html import (
+from degarble.reports.maps_html import (
     files_element,
     judged_map_element,
     profile_element,
@@ -22,7 +22,7 @@ LEGEND = ((Tone.BAD, "differs"), (Tone.WARNING, "undecided"))
 
 
 def judged(
-    *readings: Reading | None, steps: tuple[float, ...] = (0.7, 1.0), near_one: bool = False
+    *readings: JudgedCell | None, steps: tuple[float, ...] = (0.7, 1.0), near_one: bool = False
 ) -> str:
     columns = tuple(str(at) for at in range(len(readings)))
     block = JudgedMap(
@@ -32,7 +32,7 @@ def judged(
 
 
 def test_a_cell_has_its_number_its_sign_and_its_words() -> None:
-    markup = judged(Reading(17210.0, Tone.BAD, "look-3"), Reading(0.5), None)
+    markup = judged(JudgedCell(17210.0, Tone.BAD, "look-3"), JudgedCell(0.5), None)
     assert '<td class="h2 is-bad"><a href="#look-3">' in markup
     assert '<span class="sign" aria-hidden="true">×</span><span>17,210</span>' in markup
     assert '<span class="quiet">, differs</span>' in markup
@@ -41,7 +41,7 @@ def test_a_cell_has_its_number_its_sign_and_its_words() -> None:
 
 
 def test_nothing_is_claimed_without_a_number() -> None:
-    markup = judged(Reading(None, Tone.WARNING, "", "no <b>budget</b>"), Reading(math.nan))
+    markup = judged(JudgedCell(None, Tone.WARNING, "", "no <b>budget</b>"), JudgedCell(math.nan))
     assert 'class="unsaid is-warning" title="wq, layer 0: –; no &lt;b&gt;budget' in markup
     assert '<td class="unsaid"><span>–</span></td>' in markup
 
@@ -49,13 +49,13 @@ def test_nothing_is_claimed_without_a_number() -> None:
 def test_a_cosine_that_is_not_1_never_looks_like_1() -> None:
     steps = (1 - 1e-6, 0.99)
     values = (1.0, 1 - 1e-7, 0.99996, 0.5, 1 - 1e-14, -1.0)
-    markup = judged(*map(Reading, values), steps=steps, near_one=True)
+    markup = judged(*map(JudgedCell, values), steps=steps, near_one=True)
     for text in ("1</span>", "1 - 1e-07", "0.999960", "0.5000", "1 - 1e-14", ">-1</span>"):
         assert text in markup
 
 
 def test_many_columns_keep_their_numbers_for_who_cannot_see_shades() -> None:
-    markup = judged(*(Reading(float(at)) for at in range(61)))
+    markup = judged(*(JudgedCell(float(at)) for at in range(61)))
     assert "dense" in markup
     assert '<span class="quiet">60.0</span>' in markup
     assert 'title="wq, layer 60: 60.0 budgets"' in markup
@@ -81,7 +81,7 @@ def test_numbers_that_are_none_are_drawn_to_the_top() -> None:
 
 
 def test_texts_part_where_they_do_and_meet_again() -> None:
-    voices = (Voice("Twin", ("a", " b", " c", " d")), Voice("Candidate", ("a", " x", " c")))
+    voices = (VoiceText("Twin", ("a", " b", " c", " d")), VoiceText("Candidate", ("a", " x", " c")))
     markup = str(voices_element(Voices("<p>", voices, 1)))
     assert "&lt;p&gt;" in markup
     assert '<p class="said">a<span class="quiet"> (from here they part:) </span>' in markup
@@ -89,7 +89,7 @@ def test_texts_part_where_they_do_and_meet_again() -> None:
     assert '<span class="apart"> x</span> c</p>' in markup
     same = str(voices_element(Voices("p", voices[:1] * 2)))
     assert "apart" not in same
-    assert "nothing" in str(voices_element(Voices("p", (Voice("Twin", ()),))))
+    assert "nothing" in str(voices_element(Voices("p", (VoiceText("Twin", ()),))))
 
 
 def test_files_are_links_beside_the_page_only() -> None:

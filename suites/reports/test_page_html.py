@@ -10,8 +10,7 @@ import pytest
 from degarble.harness.report.blocks import HeatMap, HeatScale
 from degarble.harness.report.page import Page, Panel, PanelKind
 from degarble.harness.report.verdict import Verdict
-from degarble.reports.icons import sprite
-from degarble.reports.page_html import SIZE_LIMIT, page_html
+from degarble.reports.page_html import SIZE_LIMIT, page_html, sprite
 from degarble.suites.reports.page_cases import HOSTILE, page_of
 from degarble.suites.reports.report_cases import PAGE
 from degarble.suites.reports.test_markup import Reader

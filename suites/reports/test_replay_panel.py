@@ -6,11 +6,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from degarble.harness.report.blocks import BLOCKS, Details, Look, Looks, Tabs
-from degarble.harness.report.judged_blocks import JudgedMap, Reading, Voices
-from degarble.harness.report.page_json import page_from_json, page_to_json
-from degarble.harness.report.replay_panel import ReplayRecord, TextRecord
-from degarble.harness.report.severity import Tone
+from degarble.harness.report.blocks import (
+    BLOCKS,
+    Details,
+    JudgedCell,
+    JudgedMap,
+    Look,
+    Looks,
+    Tabs,
+    Tone,
+    Voices,
+)
+from degarble.harness.report.page import page_from_json, page_to_json
+from degarble.harness.report.replay_record import ReplayRecord, TextRecord
 from degarble.harness.report.verdict import Verdict
 from degarble.reports.page_html import SIZE_LIMIT, page_html
 from degarble.reports.replay_panel import replay_panel, text_panel
@@ -30,7 +38,7 @@ def maps(panel: Panel) -> dict[str, JudgedMap]:
     return found  # type: ignore[return-value]
 
 
-def cell(judged: JudgedMap, role: str, layer: str) -> Reading | None:
+def cell(judged: JudgedMap, role: str, layer: str) -> JudgedCell | None:
     return judged.readings[judged.row_labels.index(role)][judged.column_labels.index(layer)]
 
 
@@ -55,7 +63,7 @@ def test_layers_and_components_are_a_map_of_budgets_and_three_of_cosines() -> No
     assert (sick.value, sick.tone) == (17210.0, Tone.BAD)
     assert cell(budget, "attn.wq_a", "0") is None  # it is not in that layer
     open_one = cell(budget, "attn.norm", "0")
-    assert open_one == Reading(None, Tone.WARNING, open_one.anchor if open_one else "", "plain")
+    assert open_one == JudgedCell(None, Tone.WARNING, open_one.anchor if open_one else "", "plain")
     twin = cell(found["Cosine: candidate and twin"], "ffn.experts.w2", "2")
     assert twin is not None
     assert twin.value == 0.5

@@ -4,7 +4,7 @@ import pytest
 
 from degarble.harness.base.errors import ShapeMismatch
 from degarble.harness.report.blocks import Mark, Tone, ToneMap
-from degarble.reports.tone_map_html import tone_map_element
+from degarble.reports.maps_html import tone_map_element
 from degarble.suites.reports.test_markup import Reader
 
 MAP = ToneMap(

@@ -2,10 +2,9 @@
 
 import math
 
-from degarble.harness.report.severity import Tone
-from degarble.harness.report.trend_blocks import Trend, Trends
+from degarble.harness.report.blocks import Tone, Trend, Trends
+from degarble.reports.maps_html import trends_element
 from degarble.reports.page_text import sparks
-from degarble.reports.trends_html import trends_element
 
 MOVED = Trend(
     "layers.3.ffn.experts.w2",

@@ -64,7 +64,7 @@ def audit(options: AuditOptions, terminal: Terminal) -> int:
     from degarble.harness.commands.audit.page import audit_page  # noqa: PLC0415
     from degarble.harness.commands.audit.text import audit_text  # noqa: PLC0415
     from degarble.harness.commands.report_folder import write_page  # noqa: PLC0415
-    from degarble.harness.history.machine import provenance  # noqa: PLC0415
+    from degarble.harness.report.page import provenance  # noqa: PLC0415
 
     wanted = run.Wanted(options.checkpoint, options.only is None, options.loader, options.against)
     with spread(terminal) as workers:

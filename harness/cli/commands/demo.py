@@ -15,7 +15,7 @@ from degarble.harness.report.number_text import visible
 if TYPE_CHECKING:
     from degarble.harness.museum.demo import Story
     from degarble.harness.report.page import Page
-    from degarble.harness.report.replay_panel import ReplayRecord
+    from degarble.harness.report.replay_record import ReplayRecord
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ def demo(options: DemoOptions, terminal: Terminal) -> int:
     """
     # Imports torch, which --help and --version do without.
     from degarble.harness.commands.check.page import page_of, replay_record, write_check_page  # noqa: PLC0415
-    from degarble.harness.history.machine import provenance  # noqa: PLC0415
     from degarble.harness.museum.demo import demo_fault, tell_story  # noqa: PLC0415
     from degarble.harness.museum.demo_page import demo_telling  # noqa: PLC0415
+    from degarble.harness.report.page import provenance  # noqa: PLC0415
     from degarble.reports.page_text import page_text  # noqa: PLC0415
 
     fault = demo_fault(options.fault)

@@ -275,8 +275,7 @@ def _report(options: CheckOptions, opened: Any, checked: Any, looker: Any) -> st
     from degarble.harness.commands.check.document import as_page, junit, sentence_of  # noqa: PLC0415
     from degarble.harness.commands.check.page import write_check_page  # noqa: PLC0415  as above
     from degarble.harness.commands.check.texts import texts_of  # noqa: PLC0415  as above
-    from degarble.harness.history.machine import provenance  # noqa: PLC0415  as above
-    from degarble.harness.report.page import Subject  # noqa: PLC0415  as above
+    from degarble.harness.report.page import Subject, provenance  # noqa: PLC0415  as above
 
     assert options.report is not None, "called only with one"
     names = [options.capture, options.reference]
@@ -306,7 +305,7 @@ def compare(options: CompareOptions, terminal: Terminal) -> int:
     document = run.compared_document(found)
     if options.report is not None:
         from degarble.harness.commands.report_folder import write_page  # noqa: PLC0415  as above
-        from degarble.harness.history.machine import provenance  # noqa: PLC0415  as above
+        from degarble.harness.report.page import provenance  # noqa: PLC0415  as above
 
         names = " ".join(each.resolve().name for each in (options.first, options.second))
         page = run.compared_page(found, provenance(f"degarble compare {names}"))

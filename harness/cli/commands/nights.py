@@ -159,16 +159,19 @@ def add(app: typer.Typer) -> None:
 
 def add_run(options: AddOptions, terminal: Terminal) -> int:
     """Add the result of a check to the store; adding it twice changes nothing."""
-    from degarble.harness.history.documents import read_check, values_of  # noqa: PLC0415  numpy
-    from degarble.harness.history.machine import machine  # noqa: PLC0415  as above
-    from degarble.harness.history.records import Run  # noqa: PLC0415  as above
-    from degarble.harness.history.store import Store as Opened  # noqa: PLC0415  as above
+    from degarble.harness.history.records import (  # noqa: PLC0415  numpy
+        HistoryRun,
+        read_check,
+        values_of,
+    )
+    from degarble.harness.history.store import HistoryStore as Opened  # noqa: PLC0415  as above
+    from degarble.harness.report.page import machine  # noqa: PLC0415  as above
     from degarble.harness.report.verdict import Verdict  # noqa: PLC0415  as above
 
     document = read_check(options.file)
     now = datetime.now(UTC)
     facts = {name: str(value) for name, value in dict(document.get("facts") or {}).items()}
-    run = Run(
+    run = HistoryRun(
         subject=options.subject or str(document.get("checkpoint") or options.file.stem),
         night=options.night or str(now.date()),
         machine=options.machine or machine(),
@@ -243,7 +246,7 @@ def export(options: ExportOptions, terminal: Terminal) -> int:
             f"Write to {options.file.with_suffix('.parquet').name}.",
         )
     values.writable("FILE.parquet", options.file)
-    from degarble.harness.history.parquet import write_parquet  # noqa: PLC0415  numpy
+    from degarble.harness.history.store import write_parquet  # noqa: PLC0415  numpy
     from degarble.harness.report.verdict import Verdict  # noqa: PLC0415  as above
 
     with _opened(options.store) as store:
@@ -279,7 +282,7 @@ def bisect(options: BisectOptions, terminal: Terminal) -> int:
 def _opened(url: str) -> Iterator[Any]:
     """Open a store to read it; rows that were skipped are named, also where a question fails."""
     from degarble.harness.history.query import skipped_lines  # noqa: PLC0415  numpy
-    from degarble.harness.history.store import Store as Opened  # noqa: PLC0415  as above
+    from degarble.harness.history.store import HistoryStore as Opened  # noqa: PLC0415  as above
 
     with Opened(url) as store:
         try:
@@ -306,6 +309,6 @@ def _answer(
 
 
 def _question(options: TrendOptions | ChangeOptions) -> Any:
-    from degarble.harness.history.query import Question  # noqa: PLC0415  numpy
+    from degarble.harness.history.query import HistoryQuery  # noqa: PLC0415  numpy
 
-    return Question(options.component, options.subject, options.machine, options.measure)
+    return HistoryQuery(options.component, options.subject, options.machine, options.measure)

@@ -15,9 +15,9 @@ from degarble.harness.commands.audit.kinds import KINDS, kind_of
 from degarble.harness.commands.audit.weights import loader_blocks, weight_blocks
 from degarble.harness.report.blocks import (
     Catalogue,
+    CatalogueEntry,
     Column,
     ColumnKind,
-    Entry,
     Fact,
     Facts,
     Mark,
@@ -27,8 +27,7 @@ from degarble.harness.report.blocks import (
     ToneMap,
 )
 from degarble.harness.report.number_text import number
-from degarble.harness.report.page import Finding as PageFinding
-from degarble.harness.report.page import Page, Panel, PanelKind
+from degarble.harness.report.page import Page, PageFinding, Panel, PanelKind
 from degarble.harness.report.page import Subject as PageSubject
 from degarble.harness.report.progress import size
 
@@ -160,7 +159,7 @@ def _findings(audit: Audit) -> list[Block]:
     if not audit.findings:
         return [Sentence("No rule is broken.", Tone.GOOD)]
     entries = tuple(
-        Entry(
+        CatalogueEntry(
             (
                 str(TONES[each.level]),
                 kind_of(each),

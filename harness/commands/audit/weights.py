@@ -24,10 +24,10 @@ from degarble.harness.commands.audit.kinds import kind_of_name
 from degarble.harness.commands.audit.roles import NOT_PACKED, order_told, roles_of
 from degarble.harness.report.blocks import (
     Catalogue,
+    CatalogueEntry,
     Column,
     ColumnKind,
     Details,
-    Entry,
     Fact,
     Facts,
     Sentence,
@@ -178,7 +178,7 @@ def _beside(audit: Audit) -> tuple[AgainstTable, dict[str, int]] | None:
     return table, {pair.unit.name: index for index, pair in enumerate(table.pairs)}
 
 
-def _entry(one: _Row, tone: Tone) -> Entry:
+def _entry(one: _Row, tone: Tone) -> CatalogueEntry:
     unit = one.unit
     cells = (
         str(tone),
@@ -190,7 +190,7 @@ def _entry(one: _Row, tone: Tone) -> Entry:
         unit.name,
     )
     facts = (*one.facts(), *one.facts_of_scales(), *one.facts_of_blocks(), *one.facts_beside())
-    return Entry(cells, (Facts(facts),), f"weight-{one.row}")
+    return CatalogueEntry(cells, (Facts(facts),), f"weight-{one.row}")
 
 
 def _or_none(value: float) -> float | None:

@@ -18,7 +18,7 @@ from degarble.harness.commands.check.compare_tokens import beside_by_tokens, tok
 from degarble.harness.engine.localise.judged_run import Sums
 from degarble.harness.engine.localise.output_forms import equal_elements
 from degarble.harness.report.number_text import number
-from degarble.harness.report.page import Finding, Page, Subject
+from degarble.harness.report.page import Page, PageFinding, Subject
 from degarble.harness.report.verdict import Origin, Verdict
 
 if TYPE_CHECKING:
@@ -403,7 +403,9 @@ def compared_page(compared: Compared, provenance: Provenance) -> Page:
         else "Judge both runs with degarble check: it says which of them is wrong, and why."
     )
     findings = tuple(
-        Finding(f"{line.component} returns other values for equal inputs", remedy, _origin(line))
+        PageFinding(
+            f"{line.component} returns other values for equal inputs", remedy, _origin(line)
+        )
         for line in compared.origins[:_SHOWN]
     )
     subject = Subject("comparison", "Two captures", key)

@@ -22,11 +22,11 @@ from degarble.harness.engine.compare.definition import values_of_any
 from degarble.harness.engine.localise.output_forms import aligned, wrong_forms
 from degarble.harness.formats.arrays import FORMAT_OF_DTYPE, codes_of
 from degarble.harness.formats.ulps import value_ulp_distance
-from degarble.harness.report.replay_panel import (
-    Along,
+from degarble.harness.report.replay_record import (
+    AxisProfile,
     CloseLook,
     Histogram,
-    PlaceJudged,
+    JudgedPlace,
     WorstElement,
 )
 
@@ -60,7 +60,7 @@ class _Sums:
             self.dd[label] += d
             self.tt[label] += t
 
-    def along(self, name: str) -> Along | None:
+    def along(self, name: str) -> AxisProfile | None:
         """Return relative differences in the order of labels; None with fewer than two labels."""
         labels = sorted(self.dd)
         if len(labels) < 2:
@@ -69,7 +69,7 @@ class _Sums:
         groups = [labels[at : at + size] for at in range(0, len(labels), size)]
         names = [str(g[0]) if len(g) == 1 else f"{g[0]}-{g[-1]}" for g in groups]
         values = [_relative(sum(self.dd[k] for k in g), sum(self.tt[k] for k in g)) for g in groups]
-        return Along(name, tuple(names), tuple(values))
+        return AxisProfile(name, tuple(names), tuple(values))
 
 
 def _relative(dd: float, tt: float) -> float | None:
@@ -228,16 +228,16 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _places(judged: Judged | None) -> tuple[PlaceJudged, ...]:
+def _places(judged: Judged | None) -> tuple[JudgedPlace, ...]:
     if judged is None:
         return ()
     return tuple(
-        PlaceJudged(f.level, ", ".join(map(str, f.place)), f.measured, f.allowed, f.ratio)
+        JudgedPlace(f.level, ", ".join(map(str, f.place)), f.measured, f.allowed, f.ratio)
         for f in judged.findings[:_LEVELS]
     )
 
 
-def _tiles(judged: Judged | None) -> Along | None:
+def _tiles(judged: Judged | None) -> AxisProfile | None:
     """Return the error map by tiles of the worst call; None for a single tile."""
     if judged is None or judged.comparison is None:
         return None
@@ -247,7 +247,7 @@ def _tiles(judged: Judged | None) -> Along | None:
     tall, wide = judged.comparison.places.tile
     at = [(r, c) for r in range(found.rr.shape[0]) for c in range(found.rr.shape[1])][:_MOST]
     labels = tuple(f"{r * tall}, {c * wide}" for r, c in at)
-    return Along(
+    return AxisProfile(
         "tile (its first row and column)",
         labels,
         tuple(_relative(*_both(found, each)) for each in at),

@@ -1,6 +1,6 @@
 """The panels of a check on its checkpoint's HTML page, and the tables written with it.
 
-The results of localising and diagnosing become the records of harness.report.replay_panel. If the
+The results of localising and diagnosing become the records of harness.report.replay_record. If the
 page is too large to be mailed, statistics of outputs are left out. The page is that of the
 checkpoint, under its manifest hash; panels of earlier runs stay.
 """
@@ -17,9 +17,8 @@ from degarble.harness.commands.report_folder import with_earlier_panels, write_p
 from degarble.harness.engine.localise.judged_run import PAIRS
 from degarble.harness.report.files import usable_folder, write_text
 from degarble.harness.report.number_text import share
-from degarble.harness.report.page import Finding, Page, Subject
-from degarble.harness.report.plain import to_plain
-from degarble.harness.report.replay_panel import JudgedOutput, ReplayRecord
+from degarble.harness.report.page import Page, PageFinding, Subject, to_plain
+from degarble.harness.report.replay_record import JudgedOutput, ReplayRecord
 from degarble.harness.report.verdict import SCHEMA, Origin, Verdict
 from degarble.reports.page_html import SIZE_LIMIT, page_html
 from degarble.reports.replay_panel import LOOKS, replay_panel, text_panel
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from degarble.harness.engine.localise.localise import Localised
     from degarble.harness.model.recipes import Recipe
     from degarble.harness.report.page import Provenance
-    from degarble.harness.report.replay_panel import TextRecord
+    from degarble.harness.report.replay_record import TextRecord
 
 UNNAMED = "No known fault explains this"
 _FIRST = 5  # findings on the first screen
@@ -203,7 +202,7 @@ def origin_of(found: Found) -> Origin:
     )
 
 
-def _finding(found: Found) -> Finding:
+def _finding(found: Found) -> PageFinding:
     told = found.diagnosed
     notes = []
     if told is not None and told.named and told.named[0].alternatives:
@@ -217,7 +216,7 @@ def _finding(found: Found) -> Finding:
     command = found.reproduction
     if command.endswith(".py"):
         command = f"python {shlex.quote(command)}"
-    return Finding(found.cause, found.remedy, origin, command, " ".join(notes))
+    return PageFinding(found.cause, found.remedy, origin, command, " ".join(notes))
 
 
 def captured_facts(facts: Mapping[str, Any], recipe: Recipe) -> tuple[tuple[str, str], ...]:

@@ -14,7 +14,7 @@ from degarble.harness.base.errors import DegarbleError
 from degarble.harness.capture.files.records import Phase
 from degarble.harness.chat.tokenizer import Growing, Tokenizer
 from degarble.harness.inference.generation import Generation, Limits, Speech
-from degarble.harness.report.replay_panel import Said, TextRecord
+from degarble.harness.report.replay_record import PromptTexts, TextRecord
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,7 +74,9 @@ def _stated(raw: Any) -> tuple[list[int], list[int]] | None:
     return list(sides[0] or []), list(sides[1] or [])
 
 
-def _said(pair: tuple[list[int], list[int]], model: OpenModel, tokenizer: Tokenizer | None) -> Said:
+def _said(
+    pair: tuple[list[int], list[int]], model: OpenModel, tokenizer: Tokenizer | None
+) -> PromptTexts:
     prompt, new = pair
     voices = [("Candidate", pieces(new, tokenizer))]
     if model.streamed is None and prompt and new:
@@ -85,7 +87,7 @@ def _said(pair: tuple[list[int], list[int]], model: OpenModel, tokenizer: Tokeni
             voices.insert(0, ("Twin", pieces(speech.ids, tokenizer)))
         except (DegarbleError, RuntimeError, ValueError, IndexError):
             pass  # ids that the model cannot take: the candidate's words stand alone
-    return Said("".join(pieces(prompt, tokenizer)), tuple(voices))
+    return PromptTexts("".join(pieces(prompt, tokenizer)), tuple(voices))
 
 
 def pieces(ids: Sequence[int], tokenizer: Tokenizer | None) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from degarble.harness.cli.commands import demo as command
-from degarble.harness.report.page_json import page_from_json
+from degarble.harness.report.page import page_from_json
 from degarble.suites.commands.calls import call
 from degarble.suites.museum.demo_cases import whole_story
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from degarble.harness.history.store import Store
+from degarble.harness.history.store import HistoryStore
 from degarble.suites.commands.calls import call
 from degarble.suites.history.history_cases import W2, history, night
 
@@ -24,7 +24,7 @@ CHECK = {
 def store(tmp_path: Path, seed: int) -> str:
     """A store of 48 nights in which one component moved in the 45th."""
     url = str(tmp_path / "h.sqlite")
-    with Store(url, create=True) as opened:
+    with HistoryStore(url, create=True) as opened:
         for each in history(48, 45, seed):
             opened.add(each)
     return url

@@ -8,7 +8,7 @@ import pytest
 
 from degarble.harness.commands.audit.audit import Wanted, audit
 from degarble.harness.commands.audit.page import audit_page
-from degarble.harness.history.machine import provenance
+from degarble.harness.report.page import provenance
 from degarble.reports.page_html import page_html
 from degarble.suites.commands.audit.audit_cases import sick_checkpoint
 from degarble.suites.reports.test_page_browser import CONTRAST, TOO_WIDE

@@ -9,9 +9,8 @@ import pytest
 from degarble.harness.checkpoint.audit.rules.findings import RULES, Findings, Place
 from degarble.harness.commands.audit.audit import Wanted, audit
 from degarble.harness.commands.audit.page import MOST_COLUMNS, SHOWN, audit_page
-from degarble.harness.history.machine import provenance
 from degarble.harness.report.blocks import Catalogue, Sentence, Tone, ToneMap
-from degarble.harness.report.page_json import page_from_json, page_to_json
+from degarble.harness.report.page import page_from_json, page_to_json, provenance
 from degarble.reports.page_html import SIZE_LIMIT, page_html
 from degarble.suites.commands.audit.audit_cases import sick_checkpoint
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.report.replay_panel import Along, CloseLook
+    from degarble.harness.report.replay_record import AxisProfile, CloseLook
 
 CONFIG = small_v4()
 
@@ -59,7 +59,7 @@ def _judged(pair: Pair) -> Judged:
     return Judged("out", found.verdict, found.findings, reasons=lambda: Reasons.of(found))
 
 
-def along(look: CloseLook, name: str) -> Along:
+def along(look: CloseLook, name: str) -> AxisProfile:
     return next(each for each in look.along if each.name == name)
 
 

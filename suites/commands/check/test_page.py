@@ -20,10 +20,8 @@ from degarble.harness.commands.check.page import (
 from degarble.harness.commands.report_folder import write_page
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.model.recipes import recipe_named
-from degarble.harness.report.page import Page, Panel, PanelKind
-from degarble.harness.report.page_json import page_from_json
-from degarble.harness.report.plain import from_plain
-from degarble.harness.report.replay_panel import ReplayRecord
+from degarble.harness.report.page import Page, Panel, PanelKind, from_plain, page_from_json
+from degarble.harness.report.replay_record import ReplayRecord
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.capture.files.capture_cases import old_capture
 from degarble.suites.museum.demo_cases import PROVENANCE, story_telling, whole_story

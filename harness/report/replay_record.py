@@ -20,7 +20,7 @@ PAIRS = ("candidate and twin", "candidate and BF16", "twin and BF16")
 
 
 @dataclass(frozen=True)
-class PlaceJudged:
+class JudgedPlace:
     """Worst place of one level (element, row, tile, head, ...), in one unit with its bound."""
 
     level: str
@@ -43,7 +43,7 @@ class WorstElement:
 
 
 @dataclass(frozen=True)
-class Along:
+class AxisProfile:
     """Relative difference along one axis: positions, rows, heads, experts, tiles."""
 
     name: str
@@ -71,8 +71,8 @@ class CloseLook:
     """Details that a click on a cell unfolds, measured while the tensors were in memory."""
 
     worst: WorstElement | None = None
-    places: tuple[PlaceJudged, ...] = ()
-    along: tuple[Along, ...] = ()
+    places: tuple[JudgedPlace, ...] = ()
+    along: tuple[AxisProfile, ...] = ()
     histogram: Histogram | None = None
     derivation: tuple[str, ...] = ()
     gain: float | None = None
@@ -133,7 +133,7 @@ class ReplayRecord:
 
 
 @dataclass(frozen=True)
-class Said:
+class PromptTexts:
     """One prompt, the text of each model, and the first token at which they differ."""
 
     prompt: str
@@ -153,7 +153,7 @@ class Said:
 class TextRecord:
     """Texts of the model, healthy and as it was run."""
 
-    said: tuple[Said, ...]
+    said: tuple[PromptTexts, ...]
     notes: tuple[str, ...] = ()
 
 
