@@ -29,7 +29,7 @@ from degarble.harness.chat.tokenizer import Tokenizer
 from degarble.harness.checkpoint.view.view import fingerprint
 from degarble.harness.checkpoint.write.manifest import MANIFEST as CHECKPOINT_MANIFEST
 from degarble.harness.checkpoint.write.manifest import Manifest
-from degarble.harness.engine.budget.tensor_core import HOPPER_FP8_BITS
+from degarble.harness.engine.budget.rules import HOPPER_FP8_BITS
 from degarble.harness.engine.conventions.registry import KEY, stored_conventions
 from degarble.harness.generate.generate import Manner, Spoken, Talker
 from degarble.harness.inference.devices import CPU, put_on

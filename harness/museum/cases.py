@@ -1,9 +1,7 @@
-"""The museum's test cases: a model, a recipe, prompt lengths, a seed, switches and a control.
+"""The museum's models and test cases: checkpoints, prompts, switches and healthy variants.
 
-A case runs in memory: prompts together, then tokens one by one. Prompts are longer than the window,
-than the ratio of a heavily compressed layer and than the indexer's top-k, so that every component
-has work. Healthy variants change lengths, batching, switches and the order of sums. Everything
-follows from the seed.
+The trained small V4 and V3.2 are quantised by the job of `degarble quantise`, into a folder that
+lives as long as a run. Everything follows from the seed.
 """
 
 from __future__ import annotations
@@ -11,13 +9,18 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from degarble.harness.capture.amax import InputRanges
 from degarble.harness.capture.files.records import CapturedStep, Phase
+from degarble.harness.checkpoint.audit.structure.inventory import take_inventory
+from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, run_job, target_layout
+from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.engine.faults.model_faults import Scene
 from degarble.harness.engine.faults.negative_controls import (
     CONTROLS,
@@ -25,24 +28,147 @@ from degarble.harness.engine.faults.negative_controls import (
     WHOLE_RUN_CONTROLS,
 )
 from degarble.harness.engine.localise.recorded_run import InMemoryRun, by_component, same_bits
-from degarble.harness.inference.held_weights import HeldWeight
+from degarble.harness.inference.held_weights import HeldWeight, HeldWeights
+from degarble.harness.inference.model import open_model, recipe_as_stored
 from degarble.harness.model.components import component_named
-from degarble.harness.museum.models import KEYS, ModelKey, MuseumModel, prompt_ids
+from degarble.harness.model.recipes import recipe_named
+from degarble.references import tiny
 from degarble.references.binding import Bound
 from degarble.references.numerics import Numerics, switches_of
+from degarble.references.state import Sequence
+from degarble.references.tiny import language
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
+    from collections.abc import Sequence as Many
 
     from torch import Tensor
 
     from degarble.harness.base.protocols import ComponentCall
     from degarble.harness.capture.files.records import CapturedCall
+    from degarble.harness.checkpoint.transform.quantise.calibration import Calibration
     from degarble.harness.engine.faults.model_faults import Way
     from degarble.harness.engine.faults.negative_controls import Control
     from degarble.harness.formats.weight import Weight
+    from degarble.harness.model.config.config import Config
+    from degarble.harness.model.recipes import Recipe
     from degarble.references.numerics import Switches
+
+
+# --------------------------------------------------------------------------------------------------
+# Models.
+#
+# Released weights are calibrated on documents of the small language. A candidate computes in the
+# arithmetic of engines (float32 products), its twin exactly on the operands on disk; both read the
+# same checkpoint.
+
+MODELS = ("v4", "v32")
+RECIPES = ("nvfp4-experts", "nvfp4-full")
+_DOCUMENTS = 4  # that calibrate
+_LENGTH = 320  # of each of them
+_RELEASED = Path(tiny.__file__).parent / "v1"
+
+
+@dataclass(frozen=True, order=True)
+class ModelKey:
+    """A model and a recipe."""
+
+    model: str
+    recipe: str
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.recipe}"
+
+    @property
+    def folder(self) -> str:
+        """Return its folder's name."""
+        return f"{self.model}-{self.recipe}"
+
+
+KEYS = tuple(ModelKey(model, recipe) for model in MODELS for recipe in RECIPES)
+
+
+@dataclass(frozen=True, eq=False)
+class MuseumModel:
+    """A quantised checkpoint, read once: candidates and twins share its weights."""
+
+    key: ModelKey
+    config: Config
+    recipe: Recipe
+    weights: Mapping[str, Weight]
+
+    @classmethod
+    def open(cls, key: ModelKey, root: Path) -> MuseumModel:
+        """Read what `prepare` has written."""
+        with Checkpoint.open(root / key.folder) as checkpoint:
+            config = checkpoint.model
+            names = checkpoint.names
+            assert config is not None, "prepare has written a config"
+            assert names is not None, "prepare has written known names"
+            recipe = recipe_as_stored(take_inventory(names), config)
+            weights = HeldWeights(checkpoint.weights)
+            for name in checkpoint.weights:
+                weights[name].values(torch.float32)  # read before the files are closed
+        return cls(key, config, recipe, weights)
+
+    @cached_property
+    def switches(self) -> Switches:
+        """Return the switches of the family's official code."""
+        return switches_of(f"official-{self.key.model}")
+
+    def candidate(self, switches: Switches | None = None) -> Bound:
+        """Bind the weights in an engine's arithmetic."""
+        numerics = Numerics.twin(switches or self.switches, products=torch.float32)
+        return Bound(self.config, numerics, self.weights, self.recipe)
+
+    def twin(self, switches: Switches | None = None) -> Bound:
+        """Bind the weights in exact arithmetic."""
+        numerics = Numerics.twin(switches or self.switches)
+        return Bound(self.config, numerics, self.weights, self.recipe)
+
+
+def prepare(root: Path, keys: tuple[ModelKey, ...] = KEYS) -> None:
+    """Write the checkpoints of the keys; existing ones stay."""
+    for key in keys:
+        if (root / key.folder).exists():
+            continue
+        source = _RELEASED / key.model
+        with Checkpoint.open(source) as checkpoint:
+            config = checkpoint.model
+        assert config is not None, "both sources have a config"
+        recipe = recipe_named(key.recipe, config)
+        job = QuantiseJob(
+            source, target_layout(config, recipe), calibration=_calibration(source, config)
+        )
+        draft = root / f"{key.folder}.draft"
+        run_job(job, draft)
+        draft.rename(root / key.folder)
+
+
+def prompt_ids(seed: int, length: int) -> tuple[int, ...]:
+    """Return the first so many tokens of a document of the small language."""
+    mixture = language.Mixture(length=max(length, 32), facts=4)
+    return tuple(language.document(seed, mixture).ids[:length])
+
+
+def _calibration(source: Path, config: Config) -> Calibration:
+    """Measure the inputs of linears."""
+    ranges = InputRanges(config)
+    with open_model(source, "bf16", absorbed=False) as model:
+        model.speaker.bound.observer = ranges
+        for number in range(_DOCUMENTS):
+            ids = torch.tensor(prompt_ids(number, _LENGTH))
+            hidden = model.speaker.hidden([Sequence()], [ids])
+            ranges("head", {"x": model.speaker.normed(hidden)}, {})
+    return ranges.calibration()
+
+
+# --------------------------------------------------------------------------------------------------
+# Cases.
+#
+# A case runs in memory: prompts together, then tokens one by one. Prompts are longer than the
+# window, than the ratio of a heavily compressed layer and than the indexer's top-k, so that every
+# component has work. Healthy variants change lengths, batching, switches and the order of sums.
 
 LENGTHS = ((133, 17), (131, 9, 30), (200,), (133, 133))
 NEW_TOKENS = 3
@@ -57,7 +183,7 @@ _CONTROLS = (*(each.id for each in CONTROLS), *_EDGES, *_WEIGHTS)
 
 
 @dataclass(frozen=True)
-class Case:
+class MuseumCase:
     """One case. `products` is the dtype in which the candidate sums; the twin's is float64."""
 
     key: ModelKey
@@ -96,10 +222,10 @@ class Case:
         )
 
 
-def planting_cases(seed: int = 0) -> tuple[Case, ...]:
+def planting_cases(seed: int = 0) -> tuple[MuseumCase, ...]:
     """Return one case for each model and recipe, with different lengths."""
     return tuple(
-        Case(key, seed + number, LENGTHS[(seed + number) % len(LENGTHS)])
+        MuseumCase(key, seed + number, LENGTHS[(seed + number) % len(LENGTHS)])
         for number, key in enumerate(KEYS)
     )
 
@@ -109,18 +235,18 @@ def planting_cases(seed: int = 0) -> tuple[Case, ...]:
 _OF_FAULTS = {"M03": "own_scales", "M08.subnormal": "small_scales", "M08.flushed": "small_scales"}
 
 
-def cases_of_fault(fault: str) -> tuple[Case, ...]:
+def cases_of_fault(fault: str) -> tuple[MuseumCase, ...]:
     """Return the cases that only this fault needs: none, or one for each model."""
     control = next((each for name, each in _OF_FAULTS.items() if fault.startswith(name)), None)
     if control is None:
         return ()
     return tuple(
-        Case(key, 8 + number, LENGTHS[number], control=control)
+        MuseumCase(key, 8 + number, LENGTHS[number], control=control)
         for number, key in enumerate(each for each in KEYS if each.recipe == "nvfp4-full")
     )
 
 
-def healthy_cases(count: int) -> Iterator[Case]:
+def healthy_cases(count: int) -> Iterator[MuseumCase]:
     """Yield cases without fault: seeds, lengths, switches, orders of sums, controls."""
     for number in range(count):
         key = KEYS[number % len(KEYS)]
@@ -128,7 +254,7 @@ def healthy_cases(count: int) -> Iterator[Case]:
         control = _CONTROLS[(turn // 2) % len(_CONTROLS)] if turn % 2 else ""
         lengths = _HEALTHY_LENGTHS[turn % len(_HEALTHY_LENGTHS)]
         schedule = SCHEDULES[1 + turn // 3 % 2] if turn % 3 == 2 else TOGETHER
-        yield Case(
+        yield MuseumCase(
             key,
             seed=100 + number,
             lengths=lengths,
@@ -141,7 +267,7 @@ def healthy_cases(count: int) -> Iterator[Case]:
         )
 
 
-def steps_of(case: Case) -> tuple[CapturedStep, ...]:
+def steps_of(case: MuseumCase) -> tuple[CapturedStep, ...]:
     """Return the forward passes of a schedule other than TOGETHER; all tokens are given."""
     sequences = [
         prompt_ids(1000 + 16 * case.seed + number, length + case.new_tokens)
@@ -166,7 +292,7 @@ def steps_of(case: Case) -> tuple[CapturedStep, ...]:
     return tuple(steps)
 
 
-def _cuts(case: Case, length: int, total: int) -> list[int]:
+def _cuts(case: MuseumCase, length: int, total: int) -> list[int]:
     """Return where a sequence is cut: its prompt in chunks or whole, then token by token."""
     size = _CHUNK if case.schedule == IN_CHUNKS else length
     return [*range(0, length, size), *range(length, total + 1)]
@@ -183,7 +309,7 @@ class _Tape:
 
     call: ComponentCall
     healthy: InMemoryRun
-    known: Sequence[CapturedCall]
+    known: Many[CapturedCall]
 
     def __call__(
         self, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]
@@ -196,7 +322,7 @@ class _Tape:
         return self.call(inputs, weights)
 
 
-class Changed(Mapping[str, "Weight"]):
+class WeightsWithChange(Mapping[str, "Weight"]):
     """All weights of a model with a change that is made once, at the first read."""
 
     def __init__(
@@ -221,17 +347,19 @@ class Changed(Mapping[str, "Weight"]):
         return len(self._source)
 
 
-class Rest:
+class RemainingRun:
     """A run whose already judged components are presented as not stored."""
 
     def __init__(self, run: InMemoryRun, judged: frozenset[str]) -> None:
         self.steps, self.facts = run.steps, run.facts
         self.inputs, self.outputs = run.inputs, run.outputs
         self.judged = judged
-        self.calls = [_told(call) if call.component in judged else call for call in run.calls]
+        self.calls = [
+            _without_tensors(call) if call.component in judged else call for call in run.calls
+        ]
 
 
-def _told(call: CapturedCall) -> CapturedCall:
+def _without_tensors(call: CapturedCall) -> CapturedCall:
     inputs, outputs = (
         {name: kept._replace(at=None) for name, kept in side.items()}
         for side in (call.inputs, call.outputs)
@@ -243,7 +371,7 @@ def _told(call: CapturedCall) -> CapturedCall:
 class Stage:
     """A case with its twin and its healthy run, for planting faults."""
 
-    case: Case
+    case: MuseumCase
     model: MuseumModel
     twin: Bound
     healthy: InMemoryRun = field(init=False)
@@ -253,13 +381,15 @@ class Stage:
         self.calls = by_component(self.healthy)
 
     @classmethod
-    def of(cls, case: Case, root: Path, models: dict[ModelKey, MuseumModel]) -> Stage:
+    def of(cls, case: MuseumCase, root: Path, models: dict[ModelKey, MuseumModel]) -> Stage:
         """Open a case; models are cached between cases."""
         if case.key not in models:
             models[case.key] = MuseumModel.open(case.key, root)
         model = models[case.key]
         if case.control in _WEIGHTS:
-            model = replace(model, weights=Changed(model.weights, _WEIGHTS[case.control].change))
+            model = replace(
+                model, weights=WeightsWithChange(model.weights, _WEIGHTS[case.control].change)
+            )
         numerics = Numerics.twin(case.switches)
         return cls(case, model, Bound(model.config, numerics, model.weights, model.recipe))
 
@@ -290,7 +420,7 @@ class Stage:
             bound.calls[name] = _Tape(bound.calls[name], self.healthy, calls)
         return bound
 
-    def rest(self, run: InMemoryRun) -> Rest:
+    def rest(self, run: InMemoryRun) -> RemainingRun:
         """Return the part of a run that is still to judge: components with any new call.
 
         All calls of the others equal the healthy run's bit for bit, and are judged with it.
@@ -300,7 +430,7 @@ class Stage:
             known = self.calls.get(name, ())
             if len(calls) == len(known) and all(map(partial(self._alike, run), calls, known)):
                 judged.add(name)
-        return Rest(run, frozenset(judged))
+        return RemainingRun(run, frozenset(judged))
 
     def _alike(self, run: InMemoryRun, call: CapturedCall, known: CapturedCall) -> bool:
         return (

@@ -1,9 +1,4 @@
-"""The demonstration: a small model that generates text, healthy and then with one planted fault.
-
-It quantises the released tiny V4 in a temporary folder. The demonstration holds if the healthy run
-agrees and the fault is found in its component and named. A fault that changes no output anywhere it
-applies is reported as without effect.
-"""
+"""The demonstration: a small model that generates text, healthy and then with one planted fault."""
 
 from __future__ import annotations
 
@@ -20,7 +15,7 @@ from degarble.harness.chat.tokenizer import Growing, Tokenizer
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.commands.audit.audit import identity_of
 from degarble.harness.commands.check.output_statistics import Looker
-from degarble.harness.commands.check.page import Found
+from degarble.harness.commands.check.page import Checked, Found, sentence_of
 from degarble.harness.engine.diagnose.diagnose import diagnose
 from degarble.harness.engine.faults.model_faults import Reach, Scene
 from degarble.harness.engine.faults.registry import model_fault_named
@@ -28,7 +23,10 @@ from degarble.harness.engine.localise.localise import localise
 from degarble.harness.engine.localise.recorded_run import InMemoryRun
 from degarble.harness.inference.model import one_thread, open_model
 from degarble.harness.model.components import components
-from degarble.harness.museum.models import ModelKey, MuseumModel, prepare
+from degarble.harness.museum.cases import ModelKey, MuseumModel, prepare
+from degarble.harness.report.number_text import number
+from degarble.harness.report.page import Subject
+from degarble.harness.report.replay_record import PromptTexts, TextRecord
 from degarble.harness.report.verdict import Verdict
 from degarble.references import tiny
 
@@ -37,7 +35,15 @@ if TYPE_CHECKING:
 
     from degarble.harness.engine.faults.model_faults import ModelFault, Way
     from degarble.harness.engine.localise.localise import Localised
+    from degarble.harness.report.page import Provenance
     from degarble.references.binding import Bound
+
+
+# --------------------------------------------------------------------------------------------------
+# The story: a healthy run and one with a fault.
+#
+# The demonstration holds if the healthy run agrees and the fault is found in its component and
+# named. A fault that changes no output anywhere it applies is reported as without effect.
 
 KEY = ModelKey("v4", "nvfp4-full")
 PLANTED = "M10.nibble_order"
@@ -58,7 +64,7 @@ _SOURCE = Path(tiny.__file__).parent / "v1" / "v4"
 
 
 @dataclass(frozen=True, eq=False)
-class Model:
+class DemoModel:
     """The quantised model, its twin, its BF16 reference, its tokenizer."""
 
     museum: MuseumModel
@@ -74,7 +80,7 @@ class Model:
 
 
 @dataclass(frozen=True, eq=False)
-class Told:
+class DemoRun:
     """One run: its answer to each prompt, token by token, and its judgement."""
 
     said: tuple[tuple[str, ...], ...]
@@ -84,7 +90,7 @@ class Told:
 
 
 @dataclass(frozen=True, eq=False)
-class Planted:
+class DemoFault:
     """A fault, in one way, at one component; `run` contains it."""
 
     fault: ModelFault
@@ -95,14 +101,14 @@ class Planted:
 
 
 @dataclass(frozen=True, eq=False)
-class Story:
+class Demonstration:
     """The demonstration: the expected text, the healthy run, and the run with the fault."""
 
-    model: Model
+    model: DemoModel
     twin_said: tuple[tuple[str, ...], ...]
-    healthy: Told
-    planted: Planted
-    sick: Told
+    healthy: DemoRun
+    planted: DemoFault
+    sick: DemoRun
 
     @property
     def named(self) -> bool:
@@ -131,23 +137,23 @@ def demo_fault(identity: str | None) -> ModelFault:
     return model_fault_named(PLANTED if identity is None else identity)
 
 
-def tell_story(fault: ModelFault, step: Callable[[str], None] = lambda _name: None) -> Story:
+def run_demo(fault: ModelFault, step: Callable[[str], None] = lambda _name: None) -> Demonstration:
     """Quantise, run and judge healthy, plant, run and judge again."""
     with one_thread(), tempfile.TemporaryDirectory(prefix="degarble-") as folder:
         model = demo_model(Path(folder))
         step("quantised")
         spoken = InMemoryRun.of(model.twin, model.prompts, NEW_TOKENS)
         healthy_run = InMemoryRun.of(model.museum.candidate(), model.prompts, NEW_TOKENS)
-        healthy = judged(model, healthy_run)
+        healthy = judge_run(model, healthy_run)
         step("healthy run judged")
         planted = plant(model, fault, healthy_run)
         step(f"{fault.id} planted")
-        sick = judged(model, planted.run)
+        sick = judge_run(model, planted.run)
         step("sick run judged")
-        return Story(model, said(model, spoken), healthy, planted, sick)
+        return Demonstration(model, generated_texts(model, spoken), healthy, planted, sick)
 
 
-def demo_model(folder: Path) -> Model:
+def demo_model(folder: Path) -> DemoModel:
     """Quantise the released model into a folder, and open it."""
     prepare(folder, (KEY,))
     museum = MuseumModel.open(KEY, folder)
@@ -160,10 +166,10 @@ def demo_model(folder: Path) -> Model:
         reference = opened.speaker.bound
         for name in reference.weights:
             reference.weights[name].values(torch.float64)  # read before the files are closed
-    return Model(museum, museum.twin(), reference, tokenizer, identity)
+    return DemoModel(museum, museum.twin(), reference, tokenizer, identity)
 
 
-def judged(model: Model, run: InMemoryRun) -> Told:
+def judge_run(model: DemoModel, run: InMemoryRun) -> DemoRun:
     """Localise the first steps of a run, and diagnose the origins."""
     looker = Looker(model.museum.config)
     found = localise(
@@ -174,7 +180,7 @@ def judged(model: Model, run: InMemoryRun) -> Told:
         Found(each, diagnose(each.scene, [each.sight, *each.more]) if each.sight else None)
         for each in found.origins
     )
-    return Told(said(model, run), found, looker, causes)
+    return DemoRun(generated_texts(model, run), found, looker, causes)
 
 
 def first_steps(run: InMemoryRun, count: int) -> InMemoryRun:
@@ -183,7 +189,7 @@ def first_steps(run: InMemoryRun, count: int) -> InMemoryRun:
     return replace(run, steps=run.steps[:count], calls=calls, logits=run.logits[:count])
 
 
-def said(model: Model, run: InMemoryRun) -> tuple[tuple[str, ...], ...]:
+def generated_texts(model: DemoModel, run: InMemoryRun) -> tuple[tuple[str, ...], ...]:
     """Return a run's answer to each prompt, one piece of text a token."""
     found = []
     for at in range(len(PROMPTS)):
@@ -194,12 +200,12 @@ def said(model: Model, run: InMemoryRun) -> tuple[tuple[str, ...], ...]:
     return tuple(found)
 
 
-def plant(model: Model, fault: ModelFault, healthy: InMemoryRun) -> Planted:
+def plant(model: DemoModel, fault: ModelFault, healthy: InMemoryRun) -> DemoFault:
     """Plant a fault where the text changes; else where any output does; else where it applies."""
-    first: Planted | None = None
-    expected = said(model, healthy)
-    for number, (scene, way) in enumerate(_places(model, fault)):
-        if number == _TRIALS:
+    first: DemoFault | None = None
+    expected = generated_texts(model, healthy)
+    for trial, (scene, way) in enumerate(_places(model, fault)):
+        if trial == _TRIALS:
             break
         candidate, edges = model.museum.candidate(), dict[str, "Way"]()
         if fault.reach is Reach.EDGE:
@@ -207,8 +213,8 @@ def plant(model: Model, fault: ModelFault, healthy: InMemoryRun) -> Planted:
         else:
             candidate.calls[scene.name] = way.apply(candidate.calls[scene.name])
         run = InMemoryRun.of(candidate, model.prompts, NEW_TOKENS, edges)
-        made = Planted(fault, scene.name, way, run, _has_effect(run, healthy))
-        if said(model, run) != expected:
+        made = DemoFault(fault, scene.name, way, run, _has_effect(run, healthy))
+        if generated_texts(model, run) != expected:
             return made
         if first is None or (made.has_effect and not first.has_effect):
             first = made
@@ -225,7 +231,7 @@ def _has_effect(run: InMemoryRun, healthy: InMemoryRun) -> bool:
     return any(not torch.equal(left.nan_to_num(), right.nan_to_num()) for left, right in pairs)
 
 
-def _places(model: Model, fault: ModelFault) -> Iterator[tuple[Scene, Way]]:
+def _places(model: DemoModel, fault: ModelFault) -> Iterator[tuple[Scene, Way]]:
     """Yield where a fault applies, preferred roles and layers first."""
     candidate = model.museum.candidate()
     found = {
@@ -252,3 +258,75 @@ def _breadth(way: Way) -> int:
     told: Mapping[str, object] = way.where
     weights = str(told.get("weights", ""))
     return int("all " in weights or " of experts " in weights) + 2 * int("rows" in told)
+
+
+# --------------------------------------------------------------------------------------------------
+# The page: that of any check, with an introduction.
+
+
+def demo_result(story: Demonstration, provenance: Provenance) -> Checked:
+    """Return all data of a demonstration's page."""
+    command = f"degarble demo --fault {story.planted.fault.id}"
+    found = tuple(replace(each, reproduction=command) for each in story.sick.found)
+    telling = Checked(
+        Subject("tiny V4, nvfp4-full", "Demonstration", story.model.identity),
+        provenance,
+        story.sick.localised,
+        found,
+        story.sick.looker,
+        _texts(story),
+        _facts(story),
+        preface=(_healthy(story), _planted(story)),
+    )
+    return replace(telling, sentence=f"{_lead(story)} {sentence_of(telling)}")
+
+
+def _lead(story: Demonstration) -> str:
+    healthy = story.healthy.localised.verdict is Verdict.AGREES
+    first = "The healthy run agrees" if healthy else "The healthy run raises a false alarm"
+    if not story.planted.has_effect:
+        return f"{first}; the fault planted on purpose has no effect here."
+    if story.named:
+        return f"{first}; the fault planted on purpose is found and named."
+    return f"{first}; the fault planted on purpose is not named."
+
+
+def _healthy(story: Demonstration) -> str:
+    rows = story.healthy.localised.rows
+    worst = max((row.ratio for row in rows if row.ratio == row.ratio), default=0.0)
+    verdict = story.healthy.localised.verdict
+    return (
+        f"Before: the healthy run of the same model is {verdict}, {len(rows):,} outputs, the "
+        f"furthest at {number(worst, 3)} of its budget."
+    )
+
+
+def _planted(story: Demonstration) -> str:
+    planted = story.planted
+    return f"Planted on purpose: {planted.fault.id}, {planted.way.words}, in {planted.component}."
+
+
+def _texts(story: Demonstration) -> TextRecord:
+    voices = (
+        ("The twin: what it should say", story.twin_said),
+        ("Candidate, healthy", story.healthy.said),
+        (f"Candidate with {story.planted.fault.id}", story.sick.said),
+    )
+    return TextRecord(
+        tuple(
+            PromptTexts(prompt, tuple((name, texts[at]) for name, texts in voices))
+            for at, prompt in enumerate(PROMPTS)
+        )
+    )
+
+
+def _facts(story: Demonstration) -> tuple[tuple[str, str], ...]:
+    museum = story.model.museum
+    return (
+        ("Model", "the released tiny V4, references/tiny/v1/v4"),
+        ("Recipe", museum.key.recipe),
+        ("Candidate", "backend torch, products summed in float32"),
+        ("Twin", "the same operands, products summed in float64"),
+        ("Reference", "the same model in BF16"),
+        ("Judged", f"{len(PROMPTS)} prompts, {JUDGED_STEPS} steps, on the CPU"),
+    )

@@ -1,13 +1,9 @@
-"""Run `degarble faults run`: plant every known fault, run healthy cases, score the answers.
-
-It plants the published extent, the whole museum, or chosen faults, over processes. A fault without
-effect on every case that was tried is listed as such. The verdict is DIFFERS if a fault of three
-budgets or more is not localised, a wrong cause is named, a healthy run raises an alarm, or two
-equal runs are reported as UNSTABLE.
-"""
+"""Run `degarble faults run`: plant every known fault, run healthy cases, report the answers."""
 
 from __future__ import annotations
 
+import json
+import math
 import random
 import tempfile
 import time
@@ -21,38 +17,59 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from degarble.harness.base.errors import UnwritablePath
 from degarble.harness.checkpoint.write.workers import run_each
 from degarble.harness.engine.faults.fault_strength import DIALS
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.museum.cases import (
-    Case,
+    ModelKey,
+    MuseumCase,
+    MuseumModel,
     Stage,
     cases_of_fault,
     healthy_cases,
     planting_cases,
+    prepare,
 )
-from degarble.harness.museum.models import ModelKey, MuseumModel, prepare
-from degarble.harness.museum.plants import Outcome, Planted, judged, sites, touches, ways_of
-from degarble.harness.museum.repeats import REPEATED, Repeated, repeat
+from degarble.harness.museum.plants import (
+    REPEATED,
+    CauseAnswer,
+    PlaceAnswer,
+    PlantedFault,
+    PlantOutcome,
+    RepeatedRun,
+    candidate_sites,
+    judge_plant,
+    mild_plants,
+    roles_of,
+    run_repeatedly,
+    touches,
+    ways_of,
+)
 from degarble.harness.museum.scores import (
-    Healthy,
-    Score,
+    HealthyRun,
+    MuseumScore,
     by_family,
     by_strength,
     classes,
     has_effect,
     is_missed,
     scores,
+    wilson,
 )
-from degarble.harness.museum.sites import roles_of
-from degarble.harness.museum.strengths import mild
+from degarble.harness.report.number_text import number, visible
+from degarble.harness.report.page import to_plain
 from degarble.harness.report.verdict import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from degarble.harness.engine.faults.model_faults import ModelFault, Way
+
+
+# --------------------------------------------------------------------------------------------------
+# The run.
 
 SEED = 5
 WORKER_BYTES = 1 << 30  # that a process may take
@@ -62,7 +79,7 @@ _BY_DIAL = 3  # times as many mild plants of a fault that can be as strong as is
 
 
 @dataclass(frozen=True)
-class Extent:
+class MuseumExtent:
     """How much is run. One in `leave_out` faults is also diagnosed without its own family.
 
     Of each fault `plants` plants with an effect are judged, and `mild` mild ones are added.
@@ -75,12 +92,12 @@ class Extent:
     mild: int = 0
     repeats: int = 0
     seed: int = SEED
-    cases: tuple[Case, ...] = field(default_factory=planting_cases)
+    cases: tuple[MuseumCase, ...] = field(default_factory=planting_cases)
 
 
-PUBLISHED = Extent(plants=1, healthy=40, leave_out=3, mild=1, repeats=1)
-WHOLE = Extent(plants=4, healthy=240, leave_out=1, mild=4, repeats=6)
-CHOSEN = Extent(plants=3, healthy=0, leave_out=1, mild=2, repeats=1)
+PUBLISHED = MuseumExtent(plants=1, healthy=40, leave_out=3, mild=1, repeats=1)
+WHOLE = MuseumExtent(plants=4, healthy=240, leave_out=1, mild=4, repeats=6)
+CHOSEN = MuseumExtent(plants=3, healthy=0, leave_out=1, mild=2, repeats=1)
 VARIANTS = 3  # plants with an effect that a family needs, else it is reported
 
 
@@ -88,11 +105,11 @@ VARIANTS = 3  # plants with an effect that a family needs, else it is reported
 class Museum:
     """All planted and healthy runs, and the conclusions."""
 
-    outcomes: tuple[Outcome, ...]
-    healthy: tuple[Healthy, ...]
+    outcomes: tuple[PlantOutcome, ...]
+    healthy: tuple[HealthyRun, ...]
     without_effect: tuple[str, ...]  # faults that had none wherever they were tried
     seconds: float = 0.0
-    repeats: tuple[Repeated, ...] = ()
+    repeats: tuple[RepeatedRun, ...] = ()
 
     @property
     def missed(self) -> tuple[str, ...]:
@@ -101,12 +118,12 @@ class Museum:
         return tuple(sorted({each.fault for each in self.outcomes if is_missed(each)} | apart))
 
     @property
-    def alarms(self) -> tuple[Healthy, ...]:
+    def alarms(self) -> tuple[HealthyRun, ...]:
         """Return the healthy runs with a false alarm."""
         return tuple(each for each in self.healthy if each.alarms)
 
     @property
-    def shaken(self) -> tuple[Repeated, ...]:
+    def shaken(self) -> tuple[RepeatedRun, ...]:
         """Return the healthy candidates that were reported to give two results."""
         return tuple(each for each in self.repeats if not each.fault and not each.right)
 
@@ -123,7 +140,7 @@ class Museum:
         return Verdict.DIFFERS if self.missed or self.alarms or self.shaken else Verdict.AGREES
 
     @property
-    def scores(self) -> tuple[Score, ...]:
+    def scores(self) -> tuple[MuseumScore, ...]:
         """Return the claims with their figures."""
         return scores(self.outcomes, self.healthy, self.repeats)
 
@@ -156,17 +173,17 @@ class Museum:
         }
 
 
-def _claims(three: Sequence[Score]) -> dict[str, Any]:
+def _claims(three: Sequence[MuseumScore]) -> dict[str, Any]:
     return {each.claim: each.document() for each in three}
 
 
 @dataclass(frozen=True)
-class Task:
+class MuseumTask:
     """The unit of work of one process: one fault in all its places, or one healthy case."""
 
-    extent: Extent
+    extent: MuseumExtent
     fault: str = ""
-    healthy: Case | None = None
+    healthy: MuseumCase | None = None
     twice: bool = False
 
     @property
@@ -185,30 +202,30 @@ def chosen(ids: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def tasks(faults: Sequence[str], extent: Extent) -> list[Task]:
+def tasks(faults: Sequence[str], extent: MuseumExtent) -> list[MuseumTask]:
     """Return all tasks, the longest first: with many processes a late one would run alone."""
     found = [
-        Task(replace(extent, leave_out=_leaves_out(number, extent)), fault)
+        MuseumTask(replace(extent, leave_out=_leaves_out(number, extent)), fault)
         for number, fault in enumerate(faults)
     ]
     found.sort(key=_is_short)
     if extent.repeats:
         racing = [name for name in faults if name.startswith(REPEATED)]
-        found += [Task(extent, name, twice=True) for name in racing]
+        found += [MuseumTask(extent, name, twice=True) for name in racing]
     healthy = list(healthy_cases(extent.healthy))
-    found += [Task(extent, healthy=case) for case in healthy]
+    found += [MuseumTask(extent, healthy=case) for case in healthy]
     return found + [
-        Task(extent, healthy=case, twice=True) for case in healthy[: 2 * extent.repeats]
+        MuseumTask(extent, healthy=case, twice=True) for case in healthy[: 2 * extent.repeats]
     ]
 
 
-def _is_short(task: Task) -> tuple[bool, bool]:
+def _is_short(task: MuseumTask) -> tuple[bool, bool]:
     """Sort key: adjustable faults are planted many times, and attention is slowest to judge."""
     attends = "attn.attend" in roles_of(MODEL_FAULTS[task.fault])
     return task.fault not in DIALS, not attends
 
 
-def _leaves_out(number: int, extent: Extent) -> int:
+def _leaves_out(number: int, extent: MuseumExtent) -> int:
     return int(bool(extent.leave_out) and number % extent.leave_out == 0)
 
 
@@ -223,15 +240,15 @@ def prepared(root: Path | None = None) -> Iterator[Path]:
 
 def run_museum(
     faults: Sequence[str],
-    extent: Extent,
+    extent: MuseumExtent,
     workers: int = 1,
     told: Callable[[str], None] = lambda _name: None,
     root: Path | None = None,
-    ended: Callable[[Done], None] = lambda _done: None,
+    ended: Callable[[FinishedTask], None] = lambda _done: None,
 ) -> Museum:
     """Run all tasks; `ended` gets the result of each as soon as it is known."""
     begun = time.perf_counter()
-    done: dict[int, Done] = {}
+    done: dict[int, FinishedTask] = {}
     with prepared(root) as folder:
         numbered = list(enumerate(tasks(faults, extent)))
         for (number, task), made in run_each(partial(_done, folder), numbered, workers, _name_of):
@@ -239,41 +256,41 @@ def run_museum(
             ended(made)
             done[number] = made
     found = [each for number in sorted(done) for each in done[number].found]
-    outcomes = [each for each in found if isinstance(each, Outcome)]
+    outcomes = [each for each in found if isinstance(each, PlantOutcome)]
     order = {name: number for number, name in enumerate(MODEL_FAULTS)}
     outcomes.sort(key=lambda each: (order[each.fault], each.component, each.way))
     seconds = time.perf_counter() - begun
     return Museum(
         tuple(outcomes),
-        tuple(each for each in found if isinstance(each, Healthy)),
+        tuple(each for each in found if isinstance(each, HealthyRun)),
         tuple(sorted(each.task.fault for each in done.values() if each.without_effect)),
         seconds,
-        tuple(each for each in found if isinstance(each, Repeated)),
+        tuple(each for each in found if isinstance(each, RepeatedRun)),
     )
 
 
 @dataclass(frozen=True)
-class Done:
+class FinishedTask:
     """A finished task: its results, and the processor time that it took."""
 
-    task: Task
-    found: tuple[Outcome | Healthy | Repeated, ...]
+    task: MuseumTask
+    found: tuple[PlantOutcome | HealthyRun | RepeatedRun, ...]
     seconds: float
 
     @property
     def without_effect(self) -> bool:
         """Return whether a fault was planted and had no effect anywhere."""
-        planted = [each for each in self.found if isinstance(each, Outcome)]
+        planted = [each for each in self.found if isinstance(each, PlantOutcome)]
         return bool(self.task.fault) and not self.task.twice and not any(map(has_effect, planted))
 
 
-def _done(root: Path, numbered: tuple[int, Task]) -> Done:
+def _done(root: Path, numbered: tuple[int, MuseumTask]) -> FinishedTask:
     begun = time.process_time()
     found = tuple(perform(root, numbered[1]))
-    return Done(numbered[1], found, time.process_time() - begun)
+    return FinishedTask(numbered[1], found, time.process_time() - begun)
 
 
-def _name_of(numbered: tuple[int, Task]) -> str:
+def _name_of(numbered: tuple[int, MuseumTask]) -> str:
     return numbered[1].name
 
 
@@ -282,7 +299,7 @@ class _Kept:
     """Models and stages that this process has opened."""
 
     models: dict[ModelKey, MuseumModel] = field(default_factory=dict)
-    stages: dict[Case, Stage] = field(default_factory=dict)
+    stages: dict[MuseumCase, Stage] = field(default_factory=dict)
     root: Path | None = None
 
 
@@ -294,7 +311,7 @@ def _keep(root: Path) -> None:
         _KEPT.models, _KEPT.stages, _KEPT.root = {}, {}, root
 
 
-def stage_of(case: Case, root: Path) -> Stage:
+def stage_of(case: MuseumCase, root: Path) -> Stage:
     """Return the stage of a case, opened once a process."""
     _keep(root)
     if case not in _KEPT.stages:
@@ -302,7 +319,7 @@ def stage_of(case: Case, root: Path) -> Stage:
     return _KEPT.stages[case]
 
 
-def perform(root: Path, task: Task) -> list[Outcome | Healthy | Repeated]:
+def perform(root: Path, task: MuseumTask) -> list[PlantOutcome | HealthyRun | RepeatedRun]:
     """Run one task, on one thread."""
     torch.set_num_threads(1)
     if task.twice:
@@ -312,7 +329,7 @@ def perform(root: Path, task: Task) -> list[Outcome | Healthy | Repeated]:
     return list(plant(root, MODEL_FAULTS[task.fault], task.extent))
 
 
-def judge_healthy(root: Path, case: Case) -> Healthy:
+def judge_healthy(root: Path, case: MuseumCase) -> HealthyRun:
     """Run a healthy case, and record every alarm."""
     begun = time.process_time()
     _keep(root)
@@ -322,21 +339,21 @@ def judge_healthy(root: Path, case: Case) -> Healthy:
     if found.verdict in (Verdict.DIFFERS, Verdict.UNSTABLE) and not alarms:
         alarms = (f"the verdict is {found.verdict}",)
     undecided = tuple(f"{name}: {reason}" for name, reason in found.unjudged)
-    return Healthy(str(case), alarms, undecided, time.process_time() - begun)
+    return HealthyRun(str(case), alarms, undecided, time.process_time() - begun)
 
 
-def run_twice(root: Path, task: Task) -> Iterator[Repeated]:
+def run_twice(root: Path, task: MuseumTask) -> Iterator[RepeatedRun]:
     """Run a healthy case twice, or a race in several places until enough runs differ."""
     begun = time.process_time()
     if task.healthy is not None:
         _keep(root)
-        made = repeat(Stage.of(task.healthy, root, _KEPT.models), root=root)
+        made = run_repeatedly(Stage.of(task.healthy, root, _KEPT.models), root=root)
         yield replace(made, seconds=time.process_time() - begun)
         return
     chance = random.Random(f"{task.extent.seed} {task.fault} twice")  # noqa: S311  no secret
     done = 0
     for stage, component, way in _places(root, MODEL_FAULTS[task.fault], task.extent, chance):
-        made = repeat(stage, task.fault, component, way, root)
+        made = run_repeatedly(stage, task.fault, component, way, root)
         if made.apart:
             yield replace(made, seconds=time.process_time() - begun)
             done += 1
@@ -345,7 +362,7 @@ def run_twice(root: Path, task: Task) -> Iterator[Repeated]:
             return
 
 
-def plant(root: Path, fault: ModelFault, extent: Extent) -> Iterator[Outcome]:
+def plant(root: Path, fault: ModelFault, extent: MuseumExtent) -> Iterator[PlantOutcome]:
     """Plant one fault until enough plants have an effect, or too many have none."""
     chance = random.Random(f"{extent.seed} {fault.id}")  # noqa: S311  no secret
     done = 0
@@ -358,7 +375,7 @@ def plant(root: Path, fault: ModelFault, extent: Extent) -> Iterator[Outcome]:
             break
     stages = [stage_of(case, root) for case in _cases(fault, extent)] if extent.mild else []
     count = extent.mild * (_BY_DIAL if fault.id in DIALS else 1)
-    for stage, component, way in islice(mild(stages, fault, chance), count):
+    for stage, component, way in islice(mild_plants(stages, fault, chance), count):
         made = _planted(stage, fault, component, way, leave_out=False)
         if made is not None:
             yield made
@@ -366,30 +383,30 @@ def plant(root: Path, fault: ModelFault, extent: Extent) -> Iterator[Outcome]:
 
 def _planted(
     stage: Stage, fault: ModelFault, component: str, way: Way, *, leave_out: bool
-) -> Outcome | None:
+) -> PlantOutcome | None:
     """Judge one plant; None if it changes nothing at all."""
     begun = time.process_time()
-    planted = Planted(fault, component, way)
+    planted = PlantedFault(fault, component, way)
     if not touches(stage, planted):
         return None
-    made = judged(stage, planted, leave_out=leave_out)
+    made = judge_plant(stage, planted, leave_out=leave_out)
     return replace(made, seconds=time.process_time() - begun)
 
 
-def _cases(fault: ModelFault, extent: Extent) -> list[Case]:
+def _cases(fault: ModelFault, extent: MuseumExtent) -> list[MuseumCase]:
     """Return the cases for planting a fault, its own first."""
     own = cases_of_fault(fault.id) if len(extent.cases) > 1 else ()
     return [*own, *extent.cases]
 
 
 def _places(
-    root: Path, fault: ModelFault, extent: Extent, chance: random.Random
+    root: Path, fault: ModelFault, extent: MuseumExtent, chance: random.Random
 ) -> Iterator[tuple[Stage, str, Way]]:
     """Yield places: alternate cases, alternate roles within them, a few ways at each component."""
     cases = list(extent.cases)
     chance.shuffle(cases)
     cases = [*_cases(fault, extent)[: -len(cases)], *cases]
-    waiting = [(case, sites(stage_of(case, root), fault, chance)) for case in cases]
+    waiting = [(case, candidate_sites(stage_of(case, root), fault, chance)) for case in cases]
     tried = 0
     while waiting and tried < _TRIES * extent.plants:
         case, places = waiting.pop(0)
@@ -403,3 +420,155 @@ def _places(
         for way in found[: _WAYS if extent.plants == 1 else 1]:
             tried += 1
             yield stage, component, way
+
+
+# --------------------------------------------------------------------------------------------------
+# JSON lines, one a task, so that an interrupted run keeps them.
+
+if TYPE_CHECKING:
+    Ended = Callable[[FinishedTask], None]
+
+
+@contextmanager
+def lines_to(path: Path | None) -> Iterator[Ended]:
+    """Return a function that appends a finished task to `path`; without a path it does nothing."""
+    if path is None:
+        yield lambda _done: None
+        return
+    try:
+        file = path.open("w", encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise UnwritablePath(
+            str(path), error.strerror or str(error), "a file that can be written",
+            "Name another file.",
+        ) from error  # fmt: skip
+    with file:
+
+        def ended(done: FinishedTask) -> None:
+            line = {"task": done.task.name, "seconds": done.seconds, "found": done.found}
+            file.write(json.dumps(to_plain(line), allow_nan=False) + "\n")
+            file.flush()
+
+        yield ended
+
+
+# --------------------------------------------------------------------------------------------------
+# The report: claims, strengths, families, and every miss.
+
+_SHOWN = 40  # misses in the terminal; the JSON has all of them
+
+
+def report_lines(museum: Museum) -> list[str]:
+    """Return the report: what was run, the claims, the tables, the misses."""
+    return [
+        *_first(museum),
+        *_claim_lines(museum),
+        *_tables(museum),
+        *_classes(museum),
+        *_misses(museum),
+    ]
+
+
+def percent(score: MuseumScore) -> str:
+    """Return a share with its interval; a dash if nothing was counted."""
+    if not score.total:
+        return "-"
+    low, high = wilson(score.hits, score.total)
+    return f"{100 * score.share:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def target_text(score: MuseumScore) -> str:
+    """Return a score's target; a dash if it has none."""
+    if score.wanted is None:
+        return "-"
+    return f"{'>=' if score.at_least else '<='} {100 * score.wanted:g} %"
+
+
+def effect_text(value: float) -> str:
+    """Return an effect in units of budget."""
+    if math.isnan(value):
+        return "no budget"
+    return "an edge" if math.isinf(value) else f"{number(value, 3)}x"
+
+
+def _first(museum: Museum) -> Iterator[str]:
+    effective = sum(map(has_effect, museum.outcomes))
+    faults = len({each.fault for each in museum.outcomes})
+    yield (
+        f"{faults} {'fault' if faults == 1 else 'faults'} planted {len(museum.outcomes)} times, "
+        f"{effective} with an effect; {len(museum.healthy)} healthy runs; "
+        f"{len(museum.repeats)} run twice; {museum.seconds:.0f} s"
+    )
+
+
+def _claim_lines(museum: Museum) -> Iterator[str]:
+    yield ""
+    for each in museum.scores:
+        if each.total:
+            met = "MISSED" if not each.met else "met" if each.wanted is not None else ""
+            yield (
+                f"  {each.claim:40} {each.hits:>5,} of {each.total:>5,}  {percent(each):26}"
+                f" {target_text(each):8} {met}".rstrip()
+            )
+
+
+def _tables(museum: Museum) -> Iterator[str]:
+    header = f"{'plants':>7} {'localised':26} {'named first':26} {'wrong cause':26}"
+    yield from ("", f"  {'effect':10} {header}".rstrip())
+    for name, count, *three in by_strength(museum.outcomes):
+        yield _row(name, count, three)
+    yield from ("", f"  {'from 3x':10} {header}".rstrip())
+    for name, (count, _, *three) in by_family(museum.outcomes).items():
+        yield _row(name, count, three)
+
+
+def _row(name: str, count: int, three: Sequence[MuseumScore]) -> str:
+    cells = "".join(f" {percent(each):26}" for each in three)
+    return f"  {name:10} {count:>7}{cells}".rstrip()
+
+
+def _classes(museum: Museum) -> Iterator[str]:
+    found = classes(museum.outcomes)
+    if found:
+        yield from ("", "Made the same of the data, so that none can tell which of the two it is:")
+        yield from (f"  {one} and {other}: {count}" for (one, other), count in found.items())
+
+
+def _misses(museum: Museum) -> Iterator[str]:
+    if museum.without_effect:
+        names = ", ".join(museum.without_effect)
+        yield from ("", f"No effect wherever it was planted, so not counted: {names}")
+    if museum.thin:
+        yield from ("", f"Fewer than three plants with an effect: {', '.join(museum.thin)}")
+    missed = [each for each in museum.outcomes if is_missed(each)]
+    for each in missed[:_SHOWN]:
+        yield from ("", *_miss(each))
+    if len(missed) > _SHOWN:
+        yield f"... and {len(missed) - _SHOWN} more; --json has all of them"
+    for run in museum.alarms:
+        yield from ("", f"ALARM on a healthy run: {run.case}")
+        yield from (f"  {visible(alarm)}" for alarm in run.alarms)
+    for twice in museum.repeats:
+        if not twice.right:
+            yield from ("", *_twice(twice))
+
+
+def _twice(each: RepeatedRun) -> Iterator[str]:
+    blamed = ", ".join(each.blamed[:3]) or "nobody"
+    if not each.fault:
+        yield f"ALARM on a healthy case that was run twice: {each.case}: {blamed}"
+        return
+    yield f"MISSED {each.fault} in {each.component}, run twice: {each.verdict}, blamed {blamed}"
+    yield f"  planted   {visible(each.way)}; {each.case}"
+
+
+def _miss(outcome: PlantOutcome) -> Iterator[str]:
+    yield f"MISSED {outcome.fault} in {outcome.component} ({effect_text(outcome.effect)})"
+    yield f"  planted   {visible(outcome.way)}; {outcome.case}"
+    if outcome.place is not PlaceAnswer.EXACT:
+        blamed = ", ".join(outcome.blamed) or "nobody"
+        yield f"  blamed    {blamed}; it is {', '.join(outcome.truth)}"
+    if outcome.cause is CauseAnswer.WRONG:
+        yield f"  named     {outcome.named}"
+    if outcome.sentence:
+        yield f"  said      {visible(outcome.sentence)}"

@@ -1,13 +1,4 @@
-"""Plant one known fault into one case, and score the engine's answer.
-
-Roles are alternated, so that few plants reach many components. The true place comes from
-harness/engine/localise/attribution.py, as for every discrepancy. The answer is scored by place and
-by cause, both also without the fault's own family.
-
-The effect is measured in the run itself: the worst difference of the planted component from its
-twin, in units of budget. An edge is compared bit for bit, so that it has an effect or none. What
-the engine cannot judge counts against it.
-"""
+"""Plant one fault into one case, and score the engine's answer by place and by cause."""
 
 from __future__ import annotations
 
@@ -16,20 +7,38 @@ import traceback
 from collections import defaultdict
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache, cached_property
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from degarble.harness.base.errors import CANNOT_RUN
+from degarble.harness.capture.files.writer import CaptureWriter, PendingCall, PendingTensor
+from degarble.harness.capture.recorder import Snapshots
+from degarble.harness.commands.check.compare_runs import compare_runs
 from degarble.harness.engine.budget.attention import keeping_budgets
+from degarble.harness.engine.budget.judging import judge_outputs
+from degarble.harness.engine.budget.rules import JudgeableCall
+from degarble.harness.engine.diagnose.calls import MOST_WAYS, with_earlier
 from degarble.harness.engine.diagnose.diagnose import diagnose
+from degarble.harness.engine.diagnose.trial import make
 from degarble.harness.engine.faults.decoding import remembering
-from degarble.harness.engine.faults.model_faults import Reach
+from degarble.harness.engine.faults.fault_strength import DIALS
+from degarble.harness.engine.faults.model_faults import Reach, Scene
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
-from degarble.harness.engine.localise.attribution import blamed_on_edge
+from degarble.harness.engine.localise.discrepancy import blamed_on_edge
 from degarble.harness.engine.localise.localise import localise
-from degarble.harness.engine.localise.recorded_run import same_bits
-from degarble.harness.museum.alike import Remade, same_effect
+from degarble.harness.engine.localise.recorded_run import by_component, same_bits
+from degarble.harness.model.components import components
+from degarble.harness.model.recipes import recipe_named
+from degarble.harness.museum.cases import RECIPES, equal
+from degarble.harness.report.verdict import Verdict
+from degarble.references.binding import Bound
+from degarble.references.numerics import Numerics, switches_of
+from degarble.references.tiny.configs import TINY_V4, TINY_V32
 
 if TYPE_CHECKING:
     import random
@@ -38,16 +47,148 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.base.protocols import ComponentCall
-    from degarble.harness.engine.diagnose.diagnose import Diagnosed
-    from degarble.harness.engine.faults.model_faults import ModelFault, Way
-    from degarble.harness.engine.localise.attribution import Trouble
+    from degarble.harness.engine.diagnose.diagnose import Diagnosed, Named
+    from degarble.harness.engine.faults.model_faults import ModelFault, Sight, Way
+    from degarble.harness.engine.localise.discrepancy import Discrepancy
     from degarble.harness.engine.localise.localise import Localised
+    from degarble.harness.engine.localise.recorded_run import InMemoryRun
     from degarble.harness.museum.cases import Stage
 
-    _Said = tuple["Cause", str]
+
+# --------------------------------------------------------------------------------------------------
+# Faults that the data cannot distinguish.
+#
+# Two faults form one class at a place if, in every call of the discrepancy, the outputs under the
+# named fault have the names and shapes of those under the planted one, and 999 of 1,000 elements
+# are equal. Both are computed by the twin on the inputs that the candidate received, call after
+# call, so that ways with memory or random numbers repeat what they did. On an edge the received
+# inputs are taken as the planted fault's result.
+
+if TYPE_CHECKING:
+    Tensors = Mapping[str, Tensor]
+
+ALIKE = 0.999  # of the elements; the rest are roundings of sums in another order
 
 
-class Place(StrEnum):
+@dataclass(eq=False)
+class FaultyTwin:
+    """The twin's outputs with a planted way, for each call of the planted run."""
+
+    twin: Bound
+    component: str
+    way: Way
+    run: InMemoryRun
+
+    @cached_property
+    def _calls(self) -> list[tuple[Tensors, Tensors]]:
+        faulty = self.way.apply(self.twin.calls[self.component])
+        weights = self.twin.weights_of(self.component)
+        made: list[tuple[Tensors, Tensors]] = []
+        with torch.inference_mode():
+            for call in by_component(self.run).get(self.component, ()):
+                inputs = self.run.inputs(call)
+                try:
+                    made.append((inputs, dict(faulty(inputs, weights))))
+                except CANNOT_RUN:
+                    return made
+        return made
+
+    def of(self, sight: Sight) -> Tensors | None:
+        """Return the outputs of the call with these inputs; None if the run has no such call."""
+        for inputs, outputs in self._calls:
+            if equal(sight.inputs, inputs):
+                return {
+                    name: each.to(sight.outputs[name].dtype) if name in sight.outputs else each
+                    for name, each in outputs.items()
+                }
+        return None
+
+
+def same_effect(planted: FaultyTwin, trouble: Discrepancy, first: Named) -> bool:
+    """Return whether a named cause has the planted one's effect in every call."""
+    assert trouble.sight is not None, "it was diagnosed"
+    calls = with_earlier((trouble.sight, *trouble.more))
+    return all(_same(planted, trouble.scene, call, first) for call in calls)
+
+
+def _same(planted: FaultyTwin, scene: Scene, call: Sight, first: Named) -> bool:
+    if call.implied:
+        wanted: Tensors | None = {n: call.inputs[n] for n in call.implied if n in call.inputs}
+    else:
+        wanted = planted.of(call)
+    if wanted is None:
+        return False
+    for way in _ways(scene, call, first):
+        with torch.inference_mode():
+            made = make(scene, call, way)
+        if made is not None and equal_outputs(made.outputs, wanted):
+            return True
+    return False
+
+
+def _ways(scene: Scene, call: Sight, first: Named) -> Iterator[Way]:
+    """Yield the named way; for a fault that varies from call to call, all its proposals."""
+    yield first.way
+    if first.fault.per_call:
+        yield from islice(first.fault.signature(scene, call), MOST_WAYS)
+
+
+def equal_outputs(made: Tensors, wanted: Tensors) -> bool:
+    """Return whether all wanted tensors are there with nearly all elements bit-equal."""
+    for name, each in wanted.items():
+        other = made.get(name)
+        if other is None or other.shape != each.shape:
+            return False
+        # NaN equals NaN here.
+        same = (other == each) | ((other != other) & (each != each))  # noqa: PLR0124  NaN
+        if same.numel() and float(same.double().mean()) < ALIKE:
+            return False
+    return True
+
+
+# --------------------------------------------------------------------------------------------------
+# Roles of components to which each fault applies, for `degarble faults list`.
+#
+# Config and recipe suffice: both small models are bound in every recipe of the museum, without
+# weights, which `sits` does not need.
+
+
+def roles_of(fault: ModelFault) -> list[str]:
+    """Return the roles in the order in which they run; V4's first."""
+    return list(dict.fromkeys(scene.role for scene in _scenes() if fault.sits(scene)))
+
+
+@cache
+def _scenes() -> tuple[Scene, ...]:
+    """Yield one component of each role in each kind of layer, of both models in every recipe."""
+    found: dict[tuple[object, ...], Scene] = {}
+    for config, source in ((TINY_V4, "official-v4"), (TINY_V32, "official-v32")):
+        for name in RECIPES:
+            recipe = recipe_named(name, config)
+            bound = Bound(config, Numerics.twin(switches_of(source)), {}, recipe)
+            for each in components(config, recipe):
+                if each.name in bound.calls:
+                    kind = (each.block.layer_type, each.block.mlp_type) if each.block else ()
+                    key = (source, name, each.role, *kind)
+                    found.setdefault(key, Scene(bound, each, recipe))
+    return tuple(found.values())
+
+
+# --------------------------------------------------------------------------------------------------
+# Planting, and the score of the answer.
+#
+# Roles are alternated, so that few plants reach many components. The answer is scored by place and
+# by cause, both also without the fault's own family.
+#
+# The effect is measured in the run itself: the worst difference of the planted component from its
+# twin, in units of budget. An edge is compared bit for bit, so that it has an effect or none. What
+# the engine cannot judge counts against it.
+
+if TYPE_CHECKING:
+    _Said = tuple["CauseAnswer", str]
+
+
+class PlaceAnswer(StrEnum):
     """How the engine's place compares with the true one."""
 
     EXACT = "exact"
@@ -56,7 +197,7 @@ class Place(StrEnum):
     NOWHERE = "nowhere"
 
 
-class Cause(StrEnum):
+class CauseAnswer(StrEnum):
     """How the engine's cause compares with the true one."""
 
     FIRST = "named first"
@@ -67,7 +208,7 @@ class Cause(StrEnum):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PlantOutcome:
     """One plant and its score. `effect` is in units of budget: 0 for none, inf for an edge's."""
 
     fault: str
@@ -75,10 +216,10 @@ class Outcome:
     way: str
     case: str
     effect: float
-    place: Place = Place.NOWHERE
-    cause: Cause = Cause.UNKNOWN
+    place: PlaceAnswer = PlaceAnswer.NOWHERE
+    cause: CauseAnswer = CauseAnswer.UNKNOWN
     named: str = ""
-    left_out: Cause | None = None  # with the family's signatures taken away
+    left_out: CauseAnswer | None = None  # with the family's signatures taken away
     blamed: tuple[str, ...] = ()
     truth: tuple[str, ...] = ()
     sentence: str = ""
@@ -92,7 +233,7 @@ class Outcome:
 
 
 @dataclass(eq=False)
-class Planted:
+class PlantedFault:
     """A way at its component, and the inputs that it changed if it is on an edge."""
 
     fault: ModelFault
@@ -101,7 +242,7 @@ class Planted:
     harmed: set[str] = field(default_factory=set)  # inputs that an edge fault changed
 
 
-def sites(stage: Stage, fault: ModelFault, chance: random.Random) -> Iterator[str]:
+def candidate_sites(stage: Stage, fault: ModelFault, chance: random.Random) -> Iterator[str]:
     """Yield components to which a fault applies: one of each role, then others, in random order."""
     by_role: dict[str, list[str]] = defaultdict(list)
     for name in stage.calls:
@@ -123,7 +264,7 @@ def ways_of(stage: Stage, fault: ModelFault, component: str) -> list[Way]:
     return list(fault.ways(stage.scene(component, stage.candidate())))
 
 
-def touches(stage: Stage, planted: Planted) -> bool:
+def touches(stage: Stage, planted: PlantedFault) -> bool:
     """Return whether a way changes anything at all in the healthy run's calls."""
     if planted.way.beside:
         return True  # only a run tells
@@ -148,7 +289,7 @@ def _differ(made: Mapping[str, Tensor], was: Mapping[str, Tensor]) -> bool:
     return made.keys() != was.keys() or any(not same_bits(made[n], was[n]) for n in was)
 
 
-def judged(stage: Stage, planted: Planted, *, leave_out: bool) -> Outcome:
+def judge_plant(stage: Stage, planted: PlantedFault, *, leave_out: bool) -> PlantOutcome:
     """Run a case with a fault planted, and score the engine's answer."""
     name = planted.component
     told = (planted.fault.id, name, planted.way.words, str(stage.case))
@@ -162,12 +303,14 @@ def judged(stage: Stage, planted: Planted, *, leave_out: bool) -> Outcome:
     try:
         run = stage.run(candidate, edges)
     except CANNOT_RUN as error:
-        return Outcome(*told, effect=0.0, sentence=f"the run stops: {error}"[:200])
+        return PlantOutcome(*told, effect=0.0, sentence=f"the run stops: {error}"[:200])
     truth = _truth(stage, planted)
     try:
         found = localise(stage.twin, stage.model.recipe, stage.rest(run))
     except Exception as error:  # noqa: BLE001  an engine that stops has missed the fault
-        return Outcome(*told, effect=math.nan, truth=tuple(sorted(truth)), sentence=_stop(error))
+        return PlantOutcome(
+            *told, effect=math.nan, truth=tuple(sorted(truth)), sentence=_stop(error)
+        )
     blamed = tuple(sorted({each.component for each in found.origins}))
     effect = _effect(found, planted)
     place = _place(blamed, truth)
@@ -177,23 +320,23 @@ def judged(stage: Stage, planted: Planted, *, leave_out: bool) -> Outcome:
         "sentence": here[0].sentence if here else "",
     }  # fmt: skip
     if not here:
-        return Outcome(*told, **outcome)  # type: ignore[arg-type]
+        return PlantOutcome(*told, **outcome)  # type: ignore[arg-type]
     try:
-        remade = Remade(stage.twin, name, planted.way, run)
+        remade = FaultyTwin(stage.twin, name, planted.way, run)
         with remembering(), keeping_budgets():  # of both questions
             said = _diagnosed(here[0], tuple(MODEL_FAULTS.values()))
             cause, names = _cause(planted, remade, here[0], said)
             left = _without_family(planted, remade, here[0]) if leave_out else (None, "")
     except Exception as error:  # noqa: BLE001  as above: the place is right, the cause is not said
         outcome["sentence"] = f"{here[0].sentence} | {_stop(error)}"
-        return Outcome(*told, **outcome)  # type: ignore[arg-type]
-    if said is not None and cause is not Cause.FIRST:
+        return PlantOutcome(*told, **outcome)  # type: ignore[arg-type]
+    if said is not None and cause is not CauseAnswer.FIRST:
         outcome["sentence"] = f"{here[0].sentence} | {said.sentence}"
     outcome |= {"cause": cause, "named": names, "left_out": left[0], "left_named": left[1]}
-    return Outcome(*told, **outcome)  # type: ignore[arg-type]
+    return PlantOutcome(*told, **outcome)  # type: ignore[arg-type]
 
 
-def _without_family(planted: Planted, remade: Remade, trouble: Trouble) -> _Said:
+def _without_family(planted: PlantedFault, remade: FaultyTwin, trouble: Discrepancy) -> _Said:
     """Return the cause named by an engine without the fault's family."""
     family = planted.fault.family
     others = tuple(each for each in MODEL_FAULTS.values() if each.family != family)
@@ -206,7 +349,7 @@ def _stop(error: Exception) -> str:
     return f"the engine stops: {type(error).__name__} in {last.name}: {line}"
 
 
-def _watched(planted: Planted) -> Way:
+def _watched(planted: PlantedFault) -> Way:
     """Wrap the way so that it records which inputs it changes."""
     from degarble.harness.engine.faults.model_faults import Way  # noqa: PLC0415
 
@@ -232,7 +375,7 @@ def _watched(planted: Planted) -> Way:
     return Way(planted.way.words, apply, planted.way.where, planted.way.beside)
 
 
-def _truth(stage: Stage, planted: Planted) -> set[str]:
+def _truth(stage: Stage, planted: PlantedFault) -> set[str]:
     """Return the components to blame; an edge fault that changes several inputs has several."""
     if planted.fault.reach is not Reach.EDGE:
         return {planted.component}
@@ -241,7 +384,7 @@ def _truth(stage: Stage, planted: Planted) -> set[str]:
     return {blamed_on_edge(component, name) for name in names} or {planted.component}
 
 
-def _effect(found: Localised, planted: Planted) -> float:
+def _effect(found: Localised, planted: PlantedFault) -> float:
     if planted.fault.reach is Reach.EDGE:
         return math.inf if planted.harmed else 0.0
     rows = [row for row in found.rows if row.component.name == planted.component]
@@ -254,28 +397,210 @@ def _effect(found: Localised, planted: Planted) -> float:
     return max(known, default=math.inf if odd else 0.0)
 
 
-def _place(blamed: Sequence[str], truth: set[str]) -> Place:
+def _place(blamed: Sequence[str], truth: set[str]) -> PlaceAnswer:
     right = truth & set(blamed)
     if right and not set(blamed) - truth:
-        return Place.EXACT
+        return PlaceAnswer.EXACT
     if right:
-        return Place.ALSO_ELSEWHERE
-    return Place.ELSEWHERE if blamed else Place.NOWHERE
+        return PlaceAnswer.ALSO_ELSEWHERE
+    return PlaceAnswer.ELSEWHERE if blamed else PlaceAnswer.NOWHERE
 
 
-def _diagnosed(trouble: Trouble, faults: Sequence[ModelFault]) -> Diagnosed | None:
+def _diagnosed(trouble: Discrepancy, faults: Sequence[ModelFault]) -> Diagnosed | None:
     if trouble.sight is None:
         return None
     return diagnose(trouble.scene, (trouble.sight, *trouble.more), faults)
 
 
-def _cause(planted: Planted, remade: Remade, trouble: Trouble, said: Diagnosed | None) -> _Said:
+def _cause(
+    planted: PlantedFault, remade: FaultyTwin, trouble: Discrepancy, said: Diagnosed | None
+) -> _Said:
     if said is None or not said.named:
-        return Cause.UNKNOWN, ""
+        return CauseAnswer.UNKNOWN, ""
     first = said.named[0]
     if first.id == planted.fault.id:
-        return Cause.FIRST, first.id
+        return CauseAnswer.FIRST, first.id
     if same_effect(remade, trouble, first):
-        return Cause.SAME, first.id
+        return CauseAnswer.SAME, first.id
     beside = planted.fault.id in first.alternatives
-    return (Cause.BESIDE if beside else Cause.WRONG), first.id
+    return (CauseAnswer.BESIDE if beside else CauseAnswer.WRONG), first.id
+
+
+# --------------------------------------------------------------------------------------------------
+# Plants of a wanted strength: estimate the effect first, then adjust it.
+#
+# The estimate runs the planted component alone, on the healthy run's inputs, in units of its
+# budget. Faults with an adjustable strength are adjusted until the effect is as wanted; of other
+# faults mild ways are searched, so that every bin of effect has plants. The score uses the effect
+# measured in the whole run, as for all plants.
+
+WANTED = (1.6, 4.0, 2.2, 7.0, 12.0)  # in units of budget; the bins are 1 to 3, 3 to 10, from 10
+MILD = (1.0, 10.0)
+TRIED = 24  # ways of a fault without a dial that are measured
+_TURNS = 7
+_NEAR = 1.25  # times the wanted effect, or a part of it
+_FIRST = 0.01
+_MOST = 0.5
+
+
+def measure_strength(stage: Stage, component: str, way: Way) -> float:
+    """Return a way's worst ratio to the budget on the healthy run's first and last call, or NaN."""
+    candidate = stage.candidate()
+    faulty = way.apply(candidate.calls[component])
+    weights, worst = candidate.weights_of(component), 0.0
+    calls = stage.calls[component]
+    with torch.inference_mode():
+        for call in dict.fromkeys((0, len(calls) - 1)):
+            inputs = stage.healthy.inputs(calls[call])
+            try:
+                known = JudgeableCall.of(stage.twin, component, inputs)
+                found = judge_outputs(known, faulty(inputs, weights))
+            except CANNOT_RUN:
+                return math.nan
+            ratios = [each.ratio for each in found.values()]
+            if any(math.isnan(ratio) for ratio in ratios):
+                return math.nan
+            worst = max([worst, *ratios])
+    return worst
+
+
+def adjusted_fault(stage: Stage, fault: str, component: str, wanted: float) -> Way | None:
+    """Return a way of an adjustable fault with about the wanted effect; None if there is none."""
+    scene, turn = stage.scene(component, stage.candidate()), _FIRST
+    with keeping_budgets():
+        for _ in range(_TURNS):
+            way = DIALS[fault](scene, turn)
+            found = math.nan if way is None else measure_strength(stage, component, way)
+            if math.isnan(found):
+                return None
+            if wanted / _NEAR <= found <= wanted * _NEAR:
+                return way
+            # Assume that the effect is proportional to the strength, within a factor of 8 a trial.
+            turn *= min(8.0, max(0.125, wanted / max(found, 1e-3)))
+            if turn > _MOST:
+                return None
+    return None
+
+
+def mild_plants(
+    stages: Sequence[Stage], fault: ModelFault, chance: random.Random
+) -> Iterator[tuple[Stage, str, Way]]:
+    """Yield plants of a fault with small effect: adjusted, or among its ways."""
+    if fault.reach is Reach.EDGE:
+        return
+    places = [(stage, candidate_sites(stage, fault, chance)) for stage in stages]
+    if fault.id in DIALS:
+        yield from _by_dial(places, fault)
+        return
+    tried = 0
+    while places and tried < TRIED:
+        stage, names = places.pop(0)
+        component = next(names, None)
+        if component is None:
+            continue
+        places.append((stage, names))
+        found = ways_of(stage, fault, component)
+        chance.shuffle(found)
+        for way in islice(found, 4):
+            tried += 1
+            if MILD[0] <= measure_strength(stage, component, way) < MILD[1]:
+                yield stage, component, way
+
+
+def _by_dial(
+    places: list[tuple[Stage, Iterator[str]]], fault: ModelFault
+) -> Iterator[tuple[Stage, str, Way]]:
+    wanted = 0
+    while places:
+        stage, names = places.pop(0)
+        component = next(names, None)
+        if component is None:
+            continue
+        places.append((stage, names))
+        way = adjusted_fault(stage, fault.id, component, WANTED[wanted % len(WANTED)])
+        wanted += 1
+        if way is not None:
+            yield stage, component, way
+
+
+# --------------------------------------------------------------------------------------------------
+# Equal runs, compared bit for bit: what differs is UNSTABLE.
+#
+# A candidate runs a case twice, both runs are written as captures, and `degarble compare` judges
+# them. A race keeps its random state from one run to the next, so that the runs are damaged in
+# different places; a component of a healthy candidate may sum in any order, but in the same one
+# each time. If both runs are equal the race counts as without effect.
+
+REPEATED = (
+    "M36.workspace",
+    "M37",
+)  # what is left over or spoilt by chance is another one each time
+
+
+@dataclass(frozen=True)
+class RepeatedRun:
+    """Two runs of one candidate. `fault` is empty for a healthy one."""
+
+    fault: str
+    component: str
+    way: str
+    case: str
+    verdict: Verdict
+    blamed: tuple[str, ...] = field(default=())  # in the order of the run
+    seconds: float = 0.0
+
+    @property
+    def apart(self) -> bool:
+        """Return whether the two runs differ."""
+        return self.verdict is not Verdict.AGREES
+
+    @property
+    def right(self) -> bool:
+        """Return whether the answer is right: UNSTABLE at the planted component first, or equal."""
+        if not self.fault:
+            return not self.apart
+        return self.verdict is Verdict.UNSTABLE and self.blamed[:1] == (self.component,)
+
+
+def run_repeatedly(
+    stage: Stage,
+    fault: str = "",
+    component: str = "",
+    way: Way | None = None,
+    root: Path | None = None,
+) -> RepeatedRun:
+    """Run a case twice and compare the captures, which are kept in `root` meanwhile."""
+    candidate = stage.candidate()
+    if way is not None:
+        candidate.calls[component] = way.apply(candidate.calls[component])
+    # Trap: a worker of an interrupted museum is ended by SIGTERM and removes nothing; its caller
+    # removes the folder of all of it.
+    with TemporaryDirectory(prefix="degarble-repeat-", dir=root) as made:
+        folders = [Path(made) / name for name in ("first", "second")]
+        for folder in folders:
+            write_capture(stage.run(candidate), folder, {"weights": str(stage.case)})
+        found = compare_runs(*folders)
+        blamed = tuple(dict.fromkeys(line.component for line in found.origins))
+        told = (fault, component, way.words if way else "", str(stage.case))
+        return RepeatedRun(*told, found.verdict, blamed)
+
+
+def write_capture(run: InMemoryRun, folder: Path, facts: Mapping[str, str]) -> None:
+    """Write a run that was kept in memory as a capture."""
+    snapshots = Snapshots()
+
+    def sent(side: Mapping[str, Tensor]) -> dict[str, PendingTensor]:
+        taken = {name: snapshots.take(each).payload for name, each in side.items()}
+        return {name: PendingTensor(taken[name], tuple(each.shape)) for name, each in side.items()}
+
+    with CaptureWriter(folder, facts) as writer:
+        steps = iter(run.steps)
+        reached = -1
+        for call in run.calls:
+            while reached < call.step:
+                step = next(steps)
+                reached = step.number
+                writer.step(step)
+            sides = (sent(run.inputs(call)), sent(run.outputs(call)))
+            writer.call(PendingCall(call.step, call.component, *sides, call.changed))
+        writer.finish()

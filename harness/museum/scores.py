@@ -17,12 +17,12 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.museum.plants import Cause, Outcome, Place
+from degarble.harness.museum.plants import CauseAnswer, PlaceAnswer, PlantOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from degarble.harness.museum.repeats import Repeated
+    from degarble.harness.museum.plants import RepeatedRun
 
 _Z = 1.959964  # 95 % on two sides
 STRONG = 3.0  # budgets from which on every fault must be localised
@@ -41,7 +41,7 @@ def wilson(hits: int, total: int) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class Score:
+class MuseumScore:
     """A claim, and how often it held; a share without target accompanies one that has it."""
 
     claim: str
@@ -73,7 +73,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Healthy:
+class HealthyRun:
     """One healthy run, and its false alarms, of which there should be none."""
 
     case: str
@@ -82,28 +82,30 @@ class Healthy:
     seconds: float = 0.0
 
 
-def has_effect(outcome: Outcome) -> bool:
+def has_effect(outcome: PlantOutcome) -> bool:
     """Return whether a plant counts: its effect is at least one budget, or cannot be judged."""
     return math.isnan(outcome.effect) or outcome.effect >= 1
 
 
-def is_strong(outcome: Outcome) -> bool:
+def is_strong(outcome: PlantOutcome) -> bool:
     """Return whether it must be found."""
     return math.isnan(outcome.effect) or outcome.effect >= STRONG
 
 
-def is_missed(outcome: Outcome) -> bool:
+def is_missed(outcome: PlantOutcome) -> bool:
     """Return whether the engine's answer about a plant is wrong or missing."""
     if not has_effect(outcome):
-        return outcome.place is not Place.NOWHERE
+        return outcome.place is not PlaceAnswer.NOWHERE
     if not is_strong(outcome):
-        return outcome.place in (Place.ELSEWHERE, Place.ALSO_ELSEWHERE)
-    return outcome.place is not Place.EXACT or outcome.cause is Cause.WRONG
+        return outcome.place in (PlaceAnswer.ELSEWHERE, PlaceAnswer.ALSO_ELSEWHERE)
+    return outcome.place is not PlaceAnswer.EXACT or outcome.cause is CauseAnswer.WRONG
 
 
 def scores(
-    outcomes: Sequence[Outcome], healthy: Sequence[Healthy], repeats: Sequence[Repeated] = ()
-) -> tuple[Score, ...]:
+    outcomes: Sequence[PlantOutcome],
+    healthy: Sequence[HealthyRun],
+    repeats: Sequence[RepeatedRun] = (),
+) -> tuple[MuseumScore, ...]:
     """Return the claims of the museum."""
     strong = [each for each in outcomes if is_strong(each)]
     told = [each for each in strong if _is_right(each)]
@@ -114,12 +116,14 @@ def scores(
     return (
         _score("localised to the component, from 3x", strong, _is_exact, 0.98),
         _score("cause named first, from 3x", strong, _is_named, 0.90),
-        _score("  strictly: by its own name", strong, lambda o: o.cause is Cause.FIRST, None),
+        _score("  strictly: by its own name", strong, lambda o: o.cause is CauseAnswer.FIRST, None),
         _score("wrong cause named, from 3x", strong, _is_wrong, 0.02, at_least=False),
         _score("  strictly: any other name", strong, _is_other, None, at_least=False),
         _score("its family left out: localised", without, _is_exact, 0.98),
         _score("its family left out: no known fault", without, _says_unknown, 0.98),
-        _score("  strictly: nothing named", without, lambda o: o.left_out is Cause.UNKNOWN, None),
+        _score(
+            "  strictly: nothing named", without, lambda o: o.left_out is CauseAnswer.UNKNOWN, None
+        ),
         _score("blamed below 1x", weak, is_missed, 0.0, at_least=False),
         _score("alarms on healthy runs", healthy, lambda h: bool(h.alarms), 0.0, at_least=False),
         _score("healthy runs judged", healthy, lambda h: not h.undecided, 1.0),
@@ -128,17 +132,19 @@ def scores(
     )
 
 
-def classes(outcomes: Iterable[Outcome]) -> dict[tuple[str, str], int]:
+def classes(outcomes: Iterable[PlantOutcome]) -> dict[tuple[str, str], int]:
     """Return pairs of faults with the same effect on the data, and how often that occurred."""
     found: dict[tuple[str, str], int] = defaultdict(int)
     for each in outcomes:
         for cause, named in ((each.cause, each.named), (each.left_out, each.left_named)):
-            if cause is Cause.SAME:
+            if cause is CauseAnswer.SAME:
                 found[min(each.fault, named), max(each.fault, named)] += 1
     return dict(sorted(found.items()))
 
 
-def by_strength(outcomes: Sequence[Outcome]) -> list[tuple[str, int, Score, Score, Score]]:
+def by_strength(
+    outcomes: Sequence[PlantOutcome],
+) -> list[tuple[str, int, MuseumScore, MuseumScore, MuseumScore]]:
     """Return localised, named first, wrongly named and number, for each bin of effect."""
     rows = []
     for name, low, high in BINS:
@@ -148,9 +154,11 @@ def by_strength(outcomes: Sequence[Outcome]) -> list[tuple[str, int, Score, Scor
     return [(name, len(inside), *_three(inside)) for name, inside in rows if inside]
 
 
-def by_family(outcomes: Iterable[Outcome]) -> dict[str, tuple[int, int, Score, Score, Score]]:
+def by_family(
+    outcomes: Iterable[PlantOutcome],
+) -> dict[str, tuple[int, int, MuseumScore, MuseumScore, MuseumScore]]:
     """Return by family: plants, those that count, and the three scores from three budgets on."""
-    groups: dict[str, list[Outcome]] = defaultdict(list)
+    groups: dict[str, list[PlantOutcome]] = defaultdict(list)
     for each in outcomes:
         groups[each.family].append(each)
     found = {}
@@ -160,7 +168,7 @@ def by_family(outcomes: Iterable[Outcome]) -> dict[str, tuple[int, int, Score, S
     return found
 
 
-def _three(group: Sequence[Outcome]) -> tuple[Score, Score, Score]:
+def _three(group: Sequence[PlantOutcome]) -> tuple[MuseumScore, MuseumScore, MuseumScore]:
     return (
         _score("localised", group, _is_exact, 0.98),
         _score("named first", group, _is_named, 0.90),
@@ -175,30 +183,30 @@ def _score(
     wanted: float | None,
     *,
     at_least: bool = True,
-) -> Score:
-    return Score(claim, sum(map(holds, group)), len(group), wanted, at_least)
+) -> MuseumScore:
+    return MuseumScore(claim, sum(map(holds, group)), len(group), wanted, at_least)
 
 
-def _is_exact(outcome: Outcome) -> bool:
-    return outcome.place is Place.EXACT
+def _is_exact(outcome: PlantOutcome) -> bool:
+    return outcome.place is PlaceAnswer.EXACT
 
 
-def _is_right(outcome: Outcome) -> bool:
-    return outcome.place in (Place.EXACT, Place.ALSO_ELSEWHERE)
+def _is_right(outcome: PlantOutcome) -> bool:
+    return outcome.place in (PlaceAnswer.EXACT, PlaceAnswer.ALSO_ELSEWHERE)
 
 
-def _is_named(outcome: Outcome) -> bool:
-    return outcome.cause in (Cause.FIRST, Cause.SAME)
+def _is_named(outcome: PlantOutcome) -> bool:
+    return outcome.cause in (CauseAnswer.FIRST, CauseAnswer.SAME)
 
 
-def _is_other(outcome: Outcome) -> bool:
-    return outcome.cause in (Cause.SAME, Cause.BESIDE, Cause.WRONG)
+def _is_other(outcome: PlantOutcome) -> bool:
+    return outcome.cause in (CauseAnswer.SAME, CauseAnswer.BESIDE, CauseAnswer.WRONG)
 
 
-def _is_wrong(outcome: Outcome) -> bool:
-    return outcome.cause is Cause.WRONG
+def _is_wrong(outcome: PlantOutcome) -> bool:
+    return outcome.cause is CauseAnswer.WRONG
 
 
-def _says_unknown(outcome: Outcome) -> bool:
+def _says_unknown(outcome: PlantOutcome) -> bool:
     """Return whether, without its family, no fault was named, or one with the same effect."""
-    return outcome.left_out in (Cause.UNKNOWN, Cause.SAME)
+    return outcome.left_out in (CauseAnswer.UNKNOWN, CauseAnswer.SAME)

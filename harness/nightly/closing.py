@@ -21,7 +21,7 @@ from degarble.harness.history.records import MUSEUM, HistoryRun
 from degarble.harness.history.store import HistoryStore
 from degarble.harness.inference.workers import workers_for
 from degarble.harness.museum import museum as museum_run
-from degarble.harness.museum.text import percent
+from degarble.harness.museum.museum import percent
 from degarble.harness.nightly.night import LEDGER, excused, failures_of_step
 from degarble.harness.nightly.record import Asked, StepResult
 from degarble.harness.report.files import usable_folder
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from degarble.harness.museum.scores import Score
+    from degarble.harness.museum.scores import MuseumScore
 
     Results = Mapping[str, StepResult]
 
@@ -40,7 +40,7 @@ PLANTED = (
     "M01.inverse", "M03.experts_first", "M10.nibble_order", "M11.swizzle_skipped",
     "M12.previous_expert", "M26.weights", "M28.pairing",
 )  # fmt: skip
-SOME = museum_run.Extent(plants=1, healthy=4)
+SOME = museum_run.MuseumExtent(plants=1, healthy=4)
 _EXTENTS = {"some": SOME, "published": museum_run.PUBLISHED, "whole": museum_run.WHOLE}
 
 
@@ -85,12 +85,12 @@ def _models(asked: Asked) -> Path:
     return usable_folder("museum", asked.folder / "work" / f"museum-{asked.night}")
 
 
-def held(score: Score) -> str:
+def held(score: MuseumScore) -> str:
     """Phrase a claim so that a larger share is better."""
     return score.claim if score.at_least else f"no {score.claim}"
 
 
-def well(score: Score) -> float:
+def well(score: MuseumScore) -> float:
     """Return the share of cases in which the claim so phrased held."""
     return score.share if score.at_least else 1.0 - score.share
 

@@ -21,7 +21,7 @@ from degarble.harness.base.errors import EXIT_AGREES, EXIT_DIFFERS
 from degarble.harness.capture import capture as capturing
 from degarble.harness.formats.weight import Weight
 from degarble.harness.inference.model import open_model
-from degarble.harness.museum.models import ModelKey, prepare
+from degarble.harness.museum.cases import ModelKey, prepare
 from degarble.references import tiny
 from degarble.suites.bench.timing import Neighbours, Reading, Section, Table, Target
 

@@ -9,8 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from degarble.harness.museum.models import KEYS
-from degarble.harness.museum.museum import WHOLE, Extent, chosen, run_museum
+from degarble.harness.museum.cases import KEYS
+from degarble.harness.museum.museum import (
+    WHOLE,
+    MuseumExtent,
+    chosen,
+    effect_text,
+    percent,
+    run_museum,
+)
 from degarble.harness.museum.scores import (
     by_family,
     by_strength,
@@ -18,16 +25,15 @@ from degarble.harness.museum.scores import (
     has_effect,
     is_missed,
 )
-from degarble.harness.museum.text import effect, percent
 from degarble.suites.bench.timing import Section, Settings, Table, Target
 
 if TYPE_CHECKING:
     from degarble.harness.museum.museum import Museum
-    from degarble.harness.museum.scores import Score
+    from degarble.harness.museum.scores import MuseumScore
 
 PACKAGES = ("torch",)
 LONGEST = 3600.0  # seconds on two cores
-_SMALL = Extent(plants=1, healthy=2)
+_SMALL = MuseumExtent(plants=1, healthy=2)
 _HEADER = ("plants", "localised", "cause named first", "wrong cause")
 
 
@@ -48,7 +54,7 @@ def section(museum: Museum) -> Section:
         for name, (count, _, *three) in by_family(museum.outcomes).items()
     )
     misses = tuple(
-        (each.fault, each.component, effect(each.effect), each.place.value, each.named or "-")
+        (each.fault, each.component, effect_text(each.effect), each.place.value, each.named or "-")
         for each in museum.outcomes
         if is_missed(each)
     )
@@ -69,7 +75,7 @@ def section(museum: Museum) -> Section:
     )
 
 
-def _cells(count: int, three: list[Score]) -> tuple[str, ...]:
+def _cells(count: int, three: list[MuseumScore]) -> tuple[str, ...]:
     return (str(count), *(percent(each) for each in three))
 
 

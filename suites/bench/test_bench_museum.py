@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.museum.museum import WHOLE, Museum
-from degarble.harness.museum.plants import Cause, Outcome, Place
-from degarble.harness.museum.scores import Healthy
+from degarble.harness.museum.plants import CauseAnswer, PlaceAnswer, PlantOutcome
+from degarble.harness.museum.scores import HealthyRun
 from degarble.suites.bench import bench_museum as bench
 from degarble.suites.bench.figures import measure, rendered
 from degarble.suites.bench.timing import Settings
@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
 MADE = Museum(
     (
-        Outcome("M10.nibble_order", "head", "a", "b", 9.0, Place.EXACT, Cause.FIRST),
-        Outcome("M06.up", "norm", "a", "b", 90.0, Place.NOWHERE),
+        PlantOutcome(
+            "M10.nibble_order", "head", "a", "b", 9.0, PlaceAnswer.EXACT, CauseAnswer.FIRST
+        ),
+        PlantOutcome("M06.up", "norm", "a", "b", 90.0, PlaceAnswer.NOWHERE),
     ),
-    (Healthy("a"),),
+    (HealthyRun("a"),),
     ("M03.first",),
     12.0,
 )

@@ -21,7 +21,7 @@ from degarble.suites.engine import legal_attention as legal
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from degarble.harness.engine.budget.call import Call
+    from degarble.harness.engine.budget.rules import JudgeableCall
 
 NAME = "attention_kernels"
 HEALTHY = 4  # cases in five
@@ -31,7 +31,7 @@ PROMISED = {"gain of all heads": 0.003, "gain of a head": 0.01, "exponential": 2
 DECIDING = ("gauss", "small", "no sinks", "positive values")
 
 
-def drawn_call(draw: random.Random, seed: int) -> tuple[str, str, Call]:
+def drawn_call(draw: random.Random, seed: int) -> tuple[str, str, JudgeableCall]:
     """Draw a family, inputs and extents; planted cases have enough rows to decide."""
     family, inputs = draw.choice(("v4", "v32", "v32 naive")), draw.choice(legal.INPUTS)
     tokens = draw.choice((1, 3, 24, 64) if seed % (HEALTHY + 1) else (48, 96))
@@ -84,7 +84,9 @@ def case(seed: int) -> CaseResult:
     return CaseResult(seed, kind, outcome, f"{family}, {inputs}, {kernel}: {words}")
 
 
-def planted(draw: random.Random, call: Call, kernel: legal.Kernel) -> tuple[str, float, Tensor]:
+def planted(
+    draw: random.Random, call: JudgeableCall, kernel: legal.Kernel
+) -> tuple[str, float, Tensor]:
     """Run a kernel with one fault of a random size."""
     fault = draw.choice(tuple(PROMISED))
     if fault == "exponential":

@@ -31,14 +31,23 @@ from degarble.harness.engine.faults.model_faults import Reach, Way
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.formats.weight import Weight
-from degarble.harness.museum.cases import Case, Changed, Stage, equal
-from degarble.harness.museum.models import MODELS, RECIPES, ModelKey, MuseumModel, prepare
+from degarble.harness.museum.cases import (
+    MODELS,
+    RECIPES,
+    ModelKey,
+    MuseumCase,
+    MuseumModel,
+    Stage,
+    WeightsWithChange,
+    equal,
+    prepare,
+)
 from degarble.harness.museum.plants import (
-    Cause,
-    Place,
-    Planted,
-    judged,
-    sites,
+    CauseAnswer,
+    PlaceAnswer,
+    PlantedFault,
+    candidate_sites,
+    judge_plant,
     touches,
     ways_of,
 )
@@ -52,7 +61,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.base.protocols import ComponentCall
     from degarble.harness.engine.faults.model_faults import ModelFault
-    from degarble.harness.museum.plants import Outcome
+    from degarble.harness.museum.plants import PlantOutcome
 
     Tensors = Mapping[str, Tensor]
     When = Callable[[Tensors], bool]
@@ -69,7 +78,7 @@ _TRIES = 40
 
 
 @dataclass(frozen=True)
-class SpoiltCase(Case):
+class SpoiltCase(MuseumCase):
     """A case in which one token of one sequence has a row of NaN in the embedding."""
 
     owner: int = 1
@@ -104,7 +113,7 @@ def _model(key: ModelKey) -> MuseumModel:
 def _stage(key: ModelKey, number: int, *, spoilt: bool) -> Stage:
     lengths, model = LENGTHS[number % len(LENGTHS)], _model(key)
     if not spoilt:
-        return Stage.of(Case(key, number, lengths), _root(), {key: model})
+        return Stage.of(MuseumCase(key, number, lengths), _root(), {key: model})
     owner = number % len(lengths)
     case = SpoiltCase(key, number, lengths, owner=owner, at=lengths[owner] * (number % 3) // 3)
 
@@ -115,7 +124,7 @@ def _stage(key: ModelKey, number: int, *, spoilt: bool) -> Stage:
         table[case.token] = torch.nan
         return Weight(value=table)
 
-    changed = replace(model, weights=Changed(model.weights, change))
+    changed = replace(model, weights=WeightsWithChange(model.weights, change))
     return Stage.of(case, _root(), {key: changed})
 
 
@@ -175,14 +184,14 @@ def _hidden(kind: str, stage: Stage, name: str, way: Way, chance: random.Random)
     return in_calls(way, lambda inputs: equal(inputs, calls[chosen]))
 
 
-def _plants(kind: str, stage: Stage, chance: random.Random) -> Iterator[tuple[Planted, Way]]:
+def _plants(kind: str, stage: Stage, chance: random.Random) -> Iterator[tuple[PlantedFault, Way]]:
     """Plants, each with the way that it hides."""
     faults: list[ModelFault] = list(MODEL_FAULTS.values())
     chance.shuffle(faults)
     for fault in faults:
         if kind != BESIDE and (fault.reach is Reach.EDGE or fault.per_call):
             continue
-        name = next(sites(stage, fault, chance), None)
+        name = next(candidate_sites(stage, fault, chance), None)
         ways = ways_of(stage, fault, name) if name is not None else []
         if name is None or not ways:
             continue
@@ -191,7 +200,7 @@ def _plants(kind: str, stage: Stage, chance: random.Random) -> Iterator[tuple[Pl
         if kind != BESIDE:
             way = None if plain.beside else _hidden(kind, stage, name, plain, chance)
         if way is not None:
-            yield Planted(fault, name, way), plain
+            yield PlantedFault(fault, name, way), plain
 
 
 def case(seed: int) -> CaseResult:
@@ -211,9 +220,9 @@ def case(seed: int) -> CaseResult:
     for planted, plain in islice(_plants(kind, stage, chance), _TRIES):
         try:
             if touches(stage, planted):
-                made = judged(stage, planted, leave_out=False)
-                if made.cause is Cause.WRONG and _is_same(stage, planted, plain, made.named):
-                    made = replace(made, cause=Cause.SAME)
+                made = judge_plant(stage, planted, leave_out=False)
+                if made.cause is CauseAnswer.WRONG and _is_same(stage, planted, plain, made.named):
+                    made = replace(made, cause=CauseAnswer.SAME)
                 if _has_effect(made):
                     return _result(seed, kind, made)
         except CANNOT_RUN as error:
@@ -221,13 +230,15 @@ def case(seed: int) -> CaseResult:
     return CaseResult(seed, f"{kind}: nothing had an effect", "ok", str(key))
 
 
-def _is_same(stage: Stage, planted: Planted, plain: Way, named: str) -> bool:
+def _is_same(stage: Stage, planted: PlantedFault, plain: Way, named: str) -> bool:
     """Whether the cause that was named is also that of the way where nothing hides it.
 
     The museum holds two causes to be one by all calls of a run; a hidden one acts in some.
     """
-    made = judged(stage, Planted(planted.fault, planted.component, plain), leave_out=False)
-    return made.named == named and made.cause in {Cause.SAME, Cause.BESIDE}
+    made = judge_plant(
+        stage, PlantedFault(planted.fault, planted.component, plain), leave_out=False
+    )
+    return made.named == named and made.cause in {CauseAnswer.SAME, CauseAnswer.BESIDE}
 
 
 def _large(seed: int, chance: random.Random) -> CaseResult:
@@ -254,22 +265,22 @@ def _large(seed: int, chance: random.Random) -> CaseResult:
     return CaseResult(seed, LARGE, outcome, f"{name} times {factor:.3g}: {told}"[:1500])
 
 
-def _has_effect(made: Outcome) -> bool:
-    if made.place is not Place.NOWHERE or "engine stops" in made.sentence:
+def _has_effect(made: PlantOutcome) -> bool:
+    if made.place is not PlaceAnswer.NOWHERE or "engine stops" in made.sentence:
         return True
     return not math.isnan(made.effect) and made.effect >= CLEAR
 
 
-def _result(seed: int, kind: str, made: Outcome) -> CaseResult:
-    named = made.cause in {Cause.FIRST, Cause.SAME, Cause.BESIDE}
+def _result(seed: int, kind: str, made: PlantOutcome) -> CaseResult:
+    named = made.cause in {CauseAnswer.FIRST, CauseAnswer.SAME, CauseAnswer.BESIDE}
     outcome = "ok"
     if "engine stops" in made.sentence:
         outcome = "stopped"
-    elif made.place is Place.NOWHERE:
+    elif made.place is PlaceAnswer.NOWHERE:
         outcome = "missed"
-    elif made.place is not Place.EXACT:
+    elif made.place is not PlaceAnswer.EXACT:
         outcome = "elsewhere"
-    elif made.cause is Cause.WRONG:
+    elif made.cause is CauseAnswer.WRONG:
         outcome = "wrong"
     detail = (
         f"{made.fault} at {made.component} ({made.way}), {made.case}: effect {made.effect:.3g}, "

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.engine.budget.call import Call
+from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.presets import small_v4, small_v32
 from degarble.references.binding import Bound
@@ -200,7 +200,9 @@ def _rows(kind: str, shape: tuple[int, int], generator: torch.Generator) -> Tens
 _SIZES = {"small": 0.05, "steep": 6.0, "equal logits": 0.0, "one key": 20.0}
 
 
-def call_v4(kind: str, extents: Extents, seed: int = 0, source: str = "official-v4") -> Call:
+def call_v4(
+    kind: str, extents: Extents, seed: int = 0, source: str = "official-v4"
+) -> JudgeableCall:
     """A layer of V4 whose compressed entries are all visible."""
     generator = torch.Generator().manual_seed(seed)
     config = small_v4(
@@ -234,10 +236,10 @@ def call_v4(kind: str, extents: Extents, seed: int = 0, source: str = "official-
     }
     weights = {local: Weight(value=sinks.float())}
     outputs = twin.calls[name](inputs, weights)
-    return Call(what.role, inputs, outputs, weights, facts=facts)
+    return JudgeableCall(what.role, inputs, outputs, weights, facts=facts)
 
 
-def run_v4(call: Call, kernel: Kernel, faulty: Exponential | None = None) -> Tensor:
+def run_v4(call: JudgeableCall, kernel: Kernel, faulty: Exponential | None = None) -> Tensor:
     """What a kernel puts out before the last rounding [T, H, L]."""
     inputs, (sink,) = call.inputs, (each.values(torch.float32) for each in call.weights.values())
     near = torch.cat((inputs["state_window"], inputs["window"]))
@@ -254,7 +256,7 @@ def run_v4(call: Call, kernel: Kernel, faulty: Exponential | None = None) -> Ten
 
 def call_v32(
     kind: str, extents: Extents, seed: int = 0, source: str = "vllm", naive: bool = False
-) -> Call:
+) -> JudgeableCall:
     """A layer of V3.2 with up to `entries` chosen rows a token."""
     generator = torch.Generator().manual_seed(seed)
     config = small_v32(
@@ -289,10 +291,10 @@ def call_v32(
         inputs |= {"state_expanded": both[:start], "expanded": both[start:]}
     weights = {local: Weight(value=wkv_b)}
     outputs = twin.calls[name](inputs, weights)
-    return Call(what.role, inputs, outputs, weights, facts=facts)
+    return JudgeableCall(what.role, inputs, outputs, weights, facts=facts)
 
 
-def run_v32(call: Call, kernel: Kernel, faulty: Exponential | None = None) -> Tensor:
+def run_v32(call: JudgeableCall, kernel: Kernel, faulty: Exponential | None = None) -> Tensor:
     """What a kernel puts out before the last rounding [T, H, v]."""
     inputs, facts = call.inputs, call.facts
     assert facts is not None
@@ -319,7 +321,7 @@ def run_v32(call: Call, kernel: Kernel, faulty: Exponential | None = None) -> Te
     return torch.einsum("thc,hvc->thv", mixed, value)
 
 
-def ran(call: Call, kernel: Kernel, faulty: Exponential | None = None) -> Tensor:
+def ran(call: JudgeableCall, kernel: Kernel, faulty: Exponential | None = None) -> Tensor:
     """What a kernel puts out before the last rounding, in the output's shape."""
     run = run_v4 if "window" in call.inputs else run_v32
     return run(call, kernel, faulty).reshape(call.outputs["out"].shape)
@@ -374,7 +376,7 @@ def run_packed_v32(
             old += start
             width = config.num_attention_heads * config.v_head_dim
             shape = {"out": torch.empty(end - begin, width)}
-            part = Call(what.role, own, shape, weights, facts=facts)
+            part = JudgeableCall(what.role, own, shape, weights, facts=facts)
             made.append(ran(part, kernel))
         out = torch.cat(made)
         return {"out": change(out.bfloat16()) if behind else change(out).bfloat16()}

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.engine.budget.call import Call
 from degarble.harness.engine.budget.judging import judge_outputs
+from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.engine.faults.activation_regions import apart
 from degarble.harness.engine.faults.model_faults import Reach, Scene, Sight
 from degarble.harness.model.components import component_named
@@ -189,7 +189,7 @@ def same(left: Tensor, right: Tensor) -> bool:
 def within(scene: Scene, sight: Sight, made: Mapping[str, Tensor]) -> bool:
     """Within the budget of a correct kernel, where there is one; else no more than roundings."""
     made = {name: each.to(sight.outputs[name].dtype) for name, each in made.items()}
-    call = Call.of(scene.bound, scene.name, sight.inputs, made)
+    call = JudgeableCall.of(scene.bound, scene.name, sight.inputs, made)
     try:
         judged = judge_outputs(call, sight.outputs)
     except InvalidArgument:  # what a way makes is beyond float32

@@ -25,7 +25,7 @@ from degarble.harness.history.records import MEASURES
 from degarble.harness.model.components import components
 from degarble.harness.model.layouts import LAYOUTS
 from degarble.harness.model.recipes import RECIPE_NAMES
-from degarble.harness.museum.sites import roles_of
+from degarble.harness.museum.plants import roles_of
 from degarble.harness.nightly.table import STEPS
 from degarble.harness.plugins.night_options import OPTIONS
 from degarble.harness.plugins.pytest_plugin import MARKERS, PATH_OPTIONS

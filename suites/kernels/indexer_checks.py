@@ -3,7 +3,7 @@
 Owns the cases (heads, pages, ragged sequences, spreads), the pages as a cache has them (in any
 order, NaN in pages and entries that nobody may read, nonsense in the table behind the last page),
 the exact scores in float64, and the budget: BF16's is the one by which `check` judges a run
-(harness.engine.budget.indexer); FP8 wgmma cuts at 13 bits and has its own, derived below.
+(harness.engine.budget.chains); FP8 wgmma cuts at 13 bits and has its own, derived below.
 -inf is compared exactly. Scores are NaN before a launch.
 
 Kept honest by suites/kernels/indexer/test_sm90_indexer_scores.py, which damages results, and by the
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from degarble.harness.engine.budget.bounded_values import Near, stored
+from degarble.harness.engine.budget.bounded_values import BoundedValue, stored
 from degarble.harness.engine.budget.rules import U
 from degarble.kernels.indexer import problem as facts
 from degarble.kernels.indexer.problem import KeyPages, ScoresForm, ScoresProblem
@@ -186,12 +186,14 @@ def exact_scores(case: ScoresCase, of: Sides) -> tuple[Tensor, Tensor]:
         tokens = slice(begin, begin + count)
         q_TNI, factor = of.queries[tokens], of.given.weights[tokens].double().unsqueeze(-1)
         size = torch.matmul(q_TNI.abs(), key_WI.abs().T)
-        near = Near(torch.matmul(q_TNI, key_WI.T).clamp(min=0), size * loss)
+        near = BoundedValue(torch.matmul(q_TNI, key_WI.T).clamp(min=0), size * loss)
         if case.arithmetic == "stored":
             near = stored(near, torch.bfloat16)
-            near = stored(Near(near.value * factor, near.error * factor.abs()), torch.bfloat16)
+            near = stored(
+                BoundedValue(near.value * factor, near.error * factor.abs()), torch.bfloat16
+            )
         else:
-            near = Near(near.value * factor, near.error * factor.abs())
+            near = BoundedValue(near.value * factor, near.error * factor.abs())
         added = (p.heads + 3) * U * near.value.abs().sum(1)
         want_TW[tokens, : len(key_WI)] = near.value.sum(1)
         slack_TW[tokens, : len(key_WI)] = near.error.sum(1) + added

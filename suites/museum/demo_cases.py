@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
-from degarble.harness.museum.demo import Story, demo_fault, tell_story
-from degarble.harness.museum.demo_page import demo_telling
+from degarble.harness.museum.demo import Demonstration, demo_fault, demo_result, run_demo
 from degarble.harness.report.page import Provenance
 
 if TYPE_CHECKING:
@@ -16,12 +15,12 @@ PROVENANCE = Provenance("2026-01-02 03:04 UTC", "degarble demo", "CPU: a process
 
 
 @cache
-def whole_story() -> Story:
+def whole_story() -> Demonstration:
     """The default story."""
-    return tell_story(demo_fault(None))
+    return run_demo(demo_fault(None))
 
 
 @cache
 def story_telling() -> Checked:
     """What its page tells."""
-    return demo_telling(whole_story(), PROVENANCE)
+    return demo_result(whole_story(), PROVENANCE)

@@ -6,8 +6,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from degarble.harness.museum.cases import Case, Stage
-from degarble.harness.museum.models import ModelKey, prepare
+from degarble.harness.museum.cases import ModelKey, MuseumCase, Stage, prepare
 
 KEY = ModelKey("v32", "nvfp4-experts")
 
@@ -28,4 +27,4 @@ def root() -> Path:
 @cache
 def small_stage() -> Stage:
     """The case with its healthy run."""
-    return Stage.of(Case(KEY, 1, (40, 7)), root(), {})
+    return Stage.of(MuseumCase(KEY, 1, (40, 7)), root(), {})

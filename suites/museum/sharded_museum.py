@@ -18,7 +18,7 @@ from torch import distributed
 from degarble.harness.capture.files.records import CapturedStep, Phase
 from degarble.harness.engine.localise.recorded_run import InMemoryRun
 from degarble.harness.model.sharding import plan
-from degarble.harness.museum.models import ModelKey, MuseumModel, prompt_ids
+from degarble.harness.museum.cases import ModelKey, MuseumModel, prompt_ids
 from degarble.references.numerics import Numerics
 from degarble.references.sharded import ShardedModel, Teams
 from degarble.references.state import Sequence

@@ -10,7 +10,7 @@ import torch
 
 from degarble.harness.engine.faults.model_faults import Sight, Way, with_outputs
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
-from degarble.harness.museum.alike import Remade, alike, same_effect
+from degarble.harness.museum.plants import FaultyTwin, equal_outputs, same_effect
 from degarble.suites.museum.museum_stages import small_stage
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def same(planted: Way, named: Way, calls: slice = slice(None)) -> bool:
     chosen = sights[calls]
     trouble: Any = SimpleNamespace(scene=scene, sight=chosen[0], more=tuple(chosen[1:]))
     first: Any = SimpleNamespace(way=named, fault=MODEL_FAULTS["M43.whole"])
-    return same_effect(Remade(stage.twin, WO, planted, run), trouble, first)
+    return same_effect(FaultyTwin(stage.twin, WO, planted, run), trouble, first)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +92,6 @@ def test_a_way_that_remembers_is_remade_in_order() -> None:
     ],
 )
 def test_nearly_all_elements_have_to_be_equal(made: Mapping[str, Tensor], expected: bool) -> None:
-    assert alike(made, {"out": torch.arange(4000.0)}) == expected
+    assert equal_outputs(made, {"out": torch.arange(4000.0)}) == expected
     nan = {"out": torch.full((5,), torch.nan)}
-    assert alike(nan, nan)
+    assert equal_outputs(nan, nan)

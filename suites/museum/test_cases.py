@@ -16,8 +16,9 @@ from degarble.harness.engine.localise.recorded_run import by_component
 from degarble.harness.museum.cases import (
     IN_CHUNKS,
     JOINING,
+    KEYS,
     SCHEDULES,
-    Case,
+    MuseumCase,
     Stage,
     cases_of_fault,
     equal,
@@ -25,7 +26,6 @@ from degarble.harness.museum.cases import (
     planting_cases,
     steps_of,
 )
-from degarble.harness.museum.models import KEYS
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.museum.museum_stages import KEY, root, small_stage
 
@@ -119,7 +119,7 @@ def test_healthy_cases_differ_in_every_way() -> None:
 
 
 def test_prompts_are_fed_in_chunks_or_one_behind_the_other() -> None:
-    case = Case(KEY, 1, (100, 7), new_tokens=2, schedule=IN_CHUNKS)
+    case = MuseumCase(KEY, 1, (100, 7), new_tokens=2, schedule=IN_CHUNKS)
     steps = steps_of(case)
     assert [len(step.tokens) for step in steps] == [55, 49, 5, 1, 1]
     joined = steps_of(replace(case, schedule=JOINING))
@@ -138,7 +138,7 @@ def test_prompts_are_fed_in_chunks_or_one_behind_the_other() -> None:
 
 @pytest.mark.parametrize("schedule", [IN_CHUNKS, JOINING])
 def test_a_healthy_run_agrees_however_it_is_fed(stage: Stage, schedule: str) -> None:
-    case = Case(KEY, 1, (60, 7), schedule=schedule)
+    case = MuseumCase(KEY, 1, (60, 7), schedule=schedule)
     made = Stage.of(case, root(), {KEY: stage.model})
     found = localise(made.twin, made.model.recipe, made.healthy)
     assert (found.verdict, found.unjudged) == (Verdict.AGREES, ())

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from degarble.harness.commands.check.page import page_of, replay_record
-from degarble.harness.museum.demo_page import demo_telling
+from degarble.harness.museum.demo import demo_result
 from degarble.harness.report.page import PanelKind
 from degarble.harness.report.verdict import Verdict
 from degarble.reports.page_html import SIZE_LIMIT, page_html
@@ -57,10 +57,10 @@ def test_what_is_not_named_or_has_no_effect_is_said() -> None:
     story = whole_story()
     (found,) = story.sick.found
     unnamed = replace(story.sick, found=(replace(found, diagnosed=None),))
-    sentence = demo_telling(replace(story, sick=unnamed), PROVENANCE).sentence
+    sentence = demo_result(replace(story, sick=unnamed), PROVENANCE).sentence
     assert sentence.startswith("The healthy run agrees; the fault planted on purpose is not named.")
     assert sentence.endswith("Layer 3, ffn.experts.w2: No known fault explains this.")
     idle = replace(story, planted=replace(story.planted, has_effect=False), sick=story.healthy)
-    assert "has no effect here" in demo_telling(idle, PROVENANCE).sentence
-    alarmed = demo_telling(replace(story, healthy=story.sick), PROVENANCE)
+    assert "has no effect here" in demo_result(idle, PROVENANCE).sentence
+    alarmed = demo_result(replace(story, healthy=story.sick), PROVENANCE)
     assert alarmed.sentence.startswith("The healthy run raises a false alarm;")

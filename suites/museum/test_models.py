@@ -9,7 +9,7 @@ import torch
 from degarble.harness.base.input_files import read_small_file
 from degarble.harness.checkpoint.transform.quantise.conversion_report import REPORT
 from degarble.harness.checkpoint.view.view import Checkpoint
-from degarble.harness.museum.models import MuseumModel, prepare, prompt_ids
+from degarble.harness.museum.cases import MuseumModel, prepare, prompt_ids
 from degarble.references.tiny.configs import TINY_V32
 from degarble.suites.museum.museum_stages import KEY, root
 

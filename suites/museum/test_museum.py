@@ -9,11 +9,18 @@ from typing import TYPE_CHECKING
 from degarble.harness.engine.faults.fault_strength import DIALS
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.museum import museum
-from degarble.harness.museum.cases import Case, Stage
-from degarble.harness.museum.lines import lines_to
-from degarble.harness.museum.museum import CHOSEN, Extent, Museum, Task, chosen, run_museum, tasks
-from degarble.harness.museum.plants import Cause, Outcome, Place
-from degarble.harness.museum.repeats import Repeated
+from degarble.harness.museum.cases import MuseumCase, Stage
+from degarble.harness.museum.museum import (
+    CHOSEN,
+    Museum,
+    MuseumExtent,
+    MuseumTask,
+    chosen,
+    lines_to,
+    run_museum,
+    tasks,
+)
+from degarble.harness.museum.plants import CauseAnswer, PlaceAnswer, PlantOutcome, RepeatedRun
 from degarble.harness.report.page import to_plain
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.museum.museum_stages import KEY, root
@@ -23,7 +30,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-SMALL = Extent(plants=2, healthy=0, cases=(Case(KEY, 1, (40, 7)),))
+SMALL = MuseumExtent(plants=2, healthy=0, cases=(MuseumCase(KEY, 1, (40, 7)),))
 
 
 def test_ids_and_families_are_chosen_in_order() -> None:
@@ -58,7 +65,9 @@ def test_a_fault_is_planted_where_it_has_an_effect(tmp_path: Path) -> None:
     assert heard == ["M10.nibble_order"]
     assert len(made.outcomes) == 2
     assert len({each.component for each in made.outcomes}) == 2
-    assert all((each.place, each.cause) == (Place.EXACT, Cause.FIRST) for each in made.outcomes)
+    assert all(
+        (each.place, each.cause) == (PlaceAnswer.EXACT, CauseAnswer.FIRST) for each in made.outcomes
+    )
     assert (made.verdict, made.missed, made.without_effect) == (Verdict.AGREES, (), ())
     document = to_plain(made.document())
     assert isinstance(document, dict)
@@ -70,12 +79,14 @@ def test_races_and_healthy_cases_are_run_twice() -> None:
     found = [task for task in tasks(tuple(MODEL_FAULTS), museum.WHOLE) if task.twice]
     assert {task.fault for task in found} >= {"M36.workspace", "M37.tile", "M37.scales", ""}
     assert all(task.name.endswith(", twice") for task in found)
-    race = Task(replace(SMALL, repeats=1), "M37.tile", twice=True)
+    race = MuseumTask(replace(SMALL, repeats=1), "M37.tile", twice=True)
     (made,) = museum.perform(root(), race)
-    assert isinstance(made, Repeated)
+    assert isinstance(made, RepeatedRun)
     assert made.right, made
-    (same,) = museum.perform(root(), Task(SMALL, healthy=Case(KEY, 2, (9,)), twice=True))
-    assert isinstance(same, Repeated)
+    (same,) = museum.perform(
+        root(), MuseumTask(SMALL, healthy=MuseumCase(KEY, 2, (9,)), twice=True)
+    )
+    assert isinstance(same, RepeatedRun)
     assert (same.fault, same.verdict) == ("", Verdict.AGREES)
     whole = Museum((), (), (), repeats=(made, same))
     assert whole.verdict is Verdict.AGREES
@@ -85,8 +96,11 @@ def test_races_and_healthy_cases_are_run_twice() -> None:
 
 
 def test_a_family_with_few_plants_is_told() -> None:
-    plants = [Outcome(f"M10.{n}", "head", "a", "b", 9.0, Place.EXACT) for n in range(3)]
-    plants += [Outcome("M06.up", "head", "a", "b", each, Place.EXACT) for each in (9.0, 9.0, 0.5)]
+    plants = [PlantOutcome(f"M10.{n}", "head", "a", "b", 9.0, PlaceAnswer.EXACT) for n in range(3)]
+    plants += [
+        PlantOutcome("M06.up", "head", "a", "b", each, PlaceAnswer.EXACT)
+        for each in (9.0, 9.0, 0.5)
+    ]
     assert Museum(tuple(plants), (), ()).thin == ("M06",)
 
 
@@ -107,7 +121,7 @@ def test_a_fault_without_a_place_has_no_effect(monkeypatch: pytest.MonkeyPatch) 
 def test_healthy_runs_raise_no_alarm_and_a_planted_one_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    case = Case(KEY, 2, (9,), new_tokens=2)
+    case = MuseumCase(KEY, 2, (9,), new_tokens=2)
     assert museum.judge_healthy(root(), case).alarms == ()
 
     def ill(self: Stage) -> object:

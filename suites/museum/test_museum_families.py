@@ -19,19 +19,32 @@ from degarble.harness.engine.faults.model_faults import Way, with_inputs
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.inference.workers import workers_for
-from degarble.harness.museum.cases import Case, Stage, healthy_cases
-from degarble.harness.museum.models import ModelKey, MuseumModel, prepare
+from degarble.harness.museum.cases import (
+    ModelKey,
+    MuseumCase,
+    MuseumModel,
+    Stage,
+    healthy_cases,
+    prepare,
+)
 from degarble.harness.museum.museum import (
     PUBLISHED,
     WHOLE,
     WORKER_BYTES,
     chosen,
     judge_healthy,
+    report_lines,
     run_museum,
 )
-from degarble.harness.museum.plants import Cause, Place, Planted, judged, touches, ways_of
+from degarble.harness.museum.plants import (
+    CauseAnswer,
+    PlaceAnswer,
+    PlantedFault,
+    judge_plant,
+    touches,
+    ways_of,
+)
 from degarble.harness.museum.scores import STRONG, is_missed
-from degarble.harness.museum.text import lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -39,11 +52,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.engine.faults.model_faults import ModelFault
-    from degarble.harness.museum.plants import Outcome
+    from degarble.harness.museum.plants import PlantOutcome
 
 KEYS = (ModelKey("v32", "nvfp4-experts"), ModelKey("v4", "nvfp4-full"))
 # The first is cheap; the second has what V3.2 has not: windows, pools, streams.
-CASES = (Case(KEYS[0], 3, (70, 9)), Case(KEYS[1], 4, (131, 6)))
+CASES = (MuseumCase(KEYS[0], 3, (70, 9)), MuseumCase(KEYS[1], 4, (131, 6)))
 FAMILIES = sorted({fault.family for fault in MODEL_FAULTS.values()})
 TRIED = 3  # strong plants of a family, one of which is named at least; all are localised
 _MODELS: dict[ModelKey, MuseumModel] = {}
@@ -57,17 +70,17 @@ def _folder() -> TemporaryDirectory[str]:
 
 
 @cache
-def stage(case: Case) -> Stage:
+def stage(case: MuseumCase) -> Stage:
     """A case, opened once a process."""
     return Stage.of(case, Path(_folder().name), _MODELS)
 
 
-def late(case: Case, fault: ModelFault) -> list[str]:
+def late(case: MuseumCase, fault: ModelFault) -> list[str]:
     """Components where a fault can be, the last ones first."""
     return [name for name in reversed(stage(case).calls) if fault.sits(stage(case).scene(name))]
 
 
-def strong(family: str) -> Iterator[Outcome]:
+def strong(family: str) -> Iterator[PlantOutcome]:
     """What is said of plants of a family, from three budgets on; few are tried."""
     chance = random.Random(family)
     faults = [fault for fault in MODEL_FAULTS.values() if fault.family == family]
@@ -78,10 +91,10 @@ def strong(family: str) -> Iterator[Outcome]:
                 found = ways_of(stage(case), fault, name)
                 if not found:
                     continue
-                planted = Planted(fault, name, chance.choice(found))
+                planted = PlantedFault(fault, name, chance.choice(found))
                 if not touches(stage(case), planted):
                     continue
-                made = judged(stage(case), planted, leave_out=False)
+                made = judge_plant(stage(case), planted, leave_out=False)
                 assert not is_missed(made), made
                 if made.effect >= STRONG:
                     yield made
@@ -100,15 +113,15 @@ def test_a_family_is_found_and_named(family: str) -> None:
     made = []
     for each in islice(strong(family), TRIED):
         made.append(each)
-        assert each.place is Place.EXACT, each
-        if each.cause in (Cause.FIRST, Cause.SAME):
+        assert each.place is PlaceAnswer.EXACT, each
+        if each.cause in (CauseAnswer.FIRST, CauseAnswer.SAME):
             return
     assert made, f"no plant of {family} has an effect"
     raise AssertionError("\n".join(map(str, made)))
 
 
 @pytest.mark.parametrize("case", [c for c in healthy_cases(24) if c.key in KEYS][:4], ids=str)
-def test_a_healthy_run_raises_no_alarm(case: Case) -> None:
+def test_a_healthy_run_raises_no_alarm(case: MuseumCase) -> None:
     _folder()
     found = judge_healthy(Path(_folder().name), case)
     assert found.alarms == ()
@@ -117,7 +130,7 @@ def test_a_healthy_run_raises_no_alarm(case: Case) -> None:
 
 def shifted(names: tuple[str, ...], shift: int = 1) -> tuple[str, ...]:
     """Whom the engine blames where positions arrive shifted at some components of layer 0."""
-    case = Case(KEYS[1], 4, (12, 6), new_tokens=2)
+    case = MuseumCase(KEYS[1], 4, (12, 6), new_tokens=2)
 
     def moved(given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return {**given, "positions": given["positions"] + shift}
@@ -144,7 +157,7 @@ def test_a_layer_of_windows_may_turn_all_by_shifted_positions_and_no_part_alone(
 def test_the_whole_museum() -> None:
     made = run_museum(chosen(()), WHOLE, workers_for(WORKER_BYTES))
     missed = [score.claim for score in made.scores if not score.met]
-    assert not missed, "\n".join(lines(made))
+    assert not missed, "\n".join(report_lines(made))
 
 
 @pytest.mark.slow
@@ -152,4 +165,4 @@ def test_the_whole_museum() -> None:
 def test_the_published_part() -> None:
     made = run_museum(chosen(()), PUBLISHED, workers_for(WORKER_BYTES))
     missed = [score.claim for score in made.scores if not score.met]
-    assert not missed, "\n".join(lines(made))
+    assert not missed, "\n".join(report_lines(made))

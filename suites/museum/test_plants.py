@@ -21,12 +21,12 @@ from degarble.harness.engine.faults.model_faults import (
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.museum import plants as museum_plants
 from degarble.harness.museum.plants import (
-    Cause,
-    Outcome,
-    Place,
-    Planted,
-    judged,
-    sites,
+    CauseAnswer,
+    PlaceAnswer,
+    PlantedFault,
+    PlantOutcome,
+    candidate_sites,
+    judge_plant,
     touches,
     ways_of,
 )
@@ -68,26 +68,28 @@ def turned(*names: str) -> Way:
     return Way(f"turning {names}", with_inputs(change))
 
 
-def on_experts(stage: Stage) -> Outcome:
+def on_experts(stage: Stage) -> PlantOutcome:
     name = "layers.1.ffn.experts.w2"
-    planted = Planted(NIBBLES, name, ways_of(stage, NIBBLES, name)[0])
+    planted = PlantedFault(NIBBLES, name, ways_of(stage, NIBBLES, name)[0])
     assert touches(stage, planted)
-    return judged(stage, planted, leave_out=True)
+    return judge_plant(stage, planted, leave_out=True)
 
 
 def test_a_known_fault_is_found_named_and_unknown_without_its_family(stage: Stage) -> None:
     found = on_experts(stage)
-    assert found.place is Place.EXACT
-    assert found.cause is Cause.FIRST
+    assert found.place is PlaceAnswer.EXACT
+    assert found.cause is CauseAnswer.FIRST
     assert found.named == NIBBLES.id
-    assert found.left_out is Cause.UNKNOWN
+    assert found.left_out is CauseAnswer.UNKNOWN
     assert found.effect > 10
     assert not is_missed(found)
 
 
 def test_an_unknown_fault_is_localised_all_the_same(stage: Stage) -> None:
-    found = judged(stage, Planted(fault(turned_rows()), WO, turned_rows()), leave_out=False)
-    assert (found.place, found.cause) == (Place.EXACT, Cause.UNKNOWN)
+    found = judge_plant(
+        stage, PlantedFault(fault(turned_rows()), WO, turned_rows()), leave_out=False
+    )
+    assert (found.place, found.cause) == (PlaceAnswer.EXACT, CauseAnswer.UNKNOWN)
     assert found.truth == (WO,)
 
 
@@ -100,19 +102,19 @@ def turned_rows() -> Way:
 
 def test_an_edge_is_blamed_by_the_rule(stage: Stage) -> None:
     way = turned("x")
-    planted = Planted(fault(way, Reach.EDGE), "layers.1.ffn.gate", way)
-    found = judged(stage, planted, leave_out=False)
+    planted = PlantedFault(fault(way, Reach.EDGE), "layers.1.ffn.gate", way)
+    found = judge_plant(stage, planted, leave_out=False)
     assert planted.harmed
     assert found.effect == math.inf
     assert found.truth == ("layers.1.ffn.gate",)
-    assert found.place is Place.EXACT
+    assert found.place is PlaceAnswer.EXACT
 
 
 def test_memory_is_blamed_on_who_writes_it(stage: Stage) -> None:
     name = "layers.1.attn.attend"
     way = turned("state_rows")
-    planted = Planted(fault(way, Reach.EDGE), name, way)
-    found = judged(stage, planted, leave_out=False)
+    planted = PlantedFault(fault(way, Reach.EDGE), name, way)
+    found = judge_plant(stage, planted, leave_out=False)
     assert found.truth == ("layers.1.attn.kv_write",)
     assert found.blamed == found.truth
 
@@ -129,21 +131,21 @@ def test_what_arrives_from_other_layers_and_earlier_calls_is_named(
     stage: Stage, name: str, component: str
 ) -> None:
     made = MODEL_FAULTS[name]
-    found = judged(
-        stage, Planted(made, component, ways_of(stage, made, component)[0]), leave_out=True
+    found = judge_plant(
+        stage, PlantedFault(made, component, ways_of(stage, made, component)[0]), leave_out=True
     )
-    assert found.place is Place.EXACT
-    assert (found.cause, found.named) == (Cause.FIRST, name)
-    assert found.left_out is Cause.UNKNOWN
+    assert found.place is PlaceAnswer.EXACT
+    assert (found.cause, found.named) == (CauseAnswer.FIRST, name)
+    assert found.left_out is CauseAnswer.UNKNOWN
 
 
 def test_nothing_is_no_effect(stage: Stage) -> None:
-    assert not touches(stage, Planted(fault(times(1.0)), WO, times(1.0)))
-    assert touches(stage, Planted(fault(times(1.01)), WO, times(1.01)))
+    assert not touches(stage, PlantedFault(fault(times(1.0)), WO, times(1.0)))
+    assert touches(stage, PlantedFault(fault(times(1.01)), WO, times(1.01)))
 
 
 def test_sites_take_roles_by_turns_and_come_once(stage: Stage) -> None:
-    found = list(sites(stage, NIBBLES, random.Random(1)))
+    found = list(candidate_sites(stage, NIBBLES, random.Random(1)))
     assert len(found) == len(set(found))
     roles = [name.split(".", 2)[2] for name in found]
     assert len(set(roles[: len(set(roles))])) == len(set(roles))
@@ -153,7 +155,7 @@ def test_sites_take_roles_by_turns_and_come_once(stage: Stage) -> None:
 def test_an_engine_that_is_blind_misses(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = SimpleNamespace(origins=(), rows=())
     monkeypatch.setattr(museum_plants, "localise", lambda *_: nothing)
-    assert on_experts(stage).place is Place.NOWHERE
+    assert on_experts(stage).place is PlaceAnswer.NOWHERE
 
 
 @pytest.mark.parametrize("broken", ["localise", "diagnose"])
@@ -166,20 +168,24 @@ def test_an_engine_that_stops_is_told(
     monkeypatch.setattr(museum_plants, broken, stops)
     found = on_experts(stage)
     assert "the engine stops: IndexError in stops: no such row" in found.sentence
-    assert found.cause is Cause.UNKNOWN
+    assert found.cause is CauseAnswer.UNKNOWN
     assert is_missed(found) == (broken == "localise")
 
 
 @pytest.mark.parametrize(
     ("factor", "also", "cause"),
-    [(2.0, (), Cause.WRONG), (2.0, (NIBBLES.id,), Cause.BESIDE), (0.0, (), Cause.SAME)],
+    [
+        (2.0, (), CauseAnswer.WRONG),
+        (2.0, (NIBBLES.id,), CauseAnswer.BESIDE),
+        (0.0, (), CauseAnswer.SAME),
+    ],
 )
 def test_another_cause_is_wrong_unless_it_makes_the_same(
     stage: Stage,
     monkeypatch: pytest.MonkeyPatch,
     factor: float,
     also: tuple[str, ...],
-    cause: Cause,
+    cause: CauseAnswer,
 ) -> None:
     way = times(factor) if factor else on_experts_way(stage)
     named = SimpleNamespace(

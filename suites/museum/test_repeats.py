@@ -10,10 +10,9 @@ import pytest
 
 from degarble.harness.capture.files.reader import Capture
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
-from degarble.harness.museum import repeats as museum_repeats
+from degarble.harness.museum import plants as museum_repeats
 from degarble.harness.museum.cases import equal
-from degarble.harness.museum.plants import ways_of
-from degarble.harness.museum.repeats import Repeated, repeat, write
+from degarble.harness.museum.plants import RepeatedRun, run_repeatedly, ways_of, write_capture
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.museum.museum_stages import small_stage
 
@@ -21,13 +20,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 W2 = "layers.1.ffn.experts.w2"
-RIGHT = Repeated("M37.tile", W2, "a", "b", Verdict.UNSTABLE, (W2, "head"))
+RIGHT = RepeatedRun("M37.tile", W2, "a", "b", Verdict.UNSTABLE, (W2, "head"))
 
 
 def test_a_race_is_unstable_where_it_is() -> None:
     stage, fault = small_stage(), MODEL_FAULTS["M37.tile"]
     way = random.Random(1).choice(ways_of(stage, fault, W2))
-    found = repeat(stage, fault.id, W2, way)
+    found = run_repeatedly(stage, fault.id, W2, way)
     assert (found.verdict, found.blamed[0]) == (Verdict.UNSTABLE, W2)
     assert found.apart
     assert found.right
@@ -45,14 +44,14 @@ def test_what_is_written_lies_in_the_museums_folder_and_goes(
 
     monkeypatch.setattr(museum_repeats, "compare_runs", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        repeat(small_stage(), root=tmp_path)
+        run_repeatedly(small_stage(), root=tmp_path)
     assert [each.parent.parent for each in seen] == [tmp_path] * 2
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_wrong_twice_in_the_same_way_is_stable() -> None:
     stage, fault = small_stage(), MODEL_FAULTS["M10.nibble_order"]
-    found = repeat(stage, fault.id, W2, ways_of(stage, fault, W2)[0])
+    found = run_repeatedly(stage, fault.id, W2, ways_of(stage, fault, W2)[0])
     assert found.verdict is Verdict.AGREES
     assert not found.apart
     assert not found.right, "nothing was there to tell"
@@ -68,13 +67,13 @@ def test_what_is_wrong_twice_in_the_same_way_is_stable() -> None:
         (replace(RIGHT, fault="", component=""), False),
     ],
 )
-def test_what_is_right(made: Repeated, right: bool) -> None:
+def test_what_is_right(made: RepeatedRun, right: bool) -> None:
     assert made.right == right
 
 
 def test_a_run_is_written_as_it_was_seen(tmp_path: Path) -> None:
     stage = small_stage()
-    write(stage.healthy, tmp_path / "a", {"weights": "here"})
+    write_capture(stage.healthy, tmp_path / "a", {"weights": "here"})
     seen = Capture.open(tmp_path / "a")
     assert seen.complete
     assert [step.tokens for step in seen.steps] == [step.tokens for step in stage.healthy.steps]

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from degarble.harness.museum.plants import Cause, Outcome, Place
-from degarble.harness.museum.repeats import Repeated
+from degarble.harness.museum.plants import CauseAnswer, PlaceAnswer, PlantOutcome, RepeatedRun
 from degarble.harness.museum.scores import (
-    Healthy,
+    HealthyRun,
     by_family,
     by_strength,
     classes,
@@ -24,12 +23,12 @@ from degarble.harness.report.verdict import Verdict
 
 def outcome(
     effect: float,
-    place: Place = Place.EXACT,
-    cause: Cause = Cause.FIRST,
-    left_out: Cause | None = None,
+    place: PlaceAnswer = PlaceAnswer.EXACT,
+    cause: CauseAnswer = CauseAnswer.FIRST,
+    left_out: CauseAnswer | None = None,
     fault: str = "M10.nibble_order",
-) -> Outcome:
-    return Outcome(fault, "head", "a way", "a case", effect, place, cause, left_out=left_out)
+) -> PlantOutcome:
+    return PlantOutcome(fault, "head", "a way", "a case", effect, place, cause, left_out=left_out)
 
 
 # Newcombe, "Two-sided confidence intervals for the single proportion" (1998), table I, method 3.
@@ -56,21 +55,21 @@ def test_nothing_counted_says_nothing() -> None:
     ("made", "missed"),
     [
         (outcome(5.0), False),
-        (outcome(5.0, Place.NOWHERE), True),
-        (outcome(5.0, Place.ALSO_ELSEWHERE), True),
-        (outcome(5.0, cause=Cause.WRONG), True),
-        (outcome(5.0, cause=Cause.SAME), False),
-        (outcome(5.0, cause=Cause.BESIDE), False),
-        (outcome(5.0, cause=Cause.UNKNOWN), False),
-        (outcome(2.0, Place.NOWHERE, Cause.UNKNOWN), False),
-        (outcome(2.0, Place.ELSEWHERE, Cause.UNKNOWN), True),
-        (outcome(0.5, Place.NOWHERE, Cause.UNKNOWN), False),
-        (outcome(0.5, Place.ELSEWHERE, Cause.UNKNOWN), True),
-        (outcome(math.nan, Place.NOWHERE, Cause.UNKNOWN), True),
+        (outcome(5.0, PlaceAnswer.NOWHERE), True),
+        (outcome(5.0, PlaceAnswer.ALSO_ELSEWHERE), True),
+        (outcome(5.0, cause=CauseAnswer.WRONG), True),
+        (outcome(5.0, cause=CauseAnswer.SAME), False),
+        (outcome(5.0, cause=CauseAnswer.BESIDE), False),
+        (outcome(5.0, cause=CauseAnswer.UNKNOWN), False),
+        (outcome(2.0, PlaceAnswer.NOWHERE, CauseAnswer.UNKNOWN), False),
+        (outcome(2.0, PlaceAnswer.ELSEWHERE, CauseAnswer.UNKNOWN), True),
+        (outcome(0.5, PlaceAnswer.NOWHERE, CauseAnswer.UNKNOWN), False),
+        (outcome(0.5, PlaceAnswer.ELSEWHERE, CauseAnswer.UNKNOWN), True),
+        (outcome(math.nan, PlaceAnswer.NOWHERE, CauseAnswer.UNKNOWN), True),
         (outcome(math.inf), False),
     ],
 )
-def test_what_is_missed(made: Outcome, missed: bool) -> None:
+def test_what_is_missed(made: PlantOutcome, missed: bool) -> None:
     assert is_missed(made) == missed
 
 
@@ -80,9 +79,14 @@ def test_a_weak_plant_does_not_count_and_one_without_budget_does() -> None:
 
 
 def test_claims_count_what_they_say() -> None:
-    found = [outcome(5.0, left_out=Cause.UNKNOWN) for _ in range(9)]
-    found += [outcome(50.0, cause=Cause.WRONG, left_out=Cause.WRONG), outcome(0.5, Place.ELSEWHERE)]
-    by_claim = {each.claim: each for each in scores(found, [Healthy("a", ("b",)), Healthy("c")])}
+    found = [outcome(5.0, left_out=CauseAnswer.UNKNOWN) for _ in range(9)]
+    found += [
+        outcome(50.0, cause=CauseAnswer.WRONG, left_out=CauseAnswer.WRONG),
+        outcome(0.5, PlaceAnswer.ELSEWHERE),
+    ]
+    by_claim = {
+        each.claim: each for each in scores(found, [HealthyRun("a", ("b",)), HealthyRun("c")])
+    }
     exact = by_claim["localised to the component, from 3x"]
     assert (exact.hits, exact.total, exact.met) == (10, 10, True)
     named = by_claim["cause named first, from 3x"]
@@ -97,9 +101,13 @@ def test_claims_count_what_they_say() -> None:
 
 
 def test_classes_count_beside_strict_names() -> None:
-    found = [outcome(5.0), outcome(5.0, cause=Cause.SAME), outcome(5.0, cause=Cause.BESIDE)]
+    found = [
+        outcome(5.0),
+        outcome(5.0, cause=CauseAnswer.SAME),
+        outcome(5.0, cause=CauseAnswer.BESIDE),
+    ]
     found[1] = replace(found[1], named="M41.tile_of_k")
-    found.append(replace(outcome(5.0, left_out=Cause.SAME), left_named="M01.inverse"))
+    found.append(replace(outcome(5.0, left_out=CauseAnswer.SAME), left_named="M01.inverse"))
     by_claim = {each.claim.strip(): each for each in scores(found, [])}
     hits = {claim: each.hits for claim, each in by_claim.items() if each.total}
     assert hits["cause named first, from 3x"] == 3
@@ -114,7 +122,7 @@ def test_classes_count_beside_strict_names() -> None:
 
 
 def test_repeats_count_where_they_are_apart() -> None:
-    race = Repeated("M37.tile", "head", "a", "b", Verdict.UNSTABLE, ("head",))
+    race = RepeatedRun("M37.tile", "head", "a", "b", Verdict.UNSTABLE, ("head",))
     made = [race, replace(race, blamed=("norm",)), replace(race, fault="", component="")]
     by_claim = {each.claim: each for each in scores([], [], made)}
     told = by_claim["run twice: UNSTABLE, at its component"]
@@ -127,7 +135,7 @@ def test_bins_are_by_effect_and_families_by_id() -> None:
     found = [outcome(x) for x in (0.5, 1.0, 2.9, 3.0, 9.9, 10.0, math.inf, math.nan)]
     counts = {name: count for name, count, *_ in by_strength(found)}
     assert counts == {"below 1": 1, "1 to 3": 2, "3 to 10": 2, "from 10": 2, "no budget": 1}
-    found.append(outcome(4.0, Place.NOWHERE, fault="O01.magnitudes"))
+    found.append(outcome(4.0, PlaceAnswer.NOWHERE, fault="O01.magnitudes"))
     families = by_family(found)
     assert list(families) == ["M10", "O01"]
     count, effective, localised, *_ = families["O01"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
-from degarble.harness.museum.sites import roles_of
+from degarble.harness.museum.plants import roles_of
 
 
 def test_every_fault_can_be_somewhere() -> None:

@@ -10,8 +10,8 @@ from degarble.harness.history.records import BUDGETS, MUSEUM, SPEED
 from degarble.harness.history.store import HistoryStore
 from degarble.harness.museum import museum as museum_run
 from degarble.harness.museum.museum import Museum
-from degarble.harness.museum.plants import Cause, Outcome, Place
-from degarble.harness.museum.scores import Healthy
+from degarble.harness.museum.plants import CauseAnswer, PlaceAnswer, PlantOutcome
+from degarble.harness.museum.scores import HealthyRun
 from degarble.harness.nightly import closing
 from degarble.harness.nightly.record import Asked, StepResult
 from degarble.harness.report.verdict import Verdict
@@ -119,7 +119,7 @@ def museum(monkeypatch: pytest.MonkeyPatch, folder: Path, **more: Any) -> StepRe
 
 def test_a_museum_with_an_alarm_is_red(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert museum(monkeypatch, tmp_path).verdict is Verdict.AGREES
-    found = museum(monkeypatch, tmp_path, healthy=(Healthy("v4 long", ("head: wrong",)),))
+    found = museum(monkeypatch, tmp_path, healthy=(HealthyRun("v4 long", ("head: wrong",)),))
     assert found.verdict is Verdict.DIFFERS
     assert [each.component for each in found.failures] == ["museum.v4 long"]
 
@@ -157,8 +157,10 @@ MUSEUM_LEDGER = """
 def test_only_what_was_planted_and_ran_can_heal(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    planted = Outcome("M01.inverse", "head", "", "v4 long", 2.0, Place.EXACT, Cause.FIRST)
-    made = Museum((planted,), (Healthy("v4 short"),), ())
+    planted = PlantOutcome(
+        "M01.inverse", "head", "", "v4 long", 2.0, PlaceAnswer.EXACT, CauseAnswer.FIRST
+    )
+    made = Museum((planted,), (HealthyRun("v4 short"),), ())
     monkeypatch.setattr(museum_run, "run_museum", lambda *_, **__: made)
     found = closing.museum(asked(tmp_path), {})
     assert found.judged == ("museum.M01.inverse", "museum.v4 short")

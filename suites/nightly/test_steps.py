@@ -19,7 +19,7 @@ from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.commands.check.check import CheckRun
 from degarble.harness.history.ledger import Failure
 from degarble.harness.inference.model import open_model
-from degarble.harness.museum.models import ModelKey, prepare
+from degarble.harness.museum.cases import ModelKey, prepare
 from degarble.harness.nightly import metamorphic as night_metamorphic
 from degarble.harness.nightly import steps as night_steps
 from degarble.harness.nightly.metamorphic import judged as related

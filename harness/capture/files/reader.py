@@ -322,7 +322,7 @@ def _steps(steps: Counter[Phase], tokens: Counter[Phase]) -> str:
 #
 # The twin uses them as indices, so one that is out of range would crash it. No kernel computed
 # them, so a capture that holds such a value is rejected, naming call and input. What components
-# compute is judged whatever it holds; engine/localise/recorded_forms.py checks its shape and dtype.
+# compute is judged whatever it holds; engine/localise/tensor_forms.py checks its shape and dtype.
 
 _INTEGERS = ("I64", "I32", "I16", "I8", "U32", "U16", "U8")
 _FROM_OUTSIDE = ("tokens", "positions", "offsets")

@@ -13,7 +13,7 @@ from degarble.harness.report.files import usable_folder
 from degarble.harness.report.number_text import visible
 
 if TYPE_CHECKING:
-    from degarble.harness.museum.demo import Story
+    from degarble.harness.museum.demo import Demonstration
     from degarble.harness.report.page import Page
     from degarble.harness.report.replay_record import ReplayRecord
 
@@ -50,17 +50,20 @@ def demo(options: DemoOptions, terminal: Terminal) -> int:
     """
     # Imports torch, which --help and --version do without.
     from degarble.harness.commands.check.page import page_of, replay_record, write_check_page  # noqa: PLC0415
-    from degarble.harness.museum.demo import demo_fault, tell_story  # noqa: PLC0415
-    from degarble.harness.museum.demo_page import demo_telling  # noqa: PLC0415
+    from degarble.harness.museum.demo import (  # noqa: PLC0415
+        demo_fault,
+        demo_result,
+        run_demo,
+    )
     from degarble.harness.report.page import provenance  # noqa: PLC0415
     from degarble.reports.page_text import page_text  # noqa: PLC0415
 
     fault = demo_fault(options.fault)
     folder = usable_folder("--out", options.out)
     with terminal.progress("demo", total=STEPS) as step:
-        story = tell_story(fault, step)
+        story = run_demo(fault, step)
     chosen = f" --fault {options.fault}" if options.fault else ""
-    telling = demo_telling(story, provenance(f"degarble demo{chosen}"))
+    telling = demo_result(story, provenance(f"degarble demo{chosen}"))
     path = write_check_page(folder, telling)
     record = replay_record(telling)
     page = page_of(telling, record)
@@ -71,7 +74,7 @@ def demo(options: DemoOptions, terminal: Terminal) -> int:
 
 
 def _document(
-    story: "Story", page: "Page", record: "ReplayRecord", path: Path
+    story: "Demonstration", page: "Page", record: "ReplayRecord", path: Path
 ) -> dict[str, object]:
     return {
         "verdict": page.verdict,

@@ -58,7 +58,7 @@ def list_faults(_options: ListOptions, terminal: Terminal) -> int:
     from rich.table import Table  # noqa: PLC0415  start-up time
 
     from degarble.harness.engine.faults.registry import MODEL_FAULTS  # noqa: PLC0415  imports torch
-    from degarble.harness.museum.sites import roles_of  # noqa: PLC0415  imports torch
+    from degarble.harness.museum.plants import roles_of  # noqa: PLC0415  imports torch
 
     rows = []
     table = Table(box=None, pad_edge=False)
@@ -85,8 +85,8 @@ def run_faults(options: RunOptions, terminal: Terminal) -> int:
     from degarble.harness.engine.faults.registry import MODEL_FAULTS  # noqa: PLC0415  imports torch
     from degarble.harness.inference.workers import workers_for  # noqa: PLC0415  imports torch
     from degarble.harness.museum import museum  # noqa: PLC0415  imports torch
-    from degarble.harness.museum import text as museum_text  # noqa: PLC0415  imports torch
-    from degarble.harness.museum.lines import lines_to  # noqa: PLC0415  imports torch
+    from degarble.harness.museum import museum as museum_text  # noqa: PLC0415  imports torch
+    from degarble.harness.museum.museum import lines_to  # noqa: PLC0415  imports torch
 
     families = {fault.family for fault in MODEL_FAULTS.values()}
     for identity in options.ids or ():
@@ -101,6 +101,6 @@ def run_faults(options: RunOptions, terminal: Terminal) -> int:
     workers = asked_processes() or workers_for(museum.WORKER_BYTES)
     with terminal.progress("museum", count) as told, lines_to(options.lines) as ended:
         made = museum.run_museum(faults, extent, workers, told, None, ended)
-    terminal.say(*museum_text.lines(made))
+    terminal.say(*museum_text.report_lines(made))
     terminal.emit(made.document())
     return EXIT_AGREES if made.verdict is Verdict.AGREES else EXIT_DIFFERS

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from degarble.harness.engine.diagnose.diagnose import Diagnosed
-    from degarble.harness.engine.localise.attribution import Trouble
+    from degarble.harness.engine.localise.discrepancy import Discrepancy
     from degarble.harness.engine.localise.judged_run import Look
     from degarble.harness.model.config.config import Config
     from degarble.harness.model.recipes import Recipe
@@ -64,7 +64,7 @@ class Wanted:
 class Judgement:
     """One origin: the discrepancy, its diagnosis, and its share of the final difference."""
 
-    trouble: Trouble
+    trouble: Discrepancy
     diagnosed: Diagnosed | None = None
     share: float | None = None
     reproducer: str = ""
@@ -221,7 +221,7 @@ def _by_role(components: Sequence[object]) -> str:
     return f"{len(components)}: {', '.join(roles)}" if components else "none"
 
 
-def _diagnosed(trouble: Trouble, found: Localised) -> Diagnosed | None:
+def _diagnosed(trouble: Discrepancy, found: Localised) -> Diagnosed | None:
     if trouble.sight is None:
         return None
     # All families of faults; a healthy run does without them.

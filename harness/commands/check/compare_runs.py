@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from degarble.harness.base.errors import InvalidArgument, Undecided
 from degarble.harness.capture.files.reader import Capture
 from degarble.harness.commands.check.compare_tokens import beside_by_tokens, tokens_in_common
-from degarble.harness.engine.localise.judged_run import Sums
-from degarble.harness.engine.localise.output_forms import equal_elements
+from degarble.harness.engine.localise.judged_run import CosineSums
+from degarble.harness.engine.localise.tensor_forms import equal_elements
 from degarble.harness.report.number_text import number
 from degarble.harness.report.page import Page, PageFinding, Subject
 from degarble.harness.report.verdict import Origin, Verdict
@@ -53,7 +53,7 @@ class Line:
     calls: int = 0
     elements: int = 0
     identical: int = 0
-    sums: Sums = field(default_factory=Sums)
+    sums: CosineSums = field(default_factory=CosineSums)
     measured: bool = True  # False where only hashes are there
     first: tuple[int, int] | None = None  # step and row of the first difference
     own: tuple[int, int] | None = None  # the same, of the first call with equal inputs

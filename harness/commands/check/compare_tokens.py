@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from degarble.harness.capture.files.records import Phase
-from degarble.harness.engine.localise.judged_run import Sums
-from degarble.harness.engine.localise.output_forms import equal_elements
+from degarble.harness.engine.localise.judged_run import CosineSums
+from degarble.harness.engine.localise.tensor_forms import equal_elements
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -50,7 +50,7 @@ class Beside:
     calls: int = 0
     elements: int = 0
     identical: int = 0
-    sums: Sums = field(default_factory=Sums)
+    sums: CosineSums = field(default_factory=CosineSums)
     measured: bool = True
     first: Token | None = None
     own: Token | None = None

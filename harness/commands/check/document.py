@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from degarble.harness.commands.check.check import Checked
-    from degarble.harness.engine.localise.judged_run import Row
+    from degarble.harness.engine.localise.judged_run import OutputRow
 
 
 def found_of(checked: Checked) -> tuple[Found, ...]:
@@ -110,7 +110,7 @@ def _shares(checked: Checked) -> dict[str, Any] | None:
     }
 
 
-def _line(row: Row) -> dict[str, Any]:
+def _line(row: OutputRow) -> dict[str, Any]:
     names = ("candidate_twin", "candidate_reference", "twin_reference")
     sums = [row.cosines.get(pair) for pair in PAIRS]
     return {
@@ -132,7 +132,7 @@ def _known(value: float) -> float | None:
 
 def junit(checked: Checked, sentence: str) -> str:
     """Return JUnit XML with one test case a component."""
-    rows: dict[str, list[Row]] = {}
+    rows: dict[str, list[OutputRow]] = {}
     for row in checked.localised.rows:
         rows.setdefault(row.component.name, []).append(row)
     wrong = {each.trouble.component: each.trouble.sentence for each in checked.origins}

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from degarble.harness.engine.compare.definition import values_of_any
-from degarble.harness.engine.localise.output_forms import aligned, wrong_forms
+from degarble.harness.engine.compare.compare import values_of_any
+from degarble.harness.engine.localise.tensor_forms import aligned, wrong_forms
 from degarble.harness.formats.arrays import FORMAT_OF_DTYPE, codes_of
 from degarble.harness.formats.ulps import value_ulp_distance
 from degarble.harness.report.replay_record import (
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.engine.budget.judging import Judged
-    from degarble.harness.engine.compare.comparison import Sums
+    from degarble.harness.engine.budget.judging import OutputResult
+    from degarble.harness.engine.compare.compare import ErrorSums
     from degarble.harness.engine.localise.replay import Batch, Replay
     from degarble.harness.model.components import Component
     from degarble.harness.model.config.config import Config
@@ -86,7 +86,7 @@ class _Seen:
     counts: list[int] = field(default_factory=lambda: [0] * (len(_BINS) + 2))
     unit: str = "ulps"
     ratio: float = -1.0
-    judged: Judged | None = None
+    judged: OutputResult | None = None
     worst: WorstElement | None = None
 
 
@@ -101,7 +101,7 @@ class Looker:
         """Drop the statistics of a component that is judged again, under another convention."""
         self._seen = {key: seen for key, seen in self._seen.items() if key[0] != component}
 
-    def __call__(self, replay: Replay, judged: Mapping[str, Judged]) -> None:
+    def __call__(self, replay: Replay, judged: Mapping[str, OutputResult]) -> None:
         """Add one replay."""
         if replay.undecided:
             return
@@ -165,7 +165,7 @@ class Looker:
             found["head"] = (torch.arange(heads), d_H.sum((0, 2)), t_H.sum((0, 2)))
         return found
 
-    def judged(self, component: str, output: str) -> Judged | None:
+    def judged(self, component: str, output: str) -> OutputResult | None:
         """Return the judgement of the call that is furthest off."""
         seen = self._seen.get((component, output))
         return None if seen is None else seen.judged
@@ -228,7 +228,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _places(judged: Judged | None) -> tuple[JudgedPlace, ...]:
+def _places(judged: OutputResult | None) -> tuple[JudgedPlace, ...]:
     if judged is None:
         return ()
     return tuple(
@@ -237,7 +237,7 @@ def _places(judged: Judged | None) -> tuple[JudgedPlace, ...]:
     )
 
 
-def _tiles(judged: Judged | None) -> AxisProfile | None:
+def _tiles(judged: OutputResult | None) -> AxisProfile | None:
     """Return the error map by tiles of the worst call; None for a single tile."""
     if judged is None or judged.comparison is None:
         return None
@@ -254,11 +254,11 @@ def _tiles(judged: Judged | None) -> AxisProfile | None:
     )
 
 
-def _both(sums: Sums, at: tuple[int, int]) -> tuple[float, float]:
+def _both(sums: ErrorSums, at: tuple[int, int]) -> tuple[float, float]:
     return float(sums.dd[at]), float(sums.rr[at])
 
 
-def _worst_of(judged: Judged, pair: tuple[Tensor, Tensor]) -> WorstElement | None:
+def _worst_of(judged: OutputResult, pair: tuple[Tensor, Tensor]) -> WorstElement | None:
     """Return the element that the judgement names, with both codes."""
     named = next((f for f in judged.findings if f.level == "element" and f.measured), None)
     candidate, twin = pair

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from degarble.harness.commands.check.output_statistics import Looker
     from degarble.harness.engine.diagnose.diagnose import Diagnosed
-    from degarble.harness.engine.localise.attribution import Trouble
-    from degarble.harness.engine.localise.judged_run import Row
+    from degarble.harness.engine.localise.discrepancy import Discrepancy
+    from degarble.harness.engine.localise.judged_run import OutputRow
     from degarble.harness.engine.localise.localise import Localised
     from degarble.harness.model.recipes import Recipe
     from degarble.harness.report.page import Provenance
@@ -49,7 +49,7 @@ class Found:
     `share` is how much of the difference of the final logits it explains.
     """
 
-    trouble: Trouble
+    trouble: Discrepancy
     diagnosed: Diagnosed | None = None
     reproduction: str = ""
     share: float | None = None
@@ -161,7 +161,7 @@ def sentence_of(telling: Checked) -> str:
     return "Nothing is claimed: no component could be judged."
 
 
-def placed(trouble: Trouble) -> str:
+def placed(trouble: Discrepancy) -> str:
     """Return layer and component of a discrepancy as text."""
     layer, role = _layer_and_role(trouble.component)
     return role if layer is None else f"Layer {layer}, {role}"
@@ -230,7 +230,7 @@ def captured_facts(facts: Mapping[str, Any], recipe: Recipe) -> tuple[tuple[str,
     return tuple(told)
 
 
-def _measured(trouble: Trouble) -> tuple[float | None, float | None, float | None]:
+def _measured(trouble: Discrepancy) -> tuple[float | None, float | None, float | None]:
     """Return cosine, relative difference and budget of the worst call."""
     judged = trouble.judged
     if judged is None or judged.comparison is None:
@@ -255,7 +255,7 @@ def _layer_and_role(component: str) -> tuple[int | None, str]:
     return None, component
 
 
-def _output(row: Row, looker: Looker) -> JudgedOutput:
+def _output(row: OutputRow, looker: Looker) -> JudgedOutput:
     component = row.component
     layer, _ = _layer_and_role(component.name)
     judged = looker.judged(component.name, row.output)

@@ -19,7 +19,7 @@ from degarble.harness.report.replay_record import PromptTexts, TextRecord
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from degarble.harness.engine.localise.recorded_run import SeenRun
+    from degarble.harness.engine.localise.recorded_run import RecordedRun
     from degarble.harness.inference.model import OpenModel
 
 PROMPTS = 4  # shown at most
@@ -27,7 +27,7 @@ LENGTH = 2048  # tokens of a prompt at most, so that the twin's answer stays che
 NEW_TOKENS = 64
 
 
-def texts_of(run: SeenRun, model: OpenModel) -> TextRecord:
+def texts_of(run: RecordedRun, model: OpenModel) -> TextRecord:
     """Return the texts of candidate and twin."""
     spoken = spoken_in(run)
     notes = []
@@ -49,7 +49,7 @@ def texts_of(run: SeenRun, model: OpenModel) -> TextRecord:
     return TextRecord(tuple(said), tuple(notes))
 
 
-def spoken_in(run: SeenRun) -> list[tuple[list[int], list[int]]]:
+def spoken_in(run: RecordedRun) -> list[tuple[list[int], list[int]]]:
     """Return each sequence's prompt and the tokens after it."""
     stated = run.facts.get("sequences")
     if isinstance(stated, list):

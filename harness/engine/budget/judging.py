@@ -15,9 +15,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.base.errors import Undecided
-from degarble.harness.engine.budget.budget import Finding, judge
-from degarble.harness.engine.budget.choices import experts_chosen, rows_chosen, weights_budget
-from degarble.harness.engine.budget.codes import format_of, is_coded, judge_codes, values_of
+from degarble.harness.engine.budget.budget import LevelFinding, judge
+from degarble.harness.engine.budget.codes_and_choices import (
+    experts_chosen,
+    format_of,
+    is_coded,
+    judge_codes,
+    rows_chosen,
+    values_of,
+    weights_budget,
+)
 from degarble.harness.engine.budget.roles import budgets_of, has_rule
 from degarble.harness.engine.compare.compare import compare
 from degarble.harness.report.verdict import Verdict
@@ -28,10 +35,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.engine.budget.budget import Budget, Judgement
-    from degarble.harness.engine.budget.call import Call
-    from degarble.harness.engine.budget.choices import Chosen
-    from degarble.harness.engine.compare.comparison import Comparison, Places
+    from degarble.harness.engine.budget.budget import Budget, BudgetResult
+    from degarble.harness.engine.budget.codes_and_choices import ChoiceResult
+    from degarble.harness.engine.budget.rules import JudgeableCall
+    from degarble.harness.engine.compare.compare import Comparison, NamedPlaces
 
 
 _NO_RULE = "its role has no derivation of rounding errors"
@@ -51,7 +58,7 @@ class Flips:
 
 
 @dataclass(frozen=True, eq=False)
-class Reasons:
+class ResultBasis:
     """The derivation and the comparison that a judgement rests on."""
 
     comparison: Comparison | None = None
@@ -59,13 +66,13 @@ class Reasons:
     allowed_length: float = math.nan
 
     @classmethod
-    def of(cls, found: Judgement) -> Reasons:
+    def of(cls, found: BudgetResult) -> ResultBasis:
         """Return the reasons for an output of numbers."""
         return cls(found.comparison, found.budget.derivation, found.allowed_length)
 
 
 @dataclass(frozen=True, eq=False)
-class Judged:
+class OutputResult:
     """The result for one output: findings (worst first), legal differences, and reasons.
 
     Where candidate and twin are equal the reasons are computed lazily.
@@ -73,16 +80,16 @@ class Judged:
 
     output: str
     verdict: Verdict
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[LevelFinding, ...] = ()
     flips: Flips = Flips()
     undecided: str = ""  # why nothing is claimed
-    reasons: Callable[[], Reasons] = Reasons
+    reasons: Callable[[], ResultBasis] = ResultBasis
 
     @cached_property
-    def _reasons(self) -> Reasons:
+    def _reasons(self) -> ResultBasis:
         return self.reasons()
 
-    def settled(self) -> Judged:
+    def settled(self) -> OutputResult:
         """Return the same result without references to tensors, to keep many of them in memory."""
         known = self._reasons
         return replace(self, reasons=lambda: known)
@@ -110,14 +117,16 @@ class Judged:
         return self.findings[0].ratio if self.findings else 0.0
 
     @property
-    def worst(self) -> Finding | None:
+    def worst(self) -> LevelFinding | None:
         """Return the finding that decides."""
         return self.findings[0] if self.findings else None
 
 
 def judge_outputs(
-    call: Call, outputs: Mapping[str, Tensor], places: Mapping[str, Places] | None = None
-) -> dict[str, Judged]:
+    call: JudgeableCall,
+    outputs: Mapping[str, Tensor],
+    places: Mapping[str, NamedPlaces] | None = None,
+) -> dict[str, OutputResult]:
     """Judge a candidate's outputs against the twin's on the same inputs."""
     made = {
         name: _misshapen(name, outputs.get(name), twin)
@@ -131,22 +140,23 @@ def judge_outputs(
         found = _found(call, outputs, named, made)
     except Undecided as reason:
         found = {
-            name: Judged(name, Verdict.UNDECIDED, undecided=str(reason)) for name in call.outputs
+            name: OutputResult(name, Verdict.UNDECIDED, undecided=str(reason))
+            for name in call.outputs
         }
     return {name: made.get(name) or found.get(name) or _unjudged(name) for name in call.outputs}
 
 
-def is_joint(call: Call) -> bool:
+def is_joint(call: JudgeableCall) -> bool:
     """Tell whether outputs can only be judged together: codes with scales, a choice."""
     return is_coded(call) or call.role in _CHOICES
 
 
 def _found(
-    call: Call,
+    call: JudgeableCall,
     outputs: Mapping[str, Tensor],
-    places: Mapping[str, Places],
+    places: Mapping[str, NamedPlaces],
     passed_over: Container[str] = (),
-) -> dict[str, Judged]:
+) -> dict[str, OutputResult]:
     """Judge by the rules of the role; outputs that belong together are left out together."""
     if not is_joint(call):
         return _numbers(call, outputs, places, passed_over)
@@ -160,46 +170,48 @@ def _equal(candidate: Tensor, twin: Tensor) -> bool:
 
 
 def _all_equal(
-    call: Call, outputs: Mapping[str, Tensor], places: Mapping[str, Places]
-) -> dict[str, Judged]:
+    call: JudgeableCall, outputs: Mapping[str, Tensor], places: Mapping[str, NamedPlaces]
+) -> dict[str, OutputResult]:
     """Return AGREES where a rule exists and nothing differs; reasons are computed lazily."""
     if not has_rule(call):
-        return {name: Judged(name, Verdict.UNDECIDED, undecided=_NO_RULE) for name in call.outputs}
+        return {
+            name: OutputResult(name, Verdict.UNDECIDED, undecided=_NO_RULE) for name in call.outputs
+        }
     late = cache(lambda: _found(call, outputs, places))
 
-    def reasons(name: str) -> Reasons:
+    def reasons(name: str) -> ResultBasis:
         return late()[name].reasons()
 
-    none = (Finding("element", (0, 0), 0.0, 0.0),)
+    none = (LevelFinding("element", (0, 0), 0.0, 0.0),)
     return {
-        name: Judged(name, Verdict.AGREES, none, reasons=partial(reasons, name))
+        name: OutputResult(name, Verdict.AGREES, none, reasons=partial(reasons, name))
         for name in call.outputs
     }
 
 
-def _misshapen(name: str, candidate: Tensor | None, twin: Tensor) -> Judged:
+def _misshapen(name: str, candidate: Tensor | None, twin: Tensor) -> OutputResult:
     found = "missing" if candidate is None else f"{tuple(candidate.shape)}"
     words = (f"expected extents {tuple(twin.shape)}, found {found}",)
-    return Judged(
+    return OutputResult(
         name,
         Verdict.DIFFERS,
-        (Finding("shape", (), 1.0, 0.0),),
-        reasons=lambda: Reasons(derivation=words),
+        (LevelFinding("shape", (), 1.0, 0.0),),
+        reasons=lambda: ResultBasis(derivation=words),
     )
 
 
-def _unjudged(name: str) -> Judged:
-    return Judged(
+def _unjudged(name: str) -> OutputResult:
+    return OutputResult(
         name, Verdict.UNDECIDED, undecided="it belongs to an output of another shape, see there"
     )
 
 
 def _numbers(
-    call: Call,
+    call: JudgeableCall,
     outputs: Mapping[str, Tensor],
-    places: Mapping[str, Places],
+    places: Mapping[str, NamedPlaces],
     passed_over: Container[str],
-) -> dict[str, Judged]:
+) -> dict[str, OutputResult]:
     made = {}
     for name, budget in budgets_of(call).items():
         if name not in passed_over:
@@ -209,8 +221,8 @@ def _numbers(
 
 
 def _judged(
-    name: str, pair: tuple[Tensor, Tensor], budget: Budget, places: Places | None
-) -> Judged:
+    name: str, pair: tuple[Tensor, Tensor], budget: Budget, places: NamedPlaces | None
+) -> OutputResult:
     candidate, twin = pair
     # Only the reference computes in float64; outputs are judged as float32 at most.
     if twin.dtype is torch.float64:
@@ -221,32 +233,34 @@ def _judged(
         slack = torch.where(known, budget.slack.expand(twin.shape), 0.0)
         budget = replace(budget, slack=slack)
     if not bool(budget.slack.isfinite().all()):
-        return Judged(name, Verdict.UNDECIDED, undecided="its operands are not finite: no budget")
+        return OutputResult(
+            name, Verdict.UNDECIDED, undecided="its operands are not finite: no budget"
+        )
     found = judge(candidate, twin, budget, places)
-    return Judged(
+    return OutputResult(
         name,
         found.verdict,
         found.findings,
-        reasons=lambda: Reasons.of(found),
+        reasons=lambda: ResultBasis.of(found),
     )
 
 
 def _coded(
-    call: Call, outputs: Mapping[str, Tensor], places: Mapping[str, Places]
-) -> dict[str, Judged]:
+    call: JudgeableCall, outputs: Mapping[str, Tensor], places: Mapping[str, NamedPlaces]
+) -> dict[str, OutputResult]:
     """Judge codes with their scales; the comparison is of the numbers that they stand for."""
 
-    def reasons(name: str, words: tuple[str, ...]) -> Reasons:
+    def reasons(name: str, words: tuple[str, ...]) -> ResultBasis:
         if name != CODES:
-            return Reasons(derivation=words)
+            return ResultBasis(derivation=words)
         form = format_of(call)
         sides = [values_of(side, form) for side in (outputs, call.outputs)]
-        return Reasons(compare(sides[0], sides[1], places.get(CODES)), words)
+        return ResultBasis(compare(sides[0], sides[1], places.get(CODES)), words)
 
     made = {}
     for name, found in judge_codes(call, outputs).items():
         flips = Flips(found.legal, found.total, found.rows, "one step, at a rounding boundary")
-        made[name] = Judged(
+        made[name] = OutputResult(
             name,
             Verdict.AGREES if found.worst.ratio <= 1 else Verdict.DIFFERS,
             (found.worst,),
@@ -257,15 +271,15 @@ def _coded(
 
 
 def _rows_listed(
-    call: Call, outputs: Mapping[str, Tensor], places: Mapping[str, Places]
-) -> dict[str, Judged]:
+    call: JudgeableCall, outputs: Mapping[str, Tensor], places: Mapping[str, NamedPlaces]
+) -> dict[str, OutputResult]:
     found = rows_chosen(call, outputs["out"])
     return {"out": _chosen("out", call, outputs, found, places)}
 
 
 def _experts_listed(
-    call: Call, outputs: Mapping[str, Tensor], places: Mapping[str, Places]
-) -> dict[str, Judged]:
+    call: JudgeableCall, outputs: Mapping[str, Tensor], places: Mapping[str, NamedPlaces]
+) -> dict[str, OutputResult]:
     """Judge experts, and the weights for the candidate's own (the twin's if these are invalid)."""
     found = experts_chosen(call, outputs["experts"])
     own = outputs["experts"]
@@ -280,28 +294,28 @@ def _experts_listed(
 
 def _chosen(
     name: str,
-    call: Call,
+    call: JudgeableCall,
     outputs: Mapping[str, Tensor],
-    found: Chosen,
-    places: Mapping[str, Places],
-) -> Judged:
+    found: ChoiceResult,
+    places: Mapping[str, NamedPlaces],
+) -> OutputResult:
     count = sum(found.flips.values())
     words = "another choice among scores within their errors"
     flips = (
         Flips(count, call.outputs[name].numel(), tuple(found.flips), words) if count else Flips()
     )
-    return Judged(
+    return OutputResult(
         name,
         Verdict.AGREES if found.worst.ratio <= 1 else Verdict.DIFFERS,
         (found.worst,),
         flips,
-        reasons=lambda: Reasons(
+        reasons=lambda: ResultBasis(
             compare(outputs[name], call.outputs[name], places.get(name)), found.words
         ),
     )
 
 
-_CHOICES: Mapping[str, Callable[..., dict[str, Judged]]] = {
+_CHOICES: Mapping[str, Callable[..., dict[str, OutputResult]]] = {
     "ffn.topk": _experts_listed,
     "attn.indexer.topk": _rows_listed,
 }

@@ -17,31 +17,30 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from degarble.harness.base.errors import Undecided
-from degarble.harness.engine.budget import attention, indexer, rotation
-from degarble.harness.engine.budget.bounded_values import Near, exactly, stored
-from degarble.harness.engine.budget.bounded_values import normed as near_normed
+from degarble.harness.engine.budget import attention, chains
+from degarble.harness.engine.budget.bounded_values import BoundedValue, exactly, stored
+from degarble.harness.engine.budget.bounded_values import bounded_norm as near_normed
 from degarble.harness.engine.budget.budget import Budget
-from degarble.harness.engine.budget.call import Call
-from degarble.harness.engine.budget.choices import weights_budget
-from degarble.harness.engine.budget.codes import gated, is_coded
-from degarble.harness.engine.budget.mixing import mixed
-from degarble.harness.engine.budget.pooling import pooled
+from degarble.harness.engine.budget.chains import compressor_pool, mhc_mixing
+from degarble.harness.engine.budget.codes_and_choices import gated, is_coded, weights_budget
 from degarble.harness.engine.budget.rules import (
+    FP8_ACTIVATIONS,
     LARGE,
     SCALE_ROUNDINGS,
     UNDERFLOW,
+    JudgeableCall,
     U,
     ambiguous_bf16,
+    cut_in_steps,
     cut_off,
     exact,
     few,
     normed,
-    operand,
     output_format,
+    product_operand,
     stored_between,
     summed,
 )
-from degarble.harness.engine.budget.tensor_core import FP8_ACTIVATIONS, cut_in_steps
 from degarble.harness.formats.element_formats import BF16, FP32
 from degarble.references.linears import weight_values
 from degarble.references.numerics import DecodedOperands
@@ -51,20 +50,20 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.engine.budget.rules import Operand
+    from degarble.harness.engine.budget.rules import ProductOperand
     from degarble.harness.formats.types import ElementFormat
     from degarble.harness.formats.weight import Weight
 
-    Rule = Callable[[Call, Tensor], Budget]
-    Whole = Callable[[Call], dict[str, Budget]]
+    Rule = Callable[[JudgeableCall, Tensor], Budget]
+    Whole = Callable[[JudgeableCall], dict[str, Budget]]
 
-__all__ = ("RULES", "SUMS", "WHOLE", "Call", "budgets_of")
+__all__ = ("RULES", "SUMS", "WHOLE", "JudgeableCall", "budgets_of")
 
 _SILU_ROUNDINGS = 12  # exponential and quotient, approximate ones included, two products, weight
 _ROTATION_ROUNDINGS = 8  # two products, a sum, cosine and sine within 2 units each
 
 
-def budgets_of(call: Call) -> dict[str, Budget]:
+def budgets_of(call: JudgeableCall) -> dict[str, Budget]:
     """Return the budget of every output of a component."""
     whole, rule = WHOLE.get(call.role), RULES.get(call.role)
     if whole is not None and (call.facts is not None or rule is None):
@@ -82,7 +81,7 @@ def budgets_of(call: Call) -> dict[str, Budget]:
     }
 
 
-def has_rule(call: Call) -> bool:
+def has_rule(call: JudgeableCall) -> bool:
     """Tell whether outputs of a role are judged at all, as numbers or as codes."""
     return call.role in WHOLE or call.role in RULES or is_coded(call)
 
@@ -91,15 +90,15 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _copied(_call: Call, out: Tensor) -> Budget:
+def _copied(_call: JudgeableCall, out: Tensor) -> Budget:
     return exact(
         output_format(out), "values are copied, or rounded by a rule that is exact in float32"
     )
 
 
-def _linear(call: Call, out: Tensor) -> Budget:
+def _linear(call: JudgeableCall, out: Tensor) -> Budget:
     """Return the budget of one matrix, or of several whose outputs are concatenated."""
-    x, loose, weights = operand(_rows(call.x)), call.x_loose, call.weights.values()
+    x, loose, weights = product_operand(_rows(call.x)), call.x_loose, call.weights.values()
     made = _side_by_side([_product(x, loose, _used(call, w), output_format(out)) for w in weights])
     if call.fraction_bits is not None and call.activation in FP8_ACTIVATIONS:
         values = torch.cat([w.values(torch.float32) for w in weights])
@@ -135,7 +134,7 @@ class _Matrix(NamedTuple):
         return [_Matrix(*each) for each in zip(self.value.chunk(count), loose, strict=True)]
 
 
-def _used(call: Call, weight: Weight) -> _Matrix:
+def _used(call: JudgeableCall, weight: Weight) -> _Matrix:
     if call.operands is DecodedOperands.EXACT or not weight.is_quantised:
         return _Matrix(_matrix(weight))
     assert call.facts is not None, "without facts operands are exact"
@@ -143,7 +142,9 @@ def _used(call: Call, weight: Weight) -> _Matrix:
     return _Matrix(weight_values(weight, torch.float32, call.facts.numerics), loose)
 
 
-def _product(x: Operand, x_loose: Tensor | None, w: _Matrix, output: ElementFormat) -> Budget:
+def _product(
+    x: ProductOperand, x_loose: Tensor | None, w: _Matrix, output: ElementFormat
+) -> Budget:
     """Return the budget of one matrix; decoded numbers near a BF16 boundary may go either way."""
     made = summed(x, w.value, output)
     if w.loose is not None:
@@ -161,7 +162,7 @@ def _matrix(weight: Weight) -> Tensor:
     return weight.values(torch.float32)
 
 
-def _projected(call: Call, out: Tensor) -> Budget:
+def _projected(call: JudgeableCall, out: Tensor) -> Budget:
     """Return the budget of one of two matrices with outputs of their own: latent or gate."""
     name = next(n for n, each in call.outputs.items() if each is out)
     part = {"latent": "wkv", "gate": "wgate"}[name]
@@ -169,17 +170,17 @@ def _projected(call: Call, out: Tensor) -> Budget:
     kept = output_format(out)
     if call.facts is not None and call.facts.numerics.switches.pooling_in_storage_dtype:
         kept = BF16  # values of BF16 in a wider tensor
-    return _product(operand(_rows(call.x)), call.x_loose, _used(call, weight), kept)
+    return _product(product_operand(_rows(call.x)), call.x_loose, _used(call, weight), kept)
 
 
-def _grouped(call: Call, out: Tensor) -> Budget:
+def _grouped(call: JudgeableCall, out: Tensor) -> Budget:
     """Return the budget of a linear with one matrix for each group of heads."""
     (weight,) = call.weights.values()
     used, x, loose = _used(call, weight), _rows(call.x), call.x_loose
     w, groups = used.value, x.shape[1] // used.value.shape[1]
     x_loose = [None] * groups if loose is None else loose.chunk(groups, 1)
     made = [
-        _product(operand(a), b, c, output_format(out))
+        _product(product_operand(a), b, c, output_format(out))
         for a, b, c in zip(x.chunk(groups, 1), x_loose, used.chunks(groups), strict=True)
     ]
     if call.fraction_bits is not None and call.activation in FP8_ACTIVATIONS:
@@ -201,7 +202,7 @@ def _most(made: Sequence[Budget]) -> tuple[int, int]:
     return max(each.repeats[0] for each in made), max(each.repeats[1] for each in made)
 
 
-def _routed(call: Call, out: Tensor) -> Budget:
+def _routed(call: JudgeableCall, out: Tensor) -> Budget:
     """Return the budget of every slot through its own expert's matrices."""
     experts, x = call.inputs["experts"], call.x
     per_slot = x if x.ndim == 3 else x[:, None].expand(-1, experts.shape[1], -1)
@@ -215,7 +216,7 @@ def _routed(call: Call, out: Tensor) -> Budget:
         # Mask [T, K] of the slots routed to this expert.
         at = experts == number
         names = [f"ffn.experts.{number}.{part}" for part in parts]
-        x_own = operand(per_slot[at])
+        x_own = product_operand(per_slot[at])
         x_loose = None if loose is None else loose[at]
         weights = [_used(call, call.weights[name]) for name in names]
         made.append(
@@ -228,7 +229,7 @@ def _routed(call: Call, out: Tensor) -> Budget:
     return replace(made[-1], slack=slack, repeats=_most(made))
 
 
-def _norm(call: Call, out: Tensor) -> Budget:
+def _norm(call: JudgeableCall, out: Tensor) -> Budget:
     """Return the budget of a norm, or of the residual that it passes on."""
     if out is call.outputs.get("residual"):
         return few(out.abs(), 1, output_format(out), "sum of input and residual")
@@ -239,13 +240,13 @@ def _norm(call: Call, out: Tensor) -> Budget:
     return normed(out, out.shape[-1], output_format(out), additions=1, weight=weight)
 
 
-def _norm_in_steps(call: Call, out: Tensor, weight: Tensor) -> Budget:
+def _norm_in_steps(call: JudgeableCall, out: Tensor, weight: Tensor) -> Budget:
     """Return the budget of a norm whose rows are stored before the weight is applied."""
     facts = call.known_facts
     near = exactly(call.inputs["x"])
     if "residual" in call.inputs:
         total = near.value + call.inputs["residual"].double()
-        near = Near(total, U * total.abs())
+        near = BoundedValue(total, U * total.abs())
         if facts.numerics.switches.residual_rounded_before_norm:
             near = stored(near, facts.numerics.store)
     (name,) = call.weights
@@ -256,7 +257,7 @@ def _norm_in_steps(call: Call, out: Tensor, weight: Tensor) -> Budget:
     return Budget(output_format(out), near.error.reshape(out.shape), words)
 
 
-def _rotated(call: Call, out: Tensor) -> Budget:
+def _rotated(call: JudgeableCall, out: Tensor) -> Budget:
     """Return the budget of a rotation; it keeps the length of pairs, which bounds the terms."""
     pairs = out.float().reshape(*out.shape[:-1], -1, 2)
     # |(a, b)| of each rotated pair bounds both products of either component.
@@ -278,7 +279,7 @@ def _rotated(call: Call, out: Tensor) -> Budget:
     return stored_between(turned, length, steps, "mean, root and product, or the norm's result")
 
 
-def _gated(call: Call, out: Tensor) -> Budget:
+def _gated(call: JudgeableCall, out: Tensor) -> Budget:
     """Return the budget of SwiGLU; the rounded argument of the exponential costs |gate| u."""
     if call.facts is not None and call.facts.numerics.switches.gate_rounded_before_product:
         words = ("SiLU, stored in BF16; its product with up",)
@@ -290,7 +291,7 @@ def _gated(call: Call, out: Tensor) -> Budget:
     return replace(made, slack=made.slack + end)
 
 
-def _combined(call: Call, out: Tensor) -> Budget:
+def _combined(call: JudgeableCall, out: Tensor) -> Budget:
     """Return the budget of the sum over slots, with weights or without."""
     x = call.inputs["x"].float().abs()
     if "weights" in call.inputs:
@@ -298,7 +299,7 @@ def _combined(call: Call, out: Tensor) -> Budget:
     return few(x.sum(1), x.shape[1] + 1, output_format(out), f"sum of {x.shape[1]} slots")
 
 
-def _added(call: Call, out: Tensor) -> Budget:
+def _added(call: JudgeableCall, out: Tensor) -> Budget:
     """Return the budget of two terms; V3.2's drafter concatenates them."""
     if call.role == "join" and out.ndim == call.inputs["e"].ndim:
         return exact(output_format(out), "two rows side by side")
@@ -310,7 +311,7 @@ def _added(call: Call, out: Tensor) -> Budget:
     return few(amplitude, 2, output_format(out), "sum of two terms")
 
 
-def _spread(call: Call, out: Tensor) -> Budget:
+def _spread(call: JudgeableCall, out: Tensor) -> Budget:
     """Return the budget of mHC's expansion: one product with the output, one with each stream."""
     x, streams, post, mix = (
         call.inputs[name].float().abs() for name in ("x", "streams", "post", "mix")
@@ -320,12 +321,12 @@ def _spread(call: Call, out: Tensor) -> Budget:
     return few(largest, count, output_format(out), "one product a stream, and their sum")
 
 
-def _chosen_weights(_call: Call, out: Tensor) -> Budget:
+def _chosen_weights(_call: JudgeableCall, out: Tensor) -> Budget:
     """Return the budget of the routing weights: softplus, root, normalised over the chosen ones."""
     return few(out.abs(), 2 * out.shape[-1] + 24, output_format(out), "shares of the chosen scores")
 
 
-def _attended(call: Call, out: Tensor) -> Budget:
+def _attended(call: JudgeableCall, out: Tensor) -> Budget:
     """Return V4's attention budget without facts: shares stored in BF16 relative to a free peak."""
     if "window" not in call.inputs:
         return attention.attended(call)["out"]  # V3.2 needs the facts: raises Undecided
@@ -344,7 +345,7 @@ def _attended(call: Call, out: Tensor) -> Budget:
     return stored_between(budget, largest, 1.0, "shares of rows, in the twin and in the candidate")
 
 
-def _experts_gated(call: Call) -> dict[str, Budget]:
+def _experts_gated(call: JudgeableCall) -> dict[str, Budget]:
     """Return the budget of the routed experts' SwiGLU where nothing is quantised."""
     if is_coded(call):
         raise Undecided(
@@ -356,7 +357,7 @@ def _experts_gated(call: Call) -> dict[str, Budget]:
     return {"out": Budget(output_format(out), gated(call).error, words)}
 
 
-def _weighed(call: Call) -> dict[str, Budget]:
+def _weighed(call: JudgeableCall) -> dict[str, Budget]:
     """Return the router's budgets for the twin's choice; judging.py judges the candidate's own."""
     whole = exact(FP32, "experts are whole numbers")
     return {"experts": whole, "weights": weights_budget(call, call.outputs["experts"])[1]}
@@ -393,17 +394,17 @@ SUMS = frozenset(
     role for role, rule in RULES.items() if rule in (_linear, _projected, _grouped, _routed)
 )
 _WHOLE_GROUPS: tuple[tuple[str, Whole], ...] = (
-    ("attn.hc_pre ffn.hc_pre hc_head", mixed),
-    ("attn.compressor.pool attn.indexer.compressor.pool", pooled),
-    ("attn.indexer.q attn.indexer.k", indexer.operand_of),
-    ("attn.indexer.weights_proj", indexer.head_weights),
-    ("attn.indexer.scores", indexer.scored),
+    ("attn.hc_pre ffn.hc_pre hc_head", mhc_mixing),
+    ("attn.compressor.pool attn.indexer.compressor.pool", compressor_pool),
+    ("attn.indexer.q attn.indexer.k", chains.indexer_operands),
+    ("attn.indexer.weights_proj", chains.indexer_head_weights),
+    ("attn.indexer.scores", chains.indexer_scores),
     ("attn.attend", attention.attended),
-    ("attn.q_head_norm_rope", rotation.query_heads),
-    ("attn.kv_norm_rope", rotation.latent_row),
-    ("attn.inverse_rope", rotation.turned_back),
-    ("attn.rope", rotation.query_and_key),
-    ("attn.kv_write attn.compressor.write", rotation.cache_rows),
+    ("attn.q_head_norm_rope", chains.query_heads),
+    ("attn.kv_norm_rope", chains.latent_row),
+    ("attn.inverse_rope", chains.inverse_rotation),
+    ("attn.rope", chains.query_and_key),
+    ("attn.kv_write attn.compressor.write", chains.cache_rows),
     ("ffn.experts.act_quant", _experts_gated),
     ("ffn.topk", _weighed),
 )

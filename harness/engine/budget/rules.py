@@ -1,40 +1,51 @@
-"""Derive the slack of each kind of arithmetic: matrix products, short functions, norms.
+"""The call that is judged, and the slack of each kind of arithmetic: products, functions, norms.
 
 Slack bounds the error before the output is rounded. u = 2^-24 is half a spacing of float32, in
 which every component accumulates; the twin is exact in comparison.
-
-* A sum of K products, in any order in float32 or in the steps of a tensor core. Each addition errs
-  by at most u times its partial sum. In the order of K, partial sums are read off the data at
-  CHECKPOINTS places. In an order that is as good as random they are |s| k / K plus a bridge of
-  deviation at most |x * w|_2 / 2, which Cauchy-Schwarz bounds by row norms: |x|_4 |w|_4 / 2. An
-  aligned step of a tensor core (16 products and C, each cut 2^-25 below the largest) counts as 17
-  more.
-* A function of few operations: their number times u times the largest intermediate value.
-* A value stored on the way: one spacing of the stored format, carried on.
-
-Shape letters: M rows, K summed, N outputs.
 """
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from degarble.harness.base.errors import ShapeMismatch
+from degarble.harness.base.errors import ShapeMismatch, Undecided
 from degarble.harness.engine.budget.budget import Budget
 from degarble.harness.formats.arrays import FORMAT_OF_DTYPE
 from degarble.harness.formats.element_formats import BF16, FP32
 from degarble.harness.report.number_text import number
+from degarble.references.linears import CODES, activation_values
+from degarble.references.numerics import DecodedOperands
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from degarble.harness.formats.types import ElementFormat
+    from degarble.harness.formats.weight import Weight
+    from degarble.references.binding import Bound
+    from degarble.references.facts import Facts
+
+
+# --------------------------------------------------------------------------------------------------
+# Products, functions and norms.
+#
+# * A sum of K products, in any order in float32 or in the steps of a tensor core. Each addition
+#   errs by at most u times its partial sum. In the order of K, partial sums are read off the data
+#   at CHECKPOINTS places. In an order that is as good as random they are |s| k / K plus a bridge of
+#   deviation at most |x * w|_2 / 2, which Cauchy-Schwarz bounds by row norms: |x|_4 |w|_4 / 2. An
+#   aligned step of a tensor core (16 products and C, each cut 2^-25 below the largest) counts as 17
+#   more.
+# * A function of few operations: their number times u times the largest intermediate value.
+# * A value stored on the way: one spacing of the stored format, carried on.
+#
+# Shape letters: M rows, K summed, N outputs.
 
 U = 2.0**-24
 UNDERFLOW = 2.0**-126  # smaller numbers may become 0: flushed, or 1 / e^x with e^x infinite
@@ -61,7 +72,7 @@ def exact(output: ElementFormat, why: str) -> Budget:
     return Budget(output, torch.zeros(()), (why,))
 
 
-class Operand(NamedTuple):
+class ProductOperand(NamedTuple):
     """Rows of one side of a product, with the facts that a bound needs."""
 
     rows: Tensor
@@ -73,11 +84,11 @@ _KNOWN: dict[int, tuple[weakref.ref[Tensor], int, tuple[Tensor, int]]] = {}
 _MOST_KNOWN = 4096
 
 
-def operand(rows: Tensor) -> Operand:
+def product_operand(rows: Tensor) -> ProductOperand:
     """Return an Operand; cache its facts while the tensor stays unmodified (weights recur)."""
     wide = rows.float()
     if rows.is_inference():  # inference tensors have no version counter, so changes go unnoticed
-        return Operand(wide, _four_norm(wide), _repeats(wide))
+        return ProductOperand(wide, _four_norm(wide), _repeats(wide))
     known = _KNOWN.get(id(rows))
     if known is None or known[0]() is not rows or known[1] != rows._version:  # noqa: SLF001
         if len(_KNOWN) >= _MOST_KNOWN:
@@ -85,23 +96,26 @@ def operand(rows: Tensor) -> Operand:
         found = _four_norm(wide), _repeats(wide)
         known = weakref.ref(rows), rows._version, found  # noqa: SLF001
         _KNOWN[id(rows)] = known
-    return Operand(wide, *known[2])
+    return ProductOperand(wide, *known[2])
 
 
-def summed(x_MK: Tensor | Operand, w_NK: Tensor | Operand, output: ElementFormat = BF16) -> Budget:
+def summed(
+    x_MK: Tensor | ProductOperand, w_NK: Tensor | ProductOperand, output: ElementFormat = BF16
+) -> Budget:
     """Return the budget of a matrix product x w^T, with scales before or after the sum."""
     shapes = tuple(
-        tuple((side.rows if isinstance(side, Operand) else side).shape) for side in (x_MK, w_NK)
+        tuple((side.rows if isinstance(side, ProductOperand) else side).shape)
+        for side in (x_MK, w_NK)
     )
     if any(len(shape) != 2 for shape in shapes) or shapes[0][1] != shapes[1][1]:
         raise ShapeMismatch(
             "operands", shapes, "(M, K) and (N, K)",
             "Pass the weight as rows of K; join leading extents.",
         )  # fmt: skip
-    x = x_MK if isinstance(x_MK, Operand) else operand(x_MK)
+    x = x_MK if isinstance(x_MK, ProductOperand) else product_operand(x_MK)
     length = x.rows.shape[1]
-    if isinstance(w_NK, Operand) or w_NK.numel() <= LARGE:
-        w = w_NK if isinstance(w_NK, Operand) else operand(w_NK)
+    if isinstance(w_NK, ProductOperand) or w_NK.numel() <= LARGE:
+        w = w_NK if isinstance(w_NK, ProductOperand) else product_operand(w_NK)
         total, mean = _partial_sums(x.rows, w.rows)
     else:
         total, mean, w = _in_pieces(x.rows, w_NK)
@@ -127,7 +141,7 @@ def summed(x_MK: Tensor | Operand, w_NK: Tensor | Operand, output: ElementFormat
     )
 
 
-def _in_pieces(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Operand]:
+def _in_pieces(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, ProductOperand]:
     """Return totals, partial sums and facts of a matrix too large to widen (a head: 3.7 GB)."""
     sums: list[tuple[Tensor, Tensor]] = []
     four: list[Tensor] = []
@@ -138,7 +152,7 @@ def _in_pieces(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Operand]:
         four.append(_four_norm(wide))
         digests.append(_digests(wide))
     totals, means = zip(*sums, strict=True)
-    operand_of_all = Operand(w, torch.cat(four), _most_alike(torch.cat(digests)))
+    operand_of_all = ProductOperand(w, torch.cat(four), _most_alike(torch.cat(digests)))
     return torch.cat(totals, dim=1), torch.cat(means, dim=1), operand_of_all
 
 
@@ -241,3 +255,118 @@ def normed(
         return made
     words = f"rows far below epsilon, which have one factor: {alike}"
     return replace(made, derivation=(*made.derivation, words), repeats=(alike, 1))
+
+
+# --------------------------------------------------------------------------------------------------
+# Hopper's tensor core: the error of truncated accumulation of FP8 products.
+#
+# A step of `wgmma` takes 32 products of 8-bit codes and the accumulator C. All 33 terms are aligned
+# to the largest nominal exponent among them and cut 2^-13 below it (MMA-Sim 2.1.1, package mmasim),
+# so each term loses less than 2^-13 of the largest. Kernels add such sums to float32 after every
+# 128 of K, and a stage begins again from zero. The largest terms are read off the data: products by
+# the extremes of a step's rows, C by the partial sum of its stage. Scales are constant within a
+# stage and do not matter.
+#
+# The bound applies only to components whose candidate declares it (`fraction_bits` of a manifest);
+# all others are judged as float32.
+
+HOPPER_FP8_BITS = 13
+FP8_ACTIVATIONS = ("FP8_1X128_UE8M0", "FP8_1X128_F32")
+PRODUCTS_PER_STEP = 32  # of K per instruction for 8-bit operands; PTX ISA 9.1, wgmma
+PROMOTION_EXTENT = 128  # of K after which a sum is added to float32: the extent of a scale
+
+
+def cut_in_steps(made: Budget, x_MK: Tensor, w_NK: Tensor, bits: int) -> Budget:
+    """Add the loss of steps with so many fraction bits to a budget."""
+    slack = made.slack + lost_in_steps(x_MK, w_NK, bits).reshape(made.slack.shape)
+    words = (
+        f"FP8 products in steps of {PRODUCTS_PER_STEP}, "
+        f"each term cut 2^-{bits} below the largest of a step"
+    )
+    return replace(made, slack=slack, derivation=(*made.derivation, words))
+
+
+def lost_in_steps(x_MK: Tensor, w_NK: Tensor, bits: int) -> Tensor:
+    """Return the bound of the loss [M, N]."""
+    lost = x_MK.new_zeros(x_MK.shape[0], w_NK.shape[0])
+    for stage in range(0, x_MK.shape[1], PROMOTION_EXTENT):
+        # The accumulator starts again from zero in every stage.
+        partial = torch.zeros_like(lost)
+        for begin in range(stage, min(stage + PROMOTION_EXTENT, x_MK.shape[1]), PRODUCTS_PER_STEP):
+            x, w = (
+                x_MK[:, begin : begin + PRODUCTS_PER_STEP],
+                w_NK[:, begin : begin + PRODUCTS_PER_STEP],
+            )
+            largest = x.abs().amax(1)[:, None] * w.abs().amax(1)[None]
+            # STEP products and the accumulator, each cut below the largest of them.
+            lost += (PRODUCTS_PER_STEP + 1) * 2.0**-bits * torch.maximum(largest, partial.abs())
+            partial += x @ w.T
+    return lost
+
+
+# --------------------------------------------------------------------------------------------------
+# The call that is judged, built from a bound twin.
+#
+# `facts` are those that the twin's callable was bound to: config, arithmetic, block, formats. Roles
+# whose budget chains through several stored values need them and are UNDECIDED without.
+
+
+@dataclass(frozen=True, eq=False)
+class JudgeableCall:
+    """One component call on the candidate's inputs; `outputs` are the twin's."""
+
+    role: str
+    inputs: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor]
+    weights: Mapping[str, Weight]
+    activation: str | None = None
+    facts: Facts | None = None
+    ranks: int = 1  # over which the candidate sums the outputs of linears split along K
+    fraction_bits: int | None = None  # that the candidate's tensor core keeps of FP8 products
+
+    @classmethod
+    def of(
+        cls,
+        twin: Bound,
+        component: str,
+        inputs: Mapping[str, Tensor],
+        outputs: Mapping[str, Tensor] | None = None,
+    ) -> JudgeableCall:
+        """Build the call of a bound twin; run the twin where `outputs` are not given."""
+        what, facts = twin.bound_to(component)
+        weights = twin.weights_of(component)
+        if outputs is None:
+            outputs = twin.calls[component](inputs, weights)
+        name = next(iter(weights), None)
+        form = facts.activation(name) if "codes" in inputs and name is not None else None
+        bits = twin.fraction_bits.get(component)
+        return cls(what.role, inputs, outputs, weights, form, facts, twin.ranks, bits)
+
+    @property
+    def x(self) -> Tensor:
+        """Return the input's numbers as they are multiplied, decoded where codes arrived."""
+        numerics = None if self.facts is None else self.facts.numerics
+        return activation_values(self.inputs, self.activation, torch.float32, numerics)
+
+    @property
+    def operands(self) -> DecodedOperands:
+        """Return how quantised operands are rounded after decoding."""
+        return DecodedOperands.EXACT if self.facts is None else self.facts.numerics.operands
+
+    @property
+    def x_loose(self) -> Tensor | None:
+        """Return how far the input's rounded numbers may be off [rows, K]; None if exact."""
+        if self.operands is not DecodedOperands.BOTH or CODES not in self.inputs:
+            return None
+        decoded = activation_values(self.inputs, self.activation, torch.float32)
+        return ambiguous_bf16(decoded.reshape(-1, decoded.shape[-1])).float()
+
+    @property
+    def known_facts(self) -> Facts:
+        """Return the facts; raise Undecided where they are missing."""
+        if self.facts is None:
+            raise Undecided(
+                "budget", self.role, "a call with the facts that its twin was bound to",
+                "Make it with Call.of(twin, component, inputs).",
+            )  # fmt: skip
+        return self.facts

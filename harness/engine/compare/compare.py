@@ -1,35 +1,27 @@
-"""Compare a pair of tensors in one pass and bounded memory: error sums, counts, worst places.
+"""Compare two tensors in one pass and bounded memory: error sums, counts, worst places.
 
-Rows are processed in panels. A panel goes through the compiled loops where both sides hold one
-format that has them, else through the definition; rows with NaN or infinity always use the
-definition. Tensors may lie in memory, on a device, or mapped in safetensors files, whose pages are
-released after they are read. A comparison is no verdict; engine/budget/budget.py judges it.
+A comparison is no verdict; harness/engine/budget/budget.py judges it.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
+from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.checkpoint.view.stored import tensor_over
-from degarble.harness.engine.compare.comparison import (
-    Census,
-    Comparison,
-    Element,
-    Places,
-    RowCounts,
-    Sums,
-)
-from degarble.harness.engine.compare.definition import compare_definition, values_of_any
-from degarble.harness.formats.arrays import FORMAT_OF_DTYPE
+from degarble.harness.formats.arrays import FORMAT_OF_DTYPE, codes_of, decode_array, encode_array
 from degarble.harness.formats.fast.threads import bits_view
+from degarble.harness.formats.types import NanRule, Overflow, Rounding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -38,18 +30,444 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.view.view import Checkpoint
     from degarble.harness.formats.types import ElementFormat
 
+
+# --------------------------------------------------------------------------------------------------
+# Closeness: cosine, relative L2 and gain, summed in float64.
+#
+# A wrong scale has a perfect cosine, so the gain is reported with it.
+
+
+@dataclass(frozen=True)
+class Closeness:
+    """Distances of a candidate from its reference; NaN where undefined (a zero tensor).
+
+    `gain` is the least-squares factor g that brings g * reference nearest to the candidate.
+    """
+
+    cosine: float
+    relative_l2: float
+    gain: float
+
+
+def closeness(candidate: Tensor, reference: Tensor) -> Closeness:
+    """Measure `candidate` against `reference`."""
+    if candidate.shape != reference.shape:
+        raise ShapeMismatch(
+            "candidate",
+            tuple(candidate.shape),
+            f"the reference's {tuple(reference.shape)}",
+            "Compare tensors of one site.",
+        )
+    c, r = candidate.double().flatten(), reference.double().flatten()
+    cc, rr, cr = (float(a @ b) for a, b in ((c, c), (r, r), (c, r)))
+    distance = float((c - r).norm())
+    return Closeness(
+        cosine=_ratio(cr, math.sqrt(cc) * math.sqrt(rr)),
+        relative_l2=_ratio(distance, math.sqrt(rr)),
+        gain=_ratio(cr, rr),
+    )
+
+
+def _ratio(above: float, below: float) -> float:
+    return above / below if below else math.nan
+
+
+# --------------------------------------------------------------------------------------------------
+# Records: additive error sums, row counts, a census of NaN, named places.
+#
+# Four sums of products are kept, of the reference r, the candidate c and the difference d = c - r:
+# `rr`, `cc`, `rd` and `dd`. The gain is 1 + rd / rr, so that a gain of 1.000001 keeps its digits.
+# Sums of sums are records of the same kind, so heads, experts and halves are folds of rows or
+# columns.
+#
+# Shape letters: M rows (all leading extents), K columns, R and S tiles along them.
+
+TILE = (128, 128)  # rows and columns of a tensor-core tile: the extent of one wrong address
+
+
+@dataclass(frozen=True, eq=False)
+class ErrorSums:
+    """Sums of products, one entry per place, over elements that are finite on both sides."""
+
+    rr: NDArray[np.float64]
+    cc: NDArray[np.float64]
+    rd: NDArray[np.float64]
+    dd: NDArray[np.float64]
+    whole: NDArray[np.float64] | None = field(default=None, repr=False)  # all four, stacked
+
+    @classmethod
+    def of(cls, stack: NDArray[np.float64]) -> ErrorSums:
+        """Unpack the four sums from the last axis."""
+        return cls(stack[..., 0], stack[..., 1], stack[..., 2], stack[..., 3], stack)
+
+    @property
+    def stack(self) -> NDArray[np.float64]:
+        """Return all four sums along a last axis."""
+        if self.whole is not None:
+            return self.whole
+        return np.stack((self.rr, self.cc, self.rd, self.dd), axis=-1)
+
+    @property
+    def cosine(self) -> NDArray[np.float64]:
+        """Return the cosine of the angle between both sides; NaN where one of them is zero."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            found: NDArray[np.float64] = (self.rr + self.rd) / np.sqrt(self.rr) / np.sqrt(self.cc)
+        clipped: NDArray[np.float64] = np.clip(found, -1.0, 1.0)
+        return clipped
+
+    @property
+    def relative_l2(self) -> NDArray[np.float64]:
+        """Return the difference's length over the reference's; infinite for a zero reference."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            found: NDArray[np.float64] = np.sqrt(self.dd) / np.sqrt(self.rr)
+        return found
+
+    @property
+    def gain(self) -> NDArray[np.float64]:
+        """Return the least-squares factor that maps the reference to the candidate."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return 1.0 + self.rd / self.rr
+
+    def folded(self, labels: NDArray[np.int64], count: int) -> ErrorSums:
+        """Add up the places that share a label; leave out negative labels."""
+        if labels.shape != self.rr.shape:
+            raise ShapeMismatch(
+                "labels", labels.shape, f"{self.rr.shape}, one a place", "Label every place once."
+            )
+        kept = labels >= 0
+        out = np.zeros((count, 4))
+        np.add.at(out, labels[kept], self.stack[kept])
+        return ErrorSums.of(out)
+
+    @property
+    def total(self) -> ErrorSums:
+        """Return the sum over all places, without extent."""
+        return ErrorSums.of(self.stack.reshape(-1, 4).sum(0))
+
+
+@dataclass(frozen=True, eq=False)
+class RowCounts:
+    """Per row [M]: equal codes, magnitudes above and below the reference's, largest ulp distance.
+
+    A magnitude is compared, and an ulp counted, only where both sides are finite.
+    """
+
+    identical: NDArray[np.int64]
+    outward: NDArray[np.int64]
+    inward: NDArray[np.int64]
+    ulps: NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Census:
+    """Counts of NaN and infinity; `mismatched` counts elements whose sides differ in kind."""
+
+    candidate_nan: int = 0
+    candidate_infinite: int = 0
+    reference_nan: int = 0
+    reference_infinite: int = 0
+    mismatched: int = 0
+    first: tuple[int, int] | None = None  # row and column of the first mismatch
+
+    @property
+    def clean(self) -> bool:
+        """Tell whether every value of both sides is finite."""
+        return not any(
+            (
+                self.candidate_nan,
+                self.candidate_infinite,
+                self.reference_nan,
+                self.reference_infinite,
+            )
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class NamedPlaces:
+    """Names for parts of a tensor: labels of its rows, and equal widths of its columns.
+
+    `rows` maps a name (position, head, expert) to one label per row, -1 for none. `columns` maps a
+    name (head, half) to the number of columns of one such part.
+    """
+
+    rows: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
+    columns: Mapping[str, int] = field(default_factory=dict)
+    tile: tuple[int, int] = TILE
+
+    @classmethod
+    def along(
+        cls, shape: Sequence[int], axes: Sequence[str], columns: Mapping[str, int] | None = None
+    ) -> NamedPlaces:
+        """Name the leading axes of a tensor: every row gets its index along each of them."""
+        leading = tuple(shape[:-1])
+        if len(axes) != len(leading):
+            raise ShapeMismatch(
+                "axes", tuple(axes), f"{len(leading)} names for the leading extents {leading}",
+                "Leave the last axis out: its parts are named by `columns`.",
+            )  # fmt: skip
+        grid = np.indices(leading, dtype=np.int64).reshape(len(leading), -1)
+        return cls(dict(zip(axes, grid, strict=True)), dict(columns or {}))
+
+    def cell_width(self, width: int) -> int:
+        """Return the widest run of columns that divides every part and every tile."""
+        for name, part in self.columns.items():
+            if part < 1 or width % part:
+                raise InvalidArgument(
+                    f"columns of one {name}", part, f"a divisor of the {width} columns",
+                    "Name parts of equal width.",
+                )  # fmt: skip
+        if min(self.tile) < 1:
+            raise InvalidArgument("tile", self.tile, "positive extents", "Leave it out.")
+        return math.gcd(self.tile[1], *self.columns.values())
+
+    def require_rows(self, count: int) -> None:
+        """Raise if the labels are for another number of rows."""
+        for name, labels in self.rows.items():
+            if labels.shape != (count,):
+                raise ShapeMismatch(
+                    f"labels of {name}", labels.shape, f"({count},), one a row",
+                    "Label the rows of all leading extents together.",
+                )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ComparedElement:
+    """One element: its place, both values, their distance in ulps."""
+
+    row: int
+    column: int
+    candidate: float
+    reference: float
+    ulps: int
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """The results of one pass over a pair of tensors."""
+
+    shape: tuple[int, ...]
+    formats: tuple[str, str]  # of candidate and reference
+    places: NamedPlaces
+    cell: int  # columns of one cell of `cells`
+    rows: ErrorSums  # [M]
+    cells: ErrorSums  # [R, S']: tile rows by cells
+    counts: RowCounts
+    census: Census
+
+    @property
+    def elements(self) -> int:
+        """Return the number of elements of each side."""
+        return math.prod(self.shape)
+
+    @cached_property
+    def total(self) -> ErrorSums:
+        """Return the sums of the whole tensor."""
+        return self.rows.total
+
+    @property
+    def identical(self) -> float:
+        """Return the share of equal codes; NaN of an empty tensor."""
+        return int(self.counts.identical.sum()) / self.elements if self.elements else math.nan
+
+    @property
+    def ulps(self) -> int:
+        """Return the largest distance in ulps."""
+        return int(self.counts.ulps.max(initial=0))
+
+    @property
+    def rounding_bias(self) -> float:
+        """Return the share of steps away from zero less that toward zero; NaN for no steps."""
+        out, back = int(self.counts.outward.sum()), int(self.counts.inward.sum())
+        return (out - back) / (out + back) if out + back else math.nan
+
+    @property
+    def rounding_bias_sigmas(self) -> float:
+        """Return the bias in standard deviations of fair coin tosses; 0 where nothing stepped."""
+        out, back = int(self.counts.outward.sum()), int(self.counts.inward.sum())
+        return (out - back) / math.sqrt(out + back) if out + back else 0.0
+
+    @property
+    def columns(self) -> ErrorSums:
+        """Return the sums of every run of `cell` columns."""
+        return ErrorSums.of(self.cells.stack.sum(0))
+
+    @cached_property
+    def tiles(self) -> ErrorSums:
+        """Return the error map [R, S]: the sums of each tile."""
+        per = self.places.tile[1] // self.cell
+        stack = self.cells.stack
+        starts = np.arange(0, stack.shape[1], per)
+        return ErrorSums.of(np.add.reduceat(stack, starts, axis=1) if len(starts) else stack)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names that `by` accepts."""
+        return (*self.places.rows, *self.places.columns)
+
+    def by(self, name: str) -> ErrorSums:
+        """Fold rows or columns into the parts of one name, in the order of their labels."""
+        if name in self.places.rows:
+            labels = self.places.rows[name]
+            return self.rows.folded(labels, int(labels.max(initial=-1)) + 1)
+        if name in self.places.columns:
+            columns = self.columns
+            labels = np.arange(len(columns.rr)) // (self.places.columns[name] // self.cell)
+            return columns.folded(labels, int(labels.max(initial=-1)) + 1)
+        raise UnknownName.among("place", name, self.names)
+
+
+# --------------------------------------------------------------------------------------------------
+# The definition of a row comparison: slow, and for every dtype.
+#
+# Values are compared in float64. What is not finite on either side is left out of sums, magnitudes
+# and ulps, and counted in the census. An ulp belongs to the format of the candidate: a reference of
+# another dtype is rounded to it once, to nearest even, before steps are counted and codes compared;
+# the sums use the unrounded reference. Integers and booleans step by 1. Complex numbers raise.
+#
+# Shape letters: M rows, K columns, S cells along K.
+
+
+@dataclass(frozen=True, eq=False)
+class RowFacts:
+    """The results for some rows; `first` is row and column of the first mismatch of kinds."""
+
+    cells: NDArray[np.float64]  # [M, S, 4]: rr, cc, rd, dd
+    counts: NDArray[np.int64]  # [M, 3]: identical, outward, inward
+    ulps: NDArray[np.uint64]  # [M]
+    census: NDArray[np.int64]  # NaN and infinities of the candidate, of the reference, mismatched
+    first: tuple[int, int] | None
+
+
+def compare_definition(
+    candidate_MK: Tensor, reference_MK: Tensor, cell: int, fmt: ElementFormat | None = None
+) -> RowFacts:
+    """Compare rows; with `fmt` both hold codes of that format, one per byte."""
+    c, r = values_of_any(candidate_MK, fmt), values_of_any(reference_MK, fmt)
+    kinds = [_kinds(side) for side in (c, r)]
+    known = (kinds[0] == 0) & (kinds[1] == 0)
+    steps, identical = _steps(candidate_MK, reference_MK, fmt)
+    x, y = np.where(known, c, 0.0), np.where(known, r, 0.0)
+    d = x - y
+    outward, inward = abs(x) > abs(y), abs(x) < abs(y)
+    mismatched = np.argwhere(kinds[0] != kinds[1])
+    return RowFacts(
+        cells=np.stack([_by_cell(p, cell) for p in (y * y, x * x, y * d, d * d)], axis=-1),
+        counts=np.stack([identical.sum(1), outward.sum(1), inward.sum(1)], axis=-1),
+        ulps=np.where(known, steps, np.uint64(0)).max(axis=1, initial=np.uint64(0)),
+        census=np.array(
+            [*(f(side) for side in kinds for f in (_nans, _infinities)), len(mismatched)]
+        ),
+        first=(int(mismatched[0][0]), int(mismatched[0][1])) if len(mismatched) else None,
+    )
+
+
+def values_of_any(tensor: Tensor, fmt: ElementFormat | None = None) -> NDArray[np.float64]:
+    """Return the numbers of a tensor of any dtype in float64."""
+    if fmt is None and tensor.dtype is torch.float8_e8m0fnu:
+        fmt, tensor = FORMAT_OF_DTYPE[tensor.dtype], tensor.view(torch.uint8)
+    if fmt is not None:
+        values: NDArray[np.float64] = decode_array(tensor, fmt).double().numpy()
+        return values
+    if tensor.dtype.is_complex:
+        raise DtypeMismatch(
+            "tensor", tensor.dtype, "real numbers", "Compare real and imaginary parts apart."
+        )
+    plain: NDArray[np.float64] = tensor.to(torch.float64).numpy()
+    return plain
+
+
+def _kinds(values: NDArray[np.float64]) -> NDArray[np.int8]:
+    """Classify values: finite (0), NaN (1), infinity (2), minus infinity (3)."""
+    kinds = np.isnan(values) + 2 * np.isposinf(values) + 3 * np.isneginf(values)
+    small: NDArray[np.int8] = kinds.astype(np.int8)
+    return small
+
+
+def _nans(kinds: NDArray[np.int8]) -> int:
+    return int((kinds == 1).sum())
+
+
+def _infinities(kinds: NDArray[np.int8]) -> int:
+    return int((kinds > 1).sum())
+
+
+def _by_cell(products_MK: NDArray[np.float64], cell: int) -> NDArray[np.float64]:
+    """Sum runs of `cell` columns; the last run may be short."""
+    rows, width = products_MK.shape
+    count = -(-width // cell)
+    padded = np.zeros((rows, count * cell))
+    padded[:, :width] = products_MK
+    sums: NDArray[np.float64] = padded.reshape(rows, count, cell).sum(-1)
+    return sums
+
+
+def _steps(
+    candidate: Tensor, reference: Tensor, fmt: ElementFormat | None
+) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
+    """Return distances in ulps of the candidate's format, and which codes are equal."""
+    own = fmt or FORMAT_OF_DTYPE.get(candidate.dtype)
+    if own is None:
+        return _plain_steps(candidate, reference)
+    codes = [candidate, reference] if fmt else [codes_of(candidate), _rounded(reference, own)]
+    a, b = (side.to(torch.int64).numpy() for side in codes)
+    return _apart(a, b, own.sign_mask, own.magnitude_mask), a == b
+
+
+def _rounded(reference: Tensor, fmt: ElementFormat) -> Tensor:
+    """Return the codes of the reference in the candidate's format."""
+    if FORMAT_OF_DTYPE.get(reference.dtype) is fmt:
+        return codes_of(reference)
+    values = torch.from_numpy(values_of_any(reference))
+    if not fmt.signed:
+        values = values.abs()
+    return encode_array(values, fmt, Rounding.NEAREST_EVEN, Overflow.IEEE, NanRule.LARGEST)
+
+
+def _plain_steps(
+    candidate: Tensor, reference: Tensor
+) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
+    """Count steps of float64, and of whole numbers."""
+    if candidate.dtype is torch.float64:
+        a = candidate.contiguous().view(torch.int64).numpy()
+        b = torch.from_numpy(values_of_any(reference)).view(torch.int64).numpy()
+        # Sign mask and magnitude mask of float64, as signed 64-bit integers.
+        return _apart(a, b, -(1 << 63), (1 << 63) - 1), a == b
+    a, b = values_of_any(candidate), values_of_any(reference)
+    # Infinite distances are cut so that they fit into uint64.
+    far = np.nan_to_num(np.abs(a - b), nan=0.0, posinf=2.0**62)
+    return np.rint(far).astype(np.uint64), a == b
+
+
+def _apart(
+    a: NDArray[np.int64], b: NDArray[np.int64], sign: int, magnitude: int
+) -> NDArray[np.uint64]:
+    """Return how many representable numbers lie between two codes."""
+    am, bm = (a & magnitude).astype(np.uint64), (b & magnitude).astype(np.uint64)
+    same = (a & sign) == (b & sign)
+    return np.where(same, np.maximum(am, bm) - np.minimum(am, bm), am + bm)
+
+
+# --------------------------------------------------------------------------------------------------
+# The comparison, panel by panel.
+#
+# A panel goes through the compiled loops where both sides hold one format that has them, else
+# through the definition; rows with NaN or infinity always use the definition. Tensors may lie in
+# memory, on a device, or mapped in safetensors files, whose pages are released after they are read.
+
 _PANEL_BYTES = 8 << 20  # of one side: small enough for the page cache, large enough for few calls
 
 
 def compare(
     candidate: Tensor,
     reference: Tensor,
-    places: Places | None = None,
+    places: NamedPlaces | None = None,
     fmt: ElementFormat | None = None,
 ) -> Comparison:
     """Compare two tensors; with `fmt` both hold codes of that format, one per byte."""
     _require_one_shape(candidate.shape, reference.shape)
-    walk = Walk(tuple(candidate.shape), (candidate.dtype, reference.dtype), places, fmt)
+    walk = RunningComparison(
+        tuple(candidate.shape), (candidate.dtype, reference.dtype), places, fmt
+    )
     c_MK, r_MK = (side.detach().reshape(walk.rows, walk.width) for side in (candidate, reference))
     for rows in walk.panels():
         walk.add(c_MK[rows], r_MK[rows])
@@ -59,7 +477,7 @@ def compare(
 def compare_stored(
     candidate: tuple[Checkpoint, str],
     reference: tuple[Checkpoint, str],
-    places: Places | None = None,
+    places: NamedPlaces | None = None,
     fmt: ElementFormat | None = None,
 ) -> Comparison:
     """Compare tensors of two safetensors files by name, panel by panel over mapped pages."""
@@ -67,7 +485,7 @@ def compare_stored(
     (_, c), (_, r) = sides
     _require_one_shape(c.shape, r.shape)
     dtypes = [tensor_over(_part(entry, slice(0, 0)), memoryview(b"")).dtype for _, entry in sides]
-    walk = Walk(c.shape, (dtypes[0], dtypes[1]), places, fmt)
+    walk = RunningComparison(c.shape, (dtypes[0], dtypes[1]), places, fmt)
     for rows in walk.panels():
         parts = [_part(entry, rows, walk.width) for _, entry in sides]
         pair = [
@@ -89,21 +507,21 @@ def _part(entry: TensorEntry, rows: slice, width: int = 0) -> TensorEntry:
     return entry._replace(begin=begin, end=end, shape=(rows.stop - rows.start, width))
 
 
-class Walk:
+class RunningComparison:
     """A running comparison: add rows from first to last, then finish()."""
 
     def __init__(
         self,
         shape: tuple[int, ...],
         dtypes: tuple[torch.dtype, torch.dtype],
-        places: Places | None = None,
+        places: NamedPlaces | None = None,
         fmt: ElementFormat | None = None,
     ) -> None:
         self.shape = shape
         self.width = shape[-1] if shape else 1
         self.rows = prod(shape[:-1])
         self._dtypes, self._format = dtypes, fmt
-        self.places = places or Places()
+        self.places = places or NamedPlaces()
         self.places.require_rows(self.rows)
         self.cell = self.places.cell_width(self.width)
         self._require_codes()
@@ -149,8 +567,8 @@ class Walk:
             formats=(names[0], names[1]),
             places=self.places,
             cell=self.cell,
-            rows=Sums.of(self._row_sums),
-            cells=Sums.of(self._cell_sums),
+            rows=ErrorSums.of(self._row_sums),
+            cells=ErrorSums.of(self._cell_sums),
             counts=RowCounts(identical, outward, inward, self._ulps),
             census=Census(c_nan, c_infinite, r_nan, r_infinite, mismatched, self._first),
         )
@@ -173,7 +591,7 @@ class Walk:
             bits_view("tensor", side.contiguous(), [side.dtype]).reshape(side.shape)
             for side in (candidate_MK, reference_MK)
         )
-        tally = loops.Tally(self._row_sums, self._cell_sums, self._counts)
+        tally = loops.LoopTotals(self._row_sums, self._cell_sums, self._counts)
         grid = (rows.start, self.places.tile[0], self.cell)
         loops.loops_of(fmt)(c, r, grid, tally)
         self._ulps[rows] = self._counts[rows, 3]
@@ -216,7 +634,7 @@ class Walk:
 
 def worst_element(
     found: Comparison, candidate: Tensor, reference: Tensor, fmt: ElementFormat | None = None
-) -> Element | None:
+) -> ComparedElement | None:
     """Return the element with the largest ulp distance, the first of equals; None if equal."""
     if not found.ulps:
         return None
@@ -228,7 +646,7 @@ def worst_element(
         one = slice(int(column), int(column) + 1)
         ulps = int(compare_definition(pair[0][:, one], pair[1][:, one], 1, fmt).ulps[0])
         if ulps == found.ulps:
-            return Element(row, int(column), float(c[column]), float(r[column]), ulps)
+            return ComparedElement(row, int(column), float(c[column]), float(r[column]), ulps)
     message = "the tensors are those that were compared"
     raise AssertionError(message)
 

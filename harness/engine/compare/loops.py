@@ -42,7 +42,7 @@ _WORDS: dict[int, tuple[Any, Any, int]] = {  # bytes: unsigned, signed, elements
 }
 
 
-class Tally(NamedTuple):
+class LoopTotals(NamedTuple):
     """The arrays that a loop adds to.
 
     rows    float64 [M, 4], cells float64 [R, S, 4]: rr, cc, rd, dd
@@ -74,7 +74,7 @@ def loops_of(fmt: ElementFormat) -> Callable[..., None]:
     scale = F32(2.0 ** (_FLOAT32_BIAS - fmt.bias))
     beyond = U32(fmt.largest_code + 1)
 
-    def compare_rows(candidate: Any, reference: Any, grid: Any, tally: Tally) -> None:
+    def compare_rows(candidate: Any, reference: Any, grid: Any, tally: LoopTotals) -> None:
         first, tall, wide = grid
         for i in range(candidate.shape[0]):
             c_row, r_row = candidate[i], reference[i]

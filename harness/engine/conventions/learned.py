@@ -46,7 +46,7 @@ _ASKED_FIRST = 4  # differing components tried first; if none agrees, skip the o
 
 
 @dataclass(frozen=True)
-class Learned:
+class LearnedConvention:
     """A value that is not the assumed one, and the components that tell the two apart."""
 
     name: str
@@ -55,7 +55,7 @@ class Learned:
 
 
 @dataclass(frozen=True)
-class Fit:
+class ConventionFit:
     """How one component compares with its twin: the verdict and the distance.
 
     Both flags are false where it could not be judged. `distance` is the squared length of the
@@ -68,19 +68,21 @@ class Fit:
 
 
 @dataclass
-class Evidence:
+class ConventionEvidence:
     """The components of a run with their roles, and how each fits under given values.
 
     `unknown` components were recorded without their tensors.
     """
 
     roles: Mapping[str, str]
-    fit: Callable[[str, Values], Fit]
+    fit: Callable[[str, Values], ConventionFit]
     assumed: Values
     unknown: frozenset[str] = frozenset()
-    _known: dict[tuple[str, tuple[tuple[str, Any], ...]], Fit] = field(default_factory=dict)
+    _known: dict[tuple[str, tuple[tuple[str, Any], ...]], ConventionFit] = field(
+        default_factory=dict
+    )
 
-    def of(self, component: str, values: Values) -> Fit:
+    def of(self, component: str, values: Values) -> ConventionFit:
         """Return how a component fits; cached."""
         key = component, tuple(sorted(values.items(), key=lambda pair: pair[0]))
         if key not in self._known:
@@ -113,10 +115,10 @@ class Evidence:
 
 
 def learn(
-    conventions: Sequence[Convention], evidence: Evidence, declared: Iterable[str] = ()
-) -> tuple[Learned, ...]:
+    conventions: Sequence[Convention], evidence: ConventionEvidence, declared: Iterable[str] = ()
+) -> tuple[LearnedConvention, ...]:
     """Return the values that a run shows; among equal explanations keep `declared` ones."""
-    found: list[Learned] = []
+    found: list[LearnedConvention] = []
     for group in _groups(conventions, evidence):
         found += _Search(group, evidence, frozenset(declared)).learned()
     return tuple(found)
@@ -127,7 +129,7 @@ def assumed_conventions(numerics: Numerics, family: str) -> dict[str, Any]:
     return {name: each.assumed(numerics, family) for name, each in REGISTRY.items()}
 
 
-def conventions_used(declared: Values, evidence: Evidence) -> tuple[ConventionUsed, ...]:
+def conventions_used(declared: Values, evidence: ConventionEvidence) -> tuple[ConventionUsed, ...]:
     """Return the conventions that a run follows: declared, contradicted and learned ones.
 
     A declared value is never replaced: where the numbers fit another value, that is a finding.
@@ -149,7 +151,9 @@ def conventions_used(declared: Values, evidence: Evidence) -> tuple[ConventionUs
     return tuple(used)
 
 
-def _groups(conventions: Sequence[Convention], evidence: Evidence) -> list[list[Convention]]:
+def _groups(
+    conventions: Sequence[Convention], evidence: ConventionEvidence
+) -> list[list[Convention]]:
     """Group conventions that share a role; keep only those that concern a differing component."""
     present = frozenset(evidence.roles.values())
     # Roles with a component that differs; conventions of other roles explain nothing.
@@ -166,7 +170,7 @@ def _groups(conventions: Sequence[Convention], evidence: Evidence) -> list[list[
     return groups
 
 
-def _lonely(convention: Convention, evidence: Evidence) -> bool:
+def _lonely(convention: Convention, evidence: ConventionEvidence) -> bool:
     """Tell whether a convention concerns too few components to be learned."""
     return sum(role in convention.roles for role in evidence.roles.values()) < convention.witnesses
 
@@ -183,7 +187,7 @@ class _Search:
     """The search for the values of conventions that share roles."""
 
     def __init__(
-        self, group: Sequence[Convention], evidence: Evidence, declared: frozenset[str]
+        self, group: Sequence[Convention], evidence: ConventionEvidence, declared: frozenset[str]
     ) -> None:
         self._group, self._evidence, self._declared = group, evidence, declared
         present = dict.fromkeys(evidence.roles.values())
@@ -192,7 +196,7 @@ class _Search:
             role for role in self._roles if any(map(evidence.differs, evidence.components(role)))
         ]
 
-    def learned(self) -> list[Learned]:
+    def learned(self) -> list[LearnedConvention]:
         """Return the values that leave the fewest components sick, and of these the fewest changes.
 
         A value that cures a role by chance hides the true ones, if other roles are against it. So a
@@ -206,7 +210,7 @@ class _Search:
                 return found
             deep |= left
 
-    def _best(self, deep: set[str]) -> tuple[Values, list[Learned]]:
+    def _best(self, deep: set[str]) -> tuple[Values, list[LearnedConvention]]:
         ranked: list[tuple[int, int, int, dict[str, Any]]] = []
         for values in self._unions(deep):
             stands = [self._stand(role, self._concerning(role, values)) for role in self._odd]
@@ -273,7 +277,7 @@ class _Search:
         good = tuple(name for name in names if evidence.supports(name, values))
         return _Stand(good, tuple(name for name in odd if name not in good))
 
-    def _told(self, values: Values) -> list[Learned] | None:
+    def _told(self, values: Values) -> list[LearnedConvention] | None:
         """Return the witnesses of each value; None where one has too few, or a role is against."""
         stands = {role: self._stand(role, self._concerning(role, values)) for role in self._roles}
         found = []
@@ -291,7 +295,7 @@ class _Search:
             # The components that stay sick have to be the minority.
             if len(witnesses) < max(each.witnesses, sick + 1):
                 return None
-            found.append(Learned(each.name, values[each.name], tuple(witnesses)))
+            found.append(LearnedConvention(each.name, values[each.name], tuple(witnesses)))
         return found
 
     def _shows(self, component: str, name: str, values: Values) -> bool:

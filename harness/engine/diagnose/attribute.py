@@ -17,11 +17,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.errors import CANNOT_RUN
-from degarble.harness.engine.localise.attribution import Kind
-from degarble.harness.engine.localise.input_reconstruction import Wires
-from degarble.harness.engine.localise.output_forms import aligned, wrong_forms
+from degarble.harness.engine.localise.discrepancy import DiscrepancyKind
+from degarble.harness.engine.localise.input_reconstruction import InputReconstruction
 from degarble.harness.engine.localise.recorded_run import by_component, forward_again
-from degarble.harness.engine.localise.replay import Known
+from degarble.harness.engine.localise.replay import TwinComponents
+from degarble.harness.engine.localise.tensor_forms import aligned, wrong_forms
 from degarble.harness.model.sites import Port
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.engine.localise.attribution import Trouble
-    from degarble.harness.engine.localise.recorded_run import SeenRun
+    from degarble.harness.engine.localise.discrepancy import Discrepancy
+    from degarble.harness.engine.localise.recorded_run import RecordedRun
     from degarble.references.binding import Bound
 
     Additions = dict[int, dict[str, tuple[Tensor, bool]]]  # by step and name; True: in place of it
@@ -67,7 +67,7 @@ class Shares:
         return f"{told}."
 
 
-def shares_of(twin: Bound, run: SeenRun, troubles: Sequence[Trouble]) -> Shares | None:
+def shares_of(twin: Bound, run: RecordedRun, troubles: Sequence[Discrepancy]) -> Shares | None:
     """Inject every origin alone, then cumulatively; None where the run cannot be repeated."""
     if not _whole(run) or not any(call.component == _HEAD for call in run.calls):
         return None
@@ -79,7 +79,7 @@ def shares_of(twin: Bound, run: SeenRun, troubles: Sequence[Trouble]) -> Shares 
         with _injected(twin, [additions[number] for number in chosen], numbers):
             return forward_again(twin, run.steps, absorbed=absorbed)
 
-    known = Known.of(twin, troubles[0].scene.recipe)
+    known = TwinComponents.of(twin, troubles[0].scene.recipe)
     additions = [_additions(known, run, trouble) for trouble in troubles]
     try:
         # The twin without any injection: the whole difference that shares refer to.
@@ -123,7 +123,7 @@ def _greedy(
     return tuple(order), tuple(together)
 
 
-def _whole(run: SeenRun) -> bool:
+def _whole(run: RecordedRun) -> bool:
     """Tell whether every sequence begins at position 0, so that the twin can repeat the steps."""
     seen: dict[int, int] = {}
     for step in run.steps:
@@ -134,7 +134,7 @@ def _whole(run: SeenRun) -> bool:
     return bool(run.steps)
 
 
-def _joined(heads: Mapping[int, Tensor | None], run: SeenRun) -> list[Tensor | None]:
+def _joined(heads: Mapping[int, Tensor | None], run: RecordedRun) -> list[Tensor | None]:
     return [heads.get(step.number) for step in run.steps]
 
 
@@ -152,18 +152,24 @@ def _share(left: float | None, start: float) -> float | None:
     return None if left is None else 1.0 - left / start
 
 
-def _additions(known: Known, run: SeenRun, trouble: Trouble) -> tuple[str, Port, Additions] | None:
+def _additions(
+    known: TwinComponents, run: RecordedRun, trouble: Discrepancy
+) -> tuple[str, Port, Additions] | None:
     """Return the error to inject in each step; None where nothing can be injected."""
     component = trouble.scene.component
     found: Additions = {}
-    wires = Wires(known, run)
+    wires = InputReconstruction(known, run)
     for call in by_component(run).get(component.name, []):
         inputs = run.inputs(call)
-        if trouble.kind is Kind.EDGE:
+        if trouble.kind is DiscrepancyKind.EDGE:
             implied = wires.implied(call)
             broken = {edge.name for edge in wires.broken(call, inputs)}
             sides = {n: (inputs[n], implied.get(n)) for n in broken & inputs.keys()}
-        elif trouble.kind in {Kind.OUTPUT, Kind.FALLBACK, Kind.FORM}:
+        elif trouble.kind in {
+            DiscrepancyKind.OUTPUT,
+            DiscrepancyKind.FALLBACK,
+            DiscrepancyKind.FORM,
+        }:
             try:
                 expected = known.expected(component, inputs)
             except CANNOT_RUN:
@@ -177,7 +183,7 @@ def _additions(known: Known, run: SeenRun, trouble: Trouble) -> tuple[str, Port,
         else:
             return None
         found[call.step] = {name: _added(*pair) for name, pair in sides.items()}
-    port = Port.IN if trouble.kind is Kind.EDGE else Port.OUT
+    port = Port.IN if trouble.kind is DiscrepancyKind.EDGE else Port.OUT
     return (component.name, port, found) if found else None
 
 

@@ -18,14 +18,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from degarble.harness.base.errors import CANNOT_RUN, UnreadableFile, UnwritablePath
-from degarble.harness.engine.budget.budget import Finding
-from degarble.harness.engine.budget.call import Call
-from degarble.harness.engine.budget.judging import Judged, judge_outputs
+from degarble.harness.engine.budget.budget import LevelFinding
+from degarble.harness.engine.budget.judging import OutputResult, judge_outputs
+from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.engine.diagnose.minimal_sums import shortest_sum
-from degarble.harness.engine.localise.attribution import Kind
+from degarble.harness.engine.localise.discrepancy import DiscrepancyKind
 from degarble.harness.engine.localise.input_reconstruction import alike
-from degarble.harness.engine.localise.output_forms import aligned, same_values, wrong_forms
 from degarble.harness.engine.localise.replay import is_ragged
+from degarble.harness.engine.localise.tensor_forms import aligned, same_values, wrong_forms
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.components import component_named
 from degarble.harness.model.config.json_file import config_from_dict, config_to_dict
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.engine.faults.model_faults import Way
-    from degarble.harness.engine.localise.attribution import Trouble
+    from degarble.harness.engine.localise.discrepancy import Discrepancy
     from degarble.harness.model.config.config import Config
 
     Tensors = Mapping[str, Tensor]
@@ -87,7 +87,7 @@ class Case:
         """Return the decoded weights by their names within the block."""
         return self.twin.weights_of(self.component)
 
-    def judge(self, outputs: Tensors) -> dict[str, Judged]:
+    def judge(self, outputs: Tensors) -> dict[str, OutputResult]:
         """Judge outputs of this component on these inputs; on an edge, inputs that arrived."""
         if self.edge:
             return {n: _arrived(n, each, self.inputs[n]) for n, each in outputs.items()}
@@ -97,7 +97,9 @@ class Case:
         if wrong:
             return wrong
         both = aligned(outputs, made)
-        call = Call.of(self.twin, self.component, self.inputs, {n: p[1] for n, p in both.items()})
+        call = JudgeableCall.of(
+            self.twin, self.component, self.inputs, {n: p[1] for n, p in both.items()}
+        )
         return judge_outputs(call, {name: pair[0] for name, pair in both.items()})
 
     def told(self, outputs: Tensors) -> tuple[list[str], bool]:
@@ -173,7 +175,7 @@ class Case:
         return cls(*made, twin, recipe, inputs, captured)
 
 
-def shrunk(trouble: Trouble, way: Way | None = None) -> Case | None:
+def shrunk(trouble: Discrepancy, way: Way | None = None) -> Case | None:
     """Return the smallest case of a discrepancy; None where no call shows it.
 
     `way` is the named fault that explains it; with one, the summed dimension is cut as well.
@@ -182,7 +184,7 @@ def shrunk(trouble: Trouble, way: Way | None = None) -> Case | None:
     if sight is None:
         return None
     title = f"{trouble.site}: {trouble.sentence}"[:600]
-    if trouble.kind is Kind.EDGE:
+    if trouble.kind is DiscrepancyKind.EDGE:
         wrong = {
             name: each
             for name, each in sight.inputs.items()
@@ -326,14 +328,14 @@ def _plain(weight: Weight) -> dict[str, Tensor]:
     return found
 
 
-def _arrived(name: str, arrived: Tensor, implied: Tensor) -> Judged:
+def _arrived(name: str, arrived: Tensor, implied: Tensor) -> OutputResult:
     if alike(implied, arrived):
-        return Judged(name, Verdict.AGREES)
+        return OutputResult(name, Verdict.AGREES)
     if implied.shape != arrived.shape:
-        return Judged(name, Verdict.DIFFERS, (Finding("shape", (), 1.0, 0.0),))
+        return OutputResult(name, Verdict.DIFFERS, (LevelFinding("shape", (), 1.0, 0.0),))
     same = same_values(arrived, implied)
     apart = float((arrived.double() - implied.double()).norm()) if not same else 0.0
-    return Judged(name, Verdict.DIFFERS, (Finding("what arrived", (), apart, 0.0),))
+    return OutputResult(name, Verdict.DIFFERS, (LevelFinding("what arrived", (), apart, 0.0),))
 
 
 def _numerics_told(numerics: Numerics) -> dict[str, Any]:

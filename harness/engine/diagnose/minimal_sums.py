@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.base.errors import CANNOT_RUN
-from degarble.harness.engine.budget.call import Call
+from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.engine.faults.model_faults import ChangedWeights
 from degarble.harness.formats.block_formats import BLOCK_FORMATS
 from degarble.harness.formats.layouts import LINEAR
@@ -55,7 +55,7 @@ class _Sum:
         if len(lengths) != 1 or any(len(each.shape) != 2 for each in weights):
             return None
         (length,) = lengths
-        activation = Call.of(case.twin, case.component, case.inputs, {}).activation
+        activation = JudgeableCall.of(case.twin, case.component, case.inputs, {}).activation
         operand = case.inputs.get("codes" if activation else "x")
         form = BLOCK_FORMATS[activation] if activation else None
         # Two 4-bit codes share a byte.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.engine.budget.budget import Budget
-    from degarble.harness.engine.budget.call import Call
+    from degarble.harness.engine.budget.rules import JudgeableCall
     from degarble.harness.engine.faults.model_faults import Scene
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -36,7 +36,9 @@ _SMALLER = 2.0**-100  # factor on weights: keeps sums far from both ends of floa
 _PARTS = frozenset({"codes", "block_scale", "tensor_scale"})
 
 
-def beyond_float32(scene: Scene, call: Call, candidate: Mapping[str, Tensor]) -> dict[str, Budget]:
+def beyond_float32(
+    scene: Scene, call: JudgeableCall, candidate: Mapping[str, Tensor]
+) -> dict[str, Budget]:
     """Return budgets of outputs whose sums may exceed float32; empty where none may."""
     extents = {name: each.shape for name, each in candidate.items()}
     if call.role not in SUMS or extents != {n: each.shape for n, each in call.outputs.items()}:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.base.errors import ShapeMismatch
-from degarble.harness.engine.compare.metrics import closeness
+from degarble.harness.engine.compare.compare import closeness
 from degarble.harness.engine.diagnose.packing_compare import compare_parts
 from degarble.harness.engine.faults.family import Case
 from degarble.harness.engine.faults.registry import FAULTS
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.engine.compare.metrics import Closeness
+    from degarble.harness.engine.compare.compare import Closeness
     from degarble.harness.engine.diagnose.packing_compare import PartDifference
     from degarble.harness.engine.faults.family import Fault, Match
     from degarble.harness.formats.quantised import QuantisedTensor

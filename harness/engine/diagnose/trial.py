@@ -16,11 +16,11 @@ import torch
 
 from degarble.harness.base.errors import CANNOT_RUN, DegarbleError, InvalidArgument
 from degarble.harness.engine.budget.budget import HEADROOM, judge, spacing
-from degarble.harness.engine.budget.call import Call
-from degarble.harness.engine.budget.choices import weights_budget
+from degarble.harness.engine.budget.codes_and_choices import weights_budget
 from degarble.harness.engine.budget.judging import judge_outputs
 from degarble.harness.engine.budget.roles import budgets_of
-from degarble.harness.engine.compare.definition import values_of_any
+from degarble.harness.engine.budget.rules import JudgeableCall
+from degarble.harness.engine.compare.compare import values_of_any
 from degarble.harness.engine.diagnose.overflow import beyond_float32
 from degarble.harness.engine.faults.activation_regions import cancelled
 from degarble.harness.engine.faults.decoding import Decoding
@@ -147,7 +147,7 @@ def decoded_once(scene: Scene, sight: Sight) -> Tensors | None:
     """Return inputs with codes decoded, so that trials need not decode them again."""
     if "codes" not in sight.inputs or sight.implied:
         return None
-    form = Call.of(scene.bound, scene.name, sight.inputs, sight.expected).activation
+    form = JudgeableCall.of(scene.bound, scene.name, sight.inputs, sight.expected).activation
     if form is None:
         return None
     parts = {"codes", "block_scale", "tensor_scale"}
@@ -285,7 +285,7 @@ def _unlike(c: Tensor, m: Tensor) -> Tensor:
     return (c != m) & ((c == c) | (m == m))  # noqa: PLR0124  NaN
 
 
-def _ratios(call: Call, candidate: Tensors) -> dict[str, tuple[float, str]]:
+def _ratios(call: JudgeableCall, candidate: Tensors) -> dict[str, tuple[float, str]]:
     """Return each output's worst ratio in budgets; an output without a budget must be equal."""
     if "codes" in call.outputs:
         return {name: _coded_ratio(candidate.get(name), m) for name, m in call.outputs.items()}
@@ -309,7 +309,7 @@ def _ratios(call: Call, candidate: Tensors) -> dict[str, tuple[float, str]]:
     return found
 
 
-def _weights_ratio(call: Call, candidate: Tensors) -> tuple[float, str] | None:
+def _weights_ratio(call: JudgeableCall, candidate: Tensors) -> tuple[float, str] | None:
     """Judge routing weights of one choice relative to the variant's own weights.
 
     Elsewhere a router is judged by its scores alone, which do not reflect the variant.
@@ -342,7 +342,7 @@ def _coded_ratio(c: Tensor | None, m: Tensor) -> tuple[float, str]:
     return unlike / CODES_UNLIKE * HEADROOM, f"{share(unlike)} of codes are others"
 
 
-def _finite_ratios(call: Call, candidate: Tensors) -> dict[str, tuple[float, str]]:
+def _finite_ratios(call: JudgeableCall, candidate: Tensors) -> dict[str, tuple[float, str]]:
     """Judge outputs of operands that are not finite; only finite elements need a bound."""
     found = {}
     for name, budget in budgets_of(call).items():
@@ -356,13 +356,13 @@ def _finite_ratios(call: Call, candidate: Tensors) -> dict[str, tuple[float, str
     return found
 
 
-def _call(scene: Scene, made: Made) -> Call:
-    call = Call.of(scene.bound, scene.name, made.inputs, made.outputs)
+def _call(scene: Scene, made: Made) -> JudgeableCall:
+    call = JudgeableCall.of(scene.bound, scene.name, made.inputs, made.outputs)
     return replace(call, weights=made.weights)
 
 
 def shares(
-    call: Call, candidate: Tensors, made: Made, beyond: Mapping[str, Budget] | None = None
+    call: JudgeableCall, candidate: Tensors, made: Made, beyond: Mapping[str, Budget] | None = None
 ) -> tuple[float, float]:
     """Return the shares of elements within budget, and of equal ones, over all outputs."""
     try:

@@ -1,38 +1,44 @@
 """Reconstruct each component's inputs from its producers' outputs, and compare them.
 
-Inputs are rebuilt from three sources: outputs of the same step, repeated or cut as
-harness.model.wiring says; tokens, positions and offsets of the step's record; memory (`state_*`)
-from earlier steps of the same sequences. Values are compared bit for bit, in the narrower dtype
-where two were recorded. Where a producer was not captured, or a sequence began before the capture,
-nothing is claimed.
-
-Shape letters: T tokens, B sequences, R state rows.
+If a memory's producers were not captured, the calls of a sequence are joined into one prefill.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.engine.localise.attribution import source_of
+from degarble.harness.engine.localise.discrepancy import source_of
 from degarble.harness.engine.localise.recorded_run import same_bits
-from degarble.harness.engine.localise.replay import STATE
+from degarble.harness.engine.localise.replay import STATE, Batch, is_ragged
 from degarble.harness.model.config.config import V4Config, compressor_windows
 from degarble.harness.model.types import LayerType
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
     from degarble.harness.capture.files.records import CapturedCall, CapturedStep, CapturedTensor
-    from degarble.harness.engine.localise.recorded_run import SeenRun
-    from degarble.harness.engine.localise.replay import Known
+    from degarble.harness.engine.localise.recorded_run import RecordedRun
+    from degarble.harness.engine.localise.replay import TwinComponents
     from degarble.harness.model.components import Component, Input
     from degarble.harness.model.sites import Site
+
+
+# --------------------------------------------------------------------------------------------------
+# Inputs from their producers.
+#
+# Inputs are rebuilt from three sources: outputs of the same step, repeated or cut as
+# harness.model.wiring says; tokens, positions and offsets of the step's record; memory (`state_*`)
+# from earlier steps of the same sequences. Values are compared bit for bit, in the narrower dtype
+# where two were recorded. Where a producer was not captured, or a sequence began before the
+# capture, nothing is claimed.
+#
+# Shape letters: T tokens, B sequences, R state rows.
 
 _ENTRIES = ("compressor.pool", "compressor.write")
 _POOLED_STATE = ("state_latent", "state_gate")
@@ -52,7 +58,7 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Part:
+class SequencePart:
     """The tokens of one sequence in a step: their rows, and the positions around them."""
 
     owner: int
@@ -66,31 +72,31 @@ class Part:
         return self.start + self.count
 
 
-def parts_of(step: CapturedStep) -> list[Part]:
+def parts_of(step: CapturedStep) -> list[SequencePart]:
     """Return the sequences of a step, in order."""
-    found: list[Part] = []
+    found: list[SequencePart] = []
     begin = 0
     for at in range(1, len(step.tokens) + 1):
         if at == len(step.tokens) or step.sequences[at] != step.sequences[begin]:
             owner, start = step.sequences[begin], step.positions[begin]
-            found.append(Part(owner, slice(begin, at), start, at - begin))
+            found.append(SequencePart(owner, slice(begin, at), start, at - begin))
             begin = at
     return found
 
 
-class Wires:
+class InputReconstruction:
     """The edges of a run; calls are looked up by step and component."""
 
-    def __init__(self, known: Known, run: SeenRun) -> None:
+    def __init__(self, known: TwinComponents, run: RecordedRun) -> None:
         self._known = known
         self._run = run
         self._steps = {step.number: step for step in run.steps}
         self._calls = {(call.step, call.component): call for call in run.calls}
         self._shifts: dict[str, bool] = {}  # by layer
-        self._histories: dict[Site, dict[int, list[tuple[int, Part, Tensor | None]]]] = {}
+        self._histories: dict[Site, dict[int, list[tuple[int, SequencePart, Tensor | None]]]] = {}
 
     @cached_property
-    def _parts(self) -> dict[int, list[Part]]:
+    def _parts(self) -> dict[int, list[SequencePart]]:
         return {number: parts_of(step) for number, step in self._steps.items()}
 
     def broken(self, call: CapturedCall, inputs: Mapping[str, Tensor] | None = None) -> list[Edge]:
@@ -275,7 +281,7 @@ class Wires:
         # Trap: with a window of one token, rows[-0:] would return all rows.
         return [rows[max(0, len(rows) - reach) :]]
 
-    def _before(self, step: CapturedStep, part: Part, source: Site) -> list[Tensor] | None:
+    def _before(self, step: CapturedStep, part: SequencePart, source: Site) -> list[Tensor] | None:
         """Return a producer's output for a sequence in earlier steps; None if not known."""
         history = self._history(source).get(part.owner, ())
         found, reached = [], 0
@@ -289,7 +295,7 @@ class Wires:
             found.append(made)
         return found if reached == part.start else None
 
-    def _history(self, source: Site) -> Mapping[int, list[tuple[int, Part, Tensor | None]]]:
+    def _history(self, source: Site) -> Mapping[int, list[tuple[int, SequencePart, Tensor | None]]]:
         """Return all that a producer output, by sequence; cached."""
         known = self._histories.get(source)
         if known is None:
@@ -336,3 +342,169 @@ def alike(implied: Tensor, captured: Tensor) -> bool:
         return bool((wide == captured.to(wide.dtype)).all())
     narrow = min((implied.dtype, captured.dtype), key=lambda each: each.itemsize)
     return same_bits(implied.to(narrow), captured.to(narrow))
+
+
+# --------------------------------------------------------------------------------------------------
+# Joined calls: one prefill of a sequence whose memory has no captured producer.
+#
+# The rows, entries and positions of all steps are concatenated, with the offsets of a single
+# sequence and without memory. The twin runs that call once, and every step's outputs are judged
+# against it at the same positions. However a prompt was cut, into chunks or token by token, it is
+# compared with the same prefill. Two ways of cutting it therefore differ by at most their two
+# budgets, plus the twin's response to the difference of their inputs.
+#
+# Elsewhere the code above has shown that each call's memory is what the earlier ones left, and
+# replaying the calls one by one is equivalent. Calls that do not cover a sequence from its
+# beginning are left out.
+
+if TYPE_CHECKING:
+    Piece = tuple[Batch, int, SequencePart]  # a call, and the index and rows of a sequence in it
+
+MOST = 4  # sequences that are joined, the shortest first
+_OFFSETS = "entry_offsets"
+_POOLED = ("state_latent", "state_gate")
+
+
+def unvouched(component: Component, calls: Mapping[str, Sequence[CapturedCall]]) -> bool:
+    """Tell whether a component has memory whose producers were not captured in every step."""
+    own = {call.step for call in calls.get(component.name, ())}
+    if not is_ragged(component) or len(own) < 2:
+        return False
+    for each in component.inputs:
+        source = source_of(component, each.name) if each.name.startswith(STATE) else None
+        new = each.name.removeprefix(STATE)
+        if source is None or not any(new in call.inputs for call in calls[component.name]):
+            continue  # rows of another attention form, not used in this run
+        kept = {
+            call.step
+            for call in calls.get(source.component, ())
+            if (made := call.outputs.get(source.name or "out")) is not None and made.rows is None
+        }
+        if own - kept:
+            return True
+    return False
+
+
+def without_memory(batch: Batch, steps: Mapping[int, CapturedStep]) -> Batch:
+    """Mark a call after a sequence's beginning as not replayable if its memory was not captured."""
+    begun = any(part.start for part in parts_of(steps[batch.calls[0].step]))
+    if not begun or any(name.startswith(STATE) for name in batch.inputs):
+        return batch
+    return replace(batch, lacking="its memory was not captured")
+
+
+def joined(
+    component: Component, batches: Sequence[Batch], steps: Mapping[int, CapturedStep]
+) -> Iterator[Batch]:
+    """Yield one prefill for each sequence that was given its tokens in several calls."""
+    found: dict[int, list[Piece]] = {}
+    for batch in sorted(batches, key=lambda each: each.calls[0].number):
+        for place, part in enumerate(parts_of(steps[batch.calls[0].step])):
+            found.setdefault(part.owner, []).append((batch, place, part))
+    whole = [pieces for pieces in found.values() if len(pieces) > 1 and _covers(pieces)]
+    for pieces in sorted(whole, key=lambda each: each[-1][2].stop)[:MOST]:
+        made = _joined(component, pieces, steps)
+        if made is not None:
+            yield made
+
+
+def _covers(pieces: Sequence[Piece]) -> bool:
+    """Tell whether the calls hold every row of a sequence, from its first token on."""
+    reached = 0
+    for batch, _, part in pieces:
+        sides = (*batch.calls[0].inputs.values(), *batch.calls[0].outputs.values())
+        # A gap, or captured rows that a filter thinned out.
+        if part.start != reached or any(each.rows is not None for each in sides):
+            return False
+        reached = part.stop
+    return True
+
+
+def _joined(
+    component: Component, pieces: Sequence[Piece], steps: Mapping[int, CapturedStep]
+) -> Batch | None:
+    first, stop = pieces[0][0], pieces[-1][2].stop
+    inputs: dict[str, Tensor] = {}
+    for each in component.inputs:
+        name = each.name
+        made: Tensor | None = None
+        if each.via == "offsets":
+            # One sequence from position 0 to its end.
+            made = torch.tensor([0, stop])
+        elif name in _POOLED:
+            made = _nothing(component, first, name)
+        elif name.startswith(STATE) or name not in first.inputs:
+            continue
+        else:
+            made = _below(
+                component, [batch.inputs.get(name) for batch, *_ in pieces], pieces, steps
+            )
+        if made is None:
+            return None
+        inputs[name] = made
+    outputs: dict[str, Tensor] = {}
+    for name in first.outputs.keys() - {_OFFSETS, *_POOLED}:
+        made = _below(component, [batch.outputs.get(name) for batch, *_ in pieces], pieces, steps)
+        if made is not None and component.role.endswith(".scores"):
+            # Another sequence of the batch may have had more entries.
+            made = made[:, : _keys(component, pieces)]
+        if made is not None:
+            outputs[name] = made
+    calls = tuple(batch.calls[0] for batch, *_ in pieces)
+    spans = tuple(slice(part.start, part.stop) for *_, part in pieces)
+    counts = torch.tensor([part.count for *_, part in pieces])
+    step_of = torch.tensor([call.step for call in calls]).repeat_interleave(counts)
+    return Batch(component, calls, inputs, outputs, step_of, torch.arange(stop), spans)
+
+
+def _below(
+    component: Component,
+    tensors: Sequence[Tensor | None],
+    pieces: Sequence[Piece],
+    steps: Mapping[int, CapturedStep],
+) -> Tensor | None:
+    """Concatenate the rows of one sequence; None where those of one step are not known."""
+    known: list[Tensor] = []
+    for whole, (batch, place, _) in zip(tensors, pieces, strict=True):
+        made = None
+        if whole is not None and whole.ndim:
+            made = _cut(component, whole, parts_of(steps[batch.calls[0].step]), place)
+        if made is None:
+            return None
+        known.append(made)
+    if known[0].ndim == 2 and len({each.shape[1] for each in known}) > 1:
+        # Pad entries that do not exist yet: a masked score (-inf), or no choice (-1).
+        none = -torch.inf if known[0].is_floating_point() else -1
+        widest = max(each.shape[1] for each in known)
+        known = [
+            torch.nn.functional.pad(each, (0, widest - each.shape[1]), value=none) for each in known
+        ]
+    return torch.cat(known)
+
+
+def _keys(component: Component, pieces: Sequence[Piece]) -> int:
+    """Return how many keys a sequence has at its end."""
+    ratio = component.block.ratio if component.block is not None else 0
+    return pieces[-1][2].stop // max(1, ratio)
+
+
+def _cut(
+    component: Component, whole: Tensor, parts: Sequence[SequencePart], place: int
+) -> Tensor | None:
+    """Return the rows of one sequence of a step, or the entries that it completed."""
+    if whole.shape[0] == sum(part.count for part in parts):
+        return whole[parts[place].tokens]
+    ratio = component.block.ratio if component.block is not None else 0
+    if not ratio:
+        return None
+    counts = [part.stop // ratio - part.start // ratio for part in parts]
+    return whole.split(counts)[place] if sum(counts) == whole.shape[0] else None
+
+
+def _nothing(component: Component, first: Batch, name: str) -> Tensor | None:
+    """Return a pool's empty memory, as before a sequence."""
+    made = first.inputs.get(name.removeprefix(STATE))
+    if made is None or component.block is None:
+        return None
+    rows = component.block.ratio * compressor_windows(component.block)
+    return made.new_zeros(1, rows, made.shape[1])

@@ -1,26 +1,24 @@
 """Leave out the rows of a replay that cannot be judged, and keep all others.
 
-A NaN that arrives may legally reach the rows that depend on it, and no others. Where rows are
-independent that is its own row. Where the tokens of a sequence meet (attention, pooling, scores),
-judging of the sequence ends before the first token that can see the NaN: a shorter call is
-replayed, which is equivalent because these components are causal. So judging, diagnosis and minimal
-reproducers never receive a row that was left out, and need no special case for it.
-
-Shape letters: T tokens, W entries, B sequences.
+These are rows that a NaN or infinity can reach, and rows beyond the range of float32.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from degarble.harness.base.errors import CANNOT_RUN
-from degarble.harness.engine.localise.output_forms import finite
+from degarble.harness.engine.faults.rebinding import facts_of, with_numerics
 from degarble.harness.engine.localise.replay import STATE, Batch, Replay, is_ragged, replayed, taken
+from degarble.harness.engine.localise.tensor_forms import LARGEST, finite
 from degarble.harness.model.config.config import V4Config
+from degarble.references.binding import plain_call
 from degarble.references.facts import spans_of
 from degarble.references.linears import activation_values
 
@@ -29,11 +27,24 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.engine.localise.replay import Known
+    from degarble.harness.engine.localise.replay import TwinComponents
     from degarble.harness.model.components import Component
     from degarble.harness.model.config.config import Config
     from degarble.references.facts import Span
 
+
+# --------------------------------------------------------------------------------------------------
+# Rows that a NaN or infinity can reach.
+#
+# Where rows are independent that is the value's own row. Where the tokens of a sequence meet
+# (attention, pooling, scores), judging of the sequence ends before the first token that can see the
+# NaN: a shorter call is replayed, which is equivalent because these components are causal. So
+# judging, diagnosis and minimal reproducers never receive a row that was left out, and need no
+# special case for it.
+#
+# Shape letters: T tokens, W entries, B sequences.
+
+if TYPE_CHECKING:
     Tensors = Mapping[str, Tensor]
 
 _SCORES = "scores"
@@ -44,7 +55,7 @@ _COUNTED = "entry_offsets"
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class JudgeablePart:
     """A replay of the remaining rows; `kept` holds their numbers in the whole batch."""
 
     replay: Replay
@@ -56,9 +67,9 @@ class Part:
         """Return how many rows are not judged."""
         return self.whole - len(self.kept)
 
-    def within(self, outer: Part) -> Part:
+    def within(self, outer: JudgeablePart) -> JudgeablePart:
         """Return this part with row numbers of the batch that `outer` is a part of."""
-        return Part(self.replay, outer.kept[self.kept], outer.whole)
+        return JudgeablePart(self.replay, outer.kept[self.kept], outer.whole)
 
     def rows_of(self, tensor: Tensor) -> Tensor | None:
         """Return the kept rows of a tensor of the whole batch; None if it has other rows."""
@@ -67,7 +78,7 @@ class Part:
         return tensor[self.kept]
 
 
-def finite_part(known: Known, replay: Replay) -> Part | None:
+def finite_part(known: TwinComponents, replay: Replay) -> JudgeablePart | None:
     """Return the rows that no NaN or infinity can reach; None where these are none, or all.
 
     Masked scores are -inf by design. Where the twin itself cannot run (a quantisation that raises
@@ -79,19 +90,19 @@ def finite_part(known: Known, replay: Replay) -> Part | None:
     return _without(known, replay, spoilt) if spoilt else None
 
 
-def part_without(known: Known, replay: Replay, rows: Tensor) -> Part | None:
+def part_without(known: TwinComponents, replay: Replay, rows: Tensor) -> JudgeablePart | None:
     """Return all rows but `rows` [T]; within a sequence, leave out those and all later ones."""
     if not is_ragged(replay.batch.component):
         return _of_rows(known, replay, ~rows)
     return _without(known, replay, {"positions": rows})
 
 
-def is_finite(known: Known, replay: Replay) -> bool:
+def is_finite(known: TwinComponents, replay: Replay) -> bool:
     """Tell whether all inputs are finite, decoded where codes arrived."""
     return not any(bool(bad.any()) for bad in _spoilt(known, replay).values())
 
 
-def _spoilt(known: Known, replay: Replay) -> dict[str, Tensor]:
+def _spoilt(known: TwinComponents, replay: Replay) -> dict[str, Tensor]:
     """Return which rows of every input hold NaN or infinity."""
     found = {
         name: _rows_with(~each.isfinite() & ~(each.isneginf() & (name == _SCORES)))
@@ -113,7 +124,7 @@ def _rows_with(bad: Tensor) -> Tensor:
     return bad.flatten(1).any(1) if bad.ndim > 1 else bad
 
 
-def _without(known: Known, replay: Replay, spoilt: Tensors) -> Part | None:
+def _without(known: TwinComponents, replay: Replay, spoilt: Tensors) -> JudgeablePart | None:
     component, count = replay.batch.component, len(replay.batch.step_of)
     if is_ragged(component):
         return _of_sequences(known, replay, spoilt)
@@ -125,7 +136,7 @@ def _without(known: Known, replay: Replay, spoilt: Tensors) -> Part | None:
     return _of_rows(known, replay, kept)
 
 
-def _of_rows(known: Known, replay: Replay, kept: Tensor) -> Part | None:
+def _of_rows(known: TwinComponents, replay: Replay, kept: Tensor) -> JudgeablePart | None:
     """Cut independent rows out of every tensor that has one row for each."""
     batch, count = replay.batch, len(kept)
     if not bool(kept.any()) or bool(kept.all()):
@@ -147,7 +158,7 @@ def _of_rows(known: Known, replay: Replay, kept: Tensor) -> Part | None:
         made = replace(replay, batch=shorter, expected=sides[0], inputs=sides[1])
     if made.undecided:
         return None
-    return Part(made, kept.nonzero().flatten(), count)
+    return JudgeablePart(made, kept.nonzero().flatten(), count)
 
 
 def _cut_batch(
@@ -169,10 +180,10 @@ def _cut_batch(
     )
 
 
-def _of_sequences(known: Known, replay: Replay, spoilt: Tensors) -> Part | None:
+def _of_sequences(known: TwinComponents, replay: Replay, spoilt: Tensors) -> JudgeablePart | None:
     """Cut every sequence of a call before the first token that can see a NaN or infinity."""
     batch, inputs = replay.batch, replay.inputs
-    lines = lines_of(batch.component, known.twin.config, inputs)
+    lines = sequence_rows_of(batch.component, known.twin.config, inputs)
     if lines is None:
         return None
     spans, counts = lines.spans, lines.counts(spoilt)
@@ -193,10 +204,10 @@ def _of_sequences(known: Known, replay: Replay, spoilt: Tensors) -> Part | None:
     again = replayed(known, shorter)
     if again.undecided:
         return None
-    return Part(_settled(again, lines, counts), kept.nonzero().flatten(), len(kept))
+    return JudgeablePart(_settled(again, lines, counts), kept.nonzero().flatten(), len(kept))
 
 
-def _settled(replay: Replay, lines: Lines, counts: Sequence[int]) -> Replay:
+def _settled(replay: Replay, lines: SequenceRows, counts: Sequence[int]) -> Replay:
     """Use the twin's carried state on both sides, since a shorter sequence carries another one.
 
     Entries that only dropped sequences have are no columns of the remaining scores.
@@ -218,7 +229,7 @@ def _settled(replay: Replay, lines: Lines, counts: Sequence[int]) -> Replay:
     return replace(replay, batch=replace(replay.batch, outputs=outputs))
 
 
-def _choices_exist(chosen_TK: Tensor, lines: Lines, counts: Sequence[int]) -> bool:
+def _choices_exist(chosen_TK: Tensor, lines: SequenceRows, counts: Sequence[int]) -> bool:
     """Tell whether no remaining token was given an entry that only later tokens complete."""
     for span, count in zip(lines.spans, counts, strict=True):
         entries = (span.start + count) // lines.ratio
@@ -229,16 +240,18 @@ def _choices_exist(chosen_TK: Tensor, lines: Lines, counts: Sequence[int]) -> bo
     return True
 
 
-def lines_of(component: Component, config: Config, inputs: Tensors) -> Lines | None:
+def sequence_rows_of(component: Component, config: Config, inputs: Tensors) -> SequenceRows | None:
     """Return the sequences of a call; None where its offsets are unusable."""
     try:
         spans = spans_of(inputs)
     except (*CANNOT_RUN, AssertionError):
         return None
-    return Lines(component, spans, config.sliding_window - 1 if isinstance(config, V4Config) else 0)
+    return SequenceRows(
+        component, spans, config.sliding_window - 1 if isinstance(config, V4Config) else 0
+    )
 
 
-class Lines:
+class SequenceRows:
     """The assignment of each tensor's rows to the sequences of a call."""
 
     def __init__(self, component: Component, spans: Sequence[Span], reach: int) -> None:
@@ -328,3 +341,121 @@ class Lines:
             elif count:
                 left.append((span.start + count) // self.ratio - span.start // self.ratio)
         return torch.tensor([0, *accumulate(left)], dtype=offsets.dtype)
+
+
+# --------------------------------------------------------------------------------------------------
+# Rows on which a correct float32 kernel may overflow.
+#
+# 10^20 squared does not fit into float32. A norm in float32 then returns zeros, in another order of
+# operations NaN, and in float64 the right numbers. All of these are correct kernels, so such a row
+# cannot be judged. The twin runs once more in float32, and every intermediate tensor is inspected,
+# so norms, softmax, mixing, pooling and products need no list of their own. This runs only where
+# something differs and very large or very small values arrived.
+#
+# Underflow is checked only before a reciprocal root: vanishing squares do not matter next to
+# epsilon, unless epsilon is as small as they are.
+
+OVERFLOW = "a correct float32 kernel may overflow on them"
+_SMALLEST = 2.0**-100  # before a root: its terms may have been flushed to zero
+_ORDINARY = 2.0**32  # the product of three inputs below this stays in range
+_TINY = 2.0**-40  # the square of an input above this stays in range
+_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm"})
+
+
+def rows_out_of_range(known: TwinComponents, replay: Replay) -> Tensor | None:
+    """Return which rows [T] may leave float32 in an intermediate value; None where none can."""
+    batch = replay.batch
+    if replay.undecided or not _is_extreme(known, replay):
+        return None
+    name, count = batch.component.name, len(batch.step_of)
+    if not is_ragged(batch.component):
+        found = _watched(known, name, replay.inputs, count)
+        return found if bool(found.any()) else None
+    lines = sequence_rows_of(batch.component, known.twin.config, replay.inputs)
+    if lines is None or lines.spans[-1].end != count:
+        return None
+    found = torch.zeros(count, dtype=torch.bool)
+    for at, span in enumerate(lines.spans):
+        # Run each sequence alone: its tokens interact, so it is marked as a whole.
+        counts = [each.count * (n == at) for n, each in enumerate(lines.spans)]
+        own = lines.cut_side(replay.inputs, counts)
+        if own is not None:
+            found[span.tokens] = bool(_watched(known, name, own, span.count).any())
+    return found if bool(found.any()) else None
+
+
+def _is_extreme(known: TwinComponents, replay: Replay) -> bool:
+    wide = [each for each in replay.inputs.values() if each.dtype.itemsize > 1]
+    sizes = [each.abs() for each in wide if each.is_floating_point() and each.numel()]
+    if "codes" in replay.inputs:
+        try:
+            form = replay.judgeable(known).activation
+            sizes.append(activation_values(replay.inputs, form, torch.float32).abs())
+        except (*CANNOT_RUN, AssertionError):
+            return False
+    rows = [each.flatten(1).amax(1) if each.ndim > 1 else each for each in sizes]
+    return any(bool(((row > _ORDINARY) | ((row > 0) & (row < _TINY))).any()) for row in rows)
+
+
+def _watched(known: TwinComponents, name: str, inputs: Tensors, count: int) -> Tensor:
+    """Run the twin's function in float32 and mark the rows whose intermediates leave its range."""
+    call = plain_call(known.twin.calls[name])
+    facts = facts_of(call)
+    if not isinstance(call, partial) or facts is None:
+        return torch.zeros(count, dtype=torch.bool)
+    # The same function, in float32 from end to end.
+    narrow = with_numerics(facts, work=torch.float32, products=torch.float32)
+    given = {
+        # Compiled loops hide their intermediates; tensors that require gradients bypass them.
+        key: each.detach().clone().requires_grad_()
+        if each.is_floating_point() and each.dtype.itemsize > 1
+        else each
+        for key, each in inputs.items()
+    }
+    watch = _Watch(count)
+    try:
+        with torch.inference_mode(mode=False), torch.no_grad(), watch:
+            call.func(narrow, given, known.twin.weights_of(name))
+    except CANNOT_RUN:
+        return torch.zeros(count, dtype=torch.bool)
+    return watch.rows
+
+
+class _Watch(TorchDispatchMode):
+    """A dispatch mode that marks the rows of tensors that float32 may not hold."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rows = torch.zeros(count, dtype=torch.bool)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation and inspect its result; of a product, its terms as well."""
+        made = func(*args, **(kwargs or {}))
+        word = func.overloadpacket.__name__
+        if word in _PRODUCTS:
+            a, b = args[-2:]
+            if a.numel() and b.numel():
+                # Bound of the sum of magnitudes: partial sums may overflow although the product is
+                # finite.
+                self._mark(a.abs().amax(-1).double() * float(b.abs().amax()) * a.shape[-1])
+        if word == "rsqrt":
+            self._mark(torch.where(args[0] < _SMALLEST, torch.inf, 0.0))
+        for each in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(each, torch.Tensor) and each.dtype in (torch.float32, torch.float64):
+                self._mark(each)
+        return made
+
+    def _mark(self, values: Tensor) -> None:
+        # -inf marks masked scores.
+        large = (values.abs() > LARGEST) & ~values.isneginf()
+        large |= values.isnan()
+        if not bool(large.any()):
+            return
+        count = len(self.rows)
+        # Rows, or rows times heads, slots or streams.
+        if large.ndim and large.shape[0] and large.shape[0] % count == 0:
+            self.rows |= large.reshape(count, -1).any(1)
+        else:
+            self.rows[:] = True  # experts or groups: the row is ambiguous, so mark all

@@ -1,25 +1,40 @@
-"""Judge all calls of one component against its twin, and compute the three cosines.
-
-A linear after a quantisation is given to the BF16 reference with the values before quantisation.
-Rows that a NaN or infinity can reach are left out and counted; for these only one question is
-judged: is the candidate finite where its twin is? An output without a budget is UNDECIDED.
-"""
+"""Judge all calls of one component against its twin, and report what is wrong with it."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.base.errors import CANNOT_RUN, InvalidArgument
-from degarble.harness.engine.budget.judging import Judged, is_joint, judge_outputs
-from degarble.harness.engine.localise.float32_range import OVERFLOW, rows_out_of_range
-from degarble.harness.engine.localise.judgeable_rows import finite_part, is_finite, part_without
-from degarble.harness.engine.localise.output_forms import (
+from degarble.harness.base.errors import CANNOT_RUN, DegarbleError, InvalidArgument
+from degarble.harness.capture.files.records import site_of
+from degarble.harness.engine.budget.budget import nearer_than_the_twin
+from degarble.harness.engine.budget.judging import OutputResult, is_joint, judge_outputs
+from degarble.harness.engine.budget.roles import budgets_of
+from degarble.harness.engine.budget.rules import JudgeableCall as Judgeable
+from degarble.harness.engine.faults.model_faults import Scene, Sight
+from degarble.harness.engine.localise.discrepancy import (
+    DifferenceLocation,
+    Discrepancy,
+    DiscrepancyKind,
+    RowPositions,
+    beyond,
+    locate_difference,
+    location_in_steps,
+)
+from degarble.harness.engine.localise.judgeable_rows import (
+    OVERFLOW,
+    finite_part,
+    is_finite,
+    part_without,
+    rows_out_of_range,
+)
+from degarble.harness.engine.localise.replay import Batch, Replay, maker_of, replayed
+from degarble.harness.engine.localise.tensor_forms import (
     NOT_FINITE,
-    NonFinite,
+    NonFiniteOutput,
     aligned,
     earlier_of,
     equal_elements,
@@ -29,30 +44,42 @@ from degarble.harness.engine.localise.output_forms import (
     same_values,
     wrong_forms,
 )
-from degarble.harness.engine.localise.replay import Batch, Replay, maker_of, replayed
+from degarble.harness.model.sites import Port
+from degarble.harness.report.number_text import number
 from degarble.harness.report.verdict import Verdict
 from degarble.references.linears import decode_activations
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
-    from degarble.harness.engine.localise.judgeable_rows import Part
-    from degarble.harness.engine.localise.replay import Known
+    from degarble.harness.capture.files.records import CapturedCall, CapturedStep
+    from degarble.harness.engine.localise.judgeable_rows import JudgeablePart
+    from degarble.harness.engine.localise.recorded_run import RecordedRun
+    from degarble.harness.engine.localise.replay import TwinComponents
     from degarble.harness.model.components import Component
     from degarble.references.binding import Bound
 
+
+# --------------------------------------------------------------------------------------------------
+# Judging, and the three cosines.
+#
+# A linear after a quantisation is given to the BF16 reference with the values before quantisation.
+# Rows that a NaN or infinity can reach are left out and counted; for these only one question is
+# judged: is the candidate finite where its twin is? An output without a budget is UNDECIDED.
+
+if TYPE_CHECKING:
     Tensors = Mapping[str, Tensor]
-    Look = Callable[[Replay, Mapping[str, Judged]], None]  # tensors still in memory
-    Looked = Callable[[Replay, Mapping[str, Judged]], None]  # tensors still in memory
+    Look = Callable[[Replay, Mapping[str, OutputResult]], None]  # tensors still in memory
+    Looked = Callable[[Replay, Mapping[str, OutputResult]], None]  # tensors still in memory
 
 _MAKERS = 4  # quantisations whose inputs are kept
 PAIRS = ("candidate and twin", "candidate and reference", "twin and reference")
 
 
 @dataclass
-class Sums:
+class CosineSums:
     """Sums of products of two tensors, accumulated over calls."""
 
     ab: float = 0.0
@@ -90,29 +117,29 @@ class _View:
     """The judged part of a batch: all of it, or the remaining rows."""
 
     replay: Replay
-    judged: Mapping[str, Judged]
-    part: Part | None = None
+    judged: Mapping[str, OutputResult]
+    part: JudgeablePart | None = None
     why: str = ""  # rows were left out
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class JudgedBatch:
     """A replay of some calls, and the result for each of its outputs."""
 
     replay: Replay
-    judged: Mapping[str, Judged]
+    judged: Mapping[str, OutputResult]
     plain: Tensor | None = None  # values before quantisation, if known
     meant: Tensors = field(default_factory=dict)  # the BF16 reference's outputs on its inputs
 
 
 @dataclass(eq=False)
-class Row:
+class OutputRow:
     """One output of one component over the whole run: a row of the table."""
 
     component: Component
     output: str
     verdict: Verdict = Verdict.AGREES
-    judged: Judged | None = None  # the worst
+    judged: OutputResult | None = None  # the worst
     undecided: str = ""
     budgetless: bool = False  # it could be replayed, but has no budget
     calls: int = 0
@@ -123,7 +150,7 @@ class Row:
     left_out: int = 0  # rows that were not judged, of outputs judged in part
     judged_rows: int = 0  # in the calls that have such rows
     why_left_out: str = ""
-    cosines: dict[str, Sums] = field(default_factory=dict)
+    cosines: dict[str, CosineSums] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float:
@@ -140,13 +167,13 @@ class Row:
         every = self.left_out + self.judged_rows
         return f"{self.left_out} of {every} rows were left out: {self.why_left_out}"
 
-    def leave_out(self, part: Part, why: str) -> None:
+    def leave_out(self, part: JudgeablePart, why: str) -> None:
         """Count rows that were not judged."""
         self.left_out += part.left_out
         self.judged_rows += len(part.kept)
         self.why_left_out = self.why_left_out or why
 
-    def take(self, judged: Judged, *, replayed_at_all: bool) -> None:
+    def take(self, judged: OutputResult, *, replayed_at_all: bool) -> None:
         """Add the result of some calls."""
         self.flips += judged.flips.count
         self.choices += judged.flips.total
@@ -167,13 +194,13 @@ class JudgedComponent:
     """The results of all calls of one component."""
 
     component: Component
-    rows: dict[str, Row] = field(default_factory=dict)
-    pieces: list[Piece] = field(default_factory=list)  # those with an output that differs
-    non_finite: NonFinite | None = None
+    rows: dict[str, OutputRow] = field(default_factory=dict)
+    pieces: list[JudgedBatch] = field(default_factory=list)  # those with an output that differs
+    non_finite: NonFiniteOutput | None = None
     steps: set[int] = field(default_factory=set)  # in which something of it was judged
 
     @property
-    def differs(self) -> list[Row]:
+    def differs(self) -> list[OutputRow]:
         """Return the outputs that differ, the worst first."""
         found = [row for row in self.rows.values() if row.verdict is Verdict.DIFFERS]
         return sorted(found, key=lambda row: -row.ratio)
@@ -183,7 +210,7 @@ class Judge:
     """Judges component after component, in the order in which they run."""
 
     def __init__(
-        self, known: Known, reference: Bound | None = None, looked: Looked | None = None
+        self, known: TwinComponents, reference: Bound | None = None, looked: Looked | None = None
     ) -> None:
         self._known = known
         self._looked = looked
@@ -213,7 +240,7 @@ class Judge:
         if self._looked is not None:
             self._looked(view.replay, view.judged)
         for name, each in whole.items():
-            row = made.rows.setdefault(name, Row(made.component, name))
+            row = made.rows.setdefault(name, OutputRow(made.component, name))
             row.calls += len(batch.calls)
             row.take(view.judged.get(name, each), replayed_at_all=not replay.undecided)
             if view.part is not None:
@@ -228,18 +255,18 @@ class Judge:
             made.pieces.append(self._piece(view, meant, self._quantised(made.component, batch)))
         elif poisoned_ones:
             plain = self._quantised(made.component, batch)
-            made.pieces.append(Piece(replay, whole, plain, meant))
+            made.pieces.append(JudgedBatch(replay, whole, plain, meant))
         made.non_finite = earlier_of(made.non_finite, non_finite_of(replay))
 
-    def _piece(self, view: _View, meant: Tensors, plain: Tensor | None) -> Piece:
+    def _piece(self, view: _View, meant: Tensors, plain: Tensor | None) -> JudgedBatch:
         part = view.part
         if part is None:
-            return Piece(view.replay, view.judged, plain, meant)
+            return JudgedBatch(view.replay, view.judged, plain, meant)
         cut = {name: rows for name, t in meant.items() if (rows := part.rows_of(t)) is not None}
         some = None if plain is None else part.rows_of(plain)
-        return Piece(view.replay, view.judged, some, cut)
+        return JudgedBatch(view.replay, view.judged, some, cut)
 
-    def _view(self, replay: Replay, whole: Mapping[str, Judged]) -> _View:
+    def _view(self, replay: Replay, whole: Mapping[str, OutputResult]) -> _View:
         """Return the judgeable part of a batch: without rows that overflow or depend on a NaN."""
         view = _View(replay, whole)
         if replay.undecided or any(map(is_poisoned, whole.values())):
@@ -256,17 +283,17 @@ class Judge:
         part = part_without(self._known, view.replay, rows)
         if part is None:
             why = f"all rows were left out: {OVERFLOW}"
-            none = {name: Judged(name, Verdict.UNDECIDED, undecided=why) for name in whole}
+            none = {name: OutputResult(name, Verdict.UNDECIDED, undecided=why) for name in whole}
             return _View(view.replay, none)
         kept = part if view.part is None else part.within(view.part)
         return _View(part.replay, {**view.judged, **self.judged(part.replay)}, kept, OVERFLOW)
 
-    def judged(self, replay: Replay) -> dict[str, Judged]:
+    def judged(self, replay: Replay) -> dict[str, OutputResult]:
         """Judge every output of a replay against the twin's."""
         outputs = replay.batch.outputs
         if replay.undecided:
             return {
-                name: Judged(name, Verdict.UNDECIDED, undecided=replay.undecided)
+                name: OutputResult(name, Verdict.UNDECIDED, undecided=replay.undecided)
                 for name in outputs
             }
         wrong = wrong_forms(outputs, replay.expected)
@@ -274,7 +301,7 @@ class Judge:
             return wrong
         both = aligned(outputs, replay.expected)
         if all(same_values(*pair) for pair in both.values()):
-            return {name: Judged(name, Verdict.AGREES) for name in both}
+            return {name: OutputResult(name, Verdict.AGREES) for name in both}
         # An output that was not captured counts as the twin's: budgets read all outputs of a
         # component.
         twins = {**replay.expected, **{name: pair[1] for name, pair in both.items()}}
@@ -284,7 +311,7 @@ class Judge:
         if is_joint(call) and len(both) < len(twins):
             absent = ", ".join(name for name in twins if name not in both)
             why = f"it is judged together with what was not captured: {absent}"
-            return {n: Judged(n, Verdict.UNDECIDED, undecided=why) for n in both}
+            return {n: OutputResult(n, Verdict.UNDECIDED, undecided=why) for n in both}
         if is_finite(self._known, replay):
             try:
                 found = judge_outputs(call, candidate)
@@ -294,7 +321,7 @@ class Judge:
             except RuntimeError as error:
                 # The twin accepts these extents but no derivation covers them: UNDECIDED.
                 why = f"no budget fits its extents: {str(error).splitlines()[0][:200]}"
-                return {n: Judged(n, Verdict.UNDECIDED, undecided=why) for n in both}
+                return {n: OutputResult(n, Verdict.UNDECIDED, undecided=why) for n in both}
         return {name: poisoned(name, *pair) for name, pair in both.items()}
 
     def _compare(self, made: JudgedComponent, replay: Replay) -> Tensors:
@@ -315,7 +342,7 @@ class Judge:
                 left, right = flat[a], flat[b]
                 if left is None or right is None:
                     continue
-                held = sums.setdefault(pair, Sums())
+                held = sums.setdefault(pair, CosineSums())
                 # One object: candidate and twin are equal, so the difference is 0.
                 if left is right:
                     held.add_equal(left)
@@ -394,7 +421,7 @@ class Judge:
         return torch.cat(parts)
 
 
-def _differs(judged: Judged) -> bool:
+def _differs(judged: OutputResult) -> bool:
     return judged.verdict is Verdict.DIFFERS
 
 
@@ -434,3 +461,278 @@ def _count(made: JudgedComponent, replay: Replay) -> None:
         row.elements += each.numel()
         if twin is not None and not wrong_forms({name: each}, {name: twin}):
             row.identical += int(equal_elements(*aligned({name: each}, {name: twin})[name]).sum())
+
+
+# --------------------------------------------------------------------------------------------------
+# Discrepancies of a component: wrong outputs, missing calls, unstable results.
+#
+# Of each component the output furthest beyond its budget is reported, with the call that shows
+# most. A silent fallback is detected as well: the outputs of a quantised linear agree with
+# unquantised operands within the budget of such a product, so they are too good.
+
+_CHOOSING = ("ffn.topk", "attn.indexer.topk")
+_MORE = 2  # further calls that a discrepancy keeps
+
+
+def discrepancy_of_outputs(
+    known: TwinComponents, made: JudgedComponent, steps: Mapping[int, CapturedStep]
+) -> Discrepancy:
+    """Return the discrepancy of a component whose outputs differ from its twin's."""
+    row = made.differs[0]
+    # A malformed run may leave no number to compare; then no single call differs by itself.
+    pieces = [p for p in made.pieces if _output_differs(p, row.output)] or list(made.pieces)
+    # The largest batch shows most; among equal ones, the worst ratio.
+    best = max(pieces, key=lambda p: (p.replay.batch.outputs[row.output].numel(), _ratio(p, row)))
+    judged, component = best.judged[row.output], made.component
+    form = _level(best, row).startswith(("shape", "dtype"))
+    where: dict[str, str | int | float] = {}
+    words = ""
+    wrong = {n for piece in pieces for n in _wrong_steps(known, piece, row.output)}
+    if not form:
+        onset = _onset(known, best, row.output, steps)
+        time = location_in_steps(steps, wrong, made.steps)
+        if "phase" in onset.where and "phase" in time.where:
+            time = DifferenceLocation()
+        where |= {**time.where, **onset.where}
+        words = onset.sentence
+        if time.sentence:
+            words = f" ({time.sentence}{', ' if words else ''}{words[2:] or ')'}"
+    plain = None if form else _plain_form(known, best, row.output) or _too_good(best, row.output)
+    site = site_of(component.name, Port.OUT, row.output)
+    if plain:
+        where["operands"] = "unquantised"
+    return Discrepancy(
+        DiscrepancyKind.FORM
+        if form
+        else DiscrepancyKind.FALLBACK
+        if plain
+        else DiscrepancyKind.OUTPUT,
+        component.name,
+        Scene(known.twin, component, known.recipe),
+        site,
+        plain or f"{site}: {_told(judged.worst)}{words}",
+        _sight(best, steps),
+        judged,
+        where,
+        tuple(sorted(wrong)),
+        tuple(_sight(piece, steps) for piece in pieces if piece is not best)[:_MORE],
+    )
+
+
+def beside_prefill(trouble: Discrepancy) -> Discrepancy:
+    """Reword a discrepancy whose calls were judged as one prefill; its rows cannot be separated."""
+    sights = [replace(each, rows=()) for each in (trouble.sight, *trouble.more) if each]
+    return replace(
+        trouble,
+        sentence=f"{trouble.sentence}; judged beside one prefill of the same rows, for what wrote "
+        "its memory was not captured",
+        sight=sights[0],
+        more=tuple(sights[1:]),
+        where={**trouble.where, "beside": "one prefill"},
+    )
+
+
+def _output_differs(piece: JudgedBatch, output: str) -> bool:
+    """Tell whether these calls show it; a call may lack an output."""
+    return output in piece.judged and piece.judged[output].verdict is Verdict.DIFFERS
+
+
+def _ratio(piece: JudgedBatch, row: OutputRow) -> float:
+    return piece.judged[row.output].ratio
+
+
+def _level(piece: JudgedBatch, row: OutputRow) -> str:
+    worst = piece.judged[row.output].worst
+    return worst.level if worst else ""
+
+
+def _told(worst: object) -> str:
+    return str(worst) if worst else "differs"
+
+
+def _sight(piece: JudgedBatch, steps: Mapping[int, CapturedStep]) -> Sight:
+    """Return the recorded tensors; calls that were replayed together are one sight.
+
+    Rows with a legal flip of a choice are left out: no cause has to explain them.
+    """
+    batch = piece.replay.batch
+    inputs = piece.replay.inputs or batch.inputs
+    rows = tuple(span.stop - span.start for span in batch.spans)
+    step = batch.calls[0].step
+    sides = [inputs, batch.outputs, piece.replay.expected]
+    owners = RowPositions.of(batch, steps).sequence
+    kept = _without_flips(piece)
+    if kept is not None:
+        sides = [
+            {n: t[kept] if t.ndim and len(t) == len(kept) else t for n, t in side.items()}
+            for side in sides
+        ]
+        rows = tuple(count for span in batch.spans if (count := int(kept[span].sum())))
+        owners = owners[kept]
+    known = tuple(owners.tolist()) if bool((owners >= 0).all()) else ()
+    return Sight(sides[0], sides[1], sides[2], step=step, rows=rows, owners=known)
+
+
+def _without_flips(piece: JudgedBatch) -> Tensor | None:
+    """Return a mask of the rows with the twin's choice; None if these are all rows, or none."""
+    flipped = {
+        row
+        for each in piece.judged.values()
+        if each.verdict is Verdict.AGREES and each.flips.count
+        for row in each.flips.rows
+    }
+    count = len(piece.replay.batch.step_of)
+    if not flipped or piece.replay.batch.component.role not in _CHOOSING:
+        return None
+    kept = torch.ones(count, dtype=torch.bool)
+    kept[[row for row in flipped if row < count]] = False
+    return kept if bool(kept.any()) else None
+
+
+def _onset(
+    known: TwinComponents, piece: JudgedBatch, output: str, steps: Mapping[int, CapturedStep]
+) -> DifferenceLocation:
+    batch = piece.replay.batch
+    sides = aligned(batch.outputs, piece.replay.expected)[output]
+    slack = _slack(known, piece, output, sides)
+    return locate_difference(
+        known.twin.config, batch.component, sides, RowPositions.of(batch, steps), slack
+    )
+
+
+def _slack(
+    known: TwinComponents, piece: JudgedBatch, output: str, sides: tuple[Tensor, Tensor]
+) -> Tensor | None:
+    """Return the bound of an output; None where there is none, and every difference counts."""
+    try:
+        budget = budgets_of(piece.replay.judgeable(known)).get(output)
+        if budget is not None and sides[0].is_floating_point():
+            return budget.slack.expand(sides[1].shape)
+    except (DegarbleError, RuntimeError):
+        pass
+    return None
+
+
+def _wrong_steps(known: TwinComponents, piece: JudgedBatch, output: str) -> set[int]:
+    """Return the steps of a piece that differ; all of them, if no single row exceeds its budget."""
+    batch = piece.replay.batch
+    every = {call.step for call in batch.calls}
+    sides = aligned(batch.outputs, piece.replay.expected).get(output)
+    if len(every) == 1 or sides is None or sides[0].shape != sides[1].shape:
+        return every
+    if sides[0].shape[:1] != batch.step_of.shape:
+        return every
+    bad, certain = beyond(*sides, _slack(known, piece, output, sides))
+    by_row = bad.flatten(1).any(1) if bad.ndim > 1 else bad
+    return set(batch.step_of[by_row].tolist()) if certain else every
+
+
+def _plain_form(known: TwinComponents, piece: JudgedBatch, output: str) -> str:
+    """Return a sentence if unquantised operands explain a quantised linear's output, else ""."""
+    replay = piece.replay
+    if "codes" not in replay.inputs or "codes" in replay.batch.outputs:
+        return ""
+    x = piece.plain
+    if x is None:
+        return ""
+    name, twin = replay.batch.component.name, known.plain
+    inputs = {n: t for n, t in replay.inputs.items() if n not in _CODED} | {"x": x}
+    try:
+        call = Judgeable.of(twin, name, inputs)
+        candidate = aligned(replay.batch.outputs, call.outputs)[output][0]
+        judged = judge_outputs(call, {output: candidate})[output]
+    except (DegarbleError, RuntimeError, KeyError, IndexError):
+        return ""
+    if judged.verdict is not Verdict.AGREES:
+        return ""
+    return (
+        f"{name} ran on unquantised activations ({number(judged.ratio)} of that budget): its twin "
+        "quantises them, so it is nearer to the BF16 model than it can be"
+    )
+
+
+_CODED = ("codes", "block_scale", "tensor_scale")
+
+
+def _too_good(piece: JudgedBatch, output: str) -> str:
+    """Return a sentence if an output is nearer to the BF16 reference than quantisation allows."""
+    meant, name = piece.meant.get(output), piece.replay.batch.component.name
+    sides = aligned(piece.replay.batch.outputs, piece.replay.expected).get(output)
+    judged = piece.judged[output]
+    if meant is None or sides is None or not meant.is_floating_point():
+        return ""
+    candidate, twin = sides
+    if meant.numel() != twin.numel() or not judged.allowed_length < math.inf:
+        return ""
+    known = candidate.isfinite() & twin.isfinite() & meant.reshape(twin.shape).isfinite()
+    if not bool(known.all()):
+        return ""
+    near = nearer_than_the_twin(judged, candidate, twin, meant.reshape(twin.shape).to(twin.dtype))
+    # Trap: shrinking a noisy output also brings it nearer, but leaves its direction unchanged.
+    apart = _turned(twin, meant) - _turned(candidate, meant)
+    if near.ratio <= 1 or apart <= judged.allowed_length:
+        return ""
+    return (
+        f"{name} is nearer to the BF16 reference than its twin is by {number(near.measured)}, "
+        f"{number(near.ratio)} of what rounding allows: it ran on unquantised operands"
+    )
+
+
+def _turned(side: Tensor, meant: Tensor) -> float:
+    """Return the distance from a reference that remains after the best gain."""
+    a, b = side.double().flatten(), meant.double().flatten()
+    square = float(a @ a)
+    # Least-squares gain of the side.
+    along = float(a @ b) / square if square else 0.0
+    return float((along * a - b).norm())
+
+
+def missing_calls(known: TwinComponents, run: RecordedRun) -> Iterator[Discrepancy]:
+    """Yield components that did not run in a step in which the rest of their block did."""
+    if run.facts.get("filters") and any(dict(run.facts["filters"]).values()):
+        return
+    ran: dict[int, set[str]] = {step.number: set() for step in run.steps}
+    for call in run.calls:
+        ran[call.step].add(call.component)
+    every = {name for names in ran.values() for name in names}
+    ever = {known.components[name].role for name in every & known.components.keys()}
+    blocks = {s: {_block(n) for n in names} for s, names in ran.items()}
+    # The last step of an interrupted capture may be incomplete.
+    last = None if getattr(run, "complete", True) else max(ran, default=None)
+    found: dict[str, list[int]] = {}
+    for step, names in ran.items():
+        for name, component in known.components.items():
+            if component.block is None or step == last or component.role not in ever:
+                continue
+            if name not in names and _block(name) in blocks[step]:
+                found.setdefault(name, []).append(step)
+    for name, at in found.items():
+        component = known.components[name]
+        yield Discrepancy(
+            DiscrepancyKind.MISSING,
+            name,
+            Scene(known.twin, component, known.recipe),
+            site_of(name, Port.OUT, component.outputs[0]),
+            f"{name} did not run in step {at[0]}, though the rest of its block did",
+            steps=tuple(at),
+        )
+
+
+def _block(name: str) -> str:
+    return ".".join(name.split(".")[:2])
+
+
+def repeats_apart(calls: Sequence[CapturedCall]) -> bool:
+    """Tell whether two calls on identical inputs returned different outputs."""
+    known: dict[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]] = {}
+    for call in calls:
+        sides = [
+            tuple(sorted((name, kept.sha256) for name, kept in side.items()))
+            for side in (call.inputs, call.outputs)
+        ]
+        # Without hashes, or without inputs, nothing can be said.
+        if not all(digest for side in sides for _, digest in side) or not sides[0]:
+            return False
+        if known.setdefault(sides[0], sides[1]) != sides[1]:
+            return True
+    return False

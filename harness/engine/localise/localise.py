@@ -3,7 +3,7 @@
 A component whose outputs differ from its twin's on the same inputs is an origin. So is an input
 that its producers' outputs do not imply, at the edge; if a component wrote into its own inputs, it
 is the origin of what others read there. Each fault is reported once, at the place that
-attribution.py names. An inherited error is never an origin, since every component is judged on the
+discrepancy.py names. An inherited error is never an origin, since every component is judged on the
 inputs that it was given. What cannot be judged is listed by name.
 """
 
@@ -15,36 +15,43 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from degarble.harness.base.errors import CANNOT_RUN
-from degarble.harness.engine.budget.tensor_core import HOPPER_FP8_BITS
+from degarble.harness.engine.budget.rules import HOPPER_FP8_BITS
 from degarble.harness.engine.conventions.learned import (
-    Evidence,
-    Fit,
+    ConventionEvidence,
+    ConventionFit,
     assumed_conventions,
     conventions_used,
 )
 from degarble.harness.engine.conventions.registry import LEARNED, REGISTRY, conventions_in
 from degarble.harness.engine.faults.model_faults import Scene, Sight
-from degarble.harness.engine.localise.attribution import (
-    Kind,
-    Trouble,
+from degarble.harness.engine.localise.discrepancy import (
+    DifferenceLocation,
+    Discrepancy,
+    DiscrepancyKind,
     blamed_on_edge,
     is_memory,
+    locate_difference,
     source_of,
 )
-from degarble.harness.engine.localise.difference_location import Onset, onset_of
-from degarble.harness.engine.localise.discrepancies import (
+from degarble.harness.engine.localise.input_reconstruction import (
+    InputReconstruction,
+    joined,
+    unvouched,
+    without_memory,
+)
+from degarble.harness.engine.localise.judged_run import (
+    PAIRS,
+    Judge,
+    JudgedComponent,
+    OutputRow,
     beside_prefill,
+    discrepancy_of_outputs,
     missing_calls,
-    of_outputs,
     repeats_apart,
 )
-from degarble.harness.engine.localise.input_reconstruction import Wires
-from degarble.harness.engine.localise.joined_calls import joined, unvouched, without_memory
-from degarble.harness.engine.localise.judged_run import PAIRS, Judge, JudgedComponent, Row
-from degarble.harness.engine.localise.output_forms import earlier_of, same_values
-from degarble.harness.engine.localise.recorded_forms import fitted
 from degarble.harness.engine.localise.recorded_run import by_component, require_sound
-from degarble.harness.engine.localise.replay import Known, batches, maker_of
+from degarble.harness.engine.localise.replay import TwinComponents, batches, maker_of
+from degarble.harness.engine.localise.tensor_forms import check_forms, earlier_of, same_values
 from degarble.harness.model.sites import Port, Site
 from degarble.harness.report.verdict import Verdict
 
@@ -57,10 +64,9 @@ if TYPE_CHECKING:
     from degarble.harness.engine.conventions.registry import ConventionUsed
     from degarble.harness.engine.localise.input_reconstruction import Edge
     from degarble.harness.engine.localise.judged_run import Looked
-    from degarble.harness.engine.localise.output_forms import NonFinite
-    from degarble.harness.engine.localise.recorded_forms import Fitted
-    from degarble.harness.engine.localise.recorded_run import SeenRun
+    from degarble.harness.engine.localise.recorded_run import RecordedRun
     from degarble.harness.engine.localise.replay import Batch
+    from degarble.harness.engine.localise.tensor_forms import FormCheck, NonFiniteOutput
     from degarble.harness.model.components import Component
     from degarble.harness.model.recipes import Recipe
     from degarble.references.binding import Bound
@@ -75,18 +81,18 @@ class Localised:
     """The verdict of a run, and the origins of its errors in the order of the run."""
 
     verdict: Verdict
-    rows: tuple[Row, ...]
-    origins: tuple[Trouble, ...]
-    first_non_finite: NonFinite | None = None
+    rows: tuple[OutputRow, ...]
+    origins: tuple[Discrepancy, ...]
+    first_non_finite: NonFiniteOutput | None = None
     unstable: tuple[str, ...] = ()  # components with two results for identical inputs
     unjudged: tuple[tuple[str, str], ...] = ()  # component and reason
     notes: tuple[str, ...] = ()
     conventions: tuple[ConventionUsed, ...] = ()  # that are not the official ones
     twin: Bound | None = None  # computes by these conventions
-    run: SeenRun | None = None  # its calls whose tensors fit their sites
+    run: RecordedRun | None = None  # its calls whose tensors fit their sites
 
     @property
-    def flips(self) -> tuple[Row, ...]:
+    def flips(self) -> tuple[OutputRow, ...]:
         """Return the outputs with legal flips of a choice: near ties."""
         return tuple(row for row in self.rows if row.flips)
 
@@ -94,7 +100,7 @@ class Localised:
 def localise(
     twin: Bound,
     recipe: Recipe,
-    run: SeenRun,
+    run: RecordedRun,
     reference: Bound | None = None,
     told: Callable[[str], None] = lambda _component: None,
     looked: Looked | None = None,
@@ -103,8 +109,8 @@ def localise(
     require_sound(run)
     twin.ranks = ranks_of(run)
     twin.fraction_bits = fraction_bits_of(run)
-    known = Known.of(twin, recipe)
-    checked = fitted(run, known)
+    known = TwinComponents.of(twin, recipe)
+    checked = check_forms(run, known)
     work = _Work(known, checked, reference, looked)
     calls = work.calls
     for name, component in known.components.items():
@@ -116,14 +122,14 @@ def localise(
     return work.result(strange)
 
 
-def fraction_bits_of(run: SeenRun) -> dict[str, int]:
+def fraction_bits_of(run: RecordedRun) -> dict[str, int]:
     """Return the components that sum FP8 products in a tensor core, and the fraction bits kept."""
     stated = run.facts.get("fraction_bits", {})
     known = stated.items() if isinstance(stated, dict) else ()
     return {name: bits for name, bits in known if type(bits) is int and bits >= HOPPER_FP8_BITS}
 
 
-def ranks_of(run: SeenRun) -> int:
+def ranks_of(run: RecordedRun) -> int:
     """Return how many ranks a run was joined from; their partial sums are stored on the way."""
     stated = run.facts.get("ranks", 1)
     return stated if type(stated) is int and 1 <= stated <= _MOST_RANKS else 1
@@ -134,19 +140,19 @@ class _Answer:
     """The result of one component; `tell` builds its discrepancy, if there is one."""
 
     made: JudgedComponent
-    tell: Callable[[], Trouble] | None = None
+    tell: Callable[[], Discrepancy] | None = None
 
     @cached_property
-    def trouble(self) -> Trouble | None:
+    def trouble(self) -> Discrepancy | None:
         """Return the discrepancy; computed lazily, since a fit does not need it."""
         return None if self.tell is None else self.tell()
 
     @property
-    def fit(self) -> Fit:
+    def fit(self) -> ConventionFit:
         """Return how it compares with its twin."""
         rows = self.made.rows.values()
         sums = [row.cosines.get(PAIRS[0]) for row in rows]
-        return Fit(
+        return ConventionFit(
             self.tell is None and all(row.verdict is Verdict.AGREES for row in rows),
             self.tell is not None,
             math.fsum(each.dd for each in sums if each is not None),
@@ -166,12 +172,16 @@ class _Work:
     """A localisation in progress."""
 
     def __init__(
-        self, known: Known, checked: Fitted, reference: Bound | None, looked: Looked | None
+        self,
+        known: TwinComponents,
+        checked: FormCheck,
+        reference: Bound | None,
+        looked: Looked | None,
     ) -> None:
         run = checked.run
         self._known, self._run, self._reference, self._looked = known, run, reference, looked
         self._checked = checked
-        self._judge, self._wires = Judge(known, reference, looked), Wires(known, run)
+        self._judge, self._wires = Judge(known, reference, looked), InputReconstruction(known, run)
         self.calls = by_component(run)
         self._steps = {step.number: step for step in run.steps}
         self._answers: dict[str, _Answer] = {}
@@ -200,7 +210,7 @@ class _Work:
         asked = [without_memory(each, self._steps) for each in found] if alone else found
         made = self._judge.component(component, asked, briefly=briefly)
         if made.differs:
-            return _Answer(made, partial(of_outputs, self._known, made, self._steps))
+            return _Answer(made, partial(discrepancy_of_outputs, self._known, made, self._steps))
         return self._as_one_prefill(made, found) if alone else _Answer(made)
 
     def _batches(self, component: Component) -> list[Batch]:
@@ -218,14 +228,16 @@ class _Work:
         if not whole.differs:
             return _Answer(made)
         known = self._known  # bind it now: learned conventions replace self._known
-        return _Answer(made, lambda: beside_prefill(of_outputs(known, whole, self._steps)))
+        return _Answer(
+            made, lambda: beside_prefill(discrepancy_of_outputs(known, whole, self._steps))
+        )
 
     def by_conventions(self) -> None:
         """Learn the run's conventions, and judge the components that they concern again."""
         others: dict[tuple[Any, ...], _Work] = {}
         answers = self._answers
 
-        def fit(name: str, values: Mapping[str, Any]) -> Fit:
+        def fit(name: str, values: Mapping[str, Any]) -> ConventionFit:
             if not values:
                 return answers[name].fit
             work = others.get(key := tuple(sorted(values.items())))
@@ -235,7 +247,7 @@ class _Work:
             return work.answer(component, self._batches(component), briefly=True).fit
 
         twin = self._known.twin
-        evidence = Evidence(
+        evidence = ConventionEvidence(
             {name: each.made.component.role for name, each in answers.items()},
             fit,
             assumed_conventions(twin.numerics, twin.config.family),
@@ -254,7 +266,7 @@ class _Work:
         looked: Looked | None = None,
     ) -> _Work:
         """Return the same work for a twin with other conventions."""
-        known = Known.of(self._known.twin.with_switches(**values), self._known.recipe)
+        known = TwinComponents.of(self._known.twin.with_switches(**values), self._known.recipe)
         return _Work(known, self._checked, reference, looked)
 
     def _judge_again(self, work: _Work, learned: Iterable[str]) -> None:
@@ -311,11 +323,11 @@ class _Work:
             self._run,
         )
 
-    def _place(self, trouble: Trouble) -> int:
+    def _place(self, trouble: Discrepancy) -> int:
         order = list(self._known.components)
         return order.index(trouble.component) if trouble.component in order else len(order)
 
-    def _verdict(self, rows: Sequence[Row], troubles: Sequence[Trouble]) -> Verdict:
+    def _verdict(self, rows: Sequence[OutputRow], troubles: Sequence[Discrepancy]) -> Verdict:
         if self._unstable:
             return Verdict.UNSTABLE
         if troubles:
@@ -325,7 +337,7 @@ class _Work:
         open_ones = [row for row in rows if row.left_out or (row.undecided and row.budgetless)]
         return Verdict.UNDECIDED if open_ones or not judged else Verdict.AGREES
 
-    def _broken_edges(self) -> list[Trouble]:
+    def _broken_edges(self) -> list[Discrepancy]:
         """Return one discrepancy for each input; an overwritten value belongs to the writer."""
         groups: dict[tuple[str, str], list[Edge]] = {}
         harmed: dict[tuple[str, str], list[Edge]] = {}
@@ -360,7 +372,7 @@ class _Work:
                 kept.append(group)
         return kept
 
-    def _edge(self, edges: list[Edge]) -> Trouble:
+    def _edge(self, edges: list[Edge]) -> Discrepancy:
         best = max(edges, key=lambda e: 0 if e.captured is None else e.captured.numel())
         consumers = sorted({edge.component.name for edge in edges})
         component = best.component
@@ -369,8 +381,8 @@ class _Work:
         if len(consumers) > 1 and best.source is not None:
             blamed = best.source.component
         onset = _onset_of_edge(self._known, best)
-        return Trouble(
-            Kind.EDGE,
+        return Discrepancy(
+            DiscrepancyKind.EDGE,
             blamed,
             Scene(self._known.twin, component, self._known.recipe),
             Site(component.name, Port.IN, best.name),
@@ -381,7 +393,7 @@ class _Work:
             more=tuple(self._sight(e) for e in edges if e.call.step != best.call.step)[:2],
         )
 
-    def _changed(self, writer: str, edges: list[Edge]) -> Trouble:
+    def _changed(self, writer: str, edges: list[Edge]) -> Discrepancy:
         first = min(edges, key=lambda edge: edge.call.number)
         component = self._known.components[writer]
         call = self._written[(first.call.step, first.source)]  # type: ignore[index]
@@ -390,8 +402,8 @@ class _Work:
         sentence = (
             f"{writer} wrote into its input {name}, which {', '.join(readers)} read afterwards"
         )
-        return Trouble(
-            Kind.CHANGED,
+        return Discrepancy(
+            DiscrepancyKind.CHANGED,
             writer,
             Scene(self._known.twin, component, self._known.recipe),
             Site(writer, Port.IN, name),
@@ -454,15 +466,15 @@ def _one_value(left: Edge, right: Edge) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and same_values(a, b)
 
 
-def _onset_of_edge(known: Known, edge: Edge) -> Onset:
+def _onset_of_edge(known: TwinComponents, edge: Edge) -> DifferenceLocation:
     implied, captured = edge.implied, edge.captured
     if implied is None or captured is None or implied.numel() != captured.numel():
-        return Onset()
+        return DifferenceLocation()
     implied = implied.reshape(captured.shape)
-    return onset_of(known.twin.config, edge.component, (captured, implied))
+    return locate_difference(known.twin.config, edge.component, (captured, implied))
 
 
-def _words(edge: Edge, consumers: Sequence[str], onset: Onset) -> str:
+def _words(edge: Edge, consumers: Sequence[str], onset: DifferenceLocation) -> str:
     name = f"{edge.component.name}.in.{edge.name}"
     if edge.captured is None:
         return f"{name} did not arrive, though earlier calls left rows for it"

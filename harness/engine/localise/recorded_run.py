@@ -1,6 +1,6 @@
 """A recorded run: steps, calls and tensors, from a capture on disk or recorded in memory.
 
-SeenRun is the protocol that judging needs; `capture_reader.Capture` satisfies it. InMemoryRun
+RecordedRun is the protocol that judging needs; `capture_reader.Capture` satisfies it. InMemoryRun
 records a bound model's run without a disk: prompts, then greedily generated tokens, or the exact
 steps of another run. A wrapper put around a component's call before the run is recorded as part of
 the component. Wrappers passed as `edges` are applied outside the recorder, so that the run records
@@ -46,7 +46,7 @@ _WORDS = {dtype: word for word, dtype in TORCH_DTYPES.items()}
 _CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class SeenRun(Protocol):
+class RecordedRun(Protocol):
     """The protocol of a run; tensors are read on demand."""
 
     @property
@@ -73,7 +73,7 @@ class SeenRun(Protocol):
         ...
 
 
-def by_component(run: SeenRun) -> dict[str, list[CapturedCall]]:
+def by_component(run: RecordedRun) -> dict[str, list[CapturedCall]]:
     """Return the calls of each component, in the order in which they ran."""
     found: dict[str, list[CapturedCall]] = defaultdict(list)
     for call in run.calls:
@@ -81,7 +81,7 @@ def by_component(run: SeenRun) -> dict[str, list[CapturedCall]]:
     return dict(found)
 
 
-def require_sound(run: SeenRun) -> None:
+def require_sound(run: RecordedRun) -> None:
     """Raise for a run whose record contradicts itself, before any tensor is read."""
     filters = run.facts.get("filters")
     if filters is not None and not isinstance(filters, dict):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.base.errors import CANNOT_RUN
-from degarble.harness.engine.budget.call import Call as Judgeable
+from degarble.harness.engine.budget.rules import JudgeableCall as Judgeable
 from degarble.harness.model.components import components
 from degarble.references.binding import Bound
 from degarble.references.linears import quantise_activations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.capture.files.records import CapturedCall, CapturedStep
-    from degarble.harness.engine.localise.recorded_run import SeenRun
+    from degarble.harness.engine.localise.recorded_run import RecordedRun
     from degarble.harness.model.components import Component
     from degarble.harness.model.recipes import Recipe
 
@@ -41,7 +41,7 @@ _FUSED = "its tensors were captured with another component's, as one module"
 
 
 @dataclass(frozen=True, eq=False)
-class Known:
+class TwinComponents:
     """A twin's bound components, in the order in which they run."""
 
     twin: Bound
@@ -49,7 +49,7 @@ class Known:
     components: Mapping[str, Component]
 
     @classmethod
-    def of(cls, twin: Bound, recipe: Recipe) -> Known:
+    def of(cls, twin: Bound, recipe: Recipe) -> TwinComponents:
         """Collect the components that a twin has bound."""
         plain = {each.name: each for each in components(twin.config)}
         found: dict[str, Component] = {}
@@ -121,13 +121,13 @@ class Replay:
         """Tell whether plain values arrived where the recipe quantises."""
         return "codes" in self.inputs and "codes" not in self.batch.inputs
 
-    def judgeable(self, known: Known) -> Judgeable:
+    def judgeable(self, known: TwinComponents) -> Judgeable:
         """Return the call in the form that judging takes."""
         return Judgeable.of(known.twin, self.batch.component.name, self.inputs, self.expected)
 
 
 def batches(
-    run: SeenRun,
+    run: RecordedRun,
     component: Component,
     calls: Sequence[CapturedCall],
     steps: Mapping[int, CapturedStep],
@@ -142,7 +142,7 @@ def batches(
     return [part for group in groups.values() for part in _merged(group)]
 
 
-def _batch(run: SeenRun, component: Component, call: CapturedCall, step: CapturedStep) -> Batch:
+def _batch(run: RecordedRun, component: Component, call: CapturedCall, step: CapturedStep) -> Batch:
     inputs, outputs = run.inputs(call), run.outputs(call)
     count = _rows(component, call, inputs)
     kept_rows = (each.rows for side in (call.inputs, call.outputs) for each in side.values())
@@ -215,7 +215,7 @@ def _merged(group: list[Batch]) -> list[Batch]:
     ]
 
 
-def replayed(known: Known, batch: Batch) -> Replay:
+def replayed(known: TwinComponents, batch: Batch) -> Replay:
     """Run the twin on the candidate's inputs."""
     component = batch.component
     if batch.lacking:
@@ -262,7 +262,7 @@ def _takes(component: Component, name: str) -> bool:
     return name == "x" or any(each.name == name for each in component.inputs)
 
 
-def quantised(known: Known, component: Component, inputs: Tensors) -> dict[str, Tensor]:
+def quantised(known: TwinComponents, component: Component, inputs: Tensors) -> dict[str, Tensor]:
     """Quantise plain values to the inputs of a quantised linear."""
     maker, rest = maker_of(component), {n: each for n, each in inputs.items() if n != "x"}
     if maker == f"{component.name}.act_quant":

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from degarble.harness.engine.faults.model_faults import ModelFault
-    from degarble.harness.museum.demo import Story
+    from degarble.harness.museum.demo import Demonstration
 
 
 @pytest.fixture
@@ -23,13 +23,13 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Tell the story that suites share; give the faults that were asked for."""
     asked: list[str] = []
 
-    def tell(fault: ModelFault, step: Callable[[str], None]) -> Story:
+    def tell(fault: ModelFault, step: Callable[[str], None]) -> Demonstration:
         asked.append(fault.id)
         for number in range(command.STEPS):
             step(str(number))
         return whole_story()
 
-    monkeypatch.setattr("degarble.harness.museum.demo.tell_story", tell)
+    monkeypatch.setattr("degarble.harness.museum.demo.run_demo", tell)
     return asked
 
 
@@ -91,7 +91,7 @@ def test_an_unwritable_place_is_refused_before_any_work(
     monkeypatch: pytest.MonkeyPatch,
     place: str,
 ) -> None:
-    monkeypatch.setattr("degarble.harness.museum.demo.tell_story", pytest.fail)
+    monkeypatch.setattr("degarble.harness.museum.demo.run_demo", pytest.fail)
     (tmp_path / "file").touch()
     result = call(capsys, "demo", "--out", tmp_path / place)
     assert result.status == 2
@@ -105,7 +105,7 @@ def test_a_story_that_does_not_hold_is_status_1(
     story = whole_story()
     found = tuple(replace(each, diagnosed=None) for each in story.sick.found)
     blind = replace(story, sick=replace(story.sick, found=found))
-    monkeypatch.setattr("degarble.harness.museum.demo.tell_story", lambda *_: blind)
+    monkeypatch.setattr("degarble.harness.museum.demo.run_demo", lambda *_: blind)
     result = call(capsys, "demo", "--out", tmp_path)
     assert result.status == 1
     assert "the fault planted on purpose is not named" in result.out

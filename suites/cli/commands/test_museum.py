@@ -8,7 +8,7 @@ import pytest
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.museum import museum
 from degarble.harness.museum.museum import Museum
-from degarble.harness.museum.plants import Cause, Outcome, Place
+from degarble.harness.museum.plants import CauseAnswer, PlaceAnswer, PlantOutcome
 from degarble.suites.commands.calls import call
 
 if TYPE_CHECKING:
@@ -60,12 +60,13 @@ def test_what_cannot_be_planted_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("place", "status", "verdict"), [(Place.EXACT, 0, "AGREES"), (Place.NOWHERE, 1, "DIFFERS")]
+    ("place", "status", "verdict"),
+    [(PlaceAnswer.EXACT, 0, "AGREES"), (PlaceAnswer.NOWHERE, 1, "DIFFERS")],
 )
 def test_a_run_tells_and_a_miss_decides(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    place: Place,
+    place: PlaceAnswer,
     status: int,
     verdict: str,
 ) -> None:
@@ -73,7 +74,9 @@ def test_a_run_tells_and_a_miss_decides(
 
     def planted(faults: tuple[str, ...], extent: object, *_: object) -> Museum:
         asked.append((faults, extent))
-        found = Outcome("M10.nibble_order", W2, "a way", "a case", 9.0, place, Cause.FIRST)
+        found = PlantOutcome(
+            "M10.nibble_order", W2, "a way", "a case", 9.0, place, CauseAnswer.FIRST
+        )
         return Museum((found,), (), ())
 
     monkeypatch.setattr(museum, "run_museum", planted)

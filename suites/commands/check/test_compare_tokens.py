@@ -17,8 +17,8 @@ from degarble.harness.commands.check.compare_runs import (
 )
 from degarble.harness.commands.check.compare_tokens import beside_by_tokens, tokens_in_common
 from degarble.harness.engine.localise.recorded_run import InMemoryRun
-from degarble.harness.museum.models import prompt_ids
-from degarble.harness.museum.repeats import write
+from degarble.harness.museum.cases import prompt_ids
+from degarble.harness.museum.plants import write_capture
 from degarble.harness.report.verdict import Verdict
 from degarble.references.binding import Bound
 from degarble.references.numerics import Numerics
@@ -64,7 +64,7 @@ def captured(folder: Path, cuts: Sequence[int], odd: str = "", ids: Sequence[int
             return {**outputs, "out": out}
 
         bound.calls[odd] = spoilt
-    write(InMemoryRun.again(bound, steps(cuts, ids)), folder, {"weights": "one"})
+    write_capture(InMemoryRun.again(bound, steps(cuts, ids)), folder, {"weights": "one"})
     return folder
 
 

@@ -9,7 +9,7 @@ import torch
 
 from degarble.harness.commands.check.output_statistics import Looker
 from degarble.harness.engine.budget.budget import Budget, judge
-from degarble.harness.engine.budget.judging import Judged, Reasons
+from degarble.harness.engine.budget.judging import OutputResult, ResultBasis
 from degarble.harness.engine.localise.replay import Batch, Replay
 from degarble.harness.formats.arrays import FORMAT_OF_DTYPE
 from degarble.harness.model.components import component_named
@@ -51,12 +51,12 @@ def looked(*pairs: Pair) -> CloseLook:
     return looker.look(pairs[0].name, "out")
 
 
-def _judged(pair: Pair) -> Judged:
+def _judged(pair: Pair) -> OutputResult:
     if pair.candidate.dtype not in FORMAT_OF_DTYPE or pair.candidate.shape != pair.twin.shape:
-        return Judged("out", Verdict.DIFFERS)
+        return OutputResult("out", Verdict.DIFFERS)
     budget = Budget(FORMAT_OF_DTYPE[pair.twin.dtype], torch.full((1,), 1e-6), ("because",))
     found = judge(pair.candidate, pair.twin, budget)
-    return Judged("out", found.verdict, found.findings, reasons=lambda: Reasons.of(found))
+    return OutputResult("out", found.verdict, found.findings, reasons=lambda: ResultBasis.of(found))
 
 
 def along(look: CloseLook, name: str) -> AxisProfile:

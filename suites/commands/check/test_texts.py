@@ -16,7 +16,7 @@ from degarble.suites.capture.files.capture_cases import old_capture
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from degarble.harness.engine.localise.recorded_run import SeenRun
+    from degarble.harness.engine.localise.recorded_run import RecordedRun
     from degarble.harness.inference.model import OpenModel
 
 RELEASED = Path(tiny.__file__).parent / "v1" / "v4"
@@ -30,9 +30,9 @@ class Run:
     steps: tuple[CapturedStep, ...] = ()
 
 
-def run(*sequences: object, steps: tuple[CapturedStep, ...] = ()) -> SeenRun:
+def run(*sequences: object, steps: tuple[CapturedStep, ...] = ()) -> RecordedRun:
     facts = {"sequences": list(sequences)} if sequences else {}
-    return cast("SeenRun", Run(facts, steps))
+    return cast("RecordedRun", Run(facts, steps))
 
 
 @pytest.fixture(scope="module")

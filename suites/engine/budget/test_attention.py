@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from degarble.harness.engine.budget import shares as budget_shares
+from degarble.harness.engine.budget import attention as budget_shares
 from degarble.harness.engine.budget.attention import attended, keeping_budgets
 from degarble.harness.engine.budget.budget import HEADROOM, judge
-from degarble.harness.engine.budget.call import Call
 from degarble.harness.engine.budget.judging import judge_outputs
+from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.presets import small_v4, small_v32
 from degarble.references.binding import Bound
@@ -33,7 +33,7 @@ def random(*shape: int, seed: int, size: float = 1.0) -> Tensor:
     return made.bfloat16()
 
 
-def call_v4(size: float) -> Call:
+def call_v4(size: float) -> JudgeableCall:
     """A layer of compressed entries, all visible."""
     numerics = replace(Numerics.twin(switches_of("official-v4")), work=torch.float64)
     twin = Bound(V4, numerics, {})
@@ -51,7 +51,7 @@ def call_v4(size: float) -> Call:
         "positions": torch.arange(start, start + TOKENS),
         "token_offsets": torch.tensor([0, TOKENS]),
     }
-    return Call(what.role, inputs, twin.calls[name](inputs, weights), weights, facts=facts)
+    return JudgeableCall(what.role, inputs, twin.calls[name](inputs, weights), weights, facts=facts)
 
 
 def in_blocks(q: Tensor, rows: Tensor, scale: float, sink: Tensor | None, width: int) -> Tensor:
@@ -72,7 +72,7 @@ def in_blocks(q: Tensor, rows: Tensor, scale: float, sink: Tensor | None, width:
     return out * (1 / total)
 
 
-def flash_v4(call: Call) -> Tensor:
+def flash_v4(call: JudgeableCall) -> Tensor:
     inputs, (sink,) = call.inputs, (each.values(torch.float32) for each in call.weights.values())
     near = torch.cat((inputs["state_window"], inputs["window"]))
     made, reach = [], V4.sliding_window
@@ -95,7 +95,7 @@ def test_a_running_peak_is_healthy_in_v4(size: float) -> None:
 
 def test_a_row_that_is_missing_or_not_rescaled_is_caught_in_v4() -> None:
     call = call_v4(1.0)
-    less = Call(
+    less = JudgeableCall(
         call.role,
         dict(call.inputs) | {"window": call.inputs["window"].roll(1, 0)},
         call.outputs,
@@ -109,7 +109,7 @@ def test_a_row_that_is_missing_or_not_rescaled_is_caught_in_v4() -> None:
         assert found.ratio > 1, gain
 
 
-def call_v32(naive: bool, source: str) -> Call:
+def call_v32(naive: bool, source: str) -> JudgeableCall:
     numerics = replace(Numerics.twin(switches_of(source)), work=torch.float64)
     twin = Bound(V32, numerics, {})
     name = "layers.1.attn.attend"
@@ -136,10 +136,10 @@ def call_v32(naive: bool, source: str) -> Call:
         wide = (rows[:, : V32.kv_lora_rank].float() @ wkv_b.float().T).bfloat16()
         inputs |= {"state_expanded": wide[:start], "expanded": wide[start:]}
     weights = {local: Weight(value=wkv_b)}
-    return Call(what.role, inputs, twin.calls[name](inputs, weights), weights, facts=facts)
+    return JudgeableCall(what.role, inputs, twin.calls[name](inputs, weights), weights, facts=facts)
 
 
-def flash_v32(call: Call) -> Tensor:
+def flash_v32(call: JudgeableCall) -> Tensor:
     """Absorbed: latents in blocks, beside the peak so far."""
     inputs, (wkv_b,) = call.inputs, (each.values(torch.float32) for each in call.weights.values())
     per_head = wkv_b.reshape(V32.num_attention_heads, -1, V32.kv_lora_rank)

@@ -9,16 +9,19 @@ import torch
 from torch import Tensor
 
 from degarble.harness.engine.budget.bounded_values import (
-    Near,
+    BoundedValue,
+    bounded_norm,
+    cache_grid,
     exactly,
     hadamard,
+    indexer_grid,
     layer_normed,
-    normed,
+    power_above,
+    reach,
+    rope_rotation,
+    rotated,
     stored,
-    turn,
-    turned,
 )
-from degarble.harness.engine.budget.grid import cache_grid, indexer_grid, power_above, reach
 from degarble.harness.model.presets import small_v32
 from degarble.references import elementary, rounding
 from degarble.references.numerics import IndexerFormat, KeyValueCache, Numerics, Switches
@@ -37,7 +40,7 @@ def rows(width: int, seed: int, kind: str = "normal") -> Tensor:
     return x.bfloat16().float()
 
 
-def within(made: Tensor, near: Near, share: float = 1.0) -> bool:
+def within(made: Tensor, near: BoundedValue, share: float = 1.0) -> bool:
     off = (made.double() - near.value).abs()
     return bool((off <= share * near.error.expand(off.shape)).all())
 
@@ -52,7 +55,7 @@ def one_after_another(x: Tensor) -> Tensor:
 def test_storing_takes_an_error_away_or_makes_it_a_step() -> None:
     value = torch.tensor([1.0, 1.0 + 2.0**-8, 1.0 + 2.0**-8 - 1e-6], dtype=torch.float64)
     error = torch.tensor([1e-5, 0.0, 1e-5], dtype=torch.float64)
-    kept = stored(Near(value, error), torch.bfloat16)
+    kept = stored(BoundedValue(value, error), torch.bfloat16)
     assert kept.value.tolist() == [1.0, 1.0, 1.0]
     assert kept.error.tolist() == [0.0, 0.0, 2.0**-7]
     assert stored(kept, torch.float64) is kept
@@ -64,7 +67,7 @@ def test_norms_in_float32_stay_within(kind: str, width: int) -> None:
     x, weight = rows(width, 1, kind), rows(width, 2)[0]
     mean = one_after_another(x.square()) / width
     for factor in (mean + 1e-6).rsqrt(), 1 / (mean + 1e-6).sqrt() * (1 + 2.0**-22):
-        assert within(weight * (x * factor), normed(exactly(x), weight, 1e-6))
+        assert within(weight * (x * factor), bounded_norm(exactly(x), weight, 1e-6))
     bias = rows(width, 3)[0]
     centre = x - one_after_another(x) / width
     factor = (one_after_another(centre.square()) / width + 1e-6).rsqrt()
@@ -83,7 +86,9 @@ def test_rotations_in_float32_stay_within(
     scaled = ROPE.yarn and replace(ROPE.yarn, attention_factor=factor)
     rope = replace(ROPE, yarn=scaled)
     x, positions = rows(96, 4), torch.arange(40) * 997
-    near = turned(exactly(x), turn(rope, positions, PLAIN), leading=leading, halves=halves)
+    near = rotated(
+        exactly(x), rope_rotation(rope, positions, PLAIN), leading=leading, halves=halves
+    )
     table = elementary.rotation_table(rope, positions, PLAIN)
     cut = 64 if leading else 32
     parts = [x[:, :cut], x[:, cut:]]
@@ -102,7 +107,7 @@ def test_rotations_in_float32_stay_within(
 def test_an_error_of_one_input_reaches_every_output_of_a_hadamard_transform() -> None:
     x, error = rows(128, 5), torch.zeros(40, 128, dtype=torch.float64)
     error[:, 7] = 2.0**-8
-    near = hadamard(Near(x.double(), error))
+    near = hadamard(BoundedValue(x.double(), error))
     moved = x.clone()
     moved[:, 7] += 2.0**-8
     for step in (moved, x):
@@ -128,7 +133,7 @@ def test_a_code_steps_only_at_its_boundary(kind: IndexerFormat) -> None:
     assert float((sharp > 0).float().mean()) < 0.02, "only where amax is a power of two"
     error = torch.zeros(40, 128, dtype=torch.float64)
     error[:, 11] = 0.01 * x[:, 11].abs()
-    wide = reach(Near(x.double(), error), torch.bfloat16, grid)
+    wide = reach(BoundedValue(x.double(), error), torch.bfloat16, grid)
     for sign in (-1, 1):
         moved = x.clone()
         moved[:, 11] *= 1 + sign * 0.01

@@ -10,14 +10,14 @@ from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.engine.budget.budget import (
     HEADROOM,
     Budget,
-    Step,
+    LayerStep,
     composed,
     judge,
     nearer_than_the_twin,
     spacing,
 )
 from degarble.harness.engine.budget.rules import summed
-from degarble.harness.engine.compare.comparison import Places
+from degarble.harness.engine.compare.compare import NamedPlaces
 from degarble.harness.formats.arrays import FORMAT_OF_DTYPE
 from degarble.harness.formats.block_formats import NVFP4
 from degarble.harness.formats.element_formats import BF16, E4M3
@@ -88,7 +88,7 @@ def test_too_many_allowed_steps_are_too_far() -> None:
 
 def test_named_places_are_judged() -> None:
     twin, budget = twin_and_budget()
-    places = Places(rows={"expert": np.arange(256) % 4}, columns={"head": 64})
+    places = NamedPlaces(rows={"expert": np.arange(256) % 4}, columns={"head": 64})
     candidate = twin.clone()
     candidate[:, 64:128] *= 1.01
     judged = judge(candidate, twin, budget, places)
@@ -133,7 +133,7 @@ def test_a_silent_fallback_to_the_unquantised_operands_is_too_good() -> None:
 
 
 def test_errors_of_a_layer_add_in_squares() -> None:
-    drift, words = composed([Step("attn.wq_a", 3e-3), Step("attn.wo_b", 8e-3, 0.5)])
+    drift, words = composed([LayerStep("attn.wq_a", 3e-3), LayerStep("attn.wo_b", 8e-3, 0.5)])
     assert drift == pytest.approx(5e-3)
     assert "[attn.wo_b]" in words
     assert composed([])[0] == 0

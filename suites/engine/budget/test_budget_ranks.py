@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from degarble.harness.engine.budget.budget import HEADROOM
-from degarble.harness.engine.budget.call import Call
 from degarble.harness.engine.budget.judging import judge_outputs
+from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.formats.weight import Weight
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     Terms = list[torch.Tensor]
-    Made = Callable[[int, int], tuple[Call, Terms]]
+    Made = Callable[[int, int], tuple[JudgeableCall, Terms]]
     Add = Callable[[Terms], torch.Tensor]
 
 T, K, N = 32, 512, 96
@@ -32,18 +32,20 @@ def terms_of(ranks: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, list[to
     return x, w, [(a.float() @ b.float().T).bfloat16() for a, b in parts]
 
 
-def linear(ranks: int, seed: int) -> tuple[Call, list[torch.Tensor]]:
+def linear(ranks: int, seed: int) -> tuple[JudgeableCall, list[torch.Tensor]]:
     x, w, terms = terms_of(ranks, seed)
     out = (x.double() @ w.double().T).bfloat16()
     weights = {"attn.wo_b": Weight(value=w)}
-    return Call("attn.wo_b", {"x": x}, {"out": out}, weights, ranks=ranks), terms
+    return JudgeableCall("attn.wo_b", {"x": x}, {"out": out}, weights, ranks=ranks), terms
 
 
-def routed(ranks: int, seed: int) -> tuple[Call, list[torch.Tensor]]:
+def routed(ranks: int, seed: int) -> tuple[JudgeableCall, list[torch.Tensor]]:
     x, w, terms = terms_of(ranks, seed)
     inputs = {"x": x[:, None], "experts": torch.zeros(T, 1, dtype=torch.int64)}
     out = (x.double() @ w.double().T).bfloat16()[:, None]
-    call = Call("ffn.experts.w2", inputs, {"out": out}, {EXPERT: Weight(value=w)}, ranks=ranks)
+    call = JudgeableCall(
+        "ffn.experts.w2", inputs, {"out": out}, {EXPERT: Weight(value=w)}, ranks=ranks
+    )
     return call, terms
 
 
@@ -83,6 +85,6 @@ def test_without_ranks_their_terms_alarm(seed: int) -> None:
     """The allowance is needed: one rank's budget is narrower than the terms of eight."""
     for made, add in CASES:
         call, terms = made(8, seed)
-        alone = Call(call.role, call.inputs, call.outputs, call.weights)
+        alone = JudgeableCall(call.role, call.inputs, call.outputs, call.weights)
         [found] = judge_outputs(alone, {"out": add(terms)}).values()
         assert found.ratio > 1

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from degarble.harness.engine.budget.budget import HEADROOM
-from degarble.harness.engine.budget.call import Call
 from degarble.harness.engine.budget.judging import judge_outputs
+from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.presets import small_v4, small_v32
 from degarble.harness.report.verdict import Verdict
@@ -24,7 +24,7 @@ V4 = small_v4(num_hidden_layers=3, compress_ratios=(0, 4, 128, 0), num_hash_laye
 V32 = small_v32(num_hidden_layers=2)
 
 
-def router(family: str, logits: Tensor, bias: Tensor | None = None) -> Call:
+def router(family: str, logits: Tensor, bias: Tensor | None = None) -> JudgeableCall:
     """The router of a scored layer."""
     config, name = (V4, "layers.1.ffn.topk") if family == "v4" else (V32, "layers.1.ffn.topk")
     local = "ffn.gate.bias"
@@ -39,10 +39,10 @@ def router(family: str, logits: Tensor, bias: Tensor | None = None) -> Call:
     outputs = {
         key: part.float() if part.is_floating_point() else part for key, part in made.items()
     }
-    return Call(what.role, inputs, outputs, weights, facts=facts)
+    return JudgeableCall(what.role, inputs, outputs, weights, facts=facts)
 
 
-def own_weights(call: Call, experts: Tensor) -> Tensor:
+def own_weights(call: JudgeableCall, experts: Tensor) -> Tensor:
     """The weights that a candidate computes for its choice, in float32."""
     logits = call.inputs["logits"]
     v4 = call.facts is not None and call.facts.config is V4
@@ -52,7 +52,7 @@ def own_weights(call: Call, experts: Tensor) -> Tensor:
     return chosen / chosen.sum(-1, keepdim=True) * call.facts.config.routed_scaling_factor
 
 
-def answer(call: Call, experts: Tensor) -> dict[str, Tensor]:
+def answer(call: JudgeableCall, experts: Tensor) -> dict[str, Tensor]:
     return {"experts": experts, "weights": own_weights(call, experts)}
 
 
@@ -75,7 +75,7 @@ def test_a_near_tie_may_flip_and_a_gap_may_not() -> None:
 
 
 def test_one_and_a_half_budgets_of_gap_are_caught() -> None:
-    from degarble.harness.engine.budget.choices import scores_of  # noqa: PLC0415  one use
+    from degarble.harness.engine.budget.codes_and_choices import scores_of  # noqa: PLC0415  one use
 
     logits = torch.tensor([[3.0, 1.0, 1.0, 0.0, -1.0, -2.0, -3.0, -4.0]], dtype=torch.float64)
     error = float(scores_of(router("v4", logits)).error[0, 1])
@@ -113,7 +113,7 @@ def test_experts_of_the_table_are_exact() -> None:
     weights = {name: Weight(value=torch.tensor([[1, 2], [3, 4]]))}
     inputs = {"logits": torch.ones(2, 8), "tokens": torch.tensor([0, 1])}
     outputs = twin.calls["layers.0.ffn.topk"](inputs, weights)
-    call = Call(what.role, inputs, outputs, weights, facts=facts)
+    call = JudgeableCall(what.role, inputs, outputs, weights, facts=facts)
     assert judge_outputs(call, dict(outputs))["experts"].ratio == 0
     other = dict(outputs) | {"experts": torch.tensor([[1, 2], [3, 5]])}
     assert judge_outputs(call, other)["experts"].ratio == float("inf")
@@ -150,16 +150,16 @@ def test_a_choice_from_more_groups_than_are_kept_differs() -> None:
     weights = {name: Weight(value=torch.zeros(8))}
     inputs = {"logits": torch.tensor([[2.0, 1.9, 1.8, 1.7, 1.6, 0.0, 0.0, 0.0]])}
     outputs = twin.calls["layers.1.ffn.topk"](inputs, weights)
-    call = Call(what.role, inputs, outputs, weights, facts=facts)
+    call = JudgeableCall(what.role, inputs, outputs, weights, facts=facts)
     other = dict(outputs) | {"experts": torch.tensor([[0, 1, 2, 4]])}
     assert judge_outputs(call, other)["experts"].ratio > 1
 
 
-def listed(scores: Tensor) -> Call:
+def listed(scores: Tensor) -> JudgeableCall:
     twin = Bound(V4, Numerics.twin(), {})
     what, facts = twin.bound_to("layers.1.attn.indexer.topk")
     inputs = {"scores": scores}
-    return Call(
+    return JudgeableCall(
         what.role, inputs, twin.calls["layers.1.attn.indexer.topk"](inputs, {}), {}, facts=facts
     )
 

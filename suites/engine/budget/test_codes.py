@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from degarble.harness.engine.budget.budget import HEADROOM
-from degarble.harness.engine.budget.call import Call
-from degarble.harness.engine.budget.judging import Judged, judge_outputs
-from degarble.harness.engine.budget.rules import U
+from degarble.harness.engine.budget.judging import OutputResult, judge_outputs
+from degarble.harness.engine.budget.rules import JudgeableCall, U
 from degarble.harness.formats.arrays import decode_array, encode_array
 from degarble.harness.formats.block_formats import BLOCK_FORMATS, NVFP4
 from degarble.harness.formats.element_formats import E4M3
@@ -46,15 +45,17 @@ def rows(kind: str, seed: int = 1) -> Tensor:
     return x.bfloat16()
 
 
-def call_of(x: Tensor, name: str, input_scale: Tensor | None = None) -> Call:
+def call_of(x: Tensor, name: str, input_scale: Tensor | None = None) -> JudgeableCall:
     """The quantisation in front of one linear."""
     facts = SimpleNamespace(activation=lambda _weight: name)
     weights = {"attn.wq_a": Weight(value=torch.zeros(1), input_scale=input_scale)}
     outputs = quantise_activations(x, name, input_scale)
-    return Call("attn.wq_a.act_quant", {"x": x}, outputs, weights, facts=cast("Facts", facts))
+    return JudgeableCall(
+        "attn.wq_a.act_quant", {"x": x}, outputs, weights, facts=cast("Facts", facts)
+    )
 
 
-def by_reciprocals(call: Call, form: BlockFormat, seed: int) -> dict[str, Tensor]:
+def by_reciprocals(call: JudgeableCall, form: BlockFormat, seed: int) -> dict[str, Tensor]:
     """As a device quantises: each reciprocal up to 2 units off, products in float32."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -111,13 +112,15 @@ def test_codes_that_move_at_boundaries_are_counted_apart() -> None:
     assert found.comparison.shape == x.shape
 
 
-def spoilt(call: Call, form: BlockFormat, at: tuple[int, int], by: int) -> dict[str, Tensor]:
+def spoilt(
+    call: JudgeableCall, form: BlockFormat, at: tuple[int, int], by: int
+) -> dict[str, Tensor]:
     codes = unpack_nibbles(call.outputs["codes"]) if form.packed else call.outputs["codes"].clone()
     codes[at] = (int(codes[at]) + by) % form.element.code_count
     return dict(call.outputs) | {"codes": pack_nibbles(codes) if form.packed else codes}
 
 
-def judged(call: Call, outputs: dict[str, Tensor], name: str) -> Judged:
+def judged(call: JudgeableCall, outputs: dict[str, Tensor], name: str) -> OutputResult:
     return judge_outputs(call, outputs)[name]
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from degarble.harness.engine.budget.budget import HEADROOM
-from degarble.harness.engine.budget.call import Call
 from degarble.harness.engine.budget.judging import judge_outputs
+from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.presets import small_v4, small_v32
 from degarble.references.binding import Bound
@@ -37,7 +37,7 @@ def numerics(config: Config, work: torch.dtype) -> Numerics:
 
 def call_of(
     config: Config, role: str, inputs: dict[str, Tensor], weights: dict[str, Tensor]
-) -> Call:
+) -> JudgeableCall:
     twin, name = Bound(config, numerics(config, torch.float64), {}), f"layers.1.attn.indexer.{role}"
     what, facts = twin.bound_to(name)
     held = {local: Weight(value=value) for local, value in weights.items()}
@@ -45,10 +45,10 @@ def call_of(
     outputs = {
         key: each.float() if each.dtype is torch.float64 else each for key, each in made.items()
     }
-    return Call(what.role, inputs, outputs, held, facts=facts)
+    return JudgeableCall(what.role, inputs, outputs, held, facts=facts)
 
 
-def scores_call(config: Config) -> Call:
+def scores_call(config: Config) -> JudgeableCall:
     entries, width = TOKENS // 4 if config is V4 else TOKENS, config.index_head_dim
     given = {
         "q": random(TOKENS, config.index_n_heads, width, seed=1),
@@ -60,7 +60,7 @@ def scores_call(config: Config) -> Call:
     return call_of(config, "scores", given, {})
 
 
-def scored_otherwise(call: Call, in_steps: bool) -> Tensor:
+def scored_otherwise(call: JudgeableCall, in_steps: bool) -> Tensor:
     """In float32, halves of the width apart and heads backwards."""
     q, keys = call.inputs["q"].float(), call.inputs["keys"].float()
     half = q.shape[-1] // 2

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from degarble.harness.engine.budget.budget import HEADROOM, nearer_than_the_twin
-from degarble.harness.engine.budget.call import Call
 from degarble.harness.engine.budget.judging import judge_outputs
+from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.model.presets import small_v4, small_v32
 from degarble.harness.model.recipes import recipe_named
 from degarble.harness.report.verdict import Verdict
@@ -26,7 +26,7 @@ V32 = small_v32(num_hidden_layers=2)
 
 def test_an_output_that_is_missing_or_has_another_shape_differs() -> None:
     twin = Bound(V4, Numerics.twin(), random_weights(V4, 1))
-    call = Call.of(twin, "embed", {"tokens": torch.tensor([3, 1])})
+    call = JudgeableCall.of(twin, "embed", {"tokens": torch.tensor([3, 1])})
     for outputs in ({}, {"out": call.outputs["out"][:1]}):
         assert judge_outputs(call, outputs)["out"].verdict is Verdict.DIFFERS
     assert judge_outputs(call, call.outputs)["out"].ratio == 0
@@ -74,7 +74,7 @@ def test_too_good_is_usable_on_every_linear(family: str, name: str) -> None:
         if "codes" not in codes:
             continue  # the drafter stays as it was
         listed = {key: inputs[key] for key in ("experts",) if key in inputs}
-        call = Call.of(twin, linear, codes | listed)
+        call = JudgeableCall.of(twin, linear, codes | listed)
         healthy = single.calls[linear](call.inputs, single.weights_of(linear))
         if component in bare.calls:
             inputs = dict(bare.calls[component](inputs, {})) | listed
@@ -91,7 +91,7 @@ def test_too_good_is_usable_on_every_linear(family: str, name: str) -> None:
 
 def test_what_is_kept_holds_no_tensor() -> None:
     twin = Bound(V4, Numerics.twin(), random_weights(V4, 1))
-    call = Call.of(twin, "embed", {"tokens": torch.tensor([3, 1])})
+    call = JudgeableCall.of(twin, "embed", {"tokens": torch.tensor([3, 1])})
     found = judge_outputs(call, call.outputs)["out"].settled()
     assert found.derivation == judge_outputs(call, call.outputs)["out"].derivation
     assert found.comparison is not None
@@ -102,7 +102,7 @@ def test_operands_that_are_not_finite_have_no_budget_and_equal_kinds_agree() -> 
     twin = Bound(V4, Numerics.twin(), random_weights(V4, 1))
     x = torch.randn(3, V4.hidden_size).bfloat16()
     x[1, 5] = torch.nan
-    call = Call.of(twin, "layers.0.attn.wq_a", {"x": x})
+    call = JudgeableCall.of(twin, "layers.0.attn.wq_a", {"x": x})
     found = judge_outputs(call, {"out": call.outputs["out"].clone()})["out"]
     assert found.verdict is Verdict.AGREES
     quiet = call.outputs["out"].nan_to_num()

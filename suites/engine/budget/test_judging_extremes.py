@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from degarble.harness.engine.budget.budget import HEADROOM
-from degarble.harness.engine.budget.call import Call
 from degarble.harness.engine.budget.judging import judge_outputs
+from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.presets import small_v4, small_v32
 from degarble.harness.model.recipes import recipe_named
@@ -100,7 +100,7 @@ def test_what_float32_cannot_hold_is_no_difference(
         weights[each] = Weight(value=torch.linspace(85.0, 95.0, V4.num_attention_heads))
     for each in (key for key in weights if key.endswith("gate.bias")):
         weights[each] = Weight(value=torch.zeros(V32.n_routed_experts))
-    call = Call.of(bound(config, torch.float64, weights), name, inputs)
+    call = JudgeableCall.of(bound(config, torch.float64, weights), name, inputs)
     candidate = bound(config, torch.float32, weights)
     made = dict(candidate.calls[name](inputs, candidate.weights_of(name)))
     key = "weights" if name.endswith("topk") else "out"
@@ -119,7 +119,7 @@ def test_the_end_of_float32_hides_no_number_where_there_is_none(size: float) -> 
     """Far below -104 everybody's share is 0, however large the product beside it."""
     rows = torch.full((4, V4.moe_intermediate_size), size)
     inputs = {"x": torch.cat((-rows, rows), dim=-1).bfloat16()}
-    call = Call.of(bound(V4, torch.float64, {}), "layers.0.ffn.shared.act", inputs)
+    call = JudgeableCall.of(bound(V4, torch.float64, {}), "layers.0.ffn.shared.act", inputs)
     out = call.outputs["out"]
     assert judge_outputs(call, {"out": torch.zeros_like(out)})["out"].ratio <= HEADROOM
     assert judge_outputs(call, {"out": out + 2.0**-100})["out"].ratio > 1
@@ -128,7 +128,7 @@ def test_the_end_of_float32_hides_no_number_where_there_is_none(size: float) -> 
 def test_terms_that_cancel_are_rounded_where_they_arrive_in_float64() -> None:
     routed = spread(8, V4.hidden_size).double() * (1 + 2.0**-30)
     inputs = {"routed": routed, "shared": (-routed).bfloat16()}
-    call = Call.of(bound(V4, torch.float64, {}), "layers.0.ffn.moe_sum", inputs)
+    call = JudgeableCall.of(bound(V4, torch.float64, {}), "layers.0.ffn.moe_sum", inputs)
     own = inputs["routed"].float() + inputs["shared"].float()
     assert not torch.equal(own.bfloat16(), call.outputs["out"])
     assert judge_outputs(call, {"out": own.bfloat16()})["out"].ratio <= HEADROOM

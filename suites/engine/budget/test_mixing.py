@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from degarble.harness.engine.budget.budget import HEADROOM
-from degarble.harness.engine.budget.call import Call
 from degarble.harness.engine.budget.judging import judge_outputs
+from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.presets import small_v4
 from degarble.references.binding import Bound
@@ -23,7 +23,7 @@ V4 = small_v4(num_hidden_layers=3, compress_ratios=(0, 4, 128, 0))
 EPSILON, PASSES = V4.hc_eps, V4.hc_sinkhorn_iters
 
 
-def call_of(strength: float, kind: str = "normal", tokens: int = 70) -> Call:
+def call_of(strength: float, kind: str = "normal", tokens: int = 70) -> JudgeableCall:
     """A call whose logits have about `strength` as deviation."""
     generator = torch.Generator().manual_seed(3)
     twin = Bound(V4, replace(Numerics.twin(), work=torch.float64), {})
@@ -41,7 +41,7 @@ def call_of(strength: float, kind: str = "normal", tokens: int = 70) -> Call:
     inputs = {"streams": streams}
     made = twin.calls["layers.0.attn.hc_pre"](inputs, weights)
     outputs = {"out": made["out"], "post": made["post"].float(), "mix": made["mix"].float()}
-    return Call(what.role, inputs, outputs, weights, facts=facts)
+    return JudgeableCall(what.role, inputs, outputs, weights, facts=facts)
 
 
 def exponential(x: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def over(a: Tensor, b: Tensor, off: float) -> Tensor:
     return a * (b.reciprocal() * (1 + off))
 
 
-def otherwise(call: Call, off: float) -> dict[str, Tensor]:
+def otherwise(call: JudgeableCall, off: float) -> dict[str, Tensor]:
     """The component in float32, summed backwards in blocks, with approximate functions."""
     fn, base, scale = (each.value for each in call.weights.values() if each.value is not None)
     streams = call.inputs["streams"].float()

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from degarble.harness.engine.budget.budget import HEADROOM
-from degarble.harness.engine.budget.call import Call
 from degarble.harness.engine.budget.judging import judge_outputs
+from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.presets import small_v4
 from degarble.harness.report.verdict import Verdict
@@ -26,7 +26,9 @@ NUMERICS = Numerics.twin(switches_of("official-v4"))
 TWIN = Bound(V4, replace(NUMERICS, work=torch.float64), {})
 
 
-def call_of(layer: int, start: int, tokens: int, size: float = 1.0, part: str = "") -> Call:
+def call_of(
+    layer: int, start: int, tokens: int, size: float = 1.0, part: str = ""
+) -> JudgeableCall:
     """Tokens `start` onward of one sequence, pooled by 4 (overlapping) or by 128."""
     name = f"layers.{layer}.attn.{part}compressor.pool"
     generator = torch.Generator().manual_seed(start)
@@ -53,10 +55,10 @@ def call_of(layer: int, start: int, tokens: int, size: float = 1.0, part: str = 
     outputs = {
         key: each.float() if each.dtype is torch.float64 else each for key, each in made.items()
     }
-    return Call(what.role, inputs, outputs, weights, facts=facts)
+    return JudgeableCall(what.role, inputs, outputs, weights, facts=facts)
 
 
-def pooled_online(call: Call, ratio: int) -> Tensor:
+def pooled_online(call: JudgeableCall, ratio: int) -> Tensor:
     """The first window of a sequence without overlap, slot by slot beside a running peak."""
     bias, norm = (
         next(w for n, w in call.weights.items() if n.endswith(part)).values(torch.float32)
@@ -112,7 +114,7 @@ def test_rows_that_are_read_later_are_exact_and_others_are_free(name: str) -> No
 
 def test_a_window_that_took_the_wrong_neighbour_is_caught() -> None:
     call = call_of(1, 8, 8)
-    other = Call(
+    other = JudgeableCall(
         call.role,
         dict(call.inputs) | {"state_latent": call.inputs["state_latent"].roll(1, 1)},
         {},

@@ -10,7 +10,7 @@ import torch
 from degarble.harness.base.errors import Undecided
 from degarble.harness.engine.budget.budget import HEADROOM, spacing
 from degarble.harness.engine.budget.judging import judge_outputs
-from degarble.harness.engine.budget.roles import RULES, WHOLE, Call, budgets_of
+from degarble.harness.engine.budget.roles import RULES, WHOLE, JudgeableCall, budgets_of
 from degarble.harness.model.components import components
 from degarble.harness.model.presets import small_v4, small_v32
 from degarble.harness.model.recipes import RECIPE_NAMES, recipe_named
@@ -37,7 +37,9 @@ def numerics(inside: torch.dtype, family: str) -> Numerics:
     return Numerics(Mode.TWIN, inside, torch.bfloat16, inside, switches_of(f"official-{family}"))
 
 
-def replayed(config: Config, recipe_name: str) -> Iterator[tuple[Call, Mapping[str, Tensor]]]:
+def replayed(
+    config: Config, recipe_name: str
+) -> Iterator[tuple[JudgeableCall, Mapping[str, Tensor]]]:
     """Every call of a candidate's passes and of its drafter, with the twin's outputs beside it."""
     family = "v4" if config is V4 else "v32"
     recipe = recipe_named(recipe_name, config)
@@ -55,7 +57,7 @@ def replayed(config: Config, recipe_name: str) -> Iterator[tuple[Call, Mapping[s
         for ids in (torch.arange(140) * 37 % 60, torch.tensor([5])):
             model.forward([sequence], [ids])
         for name, inputs, outputs in calls:
-            yield Call.of(twin, name, inputs), outputs
+            yield JudgeableCall.of(twin, name, inputs), outputs
 
 
 def planted(candidate: Tensor, twin: Tensor, budget: Budget) -> Tensor:
@@ -109,8 +111,8 @@ def test_every_role_of_every_recipe_is_known(config: Config, recipe: str) -> Non
 
 
 def test_a_call_without_facts_is_undecided_where_the_chain_needs_them() -> None:
-    call = Call("attn.hc_pre", {}, {"out": torch.zeros(1)}, {})
+    call = JudgeableCall("attn.hc_pre", {}, {"out": torch.zeros(1)}, {})
     with pytest.raises(Undecided, match="budget"):
         budgets_of(call)
     with pytest.raises(Undecided, match="budget"):
-        budgets_of(Call("markov", {}, {"out": torch.zeros(1)}, {}))
+        budgets_of(JudgeableCall("markov", {}, {"out": torch.zeros(1)}, {}))

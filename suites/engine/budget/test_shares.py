@@ -17,8 +17,8 @@ from degarble.suites.engine import legal_attention as legal
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from degarble.harness.engine.budget.budget import Budget, Judgement
-    from degarble.harness.engine.budget.call import Call
+    from degarble.harness.engine.budget.budget import Budget, BudgetResult
+    from degarble.harness.engine.budget.rules import JudgeableCall
 
 FAMILIES = ("v4", "v32", "v32 naive")
 WHOLE_ROW, IN_TILES = legal.KERNELS[:2]
@@ -26,7 +26,7 @@ NAMES = [kernel.name for kernel in legal.KERNELS]
 
 
 @cache
-def case(family: str, inputs: str, tokens: int = 24) -> tuple[Call, Budget]:
+def case(family: str, inputs: str, tokens: int = 24) -> tuple[JudgeableCall, Budget]:
     if family == "v4":
         call = legal.call_v4(inputs, legal.Extents(tokens=tokens), 1)
     else:
@@ -35,7 +35,7 @@ def case(family: str, inputs: str, tokens: int = 24) -> tuple[Call, Budget]:
     return call, budgets_of(call)["out"]
 
 
-def judged(of: tuple[Call, Budget], out: Tensor) -> Judgement:
+def judged(of: tuple[JudgeableCall, Budget], out: Tensor) -> BudgetResult:
     call, budget = of
     return judge(out.bfloat16(), call.outputs["out"], budget)
 

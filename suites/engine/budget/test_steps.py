@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from degarble.harness.engine.budget import budget
-from degarble.harness.engine.budget import steps as budget_steps
-from degarble.harness.engine.budget.budget import HEADROOM, Budget, Finding, judge
+from degarble.harness.engine.budget import budget as budget_steps
+from degarble.harness.engine.budget.budget import HEADROOM, Budget, LevelFinding, judge
 from degarble.harness.engine.budget.rules import normed
-from degarble.harness.engine.compare.comparison import Places
+from degarble.harness.engine.compare.compare import NamedPlaces
 from degarble.harness.formats.element_formats import BF16, FP32
 from degarble.harness.report.verdict import Verdict
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from degarble.harness.engine.budget.budget import Judgement
+    from degarble.harness.engine.budget.budget import BudgetResult
 
 SHAPE = (256, 512)
 SLACK = 2.0**-16  # of the value: one element in about 200 may step
@@ -42,7 +42,7 @@ def with_gain(exact: Tensor, gain: float) -> tuple[Tensor, Tensor, Budget]:
     return (exact * gain).bfloat16(), exact.bfloat16(), Budget(BF16, slack, ("given",))
 
 
-def steps(judged: Judgement) -> dict[str, Finding]:
+def steps(judged: BudgetResult) -> dict[str, LevelFinding]:
     return {each.level: each for each in judged.findings if each.level.startswith("steps")}
 
 
@@ -96,7 +96,7 @@ def test_named_places_count_their_own_steps() -> None:
     wrong = (exact * (1 + 2.0**-9)).bfloat16()
     candidate = twin.clone()
     candidate[3::4, 64:128] = wrong[3::4, 64:128]
-    places = Places(rows={"expert": np.arange(256) % 4}, columns={"head": 64})
+    places = NamedPlaces(rows={"expert": np.arange(256) % 4}, columns={"head": 64})
     found = steps(judge(candidate, twin, given, places))
     assert found["steps of head"].place == (1,)
     assert found["steps of expert"].place == (3,)

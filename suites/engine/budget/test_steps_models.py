@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from degarble.harness.engine.budget.budget import HEADROOM
-from degarble.harness.engine.budget.call import Call
-from degarble.harness.engine.budget.judging import Judged, judge_outputs
+from degarble.harness.engine.budget.judging import OutputResult, judge_outputs
+from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.engine.diagnose.diagnose import diagnose
 from degarble.harness.engine.faults.layout.fused_operands import epsilon_way
 from degarble.harness.engine.faults.rebinding import unrounded, with_facts
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Q_NORM = "layers.1.attn.q_norm"
 
 
-def judged(component: str, change: Callable[[Tensor], Tensor]) -> Judged:
+def judged(component: str, change: Callable[[Tensor], Tensor]) -> OutputResult:
     """The first call of a component whose exact output goes through `change` and is rounded."""
     stage = small_stage()
     scene, inputs = stage.scene(component), stage.healthy.inputs(stage.first(component))
@@ -34,7 +34,7 @@ def judged(component: str, change: Callable[[Tensor], Tensor]) -> Judged:
         known = scene.call(inputs, scene.weights)
         exact = with_facts(scene, unrounded)(scene.call)(inputs, scene.weights)
         made = {**known, "out": change(exact["out"].double()).to(known["out"].dtype)}
-        return judge_outputs(Call.of(stage.twin, component, inputs), made)["out"]
+        return judge_outputs(JudgeableCall.of(stage.twin, component, inputs), made)["out"]
 
 
 def toward_zero(x: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def test_a_healthy_model_takes_little_of_it() -> None:
     stage = small_stage()
     shares: list[float] = []
 
-    def looked(_replay: Any, outputs: Mapping[str, Judged]) -> None:
+    def looked(_replay: Any, outputs: Mapping[str, OutputResult]) -> None:
         for each in outputs.values():
             shares.extend(f.ratio for f in each.findings if f.level.startswith("steps"))
 

@@ -8,13 +8,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from degarble.harness.engine.budget.rules import summed
-from degarble.harness.engine.budget.tensor_core import (
+from degarble.harness.engine.budget.rules import (
     HOPPER_FP8_BITS,
-    PROMOTED,
-    STEP,
+    PRODUCTS_PER_STEP,
+    PROMOTION_EXTENT,
     cut_in_steps,
     lost_in_steps,
+    summed,
 )
 from degarble.harness.engine.localise.localise import fraction_bits_of
 
@@ -29,10 +29,13 @@ def codes(seed: int, rows: int, inner: int) -> torch.Tensor:
 def by_steps(x: torch.Tensor, w: torch.Tensor, bits: int) -> torch.Tensor:
     """Steps of 32 products and C, each cut below the largest nominal exponent, then float32."""
     total = torch.zeros(len(x), len(w), dtype=torch.float32)
-    for stage in range(0, x.shape[1], PROMOTED):
+    for stage in range(0, x.shape[1], PROMOTION_EXTENT):
         c = torch.zeros(len(x), len(w), dtype=torch.float64)
-        for begin in range(stage, min(stage + PROMOTED, x.shape[1]), STEP):
-            a, b = x[:, None, begin : begin + STEP], w[None, :, begin : begin + STEP]
+        for begin in range(stage, min(stage + PROMOTION_EXTENT, x.shape[1]), PRODUCTS_PER_STEP):
+            a, b = (
+                x[:, None, begin : begin + PRODUCTS_PER_STEP],
+                w[None, :, begin : begin + PRODUCTS_PER_STEP],
+            )
             exponents = torch.frexp(a).exponent + torch.frexp(b).exponent - 2
             exponents = torch.where(a * b == 0, -100, exponents)
             of_c = torch.where(c == 0, -100, torch.frexp(c).exponent - 1)

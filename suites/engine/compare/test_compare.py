@@ -12,8 +12,13 @@ from safetensors.torch import save_file
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.engine.compare import compare as module
-from degarble.harness.engine.compare.compare import compare, compare_stored, worst_element
-from degarble.harness.engine.compare.comparison import Comparison, Places
+from degarble.harness.engine.compare.compare import (
+    Comparison,
+    NamedPlaces,
+    compare,
+    compare_stored,
+    worst_element,
+)
 from degarble.harness.formats.element_formats import E2M1, E4M3, UE8M0
 from degarble.harness.formats.ulps import value_ulp_distance
 
@@ -60,7 +65,7 @@ def defined(
 ) -> Comparison:
     """Compare by the definition alone."""
     with monkeypatch.context() as patch:
-        patch.setattr(module.Walk, "_fast_format", lambda _self: None)
+        patch.setattr(module.RunningComparison, "_fast_format", lambda _self: None)
         return compare(candidate, reference, **options)
 
 
@@ -81,7 +86,7 @@ def test_fast_form_is_the_definition(
     dtype: torch.dtype, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     candidate, reference = make(dtype)
-    places = Places(columns={"third": 100}, tile=(64, 60))
+    places = NamedPlaces(columns={"third": 100}, tile=(64, 60))
     found = compare(candidate, reference, places)
     assert found.cell == 20
     require_equal(found, defined(monkeypatch, candidate, reference, places=places))
@@ -174,7 +179,7 @@ def test_where_the_error_sits_is_found_by_row_tile_head_and_expert() -> None:
     candidate = reference.clone()
     candidate[4, 7, 64:96] *= 1.5
     experts = torch.arange(240).numpy() % 5
-    places = Places.along(reference.shape, ("position", "slot"), {"head": 32, "half": 128})
+    places = NamedPlaces.along(reference.shape, ("position", "slot"), {"head": 32, "half": 128})
     places = replace(places, rows={**places.rows, "expert": experts}, tile=(16, 64))
     found = compare(candidate, reference, places)
     errors = {name: np.flatnonzero(found.by(name).dd).tolist() for name in found.names}
@@ -189,7 +194,7 @@ def test_where_the_error_sits_is_found_by_row_tile_head_and_expert() -> None:
 def test_a_negative_label_belongs_to_nothing() -> None:
     reference = torch.ones(4, 8)
     labels = np.array([0, -1, 1, -1])
-    found = compare(reference, reference, Places(rows={"expert": labels}))
+    found = compare(reference, reference, NamedPlaces(rows={"expert": labels}))
     assert found.by("expert").rr.tolist() == [8.0, 8.0]
 
 
@@ -276,15 +281,15 @@ def test_what_cannot_be_compared_is_refused_by_name() -> None:
     with pytest.raises(DtypeMismatch, match="real numbers"):
         compare(one.to(torch.complex64), one.to(torch.complex64))
     with pytest.raises(InvalidArgument, match="columns of one head"):
-        compare(one, one, Places(columns={"head": 3}))
+        compare(one, one, NamedPlaces(columns={"head": 3}))
     with pytest.raises(InvalidArgument, match="tile"):
-        compare(one, one, Places(tile=(0, 4)))
+        compare(one, one, NamedPlaces(tile=(0, 4)))
     with pytest.raises(ShapeMismatch, match="labels of expert"):
-        compare(one, one, Places(rows={"expert": np.zeros(3, np.int64)}))
+        compare(one, one, NamedPlaces(rows={"expert": np.zeros(3, np.int64)}))
     with pytest.raises(ShapeMismatch, match="axes"):
-        Places.along((2, 3, 4), ("position",))
+        NamedPlaces.along((2, 3, 4), ("position",))
     with pytest.raises(UnknownName, match="hand"):
-        compare(one, one, Places(columns={"head": 2})).by("hand")
+        compare(one, one, NamedPlaces(columns={"head": 2})).by("hand")
 
 
 def test_scales_without_sign_are_codes_too() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import ShapeMismatch
-from degarble.harness.engine.compare.metrics import closeness
+from degarble.harness.engine.compare.compare import closeness
 
 
 @pytest.mark.parametrize("factor", [1.0, -1.0, 0.5, 1e-20, 3e20])

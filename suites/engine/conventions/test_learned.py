@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from degarble.harness.engine.conventions.learned import Evidence, Fit, learn
+from degarble.harness.engine.conventions.learned import ConventionEvidence, ConventionFit, learn
 from degarble.harness.engine.conventions.registry import CONTRADICTED, DECLARED, LEARNED, REGISTRY
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.engine.localise.recorded_run import InMemoryRun
@@ -162,15 +162,17 @@ A = replace(REGISTRY["pooling_in_storage_dtype"], roles=frozenset({"attn.attend"
 ROLES = {f"layers.{number}.attn.attend": "attn.attend" for number in range(4)}
 
 
-def _evidence(by_layer: list[tuple[Fit, Fit]], **more: Any) -> Evidence:
-    def fit(name: str, values: Mapping[str, Any]) -> Fit:
+def _evidence(
+    by_layer: list[tuple[ConventionFit, ConventionFit]], **more: Any
+) -> ConventionEvidence:
+    def fit(name: str, values: Mapping[str, Any]) -> ConventionFit:
         return by_layer[int(name.split(".")[1])][bool(values)]
 
-    return Evidence(ROLES, fit, {A.name: True}, **more)
+    return ConventionEvidence(ROLES, fit, {A.name: True}, **more)
 
 
-FITS, WRONG = Fit(True, False, 0.0), Fit(False, True, 9.0)
-NEAR, FAR = Fit(True, False, 1.0), Fit(True, False, 9.0)
+FITS, WRONG = ConventionFit(True, False, 0.0), ConventionFit(False, True, 9.0)
+NEAR, FAR = ConventionFit(True, False, 1.0), ConventionFit(True, False, 9.0)
 
 
 @pytest.mark.parametrize(
@@ -186,8 +188,8 @@ NEAR, FAR = Fit(True, False, 1.0), Fit(True, False, 9.0)
         ([(WRONG, FITS)] * 2 + [(WRONG, WRONG)] * 2, 0),  # as many are sick
         ([(WRONG, WRONG)] * 4, 0),
         ([(FITS, FITS)] * 4, 0),
-        ([(WRONG, Fit(False, False, 0.0))] * 4, 0),  # undecided explains nothing
-        ([(WRONG, Fit(True, False, 8.0))] * 4, 0),  # a wider budget is no explanation
+        ([(WRONG, ConventionFit(False, False, 0.0))] * 4, 0),  # undecided explains nothing
+        ([(WRONG, ConventionFit(True, False, 8.0))] * 4, 0),  # a wider budget is no explanation
     ],
 )
 def test_what_is_learned_from_which_witnesses(layers: list[Any], learned: int) -> None:
@@ -210,7 +212,7 @@ def _joint(
 ) -> dict[str, tuple[str, ...]]:
     """Learn from `count` components a role; `fits` is asked with role and number, and values."""
     roles = {f"{role}{number}": role for role in "abm" for number in range(count)}
-    evidence = Evidence(
+    evidence = ConventionEvidence(
         roles,
         lambda name, values: FITS if fits(name, values) else WRONG,
         dict.fromkeys("pqr", False),

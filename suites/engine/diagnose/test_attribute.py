@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from degarble.harness.engine.diagnose.attribute import shares_of
-from degarble.harness.engine.localise.attribution import Kind
+from degarble.harness.engine.localise.discrepancy import DiscrepancyKind
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.engine.localise.recorded_run import InMemoryRun
 from degarble.harness.model.recipes import recipe_named
@@ -68,7 +68,7 @@ def test_an_edge_is_injected_and_a_missing_call_is_not() -> None:
     shares = shares_of(TWIN, run, found.origins)
     assert shares is not None
     assert shares.of(0) == pytest.approx(1, abs=0.02)
-    missing = replace(found.origins[0], kind=Kind.MISSING)
+    missing = replace(found.origins[0], kind=DiscrepancyKind.MISSING)
     none = shares_of(TWIN, run, [missing])
     assert none is not None
     assert none.alone == (None,)

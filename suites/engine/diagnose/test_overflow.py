@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.engine.budget.call import Call
+from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.engine.diagnose.overflow import beyond_float32
 from degarble.harness.engine.diagnose.trial import make, proof
 from degarble.harness.engine.faults.decoding import numbers_of
@@ -92,5 +92,5 @@ def test_where_nothing_may_overflow_no_budget_is_another_one() -> None:
     place = PLACES[0]
     sight = planted(place, times(1.0))
     scene = model.naming(place)
-    call = Call.of(scene.bound, place, sight.inputs)
+    call = JudgeableCall.of(scene.bound, place, sight.inputs)
     assert beyond_float32(scene, call, sight.outputs) == {}

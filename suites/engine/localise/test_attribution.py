@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from degarble.harness.engine.localise.attribution import blamed_on_edge, is_memory, source_of
+from degarble.harness.engine.localise.discrepancy import blamed_on_edge, is_memory, source_of
 from degarble.harness.model.components import component_named
 from degarble.harness.model.presets import small_v4, small_v32
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from degarble.harness.capture.files.records import CapturedStep, Phase
-from degarble.harness.engine.localise.difference_location import (
-    RowsOf,
+from degarble.harness.engine.localise.discrepancy import (
+    RowPositions,
     constant_at,
-    onset_of,
+    locate_difference,
+    location_in_steps,
     spans,
-    when,
 )
 from degarble.harness.model.components import component_named
 from degarble.harness.model.presets import small_v4
@@ -20,15 +20,17 @@ V4 = small_v4(num_hidden_layers=2, compress_ratios=(0, 4, 0))
 T = 20
 
 
-def rows(decode_from: int = T) -> RowsOf:
+def rows(decode_from: int = T) -> RowPositions:
     at = torch.arange(T)
-    return RowsOf(at, at >= decode_from, torch.zeros(T, dtype=torch.int64))
+    return RowPositions(at, at >= decode_from, torch.zeros(T, dtype=torch.int64))
 
 
-def told(role: str, bad: torch.Tensor, how: RowsOf | None = None) -> tuple[dict[str, object], str]:
+def told(
+    role: str, bad: torch.Tensor, how: RowPositions | None = None
+) -> tuple[dict[str, object], str]:
     component = component_named(V4, f"layers.1.{role}")
     twin = torch.ones(bad.shape)
-    found = onset_of(V4, component, (twin + bad, twin), how or rows())
+    found = locate_difference(V4, component, (twin + bad, twin), how or rows())
     return dict(found.where), found.sentence
 
 
@@ -67,7 +69,7 @@ def test_heads_experts_halves_and_columns() -> None:
     experts = torch.tensor([[0, 1], [1, 2]] * (T // 2))
     routed = (experts != 0)[..., None].float().expand(T, 2, 8)
     at = rows()
-    how = RowsOf(at.position, at.decode, at.sequence, experts)
+    how = RowPositions(at.position, at.decode, at.sequence, experts)
     where, words = told("ffn.experts.w2", routed, how)
     assert where["expert"] == "1-2"
     assert "expert 0 exact" in words
@@ -78,7 +80,7 @@ def test_only_what_is_beyond_its_slack_counts_where_something_is() -> None:
     twin = torch.ones(T, 8)
     near = twin + 1e-6
     near[3, 2] = 2.0
-    found = onset_of(V4, component, (near, twin), rows(), torch.full((T, 8), 1e-5))
+    found = locate_difference(V4, component, (near, twin), rows(), torch.full((T, 8), 1e-5))
     assert found.where["columns"] == "2"
     assert found.where["first position"] == 3
 
@@ -107,12 +109,12 @@ def experts_with(gains: dict[int, float], slack: float) -> tuple[dict[str, objec
         gain[expert] = own
     off = slack * (2 * torch.rand(exact.shape, generator=noise, dtype=torch.float64) - 1)
     candidate = (exact * gain[number][..., None] + off).bfloat16()
-    how = RowsOf(
+    how = RowPositions(
         torch.full((64,), -1), torch.zeros(64, dtype=torch.bool), torch.full((64,), -1), number
     )
     bound = torch.full(exact.shape, 2 * slack, dtype=torch.float64)
     component = component_named(V4, "layers.1.ffn.experts.w2")
-    found = onset_of(V4, component, (candidate, exact.bfloat16()), how, bound)
+    found = locate_difference(V4, component, (candidate, exact.bfloat16()), how, bound)
     return dict(found.where), found.sentence
 
 
@@ -153,4 +155,4 @@ STEPS = {
 def test_the_simplest_rule_separates_wrong_steps_from_right_ones(
     wrong: set[int], where: dict[str, object]
 ) -> None:
-    assert dict(when(STEPS, wrong, set(STEPS)).where) == where
+    assert dict(location_in_steps(STEPS, wrong, set(STEPS)).where) == where

@@ -14,11 +14,10 @@ from degarble.harness.capture.files.records import CapturedCall, CapturedStep, P
 from degarble.harness.engine.diagnose.diagnose import diagnose
 from degarble.harness.engine.faults.model_faults import Scene
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
-from degarble.harness.engine.localise.attribution import Kind
-from degarble.harness.engine.localise.discrepancies import missing_calls, of_outputs
-from degarble.harness.engine.localise.judged_run import Judge
+from degarble.harness.engine.localise.discrepancy import DiscrepancyKind
+from degarble.harness.engine.localise.judged_run import Judge, discrepancy_of_outputs, missing_calls
 from degarble.harness.engine.localise.localise import localise
-from degarble.harness.engine.localise.replay import Batch, Known
+from degarble.harness.engine.localise.replay import Batch, TwinComponents
 from degarble.harness.model.presets import small_v32
 from degarble.harness.model.recipes import recipe_named
 from degarble.references.binding import Bound
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.engine.localise.recorded_run import InMemoryRun, SeenRun
+    from degarble.harness.engine.localise.recorded_run import InMemoryRun, RecordedRun
     from degarble.harness.model.config.config import Config
 
 
@@ -88,7 +87,7 @@ def test_bf16_weights_and_activations_are_called_too_good(
     config: Config, recipe: str, name: str
 ) -> None:
     (origin,) = localised(fell_back(name, config, recipe), config, recipe).origins
-    assert (origin.kind, origin.component) == (Kind.FALLBACK, name)
+    assert (origin.kind, origin.component) == (DiscrepancyKind.FALLBACK, name)
     assert origin.where["operands"] == "unquantised"
     assert "nearer to the BF16 reference than its twin is" in origin.sentence
 
@@ -97,7 +96,7 @@ def test_bf16_weights_and_activations_are_called_too_good(
 def test_bf16_weights_alone_are_too_good_as_well(config: Config, recipe: str, name: str) -> None:
     run = run_of(name, bf16_weights(name, config), config=config, recipe=recipe)
     (origin,) = localised(run, config, recipe).origins
-    assert (origin.kind, origin.component) == (Kind.FALLBACK, name)
+    assert (origin.kind, origin.component) == (DiscrepancyKind.FALLBACK, name)
 
 
 @pytest.mark.parametrize(("name", "factor"), [(f"{ATTN}wo_b", 0.98), (f"{ATTN}wq_a", 0.96)])
@@ -105,7 +104,7 @@ def test_a_gain_that_happens_to_help_is_none(name: str, factor: float) -> None:
     """Shrinking a noisy output brings it nearer to what was meant."""
     run = run_of(name, scaled("out", factor))
     (origin,) = localised(run).origins
-    assert (origin.kind, origin.component) == (Kind.OUTPUT, name)
+    assert (origin.kind, origin.component) == (DiscrepancyKind.OUTPUT, name)
 
 
 def test_a_gain_towards_a_reference_of_the_same_direction_is_no_fallback() -> None:
@@ -115,7 +114,7 @@ def test_a_gain_towards_a_reference_of_the_same_direction_is_no_fallback() -> No
     run = run_of(name, scaled("out", 0.5))
     recipe, twin = recipe_named("nvfp4-full", V4), bound(V4, "nvfp4-full", torch.float64)
     (origin,) = localise(twin, recipe, run, reference).origins
-    assert (origin.kind, origin.component) == (Kind.OUTPUT, name)
+    assert (origin.kind, origin.component) == (DiscrepancyKind.OUTPUT, name)
 
 
 def bf16_times(name: str, gain: float) -> Bound:
@@ -129,13 +128,15 @@ def bf16_times(name: str, gain: float) -> Bound:
 def test_a_step_that_a_killed_run_left_unfinished_lacks_nothing() -> None:
     """Its last step ended early; a call that an earlier one lacks is missing."""
     run, name = run_of(), f"{FFN}norm"
-    known = Known.of(bound(V4, "nvfp4-full", torch.float64), recipe_named("nvfp4-full", V4))
+    known = TwinComponents.of(
+        bound(V4, "nvfp4-full", torch.float64), recipe_named("nvfp4-full", V4)
+    )
     last = run.steps[-1].number
     for complete, expected in ((False, {1}), (True, {1, last})):
         calls = [c for c in run.calls if c.component != name or c.step == 0]
         killed = SimpleNamespace(facts={}, steps=run.steps, calls=calls, complete=complete)
-        (trouble,) = missing_calls(known, cast("SeenRun", killed))
-        assert (trouble.kind, trouble.component) == (Kind.MISSING, name)
+        (trouble,) = missing_calls(known, cast("RecordedRun", killed))
+        assert (trouble.kind, trouble.component) == (DiscrepancyKind.MISSING, name)
         assert set(trouble.steps) == expected
 
 
@@ -143,7 +144,7 @@ def test_without_a_reference_nothing_is_said_of_it() -> None:
     name, recipe = f"{ATTN}wq_a", recipe_named("nvfp4-full", V4)
     run = run_of(name, bf16_weights(name, V4))
     (origin,) = localise(bound(V4, "nvfp4-full", torch.float64), recipe, run).origins
-    assert origin.kind is Kind.OUTPUT
+    assert origin.kind is DiscrepancyKind.OUTPUT
 
 
 @pytest.mark.parametrize("fault", ["M27.left_out", "M27.applied_twice", "M26.weights"])
@@ -155,7 +156,7 @@ def test_without_a_reference_nothing_is_said_of_it() -> None:
 def test_a_choice_that_fell_the_other_way_hides_no_cause(config: Config, fault: str) -> None:
     """Row 0 lies on the edge of a choice, and the candidate took the other expert there."""
     recipe, twin = recipe_named("nvfp4-full", config), bound(config, "nvfp4-full", torch.float64)
-    known = Known.of(twin, recipe)
+    known = TwinComponents.of(twin, recipe)
     name = next(
         n for n in reversed(list(known.components)) if n.endswith("ffn.topk") and "mtp" not in n
     )
@@ -176,7 +177,7 @@ def test_a_choice_that_fell_the_other_way_hides_no_cause(config: Config, fault: 
     made = Judge(known).component(known.components[name], [batch])
     assert made.rows["experts"].flips == 1
     step = CapturedStep(0, Phase.PREFILL, (5,) * 12, tuple(range(12)), (0,) * 12)
-    trouble = of_outputs(known, made, {0: step})
+    trouble = discrepancy_of_outputs(known, made, {0: step})
     assert trouble.sight is not None
     assert len(trouble.sight.inputs["logits"]) == 11
     assert [each.id for each in diagnose(scene, trouble.sight).named][:1] == [fault]

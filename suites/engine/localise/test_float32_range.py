@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from degarble.harness.engine.localise.float32_range import OVERFLOW, rows_out_of_range
+from degarble.harness.engine.localise.judgeable_rows import OVERFLOW, rows_out_of_range
 from degarble.harness.engine.localise.recorded_run import by_component
-from degarble.harness.engine.localise.replay import Known, batches, replayed
+from degarble.harness.engine.localise.replay import TwinComponents, batches, replayed
 from degarble.harness.model.recipes import recipe_named
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.engine.localise_cases import (
@@ -84,7 +84,7 @@ def test_rows_that_do_not_overflow_are_judged() -> None:
 @pytest.mark.parametrize("name", [f"{ATTN}attend", f"{FFN}hc_pre"])
 def test_ordinary_numbers_are_in_range(name: str) -> None:
     run = run_of(recipe="bf16")
-    known = Known.of(bound(V4, "bf16", torch.float64), recipe_named("bf16", V4))
+    known = TwinComponents.of(bound(V4, "bf16", torch.float64), recipe_named("bf16", V4))
     steps = {step.number: step for step in run.steps}
     calls = by_component(run)[name]
     for batch in batches(run, known.components[name], calls, steps):

@@ -10,10 +10,10 @@ import torch
 
 from degarble.harness.capture.files.records import CapturedStep, Phase
 from degarble.harness.engine.localise import localise as module
-from degarble.harness.engine.localise.joined_calls import joined, unvouched
+from degarble.harness.engine.localise.input_reconstruction import joined, unvouched
 from degarble.harness.engine.localise.judged_run import Judge
 from degarble.harness.engine.localise.recorded_run import InMemoryRun, by_component
-from degarble.harness.engine.localise.replay import Known, batches, is_ragged
+from degarble.harness.engine.localise.replay import TwinComponents, batches, is_ragged
 from degarble.harness.model.recipes import recipe_named
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.engine.localise_cases import V4, V32, bound, localised, replaced, run_of
@@ -21,7 +21,7 @@ from degarble.suites.engine.localise_cases import V4, V32, bound, localised, rep
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from degarble.harness.engine.budget.judging import Judged
+    from degarble.harness.engine.budget.judging import OutputResult
     from degarble.harness.model.config.config import Config
 
 RECIPES = ("nvfp4-experts", "nvfp4-full")
@@ -47,9 +47,11 @@ def in_chunks(config: Config, recipe: str) -> InMemoryRun:
     return InMemoryRun.again(bound(config, recipe, torch.float32), steps)
 
 
-def judged(run: InMemoryRun, config: Config, recipe: str) -> Iterator[tuple[str, int, Judged]]:
+def judged(
+    run: InMemoryRun, config: Config, recipe: str
+) -> Iterator[tuple[str, int, OutputResult]]:
     """Every sequence of every component with memory, beside one prefill."""
-    known = Known.of(bound(config, recipe, torch.float64), recipe_named(recipe, config))
+    known = TwinComponents.of(bound(config, recipe, torch.float64), recipe_named(recipe, config))
     steps = {step.number: step for step in run.steps}
     for name, calls in by_component(run).items():
         component = known.components[name]
@@ -80,7 +82,9 @@ def test_healthy_runs_agree_with_one_prefill_however_they_were_cut(
 def test_calls_with_a_gap_are_no_prefill(gone: int) -> None:
     """A call that was not captured leaves rows out; what is behind it lies elsewhere."""
     run = run_of()
-    known = Known.of(bound(V4, "nvfp4-full", torch.float64), recipe_named("nvfp4-full", V4))
+    known = TwinComponents.of(
+        bound(V4, "nvfp4-full", torch.float64), recipe_named("nvfp4-full", V4)
+    )
     component, steps = known.components[ATTEND["v4"]], {step.number: step for step in run.steps}
     every = list(batches(run, component, by_component(run)[component.name], steps))
     made = {len(each.step_of) for each in joined(component, every, steps)}
@@ -130,7 +134,9 @@ def test_memory_that_nobody_vouches_for_is_held_against_one_prefill(
 
 def test_a_complete_capture_is_vouched_for_by_its_wiring() -> None:
     run = run_of()
-    known = Known.of(bound(V4, "nvfp4-full", torch.float64), recipe_named("nvfp4-full", V4))
+    known = TwinComponents.of(
+        bound(V4, "nvfp4-full", torch.float64), recipe_named("nvfp4-full", V4)
+    )
     calls = by_component(run)
     assert not any(unvouched(known.components[name], calls) for name in calls)
     few = {ATTEND["v4"]: calls[ATTEND["v4"]]}

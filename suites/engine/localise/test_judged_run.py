@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from degarble.harness.engine.localise import judged_run
-from degarble.harness.engine.localise.judged_run import Judge, Row
+from degarble.harness.engine.localise.judged_run import Judge, OutputRow
 from degarble.harness.report.verdict import Verdict
 
 
@@ -21,7 +21,7 @@ def test_a_brief_judgement_ends_at_the_first_finding(
     def take(_judge: Judge, made: Any, rows: int) -> None:
         seen.append(rows)
         verdict = Verdict.DIFFERS if rows == 2 else Verdict.AGREES
-        made.rows[str(rows)] = Row(made.component, str(rows), verdict)
+        made.rows[str(rows)] = OutputRow(made.component, str(rows), verdict)
 
     monkeypatch.setattr(judged_run, "replayed", lambda _known, batch: len(batch.step_of))
     monkeypatch.setattr(Judge, "_take", take)

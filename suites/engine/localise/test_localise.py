@@ -12,8 +12,8 @@ import torch
 from degarble.harness.capture.files.records import CapturedCall, CapturedTensor
 from degarble.harness.engine.diagnose.diagnose import diagnose
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
-from degarble.harness.engine.localise.attribution import Kind
-from degarble.harness.engine.localise.discrepancies import repeats_apart
+from degarble.harness.engine.localise.discrepancy import DiscrepancyKind
+from degarble.harness.engine.localise.judged_run import repeats_apart
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.engine.localise_cases import (
@@ -74,7 +74,7 @@ def test_a_wrong_component_is_the_only_origin(
     found = localised(run_of(name, way))
     assert found.verdict is Verdict.DIFFERS
     (origin,) = found.origins
-    assert (origin.kind, origin.component) == (Kind.OUTPUT, name)
+    assert (origin.kind, origin.component) == (DiscrepancyKind.OUTPUT, name)
     assert site is None or str(origin.site) == site
     assert origin.judged is not None
     assert origin.judged.ratio > 1
@@ -105,7 +105,7 @@ def test_a_wrong_input_is_the_consumers_and_memory_its_writers(
 ) -> None:
     found = localised(run_of(name, edge=replaced(inp, change)))
     assert found.verdict is Verdict.DIFFERS
-    (origin,) = [each for each in found.origins if each.kind is Kind.EDGE]
+    (origin,) = [each for each in found.origins if each.kind is DiscrepancyKind.EDGE]
     assert (origin.component, str(origin.site)) == (blamed, f"{name}.in.{inp}")
     assert len(found.origins) == 1
     assert origin.scene.name == name
@@ -130,7 +130,7 @@ def test_the_first_value_that_is_not_finite_has_its_producer() -> None:
     edge = replaced("x", nan_at_the_end)
     found = localised(run_of(f"{FFN}norm", edge=edge, recipe="bf16"), recipe="bf16")
     (origin,) = found.origins
-    assert (origin.kind, origin.component) == (Kind.EDGE, f"{FFN}norm")
+    assert (origin.kind, origin.component) == (DiscrepancyKind.EDGE, f"{FFN}norm")
     assert found.first_non_finite is not None
     assert found.first_non_finite.inputs_as_well
 
@@ -143,7 +143,7 @@ def test_inputs_that_were_written_over_are_the_writers() -> None:
 
     found = localised(run_of(f"{ATTN}wq_a.act_quant", lambda call: partial(writes, call)))
     (origin,) = found.origins
-    assert (origin.kind, origin.component) == (Kind.CHANGED, f"{ATTN}wq_a.act_quant")
+    assert (origin.kind, origin.component) == (DiscrepancyKind.CHANGED, f"{ATTN}wq_a.act_quant")
     quiet = localised(run_of(f"{ATTN}q_norm", lambda call: partial(writes, call)))
     assert quiet.verdict is Verdict.AGREES
     assert "nobody read them later" in quiet.notes[0]
@@ -167,7 +167,7 @@ def test_a_product_of_unquantised_operands_is_called_a_fallback() -> None:
     finally:
         candidate.calls[f"{name}.act_quant"] = healthy
     (origin,) = localised(run).origins
-    assert (origin.kind, origin.component) == (Kind.FALLBACK, name)
+    assert (origin.kind, origin.component) == (DiscrepancyKind.FALLBACK, name)
 
 
 def test_calls_that_are_missing_outputs_of_other_forms_and_unknown_names_are_told() -> None:
@@ -182,13 +182,13 @@ def test_calls_that_are_missing_outputs_of_other_forms_and_unknown_names_are_tol
     found = localised(run)
     assert ("layers.9.mystery", "no component of this model") in found.unjudged
     (origin,) = found.origins
-    assert (origin.kind, origin.component, origin.steps) == (Kind.MISSING, name, (1,))
+    assert (origin.kind, origin.component, origin.steps) == (DiscrepancyKind.MISSING, name, (1,))
 
     def cut(call: Any, inputs: Any, weights: Any) -> Any:
         return {"out": call(inputs, weights)["out"].half()}
 
     (origin,) = localised(run_of(f"{ATTN}wq_a", lambda call: partial(cut, call))).origins
-    assert (origin.kind, origin.component) == (Kind.FORM, f"{ATTN}wq_a")
+    assert (origin.kind, origin.component) == (DiscrepancyKind.FORM, f"{ATTN}wq_a")
     assert "float16 in place of" in origin.sentence
 
 
@@ -200,7 +200,7 @@ def test_an_output_of_another_size_is_an_origin_and_no_fault_is_tried(size: int)
             inputs, outputs = run._tensors[at]
             run._tensors[at] = (inputs, {"out": outputs["out"].flatten()[:size]})
     origins = localised(run).origins
-    (form,) = [each for each in origins if each.kind is Kind.FORM]
+    (form,) = [each for each in origins if each.kind is DiscrepancyKind.FORM]
     assert form.component == name
     assert form.sight is None or not diagnose(form.scene, [form.sight, *form.more]).named
 

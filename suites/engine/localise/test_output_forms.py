@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from degarble.harness.engine.localise.output_forms import ONE_SIDED, poisoned
+from degarble.harness.engine.localise.tensor_forms import ONE_SIDED, poisoned
 from degarble.harness.report.verdict import Verdict
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.engine.localise.attribution import Kind
-from degarble.harness.engine.localise.recorded_forms import fitted
-from degarble.harness.engine.localise.replay import Known
+from degarble.harness.engine.localise.discrepancy import DiscrepancyKind
+from degarble.harness.engine.localise.replay import TwinComponents
+from degarble.harness.engine.localise.tensor_forms import check_forms
 from degarble.harness.model.components import components
 from degarble.harness.model.recipes import recipe_named
 from degarble.harness.model.site_forms import declared_forms
@@ -55,8 +55,8 @@ WORDS = {
 )
 def test_a_healthy_run_fits_and_every_site_of_it_is_declared(config: Config, recipe: str) -> None:
     run, twin = run_of(config=config, recipe=recipe), bound(config, recipe)
-    known = Known.of(twin, recipe_named(recipe, config))
-    assert fitted(run, known).run is run
+    known = TwinComponents.of(twin, recipe_named(recipe, config))
+    assert check_forms(run, known).run is run
     declared = declared_forms(config, known.recipe)
     for call in run.calls:
         assert call.inputs.keys() <= declared[call.component].inputs.keys(), call.component
@@ -91,7 +91,11 @@ def test_an_output_that_its_site_cannot_hold_is_the_one_finding(
 ) -> None:
     found = localised(changed(run_of(), ATTN + component, "outputs", name, change))
     (origin,) = found.origins
-    assert (origin.kind, origin.component, origin.sight) == (Kind.FORM, ATTN + component, None)
+    assert (origin.kind, origin.component, origin.sight) == (
+        DiscrepancyKind.FORM,
+        ATTN + component,
+        None,
+    )
     assert told in origin.sentence
     assert (ATTN + component, origin.sentence) in found.unjudged
 
@@ -108,7 +112,7 @@ def test_a_consumer_is_not_blamed_for_what_a_wrong_kernel_made() -> None:
 def test_an_input_that_nobody_made_so_is_a_finding_of_its_own() -> None:
     found = localised(changed(run_of(), f"{ATTN}attend", "inputs", "q", lambda t: t.flatten()))
     (origin,) = found.origins
-    assert (origin.kind, str(origin.site)) == (Kind.FORM, f"{ATTN}attend.in.q")
+    assert (origin.kind, str(origin.site)) == (DiscrepancyKind.FORM, f"{ATTN}attend.in.q")
     assert "declared are numbers [tokens, " in origin.sentence
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, UnknownName
-from degarble.harness.engine.budget.budget import Finding
-from degarble.harness.engine.budget.call import Call
-from degarble.harness.engine.budget.judging import Judged, judge_outputs
+from degarble.harness.engine.budget.budget import LevelFinding
+from degarble.harness.engine.budget.judging import OutputResult, judge_outputs
+from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.engine.diagnose.diagnose import diagnose
 from degarble.harness.engine.diagnose.judge.mismatch import excess_of
 from degarble.harness.engine.diagnose.judge.report import (
@@ -87,11 +87,11 @@ def judge_component(
 
 def _replayed(
     bound: Bound, component: Component, inputs: Mapping[str, Tensor], forms: Forms
-) -> Call:
+) -> JudgeableCall:
     """Run the twin; raise for shapes that it cannot take, and list the declared ones."""
     try:
         with torch.inference_mode():
-            return Call.of(bound, component.name, dict(inputs))
+            return JudgeableCall.of(bound, component.name, dict(inputs))
     except (RuntimeError, IndexError, ValueError) as error:
         found = {name: list(each.shape) for name, each in inputs.items()}
         told = ", ".join(f"{name}: {form}" for name, form in forms.inputs.items() if name in found)
@@ -101,16 +101,16 @@ def _replayed(
         ) from error  # fmt: skip
 
 
-def _foreign(outputs: Mapping[str, Tensor], forms: Forms) -> Iterator[tuple[str, Judged]]:
+def _foreign(outputs: Mapping[str, Tensor], forms: Forms) -> Iterator[tuple[str, OutputResult]]:
     """Yield a finding for each output whose dtype its site cannot hold."""
     for name, each in outputs.items():
         form = forms.outputs.get(name)
         if form is not None and not form.takes(word_of(each.dtype)):
             words = f"dtype {each.dtype} in place of {form.holds}"
-            yield name, Judged(name, Verdict.DIFFERS, (Finding(words, (), 1.0, 0.0),))
+            yield name, OutputResult(name, Verdict.DIFFERS, (LevelFinding(words, (), 1.0, 0.0),))
 
 
-def _verdict(judged: Mapping[str, Judged]) -> Verdict:
+def _verdict(judged: Mapping[str, OutputResult]) -> Verdict:
     found = {each.verdict for each in judged.values()}
     for verdict in (Verdict.DIFFERS, Verdict.UNDECIDED):
         if verdict in found:
@@ -119,7 +119,7 @@ def _verdict(judged: Mapping[str, Judged]) -> Verdict:
 
 
 def _elements(
-    judged: Mapping[str, Judged], outputs: Mapping[str, Tensor], call: Call
+    judged: Mapping[str, OutputResult], outputs: Mapping[str, Tensor], call: JudgeableCall
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return worst elements and census of the numeric outputs that differ."""
     from degarble.harness.engine.budget.roles import budgets_of  # noqa: PLC0415  only on failure

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.engine.budget.budget import Judgement
+    from degarble.harness.engine.budget.budget import BudgetResult
     from degarble.harness.engine.diagnose.judge.mismatch import Explanation
 
 OUT = "out"
@@ -82,7 +82,7 @@ def judge_product(
     )  # fmt: skip
 
 
-def followed_by(product: Product, rows: Tensor, found: Judgement) -> DecodedOperands | None:
+def followed_by(product: Product, rows: Tensor, found: BudgetResult) -> DecodedOperands | None:
     """Return the convention of decoded operands that a differing product follows, or None.
 
     It has to be clearly nearer as well: a wider budget explains nothing.
@@ -147,7 +147,7 @@ def _survives(wrong: Wrong, explanation: Explanation) -> bool:
     return judge(part.of(wrong.candidate), made.output, made.budget).verdict is Verdict.AGREES
 
 
-def _named(explanation: Explanation, judgement: Judgement) -> Named:
+def _named(explanation: Explanation, judgement: BudgetResult) -> Named:
     equal = share(judgement.comparison.identical)
     evidence = f"{explanation.words} reproduces {equal} of the codes, and all within the budget"
     return Named(explanation.fault, explanation.title, evidence, judgement.worst.ratio)

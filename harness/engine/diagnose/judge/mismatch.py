@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from degarble.harness.engine.budget.budget import HEADROOM, spacing
-from degarble.harness.engine.compare.definition import values_of_any
+from degarble.harness.engine.compare.compare import values_of_any
 
 if TYPE_CHECKING:
     from collections.abc import Callable

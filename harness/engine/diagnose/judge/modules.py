@@ -18,7 +18,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName
-from degarble.harness.engine.conventions.learned import Evidence, Fit, conventions_used
+from degarble.harness.engine.conventions.learned import (
+    ConventionEvidence,
+    ConventionFit,
+    conventions_used,
+)
 from degarble.harness.engine.conventions.registry import GEMM, LEARNED, OPERANDS
 from degarble.harness.engine.diagnose.judge.gemm import agrees_at_once, judge_product
 from degarble.harness.engine.diagnose.judge.operations import by_callable, judge_defined
@@ -36,7 +40,7 @@ if TYPE_CHECKING:
     from degarble.harness.capture.files.records import CapturedCall
     from degarble.harness.engine.conventions.registry import ConventionUsed
     from degarble.harness.engine.diagnose.judge.report import JudgedKernel
-    from degarble.harness.engine.localise.recorded_run import SeenRun
+    from degarble.harness.engine.localise.recorded_run import RecordedRun
 
 HELD_VALUES = 1 << 28  # decoded values of weights that are kept: 1 GiB
 _REMEMBERED = 4  # agreeing calls of a component that are cached
@@ -74,7 +78,7 @@ class Twin:
 
     def judge_call(
         self,
-        run: SeenRun,
+        run: RecordedRun,
         call: CapturedCall,
         values: Mapping[str, Any],
         rows: Tensor | None,
@@ -175,12 +179,12 @@ class Twin:
 class _Agreed:
     """A call that agreed; its tensors belong to the run, and last as long as it does."""
 
-    run: weakref.ref[SeenRun]
+    run: weakref.ref[RecordedRun]
     call: CapturedCall
     judged: JudgedKernel
 
     def equals(
-        self, run: SeenRun, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
+        self, run: RecordedRun, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
     ) -> bool:
         """Tell whether another call received and returned the same bits."""
         for ours, theirs in ((run.inputs(self.call), inputs), (run.outputs(self.call), outputs)):
@@ -259,7 +263,7 @@ class Checked:
 
 
 def check_modules(
-    run: SeenRun, twin: Twin, declared: Mapping[str, Any] = MappingProxyType({})
+    run: RecordedRun, twin: Twin, declared: Mapping[str, Any] = MappingProxyType({})
 ) -> Checked:
     """Judge every call of a captured run that the twin knows; `declared` are its conventions."""
     seen = {call.component for call in run.calls}
@@ -295,7 +299,7 @@ class _Worst(NamedTuple):
 class _Work:
     """The judging of a run under some conventions."""
 
-    def __init__(self, run: SeenRun, twin: Twin, values: Mapping[str, Any]) -> None:
+    def __init__(self, run: RecordedRun, twin: Twin, values: Mapping[str, Any]) -> None:
         self._run, self._twin, self._values = run, twin, values
         self.worst: dict[str, _Worst] = {}
         self.unjudged: dict[str, bool] = {}
@@ -332,7 +336,7 @@ class _Work:
         found = self._twin.judge_call(self._run, worst.call, self._values, worst.rows, explain=True)
         return worst.judged if found is None else found
 
-    def evidence(self) -> Evidence:
+    def evidence(self) -> ConventionEvidence:
         """Return how the products of the run fit under given values."""
         names = [name for name in self.worst if self._twin.multiplies(name)]
         calls: dict[str, list[CapturedCall]] = {name: [] for name in names}
@@ -341,7 +345,7 @@ class _Work:
                 calls[call.component].append(call)
         assumed = {OPERANDS: DecodedOperands.EXACT, **self._values}
 
-        def fit(name: str, values: Mapping[str, Any]) -> Fit:
+        def fit(name: str, values: Mapping[str, Any]) -> ConventionFit:
             if not values:
                 return self._fit(name)
             work = _Work(self._run, self._twin, {**self._values, **values})
@@ -349,13 +353,13 @@ class _Work:
                 work.take(call)
             return work._fit(name)
 
-        return Evidence(dict.fromkeys(names, GEMM), fit, assumed)
+        return ConventionEvidence(dict.fromkeys(names, GEMM), fit, assumed)
 
-    def _fit(self, name: str) -> Fit:
+    def _fit(self, name: str) -> ConventionFit:
         worst = self.worst.get(name)
         verdict = None if worst is None else worst.judged.verdict
         agrees, differs = verdict is Verdict.AGREES, verdict is Verdict.DIFFERS
-        return Fit(agrees, differs, self._lengths[name])
+        return ConventionFit(agrees, differs, self._lengths[name])
 
 
 def _is_without_rows(tensors: Mapping[str, Tensor]) -> bool:

@@ -130,7 +130,7 @@ def rms_norm(
         fmt = FORMAT_OF_DTYPE[twin.dtype]
         if stored_in is None:
             return normed(twin, width, fmt, weight=w)
-        near = bounded_values.normed(bounded_values.exactly(x), w, epsilon, stored_in)
+        near = bounded_values.bounded_norm(bounded_values.exactly(x), w, epsilon, stored_in)
         return Budget(fmt, near.error, (f"RMS norm of {width}, stored in front of the weight",))
 
     kept = normal if stored_in is None else normal.to(stored_in).double()
@@ -179,7 +179,7 @@ def swiglu(inputs: Mapping[str, Any], limit: float | None, *, in_steps: bool = F
         end = cut_off(torch.sigmoid(gate)) * (gate * up).abs() + UNDERFLOW
         if kept is not None:
             error = silu(gate).abs() * (1 + 2 * gate.abs()) * (_SILU_ROUNDINGS * U)
-            near = bounded_values.stored(bounded_values.Near(silu(gate), error), kept)
+            near = bounded_values.stored(bounded_values.BoundedValue(silu(gate), error), kept)
             end = end + near.error * up.abs()
         return replace(made, slack=made.slack + end)
 

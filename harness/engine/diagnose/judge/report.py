@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.engine.budget.budget import Finding, Judgement
-    from degarble.harness.engine.compare.comparison import Comparison
+    from degarble.harness.engine.budget.budget import BudgetResult, LevelFinding
+    from degarble.harness.engine.compare.compare import Comparison
     from degarble.references.numerics import DecodedOperands
 
 _CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -58,7 +58,7 @@ class Output(Protocol):
         ...
 
     @property
-    def findings(self) -> tuple[Finding, ...]:
+    def findings(self) -> tuple[LevelFinding, ...]:
         """Return the worst of each level, the worst first."""
         ...
 
@@ -94,7 +94,7 @@ class OneOutput:
 
     name: str
     verdict: Verdict
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[LevelFinding, ...] = ()
     comparison: Comparison | None = None
     derivation: tuple[str, ...] = ()
     allowed_length: float = math.nan
@@ -121,7 +121,7 @@ class JudgedKernel:
     census: Mapping[str, str] = field(default_factory=dict)
     named: tuple[Named, ...] = ()
     tried: tuple[str, ...] = ()
-    too_good: Finding | None = None
+    too_good: LevelFinding | None = None
     note: str = ""
     follows: DecodedOperands | None = None  # the convention that it fits, where it differs
 
@@ -221,7 +221,7 @@ class JudgedKernel:
         return told
 
 
-def judged_numbers(name: str, found: Judgement) -> OneOutput:
+def judged_numbers(name: str, found: BudgetResult) -> OneOutput:
     """Return one numeric output with the reasons of its judgement."""
     return OneOutput(
         name, found.verdict, found.findings, found.comparison,

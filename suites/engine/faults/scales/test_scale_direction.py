@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from degarble.harness.engine.compare.metrics import closeness
+from degarble.harness.engine.compare.compare import closeness
 from degarble.harness.engine.faults.scales import scale_count, scale_direction
 from degarble.harness.formats.block_formats import MXFP4, NVFP4
 from degarble.harness.formats.quantise import dequantise, quantise

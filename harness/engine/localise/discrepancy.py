@@ -1,16 +1,9 @@
-"""Locate a difference within a tensor: phase, sequence, first position, head, expert, columns.
-
-A part is named only if it is a strict part of the tensor, so `where` is empty for a difference that
-is everywhere. A first position at a constant of the config is given with that constant's name: the
-sliding window (128), a compress ratio (4). A difference that is exact at position 0 only suggests
-RoPE.
-
-Shape letters: R rows (tokens), W columns.
-"""
+"""The record of a discrepancy: whose it is (a component or an edge), and where in a tensor."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -18,11 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.capture.files.records import Phase
-from degarble.harness.engine.budget.budget import HEADROOM, spacing
-from degarble.harness.engine.budget.evidence import Evidence
-from degarble.harness.engine.compare.comparison import TILE
+from degarble.harness.engine.budget.budget import HEADROOM, DifferenceEvidence, spacing
+from degarble.harness.engine.compare.compare import TILE
 from degarble.harness.formats.arrays import FORMAT_OF_DTYPE
 from degarble.harness.model.config.config import V4Config
+from degarble.harness.model.sites import Port, Site
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -30,10 +23,105 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.capture.files.records import CapturedStep
+    from degarble.harness.engine.budget.judging import OutputResult
+    from degarble.harness.engine.faults.model_faults import Scene, Sight
     from degarble.harness.engine.localise.replay import Batch
     from degarble.harness.model.components import Component
     from degarble.harness.model.config.config import Config
 
+
+# --------------------------------------------------------------------------------------------------
+# Attribution to one component or edge.
+#
+# An output that is wrong for right inputs belongs to its component. An input that is wrong although
+# its producers' outputs are right belongs to the consumer's edge. Memory is the exception: rows,
+# entries and state kept by an earlier call or a cache are attributed to the component that writes
+# them. The site always says where the wrong value was recorded. The fault museum states its
+# expected answers by the same function.
+
+_WRITERS = (".kv_write", ".compressor.write")
+_STATE = "state_"
+
+
+class DiscrepancyKind(StrEnum):
+    """What is wrong at a site."""
+
+    OUTPUT = "output"  # it comes out wrong, given what went in
+    EDGE = "edge"  # it arrives wrong, given what its producers put out
+    CHANGED = "changed"  # the component wrote into its inputs
+    MISSING = "missing"  # it did not run where it should have
+    FORM = "form"  # a tensor that is absent, of another shape or another dtype
+    FALLBACK = "fallback"  # a quantised product that ran with unquantised operands
+
+
+@dataclass(frozen=True, eq=False)
+class Discrepancy:
+    """One discrepancy, and the call that shows it best.
+
+    `component` is attributed. `site` is where the value was recorded (an output, or a consumer's
+    input), and `scene` is the component of that site. `where` narrows it down. `more` are calls of
+    other steps with the same discrepancy. A missing call has no sight.
+    """
+
+    kind: DiscrepancyKind
+    component: str
+    scene: Scene
+    site: Site
+    sentence: str
+    sight: Sight | None = None
+    judged: OutputResult | None = None
+    where: Mapping[str, str | int | float] = field(default_factory=lambda: MappingProxyType({}))
+    steps: tuple[int, ...] = ()
+    more: tuple[Sight, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Return the name of the output, or of the input on an edge."""
+        return self.site.name or "out"
+
+
+def source_of(component: Component, name: str) -> Site | None:
+    """Return the site that an input comes from, even through memory; None for model inputs."""
+    own = next(each for each in component.inputs if each.name == name)
+    if own.sources:
+        return own.sources[0]
+    if not name.startswith(_STATE):
+        return None
+    # State that the component writes itself, in an earlier call.
+    if name in component.outputs:
+        return Site(component.name, Port.OUT, name)
+    # state_X holds earlier rows of the input X, so X's producer wrote them.
+    kept = name.removeprefix(_STATE)
+    return next((e.sources[0] for e in component.inputs if e.name == kept and e.sources), None)
+
+
+def is_memory(component: Component, name: str) -> bool:
+    """Tell whether an input was kept between calls: state of earlier calls, or rows of a cache."""
+    source = source_of(component, name)
+    if source is None:
+        return False
+    return name.startswith(_STATE) or source.component.endswith(_WRITERS)
+
+
+def blamed_on_edge(component: Component, name: str) -> str:
+    """Return the component to attribute a wrong input to, where its producers are right."""
+    source = source_of(component, name)
+    if source is not None and is_memory(component, name):
+        return source.component
+    return component.name
+
+
+# --------------------------------------------------------------------------------------------------
+# Location in a tensor: phase, sequence, first position, head, expert, columns.
+#
+# A part is named only if it is a strict part of the tensor, so `where` is empty for a difference
+# that is everywhere. A first position at a constant of the config is given with that constant's
+# name: the sliding window (128), a compress ratio (4). A difference that is exact at position 0
+# only suggests RoPE.
+#
+# Shape letters: R rows (tokens), W columns.
+
+if TYPE_CHECKING:
     Where = dict[str, str | int | float]
 
 _AXES = MappingProxyType(
@@ -48,7 +136,7 @@ _MOST_SPANS = 4  # ranges that are written out; more are counted
 
 
 @dataclass(frozen=True)
-class Onset:
+class DifferenceLocation:
     """The location of a difference, as data and as the end of a sentence."""
 
     where: Mapping[str, str | int | float] = field(default_factory=dict)
@@ -56,7 +144,7 @@ class Onset:
 
 
 @dataclass(frozen=True, eq=False)
-class RowsOf:
+class RowPositions:
     """Position, phase, sequence and experts of a batch's rows."""
 
     position: Tensor  # -1 where rows are no tokens
@@ -64,13 +152,15 @@ class RowsOf:
     sequence: Tensor
     experts: Tensor | None = None  # [T, K], of routed rows
 
-    def at(self, chosen: Tensor) -> RowsOf:
+    def at(self, chosen: Tensor) -> RowPositions:
         """Return some of the rows."""
         experts = None if self.experts is None else self.experts[chosen]
-        return RowsOf(self.position[chosen], self.decode[chosen], self.sequence[chosen], experts)
+        return RowPositions(
+            self.position[chosen], self.decode[chosen], self.sequence[chosen], experts
+        )
 
     @classmethod
-    def of(cls, batch: Batch, steps: Mapping[int, CapturedStep]) -> RowsOf:
+    def of(cls, batch: Batch, steps: Mapping[int, CapturedStep]) -> RowPositions:
         """Look the rows up in their steps."""
         if batch.whole is not None and batch.kept is not None:
             return cls.of(batch.whole, steps).at(batch.kept)
@@ -89,18 +179,18 @@ class RowsOf:
         return cls(batch.position_of, decode, sequence, batch.inputs.get("experts"))
 
 
-def onset_of(
+def locate_difference(
     config: Config,
     component: Component,
     pair: tuple[Tensor, Tensor],
-    rows: RowsOf | None = None,
+    rows: RowPositions | None = None,
     slack: Tensor | None = None,
-) -> Onset:
+) -> DifferenceLocation:
     """Return where a candidate, the first of `pair`, differs from its twin."""
     bad, certain = beyond(*pair, slack)
-    evidence = Evidence.of(pair, slack, certain=certain)
+    evidence = DifferenceEvidence.of(pair, slack, certain=certain)
     if not bad.ndim or not bool(bad.any()):
-        return Onset()
+        return DifferenceLocation()
     where: Where = {}
     words: list[str] = []
     count = bad.shape[0]
@@ -119,7 +209,7 @@ def onset_of(
     one = certain and count > 1 and int(by_row.sum()) == 1 and "first position" not in where
     if one and evidence.only({"in"}, {"in": by_row, "out": ~by_row}):
         where["row"] = int(by_row.nonzero()[0])
-    return Onset(where, f" ({', '.join(words)})" if words else "")
+    return DifferenceLocation(where, f" ({', '.join(words)})" if words else "")
 
 
 def beyond(candidate: Tensor, twin: Tensor, slack: Tensor | None) -> tuple[Tensor, bool]:
@@ -144,7 +234,9 @@ def beyond(candidate: Tensor, twin: Tensor, slack: Tensor | None) -> tuple[Tenso
     return (far, True) if bool(far.any()) else (differs, False)
 
 
-def _by_part(by_row: Tensor, rows: RowsOf, where: Where, evidence: Evidence) -> Iterator[str]:
+def _by_part(
+    by_row: Tensor, rows: RowPositions, where: Where, evidence: DifferenceEvidence
+) -> Iterator[str]:
     """Yield words for phase and sequence."""
     struck = {"decode" if each else "prefill" for each in rows.decode[by_row].unique().tolist()}
     phases = {"prefill": ~rows.decode, "decode": rows.decode}
@@ -161,7 +253,9 @@ def _by_part(by_row: Tensor, rows: RowsOf, where: Where, evidence: Evidence) -> 
             yield f"only sequence {where['sequence']} of {len(owners)}"
 
 
-def _is_healthy_before(by_row: Tensor, asked: Tensor, rows: RowsOf, evidence: Evidence) -> bool:
+def _is_healthy_before(
+    by_row: Tensor, asked: Tensor, rows: RowPositions, evidence: DifferenceEvidence
+) -> bool:
     """Tell whether the rows before the first differing one are healthy together."""
     if not bool(by_row.any()):
         return False
@@ -170,7 +264,7 @@ def _is_healthy_before(by_row: Tensor, asked: Tensor, rows: RowsOf, evidence: Ev
 
 
 def _in_time(
-    config: Config, component: Component, by_row: Tensor, rows: RowsOf, where: Where
+    config: Config, component: Component, by_row: Tensor, rows: RowPositions, where: Where
 ) -> Iterator[str]:
     """Yield words for the first position."""
     positions = rows.position
@@ -218,7 +312,7 @@ def min_ratio(config: V4Config) -> int:
 
 
 def _by_expert(
-    bad: Tensor, experts: Tensor, where: Where, evidence: Evidence
+    bad: Tensor, experts: Tensor, where: Where, evidence: DifferenceEvidence
 ) -> tuple[list[str], Tensor]:
     """Return words for the experts, and the rows routed to them; only those rows tell more."""
     # Row masks [T]; `bad` is [T, K, ...], `experts` [T, K].
@@ -239,7 +333,9 @@ def _by_expert(
     return [words], torch.isin(experts, torch.tensor(struck)).any(1)
 
 
-def _by_axis(component: Component, bad: Tensor, where: Where, evidence: Evidence) -> Iterator[str]:
+def _by_axis(
+    component: Component, bad: Tensor, where: Where, evidence: DifferenceEvidence
+) -> Iterator[str]:
     axis = _AXES.get(component.role)
     if axis is None or bad.ndim != 3 or "expert" in where:
         return
@@ -252,7 +348,7 @@ def _by_axis(component: Component, bad: Tensor, where: Where, evidence: Evidence
 
 
 def _by_column(
-    config: Config, component: Component, bad: Tensor, where: Where, evidence: Evidence
+    config: Config, component: Component, bad: Tensor, where: Where, evidence: DifferenceEvidence
 ) -> Iterator[str]:
     """Yield words for heads or halves that are concatenated, else for a range of columns."""
     width = bad.shape[-1]
@@ -285,29 +381,33 @@ def _by_column(
         yield f"only columns {where['columns']} of {width}"
 
 
-def when(steps: Mapping[int, CapturedStep], wrong: set[int], judged: set[int]) -> Onset:
+def location_in_steps(
+    steps: Mapping[int, CapturedStep], wrong: set[int], judged: set[int]
+) -> DifferenceLocation:
     """Return the simplest rule that separates the steps that differ from the others."""
     right = judged - wrong
     if not right or not wrong:
-        return Onset()
+        return DifferenceLocation()
     phases = [{steps[n].phase for n in side} for side in (wrong, right)]
     if len(phases[0]) == 1 and not phases[0] & phases[1]:
         phase = str(next(iter(phases[0])))
-        return Onset({"phase": phase}, f"only in {phase}")
+        return DifferenceLocation({"phase": phase}, f"only in {phase}")
     if len(wrong) == 1:
-        return Onset({"step": min(wrong)}, f"only in step {min(wrong)}")
+        return DifferenceLocation({"step": min(wrong)}, f"only in step {min(wrong)}")
     if min(wrong) > max(right):
-        return Onset({"steps": f"from {min(wrong)}"}, f"from step {min(wrong)} on")
+        return DifferenceLocation({"steps": f"from {min(wrong)}"}, f"from step {min(wrong)} on")
     if max(wrong) < min(right):
-        return Onset({"steps": f"to {max(wrong)}"}, f"up to step {max(wrong)}")
+        return DifferenceLocation({"steps": f"to {max(wrong)}"}, f"up to step {max(wrong)}")
     tokens = [[len(steps[n].tokens) for n in side] for side in (wrong, right)]
     if min(tokens[0]) > max(tokens[1]):
-        return Onset({"tokens": f">= {min(tokens[0])}"}, f"in calls of {min(tokens[0])} tokens on")
+        return DifferenceLocation(
+            {"tokens": f">= {min(tokens[0])}"}, f"in calls of {min(tokens[0])} tokens on"
+        )
     if max(tokens[0]) < min(tokens[1]):
         most = max(tokens[0])
-        return Onset({"tokens": f"<= {most}"}, f"in calls of {most} tokens at most")
+        return DifferenceLocation({"tokens": f"<= {most}"}, f"in calls of {most} tokens at most")
     listed = spans(sorted(wrong))
-    return Onset({"steps": listed}, f"only in steps {listed}")
+    return DifferenceLocation({"steps": listed}, f"only in steps {listed}")
 
 
 def spans(numbers: list[int]) -> str:
