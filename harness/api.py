@@ -34,9 +34,8 @@ from degarble.harness.engine.conventions.registry import (
 from degarble.harness.engine.diagnose.judge.judge import Setting, judge
 from degarble.harness.engine.diagnose.judge.modules import Checked, Twin, check_modules
 from degarble.harness.engine.diagnose.judge.report import JudgedKernel
-from degarble.harness.formats.block_formats import NVFP4
-from degarble.harness.formats.quantise import dequantise, quantise
-from degarble.harness.formats.quantised import QuantisedTensor
+from degarble.harness.formats.number_formats import NVFP4
+from degarble.harness.formats.quantise import QuantisedTensor, dequantise, quantise
 from degarble.harness.formats.weight import Weight
 from degarble.harness.report.verdict import Verdict
 

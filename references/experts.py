@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.formats.block_formats import BLOCK_FORMATS
+from degarble.harness.formats.number_formats import BLOCK_FORMATS
 from degarble.references import elementary
 from degarble.references.linears import (
     BLOCK_SCALE,

@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.base.errors import UnknownName
-from degarble.harness.formats.block_formats import BLOCK_FORMATS
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.layouts import LINEAR
-from degarble.harness.formats.quantise import dequantise, quantise
-from degarble.harness.formats.quantised import QuantisedTensor
-from degarble.harness.formats.types import NibbleOrder, ScaleDirection
+from degarble.harness.formats.number_formats import BLOCK_FORMATS, NibbleOrder, ScaleDirection
+from degarble.harness.formats.quantise import QuantisedTensor, dequantise, quantise
 from degarble.references.numerics import FEW_TOKENS, DecodedOperands, cast, compiles
 
 if TYPE_CHECKING:

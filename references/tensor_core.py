@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
-from degarble.harness.formats.element_formats import BF16, E2M1, E4M3, FP16, FP32, UE8M0
+from degarble.harness.formats.number_formats import BF16, E2M1, E4M3, FP16, FP32, UE8M0
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from torch import Tensor
 
-    from degarble.harness.formats.types import ElementFormat
+    from degarble.harness.formats.number_formats import ElementFormat
 
 # Shape letters: M rows of A and of the result, N rows of B (columns of the result), K inner extent,
 # B scale blocks along K, T terms of one step (products or groups). A trailing 1 is a broadcast.
@@ -368,14 +368,14 @@ def _require_codes_and_scales(codes: Tensor, scales: Tensor, rule: StepRule, ope
                 f"dtype of {operand} {name}",
                 str(tensor.dtype),
                 "uint8 holding codes",
-                "View the tensor as torch.uint8 and unpack nibbles with harness.formats.packing.",
+                "View the tensor as torch.uint8 and unpack nibbles with harness.formats.codec.",
             )
     if codes.numel() and int(codes.max()) >= E2M1.code_count:
         raise InvalidArgument(
             f"{operand} codes",
             int(codes.max()),
             "E2M1 codes from 0 to 15",
-            "Unpack two codes a byte with harness.formats.packing.",
+            "Unpack two codes a byte with harness.formats.codec.",
         )
     if codes.dim() != 2 or tuple(scales.shape) != (codes.shape[0], codes.shape[1] // rule.block):
         raise ShapeMismatch(

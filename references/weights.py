@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.formats.block_formats import BLOCK_FORMATS
 from degarble.harness.formats.dialects import CANONICAL
+from degarble.harness.formats.number_formats import BLOCK_FORMATS
 from degarble.harness.formats.quantise import quantise
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.components import components
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.formats.dialects import Dialect
-    from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.formats.number_formats import BlockFormat
     from degarble.harness.model.config.config import Config
     from degarble.harness.model.parameters import Parameter
     from degarble.harness.model.recipes import Formats, Recipe

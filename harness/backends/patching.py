@@ -21,8 +21,8 @@ import torch
 
 from degarble.harness.backends.pairings import failed, replace_call
 from degarble.harness.base.errors import DegarbleError, InvalidArgument, ShapeMismatch, UnknownName
-from degarble.harness.base.input_files import read_small_file
-from degarble.harness.formats.quantised import QuantisedTensor
+from degarble.harness.base.files import read_small_file
+from degarble.harness.formats.quantise import QuantisedTensor
 from degarble.harness.formats.weight import Weight
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numba
 
-from degarble.harness.base.private_folder import (
+from degarble.harness.base.files import (
     CODE_OF_LOOPS,
     cache_folder,
     make_private,

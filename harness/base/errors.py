@@ -1,4 +1,4 @@
-"""Error classes of degarble, one for each cause, with name, value, expectation and remedy.
+"""Define the error classes of degarble, one for each cause, and mask passwords in their texts.
 
 DegarbleError
 ├── Refused                    the input is wrong: exit status 2, nothing half-written
@@ -21,13 +21,55 @@ DegarbleError
 
 from __future__ import annotations
 
+import re
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from degarble.harness.base.masking import masked
-
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+
+# --------------------------------------------------------------------------------------------------
+# Passwords in addresses are masked, so that no message, page or report shows one.
+
+MASK = "***"
+_NAMED = r"(?<![A-Za-z_])(?:pg)?(?:pass(?:word|wd|phrase)?|pwd|secret|token|api_?key)"
+# To the last @ of the line: a password may hold one, and blanks as well. Remedies show an example.
+_SIGNED_IN = re.compile(r"(?<=//)(?!USER:PASSWORD@).*(?:@|%40)(?=[^\s'\"])", re.IGNORECASE)
+# user:secret@host, also with the colon or the @ as percent signs write them
+_BARE = re.compile(
+    r"(?!USER:PASSWORD@)\b[^\s'\"/:=@]+(?::(?!//)|%3a)[^\s'\"]*(?:@|%40)(?=[^\s'\"])",
+    re.IGNORECASE,
+)
+_PAIR = re.compile(rf"({_NAMED}\s*=\s*)('(?:[^'\\]|\\.)*'|\"[^\"]*\"|[^\s&;'\"]+)", re.IGNORECASE)
+_DATABASES = r"(?:postgre\w*|pgsql|psql|psycopg\w*|sqlite\w*|mysql\w*|mariadb|oracle|mssql|jdbc)"
+_ADDRESS = re.compile(
+    rf"""^\s*{_DATABASES}(?:\+\w*)?\s*(?:[:;]|%3a|//)    # a known scheme, also a mistyped one
+    | ^\s*\w[\w+.-]+:/                                    # any other scheme
+    | (?::|%3a).*(?:@|%40)                                # who signs in
+    | {_NAMED}\s*=
+    | ^\s*(?:host|hostaddr|port|user|dbname|service|server|data\ source)\s*=\s*[^/]*$
+    """,
+    re.IGNORECASE | re.VERBOSE | re.DOTALL,
+)
+
+
+def looks_like_address(text: str) -> bool:
+    """Return whether a text may be the address of a server, however mistyped, and not a file."""
+    return "://" in text or _ADDRESS.search(text) is not None
+
+
+def masked(text: str) -> str:
+    """Replace the user part of an address, and every value that is named as a password."""
+    if not {"@", "=", "%"} & set(text):
+        return text
+    text = _SIGNED_IN.sub(f"{MASK}@", text)
+    text = _BARE.sub(f"{MASK}@", text)
+    return _PAIR.sub(rf"\1{MASK}", text)
+
+
+# --------------------------------------------------------------------------------------------------
+# Error classes
 
 EXIT_AGREES = 0
 EXIT_DIFFERS = 1

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from degarble.harness.base.errors import UnreadableFile
-from degarble.harness.base.input_files import read_small_file
+from degarble.harness.base.files import read_small_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

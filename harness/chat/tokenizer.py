@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.errors import InvalidArgument, MissingDependency, UnreadableFile
-from degarble.harness.base.input_files import read_small_file
+from degarble.harness.base.files import read_small_file
 from degarble.harness.chat import special_tokens as marks
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import sys
 import traceback
 from typing import TYPE_CHECKING
 
-from degarble.harness.base.masking import MASK, masked
+from degarble.harness.base.errors import MASK, masked
 from degarble.harness.base.version import VERSION
 
 if TYPE_CHECKING:

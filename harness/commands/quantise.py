@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.base.input_files import read_small_file
+from degarble.harness.base.files import read_small_file
 from degarble.harness.checkpoint.read.types import LARGEST_INDEX
 from degarble.harness.checkpoint.transform.nvfp4_scales import ScaleRule
 from degarble.harness.checkpoint.transform.quantise.calibration import Calibration

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from degarble.harness.base.errors import UnreadableFile
-from degarble.harness.base.input_files import read_small_text
+from degarble.harness.base.files import read_small_text
 from degarble.harness.report.files import usable_folder, write_text
 from degarble.harness.report.page import page_from_json, page_to_json
 from degarble.harness.report.verdict import SEVERITY

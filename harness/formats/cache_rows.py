@@ -20,17 +20,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.base.errors import InvalidArgument, LayoutMismatch, ShapeMismatch, UnknownName
-from degarble.harness.formats.arrays import code_dtype, decode_array
-from degarble.harness.formats.element_formats import BF16, E2M1, E4M3, FP32, UE8M0
+from degarble.harness.formats.codec import code_dtype, decode_array, require_bytes, unpack_nibbles
 from degarble.harness.formats.layouts import round_up
-from degarble.harness.formats.packing import require_bytes, unpack_nibbles
+from degarble.harness.formats.number_formats import BF16, E2M1, E4M3, FP32, UE8M0
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
-    from degarble.harness.formats.types import ElementFormat
+    from degarble.harness.formats.number_formats import ElementFormat
 
 
 class ByteRole(StrEnum):

@@ -1,22 +1,121 @@
-"""Encode and decode one number: the readable definition of every scalar format.
+"""Encode and decode scalar codes, pack them into bytes, and count the ulps between two of them.
 
-* -0 keeps its sign where the format has one, and so does a small negative that rounds to zero.
-* NaN becomes the format's one positive quiet NaN; payload and sign are dropped. A format without
-  NaN (E2M1) raises unless a NanRule chooses a value.
-* Overflow.SATURATE clamps infinities as well. Overflow.IEEE needs a format with infinity or NaN.
-* UE8M0 has neither sign nor zero: negatives raise; zero and all below 2**-127 become 2**-127.
+`encode` and `decode` of one number are the readable definition of every scalar format;
+`encode_array` and `decode_array` are their twins for tensors, equal bit for bit.
+Shape letters: K elements, P = K / 2 bytes.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.formats.types import NanRule, Overflow, Rounding
+import numpy as np
+import torch
+
+from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
+from degarble.harness.formats.number_formats import (
+    BF16,
+    E4M3,
+    E5M2,
+    FP16,
+    FP32,
+    UE8M0,
+    NanRule,
+    NibbleOrder,
+    Overflow,
+    Rounding,
+)
 
 if TYPE_CHECKING:
-    from degarble.harness.formats.types import ElementFormat
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from degarble.harness.formats.number_formats import ElementFormat
+
+
+# --------------------------------------------------------------------------------------------------
+# Two 4-bit codes in a byte, along K
+#
+# Every known producer puts the even K index into the low nibble; the reverse is a named variant,
+# because one checkpoint family stored it. `pack_pair`, `low_nibble` and `high_nibble` use operators
+# on non-negative integers only, so that they run on ints, tensors and CuTe DSL values.
+
+
+def pack_pair(low: Any, high: Any) -> Any:
+    """Join two codes below 16 into one byte."""
+    return low + high * 16
+
+
+def low_nibble(byte: Any) -> Any:
+    """Return the low half of a byte."""
+    return byte % 16
+
+
+def high_nibble(byte: Any) -> Any:
+    """Return the high half of a byte."""
+    return byte // 16
+
+
+def pack_nibbles(codes_K: Tensor, order: NibbleOrder = NibbleOrder.LOW_EVEN) -> Tensor:
+    """Pack uint8 codes [..., K] into bytes [..., K / 2]."""
+    require_bytes("codes", codes_K)
+    if codes_K.ndim == 0 or codes_K.shape[-1] % 2:
+        raise ShapeMismatch(
+            "last extent of the codes",
+            tuple(codes_K.shape),
+            "an even number of codes along K",
+            "Pad K to an even extent with code 0 before packing.",
+        )
+    if codes_K.numel() and int(codes_K.max()) > 0xF:
+        raise InvalidArgument(
+            "4-bit code",
+            int(codes_K.max()),
+            "codes from 0 to 15",
+            "Pack codes, one a byte, not bytes that are packed already.",
+        )
+    even_P, odd_P = codes_K[..., 0::2], codes_K[..., 1::2]
+    if order is NibbleOrder.HIGH_EVEN:
+        even_P, odd_P = odd_P, even_P
+    packed_P: Tensor = pack_pair(even_P, odd_P)
+    return packed_P
+
+
+def unpack_nibbles(packed_P: Tensor, order: NibbleOrder = NibbleOrder.LOW_EVEN) -> Tensor:
+    """Unpack bytes [..., P] into uint8 codes [..., 2 P]."""
+    require_bytes("packed codes", packed_P)
+    if packed_P.ndim == 0:
+        raise ShapeMismatch(
+            "packed codes", (), "at least one dimension", "Pass a tensor of bytes [..., K / 2]."
+        )
+    halves = [low_nibble(packed_P), high_nibble(packed_P)]
+    if order is NibbleOrder.HIGH_EVEN:
+        halves.reverse()
+    return torch.stack(halves, dim=-1).flatten(-2)
+
+
+def require_bytes(name: str, tensor: Tensor) -> None:
+    """Raise if a tensor does not hold raw bytes."""
+    if tensor.dtype is not torch.uint8:
+        raise DtypeMismatch(
+            name,
+            tensor.dtype,
+            "torch.uint8",
+            "Reinterpret bytes with view(torch.uint8); never cast numerically.",
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# One number: the readable definition of every scalar format
+#
+# - -0 keeps its sign where the format has one, and so does a small negative that rounds to zero.
+# - NaN becomes the format's one positive quiet NaN; payload and sign are dropped. A format without
+#   NaN (E2M1) raises unless a NanRule chooses a value.
+# - Overflow.SATURATE clamps infinities as well. Overflow.IEEE needs a format with infinity or NaN.
+# - UE8M0 has neither sign nor zero: negatives raise; zero and all below 2**-127 become 2**-127.
 
 
 def is_nan(code: int, fmt: ElementFormat) -> bool:
@@ -143,3 +242,315 @@ def _round_magnitude(magnitude: float, negative: bool, fmt: ElementFormat, rule:
     if points_toward_zero(rule, negative):
         return code
     return code + (remainder > 0)
+
+
+# --------------------------------------------------------------------------------------------------
+# Whole tensors, bit for bit as the definition
+#
+# Codes are never negative: uint8 up to 8 bits, int32 for 16, int64 for 32 (`code_dtype`). Encoding
+# works on the bits of the float64 value in integers, so it rounds exactly once from float16,
+# bfloat16, float32 and float64 alike. CPU tensors of uint8 codes are decoded by table lookup.
+
+# Elements handled at once: the int64 temporaries of one piece stay near the cache, and peak memory
+# does not grow with the tensor.
+_PIECE = 1 << 17
+
+_F64_MANTISSA_BITS = 52  # IEEE 754 binary64
+_F64_BIAS = 1023
+
+_FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+FORMAT_OF_DTYPE: dict[torch.dtype, ElementFormat] = {
+    torch.bfloat16: BF16,
+    torch.float16: FP16,
+    torch.float32: FP32,
+    torch.float8_e4m3fn: E4M3,
+    torch.float8_e5m2: E5M2,
+    torch.float8_e8m0fnu: UE8M0,
+}
+_BIT_VIEW = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def code_dtype(fmt: ElementFormat) -> torch.dtype:
+    """Return the dtype that holds codes of `fmt`, every one of them without a sign."""
+    if fmt.bits <= 8:
+        return torch.uint8
+    return torch.int32 if fmt.bits <= 16 else torch.int64
+
+
+def codes_of(tensor: Tensor) -> Tensor:
+    """Reinterpret a tensor of a torch float dtype as codes of FORMAT_OF_DTYPE; nothing rounds."""
+    fmt = FORMAT_OF_DTYPE.get(tensor.dtype)
+    if fmt is None:
+        raise DtypeMismatch(
+            "tensor",
+            tensor.dtype,
+            f"one of {', '.join(str(dtype) for dtype in FORMAT_OF_DTYPE)}",
+            "Other formats have no torch dtype; pass their codes.",
+        )
+    bits = tensor.contiguous().view(_BIT_VIEW[tensor.element_size()])
+    return bits.to(code_dtype(fmt)) & (fmt.code_count - 1)
+
+
+def decode_array(codes: Tensor, fmt: ElementFormat) -> Tensor:
+    """Return the float32 values that `codes` (any integer dtype) stand for, exactly."""
+    if codes.dtype not in _INTEGER_DTYPES:
+        raise DtypeMismatch(
+            f"{fmt.name} codes",
+            codes.dtype,
+            "an integer dtype",
+            "Decode bit patterns, not values; codes_of reinterprets a float tensor.",
+        )
+    if _is_looked_up(codes) and fmt.bits <= 8:
+        table = _table(fmt)
+
+        def convert(piece: Tensor) -> Tensor:
+            if fmt.bits < 8 and piece.numel() and int(piece.max()) >= fmt.code_count:
+                return _decode_piece(piece, fmt)  # refuses
+            return torch.from_numpy(np.take(table, piece.numpy(), mode="clip"))
+
+        return _in_pieces(codes, torch.float32, convert)
+    return _in_pieces(codes, torch.float32, lambda piece: _decode_piece(piece, fmt))
+
+
+def decode_pairs(
+    packed_P: Tensor, fmt: ElementFormat, order: NibbleOrder, dtype: torch.dtype
+) -> Tensor:
+    """Return the values [..., 2 P] of bytes that hold two 4-bit codes, in float32 or float64."""
+    if not _is_looked_up(packed_P):
+        return decode_array(unpack_nibbles(packed_P, order), fmt).to(dtype)
+    table = _pair_table(fmt, order, dtype)
+    flat = packed_P.reshape(-1).numpy()
+    pairs = np.empty(flat.shape, table.dtype)
+    for start in range(0, flat.size, _PIECE):
+        piece = slice(start, start + _PIECE)
+        np.take(table, flat[piece], mode="clip", out=pairs[piece])
+    values = torch.from_numpy(pairs.view(np.float64 if dtype is torch.float64 else np.float32))
+    return values.reshape(*packed_P.shape[:-1], 2 * packed_P.shape[-1])
+
+
+def encode_array(
+    values: Tensor,
+    fmt: ElementFormat,
+    rounding: Rounding = Rounding.NEAREST_EVEN,
+    overflow: Overflow = Overflow.SATURATE,
+    nan: NanRule = NanRule.REFUSE,
+) -> Tensor:
+    """Return the codes of `values`, each rounded once by the named rules."""
+    if values.dtype not in _FLOAT_DTYPES:
+        raise DtypeMismatch(
+            f"values for {fmt.name}",
+            values.dtype,
+            "float16, bfloat16, float32 or float64",
+            "Convert on purpose before encoding.",
+        )
+    refuse_silent_overflow(fmt, overflow)
+    return _in_pieces(
+        values, code_dtype(fmt), lambda piece: _encode_piece(piece, fmt, rounding, overflow, nan)
+    )
+
+
+def is_nan_array(codes: Tensor, fmt: ElementFormat) -> Tensor:
+    """Return which codes stand for no number."""
+    if isinstance(fmt.nan_codes, str):
+        return (codes & fmt.magnitude_mask) > fmt.exponent_mask << fmt.mantissa_bits
+    found = torch.zeros_like(codes, dtype=torch.bool)
+    for code in fmt.nan_codes:
+        found |= codes == code
+    return found
+
+
+def _in_pieces(source: Tensor, dtype: torch.dtype, convert: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply an elementwise conversion piece by piece."""
+    flat = source.reshape(-1)
+    result = torch.empty(flat.shape, dtype=dtype, device=flat.device)
+    for start in range(0, flat.numel(), _PIECE):
+        result[start : start + _PIECE] = convert(flat[start : start + _PIECE])
+    return result.reshape(source.shape)
+
+
+def _is_looked_up(codes: Tensor) -> bool:
+    return codes.dtype is torch.uint8 and codes.device.type == "cpu"
+
+
+@cache
+def _table(fmt: ElementFormat) -> NDArray[np.float32]:
+    """Return every value of a format of 8 bits or fewer, indexed by code."""
+    with torch.inference_mode(mode=False):
+        made: NDArray[np.float32] = _decode_piece(torch.arange(fmt.code_count), fmt).numpy()
+        return made
+
+
+@cache
+def _pair_table(fmt: ElementFormat, order: NibbleOrder, dtype: torch.dtype) -> NDArray[Any]:
+    """Return both values of every byte, each pair viewed as one number of twice their size."""
+    with torch.inference_mode(mode=False):
+        codes = unpack_nibbles(torch.arange(256, dtype=torch.uint8), order)
+        values: NDArray[Any] = torch.from_numpy(_table(fmt)[codes.numpy()]).to(dtype).numpy()
+    # Containers of 16 and 8 bytes: one look-up of a byte then copies both values.
+    return values.view(np.complex128 if dtype is torch.float64 else np.int64)
+
+
+def _decode_piece(codes: Tensor, fmt: ElementFormat) -> Tensor:
+    code = codes.to(torch.int64)
+    if codes.dtype is not torch.uint8 or fmt.bits < 8:
+        wrong = (code < 0) | (code >= fmt.code_count)
+        if bool(wrong.any()):
+            raise InvalidArgument(
+                f"{fmt.name} code",
+                int(code[wrong][0]),
+                f"an integer from 0 to {fmt.code_count - 1}",
+                "Mask the codes to the width of the format first.",
+            )
+    magnitude = code & fmt.magnitude_mask
+    exponent = magnitude >> fmt.mantissa_bits
+    significand = magnitude & fmt.mantissa_mask
+    if fmt.subnormals:
+        significand = significand + (exponent > 0).to(torch.int64) * (1 << fmt.mantissa_bits)
+        exponent = exponent.clamp(min=1)
+    else:
+        significand = significand + (1 << fmt.mantissa_bits)
+    # A power of two from its bits: pow and ldexp of torch promise no exactness at the ends.
+    exponent_f64 = exponent + (_F64_BIAS - fmt.bias - fmt.mantissa_bits)
+    power = (exponent_f64 << _F64_MANTISSA_BITS).view(torch.float64)
+    value = significand.to(torch.float64) * power
+    if fmt.infinity_code is not None:
+        value[magnitude == fmt.infinity_code] = torch.inf
+    value = torch.where((code & fmt.sign_mask) != 0, -value, value)
+    value[is_nan_array(code, fmt)] = torch.nan
+    return value.to(torch.float32)
+
+
+def _encode_piece(
+    values: Tensor,
+    fmt: ElementFormat,
+    rounding: Rounding,
+    overflow: Overflow,
+    nan: NanRule,
+) -> Tensor:
+    value = values.to(torch.float64)
+    is_nan = value.isnan()
+    negative = value.signbit()
+    if not fmt.signed and bool((value < 0).any()):
+        raise InvalidArgument(
+            f"value for {fmt.name}",
+            float(value[value < 0][0]),
+            "a number that is not negative",
+            "The format has no sign; encode the magnitude, or look why a scale is negative.",
+        )
+    code = _round_magnitudes(value.abs(), negative, fmt, rounding)
+    sign = negative.to(torch.int64) * fmt.sign_mask
+    beyond = overflow_code(fmt, overflow, 0)
+    largest = torch.full_like(code, fmt.largest_code)
+    # An infinity of the input is no overflow: no rounding rule makes a finite number of it.
+    kept = _toward_zero(rounding, negative) & ~value.isinf()
+    code = torch.where(
+        code > fmt.largest_code, torch.where(kept, largest, torch.full_like(code, beyond)), code
+    )
+    if beyond == fmt.nan_code:
+        sign = sign * (code != beyond).to(torch.int64)  # the one NaN is positive
+    code = code | sign
+    if bool(is_nan.any()):
+        code[is_nan] = encoded_nan(fmt, nan)
+    return code.to(code_dtype(fmt))
+
+
+def _toward_zero(rounding: Rounding, negative: Tensor) -> Tensor:
+    """Return for each sign whether the rule never increases the magnitude."""
+    below, above = (points_toward_zero(rounding, sign) for sign in (True, False))
+    return (negative & below) | (~negative & above)
+
+
+def _round_magnitudes(
+    magnitude: Tensor, negative: Tensor, fmt: ElementFormat, rule: Rounding
+) -> Tensor:
+    """Return magnitude codes as if the exponent had no upper end (NaN yields anything)."""
+    bits = magnitude.view(torch.int64)
+    field = bits >> _F64_MANTISSA_BITS
+    hidden = (field > 0).to(torch.int64) << _F64_MANTISSA_BITS
+    significand = (bits & ((1 << _F64_MANTISSA_BITS) - 1)) | hidden
+    binade = field.clamp(min=1) - _F64_BIAS
+    below = (fmt.min_exponent - binade).clamp(min=0)
+    # 54 places empty the 53-bit significand and leave it under half: more would say the same.
+    shift = (below + (_F64_MANTISSA_BITS - fmt.mantissa_bits)).clamp(max=_F64_MANTISSA_BITS + 2)
+    lower = significand >> shift
+    remainder = significand - (lower << shift)
+    code = lower + ((binade.clamp(min=fmt.min_exponent) - fmt.min_exponent) << fmt.mantissa_bits)
+    if not fmt.subnormals:
+        code = code - (1 << fmt.mantissa_bits)
+    if rule in {Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY}:
+        half = torch.ones_like(shift) << (shift - 1)
+        ties_up = (code & 1) == 1 if rule is Rounding.NEAREST_EVEN else torch.ones_like(negative)
+        up = (remainder > half) | ((remainder == half) & ties_up)
+    else:
+        up = (remainder > 0) & ~_toward_zero(rule, negative)
+    if not fmt.subnormals:
+        # All below the smallest number becomes the smallest number: there is no zero.
+        up = up & (code >= 0)
+        code = code.clamp(min=0)
+    return code + up.to(torch.int64)
+
+
+# --------------------------------------------------------------------------------------------------
+# Distance in ulps: how many representable numbers two elements are apart
+#
+# A code's ordinal is its magnitude code with the sign of the number, so that neighbours differ by
+# one across binades, through zero and into the subnormals. -0 and +0 share ordinal 0. An infinity
+# is one step beyond the largest finite number. Two NaN are at distance 0, a NaN and a number at
+# `nan_distance(fmt)`, which exceeds every distance of numbers.
+
+
+def nan_distance(fmt: ElementFormat) -> int:
+    """Return the distance between a NaN and any number."""
+    return fmt.code_count
+
+
+def ordinal(code: int, fmt: ElementFormat) -> int:
+    """Return the index of a code on the number line; for a NaN the result is meaningless."""
+    magnitude = code & fmt.magnitude_mask
+    return -magnitude if code & fmt.sign_mask else magnitude
+
+
+def ulp_distance(code: int, other: int, fmt: ElementFormat) -> int:
+    """Return the steps between two codes: the definition."""
+    if is_nan(code, fmt) or is_nan(other, fmt):
+        return 0 if is_nan(code, fmt) and is_nan(other, fmt) else nan_distance(fmt)
+    return abs(ordinal(code, fmt) - ordinal(other, fmt))
+
+
+def ordinal_array(codes: Tensor, fmt: ElementFormat) -> Tensor:
+    """Return the int64 ordinals of codes."""
+    code = codes.to(torch.int64)
+    magnitude = code & fmt.magnitude_mask
+    return torch.where((code & fmt.sign_mask) != 0, -magnitude, magnitude)
+
+
+def ulp_distance_array(codes: Tensor, others: Tensor, fmt: ElementFormat) -> Tensor:
+    """Return the int64 steps between two tensors of codes: the fast twin."""
+    if codes.shape != others.shape:
+        raise ShapeMismatch(
+            "tensors to compare",
+            (tuple(codes.shape), tuple(others.shape)),
+            "one shape",
+            "Broadcast on purpose before measuring a distance.",
+        )
+    code, other = codes.to(torch.int64), others.to(torch.int64)
+    distance = (ordinal_array(code, fmt) - ordinal_array(other, fmt)).abs()
+    nan, other_nan = is_nan_array(code, fmt), is_nan_array(other, fmt)
+    distance[nan & other_nan] = 0
+    distance[nan ^ other_nan] = nan_distance(fmt)
+    return distance
+
+
+def value_ulp_distance(values: Tensor, others: Tensor) -> Tensor:
+    """Return the int64 steps between two tensors of one torch float dtype."""
+    if values.dtype is not others.dtype:
+        raise DtypeMismatch(
+            "tensors to compare",
+            (values.dtype, others.dtype),
+            "one dtype: an ulp belongs to a format",
+            "Round both to the format whose ulps are meant, by a named rule.",
+        )
+    codes, other_codes = codes_of(values), codes_of(others)
+    return ulp_distance_array(codes, other_codes, FORMAT_OF_DTYPE[values.dtype])

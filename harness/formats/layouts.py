@@ -1,32 +1,48 @@
-"""Memory layouts of block scales: linear, 128x4, 8x4 and DeepGEMM's packed UE8M0, as index maps.
+"""Map block scales and weight rows to the memory orders that kernels read.
 
-128x4 is the order of tcgen05 and cuBLAS, 8x4 that of TRT-LLM for small M. Offsets count bytes, one
-byte a scale. The index functions use // % * + on non-negative integers only, so one source runs on
-ints, int64 tensors and CuTe DSL values inside a kernel. They check nothing: a coordinate outside
-the matrix is the caller's mistake, or padding.
-
-`to_layout` and `from_layout` move whole uint8 matrices [..., M, Ks]; padding is zero. Each matrix
-of a batch (expert) is padded separately.
-
-Trap: DSL `%` truncates while Python's floors; both agree only while every operand is >= 0.
-Shape letters: M rows, Ks scale columns, S bytes of storage, E leading extents.
+Scale layouts: linear, 128x4, 8x4 and DeepGEMM's packed UE8M0 (MN-major). Row orders: shuffle,
+gate/up interleave, half swap.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.base.errors import LayoutMismatch, ShapeMismatch, UnknownName
-from degarble.harness.formats.packing import require_bytes
+from degarble.harness.base.errors import (
+    DtypeMismatch,
+    InvalidArgument,
+    LayoutMismatch,
+    ShapeMismatch,
+    UnknownName,
+)
+from degarble.harness.formats.codec import decode_array, encode_array, require_bytes
+from degarble.harness.formats.number_formats import UE8M0
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
+
+
+# --------------------------------------------------------------------------------------------------
+# Layouts of block scales, as index maps
+#
+# 128x4 is the order of tcgen05 and cuBLAS, 8x4 that of TRT-LLM for small M. Offsets count bytes,
+# one byte a scale. The index functions use // % * + on non-negative integers only, so one source
+# runs on ints, int64 tensors and CuTe DSL values inside a kernel. They check nothing: a coordinate
+# outside the matrix is the caller's mistake, or padding.
+#
+# `to_layout` and `from_layout` move whole uint8 matrices [..., M, Ks]; padding is zero. Each matrix
+# of a batch (expert) is padded separately.
+#
+# Trap: DSL `%` truncates while Python's floors; both agree only while every operand is >= 0.
+# Shape letters: M rows, Ks scale columns, S bytes of storage, E leading extents.
 
 
 def ceil_div(value: Any, divisor: int) -> Any:
@@ -236,3 +252,240 @@ def padded_row_starts(row_counts: Sequence[int], layout: ScaleLayout) -> tuple[i
     for count in row_counts:
         starts.append(starts[-1] + round_up(count, layout.row_tile))
     return tuple(starts)
+
+
+# --------------------------------------------------------------------------------------------------
+# Power-of-two scales as DeepGEMM reads them on SM100: four UE8M0 bytes to an int32, MN-major
+#
+# The result is int32 [..., M, P] with strides (1, A), where P = ceil(Ks / 4) and A is M rounded up
+# to 4. The byte order itself is PACKED_MN. An fp32 scale has to be a power of two from 2**-127 to
+# 2**127: rounding any other (zero, infinity and NaN too) would change every product.
+# Shape letters: M rows, Ks scale columns, P packed columns.
+
+
+def exact_ue8m0(scales: Tensor) -> Tensor:
+    """Return the UE8M0 codes of fp32 scales that are powers of two already."""
+    if scales.dtype is not torch.float32:
+        raise DtypeMismatch(
+            "scales", scales.dtype, "torch.float32", "Pass UE8M0 bytes as they are, as uint8."
+        )
+    magnitude = scales.abs().nan_to_num(0.0)
+    codes = encode_array(magnitude, UE8M0)
+    wrong = decode_array(codes, UE8M0) != scales
+    if bool(wrong.any()):
+        raise InvalidArgument(
+            f"scales, {int(wrong.sum())} of {scales.numel()}",
+            float(scales[wrong][0]),
+            "exact powers of two from 2**-127 to 2**127",
+            "Quantise again with power-of-two scales; rounding a scale changes the weights.",
+        )
+    return codes
+
+
+def pack_scales(scales_MK: Tensor, rows_per_scale: int = 1, rows: int | None = None) -> Tensor:
+    """Pack fp32 or UE8M0 (uint8) scales [..., Ms, Ks] into int32 [..., rows, P].
+
+    Each scale row is repeated for `rows_per_scale` rows and cut at `rows`.
+    """
+    codes_MK = scales_MK if scales_MK.dtype is torch.uint8 else exact_ue8m0(scales_MK)
+    if codes_MK.ndim < 2:
+        raise ShapeMismatch(
+            "scales", tuple(codes_MK.shape), "rows and scale columns", "Add the missing dimension."
+        )
+    if rows_per_scale < 1:
+        raise InvalidArgument(
+            "rows_per_scale", rows_per_scale, "at least 1", "Check the granularity of the scales."
+        )
+    covered = codes_MK.shape[-2] * rows_per_scale
+    rows = covered if rows is None else rows
+    if ceil_div(rows, rows_per_scale) != codes_MK.shape[-2]:
+        raise ShapeMismatch(
+            "rows",
+            rows,
+            f"a number that {codes_MK.shape[-2]} scale rows of {rows_per_scale} cover",
+            "Check the granularity of the scales.",
+        )
+    codes_MK = codes_MK.repeat_interleave(rows_per_scale, dim=-2)[..., :rows, :]
+    storage = to_layout(codes_MK, PACKED_MN)
+    word_shape = (ceil_div(codes_MK.shape[-1], 4), round_up(rows, 4), 4)
+    words = storage.reshape(*storage.shape[:-1], *word_shape).view(torch.int32).squeeze(-1)
+    return words.transpose(-1, -2)[..., :rows, :]
+
+
+def unpack_scales(packed_MP: Tensor, columns: int) -> Tensor:
+    """Return the UE8M0 codes [..., M, columns] of packed int32 scales."""
+    if packed_MP.dtype is not torch.int32:
+        raise DtypeMismatch(
+            "packed scales", packed_MP.dtype, "torch.int32", "Pack them with pack_scales."
+        )
+    if packed_MP.ndim < 2 or packed_MP.shape[-1] != ceil_div(columns, 4):
+        raise LayoutMismatch(
+            f"packed scales of {columns} columns",
+            tuple(packed_MP.shape),
+            f"a last extent of {ceil_div(columns, 4)} words",
+            "Pass the number of scale columns before packing.",
+        )
+    *leading, rows, packed_columns = packed_MP.shape
+    words = packed_MP.new_zeros((*leading, packed_columns, round_up(rows, 4)))
+    words[..., :rows] = packed_MP.transpose(-1, -2)
+    return from_layout(words.flatten(-2).view(torch.uint8), PACKED_MN, rows, columns)
+
+
+# --------------------------------------------------------------------------------------------------
+# Row permutations of weights before a kernel reads them
+#
+# TRT-LLM shuffles rows in blocks of 32 or 16; gate and up interleave in groups of 1, 8 or 64; the
+# halves are [w1; w3] or [w3; w1]; DeepGEMM transposes 4x32. Orders can be chained. An order is a
+# gather: row r of the result is row `source(r, rows)` of the input, and `destination` is its
+# inverse. Both use // % * + on non-negative integers only, so that one source runs on ints, int64
+# tensors and CuTe DSL values; neither checks anything. `reorder_rows` and `restore_rows` move
+# tensors [..., M, K] and check that the order divides M.
+#
+# Sources: FlashInfer utils.py and fused_moe/core.py (shuffle, interleave by one, chain), vLLM
+# flashinfer_fp4_moe.py (w3 before w1), DeepGEMM mega/__init__.py (groups of 8, 4x32 transpose).
+# Shape letters: M rows, K columns.
+
+
+def shuffled_row(row: Any, ways: int, block: int) -> Any:
+    """Return where a row goes when each `block` rows are dealt like cards to `ways` stacks.
+
+    Inside a block j goes to (j mod ways) * (block / ways) + j div ways.
+    """
+    inside = row % block
+    return row // block * block + inside % ways * (block // ways) + inside // ways
+
+
+def interleaved_row(row: Any, rows: Any, group: int) -> Any:
+    """Return where a row of [first half; second half] goes when groups of both halves alternate."""
+    inside = row % (rows // 2)
+    return inside // group * (2 * group) + row // (rows // 2) * group + inside % group
+
+
+def deinterleaved_row(row: Any, rows: Any, group: int) -> Any:
+    """Return where a row of alternating groups goes when the halves are joined again."""
+    pair = row // (2 * group)
+    return row // group % 2 * (rows // 2) + pair * group + row % group
+
+
+def swapped_half_row(row: Any, rows: Any) -> Any:
+    """Return where a row goes when [a; b] becomes [b; a]; its own inverse."""
+    return (row + rows // 2) % rows
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """A permutation of rows: `source(new_row, rows)` and its inverse `destination(row, rows)`."""
+
+    name: str
+    multiple: int  # the row count is a multiple of this
+    source: Callable[[Any, Any], Any]
+    destination: Callable[[Any, Any], Any]
+
+
+def chain(name: str, first: RowOrder, *later: RowOrder) -> RowOrder:
+    """Apply orders one after the other, as one gather."""
+    orders = (first, *later)
+
+    def source(row: Any, rows: Any) -> Any:
+        for order in reversed(orders):
+            row = order.source(row, rows)
+        return row
+
+    def destination(row: Any, rows: Any) -> Any:
+        for order in orders:
+            row = order.destination(row, rows)
+        return row
+
+    return RowOrder(name, math.lcm(*(order.multiple for order in orders)), source, destination)
+
+
+def _shuffle(name: str, ways: int, block: int) -> RowOrder:
+    return RowOrder(
+        name,
+        block,
+        source=lambda row, _rows: shuffled_row(row, block // ways, block),
+        destination=lambda row, _rows: shuffled_row(row, ways, block),
+    )
+
+
+def _interleave(group: int) -> RowOrder:
+    return RowOrder(
+        f"interleave_{group}",
+        2 * group,
+        source=partial(deinterleaved_row, group=group),
+        destination=partial(interleaved_row, group=group),
+    )
+
+
+AS_STORED = RowOrder("as_stored", 1, lambda row, _rows: row, lambda row, _rows: row)
+# Block 32 for an epilogue tile of 128 rows, block 16 otherwise (FlashInfer utils.py).
+SHUFFLE_32 = _shuffle("shuffle_32", ways=4, block=32)
+SHUFFLE_16 = _shuffle("shuffle_16", ways=2, block=16)
+INTERLEAVE_1 = _interleave(1)  # TRT-LLM
+INTERLEAVE_8 = _interleave(8)  # DeepGEMM MegaMoE
+INTERLEAVE_64 = _interleave(64)  # FlashInfer CuTe DSL
+SWAP_HALVES = RowOrder("swap_halves", 2, swapped_half_row, swapped_half_row)  # [w1;w3] to [w3;w1]
+# Rows 32 a + b of 128 go to 4 b + a: what UTCCP copies into tensor memory (DeepGEMM MegaMoE).
+TRANSPOSE_4X32 = _shuffle("transpose_4x32", ways=32, block=128)
+# Interleave first, then shuffle: the combined gather is interleave[shuffle] (FlashInfer core.py).
+TRTLLM_GATED = chain("trtllm_gated", SWAP_HALVES, INTERLEAVE_1, SHUFFLE_32)
+
+ROW_ORDERS: Mapping[str, RowOrder] = MappingProxyType(
+    {
+        order.name: order
+        for order in (
+            AS_STORED,
+            SHUFFLE_32,
+            SHUFFLE_16,
+            INTERLEAVE_1,
+            INTERLEAVE_8,
+            INTERLEAVE_64,
+            SWAP_HALVES,
+            TRANSPOSE_4X32,
+            TRTLLM_GATED,
+        )
+    }
+)
+
+
+def row_order(name: str) -> RowOrder:
+    """Return the order called `name`; raise with the nearest known names otherwise."""
+    if name not in ROW_ORDERS:
+        raise UnknownName.among("row order", name, ROW_ORDERS)
+    return ROW_ORDERS[name]
+
+
+def gather_index(order: RowOrder, rows: int) -> Tensor:
+    """Return, for every new row, the row that it comes from."""
+    if rows % order.multiple:
+        raise ShapeMismatch(
+            f"rows for order {order.name}",
+            rows,
+            f"a multiple of {order.multiple}",
+            "Pad the rows (each gated half on its own) with zeros first.",
+        )
+    index_M: Tensor = order.source(torch.arange(rows, dtype=torch.int64), rows)
+    return index_M
+
+
+def reorder_rows(tensor_MK: Tensor, order: RowOrder) -> Tensor:
+    """Gather the rows of [..., M, K] into `order`."""
+    index_M = gather_index(order, _rows_of(tensor_MK)).to(tensor_MK.device)
+    return tensor_MK.index_select(-2, index_M)
+
+
+def restore_rows(tensor_MK: Tensor, order: RowOrder) -> Tensor:
+    """Undo reorder_rows."""
+    index_M = gather_index(order, _rows_of(tensor_MK)).to(tensor_MK.device)
+    return tensor_MK.index_select(-2, index_M.argsort())
+
+
+def _rows_of(tensor_MK: Tensor) -> int:
+    if tensor_MK.ndim < 2:
+        raise ShapeMismatch(
+            "tensor to reorder",
+            tuple(tensor_MK.shape),
+            "at least two dimensions, rows and columns",
+            "Add a column dimension of extent 1.",
+        )
+    return tensor_MK.shape[-2]

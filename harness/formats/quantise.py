@@ -1,51 +1,388 @@
-"""Quantise tensors to block formats and dequantise them, as the facts of a dialect say.
+"""Quantise tensors to block formats, hold codes with their facts, and dequantise them.
 
-Every step is one float32 operation, rounded to nearest even, in the order of the dialect's record;
-nothing is fused. The value of a code is element * block scale (exact, unless the scale is fp32),
-then one float32 multiply by a decode scale or divide by an encode scale, then one rounding to the
-output dtype. In float64 all of it is exact, apart from a division by an encode scale. Large NVFP4
-tensors on the CPU take the compiled loops where their dialect has them (harness.formats.fast), bit
-for bit.
-
-NVFP4 and MX need K in whole blocks; only 128x128 may be ragged. NaN, infinities and zero tensors
-follow the record; where a producer leaves them undefined they raise. Approximate reciprocals of a
-device are modelled by correctly rounded ones, and the dialect records bit_exact=False.
-
-Shape letters: M rows, K columns, R and C blocks along M and K, r and c inside a block.
+Shape letters: M rows, K columns, R and C blocks along M and K, r and c inside a block, S storage
+bytes.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.nn.functional import pad
 
-from degarble.harness.base.errors import DtypeMismatch, InvalidArgument
-from degarble.harness.formats.arrays import decode_array, decode_pairs, encode_array
-from degarble.harness.formats.block_formats import NVFP4, require_shape, scale_shape
+from degarble.harness.base.errors import (
+    DialectMismatch,
+    DtypeMismatch,
+    InvalidArgument,
+    LayoutMismatch,
+    Refused,
+    ScaleDirectionMismatch,
+    ShapeMismatch,
+)
+from degarble.harness.formats.codec import (
+    decode_array,
+    decode_pairs,
+    encode_array,
+    pack_nibbles,
+    unpack_nibbles,
+)
 from degarble.harness.formats.dialects import (
+    BLOCK_SCALE,
     CANONICAL,
     MODELOPT,
+    TENSOR_SCALE,
+    VALUE,
     Dialect,
     Guard,
     NegativeZero,
     NonFinite,
     TensorScaleRule,
+    TensorScales,
 )
-from degarble.harness.formats.fast import modelopt as fast_modelopt
 from degarble.harness.formats.fast import nvfp4 as fast_nvfp4
-from degarble.harness.formats.layouts import LINEAR
-from degarble.harness.formats.packing import pack_nibbles
-from degarble.harness.formats.quantised import QuantisedTensor, require_scale_extents
-from degarble.harness.formats.scale_rules import BLOCK_SCALE, TENSOR_SCALE, VALUE, Scales
-from degarble.harness.formats.types import BlockFormat, NanRule, NibbleOrder, ScaleDirection
+from degarble.harness.formats.layouts import LINEAR, from_layout, require_storage, to_layout
+from degarble.harness.formats.number_formats import (
+    NVFP4,
+    BlockFormat,
+    NanRule,
+    NibbleOrder,
+    ScaleDirection,
+    codes_shape,
+    require_shape,
+    scale_shape,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.formats.dialects import BlockRule
+    from degarble.harness.formats.layouts import ScaleLayout
+
+
+# --------------------------------------------------------------------------------------------------
+# Codes and scales, together with the six facts needed to read them
+#
+# Consumers call `require` (one tensor against what is read) and `require_same` (several tensors
+# against each other), so tensors of different dialects, layouts, directions, nibble orders or
+# formats are never mixed silently. Every torch function raises, because arithmetic on bytes means
+# nothing. Contents are not checked: the NaN scales of a broken checkpoint must be representable, or
+# nobody could report them.
+
+_ASPECTS: dict[str, tuple[type[Refused], str]] = {
+    "format": (DtypeMismatch, "Decode with one format and quantise with the other."),
+    "dialect": (DialectMismatch, "Decode and quantise again, or name the aspect in `but`."),
+    "layout": (LayoutMismatch, "Convert with with_layout()."),
+    "direction": (ScaleDirectionMismatch, "Convert with with_direction()."),
+    "nibble_order": (LayoutMismatch, "Convert with with_nibble_order()."),
+}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class QuantisedTensor:
+    """Codes and scales of a logical tensor [..., M, K], with everything needed to read them.
+
+    codes         uint8: [..., M, K], or [..., M, K/2] where two codes share a byte
+    block_scale   linear: [..., R, C], uint8 codes or float32; another layout: uint8 [..., S]
+    tensor_scale  float32, one number or one per leading index; None where the format has none
+    direction     of tensor_scale, None with it; nibble_order is None for unpacked formats
+    """
+
+    codes: Tensor
+    block_scale: Tensor
+    tensor_scale: Tensor | None
+    format: BlockFormat
+    dialect: Dialect
+    layout: ScaleLayout
+    direction: ScaleDirection | None
+    nibble_order: NibbleOrder | None
+    shape: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        facts = (self.dialect.name, self.layout.name, self.direction, self.nibble_order)
+        shown = ", ".join(str(fact) for fact in facts if fact is not None)
+        return f"QuantisedTensor({self.format.name} {self.shape}, {shown})"
+
+    # Every construction is checked, `replace` in the conversions below included.
+    def __post_init__(self) -> None:
+        self.dialect.rule_for(self.format)
+        _require_tensor("codes", self.codes, torch.uint8)
+        _require_extents("codes", self.codes, codes_shape(self.shape, self.format))
+        self._check_block_scale()
+        self._check_tensor_scale()
+        if (self.nibble_order is not None) != self.format.packed:
+            raise InvalidArgument(
+                "nibble_order",
+                self.nibble_order,
+                "a NibbleOrder" if self.format.packed else "None",
+                f"{self.format.name} {'packs' if self.format.packed else 'does not pack'} codes.",
+            )
+
+    def _check_block_scale(self) -> None:
+        extents = scale_shape(self.shape, self.format)
+        stored_as_float = self.format.scale.bits == 32
+        _require_tensor(
+            "block_scale", self.block_scale, torch.float32 if stored_as_float else torch.uint8
+        )
+        if self.layout == LINEAR:
+            _require_extents("block_scale", self.block_scale, extents)
+            return
+        if stored_as_float:
+            raise LayoutMismatch(
+                f"layout of {self.format.name} scales",
+                self.layout.name,
+                "linear",
+                "Swizzled layouts hold one byte a scale; float32 scales stay row-major.",
+            )
+        # A swizzled matrix is one run of bytes: [..., R, C] becomes [..., S].
+        *leading, rows, columns = extents
+        require_storage(self.block_scale, self.layout, rows, columns)
+        _require_extents(
+            "block_scale", self.block_scale, (*leading, self.layout.storage_size(rows, columns))
+        )
+
+    def _check_tensor_scale(self) -> None:
+        has_scale = self.tensor_scale is not None
+        if has_scale != self.format.tensor_scale or has_scale != (self.direction is not None):
+            raise ScaleDirectionMismatch(
+                "tensor_scale and direction",
+                (type(self.tensor_scale).__name__, self.direction),
+                "a float32 scale with its direction"
+                if self.format.tensor_scale
+                else f"None and None: {self.format.name} has no tensor scale",
+                "Say whether the stored scale decodes (multiplies codes) or encodes.",
+            )
+        if self.tensor_scale is None:
+            return
+        _require_tensor("tensor_scale", self.tensor_scale, torch.float32)
+        require_scale_extents("tensor_scale", self.tensor_scale, self.shape)
+
+    @property
+    def decode_scale(self) -> Tensor:
+        """Return the tensor scale as a factor of codes; 1 where the format has none."""
+        return self._scale_toward(ScaleDirection.DECODE)
+
+    @property
+    def encode_scale(self) -> Tensor:
+        """Return the tensor scale as a factor of inputs; 1 where the format has none."""
+        return self._scale_toward(ScaleDirection.ENCODE)
+
+    def _scale_toward(self, direction: ScaleDirection) -> Tensor:
+        if self.tensor_scale is None:
+            return torch.ones((), dtype=torch.float32, device=self.codes.device)
+        return self.tensor_scale if self.direction is direction else self.tensor_scale.reciprocal()
+
+    def with_layout(self, layout: ScaleLayout) -> QuantisedTensor:
+        """Move the block scales into another layout; padding becomes zero."""
+        if layout == self.layout:
+            return self
+        linear = self.linear_scale_codes()
+        moved = linear if layout == LINEAR else to_layout(linear, layout)
+        return replace(self, block_scale=moved, layout=layout)
+
+    def with_direction(self, direction: ScaleDirection) -> QuantisedTensor:
+        """Store the tensor scale the other way round: its reciprocal, rounded once to float32."""
+        if direction is self.direction:
+            return self
+        if self.tensor_scale is None:
+            raise ScaleDirectionMismatch(
+                f"direction of a {self.format.name} tensor",
+                direction,
+                "none: the format has no tensor scale",
+                "Leave the tensor as it is.",
+            )
+        return replace(self, tensor_scale=self._scale_toward(direction), direction=direction)
+
+    def with_nibble_order(self, order: NibbleOrder) -> QuantisedTensor:
+        """Swap the halves of every byte, if `order` asks for it."""
+        if order is self.nibble_order:
+            return self
+        return replace(self, codes=pack_nibbles(self.element_codes(), order), nibble_order=order)
+
+    def element_codes(self) -> Tensor:
+        """Return one code a byte, [..., M, K]."""
+        if self.nibble_order is None:
+            return self.codes
+        return unpack_nibbles(self.codes, self.nibble_order)
+
+    def linear_scale_codes(self) -> Tensor:
+        """Return block scales [..., R, C] as stored numbers: uint8 codes, or float32 values."""
+        if self.layout == LINEAR:
+            return self.block_scale
+        rows, columns = scale_shape(self.shape, self.format)[-2:]
+        return from_layout(self.block_scale, self.layout, rows, columns)
+
+    def scale_values(self) -> Tensor:
+        """Return block scales [..., R, C] as float32 values."""
+        stored = self.linear_scale_codes()
+        return stored if stored.dtype is torch.float32 else decode_array(stored, self.format.scale)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        """Raise for every torch function: adding bytes of two dialects would give some result."""
+        del types, args, kwargs
+        raise InvalidArgument(
+            "argument of a torch function",
+            getattr(func, "__name__", func),
+            "a tensor of values",
+            "Decode with dequantise() first, or name the field you mean.",
+        )
+
+
+def require(
+    tensor: QuantisedTensor,
+    *,
+    format: BlockFormat | None = None,  # noqa: A002  the field's own name
+    dialect: Dialect | None = None,
+    layout: ScaleLayout | None = None,
+    direction: ScaleDirection | None = None,
+    nibble_order: NibbleOrder | None = None,
+) -> None:
+    """Raise if a tensor differs from what the consumer reads; None means any."""
+    _require_quantised("tensor", tensor)
+    expected = {
+        "format": format,
+        "dialect": dialect,
+        "layout": layout,
+        "direction": direction,
+        "nibble_order": nibble_order,
+    }
+    for aspect, value in expected.items():
+        if value is not None:
+            _require_aspect(aspect, tensor, value)
+
+
+def require_same(*tensors: QuantisedTensor, but: tuple[str, ...] = ()) -> None:
+    """Raise if tensors differ in an aspect that `but` does not name, or if one is a bare tensor."""
+    for position, tensor in enumerate(tensors):
+        _require_quantised(f"argument {position}", tensor)
+    unknown = set(but) - set(_ASPECTS)
+    if unknown:
+        raise InvalidArgument(
+            "but", sorted(unknown), f"names among {', '.join(_ASPECTS)}", "Name an aspect."
+        )
+    for tensor in tensors[1:]:
+        for aspect in _ASPECTS:
+            if aspect not in but:
+                _require_aspect(aspect, tensor, getattr(tensors[0], aspect))
+
+
+def concatenate_rows(*tensors: QuantisedTensor) -> QuantisedTensor:
+    """Stack quantised matrices along M, as fused projections do; all facts and scales must agree.
+
+    Scales of 128-row blocks can only be stacked where every block but the last is whole.
+    """
+    if not tensors:
+        raise InvalidArgument("tensors", (), "at least one", "Pass the parts in order.")
+    require_same(*tensors)
+    first = tensors[0]
+    for tensor in tensors[1:]:
+        _require_stackable(first, tensor)
+    for tensor in tensors[:-1]:
+        if tensor.shape[-2] % first.format.block[0]:
+            raise ShapeMismatch(
+                f"rows of a {first.format.name} part",
+                tensor.shape[-2],
+                f"a multiple of {first.format.block[0]}",
+                "Decode, concatenate and quantise again.",
+            )
+    linear = torch.cat([tensor.linear_scale_codes() for tensor in tensors], dim=-2)
+    rows = sum(tensor.shape[-2] for tensor in tensors)
+    return replace(
+        first,
+        codes=torch.cat([tensor.codes for tensor in tensors], dim=-2),
+        block_scale=linear,
+        layout=LINEAR,
+        shape=(*first.shape[:-2], rows, first.shape[-1]),
+    ).with_layout(first.layout)
+
+
+def require_scale_extents(name: str, scale: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise if a tensor scale is neither one number nor one per leading index of `shape`."""
+    if tuple(scale.shape) != shape[: scale.ndim] or scale.ndim > len(shape) - 2:
+        raise ShapeMismatch(
+            f"{name} of a tensor {shape}",
+            tuple(scale.shape),
+            f"() or the leading extents of {shape[:-2]}",
+            "Reshape on purpose; a scale is never broadcast silently.",
+        )
+
+
+def _require_stackable(first: QuantisedTensor, tensor: QuantisedTensor) -> None:
+    if first.shape[:-2] != tensor.shape[:-2] or first.shape[-1] != tensor.shape[-1]:
+        raise ShapeMismatch(
+            "shape of a part",
+            tensor.shape,
+            f"{first.shape} apart from M",
+            "Only rows can be stacked.",
+        )
+    if first.tensor_scale is not None and tensor.tensor_scale is not None:
+        bits = (first.tensor_scale.view(torch.int32), tensor.tensor_scale.view(torch.int32))
+        if not torch.equal(*bits):
+            raise InvalidArgument(
+                "tensor_scale of a part",
+                tensor.tensor_scale.tolist(),
+                f"{first.tensor_scale.tolist()}, the scale of the first part",
+                "Quantise the parts with one common scale (the larger amax).",
+            )
+
+
+def _require_aspect(aspect: str, tensor: QuantisedTensor, expected: object) -> None:
+    found = getattr(tensor, aspect)
+    if found == expected:
+        return
+    error, remedy = _ASPECTS[aspect]
+    name, wanted = (getattr(item, "name", item) for item in (found, expected))
+    raise error(f"{aspect} of a quantised tensor", name, str(wanted), remedy)
+
+
+def _require_quantised(name: str, tensor: object) -> None:
+    if not isinstance(tensor, QuantisedTensor):
+        raise InvalidArgument(
+            name,
+            type(tensor).__name__,
+            "a QuantisedTensor",
+            "Say what the bytes are: format, dialect, layout, direction, nibble order, shape.",
+        )
+
+
+def _require_tensor(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype is not dtype:
+        raise DtypeMismatch(
+            name,
+            getattr(tensor, "dtype", type(tensor).__name__),
+            str(dtype),
+            "Reinterpret 8-bit codes with view(torch.uint8); never cast numerically.",
+        )
+
+
+def _require_extents(name: str, tensor: Tensor, extents: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != extents:
+        raise ShapeMismatch(
+            name,
+            tuple(tensor.shape),
+            str(extents),
+            "Check the logical shape, the packing and the layout that were named.",
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# Quantise and dequantise, as the facts of a dialect say
+#
+# Every step is one float32 operation, rounded to nearest even, in the order of the dialect's
+# record; nothing is fused. The value of a code is element * block scale (exact, unless the scale is
+# fp32), then one float32 multiply by a decode scale or divide by an encode scale, then one rounding
+# to the output dtype. In float64 all of it is exact, apart from a division by an encode scale.
+# Large NVFP4 tensors on the CPU take the compiled loops where their dialect has them
+# (harness.formats.fast), bit for bit.
+#
+# NVFP4 and MX need K in whole blocks; only 128x128 may be ragged. NaN, infinities and zero tensors
+# follow the record; where a producer leaves them undefined they raise. Approximate reciprocals of a
+# device are modelled by correctly rounded ones, and the dialect records bit_exact=False.
 
 _VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OUTPUT_DTYPES = (*_VALUE_DTYPES, torch.float64)
@@ -76,7 +413,7 @@ def quantise(
     if dialect == CANONICAL and format == NVFP4 and _suits_fast_path(values, scales.encode):
         codes, block_scale, _ = fast_nvfp4.quantise_nvfp4(values, scales.encode)
     elif dialect == MODELOPT and format == NVFP4 and _suits_modelopt(values, scales.decode):
-        codes, block_scale = fast_modelopt.quantise_modelopt(values, float(scales.decode))
+        codes, block_scale = fast_nvfp4.quantise_modelopt(values, float(scales.decode))
     else:
         codes, block_scale = quantise_definition(values, rule, scales)
     stored = {
@@ -128,7 +465,9 @@ def has_fast_decoder(tensor: QuantisedTensor, dtype: torch.dtype) -> bool:
     )
 
 
-def quantise_definition(values: Tensor, rule: BlockRule, scales: Scales) -> tuple[Tensor, Tensor]:
+def quantise_definition(
+    values: Tensor, rule: BlockRule, scales: TensorScales
+) -> tuple[Tensor, Tensor]:
     """Return codes, packed where the format packs, and block scales [..., R, C]."""
     x_RrCc = _into_blocks(values, rule.format).float()
     block_scale_RC, scaled_RrCc = _scale_blocks(x_RrCc, scales, rule, values.dtype)
@@ -185,8 +524,8 @@ def _suits_modelopt(values: Tensor, decode_scale: Tensor) -> bool:
         values.dtype in _FAST_DTYPES
         and _is_large_on_cpu(values)
         and decode_scale.ndim == 0
-        and fast_modelopt.SMALLEST_SCALE <= float(decode_scale) <= fast_modelopt.LARGEST_SCALE
-        and math.isfinite(fast_modelopt.largest_magnitude(values))
+        and fast_nvfp4.SMALLEST_SCALE <= float(decode_scale) <= fast_nvfp4.LARGEST_SCALE
+        and math.isfinite(fast_nvfp4.largest_magnitude_or_nan(values))
     )
 
 
@@ -214,7 +553,9 @@ def _require_values(values: Tensor, rule: BlockRule) -> None:
         )
 
 
-def _tensor_scales(values: Tensor, rule: BlockRule, given: dict[str, Tensor | None]) -> Scales:
+def _tensor_scales(
+    values: Tensor, rule: BlockRule, given: dict[str, Tensor | None]
+) -> TensorScales:
     """Return the tensor scale, given or computed; 1 where the format has none."""
     named = {name: scale for name, scale in given.items() if scale is not None}
     for name, scale in named.items():
@@ -232,9 +573,9 @@ def _tensor_scales(values: Tensor, rule: BlockRule, given: dict[str, Tensor | No
         )
     for name, scale in named.items():
         if name == "decode_scale":
-            return Scales(encode=scale.reciprocal(), decode=scale)
+            return TensorScales(encode=scale.reciprocal(), decode=scale)
         if name == "encode_scale":
-            return Scales(encode=scale, decode=scale.reciprocal())
+            return TensorScales(encode=scale, decode=scale.reciprocal())
     largest = named.get("amax")
     if largest is None:
         largest = _tensor_amax(values, rule.non_finite)
@@ -253,8 +594,10 @@ def _tensor_amax(values: Tensor, non_finite: NonFinite) -> Tensor:
     """Return the largest magnitude of the whole tensor as float32."""
     ignores_nan = non_finite is NonFinite.SUPPRESSED
     if values.dtype in _FAST_DTYPES and _is_large_on_cpu(values):
-        fast = fast_nvfp4 if ignores_nan else fast_modelopt
-        return torch.tensor(fast.largest_magnitude(values), dtype=torch.float32)
+        largest = (
+            fast_nvfp4.largest_magnitude if ignores_nan else fast_nvfp4.largest_magnitude_or_nan
+        )
+        return torch.tensor(largest(values), dtype=torch.float32)
     return _amax(values.flatten(), 0, non_finite).float()
 
 
@@ -307,7 +650,7 @@ def _amax(values: Tensor, dim: int | tuple[int, ...], non_finite: NonFinite) -> 
 
 
 def _scale_blocks(
-    x_RrCc: Tensor, scales: Scales, rule: BlockRule, dtype: torch.dtype
+    x_RrCc: Tensor, scales: TensorScales, rule: BlockRule, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return the stored block scales [..., R, C] and the scaled values, not rounded yet."""
     amax_RC = _amax(x_RrCc, (-3, -1), rule.non_finite)

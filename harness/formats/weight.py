@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.formats.quantise import dequantise
-from degarble.harness.formats.quantised import QuantisedTensor
+from degarble.harness.formats.quantise import QuantisedTensor, dequantise
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.formats.dialects import Dialect
     from degarble.harness.formats.layouts import ScaleLayout
-    from degarble.harness.formats.types import BlockFormat, NibbleOrder, ScaleDirection
+    from degarble.harness.formats.number_formats import BlockFormat, NibbleOrder, ScaleDirection
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from degarble.harness.backends.registry import (
     use_backend,
 )
 from degarble.harness.base.errors import InvalidArgument, Refused, UnreadableFile
-from degarble.harness.base.input_files import read_small_file
+from degarble.harness.base.files import read_small_file
 from degarble.harness.chat import special_tokens as marks
 from degarble.harness.chat.chat import Chat, chat_of
 from degarble.harness.chat.tokenizer import Tokenizer

@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName, UnreadableFile
-from degarble.harness.base.input_files import read_small_text
+from degarble.harness.base.files import read_small_text
 from degarble.harness.report.verdict import Verdict
 
 if TYPE_CHECKING:

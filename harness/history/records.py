@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName, UnreadableFile
-from degarble.harness.base.input_files import read_small_text
+from degarble.harness.base.files import read_small_text
 from degarble.harness.history.ledger import Failure
 from degarble.harness.report.verdict import SCHEMA, Verdict
 

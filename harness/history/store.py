@@ -16,13 +16,15 @@ import sqlalchemy as sql
 from sqlalchemy.exc import DBAPIError, NoSuchModuleError, SQLAlchemyError
 
 from degarble.harness.base.errors import (
+    MASK,
     InvalidArgument,
     MissingDependency,
     UnknownName,
     UnreadableFile,
     UnwritablePath,
+    looks_like_address,
+    masked,
 )
-from degarble.harness.base.masking import MASK, looks_like_address, masked
 from degarble.harness.history import records
 from degarble.harness.history.records import DOUBLES, BadRowError, Skipped, StoredRun
 from degarble.harness.report.files import whole_file

@@ -21,7 +21,7 @@ from degarble.harness.base.errors import UnknownName, UnreadableFile
 from degarble.harness.checkpoint.audit.structure.inventory import stored_recipe, take_inventory
 from degarble.harness.checkpoint.transform.source import require_model
 from degarble.harness.checkpoint.view.view import Checkpoint
-from degarble.harness.formats.block_formats import BLOCK_FORMATS
+from degarble.harness.formats.number_formats import BLOCK_FORMATS
 from degarble.harness.inference.held_weights import HeldWeights
 from degarble.harness.inference.speaker import Speaker
 from degarble.harness.inference.streamed_weights import StreamedWeights

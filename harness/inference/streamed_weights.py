@@ -18,11 +18,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from degarble.harness.formats.arrays import decode_array
-from degarble.harness.formats.block_formats import MXFP4
-from degarble.harness.formats.element_formats import E2M1, E4M3, UE8M0
-from degarble.harness.formats.fast.threads import bits_view, output_tensor, run_parts, values_of
-from degarble.harness.formats.types import NibbleOrder
+from degarble.harness.formats.codec import decode_array
+from degarble.harness.formats.fast.buffers import bits_view, output_tensor, run_parts, values_of
+from degarble.harness.formats.number_formats import E2M1, E4M3, MXFP4, UE8M0, NibbleOrder
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.parameters import parameters
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from degarble.harness.base.errors import LayoutMismatch, UnknownName
-from degarble.harness.formats.block_formats import block_format
+from degarble.harness.formats.number_formats import block_format
 from degarble.harness.model import wiring
 from degarble.harness.model.config.config import Config, V4Config
 from degarble.harness.model.parameters import WHERE, parameters

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName, UnreadableFile
-from degarble.harness.base.input_files import read_small_text
+from degarble.harness.base.files import read_small_text
 from degarble.harness.model.config.config import Config, V4Config
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.types import Kind

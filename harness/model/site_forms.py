@@ -13,8 +13,7 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from degarble.harness.formats.block_formats import block_format
-from degarble.harness.formats.element_formats import FP32
+from degarble.harness.formats.number_formats import FP32, block_format
 from degarble.harness.model.components import components
 from degarble.harness.model.config.config import V4Config
 from degarble.harness.model.parameters import extents_of, parameter_named, shape_letters

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from degarble.harness.base.errors import LayoutMismatch, ShapeMismatch, UnknownName
-from degarble.harness.formats.block_formats import block_format, codes_shape, scale_shape
+from degarble.harness.formats.number_formats import block_format, codes_shape, scale_shape
 from degarble.harness.model.recipes import BF16, Formats
 from degarble.harness.model.types import Box, Dtype, Kind
 

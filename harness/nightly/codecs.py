@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.formats.arrays import decode_array, encode_array
-from degarble.harness.formats.block_formats import NVFP4
-from degarble.harness.formats.codec import decode, encode
-from degarble.harness.formats.element_formats import BF16, E2M1, E4M3, UE8M0
+from degarble.harness.formats.codec import decode, decode_array, encode, encode_array
 from degarble.harness.formats.layouts import SWIZZLE_128X4, to_layout
+from degarble.harness.formats.number_formats import BF16, E2M1, E4M3, NVFP4, UE8M0
 from degarble.harness.formats.quantise import dequantise, quantise
 
 if TYPE_CHECKING:
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.formats.types import ElementFormat
+    from degarble.harness.formats.number_formats import ElementFormat
 
 # Format, number, code: each is encoded, and what encodes exactly is decoded as well.
 ELEMENTS: tuple[tuple[ElementFormat, float, int], ...] = (

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from degarble.harness.base.input_files import read_small_text
+from degarble.harness.base.files import read_small_text
 from degarble.harness.commands.history_page import MANIFEST
 from degarble.harness.commands.report_folder import LARGEST_RECORD, write_page
 from degarble.harness.history.panel import history_panel

@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from degarble.harness.base.durable import sync_file, sync_folder
 from degarble.harness.base.errors import UnwritablePath
+from degarble.harness.base.files import sync_file, sync_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

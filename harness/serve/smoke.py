@@ -26,7 +26,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from degarble.harness.base.errors import DegarbleError, InvalidArgument, UnreadableFile
-from degarble.harness.base.input_files import read_small_text
+from degarble.harness.base.files import read_small_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

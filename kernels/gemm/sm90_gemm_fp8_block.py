@@ -26,7 +26,7 @@ from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div
-from degarble.harness.formats.scalar_codecs import ue8m0_decode
+from degarble.harness.formats.scalar_ops import ue8m0_decode
 from degarble.kernels.gemm import contract, epilogue, producer, schedule, wgmma
 from degarble.kernels.gemm import entry as gemm_entry
 from degarble.kernels.gemm import problem as facts

@@ -31,10 +31,9 @@ from torch import Tensor
 
 from degarble.harness.base.errors import ShapeMismatch
 from degarble.harness.formats import scalar_ops as ops
-from degarble.harness.formats.block_formats import NVFP4
 from degarble.harness.formats.layouts import LINEAR, ceil_div
-from degarble.harness.formats.quantised import QuantisedTensor, require
-from degarble.harness.formats.types import NibbleOrder, ScaleDirection
+from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection
+from degarble.harness.formats.quantise import QuantisedTensor, require
 from degarble.kernels.gemm import w4a16_instructions as ptx
 from degarble.kernels.gemm import w4a16_problem as facts
 from degarble.kernels.gemm.w4a16_problem import W4A16Form, W4A16Problem

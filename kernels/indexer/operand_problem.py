@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
-from degarble.harness.formats import scalar_codecs as codecs
+from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div
 from degarble.kernels.primitives.e2m1_words import OPERATORS, SIGN_AND_EXPONENT, Primitives

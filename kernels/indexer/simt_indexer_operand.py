@@ -23,7 +23,7 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from torch import Tensor
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.formats import scalar_codecs as codecs
+from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.indexer import operand_problem as facts
 from degarble.kernels.indexer.operand_problem import OperandForm, OperandProblem

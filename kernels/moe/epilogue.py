@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import BFloat16, Float32, Int64, Uint8, Uint32, cute
 
-from degarble.harness.formats import scalar_codecs as codecs
+from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import SWIZZLE_128X4, round_up
 from degarble.kernels.gemm import epilogue, wgmma

@@ -24,7 +24,7 @@ import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from degarble.harness.formats import scalar_codecs as codecs
+from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div, round_up
 from degarble.kernels.gemm import epilogue, producer, schedule, wgmma

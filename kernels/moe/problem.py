@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div, round_up
-from degarble.harness.formats.scalar_codecs import bf16_round
+from degarble.harness.formats.scalar_ops import bf16_round
 from degarble.kernels.gemm import problem as gemm
 from degarble.kernels.gemm.problem import GemmForm, Tactic
 from degarble.kernels.rows.router_problem import MOST_CHOSEN, MOST_EXPERTS

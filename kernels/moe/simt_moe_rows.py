@@ -26,7 +26,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
 from torch import Tensor
 
-from degarble.harness.formats import scalar_codecs as codecs
+from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div, round_up
 from degarble.kernels.gemm.problem import Tactic

@@ -27,10 +27,9 @@ from torch import Tensor
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
 from degarble.harness.formats import scalar_ops as ops
-from degarble.harness.formats.block_formats import NVFP4
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div
-from degarble.harness.formats.quantised import QuantisedTensor, require, require_same
-from degarble.harness.formats.types import NibbleOrder, ScaleDirection
+from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection
+from degarble.harness.formats.quantise import QuantisedTensor, require, require_same
 from degarble.kernels.gemm import contract, epilogue, producer, schedule, wgmma
 from degarble.kernels.gemm import nvfp4_stages as stages
 from degarble.kernels.gemm import problem as facts

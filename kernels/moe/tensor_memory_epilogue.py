@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute
 
-from degarble.harness.formats import scalar_codecs as codecs
+from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.gemm import epilogue, schedule, wgmma
 from degarble.kernels.gemm import problem as facts

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
-from degarble.harness.formats import scalar_codecs as codecs
+from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from degarble.harness.formats import scalar_ops as ops
-from degarble.harness.formats.scalar_codecs import E2M1_MAX
+from degarble.harness.formats.scalar_ops import E2M1_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

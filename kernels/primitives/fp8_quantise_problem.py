@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
-from degarble.harness.formats.scalar_codecs import bf16_round
+from degarble.harness.formats.scalar_ops import bf16_round
 from degarble.kernels.primitives import attention_rows as heads
 from degarble.kernels.primitives.quantise_problem import SOURCES, SWIGLU
 from degarble.kernels.primitives.quantise_problem import VALUES as PLAIN

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import cutlass
 from cutlass import Float32, Int64, Uint16, Uint32, cute
 
-from degarble.harness.formats import scalar_codecs as codecs
+from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.primitives import attention_rows as rows
 from degarble.kernels.primitives import e2m1_halves as halves

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from cutlass import Float32, Uint16, Uint32, cute
 
-from degarble.harness.formats import scalar_codecs as codecs
+from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.primitives import quantise_problem as facts
 from degarble.kernels.primitives.e2m1_words import NUMBERS, Primitives, e2m1_word

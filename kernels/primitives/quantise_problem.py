@@ -22,7 +22,7 @@ from degarble.harness.formats.layouts import (
     round_up,
     scale_layout,
 )
-from degarble.harness.formats.scalar_codecs import bf16_round
+from degarble.harness.formats.scalar_ops import bf16_round
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

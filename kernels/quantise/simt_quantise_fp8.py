@@ -23,7 +23,7 @@ from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
 from torch import Tensor
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.formats import scalar_codecs as codecs
+from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div
 from degarble.kernels.primitives import attention_rows

@@ -22,7 +22,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
 from torch import Tensor
 
-from degarble.harness.formats import scalar_codecs as codecs
+from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats.layouts import ceil_div, round_up
 from degarble.kernels.primitives import quantise_problem as facts
 from degarble.kernels.primitives.nvfp4_words import (

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.base.errors import InvalidArgument, MissingDependency
-from degarble.harness.base.private_folder import make_private, opened_private, read_private
+from degarble.harness.base.files import make_private, opened_private, read_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from degarble.harness.base.private_folder import cache_folder
+from degarble.harness.base.files import cache_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

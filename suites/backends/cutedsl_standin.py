@@ -17,12 +17,10 @@ import torch
 
 from degarble.harness.backends.cutedsl.kernels import ENTRIES, Kernels
 from degarble.harness.backends.cutedsl.moe import Step
-from degarble.harness.formats.block_formats import NVFP4
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4, from_layout, to_layout
-from degarble.harness.formats.quantise import dequantise, quantise
-from degarble.harness.formats.quantised import QuantisedTensor
-from degarble.harness.formats.types import NibbleOrder, ScaleDirection
+from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection
+from degarble.harness.formats.quantise import QuantisedTensor, dequantise, quantise
 from degarble.kernels.primitives.attention_rows import WIDTH
 from degarble.kernels.primitives.fp8_quantise_problem import Fp8Problem
 from degarble.kernels.rows.inverse_rope_problem import BackProblem

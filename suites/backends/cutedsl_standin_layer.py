@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.formats.block_formats import NVFP4
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4, from_layout
-from degarble.harness.formats.quantise import dequantise, quantise
-from degarble.harness.formats.quantised import QuantisedTensor
-from degarble.harness.formats.types import NibbleOrder, ScaleDirection
+from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection
+from degarble.harness.formats.quantise import QuantisedTensor, dequantise, quantise
 from degarble.kernels.runtime.operands import require_tensor
 
 if TYPE_CHECKING:

@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.backends.cutedsl import moe as steps
-from degarble.harness.formats.block_formats import NVFP4
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4, from_layout, to_layout
-from degarble.harness.formats.quantise import dequantise, quantise
-from degarble.harness.formats.quantised import QuantisedTensor
-from degarble.harness.formats.types import NibbleOrder, ScaleDirection
+from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection
+from degarble.harness.formats.quantise import QuantisedTensor, dequantise, quantise
 from degarble.kernels.moe import problem as facts
 from degarble.kernels.runtime.operands import require_tensor
 

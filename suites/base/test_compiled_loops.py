@@ -11,7 +11,7 @@ import pytest
 from degarble.harness.base.compiled_loops import compiled
 from degarble.harness.base.errors import UnreadableFile
 from degarble.harness.engine.compare.loops import loops_of
-from degarble.harness.formats.element_formats import BF16
+from degarble.harness.formats.number_formats import BF16
 from degarble.suites.base.test_private_folder import as_root, given_away, opened_up
 from degarble.suites.house.repository import modules, shown
 

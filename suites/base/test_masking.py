@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 
-from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.base.masking import looks_like_address, masked
+from degarble.harness.base.errors import InvalidArgument, looks_like_address, masked
 
 SECRETS = ("secret", "se@cret", "se:cret", "se/cret", "se%40cret", "se#cret?")
 SCHEMES = ("postgresql://", "postgresql:/", "postgresql:", "postgres//", "://", "//", "",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from degarble.harness.base.errors import UnreadableFile
-from degarble.harness.base.private_folder import make_private, read_private
+from degarble.harness.base.files import make_private, read_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable

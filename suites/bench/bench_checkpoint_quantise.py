@@ -22,9 +22,9 @@ from degarble.harness.checkpoint.transform.nvfp4_scales import (
     quantise_rows,
     tensor_scale,
 )
-from degarble.harness.formats.block_formats import NVFP4
 from degarble.harness.formats.dialects import MODELOPT
-from degarble.harness.formats.fast.modelopt import largest_finite
+from degarble.harness.formats.fast.nvfp4 import largest_finite
+from degarble.harness.formats.number_formats import NVFP4
 from degarble.harness.formats.quantise import quantise
 from degarble.suites.bench import peers_formats as peers
 from degarble.suites.bench.bench_formats import weights

@@ -18,11 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.formats.block_formats import NVFP4
-from degarble.harness.formats.fast.e2m1 import decode_e2m1, encode_e2m1, round_e2m1
-from degarble.harness.formats.fast.nvfp4 import dequantise_nvfp4
+from degarble.harness.formats.fast.buffers import empty_tensor
+from degarble.harness.formats.fast.nvfp4 import (
+    decode_e2m1,
+    dequantise_nvfp4,
+    encode_e2m1,
+    round_e2m1,
+)
+from degarble.harness.formats.number_formats import NVFP4
 from degarble.harness.formats.quantise import dequantise, quantise
-from degarble.harness.formats.spare_memory import empty_tensor
 from degarble.suites.bench import peers_formats as peers
 from degarble.suites.bench.timing import (
     Neighbours,

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from degarble.harness.formats.block_formats import NVFP4
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.layouts import SWIZZLE_128X4
+from degarble.harness.formats.number_formats import NVFP4
 from degarble.harness.formats.quantise import dequantise, quantise
 from degarble.kernels.gemm.problem import GemmProblem
 from degarble.kernels.moe.problem import MoeProblem
@@ -27,7 +27,7 @@ from degarble.references import elementary
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from degarble.harness.formats.quantised import QuantisedTensor
+    from degarble.harness.formats.quantise import QuantisedTensor
 
 _LARGEST = 6.0 * 448.0  # of a code times a block scale
 

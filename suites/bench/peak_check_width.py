@@ -22,10 +22,9 @@ import torch
 
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.engine.localise.recorded_run import InMemoryRun
-from degarble.harness.formats.block_formats import NVFP4
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.layouts import LINEAR
-from degarble.harness.formats.types import NibbleOrder, ScaleDirection
+from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection
 from degarble.harness.formats.weight import Storage, Weight
 from degarble.harness.inference.devices import CPU, put_on, require_device
 from degarble.harness.model.parameters import parameters

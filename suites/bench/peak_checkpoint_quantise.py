@@ -22,7 +22,7 @@ import torch
 from degarble.harness.checkpoint.transform.quantise.calibration import Amax, Calibration
 from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, run_job, target_layout
 from degarble.harness.checkpoint.view.view import Checkpoint
-from degarble.harness.formats.block_formats import NVFP4
+from degarble.harness.formats.number_formats import NVFP4
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.presets import small_v4
 from degarble.harness.model.recipes import recipe_named

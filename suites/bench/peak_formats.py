@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.formats.block_formats import NVFP4
+from degarble.harness.formats.fast.buffers import drop_spare_memory
+from degarble.harness.formats.number_formats import NVFP4
 from degarble.harness.formats.quantise import dequantise, quantise
-from degarble.harness.formats.spare_memory import drop_spare_memory
 from degarble.suites.bench import peers_formats as peers
 from degarble.suites.bench.bench_formats import OURS, weights
 from degarble.suites.bench.timing import peak_bytes, pin

@@ -23,9 +23,9 @@ from degarble.harness.checkpoint.audit.statistics.inference_order import (
     infer_order,
     logs_of,
 )
-from degarble.harness.formats.block_formats import NVFP4
 from degarble.harness.formats.dialects import CANONICAL, COMPRESSED_TENSORS, MODELOPT, TORCHAO
 from degarble.harness.formats.layouts import SWIZZLE_128X4, to_layout
+from degarble.harness.formats.number_formats import NVFP4
 from degarble.harness.formats.quantise import quantise
 from degarble.harness.formats.weight import Weight
 from degarble.suites.checkpoint.audit.statistics.test_inference_dialect import traces

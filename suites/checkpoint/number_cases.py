@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.checkpoint.view.view import Checkpoint
-from degarble.harness.formats.block_formats import MXFP4, NVFP4
 from degarble.harness.formats.dialects import CANONICAL, MODELOPT
+from degarble.harness.formats.number_formats import MXFP4, NVFP4
 from degarble.harness.formats.quantise import quantise
 from degarble.suites.checkpoint.reading_cases import write_shards
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.formats.dialects import Dialect
-    from degarble.harness.formats.quantised import QuantisedTensor
-    from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.formats.number_formats import BlockFormat
+    from degarble.harness.formats.quantise import QuantisedTensor
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 

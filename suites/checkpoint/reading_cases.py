@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save_file
 
 from degarble.harness.checkpoint.view.stored import TORCH_DTYPES
-from degarble.harness.formats.block_formats import NVFP4, block_format
 from degarble.harness.formats.dialects import CANONICAL, MODELOPT
+from degarble.harness.formats.number_formats import NVFP4, block_format
 from degarble.harness.formats.quantise import dequantise, quantise
 from degarble.harness.model.config.json_file import config_to_dict
 from degarble.harness.model.presets import small_v4, small_v32

@@ -16,10 +16,10 @@ import torch
 from hypothesis import strategies as st
 
 from degarble.harness.formats import quantise as quantise_module
-from degarble.harness.formats import scalar_codecs
-from degarble.harness.formats.block_formats import NVFP4
+from degarble.harness.formats import scalar_ops
+from degarble.harness.formats.codec import pack_nibbles
 from degarble.harness.formats.dialects import CANONICAL
-from degarble.harness.formats.packing import pack_nibbles
+from degarble.harness.formats.number_formats import NVFP4
 from degarble.harness.formats.quantise import dequantise, quantise
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.formats.number_formats import BlockFormat
 
 IMPLEMENTATIONS = ("definition", "fast", "scalar")
 _THRESHOLD = {"definition": 1 << 62, "fast": 0}
@@ -65,11 +65,11 @@ def _encode_by_scalars(
     x_MCc = values_MK.reshape(*values_MK.shape[:-1], values_MK.shape[-1] // 16, 16)
     magnitude = torch.where(x_MCc.isnan(), 0.0, x_MCc.abs())
     if encode_scale is None:
-        encode_scale = scalar_codecs.nvfp4_tensor_encode_scale(magnitude.max())
+        encode_scale = scalar_ops.nvfp4_tensor_encode_scale(magnitude.max())
     encode_MC = encode_scale.expand(x_MCc.shape[:-1])
-    byte_MC = scalar_codecs.nvfp4_block_scale(magnitude.amax(-1), encode_MC)
-    factor_MC = scalar_codecs.nvfp4_block_encode_scale(byte_MC, encode_MC)
-    code_MCc = scalar_codecs.nvfp4_encode(x_MCc, factor_MC[..., None].expand(x_MCc.shape))
+    byte_MC = scalar_ops.nvfp4_block_scale(magnitude.amax(-1), encode_MC)
+    factor_MC = scalar_ops.nvfp4_block_encode_scale(byte_MC, encode_MC)
+    code_MCc = scalar_ops.nvfp4_encode(x_MCc, factor_MC[..., None].expand(x_MCc.shape))
     codes_MK = code_MCc.flatten(-2).to(torch.uint8)
     return pack_nibbles(codes_MK), byte_MC.to(torch.uint8), encode_scale.reciprocal()
 

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from degarble.harness.formats import arrays, codec
-from degarble.harness.formats.types import NanRule, Overflow, Rounding
+from degarble.harness.formats import codec
+from degarble.harness.formats import codec as arrays
+from degarble.harness.formats.number_formats import NanRule, Overflow, Rounding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from degarble.harness.formats.types import ElementFormat
+    from degarble.harness.formats.number_formats import ElementFormat
 
 # Primes that leave some hundreds of codes of a wide format.
 _STRIDES = {16: 61, 32: 4_194_301}

@@ -8,15 +8,13 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.formats import arrays
-from degarble.harness.formats.arrays import decode_array, decode_pairs
-from degarble.harness.formats.element_formats import E2M1, ELEMENT_FORMATS
-from degarble.harness.formats.packing import unpack_nibbles
-from degarble.harness.formats.types import NibbleOrder
+from degarble.harness.formats import codec
+from degarble.harness.formats.codec import decode_array, decode_pairs, unpack_nibbles
+from degarble.harness.formats.number_formats import E2M1, ELEMENT_FORMATS, NibbleOrder
 from degarble.suites.formats.bits import differences
 
 if TYPE_CHECKING:
-    from degarble.harness.formats.types import ElementFormat
+    from degarble.harness.formats.number_formats import ElementFormat
 
 SMALL = [each for each in ELEMENT_FORMATS.values() if each.bits <= 8]
 by_format = pytest.mark.parametrize("fmt", SMALL, ids=lambda fmt: fmt.name)
@@ -25,7 +23,7 @@ by_format = pytest.mark.parametrize("fmt", SMALL, ids=lambda fmt: fmt.name)
 @by_format
 @pytest.mark.parametrize("mode", [False, True], ids=["plain", "inference"])
 def test_every_byte_is_what_arithmetic_makes_of_it(fmt: ElementFormat, mode: bool) -> None:
-    arrays._table.cache_clear()
+    codec._table.cache_clear()
     codes = torch.arange(fmt.code_count).repeat(3)
     with torch.inference_mode(mode):
         found = decode_array(codes.to(torch.uint8), fmt)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from degarble.harness.base.errors import ShapeMismatch, UnknownName
-from degarble.harness.formats.block_formats import (
+from degarble.harness.formats.number_formats import (
     BLOCK_FORMATS,
     FP8_1X128_F32,
     FP8_128X128_F32,
@@ -21,7 +21,7 @@ from degarble.harness.formats.block_formats import (
 )
 
 if TYPE_CHECKING:
-    from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.formats.number_formats import BlockFormat
 
 # name: element, scale, block, fp32 scale per tensor, bits of storage per 128 x 128 elements
 FACTS = {

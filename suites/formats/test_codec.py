@@ -10,7 +10,7 @@ import torch
 
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.formats.codec import encode
-from degarble.harness.formats.element_formats import (
+from degarble.harness.formats.number_formats import (
     BF16,
     E2M1,
     E4M3,
@@ -19,8 +19,10 @@ from degarble.harness.formats.element_formats import (
     FP16,
     FP32,
     UE8M0,
+    NanRule,
+    Overflow,
+    Rounding,
 )
-from degarble.harness.formats.types import NanRule, Overflow, Rounding
 from degarble.suites.formats.codec_cases import (
     ARRAYS,
     CODEC,
@@ -32,7 +34,7 @@ from degarble.suites.formats.codec_cases import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from degarble.harness.formats.types import ElementFormat
+    from degarble.harness.formats.number_formats import ElementFormat
 
 FORMATS = list(ELEMENT_FORMATS.values())
 by_format = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)

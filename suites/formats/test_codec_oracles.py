@@ -17,16 +17,26 @@ import pytest
 import torch
 from gfloat import formats as gfloat_formats
 
-from degarble.harness.formats.arrays import code_dtype, codes_of, decode_array, encode_array
-from degarble.harness.formats.element_formats import BF16, E2M1, E4M3, E5M2, FP16, FP32, UE8M0
-from degarble.harness.formats.types import NanRule, Overflow, Rounding
+from degarble.harness.formats.codec import code_dtype, codes_of, decode_array, encode_array
+from degarble.harness.formats.number_formats import (
+    BF16,
+    E2M1,
+    E4M3,
+    E5M2,
+    FP16,
+    FP32,
+    UE8M0,
+    NanRule,
+    Overflow,
+    Rounding,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import NDArray
 
-    from degarble.harness.formats.types import ElementFormat
+    from degarble.harness.formats.number_formats import ElementFormat
 
 ML_DTYPES: dict[str, Any] = {
     "E2M1": ml_dtypes.float4_e2m1fn,

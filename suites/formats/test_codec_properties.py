@@ -11,14 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from degarble.harness.formats.arrays import decode_array, encode_array
-from degarble.harness.formats.codec import decode, encode
-from degarble.harness.formats.element_formats import ELEMENT_FORMATS
-from degarble.harness.formats.types import Overflow, Rounding
+from degarble.harness.formats.codec import decode, decode_array, encode, encode_array
+from degarble.harness.formats.number_formats import ELEMENT_FORMATS, Overflow, Rounding
 from degarble.suites.formats.codec_cases import ARRAYS, CODEC
 
 if TYPE_CHECKING:
-    from degarble.harness.formats.types import ElementFormat
+    from degarble.harness.formats.number_formats import ElementFormat
 
 FORMATS = list(ELEMENT_FORMATS.values())
 by_format = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)

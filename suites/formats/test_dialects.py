@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import DialectMismatch, InvalidArgument, UnknownName
-from degarble.harness.formats.block_formats import BLOCK_FORMATS, MXFP4, NVFP4
 from degarble.harness.formats.dialects import (
     CANONICAL,
     COMPRESSED_TENSORS,
@@ -26,9 +25,8 @@ from degarble.harness.formats.dialects import (
     Guard,
     dialect_named,
 )
-from degarble.harness.formats.quantise import dequantise, quantise
-from degarble.harness.formats.quantised import QuantisedTensor
-from degarble.harness.formats.types import ScaleDirection
+from degarble.harness.formats.number_formats import BLOCK_FORMATS, MXFP4, NVFP4, ScaleDirection
+from degarble.harness.formats.quantise import QuantisedTensor, dequantise, quantise
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "dialects.md"
 

@@ -18,11 +18,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.formats.arrays import decode_array
-from degarble.harness.formats.block_formats import MXFP4, MXFP8, NVFP4
+from degarble.harness.formats.codec import decode_array, unpack_nibbles
 from degarble.harness.formats.dialects import CANONICAL, DIALECTS, Dialect
-from degarble.harness.formats.element_formats import E4M3
-from degarble.harness.formats.packing import unpack_nibbles
+from degarble.harness.formats.number_formats import E4M3, MXFP4, MXFP8, NVFP4
 from degarble.harness.formats.quantise import dequantise, quantise
 from degarble.suites.formats.block_cases import edge_cases, merged_nan, ordinary_cases
 from degarble.suites.formats.dialect_oracles import ORACLES

@@ -10,7 +10,7 @@ import torch
 
 from degarble.harness.base.errors import UnknownName
 from degarble.harness.formats.codec import decode, is_nan
-from degarble.harness.formats.element_formats import (
+from degarble.harness.formats.number_formats import (
     BF16,
     E2M1,
     E4M3,
@@ -19,9 +19,9 @@ from degarble.harness.formats.element_formats import (
     FP16,
     FP32,
     UE8M0,
+    ElementFormat,
     element_format,
 )
-from degarble.harness.formats.types import ElementFormat
 
 FORMATS = list(ELEMENT_FORMATS.values())
 by_format = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)

@@ -14,10 +14,8 @@ import pytest
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.formats.cache_rows import CACHE_ROWS
 from degarble.harness.formats.codec import encode
-from degarble.harness.formats.element_formats import ELEMENT_FORMATS
-from degarble.harness.formats.layouts import SCALE_LAYOUTS
-from degarble.harness.formats.row_orders import ROW_ORDERS
-from degarble.harness.formats.types import Overflow, Rounding
+from degarble.harness.formats.layouts import ROW_ORDERS, SCALE_LAYOUTS
+from degarble.harness.formats.number_formats import ELEMENT_FORMATS, Overflow, Rounding
 
 if TYPE_CHECKING:
     from collections.abc import Callable

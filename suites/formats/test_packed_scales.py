@@ -13,8 +13,14 @@ from degarble.harness.base.errors import (
     LayoutMismatch,
     ShapeMismatch,
 )
-from degarble.harness.formats.layouts import PACKED_MN, offset_packed_mn, to_layout
-from degarble.harness.formats.packed_scales import exact_ue8m0, pack_scales, unpack_scales
+from degarble.harness.formats.layouts import (
+    PACKED_MN,
+    exact_ue8m0,
+    offset_packed_mn,
+    pack_scales,
+    to_layout,
+    unpack_scales,
+)
 
 SIZES = [(1, 1), (4, 4), (5, 7), (7, 8), (130, 9)]
 by_size = pytest.mark.parametrize(("rows", "columns"), SIZES)

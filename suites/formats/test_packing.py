@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
-from degarble.harness.formats.packing import (
+from degarble.harness.formats.codec import (
     high_nibble,
     low_nibble,
     pack_nibbles,
     pack_pair,
     unpack_nibbles,
 )
-from degarble.harness.formats.types import NibbleOrder
+from degarble.harness.formats.number_formats import NibbleOrder
 
 orders = pytest.mark.parametrize("order", list(NibbleOrder), ids=str)
 EVERY_BYTE = torch.arange(256, dtype=torch.uint8)

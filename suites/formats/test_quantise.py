@@ -15,18 +15,20 @@ import torch
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
 from degarble.harness.formats import codec
-from degarble.harness.formats.arrays import decode_array, encode_array
-from degarble.harness.formats.block_formats import (
-    MXFP4,
-    NVFP4,
-)
+from degarble.harness.formats.codec import decode_array, encode_array, unpack_nibbles
 from degarble.harness.formats.dialects import DIALECTS, MODELOPT
-from degarble.harness.formats.element_formats import E2M1, E4M3
 from degarble.harness.formats.fast import nvfp4 as fast_nvfp4
 from degarble.harness.formats.layouts import SWIZZLE_128X4
-from degarble.harness.formats.packing import unpack_nibbles
+from degarble.harness.formats.number_formats import (
+    E2M1,
+    E4M3,
+    MXFP4,
+    NVFP4,
+    NanRule,
+    NibbleOrder,
+    ScaleDirection,
+)
 from degarble.harness.formats.quantise import dequantise, quantise
-from degarble.harness.formats.types import NanRule, NibbleOrder, ScaleDirection
 from degarble.suites.formats.block_cases import (
     IMPLEMENTATIONS,
     edge_cases,

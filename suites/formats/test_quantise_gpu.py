@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import Refused
-from degarble.harness.formats.block_formats import BLOCK_FORMATS, NVFP4
 from degarble.harness.formats.dialects import DIALECTS
+from degarble.harness.formats.number_formats import BLOCK_FORMATS, NVFP4
 from degarble.harness.formats.quantise import dequantise, quantise
 from degarble.suites.formats.block_cases import edge_cases, implementation, ordinary_cases
 
 if TYPE_CHECKING:
-    from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.formats.number_formats import BlockFormat
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from degarble.harness.formats import codec
-from degarble.harness.formats.block_formats import (
+from degarble.harness.formats.dialects import CANONICAL
+from degarble.harness.formats.number_formats import (
     BLOCK_FORMATS,
     FP8_1X128_F32,
     FP8_1X128_UE8M0,
@@ -18,15 +19,14 @@ from degarble.harness.formats.block_formats import (
     FP8_128X128_UE8M0,
     MXFP4,
     MXFP8,
+    UE8M0,
+    Rounding,
 )
-from degarble.harness.formats.dialects import CANONICAL
-from degarble.harness.formats.element_formats import UE8M0
 from degarble.harness.formats.quantise import dequantise, quantise
-from degarble.harness.formats.types import Rounding
 from degarble.suites.formats.block_cases import ordinary_cases
 
 if TYPE_CHECKING:
-    from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.formats.number_formats import BlockFormat
 
 F = np.float32
 ONE = F(1)

@@ -10,20 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from degarble.harness.formats import quantise as quantise_module
-from degarble.harness.formats.arrays import decode_array, encode_array
-from degarble.harness.formats.block_formats import (
+from degarble.harness.formats.codec import decode_array, encode_array
+from degarble.harness.formats.dialects import DIALECTS
+from degarble.harness.formats.layouts import SCALE_LAYOUTS
+from degarble.harness.formats.number_formats import (
     BLOCK_FORMATS,
+    E4M3,
     FP8_1X128_F32,
     FP8_1X128_UE8M0,
     MXFP4,
     MXFP8,
     NVFP4,
+    NibbleOrder,
+    Rounding,
 )
-from degarble.harness.formats.dialects import DIALECTS
-from degarble.harness.formats.element_formats import E4M3
-from degarble.harness.formats.layouts import SCALE_LAYOUTS
 from degarble.harness.formats.quantise import dequantise, quantise
-from degarble.harness.formats.types import NibbleOrder, Rounding
 from degarble.suites.formats.block_cases import (
     blocks_for,
     implementation,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.formats.types import BlockFormat, ElementFormat
+    from degarble.harness.formats.number_formats import BlockFormat, ElementFormat
 
 ROW_FORMATS = [fmt for fmt in BLOCK_FORMATS.values() if fmt.block[0] == 1]
 EXAMPLES = settings(max_examples=40)

@@ -16,13 +16,6 @@ from degarble.harness.base.errors import (
     ScaleDirectionMismatch,
     ShapeMismatch,
 )
-from degarble.harness.formats.block_formats import (
-    BLOCK_FORMATS,
-    FP8_128X128_F32,
-    FP8_128X128_UE8M0,
-    MXFP4,
-    NVFP4,
-)
 from degarble.harness.formats.dialects import CANONICAL, MODELOPT
 from degarble.harness.formats.layouts import (
     LINEAR,
@@ -31,19 +24,28 @@ from degarble.harness.formats.layouts import (
     SWIZZLE_128X4,
     nonzero_padding,
 )
-from degarble.harness.formats.quantise import dequantise, quantise
-from degarble.harness.formats.quantised import (
+from degarble.harness.formats.number_formats import (
+    BLOCK_FORMATS,
+    FP8_128X128_F32,
+    FP8_128X128_UE8M0,
+    MXFP4,
+    NVFP4,
+    NibbleOrder,
+    ScaleDirection,
+)
+from degarble.harness.formats.quantise import (
     QuantisedTensor,
     concatenate_rows,
+    dequantise,
+    quantise,
     require,
     require_same,
 )
-from degarble.harness.formats.types import NibbleOrder, ScaleDirection
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.formats.number_formats import BlockFormat
 
 
 def quantised(seed: int, rows: int = 5, columns: int = 96, **facts: Any) -> QuantisedTensor:

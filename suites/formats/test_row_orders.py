@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from degarble.harness.base.errors import ShapeMismatch, UnknownName
-from degarble.harness.formats.row_orders import (
+from degarble.harness.formats.layouts import (
     AS_STORED,
     INTERLEAVE_1,
     INTERLEAVE_8,

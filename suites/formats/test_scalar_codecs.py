@@ -14,21 +14,28 @@ import pytest
 import torch
 
 from degarble.harness.formats import codec
-from degarble.harness.formats import scalar_codecs as codecs
+from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats import scalar_ops as ops
-from degarble.harness.formats.block_formats import NVFP4
+from degarble.harness.formats.codec import unpack_nibbles
 from degarble.harness.formats.dialects import CANONICAL
-from degarble.harness.formats.element_formats import BF16, E2M1, E4M3, UE8M0
-from degarble.harness.formats.packing import unpack_nibbles
+from degarble.harness.formats.number_formats import (
+    BF16,
+    E2M1,
+    E4M3,
+    NVFP4,
+    UE8M0,
+    NanRule,
+    Overflow,
+    Rounding,
+)
 from degarble.harness.formats.quantise import quantise
-from degarble.harness.formats.types import NanRule, Overflow, Rounding
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from degarble.harness.formats.types import ElementFormat
+    from degarble.harness.formats.number_formats import ElementFormat
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ import torch
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.formats import codec, scalar_ops
 from degarble.harness.formats import scalar_ops as ops
-from degarble.harness.formats.element_formats import FP32
-from degarble.harness.formats.types import Overflow, Rounding
+from degarble.harness.formats.number_formats import FP32, Overflow, Rounding
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,15 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from degarble.harness.formats.block_formats import NVFP4
 from degarble.harness.formats.dialects import (
+    BLOCK_SCALE,
     CANONICAL,
     MODELOPT,
+    TENSOR_SCALE,
+    VALUE,
     BlockScaleRule,
     TensorScaleRule,
+    TensorScales,
     ValueRule,
 )
-from degarble.harness.formats.scale_rules import BLOCK_SCALE, TENSOR_SCALE, VALUE, Scales
+from degarble.harness.formats.number_formats import NVFP4
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -99,7 +102,7 @@ def test_block_scales_round_after_every_operation(seed: int) -> None:
             BlockScaleRule.QUOTIENT_OVER_DECODE: (a / SIX) / s,
             BlockScaleRule.AMAX_SHARE: a * (ONE / SIX),
         }
-    scales = Scales(torch.from_numpy(g), torch.from_numpy(s))
+    scales = TensorScales(torch.from_numpy(g), torch.from_numpy(s))
     rule = CANONICAL.rule_for(NVFP4)
     assert set(expected) == set(BLOCK_SCALE)
     for name, function in BLOCK_SCALE.items():
@@ -109,7 +112,7 @@ def test_block_scales_round_after_every_operation(seed: int) -> None:
 
 def test_the_order_of_operations_matters(seed: int) -> None:
     a, g = (torch.from_numpy(magnitudes(seed + i)) for i in range(2))
-    scales = Scales(g, g.reciprocal())
+    scales = TensorScales(g, g.reciprocal())
     rule = MODELOPT.rule_for(NVFP4)
     results = [function(a, scales, rule, torch.float32) for function in BLOCK_SCALE.values()]
     for i, one in enumerate(results):
@@ -131,7 +134,7 @@ def test_values_round_after_every_operation(seed: int) -> None:
             ValueRule.OVER_QUOTIENT: x / (b / g),
             ValueRule.OVER_BLOCK: x / b,
         }
-    scales = Scales(torch.from_numpy(g), torch.from_numpy(s))
+    scales = TensorScales(torch.from_numpy(g), torch.from_numpy(s))
     assert set(expected) == set(VALUE)
     for name, function in VALUE.items():
         got = function(torch.from_numpy(x), torch.from_numpy(b), scales).numpy()
@@ -140,7 +143,7 @@ def test_values_round_after_every_operation(seed: int) -> None:
 
 def test_a_scale_of_zero_is_capped_or_infinite() -> None:
     one, zero = torch.ones(1), torch.zeros(1)
-    scales = Scales(one, one)
+    scales = TensorScales(one, one)
     assert VALUE[ValueRule.TIMES_CAPPED_RECIPROCAL](one, zero, scales).item() == float(LARGEST)
     assert VALUE[ValueRule.TIMES_CAPPED_RECIPROCAL](zero, zero, scales).item() == 0.0
     assert VALUE[ValueRule.TIMES_RECIPROCAL](one, zero, scales).item() == np.inf

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.formats import spare_memory
-from degarble.harness.formats.spare_memory import drop_spare_memory, empty_tensor, spare_bytes
+from degarble.harness.formats.fast import buffers
+from degarble.harness.formats.fast.buffers import drop_spare_memory, empty_tensor, spare_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
-SHAPE = (spare_memory.SMALLEST // 4, 2)
+SHAPE = (buffers.SMALLEST // 4, 2)
 DTYPE = torch.bfloat16
 
 
@@ -33,7 +33,7 @@ def test_tensors_are_whole_and_aligned(shape: tuple[int, ...], dtype: torch.dtyp
     assert tuple(tensor.shape) == shape
     assert tensor.dtype is dtype
     assert tensor.is_contiguous()
-    assert tensor.data_ptr() % spare_memory.ALIGNMENT == 0 or not tensor.numel()
+    assert tensor.data_ptr() % buffers.ALIGNMENT == 0 or not tensor.numel()
     tensor.fill_(1)
     assert bool((tensor == 1).all())
 
@@ -79,12 +79,12 @@ def test_small_tensors_are_left_to_malloc() -> None:
 
 
 def test_idle_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spare_memory, "LIMIT", 3 * spare_memory.SMALLEST)
+    monkeypatch.setattr(buffers, "LIMIT", 3 * buffers.SMALLEST)
     tensors = [empty_tensor((SHAPE[0] + extra, 2), DTYPE) for extra in range(4)]
     places = [tensor.data_ptr() for tensor in tensors]
     while tensors:
         tensors.pop(0)
-    assert 0 < spare_bytes() <= spare_memory.LIMIT
+    assert 0 < spare_bytes() <= buffers.LIMIT
     assert empty_tensor((SHAPE[0] + 3, 2), DTYPE).data_ptr() == places[3]  # the latest is kept
 
 

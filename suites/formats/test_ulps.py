@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from degarble.harness.base.errors import DtypeMismatch, ShapeMismatch
-from degarble.harness.formats.codec import decode, is_nan
-from degarble.harness.formats.element_formats import E2M1, E4M3, E5M2, ELEMENT_FORMATS, FP32, UE8M0
-from degarble.harness.formats.ulps import (
+from degarble.harness.formats.codec import (
+    decode,
+    is_nan,
     nan_distance,
     ordinal,
     ordinal_array,
@@ -22,9 +22,10 @@ from degarble.harness.formats.ulps import (
     ulp_distance_array,
     value_ulp_distance,
 )
+from degarble.harness.formats.number_formats import E2M1, E4M3, E5M2, ELEMENT_FORMATS, FP32, UE8M0
 
 if TYPE_CHECKING:
-    from degarble.harness.formats.types import ElementFormat
+    from degarble.harness.formats.number_formats import ElementFormat
 
 FORMATS = list(ELEMENT_FORMATS.values())
 by_format = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)

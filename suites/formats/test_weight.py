@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
-from degarble.harness.formats.block_formats import NVFP4
+from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection
 from degarble.harness.formats.quantise import dequantise, quantise
-from degarble.harness.formats.types import NibbleOrder, ScaleDirection
 from degarble.harness.formats.weight import Weight
 
 

@@ -18,9 +18,8 @@ from degarble.harness.cli.interrupts import EXIT_INTERRUPTED
 from degarble.harness.cli.main import EXIT_PIPE_CLOSED
 from degarble.harness.engine.conventions.registry import REGISTRY
 from degarble.harness.engine.faults.registry import FAULTS, MODEL_FAULTS
-from degarble.harness.formats.block_formats import BLOCK_FORMATS
 from degarble.harness.formats.dialects import DIALECTS
-from degarble.harness.formats.element_formats import ELEMENT_FORMATS
+from degarble.harness.formats.number_formats import BLOCK_FORMATS, ELEMENT_FORMATS
 from degarble.harness.history.records import MEASURES
 from degarble.harness.model.components import components
 from degarble.harness.model.layouts import LAYOUTS

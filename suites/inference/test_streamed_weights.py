@@ -13,7 +13,7 @@ import torch
 
 from degarble.harness.base.errors import DegarbleError, UnreadableFile
 from degarble.harness.checkpoint.view.view import Checkpoint
-from degarble.harness.formats.block_formats import BLOCK_FORMATS
+from degarble.harness.formats.number_formats import BLOCK_FORMATS
 from degarble.harness.formats.quantise import quantise
 from degarble.harness.formats.weight import Weight
 from degarble.harness.inference import streamed_weights

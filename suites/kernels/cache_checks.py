@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.formats import scalar_codecs as codecs
+from degarble.harness.formats import scalar_ops as codecs
 from degarble.kernels.primitives import attention_rows as rows
 from degarble.kernels.primitives.kv_problem import (
     ENTRIES,

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from degarble.harness.formats.arrays import decode_array, decode_pairs
-from degarble.harness.formats.element_formats import E2M1, E4M3, UE8M0
+from degarble.harness.formats.codec import decode_array, decode_pairs
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div, round_up, to_layout
-from degarble.harness.formats.types import NibbleOrder
+from degarble.harness.formats.number_formats import E2M1, E4M3, UE8M0, NibbleOrder
 from degarble.kernels.gemm.problem import (
     OPERANDS,
     TACTICS,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.formats.ulps import value_ulp_distance
+from degarble.harness.formats.codec import value_ulp_distance
 from degarble.harness.model.types import End, Pairing, Rope
 from degarble.kernels.primitives import attention_rows as rows
 from degarble.references import elementary

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.formats import scalar_ops as ops
-from degarble.harness.formats.block_formats import NVFP4
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.layouts import to_layout
+from degarble.harness.formats.number_formats import NVFP4
 from degarble.harness.formats.quantise import quantise
 from degarble.kernels.gemm import gemv_problem
 from degarble.kernels.gemm.gemv_problem import GemvProblem

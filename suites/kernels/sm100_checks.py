@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from degarble.harness.formats.codec import unpack_nibbles
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div, from_layout
-from degarble.harness.formats.packing import unpack_nibbles
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm.tcgen05 import tensor_memory
 from degarble.references import tensor_core

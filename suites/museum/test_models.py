@@ -6,7 +6,7 @@ import json
 
 import torch
 
-from degarble.harness.base.input_files import read_small_file
+from degarble.harness.base.files import read_small_file
 from degarble.harness.checkpoint.transform.quantise.conversion_report import REPORT
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.museum.cases import MuseumModel, prepare, prompt_ids

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.formats.block_formats import NVFP4
+from degarble.harness.formats.number_formats import NVFP4
 from degarble.harness.formats.quantise import dequantise, quantise
 from degarble.harness.model.presets import small_v4, small_v32
 from degarble.harness.model.recipes import Recipe, Rule

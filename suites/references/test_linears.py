@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import UnknownName
-from degarble.harness.formats.block_formats import BLOCK_FORMATS, NVFP4
+from degarble.harness.formats.number_formats import BLOCK_FORMATS, NVFP4
 from degarble.harness.formats.quantise import dequantise, quantise
 from degarble.harness.formats.weight import Weight
 from degarble.references import linears

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import ShapeMismatch
-from degarble.harness.formats.arrays import decode_array, encode_array
-from degarble.harness.formats.block_formats import FP8_1X128_UE8M0, MXFP4
-from degarble.harness.formats.element_formats import E2M1, E4M3
+from degarble.harness.formats.codec import decode_array, encode_array
+from degarble.harness.formats.number_formats import E2M1, E4M3, FP8_1X128_UE8M0, MXFP4
 from degarble.harness.formats.quantise import dequantise, quantise
 from degarble.references import rounding
 from degarble.references.numerics import IndexerFormat, KeyValueCache, Numerics

@@ -10,8 +10,8 @@ import torch
 from torch import distributed
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
-from degarble.harness.formats.block_formats import BLOCK_FORMATS
 from degarble.harness.formats.layouts import SWIZZLE_128X4
+from degarble.harness.formats.number_formats import BLOCK_FORMATS
 from degarble.harness.formats.quantise import quantise
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.presets import small_v4

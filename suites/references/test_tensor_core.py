@@ -15,7 +15,7 @@ import torch
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
 from degarble.harness.formats.codec import decode
-from degarble.harness.formats.element_formats import BF16, E2M1, E4M3, FP16, FP32, UE8M0
+from degarble.harness.formats.number_formats import BF16, E2M1, E4M3, FP16, FP32, UE8M0
 from degarble.references import tensor_core as tc
 from degarble.suites.references.tensor_core_cases import (
     DENSE,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.formats.types import ElementFormat
+    from degarble.harness.formats.number_formats import ElementFormat
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 SCALED_RULES = (tc.NVFP4_BLOCK16, tc.MXFP4_BLOCK32)

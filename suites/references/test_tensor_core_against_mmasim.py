@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.formats.types import ElementFormat
+    from degarble.harness.formats.number_formats import ElementFormat
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 DENSE_RULES = (tc.WGMMA_F16, tc.TCGEN05_F16)

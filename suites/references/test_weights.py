@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.formats.block_formats import BLOCK_FORMATS
 from degarble.harness.formats.dialects import CANONICAL, MODELOPT
+from degarble.harness.formats.number_formats import BLOCK_FORMATS
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.presets import small_v4, small_v32
 from degarble.harness.model.recipes import RECIPE_NAMES, recipe_named

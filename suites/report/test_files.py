@@ -65,7 +65,7 @@ def test_a_folder_that_nobody_may_list_takes_files(
             raise PermissionError(errno.EACCES, "Permission denied")
         return genuine(path, flags, *rest)
 
-    monkeypatch.setattr("degarble.harness.base.durable.os.open", hidden)
+    monkeypatch.setattr("degarble.harness.base.files.os.open", hidden)
     write_text(tmp_path / "a.txt", "new")
     assert (tmp_path / "a.txt").read_text(encoding="utf-8") == "new"
 

@@ -17,11 +17,10 @@ import torch
 
 from degarble.harness.backends.cutedsl import moe as cutedsl_moe
 from degarble.harness.base.errors import MissingDevice
-from degarble.harness.formats.block_formats import NVFP4
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.layouts import LINEAR
-from degarble.harness.formats.quantised import QuantisedTensor
-from degarble.harness.formats.types import NibbleOrder, ScaleDirection
+from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection
+from degarble.harness.formats.quantise import QuantisedTensor
 from degarble.harness.report.kernel_table import Launch
 from degarble.kernels.attention import problem as sparse_attention_problem
 from degarble.kernels.gemm import gemv_problem, w4a16_problem

@@ -18,7 +18,7 @@ import torch
 from degarble.harness.backends.cutedsl.parts import NoKernelError, own
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4, to_layout
-from degarble.harness.formats.types import NibbleOrder, ScaleDirection
+from degarble.harness.formats.number_formats import NibbleOrder, ScaleDirection
 from degarble.kernels.gemm.gemv_problem import ROWS, GemvProblem, inner_held, rows_of_form
 from degarble.kernels.gemm.problem import GemmProblem, choose_form
 from degarble.kernels.gemm.w4a16_problem import LARGEST_ROWS, W4A16Problem

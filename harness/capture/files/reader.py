@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from degarble.harness.base.errors import InvalidArgument, Undecided, UnreadableFile
-from degarble.harness.base.input_files import read_small_file
+from degarble.harness.base.files import read_small_file
 from degarble.harness.capture.files.records import (
     AGAIN,
     FORMAT,

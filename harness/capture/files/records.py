@@ -16,9 +16,8 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from degarble.harness.base.durable import sync_file, sync_folder
 from degarble.harness.base.errors import DegarbleError, UnreadableFile, UnwritablePath
-from degarble.harness.base.input_files import read_span, regular_file
+from degarble.harness.base.files import read_span, regular_file, sync_file, sync_folder
 from degarble.harness.model.sites import Port, Site
 from degarble.harness.report.number_text import visible
 

@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from degarble.harness.base.errors import InvalidArgument, UnreadableFile
-from degarble.harness.base.input_files import regular_file
+from degarble.harness.base.files import regular_file
 from degarble.harness.checkpoint.read.types import shown
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from degarble.harness.base.errors import Refused, UnreadableFile
-from degarble.harness.base.input_files import read_small_file, read_span, regular_file
+from degarble.harness.base.files import read_small_file, read_span, regular_file
 from degarble.harness.checkpoint.read.json_scan import ObjectScanner
 from degarble.harness.checkpoint.read.types import (
     DTYPE_BITS,

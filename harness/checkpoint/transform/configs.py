@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from degarble.harness.base.errors import LayoutMismatch, Refused
-from degarble.harness.base.input_files import read_small_file
+from degarble.harness.base.files import read_small_file
 from degarble.harness.checkpoint.read.safetensors_files import is_of_hub_cache
 from degarble.harness.checkpoint.read.types import LARGEST_CONFIG, shown
 from degarble.harness.checkpoint.view import quantisation_configs
@@ -24,7 +24,7 @@ from degarble.harness.checkpoint.view.quantisation_configs import (
     quantisation,
 )
 from degarble.harness.checkpoint.write.writer import CompanionFiles
-from degarble.harness.formats.block_formats import FP8_128X128_F32
+from degarble.harness.formats.number_formats import FP8_128X128_F32
 from degarble.harness.model.config.config import V4Config
 from degarble.harness.model.layouts import Spelling, layout_named
 from degarble.harness.model.parameters import parameters

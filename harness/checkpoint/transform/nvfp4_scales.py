@@ -10,16 +10,16 @@ import numpy as np
 import torch
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.formats.arrays import decode_array, encode_array
-from degarble.harness.formats.element_formats import E4M3, UE8M0
-from degarble.harness.formats.fast.modelopt import (
+from degarble.harness.formats.codec import decode_array, encode_array
+from degarble.harness.formats.fast.nvfp4 import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
-    Search,
-    measure,
+    ScaleSearch,
+    measure_error,
     quantise_modelopt,
     search_modelopt,
 )
+from degarble.harness.formats.number_formats import E4M3, UE8M0
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,8 +45,8 @@ FLOOR_ROWS = 32
 # Moves of the E4M3 code: with 3 mantissa bits, 8 codes are an octave.
 _OCTAVE = tuple(move for step in range(1, 9) for move in (-step, step))
 _SEARCHES = {
-    "mse": Search((6.0,), (0, *_OCTAVE)),
-    "four-over-six": Search((6.0, 4.0)),
+    "mse": ScaleSearch((6.0,), (0, *_OCTAVE)),
+    "four-over-six": ScaleSearch((6.0, 4.0)),
 }
 
 
@@ -104,16 +104,16 @@ class Errors:
 
     def add(self, first_row: int, values: Tensor, made: QuantisedRows, scale: float) -> None:
         """Compare decoded rows, as they will be stored, with the values they were made from."""
-        found = measure(values, *made, scale)
+        found = measure_error(values, *made, scale)
         self.energy += found.energy
         self.error += found.error
         start = -first_row % FLOOR_ROWS
         sample = values[start::FLOOR_ROWS].contiguous()
         if sample.numel():
             codes, block_scale = (each[start::FLOOR_ROWS].contiguous() for each in made)
-            self.sampled += measure(sample, codes, block_scale, scale).error
+            self.sampled += measure_error(sample, codes, block_scale, scale).error
             best = quantise_rows(sample, scale, ScaleRule.MSE)
-            self.floor += measure(sample, *best, scale).error
+            self.floor += measure_error(sample, *best, scale).error
 
     @property
     def relative(self) -> float:

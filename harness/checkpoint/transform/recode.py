@@ -27,18 +27,18 @@ from degarble.harness.checkpoint.transform.source import (
     rows_of,
 )
 from degarble.harness.checkpoint.write.plan import PlannedTensor
-from degarble.harness.formats.arrays import decode_array
-from degarble.harness.formats.block_formats import (
+from degarble.harness.formats.codec import decode_array
+from degarble.harness.formats.dialects import CANONICAL
+from degarble.harness.formats.layouts import exact_ue8m0
+from degarble.harness.formats.number_formats import (
     FP8_128X128_F32,
     FP8_128X128_UE8M0,
     MXFP4,
     NVFP4,
+    UE8M0,
     codes_shape,
     scale_shape,
 )
-from degarble.harness.formats.dialects import CANONICAL
-from degarble.harness.formats.element_formats import UE8M0
-from degarble.harness.formats.packed_scales import exact_ue8m0
 from degarble.harness.formats.quantise import quantise
 from degarble.harness.model.storage import Part
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.checkpoint.view.stored import StoredWeight
-    from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.formats.number_formats import BlockFormat
     from degarble.harness.formats.weight import Weight
 
 _FP8 = (FP8_128X128_F32, FP8_128X128_UE8M0)

@@ -10,12 +10,10 @@ import torch
 
 from degarble.harness.base.errors import InvalidArgument, LayoutMismatch
 from degarble.harness.checkpoint.read.types import shown
-from degarble.harness.formats.arrays import decode_array
-from degarble.harness.formats.block_formats import MXFP4
-from degarble.harness.formats.element_formats import E2M1, E4M3, UE8M0
-from degarble.harness.formats.fast.modelopt import largest_finite
-from degarble.harness.formats.fast.threads import values_of
-from degarble.harness.formats.types import NibbleOrder
+from degarble.harness.formats.codec import decode_array
+from degarble.harness.formats.fast.buffers import values_of
+from degarble.harness.formats.fast.nvfp4 import largest_finite
+from degarble.harness.formats.number_formats import E2M1, E4M3, MXFP4, UE8M0, NibbleOrder
 from degarble.harness.model.storage import Part
 from degarble.harness.model.types import Kind
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.checkpoint.view.view import Checkpoint, LogicalNames
     from degarble.harness.checkpoint.write.plan import PlannedTensor
-    from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.formats.number_formats import BlockFormat
     from degarble.harness.model.layouts import Layout
 
 

@@ -20,16 +20,21 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from degarble.harness.base.errors import LayoutMismatch, Refused, ShapeMismatch
 from degarble.harness.checkpoint.read.types import StoredLayout, TensorEntry, shown, unknown_name
-from degarble.harness.formats.block_formats import BLOCK_FORMATS, NVFP4, scale_shape
 from degarble.harness.formats.dialects import CANONICAL, COMPRESSED_TENSORS, MODELOPT
-from degarble.harness.formats.types import NibbleOrder, ScaleDirection
+from degarble.harness.formats.number_formats import (
+    BLOCK_FORMATS,
+    NVFP4,
+    NibbleOrder,
+    ScaleDirection,
+    scale_shape,
+)
 from degarble.harness.model.storage import SUFFIXES, Part
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from degarble.harness.formats.dialects import Dialect
-    from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.formats.number_formats import BlockFormat
 
 
 class NamingConvention(StrEnum):

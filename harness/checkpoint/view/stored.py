@@ -22,11 +22,11 @@ from degarble.harness.base.errors import (
     ShapeMismatch,
     UnreadableFile,
 )
-from degarble.harness.base.input_files import regular_file
+from degarble.harness.base.files import regular_file
 from degarble.harness.checkpoint.read.types import DTYPE_BITS, TensorEntry, shown, unknown_name
 from degarble.harness.checkpoint.view.modules import NamingConvention
-from degarble.harness.formats.block_formats import codes_shape, scale_shape
 from degarble.harness.formats.layouts import LINEAR
+from degarble.harness.formats.number_formats import codes_shape, scale_shape
 from degarble.harness.formats.weight import Storage, Weight
 from degarble.harness.model.storage import Part
 from degarble.harness.model.types import Box
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.checkpoint.view.modules import StoredForm
-    from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.formats.number_formats import BlockFormat
 
 
 # --------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from degarble.harness.base.errors import InvalidArgument, Refused, ShapeMismatch, UnreadableFile
-from degarble.harness.base.input_files import read_small_file, regular_file
+from degarble.harness.base.files import read_small_file, regular_file
 from degarble.harness.checkpoint.read.file_access import MappedFiles
 from degarble.harness.checkpoint.read.json_scan import ObjectScanner
 from degarble.harness.checkpoint.read.safetensors_files import (

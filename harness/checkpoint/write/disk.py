@@ -9,8 +9,8 @@ import secrets
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from degarble.harness.base.durable import sync_folder
 from degarble.harness.base.errors import InvalidArgument, UnwritablePath
+from degarble.harness.base.files import sync_folder
 from degarble.harness.checkpoint.read.types import shown
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from degarble.harness.base.errors import Refused, UnreadableFile, UnwritablePath
-from degarble.harness.base.input_files import read_small_file, regular_file
+from degarble.harness.base.files import read_small_file, regular_file
 from degarble.harness.base.version import VERSION
 from degarble.harness.checkpoint.read.json_scan import ObjectScanner
 from degarble.harness.checkpoint.read.types import LARGEST_INDEX, shown

@@ -17,7 +17,7 @@ from degarble.harness.base.errors import (
     UnwritablePath,
     WorkerLost,
 )
-from degarble.harness.base.input_files import read_small_file
+from degarble.harness.base.files import read_small_file
 from degarble.harness.checkpoint.read.safetensors_files import INDEX_NAME
 from degarble.harness.checkpoint.read.types import LARGEST_INDEX, shown
 from degarble.harness.checkpoint.write.disk import (

@@ -14,7 +14,7 @@ from degarble.harness.base.errors import (
     InvalidArgument,
     MissingDependency,
 )
-from degarble.harness.base.input_files import regular_file
+from degarble.harness.base.files import regular_file
 from degarble.harness.cli import values
 from degarble.harness.cli.command import command
 from degarble.harness.cli.commands.talking import ARITHMETICS

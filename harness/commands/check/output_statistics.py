@@ -20,8 +20,7 @@ import torch
 
 from degarble.harness.engine.compare.compare import values_of_any
 from degarble.harness.engine.localise.tensor_forms import aligned, wrong_forms
-from degarble.harness.formats.arrays import FORMAT_OF_DTYPE, codes_of
-from degarble.harness.formats.ulps import value_ulp_distance
+from degarble.harness.formats.codec import FORMAT_OF_DTYPE, codes_of, value_ulp_distance
 from degarble.harness.report.replay_record import (
     AxisProfile,
     CloseLook,

@@ -25,7 +25,7 @@ from degarble.harness.engine.budget.bounded_values import (
 )
 from degarble.harness.engine.budget.budget import HEADROOM, MISTAKEN, Budget, LevelFinding, spacing
 from degarble.harness.engine.budget.rules import ALIGNED_TERMS, UNDERFLOW, U, output_format
-from degarble.harness.formats.element_formats import BF16
+from degarble.harness.formats.number_formats import BF16
 from degarble.harness.report.number_text import number
 from degarble.references import attention, indexer, latent_attention
 from degarble.references.facts import V4Facts, V32Facts, single, spans_of

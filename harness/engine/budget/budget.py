@@ -17,7 +17,7 @@ import torch
 
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.engine.compare.compare import compare, values_of_any
-from degarble.harness.formats.arrays import FORMAT_OF_DTYPE
+from degarble.harness.formats.codec import FORMAT_OF_DTYPE
 from degarble.harness.report.number_text import number
 from degarble.harness.report.verdict import Verdict
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.engine.compare.compare import Comparison, NamedPlaces
-    from degarble.harness.formats.types import ElementFormat
+    from degarble.harness.formats.number_formats import ElementFormat
 
 
 # --------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from degarble.harness.engine.budget.bounded_values import (
 )
 from degarble.harness.engine.budget.budget import Budget
 from degarble.harness.engine.budget.rules import UNDERFLOW, U, exact, output_format, summed
-from degarble.harness.formats.element_formats import BF16, FP32
+from degarble.harness.formats.number_formats import BF16, FP32
 from degarble.harness.model.config.config import INDEXER_NORM_EPSILON
 from degarble.harness.report.number_text import number
 from degarble.references import compressor

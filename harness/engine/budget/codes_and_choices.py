@@ -22,11 +22,9 @@ from degarble.harness.engine.budget.bounded_values import (
 )
 from degarble.harness.engine.budget.budget import HEADROOM, Budget, LevelFinding
 from degarble.harness.engine.budget.rules import UNDERFLOW, U, cut_off
-from degarble.harness.formats.arrays import decode_array
-from degarble.harness.formats.block_formats import BLOCK_FORMATS
+from degarble.harness.formats.codec import decode_array, unpack_nibbles
 from degarble.harness.formats.dialects import CANONICAL
-from degarble.harness.formats.element_formats import FP32, UE8M0
-from degarble.harness.formats.packing import unpack_nibbles
+from degarble.harness.formats.number_formats import BLOCK_FORMATS, FP32, UE8M0
 from degarble.harness.report.number_text import number
 from degarble.references import routing
 from degarble.references.facts import V4Facts, V32Facts
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.engine.budget.rules import JudgeableCall
-    from degarble.harness.formats.types import BlockFormat, ElementFormat
+    from degarble.harness.formats.number_formats import BlockFormat, ElementFormat
 
 
 # --------------------------------------------------------------------------------------------------

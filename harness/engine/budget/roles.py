@@ -41,7 +41,7 @@ from degarble.harness.engine.budget.rules import (
     stored_between,
     summed,
 )
-from degarble.harness.formats.element_formats import BF16, FP32
+from degarble.harness.formats.number_formats import BF16, FP32
 from degarble.references.linears import weight_values
 from degarble.references.numerics import DecodedOperands
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.engine.budget.rules import ProductOperand
-    from degarble.harness.formats.types import ElementFormat
+    from degarble.harness.formats.number_formats import ElementFormat
     from degarble.harness.formats.weight import Weight
 
     Rule = Callable[[JudgeableCall, Tensor], Budget]

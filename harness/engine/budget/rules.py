@@ -16,8 +16,8 @@ import torch
 
 from degarble.harness.base.errors import ShapeMismatch, Undecided
 from degarble.harness.engine.budget.budget import Budget
-from degarble.harness.formats.arrays import FORMAT_OF_DTYPE
-from degarble.harness.formats.element_formats import BF16, FP32
+from degarble.harness.formats.codec import FORMAT_OF_DTYPE
+from degarble.harness.formats.number_formats import BF16, FP32
 from degarble.harness.report.number_text import number
 from degarble.references.linears import CODES, activation_values
 from degarble.references.numerics import DecodedOperands
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.formats.types import ElementFormat
+    from degarble.harness.formats.number_formats import ElementFormat
     from degarble.harness.formats.weight import Weight
     from degarble.references.binding import Bound
     from degarble.references.facts import Facts

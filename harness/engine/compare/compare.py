@@ -16,9 +16,9 @@ import torch
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.checkpoint.view.stored import tensor_over
-from degarble.harness.formats.arrays import FORMAT_OF_DTYPE, codes_of, decode_array, encode_array
-from degarble.harness.formats.fast.threads import bits_view
-from degarble.harness.formats.types import NanRule, Overflow, Rounding
+from degarble.harness.formats.codec import FORMAT_OF_DTYPE, codes_of, decode_array, encode_array
+from degarble.harness.formats.fast.buffers import bits_view
+from degarble.harness.formats.number_formats import NanRule, Overflow, Rounding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.checkpoint.read.types import TensorEntry
     from degarble.harness.checkpoint.view.view import Checkpoint
-    from degarble.harness.formats.types import ElementFormat
+    from degarble.harness.formats.number_formats import ElementFormat
 
 
 # --------------------------------------------------------------------------------------------------

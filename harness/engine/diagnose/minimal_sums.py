@@ -20,8 +20,8 @@ import torch
 from degarble.harness.base.errors import CANNOT_RUN
 from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.engine.faults.model_faults import ChangedWeights
-from degarble.harness.formats.block_formats import BLOCK_FORMATS
 from degarble.harness.formats.layouts import LINEAR
+from degarble.harness.formats.number_formats import BLOCK_FORMATS
 from degarble.harness.formats.weight import Weight
 from degarble.harness.report.verdict import Verdict
 from degarble.references.binding import Bound

@@ -21,17 +21,15 @@ import torch
 
 from degarble.harness.engine.faults.family import Part, element_codes, read_scales
 from degarble.harness.engine.faults.gain import same_scales
-from degarble.harness.formats.arrays import decode_array
-from degarble.harness.formats.codec import encode
+from degarble.harness.formats.codec import decode_array, encode, ulp_distance_array
 from degarble.harness.formats.quantise import dequantise
-from degarble.harness.formats.ulps import ulp_distance_array
 from degarble.harness.report.number_text import number, span
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from degarble.harness.formats.quantised import QuantisedTensor
-    from degarble.harness.formats.types import ElementFormat
+    from degarble.harness.formats.number_formats import ElementFormat
+    from degarble.harness.formats.quantise import QuantisedTensor
 
 MIDPOINT_ULPS = 4
 

@@ -22,8 +22,8 @@ from degarble.harness.engine.compare.compare import closeness
 from degarble.harness.engine.diagnose.packing_compare import compare_parts
 from degarble.harness.engine.faults.family import Case
 from degarble.harness.engine.faults.registry import FAULTS
+from degarble.harness.formats.number_formats import ScaleDirection
 from degarble.harness.formats.quantise import dequantise, quantise
-from degarble.harness.formats.types import ScaleDirection
 from degarble.harness.report.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from degarble.harness.engine.compare.compare import Closeness
     from degarble.harness.engine.diagnose.packing_compare import PartDifference
     from degarble.harness.engine.faults.family import Fault, Match
-    from degarble.harness.formats.quantised import QuantisedTensor
+    from degarble.harness.formats.quantise import QuantisedTensor
 
 NAMED_FROM = 0.99
 

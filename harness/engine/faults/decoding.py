@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.nn.functional import embedding
 
-from degarble.harness.formats.arrays import decode_array
-from degarble.harness.formats.types import NibbleOrder, ScaleDirection
+from degarble.harness.formats.codec import decode_array
+from degarble.harness.formats.number_formats import NibbleOrder, ScaleDirection
 from degarble.harness.formats.weight import Weight
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.formats.quantised import QuantisedTensor
-    from degarble.harness.formats.types import ElementFormat
+    from degarble.harness.formats.number_formats import ElementFormat
+    from degarble.harness.formats.quantise import QuantisedTensor
 
 REMEMBERED = 256 << 20  # bytes of decoded weights at most
 _RESULTS = 8  # of other work that are remembered

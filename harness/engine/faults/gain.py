@@ -16,7 +16,7 @@ from degarble.harness.report.number_text import number, share
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from degarble.harness.formats.quantised import QuantisedTensor
+    from degarble.harness.formats.quantise import QuantisedTensor
 
 SAME_WITHIN_ULP = 2
 

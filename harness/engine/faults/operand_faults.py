@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.engine.faults.model_faults import ModelFault, Way, from_ways, with_inputs
-from degarble.harness.formats.arrays import decode_array, encode_array
-from degarble.harness.formats.block_formats import BLOCK_FORMATS
+from degarble.harness.formats.codec import decode_array, encode_array, pack_nibbles
 from degarble.harness.formats.dialects import CANONICAL
-from degarble.harness.formats.packing import pack_nibbles
+from degarble.harness.formats.number_formats import BLOCK_FORMATS, Rounding
 from degarble.harness.formats.quantise import quantise
-from degarble.harness.formats.types import Rounding
 from degarble.harness.model.config.config import V4Config
 from degarble.harness.model.parameters import parameter_named
 from degarble.references import experts
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
     from degarble.harness.engine.faults.model_faults import Scene
     from degarble.harness.engine.faults.weight_faults import Words
     from degarble.harness.formats.dialects import Dialect
-    from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.formats.number_formats import BlockFormat
 
     Parts = Mapping[str, Tensor]
     Making = Callable[[Scene, Parts, Parts], Parts | None]

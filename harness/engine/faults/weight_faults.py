@@ -23,7 +23,7 @@ from degarble.harness.engine.faults.weight_regions import (
     plantable,
     suggested,
 )
-from degarble.harness.formats.block_formats import BLOCK_FORMATS
+from degarble.harness.formats.number_formats import BLOCK_FORMATS
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.parameters import parameter_named
 from degarble.harness.model.types import Dtype, Kind
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from degarble.harness.engine.faults.family import Fault
     from degarble.harness.engine.faults.model_faults import Scene, Sight
     from degarble.harness.engine.faults.weight_regions import Spot
-    from degarble.harness.formats.quantised import QuantisedTensor
-    from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.formats.number_formats import BlockFormat
+    from degarble.harness.formats.quantise import QuantisedTensor
 
     Change = Callable[[Scene, str, Weight], Weight | None]
     Needs = Callable[["Kept"], bool]

@@ -13,7 +13,7 @@ import torch
 from degarble.harness.capture.files.records import Phase
 from degarble.harness.engine.budget.budget import HEADROOM, DifferenceEvidence, spacing
 from degarble.harness.engine.compare.compare import TILE
-from degarble.harness.formats.arrays import FORMAT_OF_DTYPE
+from degarble.harness.formats.codec import FORMAT_OF_DTYPE
 from degarble.harness.model.config.config import V4Config
 from degarble.harness.model.sites import Port, Site
 

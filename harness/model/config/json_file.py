@@ -17,7 +17,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName, UnreadableFile
-from degarble.harness.base.input_files import read_small_text
+from degarble.harness.base.files import read_small_text
 from degarble.harness.model.config import rope as config_rope
 from degarble.harness.model.config.checks import require
 from degarble.harness.model.config.config import LAYER_TYPES, Config, Dspark, V4Config, V32Config

@@ -269,11 +269,14 @@ def by_nvfp4(x_MK: Tensor, input_scale: Tensor, weight: tuple[Tensor, Tensor, Te
 
 def by_w4a16(x_MK: Tensor, weight: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """Return the product of our kernel for BF16 rows and NVFP4 weights as stored."""
-    from degarble.harness.formats.block_formats import NVFP4  # noqa: PLC0415
     from degarble.harness.formats.dialects import CANONICAL  # noqa: PLC0415
     from degarble.harness.formats.layouts import LINEAR  # noqa: PLC0415
-    from degarble.harness.formats.quantised import QuantisedTensor  # noqa: PLC0415
-    from degarble.harness.formats.types import NibbleOrder, ScaleDirection  # noqa: PLC0415
+    from degarble.harness.formats.number_formats import (  # noqa: PLC0415
+        NVFP4,
+        NibbleOrder,
+        ScaleDirection,
+    )
+    from degarble.harness.formats.quantise import QuantisedTensor  # noqa: PLC0415
     from degarble.kernels.gemm.sm90_gemm_w4a16 import gemm_w4a16  # noqa: PLC0415
 
     codes, scales, tensor_scale = weight

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from degarble.harness.backends.cutedsl import moe as steps
-from degarble.harness.formats.arrays import decode_array, encode_array
-from degarble.harness.formats.element_formats import E2M1, E4M3
+from degarble.harness.formats.codec import decode_array, encode_array, pack_nibbles
 from degarble.harness.formats.layouts import SWIZZLE_128X4, from_layout, to_layout
-from degarble.harness.formats.packing import pack_nibbles
+from degarble.harness.formats.number_formats import E2M1, E4M3
 from degarble.harness.formats.quantise import quantise
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.backends import cutedsl_cases as cases

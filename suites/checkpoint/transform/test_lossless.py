@@ -8,9 +8,8 @@ import torch
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.checkpoint.transform import nvfp4_scales
 from degarble.harness.checkpoint.transform.nvfp4_scales import Exponents
-from degarble.harness.formats.arrays import decode_array
-from degarble.harness.formats.element_formats import E2M1, E4M3, UE8M0
-from degarble.harness.formats.packing import unpack_nibbles
+from degarble.harness.formats.codec import decode_array, unpack_nibbles
+from degarble.harness.formats.number_formats import E2M1, E4M3, UE8M0
 
 
 def codes_of(seed: int, rows: int, blocks: int) -> torch.Tensor:

@@ -12,8 +12,8 @@ from degarble.harness.checkpoint.transform.nvfp4_scales import (
     quantise_rows,
     tensor_scale,
 )
-from degarble.harness.formats.block_formats import NVFP4
 from degarble.harness.formats.dialects import MODELOPT
+from degarble.harness.formats.number_formats import NVFP4
 from degarble.harness.formats.quantise import quantise
 
 

@@ -8,18 +8,13 @@ import pytest
 import torch
 
 from degarble.harness.checkpoint.transform.source import row_values
-from degarble.harness.formats.block_formats import (
-    FP8_128X128_F32,
-    FP8_128X128_UE8M0,
-    MXFP4,
-    NVFP4,
-)
 from degarble.harness.formats.dialects import CANONICAL, MODELOPT
+from degarble.harness.formats.number_formats import FP8_128X128_F32, FP8_128X128_UE8M0, MXFP4, NVFP4
 from degarble.harness.formats.quantise import dequantise_definition, quantise
 from degarble.harness.formats.weight import Weight
 
 if TYPE_CHECKING:
-    from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.formats.number_formats import BlockFormat
 
 
 @pytest.mark.parametrize(

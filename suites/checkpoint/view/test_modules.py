@@ -9,7 +9,7 @@ import pytest
 from degarble.harness.base.errors import LayoutMismatch, Refused, ShapeMismatch, UnknownName
 from degarble.harness.checkpoint.read.types import StoredLayout, TensorEntry
 from degarble.harness.checkpoint.view.modules import ModuleTable, NamingConvention
-from degarble.harness.formats.types import NibbleOrder, ScaleDirection
+from degarble.harness.formats.number_formats import NibbleOrder, ScaleDirection
 from degarble.harness.model.storage import Part
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]

@@ -9,7 +9,7 @@ import torch
 
 from degarble.harness.base.errors import UnreadableFile
 from degarble.harness.checkpoint.view.stored import PositionedReader
-from degarble.harness.formats.block_formats import FP8_128X128_F32, NVFP4
+from degarble.harness.formats.number_formats import FP8_128X128_F32, NVFP4
 from degarble.suites.checkpoint.number_cases import matrix, quantised_parts, write_modules
 
 if TYPE_CHECKING:

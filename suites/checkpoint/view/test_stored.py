@@ -14,10 +14,15 @@ from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
 from degarble.harness.checkpoint.read.types import StoredLayout
 from degarble.harness.checkpoint.view.modules import NamingConvention
 from degarble.harness.checkpoint.view.view import Checkpoint
-from degarble.harness.formats.block_formats import FP8_128X128_F32, FP8_128X128_UE8M0, MXFP4, NVFP4
 from degarble.harness.formats.dialects import CANONICAL, MODELOPT
+from degarble.harness.formats.number_formats import (
+    FP8_128X128_F32,
+    FP8_128X128_UE8M0,
+    MXFP4,
+    NVFP4,
+    ScaleDirection,
+)
 from degarble.harness.formats.quantise import dequantise, quantise
-from degarble.harness.formats.types import ScaleDirection
 from degarble.suites.checkpoint.reading_cases import entry, write_raw
 
 if TYPE_CHECKING:
@@ -25,8 +30,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.formats.quantised import QuantisedTensor
-    from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.formats.number_formats import BlockFormat
+    from degarble.harness.formats.quantise import QuantisedTensor
 
 
 def drawn(seed: int, *shape: int) -> Tensor:

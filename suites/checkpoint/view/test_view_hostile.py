@@ -20,7 +20,7 @@ import pytest
 import safetensors
 import torch
 
-from degarble.harness.base import input_files
+from degarble.harness.base import files as input_files
 from degarble.harness.base.errors import Refused
 from degarble.harness.checkpoint.read import json_scan, safetensors_files
 from degarble.harness.checkpoint.view.view import Checkpoint

@@ -9,7 +9,7 @@ import torch
 
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.checkpoint.view.weight_units import WeightUnits, feeds_of, stored_of, units_of
-from degarble.harness.formats.block_formats import NVFP4
+from degarble.harness.formats.number_formats import NVFP4
 from degarble.harness.model.layouts import layout_named
 from degarble.suites.checkpoint.number_cases import matrix, quantised_parts, write_modules
 from degarble.suites.checkpoint.reading_cases import (

@@ -11,7 +11,7 @@ from degarble.harness.commands.check.output_statistics import Looker
 from degarble.harness.engine.budget.budget import Budget, judge
 from degarble.harness.engine.budget.judging import OutputResult, ResultBasis
 from degarble.harness.engine.localise.replay import Batch, Replay
-from degarble.harness.formats.arrays import FORMAT_OF_DTYPE
+from degarble.harness.formats.codec import FORMAT_OF_DTYPE
 from degarble.harness.model.components import component_named
 from degarble.harness.model.presets import small_v4
 from degarble.harness.report.verdict import Verdict

@@ -18,9 +18,8 @@ from degarble.harness.engine.budget.budget import (
 )
 from degarble.harness.engine.budget.rules import summed
 from degarble.harness.engine.compare.compare import NamedPlaces
-from degarble.harness.formats.arrays import FORMAT_OF_DTYPE
-from degarble.harness.formats.block_formats import NVFP4
-from degarble.harness.formats.element_formats import BF16, E4M3
+from degarble.harness.formats.codec import FORMAT_OF_DTYPE
+from degarble.harness.formats.number_formats import BF16, E4M3, NVFP4
 from degarble.harness.formats.quantise import dequantise, quantise
 from degarble.harness.report.verdict import Verdict
 

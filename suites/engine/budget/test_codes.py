@@ -11,11 +11,8 @@ import torch
 from degarble.harness.engine.budget.budget import HEADROOM
 from degarble.harness.engine.budget.judging import OutputResult, judge_outputs
 from degarble.harness.engine.budget.rules import JudgeableCall, U
-from degarble.harness.formats.arrays import decode_array, encode_array
-from degarble.harness.formats.block_formats import BLOCK_FORMATS, NVFP4
-from degarble.harness.formats.element_formats import E4M3
-from degarble.harness.formats.packing import pack_nibbles, unpack_nibbles
-from degarble.harness.formats.types import NanRule
+from degarble.harness.formats.codec import decode_array, encode_array, pack_nibbles, unpack_nibbles
+from degarble.harness.formats.number_formats import BLOCK_FORMATS, E4M3, NVFP4, NanRule
 from degarble.harness.formats.weight import Weight
 from degarble.harness.report.verdict import Verdict
 from degarble.references.linears import quantise_activations
@@ -23,7 +20,7 @@ from degarble.references.linears import quantise_activations
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.formats.number_formats import BlockFormat
     from degarble.references.facts import Facts
 
 FORMATS = ("NVFP4", "MXFP8", "FP8_1X128_UE8M0", "FP8_1X128_F32", "MXFP4")

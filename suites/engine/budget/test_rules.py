@@ -12,15 +12,20 @@ from degarble.harness.base.errors import ShapeMismatch
 from degarble.harness.engine.budget import rules as budget_rules
 from degarble.harness.engine.budget.budget import HEADROOM, Budget, judge, spacing
 from degarble.harness.engine.budget.rules import exact, few, normed, stored_between, summed
-from degarble.harness.formats.block_formats import FP8_1X128_F32, FP8_128X128_F32, NVFP4
-from degarble.harness.formats.element_formats import BF16, FP32
+from degarble.harness.formats.number_formats import (
+    BF16,
+    FP8_1X128_F32,
+    FP8_128X128_F32,
+    FP32,
+    NVFP4,
+)
 from degarble.harness.formats.quantise import dequantise, quantise
 from degarble.references.tensor_core import dense_gemm
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from degarble.harness.formats.types import ElementFormat
+    from degarble.harness.formats.number_formats import ElementFormat
 
 ROWS, COLUMNS = 16, 96
 

@@ -14,7 +14,7 @@ from degarble.harness.engine.budget import budget as budget_steps
 from degarble.harness.engine.budget.budget import HEADROOM, Budget, LevelFinding, judge
 from degarble.harness.engine.budget.rules import normed
 from degarble.harness.engine.compare.compare import NamedPlaces
-from degarble.harness.formats.element_formats import BF16, FP32
+from degarble.harness.formats.number_formats import BF16, FP32
 from degarble.harness.report.verdict import Verdict
 
 if TYPE_CHECKING:

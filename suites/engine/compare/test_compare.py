@@ -19,8 +19,8 @@ from degarble.harness.engine.compare.compare import (
     compare_stored,
     worst_element,
 )
-from degarble.harness.formats.element_formats import E2M1, E4M3, UE8M0
-from degarble.harness.formats.ulps import value_ulp_distance
+from degarble.harness.formats.codec import value_ulp_distance
+from degarble.harness.formats.number_formats import E2M1, E4M3, UE8M0
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,8 +7,8 @@ import torch
 
 from degarble.harness.engine.diagnose.packing_compare import MIDPOINT_ULPS, compare_parts
 from degarble.harness.engine.faults.family import Part
-from degarble.harness.formats.block_formats import FP8_128X128_F32, MXFP8, NVFP4
 from degarble.harness.formats.dialects import MODELOPT
+from degarble.harness.formats.number_formats import FP8_128X128_F32, MXFP8, NVFP4
 from degarble.harness.formats.quantise import quantise
 from degarble.suites.engine.weights import heavy_tailed
 

@@ -12,11 +12,15 @@ from degarble.harness.base.errors import ShapeMismatch
 from degarble.harness.engine.diagnose.packing_diagnosis import Diagnosis, diagnose
 from degarble.harness.engine.faults.family import same_values
 from degarble.harness.engine.faults.registry import FAULTS
-from degarble.harness.formats.block_formats import BLOCK_FORMATS, NVFP4
 from degarble.harness.formats.dialects import CANONICAL, DIALECTS, TORCHAO
 from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4
+from degarble.harness.formats.number_formats import (
+    BLOCK_FORMATS,
+    NVFP4,
+    NibbleOrder,
+    ScaleDirection,
+)
 from degarble.harness.formats.quantise import quantise
-from degarble.harness.formats.types import NibbleOrder, ScaleDirection
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.engine.weights import heavy_tailed
 
@@ -26,8 +30,8 @@ if TYPE_CHECKING:
     from degarble.harness.engine.faults.family import Fault
     from degarble.harness.formats.dialects import Dialect
     from degarble.harness.formats.layouts import ScaleLayout
-    from degarble.harness.formats.quantised import QuantisedTensor
-    from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.formats.number_formats import BlockFormat
+    from degarble.harness.formats.quantise import QuantisedTensor
 
     Damage = Callable[[QuantisedTensor, int], QuantisedTensor]
 

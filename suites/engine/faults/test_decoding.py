@@ -12,10 +12,9 @@ from degarble.harness.engine.faults.decoding import (
     scale_numbers,
     with_scales,
 )
-from degarble.harness.formats.block_formats import BLOCK_FORMATS
 from degarble.harness.formats.layouts import SWIZZLE_128X4
+from degarble.harness.formats.number_formats import BLOCK_FORMATS, NibbleOrder, ScaleDirection
 from degarble.harness.formats.quantise import dequantise, quantise
-from degarble.harness.formats.types import NibbleOrder, ScaleDirection
 from degarble.harness.formats.weight import Weight
 from degarble.suites.engine.weights import heavy_tailed
 

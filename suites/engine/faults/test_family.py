@@ -14,10 +14,9 @@ from degarble.harness.engine.faults.family import (
     same_values,
     share_equal,
 )
-from degarble.harness.formats.block_formats import FP8_128X128_F32, NVFP4
 from degarble.harness.formats.layouts import SWIZZLE_128X4
+from degarble.harness.formats.number_formats import FP8_128X128_F32, NVFP4, NibbleOrder
 from degarble.harness.formats.quantise import quantise
-from degarble.harness.formats.types import NibbleOrder
 from degarble.suites.engine.weights import heavy_tailed
 
 

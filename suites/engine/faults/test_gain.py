@@ -8,12 +8,12 @@ import torch
 
 from degarble.harness.engine.faults.family import Case
 from degarble.harness.engine.faults.gain import gain_match, same_scales
-from degarble.harness.formats.block_formats import MXFP4, NVFP4
+from degarble.harness.formats.number_formats import MXFP4, NVFP4
 from degarble.harness.formats.quantise import quantise
 from degarble.suites.engine.weights import heavy_tailed
 
 if TYPE_CHECKING:
-    from degarble.harness.formats.quantised import QuantisedTensor
+    from degarble.harness.formats.quantise import QuantisedTensor
 
 
 @pytest.mark.parametrize(

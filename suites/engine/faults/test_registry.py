@@ -6,7 +6,7 @@ import pytest
 
 from degarble.harness.base.errors import UnknownName
 from degarble.harness.engine.faults.registry import FAULTS, fault_named
-from degarble.harness.formats.block_formats import FP8_128X128_F32, MXFP8, NVFP4
+from degarble.harness.formats.number_formats import FP8_128X128_F32, MXFP8, NVFP4
 from degarble.harness.formats.quantise import quantise
 from degarble.suites.engine.weights import heavy_tailed
 

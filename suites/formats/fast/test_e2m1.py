@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import DtypeMismatch, ShapeMismatch
-from degarble.harness.formats.arrays import decode_array, encode_array
-from degarble.harness.formats.element_formats import E2M1
-from degarble.harness.formats.fast import e2m1 as fast_e2m1
-from degarble.harness.formats.fast.e2m1 import decode_e2m1, encode_e2m1, round_e2m1
-from degarble.harness.formats.fast.threads import values_of
-from degarble.harness.formats.types import NanRule
+from degarble.harness.formats.codec import decode_array, encode_array
+from degarble.harness.formats.fast import nvfp4 as fast_e2m1
+from degarble.harness.formats.fast.buffers import values_of
+from degarble.harness.formats.fast.nvfp4 import decode_e2m1, encode_e2m1, round_e2m1
+from degarble.harness.formats.number_formats import E2M1, NanRule
 from degarble.suites.formats.bits import differences
 
 DTYPES = (torch.bfloat16, torch.float32)

@@ -10,28 +10,25 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
-from degarble.harness.formats.arrays import decode_array, encode_array
-from degarble.harness.formats.block_formats import NVFP4
-from degarble.harness.formats.dialects import MODELOPT
-from degarble.harness.formats.element_formats import E2M1, E4M3
-from degarble.harness.formats.fast import modelopt as fast_modelopt
-from degarble.harness.formats.fast.modelopt import (
+from degarble.harness.formats.codec import decode_array, encode_array, pack_nibbles, unpack_nibbles
+from degarble.harness.formats.dialects import MODELOPT, TensorScales
+from degarble.harness.formats.fast import nvfp4 as fast_modelopt
+from degarble.harness.formats.fast.nvfp4 import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
-    Search,
+    ScaleSearch,
     largest_finite,
-    largest_magnitude,
-    measure,
+    largest_magnitude_or_nan,
+    measure_error,
     quantise_modelopt,
     search_modelopt,
 )
-from degarble.harness.formats.packing import pack_nibbles, unpack_nibbles
+from degarble.harness.formats.number_formats import E2M1, E4M3, NVFP4
 from degarble.harness.formats.quantise import quantise, quantise_definition
-from degarble.harness.formats.scale_rules import Scales
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-MSE = Search((6.0,), (0, -1, 1, -2, 2, -3, 3))
-FOUR_OVER_SIX = Search((6.0, 4.0))
+MSE = ScaleSearch((6.0,), (0, -1, 1, -2, 2, -3, 3))
+FOUR_OVER_SIX = ScaleSearch((6.0, 4.0))
 
 
 def hard_values(seed: int, dtype: torch.dtype, rows: int = 48) -> torch.Tensor:
@@ -49,7 +46,7 @@ def hard_values(seed: int, dtype: torch.dtype, rows: int = 48) -> torch.Tensor:
 def definition(values: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What the dialect's record says."""
     return quantise_definition(
-        values, MODELOPT.rule_for(NVFP4), Scales(encode=1 / scale, decode=scale)
+        values, MODELOPT.rule_for(NVFP4), TensorScales(encode=1 / scale, decode=scale)
     )
 
 
@@ -96,7 +93,7 @@ def test_quantise_takes_it_for_large_tensors(seed: int, monkeypatch: pytest.Monk
 
 
 def plain_search(
-    values: torch.Tensor, scale: float, search: Search
+    values: torch.Tensor, scale: float, search: ScaleSearch
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The search, written for reading: one candidate after the other, all blocks at once."""
     s = torch.tensor(scale, dtype=torch.float32)
@@ -124,7 +121,7 @@ def plain_search(
 
 @DTYPES
 @pytest.mark.parametrize("search", [MSE, FOUR_OVER_SIX], ids=["mse", "four-over-six"])
-def test_the_search_is_the_plain_one(seed: int, dtype: torch.dtype, search: Search) -> None:
+def test_the_search_is_the_plain_one(seed: int, dtype: torch.dtype, search: ScaleSearch) -> None:
     values = hard_values(seed, dtype)
     scale = float(values.abs().max().float() / (6 * 256))
     codes, scales = search_modelopt(values, scale, search)
@@ -137,7 +134,7 @@ def test_a_search_of_one_candidate_is_the_amax_rule(seed: int) -> None:
     values = hard_values(seed, torch.float32)
     scale = float(values.abs().max().float() / 2688)
     for one, other in zip(
-        search_modelopt(values, scale, Search((6.0,))),
+        search_modelopt(values, scale, ScaleSearch((6.0,))),
         quantise_modelopt(values, scale),
         strict=True,
     ):
@@ -151,12 +148,12 @@ def test_measured_errors_are_those_of_the_decoded_values(seed: int, dtype: torch
     codes, scales = quantise_modelopt(values, scale)
     elements = decode_array(unpack_nibbles(codes), E2M1).double().reshape(*scales.shape, 16)
     decoded = elements * decode_array(scales, E4M3).double()[..., None] * float(np.float32(scale))
-    found = measure(values, codes, scales, scale)
+    found = measure_error(values, codes, scales, scale)
     assert found.energy == pytest.approx(float(values.double().square().sum()), rel=1e-12)
     error = float((values.double() - decoded.reshape(values.shape)).square().sum())
     assert found.error == pytest.approx(error, rel=1e-12)
     codes[-1, 7] ^= 0x70  # a planted fault
-    assert measure(values, codes, scales, scale).error > found.error * (1 + 1e-9)
+    assert measure_error(values, codes, scales, scale).error > found.error * (1 + 1e-9)
 
 
 def test_what_it_does_not_do_is_refused() -> None:
@@ -182,6 +179,6 @@ def test_what_it_does_not_do_is_refused() -> None:
 def test_the_largest_magnitude() -> None:
     assert largest_finite(torch.tensor([1.0, -7.5, 3.0])) == 7.5
     assert largest_finite(torch.zeros(4).bfloat16()) == 0.0
-    assert largest_magnitude(torch.ones(0)) == 0.0
-    assert largest_magnitude(torch.tensor([1.0, float("-inf")])) == float("inf")
-    assert np.isnan(largest_magnitude(torch.tensor([1.0, float("-nan"), float("inf")])))
+    assert largest_magnitude_or_nan(torch.ones(0)) == 0.0
+    assert largest_magnitude_or_nan(torch.tensor([1.0, float("-inf")])) == float("inf")
+    assert np.isnan(largest_magnitude_or_nan(torch.tensor([1.0, float("-nan"), float("inf")])))

@@ -16,8 +16,7 @@ from degarble.harness.base.errors import (
     LayoutMismatch,
     ShapeMismatch,
 )
-from degarble.harness.formats.element_formats import E4M3
-from degarble.harness.formats.fast.threads import (
+from degarble.harness.formats.fast.buffers import (
     PARTS_A_THREAD,
     bits_of,
     bits_view,
@@ -25,6 +24,7 @@ from degarble.harness.formats.fast.threads import (
     run_parts,
     values_of,
 )
+from degarble.harness.formats.number_formats import E4M3
 from degarble.suites.hang_guard import HANG_SECONDS
 
 

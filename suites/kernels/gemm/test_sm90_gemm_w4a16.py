@@ -18,7 +18,7 @@ from degarble.harness.base.errors import (
     UnknownName,
 )
 from degarble.harness.formats.layouts import SWIZZLE_8X4
-from degarble.harness.formats.types import NibbleOrder, ScaleDirection
+from degarble.harness.formats.number_formats import NibbleOrder, ScaleDirection
 from degarble.kernels.gemm.w4a16_problem import (
     LAYOUTS,
     PARTS,

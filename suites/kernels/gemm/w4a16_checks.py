@@ -18,14 +18,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.formats.arrays import decode_array
-from degarble.harness.formats.block_formats import NVFP4
+from degarble.harness.formats.codec import decode_array, unpack_nibbles
 from degarble.harness.formats.dialects import CANONICAL
-from degarble.harness.formats.element_formats import E2M1, E4M3
 from degarble.harness.formats.layouts import SCALE_LAYOUTS, from_layout, to_layout
-from degarble.harness.formats.packing import unpack_nibbles
-from degarble.harness.formats.quantised import QuantisedTensor
-from degarble.harness.formats.types import NibbleOrder, ScaleDirection
+from degarble.harness.formats.number_formats import E2M1, E4M3, NVFP4, NibbleOrder, ScaleDirection
+from degarble.harness.formats.quantise import QuantisedTensor
 from degarble.kernels.gemm.w4a16_problem import LAYOUTS, PARTS, ROUND, W4A16Problem
 from degarble.kernels.runtime.settings import CompileSettings
 

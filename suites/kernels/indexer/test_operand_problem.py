@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
-from degarble.harness.formats import scalar_codecs as codecs
+from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.model.types import End, Pairing, Rope
 from degarble.kernels.indexer import operand_problem as facts
 from degarble.kernels.indexer.operand_problem import OperandProblem, choose_form

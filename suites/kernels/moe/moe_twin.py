@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from degarble.harness.formats.arrays import decode_array, decode_pairs
-from degarble.harness.formats.block_formats import NVFP4
+from degarble.harness.formats.codec import decode_array, decode_pairs
 from degarble.harness.formats.dialects import CANONICAL
-from degarble.harness.formats.element_formats import E2M1, E4M3
 from degarble.harness.formats.layouts import SWIZZLE_128X4, from_layout
+from degarble.harness.formats.number_formats import E2M1, E4M3, NVFP4, NibbleOrder
 from degarble.harness.formats.quantise import quantise
-from degarble.harness.formats.types import NibbleOrder
 from degarble.kernels.gemm.problem import GemmProblem
 from degarble.kernels.moe.problem import BEFORE_W2, GATE_AND_UP
 from degarble.references import elementary

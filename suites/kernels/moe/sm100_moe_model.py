@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from degarble.harness.formats.block_formats import NVFP4
+from degarble.harness.formats.codec import unpack_nibbles
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.layouts import (
     SWIZZLE_128X4,
@@ -29,7 +29,7 @@ from degarble.harness.formats.layouts import (
     round_up,
     to_layout,
 )
-from degarble.harness.formats.packing import unpack_nibbles
+from degarble.harness.formats.number_formats import NVFP4
 from degarble.harness.formats.quantise import quantise
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm.tcgen05 import tensor_memory

@@ -17,11 +17,10 @@ from degarble.harness.base.errors import (
     ScaleDirectionMismatch,
     ShapeMismatch,
 )
-from degarble.harness.formats.block_formats import NVFP4
 from degarble.harness.formats.dialects import CANONICAL, DIALECTS
 from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4
+from degarble.harness.formats.number_formats import NVFP4, ScaleDirection
 from degarble.harness.formats.quantise import quantise
-from degarble.harness.formats.types import ScaleDirection
 from degarble.kernels.gemm import problem as gemm
 from degarble.kernels.moe import problem as facts
 from degarble.kernels.moe.problem import AFTER_W2, BEFORE_W2, MoeProblem
@@ -33,7 +32,7 @@ from degarble.suites.kernels.moe.moe_checks import Case
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from degarble.harness.formats.quantised import QuantisedTensor
+    from degarble.harness.formats.quantise import QuantisedTensor
 
 pytestmark = pytest.mark.needs("cutlass")
 

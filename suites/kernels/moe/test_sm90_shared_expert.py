@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import DtypeMismatch, LayoutMismatch, ShapeMismatch
-from degarble.harness.formats.scalar_codecs import ue8m0_decode
+from degarble.harness.formats.scalar_ops import ue8m0_decode
 from degarble.references import elementary
 from degarble.suites.kernels.moe import moe_checks as checks
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from degarble.harness.formats import scalar_codecs as codecs
+from degarble.harness.formats import scalar_ops as codecs
 from degarble.kernels.primitives import e2m1_halves as halves
 from degarble.kernels.primitives.e2m1_halves import OPERATORS, WORDS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from degarble.harness.formats.scalar_codecs import e2m1_decode, e4m3_decode
+from degarble.harness.formats.scalar_ops import e2m1_decode, e4m3_decode
 from degarble.kernels.gemm.w4a16_problem import DECODED_EXPONENT
 from degarble.kernels.primitives import e2m1_pairs
 from degarble.kernels.primitives.e2m1_pairs import (

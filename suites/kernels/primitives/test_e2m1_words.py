@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from degarble.harness.formats import scalar_ops as ops
-from degarble.harness.formats.scalar_codecs import e2m1_encode
+from degarble.harness.formats.scalar_ops import e2m1_encode
 from degarble.kernels.primitives import e2m1_words
 from degarble.kernels.primitives.e2m1_words import NUMBERS, OPERATORS, e2m1_word
 

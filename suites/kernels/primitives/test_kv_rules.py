@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from degarble.harness.formats import scalar_codecs as codecs
+from degarble.harness.formats import scalar_ops as codecs
 from degarble.kernels.primitives import kv_problem as facts
 from degarble.kernels.primitives import kv_rules as rules
 from degarble.references import rounding

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.formats.block_formats import NVFP4
+from degarble.harness.formats.codec import value_ulp_distance
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.layouts import to_layout
+from degarble.harness.formats.number_formats import NVFP4
 from degarble.harness.formats.quantise import quantise
-from degarble.harness.formats.ulps import value_ulp_distance
 from degarble.kernels.primitives.quantise_problem import LAYOUTS, SWIGLU, VALUES, QuantiseProblem
 from degarble.kernels.runtime.settings import CompileSettings
 from degarble.suites.kernels.format_checks import difference

@@ -16,8 +16,8 @@ from degarble.harness.base.errors import (
     ShapeMismatch,
     UnknownName,
 )
-from degarble.harness.formats.block_formats import FP8_1X128_F32, FP8_1X128_UE8M0
 from degarble.harness.formats.dialects import CANONICAL
+from degarble.harness.formats.number_formats import FP8_1X128_F32, FP8_1X128_UE8M0
 from degarble.harness.formats.quantise import quantise
 from degarble.kernels.primitives import fp8_quantise_problem as facts
 from degarble.kernels.primitives.fp8_quantise_problem import Fp8Form, Fp8Problem

@@ -15,12 +15,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from degarble.harness.formats import scalar_codecs as codecs
+from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.cache_rows import CACHE_ROWS, CacheRow
-from degarble.harness.formats.layouts import SCALE_LAYOUTS, ScaleLayout, offset_128x4, round_up
-from degarble.harness.formats.packing import high_nibble, low_nibble, pack_pair
-from degarble.harness.formats.row_orders import ROW_ORDERS, RowOrder
+from degarble.harness.formats.codec import high_nibble, low_nibble, pack_pair
+from degarble.harness.formats.layouts import (
+    ROW_ORDERS,
+    SCALE_LAYOUTS,
+    RowOrder,
+    ScaleLayout,
+    offset_128x4,
+    round_up,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -24,10 +24,10 @@ from cutlass.cute.runtime import make_ptr
 from torch import Tensor
 
 from degarble.harness.base.errors import DtypeMismatch, ShapeMismatch
-from degarble.harness.formats import scalar_codecs as codecs
+from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats import scalar_ops as ops
+from degarble.harness.formats.codec import low_nibble, pack_pair
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div, offset_128x4
-from degarble.harness.formats.packing import low_nibble, pack_pair
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
     any_stream,

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from degarble.harness.base.errors import MissingDevice
+from degarble.harness.formats.codec import unpack_nibbles
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div, from_layout
-from degarble.harness.formats.packing import unpack_nibbles
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm.tcgen05 import tensor_memory
 from degarble.kernels.moe import problem as moe

@@ -24,8 +24,7 @@ from degarble.harness.base.errors import (
     MissingDevice,
     ShapeMismatch,
 )
-from degarble.harness.formats.element_formats import BF16, FP16
-from degarble.harness.formats.types import ElementFormat
+from degarble.harness.formats.number_formats import BF16, FP16, ElementFormat
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
     any_stream,

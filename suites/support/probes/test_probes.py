@@ -11,8 +11,7 @@ import torch
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.cache_rows import CACHE_ROWS
-from degarble.harness.formats.layouts import SCALE_LAYOUTS, SWIZZLE_128X4
-from degarble.harness.formats.row_orders import ROW_ORDERS
+from degarble.harness.formats.layouts import ROW_ORDERS, SCALE_LAYOUTS, SWIZZLE_128X4
 from degarble.suites.support.probes import probes
 from degarble.suites.support.probes.probes import (
     CACHE_ENTRIES,

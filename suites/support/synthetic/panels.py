@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from degarble.harness.formats.arrays import decode_array, encode_array
-from degarble.harness.formats.block_formats import FP8_1X128_UE8M0, FP8_128X128_UE8M0
+from degarble.harness.formats.codec import decode_array, encode_array
 from degarble.harness.formats.dialects import CANONICAL
-from degarble.harness.formats.element_formats import E4M3, UE8M0
+from degarble.harness.formats.number_formats import E4M3, FP8_1X128_UE8M0, FP8_128X128_UE8M0, UE8M0
 from degarble.harness.formats.quantise import quantise
 
 if TYPE_CHECKING:

@@ -16,16 +16,18 @@ import numpy as np
 import torch
 
 from degarble.harness.checkpoint.view.stored import TORCH_DTYPES
-from degarble.harness.formats.arrays import decode_array
-from degarble.harness.formats.block_formats import (
+from degarble.harness.formats.codec import decode_array
+from degarble.harness.formats.dialects import CANONICAL, COMPRESSED_TENSORS, MODELOPT
+from degarble.harness.formats.number_formats import (
+    E2M1,
+    E4M3,
     FP8_128X128_F32,
     FP8_128X128_UE8M0,
     NVFP4,
+    UE8M0,
+    ScaleDirection,
     block_format,
 )
-from degarble.harness.formats.dialects import CANONICAL, COMPRESSED_TENSORS, MODELOPT
-from degarble.harness.formats.element_formats import E2M1, E4M3, UE8M0
-from degarble.harness.formats.types import ScaleDirection
 from degarble.harness.model.config.config import Config, V32Config
 from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.parameters import EXPERT, parameters
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.formats.dialects import Dialect
-    from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.formats.number_formats import BlockFormat
     from degarble.harness.model.layouts import Fusion, Layout
     from degarble.harness.model.parameters import Parameter
     from degarble.harness.model.tensors import Slot

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.formats.dialects import Dialect
-    from degarble.harness.formats.types import BlockFormat, ScaleDirection
+    from degarble.harness.formats.number_formats import BlockFormat, ScaleDirection
     from degarble.suites.support.synthetic.statistics import Numbers, Statistics
 
 BASE_ROWS = 256

@@ -14,8 +14,8 @@ from degarble.harness.base.errors import (
 )
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.checkpoint.write.manifest import MANIFEST, Manifest
-from degarble.harness.formats.block_formats import FP8_128X128_UE8M0, NVFP4, block_format
 from degarble.harness.formats.dialects import CANONICAL, COMPRESSED_TENSORS, MODELOPT
+from degarble.harness.formats.number_formats import FP8_128X128_UE8M0, NVFP4, block_format
 from degarble.harness.formats.quantise import quantise
 from degarble.harness.model.config.config import Config, Dspark, V4Config
 from degarble.harness.model.layouts import LAYOUTS, layout_named

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from degarble.harness.formats.block_formats import FP8_128X128_UE8M0
 from degarble.harness.formats.dialects import CANONICAL
+from degarble.harness.formats.number_formats import FP8_128X128_UE8M0
 from degarble.harness.formats.quantise import quantise
 from degarble.suites.support.synthetic import panels as synthetic_panels
 from degarble.suites.support.synthetic.panels import quantise_panels

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.formats.block_formats import MXFP4, NVFP4
 from degarble.harness.formats.dialects import CANONICAL, COMPRESSED_TENSORS, MODELOPT, Dialect
+from degarble.harness.formats.number_formats import MXFP4, NVFP4
 from degarble.harness.formats.quantise import quantise
 from degarble.suites.support.synthetic.pool import BASE_ROWS, RowPool
 from degarble.suites.support.synthetic.statistics import Numbers, Statistics
 
 if TYPE_CHECKING:
-    from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.formats.number_formats import BlockFormat
 
 
 def pool(seed: int, columns: int = 256, **changes: float) -> RowPool:

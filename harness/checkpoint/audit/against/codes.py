@@ -21,18 +21,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from degarble.harness.formats.arrays import decode_array
-from degarble.harness.formats.element_formats import E2M1, E4M3
-from degarble.harness.formats.fast.threads import values_of
+from degarble.harness.formats.codec import decode_array, unpack_nibbles
+from degarble.harness.formats.fast.buffers import values_of
 from degarble.harness.formats.layouts import SWIZZLE_8X4, SWIZZLE_128X4, offset_table
-from degarble.harness.formats.packing import unpack_nibbles
-from degarble.harness.formats.types import ScaleDirection
+from degarble.harness.formats.number_formats import E2M1, E4M3, ScaleDirection
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from degarble.harness.formats.types import BlockFormat, ElementFormat
+    from degarble.harness.formats.number_formats import BlockFormat, ElementFormat
     from degarble.harness.formats.weight import Weight
 
 SLACK = 2.0**-7  # of a value: quotients that a tool rounds to bfloat16, twice

@@ -15,21 +15,27 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.formats.block_formats import FP8_128X128_F32, FP8_128X128_UE8M0, MXFP4, NVFP4
-from degarble.harness.formats.element_formats import E2M1, E4M3
-from degarble.harness.formats.fast.modelopt import (
+from degarble.harness.formats.fast.nvfp4 import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
-    largest_magnitude,
+    dequantise_nvfp4,
+    largest_magnitude_or_nan,
     quantise_modelopt,
 )
-from degarble.harness.formats.fast.nvfp4 import dequantise_nvfp4
-from degarble.harness.formats.types import ScaleDirection
+from degarble.harness.formats.number_formats import (
+    E2M1,
+    E4M3,
+    FP8_128X128_F32,
+    FP8_128X128_UE8M0,
+    MXFP4,
+    NVFP4,
+    ScaleDirection,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.formats.number_formats import BlockFormat
     from degarble.harness.formats.weight import Weight
 
 _NVFP4_FULL = E2M1.largest * E4M3.largest
@@ -87,7 +93,7 @@ def _decode_scale(weight: Weight) -> float | None:
 
 def _nvfp4(there: Tensor, scale: float | None) -> Tensor:
     # The tensor scale of the amax rule, the smallest that clips nothing.
-    least = largest_magnitude(there.contiguous()) / _NVFP4_FULL
+    least = largest_magnitude_or_nan(there.contiguous()) / _NVFP4_FULL
     chosen = scale if scale is not None and _LEAST * least <= scale <= _MOST * least else least
     if not SMALLEST_SCALE <= chosen <= LARGEST_SCALE:
         return there.clone()  # zeros, or beyond what any trained weight is

@@ -35,7 +35,7 @@ from degarble.harness.checkpoint.read.types import shown
 from degarble.harness.checkpoint.transform.source import row_values
 from degarble.harness.checkpoint.view.stored import TORCH_DTYPES
 from degarble.harness.checkpoint.view.weight_units import stored_of
-from degarble.harness.formats.row_orders import ROW_ORDERS
+from degarble.harness.formats.layouts import ROW_ORDERS
 from degarble.harness.model.storage import Part
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from degarble.harness.checkpoint.audit.against.codes import Misfits, misfits_of
 from degarble.harness.checkpoint.audit.against.floor import ideal_like
 from degarble.harness.checkpoint.audit.numbers.table import FORMATS
 from degarble.harness.checkpoint.transform.source import row_values
-from degarble.harness.formats.types import ScaleDirection
+from degarble.harness.formats.number_formats import ScaleDirection
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

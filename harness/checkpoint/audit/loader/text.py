@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName, UnreadableFile
-from degarble.harness.base.input_files import read_small_file
+from degarble.harness.base.files import read_small_file
 from degarble.harness.checkpoint.audit.loader.engine import ENGINES, ONE_RANK, Ranks, engine_map
 from degarble.harness.checkpoint.audit.loader.maps import (
     AS_STORED,

@@ -32,7 +32,7 @@ from degarble.harness.checkpoint.transform.convert.vllm_parameters import (
 )
 from degarble.harness.checkpoint.view.modules import NamingConvention
 from degarble.harness.checkpoint.view.weight_units import stored_of
-from degarble.harness.formats.types import ScaleDirection
+from degarble.harness.formats.number_formats import ScaleDirection
 from degarble.harness.model.storage import Part
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from degarble.harness.checkpoint.view.modules import NamingConvention
-from degarble.harness.formats.types import ScaleDirection
+from degarble.harness.formats.number_formats import ScaleDirection
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

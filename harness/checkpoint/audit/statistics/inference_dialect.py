@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from degarble.harness.checkpoint.audit.statistics.inferred import CERTAIN, Inferred, undecided
-from degarble.harness.formats.types import ScaleDirection
+from degarble.harness.formats.number_formats import ScaleDirection
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

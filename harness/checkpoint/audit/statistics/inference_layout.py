@@ -24,18 +24,20 @@ import torch
 
 from degarble.harness.base.errors import Refused
 from degarble.harness.checkpoint.audit.statistics.inferred import Inferred, best_of, undecided
-from degarble.harness.formats.element_formats import E2M1, E4M3
-from degarble.harness.formats.fast.threads import values_of
+from degarble.harness.formats.codec import unpack_nibbles
+from degarble.harness.formats.fast.buffers import values_of
 from degarble.harness.formats.layouts import (
     PACKED_MN,
+    ROW_ORDERS,
     SWIZZLE_8X4,
     SWIZZLE_128X4,
     ScaleLayout,
     from_layout,
+    reorder_rows,
+    restore_rows,
     to_layout,
 )
-from degarble.harness.formats.packing import unpack_nibbles
-from degarble.harness.formats.row_orders import ROW_ORDERS, reorder_rows, restore_rows
+from degarble.harness.formats.number_formats import E2M1, E4M3
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.formats.number_formats import BlockFormat
     from degarble.harness.formats.weight import Weight
 
 ABOUT = "scale layout"

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from degarble.harness.checkpoint.audit.statistics.inferred import FAR, Inferred, best_of, undecided
-from degarble.harness.formats.types import NibbleOrder
+from degarble.harness.formats.number_formats import NibbleOrder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

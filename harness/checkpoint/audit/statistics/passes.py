@@ -33,15 +33,15 @@ from degarble.harness.checkpoint.audit.statistics.scales import (
     ordinary,
     pairing_of,
 )
-from degarble.harness.formats.element_formats import E2M1, E4M3, ELEMENT_FORMATS
-from degarble.harness.formats.fast.threads import values_of
+from degarble.harness.formats.fast.buffers import values_of
+from degarble.harness.formats.number_formats import E2M1, E4M3, ELEMENT_FORMATS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
     from degarble.harness.checkpoint.view.stored import StoredWeight
-    from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.formats.number_formats import BlockFormat
     from degarble.harness.formats.weight import Weight
 
 _WIDEST_PROFILE = 1 << 20  # columns; a long vector comes in pieces

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from degarble.harness.formats.element_formats import E2M1, ELEMENT_FORMATS
-from degarble.harness.formats.fast.threads import values_of
+from degarble.harness.formats.fast.buffers import values_of
+from degarble.harness.formats.number_formats import E2M1, ELEMENT_FORMATS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from degarble.harness.checkpoint.audit.statistics.loops import E2M1Tables
-    from degarble.harness.formats.types import ElementFormat
+    from degarble.harness.formats.number_formats import ElementFormat
 
 
 @dataclass(frozen=True)

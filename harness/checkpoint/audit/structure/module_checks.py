@@ -22,7 +22,7 @@ from degarble.harness.checkpoint.view.modules import (
     misnamed,
     suffix_of,
 )
-from degarble.harness.formats.block_formats import (
+from degarble.harness.formats.number_formats import (
     BLOCK_FORMATS,
     FP8_128X128_F32,
     FP8_128X128_UE8M0,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.audit.rules.rule import Rule
     from degarble.harness.checkpoint.read.types import TensorEntry
     from degarble.harness.checkpoint.view.modules import ModuleTable
-    from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.formats.number_formats import BlockFormat
     from degarble.harness.model.parameters import Parameter
 
     Parts = Mapping[Part, TensorEntry]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.base.errors import LayoutMismatch, UnreadableFile
-from degarble.harness.base.input_files import read_small_file
+from degarble.harness.base.files import read_small_file
 from degarble.harness.checkpoint.read.file_access import SourceState
 from degarble.harness.checkpoint.read.types import LARGEST_INDEX, TensorEntry, shown
 from degarble.harness.checkpoint.transform.configs import SOURCE, recipe_of, stored_formats
@@ -29,12 +29,15 @@ from degarble.harness.checkpoint.write.writer import (
     make_shards,
     write_shard,
 )
-from degarble.harness.formats.arrays import decode_array
-from degarble.harness.formats.element_formats import E4M3
-from degarble.harness.formats.layouts import LINEAR, from_layout
-from degarble.harness.formats.packed_scales import exact_ue8m0, unpack_scales
-from degarble.harness.formats.row_orders import restore_rows
-from degarble.harness.formats.types import ScaleDirection
+from degarble.harness.formats.codec import decode_array
+from degarble.harness.formats.layouts import (
+    LINEAR,
+    exact_ue8m0,
+    from_layout,
+    restore_rows,
+    unpack_scales,
+)
+from degarble.harness.formats.number_formats import E4M3, ScaleDirection
 from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.storage import Part
 from degarble.harness.model.tensors import slots

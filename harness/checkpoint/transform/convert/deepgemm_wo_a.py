@@ -33,14 +33,17 @@ from degarble.harness.checkpoint.transform.source import (
 )
 from degarble.harness.checkpoint.transform.units import ConversionUnit
 from degarble.harness.checkpoint.write.plan import PlannedTensor
-from degarble.harness.formats.arrays import decode_array, encode_array
-from degarble.harness.formats.block_formats import FP8_128X128_F32, FP8_128X128_UE8M0
+from degarble.harness.formats.codec import decode_array, encode_array
 from degarble.harness.formats.dialects import CANONICAL
-from degarble.harness.formats.element_formats import E4M3, UE8M0
-from degarble.harness.formats.layouts import ceil_div
-from degarble.harness.formats.packed_scales import exact_ue8m0, pack_scales
+from degarble.harness.formats.layouts import ceil_div, exact_ue8m0, pack_scales
+from degarble.harness.formats.number_formats import (
+    E4M3,
+    FP8_128X128_F32,
+    FP8_128X128_UE8M0,
+    UE8M0,
+    Rounding,
+)
 from degarble.harness.formats.quantise import quantise
-from degarble.harness.formats.types import Rounding
 from degarble.harness.model.config.config import V4Config
 
 if TYPE_CHECKING:

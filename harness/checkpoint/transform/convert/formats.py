@@ -35,8 +35,13 @@ from degarble.harness.checkpoint.transform.source import (
 )
 from degarble.harness.checkpoint.transform.units import ConversionUnit
 from degarble.harness.checkpoint.write.plan import PlannedTensor
-from degarble.harness.formats.block_formats import FP8_128X128_F32, FP8_128X128_UE8M0, MXFP4, NVFP4
-from degarble.harness.formats.element_formats import UE8M0
+from degarble.harness.formats.number_formats import (
+    FP8_128X128_F32,
+    FP8_128X128_UE8M0,
+    MXFP4,
+    NVFP4,
+    UE8M0,
+)
 from degarble.harness.model.config.config import V4Config
 from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.recipes import BF16, recipe_named
@@ -54,7 +59,7 @@ if TYPE_CHECKING:
         TensorProof,
     )
     from degarble.harness.checkpoint.view.view import Checkpoint
-    from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.formats.number_formats import BlockFormat
 
 
 # --------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName, UnreadableFile
-from degarble.harness.base.input_files import read_small_file
+from degarble.harness.base.files import read_small_file
 from degarble.harness.checkpoint.read.file_access import SourceState
 from degarble.harness.checkpoint.read.types import LARGEST_CONFIG, shown
 from degarble.harness.checkpoint.transform.configs import CONVERSION, companion_files

@@ -17,7 +17,7 @@ from degarble.harness.checkpoint.transform.convert.vllm_parameters import (
 from degarble.harness.checkpoint.transform.proof.layouts import check_fused
 from degarble.harness.checkpoint.transform.source import chosen_linears, linears, require_model
 from degarble.harness.checkpoint.transform.units import ConversionUnit
-from degarble.harness.formats.block_formats import BLOCK_FORMATS
+from degarble.harness.formats.number_formats import BLOCK_FORMATS
 from degarble.harness.model.config.config import V4Config
 from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.recipes import BF16

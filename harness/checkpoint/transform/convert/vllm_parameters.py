@@ -14,25 +14,27 @@ import torch
 from torch.nn.functional import pad
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, LayoutMismatch, Refused
-from degarble.harness.base.input_files import read_small_file
+from degarble.harness.base.files import read_small_file
 from degarble.harness.checkpoint.read.types import LARGEST_CONFIG
 from degarble.harness.checkpoint.transform.configs import CONVERSION
 from degarble.harness.checkpoint.transform.recode import Recoded
 from degarble.harness.checkpoint.transform.units import ConversionUnit
 from degarble.harness.checkpoint.write.plan import PlannedTensor
-from degarble.harness.formats.block_formats import block_format
-from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4, round_up, to_layout
-from degarble.harness.formats.row_orders import (
+from degarble.harness.formats.layouts import (
     AS_STORED,
     INTERLEAVE_64,
+    LINEAR,
     SHUFFLE_32,
     SWAP_HALVES,
+    SWIZZLE_128X4,
     TRTLLM_GATED,
     RowOrder,
     chain,
     reorder_rows,
+    round_up,
+    to_layout,
 )
-from degarble.harness.formats.types import ScaleDirection
+from degarble.harness.formats.number_formats import ScaleDirection, block_format
 from degarble.harness.model.storage import Part
 
 if TYPE_CHECKING:

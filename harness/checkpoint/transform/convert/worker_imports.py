@@ -19,8 +19,8 @@ from degarble.harness.checkpoint.transform.nvfp4_scales import (
 )
 from degarble.harness.checkpoint.transform.proof import compare
 from degarble.harness.checkpoint.transform.proof.bounds import NO_BOUND, PanelScales
-from degarble.harness.formats.element_formats import E4M3
-from degarble.harness.formats.fast.modelopt import largest_finite
+from degarble.harness.formats.fast.nvfp4 import largest_finite
+from degarble.harness.formats.number_formats import E4M3
 
 READY = (prove.__name__, compare.__name__)
 

@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.formats.number_formats import BlockFormat
 
 NOTHING, BFLOAT16, ELEMENT, FACTOR = range(4)  # kinds
 ONE_ROUNDING = 2.0**-22  # of products and quotients in float32 on the way

@@ -15,10 +15,9 @@ from degarble.harness.checkpoint.transform.proof.bounds import (
     element_bound,
 )
 from degarble.harness.checkpoint.transform.units import FurthestElement, TensorProof
-from degarble.harness.formats.block_formats import NVFP4
 from degarble.harness.formats.codec import decode
-from degarble.harness.formats.spare_memory import empty_tensor
-from degarble.harness.formats.types import NibbleOrder, ScaleDirection
+from degarble.harness.formats.fast.buffers import empty_tensor
+from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection
 from degarble.harness.model.storage import Part
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.transform.recode import Recoded
     from degarble.harness.checkpoint.view.stored import StoredWeight
     from degarble.harness.checkpoint.view.view import Checkpoint
-    from degarble.harness.formats.types import BlockFormat, ElementFormat
+    from degarble.harness.formats.number_formats import BlockFormat, ElementFormat
     from degarble.harness.formats.weight import Weight
 
 

@@ -29,11 +29,15 @@ from degarble.harness.checkpoint.transform.proof.compare import (
     stacked_rows,
 )
 from degarble.harness.checkpoint.transform.units import TensorProof
-from degarble.harness.formats.block_formats import FP8_128X128_F32, NVFP4
 from degarble.harness.formats.dialects import MODELOPT
-from degarble.harness.formats.element_formats import E4M3
 from degarble.harness.formats.layouts import LINEAR
-from degarble.harness.formats.types import NibbleOrder, ScaleDirection
+from degarble.harness.formats.number_formats import (
+    E4M3,
+    FP8_128X128_F32,
+    NVFP4,
+    NibbleOrder,
+    ScaleDirection,
+)
 from degarble.harness.formats.weight import Storage, Weight
 from degarble.harness.model.storage import Part
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from degarble.harness.base.errors import InvalidArgument, UnreadableFile
-from degarble.harness.base.input_files import read_small_file
+from degarble.harness.base.files import read_small_file
 from degarble.harness.checkpoint.read.json_scan import ObjectScanner
 from degarble.harness.checkpoint.read.types import shown
 from degarble.harness.model.config.config import V32Config

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from degarble.harness.base.errors import InvalidArgument, LayoutMismatch, ScaleDirectionMismatch
-from degarble.harness.base.input_files import read_small_file
+from degarble.harness.base.files import read_small_file
 from degarble.harness.checkpoint.read.file_access import SourceState
 from degarble.harness.checkpoint.read.types import LARGEST_INDEX, shown
 from degarble.harness.checkpoint.transform import nvfp4_scales
@@ -44,10 +44,9 @@ from degarble.harness.checkpoint.write.writer import (
     make_shards,
     write_shard,
 )
-from degarble.harness.formats.block_formats import MXFP4, NVFP4, block_format
-from degarble.harness.formats.fast.modelopt import largest_finite
+from degarble.harness.formats.fast.nvfp4 import largest_finite
+from degarble.harness.formats.number_formats import MXFP4, NVFP4, ScaleDirection, block_format
 from degarble.harness.formats.quantise import quantise
-from degarble.harness.formats.types import ScaleDirection
 from degarble.harness.model.config.config import V4Config
 from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.parameters import parameter_named, parameters

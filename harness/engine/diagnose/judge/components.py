@@ -25,7 +25,7 @@ from degarble.harness.engine.diagnose.judge.report import (
 )
 from degarble.harness.engine.faults.model_faults import Scene, Sight
 from degarble.harness.engine.localise.recorded_run import word_of
-from degarble.harness.formats.quantised import QuantisedTensor
+from degarble.harness.formats.quantise import QuantisedTensor
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.components import components
 from degarble.harness.model.recipes import recipe_named

@@ -22,8 +22,8 @@ import torch
 from degarble.harness.engine.diagnose.judge.mismatch import Explanation, Made, Part
 from degarble.harness.engine.diagnose.judge.product import Operand
 from degarble.harness.engine.diagnose.judge.variants import recoded
-from degarble.harness.formats.arrays import decode_array
-from degarble.harness.formats.element_formats import E2M1
+from degarble.harness.formats.codec import decode_array
+from degarble.harness.formats.number_formats import E2M1
 from degarble.harness.report.number_text import number, span
 
 if TYPE_CHECKING:

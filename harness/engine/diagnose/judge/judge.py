@@ -29,11 +29,10 @@ from degarble.harness.engine.diagnose.judge.operations import (
     swiglu,
 )
 from degarble.harness.engine.diagnose.judge.product import Product
-from degarble.harness.formats.block_formats import NVFP4, block_format
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.layouts import LINEAR
-from degarble.harness.formats.quantised import QuantisedTensor
-from degarble.harness.formats.types import NibbleOrder, ScaleDirection
+from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection, block_format
+from degarble.harness.formats.quantise import QuantisedTensor
 from degarble.harness.model.config.config import Config
 from degarble.harness.report.verdict import Verdict
 

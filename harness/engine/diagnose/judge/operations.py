@@ -30,9 +30,9 @@ from degarble.harness.engine.diagnose.judge.report import (
     judged_numbers,
 )
 from degarble.harness.engine.diagnose.packing_diagnosis import diagnose
-from degarble.harness.formats.arrays import FORMAT_OF_DTYPE
-from degarble.harness.formats.block_formats import NVFP4
-from degarble.harness.formats.quantised import QuantisedTensor
+from degarble.harness.formats.codec import FORMAT_OF_DTYPE
+from degarble.harness.formats.number_formats import NVFP4
+from degarble.harness.formats.quantise import QuantisedTensor
 from degarble.harness.formats.weight import Weight
 from degarble.harness.report.number_text import number, share
 from degarble.harness.report.verdict import Verdict

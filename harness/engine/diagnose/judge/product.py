@@ -17,14 +17,12 @@ import torch
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
 from degarble.harness.engine.budget.rules import U, ambiguous_bf16, summed
-from degarble.harness.formats.arrays import FORMAT_OF_DTYPE
-from degarble.harness.formats.block_formats import NVFP4
+from degarble.harness.formats.codec import FORMAT_OF_DTYPE
+from degarble.harness.formats.fast.buffers import empty_tensor
 from degarble.harness.formats.fast.nvfp4 import dequantise_nvfp4
 from degarble.harness.formats.layouts import LINEAR
-from degarble.harness.formats.quantise import dequantise
-from degarble.harness.formats.quantised import QuantisedTensor
-from degarble.harness.formats.spare_memory import empty_tensor
-from degarble.harness.formats.types import NibbleOrder, ScaleDirection
+from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection
+from degarble.harness.formats.quantise import QuantisedTensor, dequantise
 from degarble.harness.formats.weight import Weight
 from degarble.references.numerics import DecodedOperands
 

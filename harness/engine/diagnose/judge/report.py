@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from degarble.harness.formats.arrays import FORMAT_OF_DTYPE
+from degarble.harness.formats.codec import FORMAT_OF_DTYPE
 from degarble.harness.report.number_text import number, share
 from degarble.harness.report.verdict import Verdict
 

@@ -21,12 +21,10 @@ from degarble.harness.base.errors import CANNOT_RUN
 from degarble.harness.engine.diagnose.judge.mismatch import Explanation, Made
 from degarble.harness.engine.diagnose.judge.product import Operand, Product
 from degarble.harness.engine.faults.registry import FAULTS
-from degarble.harness.formats.arrays import FORMAT_OF_DTYPE, decode_array, encode_array
-from degarble.harness.formats.element_formats import E2M1
+from degarble.harness.formats.codec import FORMAT_OF_DTYPE, decode_array, encode_array, pack_nibbles
 from degarble.harness.formats.layouts import LINEAR
-from degarble.harness.formats.packing import pack_nibbles
+from degarble.harness.formats.number_formats import E2M1, NibbleOrder, Rounding
 from degarble.harness.formats.quantise import quantise
-from degarble.harness.formats.types import NibbleOrder, Rounding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.engine.budget.budget import Budget
     from degarble.harness.engine.diagnose.judge.mismatch import Part, Wrong
-    from degarble.harness.formats.quantised import QuantisedTensor
+    from degarble.harness.formats.quantise import QuantisedTensor
 
     Change = Callable[[QuantisedTensor], QuantisedTensor | None]
 

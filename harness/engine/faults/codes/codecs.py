@@ -18,8 +18,7 @@ from degarble.harness.engine.faults.weight_faults import (
     weight_fault,
 )
 from degarble.harness.formats.dialects import CANONICAL
-from degarble.harness.formats.element_formats import E4M3
-from degarble.harness.formats.types import Rounding
+from degarble.harness.formats.number_formats import E4M3, Rounding
 from degarble.harness.formats.weight import Weight
 
 if TYPE_CHECKING:

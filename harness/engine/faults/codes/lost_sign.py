@@ -17,7 +17,7 @@ from degarble.harness.engine.faults.weight_faults import (
     is_packed,
     weight_fault,
 )
-from degarble.harness.formats.arrays import decode_array
+from degarble.harness.formats.codec import decode_array
 from degarble.harness.formats.weight import Weight
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.engine.faults.model_faults import ModelFault, Scene
     from degarble.harness.engine.faults.weight_faults import Change, Needs
-    from degarble.harness.formats.quantised import QuantisedTensor
+    from degarble.harness.formats.quantise import QuantisedTensor
 
 
 def of_elements(change: Callable[[QuantisedTensor, Tensor], Tensor]) -> Change:

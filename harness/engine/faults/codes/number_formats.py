@@ -21,8 +21,8 @@ from degarble.harness.engine.faults.weight_faults import (
     weight_fault,
     with_tensor_scale,
 )
-from degarble.harness.formats.arrays import decode_array
-from degarble.harness.formats.element_formats import E4M3, UE8M0
+from degarble.harness.formats.codec import decode_array
+from degarble.harness.formats.number_formats import E4M3, UE8M0
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.types import Dtype
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.engine.faults.model_faults import Scene
     from degarble.harness.engine.faults.weight_faults import Kept
-    from degarble.harness.formats.quantised import QuantisedTensor
+    from degarble.harness.formats.quantise import QuantisedTensor
 
 _REMEDY = "Tag scales with their format, and assert it where they are read."
 

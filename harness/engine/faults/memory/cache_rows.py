@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.engine.faults.model_faults import ModelFault, Way, from_ways, with_outputs
-from degarble.harness.formats.arrays import decode_array, encode_array
-from degarble.harness.formats.element_formats import E4M3
+from degarble.harness.formats.codec import decode_array, encode_array
+from degarble.harness.formats.number_formats import E4M3
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

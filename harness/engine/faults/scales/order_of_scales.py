@@ -17,8 +17,8 @@ from degarble.harness.engine.faults.weight_faults import (
     of_scales,
     weight_fault,
 )
-from degarble.harness.formats.arrays import decode_array, encode_array
-from degarble.harness.formats.element_formats import E4M3
+from degarble.harness.formats.codec import decode_array, encode_array
+from degarble.harness.formats.number_formats import E4M3
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.engine.faults.model_faults import ModelFault
-    from degarble.harness.formats.quantised import QuantisedTensor
+    from degarble.harness.formats.quantise import QuantisedTensor
 
 
 def _through_e4m3(product: Tensor) -> Tensor:

@@ -21,10 +21,9 @@ from degarble.harness.engine.faults.weight_faults import (
     weight_fault,
     with_tensor_scale,
 )
-from degarble.harness.formats.arrays import decode_array, encode_array
+from degarble.harness.formats.codec import decode_array, encode_array
 from degarble.harness.formats.dialects import CANONICAL
-from degarble.harness.formats.element_formats import UE8M0
-from degarble.harness.formats.types import Rounding
+from degarble.harness.formats.number_formats import UE8M0, Rounding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.engine.faults.model_faults import ModelFault, Scene
     from degarble.harness.engine.faults.operand_faults import Making
-    from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.formats.number_formats import BlockFormat
 
 _REMEDY = "Round the scale first and quantise with the rounded one, or keep it as it is."
 

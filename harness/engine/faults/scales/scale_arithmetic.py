@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from degarble.harness.base.protocols import ComponentCall
     from degarble.harness.engine.faults.model_faults import Scene, Sight
     from degarble.harness.engine.faults.weight_faults import Change, Kept
-    from degarble.harness.formats.quantised import QuantisedTensor
+    from degarble.harness.formats.quantise import QuantisedTensor
 
 _ALIKE = 0.2  # cosine of outputs of which parts have another scale
 _FEW = 0.02  # of numbers that differ

@@ -31,8 +31,8 @@ from degarble.harness.engine.faults.weight_faults import (
     of_scales,
     weight_fault,
 )
-from degarble.harness.formats.arrays import decode_array
-from degarble.harness.formats.element_formats import E4M3
+from degarble.harness.formats.codec import decode_array
+from degarble.harness.formats.number_formats import E4M3
 from degarble.harness.formats.weight import Weight
 from degarble.harness.report.number_text import number
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from degarble.harness.base.protocols import ComponentCall
     from degarble.harness.engine.faults.family import Case, Match
     from degarble.harness.engine.faults.model_faults import Scene, Sight
-    from degarble.harness.formats.quantised import QuantisedTensor
+    from degarble.harness.formats.quantise import QuantisedTensor
 
 _PLANTED = (0.01, 1.0)  # tensor scales
 _NORMAL, _LAST = 0x08, 0x7E  # codes of E4M3: the smallest normal number, the largest

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.engine.faults.family import Case, Match
     from degarble.harness.engine.faults.model_faults import Scene
-    from degarble.harness.formats.quantised import QuantisedTensor
+    from degarble.harness.formats.quantise import QuantisedTensor
 
 
 def inject(tensor: QuantisedTensor) -> QuantisedTensor | None:

@@ -19,8 +19,8 @@ from degarble.harness.engine.faults.weight_faults import (
     of_scales,
     weight_fault,
 )
-from degarble.harness.formats.arrays import decode_array, encode_array
-from degarble.harness.formats.element_formats import E2M1, E4M3
+from degarble.harness.formats.codec import decode_array, encode_array
+from degarble.harness.formats.number_formats import E2M1, E4M3
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from degarble.harness.engine.faults.model_faults import ModelFault, Scene
     from degarble.harness.engine.faults.operand_faults import Making
     from degarble.harness.engine.faults.weight_faults import Change
-    from degarble.harness.formats.quantised import QuantisedTensor
+    from degarble.harness.formats.quantise import QuantisedTensor
 
     Scaling = Callable[[QuantisedTensor, Tensor], Tensor]
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from degarble.harness.engine.faults.weight_faults import Words, has_codes, of_scales, weight_fault
-from degarble.harness.formats.arrays import decode_array, encode_array
-from degarble.harness.formats.element_formats import E4M3
+from degarble.harness.formats.codec import decode_array, encode_array
+from degarble.harness.formats.number_formats import E4M3
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.engine.faults.model_faults import ModelFault
     from degarble.harness.engine.faults.weight_faults import Change, Kept
-    from degarble.harness.formats.quantised import QuantisedTensor
+    from degarble.harness.formats.quantise import QuantisedTensor
 
 
 def _one(_tensor: QuantisedTensor, scales: Tensor) -> Tensor:

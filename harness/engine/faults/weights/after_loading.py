@@ -21,15 +21,15 @@ from degarble.harness.engine.faults.weight_faults import (
     of_values,
     weight_fault,
 )
-from degarble.harness.formats.arrays import decode_array, encode_array
-from degarble.harness.formats.element_formats import E4M3, UE8M0
+from degarble.harness.formats.codec import decode_array, encode_array
+from degarble.harness.formats.number_formats import E4M3, UE8M0
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.engine.faults.model_faults import ModelFault, Scene
     from degarble.harness.engine.faults.weight_faults import Change, Needs
-    from degarble.harness.formats.quantised import QuantisedTensor
+    from degarble.harness.formats.quantise import QuantisedTensor
     from degarble.harness.formats.weight import Weight
 
 _RUN = 8  # rows that a kernel's shuffle moves together

@@ -19,9 +19,8 @@ from degarble.harness.engine.faults.weight_faults import (
     is_plain_matrix,
     weight_fault,
 )
-from degarble.harness.formats.arrays import decode_array, encode_array
-from degarble.harness.formats.block_formats import FP8_128X128_F32, MXFP4, NVFP4
-from degarble.harness.formats.element_formats import E4M3
+from degarble.harness.formats.codec import decode_array, encode_array
+from degarble.harness.formats.number_formats import E4M3, FP8_128X128_F32, MXFP4, NVFP4
 from degarble.harness.formats.quantise import dequantise, quantise
 from degarble.harness.formats.weight import Weight
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.engine.faults.model_faults import ModelFault, Scene
     from degarble.harness.engine.faults.weight_faults import Change, Needs
-    from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.formats.number_formats import BlockFormat
 
 
 def _through(form: BlockFormat) -> Change:

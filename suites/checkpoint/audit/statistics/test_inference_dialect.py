@@ -14,7 +14,6 @@ from degarble.harness.checkpoint.audit.statistics.inference_dialect import (
     candidates,
     infer_dialect,
 )
-from degarble.harness.formats.block_formats import NVFP4
 from degarble.harness.formats.dialects import (
     CANONICAL,
     COMPRESSED_TENSORS,
@@ -23,8 +22,8 @@ from degarble.harness.formats.dialects import (
     TORCHAO,
     Dialect,
 )
+from degarble.harness.formats.number_formats import NVFP4, ScaleDirection
 from degarble.harness.formats.quantise import quantise
-from degarble.harness.formats.types import ScaleDirection
 from degarble.suites.checkpoint.number_cases import matrix
 
 GROUP_OF = {

@@ -18,11 +18,10 @@ from degarble.harness.checkpoint.audit.statistics.inferred import (
     best_of,
     confidence_of,
 )
-from degarble.harness.formats.block_formats import FP8_128X128_F32, MXFP4, NVFP4
 from degarble.harness.formats.dialects import CANONICAL, MODELOPT
-from degarble.harness.formats.layouts import SWIZZLE_128X4, to_layout
+from degarble.harness.formats.layouts import ROW_ORDERS, SWIZZLE_128X4, reorder_rows, to_layout
+from degarble.harness.formats.number_formats import FP8_128X128_F32, MXFP4, NVFP4
 from degarble.harness.formats.quantise import quantise
-from degarble.harness.formats.row_orders import ROW_ORDERS, reorder_rows
 from degarble.harness.formats.weight import Weight
 from degarble.suites.checkpoint.number_cases import channels, generator, matrix
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.formats.number_formats import BlockFormat
 
 SHAPE = (512, 1024)
 

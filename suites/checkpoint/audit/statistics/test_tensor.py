@@ -13,15 +13,15 @@ from degarble.harness.checkpoint.audit.statistics import row_facts
 from degarble.harness.checkpoint.audit.statistics import scales as scale_statistics
 from degarble.harness.checkpoint.audit.statistics import tensor as tensor_statistics
 from degarble.harness.checkpoint.audit.statistics.tensor import TensorStatistics, statistics_of
-from degarble.harness.formats.block_formats import (
+from degarble.harness.formats.dialects import MODELOPT
+from degarble.harness.formats.fast.buffers import values_of
+from degarble.harness.formats.number_formats import (
+    E2M1,
     FP8_128X128_F32,
     FP8_128X128_UE8M0,
     MXFP4,
     NVFP4,
 )
-from degarble.harness.formats.dialects import MODELOPT
-from degarble.harness.formats.element_formats import E2M1
-from degarble.harness.formats.fast.threads import values_of
 from degarble.harness.formats.quantise import quantise
 from degarble.suites.checkpoint.number_cases import (
     channels,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.formats.types import BlockFormat
+    from degarble.harness.formats.number_formats import BlockFormat
 
 FORMATS = (NVFP4, MXFP4, FP8_128X128_UE8M0, FP8_128X128_F32)
 

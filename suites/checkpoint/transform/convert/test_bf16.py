@@ -12,8 +12,8 @@ from degarble.harness.checkpoint.transform import source as reading
 from degarble.harness.checkpoint.transform.convert.job import convert
 from degarble.harness.checkpoint.transform.convert.prove import prove
 from degarble.harness.checkpoint.view.view import Checkpoint
-from degarble.harness.formats.packing import pack_nibbles, unpack_nibbles
-from degarble.harness.formats.types import NibbleOrder
+from degarble.harness.formats.codec import pack_nibbles, unpack_nibbles
+from degarble.harness.formats.number_formats import NibbleOrder
 from degarble.harness.formats.weight import Weight
 from degarble.suites.checkpoint.converting_cases import broken, converted, damage, source
 

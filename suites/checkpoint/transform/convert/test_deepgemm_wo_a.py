@@ -11,7 +11,7 @@ from degarble.harness.base.errors import LayoutMismatch, ShapeMismatch, UnknownN
 from degarble.harness.checkpoint.transform.convert.job import convert
 from degarble.harness.checkpoint.transform.convert.prove import prove
 from degarble.harness.checkpoint.view.view import Checkpoint
-from degarble.harness.formats.packed_scales import unpack_scales
+from degarble.harness.formats.layouts import unpack_scales
 from degarble.suites.checkpoint.converting_cases import (
     V4,
     broken,

@@ -16,8 +16,8 @@ from degarble.harness.checkpoint.transform.quantise.job import (
     weight_only,
 )
 from degarble.harness.checkpoint.view.view import Checkpoint
-from degarble.harness.formats.block_formats import NVFP4
 from degarble.harness.formats.dialects import MODELOPT
+from degarble.harness.formats.number_formats import NVFP4
 from degarble.harness.formats.quantise import quantise
 from degarble.harness.model.recipes import recipe_named
 from degarble.harness.model.storage import Part

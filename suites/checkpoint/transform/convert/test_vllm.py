@@ -16,8 +16,7 @@ from degarble.harness.checkpoint.transform.convert.vllm_parameters import (
     ExpertArrangement,
 )
 from degarble.harness.checkpoint.view.view import Checkpoint
-from degarble.harness.formats.layouts import LINEAR
-from degarble.harness.formats.row_orders import AS_STORED
+from degarble.harness.formats.layouts import AS_STORED, LINEAR
 from degarble.suites.checkpoint.converting_cases import (
     V4,
     broken,

@@ -27,7 +27,7 @@ from degarble.harness.checkpoint.transform.proof.compare import (
     rows_exactly,
 )
 from degarble.harness.checkpoint.view.view import Checkpoint
-from degarble.harness.formats.block_formats import FP8_128X128_F32, NVFP4
+from degarble.harness.formats.number_formats import FP8_128X128_F32, NVFP4
 from degarble.suites.checkpoint.converting_cases import converted, damage, source
 
 if TYPE_CHECKING:

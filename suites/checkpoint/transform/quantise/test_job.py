@@ -38,10 +38,9 @@ from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.checkpoint.write.manifest import UNFINISHED
 from degarble.harness.checkpoint.write.plan import PlannedTensor, WritePlan
 from degarble.harness.checkpoint.write.writer import begin, write
-from degarble.harness.formats.block_formats import NVFP4
-from degarble.harness.formats.dialects import MODELOPT
+from degarble.harness.formats.dialects import MODELOPT, TensorScales
+from degarble.harness.formats.number_formats import NVFP4
 from degarble.harness.formats.quantise import quantise_definition
-from degarble.harness.formats.scale_rules import Scales
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.recipes import recipe_named
 from degarble.suites.checkpoint.reading_cases import TINY_V4, TINY_V32
@@ -159,7 +158,7 @@ def assert_quantised(
     assert float(scale) >= float(np.float32(amax) / np.float32(2688))
     assert float(scale) == told["weight_scale_2"]
     codes, block_scale = quantise_definition(
-        values, MODELOPT.rule_for(NVFP4), Scales(encode=1 / scale, decode=scale)
+        values, MODELOPT.rule_for(NVFP4), TensorScales(encode=1 / scale, decode=scale)
     )
     assert torch.equal(made.codes, codes)
     assert torch.equal(made.block_scale.view(torch.uint8), block_scale)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from degarble.harness.formats.block_formats import NVFP4
+from degarble.harness.formats.number_formats import NVFP4
 from degarble.harness.formats.quantise import dequantise, quantise
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.formats.quantised import QuantisedTensor
+    from degarble.harness.formats.quantise import QuantisedTensor
 
 PLACE = "layers.7.mlp.down_proj"
 

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.formats.arrays import decode_array, encode_array
-from degarble.harness.formats.block_formats import NVFP4
-from degarble.harness.formats.element_formats import E4M3
+from degarble.harness.formats.codec import decode_array, encode_array
 from degarble.harness.formats.layouts import SWIZZLE_128X4, to_layout
+from degarble.harness.formats.number_formats import E4M3, NVFP4
 from degarble.harness.formats.quantise import dequantise, quantise
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.formats.quantised import QuantisedTensor
+    from degarble.harness.formats.quantise import QuantisedTensor
 
 INPUTS = ("gaussian", "heavy-tailed", "small")
 

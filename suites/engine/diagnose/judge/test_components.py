@@ -10,7 +10,7 @@ import torch
 
 from degarble.harness.base.errors import DegarbleError, UnknownName
 from degarble.harness.engine.diagnose.judge.judge import Setting, judge
-from degarble.harness.formats.block_formats import NVFP4
+from degarble.harness.formats.number_formats import NVFP4
 from degarble.harness.formats.quantise import dequantise, quantise
 from degarble.harness.formats.weight import Weight
 from degarble.harness.report.verdict import Verdict

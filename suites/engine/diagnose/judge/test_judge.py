@@ -17,9 +17,8 @@ from degarble.harness.base.errors import (
     UnknownName,
 )
 from degarble.harness.engine.diagnose.judge.judge import Setting, judge
-from degarble.harness.formats.block_formats import FP8_128X128_UE8M0, NVFP4
+from degarble.harness.formats.number_formats import FP8_128X128_UE8M0, NVFP4, ScaleDirection
 from degarble.harness.formats.quantise import dequantise, quantise
-from degarble.harness.formats.types import ScaleDirection
 from degarble.harness.formats.weight import Weight
 from degarble.harness.report.verdict import Verdict
 from degarble.references.linears import decode_activations, quantise_activations

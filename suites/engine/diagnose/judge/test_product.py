@@ -9,13 +9,18 @@ import pytest
 import torch
 
 from degarble.harness.engine.diagnose.judge.product import Operand, Product
-from degarble.harness.formats.block_formats import FP8_128X128_UE8M0, MXFP4, NVFP4
 from degarble.harness.formats.layouts import SWIZZLE_128X4
+from degarble.harness.formats.number_formats import (
+    FP8_128X128_UE8M0,
+    MXFP4,
+    NVFP4,
+    NibbleOrder,
+    ScaleDirection,
+)
 from degarble.harness.formats.quantise import dequantise, quantise
-from degarble.harness.formats.types import NibbleOrder, ScaleDirection
 
 if TYPE_CHECKING:
-    from degarble.harness.formats.quantised import QuantisedTensor
+    from degarble.harness.formats.quantise import QuantisedTensor
 
 X = torch.randn(40, 256, generator=torch.Generator().manual_seed(1))
 W = torch.randn(150, 256, generator=torch.Generator().manual_seed(2))

@@ -11,10 +11,8 @@ import torch
 
 from degarble.harness.engine.diagnose.judge import gemm as single_gemm
 from degarble.harness.engine.diagnose.judge.judge import judge
-from degarble.harness.formats.arrays import decode_array, encode_array
-from degarble.harness.formats.element_formats import E2M1, E4M3
-from degarble.harness.formats.packing import pack_nibbles
-from degarble.harness.formats.types import NibbleOrder, Rounding
+from degarble.harness.formats.codec import decode_array, encode_array, pack_nibbles
+from degarble.harness.formats.number_formats import E2M1, E4M3, NibbleOrder, Rounding
 from degarble.harness.report.verdict import Verdict
 from degarble.references.tensor_core import block_scaled_gemm
 from degarble.suites.engine.diagnose.judge.gemm_faults import (

@@ -4,7 +4,7 @@ import torch
 
 from degarble.harness.engine.faults.codes.nibble_order import inject, signature
 from degarble.harness.engine.faults.family import Case
-from degarble.harness.formats.block_formats import MXFP8, NVFP4
+from degarble.harness.formats.number_formats import MXFP8, NVFP4
 from degarble.harness.formats.quantise import dequantise, quantise
 from degarble.suites.engine.weights import heavy_tailed
 

@@ -8,13 +8,13 @@ import torch
 
 from degarble.harness.engine.faults.family import Case, Fault
 from degarble.harness.engine.faults.layout import scale_layout as m11
-from degarble.harness.formats.block_formats import NVFP4
 from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4, to_layout
+from degarble.harness.formats.number_formats import NVFP4
 from degarble.harness.formats.quantise import quantise
 from degarble.suites.engine.weights import heavy_tailed
 
 if TYPE_CHECKING:
-    from degarble.harness.formats.quantised import QuantisedTensor
+    from degarble.harness.formats.quantise import QuantisedTensor
 
 WHOLE = (256, 128)  # two tiles by two, without padding
 RAGGED = (130, 96)  # 130 rows of 6 scales

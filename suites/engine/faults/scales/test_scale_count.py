@@ -6,7 +6,7 @@ import torch
 from degarble.harness.engine.faults.family import Case
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.engine.faults.scales import scale_count as m02
-from degarble.harness.formats.block_formats import MXFP4, NVFP4
+from degarble.harness.formats.number_formats import MXFP4, NVFP4
 from degarble.harness.formats.quantise import quantise
 from degarble.suites.engine.diagnosing import double
 from degarble.suites.engine.weights import heavy_tailed

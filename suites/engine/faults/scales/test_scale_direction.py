@@ -5,9 +5,8 @@ import torch
 
 from degarble.harness.engine.compare.compare import closeness
 from degarble.harness.engine.faults.scales import scale_count, scale_direction
-from degarble.harness.formats.block_formats import MXFP4, NVFP4
+from degarble.harness.formats.number_formats import MXFP4, NVFP4, ScaleDirection
 from degarble.harness.formats.quantise import dequantise, quantise
-from degarble.harness.formats.types import ScaleDirection
 from degarble.suites.engine.weights import heavy_tailed
 
 
