@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.formats import scalar_ops as ops
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from degarble.kernels.primitives.kv_problem import Pages
+
+
+# --------------------------------------------------------------------------------------------------
+# Problem, tiling, splits, shared memory and grid of sparse attention. Importable without the DSL.
 
 TILE = 64  # keys that are looked at together
 HEADS = 64  # of a thread block: the rows of a wgmma
@@ -239,7 +243,7 @@ class SharedMemory:
 
 
 @dataclass(frozen=True)
-class Bringing:
+class GatherPlan:
     """How producers bring tiles: the entry format and the number of warpgroups."""
 
     entry: EntryFormat
@@ -292,26 +296,26 @@ class Bringing:
         return self.turns_ahead * self.turn_bytes
 
 
-def bringing(entry: EntryFormat) -> Bringing:
+def gather_plan(entry: EntryFormat) -> GatherPlan:
     """Return how Hopper brings tiles: twice as many warps where codes are decoded."""
     warpgroups = 2 if entry.code_bytes and not entry.inside else 1
-    return Bringing(entry, warpgroups, FAMILIES[entry.width].ahead - exchanged_bytes(entry))
+    return GatherPlan(entry, warpgroups, FAMILIES[entry.width].ahead - exchanged_bytes(entry))
 
 
 def threads(entry: EntryFormat) -> int:
     """Return the number of threads of a thread block: consumers and producers."""
-    return CONSUMER_THREADS + bringing(entry).threads
+    return CONSUMER_THREADS + gather_plan(entry).threads
 
 
 def registers(entry: EntryFormat) -> tuple[int, int]:
     """Return the registers of a consumer thread, and of a producer thread."""
     # setmaxnreg wants multiples of 8; 256 * (200 + 56) and 256 * 208 + 128 * 88 fit the file.
-    return (200, 56) if bringing(entry).warpgroups > 1 else (208, 88)
+    return (200, 56) if gather_plan(entry).warpgroups > 1 else (208, 88)
 
 
 def columns_at_once(entry: EntryFormat) -> int:
     """Return the columns of an output wgmma: 256 take 158 registers of a thread at the start."""
-    return COLUMNS // bringing(entry).warpgroups
+    return COLUMNS // gather_plan(entry).warpgroups
 
 
 def halved(entry: EntryFormat) -> bool:
@@ -339,7 +343,7 @@ def shared_memory(entry: EntryFormat) -> SharedMemory:
         queries=2 * HEADS * entry.width,
         keys=2 * TILE * entry.width * STAGES,
         shares=2 * HEADS * TILE,
-        codes=bringing(entry).ahead_bytes,
+        codes=gather_plan(entry).ahead_bytes,
         exchanged=exchanged_bytes(entry),
         others=COUNTS_BYTES + BARRIER_BYTES + GIVEN_BARRIER_BYTES + MASK_BYTES,
     )
@@ -394,3 +398,177 @@ def tiles_of_split(
     begin = ops.maximum(first, widths[0])
     far = ops.maximum(ops.minimum(end, widths[0] + lengths[1]) - begin, 0)
     return first, near, near + far
+
+
+# --------------------------------------------------------------------------------------------------
+# Tensor memory, roles, registers and barriers of sparse attention on sm_100a. No GPU and no DSL.
+#
+# A thread block has 64 heads, and an instruction of 64 rows takes half of the lanes: 16 of each 32
+# (PTX ISA 9.1, data path layout F). So the output's two halves of 256 columns lie in the same
+# columns, one in the lower lanes, one in the upper; after them lie the logits of two tiles. A warp
+# reads 16 lanes at once, eight columns a repeat; a thread then has what wgmma would have given it.
+#
+# Nothing of it was run: no sm_100a device was available.
+
+INSTRUCTION_K = 16  # of one tcgen05.mma in BF16; PTX ISA 9.1, tcgen05.mma shapes
+LANES_OF_WARP = 32  # that a warp reaches: those of its number in its warpgroup
+UPPER_LANES = 16  # where the second 64 rows begin; PTX ISA 9.1, lane alignment 0 or 16
+LANE = 1 << 16  # of an address in tensor memory; columns lie below
+LEAST_ALLOCATED = 32  # columns, a power of two; PTX ISA 9.1, tcgen05.alloc
+LOGITS = 2  # tiles whose logits are in tensor memory at once
+REPEAT_COLUMNS, REPEAT_REGISTERS = 8, 4  # of a read of 16 lanes by 256 bits
+REPEATS_AT_ONCE = 8  # of the output: 32 registers
+
+# Warpgroups: two weigh, one brings keys, the first warp of the last one multiplies.
+GROUPS = CONSUMERS + 2
+SM100_THREADS = GROUPS * WARPGROUP
+GATHERING_GROUP, MULTIPLYING_GROUP = CONSUMERS, CONSUMERS + 1
+MULTIPLYING_WARP = MULTIPLYING_GROUP * (WARPGROUP // rows.LANES)
+LAUNCH_REGISTERS = REGISTER_FILE // SM100_THREADS
+
+BARRIERS = LOGITS + 2  # after those of tiles: logits ready, shares ready, sums done
+SM100_BARRIER_BYTES, ADDRESS_BYTES = 8, 16
+
+
+class Registers(NamedTuple):
+    """Registers of a thread of each role, after setmaxnreg."""
+
+    weighing: int
+    gathering: int
+    multiplying: int
+
+    @property
+    def total(self) -> int:
+        """Return the registers of a thread block."""
+        each = CONSUMERS * self.weighing + self.gathering + self.multiplying
+        return WARPGROUP * each
+
+
+# By width of a key: the fewest with which no form spills, as ptxas of CUDA 13.0 divides them.
+REGISTERS: Mapping[int, Registers] = MappingProxyType(
+    {rows.WIDTH: Registers(184, 88, 56), rows.WITH_KEY: Registers(176, 104, 56)}
+)
+
+
+def first_columns() -> tuple[int, int]:
+    """Return the columns where the output and the logits begin."""
+    return 0, COLUMNS
+
+
+def columns_held() -> int:
+    """Return the number of columns that output and logits take."""
+    return COLUMNS + LOGITS * TILE
+
+
+def columns_allocated() -> int:
+    """Return the number of columns to allocate: a power of two."""
+    return max(LEAST_ALLOCATED, 1 << (columns_held() - 1).bit_length())
+
+
+def repeats(columns: int) -> int:
+    """Return the number of repeats of a read of so many columns."""
+    return columns // REPEAT_COLUMNS
+
+
+def instructions(width: int) -> tuple[int, int]:
+    """Return the MMA instructions of a tile: for the logits, and for both halves' sums."""
+    steps_of_keys = TILE // INSTRUCTION_K
+    return width // INSTRUCTION_K, rows.WIDTH // COLUMNS * steps_of_keys
+
+
+def sm100_gather_plan(entry: EntryFormat) -> GatherPlan:
+    """Return how tiles are brought: by one warpgroup, and without an exchange of logits."""
+    return GatherPlan(entry, 1, FAMILIES[entry.width].ahead)
+
+
+def places(entry: EntryFormat) -> dict[str, int]:
+    """Return the offset of everything in shared memory, in the order of allocation."""
+    held = shared_memory(entry)
+    sizes = {
+        "queries": held.queries,
+        "keys": held.keys,
+        "shares": held.shares,
+        "counts": COUNTS_BYTES,
+        "barriers of tiles": BARRIER_BYTES,
+        "masks": MASK_BYTES,
+        "barriers of logits": LOGITS * SM100_BARRIER_BYTES,
+        "barrier of shares": SM100_BARRIER_BYTES,
+        "barrier of sums": SM100_BARRIER_BYTES,
+        "address": ADDRESS_BYTES,
+        "codes": sm100_gather_plan(entry).ahead_bytes,
+    }
+    made, at = {}, 0
+    for name, size in (*sizes.items(), ("end", 0)):
+        made[name] = at
+        at += size
+    return made
+
+
+def shared_bytes(entry: EntryFormat) -> int:
+    """Return the shared memory of a thread block."""
+    return places(entry)["end"]
+
+
+# --------------------------------------------------------------------------------------------------
+# Problem and thread mapping of V3.2's query rows.
+#
+# A row has 576 values: 512 of the query after its head's key matrix, copied, and the last 64 of
+# that head's 192, rotated (RoPE) with one rounding to BF16. A thread has a chunk of 16 bytes. The
+# arithmetic of a pair is that of attention_rows.
+
+QUERY_THREADS = 288  # four rows at a time
+CHUNKS = rows.WITH_KEY // rows.HALF  # of a query row, 16 bytes each
+OF_LATENT = rows.WIDTH // rows.HALF
+TURNED = rows.ROTATED // rows.HALF
+
+
+@dataclass(frozen=True)
+class QueryProblem:
+    """T tokens of H heads of `width` numbers; positions are rows of the RoPE table."""
+
+    tokens: int
+    heads: int
+    width: int  # of a head, the last 64 turned: qk_nope_head_dim + 64
+    positions: int
+
+    def __post_init__(self) -> None:
+        rows.require_extent("tokens", self.tokens)
+        rows.require_extent("positions of the table of turns", self.positions, 1)
+        fits = self.width >= rows.ROTATED and self.width % rows.HALF == 0
+        if not 1 <= self.heads < rows.MOST_HEADS or not fits or self.width >= rows.LARGEST:
+            raise ShapeMismatch(
+                "query heads and their width",
+                (self.heads, self.width),
+                f"1 to {rows.MOST_HEADS - 1} heads of a multiple of {rows.HALF} numbers, "
+                f"{rows.ROTATED} of them turned",
+                "V3.2 has heads of 192.",
+            )
+        rows.require_extent("chunks of a token", self.heads * CHUNKS)
+
+    @property
+    def chunks_of_head(self) -> int:
+        """Return the number of chunks of a head as it arrives."""
+        return self.width // rows.HALF
+
+    @property
+    def bytes_moved(self) -> int:
+        """Return the fewest bytes that have to be read and written."""
+        moved = 2 * self.heads * CHUNKS * 16
+        return self.tokens * (moved + 8 + 4 * rows.TABLE_WIDTH)
+
+
+@dataclass(frozen=True)
+class QueryForm:
+    """Compile-time parameters of a kernel; extents come with the launch."""
+
+    target: str
+
+
+def query_grid(problem: QueryProblem) -> tuple[int, int]:
+    """Return the thread blocks: along x tokens, along y chunks of a token."""
+    return problem.tokens, ceil_div(problem.heads * CHUNKS, QUERY_THREADS)
+
+
+def place_of(chunk: Any) -> tuple[Any, Any]:
+    """Return the head of a chunk, and its number in the row; for ints and traced values."""
+    return chunk // CHUNKS, chunk % CHUNKS

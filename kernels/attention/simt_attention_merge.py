@@ -16,8 +16,8 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint8, cute
 
 from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.attention import instructions as ptx
 from degarble.kernels.attention.problem import MergeForm
-from degarble.kernels.attention.sm90 import instructions as ptx
 from degarble.kernels.primitives import attention_rows as rows
 from degarble.kernels.runtime.compiling import CompiledKernel, any_stream, compile_kernel
 from degarble.kernels.runtime.operands import pointer
@@ -30,7 +30,7 @@ VALUES = 4  # of a thread
 THREADS = rows.WIDTH // VALUES
 
 
-class Addresses(NamedTuple):
+class MergeAddresses(NamedTuple):
     """Operands and results in global memory, as 64-bit addresses."""
 
     sums: Any  # float32 [T, splits, H, 512]
@@ -72,7 +72,9 @@ def sink_of(start: Any, head: Any, sinks: cutlass.Constexpr) -> Any:
 
 
 @cute.kernel
-def merge_kernel(addresses: Addresses, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
+def merge_kernel(
+    addresses: MergeAddresses, extents: tuple[Any, ...], form: cutlass.Constexpr
+) -> None:
     """Merge one head of one token per thread block."""
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
@@ -118,7 +120,7 @@ def launch_merge(
 ) -> None:
     """Launch; extents are heads, splits and thread blocks."""
     heads, splits, blocks = extents
-    addresses = Addresses(*(Int64(each.toint()) for each in pointers))
+    addresses = MergeAddresses(*(Int64(each.toint()) for each in pointers))
     merge_kernel(addresses, (heads, splits), form).launch(
         grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream
     )
@@ -130,6 +132,6 @@ def launch_merge(
 @cache
 def compile_form(form: MergeForm, settings: CompileSettings) -> CompiledKernel:
     """Compile the form of a target; needs no GPU."""
-    pointers = tuple(pointer(Uint8, None, 4) for _ in Addresses._fields)
+    pointers = tuple(pointer(Uint8, None, 4) for _ in MergeAddresses._fields)
     arguments = (pointers, tuple(Int32(1) for _ in range(3)), form, any_stream())
     return compile_kernel(launch_merge, arguments, TARGETS[form.target], settings)

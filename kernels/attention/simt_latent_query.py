@@ -17,8 +17,8 @@ from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64, Uint32, cute
 from torch import Tensor
 
-from degarble.kernels.attention import latent_query_problem as facts
-from degarble.kernels.attention.latent_query_problem import QueryForm, QueryProblem
+from degarble.kernels.attention import problem as facts
+from degarble.kernels.attention.problem import QueryForm, QueryProblem
 from degarble.kernels.primitives import attention_rows as rows
 from degarble.kernels.primitives.latent_words import (
     NAN,
@@ -45,7 +45,7 @@ ALIGNMENTS = (16, 16, 16, 8, 16)
 ELEMENTS = (Uint32, Uint32, Uint32, Int64, Uint32)
 
 
-class Operands(NamedTuple):
+class QueryOperands(NamedTuple):
     """Tensors that a launch reads."""
 
     latent: Tensor  # BF16 [T, H, 512]
@@ -54,7 +54,7 @@ class Operands(NamedTuple):
     positions: Tensor  # int64 [T]
 
 
-class Tensors(NamedTuple):
+class QueryTensors(NamedTuple):
     """Kernel's tensors, as vectors of 16 bytes; positions one by one."""
 
     latent: Any
@@ -65,12 +65,12 @@ class Tensors(NamedTuple):
 
 
 @cute.kernel
-def query_kernel(tensors: Tensors, extents: tuple[Any, ...]) -> None:
+def query_kernel(tensors: QueryTensors, extents: tuple[Any, ...]) -> None:
     """Copy or rotate one chunk of a row."""
     thread, _, _ = cute.arch.thread_idx()
     token, part, _ = cute.arch.block_idx()
     heads, of_head, positions = extents
-    chunk = Int32(part) * facts.THREADS + Int32(thread)
+    chunk = Int32(part) * facts.QUERY_THREADS + Int32(thread)
     if chunk < heads * facts.CHUNKS:
         head, within = facts.place_of(chunk)
         row = Int64(token) * Int64(heads) + Int64(head)
@@ -100,9 +100,9 @@ def launch_query(
     """Launch; extents are heads, chunks of a head, positions, tokens, parts of a token."""
     heads, of_head, positions, tokens, parts = extents
     views = zip(pointers, (WORDS, WORDS, rows.PAIRS_OF_LANE, 0, WORDS), strict=True)
-    tensors = Tensors(*(vectors(address, words) for address, words in views))
+    tensors = QueryTensors(*(vectors(address, words) for address, words in views))
     query_kernel(tensors, (heads, of_head, positions)).launch(
-        grid=[tokens, parts, 1], block=[facts.THREADS, 1, 1], stream=stream
+        grid=[tokens, parts, 1], block=[facts.QUERY_THREADS, 1, 1], stream=stream
     )
 
 
@@ -118,7 +118,10 @@ def compile_form(form: QueryForm, settings: CompileSettings) -> CompiledKernel:
 
 
 def latent_query(
-    operands: Operands, problem: QueryProblem, settings: CompileSettings, out: Tensor | None = None
+    operands: QueryOperands,
+    problem: QueryProblem,
+    settings: CompileSettings,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return query rows BF16 [T, H, 576] on their GPU."""
     if out is None:
@@ -128,7 +131,12 @@ def latent_query(
     device = require_device(tensors)
     if problem.tokens:
         form = QueryForm(target_of_device(device).name)
-        numbers = (problem.heads, problem.chunks_of_head, problem.positions, *facts.grid(problem))
+        numbers = (
+            problem.heads,
+            problem.chunks_of_head,
+            problem.positions,
+            *facts.query_grid(problem),
+        )
         extents = tuple(Int32(number) for number in numbers)
         compile_form(form, settings)(_pointers(tensors), extents, current_stream(device))
     return out

@@ -29,26 +29,70 @@ from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.nvgpu import tcgen05 as instructions
 
 from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.attention import exchange, gather
+from degarble.kernels.attention import instructions as ptx
 from degarble.kernels.attention import problem as facts
 from degarble.kernels.attention import simt_attention_merge as merging
 from degarble.kernels.attention import sm90_attention_kernel as hopper
-from degarble.kernels.attention import sm100_attention_instructions as tensor
-from degarble.kernels.attention import tensor_memory
 from degarble.kernels.attention.problem import AttentionForm
-from degarble.kernels.attention.sm90 import cluster, gather
-from degarble.kernels.attention.sm90 import gather_with_key as with_key
-from degarble.kernels.attention.sm90 import instructions as ptx
-from degarble.kernels.attention.sm90_attention_kernel import Addresses, Lane, Place
+from degarble.kernels.attention.sm90_attention_kernel import (
+    AttentionAddresses,
+    AttentionBlock,
+    AttentionLane,
+)
+from degarble.kernels.gemm import tcgen05
 from degarble.kernels.gemm import w4a16_instructions as shared
-from degarble.kernels.gemm.tcgen05 import instructions as tcgen05
+from degarble.kernels.gemm.w4a16_instructions import emit
 from degarble.kernels.primitives import attention_rows as rows
+
+# --------------------------------------------------------------------------------------------------
+# PTX of sparse attention on Blackwell: tensor-memory fragments and MMA arrivals at barriers.
+#
+# A read or write of 16 lanes by 256 bits gives thread t what wgmma gives it: of row t // 4 and of
+# the row eight further on, columns 2 (t % 4) and the next, eight columns a repeat. The wait is in
+# the same asm text as the read, so that nothing can use a register before it is loaded.
+
+
+def read_fragment(address: Any, repeats: int) -> list[Any]:
+    """Read `repeats` repeats from an address in tensor memory; complete on return."""
+    count = repeats * facts.REPEAT_REGISTERS
+    names = ", ".join(f"{{$w{i}}}" for i in range(count))
+    text = (
+        f"tcgen05.ld.sync.aligned.16x256b.x{repeats}.b32 {{{names}}}, [{{$r0}}];\n"
+        "tcgen05.wait::ld.sync.aligned;"
+    )
+    return list(emit(text, [Float32] * count, address))
+
+
+def write_fragment(address: Any, numbers: list[Any]) -> None:
+    """Issue the write of each thread's numbers to an address in tensor memory."""
+    names = ", ".join(f"{{$r{i + 1}}}" for i in range(len(numbers)))
+    repeats = len(numbers) // facts.REPEAT_REGISTERS
+    text = f"tcgen05.st.sync.aligned.16x256b.x{repeats}.b32 [{{$r0}}], {{{names}}};"
+    emit(text, [], address, *numbers)
+
+
+def end_of_writes() -> None:
+    """Wait for this warp's writes to tensor memory."""
+    emit("tcgen05.wait::st.sync.aligned;", [])
+
+
+def arrive_behind_products(barrier: Any) -> None:
+    """Arrive once at a barrier when this thread's matrix instructions so far are done."""
+    with cute.arch.elect_one():
+        text = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [{$r0}];"
+        emit(text, [], Uint32(barrier))
+
+
+# --------------------------------------------------------------------------------------------------
+# Sparse attention on Blackwell (sm_100a): softmax(scale * Q K^T) V over listed cache entries.
 
 QUERIES_THERE, SUMS_READ = 4, 5  # named barriers, after those of sm90_attention_kernel
 WARPS_THAT_WEIGH = hopper.CONSUMER_THREADS // rows.LANES
-REPEATS_OF_LOGITS = tensor_memory.repeats(facts.KEYS)
-AT_ONCE = tensor_memory.REPEATS_AT_ONCE
-COLUMNS_AT_ONCE = AT_ONCE * tensor_memory.REPEAT_COLUMNS
-NUMBERS_AT_ONCE = AT_ONCE * tensor_memory.REPEAT_REGISTERS
+REPEATS_OF_LOGITS = facts.repeats(facts.KEYS)
+AT_ONCE = facts.REPEATS_AT_ONCE
+COLUMNS_AT_ONCE = AT_ONCE * facts.REPEAT_COLUMNS
+NUMBERS_AT_ONCE = AT_ONCE * facts.REPEAT_REGISTERS
 
 
 class Barriers(NamedTuple):
@@ -59,7 +103,7 @@ class Barriers(NamedTuple):
     sums: Any  # what the products with a tile's values have been added to
 
 
-class Memory(NamedTuple):
+class Sm100AttentionMemory(NamedTuple):
     """Shared memory: tensors that tcgen05 reads, and addresses."""
 
     queries: Any  # BF16 [64, 512 or 576]
@@ -69,7 +113,7 @@ class Memory(NamedTuple):
     queries_at: Any
     shares_at: Any
     counts_at: Any  # float32 [2 warpgroups, 64 rows]: maxima, later totals
-    places: gather.Places
+    places: gather.TileAddresses
     barriers: Barriers
     address: Any  # of tensor memory's address
 
@@ -93,23 +137,24 @@ class Products(NamedTuple):
 
 @cute.kernel
 def attention_kernel(
-    addresses: Addresses, extents: tuple[Any, ...], scale: Float32, form: cutlass.Constexpr
+    addresses: AttentionAddresses, extents: tuple[Any, ...], scale: Float32, form: cutlass.Constexpr
 ) -> None:
     """Take a role by warpgroup: 0 and 1 softmax, 2 brings keys, a warp of 3 multiplies."""
     thread, _, _ = cute.arch.thread_idx()
     group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
-    memory, registers = prepared(form), tensor_memory.REGISTERS[form.width]
+    memory, registers = prepared(form), facts.REGISTERS[form.width]
     place = hopper.place_of(extents)
     lists, widths, walk = hopper.lists_of(addresses, extents, place, form)
-    if group == tensor_memory.GATHERING_GROUP:
+    if group == facts.GATHERING_GROUP:
         cute.arch.setmaxregister_decrease(registers.gathering)
-        producer = with_key if form.format.inside else gather
-        how = tensor_memory.bringing(form.format)
-        producer.produce(lists, widths, walk, memory.places, how)
+        inside = form.format.inside
+        produce = gather.produce_with_key if inside else gather.produce
+        how = facts.sm100_gather_plan(form.format)
+        produce(lists, widths, walk, memory.places, how)
         leave_together(form)
-    elif group == tensor_memory.MULTIPLYING_GROUP:
+    elif group == facts.MULTIPLYING_GROUP:
         cute.arch.setmaxregister_decrease(registers.multiplying)
-        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == tensor_memory.MULTIPLYING_WARP:
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == facts.MULTIPLYING_WARP:
             multiply_tiles(memory, walk[2])
         leave_together(form)
     else:
@@ -127,16 +172,20 @@ def attention_kernel(
         leave(addresses, place, lane, ((sums, peaks, totals), memory), form)
 
 
-def lane_of(thread: Any, group: Any) -> Lane:
+def lane_of(thread: Any, group: Any) -> AttentionLane:
     """Return a softmax thread's position, the same as in a wgmma fragment."""
     within, quads = thread % facts.WARPGROUP, hopper.QUADS
     warp, lane = within // rows.LANES, thread % rows.LANES
-    return Lane(group, warp * 16 + lane // quads, thread % quads, warp, lane)
+    return AttentionLane(group, warp * 16 + lane // quads, thread % quads, warp, lane)
 
 
 @cute.jit
 def leave(
-    addresses: Addresses, place: Place, lane: Lane, held: tuple[Any, Any], form: cutlass.Constexpr
+    addresses: AttentionAddresses,
+    place: AttentionBlock,
+    lane: AttentionLane,
+    held: tuple[Any, Any],
+    form: cutlass.Constexpr,
 ) -> None:
     """Write the results of one split or of all of them, as Hopper's warpgroups do."""
     state, memory = held
@@ -146,11 +195,11 @@ def leave(
     elif cutlass.const_expr(form.together == 1):
         hopper.store_output(addresses, place, lane, state, (places[0], form.sinks))
     else:
-        cluster.leave(*places, lane, state)
+        exchange.leave(*places, lane, state)
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         warp = lane.half * (facts.WARPGROUP // rows.LANES) + lane.warp
-        cluster.write_rows(addresses, place, places, (warp, lane.lane), form)
+        exchange.write_rows(addresses, place, places, (warp, lane.lane), form)
         cute.arch.cluster_arrive()  # stay until others have read this block's sums
         cute.arch.cluster_wait()
 
@@ -167,7 +216,7 @@ def leave_together(form: cutlass.Constexpr) -> None:
 # ---- shared memory and tensor memory -------------------------------------------------------------
 
 
-def prepared(form: AttentionForm) -> Memory:
+def prepared(form: AttentionForm) -> Sm100AttentionMemory:
     """Divide shared memory, initialise barriers and allocate tensor memory; synchronise."""
     allocator = cutlass.memory.SmemAllocator()
     layouts = (*layouts_of(form.width), layout_of_values(form.width))
@@ -176,28 +225,32 @@ def prepared(form: AttentionForm) -> Memory:
         allocator.allocate_array(BFloat16, size, byte_alignment=facts.ALIGNMENT)
         for size in (*sizes, facts.HEADS * facts.TILE)
     ]
-    how = tensor_memory.bringing(form.format)
+    how = facts.sm100_gather_plan(form.format)
     counts = allocator.allocate_array(Float32, facts.HEADS * facts.CONSUMERS)
     tiles = allocator.allocate_array(Int64, 2 * facts.STAGES)
     masks = allocator.allocate_array(Uint32, facts.MASK_BYTES // 4)
-    others = allocator.allocate_array(Int64, tensor_memory.BARRIERS)
-    address = allocator.allocate_array(Int32, tensor_memory.ADDRESS_BYTES // 4)
+    others = allocator.allocate_array(Int64, facts.BARRIERS)
+    address = allocator.allocate_array(Int32, facts.ADDRESS_BYTES // 4)
     codes = allocator.allocate_array(Uint32, how.ahead_bytes // 4 or 4, byte_alignment=16)
-    places = gather.Places(*(Uint32(each.toint()) for each in (pointers[1], tiles, masks, codes)))
+    places = gather.TileAddresses(
+        *(Uint32(each.toint()) for each in (pointers[1], tiles, masks, codes))
+    )
     first = Uint32(others.toint())
-    size = tensor_memory.BARRIER_BYTES
-    barriers = Barriers(first, first + tensor_memory.LOGITS * size, first + 3 * size)
+    size = facts.SM100_BARRIER_BYTES
+    barriers = Barriers(first, first + facts.LOGITS * size, first + 3 * size)
     begin(places, barriers, (address, how))
     queries, keys, shares, values = (
         cute.make_tensor(cute.recast_ptr(at, layout.inner, dtype=BFloat16), layout.outer)
         for at, layout in zip((*pointers, pointers[1]), layouts, strict=True)
     )
     at = (Uint32(pointers[0].toint()), Uint32(pointers[2].toint()), Uint32(counts.toint()))
-    return Memory(queries, keys, values, shares, *at, places, barriers, address)
+    return Sm100AttentionMemory(queries, keys, values, shares, *at, places, barriers, address)
 
 
 @cute.jit
-def begin(places: gather.Places, barriers: Barriers, held: tuple[Any, cutlass.Constexpr]) -> None:
+def begin(
+    places: gather.TileAddresses, barriers: Barriers, held: tuple[Any, cutlass.Constexpr]
+) -> None:
     """Initialise all barriers and allocate tensor memory, then synchronise the thread block."""
     thread, _, _ = cute.arch.thread_idx()
     address, how = held
@@ -206,13 +259,13 @@ def begin(places: gather.Places, barriers: Barriers, held: tuple[Any, cutlass.Co
         for stage in range(facts.STAGES):
             shared.begin_barrier(places.full + stage * 8, how.arrivals)
             shared.begin_barrier(places.full + (facts.STAGES + stage) * 8, 1)
-        for buffer in range(tensor_memory.LOGITS):
+        for buffer in range(facts.LOGITS):
             shared.begin_barrier(barriers.logits + buffer * 8, 1)
         shared.begin_barrier(barriers.shares, WARPS_THAT_WEIGH)
         shared.begin_barrier(barriers.sums, 1)
         cute.arch.mbarrier_init_fence()
     if cute.arch.warp_idx() == 0:
-        cute.arch.alloc_tmem(tensor_memory.columns_allocated(), address)
+        cute.arch.alloc_tmem(facts.columns_allocated(), address)
         # One allocation per thread block; other blocks of the processor may allocate next.
         cute.arch.relinquish_tmem_alloc_permit()
     tcgen05.fence("before")
@@ -225,7 +278,7 @@ def give_back(address: Any) -> None:
     tcgen05.fence("before")
     cute.arch.barrier(barrier_id=SUMS_READ, number_of_threads=hopper.CONSUMER_THREADS)
     if cute.arch.warp_idx() == 0:
-        cute.arch.dealloc_tmem(tcgen05.base_of(address), tensor_memory.columns_allocated())
+        cute.arch.dealloc_tmem(tcgen05.base_of(address), facts.columns_allocated())
 
 
 def meet_multiplier() -> None:
@@ -236,7 +289,7 @@ def meet_multiplier() -> None:
 
 def mma_of(columns: int, major: Any) -> Any:
     """Return the instruction of 64 rows and `columns` columns; `major` is that of B."""
-    shape = (facts.HEADS, columns, tensor_memory.INSTRUCTION_K)
+    shape = (facts.HEADS, columns, facts.INSTRUCTION_K)
     group, source = instructions.CtaGroup.ONE, instructions.OperandSource.SMEM
     return cute.make_tiled_mma(
         instructions.MmaF16BF16Op(
@@ -281,7 +334,7 @@ def layout_of_values(width: int) -> Any:
 # ---- multiply ------------------------------------------------------------------------------------
 
 
-def products_of(memory: Memory) -> Products:
+def products_of(memory: Sm100AttentionMemory) -> Products:
     """Partition the operands of both instructions."""
     logits, sums = mma_of(facts.TILE, OperandMajorMode.K), mma_of_sums()
     return Products(
@@ -298,7 +351,7 @@ def products_of(memory: Memory) -> Products:
 
 
 @cute.jit
-def multiply_tiles(memory: Memory, steps: Any) -> None:
+def multiply_tiles(memory: Sm100AttentionMemory, steps: Any) -> None:
     """Multiply tile after tile: the next tile's logits are issued before this one's sums."""
     products, places, barriers = products_of(memory), memory.places, memory.barriers
     meet_multiplier()
@@ -315,26 +368,26 @@ def multiply_tiles(memory: Memory, steps: Any) -> None:
 
 @cute.jit
 def multiply_keys(
-    products: Products, places: gather.Places, barriers: Barriers, at: tuple[Any, Any, Any]
+    products: Products, places: gather.TileAddresses, barriers: Barriers, at: tuple[Any, Any, Any]
 ) -> None:
     """Issue queries times a tile's keys; `at` is its stage, phase and number."""
     stage, phase, number = at
-    buffer = number % tensor_memory.LOGITS
+    buffer = number % facts.LOGITS
     shared.await_phase(places.full + stage * 8, phase)
     cute.arch.fence_proxy("async.shared", space="cta")  # what threads wrote, tcgen05 reads
     tcgen05.fence("after")
     # Logits alternate between two buffers, so that the next tile's may start.
-    column = tensor_memory.first_columns()[1] + Int32(buffer) * facts.TILE
+    column = facts.first_columns()[1] + Int32(buffer) * facts.TILE
     logits = cute.make_tensor(products.base + column, products.logits)
     queries = (products.queries[None, None, None, 0],)
     keys = (products.keys[None, None, None, stage],)
     tcgen05.multiply_stage(products.of_logits, logits, queries, keys, True)
-    tensor.arrive_behind_products(barriers.logits + buffer * 8)
+    arrive_behind_products(barriers.logits + buffer * 8)
 
 
 @cute.jit
 def multiply_values(
-    products: Products, places: gather.Places, barriers: Barriers, at: tuple[Any, Any]
+    products: Products, places: gather.TileAddresses, barriers: Barriers, at: tuple[Any, Any]
 ) -> None:
     """Issue shares times a tile's values for both halves; `at` is its stage and number."""
     stage, number = at
@@ -344,30 +397,28 @@ def multiply_values(
     shares = (products.shares[None, None, None, 0],)
     for half in cutlass.range_constexpr(facts.CONSUMERS):
         # Both halves use the same columns; the second has the upper 16 lanes of each 32.
-        lanes = half * tensor_memory.UPPER_LANES * tensor_memory.LANE
+        lanes = half * facts.UPPER_LANES * facts.LANE
         sums = cute.make_tensor(products.base + lanes, products.sums)
         values = (products.values[None, None, None, half, stage],)
         # The first tile overwrites: tensor memory is not cleared.
         tcgen05.multiply_stage(products.of_sums, sums, shares, values, number == 0)
-    tensor.arrive_behind_products(places.full + (facts.STAGES + stage) * 8)
-    tensor.arrive_behind_products(barriers.sums)
+    arrive_behind_products(places.full + (facts.STAGES + stage) * 8)
+    arrive_behind_products(barriers.sums)
 
 
 # ---- weigh ---------------------------------------------------------------------------------------
 
 
-def lanes_of(lane: Lane, half: Any) -> Any:
+def lanes_of(lane: AttentionLane, half: Any) -> Any:
     """Return the address offset of a warp's 16 lanes: lower or upper ones."""
-    first = (
-        Uint32(lane.warp) * tensor_memory.LANES_OF_WARP + Uint32(half) * tensor_memory.UPPER_LANES
-    )
-    return first * tensor_memory.LANE
+    first = Uint32(lane.warp) * facts.LANES_OF_WARP + Uint32(half) * facts.UPPER_LANES
+    return first * facts.LANE
 
 
 @cute.jit
 def weigh_tiles(
-    memory: Memory,
-    lane: Lane,
+    memory: Sm100AttentionMemory,
+    lane: AttentionLane,
     steps: Any,
     state: tuple[Any, Any],
     scale: Any,
@@ -375,19 +426,19 @@ def weigh_tiles(
     """Turn every tile's logits into shares."""
     start = Uint32(tcgen05.base_of(memory.address).toint())
     to_powers = ops.multiply_rn(scale, merging.LOG2_E)
-    logits = cute.make_rmem_tensor(REPEATS_OF_LOGITS * tensor_memory.REPEAT_REGISTERS, Float32)
-    column = tensor_memory.first_columns()[1] + Uint32(lane.half) * facts.KEYS
+    logits = cute.make_rmem_tensor(REPEATS_OF_LOGITS * facts.REPEAT_REGISTERS, Float32)
+    column = facts.first_columns()[1] + Uint32(lane.half) * facts.KEYS
     logits_at = start + column + lanes_of(lane, 0)
     sums_at = start + lanes_of(lane, lane.half)
     stage, phase = Uint32(0), Uint32(0)
     for step in cutlass.range(Int32(0), steps, unroll=1):
         number = Uint32(step)
-        buffer = number % tensor_memory.LOGITS
+        buffer = number % facts.LOGITS
         shared.await_phase(memory.places.full + stage * 8, phase)  # masks are there
         ready = memory.barriers.logits + buffer * 8
-        shared.await_phase(ready, number // tensor_memory.LOGITS % 2)
+        shared.await_phase(ready, number // facts.LOGITS % 2)
         tcgen05.fence("after")
-        found = tensor.read_fragment(logits_at + buffer * facts.TILE, REPEATS_OF_LOGITS)
+        found = read_fragment(logits_at + buffer * facts.TILE, REPEATS_OF_LOGITS)
         for i in cutlass.range_constexpr(len(found)):
             logits[i] = found[i]
         present, beyond = hopper.masks_of(memory.places.masks, stage, lane)
@@ -404,7 +455,9 @@ def weigh_tiles(
 
 
 @cute.jit
-def weigh(memory: Any, lane: Lane, logits: Any, state: tuple[Any, Any], to_powers: Any) -> Any:
+def weigh(
+    memory: Any, lane: AttentionLane, logits: Any, state: tuple[Any, Any], to_powers: Any
+) -> Any:
     """Turn logits into shares relative to the running peak of all keys; return rows' factors."""
     peaks, totals = state
     tops = [own_top(logits, row) for row in range(2)]
@@ -450,16 +503,16 @@ def rescale(sums_at: Any, factors: Any) -> None:
     if cute.arch.vote_ballot_sync((factors[0] != 1.0) | (factors[1] != 1.0)) != 0:
         for i in cutlass.range_constexpr(facts.COLUMNS // COLUMNS_AT_ONCE):
             at = sums_at + i * COLUMNS_AT_ONCE
-            numbers = tensor.read_fragment(at, AT_ONCE)
+            numbers = read_fragment(at, AT_ONCE)
             made = [
                 ops.multiply_rn(number, factors[j // 2 % 2]) for j, number in enumerate(numbers)
             ]
-            tensor.write_fragment(at, made)
-        tensor.end_of_writes()
+            write_fragment(at, made)
+        end_of_writes()
 
 
 @cute.jit
-def store_shares(memory: Memory, lane: Lane, shares: Any) -> None:
+def store_shares(memory: Sm100AttentionMemory, lane: AttentionLane, shares: Any) -> None:
     """Round shares to BF16, and write them where tcgen05 reads them."""
     for row in cutlass.range_constexpr(2):
         for block in cutlass.range_constexpr(hopper.BLOCKS):
@@ -470,7 +523,7 @@ def store_shares(memory: Memory, lane: Lane, shares: Any) -> None:
             ptx.store_word(memory.shares_at + place + Uint32(lane.quad) * 4, word)
 
 
-def hand_over(memory: Memory, lane: Lane) -> None:
+def hand_over(memory: Sm100AttentionMemory, lane: AttentionLane) -> None:
     """Arrive at `shares`: a warp's shares are written and its sums rescaled."""
     cute.arch.fence_proxy("async.shared", space="cta")
     tcgen05.fence("before")
@@ -479,7 +532,7 @@ def hand_over(memory: Memory, lane: Lane) -> None:
 
 
 @cute.jit
-def sums_of(memory: Memory, lane: Lane, steps: Any) -> Any:
+def sums_of(memory: Sm100AttentionMemory, lane: AttentionLane, steps: Any) -> Any:
     """Return a thread's part of the output: zeros where there was no tile."""
     start = Uint32(tcgen05.base_of(memory.address).toint())
     sums = cute.make_rmem_tensor(facts.COLUMNS // 2, Float32)
@@ -489,7 +542,7 @@ def sums_of(memory: Memory, lane: Lane, steps: Any) -> Any:
         tcgen05.fence("after")
         for i in cutlass.range_constexpr(facts.COLUMNS // COLUMNS_AT_ONCE):
             at = start + lanes_of(lane, lane.half) + i * COLUMNS_AT_ONCE
-            numbers = tensor.read_fragment(at, AT_ONCE)
+            numbers = read_fragment(at, AT_ONCE)
             for j in cutlass.range_constexpr(NUMBERS_AT_ONCE):
                 sums[i * NUMBERS_AT_ONCE + j] = numbers[j]
     return sums
@@ -505,10 +558,10 @@ def launch_attention(
 ) -> None:
     """Launch a form; the last of the extents is the number of thread blocks."""
     *inner, blocks = extents
-    addresses = Addresses(*(Int64(each.toint()) for each in pointers))
+    addresses = AttentionAddresses(*(Int64(each.toint()) for each in pointers))
     attention_kernel(addresses, tuple(inner), scale, form).launch(
         grid=[blocks, 1, 1],
-        block=[tensor_memory.THREADS, 1, 1],
+        block=[facts.SM100_THREADS, 1, 1],
         cluster=[max(1, form.together), 1, 1],
         min_blocks_per_mp=1,
         stream=stream,

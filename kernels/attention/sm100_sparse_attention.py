@@ -1,6 +1,6 @@
 """Sparse attention on Blackwell (sm_100a): one softmax over listed cache entries and V4's sink.
 
-    out_THL, lse_TH = sparse_attention(Operands(...), AttentionProblem(...), settings)
+    out_THL, lse_TH = sparse_attention(AttentionOperands(...), AttentionProblem(...), settings)
 
 Operands, problems, definitions (slots, lengths, LSE, tokens without keys), splits, checks and merge
 are those of sm90_sparse_attention. Never waits for the GPU. Compiled, never run. T tokens, H heads,
@@ -11,7 +11,11 @@ from functools import cache
 
 from degarble.kernels.attention import sm90_sparse_attention as hopper
 from degarble.kernels.attention.problem import AttentionForm, AttentionProblem
-from degarble.kernels.attention.sm90_sparse_attention import Operands, Results, Workspace
+from degarble.kernels.attention.sm90_sparse_attention import (
+    AttentionOperands,
+    AttentionWorkspace,
+    Results,
+)
 from degarble.kernels.attention.sm100_attention_kernel import launch_attention
 from degarble.kernels.runtime.compiling import CompiledKernel
 from degarble.kernels.runtime.settings import CompileSettings
@@ -25,12 +29,12 @@ def compile_form(form: AttentionForm, settings: CompileSettings) -> CompiledKern
 
 
 def sparse_attention(
-    operands: Operands,
+    operands: AttentionOperands,
     problem: AttentionProblem,
     settings: CompileSettings,
     *,
     results: Results | None = None,
-    workspace: Workspace | None = None,
+    workspace: AttentionWorkspace | None = None,
 ) -> Results:
     """Attend, on the GPU that holds the operands; allocate memory that is not given."""
     entry = compile_form, SM100A

@@ -7,7 +7,7 @@ sum is taken before rounding. 384 threads, or 512 where cache entries hold codes
 
 * Warpgroups 0, 1 (consumers): wgmma. Logits: each has half of the latent for all 64 keys, and the
   partial sums are exchanged (V3.2: all 576 values for 32 keys). Output: all 64 keys, 256 columns.
-* Warpgroup 2, and 3 with codes (producers): paged cache to shared memory, decoded (sm90/gather.py).
+* Warpgroup 2, and 3 with codes (producers): paged cache to shared memory, decoded (gather.py).
 * `full[stage]`, 2 stages: every producer thread (when its copies land) plus every producer warp.
 * `empty[stage]`: 8 arrivals, one for each consumer warp. `given`: 1, in clusters of two.
 * Named barriers of the 256 consumers: 1 row maxima, 2 shares, 3 queries, 4 partial logits.
@@ -27,14 +27,13 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.attention import exchange, gather
+from degarble.kernels.attention import instructions as ptx
 from degarble.kernels.attention import problem as facts
 from degarble.kernels.attention import simt_attention_merge as merging
 from degarble.kernels.attention.problem import AttentionForm
-from degarble.kernels.attention.sm90 import cluster, exchange, gather
-from degarble.kernels.attention.sm90 import gather_with_key as with_key
-from degarble.kernels.attention.sm90 import instructions as ptx
+from degarble.kernels.gemm import mainloop
 from degarble.kernels.gemm import w4a16_instructions as shared
-from degarble.kernels.gemm import wgmma
 from degarble.kernels.primitives import attention_rows as rows
 
 NAN = float("nan")
@@ -49,7 +48,7 @@ LEEWAY = 8.0  # a peak moves where it is passed by a factor of more than 2**8: s
 CHUNKS_OF_HALF = facts.COLUMNS // rows.HALF
 
 
-class Addresses(NamedTuple):
+class AttentionAddresses(NamedTuple):
     """Operands and results in global memory, as 64-bit addresses."""
 
     q: Any  # BF16 [T, H, 512]; V3.2: 576
@@ -66,7 +65,7 @@ class Addresses(NamedTuple):
     stats: Any  # float32 [T, splits, H, 2]: peak to base 2, sum of shares
 
 
-class Place(NamedTuple):
+class AttentionBlock(NamedTuple):
     """Token, split and heads of a thread block; extents T, H and the splits."""
 
     token: Any
@@ -77,7 +76,7 @@ class Place(NamedTuple):
     splits: Any
 
 
-class Lane(NamedTuple):
+class AttentionLane(NamedTuple):
     """Position of a thread in its multiplying warpgroup and in the wgmma fragment."""
 
     half: Any  # the warpgroup
@@ -87,7 +86,7 @@ class Lane(NamedTuple):
     lane: Any
 
 
-class Memory(NamedTuple):
+class Sm90AttentionMemory(NamedTuple):
     """Shared memory: tensors that wgmma reads, and addresses."""
 
     queries: Any  # BF16 [64, 512 or 576]
@@ -99,7 +98,7 @@ class Memory(NamedTuple):
     counts_at: Any  # float32 [2 warpgroups, 64 rows]: maxima, later totals
     partner_at: Any  # where logits are exchanged
     given: Any  # the barrier of what another thread block gives
-    places: gather.Places
+    places: gather.TileAddresses
 
 
 # ---- device --------------------------------------------------------------------------------------
@@ -107,13 +106,13 @@ class Memory(NamedTuple):
 
 @cute.kernel
 def attention_kernel(
-    addresses: Addresses, extents: tuple[Any, ...], scale: Float32, form: cutlass.Constexpr
+    addresses: AttentionAddresses, extents: tuple[Any, ...], scale: Float32, form: cutlass.Constexpr
 ) -> None:
     """Take a role by warpgroup: 0 and 1 multiply, the others bring keys."""
     thread, _, _ = cute.arch.thread_idx()
     group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
     memory = shared_memory(form)
-    how, (multiplying, bringing) = facts.bringing(form.format), facts.registers(form.format)
+    how, (multiplying, bringing) = facts.gather_plan(form.format), facts.registers(form.format)
     begin_barriers(memory, how)
     cute.arch.sync_threads()
 
@@ -121,8 +120,9 @@ def attention_kernel(
     lists, widths, walk = lists_of(addresses, extents, place, form)
     if group >= facts.CONSUMERS:
         cute.arch.setmaxregister_decrease(bringing)
-        producer = with_key if form.format.inside else gather
-        producer.produce(lists, widths, walk, memory.places, how)
+        inside = form.format.inside
+        produce = gather.produce_with_key if inside else gather.produce
+        produce(lists, widths, walk, memory.places, how)
         if cutlass.const_expr(form.together > 1):
             # Cluster barriers count every thread: as many as the consumers' ending has.
             for _ in range(1 if form.together == exchange.TOGETHER else 2):
@@ -130,7 +130,7 @@ def attention_kernel(
                 cute.arch.cluster_wait()
     else:
         cute.arch.setmaxregister_increase(multiplying)
-        lane = Lane(
+        lane = AttentionLane(
             group,
             thread % facts.WARPGROUP // rows.LANES * 16 + thread % rows.LANES // QUADS,
             thread % QUADS,
@@ -139,7 +139,7 @@ def attention_kernel(
         )
         load_queries(addresses.q, place, memory.queries_at, form.width // rows.HALF)
         output = wgmma_of_output(facts.columns_at_once(form.format))
-        sums = wgmma.sums_of(output, facts.COLUMNS)
+        sums = mainloop.sums_of(output, facts.COLUMNS)
         # A split without tiles leaves zeros.
         sums.fill(0.0)
         peaks, totals = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
@@ -157,18 +157,18 @@ def attention_kernel(
             exchange.merge_two(addresses, (place, lane), state, memory, form.sinks)
         else:
             places = memory.places.tiles, memory.shares_at  # no longer read: reused for sums
-            cluster.leave(*places, lane, state)
+            exchange.leave(*places, lane, state)
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
             warp = lane.half * (facts.WARPGROUP // rows.LANES) + lane.warp
-            cluster.write_rows(addresses, place, places, (warp, lane.lane), form)
+            exchange.write_rows(addresses, place, places, (warp, lane.lane), form)
             # Stay until others have read this block's sums.
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
 
 
 @cute.jit
-def begin_barriers(memory: Memory, how: cutlass.Constexpr) -> None:
+def begin_barriers(memory: Sm90AttentionMemory, how: cutlass.Constexpr) -> None:
     """Initialise, in one thread, the barriers of the stages and of the cluster exchange."""
     thread, _, _ = cute.arch.thread_idx()
     if thread == 0:
@@ -180,14 +180,14 @@ def begin_barriers(memory: Memory, how: cutlass.Constexpr) -> None:
         cute.arch.mbarrier_init_fence()
 
 
-def shared_memory(form: AttentionForm) -> Memory:
+def shared_memory(form: AttentionForm) -> Sm90AttentionMemory:
     """Divide the shared memory of a thread block."""
     allocator = cutlass.memory.SmemAllocator()
-    swizzle = wgmma.Swizzle.K_SW128
+    swizzle = mainloop.Swizzle.K_SW128
     layouts = (
-        wgmma.staged_layout(BFloat16, facts.HEADS, form.width, 1, swizzle),
-        wgmma.staged_layout(BFloat16, facts.TILE, form.width, facts.STAGES, swizzle),
-        wgmma.staged_layout(BFloat16, facts.HEADS, facts.TILE, 1, swizzle),
+        mainloop.staged_layout(BFloat16, facts.HEADS, form.width, 1, swizzle),
+        mainloop.staged_layout(BFloat16, facts.TILE, form.width, facts.STAGES, swizzle),
+        mainloop.staged_layout(BFloat16, facts.HEADS, facts.TILE, 1, swizzle),
     )
     pointers = [
         allocator.allocate_array(BFloat16, cute.cosize(layout), byte_alignment=facts.ALIGNMENT)
@@ -204,37 +204,40 @@ def shared_memory(form: AttentionForm) -> Memory:
     codes, partner = (
         # At least four words: a format without codes, or without an exchange, has size 0.
         allocator.allocate_array(Uint32, size // 4 or 4, byte_alignment=16)
-        for size in (facts.bringing(form.format).ahead_bytes, facts.exchanged_bytes(form.format))
+        for size in (facts.gather_plan(form.format).ahead_bytes, facts.exchanged_bytes(form.format))
     )
     others = (Uint32(each.toint()) for each in (barriers, masks, codes))
-    places = gather.Places(keys_at, *others)
+    places = gather.TileAddresses(keys_at, *others)
     queries, keys, shares = tensors
     given = places.full + 2 * facts.STAGES * 8
     at = (queries_at, shares_at, Uint32(counts.toint()), Uint32(partner.toint()), given)
     # Keys and values are the same bytes; only the layout differs.
     values = cute.make_tensor(keys.iterator, layout_of_values(form.width))
-    return Memory(queries, keys, values, shares, *at, places)
+    return Sm90AttentionMemory(queries, keys, values, shares, *at, places)
 
 
 def layout_of_values(width: int) -> Any:
     """Return the layout of the first 512 columns of every stage, columns first."""
-    swizzle = wgmma.Swizzle.K_SW128
-    tile = wgmma.staged_layout(BFloat16, facts.TILE, rows.WIDTH, 1, swizzle).outer
+    swizzle = mainloop.Swizzle.K_SW128
+    tile = mainloop.staged_layout(BFloat16, facts.TILE, rows.WIDTH, 1, swizzle).outer
     stages = cute.make_layout(facts.STAGES, stride=facts.TILE * width)
     return cute.append(cute.select(tile, [1, 0]), stages)
 
 
-def place_of(extents: tuple[Any, ...]) -> Place:
+def place_of(extents: tuple[Any, ...]) -> AttentionBlock:
     """Return the work of this thread block: splits count fastest, then groups of heads."""
     block, _, _ = cute.arch.block_idx()
     tokens, heads, splits, *_ = extents
     groups = (heads + facts.HEADS - 1) // facts.HEADS
     token, rest = block // (groups * splits), block % (groups * splits)
-    return Place(token, rest % splits, rest // splits * facts.HEADS, tokens, heads, splits)
+    return AttentionBlock(token, rest % splits, rest // splits * facts.HEADS, tokens, heads, splits)
 
 
 def lists_of(
-    addresses: Addresses, extents: tuple[Any, ...], place: Place, form: AttentionForm
+    addresses: AttentionAddresses,
+    extents: tuple[Any, ...],
+    place: AttentionBlock,
+    form: AttentionForm,
 ) -> tuple[Any, Any, Any]:
     """Return the token's lists, their widths in tiles, and the walk of this split."""
     *_, each, near_width, near_entries, near_stride, near_capacity = extents[:8]
@@ -285,7 +288,7 @@ def wgmma_of_output(columns: int, source: Any = warpgroup.OperandSource.SMEM) ->
     return cute.make_tiled_mma(cute.make_mma_atom(operation))
 
 
-def load_queries(q: Any, place: Place, queries_at: Any, chunks: int) -> None:
+def load_queries(q: Any, place: AttentionBlock, queries_at: Any, chunks: int) -> None:
     """Copy 64 heads of the token to shared memory; rows without a head become zeros."""
     thread, _, _ = cute.arch.thread_idx()
     # cp.async of 16 bytes; size 0 fills with zeros.
@@ -305,8 +308,8 @@ def load_queries(q: Any, place: Place, queries_at: Any, chunks: int) -> None:
 
 @cute.jit
 def consume(
-    memory: Memory,
-    lane: Lane,
+    memory: Sm90AttentionMemory,
+    lane: AttentionLane,
     steps: Any,
     state: tuple[Any, Any, Any],
     given: tuple[Any, cutlass.Constexpr],
@@ -316,10 +319,10 @@ def consume(
     scale, entry = given
     halved = facts.halved(entry)
     columns_of = facts.TILE if halved else facts.KEYS
-    products = wgmma.mma_of(BFloat16, columns_of)
+    products = mainloop.mma_of(BFloat16, columns_of)
     at_once = facts.columns_at_once(entry)
     output = wgmma_of_output(at_once)
-    logits = wgmma.sums_of(products, columns_of)
+    logits = mainloop.sums_of(products, columns_of)
     queries, own = memory.queries, memory.keys
     width = cute.size(memory.keys, mode=[1])
     if cutlass.const_expr(halved):
@@ -362,19 +365,19 @@ def consume(
 
 
 @cute.jit
-def begin_products(memory: Memory, pair: tuple[Any, ...], at: tuple[Any, Any]) -> None:
+def begin_products(memory: Sm90AttentionMemory, pair: tuple[Any, ...], at: tuple[Any, Any]) -> None:
     """Wait for a tile and issue its logits: queries times this warpgroup's part of the keys."""
     products, logits, a, b = pair
     stage, phase = at
     shared.await_phase(memory.places.full + stage * 8, phase)
     cute.arch.fence_proxy("async.shared", space="cta")  # what threads wrote, wgmma reads
-    wgmma.multiply_stage(
+    mainloop.multiply_stage(
         products, logits, a[None, None, None, 0], b[None, None, None, stage], begins=True
     )
 
 
 @cute.jit
-def begin_sums(lane: Lane, pair: tuple[Any, ...], stage: Any) -> None:
+def begin_sums(lane: AttentionLane, pair: tuple[Any, ...], stage: Any) -> None:
     """Issue shares times values of a tile, the warpgroup's own keys first.
 
     Own shares come from registers, so wgmma runs while the other warpgroup's shares are awaited.
@@ -396,7 +399,7 @@ def add_products(
 
     `first` is the first step of 16 keys, in the shares' fragment and in the values'.
     """
-    mma = cute.make_tiled_mma(cute.make_mma_atom(mma.op))  # as in wgmma.multiply_stage
+    mma = cute.make_tiled_mma(cute.make_mma_atom(mma.op))  # as in mainloop.multiply_stage
     mma.set(warpgroup.Field.ACCUMULATE, True)
     tensor, stage = values
     warpgroup.fence()
@@ -405,13 +408,13 @@ def add_products(
         cute.gemm(mma, sums, a, tensor[None, None, first[1] + k, stage], sums)
 
 
-def give_back(memory: Memory, lane: Lane, stage: Any) -> None:
+def give_back(memory: Sm90AttentionMemory, lane: AttentionLane, stage: Any) -> None:
     """Arrive at the stage's empty barrier: this warp reads it no more."""
     cute.arch.sync_warp()
     shared.arrive(memory.places.full + (facts.STAGES + stage) * 8, lane.lane == 0)
 
 
-def masks_of(masks: Any, stage: Any, lane: Lane) -> tuple[Any, Any]:
+def masks_of(masks: Any, stage: Any, lane: AttentionLane) -> tuple[Any, Any]:
     """Return two 32-bit masks of a warpgroup's keys: present, and beyond the cache."""
     at = masks + stage * (2 * facts.TILE // 8) + Uint32(lane.half) * (facts.KEYS // 8)
     (present,), (beyond,) = (shared.shared_words(at + i * (facts.TILE // 8), 1) for i in range(2))
@@ -419,7 +422,7 @@ def masks_of(masks: Any, stage: Any, lane: Lane) -> tuple[Any, Any]:
 
 
 @cute.jit
-def hide(logits: Any, present: Any, beyond: Any, lane: Lane) -> None:
+def hide(logits: Any, present: Any, beyond: Any, lane: AttentionLane) -> None:
     """Set logits of absent keys to -inf, and those of keys beyond the cache to NaN."""
     if present != 0xFFFF_FFFF:
         for block in cutlass.range_constexpr(BLOCKS):
@@ -434,8 +437,8 @@ def hide(logits: Any, present: Any, beyond: Any, lane: Lane) -> None:
 
 @cute.jit
 def weigh(
-    memory: Memory,
-    lane: Lane,
+    memory: Sm90AttentionMemory,
+    lane: AttentionLane,
     registers: tuple[Any, Any],
     state: tuple[Any, Any, Any],
     step: tuple[Any, Any],
@@ -500,13 +503,13 @@ def rescale(sums: Any, factors: list[Any]) -> None:
         sums[i] = ops.multiply_rn(sums[i], factors[i // 2 % 2])
 
 
-def counts_at(memory: Memory, lane: Lane, half: Any, row: int) -> Any:
+def counts_at(memory: Sm90AttentionMemory, lane: AttentionLane, half: Any, row: int) -> Any:
     """Return the shared address of a warpgroup's per-row number (maximum or total)."""
     return memory.counts_at + (Uint32(half) * facts.HEADS + Uint32(lane.row) + 8 * row) * 4
 
 
 @cute.jit
-def share_totals(memory: Memory, lane: Lane, totals: Any) -> None:
+def share_totals(memory: Sm90AttentionMemory, lane: AttentionLane, totals: Any) -> None:
     """Add up the sums of shares: over lanes, then over both warpgroups in a fixed order."""
     cute.arch.barrier(barrier_id=EXCHANGE, number_of_threads=CONSUMER_THREADS)
     for row in cutlass.range_constexpr(2):
@@ -523,7 +526,10 @@ def share_totals(memory: Memory, lane: Lane, totals: Any) -> None:
 
 @cute.jit
 def store_partial(
-    addresses: Addresses, place: Place, lane: Lane, state: tuple[Any, Any, Any]
+    addresses: AttentionAddresses,
+    place: AttentionBlock,
+    lane: AttentionLane,
+    state: tuple[Any, Any, Any],
 ) -> None:
     """Write sums, peak and sum of shares of a split to the workspace, for the merge kernel."""
     sums, peaks, totals = state
@@ -543,9 +549,9 @@ def store_partial(
 
 @cute.jit
 def store_output(
-    addresses: Addresses,
-    place: Place,
-    lane: Lane,
+    addresses: AttentionAddresses,
+    place: AttentionBlock,
+    lane: AttentionLane,
     state: tuple[Any, Any, Any],
     more: tuple[Any, cutlass.Constexpr],
 ) -> None:
@@ -597,7 +603,7 @@ def launch_attention(
 ) -> None:
     """Launch a form; the last of the extents is the number of thread blocks."""
     *inner, blocks = extents
-    addresses = Addresses(*(Int64(each.toint()) for each in pointers))
+    addresses = AttentionAddresses(*(Int64(each.toint()) for each in pointers))
     attention_kernel(addresses, tuple(inner), scale, form).launch(
         grid=[blocks, 1, 1],
         block=[facts.threads(form.format), 1, 1],

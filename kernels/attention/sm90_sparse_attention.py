@@ -30,14 +30,17 @@ from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
 from degarble.kernels.attention import problem as facts
 from degarble.kernels.attention import simt_attention_merge as merging
 from degarble.kernels.attention.problem import (
+    EXPERIMENT_ENTRY,
     AttentionForm,
     AttentionProblem,
     MergeForm,
 )
-from degarble.kernels.attention.sm90 import sm90_attention_experiment as experiment
-from degarble.kernels.attention.sm90_attention_kernel import Addresses, launch_attention
+from degarble.kernels.attention.sm90_attention_kernel import AttentionAddresses, launch_attention
+from degarble.kernels.cache import simt_kv_read as reading
+from degarble.kernels.cache import simt_kv_write as writing
 from degarble.kernels.gemm import contract
 from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives.kv_problem import Pages, ReadProblem, WriteProblem
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
     any_stream,
@@ -48,6 +51,38 @@ from degarble.kernels.runtime.operands import pointer, require_device, require_t
 from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import SM90A, TARGETS, Target
 
+# --------------------------------------------------------------------------------------------------
+# Round query heads to NVFP4 for `experiment-nvfp4`, which nothing chooses by default.
+#
+# Queries are rounded to E2M1 with an E4M3 scale for 16 values by the kernels that write and read
+# cache entries of nvfp4-v41, in which the whole key is NVFP4. A product of two such numbers, scales
+# included, is exact in float32. So BF16 wgmma gives the logits of NVFP4 products with float32 sums,
+# but for the order of sums. docs/design-notes/attention_kernel.md says what it loses, and why it is
+# no choice.
+#
+# Allocates what it rounds through; never waits for the GPU; may be captured in a graph. Shape
+# letters: T tokens, H heads, L width (512).
+
+ENTRIES_OF_PAGE = 64
+
+
+def queries_in_nvfp4(q_THL: Tensor, settings: CompileSettings) -> Tensor:
+    """Return BF16 query heads rounded to what NVFP4 codes and scales represent."""
+    rows = q_THL.flatten(0, 1)
+    count = rows.shape[0]
+    pages = Pages(EXPERIMENT_ENTRY, ENTRIES_OF_PAGE, -(-count // ENTRIES_OF_PAGE))
+    written = WriteProblem(count, pages, source="row")
+    cache = writing.empty_cache(written, q_THL.device)
+    slots = torch.arange(count, device=q_THL.device)
+    operands = writing.Operands(rows, None, None, None, slots)
+    writing.kv_write(operands, cache, written, settings)
+    made = reading.kv_read(slots.int(), cache, ReadProblem(count, pages), settings)
+    return made.reshape(q_THL.shape)
+
+
+# --------------------------------------------------------------------------------------------------
+# Sparse attention on Hopper: one softmax over listed cache entries and, in V4, a sink.
+
 
 @cache
 def compile_form(form: AttentionForm, settings: CompileSettings) -> CompiledKernel:
@@ -57,7 +92,7 @@ def compile_form(form: AttentionForm, settings: CompileSettings) -> CompiledKern
 
 def compiled(jitted: Any, form: AttentionForm, settings: CompileSettings) -> CompiledKernel:
     """Compile the launch of a target's kernel."""
-    pointers = tuple(pointer(Uint8, None, 4) for _ in Addresses._fields)
+    pointers = tuple(pointer(Uint8, None, 4) for _ in AttentionAddresses._fields)
     # As many as _extents returns; the values do not matter to the compiler.
     extents = tuple(Int32(1) for _ in range(13))
     arguments = (pointers, extents, Float32(1.0), form, any_stream())
@@ -72,7 +107,7 @@ class Keys(NamedTuple):
     lengths: Tensor | None = None
 
 
-class Operands(NamedTuple):
+class AttentionOperands(NamedTuple):
     """Query heads (BF16, rotated) as wide as keys, sinks [H] (float32; V4), the lists of keys."""
 
     q: Tensor
@@ -88,7 +123,7 @@ class Results(NamedTuple):
     lse: Tensor
 
 
-class Workspace(NamedTuple):
+class AttentionWorkspace(NamedTuple):
     """Results of splits: float32 sums [T, splits, H, L], peaks and sums of shares [..., 2]."""
 
     sums: Tensor
@@ -104,23 +139,23 @@ def empty_results(problem: AttentionProblem, device: torch.device) -> Results:
     )
 
 
-def empty_workspace(problem: AttentionProblem, device: torch.device) -> Workspace | None:
+def empty_workspace(problem: AttentionProblem, device: torch.device) -> AttentionWorkspace | None:
     """Allocate the workspace of splits that do not merge in a cluster; None without them."""
     splits = facts.choose_splits(problem)
     if splits <= facts.MOST_TOGETHER:
         return None
     shape = (problem.tokens, splits, problem.heads)
     made = (torch.empty(*shape, n, dtype=torch.float32, device=device) for n in (rows.WIDTH, 2))
-    return Workspace(*made)
+    return AttentionWorkspace(*made)
 
 
 def sparse_attention(
-    operands: Operands,
+    operands: AttentionOperands,
     problem: AttentionProblem,
     settings: CompileSettings,
     *,
     results: Results | None = None,
-    workspace: Workspace | None = None,
+    workspace: AttentionWorkspace | None = None,
 ) -> Results:
     """Attend, on the GPU that holds the operands; allocate memory that is not given."""
     entry = compile_form, SM90A
@@ -129,10 +164,10 @@ def sparse_attention(
 
 def attended(
     entry: tuple[Callable[[AttentionForm, CompileSettings], CompiledKernel], Target],
-    operands: Operands,
+    operands: AttentionOperands,
     problem: AttentionProblem,
     settings: CompileSettings,
-    memory: tuple[Results | None, Workspace | None],
+    memory: tuple[Results | None, AttentionWorkspace | None],
 ) -> Results:
     """Check operands, allocate missing memory and launch the forms of an entry's target."""
     (compile_, target), device = entry, operands.q.device
@@ -147,7 +182,7 @@ def attended(
     if problem.tokens:
         contract.require_place(tuple(each for each in tensors if each is not None), target)
         if problem.products == facts.EXPERIMENT:
-            operands = operands._replace(q=experiment.queries_in_nvfp4(operands.q, settings))
+            operands = operands._replace(q=queries_in_nvfp4(operands.q, settings))
         kernel = compile_(facts.choose_form(problem, target.name), settings)
         merge = None
         if workspace:
@@ -159,9 +194,9 @@ def attended(
 def launch(
     kernels: tuple[CompiledKernel, CompiledKernel | None],
     problem: AttentionProblem,
-    operands: Operands,
+    operands: AttentionOperands,
     results: Results,
-    workspace: Workspace | None,
+    workspace: AttentionWorkspace | None,
 ) -> None:
     """Launch on checked tensors."""
     device = operands.q.device.index or 0
@@ -198,9 +233,9 @@ def _extents(problem: AttentionProblem) -> tuple[Int32, ...]:
 
 def require_operands(
     problem: AttentionProblem,
-    operands: Operands,
+    operands: AttentionOperands,
     results: Results,
-    workspace: Workspace | None,
+    workspace: AttentionWorkspace | None,
 ) -> None:
     """Raise on tensors that the kernels would misread."""
     tokens, heads = problem.tokens, problem.heads
@@ -245,6 +280,8 @@ def require_operands(
         require_tensor("peaks", workspace.stats, torch.float32, (*of_splits, 2), 16)
 
 
-def _tensors(operands: Operands, results: Results, workspace: Workspace | None) -> list[Any]:
+def _tensors(
+    operands: AttentionOperands, results: Results, workspace: AttentionWorkspace | None
+) -> list[Any]:
     lists = [*operands.window, *(operands.entries or ())]
     return [operands.q, operands.sink, *lists, *results, *(workspace or ())]

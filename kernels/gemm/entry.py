@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 EXTENTS = 4  # of a launch: M, N, K, clusters
 
 
-class Entry(NamedTuple):
+class GemmEntry(NamedTuple):
     """The part of an entry point that differs by kernel: how to compile, pointers, target."""
 
     compiled: Callable[[GemmForm, CompileSettings], CompiledKernel]
@@ -54,7 +54,7 @@ def compiled(
 
 
 def answer(
-    entry: Entry,
+    entry: GemmEntry,
     problem: GemmProblem,
     tensors: tuple[Tensor, ...],
     settings: CompileSettings,
@@ -71,7 +71,7 @@ def answer(
 
 
 def launch(
-    entry: Entry,
+    entry: GemmEntry,
     kernel: CompiledKernel,
     form: GemmForm,
     problem: GemmProblem,

@@ -7,7 +7,7 @@ passed at launch, so a form is compiled once.
 
 `loads` and `transaction_bytes` hold for every architecture. A new architecture adds rows to
 TACTICS, a footprint of its own (from transaction_bytes and stages_that_fit), and a kernel over
-schedule, producer and epilogue. Extents that no TMA descriptor can describe raise ShapeMismatch.
+the parts in mainloop. Extents that no TMA descriptor can describe raise ShapeMismatch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LARGEST_REGISTERS = 240  # of a thread after setmaxnreg, in steps of 8; PTX ISA 
 
 
 @dataclass(frozen=True)
-class Operands:
+class OperandFormat:
     """An operand format: bits of a code, values per scale, divisor of K, scale formats."""
 
     name: str
@@ -53,12 +53,12 @@ class Operands:
     scales: tuple[str, ...]  # formats of block scales that a kernel reads
 
 
-BF16 = Operands("bf16", code_bits=16, block=0, inner_multiple=8, scales=("none",))
-NVFP4 = Operands("nvfp4", code_bits=4, block=16, inner_multiple=32, scales=("e4m3",))
-FP8_BLOCK = Operands(
+BF16 = OperandFormat("bf16", code_bits=16, block=0, inner_multiple=8, scales=("none",))
+NVFP4 = OperandFormat("nvfp4", code_bits=4, block=16, inner_multiple=32, scales=("e4m3",))
+FP8_BLOCK = OperandFormat(
     "fp8_block", code_bits=8, block=128, inner_multiple=32, scales=("float32", "ue8m0")
 )
-OPERANDS: Mapping[str, Operands] = MappingProxyType(
+OPERANDS: Mapping[str, OperandFormat] = MappingProxyType(
     {operands.name: operands for operands in (BF16, NVFP4, FP8_BLOCK)}
 )
 
@@ -120,7 +120,7 @@ class GemmProblem:
 
 
 @dataclass(frozen=True)
-class Tactic:
+class GemmTactic:
     """Tile shape, cluster shape and tile order of a kernel.
 
     `inner` is the K extent of a stage. `rows_up_to` is the largest M for which the table chooses
@@ -148,7 +148,7 @@ class GemmForm:
     operands: str
     scales: str
     target: str
-    tactic: Tactic
+    tactic: GemmTactic
     parts: int = 1  # matrices of B that share a tile's columns: 2 for gate and up
     bits_of_a: int = 0  # in memory, where the kernel makes A's codes itself; 0: those of a code
 
@@ -170,39 +170,39 @@ class GemmForm:
 
 ANY = float("inf")
 # Measured on an H200: docs/design-notes/gemm_kernels.md.
-TACTICS: Mapping[tuple[str, str], tuple[Tactic, ...]] = {
+TACTICS: Mapping[tuple[str, str], tuple[GemmTactic, ...]] = {
     (SM90A.name, BF16.name): (
-        Tactic(64, rows=64, columns=64, inner=64),
-        Tactic(256, rows=128, columns=128, inner=64),
-        Tactic(ANY, rows=128, columns=256, inner=64, cluster_rows=2),
+        GemmTactic(64, rows=64, columns=64, inner=64),
+        GemmTactic(256, rows=128, columns=128, inner=64),
+        GemmTactic(ANY, rows=128, columns=256, inner=64, cluster_rows=2),
     ),
     (SM90A.name, NVFP4.name): (
-        Tactic(64, rows=64, columns=64, inner=64),
-        Tactic(256, rows=128, columns=128, inner=64),
-        Tactic(ANY, rows=128, columns=256, inner=64),
+        GemmTactic(64, rows=64, columns=64, inner=64),
+        GemmTactic(256, rows=128, columns=128, inner=64),
+        GemmTactic(ANY, rows=128, columns=256, inner=64),
     ),
     (SM90A.name, FP8_BLOCK.name): (
-        Tactic(64, rows=64, columns=64, inner=128),
-        Tactic(ANY, rows=128, columns=128, inner=128, cluster_rows=2),
+        GemmTactic(64, rows=64, columns=64, inner=128),
+        GemmTactic(ANY, rows=128, columns=128, inner=128, cluster_rows=2),
     ),
     # Not measured, for want of a GPU: docs/design-notes/sm100_gemm.md.
     (SM100A.name, BF16.name): (
-        Tactic(128, rows=128, columns=64, inner=64),
-        Tactic(512, rows=128, columns=128, inner=64),
-        Tactic(ANY, rows=128, columns=256, inner=64),
+        GemmTactic(128, rows=128, columns=64, inner=64),
+        GemmTactic(512, rows=128, columns=128, inner=64),
+        GemmTactic(ANY, rows=128, columns=256, inner=64),
     ),
     (SM100A.name, FP8_BLOCK.name): (
-        Tactic(256, rows=128, columns=64, inner=128),
-        Tactic(ANY, rows=128, columns=128, inner=128),
+        GemmTactic(256, rows=128, columns=64, inner=128),
+        GemmTactic(ANY, rows=128, columns=128, inner=128),
     ),
     (SM100A.name, NVFP4.name): (
-        Tactic(8, rows=128, columns=8, inner=256, swapped=True),
-        Tactic(16, rows=128, columns=16, inner=256, swapped=True),
-        Tactic(32, rows=128, columns=32, inner=256, swapped=True),
-        Tactic(128, rows=128, columns=64, inner=256),
-        Tactic(512, rows=128, columns=128, inner=256),
-        Tactic(2048, rows=128, columns=192, inner=256),
-        Tactic(ANY, rows=128, columns=256, inner=256),
+        GemmTactic(8, rows=128, columns=8, inner=256, swapped=True),
+        GemmTactic(16, rows=128, columns=16, inner=256, swapped=True),
+        GemmTactic(32, rows=128, columns=32, inner=256, swapped=True),
+        GemmTactic(128, rows=128, columns=64, inner=256),
+        GemmTactic(512, rows=128, columns=128, inner=256),
+        GemmTactic(2048, rows=128, columns=192, inner=256),
+        GemmTactic(ANY, rows=128, columns=256, inner=256),
     ),
 }
 
@@ -274,7 +274,7 @@ def expected_bytes(form: GemmForm) -> int:
 
 
 @dataclass(frozen=True)
-class Role:
+class WarpgroupRole:
     """Warpgroups with the same role, and the registers of each of their threads."""
 
     name: str
@@ -299,7 +299,7 @@ def consumers(form: GemmForm) -> int:
     return (tactic.columns if has_few_rows(form) else tactic.rows) // PIECE_ROWS
 
 
-def roles(form: GemmForm) -> tuple[Role, ...]:
+def roles(form: GemmForm) -> tuple[WarpgroupRole, ...]:
     """Return the roles on sm_90a in the order of their warpgroups.
 
     Trap: ptxas serialises wgmma if a thread starts with few registers, whatever setmaxnreg grants
@@ -307,13 +307,13 @@ def roles(form: GemmForm) -> tuple[Role, ...]:
     load.
     """
     count = consumers(form)
-    first = Role("producer", 1, 40)
+    first = WarpgroupRole("producer", 1, 40)
     if form.operands == NVFP4.name:  # four that multiply need all that can be spared
-        first = Role("decoder", 1, 64 if count >= MANY_ROWS // PIECE_ROWS else 88)
+        first = WarpgroupRole("decoder", 1, 64 if count >= MANY_ROWS // PIECE_ROWS else 88)
     groups = 1 + count
     whole = REGISTERS_OF_PROCESSOR // form.tactic.blocks // WARPGROUP // groups // 8 * 8 * groups
     left = (whole - first.registers) // count // 8 * 8
-    return first, Role("consumer", count, min(left, LARGEST_REGISTERS))
+    return first, WarpgroupRole("consumer", count, min(left, LARGEST_REGISTERS))
 
 
 DECODED_STAGES = 4  # buffers of decoded numbers at most
@@ -410,7 +410,7 @@ def decoding_warps(form: GemmForm) -> int:
     return 1 if has_few_rows(form) else WARPGROUP // WARP
 
 
-def piece_of(row: Any, column: Any, warpgroup: Any, tactic: Tactic) -> tuple[Any, Any]:
+def piece_of(row: Any, column: Any, warpgroup: Any, tactic: GemmTactic) -> tuple[Any, Any]:
     """Return the coordinate of a warpgroup's first piece of a tile, in pieces of D."""
     return row * (tactic.rows // PIECE_ROWS) + warpgroup, column * (tactic.columns // PIECE_COLUMNS)
 
@@ -418,7 +418,7 @@ def piece_of(row: Any, column: Any, warpgroup: Any, tactic: Tactic) -> tuple[Any
 # ---- the grid ------------------------------------------------------------------------------------
 
 
-def cluster_tiles(problem: GemmProblem, tactic: Tactic) -> tuple[int, int]:
+def cluster_tiles(problem: GemmProblem, tactic: GemmTactic) -> tuple[int, int]:
     """Return the tiles of clusters along M and N (swapped: N and M); the last may exceed D."""
     extents = (problem.rows, problem.columns)
     m, n = reversed(extents) if tactic.swapped else extents
@@ -427,7 +427,7 @@ def cluster_tiles(problem: GemmProblem, tactic: Tactic) -> tuple[int, int]:
     return rows, columns
 
 
-def grid(problem: GemmProblem, tactic: Tactic, processors: int) -> tuple[int, int, int]:
+def grid(problem: GemmProblem, tactic: GemmTactic, processors: int) -> tuple[int, int, int]:
     """Return the grid: clusters along z, at most as many as fit on the multiprocessors at once."""
     rows, columns = cluster_tiles(problem, tactic)
     size = tactic.cluster_rows * tactic.cluster_columns

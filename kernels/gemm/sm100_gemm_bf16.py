@@ -27,7 +27,7 @@ from cutlass import BFloat16, Int32, cute
 from torch import Tensor
 
 from degarble.harness.formats.layouts import ceil_div
-from degarble.kernels.gemm import contract, epilogue, producer, schedule, wgmma
+from degarble.kernels.gemm import contract, mainloop, tcgen05, tensor_memory
 from degarble.kernels.gemm import entry as gemm_entry
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm.problem import GemmForm, GemmProblem
@@ -37,8 +37,6 @@ from degarble.kernels.gemm.sm90_gemm_bf16 import (
     pointers_of,
     require_operands,
 )
-from degarble.kernels.gemm.tcgen05 import instructions as tcgen05
-from degarble.kernels.gemm.tcgen05 import tensor_memory
 from degarble.kernels.runtime.compiling import CompiledKernel
 from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import SM100A
@@ -48,8 +46,8 @@ from degarble.kernels.runtime.targets import SM100A
 
 @cute.kernel
 def gemm_kernel(
-    feeds: tuple[producer.Feed, ...],
-    store: epilogue.Store,
+    feeds: tuple[mainloop.TmaFeed, ...],
+    store: mainloop.TmaStore,
     extents: tuple[Int32, ...],
     form: cutlass.Constexpr,
 ) -> None:
@@ -58,9 +56,9 @@ def gemm_kernel(
     memory = cutlass.memory.SmemAllocator()
     mma, count = tcgen05.dense_mma(form, BFloat16), tensor_memory.footprint(form).stages
     layouts_ = tcgen05.operand_layouts(mma, form, count, BFloat16)
-    shared = tuple(wgmma.shared_of(memory, BFloat16, layout) for layout in layouts_)
-    pieces = epilogue.piece_layout(facts.PIECES_AT_ONCE, tensor_memory.LANES)
-    sD = wgmma.shared_of(memory, BFloat16, pieces)
+    shared = tuple(mainloop.shared_of(memory, BFloat16, layout) for layout in layouts_)
+    pieces = mainloop.piece_layout(facts.PIECES_AT_ONCE, tensor_memory.LANES)
+    sD = mainloop.shared_of(memory, BFloat16, pieces)
     ring, sums_ring = tcgen05.ring_of_stages(memory, form), tcgen05.ring_of_sums(memory, form)
     address = memory.allocate_array(Int32, tensor_memory.ADDRESS_BYTES // 4)
     # Allocated before `begin`, whose barrier publishes the address.
@@ -69,7 +67,7 @@ def gemm_kernel(
 
     base = tcgen05.base_of(address)
     sums = tcgen05.sums_of(mma, base, form)
-    walk = schedule.walk_of((extents[0], extents[1]), form.tactic)
+    walk = mainloop.walk_of((extents[0], extents[1]), form.tactic)
     steps = ceil_div(extents[2], form.tactic.inner)
     if warp == tensor_memory.LOADING_WARP:
         tcgen05.load(ring, tcgen05.plain_feedings(BFloat16, feeds, shared, form), walk, steps, form)
@@ -86,8 +84,8 @@ def multiply(rings: Any, work: Any, walk: Any, steps: Any, form: cutlass.Constex
     """Sum up tile after tile."""
     ring, sums_ring = rings
     mma, sums, a, b = work
-    state = wgmma.consumer_state(tensor_memory.footprint(form).stages)
-    target = wgmma.producer_state(tensor_memory.accumulators(form))
+    state = mainloop.consumer_state(tensor_memory.footprint(form).stages)
+    target = mainloop.producer_state(tensor_memory.accumulators(form))
     for _ in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
         sums_ring.producer_acquire(target)
         tcgen05.fence("after")
@@ -117,7 +115,7 @@ def launch_gemm(
     *_, clusters = extents
     (mA, mB, mD), numbers = matrices_of(pointers, extents)
     feeds = tcgen05.plain_feeds(BFloat16, (mA, mB), form)
-    store = epilogue.store_of(mD, tensor_memory.LANES)
+    store = mainloop.store_of(mD, tensor_memory.LANES)
     gemm_kernel(feeds, store, numbers, form).launch(
         grid=[form.tactic.cluster_rows, form.tactic.cluster_columns, clusters],
         block=[tensor_memory.threads(), 1, 1],
@@ -137,7 +135,7 @@ def compile_form(form: GemmForm, settings: CompileSettings) -> CompiledKernel:
     return gemm_entry.compiled(launch_gemm, pointers, form, settings)
 
 
-ENTRY = gemm_entry.Entry(compile_form, pointers_of, SM100A)
+ENTRY = gemm_entry.GemmEntry(compile_form, pointers_of, SM100A)
 
 
 def gemm_bf16(

@@ -24,21 +24,19 @@ from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div
-from degarble.kernels.gemm import contract, epilogue, producer, schedule, wgmma
+from degarble.kernels.gemm import contract, mainloop, tcgen05, tensor_memory
 from degarble.kernels.gemm import entry as gemm_entry
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm.problem import GemmForm, GemmProblem
 from degarble.kernels.gemm.sm90_gemm_fp8_block import (
     BLOCK,
+    BlockScales,
     Fp8Operands,
-    Scales,
     matrices_of,
     pointers_of,
     require_operands,
     scale_at,
 )
-from degarble.kernels.gemm.tcgen05 import instructions as tcgen05
-from degarble.kernels.gemm.tcgen05 import tensor_memory
 from degarble.kernels.runtime.compiling import CompiledKernel
 from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import SM100A
@@ -48,9 +46,9 @@ from degarble.kernels.runtime.targets import SM100A
 
 @cute.kernel
 def gemm_kernel(
-    feeds: tuple[producer.Feed, ...],
-    store: epilogue.Store,
-    scales: Scales,
+    feeds: tuple[mainloop.TmaFeed, ...],
+    store: mainloop.TmaStore,
+    scales: BlockScales,
     extents: tuple[Int32, ...],
     form: cutlass.Constexpr,
 ) -> None:
@@ -59,9 +57,9 @@ def gemm_kernel(
     memory = cutlass.memory.SmemAllocator()
     mma, count = tcgen05.dense_mma(form, Float8E4M3FN), tensor_memory.footprint(form).stages
     layouts_ = tcgen05.operand_layouts(mma, form, count, Float8E4M3FN)
-    shared = tuple(wgmma.shared_of(memory, Float8E4M3FN, layout) for layout in layouts_)
-    pieces = epilogue.piece_layout(facts.PIECES_AT_ONCE, tensor_memory.LANES)
-    sD = wgmma.shared_of(memory, BFloat16, pieces)
+    shared = tuple(mainloop.shared_of(memory, Float8E4M3FN, layout) for layout in layouts_)
+    pieces = mainloop.piece_layout(facts.PIECES_AT_ONCE, tensor_memory.LANES)
+    sD = mainloop.shared_of(memory, BFloat16, pieces)
     ring, sums_ring = tcgen05.ring_of_stages(memory, form), tcgen05.ring_of_sums(memory, form)
     address = memory.allocate_array(Int32, tensor_memory.ADDRESS_BYTES // 4)
     tcgen05.allocate(address, form)
@@ -69,7 +67,7 @@ def gemm_kernel(
 
     base = tcgen05.base_of(address)
     sums = tcgen05.sums_of(mma, base, form)
-    walk = schedule.walk_of((extents[0], extents[1]), form.tactic)
+    walk = mainloop.walk_of((extents[0], extents[1]), form.tactic)
     steps = ceil_div(extents[2], form.tactic.inner)
     if warp == tensor_memory.LOADING_WARP:
         tcgen05.load(
@@ -89,8 +87,8 @@ def multiply(rings: Any, work: Any, walk: Any, steps: Any, form: cutlass.Constex
     """Multiply stage after stage, each into sums of its own."""
     ring, sums_ring = rings
     mma, sums, a, b = work
-    state = wgmma.consumer_state(tensor_memory.footprint(form).stages)
-    target = wgmma.producer_state(tensor_memory.accumulators(form))
+    state = mainloop.consumer_state(tensor_memory.footprint(form).stages)
+    target = mainloop.producer_state(tensor_memory.accumulators(form))
     for _ in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
         for _step in cutlass.range(steps, unroll=1):
             sums_ring.producer_acquire(target)
@@ -115,11 +113,11 @@ def promote_tiles(outlets: Any, walk: Any, scaling: Any, form: cutlass.Constexpr
     scales, rows, steps = scaling
     thread, _, _ = cute.arch.thread_idx()
     outlet, reading = tcgen05.outlet_of(store, pieces, thread), tcgen05.reading_of(sums, thread)
-    state, stored = wgmma.consumer_state(tensor_memory.accumulators(form)), Int32(0)
+    state, stored = mainloop.consumer_state(tensor_memory.accumulators(form)), Int32(0)
     total = cute.make_rmem_tensor(form.tactic.columns, Float32)
     count = form.tactic.columns // facts.PIECE_COLUMNS
     for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
-        row, column = schedule.tile_at(walk, number)
+        row, column = mainloop.tile_at(walk, number)
         own = cutlass.min(row * form.tactic.rows + thread, rows - 1)  # beyond A the last one
         # A tile has at most 128 columns, hence one scale of B per stage.
         block = column * form.tactic.columns // BLOCK
@@ -129,9 +127,9 @@ def promote_tiles(outlets: Any, walk: Any, scaling: Any, form: cutlass.Constexpr
             state = promote(ring, state, reading, total, scale)
         for i in cutlass.range_constexpr(count):
             numbers = part_of(total, i)
-            epilogue.store_piece(outlet, numbers, (row, column * count + i), stored + i)
+            mainloop.store_piece(outlet, numbers, (row, column * count + i), stored + i)
         stored += count
-    epilogue.drain(outlet)
+    mainloop.drain(outlet)
 
 
 @cute.jit
@@ -176,8 +174,8 @@ def launch_gemm(
     *_, clusters = extents
     (mA, mB, of_a, of_b, mD), numbers = matrices_of(pointers, extents)
     feeds = tcgen05.plain_feeds(Float8E4M3FN, (mA, mB), form)
-    store = epilogue.store_of(mD, tensor_memory.LANES)
-    gemm_kernel(feeds, store, Scales(of_a, of_b), numbers, form).launch(
+    store = mainloop.store_of(mD, tensor_memory.LANES)
+    gemm_kernel(feeds, store, BlockScales(of_a, of_b), numbers, form).launch(
         grid=[form.tactic.cluster_rows, form.tactic.cluster_columns, clusters],
         block=[tensor_memory.threads(), 1, 1],
         cluster=[form.tactic.cluster_rows, form.tactic.cluster_columns, 1],
@@ -195,7 +193,7 @@ def compile_form(form: GemmForm, settings: CompileSettings) -> CompiledKernel:
     return gemm_entry.compiled(launch_gemm, pointers_of(form, (None,) * 5), form, settings)
 
 
-ENTRY = gemm_entry.Entry(compile_form, pointers_of, SM100A)
+ENTRY = gemm_entry.GemmEntry(compile_form, pointers_of, SM100A)
 
 
 def gemm_fp8_block(

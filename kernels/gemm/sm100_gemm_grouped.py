@@ -24,15 +24,13 @@ from cutlass import BFloat16, Int32, Int64, Uint32, cute
 from torch import Tensor
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.kernels.gemm import contract, epilogue, producer, schedule, wgmma
+from degarble.kernels.gemm import contract, mainloop, tcgen05, tensor_memory
 from degarble.kernels.gemm import grouped_problem as grouped
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm import sm90_gemm_grouped as hopper
 from degarble.kernels.gemm import w4a16_instructions as shared
 from degarble.kernels.gemm.grouped_problem import GroupedForm, GroupedProblem
-from degarble.kernels.gemm.sm90_gemm_grouped import Turning
-from degarble.kernels.gemm.tcgen05 import instructions as tcgen05
-from degarble.kernels.gemm.tcgen05 import tensor_memory
+from degarble.kernels.gemm.sm90_gemm_grouped import RopeRows
 from degarble.kernels.primitives.latent_words import vectors
 from degarble.kernels.runtime.compiling import CompiledKernel, any_stream, compile_kernel
 from degarble.kernels.runtime.settings import CompileSettings
@@ -56,9 +54,9 @@ def threads(form: GroupedForm) -> int:
 
 @cute.kernel
 def grouped_kernel(
-    feeds: tuple[producer.Feed, ...],
-    store: epilogue.Store,
-    turning: Turning,
+    feeds: tuple[mainloop.TmaFeed, ...],
+    store: mainloop.TmaStore,
+    turning: RopeRows,
     extents: tuple[Int32, ...],
     form: cutlass.Constexpr,
 ) -> None:
@@ -68,9 +66,9 @@ def grouped_kernel(
     memory = cutlass.memory.SmemAllocator()
     mma, count = tcgen05.dense_mma(form.gemm, BFloat16), tensor_memory.footprint(form.gemm).stages
     layouts = tcgen05.operand_layouts(mma, form.gemm, count, BFloat16)
-    operands_ = tuple(wgmma.shared_of(memory, BFloat16, layout) for layout in layouts)
-    pieces = epilogue.piece_layout(facts.PIECES_AT_ONCE, tensor_memory.LANES)
-    sD = wgmma.shared_of(memory, BFloat16, pieces)
+    operands_ = tuple(mainloop.shared_of(memory, BFloat16, layout) for layout in layouts)
+    pieces = mainloop.piece_layout(facts.PIECES_AT_ONCE, tensor_memory.LANES)
+    sD = mainloop.shared_of(memory, BFloat16, pieces)
     ring, sums_ring = (
         tcgen05.ring_of_stages(memory, form.gemm),
         tcgen05.ring_of_sums(memory, form.gemm),
@@ -83,7 +81,7 @@ def grouped_kernel(
     tcgen05.begin(form.gemm.tactic)
     base = tcgen05.base_of(address)
     sums = tcgen05.sums_of(mma, base, form.gemm)
-    walk = schedule.walk_of((rows_of_d, columns), form.gemm.tactic)
+    walk = mainloop.walk_of((rows_of_d, columns), form.gemm.tactic)
     if warp == tensor_memory.LOADING_WARP:
         feedings = tcgen05.plain_feedings(BFloat16, feeds, operands_, form.gemm)
         hopper.load(ring, feedings, walk, (steps, tiles), 1)
@@ -116,8 +114,8 @@ def multiply(rings: Any, work: Any, walk: Any, told: Any, form: cutlass.Constexp
     of_head = form.steps_of_head if form.turned else 1
     count = tensor_memory.footprint(form.gemm).stages
     state, target = (
-        wgmma.consumer_state(count),
-        wgmma.producer_state(tensor_memory.accumulators(form.gemm)),
+        mainloop.consumer_state(count),
+        mainloop.producer_state(tensor_memory.accumulators(form.gemm)),
     )
     turned = Uint32(0)
     for _ in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
@@ -149,7 +147,7 @@ def await_turned(turned_at: Any, number: Any, count: int) -> None:
 
 
 @cute.jit
-def turn(ring: Any, places: Any, turning: Turning, walk: Any, told: Any) -> None:
+def turn(ring: Any, places: Any, turning: RopeRows, walk: Any, told: Any) -> None:
     """Apply inverse RoPE to the last stage of each head, 64 rows per warpgroup."""
     sA, turned_at = places
     steps, form = told
@@ -157,9 +155,9 @@ def turn(ring: Any, places: Any, turning: Turning, walk: Any, told: Any) -> None
     mine = thread // facts.WARPGROUP - FIRST_TURNING_GROUP
     heads = hopper.heads_of(sA, mine)
     count = tensor_memory.footprint(form.gemm).stages
-    state, turned = wgmma.consumer_state(count), Uint32(0)
+    state, turned = mainloop.consumer_state(count), Uint32(0)
     for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
-        tile = schedule.tile_at(walk, number)
+        tile = mainloop.tile_at(walk, number)
         # First row (token) of this rotating warpgroup.
         first = tile[0] * form.gemm.tactic.rows + mine * facts.PIECE_ROWS
         hopper.read_turns(turning, heads, first)
@@ -184,7 +182,7 @@ def launch_grouped(
 ) -> None:
     """Launch on the extents T, G N, K, G K, tiles of a group, clusters, positions."""
     tokens, columns, inner, wide, tiles, clusters, known = extents
-    inner, wide = (cute.assume(extent, divby=grouped.STEP) for extent in (inner, wide))
+    inner, wide = (cute.assume(extent, divby=grouped.GROUPED_STEP) for extent in (inner, wide))
     columns = cute.assume(columns, divby=facts.COLUMNS_MULTIPLE)
     a, b, d, table, positions = pointers
     mA, mB, mD = (
@@ -192,9 +190,9 @@ def launch_grouped(
         for pointer, count, width in ((a, tokens, wide), (b, columns, inner), (d, tokens, columns))
     )
     feeds = tcgen05.plain_feeds(BFloat16, (mA, mB), form.gemm)
-    store = epilogue.store_of(mD, tensor_memory.LANES)
-    turning = Turning(vectors(table, hopper.WORDS), vectors(positions, 0), known, tokens)
-    told = (tokens, columns, inner // grouped.STEP, tiles)
+    store = mainloop.store_of(mD, tensor_memory.LANES)
+    turning = RopeRows(vectors(table, hopper.WORDS), vectors(positions, 0), known, tokens)
+    told = (tokens, columns, inner // grouped.GROUPED_STEP, tiles)
     grouped_kernel(feeds, store, turning, told, form).launch(
         grid=[1, 1, clusters], block=[threads(form), 1, 1], min_blocks_per_mp=1, stream=stream
     )
@@ -239,6 +237,6 @@ def gemm_grouped(
     hopper.require_operands(problem, tensors)
     contract.require_place(tuple(each for each in tensors if each is not None), SM100A)
     if problem.tokens:
-        form = grouped.choose_form(problem, SM100A.name)
+        form = grouped.choose_grouped_form(problem, SM100A.name)
         hopper.launch(compile_form(form, settings), form, problem, tensors)
     return out

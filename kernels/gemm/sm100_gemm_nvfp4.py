@@ -22,22 +22,260 @@ from typing import Any, NamedTuple
 
 import cutlass
 from cuda.bindings.driver import CUstream
-from cutlass import BFloat16, Float4E2M1FN, Float8E4M3FN, Float32, Int32, Int64, Uint32, cute
+from cutlass import BFloat16, Float4E2M1FN, Float8E4M3FN, Float32, Int16, Int32, Int64, Uint32, cute
+from cutlass.cute.nvgpu import cpasync
 from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div
-from degarble.kernels.gemm import contract, epilogue, producer, schedule, wgmma
+from degarble.kernels.gemm import contract, mainloop, tcgen05, tensor_memory
 from degarble.kernels.gemm import entry as gemm_entry
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm.problem import GemmForm, GemmProblem
 from degarble.kernels.gemm.sm90_gemm_nvfp4 import Nvfp4Operand, require_operand
-from degarble.kernels.gemm.tcgen05 import instructions as tcgen05
-from degarble.kernels.gemm.tcgen05 import pair, swapped, tensor_memory
 from degarble.kernels.runtime import operands
 from degarble.kernels.runtime.compiling import CompiledKernel
 from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import SM100A
+
+# --------------------------------------------------------------------------------------------------
+# Two thread blocks that multiply together on sm_100a: cta_group::2 of tcgen05 (PTX ISA 9.1).
+#
+# Neighbours along M are a pair. Each block loads its 128 rows of A with their scales, half of the
+# rows of B, and all scales of B: instruction and scale copy read both shared memories at the same
+# offsets and write to both tensor memories. The first block issues for both. Barriers: bytes of
+# both blocks count at the first block's full barrier; its commits arrive at both blocks; the
+# storing threads of both arrive at it. Both end together, because tensor memory is freed by both
+# and a block's shared memory has to exist while the other one still arrives there.
+#
+# GemmForm rejects tactics that are not pairs. Compiled but never run.
+
+
+def sharing_of(form: GemmForm) -> tuple[Any, ...]:
+    """Return by load which blocks of the cluster receive a box: place, number, mask."""
+    by_side = tcgen05.sharing_of(form)
+    halved = form.tactic.together > 1
+    return tuple(
+        sharing_of_half(form) if halved and load.name == "b" else by_side[load.side]
+        for load in facts.loads(form)
+    )
+
+
+def sharing_of_half(form: GemmForm) -> tuple[Any, int, Any]:
+    """Return which blocks receive the same half of B: every second one along M."""
+    row, column, _ = cute.arch.block_idx()
+    rows, together = form.tactic.cluster_rows, form.tactic.together
+    count = rows // together
+    if count == 1:
+        return 0, 1, None
+    every_second = Int16(sum(1 << together * i for i in range(count)))
+    return row // together, count, every_second << (column * rows + row % together)
+
+
+def group(form: GemmForm) -> tuple[Any, ...]:
+    """Return the CTA group of a pair's loads, whose first block counts the bytes; else ()."""
+    return () if form.tactic.together == 1 else (tcgen05.group_of(form),)
+
+
+def leads(form: GemmForm) -> Any:
+    """Return whether this thread block issues instructions: for its pair, or for itself."""
+    if form.tactic.together == 1:
+        return True
+    return cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) % 2 == 0
+
+
+def of_other(tensor: Any) -> Any:
+    """View the same place of the other thread block's shared memory."""
+    other = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) ^ 1
+    return cute.make_tensor(cute.arch.map_dsmem_ptr(tensor.iterator, other), tensor.layout)
+
+
+# ---- sums that overlap ---------------------------------------------------------------------------
+
+
+def place_to_fill(state: Any, form: GemmForm) -> Any:
+    """Return the next place of sums; a ring of one that overlaps has two alternating places."""
+    # A producer's phase starts at 1, a consumer's at 0: both begin with place 0.
+    return state.phase ^ 1 if tensor_memory.overlaps(form) else state.index
+
+
+@cute.jit
+def store_tile(
+    outlet: Any, reading: Any, ring: Any, state: Any, work: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    """Store a tile; release the sums after reading the piece that both places share.
+
+    The pieces read later do not overlap the next tile's sums. They do overlap those of the tile
+    after it, which wait for this thread's next release.
+    """
+    (row, column), stored, scales = work
+    pieces, place = cute.size(reading.source, mode=[4]), state.phase
+    ring.consumer_wait(state)
+    tcgen05.fence("after")
+    for i in cutlass.range_constexpr(pieces):
+        piece = tensor_memory.piece_in_turn(i, place, pieces)
+        part = reading.source[None, None, None, 0, piece, place]
+        registers = cute.make_rmem_tensor(reading.shape, Float32)
+        cute.copy(reading.copy, part, registers)
+        cute.arch.fence_view_async_tmem_load()
+        if cutlass.const_expr(i == 0):
+            tcgen05.fence("before")
+            ring.consumer_release(state)
+        numbers = [registers[j] for j in range(facts.PIECE_COLUMNS)]
+        mainloop.store_piece(outlet, numbers, (row, column + piece), stored + i, scales)
+    state.advance()
+    return state, stored + Int32(pieces)
+
+
+@cute.jit
+def store_tiles_of_pair(
+    outlets: Any, walk: Any, scales: tuple[Any, ...], form: cutlass.Constexpr
+) -> None:
+    """Store tile after tile of overlapping sums; `outlets` as in tcgen05.store_tiles."""
+    store, pieces, sums, ring = outlets
+    thread, _, _ = cute.arch.thread_idx()
+    outlet, reading = tcgen05.outlet_of(store, pieces, thread), tcgen05.reading_of(sums, thread)
+    state, stored = mainloop.consumer_state(tensor_memory.accumulators(form)), Int32(0)
+    for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+        row, column = mainloop.tile_at(walk, number)
+        place = (row, column * tensor_memory.stores(form))
+        state, stored = store_tile(outlet, reading, ring, state, (place, stored, scales))
+    mainloop.drain(outlet)
+
+
+# ---- the end -------------------------------------------------------------------------------------
+
+
+@cute.jit
+def end_together(base: Any, form: cutlass.Constexpr) -> None:
+    """Synchronise the cluster, then free tensor memory by the first warps."""
+    tcgen05.fence("before")
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
+    tcgen05.fence("after")
+    if cute.arch.warp_idx() == 0:
+        columns = tensor_memory.columns_allocated(form)
+        cute.arch.dealloc_tmem(base, columns, is_two_cta=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# Store tiles of D^T on sm_100a, where few rows of A are columns of the instruction.
+#
+# A storing thread has one lane of tensor memory: one column of D, with all rows of the tile. It
+# scales and rounds them as epilogue does and writes them to shared memory, where adjacent threads
+# write adjacent addresses. One TMA store takes the piece: 128 columns of the tile's rows of D,
+# without what lies outside D. The four warps meet at a named barrier before the buffer is written
+# and after.
+#
+# `tensor_memory.require_extents` rejects rows that the tile cannot address. Compiled but never run.
+
+
+class SwappedEpilogueBuffers(NamedTuple):
+    """TMA's view of D and of the buffers, and the threads' view of the buffers."""
+
+    atom: Any
+    target: Any  # (piece, pieces along M, pieces along N) of D
+    source: Any  # (piece, buffers)
+    shared: Any  # (rows of D, columns of D, buffers)
+    thread: Any
+
+
+def piece_layout(form: GemmForm, buffers: int) -> Any:
+    """Return the layout of pieces in shared memory: rows of D, 128 columns each."""
+    columns = tensor_memory.LANES
+    shape = (form.tactic.columns, columns, buffers)
+    return cute.make_layout(shape, stride=(columns, 1, form.tactic.columns * columns))
+
+
+def pieces_of_swapped(memory: Any, form: GemmForm) -> Any:
+    """Allocate the buffers of pieces."""
+    layout = piece_layout(form, facts.PIECES_AT_ONCE)
+    return memory.allocate_tensor(BFloat16, layout, facts.ALIGNMENT)
+
+
+def store_of(tensor: Any, form: GemmForm) -> mainloop.TmaStore:
+    """Make the TMA atom that stores pieces of D."""
+    layout = cute.slice_(piece_layout(form, 1), (None, None, 0))
+    box = (form.tactic.columns, tensor_memory.LANES)
+    atom, coordinates = cpasync.make_tiled_tma_atom(
+        cpasync.CopyBulkTensorTileS2GOp(), tensor, layout, box
+    )
+    return mainloop.TmaStore(atom, coordinates)
+
+
+def outlet_of(store: mainloop.TmaStore, shared: Any, thread: Any) -> SwappedEpilogueBuffers:
+    """Partition D and the buffers."""
+    pieces = cute.local_tile(store.tensor, cute.product_each(shared.shape)[:2], (None, None))
+    source, target = cpasync.tma_partition(
+        store.atom,
+        0,
+        cute.make_layout(1),
+        cute.group_modes(shared, 0, 2),
+        cute.group_modes(pieces, 0, 2),
+    )
+    return SwappedEpilogueBuffers(store.atom, target, source, shared, thread)
+
+
+@cute.jit
+def store_piece(
+    outlet: SwappedEpilogueBuffers,
+    numbers: Any,
+    place: tuple[Any, Any],
+    at: Any,
+    scales: tuple[Any, ...],
+) -> None:
+    """Scale a column's float32 numbers, round them to BF16, store the piece from a buffer."""
+    stores = cute.arch.make_warp_uniform(outlet.thread // facts.WARP) == 0
+    if stores:  # the store that read this buffer before has read it
+        cute.arch.cp_async_bulk_wait_group(facts.PIECES_AT_ONCE - 1, read=True)
+    meet()
+    for i in cutlass.range_constexpr(len(numbers)):
+        outlet.shared[i, outlet.thread, at] = BFloat16(mainloop.scaled(numbers[i], scales))
+    cute.arch.fence_proxy("async.shared", space="cta")
+    meet()
+    if stores:
+        cute.copy(outlet.atom, outlet.source[None, at], outlet.target[None, *place])
+        cute.arch.cp_async_bulk_commit_group()
+
+
+def meet() -> None:
+    """Synchronise the storing warps."""
+    cute.arch.barrier(
+        barrier_id=tcgen05.BARRIER_OF_STORES,
+        number_of_threads=tensor_memory.threads_that_store(),
+    )
+
+
+@cute.jit
+def store_swapped_tiles(
+    outlets: Any, walk: Any, scales: tuple[Any, ...], form: cutlass.Constexpr
+) -> None:
+    """Store tile after tile of D^T; `outlets` are D, buffers of pieces, sums and their ring."""
+    store, pieces, sums, ring = outlets
+    thread, _, _ = cute.arch.thread_idx()
+    outlet = outlet_of(store, pieces, thread)
+    columns = form.tactic.columns
+    reading = tcgen05.reading_of(sums, thread, columns)
+    state, stored = mainloop.consumer_state(tensor_memory.accumulators(form)), Int32(0)
+    for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
+        # The walk is over D^T: its rows are columns of D.
+        column, row = mainloop.tile_at(walk, number)
+        ring.consumer_wait(state)
+        tcgen05.fence("after")
+        registers = cute.make_rmem_tensor(reading.shape, Float32)
+        cute.copy(reading.copy, reading.source[None, None, None, 0, 0, state.index], registers)
+        cute.arch.fence_view_async_tmem_load()
+        tcgen05.fence("before")
+        ring.consumer_release(state)
+        numbers = [registers[j] for j in range(columns)]
+        store_piece(outlet, numbers, (row, column), stored % facts.PIECES_AT_ONCE, scales)
+        state.advance()
+        stored += 1
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# NVFP4 x NVFP4 GEMM (W4A4) on Blackwell (sm_100a) by the block-scaled tcgen05.mma.
 
 CODES_OF_WORD = 8
 SCALE_UNIT = 8  # bytes that TMA counts scales in: a stage's row of a scale tile is 256 of them
@@ -50,7 +288,7 @@ SPACE_OF = {1: "cta", 2: "cluster"}  # whose shared memory a thread clears scale
 NAMES = ("a", "b", "scales of a", "scales of b")
 
 
-class Shared(NamedTuple):
+class Nvfp4StageViews(NamedTuple):
     """Views of the stages: as TMA writes, as the instruction reads, as threads see scales."""
 
     written: tuple[Any, ...]
@@ -60,11 +298,11 @@ class Shared(NamedTuple):
     whole: tuple[Any, ...]  # (words, stages) of each of NAMES
 
 
-class Prepared(NamedTuple):
+class Nvfp4BlockState(NamedTuple):
     """State that a thread block sets up before its warps take their roles."""
 
     mma: Any
-    shared: Shared
+    shared: Nvfp4StageViews
     pieces: Any
     ring: Any
     sums_ring: Any
@@ -77,8 +315,8 @@ class Prepared(NamedTuple):
 
 @cute.kernel
 def gemm_kernel(
-    feeds: tuple[producer.Feed, ...],
-    store: epilogue.Store,
+    feeds: tuple[mainloop.TmaFeed, ...],
+    store: mainloop.TmaStore,
     tensor_scales: tuple[Any, Any],
     extents: tuple[Int32, ...],
     form: cutlass.Constexpr,
@@ -86,14 +324,14 @@ def gemm_kernel(
     """Dispatch by warp: four store, one multiplies, one loads."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     held = prepared(form)
-    walk = schedule.walk_of((extents[0], extents[1]), form.tactic)
+    walk = mainloop.walk_of((extents[0], extents[1]), form.tactic)
     steps = ceil_div(extents[2], form.tactic.inner)
     if warp == tensor_memory.LOADING_WARP:
         tcgen05.load(held.ring, feedings_of(feeds, held.shared, form), walk, steps, form)
     elif warp == tensor_memory.MULTIPLYING_WARP:
         rings, inner = (held.ring, held.sums_ring), (steps, extents[2] // tcgen05.BLOCK)
         # Of a pair only the first block's warp issues, for both.
-        if pair.leads(form):
+        if leads(form):
             multiply(rings, operands_of(held, form), walk, inner, form)
     else:
         scale = ops.multiply_rn(tensor_scales[0][0], tensor_scales[1][0])
@@ -103,25 +341,25 @@ def gemm_kernel(
         if cutlass.const_expr(form.tactic.together == 1):
             tcgen05.give_back(held.base, form)
     if cutlass.const_expr(form.tactic.together > 1):
-        pair.end_together(held.base, form)
+        end_together(held.base, form)
 
 
 def store_tiles_of(form: GemmForm) -> Any:
     """Return the store function: of D, of overlapping sums, or of D^T."""
     if tensor_memory.overlaps(form):
-        return pair.store_tiles
-    return swapped.store_tiles if form.tactic.swapped else tcgen05.store_tiles
+        return store_tiles_of_pair
+    return store_swapped_tiles if form.tactic.swapped else tcgen05.store_tiles
 
 
 def pieces_of(memory: Any, form: GemmForm) -> Any:
     """Allocate the buffers of pieces of D."""
     if form.tactic.swapped:
-        return swapped.pieces_of(memory, form)
-    pieces = epilogue.piece_layout(facts.PIECES_AT_ONCE, tensor_memory.LANES)
-    return wgmma.shared_of(memory, BFloat16, pieces)
+        return pieces_of_swapped(memory, form)
+    pieces = mainloop.piece_layout(facts.PIECES_AT_ONCE, tensor_memory.LANES)
+    return mainloop.shared_of(memory, BFloat16, pieces)
 
 
-def prepared(form: GemmForm) -> Prepared:
+def prepared(form: GemmForm) -> Nvfp4BlockState:
     """Lay out shared memory, make both rings, allocate tensor memory, synchronise."""
     memory = cutlass.memory.SmemAllocator()
     mma = tcgen05.nvfp4_mma(form)
@@ -132,17 +370,17 @@ def prepared(form: GemmForm) -> Prepared:
     tcgen05.allocate(address, form)
     tcgen05.begin(form.tactic)
     base = tcgen05.base_of(address)
-    return Prepared(mma, shared, sD, ring, sums_ring, base, tcgen05.sums_of(mma, base, form))
+    return Nvfp4BlockState(mma, shared, sD, ring, sums_ring, base, tcgen05.sums_of(mma, base, form))
 
 
-def operands_of(held: Prepared, form: GemmForm) -> tuple[Any, ...]:
+def operands_of(held: Nvfp4BlockState, form: GemmForm) -> tuple[Any, ...]:
     """Return the arguments of `multiply`: instruction, sums, A and B with scales, scale words."""
     mma, shared = held.mma, held.shared
     scales = tcgen05.scales_of(mma, held.base, shared.scales, form)
     a, b = mma.make_fragment_A(shared.codes[0]), mma.make_fragment_B(shared.codes[1])
     words = shared.words
     if form.tactic.together > 1:
-        words += tuple(map(pair.of_other, shared.words))
+        words += tuple(map(of_other, shared.words))
     return mma, held.sums, (a, scales[0]), (b, scales[1]), words
 
 
@@ -152,16 +390,16 @@ def multiply(rings: Any, work: Any, walk: Any, extents: Any, form: cutlass.Const
     ring, ring_of_sums = rings
     mma, sums, (a, a_scales), (b, b_scales), words = work
     steps, blocks = extents
-    state = wgmma.consumer_state(tensor_memory.footprint(form).stages)
-    target = wgmma.producer_state(tensor_memory.accumulators(form))
+    state = mainloop.consumer_state(tensor_memory.footprint(form).stages)
+    target = mainloop.producer_state(tensor_memory.accumulators(form))
     for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
-        column = schedule.tile_at(walk, number)[1]
+        column = mainloop.tile_at(walk, number)[1]
         skipped = tensor_memory.columns_skipped(column, form)
         # A tile of 64 or 192 columns may begin within a 128-row scale tile of B.
         of_b = tcgen05.shifted(b_scales.tensor, skipped)
         ring_of_sums.producer_acquire(target)
         tcgen05.fence("after")
-        into = sums[None, None, None, pair.place_to_fill(target, form)]
+        into = sums[None, None, None, place_to_fill(target, form)]
         for step in cutlass.range(steps, unroll=1):
             ring.consumer_wait(state)
             tcgen05.fence("after")
@@ -203,10 +441,10 @@ def clear_beyond(
         cute.arch.sync_warp()
 
 
-def feedings_of(feeds: Any, shared: Shared, form: GemmForm) -> tuple[Any, ...]:
+def feedings_of(feeds: Any, shared: Nvfp4StageViews, form: GemmForm) -> tuple[Any, ...]:
     """Cut every feed for this thread block."""
-    sharing = pair.sharing_of(form)
-    return tuple(map(producer.feeding, feeds, shared.written, boxes_of(form), sharing))
+    sharing = sharing_of(form)
+    return tuple(map(mainloop.feeding, feeds, shared.written, boxes_of(form), sharing))
 
 
 def boxes_of(form: GemmForm) -> tuple[tuple[int, ...], ...]:
@@ -226,7 +464,9 @@ def layouts(form: GemmForm) -> tuple[Any, ...]:
         rows, inner, *matrices = box
         if load.name == load.side:
             stages_of = (*matrices, count)
-            made.append(wgmma.staged_layout(Uint32, rows, inner, stages_of, wgmma.Swizzle.K_SW128))
+            made.append(
+                mainloop.staged_layout(Uint32, rows, inner, stages_of, mainloop.Swizzle.K_SW128)
+            )
         else:
             of_stage = facts.bytes_of(form, load.name) // SCALE_UNIT
             strides = (inner, 1, *(rows * inner for _ in matrices), of_stage)
@@ -234,7 +474,7 @@ def layouts(form: GemmForm) -> tuple[Any, ...]:
     return tuple(made)
 
 
-def shared_memory(memory: Any, mma: Any, form: GemmForm) -> Shared:
+def shared_memory(memory: Any, mma: Any, form: GemmForm) -> Nvfp4StageViews:
     """Allocate the stages; return all views of them."""
     count = tensor_memory.footprint(form).stages
     held = [facts.bytes_of(form, name) for name in NAMES]
@@ -259,7 +499,7 @@ def shared_memory(memory: Any, mma: Any, form: GemmForm) -> Shared:
         cute.make_tensor(pointer, cute.make_layout((size // 4, count), stride=(1, size // 4)))
         for pointer, size in zip(pointers, held, strict=True)
     )
-    return Shared(written_as(pointers, form), codes, scales, words, whole)
+    return Nvfp4StageViews(written_as(pointers, form), codes, scales, words, whole)
 
 
 def written_as(pointers: Any, form: GemmForm) -> tuple[Any, ...]:
@@ -314,10 +554,10 @@ def atoms_of(pointers: tuple[Any, ...], extents: tuple[Any, ...], form: GemmForm
     }
     of_loads = (matrices[load_.name] for load_ in facts.loads(form))
     boxes = zip(of_loads, layouts(form), boxes_of(form), tensor_memory.sharers(form), strict=True)
-    feeds = tuple(producer.feed_of(*box, pair.group(form)) for box in boxes)
+    feeds = tuple(mainloop.feed_of(*box, group(form)) for box in boxes)
     if form.tactic.swapped:
-        return feeds, swapped.store_of(matrices["d"], form)
-    return feeds, epilogue.store_of(matrices["d"], tensor_memory.LANES)
+        return feeds, store_of(matrices["d"], form)
+    return feeds, mainloop.store_of(matrices["d"], tensor_memory.LANES)
 
 
 @cute.jit
@@ -362,7 +602,7 @@ def compile_form(form: GemmForm, settings: CompileSettings) -> CompiledKernel:
     return gemm_entry.compiled(launch_gemm, pointers, form, settings)
 
 
-ENTRY = gemm_entry.Entry(compile_form, pointers_of, SM100A)
+ENTRY = gemm_entry.GemmEntry(compile_form, pointers_of, SM100A)
 
 
 def gemm_nvfp4(

@@ -27,7 +27,7 @@ from cutlass.cute.nvgpu import warpgroup
 from torch import Tensor
 
 from degarble.harness.formats.layouts import ceil_div
-from degarble.kernels.gemm import contract, epilogue, producer, schedule, wgmma
+from degarble.kernels.gemm import contract, mainloop
 from degarble.kernels.gemm import entry as gemm_entry
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm.problem import GemmForm, GemmProblem
@@ -45,8 +45,8 @@ ELEMENTS = (BFloat16, BFloat16, BFloat16)  # A, B, D
 
 @cute.kernel
 def gemm_kernel(
-    feeds: tuple[producer.Feed, ...],
-    store: epilogue.Store,
+    feeds: tuple[mainloop.TmaFeed, ...],
+    store: mainloop.TmaStore,
     extents: tuple[Int32, ...],
     form: cutlass.Constexpr,
 ) -> None:
@@ -57,30 +57,30 @@ def gemm_kernel(
     memory = cutlass.memory.SmemAllocator()
     elements = BFloat16, BFloat16
     # sA, sB: (rows, K of a stage, stages); sD: two pieces for each consumer warpgroup.
-    sA, sB, sD, ring = wgmma.stages_of(memory, elements, layouts(form), form)
-    wgmma.begin(tactic)
+    sA, sB, sD, ring = mainloop.stages_of(memory, elements, layouts(form), form)
+    mainloop.begin(tactic)
 
-    walk = schedule.walk_of((extents[0], extents[1]), tactic)
+    walk = mainloop.walk_of((extents[0], extents[1]), tactic)
     steps = ceil_div(extents[2], tactic.inner)
     producing, consuming = facts.roles(form)
     if group == 0:
         cute.arch.setmaxregister_decrease(producing.registers)
         if cute.arch.warp_idx() == 0:
             boxes = ((tactic.rows, tactic.inner), (tactic.columns, tactic.inner))
-            wgmma.load(ring, wgmma.feedings_of(feeds, (sA, sB), boxes, tactic), walk, steps)
+            mainloop.load(ring, mainloop.feedings_of(feeds, (sA, sB), boxes, tactic), walk, steps)
     else:
         cute.arch.setmaxregister_increase(consuming.registers)
         mine = group - 1
-        mma = wgmma.mma_of(BFloat16, tactic.columns)
-        fragments = wgmma.fragments_of(mma, sA, sB, mine, tactic.columns)
-        outlet = wgmma.outlet_of_warpgroup(store, sD, mma, mine)
-        state, stored = wgmma.consumer_state(ring.num_stages), Int32(0)
+        mma = mainloop.mma_of(BFloat16, tactic.columns)
+        fragments = mainloop.fragments_of(mma, sA, sB, mine, tactic.columns)
+        outlet = mainloop.outlet_of_warpgroup(store, sD, mma, mine)
+        state, stored = mainloop.consumer_state(ring.num_stages), Int32(0)
         for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
             state = multiply(ring, state, fragments, steps)
-            row, column = schedule.tile_at(walk, number)
+            row, column = mainloop.tile_at(walk, number)
             place = facts.piece_of(row, column, mine, tactic)
-            stored = wgmma.store_tile(outlet, fragments[1], place, stored)
-        epilogue.drain(outlet)
+            stored = mainloop.store_tile(outlet, fragments[1], place, stored)
+        mainloop.drain(outlet)
 
 
 @cute.jit
@@ -89,11 +89,11 @@ def multiply(ring: Any, state: Any, fragments: tuple[Any, Any, Any, Any], steps:
     mma, sums, a, b = fragments
     before = state.clone()
     ring.consumer_wait(state)
-    wgmma.multiply_stage(mma, sums, *stage_of(a, b, state.index), begins=True)
+    mainloop.multiply_stage(mma, sums, *stage_of(a, b, state.index), begins=True)
     state.advance()
     for _ in cutlass.range(1, steps, unroll=1):
         ring.consumer_wait(state)
-        wgmma.multiply_stage(mma, sums, *stage_of(a, b, state.index), begins=False)
+        mainloop.multiply_stage(mma, sums, *stage_of(a, b, state.index), begins=False)
         state.advance()
         # One group may stay under way, so the stage before is no longer read.
         warpgroup.wait_group(1)
@@ -113,8 +113,12 @@ def layouts(form: GemmForm) -> tuple[Any, Any]:
     """Return the layouts of A's and B's stages."""
     tactic, stages = form.tactic, facts.footprint(form).stages
     return (
-        wgmma.staged_layout(BFloat16, tactic.rows, tactic.inner, stages, wgmma.Swizzle.K_SW128),
-        wgmma.staged_layout(BFloat16, tactic.columns, tactic.inner, stages, wgmma.Swizzle.K_SW128),
+        mainloop.staged_layout(
+            BFloat16, tactic.rows, tactic.inner, stages, mainloop.Swizzle.K_SW128
+        ),
+        mainloop.staged_layout(
+            BFloat16, tactic.columns, tactic.inner, stages, mainloop.Swizzle.K_SW128
+        ),
     )
 
 
@@ -144,10 +148,10 @@ def launch_gemm(
     (mA, mB, mD), numbers = matrices_of(pointers, extents)
     layout_a, layout_b = layouts(form)
     feeds = (
-        producer.feed_of(mA, layout_a, (tactic.rows, tactic.inner), tactic.cluster_columns),
-        producer.feed_of(mB, layout_b, (tactic.columns, tactic.inner), tactic.cluster_rows),
+        mainloop.feed_of(mA, layout_a, (tactic.rows, tactic.inner), tactic.cluster_columns),
+        mainloop.feed_of(mB, layout_b, (tactic.columns, tactic.inner), tactic.cluster_rows),
     )
-    gemm_kernel(feeds, epilogue.store_of(mD), numbers, form).launch(
+    gemm_kernel(feeds, mainloop.store_of(mD), numbers, form).launch(
         grid=[tactic.cluster_rows, tactic.cluster_columns, clusters],
         block=[facts.threads(form), 1, 1],
         cluster=[tactic.cluster_rows, tactic.cluster_columns, 1],
@@ -172,7 +176,7 @@ def compile_form(form: GemmForm, settings: CompileSettings) -> CompiledKernel:
     return gemm_entry.compiled(launch_gemm, pointers, form, settings)
 
 
-ENTRY = gemm_entry.Entry(compile_form, pointers_of, SM90A)
+ENTRY = gemm_entry.GemmEntry(compile_form, pointers_of, SM90A)
 
 
 def gemm_bf16(

@@ -27,7 +27,7 @@ from torch import Tensor
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div
 from degarble.harness.formats.scalar_ops import ue8m0_decode
-from degarble.kernels.gemm import contract, epilogue, producer, schedule, wgmma
+from degarble.kernels.gemm import contract, mainloop
 from degarble.kernels.gemm import entry as gemm_entry
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm.problem import GemmForm, GemmProblem
@@ -40,7 +40,7 @@ BLOCK = 128  # of K and of B's rows that share a scale
 SCALES = {"float32": (Float32, torch.float32, 4), "ue8m0": (Uint8, torch.uint8, 1)}
 
 
-class Scales(NamedTuple):
+class BlockScales(NamedTuple):
     """Both operands' block scales in global memory, row-major over the same groups of K."""
 
     a: Any
@@ -52,9 +52,9 @@ class Scales(NamedTuple):
 
 @cute.kernel
 def gemm_kernel(
-    feeds: tuple[producer.Feed, ...],
-    store: epilogue.Store,
-    scales: Scales,
+    feeds: tuple[mainloop.TmaFeed, ...],
+    store: mainloop.TmaStore,
+    scales: BlockScales,
     extents: tuple[Int32, ...],
     form: cutlass.Constexpr,
 ) -> None:
@@ -64,34 +64,34 @@ def gemm_kernel(
     group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
     memory = cutlass.memory.SmemAllocator()
     elements = Float8E4M3FN, Float8E4M3FN
-    sA, sB, sD, ring = wgmma.stages_of(memory, elements, layouts(form), form)
-    wgmma.begin(tactic)
+    sA, sB, sD, ring = mainloop.stages_of(memory, elements, layouts(form), form)
+    mainloop.begin(tactic)
 
-    walk = schedule.walk_of((extents[0], extents[1]), tactic)
+    walk = mainloop.walk_of((extents[0], extents[1]), tactic)
     steps = ceil_div(extents[2], tactic.inner)
     producing, consuming = facts.roles(form)
     if group == 0:
         cute.arch.setmaxregister_decrease(producing.registers)
         if cute.arch.warp_idx() == 0:
             boxes = ((tactic.rows, tactic.inner), (tactic.columns, tactic.inner))
-            wgmma.load(ring, wgmma.feedings_of(feeds, (sA, sB), boxes, tactic), walk, steps)
+            mainloop.load(ring, mainloop.feedings_of(feeds, (sA, sB), boxes, tactic), walk, steps)
     else:
         cute.arch.setmaxregister_increase(consuming.registers)
         mine = group - 1
-        mma = wgmma.mma_of(Float8E4M3FN, tactic.columns)
-        fragments = wgmma.fragments_of(mma, sA, sB, mine, tactic.columns)
-        sums = wgmma.sums_of(mma, tactic.columns)
-        outlet = wgmma.outlet_of_warpgroup(store, sD, mma, mine)
-        state, stored = wgmma.consumer_state(ring.num_stages), Int32(0)
+        mma = mainloop.mma_of(Float8E4M3FN, tactic.columns)
+        fragments = mainloop.fragments_of(mma, sA, sB, mine, tactic.columns)
+        sums = mainloop.sums_of(mma, tactic.columns)
+        outlet = mainloop.outlet_of_warpgroup(store, sD, mma, mine)
+        state, stored = mainloop.consumer_state(ring.num_stages), Int32(0)
         for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
-            row, column = schedule.tile_at(walk, number)
+            row, column = mainloop.tile_at(walk, number)
             rows = rows_of_thread(row * tactic.rows + mine * facts.PIECE_ROWS, extents[0])
             # A tile has at most 128 columns, hence one scale of B per stage.
             at = (*rows, column * tactic.columns // BLOCK)
             state = multiply(ring, state, fragments, sums, (scales, at, steps))
             place = facts.piece_of(row, column, mine, tactic)
-            stored = wgmma.store_tile(outlet, sums, place, stored)
-        epilogue.drain(outlet)
+            stored = mainloop.store_tile(outlet, sums, place, stored)
+        mainloop.drain(outlet)
 
 
 def rows_of_thread(first: Any, rows: Any) -> tuple[Any, Any]:
@@ -113,7 +113,7 @@ def multiply(ring: Any, state: Any, fragments: tuple[Any, ...], sums: Any, scali
     for step in cutlass.range(steps, unroll=1):
         ring.consumer_wait(state)
         of_stage = a[None, None, None, state.index], b[None, None, None, state.index]
-        wgmma.multiply_stage(mma, stage_sums, *of_stage, begins=True)
+        mainloop.multiply_stage(mma, stage_sums, *of_stage, begins=True)
         # Loads that overlap with the wgmma; the last step reads its own scales again.
         next_upper, next_lower = scales_of(scales, at, cutlass.min(step + 1, steps - 1))
         # All of them: promotion reads the sums.
@@ -135,7 +135,7 @@ def promote(sums: Any, stage_sums: Any, upper: Any, lower: Any) -> None:
         sums[i] = ops.fma_rn(stage_sums[i], lower if i // 2 % 2 else upper, sums[i])
 
 
-def scales_of(scales: Scales, at: tuple[Any, Any, Any], step: Any) -> tuple[Any, Any]:
+def scales_of(scales: BlockScales, at: tuple[Any, Any, Any], step: Any) -> tuple[Any, Any]:
     """Return the factors of a stage's sums in both rows of a thread."""
     upper, lower, block = at
     of_b = scale_at(scales.b, block, step)
@@ -154,7 +154,7 @@ def layouts(form: GemmForm) -> tuple[Any, Any]:
     """Return the layouts of A's and B's stages."""
     tactic, stages = form.tactic, facts.footprint(form).stages
     return tuple(
-        wgmma.staged_layout(Float8E4M3FN, rows, tactic.inner, stages, wgmma.Swizzle.K_SW128)
+        mainloop.staged_layout(Float8E4M3FN, rows, tactic.inner, stages, mainloop.Swizzle.K_SW128)
         for rows in (tactic.rows, tactic.columns)
     )
 
@@ -186,10 +186,10 @@ def launch_gemm(
     (mA, mB, of_a, of_b, mD), numbers = matrices_of(pointers, extents)
     layout_a, layout_b = layouts(form)
     feeds = (
-        producer.feed_of(mA, layout_a, (tactic.rows, tactic.inner), tactic.cluster_columns),
-        producer.feed_of(mB, layout_b, (tactic.columns, tactic.inner), tactic.cluster_rows),
+        mainloop.feed_of(mA, layout_a, (tactic.rows, tactic.inner), tactic.cluster_columns),
+        mainloop.feed_of(mB, layout_b, (tactic.columns, tactic.inner), tactic.cluster_rows),
     )
-    gemm_kernel(feeds, epilogue.store_of(mD), Scales(of_a, of_b), numbers, form).launch(
+    gemm_kernel(feeds, mainloop.store_of(mD), BlockScales(of_a, of_b), numbers, form).launch(
         grid=[tactic.cluster_rows, tactic.cluster_columns, clusters],
         block=[facts.threads(form), 1, 1],
         cluster=[tactic.cluster_rows, tactic.cluster_columns, 1],
@@ -217,7 +217,7 @@ def compile_form(form: GemmForm, settings: CompileSettings) -> CompiledKernel:
     return gemm_entry.compiled(launch_gemm, pointers_of(form, (None,) * 5), form, settings)
 
 
-ENTRY = gemm_entry.Entry(compile_form, pointers_of, SM90A)
+ENTRY = gemm_entry.GemmEntry(compile_form, pointers_of, SM90A)
 
 
 class Fp8Operands(NamedTuple):

@@ -27,10 +27,10 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.nvgpu import warpgroup
 from torch import Tensor
 
-from degarble.kernels.gemm import contract, epilogue, producer, schedule, wgmma
+from degarble.kernels.gemm import contract, mainloop
 from degarble.kernels.gemm import grouped_problem as grouped
 from degarble.kernels.gemm import problem as facts
-from degarble.kernels.gemm.grouped_problem import STEP, GroupedForm, GroupedProblem
+from degarble.kernels.gemm.grouped_problem import GROUPED_STEP, GroupedForm, GroupedProblem
 from degarble.kernels.primitives import attention_rows as rows
 from degarble.kernels.primitives.latent_words import (
     NAN,
@@ -52,11 +52,11 @@ from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import SM90A, TARGETS
 
 WORDS = 4  # of 16 bytes
-ROW_BYTES = 2 * STEP  # of a stage of A
+ROW_BYTES = 2 * GROUPED_STEP  # of a stage of A
 CHUNKS_OF_THREAD = 4  # two threads have the eight chunks of a row
 
 
-class Turning(NamedTuple):
+class RopeRows(NamedTuple):
     """RoPE table in vectors of four, positions, number of known positions, number of tokens."""
 
     table: Any
@@ -65,7 +65,7 @@ class Turning(NamedTuple):
     tokens: Any
 
 
-class Heads(NamedTuple):
+class HeadRows(NamedTuple):
     """A warpgroup's rows of A's stages: shared address, a thread's row and first chunk, angles."""
 
     base: Any
@@ -79,9 +79,9 @@ class Heads(NamedTuple):
 
 @cute.kernel
 def grouped_kernel(
-    feeds: tuple[producer.Feed, ...],
+    feeds: tuple[mainloop.TmaFeed, ...],
     outlets: tuple[Any, Any],
-    turning: Turning,
+    turning: RopeRows,
     extents: tuple[Int32, ...],
     form: cutlass.Constexpr,
 ) -> None:
@@ -92,40 +92,40 @@ def grouped_kernel(
     group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
     memory = cutlass.memory.SmemAllocator()
     elements = BFloat16, BFloat16
-    sA, sB, sD, ring = wgmma.stages_of(memory, elements, layouts(form), form.gemm)
-    wgmma.begin(tactic)
+    sA, sB, sD, ring = mainloop.stages_of(memory, elements, layouts(form), form.gemm)
+    mainloop.begin(tactic)
 
-    walk = schedule.walk_of((rows_of_d, columns), tactic)
+    walk = mainloop.walk_of((rows_of_d, columns), tactic)
     producing, consuming = facts.roles(form.gemm)
     if group == 0:
         cute.arch.setmaxregister_decrease(producing.registers)
         if cute.arch.warp_idx() == 0:
             boxes = ((tactic.rows, tactic.inner), (tactic.columns, tactic.inner))
-            feedings = wgmma.feedings_of(feeds, (sA, sB), boxes, tactic)
+            feedings = mainloop.feedings_of(feeds, (sA, sB), boxes, tactic)
             load(ring, feedings, walk, (steps, tiles), 1)
     else:
         cute.arch.setmaxregister_increase(consuming.registers)
         mine = group - 1
-        mma = wgmma.mma_of(BFloat16, tactic.columns)
-        fragments = wgmma.fragments_of(mma, sA, sB, mine, tactic.columns)
+        mma = mainloop.mma_of(BFloat16, tactic.columns)
+        fragments = mainloop.fragments_of(mma, sA, sB, mine, tactic.columns)
         outlet = None
         if cutlass.const_expr(form.out == "bf16"):
-            outlet = wgmma.outlet_of_warpgroup(outlets[0], sD, mma, mine)
+            outlet = mainloop.outlet_of_warpgroup(outlets[0], sD, mma, mine)
         heads = heads_of(sA, mine)
-        state, stored = wgmma.consumer_state(ring.num_stages), Int32(0)
+        state, stored = mainloop.consumer_state(ring.num_stages), Int32(0)
         for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
-            tile = schedule.tile_at(walk, number)
+            tile = mainloop.tile_at(walk, number)
             if cutlass.const_expr(form.turned):
                 read_turns(turning, heads, tile[0] * tactic.rows + mine * facts.PIECE_ROWS)
             state = multiply(ring, state, fragments, (heads, steps, mine), form)
             if cutlass.const_expr(form.out == "bf16"):
                 place = facts.piece_of(tile[0], tile[1], mine, tactic)
-                stored = wgmma.store_tile(outlet, fragments[1], place, stored)
+                stored = mainloop.store_tile(outlet, fragments[1], place, stored)
             else:
                 place = (tile[0] * tactic.rows + mine * facts.PIECE_ROWS, tile[1] * tactic.columns)
                 store_floats(outlets[1], fragments[1], place, (rows_of_d, columns))
         if cutlass.const_expr(form.out == "bf16"):
-            epilogue.drain(outlet)
+            mainloop.drain(outlet)
 
 
 @cute.jit
@@ -134,9 +134,9 @@ def load(
 ) -> None:
     """Load all stages of all tiles, `boxes` of A each; `of_group`: steps and tiles of a group."""
     steps, tiles = of_group
-    state = wgmma.producer_state(ring.num_stages)
+    state = mainloop.producer_state(ring.num_stages)
     for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
-        tile = schedule.tile_at(walk, number)
+        tile = mainloop.tile_at(walk, number)
         # First K step of the tile's group in A.
         first = tile[1] // tiles * steps
         state = produce_tile(ring, state, feedings, (*tile, first, steps), boxes)
@@ -158,8 +158,8 @@ def produce_tile(
         barrier = ring.producer_get_barrier(state)
         for box in cutlass.range_constexpr(boxes):
             at, slot = boxes * (first + step) + box, boxes * state.index + box
-            producer.issue(feedings[0], (row, at), slot, barrier)
-        producer.issue(feedings[1], (column, step), state.index, barrier)
+            mainloop.issue(feedings[0], (row, at), slot, barrier)
+        mainloop.issue(feedings[1], (column, step), state.index, barrier)
         ring.producer_commit(state)
         state.advance()
     return state
@@ -184,7 +184,7 @@ def multiply(
     ring.consumer_wait(state)
     if cutlass.const_expr(form.turned and of_head == 1):
         turn_stage(heads, state.index, mine, form)
-    wgmma.multiply_stage(mma, sums, *stage_of(a, b, state.index), begins=True)
+    mainloop.multiply_stage(mma, sums, *stage_of(a, b, state.index), begins=True)
     state.advance()
     for number in cutlass.range_constexpr(1, of_head):
         more = (heads, mine, number == of_head - 1)
@@ -212,7 +212,7 @@ def add_stage(
     ring.consumer_wait(state)
     if turned:
         turn_stage(heads, state.index, mine, form)
-    wgmma.multiply_stage(mma, sums, *stage_of(a, b, state.index), begins=False)
+    mainloop.multiply_stage(mma, sums, *stage_of(a, b, state.index), begins=False)
     state.advance()
     warpgroup.wait_group(1)
     ring.consumer_release(before)
@@ -225,18 +225,18 @@ def stage_of(a: Any, b: Any, stage: Any) -> tuple[Any, Any]:
     return a[None, None, None, stage], b[None, None, None, stage]
 
 
-def heads_of(sA: Any, mine: Any) -> Heads:
+def heads_of(sA: Any, mine: Any) -> HeadRows:
     """Return a thread's half of a row among the warpgroup's 64 rows."""
     thread, _, _ = cute.arch.thread_idx()
     within = Int32(thread) % facts.WARPGROUP
     # Two threads share a row of 128 bytes: four 16-byte chunks each.
     row = Int32(mine) * facts.PIECE_ROWS + within // 2
     turns = registers_of(WORDS, 2 * CHUNKS_OF_THREAD)
-    return Heads(Int32(sA.iterator.toint()), row, within % 2 * CHUNKS_OF_THREAD, turns)
+    return HeadRows(Int32(sA.iterator.toint()), row, within % 2 * CHUNKS_OF_THREAD, turns)
 
 
 @cute.jit
-def read_turns(turning: Turning, heads: Heads, first: Any) -> None:
+def read_turns(turning: RopeRows, heads: HeadRows, first: Any) -> None:
     """Read cosines and sines of a thread's chunks for its row's token; `first` is the first row."""
     # Stays NaN for tokens and positions that do not exist.
     heads.turns.fill(NAN)
@@ -253,7 +253,7 @@ def read_turns(turning: Turning, heads: Heads, first: Any) -> None:
 
 
 @cute.jit
-def turn_stage(heads: Heads, stage: Any, mine: Any, form: cutlass.Constexpr) -> None:
+def turn_stage(heads: HeadRows, stage: Any, mine: Any, form: cutlass.Constexpr) -> None:
     """Apply inverse RoPE in place to a warpgroup's rows of a stage."""
     for chunk in cutlass.range_constexpr(CHUNKS_OF_THREAD):
         # Rows of 128 bytes, whose 16-byte chunks are exchanged by the row's number modulo 8.
@@ -271,7 +271,7 @@ def turn_stage(heads: Heads, stage: Any, mine: Any, form: cutlass.Constexpr) -> 
             turns[word, 1] = heads.turns[word, 2 * chunk + 1]
         store(view, 0, turned_words(numbers_of(words_at(held, 0)), turns, back=True))
     cute.arch.fence_proxy("async.shared", space="cta")  # wgmma reads through another proxy
-    barrier = wgmma.FIRST_BARRIER + mine
+    barrier = mainloop.FIRST_BARRIER + mine
     cute.arch.barrier(barrier_id=barrier, number_of_threads=facts.WARPGROUP)
 
 
@@ -299,8 +299,12 @@ def layouts(form: GroupedForm) -> tuple[Any, Any]:
     """Return the layouts of A's and B's stages."""
     tactic, stages = form.gemm.tactic, facts.footprint(form.gemm).stages
     return (
-        wgmma.staged_layout(BFloat16, tactic.rows, tactic.inner, stages, wgmma.Swizzle.K_SW128),
-        wgmma.staged_layout(BFloat16, tactic.columns, tactic.inner, stages, wgmma.Swizzle.K_SW128),
+        mainloop.staged_layout(
+            BFloat16, tactic.rows, tactic.inner, stages, mainloop.Swizzle.K_SW128
+        ),
+        mainloop.staged_layout(
+            BFloat16, tactic.columns, tactic.inner, stages, mainloop.Swizzle.K_SW128
+        ),
     )
 
 
@@ -314,7 +318,7 @@ def launch_grouped(
     """Launch on the extents T, G N, K, G K, tiles of a group, clusters, positions."""
     tokens, columns, inner, wide, tiles, clusters, known = extents
     tactic = form.gemm.tactic
-    inner, wide = (cute.assume(extent, divby=STEP) for extent in (inner, wide))
+    inner, wide = (cute.assume(extent, divby=GROUPED_STEP) for extent in (inner, wide))
     columns = cute.assume(columns, divby=facts.COLUMNS_MULTIPLE)
     a, b, d, table, positions = pointers
     mA, mB = (
@@ -323,18 +327,18 @@ def launch_grouped(
     )
     layout_a, layout_b = layouts(form)
     feeds = (
-        producer.feed_of(mA, layout_a, (tactic.rows, tactic.inner), tactic.cluster_columns),
-        producer.feed_of(mB, layout_b, (tactic.columns, tactic.inner), tactic.cluster_rows),
+        mainloop.feed_of(mA, layout_a, (tactic.rows, tactic.inner), tactic.cluster_columns),
+        mainloop.feed_of(mB, layout_b, (tactic.columns, tactic.inner), tactic.cluster_rows),
     )
     outlets: tuple[Any, Any] = (None, None)
     if cutlass.const_expr(form.out == "bf16"):
         mD = cute.make_tensor(d, cute.make_layout((tokens, columns), stride=(Int64(columns), 1)))
         # TMA atom of BF16 results, or pairs of float32.
-        outlets = (epilogue.store_of(mD), None)
+        outlets = (mainloop.store_of(mD), None)
     else:
         outlets = (None, vectors(d, 2))
-    turning = Turning(vectors(table, WORDS), vectors(positions, 0), known, tokens)
-    told = (tokens, columns, inner // STEP, tiles)
+    turning = RopeRows(vectors(table, WORDS), vectors(positions, 0), known, tokens)
+    told = (tokens, columns, inner // GROUPED_STEP, tiles)
     grouped_kernel(feeds, outlets, turning, told, form).launch(
         grid=[tactic.cluster_rows, tactic.cluster_columns, clusters],
         block=[facts.threads(form.gemm), 1, 1],
@@ -377,7 +381,7 @@ def gemm_grouped(
     require_operands(problem, tensors)
     contract.require_place(tuple(each for each in tensors if each is not None), SM90A)
     if problem.tokens:
-        form = grouped.choose_form(problem)
+        form = grouped.choose_grouped_form(problem)
         launch(compile_form(form, settings), form, problem, tensors)
     return out
 
@@ -396,7 +400,7 @@ def launch(
     extents = (
         problem.tokens,
         *wide,
-        grouped.tiles_of_group(problem, form),
+        grouped.tiles_of_grouped(problem, form),
         clusters,
         problem.positions,
     )

@@ -1,6 +1,6 @@
 """Grouped FP8 block GEMM on Hopper (sm_90a), for o_a of FP8 checkpoints.
 
-D[t, g] = A[t, g] B[g]^T with the shapes of grouped_fp8_problem. Without `turned` this is
+D[t, g] = A[t, g] B[g]^T with the shapes of grouped_problem. Without `turned` this is
 sm90_gemm_fp8_block with A's codes and scales beginning at the K step of the tile's group.
 With `turned`, A is attention's BF16 output; a stage of 128 of K is two boxes of 64. Warpgroup 0
 loads by TMA (40 registers), one consumer warpgroup per 64 rows does the rest. For each stage:
@@ -12,7 +12,7 @@ So D equals simt_inverse_rope, simt_quantise_fp8 and one product per group bit f
 rotated heads nor their codes are in memory. A position outside the table gives NaN rows.
 
 The entry point allocates only D and never synchronises, so it can be captured in a CUDA graph.
-Shape letters as in grouped_fp8_problem.
+Shape letters as in grouped_problem.
 """
 
 from functools import cache
@@ -27,12 +27,12 @@ from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div
-from degarble.kernels.gemm import contract, epilogue, producer, schedule, wgmma
-from degarble.kernels.gemm import grouped_fp8_problem as problems
+from degarble.kernels.gemm import contract, mainloop
+from degarble.kernels.gemm import grouped_problem as problems
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm import sm90_gemm_fp8_block as plain
 from degarble.kernels.gemm import sm90_gemm_grouped as grouped
-from degarble.kernels.gemm.grouped_fp8_problem import STEP, GroupedFp8Form, GroupedFp8Problem
+from degarble.kernels.gemm.grouped_problem import FP8_STEP, GroupedFp8Form, GroupedFp8Problem
 from degarble.kernels.gemm.nvfp4_stages import words_at
 from degarble.kernels.primitives import attention_rows as rows
 from degarble.kernels.primitives.latent_words import NAN, turned_words, vectors
@@ -49,13 +49,13 @@ from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import SM90A, TARGETS
 
 HALF = 64  # numbers of BF16 that a swizzled row of 128 bytes holds: half of a stage's row
-HALVES = STEP // HALF
+HALVES = FP8_STEP // HALF
 QUARTERS = 4  # of a half: 16 numbers, four of each thread
-STEPS_OF_MMA = STEP // 32
+STEPS_OF_MMA = FP8_STEP // 32
 WHOLE_CARVEOUT = 100  # per cent; CUDA Driver API 13.0, preferred shared memory carveout
 
 
-class Rows(NamedTuple):
+class ThreadRows(NamedTuple):
     """A thread's two rows of a tile: first row, lane of four, words of stages, angles."""
 
     row: Any
@@ -69,10 +69,10 @@ class Rows(NamedTuple):
 
 @cute.kernel
 def grouped_kernel(
-    feeds: tuple[producer.Feed, ...],
-    store: epilogue.Store,
-    scales: plain.Scales,
-    turning: grouped.Turning,
+    feeds: tuple[mainloop.TmaFeed, ...],
+    store: mainloop.TmaStore,
+    scales: plain.BlockScales,
+    turning: grouped.RopeRows,
     extents: tuple[Int32, ...],
     form: cutlass.Constexpr,
 ) -> None:
@@ -83,28 +83,28 @@ def grouped_kernel(
     group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
     memory = cutlass.memory.SmemAllocator()
     elements = element_of_a(form), Float8E4M3FN
-    sA, sB, sD, ring = wgmma.stages_of(memory, elements, layouts(form), form.gemm)
-    wgmma.begin(tactic)
+    sA, sB, sD, ring = mainloop.stages_of(memory, elements, layouts(form), form.gemm)
+    mainloop.begin(tactic)
 
-    walk = schedule.walk_of((rows_of_d, columns), tactic)
+    walk = mainloop.walk_of((rows_of_d, columns), tactic)
     producing, consuming = facts.roles(form.gemm)
     if group == 0:
         cute.arch.setmaxregister_decrease(producing.registers)
         if cute.arch.warp_idx() == 0:
-            boxes = (box_of_a(form), (tactic.columns, STEP))
-            feedings = wgmma.feedings_of(feeds, (sA, sB), boxes, tactic)
+            boxes = (box_of_a(form), (tactic.columns, FP8_STEP))
+            feedings = mainloop.feedings_of(feeds, (sA, sB), boxes, tactic)
             grouped.load(ring, feedings, walk, (steps, tiles), HALVES if form.turned else 1)
     else:
         cute.arch.setmaxregister_increase(consuming.registers)
         mine = group - 1
         mma = mma_of(form)
         fragments = fragments_of(mma, sA, sB, mine, form)
-        sums = wgmma.sums_of(mma, tactic.columns)
-        outlet = wgmma.outlet_of_warpgroup(store, sD, mma, mine)
+        sums = mainloop.sums_of(mma, tactic.columns)
+        outlet = mainloop.outlet_of_warpgroup(store, sD, mma, mine)
         own = rows_of(sA, mine, form)
-        state, stored = wgmma.consumer_state(ring.num_stages), Int32(0)
+        state, stored = mainloop.consumer_state(ring.num_stages), Int32(0)
         for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
-            row, column = schedule.tile_at(walk, number)
+            row, column = mainloop.tile_at(walk, number)
             first = row * tactic.rows + mine * facts.PIECE_ROWS
             block = column * tactic.columns // plain.BLOCK
             if cutlass.const_expr(form.turned):
@@ -116,8 +116,8 @@ def grouped_kernel(
                 of_group = scales_of_group(scales, column // tiles * steps)
                 state = plain.multiply(ring, state, fragments, sums, (of_group, at, steps))
             place = facts.piece_of(row, column, mine, tactic)
-            stored = wgmma.store_tile(outlet, sums, place, stored)
-        epilogue.drain(outlet)
+            stored = mainloop.store_tile(outlet, sums, place, stored)
+        mainloop.drain(outlet)
 
 
 def element_of_a(form: GroupedFp8Form) -> Any:
@@ -127,35 +127,35 @@ def element_of_a(form: GroupedFp8Form) -> Any:
 
 def box_of_a(form: GroupedFp8Form) -> tuple[int, int]:
     """Return the box of A: a stage of codes, or half a stage of heads."""
-    return form.gemm.tactic.rows, HALF if form.turned else STEP
+    return form.gemm.tactic.rows, HALF if form.turned else FP8_STEP
 
 
 def mma_of(form: GroupedFp8Form) -> Any:
     """Return the instruction; A comes from registers if the kernel quantises it."""
     source = warpgroup.OperandSource
     kind = source.RMEM if form.turned else source.SMEM
-    return wgmma.mma_of(Float8E4M3FN, form.gemm.tactic.columns, kind)
+    return mainloop.mma_of(Float8E4M3FN, form.gemm.tactic.columns, kind)
 
 
 def fragments_of(mma: Any, sA: Any, sB: Any, mine: Any, form: GroupedFp8Form) -> tuple[Any, ...]:
     """Return the instruction, the sums of a stage, and the fragments of A and B."""
     columns = form.gemm.tactic.columns
     if not form.turned:
-        return wgmma.fragments_of(mma, sA, sB, mine, columns)
-    a = mma.make_fragment_A(mma.partition_shape_A((facts.PIECE_ROWS, STEP)))
+        return mainloop.fragments_of(mma, sA, sB, mine, columns)
+    a = mma.make_fragment_A(mma.partition_shape_A((facts.PIECE_ROWS, FP8_STEP)))
     b = mma.make_fragment_B(mma.get_slice(0).partition_B(sB))
-    return mma, wgmma.sums_of(mma, columns), a, b
+    return mma, mainloop.sums_of(mma, columns), a, b
 
 
-def scales_of_group(scales: plain.Scales, first: Any) -> plain.Scales:
+def scales_of_group(scales: plain.BlockScales, first: Any) -> plain.BlockScales:
     """Return scales in which A's begin at a group's first step."""
-    return plain.Scales(cute.domain_offset((0, first), scales.a), scales.b)
+    return plain.BlockScales(cute.domain_offset((0, first), scales.a), scales.b)
 
 
 # ---- heads to codes ------------------------------------------------------------------------------
 
 
-def rows_of(sA: Any, mine: Any, form: GroupedFp8Form) -> Rows:
+def rows_of(sA: Any, mine: Any, form: GroupedFp8Form) -> ThreadRows:
     """Return a thread's part of a warpgroup's rows: numbers 4 q to 4 q + 3 of each 16."""
     thread, _, _ = cute.arch.thread_idx()
     within = Int32(thread) % facts.WARPGROUP
@@ -168,11 +168,11 @@ def rows_of(sA: Any, mine: Any, form: GroupedFp8Form) -> Rows:
     )
     words = cute.make_tensor(plain_words, cute.make_layout(shape, stride=(1, 2, held)))
     turns = cute.make_rmem_tensor(cute.make_layout((2, 2 * QUARTERS, 2)), Uint32)
-    return Rows(row, within % 4, words, turns)
+    return ThreadRows(row, within % 4, words, turns)
 
 
 @cute.jit
-def read_turns(turning: grouped.Turning, own: Rows, first: Any) -> None:
+def read_turns(turning: grouped.RopeRows, own: ThreadRows, first: Any) -> None:
     """Read cosines and sines for both rows of a thread; `first` is the warpgroup's first row."""
     # Stays NaN for tokens and positions that do not exist.
     own.turns.fill(NAN)
@@ -189,7 +189,7 @@ def read_turns(turning: grouped.Turning, own: Rows, first: Any) -> None:
                         cute.autovec_copy(turning.table[None, at], slot)
 
 
-def read_half(own: Rows, slot: Any) -> list[list[list[Any]]]:
+def read_half(own: ThreadRows, slot: Any) -> list[list[list[Any]]]:
     """Read half a stage: of both rows, of each quarter, the words of four numbers."""
     # Rows of 128 bytes, whose 16-byte chunks are exchanged by the row's number modulo 8.
     found = []
@@ -200,7 +200,7 @@ def read_half(own: Rows, slot: Any) -> list[list[list[Any]]]:
     return found
 
 
-def turned_back(words: list[list[list[Any]]], own: Rows) -> list[list[list[Any]]]:
+def turned_back(words: list[list[list[Any]]], own: ThreadRows) -> list[list[list[Any]]]:
     """Apply inverse RoPE to a half, rounded to BF16 as simt_inverse_rope does."""
     made = []
     for i in range(2):
@@ -227,7 +227,9 @@ def quantised(words: list[Any], form: GroupedFp8Form) -> tuple[list[Any], Any]:
     return quantise.e4m3_words(scaled), scale
 
 
-def encode_stage(own: Rows, stage: Any, fragment: Any, form: GroupedFp8Form, turned: bool) -> Any:
+def encode_stage(
+    own: ThreadRows, stage: Any, fragment: Any, form: GroupedFp8Form, turned: bool
+) -> Any:
     """Quantise a stage into wgmma's registers; return the scales of both rows."""
     halves = [read_half(own, HALVES * stage + half) for half in range(HALVES)]
     if turned:
@@ -267,7 +269,9 @@ def multiply_heads(
             ring.consumer_wait(state)
             turned = number == form.steps_of_head - 1
             of_rows = encode_stage(mine, state.index, registers, form, turned)
-            wgmma.multiply_stage(mma, stage_sums, a, b[None, None, None, state.index], begins=True)
+            mainloop.multiply_stage(
+                mma, stage_sums, a, b[None, None, None, state.index], begins=True
+            )
             upper, lower = (ops.multiply_rn(each, scale) for each in of_rows)
             warpgroup.wait_group(0)
             ring.consumer_release(state)
@@ -282,10 +286,10 @@ def multiply_heads(
 def layouts(form: GroupedFp8Form) -> tuple[Any, Any]:
     """Return the layouts of A's and B's stages; a stage of heads is two halves."""
     tactic, stages = form.gemm.tactic, facts.footprint(form.gemm).stages
-    swizzle, halves = wgmma.Swizzle.K_SW128, HALVES if form.turned else 1
+    swizzle, halves = mainloop.Swizzle.K_SW128, HALVES if form.turned else 1
     return (
-        wgmma.staged_layout(element_of_a(form), *box_of_a(form), halves * stages, swizzle),
-        wgmma.staged_layout(Float8E4M3FN, tactic.columns, STEP, stages, swizzle),
+        mainloop.staged_layout(element_of_a(form), *box_of_a(form), halves * stages, swizzle),
+        mainloop.staged_layout(Float8E4M3FN, tactic.columns, FP8_STEP, stages, swizzle),
     )
 
 
@@ -299,24 +303,30 @@ def launch_grouped(
     """Launch on the extents T, G N, K, G K, tiles of a group, clusters, positions."""
     tokens, columns, inner, wide, tiles, clusters, known = extents
     tactic = form.gemm.tactic
-    inner, wide = (cute.assume(extent, divby=STEP) for extent in (inner, wide))
+    inner, wide = (cute.assume(extent, divby=FP8_STEP) for extent in (inner, wide))
     columns = cute.assume(columns, divby=facts.COLUMNS_MULTIPLE)
     a, of_a, b, of_b, d, table, positions = pointers
-    blocks = (ceil_div(columns, plain.BLOCK), inner // STEP)
-    shapes = ((tokens, wide), (tokens, wide // STEP), (columns, inner), blocks, (tokens, columns))
+    blocks = (ceil_div(columns, plain.BLOCK), inner // FP8_STEP)
+    shapes = (
+        (tokens, wide),
+        (tokens, wide // FP8_STEP),
+        (columns, inner),
+        blocks,
+        (tokens, columns),
+    )
     mA, scales_a, mB, scales_b, mD = (
         cute.make_tensor(pointer, cute.make_layout(shape, stride=(Int64(shape[1]), 1)))
         for pointer, shape in zip((a, of_a, b, of_b, d), shapes, strict=True)
     )
     layout_a, layout_b = layouts(form)
     feeds = (
-        producer.feed_of(mA, layout_a, box_of_a(form), tactic.cluster_columns),
-        producer.feed_of(mB, layout_b, (tactic.columns, STEP), tactic.cluster_rows),
+        mainloop.feed_of(mA, layout_a, box_of_a(form), tactic.cluster_columns),
+        mainloop.feed_of(mB, layout_b, (tactic.columns, FP8_STEP), tactic.cluster_rows),
     )
-    turning = grouped.Turning(vectors(table, 2), vectors(positions, 0), known, tokens)
-    told = (tokens, columns, inner // STEP, tiles)
-    scales = plain.Scales(scales_a, scales_b)
-    grouped_kernel(feeds, epilogue.store_of(mD), scales, turning, told, form).launch(
+    turning = grouped.RopeRows(vectors(table, 2), vectors(positions, 0), known, tokens)
+    told = (tokens, columns, inner // FP8_STEP, tiles)
+    scales = plain.BlockScales(scales_a, scales_b)
+    grouped_kernel(feeds, mainloop.store_of(mD), scales, turning, told, form).launch(
         grid=[tactic.cluster_rows, tactic.cluster_columns, clusters],
         block=[facts.threads(form.gemm), 1, 1],
         cluster=[tactic.cluster_rows, tactic.cluster_columns, 1],
@@ -329,7 +339,7 @@ def launch_grouped(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-class Grouped(NamedTuple):
+class GroupedFp8Operands(NamedTuple):
     """Operands: A as codes and scales, or as heads with RoPE table and positions; others None."""
 
     a: Tensor  # E4M3 [T, G K], or BF16 heads [T, G K]
@@ -349,7 +359,7 @@ def compile_form(form: GroupedFp8Form, settings: CompileSettings) -> CompiledKer
 
 
 def gemm_grouped_fp8(
-    given: Grouped,
+    given: GroupedFp8Operands,
     problem: GroupedFp8Problem,
     settings: CompileSettings,
     *,
@@ -361,7 +371,7 @@ def gemm_grouped_fp8(
     tensors = (given.a, given.a_scales, given.b, given.b_scales, out, given.turns, given.positions)
     contract.require_place(tuple(each for each in tensors if each is not None), SM90A)
     if problem.tokens:
-        form = problems.choose_form(problem)
+        form = problems.choose_fp8_form(problem)
         launch(compile_form(form, settings), form, problem, tensors)
     return out
 
@@ -379,19 +389,19 @@ def launch(
     at_once = operands.processors_of(device) * tactic.blocks
     *_, clusters = facts.grid(problem.gemm, tactic, at_once)
     wide = (problem.groups * problem.columns, problem.inner, problem.groups * problem.inner)
-    tiles = problems.tiles_of_group(problem, form)
+    tiles = problems.tiles_of_fp8_group(problem, form)
     extents = (problem.tokens, *wide, tiles, clusters, problem.positions)
     kernel(pointers_of(tensors, form), tuple(map(Int32, extents)), current_stream(device))
 
 
-def require_operands(problem: GroupedFp8Problem, given: Grouped, out: Tensor) -> None:
+def require_operands(problem: GroupedFp8Problem, given: GroupedFp8Operands, out: Tensor) -> None:
     """Raise unless every tensor has the dtype, shape and alignment of the problem."""
     p, wide, tma = problem, problem.groups * problem.inner, contract.TMA_ALIGNMENT
     _, scale, alignment = plain.SCALES[p.scales]
     codes, heads = torch.float8_e4m3fn, torch.bfloat16
     wanted: dict[str, tuple[str, torch.dtype, tuple[int, ...], int]] = {
         "a": ("A", heads if p.turned else codes, (p.tokens, wide), tma),
-        "a_scales": ("scales of A", scale, (p.tokens, wide // STEP), alignment),
+        "a_scales": ("scales of A", scale, (p.tokens, wide // FP8_STEP), alignment),
         "b": ("B", codes, (p.groups * p.columns, p.inner), tma),
         "b_scales": ("scales of B", scale, (p.rows_of_scales, p.blocks), alignment),
         "turns": ("turns", torch.float32, (p.positions, rows.TABLE_WIDTH), 8),

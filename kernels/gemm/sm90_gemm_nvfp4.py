@@ -29,7 +29,7 @@ from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div
-from degarble.kernels.gemm import contract, epilogue, producer, schedule, wgmma
+from degarble.kernels.gemm import contract, mainloop
 from degarble.kernels.gemm import entry as gemm_entry
 from degarble.kernels.gemm import nvfp4_stages as stages
 from degarble.kernels.gemm import problem as facts
@@ -43,15 +43,15 @@ CODES_OF_WORD = 8
 A_PLACE = 3  # entries of `work` about A; a fourth says whether this warp has rows
 WORDS_OF_TILE = facts.SCALE_TILE_BYTES // 4
 SWIZZLES = {
-    64: wgmma.Swizzle.K_SW32,
-    128: wgmma.Swizzle.K_SW64,
-    256: wgmma.Swizzle.K_SW128,
+    64: mainloop.Swizzle.K_SW32,
+    128: mainloop.Swizzle.K_SW64,
+    256: mainloop.Swizzle.K_SW128,
 }  # of a row of so many codes
 ELEMENTS = (Uint32, Uint32, Uint32, Uint32, Float32, Float32, BFloat16)
 ALIGNMENTS = (16, 16, 16, 16, 4, 4, 16)  # A, its scales, B, its scales, tensor scales, D
 
 
-class Shared(NamedTuple):
+class Nvfp4SharedViews(NamedTuple):
     """Stages as threads see them: (adjacent words, places, stages)."""
 
     a: Any
@@ -66,8 +66,8 @@ class Shared(NamedTuple):
 
 @cute.kernel
 def gemm_kernel(
-    feeds: tuple[producer.Feed, ...],
-    store: epilogue.Store,
+    feeds: tuple[mainloop.TmaFeed, ...],
+    store: mainloop.TmaStore,
     tensor_scales: tuple[Any, Any],
     extents: tuple[Int32, ...],
     form: cutlass.Constexpr,
@@ -78,49 +78,49 @@ def gemm_kernel(
     group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
     memory = cutlass.memory.SmemAllocator()
     tensors, boxes, shared = shared_memory(memory, form)
-    sD = wgmma.shared_of(
-        memory, BFloat16, epilogue.piece_layout(facts.PIECES_AT_ONCE * facts.consumers(form))
+    sD = mainloop.shared_of(
+        memory, BFloat16, mainloop.piece_layout(facts.PIECES_AT_ONCE * facts.consumers(form))
     )
-    ring, decoded = wgmma.ring_of_stages(memory, form), ring_of_decoded(memory, form)
-    wgmma.begin(tactic)
+    ring, decoded = mainloop.ring_of_stages(memory, form), ring_of_decoded(memory, form)
+    mainloop.begin(tactic)
 
-    walk = schedule.walk_of((extents[0], extents[1]), tactic)
+    walk = mainloop.walk_of((extents[0], extents[1]), tactic)
     steps = ceil_div(extents[2], tactic.inner)
     blocks = extents[2] // stages.BLOCK
     decoding, consuming = facts.roles(form)
     if group == 0:
         cute.arch.setmaxregister_decrease(decoding.registers)
-        feedings = tuple(map(producer.feeding, feeds, tensors, boxes))
-        state = wgmma.consumer_state(held.stages)
-        target = wgmma.producer_state(facts.decoded_stages(form))
+        feedings = tuple(map(mainloop.feeding, feeds, tensors, boxes))
+        state = mainloop.consumer_state(held.stages)
+        target = mainloop.producer_state(facts.decoded_stages(form))
         loading = (ring, feedings, walk, steps, form)
         cursor = begin_loading(loading)
         for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
-            _, column = schedule.tile_at(walk, number)
+            _, column = mainloop.tile_at(walk, number)
             first = column * tactic.columns % facts.SCALE_TILE_ROWS
             rows = (shared, first, blocks, tactic.columns)
             state, target, cursor = decode_tile(loading, decoded, (state, target, cursor), rows)
     else:
         cute.arch.setmaxregister_increase(consuming.registers)
         mine = group - 1
-        mma = wgmma.mma_of(BFloat16, tactic.columns, warpgroup.OperandSource.RMEM)
-        sums = wgmma.sums_of(mma, tactic.columns)
+        mma = mainloop.mma_of(BFloat16, tactic.columns, warpgroup.OperandSource.RMEM)
+        sums = mainloop.sums_of(mma, tactic.columns)
         b = mma.make_fragment_B(mma.get_slice(0).partition_B(decoded_tensor(shared, form)))
-        outlet = wgmma.outlet_of_warpgroup(store, sD, mma, mine)
+        outlet = mainloop.outlet_of_warpgroup(store, sD, mma, mine)
         # The power of two first: it is exact.
         scales = (stages.RESTORE, ops.multiply_rn(tensor_scales[0][0], tensor_scales[1][0]))
-        state = wgmma.consumer_state(held.stages)
-        source = wgmma.consumer_state(facts.decoded_stages(form))
+        state = mainloop.consumer_state(held.stages)
+        source = mainloop.consumer_state(facts.decoded_stages(form))
         stored = Int32(0)
         for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
-            row, column = schedule.tile_at(walk, number)
+            row, column = mainloop.tile_at(walk, number)
             # A tile of 64 rows may begin in the middle of a 128-row scale tile.
             first = row * tactic.rows % facts.SCALE_TILE_ROWS
             work = (shared, first, mine * facts.PIECE_ROWS, blocks, steps)
             state, source = multiply((ring, decoded), state, source, (mma, sums, b), work)
             place = facts.piece_of(row, column, mine, tactic)
-            stored = wgmma.store_tile(outlet, sums, place, stored, scales)
-        epilogue.drain(outlet)
+            stored = mainloop.store_tile(outlet, sums, place, stored, scales)
+        mainloop.drain(outlet)
 
 
 class Cursor(NamedTuple):
@@ -136,8 +136,8 @@ class Cursor(NamedTuple):
 def begin_loading(loading: Any) -> Cursor:
     """Load the first stages; `loading` is ring, feedings, walk, steps of K, form."""
     ring, _, walk, _, _ = loading
-    state = wgmma.producer_state(ring.num_stages)
-    cursor = Cursor(Int32(walk.first), schedule.tile_at(walk, walk.first), Int32(0), state)
+    state = mainloop.producer_state(ring.num_stages)
+    cursor = Cursor(Int32(walk.first), mainloop.tile_at(walk, walk.first), Int32(0), state)
     for _ in cutlass.range(facts.AHEAD, unroll=1):
         cursor = load_next(loading, cursor)
     return cursor
@@ -150,12 +150,12 @@ def load_next(loading: Any, cursor: Any) -> Cursor:
     number, place, step, state = cursor
     if (cute.arch.warp_idx() == 0) & (number < walk.total):
         tiles = tiles_of_boxes(place, form)
-        state = producer.produce_step(ring, state, feedings, tiles, step)
+        state = mainloop.produce_step(ring, state, feedings, tiles, step)
         step += 1
         if step == steps:
             step = Int32(0)
             number += walk.step
-            place = schedule.tile_at(walk, number)
+            place = mainloop.tile_at(walk, number)
     return Cursor(number, place, step, state)
 
 
@@ -206,7 +206,7 @@ def multiply(rings: Any, state: Any, source: Any, fragments: Any, work: Any) -> 
         odd.fill(0.0)
     state = load_a(ring, state, place, even, stages.kept(blocks, 0))
     decoded.consumer_wait(source)
-    wgmma.multiply_stage(mma, sums, even, b[None, None, None, source.index], begins=True)
+    mainloop.multiply_stage(mma, sums, even, b[None, None, None, source.index], begins=True)
     for pair in cutlass.range((steps - 1) // 2, unroll=1):
         for i in cutlass.range_constexpr(2):
             mask = stages.kept(blocks, 2 * pair + i + 1)
@@ -226,7 +226,7 @@ def multiply_next(decoded: Any, source: Any, fragments: Any) -> Any:
     mma, sums, a, b = fragments
     source = finish(decoded, source)
     decoded.consumer_wait(source)
-    wgmma.multiply_stage(mma, sums, a, b[None, None, None, source.index], begins=False)
+    mainloop.multiply_stage(mma, sums, a, b[None, None, None, source.index], begins=False)
     return source
 
 
@@ -301,7 +301,7 @@ def layouts(form: GemmForm) -> tuple[Any, ...]:
         stages_of = (count,) if load.matrices == 1 else (load.matrices, count)
         words = load.row_bytes // 4
         if load.name in {"a", "b"}:
-            made.append(wgmma.staged_layout(Uint32, load.rows, words, stages_of, swizzle))
+            made.append(mainloop.staged_layout(Uint32, load.rows, words, stages_of, swizzle))
         else:
             shape, size = (load.rows, words, *stages_of), load.rows * words
             outer = (size, size * load.matrices)[-len(stages_of) :]
@@ -315,7 +315,7 @@ def boxes_of(form: GemmForm) -> tuple[tuple[int, ...], ...]:
     return tuple(box if box[2] > 1 else box[:2] for box in boxes)
 
 
-def shared_memory(memory: Any, form: GemmForm) -> tuple[Any, Any, Shared]:
+def shared_memory(memory: Any, form: GemmForm) -> tuple[Any, Any, Nvfp4SharedViews]:
     """Allocate stages; return them as TMA writes them, their boxes, and as threads read them."""
     count, tactic = facts.footprint(form).stages, form.tactic
     tensors, pointers = loaded_stages(memory, form)
@@ -326,7 +326,7 @@ def shared_memory(memory: Any, form: GemmForm) -> tuple[Any, Any, Shared]:
     codes_a, codes_b, scales_a, scales_b = (
         facts.bytes_of(form, name) // 4 for name in ("a", "b", "scales of a", "scales of b")
     )
-    shared = Shared(
+    shared = Nvfp4SharedViews(
         a=side_by_side(pointers[0], stages.WORDS, codes_a, count),
         a_scales=side_by_side(pointers[2], 1, scales_a, count),
         b=side_by_side(pointers[1], 4, codes_b, count),
@@ -356,11 +356,11 @@ def side_by_side(pointer: Any, words: int, stage: int, count: int) -> Any:
     return cute.make_tensor(pointer, layout)
 
 
-def decoded_tensor(shared: Shared, form: GemmForm) -> Any:
+def decoded_tensor(shared: Nvfp4SharedViews, form: GemmForm) -> Any:
     """View decoded B as wgmma reads it."""
     tactic = form.tactic
-    layout = wgmma.staged_layout(
-        BFloat16, tactic.columns, tactic.inner, facts.decoded_stages(form), wgmma.Swizzle.K_SW128
+    layout = mainloop.staged_layout(
+        BFloat16, tactic.columns, tactic.inner, facts.decoded_stages(form), mainloop.Swizzle.K_SW128
     )
     pointer = cute.recast_ptr(shared.numbers.iterator, layout.inner, dtype=BFloat16)
     return cute.make_tensor(pointer, layout.outer)
@@ -387,11 +387,11 @@ def launch_gemm(
         cute.make_tensor(pointer, cute.make_layout((rows, columns), stride=(Int64(columns), 1)))
         for pointer, rows, columns in shaped
     )
-    feeds = tuple(map(producer.feed_of, matrices, layouts(form), boxes_of(form)))
+    feeds = tuple(map(mainloop.feed_of, matrices, layouts(form), boxes_of(form)))
     tensor_scales = tuple(
         cute.make_tensor(pointer, cute.make_layout(1)) for pointer in (scale_a, scale_b)
     )
-    gemm_kernel(feeds, epilogue.store_of(mD), tensor_scales, (m, n, k), form).launch(
+    gemm_kernel(feeds, mainloop.store_of(mD), tensor_scales, (m, n, k), form).launch(
         grid=[1, 1, clusters],
         block=[facts.threads(form), 1, 1],
         min_blocks_per_mp=1,
@@ -416,7 +416,7 @@ def compile_form(form: GemmForm, settings: CompileSettings) -> CompiledKernel:
     return gemm_entry.compiled(launch_gemm, pointers, form, settings)
 
 
-ENTRY = gemm_entry.Entry(compile_form, pointers_of, SM90A)
+ENTRY = gemm_entry.GemmEntry(compile_form, pointers_of, SM90A)
 
 
 class Nvfp4Operand(NamedTuple):

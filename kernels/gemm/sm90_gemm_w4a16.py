@@ -57,7 +57,7 @@ LANES = 32
 # ---- device --------------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
+class W4A16Thread(NamedTuple):
     """A thread's position; indices count within the thread block, except `tile` and `rank`."""
 
     lane: Any
@@ -68,7 +68,7 @@ class Place(NamedTuple):
     rank: Any  # of its thread block in the cluster
 
 
-class Memory(NamedTuple):
+class W4A16Memory(NamedTuple):
     """Shared addresses: full barriers, EMPTY bytes before their empty ones, and both rings."""
 
     full: Any
@@ -88,7 +88,7 @@ class Views(NamedTuple):
 EMPTY = 128  # bytes from a full barrier to its empty barrier
 
 
-def place_of(form: W4A16Form) -> Place:
+def place_of(form: W4A16Form) -> W4A16Thread:
     """Return this thread's position."""
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
@@ -96,16 +96,16 @@ def place_of(form: W4A16Form) -> Place:
     warp = thread // LANES
     # Thread blocks of a cluster have the same outputs.
     tile = block // form.ranks * (form.groups * form.tiles)
-    return Place(
+    return W4A16Thread(
         thread % LANES, warp, warp % form.parts, warp // form.parts, tile, block % form.ranks
     )
 
 
-def memory_of(form: W4A16Form) -> Memory:
+def memory_of(form: W4A16Form) -> W4A16Memory:
     """Divide the shared memory into barriers, ring of stages and activations."""
     shared = Uint32(cute.arch.get_dyn_smem(Uint8, 128).toint())
     ring = shared + facts.BARRIER_BYTES
-    return Memory(shared, shared + 2 * EMPTY, ring, ring + form.ring_bytes)
+    return W4A16Memory(shared, shared + 2 * EMPTY, ring, ring + form.ring_bytes)
 
 
 def next_place(place: Any, phase: Any, count: Any) -> tuple[Any, Any]:
@@ -140,7 +140,7 @@ def make_shared_ptr(element: Any, address: Any, alignment: int) -> Any:
 
 
 def ask_activations(
-    views: Views, place: Place, memory: Memory, asked: tuple[Any, Any], form: W4A16Form
+    views: Views, place: W4A16Thread, memory: W4A16Memory, asked: tuple[Any, Any], form: W4A16Form
 ) -> None:
     """Start to copy a round's activations to a place of their ring."""
     round_, at = asked
@@ -158,7 +158,11 @@ def ask_activations(
 
 
 def ask_weights(
-    views: Views, place: Place, memory: Memory, asked: tuple[Any, Any, Any], form: W4A16Form
+    views: Views,
+    place: W4A16Thread,
+    memory: W4A16Memory,
+    asked: tuple[Any, Any, Any],
+    form: W4A16Form,
 ) -> None:
     """Start to copy a round's codes and scales of one tile of every group to a stage."""
     round_, tile, at = asked
@@ -190,8 +194,8 @@ def ask_weights(
 @cute.jit
 def ask(
     views: Views,
-    place: Place,
-    memory: Memory,
+    place: W4A16Thread,
+    memory: W4A16Memory,
     counts: tuple[Uint32, Uint32],
     form: cutlass.Constexpr,
 ) -> None:
@@ -217,7 +221,9 @@ class Sources(NamedTuple):
     zero: Any  # 0, which the compiler cannot know
 
 
-def activations_at(start: Any, place: Place, extents: tuple[Any, Any, Any], form: W4A16Form) -> Any:
+def activations_at(
+    start: Any, place: W4A16Thread, extents: tuple[Any, Any, Any], form: W4A16Form
+) -> Any:
     """Return a function of word j that gives a step's activations, four words per eight rows."""
     native = TARGETS[form.target].converts_e2m1
     own = start + place.part * (form.copied_rows * 2 * facts.STEP) + place.lane % 4 * 32
@@ -235,7 +241,7 @@ def activations_at(start: Any, place: Place, extents: tuple[Any, Any, Any], form
     return [read(j) for j in range(ptx.WORDS)].__getitem__
 
 
-class Lane(NamedTuple):
+class W4A16Lane(NamedTuple):
     """Addresses of a lane's codes and scales in the first stage, and the bytes it selects."""
 
     codes: Any
@@ -243,7 +249,7 @@ class Lane(NamedTuple):
     selector: Any
 
 
-def lane_of(place: Place, memory: Memory, form: W4A16Form) -> Lane:
+def lane_of(place: W4A16Thread, memory: W4A16Memory, form: W4A16Form) -> W4A16Lane:
     """Return what a lane reads, computed once; compilers would recompute it for each tile."""
     row, rows = place.lane // 4, facts.TILE // form.pieces
     codes = memory.ring + place.group * form.group_bytes + place.part * (rows * 64)
@@ -254,11 +260,11 @@ def lane_of(place: Place, memory: Memory, form: W4A16Form) -> Lane:
     else:
         scales = scales + place.part * 128 + row % 4 * 16 + row // 4 * 4
     numbers = (codes + place.lane % 4 * 8, scales, place.lane % 4 * 0x11 + 0x40)
-    return Lane(*(ptx.emit("mov.b32 {$w0}, {$r0};", [Uint32], number) for number in numbers))
+    return W4A16Lane(*(ptx.emit("mov.b32 {$w0}, {$r0};", [Uint32], number) for number in numbers))
 
 
 def scale_pair(
-    sources: Sources, lane: Lane, by_stage: Any, row: tuple[int, Any, Any], form: W4A16Form
+    sources: Sources, lane: W4A16Lane, by_stage: Any, row: tuple[int, Any, Any], form: W4A16Form
 ) -> Any:
     """Return the codes of the two scales of a lane's blocks in one of its rows, the first low."""
     half, output, value = row
@@ -282,7 +288,7 @@ def scale_pair(
 def add_tile(
     sums: Any,
     sources: Sources,
-    place: Place,
+    place: W4A16Thread,
     step: tuple[Any, Any, Any, Any, Any],
     tile: int,
     form: W4A16Form,
@@ -317,8 +323,8 @@ def add_tile(
 @cute.jit
 def multiply(
     sources: Sources,
-    place: Place,
-    memory: Memory,
+    place: W4A16Thread,
+    memory: W4A16Memory,
     counts: tuple[Uint32, Uint32],
     form: cutlass.Constexpr,
 ) -> None:

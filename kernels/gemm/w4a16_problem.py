@@ -202,7 +202,7 @@ class W4A16Form:
 
 
 @dataclass(frozen=True)
-class Tactic:
+class W4A16Tactic:
     """A row of the table: the form for up to so many rows and outputs."""
 
     rows: int
@@ -217,18 +217,18 @@ class Tactic:
 # Measured on an H200: docs/design-notes/w4a16_kernel.md.
 _ANY = float("inf")
 TACTICS = (
-    Tactic(16, 2_112, tiles=1, groups=1, ranks=1, stages=4, resident=1),
-    Tactic(16, 4_224, tiles=2, groups=1, ranks=1, stages=4, resident=1),
-    Tactic(16, _ANY, tiles=4, groups=1, ranks=1, stages=4, resident=1),
-    Tactic(32, _ANY, tiles=2, groups=2, ranks=2, stages=4, resident=1),
-    Tactic(64, _ANY, tiles=1, groups=4, ranks=4, stages=4, resident=1),
+    W4A16Tactic(16, 2_112, tiles=1, groups=1, ranks=1, stages=4, resident=1),
+    W4A16Tactic(16, 4_224, tiles=2, groups=1, ranks=1, stages=4, resident=1),
+    W4A16Tactic(16, _ANY, tiles=4, groups=1, ranks=1, stages=4, resident=1),
+    W4A16Tactic(32, _ANY, tiles=2, groups=2, ranks=2, stages=4, resident=1),
+    W4A16Tactic(64, _ANY, tiles=1, groups=4, ranks=4, stages=4, resident=1),
 )
 SHARED_BYTES = 227 * 1024  # that a thread block may use; targets.py has the source
 RESERVED_BYTES = 1024  # a thread block's own: CUDA C++ Programming Guide 13.0
 LARGEST_KEPT = 6  # rounds of activations that have barriers
 
 
-def choose_tactic(problem: W4A16Problem) -> Tactic:
+def choose_tactic(problem: W4A16Problem) -> W4A16Tactic:
     """Return the tactic that the table gives."""
     return next(
         tactic
@@ -237,7 +237,7 @@ def choose_tactic(problem: W4A16Problem) -> Tactic:
     )
 
 
-def choose_form(problem: W4A16Problem, tactic: Tactic, target: str) -> W4A16Form:
+def choose_form(problem: W4A16Problem, tactic: W4A16Tactic, target: str) -> W4A16Form:
     """Return the form of a tactic; extents decide the columns and whether K is ragged."""
     copied_rows = 1
     while copied_rows < problem.rows:

@@ -1,11 +1,6 @@
-"""Problem, form, stages and grid of the lightning indexer's scores. Importable without the DSL.
+"""Problems and forms of the indexer's kernels: scores, preparation of queries and keys, top-k.
 
-score[t, w] = sum over heads h of weight[t, h] * relu(q[t, h] . k[w]), and -inf from `visible` on: a
-token at position p sees floor((p + 1) / ratio) entries of its sequence. The columns of a tile are
-the heads of one or four tokens, its rows 128 keys. `visible_entries` is also traced in kernels.
-
-Two arithmetics: `float32`, one sum; `stored`, where the dot product, its product with the weight
-and the sum are rounded to BF16, as DeepSeek-V4's official code does.
+Host arithmetic that kernels and references share; importable without a GPU and without the DSL.
 """
 
 from __future__ import annotations
@@ -13,14 +8,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
+from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats.layouts import ceil_div, round_up
+from degarble.kernels.primitives.e2m1_words import OPERATORS, SIGN_AND_EXPONENT, Primitives
 from degarble.kernels.runtime.targets import SM90A, SM100A, TARGETS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+# --------------------------------------------------------------------------------------------------
+# Problem, form, stages and grid of the lightning indexer's scores. Importable without the DSL.
+#
+# score[t, w] = sum over heads h of weight[t, h] * relu(q[t, h] . k[w]), and -inf from `visible` on:
+# a token at position p sees floor((p + 1) / ratio) entries of its sequence. The columns of a tile
+# are the heads of one or four tokens, its rows 128 keys. `visible_entries` is also traced in
+# kernels.
+#
+# Two arithmetics: `float32`, one sum; `stored`, where the dot product, its product with the weight
+# and the sum are rounded to BF16, as DeepSeek-V4's official code does.
 
 WIDTH = 128  # of queries and keys; index_head_dim of every DeepSeek config
 ROW_BYTES = 128  # of a row in swizzled shared memory
@@ -249,3 +258,295 @@ def grid(problem: ScoresProblem, form: ScoresForm, processors: int) -> tuple[int
 def visible_entries(position: Any, ratio: Any) -> Any:
     """Return how many entries are complete once the token at a position has been processed."""
     return (position + 1) // ratio
+
+
+# --------------------------------------------------------------------------------------------------
+# Tensor memory, roles and shared memory of the indexer's scores on sm_100a. No GPU and no DSL.
+#
+# 128 keys are the rows of tensor memory, the heads of one or four tokens its columns. Two sums
+# alternate, each with a warpgroup that weighs it. Weights lie in shared memory, because a thread
+# weighs all heads of its key. Nothing of it was run: no sm_100a device was available.
+
+LOADING_WARP, MULTIPLYING_WARP = 0, 1  # of the first warpgroup; its others have nothing to do
+SUMS = CONSUMERS  # in tensor memory at once: one for each warpgroup that weighs
+ALLOCATING_WARP = WARPGROUP // 32  # the first that weighs
+INSTRUCTION_BYTES = 32  # of a row in one tcgen05.mma; PTX ISA 9.1, tcgen05.mma shapes
+LEAST_ALLOCATED = 32  # columns, a power of two; PTX ISA 9.1, tcgen05.alloc
+READ_AT_ONCE = 32  # columns that a thread has in registers of one read
+WORD_BYTES, BARRIER_BYTES, ADDRESS_BYTES = 4, 8, 16
+
+
+def threads_that_weigh() -> int:
+    """Return the number of threads of both epilogue warpgroups."""
+    return CONSUMERS * WARPGROUP
+
+
+def columns_held(form: ScoresForm) -> int:
+    """Return the number of columns of tensor memory that the sums take."""
+    return SUMS * form.columns
+
+
+def columns_allocated(form: ScoresForm) -> int:
+    """Return the number of columns that are allocated: a power of two."""
+    return max(LEAST_ALLOCATED, 1 << (columns_held(form) - 1).bit_length())
+
+
+def columns_read(form: ScoresForm) -> int:
+    """Return the number of columns of one read."""
+    return min(READ_AT_ONCE, form.columns)
+
+
+def reads(form: ScoresForm) -> int:
+    """Return the number of reads of a stage's sums."""
+    return form.columns // columns_read(form)
+
+
+def instructions(form: ScoresForm) -> int:
+    """Return the number of matrix instructions of a stage: each takes all keys and all columns."""
+    return WIDTH * OPERANDS[form.operands].bytes // INSTRUCTION_BYTES
+
+
+def words_of_weights(form: ScoresForm) -> int:
+    """Return the words of shared memory that weights take: a head in float32, two heads in BF16."""
+    return form.columns // 2 if form.arithmetic == "stored" else form.columns
+
+
+def barriers(form: ScoresForm) -> int:
+    """Return the number of barriers: full and empty, of key stages, queries and sums."""
+    return 2 * (stages(form) + 1 + SUMS)
+
+
+def sm100_shared_bytes(form: ScoresForm) -> int:
+    """Return the shared memory of a thread block, in the order in which it is divided."""
+    held = query_bytes(form) + stages(form) * stage_bytes(form)
+    words = words_of_weights(form) + 2 * form.at_once
+    return held + ADDRESS_BYTES + words * WORD_BYTES + barriers(form) * BARRIER_BYTES
+
+
+# --------------------------------------------------------------------------------------------------
+# Problem, form and row arithmetic of preparing the indexer's queries and keys.
+#
+# A row has 128 values: optional LayerNorm, stored; optional rotation of 64 of them, stored;
+# optional Hadamard transform, stored; then rounding as the sources have it: none, FP8 with one
+# scale a row, or MXFP4 with one scale for 32 values. Scales are powers of two, rounded up from
+# amax. Stored means rounded to BF16, nearest even. MXFP4's scale and rounding run on tensors as
+# well as in kernels.
+#
+# Eight lanes have a row, 16 adjacent values each. The order of every sum is fixed: LayerNorm's in a
+# lane from the first value on, then lanes folded by distance 4, 2, 1; Hadamard's by distance 1, 2,
+# 4 up to 64.
+
+LANES = 8  # of a row
+OF_LANE = WIDTH // LANES
+ROWS_OF_WARP = 32 // LANES
+WARPS = 8
+ROWS = WARPS * ROWS_OF_WARP  # of a thread block
+TURNED = 64  # values of a row
+PAIRS = TURNED // 2
+TABLE_WIDTH = TURNED  # 32 cosines, 32 sines
+PAIRINGS = ("none", "interleaved", "halves")  # V4: the last 64, (2i, 2i + 1); V3.2: the first 64
+FORMATS = ("exact", "fp8", "mxfp4")
+BLOCKS = {"fp8": WIDTH, "mxfp4": 32}
+HADAMARD_FACTOR = WIDTH**-0.5
+SMALLEST_MXFP4_AMAX: Final = 6.0 * 2.0**-126
+NAN_CODE = 255  # of a UE8M0 scale
+NAN_BF16 = 0x7F80  # amax from here on makes its block NaN: infinities as well
+_SIGN: Final = 0x8000_0000
+_SUMMAND: Final = 2.0**22
+
+
+@dataclass(frozen=True)
+class OperandProblem:
+    """T tokens of N rows each; positions are rows of the RoPE table, 0 without rotation."""
+
+    tokens: int
+    heads: int
+    pairing: str
+    format: str
+    hadamard: bool = False
+    coded: bool = False  # FP8 codes and scales leave, not the BF16 values that they stand for
+    normed: bool = False
+    positions: int = 0
+    epsilon: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.pairing not in PAIRINGS:
+            raise UnknownName.among("pairing of the indexer", self.pairing, PAIRINGS)
+        if self.format not in FORMATS:
+            raise UnknownName.among("format of the indexer", self.format, FORMATS)
+        if self.coded and self.format != "fp8":
+            raise InvalidArgument(
+                "coded", self.format, "codes of fp8 alone", "MXFP4 is multiplied as BF16 values."
+            )
+        if not (self.tokens >= 0 and self.heads >= 1 and self.rows < LARGEST):
+            raise ShapeMismatch(
+                "tokens, heads", (self.tokens, self.heads), "below 2**31 rows", "Split the launch."
+            )
+        if (self.positions > 0) is not (self.pairing != "none") or self.positions >= LARGEST:
+            raise ShapeMismatch(
+                "positions of the table of turns",
+                self.positions,
+                "a table exactly where rows are turned",
+                f"The pairing is {self.pairing}.",
+            )
+        if not 0 <= self.epsilon < 1:
+            raise InvalidArgument("epsilon", self.epsilon, "from 0 up to 1", "Models have 1e-6.")
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows of 128 values."""
+        return self.tokens * self.heads
+
+    @property
+    def bytes_moved(self) -> int:
+        """Return the fewest bytes: rows in, values or codes out, a table's row a token."""
+        out = WIDTH + 4 if self.coded else 2 * WIDTH
+        turns = (4 * TABLE_WIDTH + 8) * (self.pairing != "none")
+        return self.rows * (2 * WIDTH + out) + self.tokens * turns
+
+
+@dataclass(frozen=True)
+class OperandForm:
+    """Compile-time parameters of a kernel; extents come with the launch."""
+
+    target: str
+    pairing: str
+    format: str
+    hadamard: bool
+    coded: bool
+    normed: bool
+
+
+def choose_operand_form(problem: OperandProblem, target: str) -> OperandForm:
+    """Return the form for a problem."""
+    p = problem
+    return OperandForm(target, p.pairing, p.format, p.hadamard, p.coded, p.normed)
+
+
+def operand_grid(problem: OperandProblem) -> int:
+    """Return the number of thread blocks: a warp has four rows."""
+    found: int = ceil_div(problem.rows, ROWS)
+    return found
+
+
+# ---- arithmetic of a block -----------------------------------------------------------------------
+
+
+def mxfp4_scale_code(amax_bits: Any) -> Any:
+    """Return the UE8M0 code of a block whose largest magnitude has these BF16 bits."""
+    amax = codecs.maximum(codecs.bf16_decode(amax_bits), SMALLEST_MXFP4_AMAX)
+    bits = codecs.bits_of(codecs.multiply_rn(amax, codecs.ONE_SIXTH))  # positive and normal
+    code = codecs.shift_right(bits + 0x7F_FFFF, 23)
+    return codecs.select(amax_bits >= NAN_BF16, NAN_CODE, code)
+
+
+def mxfp4_number(number: Any, how: Primitives = OPERATORS) -> Any:
+    """Round a scaled number to the nearest E2M1 value, ties to even, 6 at most, sign kept.
+
+    Adding 2**22 times the number's power of two (at least 1) leaves steps of half that power.
+    """
+    bounded = how.limited(number)
+    sign_and_power = codecs.number_of(codecs.bits_of(bounded) & how.constant(SIGN_AND_EXPONENT))
+    power = how.at_least_one(sign_and_power)
+    rounded = codecs.fma_rn(power, -_SUMMAND, codecs.fma_rn(power, _SUMMAND, bounded))
+    return codecs.number_of(
+        codecs.bits_of(rounded) | (codecs.bits_of(number) & how.constant(_SIGN))
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Problem, form and search levels of the indexer's top-k. Importable without the DSL.
+#
+# Rows of W float32 scores, of which the first `visible` count. The rule: the k largest scores;
+# among equal ones the lower entry; -0 equals +0; a NaN lies above every number; -inf is never
+# chosen. The result is the chosen entries in ascending order, padded with -1. So it is unique,
+# whatever the form.
+
+WARP = 32
+MOST_COUNT = 2048
+MOST_ENTRIES = 1 << 18  # V4-Pro: 1,048,576 tokens, four an entry
+CLUSTERS = (1, 2, 4, 8)  # thread blocks of a row; PTX ISA 9.1, clusters: portable up to 8
+CAPACITIES = (8192, 16384, 32768)  # keys that a thread block holds
+KEYS_OF_THREAD = 32  # a lane holds the marks of 32 neighbouring keys, at most one word
+MOST_THREADS = 1024
+FEW_KEYS = 8192  # of a thread block where there are processors to spare
+SEGMENT_STEP = 128
+LEVELS = ((21, 2048), (10, 2048), (0, 1024))  # shift and bins: 11, 11 and 10 bits from the top
+BINS = LEVELS[0][1]
+NEVER = 0x007F_FFFF  # the key of -inf: keys up to here are not chosen
+NONE = -1
+
+
+@dataclass(frozen=True)
+class TopkProblem:
+    """R rows of W scores; choose k among what a token sees of them, ratio 0: among all."""
+
+    rows: int
+    entries: int
+    count: int
+    ratio: int = 0
+
+    def __post_init__(self) -> None:
+        for name, extent, least, most in (
+            ("rows of scores", self.rows, 0, LARGEST // CLUSTERS[-1] - 1),
+            ("entries of a row", self.entries, 1, MOST_ENTRIES),
+            ("chosen entries", self.count, 1, MOST_COUNT),
+            ("tokens that become one entry", self.ratio, 0, LARGEST - 1),
+        ):
+            if not least <= extent <= most:
+                raise ShapeMismatch(name, extent, f"{least} to {most}", "Split the launch.")
+
+    @property
+    def bytes_moved(self) -> int:
+        """Return the fewest bytes: every score once, every chosen entry once."""
+        return 4 * self.rows * (self.entries + self.count)
+
+
+@dataclass(frozen=True)
+class TopkForm:
+    """Compile-time parameters of a kernel; extents come with the launch."""
+
+    target: str
+    threads: int
+    cluster: int
+    capacity: int
+    by_four: bool  # rows begin at whole 16 bytes
+    limited: bool  # by positions
+
+    @property
+    def warps(self) -> int:
+        """Return the number of warps of a thread block."""
+        return self.threads // WARP
+
+
+def choose_topk_form(problem: TopkProblem, target: str, processors: int) -> TopkForm:
+    """Return the form for a problem: few rows are cut among several thread blocks."""
+    fitting = [c for c in CLUSTERS if segment(problem.entries, c) <= CAPACITIES[-1]]
+    few = 2 * problem.rows <= processors
+    cluster = fitting[0]
+    if few:
+        spare = [c for c in fitting if problem.rows * c <= processors] or fitting[:1]
+        short = [c for c in spare if segment(problem.entries, c) <= FEW_KEYS] or spare[-1:]
+        cluster = short[0]
+    need = segment(problem.entries, cluster)
+    capacity = next(size for size in CAPACITIES if size >= need)
+    alone = problem.rows * cluster <= processors
+    threads = MOST_THREADS if alone else capacity // KEYS_OF_THREAD
+    return TopkForm(target, threads, cluster, capacity, problem.entries % 4 == 0, problem.ratio > 0)
+
+
+def segment(entries: int, cluster: int) -> int:
+    """Return how many keys of a row each thread block has."""
+    found: int = round_up(ceil_div(entries, cluster), SEGMENT_STEP)
+    return found
+
+
+def topk_grid(problem: TopkProblem, form: TopkForm) -> int:
+    """Return the number of thread blocks, cluster after cluster."""
+    return problem.rows * form.cluster
+
+
+def topk_shared_bytes(form: TopkForm) -> int:
+    """Return the shared memory of a thread block: keys, bins, and counts of warps."""
+    notes = len(LEVELS) * (form.warps + 2) + 2 * form.warps + 2
+    return 4 * (form.capacity + sum(bins for _, bins in LEVELS) + notes)

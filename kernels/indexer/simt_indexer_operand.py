@@ -24,9 +24,8 @@ from torch import Tensor
 
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.formats import scalar_ops as codecs
-from degarble.harness.formats import scalar_ops as ops
-from degarble.kernels.indexer import operand_problem as facts
-from degarble.kernels.indexer.operand_problem import OperandForm, OperandProblem
+from degarble.kernels.indexer import problem as facts
+from degarble.kernels.indexer.problem import OperandForm, OperandProblem
 from degarble.kernels.primitives.kv_rules import fp8_factor, fp8_scale_code
 from degarble.kernels.primitives.latent_words import (
     NAN,
@@ -58,21 +57,21 @@ THREADS = facts.WARPS * 32
 VECTOR = 4  # words of 16 bytes
 
 
-class Turning(NamedTuple):
+class RopeOperands(NamedTuple):
     """RoPE operands: float32 table [P, 64], cosines then sines, and int64 positions [T]."""
 
     turns: Tensor
     positions: Tensor
 
 
-class Norm(NamedTuple):
+class LayerNormOperands(NamedTuple):
     """LayerNorm's float32 weight and bias [128]."""
 
     weight: Tensor
     bias: Tensor
 
 
-class Operand(NamedTuple):
+class IndexerOperand(NamedTuple):
     """Result: BF16 values [T, N, 128]; or FP8 codes, and scales [T, N]."""
 
     values: Tensor
@@ -82,7 +81,7 @@ class Operand(NamedTuple):
 # ---- device --------------------------------------------------------------------------------------
 
 
-class Tensors(NamedTuple):
+class OperandTensors(NamedTuple):
     """Kernel's tensors: words in pairs, numbers in fours, or singly."""
 
     rows: Any  # BF16 [T, N, 128]
@@ -112,42 +111,42 @@ def numbers_at(tensor: Any, lane: Any) -> list[Any]:
     """Read a lane's float32 numbers."""
     vectors_of_lane = facts.OF_LANE // VECTOR
     words = loaded(tensor, lane * vectors_of_lane, facts.OF_LANE)
-    return [ops.number_of(word) for word in words]
+    return [codecs.number_of(word) for word in words]
 
 
 def row_folded(number: Any) -> Any:
     """Sum a number over the eight lanes of a row; each lane has the result."""
     distance = facts.LANES // 2
     while distance:
-        number = ops.add_rn(number, cute.arch.shuffle_sync_bfly(number, offset=distance))
+        number = codecs.add_rn(number, cute.arch.shuffle_sync_bfly(number, offset=distance))
         distance //= 2
     return number
 
 
-def layer_normed(numbers: list[Any], tensors: Tensors, lane: Any, epsilon: Any) -> list[Any]:
+def layer_normed(numbers: list[Any], tensors: OperandTensors, lane: Any, epsilon: Any) -> list[Any]:
     """Return a lane's numbers of a row after its LayerNorm, not rounded."""
 
     def mean(terms: list[Any]) -> Any:
         total = terms[0]
         for term in terms[1:]:
-            total = ops.add_rn(total, term)
-        return ops.multiply_rn(row_folded(total), 1.0 / facts.WIDTH)
+            total = codecs.add_rn(total, term)
+        return codecs.multiply_rn(row_folded(total), 1.0 / facts.WIDTH)
 
     # Two passes: mean, then the variance of centred numbers.
     middle = mean(numbers)
-    centred = [ops.subtract_rn(number, middle) for number in numbers]
-    variance = mean([ops.multiply_rn(number, number) for number in centred])
-    factor = ops.divide_rn(1.0, square_root(ops.add_rn(variance, epsilon)))
+    centred = [codecs.subtract_rn(number, middle) for number in numbers]
+    variance = mean([codecs.multiply_rn(number, number) for number in centred])
+    factor = codecs.divide_rn(1.0, square_root(codecs.add_rn(variance, epsilon)))
     weights, biases = numbers_at(tensors.weight, lane), numbers_at(tensors.bias, lane)
     return [
-        ops.add_rn(ops.multiply_rn(ops.multiply_rn(number, factor), weight), bias)
+        codecs.add_rn(codecs.multiply_rn(codecs.multiply_rn(number, factor), weight), bias)
         for number, weight, bias in zip(centred, weights, biases, strict=True)
     ]
 
 
 @cute.jit
 def load_turn(
-    tensors: Tensors, place: tuple[Any, Any], positions: Any, form: cutlass.Constexpr
+    tensors: OperandTensors, place: tuple[Any, Any], positions: Any, form: cutlass.Constexpr
 ) -> tuple[Any, Any]:
     """Return cosines and sines of (token, lane) as words, and whether the lane rotates at all."""
     token, lane = place
@@ -175,7 +174,7 @@ def pairs_of_lane(form: OperandForm) -> int:
 
 def turned(numbers: list[Any], rTurn: Any, turns: Any, lane: Any, form: OperandForm) -> list[Any]:
     """Return a lane's numbers, rotated where it has rotated ones; not rounded."""
-    angles = [ops.number_of(word) for word in words_of(rTurn)]
+    angles = [codecs.number_of(word) for word in words_of(rTurn)]
     cos, sin = angles[: pairs_of_lane(form)], angles[pairs_of_lane(form) :]
     made: list[Any] = []
     if form.pairing == "interleaved":
@@ -184,12 +183,12 @@ def turned(numbers: list[Any], rTurn: Any, turns: Any, lane: Any, form: OperandF
     else:
         distance = facts.PAIRS // facts.OF_LANE
         # The first of a pair loses what the second gains: a sine of the other sign is exact.
-        sign = ops.select(lane % (2 * distance) < distance, Float32(-1.0), Float32(1.0))
+        sign = codecs.select(lane % (2 * distance) < distance, Float32(-1.0), Float32(1.0))
         for number, c, s in zip(numbers, cos, sin, strict=True):
             other = cute.arch.shuffle_sync_bfly(number, offset=distance)
-            part = ops.multiply_rn(other, ops.multiply_rn(s, sign))
-            made.append(ops.add_rn(ops.multiply_rn(number, c), part))
-    return [ops.select(turns, new, old) for new, old in zip(made, numbers, strict=True)]
+            part = codecs.multiply_rn(other, codecs.multiply_rn(s, sign))
+            made.append(codecs.add_rn(codecs.multiply_rn(number, c), part))
+    return [codecs.select(turns, new, old) for new, old in zip(made, numbers, strict=True)]
 
 
 def transformed(numbers: list[Any], lane: Any) -> list[Any]:
@@ -199,19 +198,19 @@ def transformed(numbers: list[Any], lane: Any) -> list[Any]:
         made = list(numbers)
         for i in range(facts.OF_LANE):
             if not i & distance:
-                made[i] = ops.add_rn(numbers[i], numbers[i + distance])
-                made[i + distance] = ops.subtract_rn(numbers[i], numbers[i + distance])
+                made[i] = codecs.add_rn(numbers[i], numbers[i + distance])
+                made[i + distance] = codecs.subtract_rn(numbers[i], numbers[i + distance])
         numbers, distance = made, 2 * distance
     distance = 1
     while distance < facts.LANES:
         # A product with 1 or -1 is exact: the fma is the sum or the difference, rounded once.
-        sign = ops.select(lane // distance % 2 == 1, Float32(-1.0), Float32(1.0))
+        sign = codecs.select(lane // distance % 2 == 1, Float32(-1.0), Float32(1.0))
         numbers = [
-            ops.fma_rn(number, sign, cute.arch.shuffle_sync_bfly(number, offset=distance))
+            codecs.fma_rn(number, sign, cute.arch.shuffle_sync_bfly(number, offset=distance))
             for number in numbers
         ]
         distance = 2 * distance
-    return [ops.multiply_rn(number, facts.HADAMARD_FACTOR) for number in numbers]
+    return [codecs.multiply_rn(number, facts.HADAMARD_FACTOR) for number in numbers]
 
 
 def scale_code_of(words: list[Any], form: OperandForm) -> Any:
@@ -234,14 +233,14 @@ def coded_values(words: list[Any], code: Any, form: OperandForm) -> list[Any]:
     if form.format == "fp8":
         numbers = fp8_numbers(codes_of(words, factor))
     else:
-        scaled = [ops.multiply_rn(number, factor) for number in numbers_of(words)]
+        scaled = [codecs.multiply_rn(number, factor) for number in numbers_of(words)]
         numbers = [facts.mxfp4_number(number, INSTRUCTIONS) for number in scaled]
-    return rounded_words([ops.multiply_rn(number, scale) for number in numbers])
+    return rounded_words([codecs.multiply_rn(number, scale) for number in numbers])
 
 
 @cute.kernel
 def operand_kernel(
-    tensors: Tensors, extents: tuple[Any, ...], epsilon: Float32, form: cutlass.Constexpr
+    tensors: OperandTensors, extents: tuple[Any, ...], epsilon: Float32, form: cutlass.Constexpr
 ) -> None:
     """Process a row with eight lanes; surplus lanes repeat the last row and write nothing."""
     thread, _, _ = cute.arch.thread_idx()
@@ -289,7 +288,7 @@ def launch_operand(
     rows, heads, positions, blocks = extents
     widths = (VECTOR, VECTOR, 0, VECTOR, VECTOR, VECTOR, 0)
     views = zip(pointers, widths, strict=True)
-    tensors = Tensors(*(vectors(address, width) for address, width in views))
+    tensors = OperandTensors(*(vectors(address, width) for address, width in views))
     operand_kernel(tensors, (rows, heads, positions), epsilon, form).launch(
         grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream
     )
@@ -311,10 +310,10 @@ def indexer_operand(
     problem: OperandProblem,
     settings: CompileSettings,
     *,
-    turning: Turning | None = None,
-    norm: Norm | None = None,
-    out: Operand | None = None,
-) -> Operand:
+    turning: RopeOperands | None = None,
+    norm: LayerNormOperands | None = None,
+    out: IndexerOperand | None = None,
+) -> IndexerOperand:
     """Return rows as the scores multiply them, on their GPU: [T, N, 128] in BF16 or codes."""
     out = out or empty_operand(problem, x_TNI.device)
     require_operands(problem, x_TNI, turning, norm)
@@ -324,7 +323,7 @@ def indexer_operand(
     tensors = (x_TNI, turns, positions, weight, bias, out.values, out.scales)
     device = require_device(tensors)
     if problem.tokens:
-        form = facts.choose_form(problem, target_of_device(device).name)
+        form = facts.choose_operand_form(problem, target_of_device(device).name)
         launch(compile_form(form, settings), problem, tensors)
     return out
 
@@ -334,22 +333,25 @@ def launch(
 ) -> None:
     """Launch on checked tensors: rows, RoPE table, positions, weight, bias, values, scales."""
     device = tensors[0].device.index or 0 if tensors[0] is not None else 0
-    numbers = (problem.rows, problem.heads, problem.positions, facts.grid(problem))
+    numbers = (problem.rows, problem.heads, problem.positions, facts.operand_grid(problem))
     extents = tuple(Int32(number) for number in numbers)
     kernel(_pointers(tensors), extents, Float32(problem.epsilon), current_stream(device))
 
 
-def empty_operand(problem: OperandProblem, device: torch.device) -> Operand:
+def empty_operand(problem: OperandProblem, device: torch.device) -> IndexerOperand:
     """Allocate the result; a launch writes every number of it."""
     shape = (problem.tokens, problem.heads, facts.WIDTH)
     if not problem.coded:
-        return Operand(torch.empty(shape, dtype=torch.bfloat16, device=device), None)
+        return IndexerOperand(torch.empty(shape, dtype=torch.bfloat16, device=device), None)
     codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
-    return Operand(codes, torch.empty(shape[:2], dtype=torch.float32, device=device))
+    return IndexerOperand(codes, torch.empty(shape[:2], dtype=torch.float32, device=device))
 
 
 def require_operands(
-    problem: OperandProblem, x_TNI: Tensor, turning: Turning | None, norm: Norm | None
+    problem: OperandProblem,
+    x_TNI: Tensor,
+    turning: RopeOperands | None,
+    norm: LayerNormOperands | None,
 ) -> None:
     """Raise on inputs that the kernel would misread."""
     shape = (problem.tokens, problem.heads, facts.WIDTH)
@@ -374,7 +376,7 @@ def require_operands(
         require_tensor("bias of the norm", norm.bias, torch.float32, (facts.WIDTH,), 16)
 
 
-def require_output(problem: OperandProblem, out: Operand) -> None:
+def require_output(problem: OperandProblem, out: IndexerOperand) -> None:
     """Raise on outputs that do not hold the result."""
     shape = (problem.tokens, problem.heads, facts.WIDTH)
     dtype = torch.float8_e4m3fn if problem.coded else torch.bfloat16

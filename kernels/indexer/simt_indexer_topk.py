@@ -1,7 +1,7 @@
 """Exact top-k of each row of scores: a radix search in shared memory, in one kernel.
 
 Entry point: `indexer_topk(scores, problem, settings, positions=None, out=None) -> int32 [T, K]`.
-One source for sm_90a and sm_100a. The rule of the selection is in topk_problem. A row belongs to
+One source for sm_90a and sm_100a. The rule of the selection is in problem. A row belongs to
 one thread block, or to a cluster of up to eight, each with a segment.
 
 1. Read the segment once; map each score to an ordered 32-bit key in shared memory; count the keys'
@@ -29,9 +29,8 @@ from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div, round_up
-from degarble.kernels.indexer import topk_problem as facts
-from degarble.kernels.indexer.problem import visible_entries
-from degarble.kernels.indexer.topk_problem import TopkForm, TopkProblem
+from degarble.kernels.indexer import problem as facts
+from degarble.kernels.indexer.problem import TopkForm, TopkProblem, visible_entries
 from degarble.kernels.primitives.nvfp4_words import emit
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
@@ -56,7 +55,7 @@ AT_ONCE = 4  # vectors that a thread asks for before it uses the first
 # ---- device --------------------------------------------------------------------------------------
 
 
-class Tensors(NamedTuple):
+class TopkTensors(NamedTuple):
     """Kernel's tensors: scores in vectors of four or singly, flat."""
 
     scores: Any
@@ -64,7 +63,7 @@ class Tensors(NamedTuple):
     out: Any
 
 
-class Shared(NamedTuple):
+class TopkSharedMemory(NamedTuple):
     """Shared memory of a thread block."""
 
     keys: Any  # of its segment
@@ -86,14 +85,14 @@ def key_of(score: Any) -> Any:
     return emit(text, Uint32, score)
 
 
-def shared_of(form: TopkForm) -> Shared:
+def shared_of(form: TopkForm) -> TopkSharedMemory:
     """Allocate what a thread block holds."""
     memory, levels = cutlass.memory.SmemAllocator(), len(facts.LEVELS)
 
     def held(element: Any, *shape: int) -> Any:
         return memory.allocate_tensor(element, cute.make_layout(shape), 16)
 
-    return Shared(
+    return TopkSharedMemory(
         held(Uint32, form.capacity),
         held(Int32, facts.BINS, levels),
         held(Int32, form.warps, levels),
@@ -109,7 +108,7 @@ def bin_of(key: Any, level: int) -> Any:
     return Int32(ops.shift_right(key, shift) & (bins - 1))
 
 
-def counted(shared: Shared, key: Any, level: int) -> None:
+def counted(shared: TopkSharedMemory, key: Any, level: int) -> None:
     """Count a key in its bin."""
     cute.arch.atomic_add(shared.bins.iterator + bin_of(key, level) + level * facts.BINS, Int32(1))
 
@@ -122,7 +121,11 @@ def in_fours(tensor: Any) -> Any:
 
 @cute.jit
 def load_keys(
-    shared: Shared, scores: Any, place: tuple[Any, Any], searched: Any, form: cutlass.Constexpr
+    shared: TopkSharedMemory,
+    scores: Any,
+    place: tuple[Any, Any],
+    searched: Any,
+    form: cutlass.Constexpr,
 ) -> None:
     """Read a segment of (start in memory, length), keep its keys, count them if searched."""
     thread, _, _ = cute.arch.thread_idx()
@@ -152,7 +155,7 @@ def load_keys(
         shared.keys[length + thread] = Uint32(0)  # a vector of four is read as a whole
 
 
-def put_keys(shared: Shared, vector: Any, keys: list[Any]) -> None:
+def put_keys(shared: TopkSharedMemory, vector: Any, keys: list[Any]) -> None:
     """Store adjacent keys."""
     width = len(keys)
     rKeys = cute.make_rmem_tensor(width, Uint32)
@@ -164,7 +167,11 @@ def put_keys(shared: Shared, vector: Any, keys: list[Any]) -> None:
 
 @cute.jit
 def count_level(
-    shared: Shared, prefix: Any, length: Any, level: cutlass.Constexpr, form: cutlass.Constexpr
+    shared: TopkSharedMemory,
+    prefix: Any,
+    length: Any,
+    level: cutlass.Constexpr,
+    form: cutlass.Constexpr,
 ) -> None:
     """Count the keys whose bits above a level equal a prefix.
 
@@ -241,7 +248,7 @@ def summed(number: Any) -> Any:
 
 @cute.jit
 def find_bin(
-    shared: Shared, rank: Any, level: cutlass.Constexpr, form: cutlass.Constexpr
+    shared: TopkSharedMemory, rank: Any, level: cutlass.Constexpr, form: cutlass.Constexpr
 ) -> tuple[Any, Any]:
     """Return the bin of the key of a rank, counted from the largest, and its rank in the bin."""
     thread, _, _ = cute.arch.thread_idx()
@@ -280,7 +287,7 @@ def find_bin(
 
 @cute.jit
 def threshold_of(
-    shared: Shared, length: Any, count: Any, form: cutlass.Constexpr
+    shared: TopkSharedMemory, length: Any, count: Any, form: cutlass.Constexpr
 ) -> tuple[Any, Any]:
     """Return the key of the last one chosen, and how many of its equals are chosen."""
     prefix, rank = find_bin(shared, count, 0, form)
@@ -293,7 +300,7 @@ def threshold_of(
 
 
 @cute.jit
-def marks_of(shared: Shared, threshold: Any, place: tuple[Any, Any]) -> tuple[Any, Any]:
+def marks_of(shared: TopkSharedMemory, threshold: Any, place: tuple[Any, Any]) -> tuple[Any, Any]:
     """Return a lane's words of marks: keys above the threshold and equal to it.
 
     A warp has (first key, keys) of the segment; lane i has the marks of its 32 keys from 32 i on.
@@ -314,7 +321,7 @@ def marks_of(shared: Shared, threshold: Any, place: tuple[Any, Any]) -> tuple[An
 
 
 @cute.jit
-def before_block(shared: Shared, block: Any, form: cutlass.Constexpr) -> tuple[Any, ...]:
+def before_block(shared: TopkSharedMemory, block: Any, form: cutlass.Constexpr) -> tuple[Any, ...]:
     """Return marks above and equal of the cluster's blocks before one, then of all."""
     together(form)
     found = [Int32(0), Int32(0), Int32(0), Int32(0)]
@@ -355,7 +362,10 @@ def put_marked(
 
 @cute.jit
 def row_of(
-    shared: Shared, tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Constexpr
+    shared: TopkSharedMemory,
+    tensors: TopkTensors,
+    extents: tuple[Any, ...],
+    form: cutlass.Constexpr,
 ) -> tuple[Any, ...]:
     """Read a segment; return row, first entry, length, threshold key, and equals to take."""
     entries, count, ratio = extents
@@ -385,7 +395,7 @@ def row_of(
 
 
 @cute.kernel
-def topk_kernel(tensors: Tensors, extents: tuple[Int32, ...], form: cutlass.Constexpr) -> None:
+def topk_kernel(tensors: TopkTensors, extents: tuple[Int32, ...], form: cutlass.Constexpr) -> None:
     """Choose for one row, or for this thread block's segment of it."""
     thread, _, _ = cute.arch.thread_idx()
     index, _, _ = cute.arch.block_idx()
@@ -455,7 +465,7 @@ def launch_topk(
     width = 4 if form.by_four else 1
     flat = cute.make_layout(FLAT)
     vectors = cute.make_layout((width, FLAT), stride=(1, width))
-    tensors = Tensors(
+    tensors = TopkTensors(
         cute.make_tensor(scores, vectors),
         cute.make_tensor(positions, flat),
         cute.make_tensor(out, flat),
@@ -498,7 +508,7 @@ def indexer_topk(
     device = require_device((score_TW, positions_T, out))
     if problem.rows:
         processors = processors_of(device)
-        form = facts.choose_form(problem, target_of_device(device).name, processors)
+        form = facts.choose_topk_form(problem, target_of_device(device).name, processors)
         launch(compile_form(form, settings), form, problem, (score_TW, positions_T, out))
     return out
 
@@ -523,7 +533,7 @@ def launch(
 ) -> None:
     """Launch on checked tensors: scores, positions, chosen entries."""
     device = tensors[0].device.index or 0 if tensors[0] is not None else 0
-    numbers = (problem.entries, problem.count, problem.ratio, facts.grid(problem, form))
+    numbers = (problem.entries, problem.count, problem.ratio, facts.topk_grid(problem, form))
     extents = tuple(Int32(number) for number in numbers)
     kernel(_pointers(form, tensors), extents, current_stream(device))
 

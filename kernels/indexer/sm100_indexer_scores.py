@@ -1,8 +1,8 @@
 """Lightning indexer scores on Blackwell: s[t, w] = sum_h weight[t, h] * relu(q[t, h] . k[w]).
 
-Compiled, never run. Entry point: `indexer_scores(Scored(...), problem, settings, out=None)
--> float32 [T, W]`; arguments, pages, walk over keys and checks are those of sm90_indexer_scores.
-384 threads:
+Compiled, never run. Entry point: `indexer_scores(ScoresOperands(...), problem, settings,
+out=None) -> float32 [T, W]`; arguments, pages, walk over keys and checks are those of
+sm90_indexer_scores. 384 threads:
 
 * Warp 0 (producer): TMA of queries once, of 128 keys a stage.
 * Warp 1 (MMA): tcgen05 of 128 keys with all columns into one of two sums in tensor memory.
@@ -30,15 +30,17 @@ from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import round_up
-from degarble.kernels.gemm import contract, producer, wgmma
-from degarble.kernels.gemm.tcgen05 import instructions as tcgen05
+from degarble.kernels.gemm import contract, mainloop, tcgen05
 from degarble.kernels.gemm.w4a16_instructions import shared_words
 from degarble.kernels.indexer import problem as facts
 from degarble.kernels.indexer import sm90_indexer_scores as hopper
-from degarble.kernels.indexer import tensor_memory, weighing
 from degarble.kernels.indexer.problem import ScoresForm, ScoresProblem
-from degarble.kernels.indexer.sm90_indexer_scores import Scored, Walk
-from degarble.kernels.indexer.weighing import Extents, Tensors
+from degarble.kernels.indexer.sm90_indexer_scores import (
+    KeyWalk,
+    ScoresExtents,
+    ScoresOperands,
+    ScoresTensors,
+)
 from degarble.kernels.runtime.compiling import CompiledKernel, any_stream, compile_kernel
 from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import SM100A, TARGETS
@@ -55,7 +57,7 @@ class Rings(NamedTuple):
     sums: Any
 
 
-class Prepared(NamedTuple):
+class ScoresBlockState(NamedTuple):
     """What all warps share: instruction, shared memory, rings and tensor memory."""
 
     mma: Any
@@ -73,7 +75,10 @@ class Prepared(NamedTuple):
 
 @cute.kernel
 def scores_kernel(
-    feeds: tuple[producer.Feed, ...], tensors: Tensors, e: Extents, form: cutlass.Constexpr
+    feeds: tuple[mainloop.TmaFeed, ...],
+    tensors: ScoresTensors,
+    e: ScoresExtents,
+    form: cutlass.Constexpr,
 ) -> None:
     """Take a role by warp: 0 loads, 1 multiplies, two warpgroups weigh."""
     tile, chunk, _ = cute.arch.block_idx()
@@ -82,24 +87,26 @@ def scores_kernel(
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     held = prepared(tensors, tile, e, form)
     begin = chunk * e.chunk
-    walk = Walk(held.tokens, tile, begin, cutlass.min(begin + e.chunk, e.entries))
-    if warp == tensor_memory.LOADING_WARP:
+    walk = KeyWalk(held.tokens, tile, begin, cutlass.min(begin + e.chunk, e.entries))
+    if warp == facts.LOADING_WARP:
         hopper.load_queries(held.rings.queries, feeds[0], held.queries[0], tile, form)
         hopper.load_walk(held.rings.keys, feeds[1], held.keys[0], (walk, tensors, e), form)
-    elif warp == tensor_memory.MULTIPLYING_WARP:
+    elif warp == facts.MULTIPLYING_WARP:
         multiply_walk(held, walk, form)
-    elif warp >= tensor_memory.ALLOCATING_WARP:
+    elif warp >= facts.ALLOCATING_WARP:
         weigh_walk(held, (walk, tensors, e), form)
         give_back(held.base, form)
 
 
-def prepared(tensors: Tensors, tile: Any, e: Extents, form: ScoresForm) -> Prepared:
+def prepared(
+    tensors: ScoresTensors, tile: Any, e: ScoresExtents, form: ScoresForm
+) -> ScoresBlockState:
     """Lay out shared memory, make the rings, allocate tensor memory; then synchronise."""
     memory = cutlass.memory.SmemAllocator()
     mma = mma_of(form)
     queries, keys = shared_memory(memory, mma, form)
-    address = memory.allocate_array(Int32, tensor_memory.ADDRESS_BYTES // 4)
-    words = memory.allocate_array(Uint32, tensor_memory.words_of_weights(form))
+    address = memory.allocate_array(Int32, facts.ADDRESS_BYTES // 4)
+    words = memory.allocate_array(Uint32, facts.words_of_weights(form))
     sTokens = memory.allocate_tensor(Int32, cute.make_layout((2, form.at_once)), 8)
     rings = rings_of(memory, form)
     hopper.look_up(sTokens, tensors, tile, e, form)
@@ -109,15 +116,15 @@ def prepared(tensors: Tensors, tile: Any, e: Extents, form: ScoresForm) -> Prepa
     pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
     cute.arch.sync_threads()
     base = tcgen05.base_of(address)
-    shape = cute.append(mma.partition_shape_C((facts.KEYS, form.columns)), tensor_memory.SUMS)
+    shape = cute.append(mma.partition_shape_C((facts.KEYS, form.columns)), facts.SUMS)
     sums = cute.make_tensor(base, mma.make_fragment_C(shape).layout)
-    return Prepared(mma, queries, keys, sTokens, Uint32(words.toint()), rings, base, sums)
+    return ScoresBlockState(mma, queries, keys, sTokens, Uint32(words.toint()), rings, base, sums)
 
 
 def mma_of(form: ScoresForm) -> Any:
     """Return the instruction: 128 keys, all columns, both operands in shared memory."""
     element = hopper.ELEMENTS[form.operands]
-    inner = tensor_memory.INSTRUCTION_BYTES * 8 // element.width
+    inner = facts.INSTRUCTION_BYTES * 8 // element.width
     rest = (
         (facts.KEYS, form.columns, inner),
         instructions.CtaGroup.ONE,
@@ -143,7 +150,7 @@ def shared_memory(memory: Any, mma: Any, form: ScoresForm) -> tuple[tuple[Any, A
     )
     made = []
     for written, shape in zip(hopper.layouts(form), shapes, strict=True):
-        tensor = wgmma.shared_of(memory, element, written)
+        tensor = mainloop.shared_of(memory, element, written)
         layout = instructions.tile_to_mma_shape(atom, shape, order=(1, 2, 3))
         made.append((tensor, cute.make_tensor(tensor.iterator, layout.outer)))
     return tuple(made)
@@ -162,8 +169,8 @@ def rings_of(memory: Any, form: ScoresForm) -> Rings:
         defer_sync=True,
     )
     sums = pipeline.PipelineUmmaAsync.create(
-        barrier_storage=memory.allocate_array(Int64, 2 * tensor_memory.SUMS),
-        num_stages=tensor_memory.SUMS,
+        barrier_storage=memory.allocate_array(Int64, 2 * facts.SUMS),
+        num_stages=facts.SUMS,
         producer_group=group(agent),
         consumer_group=group(agent, facts.WARPGROUP),
         defer_sync=True,
@@ -173,48 +180,45 @@ def rings_of(memory: Any, form: ScoresForm) -> Rings:
 
 @cute.jit
 def leave_weights(
-    words: Any, tensors: Tensors, tile: Any, e: Extents, form: cutlass.Constexpr
+    words: Any, tensors: ScoresTensors, tile: Any, e: ScoresExtents, form: cutlass.Constexpr
 ) -> None:
     """Write the weights of all columns to shared memory, a word or half a word each."""
     thread, _, _ = cute.arch.thread_idx()
-    if thread < tensor_memory.words_of_weights(form):
-        each = form.columns // tensor_memory.words_of_weights(form)
+    if thread < facts.words_of_weights(form):
+        each = form.columns // facts.words_of_weights(form)
         column = thread * each
         token = tile * form.at_once + column // form.padded
         pair = [
-            weighing.weight_of(tensors, token, column % form.padded + i, e, form)
-            for i in range(each)
+            hopper.weight_of(tensors, token, column % form.padded + i, e, form) for i in range(each)
         ]
-        words[thread] = weighing.pair_rounded(*pair) if each > 1 else ops.bits_of(pair[0])
+        words[thread] = hopper.pair_rounded(*pair) if each > 1 else ops.bits_of(pair[0])
 
 
 @cute.jit
 def allocate(address: Any, form: cutlass.Constexpr) -> None:
     """Allocate tensor memory in one warp; all may read the address after a barrier."""
-    if cute.arch.warp_idx() == tensor_memory.ALLOCATING_WARP:
-        cute.arch.alloc_tmem(tensor_memory.columns_allocated(form), address)
+    if cute.arch.warp_idx() == facts.ALLOCATING_WARP:
+        cute.arch.alloc_tmem(facts.columns_allocated(form), address)
         cute.arch.relinquish_tmem_alloc_permit()
 
 
 @cute.jit
 def give_back(base: Any, form: cutlass.Constexpr) -> None:
     """Free tensor memory in the allocating warp, once all epilogue threads have read theirs."""
-    cute.arch.barrier(
-        barrier_id=BARRIER_OF_WEIGHING, number_of_threads=tensor_memory.threads_that_weigh()
-    )
-    if cute.arch.warp_idx() == tensor_memory.ALLOCATING_WARP:
-        cute.arch.dealloc_tmem(base, tensor_memory.columns_allocated(form))
+    cute.arch.barrier(barrier_id=BARRIER_OF_WEIGHING, number_of_threads=facts.threads_that_weigh())
+    if cute.arch.warp_idx() == facts.ALLOCATING_WARP:
+        cute.arch.dealloc_tmem(base, facts.columns_allocated(form))
 
 
 @cute.jit
-def multiply_walk(held: Prepared, walk: Walk, form: cutlass.Constexpr) -> None:
+def multiply_walk(held: ScoresBlockState, walk: KeyWalk, form: cutlass.Constexpr) -> None:
     """Multiply the keys of every sequence that the tile's tokens belong to."""
     mma, sums = held.mma, held.sums
     query_ring, key_ring, sums_ring = held.rings
     a, b = mma.make_fragment_A(held.keys[1]), mma.make_fragment_B(held.queries[1])
-    query_ring.consumer_wait(wgmma.consumer_state(1))
-    state = wgmma.consumer_state(facts.stages(form))
-    target = wgmma.producer_state(tensor_memory.SUMS)
+    query_ring.consumer_wait(mainloop.consumer_state(1))
+    state = mainloop.consumer_state(facts.stages(form))
+    target = mainloop.producer_state(facts.SUMS)
     for lead in cutlass.range(form.at_once, unroll=1):
         _, limit, _ = hopper.run_of(walk.tokens, lead, form)
         last = cutlass.min(limit, walk.end)
@@ -237,7 +241,9 @@ def multiply_walk(held: Prepared, walk: Walk, form: cutlass.Constexpr) -> None:
 
 @cute.jit
 def weigh_walk(
-    held: Prepared, given: tuple[Walk, Tensors, Extents], form: cutlass.Constexpr
+    held: ScoresBlockState,
+    given: tuple[KeyWalk, ScoresTensors, ScoresExtents],
+    form: cutlass.Constexpr,
 ) -> None:
     """Weigh every other stage of keys, and write the scores."""
     walk, tensors, e = given
@@ -245,7 +251,7 @@ def weigh_walk(
     ring, weights_at = held.rings.sums, held.weights
     mine = thread // facts.WARPGROUP - 1
     reading = reading_of(held.sums, thread % facts.WARPGROUP, form)
-    state = wgmma.consumer_state(tensor_memory.SUMS)
+    state = mainloop.consumer_state(facts.SUMS)
     for lead in cutlass.range(form.at_once, unroll=1):
         sequence, limit, limits = hopper.run_of(walk.tokens, lead, form)
         last = cutlass.min(limit, walk.end)
@@ -255,7 +261,7 @@ def weigh_walk(
                 row = key + thread % facts.WARPGROUP
                 scale = Float32(1.0)
                 if cutlass.const_expr(form.operands == "fp8"):
-                    scale = weighing.key_scale_of(tensors, (sequence, row, last), e)
+                    scale = hopper.key_scale_of(tensors, (sequence, row, last), e)
                 ring.consumer_wait(state)
                 tcgen05.fence("after")
                 scores = weighed(reading, mine, weights_at, scale, form)
@@ -265,26 +271,26 @@ def weigh_walk(
             state.advance()
         done = walk.begin + round_up(cutlass.max(last - walk.begin, 0), facts.KEYS)
         place = (walk.tile, done, walk.end)
-        weighing.put_nothing(tensors.out, place, limits, e.entries, form)
+        hopper.put_nothing(tensors.out, place, limits, e.entries, form)
 
 
-def reading_of(sums: Any, thread: Any, form: ScoresForm) -> tcgen05.Reading:
+def reading_of(sums: Any, thread: Any, form: ScoresForm) -> tcgen05.TensorMemoryRead:
     """Cut the sums into pieces of columns; a thread reads one lane, its key."""
-    columns = tensor_memory.columns_read(form)
+    columns = facts.columns_read(form)
     atom = cute.make_copy_atom(instructions.Ld32x32bOp(instructions.Repetition(columns)), Float32)
     pieces = cute.flat_divide(sums[(None, None), 0, 0, None], (facts.KEYS, columns))
     copy = instructions.make_tmem_copy(atom, pieces[None, None, 0, 0, 0])
     own = copy.get_slice(thread)
     piece = cute.make_identity_tensor((facts.KEYS, columns))
-    return tcgen05.Reading(copy, own.partition_S(pieces), own.partition_D(piece).shape)
+    return tcgen05.TensorMemoryRead(copy, own.partition_S(pieces), own.partition_D(piece).shape)
 
 
 def weighed(
-    reading: tcgen05.Reading, number: Any, weights_at: Any, scale: Any, form: ScoresForm
+    reading: tcgen05.TensorMemoryRead, number: Any, weights_at: Any, scale: Any, form: ScoresForm
 ) -> list[Any]:
     """Return a key's scores of every token; the next read overlaps the additions."""
     totals = [[Float32(0.0)] * CHAINS for _ in range(form.at_once)]
-    reads = tensor_memory.reads(form)
+    reads = facts.reads(form)
     pending = read_piece(reading, 0, number)
     for piece in range(reads):
         # Waits for the pending read.
@@ -297,11 +303,11 @@ def weighed(
     for chains in totals:
         # The order of Hopper's quad: lanes 0 + 1, 2 + 3, then both.
         folded = [ops.add_rn(chains[i], chains[i + 1]) for i in (0, 2)]
-        made.append(weighing.finished(ops.add_rn(*folded), scale, form))
+        made.append(hopper.finished(ops.add_rn(*folded), scale, form))
     return made
 
 
-def read_piece(reading: tcgen05.Reading, piece: int, number: Any) -> Any:
+def read_piece(reading: tcgen05.TensorMemoryRead, piece: int, number: Any) -> Any:
     """Issue the read of a piece of the sums."""
     registers = cute.make_rmem_tensor(reading.shape, Float32)
     cute.copy(reading.copy, reading.source[None, None, None, 0, piece, number], registers)
@@ -312,18 +318,18 @@ def add_piece(
     products: Any, piece: int, weights_at: Any, totals: list[list[Any]], form: ScoresForm
 ) -> None:
     """Add a piece's products by their weights, eight neighbouring heads at a time."""
-    columns, step = tensor_memory.columns_read(form), facts.HEADS_STEP
-    words = step * tensor_memory.words_of_weights(form) // form.columns
+    columns, step = facts.columns_read(form), facts.HEADS_STEP
+    words = step * facts.words_of_weights(form) // form.columns
     for eight in range(columns // step):
         first = piece * columns + eight * step
-        at = weights_at + first // step * words * tensor_memory.WORD_BYTES
+        at = weights_at + first // step * words * facts.WORD_BYTES
         weights = [word for i in range(0, words, 4) for word in shared_words(at + i * 4, 4)]
         chains = totals[first // form.padded]
         for chain in range(CHAINS):
             pair = [products[eight * step + 2 * chain + i] for i in (0, 1)]
             each = words // CHAINS
             own = [Uint32(word) for word in weights[chain * each : (chain + 1) * each]]
-            chains[chain] = weighing.pair_added(pair, own, chains[chain], form)
+            chains[chain] = hopper.pair_added(pair, own, chains[chain], form)
 
 
 @cute.jit
@@ -352,11 +358,11 @@ def launch_scores(
 ) -> None:
     """Launch a form; the last two numbers are tiles and chunks."""
     *extents, tiles, chunks = numbers
-    e = Extents(*extents)
+    e = ScoresExtents(*extents)
     queries, pages, *others = pointers
     feeds = hopper.feeds_of(queries, pages, e, form)
     flat = cute.make_layout(hopper.FLAT)
-    tensors = Tensors(*(cute.make_tensor(address, flat) for address in others))
+    tensors = ScoresTensors(*(cute.make_tensor(address, flat) for address in others))
     scores_kernel(feeds, tensors, e, form).launch(
         grid=[tiles, chunks, 1],
         block=[facts.threads(form), 1, 1],
@@ -371,13 +377,13 @@ def launch_scores(
 @cache
 def compile_form(form: ScoresForm, settings: CompileSettings) -> CompiledKernel:
     """Compile a form; needs no GPU."""
-    numbers = tuple(Int32(1) for _ in range(len(Extents._fields) + 2))
+    numbers = tuple(Int32(1) for _ in range(len(ScoresExtents._fields) + 2))
     arguments = (hopper.pointers_of(form, None, None), numbers, form, any_stream())
     return compile_kernel(launch_scores, arguments, TARGETS[form.target], settings)
 
 
 def indexer_scores(
-    given: Scored,
+    given: ScoresOperands,
     problem: ScoresProblem,
     settings: CompileSettings,
     *,

@@ -1,9 +1,9 @@
 """Lightning indexer scores on Hopper: s[t, w] = sum_h weight[t, h] * relu(q[t, h] . k[w]).
 
-Entry point: `indexer_scores(Scored(...), problem, settings, out=None) -> float32 [T, W]`; -inf from
-the token's first invisible entry on. No key is read from there on. A thread block has a tile of one
-or four tokens (all their heads are the columns) and a chunk of keys; a stage has 128 keys. 384
-threads:
+Entry point: `indexer_scores(ScoresOperands(...), problem, settings, out=None) -> float32 [T, W]`;
+-inf from the token's first invisible entry on. No key is read from there on. A thread
+block has a tile of one or four tokens (all their heads are the columns) and a chunk of keys; a
+stage has 128 keys. 384 threads:
 
 * Warpgroup 0, its first warp (producer): TMA of the tile's queries once, of pages of keys by stage.
 * Warpgroups 1, 2 (consumers): wgmma of 64 keys each with all columns; then weigh, add and write.
@@ -26,17 +26,16 @@ from typing import Any, NamedTuple
 import cutlass
 import torch
 from cuda.bindings.driver import CUstream
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, cute, pipeline
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import round_up
-from degarble.kernels.gemm import contract, producer, wgmma
+from degarble.kernels.gemm import contract, mainloop
 from degarble.kernels.indexer import problem as facts
-from degarble.kernels.indexer import weighing
 from degarble.kernels.indexer.problem import ScoresForm, ScoresProblem
-from degarble.kernels.indexer.weighing import Extents, Tensors
+from degarble.kernels.primitives.nvfp4_words import emit
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
     any_stream,
@@ -52,6 +51,233 @@ from degarble.kernels.runtime.operands import (
 from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import SM90A, TARGETS
 
+# --------------------------------------------------------------------------------------------------
+# Weigh, add and write the indexer's products: the consumers' work after wgmma.
+#
+# A thread adds its heads in their order, then the four threads of a quad are folded. FP8 keys are
+# scaled after the sum. Scores are -inf where a token sees nothing. Only for use inside a kernel
+# that is being traced; sm_100a adds in the same order.
+
+HIGH_HALF = 0xFFFF_0000
+
+
+class ScoresTensors(NamedTuple):
+    """Tensors that the kernel's threads access directly, flat."""
+
+    weights: Any  # [T, N]
+    scales: Any  # float32 [T, N], of FP8 queries
+    positions: Any  # int64 [T]
+    sequences: Any  # int32 [T]
+    table: Any  # int32 [S, P]
+    key_scales: Any  # the pages' bytes as float32
+    out: Any  # float32 [T, W]
+
+
+class ScoresExtents(NamedTuple):
+    """Run-time extents of a launch."""
+
+    tokens: Any
+    heads: Any
+    entries: Any
+    sequences: Any
+    ratio: Any  # tokens of an entry
+    of_page: Any  # entries of a page
+    pages: Any
+    of_table: Any  # columns of the table
+    stride_words: Any  # words of four bytes from page to page
+    chunk: Any  # keys of a thread block
+
+
+def lane_of() -> Any:
+    """Return this thread's number in its warp."""
+    thread, _, _ = cute.arch.thread_idx()
+    return thread % 32
+
+
+def row_of_thread(mine: Any) -> Any:
+    """Return the first of a stage's two keys of a thread; the other is eight further on."""
+    thread, _, _ = cute.arch.thread_idx()
+    return mine * facts.PIECE + thread % facts.WARPGROUP // 32 * 16 + thread % 32 // 4
+
+
+@cute.jit
+def weights_of(tensors: ScoresTensors, tile: Any, e: ScoresExtents, form: cutlass.Constexpr) -> Any:
+    """Return the weights of a thread's columns, two per eight; 0 beyond heads and tokens.
+
+    In float32 each has a register; in `stored` arithmetic both share one, as BF16.
+    """
+    # A wgmma fragment has two columns of every eight in a thread.
+    groups = form.columns // facts.HEADS_STEP
+    stored = form.arithmetic == "stored"
+    found = cute.make_rmem_tensor(groups if stored else 2 * groups, Uint32)
+    for group in cutlass.range_constexpr(groups):
+        j, eight = divmod(group, form.padded // facts.HEADS_STEP)
+        token = tile * form.at_once + j
+        pair = [weight_of(tensors, token, head_of_thread(eight, c), e, form) for c in (0, 1)]
+        if cutlass.const_expr(stored):
+            found[group] = pair_rounded(*pair)
+        else:
+            found[2 * group], found[2 * group + 1] = (ops.bits_of(weight) for weight in pair)
+    return found
+
+
+@cute.jit
+def weight_of(
+    tensors: ScoresTensors, token: Any, head: Any, e: ScoresExtents, form: cutlass.Constexpr
+) -> Any:
+    """Return the weight of a token's head, times the query's scale; 0 beyond heads and tokens."""
+    weight = Float32(0.0)
+    if (head < e.heads) & (token < e.tokens):
+        at = Int64(token) * Int64(e.heads) + Int64(head)
+        weight = Float32(tensors.weights[at])
+        if cutlass.const_expr(form.operands == "fp8"):
+            # The query's scale is folded into the weight.
+            weight = ops.multiply_rn(weight, Float32(tensors.scales[at]))
+    return weight
+
+
+def pair_rounded(low: Any, high: Any) -> Any:
+    """Return two numbers rounded to BF16, in one word."""
+    return emit("cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", Uint32, low, high)
+
+
+def head_of_thread(eight: int, place: int) -> Any:
+    """Return the head of a thread's column: a wgmma gives a thread two neighbours of eight."""
+    return eight * facts.HEADS_STEP + 2 * (lane_of() % 4) + place
+
+
+def rectified(number: Any) -> Any:
+    """Return relu of a product; NaN stays."""
+    return emit("max.NaN.f32 {$w0}, {$r0}, {$r1};", Float32, number, Float32(0.0))
+
+
+def rectified_pair(low: Any, high: Any) -> Any:
+    """Return relu of two products, rounded to BF16, in one word; NaN stays."""
+    return emit("cvt.rn.relu.bf16x2.f32 {$w0}, {$r1}, {$r0};", Uint32, low, high)
+
+
+def weighed(sums: Any, rWeights: Any, scales: list[Any], form: ScoresForm) -> list[list[Any]]:
+    """Return both keys' scores of every token, the same in all threads of a quad."""
+    eights = form.padded // facts.HEADS_STEP
+    made = []
+    for j in range(form.at_once):
+        pair = []
+        for row in (0, 1):
+            total = Float32(0.0)
+            for eight in range(eights):
+                total = added(sums, rWeights, (j * eights + eight, row), total, form)
+            for distance in (1, 2):
+                other = cute.arch.shuffle_sync_bfly(total, offset=distance)
+                total = ops.add_rn(total, other)
+            pair.append(finished(total, scales[row], form))
+        made.append(pair)
+    return made
+
+
+def finished(total: Any, scale: Any, form: ScoresForm) -> Any:
+    """Return a score from the sum over heads: key scale, and BF16 rounding if `stored`."""
+    if form.operands == "fp8":
+        total = ops.multiply_rn(total, scale)
+    if form.arithmetic == "stored":
+        word = emit("cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};", Uint32, total, Float32(0.0))
+        total = ops.number_of(word & Uint32(HIGH_HALF))
+    return total
+
+
+def added(sums: Any, rWeights: Any, at: tuple[int, int], total: Any, form: ScoresForm) -> Any:
+    """Add two neighbouring heads' weighted products to a key's sum."""
+    group, row = at
+    pair = [sums[4 * group + 2 * row + c] for c in (0, 1)]
+    words = [group] if form.arithmetic == "stored" else [2 * group, 2 * group + 1]
+    return pair_added(pair, [Uint32(rWeights[word]) for word in words], total, form)
+
+
+def pair_added(pair: list[Any], weights: list[Any], total: Any, form: ScoresForm) -> Any:
+    """Add two products by their weights, a word each or, stored, both in one."""
+    if form.arithmetic == "stored":
+        word = rectified_pair(*pair)
+        word = emit("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", Uint32, word, weights[0])
+        total = ops.add_rn(total, ops.number_of(ops.shift_left(word, 16)))
+        return ops.add_rn(total, ops.number_of(word & Uint32(HIGH_HALF)))
+    for number, weight in zip(pair, weights, strict=True):
+        total = ops.fma_rn(rectified(number), ops.number_of(weight), total)
+    return total
+
+
+@cute.jit
+def key_scales_of(
+    tensors: ScoresTensors, place: tuple[Any, Any, Any], e: ScoresExtents, form: cutlass.Constexpr
+) -> list[Any]:
+    """Return the scales of a thread's two keys; 1 where none is read."""
+    sequence, row, last = place
+    found = [Float32(1.0)] * 2
+    if cutlass.const_expr(form.operands == "fp8"):
+        found = [key_scale_of(tensors, (sequence, row + i, last), e) for i in (0, 8)]
+    return found
+
+
+@cute.jit
+def key_scale_of(tensors: ScoresTensors, place: tuple[Any, Any, Any], e: ScoresExtents) -> Any:
+    """Return the scale of (sequence, entry, end); 1 where none is read."""
+    sequence, entry, last = place
+    scale = Float32(1.0)
+    if entry < last:
+        at = Int64(sequence) * Int64(e.of_table) + Int64(entry // e.of_page)
+        page = Int32(tensors.table[at])
+        if (page >= 0) & (page < e.pages):
+            start = Int64(page) * Int64(e.stride_words)
+            within = e.of_page * (facts.WIDTH // facts.SCALE_BYTES) + entry % e.of_page
+            scale = Float32(tensors.key_scales[start + Int64(within)])
+    return scale
+
+
+@cute.jit
+def put_scores(
+    out: Any,
+    scores: list[list[Any]],
+    place: tuple[Any, Any, Any],
+    limits: list[Any],
+    entries: Any,
+    form: cutlass.Constexpr,
+) -> None:
+    """Write the scores of (tile, thread's row) up to an end; a quad's threads share the tokens."""
+    tile, row, end = place
+    lane = lane_of()
+    for j in cutlass.range_constexpr(form.at_once):
+        # All lanes of a quad have every token's score: lane j % 4 writes token j.
+        if (lane % 4 == j % 4) & (limits[j] >= 0):
+            start = Int64(tile * form.at_once + j) * Int64(entries)
+            for second in cutlass.range_constexpr(2):
+                entry = row + 8 * second
+                if entry < end:
+                    score = ops.select(entry < limits[j], scores[j][second], Float32(float("-inf")))
+                    out[start + Int64(entry)] = score
+
+
+@cute.jit
+def put_nothing(
+    out: Any,
+    place: tuple[Any, Any, Any],
+    limits: list[Any],
+    entries: Any,
+    form: cutlass.Constexpr,
+) -> None:
+    """Write -inf to entries whose keys were not multiplied."""
+    tile, first, end = place
+    thread, _, _ = cute.arch.thread_idx()
+    # Consumers come after the producer warpgroup.
+    own = thread - facts.WARPGROUP
+    for j in cutlass.range_constexpr(form.at_once):
+        if limits[j] >= 0:
+            start = Int64(tile * form.at_once + j) * Int64(entries)
+            step = facts.CONSUMERS * facts.WARPGROUP
+            for entry in cutlass.range(first + own, end, step, unroll=1):
+                out[start + Int64(entry)] = Float32(float("-inf"))
+
+
+# --------------------------------------------------------------------------------------------------
+# Lightning indexer scores on Hopper: s[t, w] = sum_h weight[t, h] * relu(q[t, h] . k[w]).
+
 ELEMENTS = {"bf16": BFloat16, "fp8": Float8E4M3FN}
 TORCH = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 WEIGHTS = {"float32": (Float32, torch.float32, 4), "stored": (BFloat16, torch.bfloat16, 2)}
@@ -59,7 +285,7 @@ WEIGHTS = {"float32": (Float32, torch.float32, 4), "stored": (BFloat16, torch.bf
 FLAT = 1 << 40
 
 
-class Scored(NamedTuple):
+class ScoresOperands(NamedTuple):
     """Tensors that a launch reads; all on one GPU, contiguous."""
 
     queries: Tensor  # [T, N, 128], bf16 or float8_e4m3fn
@@ -74,7 +300,7 @@ class Scored(NamedTuple):
 # ---- device --------------------------------------------------------------------------------------
 
 
-class Walk(NamedTuple):
+class KeyWalk(NamedTuple):
     """Work of a thread block: its tile's tokens and a range of keys."""
 
     tokens: Any  # (sequence and visible entries, token) in shared memory
@@ -98,7 +324,9 @@ def ring_of(memory: Any, stages: int, expected: int) -> Any:
 
 
 @cute.jit
-def look_up(sTokens: Any, tensors: Tensors, tile: Any, e: Extents, form: cutlass.Constexpr) -> None:
+def look_up(
+    sTokens: Any, tensors: ScoresTensors, tile: Any, e: ScoresExtents, form: cutlass.Constexpr
+) -> None:
     """Write sequence (-1: no token) and visible entries of the tile's tokens to shared memory."""
     thread, _, _ = cute.arch.thread_idx()
     if thread < form.at_once:
@@ -143,7 +371,10 @@ def run_of(sTokens: Any, lead: Any, form: ScoresForm) -> tuple[Any, Any, list[An
 
 @cute.kernel
 def scores_kernel(
-    feeds: tuple[producer.Feed, ...], tensors: Tensors, e: Extents, form: cutlass.Constexpr
+    feeds: tuple[mainloop.TmaFeed, ...],
+    tensors: ScoresTensors,
+    e: ScoresExtents,
+    form: cutlass.Constexpr,
 ) -> None:
     """Take a role by warpgroup: 0 loads, 1 and 2 multiply and weigh."""
     thread, _, _ = cute.arch.thread_idx()
@@ -154,8 +385,8 @@ def scores_kernel(
     element, stages = ELEMENTS[form.operands], facts.stages(form)
     memory = cutlass.memory.SmemAllocator()
     layout_q, layout_k = layouts(form)
-    sQ = wgmma.shared_of(memory, element, layout_q)
-    sK = wgmma.shared_of(memory, element, layout_k)
+    sQ = mainloop.shared_of(memory, element, layout_q)
+    sK = mainloop.shared_of(memory, element, layout_k)
     sTokens = memory.allocate_tensor(Int32, cute.make_layout((2, form.at_once)), 8)
     # Queries are loaded once; the ring serves as their barrier.
     query_ring = ring_of(memory, 1, facts.query_bytes(form))
@@ -167,7 +398,7 @@ def scores_kernel(
     cute.arch.sync_threads()
 
     begin = chunk * e.chunk
-    walk = Walk(sTokens, tile, begin, cutlass.min(begin + e.chunk, e.entries))
+    walk = KeyWalk(sTokens, tile, begin, cutlass.min(begin + e.chunk, e.entries))
     if group == 0:
         cute.arch.setmaxregister_decrease(facts.PRODUCER_REGISTERS)
         if cute.arch.warp_idx() == 0:
@@ -181,15 +412,15 @@ def scores_kernel(
 @cute.jit
 def load_walk(
     ring: Any,
-    feed: producer.Feed,
+    feed: mainloop.TmaFeed,
     sK: Any,
-    given: tuple[Walk, Tensors, Extents],
+    given: tuple[KeyWalk, ScoresTensors, ScoresExtents],
     form: cutlass.Constexpr,
 ) -> None:
     """Load the keys of every sequence that the tile's tokens belong to."""
     walk, tensors, e = given
     boxes = boxes_of(feed, sK, (form.box, inner_of(form)))
-    state = wgmma.producer_state(facts.stages(form))
+    state = mainloop.producer_state(facts.stages(form))
     for lead in cutlass.range(form.at_once, unroll=1):
         sequence, limit, _ = run_of(walk.tokens, lead, form)
         last = cutlass.min(limit, walk.end)
@@ -204,39 +435,39 @@ def score_walk(
     rings: tuple[Any, Any],
     shared: tuple[Any, Any],
     mine: Any,
-    given: tuple[Walk, Tensors, Extents],
+    given: tuple[KeyWalk, ScoresTensors, ScoresExtents],
     form: cutlass.Constexpr,
 ) -> None:
     """Multiply a warpgroup's keys with the queries, stage after stage, and write the scores."""
     walk, tensors, e = given
     sQ, sK = shared
-    mma = wgmma.mma_of(ELEMENTS[form.operands], form.columns)
+    mma = mainloop.mma_of(ELEMENTS[form.operands], form.columns)
     slice_ = mma.get_slice(0)
-    sums = wgmma.sums_of(mma, form.columns)
-    a = mma.make_fragment_A(slice_.partition_A(wgmma.rows_of(sK, mine)))
+    sums = mainloop.sums_of(mma, form.columns)
+    a = mma.make_fragment_A(slice_.partition_A(mainloop.rows_of(sK, mine)))
     b = mma.make_fragment_B(slice_.partition_B(sQ))
-    rWeights = weighing.weights_of(tensors, walk.tile, e, form)
-    rings[0].consumer_wait(wgmma.consumer_state(1))
-    state = wgmma.consumer_state(facts.stages(form))
+    rWeights = weights_of(tensors, walk.tile, e, form)
+    rings[0].consumer_wait(mainloop.consumer_state(1))
+    state = mainloop.consumer_state(facts.stages(form))
     for lead in cutlass.range(form.at_once, unroll=1):
         sequence, limit, limits = run_of(walk.tokens, lead, form)
         last = cutlass.min(limit, walk.end)
         for key in cutlass.range(walk.begin, last, facts.KEYS, unroll=1):
-            row = key + weighing.row_of_thread(mine)
+            row = key + row_of_thread(mine)
             rings[1].consumer_wait(state)
             multiply(mma, sums, (a, b), state.index, form)
             # Loaded while wgmma runs.
-            scales = weighing.key_scales_of(tensors, (sequence, row, last), e, form)
+            scales = key_scales_of(tensors, (sequence, row, last), e, form)
             warpgroup.wait_group(0)
             rings[1].consumer_release(state)
             state.advance()
-            scores = weighing.weighed(sums, rWeights, scales, form)
+            scores = weighed(sums, rWeights, scales, form)
             place = (walk.tile, row, walk.end)
-            weighing.put_scores(tensors.out, scores, place, limits, e.entries, form)
+            put_scores(tensors.out, scores, place, limits, e.entries, form)
         # Entries of the chunk past the last multiplied stage.
         done = walk.begin + round_up(cutlass.max(last - walk.begin, 0), facts.KEYS)
         place = (walk.tile, done, walk.end)
-        weighing.put_nothing(tensors.out, place, limits, e.entries, form)
+        put_nothing(tensors.out, place, limits, e.entries, form)
 
 
 def inner_of(form: ScoresForm) -> int:
@@ -249,12 +480,12 @@ def layouts(form: ScoresForm) -> tuple[Any, Any]:
     element, halves = ELEMENTS[form.operands], facts.OPERANDS[form.operands].halves
     sizes = ((form.columns, halves), (facts.KEYS, halves * facts.stages(form)))
     return tuple(
-        wgmma.staged_layout(element, rows, inner_of(form), count, wgmma.Swizzle.K_SW128)
+        mainloop.staged_layout(element, rows, inner_of(form), count, mainloop.Swizzle.K_SW128)
         for rows, count in sizes
     )
 
 
-def boxes_of(feed: producer.Feed, shared: Any, box: tuple[int, int]) -> tuple[Any, Any]:
+def boxes_of(feed: mainloop.TmaFeed, shared: Any, box: tuple[int, int]) -> tuple[Any, Any]:
     """Return destinations (box, along rows, halves) and sources (box, rows, halves, third)."""
     boxes = cute.local_tile(feed.tensor, box, (None, None, None))
     inside = cute.local_tile(shared, box, (None, 0, None))
@@ -270,11 +501,11 @@ def boxes_of(feed: producer.Feed, shared: Any, box: tuple[int, int]) -> tuple[An
 
 @cute.jit
 def load_queries(
-    ring: Any, feed: producer.Feed, sQ: Any, tile: Any, form: cutlass.Constexpr
+    ring: Any, feed: mainloop.TmaFeed, sQ: Any, tile: Any, form: cutlass.Constexpr
 ) -> None:
     """Load the heads of the tile's tokens; zeros beyond heads and tokens."""
     destination, source = boxes_of(feed, sQ, (form.padded, inner_of(form)))
-    state = wgmma.producer_state(1)
+    state = mainloop.producer_state(1)
     ring.producer_acquire(state)
     barrier = ring.producer_get_barrier(state)
     for half in cutlass.range_constexpr(facts.OPERANDS[form.operands].halves):
@@ -289,7 +520,7 @@ def load_keys(
     ring: Any,
     state: Any,
     boxes: tuple[Any, Any],
-    given: tuple[Any, Any, Extents],
+    given: tuple[Any, Any, ScoresExtents],
     place: tuple[Any, Any, Any],
     form: cutlass.Constexpr,
 ) -> Any:
@@ -334,7 +565,7 @@ def multiply(
     warpgroup.commit_group()
 
 
-def feeds_of(queries: Any, pages: Any, e: Extents, form: ScoresForm) -> tuple[Any, ...]:
+def feeds_of(queries: Any, pages: Any, e: ScoresExtents, form: ScoresForm) -> tuple[Any, ...]:
     """Make the TMA atoms of queries, a box a token, and of keys, a box a part of a page."""
     size = facts.OPERANDS[form.operands].bytes
     heads = (e.heads, facts.WIDTH, e.tokens)
@@ -348,9 +579,9 @@ def feeds_of(queries: Any, pages: Any, e: Extents, form: ScoresForm) -> tuple[An
     )
     element, inner = ELEMENTS[form.operands], inner_of(form)
     return tuple(
-        producer.feed_of(
+        mainloop.feed_of(
             tensor,
-            wgmma.staged_layout(element, rows, inner, 1, wgmma.Swizzle.K_SW128),
+            mainloop.staged_layout(element, rows, inner, 1, mainloop.Swizzle.K_SW128),
             (rows, inner),
         )
         for tensor, rows in ((mQ, form.padded), (mK, form.box))
@@ -366,11 +597,11 @@ def launch_scores(
 ) -> None:
     """Launch a form; the last two numbers are tiles and chunks."""
     *extents, tiles, chunks = numbers
-    e = Extents(*extents)
+    e = ScoresExtents(*extents)
     queries, pages, *others = pointers
     feeds = feeds_of(queries, pages, e, form)
     flat = cute.make_layout(FLAT)
-    tensors = Tensors(*(cute.make_tensor(address, flat) for address in others))
+    tensors = ScoresTensors(*(cute.make_tensor(address, flat) for address in others))
     scores_kernel(feeds, tensors, e, form).launch(
         grid=[tiles, chunks, 1],
         block=[facts.threads(form), 1, 1],
@@ -385,13 +616,13 @@ def launch_scores(
 @cache
 def compile_form(form: ScoresForm, settings: CompileSettings) -> CompiledKernel:
     """Compile a form; needs no GPU."""
-    numbers = tuple(Int32(1) for _ in range(len(Extents._fields) + 2))
+    numbers = tuple(Int32(1) for _ in range(len(ScoresExtents._fields) + 2))
     arguments = (pointers_of(form, None, None), numbers, form, any_stream())
     return compile_kernel(launch_scores, arguments, TARGETS[form.target], settings)
 
 
 def indexer_scores(
-    given: Scored,
+    given: ScoresOperands,
     problem: ScoresProblem,
     settings: CompileSettings,
     *,
@@ -413,7 +644,7 @@ def indexer_scores(
     return out
 
 
-def require_operands(problem: ScoresProblem, given: Scored, out: Tensor) -> None:
+def require_operands(problem: ScoresProblem, given: ScoresOperands, out: Tensor) -> None:
     """Raise on tensors that the kernel would misread."""
     pages, tokens = problem.pages, problem.tokens
     by_head = (tokens, problem.heads)
@@ -433,13 +664,17 @@ def require_operands(problem: ScoresProblem, given: Scored, out: Tensor) -> None
 
 
 def launch(
-    kernel: CompiledKernel, form: ScoresForm, problem: ScoresProblem, given: Scored, out: Tensor
+    kernel: CompiledKernel,
+    form: ScoresForm,
+    problem: ScoresProblem,
+    given: ScoresOperands,
+    out: Tensor,
 ) -> None:
     """Launch on checked tensors."""
     device = out.device.index or 0
     tiles, chunks, keys = facts.grid(problem, form, processors_of(device))
     pages = problem.pages
-    extents = Extents(
+    extents = ScoresExtents(
         tokens=problem.tokens,
         heads=problem.heads,
         entries=problem.entries,
@@ -455,7 +690,9 @@ def launch(
     kernel(pointers_of(form, given, out), numbers, current_stream(device))
 
 
-def pointers_of(form: ScoresForm, given: Scored | None, out: Tensor | None) -> tuple[Any, ...]:
+def pointers_of(
+    form: ScoresForm, given: ScoresOperands | None, out: Tensor | None
+) -> tuple[Any, ...]:
     """Return the kernel's pointers: queries, pages, then the fields of Tensors."""
     element, (of_weights, _, size) = ELEMENTS[form.operands], WEIGHTS[form.arithmetic]
     q, weights, positions, sequences, table, pages, scales = given or (None,) * 7

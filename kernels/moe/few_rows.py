@@ -25,15 +25,126 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from degarble.harness.formats import scalar_ops as codecs
-from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div, round_up
-from degarble.kernels.gemm import epilogue, producer, schedule, wgmma
-from degarble.kernels.gemm import nvfp4_spans as spans
+from degarble.kernels.gemm import mainloop
 from degarble.kernels.gemm import nvfp4_stages as stages
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm import sm90_gemm_nvfp4 as gemm
+from degarble.kernels.gemm.nvfp4_stages import BLOCKS, WORDS
 from degarble.kernels.moe.problem import GATE_AND_UP
 from degarble.kernels.primitives import nvfp4_words as words
+from degarble.kernels.primitives.e2m1_pairs import PAIRS, bf16_pairs
+
+# --------------------------------------------------------------------------------------------------
+# Decode stages of 128 or 256 NVFP4 numbers along K, span by span, for tiles of few rows (sm_90a).
+#
+# A span is 64 numbers of K, in the order of nvfp4_stages, so sums do not depend on the stage
+# length. Layout of a stage: a row is 64 or 128 bytes of codes whose 16-byte chunks TMA's swizzle
+# permutes, and one word of scales (four blocks) in each 128x4 tile.
+#
+# Reading and decoding are two steps: registers that a wgmma reads may be overwritten only after it
+# was waited for, while reads of shared memory need not wait for that.
+
+CHUNKS = 2  # of 16 bytes of codes in a span
+FRAGMENT_WORDS = 16  # of a thread's part of a span of 64 rows
+SWIZZLED_ROWS = 8
+
+
+def chunk_of_codes(row: Any, chunk: Any, spans: int) -> Any:
+    """Return the index of a row's 16-byte chunk `chunk`, under the 32-, 64- or 128-byte swizzle."""
+    of_row = CHUNKS * spans
+    return row * of_row + (row // (SWIZZLED_ROWS // of_row) % of_row ^ chunk)
+
+
+def chunk_of_numbers(row: Any, chunk: Any, span: int, rows: int) -> Any:
+    """Return the index of a decoded 16-byte chunk: span by span, rows of 128 swizzled bytes."""
+    return span * rows * SWIZZLED_ROWS + stages.chunk_of_numbers(row, chunk)
+
+
+def word_of_scales(row: Any, span: int, spans: int) -> Any:
+    """Return the word that holds a row's four scales of a span: tiles along K, then rows."""
+    within = row % 32 * 4 + row % 128 // 32
+    return (row // 128 * spans + span) * 128 + within
+
+
+# ---- weights: registers of wgmma ---------------------------------------------------------------
+
+
+def read_rows(
+    shared: Any, place: tuple[Any, Any], stage: Any, spans: int, some: range
+) -> list[Any]:
+    """Read a thread's codes and scales of block q in rows g and g + 8, for some spans of a stage.
+
+    `place` is the row g and the block q; `spans` is the number of spans in a stage.
+    """
+    row, block = place
+    # Row g + 8 and other spans lie as far away in every stage: one address serves many reads.
+    of_scales, made = word_of_scales(row, 0, spans), []
+    for span in some:
+        chunk = chunk_of_codes(row, CHUNKS * span + block // CHUNKS, spans)
+        at, below = chunk * 2 + block % 2, CHUNKS * spans * 2 * SWIZZLED_ROWS
+        codes = [stages.words_at(shared.a, at + i * below, stage, WORDS) for i in range(2)]
+        at = of_scales + span * 128
+        bits = [stages.words_at(shared.a_scales, at + 32 * i, stage, 1)[0] for i in range(2)]
+        made.append((codes, bits))
+    return made
+
+
+def decode_rows(
+    read: tuple[list[Any], list[Any]], fragment: Any, block: Any, mask: Any, place: int
+) -> None:
+    """Decode a span that was read into wgmma's registers, as nvfp4_stages.decode_fragment does.
+
+    `place` is the index of the span among those that the registers hold.
+    """
+    codes, bits = read
+    both = scales_of_rows(bits, block, mask)
+    for i in range(2):
+        pairs = stages.decoded(codes[i], stages.doubled(both, upper=i == 1))
+        for step in range(BLOCKS):
+            at = FRAGMENT_WORDS * place + 4 * step + i
+            fragment[at] = pairs[2 * step]
+            fragment[at + 2] = pairs[2 * step + 1]
+
+
+def scales_of_rows(bits: list[Any], block: Any, mask: Any) -> Any:
+    """Return the decoded scales of block q in rows g and g + 8 as one pair."""
+    kept = (each & mask for each in bits)
+    upper, lower = (codecs.shift_right(each, Uint32(block) * 8) & 0x7F for each in kept)
+    return stages.scale_pairs(codecs.shift_left(upper, 4) + codecs.shift_left(lower, 20))
+
+
+# ---- tokens: shared memory ---------------------------------------------------------------------
+
+
+def decode_span(
+    shared: Any, place: tuple[Any, Any, Any], at: tuple[Any, Any, Any], extents: Any
+) -> None:
+    """Decode one span of a row from shared memory to shared memory.
+
+    `place`: the row, the tile's first row among its rows of scales, the span. `at`: stage of codes,
+    stage of numbers, mask of scales. `extents`: rows of a tile, spans of a stage.
+    """
+    row, first, span = place
+    (source, target, mask), (rows, spans) = at, extents
+    bits = stages.words_at(shared.b_scales, word_of_scales(row + first, span, spans), source, 1)[0]
+    of_block = stages.scales_of_blocks(bits & mask)
+    read = []
+    for chunk in range(CHUNKS):
+        index = chunk_of_codes(row, CHUNKS * span + chunk, spans)
+        read += stages.words_at(shared.b, index, source, 4)
+    for word in range(WORDS):
+        pairs = [bf16_pairs(read[WORDS * block + word], Uint32) for block in range(BLOCKS)]
+        for pair in range(PAIRS):
+            made = cute.make_rmem_tensor(BLOCKS, Uint32)
+            for block in range(BLOCKS):
+                made[block] = stages.times(pairs[block][pair], of_block[block])
+            chunk = chunk_of_numbers(row, word * PAIRS + pair, span, rows)
+            cute.autovec_copy(made, shared.numbers[None, chunk, target])
+
+
+# --------------------------------------------------------------------------------------------------
+# Expert GEMM on sm_90a for tiles of 16, 32 or 64 rows: weights are wgmma's rows, tokens columns.
 
 WORDS_OF_CHUNK, NUMBERS_OF_CHUNK = 4, 8  # of 16 bytes
 BLOCK_WORDS = stages.BLOCK // 2
@@ -42,24 +153,24 @@ AT_ONCE = 2  # spans of B that registers hold
 OPERANDS = ("a", "b", "scales of a", "scales of b")
 
 
-class Tile(NamedTuple):
+class OutgoingTile(NamedTuple):
     """Shared memory of an outgoing tile: numbers, and 16-byte chunks, row by row of A."""
 
     numbers: Any  # (columns, rows)
     chunks: Any  # (words, chunks, rows)
 
 
-class Few(NamedTuple):
+class FewRowsMemory(NamedTuple):
     """Shared memory of a thread block."""
 
     tensors: tuple[Any, ...]  # as TMA writes them
     boxes: tuple[Any, ...]
-    weights: gemm.Shared  # B in the place of A
-    tokens: gemm.Shared  # A in the place of B
-    tile: Tile
+    weights: gemm.Nvfp4SharedViews  # B in the place of A
+    tokens: gemm.Nvfp4SharedViews  # A in the place of B
+    tile: OutgoingTile
 
 
-def shared_memory(memory: Any, form: Any) -> Few:
+def shared_memory(memory: Any, form: Any) -> FewRowsMemory:
     """Allocate stages, decoded A and the outgoing tile."""
     count, tactic = facts.footprint(form).stages, form.tactic
     tensors, pointers = gemm.loaded_stages(memory, form)
@@ -75,20 +186,20 @@ def shared_memory(memory: Any, form: Any) -> Few:
     numbers = view(decoded, 4, size, facts.decoded_stages(form))
     codes, scales = view(b[0], stages.WORDS, b[1], count), view(of_b[0], 1, of_b[1], count)
     # The decoding functions call wgmma's rows A; here those are the weights.
-    weights = gemm.Shared(codes, scales, None, None, numbers)
+    weights = gemm.Nvfp4SharedViews(codes, scales, None, None, numbers)
     codes, scales = view(a[0], 4, a[1], count), view(of_a[0], 1, of_a[1], count)
-    tokens = gemm.Shared(None, None, codes, scales, numbers)
-    return Few(tensors, gemm.boxes_of(form), weights, tokens, tile_of(memory, tactic))
+    tokens = gemm.Nvfp4SharedViews(None, None, codes, scales, numbers)
+    return FewRowsMemory(tensors, gemm.boxes_of(form), weights, tokens, tile_of(memory, tactic))
 
 
-def tile_of(memory: Any, tactic: Any) -> Tile:
+def tile_of(memory: Any, tactic: Any) -> OutgoingTile:
     """Allocate the outgoing tile, in words."""
     # In words; the padding puts consecutive rows in different banks.
     row = (tactic.columns + facts.FEW_PADDING) // 2
     leaving = memory.allocate_array(Uint32, row * tactic.rows, byte_alignment=16)
     shape = (WORDS_OF_CHUNK, row // WORDS_OF_CHUNK, tactic.rows)
     numbers = cute.make_layout((tactic.columns, tactic.rows), stride=(1, 2 * row))
-    return Tile(
+    return OutgoingTile(
         cute.make_tensor(cute.recast_ptr(leaving, dtype=BFloat16), numbers),
         cute.make_tensor(leaving, cute.make_layout(shape, stride=(1, WORDS_OF_CHUNK, row))),
     )
@@ -96,7 +207,7 @@ def tile_of(memory: Any, tactic: Any) -> Tile:
 
 @cute.kernel
 def few_kernel(
-    feeds: tuple[producer.Feed, ...],
+    feeds: tuple[mainloop.TmaFeed, ...],
     leaving: Any,
     groups: Any,
     extents: tuple[Int32, ...],
@@ -109,32 +220,32 @@ def few_kernel(
     group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
     memory = cutlass.memory.SmemAllocator()
     few = shared_memory(memory, of_gemm)
-    ring, decoded = wgmma.ring_of_stages(memory, of_gemm), gemm.ring_of_decoded(memory, of_gemm)
-    wgmma.begin(tactic)
+    ring, decoded = mainloop.ring_of_stages(memory, of_gemm), gemm.ring_of_decoded(memory, of_gemm)
+    mainloop.begin(tactic)
 
-    walk = schedule.walk_of((Int32(groups.rows[0]), extents[0]), tactic, groups.experts)
+    walk = mainloop.walk_of((Int32(groups.rows[0]), extents[0]), tactic, groups.experts)
     steps = ceil_div(extents[1], tactic.inner)
     decoding, consuming = facts.roles(of_gemm)
     if group == 0:
         cute.arch.setmaxregister_decrease(decoding.registers)
         if cute.arch.warp_idx() == 0:
-            feedings = tuple(map(producer.feeding, feeds, few.tensors, few.boxes))
+            feedings = tuple(map(mainloop.feeding, feeds, few.tensors, few.boxes))
             load(ring, feedings, walk, steps, of_gemm)
         else:
             decode((ring, decoded), walk, few.tokens, (steps, extents[1] // stages.BLOCK), of_gemm)
     else:
         cute.arch.setmaxregister_increase(consuming.registers)
-        mma = wgmma.mma_of(BFloat16, tactic.rows, warpgroup.OperandSource.RMEM)
+        mma = mainloop.mma_of(BFloat16, tactic.rows, warpgroup.OperandSource.RMEM)
         consume((ring, decoded), (mma, few, group - 1), leaving, (groups, walk, extents), form)
 
 
 @cute.jit
 def load(ring: Any, feedings: Any, walk: Any, steps: Any, form: cutlass.Constexpr) -> None:
     """Load all tiles of this thread block."""
-    state = wgmma.producer_state(ring.num_stages)
+    state = mainloop.producer_state(ring.num_stages)
     for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
-        tiles = gemm.tiles_of_boxes(schedule.tile_at(walk, number), form)
-        state = producer.produce_tile(ring, state, feedings, tiles, steps)
+        tiles = gemm.tiles_of_boxes(mainloop.tile_at(walk, number), form)
+        state = mainloop.produce_tile(ring, state, feedings, tiles, steps)
     ring.producer_tail(state)
 
 
@@ -144,11 +255,11 @@ def decode(rings: Any, walk: Any, shared: Any, extents: Any, form: cutlass.Const
     (ring, decoded), (steps, blocks) = rings, extents
     tactic, turn = form.tactic, Int32(0)
     of_stage = tactic.inner // stages.STAGE_K
-    state = wgmma.consumer_state(ring.num_stages)
-    target = wgmma.producer_state(facts.decoded_stages(form))
+    state = mainloop.consumer_state(ring.num_stages)
+    target = mainloop.producer_state(facts.decoded_stages(form))
     mine = cute.arch.warp_idx() - 1
     for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
-        row, _, _ = schedule.tile_at(walk, number)
+        row, _, _ = mainloop.tile_at(walk, number)
         first = row * tactic.rows % facts.SCALE_TILE_ROWS
         for step in cutlass.range(steps, unroll=1):
             if turn == mine:
@@ -181,7 +292,7 @@ def decode_stage(shared: Any, first: Any, at: Any, inner: Any, tactic: Any) -> N
         if tactic.rows >= facts.WARP:  # then all threads of a warp have the same span
             row, span = lane + turn * facts.WARP % tactic.rows, turn * facts.WARP // tactic.rows
         mask = mask_of(blocks, before + span)
-        spans.decode_span(shared, (row, first, span), (*at, mask), (tactic.rows, of_stage))
+        decode_span(shared, (row, first, span), (*at, mask), (tactic.rows, of_stage))
 
 
 def mask_of(blocks: Any, span: Any) -> Any:
@@ -196,20 +307,20 @@ def consume(rings: Any, own: Any, leaving: Any, given: Any, form: cutlass.Conste
     groups, walk, (columns, inner) = given
     tactic, parts = form.gemm.tactic, form.gemm.parts
     steps, blocks = ceil_div(inner, tactic.inner), inner // stages.BLOCK
-    sums = wgmma.sums_of(mma, tactic.rows)
+    sums = mainloop.sums_of(mma, tactic.rows)
     b = mma.make_fragment_B(mma.get_slice(0).partition_B(decoded_tensor(few.weights, form.gemm)))
     # Registers of two spans, which alternate.
     held = AT_ONCE * stages.STAGE_K
     a = mma.make_fragment_A(mma.partition_shape_A((facts.PIECE_ROWS, held)))
-    state = wgmma.consumer_state(rings[0].num_stages)
-    source = wgmma.consumer_state(facts.decoded_stages(form.gemm))
+    state = mainloop.consumer_state(rings[0].num_stages)
+    source = mainloop.consumer_state(facts.decoded_stages(form.gemm))
     first = mine * facts.PIECE_ROWS
     matrix = first // (tactic.columns // parts)
     for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
         work = (few.weights, first, blocks, steps)
         state, source = multiply(rings, (state, source), (mma, sums, a, b), work, tactic)
         # Computed after the products: kept values would take registers from them.
-        row, column, expert = schedule.tile_at(walk, number)
+        row, column, expert = mainloop.tile_at(walk, number)
         stage_tile(few.tile, sums, first, scales_of(groups, expert * parts + matrix, expert))
         wait_for_those(mine, form.gemm)
         at = row * tactic.rows
@@ -262,7 +373,7 @@ def add_stage(
     for span in range(of_stage):
         if span % AT_ONCE == 0:
             some = range(span, span + AT_ONCE)
-            read += spans.read_rows(shared, place, state.index, of_stage, some)
+            read += read_rows(shared, place, state.index, of_stage, some)
         if span == of_stage - AT_ONCE:
             state = give_back(ring, state)
         if not begins or span >= AT_ONCE:
@@ -271,7 +382,7 @@ def add_stage(
             before = release(decoded, before)
         registers = cute.recast_tensor(fragments[2], Uint32)
         mask = mask_of(blocks, step * of_stage + span)
-        spans.decode_rows(read[span], registers, place[1], mask, span % AT_ONCE)
+        decode_rows(read[span], registers, place[1], mask, span % AT_ONCE)
         if span == 0:
             decoded.consumer_wait(source)
         add_span(fragments, span, source.index, begins=begins and span == 0)
@@ -283,7 +394,7 @@ def add_span(fragments: Any, span: int, index: Any, *, begins: bool) -> None:
     mma, sums, a, b = fragments
     first = span * stages.BLOCKS
     steps = (first, first + stages.BLOCKS, first - span % AT_ONCE * stages.BLOCKS)
-    wgmma.multiply_stage(mma, sums, a, b[None, None, None, index], begins=begins, steps=steps)
+    mainloop.multiply_stage(mma, sums, a, b[None, None, None, index], begins=begins, steps=steps)
 
 
 @cute.jit
@@ -307,8 +418,8 @@ def give_back(ring: Any, state: Any) -> Any:
 def decoded_tensor(shared: Any, form: Any) -> Any:
     """View decoded A as wgmma reads it."""
     tactic = form.tactic
-    layout = wgmma.staged_layout(
-        BFloat16, tactic.rows, tactic.inner, facts.decoded_stages(form), wgmma.Swizzle.K_SW128
+    layout = mainloop.staged_layout(
+        BFloat16, tactic.rows, tactic.inner, facts.decoded_stages(form), mainloop.Swizzle.K_SW128
     )
     pointer = cute.recast_ptr(shared.numbers.iterator, layout.inner, dtype=BFloat16)
     return cute.make_tensor(pointer, layout.outer)
@@ -326,7 +437,7 @@ def sharing(mine: Any, form: Any) -> tuple[Any, Any]:
 def wait_for_those(mine: Any, form: Any) -> None:
     """Synchronise the warpgroups that write together."""
     those, _ = sharing(mine, form)
-    barrier, count = wgmma.FIRST_BARRIER + those, form.parts * facts.WARPGROUP
+    barrier, count = mainloop.FIRST_BARRIER + those, form.parts * facts.WARPGROUP
     cute.arch.barrier(barrier_id=barrier, number_of_threads=count)
 
 
@@ -338,7 +449,7 @@ def thread_of_those(mine: Any, form: Any) -> Any:
 
 
 @cute.jit
-def stage_tile(tile: Tile, sums: Any, first: Any, scales: Any) -> None:
+def stage_tile(tile: OutgoingTile, sums: Any, first: Any, scales: Any) -> None:
     """Scale and round a warpgroup's sums, and write them so that a row of A is contiguous.
 
     A thread has rows g and g + 8 of B in two adjacent columns of each eight.
@@ -348,18 +459,18 @@ def stage_tile(tile: Tile, sums: Any, first: Any, scales: Any) -> None:
     row = first + within // facts.WARP * 16 + within % facts.WARP // 4
     for i in cutlass.range_constexpr(cute.size(sums)):
         token = i // 4 * 8 + within % 4 * 2 + i % 2
-        number = BFloat16(epilogue.scaled(sums[i], scales))
+        number = BFloat16(mainloop.scaled(sums[i], scales))
         tile.numbers[row + i // 2 % 2 * 8, token] = number
 
 
-def words_of_block(tile: Tile, row: Any, first: Any) -> list[Any]:
+def words_of_block(tile: OutgoingTile, row: Any, first: Any) -> list[Any]:
     """Read the words of 16 numbers of a row."""
     at = first // NUMBERS_OF_CHUNK
     halves = (stages.words_at(tile.chunks, at + half, row, WORDS_OF_CHUNK) for half in range(2))
     return [word for half in halves for word in half]
 
 
-def both_of(tile: Tile, row: Any, local: Any, part: int) -> list[list[Any]]:
+def both_of(tile: OutgoingTile, row: Any, local: Any, part: int) -> list[list[Any]]:
     """Read a block of gate and that of up, at the same place in their parts."""
     firsts = (local * stages.BLOCK + matrix * part for matrix in range(GATE_AND_UP))
     return [words_of_block(tile, row, first) for first in firsts]
@@ -369,18 +480,20 @@ def weight_of(leaving: Any, row: Any) -> Any:
     """Return the routing weight of a row; 0 for a row of zeros."""
     slot = leaving.slots[row]
     weight = Float32(leaving.weights[cutlass.max(slot, 0)])
-    return ops.select(slot >= 0, weight, 0.0)
+    return codecs.select(slot >= 0, weight, 0.0)
 
 
 def scales_of(groups: Any, matrix: Any, expert: Any) -> tuple[Any, Any]:
     """Return the factors of a matrix's sums, the exact power of two first."""
     of_a, of_b = Float32(groups.scale_a[expert]), Float32(groups.scale_b[matrix])
-    return stages.RESTORE, ops.multiply_rn(of_a, of_b)
+    return stages.RESTORE, codecs.multiply_rn(of_a, of_b)
 
 
 @cute.jit
-def requantise(leaving: Any, tile: Tile, place: Any, mine: Any, form: cutlass.Constexpr) -> None:
-    """Write SwiGLU of a tile as NVFP4, a block per thread, with the bytes of moe.epilogue."""
+def requantise(
+    leaving: Any, tile: OutgoingTile, place: Any, mine: Any, form: cutlass.Constexpr
+) -> None:
+    """Write SwiGLU of a tile as NVFP4, a block per thread, with the bytes of other tiles."""
     first_row, column, expert, blocks = place
     part = form.gemm.tactic.columns // GATE_AND_UP
     (those, groups), item = sharing(mine, form.gemm), thread_of_those(mine, form.gemm)
@@ -393,7 +506,7 @@ def requantise(leaving: Any, tile: Tile, place: Any, mine: Any, form: cutlass.Co
         numbers = words.swiglu_numbers(gate, up, form.limit)
         if cutlass.const_expr(form.weighted):
             weight = weight_of(leaving, at_row)
-            numbers = [ops.multiply_rn(number, weight) for number in numbers]
+            numbers = [codecs.multiply_rn(number, weight) for number in numbers]
         rounded = words.rounded_words(numbers)
         scaling = words.scaling_of(Float32(leaving.hidden_scale[expert]), None)
         code = words.scale_code_of(words.block_amax(rounded), scaling.share)
@@ -418,7 +531,9 @@ def show(leaving: Any, both: tuple[Any, Any], first: Any, place: tuple[Any, Any]
 
 
 @cute.jit
-def store_rows(leaving: Any, tile: Tile, place: Any, mine: Any, form: cutlass.Constexpr) -> None:
+def store_rows(
+    leaving: Any, tile: OutgoingTile, place: Any, mine: Any, form: cutlass.Constexpr
+) -> None:
     """Store columns of D, 16 bytes a thread; `leaving` is D in chunks of 16 bytes."""
     first_row, first_column, columns = place
     (those, groups), item = sharing(mine, form), thread_of_those(mine, form)

@@ -15,13 +15,18 @@ from typing import TYPE_CHECKING, Any
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div, round_up
 from degarble.harness.formats.scalar_ops import bf16_round
-from degarble.kernels.gemm import problem as gemm
-from degarble.kernels.gemm.problem import GemmForm, Tactic
+from degarble.kernels.gemm import problem as facts
+from degarble.kernels.gemm import tensor_memory
+from degarble.kernels.gemm.problem import GemmForm, GemmTactic
 from degarble.kernels.rows.router_problem import MOST_CHOSEN, MOST_EXPERTS
 from degarble.kernels.runtime.targets import SM90A, SM100A
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+# --------------------------------------------------------------------------------------------------
+# Problem, layout of rows, tactic table and forms of a mixture of experts.
 
 BEFORE_W2, AFTER_W2 = "before w2", "after w2"
 WEIGHTINGS = (BEFORE_W2, AFTER_W2)
@@ -77,7 +82,7 @@ class MoeProblem:
     def fits(self) -> bool:
         """Return whether kernels can number all blocks of all rows."""
         rows = self.slots + self.experts * MOST_ROWS
-        return rows * max(self.hidden, self.width) // gemm.NVFP4.block < LARGEST_COUNT
+        return rows * max(self.hidden, self.width) // facts.NVFP4.block < LARGEST_COUNT
 
     @property
     def slots(self) -> int:
@@ -120,32 +125,34 @@ class CombineForm:
 
 
 # `rows_up_to` bounds the mean of an expert's slots. Measured: docs/design-notes/moe_kernel.md.
-TACTICS: Mapping[str, tuple[Tactic, ...]] = {
+TACTICS: Mapping[str, tuple[GemmTactic, ...]] = {
     SM90A.name: (
-        Tactic(12, rows=16, columns=256, inner=256),
-        Tactic(28, rows=32, columns=256, inner=256),
-        Tactic(64, rows=64, columns=256, inner=128),
-        Tactic(140, rows=128, columns=256, inner=64),
+        GemmTactic(12, rows=16, columns=256, inner=256),
+        GemmTactic(28, rows=32, columns=256, inner=256),
+        GemmTactic(64, rows=64, columns=256, inner=128),
+        GemmTactic(140, rows=128, columns=256, inner=64),
         # Where most experts' rows are three or four times 64; of more, the tiles before again.
-        Tactic(208, rows=256, columns=128, inner=64),
-        Tactic(gemm.ANY, rows=128, columns=256, inner=64),
+        GemmTactic(208, rows=256, columns=128, inner=64),
+        GemmTactic(facts.ANY, rows=128, columns=256, inner=64),
     ),
     # Not measured, for want of a GPU: docs/design-notes/sm100_moe.md.
-    SM100A.name: (Tactic(gemm.ANY, rows=128, columns=192, inner=256),),
+    SM100A.name: (GemmTactic(facts.ANY, rows=128, columns=192, inner=256),),
 }
 # Each tile of a table once, by its rows; benches and suites go through them.
-TILES: Mapping[str, Mapping[int, Tactic]] = {
+TILES: Mapping[str, Mapping[int, GemmTactic]] = {
     target: {tactic.rows: tactic for tactic in tactics} for target, tactics in TACTICS.items()
 }
 MOST_ROWS = max(rows for tiles in TILES.values() for rows in tiles)  # of a tile
 # FC1's tile where it is not the tactic's: an instruction finds the scales of its columns side by
 # side, so gate and up are a whole tile of scales each.
-FIRST_TACTICS: Mapping[str, Tactic] = {
-    SM100A.name: Tactic(gemm.ANY, rows=128, columns=GATE_AND_UP * gemm.SCALE_TILE_ROWS, inner=256),
+FIRST_TACTICS: Mapping[str, GemmTactic] = {
+    SM100A.name: GemmTactic(
+        facts.ANY, rows=128, columns=GATE_AND_UP * facts.SCALE_TILE_ROWS, inner=256
+    ),
 }
 
 
-def choose_tactic(problem: MoeProblem, target: str) -> Tactic:
+def choose_tactic(problem: MoeProblem, target: str) -> GemmTactic:
     """Return the tactic of both products, by the table."""
     if target not in TACTICS:
         raise UnknownName.among("target of a mixture of experts", target, TACTICS)
@@ -153,14 +160,16 @@ def choose_tactic(problem: MoeProblem, target: str) -> Tactic:
     return next(tactic for tactic in TACTICS[target] if mean <= tactic.rows_up_to)
 
 
-def forms_of(problem: MoeProblem, target: str, tactic: Tactic | None = None) -> tuple[MoeForm, ...]:
+def forms_of(
+    problem: MoeProblem, target: str, tactic: GemmTactic | None = None
+) -> tuple[MoeForm, ...]:
     """Return the forms of FC1 and FC2."""
     tactic = tactic or choose_tactic(problem, target)
     of_first = FIRST_TACTICS.get(target, tactic)
     shape = (tactic.cluster_rows, tactic.cluster_columns)
     of_first = replace(of_first, cluster_rows=shape[0], cluster_columns=shape[1])
     first, second = (
-        GemmForm(gemm.NVFP4.name, "e4m3", target, cut, parts)
+        GemmForm(facts.NVFP4.name, "e4m3", target, cut, parts)
         for cut, parts in ((of_first, GATE_AND_UP), (tactic, 1))
     )
     return MoeForm(first, problem.limit, problem.weighting == BEFORE_W2), MoeForm(second)
@@ -169,24 +178,24 @@ def forms_of(problem: MoeProblem, target: str, tactic: Tactic | None = None) -> 
 # ---- rows ----------------------------------------------------------------------------------------
 
 
-def rows_of_one_expert(tactic: Tactic) -> int:
+def rows_of_one_expert(tactic: GemmTactic) -> int:
     """Return the rows that belong to one expert: of a tile, or of a cluster's tiles along M."""
     return tactic.rows * tactic.cluster_rows
 
 
-def most_tiles(problem: MoeProblem, tactic: Tactic) -> int:
+def most_tiles(problem: MoeProblem, tactic: GemmTactic) -> int:
     """Return the tiles (or clusters) of rows that any choice needs; at least 1, to allocate."""
     # Each expert with a slot pads by at most rows - 1.
     some, rows = min(problem.experts, problem.slots), rows_of_one_expert(tactic)
     return max(1, (problem.slots + (rows - 1) * some) // rows)
 
 
-def most_rows(problem: MoeProblem, tactic: Tactic) -> int:
+def most_rows(problem: MoeProblem, tactic: GemmTactic) -> int:
     """Return the rows that any choice needs at most."""
     return most_tiles(problem, tactic) * rows_of_one_expert(tactic)
 
 
-def plan_sizes(problem: MoeProblem, tactic: Tactic) -> tuple[int, ...]:
+def plan_sizes(problem: MoeProblem, tactic: GemmTactic) -> tuple[int, ...]:
     """Return the element counts of a Plan's tensors: rows, counts, tiles, slots, places."""
     tiles, rows = most_tiles(problem, tactic), most_rows(problem, tactic)
     return 1, problem.experts, tiles, rows, max(1, problem.slots)
@@ -194,7 +203,7 @@ def plan_sizes(problem: MoeProblem, tactic: Tactic) -> tuple[int, ...]:
 
 def scale_bytes(rows: int, columns: int) -> int:
     """Return the bytes of a matrix's block scales, in 128x4 order."""
-    size: int = SWIZZLE_128X4.storage_size(rows, columns // gemm.NVFP4.block)
+    size: int = SWIZZLE_128X4.storage_size(rows, columns // facts.NVFP4.block)
     return size
 
 
@@ -219,4 +228,55 @@ def first_scale_row(row: Any, first: Any, form: GemmForm) -> Any:
     Every part begins with a scale tile of its own, `first` rows into it.
     """
     part = form.tactic.columns // form.parts
-    return first + row // part * (round_up(part, gemm.SCALE_TILE_ROWS) - part)
+    return first + row // part * (round_up(part, facts.SCALE_TILE_ROWS) - part)
+
+
+# --------------------------------------------------------------------------------------------------
+# Derived facts of the expert products on sm_100a: a warp's rows, and places of codes and scales.
+#
+# An expert's slots begin where a tile of 128 rows begins, which is also one tile of scales in 128x4
+# order. So groups are padded to 128 rows in codes and scales alike, and TMA brings the scales of a
+# tile of rows as one box. A tile of FC1 is 128 columns of gate next to 128 of up, one scale tile
+# each; a thread has one row of it, hence whole blocks of 16. Warps store independently; a warp
+# whose 32 rows are unused stores nothing.
+#
+# Host arithmetic that kernels trace as well; no GPU, no DSL. Nothing of it was run: there was no
+# sm_100a device.
+
+WARP_ROWS = 32  # lanes of tensor memory that one warp reaches; PTX ISA 9.1, tcgen05.ld
+FIRST_BARRIER = 4  # of the warps that store; 0 to 3 belong to the thread block and to probes
+BLOCK = facts.NVFP4.block
+BLOCKS_OF_PIECE = facts.PIECE_COLUMNS // BLOCK  # 64 columns: a word of four scales
+BLOCKS_OF_STORE = 2  # that leave together: 16 bytes of codes
+WORDS_OF_BLOCK = BLOCK // 2  # of two BF16
+
+
+def piece_buffers() -> int:
+    """Return the buffers of 32-row pieces: each warp has its own."""
+    return facts.PIECES_AT_ONCE * tensor_memory.LANES // WARP_ROWS
+
+
+def columns_of_part(form: MoeForm) -> int:
+    """Return the columns of gate, or of up, in a tile of FC1; of FC2 all of them."""
+    return form.gemm.tactic.columns // form.gemm.parts
+
+
+def blocks_of_tile(form: MoeForm) -> int:
+    """Return the blocks of 16 that a row of a tile becomes."""
+    return columns_of_part(form) // BLOCK
+
+
+def words_of_row(form: MoeForm) -> int:
+    """Return the words of two BF16 that a thread keeps of its row to release sums early."""
+    return form.gemm.tactic.columns // 2
+
+
+def codes_at(row: Any, block: Any, blocks: Any) -> Any:
+    """Return where codes of a pair of blocks begin, counted in 16 bytes."""
+    return row * (blocks // BLOCKS_OF_STORE) + block // BLOCKS_OF_STORE
+
+
+def scales_at(row: Any, block: Any, blocks: Any) -> Any:
+    """Return the word of four scales that begins with `block`, a multiple of four."""
+    offset = SWIZZLE_128X4.offset_of(row, block, None, blocks)
+    return offset // SWIZZLE_128X4.column_tile

@@ -27,9 +27,8 @@ from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
 from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as codecs
-from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div, round_up
-from degarble.kernels.gemm.problem import Tactic
+from degarble.kernels.gemm.problem import GemmTactic
 from degarble.kernels.moe import problem as facts
 from degarble.kernels.primitives import nvfp4_words as words
 from degarble.kernels.primitives import quantise_problem
@@ -50,7 +49,7 @@ FLAT = 1 << 30
 CHUNK = 8  # numbers of a row that a thread of `combine` sums
 
 
-class Plan(NamedTuple):
+class RowPlan(NamedTuple):
     """Assignment of slots to rows: int32 on the GPU, written by `count` and `place`."""
 
     rows: Tensor  # [1], rows of all groups, rows of zeros included
@@ -247,8 +246,8 @@ def gather_kernel(
             factor = codecs.nvfp4_block_encode_scale(of_block, scaling.encode)
             made = words.code_words(read, factor, target)
             index = Int64(row) * Int64(blocks) + Int64(block)
-            words.store(tensors.codes, index, [ops.select(slot >= 0, word, 0) for word in made])
-            code = ops.select(slot >= 0, of_block, 0)
+            words.store(tensors.codes, index, [codecs.select(slot >= 0, word, 0) for word in made])
+            code = codecs.select(slot >= 0, of_block, 0)
         if (row < Uint32(padded_rows)) & (block < padded):
             tensors.scales[layout.offset_of(row, block, None, blocks)] = Uint8(code)
 
@@ -293,21 +292,21 @@ def combine_kernel(tensors: tuple[Any, ...], chunks: Int32, form: cutlass.Conste
                 numbers = weighed(numbers, Float32(weights[slot]))
             # What lies in the first row is read where a slot has none, and left out.
             sums = [
-                ops.select(place >= 0, ops.add_rn(total, number), total)
+                codecs.select(place >= 0, codecs.add_rn(total, number), total)
                 for total, number in zip(sums, numbers, strict=True)
             ]
         at = Int64(token) * Int64(chunks) + Int64(chunk)
         if cutlass.const_expr(form.shared):
             more = words.numbers_of(read_words(shared, at, CHUNK // 2))
-            sums = [ops.add_rn(total, number) for total, number in zip(sums, more, strict=True)]
+            sums = [codecs.add_rn(total, number) for total, number in zip(sums, more, strict=True)]
             words.store(out, at, words.rounded_words(sums))
         else:
-            words.store(out, at, [ops.bits_of(total) for total in sums])
+            words.store(out, at, [codecs.bits_of(total) for total in sums])
 
 
 def weighed(numbers: list[Any], weight: Any) -> list[Any]:
     """Multiply a row's numbers by the slot's routing weight."""
-    return [ops.multiply_rn(number, weight) for number in numbers]
+    return [codecs.multiply_rn(number, weight) for number in numbers]
 
 
 def read_words(tensor: Any, index: Any, count: int) -> list[Any]:
@@ -379,7 +378,7 @@ def pointers_of(
     return tuple(map(operands.pointer, elements, tensors, alignments))
 
 
-class Rows(NamedTuple):
+class Nvfp4Rows(NamedTuple):
     """Rows of NVFP4: packed codes [R, K / 2], and scale bytes in 128x4 order."""
 
     codes: Tensor
@@ -387,11 +386,11 @@ class Rows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Job:
+class MoeJob:
     """Arguments common to all steps: problem, tactic, target, compile settings."""
 
     problem: facts.MoeProblem
-    tactic: Tactic
+    tactic: GemmTactic
     target: str
     settings: CompileSettings
 
@@ -401,7 +400,7 @@ class Job:
         return facts.rows_of_one_expert(self.tactic)
 
 
-def plan(job: Job, chosen_TK: Tensor, local_G: Tensor | None, out: Plan) -> None:
+def plan(job: MoeJob, chosen_TK: Tensor, local_G: Tensor | None, out: RowPlan) -> None:
     """Order slots into rows, on checked tensors."""
     problem = job.problem
     kernel = compile_plan(job.tile, job.target, job.settings)
@@ -410,7 +409,9 @@ def plan(job: Job, chosen_TK: Tensor, local_G: Tensor | None, out: Plan) -> None
     kernel(pointers, tuple(map(Int32, extents)), stream_of(chosen_TK))
 
 
-def gather(job: Job, x_TD: Tensor, decode_scale_E: Tensor, order: Plan, out: Rows) -> None:
+def gather(
+    job: MoeJob, x_TD: Tensor, decode_scale_E: Tensor, order: RowPlan, out: Nvfp4Rows
+) -> None:
     """Quantise every row's token with its expert's scale, on checked tensors."""
     kernel = compile_gather(job.tile, job.target, job.settings)
     blocks = job.problem.hidden // quantise_problem.BLOCK
@@ -433,7 +434,7 @@ class Sum(NamedTuple):
     out: Tensor  # float32 [T, D], or BF16 where a shared expert is added
 
 
-def combine(job: Job, tensors: Sum) -> None:
+def combine(job: MoeJob, tensors: Sum) -> None:
     """Sum the rows of every token's slots, on checked tensors."""
     problem = job.problem
     weighted, shared = problem.weighting == facts.AFTER_W2, tensors.shared is not None

@@ -75,7 +75,7 @@ def one_expert(
     device = x_TD.device
     chosen = torch.zeros(problem.tokens, 1, dtype=torch.int32, device=device)
     routing = moe.Routing(chosen, torch.ones(problem.tokens, 1, device=device))
-    given = moe.Given(x_TD, routing, weights)
+    given = moe.MoeInputs(x_TD, routing, weights)
     moe.require_given(problem, given)
     contract.require_place(tuple(moe.tensors_of(given)), target)
     job = grouped.job_of(problem, settings)

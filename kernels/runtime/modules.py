@@ -16,13 +16,11 @@ _ROOMS = {
     "attention": (
         "simt_attention_merge",
         "simt_latent_query",
-        "sm100_attention_instructions",
         "sm100_attention_kernel",
         "sm100_sparse_attention",
         "sm90_attention_kernel",
         "sm90_sparse_attention",
     ),
-    "attention.sm90": ("sm90_attention_experiment",),
     "cache": (
         "simt_compressor",
         "simt_kv_read",

@@ -27,7 +27,7 @@ from degarble.kernels.gemm.problem import (
     TACTICS,
     GemmForm,
     GemmProblem,
-    Tactic,
+    GemmTactic,
     choose_form,
 )
 from degarble.kernels.runtime.modules import module_of
@@ -116,7 +116,7 @@ def cublas_arm(problem: GemmProblem) -> Arm:
     return captured(CUBLAS, problem.bytes_moved, [launch(*each) for each in sets])
 
 
-def kernel_arm(problem: GemmProblem, tactic: Tactic | None = None) -> Arm:
+def kernel_arm(problem: GemmProblem, tactic: GemmTactic | None = None) -> Arm:
     """Run a kernel, in the form of the table or another one."""
     target = target_of_device().name
     kernels = import_module(module_of(f"{FAMILIES[target]}_gemm_{problem.operands}"))

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from degarble.kernels.gemm.grouped_fp8_problem import GroupedFp8Problem
-from degarble.kernels.gemm.grouped_problem import GroupedProblem
+from degarble.kernels.gemm.grouped_problem import GroupedFp8Problem, GroupedProblem
 from degarble.kernels.gemm.problem import FP8_BLOCK, GemmProblem
 from degarble.kernels.primitives.fp8_quantise_problem import SCALES, Fp8Problem
 from degarble.kernels.rows.inverse_rope_problem import BackProblem
@@ -136,8 +135,8 @@ def coded_buffers(a: Any, b: Any, groups: int, kind: str) -> Coded:
     positions = torch.randint(POSITIONS, (tokens,), device="cuda")
     told = Fp8Problem(tokens, groups * INNER, kind, turned=HEAD, positions=POSITIONS)
     held = quantising.empty_outputs(told, a.device)
-    heads = kernels.Grouped(a, codes, of_b, turns=turns, positions=positions)
-    quantised = kernels.Grouped(held.codes, codes, of_b, held.scales)
+    heads = kernels.GroupedFp8Operands(a, codes, of_b, turns=turns, positions=positions)
+    quantised = kernels.GroupedFp8Operands(held.codes, codes, of_b, held.scales)
     alone = GroupedFp8Problem(tokens, groups, COLUMNS, INNER, kind)
     return Coded(heads, quantised, told, alone)
 

@@ -17,10 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.kernels.indexer import operand_problem as indexer_operand_problem
-from degarble.kernels.indexer.operand_problem import OperandProblem
-from degarble.kernels.indexer.problem import OPERANDS, KeyPages, ScoresProblem
-from degarble.kernels.indexer.topk_problem import TopkProblem
+from degarble.kernels.indexer import problem as indexer_problem
+from degarble.kernels.indexer.problem import (
+    OPERANDS,
+    KeyPages,
+    OperandProblem,
+    ScoresProblem,
+    TopkProblem,
+)
 from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import SM90A
 from degarble.suites.bench.bench_quantise_kernel import (
@@ -92,7 +96,7 @@ def scores_arm(problem: ScoresProblem) -> Arm:
         pages[:, :held] = keys.view(torch.uint8).view(p.pages.count, held)
         scales = torch.rand(p.tokens, p.heads, device="cuda") if p.pages.operands == "fp8" else None
         weights = torch.randn(p.tokens, p.heads, device="cuda")
-        given = kernels.Scored(
+        given = kernels.ScoresOperands(
             q_TNI.to(codes),
             weights.to(kernels.WEIGHTS[p.arithmetic][1]),
             torch.full((p.tokens,), p.entries - 1, device="cuda"),
@@ -187,11 +191,11 @@ def operand_arm(problem: OperandProblem) -> Arm:
     from degarble.kernels.indexer import simt_indexer_operand as kernels  # noqa: PLC0415  needs the DSL
 
     p, launches = problem, []
-    shape = (p.tokens, p.heads, indexer_operand_problem.WIDTH)
+    shape = (p.tokens, p.heads, indexer_problem.WIDTH)
     for _ in range(sets_for(p.bytes_moved)):
         x_TNI = torch.randn(shape, device="cuda").bfloat16()
-        turns = torch.randn(p.positions, indexer_operand_problem.TABLE_WIDTH, device="cuda")
-        turning = kernels.Turning(turns, torch.arange(p.tokens, device="cuda") % p.positions)
+        turns = torch.randn(p.positions, indexer_problem.TABLE_WIDTH, device="cuda")
+        turning = kernels.RopeOperands(turns, torch.arange(p.tokens, device="cuda") % p.positions)
         out = kernels.empty_operand(p, x_TNI.device)
         launches.append(
             lambda x=x_TNI, t=turning, o=out: kernels.indexer_operand(

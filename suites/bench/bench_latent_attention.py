@@ -64,7 +64,7 @@ def drawn(problem: AttentionProblem, device: str = "cuda") -> Any:
     asked = (problem.tokens, of.width)
     slots = torch.randint(pages.slots, asked, dtype=torch.int32, device=device)
     q = torch.randn(problem.tokens, problem.heads, rows.WITH_KEY, device=device).bfloat16()
-    return kernels.Operands(q, None, kernels.Keys(slots, cache))
+    return kernels.AttentionOperands(q, None, kernels.Keys(slots, cache))
 
 
 def kernel_launch(problem: AttentionProblem) -> Callable[[], object]:

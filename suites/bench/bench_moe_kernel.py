@@ -34,7 +34,7 @@ from degarble.suites.kernels.moe import moe_checks as checks
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from degarble.kernels.gemm.problem import Tactic
+    from degarble.kernels.gemm.problem import GemmTactic
 
 MODELS = {"V4-Flash": (4096, 2048, 256, 6), "V4-Pro": (7168, 3072, 384, 6)}
 TOKENS = (1, 16, 256, 2048, 8192)
@@ -85,7 +85,7 @@ def named(name: str, arm: Arm) -> Arm:
     return Arm(name, arm.bytes_moved, arm.launches, arm.replay, arm.buffers)
 
 
-def grouped_arms(problem: MoeProblem, tactic: Tactic | None = None) -> list[Arm]:
+def grouped_arms(problem: MoeProblem, tactic: GemmTactic | None = None) -> list[Arm]:
     """Return the arms of both products and of the whole call."""
     kernels = import_module("degarble.kernels.moe.sm90_moe_nvfp4")
     case = checks.Case(problem, "even", 1, tactic)
@@ -109,7 +109,7 @@ def grouped_arms(problem: MoeProblem, tactic: Tactic | None = None) -> list[Arm]
     return [captured(name, 1, each) for name, each in launches.items()]
 
 
-def step_arms(problem: MoeProblem, tactics: Sequence[Tactic]) -> tuple[list[Arm], float]:
+def step_arms(problem: MoeProblem, tactics: Sequence[GemmTactic]) -> tuple[list[Arm], float]:
     """Return the arms of all steps in each tactic, and the mean bytes of visited experts."""
     kernels: Any = import_module("degarble.kernels.moe.sm90_moe_nvfp4")
     rows: Any = import_module("degarble.kernels.moe.simt_moe_rows")

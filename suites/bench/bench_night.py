@@ -22,7 +22,7 @@ import torch
 from degarble.harness.base.errors import DegarbleError
 from degarble.kernels.gemm.problem import BF16, FP8_BLOCK, NVFP4, GemmProblem
 from degarble.kernels.gemm.w4a16_problem import W4A16Problem
-from degarble.kernels.indexer.topk_problem import TopkProblem
+from degarble.kernels.indexer.problem import TopkProblem
 from degarble.kernels.primitives import attention_rows as rows
 from degarble.kernels.primitives.quantise_problem import QuantiseProblem
 from degarble.kernels.rows.rmsnorm_problem import NormProblem

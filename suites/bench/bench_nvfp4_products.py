@@ -144,7 +144,7 @@ def by_kernel(inputs: Inputs, entry: str, products: str) -> Tensor:
     told = torch.where(inputs.seen.cuda(), slots.int(), -1).contiguous()
     tokens, heads = inputs.q.shape[:2]
     problem = AttentionProblem(tokens, heads, KeyList(width, pages), products=products)
-    operands = attending.Operands(
+    operands = attending.AttentionOperands(
         inputs.q.cuda(), inputs.sink.float().cuda(), attending.Keys(told, cache)
     )
     made: Tensor = attending.sparse_attention(operands, problem, settings).out

@@ -107,7 +107,7 @@ def drawn(problem: AttentionProblem) -> Any:
         slots = torch.randint(pages.slots, asked, dtype=torch.int32, device="cuda")
         keys.append(kernels.Keys(slots, cache))
     q = torch.randn(problem.tokens, problem.heads, rows.WIDTH, device="cuda").bfloat16()
-    return kernels.Operands(q, torch.randn(problem.heads, device="cuda"), *keys)
+    return kernels.AttentionOperands(q, torch.randn(problem.heads, device="cuda"), *keys)
 
 
 def kernel_launch(problem: AttentionProblem) -> Callable[[], object]:

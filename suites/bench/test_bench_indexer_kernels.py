@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import EXIT_REFUSED
-from degarble.kernels.indexer.topk_problem import TopkProblem
+from degarble.kernels.indexer.problem import TopkProblem
 from degarble.suites.bench import bench_indexer_kernels as bench
 from degarble.suites.bench.bench_quantise_kernel import Arm, Figure
 

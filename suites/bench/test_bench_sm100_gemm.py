@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from degarble.harness.base.errors import EXIT_REFUSED
+from degarble.kernels.gemm import tensor_memory
 from degarble.kernels.gemm.problem import GemmProblem
-from degarble.kernels.gemm.tcgen05 import tensor_memory
 from degarble.kernels.runtime import targets
 from degarble.suites.bench import bench_sm100_gemm as bench
 from degarble.suites.bench import gpu

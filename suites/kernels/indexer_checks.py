@@ -109,7 +109,7 @@ def _drawn(case: ScoresCase, shape: tuple[int, ...], generator: torch.Generator)
 
 def sides(case: ScoresCase, device: str) -> Sides:
     """Draw operands and lay keys into pages."""
-    from degarble.kernels.indexer.sm90_indexer_scores import Scored  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.indexer.sm90_indexer_scores import ScoresOperands  # noqa: PLC0415  needs the DSL
 
     p, generator = case.problem, _generator(case, device)
     by_head = (p.tokens, p.heads)
@@ -129,7 +129,7 @@ def sides(case: ScoresCase, device: str) -> Sides:
     sequences = torch.repeat_interleave(torch.tensor(case.fresh)).int().to(device)
     positions = case.positions.to(device)
     visible = facts.visible_entries(positions, case.ratio).clamp(0, p.entries)
-    given = Scored(queries, weight_TN, positions, sequences, table, pages, scales)
+    given = ScoresOperands(queries, weight_TN, positions, sequences, table, pages, scales)
     return Sides(given, exact, keys, visible)
 
 

@@ -25,7 +25,7 @@ import torch
 
 from degarble.harness.base.errors import DegarbleError, UnknownName
 from degarble.kernels.attention import problem as attention
-from degarble.kernels.attention.latent_query_problem import QueryProblem
+from degarble.kernels.attention.problem import QueryProblem
 from degarble.kernels.cache.slots_problem import KINDS, SlotsProblem
 from degarble.kernels.moe import problem as moe_problem
 from degarble.kernels.primitives import attention_rows as rows
@@ -217,7 +217,7 @@ def _sums() -> None:
     )
     scale.scale(torch.randn(5, 33, device="cuda"), ScaleProblem(165, 0.5), SETTINGS)
     problem = QueryProblem(5, 8, 192, 40)
-    operands = queries.Operands(
+    operands = queries.QueryOperands(
         _normal(5, 8, 512), _normal(5, 8, 192), latent_checks.table_of_turns(40).cuda(),
         torch.tensor([0, 39, 40, -1, 7], device="cuda"),
     )  # fmt: skip

@@ -19,7 +19,7 @@ from torch.nn import functional
 from degarble.harness.formats.codec import unpack_nibbles
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div, from_layout
 from degarble.kernels.gemm import problem as facts
-from degarble.kernels.gemm.tcgen05 import tensor_memory
+from degarble.kernels.gemm import tensor_memory
 from degarble.references import tensor_core
 from degarble.suites.kernels import gemm_checks, sm100_model, tcgen05_words
 from degarble.suites.kernels.sm100_memories import Matrix, Undefined, require

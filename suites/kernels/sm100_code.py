@@ -13,7 +13,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from degarble.kernels.gemm import problem as facts
-from degarble.kernels.gemm.tcgen05 import tensor_memory
+from degarble.kernels.gemm import tensor_memory
 from degarble.kernels.runtime.machine_code import cubin_facts, unstated_roundings
 from degarble.suites.kernels import tcgen05_words as words
 from degarble.suites.kernels.gemm_code import expected_bytes

@@ -6,7 +6,7 @@ references.tensor_core. Nothing that was compiled is read or run here.
 
 Refuses what hardware leaves undefined: tensor memory that was not allocated, reserved bits, scales
 that differ between groups of lanes. Kept honest by
-suites/kernels/gemm/tcgen05/test_instructions.py.
+suites/kernels/gemm/test_tcgen05.py.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import torch
 
 from degarble.harness.formats.layouts import ceil_div
 from degarble.kernels.gemm import problem as facts
-from degarble.kernels.gemm.tcgen05 import tensor_memory
+from degarble.kernels.gemm import tensor_memory
 from degarble.suites.kernels import tcgen05_words as words
 from degarble.suites.kernels.sm100_memories import (
     BASE,
@@ -386,7 +386,7 @@ def pair_of(form: GemmForm, matrices: dict[str, Matrix]) -> tuple[Block, Block]:
 
 def tiles_of(problem: GemmProblem, form: GemmForm, number: int, count: int) -> list[Any]:
     """Return the tiles of one of so many thread blocks."""
-    from degarble.kernels.gemm.schedule import tile_of  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.gemm.mainloop import tile_of  # noqa: PLC0415  needs the DSL
 
     tiles = facts.cluster_tiles(problem, form.tactic)
     return [tile_of(i, tiles, form.tactic.group) for i in range(number, tiles[0] * tiles[1], count)]

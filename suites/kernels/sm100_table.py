@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from degarble.harness.formats.layouts import ceil_div
 from degarble.kernels.gemm import problem as facts
+from degarble.kernels.gemm import tensor_memory
 from degarble.kernels.gemm.problem import GemmForm, GemmProblem, choose_form
-from degarble.kernels.gemm.tcgen05 import tensor_memory
 from degarble.kernels.runtime.targets import SM100A
 
 PEAK, BANDWIDTH, PROCESSORS = 9e15, 8e12, 148

@@ -6,7 +6,7 @@ told at run time, such as a stage, is passed over. Reads of tensor memory are fo
 behind which their numbers may be used.
 
 Refuses text that it does not understand. Kept honest by
-suites/kernels/gemm/tcgen05/test_instructions_code.py: text written by hand, and other numbers in
+suites/kernels/gemm/test_tcgen05.py: text written by hand, and other numbers in
 it.
 """
 

@@ -5,7 +5,7 @@ mxf4nvf4 and for f16, tensor memory addresses), both ways, and where a byte lies
 describes. The kernels' words are made by the DSL; these are a second opinion on them.
 
 Refuses reserved bits that are set and layouts that the kernels do not use. Kept honest by
-suites/kernels/gemm/tcgen05/test_instructions.py: words written by hand, and each bit changed on its
+suites/kernels/gemm/test_tcgen05.py: words written by hand, and each bit changed on its
 own.
 """
 

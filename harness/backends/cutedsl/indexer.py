@@ -18,10 +18,8 @@ from degarble.harness.backends.cutedsl.parts import NoKernelError, own
 from degarble.harness.backends.cutedsl.rows import TURNS
 from degarble.harness.model.config.config import INDEXER_NORM_EPSILON
 from degarble.kernels.gemm.problem import GemmProblem
-from degarble.kernels.indexer.operand_problem import WIDTH as KEY_WIDTH
-from degarble.kernels.indexer.operand_problem import OperandProblem
-from degarble.kernels.indexer.problem import KeyPages, ScoresProblem
-from degarble.kernels.indexer.topk_problem import TopkProblem
+from degarble.kernels.indexer.problem import WIDTH as KEY_WIDTH
+from degarble.kernels.indexer.problem import KeyPages, OperandProblem, ScoresProblem, TopkProblem
 from degarble.kernels.primitives.attention_rows import ROTATED, WIDTH
 from degarble.kernels.rows.scale_problem import ScaleProblem
 from degarble.kernels.runtime.targets import SM90A

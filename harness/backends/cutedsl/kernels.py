@@ -146,8 +146,8 @@ def _residual_norm(module: Any, problem: Any, settings: CompileSettings, t: Give
 
 
 def _latent_query(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
-    names = module.Operands._fields
-    return module.latent_query(module.Operands(*(t[name] for name in names)), problem, settings)
+    operands = module.QueryOperands(*(t[name] for name in module.QueryOperands._fields))
+    return module.latent_query(operands, problem, settings)
 
 
 def _kv_write(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
@@ -163,14 +163,14 @@ def _mhc(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
 
 
 def _operand(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
-    turning = module.Turning(t["turns"], t["positions"]) if "turns" in t else None
-    norm = module.Norm(t["weight"], t["bias"]) if "weight" in t else None
+    turning = module.RopeOperands(t["turns"], t["positions"]) if "turns" in t else None
+    norm = module.LayerNormOperands(t["weight"], t["bias"]) if "weight" in t else None
     made = module.indexer_operand(t["rows"], problem, settings, turning=turning, norm=norm)
     return made.values
 
 
 def _scores(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
-    return module.indexer_scores(module.Scored(**t), problem, settings)
+    return module.indexer_scores(module.ScoresOperands(**t), problem, settings)
 
 
 def _attention(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
@@ -178,7 +178,7 @@ def _attention(module: Any, problem: Any, settings: CompileSettings, t: Given) -
     entries = None
     if problem.entries is not None:
         entries = module.Keys(t["entries_slots"], t["entries_cache"])
-    operands = module.Operands(t["q"], t["sink"], window, entries)
+    operands = module.AttentionOperands(t["q"], t["sink"], window, entries)
     return tuple(module.sparse_attention(operands, problem, settings))
 
 
@@ -200,7 +200,9 @@ def _grouped(module: Any, problem: Any, settings: CompileSettings, t: Given) -> 
 
 
 def _grouped_fp8(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
-    given = module.Grouped(**{name: t.get(name) for name in module.Grouped._fields})
+    given = module.GroupedFp8Operands(
+        **{name: t.get(name) for name in module.GroupedFp8Operands._fields}
+    )
     return module.gemm_grouped_fp8(given, problem, settings)
 
 
@@ -228,7 +230,7 @@ def _shared_expert(_module: Any, problem: Any, settings: CompileSettings, t: Giv
     """Call the shared expert's products, with routing tensors that are made once and cached."""
     moe = import_module("degarble.kernels.moe.sm90_moe_nvfp4")
     routing = moe.Routing(t["experts"], t["weights"])
-    given = moe.Given(t["x"], routing, _expert_operands(moe, t))
+    given = moe.MoeInputs(t["x"], routing, _expert_operands(moe, t))
     moe.require_given(problem, given)
     job = moe.job_of(problem, settings)
     workspace = moe.empty_workspace(job, _there(t["x"]).device)

@@ -80,13 +80,13 @@ def launched(module: Any, step: Step, settings: CompileSettings, t: Given) -> An
     if step.name in {SUM, TOTAL}:
         return _sum(rows, step.problem, settings, t)
     job = kernels.job_of(step.problem, settings)
-    plan = rows.Plan(*(t[name] for name in PLAN)) if "places" in t else None
+    plan = rows.RowPlan(*(t[name] for name in PLAN)) if "places" in t else None
     if step.name == ORDER:
         if step.problem.tokens:
             rows.plan(job, t["experts"], t["local"], plan)
         return tuple(t[name] for name in PLAN)
     if step.name == GATHER:
-        x = rows.Rows(t["x_codes"], t["x_scales"])
+        x = rows.Nvfp4Rows(t["x_codes"], t["x_scales"])
         if step.problem.tokens:
             rows.gather(job, t["x"], t["input_scale"], plan, x)
         return tuple(x)
@@ -96,7 +96,7 @@ def launched(module: Any, step: Step, settings: CompileSettings, t: Given) -> An
 def _sum(rows: Any, p: MoeProblem, settings: CompileSettings, t: Given) -> Any:
     """Launch the sum of every token's slots, and of the shared expert if given."""
     given, target = t["rows"], target_of_device().name
-    job = rows.Job(p, facts.choose_tactic(p, target), target, settings)
+    job = rows.MoeJob(p, facts.choose_tactic(p, target), target, settings)
     assert given is not None, "the pairing hands over rows"
     shared = t.get("shared")
     dtype = torch.float32 if shared is None else torch.bfloat16
@@ -114,7 +114,9 @@ def _product(kernels: Any, rows: Any, job: Any, told: tuple[Step, Any], t: Given
     is_first = step.name != SECOND
     leading = (job.problem.experts, facts.GATE_AND_UP)[: 1 + is_first]
     kernels.require_weights("w13" if is_first else "w2", weights, job.problem, leading)
-    x, hidden = (rows.Rows(t[f"{name}_codes"], t[f"{name}_scales"]) for name in ("x", "hidden"))
+    x, hidden = (
+        rows.Nvfp4Rows(t[f"{name}_codes"], t[f"{name}_scales"]) for name in ("x", "hidden")
+    )
     if not is_first:
         if job.problem.tokens:
             kernels.multiply_rows(job, second, (hidden, weights, plan), (t["out"],))

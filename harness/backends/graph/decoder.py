@@ -27,7 +27,7 @@ from degarble.harness.base.errors import InvalidArgument, NotBuilt
 from degarble.harness.inference.generation import SIDE_BY_SIDE
 from degarble.harness.inference.speaker import Speaker
 from degarble.harness.model.config.config import V4Config, V32Config
-from degarble.kernels.indexer.topk_problem import TopkProblem
+from degarble.kernels.indexer.problem import TopkProblem
 from degarble.kernels.rows.embed_problem import EmbedProblem
 from degarble.kernels.runtime.targets import SM90A
 

@@ -30,10 +30,8 @@ from degarble.kernels.attention.problem import AttentionProblem, KeyList
 from degarble.kernels.cache.compressor_problem import PoolProblem
 from degarble.kernels.cache.slots_problem import CHOSEN, ENTRIES, WINDOW
 from degarble.kernels.gemm.grouped_problem import GroupedProblem
-from degarble.kernels.indexer.operand_problem import WIDTH as KEY_WIDTH
-from degarble.kernels.indexer.operand_problem import OperandProblem
-from degarble.kernels.indexer.problem import KeyPages, ScoresProblem
-from degarble.kernels.indexer.topk_problem import TopkProblem
+from degarble.kernels.indexer.problem import WIDTH as KEY_WIDTH
+from degarble.kernels.indexer.problem import KeyPages, OperandProblem, ScoresProblem, TopkProblem
 from degarble.kernels.primitives.attention_rows import WIDTH
 from degarble.kernels.primitives.kv_problem import Pages, WriteProblem
 from degarble.kernels.rows.inverse_rope_problem import BackProblem

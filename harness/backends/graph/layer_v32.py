@@ -18,13 +18,10 @@ from degarble.harness.backends.graph.matrices import multiply, widely
 from degarble.harness.backends.graph.memory import PAGE
 from degarble.harness.backends.graph.steps import Steps
 from degarble.harness.model.config.config import INDEXER_NORM_EPSILON
-from degarble.kernels.attention.latent_query_problem import QueryProblem
-from degarble.kernels.attention.problem import AttentionProblem, KeyList
+from degarble.kernels.attention.problem import AttentionProblem, KeyList, QueryProblem
 from degarble.kernels.cache.slots_problem import CHOSEN, WINDOW
-from degarble.kernels.indexer.operand_problem import WIDTH as KEY_WIDTH
-from degarble.kernels.indexer.operand_problem import OperandProblem
-from degarble.kernels.indexer.problem import KeyPages, ScoresProblem
-from degarble.kernels.indexer.topk_problem import TopkProblem
+from degarble.kernels.indexer.problem import WIDTH as KEY_WIDTH
+from degarble.kernels.indexer.problem import KeyPages, OperandProblem, ScoresProblem, TopkProblem
 from degarble.kernels.primitives.attention_rows import ROTATED, WIDTH, WITH_KEY
 from degarble.kernels.primitives.kv_problem import WriteProblem
 from degarble.kernels.rows.residual_problem import ResidualProblem

@@ -25,8 +25,7 @@ from degarble.harness.backends.cutedsl.linears import (
 from degarble.harness.backends.cutedsl.parts import NoKernelError, exact_bf16, own
 from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4
 from degarble.kernels.gemm.gemv_problem import ROWS, GemvProblem, inner_held
-from degarble.kernels.gemm.grouped_fp8_problem import GroupedFp8Problem, turns_first
-from degarble.kernels.gemm.grouped_problem import GroupedProblem
+from degarble.kernels.gemm.grouped_problem import GroupedFp8Problem, GroupedProblem, turns_first
 from degarble.kernels.gemm.problem import COLUMNS_MULTIPLE, GemmProblem
 from degarble.kernels.primitives.fp8_quantise_problem import Fp8Problem
 from degarble.kernels.primitives.quantise_problem import QuantiseProblem

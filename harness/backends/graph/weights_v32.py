@@ -18,7 +18,7 @@ import torch
 from degarble.harness.backends.cutedsl.latent import absorbed
 from degarble.harness.backends.cutedsl.parts import NoKernelError, own
 from degarble.harness.backends.graph.weights import Gated, Laid, Norm, Routed, refusing
-from degarble.kernels.indexer.operand_problem import WIDTH as KEY_WIDTH
+from degarble.kernels.indexer.problem import WIDTH as KEY_WIDTH
 from degarble.kernels.primitives.attention_rows import ROTATED, WIDTH
 
 if TYPE_CHECKING:

@@ -300,7 +300,7 @@ def attend(
         tokens, count, of_near, of_far, mode=mode, lengths=True, scale=layer.scale
     )
     lse = torch.empty(tokens, count, dtype=torch.float32, device=q_THL.device)
-    given = ours.Operands(q_THL, layer.attn_sink.data, near, far)
+    given = ours.AttentionOperands(q_THL, layer.attn_sink.data, near, far)
     ours.sparse_attention(given, problem, settings(), results=ours.Results(out_THL, lse))
 
 

@@ -134,10 +134,13 @@ def scored(
     entries: int,
 ) -> Tensor:
     """Return float32 scores [T, W] by our kernels, -inf where a token sees nothing."""
-    from degarble.kernels.indexer.operand_problem import OperandProblem  # noqa: PLC0415
-    from degarble.kernels.indexer.problem import KeyPages, ScoresProblem  # noqa: PLC0415
-    from degarble.kernels.indexer.simt_indexer_operand import Turning, indexer_operand  # noqa: PLC0415
-    from degarble.kernels.indexer.sm90_indexer_scores import Scored, indexer_scores  # noqa: PLC0415
+    from degarble.kernels.indexer.problem import (  # noqa: PLC0415
+        KeyPages,
+        OperandProblem,
+        ScoresProblem,
+    )
+    from degarble.kernels.indexer.simt_indexer_operand import RopeOperands, indexer_operand  # noqa: PLC0415
+    from degarble.kernels.indexer.sm90_indexer_scores import ScoresOperands, indexer_scores  # noqa: PLC0415
 
     (heads, weights), (turns, positions) = queries, turning
     tokens, count, _ = heads.shape
@@ -148,10 +151,10 @@ def scored(
         tokens, count, "interleaved", "fp8", coded=True, positions=turns.shape[0]
     )
     codes = indexer_operand(
-        heads.contiguous(), asked, settings(), turning=Turning(turns, positions)
+        heads.contiguous(), asked, settings(), turning=RopeOperands(turns, positions)
     )
     problem = ScoresProblem(tokens, count, entries, table.shape[0], pages, indexer.compress_ratio)
-    given = Scored(
+    given = ScoresOperands(
         codes.values, weights.contiguous(), positions, own.degarble_requests[:tokens],
         table[:, : problem.pages_of_sequence].contiguous(), view, codes.scales,
     )  # fmt: skip
@@ -160,8 +163,8 @@ def scored(
 
 def chosen(scores_TW: Tensor, count: int) -> Tensor:
     """Return the entries of the largest scores by our kernel, ascending, then -1."""
+    from degarble.kernels.indexer.problem import TopkProblem  # noqa: PLC0415  needs the DSL
     from degarble.kernels.indexer.simt_indexer_topk import indexer_topk  # noqa: PLC0415
-    from degarble.kernels.indexer.topk_problem import TopkProblem  # noqa: PLC0415  needs the DSL
 
     rows, entries = scores_TW.shape
     return indexer_topk(scores_TW, TopkProblem(rows, entries, count), settings())

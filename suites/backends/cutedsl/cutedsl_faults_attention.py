@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 _ATTEND, _SCORES = "sm90_sparse_attention", "sm90_indexer_scores"
 _GATHER, _MERGE = (
-    "degarble.kernels.attention.sm90.gather",
+    "degarble.kernels.attention.gather",
     "degarble.kernels.attention.simt_attention_merge",
 )
-_WEIGHING = "degarble.kernels.indexer.weighing"
+_WEIGHING = "degarble.kernels.indexer.sm90_indexer_scores"
 _POOL, _MIX = "degarble.kernels.cache.compressor_problem", "degarble.kernels.rows.mhc_problem"
 SPLITS_OF_A_TILE = (("degarble.kernels.attention.problem", "TILES_OF_SPLIT", 1),)
 _LONG = 4  # lengths that see more entries than are chosen

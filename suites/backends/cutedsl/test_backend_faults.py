@@ -12,7 +12,6 @@ from degarble.kernels.attention import problem as attention_problem
 from degarble.kernels.cache import compressor_problem
 from degarble.kernels.gemm import gemv_problem
 from degarble.kernels.gemm import problem as gemm_problem
-from degarble.kernels.indexer import operand_problem, topk_problem
 from degarble.kernels.indexer import problem as indexer_problem
 from degarble.kernels.moe import problem as moe_problem
 from degarble.kernels.primitives import attention_rows, kv_problem, quantise_problem
@@ -88,12 +87,12 @@ FORMS: dict[str, Callable[[str], Any]] = {
     "simt_mhc": lambda name: mhc_problem.MixForm("post" if name in OF_SPREADING else "all", TARGET),
     "sm90_sparse_attention": _attention,
     "simt_compressor": lambda _: compressor_problem.PoolForm(4, 512, True, TARGET),
-    "simt_indexer_topk": lambda _: topk_problem.choose_form(
-        topk_problem.TopkProblem(4, 64, 32), TARGET, 132
+    "simt_indexer_topk": lambda _: indexer_problem.choose_topk_form(
+        indexer_problem.TopkProblem(4, 64, 32), TARGET, 132
     ),
     "sm90_indexer_scores": _scores,
-    "simt_indexer_operand": lambda _: operand_problem.choose_form(
-        operand_problem.OperandProblem(4, 8, "none", "exact", True), TARGET
+    "simt_indexer_operand": lambda _: indexer_problem.choose_operand_form(
+        indexer_problem.OperandProblem(4, 8, "none", "exact", True), TARGET
     ),
     "simt_mhc_project": lambda _: projection_problem.choose_form(
         projection_problem.ProjectProblem(4, 192), TARGET

@@ -230,7 +230,7 @@ def operands_of(given: Drawn) -> Any:
     lengths = given.lengths or (None,) * len(given.slots)
     keys = [kernels.Keys(*each) for each in zip(given.slots, given.caches, lengths, strict=True)]
     sink = given.sink if given.q.shape[-1] == rows.WIDTH else None
-    return kernels.Operands(given.q, sink, *keys)
+    return kernels.AttentionOperands(given.q, sink, *keys)
 
 
 def complaint(
@@ -308,7 +308,7 @@ def rows_as_outputs(entry: str, key: int = rows.WIDTH) -> tuple[str, float]:
     q = torch.zeros(pages.slots, 1, key, dtype=torch.bfloat16, device="cuda")
     sink = torch.full((1,), -torch.inf, device="cuda") if problem.family.sinks else None
     keys = kernels.Keys(slots[:, None].cuda(), cache.cuda())
-    operands = kernels.Operands(q, sink, keys)
+    operands = kernels.AttentionOperands(q, sink, keys)
     made = kernels_here().sparse_attention(operands, problem, SETTINGS)
     out = made.out[:, 0].cpu()
     same = (out == rows_SL[:, : rows.WIDTH]) | (lost[:, None] & out.isnan())

@@ -23,10 +23,10 @@ from degarble.suites.kernels.attention import attention_checks as checks
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_GATHER = "degarble.kernels.attention.sm90.gather"
+_GATHER = "degarble.kernels.attention.gather"
 _KERNEL = "degarble.kernels.attention.sm90_attention_kernel"
 _MERGE = "degarble.kernels.attention.simt_attention_merge"
-_EXCHANGE = "degarble.kernels.attention.sm90.exchange"
+_EXCHANGE = "degarble.kernels.attention.exchange"
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ FAULTS = (
 _OF_V32 = checks.Case(key=576, entry="fp8-v32", near=1300, far=None, seed=3)
 _OF_V32_APART = replace(_OF_V32, splits=9)
 _OF_V32_PREFILL = replace(_OF_V32, mode="prefill", near=200)
-_WITH_KEY = "degarble.kernels.attention.sm90.gather_with_key"
+_WITH_KEY = "degarble.kernels.attention.gather"
 
 
 def _first_block(_true: Any, chunk: Any) -> Any:

@@ -2,7 +2,7 @@
 
 Owns a stand-in for a thread block with one split: bringing keys, multiplying and weighing take
 turns over barriers with the form's own arrivals and parities, places in shared memory and columns
-of tensor memory (kernels.attention.tensor_memory), descriptors that are ours
+of tensor memory (kernels.attention.problem), descriptors that are ours
 (tcgen05_words). Products run as late, or as early, as they may, on what lies there by then: what
 waits too little, or overwrites too early, gives other numbers, and a phase that never ends is told.
 Nothing that was compiled runs here: it shows that facts and protocol fit together, and nothing
@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from degarble.kernels.attention import problem as facts
-from degarble.kernels.attention import tensor_memory
 from degarble.kernels.primitives import attention_rows as rows
 from degarble.suites.kernels import tcgen05_words as words
 from degarble.suites.kernels.sm100_memories import BASE, LANES, MEMORY_BYTES, Barrier, require
@@ -86,12 +85,12 @@ class Block:
     skipped: int = 0  # tiles without a new peak
 
     def __post_init__(self) -> None:
-        self.how = tensor_memory.bringing(self.form.format)
+        self.how = facts.sm100_gather_plan(self.form.format)
         self.full = [Barrier(self.how.arrivals) for _ in range(facts.STAGES)]
         self.empty = [Barrier(1) for _ in range(facts.STAGES)]
-        self.logits = [Barrier(1) for _ in range(tensor_memory.LOGITS)]
+        self.logits = [Barrier(1) for _ in range(facts.LOGITS)]
         self.shares, self.sums = Barrier(WARPS), Barrier(1)
-        self.place = {k: BASE + v for k, v in tensor_memory.places(self.form.format).items()}
+        self.place = {k: BASE + v for k, v in facts.places(self.form.format).items()}
 
     # ---- memory ----------------------------------------------------------------------------------
 
@@ -110,7 +109,7 @@ class Block:
     def operand(self, word: int, count: int, *, turned: bool = False) -> Any:
         """Return 16 numbers along K of so many rows by their descriptor; PTX ISA 9.1."""
         of = words.operand(word)
-        row, k = np.arange(count)[:, None], np.arange(tensor_memory.INSTRUCTION_K)
+        row, k = np.arange(count)[:, None], np.arange(facts.INSTRUCTION_K)
         if turned:  # rows lie side by side, K goes down in groups of eight
             at = row // BLOCK_COLUMNS * of.leading + row % BLOCK_COLUMNS * 2
             at = of.start + at + k // 8 * of.stride + k % 8 * ROW_BYTES
@@ -122,8 +121,8 @@ class Block:
     def multiply(self, a: int, b: int, to: tuple[int, int, int], *, adds: bool) -> None:
         """Run one instruction of 64 rows; `to` is the first lane, column and how many columns."""
         lane, column, count = to
-        require(lane in {0, tensor_memory.UPPER_LANES}, f"64 rows from lane {lane}")
-        require(column + count <= tensor_memory.columns_allocated(), f"column {column + count}")
+        require(lane in {0, facts.UPPER_LANES}, f"64 rows from lane {lane}")
+        require(column + count <= facts.columns_allocated(), f"column {column + count}")
         m = np.arange(facts.HEADS)
         lanes = (lane + m % 16 + 32 * (m // 16))[:, None]  # PTX ISA 9.1, layout F
         columns = column + np.arange(count)
@@ -135,7 +134,7 @@ class Block:
     def held(self, half: int, column: int, count: int) -> tuple[Any, Any]:
         """Return where a reading of 64 rows finds them: 16 lanes of each warp."""
         warp, row = np.divmod(np.arange(facts.HEADS), WARP_ROWS)
-        lanes = warp * tensor_memory.LANES_OF_WARP + half * tensor_memory.UPPER_LANES + row
+        lanes = warp * facts.LANES_OF_WARP + half * facts.UPPER_LANES + row
         return lanes[:, None], column + np.arange(count)
 
     # ---- roles -----------------------------------------------------------------------------------
@@ -165,11 +164,11 @@ class Block:
 
     def begin_logits(self, stage: int, step: int) -> None:
         """Begin to multiply queries with a tile's keys."""
-        buffer = step % tensor_memory.LOGITS
-        column = tensor_memory.first_columns()[1] + buffer * facts.TILE
-        for k in range(tensor_memory.instructions(self.form.width)[0]):
-            block, within = divmod(k, BLOCK_COLUMNS // tensor_memory.INSTRUCTION_K)
-            along = block * facts.TILE * ROW_BYTES + within * 2 * tensor_memory.INSTRUCTION_K
+        buffer = step % facts.LOGITS
+        column = facts.first_columns()[1] + buffer * facts.TILE
+        for k in range(facts.instructions(self.form.width)[0]):
+            block, within = divmod(k, BLOCK_COLUMNS // facts.INSTRUCTION_K)
+            along = block * facts.TILE * ROW_BYTES + within * 2 * facts.INSTRUCTION_K
             a, b = (
                 words.operand_word(at + along, CORE_STRIDE, ROW_BYTES)
                 for at in (self.place["queries"], self.tile_at(stage))
@@ -180,14 +179,14 @@ class Block:
 
     def begin_sums(self, stage: int, step: int) -> None:
         """Begin to add shares times values."""
-        down = tensor_memory.INSTRUCTION_K * ROW_BYTES
+        down = facts.INSTRUCTION_K * ROW_BYTES
         for half in range(facts.CONSUMERS):
-            for k in range(facts.TILE // tensor_memory.INSTRUCTION_K):
-                at = self.place["shares"] + k * 2 * tensor_memory.INSTRUCTION_K
+            for k in range(facts.TILE // facts.INSTRUCTION_K):
+                at = self.place["shares"] + k * 2 * facts.INSTRUCTION_K
                 a = words.operand_word(at, CORE_STRIDE, ROW_BYTES)
                 at = self.tile_at(stage) + half * facts.TILE * facts.COLUMNS * 2 + k * down
                 b = turned_word(at)
-                to = (half * tensor_memory.UPPER_LANES, 0, facts.COLUMNS)
+                to = (half * facts.UPPER_LANES, 0, facts.COLUMNS)
                 self.products.append(partial(self.multiply, a, b, to, adds=step + k > 0))
         self.products += [self.empty[stage].arrive, self.sums.arrive]
 
@@ -197,10 +196,10 @@ class Block:
         """Weigh tile after tile; peaks and totals [64] are in `state`."""
         turn = Turn(0)
         for step in range(steps):
-            buffer = step % tensor_memory.LOGITS
+            buffer = step % facts.LOGITS
             yield partial(self.full[turn.at].passed, turn.parity)
-            yield partial(self.logits[buffer].passed, step // tensor_memory.LOGITS % 2)
-            column = tensor_memory.first_columns()[1] + buffer * facts.TILE
+            yield partial(self.logits[buffer].passed, step // facts.LOGITS % 2)
+            column = facts.first_columns()[1] + buffer * facts.TILE
             logits = self.tensor[self.held(0, column, facts.TILE)]
             powers, factors = weighed(hidden(logits, self.masks[turn.at]), scale, state)
             if step > 0:

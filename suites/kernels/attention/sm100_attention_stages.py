@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from degarble.kernels.attention import problem as facts
-from degarble.kernels.attention import tensor_memory
 from degarble.kernels.primitives import attention_rows as rows
 from degarble.kernels.runtime.targets import SM100A
 from degarble.suites.kernels import indexer_checks
@@ -80,7 +79,7 @@ def tiles_of(case: checks.Case, given: checks.Drawn, token: int) -> tuple[Any, A
 
 def image_of(tile: Any) -> Any:
     """Return a tile's bytes as they have to lie, by the address that the kernel computes."""
-    gather = import_module("degarble.kernels.attention.sm90.gather")
+    gather = import_module("degarble.kernels.attention.gather")
     chunks = tile.view(np.uint8).reshape(len(tile), -1, gather.CHUNK)
     made = np.zeros(chunks.size, np.uint8)
     for row in range(chunks.shape[0]):
@@ -124,10 +123,10 @@ class HostModel:
 
         def stand_in() -> Any:
             for step, shares in enumerate(numbers.shares):
-                buffer = step % tensor_memory.LOGITS
-                phase = step // tensor_memory.LOGITS % 2
+                buffer = step % facts.LOGITS
+                phase = step // facts.LOGITS % 2
                 yield lambda buffer=buffer, phase=phase: block.logits[buffer].passed(phase)
-                column = tensor_memory.first_columns()[1] + buffer * facts.TILE
+                column = facts.first_columns()[1] + buffer * facts.TILE
                 logits.append(block.tensor[block.held(0, column, facts.TILE)])
                 if step:
                     yield lambda step=step: block.sums.passed((step - 1) % 2)
@@ -147,9 +146,9 @@ class HostModel:
 
         def stand_in() -> Any:
             for step in range(steps):
-                buffer, stage = step % tensor_memory.LOGITS, step % facts.STAGES
+                buffer, stage = step % facts.LOGITS, step % facts.STAGES
                 block.masks[stage] = numbers.masks[step]
-                column = tensor_memory.first_columns()[1] + buffer * facts.TILE
+                column = facts.first_columns()[1] + buffer * facts.TILE
                 block.tensor[block.held(0, column, facts.TILE)] = numbers.logits[step]
                 block.full[stage].arrive(block.how.arrivals)
                 block.logits[buffer].arrive()

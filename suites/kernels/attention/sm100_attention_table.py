@@ -13,9 +13,7 @@ from __future__ import annotations
 import sys
 
 from degarble.kernels.attention import problem as facts
-from degarble.kernels.attention import tensor_memory as attention
-from degarble.kernels.indexer import problem as scores
-from degarble.kernels.indexer import tensor_memory as of_scores
+from degarble.kernels.indexer import problem as of_scores
 from degarble.kernels.indexer.problem import KeyPages, ScoresForm, ScoresProblem
 from degarble.kernels.primitives import attention_rows as rows
 from degarble.kernels.primitives.kv_problem import ENTRIES, entry_format
@@ -33,7 +31,7 @@ OF_V32 = ("fp8-v32", "fp8-v32-ue8m0", "bf16")
 def form_of(heads: int, tokens: int, operands: str) -> ScoresForm:
     """Return the form of so many heads and tokens."""
     problem = ScoresProblem(tokens, heads, 5000, 1, KeyPages(operands, 64, 10))
-    return scores.choose_form(problem, SM100A.name)
+    return of_scores.choose_form(problem, SM100A.name)
 
 
 def table_of_scores() -> list[str]:
@@ -43,14 +41,14 @@ def table_of_scores() -> list[str]:
         "|---|---|---|---|---|",
     ]
     for (heads, tokens), name in SCORED.items():
-        forms = {operands: form_of(heads, tokens, operands) for operands in scores.OPERANDS}
+        forms = {operands: form_of(heads, tokens, operands) for operands in of_scores.OPERANDS}
         form = forms["bf16"]
         stages, made = (
             ", ".join(str(count(each)) for each in forms.values())
-            for count in (scores.stages, of_scores.instructions)
+            for count in (of_scores.stages, of_scores.instructions)
         )
         clocks = ", ".join(
-            str(2 * scores.KEYS * form.columns * scores.WIDTH // OPERATIONS[operands])
+            str(2 * of_scores.KEYS * form.columns * of_scores.WIDTH // OPERATIONS[operands])
             for operands in forms
         )
         lines.append(
@@ -68,10 +66,10 @@ def table_of_attention() -> list[str]:
     ]
     formats = [*ENTRIES.values(), *(entry_format(name, facts.V32.key) for name in OF_V32)]
     for entry in formats:
-        logits, sums = attention.instructions(entry.width)
-        registers = ", ".join(map(str, attention.REGISTERS[entry.width]))
+        logits, sums = facts.instructions(entry.width)
+        registers = ", ".join(map(str, facts.REGISTERS[entry.width]))
         lines.append(
-            f"| {entry.name}, {entry.width} | {attention.shared_bytes(entry):,} | {logits}, "
+            f"| {entry.name}, {entry.width} | {facts.shared_bytes(entry):,} | {logits}, "
             f"{sums} | {registers} |"
         )
     return lines

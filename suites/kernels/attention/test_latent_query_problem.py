@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from degarble.harness.base.errors import ShapeMismatch
-from degarble.kernels.attention import latent_query_problem as facts
-from degarble.kernels.attention.latent_query_problem import QueryProblem
+from degarble.kernels.attention import problem as facts
+from degarble.kernels.attention.problem import QueryProblem
 
 
 @pytest.mark.parametrize(("heads", "width"), [(0, 192), (1 << 16, 192), (4, 56), (4, 196)])
@@ -23,9 +23,9 @@ def test_refuses_other_extents() -> None:
 
 def test_chunks_walk_every_row_once() -> None:
     problem = QueryProblem(3, 5, 192, 7)
-    tokens, parts = facts.grid(problem)
+    tokens, parts = facts.query_grid(problem)
     assert tokens == 3
-    assert parts * facts.THREADS >= 5 * facts.CHUNKS > (parts - 1) * facts.THREADS
+    assert parts * facts.QUERY_THREADS >= 5 * facts.CHUNKS > (parts - 1) * facts.QUERY_THREADS
     places = [facts.place_of(chunk) for chunk in range(5 * facts.CHUNKS)]
     assert places == [(head, n) for head in range(5) for n in range(facts.CHUNKS)]
     assert (facts.CHUNKS, facts.OF_LATENT, facts.TURNED) == (72, 64, 8)

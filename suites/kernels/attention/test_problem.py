@@ -9,7 +9,6 @@ import pytest
 
 from degarble.harness.base.errors import DegarbleError, InvalidArgument, ShapeMismatch, UnknownName
 from degarble.kernels.attention import problem as facts
-from degarble.kernels.attention import tensor_memory
 from degarble.kernels.attention.problem import AttentionProblem, KeyList
 from degarble.kernels.primitives.kv_problem import ENTRIES, EntryFormat, Pages, entry_format
 from degarble.kernels.runtime.targets import SM90A
@@ -78,7 +77,7 @@ def test_a_thread_block_has_room(entry: EntryFormat) -> None:
     assert held.queries == 64 * 2 * entry.width
     assert held.total <= SM90A.shared_memory_bytes
     multiplying, bringing = facts.registers(entry)
-    how = facts.bringing(entry)
+    how = facts.gather_plan(entry)
     registers = facts.CONSUMERS * multiplying + how.warpgroups * bringing
     assert registers * facts.WARPGROUP <= facts.REGISTER_FILE
     # Sums of 64 heads go where the tiles were, and half an output where half of a tile was.
@@ -93,7 +92,7 @@ def test_a_thread_block_has_room(entry: EntryFormat) -> None:
 
 @pytest.mark.parametrize("entry", ALL, ids=lambda entry: f"{entry.name}-{entry.width}")
 def test_lanes_take_every_code_of_a_tile_once(entry: EntryFormat) -> None:
-    for how in (facts.bringing(entry), tensor_memory.bringing(entry)):
+    for how in (facts.gather_plan(entry), facts.sm100_gather_plan(entry)):
         assert how.rows_of_warp * how.warps == 64
         assert how.warps * how.turns * how.rows_at_once * entry.code_bytes == 64 * entry.code_bytes
         assert how.rows_at_once * entry.code_bytes <= 32 * 16

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
-from degarble.kernels.attention.latent_query_problem import QueryForm, QueryProblem
+from degarble.kernels.attention.problem import QueryForm, QueryProblem
 from degarble.kernels.runtime.machine_code import (
     cubin_facts,
     fused_instructions,
@@ -79,9 +79,9 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
         operands: list[Any] = list(given)
         operands[place] = wrong
         with pytest.raises(error, match=name):
-            kernels.latent_query(kernels.Operands(*operands), problem, SETTINGS)
+            kernels.latent_query(kernels.QueryOperands(*operands), problem, SETTINGS)
     with pytest.raises(ShapeMismatch, match="query rows"):
-        kernels.latent_query(kernels.Operands(*given), problem, SETTINGS, given[0])
+        kernels.latent_query(kernels.QueryOperands(*given), problem, SETTINGS, given[0])
 
 
 def cases() -> list[tuple[QueryProblem, str, int]]:
@@ -103,7 +103,7 @@ def mismatch(kernels: ModuleType, case: tuple[QueryProblem, str, int]) -> str:
     problem, kind, seed = case
     given = tuple(each.cuda() for each in drawn(problem, kind, seed))
     out = kernels.empty_rows(problem, given[0].device).fill_(7.0)
-    made = kernels.latent_query(kernels.Operands(*given), problem, SETTINGS, out)
+    made = kernels.latent_query(kernels.QueryOperands(*given), problem, SETTINGS, out)
     want = by_definition(problem, given)
     return difference(f"{problem} {kind} {seed}", plain.bits(made), plain.bits(want))
 
@@ -119,7 +119,7 @@ def test_every_bit_is_that_of_the_stated_order(kernels: ModuleType) -> None:
 def test_a_graph_replays_on_changed_data(kernels: ModuleType) -> None:
     problem = QueryProblem(16, 8, 192, POSITIONS)
     given = tuple(each.cuda() for each in drawn(problem))
-    operands, out = kernels.Operands(*given), kernels.empty_rows(problem, given[0].device)
+    operands, out = kernels.QueryOperands(*given), kernels.empty_rows(problem, given[0].device)
     kernels.latent_query(operands, problem, SETTINGS, out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

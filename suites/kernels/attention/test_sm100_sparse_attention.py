@@ -20,7 +20,6 @@ from degarble.harness.base.errors import (
     ShapeMismatch,
 )
 from degarble.kernels.attention import problem as facts
-from degarble.kernels.attention import tensor_memory
 from degarble.kernels.attention.problem import AttentionForm
 from degarble.kernels.gemm import contract
 from degarble.kernels.primitives.kv_problem import ENTRIES
@@ -53,7 +52,7 @@ FORMS = [
 IN_CI = AttentionForm("bf16", lengths=False, together=1, target=TARGET)
 ROW_BYTES, CORE_STRIDE = 128, 1024  # of swizzled rows, and of eight of them
 UNIT, TRANSPOSED = words.ATOM, 1 << 16  # of B: PTX ISA 9.1, instruction descriptor
-KEYS_OF_STEP = tensor_memory.INSTRUCTION_K
+KEYS_OF_STEP = facts.INSTRUCTION_K
 
 
 def _named(form: AttentionForm) -> str:
@@ -71,7 +70,7 @@ def products_of(form: AttentionForm) -> list[Product]:
     of_sums = words.dense_word(facts.HEADS, facts.COLUMNS) | TRANSPOSED
     step_bytes = 2 * KEYS_OF_STEP
     made = []
-    for k in range(tensor_memory.instructions(form.width)[0]):
+    for k in range(facts.instructions(form.width)[0]):
         block, within = divmod(k, ROW_BYTES // step_bytes)
         at = (block * facts.TILE * ROW_BYTES + within * step_bytes) // UNIT
         made.append(Product("kind::f16", of_logits, at, at, adds=k > 0))
@@ -104,18 +103,18 @@ def places_of(ptx: str, begin: int) -> set[int]:
 def complaints(kernel: CompiledKernel, form: AttentionForm) -> list[str]:
     """Say what differs from the derived facts."""
     (code,), ptx = cubin_facts(kernel.cubin), kernel.ptx
-    held = tensor_memory.REGISTERS[form.width]
-    pieces = facts.COLUMNS // (tensor_memory.REPEATS_AT_ONCE * tensor_memory.REPEAT_COLUMNS)
+    held = facts.REGISTERS[form.width]
+    pieces = facts.COLUMNS // (facts.REPEATS_AT_ONCE * facts.REPEAT_COLUMNS)
     shapes = [each.shape for each in tcgen05_code.reads(ptx)]
-    at = tensor_memory.places(form.format)
+    at = facts.places(form.format)
     places = places_of(ptx, at["shares"])
-    how = tensor_memory.bringing(form.format)
+    how = facts.sm100_gather_plan(form.format)
     codes = {at["codes"] + turn * how.turn_bytes for turn in range(how.turns_ahead)}
     barriers = {at[name] for name in at if name.startswith("barrier")}
-    of_sums = f"16x256b.x{tensor_memory.REPEATS_AT_ONCE}"
+    of_sums = f"16x256b.x{facts.REPEATS_AT_ONCE}"
     figures = {
         "spills": (code.spills, False),
-        "registers at launch": (code.registers <= tensor_memory.LAUNCH_REGISTERS, True),
+        "registers at launch": (code.registers <= facts.LAUNCH_REGISTERS, True),
         "registers of roles": (constants(ptx, "setmaxnreg"), sorted(held)),
         "roundings unstated": (unstated_roundings(ptx), ()),
         "products": (tcgen05_code.products(ptx), products_of(form)),
@@ -123,22 +122,22 @@ def complaints(kernel: CompiledKernel, form: AttentionForm) -> list[str]:
         "arrivals behind products": (ptx.count("tcgen05.commit.cta_group::1"), 3),
         "reads": (
             sorted(shapes),
-            sorted([f"16x256b.x{tensor_memory.repeats(facts.KEYS)}", *[of_sums] * 2 * pieces]),
+            sorted([f"16x256b.x{facts.repeats(facts.KEYS)}", *[of_sums] * 2 * pieces]),
         ),
         "writes": (ptx.count(f"tcgen05.st.sync.aligned.{of_sums}.b32"), pieces),
         "numbers used before they are there": (tcgen05_code.early_uses(ptx), []),
-        "columns": (sm100_code.columns_allocated(ptx), tensor_memory.columns_allocated()),
+        "columns": (sm100_code.columns_allocated(ptx), facts.columns_allocated()),
         "upper lanes": (
-            [n for n in constants(ptx, r"add\.s32") if n >= tensor_memory.LANE * 4],
-            [tensor_memory.UPPER_LANES * tensor_memory.LANE],
+            [n for n in constants(ptx, r"add\.s32") if n >= facts.LANE * 4],
+            [facts.UPPER_LANES * facts.LANE],
         ),
         "places": (places - set(at.values()) - codes, set()),
         "barriers are placed": (barriers - places, set()),
         "barriers": (
             ptx.count("mbarrier.init."),
-            2 * facts.STAGES + tensor_memory.BARRIERS,
+            2 * facts.STAGES + facts.BARRIERS,
         ),
-        "threads": (f".reqntid {tensor_memory.THREADS}, 1, 1" in ptx, True),
+        "threads": (f".reqntid {facts.SM100_THREADS}, 1, 1" in ptx, True),
     }
     return [
         f"{name}: got {got}, want {want}" for name, (got, want) in figures.items() if got != want
@@ -149,7 +148,7 @@ def test_machine_code_is_as_derived(kernels: ModuleType) -> None:
     kernel = kernels.compile_form(IN_CI, SETTINGS)
     assert not complaints(kernel, IN_CI)
     last = products_of(IN_CI)[-1]
-    at = tensor_memory.places(IN_CI.format)["barriers of logits"]
+    at = facts.places(IN_CI.format)["barriers of logits"]
     for name, old, new in (
         ("products", f", {last.word};", f", {last.word ^ TRANSPOSED};"),
         ("products", f", {last.b};", f", {last.b - 128};"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from degarble.kernels.attention import problem as facts
-from degarble.kernels.attention import tensor_memory
 from degarble.kernels.primitives.kv_problem import ENTRIES, EntryFormat, entry_format
 from degarble.kernels.runtime.targets import SM100A
 
@@ -17,17 +16,17 @@ FORMATS = [
 
 @pytest.mark.parametrize("entry", FORMATS, ids=lambda entry: f"{entry.name}-{entry.width}")
 def test_every_entry_fits_shared_memory(entry: EntryFormat) -> None:
-    assert tensor_memory.shared_bytes(entry) <= SM100A.shared_memory_bytes
+    assert facts.shared_bytes(entry) <= SM100A.shared_memory_bytes
 
 
 def test_output_and_logits_fit_tensor_memory() -> None:
-    first = tensor_memory.first_columns()
+    first = facts.first_columns()
     # Two halves of 256 columns lie in 16 lanes each of the same columns.
     assert first == (0, 256)
-    assert tensor_memory.columns_held() == first[1] + 2 * 64
-    assert tensor_memory.columns_held() <= tensor_memory.columns_allocated()
-    assert tensor_memory.columns_allocated() == SM100A.tensor_memory_columns
-    assert 2 * tensor_memory.UPPER_LANES == tensor_memory.LANES_OF_WARP
+    assert facts.columns_held() == first[1] + 2 * 64
+    assert facts.columns_held() <= facts.columns_allocated()
+    assert facts.columns_allocated() == SM100A.tensor_memory_columns
+    assert 2 * facts.UPPER_LANES == facts.LANES_OF_WARP
 
 
 def test_rows_of_an_instruction_are_those_of_wgmma() -> None:
@@ -35,27 +34,27 @@ def test_rows_of_an_instruction_are_those_of_wgmma() -> None:
     rows = range(facts.HEADS)
     lanes = [row % 16 + 32 * (row // 16) for row in rows]  # PTX ISA 9.1, layout F
     for warp in range(4):
-        held = [lanes.index(warp * tensor_memory.LANES_OF_WARP + lane) for lane in range(16)]
+        held = [lanes.index(warp * facts.LANES_OF_WARP + lane) for lane in range(16)]
         assert held == [*range(16 * warp, 16 * warp + 16)]
     for lane in range(32):
         places = [(lane // 4 + 8 * (r // 2), 2 * (lane % 4) + r % 2) for r in range(4)]
         fragment = [(lane // 4 + 8 * row, 2 * (lane % 4) + i) for row in (0, 1) for i in (0, 1)]
         assert places == fragment
-    assert tensor_memory.repeats(facts.KEYS) * tensor_memory.REPEAT_REGISTERS == 16
+    assert facts.repeats(facts.KEYS) * facts.REPEAT_REGISTERS == 16
 
 
 @pytest.mark.parametrize("width", facts.FAMILIES)
 def test_registers_are_the_processors(width: int) -> None:
-    held = tensor_memory.REGISTERS[width]
+    held = facts.REGISTERS[width]
     assert held.total == facts.REGISTER_FILE
-    assert tensor_memory.LAUNCH_REGISTERS * tensor_memory.THREADS == facts.REGISTER_FILE
+    assert facts.LAUNCH_REGISTERS * facts.SM100_THREADS == facts.REGISTER_FILE
     assert all(count % 8 == 0 and 24 <= count <= 256 for count in held)
-    assert held.multiplying < held.gathering < tensor_memory.LAUNCH_REGISTERS < held.weighing
+    assert held.multiplying < held.gathering < facts.LAUNCH_REGISTERS < held.weighing
 
 
 @pytest.mark.parametrize("width", facts.FAMILIES)
 def test_instructions_multiply_what_a_tile_has(width: int) -> None:
-    of_logits, of_sums = tensor_memory.instructions(width)
-    each = facts.HEADS * tensor_memory.INSTRUCTION_K
+    of_logits, of_sums = facts.instructions(width)
+    each = facts.HEADS * facts.INSTRUCTION_K
     assert of_logits * each * facts.TILE == facts.HEADS * facts.TILE * width
     assert of_sums * each * facts.COLUMNS == facts.HEADS * facts.TILE * 512

@@ -95,7 +95,7 @@ def _never_begins(true: Any, *arguments: Any, begins: bool) -> Any:
 
 
 def _other_parity(_true: Any, stages: int) -> Any:
-    return import_module("degarble.kernels.gemm.wgmma").producer_state(stages)
+    return import_module("degarble.kernels.gemm.mainloop").producer_state(stages)
 
 
 def _fewer_bytes(true: Any, memory: Any, form: Any) -> Any:
@@ -111,8 +111,8 @@ def _no_decode_scale(true: Any, number: Any, scales: Any) -> Any:
 
 
 LAUNCHED, NOTHING = "launched now", "nothing"
-_STAGES, _WGMMA = "degarble.kernels.gemm.nvfp4_stages", "degarble.kernels.gemm.wgmma"
-_EPILOGUE, _SCHEDULE = "degarble.kernels.gemm.epilogue", "degarble.kernels.gemm.schedule"
+_STAGES, _WGMMA = "degarble.kernels.gemm.nvfp4_stages", "degarble.kernels.gemm.mainloop"
+_EPILOGUE, _SCHEDULE = "degarble.kernels.gemm.mainloop", "degarble.kernels.gemm.mainloop"
 _FP8 = "degarble.kernels.gemm.sm90_gemm_fp8_block"
 
 FAULTS = (

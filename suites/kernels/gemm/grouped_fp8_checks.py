@@ -8,7 +8,7 @@ row of scales; all of them have suites of their own. A bit of the product depend
 nor stage, and codes are the same numbers, so the grouped kernel has no freedom.
 
 Kept honest by suites/kernels/gemm/test_sm90_gemm_grouped_fp8.py, which plants faults in the kernel.
-Shape letters as in grouped_fp8_problem.
+Shape letters as in grouped_problem.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.kernels.gemm import grouped_fp8_problem as facts
-from degarble.kernels.gemm.grouped_fp8_problem import GroupedFp8Problem
+from degarble.kernels.gemm import grouped_problem as facts
+from degarble.kernels.gemm.grouped_problem import GroupedFp8Problem
 from degarble.kernels.gemm.problem import FP8_BLOCK, GemmProblem
 from degarble.kernels.primitives.fp8_quantise_problem import Fp8Problem
 from degarble.kernels.rows.inverse_rope_problem import BackProblem
@@ -69,8 +69,8 @@ def operands(case: Case) -> Any:
     generator = torch.Generator("cuda").manual_seed(case.seed)
     kind: dict[str, Any] = {"generator": generator, "device": "cuda"}
     heads = torch.randn(p.tokens, p.groups * p.inner, **kind)
-    size = torch.rand(p.tokens, p.groups * p.inner // facts.STEP, **kind)
-    heads *= torch.exp2(12 * size - 8).repeat_interleave(facts.STEP, 1)
+    size = torch.rand(p.tokens, p.groups * p.inner // facts.FP8_STEP, **kind)
+    heads *= torch.exp2(12 * size - 8).repeat_interleave(facts.FP8_STEP, 1)
     heads[:, ::97] = 0
     b = torch.randn(p.groups * p.columns, p.inner, **kind).to(torch.float8_e4m3fn)
     of_b = torch.rand(p.rows_of_scales, p.blocks, **kind) / 64 + 2.0**-8
@@ -80,7 +80,7 @@ def operands(case: Case) -> Any:
     if p.tokens > 2:
         positions[1], positions[2] = POSITIONS, -1
     table = plain.table_of_turns(POSITIONS).cuda()
-    return kernels.Grouped(heads.bfloat16(), b, of_b, turns=table, positions=positions)
+    return kernels.GroupedFp8Operands(heads.bfloat16(), b, of_b, turns=table, positions=positions)
 
 
 def coded(case: Case, given: Any) -> tuple[Tensor, Tensor]:
@@ -125,7 +125,7 @@ def composed(case: Case, given: Any) -> Tensor:
     kernels = import_module("degarble.kernels.gemm.sm90_gemm_fp8_block")
     p = case.problem
     codes, scales = coded(case, given)
-    piece = p.columns if p.groups == 1 else min(facts.STEP, p.columns)
+    piece = p.columns if p.groups == 1 else min(facts.FP8_STEP, p.columns)
     piece = piece if p.groups == 1 or p.columns % piece == 0 else facts.LEAST_COLUMNS
     problem = GemmProblem(p.tokens, piece, p.inner, FP8_BLOCK.name, p.scales)
     made = []
@@ -133,7 +133,7 @@ def composed(case: Case, given: Any) -> Tensor:
         group = first // p.columns
         own = slice(group * p.inner, (group + 1) * p.inner)
         blocks = slice(group * p.blocks, (group + 1) * p.blocks)
-        of_b = slice(first // facts.STEP, -(-(first + piece) // facts.STEP))
+        of_b = slice(first // facts.FP8_STEP, -(-(first + piece) // facts.FP8_STEP))
         parts = (
             codes[:, own], scales[:, blocks], given.b[first : first + piece], given.b_scales[of_b]
         )  # fmt: skip

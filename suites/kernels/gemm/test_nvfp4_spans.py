@@ -17,7 +17,7 @@ pytestmark = pytest.mark.needs("cutlass")
 
 @pytest.fixture
 def spans() -> ModuleType:
-    return import_module("degarble.kernels.gemm.nvfp4_spans")
+    return import_module("degarble.kernels.moe.few_rows")
 
 
 SWIZZLES = {"K_SW32": 1, "K_SW64": 2, "K_SW128": 3}  # bits of 16 bytes that rows of 128 change
@@ -27,7 +27,7 @@ def staged(element: str, rows: int, columns: int, swizzle: str) -> list[list[int
     """Return at which byte CuTe has each element of a stage; PTX ISA 9.1, 5.5.6: its swizzle."""
     cutlass = import_module("cutlass")
     ir = import_module("cutlass._mlir").ir
-    wgmma = import_module("degarble.kernels.gemm.wgmma")
+    wgmma = import_module("degarble.kernels.gemm.mainloop")
     of, width = getattr(cutlass, element), getattr(cutlass, element).width // 8
     with ir.Context(), ir.Location.unknown():
         module = ir.Module.create()

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import DtypeMismatch, MissingDevice, ShapeMismatch
+from degarble.kernels.gemm import tensor_memory
 from degarble.kernels.gemm.problem import GemmForm, GemmProblem
-from degarble.kernels.gemm.tcgen05 import tensor_memory
 from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import SM90A
 from degarble.suites.kernels import gemm_checks as checks

@@ -14,8 +14,8 @@ import torch
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, MissingDevice, UnknownName
 from degarble.kernels.gemm import grouped_problem as facts
 from degarble.kernels.gemm import problem as gemm
+from degarble.kernels.gemm import tensor_memory
 from degarble.kernels.gemm.grouped_problem import GroupedProblem
-from degarble.kernels.gemm.tcgen05 import tensor_memory
 from degarble.kernels.runtime.machine_code import cubin_facts, unstated_roundings
 from degarble.kernels.runtime.targets import SM90A, SM100A
 from degarble.suites.kernels import gemm_code, sm100_code, tcgen05_code, tcgen05_words
@@ -46,7 +46,7 @@ def kernels() -> ModuleType:
 
 
 def form_of(problem: GroupedProblem) -> GroupedForm:
-    return facts.choose_form(problem, SM100A.name)
+    return facts.choose_grouped_form(problem, SM100A.name)
 
 
 def products_of(form: GroupedForm) -> list[Product]:
@@ -64,7 +64,7 @@ def products_of(form: GroupedForm) -> list[Product]:
 def within_stages(found: list[Product], form: GroupedForm) -> list[Product]:
     """Return instructions without the stage, which the text knows where a head fills the ring."""
     a, b = (
-        rows * 2 * facts.STEP // tcgen05_words.ATOM
+        rows * 2 * facts.GROUPED_STEP // tcgen05_words.ATOM
         for rows in (form.gemm.tactic.rows, form.gemm.tactic.columns)
     )
     return [each._replace(a=each.a % a, b=each.b % b) for each in found]
@@ -118,7 +118,7 @@ def test_tiles_lie_within_groups_and_all_fits(kernels: ModuleType, problem: Grou
     assert tactic.rows == kernels.TURNING_GROUPS * 64
     behind = held.total + held.stages * gemm.BARRIER_BYTES
     assert behind <= SM100A.shared_memory_bytes
-    assert problem.inner // facts.STEP % (form.steps_of_head or 1) == 0
+    assert problem.inner // facts.GROUPED_STEP % (form.steps_of_head or 1) == 0
 
 
 def test_refuses_by_name(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_refuses_by_name(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(InvalidArgument, match="sm_90a alone"):
         kernels.gemm_grouped(a, b, wide, checks.SETTINGS)
     with pytest.raises(UnknownName, match="target of grouped products"):
-        facts.choose_form(problem, "sm_80")
+        facts.choose_grouped_form(problem, "sm_80")
     monkeypatch.setattr(kernels.contract, "require_device", lambda _tensors: 0)
     monkeypatch.setattr(kernels.contract, "target_of_device", lambda _device: SM90A)
     with pytest.raises(MissingDevice, match="sm_100a"):

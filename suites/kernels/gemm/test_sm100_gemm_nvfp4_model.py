@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from degarble.kernels.gemm import problem as facts
-from degarble.kernels.gemm.tcgen05 import tensor_memory
+from degarble.kernels.gemm import tensor_memory
 from degarble.suites.kernels import sm100_checks as blackwell
 from degarble.suites.kernels import sm100_model, tcgen05_words
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from degarble.kernels.gemm import problem as facts
-from degarble.kernels.gemm.tcgen05 import tensor_memory
+from degarble.kernels.gemm import tensor_memory
 from degarble.kernels.runtime.settings import CompileSettings
 from degarble.suites.kernels import gemm_checks as checks
 from degarble.suites.kernels import sm100_checks as blackwell
@@ -78,7 +78,7 @@ def test_machine_code_of_every_form(kernels: ModuleType, form: facts.GemmForm) -
 def test_the_dsl_divides_a_tile_as_it_is_loaded_and_stored(columns: int) -> None:
     """Thread blocks, then (rows, K) or (rows, columns): where the second one's part begins."""
     cute = import_module("cutlass.cute")
-    make = import_module("degarble.kernels.gemm.tcgen05.instructions").nvfp4_mma
+    make = import_module("degarble.kernels.gemm.tcgen05").nvfp4_mma
     seen: list[tuple[int, int, int]] = []
 
     def divided() -> None:
@@ -106,8 +106,8 @@ def test_who_receives_a_box_wants_that_box(
     form: facts.GemmForm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Places and masks of every thread block of a cluster, against the boxes of its tile."""
-    pair = import_module("degarble.kernels.gemm.tcgen05.pair")
-    wgmma = import_module("degarble.kernels.gemm.wgmma")
+    pair = import_module("degarble.kernels.gemm.sm100_gemm_nvfp4")
+    wgmma = import_module("degarble.kernels.gemm.mainloop")
     rows, columns = form.tactic.cluster_rows, form.tactic.cluster_columns
     at = [(row, column) for column in range(columns) for row in range(rows)]  # by rank
     boxes = [tensor_memory.tiles_of_boxes((8 * rows + row, column), form) for row, column in at]

@@ -15,8 +15,8 @@ import torch
 
 from degarble.harness.base.errors import InvalidArgument
 from degarble.kernels.gemm import problem as facts
+from degarble.kernels.gemm import tensor_memory
 from degarble.kernels.gemm.problem import GemmProblem
-from degarble.kernels.gemm.tcgen05 import tensor_memory
 from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import SM100A
 from degarble.suites.kernels import gemm_checks as checks

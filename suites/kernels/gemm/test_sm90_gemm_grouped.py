@@ -15,7 +15,7 @@ from degarble.harness.base.errors import (
     ShapeMismatch,
 )
 from degarble.kernels.gemm import problem as gemm
-from degarble.kernels.gemm.grouped_problem import GroupedProblem, choose_form
+from degarble.kernels.gemm.grouped_problem import GroupedProblem, choose_grouped_form
 from degarble.kernels.runtime.machine_code import (
     cubin_facts,
     fused_instructions,
@@ -39,7 +39,7 @@ def kernels() -> ModuleType:
 
 
 def require_sound(kernels: ModuleType, problem: GroupedProblem) -> None:
-    form = choose_form(problem)
+    form = choose_grouped_form(problem)
     kernel = kernels.compile_form(form, CompileSettings())
     (facts,) = cubin_facts(kernel.cubin)
     assert not facts.spills, facts
@@ -107,8 +107,8 @@ def test_planted_faults_are_caught(
             lambda numbers, turns, *, back: true(numbers, turns, back=not back),
         )
     elif fault == "another group":
-        true = kernels.grouped.tiles_of_group
-        monkeypatch.setattr(kernels.grouped, "tiles_of_group", lambda *told: 2 * true(*told))
+        true = kernels.grouped.tiles_of_grouped
+        monkeypatch.setattr(kernels.grouped, "tiles_of_grouped", lambda *told: 2 * true(*told))
     else:
         true = kernels.heads_of
         monkeypatch.setattr(

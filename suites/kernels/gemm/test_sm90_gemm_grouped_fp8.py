@@ -15,7 +15,7 @@ from degarble.harness.base.errors import (
     ShapeMismatch,
 )
 from degarble.kernels.gemm import problem as gemm
-from degarble.kernels.gemm.grouped_fp8_problem import GroupedFp8Problem, choose_form
+from degarble.kernels.gemm.grouped_problem import GroupedFp8Problem, choose_fp8_form
 from degarble.kernels.runtime.machine_code import cubin_facts, unstated_roundings
 from degarble.suites.kernels import gemm_code
 from degarble.suites.kernels.gemm import grouped_fp8_checks as checks
@@ -36,7 +36,7 @@ def kernels() -> ModuleType:
 
 
 def require_sound(kernels: ModuleType, problem: GroupedFp8Problem) -> None:
-    form = choose_form(problem)
+    form = choose_fp8_form(problem)
     kernel = kernels.compile_form(form, checks.SETTINGS)
     (facts,) = cubin_facts(kernel.cubin)
     assert not facts.spills, facts
@@ -67,8 +67,8 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
     heads, codes = GroupedFp8Problem(3, 2, 64, 128, "float32", 128, 5), (torch.float8_e4m3fn,)
     a, b = torch.zeros(3, 256, dtype=torch.bfloat16), torch.zeros(128, 128).to(*codes)
     turns = {"turns": torch.zeros(5, 64), "positions": torch.zeros(3, dtype=torch.int64)}
-    given = kernels.Grouped(a, b, torch.zeros(1, 1), **turns)
-    coded = kernels.Grouped(a.to(*codes), b, torch.zeros(1, 1), torch.zeros(3, 2))
+    given = kernels.GroupedFp8Operands(a, b, torch.zeros(1, 1), **turns)
+    coded = kernels.GroupedFp8Operands(a.to(*codes), b, torch.zeros(1, 1), torch.zeros(3, 2))
     plain = GroupedFp8Problem(3, 2, 64, 128)
     for error, name, wrong, problem in (
         (DtypeMismatch, "A", given._replace(a=a.float()), heads),
@@ -121,7 +121,7 @@ def _other(true: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 FAULTS = {
     "forth instead of back": (".", "turned_words"),
-    "another group": ("problems", "tiles_of_group"),
+    "another group": ("problems", "tiles_of_fp8_group"),
     "largest of half a block": (".", "block_amax"),
     "scales of the first step": ("plain", "scale_at"),
     "another stage turned": (".", "encode_stage"),

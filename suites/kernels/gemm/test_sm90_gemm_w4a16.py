@@ -23,8 +23,8 @@ from degarble.kernels.gemm.w4a16_problem import (
     LAYOUTS,
     PARTS,
     TACTICS,
-    Tactic,
     W4A16Problem,
+    W4A16Tactic,
     choose_form,
     choose_tactic,
 )
@@ -41,13 +41,13 @@ pytestmark = pytest.mark.needs("cutlass")
 each_target = pytest.mark.parametrize("target", TARGETS.values(), ids=lambda target: target.name)
 FUZZED, AT_ONCE = 300, 50
 OTHER_TACTICS = (
-    Tactic(16, 0, tiles=1, groups=1, ranks=1, stages=3, resident=1),
-    Tactic(16, 0, tiles=3, groups=1, ranks=1, stages=5, resident=1),
-    Tactic(16, 0, tiles=4, groups=1, ranks=1, stages=4, resident=1),
-    Tactic(16, 0, tiles=4, groups=2, ranks=2, stages=4, resident=1),
-    Tactic(16, 0, tiles=4, groups=4, ranks=4, stages=4, resident=1),
-    Tactic(16, 0, tiles=2, groups=1, ranks=1, stages=3, resident=1),
-    Tactic(16, 0, tiles=2, groups=3, ranks=4, stages=6, resident=1),
+    W4A16Tactic(16, 0, tiles=1, groups=1, ranks=1, stages=3, resident=1),
+    W4A16Tactic(16, 0, tiles=3, groups=1, ranks=1, stages=5, resident=1),
+    W4A16Tactic(16, 0, tiles=4, groups=1, ranks=1, stages=4, resident=1),
+    W4A16Tactic(16, 0, tiles=4, groups=2, ranks=2, stages=4, resident=1),
+    W4A16Tactic(16, 0, tiles=4, groups=4, ranks=4, stages=4, resident=1),
+    W4A16Tactic(16, 0, tiles=2, groups=1, ranks=1, stages=3, resident=1),
+    W4A16Tactic(16, 0, tiles=2, groups=3, ranks=4, stages=6, resident=1),
 )
 
 
@@ -57,7 +57,7 @@ def kernels() -> ModuleType:
 
 
 def require_sound(
-    kernels: ModuleType, problem: W4A16Problem, target: Target, tactic: Tactic | None = None
+    kernels: ModuleType, problem: W4A16Problem, target: Target, tactic: W4A16Tactic | None = None
 ) -> None:
     form = choose_form(problem, tactic or choose_tactic(problem), target.name)
     kernel = kernels.compile_form(form, CompileSettings())

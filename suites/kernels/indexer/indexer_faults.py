@@ -16,10 +16,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.formats import scalar_ops as ops
-from degarble.kernels.indexer import operand_problem as indexer_operand_problem
 from degarble.kernels.indexer import problem as indexer_problem
-from degarble.kernels.indexer import topk_problem
-from degarble.kernels.indexer.topk_problem import TopkProblem
+from degarble.kernels.indexer.problem import TopkProblem
 from degarble.kernels.runtime.settings import CompileSettings
 from degarble.suites.kernels import indexer_checks
 from degarble.suites.kernels.indexer import indexer_operand_checks, topk_checks
@@ -35,7 +33,7 @@ _SCORES, _TOPK = (
     "degarble.kernels.indexer.simt_indexer_topk",
 )
 _OPERAND = "degarble.kernels.indexer.simt_indexer_operand"
-_WEIGHING = "degarble.kernels.indexer.weighing"
+_WEIGHING = "degarble.kernels.indexer.sm90_indexer_scores"
 SCORES = indexer_checks.ScoresCase("bf16", 64, (700, 90), (30, 9), 4)
 SCORES_STORED = indexer_checks.ScoresCase("fp8", 64, (700, 90), (30, 9), 4, arithmetic="stored")
 TOPK = topk_checks.TopkCase(TopkProblem(40, 8200, 300, 4), "ties", 3)
@@ -96,7 +94,7 @@ def _zeros_apart(_true: Any, score: Any) -> Any:
 
 
 def _one_level_less(true: Any, key: Any, level: int) -> Any:
-    return true(ops.shift_left(key, 1) if level == len(topk_problem.LEVELS) - 1 else key, level)
+    return true(ops.shift_left(key, 1) if level == len(indexer_problem.LEVELS) - 1 else key, level)
 
 
 FAULTS = (
@@ -138,8 +136,8 @@ def form_of(fault: Fault) -> Any:
     if kernels_of(fault).__name__ == _SCORES:
         return indexer_problem.choose_form(problem, "sm_90a")
     if fault.module == _TOPK:
-        return topk_problem.choose_form(problem, "sm_90a", PROCESSORS)
-    return indexer_operand_problem.choose_form(problem, "sm_90a")
+        return indexer_problem.choose_topk_form(problem, "sm_90a", PROCESSORS)
+    return indexer_problem.choose_operand_form(problem, "sm_90a")
 
 
 def compiled(fault: Fault, *, whole: bool = False) -> CompiledKernel:

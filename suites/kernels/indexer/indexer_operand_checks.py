@@ -1,6 +1,6 @@
 """Compare rows of the indexer on a GPU with their stated arithmetic on tensors, bit for bit.
 
-Owns the definition in the order that indexer_operand_problem states (LayerNorm, turn, Hadamard,
+Owns the definition in the order that indexer.problem states (LayerNorm, turn, Hadamard,
 rounding) and the cases. Roundings to blocks are those of references.rounding, which knows no
 kernel; the whole is compared with the references by the suite, where sums have other orders.
 
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from degarble.kernels.indexer import operand_problem as facts
-from degarble.kernels.indexer.operand_problem import OperandProblem
+from degarble.kernels.indexer import problem as facts
+from degarble.kernels.indexer.problem import OperandProblem
 from degarble.kernels.runtime.settings import CompileSettings
 from degarble.references import rounding
 from degarble.suites.kernels.row_checks import POISON, bits_differ, spread
@@ -176,8 +176,8 @@ def on_device(case: OperandCase) -> Any:
     for tensor in out:
         if tensor is not None:
             tensor.view(torch.uint8).fill_(POISON)
-    turning = case.turning and kernels.Turning(*(part.cuda() for part in case.turning))
-    norm = case.norm and kernels.Norm(*(part.cuda() for part in case.norm))
+    turning = case.turning and kernels.RopeOperands(*(part.cuda() for part in case.turning))
+    norm = case.norm and kernels.LayerNormOperands(*(part.cuda() for part in case.norm))
     return kernels.indexer_operand(rows, p, SETTINGS, turning=turning, norm=norm, out=out)
 
 

@@ -8,8 +8,8 @@ import torch
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.model.types import End, Pairing, Rope
-from degarble.kernels.indexer import operand_problem as facts
-from degarble.kernels.indexer.operand_problem import OperandProblem, choose_form
+from degarble.kernels.indexer import problem as facts
+from degarble.kernels.indexer.problem import OperandProblem, choose_operand_form
 from degarble.kernels.primitives.kv_rules import fp8_factor
 from degarble.references import elementary, rounding
 from degarble.references.numerics import Numerics
@@ -87,7 +87,7 @@ def test_refuses_by_name() -> None:
 
 
 def test_extents_are_no_part_of_a_form() -> None:
-    forms = {choose_form(checks.problem_of(n, 2 * n, 0), "sm_90a") for n in (1, 9)}
+    forms = {choose_operand_form(checks.problem_of(n, 2 * n, 0), "sm_90a") for n in (1, 9)}
     assert len(forms) == 1
-    assert [facts.grid(checks.problem_of(n, 3, 0)) for n in (3, 10, 11)] == [1, 1, 2]
+    assert [facts.operand_grid(checks.problem_of(n, 3, 0)) for n in (3, 10, 11)] == [1, 1, 2]
     assert checks.problem_of(3, 3, 6).bytes_moved == 9 * (256 + 132) + 3 * (256 + 8)

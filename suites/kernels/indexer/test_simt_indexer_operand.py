@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
-from degarble.kernels.indexer import operand_problem as facts
-from degarble.kernels.indexer.operand_problem import OperandProblem, choose_form
+from degarble.kernels.indexer import problem as facts
+from degarble.kernels.indexer.problem import OperandProblem, choose_operand_form
 from degarble.kernels.runtime.machine_code import (
     cubin_facts,
     fused_instructions,
@@ -36,7 +36,7 @@ def kernels() -> ModuleType:
 
 
 def require_sound(kernels: ModuleType, kind: int, target: Target) -> None:
-    form = choose_form(checks.problem_of(1, 1, kind), target.name)
+    form = choose_operand_form(checks.problem_of(1, 1, kind), target.name)
     kernel = kernels.compile_form(form, CompileSettings())
     assert f".target {target.name}\n" in kernel.ptx
     (code,) = cubin_facts(kernel.cubin)
@@ -67,8 +67,8 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
     problem = OperandProblem(2, 4, "halves", "fp8", normed=True, positions=5)
     coded = OperandProblem(2, 4, "none", "fp8", coded=True)
     rows = torch.zeros(2, 4, 128, dtype=torch.bfloat16)
-    turning = kernels.Turning(torch.zeros(5, 64), torch.zeros(2, dtype=torch.int64))
-    norm = kernels.Norm(torch.zeros(128), torch.zeros(128))
+    turning = kernels.RopeOperands(torch.zeros(5, 64), torch.zeros(2, dtype=torch.int64))
+    norm = kernels.LayerNormOperands(torch.zeros(128), torch.zeros(128))
 
     def run(rows: torch.Tensor = rows, p: OperandProblem = problem, **changes: Any) -> None:
         kernels.indexer_operand(
@@ -92,7 +92,7 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
     with pytest.raises(DtypeMismatch, match="bias"):
         run(norm=norm._replace(bias=torch.zeros(128).bfloat16()))
     with pytest.raises(DtypeMismatch, match="values"):
-        run(out=kernels.Operand(torch.zeros(2, 4, 128), None))
+        run(out=kernels.IndexerOperand(torch.zeros(2, 4, 128), None))
     with pytest.raises(InvalidArgument, match="one CUDA device"):
         run()
 
@@ -125,8 +125,8 @@ def test_a_graph_replays_on_changed_data_in_place(kernels: ModuleType) -> None:
     cases = [checks.OperandCase(checks.problem_of(30, 8, 0), which, 4) for which in checks.SPREADS]
     problem, rows = cases[0].problem, cases[0].rows.cuda()
     assert cases[0].turning is not None
-    turning = kernels.Turning(*(part.cuda() for part in cases[0].turning))
-    out = kernels.Operand(rows, None)
+    turning = kernels.RopeOperands(*(part.cuda() for part in cases[0].turning))
+    out = kernels.IndexerOperand(rows, None)
 
     def run() -> None:
         kernels.indexer_operand(rows, problem, checks.SETTINGS, turning=turning, out=out)

@@ -15,8 +15,8 @@ from degarble.harness.base.errors import (
     LayoutMismatch,
     ShapeMismatch,
 )
-from degarble.kernels.indexer import topk_problem as facts
-from degarble.kernels.indexer.topk_problem import TopkForm, TopkProblem
+from degarble.kernels.indexer import problem as facts
+from degarble.kernels.indexer.problem import TopkForm, TopkProblem
 from degarble.kernels.runtime.machine_code import cubin_facts, unstated_roundings
 from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS, Target

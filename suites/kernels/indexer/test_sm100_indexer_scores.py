@@ -20,7 +20,6 @@ from degarble.harness.base.errors import (
     ShapeMismatch,
 )
 from degarble.kernels.indexer import problem as facts
-from degarble.kernels.indexer import tensor_memory
 from degarble.kernels.indexer.problem import KeyPages, ScoresForm, ScoresProblem, choose_form
 from degarble.kernels.runtime.machine_code import cubin_facts, unstated_roundings
 from degarble.kernels.runtime.settings import CompileSettings
@@ -78,11 +77,11 @@ def products_of(form: ScoresForm) -> list[tcgen05_code.Product]:
     """Return the matrix instructions of a stage: row after row of 128 bytes, 32 at a time."""
     kind, code = KINDS[form.operands]
     word = tcgen05_words.dense_word(facts.KEYS, form.columns, code)
-    steps = facts.ROW_BYTES // tensor_memory.INSTRUCTION_BYTES
+    steps = facts.ROW_BYTES // facts.INSTRUCTION_BYTES
     made = []
-    for i in range(tensor_memory.instructions(form)):
+    for i in range(facts.instructions(form)):
         half, within = divmod(i, steps)
-        along = within * tensor_memory.INSTRUCTION_BYTES // UNIT
+        along = within * facts.INSTRUCTION_BYTES // UNIT
         a, b = (half * rows * facts.ROW_BYTES // UNIT for rows in (facts.KEYS, form.columns))
         made.append(tcgen05_code.Product(kind, word, a + along, b + along, adds=i > 0))
     return made
@@ -93,7 +92,7 @@ def complaints(kernel: CompiledKernel, form: ScoresForm) -> list[str]:
     (found,) = cubin_facts(kernel.cubin)
     ptx, halves = kernel.ptx, facts.OPERANDS[form.operands].halves
     barriers = sm100_code.barriers_of(ptx)
-    read = {f"32x32b.x{tensor_memory.columns_read(form)}"}
+    read = {f"32x32b.x{facts.columns_read(form)}"}
     figures = {
         "spills": (found.spills, False),
         "registers fit": (found.registers <= REGISTERS, True),
@@ -111,14 +110,14 @@ def complaints(kernel: CompiledKernel, form: ScoresForm) -> list[str]:
             tcgen05_code.operand_words(ptx),
             {tcgen05_words.operand_word(0, CORE_STRIDE, facts.ROW_BYTES)},
         ),
-        "reads": (len(tcgen05_code.reads(ptx)), tensor_memory.reads(form)),
+        "reads": (len(tcgen05_code.reads(ptx)), facts.reads(form)),
         "shapes of reads": ({each.shape for each in tcgen05_code.reads(ptx)}, read),
         "numbers used before they are there": (tcgen05_code.early_uses(ptx), []),
-        "columns": (sm100_code.columns_allocated(ptx), tensor_memory.columns_allocated(form)),
-        "barriers": (len(barriers), tensor_memory.barriers(form)),
+        "columns": (sm100_code.columns_allocated(ptx), facts.columns_allocated(form)),
+        "barriers": (len(barriers), facts.barriers(form)),
         "end of shared memory": (
-            max(barriers) + tensor_memory.BARRIER_BYTES,
-            tensor_memory.shared_bytes(form),
+            max(barriers) + facts.BARRIER_BYTES,
+            facts.sm100_shared_bytes(form),
         ),
         "threads": (f".reqntid {facts.threads(form)}, 1, 1" in ptx, True),
     }

@@ -6,7 +6,6 @@ import pytest
 
 from degarble.harness.model.presets import V3_2, V4_FLASH, V4_PRO, small_v4, small_v32
 from degarble.kernels.indexer import problem as facts
-from degarble.kernels.indexer import tensor_memory
 from degarble.kernels.indexer.problem import KeyPages, ScoresForm, ScoresProblem
 from degarble.kernels.runtime.targets import SM100A
 
@@ -23,15 +22,15 @@ def form_of(heads: int, tokens: int, operands: str, arithmetic: str = "float32")
 def require_fits(form: ScoresForm) -> None:
     assert form.columns % facts.LEAST_COLUMNS[SM100A.name] == 0
     assert form.columns <= facts.MOST_COLUMNS
-    assert tensor_memory.columns_held(form) <= tensor_memory.columns_allocated(form)
-    assert tensor_memory.columns_allocated(form) <= SM100A.tensor_memory_columns
-    assert tensor_memory.columns_allocated(form).bit_count() == 1
-    assert tensor_memory.reads(form) * tensor_memory.columns_read(form) == form.columns
-    assert tensor_memory.words_of_weights(form) <= facts.threads(form)
+    assert facts.columns_held(form) <= facts.columns_allocated(form)
+    assert facts.columns_allocated(form) <= SM100A.tensor_memory_columns
+    assert facts.columns_allocated(form).bit_count() == 1
+    assert facts.reads(form) * facts.columns_read(form) == form.columns
+    assert facts.words_of_weights(form) <= facts.threads(form)
     # What lies behind the operands is within what indexer_problem leaves for it.
     held = facts.query_bytes(form) + facts.stages(form) * facts.stage_bytes(form)
-    assert tensor_memory.shared_bytes(form) - held <= 2 * facts.ALIGNMENT
-    assert tensor_memory.shared_bytes(form) <= SM100A.shared_memory_bytes
+    assert facts.sm100_shared_bytes(form) - held <= 2 * facts.ALIGNMENT
+    assert facts.sm100_shared_bytes(form) <= SM100A.shared_memory_bytes
 
 
 @pytest.mark.parametrize("operands", facts.OPERANDS)
@@ -49,11 +48,11 @@ def test_every_model_has_a_form(operands: str) -> None:
         assert form.padded >= config.index_n_heads
         assert form.at_once == facts.TOKENS_AT_ONCE
         assert facts.stages(form) >= 4
-        assert tensor_memory.instructions(form) == {"bf16": 8, "fp8": 4}[operands]
+        assert facts.instructions(form) == {"bf16": 8, "fp8": 4}[operands]
 
 
 def test_few_heads_of_one_token_fill_the_smallest_instruction() -> None:
     assert form_of(4, 1, "bf16").padded == 16
     assert form_of(4, 2, "bf16").padded == 8
-    assert tensor_memory.columns_allocated(form_of(4, 1, "bf16")) == 32
-    assert tensor_memory.columns_allocated(form_of(64, 300, "bf16")) == 512
+    assert facts.columns_allocated(form_of(4, 1, "bf16")) == 32
+    assert facts.columns_allocated(form_of(64, 300, "bf16")) == 512

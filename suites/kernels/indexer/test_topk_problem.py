@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from degarble.harness.base.errors import ShapeMismatch
-from degarble.kernels.indexer import topk_problem as facts
-from degarble.kernels.indexer.topk_problem import TopkForm, TopkProblem, choose_form, segment
+from degarble.kernels.indexer import problem as facts
+from degarble.kernels.indexer.problem import TopkForm, TopkProblem, choose_topk_form, segment
 from degarble.kernels.runtime.targets import TARGETS
 
 PROCESSORS = 132  # of an H200
 
 
 def form_of(rows: int, entries: int, count: int = 1024) -> TopkForm:
-    return choose_form(TopkProblem(rows, entries, count), "sm_90a", PROCESSORS)
+    return choose_topk_form(TopkProblem(rows, entries, count), "sm_90a", PROCESSORS)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 66, 67, 4096])
@@ -23,7 +23,7 @@ def test_a_form_holds_the_row(rows: int, entries: int) -> None:
     held = segment(entries, form.cluster)
     assert form.cluster * held >= entries
     assert held <= form.capacity <= form.threads * facts.KEYS_OF_THREAD
-    assert facts.shared_bytes(form) <= TARGETS["sm_90a"].shared_memory_bytes
+    assert facts.topk_shared_bytes(form) <= TARGETS["sm_90a"].shared_memory_bytes
     # A warp's span is at most one word of marks a lane.
     assert -(-held // form.warps) <= facts.WARP * facts.WARP
     assert held % form.capacity == 0 or held % 4 == 0

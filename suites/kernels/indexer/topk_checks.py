@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.kernels.indexer import topk_problem as facts
-from degarble.kernels.indexer.problem import visible_entries
-from degarble.kernels.indexer.topk_problem import TopkProblem
+from degarble.kernels.indexer import problem as facts
+from degarble.kernels.indexer.problem import TopkProblem, visible_entries
 from degarble.kernels.rows.router_problem import key_of
 from degarble.kernels.runtime.settings import CompileSettings
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from degarble.harness.formats.layouts import SWIZZLE_128X4, round_up, to_layout
-from degarble.kernels.gemm.problem import GemmProblem, Tactic
+from degarble.kernels.gemm.problem import GemmProblem, GemmTactic
 from degarble.kernels.moe import problem as facts
 from degarble.kernels.moe.problem import AFTER_W2, BEFORE_W2, GATE_AND_UP, MoeProblem
 from degarble.kernels.primitives.quantise_problem import QuantiseProblem
@@ -50,7 +50,7 @@ class Case:
     problem: MoeProblem
     choice: str = "even"
     seed: int = 0
-    tactic: Tactic | None = None
+    tactic: GemmTactic | None = None
     shared: bool = False
     target: str = TARGET
 
@@ -154,7 +154,7 @@ def given_of(case: Case, device: str = "cuda") -> Any:
         local[ours] = torch.arange(p.experts, dtype=torch.int32, device=device)
     shared = x.flip(0).bfloat16() if case.shared else None
     routing = kernels.Routing(chosen_experts(case, generator), weights, local)
-    return kernels.Given(x.bfloat16(), routing, kernels.MoeWeights(w13, w2), shared)
+    return kernels.MoeInputs(x.bfloat16(), routing, kernels.MoeWeights(w13, w2), shared)
 
 
 def matrices(

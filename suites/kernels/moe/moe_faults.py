@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from degarble.kernels.gemm.problem import ANY, Tactic
+from degarble.kernels.gemm.problem import ANY, GemmTactic
 from degarble.kernels.moe.problem import AFTER_W2, BEFORE_W2, TILES, MoeProblem
 from degarble.suites.kernels.moe import moe_checks as checks
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 # Tiles of 64 rows, for any number of slots: what most of the faults are planted in.
-OF_64_ROWS = Tactic(ANY, rows=64, columns=128, inner=64, blocks=2)
+OF_64_ROWS = GemmTactic(ANY, rows=64, columns=128, inner=64, blocks=2)
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,9 @@ def _pairs_changed(true: Any, *given: Any) -> Any:
     return [second, first, *more]
 
 
-_EPILOGUE, _SCHEDULE = "degarble.kernels.moe.epilogue", "degarble.kernels.gemm.schedule"
-_FEW, _SPANS = "degarble.kernels.moe.few_rows", "degarble.kernels.gemm.nvfp4_spans"
-_TALL, _PROBLEM = "degarble.kernels.moe.many_rows", "degarble.kernels.moe.problem"
+_EPILOGUE, _SCHEDULE = "degarble.kernels.moe.sm90_moe_nvfp4", "degarble.kernels.gemm.mainloop"
+_FEW, _SPANS = "degarble.kernels.moe.few_rows", "degarble.kernels.moe.few_rows"
+_TALL, _PROBLEM = "degarble.kernels.moe.sm90_moe_nvfp4", "degarble.kernels.moe.problem"
 _PLAIN = "degarble.kernels.gemm.sm90_gemm_nvfp4"
 _GROUPED, _ROWS = "degarble.kernels.moe.sm90_moe_nvfp4", "degarble.kernels.moe.simt_moe_rows"
 

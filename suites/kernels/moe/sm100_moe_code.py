@@ -12,8 +12,8 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from degarble.kernels.gemm import problem as facts
-from degarble.kernels.gemm.tcgen05 import tensor_memory
-from degarble.kernels.moe import tensor_memory as moe_facts
+from degarble.kernels.gemm import tensor_memory
+from degarble.kernels.moe import problem as moe_facts
 from degarble.kernels.moe.problem import GATE_AND_UP
 from degarble.kernels.runtime.machine_code import cubin_facts, unstated_roundings
 from degarble.suites.kernels import sm100_code as plain

@@ -102,10 +102,10 @@ def _first_blocks(true: Any, kept: Any, _first: Any, form: Any) -> Any:
 
 
 _LEAVING, _FACTS = (
-    "degarble.kernels.moe.tensor_memory_epilogue",
-    "degarble.kernels.moe.tensor_memory",
+    "degarble.kernels.moe.sm100_moe_nvfp4",
+    "degarble.kernels.moe.problem",
 )
-_MEMORY, _SCHEDULE = "degarble.kernels.gemm.tcgen05.tensor_memory", "degarble.kernels.gemm.schedule"
+_MEMORY, _SCHEDULE = "degarble.kernels.gemm.tensor_memory", "degarble.kernels.gemm.mainloop"
 _GROUPED, _ROWS = "degarble.kernels.moe.sm100_moe_nvfp4", "degarble.kernels.moe.simt_moe_rows"
 
 FAULTS = (

@@ -3,7 +3,7 @@
 Owns what differs from suites/kernels/sm100_model.py: boxes of one of many matrices, warps that let
 their 32 rows leave each on its own (FC1 requantised, FC2 by TMA), and what is around the products:
 slots ordered by expert, rows quantised, rows summed in their order. Places and order are those of
-kernels.moe.tensor_memory; SwiGLU and rounding are those of the references, so bits of
+kernels.moe.problem; SwiGLU and rounding are those of the references, so bits of
 approximate instructions are no subject here. Nothing that was compiled runs.
 
 Kept honest by suites/kernels/moe/test_sm100_moe_nvfp4_model.py, which plants faults.
@@ -32,9 +32,8 @@ from degarble.harness.formats.layouts import (
 from degarble.harness.formats.number_formats import NVFP4
 from degarble.harness.formats.quantise import quantise
 from degarble.kernels.gemm import problem as facts
-from degarble.kernels.gemm.tcgen05 import tensor_memory
+from degarble.kernels.gemm import tensor_memory
 from degarble.kernels.moe import problem as moe
-from degarble.kernels.moe import tensor_memory as moe_facts
 from degarble.references import elementary, tensor_core
 from degarble.suites.kernels import sm100_model as plain
 from degarble.suites.kernels import tcgen05_words as words
@@ -86,7 +85,7 @@ class Block(plain.Block):
         self, warp: int, tiles: list[tuple[int, int, int]], leaving: Leaving
     ) -> Iterator[Callable[[], bool]]:
         """Let a warp's rows of all tiles leave."""
-        turn, stored, rows = plain.Turn(self.accumulators, 0), 0, moe_facts.WARP_ROWS
+        turn, stored, rows = plain.Turn(self.accumulators, 0), 0, moe.WARP_ROWS
         for row, column, expert in tiles:
             at, first = turn.at, row * TILE + warp * rows
             yield partial(self.sums_full[at].passed, turn.parity)
@@ -96,7 +95,7 @@ class Block(plain.Block):
             turn.advance()
             if sums is None:
                 continue
-            factors = leaving.scales[expert].repeat_interleave(moe_facts.columns_of_part(self.moe))
+            factors = leaving.scales[expert].repeat_interleave(moe.columns_of_part(self.moe))
             numbers = (sums * factors).bfloat16()
             if self.form.parts == moe.GATE_AND_UP:
                 self.requantise(numbers.float(), (first, column, expert), leaving)
@@ -107,7 +106,7 @@ class Block(plain.Block):
         """Read 32 lanes of sums."""
         wide = self.form.tactic.columns
         _, columns = self.memories.columns(self.base + stage * wide, wide)
-        lanes = slice(warp * moe_facts.WARP_ROWS, (warp + 1) * moe_facts.WARP_ROWS)
+        lanes = slice(warp * moe.WARP_ROWS, (warp + 1) * moe.WARP_ROWS)
         return torch.from_numpy(self.memories.tensor[lanes, columns].copy().view(np.float32))
 
     def requantise(self, numbers: Tensor, place: tuple[int, int, int], leaving: Leaving) -> None:
@@ -120,16 +119,16 @@ class Block(plain.Block):
         scale_bytes = made.block_scale.view(torch.uint8)
         blocks = codes_RP.shape[1] // 8
         chunks, of_words = codes_RP.reshape(-1, 16), scales.reshape(-1, 4)
-        of_tile = moe_facts.blocks_of_tile(self.moe)
-        for i, at in product(range(len(numbers)), range(0, of_tile, moe_facts.BLOCKS_OF_STORE)):
+        of_tile = moe.blocks_of_tile(self.moe)
+        for i, at in product(range(len(numbers)), range(0, of_tile, moe.BLOCKS_OF_STORE)):
             row, block = first + i, column * of_tile + at
             if block < blocks:
-                place_of = moe_facts.codes_at(row, block, blocks)
+                place_of = moe.codes_at(row, block, blocks)
                 chunks[place_of] = made.codes[i, at * 8 : at * 8 + 16].numpy()
-            if block < blocks and at % moe_facts.BLOCKS_OF_PIECE == 0:
-                word = scale_bytes[i, at : at + moe_facts.BLOCKS_OF_PIECE].clone()
+            if block < blocks and at % moe.BLOCKS_OF_PIECE == 0:
+                word = scale_bytes[i, at : at + moe.BLOCKS_OF_PIECE].clone()
                 word[blocks - block :] = 0
-                of_words[moe_facts.scales_at(row, block, blocks)] = word.numpy()
+                of_words[moe.scales_at(row, block, blocks)] = word.numpy()
 
     def gated(self, numbers: Tensor, slots: Tensor, leaving: Leaving) -> Tensor:
         """Return SwiGLU of gate beside up, times the routing weight where it comes first."""
@@ -198,7 +197,7 @@ def matrices_of(form: facts.GemmForm, sides: Sides, d: Matrix) -> dict[str, Any]
 def block_of(form: MoeForm, sides: Sides, to_rows: Any = None) -> Block:
     """Make a thread block; `to_rows` is where FC2 stores."""
     size = tensor_memory.columns_allocated(form.gemm)
-    box, none = (moe_facts.WARP_ROWS, facts.PIECE_COLUMNS), np.zeros((1, 2), np.uint8)
+    box, none = (moe.WARP_ROWS, facts.PIECE_COLUMNS), np.zeros((1, 2), np.uint8)
     d = Matrix(none if to_rows is None else to_rows, 2, box, plain.SWIZZLE)
     held, expected = Memories((COLUMNS - size, size)), facts.transaction_bytes(form.gemm)
     made = Block(form.gemm, matrices_of(form.gemm, sides, d), held, expected)
@@ -217,7 +216,7 @@ def tiles_of(
     plan: Any, columns: int, form: facts.GemmForm, share: tuple[int, int], place: tuple[int, int]
 ) -> list[Any]:
     """Return the tiles of one of so many clusters, at a place in it, each with its expert."""
-    from degarble.kernels.gemm.schedule import tile_of  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.gemm.mainloop import tile_of  # noqa: PLC0415  needs the DSL
 
     number, count = share
     tactic, (in_row, in_column) = form.tactic, place

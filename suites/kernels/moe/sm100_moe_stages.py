@@ -15,7 +15,7 @@ import torch
 
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div, from_layout
 from degarble.kernels.gemm import problem as facts
-from degarble.kernels.gemm.tcgen05 import tensor_memory
+from degarble.kernels.gemm import tensor_memory
 from degarble.kernels.moe import problem as moe
 
 if TYPE_CHECKING:

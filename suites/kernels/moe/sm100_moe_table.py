@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from degarble.harness.formats.layouts import ceil_div
-from degarble.kernels.gemm.problem import NVFP4, Tactic, loads
-from degarble.kernels.gemm.tcgen05 import tensor_memory
+from degarble.kernels.gemm import tensor_memory
+from degarble.kernels.gemm.problem import NVFP4, GemmTactic, loads
 from degarble.kernels.moe import problem as moe
 from degarble.kernels.moe.problem import MoeForm, MoeProblem
 from degarble.kernels.runtime.targets import SM100A
@@ -117,7 +117,7 @@ def clusters() -> list[str]:
     return lines
 
 
-def clustered(shape: tuple[int, int]) -> Tactic:
+def clustered(shape: tuple[int, int]) -> GemmTactic:
     """Return the tactic of the table in clusters."""
     (tactic,) = moe.TACTICS[SM100A.name]
     return replace(tactic, cluster_rows=shape[0], cluster_columns=shape[1])

@@ -20,7 +20,7 @@ TACTICS = tuple(TILES.values())
 
 
 @pytest.mark.parametrize("tactic", TACTICS, ids=lambda tactic: str(tactic.rows))
-def test_there_are_tiles_enough_for_any_choice(tactic: gemm.Tactic) -> None:
+def test_there_are_tiles_enough_for_any_choice(tactic: gemm.GemmTactic) -> None:
     drawn = random.Random("tiles")
     for _ in range(300):
         experts, tokens, chosen = drawn.randint(1, 9), drawn.randint(0, 300), drawn.randint(1, 2)
@@ -63,7 +63,7 @@ def test_where_the_weight_counts_is_part_of_a_form() -> None:
 
 
 @pytest.mark.parametrize("tactic", TACTICS, ids=lambda tactic: str(tactic.rows))
-def test_a_stage_of_gate_and_up_fits_and_is_counted(tactic: gemm.Tactic) -> None:
+def test_a_stage_of_gate_and_up_fits_and_is_counted(tactic: gemm.GemmTactic) -> None:
     first, second = (form.gemm for form in facts.forms_of(FLASH, "sm_90a", tactic))
     for form in (first, second):
         held = gemm.footprint(form)
@@ -86,7 +86,7 @@ def test_a_stage_of_gate_and_up_fits_and_is_counted(tactic: gemm.Tactic) -> None
 
 
 @pytest.mark.parametrize("tactic", TACTICS, ids=lambda tactic: str(tactic.rows))
-def test_scales_of_up_lie_in_tiles_of_their_own(tactic: gemm.Tactic) -> None:
+def test_scales_of_up_lie_in_tiles_of_their_own(tactic: gemm.GemmTactic) -> None:
     form = facts.forms_of(FLASH, "sm_90a", tactic)[0].gemm
     part = tactic.columns // 2
     for first in range(0, 128, part):

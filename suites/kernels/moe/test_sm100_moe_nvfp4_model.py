@@ -12,9 +12,8 @@ from unittest import mock
 import pytest
 
 from degarble.kernels.gemm import problem as gemm
-from degarble.kernels.gemm.tcgen05 import tensor_memory
-from degarble.kernels.moe import problem as moe
-from degarble.kernels.moe import tensor_memory as facts
+from degarble.kernels.gemm import tensor_memory
+from degarble.kernels.moe import problem as facts
 from degarble.kernels.moe.problem import AFTER_W2, BEFORE_W2, MoeProblem
 from degarble.suites.kernels import sm100_model as plain
 from degarble.suites.kernels import tcgen05_words
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.needs("cutlass")  # the walk is the kernels' own
 
 TARGET = "sm_100a"
-(WIDE,) = moe.TACTICS[TARGET]
+(WIDE,) = facts.TACTICS[TARGET]
 NARROW = replace(WIDE, columns=64)
 SMALL = MoeProblem(9, 64, 96, 3, 2, 3, 10.0, BEFORE_W2)
 EDGES = MoeProblem(580, 64, 160, 8, 1, 8, 10.0)
@@ -67,9 +66,9 @@ def test_nobody_is_here() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tactic", [NARROW, WIDE], ids=lambda tactic: str(tactic.columns))
-@pytest.mark.parametrize("weighting", moe.WEIGHTINGS)
+@pytest.mark.parametrize("weighting", facts.WEIGHTINGS)
 @pytest.mark.parametrize("choice", checks.CHOICES)
-def test_choices_of_every_kind(choice: str, weighting: str, tactic: gemm.Tactic) -> None:
+def test_choices_of_every_kind(choice: str, weighting: str, tactic: gemm.GemmTactic) -> None:
     problem = replace(EDGES, hidden=288, width=224, weighting=weighting)
     assert not wrong(case_of(problem, choice=choice, tactic=tactic))
 
@@ -115,7 +114,7 @@ def test_fuzzed(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weighting", moe.WEIGHTINGS)
+@pytest.mark.parametrize("weighting", facts.WEIGHTINGS)
 def test_is_the_twin_within_its_budget(weighting: str) -> None:
     case = case_of(MoeProblem(40, 128, 160, 2, 1, 2, 10.0, weighting))
     given = checks.given_of(case, "cpu")

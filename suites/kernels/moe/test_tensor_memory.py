@@ -11,18 +11,17 @@ import torch
 
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div, round_up
 from degarble.kernels.gemm import problem as gemm
-from degarble.kernels.gemm.tcgen05 import tensor_memory
-from degarble.kernels.moe import problem as moe
-from degarble.kernels.moe import tensor_memory as facts
+from degarble.kernels.gemm import tensor_memory
+from degarble.kernels.moe import problem as facts
 from degarble.kernels.moe.problem import MoeForm, MoeProblem
 from degarble.kernels.runtime.targets import SM100A
 
 PRO = MoeProblem(8192, 7168, 3072, 384, 6, 384, 10.0)
 FLASH = MoeProblem(8192, 4096, 2048, 256, 6, 256, 10.0)
-TABLE = moe.TACTICS[SM100A.name]
+TABLE = facts.TACTICS[SM100A.name]
 TACTICS = (*TABLE, *(replace(TABLE[0], columns=columns) for columns in (64, 256)))
-FIRST = moe.forms_of(FLASH, SM100A.name)[0]
-SECOND = [moe.forms_of(FLASH, SM100A.name, tactic)[1] for tactic in TACTICS]
+FIRST = facts.forms_of(FLASH, SM100A.name)[0]
+SECOND = [facts.forms_of(FLASH, SM100A.name, tactic)[1] for tactic in TACTICS]
 EDGES = (1, 127, 128, 129, 0, 63, 64, 65)
 UNIT = 8  # bytes that TMA counts scales in
 
@@ -76,7 +75,7 @@ def test_numbers_of_every_form(form: MoeForm) -> None:
 def test_first_tile_is_gate_beside_up_whatever_the_tactic() -> None:
     for problem in (PRO, FLASH, replace(PRO, tokens=1)):
         for tactic in TACTICS:
-            first, second = moe.forms_of(problem, SM100A.name, tactic)
+            first, second = facts.forms_of(problem, SM100A.name, tactic)
             assert facts.columns_of_part(first) == gemm.SCALE_TILE_ROWS
             assert facts.blocks_of_tile(first) % facts.BLOCKS_OF_PIECE == 0
             assert (first.gemm.parts, second.gemm.parts) == (2, 1)
@@ -85,7 +84,7 @@ def test_first_tile_is_gate_beside_up_whatever_the_tactic() -> None:
     want = [("a", 128, 1), ("b", 128, 2), ("scales of a", 1, 1), ("scales of b", 1, 2)]
     assert boxes == want
     chosen = {
-        moe.choose_tactic(replace(PRO, tokens=tokens), SM100A.name) for tokens in (1, 3072, 8192)
+        facts.choose_tactic(replace(PRO, tokens=tokens), SM100A.name) for tokens in (1, 3072, 8192)
     }
     assert chosen == set(TABLE)
 
@@ -94,21 +93,21 @@ def test_first_tile_is_gate_beside_up_whatever_the_tactic() -> None:
 def test_rows_of_a_cluster_have_one_expert(shape: tuple[int, int]) -> None:
     rows, columns = shape
     tactic = replace(TABLE[0], cluster_rows=rows, cluster_columns=columns)
-    assert moe.rows_of_one_expert(tactic) == 128 * rows
-    for form in moe.forms_of(FLASH, SM100A.name, tactic):
+    assert facts.rows_of_one_expert(tactic) == 128 * rows
+    for form in facts.forms_of(FLASH, SM100A.name, tactic):
         assert (form.gemm.tactic.cluster_rows, form.gemm.tactic.cluster_columns) == shape
-        assert moe.grid(FLASH, form, 148) == 148 // (rows * columns)
+        assert facts.grid(FLASH, form, 148) == 148 // (rows * columns)
         few = replace(FLASH, tokens=1, hidden=192, width=128)  # a tile along columns, six groups
-        assert moe.grid(few, form, 148) == 6
+        assert facts.grid(few, form, 148) == 6
     worst = MoeProblem(7, 32, 32, 7, 1, 7)  # each slot a group of its own
-    assert moe.most_tiles(worst, tactic) == 7
-    assert moe.most_rows(worst, tactic) == 7 * 128 * rows
+    assert facts.most_tiles(worst, tactic) == 7
+    assert facts.most_rows(worst, tactic) == 7 * 128 * rows
     drawn = random.Random(f"clusters {shape}")
     for _ in range(100):
         counts = random_counts(drawn)
         problem = MoeProblem(sum(counts), 32, 32, len(counts), 1, len(counts))
-        needed = sum(ceil_div(count, moe.rows_of_one_expert(tactic)) for count in counts)
-        assert needed <= moe.most_tiles(problem, tactic)
+        needed = sum(ceil_div(count, facts.rows_of_one_expert(tactic)) for count in counts)
+        assert needed <= facts.most_tiles(problem, tactic)
 
 
 # ---- A: groups in rows ---------------------------------------------------------------------------
@@ -161,11 +160,11 @@ def require_box(tile: int, blocks: int, of_step: int, row_bytes: int) -> None:
 @pytest.mark.parametrize("width", [32, 128, 416, 2048])
 def test_scales_of_gate_and_up_lie_as_one_instruction_wants_them(width: int) -> None:
     """Column n of a tile is row n of gate, or n - 128 of up; its lane is n mod 32."""
-    blocks, experts, parts = 6, 3, moe.GATE_AND_UP
+    blocks, experts, parts = 6, 3, facts.GATE_AND_UP
     tiles = ceil_div(width, 128)
     row_bytes = gemm.SCALE_TILE_BYTES * ceil_div(blocks, 4)
     of_matrix = SWIZZLE_128X4.storage_size(width, blocks)
-    assert of_matrix == moe.scale_bytes(width, 16 * blocks) == tiles * row_bytes
+    assert of_matrix == facts.scale_bytes(width, 16 * blocks) == tiles * row_bytes
     for expert in range(experts):
         for column in range(tiles):
             _, of_codes, _, of_scales = tensor_memory.tiles_of_boxes(

@@ -22,8 +22,7 @@ from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm.problem import GemmForm
 from degarble.kernels.moe import problem as moe
 from degarble.kernels.moe import simt_moe_rows as rows
-from degarble.kernels.moe import tensor_memory as moe_facts
-from degarble.kernels.moe import tensor_memory_epilogue as leaving_tiles
+from degarble.kernels.moe import sm100_moe_nvfp4 as leaving_tiles
 from degarble.kernels.moe.problem import GATE_AND_UP, MoeForm
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
@@ -35,7 +34,7 @@ from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import SM100A, TARGETS
 
 ROWS = facts.SCALE_TILE_ROWS  # of a tile, one a thread
-STEP = moe_facts.BLOCK * moe_facts.BLOCKS_OF_STORE  # values of a row that leave together
+STEP = moe.BLOCK * moe.BLOCKS_OF_STORE  # values of a row that leave together
 # Sums; codes, scales, decode scales, slots, weights; decode scales of x and of w13; experts.
 ELEMENTS = (Float32, Uint32, Uint32, Float32, Int32, Float32, Float32, Float32, Int32)
 ALIGNED = (16, 16, 16, 4, 4, 4, 4, 4, 4)
@@ -70,7 +69,7 @@ def requantise_kernel(
     _, tiles, _ = cute.arch.grid_dim()
     row, expert = tile * ROWS + thread, Int32(groups.experts[tile])
     scales = leaving_tiles.scales_of(groups, expert, GATE_AND_UP)
-    kept = cute.make_rmem_tensor(moe_facts.words_of_row(form), Uint32)
+    kept = cute.make_rmem_tensor(moe.words_of_row(form), Uint32)
     pieces = form.gemm.tactic.columns // facts.PIECE_COLUMNS
     for piece in cutlass.range_constexpr(pieces):
         registers = cute.make_rmem_tensor(facts.PIECE_COLUMNS, Float32)
@@ -92,9 +91,9 @@ def launch_requantise(
     sums = rows.in_words(pointers[0], facts.PIECE_COLUMNS)
     codes = rows.in_words(pointers[1], 4)
     flat = rows.flat(pointers[2:])
-    leaving = leaving_tiles.Leaving(codes, *flat[:4])
+    leaving = leaving_tiles.Sm100Fc1Outputs(codes, *flat[:4])
     slots, (of_a, of_b, experts) = flat[2], flat[4:]
-    groups = leaving_tiles.Groups(of_a, of_b, experts, experts, slots)
+    groups = leaving_tiles.Sm100ExpertTensors(of_a, of_b, experts, experts, slots)
     requantise_kernel(sums, leaving, groups, blocks, form).launch(
         grid=[tiles, columns, 1], block=[ROWS, 1, 1], stream=stream
     )
@@ -112,7 +111,7 @@ def compile_form(form: MoeForm, settings: CompileSettings) -> CompiledKernel:
 
 
 def requantise(
-    given: Given, width: int, form: MoeForm, settings: CompileSettings, out: rows.Rows
+    given: Given, width: int, form: MoeForm, settings: CompileSettings, out: rows.Nvfp4Rows
 ) -> None:
     """Write codes [R, F / 2] and scales in 128x4 order of what FC1 summed."""
     require_given(given, width, form, out)
@@ -120,7 +119,7 @@ def requantise(
     sums, hidden, slots, weights, of_a, of_b, experts = given
     count, tiles, _ = sums.shape
     tensors = (sums, *out, hidden, slots, weights, of_a, of_b, experts)
-    extents = (count // ROWS, tiles, width // moe_facts.BLOCK)
+    extents = (count // ROWS, tiles, width // moe.BLOCK)
     compile_form(form, settings)(
         rows.pointers_of(ELEMENTS, tensors, ALIGNED),
         tuple(map(Int32, extents)),
@@ -128,7 +127,7 @@ def requantise(
     )
 
 
-def require_given(given: Given, width: int, form: MoeForm, out: rows.Rows) -> None:
+def require_given(given: Given, width: int, form: MoeForm, out: rows.Nvfp4Rows) -> None:
     """Refuse tensors that the kernel would misread; rows and experts are those of slots, scales."""
     count, experts = given.slots.numel(), given.hidden_scale.numel()
     if count % ROWS or width % STEP:

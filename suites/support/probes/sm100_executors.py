@@ -16,7 +16,7 @@ import torch
 
 from degarble.harness.base.errors import MissingDevice
 from degarble.kernels.gemm import problem as facts
-from degarble.kernels.gemm.tcgen05 import tensor_memory
+from degarble.kernels.gemm import tensor_memory
 from degarble.kernels.runtime import operands
 from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import SM100A, target_of_device

@@ -22,7 +22,7 @@ import torch
 
 from degarble.harness.base.errors import DegarbleError, UnknownName
 from degarble.kernels.gemm import problem as facts
-from degarble.kernels.gemm.tcgen05 import tensor_memory
+from degarble.kernels.gemm import tensor_memory
 from degarble.suites.kernels import gemm_checks as checks
 from degarble.suites.kernels import sm100_checks as blackwell
 from degarble.suites.kernels import sm100_model as model

@@ -24,7 +24,7 @@ from degarble.harness.base.errors import MissingDevice
 from degarble.harness.formats.codec import unpack_nibbles
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div, from_layout
 from degarble.kernels.gemm import problem as facts
-from degarble.kernels.gemm.tcgen05 import tensor_memory
+from degarble.kernels.gemm import tensor_memory
 from degarble.kernels.moe import problem as moe
 from degarble.kernels.moe.problem import AFTER_W2, BEFORE_W2, MoeProblem
 from degarble.kernels.runtime.targets import SM100A, target_of_device

@@ -21,19 +21,16 @@ from torch import Tensor
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName
 from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.attention import gather
+from degarble.kernels.attention import instructions as ptx
 from degarble.kernels.attention import problem as facts
 from degarble.kernels.attention import sm90_attention_kernel as hopper
-from degarble.kernels.attention import sm100_attention_instructions as tensor
 from degarble.kernels.attention import sm100_attention_kernel as attention
-from degarble.kernels.attention import tensor_memory
 from degarble.kernels.attention.problem import AttentionForm, AttentionProblem
-from degarble.kernels.attention.sm90 import gather
-from degarble.kernels.attention.sm90 import gather_with_key as with_key
-from degarble.kernels.attention.sm90 import instructions as ptx
-from degarble.kernels.attention.sm90_attention_kernel import Addresses, Lane
-from degarble.kernels.attention.sm100_attention_kernel import Memory
+from degarble.kernels.attention.sm90_attention_kernel import AttentionAddresses, AttentionLane
+from degarble.kernels.attention.sm100_attention_kernel import Sm100AttentionMemory
+from degarble.kernels.gemm import tcgen05
 from degarble.kernels.gemm import w4a16_instructions as shared
-from degarble.kernels.gemm.tcgen05 import instructions as tcgen05
 from degarble.kernels.primitives import attention_rows as rows
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
@@ -69,7 +66,7 @@ class Images(NamedTuple):
 
 @cute.kernel
 def probe_kernel(
-    addresses: Addresses,
+    addresses: AttentionAddresses,
     extents: tuple[Any, ...],
     images: Images,
     form: cutlass.Constexpr,
@@ -78,16 +75,17 @@ def probe_kernel(
     """Run one role, and let other warps stand in for its partners."""
     thread, _, _ = cute.arch.thread_idx()
     group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
-    memory, registers = attention.prepared(form), tensor_memory.REGISTERS[form.width]
+    memory, registers = attention.prepared(form), facts.REGISTERS[form.width]
     place = hopper.place_of(extents)
     lists, widths, walk = hopper.lists_of(addresses, extents, place, form)
-    if group == tensor_memory.GATHERING_GROUP:
+    if group == facts.GATHERING_GROUP:
         cute.arch.setmaxregister_decrease(registers.gathering)
         if cutlass.const_expr(part == "load"):
-            producer = with_key if form.format.inside else gather
-            how = tensor_memory.bringing(form.format)
-            producer.produce(lists, widths, walk, memory.places, how)
-    elif group == tensor_memory.MULTIPLYING_GROUP:
+            inside = form.format.inside
+            produce = gather.produce_with_key if inside else gather.produce
+            how = facts.sm100_gather_plan(form.format)
+            produce(lists, widths, walk, memory.places, how)
+    elif group == facts.MULTIPLYING_GROUP:
         cute.arch.setmaxregister_decrease(registers.multiplying)
         if cutlass.const_expr(part == "multiply"):
             multiply_alone(memory, walk[2])
@@ -111,9 +109,9 @@ def probe_kernel(
 
 
 @cute.jit
-def multiply_alone(memory: Memory, steps: Any) -> None:
+def multiply_alone(memory: Sm100AttentionMemory, steps: Any) -> None:
     """Let the multiplying warp multiply."""
-    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == tensor_memory.MULTIPLYING_WARP:
+    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == facts.MULTIPLYING_WARP:
         attention.multiply_tiles(memory, steps)
 
 
@@ -144,7 +142,9 @@ def copy_in(source: Any, target: Any, size: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def write_tiles(memory: Memory, images: Images, steps: Any, form: cutlass.Constexpr) -> None:
+def write_tiles(
+    memory: Sm100AttentionMemory, images: Images, steps: Any, form: cutlass.Constexpr
+) -> None:
     """Write tile after tile, and its masks, to memory as they lie; give each back."""
     thread, _, _ = cute.arch.thread_idx()
     size = facts.TILE * form.width * 2
@@ -162,7 +162,11 @@ def write_tiles(memory: Memory, images: Images, steps: Any, form: cutlass.Conste
 
 @cute.jit
 def bring_tiles(
-    memory: Memory, lane: Lane, images: Images, steps: Any, form: cutlass.Constexpr
+    memory: Sm100AttentionMemory,
+    lane: AttentionLane,
+    images: Images,
+    steps: Any,
+    form: cutlass.Constexpr,
 ) -> None:
     """Bring tile after tile and its shares from memory; write its logits out."""
     size = facts.TILE * form.width * 2
@@ -175,12 +179,12 @@ def bring_tiles(
         copy_in(images.tiles + Int64(step) * size, places.tiles + stage * size, size)
         # As many arrivals as the warps that bring keys make: 128 threads, and four warps.
         shared.arrive(places.full + stage * 8, (lane.half == 0) | (lane.lane == 0))
-        buffer = number % tensor_memory.LOGITS
-        shared.await_phase(barriers.logits + buffer * 8, number // tensor_memory.LOGITS % 2)
+        buffer = number % facts.LOGITS
+        shared.await_phase(barriers.logits + buffer * 8, number // facts.LOGITS % 2)
         tcgen05.fence("after")
-        column = tensor_memory.first_columns()[1] + Uint32(lane.half) * facts.KEYS
+        column = facts.first_columns()[1] + Uint32(lane.half) * facts.KEYS
         at = start + column + buffer * facts.TILE + attention.lanes_of(lane, 0)
-        found = tensor.read_fragment(at, attention.REPEATS_OF_LOGITS)
+        found = attention.read_fragment(at, attention.REPEATS_OF_LOGITS)
         write_logits(found, lane, images, step)
         if step > 0:
             shared.await_phase(barriers.sums, (number - 1) % 2)
@@ -189,7 +193,7 @@ def bring_tiles(
         stage, phase = gather.shared_next(stage, phase)
 
 
-def key_of(lane: Lane, block: int) -> Any:
+def key_of(lane: AttentionLane, block: int) -> Any:
     """Return the first of two neighbouring keys of a thread."""
     return Uint32(lane.half) * facts.KEYS + block * 8 + Uint32(lane.quad) * 2
 
@@ -199,7 +203,7 @@ def place_in(step: Any, row: Any, key: Any) -> Any:
     return (Int64(step) * facts.HEADS + Int64(row)) * facts.TILE + Int64(key)
 
 
-def write_logits(found: list[Any], lane: Lane, images: Images, step: Any) -> None:
+def write_logits(found: list[Any], lane: AttentionLane, images: Images, step: Any) -> None:
     """Write a thread's logits to memory."""
     for row in range(2):
         for block in range(hopper.BLOCKS):
@@ -208,7 +212,9 @@ def write_logits(found: list[Any], lane: Lane, images: Images, step: Any) -> Non
             ptx.store_pair(images.logits + at * 4, *pair)
 
 
-def bring_shares(memory: Memory, lane: Lane, images: Images, step: Any) -> None:
+def bring_shares(
+    memory: Sm100AttentionMemory, lane: AttentionLane, images: Images, step: Any
+) -> None:
     """Bring a thread's shares from memory to where tcgen05 reads them."""
     for row in range(2):
         for block in range(hopper.BLOCKS):
@@ -220,13 +226,15 @@ def bring_shares(memory: Memory, lane: Lane, images: Images, step: Any) -> None:
 
 
 @cute.jit
-def weigh_alone(memory: Memory, lane: Lane, images: Images, steps: Any) -> None:
+def weigh_alone(
+    memory: Sm100AttentionMemory, lane: AttentionLane, images: Images, steps: Any
+) -> None:
     """Weigh every tile, from an output of ones; leave peaks and totals."""
     start = Uint32(tcgen05.base_of(memory.address).toint())
     for i in cutlass.range_constexpr(facts.COLUMNS // attention.COLUMNS_AT_ONCE):
         at = start + attention.lanes_of(lane, lane.half) + i * attention.COLUMNS_AT_ONCE
-        tensor.write_fragment(at, [Float32(1.0)] * attention.NUMBERS_AT_ONCE)
-    tensor.end_of_writes()
+        attention.write_fragment(at, [Float32(1.0)] * attention.NUMBERS_AT_ONCE)
+    attention.end_of_writes()
     peaks, totals = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
     peaks.fill(-float("inf"))
     totals.fill(0.0)
@@ -239,7 +247,7 @@ def weigh_alone(memory: Memory, lane: Lane, images: Images, steps: Any) -> None:
 
 
 @cute.jit
-def stand_in(memory: Memory, lane: Lane, images: Images, steps: Any) -> None:
+def stand_in(memory: Sm100AttentionMemory, lane: AttentionLane, images: Images, steps: Any) -> None:
     """Stand in for gather and products: logits and masks from memory, shares out to it."""
     thread, _, _ = cute.arch.thread_idx()
     start = Uint32(tcgen05.base_of(memory.address).toint())
@@ -248,17 +256,17 @@ def stand_in(memory: Memory, lane: Lane, images: Images, steps: Any) -> None:
     places, barriers = memory.places, memory.barriers
     for step in cutlass.range(Int32(0), steps, unroll=1):
         number = Uint32(step)
-        buffer = number % tensor_memory.LOGITS
+        buffer = number % facts.LOGITS
         if thread % facts.WARPGROUP < MASK_BYTES // 4:
             at = Uint32(thread % facts.WARPGROUP) * 4
             word = ptx.word_at(images.masks + Int64(step) * MASK_BYTES + Int64(at))
             ptx.store_word(places.masks + stage * MASK_BYTES + at, word)
-        column = tensor_memory.first_columns()[1] + buffer * facts.TILE
-        for block in cutlass.range_constexpr(facts.TILE // tensor_memory.REPEAT_COLUMNS):
-            to = start + column + block * tensor_memory.REPEAT_COLUMNS
+        column = facts.first_columns()[1] + buffer * facts.TILE
+        for block in cutlass.range_constexpr(facts.TILE // facts.REPEAT_COLUMNS):
+            to = start + column + block * facts.REPEAT_COLUMNS
             numbers = logits_of(lane, images, step, block)
-            tensor.write_fragment(to + attention.lanes_of(lane, 0), numbers)
-        tensor.end_of_writes()
+            attention.write_fragment(to + attention.lanes_of(lane, 0), numbers)
+        attention.end_of_writes()
         tcgen05.fence("before")
         cute.arch.barrier(barrier_id=STANDING_IN, number_of_threads=facts.WARPGROUP)
         shared.arrive(places.full + stage * 8, lane.lane >= 0)
@@ -274,7 +282,7 @@ def stand_in(memory: Memory, lane: Lane, images: Images, steps: Any) -> None:
         stage, phase = gather.shared_next(stage, phase)
 
 
-def logits_of(lane: Lane, images: Images, step: Any, block: int) -> list[Any]:
+def logits_of(lane: AttentionLane, images: Images, step: Any, block: int) -> list[Any]:
     """Read a thread's logits of eight keys from memory, in the order of a fragment."""
     found = []
     for row in range(2):
@@ -284,7 +292,9 @@ def logits_of(lane: Lane, images: Images, step: Any, block: int) -> list[Any]:
 
 
 @cute.jit
-def write_sums(memory: Memory, lane: Lane, images: Images, steps: Any) -> None:
+def write_sums(
+    memory: Sm100AttentionMemory, lane: AttentionLane, images: Images, steps: Any
+) -> None:
     """Write a thread's part of the output to memory."""
     sums = attention.sums_of(memory, lane, steps)
     for row in cutlass.range_constexpr(2):
@@ -304,10 +314,13 @@ def launch_probe(
     stream: CUstream,
 ) -> None:
     """Launch a part on one thread block."""
-    count = len(Addresses._fields)
+    count = len(AttentionAddresses._fields)
     at = [Int64(each.toint()) for each in pointers]
-    probe_kernel(Addresses(*at[:count]), extents, Images(*at[count:]), form, part).launch(
-        grid=[1, 1, 1], block=[tensor_memory.THREADS, 1, 1], min_blocks_per_mp=1, stream=stream
+    probe_kernel(AttentionAddresses(*at[:count]), extents, Images(*at[count:]), form, part).launch(
+        grid=[1, 1, 1],
+        block=[facts.SM100_THREADS, 1, 1],
+        min_blocks_per_mp=1,
+        stream=stream,
     )
 
 
@@ -319,7 +332,7 @@ def compile_part(part: str, form: AttentionForm, settings: CompileSettings) -> C
     """Compile a part; needs no GPU."""
     if part not in PARTS:
         raise UnknownName.among("part of sparse attention", part, PARTS)
-    names = (*Addresses._fields, *Images._fields)
+    names = (*AttentionAddresses._fields, *Images._fields)
     pointers = tuple(pointer(Uint8, None, 4) for _ in names)
     extents = tuple(Int32(1) for _ in range(12))
     arguments = (pointers, extents, form, part, any_stream())
@@ -341,7 +354,7 @@ def launch(
             "Cut it down.",
         )
     q, slots, cache = operands
-    given = dict.fromkeys(Addresses._fields) | {"q": q, "near": slots, "near_cache": cache}
+    given = dict.fromkeys(AttentionAddresses._fields) | {"q": q, "near": slots, "near_cache": cache}
     pages = problem.window.pages
     of_list = (problem.window.width, pages.entries, pages.stride, pages.slots)
     numbers = (1, problem.heads, 1, problem.tiles, *of_list, 0, *of_list[1:])

@@ -22,12 +22,10 @@ from torch import Tensor
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.formats.layouts import ceil_div
+from degarble.kernels.gemm import mainloop, tcgen05, tensor_memory
 from degarble.kernels.gemm import problem as facts
-from degarble.kernels.gemm import schedule, wgmma
 from degarble.kernels.gemm import sm100_gemm_nvfp4 as gemm
 from degarble.kernels.gemm.problem import GemmForm, GemmProblem
-from degarble.kernels.gemm.tcgen05 import instructions as tcgen05
-from degarble.kernels.gemm.tcgen05 import tensor_memory
 from degarble.kernels.runtime import operands
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
@@ -58,7 +56,7 @@ def probe_kernel(
     image, sums = memory
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     held = gemm.prepared(form)
-    walk = schedule.walk_of((extents[0], extents[1]), form.tactic)
+    walk = mainloop.walk_of((extents[0], extents[1]), form.tactic)
     steps = ceil_div(extents[2], form.tactic.inner)
     if warp == tensor_memory.LOADING_WARP:
         if cutlass.const_expr(part == "load"):
@@ -96,7 +94,7 @@ def together() -> None:
 def write_out(held: Any, image: Any, steps: Any, form: cutlass.Constexpr) -> None:
     """Write stage after stage to memory as it lies, and give it back."""
     ring, whole = held.ring, held.shared.whole
-    state = wgmma.consumer_state(tensor_memory.footprint(form).stages)
+    state = mainloop.consumer_state(tensor_memory.footprint(form).stages)
     for step in cutlass.range(steps, unroll=1):
         ring.consumer_wait(state)
         move(whole, image, (state.index, step), out=True)
@@ -112,7 +110,7 @@ def fill(
 ) -> None:
     """Fill stage after stage from memory; each counts as loaded once all of it is there."""
     ring, whole = held.ring, held.shared.whole
-    state = wgmma.producer_state(tensor_memory.footprint(form).stages)
+    state = mainloop.producer_state(tensor_memory.footprint(form).stages)
     for step in cutlass.range(steps, unroll=1):
         move(whole, image, (state.index, step), out=False)
         cute.arch.fence_proxy("async.shared", space=space)
@@ -169,7 +167,7 @@ def write_sums(held: Any, sums: Any, form: cutlass.Constexpr) -> None:
     """Write the sums of a tile to memory, a row a thread."""
     thread, _, _ = cute.arch.thread_idx()
     reading = tcgen05.reading_of(held.sums, thread)
-    state = wgmma.consumer_state(tensor_memory.accumulators(form))
+    state = mainloop.consumer_state(tensor_memory.accumulators(form))
     held.sums_ring.consumer_wait(state)
     tcgen05.fence("after")
     for i in cutlass.range_constexpr(form.tactic.columns // facts.PIECE_COLUMNS):
@@ -221,7 +219,7 @@ def meet_multiplier() -> None:
 @cute.jit
 def hand_over(sums_ring: Any, form: cutlass.Constexpr) -> None:
     """Commit sums that others wrote, as the multiplying warp commits its own."""
-    target = wgmma.producer_state(tensor_memory.accumulators(form))
+    target = mainloop.producer_state(tensor_memory.accumulators(form))
     meet_multiplier()
     tcgen05.fence("after")
     sums_ring.producer_acquire(target)

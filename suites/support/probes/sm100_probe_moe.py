@@ -20,14 +20,11 @@ from torch import Tensor
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName
 from degarble.harness.formats.layouts import ceil_div
+from degarble.kernels.gemm import mainloop, tcgen05, tensor_memory
 from degarble.kernels.gemm import problem as facts
-from degarble.kernels.gemm import schedule
 from degarble.kernels.gemm import sm100_gemm_nvfp4 as gemm
-from degarble.kernels.gemm.tcgen05 import instructions as tcgen05
-from degarble.kernels.gemm.tcgen05 import tensor_memory
 from degarble.kernels.moe import simt_moe_rows as rows
 from degarble.kernels.moe import sm100_moe_nvfp4 as moe
-from degarble.kernels.moe import tensor_memory_epilogue as leaving_tiles
 from degarble.kernels.moe.problem import GATE_AND_UP, MoeForm
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
@@ -58,7 +55,7 @@ def probe_kernel(
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     held = moe.prepared(form.gemm)
     total = (Int32(groups.rows[0]), extents[0])
-    walk = schedule.walk_of(total, form.gemm.tactic, groups.experts)
+    walk = mainloop.walk_of(total, form.gemm.tactic, groups.experts)
     steps = ceil_div(extents[1], form.gemm.tactic.inner)
     if warp == tensor_memory.LOADING_WARP:
         if cutlass.const_expr(part == "load"):
@@ -74,7 +71,7 @@ def probe_kernel(
             probe.fill_sums(held, sums, form.gemm)
             outlets = (leaving, held.pieces, held.sums, held.sums_ring)
             blocks = extents[0] // GATE_AND_UP // tcgen05.BLOCK
-            leaving_tiles.leave_tiles(outlets, walk, groups, blocks, form)
+            moe.leave_tiles(outlets, walk, groups, blocks, form)
         tcgen05.give_back(held.base, form.gemm)
 
 
@@ -90,7 +87,7 @@ def launch_probe(
     inputs, outputs = pointers[: len(moe.INPUTS)], pointers[len(moe.INPUTS) : -2]
     feeds = moe.feeds_of(inputs[:4], extents, form.gemm)
     leaving = moe.leaving_of(outputs, extents, form)
-    groups = leaving_tiles.Groups(*rows.flat(inputs[4:]))
+    groups = moe.Sm100ExpertTensors(*rows.flat(inputs[4:]))
     words = facts.transaction_bytes(form.gemm) // 4
     layout = cute.make_layout((facts.MOST_STAGES, words), stride=(words, 1))
     image = cute.make_tensor(pointers[-2], layout)

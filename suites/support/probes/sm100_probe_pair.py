@@ -20,11 +20,9 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, cute
 
 from degarble.harness.formats.layouts import ceil_div
-from degarble.kernels.gemm import schedule, wgmma
+from degarble.kernels.gemm import mainloop, tcgen05, tensor_memory
 from degarble.kernels.gemm import sm100_gemm_nvfp4 as gemm
 from degarble.kernels.gemm.problem import GemmForm
-from degarble.kernels.gemm.tcgen05 import instructions as tcgen05
-from degarble.kernels.gemm.tcgen05 import pair, tensor_memory
 from degarble.kernels.runtime.compiling import CompiledKernel
 from degarble.kernels.runtime.settings import CompileSettings
 from degarble.suites.support.probes import sm100_probe_gemm as probe
@@ -43,7 +41,7 @@ def probe_kernel(
     image, sums = memory
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     held = gemm.prepared(form)
-    walk = schedule.walk_of((extents[0], extents[1]), form.tactic)
+    walk = mainloop.walk_of((extents[0], extents[1]), form.tactic)
     steps = ceil_div(extents[2], form.tactic.inner)
     if warp == tensor_memory.LOADING_WARP:
         if cutlass.const_expr(part == "load"):
@@ -53,17 +51,17 @@ def probe_kernel(
             meet()
     elif warp == tensor_memory.MULTIPLYING_WARP:
         if cutlass.const_expr(part == "multiply"):  # noqa: SIM102  known while compiling
-            if pair.leads(form):
+            if gemm.leads(form):
                 rings, inner = (held.ring, held.sums_ring), (steps, extents[2] // tcgen05.BLOCK)
                 gemm.multiply(rings, gemm.operands_of(held, form), walk, inner, form)
         if cutlass.const_expr(part == "store"):
             hand_over(held.sums_ring, form)
     else:
         if cutlass.const_expr(part == "load"):  # noqa: SIM102  known while compiling
-            if pair.leads(form):
+            if gemm.leads(form):
                 probe.write_out(with_other(held), image, steps, form)
         if cutlass.const_expr(part == "multiply"):
-            if pair.leads(form):
+            if gemm.leads(form):
                 probe.fill(with_other(held), image, steps, form, "cluster")
             probe.write_sums(held, own_rows(sums, form), form)
         if cutlass.const_expr(part == "store"):
@@ -71,7 +69,7 @@ def probe_kernel(
             meet()
             outlets = (store, held.pieces, held.sums, held.sums_ring)
             gemm.store_tiles_of(form)(outlets, walk, (Float32(1.0),), form)
-    pair.end_together(held.base, form)
+    gemm.end_together(held.base, form)
 
 
 def meet() -> None:
@@ -80,9 +78,9 @@ def meet() -> None:
     cute.arch.cluster_wait()
 
 
-def with_other(held: gemm.Prepared) -> gemm.Prepared:
+def with_other(held: gemm.Nvfp4BlockState) -> gemm.Nvfp4BlockState:
     """Return a thread block's stages, followed by the other block's."""
-    whole = (*held.shared.whole, *map(pair.of_other, held.shared.whole))
+    whole = (*held.shared.whole, *map(gemm.of_other, held.shared.whole))
     return held._replace(shared=held.shared._replace(whole=whole))
 
 
@@ -97,11 +95,11 @@ def own_rows(sums: Any, form: GemmForm) -> Any:
 @cute.jit
 def hand_over(sums_ring: Any, form: cutlass.Constexpr) -> None:
     """Commit sums that both wrote, once both have; the first one does, for both."""
-    target = wgmma.producer_state(tensor_memory.accumulators(form))
+    target = mainloop.producer_state(tensor_memory.accumulators(form))
     probe.meet_multiplier()
     meet()
     tcgen05.fence("after")
-    if pair.leads(form):
+    if gemm.leads(form):
         sums_ring.producer_acquire(target)
         sums_ring.producer_commit(target)
         target.advance()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName
-from degarble.kernels.attention import tensor_memory
+from degarble.kernels.attention import problem
 from degarble.kernels.attention.problem import AttentionForm
 from degarble.kernels.runtime.compiling import package_root
 from degarble.kernels.runtime.machine_code import cubin_facts, unstated_roundings
@@ -54,7 +54,7 @@ def test_a_part_has_its_own_role_alone(kernels: ModuleType, part: str) -> None:
     assert tuple(kernel.ptx.count(name) for name in COUNTED) == COUNTS[part]
     assert unstated_roundings(kernel.ptx) == ()
     (code,) = cubin_facts(kernel.cubin)
-    assert code.registers <= tensor_memory.LAUNCH_REGISTERS
+    assert code.registers <= problem.LAUNCH_REGISTERS
     of_v32 = kernels.compile_part(part, OF_V32, SETTINGS)
     assert of_v32.ptx != kernel.ptx
 
@@ -165,7 +165,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "parity": (model.Turn, "advance", same_parity, "load only"),
     "distance of columns": (model, "turned_word", other_lead, "multiply only"),
     "sums not begun": (model.Block, "begin_sums", never_begun, "multiply only"),
-    "logits over sums": (tensor_memory, "first_columns", same_columns, "multiply only"),
+    "logits over sums": (problem, "first_columns", same_columns, "multiply only"),
     "new peaks passed over": (model.Block, "rescale", nothing, "weigh only"),
     "absent keys count": (model, "hidden", all_present, "weigh only"),
     "last tile dropped": (stages, "splits_of", last_tile_dropped, "one tile"),
@@ -189,7 +189,7 @@ def test_a_planted_fault_is_localised(name: str) -> None:
 @pytest.mark.parametrize("first", model.FIRST)
 def test_upper_lanes_and_two_buffers_are_needed(first: str) -> None:
     for name, number in (("UPPER_LANES", 0), ("LOGITS", 1)):
-        with mock.patch.object(tensor_memory, name, number):
+        with mock.patch.object(problem, name, number):
             failure = minute.first_failure(HostModel(first))
         if name == "UPPER_LANES" or first == "products":
             assert failure is not None

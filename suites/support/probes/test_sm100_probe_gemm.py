@@ -15,8 +15,8 @@ import torch
 
 from degarble.harness.base.errors import InvalidArgument, MissingDevice, ShapeMismatch, UnknownName
 from degarble.kernels.gemm import problem as facts
+from degarble.kernels.gemm import tensor_memory
 from degarble.kernels.gemm.problem import GemmProblem
-from degarble.kernels.gemm.tcgen05 import tensor_memory
 from degarble.kernels.runtime import operands, targets
 from degarble.kernels.runtime.machine_code import cubin_facts
 from degarble.kernels.runtime.settings import CompileSettings

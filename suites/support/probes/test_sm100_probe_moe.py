@@ -14,9 +14,8 @@ import pytest
 
 from degarble.harness.base.errors import InvalidArgument, MissingDevice, UnknownName
 from degarble.kernels.gemm import problem as facts
-from degarble.kernels.gemm.tcgen05 import tensor_memory
+from degarble.kernels.gemm import tensor_memory
 from degarble.kernels.moe import problem as moe
-from degarble.kernels.moe import tensor_memory as moe_facts
 from degarble.kernels.runtime import targets
 from degarble.kernels.runtime.machine_code import cubin_facts
 from degarble.suites.kernels import sm100_model, tcgen05_words
@@ -138,7 +137,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "bytes expected": (facts, "transaction_bytes", more(16), "load"),
     "expert before": (tensor_memory, "tiles_of_boxes", expert_before, "load"),
     "gate and up changed": (model.Block, "gated", halves_changed, "requantise"),
-    "pairs of blocks exchanged": (moe_facts, "codes_at", next_pair, "requantise"),
+    "pairs of blocks exchanged": (moe, "codes_at", next_pair, "requantise"),
     "next piece": (model.Block, "put_pieces", next_piece, "one tile"),
     "descriptor": (tcgen05_words, "operand_word", more(1 << 32), "one tile"),
     "one expert for all": (model, "tiles_of", first_expert, "two groups"),

@@ -16,17 +16,17 @@ from cutlass import BFloat16, Float4E2M1FN, Float8E4M3FN, Float32, Int32, Int64,
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.utils import blockscaled_layout
 
-from degarble.kernels.gemm import epilogue, producer, schedule, wgmma
+from degarble.kernels.gemm import mainloop
 from degarble.kernels.gemm import problem as facts
-from degarble.kernels.gemm.problem import GemmForm, Tactic
-from degarble.kernels.gemm.tcgen05 import tensor_memory as memory_facts
+from degarble.kernels.gemm import tensor_memory as memory_facts
+from degarble.kernels.gemm.problem import GemmForm, GemmTactic
 
 BLOCK = facts.NVFP4.block
 BARRIER_OF_STORES = 2  # 0 and 1 belong to the thread block
 STORE_BITS = 128  # of one write of a thread to shared memory
 
 
-class Scales(NamedTuple):
+class TensorMemoryScales(NamedTuple):
     """One operand's scales: their place in tensor memory, and the copy that fills it per stage."""
 
     tensor: Any
@@ -103,7 +103,7 @@ def scale_layouts(mma: Any, form: GemmForm, stages: int) -> tuple[Any, ...]:
 
 def sharing_of(form: GemmForm) -> dict[str, tuple[Any, int, Any]]:
     """Return by side which blocks of the cluster receive a box: place, number, mask."""
-    share = wgmma.sharing_of(form.tactic)
+    share = mainloop.sharing_of(form.tactic)
     return {"a": share.a, "b": share.b}
 
 
@@ -158,9 +158,9 @@ def ring_of_sums(memory: Any, form: GemmForm) -> Any:
 # ---- tensor memory -------------------------------------------------------------------------------
 
 
-def begin(tactic: Tactic) -> None:
+def begin(tactic: GemmTactic) -> None:
     """Wait until all barriers and the address of tensor memory exist."""
-    wgmma.begin(tactic)
+    mainloop.begin(tactic)
     if tactic.cluster_rows * tactic.cluster_columns > 1:
         cute.arch.sync_threads()  # a cluster's barrier is relaxed: it orders no memory
 
@@ -201,7 +201,9 @@ def sums_of(mma: Any, base: Any, form: GemmForm) -> Any:
     return cute.make_tensor(base, layout)
 
 
-def scales_of(mma: Any, base: Any, shared: tuple[Any, Any], form: GemmForm) -> tuple[Scales, ...]:
+def scales_of(
+    mma: Any, base: Any, shared: tuple[Any, Any], form: GemmForm
+) -> tuple[TensorMemoryScales, ...]:
     """Return both operands' scales in tensor memory, after the sums, and their copies."""
     make = (blockscaled_layout.make_tmem_layout_sfa, blockscaled_layout.make_tmem_layout_sfb)
     made = []
@@ -215,14 +217,14 @@ def scales_of(mma: Any, base: Any, shared: tuple[Any, Any], form: GemmForm) -> t
     return tuple(made)
 
 
-def scales_at(tensor: Any, shared: Any, group: Any = tcgen05.CtaGroup.ONE) -> Scales:
+def scales_at(tensor: Any, shared: Any, group: Any = tcgen05.CtaGroup.ONE) -> TensorMemoryScales:
     """Make the copy of an operand's scales: 32 lanes of 16 bytes, to all four lane groups."""
     atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(group), Float8E4M3FN)
     target, source = cute.filter_zeros(tensor), cute.filter_zeros(shared)
     copy = tcgen05.make_s2t_copy(atom, target)
     part = copy.get_slice(0)
     source = tcgen05.get_s2t_smem_desc_tensor(copy, part.partition_S(source))
-    return Scales(tensor, copy, source, part.partition_D(target))
+    return TensorMemoryScales(tensor, copy, source, part.partition_D(target))
 
 
 def shifted(tensor: Any, columns: Any) -> Any:
@@ -237,17 +239,17 @@ def shifted(tensor: Any, columns: Any) -> Any:
 @cute.jit
 def load(ring: Any, feedings: Any, walk: Any, steps: Any, form: cutlass.Constexpr) -> None:
     """Load all stages of all tiles."""
-    state = wgmma.producer_state(memory_facts.footprint(form).stages)
+    state = mainloop.producer_state(memory_facts.footprint(form).stages)
     for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
-        tiles = memory_facts.tiles_of_boxes(schedule.tile_at(walk, number), form)
-        state = producer.produce_tile(ring, state, feedings, tiles, steps)
+        tiles = memory_facts.tiles_of_boxes(mainloop.tile_at(walk, number), form)
+        state = mainloop.produce_tile(ring, state, feedings, tiles, steps)
     ring.producer_tail(state)
 
 
 # ---- multiply ------------------------------------------------------------------------------------
 
 
-def bring_scales(scales: Scales, stage: Any) -> None:
+def bring_scales(scales: TensorMemoryScales, stage: Any) -> None:
     """Copy a stage's scales to tensor memory; later instructions of the thread see them."""
     cute.copy(scales.copy, scales.source[None, None, None, None, stage], scales.target)
 
@@ -272,7 +274,7 @@ def multiply_stage(mma: Any, sums: Any, a: Any, b: Any, begins: Any) -> None:
 # ---- stores --------------------------------------------------------------------------------------
 
 
-def outlet_of(store: epilogue.Store, shared: Any, thread: Any) -> epilogue.Outlet:
+def outlet_of(store: mainloop.TmaStore, shared: Any, thread: Any) -> mainloop.EpilogueBuffers:
     """Return the outlet of the four storing warps: a thread has a row of 64 columns."""
     atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), BFloat16, num_bits_per_copy=STORE_BITS)
     copy = cute.make_tiled_copy_tv(
@@ -280,10 +282,10 @@ def outlet_of(store: epilogue.Store, shared: Any, thread: Any) -> epilogue.Outle
         cute.make_layout((memory_facts.LANES, 1)),
         cute.make_layout((1, STORE_BITS // BFloat16.width)),
     )
-    return epilogue.outlet_of(store, shared, copy, thread, BARRIER_OF_STORES)
+    return mainloop.outlet_of(store, shared, copy, thread, BARRIER_OF_STORES)
 
 
-class Reading(NamedTuple):
+class TensorMemoryRead(NamedTuple):
     """Copy by which a thread reads sums: its part of all pieces, shape of its registers."""
 
     copy: Any
@@ -291,14 +293,14 @@ class Reading(NamedTuple):
     shape: Any
 
 
-def reading_of(sums: Any, thread: Any, columns: int = facts.PIECE_COLUMNS) -> Reading:
+def reading_of(sums: Any, thread: Any, columns: int = facts.PIECE_COLUMNS) -> TensorMemoryRead:
     """Cut the sums into pieces of so many columns; a thread reads one lane."""
     atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(columns)), Float32)
     pieces = cute.flat_divide(sums[(None, None), 0, 0, None], (memory_facts.LANES, columns))
     copy = tcgen05.make_tmem_copy(atom, pieces[None, None, 0, 0, 0])
     own = copy.get_slice(thread)
     piece = cute.make_identity_tensor((memory_facts.LANES, columns))
-    return Reading(copy, own.partition_S(pieces), own.partition_D(piece).shape)
+    return TensorMemoryRead(copy, own.partition_S(pieces), own.partition_D(piece).shape)
 
 
 @cute.jit
@@ -320,7 +322,7 @@ def store_tile(
             fence("before")
             ring.consumer_release(state)
         numbers = [registers[j] for j in range(facts.PIECE_COLUMNS)]
-        epilogue.store_piece(outlet, numbers, (row, column + i), stored + i, scales)
+        mainloop.store_piece(outlet, numbers, (row, column + i), stored + i, scales)
     state.advance()
     return state, stored + Int32(pieces)
 
@@ -331,12 +333,12 @@ def store_tiles(outlets: Any, walk: Any, scales: tuple[Any, ...], form: cutlass.
     store, pieces, sums, ring = outlets
     thread, _, _ = cute.arch.thread_idx()
     outlet, reading = outlet_of(store, pieces, thread), reading_of(sums, thread)
-    state, stored = wgmma.consumer_state(memory_facts.accumulators(form)), Int32(0)
+    state, stored = mainloop.consumer_state(memory_facts.accumulators(form)), Int32(0)
     for number in cutlass.range(walk.first, walk.total, walk.step, unroll=1):
-        row, column = schedule.tile_at(walk, number)
+        row, column = mainloop.tile_at(walk, number)
         place = (row, column * (form.tactic.columns // facts.PIECE_COLUMNS))
         state, stored = store_tile(outlet, reading, ring, state, (place, stored, scales))
-    epilogue.drain(outlet)
+    mainloop.drain(outlet)
 
 
 # ---- operands without scales in tensor memory ----------------------------------------------------
@@ -349,15 +351,15 @@ def plain_boxes(form: GemmForm) -> tuple[tuple[int, int], ...]:
 
 def plain_layouts(element: Any, form: GemmForm) -> tuple[Any, ...]:
     """Return the layouts in which TMA writes A's and B's stages."""
-    count, swizzle = memory_facts.footprint(form).stages, wgmma.Swizzle.K_SW128
-    return tuple(wgmma.staged_layout(element, *box, count, swizzle) for box in plain_boxes(form))
+    count, swizzle = memory_facts.footprint(form).stages, mainloop.Swizzle.K_SW128
+    return tuple(mainloop.staged_layout(element, *box, count, swizzle) for box in plain_boxes(form))
 
 
 def plain_feeds(element: Any, matrices: tuple[Any, Any], form: GemmForm) -> tuple[Any, ...]:
     """Return the feeds of A and B."""
     shared_by = sharers(form)
     layouts, boxes = plain_layouts(element, form), plain_boxes(form)
-    return tuple(map(producer.feed_of, matrices, layouts, boxes, (shared_by["a"], shared_by["b"])))
+    return tuple(map(mainloop.feed_of, matrices, layouts, boxes, (shared_by["a"], shared_by["b"])))
 
 
 def plain_feedings(
@@ -370,4 +372,4 @@ def plain_feedings(
     )
     sharing = sharing_of(form)
     boxes = plain_boxes(form)
-    return tuple(map(producer.feeding, feeds, views, boxes, (sharing["a"], sharing["b"])))
+    return tuple(map(mainloop.feeding, feeds, views, boxes, (sharing["a"], sharing["b"])))

@@ -3,7 +3,7 @@
 A tile lies in shared memory as wgmma reads it: K along rows, 128-byte swizzle, blocks of 64
 columns. A warp brings 16 rows, or 8 where entries hold codes (eight warps then). BF16 values go by
 cp.async. Codes of the next tile wait in shared memory, each thread reading back only its own, or in
-registers; they are decoded on the way (sm90/decoding.py).
+registers; they are decoded on the way.
 
 One tile: read its slots two tiles ahead; its addresses, codes and scales one tile ahead; wait for
 the stage to be empty; issue cp.async of BF16 values and attach an arrival of every thread; decode
@@ -19,14 +19,86 @@ import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
 from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.attention import instructions as ptx
 from degarble.kernels.attention import problem as facts
-from degarble.kernels.attention.problem import Bringing
-from degarble.kernels.attention.sm90 import decoding
-from degarble.kernels.attention.sm90 import instructions as ptx
+from degarble.kernels.attention.problem import GatherPlan
 from degarble.kernels.gemm import w4a16_instructions as shared
 from degarble.kernels.primitives import attention_rows as rows
 from degarble.kernels.primitives import kv_problem as entries_of
 from degarble.kernels.primitives.kv_problem import EntryFormat
+
+# --------------------------------------------------------------------------------------------------
+# Decode E4M3 and E2M1 cache codes to pairs of BF16 by packed conversions and products (sm_90a).
+#
+# A code is exact in BF16. Its product with the scale is exact too, except below BF16's normal range
+# or where the scale is no power of two (V3.2); there it is rounded as kv_read rounds it. A NaN code
+# or scale stays NaN.
+
+# A BF16 NaN.
+NAN = 0x7FFF
+# 2**8 as a pair of BF16: undoes the 2**-8 of w4a16_instructions.decoded.
+POWER_8 = ((127 + 8) << 7) * 0x1_0001
+
+
+def factors_of(scale: Any, entry: EntryFormat) -> list[Any]:
+    """Return the scales of 16 bytes of codes, each as a pair of BF16."""
+    if entry.code_bits == 4:
+        return list(shared.block_scales(scale, False))
+    # A UE8M0 code is BF16's exponent; code 0 means half of the smallest normal number.
+    bits = ops.select(scale == 0, Uint32(0x40), ops.shift_left(scale, 7))
+    return [ops.select(scale == 255, Uint32(NAN), bits) * 0x1_0001]
+
+
+def decoded(words: list[Any], factor: Any, entry: EntryFormat) -> list[Any]:
+    """Return the four words of eight BF16 values (8 bytes of E4M3, or 4 of E2M1)."""
+    if entry.code_bits == 8:
+        return [pair for word in words for pair in e4m3_pairs(word, factor)]
+    return e2m1_pairs(words[0], factor)
+
+
+def e4m3_pairs(word: Any, factor: Any) -> list[Any]:
+    """Return four E4M3 codes as BF16, times a BF16 factor."""
+    # Moving bits would be fewer instructions, but of a pipe that is half as wide.
+    text = """{
+    .reg .b16 p0, p1, h0, h1, h2, h3; .reg .b32 d0, d1; .reg .f32 f0, f1, f2, f3;
+    mov.b32 {p0, p1}, {$r0};
+    cvt.rn.f16x2.e4m3x2 d0, p0; cvt.rn.f16x2.e4m3x2 d1, p1;
+    mov.b32 {h0, h1}, d0; mov.b32 {h2, h3}, d1;
+    cvt.f32.f16 f0, h0; cvt.f32.f16 f1, h1; cvt.f32.f16 f2, h2; cvt.f32.f16 f3, h3;
+    cvt.rn.bf16x2.f32 d0, f1, f0; cvt.rn.bf16x2.f32 d1, f3, f2;
+    mul.rn.bf16x2 {$w0}, d0, {$r1}; mul.rn.bf16x2 {$w1}, d1, {$r1};
+    }"""
+    return list(shared.emit(text, [Uint32, Uint32], word, factor))
+
+
+def e4m3_scaled(words: list[Any], scale: Any) -> list[Any]:
+    """Return the four words of eight E4M3 codes times a float32 scale, rounded once."""
+    text = """{
+    .reg .b16 p0, p1, h0, h1, h2, h3; .reg .b32 d0, d1; .reg .f32 f0, f1, f2, f3, s;
+    mov.b32 {p0, p1}, {$r0}; mov.b32 s, {$r1};
+    cvt.rn.f16x2.e4m3x2 d0, p0; cvt.rn.f16x2.e4m3x2 d1, p1;
+    mov.b32 {h0, h1}, d0; mov.b32 {h2, h3}, d1;
+    cvt.f32.f16 f0, h0; cvt.f32.f16 f1, h1; cvt.f32.f16 f2, h2; cvt.f32.f16 f3, h3;
+    mul.rn.f32 f0, f0, s; mul.rn.f32 f1, f1, s; mul.rn.f32 f2, f2, s; mul.rn.f32 f3, f3, s;
+    cvt.rn.bf16x2.f32 {$w0}, f1, f0; cvt.rn.bf16x2.f32 {$w1}, f3, f2;
+    }"""
+    return [pair for word in words for pair in shared.emit(text, [Uint32, Uint32], word, scale)]
+
+
+def e2m1_pairs(word: Any, factor: Any) -> list[Any]:
+    """Return eight E2M1 codes as BF16, in their order, times a factor that is 2**118 too large."""
+    spread = shared.decoded(word, factor, False)  # codes j and j + 4, times 2**-8
+    text = f"""{{
+    .reg .b32 a, b, at; mov.b32 at, {POWER_8};
+    prmt.b32 a, {{$r0}}, {{$r1}}, 0x5410; prmt.b32 b, {{$r0}}, {{$r1}}, 0x7632;
+    mul.rn.bf16x2 {{$w0}}, a, at; mul.rn.bf16x2 {{$w1}}, b, at;
+    }}"""
+    low, high = (shared.emit(text, [Uint32, Uint32], spread[i], spread[i + 1]) for i in (0, 2))
+    return [low[0], high[0], low[1], high[1]]
+
+
+# --------------------------------------------------------------------------------------------------
+# Producer warps of sparse attention: paged cache entries to tiles of 64 BF16 rows.
 
 CHUNK = 16  # bytes
 CHUNKS = 2 * rows.WIDTH // CHUNK  # of an output row, and of V4's keys
@@ -46,7 +118,7 @@ class List(NamedTuple):
     capacity: Any  # slots of the cache
 
 
-class Rows(NamedTuple):
+class GatheredRows(NamedTuple):
     """Addresses and masks of a warp's rows of a tile (lanes 0 to 15 own a row each)."""
 
     cache: Any  # address
@@ -81,13 +153,13 @@ def within(key: Any, width: Any) -> Any:
     return key < width
 
 
-def standpoint(how: Bringing) -> tuple[Any, Any]:
+def standpoint(how: GatherPlan) -> tuple[Any, Any]:
     """Return the lane, and the warp's number among the producers."""
     thread, _, _ = cute.arch.thread_idx()
     return Uint32(thread % rows.LANES), Uint32(thread % how.threads // rows.LANES)
 
 
-def slot_of(lists: tuple[List, List], tile: Any, widths: tuple[Any, Any], how: Bringing) -> Any:
+def slot_of(lists: tuple[List, List], tile: Any, widths: tuple[Any, Any], how: GatherPlan) -> Any:
     """Issue the read of the slot of a lane's row of a tile; -1 where none counts."""
     lane, warp = (Int32(each) for each in standpoint(how))
     far, of = list_of(lists, tile, widths)
@@ -104,8 +176,8 @@ def list_of(lists: tuple[List, List], tile: Any, widths: tuple[Any, Any]) -> tup
 
 
 def rows_of(
-    slot: Any, lists: tuple[List, List], tile: Any, widths: tuple[Any, Any], how: Bringing
-) -> Rows:
+    slot: Any, lists: tuple[List, List], tile: Any, widths: tuple[Any, Any], how: GatherPlan
+) -> GatheredRows:
     """Return the addresses of a warp's rows of a tile, and issue reads of eight-byte scales."""
     _, of = list_of(lists, tile, widths)
     inside, outside = counts(slot, of.capacity)
@@ -120,7 +192,7 @@ def rows_of(
             row = lane // UNIT + first
             start = of.cache + Int64(of_row(scales, row)) * UNIT + Int64(lane % UNIT)
             codes += (ptx.scale_if(start, bit(present, row), 1),)
-    return Rows(of.cache, values, scales, codes, present, beyond)
+    return GatheredRows(of.cache, values, scales, codes, present, beyond)
 
 
 def bit(mask: Any, place: Any) -> Any:
@@ -133,7 +205,7 @@ def of_row(words: Any, row: Any) -> Any:
     return Uint32(cute.arch.shuffle_sync(words, row))
 
 
-def copy_values(found: Rows, tile_at: Any, how: Bringing) -> None:
+def copy_values(found: GatheredRows, tile_at: Any, how: GatherPlan) -> None:
     """Issue cp.async of the values that the cache holds as BF16."""
     lane, warp = standpoint(how)
     first = how.entry.quantised // rows.HALF
@@ -147,7 +219,7 @@ def copy_values(found: Rows, tile_at: Any, how: Bringing) -> None:
         ptx.copy_16(target, source, bit(found.present, row) * CHUNK)
 
 
-class Standing(NamedTuple):
+class LaneCodes(NamedTuple):
     """16 bytes of codes of a row that a lane takes, and their places in a tile."""
 
     active: Any
@@ -163,7 +235,7 @@ def parts_of(entry: EntryFormat) -> int:
     return 16 // entry.code_bits
 
 
-def standing_of(codes_at: Any, how: Bringing) -> Any:
+def standing_of(codes_at: Any, how: GatherPlan) -> Any:
     """Return the positions of a lane, the same in every turn; None where there are no codes."""
     if not how.entry.code_bytes:
         return None
@@ -177,17 +249,19 @@ def standing_of(codes_at: Any, how: Bringing) -> Any:
     taking = chunks * how.rows_at_once
     # Trap: lanes that take no part read all the same, and must not read beyond shared memory.
     waits_at = codes_at + (warp * taking + ops.minimum(lane, taking - 1)) * CHUNK
-    return Standing(lane < taking, chunk, upper, order, targets, waits_at)
+    return LaneCodes(lane < taking, chunk, upper, order, targets, waits_at)
 
 
-class Waiting(NamedTuple):
+class PendingCodes(NamedTuple):
     """Registers with codes and scales of the next tile that do not wait in shared memory."""
 
     scales: Any  # of E2M1 codes
     words: Any  # of turns for which there is no space
 
 
-def ask_ahead(found: Rows, turn: int, stands: Standing, waiting: Waiting, how: Bringing) -> None:
+def ask_ahead(
+    found: GatheredRows, turn: int, stands: LaneCodes, waiting: PendingCodes, how: GatherPlan
+) -> None:
     """Issue the reads of a lane's codes of one turn, and of E2M1's scales."""
     row = stands.upper + turn * how.rows_at_once
     # Absent rows become zeros; surplus lanes issue nothing.
@@ -207,22 +281,24 @@ def ask_ahead(found: Rows, turn: int, stands: Standing, waiting: Waiting, how: B
             waiting.words[first + i] = word
 
 
-def factors_of_rows(found: Rows, entry: EntryFormat) -> list[Any]:
+def factors_of_rows(found: GatheredRows, entry: EntryFormat) -> list[Any]:
     """Return the decoded scales of a lane's rows, as BF16 pairs."""
-    return [decoding.factors_of(Uint32(code), entry)[0] for code in found.codes]
+    return [factors_of(Uint32(code), entry)[0] for code in found.codes]
 
 
 def factors_of_turn(
-    of_rows: list[Any], turn: int, stands: Standing, waiting: Waiting, how: Bringing
+    of_rows: list[Any], turn: int, stands: LaneCodes, waiting: PendingCodes, how: GatherPlan
 ) -> list[Any]:
     """Return the factors of a lane's codes in one turn: one for E4M3, two for E2M1."""
     if how.entry.code_bits == 4:
-        return decoding.factors_of(Uint32(waiting.scales[turn]), how.entry)
+        return factors_of(Uint32(waiting.scales[turn]), how.entry)
     lane = turn % ROWS_OF_CODES * UNIT + scale_of_chunk(stands.chunk, how.entry)
     return [of_row(of_rows[turn // ROWS_OF_CODES], lane)]
 
 
-def words_of_turn(turn: int, stands: Standing, waiting: Waiting, how: Bringing) -> list[list[Any]]:
+def words_of_turn(
+    turn: int, stands: LaneCodes, waiting: PendingCodes, how: GatherPlan
+) -> list[list[Any]]:
     """Read a lane's waiting codes of one turn, part by part in the lane's own order."""
     parts = parts_of(how.entry)
     count = 4 // parts
@@ -236,7 +312,7 @@ def words_of_turn(turn: int, stands: Standing, waiting: Waiting, how: Bringing) 
 
 
 def decoded_turn(
-    words: list[list[Any]], factors: list[Any], turn: int, stands: Standing, how: Bringing
+    words: list[list[Any]], factors: list[Any], turn: int, stands: LaneCodes, how: GatherPlan
 ) -> list[tuple[Any, list[Any]]]:
     """Return a lane's values of one turn: their places in a tile, and words."""
     parts, row = parts_of(how.entry), turn * how.rows_at_once
@@ -247,11 +323,11 @@ def decoded_turn(
         if len(factors) > 1:
             upper = (stands.order ^ part) >= parts // 2
             factor = ops.select(upper, factors[1], factors[0])
-        made.append((target, decoding.decoded(words[part], factor, how.entry)))
+        made.append((target, decoded(words[part], factor, how.entry)))
     return made
 
 
-def store_turns(made: list[tuple[Any, list[Any]]], tile_at: Any, stands: Standing) -> None:
+def store_turns(made: list[tuple[Any, list[Any]]], tile_at: Any, stands: LaneCodes) -> None:
     """Write decoded values to a tile."""
     for target, words in made:
         ptx.store_16_if(tile_at + target, words, stands.active)
@@ -273,7 +349,7 @@ def scale_of_chunk(chunk: Any, entry: EntryFormat) -> Any:
     return chunk * (values // each) if values >= each else chunk // (each // values)
 
 
-class Places(NamedTuple):
+class TileAddresses(NamedTuple):
     """Shared addresses of tiles, barriers, masks and waiting codes."""
 
     tiles: Any
@@ -283,11 +359,11 @@ class Places(NamedTuple):
 
 
 def prepared_turns(
-    following: Rows,
+    following: GatheredRows,
     factors: list[Any],
     begin: int,
-    lane: tuple[Standing, Waiting],
-    how: Bringing,
+    lane: tuple[LaneCodes, PendingCodes],
+    how: GatherPlan,
 ) -> list[tuple[Any, list[Any]]]:
     """Decode some turns of a tile, and request those of the next one.
 
@@ -309,7 +385,7 @@ def produce(
     lists: tuple[List, List],
     widths: tuple[Any, Any],
     walk: tuple[Any, Any, Any],
-    places: Places,
+    places: TileAddresses,
     how: cutlass.Constexpr,
 ) -> None:
     """Bring every tile of a split, each as soon as its stage is empty."""
@@ -317,7 +393,7 @@ def produce(
     lane, warp = standpoint(how)
     turns = how.turns
     stands = standing_of(places.codes, how)
-    waiting = Waiting(
+    waiting = PendingCodes(
         cute.make_rmem_tensor(max(1, turns), Uint32),
         cute.make_rmem_tensor(max(1, 4 * (turns - how.turns_ahead)), Uint32),
     )
@@ -356,7 +432,7 @@ def produce(
     ptx.end_of_copies()
 
 
-def leave_masks(found: Rows, masks: Any, at: tuple[Any, Any], how: Bringing) -> None:
+def leave_masks(found: GatheredRows, masks: Any, at: tuple[Any, Any], how: GatherPlan) -> None:
     """Write a warp's bits of a stage: `present` of all keys, then `beyond` of all keys."""
     stage, warp = at
     of_tile = facts.TILE // 8
@@ -377,3 +453,115 @@ def shared_next(stage: Any, phase: Any) -> tuple[Any, Any]:
     """Return the next stage, and the parity to wait for."""
     wraps = stage + 1 == facts.STAGES
     return ops.select(wraps, Uint32(0), stage + 1), ops.select(wraps, phase ^ 1, phase)
+
+
+# --------------------------------------------------------------------------------------------------
+# Producer warps for V3.2's keys: 656-byte entries to rows of 576 BF16 values in shared memory.
+#
+# An entry holds 512 E4M3 codes, four float32 scales, 64 rotated BF16 values. Tiles of 576 leave no
+# shared memory for waiting codes, so half of a tile's codes (AHEAD turns, one row a warp and turn)
+# wait in registers; each decoded turn makes room for the codes of AHEAD turns later. A warp's 64
+# scales lie in two registers of its lanes: row r, block b in register r // 8, lane 4 (r % 8) + b.
+# Slots, masks, barriers and addresses are those of all other keys.
+
+WORDS = 4  # of a lane's 16 bytes of codes
+AHEAD = 8  # turns of which codes wait in registers
+BLOCKS = 4  # scales of an entry
+ROWS_OF_REGISTER = rows.LANES // BLOCKS
+
+
+def with_scales(found: GatheredRows, how: GatherPlan) -> GatheredRows:
+    """Issue the reads of the warp's scales: two a lane, zeros for absent rows."""
+    lane, _ = standpoint(how)
+    scales = []
+    for first in (0, ROWS_OF_REGISTER):
+        row = lane // BLOCKS + first
+        start = found.cache + Int64(of_row(found.values, row)) * CHUNK
+        start = start + how.entry.code_bytes + Int64(lane % BLOCKS) * 4
+        scales.append(Uint32(ptx.word_if(start, bit(found.present, row))))
+    return found._replace(codes=tuple(scales))
+
+
+def scale_of_turn(found: GatheredRows, turn: int, chunk: Any) -> Any:
+    """Return the bits of the scale of a lane's 16 codes in a turn."""
+    words = found.codes[turn // ROWS_OF_REGISTER]
+    lane = turn % ROWS_OF_REGISTER * BLOCKS + block_of_chunk(chunk)
+    return of_row(words, lane)
+
+
+def block_of_chunk(chunk: Any) -> Any:
+    """Return the index of the scale of a 16-byte chunk of codes."""
+    return chunk // (rows.LANES // BLOCKS)
+
+
+def ask(found: GatheredRows, turn: int, stands: LaneCodes, words: Any, place: int) -> None:
+    """Issue the reads of a lane's codes of one turn; zeros for an absent row."""
+    source = found.cache + Int64(of_row(found.values, Uint32(turn))) * CHUNK
+    source = source + Int64(stands.chunk) * CHUNK
+    there = bit(found.present, turn)
+    for i, word in enumerate(ptx.words_if(source, there, WORDS)):
+        words[place * WORDS + i] = word
+
+
+def decode(found: GatheredRows, turn: int, stands: LaneCodes, words: Any, tile_at: Any) -> None:
+    """Decode a lane's waiting codes of one turn, and write them to the tile."""
+    scale = scale_of_turn(found, turn, stands.chunk)
+    waiting = [Uint32(words[turn % AHEAD * WORDS + i]) for i in range(WORDS)]
+    count = WORDS // len(stands.targets)
+    for part, target in enumerate(stands.targets):
+        codes = chosen_part(waiting, stands.order ^ part, count)
+        to = tile_at + (target ^ turn % 8 * CHUNK) + turn * 128
+        shared.store_words(to, e4m3_scaled(codes, scale))
+
+
+@cute.jit
+def produce_with_key(
+    lists: tuple[List, List],
+    widths: tuple[Any, Any],
+    walk: tuple[Any, Any, Any],
+    places: TileAddresses,
+    how: cutlass.Constexpr,
+) -> None:
+    """Bring every tile of a split, each as soon as its stage is empty."""
+    entry = how.entry
+    lane, warp = standpoint(how)
+    turns = how.turns
+    stands = standing_of(places.codes, how)
+    words = cute.make_rmem_tensor(AHEAD * WORDS, Uint32)
+    words.fill(0)
+    tile = tile_of_step(Int32(0), walk, widths)
+    slot = slot_of(lists, tile, widths, how)
+    found = with_scales(rows_of(slot, lists, tile, widths, how), how)
+    slot = slot_of(lists, tile_of_step(Int32(1), walk, widths), widths, how)
+    for turn in cutlass.range_constexpr(AHEAD):
+        ask(found, turn, stands, words, turn)
+    # Parity 1: the first wait for an empty stage returns at once.
+    stage, phase = Uint32(0), Uint32(1)
+    for step in cutlass.range(Int32(0), walk[2], unroll=1):
+        tile = tile_of_step(step + 1, walk, widths)
+        following = with_scales(rows_of(slot, lists, tile, widths, how), how)
+        following_tile = tile_of_step(step + 2, walk, widths)
+        slot = slot_of(lists, following_tile, widths, how)
+        shared.await_phase(places.full + facts.STAGES * 8 + stage * 8, phase)
+        tile_at = places.tiles + stage * (facts.TILE * entry.width * 2)
+        full = places.full + stage * 8
+        copy_values(found, tile_at, how)
+        ptx.arrive_behind_copies(full)
+        for turn in cutlass.range_constexpr(turns):
+            decode(found, turn, stands, words, tile_at)
+            # The registers just decoded are free: refill them for AHEAD turns later.
+            later = turn + AHEAD
+            if cutlass.const_expr(later < turns):
+                ask(found, later, stands, words, later % AHEAD)
+            else:
+                ask(following, later - turns, stands, words, later % AHEAD)
+        if lane == 0:
+            leave_masks(found, places.masks, (stage, warp), how)
+        cute.arch.sync_warp()  # what all lanes wrote comes before what the first one says
+        shared.arrive(full, lane == 0)
+        found = following
+        stage, phase = shared_next(stage, phase)
+    ptx.end_of_copies()
+
+
+assert AHEAD % ROWS_OF_REGISTER == 0, "registers of a turn are known while the kernel is traced"

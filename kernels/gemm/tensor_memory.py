@@ -38,7 +38,7 @@ ADDRESS_BYTES = 16  # where tcgen05.alloc leaves its address
 # Two thread blocks together, a tile of 256 rows. A separate table, because it is not confirmed yet
 # that their arithmetic equals that of one (docs/design-notes/sm100_gemm.md).
 PAIRS = tuple(
-    facts.Tactic(up_to, rows=LANES, columns=columns, inner=256, cluster_rows=2, together=2)
+    facts.GemmTactic(up_to, rows=LANES, columns=columns, inner=256, cluster_rows=2, together=2)
     for up_to, columns in ((256, 64), (512, 128), (2048, 192), (facts.ANY, 256))
 )
 

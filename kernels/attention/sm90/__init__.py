@@ -1,1 +1,0 @@
-"""Device code of sparse attention for Hopper (sm_90a)."""
