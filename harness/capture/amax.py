@@ -16,7 +16,7 @@ import torch
 
 from degarble.harness.base.errors import InvalidArgument, UnwritablePath
 from degarble.harness.checkpoint.transform.quantise.calibration import FILE, Amax, Calibration
-from degarble.harness.generate.generate import Manner, Talker
+from degarble.harness.generate.generate import GenerationOptions, TextGenerator
 from degarble.harness.inference.model import HELD_VALUES, open_model
 from degarble.harness.model.components import components
 from degarble.harness.model.parameters import parameters
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.inference.streamed_weights import StreamedWeights
+    from degarble.harness.inference.weights import StreamedWeights
     from degarble.harness.model.config.config import Config
 
     # Shows how far the first pass is; nothing where the weights are held.
@@ -152,7 +152,7 @@ def capture_amax(
         ranges = InputRanges(model.config)
         model.speaker.bound.observer = ranges
         chat = any(isinstance(prompt, list) for prompt in prompts)
-        talker = Talker(model, Manner(chat=chat))
+        talker = TextGenerator(model, GenerationOptions(chat=chat))
         ids = [talker.ids_of(prompt) for prompt in prompts]
         _require_fitting(ids, model.speaker.context)
         with watch(model.streamed):
@@ -184,7 +184,7 @@ def _groups(ids: list[list[int]]) -> Iterator[list[list[int]]]:
         yield group
 
 
-def _run(talker: Talker, ranges: InputRanges, group: list[list[int]]) -> None:
+def _run(talker: TextGenerator, ranges: InputRanges, group: list[list[int]]) -> None:
     speaker, sequences = talker.model.speaker, [Sequence() for _ in group]
     longest = max(len(each) for each in group)
     for begin in range(0, longest, STEP):

@@ -31,12 +31,16 @@ from degarble.harness.checkpoint.write.manifest import MANIFEST as CHECKPOINT_MA
 from degarble.harness.checkpoint.write.manifest import Manifest
 from degarble.harness.engine.budget.rules import HOPPER_FP8_BITS
 from degarble.harness.engine.conventions.registry import KEY, stored_conventions
-from degarble.harness.generate.generate import Manner, Spoken, Talker
-from degarble.harness.inference.devices import CPU, put_on
-from degarble.harness.inference.generation import PIECE, Generation, Limits, Speech
-from degarble.harness.inference.model import HELD_VALUES, open_model
-from degarble.harness.inference.sampling import Sampling
-from degarble.harness.inference.speaker import Speaker
+from degarble.harness.generate.generate import GenerationOptions, GenerationResult, TextGenerator
+from degarble.harness.inference.devices import CPU, run_on_device
+from degarble.harness.inference.generation import (
+    PREFILL_TOKENS,
+    Continuation,
+    Generation,
+    Limits,
+    Sampling,
+)
+from degarble.harness.inference.model import HELD_VALUES, LogitsModel, open_model
 from degarble.harness.model.components import component_named
 from degarble.harness.model.config.config import V4Config, V32Config, compressor_windows
 from degarble.harness.model.config.json_file import config_to_dict
@@ -55,7 +59,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.backends.patching import Patched
     from degarble.harness.inference.model import OpenModel
-    from degarble.harness.inference.streamed_weights import StreamedWeights
+    from degarble.harness.inference.weights import StreamedWeights
     from degarble.harness.model.config.config import Config
     from degarble.harness.model.types import Block
     from degarble.references.binding import Bound
@@ -327,7 +331,7 @@ class CaptureSummary:
 
     folder: Path
     capture: Capture
-    spoken: Spoken
+    spoken: GenerationResult
     paired: Paired = field(default_factory=Paired)
     patched: Patched | None = None
 
@@ -346,7 +350,7 @@ class CaptureSummary:
         return made | capture_document(self.capture)
 
 
-class SteppingSpeaker(Speaker):
+class SteppingSpeaker(LogitsModel):
     """A speaker that tells a recorder of every forward pass."""
 
     def __init__(self, bound: Bound, recorder: Recorder) -> None:
@@ -396,7 +400,7 @@ def capture(
     conventions = {**how.asked.conventions, **how.conventions}
     with open_model(source, held_values=how.held_values, switches=conventions) as model:
         if how.share is not None:
-            model.speaker = Speaker(how.share(model))
+            model.speaker = LogitsModel(how.share(model))
         bound = model.speaker.bound
         how.wanted.require_choosing(bound.calls)
         paired, patched = _changed(model, how)
@@ -439,19 +443,21 @@ class _Repeater:
         """Return the token ids of a prompt."""
         return list(prompt)
 
-    def speak(self, prompts: list[Any]) -> Spoken:
+    def speak(self, prompts: list[Any]) -> GenerationResult:
         """Continue every prompt, greedily."""
-        speeches = [Speech(list(each)) for each in prompts]
+        speeches = [Continuation(list(each)) for each in prompts]
         generation = Generation(self.model.speaker, self.tokenizer, _GREEDILY, self._limits)
         generation.run(speeches)
-        return Spoken(tuple(prompts), tuple(speeches), generation.pace, None)
+        return GenerationResult(tuple(prompts), tuple(speeches), generation.pace, None)
 
 
-def _talker(model: OpenModel, prompts: list[Any], how: CaptureSettings) -> Talker | _Repeater:
+def _talker(
+    model: OpenModel, prompts: list[Any], how: CaptureSettings
+) -> TextGenerator | _Repeater:
     if any(isinstance(prompt, tuple) for prompt in prompts):
         return _Repeater(model, how)
     chat = any(isinstance(prompt, list) for prompt in prompts)
-    return Talker(model, Manner(_GREEDILY, Limits(how.new_tokens), chat=chat))
+    return TextGenerator(model, GenerationOptions(_GREEDILY, Limits(how.new_tokens), chat=chat))
 
 
 def _changed(model: OpenModel, how: CaptureSettings) -> tuple[Paired, Patched | None]:
@@ -462,7 +468,7 @@ def _changed(model: OpenModel, how: CaptureSettings) -> tuple[Paired, Patched | 
         names = model.checkpoint.names
         assert names is not None, "an open model has all of its parameters"
         patched = apply_patch(how.patch, bound, model.checkpoint.weights, names)
-    put_on(bound, how.device)
+    run_on_device(bound, how.device)
     return paired, patched
 
 
@@ -486,7 +492,7 @@ def _facts_of_kernels(paired: Paired) -> dict[str, Any]:
     return {"kernels": table.document(), "fraction_bits": dict.fromkeys(cut, HOPPER_FP8_BITS)}
 
 
-def _estimate(talker: Talker | _Repeater, prompts: list[Any], how: CaptureSettings) -> int:
+def _estimate(talker: TextGenerator | _Repeater, prompts: list[Any], how: CaptureSettings) -> int:
     """Bytes of tensors; prompts that generating refuses are refused there."""
     lengths = [len(talker.ids_of(prompt)) for prompt in prompts]
     last = max(lengths, default=0) + how.new_tokens - 2  # the last new token is never fed
@@ -497,7 +503,7 @@ def _estimate(talker: Talker | _Repeater, prompts: list[Any], how: CaptureSettin
         )  # fmt: skip
     if how.statistics_only or not all(lengths):
         return 0
-    steps = steps_of(lengths, how.new_tokens, PIECE)
+    steps = steps_of(lengths, how.new_tokens, PREFILL_TOKENS)
     return captured_bytes(talker.model.speaker.bound, steps, how.wanted)
 
 

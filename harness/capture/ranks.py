@@ -28,7 +28,7 @@ from degarble.harness.capture.engine.maps import (
 from degarble.harness.capture.engine.ranks import join_ranks
 from degarble.harness.capture.files.reader import Capture
 from degarble.harness.capture.files.writer import require_free
-from degarble.harness.inference.ranks import together
+from degarble.harness.inference.processes import process_group
 from degarble.harness.model.config.config import V4Config
 from degarble.harness.model.sharding import plan
 from degarble.harness.model.sites import Port, Site
@@ -107,7 +107,7 @@ def capture_over_ranks(
         )  # fmt: skip
     require_free(folder)
     require_folder("--out", folder)
-    with together():
+    with process_group():
         rank, world = distributed.get_rank(), distributed.get_world_size()
         places = [folder.with_name(f".{folder.name}.rank-{n}") for n in range(world)]
         shutil.rmtree(places[rank], ignore_errors=True)  # of a run that was interrupted

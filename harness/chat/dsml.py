@@ -62,7 +62,7 @@ def as_json(value: object) -> str:
     return text
 
 
-def written(calls: Iterable[ToolCall], block: str, *, lenient: bool) -> str:
+def write_calls(calls: Iterable[ToolCall], block: str, *, lenient: bool) -> str:
     """Return the block of calls; `lenient` turns arguments that are no JSON into one string."""
     invokes = "\n".join(_invoke(call, lenient=lenient) for call in calls)
     return f"\n\n<{DSML}{block}>\n{invokes}\n</{DSML}{block}>"
@@ -92,7 +92,7 @@ def _arguments(call: ToolCall, *, lenient: bool) -> dict[str, Any]:
     return found
 
 
-def read(text: str, block: str) -> list[ToolCall]:
+def read_calls(text: str, block: str) -> list[ToolCall]:
     """Read what follows the block's opening mark: calls, the closing mark, then EOS or nothing."""
     reader, calls, closing = _Reader(text), [], f"</{DSML}{block}>"
     reader.expect(">\n", "the end of the opening mark")

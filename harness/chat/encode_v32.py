@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.chat import special_tokens as marks
-from degarble.harness.chat.dsml import ToolCall, written
-from degarble.harness.chat.turns import (
+from degarble.harness.chat.conversation import (
     THINKING,
     Style,
     extras,
@@ -23,11 +22,12 @@ from degarble.harness.chat.turns import (
     question_text,
     require_known,
 )
+from degarble.harness.chat.dsml import ToolCall, write_calls
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from degarble.harness.chat.turns import Message
+    from degarble.harness.chat.conversation import Message
 
 STEM = "encoding_dsv32"  # the official encoder's file
 CALLS = "function_calls"  # the name of the block in DSML
@@ -108,5 +108,5 @@ def _answer(messages: Sequence[Message], index: int, style: Style) -> str:
                 "Give the reasoning, or encode in chat mode.",
             )  # fmt: skip
         reasoning = (thought or "") + marks.END_THINK
-    tail = written(calls, CALLS, lenient=False) if calls else ""
+    tail = write_calls(calls, CALLS, lenient=False) if calls else ""
     return reasoning + content + tail + marks.EOS

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName
 from degarble.harness.chat import special_tokens as marks
-from degarble.harness.chat.dsml import ToolCall, as_json, written
-from degarble.harness.chat.turns import (
+from degarble.harness.chat.conversation import (
     THINKING,
     Style,
     extras,
@@ -24,11 +23,12 @@ from degarble.harness.chat.turns import (
     question_text,
     require_known,
 )
+from degarble.harness.chat.dsml import ToolCall, as_json, write_calls
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from degarble.harness.chat.turns import Message
+    from degarble.harness.chat.conversation import Message
 
 STEM = "encoding_dsv4"  # the official encoder's file
 CALLS = "tool_calls"  # the name of the block in DSML
@@ -151,7 +151,7 @@ class _Part:
         if self.style.mode == THINKING and before.get("task") is None and current:
             reasoning = (message.get("reasoning_content") or "") + marks.END_THINK
         calls = [ToolCall.of(call) for call in message.get("tool_calls") or ()]
-        tail = written(calls, CALLS, lenient=True) if calls else ""
+        tail = write_calls(calls, CALLS, lenient=True) if calls else ""
         end = "" if message.get("wo_eos") else marks.EOS
         return reasoning + (message.get("content") or "") + tail + end
 

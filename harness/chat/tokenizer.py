@@ -1,10 +1,4 @@
-"""A checkpoint's tokenizer: text to ids and back, and incremental decoding.
-
-tokenizer.json is loaded with the package `tokenizers`; the ids that begin and end a text come from
-config.json and generation_config.json. Growing returns text only up to its last complete character.
-Special tokens in a text are encoded as such, and shown when decoded, because the output of a
-garbled model is evidence. A tokenizer with ids that the model does not have is an error.
-"""
+"""A checkpoint's tokenizer: text to ids and back, incremental decoding, stop strings."""
 
 from __future__ import annotations
 
@@ -19,6 +13,14 @@ from degarble.harness.chat import special_tokens as marks
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+
+# --------------------------------------------------------------------------------------------------
+# tokenizer.json is loaded with the package `tokenizers`; the ids that begin and end a text come
+# from config.json and generation_config.json. IncrementalDecoder returns text only up to its last
+# complete character. Special tokens in a text are encoded as such, and shown when decoded, because
+# the output of a garbled model is evidence. A tokenizer with ids that the model does not have is an
+# error.
 
 FILE = "tokenizer.json"
 LARGEST_FILE = 64 << 20  # V4's has 7 MB
@@ -90,7 +92,7 @@ class Tokenizer:
         return all(self.codec.token_to_id(token) is not None for token in tokens)
 
 
-class Growing:
+class IncrementalDecoder:
     """Incremental decoding: the text of ids that arrive one by one."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -161,3 +163,44 @@ def _ends(stated: Mapping[str, Any], known: Mapping[str, int]) -> frozenset[int]
     number = stated.get("eos_token_id", known.get(marks.EOS, known.get("<eos>")))
     several = number if isinstance(number, list) else [number]
     return frozenset(each for each in several if type(each) is int)
+
+
+# --------------------------------------------------------------------------------------------------
+# Stop strings in streamed text, also where they spread over several tokens. Text that may become a
+# stop is held back, so that no part of a stop is ever shown. An empty stop is an error, because it
+# would end every text at once.
+
+
+class Stops:
+    """A text that arrives in pieces and ends where the first stop begins."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if "" in stops:
+            raise InvalidArgument("--stop", "", "a text of one character at least", "Leave it out.")
+        self._stops = tuple(stops)
+        self._held = ""
+        self.hit: str | None = None
+
+    def add(self, piece: str) -> str:
+        """Take a piece; return what can no longer be the beginning of a stop."""
+        text = self._held + piece
+        found = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        if found:
+            # The one that is complete first, however the pieces are cut; of several, the longest.
+            place, self.hit = min(found, key=lambda each: (each[0] + len(each[1]), each[0]))
+            self._held = ""
+            return text[:place]
+        held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def rest(self) -> str:
+        """Return what was held back when no stop came."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from degarble.harness.cli.terminal import Terminal
-    from degarble.harness.inference.streamed_weights import StreamedWeights
+    from degarble.harness.inference.weights import StreamedWeights
 
 
 @contextmanager

@@ -29,7 +29,7 @@ ADDRESS, WORKERS = "RAY_ADDRESS", "DEGARBLE_WORKERS"
 def spread(terminal: Terminal) -> Iterator[Workers]:
     """Yield the workers that the options choose."""
     # Imports torch by way of the runs, which --help and --version do without.
-    from degarble.harness.inference.workers import workers_of  # noqa: PLC0415
+    from degarble.harness.inference.processes import workers_of  # noqa: PLC0415
 
     address = os.environ.get(ADDRESS) or None
     with workers_of(terminal.cluster, address, asked_processes()) as workers:

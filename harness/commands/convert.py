@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from degarble.harness.checkpoint.transform.convert.prove import prove
 from degarble.harness.checkpoint.write.disk import require_separate_folders
-from degarble.harness.inference.workers import counting
+from degarble.harness.inference.processes import counting
 from degarble.harness.report.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.transform.convert.job import ConversionJob
     from degarble.harness.checkpoint.transform.convert.prove import ConversionProof
     from degarble.harness.checkpoint.write.workers import Workers
-    from degarble.harness.inference.workers import Listen
+    from degarble.harness.inference.processes import Listen
 
 _SHOWN = 40  # lines of a proof for a person; the JSON has all of them
 

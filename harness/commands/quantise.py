@@ -25,7 +25,7 @@ from degarble.harness.checkpoint.transform.quantise.job import (
 from degarble.harness.checkpoint.transform.source import require_model
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.checkpoint.write.disk import require_separate_folders
-from degarble.harness.inference.workers import counting
+from degarble.harness.inference.processes import counting
 from degarble.harness.report.number_text import visible
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from degarble.harness.checkpoint.write.workers import Workers
-    from degarble.harness.inference.workers import Listen
+    from degarble.harness.inference.processes import Listen
 
 _SHOWN = 3  # names in a line; the report has all of them
 

@@ -1,8 +1,4 @@
-"""Run `degarble generate`: read prompts, generate, and summarise.
-
-A prompt is plain text, or a conversation in the family's chat encoding. Nothing is compared here,
-so the JSON has null as its verdict.
-"""
+"""Run `degarble generate`: prompts, conversations, and texts to evaluate."""
 
 from __future__ import annotations
 
@@ -12,21 +8,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.backends.registry import (
-    kernels_of,
-    require_backend,
-    use_backend,
-)
+from degarble.harness.backends.registry import kernels_of, require_backend, use_backend
 from degarble.harness.base.errors import InvalidArgument, Refused, UnreadableFile
 from degarble.harness.base.files import read_small_file
 from degarble.harness.chat import special_tokens as marks
 from degarble.harness.chat.chat import Chat, chat_of
+from degarble.harness.chat.conversation import TOOLS, TOOLS_REMEDY, Style, is_tool
 from degarble.harness.chat.tokenizer import Tokenizer
-from degarble.harness.chat.turns import TOOLS, TOOLS_REMEDY, Style, is_tool
-from degarble.harness.inference.generation import Finish, Generation, Limits, Pace, Speech
+from degarble.harness.inference.generation import (
+    Continuation,
+    Finish,
+    Generation,
+    GenerationTiming,
+    Limits,
+    Sampling,
+    TokenLikelihoods,
+    token_likelihoods,
+)
 from degarble.harness.inference.model import open_model
-from degarble.harness.inference.perplexity import Surprise, surprise
-from degarble.harness.inference.sampling import Sampling
+from degarble.references.state import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -36,13 +36,18 @@ if TYPE_CHECKING:
     from degarble.harness.backends.registry import AskedBackend
     from degarble.harness.inference.model import OpenModel
 
+
+# --------------------------------------------------------------------------------------------------
+# A prompt is plain text, or a conversation in the family's chat encoding. Nothing is compared here,
+# so the JSON has null as its verdict.
+
 LARGEST_FILE = 256 << 20  # of prompts, or of a text
 _NAMED = 8  # unknown words that a warning names
 _MARKS = (marks.USER, marks.ASSISTANT, marks.END_THINK)
 
 
 @dataclass(frozen=True)
-class Manner:
+class GenerationOptions:
     """Options of generation. `chat`: prompts are a user's messages, not the beginning of a text."""
 
     sampling: Sampling = field(default_factory=Sampling)
@@ -54,12 +59,12 @@ class Manner:
 
 
 @dataclass(frozen=True)
-class Spoken:
+class GenerationResult:
     """Generated text of each prompt, with timing."""
 
     prompts: tuple[Any, ...]
-    speeches: tuple[Speech, ...]
-    pace: Pace
+    speeches: tuple[Continuation, ...]
+    pace: GenerationTiming
     chat: Chat | None
 
     def document(self) -> dict[str, Any]:
@@ -80,7 +85,7 @@ class Spoken:
         prompt = f"{self.pace.prompt_tokens:,} of prompts in {self.pace.prompt_seconds:.2f} s"
         return f"{told}{'' if rate is None else f', {rate:.1f} tokens/s'}; {prompt}"
 
-    def _one(self, prompt: object, speech: Speech) -> dict[str, Any]:
+    def _one(self, prompt: object, speech: Continuation) -> dict[str, Any]:
         made: dict[str, Any] = {
             "prompt": prompt,
             "prompt_tokens": len(speech.prompt),
@@ -93,7 +98,7 @@ class Spoken:
         return made
 
 
-def message_of(chat: Chat, speech: Speech) -> dict[str, Any]:
+def message_of(chat: Chat, speech: Continuation) -> dict[str, Any]:
     """Parse generated text into a message; if it leaves the encoding, return it with the reason."""
     try:
         turn = chat.parse(speech.text, whole=False)
@@ -102,11 +107,11 @@ def message_of(chat: Chat, speech: Speech) -> dict[str, Any]:
     return {"message": turn.message()}
 
 
-class Talker:
+class TextGenerator:
     """An open model with its tokenizer, in one manner."""
 
     def __init__(
-        self, model: OpenModel, manner: Manner, tell: Callable[[str], None] | None = None
+        self, model: OpenModel, manner: GenerationOptions, tell: Callable[[str], None] | None = None
     ) -> None:
         self.model = model
         self.manner = manner
@@ -157,7 +162,7 @@ class Talker:
         self._strange.clear()
         if new:
             self._told |= new.keys()
-            self.tell(strange_line(new))
+            self.tell(unknown_words_line(new))
 
     def opening(self, said: str) -> list[dict[str, Any]]:
         """A conversation that begins with what a user says."""
@@ -168,25 +173,25 @@ class Talker:
         return [*([system] if wanted else []), {"role": "user", "content": said}]
 
     def speak(
-        self, prompts: list[Any], heard: Callable[[Speech, str], None] | None = None
-    ) -> Spoken:
+        self, prompts: list[Any], heard: Callable[[Continuation, str], None] | None = None
+    ) -> GenerationResult:
         """Continue every prompt."""
-        speeches = [Speech(self.ids_of(prompt)) for prompt in prompts]
+        speeches = [Continuation(self.ids_of(prompt)) for prompt in prompts]
         self.tell_strange()
         generation = self.generation()
         generation.run(speeches, heard)
-        return Spoken(tuple(prompts), tuple(speeches), generation.pace, self.chat)
+        return GenerationResult(tuple(prompts), tuple(speeches), generation.pace, self.chat)
 
     def generation(self) -> Generation:
         """A fresh loop in this manner."""
         manner = self.manner
         return Generation(self.model.speaker, self.tokenizer, manner.sampling, manner.limits)
 
-    def surprise(self, text: str, heard: Callable[[int], None] | None = None) -> Surprise:
+    def surprise(self, text: str, heard: Callable[[int], None] | None = None) -> TokenLikelihoods:
         """How surprised the model is by a text."""
         ids = self.ids(text)
         self.tell_strange()
-        return surprise(self.model.speaker, ids, heard)
+        return token_likelihoods(self.model.speaker, ids, heard)
 
     def _require_own_words(self, messages: list[Any]) -> None:
         """A conversation brings its system message and its tools; others would go unheard."""
@@ -208,7 +213,7 @@ class Talker:
 
 
 @contextmanager
-def speaking_model(
+def open_text_generator(
     source: Path, arithmetic: str | None, asked: AskedBackend
 ) -> Iterator[tuple[OpenModel, Paired]]:
     """Open a model that speaks by a backend's kernels, or by the references alone."""
@@ -222,7 +227,7 @@ def speaking_model(
             yield model, use_backend(model.speaker.bound, asked, model.recipe)
 
 
-def strange_line(words: Mapping[str, int]) -> str:
+def unknown_words_line(words: Mapping[str, int]) -> str:
     """Name the words that a tokenizer does not know, and say how many they are."""
     named = [f"{word!r}{f' ({count} times)' if count > 1 else ''}" for word, count in words.items()]
     more = "" if len(named) <= _NAMED else f", and {len(named) - _NAMED} more"
@@ -234,7 +239,7 @@ def strange_line(words: Mapping[str, int]) -> str:
     )
 
 
-def surprise_document(found: Surprise) -> dict[str, Any]:
+def likelihood_document(found: TokenLikelihoods) -> dict[str, Any]:
     """The machine's view of a text's evaluation."""
     return {
         "tokens": len(found.log_probabilities),
@@ -303,8 +308,100 @@ def text_from(name: str, path: Path) -> str:
         ) from error  # fmt: skip
 
 
-def finished(speech: Speech) -> str:
+def finished(speech: Continuation) -> str:
     """Explain why a text ended, if it did not end by itself."""
     return {Finish.LENGTH: "token limit", Finish.CONTEXT: "end of the model's context"}.get(
         speech.finish or Finish.END, ""
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# Turn by turn: `degarble generate --interactive`.
+#
+# The sequence of tokens so far is reused and read again only where it no longer matches the
+# history. One stream of random numbers serves all turns. When the context is full, a new
+# conversation begins with the latest message, and a notice is printed. After an error nothing has
+# changed, so the conversation can go on.
+
+
+@dataclass(frozen=True)
+class EncodedMessage:
+    """A user's message, as the model will read it after the history."""
+
+    ids: list[int]
+    messages: list[dict[str, Any]]
+
+
+class Dialogue:
+    """A conversation with history; tokens that the model has read are not read again."""
+
+    def __init__(self, talker: TextGenerator) -> None:
+        self._talker = talker
+        self._messages: list[dict[str, Any]] = []
+        self._seen: list[int] = []
+        self._sequence = Sequence()
+        self._sampler = talker.manner.sampling.sampler()
+        self.pace = GenerationTiming()
+
+    def say(
+        self, said: str, heard: Callable[[Continuation, str], None] | None = None
+    ) -> Continuation:
+        """Send a message and generate the answer; both stay in the history."""
+        return self.answer(self.hear(said), heard)
+
+    def hear(self, said: str) -> EncodedMessage:
+        """Add a user's message; if the model cannot read it, raise and change nothing."""
+        context = self._talker.model.speaker.context
+        question = self._question(said, self._seen, self._messages)
+        if len(question.ids) >= context and self._seen:
+            question = self._question(said, [], [])
+            if len(question.ids) < context:
+                self._talker.tell(f"(the context of {context:,} tokens is full: starting anew)")
+        if len(question.ids) >= context:
+            raise InvalidArgument(
+                "what was said", f"{len(question.ids)} tokens",
+                f"fewer than the model's context of {context}", "Say it in fewer words.",
+            )  # fmt: skip
+        self._talker.tell_strange()
+        return question
+
+    def _question(
+        self, said: str, seen: list[int], messages: list[dict[str, Any]]
+    ) -> EncodedMessage:
+        talker = self._talker
+        if talker.chat is None:
+            ids = talker.ids(said, begin=False) if seen else talker.ids_of(said)
+            return EncodedMessage([*seen, *ids], messages)
+        new = [{"role": "user", "content": said}] if messages else talker.opening(said)
+        return EncodedMessage(talker.ids_of([*messages, *new]), [*messages, *new])
+
+    def answer(
+        self, question: EncodedMessage, heard: Callable[[Continuation, str], None] | None = None
+    ) -> Continuation:
+        """Hear the answer; one that is interrupted stays in the history as far as it came."""
+        length = self._sequence.length
+        known = length < len(question.ids) and question.ids[:length] == self._seen[:length]
+        sequence = self._sequence if known else Sequence()
+        speech = Continuation(question.ids, sequence, sampler=self._sampler)
+        # An answer that is interrupted leaves a sequence that has seen more than the history.
+        self._sequence = Sequence()
+        generation = self._talker.generation()
+        try:
+            generation.run([speech], heard)
+        except KeyboardInterrupt:
+            self._keep(question, speech)
+            raise
+        self._sequence, self.pace = speech.sequence, generation.pace
+        self._keep(question, speech)
+        return speech
+
+    def _keep(self, question: EncodedMessage, speech: Continuation) -> None:
+        self._seen = speech.all_ids[:-1] if speech.finish is Finish.END else speech.all_ids
+        if self._talker.chat is not None:
+            self._messages = [*question.messages, _answer(self._talker.chat, speech)]
+
+
+def _answer(chat: Chat, speech: Continuation) -> dict[str, Any]:
+    """Return the answer as a message; one that leaves the encoding is kept as text."""
+    found: dict[str, Any] | None = message_of(chat, speech)["message"]
+    return found or {"role": "assistant", "content": speech.text}

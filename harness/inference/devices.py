@@ -16,7 +16,7 @@ import torch
 from degarble.harness.base.errors import MissingDevice
 from degarble.harness.engine.localise.recorded_run import same_bits
 from degarble.harness.formats.weight import Weight
-from degarble.harness.inference.held_weights import HeldWeight
+from degarble.harness.inference.weights import HeldWeight
 from degarble.references.binding import Passing
 
 if TYPE_CHECKING:
@@ -42,20 +42,20 @@ def require_device(name: str, device: str) -> None:
         )  # fmt: skip
 
 
-def put_on(bound: Bound, device: str) -> None:
+def run_on_device(bound: Bound, device: str) -> None:
     """Let every component of a model run on a device; on the CPU nothing is to be done."""
     if device != CPU:
-        through(bound, torch.device(device))
+        wrap_calls(bound, torch.device(device))
 
 
-def through(bound: Bound, device: torch.device) -> None:
+def wrap_calls(bound: Bound, device: torch.device) -> None:
     """Wrap every call of a model, whatever the device."""
     held: _Held = WeakKeyDictionary()
     for name, call in list(bound.calls.items()):
-        bound.calls[name] = _There(call, device, held)
+        bound.calls[name] = _DeviceCall(call, device, held)
 
 
-class _There(Passing):
+class _DeviceCall(Passing):
     """A call that runs on a device."""
 
     def __init__(self, behind: ComponentCall, device: torch.device, held: _Held) -> None:
@@ -67,7 +67,7 @@ class _There(Passing):
     ) -> dict[str, Tensor]:
         """Run it there; give what came back."""
         given = {name: each.to(self._device) for name, each in inputs.items()}
-        made = self.behind(given, _WeightsThere(weights, self._device, self._held))
+        made = self.behind(given, _DeviceWeights(weights, self._device, self._held))
         home = torch.device(CPU)
         for name, each in inputs.items():
             home = each.device
@@ -78,7 +78,7 @@ class _There(Passing):
         return {name: each.to(home) for name, each in made.items()}
 
 
-class _WeightsThere(Mapping[str, Weight]):
+class _DeviceWeights(Mapping[str, Weight]):
     """The weights of a component on a device; each goes there when it is asked for."""
 
     def __init__(

@@ -1,13 +1,8 @@
-"""Generate from prompts of different lengths in one batch, token by token, with KV caches.
-
-A prompt ends at an end token, a stop text, its token limit or the model's context, and the next one
-takes its place at once. Results do not depend on the batch: pieces of prefill depend only on the
-prompt, and each prompt has its own random draws. Batching changes nothing but the order of sums in
-a matrix product.
-"""
+"""Generate from prompts token by token, sample, and compute the perplexity of a text."""
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,9 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.chat.stopping import Stops
-from degarble.harness.chat.tokenizer import Growing
-from degarble.harness.inference.sampling import Sampling
+from degarble.harness.chat.tokenizer import IncrementalDecoder, Stops
 from degarble.references.state import Sequence
 
 if TYPE_CHECKING:
@@ -28,12 +21,74 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.chat.tokenizer import Tokenizer
-    from degarble.harness.inference.sampling import Sampler
-    from degarble.harness.inference.speaker import Speaker
+    from degarble.harness.inference.model import LogitsModel
 
-SIDE_BY_SIDE = 16  # prompts that take part in a step, at most
-PIECE = 2048  # tokens of one prompt that a step takes in
-STEP = 8192  # tokens of a step beyond which no further prompt joins
+
+# --------------------------------------------------------------------------------------------------
+# Sampling: greedy, or with temperature and top-p. A draw depends on the seed and on the number of
+# tokens drawn before for the same prompt, never on the rest of the batch. All arithmetic is
+# float64; ties go to the lower id. Logits that are not finite are an error, since a token would
+# hide a broken model. A capture continues, because broken runs are what it is for.
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling parameters. Temperature 0 takes the likeliest token each time."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    goes_on: bool = False
+
+    def sampler(self) -> Sampler:
+        """A sampler for one prompt."""
+        return Sampler(self)
+
+
+class Sampler:
+    """Sampler of one prompt's tokens, with its own random draws."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._how = sampling
+        self._random = torch.Generator().manual_seed(sampling.seed)
+        self.drawn = 0
+
+    def __call__(self, logits_V: Tensor) -> int:
+        """Choose the next token."""
+        values = logits_V.detach().double().cpu()
+        wrong = int((~values.isfinite()).sum())
+        if wrong and self._how.goes_on:
+            self.drawn += 1
+            return int(values.where(values.isfinite(), -torch.inf).argmax())
+        if wrong:
+            raise InvalidArgument(
+                f"logits of new token {self.drawn}", f"{wrong} of {values.numel()} not finite",
+                "finite logits", "Audit the checkpoint: degarble audit CKPT.",
+            )  # fmt: skip
+        self.drawn += 1
+        if self._how.temperature == 0:
+            return int(values.argmax())  # of several largest ones the first
+        # Trap: a tiny temperature makes quotients infinite; only those below the peak may be.
+        share = torch.softmax((values - values.max()) / self._how.temperature, dim=-1)
+        ordered, numbers = torch.sort(share, descending=True, stable=True)
+        total = ordered.cumsum(0)
+        kept = int((total < self._how.top_p).sum()) + 1  # the one that reaches the share is in
+        kept = min(kept, len(total))
+        drawn = torch.rand((), generator=self._random, dtype=torch.float64) * total[kept - 1]
+        place = int(torch.searchsorted(total[:kept], drawn, right=True))
+        return int(numbers[min(place, kept - 1)])
+
+
+# --------------------------------------------------------------------------------------------------
+# Generation: prompts of different lengths in one batch, with KV caches. A prompt ends at an end
+# token, a stop text, its token limit or the model's context, and the next one takes its place at
+# once. Results do not depend on the batch: pieces of prefill depend only on the prompt, and each
+# prompt has its own random draws. Batching changes nothing but the order of sums in a matrix
+# product.
+
+MOST_CONCURRENT = 16  # prompts that take part in a step, at most
+PREFILL_TOKENS = 2048  # tokens of one prompt that a step takes in
+STEP_TOKENS = 8192  # tokens of a step beyond which no further prompt joins
 
 
 class Finish(StrEnum):
@@ -54,7 +109,7 @@ class Limits:
 
 
 @dataclass(eq=False)
-class Speech:
+class Continuation:
     """One prompt and its continuation. `sequence` may hold the first `fed` tokens already."""
 
     prompt: list[int]
@@ -76,7 +131,7 @@ class Speech:
 
 
 @dataclass
-class Pace:
+class GenerationTiming:
     """Timing of a run: prompts until their first token, and the tokens after it."""
 
     prompt_tokens: int = 0
@@ -90,13 +145,13 @@ class Pace:
         return self.new_tokens / self.new_seconds if self.new_tokens else None
 
 
-class Voice:
+class RunningPrompt:
     """One prompt that takes part in steps, with its own way to choose tokens and to end."""
 
     def __init__(
         self,
-        speaker: Speaker,
-        speech: Speech,
+        speaker: LogitsModel,
+        speech: Continuation,
         tokenizer: Tokenizer | None,
         sampling: Sampling,
         limits: Limits,
@@ -104,7 +159,7 @@ class Voice:
         self.speech = speech
         self._context = speaker.context
         self._ends = tokenizer.ends if tokenizer else frozenset[int]()
-        self._growing = Growing(tokenizer) if tokenizer else None
+        self._growing = IncrementalDecoder(tokenizer) if tokenizer else None
         self._sampler = speech.sampler or sampling.sampler()
         self._stops = Stops(limits.stops)
         self._new_tokens = limits.new_tokens
@@ -117,7 +172,7 @@ class Voice:
     def next_piece(self) -> list[int]:
         """Return the ids that the next step feeds."""
         speech = self.speech
-        return speech.all_ids[speech.fed : speech.fed + PIECE]
+        return speech.all_ids[speech.fed : speech.fed + PREFILL_TOKENS]
 
     def take(self, logits: Tensor) -> str:
         """Choose the next token, and see whether it ends the text; the text that is certain now."""
@@ -143,7 +198,7 @@ class Voice:
         return piece
 
 
-def require_fitting(speaker: Speaker, name: str, speech: Speech) -> None:
+def require_fitting(speaker: LogitsModel, name: str, speech: Continuation) -> None:
     """Refuse a prompt that the model cannot continue."""
     config, prompt = speaker.config, speech.prompt
     if not prompt or speech.fed >= len(prompt):
@@ -162,13 +217,13 @@ def require_fitting(speaker: Speaker, name: str, speech: Speech) -> None:
         )  # fmt: skip
 
 
-def has_room(active: Many[Voice], coming: Speech) -> bool:
+def has_room(active: Many[RunningPrompt], coming: Continuation) -> bool:
     """Return whether one more prompt fits into a step; the first prompt always fits."""
     if not active:
         return True
     taken = sum(len(each.next_piece()) for each in active)
-    size = taken + min(PIECE, len(coming.prompt) - coming.fed)
-    return len(active) < SIDE_BY_SIDE and size <= STEP
+    size = taken + min(PREFILL_TOKENS, len(coming.prompt) - coming.fed)
+    return len(active) < MOST_CONCURRENT and size <= STEP_TOKENS
 
 
 class Generation:
@@ -176,7 +231,7 @@ class Generation:
 
     def __init__(
         self,
-        speaker: Speaker,
+        speaker: LogitsModel,
         tokenizer: Tokenizer | None = None,
         sampling: Sampling | None = None,
         limits: Limits | None = None,
@@ -185,24 +240,26 @@ class Generation:
         self._tokenizer = tokenizer
         self._sampling = sampling or Sampling()
         self._limits = limits or Limits()
-        self.pace = Pace()
+        self.pace = GenerationTiming()
 
     def run(
-        self, speeches: Many[Speech], heard: Callable[[Speech, str], None] | None = None
+        self, speeches: Many[Continuation], heard: Callable[[Continuation, str], None] | None = None
     ) -> None:
         """Continue all prompts; `heard` receives every piece of text as soon as it is certain."""
         for number, speech in enumerate(speeches, 1):
             require_fitting(self._speaker, f"prompt {number}", speech)
         how = (self._tokenizer, self._sampling, self._limits)
-        waiting = [Voice(self._speaker, speech, *how) for speech in reversed(speeches)]
-        active: list[Voice] = []
+        waiting = [RunningPrompt(self._speaker, speech, *how) for speech in reversed(speeches)]
+        active: list[RunningPrompt] = []
         while waiting or active:
             while waiting and has_room(active, waiting[-1].speech):
                 active.append(waiting.pop())
             self._step(active, heard)
             active = [each for each in active if each.speech.finish is None]
 
-    def _step(self, active: list[Voice], heard: Callable[[Speech, str], None] | None) -> None:
+    def _step(
+        self, active: list[RunningPrompt], heard: Callable[[Continuation, str], None] | None
+    ) -> None:
         begin = time.perf_counter()
         pieces = [each.next_piece() for each in active]
         logits = self._speaker.next_logits(
@@ -222,3 +279,74 @@ class Generation:
         else:
             self.pace.new_seconds += seconds
             self.pace.new_tokens += len(ready)
+
+
+# --------------------------------------------------------------------------------------------------
+# Perplexity: the log-probability of every token, and the mean. The text is one sequence, so every
+# token has its full context; probabilities are those of one forward pass. Layers take
+# PERPLEXITY_TOKENS tokens at a time with their caches, as engines prefill; a text of at most that
+# many is one pass. The head takes rows in pieces, because the logits of a whole text would not fit
+# in memory.
+
+PERPLEXITY_TOKENS = 8192  # tokens that go through the layers together
+_LOGITS = 1 << 24  # of one block of rows: 128 MiB in float64
+
+
+@dataclass(frozen=True)
+class TokenLikelihoods:
+    """Natural logarithms of the probabilities of all tokens but the first."""
+
+    log_probabilities: tuple[float, ...]
+
+    @property
+    def loss(self) -> float:
+        """Mean negative logarithm, in nats a token."""
+        return -math.fsum(self.log_probabilities) / len(self.log_probabilities)
+
+    @property
+    def perplexity(self) -> float:
+        """Return the exponential of the loss; infinite if float64 overflows."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+
+def token_likelihoods(
+    speaker: LogitsModel,
+    ids: list[int],
+    heard: Callable[[int], None] | None = None,
+    piece: int = PERPLEXITY_TOKENS,
+) -> TokenLikelihoods:
+    """Evaluate a text; `heard` receives the number of tokens evaluated so far."""
+    context = speaker.context
+    if not 2 <= len(ids) <= context:
+        raise InvalidArgument(
+            "text", f"{len(ids)} tokens", f"2 to {context}, the model's context",
+            "Choose another text, or a part of it.",
+        )  # fmt: skip
+    tokens, sequence, found = torch.tensor(ids), Sequence(), []
+    for begin in range(0, len(ids) - 1, piece):
+        new = tokens[begin : min(begin + piece, len(ids) - 1)]
+        hidden = speaker.hidden([sequence], [new])
+        found.append(_of_targets(speaker, hidden, tokens[begin + 1 : begin + 1 + len(new)]))
+        if heard is not None:
+            heard(begin + len(new))
+    values = torch.cat(found)
+    wrong = int((~values.isfinite()).sum())
+    if wrong:
+        raise InvalidArgument(
+            "log-probabilities", f"{wrong} of {len(values)} not finite", "finite numbers",
+            "Audit the checkpoint: degarble audit CKPT.",
+        )  # fmt: skip
+    return TokenLikelihoods(tuple(values.tolist()))
+
+
+def _of_targets(speaker: LogitsModel, hidden: Tensor, targets: Tensor) -> Tensor:
+    """Log-probabilities [T] of the targets, in float64."""
+    rows, found = max(1, _LOGITS // speaker.config.vocab_size), []
+    for part, wanted in zip(hidden.split(rows), targets.split(rows), strict=True):
+        logits = speaker.logits(part).double()
+        chosen = logits.gather(1, wanted[:, None]).squeeze(1)
+        found.append(chosen - logits.logsumexp(-1))
+    return torch.cat(found)

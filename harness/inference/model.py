@@ -1,13 +1,8 @@
-"""Open a checkpoint of any layout as a runnable reference model: weights, arithmetic, components.
-
-Weights are held in memory or streamed through a window. Arithmetic is the definition, bf16, or the
-twin of the checkpoint's own recipe. With held weights everything between two roundings is float64,
-so that batching changes no token. With streamed weights decoded values cost memory, and bf16 sums
-in float32.
-"""
+"""Open a checkpoint of any layout as a runnable reference model, and compute its logits."""
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,15 +17,16 @@ from degarble.harness.checkpoint.audit.structure.inventory import stored_recipe,
 from degarble.harness.checkpoint.transform.source import require_model
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.formats.number_formats import BLOCK_FORMATS
-from degarble.harness.inference.held_weights import HeldWeights
-from degarble.harness.inference.speaker import Speaker
-from degarble.harness.inference.streamed_weights import StreamedWeights
+from degarble.harness.inference.weights import HeldWeights, StreamedWeights
 from degarble.harness.model.components import components
-from degarble.harness.model.config.config import V4Config
+from degarble.harness.model.config.config import V4Config, V32Config
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.recipes import BF16, Recipe, Rule, recipe_named
 from degarble.references.binding import Bound, Passing
+from degarble.references.model.v4 import ModelV4
+from degarble.references.model.v32 import ModelV32
 from degarble.references.numerics import Numerics
+from degarble.references.state import Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -46,6 +42,69 @@ if TYPE_CHECKING:
     from degarble.harness.model.config.config import Config
     from degarble.harness.model.parameters import Parameter
     from degarble.references.binding import Observer
+    from degarble.references.state import Sequence
+
+
+# --------------------------------------------------------------------------------------------------
+# Logits: of the next tokens, or of all rows piece by piece. The families differ in what lies
+# between the layers and the head: streams in V4, normed states in V3.2.
+
+
+class LogitsModel:
+    """Forward pass of either family; `absorbed` selects V3.2's absorbed attention."""
+
+    def __init__(self, bound: Bound, *, absorbed: bool = True) -> None:
+        config = bound.config
+        self.bound = bound
+        self.config = config
+        self._model: ModelV4 | ModelV32
+        if isinstance(config, V4Config):
+            self._model = ModelV4(bound, config)
+        else:
+            assert isinstance(config, V32Config), "there are two families"
+            self._model = ModelV32(bound, config, absorbed=absorbed)
+
+    @property
+    def context(self) -> int:
+        """How many positions the model has."""
+        return self.config.max_position_embeddings or sys.maxsize
+
+    def next_logits(self, sequences: list[Sequence], tokens: list[Tensor]) -> Tensor:
+        """Return logits [B, V] after each sequence's last new token; the sequences advance."""
+        hidden = self.hidden(sequences, tokens)
+        return self.logits(hidden[torch.tensor([len(new) for new in tokens]).cumsum(0) - 1])
+
+    def hidden(self, sequences: list[Sequence], tokens: list[Tensor]) -> Tensor:
+        """Return the states before the head for every new token, and advance the sequences."""
+        step = Step.of([each.length for each in sequences], tokens)
+        with torch.inference_mode():
+            if isinstance(self._model, ModelV4):
+                made = self._model.streams(step, sequences)
+            else:
+                made = self._model.hidden(step, sequences)
+        for sequence, new in zip(sequences, tokens, strict=True):
+            sequence.length += len(new)
+        return made
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """The head's input, for rows of `hidden`."""
+        if isinstance(self._model, ModelV32):
+            return hidden
+        with torch.inference_mode():
+            return self.bound("norm", x=self.bound("hc_head", streams=hidden)["out"])["out"]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of rows of `hidden`."""
+        normed = self.normed(hidden)
+        with torch.inference_mode():
+            return self.bound("head", x=normed)["out"]
+
+
+# --------------------------------------------------------------------------------------------------
+# Weights are held in memory or streamed through a window. Arithmetic is the definition, bf16, or
+# the twin of the checkpoint's own recipe. With held weights everything between two roundings is
+# float64, so that batching changes no token. With streamed weights decoded values cost memory, and
+# bf16 sums in float32.
 
 ARITHMETICS = ("definition", "bf16", "twin")
 HELD_VALUES = 1 << 27  # decoded values that are kept in memory: 1 GiB in float64
@@ -61,7 +120,7 @@ class OpenModel:
     """
 
     checkpoint: Checkpoint
-    speaker: Speaker
+    speaker: LogitsModel
     recipe: Recipe
     arithmetic: str
     streamed: StreamedWeights | None
@@ -136,11 +195,13 @@ def open_model(
         bound = Bound(config, numerics, weights, chosen, observer)
         bound.declared = dict(switches)
         if streamed is not None:
-            Plan(bound, streamed).install()
+            ReadPlan(bound, streamed).install()
     except BaseException:
         checkpoint.close()
         raise
-    return OpenModel(checkpoint, Speaker(bound, absorbed=absorbed), recipe, arithmetic, streamed)
+    return OpenModel(
+        checkpoint, LogitsModel(bound, absorbed=absorbed), recipe, arithmetic, streamed
+    )
 
 
 def numerics_of(arithmetic: str, *, held: bool) -> Numerics:
@@ -189,7 +250,7 @@ def _fits(parameter: Parameter, activation: str) -> bool:
     return form is None or parameter.shape[-1] % form.block[1] == 0
 
 
-class Plan:
+class ReadPlan:
     """What each component reads, and which components follow it, in the order of a run."""
 
     def __init__(self, bound: Bound, streamed: StreamedWeights) -> None:

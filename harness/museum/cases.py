@@ -28,8 +28,8 @@ from degarble.harness.engine.faults.negative_controls import (
     WHOLE_RUN_CONTROLS,
 )
 from degarble.harness.engine.localise.recorded_run import InMemoryRun, by_component, same_bits
-from degarble.harness.inference.held_weights import HeldWeight, HeldWeights
 from degarble.harness.inference.model import open_model, recipe_as_stored
+from degarble.harness.inference.weights import HeldWeight, HeldWeights
 from degarble.harness.model.components import component_named
 from degarble.harness.model.recipes import recipe_named
 from degarble.references import tiny

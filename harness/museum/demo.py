@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.chat.tokenizer import Growing, Tokenizer
+from degarble.harness.chat.tokenizer import IncrementalDecoder, Tokenizer
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.commands.audit.audit import identity_of
 from degarble.harness.commands.check.output_statistics import Looker
@@ -193,7 +193,7 @@ def generated_texts(model: DemoModel, run: InMemoryRun) -> tuple[tuple[str, ...]
     """Return a run's answer to each prompt, one piece of text a token."""
     found = []
     for at in range(len(PROMPTS)):
-        growing = Growing(model.tokenizer)
+        growing = IncrementalDecoder(model.tokenizer)
         ids = [int(logits[at].argmax()) for logits in run.logits]
         pieces = [growing.add(number) for number in ids]
         found.append((*pieces[:-1], pieces[-1] + growing.rest()))

@@ -19,7 +19,7 @@ from degarble.harness.history.panel import sentence_of as history_sentence
 from degarble.harness.history.query import skipped_lines
 from degarble.harness.history.records import MUSEUM, HistoryRun
 from degarble.harness.history.store import HistoryStore
-from degarble.harness.inference.workers import workers_for
+from degarble.harness.inference.processes import workers_for
 from degarble.harness.museum import museum as museum_run
 from degarble.harness.museum.museum import percent
 from degarble.harness.nightly.night import LEDGER, excused, failures_of_step

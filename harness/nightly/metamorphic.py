@@ -18,7 +18,7 @@ from degarble.harness.backends.registry import AskedBackend, use_backend
 from degarble.harness.capture.files.records import CapturedStep, Phase
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.engine.localise.recorded_run import InMemoryRun
-from degarble.harness.generate.generate import Manner, Talker, prompts_from
+from degarble.harness.generate.generate import GenerationOptions, TextGenerator, prompts_from
 from degarble.harness.history.ledger import Failure
 from degarble.harness.inference.model import open_model
 from degarble.harness.nightly.record import Asked, StepResult
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.inference.model import OpenModel
-    from degarble.harness.inference.speaker import Speaker
+    from degarble.harness.inference.model import LogitsModel, OpenModel
 
 PROMPTS = 4  # that are run in every way
 LENGTH = 512  # tokens of a prompt at most
@@ -70,7 +69,7 @@ def prompts_of(model: OpenModel, asked: Asked) -> list[list[int]]:
     """Return the ids of the first prompts, cut to LENGTH tokens."""
     prompts = prompts_from(prompts_file(asked))
     chat = any(isinstance(each, list) for each in prompts)
-    talker = Talker(model, Manner(chat=chat))
+    talker = TextGenerator(model, GenerationOptions(chat=chat))
     return [talker.ids_of(each)[:LENGTH] for each in prompts]
 
 
@@ -124,7 +123,7 @@ def _halves(length: int) -> list[int]:
     return [half, length - half] if half else [length]
 
 
-def _run(speaker: Speaker, fed: list[list[int]], pieces: list[list[int]]) -> list[Said]:
+def _run(speaker: LogitsModel, fed: list[list[int]], pieces: list[list[int]]) -> list[Said]:
     """Feed sequences in a batch, piece by piece."""
     sequences = [Sequence() for _ in fed]
     parts: list[list[Tensor]] = [[] for _ in fed]

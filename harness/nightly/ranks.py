@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.inference.ranks import environment_of_child, free_port, told_by_first
+from degarble.harness.inference.processes import broadcast_json, environment_of_child, free_port
 from degarble.harness.nightly.steps import capture_line, captures
 
 if TYPE_CHECKING:
@@ -44,13 +44,13 @@ def lead(name: str, run: Callable[[], StepResult]) -> StepResult:
         said = f"{result.verdict}: {result.sentence}"
         return result
     finally:
-        told_by_first({"step": name, "said": said})
+        broadcast_json({"step": name, "said": said})
 
 
 def follow(name: str) -> str:
     """Execute rank 0's commands until a step is over; return its result as text."""
     while True:
-        word = told_by_first()
+        word = broadcast_json()
         if "line" in word:
             _child(word)
             continue
@@ -73,7 +73,7 @@ def _captures(ranks: int, asked: Asked, results: Mapping[str, StepResult]) -> St
 def _together(asked: Asked, prompts: Path, out: Path) -> str:
     """Make one capture by all ranks; return the error if it fails."""
     word = {"line": capture_line(asked, prompts, out), "port": free_port()}
-    told_by_first(word)
+    broadcast_json(word)
     said = _child(word)
     for place in out.parent.glob(f".{out.name}.rank-*"):
         shutil.rmtree(place, ignore_errors=True)

@@ -42,7 +42,7 @@ from degarble.harness.commands.history_page import MANIFEST as IDENTITY
 from degarble.harness.commands.report_folder import write_page
 from degarble.harness.history.ledger import Failure
 from degarble.harness.history.records import failures_of, values_of
-from degarble.harness.inference.workers import usable_workers
+from degarble.harness.inference.processes import usable_workers
 from degarble.harness.nightly.codecs import count, wrong_codecs
 from degarble.harness.nightly.record import CAPTURES, Asked, StepResult
 from degarble.harness.report.files import usable_folder, write_text

@@ -22,9 +22,8 @@ from degarble.harness.commands.check.texts import spoken_in
 from degarble.harness.engine.localise.recorded_run import forward_again
 from degarble.harness.history.ledger import Failure
 from degarble.harness.history.records import TEXT
-from degarble.harness.inference.generation import Finish, Generation, Limits, Speech
-from degarble.harness.inference.model import open_model
-from degarble.harness.inference.speaker import Speaker
+from degarble.harness.inference.generation import Continuation, Finish, Generation, Limits
+from degarble.harness.inference.model import LogitsModel, open_model
 from degarble.harness.nightly.metamorphic import prompts_of
 from degarble.harness.nightly.record import Asked, StepResult
 from degarble.harness.nightly.statistics import FEWEST, Gate, gate
@@ -142,10 +141,10 @@ def _as_engines(model: OpenModel) -> None:
         weights = model.speaker.bound.weights
         switches = model.speaker.bound.numerics.switches
         numerics = Numerics.twin(switches, products=torch.float32)
-        model.speaker = Speaker(Bound(model.config, numerics, weights, model.recipe))
+        model.speaker = LogitsModel(Bound(model.config, numerics, weights, model.recipe))
 
 
-def _rows(speaker: Speaker, prompts: list[list[int]]) -> list[Tensor]:
+def _rows(speaker: LogitsModel, prompts: list[list[int]]) -> list[Tensor]:
     """Return log probabilities after every token of each prompt."""
     sequences = [Sequence() for _ in prompts]
     hidden = speaker.hidden(sequences, [torch.tensor(ids) for ids in prompts])
@@ -171,7 +170,7 @@ def _lengths(model: OpenModel, prompts: list[list[int]], limits: list[int]) -> l
     """Return how many tokens follow each prompt, up to its limit."""
     if model.streamed is not None:  # a token would cost a pass over the disk
         return None
-    speeches = [Speech(list(ids)) for ids in prompts]
+    speeches = [Continuation(list(ids)) for ids in prompts]
     Generation(model.speaker, None, None, Limits(max(limits))).run(speeches)
     return [float(min(len(e.ids), most)) for e, most in zip(speeches, limits, strict=True)]
 

@@ -29,7 +29,7 @@ from degarble.harness.base.errors import (
     UnreadableFile,
     UnwritablePath,
 )
-from degarble.harness.inference.ranks import place_in
+from degarble.harness.inference.processes import read_rank_info
 from degarble.harness.plugins.night_options import NightOptions, add_options, night_options
 from degarble.harness.plugins.presence import (
     DEVICES,
@@ -319,7 +319,7 @@ def _night(config: pytest.Config) -> NightOptions:
 
 def _leads() -> bool:
     try:
-        return place_in(os.environ).leads
+        return read_rank_info(os.environ).leads
     except InvalidArgument as error:
         _refuse(error)
 

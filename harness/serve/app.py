@@ -1,8 +1,4 @@
-"""ASGI application of the server: models, completions, chat completions, health, metrics.
-
-Request bodies are read within their bounds; answers come in one piece or as server-sent events.
-Every error has one form, those of unknown paths included. No code of a request is ever run.
-"""
+"""ASGI application of the server: models, completions, chat completions, health, metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +8,8 @@ import sys
 import time
 import traceback
 import uuid
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Self
 
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -22,29 +19,118 @@ from starlette.routing import Route, Router
 
 from degarble.harness.capture.options import REQUEST_ID
 from degarble.harness.serve import metrics as metering
-from degarble.harness.serve.capturing import PATH
-from degarble.harness.serve.chat_request import chat_asked
-from degarble.harness.serve.completion_request import completion_asked
-from degarble.harness.serve.fields import read_object
-from degarble.harness.serve.memory import PARSED, MemoryBound, bytes_of
-from degarble.harness.serve.refusals import ApiError, of_model, stopping
-from degarble.harness.serve.replies import Reply
-from degarble.harness.serve.request_stream import Gone, Hearing, Quiet
+from degarble.harness.serve.admission import PARSED, MemoryBound, bytes_of
+from degarble.harness.serve.capturing import CAPTURE_PATH
+from degarble.harness.serve.messages import (
+    ApiError,
+    FailedSequence,
+    TextPiece,
+    model_failure,
+    server_stopping,
+    timed_out,
+)
+from degarble.harness.serve.replies import ApiReply
+from degarble.harness.serve.requests import read_chat, read_completion, read_object
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
 
     from starlette.types import Message, Receive, Scope, Send
 
-    from degarble.harness.serve.auth import Gate
-    from degarble.harness.serve.capturing import Switch
-    from degarble.harness.serve.completion_request import Asked
+    from degarble.harness.serve.admission import AccessControl, MemoryShare
+    from degarble.harness.serve.capturing import RequestCapture
     from degarble.harness.serve.engine import Engine
-    from degarble.harness.serve.memory import Share
+    from degarble.harness.serve.messages import Bounds, SequenceResult
     from degarble.harness.serve.metrics import Metrics
-    from degarble.harness.serve.served_model import Desk
+    from degarble.harness.serve.requests import CompletionRequest
+    from degarble.harness.serve.served_model import ServedModel
 
-    Reader = Callable[[dict[str, Any], Desk], Asked]
+
+# --------------------------------------------------------------------------------------------------
+# One request's results until completion, timeout or disconnect. Results cross from the computing
+# thread to the event loop of the web side. A disconnect is noticed while waiting too, not only when
+# something is sent. However the request ends, its sequences are released.
+
+
+class ClientDisconnected(Exception):
+    """The client disconnected."""
+
+
+class NoResultYet:
+    """No result arrived for a while."""
+
+
+NO_RESULT_YET = NoResultYet()
+
+
+class RequestStream:
+    """The results of one request. Use it as a context."""
+
+    def __init__(
+        self,
+        asked: CompletionRequest,
+        engine: Engine,
+        receive: Receive,
+        bounds: Bounds,
+        request: str = "",
+    ) -> None:
+        self._bounds, self._receive = bounds, receive
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[SequenceResult | NoResultYet | Exception] = asyncio.Queue()
+        self._open = len(asked.asks)
+        self._engine = engine
+        self._ticket = engine.submit(asked.asks, self._tell, request)
+
+    async def __aenter__(self) -> Self:
+        """Begin to watch for a disconnect and the timeout."""
+        self._watch = self._loop.create_task(self._until_gone())
+        self._late = self._loop.call_later(
+            self._bounds.seconds, self._queue.put_nowait, timed_out(self._bounds.seconds)
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Release the sequences."""
+        self._engine.drop(self._ticket)
+        self._late.cancel()
+        self._watch.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._watch
+
+    async def pieces(self) -> AsyncIterator[TextPiece | NoResultYet]:
+        """Yield pieces until all sequences have ended, and QUIET where none came for a while."""
+        while self._open:
+            timer = self._loop.call_later(
+                self._bounds.quiet_seconds, self._queue.put_nowait, NO_RESULT_YET
+            )
+            heard = await self._queue.get()
+            timer.cancel()
+            if isinstance(heard, Exception):
+                raise heard
+            if isinstance(heard, FailedSequence):
+                raise model_failure(heard.error) from heard.error
+            if isinstance(heard, TextPiece):
+                self._open -= heard.finish is not None
+            yield heard
+
+    def _tell(self, heard: SequenceResult) -> None:
+        """Pass a result from the computing thread to the loop, unless the loop has ended."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, heard)
+
+    async def _until_gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._queue.put_nowait(ClientDisconnected())
+
+
+# --------------------------------------------------------------------------------------------------
+# The paths. Request bodies are read within their bounds; answers come in one piece or as server-
+# sent events. Every error has one form, those of unknown paths included. No code of a request is
+# ever run.
+
+if TYPE_CHECKING:
+    Reader = Callable[[dict[str, Any], ServedModel], CompletionRequest]
 
 _JSON = "application/json"
 _GONE = 499  # as proxies count a client that went away
@@ -54,7 +140,7 @@ _COMMENT = b": still at work\n\n"
 _STREAM_HEAD = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
 
 
-def written(document: Mapping[str, Any]) -> bytes:
+def json_bytes(document: Mapping[str, Any]) -> bytes:
     """Write JSON with every character as itself; what UTF-8 cannot hold is escaped."""
     text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "backslashreplace")
@@ -65,11 +151,11 @@ class Service:
 
     def __init__(
         self,
-        desk: Desk,
+        desk: ServedModel,
         engine: Engine,
-        gate: Gate,
+        gate: AccessControl,
         metrics: Metrics,
-        switch: Switch | None = None,
+        switch: RequestCapture | None = None,
     ) -> None:
         self._desk, self._engine, self._gate, self._metrics = desk, engine, gate, metrics
         self._switch = switch
@@ -81,7 +167,7 @@ class Service:
         """Return whether requests are accepted."""
         return self._engine.ready and not self.stopping
 
-    def app(self) -> Counted:
+    def app(self) -> CountingApp:
         """Return the ASGI application."""
         routes = [
             Route("/v1/models", self._models),
@@ -94,9 +180,9 @@ class Service:
             Route("/metrics", self._metrics_text),
         ]
         if self._switch is not None:
-            routes.append(Route(PATH, self._capture, methods=["GET", "POST", "DELETE"]))
+            routes.append(Route(CAPTURE_PATH, self._capture, methods=["GET", "POST", "DELETE"]))
         known = {route.path for route in routes}
-        return Counted(Router(routes, redirect_slashes=False), self._gate, self._metrics, known)
+        return CountingApp(Router(routes, redirect_slashes=False), self._gate, self._metrics, known)
 
     async def _models(self, _request: Request) -> Response:
         return _answer({"object": "list", "data": [self._desk.card()]})
@@ -139,33 +225,33 @@ class Service:
             return _answer(await run_in_threadpool(lambda: switch.start(read_object(body))))
 
     async def _completions(self, request: Request) -> Response:
-        return await self._speak(request, completion_asked)
+        return await self._speak(request, read_completion)
 
     async def _chat_completions(self, request: Request) -> Response:
-        return await self._speak(request, chat_asked)
+        return await self._speak(request, read_chat)
 
     async def _speak(self, request: Request, reader: Reader) -> Response:
         with self._memory.share() as share:
             return await self._answered(request, reader, share)
 
-    async def _answered(self, request: Request, reader: Reader, share: Share) -> Response:
+    async def _answered(self, request: Request, reader: Reader, share: MemoryShare) -> Response:
         body = await _body(request, self._desk, share)
         if self.stopping:
-            raise stopping()
+            raise server_stopping()
         if not self._engine.ready:
             told = "the model is starting; try again"
             raise ApiError(503, told, None, "starting", retry_after=1)
         asked = await run_in_threadpool(lambda: reader(read_object(body), self._desk))
         share.become(bytes_of(asked.asks, self._desk.model.config))
         name = _request_id(request)
-        reply = Reply(asked, self._desk, name)
-        hearing = Hearing(asked, self._engine, request.receive, self._desk.bounds, name)
+        reply = ApiReply(asked, self._desk, name)
+        hearing = RequestStream(asked, self._engine, request.receive, self._desk.bounds, name)
         if asked.stream:
             return _Stream(hearing, reply, share.handed_on())
         reply.begin()  # the beginning of a stream is part of the whole as well
         async with hearing:
             async for piece in hearing.pieces():
-                if not isinstance(piece, Quiet):
+                if not isinstance(piece, NoResultYet):
                     reply.hear(piece)
         return _answer(reply.whole())
 
@@ -176,7 +262,7 @@ def _request_id(request: Request) -> str:
     return said if REQUEST_ID.fullmatch(said) else uuid.uuid4().hex
 
 
-async def _body(request: Request, desk: Desk, share: Share) -> bytes:
+async def _body(request: Request, desk: ServedModel, share: MemoryShare) -> bytes:
     """Read the body within its limits of size and time."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != _JSON:
@@ -206,7 +292,7 @@ async def _body(request: Request, desk: Desk, share: Share) -> bytes:
 class _Stream(Response):
     """An answer that is sent while it is computed."""
 
-    def __init__(self, hearing: Hearing, reply: Reply, share: Share) -> None:
+    def __init__(self, hearing: RequestStream, reply: ApiReply, share: MemoryShare) -> None:
         super().__init__(headers=_STREAM_HEAD)
         del self.headers["content-length"]
         self._hearing, self._reply, self._share = hearing, reply, share
@@ -230,13 +316,13 @@ class _Stream(Response):
             for chunk in reply.begin():
                 yield _event(chunk)
             async for piece in self._hearing.pieces():
-                if isinstance(piece, Quiet):
+                if isinstance(piece, NoResultYet):
                     yield _COMMENT
                 else:
                     yield b"".join(map(_event, reply.hear(piece)))
             for chunk in reply.end():
                 yield _event(chunk)
-        except Gone:
+        except ClientDisconnected:
             return
         except ApiError as error:
             yield _event(error.document())
@@ -245,29 +331,31 @@ class _Stream(Response):
 
 
 def _event(document: Mapping[str, Any]) -> bytes:
-    return b"data: " + written(document) + b"\n\n"
+    return b"data: " + json_bytes(document) + b"\n\n"
 
 
 def _answer(
     document: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    return Response(written(document), status, headers, media_type=_JSON)
+    return Response(json_bytes(document), status, headers, media_type=_JSON)
 
 
-def _told(error: Exception, scope: Scope) -> ApiError:
+def _api_error_of(error: Exception, scope: Scope) -> ApiError:
     """Turn whatever ended a request into an API error, unknown paths and methods included."""
     if isinstance(error, HTTPException):
         told = f"{scope['method']} {scope['path'][:200]}: {error.detail}"
         return ApiError(error.status_code, told, None, "unknown_url")
     if not isinstance(error, ApiError):
         traceback.print_exception(error, file=sys.stderr)
-    return of_model(error)
+    return model_failure(error)
 
 
-class Counted:
+class CountingApp:
     """The application after its access check; counts answers and gives every error one form."""
 
-    def __init__(self, inner: Router, gate: Gate, metrics: Metrics, known: set[str]) -> None:
+    def __init__(
+        self, inner: Router, gate: AccessControl, metrics: Metrics, known: set[str]
+    ) -> None:
         self._inner, self._gate, self._metrics, self._known = inner, gate, metrics, known
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -285,10 +373,10 @@ class Counted:
         try:
             self._gate.admit(scope["path"], Request(scope).headers)
             await self._inner(scope, receive, noting)
-        except (Gone, ClientDisconnect):
+        except (ClientDisconnected, ClientDisconnect):
             status = status or _GONE
         except Exception as error:  # noqa: BLE001  every failure is answered in one form
-            told = _told(error, scope)
+            told = _api_error_of(error, scope)
             if not status:
                 answer = _answer(told.document(), told.status, told.headers())
                 await answer(scope, receive, noting)

@@ -19,7 +19,7 @@ from degarble.harness.capture.files.records import Phase
 from degarble.harness.capture.files.writer import CaptureWriter
 from degarble.harness.capture.options import CaptureRequest, RequestSelection
 from degarble.harness.capture.recorder import Recorder
-from degarble.harness.serve.refusals import ApiError, wrong_input
+from degarble.harness.serve.messages import ApiError, bad_input
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from degarble.harness.capture.files.writer import PendingCall
     from degarble.harness.inference.model import OpenModel
 
-PATH = "/capture"
-Line = Any  # of the engine, which knows this module
+CAPTURE_PATH = "/capture"
+CapturedSequence = Any  # of the engine, which knows this module
 
 
 class _Whole:
@@ -84,7 +84,7 @@ class _Open:
         self.recorder.wrap(bound)
         self.watched = dict(bound.calls)
         bound.calls.update(self.plain)
-        self.lines: list[Line] = []
+        self.lines: list[CapturedSequence] = []
         self.error: Exception | None = None
 
     @property
@@ -103,7 +103,7 @@ class _Open:
         }  # fmt: skip
 
 
-class Switch:
+class RequestCapture:
     """Opens and closes captures (web side) and captures steps (computing thread)."""
 
     def __init__(self, folder: Path, model: OpenModel) -> None:
@@ -122,7 +122,7 @@ class Switch:
                 asked = CaptureRequest.of_json(raw)
                 self._open = _Open(self._free(), self._model, asked)
             except DegarbleError as error:
-                raise wrong_input("capture", error) from error
+                raise bad_input("capture", error) from error
             return {"state": "open"} | self._open.document()
 
     def state(self) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class Switch:
             if not folder.exists():
                 return folder
 
-    def parted(self, lines: Sequence[Line]) -> list[list[Line]]:
+    def parted(self, lines: Sequence[CapturedSequence]) -> list[list[CapturedSequence]]:
         """Split the lines of a step: captured ones get steps of their own."""
         if self._open is None:
             return [list(lines)]
@@ -158,7 +158,7 @@ class Switch:
         others = [line for line in lines if line not in mine]
         return [group for group in (others, mine) if group]
 
-    def _takes(self, line: Line) -> bool:
+    def _takes(self, line: CapturedSequence) -> bool:
         found = self._open
         if found is None or found.ended is not None:
             return False
@@ -171,7 +171,9 @@ class Switch:
         return True
 
     @contextmanager
-    def watching(self, lines: Sequence[Line], pieces: Sequence[Sequence[int]]) -> Iterator[None]:
+    def watching(
+        self, lines: Sequence[CapturedSequence], pieces: Sequence[Sequence[int]]
+    ) -> Iterator[None]:
         """Record a step if all its lines are captured."""
         with self._lock:
             found = self._open
@@ -193,7 +195,9 @@ class Switch:
                 found.error = error
 
 
-def _begin(found: _Open, lines: Sequence[Line], pieces: Sequence[Sequence[int]]) -> None:
+def _begin(
+    found: _Open, lines: Sequence[CapturedSequence], pieces: Sequence[Sequence[int]]
+) -> None:
     starts = [line.speech.fed for line in lines]
     tokens = [token for piece in pieces for token in piece]
     positions = [

@@ -1,13 +1,4 @@
-"""The computing thread: continuous batching, all running sequences in every step.
-
-Waiting requests are admitted first come, first served. A sequence whose client disconnected leaves
-before the next step and makes room for one that waits. Batching changes no token, as in
-harness/inference/generation.py, whose Voice, pieces and room are used here. Results are passed to
-`tell` in this thread; it must return at once.
-
-A step that fails ends the sequences in it and no other; logits that are not finite end their own
-sequence alone.
-"""
+"""The computing thread: continuous batching of all sequences, and scores of their tokens."""
 
 from __future__ import annotations
 
@@ -20,24 +11,104 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.inference.generation import Finish, Limits, Speech, Voice, has_room
-from degarble.harness.inference.sampling import Sampling
-from degarble.harness.serve.messages import Ask, Failed, Heard, Piece, Scored
-from degarble.harness.serve.refusals import ApiError, stopping
-from degarble.harness.serve.scoring import Scoring
+from degarble.harness.chat.tokenizer import IncrementalDecoder
+from degarble.harness.inference.generation import (
+    Continuation,
+    Finish,
+    Limits,
+    RunningPrompt,
+    Sampling,
+    has_room,
+)
+from degarble.harness.serve.messages import (
+    ApiError,
+    FailedSequence,
+    ScoredToken,
+    SequenceRequest,
+    SequenceResult,
+    TextPiece,
+    server_stopping,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
 
     from degarble.harness.chat.tokenizer import Tokenizer
-    from degarble.harness.inference.speaker import Speaker
-    from degarble.harness.serve.capturing import Switch
+    from degarble.harness.inference.model import LogitsModel
+    from degarble.harness.serve.capturing import RequestCapture
     from degarble.harness.serve.metrics import Metrics
 
-    Tell = Callable[[Heard], None]
+
+# --------------------------------------------------------------------------------------------------
+# Log-probabilities of tokens, with the likeliest alternatives, and each token's own text. They are
+# natural logarithms in float64 of the model's own distribution, before temperature and top_p. The
+# texts of a sequence's tokens add up to its text.
+
+_LOGITS = 1 << 22  # of one block of rows: 32 MiB in float64
+
+
+class Scoring:
+    """The scores of one sequence, token by token."""
+
+    def __init__(self, tokenizer: Tokenizer, top: int) -> None:
+        self._tokenizer = tokenizer
+        self._top = top
+        self._growing = IncrementalDecoder(tokenizer)
+
+    def first(self, number: int) -> ScoredToken:
+        """Score the token that begins everything: nothing predicts it."""
+        return ScoredToken(number, self._growing.add(number), None)
+
+    def token(self, number: int, logits_V: Tensor) -> ScoredToken:
+        """Score one token by the logits at its position."""
+        values = logits_V.double().log_softmax(-1)
+        likeliest = tuple((n, self.text_of(n), float(values[n])) for n in _best(values, self._top))
+        return ScoredToken(number, self._growing.add(number), float(values[number]), likeliest)
+
+    def prompt(
+        self, speaker: LogitsModel, hidden: Tensor, targets: Sequence[int]
+    ) -> Iterator[ScoredToken]:
+        """Score tokens of a prompt; row n of `hidden` predicts target n."""
+        rows = max(1, _LOGITS // speaker.config.vocab_size)
+        for begin in range(0, len(targets), rows):
+            wanted = targets[begin : begin + rows]
+            logits = speaker.logits(hidden[begin : begin + len(wanted)])
+            yield from (self.token(n, row) for n, row in zip(wanted, logits, strict=True))
+
+    def rest(self) -> str:
+        """Return the text of tokens that end inside a character."""
+        return self._growing.rest()
+
+    def text_of(self, number: int) -> str:
+        """Return the text of a token alone."""
+        return self._tokenizer.decode([number])
+
+
+def _best(values_V: Tensor, count: int) -> list[int]:
+    """Return the ids of the largest values; ties go to the lowest id."""
+    if count == 0:
+        return []
+    least = values_V.topk(min(count, len(values_V))).values[-1]
+    near = (values_V >= least).nonzero().squeeze(1)  # more than `count` where some are equal
+    order = values_V[near].sort(descending=True, stable=True).indices
+    found: list[int] = near[order[:count]].tolist()
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+# Waiting requests are admitted first come, first served. A sequence whose client disconnected
+# leaves before the next step and makes room for one that waits. Batching changes no token, as in
+# harness/inference/generation.py, whose RunningPrompt, pieces and room are used here. Results are
+# passed to `tell` in this thread; it must return at once.
+#
+# A step that fails ends the sequences in it and no other; logits that are not finite end their own
+# sequence alone.
+
+if TYPE_CHECKING:
+    Tell = Callable[[SequenceResult], None]
 
 
 @dataclass
@@ -50,37 +121,39 @@ class Ticket:
     begin: float = field(default_factory=time.monotonic)
 
 
-class Line:
+class RunningSequence:
     """One sequence, from its arrival to its end."""
 
-    def __init__(self, ticket: Ticket, place: int, ask: Ask) -> None:
+    def __init__(self, ticket: Ticket, place: int, ask: SequenceRequest) -> None:
         self.ticket, self.place, self.ask = ticket, place, ask
-        self.speech = Speech(list(ask.prompt))
-        self.voice: Voice | None = None
+        self.speech = Continuation(list(ask.prompt))
+        self.voice: RunningPrompt | None = None
         self.scoring: Scoring | None = None
-        self._unsaid: list[Scored] = []
+        self._unsaid: list[ScoredToken] = []
 
     @property
     def request(self) -> str:
         """Return the id of the request, and the index in it."""
         return f"{self.ticket.request}-{self.place}"
 
-    def join(self, speaker: Speaker, tokenizer: Tokenizer) -> Voice:
-        """Make the Voice that takes part in steps."""
+    def join(self, speaker: LogitsModel, tokenizer: Tokenizer) -> RunningPrompt:
+        """Make the RunningPrompt that takes part in steps."""
         ask = self.ask
-        self.voice = Voice(speaker, self.speech, tokenizer, ask.sampling, ask.limits)
+        self.voice = RunningPrompt(speaker, self.speech, tokenizer, ask.sampling, ask.limits)
         if ask.top is not None:
             self.scoring = Scoring(tokenizer, ask.top)
         return self.voice
 
-    def tell(self, text: str, tokens: Sequence[Scored] = (), *, of_prompt: bool = False) -> None:
+    def tell(
+        self, text: str, tokens: Sequence[ScoredToken] = (), *, of_prompt: bool = False
+    ) -> None:
         """Send text and tokens to the request."""
         speech = self.speech
         self.ticket.tell(
-            Piece(self.place, text, len(speech.ids), tuple(tokens), of_prompt, speech.finish)
+            TextPiece(self.place, text, len(speech.ids), tuple(tokens), of_prompt, speech.finish)
         )
 
-    def score_prompt(self, speaker: Speaker, begin: int, hidden: Tensor) -> None:
+    def score_prompt(self, speaker: LogitsModel, begin: int, hidden: Tensor) -> None:
         """Score the prompt's tokens that the step's rows predict."""
         prompt, scoring = self.ask.prompt, self.scoring
         if scoring is None or not self.ask.scores_prompt or begin >= len(prompt):
@@ -111,18 +184,18 @@ class Engine:
 
     def __init__(
         self,
-        speaker: Speaker,
+        speaker: LogitsModel,
         tokenizer: Tokenizer,
         most: int,
         metrics: Metrics,
-        switch: Switch | None = None,
+        switch: RequestCapture | None = None,
     ) -> None:
         self._speaker, self._tokenizer = speaker, tokenizer
         self._most, self._metrics, self._switch = most, metrics, switch
         # Guards `_waiting` and `_stopped`; notified on new work, a drop and the end.
         self._changed = threading.Condition()
-        self._waiting: deque[Line] = deque()
-        self._active: list[Line] = []
+        self._waiting: deque[RunningSequence] = deque()
+        self._active: list[RunningSequence] = []
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="degarble-engine", daemon=True)
         self.ready = False
@@ -151,7 +224,7 @@ class Engine:
         """Return how many sequences run, and how many wait."""
         return len(self._active), len(self._waiting)
 
-    def submit(self, asks: Sequence[Ask], tell: Tell, request: str = "") -> Ticket:
+    def submit(self, asks: Sequence[SequenceRequest], tell: Tell, request: str = "") -> Ticket:
         """Accept all sequences of one request, or none of them."""
         ticket = Ticket(tell, request)
         if len(asks) > self._most:
@@ -159,13 +232,13 @@ class Engine:
             raise ApiError(400, told, "n", "invalid_value")
         with self._changed:
             if self._stopped:
-                raise stopping()
+                raise server_stopping()
             # Dropped sequences leave before the next step, so they hold no place.
             taken = sum(not each.ticket.dropped for each in (*self._waiting, *self._active))
             if taken + len(asks) > self._most:
                 told = f"{taken} sequences run or wait, {self._most} may; try again"
                 raise ApiError(429, told, None, "queue_full", retry_after=1)
-            self._waiting.extend(Line(ticket, n, ask) for n, ask in enumerate(asks))
+            self._waiting.extend(RunningSequence(ticket, n, ask) for n, ask in enumerate(asks))
             self._changed.notify()
         return ticket
 
@@ -186,15 +259,15 @@ class Engine:
                 groups = self._switch.parted(self._active)
             self._active = [line for group in groups if group for line in self._step(group)]
         for line in (*self._active, *self._waiting):
-            line.ticket.tell(Failed(line.place, stopping()))
+            line.ticket.tell(FailedSequence(line.place, server_stopping()))
         self._active, self._waiting = [], deque()
         if self._ended is not None:
             self._ended()
 
     def _begin(self) -> None:
         """Prove that the model runs: compute one token after the begin token."""
-        speech = Speech([self._tokenizer.begin or 0])
-        voice = Voice(self._speaker, speech, self._tokenizer, Sampling(), Limits(1))
+        speech = Continuation([self._tokenizer.begin or 0])
+        voice = RunningPrompt(self._speaker, speech, self._tokenizer, Sampling(), Limits(1))
         ids = [torch.tensor(voice.next_piece())]
         voice.take(self._speaker.next_logits([speech.sequence], ids)[0])
         with self._changed:
@@ -219,12 +292,12 @@ class Engine:
                 self._metrics.observe("queue_seconds", time.monotonic() - line.ticket.begin)
         return True
 
-    def _wanted(self, line: Line) -> bool:
+    def _wanted(self, line: RunningSequence) -> bool:
         if line.ticket.dropped:
             self._metrics.count("sequences_total", end="dropped")
         return not line.ticket.dropped
 
-    def _step(self, active: list[Line]) -> list[Line]:
+    def _step(self, active: list[RunningSequence]) -> list[RunningSequence]:
         """Compute one step of some lines; return those that go on."""
         begin = time.perf_counter()
         starts = [each.speech.fed for each in active]
@@ -254,13 +327,13 @@ class Engine:
         return left
 
     def _watching(
-        self, active: list[Line], pieces: list[list[int]]
+        self, active: list[RunningSequence], pieces: list[list[int]]
     ) -> AbstractContextManager[None]:
         if self._switch is None:
             return nullcontext()
         return self._switch.watching(active, pieces)
 
-    def _hear(self, line: Line, start: int, hidden: Tensor, logits: Tensor) -> bool:
+    def _hear(self, line: RunningSequence, start: int, hidden: Tensor, logits: Tensor) -> bool:
         """Give one sequence its result of a step; return whether it goes on."""
         assert line.voice is not None, "a line joins before it runs"
         try:
@@ -279,6 +352,6 @@ class Engine:
             return False
         return True
 
-    def _fail(self, line: Line, error: Exception) -> None:
+    def _fail(self, line: RunningSequence, error: Exception) -> None:
         self._metrics.count("sequences_total", end="failed")
-        line.ticket.tell(Failed(line.place, error))
+        line.ticket.tell(FailedSequence(line.place, error))

@@ -1,17 +1,18 @@
-"""Records passed between the web side and the computing thread: bounds, requests, results.
-
-An Ask is one sequence; a request holds one for each prompt and each of its `n` choices. Imports no
-sibling.
-"""
+"""Bounds, sequences and results that pass between web side and computing thread; API errors."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.base.errors import DegarbleError
 
 if TYPE_CHECKING:
-    from degarble.harness.inference.generation import Finish, Limits
-    from degarble.harness.inference.sampling import Sampling
+    from degarble.harness.inference.generation import Finish, Limits, Sampling
+
+
+# --------------------------------------------------------------------------------------------------
+# A request holds one SequenceRequest for each prompt and each of its `n` choices.
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -35,7 +36,7 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class Ask:
+class SequenceRequest:
     """One sequence: its prompt, its sampling and limits, and which probabilities are wanted.
 
     `top`: None for none, else how many of the likeliest tokens besides the chosen one.
@@ -51,7 +52,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredToken:
     """A token with its text and its log-probability, which is None for the first token."""
 
     number: int
@@ -61,7 +62,7 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """A result of one sequence: text that is final, and the tokens since the last piece.
 
     `new_tokens` counts all of the sequence, an end token included.
@@ -70,17 +71,87 @@ class Piece:
     place: int
     text: str
     new_tokens: int
-    tokens: tuple[Scored, ...] = ()
+    tokens: tuple[ScoredToken, ...] = ()
     of_prompt: bool = False
     finish: Finish | None = None
 
 
 @dataclass(frozen=True)
-class Failed:
+class FailedSequence:
     """One sequence that ended with an error."""
 
     place: int
     error: Exception
 
 
-Heard = Piece | Failed
+SequenceResult = TextPiece | FailedSequence
+
+
+# --------------------------------------------------------------------------------------------------
+# API errors as OpenAI's clients read them: a status, and an error object of four fields.
+#
+# A mistake in a request is 400 with the name of the parameter; a failure of the model is 500 and
+# says so. No answer holds a traceback.
+
+WRONG_REQUEST = "invalid_request_error"
+SERVER_ERROR = "server_error"
+
+
+class ApiError(Exception):
+    """An error that is sent to a client."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    def document(self) -> dict[str, Any]:
+        """Return the body of the answer."""
+        kinds = {401: "authentication_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, WRONG_REQUEST if self.status < 500 else SERVER_ERROR)
+        told = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": told}
+
+    def headers(self) -> dict[str, str]:
+        """Return the extra headers of the answer."""
+        made = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        return made | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
+
+
+def bad_parameter(param: str, message: str, code: str = "invalid_value") -> ApiError:
+    """Make the error of one parameter's value."""
+    return ApiError(400, f"{param}: {message}", param, code)
+
+
+def bad_input(param: str, error: DegarbleError) -> ApiError:
+    """Make the API error of one of our own errors about the request."""
+    return ApiError(400, str(error), param, "invalid_value")
+
+
+def model_failure(error: Exception) -> ApiError:
+    """Make the error of a failed model run; details of our own mistakes are not sent."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, DegarbleError):
+        return ApiError(500, str(error), None, "model_failed")
+    return ApiError(500, "degarble failed; its own output says where", None, "internal_error")
+
+
+def timed_out(seconds: float) -> ApiError:
+    """Make the error of a request that took too long."""
+    return ApiError(504, f"not done within {seconds:g} s", None, "timeout")
+
+
+def server_stopping() -> ApiError:
+    """Make the error of a request that arrives while the server ends."""
+    return ApiError(503, "the server is stopping", None, "stopping", retry_after=5)

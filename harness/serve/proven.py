@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from starlette.responses import Response
 
 from degarble.harness.base.errors import EXIT_AGREES, DegarbleError, InvalidArgument, Refused
-from degarble.harness.serve.app import written
+from degarble.harness.serve.app import json_bytes
 from degarble.harness.serve.messages import Bounds
+from degarble.harness.serve.serving import Listener, bound_socket, quiet_logs
 from degarble.harness.serve.smoke import Server, read_answers, smoke
-from degarble.harness.serve.transport import Listener, bound_socket, quiet_logs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,11 +42,11 @@ _MINUTE_SECONDS = 600.0
 _TOKEN_VARIABLES = ("DEGARBLE_SERVE_TOKEN", "VLLM_API_KEY")  # ours, and vLLM's
 
 
-class Failed(Exception):
+class StepFailed(Exception):
     """A step that did not pass; its text is the reason."""
 
 
-class Step(NamedTuple):
+class StartStep(NamedTuple):
     """One step: its name and its function, which returns a sentence or raises Failed."""
 
     name: str
@@ -54,7 +54,7 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True)
-class How:
+class StartOptions:
     """What is proven, and what is served. `gpu`: kernels are proven on it."""
 
     checkpoint: Path
@@ -70,7 +70,7 @@ class How:
 
 
 @dataclass
-class Progress:
+class StartProgress:
     """What the health endpoint reports."""
 
     status: str = STARTING
@@ -86,23 +86,23 @@ class Progress:
         }  # fmt: skip
 
 
-class Proven:
+class ProvenStart:
     """The sequence of steps, run in a thread; the health endpoint answers meanwhile."""
 
-    def __init__(self, how: How, say: Callable[[str], None]) -> None:
+    def __init__(self, how: StartOptions, say: Callable[[str], None]) -> None:
         self._how, self._say = how, say
         self._process: subprocess.Popen[bytes] | None = None
         self._ending = threading.Event()
-        self.progress = Progress()
+        self.progress = StartProgress()
 
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[StartStep]:
         """Return all steps in order."""
         return [
-            Step("audit", self._audit),
-            Step("known answers", _known_answers),
-            Step("first minute", self._first_minute),
-            Step("serve", self._serve),
-            Step("coherence", self._coherence),
+            StartStep("audit", self._audit),
+            StartStep("known answers", _known_answers),
+            StartStep("first minute", self._first_minute),
+            StartStep("serve", self._serve),
+            StartStep("coherence", self._coherence),
         ]
 
     def run(self) -> None:
@@ -120,7 +120,7 @@ class Proven:
         except Exception as error:  # noqa: BLE001  whatever a step meets, it is never ready
             if self._ending.is_set():
                 return
-            reason = str(error) if isinstance(error, (Failed, DegarbleError)) else repr(error)
+            reason = str(error) if isinstance(error, (StepFailed, DegarbleError)) else repr(error)
             progress.status, progress.reason = FAILED, f"{progress.step}: {reason}"
             self._say(f"FAILED {progress.reason}")
             self._end_server()
@@ -145,7 +145,7 @@ class Proven:
             f"{each.rule} at {each.tensor or each.module or 'the checkpoint'}"
             for each in errors[:_MOST_NAMED]
         ]
-        raise Failed(f"{found.sentence} {'; '.join(named)}")
+        raise StepFailed(f"{found.sentence} {'; '.join(named)}")
 
     def _first_minute(self) -> str:
         """Run this device's kernels on values whose results are known to the byte."""
@@ -161,11 +161,11 @@ class Proven:
 
         suites = installed_suites()
         if suites is None:
-            raise Failed(NO_SUITES)
+            raise StepFailed(NO_SUITES)
         own = self._how.checkpoint
         found = kernels(Asked(own, own, own, night="", gpu=True), {})
         if found.verdict is not Verdict.AGREES:
-            raise Failed(found.sentence)
+            raise StepFailed(found.sentence)
         import torch  # noqa: PLC0415  as above
 
         if torch.cuda.get_device_capability()[0] != _BLACKWELL:
@@ -177,14 +177,14 @@ class Proven:
         try:
             self._process = subprocess.Popen(how.command, env=_environment(how.token))  # noqa: S603
         except OSError as error:
-            raise Failed(f"{how.command[0]} cannot be started: {error}") from error
+            raise StepFailed(f"{how.command[0]} cannot be started: {error}") from error
         server, begin = Server(how.url, seconds=5), time.monotonic()
         while not self._answers(server):
             if time.monotonic() - begin > how.seconds:
-                raise Failed(f"the server did not answer within {how.seconds:g} s")
+                raise StepFailed(f"the server did not answer within {how.seconds:g} s")
             self._still_runs()
             if self._ending.wait(_PROBE_SECONDS):
-                raise Failed("ended while it started")
+                raise StepFailed("ended while it started")
         return f"it answers after {time.monotonic() - begin:.0f} s"
 
     @staticmethod
@@ -198,7 +198,7 @@ class Proven:
         assert self._process is not None, "the server is watched behind its start"
         status = self._process.poll()
         if status is not None:
-            raise Failed(f"the server ended with status {status}")
+            raise StepFailed(f"the server ended with status {status}")
 
     def _coherence(self) -> str:
         checks = list(
@@ -206,7 +206,7 @@ class Proven:
         )
         wrong = [each.line() for each in checks if each.holds is False]
         if wrong:
-            raise Failed("; ".join(wrong[:_MOST_NAMED]))
+            raise StepFailed("; ".join(wrong[:_MOST_NAMED]))
         return f"{sum(each.holds is True for each in checks)} checks passed"
 
     def _watch(self) -> None:
@@ -233,7 +233,7 @@ def in_a_process(command: Sequence[str]) -> str:
     )
     lines = (done.stdout + done.stderr).strip().splitlines() or ["nothing was said"]
     if done.returncode:
-        raise Failed(f"{lines[-1]} (status {done.returncode})")
+        raise StepFailed(f"{lines[-1]} (status {done.returncode})")
     return lines[-1]
 
 
@@ -263,14 +263,14 @@ def _known_answers() -> str:
 
     wrong = wrong_codecs()
     if wrong:
-        raise Failed(f"{len(wrong)} of {count()} differ: {wrong[0]}")
+        raise StepFailed(f"{len(wrong)} of {count()} differ: {wrong[0]}")
     return f"{count()} answers of the formats are right"
 
 
 class HealthApp:
     """The health endpoint."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: StartProgress) -> None:
         self._progress = progress
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -282,14 +282,14 @@ class HealthApp:
         status = 200 if found["ready"] or scope["path"] == "/health/live" else 503
         if scope["path"] not in known:
             status, found = 404, {"status": "unknown path"}
-        answer = Response(written(found), status, media_type="application/json")
+        answer = Response(json_bytes(found), status, media_type="application/json")
         await answer(scope, receive, send)
 
 
-def prove_and_serve(how: How, host: str, port: int, say: Callable[[str], None]) -> int:
+def prove_and_serve(how: StartOptions, host: str, port: int, say: Callable[[str], None]) -> int:
     """Prove, serve, and answer at the health endpoint until a signal arrives."""
     quiet_logs()
-    proven = Proven(how, say)
+    proven = ProvenStart(how, say)
     with bound_socket(host, port) as listening:
         thread = threading.Thread(target=proven.run, name="degarble-proven", daemon=True)
         listener = Listener(HealthApp(proven.progress), Bounds(), lambda: None)
@@ -302,7 +302,7 @@ def prove_and_serve(how: How, host: str, port: int, say: Callable[[str], None]) 
     return int(proven.progress.status == FAILED)
 
 
-def read_line(arguments: Sequence[str]) -> tuple[How, str, int]:
+def read_line(arguments: Sequence[str]) -> tuple[StartOptions, str, int]:
     """Parse the command line; raise before anything runs if something is missing."""
     own, command = list(arguments), list[str]()
     if "--" in own:
@@ -316,7 +316,9 @@ def read_line(arguments: Sequence[str]) -> tuple[How, str, int]:
     parser.add_argument("--loader", metavar="MAP", help="as degarble audit")
     parser.add_argument("--structure-only", action="store_true", help="read no numbers")
     parser.add_argument("--cpu", action="store_true", help="no kernel is asked to prove itself")
-    parser.add_argument("--seconds", type=float, default=How.seconds, help="until COMMAND answers")
+    parser.add_argument(
+        "--seconds", type=float, default=StartOptions.seconds, help="until COMMAND answers"
+    )
     parser.add_argument("--token-file", type=Path, metavar="FILE", help="the API's token")
     parser.add_argument("--health-host", default="127.0.0.1")
     parser.add_argument("--health-port", type=int, default=8001)
@@ -330,7 +332,7 @@ def read_line(arguments: Sequence[str]) -> tuple[How, str, int]:
             "COMMAND", "none", "the server's command behind --", "Give: -- degarble serve CKPT."
         )
     read_answers(asked.answers)
-    how = How(
+    how = StartOptions(
         asked.checkpoint, tuple(command), asked.url, asked.answers, asked.against, asked.loader,
         not asked.structure_only, not asked.cpu, asked.seconds, _token(asked.token_file),
     )  # fmt: skip

@@ -1,25 +1,101 @@
-"""Build answers in OpenAI's form from the engine's pieces: whole, and as chunks of a stream.
-
-Each choice turns a piece into the delta that a stream shows, and is the sum of its deltas; so a
-stream put together is the whole answer.
-"""
+"""Build answers in OpenAI's form: parse streamed turns, whole answers and chunks of a stream."""
 
 from __future__ import annotations
 
 import time
 import uuid
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from degarble.harness.base.errors import Refused
+from degarble.harness.chat.conversation import THINKING
+from degarble.harness.chat.special_tokens import DSML, END_THINK
+from degarble.harness.chat.tokenizer import Stops
 from degarble.harness.inference.generation import Finish
-from degarble.harness.serve.stream_parser import Parting
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from degarble.harness.serve.completion_request import Asked
-    from degarble.harness.serve.messages import Ask, Piece, Scored
-    from degarble.harness.serve.served_model import Desk
-    from degarble.harness.serve.stream_parser import Parted
+    from degarble.harness.chat.chat import Chat
+    from degarble.harness.chat.dsml import ToolCall
+    from degarble.harness.serve.messages import ScoredToken, SequenceRequest, TextPiece
+    from degarble.harness.serve.requests import CompletionRequest
+    from degarble.harness.serve.served_model import ServedModel
+
+
+# --------------------------------------------------------------------------------------------------
+# Streamed turns: reasoning, content and tool calls. No part of a mark that may still be completed
+# is shown. Calls are shown when the turn is whole and parses; a text that leaves the encoding is
+# shown unchanged, with the reason. The pieces add up to what parsing the whole turn gives.
+
+REASONING, CONTENT, CALLS = "reasoning_content", "content", "calls"
+
+
+@dataclass
+class ParsedPiece:
+    """The fields that a piece adds to. `problem`: where the turn left the encoding."""
+
+    said: dict[str, str] = field(default_factory=dict)  # field of a message to text
+    calls: tuple[ToolCall, ...] = ()
+    problem: str | None = None
+
+    def add(self, where: str, text: str) -> None:
+        """Append to a field."""
+        if text:
+            self.said[where] = self.said.get(where, "") + text
+
+
+class StreamParser:
+    """The parser of one turn."""
+
+    def __init__(self, chat: Chat) -> None:
+        self._chat = chat
+        self._whole = ""
+        self._opening = f"\n\n<{DSML}{chat.family.CALLS}"
+        thinks = chat.style.mode == THINKING
+        self._where = REASONING if thinks else CONTENT
+        self._mark = END_THINK if thinks else self._opening
+        self._stops = Stops((self._mark,))
+        self._shown = 0  # characters that are out, marks included
+        self._unsaid = ""  # the text of calls, and their opening
+
+    def add(self, piece: str) -> ParsedPiece:
+        """Take a piece; return what is certain."""
+        made = ParsedPiece()
+        self._whole += piece
+        while self._where != CALLS:
+            said = self._stops.add(piece)
+            made.add(self._where, said)
+            self._shown += len(said)
+            if self._stops.hit is None:
+                return made
+            piece = self._whole[self._shown + len(self._mark) :]
+            if self._where == CONTENT:
+                self._where, self._unsaid = CALLS, self._mark
+                break
+            self._where, self._shown = CONTENT, self._shown + len(self._mark)
+            self._mark = self._opening
+            self._stops = Stops((self._mark,))
+        self._unsaid += piece
+        return made
+
+    def end(self) -> ParsedPiece:
+        """Return what was held back, and the calls, or why the turn cannot be parsed."""
+        made = ParsedPiece()
+        if self._where != CALLS:
+            made.add(self._where, self._stops.rest())
+        try:
+            made.calls = self._chat.parse(self._whole, whole=False).calls
+        except Refused as error:
+            made.problem = str(error)
+        if not made.calls:
+            made.add(CONTENT, self._unsaid)
+        return made
+
+
+# --------------------------------------------------------------------------------------------------
+# Answers. Each choice turns a piece into the delta that a stream shows, and is the sum of its
+# deltas; so a stream put together is the whole answer.
 
 _REASONS = {Finish.END: "stop", Finish.STOP: "stop"}
 Change = dict[str, Any]
@@ -32,7 +108,7 @@ def _reason(finish: Finish | None) -> str | None:
 class CompletionChoice:
     """One choice of a completion."""
 
-    def __init__(self, place: int, ask: Ask, desk: Desk, *, echo: bool) -> None:
+    def __init__(self, place: int, ask: SequenceRequest, desk: ServedModel, *, echo: bool) -> None:
         self._place, self._ask = place, ask
         self._offset = 0  # of the next token in the text
         self._whole: Change = self._change("", None)
@@ -48,7 +124,7 @@ class CompletionChoice:
             return []
         return [self._added(self._change(self._opening, None))]
 
-    def hear(self, piece: Piece) -> list[Change]:
+    def hear(self, piece: TextPiece) -> list[Change]:
         """Add a piece; return its delta."""
         text = piece.text
         if piece.of_prompt and self._opening:
@@ -74,7 +150,7 @@ class CompletionChoice:
             whole["logprobs"].setdefault(name, []).extend(values)
         return change
 
-    def _scores(self, tokens: Iterable[Scored]) -> dict[str, list[Any]]:
+    def _scores(self, tokens: Iterable[ScoredToken]) -> dict[str, list[Any]]:
         made: dict[str, list[Any]] = {
             "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": [],
         }  # fmt: skip
@@ -93,7 +169,7 @@ class CompletionChoice:
 class ChatChoice:
     """One choice of a chat completion."""
 
-    def __init__(self, place: int, ask: Ask, parting: Parting) -> None:
+    def __init__(self, place: int, ask: SequenceRequest, parting: StreamParser) -> None:
         self._place, self._scored = place, ask.top is not None
         self._parting = parting
         self._message: Change = {"role": "assistant", "content": ""}
@@ -105,7 +181,7 @@ class ChatChoice:
         """Return the delta that a stream begins with."""
         return [self._change({"role": "assistant", "content": ""}, None)]
 
-    def hear(self, piece: Piece) -> list[Change]:
+    def hear(self, piece: TextPiece) -> list[Change]:
         """Add a piece; return its delta."""
         made = [self._told(self._parting.add(piece.text), piece.tokens)]
         if piece.finish is not None:
@@ -131,7 +207,7 @@ class ChatChoice:
     def _change(self, delta: Change, reason: str | None) -> Change:
         return {"index": self._place, "delta": delta, "logprobs": None, "finish_reason": reason}
 
-    def _told(self, parted: Parted, tokens: Iterable[Scored] = ()) -> list[Change]:
+    def _told(self, parted: ParsedPiece, tokens: Iterable[ScoredToken] = ()) -> list[Change]:
         message: Change = self._message
         delta: Change = dict(parted.said)
         for name, text in parted.said.items():
@@ -154,7 +230,7 @@ class ChatChoice:
         return [change]
 
 
-def _score(token: Scored) -> Change:
+def _score(token: ScoredToken) -> Change:
     best = [_spelt(text, value) for _, text, value in token.likeliest]
     return _spelt(token.text, token.log_probability) | {"top_logprobs": best}
 
@@ -164,10 +240,12 @@ def _spelt(text: str, value: float | None) -> Change:
     return {"token": text, "logprob": value, "bytes": None if told else list(text.encode())}
 
 
-class Reply:
+class ApiReply:
     """The answer to one request."""
 
-    def __init__(self, asked: Asked, desk: Desk, request: str | None = None) -> None:
+    def __init__(
+        self, asked: CompletionRequest, desk: ServedModel, request: str | None = None
+    ) -> None:
         self._asked, self._desk = asked, desk
         kind = "cmpl" if asked.chat is None else "chatcmpl"
         self._head = {
@@ -179,16 +257,16 @@ class Reply:
         self._choices = [self._choice(n, ask) for n, ask in enumerate(asked.asks)]
         self._new = [0] * len(asked.asks)
 
-    def _choice(self, place: int, ask: Ask) -> CompletionChoice | ChatChoice:
+    def _choice(self, place: int, ask: SequenceRequest) -> CompletionChoice | ChatChoice:
         if self._asked.chat is None:
             return CompletionChoice(place, ask, self._desk, echo=self._asked.echo)
-        return ChatChoice(place, ask, Parting(self._asked.chat))
+        return ChatChoice(place, ask, StreamParser(self._asked.chat))
 
     def begin(self) -> list[Change]:
         """Return the chunks that a stream begins with."""
         return [self._chunk(change) for each in self._choices for change in each.begin()]
 
-    def hear(self, piece: Piece) -> list[Change]:
+    def hear(self, piece: TextPiece) -> list[Change]:
         """Add a piece; return its chunks."""
         self._new[piece.place] = piece.new_tokens
         return [self._chunk(change) for change in self._choices[piece.place].hear(piece)]

@@ -15,23 +15,22 @@ from degarble.harness.base.errors import DegarbleError
 from degarble.harness.base.version import VERSION
 from degarble.harness.chat.chat import Chat, chat_of
 from degarble.harness.checkpoint.view.view import fingerprint
-from degarble.harness.generate.generate import Manner, Talker
+from degarble.harness.generate.generate import GenerationOptions, TextGenerator
 from degarble.harness.model.components import components
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.types import Kind
-from degarble.harness.serve.messages import Bounds
-from degarble.harness.serve.refusals import ApiError, wrong_input
+from degarble.harness.serve.messages import ApiError, Bounds, bad_input
 
 if TYPE_CHECKING:
+    from degarble.harness.chat.conversation import Style
     from degarble.harness.chat.tokenizer import Tokenizer
-    from degarble.harness.chat.turns import Style
     from degarble.harness.inference.model import OpenModel
 
 BACKEND = "torch"  # the references: the twin's arithmetic
 
 
 @dataclass(frozen=True)
-class Desk:
+class ServedModel:
     """An open model as requests use it."""
 
     model: OpenModel
@@ -40,9 +39,9 @@ class Desk:
     created: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
-    def talker(self) -> Talker:
+    def talker(self) -> TextGenerator:
         """Return what turns texts into ids."""
-        return Talker(self.model, Manner())
+        return TextGenerator(self.model, GenerationOptions())
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -78,7 +77,7 @@ class Desk:
         try:
             return chat_of(self.model.config, self.model.checkpoint.root, style)
         except DegarbleError as error:  # V3.2 knows no effort
-            raise wrong_input("reasoning_effort", error) from error
+            raise bad_input("reasoning_effort", error) from error
 
     def card(self) -> dict[str, Any]:
         """Return the model as /v1/models lists it."""

@@ -43,7 +43,7 @@ _LARGEST = 64 << 20
 
 
 @dataclass(frozen=True)
-class Said:
+class SmokeCheck:
     """One check: its name, its result, and what was observed."""
 
     name: str
@@ -83,11 +83,13 @@ class Server:
             ) from error
 
 
-def smoke(server: Server, answers: dict[str, Any]) -> Iterator[Said]:
+def smoke(server: Server, answers: dict[str, Any]) -> Iterator[SmokeCheck]:
     """Run every check, one after the other."""
     status, found = server.ask("/v1/models")
     names = [each.get("id") for each in found.get("data", []) if isinstance(each, dict)]
-    yield Said("models", status == 200 and bool(names), f"{status}: {', '.join(map(str, names))}")
+    yield SmokeCheck(
+        "models", status == 200 and bool(names), f"{status}: {', '.join(map(str, names))}"
+    )
     if not names:
         return
     model = str(names[0])
@@ -100,18 +102,18 @@ def smoke(server: Server, answers: dict[str, Any]) -> Iterator[Said]:
     yield _chat(server, model)
 
 
-def _answered(server: Server, model: str, known: dict[str, Any]) -> Iterator[Said]:
+def _answered(server: Server, model: str, known: dict[str, Any]) -> Iterator[SmokeCheck]:
     body = {"model": model, "prompt": known["prompt"], "temperature": 0, "max_tokens": NEW_TOKENS}
     status, found = server.ask("/v1/completions", body)
     if status != 200:
-        yield Said("known answer", False, f"{status}: {_error(found)}")
+        yield SmokeCheck("known answer", False, f"{status}: {_error(found)}")
         return
     text, expected = str(found["choices"][0]["text"]), known["answer"]
     share = alike(text, expected)
     told = f"{share:.0%} of {_shown(expected)} to {_shown(known['prompt'])}; {_shown(text)}"
-    yield Said("known answer", share >= LEAST_ALIKE, told)
+    yield SmokeCheck("known answer", share >= LEAST_ALIKE, told)
     reason = garbage(text)
-    yield Said("text", not reason, reason or f"{len(text.split())} words")
+    yield SmokeCheck("text", not reason, reason or f"{len(text.split())} words")
 
 
 def alike(text: str, expected: str) -> float:
@@ -141,43 +143,43 @@ def garbage(text: str) -> str:
     return ""
 
 
-def _echoed(server: Server, model: str, prompt: str) -> Said:
+def _echoed(server: Server, model: str, prompt: str) -> SmokeCheck:
     body = {"model": model, "prompt": prompt, "echo": True, "max_tokens": 1, "temperature": 0}
     status, found = server.ask("/v1/completions", body)
     if status != 200:
-        return Said("echo", None, f"{status}: {_error(found)}")
+        return SmokeCheck("echo", None, f"{status}: {_error(found)}")
     text = str(found["choices"][0]["text"])
     holds = text.strip().startswith(prompt.strip())
-    return Said("echo", holds, f"{_shown(prompt)} came back as {_shown(text)}")
+    return SmokeCheck("echo", holds, f"{_shown(prompt)} came back as {_shown(text)}")
 
 
-def _likely(server: Server, model: str, known: dict[str, Any]) -> Said:
+def _likely(server: Server, model: str, known: dict[str, Any]) -> SmokeCheck:
     """Compare how likely a server finds a text with the reference."""
     body = {"model": model, "prompt": known["prompt"], "echo": True, "max_tokens": 1}
     status, found = server.ask("/v1/completions", body | {"logprobs": 1, "temperature": 0})
     if status != 200:
-        return Said("likelihood", None, f"{status}: {_error(found)}")
+        return SmokeCheck("likelihood", None, f"{status}: {_error(found)}")
     scores = (found["choices"][0].get("logprobs") or {}).get("token_logprobs") or []
     known_scores = [each for each in scores[:-1] if isinstance(each, (int, float))]
     if not known_scores:
-        return Said("likelihood", None, "no log-probabilities came back")
+        return SmokeCheck("likelihood", None, "no log-probabilities came back")
     mean, least = sum(known_scores) / len(known_scores), known["mean"] - LIKELIHOOD_SLACK
     told = f"{mean:.2f} nats a token of {_shown(known['prompt'])}, {known['mean']:.2f} expected"
-    return Said("likelihood", mean >= least, told)
+    return SmokeCheck("likelihood", mean >= least, told)
 
 
-def _chat(server: Server, model: str) -> Said:
+def _chat(server: Server, model: str) -> SmokeCheck:
     talk = [{"role": "user", "content": "Say one short sentence about a tree."}]
     body = {"model": model, "messages": talk, "temperature": 0, "max_tokens": NEW_TOKENS}
     status, found = server.ask("/v1/chat/completions", body)
     if status == 400 and (found.get("error") or {}).get("code") == "chat_unavailable":
-        return Said("chat", None, "the tokenizer has no marks of a conversation")
+        return SmokeCheck("chat", None, "the tokenizer has no marks of a conversation")
     if status != 200:
-        return Said("chat", False, f"{status}: {_error(found)}")
+        return SmokeCheck("chat", False, f"{status}: {_error(found)}")
     said = found["choices"][0]["message"]
     text = str(said.get("content") or said.get("reasoning_content") or "")
     reason = garbage(text)
-    return Said("chat", not reason, reason or _shown(text))
+    return SmokeCheck("chat", not reason, reason or _shown(text))
 
 
 def read_answers(path: Path) -> dict[str, Any]:
@@ -208,13 +210,13 @@ def _no_answers(path: Path, why: str) -> UnreadableFile:
 def make_answers(checkpoint: Path, prompts: Sequence[str]) -> dict[str, Any]:
     """Return the reference's greedy answers, and how likely it finds each prompt."""
     # Imports torch, which asking a server does without.
-    from degarble.harness.generate.generate import Manner, Talker  # noqa: PLC0415
+    from degarble.harness.generate.generate import GenerationOptions, TextGenerator  # noqa: PLC0415
     from degarble.harness.inference.generation import Limits  # noqa: PLC0415
     from degarble.harness.inference.model import open_model  # noqa: PLC0415
 
     made = []
     with open_model(checkpoint) as model:
-        talker = Talker(model, Manner(limits=Limits(NEW_TOKENS)))
+        talker = TextGenerator(model, GenerationOptions(limits=Limits(NEW_TOKENS)))
         for prompt, speech in zip(prompts, talker.speak(list(prompts)).speeches, strict=True):
             mean = -talker.surprise(prompt).loss
             made.append({"prompt": prompt, "answer": speech.text, "mean": mean})

@@ -203,7 +203,7 @@ class CaptureSwitch:
         from starlette.requests import Request  # noqa: PLC0415  vLLM's server has it
         from starlette.responses import JSONResponse  # noqa: PLC0415
 
-        from degarble.harness.serve.refusals import ApiError, wrong_input  # noqa: PLC0415
+        from degarble.harness.serve.messages import ApiError, bad_input  # noqa: PLC0415
 
         request = Request(scope, receive)
         try:
@@ -212,19 +212,21 @@ class CaptureSwitch:
         except ApiError as error:
             found, status = error.document(), error.status
         except DegarbleError as error:
-            found, status = wrong_input("capture", error).document(), 400
+            found, status = bad_input("capture", error).document(), 400
         await JSONResponse(found, status)(scope, receive, send)
 
     def _admit(self, request: Any) -> None:
         """Let in who has the token, or, without one, who is on this machine."""
-        from degarble.harness.serve.auth import Gate  # noqa: PLC0415
-        from degarble.harness.serve.messages import LOOPBACK  # noqa: PLC0415
-        from degarble.harness.serve.refusals import ApiError  # noqa: PLC0415
+        from degarble.harness.serve.admission import AccessControl  # noqa: PLC0415
+        from degarble.harness.serve.messages import (  # noqa: PLC0415
+            LOOPBACK,
+            ApiError,
+        )
 
         client = (request.scope.get("client") or ("",))[0]
         if self._token is None and client not in LOOPBACK:
             raise ApiError(403, "captures are for this machine alone", None, "unknown_host")
-        Gate.of("127.0.0.1", self._token, anyone=False).admit(PATH, request.headers)
+        AccessControl.of("127.0.0.1", self._token, anyone=False).admit(PATH, request.headers)
 
     async def _asked(self, request: Any) -> dict[str, Any]:
         engine = request.scope["app"].state.engine_client
@@ -236,7 +238,7 @@ class CaptureSwitch:
 
     async def _opened(self, engine: Any, body: bytes) -> dict[str, Any]:
         from degarble.harness.capture.options import CaptureRequest  # noqa: PLC0415
-        from degarble.harness.serve.fields import read_object  # noqa: PLC0415
+        from degarble.harness.serve.requests import read_object  # noqa: PLC0415
 
         if len(body) > _MOST_BODY or self._place is not None:
             raise InvalidArgument(
@@ -376,12 +378,12 @@ def from_vllm(
         )  # fmt: skip
     make = _engine()
     # Imports torch, which a refusal does without.
-    from degarble.harness.generate.generate import Manner, Talker  # noqa: PLC0415
+    from degarble.harness.generate.generate import GenerationOptions, TextGenerator  # noqa: PLC0415
     from degarble.harness.inference.model import open_model  # noqa: PLC0415
 
     with open_model(checkpoint) as model:
         chat = any(isinstance(each, list) for each in prompts)
-        talker = Talker(model, Manner(chat=chat))
+        talker = TextGenerator(model, GenerationOptions(chat=chat))
         ids = [talker.ids_of(each) for each in prompts]
     return FromVllm(folder, capture_vllm(checkpoint, ids, folder, how, make))
 

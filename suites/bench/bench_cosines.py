@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from degarble.harness.generate.generate import Manner, Talker
+from degarble.harness.generate.generate import GenerationOptions, TextGenerator
 from degarble.harness.inference.generation import Limits
 from degarble.harness.inference.model import open_model
 from degarble.references import tiny
@@ -68,7 +68,9 @@ def captured(tokens: int, device: str) -> list[Layer]:
     with open_model(TINY) as opened, torch.inference_mode():
         bound = opened.speaker.bound
         bound.observer = look
-        Talker(opened, Manner(limits=Limits(1))).speak([" ".join(known[int(n)] for n in drawn)])
+        TextGenerator(opened, GenerationOptions(limits=Limits(1))).speak(
+            [" ".join(known[int(n)] for n in drawn)]
+        )
         layers = list(_of_block(bound, seen, "layers.2."))
     return [_there(layer, device) for layer in layers]
 

@@ -25,9 +25,8 @@ from degarble.harness.backends.cutedsl.kernels import KernelsOnGpu
 from degarble.harness.backends.graph.decoder import Decoder, DecoderSpeaker
 from degarble.harness.base.errors import DegarbleError
 from degarble.harness.cli.kernels import settings_here
-from degarble.harness.inference.generation import Generation, Limits, Speech
-from degarble.harness.inference.sampling import Sampling
-from degarble.harness.inference.speaker import Speaker
+from degarble.harness.inference.generation import Continuation, Generation, Limits, Sampling
+from degarble.harness.inference.model import LogitsModel
 from degarble.references.binding import Bound
 from degarble.references.numerics import Numerics
 from degarble.references.state import Sequence
@@ -112,10 +111,10 @@ def read_together(decoder: Decoder, documents: list[list[int]]) -> list[Tensor]:
     return [torch.stack(rows) for rows in kept]
 
 
-def spoken(speaker: Speaker, texts: int) -> tuple[int, int]:
+def spoken(speaker: LogitsModel, texts: int) -> tuple[int, int]:
     """Let a model go on from sentences at low temperature: grammatical ones, and all."""
     rng = random.Random(figures.HELD_OUT)
-    speeches = [Speech([words.BOS, *words.encode(sentence(rng))]) for _ in range(texts)]
+    speeches = [Continuation([words.BOS, *words.encode(sentence(rng))]) for _ in range(texts)]
     for seed, speech in enumerate(speeches):  # draws of its own for each text
         speech.sampler = Sampling(TEMPERATURE, 1.0, seed).sampler()
     Generation(speaker, None, None, Limits(TEXT_TOKENS)).run(speeches)
@@ -142,7 +141,7 @@ def by_kernels(model: Model, documents: int, texts: int) -> Found:
 
 def by_twin(model: Model, documents: int, texts: int) -> Found:
     """Through the references."""
-    speaker = Speaker(bound_of(model))
+    speaker = LogitsModel(bound_of(model))
 
     def made(ids: list[int]) -> Tensor:
         return speaker.logits(speaker.hidden([Sequence()], [torch.tensor(ids)]))

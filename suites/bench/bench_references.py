@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.inference.generation import Generation, Limits, Speech
-from degarble.harness.inference.held_weights import HeldWeights
-from degarble.harness.inference.model import numerics_of, threads_for
-from degarble.harness.inference.sampling import Sampling
-from degarble.harness.inference.speaker import Speaker
+from degarble.harness.inference.generation import Continuation, Generation, Limits, Sampling
+from degarble.harness.inference.model import LogitsModel, numerics_of, threads_for
+from degarble.harness.inference.weights import HeldWeights
 from degarble.harness.model.presets import small_v4
 from degarble.references.binding import Bound
 from degarble.references.model.v4 import ModelV4
@@ -88,13 +86,13 @@ class GenerateArm:
     def __init__(self) -> None:
         weights = HeldWeights(random_weights(MODEL, 1, torch.bfloat16))
         bound = Bound(MODEL, numerics_of("bf16", held=True), weights)
-        self._generation = Generation(Speaker(bound), None, Sampling(), Limits(TOKENS))
-        self._speech = Speech(PROMPT.tolist())
+        self._generation = Generation(LogitsModel(bound), None, Sampling(), Limits(TOKENS))
+        self._speech = Continuation(PROMPT.tolist())
         self()
 
     def __call__(self) -> None:
         """Generate one turn's tokens behind everything said before."""
-        self._speech = Speech(self._speech.all_ids, self._speech.sequence)
+        self._speech = Continuation(self._speech.all_ids, self._speech.sequence)
         with threads_for(MODEL):
             self._generation.run([self._speech])
 

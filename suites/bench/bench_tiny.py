@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.checkpoint.view.view import Checkpoint
-from degarble.harness.inference.generation import Generation, Limits, Speech
-from degarble.harness.inference.sampling import Sampling
-from degarble.harness.inference.speaker import Speaker
+from degarble.harness.inference.generation import Continuation, Generation, Limits, Sampling
+from degarble.harness.inference.model import LogitsModel
 from degarble.harness.model.recipes import BF16, Recipe, Rule, recipe_named
 from degarble.references.binding import Bound
 from degarble.references.numerics import Numerics
@@ -92,7 +91,7 @@ def _calibration() -> list[int]:
 
 
 def _logits(bound: Bound) -> Callable[[list[int]], Tensor]:
-    speaker = Speaker(bound)
+    speaker = LogitsModel(bound)
 
     def made(ids: list[int]) -> Tensor:
         return speaker.logits(speaker.hidden([Sequence()], [torch.tensor(ids)]))
@@ -110,11 +109,11 @@ def spoken(bound: Bound, texts: int = TEXTS, tokens: int = TEXT_TOKENS) -> tuple
     """Let the model go on from one sentence at low temperature: grammatical ones, and all."""
     rng = random.Random(figures.HELD_OUT)
     begun = [sentence(rng) for _ in range(texts)]
-    speeches = [Speech([words.BOS, *words.encode(each)]) for each in begun]
+    speeches = [Continuation([words.BOS, *words.encode(each)]) for each in begun]
     for seed in range(0, texts, _ABREAST):  # one seed gives all that run together the same draws
         how = Sampling(_TEMPERATURE, 1.0, seed)
         together = speeches[seed : seed + _ABREAST]
-        Generation(Speaker(bound), None, how, Limits(tokens)).run(together)
+        Generation(LogitsModel(bound), None, how, Limits(tokens)).run(together)
     return figures.grammatical(words.decode(each.ids) for each in speeches)
 
 

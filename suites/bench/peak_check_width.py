@@ -26,7 +26,7 @@ from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.layouts import LINEAR
 from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection
 from degarble.harness.formats.weight import Storage, Weight
-from degarble.harness.inference.devices import CPU, put_on, require_device
+from degarble.harness.inference.devices import CPU, require_device, run_on_device
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.presets import V4_PRO
 from degarble.harness.model.recipes import recipe_named
@@ -128,7 +128,7 @@ def main(recipe_name: str, device: str = CPU) -> None:
     twin = Bound(CONFIG, replace(numerics), weights, recipe)
     require_device("DEVICE", device)
     for each in (candidate, twin):
-        put_on(each, device)
+        run_on_device(each, device)
     run = InMemoryRun.of(candidate, [PROMPT], 1)
     found = localise(twin, recipe, run)
     worst = max(row.ratio for row in found.rows)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Any
 
-from degarble.harness.chat.prompt_templates import Wordings
+from degarble.harness.chat.conversation import PromptTemplates
 
 ENCODER = '''
 """An encoder: this text is parsed, and must never be run."""
@@ -26,7 +26,7 @@ REASONING_EFFORT_MAX = (
 )
 computed = "a" + "b"
 '''
-WORDINGS = Wordings(
+WORDINGS = PromptTemplates(
     MappingProxyType(
         {
             "tools": (

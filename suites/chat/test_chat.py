@@ -8,8 +8,8 @@ import pytest
 
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.chat.chat import chat_of
+from degarble.harness.chat.conversation import THINKING, Style
 from degarble.harness.chat.dsml import ToolCall
-from degarble.harness.chat.turns import THINKING, Style
 from degarble.harness.model.presets import small_v4, small_v32
 from degarble.suites.chat.talk_cases import ENCODER, TOOL, TOOLS_TEXT, system, user
 

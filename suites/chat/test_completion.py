@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.chat.completion import Turn, parse
+from degarble.harness.chat.chat import AssistantTurn, parse
+from degarble.harness.chat.conversation import CHAT, THINKING, Style
 from degarble.harness.chat.dsml import ToolCall
 from degarble.harness.chat.encode_v4 import CALLS, encode
 from degarble.harness.chat.special_tokens import EOS
-from degarble.harness.chat.turns import CHAT, THINKING, Style
 from degarble.suites.chat.talk_cases import user
 
 CALL = ToolCall("f", '{"a": "x"}')
@@ -21,7 +21,7 @@ CALL = ToolCall("f", '{"a": "x"}')
 def test_what_was_encoded_is_read_back(
     mode: str, calls: tuple[ToolCall, ...], content: str
 ) -> None:
-    turn = Turn(content, "because" if mode == THINKING else "", calls)
+    turn = AssistantTurn(content, "because" if mode == THINKING else "", calls)
     style, question = Style(mode), [user("A")]
     text = encode([*question, turn.message()], style)
     said = text.removeprefix(encode(question, style))
@@ -29,7 +29,7 @@ def test_what_was_encoded_is_read_back(
 
 
 def test_a_turn_that_was_cut_off() -> None:
-    assert parse("half a sen", CHAT, CALLS, whole=False) == Turn("half a sen", "", ())
+    assert parse("half a sen", CHAT, CALLS, whole=False) == AssistantTurn("half a sen", "", ())
     with pytest.raises(InvalidArgument, match="at the end, once"):
         parse("half a sen", CHAT, CALLS)
 

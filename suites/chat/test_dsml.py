@@ -7,7 +7,7 @@ import json
 import pytest
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.chat.dsml import ToolCall, read, written
+from degarble.harness.chat.dsml import ToolCall, read_calls, write_calls
 from degarble.harness.chat.special_tokens import EOS
 
 CALLS = [
@@ -32,22 +32,22 @@ OPENING = "\n\n<｜DSML｜tool_calls"
 
 
 def test_calls_are_written_as_the_grammar_has_them() -> None:
-    assert written(CALLS, "tool_calls", lenient=True) == GOLDEN
+    assert write_calls(CALLS, "tool_calls", lenient=True) == GOLDEN
     other = GOLDEN.replace("tool_calls", "function_calls")
-    assert written(CALLS, "function_calls", lenient=False) == other
+    assert write_calls(CALLS, "function_calls", lenient=False) == other
 
 
 @pytest.mark.parametrize("end", ["", EOS])
 def test_what_was_written_is_read_back(end: str) -> None:
-    assert read(GOLDEN.removeprefix(OPENING) + end, "tool_calls") == CALLS
+    assert read_calls(GOLDEN.removeprefix(OPENING) + end, "tool_calls") == CALLS
 
 
 @pytest.mark.parametrize("value", ['a "b" \\ \n c', "", "<think>", "日本", "1", "a</b>"])
 def test_strings_travel_unescaped(value: str) -> None:
     call = ToolCall("f", json.dumps({"k": value}, ensure_ascii=False))
-    text = written([call], "tool_calls", lenient=True)
+    text = write_calls([call], "tool_calls", lenient=True)
     assert f'string="true">{value}</｜DSML｜parameter>' in text
-    (back,) = read(text.removeprefix(OPENING), "tool_calls")
+    (back,) = read_calls(text.removeprefix(OPENING), "tool_calls")
     assert json.loads(back.arguments) == {"k": value}
 
 
@@ -58,22 +58,22 @@ def test_arguments_may_come_as_a_mapping() -> None:
         {"function": {"name": "now", "arguments": {}}},
     ]
     for lenient in (False, True):
-        assert written(map(ToolCall.of, calls), "tool_calls", lenient=lenient) == GOLDEN
+        assert write_calls(map(ToolCall.of, calls), "tool_calls", lenient=lenient) == GOLDEN
 
 
 def test_characters_stay_themselves() -> None:
     call = ToolCall("f", '{"k": {"ü": "日"}}')
-    assert '>{"ü": "日"}<' in written([call], "tool_calls", lenient=True)
+    assert '>{"ü": "日"}<' in write_calls([call], "tool_calls", lenient=True)
 
 
 def test_arguments_that_are_no_json() -> None:
     call = ToolCall("f", "not json")
-    text = written([call], "tool_calls", lenient=True)
+    text = write_calls([call], "tool_calls", lenient=True)
     assert '<｜DSML｜parameter name="arguments" string="true">not json<' in text
     with pytest.raises(InvalidArgument, match="arguments of f"):
-        written([call], "tool_calls", lenient=False)
+        write_calls([call], "tool_calls", lenient=False)
     with pytest.raises(InvalidArgument, match="a JSON object"):
-        written([ToolCall("f", "[1]")], "tool_calls", lenient=True)
+        write_calls([ToolCall("f", "[1]")], "tool_calls", lenient=True)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_departure_from_the_grammar_is_refused_by_name(old: str, new: str, exp
     assert old in GOLDEN
     wrong = GOLDEN.replace(old, new).removeprefix(OPENING)
     with pytest.raises(InvalidArgument, match=expected):
-        read(wrong, "tool_calls")
+        read_calls(wrong, "tool_calls")
 
 
 def test_calls_are_spelt_as_in_the_api() -> None:

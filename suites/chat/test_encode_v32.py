@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName
+from degarble.harness.chat.conversation import CHAT, THINKING, Style
 from degarble.harness.chat.encode_v32 import encode
-from degarble.harness.chat.turns import CHAT, THINKING, Style
 from degarble.suites.chat.talk_cases import (
     TOOL,
     TOOLS_TEXT,
@@ -22,7 +22,7 @@ from degarble.suites.chat.talk_cases import (
 )
 
 if TYPE_CHECKING:
-    from degarble.harness.chat.turns import Message
+    from degarble.harness.chat.conversation import Message
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 TALK = Style(CHAT, wordings=WORDINGS)

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING
 import pytest
 
 from degarble.harness.base.errors import UnreadableFile
-from degarble.harness.chat import prompt_templates
-from degarble.harness.chat.prompt_templates import NOWHERE, Wordings, wordings_beside
+from degarble.harness.chat import conversation
+from degarble.harness.chat.conversation import NO_TEMPLATES, PromptTemplates, read_templates
 from degarble.suites.chat.talk_cases import ENCODER, WORDINGS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.parametrize("place", prompt_templates.PLACES)
+@pytest.mark.parametrize("place", conversation.PLACES)
 def test_they_are_found_without_running_the_file(tmp_path: Path, place: str) -> None:
     path = tmp_path / place / "encoding_dsv4.py"
     path.parent.mkdir(exist_ok=True)
     path.write_text(ENCODER)
-    found = wordings_beside(tmp_path, "encoding_dsv4")
+    found = read_templates(tmp_path, "encoding_dsv4")
     assert dict(found.texts) == dict(WORDINGS.texts)
     assert found.source == path
     assert sorted(found.unknown) == ["effort max", "tools"]  # these are not the official ones
@@ -30,21 +30,21 @@ def test_they_are_found_without_running_the_file(tmp_path: Path, place: str) -> 
 def test_a_known_text_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     text = WORDINGS.texts["tools"]
     marks = {"tools": (hashlib.sha256(text.encode()).hexdigest(),)}
-    monkeypatch.setattr(prompt_templates, "FINGERPRINTS", marks)
+    monkeypatch.setattr(conversation, "FINGERPRINTS", marks)
     assert WORDINGS.unknown == []
-    assert Wordings({"tools": text + " "}, None).unknown == ["tools"]
+    assert PromptTemplates({"tools": text + " "}, None).unknown == ["tools"]
 
 
 def test_a_checkpoint_without_an_encoder(tmp_path: Path) -> None:
-    assert wordings_beside(tmp_path, "encoding_dsv4") is NOWHERE
+    assert read_templates(tmp_path, "encoding_dsv4") is NO_TEMPLATES
     with pytest.raises(UnreadableFile, match="Copy the folder `encoding`"):
-        NOWHERE.text("tools")
+        NO_TEMPLATES.text("tools")
 
 
 @pytest.mark.parametrize(
-    "raw", [b"def (", b"\xff\xfe", b"x = " + b"(" * 500, b"#" * (prompt_templates.LARGEST_FILE + 1)]
+    "raw", [b"def (", b"\xff\xfe", b"x = " + b"(" * 500, b"#" * (conversation.LARGEST_FILE + 1)]
 )
 def test_a_file_that_is_no_python_is_refused(tmp_path: Path, raw: bytes) -> None:
     (tmp_path / "encoding_dsv4.py").write_bytes(raw)
     with pytest.raises(UnreadableFile):
-        wordings_beside(tmp_path, "encoding_dsv4")
+        read_templates(tmp_path, "encoding_dsv4")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.chat.stopping import Stops
+from degarble.harness.chat.tokenizer import Stops
 
 
 def through(text: str, stops: list[str], size: int) -> tuple[str, str | None]:

@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from degarble.harness.base.errors import InvalidArgument, UnreadableFile
 from degarble.harness.chat import special_tokens as marks
-from degarble.harness.chat.tokenizer import Growing, Tokenizer
+from degarble.harness.chat.tokenizer import IncrementalDecoder, Tokenizer
 from degarble.harness.commands.tiny_release import tokenizer_files
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def test_marks_are_single_tokens_and_bos_stands_once(byte_level: Path) -> None:
 @pytest.mark.parametrize("text", [*TEXTS, "🦊 " * 50, "hello " * 60, marks.THINK + "x"])
 def test_a_text_grows_by_whole_characters(byte_level: Path, text: str) -> None:
     tokenizer = load(byte_level)
-    growing, pieces = Growing(tokenizer), []
+    growing, pieces = IncrementalDecoder(tokenizer), []
     for number in tokenizer.encode(text, begin=False):
         piece = growing.add(number)
         assert "\N{REPLACEMENT CHARACTER}" not in piece
@@ -71,7 +71,7 @@ def test_a_text_grows_by_whole_characters(byte_level: Path, text: str) -> None:
 
 def test_half_a_character_comes_out_at_the_end(byte_level: Path) -> None:
     tokenizer = load(byte_level)
-    growing = Growing(tokenizer)
+    growing = IncrementalDecoder(tokenizer)
     first = tokenizer.encode("🦊", begin=False)[:2]
     assert [growing.add(number) for number in first] == ["", ""]
     assert growing.rest() == tokenizer.decode(first) != ""
@@ -84,7 +84,7 @@ def test_words_grow_with_their_blanks(tmp_path: Path) -> None:
     assert tokenizer.begin == 0
     assert tokenizer.ends == {1}
     text = " ".join(["anna paints blue ."] * 40)
-    growing = Growing(tokenizer)
+    growing = IncrementalDecoder(tokenizer)
     pieces = [growing.add(number) for number in tokenizer.encode(text, begin=False)]
     assert pieces[:3] == ["anna", " paints", " blue"]
     assert "".join(pieces) == text

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.commands import tiny_release
-from degarble.harness.inference.speaker import Speaker
+from degarble.harness.inference.model import LogitsModel
 from degarble.references import tiny
 from degarble.references.binding import Bound
 from degarble.references.numerics import Numerics
@@ -68,7 +68,7 @@ def test_a_released_model_recalls_beyond_its_window_adds_and_copies(name: str) -
     with Checkpoint.open(_RELEASED / name) as checkpoint:
         assert checkpoint.model is not None
         weights = {each: checkpoint.weights[each] for each in checkpoint.weights}
-        speaker = Speaker(Bound(checkpoint.model, Numerics.bf16(), weights))
+        speaker = LogitsModel(Bound(checkpoint.model, Numerics.bf16(), weights))
 
         def logits(ids: list[int]) -> torch.Tensor:
             return speaker.logits(speaker.hidden([Sequence()], [torch.tensor(ids)]))

@@ -10,7 +10,7 @@ import torch
 from degarble.harness.engine.faults.model_faults import Way
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.engine.localise.recorded_run import InMemoryRun
-from degarble.harness.inference.held_weights import HeldWeights
+from degarble.harness.inference.weights import HeldWeights
 from degarble.harness.model.presets import small_v4, small_v32
 from degarble.harness.model.recipes import recipe_named
 from degarble.references.binding import Bound

@@ -9,12 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.generate.dialogue import Dialogue
-from degarble.harness.generate.generate import Manner, Talker
-from degarble.harness.inference.generation import Limits, Speech
-from degarble.harness.inference.model import open_model
-from degarble.harness.inference.sampling import Sampling
-from degarble.harness.inference.speaker import Speaker
+from degarble.harness.generate.generate import Dialogue, GenerationOptions, TextGenerator
+from degarble.harness.inference.generation import Continuation, Limits, Sampling
+from degarble.harness.inference.model import LogitsModel, open_model
 from degarble.suites.commands.calls import call
 from degarble.suites.serve.talking_cases import WORDS, write_speaker, write_tokenizer
 
@@ -38,15 +35,15 @@ def opened(model: Path) -> Iterator[Any]:
         yield made
 
 
-def talker(opened: Any, tokens: int = 4, **manner: Any) -> Talker:
-    return Talker(opened, Manner(limits=Limits(tokens), **manner))
+def talker(opened: Any, tokens: int = 4, **manner: Any) -> TextGenerator:
+    return TextGenerator(opened, GenerationOptions(limits=Limits(tokens), **manner))
 
 
 def said_until(number: int) -> Any:
     """Ctrl-C as soon as that many pieces were heard."""
     pieces: list[str] = []
 
-    def heard(_speech: Speech, piece: str) -> None:
+    def heard(_speech: Continuation, piece: str) -> None:
         pieces.append(piece)
         if len(pieces) == number:
             raise KeyboardInterrupt
@@ -68,7 +65,7 @@ def test_an_interrupted_answer_stays_as_far_as_it_came(opened: Any, *, chat: boo
     else:
         assert len(following.ids) == len(question.ids) + 2 + 1
     fresh = talker(opened, chat=chat).generation()
-    alone = Speech(list(following.ids))
+    alone = Continuation(list(following.ids))
     fresh.run([alone])
     assert dialogue.answer(following).ids == alone.ids
 
@@ -84,9 +81,9 @@ def test_one_stream_of_random_numbers_goes_through_all_turns(opened: Any) -> Non
 def test_what_cannot_be_read_is_refused_and_changes_nothing(
     opened: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Speaker, "context", property(lambda _self: 12))
+    monkeypatch.setattr(LogitsModel, "context", property(lambda _self: 12))
     told: list[str] = []
-    made = Talker(opened, Manner(limits=Limits(2)), told.append)
+    made = TextGenerator(opened, GenerationOptions(limits=Limits(2)), told.append)
     dialogue = Dialogue(made)
     dialogue.say("w7 w8")  # begin, two words, two new
     with pytest.raises(InvalidArgument, match="12"):
@@ -96,7 +93,7 @@ def test_what_cannot_be_read_is_refused_and_changes_nothing(
     anew = dialogue.hear("w9 " * 8)
     assert len(anew.ids) == 9
     assert told == ["(the context of 12 tokens is full: starting anew)"]
-    fresh = Speech(list(anew.ids))
+    fresh = Continuation(list(anew.ids))
     made.generation().run([fresh])
     assert dialogue.answer(anew).ids == fresh.ids
 

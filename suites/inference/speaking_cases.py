@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.inference.speaker import Speaker
+from degarble.harness.inference.model import LogitsModel
 from degarble.harness.model.presets import small_v4, small_v32
 from degarble.references.binding import Bound
 from degarble.references.numerics import Numerics
@@ -35,10 +35,12 @@ CONFIGS: dict[str, Config] = {"v4": V4, "v32": V32}
 
 
 @cache
-def speaker(family: str) -> Speaker:
+def speaker(family: str) -> LogitsModel:
     """In float64, where no company moves a token."""
     config = CONFIGS[family]
-    return Speaker(Bound(config, Numerics.definition(), random_weights(config, 1, torch.float64)))
+    return LogitsModel(
+        Bound(config, Numerics.definition(), random_weights(config, 1, torch.float64))
+    )
 
 
 def ids(seed: int, length: int) -> list[int]:
@@ -58,10 +60,10 @@ class Letters:
         return "".join(chr(33 + number) for number in ids)
 
 
-def scripted(made: Speaker, script: Callable[[int], int]) -> Speaker:
+def scripted(made: LogitsModel, script: Callable[[int], int]) -> LogitsModel:
     """The same model, whose next token after n tokens is script(n): to plan where texts end."""
 
-    class Scripted(Speaker):
+    class Scripted(LogitsModel):
         def next_logits(self, sequences: list, tokens: list) -> torch.Tensor:  # type: ignore[type-arg]
             super().hidden(sequences, tokens)
             chosen = torch.tensor([script(each.length) for each in sequences])

@@ -31,7 +31,7 @@ def test_a_model_behind_the_way_there_and_back_is_the_same_model(
     source = write_speaker(tmp_path / "model", family, "nvfp4-full")
     with open_model(source) as plain, open_model(source) as moved:
         bound = moved.speaker.bound
-        devices.through(bound, torch.device("cpu"))
+        devices.wrap_calls(bound, torch.device("cpu"))
         run = InMemoryRun.of(bound, PROMPTS)
         expected = InMemoryRun.of(plain.speaker.bound, PROMPTS)
         assert all(map(torch.equal, run.logits, expected.logits))
@@ -46,7 +46,7 @@ def test_a_cause_is_named_behind_another_device_and_with_streamed_weights(tmp_pa
     for held_values, device in ((HELD_VALUES, False), (HELD_VALUES, True), (0, False)):
         with CheckRun(Wanted(capture, source, held_values=held_values)) as run:
             if device:
-                devices.through(run.twin, torch.device("cpu"))
+                devices.wrap_calls(run.twin, torch.device("cpu"))
             (origin,) = run.judge().origins
             assert (run.model.streamed is None) == bool(held_values)
             assert origin.diagnosed is not None
@@ -78,7 +78,7 @@ def test_what_a_kernel_writes_into_its_inputs_there_is_written_here(
     with open_model(source) as model:
         bound = model.speaker.bound
         bound.calls["norm"] = kernel
-        devices.through(bound, torch.device("cpu"))
+        devices.wrap_calls(bound, torch.device("cpu"))
         monkeypatch.setattr(torch.Tensor, "to", away)
         x = torch.ones(2, 3)
         made = bound.calls["norm"]({"x": x}, bound.weights_of("norm"))["out"]

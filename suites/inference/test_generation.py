@@ -9,20 +9,19 @@ import torch
 
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.inference import generation
-from degarble.harness.inference.generation import Finish, Generation, Limits, Speech
-from degarble.harness.inference.sampling import Sampling
+from degarble.harness.inference.generation import Continuation, Finish, Generation, Limits, Sampling
 from degarble.references.state import Sequence
 from degarble.suites.inference.speaking_cases import V4, Letters, ids, scripted, speaker
 
 if TYPE_CHECKING:
-    from degarble.harness.inference.speaker import Speaker
+    from degarble.harness.inference.model import LogitsModel
 
 PROMPTS = [ids(n, length) for n, length in enumerate((1, 40, 131, 7))]
 TALK = Sampling(1.0, 0.9, 5)
 
 
-def run(made: Speaker, prompts: list[list[int]], **how: Any) -> list[Speech]:
-    speeches = [Speech(prompt) for prompt in prompts]
+def run(made: LogitsModel, prompts: list[list[int]], **how: Any) -> list[Continuation]:
+    speeches = [Continuation(prompt) for prompt in prompts]
     sampling = how.get("sampling", Sampling())
     Generation(made, None, sampling, Limits(how.get("tokens", 6))).run(speeches)
     return speeches
@@ -49,9 +48,9 @@ def test_company_changes_no_token(
     alone = [run(made, [prompt], sampling=sampling)[0].ids for prompt in PROMPTS]
     assert [each.ids for each in run(made, PROMPTS, sampling=sampling)] == alone
     # Prompts that wait, join later, and come in other pieces.
-    monkeypatch.setattr(generation, "SIDE_BY_SIDE", 2)
-    monkeypatch.setattr(generation, "STEP", 50)
-    monkeypatch.setattr(generation, "PIECE", 32)
+    monkeypatch.setattr(generation, "MOST_CONCURRENT", 2)
+    monkeypatch.setattr(generation, "STEP_TOKENS", 50)
+    monkeypatch.setattr(generation, "PREFILL_TOKENS", 32)
     assert [each.ids for each in run(made, PROMPTS, sampling=sampling)] == alone
 
 
@@ -68,7 +67,7 @@ def test_a_sequence_that_has_seen_the_beginning_is_continued() -> None:
     (whole,) = run(made, [PROMPTS[2]])
     kept = Sequence()
     made.hidden([kept], [torch.tensor(PROMPTS[2][:50])])
-    speech = Speech(PROMPTS[2], kept)
+    speech = Continuation(PROMPTS[2], kept)
     generation_ = Generation(made, None, None, Limits(6))
     generation_.run([speech])
     assert speech.ids == whole.ids
@@ -77,12 +76,12 @@ def test_a_sequence_that_has_seen_the_beginning_is_continued() -> None:
 
 def speak(
     script: list[int], stops: tuple[str, ...] = (), tokens: int = 99, length: int = 3
-) -> Speech:
+) -> Continuation:
     """One prompt; the model says `script`, then ends."""
     made = scripted(speaker("v4"), lambda n: dict(enumerate(script, length)).get(n, 63))
     tokenizer: Any = Letters()
     pieces: list[str] = []
-    speech = Speech([1] * length)
+    speech = Continuation([1] * length)
     heard = Generation(made, tokenizer, None, Limits(tokens, stops))
     heard.run([speech], lambda _speech, piece: pieces.append(piece))
     assert "".join(pieces) == speech.text
@@ -107,7 +106,7 @@ def test_every_way_to_end() -> None:
 def test_prompts_that_do_not_fit_are_refused_before_anything_runs(
     prompt: list[int], match: str
 ) -> None:
-    speeches = [Speech([1]), Speech(prompt)]
+    speeches = [Continuation([1]), Continuation(prompt)]
     with pytest.raises(InvalidArgument, match=match):
         Generation(speaker("v4")).run(speeches)
     assert not speeches[0].ids

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from degarble.harness.inference.held_weights import HeldWeights
+from degarble.harness.inference.weights import HeldWeights
 from degarble.harness.model.presets import small_v4
 from degarble.harness.model.recipes import recipe_named
 from degarble.references.weights import quantised_weights, random_weights

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.inference import perplexity
-from degarble.harness.inference.perplexity import Surprise, surprise
+from degarble.harness.inference import generation
+from degarble.harness.inference.generation import TokenLikelihoods, token_likelihoods
 from degarble.references.state import Sequence
 from degarble.suites.inference.speaking_cases import ids, speaker
 
@@ -29,9 +29,9 @@ def test_log_probabilities_are_those_of_a_whole_pass(
 ) -> None:
     wanted = whole(family, TEXT)
     for piece, logits in ((8192, 1 << 24), (128, 64 * 50), (33, 64)):
-        monkeypatch.setattr(perplexity, "_LOGITS", logits)
+        monkeypatch.setattr(generation, "_LOGITS", logits)
         seen: list[int] = []
-        found = surprise(speaker(family), TEXT, seen.append, piece=piece)
+        found = token_likelihoods(speaker(family), TEXT, seen.append, piece=piece)
         assert (
             torch.tensor(found.log_probabilities, dtype=torch.float64) - wanted
         ).abs().max() < 1e-11, piece
@@ -41,10 +41,10 @@ def test_log_probabilities_are_those_of_a_whole_pass(
 
 
 def test_an_impossible_text_has_an_infinite_perplexity() -> None:
-    assert Surprise((-1e6, -1e6)).perplexity == math.inf
+    assert TokenLikelihoods((-1e6, -1e6)).perplexity == math.inf
 
 
 @pytest.mark.parametrize("length", [0, 1, 401])
 def test_texts_that_do_not_fit_are_refused(length: int) -> None:
     with pytest.raises(InvalidArgument, match=f"{length} tokens"):
-        surprise(speaker("v4"), [1] * length)
+        token_likelihoods(speaker("v4"), [1] * length)

@@ -5,27 +5,27 @@ from __future__ import annotations
 import pytest
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.inference.ranks import (
-    Place,
+from degarble.harness.inference.processes import (
+    RankInfo,
     environment_of_child,
     free_port,
-    place_in,
-    together,
+    process_group,
+    read_rank_info,
 )
 
 
 def test_a_process_alone_leads() -> None:
     for environment in ({}, {"WORLD_SIZE": "1"}, {"WORLD_SIZE": "1", "RANK": "0"}):
-        place = place_in(environment)
+        place = read_rank_info(environment)
         assert place.alone
         assert place.leads
 
 
 def test_a_rank_of_several_is_one_of_them() -> None:
-    assert place_in({"RANK": "3", "WORLD_SIZE": "8"}) == Place(3, 8)
-    assert not Place(3, 8).leads
-    assert Place(0, 8).leads
-    assert not Place(0, 8).alone
+    assert read_rank_info({"RANK": "3", "WORLD_SIZE": "8"}) == RankInfo(3, 8)
+    assert not RankInfo(3, 8).leads
+    assert RankInfo(0, 8).leads
+    assert not RankInfo(0, 8).alone
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_a_rank_of_several_is_one_of_them() -> None:
 )
 def test_no_place_is_refused(environment: dict[str, str]) -> None:
     with pytest.raises(InvalidArgument, match="RANK of WORLD_SIZE"):
-        place_in(environment)
+        read_rank_info(environment)
 
 
 @pytest.mark.parametrize(("address", "port"), [(None, None), ("127.0.0.1", "none")])
@@ -53,7 +53,7 @@ def test_ranks_without_a_place_to_meet_are_refused(
             monkeypatch.delenv(name, raising=False)
         else:
             monkeypatch.setenv(name, value)
-    with pytest.raises(InvalidArgument, match="MASTER_ADDR"), together():
+    with pytest.raises(InvalidArgument, match="MASTER_ADDR"), process_group():
         pass
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.inference.sampling import Sampling
+from degarble.harness.inference.generation import Sampling
 
 LOGITS = torch.tensor([0.0, 2.0, 2.0, -1.0, 1.0])
 DRAWS = 4000

@@ -16,9 +16,9 @@ from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.formats.number_formats import BLOCK_FORMATS
 from degarble.harness.formats.quantise import quantise
 from degarble.harness.formats.weight import Weight
-from degarble.harness.inference import streamed_weights
+from degarble.harness.inference import weights
 from degarble.harness.inference.model import open_model
-from degarble.harness.inference.streamed_weights import StreamedWeight, StreamedWeights
+from degarble.harness.inference.weights import StreamedWeight, StreamedWeights
 from degarble.harness.model.layouts import LAYOUTS
 from degarble.references.state import Sequence
 from degarble.suites.checkpoint.reading_cases import TINY_V4
@@ -117,7 +117,7 @@ def test_only_visited_experts_are_asked_for(
 def test_memory_stays_within_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages are given back whenever a window's bytes were handed out."""
     write_checkpoint(tmp_path / "c", Synthetic(CONFIG, "official", seed=3))
-    monkeypatch.setattr(streamed_weights, "WINDOW", 1 << 16)
+    monkeypatch.setattr(weights, "WINDOW", 1 << 16)
     with open_model(tmp_path / "c", "bf16", held_values=0) as model:
         streamed, released = model.streamed, list[int]()
         assert streamed is not None
@@ -160,9 +160,7 @@ def test_a_model_many_times_its_window_runs_in_bounded_memory(tmp_path: Path) ->
     """The scaled-down form of the bench with 15 GB: of 45 MB of weights half are resident."""
     config = replace(CONFIG, n_routed_experts=64, hidden_size=256, moe_intermediate_size=512)
     write_checkpoint(tmp_path / "c", Synthetic(config, "official", seed=3))
-    script = (
-        "from degarble.harness.inference import streamed_weights as s; s.WINDOW = 1 << 22\n" + PEAK
-    )
+    script = "from degarble.harness.inference import weights as s; s.WINDOW = 1 << 22\n" + PEAK
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "c")],
         capture_output=True, text=True, check=True,

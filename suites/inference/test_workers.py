@@ -11,8 +11,8 @@ from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.checkpoint.write.writer import begin, write, write_shard
 from degarble.harness.cli.spread import spread
 from degarble.harness.cli.terminal import Terminal
-from degarble.harness.inference import workers
-from degarble.harness.inference.workers import counting, usable_workers, workers_for, workers_of
+from degarble.harness.inference import processes
+from degarble.harness.inference.processes import counting, usable_workers, workers_for, workers_of
 from degarble.harness.report.progress import Progress
 from degarble.suites.checkpoint.writing_cases import ENDING, produce, small_plan
 from degarble.suites.commands.cluster_cases import PlayedCluster, played_cluster
@@ -28,7 +28,7 @@ def test_there_is_one_worker_a_core_up_to_a_limit(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     assert usable_workers() == 1
     monkeypatch.setattr(os, "cpu_count", lambda: 500)
-    assert usable_workers() == workers.MOST_WORKERS
+    assert usable_workers() == processes.MOST_WORKERS
     monkeypatch.setattr(os, "cpu_count", lambda: None)
     with workers_of(None) as local:
         assert local == 1
@@ -85,7 +85,7 @@ def test_a_number_of_workers_that_is_none_is_refused(
 
 def test_each_core_has_a_worker_as_far_as_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(32)), raising=False)
-    monkeypatch.setattr(workers, "_free_bytes", lambda: 100 << 30)
+    monkeypatch.setattr(processes, "_free_bytes", lambda: 100 << 30)
     assert workers_for(1 << 30) == 32
     assert workers_for(10 << 30) == 10
     assert workers_for(1 << 50) == 1

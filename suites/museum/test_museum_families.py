@@ -18,7 +18,7 @@ import pytest
 from degarble.harness.engine.faults.model_faults import Way, with_inputs
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.engine.localise.localise import localise
-from degarble.harness.inference.workers import workers_for
+from degarble.harness.inference.processes import workers_for
 from degarble.harness.museum.cases import (
     ModelKey,
     MuseumCase,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from degarble.harness.base.errors import Refused
-from degarble.harness.inference.ranks import place_in, together
+from degarble.harness.inference.processes import process_group, read_rank_info
 from degarble.harness.nightly.night import Night, require_no_workers, today
 from degarble.harness.nightly.pages import write_night
 from degarble.harness.nightly.ranks import follow, lead, over_ranks
@@ -51,7 +51,7 @@ def asked_of(run: RunOptions, said: NightOptions, *, gpu: bool) -> Asked:
         backend=run.backend,
         gpu=gpu,
         repeats=said.repeats,
-        ranks=place_in(os.environ).world,
+        ranks=read_rank_info(os.environ).world,
         museum=said.museum,
         store=said.store,
         ledger=said.ledger,
@@ -65,7 +65,7 @@ def nights(run_options: RunOptions) -> Iterator[dict[bool, Night]]:
     """The night on this machine's device, or on the CPU; written when its steps are done."""
     require_no_workers(os.environ)
     begun: dict[bool, Night] = {}
-    with nullcontext() if place_in(os.environ).alone else together():
+    with nullcontext() if read_rank_info(os.environ).alone else process_group():
         yield begun
         for night in begun.values():
             written = write_night(night)
@@ -92,7 +92,7 @@ def _begun(nights: dict[bool, Night], run: RunOptions, *, gpu: bool) -> Night:
 @pytest.mark.needs("--checkpoint", "--reference")
 @pytest.mark.parametrize(("mark", "step"), PLACES)
 def test_night(mark: str, step: str, run_options: RunOptions, nights: dict[bool, Night]) -> None:
-    gpu, place = mark in DEVICES, place_in(os.environ)
+    gpu, place = mark in DEVICES, read_rank_info(os.environ)
     if not place.leads:
         pytest.skip(f"rank 0 judges: {follow(step)}")
 

@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.testclient import TestClient
 
-from degarble.harness.generate.generate import Manner, Talker
-from degarble.harness.inference.generation import Limits
+from degarble.harness.generate.generate import GenerationOptions, TextGenerator
+from degarble.harness.inference.generation import Limits, Sampling
 from degarble.harness.inference.model import open_model
-from degarble.harness.inference.sampling import Sampling
-from degarble.harness.serve.app import Counted, Service
-from degarble.harness.serve.auth import Gate
-from degarble.harness.serve.capturing import Switch
+from degarble.harness.serve.admission import AccessControl
+from degarble.harness.serve.app import CountingApp, Service
+from degarble.harness.serve.capturing import RequestCapture
 from degarble.harness.serve.engine import Engine
 from degarble.harness.serve.messages import Bounds
 from degarble.harness.serve.metrics import Metrics
-from degarble.harness.serve.served_model import Desk
+from degarble.harness.serve.served_model import ServedModel
 from degarble.suites.hang_guard import until
 
 if TYPE_CHECKING:
@@ -33,10 +32,10 @@ LOCAL = "http://127.0.0.1"
 class Running:
     """A server without a socket."""
 
-    desk: Desk
+    desk: ServedModel
     engine: Engine
     service: Service
-    app: Counted
+    app: CountingApp
     client: TestClient
 
     def post(self, path: str, **fields: Any) -> Any:
@@ -53,8 +52,8 @@ class Running:
     def said(self, prompt: str, tokens: int, **how: Any) -> str:
         """What `degarble generate` says to a prompt alone."""
         stops = how.pop("stops", ())
-        manner = Manner(Sampling(**how), Limits(tokens, stops))
-        return Talker(self.desk.model, manner).speak([prompt]).speeches[0].text
+        manner = GenerationOptions(Sampling(**how), Limits(tokens, stops))
+        return TextGenerator(self.desk.model, manner).speak([prompt]).speeches[0].text
 
     def counted(self, name: str) -> float:
         """One number of /metrics."""
@@ -73,12 +72,12 @@ def running(
 ) -> Iterator[Running]:
     """Serve a checkpoint in this process; `endless`: no token ends a text."""
     with open_model(checkpoint) as model:
-        desk, metrics = Desk(model, "words", bounds), Metrics()
-        switch = None if captures is None else Switch(captures, model)
+        desk, metrics = ServedModel(model, "words", bounds), Metrics()
+        switch = None if captures is None else RequestCapture(captures, model)
         engine = Engine(model.speaker, desk.tokenizer, bounds.sequences, metrics, switch)
         if endless:
             object.__setattr__(desk.tokenizer, "ends", frozenset())
-        gate = Gate.of("127.0.0.1", token, anyone=False)
+        gate = AccessControl.of("127.0.0.1", token, anyone=False)
         service = Service(desk, engine, gate, metrics, switch)
         app = service.app()
         client = TestClient(app, base_url=LOCAL)

@@ -10,8 +10,8 @@ import httpx2
 import openai
 import pytest
 
-from degarble.harness.serve.completion_request import completion_asked
 from degarble.harness.serve.messages import Bounds
+from degarble.harness.serve.requests import read_completion
 from degarble.suites.hang_guard import until
 from degarble.suites.serve.serving_cases import BOUNDS, LOCAL, Running, events, running
 from degarble.suites.serve.talking_cases import WORDS, write_speaker
@@ -253,7 +253,7 @@ def test_a_full_queue_and_a_stop_are_told_with_a_time_to_come_back(
     folder: Path,
 ) -> None:
     with running(folder, Bounds(new_tokens=4000, sequences=2), endless=True) as small:
-        small.engine.submit(completion_asked(_LONG, small.desk).asks, lambda _: None)
+        small.engine.submit(read_completion(_LONG, small.desk).asks, lambda _: None)
         full = small.post(PATHS[0], prompt="w7")
         small.engine.stop()
         assert (full.status_code, full.headers["retry-after"]) == (429, "1")

@@ -12,13 +12,12 @@ from degarble.harness.capture import options as capture_asked
 from degarble.harness.capture.files.reader import Capture
 from degarble.harness.capture.files.writer import CaptureWriter
 from degarble.harness.commands.check.check import CheckRun, Wanted
-from degarble.harness.inference.generation import Limits
+from degarble.harness.inference.generation import Limits, Sampling
 from degarble.harness.inference.model import open_model
-from degarble.harness.inference.sampling import Sampling
 from degarble.harness.report.verdict import Verdict
-from degarble.harness.serve.capturing import Switch
-from degarble.harness.serve.engine import Line, Ticket
-from degarble.harness.serve.messages import Ask
+from degarble.harness.serve.capturing import RequestCapture
+from degarble.harness.serve.engine import RunningSequence, Ticket
+from degarble.harness.serve.messages import SequenceRequest
 from degarble.suites.commands.calls import call
 from degarble.suites.serve.proven_cases import TINY
 from degarble.suites.serve.serving_cases import running
@@ -118,10 +117,12 @@ def test_behind_its_end_a_captured_line_shares_steps_with_others(
     clock = SimpleNamespace(monotonic=lambda: 0.0)
     monkeypatch.setattr(capture_asked, "time", clock)
     with open_model(write_speaker(tmp_path / "model")) as model:
-        switch = Switch(tmp_path / "captures", model)
+        switch = RequestCapture(tmp_path / "captures", model)
         switch.start({"requests": ["mine"], "seconds": 1})
         mine, other = (
-            Line(Ticket(print, name), 0, Ask((7, 8, 9), Sampling(), Limits(5)))
+            RunningSequence(
+                Ticket(print, name), 0, SequenceRequest((7, 8, 9), Sampling(), Limits(5))
+            )
             for name in ("mine", "other")
         )
         assert switch.parted([mine, other]) == [[other], [mine]]

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from degarble.harness.chat.special_tokens import ASSISTANT, BOS, END_THINK, EOS, THINK, USER
 from degarble.harness.inference.model import open_model
-from degarble.harness.serve.chat_request import chat_asked
-from degarble.harness.serve.completion_request import completion_asked
-from degarble.harness.serve.refusals import ApiError
-from degarble.harness.serve.served_model import Desk
+from degarble.harness.serve.messages import ApiError
+from degarble.harness.serve.requests import read_chat, read_completion
+from degarble.harness.serve.served_model import ServedModel
 from degarble.suites.chat.talk_cases import ENCODER, TOOL, TOOLS_TEXT
 from degarble.suites.serve.serving_cases import BOUNDS
 from degarble.suites.serve.talking_cases import write_speaker
@@ -26,22 +25,22 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="module", params=["v4", "v32"])
 def desk(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Desk]:
+) -> Iterator[ServedModel]:
     path: Path = write_speaker(tmp_path_factory.mktemp("asked") / "model", request.param)
     with open_model(path) as model:
-        yield Desk(model, "words", BOUNDS)
+        yield ServedModel(model, "words", BOUNDS)
 
 
-def complete(desk: Desk, **fields: Any) -> Any:
-    return completion_asked({"model": "words", "prompt": "w7 w8"} | fields, desk)
+def complete(desk: ServedModel, **fields: Any) -> Any:
+    return read_completion({"model": "words", "prompt": "w7 w8"} | fields, desk)
 
 
-def chat(desk: Desk, *messages: dict[str, Any], **fields: Any) -> Any:
+def chat(desk: ServedModel, *messages: dict[str, Any], **fields: Any) -> Any:
     said = list(messages) or [{"role": "user", "content": "w7"}]
-    return chat_asked({"model": "words", "messages": said} | fields, desk)
+    return read_chat({"model": "words", "messages": said} | fields, desk)
 
 
-def test_openai_s_defaults_hold(desk: Desk) -> None:
+def test_openai_s_defaults_hold(desk: ServedModel) -> None:
     asked = complete(desk)
     (ask,) = asked.asks
     assert (ask.sampling.temperature, ask.sampling.top_p) == (1.0, 1.0)
@@ -52,7 +51,7 @@ def test_openai_s_defaults_hold(desk: Desk) -> None:
     assert complete(desk).asks[0].sampling.seed != ask.sampling.seed  # drawn
 
 
-def test_every_field_arrives(desk: Desk) -> None:
+def test_every_field_arrives(desk: ServedModel) -> None:
     asked = complete(
         desk, prompt=["w9", [7, 8]], n=2, temperature=0.5, top_p=0.25, seed=-1, max_tokens=3,
         stop=["w1", "w2"], logprobs=2, echo=True, stream=True,
@@ -115,7 +114,9 @@ def test_every_field_arrives(desk: Desk) -> None:
         ({"top_k\u202e": 1}, "top_k\\u202e"),
     ],
 )
-def test_completions_are_refused_by_name(desk: Desk, fields: dict[str, Any], param: str) -> None:
+def test_completions_are_refused_by_name(
+    desk: ServedModel, fields: dict[str, Any], param: str
+) -> None:
     with pytest.raises(ApiError) as caught:
         complete(desk, **fields)
     assert caught.value.param == param
@@ -123,10 +124,10 @@ def test_completions_are_refused_by_name(desk: Desk, fields: dict[str, Any], par
     assert len(caught.value.message) < 600
 
 
-def test_what_exceeds_the_context_is_refused_and_what_is_unsaid_is_cut(desk: Desk) -> None:
+def test_what_exceeds_the_context_is_refused_and_what_is_unsaid_is_cut(desk: ServedModel) -> None:
     assert desk.context > BOUNDS.prompt_tokens
 
-    class Short(Desk):
+    class Short(ServedModel):
         @property
         def context(self) -> int:
             return 10
@@ -140,16 +141,16 @@ def test_what_exceeds_the_context_is_refused_and_what_is_unsaid_is_cut(desk: Des
         complete(short, prompt="w7 " * 9)
 
 
-def test_a_prompt_alone_may_be_asked_for_beside_echo(desk: Desk) -> None:
+def test_a_prompt_alone_may_be_asked_for_beside_echo(desk: ServedModel) -> None:
     asked = complete(desk, max_tokens=0, echo=True, logprobs=1)
     assert asked.asks[0].limits.new_tokens == 0
 
 
-def text_of(desk: Desk, asked: Any) -> str:
+def text_of(desk: ServedModel, asked: Any) -> str:
     return desk.tokenizer.decode(asked.asks[0].prompt).replace(" ", "")
 
 
-def test_a_chat_is_encoded_as_the_model_knows_it(desk: Desk) -> None:
+def test_a_chat_is_encoded_as_the_model_knows_it(desk: ServedModel) -> None:
     asked = chat(desk, {"role": "system", "content": "w9"}, {"role": "user", "content": "w7"})
     assert text_of(desk, asked) == f"{BOS}w9{USER}w7{ASSISTANT}{END_THINK}"
     assert asked.asks[0].limits.new_tokens == BOUNDS.new_tokens
@@ -166,7 +167,7 @@ def test_a_chat_is_encoded_as_the_model_knows_it(desk: Desk) -> None:
     assert (told.asks[0].limits.new_tokens, told.asks[0].top) == (5, 2)
 
 
-def test_tools_stand_in_the_system_message(desk: Desk) -> None:
+def test_tools_stand_in_the_system_message(desk: ServedModel) -> None:
     with pytest.raises(ApiError, match="wording of tools"):
         chat(desk, tools=[TOOL])
     chat(desk, tools=[TOOL], tool_choice="none")
@@ -225,13 +226,11 @@ NAMES = (
 @settings(max_examples=100)
 @given(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=3), st.booleans())
 def test_whatever_a_request_holds_it_is_read_or_refused(
-    desk: Desk, fields: dict[str, Any], chats: bool
+    desk: ServedModel, fields: dict[str, Any], chats: bool
 ) -> None:
     usual: dict[str, Any] = {"messages": [USER_SAYS]} if chats else {"prompt": "w7"}
     try:
-        made = (chat_asked if chats else completion_asked)(
-            usual | fields | {"model": "words"}, desk
-        )
+        made = (read_chat if chats else read_completion)(usual | fields | {"model": "words"}, desk)
     except ApiError as error:
         assert error.status == 400  # noqa: PT017  either will do
         assert len(error.message) < 1000  # noqa: PT017  as above
@@ -284,14 +283,14 @@ USER_SAYS = {"role": "user", "content": "w7"}
         ({"prompt": "w7"}, "prompt"),
     ],
 )  # fmt: skip
-def test_chats_are_refused_by_name(desk: Desk, fields: dict[str, Any], param: str) -> None:
+def test_chats_are_refused_by_name(desk: ServedModel, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as caught:
-        chat_asked({"model": "words", "messages": [USER_SAYS]} | fields, desk)
+        read_chat({"model": "words", "messages": [USER_SAYS]} | fields, desk)
     assert caught.value.param == param
     assert caught.value.status == 400
 
 
-def test_arguments_nested_deeply_are_no_crash(desk: Desk) -> None:
+def test_arguments_nested_deeply_are_no_crash(desk: ServedModel) -> None:
     call = {"id": "a", "function": {"name": "f", "arguments": '{"a": ' + "[" * 90_000}}
     result = {"role": "tool", "tool_call_id": "a", "content": "w7"}
     with pytest.raises(ApiError) as caught:
@@ -299,8 +298,8 @@ def test_arguments_nested_deeply_are_no_crash(desk: Desk) -> None:
     assert caught.value.param == "messages"
 
 
-def test_a_tokenizer_without_marks_has_no_chats(desk: Desk) -> None:
-    class Bare(Desk):
+def test_a_tokenizer_without_marks_has_no_chats(desk: ServedModel) -> None:
+    class Bare(ServedModel):
         pass
 
     bare = Bare(desk.model, "words", BOUNDS)

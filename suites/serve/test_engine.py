@@ -9,14 +9,24 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import InvalidArgument, UnreadableFile
-from degarble.harness.inference.generation import SIDE_BY_SIDE, Finish, Generation, Limits, Speech
-from degarble.harness.inference.sampling import Sampling
-from degarble.harness.inference.speaker import Speaker
-from degarble.harness.serve.engine import Engine
-from degarble.harness.serve.messages import Ask, Failed, Heard, Piece
+from degarble.harness.inference.generation import (
+    MOST_CONCURRENT,
+    Continuation,
+    Finish,
+    Generation,
+    Limits,
+    Sampling,
+)
+from degarble.harness.inference.model import LogitsModel
+from degarble.harness.serve.engine import Engine, Scoring
+from degarble.harness.serve.messages import (
+    ApiError,
+    FailedSequence,
+    SequenceRequest,
+    SequenceResult,
+    TextPiece,
+)
 from degarble.harness.serve.metrics import Metrics
-from degarble.harness.serve.refusals import ApiError
-from degarble.harness.serve.scoring import Scoring
 from degarble.suites.hang_guard import HANG_SECONDS, until
 from degarble.suites.inference.speaking_cases import Letters, ids, speaker
 
@@ -26,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Held(Speaker):
+class Held(LogitsModel):
     """A model whose steps wait until they are let go, and fail where they are told to."""
 
     def __init__(self) -> None:
@@ -56,19 +66,21 @@ class Heap:
     """What is heard of one request."""
 
     def __init__(self) -> None:
-        self.heard: list[Heard] = []
+        self.heard: list[SequenceResult] = []
 
-    def __call__(self, heard: Heard) -> None:
+    def __call__(self, heard: SequenceResult) -> None:
         self.heard.append(heard)
 
     def ended(self, count: int = 1) -> bool:
-        return count == sum(isinstance(h, Failed) or h.finish is not None for h in self.heard)
+        return count == sum(
+            isinstance(h, FailedSequence) or h.finish is not None for h in self.heard
+        )
 
     def text(self, place: int = 0) -> str:
-        return "".join(h.text for h in self.heard if isinstance(h, Piece) and h.place == place)
+        return "".join(h.text for h in self.heard if isinstance(h, TextPiece) and h.place == place)
 
     def tokens(self) -> list[Any]:
-        return [t for h in self.heard if isinstance(h, Piece) for t in h.tokens]
+        return [t for h in self.heard if isinstance(h, TextPiece) for t in h.tokens]
 
 
 @pytest.fixture
@@ -88,13 +100,13 @@ def engine(model: Held) -> Iterator[Engine]:
     made.join()
 
 
-def ask(prompt: Sequence[int], tokens: int = 6, **more: Any) -> Ask:
-    return Ask(tuple(prompt), more.pop("sampling", Sampling()), Limits(tokens), **more)
+def ask(prompt: Sequence[int], tokens: int = 6, **more: Any) -> SequenceRequest:
+    return SequenceRequest(tuple(prompt), more.pop("sampling", Sampling()), Limits(tokens), **more)
 
 
 def alone(prompt: list[int], tokens: int, sampling: Sampling) -> str:
     letters: Any = Letters()
-    speech = Speech(prompt)
+    speech = Continuation(prompt)
     Generation(speaker("v4"), letters, sampling, Limits(tokens)).run([speech])
     return speech.text
 
@@ -111,7 +123,7 @@ def test_company_changes_no_token(engine: Engine, model: Held) -> None:
     until(lambda: all(heap.ended() for heap in heaps))
     for case, heap in zip(cases, heaps, strict=True):
         assert heap.text() == alone(*case)
-    assert max(model.widths) == SIDE_BY_SIDE  # a full step, and nobody beyond it
+    assert max(model.widths) == MOST_CONCURRENT  # a full step, and nobody beyond it
 
 
 def test_more_than_may_wait_are_refused_whole(engine: Engine, model: Held) -> None:
@@ -157,7 +169,7 @@ def test_a_step_that_fails_ends_its_sequences_and_no_other(
     engine.submit([ask([1]), ask([2])], heap)
     model.go.set()
     until(lambda: heap.ended(2))
-    assert [h.error for h in heap.heard if isinstance(h, Failed)] == [error, error]
+    assert [h.error for h in heap.heard if isinstance(h, FailedSequence)] == [error, error]
     model.broken = None
     engine.submit([ask([1])], later)
     until(later.ended)
@@ -171,7 +183,7 @@ def test_logits_that_are_not_finite_end_their_own_sequence(engine: Engine, model
     engine.submit([ask([1], 3), ask([2], 3)], heap)
     model.go.set()
     until(lambda: heap.ended(2))
-    (failed,) = [h for h in heap.heard if isinstance(h, Failed)]
+    (failed,) = [h for h in heap.heard if isinstance(h, FailedSequence)]
     assert failed.place == 0
     assert isinstance(failed.error, InvalidArgument)
 
@@ -198,7 +210,7 @@ def test_stopping_tells_everybody(engine: Engine, model: Held) -> None:
     model.go.set()
     engine.join()
     assert heap.ended(20)
-    assert {h.error.status for h in heap.heard if isinstance(h, Failed)} == {503}  # type: ignore[attr-defined]
+    assert {h.error.status for h in heap.heard if isinstance(h, FailedSequence)} == {503}  # type: ignore[attr-defined]
 
 
 def test_scores_are_those_of_a_whole_forward_pass(engine: Engine) -> None:
@@ -206,10 +218,10 @@ def test_scores_are_those_of_a_whole_forward_pass(engine: Engine) -> None:
     engine.submit([ask(prompt, 5, top=3, scores_prompt=True)], heap)
     until(heap.ended)
     tokens, whole = heap.tokens(), speaker("v4")
-    speech = Speech(list(prompt))
+    speech = Continuation(list(prompt))
     Generation(whole, None, Sampling(), Limits(5)).run([speech])
     assert [t.number for t in tokens] == speech.all_ids
-    sequence = Speech([1]).sequence
+    sequence = Continuation([1]).sequence
     hidden = whole.hidden([sequence], [torch.tensor(speech.all_ids)])
     rows = whole.logits(hidden).double().log_softmax(-1)
     assert tokens[0].log_probability is None
@@ -238,5 +250,5 @@ def test_a_prompt_alone_can_be_scored(engine: Engine) -> None:
     assert [t.number for t in heap.tokens()] == [6, 7]  # the begin token is not told
     assert all(t.log_probability is not None for t in heap.tokens())
     last = heap.heard[-1]
-    assert isinstance(last, Piece)
+    assert isinstance(last, TextPiece)
     assert (last.finish, last.new_tokens) == (Finish.LENGTH, 0)

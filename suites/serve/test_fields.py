@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from degarble.harness.serve.fields import Fields, read_object, shown
-from degarble.harness.serve.refusals import ApiError
+from degarble.harness.serve.messages import ApiError
+from degarble.harness.serve.requests import RequestFields, read_object, shown
 
 
 @pytest.mark.parametrize(
@@ -44,27 +44,27 @@ def test_a_good_body_is_read() -> None:
 )
 def test_numbers_out_of_their_range_are_refused(value: object) -> None:
     with pytest.raises(ApiError, match=r"^temperature: ") as caught:
-        Fields({"temperature": value}).number("temperature", 1.0, 0, 2)
+        RequestFields({"temperature": value}).number("temperature", 1.0, 0, 2)
     assert caught.value.param == "temperature"
 
 
 @pytest.mark.parametrize("value", [True, 1.0, "1", -1, 0, 11, 10**400])
 def test_whole_numbers_out_of_their_range_are_refused(value: object) -> None:
     with pytest.raises(ApiError, match=r"^max_tokens: "):
-        Fields({"max_tokens": value}).whole("max_tokens", 1, 10)
+        RequestFields({"max_tokens": value}).whole("max_tokens", 1, 10)
 
 
 def test_fields_are_taken_once_and_the_rest_is_refused() -> None:
-    fields = Fields({"n": 3, "t": 0, "stop": "a", "gone": None, "on": True})
+    fields = RequestFields({"n": 3, "t": 0, "stop": "a", "gone": None, "on": True})
     assert fields.whole("n", 1, 4) == 3
     assert fields.number("t", 1.0, 0, 2) == 0.0
     assert fields.texts("stop", 4) == ("a",)
     assert fields.flag("on") is True
     fields.end()  # null is absent
     with pytest.raises(ApiError, match=r"^top_k: is not supported") as caught:
-        Fields({"top_k": 1}).end()
+        RequestFields({"top_k": 1}).end()
     assert caught.value.code == "unsupported_parameter"
-    inner = Fields({"a": {"b": 1}}).inner("a")
+    inner = RequestFields({"a": {"b": 1}}).inner("a")
     assert inner is not None
     with pytest.raises(ApiError, match=r"^a\.b: "):
         inner.end()
@@ -73,16 +73,16 @@ def test_fields_are_taken_once_and_the_rest_is_refused() -> None:
 @pytest.mark.parametrize("value", [["a", 1], ["a"] * 5, "", ["a", ""], 7, {"a": 1}])
 def test_stops_that_are_no_texts_are_refused(value: object) -> None:
     with pytest.raises(ApiError, match=r"^stop: "):
-        Fields({"stop": value}).texts("stop", 4)
+        RequestFields({"stop": value}).texts("stop", 4)
 
 
 def test_a_value_without_effect_passes_and_another_is_refused_by_name() -> None:
-    Fields({"best_of": 1, "penalty": 0.0}).only("best_of", 1)
-    Fields({"penalty": 0.0}).only("penalty", 0, 0.0)
+    RequestFields({"best_of": 1, "penalty": 0.0}).only("best_of", 1)
+    RequestFields({"penalty": 0.0}).only("penalty", 0, 0.0)
     with pytest.raises(ApiError, match=r"penalty: 0\.5 is not supported; leave it out or give 0"):
-        Fields({"penalty": 0.5}).only("penalty", 0, 0.0)
+        RequestFields({"penalty": 0.5}).only("penalty", 0, 0.0)
     with pytest.raises(ApiError, match="best_of: True"):
-        Fields({"best_of": True}).only("best_of", 1)
+        RequestFields({"best_of": True}).only("best_of", 1)
 
 
 def test_values_are_shown_short_and_printable() -> None:

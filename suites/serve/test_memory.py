@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from degarble.harness.inference.generation import Limits
-from degarble.harness.inference.sampling import Sampling
+from degarble.harness.inference.generation import Limits, Sampling
 from degarble.harness.model.presets import V3_2, V4_FLASH
-from degarble.harness.serve.completion_request import completion_asked
-from degarble.harness.serve.memory import MemoryBound, bytes_of
-from degarble.harness.serve.messages import Ask, Bounds
-from degarble.harness.serve.refusals import ApiError
+from degarble.harness.serve.admission import MemoryBound, bytes_of
+from degarble.harness.serve.messages import ApiError, Bounds, SequenceRequest
+from degarble.harness.serve.requests import read_completion
 from degarble.suites.hang_guard import until
 from degarble.suites.serve.serving_cases import Running, running
 from degarble.suites.serve.talking_cases import write_speaker
@@ -58,8 +56,8 @@ def test_shares_of_one_bound() -> None:
 
 @pytest.mark.parametrize("config", [V4_FLASH, V3_2])
 def test_each_thing_that_takes_memory_raises_the_estimate(config: Config) -> None:
-    def ask(prompt: int = 100, new: int = 10, **more: Any) -> Ask:
-        return Ask(tuple(range(prompt)), Sampling(), Limits(new), **more)
+    def ask(prompt: int = 100, new: int = 10, **more: Any) -> SequenceRequest:
+        return SequenceRequest(tuple(range(prompt)), Sampling(), Limits(new), **more)
 
     plain = bytes_of([ask()], config)
     asks = [ask(200), ask(new=400), ask(top=0), ask(top=20)]
@@ -71,7 +69,7 @@ def test_each_thing_that_takes_memory_raises_the_estimate(config: Config) -> Non
 
 def test_an_answer_takes_no_more_than_was_estimated(server: Running) -> None:
     """Measured where it is largest: every token of a prompt with its 20 likeliest."""
-    asked = completion_asked({"model": server.desk.name} | WIDE, server.desk)
+    asked = read_completion({"model": server.desk.name} | WIDE, server.desk)
     estimated = bytes_of(asked.asks, server.desk.model.config)
     server.complete("w7", max_tokens=1)
     tracemalloc.start()

@@ -15,14 +15,14 @@ from degarble.harness.serve.messages import Bounds
 from degarble.harness.serve.proven import (
     FAILED,
     READY,
-    Failed,
     HealthApp,
-    How,
-    Proven,
+    ProvenStart,
+    StartOptions,
+    StepFailed,
     in_a_process,
     main,
 )
-from degarble.harness.serve.transport import Listener, bound_socket
+from degarble.harness.serve.serving import Listener, bound_socket
 from degarble.suites.hang_guard import HANG_SECONDS, until
 from degarble.suites.serve import proven_cases as cases
 
@@ -40,9 +40,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def how(checkpoint: Path, *command: str, url: str = NOWHERE, **more: Any) -> How:
+def how(checkpoint: Path, *command: str, url: str = NOWHERE, **more: Any) -> StartOptions:
     answers = checkpoint.parent / "answers.json"
-    return How(checkpoint, command, url, answers, gpu=False, seconds=HANG_SECONDS, **more)
+    return StartOptions(checkpoint, command, url, answers, gpu=False, seconds=HANG_SECONDS, **more)
 
 
 def health(port: int, path: str = "/health") -> tuple[int, dict[str, Any]]:
@@ -58,7 +58,7 @@ def test_a_healthy_checkpoint_is_served_and_ready_only_then(checkpoint: Path) ->
         port = str(taken.getsockname()[1])
     command = (sys.executable, "-m", "degarble.harness.cli.main", "serve", str(checkpoint))
     told: list[str] = []
-    proven = Proven(
+    proven = ProvenStart(
         how(checkpoint, *command, "--port", port, url=f"http://127.0.0.1:{port}"), told.append
     )
     listener = Listener(HealthApp(proven.progress), Bounds(), lambda: None)
@@ -96,7 +96,7 @@ def test_swapped_nibbles_are_never_served(checkpoint: Path, tmp_path: Path) -> N
     swapped = cases.with_swapped_nibbles(checkpoint, tmp_path / "swapped")
     (tmp_path / "answers.json").write_bytes((checkpoint.parent / "answers.json").read_bytes())
     touched = tmp_path / "started"
-    proven = Proven(how(swapped, "touch", str(touched)), lambda _text: None)
+    proven = ProvenStart(how(swapped, "touch", str(touched)), lambda _text: None)
     proven.run()
     found = proven.progress.document()
     assert (found["status"], found["ready"], found["step"]) == (FAILED, False, "audit")
@@ -106,9 +106,9 @@ def test_swapped_nibbles_are_never_served(checkpoint: Path, tmp_path: Path) -> N
 
 @pytest.fixture
 def without_audit(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Proven.steps
+    whole = ProvenStart.steps
     monkeypatch.setattr(
-        Proven, "steps", lambda self: [each for each in whole(self) if each.name != "audit"]
+        ProvenStart, "steps", lambda self: [each for each in whole(self) if each.name != "audit"]
     )
 
 
@@ -123,7 +123,7 @@ def without_audit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_server_that_does_not_come_up_is_told(
     checkpoint: Path, command: tuple[str, ...], reason: str
 ) -> None:
-    proven = Proven(how(checkpoint, *command), lambda _text: None)
+    proven = ProvenStart(how(checkpoint, *command), lambda _text: None)
     proven.run()
     assert proven.progress.status == FAILED
     assert proven.progress.reason.startswith(reason)
@@ -132,7 +132,7 @@ def test_a_server_that_does_not_come_up_is_told(
 @pytest.mark.usefixtures("without_audit")
 def test_a_spoilt_codec_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(night_codecs, "BLOCK_SCALE", 0x39)
-    proven = Proven(how(checkpoint, "/nowhere"), lambda _text: None)
+    proven = ProvenStart(how(checkpoint, "/nowhere"), lambda _text: None)
     proven.run()
     assert proven.progress.reason.startswith("known answers: 1 of ")
 
@@ -140,7 +140,7 @@ def test_a_spoilt_codec_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("without_audit")
 def test_without_a_gpu_nothing_is_taken_for_granted(checkpoint: Path) -> None:
     asked = how(checkpoint, "/nowhere")
-    proven = Proven(How(**(vars(asked) | {"gpu": True})), lambda _text: None)
+    proven = ProvenStart(StartOptions(**(vars(asked) | {"gpu": True})), lambda _text: None)
     proven.run()
     assert proven.progress.status == FAILED
     assert proven.progress.reason.startswith("first minute: ")
@@ -149,7 +149,7 @@ def test_without_a_gpu_nothing_is_taken_for_granted(checkpoint: Path) -> None:
 def test_the_first_minute_of_a_device_is_told_by_its_last_line() -> None:
     said = "print('loads'); print('7 steps passed')"
     assert in_a_process((sys.executable, "-c", said)) == "7 steps passed"
-    with pytest.raises(Failed, match=r"multiply: wrong \(status 1\)"):
+    with pytest.raises(StepFailed, match=r"multiply: wrong \(status 1\)"):
         in_a_process((sys.executable, "-c", "print('multiply: wrong'); raise SystemExit(1)"))
 
 

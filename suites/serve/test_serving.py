@@ -22,9 +22,9 @@ import pytest
 import torch
 
 from degarble.harness.cli.commands.serving import TOKEN_VARIABLE
-from degarble.harness.inference.speaker import Speaker
+from degarble.harness.inference.model import LogitsModel
 from degarble.harness.serve import serving
-from degarble.harness.serve.transport import Listener, bound_socket
+from degarble.harness.serve.serving import Listener, bound_socket
 from degarble.suites.commands.calls import call
 from degarble.suites.hang_guard import HANG_SECONDS
 from degarble.suites.serve.talking_cases import write_speaker
@@ -123,7 +123,7 @@ def test_a_model_whose_first_token_cannot_be_chosen_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_speaker(tmp_path / "model")
-    monkeypatch.setattr(Speaker, "logits", lambda *_: torch.full((1, 64), torch.nan))
+    monkeypatch.setattr(LogitsModel, "logits", lambda *_: torch.full((1, 64), torch.nan))
     done = call(capsys, "serve", folder, "--port", 0)
     assert done.status == 2
     assert "64 of 64 not finite" in done.err

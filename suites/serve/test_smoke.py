@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from degarble.harness.serve import smoke as smoking
-from degarble.harness.serve.smoke import Said, Server, alike, garbage, main, smoke
+from degarble.harness.serve.smoke import Server, SmokeCheck, alike, garbage, main, smoke
 from degarble.suites.serve import proven_cases as cases
 from degarble.suites.serve.serving_cases import running
 from degarble.suites.serve.talking_cases import write_speaker
@@ -28,7 +28,7 @@ class InProcess(Server):
         return found.status_code, found.json()
 
 
-def checks(server: Running, known: dict[str, Any]) -> list[Said]:
+def checks(server: Running, known: dict[str, Any]) -> list[SmokeCheck]:
     return list(smoke(InProcess(server.client), known))
 
 

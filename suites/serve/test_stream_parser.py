@@ -8,22 +8,22 @@ import pytest
 
 from degarble.harness.chat import encode_v4
 from degarble.harness.chat.chat import Chat
-from degarble.harness.chat.dsml import ToolCall, written
+from degarble.harness.chat.conversation import CHAT, THINKING, Style
+from degarble.harness.chat.dsml import ToolCall, write_calls
 from degarble.harness.chat.special_tokens import EOS
-from degarble.harness.chat.turns import CHAT, THINKING, Style
-from degarble.harness.serve.stream_parser import CONTENT, REASONING, Parting
+from degarble.harness.serve.replies import CONTENT, REASONING, StreamParser
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 CALL = ToolCall("weather", '{"town": "Kiel", "days": 2}')
-CALLS = written([CALL, CALL], "tool_calls", lenient=False)
+CALLS = write_calls([CALL, CALL], "tool_calls", lenient=False)
 
 
 def parted(
     pieces: Sequence[str], mode: str = CHAT
 ) -> tuple[dict[str, str], tuple[ToolCall, ...], str | None]:
-    parting = Parting(Chat(encode_v4, Style(mode)))
+    parting = StreamParser(Chat(encode_v4, Style(mode)))
     found = [parting.add(piece) for piece in pieces]
     found.append(parting.end())
     said: dict[str, str] = {}
@@ -78,7 +78,7 @@ def test_what_leaves_the_encoding_is_shown_as_it_is(
 
 
 def test_nothing_of_a_mark_is_shown_before_it_is_certain() -> None:
-    parting = Parting(Chat(encode_v4, Style(THINKING)))
+    parting = StreamParser(Chat(encode_v4, Style(THINKING)))
     assert parting.add("hm</thi").said == {REASONING: "hm"}
     assert parting.add("s").said == {REASONING: "</this"}
     assert parting.add("</think>so\n\n<").said == {CONTENT: "so"}

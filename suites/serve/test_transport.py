@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.serve.transport import Listener, bound_socket
+from degarble.harness.serve.serving import Listener, bound_socket
 from degarble.suites.hang_guard import HANG_SECONDS, until
 from degarble.suites.serve.serving_cases import BOUNDS, Running, running
 from degarble.suites.serve.talking_cases import write_speaker

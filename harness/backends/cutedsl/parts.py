@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.inference.held_weights import HeldWeight
+from degarble.harness.inference.weights import HeldWeight
 from degarble.harness.model.config.config import V4Config
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from degarble.harness.backends.graph.weights import Laying
 from degarble.harness.backends.graph.weights_v32 import LatentLaying
 from degarble.harness.backends.pairings import Paired
 from degarble.harness.base.errors import InvalidArgument, NotBuilt
-from degarble.harness.inference.generation import SIDE_BY_SIDE
-from degarble.harness.inference.speaker import Speaker
+from degarble.harness.inference.generation import MOST_CONCURRENT
+from degarble.harness.inference.model import LogitsModel
 from degarble.harness.model.config.config import V4Config, V32Config
 from degarble.kernels.indexer.problem import TopkProblem
 from degarble.kernels.rows.embed_problem import EmbedProblem
@@ -215,7 +215,7 @@ class Coming:
     made: list[Tensor] = field(default_factory=list)
 
 
-class DecoderSpeaker(Speaker):
+class DecoderSpeaker(LogitsModel):
     """A speaker whose sequences are in a decoder's lanes; their own blocks stay empty."""
 
     def __init__(self, bound: Bound, decoder: Decoder) -> None:
@@ -317,7 +317,7 @@ class DecoderSpeaker(Speaker):
             self._free.append(lane)
 
 
-def speak_by_layers(model: OpenModel, kernels: Kernels, lanes: int = SIDE_BY_SIDE) -> Paired:
+def speak_by_layers(model: OpenModel, kernels: Kernels, lanes: int = MOST_CONCURRENT) -> Paired:
     """Make a model decode by whole layers of kernels; return it as a backend's record.
 
     Resting lanes also read experts' weights, so there are no more lanes than sequences.
@@ -329,7 +329,7 @@ def speak_by_layers(model: OpenModel, kernels: Kernels, lanes: int = SIDE_BY_SID
         )  # fmt: skip
     bound = model.speaker.bound
     reach = min(model.speaker.context, POSITIONS)
-    decoder = Decoder.of(kernels, bound, model.recipe, min(lanes, SIDE_BY_SIDE), reach)
+    decoder = Decoder.of(kernels, bound, model.recipe, min(lanes, MOST_CONCURRENT), reach)
     if kernels.device.type == "cuda":
         decoder.capture(speaks=False)  # a speaker asks for the logits of the rows that speak
     model.speaker = DecoderSpeaker(bound, decoder)

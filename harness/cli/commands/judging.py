@@ -26,7 +26,7 @@ from degarble.harness.cli.options import (
     Strict,
 )
 from degarble.harness.cli.terminal import Terminal
-from degarble.harness.inference.ranks import place_in
+from degarble.harness.inference.processes import read_rank_info
 from degarble.harness.report.files import is_stream, require_folder, write_text
 from degarble.harness.report.progress import size
 
@@ -139,7 +139,7 @@ def capture(options: CaptureOptions, terminal: Terminal) -> int:
     from degarble.harness.generate.generate import prompts_from  # noqa: PLC0415
 
     prompts = [options.prompt] if options.prompts is None else prompts_from(options.prompts)
-    place = place_in(os.environ)
+    place = read_rank_info(os.environ)
     if options.amax_only and not place.alone:
         raise InvalidArgument(
             "--amax-only", f"{place.world} ranks", "one process", "Start it without torchrun."
@@ -188,7 +188,7 @@ def _tensors(options: CaptureOptions, prompts: list[Any], terminal: Terminal) ->
 
     watch = partial(first_pass, terminal)
     record = run.capture
-    if not place_in(os.environ).alone:
+    if not read_rank_info(os.environ).alone:
         from degarble.harness.capture.ranks import capture_over_ranks  # noqa: PLC0415  above
 
         record = capture_over_ranks

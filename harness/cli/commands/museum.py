@@ -83,7 +83,7 @@ def list_faults(_options: ListOptions, terminal: Terminal) -> int:
 def run_faults(options: RunOptions, terminal: Terminal) -> int:
     """Plant faults in the embedded models; exit status 1 when one is missed."""
     from degarble.harness.engine.faults.registry import MODEL_FAULTS  # noqa: PLC0415  imports torch
-    from degarble.harness.inference.workers import workers_for  # noqa: PLC0415  imports torch
+    from degarble.harness.inference.processes import workers_for  # noqa: PLC0415  imports torch
     from degarble.harness.museum import museum  # noqa: PLC0415  imports torch
     from degarble.harness.museum import museum as museum_text  # noqa: PLC0415  imports torch
     from degarble.harness.museum.museum import lines_to  # noqa: PLC0415  imports torch

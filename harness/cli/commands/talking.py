@@ -95,7 +95,7 @@ def generate(options: GenerateOptions, terminal: Terminal) -> int:
     # Imports torch, which --help and --version do without.
     from degarble.harness.backends.registry import AskedBackend  # noqa: PLC0415
     from degarble.harness.generate import generate as run  # noqa: PLC0415
-    from degarble.harness.generate.generate import speaking_model  # noqa: PLC0415
+    from degarble.harness.generate.generate import open_text_generator  # noqa: PLC0415
 
     prompts: list[Any] = [options.prompt]
     if options.prompts is not None:
@@ -106,15 +106,15 @@ def generate(options: GenerateOptions, terminal: Terminal) -> int:
         text = run.text_from("--perplexity", options.perplexity)
     lanes = len(prompts) if options.graph else 0
     asked = AskedBackend(options.backend, options.strict, settings_here(), lanes)
-    with speaking_model(options.checkpoint, options.numerics, asked) as (model, paired):
-        talker = run.Talker(model, manner, partial(_tell, terminal))
+    with open_text_generator(options.checkpoint, options.numerics, asked) as (model, paired):
+        talker = run.TextGenerator(model, manner, partial(_tell, terminal))
         said = _EMPTY | {"checkpoint": str(options.checkpoint), "numerics": model.arithmetic}
         if options.interactive:
             _converse(talker, terminal)
         elif text is not None:
             with first_pass(terminal, talker.model.streamed):
                 found = talker.surprise(text)
-            document = run.surprise_document(found)
+            document = run.likelihood_document(found)
             told = f"perplexity {number(found.perplexity)}, loss {number(found.loss)} nats a token"
             terminal.say(f"{told}, {document['tokens']:,} tokens")
             terminal.emit(said | document)
@@ -167,14 +167,16 @@ def _require(options: GenerateOptions, terminal: Terminal) -> None:
 
 def _manner(options: GenerateOptions, conversations: bool) -> Any:
     """Make the record of how to speak; some options are of a chat alone."""
-    from degarble.harness.chat.turns import CHAT, THINKING, Style  # noqa: PLC0415  as above
+    from degarble.harness.chat.conversation import CHAT, THINKING, Style  # noqa: PLC0415  as above
     from degarble.harness.generate import generate as run  # noqa: PLC0415  imports torch
-    from degarble.harness.inference.generation import Limits  # noqa: PLC0415  as above
-    from degarble.harness.inference.sampling import Sampling  # noqa: PLC0415  as above
+    from degarble.harness.inference.generation import (  # noqa: PLC0415
+        Limits,
+        Sampling,
+    )
 
     given = (options.system, options.tools, options.effort)
     chat = options.chat or options.thinking or conversations or any(x is not None for x in given)
-    return run.Manner(
+    return run.GenerationOptions(
         Sampling(options.temperature, options.top_p, options.seed),
         Limits(options.max_new_tokens, tuple(options.stop or ())),
         chat,
@@ -215,7 +217,7 @@ def _speak(talker: Any, prompts: list[Any], terminal: Terminal) -> Any:
 
 def _converse(talker: Any, terminal: Terminal) -> None:
     """Read what a person says line by line, and answer; Ctrl-C ends an answer, Ctrl-D the talk."""
-    from degarble.harness.generate.dialogue import Dialogue  # noqa: PLC0415  imports torch
+    from degarble.harness.generate.generate import Dialogue  # noqa: PLC0415  imports torch
 
     dialogue, asking = Dialogue(talker), sys.stdin.isatty()
     if isinstance(sys.stdin, TextIOWrapper):

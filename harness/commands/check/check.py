@@ -23,9 +23,9 @@ from degarble.harness.engine.conventions.registry import CONTRADICTED, REGISTRY,
 from degarble.harness.engine.diagnose.attribute import Shares, shares_of
 from degarble.harness.engine.diagnose.minimal_reproducer import shrunk
 from degarble.harness.engine.localise.localise import Localised, localise
-from degarble.harness.inference.devices import CPU, put_on, require_device
+from degarble.harness.inference.devices import CPU, require_device, run_on_device
 from degarble.harness.inference.model import ARITHMETICS, HELD_VALUES, OpenModel, open_model
-from degarble.harness.inference.workers import usable_workers
+from degarble.harness.inference.processes import usable_workers
 from degarble.harness.model.components import components
 from degarble.harness.model.config.config import V4Config
 from degarble.harness.model.config.json_file import config_to_dict
@@ -128,7 +128,7 @@ class CheckRun:
         config, recipe = self.model.config, self.model.recipe
         require_usable_inputs(self.capture, components(config, recipe), config.vocab_size)
         self.twin: Bound = self.model.speaker.bound
-        put_on(self.twin, wanted.device)
+        run_on_device(self.twin, wanted.device)
         plain = self.model.arithmetic != "twin"
         self.recipe = recipe_named("bf16", self.model.config) if plain else self.model.recipe
         if plain and wanted.reference.resolve() == self.source.resolve():
@@ -140,7 +140,7 @@ class CheckRun:
         require_same_model(self.model.config, reference.config, wanted.reference)
         self._verify(reference)
         self.reference = reference.speaker.bound
-        put_on(self.reference, wanted.device)
+        run_on_device(self.reference, wanted.device)
 
     def _verify(self, reference: OpenModel) -> None:
         """Raise if the reference does not match its manifest."""

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.errors import DegarbleError
 from degarble.harness.capture.files.records import Phase
-from degarble.harness.chat.tokenizer import Growing, Tokenizer
-from degarble.harness.inference.generation import Generation, Limits, Speech
+from degarble.harness.chat.tokenizer import IncrementalDecoder, Tokenizer
+from degarble.harness.inference.generation import Continuation, Generation, Limits
 from degarble.harness.report.replay_record import PromptTexts, TextRecord
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _said(
     prompt, new = pair
     voices = [("Candidate", pieces(new, tokenizer))]
     if model.streamed is None and prompt and new:
-        speech = Speech(list(prompt))
+        speech = Continuation(list(prompt))
         limits = Limits(min(len(new), NEW_TOKENS))
         try:
             Generation(model.speaker, None, None, limits).run([speech])
@@ -94,7 +94,7 @@ def pieces(ids: Sequence[int], tokenizer: Tokenizer | None) -> tuple[str, ...]:
     """Return a piece of text for each token; its number if there is no tokenizer."""
     if tokenizer is None:
         return tuple(f"{number} " for number in ids)
-    growing = Growing(tokenizer)
+    growing = IncrementalDecoder(tokenizer)
     try:
         found = [growing.add(number) for number in ids]
         rest = growing.rest()

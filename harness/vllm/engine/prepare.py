@@ -27,7 +27,7 @@ import torch
 
 from degarble.harness.base.errors import DegarbleError, InvalidArgument, WorkerLost
 from degarble.harness.checkpoint.view.quantisation_configs import CONFIG
-from degarble.harness.inference.generation import Generation, Limits, Speech
+from degarble.harness.inference.generation import Continuation, Generation, Limits
 from degarble.harness.inference.model import open_model
 from degarble.harness.report.files import require_folder
 from degarble.harness.vllm.capture import stated_conventions
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.inference.speaker import Speaker
+    from degarble.harness.inference.model import LogitsModel
     from degarble.references.tiny.language import Document
 
 SOURCE = Path(tiny.__file__).parent / "v1" / "v4"
@@ -121,7 +121,7 @@ def answers(checkpoint: Path) -> Answers:
     with open_model(checkpoint, switches=plain) as model:
         speaker = model.speaker
         made = [
-            Speech(document(figures.HELD_OUT + 100 + n).ids[:length])
+            Continuation(document(figures.HELD_OUT + 100 + n).ids[:length])
             for n, length in enumerate(LENGTHS)
         ]
         Generation(speaker, None, None, Limits(NEW)).run(made)
@@ -140,7 +140,7 @@ def answers(checkpoint: Path) -> Answers:
     return Answers(texts, sure[::step][:QUESTIONS], moves, steady)
 
 
-def forced(speaker: Speaker, prompt: list[int], ids: list[int]) -> Tensor:
+def forced(speaker: LogitsModel, prompt: list[int], ids: list[int]) -> Tensor:
     """Return logits [T, V] in front of each of `ids`."""
     hidden = speaker.hidden([Sequence()], [torch.tensor(prompt + ids)])
     return speaker.logits(hidden[len(prompt) - 1 : -1]).float()
@@ -164,7 +164,7 @@ def _text(prompt: list[int], ids: list[int], rows_TV: Tensor) -> Text:
     return Text(prompt, ids, top.indices.tolist(), logits)
 
 
-def _read(speaker: Speaker, told: Document) -> Tensor:
+def _read(speaker: LogitsModel, told: Document) -> Tensor:
     return forced(speaker, told.ids[:1], told.ids[1:])
 
 

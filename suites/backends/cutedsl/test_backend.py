@@ -18,7 +18,7 @@ from degarble.harness.backends.cutedsl.backend import CONVENTIONS, decided, part
 from degarble.harness.backends.cutedsl.kernels import NOTHING
 from degarble.harness.capture.files.reader import Capture
 from degarble.harness.commands.check.text import check_text
-from degarble.harness.generate.generate import Manner, Talker
+from degarble.harness.generate.generate import GenerationOptions, TextGenerator
 from degarble.harness.inference.generation import Limits
 from degarble.harness.inference.model import open_model
 from degarble.harness.model.recipes import recipe_named
@@ -185,8 +185,8 @@ def test_a_word_by_kernels_is_that_of_a_twin_with_their_conventions(
     monkeypatch.setattr(cutedsl_kernels, "require_gpu", lambda: None)
     line = ("--json", "generate", model.checkpoint, "--prompt", "w7 w8 w9", "--max-new-tokens", 1)
     with open_model(model.checkpoint, switches=CONVENTIONS) as alone:
-        manner = Manner(limits=Limits(1))
-        twin = Talker(alone, manner).speak(["w7 w8 w9"]).document()
+        manner = GenerationOptions(limits=Limits(1))
+        twin = TextGenerator(alone, manner).speak(["w7 w8 w9"]).document()
     mine = call(capsys, *line, "--backend", "cutedsl")
     assert mine.status == 0, mine.err
     assert mine.document["texts"] == twin["texts"]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from degarble.harness.inference.speaker import Speaker
+    from degarble.harness.inference.model import LogitsModel
 
 POSITIONS = 192
 SPOKEN = (9, 12, 7, 7, 31)
@@ -46,7 +46,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenModel]:
     yield from opening(tmp_path_factory.mktemp("decoder"), "nvfp4-full")
 
 
-def said(speaker: Speaker) -> torch.Tensor:
+def said(speaker: LogitsModel) -> torch.Tensor:
     """Logits of two sequences, of which one begins later and with a prompt, then both go on."""
     first, second = Sequence(), Sequence()
     made = [speaker.next_logits([first], [torch.tensor([token])]) for token in SPOKEN]

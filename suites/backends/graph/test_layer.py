@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from degarble.harness.inference.speaker import Speaker
+    from degarble.harness.inference.model import LogitsModel
 
 TOKENS = (9, 12, 7, 7, 31)  # the fourth completes an entry, the fifth sees it
 LATER = 2  # where a second sequence begins
@@ -44,7 +44,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenModel]:
         yield found
 
 
-def said(speaker: Speaker) -> torch.Tensor:
+def said(speaker: LogitsModel) -> torch.Tensor:
     """Logits of two sequences, of which one begins later; a lane more than needed rests."""
     first, second = Sequence(), Sequence()
     made = []

@@ -1,24 +1,71 @@
-"""Bound the memory of all requests in flight, estimated before they are accepted.
-
-Bounding the number of requests is not enough: 64 prompts whose tokens are all returned with their
-20 likeliest take 10 KB for each token. So each request holds a share of one bound from the first
-byte of its body to the last of its answer. Where none is left it gets an error and may try again.
-"""
+"""Admit requests: bearer token or local host names, and one bound for the memory of all."""
 
 from __future__ import annotations
 
+import hmac
 import threading
 from typing import TYPE_CHECKING, Self
 
-from degarble.harness.inference.generation import PIECE, SIDE_BY_SIDE
+from degarble.harness.inference.generation import MOST_CONCURRENT, PREFILL_TOKENS
 from degarble.harness.model.config.config import V4Config
-from degarble.harness.serve.refusals import ApiError
+from degarble.harness.serve.messages import LOOPBACK, ApiError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from degarble.harness.model.config.config import Config
-    from degarble.harness.serve.messages import Ask
+    from degarble.harness.serve.messages import SequenceRequest
+
+
+# --------------------------------------------------------------------------------------------------
+# Access. The check precedes every path but /health. A token is compared in constant time and never
+# written anywhere. Without a token only requests that name this machine as their host are answered,
+# so that a web page whose name was pointed here (DNS rebinding) reads nothing.
+
+OPEN_PATHS = ("/health", "/health/live", "/health/ready")
+_SCHEME = "bearer "
+
+
+class AccessControl:
+    """Admits or rejects a request. `hosts`: names that are answered without a token."""
+
+    def __init__(self, token: str | None, hosts: frozenset[str] | None) -> None:
+        self._token = None if token is None else token.encode()
+        self._hosts = hosts
+
+    @classmethod
+    def of(cls, host: str, token: str | None, *, anyone: bool) -> AccessControl:
+        """Make the gate of a server on this host; `anyone`: any name is accepted."""
+        return cls(token, None if anyone else frozenset({*LOOPBACK, host.lower()}))
+
+    def admit(self, path: str, headers: Mapping[str, str]) -> None:
+        """Refuse whom the gate does not know."""
+        if path in OPEN_PATHS:
+            return
+        if self._token is not None:
+            given = headers.get("authorization", "")
+            known = given[: len(_SCHEME)].lower() == _SCHEME
+            said = given[len(_SCHEME) :].strip().encode("utf-8", "surrogateescape")
+            if not (hmac.compare_digest(said, self._token) and known):
+                raise ApiError(401, "the token is missing or wrong", None, "invalid_api_key")
+        elif self._hosts is not None and _name(headers.get("host", "")) not in self._hosts:
+            told = "this server answers requests to this machine's own name alone"
+            raise ApiError(403, told, None, "unknown_host")
+
+
+def _name(host: str) -> str:
+    """Return a host without its port."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.rpartition(":")[0] if ":" in host else host
+
+
+# --------------------------------------------------------------------------------------------------
+# Memory of all requests in flight, estimated before they are accepted. Bounding the number of
+# requests is not enough: 64 prompts whose tokens are all returned with their 20 likeliest take 10
+# KB for each token. So each request holds a share of one bound from the first byte of its body to
+# the last of its answer. Where none is left it gets an error and may try again.
 
 # Bytes, measured with tracemalloc on 64-bit CPython and rounded up.
 PARSED = 24  # of a byte of JSON: `{},` is an object of 64 bytes and its place in a list
@@ -42,9 +89,9 @@ class MemoryBound:
         """Return what the requests in flight hold now."""
         return self._taken
 
-    def share(self) -> Share:
+    def share(self) -> MemoryShare:
         """Begin a request; it holds nothing yet."""
-        return Share(self)
+        return MemoryShare(self)
 
     def take(self, nbytes: int, held: int) -> None:
         """Add `nbytes` to a request that holds `held`, or raise."""
@@ -69,7 +116,7 @@ class MemoryBound:
             self._taken -= nbytes
 
 
-class Share:
+class MemoryShare:
     """The bytes of one request. Use it as a context that ends with the answer."""
 
     def __init__(self, bound: MemoryBound) -> None:
@@ -89,9 +136,9 @@ class Share:
             self._bound.give_back(self._held - nbytes)
             self._held = nbytes
 
-    def handed_on(self) -> Share:
+    def handed_on(self) -> MemoryShare:
         """Transfer everything to a share that outlives this one."""
-        made = Share(self._bound)
+        made = MemoryShare(self._bound)
         made._held, self._held = self._held, 0
         return made
 
@@ -104,14 +151,14 @@ class Share:
         self._bound.give_back(held)
 
 
-def bytes_of(asks: Iterable[Ask], config: Config) -> int:
+def bytes_of(asks: Iterable[SequenceRequest], config: Config) -> int:
     """Estimate what the sequences of a request take until their answer is sent."""
     listed = list(asks)
     states = sorted((_state_bytes(ask, config) for ask in listed), reverse=True)
-    return sum(map(_told_bytes, listed)) + sum(states[:SIDE_BY_SIDE])  # the others wait
+    return sum(map(_told_bytes, listed)) + sum(states[:MOST_CONCURRENT])  # the others wait
 
 
-def _told_bytes(ask: Ask) -> int:
+def _told_bytes(ask: SequenceRequest) -> int:
     new, prompt = ask.limits.new_tokens, len(ask.prompt)
     told = prompt * _ID + new * _NEW
     if ask.top is None:
@@ -120,7 +167,7 @@ def _told_bytes(ask: Ask) -> int:
     return told + scored * (_SCORED + ask.top * _LIKELY)
 
 
-def _state_bytes(ask: Ask, config: Config) -> int:
+def _state_bytes(ask: SequenceRequest, config: Config) -> int:
     """Estimate the cached state of one sequence when it is complete."""
     tokens = len(ask.prompt) + ask.limits.new_tokens
     if not isinstance(config, V4Config):
@@ -128,7 +175,7 @@ def _state_bytes(ask: Ask, config: Config) -> int:
         return tokens * config.num_hidden_layers * width * _STATE
     values = 0
     for ratio in config.compress_ratios[: config.num_hidden_layers]:
-        values += min(tokens, config.sliding_window + PIECE) * config.head_dim
+        values += min(tokens, config.sliding_window + PREFILL_TOKENS) * config.head_dim
         if ratio:
             values += (tokens // ratio + 1) * (config.head_dim + config.index_head_dim)
     return values * _STATE

@@ -1,17 +1,11 @@
-"""Stream the weights of a model of any size: map, read ahead, decode, release.
-
-A window moves over the files. Pages are released after WINDOW bytes, and the next AHEAD bytes are
-requested from the disk meanwhile. `expect` predicts what is needed next: a component's own weights,
-of its experts only those that some token visits, then those of the following components. Values are
-decoded by table where the format has one, and equal Weight.values bit for bit.
-"""
+"""Provide the weights of a model: held in memory, or streamed through a window."""
 
 from __future__ import annotations
 
 import os
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -34,6 +28,61 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.view.stored import StoredWeight
     from degarble.harness.checkpoint.view.view import Checkpoint
     from degarble.harness.model.config.config import Config
+
+
+# --------------------------------------------------------------------------------------------------
+# In memory: read once, and decoded once for each dtype. Decoded values are kept under torch's
+# inference mode too, where Weight keeps none. A weight is decoded when a component first uses it.
+
+
+@dataclass(eq=False)
+class HeldWeight(Weight):
+    """A weight whose fields do not change: its values are decoded once in each dtype."""
+
+    _kept: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of_weight(cls, weight: Weight) -> HeldWeight:
+        """Take over the fields of a weight."""
+        named = {each.name: getattr(weight, each.name) for each in fields(weight)}
+        named.pop("_decoded")
+        return cls(**named)
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """The numbers, in `dtype`."""
+        found = self._kept.get(dtype)
+        if found is None:
+            with torch.inference_mode(mode=False):
+                found = self._kept[dtype] = super()._decode(dtype)
+        return found
+
+
+class HeldWeights(Mapping[str, Weight]):
+    """All weights of a source, each read at its first use."""
+
+    def __init__(self, source: Mapping[str, Weight]) -> None:
+        self._source = source
+        self._held: dict[str, HeldWeight] = {}
+
+    def __getitem__(self, name: str) -> Weight:
+        found = self._held.get(name)
+        if found is None:
+            found = self._held[name] = HeldWeight.of_weight(self._source[name])
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._source)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+
+# --------------------------------------------------------------------------------------------------
+# Streamed: map, read ahead, decode, release. A window moves over the files. Pages are released
+# after WINDOW bytes, and the next AHEAD bytes are requested from the disk meanwhile. `expect`
+# predicts what is needed next: a component's own weights, of its experts only those that some token
+# visits, then those of the following components. Values are decoded by table where the format has
+# one, and equal Weight.values bit for bit.
 
 WINDOW = 256 << 20  # bytes handed out between two releases
 AHEAD = 128 << 20  # bytes requested before they are used
