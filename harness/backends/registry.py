@@ -21,7 +21,7 @@ from degarble.harness.backends.pairings import Paired, failed, pair
 from degarble.harness.base.errors import InvalidArgument, MissingDependency, NotBuilt, UnknownName
 from degarble.harness.base.protocols import BACKEND_ENTRY_POINT_GROUP
 from degarble.harness.engine.conventions.registry import read_conventions
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable

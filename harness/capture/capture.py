@@ -48,7 +48,7 @@ from degarble.harness.model.parameters import parameter_named
 from degarble.harness.model.sites import Port, Site
 from degarble.harness.report.files import require_folder
 from degarble.harness.report.progress import size
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

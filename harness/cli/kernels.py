@@ -6,11 +6,11 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from degarble.kernels.runtime.settings import CompileSettings
+    from degarble.kernels.runtime.compiling import CompileSettings
 
 
 def settings_here() -> CompileSettings:
     """Read the settings of this process."""
-    from degarble.kernels.runtime.settings import read_settings  # noqa: PLC0415  only where used
+    from degarble.kernels.runtime.compiling import read_settings  # noqa: PLC0415  only where used
 
     return read_settings(os.environ)

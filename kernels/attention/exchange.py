@@ -11,7 +11,7 @@ from degarble.kernels.attention import instructions as ptx
 from degarble.kernels.attention import problem as facts
 from degarble.kernels.attention import simt_attention_merge as merging
 from degarble.kernels.gemm import w4a16_instructions as shared
-from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.kv_problem import EntryFormat
 
 # --------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div
-from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.kv_problem import EntryFormat, entry_format
 
 if TYPE_CHECKING:
@@ -514,7 +514,7 @@ def shared_bytes(entry: EntryFormat) -> int:
 #
 # A row has 576 values: 512 of the query after its head's key matrix, copied, and the last 64 of
 # that head's 192, rotated (RoPE) with one rounding to BF16. A thread has a chunk of 16 bytes. The
-# arithmetic of a pair is that of attention_rows.
+# arithmetic of a pair is that of kv_problem.
 
 QUERY_THREADS = 288  # four rows at a time
 CHUNKS = rows.WITH_KEY // rows.HALF  # of a query row, 16 bytes each

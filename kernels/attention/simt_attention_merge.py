@@ -18,10 +18,14 @@ from cutlass import Float32, Int32, Int64, Uint8, cute
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.attention import instructions as ptx
 from degarble.kernels.attention.problem import MergeForm
-from degarble.kernels.primitives import attention_rows as rows
-from degarble.kernels.runtime.compiling import CompiledKernel, any_stream, compile_kernel
+from degarble.kernels.primitives import kv_problem as rows
+from degarble.kernels.runtime.compiling import (
+    CompiledKernel,
+    CompileSettings,
+    any_stream,
+    compile_kernel,
+)
 from degarble.kernels.runtime.operands import pointer
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS
 
 LOG2_E = 1.4426950408889634

@@ -19,26 +19,27 @@ from torch import Tensor
 
 from degarble.kernels.attention import problem as facts
 from degarble.kernels.attention.problem import QueryForm, QueryProblem
-from degarble.kernels.primitives import attention_rows as rows
-from degarble.kernels.primitives.latent_words import (
+from degarble.kernels.primitives import kv_problem as rows
+from degarble.kernels.primitives.device_words import (
     NAN,
-    WORDS,
+    SLOT_WORDS,
     load_turn,
+    numbers_of,
     put,
     registers_of,
+    store,
     turned_words,
     vectors,
     words_at,
 )
-from degarble.kernels.primitives.nvfp4_words import numbers_of, store
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
 )
 from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS, target_of_device
 
 ALIGNMENTS = (16, 16, 16, 8, 16)
@@ -74,7 +75,7 @@ def query_kernel(tensors: QueryTensors, extents: tuple[Any, ...]) -> None:
     if chunk < heads * facts.CHUNKS:
         head, within = facts.place_of(chunk)
         row = Int64(token) * Int64(heads) + Int64(head)
-        rWords = registers_of(WORDS, 1)
+        rWords = registers_of(SLOT_WORDS, 1)
         group = within - facts.OF_LATENT
         if group < 0:
             place = row * facts.OF_LATENT + Int64(within)
@@ -99,7 +100,7 @@ def launch_query(
 ) -> None:
     """Launch; extents are heads, chunks of a head, positions, tokens, parts of a token."""
     heads, of_head, positions, tokens, parts = extents
-    views = zip(pointers, (WORDS, WORDS, rows.PAIRS_OF_LANE, 0, WORDS), strict=True)
+    views = zip(pointers, (SLOT_WORDS, SLOT_WORDS, rows.PAIRS_OF_LANE, 0, SLOT_WORDS), strict=True)
     tensors = QueryTensors(*(vectors(address, words) for address, words in views))
     query_kernel(tensors, (heads, of_head, positions)).launch(
         grid=[tokens, parts, 1], block=[facts.QUERY_THREADS, 1, 1], stream=stream

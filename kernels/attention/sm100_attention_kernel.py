@@ -43,7 +43,7 @@ from degarble.kernels.attention.sm90_attention_kernel import (
 from degarble.kernels.gemm import tcgen05
 from degarble.kernels.gemm import w4a16_instructions as shared
 from degarble.kernels.gemm.w4a16_instructions import emit
-from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives import kv_problem as rows
 
 # --------------------------------------------------------------------------------------------------
 # PTX of sparse attention on Blackwell: tensor-memory fragments and MMA arrivals at barriers.

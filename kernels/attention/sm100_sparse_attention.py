@@ -17,8 +17,7 @@ from degarble.kernels.attention.sm90_sparse_attention import (
     Results,
 )
 from degarble.kernels.attention.sm100_attention_kernel import launch_attention
-from degarble.kernels.runtime.compiling import CompiledKernel
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompiledKernel, CompileSettings
 from degarble.kernels.runtime.targets import SM100A
 
 

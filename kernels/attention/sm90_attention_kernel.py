@@ -34,7 +34,7 @@ from degarble.kernels.attention import simt_attention_merge as merging
 from degarble.kernels.attention.problem import AttentionForm
 from degarble.kernels.gemm import mainloop
 from degarble.kernels.gemm import w4a16_instructions as shared
-from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives import kv_problem as rows
 
 NAN = float("nan")
 QUADS = 4  # lanes that share a row

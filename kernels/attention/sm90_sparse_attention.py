@@ -39,16 +39,16 @@ from degarble.kernels.attention.sm90_attention_kernel import AttentionAddresses,
 from degarble.kernels.cache import simt_kv_read as reading
 from degarble.kernels.cache import simt_kv_write as writing
 from degarble.kernels.gemm import contract
-from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.kv_problem import Pages, ReadProblem, WriteProblem
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
 )
 from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import SM90A, TARGETS, Target
 
 # --------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def queries_in_nvfp4(q_THL: Tensor, settings: CompileSettings) -> Tensor:
     written = WriteProblem(count, pages, source="row")
     cache = writing.empty_cache(written, q_THL.device)
     slots = torch.arange(count, device=q_THL.device)
-    operands = writing.Operands(rows, None, None, None, slots)
+    operands = writing.WriteOperands(rows, None, None, None, slots)
     writing.kv_write(operands, cache, written, settings)
     made = reading.kv_read(slots.int(), cache, ReadProblem(count, pages), settings)
     return made.reshape(q_THL.shape)

@@ -14,7 +14,7 @@ here), earlier rows from the ring that the sequence carries.
 `compressor` adds kv_write: norm, RoPE, quantise, store by slot. The indexer's keys use the same
 with E = 128 and "bf16" entries. Never waits for the GPU and allocates nothing where outputs are
 given, so a launch may be captured in a graph; what changes between replays lies in tensors. Shape
-letters as in compressor_problem; N pages of a table.
+letters as in the problem; N pages of a table.
 """
 
 from collections.abc import Sequence
@@ -29,38 +29,242 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from torch import Tensor
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.kernels.cache import compressor_problem as facts
+from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.cache import problem as facts
 from degarble.kernels.cache import simt_kv_write
-from degarble.kernels.cache.compressor_problem import AT_ONCE, CHANNELS, PoolForm, PoolProblem
-from degarble.kernels.cache.compressor_rows import (
-    Place,
-    Tensors,
-    choose_rows,
-    keeps,
-    kept_registers,
-    place_of,
-    read_kept,
-    read_new_rows,
-    read_old_rows,
-    read_only_new_row,
-    ring_at,
-    row_registers,
-    write_kept,
-)
-from degarble.kernels.primitives.approximations import power
+from degarble.kernels.cache.problem import CHANNELS_OF_THREAD, ROWS_AT_ONCE, PoolForm, PoolProblem
+from degarble.kernels.primitives.device_words import power, rounded_words, store, vectors
 from degarble.kernels.primitives.kv_problem import Pages, WriteProblem
-from degarble.kernels.primitives.latent_words import vectors
-from degarble.kernels.primitives.nvfp4_words import rounded_words, store
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
 )
 from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
 from degarble.kernels.runtime.pdl import EARLY, follow, let_follow, wait_for_front
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS, target_of_device
+
+# --------------------------------------------------------------------------------------------------
+# Rows in registers: new rows of this call, carried rows of a ring.
+
+
+class PoolTensors(NamedTuple):
+    """Kernels' tensors; float32 in pairs."""
+
+    projected: Any  # [T, 2 F]: latents, gates without bias
+    ape: Any  # [ratio, F]
+    rings: Any  # [S, R, 2 F]: latents, gates with bias
+    closing: Any  # int32 [W]
+    owners: Any  # int32 [W]
+    starts: Any  # int64 [B]
+    offsets: Any  # int32 [B + 1]
+    ring_of: Any  # int32 [B]
+    table: Any  # int32 [B, N]
+    values: Any  # BF16 [W, E]
+    positions: Any  # int64 [W]
+    slots: Any  # int64 [W]
+
+
+class SequenceRows(NamedTuple):
+    """Rows of a sequence: first new position and its token, token count, ring; all Int32."""
+
+    start: Any
+    begin: Any
+    count: Any
+    ring: Any
+
+
+def rows_of_sequence(tensors: PoolTensors, sequence: Any) -> SequenceRows:
+    """Read the extents of a sequence's rows."""
+    begin = Int32(tensors.offsets[sequence])
+    count = Int32(tensors.offsets[sequence + 1]) - begin
+    start, ring = Int32(tensors.starts[sequence]), Int32(tensors.ring_of[sequence])
+    return SequenceRows(start, begin, count, ring)
+
+
+def row_registers() -> tuple[Any, Any]:
+    """Make registers for a part's latents and gates."""
+    latent, gate = (
+        cute.make_rmem_tensor(cute.make_layout((CHANNELS_OF_THREAD, ROWS_AT_ONCE)), Float32)
+        for _ in range(2)
+    )
+    return latent, gate
+
+
+@cute.jit
+def read_new_rows(
+    tensors: PoolTensors,
+    registers: tuple[Any, Any],
+    told: tuple[Any, Any, Any],
+    form: cutlass.Constexpr,
+) -> None:
+    """Read eight rows as if all came in this call; `told` is first token, part, chunk of E.
+
+    So the loads are issued before the sequence's start is known; choose_rows corrects them.
+    """
+    first, part, chunk = told
+    rLatent, rGate = registers
+    of_row, of_gate, of_entry = (
+        n // CHANNELS_OF_THREAD for n in (2 * form.columns, form.columns, form.width)
+    )
+    begin = first + part * ROWS_AT_ONCE
+    if begin >= 0:  # rows lie a fixed distance apart: one address for all of them
+        at = Int64(begin) * of_row + Int64(chunk)
+        for row in cutlass.range_constexpr(ROWS_AT_ONCE):
+            own = at + (row * of_row + row // form.ratio * of_entry)
+            cute.autovec_copy(tensors.projected[None, own], rLatent[None, row])
+            cute.autovec_copy(tensors.projected[None, own + of_gate], rGate[None, row])
+    else:
+        for row in cutlass.range_constexpr(ROWS_AT_ONCE):
+            at = Int64(ops.maximum(begin + row, Int32(0))) * of_row + Int64(chunk)
+            own = at + row // form.ratio * of_entry
+            cute.autovec_copy(tensors.projected[None, own], rLatent[None, row])
+            cute.autovec_copy(tensors.projected[None, own + of_gate], rGate[None, row])
+    rBias = cute.make_rmem_tensor(cute.make_layout((CHANNELS_OF_THREAD, ROWS_AT_ONCE)), Float32)
+    at = part * ROWS_AT_ONCE % form.ratio * of_gate + chunk
+    for row in cutlass.range_constexpr(ROWS_AT_ONCE):
+        # With overlap a window has its own half of the columns.
+        own = at + (row % form.ratio * of_gate + row // form.ratio * of_entry)
+        cute.autovec_copy(tensors.ape[None, own], rBias[None, row])
+    for row in cutlass.range_constexpr(ROWS_AT_ONCE):
+        for channel in cutlass.range_constexpr(CHANNELS_OF_THREAD):
+            biased = ops.add_rn(Float32(rGate[channel, row]), Float32(rBias[channel, row]))
+            rGate[channel, row] = biased
+
+
+@cute.jit
+def read_only_new_row(
+    tensors: PoolTensors, registers: tuple[Any, Any], told: tuple[Any, Any], form: cutlass.Constexpr
+) -> None:
+    """Read the last row of a window whose others are all carried; `told` is token, chunk of E."""
+    token, chunk = told
+    rLatent, rGate = registers
+    of_row, of_gate, of_entry = (
+        n // CHANNELS_OF_THREAD for n in (2 * form.columns, form.columns, form.width)
+    )
+    rLatent.fill(0.0)
+    rGate.fill(0.0)
+    rBias = cute.make_rmem_tensor(CHANNELS_OF_THREAD, Float32)
+    row = ROWS_AT_ONCE - 1
+    column = chunk + row // form.ratio * of_entry
+    at = Int64(token) * of_row + Int64(column)
+    cute.autovec_copy(tensors.projected[None, at], rLatent[None, row])
+    cute.autovec_copy(tensors.projected[None, at + of_gate], rGate[None, row])
+    cute.autovec_copy(tensors.ape[None, (form.ratio - 1) * of_gate + column], rBias)
+    for channel in cutlass.range_constexpr(CHANNELS_OF_THREAD):
+        rGate[channel, row] = ops.add_rn(Float32(rGate[channel, row]), Float32(rBias[channel]))
+
+
+def ring_at(place: SequenceRows, rings: Any, form: PoolForm) -> tuple[Any, Any]:
+    """Return whether a sequence carries rows, and the first row of its ring."""
+    carries = keeps(place, rings)
+    return carries, Int64(ops.select(carries, place.ring, Int32(0))) * form.ring_rows
+
+
+@cute.jit
+def read_old_rows(
+    tensors: PoolTensors,
+    carried: tuple[Any, Any],
+    told: tuple[Any, Any, Any, Any],
+    form: cutlass.Constexpr,
+) -> None:
+    """Read a part's rows of the ring; `told`: first position, part, chunk of E, the ring's row."""
+    first, part, chunk, ring = told
+    rOld, rOldGate = carried
+    of_row, of_gate, of_entry = (
+        n // CHANNELS_OF_THREAD for n in (2 * form.columns, form.columns, form.width)
+    )
+    for row in cutlass.range_constexpr(ROWS_AT_ONCE):
+        position = ops.maximum(first + (part * ROWS_AT_ONCE + row), Int32(0))
+        column = chunk + row // form.ratio * of_entry
+        at = (ring + Int64(position % form.ring_rows)) * of_row + Int64(column)
+        cute.autovec_copy(tensors.rings[None, at], rOld[None, row])
+        cute.autovec_copy(tensors.rings[None, at + of_gate], rOldGate[None, row])
+
+
+@cute.jit
+def choose_rows(
+    registers: tuple[Any, Any],
+    carried: tuple[Any, Any],
+    place: SequenceRows,
+    told: tuple[Any, Any, Any],
+) -> None:
+    """Replace rows from before this call by carried rows; `told`: first, part, carries.
+
+    By selects, not branches: behind a branch each load would be waited for separately.
+    """
+    first, part, carries = told
+    rLatent, rGate = registers
+    rOld, rOldGate = carried
+    for row in cutlass.range_constexpr(ROWS_AT_ONCE):
+        position = first + (part * ROWS_AT_ONCE + row)
+        is_new, is_there = position >= place.start, position >= 0
+        is_old = is_there & carries
+        lost = ops.select(is_there, Float32.nan, Float32(0.0))  # a ring that there is not
+        # A gate of -inf: rows before the sequence's start have no weight.
+        before = ops.select(is_there, Float32(0.0), -Float32.inf)
+        for channel in cutlass.range_constexpr(CHANNELS_OF_THREAD):
+            latent = ops.select(is_old, Float32(rOld[channel, row]), lost)
+            gate = ops.select(is_old, Float32(rOldGate[channel, row]), before)
+            rLatent[channel, row] = ops.select(is_new, Float32(rLatent[channel, row]), latent)
+            rGate[channel, row] = ops.select(is_new, Float32(rGate[channel, row]), gate)
+
+
+def kept_registers() -> tuple[Any, Any]:
+    """Make registers for a few columns of a token."""
+    latent, gate = (cute.make_rmem_tensor(CHANNELS_OF_THREAD, Float32) for _ in range(2))
+    return latent, gate
+
+
+def keeps(place: SequenceRows, rings: Any) -> Any:
+    """Return whether a sequence has a ring."""
+    return (place.ring >= 0) & (place.ring < rings)
+
+
+@cute.jit
+def read_kept(
+    tensors: PoolTensors,
+    kept: tuple[Any, Any],
+    place: SequenceRows,
+    told: tuple[Any, Any],
+    form: cutlass.Constexpr,
+) -> None:
+    """Read a few columns of a token as its ring has them; `told` is token, column."""
+    token, column = told
+    rLatent, rGate = kept
+    of_row, of_gate = 2 * form.columns // CHANNELS_OF_THREAD, form.columns // CHANNELS_OF_THREAD
+    position = place.start + (token - place.begin)
+    rBias = cute.make_rmem_tensor(CHANNELS_OF_THREAD, Float32)
+    at = Int64(token) * of_row + Int64(column)
+    cute.autovec_copy(tensors.projected[None, at], rLatent)
+    cute.autovec_copy(tensors.projected[None, at + of_gate], rGate)
+    cute.autovec_copy(tensors.ape[None, position % form.ratio * of_gate + column], rBias)
+    for channel in cutlass.range_constexpr(CHANNELS_OF_THREAD):
+        rGate[channel] = ops.add_rn(Float32(rGate[channel]), Float32(rBias[channel]))
+
+
+@cute.jit
+def write_kept(
+    tensors: PoolTensors,
+    kept: tuple[Any, Any],
+    place: SequenceRows,
+    told: tuple[Any, Any],
+    form: cutlass.Constexpr,
+) -> None:
+    """Write what read_kept read into the token's ring."""
+    token, column = told
+    of_row, of_gate = 2 * form.columns // CHANNELS_OF_THREAD, form.columns // CHANNELS_OF_THREAD
+    position = place.start + (token - place.begin)
+    held = place.ring * form.ring_rows + position % form.ring_rows
+    at = Int64(held) * of_row + Int64(column)
+    cute.autovec_copy(kept[0], tensors.rings[None, at])
+    cute.autovec_copy(kept[1], tensors.rings[None, at + of_gate])
+
+
+# --------------------------------------------------------------------------------------------------
+# Operands and results.
 
 KEEPING_THREADS = 128
 
@@ -102,7 +306,7 @@ class Entries(NamedTuple):
 
 @cute.jit
 def pool_window(
-    tensors: Tensors,
+    tensors: PoolTensors,
     registers: tuple[Any, Any],
     shared: tuple[Any, Any, Any],
     told: tuple[Any, Any, Any, Any],
@@ -111,7 +315,7 @@ def pool_window(
     """Pool a thread's channels; `told` is window, part, chunk of E and of the block."""
     window, part, chunk, within = told
     latents, gates = (
-        [[Float32(of[c, row]) for row in range(AT_ONCE)] for c in range(CHANNELS)]
+        [[Float32(of[c, row]) for row in range(ROWS_AT_ONCE)] for c in range(CHANNELS_OF_THREAD)]
         for of in registers
     )
     peaks = [facts.peak_of(of_channel) for of_channel in gates]
@@ -129,7 +333,7 @@ def pool_window(
         put_own(shared[2], within, part, [made for _, made in sums])
         cute.arch.sync_threads()
     if part == 0:
-        at = Int64(window) * (form.width // CHANNELS) + Int64(chunk)
+        at = Int64(window) * (form.width // CHANNELS_OF_THREAD) + Int64(chunk)
         store(tensors.values, at, rounded_words(means_of(sums, shared[1:], within, form)))
 
 
@@ -149,22 +353,25 @@ def means_of(
 def put_own(shared: Any, within: Any, part: Any, numbers: list[Any]) -> None:
     """Write a part's numbers of its channels to shared memory."""
     for channel, number in enumerate(numbers):
-        shared[within * CHANNELS + channel, part] = number
+        shared[within * CHANNELS_OF_THREAD + channel, part] = number
 
 
 def of_parts(shared: Any, within: Any, form: PoolForm) -> list[list[Any]]:
     """Return the numbers of all parts, channel by channel."""
     return [
-        [Float32(shared[within * CHANNELS + channel, part]) for channel in range(CHANNELS)]
+        [
+            Float32(shared[within * CHANNELS_OF_THREAD + channel, part])
+            for channel in range(CHANNELS_OF_THREAD)
+        ]
         for part in range(form.parts)
     ]
 
 
 @cute.jit
-def tell_slot(tensors: Tensors, told: tuple[Any, ...], form: cutlass.Constexpr) -> None:
+def tell_slot(tensors: PoolTensors, told: tuple[Any, ...], form: cutlass.Constexpr) -> None:
     """Write position and slot; `told`: window, sequence, last position, closes, page, columns."""
     window, sequence, last, closes, entries, columns = told
-    slot, first = Int64(facts.NOTHING), Int64(0)
+    slot, first = Int64(facts.NO_PLACE), Int64(0)
     if closes:
         first = Int64(last - (form.ratio - 1))
         entry = last // form.ratio
@@ -189,12 +396,12 @@ def shared_of(form: PoolForm) -> tuple[Any, Any, Any]:
 
 @cute.jit
 def pool_new_rows(
-    tensors: Tensors, shared: Any, extents: Any, told: tuple[Any, ...], form: cutlass.Constexpr
+    tensors: PoolTensors, shared: Any, extents: Any, told: tuple[Any, ...], form: cutlass.Constexpr
 ) -> None:
     """Pool a window, if it closes; `told` is window, group, thread."""
     window, group, thread = told
     tokens, sequences, rings, entries, columns = extents
-    of_block = form.channels // CHANNELS
+    of_block = form.channels // CHANNELS_OF_THREAD
     part, within = thread // of_block, thread % of_block
     chunk = group * of_block + within
     token, sequence = Int32(tensors.closing[window]), Int32(tensors.owners[window])
@@ -202,7 +409,7 @@ def pool_new_rows(
     if known:
         registers, back = row_registers(), form.ring_rows - 1
         read_new_rows(tensors, registers, (token - back, part, chunk), form)
-        place = place_of(tensors, sequence)
+        place = rows_of_sequence(tensors, sequence)
         last = place.start + (token - place.begin)
         closes = (last + 1) % form.ratio == 0
         if closes:
@@ -215,13 +422,13 @@ def pool_new_rows(
         if (group == 0) & (thread == 0):
             tell_slot(tensors, (window, sequence, last, closes, entries, columns), form)
     elif (group == 0) & (thread == 0):
-        tensors.slots[window] = Int64(facts.NOTHING)
+        tensors.slots[window] = Int64(facts.NO_PLACE)
         tensors.positions[window] = Int64(0)
 
 
 @cute.jit
 def pool_alone(
-    tensors: Tensors, shared: Any, extents: Any, told: tuple[Any, ...], form: cutlass.Constexpr
+    tensors: PoolTensors, shared: Any, extents: Any, told: tuple[Any, ...], form: cutlass.Constexpr
 ) -> None:
     """Pool the window of a sequence's only token, if it closes, and keep that token.
 
@@ -229,11 +436,11 @@ def pool_alone(
     """
     window, group, thread = told
     _, _, rings, entries, columns = extents
-    of_block = form.channels // CHANNELS
+    of_block = form.channels // CHANNELS_OF_THREAD
     part, within = thread // of_block, thread % of_block
     chunk = group * of_block + within
     start, ring_of = Int32(tensors.starts[window]), Int32(tensors.ring_of[window])
-    place = Place(start, window, Int32(1), ring_of)
+    place = SequenceRows(start, window, Int32(1), ring_of)
     registers, carried = row_registers(), row_registers()
     read_only_new_row(tensors, registers, (window, chunk), form)
     carries, ring = ring_at(place, rings, form)
@@ -244,7 +451,7 @@ def pool_alone(
         tell_slot(tensors, (window, window, start, closes, entries, columns), form)
     if part == 0:
         for half in cutlass.range_constexpr(form.columns // form.width):
-            column = chunk + half * (form.width // CHANNELS)
+            column = chunk + half * (form.width // CHANNELS_OF_THREAD)
             if keeps(place, rings):
                 kept = kept_registers()
                 read_kept(tensors, kept, place, (window, column), form)
@@ -255,7 +462,7 @@ def pool_alone(
 
 
 @cute.kernel
-def pool_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
+def pool_kernel(tensors: PoolTensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
     """Pool a window's channels, if it closes; one token a sequence: keep that token as well.
 
     The thread blocks of one window are adjacent: together they read whole rows.
@@ -273,16 +480,20 @@ def pool_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Conste
 
 
 @cute.kernel
-def keep_kernel(tensors: Tensors, rings: Any, form: cutlass.Constexpr) -> None:
+def keep_kernel(tensors: PoolTensors, rings: Any, form: cutlass.Constexpr) -> None:
     """Write a sequence's last token of a ring's row into it, a few columns a thread."""
     thread, _, _ = cute.arch.thread_idx()
     row, sequence, group = cute.arch.block_idx()
     row, column = Int32(row), Int32(group) * KEEPING_THREADS + Int32(thread)
-    place = place_of(tensors, Int32(sequence))
+    place = rows_of_sequence(tensors, Int32(sequence))
     last = place.start + place.count - 1
     # The latest position that belongs in this row of the ring.
     position = last - (last - row) % form.ring_rows
-    wanted = (place.count > 0) & (position >= place.start) & (column < form.columns // CHANNELS)
+    wanted = (
+        (place.count > 0)
+        & (position >= place.start)
+        & (column < form.columns // CHANNELS_OF_THREAD)
+    )
     wanted = wanted & keeps(place, rings)
     told, kept = (place.begin + (position - place.start), column), kept_registers()
     if wanted:
@@ -302,9 +513,9 @@ def launch_pool(
     stream: CUstream,
 ) -> None:
     """Launch; extents are tokens, sequences, rings, entries of a page, columns, windows."""
-    sizes = (*[CHANNELS] * 3, *[0] * 6, CHANNELS // 2, 0, 0)
+    sizes = (*[CHANNELS_OF_THREAD] * 3, *[0] * 6, CHANNELS_OF_THREAD // 2, 0, 0)
     views = zip(pointers, sizes, strict=True)
-    tensors = Tensors(*(vectors(address, words) for address, words in views))
+    tensors = PoolTensors(*(vectors(address, words) for address, words in views))
     tokens, sequences, rings, entries, columns, windows = extents
     if windows > 0:
         pool_kernel(tensors, (tokens, sequences, rings, entries, columns), form).launch(
@@ -315,7 +526,11 @@ def launch_pool(
         )
     if cutlass.const_expr(not form.alone):
         keep_kernel(tensors, rings, form).launch(
-            grid=[form.ring_rows, sequences, -(-form.columns // CHANNELS // KEEPING_THREADS)],
+            grid=[
+                form.ring_rows,
+                sequences,
+                -(-form.columns // CHANNELS_OF_THREAD // KEEPING_THREADS),
+            ],
             block=[KEEPING_THREADS, 1, 1],
             use_pdl=windows > 0,  # else it would not be the windows that it follows
             stream=stream,
@@ -374,7 +589,7 @@ def pool(
     tensors = (*carried, *windows, *out)
     device = require_device(tensors)
     if problem.sequences:
-        form = facts.choose_form(problem, target_of_device(device).name)
+        form = facts.choose_pool_form(problem, target_of_device(device).name)
         launch(compile_form(form, settings), problem, tensors, page_entries)
     return out
 
@@ -393,7 +608,7 @@ def compressor(
     """
     made = pool(carried, windows, problem.pool, settings, page_entries=problem.pages.entries)
     weight, turns = norm
-    operands = simt_kv_write.Operands(made.values, weight, turns, made.positions, made.slots)
+    operands = simt_kv_write.WriteOperands(made.values, weight, turns, made.positions, made.slots)
     simt_kv_write.kv_write(operands, cache_NB, problem.write, settings)
     return made
 

@@ -20,29 +20,29 @@ from cutlass import Int32, Int64, Uint8, Uint32, cute
 from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as ops
-from degarble.kernels.primitives import attention_rows as rows
 from degarble.kernels.primitives import kv_problem as facts
-from degarble.kernels.primitives.kv_problem import ReadForm, ReadProblem
-from degarble.kernels.primitives.latent_words import (
-    WORDS,
+from degarble.kernels.primitives import kv_problem as rows
+from degarble.kernels.primitives.device_words import (
+    SLOT_WORDS,
     fp8_values,
     high_product,
     nvfp4_values,
     put,
     registers_of,
     scaled_values,
+    store,
     vectors,
     words_at,
 )
-from degarble.kernels.primitives.nvfp4_words import store
+from degarble.kernels.primitives.kv_problem import ReadForm, ReadProblem
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
 )
 from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS, target_of_device
 
 THREADS = facts.WARPS * rows.LANES
@@ -53,7 +53,7 @@ NAN_PAIR = 0x7FC0_7FC0
 # ---- device --------------------------------------------------------------------------------------
 
 
-class Tensors(NamedTuple):
+class ReadTensors(NamedTuple):
     """Kernel's tensors; the cache in vectors of 16, 8 and 4 bytes and in bytes."""
 
     indices: Any  # int32 [R]
@@ -64,7 +64,7 @@ class Tensors(NamedTuple):
     cache_1: Any
 
 
-def decoded(tensors: Tensors, place: Any, start: Any, scales: Any, form: ReadForm) -> list[Any]:
+def decoded(tensors: ReadTensors, place: Any, start: Any, scales: Any, form: ReadForm) -> list[Any]:
     """Return the words of a half of an entry that begins with piece `start`."""
     entry = form.format
     block = Int64(place // (entry.block // rows.HALF))
@@ -82,7 +82,7 @@ def decoded(tensors: Tensors, place: Any, start: Any, scales: Any, form: ReadFor
 
 
 @cute.kernel
-def read_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
+def read_kernel(tensors: ReadTensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
     """Process an index per warp: read an entry, decode, store a row."""
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
@@ -93,7 +93,7 @@ def read_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Conste
     codes_end, held = entry.quantised // rows.HALF, rows.cached_geometry(form.width)
     if row < count:
         index = Int32(tensors.indices[row])
-        rWords = registers_of(WORDS, held.slots)
+        rWords = registers_of(SLOT_WORDS, held.slots)
         rWords.fill(0)
         # -1 keeps zeros, beyond the cache NaN; a valid index overwrites them below.
         if index >= capacity:
@@ -132,9 +132,9 @@ def launch_read(
 ) -> None:
     """Launch; extents are rows, slots, four of a page, thread blocks."""
     *told, blocks = extents
-    shapes = (0, WORDS, 4, 2, 0, 0)
+    shapes = (0, SLOT_WORDS, 4, 2, 0, 0)
     views = zip(pointers, shapes, strict=True)
-    tensors = Tensors(*(vectors(address, words) for address, words in views))
+    tensors = ReadTensors(*(vectors(address, words) for address, words in views))
     read_kernel(tensors, tuple(told), form).launch(
         grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream
     )

@@ -26,13 +26,12 @@ from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
 from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as ops
-from degarble.kernels.primitives import attention_rows as rows
 from degarble.kernels.primitives import kv_problem as facts
-from degarble.kernels.primitives import kv_rules as rules
-from degarble.kernels.primitives.kv_problem import NO_CLAIM, WriteForm, WriteProblem
-from degarble.kernels.primitives.latent_words import (
+from degarble.kernels.primitives import kv_problem as rows
+from degarble.kernels.primitives import kv_problem as rules
+from degarble.kernels.primitives.device_words import (
     NAN,
-    WORDS,
+    SLOT_WORDS,
     amax_bits,
     amax_number,
     ask_for_turn,
@@ -41,18 +40,22 @@ from degarble.kernels.primitives.latent_words import (
     high_product,
     load_row,
     load_turn,
+    numbers_of,
     nvfp4_scale_code,
     nvfp4_word,
     put,
     quotient_words,
     registers_of,
+    rounded_words,
+    store,
     turned_words,
     vectors,
     words_at,
 )
-from degarble.kernels.primitives.nvfp4_words import numbers_of, rounded_words, store
+from degarble.kernels.primitives.kv_problem import NO_CLAIM, WriteForm, WriteProblem
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
@@ -65,7 +68,6 @@ from degarble.kernels.runtime.operands import (
     require_optional,
 )
 from degarble.kernels.runtime.pdl import EARLY, follow
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS, target_of_device
 
 THREADS = facts.WARPS * rows.LANES
@@ -74,7 +76,7 @@ ALIGNMENTS = (16, 16, 16, 8, 8, 4, 16)
 ELEMENTS = (Uint32, Uint32, Uint32, Int64, Int64, Int32)
 
 
-class Operands(NamedTuple):
+class WriteOperands(NamedTuple):
     """Rows [T, L], weight [L], RoPE table [P, 64], positions [T], slots [T]."""
 
     values: Tensor
@@ -88,7 +90,7 @@ class Operands(NamedTuple):
 # ---- device --------------------------------------------------------------------------------------
 
 
-class Tensors(NamedTuple):
+class WriteTensors(NamedTuple):
     """Kernels' tensors; the cache in vectors of 16, 8 and 4 bytes and in bytes."""
 
     values: Any
@@ -103,7 +105,7 @@ class Tensors(NamedTuple):
     cache_1: Any
 
 
-class Row(NamedTuple):
+class RowRegisters(NamedTuple):
     """A warp's row: words, weights, turns (registers), norm factor, position and its validity."""
 
     words: Any
@@ -114,17 +116,17 @@ class Row(NamedTuple):
     inside: Any
 
 
-def weight_registers(tensors: Tensors, row: rows.Geometry) -> Any:
+def weight_registers(tensors: WriteTensors, row: rows.Geometry) -> Any:
     """Make registers for a lane's weights."""
     return registers_of(tensors.weight.shape[0], row.slots)
 
 
-def tensors_of(pointers: tuple[Any, ...], form: WriteForm) -> Tensors:
+def tensors_of(pointers: tuple[Any, ...], form: WriteForm) -> WriteTensors:
     """View the pointers; bounds are checked by token and slot, not by these layouts."""
-    of_weight = rows.HALF if form.weight == "fp32" else WORDS
-    shapes = (WORDS, of_weight, 4, 0, 0, 0, 4, 2, 0, 0)
+    of_weight = rows.HALF if form.weight == "fp32" else SLOT_WORDS
+    shapes = (SLOT_WORDS, of_weight, 4, 0, 0, 0, 4, 2, 0, 0)
     views = zip(pointers, shapes, strict=True)
-    return Tensors(*(vectors(address, words) for address, words in views))
+    return WriteTensors(*(vectors(address, words) for address, words in views))
 
 
 def normed_words(words: list[Any], weights: list[Any], factor: Any, form: WriteForm) -> list[Any]:
@@ -165,7 +167,7 @@ def claim_kernel(slots: Any, claims: Any, tokens: Int32, capacity: Int64) -> Non
 
 @cute.jit
 def load_weight(
-    tensors: Tensors, rWeight: Any, half: cutlass.Constexpr, lane: Any, held: cutlass.Constexpr
+    tensors: WriteTensors, rWeight: Any, half: cutlass.Constexpr, lane: Any, held: cutlass.Constexpr
 ) -> None:
     """Read a lane's weights of a half."""
     if lane < held.lanes:
@@ -174,7 +176,11 @@ def load_weight(
 
 @cute.jit
 def norm_half(
-    tensors: Tensors, row: Row, half: cutlass.Constexpr, lane: Any, form: cutlass.Constexpr
+    tensors: WriteTensors,
+    row: RowRegisters,
+    half: cutlass.Constexpr,
+    lane: Any,
+    form: cutlass.Constexpr,
 ) -> None:
     """Norm a half of the latent, and rotate its tail or the key, in registers."""
     held = rows.cached_geometry(form.width)
@@ -196,7 +202,7 @@ def norm_half(
 
 @cute.jit
 def put_half(
-    tensors: Tensors,
+    tensors: WriteTensors,
     words: list[Any],
     half: cutlass.Constexpr,
     place: tuple[Any, Any, Any],
@@ -236,7 +242,7 @@ def put_half(
 
 @cute.kernel
 def write_kernel(
-    tensors: Tensors,
+    tensors: WriteTensors,
     extents: tuple[Any, ...],
     pages: tuple[Any, ...],
     epsilon: Float32,
@@ -254,9 +260,9 @@ def write_kernel(
     entry, latent = form.format, form.source == "latent"
     if token < tokens:
         slot = Int64(tensors.slots[token])
-        rWords = registers_of(WORDS, held.slots)
+        rWords = registers_of(SLOT_WORDS, held.slots)
         load_row(tensors.values, rWords, Int64(token) * held.chunks, lane, held)
-        row = Row(rWords, None, None, None, None, None)
+        row = RowRegisters(rWords, None, None, None, None, None)
         if cutlass.const_expr(latent):
             position = Int64(tensors.positions[token])
             # Trap: as one unsigned comparison each, here and below, forms of float32 weights spill.
@@ -275,7 +281,7 @@ def write_kernel(
                 for half in cutlass.range_constexpr(facts.normed_slots(form)):
                     load_weight(tensors, rWeight, half, lane, held)
             factor = factor_of_row(rWords, epsilon, facts.normed_width(form.width))
-            row = Row(rWords, rWeight, rTurn, factor, position, inside)
+            row = RowRegisters(rWords, rWeight, rTurn, factor, position, inside)
 
         live = (slot >= 0) & (slot < capacity)
         if cutlass.const_expr(form.duplicates == "last"):
@@ -336,7 +342,7 @@ def compile_form(form: WriteForm, settings: CompileSettings) -> CompiledKernel:
 
 
 def kv_write(
-    operands: Operands, cache_NB: Tensor, problem: WriteProblem, settings: CompileSettings
+    operands: WriteOperands, cache_NB: Tensor, problem: WriteProblem, settings: CompileSettings
 ) -> Tensor:
     """Write rows into the cache on their GPU; return the cache."""
     require_operands(problem, operands, cache_NB)
@@ -367,7 +373,7 @@ def empty_claims(problem: WriteProblem, device: torch.device) -> Tensor:
     return torch.full((problem.pages.slots,), NO_CLAIM, dtype=torch.int32, device=device)
 
 
-def require_operands(problem: WriteProblem, operands: Operands, cache_NB: Tensor) -> None:
+def require_operands(problem: WriteProblem, operands: WriteOperands, cache_NB: Tensor) -> None:
     """Raise on tensors that the kernel would misread."""
     latent, last = problem.source == "latent", problem.duplicates == "last"
     tokens, pages = (problem.tokens,), problem.pages
@@ -383,7 +389,7 @@ def require_operands(problem: WriteProblem, operands: Operands, cache_NB: Tensor
         (True, torch.uint8, (pages.count, pages.stride)),
     )
     given = zip(
-        (*Operands._fields, "cache"), (*operands, cache_NB), wanted, ALIGNMENTS, strict=True
+        (*WriteOperands._fields, "cache"), (*operands, cache_NB), wanted, ALIGNMENTS, strict=True
     )
     remedy = f"It says source={problem.source!r}, duplicates={problem.duplicates!r}."
     for name, tensor, (present, dtype, shape), alignment in given:

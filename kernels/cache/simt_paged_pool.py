@@ -10,7 +10,7 @@ equal bits.
 Tokens without a slot (below 0, or beyond the pages) are skipped. A missing page makes its window
 NaN, so that the error shows. Never waits for the GPU and allocates nothing where outputs are given,
 so a launch may be captured; grids follow from extents alone. Shape letters as in
-paged_pool_problem.
+cache/problem.
 """
 
 from collections.abc import Sequence
@@ -24,27 +24,31 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as ops
-from degarble.kernels.cache import paged_pool_problem as facts
-from degarble.kernels.cache.compressor_problem import AT_ONCE, CHANNELS, NOTHING
-from degarble.kernels.cache.compressor_rows import row_registers
-from degarble.kernels.cache.paged_pool_problem import PagedForm, PagedPoolProblem
-from degarble.kernels.cache.simt_compressor import Entries, pool_window, shared_of
-from degarble.kernels.primitives.latent_words import vectors
+from degarble.kernels.cache import problem as facts
+from degarble.kernels.cache.problem import (
+    CHANNELS_OF_THREAD,
+    NO_PLACE,
+    ROWS_AT_ONCE,
+    PagedForm,
+    PagedPoolProblem,
+)
+from degarble.kernels.cache.simt_compressor import Entries, pool_window, row_registers, shared_of
+from degarble.kernels.primitives.device_words import vectors
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
 )
 from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
 from degarble.kernels.runtime.pdl import EARLY, follow
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS, target_of_device
 
-FOUR = facts.VECTOR // 4  # columns of a load where rows are kept
+FOUR = facts.VECTOR_BYTES // 4  # columns of a load where rows are kept
 
 
-class Operands(NamedTuple):
+class PagedOperands(NamedTuple):
     """Tensors that a launch reads: projections, sequences, positions, slots and tables."""
 
     projected: Tensor  # float32 [T, 2 F]: latents, then gates without their bias
@@ -59,7 +63,7 @@ class Operands(NamedTuple):
 # ---- device --------------------------------------------------------------------------------------
 
 
-class Tensors(NamedTuple):
+class PagedTensors(NamedTuple):
     """Kernels' tensors; floats of states in pairs, or in fours."""
 
     projected: Any
@@ -75,14 +79,14 @@ class Tensors(NamedTuple):
     told: Any  # int64 [T], slots of entries
 
 
-def tensors_of(pointers: tuple[Any, ...], floats: int) -> Tensors:
+def tensors_of(pointers: tuple[Any, ...], floats: int) -> PagedTensors:
     """View the pointers; bounds are checked by token, slot and page, not by these layouts."""
-    shapes = (floats, floats, 0, 0, 0, 0, 0, floats, CHANNELS // 2, 0, 0)
-    return Tensors(*(vectors(at, words) for at, words in zip(pointers, shapes, strict=True)))
+    shapes = (floats, floats, 0, 0, 0, 0, 0, floats, CHANNELS_OF_THREAD // 2, 0, 0)
+    return PagedTensors(*(vectors(at, words) for at, words in zip(pointers, shapes, strict=True)))
 
 
 @cute.kernel
-def keep_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
+def keep_kernel(tensors: PagedTensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
     """Store a token's row in its slot, the gates with their bias."""
     follow()
     thread, _, _ = cute.arch.thread_idx()
@@ -108,7 +112,7 @@ def keep_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Conste
 
 
 def read_rows(
-    tensors: Tensors,
+    tensors: PagedTensors,
     registers: tuple[Any, Any],
     told: tuple[Any, ...],
     extents: tuple[Any, ...],
@@ -122,10 +126,10 @@ def read_rows(
     pages, columns, of_page = extents
     rLatent, rGate = registers
     of_row, of_gate, of_entry = (
-        n // CHANNELS for n in (2 * form.pool.columns, form.pool.columns, form.pool.width)
+        n // CHANNELS_OF_THREAD for n in (2 * form.pool.columns, form.pool.columns, form.pool.width)
     )
-    begin, found = first + part * AT_ONCE, []
-    for row in range(AT_ONCE):
+    begin, found = first + part * ROWS_AT_ONCE, []
+    for row in range(ROWS_AT_ONCE):
         position = ops.maximum(begin + row, Int32(0))
         column = position // form.rows
         inside = column < columns
@@ -138,20 +142,20 @@ def read_rows(
         at += Int64(position % form.rows * of_row + chunk + within)
         cute.autovec_copy(tensors.states[None, at], rLatent[None, row])
         cute.autovec_copy(tensors.states[None, at + of_gate], rGate[None, row])
-    for row in range(AT_ONCE):
+    for row in range(ROWS_AT_ONCE):
         is_there = begin + row >= 0
         known = is_there & found[row]
         # A row that should exist but has no page is NaN; one before the start is no row.
         lost = ops.select(is_there, Float32.nan, Float32(0.0))
         before = ops.select(is_there, Float32(0.0), -Float32.inf)
-        for channel in range(CHANNELS):
+        for channel in range(CHANNELS_OF_THREAD):
             rLatent[channel, row] = ops.select(known, Float32(rLatent[channel, row]), lost)
             rGate[channel, row] = ops.select(known, Float32(rGate[channel, row]), before)
 
 
 @cute.jit
 def pool_token(
-    tensors: Tensors,
+    tensors: PagedTensors,
     shared: Any,
     extents: tuple[Any, ...],
     told: tuple[Any, ...],
@@ -160,7 +164,7 @@ def pool_token(
     """Pool a token's window, if it closes one; `told` is token, group, thread."""
     token, group, thread = told
     tokens, sequences, capacity, pages, columns, of_page = extents
-    of_block = form.pool.channels // CHANNELS
+    of_block = form.pool.channels // CHANNELS_OF_THREAD
     part, within = thread // of_block, thread % of_block
     chunk = group * of_block + within
     if token < tokens:
@@ -171,7 +175,7 @@ def pool_token(
         if (group == 0) & (thread == 0):
             first, entry = position - (form.pool.ratio - 1), Int64(tensors.entries[token])
             tensors.firsts[token] = Int64(ops.select(closes, first, Int32(0)))
-            tensors.told[token] = ops.select(closes, entry, Int64(NOTHING))
+            tensors.told[token] = ops.select(closes, entry, Int64(NO_PLACE))
         if closes:
             registers = row_registers()
             first = position - (form.pool.ring_rows - 1)
@@ -181,7 +185,7 @@ def pool_token(
 
 
 @cute.kernel
-def pool_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
+def pool_kernel(tensors: PagedTensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
     """Process a token, or `span` of them, by adjacent thread blocks that share its channels."""
     follow()
     thread, _, _ = cute.arch.thread_idx()
@@ -208,9 +212,9 @@ def launch_pool(
     keep_kernel(tensors_of(pointers, FOUR), (Int64(capacity), of_page), form).launch(
         grid=[tokens, 1, 1], block=[form.keeping_threads, 1, 1], use_pdl=EARLY, stream=stream
     )
-    pairs = Int64(of_page) * (FOUR // CHANNELS)
+    pairs = Int64(of_page) * (FOUR // CHANNELS_OF_THREAD)
     told = (tokens, sequences, Int64(capacity), pages, columns, pairs)
-    pool_kernel(tensors_of(pointers, CHANNELS), told, form).launch(
+    pool_kernel(tensors_of(pointers, CHANNELS_OF_THREAD), told, form).launch(
         grid=[-(-tokens // form.span) * form.pool.groups, 1, 1],
         block=[form.pool.threads, 1, 1],
         use_pdl=EARLY,
@@ -230,7 +234,7 @@ def compile_form(form: PagedForm, settings: CompileSettings) -> CompiledKernel:
 
 
 def paged_pool(
-    operands: Operands,
+    operands: PagedOperands,
     states_NB: Tensor,
     problem: PagedPoolProblem,
     settings: CompileSettings,
@@ -243,10 +247,10 @@ def paged_pool(
     tensors = (*operands, states_NB, *out)
     device = require_device(tensors)
     if problem.tokens and problem.sequences:
-        form = facts.choose_form(problem, target_of_device(device).name)
+        form = facts.choose_paged_form(problem, target_of_device(device).name)
         launch(compile_form(form, settings), problem, tensors)
     else:
-        out.slots.fill_(NOTHING)
+        out.slots.fill_(NO_PLACE)
     return out
 
 
@@ -254,7 +258,7 @@ def launch(kernel: CompiledKernel, problem: PagedPoolProblem, tensors: tuple[Ten
     """Launch on checked tensors: operands, states, entries."""
     pages, table = problem.pages, tensors[5]
     counts = (problem.tokens, problem.sequences, pages.slots, pages.count, table.shape[1])
-    extents = tuple(Int32(number) for number in (*counts, pages.stride // facts.VECTOR))
+    extents = tuple(Int32(number) for number in (*counts, pages.stride // facts.VECTOR_BYTES))
     kernel(_pointers(tensors), extents, current_stream(tensors[0].device.index or 0))
 
 
@@ -266,26 +270,26 @@ def empty_entries(problem: PagedPoolProblem, device: torch.device) -> Entries:
 
 
 def require_operands(
-    problem: PagedPoolProblem, operands: Operands, states_NB: Tensor, out: Entries
+    problem: PagedPoolProblem, operands: PagedOperands, states_NB: Tensor, out: Entries
 ) -> None:
     """Raise on tensors that the kernels would misread."""
     tokens, pages = (problem.tokens,), problem.pages
     # Trap: for a column beyond the table the first is read, so there has to be one.
     listed = max((1, *operands.table.shape[-1:]))
     shapes: tuple[tuple[torch.dtype, tuple[int, ...], int], ...] = (
-        (torch.float32, (*tokens, 2 * problem.columns), facts.VECTOR),
-        (torch.float32, (problem.ratio, problem.columns), facts.VECTOR),
+        (torch.float32, (*tokens, 2 * problem.columns), facts.VECTOR_BYTES),
+        (torch.float32, (problem.ratio, problem.columns), facts.VECTOR_BYTES),
         (torch.int32, tokens, 4),
         (torch.int64, tokens, 8),
         (torch.int64, tokens, 8),
         (torch.int32, (problem.sequences, listed), 4),
         (torch.int64, tokens, 8),
-        (torch.uint8, (pages.count, pages.stride), facts.VECTOR),
-        (torch.bfloat16, (*tokens, problem.width), facts.VECTOR),
+        (torch.uint8, (pages.count, pages.stride), facts.VECTOR_BYTES),
+        (torch.bfloat16, (*tokens, problem.width), facts.VECTOR_BYTES),
         (torch.int64, tokens, 8),
         (torch.int64, tokens, 8),
     )
-    names = (*Operands._fields, "states", *Entries._fields)
+    names = (*PagedOperands._fields, "states", *Entries._fields)
     given = zip(names, (*operands, states_NB, *out), shapes, strict=True)
     for name, tensor, (dtype, shape, alignment) in given:
         require_tensor(name, tensor, dtype, shape, alignment)
@@ -293,9 +297,9 @@ def require_operands(
 
 def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """Return the kernel's pointers; None becomes a pointer that is not read."""
-    floats, words, places = (Float32, facts.VECTOR), (Int32, 4), (Int64, 8)
+    floats, words, places = (Float32, facts.VECTOR_BYTES), (Int32, 4), (Int64, 8)
     of_tokens = (words, places, places, words, places)
-    kinds = (floats, floats, *of_tokens, floats, (Uint32, facts.VECTOR), places, places)
+    kinds = (floats, floats, *of_tokens, floats, (Uint32, facts.VECTOR_BYTES), places, places)
     return tuple(
         pointer(element, tensor, alignment)
         for (element, alignment), tensor in zip(kinds, tensors, strict=True)

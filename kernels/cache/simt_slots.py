@@ -1,7 +1,7 @@
 """List the cache slots of decoding tokens from positions, owners and a table: one thread a slot.
 
-Entry point: `slots(tensors, problem, settings) -> Slots(listed, own)`. One source for sm_90a and
-sm_100a. The three kinds of lists are defined in slots_problem. On the GPU, a decoding step needs no
+Entry point: `slots(tensors, problem, settings) -> SlotLists(listed, own)`. One source for
+sm_90a and sm_100a. The kinds of lists are in cache/problem. On the GPU, a decoding step needs no
 host arithmetic between its kernels, and a captured graph follows changing positions.
 
 Allocates only what it returns and never waits for the GPU, so it may be captured in a graph. Shape
@@ -18,22 +18,22 @@ from cutlass import Int32, Int64, cute
 from torch import Tensor
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.kernels.cache import slots_problem as facts
-from degarble.kernels.cache.slots_problem import CHOSEN, WINDOW, SlotsForm, SlotsProblem
+from degarble.kernels.cache import problem as facts
+from degarble.kernels.cache.problem import CHOSEN, WINDOW, SlotsForm, SlotsProblem
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
 )
 from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS, target_of_device
 
 FLAT = 1 << 40
 
 
-class Told(NamedTuple):
+class SlotOperands(NamedTuple):
     """Tensors that a launch reads."""
 
     positions: Tensor  # int64 [T]
@@ -42,14 +42,14 @@ class Told(NamedTuple):
     numbers: Tensor | None = None  # int32 [T, W], for chosen entries
 
 
-class Slots(NamedTuple):
+class SlotLists(NamedTuple):
     """Result: int32 lists [T, W]; for a window also the tokens' own int64 slots [T]."""
 
     listed: Tensor
     own: Tensor | None
 
 
-class Tensors(NamedTuple):
+class SlotTensors(NamedTuple):
     """Kernel's tensors, flat."""
 
     positions: Any  # int64 [T]
@@ -62,11 +62,11 @@ class Tensors(NamedTuple):
 
 @cute.jit
 def slot_at(
-    tensors: Tensors, owner: Any, number: Any, end: Any, told: tuple[Any, Any], form: SlotsForm
+    tensors: SlotTensors, owner: Any, number: Any, end: Any, told: tuple[Any, Any], form: SlotsForm
 ) -> Any:
     """Look a number up in its owner's row; -1 where there is nothing to look up."""
     sequences, columns = told
-    found = Int32(facts.NONE)
+    found = Int32(facts.NO_SLOT)
     if (owner >= 0) & (owner < sequences) & (number >= 0) & (number < end):
         column = facts.column_of(form.kind, number, columns)
         found = Int32(tensors.table[Int64(owner) * Int64(columns) + Int64(column)])
@@ -74,12 +74,12 @@ def slot_at(
 
 
 @cute.kernel
-def slots_kernel(tensors: Tensors, extents: tuple[Int32, ...], form: cutlass.Constexpr) -> None:
+def slots_kernel(tensors: SlotTensors, extents: tuple[Int32, ...], form: cutlass.Constexpr) -> None:
     """Find the slot of one place of a token's list, and of a window the token's own."""
     thread, _, _ = cute.arch.thread_idx()
     token, part, _ = cute.arch.block_idx()
     width, sequences, columns, ratio = extents
-    token, place = Int32(token), Int32(part) * facts.THREADS + Int32(thread)
+    token, place = Int32(token), Int32(part) * facts.SLOT_THREADS + Int32(thread)
     position, owner = Int32(tensors.positions[token]), Int32(tensors.owners[token])
     end = facts.end_of(form.kind, position, columns, ratio)
     if place < width:
@@ -103,9 +103,9 @@ def launch_slots(
 ) -> None:
     """Launch on tokens, parts of a list, width, sequences, columns, ratio."""
     tokens, parts, *told = extents
-    tensors = Tensors(*(cute.make_tensor(each, cute.make_layout(FLAT)) for each in pointers))
+    tensors = SlotTensors(*(cute.make_tensor(each, cute.make_layout(FLAT)) for each in pointers))
     slots_kernel(tensors, tuple(told), form).launch(
-        grid=[tokens, parts, 1], block=[facts.THREADS, 1, 1], stream=stream
+        grid=[tokens, parts, 1], block=[facts.SLOT_THREADS, 1, 1], stream=stream
     )
 
 
@@ -121,8 +121,12 @@ def compile_form(form: SlotsForm, settings: CompileSettings) -> CompiledKernel:
 
 
 def slots(
-    told: Told, problem: SlotsProblem, settings: CompileSettings, *, out: Slots | None = None
-) -> Slots:
+    told: SlotOperands,
+    problem: SlotsProblem,
+    settings: CompileSettings,
+    *,
+    out: SlotLists | None = None,
+) -> SlotLists:
     """Return the slots of every token, on the GPU that holds the table."""
     out = empty_slots(problem, told.table.device) if out is None else out
     require_operands(problem, told, out)
@@ -136,14 +140,14 @@ def slots(
     return out
 
 
-def empty_slots(problem: SlotsProblem, device: torch.device) -> Slots:
+def empty_slots(problem: SlotsProblem, device: torch.device) -> SlotLists:
     """Allocate the result; a launch writes every number of it."""
     listed = torch.empty(problem.tokens, problem.width, dtype=torch.int32, device=device)
     own = torch.empty(problem.tokens, dtype=torch.int64, device=device)
-    return Slots(listed, own if problem.kind == WINDOW else None)
+    return SlotLists(listed, own if problem.kind == WINDOW else None)
 
 
-def require_operands(problem: SlotsProblem, told: Told, out: Slots) -> None:
+def require_operands(problem: SlotsProblem, told: SlotOperands, out: SlotLists) -> None:
     """Raise on tensors that the kernel would misread."""
     tokens, listed = (problem.tokens,), (problem.tokens, problem.width)
     require_tensor("positions", told.positions, torch.int64, tokens, 8)

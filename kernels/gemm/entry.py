@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.kernels.gemm.problem import GemmForm, GemmProblem
-    from degarble.kernels.runtime.compiling import CompiledKernel
-    from degarble.kernels.runtime.settings import CompileSettings
+    from degarble.kernels.runtime.compiling import CompiledKernel, CompileSettings
     from degarble.kernels.runtime.targets import Target
 
 EXTENTS = 4  # of a launch: M, N, K, clusters

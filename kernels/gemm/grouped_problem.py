@@ -14,7 +14,7 @@ from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div
 from degarble.kernels.gemm import problem as gemm
 from degarble.kernels.gemm.problem import GemmForm, GemmProblem, GemmTactic
-from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.runtime.targets import SM90A, SM100A
 
 if TYPE_CHECKING:

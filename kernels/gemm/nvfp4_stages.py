@@ -17,12 +17,7 @@ from typing import Any
 from cutlass import Uint32, cute
 
 from degarble.harness.formats import scalar_ops as ops
-from degarble.kernels.primitives.e2m1_pairs import (
-    PAIRS,
-    SCALE_EXPONENT,
-    VALUE_EXPONENT,
-    bf16_pairs,
-)
+from degarble.kernels.primitives.e2m1 import PAIRS, SCALE_EXPONENT, VALUE_EXPONENT, bf16_pairs
 
 BLOCK = 16
 STAGE_K = 64  # numbers of K in a stage

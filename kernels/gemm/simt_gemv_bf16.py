@@ -35,9 +35,10 @@ from degarble.kernels.gemm.gemv_problem import (
     GemvForm,
     GemvProblem,
 )
-from degarble.kernels.primitives.nvfp4_words import numbers_of, warp_folded, words_of
+from degarble.kernels.primitives.device_words import numbers_of, warp_folded, words_of
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
@@ -49,7 +50,6 @@ from degarble.kernels.runtime.operands import (
     require_device,
     require_tensor,
 )
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS, target_of_device
 
 WORDS = VECTOR // 2

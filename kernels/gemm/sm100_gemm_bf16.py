@@ -37,8 +37,7 @@ from degarble.kernels.gemm.sm90_gemm_bf16 import (
     pointers_of,
     require_operands,
 )
-from degarble.kernels.runtime.compiling import CompiledKernel
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompiledKernel, CompileSettings
 from degarble.kernels.runtime.targets import SM100A
 
 # ---- device --------------------------------------------------------------------------------------

@@ -31,9 +31,13 @@ from degarble.kernels.gemm import sm90_gemm_grouped as hopper
 from degarble.kernels.gemm import w4a16_instructions as shared
 from degarble.kernels.gemm.grouped_problem import GroupedForm, GroupedProblem
 from degarble.kernels.gemm.sm90_gemm_grouped import RopeRows
-from degarble.kernels.primitives.latent_words import vectors
-from degarble.kernels.runtime.compiling import CompiledKernel, any_stream, compile_kernel
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.primitives.device_words import vectors
+from degarble.kernels.runtime.compiling import (
+    CompiledKernel,
+    CompileSettings,
+    any_stream,
+    compile_kernel,
+)
 from degarble.kernels.runtime.targets import SM100A, TARGETS
 
 FIRST_TURNING_GROUP = 2  # after the first eight warps: six with a role, two idle

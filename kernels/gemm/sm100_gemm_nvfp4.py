@@ -34,8 +34,7 @@ from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm.problem import GemmForm, GemmProblem
 from degarble.kernels.gemm.sm90_gemm_nvfp4 import Nvfp4Operand, require_operand
 from degarble.kernels.runtime import operands
-from degarble.kernels.runtime.compiling import CompiledKernel
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompiledKernel, CompileSettings
 from degarble.kernels.runtime.targets import SM100A
 
 # --------------------------------------------------------------------------------------------------

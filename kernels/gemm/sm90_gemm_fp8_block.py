@@ -32,8 +32,7 @@ from degarble.kernels.gemm import entry as gemm_entry
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm.problem import GemmForm, GemmProblem
 from degarble.kernels.runtime import operands
-from degarble.kernels.runtime.compiling import CompiledKernel
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompiledKernel, CompileSettings
 from degarble.kernels.runtime.targets import SM90A
 
 BLOCK = 128  # of K and of B's rows that share a scale

@@ -31,24 +31,25 @@ from degarble.kernels.gemm import contract, mainloop
 from degarble.kernels.gemm import grouped_problem as grouped
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm.grouped_problem import GROUPED_STEP, GroupedForm, GroupedProblem
-from degarble.kernels.primitives import attention_rows as rows
-from degarble.kernels.primitives.latent_words import (
+from degarble.kernels.primitives import kv_problem as rows
+from degarble.kernels.primitives.device_words import (
     NAN,
     load_turn,
+    numbers_of,
     registers_of,
+    store,
     turned_words,
     vectors,
     words_at,
 )
-from degarble.kernels.primitives.nvfp4_words import numbers_of, store
 from degarble.kernels.runtime import operands
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
 )
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import SM90A, TARGETS
 
 WORDS = 4  # of 16 bytes

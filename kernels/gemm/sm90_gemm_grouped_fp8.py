@@ -34,18 +34,23 @@ from degarble.kernels.gemm import sm90_gemm_fp8_block as plain
 from degarble.kernels.gemm import sm90_gemm_grouped as grouped
 from degarble.kernels.gemm.grouped_problem import FP8_STEP, GroupedFp8Form, GroupedFp8Problem
 from degarble.kernels.gemm.nvfp4_stages import words_at
-from degarble.kernels.primitives import attention_rows as rows
-from degarble.kernels.primitives.latent_words import NAN, turned_words, vectors
-from degarble.kernels.primitives.nvfp4_words import block_amax, numbers_of
+from degarble.kernels.primitives import kv_problem as rows
+from degarble.kernels.primitives.device_words import (
+    NAN,
+    block_amax,
+    numbers_of,
+    turned_words,
+    vectors,
+)
 from degarble.kernels.quantise import simt_quantise_fp8 as quantise
 from degarble.kernels.runtime import operands
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
 )
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import SM90A, TARGETS
 
 HALF = 64  # numbers of BF16 that a swizzled row of 128 bytes holds: half of a stage's row

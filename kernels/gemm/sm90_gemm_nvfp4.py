@@ -35,8 +35,7 @@ from degarble.kernels.gemm import nvfp4_stages as stages
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm.problem import GemmForm, GemmProblem
 from degarble.kernels.runtime import operands
-from degarble.kernels.runtime.compiling import CompiledKernel
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompiledKernel, CompileSettings
 from degarble.kernels.runtime.targets import SM90A
 
 CODES_OF_WORD = 8

@@ -37,16 +37,16 @@ from degarble.harness.formats.quantise import QuantisedTensor, require
 from degarble.kernels.gemm import w4a16_instructions as ptx
 from degarble.kernels.gemm import w4a16_problem as facts
 from degarble.kernels.gemm.w4a16_problem import W4A16Form, W4A16Problem
-from degarble.kernels.primitives.e2m1_pairs import PAIRS
+from degarble.kernels.primitives.e2m1 import PAIRS
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
 )
 from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
 from degarble.kernels.runtime.pdl import EARLY, let_follow, wait_for_front
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS, target_of_device
 
 ALIGNMENTS = (16, 16, 16, 4, 2)  # of activations, codes, scales, decode scale, output

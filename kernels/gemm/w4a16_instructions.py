@@ -13,7 +13,7 @@ from typing import Any
 from cutlass import Float32, Uint32, cute
 
 from degarble.harness.formats import scalar_ops as ops
-from degarble.kernels.primitives.e2m1_pairs import PAIRS, SCALE_EXPONENT, bf16_pairs
+from degarble.kernels.primitives.e2m1 import PAIRS, SCALE_EXPONENT, bf16_pairs
 
 WORDS = 4  # of 16 bytes
 SCALE_FACTOR = (SCALE_EXPONENT + 127) << 23  # the bits of a float32

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats.layouts import ceil_div, round_up
-from degarble.kernels.primitives.e2m1_words import OPERATORS, SIGN_AND_EXPONENT, Primitives
+from degarble.kernels.primitives.e2m1 import SIGN_AND_EXPONENT, WORD_OPERATORS, WordOperations
 from degarble.kernels.runtime.targets import SM90A, SM100A, TARGETS
 
 if TYPE_CHECKING:
@@ -440,7 +440,7 @@ def mxfp4_scale_code(amax_bits: Any) -> Any:
     return codecs.select(amax_bits >= NAN_BF16, NAN_CODE, code)
 
 
-def mxfp4_number(number: Any, how: Primitives = OPERATORS) -> Any:
+def mxfp4_number(number: Any, how: WordOperations = WORD_OPERATORS) -> Any:
     """Round a scaled number to the nearest E2M1 value, ties to even, 6 at most, sign kept.
 
     Adding 2**22 times the number's power of two (at least 1) leaves steps of half that power.

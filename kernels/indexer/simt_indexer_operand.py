@@ -26,30 +26,28 @@ from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.formats import scalar_ops as codecs
 from degarble.kernels.indexer import problem as facts
 from degarble.kernels.indexer.problem import OperandForm, OperandProblem
-from degarble.kernels.primitives.kv_rules import fp8_factor, fp8_scale_code
-from degarble.kernels.primitives.latent_words import (
+from degarble.kernels.primitives.device_words import (
+    INSTRUCTIONS,
     NAN,
     amax_bits,
     fp8_numbers,
     fp8_words,
-    vectors,
-)
-from degarble.kernels.primitives.nvfp4_words import (
-    INSTRUCTIONS,
     numbers_of,
     rounded_words,
     square_root,
     store,
+    vectors,
     words_of,
 )
+from degarble.kernels.primitives.kv_problem import fp8_factor, fp8_scale_code
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
 )
 from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS, target_of_device
 
 WORDS = facts.OF_LANE // 2

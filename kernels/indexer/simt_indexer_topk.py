@@ -31,9 +31,10 @@ from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div, round_up
 from degarble.kernels.indexer import problem as facts
 from degarble.kernels.indexer.problem import TopkForm, TopkProblem, visible_entries
-from degarble.kernels.primitives.nvfp4_words import emit
+from degarble.kernels.primitives.device_words import emit
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
@@ -45,7 +46,6 @@ from degarble.kernels.runtime.operands import (
     require_optional,
     require_tensor,
 )
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS, target_of_device
 
 FLAT = 1 << 40

@@ -41,8 +41,12 @@ from degarble.kernels.indexer.sm90_indexer_scores import (
     ScoresOperands,
     ScoresTensors,
 )
-from degarble.kernels.runtime.compiling import CompiledKernel, any_stream, compile_kernel
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import (
+    CompiledKernel,
+    CompileSettings,
+    any_stream,
+    compile_kernel,
+)
 from degarble.kernels.runtime.targets import SM100A, TARGETS
 
 BARRIER_OF_WEIGHING = 2  # 0 and 1 belong to the thread block

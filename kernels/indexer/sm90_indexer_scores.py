@@ -35,9 +35,10 @@ from degarble.harness.formats.layouts import round_up
 from degarble.kernels.gemm import contract, mainloop
 from degarble.kernels.indexer import problem as facts
 from degarble.kernels.indexer.problem import ScoresForm, ScoresProblem
-from degarble.kernels.primitives.nvfp4_words import emit
+from degarble.kernels.primitives.device_words import emit
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
@@ -48,7 +49,6 @@ from degarble.kernels.runtime.operands import (
     require_optional,
     require_tensor,
 )
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import SM90A, TARGETS
 
 # --------------------------------------------------------------------------------------------------

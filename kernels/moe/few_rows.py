@@ -32,8 +32,8 @@ from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm import sm90_gemm_nvfp4 as gemm
 from degarble.kernels.gemm.nvfp4_stages import BLOCKS, WORDS
 from degarble.kernels.moe.problem import GATE_AND_UP
-from degarble.kernels.primitives import nvfp4_words as words
-from degarble.kernels.primitives.e2m1_pairs import PAIRS, bf16_pairs
+from degarble.kernels.primitives import device_words as words
+from degarble.kernels.primitives.e2m1 import PAIRS, bf16_pairs
 
 # --------------------------------------------------------------------------------------------------
 # Decode stages of 128 or 256 NVFP4 numbers along K, span by span, for tiles of few rows (sm_90a).

@@ -30,16 +30,16 @@ from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div, round_up
 from degarble.kernels.gemm.problem import GemmTactic
 from degarble.kernels.moe import problem as facts
-from degarble.kernels.primitives import nvfp4_words as words
+from degarble.kernels.primitives import device_words as words
 from degarble.kernels.primitives import quantise_problem
 from degarble.kernels.runtime import operands
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
 )
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS
 
 LANES, WARPS = 32, 8
@@ -264,7 +264,7 @@ def launch_gather(
     blocks, chosen, walkers, columns = extents
     values, rows, experts, slots, scale, codes, scales = pointers
     known, scales = flat((rows, experts, slots, scale)), flat((scales,))
-    read, written = in_words(values, words.WORDS), in_words(codes, words.WORDS // 4)
+    read, written = in_words(values, words.BLOCK_WORDS), in_words(codes, words.BLOCK_WORDS // 4)
     tensors = Gathering(*(read, *known, written, *scales))
     gather_kernel(tensors, blocks, chosen, tile, target).launch(
         grid=[walkers, columns, 1], block=[THREADS, 1, 1], stream=stream

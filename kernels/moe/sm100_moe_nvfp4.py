@@ -38,15 +38,15 @@ from degarble.kernels.moe.sm90_moe_nvfp4 import (
     MoeWorkspace,
     Routing,
 )
-from degarble.kernels.primitives import nvfp4_words as words
+from degarble.kernels.primitives import device_words as words
 from degarble.kernels.runtime import operands
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
 )
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import SM100A, TARGETS
 
 # --------------------------------------------------------------------------------------------------

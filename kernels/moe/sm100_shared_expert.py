@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from degarble.kernels.moe.problem import MoeProblem
     from degarble.kernels.moe.sm90_moe_nvfp4 import MoeWeights
-    from degarble.kernels.runtime.settings import CompileSettings
+    from degarble.kernels.runtime.compiling import CompileSettings
 
 
 def shared_expert_nvfp4(

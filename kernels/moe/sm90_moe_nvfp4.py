@@ -39,15 +39,15 @@ from degarble.kernels.moe import few_rows
 from degarble.kernels.moe import problem as moe_problem
 from degarble.kernels.moe import simt_moe_rows as rows
 from degarble.kernels.moe.problem import GATE_AND_UP, MoeForm, MoeProblem
-from degarble.kernels.primitives import nvfp4_words as words
+from degarble.kernels.primitives import device_words as words
 from degarble.kernels.runtime import operands
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
 )
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import SM90A, TARGETS
 
 # --------------------------------------------------------------------------------------------------

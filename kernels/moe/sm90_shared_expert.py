@@ -21,7 +21,8 @@ from degarble.kernels.gemm import sm90_gemm_fp8_block as fp8
 from degarble.kernels.gemm.problem import FP8_BLOCK, GemmProblem
 from degarble.kernels.moe import sm90_moe_nvfp4 as moe
 from degarble.kernels.moe.problem import GATE_AND_UP, MoeProblem
-from degarble.kernels.primitives.fp8_quantise_problem import BLOCK, Fp8Problem
+from degarble.kernels.primitives.quantise_problem import FP8_BLOCK as BLOCK
+from degarble.kernels.primitives.quantise_problem import Fp8Problem
 from degarble.kernels.quantise.simt_quantise_fp8 import quantise_fp8
 from degarble.kernels.runtime.operands import require_tensor
 from degarble.kernels.runtime.targets import SM90A
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.kernels.runtime.settings import CompileSettings
+    from degarble.kernels.runtime.compiling import CompileSettings
     from degarble.kernels.runtime.targets import Target
 
 

@@ -1,16 +1,12 @@
-"""Problem, form, tactic and grid of the NVFP4 quantising kernels. Importable without the DSL.
-
-M may be anything at a launch; a form is compiled once for all extents. A tile is 8 rows x 32
-blocks. For swizzled scales a warp holds 8 rows x 4 blocks, the 32 scale bytes that are adjacent in
-memory: every sector that it reads or writes is whole. For linear scales, 32 blocks of one row.
-Padding is part of the tiles, so it is written without a second pass.
-"""
+"""Problems, forms and tactics of quantising rows to NVFP4 and FP8. Importable without the DSL."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.formats.layouts import (
@@ -23,9 +19,17 @@ from degarble.harness.formats.layouts import (
     scale_layout,
 )
 from degarble.harness.formats.scalar_ops import bf16_round
+from degarble.kernels.primitives import kv_problem as heads
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+# --------------------------------------------------------------------------------------------------
+# NVFP4. M may be anything at a launch; a form is compiled once for all extents. A tile is 8 rows x
+# 32 blocks. For swizzled scales a warp holds 8 rows x 4 blocks, the 32 scale bytes that are
+# adjacent in memory: every sector that it reads or writes is whole. For linear scales, 32 blocks of
+# one row. Padding is part of the tiles, so it is written without a second pass.
 
 BLOCK = 16  # values that share a scale
 TILE_ROWS = 8
@@ -42,16 +46,16 @@ LAYOUTS: Mapping[str, ScaleLayout] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Source:
+class BlockSource:
     """Where the 16 values of a block come from: how many numbers are read for each."""
 
     name: str
     read_for_one: int
 
 
-VALUES = Source("values", read_for_one=1)
-SWIGLU = Source("swiglu", read_for_one=2)
-SOURCES: Mapping[str, Source] = MappingProxyType({s.name: s for s in (VALUES, SWIGLU)})
+VALUES = BlockSource("values", read_for_one=1)
+SWIGLU = BlockSource("swiglu", read_for_one=2)
+SOURCES: Mapping[str, BlockSource] = MappingProxyType({s.name: s for s in (VALUES, SWIGLU)})
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,7 @@ class QuantiseForm:
 
 
 @dataclass(frozen=True)
-class Tactic:
+class QuantiseTactic:
     """A row of the table: thread blocks a processor that walk down the rows; 0: one a tile."""
 
     tiles: float  # problems of up to so many
@@ -140,7 +144,7 @@ class Tactic:
 
 
 # Measured on an H200: docs/design-notes/quantise_kernel.md.
-TACTICS = (Tactic(tiles=2_112, walkers=0), Tactic(tiles=float("inf"), walkers=8))
+TACTICS = (QuantiseTactic(tiles=2_112, walkers=0), QuantiseTactic(tiles=float("inf"), walkers=8))
 
 
 def choose_form(problem: QuantiseProblem, target: str) -> QuantiseForm:
@@ -155,7 +159,7 @@ def choose_form(problem: QuantiseProblem, target: str) -> QuantiseForm:
     )
 
 
-def choose_tactic(problem: QuantiseProblem) -> Tactic:
+def choose_tactic(problem: QuantiseProblem) -> QuantiseTactic:
     """Return the tactic by the table."""
     rows, columns = tiles(problem)
     return next(tactic for tactic in TACTICS if rows * columns <= tactic.tiles)
@@ -169,7 +173,7 @@ def tiles(problem: QuantiseProblem) -> tuple[int, int]:
     return rows, columns
 
 
-def grid(problem: QuantiseProblem, tactic: Tactic, processors: int) -> tuple[int, int, int]:
+def grid(problem: QuantiseProblem, tactic: QuantiseTactic, processors: int) -> tuple[int, int, int]:
     """Return the grid: along y one block for each tile of a row, along x those that walk down."""
     rows, columns = tiles(problem)
     at_once = processors * tactic.walkers if tactic.walkers else rows * columns
@@ -212,3 +216,98 @@ def bound_blocks(form: QuantiseForm) -> int:
     """
     plain = form.source == VALUES.name and not form.by_expert and not form.keeps_values
     return resident_blocks(form) if plain and form.layout == SWIZZLE_8X4.name else 0
+
+
+# --------------------------------------------------------------------------------------------------
+# FP8 in blocks of 128. Rows may be adjacent heads, whose last values are rotated back first.
+
+FP8_BLOCK = 128
+FP8_VALUES = 16  # of a thread
+LANES = FP8_BLOCK // FP8_VALUES
+FP8_THREADS = 256
+AMAX_FLOOR = 1e-4  # DeepSeek-V4 inference/kernel.py, act_quant
+SHARE = float(np.float32(1) / np.float32(448))  # of the largest E4M3 number
+SCALES = ("float32", "ue8m0")
+LARGEST = 1 << 31
+
+
+@dataclass(frozen=True)
+class Fp8Problem:
+    """M rows of K values, after the fused input step."""
+
+    rows: int
+    columns: int
+    scales: str = "float32"
+    source: str = VALUES.name
+    limit: float | None = None  # of the SwiGLU in front; None clamps nothing
+    turned: int = 0  # values of a head that is turned back in front, 0: none is
+    positions: int = 0  # rows of the table of turns, 0 where nothing is turned
+
+    def __post_init__(self) -> None:
+        whole = self.columns > 0 and self.columns % FP8_BLOCK == 0
+        if not whole or not 0 <= self.rows * self.columns // FP8_VALUES < LARGEST:
+            raise ShapeMismatch(
+                "matrix to quantise",
+                (self.rows, self.columns),
+                f"columns in a multiple of {FP8_BLOCK}, and fewer than 2**31 sixteens of values",
+                "Pad the columns with zeros.",
+            )
+        if self.scales not in SCALES:
+            raise UnknownName.among("format of block scales", self.scales, SCALES)
+        if self.source not in SOURCES:
+            raise UnknownName.among("source of a kernel", self.source, SOURCES)
+        if self.limit is not None and not (
+            self.source == SWIGLU.name and 0 < self.limit == bf16_round(self.limit)
+        ):
+            raise InvalidArgument(
+                "limit",
+                self.limit,
+                "a positive BF16 number, and a SwiGLU that it clamps",
+                "Leave it out where nothing is clamped.",
+            )
+        known = 1 if self.turned else 0
+        heads.require_extent("positions of the table of turns", self.positions, known)
+        if self.turned and (self.source != VALUES.name or self.columns % self.width):
+            raise ShapeMismatch(
+                "values in front of which heads are turned back",
+                (self.source, self.columns),
+                f"{VALUES.name}, in whole heads of {self.turned}",
+                "Turn attention's output alone, all heads of a token side by side.",
+            )
+
+    @property
+    def width(self) -> int:
+        """Return the number of values of a head that kernels know."""
+        return heads.geometry(self.turned).width
+
+    @property
+    def blocks(self) -> int:
+        """Return the number of blocks of a row."""
+        return self.columns // FP8_BLOCK
+
+    @property
+    def input_columns(self) -> int:
+        """Return the number of columns of the matrix that is read."""
+        return self.columns * SOURCES[self.source].read_for_one
+
+
+@dataclass(frozen=True)
+class Fp8Form:
+    """Compile-time parameters of a kernel; extents come with the launch."""
+
+    scales: str
+    source: str
+    limit: float | None
+    target: str
+    turned: int = 0
+
+
+def choose_fp8_form(problem: Fp8Problem, target: str) -> Fp8Form:
+    """Return the form for a problem; extents are no part of it."""
+    return Fp8Form(problem.scales, problem.source, problem.limit, target, problem.turned)
+
+
+def group_of(part: Any, width: int) -> Any:
+    """Return which sixteen of the rotated values a thread has; below 0: none."""
+    of_head = width // FP8_VALUES
+    return part % of_head - (of_head - heads.ROTATED // FP8_VALUES)

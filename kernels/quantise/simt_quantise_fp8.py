@@ -26,34 +26,32 @@ from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div
-from degarble.kernels.primitives import attention_rows
-from degarble.kernels.primitives import fp8_quantise_problem as facts
-from degarble.kernels.primitives.fp8_quantise_problem import Fp8Form, Fp8Problem
-from degarble.kernels.primitives.latent_words import (
+from degarble.kernels.primitives import kv_problem
+from degarble.kernels.primitives import quantise_problem as facts
+from degarble.kernels.primitives.device_words import (
     NAN,
+    block_amax,
+    emit,
     load_turn,
+    loaded,
+    numbers_of,
     put,
     registers_of,
+    store,
+    swiglu_words,
     turned_words,
     vectors,
     words_at,
 )
-from degarble.kernels.primitives.nvfp4_words import (
-    block_amax,
-    emit,
-    loaded,
-    numbers_of,
-    store,
-    swiglu_words,
-)
+from degarble.kernels.primitives.quantise_problem import Fp8Form, Fp8Problem
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
 )
 from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS, target_of_device
 
 SCALES = {"float32": (Float32, torch.float32, 4), "ue8m0": (Uint8, torch.uint8, 1)}
@@ -62,7 +60,7 @@ WORDS_OF_CHUNK, CHUNKS = 4, 2  # of 16 bytes, of a thread's values
 ALIGNMENTS_OF_TURNS = (16, 8)
 
 
-class Heads(NamedTuple):
+class HeadVectors(NamedTuple):
     """Heads in vectors of eight values, RoPE table, positions, number of known positions."""
 
     values: Any
@@ -97,7 +95,7 @@ def words_of(values: Any, place: tuple[Any, Any, Any], form: Fp8Form) -> list[An
 
 @cute.jit
 def read_heads(
-    heads: Heads, registers: Any, place: tuple[Any, Any, Any], width: cutlass.Constexpr
+    heads: HeadVectors, registers: Any, place: tuple[Any, Any, Any], width: cutlass.Constexpr
 ) -> None:
     """Read 16 values of heads, and apply inverse RoPE to those that it covers."""
     row, part, parts = place
@@ -144,7 +142,7 @@ def quantise_kernel(
     values, codes, scales = tensors
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
-    at = Int64(block) * facts.THREADS + Int64(thread)
+    at = Int64(block) * facts.FP8_THREADS + Int64(thread)
     # All lanes take part in the shuffles, so surplus ones read the first values.
     known = ops.select(at < Int64(rows) * Int64(parts), at, Int64(0))
     row = known // Int64(parts)
@@ -180,10 +178,10 @@ def launch_quantise(
     if cutlass.const_expr(form.turned):
         heads, table, positions = pointers[0], *pointers[3:]
         read, turns = (vectors(address, WORDS_OF_CHUNK) for address in (heads, table))
-        values = Heads(read, turns, vectors(positions, 0), known[0])
+        values = HeadVectors(read, turns, vectors(positions, 0), known[0])
     flat = cute.make_tensor(scales.iterator, cute.make_layout(FLAT))
     quantise_kernel((values, codes, flat), rows, parts, form).launch(
-        grid=[blocks, 1, 1], block=[facts.THREADS, 1, 1], stream=stream
+        grid=[blocks, 1, 1], block=[facts.FP8_THREADS, 1, 1], stream=stream
     )
 
 
@@ -221,9 +219,9 @@ def quantise_fp8(
     turning = require_turns(problem, turns)
     device = require_device((values_MK, *out, *turning))
     if problem.rows:
-        form = facts.choose_form(problem, target_of_device(device).name)
-        parts = problem.columns // facts.VALUES
-        extents = (problem.rows, parts, ceil_div(problem.rows * parts, facts.THREADS))
+        form = facts.choose_fp8_form(problem, target_of_device(device).name)
+        parts = problem.columns // facts.FP8_VALUES
+        extents = (problem.rows, parts, ceil_div(problem.rows * parts, facts.FP8_THREADS))
         known = (problem.positions,) if problem.turned else ()
         compile_form(form, settings)(
             _pointers(form, (values_MK, *out, *turning)),
@@ -244,7 +242,7 @@ def require_turns(problem: Fp8Problem, turns: tuple[Tensor, Tensor] | None) -> t
         )
     if turns is None:
         return ()
-    table = (problem.positions, attention_rows.TABLE_WIDTH)
+    table = (problem.positions, kv_problem.TABLE_WIDTH)
     require_tensor("turns", turns[0], torch.float32, table, ALIGNMENTS_OF_TURNS[0])
     require_tensor("positions", turns[1], torch.int64, (problem.rows,), ALIGNMENTS_OF_TURNS[1])
     return turns

@@ -25,8 +25,8 @@ from torch import Tensor
 from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats.layouts import ceil_div, round_up
 from degarble.kernels.primitives import quantise_problem as facts
-from degarble.kernels.primitives.nvfp4_words import (
-    WORDS,
+from degarble.kernels.primitives.device_words import (
+    BLOCK_WORDS,
     Scaling,
     block_amax,
     code_words,
@@ -39,6 +39,7 @@ from degarble.kernels.primitives.nvfp4_words import (
 from degarble.kernels.primitives.quantise_problem import QuantiseForm, QuantiseProblem
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
@@ -51,14 +52,13 @@ from degarble.kernels.runtime.operands import (
     require_optional,
     require_tensor,
 )
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS, target_of_device
 
 ALIGNMENTS = (32, 4, 4, 8, 1, 32)  # of values, decode scale, offsets, codes, scales, kept values
 ELEMENTS = (Uint32, Float32, Int32, Uint32, Uint8, Uint32)
 
 
-class Quantised(NamedTuple):
+class QuantisedRows(NamedTuple):
     """Outputs of a launch: packed codes [M, P], scale bytes in their layout, kept values."""
 
     codes: Tensor
@@ -69,7 +69,7 @@ class Quantised(NamedTuple):
 # ---- device --------------------------------------------------------------------------------------
 
 
-class Tensors(NamedTuple):
+class QuantiseTensors(NamedTuple):
     """Inputs and outputs of the kernel: [words of a block, blocks] or flat."""
 
     values: Any
@@ -80,11 +80,11 @@ class Tensors(NamedTuple):
     kept: Any
 
 
-def tensors_of(pointers: tuple[Any, ...]) -> Tensors:
+def tensors_of(pointers: tuple[Any, ...]) -> QuantiseTensors:
     """View the six pointers; kernels check rows and blocks, these layouts have no bounds."""
-    shapes = (WORDS, 0, 0, WORDS // 4, 0, WORDS)
+    shapes = (BLOCK_WORDS, 0, 0, BLOCK_WORDS // 4, 0, BLOCK_WORDS)
     flat = 1 << 30
-    return Tensors(
+    return QuantiseTensors(
         *(
             cute.make_tensor(
                 pointer,
@@ -97,7 +97,9 @@ def tensors_of(pointers: tuple[Any, ...]) -> Tensors:
     )
 
 
-def words_at(tensors: Tensors, place: tuple[Any, Any, Any], form: QuantiseForm) -> list[Any]:
+def words_at(
+    tensors: QuantiseTensors, place: tuple[Any, Any, Any], form: QuantiseForm
+) -> list[Any]:
     """Return the words of the block to quantise: read, or gated."""
     row, block, blocks = (Int64(number) for number in place)
     if form.source == "values":
@@ -109,7 +111,7 @@ def words_at(tensors: Tensors, place: tuple[Any, Any, Any], form: QuantiseForm) 
 
 
 def quantise_at(
-    tensors: Tensors, place: tuple[Any, Any, Any], scaling: Scaling, form: QuantiseForm
+    tensors: QuantiseTensors, place: tuple[Any, Any, Any], scaling: Scaling, form: QuantiseForm
 ) -> Any:
     """Quantise the block at (row, block) of `blocks` a row; return its scale's code."""
     words = words_at(tensors, place, form)
@@ -127,18 +129,18 @@ def quantise_at(
     return scale_code
 
 
-def clear_at(tensors: Tensors, place: tuple[Any, Any, Any], form: QuantiseForm) -> None:
+def clear_at(tensors: QuantiseTensors, place: tuple[Any, Any, Any], form: QuantiseForm) -> None:
     """Write zeros where a row belongs to no expert."""
     row, block, blocks = (Int64(number) for number in place)
     index = row * blocks + block
-    store(tensors.codes, index, [Uint32(0)] * (WORDS // 4))
+    store(tensors.codes, index, [Uint32(0)] * (BLOCK_WORDS // 4))
     if form.keeps_values:
-        store(tensors.kept, index, [Uint32(0)] * WORDS)
+        store(tensors.kept, index, [Uint32(0)] * BLOCK_WORDS)
 
 
 @cute.kernel
 def quantise_kernel(
-    tensors: Tensors, rows: Int32, blocks: Int32, experts: Int32, form: cutlass.Constexpr
+    tensors: QuantiseTensors, rows: Int32, blocks: Int32, experts: Int32, form: cutlass.Constexpr
 ) -> None:
     """Quantise the rows of one column of tiles."""
     thread, _, _ = cute.arch.thread_idx()
@@ -218,8 +220,8 @@ def quantise_nvfp4(
     settings: CompileSettings,
     *,
     offsets_E: Tensor | None = None,
-    out: Quantised | None = None,
-) -> Quantised:
+    out: QuantisedRows | None = None,
+) -> QuantisedRows:
     """Quantise BF16 values, or gate and up halves, as the problem says, on their GPU.
 
     `decode_scale` is float32 on the GPU, one number or one per expert. Expert e has the rows from
@@ -240,7 +242,7 @@ def launch(
     kernel: CompiledKernel,
     problem: QuantiseProblem,
     tensors: tuple[Tensor | None, ...],
-    tactic: facts.Tactic,
+    tactic: facts.QuantiseTactic,
 ) -> None:
     """Launch on checked tensors: values, decode scale, offsets, codes, scales, kept values."""
     device = tensors[0].device.index or 0 if tensors[0] is not None else 0
@@ -249,10 +251,10 @@ def launch(
     kernel(_pointers(tensors), tuple(Int32(extent) for extent in extents), current_stream(device))
 
 
-def empty_outputs(problem: QuantiseProblem, device: torch.device) -> Quantised:
+def empty_outputs(problem: QuantiseProblem, device: torch.device) -> QuantisedRows:
     """Allocate the outputs uninitialised; the kernel writes every byte."""
     shape = (problem.rows, problem.columns)
-    return Quantised(
+    return QuantisedRows(
         torch.empty(shape[0], shape[1] // 2, dtype=torch.uint8, device=device),
         torch.empty(problem.scale_bytes, dtype=torch.uint8, device=device),
         torch.empty(shape, dtype=torch.bfloat16, device=device) if problem.keeps_values else None,
@@ -272,7 +274,7 @@ def require_operands(
     require_optional("offsets", offsets_E, kind, present=problem.experts > 0, remedy=remedy)
 
 
-def require_outputs(problem: QuantiseProblem, out: Quantised) -> None:
+def require_outputs(problem: QuantiseProblem, out: QuantisedRows) -> None:
     """Raise unless codes, scales and kept values fit the problem."""
     shape = (problem.rows, problem.columns)
     require_tensor("codes", out.codes, torch.uint8, (shape[0], shape[1] // 2), ALIGNMENTS[3])

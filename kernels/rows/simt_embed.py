@@ -18,19 +18,19 @@ from cutlass import Int32, Int64, Uint32, cute
 from torch import Tensor
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.kernels.rows import embed_problem as facts
-from degarble.kernels.rows.embed_problem import EmbedForm, EmbedProblem
+from degarble.kernels.rows import problem as facts
+from degarble.kernels.rows.problem import EmbedForm, EmbedProblem
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
 )
 from degarble.kernels.runtime.operands import DTYPES, pointer, require_device, require_tensor
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS, target_of_device
 
-WORDS = facts.VECTOR // 2
+WORDS = facts.EMBED_VECTOR // 2
 
 
 @cute.kernel
@@ -43,16 +43,18 @@ def embed_kernel(
     token, across, _ = cute.arch.block_idx()
     number = Int64(ids[token])
     inside = (number >= 0) & (number < Int64(vocabulary))
-    first = Int32(across) * threads * facts.VECTORS_OF_THREAD + Int32(thread)
+    first = Int32(across) * threads * facts.EMBED_VECTORS_OF_THREAD + Int32(thread)
     row, start = number * Int64(vectors), Int64(token) * Int64(vectors)
-    rVectors = cute.make_rmem_tensor(cute.make_layout((WORDS, facts.VECTORS_OF_THREAD)), Uint32)
+    rVectors = cute.make_rmem_tensor(
+        cute.make_layout((WORDS, facts.EMBED_VECTORS_OF_THREAD)), Uint32
+    )
     # Stays zero where the id is outside the table.
     rVectors.fill(0)
-    for place in cutlass.range_constexpr(facts.VECTORS_OF_THREAD):
+    for place in cutlass.range_constexpr(facts.EMBED_VECTORS_OF_THREAD):
         vector = first + place * threads
         if inside & (vector < vectors):
             cute.autovec_copy(table[None, row + Int64(vector)], rVectors[None, place])
-    for place in cutlass.range_constexpr(facts.VECTORS_OF_THREAD):
+    for place in cutlass.range_constexpr(facts.EMBED_VECTORS_OF_THREAD):
         vector = first + place * threads
         if vector < vectors:
             cute.autovec_copy(rVectors[None, place], out[None, start + Int64(vector)])
@@ -75,7 +77,7 @@ def launch_embed(
     embed_kernel(tensors, vocabulary, vectors, threads).launch(
         grid=[tokens, parts, 1],
         block=[threads, 1, 1],
-        max_number_threads=[facts.MOST_THREADS, 1, 1],
+        max_number_threads=[facts.MOST_EMBED_THREADS, 1, 1],
         stream=stream,
     )
 
@@ -115,7 +117,7 @@ def embed(
         id_T = id_T.to(table_VK.device)
     device = require_device((id_T, table_VK, out))
     if problem.tokens:
-        form = facts.choose_form(problem, target_of_device(device).name)
+        form = facts.choose_embed_form(problem, target_of_device(device).name)
         launch(compile_form(form, settings), problem, (id_T, table_VK, out))
     return out
 
@@ -137,8 +139,8 @@ def launch(
     kernel: CompiledKernel, problem: EmbedProblem, tensors: tuple[Tensor, Tensor, Tensor]
 ) -> None:
     """Launch on checked tensors: ids, table, rows to write."""
-    tokens, parts = facts.grid(problem)
-    extents = (problem.vocabulary, problem.vectors, tokens, parts, facts.threads(problem))
+    tokens, parts = facts.embed_grid(problem)
+    extents = (problem.vocabulary, problem.vectors, tokens, parts, facts.embed_threads(problem))
     kernel(
         _pointers(problem.ids, tensors),
         tuple(Int32(extent) for extent in extents),

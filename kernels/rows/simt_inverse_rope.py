@@ -20,28 +20,29 @@ from cutlass import Int32, Int64, Uint32, cute
 from torch import Tensor
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.kernels.primitives import attention_rows as rows
-from degarble.kernels.primitives.latent_words import (
+from degarble.kernels.primitives import kv_problem as rows
+from degarble.kernels.primitives.device_words import (
     NAN,
-    WORDS,
+    SLOT_WORDS,
     load_turn,
+    numbers_of,
     put,
     registers_of,
+    store,
     turned_words,
     vectors,
     words_at,
 )
-from degarble.kernels.primitives.nvfp4_words import numbers_of, store
-from degarble.kernels.rows import inverse_rope_problem as facts
-from degarble.kernels.rows.inverse_rope_problem import BackForm, BackProblem
+from degarble.kernels.rows import problem as facts
+from degarble.kernels.rows.problem import BackForm, BackProblem
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
 )
 from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS, target_of_device
 
 ALIGNMENTS = (16, 16, 8, 16)  # of heads, turns, positions, turned heads
@@ -51,7 +52,7 @@ ELEMENTS = (Uint32, Uint32, Int64, Uint32)
 # ---- device --------------------------------------------------------------------------------------
 
 
-class Tensors(NamedTuple):
+class BackTensors(NamedTuple):
     """Tensors of the kernel, as vectors of 16 bytes; positions one by one."""
 
     heads: Any  # BF16 [T, H, L]
@@ -61,7 +62,7 @@ class Tensors(NamedTuple):
 
 
 @cute.kernel
-def back_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
+def back_kernel(tensors: BackTensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
     """Process chunks of a token: load all, rotate back where rotated, store."""
     thread, _, _ = cute.arch.thread_idx()
     token, group, _ = cute.arch.block_idx()
@@ -70,17 +71,17 @@ def back_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Conste
     inside = (position >= 0) & (position < Int64(positions))
     chunks = heads * facts.chunks_of_head(form.width, in_place=form.in_place)
     first = Int64(token) * Int64(heads) * rows.GEOMETRIES[form.width].chunks
-    rWords = registers_of(WORDS, facts.AT_ONCE)
-    begin = Int32(group) * (facts.AT_ONCE * facts.THREADS) + Int32(thread)
-    for turn in cutlass.range_constexpr(facts.AT_ONCE):
-        chunk = begin + turn * facts.THREADS
+    rWords = registers_of(SLOT_WORDS, facts.CHUNKS_AT_ONCE)
+    begin = Int32(group) * (facts.CHUNKS_AT_ONCE * facts.BACK_THREADS) + Int32(thread)
+    for turn in cutlass.range_constexpr(facts.CHUNKS_AT_ONCE):
+        chunk = begin + turn * facts.BACK_THREADS
         if chunk < chunks:
-            place, _ = facts.place_of(chunk, form.width, in_place=form.in_place)
+            place, _ = facts.place_of_chunk(chunk, form.width, in_place=form.in_place)
             cute.autovec_copy(tensors.heads[None, first + Int64(place)], rWords[None, turn])
-    for turn in cutlass.range_constexpr(facts.AT_ONCE):
-        chunk = begin + turn * facts.THREADS
+    for turn in cutlass.range_constexpr(facts.CHUNKS_AT_ONCE):
+        chunk = begin + turn * facts.BACK_THREADS
         if chunk < chunks:
-            place, within = facts.place_of(chunk, form.width, in_place=form.in_place)
+            place, within = facts.place_of_chunk(chunk, form.width, in_place=form.in_place)
             group = within - facts.first_turned(form.width)
             if group >= 0:
                 rTurn = registers_of(rows.PAIRS_OF_LANE, 2)
@@ -102,10 +103,10 @@ def launch_back(
 ) -> None:
     """Launch; extents are heads, positions, tokens, groups of chunks."""
     heads, positions, tokens, groups = extents
-    views = zip(pointers, (WORDS, rows.PAIRS_OF_LANE, 0, WORDS), strict=True)
-    tensors = Tensors(*(vectors(address, words) for address, words in views))
+    views = zip(pointers, (SLOT_WORDS, rows.PAIRS_OF_LANE, 0, SLOT_WORDS), strict=True)
+    tensors = BackTensors(*(vectors(address, words) for address, words in views))
     back_kernel(tensors, (heads, positions), form).launch(
-        grid=[tokens, groups, 1], block=[facts.THREADS, 1, 1], stream=stream
+        grid=[tokens, groups, 1], block=[facts.BACK_THREADS, 1, 1], stream=stream
     )
 
 
@@ -172,7 +173,7 @@ def _extents(problem: BackProblem | None) -> tuple[Int32, ...]:
     """Return the extents of a launch; without a problem, ones to compile with."""
     if problem is None:
         return tuple(Int32(1) for _ in range(4))
-    numbers = (problem.heads, problem.positions, *facts.grid(problem))
+    numbers = (problem.heads, problem.positions, *facts.back_grid(problem))
     return tuple(Int32(number) for number in numbers)
 
 

@@ -25,31 +25,35 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as ops
-from degarble.kernels.primitives.approximations import exponential, inverse_root, reciprocal
-from degarble.kernels.primitives.latent_words import registers_of, vectors, words_at
-from degarble.kernels.primitives.nvfp4_words import (
+from degarble.kernels.primitives.device_words import (
+    exponential,
+    inverse_root,
     numbers_of,
+    reciprocal,
+    registers_of,
     rounded_words,
     store,
+    vectors,
+    words_at,
 )
 from degarble.kernels.rows import mhc_problem as facts
-from degarble.kernels.rows.mhc_problem import CHUNK, STREAMS, MixForm, MixProblem
+from degarble.kernels.rows.mhc_problem import CHUNK_VALUES, STREAMS, MixForm, MixProblem
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
 )
 from degarble.kernels.runtime.operands import pointer, require_device, require_optional
 from degarble.kernels.runtime.pdl import EARLY, follow
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS, target_of_device
 
-WORDS = CHUNK // 2  # of two BF16 in a chunk
+WORDS = CHUNK_VALUES // 2  # of two BF16 in a chunk
 ALIGNMENT = 16
 
 
-class Mixing(NamedTuple):
+class MixOperands(NamedTuple):
     """Tensors of a launch; which ones are present depends on the part, see `wanted`."""
 
     streams: Tensor | None = None  # BF16 [T, S, D]
@@ -67,7 +71,7 @@ class Mixing(NamedTuple):
 # ---- device --------------------------------------------------------------------------------------
 
 
-PROCESSOR = facts.Primitives(exponential, reciprocal, inverse_root)
+PROCESSOR = facts.MixPrimitives(exponential, reciprocal, inverse_root)
 
 
 def loaded_numbers(tensor: Any, index: Any) -> list[Any]:
@@ -233,13 +237,13 @@ def mhc_kernel(
     tokens, leading, groups, chunks = extents
     if cutlass.const_expr(form.makes_coefficients):  # noqa: SIM102  one is known in tracing
         if block < leading:
-            lane = block * facts.THREADS + thread
+            lane = block * facts.MIX_THREADS + thread
             place = (lane // STREAMS, tokens, lane % STREAMS)
             put_coefficients(tensors, place, told, form)
     if cutlass.const_expr(form.touches_streams):
         turn = Uint32(block - leading)
         of_token = Int32(turn // Uint32(groups))
-        chunk = Int32(turn % Uint32(groups)) * facts.THREADS + thread
+        chunk = Int32(turn % Uint32(groups)) * facts.MIX_THREADS + thread
         if (block >= leading) & (chunk < chunks):
             first = Int64(of_token) * STREAMS * Int64(chunks) + Int64(chunk)
             if cutlass.const_expr(form.part == facts.SPREADS_OUT):
@@ -266,11 +270,11 @@ def launch_mhc(
     """Launch a part: tokens, blocks of coefficients, groups, chunks, iterations, thread blocks."""
     sizes = (WORDS, STREAMS, 0, STREAMS, 0, STREAMS, STREAMS, STREAMS, WORDS, WORDS)
     views = zip(pointers, sizes, strict=True)
-    tensors = Mixing(*(vectors(address, words) for address, words in views))
+    tensors = MixOperands(*(vectors(address, words) for address, words in views))
     tokens, leading, groups, chunks, iterations, blocks = extents
     told = (iterations, *numbers)
     mhc_kernel(tensors, (tokens, leading, groups, chunks), told, form).launch(
-        grid=[blocks, 1, 1], block=[facts.THREADS, 1, 1], use_pdl=EARLY, stream=stream
+        grid=[blocks, 1, 1], block=[facts.MIX_THREADS, 1, 1], use_pdl=EARLY, stream=stream
     )
 
 
@@ -282,11 +286,11 @@ def compile_form(form: MixForm, settings: CompileSettings) -> CompiledKernel:
     """Compile a part; needs no GPU."""
     extents = tuple(Int32(1) for _ in range(6))
     numbers = tuple(Float32(1e-6) for _ in range(3))
-    arguments = (_pointers(Mixing()), extents, numbers, form, any_stream())
+    arguments = (_pointers(MixOperands()), extents, numbers, form, any_stream())
     return compile_kernel(launch_mhc, arguments, TARGETS[form.target], settings)
 
 
-def mhc(tensors: Mixing, problem: MixProblem, settings: CompileSettings) -> Mixing:
+def mhc(tensors: MixOperands, problem: MixProblem, settings: CompileSettings) -> MixOperands:
     """Run a part on its GPU; allocate outputs that are not given.
 
     For `post`, `out` may be the streams themselves.
@@ -300,16 +304,16 @@ def mhc(tensors: Mixing, problem: MixProblem, settings: CompileSettings) -> Mixi
     return tensors
 
 
-def launch(kernel: CompiledKernel, problem: MixProblem, tensors: Mixing) -> None:
+def launch(kernel: CompiledKernel, problem: MixProblem, tensors: MixOperands) -> None:
     """Launch on checked tensors."""
     device = next(tensor for tensor in tensors if tensor is not None).device.index or 0
     extents = (
         problem.tokens,
         facts.leading_blocks(problem),
         facts.groups_of_chunks(problem),
-        problem.width // CHUNK,
+        problem.width // CHUNK_VALUES,
         problem.iterations,
-        facts.grid(problem),
+        facts.mix_grid(problem),
     )
     numbers = (1.0 / (STREAMS * problem.width), problem.norm_epsilon, problem.epsilon)
     told = tuple(Int32(extent) for extent in extents), tuple(Float32(each) for each in numbers)
@@ -345,7 +349,7 @@ def wanted(problem: MixProblem) -> dict[str, tuple[torch.dtype, tuple[int, ...]]
     return {name: known[name] for name in has}
 
 
-def with_outputs(tensors: Mixing, problem: MixProblem) -> Mixing:
+def with_outputs(tensors: MixOperands, problem: MixProblem) -> MixOperands:
     """Allocate the outputs of a part that are not given."""
     written = {"coefficients": ("pre", "post", "mix"), "all": ("post", "mix", "out")}
     missing = [
@@ -360,7 +364,7 @@ def with_outputs(tensors: Mixing, problem: MixProblem) -> Mixing:
     return tensors._replace(**made)
 
 
-def require_operands(problem: MixProblem, tensors: Mixing) -> None:
+def require_operands(problem: MixProblem, tensors: MixOperands) -> None:
     """Raise on tensors that the kernel would misread."""
     kinds = wanted(problem)
     for name, tensor in tensors._asdict().items():
@@ -373,7 +377,7 @@ def require_operands(problem: MixProblem, tensors: Mixing) -> None:
 def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """Return the kernel's pointers; None becomes a pointer that is not read."""
     elements = (Uint32, *[Float32] * 7, Uint32, Uint32)
-    small = {Mixing._fields.index(name) for name in ("squares", "scale")}
+    small = {MixOperands._fields.index(name) for name in ("squares", "scale")}
     return tuple(
         pointer(element, tensor, 4 if place in small else ALIGNMENT)
         for place, (element, tensor) in enumerate(zip(elements, tensors, strict=True))

@@ -1,7 +1,7 @@
 """mHC's projection in one pass over x: products[t] = fn . x[t], squares[t] = sum(x[t]**2).
 
 One source for sm_90a and sm_100a. x [T, K = 4 D] in BF16; fn [24, K] (the head: [4, K]) as three
-BF16 parts, whose products are exact, so the result is that of float32 sums. mhc_projection_problem
+BF16 parts, whose products are exact, so the result is that of float32 sums. mhc_problem
 defines the order of the sums: bits depend on a token's streams and the weight alone.
 
 * project_kernel: a thread block has tokens and a piece, a group or a span of K. cp.async fills a
@@ -12,7 +12,7 @@ defines the order of the sums: bits depend on a token's streams and the weight a
 * add_kernel: adds the lines of a token in the stated order (PDL wait), a lane a column.
 
 `mhc_pre` is projection and mixing: streams in, collapsed input, post and mix out. Never waits for
-the GPU, so it may be captured in a graph. Shape letters as in mhc_projection_problem.
+the GPU, so it may be captured in a graph. Shape letters as in mhc_problem.
 """
 
 from collections.abc import Sequence
@@ -27,33 +27,33 @@ from torch import Tensor
 
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.formats import scalar_ops as ops
-from degarble.kernels.primitives.latent_words import vectors
-from degarble.kernels.primitives.nvfp4_words import numbers_of
-from degarble.kernels.rows import mhc_projection_problem as facts
+from degarble.kernels.primitives.device_words import numbers_of, vectors
+from degarble.kernels.rows import mhc_problem as facts
 from degarble.kernels.rows import simt_mhc
-from degarble.kernels.rows.mhc_problem import STREAMS, MixProblem
-from degarble.kernels.rows.mhc_projection_problem import (
+from degarble.kernels.rows.mhc_problem import (
+    BF16_PARTS,
     LINE,
-    PARTS,
     ROW_BYTES,
     ROWS_OF_TILE,
     SQUARES,
     STAGES,
     STEP,
+    STREAMS,
     TILE,
-    Cut,
+    InnerCut,
+    MixProblem,
     ProjectForm,
     ProjectProblem,
 )
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
 )
 from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
 from degarble.kernels.runtime.pdl import EARLY, follow, let_follow, wait_for_front
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS, target_of_device
 
 WORDS = 4  # of a lane's 16 bytes
@@ -68,7 +68,7 @@ NAMES = ("streams", "weight", "partial sums", "products", "squares")
 # ---- device --------------------------------------------------------------------------------------
 
 
-class Tensors(NamedTuple):
+class ProjectTensors(NamedTuple):
     """Kernels' tensors: bytes, pairs of float32, float32."""
 
     streams: Any  # BF16 [T, K]
@@ -79,7 +79,7 @@ class Tensors(NamedTuple):
     squares: Any  # float32 [T]
 
 
-class Feed(NamedTuple):
+class ProjectionFeed(NamedTuple):
     """A thread's share of every stage: one chunk of every `rows_at_once`-th row.
 
     Addresses of its first row of streams and of the weight at step 0, bytes from row to row of
@@ -108,7 +108,9 @@ def multiplied(sums: list[Any], a: list[Any], b: list[Any]) -> list[Any]:
     return list(made)
 
 
-def feed_of(tensors: Tensors, base: Any, told: tuple[Any, Any, Any], form: ProjectForm) -> Feed:
+def feed_of(
+    tensors: ProjectTensors, base: Any, told: tuple[Any, Any, Any], form: ProjectForm
+) -> ProjectionFeed:
     """Return a thread's share; `told` is first token of the block, tokens, chunks of a row."""
     first, tokens, of_row = told
     thread, _, _ = cute.arch.thread_idx()
@@ -119,13 +121,13 @@ def feed_of(tensors: Tensors, base: Any, told: tuple[Any, Any, Any], form: Proje
     )
     at = base + row * ROW_BYTES + facts.chunk_place(row, chunk) * 16
     apart = Int64(of_row) * (16 * form.rows_at_once)
-    return Feed(
+    return ProjectionFeed(
         streams + own, weight + of_weight, apart, row, chunk, at, tokens - first - row, of_row
     )
 
 
 @cute.jit
-def ask(feed: Feed, place: tuple[Any, Any], form: cutlass.Constexpr) -> None:
+def ask(feed: ProjectionFeed, place: tuple[Any, Any], form: cutlass.Constexpr) -> None:
     """Issue the copies of a stage (zeros past K and tokens); place is step and slot of the ring.
 
     A chunk lies at the same place in all rows of a thread where they are eight apart; of rows four
@@ -142,7 +144,7 @@ def ask(feed: Feed, place: tuple[Any, Any], form: cutlass.Constexpr) -> None:
         address = address + feed.to_next
     to = to + form.tokens_of_block * ROW_BYTES
     address = feed.weight + Int64(step) * ROW_BYTES
-    rows = PARTS * form.tiles * TILE
+    rows = BF16_PARTS * form.tiles * TILE
     for turn in cutlass.range_constexpr(-(-rows // form.rows_at_once)):
         row = turn * form.rows_at_once
         if cutlass.const_expr(row + form.rows_at_once <= rows):  # noqa: SIM114  known in tracing
@@ -192,7 +194,7 @@ def add_stage(base: Any, registers: tuple[Any, Any], form: cutlass.Constexpr) ->
             tiles = range(form.tokens_of_warp // ROWS_OF_TILE)
             streams.append([matrices(of_lane + t * (ROWS_OF_TILE * ROW_BYTES)) for t in tiles])
         add_squares(streams, rSquares)
-        for part in cutlass.range_constexpr(PARTS - 1, -1, -1):  # the smallest first
+        for part in cutlass.range_constexpr(BF16_PARTS - 1, -1, -1):  # the smallest first
             add_part(of_weight, (rSums, streams), part, form)
 
 
@@ -255,7 +257,9 @@ def add_group(span: tuple[Any, Any], group: tuple[Any, Any]) -> None:
 
 
 @cute.kernel
-def project_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
+def project_kernel(
+    tensors: ProjectTensors, extents: tuple[Any, ...], form: cutlass.Constexpr
+) -> None:
     """Sum a piece of K, a group of pieces, or a span of groups for a thread block's tokens."""
     follow()
     part, block, _ = cute.arch.block_idx()
@@ -308,7 +312,7 @@ def project_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Con
 
 @cute.jit
 def store_sums(
-    tensors: Tensors,
+    tensors: ProjectTensors,
     registers: tuple[Any, Any],
     place: tuple[Any, Any, Any, Any],
     form: cutlass.Constexpr,
@@ -334,7 +338,7 @@ def store_sums(
 
 
 @cute.kernel
-def add_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
+def add_kernel(tensors: ProjectTensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
     """Add a token's partial sums, a lane a column; where they are pieces each group has a warp."""
     wait_for_front()
     let_follow()
@@ -364,7 +368,7 @@ def add_kernel(tensors: Tensors, extents: tuple[Any, ...], form: cutlass.Constex
 
 
 def lines_of(
-    tensors: Tensors, place: tuple[Any, Any, Any], between: tuple[Any, Any], most: int
+    tensors: ProjectTensors, place: tuple[Any, Any, Any], between: tuple[Any, Any], most: int
 ) -> list[Any]:
     """Return some partial sums of a column, and zeros up to as many as there may be."""
     token, lane, partials = place
@@ -396,7 +400,7 @@ def in_spans(groups: list[Any]) -> Any:
 
 @cute.jit
 def store_whole(
-    tensors: Tensors, token: Any, lane: Any, whole: Any, form: cutlass.Constexpr
+    tensors: ProjectTensors, token: Any, lane: Any, whole: Any, form: cutlass.Constexpr
 ) -> None:
     """Write a column of a token: a product, or the sum of squares."""
     products = facts.WEIGHTS[form.kind]
@@ -417,7 +421,7 @@ def launch_project(
     streams, weight, partials, products, squares = pointers
     sizes = (0, 0, 2, 0, 0, 0)
     views = zip((streams, weight, partials, partials, products, squares), sizes, strict=True)
-    tensors = Tensors(*(vectors(address, words) for address, words in views))
+    tensors = ProjectTensors(*(vectors(address, words) for address, words in views))
     tokens, of_row, steps, per_piece, per_group, parts, blocks = extents
     told = (tokens, of_row, steps, per_piece, per_group, parts)
     project_kernel(tensors, told, form).launch(
@@ -434,7 +438,7 @@ def launch_project(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-class Weights(NamedTuple):
+class MhcWeights(NamedTuple):
     """mHC's parameters of a sublayer, or of the head: `split_weight(fn)`, base and scale."""
 
     split: Tensor  # BF16 [3, N padded, 4 D]
@@ -473,8 +477,8 @@ def mhc_project(
 
 
 def mhc_pre(
-    streams_TSD: Tensor, weights: Weights, problem: MixProblem, settings: CompileSettings
-) -> simt_mhc.Mixing:
+    streams_TSD: Tensor, weights: MhcWeights, problem: MixProblem, settings: CompileSettings
+) -> simt_mhc.MixOperands:
     """Project and mix: out [T, D], post and mix of a layer (part "all"), or out of the "head".
 
     Bit for bit what mhc_project and the parts of simt_mhc give one after the other.
@@ -488,7 +492,7 @@ def mhc_pre(
     projected = ProjectProblem(problem.tokens, problem.width, kind)
     products, squares = mhc_project(streams_TSD, weights.split, projected, settings)
     streams = None if problem.part == "coefficients" else streams_TSD
-    given = simt_mhc.Mixing(streams, products, squares, weights.base, weights.scale)
+    given = simt_mhc.MixOperands(streams, products, squares, weights.base, weights.scale)
     return simt_mhc.mhc(given, problem, settings)
 
 
@@ -503,9 +507,9 @@ def launch(
 
 def _extents(problem: ProjectProblem, form: ProjectForm) -> tuple[Any, ...]:
     """Return tokens, vectors of a row, how K is cut, and the grid."""
-    cut = Cut(problem.inner)
+    cut = InnerCut(problem.inner)
     numbers = (problem.tokens, problem.inner // 8, cut.steps, cut.per_piece, cut.per_group)
-    return tuple(Int32(number) for number in (*numbers, *facts.grid(problem, form)))
+    return tuple(Int32(number) for number in (*numbers, *facts.project_grid(problem, form)))
 
 
 def empty_outputs(problem: ProjectProblem, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -522,7 +526,7 @@ def require_operands(
     tokens, parts = problem.tokens, (problem.partials, LINE)
     shapes: tuple[tuple[torch.dtype, tuple[int, ...], int], ...] = (
         (torch.bfloat16, (tokens, STREAMS, problem.width), 16),
-        (torch.bfloat16, (PARTS, problem.weight_rows, problem.inner), 16),
+        (torch.bfloat16, (BF16_PARTS, problem.weight_rows, problem.inner), 16),
         (torch.float32, (tokens, *parts), 16),
         (torch.float32, (tokens, problem.products), 16),
         (torch.float32, (tokens,), 4),

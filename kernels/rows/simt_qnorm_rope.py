@@ -20,33 +20,35 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as ops
-from degarble.kernels.primitives import attention_rows as rows
-from degarble.kernels.primitives.latent_words import (
+from degarble.kernels.primitives import kv_problem as rows
+from degarble.kernels.primitives.device_words import (
     NAN,
-    WORDS,
+    SLOT_WORDS,
     factor_of_row,
     load_row,
     load_turn,
+    numbers_of,
     put,
     registers_of,
+    rounded_words,
+    store,
     turned_words,
     vectors,
     words_at,
 )
-from degarble.kernels.primitives.nvfp4_words import numbers_of, rounded_words, store
-from degarble.kernels.rows import qnorm_rope_problem as facts
-from degarble.kernels.rows.qnorm_rope_problem import HeadsForm, HeadsProblem
+from degarble.kernels.rows import problem as facts
+from degarble.kernels.rows.problem import HeadsForm, HeadsProblem
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
 )
 from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS, target_of_device
 
-THREADS = facts.WARPS * rows.LANES
+THREADS = facts.HEAD_WARPS * rows.LANES
 ALIGNMENTS = (16, 16, 8, 16)  # of heads, turns, positions, normed heads
 ELEMENTS = (Uint32, Uint32, Int64, Uint32)
 
@@ -54,7 +56,7 @@ ELEMENTS = (Uint32, Uint32, Int64, Uint32)
 # ---- device --------------------------------------------------------------------------------------
 
 
-class Tensors(NamedTuple):
+class HeadsTensors(NamedTuple):
     """Tensors of the kernel, as vectors of 16 bytes; positions one by one."""
 
     heads: Any  # BF16 [T, H, L]
@@ -65,7 +67,7 @@ class Tensors(NamedTuple):
 
 @cute.kernel
 def heads_kernel(
-    tensors: Tensors, extents: tuple[Any, ...], epsilon: Float32, form: cutlass.Constexpr
+    tensors: HeadsTensors, extents: tuple[Any, ...], epsilon: Float32, form: cutlass.Constexpr
 ) -> None:
     """Process a head per warp: read, norm, rotate, store."""
     held = rows.GEOMETRIES[form.width]
@@ -73,10 +75,10 @@ def heads_kernel(
     token, group, _ = cute.arch.block_idx()
     heads, positions = extents
     lane = Int32(thread) % rows.LANES
-    head = Int32(group) * facts.WARPS + Int32(thread) // rows.LANES
+    head = Int32(group) * facts.HEAD_WARPS + Int32(thread) // rows.LANES
     if head < heads:
         first = (Int64(token) * Int64(heads) + Int64(head)) * held.chunks
-        rWords = registers_of(WORDS, held.slots)
+        rWords = registers_of(SLOT_WORDS, held.slots)
         load_row(tensors.heads, rWords, first, lane, held)
         position = Int64(tensors.positions[token])
         rTurn = registers_of(rows.PAIRS_OF_LANE, 2)
@@ -111,8 +113,8 @@ def launch_heads(
 ) -> None:
     """Launch; extents are heads, positions, tokens, groups of heads."""
     heads, positions, tokens, groups = extents
-    views = zip(pointers, (WORDS, rows.PAIRS_OF_LANE, 0, WORDS), strict=True)
-    tensors = Tensors(*(vectors(address, words) for address, words in views))
+    views = zip(pointers, (SLOT_WORDS, rows.PAIRS_OF_LANE, 0, SLOT_WORDS), strict=True)
+    tensors = HeadsTensors(*(vectors(address, words) for address, words in views))
     heads_kernel(tensors, (heads, positions), epsilon, form).launch(
         grid=[tokens, groups, 1], block=[THREADS, 1, 1], stream=stream
     )
@@ -174,7 +176,7 @@ def _extents(problem: HeadsProblem | None) -> tuple[Int32, ...]:
     """Return the extents of a launch; without a problem, ones to compile with."""
     if problem is None:
         return tuple(Int32(1) for _ in range(4))
-    numbers = (problem.heads, problem.positions, *facts.grid(problem))
+    numbers = (problem.heads, problem.positions, *facts.heads_grid(problem))
     return tuple(Int32(number) for number in numbers)
 
 

@@ -21,8 +21,8 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as ops
-from degarble.kernels.primitives.nvfp4_words import (
-    WORDS,
+from degarble.kernels.primitives.device_words import (
+    BLOCK_WORDS,
     emit,
     numbers_of,
     rounded_words,
@@ -32,12 +32,18 @@ from degarble.kernels.primitives.nvfp4_words import (
     words_of,
 )
 from degarble.kernels.primitives.quantise_problem import BLOCK
-from degarble.kernels.rows import residual_problem as facts
-from degarble.kernels.rows import rmsnorm_problem as norms
-from degarble.kernels.rows.residual_problem import ResidualForm, ResidualProblem
-from degarble.kernels.rows.rmsnorm_problem import LANES, MOST_WARPS, SLOTS
+from degarble.kernels.rows import problem as facts
+from degarble.kernels.rows import problem as norms
+from degarble.kernels.rows.problem import (
+    LANES,
+    MOST_WARPS,
+    SLOTS_OF_LANE,
+    ResidualForm,
+    ResidualProblem,
+)
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
@@ -49,14 +55,13 @@ from degarble.kernels.runtime.operands import (
     require_device,
     require_tensor,
 )
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS, target_of_device
 
 ALIGNMENT = 32
 FLAT = 1 << 30
 
 
-class Summed(NamedTuple):
+class ResidualNormed(NamedTuple):
     """Results: normed values [M, K] and the stored sum [M, K], both BF16."""
 
     normed: Tensor
@@ -66,7 +71,7 @@ class Summed(NamedTuple):
 # ---- device --------------------------------------------------------------------------------------
 
 
-class Tensors(NamedTuple):
+class ResidualTensors(NamedTuple):
     """Kernel's tensors, as blocks: [words of a block, blocks]."""
 
     values: Any  # BF16 [M, K]
@@ -103,7 +108,9 @@ def again(words: list[Any]) -> list[Any]:
 
 
 @cute.jit
-def read(tensors: Tensors, ahead: tuple[Any, Any], place: Any, slot: cutlass.Constexpr) -> None:
+def read(
+    tensors: ResidualTensors, ahead: tuple[Any, Any], place: Any, slot: cutlass.Constexpr
+) -> None:
     """Read a block of both operands."""
     cute.autovec_copy(tensors.values[None, place], ahead[0][None, slot])
     cute.autovec_copy(tensors.residual[None, place], ahead[1][None, slot])
@@ -111,7 +118,7 @@ def read(tensors: Tensors, ahead: tuple[Any, Any], place: Any, slot: cutlass.Con
 
 @cute.kernel
 def residual_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to be handed on
-    tensors: Tensors, extents: tuple[Int32, ...], epsilon: Float32, form: cutlass.Constexpr
+    tensors: ResidualTensors, extents: tuple[Int32, ...], epsilon: Float32, form: cutlass.Constexpr
 ) -> None:
     """Walk down the rows: read both, add, sum squares, norm, write both."""
     thread, _, _ = cute.arch.thread_idx()
@@ -134,14 +141,14 @@ def residual_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to
             sSums[thread] = Float32(0.0)
         cute.arch.sync_threads()
 
-    of_weight = BLOCK if form.weight == "fp32" else WORDS
-    rWeight = cute.make_rmem_tensor(cute.make_layout((of_weight, SLOTS)), Uint32)
+    of_weight = BLOCK if form.weight == "fp32" else BLOCK_WORDS
+    rWeight = cute.make_rmem_tensor(cute.make_layout((of_weight, SLOTS_OF_LANE)), Uint32)
     rWeight.fill(0)
-    layout = cute.make_layout((WORDS, SLOTS))
+    layout = cute.make_layout((BLOCK_WORDS, SLOTS_OF_LANE))
     rAhead = (cute.make_rmem_tensor(layout, Uint32), cute.make_rmem_tensor(layout, Uint32))
     for part in rAhead:
         part.fill(0)
-    for slot in cutlass.range_constexpr(SLOTS):
+    for slot in cutlass.range_constexpr(SLOTS_OF_LANE):
         block = lane_block + slot * lanes
         if block < blocks:
             if cutlass.const_expr(form.weight != "fp32"):
@@ -153,16 +160,16 @@ def residual_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to
     for row in cutlass.range(first, rows, step, unroll=1):
         start = Int64(row) * Int64(blocks) + Int64(lane_block)
         # Take this row, then load the next one: its latency overlaps the work below.
-        sums = [sums_of(*rAhead, slot) for slot in range(SLOTS)]
+        sums = [sums_of(*rAhead, slot) for slot in range(SLOTS_OF_LANE)]
         for part in rAhead:
             part.fill(0)
-        for slot in cutlass.range_constexpr(SLOTS):
+        for slot in cutlass.range_constexpr(SLOTS_OF_LANE):
             if (row + step < rows) & (lane_block + slot * lanes < blocks):
                 place = start + Int64(step) * Int64(blocks) + Int64(slot * lanes)
                 read(tensors, rAhead, place, slot)
 
         held = []  # of each block: its sums, or the words of the stored ones
-        for slot in cutlass.range_constexpr(SLOTS):
+        for slot in cutlass.range_constexpr(SLOTS_OF_LANE):
             stored = rounded_words(sums[slot])
             if lane_block + slot * lanes < blocks:
                 store(tensors.total, start + Int64(slot * lanes), stored)
@@ -179,7 +186,7 @@ def residual_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to
         columns = Float32(Int32(blocks * BLOCK))
         factor = norms.factor_of(total, columns, epsilon, square_root)
 
-        for slot in cutlass.range_constexpr(SLOTS):
+        for slot in cutlass.range_constexpr(SLOTS_OF_LANE):
             place = start + Int64(slot * lanes)
             if lane_block + slot * lanes < blocks:
                 if cutlass.const_expr(form.weight == "fp32"):
@@ -201,9 +208,11 @@ def launch_residual(
 ) -> None:
     """Launch a form; extents are rows, blocks, lanes of a row, threads, thread blocks."""
     rows, blocks, lanes, threads, walkers = extents
-    of_weight = BLOCK if form.weight == "fp32" else WORDS
-    views = zip(pointers, (WORDS, WORDS, of_weight, WORDS, WORDS), strict=True)
-    tensors = Tensors(
+    of_weight = BLOCK if form.weight == "fp32" else BLOCK_WORDS
+    views = zip(
+        pointers, (BLOCK_WORDS, BLOCK_WORDS, of_weight, BLOCK_WORDS, BLOCK_WORDS), strict=True
+    )
+    tensors = ResidualTensors(
         *(
             cute.make_tensor(each, cute.make_layout((words, FLAT), stride=(1, words)))
             for each, words in views
@@ -212,7 +221,7 @@ def launch_residual(
     residual_kernel(tensors, (rows, blocks, lanes), epsilon, form).launch(
         grid=[walkers, 1, 1],
         block=[threads, 1, 1],
-        max_number_threads=[facts.threads_declared(), 1, 1],
+        max_number_threads=[facts.residual_threads_declared(), 1, 1],
         stream=stream,
     )
 
@@ -235,15 +244,15 @@ def residual_norm(
     problem: ResidualProblem,
     settings: CompileSettings,
     *,
-    out: Summed | None = None,
-) -> Summed:
+    out: ResidualNormed | None = None,
+) -> ResidualNormed:
     """Add BF16 rows and norm their sums, on their GPU."""
     out = out or empty_outputs(problem, values_MK.device)
     tensors = (values_MK, residual_MK, weight_K, *out)
     require_operands(problem, tensors)
     device = require_device(tensors)
     if problem.rows:
-        form = facts.choose_form(problem, target_of_device(device).name)
+        form = facts.choose_residual_form(problem, target_of_device(device).name)
         launch(compile_form(form, settings), problem, tensors)
     return out
 
@@ -251,18 +260,22 @@ def residual_norm(
 def launch(kernel: CompiledKernel, problem: ResidualProblem, tensors: Sequence[Tensor]) -> None:
     """Launch on checked tensors: values, residual, weight, normed values, stored sum."""
     device = tensors[0].device.index or 0
-    walkers = facts.grid(problem, facts.choose_tactic(problem), processors_of(device))
+    walkers = facts.residual_grid(
+        problem, facts.choose_residual_tactic(problem), processors_of(device)
+    )
     norm = problem.norm
     lanes = norms.lanes_of_row(norm.columns)
-    extents = (norm.rows, norm.blocks, lanes, norms.threads(norm), walkers)
+    extents = (norm.rows, norm.blocks, lanes, norms.norm_threads(norm), walkers)
     numbers = tuple(Int32(extent) for extent in extents)
     kernel(_pointers(tensors), numbers, Float32(problem.epsilon), current_stream(device))
 
 
-def empty_outputs(problem: ResidualProblem, device: torch.device) -> Summed:
+def empty_outputs(problem: ResidualProblem, device: torch.device) -> ResidualNormed:
     """Allocate what a launch writes; every byte of it is written."""
     shape = (problem.rows, problem.columns)
-    return Summed(*(torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in range(2)))
+    return ResidualNormed(
+        *(torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
+    )
 
 
 def require_operands(problem: ResidualProblem, tensors: Sequence[Tensor]) -> None:

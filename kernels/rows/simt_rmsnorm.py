@@ -8,7 +8,7 @@ grid apart; where rows are at most 1,024 wide, each warp walks by itself. A lane
 One row: take the values from registers; load the next row; sum of squares by shuffles, then over
 warps through shared memory (double-buffered, so one barrier a row); norm; store; block amax, scale
 code, codes, scale bytes. The padding of the scales is walked as rows without values. The arithmetic
-is that of rmsnorm_problem.
+is that of rows/problem.py.
 
 Allocates only what it returns and never waits for the GPU, so it may be captured in a graph.
 Shape letters: M rows, K columns, P = K / 2 bytes.
@@ -27,8 +27,8 @@ from torch import Tensor
 from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import round_up
-from degarble.kernels.primitives.nvfp4_words import (
-    WORDS,
+from degarble.kernels.primitives.device_words import (
+    BLOCK_WORDS,
     block_amax,
     code_words,
     emit,
@@ -42,16 +42,11 @@ from degarble.kernels.primitives.nvfp4_words import (
     words_of,
 )
 from degarble.kernels.primitives.quantise_problem import BLOCK, LAYOUTS, SCALE_CODES
-from degarble.kernels.rows import rmsnorm_problem as facts
-from degarble.kernels.rows.rmsnorm_problem import (
-    LANES,
-    MOST_WARPS,
-    SLOTS,
-    NormForm,
-    NormProblem,
-)
+from degarble.kernels.rows import problem as facts
+from degarble.kernels.rows.problem import LANES, MOST_WARPS, SLOTS_OF_LANE, NormForm, NormProblem
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
@@ -64,7 +59,6 @@ from degarble.kernels.runtime.operands import (
     require_optional,
     require_tensor,
 )
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS, target_of_device
 
 ALIGNMENTS = (32, 32, 4, 32, 8, 1)  # of values, weight, decode scale, normed values, codes, scales
@@ -82,7 +76,7 @@ class Normed(NamedTuple):
 # ---- device --------------------------------------------------------------------------------------
 
 
-class Tensors(NamedTuple):
+class NormTensors(NamedTuple):
     """Kernel's tensors, as blocks: [words of a block, blocks] or flat."""
 
     values: Any  # BF16 [M, K]
@@ -93,16 +87,16 @@ class Tensors(NamedTuple):
     scales: Any  # scale bytes in their layout
 
 
-def tensors_of(pointers: tuple[Any, ...], form: NormForm) -> Tensors:
+def tensors_of(pointers: tuple[Any, ...], form: NormForm) -> NormTensors:
     """View the six pointers; bounds are checked by row and block, not by these layouts."""
-    of_weight = BLOCK if form.weight == "fp32" else WORDS
-    shapes = (WORDS, of_weight, 0, WORDS, WORDS // 4, 0)
+    of_weight = BLOCK if form.weight == "fp32" else BLOCK_WORDS
+    shapes = (BLOCK_WORDS, of_weight, 0, BLOCK_WORDS, BLOCK_WORDS // 4, 0)
     flat = 1 << 30
     views = []
     for address, words in zip(pointers, shapes, strict=True):
         layout = cute.make_layout((words, flat), stride=(1, words)) if words else None
         views.append(cute.make_tensor(address, layout or cute.make_layout(flat)))
-    return Tensors(*views)
+    return NormTensors(*views)
 
 
 def weights_of(registers: Any, slot: int, form: NormForm) -> list[Any]:
@@ -139,7 +133,7 @@ def warps_folded(number: Any) -> Any:
 
 def slots_of(registers: Any) -> list[list[Any]]:
     """Return the words of each slot."""
-    return [words_of(registers[None, slot]) for slot in range(SLOTS)]
+    return [words_of(registers[None, slot]) for slot in range(SLOTS_OF_LANE)]
 
 
 def normed_words(words: list[Any], weights: list[Any], factor: Any) -> list[Any]:
@@ -150,7 +144,7 @@ def normed_words(words: list[Any], weights: list[Any], factor: Any) -> list[Any]
 
 @cute.kernel
 def rmsnorm_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to be handed on
-    tensors: Tensors,
+    tensors: NormTensors,
     extents: tuple[Int32, ...],
     epsilon: Float32,
     form: cutlass.Constexpr,
@@ -183,12 +177,12 @@ def rmsnorm_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to 
             sFactors[code] = codecs.nvfp4_block_encode_scale(Uint32(code), scaling.encode)
     cute.arch.sync_threads()
 
-    of_weight = BLOCK if form.weight == "fp32" else WORDS
-    rWeight = cute.make_rmem_tensor(cute.make_layout((of_weight, SLOTS)), Uint32)
+    of_weight = BLOCK if form.weight == "fp32" else BLOCK_WORDS
+    rWeight = cute.make_rmem_tensor(cute.make_layout((of_weight, SLOTS_OF_LANE)), Uint32)
     rWeight.fill(0)
-    rAhead = cute.make_rmem_tensor(cute.make_layout((WORDS, SLOTS)), Uint32)
+    rAhead = cute.make_rmem_tensor(cute.make_layout((BLOCK_WORDS, SLOTS_OF_LANE)), Uint32)
     rAhead.fill(0)
-    for slot in cutlass.range_constexpr(SLOTS):
+    for slot in cutlass.range_constexpr(SLOTS_OF_LANE):
         block = lane_block + slot * lanes
         if block < blocks:
             if cutlass.const_expr(form.weight != "fp32"):
@@ -203,7 +197,7 @@ def rmsnorm_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to 
         # Take this row, then load the next one: its latency overlaps the work below.
         words = slots_of(rAhead)
         rAhead.fill(0)
-        for slot in cutlass.range_constexpr(SLOTS):
+        for slot in cutlass.range_constexpr(SLOTS_OF_LANE):
             if (Uint32(row + step) < rows) & (lane_block + slot * lanes < blocks):
                 place = start + Int64(step) * Int64(blocks) + Int64(slot * lanes)
                 cute.autovec_copy(tensors.values[None, place], rAhead[None, slot])
@@ -219,7 +213,7 @@ def rmsnorm_kernel(  # noqa: PLR0915  one walk: what a lane holds would have to 
         columns = Float32(Int32(blocks * BLOCK))
         factor = facts.factor_of(total, columns, epsilon, square_root)
 
-        for slot in cutlass.range_constexpr(SLOTS):
+        for slot in cutlass.range_constexpr(SLOTS_OF_LANE):
             block, place = lane_block + slot * lanes, start + Int64(slot * lanes)
             if cutlass.const_expr(form.weight == "fp32"):  # noqa: SIM102  as above
                 if block < blocks:
@@ -257,7 +251,7 @@ def launch_rmsnorm(
     rmsnorm_kernel(tensors_of(pointers, form), within, epsilon, form).launch(
         grid=[walkers, 1, 1],
         block=[threads, 1, 1],
-        max_number_threads=[facts.threads_declared(form), 1, 1],
+        max_number_threads=[facts.norm_threads_declared(form), 1, 1],
         stream=stream,
     )
 
@@ -292,8 +286,8 @@ def rmsnorm(
     tensors = (values_MK, weight_K, decode_scale, *out)
     device = require_device(tensors)
     if problem.rows:
-        form = facts.choose_form(problem, target_of_device(device).name)
-        launch(compile_form(form, settings), problem, tensors, facts.choose_tactic(problem))
+        form = facts.choose_norm_form(problem, target_of_device(device).name)
+        launch(compile_form(form, settings), problem, tensors, facts.choose_norm_tactic(problem))
     return out
 
 
@@ -301,7 +295,7 @@ def launch(
     kernel: CompiledKernel,
     problem: NormProblem,
     tensors: tuple[Tensor | None, ...],
-    tactic: facts.Tactic,
+    tactic: facts.NormTactic,
 ) -> None:
     """Launch on checked tensors: values, weight, decode scale, normed values, codes, scales."""
     device = tensors[0].device.index or 0 if tensors[0] is not None else 0
@@ -310,8 +304,8 @@ def launch(
         problem.blocks,
         problem.padded_rows,
         facts.lanes_of_row(problem.columns),
-        facts.threads(problem),
-        facts.grid(problem, tactic, processors_of(device)),
+        facts.norm_threads(problem),
+        facts.norm_grid(problem, tactic, processors_of(device)),
     )
     kernel(
         _pointers(tensors),

@@ -25,23 +25,23 @@ from torch import Tensor
 
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.formats import scalar_ops as ops
-from degarble.kernels.primitives.nvfp4_words import emit, square_root
+from degarble.kernels.primitives.device_words import emit, square_root
 from degarble.kernels.rows import router_problem as facts
 from degarble.kernels.rows.router_problem import LANES, WARPS, RouterForm, RouterProblem
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
 )
 from degarble.kernels.runtime.operands import DTYPES, pointer, require_device, require_tensor
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS, target_of_device
 
 EVERY_LANE = 0xFFFF_FFFF
 
 
-class Routed(NamedTuple):
+class RoutedTokens(NamedTuple):
     """Results: int32 experts [T, K], best first, and float32 weights [T, K]."""
 
     experts: Tensor
@@ -51,7 +51,7 @@ class Routed(NamedTuple):
 # ---- device --------------------------------------------------------------------------------------
 
 
-class Tensors(NamedTuple):
+class RouterTensors(NamedTuple):
     """Kernel's tensors, flat."""
 
     logits: Any  # [T, E]
@@ -77,7 +77,7 @@ def best_of(key: Any, number: Any) -> Any:
     return warp_extreme("min", ops.select(key == warp_extreme("max", key), number, EVERY_LANE))
 
 
-def biased_score(tensors: Tensors, at: Any, expert: Any, form: RouterForm) -> Any:
+def biased_score(tensors: RouterTensors, at: Any, expert: Any, form: RouterForm) -> Any:
     """Return the score by which an expert is chosen."""
     score = facts.score_of(Float32(tensors.logits[at]), form.scoring, square_root)
     return ops.add_rn(score, Float32(tensors.bias[expert]))
@@ -132,7 +132,7 @@ def weight_of(score: Any, scale: Any, epsilon: Any, form: RouterForm) -> Any:
 
 @cute.kernel
 def router_kernel(  # noqa: PLR0915  one token: what a lane holds would have to be handed on
-    tensors: Tensors,
+    tensors: RouterTensors,
     extents: tuple[Int32, ...],
     factors: tuple[Float32, ...],
     form: cutlass.Constexpr,
@@ -214,7 +214,7 @@ def launch_router(
     """Launch a form; extents are tokens, experts, table rows, thread blocks."""
     tokens, experts, vocabulary, blocks = extents
     flat = cute.make_layout(1 << 30)
-    tensors = Tensors(*(cute.make_tensor(address, flat) for address in pointers))
+    tensors = RouterTensors(*(cute.make_tensor(address, flat) for address in pointers))
     router_kernel(tensors, (tokens, experts, vocabulary), factors, form).launch(
         grid=[blocks, 1, 1], block=[WARPS * LANES, 1, 1], stream=stream
     )
@@ -238,8 +238,8 @@ def route(
     settings: CompileSettings,
     *,
     id_T: Tensor | None = None,
-    out: Routed | None = None,
-) -> Routed:
+    out: RoutedTokens | None = None,
+) -> RoutedTokens:
     """Choose experts and weigh them, on their GPU.
 
     `source` is the float32 bias [E], or the table [V, K] of expert ids where the problem has a
@@ -273,10 +273,10 @@ def launch(
     )
 
 
-def empty_outputs(problem: RouterProblem, device: torch.device) -> Routed:
+def empty_outputs(problem: RouterProblem, device: torch.device) -> RoutedTokens:
     """Allocate the result; a launch writes every number of it."""
     shape = (problem.tokens, problem.chosen)
-    return Routed(
+    return RoutedTokens(
         torch.empty(shape, dtype=torch.int32, device=device),
         torch.empty(shape, dtype=torch.float32, device=device),
     )
@@ -304,7 +304,7 @@ def require_operands(
     require_tensor("table", source, ids, shape, ids.itemsize)
 
 
-def require_outputs(problem: RouterProblem, out: Routed) -> None:
+def require_outputs(problem: RouterProblem, out: RoutedTokens) -> None:
     """Raise on outputs that do not hold the result."""
     shape = (problem.tokens, problem.chosen)
     require_tensor("experts", out.experts, torch.int32, shape, 4)

@@ -17,16 +17,16 @@ from cutlass import BFloat16, Float32, Int32, cute
 from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as ops
-from degarble.kernels.rows import scale_problem as facts
-from degarble.kernels.rows.scale_problem import ScaleForm, ScaleProblem
+from degarble.kernels.rows import problem as facts
+from degarble.kernels.rows.problem import ScaleForm, ScaleProblem
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
 )
 from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS, target_of_device
 
 ELEMENTS = {"bf16": (BFloat16, 2), "fp32": (Float32, 4)}
@@ -41,7 +41,7 @@ def scale_kernel(
     """Scale one number."""
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
-    place = Int32(block) * facts.THREADS + Int32(thread)
+    place = Int32(block) * facts.SCALE_THREADS + Int32(thread)
     if place < count:
         made = ops.multiply_rn(Float32(values[place]), factor)
         out[place] = ELEMENTS[form.out][0](made)
@@ -59,7 +59,7 @@ def launch_scale(
     count, blocks = extents
     values, out = (cute.make_tensor(each, cute.make_layout(FLAT)) for each in pointers)
     scale_kernel(values, out, count, factor, form).launch(
-        grid=[blocks, 1, 1], block=[facts.THREADS, 1, 1], stream=stream
+        grid=[blocks, 1, 1], block=[facts.SCALE_THREADS, 1, 1], stream=stream
     )
 
 
@@ -85,7 +85,7 @@ def scale(
         require_tensor(name, flat, TORCH[kind], (problem.count,), ELEMENTS[kind][1])
     device = require_device((values, out))
     if problem.count:
-        form = facts.choose_form(problem, target_of_device(device).name)
+        form = facts.choose_scale_form(problem, target_of_device(device).name)
         extents = (Int32(problem.count), Int32(problem.blocks))
         pointers = _pointers(form, (values, out))
         kernel = compile_form(form, settings)

@@ -1,15 +1,9 @@
-"""Compile a CuTe DSL entry for a target and cache the object file on disk.
+"""Compile a CuTe DSL entry for a target, cache the object file on disk, and read its machine code.
 
 The cache key covers the entry and its arguments, the target, the versions of DSL, CUDA and Python,
 the DSL's environment variables, and the text of every source that a kernel may import
-(harness/formats, harness/model, kernels; suites enforce that limit), so an edit never leaves a
-stale kernel. Editing sources after their import switches the cache off. A damaged entry is
-compiled anew.
-
-Compiling needs no GPU. Calling the result needs the target's GPU: pass pointers of make_ptr over
-device addresses and the stream (`current_stream`) last. Arguments are pointers, DSL numbers and
-constants with a stable text; others raise InvalidArgument, because the key could not tell them
-apart.
+(harness/formats, harness/model, kernels; suites enforce that limit). Editing sources after their
+import switches the cache off. Compiling needs no GPU; calling the result needs the target's.
 """
 
 from __future__ import annotations
@@ -19,25 +13,178 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, is_dataclass
 from functools import cached_property
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.base.errors import InvalidArgument, MissingDependency
-from degarble.harness.base.files import make_private, opened_private, read_private
+from degarble.harness.base.errors import InvalidArgument, MissingDependency, UnreadableFile
+from degarble.harness.base.files import cache_folder, make_private, opened_private, read_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from degarble.kernels.runtime.settings import CompileSettings
     from degarble.kernels.runtime.targets import Target
+
+
+# --------------------------------------------------------------------------------------------------
+# Environment variables, read once into a record.
+#
+# * DEGARBLE_KERNEL_CACHE: folder of compiled kernels; `off` compiles anew in every process. By
+#   default degarble/kernels under XDG_CACHE_HOME, or under ~/.cache.
+# * DEGARBLE_KEEP_KERNELS: folder that receives the PTX and the cubin of every kernel.
+#
+# The DSL's own variables (CUTE_DSL_...) are recorded, because they change kernels. Only an edge (a
+# command, a plugin, conftest) calls `read_settings`; all other code receives the record.
+
+CACHE_VARIABLE = "DEGARBLE_KERNEL_CACHE"
+KEEP_VARIABLE = "DEGARBLE_KEEP_KERNELS"
+DSL_PREFIX = "CUTE_DSL_"
+
+
+@dataclass(frozen=True)
+class CompileSettings:
+    """Folders of the cache and of kept machine code (None: unused); the DSL's variables."""
+
+    cache_folder: Path | None = None
+    keep_folder: Path | None = None
+    dsl_environment: tuple[str, ...] = ()
+
+
+def read_settings(environment: Mapping[str, str]) -> CompileSettings:
+    """Read the settings from an environment, such as os.environ."""
+    keep = environment.get(KEEP_VARIABLE)
+    return CompileSettings(
+        cache_folder=_cache_folder(environment),
+        keep_folder=Path(keep) if keep else None,
+        dsl_environment=tuple(
+            f"{name}={value}"
+            for name, value in sorted(environment.items())
+            if name.startswith(DSL_PREFIX)
+        ),
+    )
+
+
+def _cache_folder(environment: Mapping[str, str]) -> Path | None:
+    named = environment.get(CACHE_VARIABLE)
+    if named == "off":
+        return None
+    if named:
+        return Path(named)
+    return cache_folder(environment) / "kernels"
+
+
+# --------------------------------------------------------------------------------------------------
+# Read registers, stack and shared memory of a cubin, and find unstated roundings in PTX.
+#
+# `cubin_facts` runs cuobjdump (package nvidia-cuda-cuobjdump, or the CUDA toolkit's on the PATH); a
+# missing program or unknown output raises. `unstated_roundings` finds arithmetic that ptxas may
+# contract into an fma. Our kernels keep no arrays in local memory, so a stack means spilled
+# registers.
+
+_FUNCTION = re.compile(
+    r"Function (?P<name>\S+):\s+REG:(?P<registers>\d+) STACK:(?P<stack>\d+) "
+    r"SHARED:(?P<shared>\d+) LOCAL:(?P<local>\d+)"
+)
+# PTX ISA 9.1, mul, add, sub: without a rounding modifier ptxas may contract them into an fma.
+_UNSTATED = re.compile(
+    r"^\s*(?:@!?%\w+\s+)?((?:mul|add|sub|mad)(?:\.ftz|\.sat)*\.b?f(?:16|32|64)(?:x2)?\s.*;)",
+    re.MULTILINE,
+)
+_FMA = re.compile(r"^\s*(?:@!?%\w+\s+)?(fma\.\S+\s.*;)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class KernelFacts:
+    """Resources of one kernel of a cubin: bytes, and registers per thread."""
+
+    name: str
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    local_bytes: int
+
+    @property
+    def spills(self) -> bool:
+        """Return whether registers were spilled to memory."""
+        return self.stack_bytes > 0 or self.local_bytes > 0
+
+
+def cubin_facts(cubin: bytes) -> tuple[KernelFacts, ...]:
+    """Return the resources of every kernel in a cubin."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        run = subprocess.run(  # noqa: S603  our own file, a program from a known package
+            [cuobjdump_path(), "--dump-resource-usage", path],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    facts = tuple(
+        KernelFacts(
+            name=match["name"],
+            registers=int(match["registers"]),
+            stack_bytes=int(match["stack"]),
+            shared_bytes=int(match["shared"]),
+            local_bytes=int(match["local"]),
+        )
+        for match in _FUNCTION.finditer(run.stdout)
+    )
+    if run.returncode or not facts:
+        raise UnreadableFile(
+            "cubin",
+            (run.stderr or run.stdout)[:120],
+            "resource usage of at least one kernel, as cuobjdump prints it",
+            "Use cuobjdump of CUDA 13, and a cubin that ptxas wrote.",
+        )
+    return facts
+
+
+def cuobjdump_path() -> Path:
+    """Return the path of cuobjdump: in its package, else on the PATH."""
+    try:
+        files = metadata.files("nvidia-cuda-cuobjdump") or []
+    except metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.name == "cuobjdump":
+            return Path(str(file.locate()))
+    found = shutil.which("cuobjdump")
+    if found is None:
+        raise MissingDependency(
+            "cuobjdump",
+            None,
+            "the program in its package or on the PATH",
+            "Install it with: pip install nvidia-cuda-cuobjdump",
+        )
+    return Path(found)
+
+
+def unstated_roundings(ptx: str) -> tuple[str, ...]:
+    """Return float instructions that ptxas may contract: mul, add, sub, mad without .rn."""
+    return tuple(match.strip() for match in _UNSTATED.findall(ptx))
+
+
+def fused_instructions(ptx: str) -> tuple[str, ...]:
+    """Return the fma instructions, whether written or made by the front end."""
+    return tuple(match.strip() for match in _FMA.findall(ptx))
+
+
+# --------------------------------------------------------------------------------------------------
+# Compiling and the cache. A damaged entry is compiled anew.
+#
+# To call a kernel, pass pointers of make_ptr over device addresses, and the stream
+# (`current_stream`) last. Arguments are pointers, DSL numbers and constants with a stable text;
+# others raise InvalidArgument, because the key could not tell them apart.
 
 _SOURCE_FOLDERS = ("harness/formats", "harness/model", "kernels")
 _OBJECT, _PTX, _CUBIN, _MANIFEST = "kernel.o", "kernel.ptx", "kernel.cubin", "manifest.json"

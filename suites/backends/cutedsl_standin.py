@@ -21,9 +21,9 @@ from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4, from_layout, to_layout
 from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection
 from degarble.harness.formats.quantise import QuantisedTensor, dequantise, quantise
-from degarble.kernels.primitives.attention_rows import WIDTH
-from degarble.kernels.primitives.fp8_quantise_problem import Fp8Problem
-from degarble.kernels.rows.inverse_rope_problem import BackProblem
+from degarble.kernels.primitives.kv_problem import WIDTH
+from degarble.kernels.primitives.quantise_problem import Fp8Problem
+from degarble.kernels.rows.problem import BackProblem
 from degarble.kernels.runtime.operands import require_tensor
 from degarble.suites.backends import cutedsl_standin_attention as attention
 from degarble.suites.backends import cutedsl_standin_layer as layer

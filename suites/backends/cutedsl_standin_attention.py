@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.kernels.primitives.attention_rows import WIDTH
+from degarble.kernels.primitives.kv_problem import WIDTH
 from degarble.kernels.runtime.operands import require_tensor
 
 if TYPE_CHECKING:

@@ -18,9 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.kernels.cache.compressor_problem import RATIOS, PoolProblem, windows_of
-from degarble.kernels.cache.paged_pool_problem import PagedPoolProblem, StatePages
-from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.cache.problem import (
+    RATIOS,
+    PagedPoolProblem,
+    PoolProblem,
+    StatePages,
+    windows_of,
+)
+from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.kv_problem import (
     ENTRIES,
     KEY,
@@ -29,11 +34,9 @@ from degarble.kernels.primitives.kv_problem import (
     ReadProblem,
     WriteProblem,
 )
-from degarble.kernels.rows.inverse_rope_problem import BackProblem
-from degarble.kernels.rows.mhc_problem import STREAMS, MixProblem
-from degarble.kernels.rows.mhc_projection_problem import ProjectProblem, split_weight
-from degarble.kernels.rows.qnorm_rope_problem import HeadsProblem
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.rows.mhc_problem import STREAMS, MixProblem, ProjectProblem, split_weight
+from degarble.kernels.rows.problem import BackProblem, HeadsProblem
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.suites.bench.bench_quantise_kernel import (
     Arm,
     Figure,
@@ -83,7 +86,7 @@ def write_launch(problem: WriteProblem, turns: Any, _number: int) -> Callable[[]
     from degarble.kernels.cache import simt_kv_write as kernels  # noqa: PLC0415  needs the DSL
 
     tokens = problem.tokens
-    operands = kernels.Operands(
+    operands = kernels.WriteOperands(
         on_gpu(tokens, problem.pages.width),
         on_gpu(min(problem.pages.width, rows.WIDTH)),
         turns,
@@ -127,7 +130,7 @@ def mix_launch(problem: MixProblem, _number: int) -> Callable[[], object]:
     from degarble.kernels.rows import simt_mhc as kernels  # noqa: PLC0415  needs the DSL
 
     kinds = kernels.wanted(problem)
-    tensors = kernels.Mixing(
+    tensors = kernels.MixOperands(
         **{name: on_gpu(*shape, dtype=dtype) for name, (dtype, shape) in kinds.items()}
     )
     if tensors.squares is not None:
@@ -183,7 +186,7 @@ def paged_launch(problem: PagedPoolProblem, _number: int) -> Callable[[], object
     first = 0 if tokens > 1 else 2 * problem.ratio - 1
     at = torch.arange(first, first + tokens, device="cuda")
     entries = torch.where((at + 1) % problem.ratio == 0, at // problem.ratio, -1)
-    operands = kernels.Operands(
+    operands = kernels.PagedOperands(
         on_gpu(tokens, 2 * problem.columns, dtype=torch.float32),
         on_gpu(problem.ratio, problem.columns, dtype=torch.float32),
         torch.zeros(tokens, dtype=torch.int32, device="cuda"), at, at,

@@ -31,7 +31,7 @@ from degarble.harness.cli.kernels import settings_here
 from degarble.harness.formats.layouts import SWIZZLE_128X4
 from degarble.harness.model.presets import V4_FLASH, V4_PRO
 from degarble.kernels.gemm.problem import GemmProblem
-from degarble.kernels.rows.mhc_projection_problem import split_weight
+from degarble.kernels.rows.mhc_problem import split_weight
 from degarble.references.numerics import Switches
 from degarble.suites.bench.bench_quantise_kernel import Figure, captured, timed
 

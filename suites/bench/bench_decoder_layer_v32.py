@@ -28,7 +28,7 @@ from degarble.harness.base.errors import DegarbleError
 from degarble.harness.cli.kernels import settings_here
 from degarble.harness.model.presets import V3_2
 from degarble.harness.model.types import MlpType
-from degarble.kernels.cache.slots_problem import WINDOW
+from degarble.kernels.cache.problem import WINDOW
 from degarble.kernels.gemm.problem import GemmProblem
 from degarble.references.numerics import Switches
 from degarble.suites.bench import bench_decoder_layer as bench

@@ -30,8 +30,8 @@ from degarble.kernels.gemm.problem import (
     GemmTactic,
     choose_form,
 )
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.modules import module_of
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import SM90A, SM100A, target_of_device
 from degarble.suites.bench.bench_quantise_kernel import (
     Arm,

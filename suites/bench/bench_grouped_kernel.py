@@ -21,9 +21,9 @@ import torch
 
 from degarble.kernels.gemm.grouped_problem import GroupedFp8Problem, GroupedProblem
 from degarble.kernels.gemm.problem import FP8_BLOCK, GemmProblem
-from degarble.kernels.primitives.fp8_quantise_problem import SCALES, Fp8Problem
-from degarble.kernels.rows.inverse_rope_problem import BackProblem
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.primitives.quantise_problem import SCALES, Fp8Problem
+from degarble.kernels.rows.problem import BackProblem
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.suites.bench.bench_quantise_kernel import Figure, captured, sets_for, timed
 from degarble.suites.bench.gpu import refused_here, say
 

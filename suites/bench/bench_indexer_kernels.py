@@ -25,7 +25,7 @@ from degarble.kernels.indexer.problem import (
     ScoresProblem,
     TopkProblem,
 )
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.targets import SM90A
 from degarble.suites.bench.bench_quantise_kernel import (
     Arm,

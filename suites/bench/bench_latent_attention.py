@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.kernels.attention.problem import AttentionProblem, KeyList
-from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.kv_problem import Pages
 from degarble.suites.bench.bench_quantise_kernel import copy_arm, timed
 from degarble.suites.bench.bench_sparse_attention import SETTINGS, Row, arm_of

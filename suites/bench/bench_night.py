@@ -23,9 +23,9 @@ from degarble.harness.base.errors import DegarbleError
 from degarble.kernels.gemm.problem import BF16, FP8_BLOCK, NVFP4, GemmProblem
 from degarble.kernels.gemm.w4a16_problem import W4A16Problem
 from degarble.kernels.indexer.problem import TopkProblem
-from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.quantise_problem import QuantiseProblem
-from degarble.kernels.rows.rmsnorm_problem import NormProblem
+from degarble.kernels.rows.problem import NormProblem
 from degarble.kernels.runtime.targets import SM90A, SM100A, target_of_device
 from degarble.suites.bench import bench_attention_row_kernels as attention_rows
 from degarble.suites.bench import bench_gemm_kernels as gemms

@@ -25,8 +25,8 @@ from degarble.harness.base.errors import DegarbleError
 from degarble.kernels.attention import problem as facts
 from degarble.kernels.attention.problem import AttentionProblem, KeyList
 from degarble.kernels.primitives.kv_problem import ENTRIES, Pages, WriteProblem
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.modules import module_of
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import target_of_device
 from degarble.references import attention, elementary, rounding
 from degarble.references.binding import Bound
@@ -139,7 +139,7 @@ def by_kernel(inputs: Inputs, entry: str, products: str) -> Tensor:
     written, settings = WriteProblem(count, pages, source="row"), CompileSettings()
     cache = writing.empty_cache(written, torch.device("cuda"))
     slots = torch.arange(count, device="cuda")
-    rows = writing.Operands(inputs.keys.cuda(), None, None, None, slots)
+    rows = writing.WriteOperands(inputs.keys.cuda(), None, None, None, slots)
     writing.kv_write(rows, cache, written, settings)
     told = torch.where(inputs.seen.cuda(), slots.int(), -1).contiguous()
     tokens, heads = inputs.q.shape[:2]

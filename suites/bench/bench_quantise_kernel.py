@@ -22,12 +22,12 @@ from degarble.kernels.primitives.quantise_problem import (
     LAYOUTS,
     SWIGLU,
     QuantiseProblem,
-    Tactic,
+    QuantiseTactic,
     choose_form,
     choose_tactic,
     grid,
 )
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.targets import target_of_device
 from degarble.suites.bench.gpu import refused_here, say
 from degarble.suites.bench.timing import quartiles
@@ -121,7 +121,7 @@ def copy_arm(bytes_moved: int) -> Arm:
     return captured(f"copy of {bytes_moved / 1e6:.1f} MB", 2 * half, launches)
 
 
-def kernel_arm(name: str, problem: QuantiseProblem, tactic: Tactic | None = None) -> Arm:
+def kernel_arm(name: str, problem: QuantiseProblem, tactic: QuantiseTactic | None = None) -> Arm:
     """Quantise random values, one buffer set after the other."""
     from degarble.kernels.quantise import simt_quantise_nvfp4 as kernels  # noqa: PLC0415  needs the DSL
 
@@ -170,7 +170,7 @@ def walks(rows: int, columns: int, rounds: int) -> None:
     problem = QuantiseProblem(rows, columns)
     arms = [copy_arm(problem.bytes_moved)]
     for walkers in WALKERS:
-        tactic = Tactic(float("inf"), walkers)
+        tactic = QuantiseTactic(float("inf"), walkers)
         name = f"128x4, {walkers or 'all'} a processor, grid {grid(problem, tactic, 132)[:2]}"
         arms.append(kernel_arm(name, problem, tactic))
     table(f"Walks, {rows} x {columns}", arms, rounds)

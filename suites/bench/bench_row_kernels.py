@@ -19,13 +19,22 @@ import torch
 from degarble.kernels.gemm import gemv_problem
 from degarble.kernels.gemm.gemv_problem import GemvProblem
 from degarble.kernels.primitives.quantise_problem import LAYOUTS, QuantiseProblem
-from degarble.kernels.rows import embed_problem, residual_problem, rmsnorm_problem, router_problem
-from degarble.kernels.rows.embed_problem import EmbedProblem
-from degarble.kernels.rows.residual_problem import ResidualProblem
-from degarble.kernels.rows.rmsnorm_problem import NormProblem, Tactic
+from degarble.kernels.rows import (
+    problem as embed_problem,
+)
+from degarble.kernels.rows import (
+    problem as residual_problem,
+)
+from degarble.kernels.rows import (
+    problem as rmsnorm_problem,
+)
+from degarble.kernels.rows import (
+    router_problem,
+)
+from degarble.kernels.rows.problem import EmbedProblem, NormProblem, NormTactic, ResidualProblem
 from degarble.kernels.rows.router_problem import RouterProblem
 from degarble.kernels.runtime import operands
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.targets import target_of_device
 from degarble.suites.bench.bench_quantise_kernel import (
     Arm,
@@ -50,13 +59,13 @@ WANTED_GEMV = WANTED_ROWS = 0.80
 WALKERS = (0, 2, 3, 4, 6, 8, 16)
 
 
-def norm_arm(name: str, problem: NormProblem, tactic: Tactic | None = None) -> Arm:
+def norm_arm(name: str, problem: NormProblem, tactic: NormTactic | None = None) -> Arm:
     """Norm random rows, one buffer set after the other."""
     from degarble.kernels.rows import simt_rmsnorm as kernels  # noqa: PLC0415  needs the DSL
 
-    form = rmsnorm_problem.choose_form(problem, target_of_device().name)
+    form = rmsnorm_problem.choose_norm_form(problem, target_of_device().name)
     kernel = kernels.compile_form(form, SETTINGS)
-    chosen = tactic or rmsnorm_problem.choose_tactic(problem)
+    chosen = tactic or rmsnorm_problem.choose_norm_tactic(problem)
     launches = []
     for _ in range(sets_for(problem.bytes_moved)):
         x_MK = _random(problem.rows, problem.columns)
@@ -84,9 +93,9 @@ def residual_arms(problem: ResidualProblem) -> list[Arm]:
     from degarble.kernels.rows import simt_rmsnorm as plain  # noqa: PLC0415  as above
 
     target, norm = target_of_device().name, problem.norm
-    kernel = kernels.compile_form(residual_problem.choose_form(problem, target), SETTINGS)
-    form = plain.compile_form(rmsnorm_problem.choose_form(norm, target), SETTINGS)
-    tactic = rmsnorm_problem.choose_tactic(norm)
+    kernel = kernels.compile_form(residual_problem.choose_residual_form(problem, target), SETTINGS)
+    form = plain.compile_form(rmsnorm_problem.choose_norm_form(norm, target), SETTINGS)
+    tactic = rmsnorm_problem.choose_norm_tactic(norm)
     arms: dict[str, list[Callable[[], object]]] = {
         "in one launch": [], "torch's sum, our norm": [], "torch's sum, torch's norm": [],
     }  # fmt: skip
@@ -140,7 +149,7 @@ def embed_arms(tokens: int) -> list[Arm]:
     from degarble.kernels.rows import simt_embed as kernels  # noqa: PLC0415  needs the DSL
 
     problem = EmbedProblem(tokens, *HEAD)
-    form = embed_problem.choose_form(problem, target_of_device().name)
+    form = embed_problem.choose_embed_form(problem, target_of_device().name)
     kernel = kernels.compile_form(form, SETTINGS)
     ours: list[Callable[[], object]] = []
     theirs: list[Callable[[], object]] = []
@@ -190,7 +199,7 @@ def walks(rounds: int) -> list[str]:
         problem = NormProblem(8192, 7168, layout=layout)
         arms = [copy_arm(problem.bytes_moved)]
         for walkers in WALKERS:
-            tactic = Tactic(walkers)
+            tactic = NormTactic(walkers)
             arms.append(norm_arm(f"{walkers or 'all'} a processor", problem, tactic))
         table(f"Walks of {'RMSNorm' if layout is None else 'RMSNorm + quantise'}", arms, rounds)
     return []
@@ -203,7 +212,7 @@ def norms(rounds: int) -> list[str]:
         arms = [copy_arm(NormProblem(rows, columns).bytes_moved)]
         arms += [
             norm_arm(f"RMSNorm, {weight} weight", NormProblem(rows, columns, weight=weight))
-            for weight in rmsnorm_problem.WEIGHTS
+            for weight in rmsnorm_problem.NORM_WEIGHTS
         ]
         arms.append(torch_norm_arm(NormProblem(rows, columns)))
         for layout in LAYOUTS:

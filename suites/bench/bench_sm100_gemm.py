@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from degarble.kernels.gemm.problem import GemmForm, GemmProblem
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.targets import SM100A
 from degarble.suites.bench import bench_gemm_kernels as plain
 from degarble.suites.bench.bench_quantise_kernel import captured, copy_arm, sets_for, timed

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.kernels.attention.problem import AttentionProblem, KeyList
-from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.kv_problem import Pages
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.suites.bench.bench_quantise_kernel import (
     Arm,
     Figure,

@@ -26,7 +26,7 @@ from degarble.kernels.gemm.w4a16_problem import (
     choose_form,
     choose_tactic,
 )
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.targets import target_of_device
 from degarble.suites.bench.bench_quantise_kernel import (
     Arm,

@@ -21,7 +21,7 @@ from degarble.harness.formats.quantise import dequantise, quantise
 from degarble.kernels.gemm.problem import GemmProblem
 from degarble.kernels.moe.problem import MoeProblem
 from degarble.kernels.primitives.quantise_problem import QuantiseProblem
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.references import elementary
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.formats import scalar_ops as codecs
-from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.kv_problem import (
     ENTRIES,
     KEY,
@@ -32,7 +32,7 @@ from degarble.kernels.primitives.kv_problem import (
     ReadProblem,
     WriteProblem,
 )
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.references import rounding
 from degarble.suites.kernels import latent_checks as plain
 from degarble.suites.kernels.format_checks import difference
@@ -245,7 +245,7 @@ def on_device(case: Case) -> Tensor:
     if case.problem.duplicates == "last":
         claims = kernels.empty_claims(case.problem, torch.device("cuda"))
     cache_NB = case.cache().cuda()
-    operands = kernels.Operands(
+    operands = kernels.WriteOperands(
         case.values.cuda(),
         None if case.weight is None else case.weight.cuda(),
         None if case.turns is None else case.turns.cuda(),

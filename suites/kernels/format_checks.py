@@ -26,7 +26,7 @@ from degarble.harness.formats.layouts import SWIZZLE_128X4, to_layout
 from degarble.harness.formats.number_formats import NVFP4
 from degarble.harness.formats.quantise import quantise
 from degarble.harness.formats.scalar_ops import nvfp4_tensor_encode_scale
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.targets import target_of_device
 from degarble.suites.support.probes.probes import GROUPS, SAMPLES, Sample, expected
 

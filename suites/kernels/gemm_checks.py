@@ -29,8 +29,8 @@ from degarble.kernels.gemm.problem import (
     GemmProblem,
     choose_form,
 )
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.modules import module_of
-from degarble.kernels.runtime.settings import CompileSettings
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,7 +11,7 @@ import re
 from typing import TYPE_CHECKING
 
 from degarble.kernels.gemm import problem as facts
-from degarble.kernels.runtime.machine_code import cubin_facts, unstated_roundings
+from degarble.kernels.runtime.compiling import cubin_facts, unstated_roundings
 
 if TYPE_CHECKING:
     from degarble.kernels.gemm.problem import GemmForm

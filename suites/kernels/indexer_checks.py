@@ -24,8 +24,8 @@ from degarble.harness.engine.budget.bounded_values import BoundedValue, stored
 from degarble.harness.engine.budget.rules import U
 from degarble.kernels.indexer import problem as facts
 from degarble.kernels.indexer.problem import KeyPages, ScoresForm, ScoresProblem
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.modules import module_of
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import SM90A, SM100A, target_of_device
 
 if TYPE_CHECKING:

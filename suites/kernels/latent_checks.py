@@ -1,6 +1,6 @@
 """Rows of latents and heads by the stated order, in plain torch: what their kernels are held to.
 
-Owns the factor of a row in the order of attention_rows, the turn of its tail with every product and
+Owns the factor of a row in the order of kv_problem, the turn of its tail with every product and
 sum rounded, spreads of values, and the table of turns. Kept honest by
 suites/kernels/primitives/test_attention_rows.py: at most one BF16 step from the references,
 everywhere. Shape letters: T tokens, R rows, L width (512 or 128), P positions.
@@ -14,7 +14,7 @@ import torch
 
 from degarble.harness.formats.codec import value_ulp_distance
 from degarble.harness.model.types import End, Pairing, Rope
-from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives import kv_problem as rows
 from degarble.references import elementary
 from degarble.references.numerics import Numerics
 

@@ -26,16 +26,14 @@ import torch
 from degarble.harness.base.errors import DegarbleError, UnknownName
 from degarble.kernels.attention import problem as attention
 from degarble.kernels.attention.problem import QueryProblem
-from degarble.kernels.cache.slots_problem import KINDS, SlotsProblem
+from degarble.kernels.cache.problem import KINDS, SlotsProblem
 from degarble.kernels.moe import problem as moe_problem
-from degarble.kernels.primitives import attention_rows as rows
 from degarble.kernels.primitives import kv_problem
-from degarble.kernels.primitives.fp8_quantise_problem import SCALES, Fp8Problem
-from degarble.kernels.rows.embed_problem import EmbedProblem
-from degarble.kernels.rows.scale_problem import ScaleProblem
-from degarble.kernels.runtime.compiling import CompiledKernel, current_stream
+from degarble.kernels.primitives import kv_problem as rows
+from degarble.kernels.primitives.quantise_problem import SCALES, Fp8Problem
+from degarble.kernels.rows.problem import EmbedProblem, ScaleProblem
+from degarble.kernels.runtime.compiling import CompiledKernel, CompileSettings, current_stream
 from degarble.kernels.runtime.modules import MODULES, module_of
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import target_of_device
 from degarble.suites.kernels import (
     cache_checks,
@@ -244,7 +242,7 @@ def _looked_up() -> None:
         table = torch.arange(80, dtype=torch.int32, device="cuda").reshape(2, 40)
         numbers = torch.randint(-2, 43, (5, 33), device="cuda").int()
         chosen = numbers if kind == "chosen" else None
-        slots.slots(slots.Told(positions, owners, table, chosen), problem, SETTINGS)
+        slots.slots(slots.SlotOperands(positions, owners, table, chosen), problem, SETTINGS)
 
 
 def _normal(*shape: int) -> Any:

@@ -21,7 +21,7 @@ import torch
 
 from degarble.kernels.rows import mhc_problem as facts
 from degarble.kernels.rows.mhc_problem import STREAMS, MixProblem
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.references import mixing
 from degarble.references.numerics import Numerics
 from degarble.suites.kernels import latent_checks as plain
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 SETTINGS = CompileSettings()
 BUDGET = 4e-6
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 257)  # threads of a thread block, and their neighbours
-ON_CPU = facts.Primitives(torch.exp, torch.reciprocal, torch.rsqrt)
+ON_CPU = facts.MixPrimitives(torch.exp, torch.reciprocal, torch.rsqrt)
 
 
 @dataclass(frozen=True)
@@ -142,11 +142,11 @@ def on_device(case: Case) -> dict[str, Tensor]:
         name: torch.full(kinds[name][1], 7.0, dtype=kinds[name][0], device="cuda")
         for name in written
     }
-    kernels.mhc(kernels.Mixing(**inputs, **outputs), case.problem, SETTINGS)
+    kernels.mhc(kernels.MixOperands(**inputs, **outputs), case.problem, SETTINGS)
     return {name: tensor.cpu() for name, tensor in outputs.items()}
 
 
-def by_stated_order(case: Case, primitives: facts.Primitives = ON_CPU) -> dict[str, Tensor]:
+def by_stated_order(case: Case, primitives: facts.MixPrimitives = ON_CPU) -> dict[str, Tensor]:
     """Return what a part gives in the order of mhc_problem, on the CPU."""
     p, inputs = case.problem, given(case)
     if p.part == "collapse":
@@ -251,7 +251,7 @@ def fusion_mismatch(case: Case) -> str:
 def cases() -> list[Case]:
     """Return the named cases: every part, lengths, widths of models, sharpness."""
     made = []
-    for part in facts.PARTS:
+    for part in facts.MIX_PARTS:
         made += [Case(MixProblem(tokens, 1032, part), seed=tokens) for tokens in LENGTHS]
         made += [Case(MixProblem(33, width, part), seed=width) for width in (8, 4096, 7168)]
         made += [Case(MixProblem(130, 64, part), sharpness=size) for size in (0.01, 5.0)]
@@ -269,7 +269,7 @@ def fuzzed(seed: int, count: int) -> list[Case]:
         problem = MixProblem(
             drawn.choice((drawn.randint(1, 9), drawn.randint(1, 300))),
             8 * drawn.choice((drawn.randint(1, 40), drawn.randint(1, 260))),
-            drawn.choice(facts.PARTS),
+            drawn.choice(facts.MIX_PARTS),
             iterations=drawn.choice((20, 20, 1, 2)),
         )
         size = drawn.choice((0.1, 1.0, 4.0))

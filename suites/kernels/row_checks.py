@@ -26,10 +26,10 @@ from degarble.harness.formats.quantise import quantise
 from degarble.kernels.gemm import gemv_problem
 from degarble.kernels.gemm.gemv_problem import GemvProblem
 from degarble.kernels.primitives.quantise_problem import BLOCK, LAYOUTS
-from degarble.kernels.rows import rmsnorm_problem
-from degarble.kernels.rows.rmsnorm_problem import NormProblem
+from degarble.kernels.rows import problem as rmsnorm_problem
+from degarble.kernels.rows.problem import NormProblem
 from degarble.kernels.runtime import operands
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,7 +102,7 @@ def normed_by_definition(values_MK: Tensor, weight_K: Tensor, epsilon: float) ->
     """Return the normed BF16 values, in the order that rmsnorm_problem states."""
     rows, columns = values_MK.shape
     x_MK = values_MK.float()
-    lanes, slots = rmsnorm_problem.lanes_of_row(columns), rmsnorm_problem.SLOTS
+    lanes, slots = rmsnorm_problem.lanes_of_row(columns), rmsnorm_problem.SLOTS_OF_LANE
     padded = torch.nn.functional.pad(x_MK, (0, slots * lanes * BLOCK - columns))
     padded = padded.reshape(rows, slots, lanes, BLOCK)
     first, second = (
@@ -193,7 +193,7 @@ def norm_cases() -> list[NormCase]:
     for columns in (64, 128, 512, 1024, 1040, 1536, 4096, 7168, 16_384):
         made += [
             NormCase(NormProblem(37, columns, weight=weight), "rows", columns)
-            for weight in rmsnorm_problem.WEIGHTS
+            for weight in rmsnorm_problem.NORM_WEIGHTS
         ]
         for layout in LAYOUTS:
             problem = NormProblem(133, columns, layout=layout, keeps_values=layout == "128x4")
@@ -217,7 +217,7 @@ def fuzzed_norms(seed: int, count: int) -> list[NormCase]:
             rows=drawn.choice((drawn.randint(1, 20), drawn.randint(1, 700))),
             columns=16 * drawn.choice((drawn.randint(4, 70), drawn.randint(4, 600))),
             epsilon=drawn.choice((1e-6, 1e-20, 1e-5)),
-            weight=drawn.choice(rmsnorm_problem.WEIGHTS),
+            weight=drawn.choice(rmsnorm_problem.NORM_WEIGHTS),
             layout=layout,
             keeps_values=layout is not None and drawn.random() < 0.3,
         )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm import tensor_memory
-from degarble.kernels.runtime.machine_code import cubin_facts, unstated_roundings
+from degarble.kernels.runtime.compiling import cubin_facts, unstated_roundings
 from degarble.suites.kernels import tcgen05_words as words
 from degarble.suites.kernels.gemm_code import expected_bytes
 from degarble.suites.kernels.sm100_memories import CODE_BYTES

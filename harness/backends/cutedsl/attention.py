@@ -18,7 +18,7 @@ import torch
 from degarble.harness.backends.cutedsl.parts import NoKernelError, own
 from degarble.harness.backends.cutedsl.rows import TURNS, norm_weight, rope_of, through_pages
 from degarble.kernels.attention.problem import AttentionProblem, KeyList
-from degarble.kernels.cache.compressor_problem import (
+from degarble.kernels.cache.problem import (
     PoolProblem,
     as_references_have_it,
     overlaps,

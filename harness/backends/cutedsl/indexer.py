@@ -20,8 +20,8 @@ from degarble.harness.model.config.config import INDEXER_NORM_EPSILON
 from degarble.kernels.gemm.problem import GemmProblem
 from degarble.kernels.indexer.problem import WIDTH as KEY_WIDTH
 from degarble.kernels.indexer.problem import KeyPages, OperandProblem, ScoresProblem, TopkProblem
-from degarble.kernels.primitives.attention_rows import ROTATED, WIDTH
-from degarble.kernels.rows.scale_problem import ScaleProblem
+from degarble.kernels.primitives.kv_problem import ROTATED, WIDTH
+from degarble.kernels.rows.problem import ScaleProblem
 from degarble.kernels.runtime.targets import SM90A
 from degarble.references.facts import spans_of
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.kernels.runtime.settings import CompileSettings
+    from degarble.kernels.runtime.compiling import CompileSettings
 
     Given = Mapping[str, Tensor | None]
     Made = tuple[Tensor, ...]
@@ -152,12 +152,12 @@ def _latent_query(module: Any, problem: Any, settings: CompileSettings, t: Given
 
 def _kv_write(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
     names = ("values", "weight", "turns", "positions", "slots")
-    operands = module.Operands(*(t.get(name) for name in names))
+    operands = module.WriteOperands(*(t.get(name) for name in names))
     return module.kv_write(operands, t["cache"], problem, settings)
 
 
 def _mhc(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
-    made = module.mhc(module.Mixing(**t), problem, settings)
+    made = module.mhc(module.MixOperands(**t), problem, settings)
     names = {"all": ("out", "post", "mix"), "coefficients": ("pre", "post", "mix")}
     return tuple(getattr(made, name) for name in names.get(problem.part, ("out",)))
 
@@ -189,7 +189,7 @@ def _pool(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any
 
 
 def _slots(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
-    told = module.Told(t["positions"], t["owners"], t["table"], t.get("numbers"))
+    told = module.SlotOperands(t["positions"], t["owners"], t["table"], t.get("numbers"))
     made = module.slots(told, problem, settings)
     return tuple(each for each in made if each is not None)
 

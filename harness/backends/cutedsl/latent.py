@@ -21,8 +21,7 @@ from degarble.harness.backends.cutedsl.parts import NoKernelError, own
 from degarble.harness.backends.cutedsl.rows import NORM_WEIGHTS, norm_weight, through_pages
 from degarble.kernels.attention.problem import AttentionProblem, KeyList
 from degarble.kernels.gemm.grouped_problem import GroupedProblem
-from degarble.kernels.primitives.attention_rows import ROTATED, WIDTH, WITH_KEY
-from degarble.kernels.primitives.kv_problem import Pages, WriteProblem
+from degarble.kernels.primitives.kv_problem import ROTATED, WIDTH, WITH_KEY, Pages, WriteProblem
 from degarble.kernels.runtime.targets import SM90A
 from degarble.references.facts import spans_of
 from degarble.references.latent_attention import softmax_scale

@@ -22,8 +22,7 @@ from degarble.harness.formats.number_formats import NibbleOrder, ScaleDirection
 from degarble.kernels.gemm.gemv_problem import ROWS, GemvProblem, inner_held, rows_of_form
 from degarble.kernels.gemm.problem import GemmProblem, choose_form
 from degarble.kernels.gemm.w4a16_problem import LARGEST_ROWS, W4A16Problem
-from degarble.kernels.primitives.fp8_quantise_problem import Fp8Problem
-from degarble.kernels.primitives.quantise_problem import QuantiseProblem
+from degarble.kernels.primitives.quantise_problem import Fp8Problem, QuantiseProblem
 from degarble.kernels.runtime.targets import SM90A
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.backends.cutedsl.parts import NoKernelError
-from degarble.kernels.rows.mhc_problem import STREAMS, MixProblem
-from degarble.kernels.rows.mhc_projection_problem import ProjectProblem, split_weight
+from degarble.kernels.rows.mhc_problem import STREAMS, MixProblem, ProjectProblem, split_weight
 
 if TYPE_CHECKING:
     from torch import Tensor

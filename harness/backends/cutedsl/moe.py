@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.kernels.moe.problem import MoeProblem
-    from degarble.kernels.runtime.settings import CompileSettings
+    from degarble.kernels.runtime.compiling import CompileSettings
 
     Given = Mapping[str, Tensor | None]
 

@@ -16,13 +16,22 @@ import torch
 
 from degarble.harness.backends.cutedsl.parts import NoKernelError, own
 from degarble.harness.backends.cutedsl.rope_tables import Turns
-from degarble.kernels.primitives.attention_rows import GEOMETRIES, PLAIN, ROTATED, WIDTH
-from degarble.kernels.primitives.kv_problem import Pages, ReadProblem, WriteProblem
-from degarble.kernels.rows.embed_problem import EmbedProblem
-from degarble.kernels.rows.inverse_rope_problem import BackProblem
-from degarble.kernels.rows.qnorm_rope_problem import HeadsProblem
-from degarble.kernels.rows.residual_problem import ResidualProblem
-from degarble.kernels.rows.rmsnorm_problem import NormProblem
+from degarble.kernels.primitives.kv_problem import (
+    GEOMETRIES,
+    PLAIN,
+    ROTATED,
+    WIDTH,
+    Pages,
+    ReadProblem,
+    WriteProblem,
+)
+from degarble.kernels.rows.problem import (
+    BackProblem,
+    EmbedProblem,
+    HeadsProblem,
+    NormProblem,
+    ResidualProblem,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -28,7 +28,7 @@ from degarble.harness.inference.generation import MOST_CONCURRENT
 from degarble.harness.inference.model import LogitsModel
 from degarble.harness.model.config.config import V4Config, V32Config
 from degarble.kernels.indexer.problem import TopkProblem
-from degarble.kernels.rows.embed_problem import EmbedProblem
+from degarble.kernels.rows.problem import EmbedProblem
 from degarble.kernels.runtime.targets import SM90A
 
 if TYPE_CHECKING:

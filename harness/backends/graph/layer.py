@@ -27,17 +27,13 @@ from degarble.harness.backends.graph.matrices import (
 from degarble.harness.backends.graph.memory import PAGE
 from degarble.harness.backends.graph.steps import Steps, widened
 from degarble.kernels.attention.problem import AttentionProblem, KeyList
-from degarble.kernels.cache.compressor_problem import PoolProblem
-from degarble.kernels.cache.slots_problem import CHOSEN, ENTRIES, WINDOW
+from degarble.kernels.cache.problem import CHOSEN, ENTRIES, WINDOW, PoolProblem
 from degarble.kernels.gemm.grouped_problem import GroupedProblem
 from degarble.kernels.indexer.problem import WIDTH as KEY_WIDTH
 from degarble.kernels.indexer.problem import KeyPages, OperandProblem, ScoresProblem, TopkProblem
-from degarble.kernels.primitives.attention_rows import WIDTH
-from degarble.kernels.primitives.kv_problem import Pages, WriteProblem
-from degarble.kernels.rows.inverse_rope_problem import BackProblem
-from degarble.kernels.rows.mhc_problem import MixProblem
-from degarble.kernels.rows.mhc_projection_problem import ProjectProblem
-from degarble.kernels.rows.qnorm_rope_problem import HeadsProblem
+from degarble.kernels.primitives.kv_problem import WIDTH, Pages, WriteProblem
+from degarble.kernels.rows.mhc_problem import MixProblem, ProjectProblem
+from degarble.kernels.rows.problem import BackProblem, HeadsProblem
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Many

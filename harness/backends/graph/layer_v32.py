@@ -19,12 +19,11 @@ from degarble.harness.backends.graph.memory import PAGE
 from degarble.harness.backends.graph.steps import Steps
 from degarble.harness.model.config.config import INDEXER_NORM_EPSILON
 from degarble.kernels.attention.problem import AttentionProblem, KeyList, QueryProblem
-from degarble.kernels.cache.slots_problem import CHOSEN, WINDOW
+from degarble.kernels.cache.problem import CHOSEN, WINDOW
 from degarble.kernels.indexer.problem import WIDTH as KEY_WIDTH
 from degarble.kernels.indexer.problem import KeyPages, OperandProblem, ScoresProblem, TopkProblem
-from degarble.kernels.primitives.attention_rows import ROTATED, WIDTH, WITH_KEY
-from degarble.kernels.primitives.kv_problem import WriteProblem
-from degarble.kernels.rows.residual_problem import ResidualProblem
+from degarble.kernels.primitives.kv_problem import ROTATED, WIDTH, WITH_KEY, WriteProblem
+from degarble.kernels.rows.problem import ResidualProblem
 from degarble.references.latent_attention import softmax_scale
 
 if TYPE_CHECKING:

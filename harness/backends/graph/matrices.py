@@ -27,8 +27,7 @@ from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4
 from degarble.kernels.gemm.gemv_problem import ROWS, GemvProblem, inner_held
 from degarble.kernels.gemm.grouped_problem import GroupedFp8Problem, GroupedProblem, turns_first
 from degarble.kernels.gemm.problem import COLUMNS_MULTIPLE, GemmProblem
-from degarble.kernels.primitives.fp8_quantise_problem import Fp8Problem
-from degarble.kernels.primitives.quantise_problem import QuantiseProblem
+from degarble.kernels.primitives.quantise_problem import Fp8Problem, QuantiseProblem
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

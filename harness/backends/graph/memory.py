@@ -16,10 +16,9 @@ import torch
 
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.formats.layouts import ceil_div
-from degarble.kernels.cache.compressor_problem import overlaps, rows_of_ring
+from degarble.kernels.cache.problem import overlaps, rows_of_ring
 from degarble.kernels.indexer.problem import WIDTH as KEY_WIDTH
-from degarble.kernels.primitives.attention_rows import WIDTH, WITH_KEY
-from degarble.kernels.primitives.kv_problem import Pages
+from degarble.kernels.primitives.kv_problem import WIDTH, WITH_KEY, Pages
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,12 +18,11 @@ import torch
 from degarble.harness.backends.graph.matrices import Experts, multiply, widely
 from degarble.harness.backends.graph.memory import Room, Tables, tables_of
 from degarble.harness.backends.graph.weights import table_of_turns
-from degarble.kernels.cache.slots_problem import SlotsProblem
+from degarble.kernels.cache.problem import SlotsProblem
 from degarble.kernels.moe.problem import AFTER_W2, MoeProblem
 from degarble.kernels.primitives.quantise_problem import QuantiseProblem
-from degarble.kernels.rows.rmsnorm_problem import NormProblem
+from degarble.kernels.rows.problem import NormProblem, ScaleProblem
 from degarble.kernels.rows.router_problem import RouterProblem
-from degarble.kernels.rows.scale_problem import ScaleProblem
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Many

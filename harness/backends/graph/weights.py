@@ -33,7 +33,7 @@ from degarble.harness.backends.graph.matrices import (
     side_by_side,
 )
 from degarble.harness.base.errors import NotBuilt
-from degarble.kernels.rows.mhc_projection_problem import split_weight
+from degarble.kernels.rows.mhc_problem import split_weight
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -19,7 +19,7 @@ from degarble.harness.backends.cutedsl.latent import absorbed
 from degarble.harness.backends.cutedsl.parts import NoKernelError, own
 from degarble.harness.backends.graph.weights import Gated, Laid, Norm, Routed, refusing
 from degarble.kernels.indexer.problem import WIDTH as KEY_WIDTH
-from degarble.kernels.primitives.attention_rows import ROTATED, WIDTH
+from degarble.kernels.primitives.kv_problem import ROTATED, WIDTH
 
 if TYPE_CHECKING:
     from torch import Tensor

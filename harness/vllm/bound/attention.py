@@ -312,7 +312,7 @@ def write_latent(
     cache: Tensor,
 ) -> None:
     """Norm, turn, quantise and write latent rows by slot; slots below 0 are skipped."""
-    from degarble.kernels.cache.simt_kv_write import Operands, kv_write  # noqa: PLC0415
+    from degarble.kernels.cache.simt_kv_write import WriteOperands, kv_write  # noqa: PLC0415
     from degarble.kernels.primitives.kv_problem import Pages, WriteProblem  # noqa: PLC0415  the DSL
 
     kv_TL, weight_L, epsilon = latent
@@ -322,13 +322,13 @@ def write_latent(
     problem = WriteProblem(
         tokens, Pages("fp8", view.entries, *view.shape), turns_P.shape[0], epsilon
     )
-    given = Operands(kv_TL[:tokens], weight_L, turns_P, positions_T[:tokens], slots)
+    given = WriteOperands(kv_TL[:tokens], weight_L, turns_P, positions_T[:tokens], slots)
     kv_write(given, view, problem, settings())
 
 
 def normed(values_MK: Tensor, weight_K: Tensor, epsilon: float) -> Tensor:
     """Return BF16 rows normed by our kernel."""
-    from degarble.kernels.rows.rmsnorm_problem import NormProblem  # noqa: PLC0415  the DSL
+    from degarble.kernels.rows.problem import NormProblem  # noqa: PLC0415  the DSL
     from degarble.kernels.rows.simt_rmsnorm import rmsnorm  # noqa: PLC0415
 
     rows, columns = values_MK.shape
@@ -340,7 +340,7 @@ def normed(values_MK: Tensor, weight_K: Tensor, epsilon: float) -> Tensor:
 
 def turned(heads_THL: Tensor, turns_P: Tensor, positions_T: Tensor, epsilon: float) -> Tensor:
     """Return heads normed without a weight and turned, by our kernel."""
-    from degarble.kernels.rows.qnorm_rope_problem import HeadsProblem  # noqa: PLC0415  the DSL
+    from degarble.kernels.rows.problem import HeadsProblem  # noqa: PLC0415  the DSL
     from degarble.kernels.rows.simt_qnorm_rope import qnorm_rope  # noqa: PLC0415
 
     problem = HeadsProblem(heads_THL.shape[0], heads_THL.shape[1], turns_P.shape[0], epsilon)
@@ -349,7 +349,7 @@ def turned(heads_THL: Tensor, turns_P: Tensor, positions_T: Tensor, epsilon: flo
 
 def turned_back(heads_THL: Tensor, turns_P: Tensor, positions_T: Tensor) -> Tensor:
     """Return heads turned back, by our kernel."""
-    from degarble.kernels.rows.inverse_rope_problem import BackProblem  # noqa: PLC0415  the DSL
+    from degarble.kernels.rows.problem import BackProblem  # noqa: PLC0415  the DSL
     from degarble.kernels.rows.simt_inverse_rope import inverse_rope  # noqa: PLC0415
 
     problem = BackProblem(heads_THL.shape[0], heads_THL.shape[1], turns_P.shape[0])

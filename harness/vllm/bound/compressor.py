@@ -81,10 +81,7 @@ def compressed(
     compressor: Any, batch: list[Tensor], table: Tensor, turns_P: Tensor, cache: Tensor
 ) -> None:
     """Keep, pool and write by our kernels; `batch`: projections, requests, positions, slots."""
-    from degarble.kernels.cache.paged_pool_problem import (  # noqa: PLC0415
-        PagedPoolProblem,
-        StatePages,
-    )
+    from degarble.kernels.cache.problem import PagedPoolProblem, StatePages  # noqa: PLC0415
     from degarble.kernels.primitives.kv_problem import Pages, WriteProblem  # noqa: PLC0415
 
     projected_TF, *of_tokens, of_entries = batch
@@ -104,13 +101,13 @@ def compressed(
 
 def pooled(given: tuple[Tensor, ...], states: Any, problem: Any) -> tuple[Tensor, ...]:
     """Keep states and return pooled entries, what each is turned by, and its slot."""
-    from degarble.kernels.cache.simt_paged_pool import Operands, paged_pool  # noqa: PLC0415  the DSL
+    from degarble.kernels.cache.simt_paged_pool import PagedOperands, paged_pool  # noqa: PLC0415  the DSL
 
-    return paged_pool(Operands(*given), states, problem, settings())
+    return paged_pool(PagedOperands(*given), states, problem, settings())
 
 
 def written(rows: tuple[Tensor, ...], view: Any, problem: Any) -> None:
     """Norm, turn, quantise and write entries by slot."""
-    from degarble.kernels.cache.simt_kv_write import Operands, kv_write  # noqa: PLC0415  the DSL
+    from degarble.kernels.cache.simt_kv_write import WriteOperands, kv_write  # noqa: PLC0415  the DSL
 
-    kv_write(Operands(*rows), view, problem, settings())
+    kv_write(WriteOperands(*rows), view, problem, settings())

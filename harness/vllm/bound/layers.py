@@ -39,7 +39,7 @@ PLACES = ("attn", "ffn")
 class Mixing(NamedTuple):
     """Mixing of one mHC place: weights as the kernels read them, iterations, epsilons."""
 
-    weights: tuple[Tensor, Tensor, Tensor]  # split, base, scale: simt_mhc_project.Weights
+    weights: tuple[Tensor, Tensor, Tensor]  # split, base, scale: simt_mhc_project.MhcWeights
     iterations: int
     epsilon: float
     norm_epsilon: float
@@ -167,7 +167,7 @@ def prepare(model: Any) -> None:
 
 def mixing_of(module: Any, name: str, iterations: int = 0) -> Mixing:
     """Return how a place mixes."""
-    from degarble.kernels.rows.mhc_projection_problem import split_weight  # noqa: PLC0415
+    from degarble.kernels.rows.mhc_problem import split_weight  # noqa: PLC0415
 
     fn, base, scale = (getattr(module, f"{name}_{end}").data for end in ("fn", "base", "scale"))
     weights = (split_weight(fn.float()).contiguous(), base.float(), scale.float())
@@ -190,12 +190,12 @@ def headed(streams: Tensor, mixing: Mixing) -> Tensor:
 def mixed(streams: Tensor, mixing: Mixing, part: str) -> Any:
     """Project and mix by our kernels."""
     from degarble.kernels.rows.mhc_problem import MixProblem  # noqa: PLC0415  needs the DSL
-    from degarble.kernels.rows.simt_mhc_project import Weights, mhc_pre  # noqa: PLC0415
+    from degarble.kernels.rows.simt_mhc_project import MhcWeights, mhc_pre  # noqa: PLC0415
 
     tokens, _, width = streams.shape
     numbers = (mixing.iterations, mixing.epsilon, mixing.norm_epsilon)
     problem = MixProblem(tokens, width, part, *numbers)
-    return mhc_pre(streams, Weights(*mixing.weights), problem, settings())
+    return mhc_pre(streams, MhcWeights(*mixing.weights), problem, settings())
 
 
 def spread(out: Tensor, streams: Tensor, post: Tensor, mix: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ def spread(out: Tensor, streams: Tensor, post: Tensor, mix: Tensor) -> Tensor:
     from degarble.kernels.rows.mhc_problem import MixProblem  # noqa: PLC0415
 
     tokens, _, width = streams.shape
-    given = simt_mhc.Mixing(streams, layer=out.contiguous(), post=post, mix=mix)
+    given = simt_mhc.MixOperands(streams, layer=out.contiguous(), post=post, mix=mix)
     made = simt_mhc.mhc(given, MixProblem(tokens, width, "post"), settings()).out
     assert made is not None, "spreading leaves streams"
     return made

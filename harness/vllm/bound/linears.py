@@ -45,7 +45,7 @@ UNSET = float("nan")  # a scale until it is loaded; NaN cannot go unnoticed
 @cache
 def settings() -> Any:
     """Return how kernels are compiled and kept, read once from the environment."""
-    from degarble.kernels.runtime.settings import read_settings  # noqa: PLC0415  with the kernels
+    from degarble.kernels.runtime.compiling import read_settings  # noqa: PLC0415  with the kernels
 
     return read_settings(os.environ)
 

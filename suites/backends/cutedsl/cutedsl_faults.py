@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from degarble.harness.formats import scalar_ops as ops
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.modules import module_of
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.suites.kernels.gemm import gemm_faults
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _the_other_way(true: Any, numbers: Any, registers: Any, *, back: bool) -> An
 
 
 def _not_turned(_true: Any, numbers: Any, _registers: Any, **_back: Any) -> Any:
-    return import_module("degarble.kernels.primitives.nvfp4_words").rounded_words(numbers)
+    return import_module("degarble.kernels.primitives.device_words").rounded_words(numbers)
 
 
 def _without_bias(_true: Any, tensors: Any, at: Any, _expert: Any, form: Any) -> Any:

@@ -25,7 +25,7 @@ _GATHER, _MERGE = (
     "degarble.kernels.attention.simt_attention_merge",
 )
 _WEIGHING = "degarble.kernels.indexer.sm90_indexer_scores"
-_POOL, _MIX = "degarble.kernels.cache.compressor_problem", "degarble.kernels.rows.mhc_problem"
+_POOL, _MIX = "degarble.kernels.cache.problem", "degarble.kernels.rows.mhc_problem"
 SPLITS_OF_A_TILE = (("degarble.kernels.attention.problem", "TILES_OF_SPLIT", 1),)
 _LONG = 4  # lengths that see more entries than are chosen
 _LONGER = 7  # lengths of which many tokens do: scores that are rounded change the choice of some
@@ -78,7 +78,7 @@ def _own_window_alone(true: Any, gates: Any, latents: Any, *rest: Any) -> Any:
 
 
 def _not_divided(_true: Any, _totals: Any, weighted: Any) -> Any:
-    return import_module("degarble.kernels.primitives.attention_rows").folded(weighted)
+    return import_module("degarble.kernels.primitives.kv_problem").folded(weighted)
 
 
 def _turned_at_the_end(true: Any, tensors: Any, told: Any, form: Any) -> Any:
@@ -97,9 +97,9 @@ def _coarse(true: Any, score: Any) -> Any:
 def _as_e4m3(true: Any, score: Any) -> Any:
     cutlass, words = (
         import_module("cutlass"),
-        import_module("degarble.kernels.primitives.latent_words"),
+        import_module("degarble.kernels.primitives.device_words"),
     )
-    emit = import_module("degarble.kernels.primitives.nvfp4_words").emit
+    emit = import_module("degarble.kernels.primitives.device_words").emit
     text = "cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r1}, {$r0};"
     code = cutlass.Uint32(emit(text, cutlass.Uint16, score, _float32(0.0)))
     return true(ops.select(score == -float("inf"), score, words.e4m3_number(code)))
@@ -181,9 +181,7 @@ def _scales_reversed(
     true: Any, tensors: Any, place: Any, start: Any, scales: Any, form: Any
 ) -> Any:
     entry = form.format
-    block = place // (
-        entry.block // import_module("degarble.kernels.primitives.attention_rows").HALF
-    )
+    block = place // (entry.block // import_module("degarble.kernels.primitives.kv_problem").HALF)
     moved = import_module("cutlass").Int64(entry.quantised // entry.block - 1 - 2 * block)
     return true(tensors, place, start, scales + moved, form)
 

@@ -18,7 +18,10 @@ from degarble.suites.backends.cutedsl.cutedsl_faults import SHORT, Fault
 from degarble.suites.kernels.moe import moe_faults
 
 _PRODUCTS, _ROWS = "sm90_moe_nvfp4", "simt_moe_rows"
-_WORDS, _EPILOGUE = "degarble.kernels.primitives.nvfp4_words", "degarble.kernels.moe.sm90_moe_nvfp4"
+_WORDS, _EPILOGUE = (
+    "degarble.kernels.primitives.device_words",
+    "degarble.kernels.moe.sm90_moe_nvfp4",
+)
 # Tiles of 64 rows, whose functions the faults are in, answer them all.
 _OF_64_ROWS = ("degarble.kernels.moe.problem", "TACTICS", {SM90A.name: (moe_faults.OF_64_ROWS,)})
 

@@ -9,18 +9,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from degarble.kernels.attention import problem as attention_problem
-from degarble.kernels.cache import compressor_problem
+from degarble.kernels.cache import problem as compressor_problem
 from degarble.kernels.gemm import gemv_problem
 from degarble.kernels.gemm import problem as gemm_problem
 from degarble.kernels.indexer import problem as indexer_problem
 from degarble.kernels.moe import problem as moe_problem
-from degarble.kernels.primitives import attention_rows, kv_problem, quantise_problem
-from degarble.kernels.rows import inverse_rope_problem as back
-from degarble.kernels.rows import mhc_problem, rmsnorm_problem, router_problem
-from degarble.kernels.rows import mhc_projection_problem as projection_problem
-from degarble.kernels.rows import qnorm_rope_problem as heads
+from degarble.kernels.primitives import kv_problem, quantise_problem
+from degarble.kernels.primitives import kv_problem as attention_rows
+from degarble.kernels.rows import mhc_problem, router_problem
+from degarble.kernels.rows import mhc_problem as projection_problem
+from degarble.kernels.rows import problem as back
+from degarble.kernels.rows import problem as heads
+from degarble.kernels.rows import problem as rmsnorm_problem
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.modules import module_of
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.suites.backends.cutedsl import cutedsl_faults as faults
 from degarble.suites.backends.cutedsl import cutedsl_faults_attention as of_attention
 from degarble.suites.backends.cutedsl import cutedsl_faults_experts as experts
@@ -72,7 +74,7 @@ FORMS: dict[str, Callable[[str], Any]] = {
         ),
         TARGET,
     ),
-    "simt_rmsnorm": lambda _: rmsnorm_problem.choose_form(
+    "simt_rmsnorm": lambda _: rmsnorm_problem.choose_norm_form(
         rmsnorm_problem.NormProblem(9, 192), TARGET
     ),
     "simt_qnorm_rope": lambda _: heads.HeadsForm(TARGET),

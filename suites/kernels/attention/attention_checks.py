@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.kernels.attention.problem import AttentionProblem, KeyList
-from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.kv_problem import ENTRIES, Pages
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.modules import module_of
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import SM90A, SM100A, target_of_device
 from degarble.suites.kernels import cache_checks
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.attention import problem as facts
 from degarble.kernels.attention.problem import MergeForm
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.targets import SM90A
 from degarble.suites.kernels.attention import attention_checks as checks
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from degarble.kernels.attention import problem as facts
-from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives import kv_problem as rows
 from degarble.suites.kernels import tcgen05_words as words
 from degarble.suites.kernels.sm100_memories import BASE, LANES, MEMORY_BYTES, Barrier, require
 

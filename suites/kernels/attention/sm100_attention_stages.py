@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from degarble.kernels.attention import problem as facts
-from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.runtime.targets import SM100A
 from degarble.suites.kernels import indexer_checks
 from degarble.suites.kernels.attention import attention_checks as checks

@@ -15,7 +15,7 @@ import sys
 from degarble.kernels.attention import problem as facts
 from degarble.kernels.indexer import problem as of_scores
 from degarble.kernels.indexer.problem import KeyPages, ScoresForm, ScoresProblem
-from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.kv_problem import ENTRIES, entry_format
 from degarble.kernels.runtime.targets import SM100A
 

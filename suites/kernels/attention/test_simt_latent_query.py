@@ -11,11 +11,7 @@ import torch
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
 from degarble.kernels.attention.problem import QueryForm, QueryProblem
-from degarble.kernels.runtime.machine_code import (
-    cubin_facts,
-    fused_instructions,
-    unstated_roundings,
-)
+from degarble.kernels.runtime.compiling import cubin_facts, fused_instructions, unstated_roundings
 from degarble.kernels.runtime.targets import TARGETS, Target
 from degarble.suites.kernels import latent_checks as plain
 from degarble.suites.kernels.format_checks import difference

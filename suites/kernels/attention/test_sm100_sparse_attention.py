@@ -23,8 +23,7 @@ from degarble.kernels.attention import problem as facts
 from degarble.kernels.attention.problem import AttentionForm
 from degarble.kernels.gemm import contract
 from degarble.kernels.primitives.kv_problem import ENTRIES
-from degarble.kernels.runtime.machine_code import cubin_facts, unstated_roundings
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings, cubin_facts, unstated_roundings
 from degarble.kernels.runtime.targets import SM90A, SM100A
 from degarble.suites.kernels import sm100_code, tcgen05_code
 from degarble.suites.kernels import tcgen05_words as words

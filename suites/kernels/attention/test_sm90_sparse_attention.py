@@ -20,10 +20,9 @@ from degarble.harness.base.errors import (
 )
 from degarble.kernels.attention import problem as facts
 from degarble.kernels.attention.problem import AttentionForm, MergeForm
-from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.kv_problem import ENTRIES
-from degarble.kernels.runtime.machine_code import cubin_facts, unstated_roundings
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings, cubin_facts, unstated_roundings
 from degarble.kernels.runtime.targets import TARGETS
 from degarble.references import rounding
 from degarble.suites.kernels.attention import attention_checks as checks

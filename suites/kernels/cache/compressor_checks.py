@@ -8,7 +8,7 @@ and slots have to be exact, the rows in the order of references.compressor; stor
 be kv_write's of the pooled values, byte for byte.
 
 Kept honest by suites/kernels/cache/test_simt_compressor.py, where a walk on the CPU stands in for
-the GPU, and faults planted in it are seen. Shape letters as in compressor_problem.
+the GPU, and faults planted in it are seen. Shape letters as in kernels/cache/problem.py.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from degarble.kernels.cache import compressor_problem as facts
-from degarble.kernels.cache.compressor_problem import PoolProblem
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.cache import problem as facts
+from degarble.kernels.cache.problem import PoolProblem
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.references import compressor
 from degarble.references.numerics import Numerics
 from degarble.suites.kernels import latent_checks as plain
@@ -236,7 +236,7 @@ def pooled_rows(picked: list[list[Tensor]]) -> Tensor:
     peak = facts.peak_of(gates)
     sums = [
         facts.part_sums(gates[at : at + 8], latents[at : at + 8], peak, torch.exp)
-        for at in range(0, len(gates), facts.AT_ONCE)
+        for at in range(0, len(gates), facts.ROWS_AT_ONCE)
     ]
     made: Tensor = facts.pooled(*(list(each) for each in zip(*sums, strict=True)))
     return made.bfloat16()

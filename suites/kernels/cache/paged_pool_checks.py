@@ -7,7 +7,7 @@ else may be written; positions and slots have to be exact, and tokens that close
 slot. Tokens without a slot lie in front of the others.
 
 Kept honest by suites/kernels/cache/test_simt_paged_pool.py, where a walk on the CPU stands in for
-the GPU, and faults planted in it are seen. Shape letters as in paged_pool_problem.
+the GPU, and faults planted in it are seen. Shape letters as in kernels/cache/problem.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from degarble.kernels.cache.paged_pool_problem import PagedPoolProblem, StatePages
+from degarble.kernels.cache.problem import PagedPoolProblem, StatePages
 from degarble.suites.kernels.cache import compressor_checks
 from degarble.suites.kernels.cache.compressor_checks import (
     BUDGET,
@@ -115,7 +115,7 @@ def on_device(call: Call) -> Made:
     from degarble.kernels.cache import simt_paged_pool as kernels  # noqa: PLC0415  needs the DSL
 
     states = call.states.cuda()
-    operands = kernels.Operands(*(tensor.cuda() for tensor in call.tensors))
+    operands = kernels.PagedOperands(*(tensor.cuda() for tensor in call.tensors))
     out = kernels.empty_entries(call.problem, torch.device("cuda"))
     for tensor in out:
         tensor.fill_(POISON)

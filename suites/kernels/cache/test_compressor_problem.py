@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
-from degarble.kernels.cache import compressor_problem as facts
-from degarble.kernels.cache.compressor_problem import PoolForm, PoolProblem
+from degarble.kernels.cache import problem as facts
+from degarble.kernels.cache.problem import PoolForm, PoolProblem
 
 
 @pytest.mark.parametrize("ratio", facts.RATIOS)
@@ -38,15 +38,17 @@ def test_forms_have_a_thread_for_every_channel_and_row() -> None:
         for width in (512, 128):
             for few in (False, True):
                 form = PoolForm(ratio, width, alone=few, target="sm_90a", few=few)
-                assert form.parts * facts.AT_ONCE == form.ring_rows == facts.rows_of_ring(ratio)
-                assert form.threads * facts.CHANNELS == form.parts * form.channels
+                assert (
+                    form.parts * facts.ROWS_AT_ONCE == form.ring_rows == facts.rows_of_ring(ratio)
+                )
+                assert form.threads * facts.CHANNELS_OF_THREAD == form.parts * form.channels
                 assert form.groups * form.channels == width
                 assert form.threads % 32 == 0
-    assert facts.choose_form(PoolProblem(3, 3, 3, 5, 4), "sm_90a").alone
-    assert not facts.choose_form(PoolProblem(4, 3, 3, 5, 4), "sm_90a").alone
+    assert facts.choose_pool_form(PoolProblem(3, 3, 3, 5, 4), "sm_90a").alone
+    assert not facts.choose_pool_form(PoolProblem(4, 3, 3, 5, 4), "sm_90a").alone
     many = facts.FEW_SEQUENCES + 1
     alone = [PoolProblem(n, n, n, 1, 128) for n in (many - 1, many)]
-    assert [facts.choose_form(each, "sm_90a").few for each in alone] == [True, False]
+    assert [facts.choose_pool_form(each, "sm_90a").few for each in alone] == [True, False]
     assert PoolProblem(8192, 1, 2048, 1, 4).bytes_moved == 8 * 1024 * 8200 + 2048 * 1040
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
-from degarble.kernels.cache import paged_pool_problem as facts
-from degarble.kernels.cache.paged_pool_problem import PagedPoolProblem, StatePages
+from degarble.kernels.cache import problem as facts
+from degarble.kernels.cache.problem import PagedPoolProblem, StatePages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +30,7 @@ def test_forms_know_no_extents_but_how_many() -> None:
     pages = StatePages(8, 10_000, 512)
 
     def form(tokens: int) -> facts.PagedForm:
-        return facts.choose_form(PagedPoolProblem(tokens, 2, 128, pages), "sm_90a")
+        return facts.choose_paged_form(PagedPoolProblem(tokens, 2, 128, pages), "sm_90a")
 
     assert form(1) == form(8) != form(9) == form(256) != form(257) == form(60_000)
     assert (form(8).span, form(256).span, form(257).span) == (1, 1, 16)

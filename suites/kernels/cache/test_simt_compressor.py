@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
-from degarble.kernels.cache.compressor_problem import PoolForm, PoolProblem
+from degarble.kernels.cache.problem import PoolForm, PoolProblem
 from degarble.kernels.primitives.kv_problem import Pages
-from degarble.kernels.runtime.machine_code import cubin_facts, unstated_roundings
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings, cubin_facts, unstated_roundings
 from degarble.kernels.runtime.targets import TARGETS, Target
 from degarble.suites.kernels import cache_checks
 from degarble.suites.kernels import latent_checks as plain

@@ -15,12 +15,12 @@ from degarble.harness.base.errors import (
     ShapeMismatch,
 )
 from degarble.kernels.primitives.kv_problem import ENTRIES, Pages, ReadForm, ReadProblem
-from degarble.kernels.runtime.machine_code import (
+from degarble.kernels.runtime.compiling import (
+    CompileSettings,
     cubin_facts,
     fused_instructions,
     unstated_roundings,
 )
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS, Target
 from degarble.suites.kernels import cache_checks as checks
 from degarble.suites.kernels import latent_checks as plain

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import ShapeMismatch
-from degarble.kernels.primitives import attention_rows as rows
 from degarble.kernels.primitives import kv_problem as facts
+from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.kv_problem import Pages, ReadForm, ReadProblem, WriteForm
-from degarble.kernels.runtime.machine_code import cubin_facts, unstated_roundings
+from degarble.kernels.runtime.compiling import cubin_facts, unstated_roundings
 from degarble.kernels.runtime.modules import module_of
 from degarble.kernels.runtime.targets import TARGETS
 from degarble.suites.kernels import cache_checks as checks
@@ -65,7 +65,7 @@ def test_refuses_by_name() -> None:
     wide = torch.ones(WIDTH, dtype=torch.bfloat16)
     for name, given in (("weight", (case.values, wide)), ("values", (case.values[:, :512], None))):
         weight = case.weight if given[1] is None else given[1]
-        operands = kernels.Operands(
+        operands = kernels.WriteOperands(
             given[0].contiguous(), weight, case.turns, case.positions, case.slots
         )
         with pytest.raises(ShapeMismatch, match=name):

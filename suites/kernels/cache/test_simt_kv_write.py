@@ -22,12 +22,12 @@ from degarble.kernels.primitives.kv_problem import (
     WriteForm,
     choose_write_form,
 )
-from degarble.kernels.runtime.machine_code import (
+from degarble.kernels.runtime.compiling import (
+    CompileSettings,
     cubin_facts,
     fused_instructions,
     unstated_roundings,
 )
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS, Target
 from degarble.suites.kernels import cache_checks as checks
 
@@ -99,7 +99,7 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
     case = checks.Case(problem)
     cache_NB, claims = case.cache(), torch.full((problem.pages.slots,), -1, dtype=torch.int32)
     given = (case.values, case.weight, case.turns, case.positions, case.slots, claims)
-    good = kernels.Operands(*given)
+    good = kernels.WriteOperands(*given)
     for error, name, changed in (
         (DtypeMismatch, "values", {"values": case.values.float()}),
         (ShapeMismatch, "values", {"values": case.values[:3]}),
@@ -201,7 +201,7 @@ def test_a_graph_replays_on_changed_data(kernels: ModuleType, entry: str, duplic
     first = cases[0]
     claims = kernels.empty_claims(problem, torch.device("cuda")) if duplicates == "last" else None
     names = ("values", "weight", "turns", "positions", "slots")
-    operands = kernels.Operands(*(getattr(first, name).cuda() for name in names), claims)
+    operands = kernels.WriteOperands(*(getattr(first, name).cuda() for name in names), claims)
     cache_NB = first.cache().cuda()
     kernels.kv_write(operands, cache_NB, problem, checks.SETTINGS)
     graph = torch.cuda.CUDAGraph()

@@ -15,9 +15,8 @@ from degarble.harness.base.errors import (
     LayoutMismatch,
     ShapeMismatch,
 )
-from degarble.kernels.cache import paged_pool_problem as facts
-from degarble.kernels.runtime.machine_code import cubin_facts, unstated_roundings
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.cache import problem as facts
+from degarble.kernels.runtime.compiling import CompileSettings, cubin_facts, unstated_roundings
 from degarble.kernels.runtime.targets import TARGETS, Target
 from degarble.suites.kernels import latent_checks as plain
 from degarble.suites.kernels.cache import compressor_checks
@@ -54,7 +53,7 @@ def test_compiles_without_spills_and_with_every_rounding_stated(
     for ratio, width in served:
         pages = facts.StatePages(checks.ROWS[ratio], 9, width * (2 if ratio == 4 else 1))
         problem = facts.PagedPoolProblem(tokens, 1, ratio, pages, width)
-        form = facts.choose_form(problem, target.name)
+        form = facts.choose_paged_form(problem, target.name)
         kernel = kernels.compile_form(form, CompileSettings())
         found = cubin_facts(kernel.cubin)
         assert len(found) == 2
@@ -70,7 +69,7 @@ def a_call() -> tuple[Case, checks.Call]:
 
 def test_refuses_by_name(kernels: ModuleType) -> None:
     _, call = a_call()
-    good, states = kernels.Operands(*call.tensors), call.states
+    good, states = kernels.PagedOperands(*call.tensors), call.states
     for error, name, changed in (
         (DtypeMismatch, "projected", {"projected": good.projected.half()}),
         (ShapeMismatch, "projected", {"projected": good.projected[1:]}),
@@ -186,7 +185,7 @@ def test_a_graph_decodes_on(kernels: ModuleType, ratio: int) -> None:
     parts = compressor_checks.calls(case)
     states = checks.on_device(checks.call_of(case, parts[0], checks.empty_states(case))).states
     call = checks.call_of(case, parts[1], states)
-    operands = kernels.Operands(*(tensor.cuda() for tensor in call.tensors))
+    operands = kernels.PagedOperands(*(tensor.cuda() for tensor in call.tensors))
     held, out = states.cuda(), kernels.empty_entries(call.problem, torch.device("cuda"))
 
     def step() -> None:
@@ -230,6 +229,6 @@ def test_a_page_that_there_is_not_is_seen_and_no_tokens_launch_nothing(kernels: 
     nobody = replace(call.problem, tokens=0)
     places = {0, 2, 3, 4, 6}
     none = [t[:0] if at in places else t for at, t in enumerate(call.tensors)]
-    operands = kernels.Operands(*(tensor.cuda() for tensor in none))
+    operands = kernels.PagedOperands(*(tensor.cuda() for tensor in none))
     made = kernels.paged_pool(operands, call.states.cuda(), nobody, SETTINGS)
     assert made.values.shape == (0, case.width)

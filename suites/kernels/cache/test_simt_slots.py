@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
-from degarble.kernels.cache import slots_problem as facts
-from degarble.kernels.cache.slots_problem import CHOSEN, KINDS, WINDOW, SlotsForm, SlotsProblem
-from degarble.kernels.runtime.machine_code import cubin_facts
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.cache import problem as facts
+from degarble.kernels.cache.problem import CHOSEN, KINDS, WINDOW, SlotsForm, SlotsProblem
+from degarble.kernels.runtime.compiling import CompileSettings, cubin_facts
 from degarble.kernels.runtime.targets import TARGETS, Target
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def told(kernels: ModuleType, problem: SlotsProblem, device: str = "cpu") -> Any
     shape, most = (problem.tokens, problem.width), problem.columns + 3
     numbers = torch.randint(-2, most, shape, generator=generator).int()
     made = positions, owners, table, numbers if problem.kind == CHOSEN else None
-    return kernels.Told(*(None if each is None else each.to(device) for each in made))
+    return kernels.SlotOperands(*(None if each is None else each.to(device) for each in made))
 
 
 def test_refuses_by_name(kernels: ModuleType) -> None:
@@ -63,7 +62,7 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
     ):
         with pytest.raises(error, match=name):
             kernels.slots(given._replace(**change), problem, SETTINGS)
-    short = kernels.Slots(torch.zeros(3, 8, dtype=torch.int32), None)
+    short = kernels.SlotLists(torch.zeros(3, 8, dtype=torch.int32), None)
     with pytest.raises(InvalidArgument, match="slots of the tokens"):
         kernels.slots(given, problem, SETTINGS, out=short)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
-from degarble.kernels.cache import slots_problem as facts
-from degarble.kernels.cache.slots_problem import CHOSEN, ENTRIES, KINDS, WINDOW, SlotsProblem
+from degarble.kernels.cache import problem as facts
+from degarble.kernels.cache.problem import CHOSEN, ENTRIES, KINDS, WINDOW, SlotsProblem
 
 
 def test_refuses_by_name() -> None:

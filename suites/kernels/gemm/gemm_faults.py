@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from degarble.kernels.gemm import problem as facts
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.modules import module_of
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.suites.kernels import gemm_checks as checks
 
 if TYPE_CHECKING:

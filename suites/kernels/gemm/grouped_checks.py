@@ -21,9 +21,9 @@ import torch
 
 from degarble.kernels.gemm.grouped_problem import GroupedProblem
 from degarble.kernels.gemm.problem import GemmProblem
-from degarble.kernels.rows.inverse_rope_problem import BackProblem
+from degarble.kernels.rows.problem import BackProblem
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.modules import module_of
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import SM90A, SM100A, target_of_device
 from degarble.suites.kernels import latent_checks as plain
 

@@ -23,9 +23,9 @@ import torch
 from degarble.kernels.gemm import grouped_problem as facts
 from degarble.kernels.gemm.grouped_problem import GroupedFp8Problem
 from degarble.kernels.gemm.problem import FP8_BLOCK, GemmProblem
-from degarble.kernels.primitives.fp8_quantise_problem import Fp8Problem
-from degarble.kernels.rows.inverse_rope_problem import BackProblem
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.primitives.quantise_problem import Fp8Problem
+from degarble.kernels.rows.problem import BackProblem
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.suites.kernels import latent_checks as plain
 from degarble.suites.kernels.gemm.grouped_checks import difference
 

@@ -109,7 +109,7 @@ def test_swizzles_are_permutations_of_a_stage() -> None:
 
 def test_products_fit_and_are_restored() -> None:
     from degarble.kernels.gemm import nvfp4_stages as stages  # noqa: PLC0415
-    from degarble.kernels.primitives.e2m1_pairs import SCALE_EXPONENT  # noqa: PLC0415
+    from degarble.kernels.primitives.e2m1 import SCALE_EXPONENT  # noqa: PLC0415
 
     largest = 6 * 448 * 2.0**stages.PRODUCT_EXPONENT
     assert largest < 2.0**127

@@ -36,7 +36,7 @@ from degarble.kernels.gemm.w4a16_problem import (
 from degarble.kernels.gemm.w4a16_problem import TACTICS as W4A16_TACTICS
 from degarble.kernels.gemm.w4a16_problem import choose_form as choose_w4a16_form
 from degarble.kernels.gemm.w4a16_problem import grid as w4a16_grid
-from degarble.kernels.primitives.fp8_quantise_problem import AMAX_FLOOR, SHARE
+from degarble.kernels.primitives.quantise_problem import AMAX_FLOOR, SHARE
 from degarble.kernels.runtime.targets import SM90A, SM100A, TARGETS
 from degarble.suites.kernels import row_checks as checks
 

@@ -23,12 +23,12 @@ from degarble.kernels.gemm.gemv_problem import (
     GemvForm,
     GemvProblem,
 )
-from degarble.kernels.runtime.machine_code import (
+from degarble.kernels.runtime.compiling import (
+    CompileSettings,
     cubin_facts,
     fused_instructions,
     unstated_roundings,
 )
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS, Target
 from degarble.suites.kernels import row_checks as checks
 

@@ -15,7 +15,7 @@ import torch
 from degarble.harness.base.errors import DtypeMismatch, LayoutMismatch, MissingDevice, ShapeMismatch
 from degarble.kernels.gemm import tensor_memory
 from degarble.kernels.gemm.problem import GemmForm, GemmProblem
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.targets import SM90A
 from degarble.suites.kernels import gemm_checks as checks
 from degarble.suites.kernels import sm100_checks as blackwell

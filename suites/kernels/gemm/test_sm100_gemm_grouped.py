@@ -16,7 +16,7 @@ from degarble.kernels.gemm import grouped_problem as facts
 from degarble.kernels.gemm import problem as gemm
 from degarble.kernels.gemm import tensor_memory
 from degarble.kernels.gemm.grouped_problem import GroupedProblem
-from degarble.kernels.runtime.machine_code import cubin_facts, unstated_roundings
+from degarble.kernels.runtime.compiling import cubin_facts, unstated_roundings
 from degarble.kernels.runtime.targets import SM90A, SM100A
 from degarble.suites.kernels import gemm_code, sm100_code, tcgen05_code, tcgen05_words
 from degarble.suites.kernels.gemm import grouped_checks as checks

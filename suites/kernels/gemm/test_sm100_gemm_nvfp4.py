@@ -14,8 +14,7 @@ import torch
 
 from degarble.harness.base.errors import DtypeMismatch, MissingDevice, ShapeMismatch
 from degarble.kernels.gemm.problem import GemmForm, GemmProblem, choose_form
-from degarble.kernels.runtime.compiling import package_root
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings, package_root
 from degarble.kernels.runtime.targets import SM90A, SM100A
 from degarble.suites.kernels import gemm_checks as checks
 from degarble.suites.kernels import sm100_checks as blackwell

@@ -21,7 +21,7 @@ from degarble.kernels.gemm.problem import (
     GemmProblem,
     choose_form,
 )
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.references import tensor_core
 from degarble.suites.kernels import gemm_checks as checks
 from degarble.suites.kernels import gemm_code as code

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import DtypeMismatch, ShapeMismatch
-from degarble.kernels.runtime.machine_code import fused_instructions
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings, fused_instructions
 from degarble.suites.kernels import gemm_checks as checks
 from degarble.suites.kernels import gemm_code as code
 

@@ -16,12 +16,12 @@ from degarble.harness.base.errors import (
 )
 from degarble.kernels.gemm import problem as gemm
 from degarble.kernels.gemm.grouped_problem import GroupedProblem, choose_grouped_form
-from degarble.kernels.runtime.machine_code import (
+from degarble.kernels.runtime.compiling import (
+    CompileSettings,
     cubin_facts,
     fused_instructions,
     unstated_roundings,
 )
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.suites.kernels import gemm_code
 from degarble.suites.kernels.gemm import grouped_checks as checks
 

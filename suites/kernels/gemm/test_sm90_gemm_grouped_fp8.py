@@ -16,7 +16,7 @@ from degarble.harness.base.errors import (
 )
 from degarble.kernels.gemm import problem as gemm
 from degarble.kernels.gemm.grouped_problem import GroupedFp8Problem, choose_fp8_form
-from degarble.kernels.runtime.machine_code import cubin_facts, unstated_roundings
+from degarble.kernels.runtime.compiling import cubin_facts, unstated_roundings
 from degarble.suites.kernels import gemm_code
 from degarble.suites.kernels.gemm import grouped_fp8_checks as checks
 from degarble.suites.kernels.gemm.grouped_checks import difference

@@ -10,7 +10,7 @@ import torch
 
 from degarble.harness.base.errors import DtypeMismatch, LayoutMismatch, ShapeMismatch
 from degarble.kernels.gemm.problem import GemmForm, GemmProblem
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.suites.kernels import gemm_checks as checks
 from degarble.suites.kernels import gemm_code as code
 

@@ -28,8 +28,7 @@ from degarble.kernels.gemm.w4a16_problem import (
     choose_form,
     choose_tactic,
 )
-from degarble.kernels.runtime.machine_code import cubin_facts
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings, cubin_facts
 from degarble.kernels.runtime.targets import TARGETS, Target
 from degarble.suites.kernels.gemm import w4a16_checks as checks
 

@@ -24,7 +24,7 @@ from degarble.harness.formats.layouts import SCALE_LAYOUTS, from_layout, to_layo
 from degarble.harness.formats.number_formats import E2M1, E4M3, NVFP4, NibbleOrder, ScaleDirection
 from degarble.harness.formats.quantise import QuantisedTensor
 from degarble.kernels.gemm.w4a16_problem import LAYOUTS, PARTS, ROUND, W4A16Problem
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.indexer import problem as indexer_problem
 from degarble.kernels.indexer.problem import TopkProblem
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.suites.kernels import indexer_checks
 from degarble.suites.kernels.indexer import indexer_operand_checks, topk_checks
 
@@ -66,7 +66,7 @@ def _whole_tiles(true: Any, *arguments: Any) -> Any:
 
 
 def _not_rectified(_true: Any, low: Any, high: Any) -> Any:
-    words = import_module("degarble.kernels.primitives.nvfp4_words")
+    words = import_module("degarble.kernels.primitives.device_words")
     return words.rounded_words([low, high])[0]
 
 
@@ -77,7 +77,7 @@ def _no_scales(true: Any, sums: Any, weights: Any, scales: Any, form: Any) -> An
 
 def _highest(_true: Any, marks: Any) -> Any:
     words, cutlass = (
-        import_module("degarble.kernels.primitives.nvfp4_words"),
+        import_module("degarble.kernels.primitives.device_words"),
         import_module("cutlass"),
     )
     text = "{ .reg .b32 a; bfind.u32 a, {$r0}; shl.b32 {$w0}, 1, a; }"
@@ -86,7 +86,7 @@ def _highest(_true: Any, marks: Any) -> Any:
 
 def _zeros_apart(_true: Any, score: Any) -> Any:
     words, cutlass = (
-        import_module("degarble.kernels.primitives.nvfp4_words"),
+        import_module("degarble.kernels.primitives.device_words"),
         import_module("cutlass"),
     )
     text = "{ .reg .b32 b, m; mov.b32 b, {$r0}; shr.s32 m, b, 31; or.b32 m, m, 0x80000000;"

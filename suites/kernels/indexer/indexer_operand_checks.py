@@ -19,7 +19,7 @@ import torch
 
 from degarble.kernels.indexer import problem as facts
 from degarble.kernels.indexer.problem import OperandProblem
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.references import rounding
 from degarble.suites.kernels.row_checks import POISON, bits_differ, spread
 

@@ -10,7 +10,7 @@ from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.model.types import End, Pairing, Rope
 from degarble.kernels.indexer import problem as facts
 from degarble.kernels.indexer.problem import OperandProblem, choose_operand_form
-from degarble.kernels.primitives.kv_rules import fp8_factor
+from degarble.kernels.primitives.kv_problem import fp8_factor
 from degarble.references import elementary, rounding
 from degarble.references.numerics import Numerics
 from degarble.suites.kernels.indexer import indexer_operand_checks as checks

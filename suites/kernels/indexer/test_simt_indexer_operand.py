@@ -11,12 +11,12 @@ import torch
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
 from degarble.kernels.indexer import problem as facts
 from degarble.kernels.indexer.problem import OperandProblem, choose_operand_form
-from degarble.kernels.runtime.machine_code import (
+from degarble.kernels.runtime.compiling import (
+    CompileSettings,
     cubin_facts,
     fused_instructions,
     unstated_roundings,
 )
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS, Target
 from degarble.suites.kernels.indexer import indexer_operand_checks as checks
 

@@ -17,8 +17,7 @@ from degarble.harness.base.errors import (
 )
 from degarble.kernels.indexer import problem as facts
 from degarble.kernels.indexer.problem import TopkForm, TopkProblem
-from degarble.kernels.runtime.machine_code import cubin_facts, unstated_roundings
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings, cubin_facts, unstated_roundings
 from degarble.kernels.runtime.targets import TARGETS, Target
 from degarble.references import indexer
 from degarble.suites.kernels.indexer import topk_checks as checks

@@ -21,8 +21,7 @@ from degarble.harness.base.errors import (
 )
 from degarble.kernels.indexer import problem as facts
 from degarble.kernels.indexer.problem import KeyPages, ScoresForm, ScoresProblem, choose_form
-from degarble.kernels.runtime.machine_code import cubin_facts, unstated_roundings
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings, cubin_facts, unstated_roundings
 from degarble.kernels.runtime.targets import SM90A, SM100A
 from degarble.suites.kernels import gemm_code, sm100_code, tcgen05_code, tcgen05_words
 from degarble.suites.kernels import indexer_checks as checks

@@ -13,8 +13,7 @@ import torch
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
 from degarble.kernels.indexer import problem as facts
 from degarble.kernels.indexer.problem import ScoresForm
-from degarble.kernels.runtime.machine_code import cubin_facts, unstated_roundings
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings, cubin_facts, unstated_roundings
 from degarble.references import indexer
 from degarble.references.numerics import Numerics
 from degarble.suites.kernels import gemm_code as code

@@ -20,7 +20,7 @@ import torch
 from degarble.kernels.indexer import problem as facts
 from degarble.kernels.indexer.problem import TopkProblem, visible_entries
 from degarble.kernels.rows.router_problem import key_of
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -25,8 +25,8 @@ from degarble.kernels.gemm.problem import GemmProblem, GemmTactic
 from degarble.kernels.moe import problem as facts
 from degarble.kernels.moe.problem import AFTER_W2, BEFORE_W2, GATE_AND_UP, MoeProblem
 from degarble.kernels.primitives.quantise_problem import QuantiseProblem
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.modules import module_of
-from degarble.kernels.runtime.settings import CompileSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -144,7 +144,7 @@ FAULTS = (
     Fault("routing weight left out after", _ROWS, "weighed", _as_they_are),
     Fault(
         "limit left out",
-        "degarble.kernels.primitives.nvfp4_words",
+        "degarble.kernels.primitives.device_words",
         "swiglu_numbers",
         _not_clamped,
         rows=128,

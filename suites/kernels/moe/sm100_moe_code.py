@@ -15,7 +15,7 @@ from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm import tensor_memory
 from degarble.kernels.moe import problem as moe_facts
 from degarble.kernels.moe.problem import GATE_AND_UP
-from degarble.kernels.runtime.machine_code import cubin_facts, unstated_roundings
+from degarble.kernels.runtime.compiling import cubin_facts, unstated_roundings
 from degarble.suites.kernels import sm100_code as plain
 from degarble.suites.kernels.gemm_code import expected_bytes
 

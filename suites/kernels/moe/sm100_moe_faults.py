@@ -116,7 +116,7 @@ FAULTS = (
     Fault("routing weight left out before", _LEAVING, "weight_of_row", _one, 0, BEFORE_W2),
     Fault("routing weight left out after", _ROWS, "weighed", _as_they_are, 2),
     Fault(
-        "limit left out", "degarble.kernels.primitives.nvfp4_words", "swiglu_numbers", _not_clamped
+        "limit left out", "degarble.kernels.primitives.device_words", "swiglu_numbers", _not_clamped
     ),
     Fault("scale of gate for up", _LEAVING, "scales_of", _scale_of_gate),
     Fault("scales beyond K not cleared", _MEMORY, "end_of_scales", _nothing_ends),

@@ -21,8 +21,7 @@ from degarble.harness.base.errors import (
 )
 from degarble.kernels.moe import problem as facts
 from degarble.kernels.moe.problem import AFTER_W2, BEFORE_W2, MoeProblem
-from degarble.kernels.runtime.compiling import package_root
-from degarble.kernels.runtime.machine_code import cubin_facts, unstated_roundings
+from degarble.kernels.runtime.compiling import cubin_facts, package_root, unstated_roundings
 from degarble.kernels.runtime.targets import SM90A
 from degarble.suites.kernels.moe import moe_checks as checks
 from degarble.suites.kernels.moe import moe_twin as twin

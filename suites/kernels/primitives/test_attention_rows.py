@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
-from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives import kv_problem as rows
 from degarble.references import attention, elementary
 from degarble.references.numerics import HeadNorm, Numerics
 from degarble.suites.kernels import latent_checks as plain

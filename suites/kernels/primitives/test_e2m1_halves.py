@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from degarble.harness.formats import scalar_ops as codecs
-from degarble.kernels.primitives import e2m1_halves as halves
-from degarble.kernels.primitives.e2m1_halves import OPERATORS, WORDS
+from degarble.kernels.primitives import e2m1 as halves
+from degarble.kernels.primitives.e2m1 import HALF_OPERATORS, WORDS
 
 SCALES = torch.arange(1, 0x7F)
 
@@ -88,5 +88,5 @@ def test_the_first_term_alone_moves_values() -> None:
     scale = codecs.e4m3_decode(torch.tensor([0x3F]))
     values = bounded(scale)
     first = codecs.bf16_encode(halves.inverse_terms(scale, 1 / scale)[0]) * 0x1_0001
-    got = halves.code_word([OPERATORS.product(word, first) for word in words_of(values)])
+    got = halves.code_word([HALF_OPERATORS.product(word, first) for word in words_of(values)])
     assert not torch.equal(got, wanted(codecs.bf16_decode(values), scale))

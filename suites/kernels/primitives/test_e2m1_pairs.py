@@ -7,13 +7,8 @@ import torch
 
 from degarble.harness.formats.scalar_ops import e2m1_decode, e4m3_decode
 from degarble.kernels.gemm.w4a16_problem import DECODED_EXPONENT
-from degarble.kernels.primitives import e2m1_pairs
-from degarble.kernels.primitives.e2m1_pairs import (
-    PAIRS,
-    SCALE_EXPONENT,
-    VALUE_EXPONENT,
-    bf16_pairs,
-)
+from degarble.kernels.primitives import e2m1
+from degarble.kernels.primitives.e2m1 import PAIRS, SCALE_EXPONENT, VALUE_EXPONENT, bf16_pairs
 
 CODES = torch.arange(16, dtype=torch.int64)
 
@@ -61,10 +56,11 @@ def test_every_code_times_every_scale_is_exact() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("_KEPT", 0x81C0_80C0), ("_PAIR", 0x000F_0007), ("_MOVES", (0x1040, 0x102))]
+    ("name", "value"),
+    [("_KEPT", 0x81C0_80C0), ("_PAIR", 0x000F_0007), ("_PAIR_MOVES", (0x1040, 0x102))],
 )
 def test_a_wrong_constant_is_seen(
     name: str, value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(e2m1_pairs, name, value)
+    monkeypatch.setattr(e2m1, name, value)
     assert mismatches() > 0

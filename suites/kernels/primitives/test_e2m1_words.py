@@ -9,8 +9,8 @@ import torch
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.scalar_ops import e2m1_encode
-from degarble.kernels.primitives import e2m1_words
-from degarble.kernels.primitives.e2m1_words import NUMBERS, OPERATORS, e2m1_word
+from degarble.kernels.primitives import e2m1
+from degarble.kernels.primitives.e2m1 import NUMBERS, WORD_OPERATORS, e2m1_word
 
 BOUNDARIES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0)
 
@@ -22,7 +22,7 @@ def wanted(x_N: torch.Tensor) -> torch.Tensor:
     return word_W
 
 
-def words(x_N: torch.Tensor, primitives: e2m1_words.Primitives = OPERATORS) -> torch.Tensor:
+def words(x_N: torch.Tensor, primitives: e2m1.WordOperations = WORD_OPERATORS) -> torch.Tensor:
     x_WI = x_N.reshape(-1, NUMBERS)
     word: torch.Tensor = e2m1_word(list(x_WI.unbind(-1)), primitives)
     return word & 0xFFFF_FFFF
@@ -60,12 +60,14 @@ def test_python_numbers_give_the_same_word() -> None:
 
 @pytest.mark.parametrize("constant", [2.0**22 + 2, 2.0**23 + 1])
 def test_another_summand_is_seen(constant: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(e2m1_words, "_SUMMAND", constant)
+    monkeypatch.setattr(e2m1, "_SUMMAND", constant)
     x_N = near_boundaries()
     assert not torch.equal(words(x_N), wanted(x_N))
 
 
 def test_halves_exchanged_are_seen() -> None:
-    wrong = replace(OPERATORS, low_halves=lambda low, high: OPERATORS.low_halves(high, low))
+    wrong = replace(
+        WORD_OPERATORS, low_halves=lambda low, high: WORD_OPERATORS.low_halves(high, low)
+    )
     x_N = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 0.5, 1.5])
     assert not torch.equal(words(x_N, wrong), wanted(x_N))

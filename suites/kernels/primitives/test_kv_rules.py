@@ -8,7 +8,7 @@ import torch
 
 from degarble.harness.formats import scalar_ops as codecs
 from degarble.kernels.primitives import kv_problem as facts
-from degarble.kernels.primitives import kv_rules as rules
+from degarble.kernels.primitives import kv_problem as rules
 from degarble.references import rounding
 
 ALL_BF16 = torch.arange(0x8000, dtype=torch.int64)  # magnitudes

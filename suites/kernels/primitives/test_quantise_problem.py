@@ -11,7 +11,7 @@ from degarble.kernels.primitives.quantise_problem import (
     SWIGLU,
     TACTICS,
     QuantiseProblem,
-    Tactic,
+    QuantiseTactic,
     choose_form,
     choose_tactic,
     grid,
@@ -21,7 +21,7 @@ from degarble.kernels.primitives.quantise_problem import (
 )
 
 
-def walked(problem: QuantiseProblem, tactic: Tactic) -> list[tuple[int, int]]:
+def walked(problem: QuantiseProblem, tactic: QuantiseTactic) -> list[tuple[int, int]]:
     """Every (row, block) that a launch visits, as the kernel computes it."""
     tile_rows, _ = tiles(problem)
     walkers, columns, _ = grid(problem, tactic, 3)
@@ -42,7 +42,7 @@ def test_every_scale_byte_has_one_thread(
     layout: str, walkers: int, rows: int, columns: int
 ) -> None:
     problem = QuantiseProblem(rows, columns, layout)
-    visited = walked(problem, Tactic(float("inf"), walkers))
+    visited = walked(problem, QuantiseTactic(float("inf"), walkers))
     assert len(set(visited)) == len(visited)
     record = problem.scale_layout
     high = -(-rows // record.row_tile) * record.row_tile
@@ -81,8 +81,8 @@ def test_bytes_at_the_shape_of_the_bench() -> None:
 def test_grid_and_table() -> None:
     problem = QuantiseProblem(8192, 7168)
     assert tiles(problem) == (1024, 14)
-    assert grid(problem, Tactic(float("inf"), 8), 132) == (75, 14, 1)
-    assert grid(problem, Tactic(float("inf"), 0), 132) == (1024, 14, 1)
+    assert grid(problem, QuantiseTactic(float("inf"), 8), 132) == (75, 14, 1)
+    assert grid(problem, QuantiseTactic(float("inf"), 0), 132) == (1024, 14, 1)
     assert choose_tactic(problem) is TACTICS[-1]
     assert choose_tactic(QuantiseProblem(1, 7168)) is TACTICS[0]
     assert grid(QuantiseProblem(8, 16, "8x4"), TACTICS[-1], 132) == (1, 1, 1)

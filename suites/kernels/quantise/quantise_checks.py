@@ -25,13 +25,13 @@ from degarble.harness.formats.layouts import to_layout
 from degarble.harness.formats.number_formats import NVFP4
 from degarble.harness.formats.quantise import quantise
 from degarble.kernels.primitives.quantise_problem import LAYOUTS, SWIGLU, VALUES, QuantiseProblem
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.suites.kernels.format_checks import difference
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from degarble.kernels.quantise.simt_quantise_nvfp4 import Quantised
+    from degarble.kernels.quantise.simt_quantise_nvfp4 import QuantisedRows
 
 SETTINGS = CompileSettings()
 SPREADS = ("ordinary", "blocks", "tiny", "huge", "ties", "zeros", "special")
@@ -103,7 +103,7 @@ class Case:
         return torch.tensor([0, *cuts, last], dtype=torch.int32)
 
 
-def poisoned(problem: QuantiseProblem, device: str = "cuda") -> Quantised:
+def poisoned(problem: QuantiseProblem, device: str = "cuda") -> QuantisedRows:
     """Allocate outputs full of 0xAA."""
     from degarble.kernels.quantise.simt_quantise_nvfp4 import empty_outputs  # noqa: PLC0415  needs the DSL
 
@@ -114,7 +114,7 @@ def poisoned(problem: QuantiseProblem, device: str = "cuda") -> Quantised:
     return out
 
 
-def on_device(case: Case) -> Quantised:
+def on_device(case: Case) -> QuantisedRows:
     """Run a case on the GPU; outputs stay there."""
     from degarble.kernels.quantise.simt_quantise_nvfp4 import quantise_nvfp4  # noqa: PLC0415  needs the DSL
 

@@ -19,10 +19,9 @@ from degarble.harness.base.errors import (
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.number_formats import FP8_1X128_F32, FP8_1X128_UE8M0
 from degarble.harness.formats.quantise import quantise
-from degarble.kernels.primitives import fp8_quantise_problem as facts
-from degarble.kernels.primitives.fp8_quantise_problem import Fp8Form, Fp8Problem
-from degarble.kernels.runtime.machine_code import cubin_facts, unstated_roundings
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.primitives import quantise_problem as facts
+from degarble.kernels.primitives.quantise_problem import Fp8Form, Fp8Problem
+from degarble.kernels.runtime.compiling import CompileSettings, cubin_facts, unstated_roundings
 from degarble.kernels.runtime.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -152,7 +151,7 @@ def test_sixteens_that_turn_are_the_last_of_a_head() -> None:
 def test_heads_are_turned_back_first(
     kernels: ModuleType, tokens: int, heads: int, width: int, scales: str
 ) -> None:
-    from degarble.kernels.rows.inverse_rope_problem import BackProblem  # noqa: PLC0415
+    from degarble.kernels.rows.problem import BackProblem  # noqa: PLC0415
 
     rope = import_module("degarble.kernels.rows.simt_inverse_rope")
     values, known = drawn(tokens, heads * width), 50

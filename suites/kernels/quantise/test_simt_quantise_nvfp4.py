@@ -24,12 +24,12 @@ from degarble.kernels.primitives.quantise_problem import (
     registers_allowed,
     resident_blocks,
 )
-from degarble.kernels.runtime.machine_code import (
+from degarble.kernels.runtime.compiling import (
+    CompileSettings,
     cubin_facts,
     fused_instructions,
     unstated_roundings,
 )
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import SM90A, SM100A, TARGETS, Target
 from degarble.suites.kernels.quantise import quantise_checks as checks
 
@@ -155,7 +155,7 @@ def test_nothing_is_launched_for_no_rows(kernels: ModuleType) -> None:
 def as_on_device(case: checks.Case) -> object:
     """What the kernel has to give, made by the definition."""
     codes, scales = checks.by_definition(case, case.values)
-    return import_module("degarble.kernels.quantise.simt_quantise_nvfp4").Quantised(
+    return import_module("degarble.kernels.quantise.simt_quantise_nvfp4").QuantisedRows(
         codes, scales, None
     )
 

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.kernels.primitives import attention_rows as rows
-from degarble.kernels.rows.inverse_rope_problem import BackProblem
-from degarble.kernels.rows.qnorm_rope_problem import HeadsProblem
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.primitives import kv_problem as rows
+from degarble.kernels.rows.problem import BackProblem, HeadsProblem
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.suites.kernels import latent_checks as plain
 from degarble.suites.kernels.format_checks import difference
 

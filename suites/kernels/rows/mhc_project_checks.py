@@ -6,7 +6,7 @@ are added in float32), and so may a sum of squares. Where streams and weight are
 every sum is exact, so every bit has to be right; and where a token has one value, which picks a
 column of the weight with all its 24 bits. Outputs and partial sums are poisoned before.
 Kept honest by suites/kernels/rows/test_simt_mhc_project.py, which plants errors in what came back.
-Shape letters as in mhc_projection_problem.
+Shape letters as in mhc_problem.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.kernels.rows import mhc_projection_problem as facts
-from degarble.kernels.rows.mhc_problem import STREAMS
-from degarble.kernels.rows.mhc_projection_problem import ProjectProblem
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.rows import mhc_problem as facts
+from degarble.kernels.rows.mhc_problem import STREAMS, ProjectProblem
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.suites.kernels import latent_checks as plain
 
 if TYPE_CHECKING:

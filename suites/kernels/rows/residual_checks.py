@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.kernels.rows import rmsnorm_problem
-from degarble.kernels.rows.residual_problem import ResidualProblem
+from degarble.kernels.rows import problem as rmsnorm_problem
+from degarble.kernels.rows.problem import ResidualProblem
 from degarble.suites.kernels import row_checks as checks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from degarble.kernels.rows.simt_residual_norm import Summed
+    from degarble.kernels.rows.simt_residual_norm import ResidualNormed
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def by_definition(case: Case, device: str) -> tuple[Tensor, Tensor]:
     return checks.normed_by_definition(normed, weight, case.problem.epsilon), stored
 
 
-def on_device(case: Case) -> Summed:
+def on_device(case: Case) -> ResidualNormed:
     """Run a case on the GPU, into poisoned memory; outputs stay there."""
     from degarble.kernels.rows import simt_residual_norm as kernels  # noqa: PLC0415  needs the DSL
 
@@ -88,7 +88,7 @@ def cases() -> list[Case]:
         for columns in (64, 128, 1024, 1040, 4096, 7168, 16_384):
             made += [
                 Case(ResidualProblem(37, columns, 1e-6, weight, rounded), "rows", columns)
-                for weight in rmsnorm_problem.WEIGHTS
+                for weight in rmsnorm_problem.NORM_WEIGHTS
             ]
         for kind in checks.SPREADS:
             made.append(Case(ResidualProblem(70, 2064, 1e-6, "fp32", rounded), kind, 3))
@@ -106,7 +106,7 @@ def fuzzed(seed: int, count: int) -> list[Case]:
             rows=drawn.choice((drawn.randint(1, 20), drawn.randint(1, 700))),
             columns=16 * drawn.choice((drawn.randint(4, 70), drawn.randint(4, 600))),
             epsilon=drawn.choice((1e-6, 1e-20, 1e-5)),
-            weight=drawn.choice(rmsnorm_problem.WEIGHTS),
+            weight=drawn.choice(rmsnorm_problem.NORM_WEIGHTS),
             rounded=drawn.random() < 0.5,
         )
         made.append(Case(problem, drawn.choice(checks.SPREADS), drawn.randrange(1 << 30)))

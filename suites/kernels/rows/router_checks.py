@@ -20,13 +20,13 @@ import torch
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.rows import router_problem as facts
 from degarble.kernels.rows.router_problem import RouterProblem
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.suites.kernels.row_checks import POISON, bits_differ
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from degarble.kernels.rows.simt_router import Routed
+    from degarble.kernels.rows.simt_router import RoutedTokens
 
 SETTINGS = CompileSettings()
 SPREADS = ("ordinary", "wide", "ties", "special", "equal")
@@ -138,7 +138,7 @@ def _largest(key_TE: Tensor, count: int) -> Tensor:
     return torch.sort(key_TE, dim=-1, descending=True, stable=True).indices[:, :count]
 
 
-def on_device(case: RouterCase) -> Routed:
+def on_device(case: RouterCase) -> RoutedTokens:
     """Run a case on the GPU, into poisoned memory; the result stays there."""
     from degarble.kernels.rows import simt_router as kernels  # noqa: PLC0415  needs the DSL
 

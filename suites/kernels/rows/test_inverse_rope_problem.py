@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from degarble.harness.base.errors import ShapeMismatch
-from degarble.kernels.rows import inverse_rope_problem as facts
-from degarble.kernels.rows.inverse_rope_problem import BackProblem
+from degarble.kernels.rows import problem as facts
+from degarble.kernels.rows.problem import BackProblem
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -14,14 +14,16 @@ from degarble.kernels.rows.inverse_rope_problem import BackProblem
 @pytest.mark.parametrize("width", [128, 512])
 def test_every_chunk_has_one_thread(width: int, heads: int, in_place: bool) -> None:
     problem = BackProblem(2, heads, 1, in_place, width)
-    tokens, groups = facts.grid(problem)
+    tokens, groups = facts.back_grid(problem)
     walked = [
-        group * facts.AT_ONCE * facts.THREADS + turn * facts.THREADS + thread
+        group * facts.CHUNKS_AT_ONCE * facts.BACK_THREADS + turn * facts.BACK_THREADS + thread
         for group in range(groups)
-        for turn in range(facts.AT_ONCE)
-        for thread in range(facts.THREADS)
+        for turn in range(facts.CHUNKS_AT_ONCE)
+        for thread in range(facts.BACK_THREADS)
     ]
-    places = [facts.place_of(c, width, in_place=in_place) for c in walked if c < problem.chunks]
+    places = [
+        facts.place_of_chunk(c, width, in_place=in_place) for c in walked if c < problem.chunks
+    ]
     assert tokens == 2
     chunks = width // 8
     of_head = range(chunks - 8 if in_place else 0, chunks)

@@ -10,15 +10,15 @@ import torch
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
 from degarble.kernels.rows import mhc_problem as facts
-from degarble.kernels.rows.mhc_problem import PARTS, MixProblem
+from degarble.kernels.rows.mhc_problem import MIX_PARTS, MixProblem
 from degarble.suites.kernels import mhc_checks as checks
 
-ON_SCALARS = facts.Primitives(
+ON_SCALARS = facts.MixPrimitives(
     lambda x: np.float32(math.exp(x)), lambda x: np.float32(1) / x, lambda x: 1 / np.sqrt(x)
 )
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", MIX_PARTS)
 @pytest.mark.parametrize("sharpness", [0.1, 1.0, 5.0])
 def test_every_part_is_near_the_references(part: str, sharpness: float) -> None:
     for tokens, width in ((1, 8), (70, 256)):
@@ -35,7 +35,7 @@ def test_one_iteration_is_softmax_and_columns() -> None:
 
 def test_a_processors_reciprocal_stays_within_the_budget() -> None:
     """Reciprocals and powers that are a step off: what the approximate instructions may be."""
-    off = facts.Primitives(
+    off = facts.MixPrimitives(
         lambda x: torch.exp(x) * (1 + 2.0**-22),
         lambda x: torch.reciprocal(x) * (1 - 2.0**-22),
         lambda x: torch.rsqrt(x) * (1 + 2.0**-22),
@@ -63,29 +63,29 @@ def test_turned_sums_are_seen() -> None:
     assert checks.far_from_references(case, right)
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", MIX_PARTS)
 @pytest.mark.parametrize(("tokens", "width"), [(1, 8), (129, 1032), (7, 7168)])
 def test_every_chunk_and_every_token_has_one_thread(part: str, tokens: int, width: int) -> None:
     problem = MixProblem(tokens, width, part)
     form = facts.MixForm(part, "sm_90a")
     leading, groups = facts.leading_blocks(problem), facts.groups_of_chunks(problem)
     made, moved = [], []
-    for block in range(facts.grid(problem)):
-        for thread in range(facts.THREADS):
-            lane = block * facts.THREADS + thread
+    for block in range(facts.mix_grid(problem)):
+        for thread in range(facts.MIX_THREADS):
+            lane = block * facts.MIX_THREADS + thread
             if block < leading and lane // facts.STREAMS < tokens:
                 made.append((lane // facts.STREAMS, lane % facts.STREAMS))
-            chunk = (block - leading) % groups * facts.THREADS + thread
-            if form.touches_streams and block >= leading and chunk < width // facts.CHUNK:
+            chunk = (block - leading) % groups * facts.MIX_THREADS + thread
+            if form.touches_streams and block >= leading and chunk < width // facts.CHUNK_VALUES:
                 moved.append(((block - leading) // groups, chunk))
     each = [(token, stream) for token in range(tokens) for stream in range(facts.STREAMS)]
     assert made == (each if form.makes_coefficients else [])
-    chunks = width // facts.CHUNK if form.touches_streams else 0
+    chunks = width // facts.CHUNK_VALUES if form.touches_streams else 0
     assert sorted(moved) == [(token, chunk) for token in range(tokens) for chunk in range(chunks)]
 
 
 def test_bytes_count_everything_once() -> None:
-    found = {part: MixProblem(2, 4096, part).bytes_moved for part in PARTS}
+    found = {part: MixProblem(2, 4096, part).bytes_moved for part in MIX_PARTS}
     row = 2 * 4096
     assert found == {
         "all": 2 * (25 * 4 + 5 * row + 16 + 64),
@@ -104,7 +104,7 @@ def test_refuses_by_name() -> None:
         (lambda: MixProblem(1, 8, "pre"), UnknownName, "part of mHC"),
         (lambda: MixProblem(1, 8, iterations=0), InvalidArgument, "iterations"),
         (lambda: MixProblem(1, 8, epsilon=1.0), InvalidArgument, "epsilon"),
-        (lambda: facts.grid(MixProblem((1 << 29) - 1, 7168)), ShapeMismatch, "thread blocks"),
+        (lambda: facts.mix_grid(MixProblem((1 << 29) - 1, 7168)), ShapeMismatch, "thread blocks"),
     ):
         with pytest.raises(error, match=name):
             wrong()

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import ShapeMismatch, UnknownName
-from degarble.kernels.rows import mhc_projection_problem as facts
-from degarble.kernels.rows.mhc_projection_problem import Cut, ProjectProblem
+from degarble.kernels.rows import mhc_problem as facts
+from degarble.kernels.rows.mhc_problem import InnerCut, ProjectProblem
 
 
 def test_three_parts_are_the_weight() -> None:
@@ -25,7 +25,7 @@ def test_three_parts_are_the_weight() -> None:
 
 @pytest.mark.parametrize("width", [8, 64, 256, 1032, 4096, 5120, 7168, 65536])
 def test_every_step_of_k_is_in_one_piece_and_every_piece_in_one_group(width: int) -> None:
-    cut = Cut(4 * width)
+    cut = InnerCut(4 * width)
     pieces = [
         range(n * cut.per_piece, min((n + 1) * cut.per_piece, cut.steps)) for n in range(cut.pieces)
     ]
@@ -53,7 +53,7 @@ def test_tokens_choose_who_computes_and_nothing_else() -> None:
     for tokens, grid in grids.items():
         problem = ProjectProblem(tokens, 7168)
         form = facts.choose_form(problem, "sm_90a")
-        assert facts.grid(problem, form) == grid
+        assert facts.project_grid(problem, form) == grid
     assert ProjectProblem(2, 4096).bytes_moved == 2 * (32768 + 100) + 6 * 24 * 16384
 
 

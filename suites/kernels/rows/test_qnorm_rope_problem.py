@@ -5,14 +5,18 @@ from __future__ import annotations
 import pytest
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
-from degarble.kernels.rows import qnorm_rope_problem as facts
-from degarble.kernels.rows.qnorm_rope_problem import HeadsProblem
+from degarble.kernels.rows import problem as facts
+from degarble.kernels.rows.problem import HeadsProblem
 
 
 @pytest.mark.parametrize("heads", [1, 7, 8, 9, 64, 128])
 def test_every_head_has_one_warp(heads: int) -> None:
-    tokens, groups = facts.grid(HeadsProblem(3, heads, 1))
-    walked = [group * facts.WARPS + warp for group in range(groups) for warp in range(facts.WARPS)]
+    tokens, groups = facts.heads_grid(HeadsProblem(3, heads, 1))
+    walked = [
+        group * facts.HEAD_WARPS + warp
+        for group in range(groups)
+        for warp in range(facts.HEAD_WARPS)
+    ]
     assert tokens == 3
     assert [head for head in walked if head < heads] == list(range(heads))
 

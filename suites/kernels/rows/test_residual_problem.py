@@ -6,9 +6,8 @@ import pytest
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
 from degarble.kernels.primitives.quantise_problem import REGISTERS_OF_PROCESSOR
-from degarble.kernels.rows import residual_problem as facts
-from degarble.kernels.rows.residual_problem import ResidualProblem
-from degarble.kernels.rows.rmsnorm_problem import NormProblem, threads
+from degarble.kernels.rows import problem as facts
+from degarble.kernels.rows.problem import NormProblem, ResidualProblem, norm_threads
 
 
 def test_refuses_what_a_norm_refuses() -> None:
@@ -29,9 +28,9 @@ def test_two_rows_are_read_and_two_written() -> None:
 @pytest.mark.parametrize("columns", [64, 512, 1024, 1040, 7168, 16_384])
 def test_thread_blocks_fit_a_processor(columns: int) -> None:
     problem = ResidualProblem(8192, columns)
-    tactic = facts.choose_tactic(problem)
-    held = tactic.walkers * threads(problem.norm) * facts.REGISTERS
+    tactic = facts.choose_residual_tactic(problem)
+    held = tactic.walkers * norm_threads(problem.norm) * facts.RESIDUAL_REGISTERS
     assert held <= REGISTERS_OF_PROCESSOR
-    assert facts.grid(problem, tactic, 132) <= 132 * tactic.walkers
-    assert facts.choose_form(problem, "sm_90a").narrow is (columns <= 1024)
-    assert facts.grid(ResidualProblem(1, columns), tactic, 132) == 1
+    assert facts.residual_grid(problem, tactic, 132) <= 132 * tactic.walkers
+    assert facts.choose_residual_form(problem, "sm_90a").narrow is (columns <= 1024)
+    assert facts.residual_grid(ResidualProblem(1, columns), tactic, 132) == 1

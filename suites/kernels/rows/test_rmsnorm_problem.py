@@ -7,8 +7,8 @@ import torch
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
 from degarble.kernels.primitives.quantise_problem import LAYOUTS, QuantiseProblem
-from degarble.kernels.rows import rmsnorm_problem as facts
-from degarble.kernels.rows.rmsnorm_problem import NormProblem, Tactic, choose_form, grid
+from degarble.kernels.rows import problem as facts
+from degarble.kernels.rows.problem import NormProblem, NormTactic, choose_norm_form, norm_grid
 from degarble.references import elementary
 from degarble.references.numerics import Mode, Numerics
 from degarble.suites.kernels import row_checks as checks
@@ -24,11 +24,11 @@ def test_every_block_of_every_row_has_one_lane(
     columns: int, layout: str | None, walkers: int
 ) -> None:
     problem = NormProblem(37, columns, layout=layout)
-    narrow, threads = facts.is_narrow(columns), facts.threads(problem)
+    narrow, threads = facts.is_narrow(columns), facts.norm_threads(problem)
     assert threads % facts.LANES == 0
     assert threads <= facts.LANES * (facts.NARROW_WARPS if narrow else facts.MOST_WARPS)
     apart = facts.NARROW_WARPS if narrow else 1
-    blocks = grid(problem, Tactic(walkers), 3)
+    blocks = norm_grid(problem, NormTactic(walkers), 3)
     visited = [
         row
         for block in range(blocks)
@@ -38,7 +38,7 @@ def test_every_block_of_every_row_has_one_lane(
     assert sorted(visited) == list(range(problem.padded_rows))
     lanes = threads // apart
     wide = LAYOUTS[layout].column_tile if layout else 1
-    assert facts.SLOTS * lanes >= -(-problem.blocks // wide) * wide
+    assert facts.SLOTS_OF_LANE * lanes >= -(-problem.blocks // wide) * wide
 
 
 @pytest.mark.parametrize("columns", [64, 512, 1536, 7168])
@@ -94,17 +94,19 @@ def test_bytes_and_extents() -> None:
         128,
         1,
     )
-    assert facts.threads(plain) == 224
-    assert facts.grid(plain, Tactic(2), 132) == 264
-    held = [facts.choose_tactic(NormProblem(1, k)).walkers for k in (64, 1536, 4096, 7168, 16_384)]
+    assert facts.norm_threads(plain) == 224
+    assert facts.norm_grid(plain, NormTactic(2), 132) == 264
+    held = [
+        facts.choose_norm_tactic(NormProblem(1, k)).walkers for k in (64, 1536, 4096, 7168, 16_384)
+    ]
     assert held == [2, 10, 5, 2, 1]
-    assert facts.choose_tactic(NormProblem(1, 7168, weight="fp32")).walkers == 2
+    assert facts.choose_norm_tactic(NormProblem(1, 7168, weight="fp32")).walkers == 2
 
 
 def test_extents_are_no_part_of_a_form() -> None:
-    made = {choose_form(NormProblem(m, k), "sm_90a") for m in (1, 5000) for k in (1040, 7168)}
+    made = {choose_norm_form(NormProblem(m, k), "sm_90a") for m in (1, 5000) for k in (1040, 7168)}
     assert len(made) == 1
-    assert choose_form(NormProblem(1, 1024), "sm_90a").narrow
+    assert choose_norm_form(NormProblem(1, 1024), "sm_90a").narrow
 
 
 def test_refuses_by_name() -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
-from degarble.kernels.rows.scale_problem import ScaleForm, ScaleProblem, choose_form
+from degarble.kernels.rows.problem import ScaleForm, ScaleProblem, choose_scale_form
 
 
 def test_refuses_by_name() -> None:
@@ -24,6 +24,6 @@ def test_refuses_by_name() -> None:
 
 def test_every_number_has_a_thread() -> None:
     assert [ScaleProblem(n, 2.0).blocks for n in (0, 1, 256, 257)] == [0, 1, 1, 2]
-    assert choose_form(ScaleProblem(1, 2.0, "bf16"), "sm_90a") == ScaleForm(
+    assert choose_scale_form(ScaleProblem(1, 2.0, "bf16"), "sm_90a") == ScaleForm(
         "bf16", "fp32", "sm_90a"
     )

@@ -14,10 +14,9 @@ from degarble.harness.base.errors import (
     LayoutMismatch,
     ShapeMismatch,
 )
-from degarble.kernels.rows.embed_problem import IDS, EmbedForm, EmbedProblem
+from degarble.kernels.rows.problem import ID_DTYPES, EmbedForm, EmbedProblem
 from degarble.kernels.runtime import operands
-from degarble.kernels.runtime.machine_code import cubin_facts
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings, cubin_facts
 from degarble.kernels.runtime.targets import TARGETS, Target
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def kernels() -> ModuleType:
 
 
 @each_target
-@pytest.mark.parametrize("ids", IDS)
+@pytest.mark.parametrize("ids", ID_DTYPES)
 def test_compiles_without_spills_and_copies_vectors(
     kernels: ModuleType, target: Target, ids: str
 ) -> None:
@@ -70,7 +69,7 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
 
 @pytest.mark.h200
 @pytest.mark.b200
-@pytest.mark.parametrize("ids", IDS)
+@pytest.mark.parametrize("ids", ID_DTYPES)
 @pytest.mark.parametrize(("tokens", "columns"), [(1, 8), (7, 264), (300, 7168), (33, 20_000)])
 def test_equal_to_indexing_and_zeros_outside(
     kernels: ModuleType, ids: str, tokens: int, columns: int

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
-from degarble.kernels.rows.inverse_rope_problem import BackForm, BackProblem
-from degarble.kernels.runtime.machine_code import (
+from degarble.kernels.rows.problem import BackForm, BackProblem
+from degarble.kernels.runtime.compiling import (
+    CompileSettings,
     cubin_facts,
     fused_instructions,
     unstated_roundings,
 )
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS, Target
 from degarble.suites.kernels import latent_checks as plain
 from degarble.suites.kernels.rows import head_checks as checks

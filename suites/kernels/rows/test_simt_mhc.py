@@ -14,13 +14,13 @@ from degarble.harness.base.errors import (
     LayoutMismatch,
     ShapeMismatch,
 )
-from degarble.kernels.rows.mhc_problem import PARTS, MixForm, MixProblem
-from degarble.kernels.runtime.machine_code import (
+from degarble.kernels.rows.mhc_problem import MIX_PARTS, MixForm, MixProblem
+from degarble.kernels.runtime.compiling import (
+    CompileSettings,
     cubin_facts,
     fused_instructions,
     unstated_roundings,
 )
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS, Target
 from degarble.suites.kernels import latent_checks as plain
 from degarble.suites.kernels import mhc_checks as checks
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.needs("cutlass")
 
 each_target = pytest.mark.parametrize("target", TARGETS.values(), ids=lambda target: target.name)
 FUZZED, AT_ONCE = 500, 50
-OTHERS = [part for part in PARTS if part not in {"all", "post"}]
+OTHERS = [part for part in MIX_PARTS if part not in {"all", "post"}]
 REGISTERS = {"all": 56, "coefficients": 56, "collapse": 32, "head": 32, "post": 64}
 # Three to a weighted sum of four, three to an exponential, one to a logit; of Sinkhorn four to each
 # of four rows and columns.
@@ -69,7 +69,7 @@ def test_compiles_without_spills_and_with_every_rounding_stated(
 
 def test_refuses_by_name(kernels: ModuleType) -> None:
     case = checks.Case(MixProblem(3, 16, "post"))
-    good = kernels.Mixing(**checks.given(case), out=case.streams.clone())
+    good = kernels.MixOperands(**checks.given(case), out=case.streams.clone())
     for error, name, changed in (
         (DtypeMismatch, "streams", {"streams": case.streams.float()}),
         (ShapeMismatch, "streams", {"streams": case.streams[:, :2]}),
@@ -84,11 +84,11 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
             kernels.mhc(good._replace(**changed), case.problem, checks.SETTINGS)
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", MIX_PARTS)
 def test_every_part_knows_its_tensors(kernels: ModuleType, part: str) -> None:
     case = checks.Case(MixProblem(3, 16, part))
     kinds, inputs = kernels.wanted(case.problem), checks.given(case)
-    made = kernels.with_outputs(kernels.Mixing(**inputs), case.problem)
+    made = kernels.with_outputs(kernels.MixOperands(**inputs), case.problem)
     kernels.require_operands(case.problem, made)
     stated = checks.by_stated_order(case)
     for name in kinds.keys() - inputs.keys():
@@ -97,7 +97,7 @@ def test_every_part_knows_its_tensors(kernels: ModuleType, part: str) -> None:
         assert (stated[name].dtype, tuple(stated[name].shape)) == kinds[name]
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", MIX_PARTS)
 def test_what_is_wrong_is_seen(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = checks.Case(MixProblem(3, 16, part))
     out = checks.by_stated_order(case)
@@ -156,11 +156,11 @@ def test_two_runs_are_equal_and_company_changes_no_token() -> None:
 
 @pytest.mark.h200
 @pytest.mark.b200
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", MIX_PARTS)
 def test_a_graph_replays_on_changed_data(kernels: ModuleType, part: str) -> None:
     cases = [checks.Case(MixProblem(131, 1032, part), seed=seed) for seed in range(3)]
     inputs = {name: tensor.cuda() for name, tensor in checks.given(cases[0]).items()}
-    tensors = kernels.mhc(kernels.Mixing(**inputs), cases[0].problem, checks.SETTINGS)
+    tensors = kernels.mhc(kernels.MixOperands(**inputs), cases[0].problem, checks.SETTINGS)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kernels.mhc(tensors, cases[0].problem, checks.SETTINGS)
@@ -183,7 +183,7 @@ def test_a_nan_is_seen_everywhere_it_reaches(kernels: ModuleType) -> None:
     case = checks.Case(MixProblem(4, 64))
     inputs = {name: tensor.cuda() for name, tensor in checks.given(case).items()}
     inputs["products"][1] = torch.nan
-    made = kernels.mhc(kernels.Mixing(**inputs), case.problem, checks.SETTINGS)
+    made = kernels.mhc(kernels.MixOperands(**inputs), case.problem, checks.SETTINGS)
     for tensor in (made.out, made.post, made.mix):
         assert bool(tensor[1].isnan().all())
         assert not bool(tensor[[0, 2, 3]].isnan().any())
@@ -194,6 +194,6 @@ def test_a_nan_is_seen_everywhere_it_reaches(kernels: ModuleType) -> None:
 def test_streams_may_be_written_where_they_were_read(kernels: ModuleType) -> None:
     case = checks.Case(MixProblem(100, 4096, "post"))
     inputs = {name: tensor.cuda() for name, tensor in checks.given(case).items()}
-    kernels.mhc(kernels.Mixing(**inputs, out=inputs["streams"]), case.problem, checks.SETTINGS)
+    kernels.mhc(kernels.MixOperands(**inputs, out=inputs["streams"]), case.problem, checks.SETTINGS)
     want = checks.by_stated_order(case)["out"]
     assert torch.equal(plain.bits(inputs["streams"].cpu()), plain.bits(want))

@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
-from degarble.kernels.rows import mhc_projection_problem as facts
-from degarble.kernels.rows.mhc_problem import MixProblem
-from degarble.kernels.rows.mhc_projection_problem import ProjectProblem, split_weight
-from degarble.kernels.runtime.machine_code import cubin_facts, unstated_roundings
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.rows import mhc_problem as facts
+from degarble.kernels.rows.mhc_problem import MixProblem, ProjectProblem, split_weight
+from degarble.kernels.runtime.compiling import CompileSettings, cubin_facts, unstated_roundings
 from degarble.kernels.runtime.targets import TARGETS, Target
 from degarble.suites.kernels import mhc_checks
 from degarble.suites.kernels.rows import mhc_project_checks as checks
@@ -64,7 +62,7 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
     ):
         with pytest.raises(error, match=name):
             kernels.mhc_project(*given, case.problem, checks.SETTINGS)
-    weights = kernels.Weights(split, torch.zeros(24), torch.ones(3))
+    weights = kernels.MhcWeights(split, torch.zeros(24), torch.ones(3))
     with pytest.raises(InvalidArgument, match="behind a projection"):
         kernels.mhc_pre(streams, weights, MixProblem(3, 16, "post"), checks.SETTINGS)
 
@@ -124,7 +122,7 @@ def test_in_one_call_it_is_the_parts_in_turn_and_near_the_references(
     for tokens in (1, 130):
         case = mhc_checks.Case(MixProblem(tokens, width, part), seed=tokens)
         given = case.weights
-        weights = kernels.Weights(
+        weights = kernels.MhcWeights(
             split_weight(given.fn).cuda(), given.base.cuda(), given.scale.cuda()
         )
         streams = case.streams.cuda()
@@ -134,7 +132,7 @@ def test_in_one_call_it_is_the_parts_in_turn_and_near_the_references(
         found = kernels.mhc_project(streams, weights.split, projected, checks.SETTINGS)
         own = None if part == "coefficients" else streams
         products, squares = found
-        mixing = simt_mhc.Mixing(own, products, squares, weights.base, weights.scale)
+        mixing = simt_mhc.MixOperands(own, products, squares, weights.base, weights.scale)
         want = simt_mhc.mhc(mixing, case.problem, checks.SETTINGS)
         names = {"all": ("post", "mix", "out"), "head": ("out",)}.get(part, ("pre", "post", "mix"))
         made = {name: getattr(got, name).cpu() for name in names}

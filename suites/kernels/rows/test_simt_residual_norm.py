@@ -14,13 +14,8 @@ from degarble.harness.base.errors import (
     LayoutMismatch,
     ShapeMismatch,
 )
-from degarble.kernels.rows.residual_problem import ResidualProblem, choose_form
-from degarble.kernels.rows.rmsnorm_problem import WEIGHTS
-from degarble.kernels.runtime.machine_code import (
-    cubin_facts,
-    fused_instructions,
-    unstated_roundings,
-)
+from degarble.kernels.rows.problem import NORM_WEIGHTS, ResidualProblem, choose_residual_form
+from degarble.kernels.runtime.compiling import cubin_facts, fused_instructions, unstated_roundings
 from degarble.kernels.runtime.targets import TARGETS, Target
 from degarble.suites.kernels.row_checks import SETTINGS, bits_differ
 from degarble.suites.kernels.rows import residual_checks as checks
@@ -40,7 +35,7 @@ def kernels() -> ModuleType:
 
 
 def require_sound(kernels: ModuleType, problem: ResidualProblem, target: Target) -> None:
-    kernel = kernels.compile_form(choose_form(problem, target.name), SETTINGS)
+    kernel = kernels.compile_form(choose_residual_form(problem, target.name), SETTINGS)
     assert f".target {target.name}\n" in kernel.ptx
     (facts,) = cubin_facts(kernel.cubin)
     assert not facts.spills, facts
@@ -59,7 +54,7 @@ def test_compiles_without_spills_and_with_every_rounding_stated(
 @pytest.mark.slow
 @each_target
 @pytest.mark.parametrize("columns", [512, 7168, 16_384])
-@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("weight", NORM_WEIGHTS)
 @pytest.mark.parametrize("rounded", [False, True])
 def test_every_form_compiles(
     kernels: ModuleType, target: Target, columns: int, weight: str, rounded: bool
@@ -80,7 +75,7 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
         with pytest.raises(error, match=name):
             kernels.residual_norm(*given, problem, SETTINGS)
     with pytest.raises(ShapeMismatch, match="stored sum"):
-        kernels.residual_norm(x, x, weight, problem, SETTINGS, out=kernels.Summed(x, x[:2]))
+        kernels.residual_norm(x, x, weight, problem, SETTINGS, out=kernels.ResidualNormed(x, x[:2]))
     with pytest.raises(ShapeMismatch, match="matrix to norm"):
         ResidualProblem(4, 60)
 
@@ -90,7 +85,7 @@ def test_a_wrong_bit_is_seen(
     kernels: ModuleType, place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = checks.Case(ResidualProblem(5, 80))
-    out = kernels.Summed(*checks.by_definition(case, "cpu"))
+    out = kernels.ResidualNormed(*checks.by_definition(case, "cpu"))
     monkeypatch.setattr(checks, "on_device", lambda _case: out)
     assert not checks.mismatch(case)
     out[place].view(torch.int16)[-1, -1] ^= 1
@@ -137,7 +132,7 @@ def test_in_place_alone_and_in_a_graph_bits_are_the_same(kernels: ModuleType) ->
     assert torch.equal(alone.normed[0], want.normed[7])
     assert torch.equal(alone.total[0], want.total[7])
     given = x.clone(), residual.clone()
-    place = kernels.Summed(*given)
+    place = kernels.ResidualNormed(*given)
     kernels.residual_norm(*given, weight, problem, SETTINGS, out=place)
     assert torch.equal(place.normed, want.normed)
     assert torch.equal(place.total, want.total)

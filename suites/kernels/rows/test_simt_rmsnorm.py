@@ -16,18 +16,18 @@ from degarble.harness.base.errors import (
     ShapeMismatch,
 )
 from degarble.kernels.primitives.quantise_problem import LAYOUTS, QuantiseProblem
-from degarble.kernels.rows.rmsnorm_problem import (
-    WEIGHTS,
+from degarble.kernels.rows.problem import (
+    NORM_WEIGHTS,
     NormProblem,
-    choose_form,
-    threads_declared,
+    choose_norm_form,
+    norm_threads_declared,
 )
-from degarble.kernels.runtime.machine_code import (
+from degarble.kernels.runtime.compiling import (
+    CompileSettings,
     cubin_facts,
     fused_instructions,
     unstated_roundings,
 )
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS, Target
 from degarble.suites.kernels import row_checks as checks
 
@@ -46,12 +46,12 @@ def kernels() -> ModuleType:
 
 
 def require_sound(kernels: ModuleType, problem: NormProblem, target: Target) -> None:
-    form = choose_form(problem, target.name)
+    form = choose_norm_form(problem, target.name)
     kernel = kernels.compile_form(form, CompileSettings())
     assert f".target {target.name}\n" in kernel.ptx
     (facts,) = cubin_facts(kernel.cubin)
     assert not facts.spills, facts
-    assert facts.registers <= 65_536 // threads_declared(form) // 8 * 8, facts
+    assert facts.registers <= 65_536 // norm_threads_declared(form) // 8 * 8, facts
     assert facts.shared_bytes <= 1024, facts
     assert unstated_roundings(kernel.ptx) == ()
     # 7 of each of 4 halves sum squares; rounding to a code takes one a value.
@@ -70,7 +70,7 @@ def test_compiles_without_spills_and_with_every_rounding_stated(
 @pytest.mark.slow
 @each_target
 @pytest.mark.parametrize("columns", [512, 7168, 16_384])
-@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("weight", NORM_WEIGHTS)
 @pytest.mark.parametrize("layout", [None, *LAYOUTS])
 def test_every_form_compiles(
     kernels: ModuleType, target: Target, columns: int, weight: str, layout: str | None

@@ -10,8 +10,7 @@ import torch
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
 from degarble.kernels.rows.router_problem import RouterProblem, choose_form
-from degarble.kernels.runtime.machine_code import cubin_facts, unstated_roundings
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings, cubin_facts, unstated_roundings
 from degarble.kernels.runtime.targets import TARGETS, Target
 from degarble.references import routing
 from degarble.suites.kernels.row_checks import bits_differ
@@ -101,7 +100,7 @@ def test_a_wrong_choice_and_a_wrong_bit_are_seen(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = checks.RouterCase(RouterProblem(3, **checks.V4_PRO))
-    out = kernels.Routed(*checks.by_definition(case, "cpu"))
+    out = kernels.RoutedTokens(*checks.by_definition(case, "cpu"))
     monkeypatch.setattr(checks, "on_device", lambda _case: out)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
     assert not checks.mismatch(case)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
-from degarble.kernels.rows.scale_problem import KINDS, ScaleForm, ScaleProblem
-from degarble.kernels.runtime.machine_code import cubin_facts, unstated_roundings
+from degarble.kernels.rows.problem import SCALE_KINDS, ScaleForm, ScaleProblem
+from degarble.kernels.runtime.compiling import cubin_facts, unstated_roundings
 from degarble.kernels.runtime.targets import TARGETS, Target
 from degarble.suites.kernels.row_checks import SETTINGS, bits_differ, spread
 
@@ -28,9 +28,9 @@ def kernels() -> ModuleType:
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=lambda target: target.name)
-@pytest.mark.parametrize("source", KINDS)
+@pytest.mark.parametrize("source", SCALE_KINDS)
 def test_compiles_without_spills(kernels: ModuleType, target: Target, source: str) -> None:
-    for out in KINDS:
+    for out in SCALE_KINDS:
         kernel = kernels.compile_form(ScaleForm(source, out, target.name), SETTINGS)
         (facts,) = cubin_facts(kernel.cubin)
         assert not facts.spills, facts
@@ -53,8 +53,8 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
 @pytest.mark.h200
 @pytest.mark.b200
 @pytest.mark.parametrize("factor", FACTORS)
-@pytest.mark.parametrize("source", KINDS)
-@pytest.mark.parametrize("out", KINDS)
+@pytest.mark.parametrize("source", SCALE_KINDS)
+@pytest.mark.parametrize("out", SCALE_KINDS)
 def test_every_bit_is_one_product_and_one_rounding(
     kernels: ModuleType, factor: float, source: str, out: str
 ) -> None:

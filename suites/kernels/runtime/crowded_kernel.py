@@ -5,8 +5,12 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, cute
 from cutlass.cute.runtime import make_ptr
 
-from degarble.kernels.runtime.compiling import CompiledKernel, any_stream, compile_kernel
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import (
+    CompiledKernel,
+    CompileSettings,
+    any_stream,
+    compile_kernel,
+)
 from degarble.kernels.runtime.targets import Target
 
 ALIVE = 96

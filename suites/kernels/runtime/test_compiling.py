@@ -12,8 +12,12 @@ import pytest
 
 from degarble.harness.base.errors import InvalidArgument, MissingDependency
 from degarble.kernels.runtime import compiling
-from degarble.kernels.runtime.compiling import any_stream, compile_kernel, sources_digest
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import (
+    CompileSettings,
+    any_stream,
+    compile_kernel,
+    sources_digest,
+)
 from degarble.kernels.runtime.targets import SM90A, SM100A
 
 if TYPE_CHECKING:

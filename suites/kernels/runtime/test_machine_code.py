@@ -8,13 +8,13 @@ from importlib import import_module, metadata
 import pytest
 
 from degarble.harness.base.errors import MissingDependency, UnreadableFile
-from degarble.kernels.runtime.machine_code import (
+from degarble.kernels.runtime.compiling import (
+    CompileSettings,
     cubin_facts,
     cuobjdump_path,
     fused_instructions,
     unstated_roundings,
 )
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS, Target
 
 needs_dsl = pytest.mark.needs("cutlass")

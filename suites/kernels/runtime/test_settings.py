@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from degarble.kernels.runtime.settings import CompileSettings, read_settings
+from degarble.kernels.runtime.compiling import CompileSettings, read_settings
 
 
 @pytest.mark.parametrize(

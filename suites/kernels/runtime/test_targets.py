@@ -10,7 +10,7 @@ import torch
 
 from degarble.harness.base.errors import MissingDevice, UnknownName
 from degarble.kernels.runtime import targets
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.targets import SM90A, TARGETS, target, target_of_device
 
 

@@ -30,11 +30,11 @@ from degarble.harness.formats.codec import low_nibble, pack_pair
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div, offset_128x4
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
 )
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS, Target
 from degarble.suites.support.probes.probes import (
     GROUPS,

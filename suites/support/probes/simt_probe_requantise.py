@@ -26,11 +26,11 @@ from degarble.kernels.moe import sm100_moe_nvfp4 as leaving_tiles
 from degarble.kernels.moe.problem import GATE_AND_UP, MoeForm
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
 )
 from degarble.kernels.runtime.operands import require_device, require_tensor
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import SM100A, TARGETS
 
 ROWS = facts.SCALE_TILE_ROWS  # of a tile, one a thread

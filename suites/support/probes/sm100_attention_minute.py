@@ -20,7 +20,7 @@ import torch
 
 from degarble.harness.base.errors import MissingDevice
 from degarble.kernels.attention import problem as facts
-from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.kv_problem import ENTRIES
 from degarble.kernels.runtime.targets import SM100A, target_of_device
 from degarble.suites.kernels import indexer_checks

@@ -18,7 +18,7 @@ from degarble.harness.base.errors import MissingDevice
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm import tensor_memory
 from degarble.kernels.runtime import operands
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.targets import SM100A, target_of_device
 from degarble.suites.kernels import gemm_checks as checks
 from degarble.suites.kernels import sm100_checks as blackwell

@@ -31,15 +31,15 @@ from degarble.kernels.attention.sm90_attention_kernel import AttentionAddresses,
 from degarble.kernels.attention.sm100_attention_kernel import Sm100AttentionMemory
 from degarble.kernels.gemm import tcgen05
 from degarble.kernels.gemm import w4a16_instructions as shared
-from degarble.kernels.primitives import attention_rows as rows
+from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
 )
 from degarble.kernels.runtime.operands import pointer
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS
 
 PARTS = ("load", "multiply", "weigh")

@@ -29,11 +29,11 @@ from degarble.kernels.gemm.problem import GemmForm, GemmProblem
 from degarble.kernels.runtime import operands
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
 )
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS
 
 PARTS = ("load", "multiply", "store")

@@ -28,11 +28,11 @@ from degarble.kernels.moe import sm100_moe_nvfp4 as moe
 from degarble.kernels.moe.problem import GATE_AND_UP, MoeForm
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
 )
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import TARGETS
 from degarble.suites.support.probes import sm100_probe_gemm as probe
 

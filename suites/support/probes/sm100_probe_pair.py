@@ -23,8 +23,7 @@ from degarble.harness.formats.layouts import ceil_div
 from degarble.kernels.gemm import mainloop, tcgen05, tensor_memory
 from degarble.kernels.gemm import sm100_gemm_nvfp4 as gemm
 from degarble.kernels.gemm.problem import GemmForm
-from degarble.kernels.runtime.compiling import CompiledKernel
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompiledKernel, CompileSettings
 from degarble.suites.support.probes import sm100_probe_gemm as probe
 
 

@@ -27,11 +27,11 @@ from degarble.harness.base.errors import (
 from degarble.harness.formats.number_formats import BF16, FP16, ElementFormat
 from degarble.kernels.runtime.compiling import (
     CompiledKernel,
+    CompileSettings,
     any_stream,
     compile_kernel,
     current_stream,
 )
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import SM90A, target_of_device
 
 WARPGROUP = 128  # threads that issue one wgmma together

@@ -10,12 +10,12 @@ import torch
 
 from degarble.harness.base.errors import DtypeMismatch, ShapeMismatch
 from degarble.harness.formats import scalar_ops as ops
-from degarble.kernels.runtime.machine_code import (
+from degarble.kernels.runtime.compiling import (
+    CompileSettings,
     cubin_facts,
     fused_instructions,
     unstated_roundings,
 )
-from degarble.kernels.runtime.settings import CompileSettings
 from degarble.kernels.runtime.targets import SM90A, SM100A, TARGETS, Target
 from degarble.suites.kernels import format_checks as checks
 from degarble.suites.support.probes.probes import (

@@ -11,7 +11,7 @@ import torch
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div, round_up
 from degarble.kernels.moe import problem as moe
-from degarble.kernels.runtime.machine_code import cubin_facts, unstated_roundings
+from degarble.kernels.runtime.compiling import cubin_facts, unstated_roundings
 from degarble.kernels.runtime.targets import target_of_device
 from degarble.suites.kernels.moe import moe_checks as checks
 

@@ -17,9 +17,12 @@ import pytest
 from degarble.harness.base.errors import InvalidArgument, UnknownName
 from degarble.kernels.attention import problem
 from degarble.kernels.attention.problem import AttentionForm
-from degarble.kernels.runtime.compiling import package_root
-from degarble.kernels.runtime.machine_code import cubin_facts, unstated_roundings
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import (
+    CompileSettings,
+    cubin_facts,
+    package_root,
+    unstated_roundings,
+)
 from degarble.kernels.runtime.targets import SM90A
 from degarble.suites.kernels.attention import sm100_attention_model as model
 from degarble.suites.kernels.attention import sm100_attention_stages as stages

@@ -18,8 +18,7 @@ from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm import tensor_memory
 from degarble.kernels.gemm.problem import GemmProblem
 from degarble.kernels.runtime import operands, targets
-from degarble.kernels.runtime.machine_code import cubin_facts
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings, cubin_facts
 from degarble.suites.kernels import sm100_checks as blackwell
 from degarble.suites.kernels import sm100_model, tcgen05_words
 from degarble.suites.support.probes import sm100_executors as executors

@@ -17,7 +17,7 @@ from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm import tensor_memory
 from degarble.kernels.moe import problem as moe
 from degarble.kernels.runtime import targets
-from degarble.kernels.runtime.machine_code import cubin_facts
+from degarble.kernels.runtime.compiling import cubin_facts
 from degarble.suites.kernels import sm100_model, tcgen05_words
 from degarble.suites.kernels.moe import moe_checks as checks
 from degarble.suites.kernels.moe import sm100_moe_model as model

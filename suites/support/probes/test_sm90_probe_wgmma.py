@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
-from degarble.kernels.runtime.machine_code import cubin_facts, fused_instructions
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings, cubin_facts, fused_instructions
 from degarble.suites.references.tensor_core_cases import DENSE
 from degarble.suites.support.probes import wgmma_checks as checks
 

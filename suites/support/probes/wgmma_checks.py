@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from degarble.harness.base.errors import DegarbleError
-from degarble.kernels.runtime.settings import CompileSettings
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.targets import target_of_device
 from degarble.references import tensor_core as tc
 from degarble.suites.references.tensor_core_cases import (
