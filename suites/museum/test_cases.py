@@ -1,7 +1,8 @@
-"""Cases: prompts follow from the seed, healthy ones vary, and a taped run is the run itself."""
+"""The museum's models and cases: written by `degarble quantise`, all from the seed."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -9,7 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from degarble.harness.base.files import read_small_file
 from degarble.harness.capture.files.records import Phase
+from degarble.harness.checkpoint.transform.quantise.conversion_report import REPORT
+from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.engine.faults.negative_controls import CONTROLS, WEIGHT_CONTROLS
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.engine.localise.recorded_run import by_component
@@ -19,18 +23,70 @@ from degarble.harness.museum.cases import (
     KEYS,
     SCHEDULES,
     MuseumCase,
+    MuseumModel,
     Stage,
     cases_of_fault,
     equal,
     healthy_cases,
     planting_cases,
+    prepare,
+    prompt_ids,
     steps_of,
 )
 from degarble.harness.report.verdict import Verdict
+from degarble.references.tiny.configs import TINY_V32
 from degarble.suites.museum.museum_stages import KEY, root, small_stage
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+# --------------------------------------------------------------------------------------------------
+# The museum's models: written by the job behind `degarble quantise`, read as they lie on disk.
+
+
+def test_the_checkpoint_is_what_quantise_writes() -> None:
+    folder = root() / KEY.folder
+    told = json.loads(read_small_file(folder / REPORT, 1 << 24))
+    assert told["recipe"] == KEY.recipe
+    with Checkpoint.open(folder) as checkpoint:
+        assert checkpoint.model == TINY_V32
+
+
+def test_what_is_there_already_stays() -> None:
+    before = {path.name: path.stat().st_mtime_ns for path in (root() / KEY.folder).iterdir()}
+    prepare(root(), (KEY,))
+    after = {path.name: path.stat().st_mtime_ns for path in (root() / KEY.folder).iterdir()}
+    assert before == after
+    assert not list(root().glob("*.draft"))
+
+
+def test_candidate_and_twin_differ_in_their_sums_alone() -> None:
+    model = MuseumModel.open(KEY, root())
+    candidate, twin = model.candidate(), model.twin()
+    assert candidate.weights is twin.weights
+    assert candidate.numerics.products == torch.float32
+    assert twin.numerics.products == torch.float64
+    assert candidate.calls.keys() == twin.calls.keys()
+    scale = model.weights["layers.1.ffn.experts.0.w2"].input_scale
+    assert scale is not None
+    assert float(scale) > 0
+
+
+def test_weights_are_read_before_the_files_are_closed() -> None:
+    model = MuseumModel.open(KEY, root())
+    for name in ("embed", "layers.0.attn.wo", "layers.1.ffn.experts.7.w3"):
+        assert bool(model.weights[name].values(torch.float64).isfinite().all())
+
+
+def test_prompts_are_documents_of_the_language() -> None:
+    assert prompt_ids(3, 40) == prompt_ids(3, 40)
+    assert len(prompt_ids(3, 7)) == 7
+    assert len({prompt_ids(seed, 40) for seed in range(20)}) == 20
+
+
+# --------------------------------------------------------------------------------------------------
+# Cases: prompts follow from the seed, healthy ones vary, and a taped run is the run itself.
 
 PLANTED = "layers.1.attn.wo"
 

@@ -1,16 +1,26 @@
+"""The demonstration: its fault is found and named, in the terminal and on the page."""
+
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName
+from degarble.harness.commands.check.page import page_of, replay_record
 from degarble.harness.engine.diagnose.diagnose import Diagnosed
 from degarble.harness.engine.faults.registry import FAULTS, MODEL_FAULTS
 from degarble.harness.museum import demo
-from degarble.harness.museum.demo import demo_fault, plant
+from degarble.harness.museum.demo import demo_fault, demo_result, plant
+from degarble.harness.report.page import PanelKind
 from degarble.harness.report.verdict import Verdict
-from degarble.suites.museum.demo_cases import whole_story
+from degarble.reports.page_html import SIZE_LIMIT, page_html
+from degarble.reports.page_text import page_text
+from degarble.suites.museum.demo_cases import PROVENANCE, story_telling, whole_story
+
+if TYPE_CHECKING:
+    from degarble.harness.report.page import Page
 
 
 def test_healthy_agrees_and_the_fault_is_named_in_its_expert() -> None:
@@ -72,3 +82,54 @@ def test_a_fault_that_fits_nowhere_is_refused() -> None:
     nowhere = replace(demo_fault(None), sits=lambda _scene: False)
     with pytest.raises(InvalidArgument, match="a fault that the tiny V4 in NVFP4 can carry"):
         plant(story.model, nowhere, story.planted.run)
+
+
+def default_page() -> Page:
+    """The page of the default story."""
+    telling = story_telling()
+    return page_of(telling, replay_record(telling))
+
+
+def test_the_page_tells_the_story() -> None:
+    page = default_page()
+    assert page.verdict is Verdict.DIFFERS
+    assert page.sentence == (
+        "The healthy run agrees; the fault planted on purpose is found and named. "
+        "Layer 3, ffn.experts.w2: The two nibbles of every byte are swapped."
+    )
+    (finding,) = page.findings
+    assert finding.origin.fault == "M10.nibble_order"
+    assert finding.origin.layer == 3
+    assert "reproduces 100.0 % of outputs within budget" in finding.origin.evidence
+    assert finding.reproduction == "degarble demo --fault M10.nibble_order"
+    ran = [panel.kind for panel in page.ordered_panels if panel.verdict]
+    assert ran == [PanelKind.REPLAY, PanelKind.TEXT]
+
+
+def test_the_terminal_tells_before_and_after() -> None:
+    text = page_text(default_page(), width=120)
+    healthy, sick = (
+        next(line for line in text.splitlines() if line.startswith(name))
+        for name in ("Candidate, healthy", "Candidate with M10.nibble_order")
+    )
+    assert "anna paints blue" in healthy
+    assert "anna paints blue" not in sick
+    assert "Before: the healthy run of the same model is AGREES" in text
+    assert "Planted on purpose: M10.nibble_order" in text
+
+
+def test_the_page_is_small_enough_to_send() -> None:
+    assert len(page_html(default_page()).encode()) < SIZE_LIMIT / 2
+
+
+def test_what_is_not_named_or_has_no_effect_is_said() -> None:
+    story = whole_story()
+    (found,) = story.sick.found
+    unnamed = replace(story.sick, found=(replace(found, diagnosed=None),))
+    sentence = demo_result(replace(story, sick=unnamed), PROVENANCE).sentence
+    assert sentence.startswith("The healthy run agrees; the fault planted on purpose is not named.")
+    assert sentence.endswith("Layer 3, ffn.experts.w2: No known fault explains this.")
+    idle = replace(story, planted=replace(story.planted, has_effect=False), sick=story.healthy)
+    assert "has no effect here" in demo_result(idle, PROVENANCE).sentence
+    alarmed = demo_result(replace(story, healthy=story.sick), PROVENANCE)
+    assert alarmed.sentence.startswith("The healthy run raises a false alarm;")

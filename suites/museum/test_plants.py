@@ -1,18 +1,24 @@
-"""Planting: truth by the rule of blame, effects in budgets, and how an answer is read."""
+"""Plants: where faults fit, their strength, equal effects, races, and how an answer is scored."""
 
 from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
+from itertools import islice
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
+import torch
 
+from degarble.harness.capture.files.reader import Capture
+from degarble.harness.engine.faults.fault_strength import DIALS
 from degarble.harness.engine.faults.model_faults import (
     ModelFault,
     Reach,
     Scene,
+    Sight,
     Way,
     from_ways,
     with_inputs,
@@ -20,23 +26,44 @@ from degarble.harness.engine.faults.model_faults import (
 )
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.museum import plants as museum_plants
+from degarble.harness.museum import plants as museum_repeats
+from degarble.harness.museum.cases import equal
 from degarble.harness.museum.plants import (
+    MILD,
     CauseAnswer,
+    FaultyTwin,
     PlaceAnswer,
     PlantedFault,
     PlantOutcome,
+    RepeatedRun,
+    adjusted_fault,
     candidate_sites,
+    equal_outputs,
     judge_plant,
+    measure_strength,
+    mild_plants,
+    roles_of,
+    run_repeatedly,
+    same_effect,
     touches,
     ways_of,
+    write_capture,
 )
 from degarble.harness.museum.scores import is_missed
+from degarble.harness.report.verdict import Verdict
 from degarble.suites.museum.museum_stages import small_stage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
 
     from degarble.harness.museum.cases import Stage
+
+
+# --------------------------------------------------------------------------------------------------
+# Planting: truth by the rule of blame, effects in budgets, and how an answer is read.
 
 WO = "layers.1.attn.wo"
 NIBBLES = MODEL_FAULTS["M10.nibble_order"]
@@ -201,3 +228,204 @@ def test_another_cause_is_wrong_unless_it_makes_the_same(
 
 def on_experts_way(stage: Stage) -> Way:
     return ways_of(stage, NIBBLES, "layers.1.ffn.experts.w2")[0]
+
+
+# --------------------------------------------------------------------------------------------------
+# What counts as the same: bits of what two ways make of the same calls, in every call.
+
+
+def every_other(factor: float) -> Way:
+    """Wrong in every second call: a way that remembers."""
+
+    def apply(call: Any) -> Any:
+        calls = iter(range(1000))
+
+        def faulty(inputs: Any, weights: Any) -> Any:
+            outputs = call(inputs, weights)
+            wrong = next(calls) % 2
+            return {n: factor * each if wrong else each for n, each in outputs.items()}
+
+        return faulty
+
+    return Way("every other", apply)
+
+
+def same(planted: Way, named: Way, calls: slice = slice(None)) -> bool:
+    stage = small_stage()
+    candidate = stage.candidate()
+    candidate.calls[WO] = planted.apply(candidate.calls[WO])
+    run = stage.run(candidate)
+    scene = stage.scene(WO)
+    sights = []
+    for call in [each for each in run.calls if each.component == WO]:
+        inputs = run.inputs(call)
+        expected = stage.twin.calls[WO](inputs, scene.weights)
+        sights.append(Sight(inputs, run.outputs(call), expected, step=call.step))
+    chosen = sights[calls]
+    trouble: Any = SimpleNamespace(scene=scene, sight=chosen[0], more=tuple(chosen[1:]))
+    first: Any = SimpleNamespace(way=named, fault=MODEL_FAULTS["M43.whole"])
+    return same_effect(FaultyTwin(stage.twin, WO, planted, run), trouble, first)
+
+
+@pytest.mark.parametrize(
+    ("planted", "named", "expected"),
+    [
+        (times(2.0), times(2.0), True),
+        (times(2.0), times(2.02), False),
+        (every_other(2.0), times(2.0), False),
+    ],
+)
+def test_it_is_the_same_in_every_call_or_it_is_not(
+    planted: Way, named: Way, expected: bool
+) -> None:
+    assert same(planted, named) == expected
+
+
+def test_a_way_that_remembers_is_remade_in_order() -> None:
+    """The second call of the run is wrong, and asked alone it still is."""
+    assert same(every_other(2.0), times(2.0), slice(1, 2))
+    assert not same(every_other(2.0), times(2.0), slice(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        ({"out": torch.arange(4000.0)}, True),
+        ({"out": torch.arange(4000.0).where(torch.arange(4000) != 7, -1.0)}, True),
+        ({"out": torch.arange(4000.0).where(torch.arange(4000) > 7, -1.0)}, False),
+        ({"out": torch.arange(4001.0)}, False),
+        ({"other": torch.arange(4000.0)}, False),
+    ],
+)
+def test_nearly_all_elements_have_to_be_equal(made: Mapping[str, Tensor], expected: bool) -> None:
+    assert equal_outputs(made, {"out": torch.arange(4000.0)}) == expected
+    nan = {"out": torch.full((5,), torch.nan)}
+    assert equal_outputs(nan, nan)
+
+
+# --------------------------------------------------------------------------------------------------
+# Where faults can be, told without a model being run.
+
+
+def test_every_fault_can_be_somewhere() -> None:
+    nowhere = [name for name, fault in MODEL_FAULTS.items() if not roles_of(fault)]
+    assert not nowhere
+
+
+def test_roles_are_those_of_both_families() -> None:
+    found = roles_of(MODEL_FAULTS["M10.nibble_order"])
+    assert {"ffn.experts.w2", "attn.wo_b", "attn.wo"} <= set(found)
+    assert len(found) == len(set(found))
+    assert "attn.norm" not in found
+
+
+# --------------------------------------------------------------------------------------------------
+# Strengths: measured before planting; dials that are turned, mild ways that are found.
+
+
+def test_the_quick_measure_is_that_of_the_run() -> None:
+    stage, fault = small_stage(), MODEL_FAULTS["M10.nibble_order"]
+    name = "layers.1.ffn.experts.w2"
+    way = ways_of(stage, fault, name)[0]
+    found = measure_strength(stage, name, way)
+    whole = judge_plant(stage, PlantedFault(fault, name, way), leave_out=False).effect
+    assert found == pytest.approx(whole, rel=0.5)
+    assert found > MILD[1]
+
+
+@pytest.mark.parametrize("wanted", [1.6, 7.0])
+def test_a_dial_is_turned_until_the_effect_is_as_wanted(wanted: float) -> None:
+    stage = small_stage()
+    way = adjusted_fault(stage, "M43.whole", WO, wanted)
+    assert way is not None
+    assert wanted / 1.3 < measure_strength(stage, WO, way) < wanted * 1.3
+    assert adjusted_fault(stage, "M43.whole", WO, 1e6) is None, "no such strength on its dial"
+
+
+def test_mild_plants_are_mild() -> None:
+    stage = small_stage()
+    for name in ("M43.whole", "M24.norm_weight"):
+        found = list(islice(mild_plants([stage], MODEL_FAULTS[name], random.Random(1)), 3))
+        for at, component, way in found:
+            assert measure_strength(at, component, way) >= 1
+            assert measure_strength(at, component, way) < 16
+    assert not list(mild_plants([stage], MODEL_FAULTS["M34.rows"], random.Random(1))), (
+        "edges have none"
+    )
+
+
+@pytest.mark.parametrize("name", DIALS)
+def test_every_dial_is_of_a_fault_that_sits_somewhere(name: str) -> None:
+    stage, fault = small_stage(), MODEL_FAULTS[name]
+    for component in islice(candidate_sites(stage, fault, random.Random(1)), 1):
+        scene = stage.scene(component, stage.candidate())
+        way = DIALS[name](scene, 0.05)
+        assert way is None or measure_strength(stage, component, way) > 0
+
+
+# --------------------------------------------------------------------------------------------------
+# Two runs of one candidate: equal to the bit, or UNSTABLE where a race is.
+
+W2 = "layers.1.ffn.experts.w2"
+RIGHT = RepeatedRun("M37.tile", W2, "a", "b", Verdict.UNSTABLE, (W2, "head"))
+
+
+def test_a_race_is_unstable_where_it_is() -> None:
+    stage, fault = small_stage(), MODEL_FAULTS["M37.tile"]
+    way = random.Random(1).choice(ways_of(stage, fault, W2))
+    found = run_repeatedly(stage, fault.id, W2, way)
+    assert (found.verdict, found.blamed[0]) == (Verdict.UNSTABLE, W2)
+    assert found.apart
+    assert found.right
+
+
+def test_what_is_written_lies_in_the_museums_folder_and_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that is ended removes nothing: the museum removes its folder, with all in it."""
+    seen: list[Path] = []
+
+    def interrupted(*folders: Path) -> NoReturn:
+        seen.extend(folders)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(museum_repeats, "compare_runs", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_repeatedly(small_stage(), root=tmp_path)
+    assert [each.parent.parent for each in seen] == [tmp_path] * 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_wrong_twice_in_the_same_way_is_stable() -> None:
+    stage, fault = small_stage(), MODEL_FAULTS["M10.nibble_order"]
+    found = run_repeatedly(stage, fault.id, W2, ways_of(stage, fault, W2)[0])
+    assert found.verdict is Verdict.AGREES
+    assert not found.apart
+    assert not found.right, "nothing was there to tell"
+
+
+@pytest.mark.parametrize(
+    ("made", "right"),
+    [
+        (RIGHT, True),
+        (replace(RIGHT, blamed=("head", W2)), False),
+        (replace(RIGHT, verdict=Verdict.DIFFERS), False),
+        (replace(RIGHT, fault="", component="", verdict=Verdict.AGREES, blamed=()), True),
+        (replace(RIGHT, fault="", component=""), False),
+    ],
+)
+def test_what_is_right(made: RepeatedRun, right: bool) -> None:
+    assert made.right == right
+
+
+def test_a_run_is_written_as_it_was_seen(tmp_path: Path) -> None:
+    stage = small_stage()
+    write_capture(stage.healthy, tmp_path / "a", {"weights": "here"})
+    seen = Capture.open(tmp_path / "a")
+    assert seen.complete
+    assert [step.tokens for step in seen.steps] == [step.tokens for step in stage.healthy.steps]
+    assert len(seen.calls) == len(stage.healthy.calls)
+    for one, other in list(zip(seen.calls, stage.healthy.calls, strict=True))[::17]:
+        assert one.component == other.component
+        assert equal(seen.inputs(one), stage.healthy.inputs(other))
+        assert equal(seen.outputs(one), stage.healthy.outputs(other))

@@ -17,7 +17,7 @@ How to add one:
     components whose numbers it changes. It goes into _ROUNDINGS where the values differ in
     roundings alone, into _MEANINGS where a fault could look like the other value.
 (3) Nothing else: declaring, validation, learning, reports and
-    suites/engine/conventions/test_learned.py iterate over the registry.
+    suites/engine/conventions/test_conventions.py iterate over the registry.
 """
 
 from __future__ import annotations

@@ -1,27 +1,50 @@
+"""Budgets: legal steps are healthy, more of them are not; sums over ranks; counts of steps."""
+
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 
 from degarble.harness.base.errors import InvalidArgument
+from degarble.harness.engine.budget import budget
+from degarble.harness.engine.budget import budget as budget_steps
 from degarble.harness.engine.budget.budget import (
     HEADROOM,
     Budget,
     LayerStep,
+    LevelFinding,
     composed,
     judge,
     nearer_than_the_twin,
     spacing,
 )
-from degarble.harness.engine.budget.rules import summed
+from degarble.harness.engine.budget.judging import OutputResult, judge_outputs
+from degarble.harness.engine.budget.rules import JudgeableCall, normed, summed
 from degarble.harness.engine.compare.compare import NamedPlaces
+from degarble.harness.engine.diagnose.diagnose import diagnose
+from degarble.harness.engine.faults.layout.fused_operands import epsilon_way
+from degarble.harness.engine.faults.rebinding import unrounded, with_facts
+from degarble.harness.engine.localise.localise import localise
 from degarble.harness.formats.codec import FORMAT_OF_DTYPE
-from degarble.harness.formats.number_formats import BF16, E4M3, NVFP4
+from degarble.harness.formats.number_formats import BF16, E4M3, FP32, NVFP4
 from degarble.harness.formats.quantise import dequantise, quantise
+from degarble.harness.formats.weight import Weight
 from degarble.harness.report.verdict import Verdict
+from degarble.suites.museum.museum_stages import small_stage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.engine.budget.budget import BudgetResult
+
 
 SHAPE = (256, 512)
 
@@ -150,3 +173,344 @@ def test_empty_tensors_agree() -> None:
     for shape in ((0, 8), (8, 0), (0,)):
         empty = torch.zeros(shape).bfloat16()
         assert judge(empty, empty, budget).verdict is Verdict.AGREES
+
+
+# --------------------------------------------------------------------------------------------------
+# Sums over ranks, stored on the way: healthy ones are within, a wrong term of a rank is not.
+
+if TYPE_CHECKING:
+    Terms = list[torch.Tensor]
+    Made = Callable[[int, int], tuple[JudgeableCall, Terms]]
+    Add = Callable[[Terms], torch.Tensor]
+
+T, K, N = 32, 512, 96
+EXPERT = "ffn.experts.0.w2"
+
+
+def terms_of(ranks: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Input, matrix, and what each rank stores of its part of K."""
+    drawn = torch.Generator().manual_seed(seed)
+    x = torch.randn(T, K, generator=drawn).bfloat16()
+    w = (torch.randn(N, K, generator=drawn) / K**0.5).bfloat16()
+    parts = zip(x.tensor_split(ranks, 1), w.tensor_split(ranks, 1), strict=True)
+    return x, w, [(a.float() @ b.float().T).bfloat16() for a, b in parts]
+
+
+def linear(ranks: int, seed: int) -> tuple[JudgeableCall, list[torch.Tensor]]:
+    x, w, terms = terms_of(ranks, seed)
+    out = (x.double() @ w.double().T).bfloat16()
+    weights = {"attn.wo_b": Weight(value=w)}
+    return JudgeableCall("attn.wo_b", {"x": x}, {"out": out}, weights, ranks=ranks), terms
+
+
+def routed(ranks: int, seed: int) -> tuple[JudgeableCall, list[torch.Tensor]]:
+    x, w, terms = terms_of(ranks, seed)
+    inputs = {"x": x[:, None], "experts": torch.zeros(T, 1, dtype=torch.int64)}
+    out = (x.double() @ w.double().T).bfloat16()[:, None]
+    call = JudgeableCall(
+        "ffn.experts.w2", inputs, {"out": out}, {EXPERT: Weight(value=w)}, ranks=ranks
+    )
+    return call, terms
+
+
+def ring(terms: list[torch.Tensor]) -> torch.Tensor:
+    total = terms[0]
+    for each in terms[1:]:
+        total = (total.float() + each.float()).bfloat16()
+    return total
+
+
+def joined(terms: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([each.double() for each in terms]).sum(0).float()[:, None]
+
+
+CASES: list[tuple[Made, Add]] = [(linear, ring), (routed, joined)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(("made", "add"), CASES, ids=["stored on the way", "joined here"])
+def test_terms_of_healthy_ranks_are_within(made: Made, add: Add, ranks: int, seed: int) -> None:
+    call, terms = made(ranks, seed)
+    [found] = judge_outputs(call, {"out": add(terms)}).values()
+    assert found.ratio <= HEADROOM
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(("made", "add"), CASES, ids=["stored on the way", "joined here"])
+@pytest.mark.parametrize("fault", ["missing", "doubled", "of rank 0"])
+def test_a_wrong_term_is_outside(made: Made, add: Add, fault: str, ranks: int, seed: int) -> None:
+    call, terms = made(ranks, seed)
+    wrong = {"missing": terms[1] * 0, "doubled": terms[1] * 2, "of rank 0": terms[0]}[fault]
+    [found] = judge_outputs(call, {"out": add([terms[0], wrong, *terms[2:]])}).values()
+    assert found.ratio > 1.5
+
+
+def test_without_ranks_their_terms_alarm(seed: int) -> None:
+    """The allowance is needed: one rank's budget is narrower than the terms of eight."""
+    for made, add in CASES:
+        call, terms = made(8, seed)
+        alone = JudgeableCall(call.role, call.inputs, call.outputs, call.weights)
+        [found] = judge_outputs(alone, {"out": add(terms)}).values()
+        assert found.ratio > 1
+
+
+# --------------------------------------------------------------------------------------------------
+# The level in steps: outliers hide nothing, and what rounds alike raises no alarm.
+
+SLACK = 2.0**-16  # of the value: one element in about 200 may step
+
+
+def values(seed: int, *, outliers: bool = True) -> Tensor:
+    """What exact arithmetic has, in float64; a few elements own every sum of squares."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(SHAPE, generator=generator, dtype=torch.float64)
+    if outliers:
+        x[:, 7] *= 3000
+        x[11, 100::57] *= 1e5
+    return x
+
+
+def with_gain(exact: Tensor, gain: float) -> tuple[Tensor, Tensor, Budget]:
+    """Candidate, twin, and a budget that allows a gain of 1 + SLACK at most."""
+    slack = exact.abs() * SLACK
+    return (exact * gain).bfloat16(), exact.bfloat16(), Budget(BF16, slack, ("given",))
+
+
+def steps(judged: BudgetResult) -> dict[str, LevelFinding]:
+    return {each.level: each for each in judged.findings if each.level.startswith("steps")}
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("outliers", [True, False])
+def test_a_slack_that_is_used_up_everywhere_is_healthy(sign: int, *, outliers: bool) -> None:
+    """The worst that a correct kernel may do: every error as large as can be, all of one sign."""
+    pair = with_gain(values(1, outliers=outliers), 1 + sign * SLACK)
+    judged = judge(*pair)
+    assert judged.verdict is Verdict.AGREES
+    assert 0.1 < max(each.ratio for each in steps(judged).values()) <= HEADROOM
+
+
+def test_outliers_hide_no_share_of_stepped_elements() -> None:
+    """Each element within its budget, lengths and gains as well: one in 30 stepped."""
+    judged = judge(*with_gain(values(2), 1 + 6 * SLACK))
+    others = [each for each in judged.findings if not each.level.startswith("steps")]
+    assert max(each.ratio for each in others) <= 1
+    assert judged.verdict is Verdict.DIFFERS
+    assert judged.worst.level == "steps of whole"
+    assert judged.worst.ratio > 2
+    assert str(judged.worst).startswith("steps of whole 0: ")
+
+
+@pytest.mark.parametrize("share", [0.6, 1.5])
+def test_so_many_steps_are_allowed_and_not_half_as_many_again(share: float) -> None:
+    """Steps are planted up to a share of what each place allows, at that place alone."""
+    twin = values(3).bfloat16()
+    given = Budget(BF16, twin.double().abs() * SLACK, ("given",))
+    parts = {"row": (slice(5, 6), slice(None)), "tile": (slice(128, 256), slice(256, 384))}
+    for level, place in (*parts.items(), ("whole", (slice(None), slice(None)))):
+        one, candidate = twin.clone(), twin.clone()
+        one[place] = _up(twin[place])
+        every = steps(judge(one, twin, given))[f"steps of {level}"]
+        drawn = torch.rand(SHAPE, generator=torch.Generator().manual_seed(4))[place]
+        stepped = drawn < share * every.allowed / every.measured
+        candidate[place] = torch.where(stepped, _up(twin[place]), twin[place])
+        found = steps(judge(candidate, twin, given))[f"steps of {level}"]
+        assert found.ratio == pytest.approx(share, rel=0.2), level
+        assert (found.ratio > 1) is (share > 1)
+
+
+def _up(x: Tensor) -> Tensor:
+    """The next larger magnitude of BF16."""
+    return (x.contiguous().view(torch.int16) + 1).view(torch.bfloat16)
+
+
+def test_named_places_count_their_own_steps() -> None:
+    exact = values(5)
+    candidate, twin, given = with_gain(exact, 1.0)
+    wrong = (exact * (1 + 2.0**-9)).bfloat16()
+    candidate = twin.clone()
+    candidate[3::4, 64:128] = wrong[3::4, 64:128]
+    places = NamedPlaces(rows={"expert": np.arange(256) % 4}, columns={"head": 64})
+    found = steps(judge(candidate, twin, given, places))
+    assert found["steps of head"].place == (1,)
+    assert found["steps of expert"].place == (3,)
+    assert found["steps of head"].ratio > 1
+    assert found["steps of expert"].ratio > 1
+
+
+def test_an_element_counts_one_at_most_and_nothing_where_none_may_step() -> None:
+    twin = values(6).bfloat16()
+    given = Budget(BF16, twin.double().abs() * SLACK, ("given",))
+    far = twin.clone()
+    far[0, :100] *= 1000
+    assert steps(judge(far, twin, given))["steps of row"].measured <= 100
+    nothing = replace(given, slack=torch.zeros(()))
+    assert steps(judge(far, twin, nothing))["steps of row"].measured == 0
+    assert judge(far, twin, nothing).verdict is Verdict.DIFFERS
+
+
+def _one_token() -> tuple[Tensor, Tensor, Budget]:
+    """A norm over one token that stands there 1024 times, where one element rounds otherwise."""
+    for seed in range(1000):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(1, 64, generator=generator).bfloat16().double()
+        exact = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        twin, made = exact.bfloat16(), (exact * (1 + 2.0**-20)).bfloat16()
+        if int((twin != made).sum()) == 1 and bool((twin != made)[twin.abs() > 1].any()):
+            break
+    candidate, twin = (each.repeat(1024, 1) for each in (made, twin))
+    return candidate, twin, normed(twin, 64, BF16)
+
+
+def test_equal_rows_round_alike_and_are_healthy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    candidate, twin, given = _one_token()
+    judged = judge(candidate, twin, given)
+    assert judged.worst.ratio <= HEADROOM, str(judged.worst)
+    monkeypatch.setattr(
+        budget_steps.AlikeRows, "members", lambda self: np.ones(self._digests.shape)
+    )
+    alone = judge(candidate, twin, given)
+    over = {each.level for each in alone.findings if each.ratio > 1}
+    assert {"length of whole", "steps of whole"} <= over, "the case needs groups"
+
+
+def test_equal_elements_of_a_row_round_alike_and_are_healthy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """512 columns of one number of 8 bits, times a factor of each row."""
+    generator = torch.Generator().manual_seed(10)
+    exact = torch.rand(256, 1, generator=generator, dtype=torch.float64).expand(256, 512) + 1
+    given = Budget(BF16, exact * 2.0**-20, ("given",))
+    judged = judge((exact * (1 + 2.0**-15)).bfloat16(), exact.bfloat16(), given)
+    assert max(each.ratio for each in steps(judged).values()) <= HEADROOM
+    monkeypatch.setattr(budget, "alike_in_row", lambda _values, _output: None)
+    alone = judge((exact * (1 + 2.0**-15)).bfloat16(), exact.bfloat16(), given)
+    assert max(each.ratio for each in steps(alone).values()) > 1, "the case needs groups"
+
+
+def test_rows_far_below_epsilon_have_one_factor_and_are_healthy() -> None:
+    generator = torch.Generator().manual_seed(8)
+    x = (torch.randn(512, 64, generator=generator) * 2.0**-40).bfloat16().double()
+    factors = (1000.0 + k for k in range(1000))
+    off = 1 + 2.0**-20
+    factor = next(f for f in factors if _steps_of_large(x * f, x * f * off))
+    twin = (x * factor).bfloat16()
+    given = normed(twin, 64, BF16)
+    assert given.repeats == (512, 1)
+    assert "512" in given.derivation[-1]
+    candidate = (x * factor * off).bfloat16()
+    judged = judge(candidate, twin, given)
+    assert judged.worst.ratio <= HEADROOM, str(judged.worst)
+    assert steps(judged)["steps of whole"].allowed > 512 * 9  # all of a class of all rows, L / 3
+    alone = judge(candidate, twin, replace(given, repeats=(1, 1)))
+    assert alone.worst.ratio > HEADROOM, "the case needs repeats"
+
+
+def _steps_of_large(exact: Tensor, made: Tensor) -> bool:
+    """Whether one class of equal numbers steps, and a few per cent of the elements with it."""
+    return 0.003 < float((exact.bfloat16() != made.bfloat16()).double().mean()) < 0.02
+
+
+def test_rows_are_alike_by_blocks_but_for_sign_and_powers_of_two() -> None:
+    generator = np.random.default_rng(9)
+    t = generator.standard_normal((5, 128))
+    t[3, :64], t[4] = -4 * t[1, :64], t[2]
+    seen = budget_steps.AlikeRows((5, 128))
+    seen.add(slice(0, 2), t[:2])
+    seen.add(slice(2, 5), t[2:])
+    assert seen.members().tolist() == [[1, 1], [2, 1], [2, 2], [2, 1], [2, 2]]
+    zeros = budget_steps.AlikeRows((3, 64))
+    zeros.add(slice(0, 3), np.zeros((3, 64)))
+    assert zeros.members().tolist() == [[1], [1], [1]]
+
+
+def test_elements_of_a_row_are_alike_but_for_sign_and_powers_of_two() -> None:
+    t = np.array([[1.0, -2.0, 1.5, 0.0], [3.0, 1.0, 1.0078125, 0.75]])
+    found = budget_steps.alike_in_row(t, BF16)
+    assert found is not None
+    assert found.tolist() == [[3, 3, 1, 3], [2, 1, 1, 2]]  # 0 with the powers of two
+    assert budget_steps.alike_in_row(t, FP32) is None
+
+
+# --------------------------------------------------------------------------------------------------
+# Small systematic errors in a trained model: every element is within its budget, the share not.
+
+Q_NORM = "layers.1.attn.q_norm"
+
+
+def judged(component: str, change: Callable[[Tensor], Tensor]) -> OutputResult:
+    """The first call of a component whose exact output goes through `change` and is rounded."""
+    stage = small_stage()
+    scene, inputs = stage.scene(component), stage.healthy.inputs(stage.first(component))
+    with torch.inference_mode():
+        known = scene.call(inputs, scene.weights)
+        exact = with_facts(scene, unrounded)(scene.call)(inputs, scene.weights)
+        made = {**known, "out": change(exact["out"].double()).to(known["out"].dtype)}
+        return judge_outputs(JudgeableCall.of(stage.twin, component, inputs), made)["out"]
+
+
+def toward_zero(x: Tensor) -> Tensor:
+    return (x.float().view(torch.int32) & -65536).view(torch.float32).double()
+
+
+def twice(x: Tensor, bits: int) -> Tensor:
+    """Rounded to so many bits of mantissa on the way."""
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp((mantissa * 2.0 ** (bits + 1)).round() / 2.0 ** (bits + 1), exponent)
+
+
+def one_row(x: Tensor, row: int) -> Tensor:
+    made = x.clone()
+    made[row] *= 1 + 2.0**-8
+    return made
+
+
+STEPS_MODELS_CASES: Mapping[str, tuple[str, Callable[[Tensor], Tensor], str]] = {
+    "a gain": ("layers.1.ffn.shared.act", lambda x: x * (1 + 2.0**-10), "tile"),
+    "a gain of a sum": ("layers.1.ffn.moe_sum", lambda x: x * (1 + 2.0**-11), "tile"),
+    "toward zero": ("layers.1.ffn.shared.act", toward_zero, "tile"),
+    "rounded twice": (Q_NORM, partial(twice, bits=10), "tile"),
+    "one row": ("layers.1.attn.norm", partial(one_row, row=31), "row"),
+}
+
+
+@pytest.mark.parametrize("name", STEPS_MODELS_CASES)
+def test_only_the_share_of_steps_sees_it(name: str) -> None:
+    component, change, place = STEPS_MODELS_CASES[name]
+    found = judged(component, change)
+    others = [each for each in found.findings if not each.level.startswith("steps")]
+    assert max(each.ratio for each in others) <= 1, str(others[0])
+    assert found.verdict is Verdict.DIFFERS
+    assert found.findings[0].level == f"steps of {place}"
+
+
+def test_a_healthy_model_takes_little_of_it() -> None:
+    stage = small_stage()
+    shares: list[float] = []
+
+    def looked(_replay: Any, outputs: Mapping[str, OutputResult]) -> None:
+        for each in outputs.values():
+            shares.extend(f.ratio for f in each.findings if f.level.startswith("steps"))
+
+    found = localise(stage.twin, stage.model.recipe, stage.healthy, looked=looked)
+    assert found.verdict is Verdict.AGREES
+    assert shares
+    assert max(shares) <= HEADROOM / 3
+
+
+def test_a_norm_with_another_epsilon_is_localised_and_named() -> None:
+    stage = small_stage()
+    candidate = stage.taped()
+    plain = stage.candidate()
+    way = epsilon_way(stage.scene(Q_NORM, plain), 1e-2)
+    candidate.calls[Q_NORM] = way.apply(plain.calls[Q_NORM])
+    found = localise(stage.twin, stage.model.recipe, stage.rest(stage.run(candidate)))
+    assert [each.component for each in found.origins] == [Q_NORM]
+    (trouble,) = found.origins
+    assert "steps of" in trouble.sentence
+    assert trouble.sight is not None
+    said = diagnose(trouble.scene, (trouble.sight, *trouble.more))
+    assert said.named[0].id == "M24.epsilon", said.sentence
+    assert "0.01 under the root" in said.named[0].evidence

@@ -1,7 +1,8 @@
-"""Every component of both families on its own inputs: float32 inside against float64 inside."""
+"""Components of both families in float32 and by other means, within their budgets."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,9 +12,12 @@ from degarble.harness.base.errors import Undecided
 from degarble.harness.engine.budget.budget import HEADROOM, spacing
 from degarble.harness.engine.budget.judging import judge_outputs
 from degarble.harness.engine.budget.roles import RULES, WHOLE, JudgeableCall, budgets_of
+from degarble.harness.formats.weight import Weight
 from degarble.harness.model.components import components
 from degarble.harness.model.presets import small_v4, small_v32
 from degarble.harness.model.recipes import RECIPE_NAMES, recipe_named
+from degarble.harness.report.verdict import Verdict
+from degarble.references import elementary
 from degarble.references.binding import Bound
 from degarble.references.model.v4 import ModelV4
 from degarble.references.model.v32 import ModelV32
@@ -28,6 +32,10 @@ if TYPE_CHECKING:
 
     from degarble.harness.engine.budget.budget import Budget
     from degarble.harness.model.config.config import Config
+
+
+# --------------------------------------------------------------------------------------------------
+# Every component of both families on its own inputs: float32 inside against float64 inside.
 
 V4 = small_v4(num_hidden_layers=3, compress_ratios=(0, 4, 128, 0))
 V32 = small_v32(num_hidden_layers=2)
@@ -116,3 +124,314 @@ def test_a_call_without_facts_is_undecided_where_the_chain_needs_them() -> None:
         budgets_of(call)
     with pytest.raises(Undecided, match="budget"):
         budgets_of(JudgeableCall("markov", {}, {"out": torch.zeros(1)}, {}))
+
+
+# --------------------------------------------------------------------------------------------------
+# The indexer by other means: heads in another order, split sums, butterflies.
+
+TOKENS = 40
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def indexer_numerics(config: Config, work: torch.dtype) -> Numerics:
+    source = "official-v4" if config is V4 else "official-v32"
+    return replace(Numerics.twin(switches_of(source)), work=work)
+
+
+def call_of(
+    config: Config, role: str, inputs: dict[str, Tensor], weights: dict[str, Tensor]
+) -> JudgeableCall:
+    twin, name = (
+        Bound(config, indexer_numerics(config, torch.float64), {}),
+        f"layers.1.attn.indexer.{role}",
+    )
+    what, facts = twin.bound_to(name)
+    held = {local: Weight(value=value) for local, value in weights.items()}
+    made = twin.calls[name](inputs, held)
+    outputs = {
+        key: each.float() if each.dtype is torch.float64 else each for key, each in made.items()
+    }
+    return JudgeableCall(what.role, inputs, outputs, held, facts=facts)
+
+
+def scores_call(config: Config) -> JudgeableCall:
+    entries, width = TOKENS // 4 if config is V4 else TOKENS, config.index_head_dim
+    given = {
+        "q": random(TOKENS, config.index_n_heads, width, seed=1),
+        "keys": random(entries, width, seed=2),
+        "weights": random(TOKENS, config.index_n_heads, seed=3) / 16,
+        "positions": torch.arange(TOKENS),
+        "token_offsets": torch.tensor([0, TOKENS]),
+    }
+    return call_of(config, "scores", given, {})
+
+
+def scored_otherwise(call: JudgeableCall, in_steps: bool) -> Tensor:
+    """In float32, halves of the width apart and heads backwards."""
+    q, keys = call.inputs["q"].float(), call.inputs["keys"].float()
+    half = q.shape[-1] // 2
+    dot = q[..., half:] @ keys[:, half:].T + q[..., :half] @ keys[:, :half].T
+    dot = dot.relu()
+    weights = call.inputs["weights"].float()[..., None]
+    terms = dot.bfloat16().float() * weights if in_steps else dot * weights
+    if in_steps:
+        terms = terms.bfloat16().float()
+    total = torch.zeros(terms.shape[0], terms.shape[2])
+    for head in reversed(range(terms.shape[1])):
+        total = total + terms[:, head]
+    total = total.bfloat16().float() if in_steps else total
+    return total.masked_fill(call.outputs["out"].isneginf(), -torch.inf)
+
+
+@pytest.mark.parametrize("config", [V4, V32], ids=["v4", "v32"])
+def test_scores_in_another_order_are_healthy(config: Config) -> None:
+    call = scores_call(config)
+    made = scored_otherwise(call, in_steps=config is V4)
+    found = judge_outputs(call, {"out": made})["out"]
+    assert found.ratio <= HEADROOM, str(found.worst)
+    seen = made.clone()
+    seen[3, -1] = 0.5
+    assert judge_outputs(call, {"out": seen})["out"].ratio > 1, "an entry that is not visible yet"
+    assert judge_outputs(call, {"out": made * (1 + 2.0**-6)})["out"].ratio > 1
+
+
+@pytest.mark.parametrize(  # V4's keys are pooled: test_budget_pooling
+    ("config", "role"), [(V4, "q"), (V32, "q"), (V32, "k")], ids=["v4-q", "v32-q", "v32-k"]
+)
+def test_operands_in_float32_are_healthy_and_another_pairing_is_not(
+    config: Config, role: str
+) -> None:
+    width = config.index_head_dim * (config.index_n_heads if role == "q" else 1)
+    given = {"x": random(TOKENS, width, seed=4), "positions": torch.arange(TOKENS) * 91}
+    held = {}
+    if role == "k":
+        held = {
+            "attn.indexer.k_norm": random(width, seed=5),
+            "attn.indexer.k_norm.bias": random(width, seed=6),
+        }
+    call = call_of(config, role, given, held)
+    single = Bound(config, indexer_numerics(config, torch.float32), {}).calls[
+        f"layers.1.attn.indexer.{role}"
+    ]
+    made = dict(single(call.inputs, call.weights))
+    found = judge_outputs(call, made)["out"]
+    assert found.ratio <= HEADROOM, str(found.worst)
+    moved = dict(single(given | {"positions": given["positions"] + 1}, call.weights))
+    assert judge_outputs(call, moved)["out"].ratio > 1
+    step = made["out"].clone().flatten()
+    at = int(step.abs().argmax())
+    step[at] = step[at] * 0.75
+    assert judge_outputs(call, {"out": step.reshape(made["out"].shape)})["out"].ratio > 1
+
+
+@pytest.mark.parametrize("config", [V4, V32], ids=["v4", "v32"])
+def test_head_weights_in_another_order_are_healthy(config: Config) -> None:
+    x, weight = (
+        random(TOKENS, config.hidden_size, seed=7),
+        random(config.index_n_heads, config.hidden_size, seed=8),
+    )
+    call = call_of(config, "weights_proj", {"x": x}, {"attn.indexer.weights_proj": weight})
+    parts = zip(x.float().flip(1).split(32, 1), weight.float().flip(1).split(32, 1), strict=True)
+    made = torch.stack([a @ b.T for a, b in parts]).cumsum(0)[-1]
+    if config is V4:
+        made = made.bfloat16().float()
+    made = made * (config.index_head_dim * config.index_n_heads) ** -0.5
+    out = made.to(call.outputs["out"].dtype)
+    found = judge_outputs(call, {"out": out})["out"]
+    assert found.ratio <= HEADROOM, str(found.worst)
+    assert judge_outputs(call, {"out": out * 2})["out"].ratio > 1
+
+
+# --------------------------------------------------------------------------------------------------
+# mHC by other means: sums in other orders, exponentials to the base 2, reciprocals 2 units off.
+
+EPSILON, PASSES = V4.hc_eps, V4.hc_sinkhorn_iters
+
+
+def mixing_call_of(strength: float, kind: str = "normal", tokens: int = 70) -> JudgeableCall:
+    """A call whose logits have about `strength` as deviation."""
+    generator = torch.Generator().manual_seed(3)
+    twin = Bound(V4, replace(Numerics.twin(), work=torch.float64), {})
+    what, facts = twin.bound_to("layers.0.attn.hc_pre")
+    streams = torch.randn(tokens, 4, V4.hidden_size, generator=generator)
+    if kind == "constant":
+        streams = torch.full_like(streams, 0.75)
+    streams = streams.bfloat16()
+    fn = torch.randn(24, 4 * V4.hidden_size, generator=generator) / 32
+    base = torch.randn(24, generator=generator)
+    if kind == "permutation":
+        base[8:] = 12 * torch.eye(4).flatten() - 6
+    parts = {"fn": fn, "base": base, "scale": torch.tensor([1.0, 1.0, strength])}
+    weights = {f"hc_attn_{name}": Weight(value=part) for name, part in parts.items()}
+    inputs = {"streams": streams}
+    made = twin.calls["layers.0.attn.hc_pre"](inputs, weights)
+    outputs = {"out": made["out"], "post": made["post"].float(), "mix": made["mix"].float()}
+    return JudgeableCall(what.role, inputs, outputs, weights, facts=facts)
+
+
+def exponential(x: Tensor) -> Tensor:
+    return torch.exp2(x * 1.4426950408889634)
+
+
+def over(a: Tensor, b: Tensor, off: float) -> Tensor:
+    return a * (b.reciprocal() * (1 + off))
+
+
+def otherwise(call: JudgeableCall, off: float) -> dict[str, Tensor]:
+    """The component in float32, summed backwards in blocks, with approximate functions."""
+    fn, base, scale = (each.value for each in call.weights.values() if each.value is not None)
+    streams = call.inputs["streams"].float()
+    flat = streams.flatten(1).flip(1)
+    parts = zip(flat.split(64, 1), fn.flip(1).split(64, 1), strict=True)
+    dot = torch.stack([x @ w.T for x, w in parts]).cumsum(0)[-1]
+    square = flat.square().split(64, 1)
+    mean = torch.stack([part.sum(1, keepdim=True) for part in square]).cumsum(0)[-1]
+    m = dot * ((mean / flat.shape[1] + V4.rms_norm_eps).rsqrt() * (1 + off))
+    m = m * scale.repeat_interleave(torch.tensor([4, 4, 16])) + base
+    gates = over(torch.ones(()), 1 + exponential(-m[:, :8]), off)
+    pre, post = gates[:, :4] + EPSILON, 2 * gates[:, 4:]
+    out = sum(pre[:, k : k + 1] * streams[:, k] for k in (3, 1, 0, 2))
+    logits = m[:, 8:].reshape(-1, 4, 4)
+    mix = exponential(logits - logits.amax(-1, keepdim=True))
+    mix = over(mix, mix.sum(-1, keepdim=True), off) + EPSILON
+    mix = over(mix, mix.sum(-2, keepdim=True) + EPSILON, off)
+    for _ in range(PASSES - 1):
+        mix = over(mix, mix.sum(-1, keepdim=True) + EPSILON, off)
+        mix = over(mix, mix.sum(-2, keepdim=True) + EPSILON, off)
+    assert not isinstance(out, int)
+    return {"out": out.bfloat16(), "post": post, "mix": mix}
+
+
+@pytest.mark.parametrize("kind", ["normal", "constant", "permutation"])
+@pytest.mark.parametrize("strength", [0.1, 1.0, 8.0])
+def test_other_orders_and_functions_are_healthy(kind: str, strength: float) -> None:
+    call = mixing_call_of(strength, kind)
+    for off in (0.0, 2.0**-22, -(2.0**-22)):
+        for name, found in judge_outputs(call, otherwise(call, off)).items():
+            assert found.ratio <= HEADROOM, (name, str(found.worst))
+
+
+@pytest.mark.parametrize("strength", [0.1, 1.0, 8.0])
+def test_faults_of_mixing_are_caught(strength: float) -> None:
+    call = mixing_call_of(strength)
+    twin = call.outputs
+    short = dict(twin)
+    short["mix"] = twin["mix"].transpose(1, 2).contiguous()
+    assert judge_outputs(call, short)["mix"].ratio > 1, "the other direction"
+    short["mix"] = twin["mix"] * (1 + 1e-3 * max(1.0, strength))
+    assert judge_outputs(call, short)["mix"].ratio > 1
+    short["post"] = twin["post"] * (1 + 1e-3)
+    assert judge_outputs(call, short)["post"].ratio > 1
+    assert judge_outputs(call, short)["out"].ratio == 0
+
+
+# --------------------------------------------------------------------------------------------------
+# Pooling by other means, and the carried state: what is read later is exact, the rest is free.
+
+NUMERICS = Numerics.twin(switches_of("official-v4"))
+TWIN = Bound(V4, replace(NUMERICS, work=torch.float64), {})
+
+
+def pooling_call_of(
+    layer: int, start: int, tokens: int, size: float = 1.0, part: str = ""
+) -> JudgeableCall:
+    """Tokens `start` onward of one sequence, pooled by 4 (overlapping) or by 128."""
+    name = f"layers.{layer}.attn.{part}compressor.pool"
+    generator = torch.Generator().manual_seed(start)
+    what, facts = TWIN.bound_to(name)
+    ratio, wide = (4, 2) if layer == 1 else (128, 1)
+    width = V4.index_head_dim if part else V4.head_dim
+
+    def random(*shape: int, by: float = 1.0) -> Tensor:
+        return torch.randn(shape, generator=generator) * by
+
+    weights = {}
+    for local in TWIN.weights_of(name):
+        shape = (width,) if local.endswith("norm") else (ratio, wide * width)
+        weights[local] = Weight(value=random(*shape))
+    inputs = {
+        "latent": random(tokens, wide * width),
+        "gate": random(tokens, wide * width, by=size),
+        "positions": torch.arange(start, start + tokens),
+        "token_offsets": torch.tensor([0, tokens]),
+        "state_latent": random(1, wide * ratio, wide * width),
+        "state_gate": random(1, wide * ratio, wide * width, by=size),
+    }
+    made = TWIN.calls[name](inputs, weights)
+    outputs = {
+        key: each.float() if each.dtype is torch.float64 else each for key, each in made.items()
+    }
+    return JudgeableCall(what.role, inputs, outputs, weights, facts=facts)
+
+
+def pooled_online(call: JudgeableCall, ratio: int) -> Tensor:
+    """The first window of a sequence without overlap, slot by slot beside a running peak."""
+    bias, norm = (
+        next(w for n, w in call.weights.items() if n.endswith(part)).values(torch.float32)
+        for part in ("ape", "norm")
+    )
+    peak = torch.full((V4.head_dim,), -torch.inf)
+    total, out = torch.zeros(V4.head_dim), torch.zeros(V4.head_dim)
+    for slot in reversed(range(ratio)):
+        gate = (call.inputs["gate"][slot] + bias[slot]) * 1.4426950408889634
+        higher = torch.maximum(peak, gate)
+        fade, share = torch.exp2(peak - higher), torch.exp2(gate - higher)
+        total, out = total * fade + share, out * fade + share * call.inputs["latent"][slot]
+        peak = higher
+    entry = (out / total).bfloat16().float()
+    normed = (norm * (entry * (entry.square().mean() + V4.rms_norm_eps).rsqrt())).bfloat16()
+    table = elementary.rotation_table(call.facts.rope, torch.tensor([0]), NUMERICS)  # type: ignore[union-attr]
+    return elementary.rotate_tail(normed.float()[None], table).bfloat16()
+
+
+@pytest.mark.parametrize("size", [0.1, 1.0, 6.0])
+def test_a_running_peak_is_healthy(size: float) -> None:
+    call = pooling_call_of(2, 0, 128, size)
+    made = dict(call.outputs) | {"out": pooled_online(call, 128)}
+    found = judge_outputs(call, made)["out"]
+    assert found.ratio <= HEADROOM, str(found.worst)
+    made["out"] = (made["out"].float() * 1.02).bfloat16()
+    assert judge_outputs(call, made)["out"].ratio > 1
+
+
+@pytest.mark.parametrize("part", ["", "indexer."])
+@pytest.mark.parametrize(("start", "tokens"), [(0, 9), (3, 1), (5, 22), (6, 1)])
+def test_float32_is_healthy_wherever_a_call_begins(part: str, start: int, tokens: int) -> None:
+    call = pooling_call_of(1, start, tokens, part=part)
+    name = f"layers.1.attn.{part}compressor.pool"
+    made = dict(Bound(V4, NUMERICS, {}).calls[name](call.inputs, call.weights))
+    for key, found in judge_outputs(call, made).items():
+        assert found.ratio <= HEADROOM, (key, str(found.worst))
+
+
+@pytest.mark.parametrize("name", ["state_latent", "state_gate"])
+def test_rows_that_are_read_later_are_exact_and_others_are_free(name: str) -> None:
+    call = pooling_call_of(1, 0, 10)  # two windows; tokens 8 and 9 wait in rows 4 and 5
+    for row, free in ((0, False), (3, False), (4, False), (5, False), (6, True), (7, True)):
+        state = call.outputs[name].clone()
+        state[0, row, 17] += 1e-3
+        found = judge_outputs(call, dict(call.outputs) | {name: state})[name]
+        assert (found.verdict is Verdict.AGREES) is free, row
+    first = pooling_call_of(
+        1, 0, 2
+    )  # no window yet: what would be the one before may hold anything
+    state = first.outputs[name].clone()
+    state[0, :4], state[0, 6:] = torch.nan, torch.nan
+    assert judge_outputs(first, dict(first.outputs) | {name: state})[name].ratio == 0
+
+
+def test_a_window_that_took_the_wrong_neighbour_is_caught() -> None:
+    call = pooling_call_of(1, 8, 8)
+    other = JudgeableCall(
+        call.role,
+        dict(call.inputs) | {"state_latent": call.inputs["state_latent"].roll(1, 1)},
+        {},
+        call.weights,
+        facts=call.facts,
+    )
+    made = TWIN.calls["layers.1.attn.compressor.pool"](other.inputs, call.weights)
+    outputs = {key: each.to(call.outputs[key].dtype) for key, each in made.items()}
+    assert judge_outputs(call, outputs)["out"].ratio > 1

@@ -1,17 +1,45 @@
-"""Healthy arithmetic sits within HEADROOM of its budget, whatever order, format, K and data."""
+"""Healthy arithmetic stays within HEADROOM of its slack, whatever order, format, K and data."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 
 from degarble.harness.base.errors import ShapeMismatch
 from degarble.harness.engine.budget import rules as budget_rules
+from degarble.harness.engine.budget.bounded_values import (
+    BoundedValue,
+    bounded_norm,
+    cache_grid,
+    exactly,
+    hadamard,
+    indexer_grid,
+    layer_normed,
+    power_above,
+    reach,
+    rope_rotation,
+    rotated,
+    stored,
+)
 from degarble.harness.engine.budget.budget import HEADROOM, Budget, judge, spacing
-from degarble.harness.engine.budget.rules import exact, few, normed, stored_between, summed
+from degarble.harness.engine.budget.rules import (
+    HOPPER_FP8_BITS,
+    PRODUCTS_PER_STEP,
+    PROMOTION_EXTENT,
+    cut_in_steps,
+    exact,
+    few,
+    lost_in_steps,
+    normed,
+    stored_between,
+    summed,
+)
+from degarble.harness.engine.localise.localise import fraction_bits_of
 from degarble.harness.formats.number_formats import (
     BF16,
     FP8_1X128_F32,
@@ -20,12 +48,17 @@ from degarble.harness.formats.number_formats import (
     NVFP4,
 )
 from degarble.harness.formats.quantise import dequantise, quantise
+from degarble.harness.model.presets import small_v32
+from degarble.references import elementary, rounding
+from degarble.references.numerics import IndexerFormat, KeyValueCache, Numerics, Switches
 from degarble.references.tensor_core import dense_gemm
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from degarble.harness.formats.number_formats import ElementFormat
+
+
+# --------------------------------------------------------------------------------------------------
+# Healthy arithmetic sits within HEADROOM of its budget, whatever order, format, K and data.
 
 ROWS, COLUMNS = 16, 96
 
@@ -263,3 +296,205 @@ def test_a_matrix_in_pieces_has_the_budget_of_the_whole(monkeypatch: pytest.Monk
     pieces = summed(x, w)
     assert torch.allclose(pieces.slack, whole.slack, rtol=1e-5)
     assert pieces.repeats == whole.repeats == (1, 3)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a tensor core cuts of FP8 sums: in its bound, beyond that of float32, believed so far.
+
+
+def codes(seed: int, rows: int, inner: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, inner, generator=generator) * 20
+    x[:, ::37] *= 8
+    return x.clamp(-448, 448).to(torch.float8_e4m3fn).double()
+
+
+def by_steps(x: torch.Tensor, w: torch.Tensor, bits: int) -> torch.Tensor:
+    """Steps of 32 products and C, each cut below the largest nominal exponent, then float32."""
+    total = torch.zeros(len(x), len(w), dtype=torch.float32)
+    for stage in range(0, x.shape[1], PROMOTION_EXTENT):
+        c = torch.zeros(len(x), len(w), dtype=torch.float64)
+        for begin in range(stage, min(stage + PROMOTION_EXTENT, x.shape[1]), PRODUCTS_PER_STEP):
+            a, b = (
+                x[:, None, begin : begin + PRODUCTS_PER_STEP],
+                w[None, :, begin : begin + PRODUCTS_PER_STEP],
+            )
+            exponents = torch.frexp(a).exponent + torch.frexp(b).exponent - 2
+            exponents = torch.where(a * b == 0, -100, exponents)
+            of_c = torch.where(c == 0, -100, torch.frexp(c).exponent - 1)
+            unit = torch.exp2(torch.maximum(exponents.amax(-1), of_c).double() - bits)
+            terms = torch.cat((a * b, c[..., None]), dim=-1) / unit[..., None]
+            c = (terms.trunc().sum(-1) * unit).float().double()
+        total += c.float()
+    return total
+
+
+@pytest.mark.parametrize("inner", [128, 512, 1184])
+def test_steps_stay_within_the_bound_and_leave_that_of_float32(inner: int) -> None:
+    x, w = codes(1, 24, inner), codes(2, 40, inner)
+    exact = x @ w.T
+    made = by_steps(x, w, HOPPER_FP8_BITS).double()
+    plain = summed(x.float(), w.float())
+    allowed = cut_in_steps(plain, x.float(), w.float(), HOPPER_FP8_BITS)
+    off = (made - exact).abs()
+    assert bool((off <= allowed.slack).all())
+    assert bool((off > plain.slack).any()), "float32 alone does not explain it"
+    assert any("cut 2^-13" in each for each in allowed.derivation)
+    worse = (by_steps(x, w, HOPPER_FP8_BITS - 6).double() - exact).abs()
+    assert bool((worse > allowed.slack).any()), "fewer bits are found"
+
+
+def test_a_stage_begins_anew() -> None:
+    x, w = codes(3, 4, 256), codes(4, 4, 256)
+    halves = [slice(0, 128), slice(128, 256)]
+    parts = [lost_in_steps(x[:, k], w[:, k], HOPPER_FP8_BITS) for k in halves]
+    assert torch.allclose(lost_in_steps(x, w, HOPPER_FP8_BITS), parts[0] + parts[1])
+
+
+def test_a_manifest_is_believed_as_far_as_a_chip_goes() -> None:
+    def told(stated: Any) -> dict[str, int]:
+        return fraction_bits_of(cast("Any", SimpleNamespace(facts={"fraction_bits": stated})))
+
+    assert told({"head": 13, "a": 14, "b": 3, "c": True, "d": "13"}) == {"head": 13, "a": 14}
+    assert told(None) == told([13]) == {}
+
+
+# --------------------------------------------------------------------------------------------------
+# Errors that are carried through stored values: float32 by other means stays within them.
+
+PLAIN = Numerics.twin()
+CONFIG = small_v32()
+ROPE = CONFIG.rope(CONFIG.blocks[0])
+
+
+def rows(width: int, seed: int, kind: str = "normal") -> Tensor:
+    x = torch.randn(40, width, generator=torch.Generator().manual_seed(seed))
+    if kind == "outlier":
+        x[:, 3::31] *= 300
+    elif kind == "constant":
+        x = torch.full_like(x, 1.0 + 2.0**-6)
+    return x.bfloat16().float()
+
+
+def within(made: Tensor, near: BoundedValue, share: float = 1.0) -> bool:
+    off = (made.double() - near.value).abs()
+    return bool((off <= share * near.error.expand(off.shape)).all())
+
+
+def one_after_another(x: Tensor) -> Tensor:
+    total = torch.zeros(x.shape[0], 1)
+    for k in range(x.shape[1]):
+        total = total + x[:, k : k + 1]
+    return total
+
+
+def test_storing_takes_an_error_away_or_makes_it_a_step() -> None:
+    value = torch.tensor([1.0, 1.0 + 2.0**-8, 1.0 + 2.0**-8 - 1e-6], dtype=torch.float64)
+    error = torch.tensor([1e-5, 0.0, 1e-5], dtype=torch.float64)
+    kept = stored(BoundedValue(value, error), torch.bfloat16)
+    assert kept.value.tolist() == [1.0, 1.0, 1.0]
+    assert kept.error.tolist() == [0.0, 0.0, 2.0**-7]
+    assert stored(kept, torch.float64) is kept
+
+
+@pytest.mark.parametrize("kind", ["normal", "outlier", "constant"])
+@pytest.mark.parametrize("width", [64, 1024])
+def test_norms_in_float32_stay_within(kind: str, width: int) -> None:
+    x, weight = rows(width, 1, kind), rows(width, 2)[0]
+    mean = one_after_another(x.square()) / width
+    for factor in (mean + 1e-6).rsqrt(), 1 / (mean + 1e-6).sqrt() * (1 + 2.0**-22):
+        assert within(weight * (x * factor), bounded_norm(exactly(x), weight, 1e-6))
+    bias = rows(width, 3)[0]
+    centre = x - one_after_another(x) / width
+    factor = (one_after_another(centre.square()) / width + 1e-6).rsqrt()
+    near = layer_normed(x, weight, bias, 1e-6)
+    assert within(centre * factor * weight + bias, near)
+    wrong = (centre * factor * weight + bias) * (1 + 1e-3)
+    assert kind == "constant" or not within(wrong, near)
+
+
+@pytest.mark.parametrize("leading", [False, True])
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("factor", [None, 1.277])
+def test_rotations_in_float32_stay_within(
+    leading: bool, halves: bool, factor: float | None
+) -> None:
+    scaled = ROPE.yarn and replace(ROPE.yarn, attention_factor=factor)
+    rope = replace(ROPE, yarn=scaled)
+    x, positions = rows(96, 4), torch.arange(40) * 997
+    near = rotated(
+        exactly(x), rope_rotation(rope, positions, PLAIN), leading=leading, halves=halves
+    )
+    table = elementary.rotation_table(rope, positions, PLAIN)
+    cut = 64 if leading else 32
+    parts = [x[:, :cut], x[:, cut:]]
+    at = 0 if leading else 1
+    turn_of = elementary.rotate_halves if halves else elementary.rotate_interleaved
+    parts[at] = turn_of(parts[at], table)
+    made = torch.cat(parts, dim=1)
+    assert within(made, near)
+    copied = near.error[:, 64:] if leading else near.error[:, :32]
+    assert not copied.any(), "features that are not rotated are copied"
+    other = elementary.rotation_table(rope, positions + 1, PLAIN)
+    parts[at] = turn_of(parts[at], other)
+    assert not within(torch.cat(parts, dim=1), near, 100)
+
+
+def test_an_error_of_one_input_reaches_every_output_of_a_hadamard_transform() -> None:
+    x, error = rows(128, 5), torch.zeros(40, 128, dtype=torch.float64)
+    error[:, 7] = 2.0**-8
+    near = hadamard(BoundedValue(x.double(), error))
+    moved = x.clone()
+    moved[:, 7] += 2.0**-8
+    for step in (moved, x):
+        made = step
+        for k in range(7):  # butterflies in place of a product
+            pairs = made.unflatten(1, (-1, 2, 2**k))
+            made = torch.stack(
+                (pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), 2
+            )
+            made = made.flatten(1)
+        assert within(made * 128**-0.5, near)
+    assert float(near.error.max()) < 2 * 2.0**-8 * 128**-0.5
+
+
+@pytest.mark.parametrize("kind", [IndexerFormat.FP8, IndexerFormat.MXFP4])
+def test_a_code_steps_only_at_its_boundary(kind: IndexerFormat) -> None:
+    numerics = replace(PLAIN, switches=Switches(indexer_format=kind))
+    x = rows(128, 6)
+    twin = rounding.through_indexer(x, numerics).bfloat16()
+    grid = indexer_grid(numerics, 128)
+    assert grid is not None
+    sharp = reach(exactly(x), torch.bfloat16, grid)
+    assert float((sharp > 0).float().mean()) < 0.02, "only where amax is a power of two"
+    error = torch.zeros(40, 128, dtype=torch.float64)
+    error[:, 11] = 0.01 * x[:, 11].abs()
+    wide = reach(BoundedValue(x.double(), error), torch.bfloat16, grid)
+    for sign in (-1, 1):
+        moved = x.clone()
+        moved[:, 11] *= 1 + sign * 0.01
+        off = (rounding.through_indexer(moved, numerics).double() - twin.double()).abs()
+        assert bool((off <= wide).all())
+
+
+@pytest.mark.parametrize("kind", [KeyValueCache.FP8_F32, KeyValueCache.NVFP4, KeyValueCache.FP8])
+def test_cache_rows_by_approximate_reciprocals_stay_within(kind: KeyValueCache) -> None:
+    numerics = replace(PLAIN, switches=Switches(kv_cache=kind))
+    x = torch.cat([rows(128, seed) for seed in range(20)])
+    grid = cache_grid(numerics, 128)
+    assert grid is not None
+    twin = rounding.through_cache(x, 128, numerics).bfloat16()
+    limit = reach(exactly(x), torch.bfloat16, grid)
+    blocks = x.unflatten(1, (-1, grid.block))
+    raw = blocks.abs().amax(-1, keepdim=True).clamp(min=grid.floor) * (1 / grid.largest)
+    for off in (1 - 2.0**-22, 1 + 2.0**-22):
+        scale = grid.scale(raw.double() * (1 if grid.exact_quotient else off)).float()
+        factor = scale.reciprocal() * (1 if grid.exact_quotient else off)
+        made = (grid.element(blocks * factor).float() * scale).flatten(1).bfloat16()
+        assert bool(((made.double() - twin.double()).abs() <= limit).all())
+    assert float((limit > 0).float().mean()) < (1.1 if kind is KeyValueCache.FP8_F32 else 0.1)
+
+
+def test_a_power_of_two_is_its_own() -> None:
+    x = torch.tensor([1.0, 1.0 + 2.0**-40, 0.75, 2.0**-126], dtype=torch.float64)
+    assert power_above(x).tolist() == [1.0, 2.0, 1.0, 2.0**-126]

@@ -1,28 +1,213 @@
-"""NaN in some rows hides nothing in the others, raises no alarm, and may not spread."""
+"""Wrong forms, NaN, infinity and float32's end: what cannot be judged hides nothing else."""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from degarble.harness.engine.localise.discrepancy import DiscrepancyKind
+from degarble.harness.engine.localise.judgeable_rows import OVERFLOW, rows_out_of_range
 from degarble.harness.engine.localise.localise import localise
-from degarble.harness.engine.localise.recorded_run import InMemoryRun
+from degarble.harness.engine.localise.recorded_run import InMemoryRun, by_component
+from degarble.harness.engine.localise.replay import TwinComponents, batches, replayed
+from degarble.harness.engine.localise.tensor_forms import ONE_SIDED, check_forms, poisoned
 from degarble.harness.formats.weight import Weight
+from degarble.harness.model.components import components
 from degarble.harness.model.recipes import recipe_named
+from degarble.harness.model.site_forms import declared_forms
 from degarble.harness.report.verdict import Verdict
 from degarble.references.binding import Bound
 from degarble.references.weights import random_weights
-from degarble.suites.engine.localise_cases import ATTN, FFN, V4, V32, bound, scaled
+from degarble.suites.engine.localise_cases import (
+    ATTN,
+    FFN,
+    V4,
+    V32,
+    bound,
+    localised,
+    run_of,
+    scaled,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from degarble.harness.capture.files.records import CapturedCall
     from degarble.harness.engine.localise.localise import Localised
     from degarble.harness.model.config.config import Config
+
+
+# --------------------------------------------------------------------------------------------------
+# Recorded tensors beside what their sites declare: healthy runs fit, others are findings.
+
+if TYPE_CHECKING:
+    Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def changed(run: InMemoryRun, component: str, port: str, name: str, change: Change) -> InMemoryRun:
+    """Put another tensor at one site of the first call, in its record as well."""
+    at = next(n for n, call in enumerate(run.calls) if call.component == component)
+    sides = [dict(side) for side in run._tensors[at]]
+    side = sides[port == "outputs"]
+    side[name] = change(side[name])
+    run._tensors[at] = (sides[0], sides[1])
+    call = run.calls[at]
+    records = [dict(call.inputs), dict(call.outputs)]
+    kept = records[port == "outputs"]
+    shape = tuple(side[name].shape)
+    kept[name] = kept[name]._replace(dtype=WORDS[side[name].dtype], shape=shape)
+    run.calls[at] = replace(call, inputs=records[0], outputs=records[1])
+    return run
+
+
+WORDS = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.bfloat16: "BF16", torch.float64: "F64",
+    torch.int64: "I64", torch.float16: "F16", torch.float32: "F32",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "recipe"),
+    [(V4, "bf16"), (V4, "nvfp4-full"), (V32, "bf16"), (V32, "nvfp4-full"), (V32, "official")],
+)
+def test_a_healthy_run_fits_and_every_site_of_it_is_declared(config: Config, recipe: str) -> None:
+    run, twin = run_of(config=config, recipe=recipe), bound(config, recipe)
+    known = TwinComponents.of(twin, recipe_named(recipe, config))
+    assert check_forms(run, known).run is run
+    declared = declared_forms(config, known.recipe)
+    for call in run.calls:
+        assert call.inputs.keys() <= declared[call.component].inputs.keys(), call.component
+        assert call.outputs.keys() <= declared[call.component].outputs.keys(), call.component
+
+
+@pytest.mark.parametrize("config", [V4, V32])
+def test_every_output_of_a_model_is_declared(config: Config) -> None:
+    for name in ("bf16", "nvfp4-full", "nvfp4-experts", "official"):
+        recipe = recipe_named(name, config)
+        declared = declared_forms(config, recipe)
+        for each in components(config, recipe):
+            if each.name in declared:
+                assert set(each.outputs) <= declared[each.name].outputs.keys(), each.name
+
+
+@pytest.mark.parametrize(
+    ("component", "name", "change", "told"),
+    [
+        ("q_head_norm_rope", "out", lambda t: t.to(torch.uint8), "U8"),
+        ("q_norm", "out", lambda t: t.bool(), "BOOL"),
+        ("compressor.pool", "state_latent", lambda t: t.sum(), "F64 []"),
+        ("indexer.weights_proj", "out", lambda t: t[None], "BF16 [1, "),
+        ("wq_a", "out", lambda t: t[:, 1:], "declared are numbers [tokens, "),
+        ("wq_a", "out", lambda t: t[1:], "tokens, as its other inputs have"),
+        ("wq_a.act_quant", "block_scale", lambda t: t.float(), "declared are codes"),
+        ("indexer.topk", "out", lambda t: t.double(), "declared are integers [tokens, any]"),
+    ],
+)  # fmt: skip
+def test_an_output_that_its_site_cannot_hold_is_the_one_finding(
+    component: str, name: str, change: Change, told: str
+) -> None:
+    found = localised(changed(run_of(), ATTN + component, "outputs", name, change))
+    (origin,) = found.origins
+    assert (origin.kind, origin.component, origin.sight) == (
+        DiscrepancyKind.FORM,
+        ATTN + component,
+        None,
+    )
+    assert told in origin.sentence
+    assert (ATTN + component, origin.sentence) in found.unjudged
+
+
+def test_a_consumer_is_not_blamed_for_what_a_wrong_kernel_made() -> None:
+    run = run_of()
+    run = changed(run, f"{ATTN}wo_b", "outputs", "out", lambda t: t[:, :-1])
+    run = changed(run, f"{ATTN}hc_post", "inputs", "x", lambda t: t[:, :-1])
+    found = localised(run)
+    assert [each.component for each in found.origins] == [f"{ATTN}wo_b"]
+    assert {name for name, _ in found.unjudged} >= {f"{ATTN}wo_b", f"{ATTN}hc_post"}
+
+
+def test_an_input_that_nobody_made_so_is_a_finding_of_its_own() -> None:
+    found = localised(changed(run_of(), f"{ATTN}attend", "inputs", "q", lambda t: t.flatten()))
+    (origin,) = found.origins
+    assert (origin.kind, str(origin.site)) == (DiscrepancyKind.FORM, f"{ATTN}attend.in.q")
+    assert "declared are numbers [tokens, " in origin.sentence
+
+
+@pytest.mark.parametrize(
+    ("component", "name", "change"),
+    [("wo_a", "x", lambda t: t.reshape(len(t), 2, -1)), ("attend", "q", lambda t: t.flatten(1))],
+)
+def test_other_extents_of_the_same_row_are_laid_out_as_declared(
+    component: str, name: str, change: Change
+) -> None:
+    found = localised(changed(run_of(), ATTN + component, "inputs", name, change))
+    assert (found.verdict, found.origins, found.unjudged) == (Verdict.AGREES, (), ())
+
+
+@pytest.mark.parametrize(
+    ("component", "name"),
+    [("attn.hc_pre", "post"), ("attn.compressor.pool", "out"), ("ffn.topk", "weights")],
+)
+def test_outputs_beside_which_others_were_not_captured_are_judged(
+    component: str, name: str
+) -> None:
+    """Budgets read all outputs of a component; modules of others put out less."""
+    component = f"layers.1.{component}"
+    run = run_of(component, scaled(name, 1.1))
+
+    def alone(call: CapturedCall) -> CapturedCall:
+        return replace(call, outputs={name: call.outputs[name]})
+
+    for at, call in enumerate(run.calls):
+        if call.component == component:
+            run.calls[at] = alone(call)
+            inputs, outputs = run._tensors[at]
+            run._tensors[at] = (inputs, {name: outputs[name]})
+    found = localised(run)
+    if component.endswith("topk"):  # a choice is judged as a whole
+        assert found.verdict is Verdict.UNDECIDED
+        return
+    assert component in {each.component for each in found.origins}
+
+
+# --------------------------------------------------------------------------------------------------
+# Values that are not finite are found in outputs of any rank, a scalar scale included.
+
+
+@pytest.mark.parametrize(("shape", "row"), [((), 0), ((3,), 2), ((3, 4), 2), ((3, 2, 2), 2)])
+def test_what_is_not_finite_where_the_twin_is_is_told_by_its_row(
+    shape: tuple[int, ...], row: int
+) -> None:
+    twin = torch.ones(shape)
+    candidate = twin.clone()
+    candidate.view(-1)[-1] = torch.nan
+    found = poisoned("tensor_scale", candidate, twin)
+    assert found.verdict is Verdict.DIFFERS
+    assert found.worst is not None
+    assert (found.worst.level, found.worst.place) == (ONE_SIDED, (row,))
+
+
+def test_a_row_close_to_the_end_of_float32_may_overflow() -> None:
+    twin = torch.tensor([[torch.inf, 3e38, 2.0], [torch.inf, 4.0, 2.0]])
+    found = poisoned("out", torch.full((2, 3), torch.nan), twin)
+    assert found.worst is not None
+    assert found.worst.place == (1,)
+    found = poisoned("out", torch.full((1, 3), torch.nan), twin[:1])
+    assert found.verdict is Verdict.UNDECIDED
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (0, 2, 2)])
+def test_outputs_without_elements_are_left_undecided(shape: tuple[int, ...]) -> None:
+    assert poisoned("out", torch.ones(shape), torch.ones(shape)).verdict is Verdict.UNDECIDED
+
+
+# --------------------------------------------------------------------------------------------------
+# NaN in some rows hides nothing in the others, raises no alarm, and may not spread.
 
 SPOILT = 13  # a token whose row of the embedding is NaN
 FIRST, LAST = [7, 3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [4, 4, 2, 9, 1, 8, 2, 7]
@@ -131,3 +316,69 @@ def test_a_nan_where_none_can_legally_be_is_a_fault(name: str) -> None:
     (origin,) = found(BESIDE, name, lambda call: partial(spread, call)).origins
     assert origin.component == name
     assert "NaN or infinite on one side only" in origin.sentence
+
+
+# --------------------------------------------------------------------------------------------------
+# Where float32 ends, a correct kernel is not blamed for what came before it; elsewhere it is.
+
+FLOAT32_RANGE_FIRST = "layers.0.attn."
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "factor"),
+    [
+        (V4, f"{ATTN}wkv", 1e20),
+        (V4, f"{ATTN}wo_b", 1e37),
+        (V4, f"{ATTN}kv_write", 1e37),
+        pytest.param(V4, f"{ATTN}indexer.wq_b", 1e37, marks=pytest.mark.slow),
+        pytest.param(V32, f"{FLOAT32_RANGE_FIRST}wkv_a", 1e20, marks=pytest.mark.slow),
+        (V32, f"{FLOAT32_RANGE_FIRST}indexer.wk", 1e20),
+    ],
+)
+def test_what_follows_numbers_near_the_end_of_float32_is_not_blamed(
+    config: Config, name: str, factor: float
+) -> None:
+    """The candidate sums in float32 inside, the twin in float64."""
+    run = run_of(name, scaled("out", factor), config=config, inside=torch.float32, recipe="bf16")
+    found = localised(run, config, "bf16")
+    (origin,) = found.origins
+    assert origin.component == name
+    assert any(OVERFLOW in why for _, why in found.unjudged)
+
+
+def one_row_large(row: int, factor: float, norm: float) -> InMemoryRun:
+    """One token's query latent beyond float32's squares, and a gain in the norm behind it."""
+
+    def change(call: Any, inputs: Any, weights: Any) -> Any:
+        out = call(inputs, weights)["out"].clone()
+        if len(out) > 2:
+            out[row] = (out[row].float() * factor).to(out.dtype)
+        return {"out": out}
+
+    candidate = bound(V4, "bf16", torch.float32)
+    name, healthy = f"{ATTN}q_norm", candidate.calls[f"{ATTN}q_norm"]
+    candidate.calls[name] = scaled("out", norm)(healthy)
+    try:
+        way = lambda call: partial(change, call)  # noqa: E731
+        return run_of(f"{ATTN}wq_a", way, inside=torch.float32, recipe="bf16")
+    finally:
+        candidate.calls[name] = healthy
+
+
+def test_rows_that_do_not_overflow_are_judged() -> None:
+    healthy = localised(one_row_large(3, 1e25, 1.0), recipe="bf16")
+    assert [each.component for each in healthy.origins] == [f"{ATTN}wq_a"]
+    (row,) = (each for each in healthy.rows if each.component.name == f"{ATTN}q_norm")
+    assert (row.verdict, row.left_out, row.why_left_out) == (Verdict.AGREES, 1, OVERFLOW)
+    sick = localised(one_row_large(3, 1e25, 1.05), recipe="bf16")
+    assert [each.component for each in sick.origins] == [f"{ATTN}wq_a", f"{ATTN}q_norm"]
+
+
+@pytest.mark.parametrize("name", [f"{ATTN}attend", f"{FFN}hc_pre"])
+def test_ordinary_numbers_are_in_range(name: str) -> None:
+    run = run_of(recipe="bf16")
+    known = TwinComponents.of(bound(V4, "bf16", torch.float64), recipe_named("bf16", V4))
+    steps = {step.number: step for step in run.steps}
+    calls = by_component(run)[name]
+    for batch in batches(run, known.components[name], calls, steps):
+        assert rows_out_of_range(known, replayed(known, batch)) is None

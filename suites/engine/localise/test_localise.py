@@ -1,21 +1,38 @@
-"""Healthy runs raise no alarm; one planted fault is one origin, at the place that is to blame."""
+"""Healthy runs raise no alarm; one planted fault is one origin, at the component to blame."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
 
-from degarble.harness.capture.files.records import CapturedCall, CapturedTensor
+from degarble.harness.capture.files.records import CapturedCall, CapturedStep, CapturedTensor, Phase
 from degarble.harness.engine.diagnose.diagnose import diagnose
+from degarble.harness.engine.faults.model_faults import Scene
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
+from degarble.harness.engine.localise import judged_run
+from degarble.harness.engine.localise import localise as module
 from degarble.harness.engine.localise.discrepancy import DiscrepancyKind
-from degarble.harness.engine.localise.judged_run import repeats_apart
+from degarble.harness.engine.localise.input_reconstruction import joined, unvouched
+from degarble.harness.engine.localise.judged_run import (
+    Judge,
+    OutputRow,
+    discrepancy_of_outputs,
+    missing_calls,
+    repeats_apart,
+)
 from degarble.harness.engine.localise.localise import localise
+from degarble.harness.engine.localise.recorded_run import InMemoryRun, by_component
+from degarble.harness.engine.localise.replay import Batch, TwinComponents, batches, is_ragged
+from degarble.harness.model.presets import small_v32
+from degarble.harness.model.recipes import recipe_named
 from degarble.harness.report.verdict import Verdict
+from degarble.references.binding import Bound
 from degarble.suites.engine.localise_cases import (
     ATTN,
     FFN,
@@ -31,11 +48,17 @@ from degarble.suites.engine.localise_cases import (
 from degarble.suites.museum.museum_stages import small_stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
+    from degarble.harness.engine.budget.judging import OutputResult
+    from degarble.harness.engine.localise.recorded_run import RecordedRun
     from degarble.harness.model.config.config import Config
+
+
+# --------------------------------------------------------------------------------------------------
+# Healthy runs raise no alarm; one planted fault is one origin, at the place that is to blame.
 
 
 @pytest.mark.parametrize("config", [V4, V32], ids=["v4", "v32"])
@@ -245,3 +268,314 @@ def test_what_a_captured_step_left_is_known_by_earlier_calls_alone(place: str) -
     assert [each.id for each in named] == ["M36.metadata"]
     assert "of step 1 reproduces" in named[0].evidence
     assert not diagnose(trouble.scene, replace(trouble.sight, earlier=())).named
+
+
+# --------------------------------------------------------------------------------------------------
+# Prefill against decoding, chunks against the whole: one prefill says what all calls should.
+
+RECIPES = ("nvfp4-experts", "nvfp4-full")
+ATTEND = {"v4": "layers.1.attn.attend", "v32": "layers.0.attn.attend"}
+
+
+def in_chunks(config: Config, recipe: str) -> InMemoryRun:
+    """Two sequences whose prompts arrive in pieces of other sizes, then token by token."""
+    long, short = list(range(3, 20)), [5, 9, 2, 6, 5, 3]
+    cuts = [((0, 5), (0, 3)), ((5, 6), (3, 6)), ((6, 13), None), ((13, 16), None), ((16, 17), None)]
+    steps = []
+    for number, both in enumerate(cuts):
+        ids: list[int] = []
+        positions: list[int] = []
+        owners: list[int] = []
+        for owner, (tokens, cut) in enumerate(zip((long, short), both, strict=True)):
+            if cut is not None:
+                ids += tokens[slice(*cut)]
+                positions += range(*cut)
+                owners += [owner] * (cut[1] - cut[0])
+        phase = Phase.DECODE if len(ids) == 1 else Phase.PREFILL
+        steps.append(CapturedStep(number, phase, tuple(ids), tuple(positions), tuple(owners)))
+    return InMemoryRun.again(bound(config, recipe, torch.float32), steps)
+
+
+def judged(
+    run: InMemoryRun, config: Config, recipe: str
+) -> Iterator[tuple[str, int, OutputResult]]:
+    """Every sequence of every component with memory, beside one prefill."""
+    known = TwinComponents.of(bound(config, recipe, torch.float64), recipe_named(recipe, config))
+    steps = {step.number: step for step in run.steps}
+    for name, calls in by_component(run).items():
+        component = known.components[name]
+        if is_ragged(component):
+            found = list(joined(component, batches(run, component, calls, steps), steps))
+            assert found, name
+            for piece in Judge(known).component(component, found).rows.values():
+                yield name, len(found), piece.judged or pytest.fail(piece.undecided)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("config", [V4, V32], ids=["v4", "v32"])
+def test_healthy_runs_agree_with_one_prefill_however_they_were_cut(
+    config: Config, recipe: str
+) -> None:
+    for run in (run_of(config=config, recipe=recipe, inside=torch.float32),
+                in_chunks(config, recipe)):  # fmt: skip
+        names = set()
+        for name, count, each in judged(run, config, recipe):
+            assert count == 2
+            assert each.verdict is Verdict.AGREES, (name, each.worst)
+            assert each.ratio <= 0.7, (name, each.worst)
+            names.add(name.partition("attn.")[2])
+        assert {"attend", "indexer.scores"} <= names
+
+
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_calls_with_a_gap_are_no_prefill(gone: int) -> None:
+    """A call that was not captured leaves rows out; what is behind it lies elsewhere."""
+    run = run_of()
+    known = TwinComponents.of(
+        bound(V4, "nvfp4-full", torch.float64), recipe_named("nvfp4-full", V4)
+    )
+    component, steps = known.components[ATTEND["v4"]], {step.number: step for step in run.steps}
+    every = list(batches(run, component, by_component(run)[component.name], steps))
+    made = {len(each.step_of) for each in joined(component, every, steps)}
+    assert made == {13, 5}
+    kept = [each for each in every if each.calls[0].step != gone]
+    found = [len(each.step_of) for each in joined(component, kept, steps)]
+    assert sorted(found) == ([4, 12] if gone == 2 else []), (
+        "what is missing at the end is not asked"
+    )
+
+
+def alone(run: InMemoryRun, name: str, *, stateless: bool = False) -> InMemoryRun:
+    """The same run with one component captured; maybe without what it remembers."""
+    calls = []
+    for call in run.calls:
+        if call.component == name:
+            inputs = {n: e for n, e in call.inputs.items() if not stateless or "state_" not in n}
+            calls.append(replace(call, inputs=inputs))
+    tensors = list(run._tensors)
+    for call in calls:
+        before, after = tensors[call.number]
+        tensors[call.number] = ({n: before[n] for n in call.inputs}, after)
+    facts = {"filters": {"components": [name]}}
+    return replace(run, calls=calls, facts=facts, _tensors=tensors)
+
+
+@pytest.mark.parametrize("family", ["v4", "v32"])
+def test_memory_that_nobody_vouches_for_is_held_against_one_prefill(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, name = (V4, ATTEND["v4"]) if family == "v4" else (V32, ATTEND["v32"])
+    state = "state_window" if family == "v4" else "state_rows"
+    healthy = run_of(config=config, inside=torch.float32)
+    for stateless in (False, True):
+        found = localised(alone(healthy, name, stateless=stateless), config)
+        assert found.verdict is Verdict.AGREES, (found.origins, found.unjudged)
+    stale = run_of(name, edge=replaced(state, lambda rows: rows.roll(1, 0)), config=config)
+    seen = alone(stale, name)
+    (origin,) = localised(seen, config).origins
+    assert origin.component == name
+    assert (origin.where["beside"], origin.where["phase"]) == ("one prefill", "decode")
+    assert int(origin.where["first position"]) >= 3
+    assert "what wrote its memory was not captured" in origin.sentence
+    monkeypatch.setattr(module, "unvouched", lambda *_: False)
+    assert localised(seen, config).verdict is Verdict.AGREES, "replay believes what arrived"
+
+
+def test_a_complete_capture_is_vouched_for_by_its_wiring() -> None:
+    run = run_of()
+    known = TwinComponents.of(
+        bound(V4, "nvfp4-full", torch.float64), recipe_named("nvfp4-full", V4)
+    )
+    calls = by_component(run)
+    assert not any(unvouched(known.components[name], calls) for name in calls)
+    few = {ATTEND["v4"]: calls[ATTEND["v4"]]}
+    assert unvouched(known.components[ATTEND["v4"]], few)
+
+
+# --------------------------------------------------------------------------------------------------
+# A component judged briefly: small calls first, and no further than the first that differs.
+
+
+@pytest.mark.parametrize(("briefly", "asked"), [(False, [3, 1, 2, 4]), (True, [1, 2])])
+def test_a_brief_judgement_ends_at_the_first_finding(
+    briefly: bool, asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def take(_judge: Judge, made: Any, rows: int) -> None:
+        seen.append(rows)
+        verdict = Verdict.DIFFERS if rows == 2 else Verdict.AGREES
+        made.rows[str(rows)] = OutputRow(made.component, str(rows), verdict)
+
+    monkeypatch.setattr(judged_run, "replayed", lambda _known, batch: len(batch.step_of))
+    monkeypatch.setattr(Judge, "_take", take)
+    batches: Any = [SimpleNamespace(step_of=range(rows)) for rows in (3, 1, 2, 4)]
+    nothing: Any = None
+    assert Judge(nothing).component(nothing, batches, briefly=briefly).differs
+    assert seen == asked
+
+
+# --------------------------------------------------------------------------------------------------
+# Too good to be true: operands that were left unquantised are told from every other difference.
+
+
+def bf16_weights(name: str, config: Config) -> Any:
+    """Codes arrive as they should, and are multiplied with the weights of the BF16 model."""
+
+    def faulty(call: Any, inputs: Any, _weights: Any) -> Any:
+        return call(inputs, plain(config).weights_of(name))
+
+    return lambda call: partial(faulty, call)
+
+
+def fell_back(name: str, config: Config, recipe: str) -> InMemoryRun:
+    """Neither activations nor weights are quantised, though the codes were made."""
+    seen: dict[str, Tensor] = {}
+    maker = f"{name}.act_quant"
+    candidate = bound(config, recipe, torch.float64)
+    healthy = candidate.calls[maker]
+
+    def spied(inputs: Any, weights: Any) -> Mapping[str, Tensor]:
+        seen["x"] = inputs["x"]
+        return healthy(inputs, weights)
+
+    def faulty(_call: Any, inputs: Any, _weights: Any) -> Mapping[str, Tensor]:
+        rest = {n: e for n, e in inputs.items() if n == "experts"}
+        model = plain(config)
+        return model.calls[name]({"x": seen["x"], **rest}, model.weights_of(name))
+
+    candidate.calls[maker] = spied
+    try:
+        return run_of(name, lambda call: partial(faulty, call), config=config, recipe=recipe)
+    finally:
+        candidate.calls[maker] = healthy
+
+
+CASES = [
+    (V4, "nvfp4-full", f"{ATTN}wo_b"),
+    (V4, "nvfp4-full", f"{ATTN}wq_a"),
+    (V4, "nvfp4-experts", f"{FFN}experts.w13"),
+    (V32, "nvfp4-full", "layers.0.attn.wo"),
+]
+
+
+@pytest.mark.parametrize(("config", "recipe", "name"), CASES)
+def test_bf16_weights_and_activations_are_called_too_good(
+    config: Config, recipe: str, name: str
+) -> None:
+    (origin,) = localised(fell_back(name, config, recipe), config, recipe).origins
+    assert (origin.kind, origin.component) == (DiscrepancyKind.FALLBACK, name)
+    assert origin.where["operands"] == "unquantised"
+    assert "nearer to the BF16 reference than its twin is" in origin.sentence
+
+
+@pytest.mark.parametrize(("config", "recipe", "name"), CASES)
+def test_bf16_weights_alone_are_too_good_as_well(config: Config, recipe: str, name: str) -> None:
+    run = run_of(name, bf16_weights(name, config), config=config, recipe=recipe)
+    (origin,) = localised(run, config, recipe).origins
+    assert (origin.kind, origin.component) == (DiscrepancyKind.FALLBACK, name)
+
+
+@pytest.mark.parametrize(("name", "factor"), [(f"{ATTN}wo_b", 0.98), (f"{ATTN}wq_a", 0.96)])
+def test_a_gain_that_happens_to_help_is_none(name: str, factor: float) -> None:
+    """Shrinking a noisy output brings it nearer to what was meant."""
+    run = run_of(name, scaled("out", factor))
+    (origin,) = localised(run).origins
+    assert (origin.kind, origin.component) == (DiscrepancyKind.OUTPUT, name)
+
+
+def test_a_gain_towards_a_reference_of_the_same_direction_is_no_fallback() -> None:
+    """Nearer by far, and turned no less: no operand made that."""
+    name = f"{ATTN}wq_a"
+    reference = bf16_times(name, 0.5)
+    run = run_of(name, scaled("out", 0.5))
+    recipe, twin = recipe_named("nvfp4-full", V4), bound(V4, "nvfp4-full", torch.float64)
+    (origin,) = localise(twin, recipe, run, reference).origins
+    assert (origin.kind, origin.component) == (DiscrepancyKind.OUTPUT, name)
+
+
+def bf16_times(name: str, gain: float) -> Bound:
+    """The BF16 model, one of whose components has another gain."""
+    model = plain(V4)
+    other = Bound(V4, model.numerics, {n: model.weights[n] for n in model.weights})
+    other.calls[name] = scaled("out", gain)(other.calls[name])
+    return other
+
+
+def test_a_step_that_a_killed_run_left_unfinished_lacks_nothing() -> None:
+    """Its last step ended early; a call that an earlier one lacks is missing."""
+    run, name = run_of(), f"{FFN}norm"
+    known = TwinComponents.of(
+        bound(V4, "nvfp4-full", torch.float64), recipe_named("nvfp4-full", V4)
+    )
+    last = run.steps[-1].number
+    for complete, expected in ((False, {1}), (True, {1, last})):
+        calls = [c for c in run.calls if c.component != name or c.step == 0]
+        killed = SimpleNamespace(facts={}, steps=run.steps, calls=calls, complete=complete)
+        (trouble,) = missing_calls(known, cast("RecordedRun", killed))
+        assert (trouble.kind, trouble.component) == (DiscrepancyKind.MISSING, name)
+        assert set(trouble.steps) == expected
+
+
+def test_without_a_reference_nothing_is_said_of_it() -> None:
+    name, recipe = f"{ATTN}wq_a", recipe_named("nvfp4-full", V4)
+    run = run_of(name, bf16_weights(name, V4))
+    (origin,) = localise(bound(V4, "nvfp4-full", torch.float64), recipe, run).origins
+    assert origin.kind is DiscrepancyKind.OUTPUT
+
+
+@pytest.mark.parametrize("fault", ["M27.left_out", "M27.applied_twice", "M26.weights"])
+@pytest.mark.parametrize(
+    "config",
+    [dataclasses.replace(V4, num_hash_layers=1), small_v32(num_hidden_layers=4)],
+    ids=["v4", "v32"],
+)
+def test_a_choice_that_fell_the_other_way_hides_no_cause(config: Config, fault: str) -> None:
+    """Row 0 lies on the edge of a choice, and the candidate took the other expert there."""
+    recipe, twin = recipe_named("nvfp4-full", config), bound(config, "nvfp4-full", torch.float64)
+    known = TwinComponents.of(twin, recipe)
+    name = next(
+        n for n in reversed(list(known.components)) if n.endswith("ffn.topk") and "mtp" not in n
+    )
+    call, weights = twin.calls[name], twin.weights_of(name)
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(12, config.n_routed_experts, generator=generator, dtype=torch.float64)
+    before, behind = on_the_edge(lambda x: call({"logits": x}, weights)["experts"], logits)
+    scene = Scene(twin, known.components[name], recipe)
+    (way, *_) = MODEL_FAULTS[fault].ways(scene)
+    outputs = dict(way.apply(call)({"logits": behind}, weights))
+    other = way.apply(call)({"logits": before}, weights)
+    outputs = {n: torch.cat((other[n][:1], each[1:])) for n, each in outputs.items()}
+    zeros = torch.zeros(12, dtype=torch.int64)
+    batch = Batch(
+        known.components[name], (CapturedCall(0, 0, name, {}, {}),), {"logits": behind}, outputs,
+        zeros, zeros, (slice(0, 12),),
+    )  # fmt: skip
+    made = Judge(known).component(known.components[name], [batch])
+    assert made.rows["experts"].flips == 1
+    step = CapturedStep(0, Phase.PREFILL, (5,) * 12, tuple(range(12)), (0,) * 12)
+    trouble = discrepancy_of_outputs(known, made, {0: step})
+    assert trouble.sight is not None
+    assert len(trouble.sight.inputs["logits"]) == 11
+    assert [each.id for each in diagnose(scene, trouble.sight).named][:1] == [fault]
+
+
+def on_the_edge(choose: Callable[[Tensor], Tensor], logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits whose first row is just not, and just, choosing another expert."""
+    chosen = choose(logits)[0].tolist()
+
+    def chosen_at(other: int, value: float) -> bool:
+        tried = logits.clone()
+        tried[0, other] = value
+        return other in choose(tried)[0].tolist()
+
+    high = float(logits[0].max()) + 3
+    others = (each for each in range(logits.shape[1]) if each not in chosen)
+    other = next(other for other in others if chosen_at(other, high))
+    low = float(logits[0, other])
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (low, middle) if chosen_at(other, middle) else (middle, high)
+    before, behind = logits.clone(), logits.clone()
+    before[0, other], behind[0, other] = low, high
+    return before, behind
