@@ -23,7 +23,7 @@ from degarble.harness.capture.files.reader import Capture
 from degarble.harness.capture.files.records import MANIFEST
 from degarble.harness.chat.tokenizer import FILE as TOKENIZER
 from degarble.harness.chat.tokenizer import Tokenizer
-from degarble.harness.checkpoint.audit.rules.rule import Level
+from degarble.harness.checkpoint.audit.rules import Level
 from degarble.harness.commands.audit import audit as auditing
 from degarble.harness.commands.audit.page import audit_page
 from degarble.harness.commands.check import check as checking

@@ -133,7 +133,7 @@ class ProvenStart:
         self._end_server()
 
     def _audit(self) -> str:
-        from degarble.harness.checkpoint.audit.rules.rule import Level  # noqa: PLC0415  as below
+        from degarble.harness.checkpoint.audit.rules import Level  # noqa: PLC0415  as below
         from degarble.harness.commands.audit.audit import Wanted, audit  # noqa: PLC0415  imports torch
 
         how = self._how

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.harness.checkpoint.audit.findings import Finding
     from degarble.harness.checkpoint.audit.loader.maps import LoaderMap
-    from degarble.harness.checkpoint.audit.rules.findings import Finding
     from degarble.harness.checkpoint.audit.structure.inventory import Inventory
     from degarble.harness.checkpoint.view.view import Checkpoint
 
@@ -100,14 +100,14 @@ def prove_start(folder: Path, ranks: tuple[int, int, int] = (1, 1, 1)) -> Proven
 
 def as_stored(inventory: Inventory, ranks: tuple[int, int, int]) -> LoaderMap:
     """Make vLLM's map, with each module in the format in which it is stored."""
-    from degarble.harness.checkpoint.audit.loader.engine import Ranks, engine_map  # noqa: PLC0415
-    from degarble.harness.checkpoint.audit.loader.maps import Elsewhere, Engine  # noqa: PLC0415
+    from degarble.harness.checkpoint.audit.loader.engine_maps import Ranks, engine_map  # noqa: PLC0415
+    from degarble.harness.checkpoint.audit.loader.maps import Elsewhere, EngineLayout  # noqa: PLC0415
     from degarble.harness.checkpoint.audit.structure.inventory import stored_recipe  # noqa: PLC0415
 
     # Trap: vLLM's own formats may not be cut over these ranks where the stored ones can be.
     made = engine_map(inventory, "vllm", Ranks(*ranks), stored_recipe(inventory))
     engine = made.parameters
-    assert isinstance(engine, Engine), "an engine's map has its layout"
+    assert isinstance(engine, EngineLayout), "an engine's map has its layout"
     assert not isinstance(engine.layout, str), "an engine's map has its layout as a record"
     layout = replace(engine.layout, no_drafter=NO_DRAFTER)
     return replace(
@@ -121,7 +121,7 @@ def as_stored(inventory: Inventory, ranks: tuple[int, int, int]) -> LoaderMap:
 
 def formats_of(inventory: Inventory, loader_map: LoaderMap) -> dict[str, str]:
     """Return the stored format of each of vLLM's modules; refuse partners of two formats."""
-    from degarble.harness.checkpoint.audit.loader.names import NameRules, Outcome  # noqa: PLC0415
+    from degarble.harness.checkpoint.audit.loader.maps import NameOutcome, NameRules  # noqa: PLC0415
     from degarble.harness.model.tensors import tensors_of  # noqa: PLC0415
 
     engine: Any = loader_map.parameters
@@ -131,7 +131,7 @@ def formats_of(inventory: Inventory, loader_map: LoaderMap) -> dict[str, str]:
     found: dict[str, Counter[str]] = defaultdict(Counter)
     for each in inventory.linears:
         resolved = rules.resolve(f"{each.module}.weight")
-        if resolved.outcome is Outcome.PLACED:
+        if resolved.outcome is NameOutcome.PLACED:
             found[module_of(resolved.target)][str(each.weight)] += 1
     for module, formats in found.items():
         if len(formats) > 1:

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from degarble.harness.base.errors import Refused
-from degarble.harness.checkpoint.audit.rules.rule import Level
+from degarble.harness.checkpoint.audit.rules import Level
 from degarble.harness.checkpoint.transform.nvfp4_scales import ScaleRule
 from degarble.harness.checkpoint.transform.quantise.calibration import Amax, Calibration
 from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, run_job, target_layout

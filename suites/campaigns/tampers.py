@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from degarble.harness.base.errors import Refused
-from degarble.harness.checkpoint.audit.rules.rule import Level
+from degarble.harness.checkpoint.audit.rules import Level
 from degarble.harness.checkpoint.transform.quantise.calibration import Amax, Calibration
 from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, run_job, target_layout
 from degarble.harness.checkpoint.view.view import Checkpoint
@@ -38,7 +38,7 @@ from degarble.suites.campaigns.tamper_world import World
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from degarble.harness.checkpoint.audit.rules.findings import Finding
+    from degarble.harness.checkpoint.audit.findings import Finding
     from degarble.suites.campaigns.tamper_values import Tamper
 
 SOURCES = tuple(
@@ -142,7 +142,7 @@ def _findings(wanted: Wanted) -> list[Finding]:
 
 
 def _refused(error: Refused) -> Finding:
-    from degarble.harness.checkpoint.audit.rules.findings import Finding  # noqa: PLC0415
+    from degarble.harness.checkpoint.audit.findings import Finding  # noqa: PLC0415
 
     message = f"{error.name} = {error.shown_value}, expected {error.expectation}. {error.remedy}"
     return Finding(Level.ERROR, "refused", None, None, None, message, {}, error.remedy)

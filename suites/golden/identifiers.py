@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from degarble.harness import api
 from degarble.harness.base import errors
 from degarble.harness.base.protocols import BACKEND_ENTRY_POINT_GROUP
-from degarble.harness.checkpoint.audit.rules.findings import RULES
+from degarble.harness.checkpoint.audit.findings import RULES
 from degarble.harness.checkpoint.transform.convert.job import CONVERSIONS
 from degarble.harness.cli.crash import EXIT_CRASHED
 from degarble.harness.cli.interrupts import EXIT_INTERRUPTED

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from degarble.harness.checkpoint.audit.rules.findings import RULES
+from degarble.harness.checkpoint.audit.findings import RULES
 from degarble.suites.house.repository import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from degarble.harness.checkpoint.audit.rules.rule import Rule
+    from degarble.harness.checkpoint.audit.rules import AuditRule
 
 PAGE = ROOT / "docs" / "audit.md"
 HEAD = "## The rules\n"
@@ -38,9 +38,9 @@ _AREAS = {
 }
 
 
-def section(rules: Mapping[str, Rule] = RULES) -> str:
+def section(rules: Mapping[str, AuditRule] = RULES) -> str:
     """Write the whole part of the page."""
-    areas: dict[str, list[Rule]] = defaultdict(list)
+    areas: dict[str, list[AuditRule]] = defaultdict(list)
     for rule in rules.values():
         areas[rule.id.partition(".")[0]].append(rule)
     parts = [HEAD, _TEXT]

@@ -15,8 +15,8 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from degarble.harness.checkpoint.audit.rules.findings import in_order, ranges_told
-from degarble.harness.checkpoint.audit.rules.rule import Level
+from degarble.harness.checkpoint.audit.findings import format_ranges, in_order
+from degarble.harness.checkpoint.audit.rules import Level
 from degarble.harness.checkpoint.audit.structure.manifest_check import (
     bytes_hashed,
     judge_manifest,
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from degarble.harness.checkpoint.audit.against.table import AgainstTable
+    from degarble.harness.checkpoint.audit.findings import Finding
     from degarble.harness.checkpoint.audit.loader.proof import LoaderProof
     from degarble.harness.checkpoint.audit.numbers.table import NumberTable
-    from degarble.harness.checkpoint.audit.rules.findings import Finding
     from degarble.harness.checkpoint.write.workers import Workers
 
     Listen = Callable[[int], AbstractContextManager[Progress]]  # given the bytes that are known
@@ -174,7 +174,7 @@ def by_rule(findings: Iterable[Finding]) -> list[Broken]:
         Broken(
             found[0],
             sum(each.count for each in found),
-            ranges_told({layer for each in found for layer in each.layers}),
+            format_ranges({layer for each in found for layer in each.layers}),
         )
         for found in gathered.values()
     ]
@@ -248,8 +248,8 @@ class _Steps:
         if self._wanted.loader is None:
             return
         # Torch takes 200 MB, and a structure audit needs none of it.
+        from degarble.harness.checkpoint.audit.loader.map_files import read_loader_map  # noqa: PLC0415
         from degarble.harness.checkpoint.audit.loader.proof import prove  # noqa: PLC0415
-        from degarble.harness.checkpoint.audit.loader.text import read_loader_map  # noqa: PLC0415
 
         chosen = read_loader_map(self._wanted.loader, self._checkpoint)
         self._loader = proof = prove(self._checkpoint, chosen)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.checkpoint.audit.loader.sharding import rank_shares
-from degarble.harness.checkpoint.audit.rules.rule import Level
+from degarble.harness.checkpoint.audit.loader.proof import rank_shares
+from degarble.harness.checkpoint.audit.rules import Level
 from degarble.harness.commands.audit.comparison import beside_document, cosines
 from degarble.harness.commands.audit.kinds import kind_of
 from degarble.harness.commands.audit.roles import roles_of
@@ -18,9 +18,9 @@ from degarble.harness.report.verdict import Origin
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from degarble.harness.checkpoint.audit.findings import Finding
     from degarble.harness.checkpoint.audit.loader.proof import LoaderProof
     from degarble.harness.checkpoint.audit.numbers.table import NumberTable
-    from degarble.harness.checkpoint.audit.rules.findings import Finding
     from degarble.harness.commands.audit.audit import Audit
 
 MOST_ORIGINS = 100

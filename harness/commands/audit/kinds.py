@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from degarble.harness.checkpoint.audit.rules.findings import Finding
+    from degarble.harness.checkpoint.audit.findings import Finding
 
 # The first pattern that matches decides; `#` stands for any number.
 _KINDS = (

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from degarble.harness.checkpoint.audit.rules.findings import RULES
-from degarble.harness.checkpoint.audit.rules.rule import Level
+from degarble.harness.checkpoint.audit.findings import RULES
+from degarble.harness.checkpoint.audit.rules import Level
 from degarble.harness.commands.audit.audit import by_rule, places
 from degarble.harness.commands.audit.document import origin_of
 from degarble.harness.commands.audit.kinds import KINDS, kind_of
@@ -32,7 +32,7 @@ from degarble.harness.report.page import Subject as PageSubject
 from degarble.harness.report.progress import size
 
 if TYPE_CHECKING:
-    from degarble.harness.checkpoint.audit.rules.findings import Finding
+    from degarble.harness.checkpoint.audit.findings import Finding
     from degarble.harness.commands.audit.audit import Audit, Broken
     from degarble.harness.report.blocks import Block
     from degarble.harness.report.page import Provenance

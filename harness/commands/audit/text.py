@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from degarble.harness.checkpoint.audit.rules.findings import RULES
-from degarble.harness.checkpoint.audit.rules.rule import Level
+from degarble.harness.checkpoint.audit.findings import RULES
+from degarble.harness.checkpoint.audit.rules import Level
 from degarble.harness.commands.audit.audit import by_rule, places
 from degarble.harness.report.number_text import visible
 from degarble.harness.report.progress import size

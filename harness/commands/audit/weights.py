@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from degarble.harness.checkpoint.audit.loader.sharding import SHARE_HEADER, rank_shares, share_rows
+from degarble.harness.checkpoint.audit import value_rules as rules_numbers
+from degarble.harness.checkpoint.audit.loader.proof import SHARE_HEADER, rank_shares, share_rows
 from degarble.harness.checkpoint.audit.numbers.orders import KINSHIPS, STRONG
 from degarble.harness.checkpoint.audit.numbers.table import CONVENTIONS, FORMATS
-from degarble.harness.checkpoint.audit.rules import numbers as rules_numbers
-from degarble.harness.checkpoint.audit.rules.rule import Level
+from degarble.harness.checkpoint.audit.rules import Level
 from degarble.harness.commands.audit.comparison import (
     beside_facts,
     beside_roles,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from degarble.harness.checkpoint.audit.rules.findings import Finding
+    from degarble.harness.checkpoint.audit.findings import Finding
 
 CONFIG = small_v4(
     hidden_size=512,

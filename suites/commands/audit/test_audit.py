@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from degarble.harness.checkpoint.audit.rules.rule import Level
+from degarble.harness.checkpoint.audit.rules import Level
 from degarble.harness.commands.audit.audit import Wanted, audit, by_rule
 from degarble.harness.model.presets import small_v4, small_v32
 from degarble.harness.report.progress import Progress

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from degarble.harness.checkpoint.audit.rules.findings import RULES, Findings, Place
+from degarble.harness.checkpoint.audit.findings import RULES, FindingLocation, Findings
 from degarble.harness.cli.terminal import json_text
 from degarble.harness.commands.audit.audit import Wanted, audit
 from degarble.harness.commands.audit.document import MOST_ORIGINS, audit_document
@@ -73,7 +73,7 @@ def test_origins_are_errors_and_bounded(found: Audit) -> None:
     findings = Findings()
     for layer in range(3):
         for rule in RULES.values():
-            findings.add(rule, Place(f"layers.{layer}.x", None, layer), "m", "r")
+            findings.add(rule, FindingLocation(f"layers.{layer}.x", None, layer), "m", "r")
     flooded = replace(found, findings=tuple(findings.sorted()))
     document = audit_document(flooded, "x")
     assert len(document["origins"]) == MOST_ORIGINS

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from degarble.harness.checkpoint.audit.rules.findings import Findings, Place
-from degarble.harness.checkpoint.audit.rules.structure import UNEXPECTED
+from degarble.harness.checkpoint.audit.findings import FindingLocation, Findings
+from degarble.harness.checkpoint.audit.rules import UNEXPECTED
 from degarble.harness.commands.audit.kinds import KINDS, OTHER, WHOLE, kind_of, kind_of_name
 from degarble.harness.commands.audit.kinds import layer_of_name as layer
 from degarble.harness.model.layouts import layout_named
@@ -65,6 +65,6 @@ def test_layers() -> None:
 
 def test_a_finding_without_a_name_is_about_all() -> None:
     findings = Findings()
-    findings.add(UNEXPECTED, Place(), "m", "r")
-    findings.add(UNEXPECTED, Place(None, "layers.1.attn.wkv"), "m", "r")
+    findings.add(UNEXPECTED, FindingLocation(), "m", "r")
+    findings.add(UNEXPECTED, FindingLocation(None, "layers.1.attn.wkv"), "m", "r")
     assert {kind_of(each) for each in findings.sorted()} == {WHOLE, "attention"}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from degarble.harness.checkpoint.audit.rules.findings import RULES, Findings, Place
+from degarble.harness.checkpoint.audit.findings import RULES, FindingLocation, Findings
 from degarble.harness.commands.audit.audit import Wanted, audit
 from degarble.harness.commands.audit.page import MOST_COLUMNS, SHOWN, audit_page
 from degarble.harness.report.blocks import Catalogue, Sentence, Tone, ToneMap
@@ -63,7 +63,7 @@ def test_an_audit_has_no_budget(sick: Audit) -> None:
 def test_a_cause_of_several_layers_is_on_the_map_in_each(sick: Audit) -> None:
     findings = Findings()
     for layer in (0, 1, 1):
-        place = Place(None, f"layers.{layer}.attn.wq_a", layer, "NVFP4 as FP8")
+        place = FindingLocation(None, f"layers.{layer}.attn.wq_a", layer, "NVFP4 as FP8")
         findings.add(RULES["loader.format"], place, "m", "r")
     block = _map(audit_page(replace(sick, findings=tuple(findings.sorted())), WHERE))
     row = block.marks[block.row_labels.index("attention")]
@@ -75,7 +75,9 @@ def test_a_cause_of_several_layers_is_on_the_map_in_each(sick: Audit) -> None:
 
 def test_what_is_missing_is_on_the_map_too(sick: Audit) -> None:
     findings = Findings()
-    findings.add(RULES["structure.missing_block"], Place(None, "layers.40.attn", 40), "m", "r")
+    findings.add(
+        RULES["structure.missing_block"], FindingLocation(None, "layers.40.attn", 40), "m", "r"
+    )
     page = audit_page(replace(sick, findings=tuple(findings.sorted())), WHERE)
     layers = sick.subject.layers
     assert _tone(page, "attention", f"d{40 - layers}") is Tone.BAD
@@ -110,7 +112,9 @@ def _flooded(sick: Audit, layers: int, rules: int = len(RULES)) -> Audit:
     for layer in range(layers):
         for rule in list(RULES.values())[:rules]:
             name = f"layers.{layer}.ffn.experts.0.w1.weight_scale_2"
-            findings.add(rule, Place(name, None, layer), "m" * 300, "r" * 100, got=list(range(99)))
+            findings.add(
+                rule, FindingLocation(name, None, layer), "m" * 300, "r" * 100, got=list(range(99))
+            )
     places: dict[tuple[int | None, str], int] = {
         (layer, "experts"): 300_000 // layers for layer in range(layers)
     }

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from degarble.harness.checkpoint.audit.rules.findings import RULES, Finding, Findings, Place
-from degarble.harness.checkpoint.audit.rules.rule import Level, Rule
+from degarble.harness.checkpoint.audit.findings import RULES, Finding, FindingLocation, Findings
+from degarble.harness.checkpoint.audit.rules import AuditRule, Level
 from degarble.harness.commands.audit import text as audit_text
 from degarble.harness.commands.audit.audit import Audit, Part, Subject, Wanted, audit
 from degarble.harness.commands.audit.text import audit_text as text
@@ -25,9 +25,11 @@ def sick(tmp_path_factory: pytest.TempPathFactory) -> Audit:
 RULES_OF_A_SUITE = {
     rule.id: rule
     for rule in (
-        Rule("scales.missing", Level.ERROR, "codes have every scale of their format", "a source"),
-        Rule("numbers.far", Level.WARNING, "a matrix is near its siblings", "a source"),
-        Rule("numbers.who", Level.NOTE, "the bytes say who wrote them", "a source"),
+        AuditRule(
+            "scales.missing", Level.ERROR, "codes have every scale of their format", "a source"
+        ),
+        AuditRule("numbers.far", Level.WARNING, "a matrix is near its siblings", "a source"),
+        AuditRule("numbers.who", Level.NOTE, "the bytes say who wrote them", "a source"),
     )
 }
 
@@ -73,7 +75,7 @@ def test_a_flood_of_findings_fits_too(sick: Audit) -> None:
     findings = Findings()
     for rule in RULES.values():
         for layer in range(61):
-            findings.add(rule, Place(f"layers.{layer}.x", None, layer), "m " * 900, "r")
+            findings.add(rule, FindingLocation(f"layers.{layer}.x", None, layer), "m " * 900, "r")
     flooded = replace(sick, findings=tuple(findings.sorted()))
     shown = text(flooded)
     assert len(shown.splitlines()) <= SCREEN
@@ -93,7 +95,7 @@ def test_a_healthy_one_has_its_notes(tmp_path_factory: pytest.TempPathFactory) -
 def test_hostile_names_are_shown_and_not_obeyed(sick: Audit, name: str) -> None:
     findings = Findings()
     rule = next(iter(RULES.values()))
-    findings.add(rule, Place(name, None, None), name, name)
+    findings.add(rule, FindingLocation(name, None, None), name, name)
     shown = text(replace(sick, findings=tuple(findings.sorted())))
     assert not set(shown) & {"\x1b", "\x07", "\x00", "\r", "\u202e"}
 

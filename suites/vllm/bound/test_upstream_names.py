@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from degarble.harness.checkpoint.audit.loader.names import NameRules, Outcome
+from degarble.harness.checkpoint.audit.loader.maps import NameOutcome, NameRules
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.model.tensors import tensors_of
 from degarble.harness.vllm.proof import EXPERTS_INSIDE, as_stored
@@ -111,7 +111,7 @@ def test_names_go_where_the_proof_says(folder: Path) -> None:
     reached = set()
     for name in names:
         resolved = rules.resolve(name)
-        if resolved.outcome is not Outcome.PLACED:
+        if resolved.outcome is not NameOutcome.PLACED:
             assert name.startswith("mtp."), name
             assert name not in found, name
             continue

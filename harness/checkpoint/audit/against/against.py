@@ -22,7 +22,7 @@ from degarble.harness.checkpoint.audit.against.configs import judge_configs
 from degarble.harness.checkpoint.audit.against.pairs import pairs_of, stored_there
 from degarble.harness.checkpoint.audit.against.rows import compare
 from degarble.harness.checkpoint.audit.against.table import AgainstTable
-from degarble.harness.checkpoint.audit.rules.findings import in_order
+from degarble.harness.checkpoint.audit.findings import in_order
 from degarble.harness.checkpoint.view.stored import PositionedReader
 from degarble.harness.checkpoint.view.weight_units import stored_of
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from pathlib import Path
 
-    from degarble.harness.checkpoint.audit.rules.findings import Finding
+    from degarble.harness.checkpoint.audit.findings import Finding
     from degarble.harness.checkpoint.view.view import Checkpoint
 
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from degarble.harness.checkpoint.audit import value_rules as rules
 from degarble.harness.checkpoint.audit.against.misfits import Reason
 from degarble.harness.checkpoint.audit.against.reasons import Reasons
+from degarble.harness.checkpoint.audit.findings import NOWHERE, FindingLocation, Findings
 from degarble.harness.checkpoint.audit.numbers.judging import indices, percent
 from degarble.harness.checkpoint.audit.numbers.table import FORMATS
-from degarble.harness.checkpoint.audit.rules import against as rules
-from degarble.harness.checkpoint.audit.rules.findings import NOWHERE, Findings, Place
 from degarble.harness.checkpoint.audit.structure.structure import is_known_extra
 from degarble.harness.checkpoint.read.types import ProblemKind, shown
 from degarble.harness.checkpoint.view.weight_units import layer_in, without_numbers
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from degarble.harness.checkpoint.audit.against.table import AgainstTable
-    from degarble.harness.checkpoint.audit.rules.findings import Finding
-    from degarble.harness.checkpoint.audit.rules.rule import Rule
+    from degarble.harness.checkpoint.audit.findings import Finding
+    from degarble.harness.checkpoint.audit.rules import AuditRule
     from degarble.harness.checkpoint.view.view import Checkpoint
 
 # Relative errors that a format leaves of trained weights, rounded up: what a reference in that
@@ -82,24 +82,29 @@ class _Judging:
         self._reasons = Reasons(checkpoint, reference, table)
         self._gain_is_off = _gain_is_off(table)
 
-    def report(self, rule: Rule, index: int, message: str, remedy: str, **more: object) -> None:
+    def report(
+        self, rule: AuditRule, index: int, message: str, remedy: str, **more: object
+    ) -> None:
         """Report one weight; `message` follows its name."""
         unit, row = self.table.pairs[index].unit, self.table.row(index)
         told = ("cosine", "gain", "error", "floor", "over_floor")
         evidence = {name: _rounded(row[name]) for name in told}
-        place = Place(None, unit.name, unit.layer)
+        place = FindingLocation(None, unit.name, unit.layer)
         self.findings.add(rule, place, f"{shown(unit.name)} {message}", remedy, **evidence, **more)
 
     def unpaired(self) -> None:
         """Report shapes that differ, missing weights, and weights that were not compared."""
         for name, told in self.table.unlike.items():
             self.findings.add(
-                rules.SHAPE, Place(None, name), f"{shown(name)} has the shape {told}.", _AGAIN
+                rules.SHAPE,
+                FindingLocation(None, name),
+                f"{shown(name)} has the shape {told}.",
+                _AGAIN,
             )
         for name in self._missing():
             self.findings.add(
                 rules.MISSING,
-                Place(None, name, layer_in(name)),
+                FindingLocation(None, name, layer_in(name)),
                 f"{shown(name)} of the reference is missing.",
                 "Look for it under another name, or in a shard that is missing.",
             )
@@ -264,7 +269,7 @@ class _Judging:
         name = self.table.pairs[index].unit.name
         self.findings.add(
             rules.COARSER,
-            Place(None, name),
+            FindingLocation(None, name),
             f"{shown(name)} has the error that {formats} leaves: it was stored in that before.",
             "Nothing to do; converting from a finer source would be more exact.",
             format=formats,
@@ -276,7 +281,7 @@ class _Judging:
             unit, over = self.table.pairs[index].unit, float(self.table["over_floor"][index])
             self.findings.add(
                 rules.SLIGHTLY_ABOVE,
-                Place(None, unit.name),
+                FindingLocation(None, unit.name),
                 f"{shown(unit.name)} has {over:.3f} times the error of an ideal conversion.",
                 "Nothing is wrong; a rule that rounds to nearest would leave less.",
                 over_floor=_rounded(over),

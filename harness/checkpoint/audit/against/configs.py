@@ -11,14 +11,14 @@ import re
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.checkpoint.audit.rules import against as rules
-from degarble.harness.checkpoint.audit.rules.findings import NOWHERE, Findings
+from degarble.harness.checkpoint.audit import value_rules as rules
+from degarble.harness.checkpoint.audit.findings import NOWHERE, Findings
 from degarble.harness.checkpoint.read.types import ProblemKind, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from degarble.harness.checkpoint.audit.rules.findings import Finding
+    from degarble.harness.checkpoint.audit.findings import Finding
     from degarble.harness.checkpoint.view.view import Checkpoint
 
     Difference = tuple[str, object, object]  # key, here, in the reference

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from degarble.harness.checkpoint.audit import value_rules as rules
 from degarble.harness.checkpoint.audit.against.codes import FP8_SLACK, SLACK, blocks_of
-from degarble.harness.checkpoint.audit.rules import against as rules
-from degarble.harness.checkpoint.audit.rules.findings import ranges_told
+from degarble.harness.checkpoint.audit.findings import format_ranges
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.checkpoint.audit.against.codes import Blocks
-    from degarble.harness.checkpoint.audit.rules.rule import Rule
+    from degarble.harness.checkpoint.audit.rules import AuditRule
     from degarble.harness.formats.weight import Weight
 
 MOSTLY = 0.75  # of the rows or columns: what is there is everywhere
@@ -33,13 +33,13 @@ SPARSE = {SLACK: 0.005, FP8_SLACK: 0.03}
 class Reason(NamedTuple):
     """A broken rule, and the text that follows the weight's name."""
 
-    rule: Rule
+    rule: AuditRule
     message: str
 
 
 def lines_told(what: str, numbers: list[int]) -> str:
     """Format rows or columns by their runs: `64 rows (rows 16-79)`."""
-    runs = ranges_told(numbers).split(", ")
+    runs = format_ranges(numbers).split(", ")
     more = f" and {len(runs) - _MOST_RUNS} runs more" if len(runs) > _MOST_RUNS else ""
     if len(numbers) == 1:
         return f"{what} {runs[0]}"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from degarble.harness.checkpoint.audit import value_rules as rules
 from degarble.harness.checkpoint.audit.against.codes import SLACK
 from degarble.harness.checkpoint.audit.against.floor import CHAINS, fits, ideal_in
 from degarble.harness.checkpoint.audit.against.misfits import (
@@ -29,7 +30,6 @@ from degarble.harness.checkpoint.audit.against.misfits import (
 )
 from degarble.harness.checkpoint.audit.against.pairs import stored_there
 from degarble.harness.checkpoint.audit.against.signs import ALIKE, cosine, signs_told, turned_lines
-from degarble.harness.checkpoint.audit.rules import against as rules
 from degarble.harness.checkpoint.audit.statistics.inference_order import BLOCK, ORDERS
 from degarble.harness.checkpoint.read.types import shown
 from degarble.harness.checkpoint.transform.source import row_values

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.checkpoint.audit.rules.findings import ranges_told
+from degarble.harness.checkpoint.audit.findings import format_ranges
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,7 +70,7 @@ def _turned(x_MK: Tensor, y_MK: Tensor, axis: int) -> tuple[Tensor, Tensor]:
 
 
 def _listed(what: str, numbers: list[int]) -> str:
-    runs = ranges_told(numbers).split(", ")
+    runs = format_ranges(numbers).split(", ")
     more = f" and {len(runs) - _MOST_RUNS} runs more" if len(runs) > _MOST_RUNS else ""
     alone = len(numbers) == 1
     told = f"{what} {runs[0]}" if alone else f"{what}s {', '.join(runs[:_MOST_RUNS])}{more}"

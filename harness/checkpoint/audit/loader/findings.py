@@ -1,38 +1,204 @@
-"""Word the findings of a loader proof; the same finding on several ranks is one.
+"""Judge single writes of a loader, and word the findings of a proof.
 
-Wrong writes and uncovered elements are grouped by parameter. The rules are in rules/loader.py.
+The same finding on several ranks is one; wrong writes and uncovered elements are grouped by
+parameter.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
 
-from degarble.harness.checkpoint.audit.loader.coverage import SCALES
-from degarble.harness.checkpoint.audit.loader.names import Outcome
-from degarble.harness.checkpoint.audit.rules import loader as rules
-from degarble.harness.checkpoint.audit.rules.findings import (
+from degarble.harness.checkpoint.audit import rules
+from degarble.harness.checkpoint.audit.findings import (
     NOWHERE,
     Finding,
+    FindingLocation,
     Findings,
-    Place,
-    ranges_told,
+    format_ranges,
 )
+from degarble.harness.checkpoint.audit.loader.maps import NameOutcome
+from degarble.harness.checkpoint.audit.loader.targets import Member
 from degarble.harness.checkpoint.read.types import shown
 from degarble.harness.model.storage import Part
+from degarble.harness.model.types import Box
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from degarble.harness.base.errors import LayoutMismatch
-    from degarble.harness.checkpoint.audit.loader.coverage import Wrong
-    from degarble.harness.checkpoint.audit.loader.names import Resolved
-    from degarble.harness.checkpoint.audit.loader.sources import Conversion, Source
-    from degarble.harness.checkpoint.audit.rules.rule import Rule
+    from degarble.harness.checkpoint.audit.loader.maps import ResolvedName, Split
+    from degarble.harness.checkpoint.audit.loader.sources import MatchedConversion, SourceTensor
+    from degarble.harness.checkpoint.audit.loader.targets import ExpectedContent
+    from degarble.harness.checkpoint.audit.rules import AuditRule
     from degarble.harness.checkpoint.audit.structure.inventory import Found, Inventory
     from degarble.harness.model.parameters import Parameter
-    from degarble.harness.model.types import Box
+
+
+# --------------------------------------------------------------------------------------------------
+# One write: the box that a rank copies, its extents, dtype and identity. `piece` cuts the box by a
+# split rule. `judge_write` returns the broken rule with its message, or None.
+
+SCALES = frozenset({Part.BLOCK_SCALE, Part.TENSOR_SCALE, Part.INPUT_SCALE})
+
+# The same bytes under another name: torch copies them as they are.
+_VIEWS = frozenset({frozenset({"I8", "U8"}), frozenset({"F8_E8M0", "U8"})})
+_MANTISSA = {"F64": 53, "F32": 24, "F16": 11, "BF16": 8}
+_INTEGERS = frozenset({"I64", "I32", "I16"})
+
+
+class WrongWrite(NamedTuple):
+    """A rule that a write breaks. `written`: the bytes are copied nevertheless."""
+
+    rule: AuditRule
+    told: str
+    remedy: str
+    written: bool = True
+
+
+NO_SLOT = Member(Box(()))  # what a number stands for that a parameter has no slot for
+
+
+@lru_cache(maxsize=65536)
+def piece(shape: tuple[int, ...], split: Split | None, ranks: int, rank: int) -> Box:
+    """Return the box of a stored tensor that one of `ranks` takes; scalars are repeated."""
+    whole = Box.whole(shape)
+    if split is None or split.dim >= len(shape):
+        return whole
+    extent = shape[split.dim]
+    # Ranks take equal numbers of whole multiples; the last ones may take less, or nothing.
+    blocks = -(-extent // split.multiple)
+    step = -(-blocks // ranks) * split.multiple
+    cut = (min(rank * step, extent), min((rank + 1) * step, extent))
+    return Box((*whole.ranges[: split.dim], cut, *whole.ranges[split.dim + 1 :]))
+
+
+def fits(taken: Box, slot: Box) -> bool:
+    """Return whether a piece has the extents of a slot, which may have leading ones more."""
+    extents, wanted = taken.shape, slot.shape
+    lead = len(wanted) - len(extents)
+    # A scalar may be stored with more dimensions than its slot has: [1] into [].
+    if lead < 0:
+        return prod(wanted) == 1 == prod(extents)
+    return wanted[lead:] == extents and prod(wanted[:lead]) == 1
+
+
+def judge_write(
+    source: SourceTensor, taken: Box, dtype: str, member: Member, truth: ExpectedContent | None
+) -> WrongWrite | None:
+    """Return the first rule that a write breaks: identity, then dtype, then extents."""
+    if member is NO_SLOT:
+        return WrongWrite(
+            rules.LOADER_SHAPE,
+            "is sent to a slot or an expert that the parameter does not have",
+            "Correct the number of the slot.",
+            written=False,
+        )
+    shape = judge_shape(source, taken, member)
+    found = [
+        judge_identity(source, taken, truth),
+        judge_dtype(source, dtype, truth),
+        shape,
+    ]
+    wrong = [each for each in found if each is not None]
+    if not wrong:
+        return None
+    return wrong[0]._replace(written=all(each.written for each in wrong))
+
+
+def judge_shape(source: SourceTensor, taken: Box, member: Member) -> WrongWrite | None:
+    """Compare the extents of a piece with those of its slot."""
+    if fits(taken, member.box):
+        return None
+    rule = rules.LOADER_SHAPE
+    if source.part in SCALES and len(source.shape) < 2 <= len(member.box.shape):
+        rule = rules.LOADER_SCALE_RANK
+    part = "" if taken.shape == source.shape else f", of which a rank takes {list(taken.shape)}"
+    return WrongWrite(
+        rule,
+        f"is {list(source.shape)}{part}; the slot is {list(member.box.shape)}",
+        "Correct the rule that sends it there, or convert the tensor.",
+        written=False,
+    )
+
+
+def judge_dtype(
+    source: SourceTensor, dtype: str, truth: ExpectedContent | None
+) -> WrongWrite | None:
+    """Compare the dtypes of a tensor and of the parameter that it is written to."""
+    if source.dtype == dtype or frozenset({source.dtype, dtype}) in _VIEWS:
+        return None
+    if {source.dtype, dtype} <= _INTEGERS:
+        return None
+    told = f"is {source.dtype}, the parameter is {dtype}"
+    before, after = _MANTISSA.get(source.dtype), _MANTISSA.get(dtype)
+    if before is not None and after is not None:
+        # fp16 keeps more digits than bf16 and less range: either way something is lost.
+        if after >= before and {source.dtype, dtype} != {"F16", "BF16"}:
+            return None
+        return WrongWrite(
+            rules.LOADER_NARROWED, told, "Keep the parameter in the tensor's own type."
+        )
+    scale = source.part in SCALES or (truth is not None and truth.part in SCALES)
+    return WrongWrite(
+        rules.LOADER_SCALE_DTYPE if scale else rules.DTYPE,
+        told,
+        "Convert the weight before it is loaded, or build the parameter in the weight's format.",
+        written=False,
+    )
+
+
+def judge_identity(
+    source: SourceTensor, taken: Box, truth: ExpectedContent | None
+) -> WrongWrite | None:
+    """Compare part, parameter and box of a write with those that belong in the slot."""
+    if truth is None or source.parameter is None:
+        return None
+    if source.parameter.name != truth.parameter.name:
+        return _another_parameter(source, truth)
+    if source.part is not truth.part:
+        return _another_part(source, truth)
+    if len(taken.ranges) != len(truth.box.ranges):
+        return None  # its extents tell more
+    if taken.ranges != truth.box.ranges:
+        return WrongWrite(
+            rules.WRONG_ROWS,
+            f"gives its box {list(taken.ranges)}; this rank needs {list(truth.box.ranges)}",
+            "Split it along the dimension and in the multiples by which the engine splits.",
+        )
+    return None
+
+
+def _another_part(source: SourceTensor, truth: ExpectedContent) -> WrongWrite:
+    rule = rules.WRONG_PART
+    if source.part is Part.INPUT_SCALE:
+        rule = rules.INPUT_SCALE_IN_WEIGHT
+    return WrongWrite(
+        rule,
+        f"is the {source.part} of {truth.parameter.name}; its {truth.part} belongs there",
+        "Correct the rule that sends it there.",
+    )
+
+
+def _another_parameter(source: SourceTensor, truth: ExpectedContent) -> WrongWrite:
+    assert source.parameter is not None, "judge_identity asked"
+    mine, wanted = source.parameter, truth.parameter
+    rule = rules.WRONG_PARAMETER
+    if mine.name.replace(".indexer.", ".") == wanted.name.replace(".indexer.", "."):
+        rule = rules.PREFIX
+    elif (mine.block, mine.expert) == (wanted.block, wanted.expert) and mine.shape == wanted.shape:
+        rule = rules.SWAPPED_PARTNERS
+    if source.part is Part.INPUT_SCALE is not truth.part:
+        rule = rules.INPUT_SCALE_IN_WEIGHT
+    return WrongWrite(
+        rule,
+        f"is {mine.name} ({source.part}); {wanted.name} ({truth.part}) belongs there",
+        "Correct the rule that sends it there.",
+    )
+
 
 _LAYER = re.compile(r"\blayers\.(\d{1,9})\b")
 _MOST_BOXES = 4  # shown in a message
@@ -44,31 +210,35 @@ class LoaderFindings:
     def __init__(self, inventory: Inventory | None) -> None:
         self._inventory = inventory
         self._findings = Findings()
-        self._wrong: dict[tuple[str, str, Wrong], tuple[Source, set[int]]] = {}
-        self._boxes: dict[tuple[Rule, str, tuple[Box, ...], str], set[int]] = defaultdict(set)
+        self._wrong: dict[tuple[str, str, WrongWrite], tuple[SourceTensor, set[int]]] = {}
+        self._boxes: dict[tuple[AuditRule, str, tuple[Box, ...], str], set[int]] = defaultdict(set)
 
-    def wrong(self, source: Source, target: str, wrong: Wrong, rank: int) -> None:
+    def wrong(self, source: SourceTensor, target: str, wrong: WrongWrite, rank: int) -> None:
         """Add a write that breaks a rule."""
         self._wrong.setdefault((source.name, target, wrong), (source, set()))[1].add(rank)
 
-    def boxes(self, rule: Rule, target: str, boxes: tuple[Box, ...], why: str, rank: int) -> None:
+    def boxes(
+        self, rule: AuditRule, target: str, boxes: tuple[Box, ...], why: str, rank: int
+    ) -> None:
         """Add elements of a parameter that are unwritten, or written twice."""
         self._boxes[rule, target, boxes, why].add(rank)
 
-    def unread(self, source: Source, boxes: tuple[Box, ...]) -> None:
+    def unread(self, source: SourceTensor, boxes: tuple[Box, ...]) -> None:
         """Add elements of a placed tensor that no rank reads."""
         self._findings.add(
-            rules.UNREAD,
-            Place(source.name, None, self._layer(source.parameter, source.name)),
-            f"{shown(source.name)}: {_told(boxes)} of {list(source.shape)} reach no rank.",
+            rules.LOADER_UNREAD,
+            FindingLocation(source.name, None, self._layer(source.parameter, source.name)),
+            f"{shown(source.name)}: {_box_text(boxes)} of {list(source.shape)} reach no rank.",
             "Check the split rule and the number of ranks.",
             boxes=_listed(boxes),
         )
 
-    def lost(self, source: Source, resolved: Resolved, leaves: Iterable[str] = ()) -> None:
+    def lost(
+        self, source: SourceTensor, resolved: ResolvedName, leaves: Iterable[str] = ()
+    ) -> None:
         """Add a tensor of the model that is skipped or dropped, and what it leaves unwritten."""
         assert source.parameter is not None, "a tensor of the model"
-        skipped = resolved.outcome is Outcome.SKIPPED
+        skipped = resolved.outcome is NameOutcome.SKIPPED
         rule = rules.SKIPPED if skipped else rules.DROPPED
         if source.part in SCALES:
             rule = rules.SKIPPED_SCALE if skipped else rules.DROPPED_SCALE
@@ -77,7 +247,7 @@ class LoaderFindings:
             why = f"the pattern {shown(resolved.by)} covers it"
         self._findings.add(
             rule,
-            Place(source.name, None, self._layer(source.parameter, source.name)),
+            FindingLocation(source.name, None, self._layer(source.parameter, source.name)),
             f"{shown(source.name)}, the {source.part} of {source.parameter.name}, is"
             f" {resolved.outcome}: {why}{_left(leaves)}.",
             "Narrow the pattern." if skipped else "Add a rule that places it.",
@@ -85,11 +255,11 @@ class LoaderFindings:
             renamed=shown(resolved.target),
         )
 
-    def none_of_ours(self, source: Source, resolved: Resolved) -> None:
+    def none_of_ours(self, source: SourceTensor, resolved: ResolvedName) -> None:
         """Add a tensor that the model does not have and that goes nowhere."""
         self._findings.add(
             rules.EXTRA_DROPPED,
-            Place(source.name),
+            FindingLocation(source.name),
             f"{shown(source.name)}, no tensor of the model, is {resolved.outcome}.",
             "Nothing.",
         )
@@ -98,7 +268,7 @@ class LoaderFindings:
         """Add a tensor that another loader reads."""
         self._findings.add(
             rules.ELSEWHERE,
-            Place(None, pattern),
+            FindingLocation(None, pattern),
             f"Tensors by {shown(pattern)} are left to another loader: {shown(reason)}.",
             "Prove that loader too.",
         )
@@ -110,17 +280,17 @@ class LoaderFindings:
         layer = self._layer(found.parameter, found.module)
         self._findings.add(
             rules.DRAFTER_FORMAT if drafts else rules.FORMAT,
-            Place(None, found.module, layer, f"{found.weight} as {built}"),
+            FindingLocation(None, found.module, layer, f"{found.weight} as {built}"),
             f"{shown(found.module)} is stored as {found.weight}, the engine builds {built}.",
             "Convert it beforehand, add a conversion to the map, or change what the engine builds.",
             stored=found.weight,
             built=built,
         )
 
-    def conversion(self, conversion: Conversion) -> None:
+    def conversion(self, conversion: MatchedConversion) -> None:
         """Check what a conversion reads, and which block size it states."""
         found, rule = conversion.found, conversion.rule
-        place = Place(None, found.module, self._layer(found.parameter, found.module))
+        place = FindingLocation(None, found.module, self._layer(found.parameter, found.module))
         unread = sorted(conversion.has - {Part.INPUT_SCALE} - conversion.reads)
         if unread:
             self._findings.add(
@@ -176,7 +346,7 @@ class LoaderFindings:
         for kind, pattern in dead:
             self._findings.add(
                 rules.DEAD_RULE,
-                Place(None, f"{kind}: {pattern}"),
+                FindingLocation(None, f"{kind}: {pattern}"),
                 f"The {kind} rule {shown(pattern)} matches nothing.",
                 "Remove it, or find out why it does not match.",
             )
@@ -185,20 +355,20 @@ class LoaderFindings:
         """Return all findings."""
         for (_, target, wrong), (source, ranks) in self._wrong.items():
             # Narrowing is one cause for all layers; other wrong writes are reported by layer.
-            spread = wrong.told if wrong.rule is rules.NARROWED else None
+            spread = wrong.told if wrong.rule is rules.LOADER_NARROWED else None
             layer = self._layer(source.parameter, source.name)
             self._findings.add(
                 wrong.rule,
-                Place(source.name, target, layer, spread),
+                FindingLocation(source.name, target, layer, spread),
                 f"{shown(source.name)} -> {shown(target)}, {_ranks(ranks)}: it {wrong.told}.",
                 wrong.remedy,
                 ranks=sorted(ranks),
             )
         for (rule, target, boxes, why), ranks in self._boxes.items():
-            what = f"{_told(boxes)} {_VERBS[rule.id]}" if boxes else why
+            what = f"{_box_text(boxes)} {_VERBS[rule.id]}" if boxes else why
             self._findings.add(
                 rule,
-                Place(None, target, self._layer(None, target)),
+                FindingLocation(None, target, self._layer(None, target)),
                 f"{shown(target)}, {_ranks(ranks)}: {what}{f'; {why}' if why and boxes else ''}.",
                 "Place a tensor there: engines leave such memory as they found it.",
                 ranks=sorted(ranks),
@@ -227,10 +397,10 @@ _VERBS = {
 
 def _ranks(ranks: Iterable[int]) -> str:
     ranks = set(ranks)
-    return f"rank{'s' if len(ranks) > 1 else ''} {ranges_told(ranks)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranges(ranks)}"
 
 
-def _told(boxes: tuple[Box, ...]) -> str:
+def _box_text(boxes: tuple[Box, ...]) -> str:
     elements = sum(box.count for box in boxes)
     shown_boxes = " and ".join(
         str([list(each) for each in box.ranges]) for box in boxes[:_MOST_BOXES]

@@ -1,12 +1,7 @@
-"""Describe how an engine loads a checkpoint: its parameters, and rename, stack and split rules.
+"""Describe how an engine loads a checkpoint, and apply its name rules to stored tensors.
 
 A loader applies its rules to each stored tensor in this order: convert, skip, elsewhere, rename,
-stack, split. Patterns are Python regular expressions, found by search rather than matched from the
-start; a stack takes an expert's number from the group `expert`. docs/loader-maps.md explains each
-field with an example.
-
-Patterns from files are untrusted: those that could take for ever to search are rejected, as are
-patterns that do not compile and replacements that name unknown groups.
+stack, split. docs/loader-maps.md explains each field with an example.
 """
 
 from __future__ import annotations
@@ -15,7 +10,8 @@ import re
 import warnings
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from enum import StrEnum
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName
 from degarble.harness.checkpoint.read.types import DTYPE_BITS
@@ -23,9 +19,18 @@ from degarble.harness.model.config.json_file import ARCHITECTURES
 from degarble.harness.model.types import Dtype
 
 if TYPE_CHECKING:
+    from collections.abc import Container
+
     from degarble.harness.model.layouts import Layout
     from degarble.harness.model.recipes import Recipe
     from degarble.harness.model.storage import Part
+
+
+# --------------------------------------------------------------------------------------------------
+# Maps. Patterns are Python regular expressions, found by search rather than matched from the start;
+# a stack takes an expert's number from the group `expert`. Patterns from files are untrusted: those
+# that could take for ever to search are rejected, as are patterns that do not compile and
+# replacements that name unknown groups.
 
 AS_STORED = "as stored"
 EXPERT_GROUP = "expert"
@@ -175,7 +180,7 @@ class Convert:
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedParameter:
     """A parameter from an engine's own list, the same on every rank.
 
     `slots`: extents of the slots of a fused one, along its first dimension after the experts'.
@@ -208,7 +213,7 @@ class Listed:
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineLayout:
     """Parameters derived from an engine's layout, a recipe of formats and a sharding style.
 
     Layout and recipe by name, or as records; AS_STORED: whatever formats the checkpoint has.
@@ -232,7 +237,7 @@ class LoaderMap:
     """
 
     name: str
-    parameters: Engine | tuple[Listed, ...]
+    parameters: EngineLayout | tuple[ListedParameter, ...]
     tp: int = 1
     ep: int = 1
     pp: int = 1
@@ -257,7 +262,7 @@ class LoaderMap:
             _require_count(f"rules of kind {name}", len(getattr(self, name)), 0, _MOST_RULES)
         for pattern in self.skip:
             compiled("skip", pattern)
-        if not isinstance(self.parameters, Engine):
+        if not isinstance(self.parameters, EngineLayout):
             names = [each.name for each in self.parameters]
             counts = Counter(names)
             twice = [name for name, count in counts.items() if count > 1] if names else ["none"]
@@ -272,3 +277,172 @@ def _require_count(name: str, value: object, lowest: int, highest: int = 1 << 40
         raise InvalidArgument(
             name, value, f"an integer from {lowest} to {highest}", "See docs/loader-maps.md."
         )
+
+
+# --------------------------------------------------------------------------------------------------
+# Name rules: skip, elsewhere, rename, stack. A pattern is searched for only in names that contain
+# the literal text which each of its matches must contain: a shortcut that does not change the
+# outcome. Names longer than LONGEST_NAME are dropped without a search: no parameter has one, and
+# searching a hostile one could take for ever.
+
+
+class NameOutcome(StrEnum):
+    """Result of the rules for one stored tensor."""
+
+    PLACED = "placed"
+    CONVERTED = "converted"  # into other tensors, which are placed
+    SKIPPED = "skipped"
+    ELSEWHERE = "elsewhere"
+    DROPPED = "dropped"
+
+
+class ResolvedName(NamedTuple):
+    """Destination of a name. `slot` None: the whole parameter. `by`: the deciding pattern."""
+
+    outcome: NameOutcome
+    target: str = ""
+    slot: int | None = None
+    expert: int | None = None
+    by: str = ""
+
+
+LONGEST_NAME = 256
+_MOST_DIGITS = 9
+
+_PLAIN = re.compile(r"[A-Za-z0-9_ \-]")
+_ESCAPED = frozenset(".-_+*?()[]{}^$|\\/")
+
+
+def needed_literal(pattern: str) -> str:
+    """Return the longest text that every match of a pattern contains, or an empty one."""
+    runs, run, depth, index = [""], "", 0, 0
+    if "(?" in pattern.replace("(?P<", "").replace("(?=", "").replace("(?:", ""):
+        return ""  # flags and lookbehinds are not parsed
+    while index < len(pattern):
+        sign, step = pattern[index], 1
+        following = pattern[index + 1 : index + 2]
+        if sign == "\\" and following in _ESCAPED:
+            sign, step = following, 2
+        elif sign == "|" and depth == 0:
+            return ""
+        elif not _PLAIN.match(sign):
+            sign = ""
+            if pattern[index] == "\\":
+                step = 2
+            elif pattern[index] == "[":
+                step = _class_length(pattern, index)
+            depth += {"(": 1, ")": -1}.get(pattern[index], 0)
+        optional = pattern[index + step : index + step + 1] in {"*", "?", "{"}
+        if sign and depth == 0 and not optional:
+            run += sign
+            # `a+` may match more than one, so the run ends after it.
+            if pattern[index + step : index + step + 1] != "+":
+                index += step
+                continue
+        runs.append(run)
+        run = ""
+        index += step
+    return max([*runs, run], key=len)
+
+
+def _class_length(pattern: str, index: int) -> int:
+    end = index + 1
+    if pattern[end : end + 1] == "^":
+        end += 1
+    end += 1  # a bracket in first place is meant literally
+    while end < len(pattern) and pattern[end] != "]":
+        end += 2 if pattern[end] == "\\" else 1
+    return end + 1 - index
+
+
+class _Pattern:
+    """A compiled pattern, with a text that each of its matches contains."""
+
+    def __init__(self, what: str, text: str) -> None:
+        self.text = text
+        self.literal = needed_literal(text)
+        self.expression = compiled(what, text)
+        self.used = False
+
+    def search(self, name: str) -> re.Match[str] | None:
+        if self.literal not in name:
+            return None
+        found = self.expression.search(name)
+        self.used = self.used or found is not None
+        return found
+
+
+class NameRules:
+    """The name rules of one map. `known`: names of the engine's parameters."""
+
+    def __init__(self, loader_map: LoaderMap, known: Container[str]) -> None:
+        self._known = known
+        self._skip = [_Pattern("skip", each) for each in loader_map.skip]
+        self._elsewhere = [_Pattern("elsewhere", each.match) for each in loader_map.elsewhere]
+        self._rename = [(_Pattern("rename", each.match), each.to) for each in loader_map.rename]
+        self._stack = [(_Pattern("stack", each.match), each) for each in loader_map.stack]
+
+    def resolve(self, name: str) -> ResolvedName:
+        """Return the destination of one stored tensor's name."""
+        if len(name) > LONGEST_NAME:
+            return ResolvedName(NameOutcome.DROPPED, name)
+        for pattern in self._skip:
+            if pattern.search(name):
+                return ResolvedName(NameOutcome.SKIPPED, by=pattern.text)
+        for pattern in self._elsewhere:
+            if pattern.search(name):
+                return ResolvedName(NameOutcome.ELSEWHERE, by=pattern.text)
+        # Checking the literal here saves a call; a full model runs this eight million times.
+        for pattern, replacement in self._rename:
+            if pattern.literal in name and pattern.search(name):
+                name = pattern.expression.sub(replacement, name)
+                if len(name) > LONGEST_NAME:  # before the next rule makes it longer still
+                    return ResolvedName(NameOutcome.DROPPED, name)
+        for pattern, stack in self._stack:
+            match = pattern.search(name) if pattern.literal in name else None
+            if match is None:
+                continue
+            # sub() keeps the parsed template; expand() parses it again for each of 280,000 names.
+            target = pattern.expression.sub(stack.into, name, count=1)
+            if target in self._known:
+                number = match.groupdict().get(EXPERT_GROUP) or ""
+                counts = number.isdecimal() and len(number) <= _MOST_DIGITS
+                expert = int(number) if counts else None
+                return ResolvedName(NameOutcome.PLACED, target, stack.slot, expert, pattern.text)
+        if name in self._known:
+            return ResolvedName(NameOutcome.PLACED, name)
+        return ResolvedName(NameOutcome.DROPPED, name)
+
+    def dead(self) -> list[tuple[str, str]]:
+        """Return (kind, pattern) of the rules that matched no name so far."""
+        kinds = {
+            "skip": self._skip,
+            "elsewhere": self._elsewhere,
+            "rename": [pattern for pattern, _ in self._rename],
+            "stack": [pattern for pattern, _ in self._stack],
+        }
+        return [
+            (kind, pattern.text)
+            for kind, patterns in kinds.items()
+            for pattern in patterns
+            if not pattern.used
+        ]
+
+
+class Splits:
+    """The split rules of a map, looked up by parameter: the first matching rule counts."""
+
+    def __init__(self, splits: tuple[Split, ...]) -> None:
+        self._splits = [(_Pattern("split", each.match), each) for each in splits]
+        self._known: dict[str, Split | None] = {}
+
+    def of(self, target: str) -> Split | None:
+        """Return the rule, or None where every rank holds the whole parameter."""
+        if target not in self._known:
+            found = (split for pattern, split in self._splits if pattern.search(target))
+            self._known[target] = next(found, None)
+        return self._known[target]
+
+    def dead(self) -> list[tuple[str, str]]:
+        """Return the rules that matched no parameter so far."""
+        return [("split", pattern.text) for pattern, _ in self._splits if not pattern.used]

@@ -3,56 +3,121 @@
 `prove` applies a loader map to every stored tensor, computes which box of it each rank copies into
 which box of which parameter, and checks that the boxes on both sides cover the whole. Where the
 engine's layout is known, it also compares each write with the part, parameter and rows that belong
-there. No loop visits elements.
-
-A tensor that does not fit its slot counts as not written, as in an engine that asserts. A
-checkpoint that is fused unlike the engine is rejected, and so is an engine's layout without a known
-config.
+there. No loop visits elements. A tensor that does not fit its slot counts as not written.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from degarble.harness.base.errors import InvalidArgument, LayoutMismatch
-from degarble.harness.checkpoint.audit.loader.boxes import ByteRuns, byte_runs, cover
-from degarble.harness.checkpoint.audit.loader.coverage import NO_SLOT, SCALES
-from degarble.harness.checkpoint.audit.loader.engine import layout_for
-from degarble.harness.checkpoint.audit.loader.findings import LoaderFindings
+from degarble.harness.checkpoint.audit import rules
+from degarble.harness.checkpoint.audit.findings import format_ranges
+from degarble.harness.checkpoint.audit.loader.engine_maps import layout_for
+from degarble.harness.checkpoint.audit.loader.findings import NO_SLOT, SCALES, LoaderFindings
 from degarble.harness.checkpoint.audit.loader.maps import (
     AS_STORED,
-    Engine,
+    EngineLayout,
+    NameOutcome,
     compiled,
     unknown_parameters,
 )
-from degarble.harness.checkpoint.audit.loader.reads import Reads
-from degarble.harness.checkpoint.audit.loader.report import Missing, Told, is_told, key_of
-from degarble.harness.checkpoint.audit.loader.routes import Routes
+from degarble.harness.checkpoint.audit.loader.routes import Reads, Routes, Transfer, Writer
 from degarble.harness.checkpoint.audit.loader.sources import require_unfused
-from degarble.harness.checkpoint.audit.loader.targets import EngineTargets, listed_targets, ranks_of
-from degarble.harness.checkpoint.audit.loader.writes import Transfer, Writer
-from degarble.harness.checkpoint.audit.rules import loader as rules
-from degarble.harness.checkpoint.audit.rules.rule import Level
+from degarble.harness.checkpoint.audit.loader.targets import (
+    ByteRuns,
+    EngineTargets,
+    byte_runs,
+    cover,
+    listed_targets,
+    ranks_of,
+)
+from degarble.harness.checkpoint.audit.rules import Level
 from degarble.harness.checkpoint.audit.structure.inventory import stored_recipe, take_inventory
-from degarble.harness.checkpoint.read.types import shown, unknown_name
+from degarble.harness.checkpoint.read.types import DTYPE_BITS, shown, unknown_name
 from degarble.harness.model.sharding import plan
 from degarble.harness.model.types import Box
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from degarble.harness.checkpoint.audit.loader.coverage import Wrong
-    from degarble.harness.checkpoint.audit.loader.maps import LoaderMap
-    from degarble.harness.checkpoint.audit.loader.names import Outcome
-    from degarble.harness.checkpoint.audit.loader.sources import Source
-    from degarble.harness.checkpoint.audit.loader.targets import RankTargets, Target
-    from degarble.harness.checkpoint.audit.loader.writes import Written
-    from degarble.harness.checkpoint.audit.rules.findings import Finding
+    from degarble.harness.checkpoint.audit.findings import Finding
+    from degarble.harness.checkpoint.audit.loader.findings import WrongWrite
+    from degarble.harness.checkpoint.audit.loader.maps import LoaderMap, ResolvedName
+    from degarble.harness.checkpoint.audit.loader.routes import AttemptedWrite, Identity
+    from degarble.harness.checkpoint.audit.loader.sources import SourceTensor
+    from degarble.harness.checkpoint.audit.loader.targets import (
+        ExpectedContent,
+        Key,
+        RankTargets,
+        TargetParameter,
+    )
     from degarble.harness.checkpoint.read.types import TensorEntry
     from degarble.harness.checkpoint.view.view import Checkpoint
     from degarble.harness.model.layouts import Layout
+
+
+# --------------------------------------------------------------------------------------------------
+# Findings that share a cause. A skipped tensor leaves its place unwritten, and a tensor in another
+# one's place displaces that one. Each such pair is one finding: the consequence appears in the text
+# of its cause.
+
+
+class UnwrittenBoxes(NamedTuple):
+    """Unwritten boxes of a parameter, with what belongs in the slots that they overlap."""
+
+    target: TargetParameter
+    boxes: tuple[Box, ...]
+    empty: Mapping[Key, ExpectedContent | None]
+    rank: int
+
+
+def key_of(truth: ExpectedContent) -> Identity:
+    """Return the identity, parameter name and part, of what belongs in a slot."""
+    return truth.parameter.name, truth.part
+
+
+def has_finding(resolved: ResolvedName) -> bool:
+    """Return whether an unplaced tensor gets a finding; one that another loader reads does not."""
+    return resolved.outcome is not NameOutcome.ELSEWHERE
+
+
+class ReportedCauses:
+    """Tensors and slots that have a finding already.
+
+    `sources`: tensors with a finding; `taken`: tensors whose slot has one. `left`: parameters that
+    a tensor leaves unwritten.
+    """
+
+    def __init__(self) -> None:
+        self.sources: set[Identity] = set()
+        self.taken: set[Identity] = set()
+        self.left: dict[Identity, dict[str, None]] = defaultdict(dict)
+
+    def wrong(self, source: SourceTensor, truth: ExpectedContent | None) -> None:
+        """Record a wrong write: its tensor and its slot."""
+        if source.parameter is not None:
+            self.sources.add((source.parameter.name, source.part))
+        if truth is not None:
+            self.places([truth])
+
+    def places(self, truths: Iterable[ExpectedContent]) -> None:
+        """Record slots that have a finding."""
+        self.taken.update(map(key_of, truths))
+
+    def leaves(self, truths: Iterable[ExpectedContent], target: str) -> None:
+        """Record a parameter that stays unwritten because of tensors that have a finding."""
+        for truth in truths:
+            self.left[key_of(truth)][target] = None
+
+
+# --------------------------------------------------------------------------------------------------
+# The proof. A tensor that does not fit its slot counts as not written, as in an engine that
+# asserts. A checkpoint that is fused unlike the engine is rejected, and so is an engine's layout
+# without a known config.
 
 _ARRANGED = "experts are stored in the order of {} kernels; rows inside them are not judged"
 _MOST_FATES = 8  # tensors whose outcome one finding lists
@@ -73,7 +138,7 @@ class LoaderProof:
     findings: list[Finding]
     unread: Mapping[str, tuple[Box, ...]]
     unwritten: Mapping[tuple[int, str], tuple[Box, ...]]
-    outcomes: Mapping[str, Outcome]
+    outcomes: Mapping[str, NameOutcome]
     counts: Mapping[str, int]
     _held: Callable[[range], Iterator[RankTargets]]
     _writer: Writer
@@ -142,7 +207,9 @@ class _Prover:
         self._inventory = None if names is None else take_inventory(names)
         if self._inventory is not None:
             engine = loader_map.parameters
-            require_unfused(self._inventory, engine.name if isinstance(engine, Engine) else "")
+            require_unfused(
+                self._inventory, engine.name if isinstance(engine, EngineLayout) else ""
+            )
         self._findings = LoaderFindings(self._inventory)
         self._fills = [(compiled("fill", each.match), each.value) for each in loader_map.fill]
         self._layout = self._engine_layout()
@@ -154,8 +221,8 @@ class _Prover:
         self._reads = Reads()
         self._refused: set[str] = set()  # sources that fit no slot, which has its finding
         self._other_format: set[str] = set()  # parameters that have a finding as a whole
-        self._told = Told()
-        self._missing: list[Missing] = []
+        self._told = ReportedCauses()
+        self._missing: list[UnwrittenBoxes] = []
         self._counts: Counter[str] = Counter()
 
     def prove(self) -> LoaderProof:
@@ -212,7 +279,7 @@ class _Prover:
     def _engine_layout(self) -> Layout | None:
         """Return the layout of the engine's parameters with its recipe; None for a list."""
         engine = self._map.parameters
-        if not isinstance(engine, Engine):
+        if not isinstance(engine, EngineLayout):
             return None
         if self._inventory is None:
             raise unknown_parameters(f"parameters of the map {self._map.name}")
@@ -224,7 +291,7 @@ class _Prover:
 
     def _engine_targets(self) -> EngineTargets | None:
         engine = self._map.parameters
-        if self._layout is None or self._inventory is None or not isinstance(engine, Engine):
+        if self._layout is None or self._inventory is None or not isinstance(engine, EngineLayout):
             return None
         config = self._inventory.config
         made = plan(config, self._map.tp, self._map.ep, self._map.pp, engine.style)
@@ -247,7 +314,7 @@ class _Prover:
                 self._other_format.add(name)
                 self._findings.format(found, built)
 
-    def _judge(self, held: RankTargets, target: Target) -> tuple[Box, ...]:
+    def _judge(self, held: RankTargets, target: TargetParameter) -> tuple[Box, ...]:
         """Check all writes to one parameter; return its boxes that are never written."""
         alike = self._writer.whole(held, target)
         if alike:
@@ -255,7 +322,7 @@ class _Prover:
                 self._reads.add_alike((target.name, each.slot), each.experts, each.taken)
             self._counts["transfers"] += len(target.members)
             return ()
-        done: list[Written] = []
+        done: list[AttemptedWrite] = []
         refused: list[Box] = []
         for write in self._writer.writes(held, target):
             source = write.source
@@ -274,15 +341,17 @@ class _Prover:
         self._counts["transfers"] += len(done)
         return self._judge_cover(held, target, done, tuple(refused))
 
-    def _report_wrong(self, source: Source, target: Target, wrong: Wrong, rank: int) -> None:
+    def _report_wrong(
+        self, source: SourceTensor, target: TargetParameter, wrong: WrongWrite, rank: int
+    ) -> None:
         if source.parameter is None or source.parameter.name not in self._other_format:
             self._findings.wrong(source, target.name, wrong, rank)
 
     def _judge_cover(
         self,
         held: RankTargets,
-        target: Target,
-        done: list[Written],
+        target: TargetParameter,
+        done: list[AttemptedWrite],
         refused: tuple[Box, ...],
     ) -> tuple[Box, ...]:
         """Report boxes that are written twice or never; return those never written."""
@@ -300,12 +369,12 @@ class _Prover:
                 for key, member in target.members.items()
                 if any(box.overlaps(member.box) for box in untold)
             }
-            self._missing.append(Missing(target, untold, empty, held.rank))
+            self._missing.append(UnwrittenBoxes(target, untold, empty, held.rank))
         return covered.missing
 
     def _report_missing(self) -> None:
         """Report unwritten boxes, unless the tensor that belongs there has a finding already."""
-        lost = {key for key, (_, resolved) in self._routes.lost.items() if is_told(resolved)}
+        lost = {key for key, (_, resolved) in self._routes.lost.items() if has_finding(resolved)}
         explained = lost | self._told.sources
         for target, boxes, empty, rank in self._missing:
             truths = [truth for truth in empty.values() if truth is not None]
@@ -329,7 +398,7 @@ class _Prover:
         """Report tensors that go nowhere, and boxes of placed tensors that no rank reads."""
         for key, (source, resolved) in self._routes.lost.items():
             told = key[0] in self._other_format or key in self._told.taken
-            if is_told(resolved) and not told:
+            if has_finding(resolved) and not told:
                 self._findings.lost(source, resolved, self._told.left.get(key, ()))
         unread: dict[str, tuple[Box, ...]] = {}
         if self._map.rank is not None:
@@ -355,3 +424,95 @@ class _Known:
         if self._names is None:
             self._names = self._make()
         return name in self._names
+
+
+# --------------------------------------------------------------------------------------------------
+# The sharding plan: bytes of parameters that each rank holds. Bytes are those of the parameters as
+# the engine builds them, before any rearrangement. Caches and activations are not counted. The
+# counts come from the same targets that a proof checks.
+
+# What a parameter belongs to, in the order of a table's columns.
+KINDS = ("routed experts", "attention", "feed-forward", "other")
+_REST = "other"
+_BEGINNINGS = (("attn.", "attention"), ("ffn.", "feed-forward"))
+
+SHARE_HEADER = ("ranks", "experts", "parameters", *(f"{kind}, GB" for kind in KINDS), "all, GB")
+
+
+class RankShare(NamedTuple):
+    """The parameters of one rank, counted in bytes.
+
+    `experts`: ids of its routed experts, half-open; equal where it has none. `by_kind`: bytes of
+    each of KINDS; for an engine's own list of parameters only experts and the rest are separated.
+    """
+
+    rank: int
+    experts: tuple[int, int]
+    parameters: int
+    by_kind: Mapping[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(self.by_kind.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for a JSON report."""
+        return {
+            "rank": self.rank,
+            "experts": list(self.experts),
+            "parameters": self.parameters,
+            "bytes": self.nbytes,
+            "bytes_by_kind": dict(self.by_kind),
+        }
+
+
+def rank_shares(proof: LoaderProof) -> tuple[RankShare, ...]:
+    """Return the share of each rank of a proof."""
+    return tuple(map(_share, proof.held()))
+
+
+def _share(held: RankTargets) -> RankShare:
+    counts: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
+    experts = 0
+    for target in held.targets.values():
+        counts[_kind(held, target)] += prod(target.shape) * DTYPE_BITS[target.dtype] // 8
+        if target.stacked:
+            experts = max(experts, target.shape[0])
+    first = held.first_expert if experts else 0
+    return RankShare(held.rank, (first, first + experts), len(held.targets), dict(counts))
+
+
+def _kind(held: RankTargets, target: TargetParameter) -> str:
+    if target.stacked:
+        # Only routed experts are stacked.
+        return KINDS[0]
+    member = next(iter(target.members.values()))
+    if member.position is None:
+        return _REST
+    name = held.held[member.position].row.name
+    return next((kind for start, kind in _BEGINNINGS if name.startswith(start)), _REST)
+
+
+def share_rows(shares: Sequence[RankShare]) -> tuple[tuple[str, ...], ...]:
+    """Return table rows under SHARE_HEADER; ranks that differ only in expert ids share one."""
+    alike: dict[tuple[object, ...], list[RankShare]] = defaultdict(list)
+    for share in shares:
+        first, stop = share.experts
+        key = (stop - first, share.parameters, tuple(share.by_kind.items()))
+        alike[key].append(share)
+    return tuple(_row(group) for group in alike.values())
+
+
+def _row(group: Sequence[RankShare]) -> tuple[str, ...]:
+    sizes = [group[0].by_kind[kind] for kind in KINDS]
+    # Ranks of one row may hold different experts: show how many, not which.
+    every = len({share.experts for share in group}) > 1
+    first, stop = group[0].experts
+    experts = f"{stop - first} each" if every else format_ranges(range(first, stop))
+    return (
+        format_ranges(share.rank for share in group),
+        experts or "none",
+        f"{group[0].parameters:,}",
+        *(f"{size / 1e9:.3f}" for size in (*sizes, sum(sizes))),
+    )

@@ -32,7 +32,7 @@ _USUAL_BLOCK = (128, 128)
 _WEIGHT_PARTS = frozenset({Part.VALUE, Part.CODES, Part.BLOCK_SCALE, Part.TENSOR_SCALE})
 
 
-class Source(NamedTuple):
+class SourceTensor(NamedTuple):
     """A tensor that a loader reads. `parameter` None: the model has no such tensor.
 
     `made_from`: the stored tensors that a converted one was computed from. `inside`: for a slot of
@@ -58,7 +58,7 @@ class Source(NamedTuple):
         return Box((*self.inside.ranges[:lead], *moved))
 
 
-class Conversion(NamedTuple):
+class MatchedConversion(NamedTuple):
     """A module that a conversion rule matches, with the parts it has and those that are read."""
 
     rule: Convert
@@ -78,7 +78,7 @@ def require_unfused(inventory: Inventory, engine: str = "") -> None:
         )
 
 
-def identified(table: ModuleTable, inventory: Inventory | None) -> Iterator[Source]:
+def identified(table: ModuleTable, inventory: Inventory | None) -> Iterator[SourceTensor]:
     """Yield every stored tensor with its identity; a fused one slot by slot."""
     by_module = {} if inventory is None else {each.module: each for each in inventory.found}
     fused = {} if inventory is None else _fused(inventory)
@@ -115,19 +115,19 @@ def _extents(found: Iterable[tuple[Slot, int]]) -> tuple[int, ...]:
     return tuple(max(stop for _, stop in each) for each in ranges)
 
 
-def _slot_source(entry: TensorEntry, slot: Slot, order: int) -> Source:
-    return Source(
+def _slot_source(entry: TensorEntry, slot: Slot, order: int) -> SourceTensor:
+    return SourceTensor(
         entry.name, entry.dtype, slot.shape, slot.parameter, slot.part, (), slot.box, order
     )
 
 
-def _source(entry: TensorEntry, part: Part | None, found: Found | None) -> Source:
+def _source(entry: TensorEntry, part: Part | None, found: Found | None) -> SourceTensor:
     if found is None:
-        return Source(entry.name, entry.dtype, entry.shape, None, None)
+        return SourceTensor(entry.name, entry.dtype, entry.shape, None, None)
     # A plain `.weight` has the suffix of codes: only the format tells them apart.
     plain = part is Part.CODES and found.weight == BF16
     known = Part.VALUE if plain else part
-    return Source(entry.name, entry.dtype, entry.shape, found.parameter, known)
+    return SourceTensor(entry.name, entry.dtype, entry.shape, found.parameter, known)
 
 
 class Conversions:
@@ -138,7 +138,7 @@ class Conversions:
         self._table = table
         self.used: set[str] = set()
 
-    def of(self, found: Found) -> Conversion | None:
+    def of(self, found: Found) -> MatchedConversion | None:
         """Return the first conversion that matches a module which is not in its target format."""
         for pattern, rule in self._rules:
             if found.weight in (None, rule.to) or not pattern.search(found.module):
@@ -146,7 +146,7 @@ class Conversions:
             self.used.add(rule.match)
             has = frozenset(self._parts(found))
             reads = has & _WEIGHT_PARTS if rule.reads is None else rule.reads
-            return Conversion(rule, found, has, reads)
+            return MatchedConversion(rule, found, has, reads)
         return None
 
     def _parts(self, found: Found) -> dict[Part, TensorEntry]:
@@ -155,23 +155,25 @@ class Conversions:
             parts[Part.VALUE] = parts.pop(Part.CODES)
         return parts
 
-    def made(self, conversion: Conversion) -> Iterator[Source]:
+    def made(self, conversion: MatchedConversion) -> Iterator[SourceTensor]:
         """Yield the tensors that a conversion makes."""
         rule, found = conversion.rule, conversion.found
         parts = self._parts(found)
         origins = tuple(entry.name for part, entry in parts.items() if part in conversion.reads)
         shape, name = found.parameter.shape, f"{found.module}.weight"
         if rule.to != FP8:
-            yield Source(name, "BF16", shape, found.parameter, Part.VALUE, origins)
+            yield SourceTensor(name, "BF16", shape, found.parameter, Part.VALUE, origins)
             return
-        yield Source(name, "F8_E4M3", shape, found.parameter, Part.CODES, origins)
+        yield SourceTensor(name, "F8_E4M3", shape, found.parameter, Part.CODES, origins)
         scales: tuple[int, ...] = (1,)
         if rule.block != ONE_SCALE:
             # What is not stated has its own finding.
             blocks = rule.block if isinstance(rule.block, tuple) else _USUAL_BLOCK
             scales = tuple(-(-extent // each) for extent, each in zip(shape, blocks, strict=True))
         name = found.module + rule.suffix
-        yield Source(name, str(rule.scale), scales, found.parameter, Part.BLOCK_SCALE, origins)
+        yield SourceTensor(
+            name, str(rule.scale), scales, found.parameter, Part.BLOCK_SCALE, origins
+        )
 
     def dead(self) -> list[tuple[str, str]]:
         """Return the rules that matched no module."""

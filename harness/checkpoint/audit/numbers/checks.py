@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from degarble.harness.checkpoint.audit import value_rules as rules
+from degarble.harness.checkpoint.audit.findings import FindingLocation
 from degarble.harness.checkpoint.audit.numbers.judging import (
     Judging,
     as_hex,
@@ -17,15 +19,13 @@ from degarble.harness.checkpoint.audit.numbers.judging import (
     percent,
     sentinel,
 )
-from degarble.harness.checkpoint.audit.rules import numbers as rules
-from degarble.harness.checkpoint.audit.rules.findings import Place
 from degarble.harness.model.storage import Part
 from degarble.harness.model.types import Kind
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from degarble.harness.checkpoint.audit.rules.rule import Rule
+    from degarble.harness.checkpoint.audit.rules import AuditRule
 
 _AGAIN = "Quantise it again from its source, or restore the file that it came from."
 _FIND = "Find out which step wrote it; the source has to be converted again."
@@ -136,7 +136,7 @@ def _check_range(judging: Judging) -> None:
     clipped = (largest > CLIPPED_SHARE * with_codes) & (largest > PILE_UP * below)
     clipped &= largest >= FEWEST_CLIPPED
     in_range = table.of_format("NVFP4") & (blocks >= FEW_BLOCKS)
-    checks: tuple[tuple[Rule, NDArray[np.bool_], NDArray[np.float64], str], ...] = (
+    checks: tuple[tuple[AuditRule, NDArray[np.bool_], NDArray[np.float64], str], ...] = (
         (
             rules.SCALE_VANISHED,
             vanished > VANISHED_SHARE,
@@ -230,7 +230,10 @@ def check_values(judging: Judging) -> None:
     _check_zero_columns(judging)
     for name, why in table.unread.items():
         judging.findings.add(
-            rules.NOT_READ, Place(name), f"{name} was not read: {why}.", "Audit it elsewhere."
+            rules.NOT_READ,
+            FindingLocation(name),
+            f"{name} was not read: {why}.",
+            "Audit it elsewhere.",
         )
 
 

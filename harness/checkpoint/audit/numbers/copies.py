@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from degarble.harness.checkpoint.audit import value_rules as rules
 from degarble.harness.checkpoint.audit.numbers.judging import Judging, indices
-from degarble.harness.checkpoint.audit.rules import numbers as rules
 from degarble.harness.checkpoint.read.types import shown
 from degarble.harness.model.types import Kind
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from degarble.harness.checkpoint.audit.numbers.judging import Judging, indices
-from degarble.harness.checkpoint.audit.rules.structure import INPUT_SCALE_INSIDE
+from degarble.harness.checkpoint.audit.rules import INPUT_SCALE_INSIDE
 from degarble.harness.model.storage import Part
 
 if TYPE_CHECKING:

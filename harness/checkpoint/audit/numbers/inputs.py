@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from degarble.harness.checkpoint.audit import value_rules as rules
 from degarble.harness.checkpoint.audit.numbers.judging import Judging, indices, power
 from degarble.harness.checkpoint.audit.numbers.siblings import (
     FAR,
@@ -24,7 +25,6 @@ from degarble.harness.checkpoint.audit.numbers.siblings import (
     NEAR_SIBLINGS,
     group_median,
 )
-from degarble.harness.checkpoint.audit.rules import numbers as rules
 from degarble.harness.model.storage import Part
 
 if TYPE_CHECKING:

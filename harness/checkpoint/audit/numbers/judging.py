@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from degarble.harness.checkpoint.audit.rules.findings import Findings, Place
+from degarble.harness.checkpoint.audit.findings import FindingLocation, Findings
 from degarble.harness.checkpoint.read.types import shown
 from degarble.harness.checkpoint.view.weight_units import stored_of
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from degarble.harness.checkpoint.audit.numbers.table import NumberTable
-    from degarble.harness.checkpoint.audit.rules.rule import Rule
+    from degarble.harness.checkpoint.audit.rules import AuditRule
     from degarble.harness.checkpoint.view.view import Checkpoint
     from degarble.harness.model.storage import Part
 
@@ -50,7 +50,7 @@ class Judging:
 
     def report(
         self,
-        rule: Rule,
+        rule: AuditRule,
         index: int,
         message: str,
         remedy: str,
@@ -64,7 +64,7 @@ class Judging:
             entry = stored_of(self.checkpoint, unit).form.parts.get(part)
             tensor = entry.name if entry else None
         name = shown(tensor or unit.name)
-        place = Place(tensor, unit.name, unit.layer)
+        place = FindingLocation(tensor, unit.name, unit.layer)
         self.findings.add(rule, place, f"{name} {message}", remedy, **evidence)
 
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from pathlib import Path
 
-    from degarble.harness.checkpoint.audit.rules.findings import Finding
+    from degarble.harness.checkpoint.audit.findings import Finding
     from degarble.harness.checkpoint.view.view import Checkpoint
     from degarble.harness.checkpoint.view.weight_units import WeightUnit
 

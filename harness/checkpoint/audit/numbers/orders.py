@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from degarble.harness.checkpoint.audit import value_rules as rules
+from degarble.harness.checkpoint.audit.findings import NOWHERE
 from degarble.harness.checkpoint.audit.numbers.checks import E2M1_FORMATS
 from degarble.harness.checkpoint.audit.numbers.judging import Judging, indices
 from degarble.harness.checkpoint.audit.numbers.siblings import group_median
 from degarble.harness.checkpoint.audit.numbers.table import CONVENTIONS
-from degarble.harness.checkpoint.audit.rules import numbers as rules
-from degarble.harness.checkpoint.audit.rules.findings import NOWHERE
 from degarble.harness.checkpoint.audit.statistics.inference_dialect import (
     Traces,
     candidates,

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from degarble.harness.checkpoint.audit import value_rules as rules
 from degarble.harness.checkpoint.audit.numbers.factors import report_inside
 from degarble.harness.checkpoint.audit.numbers.judging import Judging, indices, power
-from degarble.harness.checkpoint.audit.rules import numbers as rules
 from degarble.harness.model.storage import Part
 
 if TYPE_CHECKING:

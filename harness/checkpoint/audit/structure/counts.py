@@ -10,14 +10,14 @@ import re
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.checkpoint.audit.rules import structure as rules
-from degarble.harness.checkpoint.audit.rules.findings import Place
+from degarble.harness.checkpoint.audit import rules
+from degarble.harness.checkpoint.audit.findings import FindingLocation
 from degarble.harness.checkpoint.read.types import shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from degarble.harness.checkpoint.audit.rules.findings import Findings
+    from degarble.harness.checkpoint.audit.findings import Findings
     from degarble.harness.checkpoint.view.view import Checkpoint
 
 _LAYER = re.compile(r"^(.*?\b)layers\.(\d{1,6})\.")
@@ -71,7 +71,7 @@ def _report_uncounted(
             continue
         findings.add(
             rules.UNCOUNTED,
-            Place(names[0], f"{prefix}layers.{number}", None),
+            FindingLocation(names[0], f"{prefix}layers.{number}", None),
             f"{shown(prefix)}layers.{number} has {len(names)} tensors, and config.json counts"
             f" {count} layers: engines leave it out.",
             "Correct num_hidden_layers, or find out why the layer is there.",
@@ -87,7 +87,7 @@ def _report_absent(
         if number not in layers:
             findings.add(
                 rules.MISSING_BLOCK,
-                Place(None, f"{prefix}layers.{number}", number),
+                FindingLocation(None, f"{prefix}layers.{number}", number),
                 f"{shown(prefix)}layers.{number} has no tensors, the config counts {count} layers.",
                 "Look for a missing shard.",
             )
@@ -101,7 +101,7 @@ def _report_experts(layers: Mapping[int, list[str]], count: int | None, findings
         for expert in sorted(there.keys() - set(range(count))):
             findings.add(
                 rules.UNCOUNTED,
-                Place(there[expert], None, number),
+                FindingLocation(there[expert], None, number),
                 f"{shown(there[expert])} is of expert {expert}, the config counts {count}.",
                 "Correct the config's number of experts, or find out why it is there.",
                 counted=count,
@@ -110,7 +110,7 @@ def _report_experts(layers: Mapping[int, list[str]], count: int | None, findings
         for expert in sorted(set(range(count)) - there.keys()):
             findings.add(
                 rules.MISSING_EXPERT,
-                Place(None, f"{front}experts.{expert}", number),
+                FindingLocation(None, f"{front}experts.{expert}", number),
                 f"Expert {expert} of {shown(front)}experts has no tensors; the config counts"
                 f" {count} experts.",
                 "Look for a missing shard, or for experts that were pruned.",

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
-from degarble.harness.checkpoint.audit.rules import structure as rules
-from degarble.harness.checkpoint.audit.rules.findings import NOWHERE, Findings, Place
+from degarble.harness.checkpoint.audit import rules
+from degarble.harness.checkpoint.audit.findings import NOWHERE, FindingLocation, Findings
 from degarble.harness.checkpoint.audit.structure.inventory import NVFP4
 from degarble.harness.checkpoint.audit.structure.partners import partners
 from degarble.harness.checkpoint.read.types import shown
@@ -69,7 +69,7 @@ def _report_promises(
         if any(None is not each.format != engine.format is not None for each in promises[1:]):
             findings.add(
                 rules.TWO_STATEMENTS,
-                Place(None, found.module),
+                FindingLocation(None, found.module),
                 f"{shown(found.module)}: {engine.format} by {shown(engine.told)},"
                 f" {promises[1].format} by {shown(promises[1].told)}; the file has {found.weight}.",
                 "Make the two files say what the shards hold.",
@@ -95,7 +95,7 @@ def _report_contradiction(
 ) -> None:
     findings.add(
         rules.CONTRADICTS,
-        Place(None, found.module, inventory.layer_of(found.parameter)),
+        FindingLocation(None, found.module, inventory.layer_of(found.parameter)),
         f"{shown(found.module)} is {found.weight}, promised {promise.format}"
         f" ({shown(promise.told)}).",
         "Correct the quantisation config, or convert the module to what it promises.",
@@ -130,7 +130,7 @@ def _judge_input_scale(
     why = f"{shown(promise.told)} quantises activations" if promised and promise else "others have"
     findings.add(
         rules.INPUT_SCALE_MISSING,
-        Place(None, found.module, inventory.layer_of(found.parameter)),
+        FindingLocation(None, found.module, inventory.layer_of(found.parameter)),
         f"{shown(found.module)} is NVFP4 without input_scale; {why}.",
         "Calibrate again, or give it the largest input_scale of its siblings on purpose.",
     )
@@ -175,7 +175,7 @@ def _report_block_sizes(
         )
         findings.add(
             rules.BLOCK_SIZE_BUILT if builds else rules.BLOCK_SIZE,
-            Place(None, module),
+            FindingLocation(None, module),
             f"{name} has blocks of {_told(sizes)} by the shapes of {shown(module)}, but"
             f" {'; '.join(shown(claim.told) for claim in said)}.",
             "Correct the config; an engine that believes it allocates other scales than are stored."
@@ -198,7 +198,7 @@ def _report_partners(inventory: Inventory, findings: Findings) -> None:
             first = group.members[0]
             findings.add(
                 rules.PARTNERS_FORMAT if group.always else rules.PARTNERS_FORMAT_FUSABLE,
-                Place(None, first.module, inventory.layer_of(first.parameter)),
+                FindingLocation(None, first.module, inventory.layer_of(first.parameter)),
                 "Partners differ in format: "
                 + ", ".join(f"{name} is {weight}" for name, weight in formats.items())
                 + ".",
@@ -222,7 +222,7 @@ def _report_experts(inventory: Inventory, findings: Findings) -> None:
             layer = block.index + (inventory.config.num_hidden_layers if block.is_drafter else 0)
             findings.add(
                 rules.PARTNERS_FORMAT,
-                Place(None, f"{block.prefix}.{row}".replace("{e}", "*"), layer),
+                FindingLocation(None, f"{block.prefix}.{row}".replace("{e}", "*"), layer),
                 f"Experts of {block.prefix} differ in format: {told}.",
                 "Quantise all or none; an engine keeps them in one stack.",
                 formats=dict(counts),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from degarble.harness.base.errors import Refused
-from degarble.harness.checkpoint.audit.rules import structure as rules
+from degarble.harness.checkpoint.audit import rules
 from degarble.harness.checkpoint.audit.structure.module_checks import ModuleCheck
 from degarble.harness.model.recipes import BF16, Recipe, Rule
 from degarble.harness.model.storage import Part

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from degarble.harness.checkpoint.audit.rules import structure as rules
-from degarble.harness.checkpoint.audit.rules.findings import Findings, Place
+from degarble.harness.checkpoint.audit import rules
+from degarble.harness.checkpoint.audit.findings import FindingLocation, Findings
 from degarble.harness.checkpoint.read.types import shown
 from degarble.harness.model.storage import Part
 
@@ -37,7 +37,7 @@ def report_indexer_bytes(checkpoint: Checkpoint, inventory: Inventory, findings:
         if _same_rows(checkpoint, *pair):
             findings.add(
                 rules.INDEXER_PREFIX,
-                Place(pair[0].name, found.module, inventory.layer_of(found.parameter)),
+                FindingLocation(pair[0].name, found.module, inventory.layer_of(found.parameter)),
                 f"{shown(pair[0].name)} has the bytes of {shown(pair[1].name)}.",
                 "Read the indexer's compressor from its own prefix and write it again.",
                 bytes_compared=min(pair[0].nbytes, pair[1].nbytes),

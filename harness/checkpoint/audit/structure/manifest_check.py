@@ -16,8 +16,8 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from degarble.harness.base.errors import Refused, UnreadableFile
-from degarble.harness.checkpoint.audit.rules import files as rules
-from degarble.harness.checkpoint.audit.rules.findings import Findings, Place
+from degarble.harness.checkpoint.audit import rules
+from degarble.harness.checkpoint.audit.findings import FindingLocation, Findings
 from degarble.harness.checkpoint.read.types import shown
 from degarble.harness.checkpoint.view.quantisation_configs import CONFIG, HF_QUANT_CONFIG
 from degarble.harness.checkpoint.write.manifest import MANIFEST, Manifest, hash_of_file, read_object
@@ -25,7 +25,7 @@ from degarble.harness.checkpoint.write.manifest import MANIFEST, Manifest, hash_
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from degarble.harness.checkpoint.audit.rules.findings import Finding
+    from degarble.harness.checkpoint.audit.findings import Finding
     from degarble.harness.checkpoint.view.view import Checkpoint
 
 _COMPARED = frozenset({CONFIG, HF_QUANT_CONFIG})  # files other than shards that a comparison reads
@@ -61,7 +61,7 @@ def judge_manifest(
         manifest = manifest_of(checkpoint)
     except Refused as error:
         told = f"{shown(MANIFEST)}: {error.shown_value}, expected {error.expectation}."
-        findings.add(rules.MANIFEST, Place(), told, error.remedy, file=MANIFEST)
+        findings.add(rules.MANIFEST, FindingLocation(), told, error.remedy, file=MANIFEST)
         return findings.sorted()
     if manifest is None:
         return None
@@ -153,7 +153,7 @@ def _report(
     where = f": {_differ(changed)}" if changed else ""
     findings.add(
         rules.MANIFEST,
-        Place(changed[0] if changed else None),
+        FindingLocation(changed[0] if changed else None),
         f"{shown(name)} is not what was written ({why}){where}.",
         _REMEDY,
         file=shown(name),

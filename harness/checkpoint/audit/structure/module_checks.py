@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from degarble.harness.base.errors import Refused
-from degarble.harness.checkpoint.audit.rules import structure as rules
+from degarble.harness.checkpoint.audit import rules
 from degarble.harness.checkpoint.view.modules import (
     ELEMENT_OF_DTYPE,
     PAIRS,
@@ -36,7 +36,7 @@ from degarble.harness.model.types import Dtype, Kind
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from degarble.harness.checkpoint.audit.rules.rule import Rule
+    from degarble.harness.checkpoint.audit.rules import AuditRule
     from degarble.harness.checkpoint.read.types import TensorEntry
     from degarble.harness.checkpoint.view.modules import ModuleTable
     from degarble.harness.formats.number_formats import BlockFormat
@@ -54,7 +54,7 @@ _ANOTHER_TOOL = "Find out which tool wrote it, and write the module again."
 class Issue(NamedTuple):
     """A rule that a module breaks. `part`: the offending tensor; None: the whole module."""
 
-    rule: Rule
+    rule: AuditRule
     part: Part | None
     told: str  # continues a sentence that begins with the tensor's name
     remedy: str
@@ -70,7 +70,7 @@ class ModuleCheck:
     issues: list[Issue] = field(default_factory=list)
 
     def report(
-        self, rule: Rule, part: Part | None, told: str, remedy: str, **evidence: object
+        self, rule: AuditRule, part: Part | None, told: str, remedy: str, **evidence: object
     ) -> None:
         """Add one issue."""
         self.issues.append(Issue(rule, part, told, remedy, evidence))

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from degarble.harness.checkpoint.audit.rules import names as rules
-from degarble.harness.checkpoint.audit.rules.findings import Place
+from degarble.harness.checkpoint.audit import rules
+from degarble.harness.checkpoint.audit.findings import FindingLocation
 from degarble.harness.checkpoint.read.types import shown
 from degarble.harness.checkpoint.view.consumers import LOADERS
 
 if TYPE_CHECKING:
-    from degarble.harness.checkpoint.audit.rules.findings import Findings
+    from degarble.harness.checkpoint.audit.findings import Findings
     from degarble.harness.checkpoint.audit.structure.inventory import Found, Inventory
     from degarble.harness.model.layouts import Layout
 
@@ -36,8 +36,8 @@ def report_unread_names(inventory: Inventory, findings: Findings) -> None:
     silent = [each for each in LOADERS if each.is_silent and formats <= each.formats]
     first, count = unread[0].module, len({each.module for each in unread})
     findings.add(
-        rules.UNREAD if silent else rules.UNREAD_QUANTISED,
-        Place(None, first),
+        rules.NAME_UNREAD if silent else rules.NAME_UNREAD_QUANTISED,
+        FindingLocation(None, first),
         f"No known loader reads {shown(first)}"
         + (f" and {count - 1} modules more" if count > 1 else "")
         + (f"; {silent[0].name} leaves them at random." if silent else "."),

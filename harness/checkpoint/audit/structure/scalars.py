@@ -13,8 +13,8 @@ from collections import defaultdict
 from statistics import median
 from typing import TYPE_CHECKING
 
-from degarble.harness.checkpoint.audit.rules import structure as rules
-from degarble.harness.checkpoint.audit.rules.findings import Findings, Place
+from degarble.harness.checkpoint.audit import rules
+from degarble.harness.checkpoint.audit.findings import FindingLocation, Findings
 from degarble.harness.checkpoint.audit.structure.inventory import NVFP4
 from degarble.harness.checkpoint.audit.structure.partners import fusable, partners
 from degarble.harness.checkpoint.read.file_access import read_small
@@ -24,7 +24,7 @@ from degarble.harness.model.storage import Part
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from degarble.harness.checkpoint.audit.rules.rule import Rule
+    from degarble.harness.checkpoint.audit.rules import AuditRule
     from degarble.harness.checkpoint.audit.structure.inventory import Found, Inventory
     from degarble.harness.checkpoint.read.types import TensorEntry
     from degarble.harness.checkpoint.view.view import Checkpoint
@@ -82,7 +82,7 @@ def _compare(
     members: list[Found],
     entries: Mapping[str, Mapping[Part, TensorEntry]],
     scalars: Scalars,
-    told: tuple[Rule, Inventory, Findings],
+    told: tuple[AuditRule, Inventory, Findings],
 ) -> None:
     """Compare, bit for bit, the scalars of partners in separate modules."""
     rule, inventory, findings = told
@@ -98,7 +98,7 @@ def _compare(
 
 
 def _differ(
-    rule: Rule,
+    rule: AuditRule,
     first: Found,
     names: list[str],
     values: list[float],
@@ -108,7 +108,7 @@ def _differ(
     ratio = max(values) / min(values) if min(values) > 0 else math.inf
     findings.add(
         rule,
-        Place(names[0], first.module, inventory.layer_of(first.parameter)),
+        FindingLocation(names[0], first.module, inventory.layer_of(first.parameter)),
         " and ".join(
             f"{shown(name)} is {value:.6g}" for name, value in zip(names, values, strict=True)
         )
@@ -220,7 +220,7 @@ def _report_inside(
     name = entries[found.module][Part.TENSOR_SCALE].name
     findings.add(
         rules.INPUT_SCALE_INSIDE,
-        Place(name, found.module, inventory.layer_of(found.parameter)),
+        FindingLocation(name, found.module, inventory.layer_of(found.parameter)),
         f"{shown(name)} multiplies by {weight:.4g}; divided by the module's input_scale"
         f" {inputs:.4g} that is {weight / inputs:.4g} (median of its row: {usual:.4g}).",
         "Divide it by input_scale, which belongs to the activations.",

@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from degarble.harness.base.errors import Refused
-from degarble.harness.checkpoint.audit.rules import files as rules_files
-from degarble.harness.checkpoint.audit.rules import structure as rules
-from degarble.harness.checkpoint.audit.rules.findings import NOWHERE, Finding, Findings, Place
+from degarble.harness.checkpoint.audit import rules
+from degarble.harness.checkpoint.audit import rules as rules_files
+from degarble.harness.checkpoint.audit.findings import NOWHERE, Finding, FindingLocation, Findings
 from degarble.harness.checkpoint.audit.structure.counts import report_counts
 from degarble.harness.checkpoint.audit.structure.formats import report_formats
 from degarble.harness.checkpoint.audit.structure.indexer import report_indexer_bytes
@@ -88,7 +88,7 @@ def _report_problems(checkpoint: Checkpoint, lost: Lost, findings: Findings) -> 
         more = f" The index places {gone:,} tensors there; none of them is judged." if gone else ""
         findings.add(
             rules_files.BY_KIND[problem.kind],
-            Place(problem.tensor),
+            FindingLocation(problem.tensor),
             f"{shown(problem.file)}: {problem.kind}: {problem.error.shown_value}, expected"
             f" {problem.error.expectation}.{more}",
             problem.error.remedy,
@@ -148,14 +148,14 @@ def _report_forms(table: ModuleTable, modules: Iterable[str], findings: Findings
             if _is_coarse(table, module):
                 findings.add(
                     rules.COARSE_SCALES,
-                    Place(None, module),
+                    FindingLocation(None, module),
                     f"{shown(module)} is FP8 with one scale a tensor, or a row: not judged.",
                     "Nothing, if the engine reads this form.",
                 )
                 continue
             findings.add(
                 rules.UNREADABLE_MODULE,
-                Place(None, module),
+                FindingLocation(None, module),
                 f"{shown(module)} is {error.shown_value}, expected {error.expectation}.",
                 error.remedy,
             )
@@ -199,7 +199,7 @@ def _report_scale_names(table: ModuleTable, findings: Findings) -> Iterable[str]
             for module in modules if suffix != usual else ():
                 findings.add(
                     rules.SCALE_NAME,
-                    Place(module + suffix, module),
+                    FindingLocation(module + suffix, module),
                     f"{shown(module)} has its block scales under {suffix}, the other"
                     f" {len(by_suffix[usual])} {fmt} modules have {usual}.",
                     f"Rename it to {shown(module)}{usual}.",
@@ -241,7 +241,7 @@ def _report_missing(inventory: Inventory, findings: Findings) -> None:
         expert = parameter.expert
         findings.add(
             rules.MISSING_EXPERT,
-            Place(None, module.rpartition(".")[0], inventory.layer_of(parameter)),
+            FindingLocation(None, module.rpartition(".")[0], inventory.layer_of(parameter)),
             f"Expert {expert} of {parameter.block and parameter.block.prefix} has no tensors; the"
             f" config counts {inventory.config.n_routed_experts} experts.",
             "Look for a missing shard, or for experts that were pruned behind the config's back.",
@@ -254,7 +254,7 @@ def _report_block(inventory: Inventory, parameter: Parameter, findings: Findings
     drafts = block.is_drafter
     findings.add(
         rules.DRAFTER_ABSENT if drafts else rules.MISSING_BLOCK,
-        Place(None, block.prefix, inventory.layer_of(parameter)),
+        FindingLocation(None, block.prefix, inventory.layer_of(parameter)),
         f"{block.prefix} has no tensors, the config counts"
         f" {inventory.config.num_hidden_layers} layers and {inventory.config.drafters} drafters.",
         "Nothing, unless the drafter is wanted." if drafts else "Look for a missing shard.",
@@ -266,7 +266,7 @@ def _report_parameter(
 ) -> None:
     findings.add(
         rules.MISSING_PARAMETER,
-        Place(None, module, inventory.layer_of(parameter)),
+        FindingLocation(None, module, inventory.layer_of(parameter)),
         f"{module} is missing: {parameter.name}, {list(parameter.shape)}, read by"
         f" {parameter.component}.",
         "Look for it under another name, or in a shard that is missing.",
@@ -297,7 +297,7 @@ def _report_issues(table: ModuleTable, inventory: Inventory, findings: Findings)
             )
             findings.add(
                 rule,
-                Place(None if issue.part is None else name, module, layer),
+                FindingLocation(None if issue.part is None else name, module, layer),
                 f"{shown(name)} {issue.told}{extra}.",
                 issue.remedy,
                 **issue.evidence,
@@ -343,7 +343,7 @@ def _report_unexpected(table: ModuleTable, inventory: Inventory, findings: Findi
         extra = _KNOWN_EXTRAS.search(module)
         findings.add(
             rules.KNOWN_EXTRA if extra else rules.UNEXPECTED,
-            Place(entry.name, module),
+            FindingLocation(entry.name, module),
             f"{shown(entry.name)}, {entry.dtype} {list(entry.shape)}, belongs to no parameter of a"
             f" {config.family} model with {config.num_hidden_layers} layers and"
             f" {config.n_routed_experts} experts.",

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from degarble.harness.checkpoint.audit import value_rules as rules
 from degarble.harness.checkpoint.audit.against.against import audit_against
 from degarble.harness.checkpoint.audit.against.configs import differences, judge_configs
-from degarble.harness.checkpoint.audit.rules import against as rules
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.suites.checkpoint.converting_cases import source
 from degarble.suites.checkpoint.reading_cases import write_shards

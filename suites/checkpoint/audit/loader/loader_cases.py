@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from degarble.harness.checkpoint.audit.loader.map_files import loader_map_from_text
 from degarble.harness.checkpoint.audit.loader.proof import LoaderProof, prove
-from degarble.harness.checkpoint.audit.loader.text import loader_map_from_text
 from degarble.harness.checkpoint.audit.structure.inventory import Inventory, take_inventory
 from degarble.harness.checkpoint.view.view import Checkpoint
 

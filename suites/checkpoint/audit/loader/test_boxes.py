@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from degarble.harness.base.errors import ShapeMismatch
-from degarble.harness.checkpoint.audit.loader import boxes
-from degarble.harness.checkpoint.audit.loader.boxes import byte_runs, cover, joined
+from degarble.harness.checkpoint.audit.loader import targets
+from degarble.harness.checkpoint.audit.loader.targets import byte_runs, cover, joined
 from degarble.harness.checkpoint.read.types import TensorEntry
 from degarble.harness.model.types import Box
 
@@ -65,9 +65,9 @@ def test_a_planted_gap_of_one_element_is_found() -> None:
 
 def test_slabs_that_are_alike_are_worked_out_once() -> None:
     experts = [Box(((e, e + 1), (h, h + 1), (0, 8))) for e in range(384) for h in (0, 1)]
-    boxes._sweep.cache_clear()
+    targets._sweep.cache_clear()
     assert cover((384, 2, 8), tuple(experts)) == ((), ())
-    assert boxes._sweep.cache_info().misses < 10
+    assert targets._sweep.cache_info().misses < 10
 
 
 def test_a_box_outside_is_our_own_mistake() -> None:

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from degarble.harness.checkpoint.audit.loader.boxes import cover
-from degarble.harness.checkpoint.audit.loader.coverage import (
+from degarble.harness.checkpoint.audit.loader.findings import (
     NO_SLOT,
     fits,
     judge_dtype,
@@ -17,8 +16,8 @@ from degarble.harness.checkpoint.audit.loader.coverage import (
     piece,
 )
 from degarble.harness.checkpoint.audit.loader.maps import Split
-from degarble.harness.checkpoint.audit.loader.sources import Source
-from degarble.harness.checkpoint.audit.loader.targets import Member, Truth
+from degarble.harness.checkpoint.audit.loader.sources import SourceTensor
+from degarble.harness.checkpoint.audit.loader.targets import ExpectedContent, Member, cover
 from degarble.harness.model.parameters import parameter_named
 from degarble.harness.model.storage import Part
 from degarble.harness.model.types import Box
@@ -74,8 +73,8 @@ def parameter(name: str) -> Parameter:
     return parameter_named(V4, name)
 
 
-def source(name: str, part: Part, dtype: str, shape: tuple[int, ...]) -> Source:
-    return Source(f"{name}.x", dtype, shape, parameter(name), part)
+def source(name: str, part: Part, dtype: str, shape: tuple[int, ...]) -> SourceTensor:
+    return SourceTensor(f"{name}.x", dtype, shape, parameter(name), part)
 
 
 WQ_B = "layers.1.attn.wq_b"
@@ -84,10 +83,12 @@ INPUT_SCALE = "loader.input_scale_in_weight"
 CODES = (Part.CODES, "F8_E4M3", (8, 4))
 
 
-def rule(given: Source, wanted: str, part: Part, dtype: str, box: Box | None = None) -> str | None:
+def rule(
+    given: SourceTensor, wanted: str, part: Part, dtype: str, box: Box | None = None
+) -> str | None:
     """Judge the write of a whole tensor to a slot of its own extents."""
     whole = Box.whole(given.shape)
-    truth = Truth(parameter(wanted), part, box or whole)
+    truth = ExpectedContent(parameter(wanted), part, box or whole)
     wrong = judge_write(given, whole, dtype, Member(whole), truth)
     return None if wrong is None else wrong.rule.id
 
@@ -206,7 +207,7 @@ def test_extents_are_told_and_so_is_the_rank_of_a_scale() -> None:
 
 def test_of_two_wrongs_the_tensor_itself_is_told_first() -> None:
     given = source(f"{E1}.w1", Part.CODES, "U8", (2, 4))
-    truth = Truth(parameter(f"{E1}.w3"), Part.CODES, Box.whole((8, 4)))
+    truth = ExpectedContent(parameter(f"{E1}.w3"), Part.CODES, Box.whole((8, 4)))
     wrong = judge_write(given, Box.whole((2, 4)), "BF16", Member(Box.whole((8, 4))), truth)
     assert wrong is not None
     assert wrong.rule.id == "loader.swapped_partners"

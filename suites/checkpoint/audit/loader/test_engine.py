@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from degarble.harness.base.errors import InvalidArgument, LayoutMismatch, UnknownName
-from degarble.harness.checkpoint.audit.loader.engine import ONE_RANK, Ranks, engine_map
-from degarble.harness.checkpoint.audit.loader.maps import Engine
-from degarble.harness.checkpoint.audit.loader.names import NameRules, Outcome
+from degarble.harness.checkpoint.audit.loader.engine_maps import ONE_RANK, Ranks, engine_map
+from degarble.harness.checkpoint.audit.loader.maps import EngineLayout, NameOutcome, NameRules
 from degarble.harness.checkpoint.audit.loader.proof import prove
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.model.config.config import V4Config, V32Config
@@ -52,7 +51,7 @@ def map_and_names(folder: Path, ranks: Ranks = ONE_RANK) -> tuple[LoaderMap, Nam
     with Checkpoint.open(folder) as checkpoint:
         inventory = inventory_of(checkpoint)
         made = engine_map(inventory, "vllm", ranks)
-        assert isinstance(made.parameters, Engine)
+        assert isinstance(made.parameters, EngineLayout)
         layout = made.parameters.layout
         assert not isinstance(layout, str)
         known = {each.name for each in tensors_of(inventory.config, layout)}
@@ -67,7 +66,7 @@ def test_names_of_v4_go_where_vllm_sends_them(written: Write, layout: str) -> No
         if nvfp4 and name.startswith("mtp.") and ".experts." in name:
             continue  # built as NVFP4, so that these tensors have no parameter
         found, wanted = rules.resolve(name), v4_place(name, V4.num_hidden_layers, nvfp4)
-        assert found.outcome is Outcome.PLACED, name
+        assert found.outcome is NameOutcome.PLACED, name
         assert (found.target, found.slot, found.expert) == wanted, name
 
 
@@ -79,11 +78,11 @@ def test_names_of_v32_go_where_vllm_sends_them(written: Write, layout: str) -> N
         found, wanted = rules.resolve(name), v32_place(name, V32.num_hidden_layers)
         if wanted is None:
             drafted += 1
-            assert found.outcome is Outcome.ELSEWHERE, name
+            assert found.outcome is NameOutcome.ELSEWHERE, name
         elif name.endswith(".indexer.wk.weight_scale_inv"):
-            assert found.outcome is Outcome.DROPPED, name  # the conversion reads it
+            assert found.outcome is NameOutcome.DROPPED, name  # the conversion reads it
         else:
-            assert found.outcome is Outcome.PLACED, name
+            assert found.outcome is NameOutcome.PLACED, name
             assert (found.target, found.slot, found.expert) == wanted, name
     assert drafted
 
@@ -171,7 +170,7 @@ def test_ranks_that_do_not_divide_the_model_are_refused(
 def test_a_map_that_anatomy_contradicts_never_leaves(
     written: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from degarble.harness.checkpoint.audit.loader import engine as loader_engine  # noqa: PLC0415  patched here alone
+    from degarble.harness.checkpoint.audit.loader import engine_maps as loader_engine  # noqa: PLC0415  patched here alone
 
     layout = layout_named("vllm", V4)
     swapped = tuple(replace(each, target=each.target + "_x") for each in layout.fusions)

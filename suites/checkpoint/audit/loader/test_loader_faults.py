@@ -1,6 +1,6 @@
 """Faults of loading, planted one at a time: each breaks its own rule, and no other.
 
-The cases are in loader_fault_cases.py; every rule of rules/loader.py is broken by one of them.
+The cases are in loader_fault_cases.py; every rule of loading is broken by one of them.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from degarble.harness.checkpoint.audit.rules.findings import RULES
-from degarble.harness.checkpoint.audit.rules.loader import RULES as LOADER_RULES
-from degarble.harness.checkpoint.audit.rules.rule import Level
+from degarble.harness.checkpoint.audit.findings import RULES
+from degarble.harness.checkpoint.audit.rules import STRUCTURE_RULES, Level
 from degarble.suites.checkpoint.audit.loader.loader_cases import proven
 from degarble.suites.checkpoint.audit.loader.loader_fault_cases import (
     ATTN,
@@ -29,7 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from degarble.harness.checkpoint.audit.rules.findings import Finding
+    from degarble.harness.checkpoint.audit.findings import Finding
+
+LOADER_RULES = [rule for rule in STRUCTURE_RULES if rule.id.startswith("loader.")]
 
 
 @pytest.fixture(scope="module")

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from degarble.harness.checkpoint.audit.loader.map_files import loader_map_from_text
 from degarble.harness.checkpoint.audit.loader.maps import (
+    LONGEST_NAME,
     Convert,
     Elsewhere,
     Fill,
-    Listed,
+    ListedParameter,
     LoaderMap,
     Rename,
     Split,
     Stack,
 )
-from degarble.harness.checkpoint.audit.loader.names import LONGEST_NAME
 from degarble.harness.checkpoint.audit.loader.proof import LoaderProof, prove
-from degarble.harness.checkpoint.audit.loader.text import loader_map_from_text
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.suites.checkpoint.audit.loader.loader_cases import inventory_of
 from degarble.suites.checkpoint.audit.loader.loader_moves import require_claims
@@ -76,7 +76,7 @@ def test_each_row_names_every_field(made: type) -> None:
 
 def test_the_fields_of_a_parameter_are_named() -> None:
     told = PAGE.split("A parameter has", 1)[1].split("\n\n", 1)[0]
-    for each in fields(Listed)[1:]:
+    for each in fields(ListedParameter)[1:]:
         assert f"`{each.name}" in told
 
 

@@ -12,10 +12,10 @@ import torch
 import yaml
 
 from degarble.harness.base.errors import InvalidArgument, LayoutMismatch, UnknownName
-from degarble.harness.checkpoint.audit.loader.engine import engine_map
+from degarble.harness.checkpoint.audit.loader.engine_maps import engine_map
+from degarble.harness.checkpoint.audit.loader.map_files import loader_map_from_text
 from degarble.harness.checkpoint.audit.loader.maps import Rename, Split, Stack
 from degarble.harness.checkpoint.audit.loader.proof import prove
-from degarble.harness.checkpoint.audit.loader.text import loader_map_from_text
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.suites.checkpoint.audit.loader.loader_cases import FIELD, inventory_of, map_of, proven
 from degarble.suites.checkpoint.audit.loader.loader_moves import require_claims

@@ -11,9 +11,9 @@ from degarble.harness.base.errors import InvalidArgument, Refused, UnknownName
 from degarble.harness.checkpoint.audit.loader.maps import (
     Convert,
     Elsewhere,
-    Engine,
+    EngineLayout,
     Fill,
-    Listed,
+    ListedParameter,
     LoaderMap,
     Rename,
     Split,
@@ -24,7 +24,7 @@ from degarble.harness.checkpoint.audit.loader.maps import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ONE = Listed("a.weight", "BF16", (4, 4))
+ONE = ListedParameter("a.weight", "BF16", (4, 4))
 
 BAD_PATTERNS = {
     "does not compile": "(",
@@ -91,14 +91,20 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "dim": (lambda: Split("a", -1), "split: dim = -1"),
     "multiple": (lambda: Split("a", 0, 0), "split: multiple = 0"),
     "block": (lambda: Convert("a", "FP8", block=(0, 128)), "convert: block = 0"),
-    "extent": (lambda: Listed("a", "BF16", (-1,)), "shape of a = -1"),
-    "fraction": (lambda: Listed("a", "BF16", (1.5,)), "shape of a = 1.5"),  # type: ignore[arg-type]
-    "dimensions": (lambda: Listed("a", "BF16", (1,) * 9), "dimensions of a = 9"),
-    "experts": (lambda: Listed("a", "U8", (1 << 20, 2), experts=True), "experts of a = 1048576"),
-    "experts of a scalar": (lambda: Listed("a", "U8", (), experts=True), "slots of a"),
-    "slots": (lambda: Listed("a", "U8", (4, 2), (3, 2)), r"slots of a = \[3, 2\]"),
-    "slots of a stack": (lambda: Listed("a", "U8", (2, 4), (2,), experts=True), "slots of a"),
-    "slots of a scalar": (lambda: Listed("a", "F32", (), (1,)), "slots of a"),
+    "extent": (lambda: ListedParameter("a", "BF16", (-1,)), "shape of a = -1"),
+    "fraction": (lambda: ListedParameter("a", "BF16", (1.5,)), "shape of a = 1.5"),  # type: ignore[arg-type]
+    "dimensions": (lambda: ListedParameter("a", "BF16", (1,) * 9), "dimensions of a = 9"),
+    "experts": (
+        lambda: ListedParameter("a", "U8", (1 << 20, 2), experts=True),
+        "experts of a = 1048576",
+    ),
+    "experts of a scalar": (lambda: ListedParameter("a", "U8", (), experts=True), "slots of a"),
+    "slots": (lambda: ListedParameter("a", "U8", (4, 2), (3, 2)), r"slots of a = \[3, 2\]"),
+    "slots of a stack": (
+        lambda: ListedParameter("a", "U8", (2, 4), (2,), experts=True),
+        "slots of a",
+    ),
+    "slots of a scalar": (lambda: ListedParameter("a", "F32", (), (1,)), "slots of a"),
 }
 
 
@@ -113,7 +119,7 @@ def test_unknown_words_are_refused() -> None:
     with pytest.raises(UnknownName, match="convert: to = 'FP4'"):
         Convert("a", "FP4")  # type: ignore[arg-type]
     with pytest.raises(UnknownName, match="dtype of a = 'bfloat16'"):
-        Listed("a", "bfloat16", (1,))
+        ListedParameter("a", "bfloat16", (1,))
 
 
 def test_every_refusal_has_a_remedy() -> None:
@@ -124,4 +130,4 @@ def test_every_refusal_has_a_remedy() -> None:
 
 
 def test_an_engine_has_the_name_of_its_layout() -> None:
-    assert Engine("vllm").name == "vllm"
+    assert EngineLayout("vllm").name == "vllm"

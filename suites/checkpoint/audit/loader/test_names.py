@@ -10,26 +10,24 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from degarble.harness.checkpoint.audit.loader.maps import (
-    Elsewhere,
-    Engine,
-    LoaderMap,
-    Rename,
-    Split,
-    Stack,
-)
-from degarble.harness.checkpoint.audit.loader.names import (
     LONGEST_NAME,
+    Elsewhere,
+    EngineLayout,
+    LoaderMap,
+    NameOutcome,
     NameRules,
-    Outcome,
-    Resolved,
+    Rename,
+    ResolvedName,
+    Split,
     Splits,
+    Stack,
     needed_literal,
 )
 
 KNOWN = {"model.layers.3.attn.fused.weight", "model.layers.3.ffn.w13_weight", "model.norm.weight"}
 MAP = LoaderMap(
     "tried",
-    Engine("vllm"),
+    EngineLayout("vllm"),
     skip=(r"inv_freq$",),
     elsewhere=(Elsewhere(r"^mtp\.", "a drafter"),),
     rename=(Rename(r"^layers\.", "model.layers."), Rename(r"^norm\.", "model.norm.")),
@@ -44,17 +42,19 @@ MAP = LoaderMap(
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("layers.3.rotary.inv_freq", Resolved(Outcome.SKIPPED, by=r"inv_freq$")),
-        ("mtp.0.norm.weight", Resolved(Outcome.ELSEWHERE, by=r"^mtp\.")),
-        ("norm.weight", Resolved(Outcome.PLACED, "model.norm.weight")),
+        ("layers.3.rotary.inv_freq", ResolvedName(NameOutcome.SKIPPED, by=r"inv_freq$")),
+        ("mtp.0.norm.weight", ResolvedName(NameOutcome.ELSEWHERE, by=r"^mtp\.")),
+        ("norm.weight", ResolvedName(NameOutcome.PLACED, "model.norm.weight")),
         (
             "layers.3.attn.wkv.weight",
-            Resolved(Outcome.PLACED, "model.layers.3.attn.fused.weight", 1, None, r"\.wkv\."),
+            ResolvedName(
+                NameOutcome.PLACED, "model.layers.3.attn.fused.weight", 1, None, r"\.wkv\."
+            ),
         ),
         (
             "layers.3.ffn.experts.17.w3.weight",
-            Resolved(
-                Outcome.PLACED,
+            ResolvedName(
+                NameOutcome.PLACED,
                 "model.layers.3.ffn.w13_weight",
                 1,
                 17,
@@ -64,12 +64,15 @@ MAP = LoaderMap(
         # A stack applies only where its result is a parameter: this one has other `wkv`.
         (
             "layers.3.attn.compressor.wkv.weight",
-            Resolved(Outcome.DROPPED, "model.layers.3.attn.compressor.wkv.weight"),
+            ResolvedName(NameOutcome.DROPPED, "model.layers.3.attn.compressor.wkv.weight"),
         ),
-        ("layers.4.attn.wkv.weight", Resolved(Outcome.DROPPED, "model.layers.4.attn.wkv.weight")),
+        (
+            "layers.4.attn.wkv.weight",
+            ResolvedName(NameOutcome.DROPPED, "model.layers.4.attn.wkv.weight"),
+        ),
     ],
 )
-def test_rules_apply_in_their_order(name: str, expected: Resolved) -> None:
+def test_rules_apply_in_their_order(name: str, expected: ResolvedName) -> None:
     assert NameRules(MAP, KNOWN).resolve(name) == expected
 
 
@@ -151,10 +154,10 @@ def test_the_shortcut_never_misses_a_match(pattern: str, name: str) -> None:
 def test_names_that_no_parameter_can_have_are_dropped_unread() -> None:
     rules = NameRules(MAP, KNOWN)
     long = "layers.3.attn.wkv.weight" + "x" * LONGEST_NAME
-    assert rules.resolve(long) == Resolved(Outcome.DROPPED, long)
+    assert rules.resolve(long) == ResolvedName(NameOutcome.DROPPED, long)
     growing = replace(MAP, rename=(Rename("x", "x" * 60),) * 9)
     found = NameRules(growing, KNOWN).resolve("xx")
-    assert found.outcome is Outcome.DROPPED
+    assert found.outcome is NameOutcome.DROPPED
     assert len(found.target) < LONGEST_NAME * 60
 
 

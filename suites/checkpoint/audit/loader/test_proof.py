@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from degarble.harness.checkpoint.audit.loader.engine import Ranks
-from degarble.harness.checkpoint.audit.loader.writes import Writer
+from degarble.harness.checkpoint.audit.loader.engine_maps import Ranks
+from degarble.harness.checkpoint.audit.loader.routes import Writer
 from degarble.harness.model.config.config import V4Config
 from degarble.harness.model.layouts import LAYOUTS
 from degarble.suites.checkpoint.audit.loader.loader_cases import FIELD, proven

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from degarble.harness.checkpoint.audit.loader.engine import Ranks
-from degarble.harness.checkpoint.audit.loader.sharding import (
+from degarble.harness.checkpoint.audit.loader.engine_maps import Ranks
+from degarble.harness.checkpoint.audit.loader.proof import (
     KINDS,
     SHARE_HEADER,
     RankShare,

@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from degarble.harness.checkpoint.audit.loader.boxes import cover
-from degarble.harness.checkpoint.audit.loader.maps import Listed, LoaderMap
-from degarble.harness.checkpoint.audit.loader.targets import EngineTargets, listed_targets, ranks_of
+from degarble.harness.checkpoint.audit.loader.maps import ListedParameter, LoaderMap
+from degarble.harness.checkpoint.audit.loader.targets import (
+    EngineTargets,
+    cover,
+    listed_targets,
+    ranks_of,
+)
 from degarble.harness.model.config.config import V4Config
 from degarble.harness.model.layouts import LAYOUTS, layout_named
 from degarble.harness.model.sharding import plan, rank_tensors
@@ -81,18 +85,20 @@ def test_ranks_that_are_alike_share_their_targets() -> None:
 
 
 def test_one_rank_can_be_asked_for_alone() -> None:
-    assert ranks_of(LoaderMap("m", (Listed("a", "U8", (1,)),), tp=2, ep=4, pp=3)) == range(12)
-    one = LoaderMap("m", (Listed("a", "U8", (1,)),), tp=2, ep=4, pp=3, rank=7)
+    assert ranks_of(LoaderMap("m", (ListedParameter("a", "U8", (1,)),), tp=2, ep=4, pp=3)) == range(
+        12
+    )
+    one = LoaderMap("m", (ListedParameter("a", "U8", (1,)),), tp=2, ep=4, pp=3, rank=7)
     assert ranks_of(one) == range(7, 8)
 
 
 def test_a_list_becomes_slots_and_experts() -> None:
     listed = (
-        Listed("stack", "U8", (2, 6, 5), (4, 2), experts=True),
-        Listed("fused", "BF16", (6, 5), (1, 5)),
-        Listed("plain", "BF16", (3,)),
-        Listed("scalar", "F32", ()),
-        Listed("scalars", "F32", (2,), experts=True),
+        ListedParameter("stack", "U8", (2, 6, 5), (4, 2), experts=True),
+        ListedParameter("fused", "BF16", (6, 5), (1, 5)),
+        ListedParameter("plain", "BF16", (3,)),
+        ListedParameter("scalar", "F32", ()),
+        ListedParameter("scalars", "F32", (2,), experts=True),
     )
     made = LoaderMap("m", listed, tp=2, ep=4)
     ranks = list(listed_targets(made, ranks_of(made)))

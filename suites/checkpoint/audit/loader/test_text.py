@@ -9,18 +9,18 @@ import pytest
 import yaml
 
 from degarble.harness.base.errors import InvalidArgument, Refused, UnknownName, UnreadableFile
+from degarble.harness.checkpoint.audit.loader.map_files import loader_map_from_text, read_loader_map
 from degarble.harness.checkpoint.audit.loader.maps import (
     Convert,
     Elsewhere,
-    Engine,
+    EngineLayout,
     Fill,
-    Listed,
+    ListedParameter,
     LoaderMap,
     Rename,
     Split,
     Stack,
 )
-from degarble.harness.checkpoint.audit.loader.text import loader_map_from_text, read_loader_map
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.model.storage import Part
 from degarble.harness.model.types import Dtype
@@ -56,8 +56,8 @@ fill: [{match: scale, value: 1}]
 WHOLE = LoaderMap(
     "all of it",
     (
-        Listed("a.w13_weight", "U8", (2, 8, 4), (4, 4), experts=True),
-        Listed("b.weight", "F8_E4M3", (16, 4)),
+        ListedParameter("a.w13_weight", "U8", (2, 8, 4), (4, 4), experts=True),
+        ListedParameter("b.weight", "F8_E4M3", (16, 4)),
     ),
     tp=2,
     ep=4,
@@ -124,11 +124,11 @@ def test_rules_of_a_file_come_before_those_of_its_base(official: Checkpoint) -> 
 
 def test_a_file_can_say_what_the_engine_builds(official: Checkpoint) -> None:
     made = map_of(official, FIELD)
-    assert isinstance(made.parameters, Engine)
+    assert isinstance(made.parameters, EngineLayout)
     assert not isinstance(made.parameters.recipe, str)
     assert made.parameters.recipe.name == "field report"
     plain = map_of(official, {"base": "vllm", "parameters": {"layout": "vllm", "recipe": "bf16"}})
-    assert plain.parameters == Engine("vllm", "bf16", "vllm")
+    assert plain.parameters == EngineLayout("vllm", "bf16", "vllm")
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from degarble.harness.checkpoint.audit.rules import numbers as rules_numbers
+from degarble.harness.checkpoint.audit import value_rules as rules_numbers
 from degarble.harness.formats.layouts import SWIZZLE_128X4, to_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from degarble.harness.checkpoint.audit.rules.rule import Rule
+    from degarble.harness.checkpoint.audit.rules import AuditRule
     from degarble.suites.checkpoint.audit.planted_numbers import Bytes
 
 W1 = "layers.1.ffn.experts.2.w1"
@@ -176,7 +176,7 @@ def _others_traces(files: Bytes) -> None:
     files[f"{W1}.weight_scale"][9] = 0x20
 
 
-FAULTS: dict[str, tuple[Callable[[Bytes], None], Rule, str]] = {
+FAULTS: dict[str, tuple[Callable[[Bytes], None], AuditRule, str]] = {
     "NaN tensor scale": (_all("weight_scale_2", math.nan), rules_numbers.SCALE_NOT_FINITE, W1),
     "infinite input scale": (_all("input_scale", math.inf), rules_numbers.SCALE_NOT_FINITE, W1),
     "zero input scale": (_all("input_scale", 0.0), rules_numbers.SCALE_NOT_POSITIVE, W1),

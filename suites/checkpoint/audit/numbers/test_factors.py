@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from degarble.harness.checkpoint.audit import rules as rules_structure
+from degarble.harness.checkpoint.audit import value_rules as rules_numbers
 from degarble.harness.checkpoint.audit.numbers.numbers import audit_numbers
-from degarble.harness.checkpoint.audit.rules import numbers as rules_numbers
-from degarble.harness.checkpoint.audit.rules import structure as rules_structure
-from degarble.harness.checkpoint.audit.rules.rule import Level
+from degarble.harness.checkpoint.audit.rules import Level
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.suites.checkpoint.audit.planted_numbers import CONFIG as V4
 from degarble.suites.checkpoint.audit.planted_numbers import STATISTICS, Bytes
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from degarble.harness.checkpoint.audit.rules.findings import Finding
+    from degarble.harness.checkpoint.audit.findings import Finding
     from degarble.harness.model.config.config import Config
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from degarble.harness.checkpoint.audit import value_rules as rules_numbers
 from degarble.harness.checkpoint.audit.numbers.numbers import audit_numbers
-from degarble.harness.checkpoint.audit.rules import numbers as rules_numbers
 from degarble.harness.checkpoint.read.types import DTYPE_BITS
 from degarble.harness.checkpoint.view.stored import TORCH_DTYPES
 from degarble.harness.checkpoint.view.view import Checkpoint

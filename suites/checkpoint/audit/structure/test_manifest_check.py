@@ -22,7 +22,7 @@ from degarble.suites.checkpoint.converting_cases import source
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from degarble.harness.checkpoint.audit.rules.findings import Finding
+    from degarble.harness.checkpoint.audit.findings import Finding
 
 
 def _judged(folder: Path) -> list[Finding] | None:

@@ -16,7 +16,7 @@ from degarble.suites.support.synthetic.checkpoints import Synthetic, write_check
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from degarble.harness.checkpoint.audit.rules.findings import Finding
+    from degarble.harness.checkpoint.audit.findings import Finding
     from degarble.harness.model.layouts import Layout
 
 UNREAD = {"nvfp4-full": "names.unread_quantised", "compressed-tensors": "names.unread_quantised"}

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.checkpoint.audit.rules.rule import Level
+from degarble.harness.checkpoint.audit.rules import Level
 from degarble.harness.checkpoint.audit.structure.structure import audit_structure
 from degarble.harness.checkpoint.transform.convert.job import convert
 from degarble.harness.checkpoint.transform.convert.prove import prove

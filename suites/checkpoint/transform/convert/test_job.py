@@ -12,7 +12,7 @@ from degarble.harness.base.errors import (
     UnreadableFile,
     UnwritablePath,
 )
-from degarble.harness.checkpoint.audit.rules.rule import Level
+from degarble.harness.checkpoint.audit.rules import Level
 from degarble.harness.checkpoint.audit.structure.structure import audit_structure
 from degarble.harness.checkpoint.transform.convert.job import CONVERSIONS, convert, job_for
 from degarble.harness.checkpoint.transform.convert.prove import prove

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import LayoutMismatch
-from degarble.harness.checkpoint.audit.rules.rule import Level
+from degarble.harness.checkpoint.audit.rules import Level
 from degarble.harness.checkpoint.audit.structure.structure import audit_structure
 from degarble.harness.checkpoint.transform.quantise.job import (
     QuantiseJob,

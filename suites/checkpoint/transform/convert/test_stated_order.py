@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from degarble.harness.checkpoint.audit import value_rules as rules_numbers
 from degarble.harness.checkpoint.audit.numbers.numbers import audit_numbers
-from degarble.harness.checkpoint.audit.rules import numbers as rules_numbers
-from degarble.harness.checkpoint.audit.rules.rule import Level
+from degarble.harness.checkpoint.audit.rules import Level
 from degarble.harness.checkpoint.transform.convert.job import convert
 from degarble.harness.checkpoint.transform.convert.vllm_parameters import (
     BACKENDS,
@@ -24,7 +24,7 @@ from degarble.suites.checkpoint.reading_cases import write_shards
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from degarble.harness.checkpoint.audit.rules.findings import Finding
+    from degarble.harness.checkpoint.audit.findings import Finding
 
 TRTLLM = {"to": "vllm", "options": {"backend": "trtllm"}}
 

@@ -16,15 +16,20 @@ import yaml
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName, UnreadableFile
 from degarble.harness.base.files import read_small_file
-from degarble.harness.checkpoint.audit.loader.engine import ENGINES, ONE_RANK, Ranks, engine_map
+from degarble.harness.checkpoint.audit.loader.engine_maps import (
+    ENGINES,
+    ONE_RANK,
+    Ranks,
+    engine_map,
+)
 from degarble.harness.checkpoint.audit.loader.maps import (
     AS_STORED,
     ONE_SCALE,
     Convert,
     Elsewhere,
-    Engine,
+    EngineLayout,
     Fill,
-    Listed,
+    ListedParameter,
     LoaderMap,
     Rename,
     Split,
@@ -160,7 +165,9 @@ def _parsed(text: str) -> object:
         ) from error
 
 
-def _parameters(value: object, inventory: Inventory | None) -> Engine | tuple[Listed, ...]:
+def _parameters(
+    value: object, inventory: Inventory | None
+) -> EngineLayout | tuple[ListedParameter, ...]:
     raw = _mapping("parameters", value, None)
     if "layout" not in raw:
         return tuple(_listed(name, each) for name, each in raw.items())
@@ -175,10 +182,10 @@ def _parameters(value: object, inventory: Inventory | None) -> Engine | tuple[Li
     else:
         raise UnknownName.among("parameters: recipe", recipe, (*RECIPE_NAMES, AS_STORED))
     style = _text("parameters: style", raw.get("style", "vllm"))
-    return Engine(_text("parameters: layout", raw["layout"]), made, style)
+    return EngineLayout(_text("parameters: layout", raw["layout"]), made, style)
 
 
-def _listed(name: str, value: object) -> Listed:
+def _listed(name: str, value: object) -> ListedParameter:
     place = f"parameters: {shown(name)}"
     raw = _mapping(place, value, ("dtype", "shape", "slots", "experts"))
     for key in ("dtype", "shape"):
@@ -188,7 +195,7 @@ def _listed(name: str, value: object) -> Listed:
     experts = raw.get("experts", False)
     if not isinstance(experts, bool):
         raise _refused(f"{place}.experts", experts, "true or false")
-    return Listed(
+    return ListedParameter(
         name,
         _TORCH.get(dtype, dtype),
         tuple(_list(f"{place}.shape", raw["shape"])),

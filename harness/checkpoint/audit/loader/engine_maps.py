@@ -24,13 +24,14 @@ from degarble.harness.base.errors import PartnersMismatch, UnknownName
 from degarble.harness.checkpoint.audit.loader.maps import (
     Convert,
     Elsewhere,
-    Engine,
+    EngineLayout,
     LoaderMap,
+    NameOutcome,
+    NameRules,
     Rename,
     Split,
     Stack,
 )
-from degarble.harness.checkpoint.audit.loader.names import NameRules, Outcome
 from degarble.harness.checkpoint.audit.loader.sources import require_unfused
 from degarble.harness.checkpoint.audit.structure.inventory import NVFP4, Inventory, stored_recipe
 from degarble.harness.model.config.config import V4Config, V32Config
@@ -157,7 +158,7 @@ class _Maker:
         """Return the finished map."""
         made = LoaderMap(
             f"{self._engine.name} for {self._config.family}",
-            Engine(self._engine, self._engine.recipe, "vllm"),
+            EngineLayout(self._engine, self._engine.recipe, "vllm"),
             *self._ranks,
             convert=converted,
             elsewhere=tuple(self._elsewhere()),
@@ -320,7 +321,7 @@ class _Maker:
             if place is None or len(formats) > 1:
                 continue
             found = rules.resolve(slot.tensor)
-            assert found.outcome is Outcome.PLACED, f"{slot.tensor} is {found}"
+            assert found.outcome is NameOutcome.PLACED, f"{slot.tensor} is {found}"
             assert found.target == place.tensor, f"{slot.tensor} goes to {found.target}"
 
 

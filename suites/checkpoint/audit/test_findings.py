@@ -6,10 +6,15 @@ import json
 
 import pytest
 
-from degarble.harness.checkpoint.audit.rules import files as rules_files
-from degarble.harness.checkpoint.audit.rules import findings
-from degarble.harness.checkpoint.audit.rules.findings import RULES, Findings, Place, ranges_told
-from degarble.harness.checkpoint.audit.rules.rule import Level, Rule
+from degarble.harness.checkpoint.audit import findings
+from degarble.harness.checkpoint.audit import rules as rules_files
+from degarble.harness.checkpoint.audit.findings import (
+    RULES,
+    FindingLocation,
+    Findings,
+    format_ranges,
+)
+from degarble.harness.checkpoint.audit.rules import AuditRule, Level
 from degarble.harness.checkpoint.read.types import ProblemKind
 
 INDEX = rules_files.BY_KIND[ProblemKind.UNREADABLE_INDEX]
@@ -38,7 +43,9 @@ def test_two_rules_of_one_id_are_refused() -> None:
 
 def test_a_rule_outside_the_table_is_refused() -> None:
     with pytest.raises(AssertionError, match="in no table"):
-        Findings().add(Rule("new.rule", Level.NOTE, "s", "s"), Place(), "message", "remedy")
+        Findings().add(
+            AuditRule("new.rule", Level.NOTE, "s", "s"), FindingLocation(), "message", "remedy"
+        )
 
 
 def test_findings_that_differ_in_the_expert_alone_are_one() -> None:
@@ -47,10 +54,14 @@ def test_findings_that_differ_in_the_expert_alone_are_one() -> None:
         for expert in (0, 1, 2, 7):
             name = f"layers.{layer}.ffn.experts.{expert}.w1.input_scale"
             gathered.add(
-                INDEX, Place(name, None, layer), f"{name} is missing.", "Look.", got=expert
+                INDEX,
+                FindingLocation(name, None, layer),
+                f"{name} is missing.",
+                "Look.",
+                got=expert,
             )
-    gathered.add(STRAY, Place("b"), "b is stray.", "Remove it.")
-    gathered.add(INDEX, Place("layers.3.attn.wq_a.weight", None, 3), "Another.", "Look.")
+    gathered.add(STRAY, FindingLocation("b"), "b is stray.", "Remove it.")
+    gathered.add(INDEX, FindingLocation("layers.3.attn.wq_a.weight", None, 3), "Another.", "Look.")
     first, second, third, last = gathered.sorted()
     assert (first.layer, first.tensor, first.count) == (3, "layers.3.attn.wq_a.weight", 1)
     assert (second.layer, second.count) == (3, 4)
@@ -65,7 +76,7 @@ def test_findings_that_differ_in_the_expert_alone_are_one() -> None:
 def test_examples_are_bounded_and_printable() -> None:
     gathered = Findings()
     for expert in range(1000):
-        gathered.add(INDEX, Place(f"experts.{expert}.\x1b[31m" + "w" * 500), "m", "r")
+        gathered.add(INDEX, FindingLocation(f"experts.{expert}.\x1b[31m" + "w" * 500), "m", "r")
     (finding,) = gathered.sorted()
     assert finding.count == 1000
     assert len(finding.evidence["examples"]) == 8
@@ -76,7 +87,7 @@ def test_examples_are_bounded_and_printable() -> None:
 
 def test_a_finding_is_plain_data() -> None:
     gathered = Findings()
-    gathered.add(INDEX, Place(None, "layers.3.attn.wq_a", 3), "m", "r", shape=[1, 2])
+    gathered.add(INDEX, FindingLocation(None, "layers.3.attn.wq_a", 3), "m", "r", shape=[1, 2])
     (finding,) = gathered.sorted()
     assert json.loads(json.dumps(finding.to_json())) == {
         "level": "error",
@@ -96,13 +107,15 @@ def test_a_finding_is_plain_data() -> None:
     ("numbers", "told"), [((), ""), ((4,), "4"), ((3, 1, 2), "1-3"), ((9, 0, 1), "0-1, 9")]
 )
 def test_numbers_are_told_by_their_runs(numbers: tuple[int, ...], told: str) -> None:
-    assert ranges_told(numbers) == told
+    assert format_ranges(numbers) == told
 
 
 def test_one_cause_in_several_layers_is_one_finding() -> None:
     gathered = Findings()
     for layer, cause in ((0, "a"), (1, "a"), (2, "a"), (2, "a"), (3, "b")):
-        gathered.add(INDEX, Place(None, f"layers.{layer}.attn.wq_a", layer, cause), "M.", "r")
+        gathered.add(
+            INDEX, FindingLocation(None, f"layers.{layer}.attn.wq_a", layer, cause), "M.", "r"
+        )
     several, alone = gathered.sorted()
     assert (several.layer, several.layers, several.count) == (None, (0, 1, 2), 4)
     assert dict(several.by_layer) == {0: 1, 1: 1, 2: 2}

@@ -4,8 +4,7 @@ Similar findings are merged: a rule broken in many experts of one layer is one f
 and its first examples, because a checkpoint has 300,000 tensors. Numbers and names in a finding
 come from files, so they are shown bounded and printable.
 
-To add a rule, add it to a table in audit/rules; a new table also goes into RULES. docs/audit.md
-lists this table.
+To add a rule, define it in rules.py or value_rules.py. docs/audit.md lists RULES.
 """
 
 from __future__ import annotations
@@ -16,36 +15,24 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from degarble.harness.checkpoint.audit.rules import against as rules_against
-from degarble.harness.checkpoint.audit.rules import files as rules_files
-from degarble.harness.checkpoint.audit.rules import loader as rules_loader
-from degarble.harness.checkpoint.audit.rules import names as rules_names
-from degarble.harness.checkpoint.audit.rules import numbers as rules_numbers
-from degarble.harness.checkpoint.audit.rules import structure as rules_structure
+from degarble.harness.checkpoint.audit import rules, value_rules
 from degarble.harness.checkpoint.read.types import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from degarble.harness.checkpoint.audit.rules.rule import Level, Rule
+    from degarble.harness.checkpoint.audit.rules import AuditRule, Level
 
 
-def _table(*tables: tuple[Rule, ...]) -> Mapping[str, Rule]:
-    found: dict[str, Rule] = {}
+def _table(*tables: tuple[AuditRule, ...]) -> Mapping[str, AuditRule]:
+    found: dict[str, AuditRule] = {}
     for rule in (rule for table in tables for rule in table):
         assert rule.id not in found, f"two rules are called {rule.id}"
         found[rule.id] = rule
     return MappingProxyType(found)
 
 
-RULES: Mapping[str, Rule] = _table(
-    rules_files.RULES,
-    rules_structure.RULES,
-    rules_names.RULES,
-    rules_loader.RULES,
-    rules_numbers.RULES,
-    rules_against.RULES,
-)
+RULES: Mapping[str, AuditRule] = _table(rules.STRUCTURE_RULES, value_rules.VALUE_RULES)
 
 _EXAMPLES = 8
 _EXPERT = re.compile(r"(\bexperts\.)(\d{1,9})(?!\d)")
@@ -53,7 +40,7 @@ _NUMBER = re.compile(r"\d+")
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")  # of a layer or an expert; not the digit of `w1`
 
 
-class Place(NamedTuple):
+class FindingLocation(NamedTuple):
     """The tensor, module and layer of a finding. A drafter's layer follows the decoder's.
 
     With a layer, findings of that layer which differ only in the expert are merged; without, those
@@ -67,7 +54,7 @@ class Place(NamedTuple):
     spread: str | None = None
 
 
-NOWHERE = Place()
+NOWHERE = FindingLocation()
 
 
 @dataclass(frozen=True)
@@ -115,8 +102,8 @@ class Finding:
 class _Group:
     """Similar findings, merged while they are collected."""
 
-    rule: Rule
-    first: Place
+    rule: AuditRule
+    first: FindingLocation
     message: str
     remedy: str
     evidence: Mapping[str, Any]
@@ -133,7 +120,13 @@ class Findings:
         self._groups: dict[tuple[str, int | None, str], _Group] = {}
 
     def add(
-        self, rule: Rule, place: Place, message: str, remedy: str, /, **evidence: object
+        self,
+        rule: AuditRule,
+        place: FindingLocation,
+        message: str,
+        remedy: str,
+        /,
+        **evidence: object,
     ) -> None:
         """Add one finding; of similar ones, message and evidence of the first are kept."""
         assert RULES.get(rule.id) is rule, f"{rule.id} is in no table of RULES"
@@ -179,8 +172,8 @@ def _told(group: _Group) -> Finding:
     if group.count > 1:
         evidence["examples"] = group.examples
         message += f" And {group.count - 1} more like it"
-        message += f", experts {ranges_told(group.experts)}" if group.experts else ""
-        message += f", layers {ranges_told(group.layers)}." if len(group.layers) > 1 else "."
+        message += f", experts {format_ranges(group.experts)}" if group.experts else ""
+        message += f", layers {format_ranges(group.layers)}." if len(group.layers) > 1 else "."
     return Finding(
         group.rule.level,
         group.rule.id,
@@ -195,7 +188,7 @@ def _told(group: _Group) -> Finding:
     )
 
 
-def ranges_told(numbers: Iterable[int]) -> str:
+def format_ranges(numbers: Iterable[int]) -> str:
     """Return a set of numbers as text, by its runs: `0-3, 7`."""
     runs: list[list[int]] = []
     for number in sorted(numbers):

@@ -1,1 +1,0 @@
-"""Define the rules of the audit, and the findings that name them."""
