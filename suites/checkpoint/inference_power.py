@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from degarble.harness.checkpoint.audit.statistics.inference_dialect import candidates
-from degarble.harness.checkpoint.audit.statistics.inference_layout import LINEAR, infer_layout
-from degarble.harness.checkpoint.audit.statistics.inference_order import (
+from degarble.harness.checkpoint.audit.statistics.inference import (
+    LINEAR,
     Kinship,
-    Reference,
+    ReferenceProfile,
+    candidates,
+    infer_layout,
     infer_order,
     logs_of,
 )
@@ -91,7 +92,7 @@ def orders(trials: int) -> Iterator[Line]:
             answers: list[str | None] = []
             for seed in range(trials):
                 gains = torch.exp(spread * torch.randn(width, generator=generator(seed)))
-                known = Reference(Kinship.SIBLING, logs_of(energies(seed + 1000, gains, 64)))
+                known = ReferenceProfile(Kinship.SIBLING, logs_of(energies(seed + 1000, gains, 64)))
                 packed = packed_as("high_even", energies(seed + 2000, gains))
                 answers.append(infer_order(packed, [known]).value)
             told = f"packing order swapped, {width} columns that differ by {spread:.0%}"
@@ -99,7 +100,7 @@ def orders(trials: int) -> Iterator[Line]:
     for kinship in (Kinship.NORM, Kinship.PRODUCER):
         answers = []
         for seed in range(trials):
-            other = Reference(kinship, logs_of(channels(seed + 1000, 3072, 0.5).numpy()))
+            other = ReferenceProfile(kinship, logs_of(channels(seed + 1000, 3072, 0.5).numpy()))
             answers.append(infer_order(energies(seed, channels(seed, 3072, 0.5)), [other]).value)
         told = f"packing order beside an unrelated profile, {kinship.name.lower()}{_OPEN}"
         yield _counted(told, answers, None)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from degarble.harness.checkpoint.audit.against.table import AgainstTable
+    from degarble.harness.checkpoint.audit.against.comparison import AgainstTable
     from degarble.harness.commands.audit.audit import Beside
 
 FARTHEST = 50  # by each of the two measures

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from degarble.harness.checkpoint.audit.numbers.table import FORMATS
-from degarble.harness.checkpoint.audit.statistics.inference_order import ORDER_NAMES
+from degarble.harness.checkpoint.audit.statistics.inference import ORDER_NAMES
 from degarble.harness.commands.audit.kinds import kind_of_name
 
 if TYPE_CHECKING:

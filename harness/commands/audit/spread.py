@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from degarble.harness.checkpoint.audit.against.against import measure_against, named_alike
-from degarble.harness.checkpoint.audit.against.pairs import pairs_of
-from degarble.harness.checkpoint.audit.against.table import AgainstTable
+from degarble.harness.checkpoint.audit.against.comparison import AgainstTable, pairs_of
 from degarble.harness.checkpoint.audit.numbers.numbers import measure_numbers
 from degarble.harness.checkpoint.audit.numbers.table import NumberTable
 from degarble.harness.checkpoint.view.view import Checkpoint

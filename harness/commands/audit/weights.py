@@ -40,7 +40,7 @@ from degarble.harness.report.progress import size
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from degarble.harness.checkpoint.audit.against.table import AgainstTable
+    from degarble.harness.checkpoint.audit.against.comparison import AgainstTable
     from degarble.harness.checkpoint.audit.numbers.table import NumberTable
     from degarble.harness.commands.audit.audit import Audit
     from degarble.harness.commands.audit.roles import Role

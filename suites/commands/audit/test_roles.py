@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from degarble.harness.checkpoint.audit.statistics.inference_order import ORDER_NAMES
+from degarble.harness.checkpoint.audit.statistics.inference import ORDER_NAMES
 from degarble.harness.commands.audit.audit import Wanted, audit
 from degarble.harness.commands.audit.roles import NOT_PACKED, order_told, roles_of, span
 from degarble.suites.commands.audit.audit_cases import sick_checkpoint

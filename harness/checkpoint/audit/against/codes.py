@@ -107,7 +107,7 @@ def scales_of(weight: Weight) -> tuple[Tensor, float]:
 
 def misfits_of(ours: Weight, theirs: Weight, y_MK: Tensor, begin: int) -> Misfits:
     """Count the elements of some rows that are not the nearest to the reference's value."""
-    from degarble.harness.checkpoint.audit.against import loops  # noqa: PLC0415  numba
+    from degarble.harness.checkpoint.audit.statistics import loops  # noqa: PLC0415  numba
 
     if ours.storage is None:
         return _plain_misfits(ours, theirs, y_MK, begin)

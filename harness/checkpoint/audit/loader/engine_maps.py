@@ -33,7 +33,11 @@ from degarble.harness.checkpoint.audit.loader.maps import (
     Stack,
 )
 from degarble.harness.checkpoint.audit.loader.sources import require_unfused
-from degarble.harness.checkpoint.audit.structure.inventory import NVFP4, Inventory, stored_recipe
+from degarble.harness.checkpoint.audit.structure.inventory import (
+    NVFP4_NAME,
+    Inventory,
+    stored_recipe,
+)
 from degarble.harness.model.config.config import V4Config, V32Config
 from degarble.harness.model.layouts import Layout, Spelling, layout_named
 from degarble.harness.model.parameters import Parameter, parameters
@@ -108,9 +112,9 @@ def _engine_recipe(inventory: Inventory, source: Layout) -> tuple[Recipe, tuple[
         if formats == {BF16}:
             return recipe_named("bf16", config), ()
         experts = {each.weight for each in inventory.linears if _is_routed(each.parameter)}
-        if NVFP4 not in experts:
+        if NVFP4_NAME not in experts:
             return recipe_named("official", config), ()
-        like = Rule("mtp.*.ffn.experts.*", NVFP4, NVFP4)
+        like = Rule("mtp.*.ffn.experts.*", NVFP4_NAME, NVFP4_NAME)
         rules = recipe_named("nvfp4-experts", config).rules
         return Recipe("nvfp4-experts, the drafter's too", (like, *rules)), ()
     wk = [each for each in inventory.linears if each.parameter.row.name == _DEQUANTISED]

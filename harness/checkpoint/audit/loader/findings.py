@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.audit.loader.sources import MatchedConversion, SourceTensor
     from degarble.harness.checkpoint.audit.loader.targets import ExpectedContent
     from degarble.harness.checkpoint.audit.rules import AuditRule
-    from degarble.harness.checkpoint.audit.structure.inventory import Found, Inventory
+    from degarble.harness.checkpoint.audit.structure.inventory import Inventory, StoredParameter
     from degarble.harness.model.parameters import Parameter
 
 
@@ -273,7 +273,7 @@ class LoaderFindings:
             "Prove that loader too.",
         )
 
-    def format(self, found: Found, built: str) -> None:
+    def format(self, found: StoredParameter, built: str) -> None:
         """Add a weight that the engine builds in another format than the stored one."""
         block, expert = found.parameter.block, found.parameter.expert
         drafts = block is not None and block.is_drafter and expert is not None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from degarble.harness.checkpoint.audit.loader.maps import Convert, LoaderMap
-    from degarble.harness.checkpoint.audit.structure.inventory import Found, Inventory
+    from degarble.harness.checkpoint.audit.structure.inventory import Inventory, StoredParameter
     from degarble.harness.checkpoint.read.types import TensorEntry
     from degarble.harness.checkpoint.view.modules import ModuleTable
     from degarble.harness.model.parameters import Parameter
@@ -62,7 +62,7 @@ class MatchedConversion(NamedTuple):
     """A module that a conversion rule matches, with the parts it has and those that are read."""
 
     rule: Convert
-    found: Found
+    found: StoredParameter
     has: frozenset[Part]
     reads: frozenset[Part]
 
@@ -121,7 +121,7 @@ def _slot_source(entry: TensorEntry, slot: Slot, order: int) -> SourceTensor:
     )
 
 
-def _source(entry: TensorEntry, part: Part | None, found: Found | None) -> SourceTensor:
+def _source(entry: TensorEntry, part: Part | None, found: StoredParameter | None) -> SourceTensor:
     if found is None:
         return SourceTensor(entry.name, entry.dtype, entry.shape, None, None)
     # A plain `.weight` has the suffix of codes: only the format tells them apart.
@@ -138,7 +138,7 @@ class Conversions:
         self._table = table
         self.used: set[str] = set()
 
-    def of(self, found: Found) -> MatchedConversion | None:
+    def of(self, found: StoredParameter) -> MatchedConversion | None:
         """Return the first conversion that matches a module which is not in its target format."""
         for pattern, rule in self._rules:
             if found.weight in (None, rule.to) or not pattern.search(found.module):
@@ -149,7 +149,7 @@ class Conversions:
             return MatchedConversion(rule, found, has, reads)
         return None
 
-    def _parts(self, found: Found) -> dict[Part, TensorEntry]:
+    def _parts(self, found: StoredParameter) -> dict[Part, TensorEntry]:
         parts = self._table.parts(found.module)
         if found.weight == BF16:
             parts[Part.VALUE] = parts.pop(Part.CODES)

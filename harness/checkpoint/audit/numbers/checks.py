@@ -1,24 +1,25 @@
-"""Check each weight alone: its scales, codes, values and rows.
+"""Check each weight alone: its scales, codes, values and rows, and whether it is stored twice.
 
-The thresholds of every rule that needs no sibling are here. Each check selects the rows of the
-table that break its rule by column operations, so healthy weights cost nothing.
+The thresholds of every rule that needs no sibling are here.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from degarble.harness.checkpoint.audit import value_rules as rules
 from degarble.harness.checkpoint.audit.findings import FindingLocation
-from degarble.harness.checkpoint.audit.numbers.judging import (
+from degarble.harness.checkpoint.audit.numbers.table import (
     Judging,
     as_hex,
     indices,
     percent,
     sentinel,
 )
+from degarble.harness.checkpoint.read.types import shown
 from degarble.harness.model.storage import Part
 from degarble.harness.model.types import Kind
 
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from degarble.harness.checkpoint.audit.rules import AuditRule
+
+
+# --------------------------------------------------------------------------------------------------
+# Each check selects the rows of the table that break its rule by column operations, so healthy
+# weights cost nothing.
 
 _AGAIN = "Quantise it again from its source, or restore the file that it came from."
 _FIND = "Find out which step wrote it; the source has to be converted again."
@@ -307,3 +313,54 @@ def check_norms(judging: Judging) -> None:
     norms = np.array([unit.kind is Kind.NORM for unit in table.units], np.bool_)
     for index in indices(norms & (table["zeros"] == table["elements"]) & (table["elements"] > 0)):
         judging.report(rules.TENSOR_ZERO, index, "is zero throughout.", _FIND)
+
+
+# --------------------------------------------------------------------------------------------------
+# Matrices that are stored twice: identical, or with their rows in another order. Digests of rows
+# are compared. Constant tensors, small ones and vectors may agree by right and are left out. Equal
+# embeddings, heads and their copies in a drafter may be tied and give a note.
+
+# Matrices below these sizes may agree by right.
+FEWEST_ELEMENTS = 4096
+FEWEST_COPIED_ROWS = 16
+
+
+def check_copies(judging: Judging) -> None:
+    """Report matrices that hold the same rows."""
+    table = judging.table
+    named = np.array([unit.kind is not None for unit in table.units], np.bool_)
+    tied = np.array([_may_be_tied(unit.kind, unit.role) for unit in table.units], np.bool_)
+    judged = (judging.linear | tied | ~named) & ~table.of_format("integers")
+    judged &= (table["elements"] >= FEWEST_ELEMENTS) & (table["height"] >= FEWEST_COPIED_ROWS)
+    judged &= (table["common_byte"] < 0.999) & (table["zeros"] < table["elements"])
+    for members in _groups(judging, judged):
+        first = table.units[members[0]].name
+        for index in members[1:]:
+            same = table["digest"][index] == table["digest"][members[0]]
+            _report(judging, index, first, is_same=bool(same), is_tied=bool(tied[members].all()))
+
+
+def _may_be_tied(kind: Kind | None, role: str) -> bool:
+    last = role.rpartition(".")[2]
+    return kind is Kind.EMBEDDING or last in ("embed", "head", "lm_head", "embed_tokens")
+
+
+def _groups(judging: Judging, judged: NDArray[np.bool_]) -> list[list[int]]:
+    table = judging.table
+    groups: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+    for index in indices(judged):
+        key = (table["format"][index], table["elements"][index], table["row_digest"][index])
+        groups[key].append(index)
+    return [members for members in groups.values() if len(members) > 1]
+
+
+def _report(judging: Judging, index: int, first: str, *, is_same: bool, is_tied: bool) -> None:
+    remedy = "See who copied it; restore the real one from the source."
+    # `row_digest` groups matrices with the same rows in any order; `digest` compares the order.
+    if is_same:
+        rule = rules.IDENTICAL_TIED if is_tied else rules.IDENTICAL
+        message = f"holds the same codes as {shown(first)}, in every row."
+        judging.report(rule, index, message, remedy, same_as=first)
+    else:
+        message = f"holds the rows of {shown(first)} in another order."
+        judging.report(rules.PERMUTED, index, message, remedy, same_as=first)

@@ -17,23 +17,20 @@ from typing import TYPE_CHECKING
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.checkpoint.audit.numbers.checks import (
     check_codes,
+    check_copies,
     check_norms,
     check_scales,
     check_values,
 )
-from degarble.harness.checkpoint.audit.numbers.copies import check_copies
-from degarble.harness.checkpoint.audit.numbers.inputs import check_inputs
-from degarble.harness.checkpoint.audit.numbers.judging import Judging
 from degarble.harness.checkpoint.audit.numbers.orders import (
     KINSHIPS,
     check_dialects,
     check_layouts,
     check_orders,
 )
-from degarble.harness.checkpoint.audit.numbers.siblings import check_magnitudes
-from degarble.harness.checkpoint.audit.numbers.table import NumberTable
-from degarble.harness.checkpoint.audit.statistics.inference_order import ORDER_NAMES
-from degarble.harness.checkpoint.audit.statistics.order_evidence import Block
+from degarble.harness.checkpoint.audit.numbers.siblings import check_inputs, check_magnitudes
+from degarble.harness.checkpoint.audit.numbers.table import Judging, NumberTable
+from degarble.harness.checkpoint.audit.statistics.inference import ORDER_NAMES, BlockProfiles
 from degarble.harness.checkpoint.audit.statistics.tensor import statistics_of
 from degarble.harness.checkpoint.view.stored import PositionedReader
 from degarble.harness.checkpoint.view.weight_units import feeds_of, stored_of, units_of
@@ -138,7 +135,7 @@ class _Walk:
         self._waiting = deque(range(len(table)))
         # Units of each block that are not measured yet.
         self._open = Counter(unit.place for unit in table.units)
-        self._blocks: dict[str, Block] = {}
+        self._blocks: dict[str, BlockProfiles] = {}
         self._feeds = feeds_of(checkpoint.names.config) if checkpoint.names else {}
         # Offset in each file up to which a prefetch was requested.
         self._asked: dict[Path, int] = {}
@@ -166,7 +163,7 @@ class _Walk:
         found = statistics_of(stored, profile=unit.is_linear or unit.kind is Kind.NORM)
         self._table.put(index, stored.form, found)
         with self._lock:
-            block = self._blocks.setdefault(unit.place, Block(self._feeds))
+            block = self._blocks.setdefault(unit.place, BlockProfiles(self._feeds))
             block.add(index, unit, found)
             self._open[unit.place] -= 1
             is_complete = not self._open[unit.place]
@@ -177,7 +174,7 @@ class _Walk:
         if self._progress:
             self._progress(unit.nbytes)
 
-    def _judge(self, block: Block) -> None:
+    def _judge(self, block: BlockProfiles) -> None:
         for judged in block.judge():
             row = self._table.data[judged.row]
             value = judged.inferred.value

@@ -15,17 +15,18 @@ import numpy as np
 from degarble.harness.checkpoint.audit import value_rules as rules
 from degarble.harness.checkpoint.audit.findings import NOWHERE
 from degarble.harness.checkpoint.audit.numbers.checks import E2M1_FORMATS
-from degarble.harness.checkpoint.audit.numbers.judging import Judging, indices
 from degarble.harness.checkpoint.audit.numbers.siblings import group_median
-from degarble.harness.checkpoint.audit.numbers.table import CONVENTIONS
-from degarble.harness.checkpoint.audit.statistics.inference_dialect import (
-    Traces,
+from degarble.harness.checkpoint.audit.numbers.table import CONVENTIONS, Judging, indices
+from degarble.harness.checkpoint.audit.statistics.inference import (
+    FAR,
+    LINEAR,
+    ORDER_NAMES,
+    DialectTraces,
+    Kinship,
     candidates,
     infer_dialect,
+    infer_layout,
 )
-from degarble.harness.checkpoint.audit.statistics.inference_layout import LINEAR, infer_layout
-from degarble.harness.checkpoint.audit.statistics.inference_order import ORDER_NAMES, Kinship
-from degarble.harness.checkpoint.audit.statistics.inferred import FAR
 from degarble.harness.checkpoint.transform.convert.vllm_parameters import (
     is_arranged,
     stated_backend,
@@ -36,14 +37,14 @@ from degarble.harness.formats.number_formats import ScaleDirection
 from degarble.harness.model.storage import Part
 
 if TYPE_CHECKING:
-    from degarble.harness.checkpoint.audit.statistics.inferred import Inferred
+    from degarble.harness.checkpoint.audit.statistics.inference import Inference
 
 KINSHIPS = tuple(Kinship)
 
 STRONG = -0.25  # a pairing that cannot be chance, nor an order that is nearly right
 WEAKER = 0.6  # of the siblings' pairing: something is wrong in parts
 FEWEST_BLOCKS = 1536  # chance correlates fewer by more than 0.025
-FEWEST_TOLD = 64  # matrices with fewer blocks are not even reported as undecided
+FEWEST_REPORTED = 64  # matrices with fewer blocks are not even reported as undecided
 _MOST_ROLES = 8  # named in evidence
 LOOKED_AT = 3  # matrices of one role in one block; the others share the last one's result
 
@@ -53,14 +54,14 @@ def check_layouts(judging: Judging) -> None:
     table, units = judging.table, judging.table.units
     pairing = table["pairing"]
     packed = table.of_format(*E2M1_FORMATS) & (table["freedom"] >= FEWEST_BLOCKS)
-    small = table.of_format(*E2M1_FORMATS) & ~packed & (table["freedom"] >= FEWEST_TOLD)
+    small = table.of_format(*E2M1_FORMATS) & ~packed & (table["freedom"] >= FEWEST_REPORTED)
     known = packed & np.isfinite(pairing)
     median = group_median([unit.role for unit in units], pairing, known, 3)
     whole = float(np.median(pairing[known])) if known.any() else float("nan")
     company = np.where(np.isfinite(median), np.minimum(median, whole), whole)
     weak = packed & ~(known & (pairing <= STRONG) & (pairing <= WEAKER * company))
     seen: Counter[tuple[str, str]] = Counter()
-    last: dict[tuple[str, str], Inferred] = {}
+    last: dict[tuple[str, str], Inference] = {}
     undecided, as_stated = indices(small & ~(pairing <= STRONG)), []
     stated = _stated_layouts(judging)
     for index in indices(weak):
@@ -74,9 +75,9 @@ def check_layouts(judging: Judging) -> None:
             as_stated.append(index)
         elif not _report_layout(judging, index, last[key], float(company[index])):
             undecided.append(index)
-    _report_broken_promises(judging, [i for i in stated if not weak[i] and known[i]], stated)
-    _tell_stated(judging, as_stated, stated)
-    _tell_undecided(judging, undecided)
+    _report_broken_claims(judging, [i for i in stated if not weak[i] and known[i]], stated)
+    _note_stated(judging, as_stated, stated)
+    _note_undecided(judging, undecided)
 
 
 def _stated_layouts(judging: Judging) -> dict[int, str]:
@@ -89,7 +90,7 @@ def _stated_layouts(judging: Judging) -> dict[int, str]:
     return dict.fromkeys(arranged, backend.scales.name)
 
 
-def _report_broken_promises(judging: Judging, rows: list[int], stated: dict[int, str]) -> None:
+def _report_broken_claims(judging: Judging, rows: list[int], stated: dict[int, str]) -> None:
     """Report scales that lie in row-major order although another one is stated."""
     for index in rows:
         judging.report(
@@ -102,7 +103,7 @@ def _report_broken_promises(judging: Judging, rows: list[int], stated: dict[int,
         )
 
 
-def _tell_stated(judging: Judging, rows: list[int], stated: dict[int, str]) -> None:
+def _note_stated(judging: Judging, rows: list[int], stated: dict[int, str]) -> None:
     if rows:
         judging.findings.add(
             rules.SCALE_LAYOUT_STATED,
@@ -114,7 +115,7 @@ def _tell_stated(judging: Judging, rows: list[int], stated: dict[int, str]) -> N
         )
 
 
-def _report_layout(judging: Judging, index: int, inferred: Inferred, company: float) -> bool:
+def _report_layout(judging: Judging, index: int, inferred: Inference, company: float) -> bool:
     """Report one matrix; return whether the layout was decided."""
     correlation = float(judging.table["pairing"][index])
     evidence = {
@@ -153,12 +154,12 @@ def _rounded(value: float) -> float | None:
     return round(value, 3) if np.isfinite(value) else None
 
 
-def _best(inferred: Inferred) -> list[tuple[str, float]]:
+def _best(inferred: Inference) -> list[tuple[str, float]]:
     finite = [(name, z) for name, z in inferred.evidence.items() if np.isfinite(z)]
     return sorted(finite, key=lambda pair: -pair[1])[:4]
 
 
-def _tell_undecided(judging: Judging, undecided: list[int]) -> None:
+def _note_undecided(judging: Judging, undecided: list[int]) -> None:
     if undecided:
         first = judging.table.units[undecided[0]].name
         judging.findings.add(
@@ -235,13 +236,13 @@ def check_dialects(judging: Judging) -> None:
             )
 
 
-def _traces(judging: Judging, members: list[int], convention: NamingConvention) -> Traces:
+def _traces(judging: Judging, members: list[int], convention: NamingConvention) -> DialectTraces:
     table = judging.table
     zero = table["zero_scale"][members]
     smallest = table["scale_smallest"][members]
     stored = table["tensor_scale"][members]
     powers = bool((table["scale_powers"][members] == table["blocks"][members]).all())
-    return Traces(
+    return DialectTraces(
         scales=stored.tolist(),
         direction=(
             ScaleDirection.ENCODE

@@ -1,19 +1,21 @@
-"""Compare the format of every linear with the quantisation configs and with related linears.
+"""Check the formats and scalar scales of linears against configs, partners and experts.
 
-It checks each linear against what is stated for it, the two configs against each other, stated
-block sizes against those that shapes show, partners and experts among themselves, and the drafter's
-experts against the main model's.
+Partners are linears that engines fuse, so that their formats and scales must agree.
 """
 
 from __future__ import annotations
 
+import math
+import struct
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
 
 from degarble.harness.checkpoint.audit import rules
 from degarble.harness.checkpoint.audit.findings import NOWHERE, FindingLocation, Findings
-from degarble.harness.checkpoint.audit.structure.inventory import NVFP4
-from degarble.harness.checkpoint.audit.structure.partners import partners
+from degarble.harness.checkpoint.audit.structure.inventory import NVFP4_NAME
+from degarble.harness.checkpoint.read.file_access import read_small
 from degarble.harness.checkpoint.read.types import shown
 from degarble.harness.checkpoint.view.quantisation_configs import (
     FP8_BLOCKS,
@@ -21,16 +23,95 @@ from degarble.harness.checkpoint.view.quantisation_configs import (
     family_of,
     statements,
 )
-from degarble.harness.model.recipes import BF16
+from degarble.harness.model.layouts import layout_named
+from degarble.harness.model.parameters import parameters
+from degarble.harness.model.recipes import BF16, recipe_named
+from degarble.harness.model.storage import Part
 
 if TYPE_CHECKING:
-    from degarble.harness.checkpoint.audit.structure.inventory import Found, Inventory
+    from collections.abc import Iterable, Mapping
+
+    from degarble.harness.checkpoint.audit.rules import AuditRule
+    from degarble.harness.checkpoint.audit.structure.inventory import Inventory, StoredParameter
+    from degarble.harness.checkpoint.read.types import TensorEntry
     from degarble.harness.checkpoint.view.quantisation_configs import Statement
     from degarble.harness.checkpoint.view.view import Checkpoint
+    from degarble.harness.model.config.config import Config
+    from degarble.harness.model.parameters import Parameter
     from degarble.harness.model.types import Block
 
+
+# --------------------------------------------------------------------------------------------------
+# Partners. The list is read off the engine's fused tensors (harness/model/layouts.py). Gate and up
+# are fused by every engine, other partners by some. Partners whose formats differ in the released
+# model (V3.2's indexer.wk and weights_proj) are left out: no engine fuses them without converting
+# them.
+
+_ENGINE = "vllm"
+# w1 is the gate, w3 the up projection, of dense, shared and routed experts alike.
+_GATE_AND_UP = (".w1", ".w3")
+
+
+class Fusable(NamedTuple):
+    """Rows of the parameter table that are partners. `always`: every engine fuses them."""
+
+    rows: tuple[str, ...]
+    always: bool
+
+
+class FusedPartners(NamedTuple):
+    """The partners of one block, or of one expert, in the order of their fusion."""
+
+    members: tuple[StoredParameter, ...]
+    always: bool
+
+
+@lru_cache(maxsize=8)
+def fusable(config: Config) -> tuple[Fusable, ...]:
+    """Return the rows that are partners in a family."""
+    recipe = recipe_named("official", config)
+    formats = {each.row.name: recipe.format_of(each) for each in _one_a_row(config)}
+    found = []
+    for fusion in layout_named(_ENGINE, config).fusions:
+        rows = tuple(row for row in fusion.members if row in formats)
+        # Partners that the release stores in different formats are not comparable.
+        if len(rows) > 1 and len({formats[row] for row in rows}) == 1:
+            found.append(Fusable(rows, all(row.endswith(_GATE_AND_UP) for row in rows)))
+    return tuple(found)
+
+
+def _one_a_row(config: Config) -> list[Parameter]:
+    rows = {each.row.name: each for each in parameters(config) if each.expert in (None, 0)}
+    return list(rows.values())
+
+
+def partners(inventory: Inventory) -> list[FusedPartners]:
+    """Return all groups of partners of which at least two are present."""
+    groups: dict[tuple[object, int | None, int], list[StoredParameter]] = defaultdict(list)
+    kinds = fusable(inventory.config)
+    place = {row: (i, j) for i, kind in enumerate(kinds) for j, row in enumerate(kind.rows)}
+    for found in inventory.found:
+        parameter = found.parameter
+        if parameter.row.name in place and found.weight is not None:
+            kind, _ = place[parameter.row.name]
+            groups[parameter.block, parameter.expert, kind].append(found)
+    return [
+        FusedPartners(
+            tuple(sorted(members, key=lambda each: place[each.parameter.row.name])),
+            kinds[kind].always,
+        )
+        for (_, _, kind), members in groups.items()
+        if len(members) > 1
+    ]
+
+
+# --------------------------------------------------------------------------------------------------
+# Formats. Each linear is compared with what is stated for it, the two configs with each other,
+# stated block sizes with those that shapes show, partners and experts among themselves, and the
+# drafter's experts with the main model's.
+
 # Elements of a block: along K, or rows and columns.
-_BLOCKS = {NVFP4: (16,), "MXFP4": (32,), "MXFP8": (32,), FP8_BLOCKS: (128, 128)}
+_BLOCKS = {NVFP4_NAME: (16,), "MXFP4": (32,), "MXFP8": (32,), FP8_BLOCKS: (128, 128)}
 
 
 def report_formats(checkpoint: Checkpoint, inventory: Inventory, findings: Findings) -> None:
@@ -77,7 +158,7 @@ def _report_promises(
         # `ignore` names modules that the quantiser left alone, which need not be BF16.
         if stated[0].keeps_source and engine.told.endswith(" alone") and format_found == FP8_BLOCKS:
             kept.append(found.module)
-        if found.weight == NVFP4 and not found.check.has_input_scale:
+        if found.weight == NVFP4_NAME and not found.check.has_input_scale:
             _judge_input_scale(found, engine, inventory, siblings, findings)
     if kept:
         findings.add(
@@ -91,7 +172,7 @@ def _report_promises(
 
 
 def _report_contradiction(
-    found: Found, promise: Promise, inventory: Inventory, findings: Findings
+    found: StoredParameter, promise: Promise, inventory: Inventory, findings: Findings
 ) -> None:
     findings.add(
         rules.CONTRADICTS,
@@ -113,18 +194,18 @@ def _report_input_scales(inventory: Inventory, findings: Findings) -> None:
     """Report missing input scales by comparison with siblings, where no config says anything."""
     siblings = _rows_with_input_scales(inventory)
     for found in inventory.linears:
-        if found.weight == NVFP4 and not found.check.has_input_scale:
+        if found.weight == NVFP4_NAME and not found.check.has_input_scale:
             _judge_input_scale(found, None, inventory, siblings, findings)
 
 
 def _judge_input_scale(
-    found: Found,
+    found: StoredParameter,
     promise: Promise | None,
     inventory: Inventory,
     siblings: set[str],
     findings: Findings,
 ) -> None:
-    promised = promise is not None and promise.activations and promise.format == NVFP4
+    promised = promise is not None and promise.activations and promise.format == NVFP4_NAME
     if not promised and found.parameter.row.name not in siblings:
         return
     why = f"{shown(promise.told)} quantises activations" if promised and promise else "others have"
@@ -155,7 +236,7 @@ def _report_silence(checkpoint: Checkpoint, inventory: Inventory, findings: Find
 def _report_block_sizes(
     stated: tuple[Statement, ...], checkpoint: Checkpoint, inventory: Inventory, findings: Findings
 ) -> None:
-    examples: dict[str, Found] = {}
+    examples: dict[str, StoredParameter] = {}
     for found in inventory.linears:
         examples.setdefault(family_of(found.weight or ""), found)
     claims = [block for statement in stated for block in statement.blocks]
@@ -239,3 +320,210 @@ def _report_experts(inventory: Inventory, findings: Findings) -> None:
             drafter=sorted(drafter),
             main=sorted(main),
         )
+
+
+# --------------------------------------------------------------------------------------------------
+# Scalar scales of NVFP4 modules. Every weight_scale_2 and input_scale is read: two numbers a
+# module, in the order of the files. Partners must have equal scales, and no weight scale may have
+# its input scale as a factor. Whether a scale is finite, positive and of a sensible size is checked
+# by the numbers audit.
+
+_SCALARS = (Part.TENSOR_SCALE, Part.INPUT_SCALE)
+_LARGEST_CODED = 6 * 448  # what codes and block scales alone can reach in NVFP4
+# A scale that is 50 times too small is no outlier of training; the input scale that explains it
+# must do so within a factor of 4, which is how far weight scales of one row lie apart.
+_FAR, _NEAR = math.log(50), math.log(4)
+_TINIEST_MATRIX = 1e-3  # no trained matrix has all its weights below it, in every layer
+# Fewer numbers, or larger ones, say nothing of what is common to a row.
+_SMALL_MATRIX, _ENOUGH = 0.1, 32
+_STEEP, _SURE = 0.6, 0.2  # a slope that is nearer to 1 than to 0, and known well enough
+
+Scalars = dict[str, tuple[float, ...]]
+
+
+def report_scalars(checkpoint: Checkpoint, inventory: Inventory, findings: Findings) -> None:
+    """Report partners with unequal scales, and weight scales multiplied by an input scale."""
+    entries = _scalar_entries(checkpoint, inventory)
+    scalars = _read(each for parts in entries.values() for each in parts.values())
+    for group in partners(inventory):
+        members = [each for each in group.members if each.module in entries]
+        if len(members) > 1 and len({each.module for each in members}) > 1:
+            rule = rules.PARTNERS_SCALE if group.always else rules.PARTNERS_SCALE_FUSABLE
+            _compare(members, entries, scalars, (rule, inventory, findings))
+    _compare_stacked(inventory, entries, scalars, findings)
+    _report_factor(inventory, entries, scalars, findings)
+
+
+def _scalar_entries(
+    checkpoint: Checkpoint, inventory: Inventory
+) -> dict[str, dict[Part, TensorEntry]]:
+    """Return the scalar scales of every NVFP4 module; absent ones are reported elsewhere."""
+    found: dict[str, dict[Part, TensorEntry]] = {}
+    for each in inventory.found:
+        if each.weight == NVFP4_NAME and each.module not in found:
+            parts = checkpoint.table.parts(each.module)
+            found[each.module] = {
+                part: parts[part]
+                for part in _SCALARS
+                if part in parts and parts[part].dtype == "F32" and parts[part].elements
+            }
+    return found
+
+
+def _read(entries: Iterable[TensorEntry]) -> Scalars:
+    """Read small fp32 tensors."""
+    return {
+        name: struct.unpack(f"<{len(found) // 4}f", found) for name, found in read_small(entries)
+    }
+
+
+def _compare(
+    members: list[StoredParameter],
+    entries: Mapping[str, Mapping[Part, TensorEntry]],
+    scalars: Scalars,
+    told: tuple[AuditRule, Inventory, Findings],
+) -> None:
+    """Compare, bit for bit, the scalars of partners in separate modules."""
+    rule, inventory, findings = told
+    for part in _SCALARS:
+        names = [
+            entries[each.module][part].name for each in members if part in entries[each.module]
+        ]
+        values = [scalars[name] for name in names]
+        if len(set(values)) < 2:
+            continue
+        chosen = rule if part is Part.TENSOR_SCALE else rules.PARTNERS_INPUT_SCALE
+        _differ(chosen, members[0], names, [value[0] for value in values], (inventory, findings))
+
+
+def _differ(
+    rule: AuditRule,
+    first: StoredParameter,
+    names: list[str],
+    values: list[float],
+    told: tuple[Inventory, Findings],
+) -> None:
+    inventory, findings = told
+    ratio = max(values) / min(values) if min(values) > 0 else math.inf
+    findings.add(
+        rule,
+        FindingLocation(names[0], first.module, inventory.layer_of(first.parameter)),
+        " and ".join(
+            f"{shown(name)} is {value:.6g}" for name, value in zip(names, values, strict=True)
+        )
+        + f": {ratio:.4g} times apart.",
+        "Quantise the partners with one scale; an engine that fuses them keeps one of the two.",
+        values=values,
+        ratio=ratio,
+    )
+
+
+def _compare_stacked(
+    inventory: Inventory,
+    entries: Mapping[str, Mapping[Part, TensorEntry]],
+    scalars: Scalars,
+    findings: Findings,
+) -> None:
+    """Compare the scalars of partners in one module, whose last extent counts them."""
+    always = {row: kind.always for kind in fusable(inventory.config) for row in kind.rows}
+    by_module = {each.module: each for each in inventory.found if each.module in inventory.fused}
+    for module, found in by_module.items():
+        row = found.parameter.row.name
+        for part, entry in entries.get(module, {}).items():
+            count = len({each.row.name for each in inventory.fused[module]})
+            if count < 2 or not entry.shape or entry.shape[-1] != count or row not in always:
+                continue
+            rule = rules.PARTNERS_SCALE if always[row] else rules.PARTNERS_SCALE_FUSABLE
+            rule = rule if part is Part.TENSOR_SCALE else rules.PARTNERS_INPUT_SCALE
+            values = scalars[entry.name]
+            for expert in range(len(values) // count):
+                own = list(values[expert * count : (expert + 1) * count])
+                if len(set(own)) > 1:
+                    names = [f"{entry.name}[{expert}, {i}]" for i in range(count)]
+                    _differ(rule, found, names, own, (inventory, findings))
+
+
+def _report_factor(
+    inventory: Inventory,
+    entries: Mapping[str, Mapping[Part, TensorEntry]],
+    scalars: Scalars,
+    findings: Findings,
+) -> None:
+    """Report weight scales that are too small by a factor of their input scale."""
+    rows: dict[str, list[tuple[StoredParameter, float, float]]] = defaultdict(list)
+    for each in inventory.found:
+        parts = entries.get(each.module, {})
+        if len(parts) == 2 and each.module not in inventory.fused:
+            weight, inputs = (_decode_scale(parts[part], scalars) for part in _SCALARS)
+            if 0 < weight < math.inf and 0 < inputs < math.inf:
+                rows[each.parameter.row.name].append((each, weight, inputs))
+    for members in rows.values():
+        usual = median(weight for _, weight, _ in members)
+        common = _is_common(members, usual)
+        for found, weight, inputs in members:
+            if common:
+                # The largest weight that codes can reach once the factor is removed.
+                restored = weight / inputs * _LARGEST_CODED
+                inside = _TINIEST_MATRIX < restored < 1 / _TINIEST_MATRIX
+            else:
+                lost = math.log(weight / usual)
+                inside = lost < -_FAR and abs(lost - math.log(inputs)) < _NEAR
+            if inside:
+                _report_inside(found, entries, (weight, inputs, usual), (inventory, findings))
+
+
+def _is_common(members: list[tuple[StoredParameter, float, float]], usual: float) -> bool:
+    """Return whether all scales of a row have the factor, so that none stands out.
+
+    Either the row is smaller than any trained matrix, or it is small and its weight scales follow
+    the input scales with a slope near 1, where independent ones have a slope of 0.
+    """
+    if usual * _LARGEST_CODED < _TINIEST_MATRIX:
+        return True
+    logs = [(math.log(inputs), math.log(weight / usual)) for _, weight, inputs in members]
+    living = [(x, y) for x, y in logs if abs(y) < _FAR]  # dead experts have scales of their own
+    if usual * _LARGEST_CODED > _SMALL_MATRIX or len(living) < _ENOUGH:
+        return False
+    slope, uncertainty = _slope(living)
+    return slope > _STEEP and uncertainty < _SURE
+
+
+def _slope(points: list[tuple[float, float]]) -> tuple[float, float]:
+    """Return the slope of y over x by least squares, and its standard error."""
+    count = len(points)
+    mean_x, mean_y = (sum(column) / count for column in zip(*points, strict=True))
+    width = sum((x - mean_x) ** 2 for x, _ in points)
+    if not width:
+        return 0.0, math.inf
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / width
+    rest = sum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in points)
+    return slope, math.sqrt(rest / (count - 2) / width)
+
+
+def _decode_scale(entry: TensorEntry, scalars: Scalars) -> float:
+    """Return a scale to multiply by; compressed-tensors stores both as divisors."""
+    value = scalars[entry.name][0]
+    if entry.name.endswith("_global_scale"):
+        return 1 / value if value else math.inf
+    return value
+
+
+def _report_inside(
+    found: StoredParameter,
+    entries: Mapping[str, Mapping[Part, TensorEntry]],
+    numbers: tuple[float, float, float],
+    told: tuple[Inventory, Findings],
+) -> None:
+    weight, inputs, usual = numbers
+    inventory, findings = told
+    name = entries[found.module][Part.TENSOR_SCALE].name
+    findings.add(
+        rules.INPUT_SCALE_INSIDE,
+        FindingLocation(name, found.module, inventory.layer_of(found.parameter)),
+        f"{shown(name)} multiplies by {weight:.4g}; divided by the module's input_scale"
+        f" {inputs:.4g} that is {weight / inputs:.4g} (median of its row: {usual:.4g}).",
+        "Divide it by input_scale, which belongs to the activations.",
+        weight_scale_2=weight,
+        input_scale=inputs,
+        median_of_row=usual,
+    )

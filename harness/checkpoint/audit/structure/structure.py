@@ -1,9 +1,7 @@
 """Audit a checkpoint's structure: every tensor that the config implies, in its shape and format.
 
 `audit_structure` reads headers and configs, and of the data only scalar scales and a few rows of
-indexers. It reports problems of the files, then compares the config's parameters with the stored
-modules: missing, unexpected, wrong. Problems are returned as findings, never raised. Modules of an
-unknown model are checked one by one. Needs no torch.
+indexers; it needs no torch. Problems are returned as findings, never raised.
 """
 
 from __future__ import annotations
@@ -11,39 +9,288 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from degarble.harness.base.errors import Refused
 from degarble.harness.checkpoint.audit import rules
 from degarble.harness.checkpoint.audit import rules as rules_files
 from degarble.harness.checkpoint.audit.findings import NOWHERE, Finding, FindingLocation, Findings
-from degarble.harness.checkpoint.audit.structure.counts import report_counts
-from degarble.harness.checkpoint.audit.structure.formats import report_formats
-from degarble.harness.checkpoint.audit.structure.indexer import report_indexer_bytes
+from degarble.harness.checkpoint.audit.structure.formats import report_formats, report_scalars
 from degarble.harness.checkpoint.audit.structure.inventory import Inventory, take_inventory
-from degarble.harness.checkpoint.audit.structure.lost import Lost, lost_modules, without_lost
-from degarble.harness.checkpoint.audit.structure.names import report_unread_names
-from degarble.harness.checkpoint.audit.structure.scalars import report_scalars
 from degarble.harness.checkpoint.read.types import ProblemKind, shown
+from degarble.harness.checkpoint.view.consumers import LOADERS
 from degarble.harness.checkpoint.view.modules import has_coarse_scales, suffix_of
 from degarble.harness.checkpoint.view.quantisation_configs import OTHER_METHODS
 from degarble.harness.model.config.config import V4Config
 from degarble.harness.model.config.json_file import ARCHITECTURES
-from degarble.harness.model.layouts import (
-    FUSED_COMPRESSOR,
-    Spelling,
-    with_fused_compressors,
-)
+from degarble.harness.model.layouts import FUSED_COMPRESSOR, Spelling, with_fused_compressors
 from degarble.harness.model.parameters import parameter_named, parameters
 from degarble.harness.model.storage import Part
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
-    from degarble.harness.checkpoint.audit.structure.module_checks import Issue
+    from degarble.harness.checkpoint.audit.structure.inventory import ModuleIssue, StoredParameter
+    from degarble.harness.checkpoint.read.types import TensorEntry
     from degarble.harness.checkpoint.view.modules import ModuleTable
     from degarble.harness.checkpoint.view.view import Checkpoint, LogicalNames
+    from degarble.harness.model.layouts import Layout
     from degarble.harness.model.parameters import Parameter
+
+
+# --------------------------------------------------------------------------------------------------
+# Modules in shards that cannot be read, so that none is also reported as missing. The index says
+# which shard holds a tensor; the unreadable shard has a finding of its own. Without an index
+# nothing is known to be lost, and each absent parameter is reported by name.
+
+
+class LostModules(NamedTuple):
+    """Modules with a tensor in an unreadable shard, and the tensors of each such shard."""
+
+    modules: frozenset[str]
+    tensors: Mapping[str, int]
+
+
+def lost_modules(checkpoint: Checkpoint) -> LostModules:
+    """Return what the index places in shards that were not read."""
+    index = checkpoint.index
+    read = {shard.file.name for shard in checkpoint.shards}
+    modules: set[str] = set()
+    tensors: dict[str, int] = {}
+    for name, shard in (index.weight_map if index is not None else {}).items():
+        if shard in read:
+            continue
+        tensors[shard] = tensors.get(shard, 0) + 1
+        # A parameter is a tensor of its own, or a module whose parts end in a word of their own.
+        modules.update((name, name.rpartition(".")[0], name.removesuffix("_weight")))
+    return LostModules(frozenset(modules), tensors)
+
+
+def without_lost(inventory: Inventory, lost: LostModules) -> Inventory:
+    """Return the inventory without the lost modules."""
+    if not lost.modules:
+        return inventory
+    return replace(
+        inventory,
+        found=[each for each in inventory.found if each.module not in lost.modules],
+        missing=[each for each in inventory.missing if each[1] not in lost.modules],
+        fused={name: all_ for name, all_ in inventory.fused.items() if name not in lost.modules},
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Parameters whose names no known loader reads. A layout is compared as a whole: if some loader
+# knows the checkpoint's spelling there is no finding here, and absent or surplus tensors are
+# reported as missing or unexpected.
+
+_EXAMPLES = 8
+
+
+def report_unread_names(inventory: Inventory, findings: Findings) -> None:
+    """Report all parameters that no known loader reads as one finding, by their spelling."""
+    config = inventory.config
+    if any(loader.knows(inventory.layout, config) for loader in LOADERS):
+        return
+    known = [layout for loader in LOADERS for layout in loader.layouts(config)]
+    # Of the nearest one: names that several loaders know between them are read by none.
+    unread = min((_unread(inventory, layout) for layout in known), key=len)
+    if not unread:
+        return
+    formats = {each.weight for each in inventory.linears}
+    # A silent loader leaves unknown names at random instead of failing.
+    silent = [each for each in LOADERS if each.is_silent and formats <= each.formats]
+    first, count = unread[0].module, len({each.module for each in unread})
+    findings.add(
+        rules.NAME_UNREAD if silent else rules.NAME_UNREAD_QUANTISED,
+        FindingLocation(None, first),
+        f"No known loader reads {shown(first)}"
+        + (f" and {count - 1} modules more" if count > 1 else "")
+        + (f"; {silent[0].name} leaves them at random." if silent else "."),
+        "Write the names of the release: `degarble convert CKPT OUT --to bf16 --prove` does, for"
+        " quantised sources; else rename them.",
+        modules=count,
+        loaders=[each.what for each in LOADERS if each.layouts(config)],
+        examples=[shown(each.module) for each in unread[:_EXAMPLES]],
+    )
+
+
+def _unread(inventory: Inventory, layout: Layout) -> list[StoredParameter]:
+    """Return the parameters whose module differs from the one in a layout."""
+    config = inventory.config
+    # A fused row lies in its fusion's tensor, not under its own path.
+    fused = {row: each.target for each in layout.fusions for row in each.members}
+    return [
+        each
+        for each in inventory.found
+        if each.module
+        != layout.path_of(each.parameter, config, fused.get(each.parameter.row.name, ""))
+    ]
+
+
+# --------------------------------------------------------------------------------------------------
+# Layers and experts that the config counts, and those in the tensors' names. An engine never runs a
+# layer beyond the config's count. Drafter layers are numbered after the decoder's; they are
+# recognised by tensors that only drafters have.
+
+_LAYER = re.compile(r"^(.*?\b)layers\.(\d{1,6})\.")
+_EXPERT = re.compile(r"\bexperts\.(\d{1,6})\.")
+# Prefixes of stacks that num_hidden_layers does not count.
+_OTHER_TOWERS = re.compile(r"vision|visual|audio|encoder|decoder|tower|mtp|draft|perceiver")
+# Modules that only drafter layers have (DeepSeek's multi-token prediction).
+_DRAFTER = re.compile(r"\.(eh_proj|e_proj|h_proj|enorm|hnorm|shared_head|embed_tokens|mtp\w*)\.")
+# Spellings of the number of layers, and of experts, in configs of different families.
+_LAYERS = ("num_hidden_layers", "n_layers", "num_layers", "n_layer")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Where the config of a multimodal model nests that of its language model.
+_TEXT = ("text_config", "llm_config", "language_config")
+
+
+def report_counts(checkpoint: Checkpoint, findings: Findings) -> None:
+    """Report layers beyond the config's count, and in unknown families absent layers too."""
+    config = next(
+        (checkpoint.config[key] for key in _TEXT if isinstance(checkpoint.config.get(key), dict)),
+        checkpoint.config,
+    )
+    stacks: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name in checkpoint.entries:
+        found = _LAYER.match(name)
+        if found and not _OTHER_TOWERS.search(found[1]):
+            stacks[found[1]][int(found[2])].append(name)
+    if not stacks:
+        return
+    # The decoder is the stack with the most tensors.
+    prefix = max(stacks, key=lambda each: sum(map(len, stacks[each].values())))
+    layers, count = stacks[prefix], _count(config, _LAYERS)
+    if count is not None:
+        _report_uncounted(layers, count, prefix, findings)
+    if checkpoint.model is None and not checkpoint.problems.found:
+        _report_absent(layers, count, prefix, findings)
+        _report_experts(layers, _count(config, _EXPERTS), findings)
+
+
+def _count(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
+    # Not isinstance: a JSON `true` would count as 1.
+    found = next((config[key] for key in keys if type(config.get(key)) is int), None)
+    return found if found is None or found > 0 else None
+
+
+def _report_uncounted(
+    layers: Mapping[int, list[str]], count: int, prefix: str, findings: Findings
+) -> None:
+    for number in sorted(layers):
+        names = layers[number]
+        if number < count or any(_DRAFTER.search(name) for name in names):
+            continue
+        findings.add(
+            rules.UNCOUNTED,
+            FindingLocation(names[0], f"{prefix}layers.{number}", None),
+            f"{shown(prefix)}layers.{number} has {len(names)} tensors, and config.json counts"
+            f" {count} layers: engines leave it out.",
+            "Correct num_hidden_layers, or find out why the layer is there.",
+            counted=count,
+            tensors=len(names),
+        )
+
+
+def _report_absent(
+    layers: Mapping[int, list[str]], count: int | None, prefix: str, findings: Findings
+) -> None:
+    for number in range(count or max(layers) + 1):
+        if number not in layers:
+            findings.add(
+                rules.MISSING_BLOCK,
+                FindingLocation(None, f"{prefix}layers.{number}", number),
+                f"{shown(prefix)}layers.{number} has no tensors, the config counts {count} layers.",
+                "Look for a missing shard.",
+            )
+
+
+def _report_experts(layers: Mapping[int, list[str]], count: int | None, findings: Findings) -> None:
+    for number, names in layers.items():
+        there = {int(found[1]): name for name in names if (found := _EXPERT.search(name))}
+        if not there or count is None:
+            continue
+        for expert in sorted(there.keys() - set(range(count))):
+            findings.add(
+                rules.UNCOUNTED,
+                FindingLocation(there[expert], None, number),
+                f"{shown(there[expert])} is of expert {expert}, the config counts {count}.",
+                "Correct the config's number of experts, or find out why it is there.",
+                counted=count,
+            )
+        front = next(iter(there.values())).partition("experts.")[0]
+        for expert in sorted(set(range(count)) - there.keys()):
+            findings.add(
+                rules.MISSING_EXPERT,
+                FindingLocation(None, f"{front}experts.{expert}", number),
+                f"Expert {expert} of {shown(front)}experts has no tensors; the config counts"
+                f" {count} experts.",
+                "Look for a missing shard, or for experts that were pruned.",
+            )
+
+
+# --------------------------------------------------------------------------------------------------
+# Indexers whose compressor holds the bytes of the main compressor. Shapes cannot show this where
+# the two compressors have equal shapes, or where the indexer's rows are the main compressor's first
+# rows, so bytes are compared. A few samples come first: a healthy checkpoint costs a few pages a
+# layer. Equal samples that are constant (zeros of a sparse file) prove nothing.
+
+# Bytes of a sample, and bytes that the full comparison takes at a time.
+_SAMPLE = 256
+_STEP = 1 << 20
+
+
+def report_indexer_bytes(checkpoint: Checkpoint, inventory: Inventory, findings: Findings) -> None:
+    """Report indexers whose compressor is a copy of the main one."""
+    for name, found in inventory.by_name.items():
+        if not name.endswith((".attn.indexer.compressor.wkv", ".attn.indexer.compressor.wgate")):
+            continue
+        main = inventory.by_name.get(name.replace(".indexer.", "."))
+        if main is None or found.module in inventory.fused or main.module in inventory.fused:
+            continue
+        pair = _codes(checkpoint, found), _codes(checkpoint, main)
+        if _same_rows(checkpoint, *pair):
+            findings.add(
+                rules.INDEXER_PREFIX,
+                FindingLocation(pair[0].name, found.module, inventory.layer_of(found.parameter)),
+                f"{shown(pair[0].name)} has the bytes of {shown(pair[1].name)}.",
+                "Read the indexer's compressor from its own prefix and write it again.",
+                bytes_compared=min(pair[0].nbytes, pair[1].nbytes),
+                copied_from=shown(pair[1].name),
+            )
+
+
+def _codes(checkpoint: Checkpoint, found: StoredParameter) -> TensorEntry:
+    return checkpoint.table.parts(found.module)[Part.CODES]
+
+
+def _same_rows(checkpoint: Checkpoint, one: TensorEntry, other: TensorEntry) -> bool:
+    """Return whether the shorter tensor is a prefix of the longer one; constant samples: False."""
+    if one.dtype != other.dtype or one.shape[1:] != other.shape[1:]:
+        return False
+    first, second = checkpoint.raw(one.name), checkpoint.raw(other.name)
+    length = min(len(first), len(second))
+    differs = False
+    for begin in (0, length // 2, max(length - _SAMPLE, 0)):
+        sample = bytes(first[begin : begin + _SAMPLE])
+        if sample != bytes(second[begin : begin + len(sample)]):
+            return False
+        differs = differs or len(set(sample)) > 1
+    # Constant samples (holes of a sparse file) prove nothing.
+    if not differs:
+        return False
+    same = all(
+        first[begin : min(begin + _STEP, length)] == second[begin : min(begin + _STEP, length)]
+        for begin in range(0, length, _STEP)
+    )
+    checkpoint.release(one.name)
+    checkpoint.release(other.name)
+    return same
+
+
+# --------------------------------------------------------------------------------------------------
+# The audit. It reports problems of the files, then compares the config's parameters with the stored
+# modules: missing, unexpected, wrong. Modules of an unknown model are checked one by one.
 
 _INDEXER_COMPRESSOR = "attn.indexer.compressor."
 _KNOWN_EXTRAS = re.compile(r"\.(rotary_emb\.inv_freq|[kvq]_scale|[kv]_proj\.output_scale)$")
@@ -82,7 +329,7 @@ def audit_structure(checkpoint: Checkpoint) -> list[Finding]:
     return findings.sorted()
 
 
-def _report_problems(checkpoint: Checkpoint, lost: Lost, findings: Findings) -> None:
+def _report_problems(checkpoint: Checkpoint, lost: LostModules, findings: Findings) -> None:
     for problem in checkpoint.problems.found:
         gone = lost.tensors.get(problem.file, 0)
         more = f" The index places {gone:,} tensors there; none of them is judged." if gone else ""
@@ -121,7 +368,7 @@ def _report_no_model(checkpoint: Checkpoint, findings: Findings) -> None:
     )
 
 
-def _report_spelling(checkpoint: Checkpoint, lost: Lost, findings: Findings) -> None:
+def _report_spelling(checkpoint: Checkpoint, lost: LostModules, findings: Findings) -> None:
     assert checkpoint.model is not None, "asked for a known model only"
     _report_forms(checkpoint.table, set(checkpoint.table.suffixes) - lost.modules, findings)
     if lost.modules:
@@ -304,7 +551,7 @@ def _report_issues(table: ModuleTable, inventory: Inventory, findings: Findings)
             )
 
 
-def _is_main_compressors(inventory: Inventory, parameter: Parameter, issue: Issue) -> bool:
+def _is_main_compressors(inventory: Inventory, parameter: Parameter, issue: ModuleIssue) -> bool:
     """Return whether an indexer's tensor has the main compressor's expected shape."""
     name = parameter.row.name
     if issue.rule is not rules.WRONG_SHAPE or not name.startswith(_INDEXER_COMPRESSOR):

@@ -19,7 +19,7 @@ from degarble.harness.checkpoint.audit.against.against import (
     judge_against,
     measure_against,
 )
-from degarble.harness.checkpoint.audit.against.table import DESCRIPTIONS, AgainstTable
+from degarble.harness.checkpoint.audit.against.comparison import DESCRIPTIONS, AgainstTable
 from degarble.harness.checkpoint.audit.rules import Level
 from degarble.harness.checkpoint.transform.convert.job import convert
 from degarble.harness.checkpoint.view.view import Checkpoint

@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from degarble.harness.checkpoint.audit import value_rules as rules
-from degarble.harness.checkpoint.audit.against.against import audit_against
-from degarble.harness.checkpoint.audit.against.configs import differences, judge_configs
+from degarble.harness.checkpoint.audit.against.against import (
+    audit_against,
+    differences,
+    judge_configs,
+)
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.suites.checkpoint.converting_cases import source
 from degarble.suites.checkpoint.reading_cases import write_shards

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from degarble.harness.checkpoint.audit.against.signs import signs_told
+from degarble.harness.checkpoint.audit.against.causes import describe_signs
 
 Y_MK = torch.randn(96, 64, generator=torch.Generator().manual_seed(1))
 
@@ -31,19 +31,19 @@ TOLD = {
 @pytest.mark.parametrize("what", TOLD)
 def test_what_is_turned_is_named(what: str) -> None:
     x_MK, told = TOLD[what]
-    said = signs_told(x_MK, Y_MK, 300)
+    said = describe_signs(x_MK, Y_MK, 300)
     assert said is not None
     assert said.endswith(told)
 
 
 def test_healthy_and_foreign_values_say_nothing() -> None:
-    assert signs_told(turned([], EVERY), Y_MK) is None
-    assert signs_told(torch.rand(96, 64), Y_MK) is None
+    assert describe_signs(turned([], EVERY), Y_MK) is None
+    assert describe_signs(torch.rand(96, 64), Y_MK) is None
 
 
 def test_rows_of_zeros_are_no_turned_rows() -> None:
     x_MK, y_MK = turned(7, EVERY), Y_MK.clone()
     x_MK[20:30] = y_MK[20:30] = 0
-    said = signs_told(x_MK, y_MK)
+    said = describe_signs(x_MK, y_MK)
     assert said is not None
     assert said.endswith("in row 7.")

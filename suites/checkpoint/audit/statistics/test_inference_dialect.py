@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from degarble.harness.checkpoint.audit.statistics.inference_dialect import (
+from degarble.harness.checkpoint.audit.statistics.inference import (
     LOSSLESS,
     PRODUCERS,
-    Traces,
+    DialectTraces,
     candidates,
     infer_dialect,
 )
@@ -35,7 +35,7 @@ GROUP_OF = {
 DECODE, ENCODE = ScaleDirection.DECODE, ScaleDirection.ENCODE
 
 
-def traces(seed: int, dialect: Dialect, *, zeros: bool, tensors: int = 24) -> Traces:
+def traces(seed: int, dialect: Dialect, *, zeros: bool, tensors: int = 24) -> DialectTraces:
     """What the tensors of one producer show, gathered the slow way."""
     scales, zero_bytes, smallest, over_codes = [], [], 448.0, 0
     direction = ENCODE if dialect is COMPRESSED_TENSORS else DECODE
@@ -50,7 +50,7 @@ def traces(seed: int, dialect: Dialect, *, zeros: bool, tensors: int = 24) -> Tr
         used = made.scale_values()[has_codes]
         over_codes += int((used == 0).sum())
         smallest = min(smallest, float(used[used > 0].min()))
-    return Traces(scales, direction, zero_bytes, smallest, over_codes, powers_only=False)
+    return DialectTraces(scales, direction, zero_bytes, smallest, over_codes, powers_only=False)
 
 
 @pytest.mark.parametrize("name", PRODUCERS)
@@ -86,25 +86,25 @@ def test_dialects_of_one_group_leave_the_same_traces(seed: int) -> None:
 def test_float32_weights_leave_the_arithmetic_open(seed: int) -> None:
     drawn = torch.rand(24, generator=torch.Generator().manual_seed(seed)) + 0.5
     scales = (drawn / 2688).tolist()
-    inferred = infer_dialect(Traces(scales, DECODE, [], 0.5, 0, powers_only=False))
+    inferred = infer_dialect(DialectTraces(scales, DECODE, [], 0.5, 0, powers_only=False))
     assert inferred.value is None
     assert max(inferred.evidence.values()) < 0.5
 
 
 def test_small_scales_and_zeros_over_codes_exclude() -> None:
-    tiny = Traces([0.3], DECODE, [], 2.0**-9, 0, powers_only=False)
+    tiny = DialectTraces([0.3], DECODE, [], 2.0**-9, 0, powers_only=False)
     assert "torchao" not in candidates(tiny)
-    lost = Traces([0.3], DECODE, [], 2.0**-9, 5, powers_only=False)
+    lost = DialectTraces([0.3], DECODE, [], 2.0**-9, 5, powers_only=False)
     assert candidates(lost) == ("canonical, flashinfer or vllm",)
 
 
 def test_a_lossless_cast_is_told() -> None:
-    inferred = infer_dialect(Traces([2.0**-11], DECODE, [], 0.5, 0, powers_only=True))
+    inferred = infer_dialect(DialectTraces([2.0**-11], DECODE, [], 0.5, 0, powers_only=True))
     assert inferred.value == LOSSLESS
 
 
 @pytest.mark.parametrize("scale", [0.0, math.nan, math.inf, -1.0])
 def test_spoilt_scales_are_survived(scale: float) -> None:
-    inferred = infer_dialect(Traces([scale], DECODE, [0x38], 0.5, 0, powers_only=False))
+    inferred = infer_dialect(DialectTraces([scale], DECODE, [0x38], 0.5, 0, powers_only=False))
     assert inferred.value == "modelopt"
-    assert infer_dialect(Traces([], DECODE, [], 0.5, 0, powers_only=False)).value is None
+    assert infer_dialect(DialectTraces([], DECODE, [], 0.5, 0, powers_only=False)).value is None

@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.checkpoint.audit.statistics.inference_layout import (
-    LINEAR,
-    infer_layout,
-    orders_for,
-)
-from degarble.harness.checkpoint.audit.statistics.inferred import (
+from degarble.harness.checkpoint.audit.statistics.inference import (
     CERTAIN,
     FAR,
+    LINEAR,
     best_of,
     confidence_of,
+    infer_layout,
+    orders_for,
 )
 from degarble.harness.formats.dialects import CANONICAL, MODELOPT
 from degarble.harness.formats.layouts import ROW_ORDERS, SWIZZLE_128X4, reorder_rows, to_layout

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from degarble.harness.checkpoint.audit.statistics.inference_order import (
+from degarble.harness.checkpoint.audit.statistics.inference import (
     ORDERS,
     Kinship,
-    Reference,
+    ReferenceProfile,
     infer_order,
     logs_of,
 )
@@ -40,7 +40,7 @@ def packed_as(order: str, columns: NDArray[np.float32]) -> NDArray[np.float32]:
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_unpacked_sibling_tells_every_order(seed: int, order: str) -> None:
     gains = channels(seed, WIDTH)
-    reference = Reference(Kinship.SIBLING, logs_of(energies(seed + 1, gains, 64)))
+    reference = ReferenceProfile(Kinship.SIBLING, logs_of(energies(seed + 1, gains, 64)))
     found = infer_order(packed_as(order, energies(seed + 2, gains)), [reference])
     assert found.value == order
     assert found.because == Kinship.SIBLING
@@ -53,14 +53,14 @@ def test_a_norm_tells_whatever_the_sign_of_the_relation(
     seed: int, order: str, slope: float
 ) -> None:
     gains = channels(seed, WIDTH, 0.5)
-    norm = Reference(Kinship.NORM, slope * logs_of(gains.numpy()))
+    norm = ReferenceProfile(Kinship.NORM, slope * logs_of(gains.numpy()))
     found = infer_order(packed_as(order, energies(seed + 1, gains)), [norm])
     assert found.value == order
 
 
 @pytest.mark.parametrize("kinship", [Kinship.NORM, Kinship.PRODUCER])
 def test_a_stranger_tells_nothing(seed: int, kinship: Kinship) -> None:
-    stranger = Reference(kinship, logs_of(channels(seed + 1, WIDTH, 0.5).numpy()))
+    stranger = ReferenceProfile(kinship, logs_of(channels(seed + 1, WIDTH, 0.5).numpy()))
     found = infer_order(energies(seed, channels(seed, WIDTH, 0.5)), [stranger])
     assert found.value is None
     assert "no relation" in found.because
@@ -73,7 +73,9 @@ def test_power_by_the_spread_of_channels(seed: int) -> None:
         values = []
         for i in range(8):
             gains = torch.exp(spread * torch.randn(WIDTH, generator=generator(seed + i)))
-            reference = Reference(Kinship.SIBLING, logs_of(energies(seed + 100 + i, gains, 64)))
+            reference = ReferenceProfile(
+                Kinship.SIBLING, logs_of(energies(seed + 100 + i, gains, 64))
+            )
             swapped = packed_as("high_even", energies(seed + 200 + i, gains))
             values.append(infer_order(swapped, [reference]).value)
         assert set(values) <= {None, "high_even"}
@@ -85,24 +87,24 @@ def test_power_by_the_spread_of_channels(seed: int) -> None:
 
 def test_smooth_channels_do_not_tell(seed: int) -> None:
     gains = torch.exp(torch.sin(torch.arange(WIDTH) / 300.0))
-    reference = Reference(Kinship.SIBLING, logs_of(energies(seed, gains, 64)))
+    reference = ReferenceProfile(Kinship.SIBLING, logs_of(energies(seed, gains, 64)))
     assert infer_order(energies(seed + 1, gains), [reference]).value is None
 
 
 def test_what_is_missing_is_told(seed: int) -> None:
     columns = energies(seed, channels(seed, 256))
     assert "no profile" in infer_order(columns, []).because
-    narrow = Reference(Kinship.SIBLING, np.zeros(128))
+    narrow = ReferenceProfile(Kinship.SIBLING, np.zeros(128))
     assert "no profile" in infer_order(columns, [narrow]).because
     assert "too few" in infer_order(columns[:64], [narrow]).because
-    flat = Reference(Kinship.SIBLING, np.zeros(256))
+    flat = ReferenceProfile(Kinship.SIBLING, np.zeros(256))
     assert infer_order(columns, [flat]).value is None
 
 
 def test_the_best_of_several_references_counts(seed: int) -> None:
     gains = channels(seed, WIDTH)
-    flat = Reference(Kinship.SIBLING, np.zeros(WIDTH))
-    norm = Reference(Kinship.NORM, -logs_of(gains.numpy()))
+    flat = ReferenceProfile(Kinship.SIBLING, np.zeros(WIDTH))
+    norm = ReferenceProfile(Kinship.NORM, -logs_of(gains.numpy()))
     found = infer_order(energies(seed + 1, gains), [flat, norm])
     assert (found.value, found.because) == ("low_even", Kinship.NORM)
 

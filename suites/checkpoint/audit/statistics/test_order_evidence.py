@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from degarble.harness.checkpoint.audit.statistics.inference_order import Kinship
-from degarble.harness.checkpoint.audit.statistics.order_evidence import Block
+from degarble.harness.checkpoint.audit.statistics.inference import BlockProfiles, Kinship
 from degarble.harness.checkpoint.view.weight_units import WeightUnit
 from degarble.harness.model.types import Kind
 from degarble.suites.checkpoint.audit.statistics.test_inference_order import packed_as
@@ -56,7 +55,7 @@ def found(columns: NDArray[np.float64], rows: NDArray[np.float64], *, packed: bo
 def judged(seed: int, related: float, order: str, experts: int = EXPERTS) -> list[Any]:
     """Judge the w2 of a layer whose columns follow the rows of w1 by so much."""
     random = np.random.default_rng(seed)
-    block = Block(FEEDS)
+    block = BlockProfiles(FEEDS)
     for expert in range(experts):
         width = 6.0 if expert == 3 else 0.5  # a dead expert: wide on both sides, unrelated
         made = random.standard_t(6, WIDTH)

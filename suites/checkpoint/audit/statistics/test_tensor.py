@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from degarble.harness.checkpoint.audit.statistics import row_facts
-from degarble.harness.checkpoint.audit.statistics import scales as scale_statistics
+from degarble.harness.checkpoint.audit.statistics import tensor
+from degarble.harness.checkpoint.audit.statistics import tensor as scale_statistics
 from degarble.harness.checkpoint.audit.statistics import tensor as tensor_statistics
 from degarble.harness.checkpoint.audit.statistics.tensor import TensorStatistics, statistics_of
 from degarble.harness.formats.dialects import MODELOPT
@@ -115,7 +115,7 @@ def test_pairing_of_tall_matrices_is_that_of_evenly_spread_rows(
     monkeypatch.setattr(tensor_statistics, "WINDOW_ELEMENTS", 100 * 256)
     found = statistics(tmp_path, stored_parts(made))
     codes = values_of(E2M1)[made.element_codes()[::3].numpy()].astype(np.float64)
-    wanted = scale_statistics.pairing_of(
+    wanted = scale_statistics.scale_correlation(
         made.scale_values()[::3].double().numpy(),
         np.square(codes).reshape(len(codes), -1, 16).sum(2),
     )
@@ -228,7 +228,7 @@ def test_digests_tell_same_permuted_and_other(tmp_path: Path, seed: int, fmt: Bl
 def test_signs_of_neighbours_change_a_digest() -> None:
     data = np.zeros((2, 64), np.uint8)
     data[1, [7, 39]] = 0x80  # top bits of two words of one lane: linear digests lose them
-    first, second = row_facts.digests_of(data)
+    first, second = tensor.digests_of(data)
     assert first != second
 
 
@@ -237,7 +237,7 @@ def test_signs_of_neighbours_change_a_digest() -> None:
     [([], (0, 0)), ([0, 0], (0, 0)), ([1, 1, 0, 1], (0, 2)), ([0, 1, 0, 1, 1], (3, 2))],
 )
 def test_longest_run(flags: list[int], expected: tuple[int, int]) -> None:
-    assert row_facts.longest_run(np.array(flags, np.bool_)) == expected
+    assert tensor.longest_run(np.array(flags, np.bool_)) == expected
 
 
 def test_entropy_of_bytes(tmp_path: Path, seed: int) -> None:

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from degarble.harness.checkpoint.audit.structure.fused_checks import check_fused
-from degarble.harness.checkpoint.audit.structure.module_checks import ModuleCheck, ModuleChecks
+from degarble.harness.checkpoint.audit.structure.inventory import (
+    ModuleCheck,
+    ModuleChecks,
+    check_fused,
+)
 from degarble.harness.checkpoint.read.types import DTYPE_BITS, TensorEntry
 from degarble.harness.checkpoint.view.modules import ModuleTable
 from degarble.harness.checkpoint.view.view import Checkpoint, logical_names
