@@ -122,7 +122,7 @@ def _gpus() -> list[dict[str, str]]:
 def audit(asked: Asked, _: Results) -> StepResult:
     """Audit the checkpoint's files, against the reference if that is another."""
     apart = asked.checkpoint.resolve() != asked.reference.resolve()
-    wanted = auditing.Wanted(asked.checkpoint, against=asked.reference if apart else None)
+    wanted = auditing.AuditRequest(asked.checkpoint, against=asked.reference if apart else None)
     found = auditing.audit(wanted, usable_workers())
     words = f"degarble audit {asked.name}"
     words += f" --against {asked.reference.resolve().name}" if apart else ""

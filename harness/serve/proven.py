@@ -134,10 +134,10 @@ class ProvenStart:
 
     def _audit(self) -> str:
         from degarble.harness.checkpoint.audit.rules import Level  # noqa: PLC0415  as below
-        from degarble.harness.commands.audit.audit import Wanted, audit  # noqa: PLC0415  imports torch
+        from degarble.harness.commands.audit.audit import AuditRequest, audit  # noqa: PLC0415  imports torch
 
         how = self._how
-        found = audit(Wanted(how.checkpoint, how.numbers, how.loader, how.against))
+        found = audit(AuditRequest(how.checkpoint, how.numbers, how.loader, how.against))
         errors = [each for each in found.findings if each.level is Level.ERROR]
         if not errors:
             return found.sentence

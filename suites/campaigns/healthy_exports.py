@@ -30,7 +30,7 @@ from degarble.harness.checkpoint.transform.nvfp4_scales import ScaleRule
 from degarble.harness.checkpoint.transform.quantise.calibration import Amax, Calibration
 from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, run_job, target_layout
 from degarble.harness.checkpoint.view.view import Checkpoint
-from degarble.harness.commands.audit.audit import Wanted, audit
+from degarble.harness.commands.audit.audit import AuditRequest, audit
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.recipes import recipe_named
 from degarble.suites.campaigns.runner import CaseResult, arguments, run_cases
@@ -238,7 +238,7 @@ def run_case(seed: int) -> CaseResult:
         except Exception as error:  # noqa: BLE001  another tool's; it is no alarm of ours
             return CaseResult(seed, kind, "not made", f"{name}: {type(error).__name__}: {error}")
         try:
-            found = audit(Wanted(made, against=source)).findings
+            found = audit(AuditRequest(made, against=source)).findings
         except Refused as error:
             return CaseResult(seed, kind, "refused", f"{name}: {error}")
     finally:

@@ -28,7 +28,7 @@ from degarble.harness.checkpoint.audit.rules import Level
 from degarble.harness.checkpoint.transform.quantise.calibration import Amax, Calibration
 from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, run_job, target_layout
 from degarble.harness.checkpoint.view.view import Checkpoint
-from degarble.harness.commands.audit.audit import Wanted, audit
+from degarble.harness.commands.audit.audit import AuditRequest, audit
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.recipes import recipe_named
 from degarble.suites.campaigns.runner import CaseResult, arguments, run_cases
@@ -111,8 +111,8 @@ def run_case(folder: Path, seed: int) -> CaseResult:
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as at:
         target = Path(at) / "tampered"
         world.write(target)
-        beside = _findings(Wanted(target, against=TINY / family))
-        loaded = _findings(Wanted(target, numbers=False, loader="vllm"))
+        beside = _findings(AuditRequest(target, against=TINY / family))
+        loaded = _findings(AuditRequest(target, numbers=False, loader="vllm"))
     usual = json.loads((folder / f"{kind}.json").read_text())  # what a small model itself shows
     loaded = [each for each in loaded if each.rule not in usual]
     own = [each for each in beside if not each.rule.startswith("against.")]
@@ -133,7 +133,7 @@ def run_case(folder: Path, seed: int) -> CaseResult:
     return CaseResult(seed, family, str(told["against"]), json.dumps(told))
 
 
-def _findings(wanted: Wanted) -> list[Finding]:
+def _findings(wanted: AuditRequest) -> list[Finding]:
     """Audit; a refusal tells no cause, and counts as nothing found but an error without a rule."""
     try:
         return list(audit(wanted).findings)
@@ -184,7 +184,7 @@ def main() -> int:
         if not (folder / kind / "manifest.json").exists():
             shutil.rmtree(folder / kind, ignore_errors=True)
             write_source(kind, folder / kind)
-        usual = {each.rule for each in _findings(Wanted(folder / kind, False, "vllm"))}
+        usual = {each.rule for each in _findings(AuditRequest(folder / kind, False, "vllm"))}
         (folder / f"{kind}.json").write_text(json.dumps(sorted(usual)))
     report = run_cases("tampers", partial(run_case, folder), chosen, asked.jobs)
     report.results = [each for each in report.results if each.outcome != "skipped"]

@@ -66,7 +66,9 @@ def audit(options: AuditOptions, terminal: Terminal) -> int:
     from degarble.harness.commands.report_folder import write_page  # noqa: PLC0415
     from degarble.harness.report.page import provenance  # noqa: PLC0415
 
-    wanted = run.Wanted(options.checkpoint, options.only is None, options.loader, options.against)
+    wanted = run.AuditRequest(
+        options.checkpoint, options.only is None, options.loader, options.against
+    )
     with spread(terminal) as workers:
         found = run.audit(wanted, workers, partial(terminal.work, "audit"))
     told = _command(options, found.subject.name)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
 from collections import Counter
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from degarble.harness.checkpoint.audit.findings import format_ranges, in_order
@@ -25,7 +27,6 @@ from degarble.harness.checkpoint.audit.structure.manifest_check import (
 from degarble.harness.checkpoint.audit.structure.structure import audit_structure
 from degarble.harness.checkpoint.read.types import ProblemKind
 from degarble.harness.checkpoint.view.view import Checkpoint
-from degarble.harness.commands.audit.kinds import kind_of_name, layer_of_name
 from degarble.harness.report.progress import Progress, duration, size
 from degarble.harness.report.verdict import Verdict
 
@@ -40,6 +41,59 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.audit.numbers.table import NumberTable
     from degarble.harness.checkpoint.write.workers import Workers
 
+
+# --------------------------------------------------------------------------------------------------
+# Kind and layer of a tensor, from its name, for grouping findings. Patterns match what all known
+# spellings have in common, so that a checkpoint of an unknown model gets a map too. The order of
+# the kinds is that of the map.
+
+# The first pattern that matches decides; `#` stands for any number.
+_KINDS = (
+    ("experts", r"\bexperts\b|\bw13_|\bw2_weight"),
+    ("shared experts", r"shared_experts?"),
+    ("router", r"\bgate\.|\bgate$|tid2eid|correction_bias"),
+    ("indexer", r"indexer"),
+    ("compressor", r"compressor"),
+    ("mixing", r"\bhc_|(attn|ffn|head)_hc|\bhc\b"),
+    ("norms", r"norm"),
+    ("dense MLP", r"\bmlp\.(gate|up|down|gate_up)_proj\b|\bffn\.w#\b"),
+    ("drafter input", r"\b(eh|e|h)_proj\b"),
+    ("attention", r"\b(attn|self_attn|mla_attn)\b"),
+    ("embedding, head", r"\b(embed|embed_tokens|head|lm_head|shared_head)\b"),
+)
+OTHER = "other"
+WHOLE = "checkpoint"
+KINDS = (*(kind for kind, _ in _KINDS), OTHER, WHOLE)
+_NUMBER = re.compile(r"\d+")
+_LAYER = re.compile(r"\b(layers|mtp)\.(\d+)\b")
+
+
+def kind_of_name(name: str) -> str:
+    """Return the kind of a tensor, module or parameter by its name."""
+    return _kind_of_pattern(_NUMBER.sub("#", name))
+
+
+@lru_cache(maxsize=4096)
+def _kind_of_pattern(name: str) -> str:
+    return next((kind for kind, pattern in _KINDS if re.search(pattern, name)), OTHER)
+
+
+def kind_of(finding: Finding) -> str:
+    """Return the kind of tensor that a finding concerns; without a name it concerns all of them."""
+    name = finding.tensor or finding.module
+    return kind_of_name(name) if name else WHOLE
+
+
+def layer_of_name(name: str, layers: int) -> int | None:
+    """Return the layer of a name; a drafter's number follows those of the decoder's `layers`."""
+    found = _LAYER.search(name)
+    if found is None:
+        return None
+    number = int(found[2])
+    return number + layers if found[1] == "mtp" else number
+
+
+if TYPE_CHECKING:
     Listen = Callable[[int], AbstractContextManager[Progress]]  # given the bytes that are known
 
 STRUCTURE, NUMBERS, AGAINST, LOADER = "structure", "numbers", "against", "loader"
@@ -52,7 +106,7 @@ _WHY_NOT = {
 
 
 @dataclass(frozen=True)
-class Wanted:
+class AuditRequest:
     """What to audit: checkpoint, parts, loader map, reference."""
 
     path: Path
@@ -62,7 +116,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Part:
+class AuditPart:
     """One part of an audit: what was judged, or why it was not."""
 
     name: str
@@ -71,7 +125,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Subject:
+class AuditedCheckpoint:
     """The audited checkpoint. `identity` hashes its config and every header entry.
 
     `places` counts tensors by layer and kind; a drafter's layer number follows the decoder's.
@@ -90,7 +144,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Beside:
+class ReferenceComparison:
     """The reference of a comparison, and the table of measurements against it."""
 
     name: str
@@ -102,20 +156,20 @@ class Beside:
 class Audit:
     """The findings in one checkpoint."""
 
-    subject: Subject
-    parts: tuple[Part, ...]
+    subject: AuditedCheckpoint
+    parts: tuple[AuditPart, ...]
     findings: tuple[Finding, ...]
     table: NumberTable | None = None
     loader: LoaderProof | None = None
-    beside: Beside | None = None
+    beside: ReferenceComparison | None = None
 
     @property
-    def judged(self) -> tuple[Part, ...]:
+    def judged(self) -> tuple[AuditPart, ...]:
         """Return the parts that the verdict covers."""
         return tuple(part for part in self.parts if part.judged)
 
     @property
-    def not_judged(self) -> tuple[Part, ...]:
+    def not_judged(self) -> tuple[AuditPart, ...]:
         """Return the parts that the verdict does not cover."""
         return tuple(part for part in self.parts if not part.judged)
 
@@ -150,7 +204,7 @@ class Audit:
 
 
 @dataclass(frozen=True)
-class Broken:
+class BrokenRule:
     """One broken rule: its first finding, the number of places, the layers."""
 
     first: Finding
@@ -165,13 +219,13 @@ class Broken:
         return f"in {self.count:,} places{layers}" if self.count > 1 else ""
 
 
-def by_rule(findings: Iterable[Finding]) -> list[Broken]:
+def by_rule(findings: Iterable[Finding]) -> list[BrokenRule]:
     """Group findings by rule, in the order of the first of each."""
     gathered: dict[str, list[Finding]] = {}
     for finding in findings:
         gathered.setdefault(finding.rule, []).append(finding)
     return [
-        Broken(
+        BrokenRule(
             found[0],
             sum(each.count for each in found),
             format_ranges({layer for each in found for layer in each.layers}),
@@ -193,7 +247,7 @@ def places(count: int, word: str) -> str:
     return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
-def audit(wanted: Wanted, workers: Workers = 1, listen: Listen | None = None) -> Audit:
+def audit(wanted: AuditRequest, workers: Workers = 1, listen: Listen | None = None) -> Audit:
     """Audit a checkpoint; `listen` returns the counter of bytes that are walked."""
     unheard: Listen = lambda total: nullcontext(Progress("", total))  # noqa: E731  a default
     with ExitStack() as stack:
@@ -218,14 +272,14 @@ class _Steps:
     """One audit, step by step; a part whose step is skipped is not judged."""
 
     def __init__(
-        self, checkpoint: Checkpoint, reference: Checkpoint | None, wanted: Wanted
+        self, checkpoint: Checkpoint, reference: Checkpoint | None, wanted: AuditRequest
     ) -> None:
         self._checkpoint, self._reference, self._wanted = checkpoint, reference, wanted
         self._findings: list[Finding] = []
         self._told: dict[str, str] = {}
         self._table: NumberTable | None = None
         self._loader: LoaderProof | None = None
-        self._beside: Beside | None = None
+        self._beside: ReferenceComparison | None = None
         self._subject = _subject(checkpoint, wanted.path)
         self._hashes = self._reference_hashes = ""
 
@@ -312,7 +366,7 @@ class _Steps:
         told = _read(progress.pace.done - before, begun)
         self._findings += judge_against(self._checkpoint, reference, table)
         name = path.resolve().name
-        self._beside = Beside(name, identity_of(reference), table)
+        self._beside = ReferenceComparison(name, identity_of(reference), table)
         alone = len(table.only_here) + len(table.only_there) + len(table.unlike)
         rest = f" {places(alone, 'weight')} had no counterpart." if alone else ""
         rest += self._reference_hashes
@@ -321,7 +375,8 @@ class _Steps:
     def audit(self) -> Audit:
         """Return the audit."""
         parts = (
-            Part(name, self._told.get(name) or _WHY_NOT[name], name in self._told) for name in PARTS
+            AuditPart(name, self._told.get(name) or _WHY_NOT[name], name in self._told)
+            for name in PARTS
         )
         return Audit(
             self._subject,
@@ -347,13 +402,13 @@ def _read(nbytes: int, begun: float) -> str:
     return f"{size(nbytes)} read in {duration(took)} ({size(nbytes / took)}/s)"
 
 
-def _subject(checkpoint: Checkpoint, path: Path) -> Subject:
+def _subject(checkpoint: Checkpoint, path: Path) -> AuditedCheckpoint:
     model = checkpoint.model
     layers = model.num_hidden_layers if model else 0
     counted = Counter(
         (layer_of_name(name, layers), kind_of_name(name)) for name in checkpoint.entries
     )
-    return Subject(
+    return AuditedCheckpoint(
         name=path.resolve().name,
         identity=identity_of(checkpoint),
         family=model.family if model else "unknown",

@@ -32,7 +32,7 @@ Table = TypeVar("Table", NumberTable, AgainstTable)
 PIECES = 64  # each opens the checkpoint anew
 
 
-class Piece(NamedTuple):
+class WalkPiece(NamedTuple):
     """Places that one task walks."""
 
     places: tuple[str, ...]
@@ -78,27 +78,27 @@ def compared(
     )
 
 
-def pieces(sizes: Iterable[tuple[str, int]], most: int = PIECES) -> list[Piece]:
+def pieces(sizes: Iterable[tuple[str, int]], most: int = PIECES) -> list[WalkPiece]:
     """Cut places, given for each weight, into at most so many pieces of about one size."""
     counted: Counter[str] = Counter()
     for name, size in sizes:
         counted[name] += size
     share = counted.total() / most
-    made: list[Piece] = []
+    made: list[WalkPiece] = []
     names: list[str] = []
     nbytes = 0
     for name, size in counted.items():
         names.append(name)
         nbytes += size
         if nbytes > share:
-            made.append(Piece(tuple(names), nbytes))
+            made.append(WalkPiece(tuple(names), nbytes))
             names, nbytes = [], 0
-    return [*made, Piece(tuple(names), nbytes)] if names else made
+    return [*made, WalkPiece(tuple(names), nbytes)] if names else made
 
 
 def _done(
-    work: Callable[[Piece], Table],
-    cut: list[Piece],
+    work: Callable[[WalkPiece], Table],
+    cut: list[WalkPiece],
     workers: Workers,
     advance: Callable[[int], None],
 ) -> Iterator[Table]:
@@ -118,7 +118,7 @@ class _Walk:
 
     path: Path
 
-    def __call__(self, piece: Piece) -> NumberTable:
+    def __call__(self, piece: WalkPiece) -> NumberTable:
         with Checkpoint.survey(self.path) as checkpoint:
             return measure_numbers(checkpoint, places=piece.places)
 
@@ -130,11 +130,11 @@ class _Comparison:
     path: Path
     reference: Path
 
-    def __call__(self, piece: Piece) -> AgainstTable:
+    def __call__(self, piece: WalkPiece) -> AgainstTable:
         with Checkpoint.survey(self.path) as here, Checkpoint.open(self.reference) as there:
             return measure_against(here, there, places=piece.places)
 
 
-def _name(piece: Piece) -> str:
+def _name(piece: WalkPiece) -> str:
     first = piece.places[0]
     return f"{first} and {len(piece.places) - 1} more" if len(piece.places) > 1 else first

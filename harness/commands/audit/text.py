@@ -23,7 +23,7 @@ from degarble.reports.page_text import badge
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from degarble.harness.commands.audit.audit import Audit, Broken
+    from degarble.harness.commands.audit.audit import Audit, BrokenRule
 
 SHOWN = 4  # rules whose first finding is shown in full
 _RULES = 8  # lines for the rules of the others
@@ -69,7 +69,7 @@ def _lines(audit: Audit, width: int) -> Iterator[Text]:
     yield from _others([each for each in broken if each not in serious], bool(serious))
 
 
-def _whole(number: int, broken: Broken, width: int) -> Iterator[Text]:
+def _whole(number: int, broken: BrokenRule, width: int) -> Iterator[Text]:
     finding = broken.first
     yield Text("")
     yield Text.assemble(
@@ -88,7 +88,7 @@ def _whole(number: int, broken: Broken, width: int) -> Iterator[Text]:
         yield from _columns(f"   {name:<8}", text, width, "dim")
 
 
-def _others(others: Sequence[Broken], has_more: bool) -> Iterator[Text]:
+def _others(others: Sequence[BrokenRule], has_more: bool) -> Iterator[Text]:
     if not others:
         return
     yield Text("")

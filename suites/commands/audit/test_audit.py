@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from degarble.harness.checkpoint.audit.rules import Level
-from degarble.harness.commands.audit.audit import Wanted, audit, by_rule
+from degarble.harness.commands.audit.audit import AuditRequest, audit, by_rule
 from degarble.harness.model.presets import small_v4, small_v32
 from degarble.harness.report.progress import Progress
 from degarble.harness.report.verdict import Verdict
@@ -54,7 +54,7 @@ def sick(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_healthy_checkpoints_agree(config: Config, layout: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "made", Synthetic(config, layout, seed=1))
-    found = audit(Wanted(tmp_path / "made"))
+    found = audit(AuditRequest(tmp_path / "made"))
     assert found.verdict is Verdict.AGREES
     assert not found.counts[Level.ERROR], found.findings
     assert [part.name for part in found.judged] == ["structure", "numbers"]
@@ -117,14 +117,14 @@ def test_missing_tensors_are_named(
 
 def test_missing_input_scales_are_one_finding_a_layer(healthy: Path, tmp_path: Path) -> None:
     spoilt = without(healthy, tmp_path / "spoilt", ".w1.input_scale")
-    found = audit(Wanted(spoilt, numbers=False))
+    found = audit(AuditRequest(spoilt, numbers=False))
     about = [each for each in found.findings if each.layer == 1 and "input_scale" in each.message]
     assert about
     assert sum(each.count for each in about) >= 4
 
 
 def test_one_rule_in_many_places_is_told_once(sick: Path) -> None:
-    found = audit(Wanted(sick))
+    found = audit(AuditRequest(sick))
     gathered = {each.first.rule: each for each in by_rule(found.findings)}
     assert gathered["numbers.scale_not_finite"].extent == "in 3 places, layer 1"
     assert gathered["numbers.tensor_zero"].extent == ""
@@ -135,10 +135,10 @@ def test_one_rule_in_many_places_is_told_once(sick: Path) -> None:
 def test_the_identity_follows_what_is_in_the_files(healthy: Path, tmp_path: Path) -> None:
     same = tmp_path / "same"
     shutil.copytree(healthy, same)
-    first = audit(Wanted(healthy, numbers=False)).subject.identity
-    assert audit(Wanted(same, numbers=False)).subject.identity == first
+    first = audit(AuditRequest(healthy, numbers=False)).subject.identity
+    assert audit(AuditRequest(same, numbers=False)).subject.identity == first
     spoilt = without(healthy, tmp_path / "spoilt", "norm.weight")
-    assert audit(Wanted(spoilt, numbers=False)).subject.identity != first
+    assert audit(AuditRequest(spoilt, numbers=False)).subject.identity != first
 
 
 def test_loading_is_proven_by_a_map(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,6 +301,6 @@ def test_progress_is_told_of_every_byte(healthy: Path) -> None:
         def __exit__(self, *_: object) -> None:
             return None
 
-    audit(Wanted(healthy), 2, Listening)
+    audit(AuditRequest(healthy), 2, Listening)
     (progress,) = seen
     assert progress.pace.done == progress.pace.total > 0

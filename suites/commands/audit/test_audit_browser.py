@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from degarble.harness.commands.audit.audit import Wanted, audit
+from degarble.harness.commands.audit.audit import AuditRequest, audit
 from degarble.harness.commands.audit.page import audit_page
 from degarble.harness.report.page import provenance
 from degarble.reports.page_html import page_html
@@ -39,7 +39,7 @@ COUNT = "return document.querySelector('.tools .count').textContent"
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = audit(Wanted(sick_checkpoint(tmp_path_factory), loader="vllm:tp=2"))
+    found = audit(AuditRequest(sick_checkpoint(tmp_path_factory), loader="vllm:tp=2"))
     path = tmp_path_factory.mktemp("page") / "page.html"
     path.write_text(page_html(audit_page(found, provenance("degarble audit x"))), encoding="utf-8")
     return path

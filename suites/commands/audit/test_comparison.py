@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from degarble.harness.checkpoint.view.view import Checkpoint
-from degarble.harness.commands.audit import comparison
-from degarble.harness.commands.audit.audit import Wanted, audit
-from degarble.harness.commands.audit.comparison import (
-    beside_document,
-    beside_roles,
+from degarble.harness.commands.audit import document as comparison
+from degarble.harness.commands.audit.audit import AuditRequest, audit
+from degarble.harness.commands.audit.document import (
+    comparison_by_role,
+    comparison_document,
     cosines,
     farthest,
 )
+from degarble.harness.commands.audit.page import weight_blocks
 from degarble.harness.commands.audit.spread import compared
-from degarble.harness.commands.audit.weights import weight_blocks
 from degarble.harness.report.blocks import Details, Facts, Table
 from degarble.suites.checkpoint.audit.planted_numbers import Bytes
 from degarble.suites.commands.audit.audit_cases import healthy_checkpoint, sick_checkpoint
@@ -38,7 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def found(folders: tuple[Path, Path]) -> Audit:
     sick, healthy = folders
-    return audit(Wanted(sick, against=healthy))
+    return audit(AuditRequest(sick, against=healthy))
 
 
 def test_a_checkpoint_beside_itself_agrees(
@@ -72,7 +72,7 @@ def test_the_farthest_come_first_and_few(found: Audit, monkeypatch: pytest.Monke
 
 def test_the_document_is_strict_json(found: Audit) -> None:
     assert found.beside is not None
-    told = beside_document(found.beside)
+    told = comparison_document(found.beside)
     assert json.loads(json.dumps(told, allow_nan=False)) == told
     assert told["reference"] == "small-v4"
     sites = [each["site"] for each in cosines(found.beside)]
@@ -81,7 +81,7 @@ def test_the_document_is_strict_json(found: Audit) -> None:
 
 def test_roles_and_weights_tell_the_comparison(found: Audit) -> None:
     assert found.beside is not None
-    details = beside_roles(found.beside)
+    details = comparison_by_role(found.beside)
     assert isinstance(details, Details)
     (table,) = details.blocks
     assert isinstance(table, Table)

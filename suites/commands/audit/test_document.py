@@ -11,7 +11,7 @@ import pytest
 
 from degarble.harness.checkpoint.audit.findings import RULES, FindingLocation, Findings
 from degarble.harness.cli.terminal import json_text
-from degarble.harness.commands.audit.audit import Wanted, audit
+from degarble.harness.commands.audit.audit import AuditRequest, audit
 from degarble.harness.commands.audit.document import MOST_ORIGINS, audit_document
 from degarble.suites.commands.audit.audit_cases import healthy_checkpoint, sick_checkpoint
 from degarble.suites.house.repository import ROOT
@@ -34,7 +34,7 @@ OPEN = {
 def found(tmp_path_factory: pytest.TempPathFactory) -> Audit:
     healthy = healthy_checkpoint(tmp_path_factory)
     sick = sick_checkpoint(tmp_path_factory)
-    return audit(Wanted(sick, loader="vllm:tp=2", against=healthy))
+    return audit(AuditRequest(sick, loader="vllm:tp=2", against=healthy))
 
 
 def _paths(value: Any, path: str = "") -> set[str]:

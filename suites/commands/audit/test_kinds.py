@@ -8,8 +8,8 @@ import pytest
 
 from degarble.harness.checkpoint.audit.findings import FindingLocation, Findings
 from degarble.harness.checkpoint.audit.rules import UNEXPECTED
-from degarble.harness.commands.audit.kinds import KINDS, OTHER, WHOLE, kind_of, kind_of_name
-from degarble.harness.commands.audit.kinds import layer_of_name as layer
+from degarble.harness.commands.audit.audit import KINDS, OTHER, WHOLE, kind_of, kind_of_name
+from degarble.harness.commands.audit.audit import layer_of_name as layer
 from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.presets import small_v4, small_v32
 from degarble.harness.model.tensors import tensors_of

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from degarble.harness.checkpoint.audit.findings import RULES, FindingLocation, Findings
-from degarble.harness.commands.audit.audit import Wanted, audit
-from degarble.harness.commands.audit.page import MOST_COLUMNS, SHOWN, audit_page
+from degarble.harness.commands.audit.audit import AuditRequest, audit
+from degarble.harness.commands.audit.page import MOST_COLUMNS, SHOWN_FINDINGS, audit_page
 from degarble.harness.report.blocks import Catalogue, Sentence, Tone, ToneMap
 from degarble.harness.report.page import page_from_json, page_to_json, provenance
 from degarble.reports.page_html import SIZE_LIMIT, page_html
@@ -24,7 +24,7 @@ WHERE = provenance("degarble audit sick-v4")
 
 @pytest.fixture(scope="module")
 def sick(tmp_path_factory: pytest.TempPathFactory) -> Audit:
-    return audit(Wanted(sick_checkpoint(tmp_path_factory), loader="vllm"))
+    return audit(AuditRequest(sick_checkpoint(tmp_path_factory), loader="vllm"))
 
 
 def _blocks(page: Page) -> tuple[Block, ...]:
@@ -128,8 +128,8 @@ def test_a_full_model_with_everything_broken_stays_small(sick: Audit) -> None:
     (listed,) = (
         b for b in _blocks(page) if isinstance(b, Catalogue) and b.caption.startswith("Findings")
     )
-    assert len(listed.entries) == SHOWN
-    left = 61 * len(RULES) - SHOWN
+    assert len(listed.entries) == SHOWN_FINDINGS
+    left = 61 * len(RULES) - SHOWN_FINDINGS
     told = f"{left:,} of {61 * len(RULES):,} findings are in the JSON alone."
     assert Sentence(told, Tone.NOTE) in _blocks(page)
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from degarble.harness.checkpoint.audit.statistics.inference import ORDER_NAMES
-from degarble.harness.commands.audit.audit import Wanted, audit
-from degarble.harness.commands.audit.roles import NOT_PACKED, order_told, roles_of, span
+from degarble.harness.commands.audit.audit import AuditRequest, audit
+from degarble.harness.commands.audit.document import NOT_PACKED, order_text, roles_of, span
 from degarble.suites.commands.audit.audit_cases import sick_checkpoint
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> NumberTable:
-    found = audit(Wanted(sick_checkpoint(tmp_path_factory))).table
+    found = audit(AuditRequest(sick_checkpoint(tmp_path_factory))).table
     assert found is not None
     return found
 
@@ -49,7 +49,7 @@ def test_span() -> None:
 
 
 def test_orders_in_words() -> None:
-    assert [order_told(order) for order in (NOT_PACKED, -1, 0)] == [
+    assert [order_text(order) for order in (NOT_PACKED, -1, 0)] == [
         "not packed",
         "undecided",
         ORDER_NAMES[0],

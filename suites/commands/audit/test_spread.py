@@ -10,7 +10,7 @@ from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.checkpoint.audit.numbers.numbers import judge_numbers, measure_numbers
 from degarble.harness.checkpoint.audit.numbers.table import NAMES
 from degarble.harness.checkpoint.view.view import Checkpoint
-from degarble.harness.commands.audit.spread import Piece, measured, pieces
+from degarble.harness.commands.audit.spread import WalkPiece, measured, pieces
 from degarble.suites.commands.audit.audit_cases import healthy_checkpoint, sick_checkpoint
 from degarble.suites.commands.calls import call
 from degarble.suites.commands.cluster_cases import PlayedCluster, played_cluster
@@ -53,7 +53,7 @@ def test_the_command_is_spread_over_a_cluster(
 
 def test_places_are_cut_into_pieces_of_about_one_size() -> None:
     cut = pieces([("a", 4), ("b", 10), ("a", 6), ("c", 500), ("d", 10), ("e", 10)], 4)
-    assert cut == [Piece(("a", "b", "c"), 520), Piece(("d", "e"), 20)]
+    assert cut == [WalkPiece(("a", "b", "c"), 520), WalkPiece(("d", "e"), 20)]
     many = pieces(((str(i), 1) for i in range(1000)), 8)
     assert len(many) <= 8
     assert [name for piece in many for name in piece.places] == [str(i) for i in range(1000)]

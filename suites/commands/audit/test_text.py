@@ -8,7 +8,13 @@ import pytest
 from degarble.harness.checkpoint.audit.findings import RULES, Finding, FindingLocation, Findings
 from degarble.harness.checkpoint.audit.rules import AuditRule, Level
 from degarble.harness.commands.audit import text as audit_text
-from degarble.harness.commands.audit.audit import Audit, Part, Subject, Wanted, audit
+from degarble.harness.commands.audit.audit import (
+    Audit,
+    AuditedCheckpoint,
+    AuditPart,
+    AuditRequest,
+    audit,
+)
 from degarble.harness.commands.audit.text import audit_text as text
 from degarble.suites.commands.audit.audit_cases import healthy_checkpoint, sick_checkpoint
 from degarble.suites.reports.page_cases import HOSTILE
@@ -19,7 +25,7 @@ SCREEN = 50  # lines
 
 @pytest.fixture(scope="module")
 def sick(tmp_path_factory: pytest.TempPathFactory) -> Audit:
-    return audit(Wanted(sick_checkpoint(tmp_path_factory)))
+    return audit(AuditRequest(sick_checkpoint(tmp_path_factory)))
 
 
 RULES_OF_A_SUITE = {
@@ -42,12 +48,16 @@ def _found(rule: str, name: str | None, layer: int | None, count: int) -> Findin
 
 def test_the_words_are_as_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit_text, "RULES", RULES_OF_A_SUITE)
-    about = Subject("a-checkpoint", "sha256:0123456789abcdef", "deepseek_v4", "modelopt", 61, 1, 95,
-                    285_123, 881_000_000_000, {})  # fmt: skip
+    about = AuditedCheckpoint(
+        "a-checkpoint", "sha256:0123456789abcdef", "deepseek_v4", "modelopt", 61, 1, 95,
+        285_123, 881_000_000_000, {},
+    )  # fmt: skip
     parts = (
-        Part("structure", "285,123 tensors in 95 files, against the config of deepseek_v4.", True),
-        Part("numbers", "143,000 weights, 881 GB read in 11 min 03 s (1.33 GB/s).", True),
-        Part("loader", "No map was given.", False),
+        AuditPart(
+            "structure", "285,123 tensors in 95 files, against the config of deepseek_v4.", True
+        ),
+        AuditPart("numbers", "143,000 weights, 881 GB read in 11 min 03 s (1.33 GB/s).", True),
+        AuditPart("loader", "No map was given.", False),
     )
     findings = (
         _found("scales.missing", "layers.3.attn.wq_a.weight", 3, 1),
@@ -84,7 +94,7 @@ def test_a_flood_of_findings_fits_too(sick: Audit) -> None:
 
 
 def test_a_healthy_one_has_its_notes(tmp_path_factory: pytest.TempPathFactory) -> None:
-    found = audit(Wanted(healthy_checkpoint(tmp_path_factory), numbers=False))
+    found = audit(AuditRequest(healthy_checkpoint(tmp_path_factory), numbers=False))
     quiet = replace(found, findings=())
     assert text(quiet).splitlines()[-1].startswith("            loader ")
     notes = replace(found, findings=tuple(f for f in found.findings if f.level == "note"))

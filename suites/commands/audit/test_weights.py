@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from degarble.harness.commands.audit import weights as audit_weights
-from degarble.harness.commands.audit.audit import Wanted, audit
-from degarble.harness.commands.audit.weights import loader_blocks, weight_blocks
+from degarble.harness.commands.audit import page as audit_weights
+from degarble.harness.commands.audit.audit import AuditRequest, audit
+from degarble.harness.commands.audit.page import loader_blocks, weight_blocks
 from degarble.harness.report.blocks import Catalogue, Details, Facts, Sentence, Table
 from degarble.suites.commands.audit.audit_cases import sick_checkpoint
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def sick(tmp_path_factory: pytest.TempPathFactory) -> Audit:
-    return audit(Wanted(sick_checkpoint(tmp_path_factory), loader="vllm:tp=2"))
+    return audit(AuditRequest(sick_checkpoint(tmp_path_factory), loader="vllm:tp=2"))
 
 
 def _listed(found: Audit) -> tuple[Catalogue, str]:
@@ -65,7 +65,7 @@ def test_a_packed_weight_tells_scales_magnitude_entropy_layout_and_order(sick: A
 
 def test_what_has_no_room_is_counted(sick: Audit, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = _listed(sick)
-    monkeypatch.setattr(audit_weights, "SHOWN", 10)
+    monkeypatch.setattr(audit_weights, "SHOWN_WEIGHTS", 10)
     listed, told = _listed(sick)
     assert len(listed.entries) == 10
     assert told.endswith(f" {len(whole.entries) - 10} more of these have no room here.")
