@@ -6,9 +6,9 @@ the exact scores in float64, and the budget: BF16's is the one by which `check` 
 (harness.engine.budget.chains); FP8 wgmma cuts at 13 bits and has its own, derived below.
 -inf is compared exactly. Scores are NaN before a launch.
 
-Kept honest by suites/kernels/indexer/test_sm90_indexer_scores.py, which damages results, and by the
-faults of suites/kernels/indexer/indexer_faults.py. The kernel is that of the installed GPU. Shape
-letters: T tokens, N heads, I width, W entries, S sequences, P pages of a sequence.
+Kept honest by suites/kernels/indexer/test_indexer_scores.py, which damages results, and by the
+faults of suites/kernels/indexer/test_indexer_faults.py. The kernel is that of the installed GPU.
+Shape letters: T tokens, N heads, I width, W entries, S sequences, P pages of a sequence.
 """
 
 from __future__ import annotations

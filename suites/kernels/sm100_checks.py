@@ -22,7 +22,7 @@ from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm import tensor_memory
 from degarble.references import tensor_core
 from degarble.suites.kernels import gemm_checks, sm100_model, tcgen05_words
-from degarble.suites.kernels.sm100_memories import Matrix, Undefined, require
+from degarble.suites.kernels.sm100_model import Matrix, Undefined, require
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

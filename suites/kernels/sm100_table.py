@@ -4,7 +4,7 @@
 
 Nothing of it was run. Data sheet: 9 PFLOP/s of dense FP4, 8 TB/s, 148 multiprocessors. Published
 figures are others' (shared facts on kernels; sources in docs/design-notes/sm100_gemm.md). Kept
-honest by suites/kernels/gemm/test_sm100_gemm_nvfp4.py: the note shows what this prints.
+honest by suites/kernels/gemm/test_sm100_gemm.py: the note shows what this prints.
 """
 
 from __future__ import annotations

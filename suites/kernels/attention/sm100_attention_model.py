@@ -23,7 +23,7 @@ import numpy as np
 from degarble.kernels.attention import problem as facts
 from degarble.kernels.primitives import kv_problem as rows
 from degarble.suites.kernels import tcgen05_words as words
-from degarble.suites.kernels.sm100_memories import BASE, LANES, MEMORY_BYTES, Barrier, require
+from degarble.suites.kernels.sm100_model import BASE, LANES, MEMORY_BYTES, Barrier, require
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

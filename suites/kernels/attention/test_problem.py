@@ -1,4 +1,4 @@
-"""The arithmetic of sparse attention: every tile in one split, memory and registers that fit."""
+"""Attention as arithmetic: every tile in one split, memory and registers that fit, refusals."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import pytest
 
 from degarble.harness.base.errors import DegarbleError, InvalidArgument, ShapeMismatch, UnknownName
 from degarble.kernels.attention import problem as facts
-from degarble.kernels.attention.problem import AttentionProblem, KeyList
+from degarble.kernels.attention.problem import AttentionProblem, KeyList, QueryProblem
 from degarble.kernels.primitives.kv_problem import ENTRIES, EntryFormat, Pages, entry_format
-from degarble.kernels.runtime.targets import SM90A
+from degarble.kernels.runtime.targets import SM90A, SM100A
+
+# --------------------------------------------------------------------------------------------------
+# The arithmetic of sparse attention: every tile in one split, memory and registers that fit.
 
 PAGES = Pages("fp8", 64, 4)
 PAGES_OF_V32 = Pages("fp8-v32", 64, 4, width=576)
@@ -141,3 +144,85 @@ def test_figures_follow() -> None:
 def test_refuses_by_name(error: type[DegarbleError], name: str, make: Any) -> None:
     with pytest.raises(error, match=name):
         make()
+
+
+# --------------------------------------------------------------------------------------------------
+# V3.2's query rows: what is refused, and that every chunk is somebody's.
+
+
+@pytest.mark.parametrize(("heads", "width"), [(0, 192), (1 << 16, 192), (4, 56), (4, 196)])
+def test_refuses_heads_by_name(heads: int, width: int) -> None:
+    with pytest.raises(ShapeMismatch, match="query heads and their width"):
+        QueryProblem(1, heads, width, 1)
+
+
+def test_refuses_other_extents() -> None:
+    for name, tokens, positions in (("tokens", -1, 1), ("table of turns", 1, 0)):
+        with pytest.raises(ShapeMismatch, match=name):
+            QueryProblem(tokens, 1, 192, positions)
+
+
+def test_chunks_walk_every_row_once() -> None:
+    problem = QueryProblem(3, 5, 192, 7)
+    tokens, parts = facts.query_grid(problem)
+    assert tokens == 3
+    assert parts * facts.QUERY_THREADS >= 5 * facts.CHUNKS > (parts - 1) * facts.QUERY_THREADS
+    places = [facts.place_of(chunk) for chunk in range(5 * facts.CHUNKS)]
+    assert places == [(head, n) for head in range(5) for n in range(facts.CHUNKS)]
+    assert (facts.CHUNKS, facts.OF_LATENT, facts.TURNED) == (72, 64, 8)
+    assert problem.chunks_of_head == 24
+
+
+# --------------------------------------------------------------------------------------------------
+# Sparse attention on sm_100a: what a thread block holds fits, and numbers say what they mean.
+
+FORMATS = [
+    *ENTRIES.values(),
+    *(entry_format(name, facts.V32.key) for name in ("fp8-v32", "fp8-v32-ue8m0", "bf16")),
+]
+
+
+@pytest.mark.parametrize("entry", FORMATS, ids=lambda entry: f"{entry.name}-{entry.width}")
+def test_every_entry_fits_shared_memory(entry: EntryFormat) -> None:
+    assert facts.shared_bytes(entry) <= SM100A.shared_memory_bytes
+
+
+def test_output_and_logits_fit_tensor_memory() -> None:
+    first = facts.first_columns()
+    # Two halves of 256 columns lie in 16 lanes each of the same columns.
+    assert first == (0, 256)
+    assert facts.columns_held() == first[1] + 2 * 64
+    assert facts.columns_held() <= facts.columns_allocated()
+    assert facts.columns_allocated() == SM100A.tensor_memory_columns
+    assert 2 * facts.UPPER_LANES == facts.LANES_OF_WARP
+
+
+def test_rows_of_an_instruction_are_those_of_wgmma() -> None:
+    """A warp's 16 lanes are the 16 rows that wgmma gives it: layout F, reads of 256 bits."""
+    rows = range(facts.HEADS)
+    lanes = [row % 16 + 32 * (row // 16) for row in rows]  # PTX ISA 9.1, layout F
+    for warp in range(4):
+        held = [lanes.index(warp * facts.LANES_OF_WARP + lane) for lane in range(16)]
+        assert held == [*range(16 * warp, 16 * warp + 16)]
+    for lane in range(32):
+        places = [(lane // 4 + 8 * (r // 2), 2 * (lane % 4) + r % 2) for r in range(4)]
+        fragment = [(lane // 4 + 8 * row, 2 * (lane % 4) + i) for row in (0, 1) for i in (0, 1)]
+        assert places == fragment
+    assert facts.repeats(facts.KEYS) * facts.REPEAT_REGISTERS == 16
+
+
+@pytest.mark.parametrize("width", facts.FAMILIES)
+def test_registers_are_the_processors(width: int) -> None:
+    held = facts.REGISTERS[width]
+    assert held.total == facts.REGISTER_FILE
+    assert facts.LAUNCH_REGISTERS * facts.SM100_THREADS == facts.REGISTER_FILE
+    assert all(count % 8 == 0 and 24 <= count <= 256 for count in held)
+    assert held.multiplying < held.gathering < facts.LAUNCH_REGISTERS < held.weighing
+
+
+@pytest.mark.parametrize("width", facts.FAMILIES)
+def test_instructions_multiply_what_a_tile_has(width: int) -> None:
+    of_logits, of_sums = facts.instructions(width)
+    each = facts.HEADS * facts.INSTRUCTION_K
+    assert of_logits * each * facts.TILE == facts.HEADS * facts.TILE * width
+    assert of_sums * each * facts.COLUMNS == facts.HEADS * facts.TILE * 512

@@ -25,10 +25,9 @@ from degarble.kernels.gemm import contract
 from degarble.kernels.primitives.kv_problem import ENTRIES
 from degarble.kernels.runtime.compiling import CompileSettings, cubin_facts, unstated_roundings
 from degarble.kernels.runtime.targets import SM90A, SM100A
-from degarble.suites.kernels import sm100_code, tcgen05_code
-from degarble.suites.kernels import tcgen05_words as words
+from degarble.suites.kernels import gemm_code, tcgen05_words
 from degarble.suites.kernels.attention import attention_checks as checks
-from degarble.suites.kernels.tcgen05_code import Product
+from degarble.suites.kernels.tcgen05_words import Product
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -50,7 +49,7 @@ FORMS = [
 ]
 IN_CI = AttentionForm("bf16", lengths=False, together=1, target=TARGET)
 ROW_BYTES, CORE_STRIDE = 128, 1024  # of swizzled rows, and of eight of them
-UNIT, TRANSPOSED = words.ATOM, 1 << 16  # of B: PTX ISA 9.1, instruction descriptor
+UNIT, TRANSPOSED = tcgen05_words.ATOM, 1 << 16  # of B: PTX ISA 9.1, instruction descriptor
 KEYS_OF_STEP = facts.INSTRUCTION_K
 
 
@@ -65,8 +64,8 @@ def kernels() -> ModuleType:
 
 def products_of(form: AttentionForm) -> list[Product]:
     """Return the instructions of a tile: queries with keys, then shares with both halves."""
-    of_logits = words.dense_word(facts.HEADS, facts.TILE)
-    of_sums = words.dense_word(facts.HEADS, facts.COLUMNS) | TRANSPOSED
+    of_logits = tcgen05_words.dense_word(facts.HEADS, facts.TILE)
+    of_sums = tcgen05_words.dense_word(facts.HEADS, facts.COLUMNS) | TRANSPOSED
     step_bytes = 2 * KEYS_OF_STEP
     made = []
     for k in range(facts.instructions(form.width)[0]):
@@ -83,7 +82,7 @@ def products_of(form: AttentionForm) -> list[Product]:
 
 def operand_words() -> set[int]:
     """Return the descriptors' words: rows of 64 numbers along K, and the same rows turned."""
-    plain = words.operand_word(0, CORE_STRIDE, ROW_BYTES)
+    plain = tcgen05_words.operand_word(0, CORE_STRIDE, ROW_BYTES)
     of_columns = facts.TILE * ROW_BYTES // UNIT  # from 64 columns of values to the next
     return {plain, plain & ~(0x3FFF << 16) | of_columns << 16}
 
@@ -104,7 +103,7 @@ def complaints(kernel: CompiledKernel, form: AttentionForm) -> list[str]:
     (code,), ptx = cubin_facts(kernel.cubin), kernel.ptx
     held = facts.REGISTERS[form.width]
     pieces = facts.COLUMNS // (facts.REPEATS_AT_ONCE * facts.REPEAT_COLUMNS)
-    shapes = [each.shape for each in tcgen05_code.reads(ptx)]
+    shapes = [each.shape for each in tcgen05_words.reads(ptx)]
     at = facts.places(form.format)
     places = places_of(ptx, at["shares"])
     how = facts.sm100_gather_plan(form.format)
@@ -116,16 +115,16 @@ def complaints(kernel: CompiledKernel, form: AttentionForm) -> list[str]:
         "registers at launch": (code.registers <= facts.LAUNCH_REGISTERS, True),
         "registers of roles": (constants(ptx, "setmaxnreg"), sorted(held)),
         "roundings unstated": (unstated_roundings(ptx), ()),
-        "products": (tcgen05_code.products(ptx), products_of(form)),
-        "operands": (tcgen05_code.operand_words(ptx), operand_words()),
+        "products": (tcgen05_words.products(ptx), products_of(form)),
+        "operands": (tcgen05_words.operand_words(ptx), operand_words()),
         "arrivals behind products": (ptx.count("tcgen05.commit.cta_group::1"), 3),
         "reads": (
             sorted(shapes),
             sorted([f"16x256b.x{facts.repeats(facts.KEYS)}", *[of_sums] * 2 * pieces]),
         ),
         "writes": (ptx.count(f"tcgen05.st.sync.aligned.{of_sums}.b32"), pieces),
-        "numbers used before they are there": (tcgen05_code.early_uses(ptx), []),
-        "columns": (sm100_code.columns_allocated(ptx), facts.columns_allocated()),
+        "numbers used before they are there": (tcgen05_words.early_uses(ptx), []),
+        "columns": (gemm_code.columns_allocated(ptx), facts.columns_allocated()),
         "upper lanes": (
             [n for n in constants(ptx, r"add\.s32") if n >= facts.LANE * 4],
             [facts.UPPER_LANES * facts.LANE],

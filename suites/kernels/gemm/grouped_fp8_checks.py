@@ -7,7 +7,7 @@ The composition is inverse_rope, quantise_fp8 and the plain FP8 product of each 
 row of scales; all of them have suites of their own. A bit of the product depends on neither tile
 nor stage, and codes are the same numbers, so the grouped kernel has no freedom.
 
-Kept honest by suites/kernels/gemm/test_sm90_gemm_grouped_fp8.py, which plants faults in the kernel.
+Kept honest by suites/kernels/gemm/test_sm90_gemm_grouped.py, which plants faults in the kernel.
 Shape letters as in grouped_problem.
 """
 

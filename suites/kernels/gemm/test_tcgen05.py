@@ -14,9 +14,8 @@ from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm import tensor_memory
 from degarble.kernels.gemm.problem import TACTICS, GemmForm, GemmProblem, choose_form
 from degarble.kernels.runtime.targets import SM100A
-from degarble.suites.kernels import tcgen05_code as code
-from degarble.suites.kernels import tcgen05_words as words
-from degarble.suites.kernels.sm100_memories import BASE, Barrier, Matrix, Memories, Undefined
+from degarble.suites.kernels import tcgen05_words as code
+from degarble.suites.kernels.sm100_model import BASE, Barrier, Matrix, Memories, Undefined
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,40 +34,40 @@ SCALES = 1 << 46 | (128 >> 4) << 32 | 1 << 16 | (BASE >> 4)
 
 
 def test_an_instruction_by_hand() -> None:
-    assert words.block_scaled(SCALED) == words.Instruction(128, 192, 1, 1)
-    assert words.block_scaled(SCALED | 2 << 29 | 3 << 4) == words.Instruction(
+    assert code.block_scaled(SCALED) == code.Instruction(128, 192, 1, 1)
+    assert code.block_scaled(SCALED | 2 << 29 | 3 << 4) == code.Instruction(
         128, 192, 1, 1, a_scale_id=2, b_scale_id=3
     )
-    assert words.dense(DENSE) == words.Instruction(128, 256, 1, 1)
+    assert code.dense(DENSE) == code.Instruction(128, 256, 1, 1)
 
 
 def read_as(read: Callable[[int], object], word: int) -> object:
     """Return what a word says, or that it is refused."""
     try:
         return read(word)
-    except words.WrongWord as error:
+    except code.WrongWord as error:
         return str(error)
 
 
-@pytest.mark.parametrize(("read", "word"), [(words.block_scaled, SCALED), (words.dense, DENSE)])
+@pytest.mark.parametrize(("read", "word"), [(code.block_scaled, SCALED), (code.dense, DENSE)])
 def test_every_bit_of_an_instruction_counts(read: Callable[[int], object], word: int) -> None:
     assert not [bit for bit in range(32) if read_as(read, word ^ 1 << bit) == read(word)]
 
 
 @pytest.mark.parametrize("word", [OPERAND, SCALES])
 def test_every_bit_of_an_operand_counts(word: int) -> None:
-    read = words.operand
+    read = code.operand
     assert not [bit for bit in range(64) if read_as(read, word ^ 1 << bit) == read(word)]
 
 
 def test_an_operand_by_hand() -> None:
-    of = words.operand(OPERAND)
+    of = code.operand(OPERAND)
     assert (of.start, of.leading, of.stride, of.swizzle) == (BASE, 16, 1024, 128)
     assert of.byte(0, 0) == BASE
     assert of.byte(1, 0) == BASE + 128 + 16  # row 1: atoms exchanged in pairs
     assert of.byte(7, 112) == BASE + 7 * 128
     assert of.byte(8, 5) == BASE + 1024 + 5
-    plain = words.operand(SCALES)
+    plain = code.operand(SCALES)
     assert [plain.byte(row, 3) - BASE for row in (0, 1, 7, 8, 31)] == [3, 19, 115, 131, 499]
 
 
@@ -76,7 +75,7 @@ def test_tma_and_a_descriptor_swizzle_alike() -> None:
     """A box of 128 bytes a row lies where the descriptor of its stage looks for it."""
     rows = np.random.default_rng(1).integers(0, 256, (40, 128), np.uint8)
     matrix = Matrix(rows, 4, (40, 32), swizzle=128)
-    addresses, of = matrix.addresses(BASE), words.operand(OPERAND)
+    addresses, of = matrix.addresses(BASE), code.operand(OPERAND)
     assert all(
         addresses[row, byte] == of.byte(row, byte) for row in range(40) for byte in range(128)
     )
@@ -103,23 +102,23 @@ def test_what_is_not_there_is_refused() -> None:
     memories = Memories((256, 128))
     with pytest.raises(Undefined, match="columns 380 to 444 of 256 and 128"):
         memories.columns(380, 64)
-    with pytest.raises(words.WrongWord, match="names a byte"):
+    with pytest.raises(code.WrongWord, match="names a byte"):
         memories.columns(1 << 30 | 300, 4)
-    with pytest.raises(words.WrongWord, match="layout 1"):
-        words.operand(SCALES | 1 << 61)
+    with pytest.raises(code.WrongWord, match="layout 1"):
+        code.operand(SCALES | 1 << 61)
     memories.tensor[40, 300] ^= 1
     with pytest.raises(Undefined, match="different scales"):
         memories.scales(300, 128)
 
 
 def test_words_are_made_as_they_are_read() -> None:
-    assert words.block_scaled_word(128, 192) == SCALED
-    assert words.dense_word(128, 256) == DENSE
-    assert words.dense(words.dense_word(128, 256, words.E4M3_OF_F8F6F4)).a_format == 0
-    assert words.operand_word(BASE, 1024, 128) == OPERAND
-    assert words.operand_word(BASE, 128, 0) == SCALES
+    assert code.block_scaled_word(128, 192) == SCALED
+    assert code.dense_word(128, 256) == DENSE
+    assert code.dense(code.dense_word(128, 256, code.E4M3_OF_F8F6F4)).a_format == 0
+    assert code.operand_word(BASE, 1024, 128) == OPERAND
+    assert code.operand_word(BASE, 128, 0) == SCALES
     for start, stride, swizzle in ((2048, 512, 64), (4096, 256, 32), (16 * 16383, 16, 0)):
-        of = words.operand(words.operand_word(start, stride, swizzle))
+        of = code.operand(code.operand_word(start, stride, swizzle))
         assert (of.start, of.stride, of.swizzle) == (start, stride, swizzle)
 
 
@@ -140,7 +139,7 @@ def test_a_phase_ends_with_the_last_arrival_and_the_last_byte() -> None:
 # --------------------------------------------------------------------------------------------------
 # The reading of tcgen05 instructions in a text: by hand, and with other numbers in it.
 
-WORD = words.operand_word(0, 1024, 128)
+WORD = code.operand_word(0, 1024, 128)
 TEXT = f"""
     or.b64  %rd8, %rd204, {WORD};
     add.s64 %rd9, %rd8, 6;
@@ -175,9 +174,9 @@ def test_other_text_is_seen() -> None:
         TEXT.replace("cta_group::1", "cta_group::2"),
         TEXT.replace("mov.b32     %r5", "ld.b32      %r5"),
     ):
-        with pytest.raises(words.WrongWord):
+        with pytest.raises(code.WrongWord):
             code.products(damaged)
-    with pytest.raises(words.WrongWord):
+    with pytest.raises(code.WrongWord):
         code.reads(TEXT.replace("wait::ld", "wait::st"))
 
 

@@ -4,7 +4,7 @@ Owns the definition in the order that indexer.problem states (LayerNorm, turn, H
 rounding) and the cases. Roundings to blocks are those of references.rounding, which knows no
 kernel; the whole is compared with the references by the suite, where sums have other orders.
 
-Kept honest by suites/kernels/indexer/test_simt_indexer_operand.py, which damages results.
+Kept honest by suites/kernels/indexer/test_simt_indexer.py, which damages results.
 Shape letters: T tokens, N heads, I width, P rows of the table.
 """
 

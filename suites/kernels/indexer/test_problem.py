@@ -1,16 +1,35 @@
-"""The indexer's scores: problem, forms that fit, pages, the cut of keys, and what is visible."""
+"""The indexer's problems as arithmetic: forms that fit, rows as the references round them, cuts."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from degarble.harness.base.errors import ShapeMismatch, UnknownName
+from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
+from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.model.presets import V3_2, V4_FLASH, V4_PRO, small_v4, small_v32
+from degarble.harness.model.types import End, Pairing, Rope
 from degarble.kernels.indexer import problem as facts
-from degarble.kernels.indexer.problem import KeyPages, ScoresProblem, choose_form
-from degarble.kernels.runtime.targets import SM90A
-from degarble.references import indexer
+from degarble.kernels.indexer.problem import (
+    KeyPages,
+    OperandProblem,
+    ScoresForm,
+    ScoresProblem,
+    TopkForm,
+    TopkProblem,
+    choose_form,
+    choose_operand_form,
+    choose_topk_form,
+    segment,
+)
+from degarble.kernels.primitives.kv_problem import fp8_factor
+from degarble.kernels.runtime.targets import SM90A, SM100A, TARGETS
+from degarble.references import elementary, indexer, rounding
+from degarble.references.numerics import Numerics
+from degarble.suites.kernels.indexer import indexer_operand_checks as checks
+
+# --------------------------------------------------------------------------------------------------
+# The indexer's scores: problem, forms that fit, pages, the cut of keys, and what is visible.
 
 PROCESSORS = 132  # of an H200
 CONFIGS = (V4_PRO, V4_FLASH, V3_2, small_v4(), small_v32())
@@ -93,3 +112,195 @@ def test_refuses_by_name() -> None:
             KeyPages("bf16", entries, count, stride)
     with pytest.raises(UnknownName, match="target"):
         choose_form(problem_of(1, 64, 9), "sm_80")
+
+
+# --------------------------------------------------------------------------------------------------
+# Rows of the indexer: problem, blocks as the references round them, the whole beside the twin.
+
+
+def test_mxfp4_numbers_are_the_references_for_every_bf16_value() -> None:
+    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    numbers = numbers[~numbers.isnan()]
+    got, want = facts.mxfp4_number(numbers), rounding.round_e2m1(numbers)
+    assert torch.equal(got.view(torch.int32), want.view(torch.int32))
+
+
+def test_mxfp4_scales_are_the_references_for_every_amax() -> None:
+    bits = torch.arange(facts.NAN_BF16)
+    code = facts.mxfp4_scale_code(bits)
+    amax = codecs.bf16_decode(bits).clamp(min=rounding.FP4_AMAX_FLOOR)
+    want = rounding.power_of_two_above(amax * (1.0 / rounding.E2M1_LARGEST))
+    assert torch.equal(codecs.ue8m0_decode(code), want)
+    assert torch.equal(fp8_factor(code) * want, torch.ones_like(want))
+    assert facts.mxfp4_scale_code(torch.tensor([facts.NAN_BF16])).item() == facts.NAN_CODE
+
+
+def test_the_transform_is_the_references() -> None:
+    x = torch.randn(50, facts.WIDTH, generator=torch.Generator().manual_seed(1))
+    want = elementary.hadamard(x.double())
+    assert (checks.transformed(x) - want).abs().max() <= 2e-6
+
+
+@pytest.mark.parametrize("pairing", ["interleaved", "halves"])
+def test_the_whole_is_the_twins_but_for_neighbours(pairing: str) -> None:
+    """Sums of another order move a few values to the next code: at most a step of their block."""
+    halves, tokens = pairing == "halves", 200
+    kind = Pairing.HALVES if halves else Pairing.INTERLEAVED
+    end = End.FIRST if halves else End.LAST
+    rope = Rope(theta=10_000, dims=64, pairing=kind, end=end, yarn=None)
+    numerics, position_T = Numerics.bf16(), torch.arange(tokens) * 37
+    table = elementary.rotation_table(rope, position_T, numerics)
+    name = "fp8" if halves else "mxfp4"
+    p = OperandProblem(tokens, 4, pairing, name, hadamard=True, positions=tokens * 37)
+    case = checks.OperandCase(p, seed=5)
+    turns = torch.zeros(p.positions, facts.TABLE_WIDTH)
+    turns[position_T] = torch.cat((table.cos, table.sin), dim=1)
+    case.__dict__["turning"] = (turns, position_T)
+
+    x, wide = case.rows, elementary.over_heads(table)
+    if halves:
+        part = elementary.rotate_halves(x[..., :64].float(), wide)
+        x = torch.cat((part, x[..., 64:].float()), -1).bfloat16()
+    else:
+        x = elementary.rotate_tail(x.float(), wide).bfloat16()
+    x = elementary.hadamard(x.float()).bfloat16()
+    want = rounding.through_fp8(x, 128) if halves else rounding.through_mxfp4(x)
+    got = checks.by_definition(case).values.float()
+    moved = got != want
+    assert float(moved.float().mean()) <= 2e-3
+    block = x.float().abs().unflatten(-1, (-1, facts.BLOCKS[name])).amax(-1, keepdim=True)
+    step = (block / (14 if halves else 1.5)).expand(*block.shape[:-1], facts.BLOCKS[name])
+    assert bool(((got - want).abs() <= step.flatten(-2)).all())
+
+
+def test_operand_problem_refuses_by_name() -> None:
+    for error, name, numbers in (
+        (UnknownName, "pairing", (1, 1, "pairs", "fp8")),
+        (UnknownName, "format", (1, 1, "none", "nvfp4")),
+        (InvalidArgument, "coded", (1, 1, "none", "mxfp4", True, True)),
+        (ShapeMismatch, "tokens, heads", (-1, 1, "none", "fp8")),
+        (ShapeMismatch, "tokens, heads", (1, 0, "none", "fp8")),
+        (ShapeMismatch, "positions", (1, 1, "halves", "fp8")),
+        (ShapeMismatch, "positions", (1, 1, "none", "fp8", False, False, False, 9)),
+        (InvalidArgument, "epsilon", (1, 1, "none", "fp8", False, False, False, 0, 1.0)),
+    ):
+        with pytest.raises(error, match=name):
+            OperandProblem(*numbers)
+
+
+def test_extents_are_no_part_of_a_form() -> None:
+    forms = {choose_operand_form(checks.problem_of(n, 2 * n, 0), "sm_90a") for n in (1, 9)}
+    assert len(forms) == 1
+    assert [facts.operand_grid(checks.problem_of(n, 3, 0)) for n in (3, 10, 11)] == [1, 1, 2]
+    assert checks.problem_of(3, 3, 6).bytes_moved == 9 * (256 + 132) + 3 * (256 + 8)
+
+
+# --------------------------------------------------------------------------------------------------
+# The choice of the largest k: its problem, forms that hold every row, and the cut of a row.
+
+
+def form_of(rows: int, entries: int, count: int = 1024) -> TopkForm:
+    return choose_topk_form(TopkProblem(rows, entries, count), "sm_90a", PROCESSORS)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64, 66, 67, 4096])
+@pytest.mark.parametrize("entries", [1, 127, 8192, 8193, 32_768, 40_000, 131_072, 262_144])
+def test_a_form_holds_the_row(rows: int, entries: int) -> None:
+    form = form_of(rows, entries)
+    held = segment(entries, form.cluster)
+    assert form.cluster * held >= entries
+    assert held <= form.capacity <= form.threads * facts.KEYS_OF_THREAD
+    assert facts.topk_shared_bytes(form) <= TARGETS["sm_90a"].shared_memory_bytes
+    # A warp's span is at most one word of marks a lane.
+    assert -(-held // form.warps) <= facts.WARP * facts.WARP
+    assert held % form.capacity == 0 or held % 4 == 0
+
+
+def test_few_rows_are_cut_and_many_are_not() -> None:
+    assert (form_of(1, 131_072).cluster, form_of(1, 131_072).threads) == (8, 1024)
+    assert (form_of(64, 131_072).cluster, form_of(64, 131_072).threads) == (4, 1024)
+    assert form_of(64, 65_536).cluster == 2
+    assert (form_of(1, 8192).cluster, form_of(1, 8192).threads) == (1, 1024)
+    many = form_of(4096, 8192)
+    assert (many.cluster, many.threads, many.capacity) == (1, 256, 8192)
+    assert (form_of(4096, 32_768).cluster, form_of(4096, 131_072).cluster) == (1, 4)
+
+
+def test_levels_cover_a_key_without_overlap() -> None:
+    covered = 0
+    for shift, bins in facts.LEVELS:
+        assert covered & (bins - 1) << shift == 0
+        covered |= (bins - 1) << shift
+    assert covered == 0xFFFF_FFFF
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("rows of scores", (-1, 8, 1)),
+        ("entries of a row", (1, 0, 1)),
+        ("entries of a row", (1, facts.MOST_ENTRIES + 1, 1)),
+        ("chosen entries", (1, 8, 0)),
+        ("chosen entries", (1, 8, 2049)),
+        ("tokens that become one entry", (1, 8, 1, -1)),
+    ],
+)
+def test_topk_problem_refuses_by_name(name: str, numbers: tuple[int, ...]) -> None:
+    with pytest.raises(ShapeMismatch, match=name):
+        TopkProblem(*numbers)
+
+
+def test_bytes_are_those_of_scores_and_choice() -> None:
+    assert TopkProblem(2, 100, 10).bytes_moved == 4 * 2 * 110
+
+
+# --------------------------------------------------------------------------------------------------
+# The indexer's scores on sm_100a: forms of all models fit tensor memory and shared memory.
+
+
+def tensor_memory_form_of(
+    heads: int, tokens: int, operands: str, arithmetic: str = "float32"
+) -> ScoresForm:
+    problem = ScoresProblem(
+        tokens, heads, 5000, 1, KeyPages(operands, 64, 10), arithmetic=arithmetic
+    )
+    return facts.choose_form(problem, SM100A.name)
+
+
+def require_fits(form: ScoresForm) -> None:
+    assert form.columns % facts.LEAST_COLUMNS[SM100A.name] == 0
+    assert form.columns <= facts.MOST_COLUMNS
+    assert facts.columns_held(form) <= facts.columns_allocated(form)
+    assert facts.columns_allocated(form) <= SM100A.tensor_memory_columns
+    assert facts.columns_allocated(form).bit_count() == 1
+    assert facts.reads(form) * facts.columns_read(form) == form.columns
+    assert facts.words_of_weights(form) <= facts.threads(form)
+    # What lies behind the operands is within what indexer_problem leaves for it.
+    held = facts.query_bytes(form) + facts.stages(form) * facts.stage_bytes(form)
+    assert facts.sm100_shared_bytes(form) - held <= 2 * facts.ALIGNMENT
+    assert facts.sm100_shared_bytes(form) <= SM100A.shared_memory_bytes
+
+
+@pytest.mark.parametrize("operands", facts.OPERANDS)
+@pytest.mark.parametrize("arithmetic", facts.ARITHMETICS)
+def test_any_number_of_heads_has_a_form_that_fits(operands: str, arithmetic: str) -> None:
+    for heads in range(1, facts.MOST_COLUMNS + 1):
+        for tokens in (1, 300):
+            require_fits(tensor_memory_form_of(heads, tokens, operands, arithmetic))
+
+
+@pytest.mark.parametrize("operands", facts.OPERANDS)
+def test_every_model_has_a_form(operands: str) -> None:
+    for config in CONFIGS:
+        form = tensor_memory_form_of(config.index_n_heads, 300, operands)
+        assert form.padded >= config.index_n_heads
+        assert form.at_once == facts.TOKENS_AT_ONCE
+        assert facts.stages(form) >= 4
+        assert facts.instructions(form) == {"bf16": 8, "fp8": 4}[operands]
+
+
+def test_few_heads_of_one_token_fill_the_smallest_instruction() -> None:
+    assert tensor_memory_form_of(4, 1, "bf16").padded == 16
+    assert tensor_memory_form_of(4, 2, "bf16").padded == 8
+    assert facts.columns_allocated(tensor_memory_form_of(4, 1, "bf16")) == 32
+    assert facts.columns_allocated(tensor_memory_form_of(64, 300, "bf16")) == 512

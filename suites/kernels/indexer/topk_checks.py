@@ -4,7 +4,7 @@ Owns the definition (keys of router_problem, torch's stable descending sort, ent
 order behind it), the cases (lengths around k and around every form, ties, NaN, infinities) and what
 lies where nothing may be read: NaN beyond what a token sees.
 
-Kept honest by suites/kernels/indexer/test_simt_indexer_topk.py, which damages results.
+Kept honest by suites/kernels/indexer/test_simt_indexer.py, which damages results.
 Shape letters: T rows, W entries, K chosen.
 """
 

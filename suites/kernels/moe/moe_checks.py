@@ -6,7 +6,7 @@ their own. Every byte of what FC1 writes, every bit of FC2's rows and of the sum
 product's order of K does not depend on tiles. Everything between the steps is poison before; what
 lies behind the last row has to stay poison.
 
-Kept honest by suites/kernels/moe/test_sm90_moe_nvfp4.py: damaged results are seen here, and kernels
+Kept honest by suites/kernels/moe/test_sm90_moe.py: damaged results are seen here, and kernels
 with faults planted by suites/kernels/moe/moe_faults.py on an H200.
 Letters: T tokens, K chosen, S slots, D hidden, F width, E experts here, G experts in all
 """

@@ -3,7 +3,7 @@
 Owns the faults by name, each a function of a kernel's modules replaced while kernels are traced;
 nothing of this is in the kernels. A whole call and a faulty one go through the same launches, and
 suites/kernels/moe/moe_checks.py has to tell them apart. Kept honest by
-suites/kernels/moe/test_sm90_moe_nvfp4.py: each changes machine code, and on an H200 each is caught.
+suites/kernels/moe/test_sm90_moe.py: each changes machine code, and on an H200 each is caught.
 """
 
 from __future__ import annotations

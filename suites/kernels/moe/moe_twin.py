@@ -6,7 +6,7 @@ may differ from the twin's only where the twin's number lies as near to a roundi
 roundings to BF16 reach (gate, up, SwiGLU); such codes are counted, and few. FC2 is judged on what
 FC1 did write, by the budget of every GEMM (suites/kernels/gemm_checks.py).
 
-Kept honest by suites/kernels/moe/test_sm90_moe_nvfp4.py, which shows it another expert's numbers.
+Kept honest by suites/kernels/moe/test_sm90_moe.py, which shows it another expert's numbers.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from degarble.suites.kernels import sm100_model as plain
 from degarble.suites.kernels import tcgen05_words as words
 from degarble.suites.kernels.moe import moe_checks as checks
 from degarble.suites.kernels.sm100_checks import CODE_ELEMENT, SCALE_ELEMENT, bytes_of
-from degarble.suites.kernels.sm100_memories import COLUMNS, Matrix, Memories, require
+from degarble.suites.kernels.sm100_model import COLUMNS, Matrix, Memories, require
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

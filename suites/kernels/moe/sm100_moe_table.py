@@ -4,7 +4,7 @@
 
 Nothing of it was run. Data sheet and clock are those of sm100_table; published figures are others'
 (sources in docs/design-notes/sm100_moe.md). Slots lie as evenly as they can over as many experts as
-even choices visit. Kept honest by suites/kernels/moe/test_sm100_moe_nvfp4.py: the note shows what
+even choices visit. Kept honest by suites/kernels/moe/test_sm100_moe.py: the note shows what
 this prints.
 """
 

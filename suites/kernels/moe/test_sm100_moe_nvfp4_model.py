@@ -20,7 +20,7 @@ from degarble.suites.kernels import tcgen05_words
 from degarble.suites.kernels.moe import moe_checks as checks
 from degarble.suites.kernels.moe import moe_twin as twin
 from degarble.suites.kernels.moe import sm100_moe_model as model
-from degarble.suites.kernels.sm100_memories import Undefined
+from degarble.suites.kernels.sm100_model import Undefined
 
 if TYPE_CHECKING:
     from collections.abc import Callable

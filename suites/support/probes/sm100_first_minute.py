@@ -26,7 +26,7 @@ from degarble.kernels.gemm import tensor_memory
 from degarble.suites.kernels import gemm_checks as checks
 from degarble.suites.kernels import sm100_checks as blackwell
 from degarble.suites.kernels import sm100_model as model
-from degarble.suites.kernels.sm100_memories import BASE, Undefined
+from degarble.suites.kernels.sm100_model import BASE, Undefined
 from degarble.suites.kernels.tcgen05_words import WrongWord
 from degarble.suites.support.probes.sm100_executors import Executor, Gpu
 

@@ -1,12 +1,4 @@
-"""Faults planted in the indexer's kernels: what they compute when one function is another.
-
-Owns the faults by name, each a function of a kernel's modules replaced while the kernel is traced;
-nothing of this is in the kernels. A whole form and a faulty one are compiled and launched alike,
-past every cache, and the checks of the kernel have to tell them apart.
-
-Kept honest by suites/kernels/indexer/test_sm90_indexer_scores_faults.py: each fault changes the
-machine code, and on an H200 each is caught, and forms without one are not.
-"""
+"""Faults planted in the indexer's kernels: each is another kernel, on an H200 each is caught."""
 
 from __future__ import annotations
 
@@ -14,6 +6,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+import pytest
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.indexer import problem as indexer_problem
@@ -26,6 +20,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from degarble.kernels.runtime.compiling import CompiledKernel
+
+
+# --------------------------------------------------------------------------------------------------
+# Faults planted in the indexer's kernels: what they compute when one function is another.
+#
+# Owns the faults by name, each a function of a kernel's modules replaced while the kernel is
+# traced; nothing of this is in the kernels. A whole form and a faulty one are compiled and launched
+# alike, past every cache, and the checks of the kernel have to tell them apart.
+#
+# Kept honest by suites/kernels/indexer/test_indexer_faults.py: each fault changes the machine code,
+# and on an H200 each is caught, and forms without one are not.
 
 PROCESSORS = 132  # of an H200
 _SCORES, _TOPK = (
@@ -164,3 +169,39 @@ def _checks_of(fault: Fault) -> Any:
     if kernels_of(fault).__name__ == _SCORES:
         return indexer_checks
     return topk_checks if fault.module == _TOPK else indexer_operand_checks
+
+
+# --------------------------------------------------------------------------------------------------
+# Faults planted in the indexer's kernels: each another kernel, on an H200 each is caught.
+
+
+def named(fault: Fault) -> str:
+    return fault.name.replace(" ", "-")
+
+
+@pytest.mark.needs("cutlass")
+def test_names_are_their_own() -> None:
+    assert len(BY_NAME) == len(FAULTS) == 11
+
+
+@pytest.mark.needs("cutlass")
+def test_planting_is_taken_back() -> None:
+    fault = BY_NAME["scale of a block twice as large"]
+    whole = compiled(fault, whole=True).ptx
+    assert compiled(fault).ptx != whole
+    assert compiled(fault, whole=True).ptx == whole
+
+
+@pytest.mark.needs("cutlass")
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS, ids=named)
+def test_a_planted_fault_changes_the_machine_code(fault: Fault) -> None:
+    assert compiled(fault).ptx != compiled(fault, whole=True).ptx
+
+
+@pytest.mark.needs("cutlass")
+@pytest.mark.h200
+@pytest.mark.parametrize("fault", FAULTS, ids=named)
+def test_a_fault_is_caught_and_a_whole_form_is_not(fault: Fault) -> None:
+    assert not verdict(fault, compiled(fault, whole=True))
+    assert verdict(fault, compiled(fault))

@@ -1,4 +1,4 @@
-"""Grouped experts on Hopper: machine code, refusals, on an H200 equal to one expert at a time."""
+"""Experts on Hopper: stages, machine code, refusals, on an H200 equal to one expert at a time."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from degarble.harness.base.errors import (
     ShapeMismatch,
 )
 from degarble.harness.formats.dialects import CANONICAL, DIALECTS
-from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4
+from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4, offset_128x4
 from degarble.harness.formats.number_formats import NVFP4, ScaleDirection
 from degarble.harness.formats.quantise import quantise
+from degarble.harness.formats.scalar_ops import ue8m0_decode
 from degarble.kernels.gemm import problem as gemm
 from degarble.kernels.moe import problem as facts
 from degarble.kernels.moe.problem import AFTER_W2, BEFORE_W2, MoeProblem
+from degarble.references import elementary
 from degarble.suites.kernels import gemm_code as code
 from degarble.suites.kernels.moe import moe_checks as checks
 from degarble.suites.kernels.moe import moe_faults as faults
@@ -35,6 +37,93 @@ if TYPE_CHECKING:
     from degarble.harness.formats.quantise import QuantisedTensor
 
 pytestmark = pytest.mark.needs("cutlass")
+
+
+# --------------------------------------------------------------------------------------------------
+# Stages of several 64 numbers of K, as arithmetic: where codes, scales and numbers lie.
+
+
+@pytest.fixture
+def spans() -> ModuleType:
+    return import_module("degarble.kernels.moe.few_rows")
+
+
+SWIZZLES = {"K_SW32": 1, "K_SW64": 2, "K_SW128": 3}  # bits of 16 bytes that rows of 128 change
+
+
+def staged(element: str, rows: int, columns: int, swizzle: str) -> list[list[int]]:
+    """Return at which byte CuTe has each element of a stage; PTX ISA 9.1, 5.5.6: its swizzle."""
+    cutlass = import_module("cutlass")
+    ir = import_module("cutlass._mlir").ir
+    wgmma = import_module("degarble.kernels.gemm.mainloop")
+    of, width = getattr(cutlass, element), getattr(cutlass, element).width // 8
+    with ir.Context(), ir.Location.unknown():
+        module = ir.Module.create()
+        with ir.InsertionPoint(module.body):
+            chosen = getattr(wgmma.Swizzle, swizzle)
+            layout: Any = wgmma.staged_layout(of, rows, columns, 2, chosen).outer
+            places = [[layout((r, c, 0)) for c in range(columns)] for r in range(rows)]
+    assert all(type(place) is int for row in places for place in row), "CuTe did not fold it"
+    bits = (1 << SWIZZLES[swizzle]) - 1
+    return [[place * width ^ (place * width >> 7 & bits) << 4 for place in row] for row in places]
+
+
+@pytest.mark.parametrize(("count", "swizzle"), [(1, "K_SW32"), (2, "K_SW64"), (4, "K_SW128")])
+def test_codes_lie_where_tma_writes_them(spans: ModuleType, count: int, swizzle: str) -> None:
+    words = 8 * count
+    places = staged("Uint32", 32, words, swizzle)
+    for row in range(32):
+        for word in range(words):
+            chunk = spans.chunk_of_codes(row, word // 4, count)
+            assert places[row][word] == chunk * 16 + word % 4 * 4
+
+
+def test_one_span_is_the_stage_of_other_tiles(spans: ModuleType) -> None:
+    stages = import_module("degarble.kernels.gemm.nvfp4_stages")
+    for row in range(256):
+        assert spans.word_of_scales(row, 0, 1) == stages.word_of_scales(row)
+        for chunk in range(2):
+            assert spans.chunk_of_codes(row, chunk, 1) == stages.chunk_of_codes(row, chunk)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(16, 256), (32, 256), (64, 128)])
+def test_decoded_numbers_lie_where_wgmma_reads_them(
+    spans: ModuleType, rows: int, columns: int
+) -> None:
+    places = staged("BFloat16", rows, columns, "K_SW128")
+    for row in range(rows):
+        for column in range(columns):
+            span, within = divmod(column, 64)
+            chunk = spans.chunk_of_numbers(row, within // 8, span, rows)
+            assert places[row][column] == chunk * 16 + within % 8 * 2
+
+
+def test_scales_of_a_stage_are_whole_tiles_side_by_side(spans: ModuleType) -> None:
+    for row in (0, 7, 31, 32, 100, 127, 128, 200, 255):
+        for count in (2, 4):
+            for span in range(count):
+                want = offset_128x4(row, 4 * span, 4 * count)
+                assert spans.word_of_scales(row, span, count) * 4 == want
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_what_is_eight_rows_or_a_span_away_lies_where_the_reads_say(
+    spans: ModuleType, count: int
+) -> None:
+    rows = [16 * group + g for group in range(16) for g in range(8)]
+    for row in rows:
+        of_scales = spans.word_of_scales(row, 0, count)
+        for span in range(count):
+            for i in range(2):
+                got = of_scales + 128 * span + 32 * i
+                assert got == spans.word_of_scales(row + 8 * i, span, count)
+        for chunk in range(2 * count):
+            below = spans.chunk_of_codes(row, chunk, count) + 2 * count * spans.SWIZZLED_ROWS
+            assert below == spans.chunk_of_codes(row + 8, chunk, count)
+
+
+# --------------------------------------------------------------------------------------------------
+# Grouped experts on Hopper: machine code, refusals, on an H200 equal to one expert at a time.
 
 V4_PRO, V4_FLASH, V3_2 = (7168, 3072, 384, 6), (4096, 2048, 256, 6), (7168, 2048, 256, 8)
 MODELS = {"v4-pro": V4_PRO, "v4-flash": V4_FLASH, "v3.2": V3_2}
@@ -301,3 +390,106 @@ def test_a_fault_is_caught_and_a_whole_call_is_not(fault: faults.Fault) -> None:
     assert not faults.verdict_of_whole(fault.case)
     with faults.planted(fault):
         assert checks.mismatch(fault.case)
+
+
+# --------------------------------------------------------------------------------------------------
+# The shared expert on Hopper: refusals, and on an H200 what its kernels make one by one.
+
+SHAPES = ((1, 4096, 2048), (130, 7168, 3072), (37, 256, 256))
+NORM_ALLOWED = 0.05  # of FP8 with 128 values a scale, twice: 3 mantissa bits round at 2**-4
+
+
+@pytest.fixture
+def sm90_shared_expert_kernels() -> ModuleType:
+    return import_module("degarble.kernels.moe.sm90_shared_expert")
+
+
+def fp8_weights(kernels: ModuleType, hidden: int, width: int, scales: str, device: str) -> Any:
+    generator = torch.Generator(device).manual_seed(hidden + width)
+
+    def codes(n: int, k: int) -> torch.Tensor:
+        made = torch.randn(n, k, generator=generator, device=device)
+        return made.to(torch.float8_e4m3fn)
+
+    def of_blocks(n: int, k: int) -> torch.Tensor:
+        shape = (n // 128, k // 128)
+        made = torch.randint(116, 120, shape, generator=generator, device=device)
+        return made.to(torch.uint8) if scales == "ue8m0" else ue8m0_decode(made) * 1.37
+
+    sides = ((2 * width, hidden), (hidden, width))
+    first, second = ((codes(*side), of_blocks(*side)) for side in sides)
+    return kernels.Fp8Weights(*first, *second)
+
+
+def test_sm90_shared_expert_refuses_by_name(sm90_shared_expert_kernels: ModuleType) -> None:
+    problem = sm90_shared_expert_kernels.problem_of(4, 256, 128, 10.0)
+    x, weights = (
+        torch.zeros(4, 256, dtype=torch.bfloat16),
+        fp8_weights(sm90_shared_expert_kernels, 256, 128, "float32", "cpu"),
+    )
+    run, settings = sm90_shared_expert_kernels.shared_expert_fp8, checks.SETTINGS
+    for error, name, values in (
+        (DtypeMismatch, "x", x.float()),
+        (ShapeMismatch, "x", x[:3]),
+        (LayoutMismatch, "strides of x", x.T.contiguous().T),
+    ):
+        with pytest.raises(error, match=name):
+            run(values, weights, problem, settings)
+    with pytest.raises(ShapeMismatch, match="hidden and width of an FP8 expert"):
+        run(x, weights, replace(problem, width=96), settings)
+    case = checks.Case(replace(problem, hidden=64))
+    given = checks.given_of(case, "cpu")
+    two = replace(case.problem, experts=2, routed=2, chosen=2)
+    with pytest.raises(ShapeMismatch, match="experts of a shared expert"):
+        sm90_shared_expert_kernels.shared_expert_nvfp4(given.x, given.weights, two, settings)
+    w13 = given.weights.w13._replace(codes=given.weights.w13.codes[:, :1])
+    broken = given.weights._replace(w13=w13)
+    with pytest.raises(ShapeMismatch, match="codes of w13"):
+        sm90_shared_expert_kernels.shared_expert_nvfp4(given.x, broken, case.problem, settings)
+
+
+@pytest.mark.h200
+@pytest.mark.parametrize("shape", SHAPES)
+def test_nvfp4_is_one_kernel_after_the_other(
+    sm90_shared_expert_kernels: ModuleType, shape: tuple[int, int, int]
+) -> None:
+    case = checks.Case(sm90_shared_expert_kernels.problem_of(*shape, 10.0), seed=2)
+    given = checks.given_of(case)
+    got = sm90_shared_expert_kernels.shared_expert_nvfp4(
+        given.x, given.weights, case.problem, checks.SETTINGS
+    )
+    slots = torch.arange(shape[0], device="cuda")
+    want = checks.wanted(case, given, 0, slots)[2]
+    assert torch.equal(got.view(torch.int16), want.view(torch.int16))
+
+
+@pytest.mark.h200
+@pytest.mark.parametrize("scales", ["float32", "ue8m0"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fp8_is_near_the_exact_expert(
+    sm90_shared_expert_kernels: ModuleType, shape: tuple[int, int, int], scales: str
+) -> None:
+    tokens, hidden, width = shape
+    weights = fp8_weights(sm90_shared_expert_kernels, hidden, width, scales, "cuda")
+    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    problem = sm90_shared_expert_kernels.problem_of(*shape, 10.0)
+    got = sm90_shared_expert_kernels.shared_expert_fp8(x, weights, problem, checks.SETTINGS)
+    want = exact(x, weights, 10.0)
+    assert float((got.double() - want).norm() / want.norm()) < NORM_ALLOWED
+    halves = weights.w13.view(2, width, hidden).flip(0).reshape(2 * width, hidden)
+    changed = sm90_shared_expert_kernels.shared_expert_fp8(
+        x, weights._replace(w13=halves.contiguous()), problem, checks.SETTINGS
+    )
+    assert float((changed.double() - want).norm() / want.norm()) > NORM_ALLOWED
+
+
+def exact(x: torch.Tensor, weights: Any, limit: float) -> torch.Tensor:
+    """The expert in float64, without rounding an activation."""
+
+    def values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        of_blocks = ue8m0_decode(scales.int()) if scales.dtype is torch.uint8 else scales
+        wide = of_blocks.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return codes.double() * wide
+
+    gate, up = (x.double() @ values(*weights[:2]).T).chunk(2, 1)
+    return elementary.swiglu(gate, up, limit) @ values(*weights[2:]).T
