@@ -25,7 +25,7 @@ from degarble.harness.engine.diagnose.trial import (
 )
 from degarble.harness.engine.faults.activation_regions import cancelled
 from degarble.harness.engine.faults.weight_regions import extents
-from degarble.harness.engine.localise.judgeable_rows import sequence_rows_of
+from degarble.harness.engine.localise.judgeable_rows import rows_by_sequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -236,7 +236,7 @@ def _by_owner(sight: Sight) -> list[Sight]:
 
 def alone(scene: Scene, sight: Sight) -> Iterator[Sight]:
     """Yield every sequence of a call whose tokens interact; nothing where they are ambiguous."""
-    lines = sequence_rows_of(scene.component, scene.bound.config, sight.inputs)
+    lines = rows_by_sequence(scene.component, scene.bound.config, sight.inputs)
     if lines is None:
         return
     for number in range(len(lines.spans)):

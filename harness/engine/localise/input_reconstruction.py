@@ -365,7 +365,7 @@ _OFFSETS = "entry_offsets"
 _POOLED = ("state_latent", "state_gate")
 
 
-def unvouched(component: Component, calls: Mapping[str, Sequence[CapturedCall]]) -> bool:
+def lacks_producers(component: Component, calls: Mapping[str, Sequence[CapturedCall]]) -> bool:
     """Tell whether a component has memory whose producers were not captured in every step."""
     own = {call.step for call in calls.get(component.name, ())}
     if not is_ragged(component) or len(own) < 2:
@@ -393,7 +393,7 @@ def without_memory(batch: Batch, steps: Mapping[int, CapturedStep]) -> Batch:
     return replace(batch, lacking="its memory was not captured")
 
 
-def joined(
+def joined_prefill(
     component: Component, batches: Sequence[Batch], steps: Mapping[int, CapturedStep]
 ) -> Iterator[Batch]:
     """Yield one prefill for each sequence that was given its tokens in several calls."""

@@ -183,7 +183,7 @@ def _cut_batch(
 def _of_sequences(known: TwinComponents, replay: Replay, spoilt: Tensors) -> JudgeablePart | None:
     """Cut every sequence of a call before the first token that can see a NaN or infinity."""
     batch, inputs = replay.batch, replay.inputs
-    lines = sequence_rows_of(batch.component, known.twin.config, inputs)
+    lines = rows_by_sequence(batch.component, known.twin.config, inputs)
     if lines is None:
         return None
     spans, counts = lines.spans, lines.counts(spoilt)
@@ -207,7 +207,7 @@ def _of_sequences(known: TwinComponents, replay: Replay, spoilt: Tensors) -> Jud
     return JudgeablePart(_settled(again, lines, counts), kept.nonzero().flatten(), len(kept))
 
 
-def _settled(replay: Replay, lines: SequenceRows, counts: Sequence[int]) -> Replay:
+def _settled(replay: Replay, lines: RowsBySequence, counts: Sequence[int]) -> Replay:
     """Use the twin's carried state on both sides, since a shorter sequence carries another one.
 
     Entries that only dropped sequences have are no columns of the remaining scores.
@@ -229,7 +229,7 @@ def _settled(replay: Replay, lines: SequenceRows, counts: Sequence[int]) -> Repl
     return replace(replay, batch=replace(replay.batch, outputs=outputs))
 
 
-def _choices_exist(chosen_TK: Tensor, lines: SequenceRows, counts: Sequence[int]) -> bool:
+def _choices_exist(chosen_TK: Tensor, lines: RowsBySequence, counts: Sequence[int]) -> bool:
     """Tell whether no remaining token was given an entry that only later tokens complete."""
     for span, count in zip(lines.spans, counts, strict=True):
         entries = (span.start + count) // lines.ratio
@@ -240,18 +240,20 @@ def _choices_exist(chosen_TK: Tensor, lines: SequenceRows, counts: Sequence[int]
     return True
 
 
-def sequence_rows_of(component: Component, config: Config, inputs: Tensors) -> SequenceRows | None:
+def rows_by_sequence(
+    component: Component, config: Config, inputs: Tensors
+) -> RowsBySequence | None:
     """Return the sequences of a call; None where its offsets are unusable."""
     try:
         spans = spans_of(inputs)
     except (*CANNOT_RUN, AssertionError):
         return None
-    return SequenceRows(
+    return RowsBySequence(
         component, spans, config.sliding_window - 1 if isinstance(config, V4Config) else 0
     )
 
 
-class SequenceRows:
+class RowsBySequence:
     """The assignment of each tensor's rows to the sequences of a call."""
 
     def __init__(self, component: Component, spans: Sequence[Span], reach: int) -> None:
@@ -371,7 +373,7 @@ def rows_out_of_range(known: TwinComponents, replay: Replay) -> Tensor | None:
     if not is_ragged(batch.component):
         found = _watched(known, name, replay.inputs, count)
         return found if bool(found.any()) else None
-    lines = sequence_rows_of(batch.component, known.twin.config, replay.inputs)
+    lines = rows_by_sequence(batch.component, known.twin.config, replay.inputs)
     if lines is None or lines.spans[-1].end != count:
         return None
     found = torch.zeros(count, dtype=torch.bool)

@@ -519,7 +519,7 @@ def discrepancy_of_outputs(
     )
 
 
-def beside_prefill(trouble: Discrepancy) -> Discrepancy:
+def discrepancy_from_prefill(trouble: Discrepancy) -> Discrepancy:
     """Reword a discrepancy whose calls were judged as one prefill; its rows cannot be separated."""
     sights = [replace(each, rows=()) for each in (trouble.sight, *trouble.more) if each]
     return replace(

@@ -35,8 +35,8 @@ from degarble.harness.engine.localise.discrepancy import (
 )
 from degarble.harness.engine.localise.input_reconstruction import (
     InputReconstruction,
-    joined,
-    unvouched,
+    joined_prefill,
+    lacks_producers,
     without_memory,
 )
 from degarble.harness.engine.localise.judged_run import (
@@ -44,7 +44,7 @@ from degarble.harness.engine.localise.judged_run import (
     Judge,
     JudgedComponent,
     OutputRow,
-    beside_prefill,
+    discrepancy_from_prefill,
     discrepancy_of_outputs,
     missing_calls,
     repeats_apart,
@@ -206,7 +206,7 @@ class _Work:
         self, component: Component, found: Sequence[Batch], *, briefly: bool = False
     ) -> _Answer:
         """Judge the outputs of a component; `briefly`, only enough to know whether they agree."""
-        alone = unvouched(component, self.calls)
+        alone = lacks_producers(component, self.calls)
         asked = [without_memory(each, self._steps) for each in found] if alone else found
         made = self._judge.component(component, asked, briefly=briefly)
         if made.differs:
@@ -220,7 +220,9 @@ class _Work:
     def _as_one_prefill(self, made: JudgedComponent, found: Sequence[Batch]) -> _Answer:
         """Judge all calls of a sequence as one, where the content of its memory is unknown."""
         component = made.component
-        whole = Judge(self._known).component(component, list(joined(component, found, self._steps)))
+        whole = Judge(self._known).component(
+            component, list(joined_prefill(component, found, self._steps))
+        )
         for name, row in whole.rows.items():
             own = made.rows.get(name)
             if own is None or row.verdict is Verdict.DIFFERS or own.undecided:
@@ -229,7 +231,8 @@ class _Work:
             return _Answer(made)
         known = self._known  # bind it now: learned conventions replace self._known
         return _Answer(
-            made, lambda: beside_prefill(discrepancy_of_outputs(known, whole, self._steps))
+            made,
+            lambda: discrepancy_from_prefill(discrepancy_of_outputs(known, whole, self._steps)),
         )
 
     def by_conventions(self) -> None:

@@ -18,7 +18,7 @@ from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.engine.localise import judged_run
 from degarble.harness.engine.localise import localise as module
 from degarble.harness.engine.localise.discrepancy import DiscrepancyKind
-from degarble.harness.engine.localise.input_reconstruction import joined, unvouched
+from degarble.harness.engine.localise.input_reconstruction import joined_prefill, lacks_producers
 from degarble.harness.engine.localise.judged_run import (
     Judge,
     OutputRow,
@@ -305,7 +305,7 @@ def judged(
     for name, calls in by_component(run).items():
         component = known.components[name]
         if is_ragged(component):
-            found = list(joined(component, batches(run, component, calls, steps), steps))
+            found = list(joined_prefill(component, batches(run, component, calls, steps), steps))
             assert found, name
             for piece in Judge(known).component(component, found).rows.values():
                 yield name, len(found), piece.judged or pytest.fail(piece.undecided)
@@ -336,10 +336,10 @@ def test_calls_with_a_gap_are_no_prefill(gone: int) -> None:
     )
     component, steps = known.components[ATTEND["v4"]], {step.number: step for step in run.steps}
     every = list(batches(run, component, by_component(run)[component.name], steps))
-    made = {len(each.step_of) for each in joined(component, every, steps)}
+    made = {len(each.step_of) for each in joined_prefill(component, every, steps)}
     assert made == {13, 5}
     kept = [each for each in every if each.calls[0].step != gone]
-    found = [len(each.step_of) for each in joined(component, kept, steps)]
+    found = [len(each.step_of) for each in joined_prefill(component, kept, steps)]
     assert sorted(found) == ([4, 12] if gone == 2 else []), (
         "what is missing at the end is not asked"
     )
@@ -387,9 +387,9 @@ def test_a_complete_capture_is_vouched_for_by_its_wiring() -> None:
         bound(V4, "nvfp4-full", torch.float64), recipe_named("nvfp4-full", V4)
     )
     calls = by_component(run)
-    assert not any(unvouched(known.components[name], calls) for name in calls)
+    assert not any(lacks_producers(known.components[name], calls) for name in calls)
     few = {ATTEND["v4"]: calls[ATTEND["v4"]]}
-    assert unvouched(known.components[ATTEND["v4"]], few)
+    assert lacks_producers(known.components[ATTEND["v4"]], few)
 
 
 # --------------------------------------------------------------------------------------------------
