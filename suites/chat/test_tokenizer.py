@@ -1,4 +1,4 @@
-"""Tokenizers: byte-level and by words, special tokens, ids at both ends, text id by id."""
+"""Tokenizers: text to ids and back, incremental decoding, stop strings."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from degarble.harness.base.errors import InvalidArgument, UnreadableFile
 from degarble.harness.chat import special_tokens as marks
-from degarble.harness.chat.tokenizer import IncrementalDecoder, Tokenizer
+from degarble.harness.chat.tokenizer import IncrementalDecoder, Stops, Tokenizer
 from degarble.harness.commands.tiny_release import tokenizer_files
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+# --------------------------------------------------------------------------------------------------
+# Tokenizers: byte-level and by words, special tokens, ids at both ends, text id by id.
 
 TEXTS = ["", "hello world", "  two  blanks\n", "日本語 und Ümläute", "🦊🦊 fox", "a\x00b"]
 
@@ -121,3 +125,40 @@ def test_what_is_no_tokenizer_is_refused_by_name(byte_level: Path, tmp_path: Pat
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(UnreadableFile, match="generation_config"):
         load(tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------
+# Stops, wherever the pieces of a text are cut.
+
+
+def through(text: str, stops: list[str], size: int) -> tuple[str, str | None]:
+    made, out = Stops(stops), ""
+    for begin in range(0, len(text), size):
+        out += made.add(text[begin : begin + size])
+        assert not any(stop in out for stop in stops)
+        if made.hit is not None:
+            return out, made.hit
+    return out + made.rest(), None
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 100])
+@pytest.mark.parametrize(
+    ("text", "stops", "shown", "hit"),
+    [
+        ("one two three", ["two"], "one ", "two"),
+        ("one two three", ["four"], "one two three", None),
+        ("aaab", ["aab"], "a", "aab"),
+        ("ends with a beginning: tw", ["two"], "ends with a beginning: tw", None),
+        ("x\n\nUser: y", ["\nUser:", "User"], "x\n\n", "User"),
+        ("abc", ["c", "bc"], "a", "bc"),
+    ],
+)
+def test_nothing_of_a_stop_is_shown(
+    text: str, stops: list[str], shown: str, hit: str | None, size: int
+) -> None:
+    assert through(text, stops, size) == (shown, hit)
+
+
+def test_an_empty_stop_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="--stop"):
+        Stops(["x", ""])

@@ -1,16 +1,22 @@
-"""The paths, in this process: answers, streams, refusals, health, metrics, clients that go away."""
+"""The server's paths, in this process: answers, streams, access, memory, metrics, disconnects."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
+import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import httpx2
 import openai
 import pytest
 
-from degarble.harness.serve.messages import Bounds
+from degarble.harness.inference.generation import Limits, Sampling
+from degarble.harness.model.presets import V3_2, V4_FLASH
+from degarble.harness.serve.admission import OPEN_PATHS, AccessControl, MemoryBound, bytes_of
+from degarble.harness.serve.messages import ApiError, Bounds, SequenceRequest
+from degarble.harness.serve.metrics import FAMILIES, Metrics
 from degarble.harness.serve.requests import read_completion
 from degarble.suites.hang_guard import until
 from degarble.suites.serve.serving_cases import BOUNDS, LOCAL, Running, events, running
@@ -19,6 +25,13 @@ from degarble.suites.serve.talking_cases import WORDS, write_speaker
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from degarble.harness.model.config.config import Config
+    from degarble.harness.serve.metrics import Gauges
+
+
+# --------------------------------------------------------------------------------------------------
+# The paths, in this process: answers, streams, refusals, health, metrics, clients that go away.
 
 _LONG = {"model": "words", "prompt": ["w7", "w8"], "max_tokens": 4000}
 PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -335,3 +348,193 @@ def test_a_client_that_goes_away_ends_its_work(folder: Path, stream: bool) -> No
 
 def test_the_bounds_of_the_suite_are_those_of_a_server() -> None:
     assert BOUNDS.seconds == Bounds().seconds
+
+
+# --------------------------------------------------------------------------------------------------
+# The gate: a token, or names of this machine.
+
+TOKEN = "0123456789abcdef-secret"
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["", "Bearer", "Bearer ", TOKEN, f"Basic {TOKEN}", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}",
+     "Bearer é\udcff"],
+)  # fmt: skip
+def test_a_wrong_token_is_refused_and_never_repeated(given: str) -> None:
+    gate = AccessControl.of("0.0.0.0", TOKEN, anyone=False)
+    with pytest.raises(ApiError) as caught:
+        gate.admit("/v1/models", {"authorization": given})
+    assert caught.value.status == 401
+    assert caught.value.headers() == {"www-authenticate": "Bearer"}
+    assert TOKEN not in str(caught.value.document())
+    assert TOKEN not in repr(gate)
+
+
+def test_a_token_opens_whatever_the_host_is_called() -> None:
+    gate = AccessControl.of("0.0.0.0", TOKEN, anyone=False)
+    for scheme in ("Bearer", "bearer"):
+        gate.admit("/metrics", {"authorization": f"{scheme} {TOKEN}", "host": "example.org"})
+    for path in OPEN_PATHS:
+        gate.admit(path, {})
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "127.0.0.1:8000", "localhost:1", "[::1]:8000", "LOCALHOST"]
+)
+def test_without_a_token_this_machine_is_answered(host: str) -> None:
+    AccessControl.of("127.0.0.1", None, anyone=False).admit("/v1/models", {"host": host})
+
+
+@pytest.mark.parametrize("host", ["", "example.org", "127.0.0.1.example.org:8000", "[::2]:1"])
+def test_a_page_whose_name_was_pointed_here_reads_nothing(host: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        AccessControl.of("127.0.0.1", None, anyone=False).admit("/v1/models", {"host": host})
+    assert caught.value.status == 403
+    AccessControl.of("127.0.0.1", None, anyone=True).admit("/v1/models", {"host": host})
+
+
+# --------------------------------------------------------------------------------------------------
+# The bound on bytes: what requests hold is counted, refused when too much, and given back.
+
+WIDE = {"prompt": [[7, 8] * 40] * 8, "n": 2, "max_tokens": 1, "echo": True, "logprobs": 20}
+
+
+@pytest.fixture(scope="module")
+def memory_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = write_speaker(tmp_path_factory.mktemp("memory") / "model")
+    with running(folder, Bounds(memory_bytes=30 << 20), endless=True) as made:
+        yield made
+
+
+def test_shares_of_one_bound() -> None:
+    bound = MemoryBound(100)
+    with bound.share() as one:
+        one.grow(60)
+        with bound.share() as two:
+            with pytest.raises(ApiError, match="try again") as caught:
+                two.grow(50)
+            assert (caught.value.status, caught.value.retry_after) == (429, 5)
+            with pytest.raises(ApiError, match="all requests together may take") as caught:
+                two.grow(101)  # would never fit
+            assert caught.value.status == 400
+            two.grow(40)
+        one.become(10)
+        assert bound.taken == 10
+        kept = one.handed_on()
+    assert bound.taken == 10
+    with kept:
+        kept.become(100)
+        assert bound.taken == 100
+    assert bound.taken == 0
+
+
+@pytest.mark.parametrize("config", [V4_FLASH, V3_2])
+def test_each_thing_that_takes_memory_raises_the_estimate(config: Config) -> None:
+    def ask(prompt: int = 100, new: int = 10, **more: Any) -> SequenceRequest:
+        return SequenceRequest(tuple(range(prompt)), Sampling(), Limits(new), **more)
+
+    plain = bytes_of([ask()], config)
+    asks = [ask(200), ask(new=400), ask(top=0), ask(top=20)]
+    assert all(bytes_of([each], config) > plain for each in asks)
+    told = [bytes_of([ask(top=20, scores_prompt=on)], config) for on in (False, True)]
+    assert told[1] - told[0] > 100 * 10_000
+    assert bytes_of([ask()] * 40, config) < 40 * plain  # 16 run, the others wait
+
+
+def test_an_answer_takes_no_more_than_was_estimated(memory_server: Running) -> None:
+    """Measured where it is largest: every token of a prompt with its 20 likeliest."""
+    asked = read_completion({"model": memory_server.desk.name} | WIDE, memory_server.desk)
+    estimated = bytes_of(asked.asks, memory_server.desk.model.config)
+    memory_server.complete("w7", max_tokens=1)
+    tracemalloc.start()
+    try:
+        memory_server.complete(**WIDE)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < estimated
+    assert memory_server.counted("degarble_memory_bytes") == 0
+
+
+def test_a_request_beyond_the_bound_is_refused_and_gives_everything_back(
+    memory_server: Running,
+) -> None:
+    large = memory_server.post("/v1/completions", **(WIDE | {"n": 16, "prompt": [[7] * 500] * 4}))
+    assert large.status_code == 400
+    assert "--max-memory" in large.json()["error"]["message"]
+    assert memory_server.counted("degarble_memory_bytes") == 0
+    assert memory_server.post("/v1/completions", prompt="w7", max_tokens=-1).status_code == 400
+    assert memory_server.counted("degarble_memory_bytes") == 0
+
+
+def test_beside_one_in_flight_another_waits_its_turn(memory_server: Running) -> None:
+    """A stream holds its share until it ends, and then there is room again."""
+    held = memory_server.service._memory.share()
+    with held:
+        held.grow(29 << 20)
+        refused = memory_server.post("/v1/completions", **WIDE)
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "5"
+        assert refused.json()["error"]["code"] == "memory_full"
+    fields = {"model": memory_server.desk.name, "prompt": "w7", "stream": True, "max_tokens": 3}
+    with memory_server.client.stream("POST", "/v1/completions", json=fields) as answer:
+        assert answer.status_code == 200
+        answer.read()
+    until(lambda: memory_server.counted("degarble_memory_bytes") == 0)
+
+
+def test_slow_bodies_are_counted_while_they_come(memory_server: Running) -> None:
+    async def ask() -> int:
+        scope = {
+            "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
+            "headers": [(b"content-type", b"application/json"), (b"host", b"127.0.0.1")],
+        }  # fmt: skip
+        seen: list[int] = []
+        status = 0
+
+        async def receive() -> dict[str, Any]:
+            seen.append(memory_server.service._memory.taken)
+            return {"type": "http.request", "body": b" " * 1000, "more_body": len(seen) < 4}
+
+        async def send(message: Any) -> None:
+            nonlocal status
+            status = message.get("status", status)
+
+        await memory_server.app(scope, receive, send)
+        assert seen == sorted(seen)
+        assert seen[-1] > seen[0]
+        return status
+
+    assert asyncio.run(ask()) == 400
+    assert memory_server.service._memory.taken == 0
+
+
+# --------------------------------------------------------------------------------------------------
+# Metrics: what Prometheus reads, and that nothing is counted twice.
+
+LINE = re.compile(r"degarble_[a-z_]+(\{([a-z]+=\"([^\"\\\n]|\\.)*\",?)+\})? -?[0-9.e+-]+")
+GAUGES: Gauges = {name: [({}, 1.0)] for name, (kind, *_) in FAMILIES.items() if kind == "gauge"}
+
+
+def test_counts_and_histograms_are_written() -> None:
+    metrics = Metrics()
+    metrics.count("requests_total", path="/x", status="200")
+    metrics.count("requests_total", 2, path="/x", status="200")
+    for seconds in (0.004, 0.005, 0.3, 1000.0):
+        metrics.observe("step_seconds", seconds)
+    lines = metrics.text(GAUGES).splitlines()
+    assert 'degarble_requests_total{path="/x",status="200"} 3' in lines
+    assert 'degarble_step_seconds_bucket{le="0.005"} 2' in lines  # a bound belongs to its bucket
+    assert 'degarble_step_seconds_bucket{le="300"} 3' in lines
+    assert 'degarble_step_seconds_bucket{le="+Inf"} 4' in lines
+    assert "degarble_step_seconds_count 4" in lines
+    assert "degarble_step_seconds_sum 1000.309" in lines
+    assert all(LINE.fullmatch(line) for line in lines if not line.startswith("# "))
+    for name, (kind, _, _) in FAMILIES.items():
+        assert f"# TYPE degarble_{name} {kind}" in lines
+
+
+def test_labels_are_escaped() -> None:
+    text = Metrics().text({**GAUGES, "info": [({"model": 'a"b\\c\nd'}, 1.0)]})
+    assert 'degarble_info{model="a\\"b\\\\c\\nd"} 1' in text.splitlines()

@@ -1,23 +1,31 @@
+"""Durable files: whole or not at all, separate folders, space on the disk."""
+
 from __future__ import annotations
 
 import errno
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 
-from degarble.harness.base.errors import UnwritablePath
+from degarble.harness.base.errors import InvalidArgument, UnwritablePath
 from degarble.harness.checkpoint.write.disk import (
     DISK,
     Disk,
     Partial,
+    free_bytes,
     make_folders,
     remove_abandoned,
+    require_separate_folders,
+    require_space,
     write_file,
     writing,
 )
+from degarble.suites.checkpoint.structure_cases import V4, write
+from degarble.suites.commands.calls import call
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -161,3 +169,65 @@ def test_folders_are_made_with_those_above(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(UnwritablePath, match="no folder"):
         make_folders(tmp_path / "file" / "inner", DISK)
+
+
+# --------------------------------------------------------------------------------------------------
+# Targets inside their source, and sources inside their target, are refused by name.
+
+NESTED = {
+    "the same": ("a", "a", "outside the source"),
+    "inside the source": ("a", "a/b", "outside the source"),
+    "inside, not yet there": ("a", "a/new/c", "outside the source"),
+    "around the source": ("a/b", "a", "does not contain the source"),
+    "around a file": ("a/b/file.safetensors", "a/b", "does not contain the source"),
+    "through a link": ("link", "a/b/new", "outside the source"),
+}
+
+
+@pytest.mark.parametrize("what", NESTED)
+def test_nested_folders_are_refused(tmp_path: Path, what: str) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "file.safetensors").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    source, target, told = NESTED[what]
+    with pytest.raises(InvalidArgument, match=told):
+        require_separate_folders(tmp_path / source, tmp_path / target)
+
+
+def test_neighbours_are_let_through(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    require_separate_folders(tmp_path / "a", tmp_path / "ab")
+    require_separate_folders(tmp_path / "a", tmp_path / "b" / "a")
+
+
+def test_both_commands_refuse_and_write_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outer = tmp_path / "outer"
+    source = write(outer / "made", V4, "official")
+    before = sorted(tmp_path.rglob("*"))
+    for command in (("quantise", "--recipe", "bf16"), ("convert", "--to", "bf16")):
+        for target in (source, source / "new", outer):
+            done = call(capsys, command[0], source, target, *command[1:])
+            assert done.status == 2
+            assert done.err.startswith("degarble: REFUSED: target = ")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.fixture
+def thousand_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk of which root could write 4,000 bytes more than everybody else."""
+    told = SimpleNamespace(f_bavail=10, f_bfree=50, f_frsize=100, f_bsize=4096)
+    monkeypatch.setattr("degarble.harness.checkpoint.write.disk.os.statvfs", lambda _: told)
+
+
+@pytest.mark.usefixtures("thousand_free")
+def test_room_is_what_everybody_may_write(tmp_path: Path) -> None:
+    assert free_bytes(tmp_path) == 1000
+    require_space(tmp_path, 1000)
+    with pytest.raises(UnwritablePath, match=r"1000 bytes free'.*1001 bytes of room"):
+        require_space(tmp_path, 1001)
+
+
+def test_a_place_that_is_not_there_yet_has_its_parents_room(tmp_path: Path) -> None:
+    assert free_bytes(tmp_path / "a" / "b") > 0

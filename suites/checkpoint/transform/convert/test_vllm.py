@@ -1,3 +1,5 @@
+"""vLLM's parameters: names, stacks, orders of backends, the fused compressor, stated orders."""
+
 from __future__ import annotations
 
 import json
@@ -8,22 +10,22 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, LayoutMismatch
+from degarble.harness.checkpoint.audit import value_rules as rules_numbers
+from degarble.harness.checkpoint.audit.numbers.numbers import audit_numbers
+from degarble.harness.checkpoint.audit.rules import Level
 from degarble.harness.checkpoint.transform.convert import vllm
 from degarble.harness.checkpoint.transform.convert.job import convert
 from degarble.harness.checkpoint.transform.convert.prove import prove
 from degarble.harness.checkpoint.transform.convert.vllm_parameters import (
     BACKENDS,
     ExpertArrangement,
+    is_arranged,
+    stated_backend,
 )
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.formats.layouts import AS_STORED, LINEAR
-from degarble.suites.checkpoint.converting_cases import (
-    V4,
-    broken,
-    converted,
-    damage,
-    source,
-)
+from degarble.suites.checkpoint.converting_cases import V4, broken, converted, damage, source
+from degarble.suites.checkpoint.reading_cases import write_shards
 from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
 
 if TYPE_CHECKING:
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
+
+    from degarble.harness.checkpoint.audit.findings import Finding
+
 
 ATTN = "model.layers.0.attn"
 W13 = "model.layers.0.ffn.experts.w13"
@@ -181,3 +186,115 @@ def test_what_stays_bf16_beside_fp8_is_named_fused(tmp_path: Path) -> None:
     stated = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     for name in ("attn.fused_wqa_wkv", "ffn.shared_experts.gate_up_proj"):
         assert f"model.layers.0.{name}" in stated["modules_to_not_convert"]
+
+
+MAIN = "layers.0.attn.compressor"
+INDEXER = "layers.0.attn.indexer.compressor"
+
+
+@pytest.mark.parametrize("kind", ["nvfp4-full", "official", "bf16", "compressed-tensors"])
+def test_both_compressors_are_fused_from_their_own_prefixes(kind: str, tmp_path: Path) -> None:
+    proof = converted(kind, tmp_path / "out", "fused-compressor")
+    assert proof.holds, list(proof.lines())
+    with Checkpoint.open(source(kind)) as before, Checkpoint.open(tmp_path / "out") as after:
+        assert before.names is not None
+        for stem in ("layers.0.attn.compressor", "layers.0.attn.indexer.compressor"):
+            parts = [before.stored(f"{stem}.{part}") for part in ("wkv", "wgate")]
+            fused = f"{stem}.fused_wkv_wgate"
+            expected = torch.cat([each.weight().values(torch.bfloat16) for each in parts])
+            assert torch.equal(after.tensor(f"{fused}.weight"), expected)
+            gone = [entry.name for each in parts for entry in each.form.parts.values()]
+            assert not after.entries.keys() & set(gone)
+
+
+def test_swapped_halves_are_seen(tmp_path: Path) -> None:
+    converted("nvfp4-full", tmp_path / "out", "fused-compressor")
+    fused = f"{MAIN}.fused_wkv_wgate"
+    damage(tmp_path / "out", f"{fused}.weight", lambda t: torch.cat(t.chunk(2)[::-1]))
+    assert broken("nvfp4-full", tmp_path / "out") == [fused]
+
+
+def test_the_main_compressor_in_place_of_the_indexers_is_seen(tmp_path: Path) -> None:
+    """Origin, fault 4: where the shapes are the same, the values alone tell."""
+    converted("nvfp4-full", tmp_path / "out", "fused-compressor")
+    with Checkpoint.open(tmp_path / "out") as after:
+        main = after.tensor(f"{MAIN}.fused_wkv_wgate.weight").clone()
+        own = after.tensor(f"{INDEXER}.fused_wkv_wgate.weight")
+        assert main.shape == own.shape, "the small model is the silent case"
+    damage(tmp_path / "out", f"{INDEXER}.fused_wkv_wgate.weight", lambda _: main)
+    assert broken("nvfp4-full", tmp_path / "out") == [f"{INDEXER}.fused_wkv_wgate"]
+
+
+def test_a_source_without_compressors_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LayoutMismatch, match="Only V4 has compressors"):
+        convert(source("v32"), tmp_path / "out", "fused-compressor")
+
+
+def test_uninitialised_memory_is_seen(tmp_path: Path) -> None:
+    """Origin: a loader that skips in silence leaves zeros, or anything."""
+    converted("bf16", tmp_path / "out", "fused-compressor")
+    name = "layers.0.attn.compressor.fused_wkv_wgate.weight"
+    damage(tmp_path / "out", name, torch.zeros_like)
+    (found,) = prove(source("bf16"), tmp_path / "out").broken
+    assert found.beyond > found.elements * 0.9
+
+
+# --------------------------------------------------------------------------------------------------
+# What conversion.json states about experts, and what the audit of numbers makes of it.
+
+TRTLLM = {"to": "vllm", "options": {"backend": "trtllm"}}
+
+
+def errors_of(folder: Path) -> tuple[list[Finding], list[Finding]]:
+    with Checkpoint.open(folder) as checkpoint:
+        findings = audit_numbers(checkpoint).findings
+    return findings, [each for each in findings if each.level is Level.ERROR]
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "loader"])
+def test_experts_in_a_stated_order_are_no_error(tmp_path: Path, backend: str) -> None:
+    convert(source("nvfp4-experts"), tmp_path, "vllm", {"backend": backend})
+    findings, errors = errors_of(tmp_path)
+    assert errors == []
+    (told,) = [f for f in findings if f.rule == rules_numbers.SCALE_LAYOUT_STATED.id]
+    assert "`128x4`, as conversion.json states" in told.message
+    assert told.evidence["matrices"] == 2 * 3 * 3  # layers, experts, matrices
+
+
+def test_a_broken_promise_is_an_error(tmp_path: Path) -> None:
+    """Swizzled without a word of it, and row-major where a swizzle is stated."""
+    convert(source("nvfp4-experts"), tmp_path / "a", "vllm", {"backend": "vllm-cutlass"})
+    (tmp_path / "a" / "conversion.json").unlink()
+    convert(source("nvfp4-experts"), tmp_path / "b", "vllm", {"backend": "loader"})
+    (tmp_path / "b" / "conversion.json").write_text(json.dumps(TRTLLM))
+    for name, told in (("a", "lies in the order `128x4`"), ("b", "conversion.json states `128x4`")):
+        _, errors = errors_of(tmp_path / name)
+        assert {each.rule for each in errors} == {rules_numbers.SCALE_LAYOUT.id}
+        assert all(told in each.message for each in errors)
+
+
+@pytest.mark.parametrize(
+    ("text", "backend"),
+    [
+        (json.dumps(TRTLLM), "trtllm"),
+        (json.dumps({"to": "vllm", "options": {"backend": "loader"}}), None),
+        (json.dumps({"to": "bf16", "options": {}}), None),
+        (json.dumps({"to": "vllm", "options": {"backend": ["trtllm"]}}), None),
+        (json.dumps({"to": "vllm", "options": {"backend": "nobody's"}}), None),
+        ("[]", None),
+        ("{", None),
+    ],
+)
+def test_what_cannot_be_read_states_nothing(tmp_path: Path, text: str, backend: str | None) -> None:
+    write_shards(tmp_path, [{"a": torch.zeros(4)}])
+    with Checkpoint.open(tmp_path) as checkpoint:
+        assert stated_backend(checkpoint) is None
+        (tmp_path / "conversion.json").write_text(text)
+        found = stated_backend(checkpoint)
+    assert (found.name if found else None) == backend
+
+
+def test_stacked_experts_alone_are_arranged() -> None:
+    assert is_arranged("model.layers.0.ffn.experts.w13")
+    assert is_arranged("model.layers.0.mlp.experts.w2")
+    assert not is_arranged("model.layers.0.ffn.shared_experts.gate_up_proj")

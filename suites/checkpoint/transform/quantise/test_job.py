@@ -1,4 +1,4 @@
-"""Quantising whole small checkpoints: every value against the definition, and what is refused."""
+"""Quantising small checkpoints: values, input scales, reports, and what is refused."""
 
 from __future__ import annotations
 
@@ -14,16 +14,30 @@ import torch
 
 from degarble.harness.base.errors import (
     InvalidArgument,
+    Refused,
     ScaleDirectionMismatch,
     UnknownName,
+    UnreadableFile,
     UnwritablePath,
 )
 from degarble.harness.checkpoint.read.types import StoredLayout
 from degarble.harness.checkpoint.transform import nvfp4_scales
-from degarble.harness.checkpoint.transform.nvfp4_scales import ScaleRule
+from degarble.harness.checkpoint.transform.nvfp4_scales import Errors, Exponents, ScaleRule
 from degarble.harness.checkpoint.transform.quantise import job as quantise_producer
-from degarble.harness.checkpoint.transform.quantise.calibration import Amax, Calibration
-from degarble.harness.checkpoint.transform.quantise.conversion_report import REPORT
+from degarble.harness.checkpoint.transform.quantise.calibration import (
+    FILE,
+    Amax,
+    Calibration,
+    InputScale,
+    InputScales,
+    ScaleOrigin,
+)
+from degarble.harness.checkpoint.transform.quantise.conversion_report import (
+    REPORT,
+    GroupScale,
+    ShardFacts,
+    report_bytes,
+)
 from degarble.harness.checkpoint.transform.quantise.job import (
     QuantiseJob,
     finish_job,
@@ -41,7 +55,7 @@ from degarble.harness.checkpoint.write.writer import begin, write
 from degarble.harness.formats.dialects import MODELOPT, TensorScales
 from degarble.harness.formats.number_formats import NVFP4
 from degarble.harness.formats.quantise import quantise_definition
-from degarble.harness.model.parameters import parameters
+from degarble.harness.model.parameters import Parameter, parameter_named, parameters
 from degarble.harness.model.recipes import recipe_named
 from degarble.suites.checkpoint.reading_cases import TINY_V4, TINY_V32
 from degarble.suites.checkpoint.writing_cases import quick_folder, tree
@@ -53,6 +67,10 @@ if TYPE_CHECKING:
 
     from degarble.harness.model.config.config import Config
     from degarble.harness.model.recipes import Recipe
+
+
+# --------------------------------------------------------------------------------------------------
+# Quantising whole small checkpoints: every value against the definition, and what is refused.
 
 FAMILIES: dict[str, Config] = {"v4": TINY_V4, "v32": TINY_V32}
 SHARD = 150_000
@@ -324,3 +342,186 @@ def test_memory_does_not_grow_with_a_matrix() -> None:
         elements = quantise_producer._elements(shape)
         assert elements <= max(1 << 22, 128 * int(np.prod(shape[1:])))
         assert elements % (128 * max(1, int(np.prod(shape[1:])))) == 0
+
+
+# --------------------------------------------------------------------------------------------------
+# Amax records: the file, and the scales that follow from it for reached and unreached experts.
+
+
+def wanted(config: Config, recipe: str = "nvfp4-full") -> list[Parameter]:
+    chosen = recipe_named(recipe, config)
+    return [each for each in parameters(config) if chosen.format_of(each).activation == "NVFP4"]
+
+
+def records(config: Config) -> dict[str, Amax]:
+    return {each.name: Amax(1.0 + i / 8, 10) for i, each in enumerate(wanted(config))}
+
+
+def test_the_file_comes_back(tmp_path: Path) -> None:
+    made = Calibration.of(records(TINY_V4))
+    (tmp_path / FILE).write_bytes(made.to_bytes())
+    assert Calibration.load(tmp_path) == made
+    assert Calibration.load(tmp_path / FILE).fingerprint == made.fingerprint
+    raw = json.loads(made.to_bytes())
+    assert raw["format"] == "degarble-amax"
+    assert raw["linears"]["layers.0.attn.wq_a"] == {"amax": 1.0, "tokens": 10}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "{}",
+        '{"format": "degarble-amax", "version": 2, "linears": {}}',
+        '{"format": "degarble-amax", "version": 1}',
+        '{"format": "degarble-amax", "version": 1, "linears": {"a": 3}}',
+        '{"format": "degarble-amax", "version": 1, "linears": {"a": {"amax": 1}}}',
+        '{"format": "degarble-amax", "version": 1, "linears": {"a": {"amax": true, "tokens": 1}}}',
+        '{"format": "degarble-amax", "version": 1, "linears": {"a": {"amax": 1, "tokens": -1}}}',
+        '{"format": "degarble-amax", "version": 1, "linears": {"a": {"amax": 0, "tokens": 4}}}',
+        '{"format": "degarble-amax", "version": 1, "linears": {"a": {"amax": -1, "tokens": 4}}}',
+        '{"format": "degarble-amax", "version": 1, "linears": {"a": {"amax": 1e39, "tokens": 4}}}',
+        '{"format": "degarble-amax", "version": 1, "linears": {"a": {"amax": "1", "tokens": 4}}}',
+        '{"format": "degarble-amax", "version": 1, "linears": {}} x',
+        "not json",
+    ],
+)
+def test_a_file_that_says_something_else_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / FILE).write_text(text)
+    with pytest.raises((UnreadableFile, InvalidArgument)):
+        Calibration.load(tmp_path)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="--amax-only"):
+        Calibration.load(tmp_path)
+    with pytest.raises(Refused):
+        Calibration.load(tmp_path / "nowhere")
+
+
+def test_two_runs_join() -> None:
+    one = Calibration.of({"a": Amax(2.0, 3), "b": Amax(1.0, 1)})
+    two = Calibration.of({"a": Amax(1.5, 4), "c": Amax(0.0, 0)})
+    assert one.merged(two).records == {"a": (2.0, 7), "b": (1.0, 1), "c": (0.0, 0)}
+
+
+def scale_of(config: Config, given: dict[str, Amax], name: str) -> Any:
+    found = InputScales(config, Calibration.of(given), wanted(config))
+    return found.of(parameter_named(config, name))
+
+
+def test_partners_take_the_larger_amax() -> None:
+    given = records(TINY_V4)
+    given["layers.0.ffn.experts.1.w1"] = Amax(5.0, 9)
+    given["layers.0.ffn.experts.1.w3"] = Amax(7.0, 9)
+    one = scale_of(TINY_V4, given, "layers.0.ffn.experts.1.w1")
+    three = scale_of(TINY_V4, given, "layers.0.ffn.experts.1.w3")
+    assert one.scale == three.scale == float(np.float32(7) / np.float32(2688))
+    assert (one.origin, three.origin) == (ScaleOrigin.PARTNER, ScaleOrigin.MEASURED)
+
+
+@pytest.mark.parametrize("absent", [False, True], ids=["no tokens", "no record"])
+def test_an_unreached_expert_takes_the_largest_of_its_projection(absent: bool) -> None:
+    given = records(TINY_V4)
+    names = [f"layers.1.ffn.experts.2.{each}" for each in ("w1", "w3", "w2")]
+    for name in names:
+        given.pop(name) if absent else given.__setitem__(name, Amax(0.0, 0))
+    given["layers.2.ffn.experts.0.w1"] = Amax(96.0, 4)
+    given["layers.0.ffn.experts.0.w2"] = Amax(64.0, 4)
+    assert [scale_of(TINY_V4, given, name)[1:] for name in names] == [
+        (96.0, 0, ScaleOrigin.UNREACHED),
+        (96.0, 0, ScaleOrigin.UNREACHED),
+        (64.0, 0, ScaleOrigin.UNREACHED),
+    ]
+
+
+def test_the_experts_of_a_v32_layer_share_one() -> None:
+    given = records(TINY_V32)
+    given["layers.1.ffn.experts.3.w1"] = Amax(50.0, 2)
+    given["layers.1.ffn.experts.0.w1"] = Amax(0.0, 0)
+    found = [scale_of(TINY_V32, given, f"layers.1.ffn.experts.{e}.w3").amax for e in range(4)]
+    assert found == [50.0] * 4
+    assert scale_of(TINY_V32, given, "layers.1.ffn.experts.0.w1").origin is ScaleOrigin.LAYER
+
+
+def test_what_cannot_be_answered_is_refused() -> None:
+    given = records(TINY_V4)
+    missing = {name: each for name, each in given.items() if name != "layers.0.attn.wq_a"}
+    with pytest.raises(InvalidArgument, match=r"layers\.0\.attn\.wq_a"):
+        scale_of(TINY_V4, missing, "layers.0.attn.wq_b")
+    with pytest.raises(InvalidArgument, match=r"layers\.9\.attn\.wq_a.*with the model that"):
+        scale_of(TINY_V4, given | {"layers.9.attn.wq_a": Amax(1.0, 1)}, "layers.0.attn.wq_b")
+    with pytest.raises(InvalidArgument, match="no linear"):
+        scale_of(TINY_V4, given | {"norm": Amax(1.0, 1)}, "layers.0.attn.wq_b")
+    nobody = {name: each for name, each in given.items() if ".experts." not in name}
+    with pytest.raises(InvalidArgument, match="no expert in any layer"):
+        scale_of(TINY_V4, nobody, "layers.0.ffn.experts.0.w2")
+
+
+# --------------------------------------------------------------------------------------------------
+# The report: facts of shards in any order make the same bytes, and what matters stands on top.
+
+
+def facts() -> list[ShardFacts]:
+    one, two = ShardFacts(), ShardFacts()
+    exact = GroupScale(0.5, None, True, Exponents(0, 7), "")
+    plain = GroupScale(0.25, 3.0, False, None, "exponents from 0 to 40")
+    one.add_nvfp4("a", "MXFP4", 300, exact, Errors())
+    one.add_nvfp4("b", "MXFP4", 100, plain, Errors(100.0, 1.0, 1.0, 0.25))
+    two.add_nvfp4(
+        "c", "BF16", 100, plain._replace(amax=0.0, why_not=""), Errors(4.0, 1.0, 2.0, 2.0)
+    )
+    two.add_input("c", InputScale(0.1, 268.8, 0, ScaleOrigin.UNREACHED))
+    two.add_plain("norm", "copied", "F32", "BF16", 7)
+    one.add_plain("embed", "copied", "BF16", "BF16", 0)
+    return [one, two]
+
+
+def test_the_report_says_what_happened() -> None:
+    raw = json.loads(report_bytes({"recipe": "mine"}, facts()))
+    assert raw["recipe"] == "mine"
+    assert raw["counts"] == {
+        "copied": 1,
+        "copied: F32 to BF16": 1,
+        "lossless: MXFP4 to NVFP4": 1,
+        "quantised: BF16 to NVFP4": 1,
+        "quantised: MXFP4 to NVFP4": 1,
+    }
+    assert raw["lossless"] == {"weights": 2, "exact": 1, "share_of_elements": 0.75}
+    assert raw["flagged"] == {
+        "unreached_experts": ["c"],
+        "not_lossless": {"b": "exponents from 0 to 40"},
+        "zero_weights": ["c"],
+        "rounded_to_a_narrower_dtype": {"norm": 7},
+    }
+    assert raw["worst"] == [
+        {"weight": "b", "over_floor": 2.0, "relative_error": 0.1},
+        {"weight": "c", "over_floor": 1.0, "relative_error": 0.5},
+    ]
+    assert raw["weights"]["a"]["relative_error"] == 0.0
+
+
+def test_order_and_travel_change_nothing() -> None:
+    one, two = facts()
+    travelled = [ShardFacts.from_bytes(each.to_bytes()) for each in (two, one)]
+    assert None not in travelled
+    assert report_bytes({}, filter(None, travelled)) == report_bytes({}, facts())
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_weight_and_its_input_scale_may_lie_in_two_shards(swapped: bool) -> None:
+    one, two = ShardFacts(), ShardFacts()
+    plain = GroupScale(0.25, 3.0, False, None, "")
+    one.add_nvfp4("a", "BF16", 100, plain, Errors(100.0, 1.0, 1.0, 0.25))
+    two.add_input("a", InputScale(0.1, 268.8, 7, ScaleOrigin.UNREACHED))
+    raw = json.loads(report_bytes({}, (two, one) if swapped else (one, two)))
+    assert raw["weights"]["a"]["action"] == "quantised"
+    assert raw["weights"]["a"]["input_amax"] == 268.8
+    assert raw["flagged"]["unreached_experts"] == ["a"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"weights": {}}', '{"weights": {"a": 1}, "counts": {}, "rounded": {}}']
+)
+def test_facts_that_no_shard_left_are_none(text: str) -> None:
+    assert ShardFacts.from_bytes(text.encode()) is None

@@ -1,4 +1,4 @@
-"""Streamed weights: values bit for bit, memory bounded, what is read ahead, changed files."""
+"""Held and streamed weights: values bit for bit, memory bounded, changed files."""
 
 from __future__ import annotations
 
@@ -18,21 +18,51 @@ from degarble.harness.formats.quantise import quantise
 from degarble.harness.formats.weight import Weight
 from degarble.harness.inference import weights
 from degarble.harness.inference.model import open_model
-from degarble.harness.inference.weights import StreamedWeight, StreamedWeights
+from degarble.harness.inference.weights import HeldWeights, StreamedWeight, StreamedWeights
 from degarble.harness.model.layouts import LAYOUTS
+from degarble.harness.model.presets import small_v4
+from degarble.harness.model.recipes import recipe_named
 from degarble.references.state import Sequence
+from degarble.references.weights import quantised_weights, random_weights
 from degarble.suites.checkpoint.reading_cases import TINY_V4
 from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-CONFIG = replace(TINY_V4, num_nextn_predict_layers=0)
+
+# --------------------------------------------------------------------------------------------------
+# Held weights: the source's own values, decoded once, also under inference mode.
+
+CONFIG = small_v4(num_hidden_layers=2, compress_ratios=(0, 4), num_nextn_predict_layers=0)
+
+
+def test_values_are_the_sources_and_are_decoded_once() -> None:
+    recipe = recipe_named("nvfp4-experts", CONFIG)
+    source = quantised_weights(random_weights(CONFIG, 1), CONFIG, recipe)
+    held = HeldWeights(source)
+    assert list(held) == list(source)
+    assert len(held) == len(source)
+    for name in ("embed", "layers.0.attn.wq_a", "layers.0.ffn.experts.3.w2"):
+        for dtype in (torch.float32, torch.float64):
+            with torch.inference_mode():
+                values = held[name].values(dtype)
+                assert held[name].values(dtype) is values
+            assert not values.is_inference()
+            assert torch.equal(values, source[name].values(dtype))
+        assert held[name].is_quantised == source[name].is_quantised
+        assert held[name].shape == source[name].shape
+
+
+# --------------------------------------------------------------------------------------------------
+# Streamed weights: values bit for bit, memory bounded, what is read ahead, changed files.
+
+STREAMED_WEIGHTS_CONFIG = replace(TINY_V4, num_nextn_predict_layers=0)
 QUICK = ("official", "nvfp4-full")
 V4_LAYOUTS = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
     for family, name in LAYOUTS
-    if family == CONFIG.family
+    if family == STREAMED_WEIGHTS_CONFIG.family
 ]
 
 
@@ -58,9 +88,9 @@ def test_fp8_panels_are_decoded_as_the_definition_does(
 
 @pytest.mark.parametrize("layout", V4_LAYOUTS)
 def test_values_are_those_of_the_definition(layout: str, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "c", Synthetic(CONFIG, layout, seed=3))
+    write_checkpoint(tmp_path / "c", Synthetic(STREAMED_WEIGHTS_CONFIG, layout, seed=3))
     with Checkpoint.open(tmp_path / "c") as checkpoint:
-        streamed = StreamedWeights(checkpoint, CONFIG)
+        streamed = StreamedWeights(checkpoint, STREAMED_WEIGHTS_CONFIG)
         formats = Counter[str]()
         for name, weight in checkpoint.weights.items():
             found = streamed[name]
@@ -74,9 +104,9 @@ def test_values_are_those_of_the_definition(layout: str, tmp_path: Path) -> None
 
 
 def test_scales_at_both_ends_are_decoded_as_the_definition_does(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "c", Synthetic(CONFIG, "official", seed=3))
+    write_checkpoint(tmp_path / "c", Synthetic(STREAMED_WEIGHTS_CONFIG, "official", seed=3))
     with Checkpoint.open(tmp_path / "c") as checkpoint:
-        weight = StreamedWeights(checkpoint, CONFIG)["layers.0.ffn.experts.0.w1"]
+        weight = StreamedWeights(checkpoint, STREAMED_WEIGHTS_CONFIG)["layers.0.ffn.experts.0.w1"]
         plain = checkpoint.weights["layers.0.ffn.experts.0.w1"]
         assert weight.block_scale is not None
         scales = (
@@ -91,7 +121,7 @@ def test_scales_at_both_ends_are_decoded_as_the_definition_does(tmp_path: Path) 
 def test_only_visited_experts_are_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_checkpoint(tmp_path / "c", Synthetic(CONFIG, "official", seed=3))
+    write_checkpoint(tmp_path / "c", Synthetic(STREAMED_WEIGHTS_CONFIG, "official", seed=3))
     requested: list[str] = []
     with open_model(tmp_path / "c", "bf16", held_values=0) as model:
         streamed = model.streamed
@@ -116,7 +146,7 @@ def test_only_visited_experts_are_asked_for(
 
 def test_memory_stays_within_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages are given back whenever a window's bytes were handed out."""
-    write_checkpoint(tmp_path / "c", Synthetic(CONFIG, "official", seed=3))
+    write_checkpoint(tmp_path / "c", Synthetic(STREAMED_WEIGHTS_CONFIG, "official", seed=3))
     monkeypatch.setattr(weights, "WINDOW", 1 << 16)
     with open_model(tmp_path / "c", "bf16", held_values=0) as model:
         streamed, released = model.streamed, list[int]()
@@ -158,7 +188,9 @@ with open_model(Path(sys.argv[1]), "bf16", held_values=0) as model:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_model_many_times_its_window_runs_in_bounded_memory(tmp_path: Path) -> None:
     """The scaled-down form of the bench with 15 GB: of 45 MB of weights half are resident."""
-    config = replace(CONFIG, n_routed_experts=64, hidden_size=256, moe_intermediate_size=512)
+    config = replace(
+        STREAMED_WEIGHTS_CONFIG, n_routed_experts=64, hidden_size=256, moe_intermediate_size=512
+    )
     write_checkpoint(tmp_path / "c", Synthetic(config, "official", seed=3))
     script = "from degarble.harness.inference import weights as s; s.WINDOW = 1 << 22\n" + PEAK
     done = subprocess.run(
@@ -171,7 +203,7 @@ def test_a_model_many_times_its_window_runs_in_bounded_memory(tmp_path: Path) ->
 
 
 def test_a_file_that_shrinks_meanwhile_is_refused_by_name(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "c", Synthetic(CONFIG, "official", seed=3))
+    write_checkpoint(tmp_path / "c", Synthetic(STREAMED_WEIGHTS_CONFIG, "official", seed=3))
     with open_model(tmp_path / "c", "bf16", held_values=0) as model:
         model.speaker.next_logits([Sequence()], [torch.arange(4)])
         shard = next((tmp_path / "c").glob("*.safetensors"))
