@@ -79,18 +79,18 @@ def tensor_scale(amax: float, rule: ScaleRule) -> float:
     return scale
 
 
-class QuantisedRows(NamedTuple):
+class NVFP4Rows(NamedTuple):
     """Quantised rows: packed codes and E4M3 bytes."""
 
     codes: Tensor
     block_scale: Tensor
 
 
-def quantise_rows(values: Tensor, scale: float, rule: ScaleRule) -> QuantisedRows:
+def quantise_rows(values: Tensor, scale: float, rule: ScaleRule) -> NVFP4Rows:
     """Quantise rows [M, K] of float32 or bfloat16 by a rule; one thread."""
     if rule is ScaleRule.AMAX:
-        return QuantisedRows(*quantise_modelopt(values, scale, threads=1))
-    return QuantisedRows(*search_modelopt(values, scale, _SEARCHES[rule], threads=1))
+        return NVFP4Rows(*quantise_modelopt(values, scale, threads=1))
+    return NVFP4Rows(*search_modelopt(values, scale, _SEARCHES[rule], threads=1))
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Errors:
     sampled: float = 0.0
     floor: float = 0.0
 
-    def add(self, first_row: int, values: Tensor, made: QuantisedRows, scale: float) -> None:
+    def add(self, first_row: int, values: Tensor, made: NVFP4Rows, scale: float) -> None:
         """Compare decoded rows, as they will be stored, with the values they were made from."""
         found = measure_error(values, *made, scale)
         self.energy += found.energy

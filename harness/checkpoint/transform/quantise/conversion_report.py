@@ -1,7 +1,7 @@
 """Write conversion_report.json: how each weight was quantised, and its error above the floor.
 
 Each NVFP4 weight lists its method, its scales, its relative error, its error divided by the
-format's floor (scale_search), and its input scale with origin and tokens. Copied tensors are only
+format's floor (nvfp4_scales), and its input scale with origin and tokens. Copied tensors are only
 counted. Entries that need a human's attention come first. Equal inputs give equal bytes.
 """
 

@@ -19,7 +19,7 @@ from degarble.harness.checkpoint.transform import nvfp4_scales
 from degarble.harness.checkpoint.transform.configs import companions, config_files
 from degarble.harness.checkpoint.transform.nvfp4_scales import (
     Errors,
-    QuantisedRows,
+    NVFP4Rows,
     ScaleRule,
     quantise_rows,
     tensor_scale,
@@ -230,7 +230,7 @@ class QuantisingProducer:
             if group.exact:
                 codes, source_scale = _mxfp4_of(weight)
                 block_scale = nvfp4_scales.block_scales_of(source_scale, group.exponents)
-                made = QuantisedRows(codes.view(torch.uint8), block_scale)
+                made = NVFP4Rows(codes.view(torch.uint8), block_scale)
                 proven &= nvfp4_scales.is_lossless(codes, source_scale, block_scale, group.scale)
             else:
                 values = row_values(weight)
