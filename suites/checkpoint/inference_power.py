@@ -29,8 +29,7 @@ from degarble.harness.formats.layouts import SWIZZLE_128X4, to_layout
 from degarble.harness.formats.number_formats import NVFP4
 from degarble.harness.formats.quantise import quantise
 from degarble.harness.formats.weight import Weight
-from degarble.suites.checkpoint.audit.statistics.test_inference_dialect import traces
-from degarble.suites.checkpoint.audit.statistics.test_inference_order import energies, packed_as
+from degarble.suites.checkpoint.audit.statistics.test_inference import energies, packed_as, traces
 from degarble.suites.checkpoint.number_cases import channels, generator, matrix
 
 if TYPE_CHECKING:

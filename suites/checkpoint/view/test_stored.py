@@ -1,18 +1,25 @@
-"""Weights have the values that their producers decode, whole, by rows, and out of stacks."""
+"""Load weights whole, by rows and by position, and compare them with independent readers."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
-from degarble.harness.checkpoint.read.types import StoredLayout
+from degarble.harness.base.errors import (
+    DtypeMismatch,
+    InvalidArgument,
+    ShapeMismatch,
+    UnreadableFile,
+)
+from degarble.harness.checkpoint.read.types import DTYPE_BITS, StoredLayout, TensorEntry
 from degarble.harness.checkpoint.view.modules import NamingConvention
+from degarble.harness.checkpoint.view.stored import TORCH_DTYPES, PositionedReader, tensor_over
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.formats.dialects import CANONICAL, MODELOPT
 from degarble.harness.formats.number_formats import (
@@ -23,6 +30,7 @@ from degarble.harness.formats.number_formats import (
     ScaleDirection,
 )
 from degarble.harness.formats.quantise import dequantise, quantise
+from degarble.suites.checkpoint.number_cases import matrix, quantised_parts, write_modules
 from degarble.suites.checkpoint.reading_cases import entry, write_raw
 
 if TYPE_CHECKING:
@@ -32,6 +40,111 @@ if TYPE_CHECKING:
 
     from degarble.harness.formats.number_formats import BlockFormat
     from degarble.harness.formats.quantise import QuantisedTensor
+    from degarble.harness.formats.weight import Weight
+
+
+# --------------------------------------------------------------------------------------------------
+# Tensors over mapped bytes equal what the safetensors package loads, without needless copies.
+
+CASES = [
+    (dtype, shape)
+    for dtype in TORCH_DTYPES
+    for shape in ([4, 6], [0, 2], [])
+    if shape or dtype != "F4"  # half a byte: the header refuses it
+]
+
+
+@pytest.mark.parametrize(("dtype", "shape"), CASES)
+def test_equals_what_the_package_loads(
+    tmp_path: Path, dtype: str, shape: list[int], seed: int
+) -> None:
+    elements = 24 if shape == [4, 6] else len(shape) == 0
+    size = elements * DTYPE_BITS[dtype] // 8
+    data = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(seed))
+    path = tmp_path / "model.safetensors"
+    write_raw(path, {"a": entry(dtype, shape, 0, size)}, bytes(data.tolist()))
+    with Checkpoint.open(path) as checkpoint:
+        found, oracle = checkpoint.tensor("a"), load_file(path)["a"]
+        assert found.dtype is oracle.dtype
+        assert found.shape == oracle.shape
+        assert bytes(found.flatten().view(torch.uint8).tolist()) == bytes(data.tolist())
+
+
+def test_shares_memory_where_bytes_lie_well_and_copies_where_not() -> None:
+    raw = memoryview(bytearray(range(16)))
+    shared = tensor_over(TensorEntry("a", "F32", (2,), None, 0, 8), raw[:8])  # type: ignore[arg-type]
+    copied = tensor_over(TensorEntry("a", "F32", (2,), None, 1, 9), raw[1:9])  # type: ignore[arg-type]
+    before = shared.clone(), copied.clone()
+    raw[:9] = bytes(9)
+    assert torch.equal(shared, torch.zeros(2))
+    assert not torch.equal(before[0], shared)
+    assert torch.equal(before[1], copied)
+
+
+@pytest.mark.parametrize("dtype", sorted(set(DTYPE_BITS) - set(TORCH_DTYPES)))
+def test_refuses_what_torch_cannot_hold(tmp_path: Path, dtype: str) -> None:
+    path = tmp_path / "model.safetensors"
+    write_raw(path, {"a": entry(dtype, [4], 0, 3)}, b"abc")
+    with Checkpoint.open(path) as checkpoint:
+        with pytest.raises(DtypeMismatch, match=dtype):
+            checkpoint.tensor("a")
+        assert bytes(checkpoint.raw("a")) == b"abc"
+
+
+def test_refuses_an_odd_number_of_packed_codes(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    write_raw(path, {"a": entry("F4", [2, 3], 0, 3)}, b"abc")
+    with Checkpoint.open(path) as checkpoint, pytest.raises(ShapeMismatch, match="even"):
+        checkpoint.tensor("a")
+
+
+# --------------------------------------------------------------------------------------------------
+# Lets compressed-tensors write and decode weights, in a process of its own.
+#
+# Owns the calls into the installed package: its observer formulas and its compressor make a state
+# with the names that its checkpoints have, and its own decoder says what the values are. (ModelOpt
+# decodes in the suites of formats; its names are of its exporter, which needs a whole model.)
+# Started as `python -m degarble.suites.checkpoint.view.test_stored VALUES STATE DECODED`.
+
+if TYPE_CHECKING:
+    State = dict[str, Tensor]
+
+
+def compressed_tensors(values_MK: Tensor) -> tuple[State, Tensor]:
+    """The state that NVFP4PackedCompressor.compress returns, and what decompress makes of it."""
+    compressor = import_module("compressed_tensors.compressors.nvfp4.base").NVFP4PackedCompressor
+    schemes = import_module("compressed_tensors.quantization.quant_scheme")
+    formulas = import_module("compressed_tensors.quantization.utils")
+    scheme = schemes.QuantizationScheme(targets=["Linear"], **schemes.NVFP4)
+    encode_scale = formulas.generate_gparam(*torch.aminmax(values_MK))
+    blocks = values_MK.reshape(*values_MK.shape[:-1], -1, 16)
+    scale, _ = formulas.calculate_qparams(
+        blocks.amin(-1), blocks.amax(-1), scheme.weights, global_scale=encode_scale
+    )
+    state = {
+        "weight": values_MK.clone(),
+        "weight_scale": scale,
+        "weight_global_scale": encode_scale,
+        "input_global_scale": torch.tensor([4.0]),
+    }
+    state = compressor.compress(state, scheme)
+    return state, compressor.decompress(dict(state), scheme)["weight"]
+
+
+def main(source: str, target: str, decoded: str) -> None:
+    """Write one checkpoint of all modules, and the package's own values beside it."""
+    torch.set_num_threads(1)
+    states: State = {}
+    values: State = {}
+    for module, values_MK in load_file(source).items():
+        state, values[module] = compressed_tensors(values_MK)
+        states |= {f"{module}.{name}": each.contiguous() for name, each in state.items()}
+    save_file(states, target)
+    save_file({name: each.float().contiguous() for name, each in values.items()}, decoded)
+
+
+# --------------------------------------------------------------------------------------------------
+# Weights have the values that their producers decode, whole, by rows, and out of stacks.
 
 
 def drawn(seed: int, *shape: int) -> Tensor:
@@ -46,7 +159,7 @@ def test_values_are_those_of_compressed_tensors(tmp_path: Path, seed: int) -> No
     names = ("values", "model", "decoded")
     source, state, decoded = (tmp_path / f"{name}.safetensors" for name in names)
     save_file(values, source)
-    command = [sys.executable, "-m", "degarble.suites.checkpoint.view.reading_oracles"]
+    command = [sys.executable, "-m", "degarble.suites.checkpoint.view.test_stored"]
     subprocess.run([*command, *map(str, (source, state, decoded))], check=True, capture_output=True)
     oracle = load_file(decoded)
     with Checkpoint.open(state) as checkpoint:
@@ -240,3 +353,64 @@ def test_memory_stays_bounded_while_a_large_weight_is_walked(tmp_path: Path) -> 
         [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True
     ).stdout
     assert int(told) < 64, "256 MB were read"
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading by position gives what a mapping gives, from buffers that are used again.
+
+
+def reader(checkpoint: Checkpoint) -> PositionedReader:
+    return PositionedReader({shard.file: shard.file_size for shard in checkpoint.shards})
+
+
+def fields(weight: Weight) -> list[torch.Tensor]:
+    parts = (weight.value, weight.codes, weight.block_scale, weight.tensor_scale)
+    return [part.clone() for part in (*parts, weight.input_scale) if part is not None]
+
+
+def test_rows_are_those_of_the_mapping(tmp_path: Path, seed: int) -> None:
+    modules: dict[str, dict[str, torch.Tensor] | torch.Tensor] = {
+        "a": quantised_parts(matrix(seed, 384, 256), NVFP4),
+        "b": quantised_parts(matrix(seed + 1, 384, 256), FP8_128X128_F32),
+        "c.weight": matrix(seed + 2, 384, 256),
+        "d": torch.tensor([1.0, 2.0, 3.0]),
+    }
+    with write_modules(tmp_path, modules) as checkpoint, reader(checkpoint) as read:
+        for name in ("a", "b", "c", "d", "a"):
+            stored = checkpoint.stored(name)
+            expected = [fields(weight) for _, weight in stored.row_blocks(128 * 256)]
+            pieces = read.over(stored).row_blocks(128 * 256)
+            found = [fields(weight) for _, weight in pieces]
+            assert len(found) == (1 if name == "d" else 3)
+            for ours, theirs in zip(found, expected, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_memory_is_used_again_and_aligned(tmp_path: Path, seed: int) -> None:
+    modules = {name: {"weight": matrix(seed, 512, 256)} for name in ("a", "b")}
+    with write_modules(tmp_path, modules) as checkpoint, reader(checkpoint) as read:
+        places = set()
+        for name in modules:
+            for _, weight in read.over(checkpoint.stored(name)).row_blocks(128 * 256):
+                assert weight.value is not None
+                places.add(weight.value.data_ptr())
+        (place,) = places
+        assert place % 64 == 0
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_file_that_shrinks_is_refused(tmp_path: Path, seed: int, opened: bool) -> None:
+    checkpoint = write_modules(tmp_path, {"a": {"weight": matrix(seed, 512, 256)}})
+    stored = checkpoint.stored("a")
+    with reader(checkpoint) as read:
+        if opened:
+            read.ahead(checkpoint.shards[0].file, 0, 1 << 30)
+        file = checkpoint.shards[0].file
+        with file.open("rb+") as shard:
+            shard.truncate(100_000)
+        with pytest.raises(UnreadableFile, match="whose header was read"):
+            list(read.over(stored).row_blocks())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,28 +1,55 @@
-"""`degarble audit`: healthy checkpoints agree, spoilt ones are named, wrong words are refused."""
+"""Run the audit with all its parts, on threads and on a cluster."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import threading
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
-from degarble.harness.checkpoint.audit.rules import Level
-from degarble.harness.commands.audit.audit import AuditRequest, audit, by_rule
+from degarble.harness.base.errors import InvalidArgument
+from degarble.harness.checkpoint.audit.findings import FindingLocation, Findings
+from degarble.harness.checkpoint.audit.numbers.numbers import judge_numbers, measure_numbers
+from degarble.harness.checkpoint.audit.numbers.table import NAMES
+from degarble.harness.checkpoint.audit.rules import UNEXPECTED, Level
+from degarble.harness.checkpoint.view.view import Checkpoint
+from degarble.harness.commands.audit.audit import (
+    KINDS,
+    OTHER,
+    WHOLE,
+    AuditRequest,
+    audit,
+    by_rule,
+    kind_of,
+    kind_of_name,
+)
+from degarble.harness.commands.audit.audit import layer_of_name as layer
+from degarble.harness.commands.audit.spread import WalkPiece, measured, pieces
+from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.presets import small_v4, small_v32
+from degarble.harness.model.tensors import tensors_of
 from degarble.harness.report.progress import Progress
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.checkpoint.structure_cases import V4 as STORED
 from degarble.suites.checkpoint.structure_cases import write
 from degarble.suites.commands.audit.audit_cases import healthy_checkpoint, sick_checkpoint, without
 from degarble.suites.commands.calls import call
+from degarble.suites.commands.cluster_cases import PlayedCluster, played_cluster
 from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from degarble.harness.model.config.config import Config
+
+
+# --------------------------------------------------------------------------------------------------
+# `degarble audit`: healthy checkpoints agree, spoilt ones are named, wrong words are refused.
 
 NARROW = {"hidden_size": 64, "moe_intermediate_size": 64, "n_routed_experts": 4}
 V4 = small_v4(
@@ -304,3 +331,124 @@ def test_progress_is_told_of_every_byte(healthy: Path) -> None:
     audit(AuditRequest(healthy), 2, Listening)
     (progress,) = seen
     assert progress.pace.done == progress.pace.total > 0
+
+
+def test_joined_tables_are_the_table_of_one_walk(sick: Path) -> None:
+    asked: list[str | None] = []
+    counted: list[int] = []
+    with Checkpoint.survey(sick) as checkpoint:
+        alone = measure_numbers(checkpoint)
+        joined = measured(checkpoint, sick, PlayedCluster(asked), counted.append)
+        assert joined.units == alone.units
+        assert len(asked) > 1
+        assert sum(counted) == alone["nbytes"].sum()
+        for name in NAMES:
+            assert np.array_equal(
+                joined[name], alone[name], equal_nan=alone[name].dtype.kind == "f"
+            ), name
+        assert judge_numbers(checkpoint, joined) == judge_numbers(checkpoint, alone)
+
+
+def test_the_command_is_spread_over_a_cluster(
+    sick: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = call(capsys, "--json", "audit", sick).document
+    asked = played_cluster(monkeypatch)
+    there = call(capsys, "--json", "audit", sick, "--cluster", "ray").document
+    assert len(asked) > 1
+    assert there["findings"] == here["findings"]
+    assert there["numbers"] == here["numbers"]
+
+
+def test_places_are_cut_into_pieces_of_about_one_size() -> None:
+    cut = pieces([("a", 4), ("b", 10), ("a", 6), ("c", 500), ("d", 10), ("e", 10)], 4)
+    assert cut == [WalkPiece(("a", "b", "c"), 520), WalkPiece(("d", "e"), 20)]
+    many = pieces(((str(i), 1) for i in range(1000)), 8)
+    assert len(many) <= 8
+    assert [name for piece in many for name in piece.places] == [str(i) for i in range(1000)]
+
+
+def test_a_thread_that_fails_ends_the_walk(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Otherwise Ctrl-C and a full disk would be answered when 881 GB have been read."""
+    calls: list[int] = []
+    lock = threading.Lock()
+
+    def refuse(nbytes: int) -> None:
+        with lock:
+            calls.append(nbytes)
+        raise InvalidArgument("progress", nbytes, "nothing", "Planted.")
+
+    folder = healthy_checkpoint(tmp_path_factory)
+    with Checkpoint.survey(folder) as opened, pytest.raises(InvalidArgument, match="Planted"):
+        measure_numbers(opened, workers=2, progress=refuse)
+    assert 1 <= len(calls) <= 2  # each thread at its first unit at most
+
+
+def test_an_interrupted_walk_ends_soon(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[int] = []
+
+    def interrupted(_: object) -> object:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(
+        "degarble.harness.checkpoint.audit.numbers.numbers.as_completed", interrupted
+    )
+    folder = healthy_checkpoint(tmp_path_factory)
+    with Checkpoint.survey(folder) as opened, pytest.raises(KeyboardInterrupt):
+        measure_numbers(opened, workers=2, progress=done.append)
+    assert sum(done) < sum(entry.nbytes for entry in opened.entries.values()) / 2
+
+
+SPELLINGS = ("official", "bf16", "nvfp4-full", "compressed-tensors", "transformers", "vllm")
+
+
+@pytest.mark.parametrize("config", [small_v4(), small_v32()], ids=lambda c: str(c.family))
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_every_tensor_of_every_spelling_has_a_kind(config: Config, spelling: str) -> None:
+    names = [each.name for each in tensors_of(config, layout_named(spelling, config))]
+    found = defaultdict(list)
+    for name in names:
+        found[kind_of_name(name)].append(re.sub(r"\d+", "#", name))
+    assert OTHER not in found, set(found[OTHER])
+    assert {"experts", "shared experts", "router", "indexer", "norms", "attention"} <= set(found)
+    assert all("shared" not in name for name in found["experts"])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("layers.3.ffn.experts.17.w1.weight_scale_2", "experts"),
+        ("model.layers.3.mlp.experts.gate_up_proj", "experts"),
+        ("layers.3.ffn.shared_experts.w1.weight", "shared experts"),
+        ("layers.3.ffn.gate.tid2eid", "router"),
+        ("model.layers.3.mlp.gate.e_score_correction_bias", "router"),
+        ("model.layers.3.mlp.gate_proj.weight", "dense MLP"),
+        ("layers.3.attn.indexer.compressor.wkv.weight", "indexer"),
+        ("layers.3.attn.compressor.norm.weight", "compressor"),
+        ("hc_head_fn", "mixing"),
+        ("layers.3.attn.q_norm.weight", "norms"),
+        ("layers.3.attn.wo_a.weight", "attention"),
+        ("mtp.0.e_proj.scale", "drafter input"),
+        ("lm_head.weight", "embedding, head"),
+        ("rotary.inv_freq", OTHER),
+    ],
+)
+def test_kinds(name: str, kind: str) -> None:
+    assert kind_of_name(name) == kind
+    assert kind in KINDS
+
+
+def test_layers() -> None:
+    assert layer("layers.3.attn.wkv.weight", 61) == 3
+    assert layer("model.layers.61.eh_proj.weight", 61) == 61
+    assert layer("mtp.0.e_proj.weight", 61) == 61
+    assert layer("norm.weight", 61) is None
+
+
+def test_a_finding_without_a_name_is_about_all() -> None:
+    findings = Findings()
+    findings.add(UNEXPECTED, FindingLocation(), "m", "r")
+    findings.add(UNEXPECTED, FindingLocation(None, "layers.1.attn.wkv"), "m", "r")
+    assert {kind_of(each) for each in findings.sorted()} == {WHOLE, "attention"}

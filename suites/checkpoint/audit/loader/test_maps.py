@@ -1,28 +1,65 @@
-"""Records of loader maps: what is refused, by name, before a proof begins."""
+"""Check loader maps: their rules for names, the maps of known engines, and map files."""
 
 from __future__ import annotations
 
+import json
+import re
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+import yaml
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
-from degarble.harness.base.errors import InvalidArgument, Refused, UnknownName
+from degarble.harness.base.errors import (
+    InvalidArgument,
+    LayoutMismatch,
+    Refused,
+    UnknownName,
+    UnreadableFile,
+)
+from degarble.harness.checkpoint.audit.loader.engine_maps import ONE_RANK, Ranks, engine_map
+from degarble.harness.checkpoint.audit.loader.map_files import loader_map_from_text, read_loader_map
 from degarble.harness.checkpoint.audit.loader.maps import (
+    LONGEST_NAME,
     Convert,
     Elsewhere,
     EngineLayout,
     Fill,
     ListedParameter,
     LoaderMap,
+    NameOutcome,
+    NameRules,
     Rename,
+    ResolvedName,
     Split,
+    Splits,
     Stack,
     compiled,
+    needed_literal,
 )
+from degarble.harness.checkpoint.audit.loader.proof import prove
+from degarble.harness.checkpoint.view.view import Checkpoint
+from degarble.harness.model.config.config import V4Config, V32Config
+from degarble.harness.model.layouts import LAYOUTS, layout_named
+from degarble.harness.model.storage import Part
+from degarble.harness.model.tensors import tensors_of
+from degarble.harness.model.types import Dtype
+from degarble.suites.checkpoint.audit.loader.loader_cases import FIELD, Raw, inventory_of, map_of
+from degarble.suites.checkpoint.audit.loader.loader_vllm import v4_place, v32_place
+from degarble.suites.checkpoint.structure_cases import V4, V32, errors, told, write
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from degarble.harness.model.config.config import Config
+
+
+# --------------------------------------------------------------------------------------------------
+# Records of loader maps: what is refused, by name, before a proof begins.
 
 ONE = ListedParameter("a.weight", "BF16", (4, 4))
 
@@ -131,3 +168,594 @@ def test_every_refusal_has_a_remedy() -> None:
 
 def test_an_engine_has_the_name_of_its_layout() -> None:
     assert EngineLayout("vllm").name == "vllm"
+
+
+# --------------------------------------------------------------------------------------------------
+# Rules on names: their order, and the shortcut against the plain way.
+
+KNOWN = {"model.layers.3.attn.fused.weight", "model.layers.3.ffn.w13_weight", "model.norm.weight"}
+MAP = LoaderMap(
+    "tried",
+    EngineLayout("vllm"),
+    skip=(r"inv_freq$",),
+    elsewhere=(Elsewhere(r"^mtp\.", "a drafter"),),
+    rename=(Rename(r"^layers\.", "model.layers."), Rename(r"^norm\.", "model.norm.")),
+    stack=(
+        Stack(r"\.wq_a\.", ".fused.", 0),
+        Stack(r"\.wkv\.", ".fused.", 1),
+        Stack(r"experts\.(?P<expert>\d+)\.w3\.", "w13_", 1),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("layers.3.rotary.inv_freq", ResolvedName(NameOutcome.SKIPPED, by=r"inv_freq$")),
+        ("mtp.0.norm.weight", ResolvedName(NameOutcome.ELSEWHERE, by=r"^mtp\.")),
+        ("norm.weight", ResolvedName(NameOutcome.PLACED, "model.norm.weight")),
+        (
+            "layers.3.attn.wkv.weight",
+            ResolvedName(
+                NameOutcome.PLACED, "model.layers.3.attn.fused.weight", 1, None, r"\.wkv\."
+            ),
+        ),
+        (
+            "layers.3.ffn.experts.17.w3.weight",
+            ResolvedName(
+                NameOutcome.PLACED,
+                "model.layers.3.ffn.w13_weight",
+                1,
+                17,
+                r"experts\.(?P<expert>\d+)\.w3\.",
+            ),
+        ),
+        # A stack applies only where its result is a parameter: this one has other `wkv`.
+        (
+            "layers.3.attn.compressor.wkv.weight",
+            ResolvedName(NameOutcome.DROPPED, "model.layers.3.attn.compressor.wkv.weight"),
+        ),
+        (
+            "layers.4.attn.wkv.weight",
+            ResolvedName(NameOutcome.DROPPED, "model.layers.4.attn.wkv.weight"),
+        ),
+    ],
+)
+def test_rules_apply_in_their_order(name: str, expected: ResolvedName) -> None:
+    assert NameRules(MAP, KNOWN).resolve(name) == expected
+
+
+def test_rules_that_never_match_are_told() -> None:
+    rules = NameRules(MAP, KNOWN)
+    rules.resolve("layers.3.attn.wkv.weight")
+    rules.resolve("mtp.0.norm.weight")
+    assert rules.dead() == [
+        ("skip", r"inv_freq$"),
+        ("rename", r"^norm\."),
+        ("stack", r"\.wq_a\."),
+        ("stack", r"experts\.(?P<expert>\d+)\.w3\."),
+    ]
+
+
+def test_the_first_split_counts() -> None:
+    splits = Splits((Split(r"\.wq_b\.weight$", 0), Split(r"\.wq_b\.", 1), Split("absent", 0)))
+    assert splits.of("layers.0.wq_b.weight") == Split(r"\.wq_b\.weight$", 0)
+    assert splits.of("layers.0.wq_b.scale") == Split(r"\.wq_b\.", 1)
+    assert splits.of("layers.0.wq_a.weight") is None
+    assert splits.dead() == [("split", "absent")]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "literal"),
+    [
+        (r"^layers\.(\d+)\.attn\.wq_a(?=\.|$)", ".attn.wq_a"),
+        (r"\.weight_scale_inv$", ".weight_scale_inv"),
+        (r"(q_b|o_a)_proj", "_proj"),
+        (r"abc?def+gh", "def"),
+        (r"colou{0,1}rs", "colo"),
+        (r"[a-z.\]]kv", "kv"),
+        (r"[]x]kv", "kv"),
+        (r"one|two", ""),
+        (r"(?i)Layers", ""),
+        (r"(?<=a)bc", ""),
+        (r".*", ""),
+    ],
+)
+def test_what_every_match_contains(pattern: str, literal: str) -> None:
+    assert needed_literal(pattern) == literal
+
+
+PIECES = st.sampled_from(
+    [
+        "a",
+        "b",
+        "ab",
+        r"\.",
+        ".",
+        r"\d",
+        "(",
+        ")",
+        "(?:",
+        "|",
+        "?",
+        "*",
+        "+",
+        "[ab]",
+        "[^a]",
+        "{2}",
+        "^",
+        "$",
+        r"\b",
+    ]
+)
+
+
+@given(st.lists(PIECES, max_size=8).map("".join), st.text("ab.1", max_size=12))
+def test_the_shortcut_never_misses_a_match(pattern: str, name: str) -> None:
+    try:
+        expression = re.compile(pattern)
+    except re.error:
+        assume(False)
+    if expression.search(name):
+        assert needed_literal(pattern) in name
+
+
+def test_names_that_no_parameter_can_have_are_dropped_unread() -> None:
+    rules = NameRules(MAP, KNOWN)
+    long = "layers.3.attn.wkv.weight" + "x" * LONGEST_NAME
+    assert rules.resolve(long) == ResolvedName(NameOutcome.DROPPED, long)
+    growing = replace(MAP, rename=(Rename("x", "x" * 60),) * 9)
+    found = NameRules(growing, KNOWN).resolve("xx")
+    assert found.outcome is NameOutcome.DROPPED
+    assert len(found.target) < LONGEST_NAME * 60
+
+
+def test_an_experts_number_beyond_all_counts_as_none() -> None:
+    number = "1" * 200
+    found = NameRules(MAP, KNOWN).resolve(f"layers.3.ffn.experts.{number}.w3.weight")
+    assert found.target == "model.layers.3.ffn.w13_weight"
+    assert found.expert is None
+
+
+# --------------------------------------------------------------------------------------------------
+# Engines' own maps: every name goes where vLLM's loaders send it, and refusals are by name.
+
+if TYPE_CHECKING:
+    Write = Callable[[Config, str], Path]
+
+V4_LAYOUTS = ("official", "bf16", "nvfp4-experts")
+V32_LAYOUTS = ("official", "bf16", "nvfp4-experts", "nvfp4-full")
+FUSED = {"transformers"}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Write:
+    made: dict[tuple[str, str], Path] = {}
+
+    def write_once(config: Config, layout: str) -> Path:
+        key = (config.family, layout)
+        if key not in made:
+            made[key] = write(tmp_path_factory.mktemp("engine") / "c", config, layout)
+        return made[key]
+
+    return write_once
+
+
+def map_and_names(folder: Path, ranks: Ranks = ONE_RANK) -> tuple[LoaderMap, NameRules, list[str]]:
+    """Return an engine's map, its rules with the engine's parameters, and the stored names."""
+    with Checkpoint.open(folder) as checkpoint:
+        inventory = inventory_of(checkpoint)
+        made = engine_map(inventory, "vllm", ranks)
+        assert isinstance(made.parameters, EngineLayout)
+        layout = made.parameters.layout
+        assert not isinstance(layout, str)
+        known = {each.name for each in tensors_of(inventory.config, layout)}
+        return made, NameRules(made, known), sorted(checkpoint.entries)
+
+
+@pytest.mark.parametrize("layout", V4_LAYOUTS)
+def test_names_of_v4_go_where_vllm_sends_them(written: Write, layout: str) -> None:
+    _, rules, names = map_and_names(written(V4, layout))
+    nvfp4 = layout == "nvfp4-experts"
+    for name in names:
+        if nvfp4 and name.startswith("mtp.") and ".experts." in name:
+            continue  # built as NVFP4, so that these tensors have no parameter
+        found, wanted = rules.resolve(name), v4_place(name, V4.num_hidden_layers, nvfp4)
+        assert found.outcome is NameOutcome.PLACED, name
+        assert (found.target, found.slot, found.expert) == wanted, name
+
+
+@pytest.mark.parametrize("layout", V32_LAYOUTS)
+def test_names_of_v32_go_where_vllm_sends_them(written: Write, layout: str) -> None:
+    _, rules, names = map_and_names(written(V32, layout))
+    drafted = 0
+    for name in names:
+        found, wanted = rules.resolve(name), v32_place(name, V32.num_hidden_layers)
+        if wanted is None:
+            drafted += 1
+            assert found.outcome is NameOutcome.ELSEWHERE, name
+        elif name.endswith(".indexer.wk.weight_scale_inv"):
+            assert found.outcome is NameOutcome.DROPPED, name  # the conversion reads it
+        else:
+            assert found.outcome is NameOutcome.PLACED, name
+            assert (found.target, found.slot, found.expert) == wanted, name
+    assert drafted
+
+
+def test_only_names_that_vllm_knows_go_without_a_caveat(written: Write) -> None:
+    known = {(V4Config.family, each) for each in V4_LAYOUTS}
+    known |= {(V32Config.family, each) for each in (*V32_LAYOUTS, "compressed-tensors")}
+    known.add((V32Config.family, "transformers-saved"))
+    for family, layout in LAYOUTS:
+        if layout not in FUSED:
+            config = V4 if family == V4Config.family else V32
+            made, _, _ = map_and_names(written(config, layout))
+            assert bool(made.caveats) == ((family, layout) not in known), (family, layout)
+
+
+def test_a_caveat_is_told(written: Write) -> None:
+    with Checkpoint.open(written(V4, "transformers-saved")) as checkpoint:
+        found = prove(checkpoint, engine_map(inventory_of(checkpoint), "vllm")).findings
+    (caveat,) = told(found, "loader.caveat")
+    assert caveat.level == "warning"
+    assert "these renames are degarble's" in caveat.message
+
+
+def test_the_drafter_is_built_like_the_other_experts(written: Write) -> None:
+    with Checkpoint.open(written(V4, "nvfp4-experts")) as checkpoint:
+        found = prove(checkpoint, engine_map(inventory_of(checkpoint), "vllm")).findings
+    assert errors(found) == set()
+    warned = told(found, "loader.drafter_format")
+    assert {each.evidence["built"] for each in warned} == {"NVFP4"}
+    assert {each.layer for each in warned} == {V4.num_hidden_layers}
+    assert [each.count for each in warned] == [V4.n_routed_experts] * 3
+
+
+def test_experts_are_not_split_where_they_are_spread(written: Write) -> None:
+    folder = written(V4, "official")
+    cut = {each.match for each in map_and_names(folder, Ranks(tp=2))[0].split}
+    spread = {each.match for each in map_and_names(folder, Ranks(tp=2, ep=2))[0].split}
+    assert {each for each in cut - spread if "experts" not in each} == set()
+    assert cut - spread
+    assert not spread - cut
+
+
+def test_a_fused_checkpoint_of_transformers_is_refused(written: Write) -> None:
+    with Checkpoint.open(written(V4, "transformers")) as checkpoint:
+        inventory = inventory_of(checkpoint)
+        with pytest.raises(LayoutMismatch, match=r"transformers.*fused for an engine already"):
+            engine_map(inventory, "vllm")
+
+
+@pytest.mark.parametrize("config", [V4, V32], ids=["V4", "V3.2"])
+def test_a_checkpoint_in_the_engines_own_names_needs_no_rules(
+    written: Write, config: Config
+) -> None:
+    made, _, _ = map_and_names(written(config, "vllm"), Ranks(tp=2))
+    assert (made.convert, made.rename, made.stack, made.elsewhere) == ((), (), (), ())
+    assert made.split
+    (caveat,) = made.caveats
+    assert "no names for stacked experts" in caveat
+
+
+def test_an_unknown_engine_is_refused(written: Write) -> None:
+    with Checkpoint.open(written(V4, "official")) as checkpoint:
+        inventory = inventory_of(checkpoint)
+        with pytest.raises(UnknownName, match="engine = 'sglang'"):
+            engine_map(inventory, "sglang")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        (Ranks(tp=3), "tp = 3: expected a divisor of 2 output groups"),
+        (Ranks(ep=3), "ep = 3: expected a divisor of 4 experts"),
+        (Ranks(tp=2, ep=1, pp=9), "pp = 9: expected at most 3 layers"),
+    ],
+)
+def test_ranks_that_do_not_divide_the_model_are_refused(
+    written: Write, ranks: Ranks, message: str
+) -> None:
+    with Checkpoint.open(written(V4, "official")) as checkpoint:
+        made = engine_map(inventory_of(checkpoint), "vllm", ranks)
+        with pytest.raises(InvalidArgument, match=message):
+            prove(checkpoint, made)
+
+
+def test_a_map_that_anatomy_contradicts_never_leaves(
+    written: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from degarble.harness.checkpoint.audit.loader import engine_maps as loader_engine  # noqa: PLC0415  patched here alone
+
+    layout = layout_named("vllm", V4)
+    swapped = tuple(replace(each, target=each.target + "_x") for each in layout.fusions)
+    monkeypatch.setattr(loader_engine, "layout_named", lambda *_: replace(layout, fusions=swapped))
+    with Checkpoint.open(written(V4, "official")) as checkpoint:
+        inventory = inventory_of(checkpoint)
+        engine_map(inventory, "vllm")  # other names are fine while they agree
+        monkeypatch.setattr(loader_engine._Maker, "_stacks", lambda _: iter(()))
+        with pytest.raises(AssertionError, match="is Resolved"):
+            engine_map(inventory, "vllm")
+
+
+# --------------------------------------------------------------------------------------------------
+# Loader maps from text: what a file says is what the record holds, the rest is refused.
+
+EVERYTHING = r"""
+name: all of it
+tp: 2
+ep: 4
+pp: 1
+rank: 3
+parameters:
+  a.w13_weight: {dtype: torch.uint8, shape: [2, 8, 4], slots: [4, 4], experts: true}
+  b.weight: {dtype: F8_E4M3, shape: [16, 4]}
+convert:
+  - {match: '\.o$', to: FP8, reads: [codes, block_scale], block: [128, 128], scale: F8_E8M0}
+  - {match: '\.q$', to: FP8, block: tensor, suffix: .weight_scale}
+  - {match: '\.k$', to: BF16}
+skip: ['inv_freq$']
+caveats: [it was written from memory]
+elsewhere: [{match: '^mtp\.', reason: a drafter}]
+rename: [{match: '^layers\.', to: model.layers.}]
+stack: [{match: 'experts\.(?P<expert>\d+)\.w3\.', into: w13_, slot: 1}]
+split: [{match: '\.w2_', dim: 1, multiple: 16}, {match: '\.b\.', dim: 0}]
+fill: [{match: scale, value: 1}]
+"""
+
+WHOLE = LoaderMap(
+    "all of it",
+    (
+        ListedParameter("a.w13_weight", "U8", (2, 8, 4), (4, 4), experts=True),
+        ListedParameter("b.weight", "F8_E4M3", (16, 4)),
+    ),
+    tp=2,
+    ep=4,
+    pp=1,
+    rank=3,
+    convert=(
+        Convert(
+            r"\.o$", "FP8", frozenset({Part.CODES, Part.BLOCK_SCALE}), (128, 128), Dtype.F8_E8M0
+        ),
+        Convert(r"\.q$", "FP8", block="tensor", suffix=".weight_scale"),
+        Convert(r"\.k$", "BF16"),
+    ),
+    skip=("inv_freq$",),
+    caveats=("it was written from memory",),
+    elsewhere=(Elsewhere(r"^mtp\.", "a drafter"),),
+    rename=(Rename(r"^layers\.", "model.layers."),),
+    stack=(Stack(r"experts\.(?P<expert>\d+)\.w3\.", "w13_", 1),),
+    split=(Split(r"\.w2_", 1, 16), Split(r"\.b\.", 0)),
+    fill=(Fill("scale", 1),),
+)
+
+
+@pytest.fixture(scope="module")
+def official(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoint]:
+    with Checkpoint.open(
+        write(tmp_path_factory.mktemp("text") / "c", V4, "official")
+    ) as checkpoint:
+        yield checkpoint
+
+
+def test_every_field_is_read() -> None:
+    assert loader_map_from_text(EVERYTHING, None) == WHOLE
+
+
+def test_json_says_the_same() -> None:
+    assert loader_map_from_text(json.dumps(yaml.safe_load(EVERYTHING)), None) == WHOLE
+
+
+def test_a_file_is_read_by_its_path(tmp_path: Path, official: Checkpoint) -> None:
+    path = tmp_path / "map.yaml"
+    path.write_text(EVERYTHING, encoding="utf-8")
+    assert read_loader_map(str(path), official) == WHOLE
+
+
+def test_rules_of_a_file_come_before_those_of_its_base(official: Checkpoint) -> None:
+    base = read_loader_map("vllm:tp=2,ep=2", official)
+    made = map_of(
+        official,
+        {
+            "base": "vllm",
+            "tp": 2,
+            "ep": 2,
+            "skip": ["a"],
+            "rename": [{"match": "b", "to": "c"}],
+            "caveats": ["ours"],
+        },
+    )
+    assert made.skip == ("a", *base.skip)
+    assert made.rename == (Rename("b", "c"), *base.rename)
+    assert made.caveats == ("ours", *base.caveats)
+    assert (made.stack, made.split, made.parameters) == (base.stack, base.split, base.parameters)
+    assert (made.tp, made.ep, made.pp) == (2, 2, 1)
+
+
+def test_a_file_can_say_what_the_engine_builds(official: Checkpoint) -> None:
+    made = map_of(official, FIELD)
+    assert isinstance(made.parameters, EngineLayout)
+    assert not isinstance(made.parameters.recipe, str)
+    assert made.parameters.recipe.name == "field report"
+    plain = map_of(official, {"base": "vllm", "parameters": {"layout": "vllm", "recipe": "bf16"}})
+    assert plain.parameters == EngineLayout("vllm", "bf16", "vllm")
+
+
+@pytest.mark.parametrize(
+    ("argument", "ranks"),
+    [("vllm", (1, 1, 1)), ("vllm:tp=2", (2, 1, 1)), ("vllm:tp=2,ep=4,pp=3", (2, 4, 3))],
+)
+def test_ranks_stand_behind_an_engine(
+    official: Checkpoint, argument: str, ranks: tuple[int, int, int]
+) -> None:
+    made = read_loader_map(argument, official)
+    assert (made.tp, made.ep, made.pp) == ranks
+
+
+def raw(**changes: object) -> Raw:
+    return {"parameters": {"a": {"dtype": "BF16", "shape": [1]}}, **changes}
+
+
+TEXT_REFUSED: dict[str, tuple[object, type[Refused], str]] = {
+    "a list": ([], InvalidArgument, "loader map: map"),
+    "nothing": (None, InvalidArgument, "loader map: map"),
+    "numbers as keys": ({1: 2}, InvalidArgument, "loader map: key = 1"),
+    "unknown key": (raw(skips=[]), UnknownName, "map: key = 'skips'.*skip"),
+    "no parameters": ({"skip": []}, InvalidArgument, "parameters = 'missing'"),
+    "parameters as a list": (raw(parameters=[]), InvalidArgument, "loader map: parameters"),
+    "parameters twice": (raw(parameters={}), InvalidArgument, "parameters"),
+    "no dtype": ({"parameters": {"a": {"shape": [1]}}}, InvalidArgument, r"a\.dtype = 'missing'"),
+    "no shape": ({"parameters": {"a": {"dtype": "U8"}}}, InvalidArgument, r"a\.shape = 'missing'"),
+    "unknown dtype": (
+        {"parameters": {"a": {"dtype": "torch.float4", "shape": [1]}}},
+        UnknownName,
+        "dtype of a = 'torch.float4'",
+    ),
+    "experts as a number": (
+        {"parameters": {"a": {"dtype": "U8", "shape": [1], "experts": 1}}},
+        InvalidArgument,
+        r"a\.experts = 1",
+    ),
+    "unknown field of a parameter": (
+        {"parameters": {"a": {"dtype": "U8", "shape": [1], "slot": []}}},
+        UnknownName,
+        "a: key = 'slot'",
+    ),
+    "name as a number": (raw(name=3), InvalidArgument, "name = 3"),
+    "tp as text": (raw(tp="2"), InvalidArgument, "tp = '2'"),
+    "skip as text": (raw(skip="a"), InvalidArgument, "skip = 'a'"),
+    "skip of a number": (raw(skip=["a", 1]), InvalidArgument, r"skip\[1\] = 1"),
+    "rule as text": (raw(rename=["a"]), InvalidArgument, r"rename\[0\] = 'a'"),
+    "rule without its field": (raw(rename=[{"match": "a"}]), InvalidArgument, r"rename\[0\]\.to"),
+    "unknown field": (
+        raw(stack=[{"match": "a", "into": "b", "slots": 1}]),
+        UnknownName,
+        r"stack\[0\]: key = 'slots'",
+    ),
+    "match as a number": (raw(skip=[], rename=[{"match": 1, "to": "a"}]), InvalidArgument, "match"),
+    "slot as text": (raw(stack=[{"match": "a", "into": "b", "slot": "1"}]), InvalidArgument, "'1'"),
+    "no pattern": (raw(rename=[{"match": "(", "to": "a"}]), InvalidArgument, r"rename = '\( -> a'"),
+    "fill of text": (
+        raw(fill=[{"match": "a", "value": "1"}]),
+        InvalidArgument,
+        r"fill\[0\]\.value",
+    ),
+    "fill of a truth": (raw(fill=[{"match": "a", "value": True}]), InvalidArgument, "value = True"),
+    "conversion to FP4": (raw(convert=[{"match": "a", "to": "FP4"}]), UnknownName, "convert: to"),
+    "unknown part": (
+        raw(convert=[{"match": "a", "to": "BF16", "reads": ["scales"]}]),
+        UnknownName,
+        r"reads = 'scales'",
+    ),
+    "block of one": (
+        raw(convert=[{"match": "a", "to": "FP8", "block": [128]}]),
+        InvalidArgument,
+        r"block = \[128\]",
+    ),
+    "scale type": (
+        raw(convert=[{"match": "a", "to": "FP8", "scale": "F4"}]),
+        UnknownName,
+        "scale = 'F4'",
+    ),
+    "base": ({"base": "sglang"}, UnknownName, "loader map = 'sglang'"),
+    "base without a config": ({"base": "vllm"}, InvalidArgument, "cannot be derived"),
+    "recipe": (raw(parameters={"layout": "vllm", "recipe": "fp6"}), UnknownName, "fp6"),
+    "layout with more": (
+        raw(parameters={"layout": "vllm", "receipt": "bf16"}),
+        UnknownName,
+        "'receipt'",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TEXT_REFUSED)
+def test_what_a_file_may_not_say_is_refused_by_place(what: str) -> None:
+    content, error, message = TEXT_REFUSED[what]
+    with pytest.raises(error, match=message) as refused:
+        loader_map_from_text(yaml.safe_dump(content), None)
+    assert refused.value.remedy
+
+
+TEXTS: dict[str, tuple[str, type[Refused], str]] = {
+    "no YAML": ("a: [", UnreadableFile, "YAML or JSON"),
+    "no JSON": ('{"a": ', UnreadableFile, "YAML or JSON"),
+    "two documents": ("a: 1\n---\nb: 2\n", UnreadableFile, "YAML or JSON"),
+    "a tag that runs code": (
+        "name: !!python/object/apply:os.getcwd []\n",
+        UnreadableFile,
+        "YAML or JSON",
+    ),
+    "a key twice": ("tp: 1\ntp: 2\n", InvalidArgument, "key = 'tp'"),
+    "a key twice in JSON": ('{"tp": 1, "tp": 2}', InvalidArgument, "key = 'tp'"),
+    "a parameter twice": (
+        "parameters:\n  a: {dtype: U8, shape: [1]}\n  a: {dtype: U8, shape: [2]}\n",
+        InvalidArgument,
+        "key = 'a'",
+    ),
+    "a key that YAML reads as a truth": ("on: 1\n", InvalidArgument, "key = True"),
+    "a key that is a list": ("? [a]\n: 1\n", InvalidArgument, "key"),
+    "a circle": ("skip: &a [*a]\n", InvalidArgument, "alias"),
+    "a tree without end": (
+        "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\n",
+        InvalidArgument,
+        "alias",
+    ),
+    "too deep": ("[" * 5_000, UnreadableFile, "YAML or JSON"),
+    "too deep for JSON": ('{"a":' + "[" * 5_000, UnreadableFile, "YAML or JSON"),
+    "a number beyond all": ("tp: 1" + "0" * 5000, Refused, "."),
+    "empty": ("", InvalidArgument, "loader map: map"),
+}
+
+
+@pytest.mark.parametrize("what", TEXTS)
+def test_texts_that_are_no_map_are_refused(what: str) -> None:
+    text, error, message = TEXTS[what]
+    with pytest.raises(error, match=message):
+        loader_map_from_text(text, None)
+
+
+ARGUMENTS = {
+    "sglang": "loader map = 'sglang'",
+    "vllm:": "ranks = ''",
+    "vllm:tp=1,,ep=1": "ranks = ''",
+    "vllm:tp=1,": "ranks = ''",
+    "vllm:tp": "ranks = 'tp'",
+    "vllm:tp=two": "ranks = 'tp=two'",
+    "vllm:dp=2": "ranks = 'dp=2'",
+    "vllm:tp=2,tp=4": "ranks = 'tp=4'",
+    "vllm:tp=-1": "ranks = 'tp=-1'",
+    "vllm:tp=0": "tp = 0",
+    "vllm:tp=" + "9" * 5000: "ranks = ",
+    "": "loader map = ''",
+    "map.txt": "loader map = 'map.txt'",
+    "absent.yaml": "absent.yaml",
+}
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_arguments_that_name_no_map_are_refused(official: Checkpoint, argument: str) -> None:
+    with pytest.raises(Refused) as refused:
+        read_loader_map(argument, official)
+    assert ARGUMENTS[argument] in str(refused.value)
+
+
+def test_files_that_are_no_text_are_refused(tmp_path: Path, official: Checkpoint) -> None:
+    path = tmp_path / "map.yaml"
+    path.write_bytes(b"name: \xff\xfe")
+    with pytest.raises(UnreadableFile, match="UTF-8"):
+        read_loader_map(str(path), official)
+    with pytest.raises(UnreadableFile, match="a regular file"):
+        read_loader_map(str(_folder(tmp_path / "folder.yaml")), official)
+    with path.open("wb") as file:
+        file.truncate((16 << 20) + 1)
+    with pytest.raises(UnreadableFile, match="at most 16 MiB"):
+        read_loader_map(str(path), official)
+
+
+def _folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def test_inventories_are_needed_for_engines_alone(official: Checkpoint) -> None:
+    assert loader_map_from_text("base: vllm", inventory_of(official)).name == "vllm for deepseek_v4"

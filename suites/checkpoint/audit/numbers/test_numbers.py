@@ -1,9 +1,11 @@
-"""Healthy checkpoints raise no alarm; every planted fault is named by the rule that is meant."""
+"""Plant every fault of scales, codes and values, and find it by name."""
 
 from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import InvalidArgument
+from degarble.harness.checkpoint.audit import rules as rules_structure
 from degarble.harness.checkpoint.audit import value_rules as rules_numbers
 from degarble.harness.checkpoint.audit.numbers import numbers
 from degarble.harness.checkpoint.audit.numbers.numbers import (
@@ -20,19 +23,37 @@ from degarble.harness.checkpoint.audit.numbers.numbers import (
 )
 from degarble.harness.checkpoint.audit.numbers.table import NumberTable
 from degarble.harness.checkpoint.audit.rules import Level
+from degarble.harness.checkpoint.read.types import DTYPE_BITS
+from degarble.harness.checkpoint.view.stored import TORCH_DTYPES
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.formats.layouts import SWIZZLE_128X4, to_layout
 from degarble.suites.checkpoint.audit.numbers.number_faults import FAULTS, W1, all_divisors_stored
-from degarble.suites.checkpoint.audit.planted_numbers import Healthy, audit_planted, make_healthy
+from degarble.suites.checkpoint.audit.planted_numbers import CONFIG as V4
+from degarble.suites.checkpoint.audit.planted_numbers import (
+    STATISTICS,
+    Bytes,
+    Healthy,
+    audit_planted,
+    make_healthy,
+)
 from degarble.suites.checkpoint.number_cases import matrix, quantised_parts, write_modules
 from degarble.suites.checkpoint.reading_cases import entry, write_raw
+from degarble.suites.checkpoint.structure_cases import V32
+from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
 from degarble.suites.support.synthetic.statistics import Statistics
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
+    from degarble.harness.checkpoint.audit.findings import Finding
+    from degarble.harness.checkpoint.audit.numbers.numbers import NumbersAudit
     from degarble.harness.checkpoint.audit.rules import AuditRule
-    from degarble.suites.checkpoint.audit.planted_numbers import Bytes
+    from degarble.harness.model.config.config import Config
+
+
+# --------------------------------------------------------------------------------------------------
+# Healthy checkpoints raise no alarm; every planted fault is named by the rule that is meant.
 
 
 @pytest.fixture(scope="session")
@@ -262,3 +283,149 @@ def test_the_table_is_plain_data(experts: Healthy) -> None:
         2,
     )
     assert audit.findings == judge_numbers(checkpoint, audit.table)
+
+
+# --------------------------------------------------------------------------------------------------
+# Tensors of every dtype and of odd shapes are counted or told as unread; nothing crashes.
+
+SHAPES: tuple[list[int], ...] = ([], [0], [3], [64, 64], [64, 0], [2, 4, 8], [2, 2, 4, 4])
+
+
+def audit_of(folder: Path, dtype: str, shape: list[int], data: bytes) -> NumbersAudit:
+    """Audit one tensor alone."""
+    header = {"layers.0.a.weight": entry(dtype, shape, 0, len(data))}
+    write_raw(folder / "model.safetensors", header, data)
+    with Checkpoint.open(folder) as checkpoint:
+        return audit_numbers(checkpoint)
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BITS)
+def test_every_dtype_in_every_shape(tmp_path: Path, dtype: str, seed: int) -> None:
+    unreadable = dtype not in TORCH_DTYPES or dtype in ("C64", "F4")
+    for number, shape in enumerate(SHAPES):
+        bits = prod(shape) * DTYPE_BITS[dtype]
+        if bits % 8:
+            continue
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        noise = np.random.default_rng(seed).integers(0, 256, bits // 8, np.uint8)
+        audit = audit_of(folder, dtype, list(shape), noise.tobytes())
+        told = {finding.rule for finding in audit.findings}
+        assert (rules_numbers.NOT_READ.id in told) == unreadable, shape
+        if not unreadable:
+            assert audit.table["elements"].sum() == prod(shape)
+
+
+def test_a_vector_that_comes_in_pieces(tmp_path: Path) -> None:
+    """Longer than a window: counted in full, by every kind of number."""
+    count = (1 << 23) + 8
+    values = np.zeros(count, np.float32)
+    values[-1] = 3.0
+    row = audit_of(tmp_path, "F32", [count], values.tobytes()).table.row(0)
+    assert (row["height"], row["zeros"], row["zero_rows"], row["amax"]) == (1, count - 1, 0, 3.0)
+    whole = np.arange(count, dtype=np.int32)
+    row = audit_of(tmp_path, "I32", [count], whole.tobytes()).table.row(0)
+    assert (row["lowest"], row["highest"], row["zeros"]) == (0, count - 1, 1)
+
+
+@pytest.mark.parametrize("shape", [[1 << 40, 0], [1 << 40, 2, 0], [0, 1 << 40]])
+def test_many_rows_of_nothing_take_no_time(tmp_path: Path, shape: list[int]) -> None:
+    audit = audit_of(tmp_path, "BF16", shape, b"")
+    assert len(audit.table) == 1
+    assert audit.findings == []
+
+
+def test_a_stack_of_very_many_counts_as_rows(tmp_path: Path) -> None:
+    values = np.ones(40_000 * 4, np.float32)
+    audit = audit_of(tmp_path, "F32", [40_000, 2, 2], values.tobytes())
+    assert audit.table["height"].tolist() == [80_000]
+
+
+# --------------------------------------------------------------------------------------------------
+# Faults of a whole checkpoint at once, where no sibling is healthy: each is named all the same.
+
+
+def planted(
+    folder: Path,
+    made: tuple[Config, str],
+    change: Callable[[Bytes, list[str]], None],
+    statistics: Statistics = STATISTICS,
+) -> list[Finding]:
+    """Write a checkpoint, change its bytes, audit its numbers."""
+    config, layout = made
+    write_checkpoint(folder, Synthetic(config, layout, seed=5, statistics=statistics))
+    with Checkpoint.open(folder) as checkpoint:
+        names = list(checkpoint.entries)
+    change(Bytes(folder), names)
+    with Checkpoint.open(folder) as checkpoint:
+        return audit_numbers(checkpoint).findings
+
+
+def fold(files: Bytes, names: list[str]) -> None:
+    for name in names:
+        if name.endswith(".weight_scale_2"):
+            files[name][...] *= files[name.replace("weight_scale_2", "input_scale")]
+
+
+def invert(*suffixes: str) -> Callable[[Bytes, list[str]], None]:
+    def change(files: Bytes, names: list[str]) -> None:
+        for name in names:
+            if name.endswith(suffixes):
+                files[name][...] = 1 / files[name]
+
+    return change
+
+
+def count(findings: list[Finding], rule: str) -> int:
+    return sum(each.count for each in findings if each.rule == rule)
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "modules"),
+    [
+        (replace(V32, n_routed_experts=8), "nvfp4-full", 32),
+        (replace(V32, n_routed_experts=8), "nvfp4-experts", 24),
+        (V4, "nvfp4-experts", 54),
+    ],
+    ids=["V3.2, full", "V3.2, experts", "V4, experts"],
+)
+def test_input_scales_inside_all_weight_scales(
+    tmp_path: Path, config: Config, layout: str, modules: int
+) -> None:
+    findings = planted(tmp_path / "c", (config, layout), fold)
+    rule = rules_structure.INPUT_SCALE_INSIDE.id
+    assert {f.rule for f in findings if f.level is Level.ERROR} == {rule}
+    assert count(findings, rule) == modules
+    assert count(findings, rules_numbers.DEAD_EXPERT.id) == 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "suffix"),
+    [("nvfp4-experts", ".weight_scale_2"), ("compressed-tensors", ".weight_global_scale")],
+)
+def test_dead_experts_among_reversed_scales(tmp_path: Path, layout: str, suffix: str) -> None:
+    config = replace(V4, n_routed_experts=24)
+    findings = planted(tmp_path / "c", (config, layout), invert(suffix), Statistics())
+    assert count(findings, rules_numbers.SCALE_DIRECTION.id) >= 24 * 3 * 3
+    assert count(findings, rules_numbers.MAGNITUDE.id) == 0
+
+
+def test_reversed_block_scales_of_one_module(tmp_path: Path) -> None:
+    name = "layers.1.attn.wo"
+    findings = planted(
+        tmp_path / "c", (V32, "official"), invert("layers.1.self_attn.o_proj.weight_scale_inv")
+    )
+    (found,) = [each for each in findings if each.level is Level.ERROR]
+    assert (found.rule, found.module) == (rules_numbers.SCALE_DIRECTION.id, name)
+    assert (found.tensor or "").endswith("self_attn.o_proj.weight_scale_inv")
+
+
+def test_most_experts_of_a_layer_are_never_dead(tmp_path: Path) -> None:
+    def shrink(files: Bytes, names: list[str]) -> None:
+        for name in names:
+            if name.endswith(".weight_scale_2") and ".experts.5." not in name:
+                files[name][...] *= 2.0**-20
+
+    findings = planted(tmp_path / "c", (V4, "nvfp4-experts"), shrink)
+    assert count(findings, rules_numbers.MAGNITUDE.id) == 3 * 5 * 3
+    assert count(findings, rules_numbers.DEAD_EXPERT.id) == 0

@@ -1,14 +1,28 @@
-"""The structure audit: healthy checkpoints raise no error, every planted fault has its rule."""
+"""Audit the structure of whole checkpoints: names, counts, unreadable shards, content hashes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from degarble.harness.base.errors import UnreadableFile
+from degarble.harness.checkpoint.audit.structure.manifest_check import (
+    bytes_hashed,
+    judge_manifest,
+    require_as_written,
+)
+from degarble.harness.checkpoint.audit.structure.structure import audit_structure
+from degarble.harness.checkpoint.view.view import Checkpoint
+from degarble.harness.checkpoint.write.manifest import MANIFEST
 from degarble.harness.model.config.config import V4Config
-from degarble.harness.model.layouts import LAYOUTS
+from degarble.harness.model.layouts import LAYOUTS, layout_named, with_fused_compressors
+from degarble.suites.checkpoint.audit.planted_numbers import Bytes
+from degarble.suites.checkpoint.converting_cases import source
+from degarble.suites.checkpoint.reading_cases import write_shards
 from degarble.suites.checkpoint.structure_cases import (
     V4,
     V32,
@@ -20,6 +34,7 @@ from degarble.suites.checkpoint.structure_cases import (
     write,
     zeros,
 )
+from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,8 +42,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.harness.checkpoint.audit.findings import Finding
     from degarble.harness.model.config.config import Config
+    from degarble.harness.model.layouts import Layout
 
+
+# --------------------------------------------------------------------------------------------------
+# The structure audit: healthy checkpoints raise no error, every planted fault has its rule.
+
+if TYPE_CHECKING:
     Tensors = dict[str, Tensor]
 
 HEALTHY: list[tuple[Config, str, str | None]] = [
@@ -42,7 +64,7 @@ E0 = "layers.1.ffn.experts.0"
 
 
 @pytest.fixture(scope="module")
-def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def structure_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("healthy") / "c", V4, "nvfp4-experts")
 
 
@@ -140,16 +162,20 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("fault", PLANTED)
-def test_a_planted_fault_breaks_its_rule(tmp_path: Path, experts: Path, fault: str) -> None:
+def test_a_planted_fault_breaks_its_rule(
+    tmp_path: Path, structure_experts: Path, fault: str
+) -> None:
     change, rule = PLANTED[fault]
-    found = told(audited(replant(experts, tmp_path / "c", change)), rule)
+    found = told(audited(replant(structure_experts, tmp_path / "c", change)), rule)
     assert found, fault
     assert all(each.level == "error" and each.remedy and each.message for each in found)
 
 
-def test_the_shape_of_the_main_compressor_is_quoted(tmp_path: Path, experts: Path) -> None:
+def test_the_shape_of_the_main_compressor_is_quoted(
+    tmp_path: Path, structure_experts: Path
+) -> None:
     change, rule = PLANTED["indexer from the main prefix"]
-    (found,) = told(audited(replant(experts, tmp_path / "c", change)), rule)
+    (found,) = told(audited(replant(structure_experts, tmp_path / "c", change)), rule)
     assert found.layer == 1
     assert found.tensor == f"{IDX}.wkv.weight"
     assert "main compressor's shape" in found.message
@@ -167,31 +193,33 @@ def test_equal_shapes_are_told_apart_by_their_bytes(tmp_path: Path) -> None:
     assert found.evidence["copied_from"] == f"{Q}.compressor.wgate.weight"
 
 
-def test_constant_bytes_decide_nothing(tmp_path: Path, experts: Path) -> None:
+def test_constant_bytes_decide_nothing(tmp_path: Path, structure_experts: Path) -> None:
     def change(tensors: Tensors) -> None:
         for name in (f"{IDX}.wkv.weight", f"{Q}.compressor.wkv.weight"):
             tensors[name] = torch.zeros_like(tensors[name])
 
-    found = audited(replant(experts, tmp_path / "c", change))
+    found = audited(replant(structure_experts, tmp_path / "c", change))
     assert told(found, "structure.indexer_prefix") == []
 
 
-def test_experts_are_told_together(tmp_path: Path, experts: Path) -> None:
+def test_experts_are_told_together(tmp_path: Path, structure_experts: Path) -> None:
     change = drop(*(f"layers.1.ffn.experts.{e}.w1.input_scale" for e in (0, 1, 3)))
-    (found,) = told(audited(replant(experts, tmp_path / "c", change)), "scales.input_missing")
+    (found,) = told(
+        audited(replant(structure_experts, tmp_path / "c", change)), "scales.input_missing"
+    )
     assert (found.count, found.layer) == (3, 1)
     assert found.message.endswith("And 2 more like it, experts 0-1, 3.")
 
 
 def test_what_nobody_expects_is_a_warning_and_a_buffer_is_a_note(
-    tmp_path: Path, experts: Path
+    tmp_path: Path, structure_experts: Path
 ) -> None:
     def change(tensors: Tensors) -> None:
         tensors["layers.1.attn.wq_c.weight"] = torch.ones(4)
         tensors["layers.2.attn.wq_c.weight"] = torch.ones(4)
         tensors["layers.1.attn.rotary_emb.inv_freq"] = torch.ones(4)
 
-    found = audited(replant(experts, tmp_path / "c", change))
+    found = audited(replant(structure_experts, tmp_path / "c", change))
     assert errors(found) == set()
     (unexpected,) = told(found, "structure.unexpected")
     assert (unexpected.level, unexpected.count) == ("warning", 2)
@@ -199,30 +227,36 @@ def test_what_nobody_expects_is_a_warning_and_a_buffer_is_a_note(
     assert (extra.level, extra.tensor) == ("note", "layers.1.attn.rotary_emb.inv_freq")
 
 
-def test_a_missing_drafter_is_a_note(tmp_path: Path, experts: Path) -> None:
-    found = audited(replant(experts, tmp_path / "c", drop_prefix("mtp.0.")))
+def test_a_missing_drafter_is_a_note(tmp_path: Path, structure_experts: Path) -> None:
+    found = audited(replant(structure_experts, tmp_path / "c", drop_prefix("mtp.0.")))
     assert errors(found) == set()
     (absent,) = told(found, "structure.drafter_absent")
     assert (absent.level, absent.layer) == ("note", V4.num_hidden_layers)
 
 
-def test_narrowed_values_are_a_warning(tmp_path: Path, experts: Path) -> None:
-    found = audited(replant(experts, tmp_path / "c", cast(f"{Q}.attn_sink", torch.bfloat16)))
+def test_narrowed_values_are_a_warning(tmp_path: Path, structure_experts: Path) -> None:
+    found = audited(
+        replant(structure_experts, tmp_path / "c", cast(f"{Q}.attn_sink", torch.bfloat16))
+    )
     assert errors(found) == set()
     (narrowed,) = told(found, "structure.narrowed")
     assert narrowed.evidence == {"dtype": "BF16", "published": "F32"}
 
 
-def test_input_scales_of_partners_may_differ_with_a_warning(tmp_path: Path, experts: Path) -> None:
+def test_input_scales_of_partners_may_differ_with_a_warning(
+    tmp_path: Path, structure_experts: Path
+) -> None:
     name = f"{E0}.w3.input_scale"
-    found = audited(replant(experts, tmp_path / "c", put(name, lambda t: t[name] * 2)))
+    found = audited(replant(structure_experts, tmp_path / "c", put(name, lambda t: t[name] * 2)))
     assert errors(found) == set()
     (apart,) = told(found, "partners.input_scale")
     assert apart.evidence["ratio"] == pytest.approx(2)
 
 
-def test_an_unknown_model_is_judged_module_by_module(tmp_path: Path, experts: Path) -> None:
-    folder = replant(experts, tmp_path / "c", drop(f"{Q}.wq_b.scale"))
+def test_an_unknown_model_is_judged_module_by_module(
+    tmp_path: Path, structure_experts: Path
+) -> None:
+    folder = replant(structure_experts, tmp_path / "c", drop(f"{Q}.wq_b.scale"))
     reconfigure(folder, "config.json", lambda raw: raw.update(model_type="another"))
     found = audited(folder)
     assert [each.level for each in told(found, "structure.unknown_model")] == ["note"]
@@ -230,8 +264,10 @@ def test_an_unknown_model_is_judged_module_by_module(tmp_path: Path, experts: Pa
     assert unread.module == f"{Q}.wq_b"
 
 
-def test_a_folder_without_a_config_cannot_be_vouched_for(tmp_path: Path, experts: Path) -> None:
-    folder = replant(experts, tmp_path / "c", lambda _: None)
+def test_a_folder_without_a_config_cannot_be_vouched_for(
+    tmp_path: Path, structure_experts: Path
+) -> None:
+    folder = replant(structure_experts, tmp_path / "c", lambda _: None)
     (folder / "config.json").unlink()
     found = audited(folder)
     assert errors(found) == {"structure.no_config"}
@@ -244,12 +280,14 @@ def test_a_folder_without_a_config_cannot_be_vouched_for(tmp_path: Path, experts
     assert errors(audited(folder)) == {"files.unreadable_config"}
 
 
-def test_names_of_no_known_spelling_are_an_error(tmp_path: Path, experts: Path) -> None:
+def test_names_of_no_known_spelling_are_an_error(tmp_path: Path, structure_experts: Path) -> None:
     def change(tensors: Tensors) -> None:
         for name in list(tensors):
             tensors[f"transformer.h.{name}"] = tensors.pop(name)
 
-    assert "structure.unknown_spelling" in errors(audited(replant(experts, tmp_path / "c", change)))
+    assert "structure.unknown_spelling" in errors(
+        audited(replant(structure_experts, tmp_path / "c", change))
+    )
 
 
 def test_problems_of_the_files_are_findings(tmp_path: Path) -> None:
@@ -261,3 +299,248 @@ def test_problems_of_the_files_are_findings(tmp_path: Path) -> None:
     (unreadable,) = told(found, "files.unreadable_shard")
     assert unreadable.evidence["file"] == shard.name
     assert [each.level for each in told(found, "files.pickled")] == ["warning"]
+
+
+# --------------------------------------------------------------------------------------------------
+# Names that no known loader reads are told, and those of every layout that one reads are not.
+
+UNREAD = {"nvfp4-full": "names.unread_quantised", "compressed-tensors": "names.unread_quantised"}
+
+
+def names_told(folder: Path) -> list[Finding]:
+    with Checkpoint.survey(folder) as checkpoint:
+        return [each for each in audit_structure(checkpoint) if each.rule.startswith("names.")]
+
+
+@pytest.mark.parametrize(("family", "layout"), LAYOUTS)
+def test_a_layout_is_told_where_nobody_reads_it(family: str, layout: str, tmp_path: Path) -> None:
+    config = V4 if family == V4Config.family else V32
+    write_checkpoint(tmp_path / "c", Synthetic(config, layout, seed=5))
+    wanted = UNREAD.get(layout) if config is V4 else None
+    assert [each.rule for each in names_told(tmp_path / "c")] == ([wanted] if wanted else [])
+
+
+def test_decoded_under_names_of_nobody_is_an_error(tmp_path: Path) -> None:
+    """What `convert --to bf16` wrote: transformers computes with experts at random."""
+    layout = layout_named("nvfp4-full", V4).with_recipe("bf16")
+    (told,) = written_and_told(tmp_path / "c", layout)
+    experts = 3 * V4.n_routed_experts * V4.num_hidden_layers
+    assert (told.rule, told.level) == ("names.unread", "error")
+    assert told.evidence["modules"] == experts
+    assert all(".mlp.experts." in name for name in told.evidence["examples"])
+    assert "transformers leaves them at random" in told.message
+
+
+def test_compressors_fused_under_names_of_nobody_are_told(tmp_path: Path) -> None:
+    fused = with_fused_compressors(layout_named("official", V4)).with_recipe("bf16")
+    assert not written_and_told(tmp_path / "read", fused)
+    other = with_fused_compressors(layout_named("transformers-saved", V4)).with_recipe("bf16")
+    (told,) = written_and_told(tmp_path / "unread", other)
+    assert all(name.endswith(".fused_wkv_wgate") for name in told.evidence["examples"])
+
+
+def written_and_told(folder: Path, layout: Layout) -> list[Finding]:
+    write_checkpoint(folder, Synthetic(V4, layout, seed=5))
+    return names_told(folder)
+
+
+# --------------------------------------------------------------------------------------------------
+# Layers and experts that the config does not count are errors in any family; drafters are not.
+
+CONFIG = {"model_type": "mixtral", "num_hidden_layers": 2, "num_local_experts": 2}
+
+
+def _tensors(layers: int = 2, experts: int = 2) -> dict[str, Tensor]:
+    names = [
+        f"model.layers.{i}.experts.{e}.w1.weight" for i in range(layers) for e in range(experts)
+    ]
+    return {name: torch.ones(4, 4) for name in (*names, "lm_head.weight")}
+
+
+def _rules(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any] = CONFIG) -> set[str]:
+    write_shards(folder, [tensors])
+    (folder / "config.json").write_text(json.dumps(config))
+    with Checkpoint.survey(folder) as checkpoint:
+        found = audit_structure(checkpoint)
+    return {each.rule for each in found if each.level == "error"}
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts", "told"),
+    [
+        (2, 2, set()),
+        (3, 2, {"structure.uncounted"}),
+        (1, 2, {"structure.missing_block"}),
+        (2, 3, {"structure.uncounted"}),
+        (2, 1, {"structure.missing_expert"}),
+    ],
+)
+def test_counts_of_an_unknown_family(
+    tmp_path: Path, layers: int, experts: int, told: set[str]
+) -> None:
+    assert _rules(tmp_path, _tensors(layers, experts)) == told
+
+
+def test_a_drafter_behind_the_layers_is_no_uncounted_layer(tmp_path: Path) -> None:
+    drafter = {f"model.layers.2.{name}.weight": torch.ones(4, 4) for name in ("eh_proj", "mlp.up")}
+    assert not _rules(tmp_path, _tensors() | drafter)
+
+
+def test_scales_of_one_format_have_one_name(tmp_path: Path) -> None:
+    def module(layer: int, suffix: str) -> dict[str, Tensor]:
+        name = f"model.layers.{layer}.up.weight"
+        codes = torch.zeros(128, 128).to(torch.float8_e4m3fn)
+        return {name: codes, f"{name}{suffix}": torch.ones(1, 1)}
+
+    tensors = module(0, "_scale_inv") | module(1, "_scale_inv")
+    config = {"model_type": "llama", "num_hidden_layers": 2}
+    assert not _rules(tmp_path / "a", tensors, config)
+    tensors |= module(2, "_scale")
+    config["num_hidden_layers"] = 3
+    assert _rules(tmp_path / "b", tensors, config) == {"scales.name"}
+
+
+def test_an_nvfp4_scale_under_another_name_is_told(tmp_path: Path) -> None:
+    parts = {
+        "weight": torch.ones(16, 16, dtype=torch.uint8),
+        "weight_scale_inv": torch.ones(16, 2).to(torch.float8_e4m3fn),
+        "weight_scale_2": torch.ones(1),
+    }
+    tensors = {f"model.layers.0.up.{name}": tensor for name, tensor in parts.items()}
+    config = {"model_type": "llama", "num_hidden_layers": 1}
+    assert _rules(tmp_path, tensors, config) == {"structure.unreadable_module"}
+
+
+# --------------------------------------------------------------------------------------------------
+# A shard that is missing or cut off is one finding, whatever share of the model it held.
+
+SHARDS = 6
+
+
+def _removed(shard: Path) -> None:
+    shard.unlink()
+
+
+def _cut(shard: Path) -> None:
+    shard.write_bytes(shard.read_bytes()[:1000])
+
+
+@pytest.mark.parametrize(
+    ("layout", "share", "lose"),
+    [
+        ("official", (3,), _removed),
+        ("official", (1, 2, 3, 4), _cut),
+        ("official", (1, 2, 3, 4, 5), _removed),
+        ("vllm", (3,), _cut),
+        ("nvfp4-full", (0, 2, 3, 4), _removed),
+    ],
+)
+def test_lost_shards_are_the_only_errors(
+    tmp_path: Path, layout: str, share: tuple[int, ...], lose: Callable[[Path], None]
+) -> None:
+    write_checkpoint(tmp_path / "c", Synthetic(V4, layout), shards=SHARDS)
+    shards = sorted((tmp_path / "c").glob("*.safetensors"))
+    weight_map = json.loads((tmp_path / "c/model.safetensors.index.json").read_text())["weight_map"]
+    for number in share:
+        lose(shards[number])
+    found = audited(tmp_path / "c")
+    assert errors(found) == {"files.unreadable_shard"}, [f for f in found if f.level == "error"]
+    lost = told(found, "files.unreadable_shard")
+    assert sum(each.count for each in lost) == len(share)
+    there = sum(shard == shards[share[0]].name for shard in weight_map.values())
+    assert f"The index places {there:,} tensors there" in lost[0].message
+
+
+def test_without_an_index_what_is_missing_is_told_by_its_name(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "c", Synthetic(V4, "official"), shards=SHARDS)
+    (tmp_path / "c/model-00004-of-00006.safetensors").unlink()
+    (tmp_path / "c/model.safetensors.index.json").unlink()
+    assert "structure.missing_parameter" in errors(audited(tmp_path / "c"))
+
+
+def test_another_fault_beside_a_lost_shard_is_still_told(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "c", Synthetic(V4, "official"), shards=SHARDS)
+    (tmp_path / "c/model-00004-of-00006.safetensors").unlink()
+    config = json.loads((tmp_path / "c/config.json").read_text())
+    (tmp_path / "c/config.json").write_text(json.dumps(config | {"vocab_size": 96}))
+    assert errors(audited(tmp_path / "c")) == {"files.unreadable_shard", "structure.shape"}
+
+
+# --------------------------------------------------------------------------------------------------
+# A flipped bit under a manifest is told with its tensor, and a reference with one is refused.
+
+
+def _judged(folder: Path) -> list[Finding] | None:
+    done: list[int] = []
+    with Checkpoint.survey(folder) as checkpoint:
+        found = judge_manifest(checkpoint, 2, done.append)
+        assert sum(done) == bytes_hashed(checkpoint)
+    return found
+
+
+def test_a_flipped_bit_is_told_with_its_tensor(tmp_path: Path) -> None:
+    shutil.copytree(source("nvfp4-experts"), tmp_path / "c")
+    assert _judged(tmp_path / "c") == []
+    name = "layers.1.ffn.experts.2.w1.weight"
+    Bytes(tmp_path / "c")[name][3, 5] ^= 1
+    found = _judged(tmp_path / "c")
+    assert found is not None
+    (finding,) = found
+    assert (finding.rule, finding.tensor) == ("files.manifest", name)
+    assert "1 tensor differs" in finding.message
+
+
+def test_a_file_that_is_gone_or_another_is_told(tmp_path: Path) -> None:
+    shutil.copytree(source("v32"), tmp_path / "c")
+    (tmp_path / "c/config.json").write_text((tmp_path / "c/config.json").read_text() + " ")
+    found = _judged(tmp_path / "c")
+    assert found is not None
+    assert [each.evidence["file"] for each in found] == ["config.json"]
+
+
+def test_what_is_no_manifest_of_ours_is_left_alone(tmp_path: Path) -> None:
+    shutil.copytree(source("v32"), tmp_path / "c")
+    path = tmp_path / "c" / MANIFEST
+    path.write_text(json.dumps({"files": ["of another tool"]}))
+    assert _judged(tmp_path / "c") is None
+    path.unlink()
+    assert _judged(tmp_path / "c") is None
+    path.write_text(json.dumps({"tool": {"name": "degarble"}}))
+    found = _judged(tmp_path / "c")
+    assert found is not None
+    assert found[0].rule == "files.manifest"
+
+
+def test_a_reference_that_is_not_what_was_written_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(source("nvfp4-experts"), tmp_path / "c")
+    with Checkpoint.open(tmp_path / "c") as reference:
+        done: list[int] = []
+        assert require_as_written(reference, 2, done.append)
+        assert sum(done) == bytes_hashed(reference)
+    tokens = tmp_path / "c/tokenizer_config.json"
+    tokens.write_text("{}")
+    with Checkpoint.open(tmp_path / "c") as reference:
+        assert require_as_written(reference, 2, done.append), "no comparison reads it"
+    name = "layers.1.ffn.experts.2.w1.weight"
+    Bytes(tmp_path / "c")[name][3, 5] ^= 1
+    with Checkpoint.open(tmp_path / "c") as reference, pytest.raises(UnreadableFile) as told:
+        require_as_written(reference, 2, done.append)
+    error = told.value
+    assert error.name.startswith("the reference's file ")
+    assert ".safetensors" in error.name
+    assert f"1 tensor differs, {name} first" in error.shown_value
+    assert f"degarble audit {tmp_path / 'c'}" in error.remedy
+
+
+@pytest.mark.parametrize("text", [None, "{}", '{"tool": {"name": "degarble"}}'])
+def test_a_reference_without_hashes_that_can_be_read(tmp_path: Path, text: str | None) -> None:
+    """None, or another tool's, has nothing to verify; a damaged one of ours is refused."""
+    shutil.copytree(source("v32"), tmp_path / "c")
+    manifest = tmp_path / "c" / MANIFEST
+    manifest.unlink() if text is None else manifest.write_text(text)
+    with Checkpoint.open(tmp_path / "c") as reference:
+        if text and "degarble" in text:
+            with pytest.raises(UnreadableFile, match="of the reference"):
+                require_as_written(reference, 1, lambda _: None)
+        else:
+            assert not require_as_written(reference, 1, lambda _: None)
