@@ -21,7 +21,7 @@ from degarble.harness.capture.files.records import CapturedStep, Phase
 from degarble.harness.checkpoint.audit.structure.inventory import take_inventory
 from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, run_job, target_layout
 from degarble.harness.checkpoint.view.view import Checkpoint
-from degarble.harness.engine.faults.model_faults import Scene
+from degarble.harness.engine.faults.model_faults import ComponentContext
 from degarble.harness.engine.faults.negative_controls import (
     CONTROLS,
     WEIGHT_CONTROLS,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from degarble.harness.base.protocols import ComponentCall
     from degarble.harness.capture.files.records import CapturedCall
     from degarble.harness.checkpoint.transform.quantise.calibration import Calibration
-    from degarble.harness.engine.faults.model_faults import Way
+    from degarble.harness.engine.faults.model_faults import FaultVariant
     from degarble.harness.engine.faults.negative_controls import Control
     from degarble.harness.formats.weight import Weight
     from degarble.harness.model.config.config import Config
@@ -441,7 +441,9 @@ class Stage:
         )
 
     def run(
-        self, candidate: Bound | None = None, edges: Mapping[str, Way] = MappingProxyType({})
+        self,
+        candidate: Bound | None = None,
+        edges: Mapping[str, FaultVariant] = MappingProxyType({}),
     ) -> InMemoryRun:
         """Run the case; if fed together, the tokens after the prompts are the candidate's own."""
         candidate = candidate or self.candidate()
@@ -457,7 +459,7 @@ class Stage:
             absorbed=self.case.absorbed,
         )
 
-    def _edges(self) -> dict[str, Way]:
+    def _edges(self) -> dict[str, FaultVariant]:
         """Return a control of whole runs, applied the same way wherever possible."""
         control = _EDGES.get(self.case.control)
         if control is None:
@@ -469,10 +471,10 @@ class Stage:
             if control.sits(scene)
         }
 
-    def scene(self, name: str, bound: Bound | None = None) -> Scene:
+    def scene(self, name: str, bound: Bound | None = None) -> ComponentContext:
         """Return a component's scene, by default the twin's."""
         component = component_named(self.model.config, name, self.model.recipe)
-        return Scene(bound or self.twin, component, self.model.recipe)
+        return ComponentContext(bound or self.twin, component, self.model.recipe)
 
     def first(self, name: str) -> CapturedCall:
         """Return the healthy run's first call of a component."""

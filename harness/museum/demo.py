@@ -17,7 +17,7 @@ from degarble.harness.commands.audit.audit import identity_of
 from degarble.harness.commands.check.output_statistics import Looker
 from degarble.harness.commands.check.page import Checked, Found, sentence_of
 from degarble.harness.engine.diagnose.diagnose import diagnose
-from degarble.harness.engine.faults.model_faults import Reach, Scene
+from degarble.harness.engine.faults.model_faults import ComponentContext, Reach
 from degarble.harness.engine.faults.registry import model_fault_named
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.engine.localise.recorded_run import InMemoryRun
@@ -33,7 +33,7 @@ from degarble.references import tiny
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from degarble.harness.engine.faults.model_faults import ModelFault, Way
+    from degarble.harness.engine.faults.model_faults import FaultVariant, ModelFault
     from degarble.harness.engine.localise.localise import Localised
     from degarble.harness.report.page import Provenance
     from degarble.references.binding import Bound
@@ -95,7 +95,7 @@ class DemoFault:
 
     fault: ModelFault
     component: str
-    way: Way
+    way: FaultVariant
     run: InMemoryRun
     has_effect: bool
 
@@ -207,7 +207,7 @@ def plant(model: DemoModel, fault: ModelFault, healthy: InMemoryRun) -> DemoFaul
     for trial, (scene, way) in enumerate(_places(model, fault)):
         if trial == _TRIALS:
             break
-        candidate, edges = model.museum.candidate(), dict[str, "Way"]()
+        candidate, edges = model.museum.candidate(), dict[str, "FaultVariant"]()
         if fault.reach is Reach.EDGE:
             edges[scene.name] = way
         else:
@@ -231,7 +231,7 @@ def _has_effect(run: InMemoryRun, healthy: InMemoryRun) -> bool:
     return any(not torch.equal(left.nan_to_num(), right.nan_to_num()) for left, right in pairs)
 
 
-def _places(model: DemoModel, fault: ModelFault) -> Iterator[tuple[Scene, Way]]:
+def _places(model: DemoModel, fault: ModelFault) -> Iterator[tuple[ComponentContext, FaultVariant]]:
     """Yield where a fault applies, preferred roles and layers first."""
     candidate = model.museum.candidate()
     found = {
@@ -247,13 +247,13 @@ def _places(model: DemoModel, fault: ModelFault) -> Iterator[tuple[Scene, Way]]:
         return (_ROLES.index(role) if role in _ROLES else len(_ROLES)), far
 
     for name in sorted(found, key=liked):
-        scene = Scene(candidate, found[name], model.museum.recipe)
+        scene = ComponentContext(candidate, found[name], model.museum.recipe)
         if fault.sits(scene):
             ways = list(fault.ways(scene))
             yield from ((scene, way) for way in sorted(ways, key=_breadth)[:2])
 
 
-def _breadth(way: Way) -> int:
+def _breadth(way: FaultVariant) -> int:
     """Rank ways: one whole weight first; milder ones may leave the text unchanged."""
     told: Mapping[str, object] = way.where
     weights = str(told.get("weights", ""))

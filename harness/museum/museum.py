@@ -19,8 +19,7 @@ import torch
 
 from degarble.harness.base.errors import UnwritablePath
 from degarble.harness.checkpoint.write.workers import run_each
-from degarble.harness.engine.faults.fault_strength import DIALS
-from degarble.harness.engine.faults.registry import MODEL_FAULTS
+from degarble.harness.engine.faults.registry import MODEL_FAULTS, STRENGTHS
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.museum.cases import (
     ModelKey,
@@ -65,7 +64,7 @@ from degarble.harness.report.verdict import Verdict
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from degarble.harness.engine.faults.model_faults import ModelFault, Way
+    from degarble.harness.engine.faults.model_faults import FaultVariant, ModelFault
 
 
 # --------------------------------------------------------------------------------------------------
@@ -222,7 +221,7 @@ def tasks(faults: Sequence[str], extent: MuseumExtent) -> list[MuseumTask]:
 def _is_short(task: MuseumTask) -> tuple[bool, bool]:
     """Sort key: adjustable faults are planted many times, and attention is slowest to judge."""
     attends = "attn.attend" in roles_of(MODEL_FAULTS[task.fault])
-    return task.fault not in DIALS, not attends
+    return task.fault not in STRENGTHS, not attends
 
 
 def _leaves_out(number: int, extent: MuseumExtent) -> int:
@@ -374,7 +373,7 @@ def plant(root: Path, fault: ModelFault, extent: MuseumExtent) -> Iterator[Plant
         if done == extent.plants:
             break
     stages = [stage_of(case, root) for case in _cases(fault, extent)] if extent.mild else []
-    count = extent.mild * (_BY_DIAL if fault.id in DIALS else 1)
+    count = extent.mild * (_BY_DIAL if fault.id in STRENGTHS else 1)
     for stage, component, way in islice(mild_plants(stages, fault, chance), count):
         made = _planted(stage, fault, component, way, leave_out=False)
         if made is not None:
@@ -382,7 +381,7 @@ def plant(root: Path, fault: ModelFault, extent: MuseumExtent) -> Iterator[Plant
 
 
 def _planted(
-    stage: Stage, fault: ModelFault, component: str, way: Way, *, leave_out: bool
+    stage: Stage, fault: ModelFault, component: str, way: FaultVariant, *, leave_out: bool
 ) -> PlantOutcome | None:
     """Judge one plant; None if it changes nothing at all."""
     begun = time.process_time()
@@ -401,7 +400,7 @@ def _cases(fault: ModelFault, extent: MuseumExtent) -> list[MuseumCase]:
 
 def _places(
     root: Path, fault: ModelFault, extent: MuseumExtent, chance: random.Random
-) -> Iterator[tuple[Stage, str, Way]]:
+) -> Iterator[tuple[Stage, str, FaultVariant]]:
     """Yield places: alternate cases, alternate roles within them, a few ways at each component."""
     cases = list(extent.cases)
     chance.shuffle(cases)

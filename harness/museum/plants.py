@@ -25,10 +25,9 @@ from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.engine.diagnose.calls import MOST_WAYS, with_earlier
 from degarble.harness.engine.diagnose.diagnose import diagnose
 from degarble.harness.engine.diagnose.trial import make
-from degarble.harness.engine.faults.decoding import remembering
-from degarble.harness.engine.faults.fault_strength import DIALS
-from degarble.harness.engine.faults.model_faults import Reach, Scene
-from degarble.harness.engine.faults.registry import MODEL_FAULTS
+from degarble.harness.engine.faults.model_faults import ComponentContext, Reach
+from degarble.harness.engine.faults.registry import MODEL_FAULTS, STRENGTHS
+from degarble.harness.engine.faults.weight_faults import remembering
 from degarble.harness.engine.localise.discrepancy import blamed_on_edge
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.engine.localise.recorded_run import by_component, same_bits
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.base.protocols import ComponentCall
     from degarble.harness.engine.diagnose.diagnose import Diagnosed, Named
-    from degarble.harness.engine.faults.model_faults import ModelFault, Sight, Way
+    from degarble.harness.engine.faults.model_faults import CallRecord, FaultVariant, ModelFault
     from degarble.harness.engine.localise.discrepancy import Discrepancy
     from degarble.harness.engine.localise.localise import Localised
     from degarble.harness.engine.localise.recorded_run import InMemoryRun
@@ -76,7 +75,7 @@ class FaultyTwin:
 
     twin: Bound
     component: str
-    way: Way
+    way: FaultVariant
     run: InMemoryRun
 
     @cached_property
@@ -93,7 +92,7 @@ class FaultyTwin:
                     return made
         return made
 
-    def of(self, sight: Sight) -> Tensors | None:
+    def of(self, sight: CallRecord) -> Tensors | None:
         """Return the outputs of the call with these inputs; None if the run has no such call."""
         for inputs, outputs in self._calls:
             if equal(sight.inputs, inputs):
@@ -111,7 +110,7 @@ def same_effect(planted: FaultyTwin, trouble: Discrepancy, first: Named) -> bool
     return all(_same(planted, trouble.scene, call, first) for call in calls)
 
 
-def _same(planted: FaultyTwin, scene: Scene, call: Sight, first: Named) -> bool:
+def _same(planted: FaultyTwin, scene: ComponentContext, call: CallRecord, first: Named) -> bool:
     if call.implied:
         wanted: Tensors | None = {n: call.inputs[n] for n in call.implied if n in call.inputs}
     else:
@@ -126,7 +125,7 @@ def _same(planted: FaultyTwin, scene: Scene, call: Sight, first: Named) -> bool:
     return False
 
 
-def _ways(scene: Scene, call: Sight, first: Named) -> Iterator[Way]:
+def _ways(scene: ComponentContext, call: CallRecord, first: Named) -> Iterator[FaultVariant]:
     """Yield the named way; for a fault that varies from call to call, all its proposals."""
     yield first.way
     if first.fault.per_call:
@@ -159,9 +158,9 @@ def roles_of(fault: ModelFault) -> list[str]:
 
 
 @cache
-def _scenes() -> tuple[Scene, ...]:
+def _scenes() -> tuple[ComponentContext, ...]:
     """Yield one component of each role in each kind of layer, of both models in every recipe."""
-    found: dict[tuple[object, ...], Scene] = {}
+    found: dict[tuple[object, ...], ComponentContext] = {}
     for config, source in ((TINY_V4, "official-v4"), (TINY_V32, "official-v32")):
         for name in RECIPES:
             recipe = recipe_named(name, config)
@@ -170,7 +169,7 @@ def _scenes() -> tuple[Scene, ...]:
                 if each.name in bound.calls:
                     kind = (each.block.layer_type, each.block.mlp_type) if each.block else ()
                     key = (source, name, each.role, *kind)
-                    found.setdefault(key, Scene(bound, each, recipe))
+                    found.setdefault(key, ComponentContext(bound, each, recipe))
     return tuple(found.values())
 
 
@@ -238,7 +237,7 @@ class PlantedFault:
 
     fault: ModelFault
     component: str
-    way: Way
+    way: FaultVariant
     harmed: set[str] = field(default_factory=set)  # inputs that an edge fault changed
 
 
@@ -259,7 +258,7 @@ def candidate_sites(stage: Stage, fault: ModelFault, chance: random.Random) -> I
                 yield by_role[role].pop()
 
 
-def ways_of(stage: Stage, fault: ModelFault, component: str) -> list[Way]:
+def ways_of(stage: Stage, fault: ModelFault, component: str) -> list[FaultVariant]:
     """Return all ways of a fault at a component of a healthy candidate."""
     return list(fault.ways(stage.scene(component, stage.candidate())))
 
@@ -293,7 +292,7 @@ def judge_plant(stage: Stage, planted: PlantedFault, *, leave_out: bool) -> Plan
     """Run a case with a fault planted, and score the engine's answer."""
     name = planted.component
     told = (planted.fault.id, name, planted.way.words, str(stage.case))
-    candidate, edges = stage.taped(), dict[str, "Way"]()
+    candidate, edges = stage.taped(), dict[str, "FaultVariant"]()
     if planted.fault.reach is Reach.EDGE:
         edges[name] = _watched(planted)
     else:
@@ -349,9 +348,9 @@ def _stop(error: Exception) -> str:
     return f"the engine stops: {type(error).__name__} in {last.name}: {line}"
 
 
-def _watched(planted: PlantedFault) -> Way:
+def _watched(planted: PlantedFault) -> FaultVariant:
     """Wrap the way so that it records which inputs it changes."""
-    from degarble.harness.engine.faults.model_faults import Way  # noqa: PLC0415
+    from degarble.harness.engine.faults.model_faults import FaultVariant  # noqa: PLC0415
 
     def apply(call: ComponentCall) -> ComponentCall:
         arrived: dict[str, Tensor] = {}
@@ -372,7 +371,7 @@ def _watched(planted: PlantedFault) -> Way:
 
         return faulty
 
-    return Way(planted.way.words, apply, planted.way.where, planted.way.beside)
+    return FaultVariant(planted.way.words, apply, planted.way.where, planted.way.beside)
 
 
 def _truth(stage: Stage, planted: PlantedFault) -> set[str]:
@@ -443,7 +442,7 @@ _FIRST = 0.01
 _MOST = 0.5
 
 
-def measure_strength(stage: Stage, component: str, way: Way) -> float:
+def measure_strength(stage: Stage, component: str, way: FaultVariant) -> float:
     """Return a way's worst ratio to the budget on the healthy run's first and last call, or NaN."""
     candidate = stage.candidate()
     faulty = way.apply(candidate.calls[component])
@@ -464,12 +463,12 @@ def measure_strength(stage: Stage, component: str, way: Way) -> float:
     return worst
 
 
-def adjusted_fault(stage: Stage, fault: str, component: str, wanted: float) -> Way | None:
+def adjusted_fault(stage: Stage, fault: str, component: str, wanted: float) -> FaultVariant | None:
     """Return a way of an adjustable fault with about the wanted effect; None if there is none."""
     scene, turn = stage.scene(component, stage.candidate()), _FIRST
     with keeping_budgets():
         for _ in range(_TURNS):
-            way = DIALS[fault](scene, turn)
+            way = STRENGTHS[fault](scene, turn)
             found = math.nan if way is None else measure_strength(stage, component, way)
             if math.isnan(found):
                 return None
@@ -484,12 +483,12 @@ def adjusted_fault(stage: Stage, fault: str, component: str, wanted: float) -> W
 
 def mild_plants(
     stages: Sequence[Stage], fault: ModelFault, chance: random.Random
-) -> Iterator[tuple[Stage, str, Way]]:
+) -> Iterator[tuple[Stage, str, FaultVariant]]:
     """Yield plants of a fault with small effect: adjusted, or among its ways."""
     if fault.reach is Reach.EDGE:
         return
     places = [(stage, candidate_sites(stage, fault, chance)) for stage in stages]
-    if fault.id in DIALS:
+    if fault.id in STRENGTHS:
         yield from _by_dial(places, fault)
         return
     tried = 0
@@ -509,7 +508,7 @@ def mild_plants(
 
 def _by_dial(
     places: list[tuple[Stage, Iterator[str]]], fault: ModelFault
-) -> Iterator[tuple[Stage, str, Way]]:
+) -> Iterator[tuple[Stage, str, FaultVariant]]:
     wanted = 0
     while places:
         stage, names = places.pop(0)
@@ -566,7 +565,7 @@ def run_repeatedly(
     stage: Stage,
     fault: str = "",
     component: str = "",
-    way: Way | None = None,
+    way: FaultVariant | None = None,
     root: Path | None = None,
 ) -> RepeatedRun:
     """Run a case twice and compare the captures, which are kept in `root` meanwhile."""

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.engine.diagnose.diagnose import diagnose
-from degarble.harness.engine.faults.gain_fit import Side, both_gains
-from degarble.harness.engine.faults.model_faults import Scene
-from degarble.harness.engine.faults.reduction.small_gain import head_ways
+from degarble.harness.engine.faults.gain_fit import RoundingSide, both_gains
+from degarble.harness.engine.faults.model_faults import ComponentContext
+from degarble.harness.engine.faults.precision import head_variants
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.engine.localise.recorded_run import InMemoryRun
 from degarble.harness.model.components import component_named
@@ -55,7 +55,7 @@ def case(seed: int) -> CaseResult:
     kernel = config is V32 and draw.random() < 0.5
     chosen: list[str] = []
     kind = f"{config.family}, {'legal kernel' if kernel else 'reference'}"
-    side = draw.choice(tuple(Side))
+    side = draw.choice(tuple(RoundingSide))
     if seed % HEALTHY != HEALTHY - 1:
         chosen = draw.choice((names, [draw.choice(names)]))
         head = draw.choice((None, draw.randrange(config.num_attention_heads)))
@@ -66,7 +66,7 @@ def case(seed: int) -> CaseResult:
         planted = name in chosen
         if kernel:
             change = with_gain if planted else (lambda out: out)
-            own = legal.run_packed_v32(candidate, name, drawn, change, side is Side.BEHIND)
+            own = legal.run_packed_v32(candidate, name, drawn, change, side is RoundingSide.BEHIND)
         else:
             own = _by_way(candidate, name, (gain, head, side))
         candidate.calls[name] = own
@@ -94,13 +94,13 @@ def _gained(gain: float, head: int | None, heads: int) -> Callable[[Tensor], Ten
     return change
 
 
-def _by_way(candidate: Bound, name: str, what: tuple[float, int | None, Side]) -> Any:
+def _by_way(candidate: Bound, name: str, what: tuple[float, int | None, RoundingSide]) -> Any:
     (gain, head, side), recipe = what, recipe_named(RECIPE, candidate.config)
-    scene = Scene(candidate, component_named(candidate.config, name, recipe), recipe)
+    scene = ComponentContext(candidate, component_named(candidate.config, name, recipe), recipe)
     if head is None:
         ways = both_gains(scene, "a gain", gain, sides=(side,))
     else:
-        ways = head_ways(scene, head, gain, (side,))
+        ways = head_variants(scene, head, gain, (side,))
     return next(ways).apply(candidate.calls[name])
 
 

@@ -21,7 +21,7 @@ import torch
 from degarble.harness import api
 from degarble.harness.base.errors import CANNOT_RUN
 from degarble.harness.engine.conventions.registry import CONTRADICTED, DECLARED, REGISTRY
-from degarble.harness.engine.faults.model_faults import Reach, Scene
+from degarble.harness.engine.faults.model_faults import ComponentContext, Reach
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.engine.localise.recorded_run import by_component, same_bits
 from degarble.harness.model.components import component_named
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.engine.faults.model_faults import ModelFault, Way
+    from degarble.harness.engine.faults.model_faults import FaultVariant, ModelFault
     from degarble.harness.engine.localise.localise import Localised
     from degarble.harness.engine.localise.recorded_run import InMemoryRun
 
@@ -166,7 +166,7 @@ def _value(case: RunCase, convention: Any) -> Any:
     return convention.assumed(model(case.config, torch.float64, {}).numerics, case.config.family)
 
 
-def _drawn(case: RunCase) -> Iterator[tuple[str, ModelFault, Way]]:
+def _drawn(case: RunCase) -> Iterator[tuple[str, ModelFault, FaultVariant]]:
     """Draw faults that change what a component of the run puts out.
 
     The component is mostly one that a convention of the case concerns. Ways are those of a
@@ -184,7 +184,7 @@ def _drawn(case: RunCase) -> Iterator[tuple[str, ModelFault, Way]]:
     while drawn < _WAYS:
         names = concerned if concerned and chance.random() < 0.7 else list(calls)
         name, fault = chance.choice(names), chance.choice(faults)
-        scene = Scene(bound, component_named(case.config, name, recipe), recipe)
+        scene = ComponentContext(bound, component_named(case.config, name, recipe), recipe)
         ways = [w for w in fault.ways(scene) if not w.beside] if fault.sits(scene) else []
         if ways:
             drawn += 1
@@ -193,7 +193,7 @@ def _drawn(case: RunCase) -> Iterator[tuple[str, ModelFault, Way]]:
                 yield name, fault, way
 
 
-def _acts(way: Way, scene: Scene, given: list[Mapping[str, Tensor]]) -> bool:
+def _acts(way: FaultVariant, scene: ComponentContext, given: list[Mapping[str, Tensor]]) -> bool:
     """Whether a way changes an output on what the healthy run gave to the component."""
     faulty = way.apply(scene.call)
     with torch.inference_mode():

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.base.errors import CANNOT_RUN
-from degarble.harness.engine.faults.model_faults import Reach, Way
+from degarble.harness.engine.faults.model_faults import FaultVariant, Reach
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.formats.weight import Weight
@@ -128,7 +128,7 @@ def _stage(key: ModelKey, number: int, *, spoilt: bool) -> Stage:
     return Stage.of(case, _root(), {key: changed})
 
 
-def in_calls(way: Way, when: When) -> Way:
+def in_calls(way: FaultVariant, when: When) -> FaultVariant:
     """The way in some calls, nothing in the others."""
 
     def apply(call: ComponentCall) -> ComponentCall:
@@ -142,7 +142,7 @@ def in_calls(way: Way, when: When) -> Way:
     return replace(way, apply=apply)
 
 
-def on_sequence(way: Way, owner: int, lengths: Sequence[int]) -> Way:
+def on_sequence(way: FaultVariant, owner: int, lengths: Sequence[int]) -> FaultVariant:
     """The way on the rows of one sequence; nothing on the others."""
     begin = sum(lengths[:owner])
 
@@ -168,7 +168,9 @@ def on_sequence(way: Way, owner: int, lengths: Sequence[int]) -> Way:
     return replace(way, apply=apply)
 
 
-def _hidden(kind: str, stage: Stage, name: str, way: Way, chance: random.Random) -> Way | None:
+def _hidden(
+    kind: str, stage: Stage, name: str, way: FaultVariant, chance: random.Random
+) -> FaultVariant | None:
     """A way that acts in a part of the run only; None where this component has no such part."""
     calls = [stage.healthy.inputs(call) for call in stage.calls[name]]
     lengths = stage.case.lengths
@@ -184,7 +186,9 @@ def _hidden(kind: str, stage: Stage, name: str, way: Way, chance: random.Random)
     return in_calls(way, lambda inputs: equal(inputs, calls[chosen]))
 
 
-def _plants(kind: str, stage: Stage, chance: random.Random) -> Iterator[tuple[PlantedFault, Way]]:
+def _plants(
+    kind: str, stage: Stage, chance: random.Random
+) -> Iterator[tuple[PlantedFault, FaultVariant]]:
     """Plants, each with the way that it hides."""
     faults: list[ModelFault] = list(MODEL_FAULTS.values())
     chance.shuffle(faults)
@@ -196,7 +200,7 @@ def _plants(kind: str, stage: Stage, chance: random.Random) -> Iterator[tuple[Pl
         if name is None or not ways:
             continue
         plain = chance.choice(ways)
-        way: Way | None = plain
+        way: FaultVariant | None = plain
         if kind != BESIDE:
             way = None if plain.beside else _hidden(kind, stage, name, plain, chance)
         if way is not None:
@@ -230,7 +234,7 @@ def case(seed: int) -> CaseResult:
     return CaseResult(seed, f"{kind}: nothing had an effect", "ok", str(key))
 
 
-def _is_same(stage: Stage, planted: PlantedFault, plain: Way, named: str) -> bool:
+def _is_same(stage: Stage, planted: PlantedFault, plain: FaultVariant, named: str) -> bool:
     """Whether the cause that was named is also that of the way where nothing hides it.
 
     The museum holds two causes to be one by all calls of a run; a hidden one acts in some.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.engine.diagnose.trial import make, proof
-from degarble.harness.engine.faults.model_faults import Scene, Sight, Way
+from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext, FaultVariant
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.model.components import component_named
 from degarble.harness.model.config.config import V4Config
@@ -67,16 +67,16 @@ class Double:
     recipe: Recipe
     calls: Mapping[str, tuple[Mapping[str, Tensor], ...]]
 
-    def planting(self, name: str) -> Scene:
+    def planting(self, name: str) -> ComponentContext:
         """Where a fault is put."""
         component = component_named(self.candidate.config, name, self.recipe)
-        return Scene(self.candidate, component, self.recipe)
+        return ComponentContext(self.candidate, component, self.recipe)
 
-    def naming(self, name: str) -> Scene:
+    def naming(self, name: str) -> ComponentContext:
         """Where it is looked for."""
-        return Scene(self.twin, self.planting(name).component, self.recipe)
+        return ComponentContext(self.twin, self.planting(name).component, self.recipe)
 
-    def sights(self, name: str, way: Way | None, calls: int = 2) -> list[Sight]:
+    def sights(self, name: str, way: FaultVariant | None, calls: int = 2) -> list[CallRecord]:
         """What a candidate with a way does on its first calls."""
         planted, twin = self.planting(name), self.naming(name)
         call = planted.call if way is None else way.apply(planted.call)
@@ -85,18 +85,18 @@ class Double:
             for step, inputs in enumerate(self.calls[name][:calls]):
                 outputs = dict(call(inputs, planted.weights))
                 expected = dict(twin.call(inputs, twin.weights))
-                found.append(Sight(inputs, outputs, expected, {}, step))
+                found.append(CallRecord(inputs, outputs, expected, {}, step))
         return found
 
-    def differs(self, name: str, sights: list[Sight]) -> bool:
+    def differs(self, name: str, sights: list[CallRecord]) -> bool:
         """Whether what a candidate did is beyond the budget of a healthy one."""
         return any(self.ratio(name, sight) > 1 for sight in sights)
 
-    def ratio(self, name: str, sight: Sight) -> float:
+    def ratio(self, name: str, sight: CallRecord) -> float:
         """The difference in units of budget."""
         scene = self.naming(name)
         with torch.inference_mode():
-            made = make(scene, sight, Way("nothing", lambda call: call))
+            made = make(scene, sight, FaultVariant("nothing", lambda call: call))
             assert made is not None
             return proof(scene, sight, made).ratio
 

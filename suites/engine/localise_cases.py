@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.engine.faults.model_faults import Way
+from degarble.harness.engine.faults.model_faults import FaultVariant
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.engine.localise.recorded_run import InMemoryRun
 from degarble.harness.inference.weights import HeldWeights
@@ -72,7 +72,7 @@ def run_of(
     if way is not None and healthy is not None:
         candidate.calls[name] = way(healthy)
     try:
-        edges = {} if edge is None else {name: Way("planted", edge)}
+        edges = {} if edge is None else {name: FaultVariant("planted", edge)}
         return InMemoryRun.of(candidate, PROMPTS, 3, edges)
     finally:
         if healthy is not None:

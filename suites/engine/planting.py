@@ -19,8 +19,8 @@ import torch
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.engine.budget.judging import judge_outputs
 from degarble.harness.engine.budget.rules import JudgeableCall
-from degarble.harness.engine.faults.activation_regions import apart
-from degarble.harness.engine.faults.model_faults import Reach, Scene, Sight
+from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext, Reach
+from degarble.harness.engine.faults.regions import apart
 from degarble.harness.model.components import component_named
 from degarble.harness.model.presets import small_v4, small_v32
 from degarble.harness.model.recipes import recipe_named
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.engine.faults.model_faults import ModelFault, Way
+    from degarble.harness.engine.faults.model_faults import FaultVariant, ModelFault
     from degarble.harness.model.config.config import Config
     from degarble.harness.model.recipes import Recipe
 
@@ -75,9 +75,11 @@ class Run:
     recipe: Recipe
     calls: Mapping[str, tuple[Seen, ...]]
 
-    def scene(self, name: str, *, twin: bool) -> Scene:
+    def scene(self, name: str, *, twin: bool) -> ComponentContext:
         bound = self.twin if twin else self.candidate
-        return Scene(bound, component_named(bound.config, name, self.recipe), self.recipe)
+        return ComponentContext(
+            bound, component_named(bound.config, name, self.recipe), self.recipe
+        )
 
     def sitting(self, fault: ModelFault) -> list[str]:
         """Components where a fault can be: one of each role in each type of layer."""
@@ -124,11 +126,11 @@ def _model(bound: Bound) -> ModelV4 | ModelV32:
 
 
 def sights(
-    fault: ModelFault, run: Run, name: str, way: Way | None, calls: slice = slice(None)
-) -> list[Sight]:
+    fault: ModelFault, run: Run, name: str, way: FaultVariant | None, calls: slice = slice(None)
+) -> list[CallRecord]:
     """What a candidate with a way (or a healthy one) does there in some calls."""
     scene, twin = run.scene(name, twin=False), run.scene(name, twin=True)
-    found: list[Sight] = []
+    found: list[CallRecord] = []
     on_edge = fault.reach is Reach.EDGE
     passing = way.apply(lambda given, _weights: given) if way and on_edge else None
     call = way.apply(scene.call) if way and not on_edge else scene.call
@@ -146,12 +148,14 @@ def sights(
         expected = twin.call(inputs, twin.weights)
         implied = dict(seen.inputs) if on_edge else {}
         others = elsewhere(run, scene, seen.step) if on_edge else {}
-        made = Sight(inputs, outputs, expected, implied, seen.step, tuple(found), elsewhere=others)
+        made = CallRecord(
+            inputs, outputs, expected, implied, seen.step, tuple(found), elsewhere=others
+        )
         found.append(made)
     return found
 
 
-def elsewhere(run: Run, scene: Scene, step: int) -> dict[int, Mapping[str, Tensor]]:
+def elsewhere(run: Run, scene: ComponentContext, step: int) -> dict[int, Mapping[str, Tensor]]:
     """What the same component of other layers was given in a step."""
     found: dict[int, Mapping[str, Tensor]] = {}
     for name, calls in run.calls.items():
@@ -161,7 +165,7 @@ def elsewhere(run: Run, scene: Scene, step: int) -> dict[int, Mapping[str, Tenso
     return found
 
 
-def reproduces(scene: Scene, way: Way, sight: Sight) -> bool:
+def reproduces(scene: ComponentContext, way: FaultVariant, sight: CallRecord) -> bool:
     """Whether the twin with a way gives what the candidate gave."""
     if sight.implied:
         passed = way.passed_on(sight.implied, scene.weights)
@@ -186,7 +190,7 @@ def same(left: Tensor, right: Tensor) -> bool:
     )
 
 
-def within(scene: Scene, sight: Sight, made: Mapping[str, Tensor]) -> bool:
+def within(scene: ComponentContext, sight: CallRecord, made: Mapping[str, Tensor]) -> bool:
     """Within the budget of a correct kernel, where there is one; else no more than roundings."""
     made = {name: each.to(sight.outputs[name].dtype) for name, each in made.items()}
     call = JudgeableCall.of(scene.bound, scene.name, sight.inputs, made)
@@ -211,7 +215,7 @@ def few_apart(candidate: Tensor, expected: Tensor) -> bool:
     return candidate.numel() == 0 or float(apart(candidate, expected).double().mean()) <= 0.005
 
 
-def has_effect(scene: Scene, sight: Sight) -> bool:
+def has_effect(scene: ComponentContext, sight: CallRecord) -> bool:
     """Whether a candidate is not healthy: an input is another one, or outputs are."""
     if sight.implied:
         return any(not same(sight.implied[n], each) for n, each in sight.inputs.items())
@@ -220,7 +224,7 @@ def has_effect(scene: Scene, sight: Sight) -> bool:
     return not within(scene, sight, sight.expected)
 
 
-def explains_all(scene: Scene, way: Way, sight: Sight) -> bool:
+def explains_all(scene: ComponentContext, way: FaultVariant, sight: CallRecord) -> bool:
     """As reproduces; and no number is apart, for choices and codes are judged by their inputs."""
     if sight.implied or not reproduces(scene, way, sight):
         return reproduces(scene, way, sight)
@@ -240,7 +244,7 @@ class Outcome:
 
 
 def outcomes(
-    fault: ModelFault, run: Run, name: str, ways: Sequence[Way], most: int
+    fault: ModelFault, run: Run, name: str, ways: Sequence[FaultVariant], most: int
 ) -> Iterator[Outcome]:
     """Plant ways of a fault at one component, and ask its signature about each."""
     twin = run.scene(name, twin=True)
@@ -296,13 +300,14 @@ def cases(faults: Sequence[ModelFault]) -> list[Any]:
 
 
 @cache
-def _all_scenes(family: str) -> tuple[Scene, ...]:
+def _all_scenes(family: str) -> tuple[ComponentContext, ...]:
     """Every scene of a model without weights: enough to say where a fault can be."""
     config = CONFIGS[family]
     recipe = recipe_named("nvfp4-full", config)
     bound = Bound(config, Numerics.twin(switches_of(f"official-{family}")), {}, recipe)
     return tuple(
-        Scene(bound, component_named(config, name, recipe), recipe) for name in bound.calls
+        ComponentContext(bound, component_named(config, name, recipe), recipe)
+        for name in bound.calls
     )
 
 

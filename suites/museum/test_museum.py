@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from degarble.harness.engine.faults.fault_strength import DIALS
-from degarble.harness.engine.faults.model_faults import Way, with_inputs
-from degarble.harness.engine.faults.registry import MODEL_FAULTS
+from degarble.harness.engine.faults.model_faults import FaultVariant, with_inputs
+from degarble.harness.engine.faults.registry import MODEL_FAULTS, STRENGTHS
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.inference.processes import workers_for
 from degarble.harness.museum import museum
@@ -100,7 +99,7 @@ def test_every_fault_is_a_task_and_some_are_asked_without_their_family() -> None
     once = [task for task in found if not task.twice]
     planted = [task.fault for task in once if task.fault]
     assert sorted(planted) == sorted(MODEL_FAULTS)
-    assert set(planted[: len(DIALS)]) == set(DIALS), "the longest first"
+    assert set(planted[: len(STRENGTHS)]) == set(STRENGTHS), "the longest first"
     assert sum(task.healthy is not None for task in once) >= 200
     assert {task.extent.leave_out for task in once if task.fault} == {1}
     some = tasks(tuple(MODEL_FAULTS), museum.PUBLISHED)
@@ -449,7 +448,7 @@ def shifted(names: tuple[str, ...], shift: int = 1) -> tuple[str, ...]:
     def moved(given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return {**given, "positions": given["positions"] + shift}
 
-    way = Way("shifted", with_inputs(moved))
+    way = FaultVariant("shifted", with_inputs(moved))
     at = stage(case)
     run = at.run(at.taped(), dict.fromkeys(names, way))
     found = localise(at.twin, at.model.recipe, at.rest(run))

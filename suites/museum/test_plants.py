@@ -13,18 +13,17 @@ import pytest
 import torch
 
 from degarble.harness.capture.files.reader import Capture
-from degarble.harness.engine.faults.fault_strength import DIALS
 from degarble.harness.engine.faults.model_faults import (
+    CallRecord,
+    ComponentContext,
+    FaultVariant,
     ModelFault,
     Reach,
-    Scene,
-    Sight,
-    Way,
-    from_ways,
+    from_variants,
     with_inputs,
     with_outputs,
 )
-from degarble.harness.engine.faults.registry import MODEL_FAULTS
+from degarble.harness.engine.faults.registry import MODEL_FAULTS, STRENGTHS
 from degarble.harness.museum import plants as museum_plants
 from degarble.harness.museum import plants as museum_repeats
 from degarble.harness.museum.cases import equal
@@ -74,25 +73,25 @@ def stage() -> Stage:
     return small_stage()
 
 
-def fault(way: Way, reach: Reach = Reach.COMPONENT) -> ModelFault:
-    def ways(_scene: Scene) -> Iterator[Way]:
+def fault(way: FaultVariant, reach: Reach = Reach.COMPONENT) -> ModelFault:
+    def ways(_scene: ComponentContext) -> Iterator[FaultVariant]:
         yield way
 
-    return ModelFault("X01.own", "a", "b", "c", lambda _: True, ways, from_ways(ways), reach)
+    return ModelFault("X01.own", "a", "b", "c", lambda _: True, ways, from_variants(ways), reach)
 
 
-def times(factor: float) -> Way:
+def times(factor: float) -> FaultVariant:
     def change(_inputs: Any, outputs: Any) -> Any:
         return {name: factor * each for name, each in outputs.items()}
 
-    return Way(f"times {factor}", with_outputs(change))
+    return FaultVariant(f"times {factor}", with_outputs(change))
 
 
-def turned(*names: str) -> Way:
+def turned(*names: str) -> FaultVariant:
     def change(inputs: Any) -> Any:
         return {n: each.flip(0) if n in names else each for n, each in inputs.items()}
 
-    return Way(f"turning {names}", with_inputs(change))
+    return FaultVariant(f"turning {names}", with_inputs(change))
 
 
 def on_experts(stage: Stage) -> PlantOutcome:
@@ -120,11 +119,11 @@ def test_an_unknown_fault_is_localised_all_the_same(stage: Stage) -> None:
     assert found.truth == (WO,)
 
 
-def turned_rows() -> Way:
+def turned_rows() -> FaultVariant:
     def change(_inputs: Any, outputs: Any) -> Any:
         return {n: each + each.flip(-1) * each.roll(1, -1).sign() for n, each in outputs.items()}
 
-    return Way("mixing columns", with_outputs(change))
+    return FaultVariant("mixing columns", with_outputs(change))
 
 
 def test_an_edge_is_blamed_by_the_rule(stage: Stage) -> None:
@@ -226,7 +225,7 @@ def test_another_cause_is_wrong_unless_it_makes_the_same(
     assert (found.left_out, found.left_named) == (cause, "M02.missing")
 
 
-def on_experts_way(stage: Stage) -> Way:
+def on_experts_way(stage: Stage) -> FaultVariant:
     return ways_of(stage, NIBBLES, "layers.1.ffn.experts.w2")[0]
 
 
@@ -234,7 +233,7 @@ def on_experts_way(stage: Stage) -> Way:
 # What counts as the same: bits of what two ways make of the same calls, in every call.
 
 
-def every_other(factor: float) -> Way:
+def every_other(factor: float) -> FaultVariant:
     """Wrong in every second call: a way that remembers."""
 
     def apply(call: Any) -> Any:
@@ -247,10 +246,10 @@ def every_other(factor: float) -> Way:
 
         return faulty
 
-    return Way("every other", apply)
+    return FaultVariant("every other", apply)
 
 
-def same(planted: Way, named: Way, calls: slice = slice(None)) -> bool:
+def same(planted: FaultVariant, named: FaultVariant, calls: slice = slice(None)) -> bool:
     stage = small_stage()
     candidate = stage.candidate()
     candidate.calls[WO] = planted.apply(candidate.calls[WO])
@@ -260,7 +259,7 @@ def same(planted: Way, named: Way, calls: slice = slice(None)) -> bool:
     for call in [each for each in run.calls if each.component == WO]:
         inputs = run.inputs(call)
         expected = stage.twin.calls[WO](inputs, scene.weights)
-        sights.append(Sight(inputs, run.outputs(call), expected, step=call.step))
+        sights.append(CallRecord(inputs, run.outputs(call), expected, step=call.step))
     chosen = sights[calls]
     trouble: Any = SimpleNamespace(scene=scene, sight=chosen[0], more=tuple(chosen[1:]))
     first: Any = SimpleNamespace(way=named, fault=MODEL_FAULTS["M43.whole"])
@@ -276,7 +275,7 @@ def same(planted: Way, named: Way, calls: slice = slice(None)) -> bool:
     ],
 )
 def test_it_is_the_same_in_every_call_or_it_is_not(
-    planted: Way, named: Way, expected: bool
+    planted: FaultVariant, named: FaultVariant, expected: bool
 ) -> None:
     assert same(planted, named) == expected
 
@@ -354,12 +353,12 @@ def test_mild_plants_are_mild() -> None:
     )
 
 
-@pytest.mark.parametrize("name", DIALS)
+@pytest.mark.parametrize("name", STRENGTHS)
 def test_every_dial_is_of_a_fault_that_sits_somewhere(name: str) -> None:
     stage, fault = small_stage(), MODEL_FAULTS[name]
     for component in islice(candidate_sites(stage, fault, random.Random(1)), 1):
         scene = stage.scene(component, stage.candidate())
-        way = DIALS[name](scene, 0.05)
+        way = STRENGTHS[name](scene, 0.05)
         assert way is None or measure_strength(stage, component, way) > 0
 
 

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 from degarble.harness.engine.budget.budget import HEADROOM
 from degarble.harness.engine.diagnose.sample import calls_in
 from degarble.harness.engine.diagnose.trial import make, proof, proposed
-from degarble.harness.engine.faults.model_faults import Way
+from degarble.harness.engine.faults.model_faults import FaultVariant
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from degarble.harness.engine.diagnose.trial import Proof
-    from degarble.harness.engine.faults.model_faults import ModelFault, Scene, Sight
+    from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext, ModelFault
 
 MOST_CALLS = 8  # calls examined at most
 MOST_WAYS = 64  # variants of a fault tried on one call
-_NOTHING = Way("nothing", lambda call: call)
+_NOTHING = FaultVariant("nothing", lambda call: call)
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,13 +32,13 @@ class CallByCall:
     """A fault that explains every call, each by its own variant; the worst of the proofs."""
 
     fault: ModelFault
-    way: Way
+    way: FaultVariant
     proof: Proof
     calls: int
 
 
 def call_by_call(
-    scene: Scene, sights: Sequence[Sight], faults: Iterable[ModelFault]
+    scene: ComponentContext, sights: Sequence[CallRecord], faults: Iterable[ModelFault]
 ) -> Iterator[CallByCall]:
     """Yield each fault that explains every call by a variant of its own."""
     calls = with_earlier(sights)[-MOST_CALLS:]
@@ -57,7 +57,7 @@ def call_by_call(
             yield CallByCall(fault, way, worst, len(found))
 
 
-def with_earlier(sights: Sequence[Sight]) -> list[Sight]:
+def with_earlier(sights: Sequence[CallRecord]) -> list[CallRecord]:
     """Return single calls in the order of their steps, each with those before it."""
     single = [call for each in sights for call in calls_in(each)]
     ordered = sorted(single, key=lambda each: each.step)
@@ -70,7 +70,9 @@ def with_earlier(sights: Sequence[Sight]) -> list[Sight]:
     return found
 
 
-def _first(scene: Scene, call: Sight, fault: ModelFault) -> tuple[Way, Proof] | None:
+def _first(
+    scene: ComponentContext, call: CallRecord, fault: ModelFault
+) -> tuple[FaultVariant, Proof] | None:
     for way in islice(proposed(fault, scene, call), MOST_WAYS):
         found = _holds(scene, call, way)
         if found is not None:
@@ -78,7 +80,7 @@ def _first(scene: Scene, call: Sight, fault: ModelFault) -> tuple[Way, Proof] | 
     return None
 
 
-def _holds(scene: Scene, call: Sight, way: Way) -> Proof | None:
+def _holds(scene: ComponentContext, call: CallRecord, way: FaultVariant) -> Proof | None:
     """Return the proof that a variant explains a call; None where it does not."""
     made = make(scene, call, way)
     found = None if made is None else proof(scene, call, made)

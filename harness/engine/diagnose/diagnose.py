@@ -36,10 +36,10 @@ from degarble.harness.engine.diagnose.trial import (
     shape_distance,
     untouched,
 )
-from degarble.harness.engine.faults.activation_regions import flat
-from degarble.harness.engine.faults.decoding import remembering
-from degarble.harness.engine.faults.model_faults import Reach, Sight, Way
+from degarble.harness.engine.faults.model_faults import CallRecord, FaultVariant, Reach
+from degarble.harness.engine.faults.regions import flat
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
+from degarble.harness.engine.faults.weight_faults import remembering
 from degarble.harness.report.number_text import number, share
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.base.protocols import ComponentCall
     from degarble.harness.engine.diagnose.sample import Measure, Sample
-    from degarble.harness.engine.faults.model_faults import ModelFault, Scene
+    from degarble.harness.engine.faults.model_faults import ComponentContext, ModelFault
 
 EXPLAINS = 0.5  # of the difference may be left: three quarters of its energy are explained
 IN_SUMS = 0.866  # of it, where no number is beyond its budget: a quarter of its energy is explained
@@ -78,7 +78,7 @@ class Named:
     """
 
     faults: tuple[ModelFault, ...]
-    way: Way
+    way: FaultVariant
     reproduced: float
     as_stored: float
     ratio: float
@@ -119,7 +119,7 @@ class Diagnosed:
 class _Trial:
     order: int
     fault: tuple[ModelFault, ...]
-    way: Way
+    way: FaultVariant
     left: float
     uncut: bool = False  # tried on a whole call only
 
@@ -137,10 +137,12 @@ class _Trial:
 
 
 def diagnose(
-    scene: Scene, sights: Sight | Sequence[Sight], faults: Iterable[ModelFault] | None = None
+    scene: ComponentContext,
+    sights: CallRecord | Sequence[CallRecord],
+    faults: Iterable[ModelFault] | None = None,
 ) -> Diagnosed:
     """Diagnose calls of one component that belong together; on an edge, those of its consumer."""
-    apart = [sights] if isinstance(sights, Sight) else list(sights)
+    apart = [sights] if isinstance(sights, CallRecord) else list(sights)
     calls = together(scene, apart)
     reach = Reach.EDGE if calls[0].implied else Reach.COMPONENT
     known = MODEL_FAULTS.values() if faults is None else faults
@@ -171,7 +173,7 @@ def diagnose(
     return Diagnosed(named, excluded, tried, _sentence(named, excluded, len(sitting), tried))
 
 
-def _has_the_twins_form(sight: Sight) -> bool:
+def _has_the_twins_form(sight: CallRecord) -> bool:
     """Tell whether the tensors have the twin's rows, and no integers in place of numbers.
 
     A byte may stand for a narrow float, and rows may be split into heads or not.
@@ -186,7 +188,10 @@ def _has_the_twins_form(sight: Sight) -> bool:
 
 
 def _alike_in_all(
-    scene: Scene, calls: Sequence[Sight], shown: tuple[Sight, Sample], sitting: Sequence[ModelFault]
+    scene: ComponentContext,
+    calls: Sequence[CallRecord],
+    shown: tuple[CallRecord, Sample],
+    sitting: Sequence[ModelFault],
 ) -> tuple[tuple[Named, ...], list[_Trial]]:
     """Return causes that explain all calls alike, and every trial; `shown` is tried first."""
     main, sample = shown
@@ -206,7 +211,7 @@ def _alike_in_all(
 
 
 def _in_a_part(
-    scene: Scene, apart: Sequence[Sight], sitting: Sequence[ModelFault]
+    scene: ComponentContext, apart: Sequence[CallRecord], sitting: Sequence[ModelFault]
 ) -> tuple[Named, ...]:
     """Return causes that act in some calls, or on some sequences, while the others are healthy."""
     for words, part in differing_parts(scene, apart):
@@ -219,7 +224,7 @@ def _in_a_part(
 
 
 def _each_by_itself(
-    scene: Scene, calls: Sequence[Sight], sitting: Sequence[ModelFault]
+    scene: ComponentContext, calls: Sequence[CallRecord], sitting: Sequence[ModelFault]
 ) -> tuple[Named, ...]:
     """Return causes whose damage differs in every call."""
     found = list(call_by_call(scene, calls, sitting))
@@ -240,8 +245,8 @@ def _each_by_itself(
 
 
 def _trials(
-    scene: Scene,
-    main: Sight,
+    scene: ComponentContext,
+    main: CallRecord,
     sample: Sample,
     sitting: Sequence[ModelFault],
     *,
@@ -258,7 +263,7 @@ def _trials(
             order += 1
 
 
-def _uncut(scene: Scene, main: Sight) -> Sample | None:
+def _uncut(scene: ComponentContext, main: CallRecord) -> Sample | None:
     """Return the call that shows most, with all its rows; None where that is too expensive."""
     call = most_telling(calls_in(main))
     if max((each.numel() for each in call.outputs.values()), default=math.inf) > _WHOLE:
@@ -266,7 +271,9 @@ def _uncut(scene: Scene, main: Sight) -> Sample | None:
     return sampled(scene, call, sys.maxsize)
 
 
-def _left(scene: Scene, sample: Sample, way: Way, measure: Measure = distance) -> float:
+def _left(
+    scene: ComponentContext, sample: Sample, way: FaultVariant, measure: Measure = distance
+) -> float:
     """Return the share of the difference that a variant leaves; 1 if it changes nothing."""
     # Only a fault of weights acts the same on any subset of their rows.
     rows = sample.rows if "weights" in way.where else None
@@ -289,7 +296,7 @@ def _left(scene: Scene, sample: Sample, way: Way, measure: Measure = distance) -
     return min(left, _NOISE) if alike else max(left, _BLIND)
 
 
-def _pairs(scene: Scene, sample: Sample, trials: Sequence[_Trial]) -> Iterator[_Trial]:
+def _pairs(scene: ComponentContext, sample: Sample, trials: Sequence[_Trial]) -> Iterator[_Trial]:
     """Add a second variant to those that alone come nearest, with gains removed or not."""
     effective = [each for each in trials if each.left != 1.0]
     in_shape = {each.order: _left(scene, sample, each.way, shape_distance) for each in effective}
@@ -312,20 +319,20 @@ def _pairs(scene: Scene, sample: Sample, trials: Sequence[_Trial]) -> Iterator[_
                 order += 1
 
 
-def _composed(inner: Way, outer: Way) -> Way:
+def _composed(inner: FaultVariant, outer: FaultVariant) -> FaultVariant:
     def apply(call: ComponentCall) -> ComponentCall:
         return outer.apply(inner.apply(call))
 
     where = {**outer.where, **inner.where}
-    return Way(f"{inner.words}, with {outer.words},", apply, where)
+    return FaultVariant(f"{inner.words}, with {outer.words},", apply, where)
 
 
-def _shows_in_sums_only(scene: Scene, calls: Sequence[Sight]) -> bool:
+def _shows_in_sums_only(scene: ComponentContext, calls: Sequence[CallRecord]) -> bool:
     """Tell whether every element is within budget, so that legal roundings dominate."""
     return all(_as_stored(scene, each) == 1 for each in calls)
 
 
-def _in_sums(scene: Scene, main: Sight, trials: Sequence[_Trial]) -> list[_Trial]:
+def _in_sums(scene: ComponentContext, main: CallRecord, trials: Sequence[_Trial]) -> list[_Trial]:
     """Return the variants that explain most of the difference beyond roundings.
 
     All of them leave the candidate's own roundings, so the explained energies are compared. In sums
@@ -339,7 +346,7 @@ def _in_sums(scene: Scene, main: Sight, trials: Sequence[_Trial]) -> list[_Trial
     return [each for each in near if _left_of_pieces(scene, main, each.way) <= EXPLAINS]
 
 
-def _left_of_pieces(scene: Scene, main: Sight, way: Way) -> float:
+def _left_of_pieces(scene: ComponentContext, main: CallRecord, way: FaultVariant) -> float:
     """Return the share that a variant leaves of the gains of all pieces of rows."""
     made = make(scene, main, way)
     if made is None:
@@ -367,9 +374,9 @@ def _pieces(x: Tensor) -> Tensor:
 
 
 def _proved(
-    scene: Scene,
-    calls: Sequence[Sight],
-    main: Sight,
+    scene: ComponentContext,
+    calls: Sequence[CallRecord],
+    main: CallRecord,
     trials: Sequence[_Trial],
     leaves: float = EXPLAINS,
 ) -> tuple[Named, ...]:
@@ -418,7 +425,9 @@ def _likeliest(trial: _Trial) -> tuple[int, int, int]:
     return math.floor(step), trial.fitted, trial.order
 
 
-def _on_every_call(scene: Scene, calls: Sequence[Sight], main: Sight, way: Way) -> Proof | None:
+def _on_every_call(
+    scene: ComponentContext, calls: Sequence[CallRecord], main: CallRecord, way: FaultVariant
+) -> Proof | None:
     """Return the worst proof over all calls; None where one of them is not explained."""
     worst: Proof | None = None
     for sight in (main, *(each for each in calls if each is not main)):
@@ -434,7 +443,7 @@ def _on_every_call(scene: Scene, calls: Sequence[Sight], main: Sight, way: Way) 
     return worst
 
 
-def _explained(scene: Scene, sight: Sight, way: Way) -> Proof | None:
+def _explained(scene: ComponentContext, sight: CallRecord, way: FaultVariant) -> Proof | None:
     """Return the proof that a variant explains one sight; None where it does not."""
     made = make(scene, sight, way)
     found = None if made is None else proof(scene, sight, made)
@@ -445,12 +454,12 @@ def _ratio(found: Proof) -> float:
     return found.ratio
 
 
-def _as_stored(scene: Scene, main: Sight) -> float:
-    made = make(scene, main, Way("nothing", lambda call: call))
+def _as_stored(scene: ComponentContext, main: CallRecord) -> float:
+    made = make(scene, main, FaultVariant("nothing", lambda call: call))
     return proof(scene, main, made).within if made else 0.0
 
 
-def _evidence(way: Way, found: Proof, stored: float) -> str:
+def _evidence(way: FaultVariant, found: Proof, stored: float) -> str:
     return (
         f"{way.words} reproduces {share(found.within)} of outputs within budget "
         f"({share(found.identical)} to the bit, the worst at {number(found.ratio, 3)} of it); "

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.engine.faults.model_faults import Way
+    from degarble.harness.engine.faults.model_faults import FaultVariant
     from degarble.harness.engine.localise.discrepancy import Discrepancy
     from degarble.harness.model.config.config import Config
 
@@ -175,7 +175,7 @@ class Case:
         return cls(*made, twin, recipe, inputs, captured)
 
 
-def shrunk(trouble: Discrepancy, way: Way | None = None) -> Case | None:
+def shrunk(trouble: Discrepancy, way: FaultVariant | None = None) -> Case | None:
     """Return the smallest case of a discrepancy; None where no call shows it.
 
     `way` is the named fault that explains it; with one, the summed dimension is cut as well.

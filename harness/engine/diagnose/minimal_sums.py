@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.engine.faults.model_faults import Way
+    from degarble.harness.engine.faults.model_faults import FaultVariant
 
     Case = Any  # that of minimal_reproducer.py, which imports this module
     Tensors = Mapping[str, Tensor]
@@ -68,7 +68,7 @@ class _Sum:
         return None if length % unit else cls(length, unit, activation)
 
 
-def shortest_sum(case: Case, way: Way, prefix: str) -> Case:
+def shortest_sum(case: Case, way: FaultVariant, prefix: str) -> Case:
     """Return the case on the smallest part of K that is still beyond the budget."""
     found = _Sum.of(case)
     if found is None:
@@ -97,7 +97,9 @@ def _beyond(case: Case | None) -> float:
     return max((each.ratio for each in judged if each.verdict is Verdict.DIFFERS), default=0.0)
 
 
-def _cut(case: Case, found: _Sum, way: Way, prefix: str, part: tuple[int, int]) -> Case | None:
+def _cut(
+    case: Case, found: _Sum, way: FaultVariant, prefix: str, part: tuple[int, int]
+) -> Case | None:
     """Return the case on K from `part[0]` to `part[1]`; None where it cannot be made."""
     try:
         weights = {prefix + name: _columns(each, part) for name, each in case.weights.items()}
@@ -115,7 +117,9 @@ def _cut(case: Case, found: _Sum, way: Way, prefix: str, part: tuple[int, int]) 
     return replace(case, title=case.title + words, twin=twin, inputs=inputs, captured=captured)
 
 
-def _made(case: Case, twin: Bound, found: _Sum, way: Way, part: tuple[int, int]) -> Tensors:
+def _made(
+    case: Case, twin: Bound, found: _Sum, way: FaultVariant, part: tuple[int, int]
+) -> Tensors:
     """Return the fault's outputs on a part of K: damage the whole operands, then cut them.
 
     A variant that runs other code than the call that it wraps is run on the cut operands.

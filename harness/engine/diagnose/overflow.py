@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.engine.budget.roles import SUMS, budgets_of
-from degarble.harness.engine.faults.decoding import numbers_of
 from degarble.harness.engine.faults.model_faults import ChangedWeights
+from degarble.harness.engine.faults.weight_faults import numbers_of
 from degarble.harness.formats.weight import Weight
 from degarble.references.linears import activation_values
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.engine.budget.budget import Budget
     from degarble.harness.engine.budget.rules import JudgeableCall
-    from degarble.harness.engine.faults.model_faults import Scene
+    from degarble.harness.engine.faults.model_faults import ComponentContext
 
 _LARGEST = torch.finfo(torch.float32).max
 _SMALLER = 2.0**-100  # factor on weights: keeps sums far from both ends of float32
@@ -37,7 +37,7 @@ _PARTS = frozenset({"codes", "block_scale", "tensor_scale"})
 
 
 def beyond_float32(
-    scene: Scene, call: JudgeableCall, candidate: Mapping[str, Tensor]
+    scene: ComponentContext, call: JudgeableCall, candidate: Mapping[str, Tensor]
 ) -> dict[str, Budget]:
     """Return budgets of outputs whose sums may exceed float32; empty where none may."""
     extents = {name: each.shape for name, each in candidate.items()}

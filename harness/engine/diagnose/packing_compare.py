@@ -19,8 +19,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.engine.faults.family import Part, element_codes, read_scales
-from degarble.harness.engine.faults.gain import same_scales
+from degarble.harness.engine.faults.tensor_faults import (
+    TensorPart,
+    element_codes,
+    read_scales,
+    same_scales,
+)
 from degarble.harness.formats.codec import decode_array, encode, ulp_distance_array
 from degarble.harness.formats.quantise import dequantise
 from degarble.harness.report.number_text import number, span
@@ -38,7 +42,7 @@ MIDPOINT_ULPS = 4
 class PartDifference:
     """One part in which suspect and twin differ beyond the budget."""
 
-    part: Part
+    part: TensorPart
     differing: int
     total: int
     rows: Tensor
@@ -69,7 +73,7 @@ def _codes_difference(
     differs = found != expected
     at = differs.nonzero(as_tuple=True)
     differs[at] = ~_excused(found[at], expected[at], at, twin, reference)
-    return _matrix_difference(Part.CODES, differs, (found, expected), twin.format.element)
+    return _matrix_difference(TensorPart.CODES, differs, (found, expected), twin.format.element)
 
 
 def _excused(
@@ -108,12 +112,12 @@ def _scales(twin: QuantisedTensor) -> Tensor:
 def _scales_difference(suspect: QuantisedTensor, twin: QuantisedTensor) -> PartDifference | None:
     found, expected = read_scales(suspect), read_scales(twin)
     return _matrix_difference(
-        Part.BLOCK_SCALE, found != expected, (found, expected), twin.format.scale
+        TensorPart.BLOCK_SCALE, found != expected, (found, expected), twin.format.scale
     )
 
 
 def _matrix_difference(
-    part: Part, differs: Tensor, pair: tuple[Tensor, Tensor], fmt: ElementFormat
+    part: TensorPart, differs: Tensor, pair: tuple[Tensor, Tensor], fmt: ElementFormat
 ) -> PartDifference | None:
     count = int(differs.sum())
     if not count:
@@ -169,7 +173,7 @@ def _tensor_scale_difference(
     first = tuple(differs.nonzero()[0].tolist())
     rows_N = torch.ones(element_codes(twin).shape[0], dtype=torch.bool)
     return PartDifference(
-        Part.TENSOR_SCALE,
+        TensorPart.TENSOR_SCALE,
         count,
         differs.numel(),
         rows_N,

@@ -20,8 +20,8 @@ import torch
 from degarble.harness.base.errors import ShapeMismatch
 from degarble.harness.engine.compare.compare import closeness
 from degarble.harness.engine.diagnose.packing_compare import compare_parts
-from degarble.harness.engine.faults.family import Case
 from degarble.harness.engine.faults.registry import FAULTS
+from degarble.harness.engine.faults.tensor_faults import DifferingPart
 from degarble.harness.formats.number_formats import ScaleDirection
 from degarble.harness.formats.quantise import dequantise, quantise
 from degarble.harness.report.verdict import Verdict
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.engine.compare.compare import Closeness
     from degarble.harness.engine.diagnose.packing_compare import PartDifference
-    from degarble.harness.engine.faults.family import Fault, Match
+    from degarble.harness.engine.faults.tensor_faults import Match, TensorFault
     from degarble.harness.formats.quantise import QuantisedTensor
 
 NAMED_FROM = 0.99
@@ -43,7 +43,7 @@ NAMED_FROM = 0.99
 class Cause:
     """A fault that reproduces one part; `alternatives` reproduce it equally well."""
 
-    fault: Fault
+    fault: TensorFault
     match: Match
     difference: PartDifference
     alternatives: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ class Diagnosis:
 
 
 def diagnose(
-    reference: Tensor, suspect: QuantisedTensor, faults: Iterable[Fault] | None = None
+    reference: Tensor, suspect: QuantisedTensor, faults: Iterable[TensorFault] | None = None
 ) -> Diagnosis:
     """Judge `suspect`, which claims to be a quantisation of `reference`."""
     if tuple(reference.shape) != suspect.shape:
@@ -165,12 +165,15 @@ def _labelled(twin: QuantisedTensor, suspect: QuantisedTensor) -> QuantisedTenso
 
 
 def _explain(
-    reference: Tensor, suspect: QuantisedTensor, twin: QuantisedTensor, faults: tuple[Fault, ...]
+    reference: Tensor,
+    suspect: QuantisedTensor,
+    twin: QuantisedTensor,
+    faults: tuple[TensorFault, ...],
 ) -> tuple[tuple[Cause, ...], tuple[Unexplained, ...]]:
     causes: list[Cause] = []
     unexplained: list[Unexplained] = []
     for difference in compare_parts(suspect, twin, reference):
-        case = Case(twin, suspect, difference.rows)
+        case = DifferingPart(twin, suspect, difference.rows)
         matches = [(f, f.signature(case)) for f in faults if f.part is difference.part]
         ranked = sorted(
             ((f, m) for f, m in matches if m is not None), key=lambda pair: -pair[1].reproduced

@@ -12,18 +12,20 @@ from typing import TYPE_CHECKING
 from degarble.harness.engine.budget.budget import HEADROOM
 from degarble.harness.engine.diagnose.sample import calls_in, sequences_in
 from degarble.harness.engine.diagnose.trial import make, proof
-from degarble.harness.engine.faults.model_faults import Way
+from degarble.harness.engine.faults.model_faults import FaultVariant
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from degarble.harness.engine.faults.model_faults import Scene, Sight
+    from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
 
-_NOTHING = Way("nothing", lambda call: call)
+_NOTHING = FaultVariant("nothing", lambda call: call)
 _MOST = 64  # calls or sequences examined at most
 
 
-def differing_parts(scene: Scene, sights: Sequence[Sight]) -> Iterator[tuple[str, list[Sight]]]:
+def differing_parts(
+    scene: ComponentContext, sights: Sequence[CallRecord]
+) -> Iterator[tuple[str, list[CallRecord]]]:
     """Yield what remains without the healthy calls, then without the healthy sequences.
 
     Each comes with a description; nothing is yielded where all of them differ.
@@ -40,12 +42,12 @@ def differing_parts(scene: Scene, sights: Sequence[Sight]) -> Iterator[tuple[str
         yield told, left
 
 
-def _unhealthy(scene: Scene, sights: Sequence[Sight]) -> list[Sight]:
+def _unhealthy(scene: ComponentContext, sights: Sequence[CallRecord]) -> list[CallRecord]:
     if len(sights) > _MOST:
         return []
     return [each for each in sights if not _is_healthy(scene, each)]
 
 
-def _is_healthy(scene: Scene, sight: Sight) -> bool:
+def _is_healthy(scene: ComponentContext, sight: CallRecord) -> bool:
     made = make(scene, sight, _NOTHING)
     return made is not None and proof(scene, sight, made).ratio <= HEADROOM

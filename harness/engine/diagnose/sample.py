@@ -23,8 +23,7 @@ from degarble.harness.engine.diagnose.trial import (
     seen_tensors,
     untouched,
 )
-from degarble.harness.engine.faults.activation_regions import cancelled
-from degarble.harness.engine.faults.weight_regions import extents
+from degarble.harness.engine.faults.regions import cancelled, extents
 from degarble.harness.engine.localise.judgeable_rows import rows_by_sequence
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.engine.faults.model_faults import Scene, Sight
+    from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
 
     Tensors = Mapping[str, Tensor]
     Measure = Callable[[Tensors, Tensors], float]
@@ -48,7 +47,7 @@ _OUTSIDE = frozenset({"offsets", "state"})
 class Sample:
     """A sight cut to a window of rows, and the columns of its outputs to compare."""
 
-    sight: Sight
+    sight: CallRecord
     columns: Mapping[str, Tensor]
     whole: bool  # whether no row was left out
     plain: Tensors | None  # its inputs with codes decoded
@@ -85,7 +84,7 @@ class Sample:
         return output.index_select(-1, columns)
 
 
-def most_telling(sights: Sequence[Sight]) -> Sight:
+def most_telling(sights: Sequence[CallRecord]) -> CallRecord:
     """Return the call whose outputs are farthest from the right ones.
 
     Of faint differences, return the largest call at a similar distance: roundings are a large part
@@ -99,7 +98,7 @@ def most_telling(sights: Sequence[Sight]) -> Sight:
     return max(near, key=lambda each: sum(out.numel() for out in seen_tensors(each).values()))
 
 
-def sampled(scene: Scene, sight: Sight, window: int = WINDOW) -> Sample:
+def sampled(scene: ComponentContext, sight: CallRecord, window: int = WINDOW) -> Sample:
     """Cut a sight to the window of rows that differs most, if its rows are independent."""
     cut = _window(sight, window) if _is_by_row(scene, sight) else sight
     whole = cut is sight
@@ -115,7 +114,7 @@ def sampled(scene: Scene, sight: Sight, window: int = WINDOW) -> Sample:
     return Sample(cut, chosen, whole, decoded_once(scene, cut), rows)
 
 
-def _is_by_row(scene: Scene, sight: Sight) -> bool:
+def _is_by_row(scene: ComponentContext, sight: CallRecord) -> bool:
     """Tell whether rows are independent and lead every tensor that has one for each token."""
     if sight.implied or any(each.via in _OUTSIDE for each in scene.component.inputs):
         return False
@@ -123,11 +122,11 @@ def _is_by_row(scene: Scene, sight: Sight) -> bool:
     return len(counts) == 1
 
 
-def _all(sight: Sight) -> list[Tensor]:
+def _all(sight: CallRecord) -> list[Tensor]:
     return [*sight.inputs.values(), *sight.outputs.values(), *sight.expected.values()]
 
 
-def _window(sight: Sight, size: int) -> Sight:
+def _window(sight: CallRecord, size: int) -> CallRecord:
     first = next(each for each in _all(sight) if each.ndim)
     count = first.shape[0]
     if count <= size:
@@ -143,7 +142,7 @@ def _window(sight: Sight, size: int) -> Sight:
     return rows_of(sight, slice(begin, min(begin + size, count)))
 
 
-def _few_experts(sight: Sight) -> Sight:
+def _few_experts(sight: CallRecord) -> CallRecord:
     """Keep the slots of the experts that differ most, and of one that differs least."""
     experts = sight.inputs["experts"]
     if "out" not in sight.outputs or sight.outputs["out"].shape != sight.expected["out"].shape:
@@ -166,7 +165,7 @@ def _few_experts(sight: Sight) -> Sight:
     return replace(sight, inputs=inputs, outputs=outputs, expected=expected)
 
 
-def together(scene: Scene, sights: Sequence[Sight]) -> list[Sight]:
+def together(scene: ComponentContext, sights: Sequence[CallRecord]) -> list[CallRecord]:
     """Concatenate calls with independent rows, so that one sight shows all experts."""
     first = sights[0]
     if len(sights) == 1 or not all(_is_by_row(scene, each) for each in sights):
@@ -191,7 +190,7 @@ def together(scene: Scene, sights: Sequence[Sight]) -> list[Sight]:
     ]
 
 
-def _likeness(sight: Sight) -> list[tuple[object, ...]]:
+def _likeness(sight: CallRecord) -> list[tuple[object, ...]]:
     """Return names, dtypes and extents; scalars that all rows share have to be equal."""
     sides = (sight.inputs, sight.outputs, sight.expected)
     return [
@@ -201,11 +200,11 @@ def _likeness(sight: Sight) -> list[tuple[object, ...]]:
     ]
 
 
-def _height(sight: Sight) -> int:
+def _height(sight: CallRecord) -> int:
     return next(each.shape[0] for each in _all(sight) if each.ndim)
 
 
-def calls_in(sight: Sight) -> list[Sight]:
+def calls_in(sight: CallRecord) -> list[CallRecord]:
     """Split a sight into its calls, where several are concatenated."""
     if len(sight.rows) < 2:
         return [sight]
@@ -216,7 +215,7 @@ def calls_in(sight: Sight) -> list[Sight]:
     ]
 
 
-def sequences_in(scene: Scene, sight: Sight) -> list[Sight]:
+def sequences_in(scene: ComponentContext, sight: CallRecord) -> list[CallRecord]:
     """Split one call by sequences; return it whole where they cannot be separated."""
     if _is_by_row(scene, sight):
         return _by_owner(sight)
@@ -225,7 +224,7 @@ def sequences_in(scene: Scene, sight: Sight) -> list[Sight]:
     return list(alone(scene, sight)) or [sight]
 
 
-def _by_owner(sight: Sight) -> list[Sight]:
+def _by_owner(sight: CallRecord) -> list[CallRecord]:
     owners = sight.owners
     if len(owners) != _height(sight):
         return [sight]
@@ -234,7 +233,7 @@ def _by_owner(sight: Sight) -> list[Sight]:
     return [rows_of(sight, slice(a, b)) for a, b in zip(begins, ends, strict=True)]
 
 
-def alone(scene: Scene, sight: Sight) -> Iterator[Sight]:
+def alone(scene: ComponentContext, sight: CallRecord) -> Iterator[CallRecord]:
     """Yield every sequence of a call whose tokens interact; nothing where they are ambiguous."""
     lines = rows_by_sequence(scene.component, scene.bound.config, sight.inputs)
     if lines is None:
@@ -248,11 +247,11 @@ def alone(scene: Scene, sight: Sight) -> Iterator[Sight]:
         yield replace(sight, inputs=inputs, outputs=outputs, expected=expected, rows=(), owners=())
 
 
-def _sides(sight: Sight) -> tuple[Tensors, Tensors, Tensors]:
+def _sides(sight: CallRecord) -> tuple[Tensors, Tensors, Tensors]:
     return sight.inputs, sight.outputs, sight.expected
 
 
-def rows_of(sight: Sight, rows: slice) -> Sight:
+def rows_of(sight: CallRecord, rows: slice) -> CallRecord:
     """Return some rows of a sight with independent rows."""
 
     def part(side: Tensors) -> dict[str, Tensor]:

@@ -22,8 +22,8 @@ from degarble.harness.engine.budget.roles import budgets_of
 from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.engine.compare.compare import values_of_any
 from degarble.harness.engine.diagnose.overflow import beyond_float32
-from degarble.harness.engine.faults.activation_regions import cancelled
-from degarble.harness.engine.faults.decoding import Decoding
+from degarble.harness.engine.faults.regions import cancelled
+from degarble.harness.engine.faults.weight_faults import Decoding
 from degarble.harness.report.number_text import share
 from degarble.references.linears import activation_values
 
@@ -33,7 +33,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.engine.budget.budget import Budget
-    from degarble.harness.engine.faults.model_faults import ModelFault, Scene, Sight, Way
+    from degarble.harness.engine.faults.model_faults import (
+        CallRecord,
+        ComponentContext,
+        FaultVariant,
+        ModelFault,
+    )
     from degarble.harness.formats.weight import Weight
 
     Tensors = Mapping[str, Tensor]
@@ -73,9 +78,9 @@ class Proof:
 
 
 def make(
-    scene: Scene,
-    sight: Sight,
-    way: Way,
+    scene: ComponentContext,
+    sight: CallRecord,
+    way: FaultVariant,
     plain: Tensors | None = None,
     rows: Tensor | None = None,
 ) -> Made | None:
@@ -114,14 +119,16 @@ def make(
     return Made(typed, seen["inputs"] or sight.inputs, operands[0], stretch)
 
 
-def _left_open(way: Way, made: Tensor, seen: Tensor) -> Tensor:
+def _left_open(way: FaultVariant, made: Tensor, seen: Tensor) -> Tensor:
     """Return a variant's output, with the recorded values where it leaves elements undefined."""
     if way.unknown is None or made.shape != seen.shape:
         return made
     return torch.where(way.unknown(made), seen, made)
 
 
-def proposed(fault: ModelFault, scene: Scene, sight: Sight) -> Iterator[Way]:
+def proposed(
+    fault: ModelFault, scene: ComponentContext, sight: CallRecord
+) -> Iterator[FaultVariant]:
     """Yield a fault's variants; stop at a failure on outputs that it cannot handle.
 
     These are outputs of other extents, or with values that are not finite, from which no number can
@@ -143,7 +150,7 @@ def _extents(tensors: Tensors) -> dict[str, torch.Size]:
     return {name: each.shape for name, each in tensors.items()}
 
 
-def decoded_once(scene: Scene, sight: Sight) -> Tensors | None:
+def decoded_once(scene: ComponentContext, sight: CallRecord) -> Tensors | None:
     """Return inputs with codes decoded, so that trials need not decode them again."""
     if "codes" not in sight.inputs or sight.implied:
         return None
@@ -164,14 +171,14 @@ def _stretch(inner: Tensor | None, final: Tensor) -> float:
     return max(1.0, after / before) if before > 0 and math.isfinite(after / before) else 1.0
 
 
-def seen_tensors(sight: Sight) -> Tensors:
+def seen_tensors(sight: CallRecord) -> Tensors:
     """Return what a trial has to reproduce: outputs, or on an edge the wrong inputs."""
     if sight.implied:
         return {name: sight.inputs[name] for name in sight.implied if name in sight.inputs}
     return sight.outputs
 
 
-def untouched(sight: Sight) -> Tensors:
+def untouched(sight: CallRecord) -> Tensors:
     """Return what the tensors would be without a fault."""
     return sight.implied or sight.expected
 
@@ -241,7 +248,7 @@ def _is_wide(tensor: Tensor) -> bool:
     return tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and tensor.ndim > 1
 
 
-def proof(scene: Scene, sight: Sight, made: Made) -> Proof:
+def proof(scene: ComponentContext, sight: CallRecord, made: Made) -> Proof:
     """Judge a variant's outputs against the candidate."""
     candidate = seen_tensors(sight)
     if sight.implied:
@@ -264,7 +271,7 @@ def proof(scene: Scene, sight: Sight, made: Made) -> Proof:
     return Proof(worst, *shares(call, candidate, made, beyond), words)
 
 
-def _unlike_ratio(c: Tensor, m: Tensor, sight: Sight, name: str) -> float:
+def _unlike_ratio(c: Tensor, m: Tensor, sight: CallRecord, name: str) -> float:
     """Judge roundings of intermediate stored values by counting them.
 
     The budget knows which of them may fall either way for the healthy numbers; a variant has other
@@ -356,7 +363,7 @@ def _finite_ratios(call: JudgeableCall, candidate: Tensors) -> dict[str, tuple[f
     return found
 
 
-def _call(scene: Scene, made: Made) -> JudgeableCall:
+def _call(scene: ComponentContext, made: Made) -> JudgeableCall:
     call = JudgeableCall.of(scene.bound, scene.name, made.inputs, made.outputs)
     return replace(call, weights=made.weights)
 

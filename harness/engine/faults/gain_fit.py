@@ -14,8 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.engine.faults.model_faults import Way, with_outputs
-from degarble.harness.engine.faults.rebinding import has_facts, unrounded_output, with_facts
+from degarble.harness.engine.faults.model_faults import (
+    FaultVariant,
+    has_facts,
+    unrounded_output,
+    with_facts,
+    with_outputs,
+)
 from degarble.harness.report.number_text import number
 
 if TYPE_CHECKING:
@@ -23,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.engine.faults.model_faults import Scene, Sight
+    from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
 
     Region = Callable[[Mapping[str, Tensor], Tensor], Tensor | None]
 
@@ -34,7 +39,7 @@ SURE = 8.0  # standard errors of a fit
 FEWEST = 4  # numbers that a fit needs
 
 
-class Side(Enum):
+class RoundingSide(Enum):
     """Whether a gain applies before or after an output's rounding."""
 
     FRONT = "in front"
@@ -42,14 +47,14 @@ class Side(Enum):
 
 
 @dataclass(frozen=True)
-class Slope:
+class FittedGain:
     """A fitted gain, and the share of the difference that it leaves; 0 if it explains all."""
 
     gain: float
     left: float
 
 
-def slope(candidate: Tensor, expected: Tensor) -> Slope | None:
+def slope(candidate: Tensor, expected: Tensor) -> FittedGain | None:
     """Fit candidate = gain * expected; None with too few numbers or non-finite ones."""
     c, e = candidate.double().flatten(), expected.double().flatten()
     energy = float(e @ e)
@@ -57,7 +62,7 @@ def slope(candidate: Tensor, expected: Tensor) -> Slope | None:
         return None
     gain = float(c @ e) / energy
     apart = float((c - e).norm())
-    return Slope(gain, float((c - gain * e).norm()) / apart if apart else 0.0)
+    return FittedGain(gain, float((c - gain * e).norm()) / apart if apart else 0.0)
 
 
 def fitted(candidate: Tensor, expected: Tensor) -> float | None:
@@ -90,7 +95,11 @@ def faint(candidate: Tensor, expected: Tensor) -> float | None:
 
 
 def sharpened(
-    scene: Scene, sight: Sight, gain: float, mask: Tensor | None = None, side: Side = Side.FRONT
+    scene: ComponentContext,
+    sight: CallRecord,
+    gain: float,
+    mask: Tensor | None = None,
+    side: RoundingSide = RoundingSide.FRONT,
 ) -> float:
     """Refine a gain: return the one with which most exact values round to the observed outputs.
 
@@ -98,7 +107,7 @@ def sharpened(
     the other it is off by up to half a step, which is more than a faint gain.
     """
     c, exact = sight.outputs["out"], sight.expected["out"]
-    if side is Side.FRONT and has_facts(scene):
+    if side is RoundingSide.FRONT and has_facts(scene):
         exact = with_facts(scene, unrounded_output)(scene.call)(sight.inputs, scene.weights)["out"]
     if exact.shape != c.shape:
         return gain
@@ -139,29 +148,29 @@ def times(out: Tensor, factor: float, where: Tensor | None = None) -> Tensor:
     return made if where is None else torch.where(where, made, out)
 
 
-def gain_way(
+def gain_variant(
     words: str,
     factor: float,
     region: Region | None = None,
     output: str = "out",
     places: Mapping[str, Any] | None = None,
-) -> Way:
+) -> FaultVariant:
     """Multiply an output after its rounding; `region` gets inputs and output and returns a mask."""
 
     def change(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         where = None if region is None else region(inputs, outputs[output])
         return {**outputs, output: times(outputs[output], factor, where)}
 
-    return Way(words, with_outputs(change), dict(places or {}))
+    return FaultVariant(words, with_outputs(change), dict(places or {}))
 
 
-def early_gain_way(
-    scene: Scene,
+def early_gain_variant(
+    scene: ComponentContext,
     words: str,
     factor: float,
     region: Region | None = None,
     places: Mapping[str, Any] | None = None,
-) -> Way:
+) -> FaultVariant:
     """Multiply `out` before its rounding, as a kernel's epilogue does."""
     rounded = with_facts(scene, lambda facts: facts)
     exact = with_facts(scene, unrounded_output)
@@ -179,40 +188,40 @@ def early_gain_way(
 
         return faulty
 
-    return Way(words, apply, dict(places or {}))
+    return FaultVariant(words, apply, dict(places or {}))
 
 
 def both_gains(
-    scene: Scene,
+    scene: ComponentContext,
     words: str,
     factor: float,
     region: Region | None = None,
     places: Mapping[str, Any] | None = None,
-    sides: Collection[Side] = tuple(Side),
-) -> Iterator[Way]:
+    sides: Collection[RoundingSide] = tuple(RoundingSide),
+) -> Iterator[FaultVariant]:
     """Yield a gain before the rounding, then one after it: for recognition."""
     # A power of two commutes with rounding, so that both sides are the same way.
     same = abs(math.frexp(factor)[0]) == 0.5
-    if Side.FRONT in sides and has_facts(scene) and not same:
-        yield early_gain_way(scene, words, factor, region, places)
-    if Side.BEHIND in sides:
+    if RoundingSide.FRONT in sides and has_facts(scene) and not same:
+        yield early_gain_variant(scene, words, factor, region, places)
+    if RoundingSide.BEHIND in sides:
         if has_facts(scene) and not same:
             words = f"{words}, behind the rounding"
-        yield gain_way(words, factor, region, places=places)
+        yield gain_variant(words, factor, region, places=places)
 
 
 def planted_gain(
-    scene: Scene,
+    scene: ComponentContext,
     words: str,
     factor: float,
     region: Region | None = None,
     places: Mapping[str, Any] | None = None,
-) -> Way:
+) -> FaultVariant:
     """Return the first of both_gains: for planting."""
     return next(both_gains(scene, words, factor, region, places))
 
 
-def of_sight(sight: Sight, output: str = "out") -> float | None:
+def of_sight(sight: CallRecord, output: str = "out") -> float | None:
     """Return the gain of one output."""
     if output not in sight.outputs or output not in sight.expected:
         return None
@@ -222,7 +231,7 @@ def of_sight(sight: Sight, output: str = "out") -> float | None:
     return fitted(c, e)
 
 
-def told(gain: float) -> str:
+def gain_text(gain: float) -> str:
     """Write a gain with four digits; near 1 as 1 plus or minus the rest, and name a turned sign."""
     if gain < 0:
         return f"a turned sign, a gain of {number(gain, 4)}"

@@ -1,25 +1,27 @@
-"""The vocabulary of faults in a running model: in one component, or on an edge between two.
+"""Faults in a running model: in one component, or on an edge between two.
 
-A `Way` is one exact way to go wrong; it wraps the healthy call of a component. `inject` plants it
-around the candidate's call. A signature recognises it by wrapping the twin's call on the inputs
-that the candidate received; the budget decides whether the outputs match the candidate's. Planting
-and recognition share this code, and a cause is never inferred from a symptom.
-
-An edge fault wraps the consumer and changes its inputs, and the capture holds the changed ones. Its
-signature starts from the inputs that the producers' outputs imply, and `passed_on` returns what the
-consumer would have received.
+A fault is planted and named by the same code: a variant wraps the call of a component, or binds the
+component again with other facts (another base, no clamp, other rounding).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from degarble.harness.model.components import component_named
+from degarble.harness.model.config.config import V4Config
 from degarble.references.binding import plain_call
+from degarble.references.components import v4 as components_v4
+from degarble.references.components import v32 as components_v32
+from degarble.references.facts import Facts, V4Facts, V32Facts
+from degarble.references.linears import BLOCK_SCALE, CODES, TENSOR_SCALE, X, activation_values
 
 if TYPE_CHECKING:
     import random
@@ -33,6 +35,24 @@ if TYPE_CHECKING:
     from degarble.harness.model.recipes import Recipe
     from degarble.references.binding import Bound
 
+    Inputs = Mapping[str, Tensor]
+    Weights = Mapping[str, Any]
+    Function = Callable[[Any, Inputs, Weights], Mapping[str, Tensor]]
+
+
+# --------------------------------------------------------------------------------------------------
+# The vocabulary of faults in a running model: in one component, or on an edge between two.
+#
+# A `FaultVariant` is one exact way to go wrong; it wraps the healthy call of a component. `inject`
+# plants it around the candidate's call. A signature recognises it by wrapping the twin's call on
+# the inputs that the candidate received; the budget decides whether the outputs match the
+# candidate's. Planting and recognition share this code, and a cause is never inferred from a
+# symptom.
+#
+# An edge fault wraps the consumer and changes its inputs, and the capture holds the changed ones.
+# Its signature starts from the inputs that the producers' outputs imply, and `passed_on` returns
+# what the consumer would have received.
+
 
 class Reach(StrEnum):
     """Whether a fault changes a component's outputs or its inputs."""
@@ -42,7 +62,7 @@ class Reach(StrEnum):
 
 
 @dataclass(frozen=True, eq=False)
-class Scene:
+class ComponentContext:
     """One component of a bound model: of the candidate when planting, of the twin when naming."""
 
     bound: Bound
@@ -69,16 +89,16 @@ class Scene:
         """Return the healthy call, unwrapped, so that its function and facts can be read."""
         return plain_call(self.bound.calls[self.name])
 
-    def sibling(self, name: str) -> Scene | None:
+    def sibling(self, name: str) -> ComponentContext | None:
         """Return another component of this model; None if the model lacks it."""
         if name not in self.bound.calls:
             return None
         found = component_named(self.bound.config, name, self.recipe)
-        return Scene(self.bound, found, self.recipe)
+        return ComponentContext(self.bound, found, self.recipe)
 
 
 @dataclass(frozen=True, eq=False)
-class Sight:
+class CallRecord:
     """One recorded call of a component of the candidate: inputs, outputs, and the twin's outputs.
 
     `expected` is what the twin returns on these inputs. On an edge `implied` holds the inputs that
@@ -93,14 +113,14 @@ class Sight:
     expected: Mapping[str, Tensor]
     implied: Mapping[str, Tensor] = field(default_factory=dict)
     step: int = 0
-    earlier: tuple[Sight, ...] = ()
+    earlier: tuple[CallRecord, ...] = ()
     rows: tuple[int, ...] = ()
     elsewhere: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
     owners: tuple[int, ...] = ()  # the sequence of each row, where rows are tokens
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
+class FaultVariant:
     """One exact way to go wrong. `words` end the sentence "... reproduces the candidate".
 
     `beside` wraps other components, by name, that pass this one what it misreads; they stay
@@ -137,9 +157,9 @@ class ModelFault:
     title: str
     effect: str
     remedy: str
-    sits: Callable[[Scene], bool]
-    ways: Callable[[Scene], Iterator[Way]]
-    signature: Callable[[Scene, Sight], Iterator[Way]]
+    sits: Callable[[ComponentContext], bool]
+    ways: Callable[[ComponentContext], Iterator[FaultVariant]]
+    signature: Callable[[ComponentContext, CallRecord], Iterator[FaultVariant]]
     reach: Reach = Reach.COMPONENT
     per_call: bool = False
 
@@ -148,18 +168,18 @@ class ModelFault:
         """Return the part of the id before the dot."""
         return self.id.partition(".")[0]
 
-    def inject(self, scene: Scene, chance: random.Random) -> Way:
+    def inject(self, scene: ComponentContext, chance: random.Random) -> FaultVariant:
         """Choose one way to plant here; the caller wraps the candidate's call with it."""
         found = list(self.ways(scene))
         return found[chance.randrange(len(found))]
 
 
-def from_ways(
-    ways: Callable[[Scene], Iterator[Way]],
-) -> Callable[[Scene, Sight], Iterator[Way]]:
+def from_variants(
+    ways: Callable[[ComponentContext], Iterator[FaultVariant]],
+) -> Callable[[ComponentContext, CallRecord], Iterator[FaultVariant]]:
     """Return the signature of a fault without a parameter: it proposes every plantable way."""
 
-    def signature(scene: Scene, _sight: Sight) -> Iterator[Way]:
+    def signature(scene: ComponentContext, _sight: CallRecord) -> Iterator[FaultVariant]:
         return ways(scene)
 
     return signature
@@ -214,3 +234,144 @@ class ChangedWeights(Mapping[str, "Weight"]):
 
     def __len__(self) -> int:
         return len(self._weights)
+
+
+# --------------------------------------------------------------------------------------------------
+# Run a reference component with other facts: another base, no clamp, other rounding.
+#
+# A bound call of a reference consists of a function and its facts; these wrappers replace either. A
+# call that is no reference (a user's kernel) has no facts; a way that needs them starts from the
+# scene's own call. If several ways are combined, those that change facts have to be applied first,
+# because a wrapped call hides its facts.
+
+
+_CODED = {CODES, BLOCK_SCALE, TENSOR_SCALE}
+
+
+def is_v4(scene: ComponentContext) -> bool:
+    """Return whether the model is a V4."""
+    return isinstance(scene.bound.config, V4Config)
+
+
+def facts_of(call: ComponentCall) -> Facts | None:
+    """Return the facts that a reference's call is bound to; None for any other call."""
+    if isinstance(call, partial) and call.args and isinstance(call.args[0], Facts):
+        found: Facts = call.args[0]
+        return found
+    return None
+
+
+def has_facts(scene: ComponentContext) -> bool:
+    """Return whether the scene's call is a reference."""
+    return facts_of(scene.call) is not None
+
+
+def facts_at(scene: ComponentContext) -> Any:
+    """Return the facts at a scene whose call is a reference."""
+    found = facts_of(scene.call)
+    assert found is not None, "asked only where has_facts"
+    return found
+
+
+def with_facts(
+    scene: ComponentContext, change: Callable[[Any], Facts]
+) -> Callable[..., ComponentCall]:
+    """Run the same function with other facts."""
+
+    def apply(call: ComponentCall) -> ComponentCall:
+        own = call if facts_of(call) is not None else scene.call
+        assert isinstance(own, partial), "asked only where has_facts"
+        return partial(own.func, change(own.args[0]))
+
+    return apply
+
+
+def with_function(scene: ComponentContext, function: Function) -> Callable[..., ComponentCall]:
+    """Run another function with the same facts; it may call the component's own."""
+
+    def apply(call: ComponentCall) -> ComponentCall:
+        own = facts_of(call) or facts_of(scene.call)
+        return partial(function, own)
+
+    return apply
+
+
+def function_at(scene: ComponentContext) -> Function:
+    """Return the reference function of a scene."""
+    assert isinstance(scene.call, partial), "asked only where has_facts"
+    found: Function = scene.call.func
+    return found
+
+
+def with_config(facts: Any, **changes: Any) -> Any:
+    """Return the same facts with another config."""
+    return replace(facts, config=replace(facts.config, **changes))
+
+
+def with_epsilon(epsilon: float, facts: Any) -> Any:
+    """Return the same facts with another epsilon in every RMSNorm."""
+    if facts.numerics.switches.latent_norm_epsilon is not None:
+        facts = with_switches(facts, latent_norm_epsilon=epsilon)
+    return with_config(facts, rms_norm_eps=epsilon)
+
+
+def with_numerics(facts: Any, **changes: Any) -> Any:
+    """Return the same facts with other fields of Numerics."""
+    return replace(facts, numerics=replace(facts.numerics, **changes))
+
+
+def with_switches(facts: Any, **changes: Any) -> Any:
+    """Return the same facts with other switches, where correct implementations disagree."""
+    return replace(facts, numerics=facts.numerics.with_switches(**changes))
+
+
+def unrounded(facts: Any) -> Any:
+    """Return the same facts without the rounding of stored values."""
+    return with_numerics(facts, store=facts.numerics.products)
+
+
+def unrounded_output(facts: Any) -> Any:
+    """Return the same facts without output rounding; attention's intermediates are rounded."""
+    within = facts.numerics.on_the_way.store
+    return with_numerics(facts, store=facts.numerics.products, within=within)
+
+
+def with_x(
+    scene: ComponentContext, change: Callable[[Tensor], Tensor]
+) -> Callable[..., ComponentCall]:
+    """Run a product on another input [..., G, K], given as decoded values; G groups, mostly 1.
+
+    Zeroing part of the input removes it from the sum, far more cheaply than changing a weight.
+    """
+
+    def apply(call: ComponentCall) -> ComponentCall:
+        facts = facts_of(call) or facts_of(scene.call)
+
+        def faulty(inputs: Inputs, weights: Weights) -> Mapping[str, Tensor]:
+            return call(decoded(facts, inputs, weights, change), weights)
+
+        return faulty
+
+    return apply
+
+
+def decoded(
+    facts: Any, inputs: Inputs, weights: Weights, change: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """Return the inputs of a product with a changed `x` in place of codes."""
+    name = next(iter(weights))
+    form = facts.activation(name) if facts is not None else None
+    dtype = torch.float64 if facts is None else facts.numerics.products
+    x = activation_values(inputs, form, dtype)
+    width = max(weight.shape[1] for weight in weights.values() if weight.shape)
+    made = change(x.reshape(*x.shape[:-1], -1, width))
+    parts = {name: each for name, each in inputs.items() if name not in _CODED}
+    return {**parts, X: made.reshape(*x.shape[:-1], -1).to(x.dtype)}
+
+
+def block_function(facts: Any, role: str) -> Function:
+    """Return the reference function of a role in this family."""
+    family: Any = components_v4 if isinstance(facts, V4Facts) else components_v32
+    assert isinstance(facts, V4Facts | V32Facts), "there are two families"
+    found: Function = family.BLOCK[role]
+    return found

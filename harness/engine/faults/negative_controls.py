@@ -15,21 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.engine.faults.decoding import numbers_of, scale_numbers, with_scales
 from degarble.harness.engine.faults.model_faults import (
     ChangedWeights,
-    Way,
-    with_inputs,
-    with_outputs,
-    with_weights,
-)
-from degarble.harness.engine.faults.rebinding import (
+    FaultVariant,
     facts_of,
     is_v4,
     unrounded,
     with_facts,
+    with_inputs,
     with_numerics,
+    with_outputs,
+    with_weights,
 )
+from degarble.harness.engine.faults.weight_faults import numbers_of, scale_numbers, with_scales
 from degarble.harness.formats.quantise import quantise
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.types import LayerType, MlpType
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.engine.faults.model_faults import Scene
+    from degarble.harness.engine.faults.model_faults import ComponentContext
     from degarble.references.numerics import Numerics
 
     Tensors = Mapping[str, Tensor]
@@ -58,15 +56,15 @@ class Control:
     id: str
     title: str
     why: str
-    sits: Callable[[Scene], bool]
-    ways: Callable[[Scene], Iterator[Way]]
+    sits: Callable[[ComponentContext], bool]
+    ways: Callable[[ComponentContext], Iterator[FaultVariant]]
 
 
 def _on_float32(facts: Any) -> Any:
     return with_numerics(facts, products=torch.float32)
 
 
-def _reordered(scene: Scene, order: str, parts: int) -> Any:
+def _reordered(scene: ComponentContext, order: str, parts: int) -> Any:
     """Sum over K in another order, in float32, with one rounding at the end."""
     fine = with_facts(scene, lambda facts: unrounded(_on_float32(facts)))
     numerics = scene.bound.bound_to(scene.name)[1].numerics
@@ -102,16 +100,18 @@ def _alone(numerics: Numerics, begin: int, end: int, _name: str, weight: Weight)
     return Weight(value=values, input_scale=weight.input_scale)
 
 
-def _order_ways(scene: Scene) -> Iterator[Way]:
-    yield Way("sums in float32", with_facts(scene, _on_float32))
-    yield Way("K in 4 parts", _reordered(scene, "forwards", 4))
-    yield Way("K in 16 parts, the last first", _reordered(scene, "backwards", 16))
+def _order_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+    yield FaultVariant("sums in float32", with_facts(scene, _on_float32))
+    yield FaultVariant("K in 4 parts", _reordered(scene, "forwards", 4))
+    yield FaultVariant("K in 16 parts, the last first", _reordered(scene, "backwards", 16))
 
 
-def _swapped_routing(scene: Scene) -> Iterator[Way]:
+def _swapped_routing(scene: ComponentContext) -> Iterator[FaultVariant]:
     """Take a softmax over the chosen experts; without a bias it equals the renormalised one."""
     del scene
-    yield Way("shares computed by another order of the same operations", with_outputs(_reshared))
+    yield FaultVariant(
+        "shares computed by another order of the same operations", with_outputs(_reshared)
+    )
 
 
 def _reshared(_inputs: Tensors, outputs: Tensors) -> Tensors:
@@ -121,7 +121,7 @@ def _reshared(_inputs: Tensors, outputs: Tensors) -> Tensors:
     return {**outputs, "weights": shares.to(weights.dtype)}
 
 
-def _exponential_ways(scene: Scene) -> Iterator[Way]:
+def _exponential_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
     """Multiply Q by log2(e) and take powers of two, as kernels do: one more rounding."""
     del scene
 
@@ -129,14 +129,14 @@ def _exponential_ways(scene: Scene) -> Iterator[Way]:
         q = inputs["q"].double()
         return {**inputs, "q": (q * math.log2(math.e)).float().double() / math.log2(math.e)}
 
-    yield Way("exponentials in base 2", with_inputs(change))
+    yield FaultVariant("exponentials in base 2", with_inputs(change))
 
 
-def _shift_ways(scene: Scene) -> Iterator[Way]:
+def _shift_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
     """Shift all positions; without entries the inverse rotation undoes the rotation of q and k."""
     del scene
     for shift in (1, 5):
-        yield Way(f"positions {shift:+d} for all rotations", with_inputs(_plus(shift)))
+        yield FaultVariant(f"positions {shift:+d} for all rotations", with_inputs(_plus(shift)))
 
 
 def _plus(shift: int) -> Any:
@@ -146,7 +146,7 @@ def _plus(shift: int) -> Any:
     return change
 
 
-def _reciprocal_ways(scene: Scene) -> Iterator[Way]:
+def _reciprocal_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
     del scene
     for steps in (1, -1):
 
@@ -155,20 +155,20 @@ def _reciprocal_ways(scene: Scene) -> Iterator[Way]:
             codes = x.view(torch.int32) + (x != 0).to(torch.int32) * steps
             return {**inputs, "x": codes.view(torch.float32)}
 
-        yield Way(f"inputs times a reciprocal {steps:+d} ulp off", with_inputs(change))
+        yield FaultVariant(f"inputs times a reciprocal {steps:+d} ulp off", with_inputs(change))
 
 
-def _growth_ways(scene: Scene) -> Iterator[Way]:
+def _growth_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
     """Double the streams, which their norm hides."""
     del scene
 
     def change(inputs: Tensors) -> Tensors:
         return {**inputs, "streams": inputs["streams"] * 2}
 
-    yield Way("streams twice as long", with_inputs(change))
+    yield FaultVariant("streams twice as long", with_inputs(change))
 
 
-def _unread_ways(scene: Scene) -> Iterator[Way]:
+def _unread_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
     """Change the scales of a plain weight, which are never read."""
     del scene
 
@@ -182,12 +182,12 @@ def _unread_ways(scene: Scene) -> Iterator[Way]:
             input_scale=weight.input_scale,
         )
 
-    yield Way("scales that nobody reads never loaded", with_weights(change))
+    yield FaultVariant("scales that nobody reads never loaded", with_weights(change))
 
 
-def _tie_ways(scene: Scene) -> Iterator[Way]:
+def _tie_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
     del scene
-    yield Way("the chosen in the order of their numbers", with_outputs(_sorted))
+    yield FaultVariant("the chosen in the order of their numbers", with_outputs(_sorted))
 
 
 def _sorted(_inputs: Tensors, outputs: Tensors) -> Tensors:
@@ -197,9 +197,9 @@ def _sorted(_inputs: Tensors, outputs: Tensors) -> Tensors:
     return {**outputs, "out": torch.where(order == most, -1, order)}
 
 
-def _inner_ways(scene: Scene) -> Iterator[Way]:
+def _inner_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
     if facts_of(scene.call) is not None:
-        yield Way("float64 inside", with_facts(scene, _wide))
+        yield FaultVariant("float64 inside", with_facts(scene, _wide))
 
 
 def _wide(facts: Any) -> Any:
@@ -207,11 +207,11 @@ def _wide(facts: Any) -> Any:
     return replace(facts, numerics=numerics)
 
 
-def _of_roles(*roles: str) -> Callable[[Scene], bool]:
+def _of_roles(*roles: str) -> Callable[[ComponentContext], bool]:
     return lambda scene: scene.role in roles
 
 
-def _divides(scene: Scene) -> bool:
+def _divides(scene: ComponentContext) -> bool:
     """Return whether the scale need not be a power of two, whose reciprocal would be exact."""
     linear = scene.name.removesuffix(".act_quant")
     if linear == scene.name:
@@ -221,12 +221,12 @@ def _divides(scene: Scene) -> bool:
     return not any(form is not None and form.endswith("UE8M0") for form in formats)
 
 
-def _scored(scene: Scene) -> bool:
+def _scored(scene: ComponentContext) -> bool:
     block = scene.component.block
     return scene.role == "ffn.topk" and block is not None and block.mlp_type is not MlpType.DENSE
 
 
-def _window_only(scene: Scene) -> bool:
+def _window_only(scene: ComponentContext) -> bool:
     block = scene.component.block
     return block is not None and is_v4(scene) and block.layer_type is LayerType.SLIDING
 
@@ -235,7 +235,7 @@ CONTROLS = (
     Control(
         "order_of_sums", "Another order of the same sum, or another legal tactic",
         "float32 additions may be done in any order",
-        _of_roles(*_LINEARS), _order_ways,
+        _of_roles(*_LINEARS), _order_variants,
     ),
     Control(
         "shares", "Softmax on the other side of top-k, where no bias is between them",
@@ -245,18 +245,18 @@ CONTROLS = (
     Control(
         "base_2", "Exponentials in base 2",
         "exp(x) is exp2(x log2(e)) but for a rounding",
-        _of_roles("attn.attend"), _exponential_ways,
+        _of_roles("attn.attend"), _exponential_variants,
     ),
     Control(
         "reciprocal", "A scale's reciprocal within an ulp of float32",
         "codes differ only on the edge of a step",
         lambda scene: "experts" not in scene.role and _divides(scene),
-        _reciprocal_ways,
+        _reciprocal_variants,
     ),
     Control(
         "order_of_choice", "The chosen rows in another order",
         "attention does not depend on the order of rows",
-        _of_roles("attn.indexer.topk"), _tie_ways,
+        _of_roles("attn.indexer.topk"), _tie_variants,
     ),
     Control(
         "inner_precision", "More precision inside than the definition asks for",
@@ -265,12 +265,12 @@ CONTROLS = (
             "attn.norm", "ffn.norm", "attn.q_norm", "attn.kv_norm", "ffn.moe_sum", "attn.hc_post",
             "ffn.hc_post", "ffn.experts.combine", "ffn.shared.act", "ffn.act",
         ),
-        _inner_ways,
+        _inner_variants,
     ),
     Control(
         "unread_scales", "Scales of a weight that has none were never loaded",
         "nobody reads them",
-        lambda scene: bool(scene.component.weights), _unread_ways,
+        lambda scene: bool(scene.component.weights), _unread_variants,
     ),
 )  # fmt: skip
 
@@ -282,12 +282,12 @@ WHOLE_RUN_CONTROLS = (
         "rotations of q, k and output cancel: only differences of positions count",
         lambda scene: _window_only(scene)
         and scene.role in {"attn.q_head_norm_rope", "attn.kv_norm_rope", "attn.inverse_rope"},
-        _shift_ways,
+        _shift_variants,
     ),
     Control(
         "growth", "Residual streams that grow with depth",
         "mHC normalises by their length; growth alone is no fault",
-        _of_roles("attn.hc_pre", "ffn.hc_pre"), _growth_ways,
+        _of_roles("attn.hc_pre", "ffn.hc_pre"), _growth_variants,
     ),
 )  # fmt: skip
 

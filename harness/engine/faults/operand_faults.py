@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.engine.faults.model_faults import ModelFault, Way, from_ways, with_inputs
+from degarble.harness.engine.faults.model_faults import (
+    FaultVariant,
+    ModelFault,
+    from_variants,
+    with_inputs,
+)
 from degarble.harness.formats.codec import decode_array, encode_array, pack_nibbles
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.number_formats import BLOCK_FORMATS, Rounding
@@ -32,14 +37,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.base.protocols import ComponentCall
-    from degarble.harness.engine.faults.model_faults import Scene
-    from degarble.harness.engine.faults.weight_faults import Words
+    from degarble.harness.engine.faults.model_faults import ComponentContext
+    from degarble.harness.engine.faults.weight_faults import FaultTexts
     from degarble.harness.formats.dialects import Dialect
     from degarble.harness.formats.number_formats import BlockFormat
 
     Parts = Mapping[str, Tensor]
-    Making = Callable[[Scene, Parts, Parts], Parts | None]
-    Reading = Callable[[Scene, Parts], Parts | None]
+    Making = Callable[[ComponentContext, Parts, Parts], Parts | None]
+    Reading = Callable[[ComponentContext, Parts], Parts | None]
 
 _SWIGLU = "ffn.experts.act_quant"
 _COLUMNS: tuple[tuple[bool, str, dict[str, str]], ...] = (
@@ -63,7 +68,7 @@ def is_packed(form: BlockFormat) -> bool:
     return form.packed
 
 
-def activation_format(scene: Scene) -> BlockFormat | None:
+def activation_format(scene: ComponentContext) -> BlockFormat | None:
     """Return the format of the codes that a component makes or reads; None if it does neither."""
     component = scene.component
     is_maker = "codes" in component.outputs
@@ -82,7 +87,7 @@ def activation_format(scene: Scene) -> BlockFormat | None:
     return BLOCK_FORMATS.get(scene.recipe.format_of(parameter).activation)
 
 
-def numbers(scene: Scene, inputs: Parts) -> Tensor:
+def numbers(scene: ComponentContext, inputs: Parts) -> Tensor:
     """Return the values that a component quantises: its input, or SwiGLU of it."""
     if scene.role != _SWIGLU:
         return inputs["x"]
@@ -94,7 +99,7 @@ def numbers(scene: Scene, inputs: Parts) -> Tensor:
     return experts.routed_act(facts, inputs, {})["out"]
 
 
-def blocks(scene: Scene, inputs: Parts, tensor_scale: Tensor) -> Tensor:
+def blocks(scene: ComponentContext, inputs: Parts, tensor_scale: Tensor) -> Tensor:
     """Return the values that become NVFP4, in blocks [..., b], once for each expert of a token."""
     form, x = activation_format(scene), numbers(scene, inputs).float()
     assert form is not None, "asked only where codes are made"
@@ -105,7 +110,7 @@ def blocks(scene: Scene, inputs: Parts, tensor_scale: Tensor) -> Tensor:
 
 
 def requantised(
-    scene: Scene,
+    scene: ComponentContext,
     inputs: Parts,
     outputs: Parts,
     scale: Tensor | None = None,
@@ -129,7 +134,10 @@ def requantised(
 
 
 def with_block_scales(
-    scene: Scene, inputs: Parts, outputs: Parts, change: Callable[[Tensor, Tensor], Tensor]
+    scene: ComponentContext,
+    inputs: Parts,
+    outputs: Parts,
+    change: Callable[[Tensor, Tensor], Tensor],
 ) -> dict[str, Tensor]:
     """Encode NVFP4 again with other block scales, given as E4M3 codes.
 
@@ -147,42 +155,46 @@ def with_block_scales(
     return {**outputs, "codes": codes, "block_scale": made}
 
 
-def making_fault(words: Words, change: Making, needs: Callable[[BlockFormat], bool]) -> ModelFault:
+def making_fault(
+    words: FaultTexts, change: Making, needs: Callable[[BlockFormat], bool]
+) -> ModelFault:
     """Return a fault that changes quantised outputs; `change` gets inputs and correct outputs."""
 
-    def sits(scene: Scene) -> bool:
+    def sits(scene: ComponentContext) -> bool:
         form = activation_format(scene) if "codes" in scene.component.outputs else None
         return form is not None and needs(form)
 
-    def ways(scene: Scene) -> Iterator[Way]:
+    def ways(scene: ComponentContext) -> Iterator[FaultVariant]:
         for half, of, where in _COLUMNS:
-            yield Way(f"{words.doing} {scene.name}{of}", _made(scene, change, half), where)
+            yield FaultVariant(f"{words.doing} {scene.name}{of}", _made(scene, change, half), where)
 
     return ModelFault(
-        words.id, words.title, words.effect, words.remedy, sits, ways, from_ways(ways)
+        words.id, words.title, words.effect, words.remedy, sits, ways, from_variants(ways)
     )
 
 
 def reading_fault(
-    words: Words, change: Reading, needs: Callable[[BlockFormat], bool]
+    words: FaultTexts, change: Reading, needs: Callable[[BlockFormat], bool]
 ) -> ModelFault:
     """Return a fault of a linear that misreads correct codes and scales."""
 
-    def sits(scene: Scene) -> bool:
+    def sits(scene: ComponentContext) -> bool:
         is_reader = any(each.name == "codes" for each in scene.component.inputs)
         form = activation_format(scene) if is_reader else None
         return form is not None and needs(form)
 
-    def ways(scene: Scene) -> Iterator[Way]:
+    def ways(scene: ComponentContext) -> Iterator[FaultVariant]:
         for half, of, where in _COLUMNS:
-            yield Way(f"{words.doing} {scene.name}{of}", _read(scene, change, half), where)
+            yield FaultVariant(f"{words.doing} {scene.name}{of}", _read(scene, change, half), where)
 
     return ModelFault(
-        words.id, words.title, words.effect, words.remedy, sits, ways, from_ways(ways)
+        words.id, words.title, words.effect, words.remedy, sits, ways, from_variants(ways)
     )
 
 
-def _made(scene: Scene, change: Making, half: bool) -> Callable[[ComponentCall], ComponentCall]:
+def _made(
+    scene: ComponentContext, change: Making, half: bool
+) -> Callable[[ComponentCall], ComponentCall]:
     def apply(call: ComponentCall) -> ComponentCall:
         def faulty(inputs: Parts, weights: Mapping[str, Any]) -> Parts:
             outputs = call(inputs, weights)
@@ -193,7 +205,9 @@ def _made(scene: Scene, change: Making, half: bool) -> Callable[[ComponentCall],
     return apply
 
 
-def _read(scene: Scene, change: Reading, half: bool) -> Callable[[ComponentCall], ComponentCall]:
+def _read(
+    scene: ComponentContext, change: Reading, half: bool
+) -> Callable[[ComponentCall], ComponentCall]:
     # Some switches hand numbers to a linear whose recipe has codes: nothing is read wrongly then.
     apply: Callable[[ComponentCall], ComponentCall] = with_inputs(
         lambda inputs: _columns(

@@ -1,7 +1,7 @@
-"""All faults that this version can plant and name, by id. A new family is one file and one line.
+"""All faults that this version can plant and name, by id, and those with an adjustable strength.
 
-A family of tensor faults defines `FAULTS` in its module, a family of faults in running models
-`MODEL_FAULTS`; a module may define both. Ids are unique in each of the two.
+Faults of a quantised tensor and faults of a running model are listed apart; ids are unique in each
+of the two.
 """
 
 from __future__ import annotations
@@ -10,131 +10,167 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from degarble.harness.base.errors import UnknownName
+from degarble.harness.engine.faults import attention as m29
+from degarble.harness.engine.faults import fused_operations as m24
+from degarble.harness.engine.faults import precision as m43
 from degarble.harness.engine.faults.attention import (
-    rope_convention,
-    softmax_merge,
-    softmax_scale,
-    top_k_selection,
+    SOFTMAX_MERGE_FAULTS,
+    SOFTMAX_SCALE_FAULTS,
+    TOP_K_SELECTION_FAULTS,
+)
+from degarble.harness.engine.faults.block_scales import (
+    ONES_FOR_SCALES_FAULTS,
+    POWER_OF_TWO_FAULTS,
+    SCALE_ARITHMETIC_FAULTS,
+    SCALE_RANGE_FAULTS,
+    SCALE_RANK_FAULTS,
+    SCALE_UNSET_FAULTS,
+)
+from degarble.harness.engine.faults.caches import (
+    CACHE_PAGES_FAULTS,
+    CACHE_ROWS_FAULTS,
+    CACHE_SCALES_FAULTS,
+    SHARED_VIEW_FAULTS,
 )
 from degarble.harness.engine.faults.codes import (
-    codecs,
-    lookup_edges,
-    lost_sign,
-    nibble_order,
-    number_formats,
+    CODECS_FAULTS,
+    LOOKUP_EDGES_FAULTS,
+    LOST_SIGN_FAULTS,
+    NIBBLE_ORDER_FAULTS,
+    NIBBLE_ORDER_TENSOR_FAULTS,
+    NUMBER_FORMATS_FAULTS,
 )
-from degarble.harness.engine.faults.layout import (
-    fused_operands,
-    gate_and_up,
-    scale_layout,
-    shared_view,
-    swizzled_words,
+from degarble.harness.engine.faults.fused_operations import (
+    ACTIVATION_CONSTANT_FAULTS,
+    FUSED_OPERANDS_FAULTS,
 )
-from degarble.harness.engine.faults.memory import (
-    bad_bucket,
-    cache_pages,
-    cache_rows,
-    cache_scales,
-    graph_staleness,
-    poison,
-    races,
-    stale_memory,
+from degarble.harness.engine.faults.gain_fit import gain_text, gain_variant, planted_gain
+from degarble.harness.engine.faults.kernel_tiles import BAD_BUCKET_FAULTS, RACES_FAULTS
+from degarble.harness.engine.faults.layouts import (
+    GATE_AND_UP_FAULTS,
+    SCALE_LAYOUT_FAULTS,
+    SCALE_LAYOUT_TENSOR_FAULTS,
+    SWIZZLED_WORDS_FAULTS,
 )
-from degarble.harness.engine.faults.reduction import (
-    activation_constant,
-    output_precision,
-    reduction_count,
-    residual_streams,
-    small_gain,
+from degarble.harness.engine.faults.loading import (
+    AFTER_LOADING_FAULTS,
+    PREFIX_MIXUP_FAULTS,
+    SKIPPED_LOAD_FAULTS,
+    TENSOR_ABSENT_FAULTS,
+    WRONG_PRECISION_FAULTS,
+    WRONG_ROWS_FAULTS,
 )
-from degarble.harness.engine.faults.router import routed_scaling, router_semantics
-from degarble.harness.engine.faults.scales import (
-    fused_scales,
-    input_scale_in_weights,
-    ones_for_scales,
-    order_of_scales,
-    power_of_two,
-    scale_arithmetic,
-    scale_count,
-    scale_direction,
-    scale_range,
-    scale_rank,
-    scale_unset,
+from degarble.harness.engine.faults.precision import (
+    OUTPUT_PRECISION_FAULTS,
+    SMALL_GAIN_FAULTS,
 )
-from degarble.harness.engine.faults.weights import (
-    after_loading,
-    prefix_mixup,
-    skipped_load,
-    tensor_absent,
-    wrong_precision,
-    wrong_rows,
+from degarble.harness.engine.faults.reductions import (
+    REDUCTION_COUNT_FAULTS,
+    RESIDUAL_STREAMS_FAULTS,
 )
+from degarble.harness.engine.faults.rope import ROPE_CONVENTION_FAULTS
+from degarble.harness.engine.faults.router import ROUTED_SCALING_FAULTS, ROUTER_SEMANTICS_FAULTS
+from degarble.harness.engine.faults.stale_memory import (
+    GRAPH_STALENESS_FAULTS,
+    POISON_FAULTS,
+    STALE_MEMORY_FAULTS,
+)
+from degarble.harness.engine.faults.tensor_scales import (
+    FUSED_SCALES_FAULTS,
+    INPUT_SCALE_IN_WEIGHTS_FAULTS,
+    ORDER_OF_SCALES_FAULTS,
+    SCALE_COUNT_FAULTS,
+    SCALE_COUNT_TENSOR_FAULTS,
+    SCALE_DIRECTION_FAULTS,
+    SCALE_DIRECTION_TENSOR_FAULTS,
+)
+from degarble.harness.report.number_text import number
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from types import ModuleType
+    from collections.abc import Callable, Mapping
 
-    from degarble.harness.engine.faults.family import Fault
-    from degarble.harness.engine.faults.model_faults import ModelFault
+    from degarble.harness.engine.faults.model_faults import (
+        ComponentContext,
+        FaultVariant,
+        ModelFault,
+    )
+    from degarble.harness.engine.faults.tensor_faults import TensorFault
 
-_FAMILIES: tuple[ModuleType, ...] = (
-    scale_direction,
-    scale_count,
-    fused_scales,
-    scale_unset,
-    number_formats,
-    power_of_two,
-    scale_range,
-    codecs,
-    nibble_order,
-    scale_layout,
-    scale_arithmetic,
-    shared_view,
-    swizzled_words,
-    cache_rows,
-    gate_and_up,
-    wrong_rows,
-    tensor_absent,
-    wrong_precision,
-    after_loading,
-    reduction_count,
-    residual_streams,
-    fused_operands,
-    activation_constant,
-    router_semantics,
-    routed_scaling,
-    rope_convention,
-    softmax_scale,
-    softmax_merge,
-    top_k_selection,
-    cache_scales,
-    stale_memory,
-    poison,
-    graph_staleness,
-    races,
-    output_precision,
-    bad_bucket,
-    small_gain,
-    lost_sign,
-    order_of_scales,
-    lookup_edges,
-    scale_rank,
-    prefix_mixup,
-    skipped_load,
-    ones_for_scales,
-    input_scale_in_weights,
-    cache_pages,
-)
+    AdjustableFault = Callable[[ComponentContext, float], FaultVariant | None]
 
-FAULTS: Mapping[str, Fault] = MappingProxyType(
-    {fault.id: fault for family in _FAMILIES for fault in getattr(family, "FAULTS", ())}
+
+# --------------------------------------------------------------------------------------------------
+# All faults that this version can plant and name, by id.
+
+FAULTS: Mapping[str, TensorFault] = MappingProxyType(
+    {
+        fault.id: fault
+        for family in (
+            SCALE_DIRECTION_TENSOR_FAULTS,
+            SCALE_COUNT_TENSOR_FAULTS,
+            NIBBLE_ORDER_TENSOR_FAULTS,
+            SCALE_LAYOUT_TENSOR_FAULTS,
+        )
+        for fault in family
+    }
 )
 MODEL_FAULTS: Mapping[str, ModelFault] = MappingProxyType(
-    {fault.id: fault for family in _FAMILIES for fault in getattr(family, "MODEL_FAULTS", ())}
+    {
+        fault.id: fault
+        for family in (
+            SCALE_DIRECTION_FAULTS,
+            SCALE_COUNT_FAULTS,
+            FUSED_SCALES_FAULTS,
+            SCALE_UNSET_FAULTS,
+            NUMBER_FORMATS_FAULTS,
+            POWER_OF_TWO_FAULTS,
+            SCALE_RANGE_FAULTS,
+            CODECS_FAULTS,
+            NIBBLE_ORDER_FAULTS,
+            SCALE_LAYOUT_FAULTS,
+            SCALE_ARITHMETIC_FAULTS,
+            SHARED_VIEW_FAULTS,
+            SWIZZLED_WORDS_FAULTS,
+            CACHE_ROWS_FAULTS,
+            GATE_AND_UP_FAULTS,
+            WRONG_ROWS_FAULTS,
+            TENSOR_ABSENT_FAULTS,
+            WRONG_PRECISION_FAULTS,
+            AFTER_LOADING_FAULTS,
+            REDUCTION_COUNT_FAULTS,
+            RESIDUAL_STREAMS_FAULTS,
+            FUSED_OPERANDS_FAULTS,
+            ACTIVATION_CONSTANT_FAULTS,
+            ROUTER_SEMANTICS_FAULTS,
+            ROUTED_SCALING_FAULTS,
+            ROPE_CONVENTION_FAULTS,
+            SOFTMAX_SCALE_FAULTS,
+            SOFTMAX_MERGE_FAULTS,
+            TOP_K_SELECTION_FAULTS,
+            CACHE_SCALES_FAULTS,
+            STALE_MEMORY_FAULTS,
+            POISON_FAULTS,
+            GRAPH_STALENESS_FAULTS,
+            RACES_FAULTS,
+            OUTPUT_PRECISION_FAULTS,
+            BAD_BUCKET_FAULTS,
+            SMALL_GAIN_FAULTS,
+            LOST_SIGN_FAULTS,
+            ORDER_OF_SCALES_FAULTS,
+            LOOKUP_EDGES_FAULTS,
+            SCALE_RANK_FAULTS,
+            PREFIX_MIXUP_FAULTS,
+            SKIPPED_LOAD_FAULTS,
+            ONES_FOR_SCALES_FAULTS,
+            INPUT_SCALE_IN_WEIGHTS_FAULTS,
+            CACHE_PAGES_FAULTS,
+        )
+        for fault in family
+    }
 )
 
 
-def fault_named(name: str) -> Fault:
+def fault_named(name: str) -> TensorFault:
     """Return a fault of a tensor by its id."""
     if name not in FAULTS:
         raise UnknownName.among("fault", name, FAULTS)
@@ -146,3 +182,55 @@ def model_fault_named(name: str) -> ModelFault:
     if name not in MODEL_FAULTS:
         raise UnknownName.among("fault", name, MODEL_FAULTS)
     return MODEL_FAULTS[name]
+
+
+# --------------------------------------------------------------------------------------------------
+# Faults with an adjustable strength, such as a gain or an epsilon.
+#
+# Strength 0 changes nothing; 0.01 is one percent of a gain or of a factor of the logits, or the
+# amount added under a root. The museum adjusts it until the effect has the wanted size in units of
+# budget. Faults without a number have no entry in STRENGTHS.
+
+
+def _with_epsilon(scene: ComponentContext, strength: float) -> FaultVariant:
+    return m24.epsilon_variant(scene, m24.own_epsilon(scene) + strength)
+
+
+def _with_gain(scene: ComponentContext, strength: float) -> FaultVariant:
+    gain = 1 + strength
+    return planted_gain(scene, f"{gain_text(gain)} on all of it", gain, places={"gain": gain})
+
+
+def _with_head_gain(scene: ComponentContext, strength: float) -> FaultVariant:
+    return next(m43.head_variants(scene, 0, 1 + strength))
+
+
+def _with_expert_gain(scene: ComponentContext, strength: float) -> FaultVariant:
+    return next(m43.expert_variants(scene, 0, 1 + strength))
+
+
+def _with_tile_gain(scene: ComponentContext, strength: float) -> FaultVariant:
+    return next(m43.tile_variants(scene, 0, 1 + strength))
+
+
+def _with_logits_factor(scene: ComponentContext, strength: float) -> FaultVariant:
+    factor = 1 + strength
+    return m29.scaled(scene, f"logits times {number(factor)}", factor)
+
+
+def _with_value_factor(_scene: ComponentContext, strength: float) -> FaultVariant:
+    factor = 1 + strength
+    return gain_variant(f"values read without their scale: {number(factor)}", factor)
+
+
+STRENGTHS: Mapping[str, AdjustableFault] = MappingProxyType(
+    {
+        "M24.epsilon": _with_epsilon,
+        "M29.other_scale": _with_logits_factor,
+        "M32.values": _with_value_factor,
+        "M43.whole": _with_gain,
+        "M43.one_head": _with_head_gain,
+        "M43.one_expert": _with_expert_gain,
+        "M43.one_tile": _with_tile_gain,
+    }
+)

@@ -1,49 +1,249 @@
-"""Build a ModelFault from a function that damages one weight.
+"""Build a fault of a running model from a function that damages one weight.
 
-A change of one weight is lifted to ways over the spots of a component (all weights, one part, one
-expert, half of the experts, a run of rows); planting and naming use the same change. `of_tensor`
-lifts faults of quantised tensors, `of_values` changes of numbers. A change returns None where it
-does not apply; `needs` decides by format alone where it can.
-
-Shape letters: N rows, K elements of a row, R and C block scales along them.
+A change of one weight becomes variants over the regions of a component: all weights, one part, one
+expert. Weights are decoded by lookup tables, to the same bits as dequantise gives.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from degarble.harness.engine.faults.decoding import numbers_of, scale_numbers, with_scales
-from degarble.harness.engine.faults.model_faults import ModelFault, Way, with_weights
-from degarble.harness.engine.faults.weight_regions import (
+import torch
+from torch.nn.functional import embedding
+
+from degarble.harness.engine.faults.model_faults import FaultVariant, ModelFault, with_weights
+from degarble.harness.engine.faults.regions import (
     expert_of,
     full_name,
     matrices,
     plantable,
     suggested,
 )
-from degarble.harness.formats.number_formats import BLOCK_FORMATS
+from degarble.harness.formats.codec import decode_array
+from degarble.harness.formats.number_formats import BLOCK_FORMATS, NibbleOrder, ScaleDirection
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.parameters import parameter_named
 from degarble.harness.model.types import Dtype, Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
-    from degarble.harness.engine.faults.family import Fault
-    from degarble.harness.engine.faults.model_faults import Scene, Sight
-    from degarble.harness.engine.faults.weight_regions import Spot
-    from degarble.harness.formats.number_formats import BlockFormat
+    from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
+    from degarble.harness.engine.faults.regions import WeightRegion
+    from degarble.harness.engine.faults.tensor_faults import TensorFault
+    from degarble.harness.formats.number_formats import BlockFormat, ElementFormat
     from degarble.harness.formats.quantise import QuantisedTensor
 
-    Change = Callable[[Scene, str, Weight], Weight | None]
-    Needs = Callable[["Kept"], bool]
+    Change = Callable[[ComponentContext, str, Weight], Weight | None]
+    Needs = Callable[["WeightStorage"], bool]
 
 
-class Words(NamedTuple):
+# --------------------------------------------------------------------------------------------------
+# Decode quantised weights to float64 by lookup tables: the same bits as dequantise, but faster.
+#
+# A diagnosis decodes one weight about a hundred times, each time with another damage. Within
+# `remembering` each weight is decoded once, in bounded memory. `Decoding` decodes only what a fault
+# has changed, and only the rows that are needed.
+#
+# Shape letters: N rows, K elements, R and C block scales along them.
+
+REMEMBERED = 256 << 20  # bytes of decoded weights at most
+_RESULTS = 8  # of other work that are remembered
+
+Made = TypeVar("Made")
+
+
+class _Memory:
+    """A bounded cache of decoded weights; the oldest are evicted."""
+
+    def __init__(self) -> None:
+        self._held: OrderedDict[int, tuple[Weight, Tensor]] = OrderedDict()
+        self._bytes = 0
+        self._results: OrderedDict[tuple[int, ...], tuple[Sequence[object], Any]] = OrderedDict()
+
+    def once(self, given: Sequence[object], make: Callable[[], Made]) -> Made:
+        """Compute once. Trap: the sources are kept alive, or their ids could be reused."""
+        key = tuple(map(id, given))
+        known = self._results.pop(key, None) or (given, make())
+        self._results[key] = known
+        while len(self._results) > _RESULTS:
+            self._results.popitem(last=False)
+        made: Made = known[1]
+        return made
+
+    def numbers(self, weight: Weight) -> Tensor:
+        """Decode once. Trap: the weight is kept alive, or its id could be reused."""
+        known = self._held.get(id(weight))
+        if known is not None:
+            self._held.move_to_end(id(weight))
+            return known[1]
+        values = _decoded(weight)
+        self._held[id(weight)] = weight, values
+        self._bytes += values.nbytes
+        while self._bytes > REMEMBERED and self._held:
+            _, (_, oldest) = self._held.popitem(last=False)
+            self._bytes -= oldest.nbytes
+        return values
+
+
+_MEMORY: ContextVar[_Memory | None] = ContextVar("decoded", default=None)
+
+
+@contextmanager
+def remembering() -> Iterator[None]:
+    """Cache decoded weights within this context; nobody may write into weights meanwhile."""
+    if _MEMORY.get() is not None:  # who asks several times about one trouble holds it around them
+        yield
+        return
+    token = _MEMORY.set(_Memory())
+    try:
+        yield
+    finally:
+        _MEMORY.reset(token)
+
+
+def once(given: Sequence[object], make: Callable[[], Made]) -> Made:
+    """Cache a value derived from these objects while remembering; callers must not change it."""
+    memory = _MEMORY.get()
+    return make() if memory is None else memory.once(given, make)
+
+
+@cache
+def _table(element: ElementFormat, order: NibbleOrder | None) -> Tensor:
+    """Return what each byte stands for: one element, or two if packed."""
+    with torch.inference_mode(mode=False):
+        octets = torch.arange(256)
+        if order is None:
+            return decode_array(octets % element.code_count, element).double()[:, None]
+        low, high = octets % 16, octets // 16
+        pair = (low, high) if order is NibbleOrder.LOW_EVEN else (high, low)
+        return torch.stack([decode_array(each, element).double() for each in pair], dim=-1)
+
+
+def elements(tensor: QuantisedTensor) -> Tensor:
+    """Return the elements [..., N, K] that codes stand for, without any scale."""
+    return _elements(tensor, tensor.codes)
+
+
+def _elements(tensor: QuantisedTensor, codes: Tensor) -> Tensor:
+    table = _table(tensor.format.element, tensor.nibble_order)
+    pairs: Tensor = embedding(codes.int(), table)
+    return pairs.flatten(-2)
+
+
+def scale_numbers(tensor: QuantisedTensor) -> Tensor:
+    """Return block scales [..., R, C] as float32."""
+    stored = tensor.linear_scale_codes()
+    if stored.dtype is torch.float32:
+        return stored
+    return embedding(stored.int(), _table(tensor.format.scale, None)).squeeze(-1).float()
+
+
+def with_scales(
+    tensor: QuantisedTensor,
+    scales: Tensor,
+    element: Tensor | None = None,
+    *,
+    tensor_scale: bool = True,
+) -> Tensor:
+    """Return elements times block scales [..., R, C] times the tensor scale."""
+    values = elements(tensor) if element is None else element.double()
+    high = tensor.format.block[0]
+    spread = scales.double()
+    if high > 1:
+        spread = spread.repeat_interleave(high, -2)[..., : tensor.shape[-2], :]
+    values = _scaled(values, spread, tensor.format.block[1])
+    return _by_tensor_scale(values, tensor) if tensor_scale else values
+
+
+def _scaled(values: Tensor, scales_NC: Tensor, wide: int) -> Tensor:
+    columns = values.shape[-1]
+    if columns % wide:
+        return values * scales_NC.repeat_interleave(wide, -1)[..., :columns]
+    blocks: Tensor = values.unflatten(-1, (-1, wide)) * scales_NC[..., None]
+    return blocks.flatten(-2)
+
+
+def _by_tensor_scale(values: Tensor, tensor: QuantisedTensor) -> Tensor:
+    if tensor.tensor_scale is None:
+        return values
+    factor = tensor.tensor_scale.double()
+    factor = factor.reshape(*factor.shape, *[1] * (values.ndim - factor.ndim))
+    return values * factor if tensor.direction is ScaleDirection.DECODE else values / factor
+
+
+def numbers_of(weight: Weight) -> Tensor:
+    """Return the values of any weight, cached while remembering; callers must not change them."""
+    if not weight.is_quantised:
+        return weight.values(torch.float64)
+    memory = _MEMORY.get()
+    return _decoded(weight) if memory is None else memory.numbers(weight)
+
+
+def _decoded(weight: Weight, rows: Tensor | None = None) -> Tensor:
+    tensor = weight.quantised()
+    scales = scale_numbers(tensor)
+    if rows is None:
+        return with_scales(tensor, scales)
+    high, wide = tensor.format.block
+    values = _scaled(_elements(tensor, tensor.codes[rows]), scales[rows // high].double(), wide)
+    return _by_tensor_scale(values, tensor)
+
+
+class Decoding(Mapping[str, Weight]):
+    """Weights as numbers: `kept` are unchanged, changed ones are decoded again.
+
+    `rows` are the only rows that are needed, None for all of them.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, Weight],
+        kept: Mapping[str, Weight],
+        rows: Tensor | None = None,
+    ) -> None:
+        self._weights = weights
+        self._kept = kept
+        self._rows = rows
+
+    def __getitem__(self, key: str) -> Weight:
+        weight, rows = self._weights[key], self._rows
+        if not weight.is_quantised and rows is None:
+            return weight
+        if weight.is_quantised and weight is not self._kept.get(key):
+            value = _decoded(weight, rows)
+        else:
+            value = numbers_of(weight)
+            value = value if rows is None else value[rows]
+        return Weight(value=value, input_scale=weight.input_scale)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+# --------------------------------------------------------------------------------------------------
+# Build a ModelFault from a function that damages one weight.
+#
+# A change of one weight is lifted to ways over the spots of a component (all weights, one part, one
+# expert, half of the experts, a run of rows); planting and naming use the same change. `of_tensor`
+# lifts faults of quantised tensors, `of_values` changes of numbers. A change returns None where it
+# does not apply; `needs` decides by format alone where it can.
+#
+# Shape letters: N rows, K elements of a row, R and C block scales along them.
+
+
+class FaultTexts(NamedTuple):
     """The texts of a fault; `doing` begins a sentence that a spot completes."""
 
     id: str
@@ -54,7 +254,7 @@ class Words(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kept:
+class WeightStorage:
     """How the recipe stores one weight of a component; `form` is None for plain numbers."""
 
     form: BlockFormat | None
@@ -70,67 +270,67 @@ class Kept:
         return expert_of(self.name) >= 0
 
 
-def has_tensor_scale(kept: Kept) -> bool:
+def has_tensor_scale(kept: WeightStorage) -> bool:
     """Accept formats with a tensor scale: NVFP4."""
     return kept.form is not None and kept.form.tensor_scale
 
 
-def is_packed(kept: Kept) -> bool:
+def is_packed(kept: WeightStorage) -> bool:
     """Accept formats with two codes a byte."""
     return kept.form is not None and kept.form.packed
 
 
-def has_scale_bytes(kept: Kept) -> bool:
+def has_scale_bytes(kept: WeightStorage) -> bool:
     """Accept block scales of one byte each."""
     return kept.form is not None and kept.form.scale.bits == 8
 
 
-def has_float_scales(kept: Kept) -> bool:
+def has_float_scales(kept: WeightStorage) -> bool:
     """Accept block scales in float32."""
     return kept.form is not None and kept.form.scale.bits == 32
 
 
-def has_codes(kept: Kept) -> bool:
+def has_codes(kept: WeightStorage) -> bool:
     """Accept any quantised weight."""
     return kept.form is not None
 
 
-def is_plain_matrix(kept: Kept) -> bool:
+def is_plain_matrix(kept: WeightStorage) -> bool:
     """Accept a matrix that the recipe does not quantise."""
     return kept.form is None and kept.linear
 
 
-def is_matrix(kept: Kept) -> bool:
+def is_matrix(kept: WeightStorage) -> bool:
     """Accept any matrix that multiplies inputs."""
     return kept.linear
 
 
-def is_number(kept: Kept) -> bool:
+def is_number(kept: WeightStorage) -> bool:
     """Accept everything except a table of integers."""
     return kept.stored is not Dtype.I64
 
 
-def is_gate_or_up(kept: Kept) -> bool:
+def is_gate_or_up(kept: WeightStorage) -> bool:
     """Accept one half of w13."""
     return kept.linear and kept.name.rpartition(".")[2] in {"w1", "w3"}
 
 
-def is_routed(kept: Kept) -> bool:
+def is_routed(kept: WeightStorage) -> bool:
     """Accept a matrix of one of several experts."""
     return kept.linear and kept.routed
 
 
-def kept(scene: Scene) -> Iterator[Kept]:
+def kept(scene: ComponentContext) -> Iterator[WeightStorage]:
     """Yield how each weight is stored, without reading any."""
     for name in matrices(scene):
         parameter = parameter_named(scene.bound.config, full_name(scene, name))
         form = BLOCK_FORMATS.get(scene.recipe.format_of(parameter).weight)
         linear = parameter.kind is Kind.LINEAR
-        yield Kept(form, linear, parameter.row.dtype, parameter.shape, scene.role, name)
+        yield WeightStorage(form, linear, parameter.row.dtype, parameter.shape, scene.role, name)
 
 
 def weight_fault(
-    words: Words,
+    words: FaultTexts,
     change: Change,
     needs: Needs = has_codes,
     *,
@@ -142,22 +342,24 @@ def weight_fault(
     A fault that `moves` numbers is not proposed for rows that differ by a single factor.
     """
 
-    def sits(scene: Scene) -> bool:
+    def sits(scene: ComponentContext) -> bool:
         # Quantisation before a linear reads only its input scale.
         return not scene.role.endswith("act_quant") and any(map(needs, kept(scene)))
 
-    def ways(scene: Scene) -> Iterator[Way]:
+    def ways(scene: ComponentContext) -> Iterator[FaultVariant]:
         for spot in _fitting(plantable(scene), whole, scene):
-            yield way_at(scene, spot, change, words.doing, moves=moves)
+            yield variant_at(scene, spot, change, words.doing, moves=moves)
 
-    def signature(scene: Scene, sight: Sight) -> Iterator[Way]:
+    def signature(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
         for spot in _fitting(suggested(scene, sight), whole, scene):
-            yield way_at(scene, spot, change, words.doing, moves=moves)
+            yield variant_at(scene, spot, change, words.doing, moves=moves)
 
     return ModelFault(words.id, words.title, words.effect, words.remedy, sits, ways, signature)
 
 
-def _fitting(spots: tuple[Spot, ...], whole: bool, scene: Scene) -> Iterator[Spot]:
+def _fitting(
+    spots: tuple[WeightRegion, ...], whole: bool, scene: ComponentContext
+) -> Iterator[WeightRegion]:
     """Skip spots with only some parts of an expert, if the fault concerns all parts."""
     together = len({name.rpartition(".")[2] for name in matrices(scene)})
     for spot in spots:
@@ -166,7 +368,9 @@ def _fitting(spots: tuple[Spot, ...], whole: bool, scene: Scene) -> Iterator[Spo
             yield spot
 
 
-def way_at(scene: Scene, spot: Spot, change: Change, doing: str, *, moves: bool = False) -> Way:
+def variant_at(
+    scene: ComponentContext, spot: WeightRegion, change: Change, doing: str, *, moves: bool = False
+) -> FaultVariant:
     """Return one change at one spot."""
     names = frozenset(spot.names)
 
@@ -182,7 +386,7 @@ def way_at(scene: Scene, spot: Spot, change: Change, doing: str, *, moves: bool 
         gain = moves and _is_gain(numbers_of(weight), numbers_of(some), spot.rows)
         return weight if gain else some
 
-    return Way(f"{doing} {spot}", with_weights(changed), spot.where)
+    return FaultVariant(f"{doing} {spot}", with_weights(changed), spot.where)
 
 
 def _in_rows(weight: Weight, made: Weight, rows: tuple[int, int]) -> Weight:
@@ -206,7 +410,7 @@ def _is_gain(was: Tensor, now: Tensor, rows: tuple[int, int]) -> bool:
 def of_tensor(inject: Callable[[QuantisedTensor], QuantisedTensor | None]) -> Change:
     """Lift the damage of one quantised tensor."""
 
-    def change(_scene: Scene, _name: str, weight: Weight) -> Weight | None:
+    def change(_scene: ComponentContext, _name: str, weight: Weight) -> Weight | None:
         if not weight.is_quantised:
             return None
         made = inject(weight.quantised())
@@ -215,16 +419,16 @@ def of_tensor(inject: Callable[[QuantisedTensor], QuantisedTensor | None]) -> Ch
     return change
 
 
-def of_fault(fault: Fault, doing: str, needs: Needs) -> ModelFault:
+def of_fault(fault: TensorFault, doing: str, needs: Needs) -> ModelFault:
     """Lift a known fault of one tensor, under its own id."""
-    words = Words(fault.id, fault.title, fault.effect, fault.remedy, doing)
+    words = FaultTexts(fault.id, fault.title, fault.effect, fault.remedy, doing)
     return weight_fault(words, of_tensor(fault.inject), needs)
 
 
 def of_values(change: Callable[[Tensor], Tensor]) -> Change:
     """Lift a change of a weight's numbers, however it is stored."""
 
-    def changed(_scene: Scene, _name: str, weight: Weight) -> Weight | None:
+    def changed(_scene: ComponentContext, _name: str, weight: Weight) -> Weight | None:
         value = change(numbers_of(weight))
         return Weight(value=value, input_scale=weight.input_scale)
 
@@ -234,7 +438,7 @@ def of_values(change: Callable[[Tensor], Tensor]) -> Change:
 def of_scales(change: Callable[[QuantisedTensor, Tensor], Tensor | None]) -> Change:
     """Lift a change of block scales [R, C], as numbers, when they are read."""
 
-    def changed(_scene: Scene, _name: str, weight: Weight) -> Weight | None:
+    def changed(_scene: ComponentContext, _name: str, weight: Weight) -> Weight | None:
         if not weight.is_quantised:
             return None
         tensor = weight.quantised()
@@ -249,7 +453,7 @@ def of_scales(change: Callable[[QuantisedTensor, Tensor], Tensor | None]) -> Cha
 def with_tensor_scale(change: Callable[[Tensor], Tensor]) -> Change:
     """Lift a change of the tensor scale."""
 
-    def changed(_scene: Scene, _name: str, weight: Weight) -> Weight | None:
+    def changed(_scene: ComponentContext, _name: str, weight: Weight) -> Weight | None:
         if weight.tensor_scale is None:
             return None
         scale = change(weight.tensor_scale.float()).float().reshape(weight.tensor_scale.shape)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.capture.files.records import CapturedStep
     from degarble.harness.engine.budget.judging import OutputResult
-    from degarble.harness.engine.faults.model_faults import Scene, Sight
+    from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
     from degarble.harness.engine.localise.replay import Batch
     from degarble.harness.model.components import Component
     from degarble.harness.model.config.config import Config
@@ -65,14 +65,14 @@ class Discrepancy:
 
     kind: DiscrepancyKind
     component: str
-    scene: Scene
+    scene: ComponentContext
     site: Site
     sentence: str
-    sight: Sight | None = None
+    sight: CallRecord | None = None
     judged: OutputResult | None = None
     where: Mapping[str, str | int | float] = field(default_factory=lambda: MappingProxyType({}))
     steps: tuple[int, ...] = ()
-    more: tuple[Sight, ...] = ()
+    more: tuple[CallRecord, ...] = ()
 
     @property
     def name(self) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from degarble.harness.base.errors import CANNOT_RUN
-from degarble.harness.engine.faults.rebinding import facts_of, with_numerics
+from degarble.harness.engine.faults.model_faults import facts_of, with_numerics
 from degarble.harness.engine.localise.replay import STATE, Batch, Replay, is_ragged, replayed, taken
 from degarble.harness.engine.localise.tensor_forms import LARGEST, finite
 from degarble.harness.model.config.config import V4Config

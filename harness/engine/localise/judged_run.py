@@ -14,7 +14,7 @@ from degarble.harness.engine.budget.budget import nearer_than_the_twin
 from degarble.harness.engine.budget.judging import OutputResult, is_joint, judge_outputs
 from degarble.harness.engine.budget.roles import budgets_of
 from degarble.harness.engine.budget.rules import JudgeableCall as Judgeable
-from degarble.harness.engine.faults.model_faults import Scene, Sight
+from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
 from degarble.harness.engine.localise.discrepancy import (
     DifferenceLocation,
     Discrepancy,
@@ -508,7 +508,7 @@ def discrepancy_of_outputs(
         if plain
         else DiscrepancyKind.OUTPUT,
         component.name,
-        Scene(known.twin, component, known.recipe),
+        ComponentContext(known.twin, component, known.recipe),
         site,
         plain or f"{site}: {_told(judged.worst)}{words}",
         _sight(best, steps),
@@ -550,7 +550,7 @@ def _told(worst: object) -> str:
     return str(worst) if worst else "differs"
 
 
-def _sight(piece: JudgedBatch, steps: Mapping[int, CapturedStep]) -> Sight:
+def _sight(piece: JudgedBatch, steps: Mapping[int, CapturedStep]) -> CallRecord:
     """Return the recorded tensors; calls that were replayed together are one sight.
 
     Rows with a legal flip of a choice are left out: no cause has to explain them.
@@ -570,7 +570,7 @@ def _sight(piece: JudgedBatch, steps: Mapping[int, CapturedStep]) -> Sight:
         rows = tuple(count for span in batch.spans if (count := int(kept[span].sum())))
         owners = owners[kept]
     known = tuple(owners.tolist()) if bool((owners >= 0).all()) else ()
-    return Sight(sides[0], sides[1], sides[2], step=step, rows=rows, owners=known)
+    return CallRecord(sides[0], sides[1], sides[2], step=step, rows=rows, owners=known)
 
 
 def _without_flips(piece: JudgedBatch) -> Tensor | None:
@@ -711,7 +711,7 @@ def missing_calls(known: TwinComponents, run: RecordedRun) -> Iterator[Discrepan
         yield Discrepancy(
             DiscrepancyKind.MISSING,
             name,
-            Scene(known.twin, component, known.recipe),
+            ComponentContext(known.twin, component, known.recipe),
             site_of(name, Port.OUT, component.outputs[0]),
             f"{name} did not run in step {at[0]}, though the rest of its block did",
             steps=tuple(at),

@@ -23,7 +23,7 @@ from degarble.harness.engine.conventions.learned import (
     conventions_used,
 )
 from degarble.harness.engine.conventions.registry import LEARNED, REGISTRY, conventions_in
-from degarble.harness.engine.faults.model_faults import Scene, Sight
+from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
 from degarble.harness.engine.localise.discrepancy import (
     DifferenceLocation,
     Discrepancy,
@@ -387,7 +387,7 @@ class _Work:
         return Discrepancy(
             DiscrepancyKind.EDGE,
             blamed,
-            Scene(self._known.twin, component, self._known.recipe),
+            ComponentContext(self._known.twin, component, self._known.recipe),
             Site(component.name, Port.IN, best.name),
             _words(best, consumers, onset),
             self._sight(best),
@@ -408,14 +408,14 @@ class _Work:
         return Discrepancy(
             DiscrepancyKind.CHANGED,
             writer,
-            Scene(self._known.twin, component, self._known.recipe),
+            ComponentContext(self._known.twin, component, self._known.recipe),
             Site(writer, Port.IN, name),
             sentence,
             where={"input": name},
             steps=tuple(sorted({edge.call.step for edge in edges})),
         )
 
-    def _sight(self, edge: Edge) -> Sight:
+    def _sight(self, edge: Edge) -> CallRecord:
         call = edge.call
         inputs, implied = dict(self._run.inputs(call)), self._wires.implied(call)
         if edge.implied is not None:
@@ -431,7 +431,7 @@ class _Work:
             expected = {}
         sides = (inputs, self._run.outputs(call), expected, implied)
         elsewhere = self._elsewhere(call) if is_memory(edge.component, edge.name) else {}
-        return Sight(*sides, call.step, self._earlier(call), elsewhere=elsewhere)
+        return CallRecord(*sides, call.step, self._earlier(call), elsewhere=elsewhere)
 
     def _elsewhere(self, call: CapturedCall) -> dict[int, Mapping[str, Tensor]]:
         """Return the implied inputs of the same component in other layers, in the same step."""
@@ -445,7 +445,7 @@ class _Work:
                 found[other.layer] = self._wires.implied(each)
         return found
 
-    def _earlier(self, call: CapturedCall) -> tuple[Sight, ...]:
+    def _earlier(self, call: CapturedCall) -> tuple[CallRecord, ...]:
         """Return the component's inputs in its first call and in the last ones before this."""
         before = [
             each
@@ -453,7 +453,7 @@ class _Work:
             if each.step < call.step and _is_stored(each)
         ]
         chosen = (*before[:1], *before[max(1, len(before) - _EARLIER) :])
-        return tuple(Sight(self._run.inputs(each), {}, {}, step=each.step) for each in chosen)
+        return tuple(CallRecord(self._run.inputs(each), {}, {}, step=each.step) for each in chosen)
 
 
 def _is_stored(call: CapturedCall) -> bool:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.base.protocols import ComponentCall
-    from degarble.harness.engine.faults.model_faults import Way
+    from degarble.harness.engine.faults.model_faults import FaultVariant
     from degarble.harness.formats.weight import Weight
     from degarble.references.binding import Bound
 
@@ -124,7 +124,7 @@ class InMemoryRun:
         bound: Bound,
         prompts: Many[Many[int]],
         new_tokens: int = 2,
-        edges: Mapping[str, Way] = MappingProxyType({}),
+        edges: Mapping[str, FaultVariant] = MappingProxyType({}),
         *,
         absorbed: bool = True,
     ) -> Self:
@@ -143,7 +143,7 @@ class InMemoryRun:
         cls,
         bound: Bound,
         steps: Many[CapturedStep],
-        edges: Mapping[str, Way] = MappingProxyType({}),
+        edges: Mapping[str, FaultVariant] = MappingProxyType({}),
         *,
         absorbed: bool = True,
     ) -> Self:
@@ -191,7 +191,7 @@ class InMemoryRun:
             self.logits.append(model.forward(sequences, tokens, last_only=True))
 
     @contextmanager
-    def _recording(self, bound: Bound, edges: Mapping[str, Way]) -> Iterator[None]:
+    def _recording(self, bound: Bound, edges: Mapping[str, FaultVariant]) -> Iterator[None]:
         plain = dict(bound.calls)
         try:
             for name, call in plain.items():

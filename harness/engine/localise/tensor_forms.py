@@ -10,7 +10,7 @@ import torch
 from degarble.harness.capture.files.records import site_of
 from degarble.harness.engine.budget.budget import LevelFinding
 from degarble.harness.engine.budget.judging import OutputResult
-from degarble.harness.engine.faults.model_faults import Scene
+from degarble.harness.engine.faults.model_faults import ComponentContext
 from degarble.harness.engine.localise.discrepancy import Discrepancy, DiscrepancyKind, source_of
 from degarble.harness.model.site_forms import Rows, declared_forms
 from degarble.harness.model.sites import Port
@@ -218,7 +218,7 @@ def _trouble(known: TwinComponents, site: Site, found: Sequence[FormMismatch]) -
     return Discrepancy(
         DiscrepancyKind.FORM,
         site.component,
-        Scene(known.twin, component, known.recipe),
+        ComponentContext(known.twin, component, known.recipe),
         site,
         found[0].sentence,
         steps=tuple(sorted({each.call.step for each in found})),

@@ -28,8 +28,8 @@ from degarble.harness.engine.budget.judging import OutputResult, judge_outputs
 from degarble.harness.engine.budget.rules import JudgeableCall, normed, summed
 from degarble.harness.engine.compare.compare import NamedPlaces
 from degarble.harness.engine.diagnose.diagnose import diagnose
-from degarble.harness.engine.faults.layout.fused_operands import epsilon_way
-from degarble.harness.engine.faults.rebinding import unrounded, with_facts
+from degarble.harness.engine.faults.fused_operations import epsilon_variant
+from degarble.harness.engine.faults.model_faults import unrounded, with_facts
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.formats.codec import FORMAT_OF_DTYPE
 from degarble.harness.formats.number_formats import BF16, E4M3, FP32, NVFP4
@@ -504,7 +504,7 @@ def test_a_norm_with_another_epsilon_is_localised_and_named() -> None:
     stage = small_stage()
     candidate = stage.taped()
     plain = stage.candidate()
-    way = epsilon_way(stage.scene(Q_NORM, plain), 1e-2)
+    way = epsilon_variant(stage.scene(Q_NORM, plain), 1e-2)
     candidate.calls[Q_NORM] = way.apply(plain.calls[Q_NORM])
     found = localise(stage.twin, stage.model.recipe, stage.rest(stage.run(candidate)))
     assert [each.component for each in found.origins] == [Q_NORM]

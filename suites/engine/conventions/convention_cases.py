@@ -12,7 +12,7 @@ import torch
 
 from degarble.harness.capture.files.records import CapturedStep, Phase
 from degarble.harness.engine.conventions.registry import REGISTRY
-from degarble.harness.engine.faults.model_faults import Scene
+from degarble.harness.engine.faults.model_faults import ComponentContext
 from degarble.harness.engine.faults.negative_controls import CONTROLS
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.engine.localise.recorded_run import InMemoryRun
@@ -134,7 +134,9 @@ class RunCase:
         chance = random.Random(self.seed + 2)
         for control in _ORDERS if chance.random() < 0.7 else ():
             for name in list(bound.calls):
-                scene = Scene(bound, component_named(self.config, name, self._recipe), self._recipe)
+                scene = ComponentContext(
+                    bound, component_named(self.config, name, self._recipe), self._recipe
+                )
                 ways = list(control.ways(scene)) if control.sits(scene) else []
                 if ways and chance.random() < 0.5:
                     bound.calls[name] = chance.choice(ways).apply(bound.calls[name])

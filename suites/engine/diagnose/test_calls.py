@@ -9,14 +9,14 @@ import torch
 
 from degarble.harness.engine.diagnose.calls import call_by_call, with_earlier
 from degarble.harness.engine.diagnose.diagnose import diagnose
-from degarble.harness.engine.faults.model_faults import Sight
+from degarble.harness.engine.faults.model_faults import CallRecord
 from degarble.harness.engine.faults.registry import MODEL_FAULTS, model_fault_named
 from degarble.suites.engine.planting import has_effect, run, sights
 
 NAME = "layers.1.attn.wo_b"
 
 
-def spoilt(fault_id: str, way: int, name: str = NAME) -> list[Sight]:
+def spoilt(fault_id: str, way: int, name: str = NAME) -> list[CallRecord]:
     """The calls of a run with one way of a fault in which it has an effect."""
     made, fault = run("v4"), model_fault_named(fault_id)
     scene = made.scene(name, twin=False)
@@ -59,7 +59,7 @@ def test_healthy_calls_and_other_faults_are_not_asked_about() -> None:
 
 
 def test_calls_know_those_before_them() -> None:
-    known = [Sight({}, {"out": torch.zeros(1)}, {}, step=step) for step in (3, 1, 2)]
+    known = [CallRecord({}, {"out": torch.zeros(1)}, {}, step=step) for step in (3, 1, 2)]
     ordered = with_earlier(known)
     assert [each.step for each in ordered] == [1, 2, 3]
     assert [[other.step for other in each.earlier] for each in ordered] == [[], [1], [1, 2]]

@@ -11,11 +11,11 @@ import torch
 
 from degarble.harness.engine.diagnose.diagnose import diagnose
 from degarble.harness.engine.faults.model_faults import (
+    CallRecord,
+    FaultVariant,
     ModelFault,
     Reach,
-    Sight,
-    Way,
-    from_ways,
+    from_variants,
     with_inputs,
     with_outputs,
 )
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.engine.diagnose.diagnose import Diagnosed
-    from degarble.harness.engine.faults.model_faults import Scene
+    from degarble.harness.engine.faults.model_faults import ComponentContext
 
 ROLES = (
     "attn.wq_a", "attn.compressor.proj", "attn.wo_a", "ffn.gate", "ffn.experts.w13",
@@ -44,7 +44,7 @@ def component(model: Double, role: str) -> str:
 
 
 def asked(
-    model: Double, name: str, way: Way, known: tuple[ModelFault, ...] = FAULTS
+    model: Double, name: str, way: FaultVariant, known: tuple[ModelFault, ...] = FAULTS
 ) -> Diagnosed | None:
     """What is said about a planted way; None where it has no effect."""
     sights = model.sights(name, way)
@@ -185,7 +185,7 @@ def test_a_way_that_needs_the_whole_call_is_tried_on_it(whole: bool) -> None:
     model = double("v4", "nvfp4-experts")
     place, fault = "layers.0.ffn.experts.w13", MODEL_FAULTS["M12.visited_before"]
 
-    def ways(scene: Scene, _sight: Sight) -> Iterator[Way]:
+    def ways(scene: ComponentContext, _sight: CallRecord) -> Iterator[FaultVariant]:
         return (replace(each, whole=whole) for each in fault.ways(scene))
 
     known = (MODEL_FAULTS["M12.previous_expert"], replace(fault, signature=ways))
@@ -207,7 +207,7 @@ def test_a_call_of_a_rank_that_holds_none_of_its_experts_hides_no_cause() -> Non
     rows = (len(experts) - 1, 1)
     expected = dict(twin.call(inputs, twin.weights))
     known = [each for each in MODEL_FAULTS.values() if each.family in {"M16", "M43"}]
-    found = diagnose(twin, [Sight(inputs, outputs, expected, rows=rows)], known)
+    found = diagnose(twin, [CallRecord(inputs, outputs, expected, rows=rows)], known)
     assert found.named[0].id == "M43.whole", found.sentence
 
 
@@ -230,7 +230,7 @@ def test_a_fault_that_breaks_on_what_it_could_look_at_is_our_mistake() -> None:
     place = component(model, "attn.wq_a")
     fault = MODEL_FAULTS["M41.tile_of_k"]
 
-    def broken(scene: Scene, sight: Sight) -> Iterator[Way]:
+    def broken(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
         raise KeyError(scene.name + str(sight.step))
 
     way = next(iter(fault.ways(model.planting(place))))
@@ -274,7 +274,7 @@ def _clipped(_inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> di
 def test_damage_that_nobody_knows_has_no_name(role: str, damage: Any) -> None:
     model = double("v4", "nvfp4-full")
     place = component(model, role)
-    found = asked(model, place, Way("from outside", with_outputs(damage)), FAULTS)
+    found = asked(model, place, FaultVariant("from outside", with_outputs(damage)), FAULTS)
     assert found is not None
     assert not found.named, found.sentence
     assert found.sentence.startswith("No known fault explains this: ")
@@ -293,7 +293,7 @@ def test_two_faults_at_once(role: str, first: str, second: str) -> None:
     model = double("v4", "nvfp4-full")
     place = component(model, role)
     a, b = (next(MODEL_FAULTS[name].ways(model.planting(place))) for name in (first, second))
-    found = asked(model, place, Way("both", lambda call: b.apply(a.apply(call))))
+    found = asked(model, place, FaultVariant("both", lambda call: b.apply(a.apply(call))))
     assert found is not None
     assert len(found.named[0].faults) == 2, found.sentence
     names = {found.named[0].id, *found.named[0].alternatives}
@@ -342,12 +342,12 @@ def test_a_healthy_sight_has_no_cause() -> None:
 
 
 def _edge(words: str, change: Any) -> ModelFault:
-    def ways(_scene: Scene) -> Iterator[Way]:
-        yield Way(words, with_inputs(change))
+    def ways(_scene: ComponentContext) -> Iterator[FaultVariant]:
+        yield FaultVariant(words, with_inputs(change))
 
     title = "An input is another one"
     return ModelFault(
-        f"M99.{words}", title, "", "", lambda _scene: True, ways, from_ways(ways), Reach.EDGE
+        f"M99.{words}", title, "", "", lambda _scene: True, ways, from_variants(ways), Reach.EDGE
     )
 
 
@@ -359,7 +359,7 @@ def test_on_an_edge_what_arrives_is_reproduced() -> None:
     scene = model.naming(place)
     healthy = model.sights(place, None)[0]
     received = dict(next(halved.ways(scene)).passed_on(healthy.inputs, scene.weights))
-    sight = Sight(received, healthy.outputs, healthy.expected, healthy.inputs)
+    sight = CallRecord(received, healthy.outputs, healthy.expected, healthy.inputs)
     found = diagnose(scene, sight, (turned, halved, *FAULTS))
     assert [each.id for each in found.named] == ["M99.halved"]
     assert found.named[0].reproduced == 1

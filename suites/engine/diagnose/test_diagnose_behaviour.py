@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from degarble.harness.engine.diagnose.diagnose import diagnose
-from degarble.harness.engine.faults.model_faults import Way
+from degarble.harness.engine.faults.model_faults import FaultVariant
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.suites.engine import planting
 
@@ -85,7 +85,7 @@ def test_a_row_of_zeros_does_not_say_that_it_lies_a_slot_beside() -> None:
 
     with torch.inference_mode():
         assert fault.sits(scene)
-        seen = planting.sights(fault, made, name, Way("zeros", lost))
+        seen = planting.sights(fault, made, name, FaultVariant("zeros", lost))
         found = [each for each in seen if planting.has_effect(scene, each)]
         assert found, "rows were written"
         assert not any(list(fault.signature(scene, each)) for each in found)

@@ -11,7 +11,7 @@ import torch
 
 from degarble.harness.engine.diagnose.diagnose import diagnose
 from degarble.harness.engine.diagnose.minimal_reproducer import Case, shrunk
-from degarble.harness.engine.faults.model_faults import Way, with_outputs, with_weights
+from degarble.harness.engine.faults.model_faults import FaultVariant, with_outputs, with_weights
 from degarble.harness.formats.weight import Weight
 from degarble.suites.engine.localise_cases import ATTN, FFN, V4, V32, localised, run_of, scaled
 
@@ -57,7 +57,7 @@ def all_swapped(name: str, weight: Weight) -> Weight:
 def test_a_fault_of_one_block_is_shown_on_that_block(
     config: Config, recipe: str, name: str, tmp_path: Path
 ) -> None:
-    way = Way("nibbles of a block", with_weights(swapped))
+    way = FaultVariant("nibbles of a block", with_weights(swapped))
     run = run_of(name, way.apply, config=config, recipe=recipe)
     (trouble,) = localised(run, config, recipe).origins
     whole, case = shrunk(trouble), shrunk(trouble, way)
@@ -100,7 +100,7 @@ def test_a_fault_that_only_the_whole_sum_shows_leaves_it_whole() -> None:
     def saturated(_inputs: object, outputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return {**outputs, "out": outputs["out"].clamp(-most, most)}
 
-    way = Way("saturated sums", with_outputs(saturated))
+    way = FaultVariant("saturated sums", with_outputs(saturated))
     (trouble,) = localised(run_of(name, way.apply)).origins
     whole, case = shrunk(trouble), shrunk(trouble, way)
     assert whole is not None
@@ -110,7 +110,7 @@ def test_a_fault_that_only_the_whole_sum_shows_leaves_it_whole() -> None:
 
 
 def test_unquantised_products_are_cut_too_and_other_components_stay() -> None:
-    way = Way("half", scaled("out", 1.5))
+    way = FaultVariant("half", scaled("out", 1.5))
     (trouble,) = localised(run_of("head", way.apply)).origins
     case = shrunk(trouble, way)
     assert case is not None

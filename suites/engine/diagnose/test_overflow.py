@@ -11,15 +11,15 @@ import torch
 from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.engine.diagnose.overflow import beyond_float32
 from degarble.harness.engine.diagnose.trial import make, proof
-from degarble.harness.engine.faults.decoding import numbers_of
-from degarble.harness.engine.faults.model_faults import Way, with_weights
+from degarble.harness.engine.faults.model_faults import FaultVariant, with_weights
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
+from degarble.harness.engine.faults.weight_faults import numbers_of
 from degarble.harness.formats.weight import Weight
 from degarble.suites.engine.diagnosing import double
 
 if TYPE_CHECKING:
     from degarble.harness.engine.diagnose.trial import Proof
-    from degarble.harness.engine.faults.model_faults import Sight
+    from degarble.harness.engine.faults.model_faults import CallRecord
 
 PLACES = (
     "layers.1.attn.wq_a",
@@ -30,7 +30,7 @@ PLACES = (
 LARGE = 1e39
 
 
-def times(factor: float, small: float = 1.0) -> Way:
+def times(factor: float, small: float = 1.0) -> FaultVariant:
     """Weights times a number, in float64; `small` are the rows of the second half."""
 
     def change(_name: str, weight: Weight) -> Weight:
@@ -38,21 +38,21 @@ def times(factor: float, small: float = 1.0) -> Way:
         value[len(value) // 2 :] *= small
         return Weight(value=value, input_scale=weight.input_scale)
 
-    return Way(f"times {factor}", with_weights(change))
+    return FaultVariant(f"times {factor}", with_weights(change))
 
 
-def planted(place: str, way: Way) -> Sight:
+def planted(place: str, way: FaultVariant) -> CallRecord:
     return double("v4", "nvfp4-full").sights(place, way, calls=1)[0]
 
 
-def judged(place: str, sight: Sight, way: Way) -> Proof:
+def judged(place: str, sight: CallRecord, way: FaultVariant) -> Proof:
     scene = double("v4", "nvfp4-full").naming(place)
     made = make(scene, sight, way)
     assert made is not None
     return proof(scene, sight, made)
 
 
-def altered(sight: Sight, row: int, column: int, factor: float) -> Sight:
+def altered(sight: CallRecord, row: int, column: int, factor: float) -> CallRecord:
     out = sight.outputs["out"].clone()
     out.reshape(-1, out.shape[-1])[row, column] *= factor
     return replace(sight, outputs={"out": out})

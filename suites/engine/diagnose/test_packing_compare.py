@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from degarble.harness.engine.diagnose.packing_compare import MIDPOINT_ULPS, compare_parts
-from degarble.harness.engine.faults.family import Part
+from degarble.harness.engine.faults.tensor_faults import TensorPart
 from degarble.harness.formats.dialects import MODELOPT
 from degarble.harness.formats.number_formats import FP8_128X128_F32, MXFP8, NVFP4
 from degarble.harness.formats.quantise import quantise
@@ -51,7 +51,7 @@ def test_a_step_further_is_never_excused() -> None:
     codes = twin.codes.clone()
     codes[0, 8] = (codes[0, 8] & 0x0F) | 0x40  # 2.0 where 1.0 or 1.5 would be right
     (found,) = compare_parts(replace(twin, codes=codes), twin, reference)
-    assert found.part is Part.CODES
+    assert found.part is TensorPart.CODES
     assert (found.differing, found.total, found.where) == (1, 32, "0 to 0 (all)")
     assert found.sentence.startswith("1 of 32 codes differ, in rows 0 to 0 (all); first at [0, 17]")
     assert "0x4 (2), expected 0x2 (1)" in found.sentence
@@ -82,7 +82,7 @@ def test_a_difference_says_where_and_how_much(seed: int) -> None:
     scales[3, 1] ^= 0x08
     scales[5, 2] ^= 0x7F
     (found,) = compare_parts(replace(twin, block_scale=scales), twin, reference)
-    assert found.part is Part.BLOCK_SCALE
+    assert found.part is TensorPart.BLOCK_SCALE
     assert found.rows.nonzero().flatten().tolist() == [3, 5]
     assert found.sentence.startswith(
         "2 of 32 block scales differ, in rows 2 between 3 and 5; first at [3, 1]: 0x"
@@ -99,6 +99,9 @@ def test_float_scales_and_unpacked_codes_are_compared_as_well(seed: int) -> None
         scales = twin.block_scale.clone()
         scales[1, 1] = 100
         found = compare_parts(replace(twin, codes=codes, block_scale=scales), twin, reference)
-        assert [difference.part for difference in found] == [Part.CODES, Part.BLOCK_SCALE]
+        assert [difference.part for difference in found] == [
+            TensorPart.CODES,
+            TensorPart.BLOCK_SCALE,
+        ]
         rows = found[1].rows.nonzero().flatten().tolist()
         assert rows == ([128, 129] if fmt is FP8_128X128_F32 else [1])

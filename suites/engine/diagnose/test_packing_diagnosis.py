@@ -10,8 +10,8 @@ import torch
 
 from degarble.harness.base.errors import ShapeMismatch
 from degarble.harness.engine.diagnose.packing_diagnosis import Diagnosis, diagnose
-from degarble.harness.engine.faults.family import same_values
 from degarble.harness.engine.faults.registry import FAULTS
+from degarble.harness.engine.faults.tensor_faults import same_values
 from degarble.harness.formats.dialects import CANONICAL, DIALECTS, TORCHAO
 from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4
 from degarble.harness.formats.number_formats import (
@@ -27,7 +27,7 @@ from degarble.suites.engine.weights import heavy_tailed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from degarble.harness.engine.faults.family import Fault
+    from degarble.harness.engine.faults.tensor_faults import TensorFault
     from degarble.harness.formats.dialects import Dialect
     from degarble.harness.formats.layouts import ScaleLayout
     from degarble.harness.formats.number_formats import BlockFormat
@@ -49,7 +49,7 @@ def _names(diagnosis: Diagnosis) -> list[str]:
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=lambda fault: fault.id)
 @pytest.mark.parametrize("layout", [LINEAR, SWIZZLE_128X4], ids=lambda layout: layout.name)
 def test_each_fault_is_named_in_each_dialect(
-    dialect: Dialect, fault: Fault, layout: ScaleLayout, seed: int
+    dialect: Dialect, fault: TensorFault, layout: ScaleLayout, seed: int
 ) -> None:
     weight = heavy_tailed(160, 192, seed)
     healthy = quantise(weight, NVFP4, dialect).with_layout(layout)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.engine.diagnose.diagnose import Named
-    from degarble.harness.engine.faults.model_faults import Way
+    from degarble.harness.engine.faults.model_faults import FaultVariant
 
     Where = Mapping[str, str | int | float]
 
@@ -40,7 +40,7 @@ def answer(fault: str, place: str, part: str) -> tuple[Where, tuple[Named, ...]]
     def in_prefill(inputs: Mapping[str, Tensor]) -> bool:
         return equal(inputs, first)
 
-    hidden: Way = {
+    hidden: FaultVariant = {
         "prefill": lambda: in_calls(way, in_prefill),
         "decode": lambda: in_calls(way, lambda inputs: not in_prefill(inputs)),
         "step": lambda: in_calls(way, lambda inputs: equal(inputs, second)),

@@ -14,7 +14,7 @@ from degarble.harness.engine.diagnose.sample import (
     together,
 )
 from degarble.harness.engine.diagnose.trial import distance
-from degarble.harness.engine.faults.model_faults import Sight, Way, with_outputs
+from degarble.harness.engine.faults.model_faults import CallRecord, FaultVariant, with_outputs
 from degarble.suites.engine.diagnosing import double
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def test_the_window_holds_the_rows_that_differ() -> None:
         made[100:110] *= 2
         return {"out": made}
 
-    sight = model.sights(PLACE, Way("late", with_outputs(late)))[0]
+    sight = model.sights(PLACE, FaultVariant("late", with_outputs(late)))[0]
     sample = sampled(model.naming(PLACE), sight)
     assert not sample.whole
     begin = WINDOW * (100 // WINDOW)
@@ -57,7 +57,7 @@ def test_wide_outputs_are_looked_at_in_few_columns() -> None:
         return {"out": made}
 
     place = "layers.1.attn.wq_b"
-    sight = model.sights(place, Way("one column", with_outputs(one_column)))[0]
+    sight = model.sights(place, FaultVariant("one column", with_outputs(one_column)))[0]
     assert sight.outputs["out"].shape[1] > COLUMNS
     sample = sampled(model.naming(place), sight)
     assert 77 in sample.columns["out"]
@@ -79,8 +79,8 @@ def test_decoded_inputs_give_the_same_outputs() -> None:
 
 def test_the_most_telling_call_is_the_one_that_is_farthest_off() -> None:
     one = torch.ones(2, 4)
-    near = Sight({}, {"out": one * 1.01}, {"out": one})
-    far = Sight({}, {"out": one * 3}, {"out": one})
+    near = CallRecord({}, {"out": one * 1.01}, {"out": one})
+    far = CallRecord({}, {"out": one * 3}, {"out": one})
     assert most_telling([near, far, near]) is far
 
 

@@ -18,7 +18,7 @@ from degarble.harness.engine.diagnose.trial import (
     proposed,
     shape_distance,
 )
-from degarble.harness.engine.faults.model_faults import Sight, Way, with_outputs
+from degarble.harness.engine.faults.model_faults import CallRecord, FaultVariant, with_outputs
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.suites.engine.diagnosing import double
 from degarble.suites.museum.museum_stages import small_stage
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PLACE = "layers.1.attn.wq_a"
 TOPK = "layers.1.ffn.topk"
-NOTHING = Way("nothing", lambda call: call)
+NOTHING = FaultVariant("nothing", lambda call: call)
 MANY = torch.randn(64, 128, generator=torch.Generator().manual_seed(2)).bfloat16()
 ONE = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)
 
@@ -113,12 +113,14 @@ def test_gains_of_rows_or_columns_are_taken_out() -> None:
 def test_a_healthy_candidate_is_within_and_a_changed_one_is_not() -> None:
     model = double("v4", "nvfp4-full")
     scene, sight = model.naming(PLACE), model.sights(PLACE, None)[0]
-    nothing = make(scene, sight, Way("nothing", lambda call: call))
+    nothing = make(scene, sight, FaultVariant("nothing", lambda call: call))
     assert nothing is not None
     found = proof(scene, sight, nothing)
     assert found.ratio <= 0.7
     assert found.within == 1
-    double_way = Way("doubled", with_outputs(lambda _i, outputs: {"out": outputs["out"] * 1.05}))
+    double_way = FaultVariant(
+        "doubled", with_outputs(lambda _i, outputs: {"out": outputs["out"] * 1.05})
+    )
     wrong = make(scene, sight, double_way)
     assert wrong is not None
     found = proof(scene, sight, wrong)
@@ -153,7 +155,7 @@ def test_a_way_that_cannot_be_made_makes_nothing() -> None:
     def broken(_inputs: object, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {"out": outputs["out"] @ outputs["out"][:3]}
 
-    way = Way("broken", with_outputs(broken))
+    way = FaultVariant("broken", with_outputs(broken))
     assert make(model.naming(PLACE), model.sights(PLACE, None)[0], way) is None
 
 
@@ -164,7 +166,7 @@ def test_codes_may_differ_as_producers_of_one_dialect_do(share: float, within: b
     scene, sight = model.naming(place), model.sights(place, None)[0]
     codes = sight.outputs["codes"].flatten().clone()
     codes[: math.ceil(share * codes.numel())] ^= 1
-    made = make(scene, sight, Way("nothing", lambda call: call))
+    made = make(scene, sight, FaultVariant("nothing", lambda call: call))
     assert made is not None
     sight.outputs["codes"] = codes.reshape(sight.outputs["codes"].shape)  # type: ignore[index]
     assert (proof(scene, sight, made).ratio <= 0.7) is within
@@ -176,13 +178,13 @@ def test_weights_of_a_router_are_held_against_what_the_way_made() -> None:
     scene, inputs = stage.scene(TOPK), stage.healthy.inputs(stage.first(TOPK))
     known = stage.healthy.outputs(stage.first(TOPK))
     shares = known["weights"] / known["weights"].sum(-1, keepdim=True)
-    sight = Sight(inputs, {**known, "weights": shares}, known)
+    sight = CallRecord(inputs, {**known, "weights": shares}, known)
     (way,) = MODEL_FAULTS["M27.left_out"].ways(scene)
     made = make(scene, sight, way)
     assert made is not None
     assert not torch.equal(made.outputs["weights"], shares), "else nothing is asked"
     assert proof(scene, sight, made).ratio <= 0.7
-    spoilt = Sight(inputs, {**known, "weights": shares * (1 + 1e-4)}, known)
+    spoilt = CallRecord(inputs, {**known, "weights": shares * (1 + 1e-4)}, known)
     assert proof(scene, spoilt, made).ratio > 1
 
 

@@ -1,4 +1,4 @@
-"""Every family of weights: where it sits, what it changes, and that it changes nothing else."""
+"""Faults of weights: where each applies, what it changes, and how weights are decoded."""
 
 from __future__ import annotations
 
@@ -9,14 +9,34 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
+from degarble.harness.engine.faults import weight_faults
+from degarble.harness.engine.faults.layouts import chunks_behind, words_behind
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
+from degarble.harness.engine.faults.weight_faults import (
+    Decoding,
+    numbers_of,
+    once,
+    remembering,
+    scale_numbers,
+    with_scales,
+)
+from degarble.harness.formats.layouts import SWIZZLE_128X4, from_layout, to_layout
+from degarble.harness.formats.number_formats import BLOCK_FORMATS, NibbleOrder, ScaleDirection
+from degarble.harness.formats.quantise import dequantise, quantise
+from degarble.harness.formats.weight import Weight
 from degarble.suites.engine.diagnosing import FAULTS, OURS, double
+from degarble.suites.engine.weights import heavy_tailed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from degarble.harness.engine.faults.model_faults import Way
+    from degarble.harness.engine.faults.model_faults import FaultVariant
+
+
+# --------------------------------------------------------------------------------------------------
+# Every family of weights: where it sits, what it changes, and that it changes nothing else.
 
 
 def test_every_family_has_three_variants_and_words() -> None:
@@ -88,9 +108,134 @@ def test_what_moves_scales_is_no_name_for_one_factor(fault: str) -> None:
     was, seen = weight.values(torch.float32), dict[object, bool]()
     for way in MODEL_FAULTS[fault].ways(scene):
 
-        def look(inputs: Mapping[str, Any], weights: Mapping[str, Any], way: Way = way) -> Any:
+        def look(
+            inputs: Mapping[str, Any], weights: Mapping[str, Any], way: FaultVariant = way
+        ) -> Any:
             seen[way.where.get("rows")] = torch.equal(weights[name].values(torch.float32), was)
             return inputs
 
         way.apply(look)({}, {name: weight})
     assert seen == {None: False, "256 to 511": False, "128 to 191": True}
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_numbers_are_those_of_dequantise(name: str, seed: int) -> None:
+    form = BLOCK_FORMATS[name]
+    tensor = quantise(heavy_tailed(160, 256, seed), form)
+    forms = [tensor]
+    if form.tensor_scale:
+        forms += [
+            tensor.with_layout(SWIZZLE_128X4),
+            tensor.with_nibble_order(NibbleOrder.HIGH_EVEN),
+            tensor.with_direction(ScaleDirection.ENCODE),
+        ]
+    for each in forms:
+        assert torch.equal(numbers_of(Weight.of(each)), dequantise(each, torch.float64))
+        assert torch.equal(scale_numbers(each), each.scale_values())
+
+
+def test_cut_off_blocks_are_decoded(seed: int) -> None:
+    tensor = quantise(heavy_tailed(130, 200, seed), BLOCK_FORMATS["FP8_128X128_F32"])
+    assert torch.equal(numbers_of(Weight.of(tensor)), dequantise(tensor, torch.float64))
+
+
+def test_scales_of_ones_leave_elements(seed: int) -> None:
+    tensor = quantise(heavy_tailed(4, 32, seed), BLOCK_FORMATS["NVFP4"])
+    ones = torch.ones_like(tensor.scale_values())
+    assert with_scales(tensor, ones, tensor_scale=False).abs().max() == 6
+
+
+def test_only_changed_weights_are_decoded_again(seed: int) -> None:
+    weight = Weight.of(quantise(heavy_tailed(4, 32, seed), BLOCK_FORMATS["NVFP4"]))
+    other = Weight.of(weight.quantised())
+    seen = Decoding({"a": weight, "b": other}, {"a": weight, "b": weight})
+    with remembering():
+        a, b = ([seen[name].values(torch.float64) for _ in range(2)] for name in "ab")
+    assert a[0] is a[1]
+    assert b[0] is not b[1]
+    assert torch.equal(a[0], weight.values(torch.float64))
+    assert torch.equal(b[0], a[0])
+    assert list(seen) == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_chosen_rows_are_those_of_the_whole(name: str, seed: int) -> None:
+    weight = Weight.of(quantise(heavy_tailed(160, 256, seed), BLOCK_FORMATS[name]))
+    rows = torch.tensor([0, 3, 127, 128, 159])
+    for kept in ({"a": weight}, {}):
+        seen = Decoding({"a": weight}, kept, rows)["a"].values(torch.float64)
+        assert torch.equal(seen, weight.values(torch.float64)[rows])
+
+
+def test_what_is_remembered_is_bounded_and_forgotten(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = [
+        Weight.of(quantise(heavy_tailed(16, 32, seed + n), BLOCK_FORMATS["NVFP4"]))
+        for n in range(3)
+    ]
+    monkeypatch.setattr(weight_faults, "REMEMBERED", 2 * 16 * 32 * 8)
+    with remembering():
+        first = numbers_of(weights[0])
+        assert numbers_of(weights[0]) is first
+        for weight in weights[1:]:
+            numbers_of(weight)
+        assert numbers_of(weights[0]) is not first
+        assert torch.equal(numbers_of(weights[0]), first)
+    assert numbers_of(weights[0]) is not numbers_of(weights[0])
+
+
+def test_a_result_is_made_once_of_the_same_objects() -> None:
+    made: list[object] = []
+    one, other = torch.zeros(1), torch.zeros(1)
+
+    def make() -> object:
+        made.append(object())
+        return made[-1]
+
+    assert once([one], make) is not once([one], make)
+    with remembering():
+        first = once([one], make)
+        with remembering():
+            assert once([one], make) is first
+        assert once([other], make) is not first
+        assert once([one, other], make) is not first
+        assert once([one], make) is first
+        for _ in range(100):
+            assert once([torch.zeros(1)], make) is made[-1]
+        assert once([one], make) is not first, "few are remembered"
+
+
+# --------------------------------------------------------------------------------------------------
+# What lies a word or a chunk on is that of the layout's own addresses.
+
+
+@pytest.mark.parametrize("rows", [3, 40, 128])
+@pytest.mark.parametrize("columns", [4, 6, 12])
+def test_words_lie_as_the_swizzle_has_them(rows: int, columns: int) -> None:
+    scales = torch.randint(1, 255, (rows, columns), dtype=torch.uint8)
+    stored = to_layout(scales, SWIZZLE_128X4)
+    behind = from_layout(pad(stored[4:], (0, 4)), SWIZZLE_128X4, rows, columns)
+    assert torch.equal(words_behind(scales), behind)
+
+
+def test_the_last_row_of_all_tiles_has_nothing_behind_it() -> None:
+    made = words_behind(torch.ones(300, 8, dtype=torch.uint8))
+    assert made[127].tolist() == made[255].tolist() == [1] * 4 + [0] * 4
+    assert made[254].tolist() == [1] * 8
+
+
+@pytest.mark.parametrize("tile", [8, 64])
+def test_chunks_change_places_every_four_rows(tile: int) -> None:
+    codes = torch.randint(1, 255, (16, 96), dtype=torch.uint8)
+    made, lies = chunks_behind(tile, codes), {}
+    for row in range(16):
+        for chunk in range(6):
+            step, half = divmod(chunk, 2)
+            place = step * 2 * tile + row % tile * 2 + (row // 4 % 2 ^ half)
+            lies[row // tile, place] = row, chunk
+    nothing = torch.zeros(16, dtype=torch.uint8)
+    for (part, place), (row, chunk) in lies.items():
+        behind = lies.get((part, place + 1))
+        expected = nothing if behind is None else codes[behind[0]].unflatten(0, (6, 16))[behind[1]]
+        assert torch.equal(made[row].unflatten(0, (6, 16))[chunk], expected), (row, chunk)

@@ -13,7 +13,7 @@ import torch
 
 from degarble.harness.capture.files.records import CapturedCall, CapturedStep, CapturedTensor, Phase
 from degarble.harness.engine.diagnose.diagnose import diagnose
-from degarble.harness.engine.faults.model_faults import Scene
+from degarble.harness.engine.faults.model_faults import ComponentContext
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.engine.localise import judged_run
 from degarble.harness.engine.localise import localise as module
@@ -541,7 +541,7 @@ def test_a_choice_that_fell_the_other_way_hides_no_cause(config: Config, fault: 
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(12, config.n_routed_experts, generator=generator, dtype=torch.float64)
     before, behind = on_the_edge(lambda x: call({"logits": x}, weights)["experts"], logits)
-    scene = Scene(twin, known.components[name], recipe)
+    scene = ComponentContext(twin, known.components[name], recipe)
     (way, *_) = MODEL_FAULTS[fault].ways(scene)
     outputs = dict(way.apply(call)({"logits": behind}, weights))
     other = way.apply(call)({"logits": before}, weights)

@@ -9,7 +9,7 @@ import torch
 
 from degarble.harness.base.errors import UnreadableFile
 from degarble.harness.capture.files.records import Phase
-from degarble.harness.engine.faults.model_faults import Way, with_inputs
+from degarble.harness.engine.faults.model_faults import FaultVariant, with_inputs
 from degarble.harness.engine.localise.recorded_run import (
     InMemoryRun,
     by_component,
@@ -59,7 +59,7 @@ def test_every_component_of_every_step_is_seen_and_the_steps_run_again_alike(
 def test_an_edge_is_seen_damaged_and_a_write_into_an_input_is_told() -> None:
     model = bound(V4)
     name = "layers.0.attn.q_norm"
-    double = Way("twice", with_inputs(lambda given: {"x": given["x"] * 2}))
+    double = FaultVariant("twice", with_inputs(lambda given: {"x": given["x"] * 2}))
     run = InMemoryRun.of(model, PROMPTS, 1, {name: double})
     calls = {call.component: call for call in run.calls}
     made = run.outputs(calls["layers.0.attn.wq_a"])["out"]

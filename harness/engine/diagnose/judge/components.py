@@ -23,7 +23,7 @@ from degarble.harness.engine.diagnose.judge.report import (
     census_of,
     elements_of,
 )
-from degarble.harness.engine.faults.model_faults import Scene, Sight
+from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
 from degarble.harness.engine.localise.recorded_run import word_of
 from degarble.harness.formats.quantise import QuantisedTensor
 from degarble.harness.formats.weight import Weight
@@ -75,7 +75,8 @@ def judge_component(
     if verdict is not Verdict.DIFFERS or foreign:
         return JudgedKernel(component.name, verdict, judged)
     found = diagnose(
-        Scene(bound, component, recipe), Sight(dict(inputs), outputs, dict(call.outputs))
+        ComponentContext(bound, component, recipe),
+        CallRecord(dict(inputs), outputs, dict(call.outputs)),
     )
     named = tuple(
         Named(each.id, each.fault.title, each.evidence, each.ratio) for each in found.named

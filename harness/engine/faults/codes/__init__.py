@@ -1,1 +1,0 @@
-"""Faults of element codes: codecs, signs, nibbles, number formats."""

@@ -1,1 +1,0 @@
-"""Faults of layout: order of bytes, words and fused operands."""

@@ -1,1 +1,0 @@
-"""Faults of KV caches and other memory: stale, misread, racing or padded."""

@@ -1,0 +1,480 @@
+"""Faults of precision: M40 accumulator or output format and rounding, M43 small systematic gain."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.engine.faults.gain_fit import (
+    FAINT,
+    RoundingSide,
+    both_gains,
+    faint,
+    fitted,
+    gain_text,
+    is_named,
+    of_sight,
+    planted_gain,
+    sharpened,
+)
+from degarble.harness.engine.faults.model_faults import (
+    FaultVariant,
+    ModelFault,
+    decoded,
+    facts_of,
+    from_variants,
+    unrounded,
+    unrounded_output,
+    with_facts,
+)
+from degarble.harness.engine.faults.regions import differing, flat, length_of_difference
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.engine.faults.gain_fit import Region
+    from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
+
+    Tensors = Mapping[str, Tensor]
+    Round = Callable[[Tensor], Tensor]
+
+
+# --------------------------------------------------------------------------------------------------
+# M40: an accumulator or an output has too small a format, or is rounded by another rule.
+#
+# Partial sums are stored in FP16 before the scale (vllm issue 37135: infinite), partial sums over K
+# are kept in BF16, an output passes through E4M3, or is truncated instead of rounded. Each of these
+# alone looks like noise; sums over rows and tiles show that it is too large.
+
+
+_LINEARS = (
+    "attn.wq_a", "attn.wq_b", "attn.wkv", "attn.wkv_a", "attn.wkv_b", "attn.wo", "attn.wo_a",
+    "attn.wo_b", "attn.indexer.wq_b", "attn.indexer.wk", "ffn.shared.w13", "ffn.shared.w2",
+    "ffn.w13", "ffn.w2", "ffn.experts.w13", "ffn.experts.w2",
+)  # fmt: skip
+_ROUNDED = (*_LINEARS, "attn.attend", "attn.norm", "attn.q_norm", "ffn.norm", "ffn.moe_sum")
+_BLOCK = 64  # of K
+_MOST_PARTS = 32  # that a sum is cut into, or a diagnosis would take minutes
+
+
+def _finer(scene: ComponentContext, change: Round) -> Any:
+    """Apply `change` to the unrounded output, then store it."""
+    fine = with_facts(scene, unrounded_output)
+
+    def apply(call: Any) -> Any:
+        exact = fine(call)
+
+        def faulty(inputs: Tensors, weights: Mapping[str, Any]) -> Any:
+            known = call(inputs, weights)
+            made = change(exact(inputs, weights)["out"].double())
+            return {**known, "out": made.to(known["out"].dtype)}
+
+        return faulty
+
+    return apply
+
+
+def _cut(x: Tensor) -> Tensor:
+    """Truncate to BF16, towards zero."""
+    codes = x.float().contiguous().view(torch.int32) & -65536
+    return codes.view(torch.float32).double()
+
+
+def _up(x: Tensor) -> Tensor:
+    """Round up to the next BF16; half away from zero instead of half to even has no effect."""
+    codes = (x.float().contiguous().view(torch.int32) + 65535) & -65536
+    return codes.view(torch.float32).double()
+
+
+def _through(dtype: torch.dtype, scale: float, x: Tensor) -> Tensor:
+    if dtype is torch.float8_e4m3fn:
+        return (x / scale).clamp(-448, 448).to(dtype).double() * scale
+    return (x / scale).to(dtype).double() * scale
+
+
+def _coarse_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+    for words, change in (
+        ("an output that was E4M3 on its way", partial(_through, torch.float8_e4m3fn, 1.0)),
+        ("an output that was E5M2 on its way", partial(_through, torch.float8_e5m2, 1.0)),
+        ("an output cut off towards zero", _cut),
+        ("an output rounded away from zero", _up),
+    ):
+        yield FaultVariant(words, _finer(scene, change))
+
+
+def _small_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+    """Yield sums kept in FP16 before the scales are multiplied."""
+    for words, power in (
+        ("sums in FP16 in front of a scale of 2^-20", 2.0**-20),
+        ("sums in FP16 in front of a scale of 2^-14", 2.0**-14),
+        ("outputs below 2^-10 lost in FP16 behind a scale of 2^14", 2.0**14),
+    ):
+        yield FaultVariant(words, _finer(scene, partial(_through, torch.float16, power)))
+    yield FaultVariant("sums in FP16 in front of the tensor scale", _before_the_scale(scene))
+
+
+def _before_the_scale(scene: ComponentContext) -> Any:
+    """Round the sum as it is before its tensor scales are multiplied."""
+    fine = with_facts(scene, unrounded)
+
+    def apply(call: Any) -> Any:
+        exact = fine(call)
+
+        def faulty(inputs: Tensors, weights: Mapping[str, Any]) -> Any:
+            known = call(inputs, weights)
+            scale = 1.0
+            for weight in weights.values():
+                if weight.tensor_scale is not None:
+                    scale = float(weight.tensor_scale.double().abs().max())
+            given = inputs.get("tensor_scale")
+            if given is not None:
+                scale *= float(given.double().abs().max())
+            made = _through(torch.float16, scale, exact(inputs, weights)["out"].double())
+            return {**known, "out": made.to(known["out"].dtype)}
+
+        return faulty
+
+    return apply
+
+
+def _kept(scene: ComponentContext, dtype: torch.dtype, block: int | None) -> Any:
+    """Add partial sums over blocks of K to a sum that is stored in `dtype`."""
+    fine = with_facts(scene, unrounded)
+
+    def apply(call: Any) -> Any:
+        exact = fine(call)
+
+        def faulty(inputs: Tensors, weights: Mapping[str, Any]) -> Any:
+            known = call(inputs, weights)
+            total = torch.zeros(known["out"].shape, dtype=torch.float64)
+            facts = facts_of(exact)
+            width = max(weight.shape[1] for weight in weights.values())
+            size = max(block or -(-width // 2), -(-width // _MOST_PARTS))
+            for begin in range(0, width, size):
+                some = decoded(facts, inputs, weights, partial(_alone, begin, begin + size))
+                total = (total + exact(some, weights)["out"].double()).to(dtype).double()
+            return {**known, "out": total.to(known["out"].dtype)}
+
+        return faulty
+
+    return apply
+
+
+def _alone(begin: int, end: int, x: Tensor) -> Tensor:
+    """Return the input with all but some columns set to zero."""
+    made = torch.zeros_like(x)
+    made[..., begin:end] = x[..., begin:end]
+    return made
+
+
+def _sum_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+    for block in (_BLOCK, _BLOCK // 2):
+        words = f"sums kept in BF16 from one {block} of K to the next"
+        yield FaultVariant(words, _kept(scene, torch.bfloat16, block), {"k": block})
+    yield FaultVariant(
+        "the two halves of K stored in BF16 and added", _kept(scene, torch.bfloat16, None)
+    )
+
+
+def _if_near(
+    ways: Callable[[ComponentContext], Iterator[FaultVariant]], most: float
+) -> Callable[[ComponentContext, CallRecord], Iterator[FaultVariant]]:
+    """Propose only if the difference is at most `most`, as rounding is; partial sums are costly."""
+
+    def signature(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
+        if length_of_difference(sight) <= most:
+            yield from ways(scene)
+
+    return signature
+
+
+OUTPUT_PRECISION_FAULTS = (
+    ModelFault(
+        id="M40.coarse_output",
+        title="An output passes through a coarser format, or is cut off",
+        effect="noise beyond one rounding; small values, or all of them, lean to one side",
+        remedy="Round once, to nearest even, to the dtype that is stored.",
+        sits=lambda scene: scene.role in _ROUNDED,
+        ways=_coarse_variants,
+        signature=_if_near(_coarse_variants, 0.5),
+    ),
+    ModelFault(
+        id="M40.small_accumulator",
+        title="A sum is stored in FP16 in front of its scale",
+        effect="large sums become infinite, or small ones vanish",
+        remedy="Multiply by the scales in fp32 and convert last.",
+        sits=lambda scene: scene.role in _LINEARS,
+        ways=_small_variants,
+        signature=from_variants(_small_variants),
+    ),
+    ModelFault(
+        id="M40.short_sums",
+        title="Partial sums over K are stored in 16 bits",
+        effect="noise that grows with K",
+        remedy="Keep accumulators and split-K workspaces in fp32.",
+        sits=lambda scene: scene.role in _LINEARS,
+        ways=_sum_variants,
+        signature=_if_near(_sum_variants, 0.3),
+    ),
+)
+
+
+# --------------------------------------------------------------------------------------------------
+# M43: an output, or one head, expert or tile of it, has a small systematic gain.
+#
+# One backend shifts the distribution silently (flashinfer issue 3589), or leaves out a constant of
+# the model (sglang issue 26791). The gain is fitted by least squares, place by place. It is
+# reported as a number; its origin is left to the reader.
+
+PLANTED = (0.97, 1.03, 0.9)
+TILE = 64  # columns of a tile
+_WHOLE = {
+    "attn.attend", "attn.compressor.pool", "attn.hc_post", "attn.hc_pre",
+    "attn.indexer.weights_proj", "attn.inverse_rope", "attn.kv_norm", "attn.kv_norm_rope",
+    "attn.kv_write", "attn.norm", "attn.q_head_norm_rope", "attn.q_norm", "attn.wkv", "attn.wkv_a",
+    "attn.wo", "attn.wo_a", "attn.wo_b", "attn.wq_a", "attn.wq_b", "embed", "ffn.act",
+    "ffn.experts.combine", "ffn.experts.w13", "ffn.experts.w2", "ffn.gate", "ffn.hc_post",
+    "ffn.hc_pre", "ffn.moe_sum", "ffn.norm", "ffn.shared.act", "ffn.shared.w13", "ffn.shared.w2",
+    "ffn.w13", "ffn.w2", "hc_head", "head", "norm",
+}  # fmt: skip
+_TILED = {
+    "attn.wq_a", "attn.wq_b", "attn.wo_b", "attn.wo", "ffn.shared.w13", "ffn.shared.w2", "ffn.w13",
+    "ffn.w2", "head",
+}  # fmt: skip
+
+
+def _whole_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+    for gain in PLANTED:
+        yield planted_gain(scene, f"{gain_text(gain)} on all of it", gain, places={"gain": gain})
+
+
+def _whole(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
+    gain = of_sight(sight)
+    c, e = sight.outputs.get("out"), sight.expected.get("out")
+    if gain is None and c is not None and e is not None and c.shape == e.shape:
+        gain = faint(c, e)
+    if gain is not None:
+        for value, side in _sharp(scene, sight, gain):
+            words = f"{gain_text(value)} on all of it"
+            yield from both_gains(scene, words, value, places={"gain": value}, sides=(side,))
+
+
+def _sharp(
+    scene: ComponentContext, sight: CallRecord, gain: float, mask: Tensor | None = None
+) -> Iterator[tuple[float, RoundingSide]]:
+    """Yield the gains that a fitted one may be, each with its side of the rounding.
+
+    A healthy kernel's own roundings may blur what `sharpened` counts; then the fit itself is right.
+    """
+    for side in RoundingSide:
+        sharp = sharpened(scene, sight, gain, mask, side)
+        for value in dict.fromkeys((*_rounded(sharp), *_rounded(gain))):
+            yield value, side
+
+
+def _rounded(gain: float) -> Iterator[float]:
+    """Yield the gain with few digits if a fit cannot tell them apart, then the gain itself."""
+    if not math.isfinite(gain):
+        return  # a twin that is not finite has no gain
+    exact = math.copysign(2.0 ** round(math.log2(abs(gain))), gain) if gain else 0.0
+    if is_named(gain, exact) and exact != 1:
+        yield exact  # a fit's last digits are noise beside an exact number
+        return
+    if abs(gain - 1) <= FAINT:
+        beside = dict.fromkeys(float(f"{gain - 1:.{digits}g}") for digits in (1, 2))
+        yield from (1 + value for value in beside if value)
+        yield gain
+        return
+    short = {float(f"{gain:.{digits}g}"): None for digits in (2, 3)}
+    yield from (value for value in short if value != 1 and is_named(gain, value))
+    yield gain
+
+
+def _heads(scene: ComponentContext) -> int:
+    return int(scene.bound.config.num_attention_heads)
+
+
+def _head_region(head: int, heads: int) -> Region:
+    def region(_inputs: Mapping[str, Tensor], out: Tensor) -> Tensor:
+        if out.ndim == 3:
+            return (torch.arange(out.shape[1]) == head)[:, None].expand(out.shape)
+        return (torch.arange(out.shape[-1]) // (out.shape[-1] // heads) == head).expand(out.shape)
+
+    return region
+
+
+def _planted_heads(scene: ComponentContext) -> Iterator[FaultVariant]:
+    for head in (0, _heads(scene) - 1):
+        yield next(head_variants(scene, head, 0.97))
+
+
+def head_variants(
+    scene: ComponentContext,
+    head: int,
+    gain: float,
+    sides: Collection[RoundingSide] = tuple(RoundingSide),
+) -> Iterator[FaultVariant]:
+    """Yield a gain on one head, before the rounding and after it."""
+    region, places = _head_region(head, _heads(scene)), {"head": head, "gain": gain}
+    yield from both_gains(scene, f"{gain_text(gain)} on head {head}", gain, region, places, sides)
+
+
+def _of_places(
+    scene: ComponentContext, sight: CallRecord, masks: Iterator[tuple[int, Tensor]]
+) -> Iterator[tuple[int, float, RoundingSide]]:
+    """Yield places that differ by a gain; none if the whole output has one."""
+    c, e = sight.outputs["out"], sight.expected["out"]
+    if of_sight(sight) is not None or c.shape != e.shape:
+        return
+    for number, mask in masks:
+        gain = fitted(c[mask], e[mask]) or faint(c[mask], e[mask])
+        if gain is not None:
+            for value, side in _sharp(scene, sight, gain, mask):
+                yield number, value, side
+
+
+def _head(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
+    heads, out = _heads(scene), sight.expected["out"]
+    masks = ((h, _head_region(h, heads)(sight.inputs, out)) for h in range(heads))
+    found = ((h, mask) for h, mask in masks if mask is not None)
+    for head, gain, side in _of_places(scene, sight, found):
+        yield from head_variants(scene, head, gain, (side,))
+
+
+def _expert_region(expert: int) -> Region:
+    def region(inputs: Mapping[str, Tensor], out: Tensor) -> Tensor:
+        return (inputs["experts"] == expert)[..., None].expand(out.shape)
+
+    return region
+
+
+def expert_variants(
+    scene: ComponentContext,
+    expert: int,
+    gain: float,
+    sides: Collection[RoundingSide] = tuple(RoundingSide),
+) -> Iterator[FaultVariant]:
+    """Yield a gain on one expert, before the rounding and after it."""
+    region, places = _expert_region(expert), {"expert": expert, "gain": gain}
+    yield from both_gains(
+        scene, f"{gain_text(gain)} on expert {expert}", gain, region, places, sides
+    )
+
+
+def _planted_experts(scene: ComponentContext) -> Iterator[FaultVariant]:
+    for expert in (0, scene.bound.config.n_routed_experts - 1):
+        yield next(expert_variants(scene, expert, 0.97))
+
+
+def _expert(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
+    experts, out = sight.inputs["experts"], sight.expected["out"]
+    masks = (
+        (number, (experts == number)[..., None].expand(out.shape))
+        for number in experts.unique().tolist()
+        if number >= 0
+    )
+    for expert, gain, side in _of_places(scene, sight, masks):
+        yield from expert_variants(scene, expert, gain, (side,))
+
+
+def _tile_region(tile: int) -> Region:
+    def region(_inputs: Mapping[str, Tensor], out: Tensor) -> Tensor:
+        return (torch.arange(out.shape[-1]) // TILE == tile).expand(out.shape)
+
+    return region
+
+
+def tile_variants(
+    scene: ComponentContext,
+    tile: int,
+    gain: float,
+    sides: Collection[RoundingSide] = tuple(RoundingSide),
+) -> Iterator[FaultVariant]:
+    """Yield a gain on one tile of columns, before the rounding and after it."""
+    begin = tile * TILE
+    words = f"{gain_text(gain)} on columns {begin} to {begin + TILE - 1}"
+    places = {"column": begin, "gain": gain}
+    yield from both_gains(scene, words, gain, _tile_region(tile), places, sides)
+
+
+def _planted_tiles(scene: ComponentContext) -> Iterator[FaultVariant]:
+    for gain in (0.97, 0.5):
+        yield next(tile_variants(scene, 0, gain))
+    yield next(tile_variants(scene, 1, 0.97))
+
+
+def _tile(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
+    mask = differing(sight)
+    out = sight.expected["out"]
+    if out.shape[-1] <= TILE:
+        return
+    columns = range(out.shape[-1]) if mask is None else mask.any(0).nonzero().flatten().tolist()
+    found = sorted({c // TILE for c in columns})
+    if mask is not None and len(found) * TILE >= flat(out).shape[1]:
+        return
+    masks = ((tile, _tile_region(tile)(sight.inputs, out)) for tile in found)
+    for tile, gain, side in _of_places(scene, sight, ((t, m) for t, m in masks if m is not None)):
+        yield from tile_variants(scene, tile, gain, (side,))
+
+
+def _sits_whole(scene: ComponentContext) -> bool:
+    return scene.role in _WHOLE
+
+
+def _sits_head(scene: ComponentContext) -> bool:
+    return scene.role in {"attn.attend", "attn.wq_b", "attn.q_head_norm_rope", "attn.inverse_rope"}
+
+
+def _sits_expert(scene: ComponentContext) -> bool:
+    return scene.role in {"ffn.experts.w13", "ffn.experts.w2"}
+
+
+def _sits_tile(scene: ComponentContext) -> bool:
+    return scene.role in _TILED
+
+
+_REMEDY = "Look for a constant that this backend leaves out, or a scale that it rounds."
+
+SMALL_GAIN_FAULTS = (
+    ModelFault(
+        id="M43.whole",
+        title="A systematic gain on all of an output",
+        effect="proportions stay, so a cosine sees nothing; distributions shift",
+        remedy=_REMEDY,
+        sits=_sits_whole,
+        ways=_whole_variants,
+        signature=_whole,
+    ),
+    ModelFault(
+        id="M43.one_head",
+        title="A systematic gain on one head",
+        effect="one head pulls more or less than it should",
+        remedy=_REMEDY,
+        sits=_sits_head,
+        ways=_planted_heads,
+        signature=_head,
+    ),
+    ModelFault(
+        id="M43.one_expert",
+        title="A systematic gain on one expert",
+        effect="tokens that visit this expert are off by its factor, or have its sign turned",
+        remedy=_REMEDY,
+        sits=_sits_expert,
+        ways=_planted_experts,
+        signature=_expert,
+    ),
+    ModelFault(
+        id="M43.one_tile",
+        title="A systematic gain on one tile of columns",
+        effect="64 columns of a product are off",
+        remedy=_REMEDY,
+        sits=_sits_tile,
+        ways=_planted_tiles,
+        signature=_tile,
+    ),
+)

@@ -1,1 +1,0 @@
-"""Faults of sums, activations and output precision."""

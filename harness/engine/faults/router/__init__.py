@@ -1,1 +1,0 @@
-"""Faults of the MoE router."""

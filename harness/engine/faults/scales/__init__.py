@@ -1,1 +1,0 @@
-"""Faults of block, tensor and input scales."""

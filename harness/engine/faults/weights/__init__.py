@@ -1,1 +1,0 @@
-"""Faults of weights and weight loading."""
