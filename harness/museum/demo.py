@@ -14,8 +14,8 @@ from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.chat.tokenizer import IncrementalDecoder, Tokenizer
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.commands.audit.audit import identity_of
-from degarble.harness.commands.check.output_statistics import Looker
-from degarble.harness.commands.check.page import Checked, Found, sentence_of
+from degarble.harness.commands.check.output_statistics import StatisticsCollector
+from degarble.harness.commands.check.report import CheckPage, ReportedOrigin, page_sentence
 from degarble.harness.engine.diagnose.diagnose import diagnose
 from degarble.harness.engine.faults.model_faults import ComponentContext, Reach
 from degarble.harness.engine.faults.registry import model_fault_named
@@ -85,8 +85,8 @@ class DemoRun:
 
     said: tuple[tuple[str, ...], ...]
     localised: Localised
-    looker: Looker
-    found: tuple[Found, ...]
+    looker: StatisticsCollector
+    found: tuple[ReportedOrigin, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +118,7 @@ class Demonstration:
         """
         return bool(self.sick.found) and all(map(self._is_planted, self.sick.found))
 
-    def _is_planted(self, found: Found) -> bool:
+    def _is_planted(self, found: ReportedOrigin) -> bool:
         ids = [] if found.diagnosed is None else [each.id for each in found.diagnosed.named]
         return found.trouble.scene.name == self.planted.component and self.planted.fault.id in ids
 
@@ -171,13 +171,13 @@ def demo_model(folder: Path) -> DemoModel:
 
 def judge_run(model: DemoModel, run: InMemoryRun) -> DemoRun:
     """Localise the first steps of a run, and diagnose the origins."""
-    looker = Looker(model.museum.config)
+    looker = StatisticsCollector(model.museum.config)
     found = localise(
         model.twin, model.museum.recipe, first_steps(run, JUDGED_STEPS), model.reference,
         lambda _component: None, looker,
     )  # fmt: skip
     causes = tuple(
-        Found(each, diagnose(each.scene, [each.sight, *each.more]) if each.sight else None)
+        ReportedOrigin(each, diagnose(each.scene, [each.sight, *each.more]) if each.sight else None)
         for each in found.origins
     )
     return DemoRun(generated_texts(model, run), found, looker, causes)
@@ -264,11 +264,11 @@ def _breadth(way: FaultVariant) -> int:
 # The page: that of any check, with an introduction.
 
 
-def demo_result(story: Demonstration, provenance: Provenance) -> Checked:
+def demo_result(story: Demonstration, provenance: Provenance) -> CheckPage:
     """Return all data of a demonstration's page."""
     command = f"degarble demo --fault {story.planted.fault.id}"
     found = tuple(replace(each, reproduction=command) for each in story.sick.found)
-    telling = Checked(
+    telling = CheckPage(
         Subject("tiny V4, nvfp4-full", "Demonstration", story.model.identity),
         provenance,
         story.sick.localised,
@@ -278,7 +278,7 @@ def demo_result(story: Demonstration, provenance: Provenance) -> Checked:
         _facts(story),
         preface=(_healthy(story), _planted(story)),
     )
-    return replace(telling, sentence=f"{_lead(story)} {sentence_of(telling)}")
+    return replace(telling, sentence=f"{_lead(story)} {page_sentence(telling)}")
 
 
 def _lead(story: Demonstration) -> str:

@@ -22,8 +22,7 @@ from degarble.harness.commands.check.compare_runs import compare_runs
 from degarble.harness.engine.budget.attention import keeping_budgets
 from degarble.harness.engine.budget.judging import judge_outputs
 from degarble.harness.engine.budget.rules import JudgeableCall
-from degarble.harness.engine.diagnose.calls import MOST_WAYS, with_earlier
-from degarble.harness.engine.diagnose.diagnose import diagnose
+from degarble.harness.engine.diagnose.diagnose import MOST_VARIANTS, diagnose, with_earlier
 from degarble.harness.engine.diagnose.trial import make
 from degarble.harness.engine.faults.model_faults import ComponentContext, Reach
 from degarble.harness.engine.faults.registry import MODEL_FAULTS, STRENGTHS
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.base.protocols import ComponentCall
-    from degarble.harness.engine.diagnose.diagnose import Diagnosed, Named
+    from degarble.harness.engine.diagnose.diagnose import Diagnosed, NamedFault
     from degarble.harness.engine.faults.model_faults import CallRecord, FaultVariant, ModelFault
     from degarble.harness.engine.localise.discrepancy import Discrepancy
     from degarble.harness.engine.localise.localise import Localised
@@ -103,14 +102,16 @@ class FaultyTwin:
         return None
 
 
-def same_effect(planted: FaultyTwin, trouble: Discrepancy, first: Named) -> bool:
+def same_effect(planted: FaultyTwin, trouble: Discrepancy, first: NamedFault) -> bool:
     """Return whether a named cause has the planted one's effect in every call."""
     assert trouble.sight is not None, "it was diagnosed"
     calls = with_earlier((trouble.sight, *trouble.more))
     return all(_same(planted, trouble.scene, call, first) for call in calls)
 
 
-def _same(planted: FaultyTwin, scene: ComponentContext, call: CallRecord, first: Named) -> bool:
+def _same(
+    planted: FaultyTwin, scene: ComponentContext, call: CallRecord, first: NamedFault
+) -> bool:
     if call.implied:
         wanted: Tensors | None = {n: call.inputs[n] for n in call.implied if n in call.inputs}
     else:
@@ -125,11 +126,11 @@ def _same(planted: FaultyTwin, scene: ComponentContext, call: CallRecord, first:
     return False
 
 
-def _ways(scene: ComponentContext, call: CallRecord, first: Named) -> Iterator[FaultVariant]:
+def _ways(scene: ComponentContext, call: CallRecord, first: NamedFault) -> Iterator[FaultVariant]:
     """Yield the named way; for a fault that varies from call to call, all its proposals."""
     yield first.way
     if first.fault.per_call:
-        yield from islice(first.fault.signature(scene, call), MOST_WAYS)
+        yield from islice(first.fault.signature(scene, call), MOST_VARIANTS)
 
 
 def equal_outputs(made: Tensors, wanted: Tensors) -> bool:

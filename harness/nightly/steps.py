@@ -27,17 +27,18 @@ from degarble.harness.checkpoint.audit.rules import Level
 from degarble.harness.commands.audit import audit as auditing
 from degarble.harness.commands.audit.page import audit_page
 from degarble.harness.commands.check import check as checking
+from degarble.harness.commands.check.check import texts_of
 from degarble.harness.commands.check.compare_runs import compare_runs
-from degarble.harness.commands.check.document import (
+from degarble.harness.commands.check.output_statistics import StatisticsCollector
+from degarble.harness.commands.check.report import (
     as_page,
     check_document,
+    check_sentence,
     found_of,
     junit,
-    sentence_of,
+    placed,
+    write_check_page,
 )
-from degarble.harness.commands.check.output_statistics import Looker
-from degarble.harness.commands.check.page import placed, write_check_page
-from degarble.harness.commands.check.texts import texts_of
 from degarble.harness.commands.history_page import MANIFEST as IDENTITY
 from degarble.harness.commands.report_folder import write_page
 from degarble.harness.history.ledger import Failure
@@ -334,12 +335,12 @@ def check(asked: Asked, results: Results) -> StepResult:
 
 def _checked(asked: Asked, capture: Path) -> StepResult:
     device = "cuda" if asked.gpu else "cpu"
-    wanted = checking.Wanted(capture, asked.reference, asked.checkpoint, device=device)
+    wanted = checking.CheckSettings(capture, asked.reference, asked.checkpoint, device=device)
     with checking.CheckRun(wanted) as opened:
-        looker = Looker(opened.model.config)
+        looker = StatisticsCollector(opened.model.config)
         cases = asked.folder / "reproducers" / f"{asked.name}-{capture.name}"
         found = opened.judge(looker, cases=cases)
-        sentence = sentence_of(found)
+        sentence = check_sentence(found)
         document = check_document(found, sentence)
         identity = auditing.identity_of(opened.model.checkpoint)
         subject = Subject(found.name, "Checkpoint", identity)

@@ -18,7 +18,7 @@ import torch
 
 from degarble.harness.backends.registry import AskedBackend, use_backend
 from degarble.harness.capture.files.reader import Capture
-from degarble.harness.commands.check.texts import spoken_in
+from degarble.harness.commands.check.check import captured_texts
 from degarble.harness.engine.localise.recorded_run import forward_again
 from degarble.harness.history.ledger import Failure
 from degarble.harness.history.records import TEXT
@@ -200,7 +200,7 @@ def _captured(asked: Asked, run: Capture) -> tuple[Voice, Voice, Voice]:
     owners = [list(dict.fromkeys(step.sequences)) for step in steps]
     place = {step.number: number for number, step in enumerate(run.steps)}
     at = [place[step.number] for step in steps]
-    spoken = spoken_in(run)
+    spoken = captured_texts(run)
     new = {number: ids for number, (_, ids) in enumerate(spoken)}
     rows = [_by_owner(mine, owners)]
     known = [owner for owner in rows[0] if new.get(owner)]

@@ -14,7 +14,7 @@ from degarble.harness.capture.capture import CaptureSettings, capture
 from degarble.harness.capture.options import CaptureFilter
 from degarble.harness.cli.kernels import settings_here
 from degarble.harness.commands.check.check import CheckRun
-from degarble.harness.commands.check.check import Wanted as WantedCheck
+from degarble.harness.commands.check.check import CheckSettings as WantedCheck
 from degarble.references.tiny.configs import TINY_V4, TINY_V32
 from degarble.suites.serve.talking_cases import write_tokenizer
 from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.backends.cutedsl.kernels import Kernels
     from degarble.harness.capture.capture import CaptureSummary
-    from degarble.harness.commands.check.check import Checked
+    from degarble.harness.commands.check.check import CheckResult
     from degarble.harness.model.config.config import Config
 
 # Every kind of layer once: hashed and dense choices, both compressions, the indexer, scored routes.
@@ -95,7 +95,7 @@ def capture_by(
         return capture(source, list(prompts), out, lambda _streamed: nullcontext(), how)
 
 
-def checked(capture_folder: Path, model: Model) -> Checked:
+def checked(capture_folder: Path, model: Model) -> CheckResult:
     """Judge a capture by the twin of its checkpoint."""
     with CheckRun(WantedCheck(capture_folder, model.reference)) as run:
         return run.judge()

@@ -10,7 +10,7 @@ import torch
 from degarble.harness.base.errors import MissingDevice, Refused, UnknownName, UnreadableFile
 from degarble.harness.checkpoint.transform.convert.job import job_for
 from degarble.harness.checkpoint.view.view import Checkpoint
-from degarble.harness.commands.check.check import CheckRun, Wanted
+from degarble.harness.commands.check.check import CheckRun, CheckSettings
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.engine.localise.recorded_run import InMemoryRun
 from degarble.harness.formats.weight import Weight
@@ -206,7 +206,7 @@ def test_a_cause_is_named_behind_another_device_and_with_streamed_weights(tmp_pa
     capture = captured(source, tmp_path / "capture", "layers.1.attn.q_norm")
     told = []
     for held_values, device in ((HELD_VALUES, False), (HELD_VALUES, True), (0, False)):
-        with CheckRun(Wanted(capture, source, held_values=held_values)) as run:
+        with CheckRun(CheckSettings(capture, source, held_values=held_values)) as run:
             if device:
                 devices.wrap_calls(run.twin, torch.device("cpu"))
             (origin,) = run.judge().origins

@@ -9,7 +9,7 @@ from degarble.harness.museum.demo import Demonstration, demo_fault, demo_result,
 from degarble.harness.report.page import Provenance
 
 if TYPE_CHECKING:
-    from degarble.harness.commands.check.page import Checked
+    from degarble.harness.commands.check.report import CheckPage
 
 PROVENANCE = Provenance("2026-01-02 03:04 UTC", "degarble demo", "CPU: a processor, 2 cores", ())
 
@@ -21,6 +21,6 @@ def whole_story() -> Demonstration:
 
 
 @cache
-def story_telling() -> Checked:
+def story_telling() -> CheckPage:
     """What its page tells."""
     return demo_result(whole_story(), PROVENANCE)

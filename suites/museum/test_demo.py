@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName
-from degarble.harness.commands.check.page import page_of, replay_record
+from degarble.harness.commands.check.report import page_of, replay_record
 from degarble.harness.engine.diagnose.diagnose import Diagnosed
 from degarble.harness.engine.faults.registry import FAULTS, MODEL_FAULTS
 from degarble.harness.museum import demo

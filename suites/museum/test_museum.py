@@ -413,7 +413,7 @@ def strong(family: str) -> Iterator[PlantOutcome]:
                     yield made
 
 
-# Every third here; suites/engine/diagnose/test_diagnose_behaviour.py names one fault of each
+# Every third here; suites/engine/diagnose/test_diagnose.py names one fault of each
 # family.
 THIRD = [
     pytest.param(family, marks=[pytest.mark.slow] * (number % 3 > 0))

@@ -11,7 +11,7 @@ import pytest
 from degarble.harness.capture import options as capture_asked
 from degarble.harness.capture.files.reader import Capture
 from degarble.harness.capture.files.writer import CaptureWriter
-from degarble.harness.commands.check.check import CheckRun, Wanted
+from degarble.harness.commands.check.check import CheckRun, CheckSettings
 from degarble.harness.inference.generation import Limits, Sampling
 from degarble.harness.inference.model import open_model
 from degarble.harness.report.verdict import Verdict
@@ -81,7 +81,7 @@ def test_one_request_among_others_is_captured_and_judged(tmp_path: Path, spoilt:
     assert capture.complete
     ids = {tuple(each["prompt"]) for each in capture.facts["sequences"]}
     assert {tuple(server.desk.tokenizer.encode(PROMPTS[n])) for n in (0, 2)} == ids
-    with CheckRun(Wanted(folder, TINY)) as run:
+    with CheckRun(CheckSettings(folder, TINY)) as run:
         checked = run.judge()
     if not spoilt:
         assert checked.verdict is Verdict.AGREES

@@ -13,7 +13,7 @@ from degarble.harness.capture.capture import CaptureSettings, facts_of
 from degarble.harness.capture.engine.maps import vllm_component_maps
 from degarble.harness.capture.engine.ranks import APART, join_ranks
 from degarble.harness.capture.files.reader import Capture
-from degarble.harness.commands.check.check import CheckRun, Wanted
+from degarble.harness.commands.check.check import CheckRun, CheckSettings
 from degarble.harness.inference.model import open_model
 from degarble.harness.model.config.config import V4Config
 from degarble.harness.model.presets import small_v32
@@ -24,7 +24,7 @@ from degarble.suites.vllm.vllm_ranks import PROMPTS, STEPS, captured
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from degarble.harness.commands.check.check import Checked
+    from degarble.harness.commands.check.check import CheckResult
 
 TINY = Path(__file__).parents[2] / "references" / "tiny" / "v1" / "v4"
 
@@ -53,8 +53,8 @@ def joined(folder: Path) -> Path:
     return folder / "joined"
 
 
-def checked(capture: Path) -> Checked:
-    with CheckRun(Wanted(capture, TINY)) as run:
+def checked(capture: Path) -> CheckResult:
+    with CheckRun(CheckSettings(capture, TINY)) as run:
         return run.judge()
 
 

@@ -18,7 +18,7 @@ from torch import distributed, nn
 from degarble.harness.base.errors import InvalidArgument, MissingDependency
 from degarble.harness.capture.capture import CaptureSettings
 from degarble.harness.capture.files.reader import Capture
-from degarble.harness.commands.check.check import CheckRun, Wanted
+from degarble.harness.commands.check.check import CheckRun, CheckSettings
 from degarble.harness.engine.conventions.registry import conventions_in
 from degarble.harness.inference.model import open_model
 from degarble.harness.model.sharding import plan
@@ -157,7 +157,7 @@ def test_a_live_server_is_captured_by_request_and_judged(
     assert capture.facts["backend"] == "vllm"
     assert capture.steps[0].tokens == (5, 6, 7)
     assert not list(folder.glob("rank-*"))
-    with CheckRun(Wanted(folder, TINY)) as run:
+    with CheckRun(CheckSettings(folder, TINY)) as run:
         assert run.judge().verdict is Verdict.AGREES
 
 

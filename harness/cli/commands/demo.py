@@ -49,7 +49,7 @@ def demo(options: DemoOptions, terminal: Terminal) -> int:
     Exit status 0 when the healthy run agrees and the planted fault is named, 1 if not.
     """
     # Imports torch, which --help and --version do without.
-    from degarble.harness.commands.check.page import page_of, replay_record, write_check_page  # noqa: PLC0415
+    from degarble.harness.commands.check.report import page_of, replay_record, write_check_page  # noqa: PLC0415
     from degarble.harness.museum.demo import (  # noqa: PLC0415
         demo_fault,
         demo_result,

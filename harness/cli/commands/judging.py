@@ -210,14 +210,14 @@ def check(options: CheckOptions, terminal: Terminal) -> int:
         require_folder("--report", options.report)
     with importing():  # torch, which --help and --version do without
         from degarble.harness.commands.check import check as run  # noqa: PLC0415
-        from degarble.harness.commands.check.document import (  # noqa: PLC0415
+        from degarble.harness.commands.check.report import (  # noqa: PLC0415
             check_document,
-            sentence_of,
+            check_sentence,
+            check_text,
         )
-        from degarble.harness.commands.check.text import check_text  # noqa: PLC0415
         from degarble.harness.engine.conventions.registry import read_options  # noqa: PLC0415
 
-    wanted = run.Wanted(
+    wanted = run.CheckSettings(
         options.capture,
         options.reference,
         options.checkpoint,
@@ -231,13 +231,13 @@ def check(options: CheckOptions, terminal: Terminal) -> int:
         opened = stack.enter_context(run.CheckRun(wanted))
         looker = None
         if options.report is not None:
-            from degarble.harness.commands.check.output_statistics import Looker  # noqa: PLC0415  as above
+            from degarble.harness.commands.check.output_statistics import StatisticsCollector  # noqa: PLC0415  as above
 
-            looker = Looker(opened.model.config)
+            looker = StatisticsCollector(opened.model.config)
         components = len({call.component for call in opened.capture.calls})
         with terminal.progress("check", components) as told:
             checked = opened.judge(looker, told, _cases(options, terminal))
-        sentence = sentence_of(checked)
+        sentence = check_sentence(checked)
         terminal.say(check_text(checked, sentence, width=terminal.width, colour=terminal.colour))
         document = check_document(checked, sentence)
         if options.report is not None:
@@ -253,10 +253,10 @@ def _ran_again(
     """Run the prompts of a capture on a backend; what is to be checked is that run."""
     from degarble.harness.backends.registry import AskedBackend  # noqa: PLC0415  as above
     from degarble.harness.cli.first_pass import first_pass  # noqa: PLC0415  imports torch
-    from degarble.harness.commands.check.again import ran_again  # noqa: PLC0415  as above
+    from degarble.harness.commands.check.check import run_again  # noqa: PLC0415  as above
 
     asked = AskedBackend(options.backend, options.strict, settings_here())
-    return ran_again(wanted, asked, partial(first_pass, terminal), terminal.say)
+    return run_again(wanted, asked, partial(first_pass, terminal), terminal.say)
 
 
 def _cases(options: CheckOptions, terminal: Terminal) -> Path | None:
@@ -272,9 +272,13 @@ def _cases(options: CheckOptions, terminal: Terminal) -> Path | None:
 def _report(options: CheckOptions, opened: Any, checked: Any, looker: Any) -> str:
     """Write the page, and JUnit beside it; give the page."""
     from degarble.harness.commands.audit.audit import identity_of  # noqa: PLC0415  as above
-    from degarble.harness.commands.check.document import as_page, junit, sentence_of  # noqa: PLC0415
-    from degarble.harness.commands.check.page import write_check_page  # noqa: PLC0415  as above
-    from degarble.harness.commands.check.texts import texts_of  # noqa: PLC0415  as above
+    from degarble.harness.commands.check.check import texts_of  # noqa: PLC0415  as above
+    from degarble.harness.commands.check.report import (  # noqa: PLC0415  as above
+        as_page,
+        check_sentence,
+        junit,
+        write_check_page,
+    )
     from degarble.harness.report.page import Subject, provenance  # noqa: PLC0415  as above
 
     assert options.report is not None, "called only with one"
@@ -287,7 +291,7 @@ def _report(options: CheckOptions, opened: Any, checked: Any, looker: Any) -> st
     told = as_page(checked, subject, provenance(words), looker)
     told = replace(told, texts=texts_of(opened.capture, opened.model))
     page = write_check_page(options.report, told)
-    write_text(options.report / f"{subject.key}-junit.xml", junit(checked, sentence_of(checked)))
+    write_text(options.report / f"{subject.key}-junit.xml", junit(checked, check_sentence(checked)))
     return str(page)
 
 

@@ -1,22 +1,25 @@
 """Run `degarble check`: compare a capture with its twin and the BF16 reference, and find the cause.
 
 The twin's checkpoint is the one that the capture names, identified by its fingerprint and never by
-its path alone; its weights come from disk, since what a patched candidate held is the suspect. The
-order is: localise, diagnose every origin, compute how much of the final difference each explains,
-write a minimal reproducer. A reference whose content does not match its manifest is refused,
-because its damage would be attributed to the run.
+its path. For `--backend` the prompts of the capture run again on other kernels first.
 """
 
 from __future__ import annotations
 
 import re
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self
 
-from degarble.harness.base.errors import InvalidArgument, UnreadableFile
+from degarble.harness.backends.registry import require_backend
+from degarble.harness.base.errors import DegarbleError, InvalidArgument, UnreadableFile
+from degarble.harness.capture.capture import CaptureSettings, capture
 from degarble.harness.capture.files.reader import Capture, require_usable_inputs
+from degarble.harness.capture.files.records import Phase
+from degarble.harness.capture.options import CaptureFilter as Filter
+from degarble.harness.chat.tokenizer import IncrementalDecoder, Tokenizer
 from degarble.harness.checkpoint.audit.structure.manifest_check import require_as_written
 from degarble.harness.checkpoint.view.view import fingerprint
 from degarble.harness.engine.conventions.registry import CONTRADICTED, REGISTRY, conventions_in
@@ -24,23 +27,125 @@ from degarble.harness.engine.diagnose.attribute import Shares, shares_of
 from degarble.harness.engine.diagnose.minimal_reproducer import shrunk
 from degarble.harness.engine.localise.localise import Localised, localise
 from degarble.harness.inference.devices import CPU, require_device, run_on_device
+from degarble.harness.inference.generation import Continuation, Generation, Limits
 from degarble.harness.inference.model import ARITHMETICS, HELD_VALUES, OpenModel, open_model
 from degarble.harness.inference.processes import usable_workers
 from degarble.harness.model.components import components
 from degarble.harness.model.config.config import V4Config
 from degarble.harness.model.config.json_file import config_to_dict
 from degarble.harness.model.recipes import recipe_named
+from degarble.harness.report.replay_record import PromptTexts, TextRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from degarble.harness.backends.registry import AskedBackend
+    from degarble.harness.capture.capture import Watch
     from degarble.harness.engine.diagnose.diagnose import Diagnosed
     from degarble.harness.engine.localise.discrepancy import Discrepancy
     from degarble.harness.engine.localise.judged_run import Look
+    from degarble.harness.engine.localise.recorded_run import RecordedRun
     from degarble.harness.model.config.config import Config
     from degarble.harness.model.recipes import Recipe
     from degarble.harness.report.verdict import Verdict
     from degarble.references.binding import Bound
+
+
+# --------------------------------------------------------------------------------------------------
+# The text panel of a check: the model's answers and its twin's answers to the same prompts.
+#
+# A few short prompts are shown. Tokens come from the capture's own record of prompts and answers if
+# it has one, else from its steps. The twin continues the same token ids greedily, for as many
+# tokens. With streamed weights the twin generates nothing: each token would read the whole
+# checkpoint from disk. What cannot be shown becomes a note.
+
+PROMPTS = 4  # shown at most
+LENGTH = 2048  # tokens of a prompt at most, so that the twin's answer stays cheap
+NEW_TOKENS = 64
+
+
+def texts_of(run: RecordedRun, model: OpenModel) -> TextRecord:
+    """Return the texts of candidate and twin."""
+    spoken = captured_texts(run)
+    notes = []
+    if len(spoken) > PROMPTS:
+        notes.append(f"The first {PROMPTS} of {len(spoken):,} prompts.")
+    short = [pair for pair in spoken[:PROMPTS] if len(pair[0]) <= LENGTH]
+    if len(short) < len(spoken[:PROMPTS]):
+        notes.append(f"Prompts of more than {LENGTH:,} tokens are left out.")
+    checkpoint = model.checkpoint
+    try:
+        vocabulary = model.config.vocab_size
+        tokenizer = Tokenizer.of_checkpoint(checkpoint.root, checkpoint.config, vocabulary)
+    except DegarbleError:
+        tokenizer = None
+        notes.append("The checkpoint has no tokenizer: tokens are told by their numbers.")
+    if model.streamed is not None:
+        notes.append("The weights are streamed, so the twin was not asked what it says.")
+    said = [_said(pair, model, tokenizer) for pair in short]
+    return TextRecord(tuple(said), tuple(notes))
+
+
+def captured_texts(run: RecordedRun) -> list[tuple[list[int], list[int]]]:
+    """Return each sequence's prompt and the tokens after it."""
+    stated = run.facts.get("sequences")
+    if isinstance(stated, list):
+        pairs = [_stated(each) for each in stated]
+        return [pair for pair in pairs if pair is not None]
+    prompts: dict[int, list[int]] = {}
+    behind: dict[int, list[int]] = {}
+    for step in run.steps:
+        side = prompts if step.phase is Phase.PREFILL else behind
+        for token, owner in zip(step.tokens, step.sequences, strict=True):
+            side.setdefault(owner, []).append(token)
+    return [(ids, behind.get(owner, [])) for owner, ids in prompts.items()]
+
+
+def _stated(raw: Any) -> tuple[list[int], list[int]] | None:
+    """Return a capture's own record of one sequence; None without one."""
+    if not isinstance(raw, dict):
+        return None
+    sides = raw.get("prompt"), raw.get("new")
+    if not all(isinstance(side, list) and all(type(n) is int for n in side) for side in sides):
+        return None
+    return list(sides[0] or []), list(sides[1] or [])
+
+
+def _said(
+    pair: tuple[list[int], list[int]], model: OpenModel, tokenizer: Tokenizer | None
+) -> PromptTexts:
+    prompt, new = pair
+    voices = [("Candidate", pieces(new, tokenizer))]
+    if model.streamed is None and prompt and new:
+        speech = Continuation(list(prompt))
+        limits = Limits(min(len(new), NEW_TOKENS))
+        try:
+            Generation(model.speaker, None, None, limits).run([speech])
+            voices.insert(0, ("Twin", pieces(speech.ids, tokenizer)))
+        except (DegarbleError, RuntimeError, ValueError, IndexError):
+            pass  # ids that the model cannot take: the candidate's words stand alone
+    return PromptTexts("".join(pieces(prompt, tokenizer)), tuple(voices))
+
+
+def pieces(ids: Sequence[int], tokenizer: Tokenizer | None) -> tuple[str, ...]:
+    """Return a piece of text for each token; its number if there is no tokenizer."""
+    if tokenizer is None:
+        return tuple(f"{number} " for number in ids)
+    growing = IncrementalDecoder(tokenizer)
+    try:
+        found = [growing.add(number) for number in ids]
+        rest = growing.rest()
+    except (OverflowError, ValueError, TypeError):
+        return tuple(f"{number} " for number in ids)
+    return (*found[:-1], found[-1] + rest) if found else ()
+
+
+# --------------------------------------------------------------------------------------------------
+# The twin's checkpoint is the one that the capture names, identified by its fingerprint and never
+# by its path alone; its weights come from disk, since what a patched candidate held is the suspect.
+# The order is: localise, diagnose every origin, compute how much of the final difference each
+# explains, write a minimal reproducer. A reference whose content does not match its manifest is
+# refused, because its damage would be attributed to the run.
 
 DIAGNOSED = 8  # origins whose cause is looked for; later ones are mostly the same fault again
 _BLOCK = re.compile(r"^(layers|mtp)\.\d+\.")
@@ -48,7 +153,7 @@ ATTRIBUTED = 6  # origins whose share of the final difference is measured
 
 
 @dataclass(frozen=True)
-class Wanted:
+class CheckSettings:
     """The options of a check."""
 
     capture: Path
@@ -61,7 +166,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, eq=False)
-class Judgement:
+class DiagnosedOrigin:
     """One origin: the discrepancy, its diagnosis, and its share of the final difference."""
 
     trouble: Discrepancy
@@ -71,7 +176,7 @@ class Judgement:
 
 
 @dataclass(frozen=True, eq=False)
-class Checked:
+class CheckResult:
     """The result of a check."""
 
     name: str
@@ -80,7 +185,7 @@ class Checked:
     config: Config
     recipe: Recipe
     localised: Localised
-    origins: tuple[Judgement, ...]
+    origins: tuple[DiagnosedOrigin, ...]
     shares: Shares | None = None
     notes: tuple[str, ...] = ()
     facts: dict[str, str] = field(default_factory=dict)
@@ -94,7 +199,7 @@ class Checked:
 class CheckRun:
     """A check with its models open: enter it as a context, then read the result."""
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: CheckSettings) -> None:
         self._wanted = wanted
         self._open = ExitStack()
 
@@ -153,7 +258,7 @@ class CheckRun:
         look: Look | None = None,
         told: Callable[[str], None] = lambda _step: None,
         cases: Path | None = None,
-    ) -> Checked:
+    ) -> CheckResult:
         """Localise, diagnose, attribute; reproducers are written into the folder `cases`."""
         found = localise(self.twin, self.recipe, self.capture, self.reference, told, look)
         if found.twin is not None:
@@ -162,7 +267,7 @@ class CheckRun:
         if not self.capture.complete:
             notes.append("The capture is incomplete: its run ended before its time.")
         origins = [
-            Judgement(trouble, _diagnosed(trouble, found) if number < DIAGNOSED else None)
+            DiagnosedOrigin(trouble, _diagnosed(trouble, found) if number < DIAGNOSED else None)
             for number, trouble in enumerate(found.origins)
         ]
         shares = None
@@ -177,7 +282,7 @@ class CheckRun:
             notes.append("Shares of the final difference need all weights in memory; left out.")
         if cases is not None:
             origins = [_with_case(each, cases, n) for n, each in enumerate(origins)]
-        return Checked(
+        return CheckResult(
             self.source.resolve().name,
             self.source,
             self.capture,
@@ -233,7 +338,7 @@ def _diagnosed(trouble: Discrepancy, found: Localised) -> Diagnosed | None:
     return diagnose(trouble.scene, [trouble.sight, *trouble.more])
 
 
-def _with_case(each: Judgement, folder: Path, number: int) -> Judgement:
+def _with_case(each: DiagnosedOrigin, folder: Path, number: int) -> DiagnosedOrigin:
     """Write the minimal reproducer of an origin."""
     named = each.diagnosed.named if each.diagnosed is not None else ()
     way = named[0].way if named else None
@@ -317,3 +422,73 @@ def _require_tensors(capture: Capture) -> None:
             "tensors of the capture", "statistics only", "the bytes of inputs and outputs",
             "Capture again without --statistics-only.",
         )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------
+# Rerun the prompts of a capture on other kernels, for `degarble check --backend`.
+#
+# The new run uses the capture's token ids, number of new tokens, filters and checkpoint. It is
+# captured into a temporary folder; `degarble capture --backend` writes one that stays. The old
+# capture's tensors are not read, so one with statistics only is sufficient. Captures that lack the
+# beginning of a prompt are refused.
+
+
+@contextmanager
+def run_again(
+    wanted: CheckSettings, asked: AskedBackend, watch: Watch, told: Callable[..., None]
+) -> Iterator[CheckSettings]:
+    """Run the prompts of `wanted.capture` on a backend; yield the options to check that run."""
+    require_device("--device", wanted.device)
+    require_backend(asked.name)
+    seen = Capture.open(wanted.capture)
+    if not wanted.partial:
+        seen.require_complete()
+    source = source_of(seen, wanted.checkpoint)
+    prompts, new_tokens = prompts_of(seen)
+    with open_model(source, held_values=wanted.held_values) as model:
+        require_captured(seen, model, source)
+    how = CaptureSettings(
+        filter_of(seen),
+        new_tokens,
+        held_values=wanted.held_values,
+        backend=asked.name,
+        strict=asked.strict,
+        settings=asked.settings,
+        device=wanted.device,
+        conventions=wanted.conventions,
+    )
+    with TemporaryDirectory(prefix="degarble-check-") as made:
+        folder = Path(made) / "capture"
+        done = capture(source, list(prompts), folder, watch, how)
+        told(*done.paired.lines())
+        yield replace(wanted, capture=folder, checkpoint=source)
+
+
+def prompts_of(seen: Capture) -> tuple[tuple[tuple[int, ...], ...], int]:
+    """Return the token ids of every prompt, and the number of new tokens in the longest answer."""
+    begun = {
+        owner
+        for step in seen.steps
+        for owner, position in zip(step.sequences, step.positions, strict=True)
+        if position == 0
+    }
+    owners = {owner for step in seen.steps for owner in step.sequences}
+    prompts = tuple(tuple(ids) for ids, _ in captured_texts(seen))
+    if not prompts or not all(prompts) or owners - begun:
+        raise InvalidArgument(
+            "prompts of the capture", sorted(owners - begun)[:5] or "none",
+            "sequences whose first token was captured", "Capture a run from its beginning.",
+        )  # fmt: skip
+    decoded = [step.sequences for step in seen.steps if step.phase is Phase.DECODE]
+    most = max((sum(owner in step for step in decoded) for owner in owners), default=0)
+    return prompts, most + 1
+
+
+def filter_of(seen: Capture) -> Filter:
+    """Return the filter that a capture was made with."""
+    stated = seen.facts.get("filters")
+    if not isinstance(stated, dict):
+        return Filter()
+    words = [stated.get(name) for name in ("layers", "components", "tokens")]
+    lists = [each if isinstance(each, list) else [] for each in words]
+    return Filter.of(*(",".join(map(str, each)) if each else None for each in lists))

@@ -1,20 +1,21 @@
 """Run `degarble compare`: two captures against each other, site by site, without a checkpoint.
 
-Steps that got the same tokens are paired; where prompts were split otherwise, compare_tokens pairs
-token by token. Hashes decide equality, and only unequal tensors are read. Without a checkpoint
-there is no budget, so equal means bit for bit. A component with equal inputs and unequal outputs is
-an origin; later differences are inherited. Two runs of the same weights (by hash) with the same
-code that differ are UNSTABLE.
+Steps that got the same tokens are paired. If the same prompts were split into other steps, outputs
+are paired token by token.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from degarble.harness.base.errors import InvalidArgument, Undecided
 from degarble.harness.capture.files.reader import Capture
-from degarble.harness.commands.check.compare_tokens import beside_by_tokens, tokens_in_common
+from degarble.harness.capture.files.records import Phase
 from degarble.harness.engine.localise.judged_run import CosineSums
 from degarble.harness.engine.localise.tensor_forms import equal_elements
 from degarble.harness.report.number_text import number
@@ -22,12 +23,217 @@ from degarble.harness.report.page import Page, PageFinding, Subject
 from degarble.harness.report.verdict import Origin, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from degarble.harness.capture.files.records import CapturedCall, CapturedTensor
-    from degarble.harness.commands.check.compare_tokens import Token
+    from torch import Tensor
+
+    from degarble.harness.capture.files.records import CapturedCall, CapturedStep, CapturedTensor
     from degarble.harness.report.page import Provenance
+
+
+# --------------------------------------------------------------------------------------------------
+# Compare two captures token by token when the same prompts were split into different steps.
+#
+# Tokens are paired by sequence and position, where prompts agree but their prefills were split
+# otherwise (in chunks, or batched with others). Compared are outputs that have a row a token in
+# every call. An output is an origin at a token if all input rows of its sequence up to that token
+# are equal: a component's memory consists of those. Outputs without a row a token (entries of a
+# compressor, offsets) are left out and counted, and so is any component that reads them other than
+# as memory.
+
+Token = tuple[int, int]  # sequence and position
+_MEMORY = "state_"
+
+
+class CapturedTokens(NamedTuple):
+    """A capture, and the step and row of every token."""
+
+    capture: Capture
+    calls: Mapping[str, Sequence[CapturedCall]]
+    steps: Mapping[int, CapturedStep]
+
+
+@dataclass(eq=False)
+class ComparedTokens:
+    """One output over the common tokens; `first` and `own` are tokens."""
+
+    component: str
+    output: str
+    calls: int = 0
+    elements: int = 0
+    identical: int = 0
+    sums: CosineSums = field(default_factory=CosineSums)
+    measured: bool = True
+    first: Token | None = None
+    own: Token | None = None
+
+
+def tokens_in_common(first: Capture, second: Capture) -> tuple[Token, ...]:
+    """Return the common tokens if the prompts are equal and were split otherwise; else none."""
+    cuts = [[_fed(step) for step in each.steps if step.phase is Phase.PREFILL]
+            for each in (first, second)]  # fmt: skip
+    if cuts[0] == cuts[1]:
+        return ()
+    one, other = (_by_sequence(each.steps) for each in (first, second))
+    prompts = [_by_sequence(s for s in each.steps if s.phase is Phase.PREFILL)
+               for each in (first, second)]  # fmt: skip
+    if any(prompts[0].get(name) != prompts[1].get(name) for name in {**prompts[0], **prompts[1]}):
+        return ()
+    return tuple(
+        (name, position)
+        for name in one
+        for position, _ in takewhile(
+            lambda pair: pair[1][0] == pair[1][1],
+            enumerate(zip(one[name], other.get(name, []), strict=False)),
+        )
+    )
+
+
+def _fed(step: CapturedStep) -> tuple[tuple[int, ...], ...]:
+    return step.tokens, step.positions, step.sequences
+
+
+def _by_sequence(steps: Iterable[CapturedStep]) -> dict[int, list[int]]:
+    """Return the tokens of each sequence in order of position, up to the first gap."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for step in steps:
+        for owner, position, token in zip(step.sequences, step.positions, step.tokens, strict=True):
+            if position == len(found[owner]):
+                found[owner].append(token)
+    return dict(found)
+
+
+def compare_by_tokens(
+    captures: tuple[Capture, Capture], tokens: Sequence[Token]
+) -> tuple[list[ComparedTokens], int]:
+    """Return every output with a row a token on both sides, and the number of those without."""
+    sides = [_side(each) for each in captures]
+    made, left = [], 0
+    for component in sides[0].calls.keys() & sides[1].calls.keys():
+        calls = [side.calls[component] for side in sides]
+        names = calls[0][0].outputs.keys() & calls[1][0].outputs.keys()
+        alike = _alike_until(component, sides, tokens)
+        for name in sorted(names):
+            pair = _pair(sides, component, "outputs", name)
+            if pair is None or _form(pair[0]) != _form(pair[1]):
+                left += 1
+                continue
+            made.append(_beside(component, name, pair, tokens, alike))
+    order = list(sides[0].calls)
+    return sorted(made, key=lambda each: order.index(each.component)), left
+
+
+def _side(capture: Capture) -> CapturedTokens:
+    calls: dict[str, list[CapturedCall]] = defaultdict(list)
+    for call in capture.calls:
+        calls[call.component].append(call)
+    return CapturedTokens(capture, calls, {step.number: step for step in capture.steps})
+
+
+def _rows(side: CapturedTokens, component: str, port: str, name: str) -> dict[Token, Tensor] | None:
+    """Return the row of every token at a site; None if a call has other rows, or no bytes."""
+    found: dict[Token, Tensor] = {}
+    for call in side.calls[component]:
+        kept: CapturedTensor | None = getattr(call, port).get(name)
+        step = side.steps[call.step]
+        if kept is None or kept.at is None or not kept.shape:
+            return None
+        rows = kept.rows if kept.rows is not None else range(len(step.tokens))
+        if kept.shape[0] != len(rows) or any(row >= len(step.tokens) for row in rows):
+            return None
+        tensor = side.capture.tensor(kept)
+        for at, row in enumerate(rows):
+            found[step.sequences[row], step.positions[row]] = tensor[at]
+    return found
+
+
+def _pair(
+    sides: Sequence[CapturedTokens], component: str, port: str, name: str
+) -> tuple[dict[Token, Tensor], dict[Token, Tensor]] | None:
+    """Return the rows of both; pad scores and choices, whose width is that of the memory."""
+    one, other = (_rows(side, component, port, name) for side in sides)
+    if one is None or other is None:
+        return None
+    widths = {each.shape[0] for side in (one, other) for each in side.values() if each.ndim == 1}
+    if len(widths) > 1:
+        for side in (one, other):
+            for token, each in side.items():
+                none = -torch.inf if each.is_floating_point() else -1
+                more = (0, max(widths) - each.shape[0])
+                side[token] = torch.nn.functional.pad(each, more, value=none)
+    return one, other
+
+
+def _form(rows: Mapping[Token, Tensor]) -> set[tuple[torch.dtype, torch.Size]]:
+    return {(each.dtype, each.shape) for each in rows.values()}
+
+
+def _alike_until(
+    component: str, sides: Sequence[CapturedTokens], tokens: Sequence[Token]
+) -> dict[int, int] | None:
+    """Return how many leading tokens of each sequence have equal inputs; None if unknown."""
+    first = [side.calls[component][0] for side in sides]
+    names = {name for call in first for name in call.inputs if not name.startswith(_MEMORY)}
+    kept = {name: call.inputs[name] for call in first for name in call.inputs}
+    ends: dict[int, int] = {}
+    for owner, position in tokens:
+        ends[owner] = max(ends.get(owner, 0), position + 1)
+    for name in names:
+        pair = _pair(sides, component, "inputs", name)
+        if pair is None:
+            if kept[name].dtype[0] in "IU" and len(kept[name].shape) == 1:
+                continue  # offsets: they say how the tokens were cut
+            return None
+        for owner, position in tokens:
+            one, other = (side.get((owner, position)) for side in pair)
+            if one is None or other is None or not _same(one, other):
+                ends[owner] = min(ends[owner], position)
+    return ends
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return bool(equal_elements(one, other).all())
+
+
+def _beside(
+    component: str,
+    name: str,
+    pair: tuple[dict[Token, Tensor], dict[Token, Tensor]],
+    tokens: Sequence[Token],
+    alike: Mapping[int, int] | None,
+) -> ComparedTokens:
+    line = ComparedTokens(component, name)
+    common = [token for token in tokens if token in pair[0] and token in pair[1]]
+    line.calls = len(common)
+    if not common:
+        return line
+    one, other = (torch.stack([side[token] for token in common]) for side in pair)
+    same = equal_elements(one, other)
+    line.elements, line.identical = same.numel(), int(same.sum())
+    odd = (~same.reshape(len(common), -1).all(1)).nonzero().flatten().tolist()
+    if not odd:
+        return line
+    line.first = common[odd[0]]
+    own = (common[at] for at in odd if alike is not None and common[at][1] < alike[common[at][0]])
+    line.own = next(own, None)
+    if one.is_floating_point() and one.dtype.itemsize > 1:
+        a, b = one.double().flatten(), other.double().flatten()
+        known = a.isfinite() & b.isfinite()
+        line.sums.add(b[known], a[known])
+    else:
+        line.measured = False
+    return line
+
+
+# --------------------------------------------------------------------------------------------------
+# Steps that got the same tokens are paired; where prompts were split otherwise, outputs
+# are paired token by token. Hashes decide equality, and only unequal tensors are read. Without a
+# checkpoint there is no budget, so equal means bit for bit. A component with equal inputs and
+# unequal outputs is an origin; later differences are inherited. Two runs of the same weights (by
+# hash) with the same code that differ are UNSTABLE.
 
 MOST_ORIGINS = 100
 _SHOWN = 6  # origins on the screen
@@ -45,7 +251,7 @@ _SAME = (
 
 
 @dataclass(eq=False)
-class Line:
+class ComparedOutput:
     """One output of one component over the common steps."""
 
     component: str
@@ -70,18 +276,18 @@ class Line:
 
 
 @dataclass(frozen=True, eq=False)
-class Compared:
+class RunComparison:
     """The result of comparing two captures."""
 
     captures: tuple[Capture, Capture]
-    lines: tuple[Line, ...]
+    lines: tuple[ComparedOutput, ...]
     steps: int
     same_candidate: bool
     notes: tuple[str, ...] = ()
     tokens: int = 0  # that were compared one by one, since the runs were cut otherwise
 
     @property
-    def origins(self) -> list[Line]:
+    def origins(self) -> list[ComparedOutput]:
         """Return the outputs that differ though all inputs were equal."""
         return [line for line in self.lines if line.own is not None]
 
@@ -112,7 +318,7 @@ class Compared:
         return f"{who}: {first.component} puts out something else on equal inputs."
 
 
-def compare_runs(first: Path, second: Path, *, partial: bool = False) -> Compared:
+def compare_runs(first: Path, second: Path, *, partial: bool = False) -> RunComparison:
     """Open and compare two captures; with `partial` also the steps of a killed run."""
     captures = (Capture.open(first), Capture.open(second))
     for each in captures if not partial else ():
@@ -137,12 +343,14 @@ def compare_runs(first: Path, second: Path, *, partial: bool = False) -> Compare
     if only:
         _, name = min(only)
         notes.append(f"{len(only):,} calls are in one capture only, such as {name}.")
-    lines: dict[tuple[str, str], Line] = {}
+    lines: dict[tuple[str, str], ComparedOutput] = {}
     for key, call in calls[0].items():
         other = calls[1].get(key)
         if other is not None:
             for name in call.outputs.keys() & other.outputs.keys():
-                line = lines.setdefault((call.component, name), Line(call.component, name))
+                line = lines.setdefault(
+                    (call.component, name), ComparedOutput(call.component, name)
+                )
                 _add(line, captures, (call, other), name)
     for line in lines.values():
         _complete(line)
@@ -151,25 +359,27 @@ def compare_runs(first: Path, second: Path, *, partial: bool = False) -> Compare
 
 def _by_tokens(
     captures: tuple[Capture, Capture], tokens: tuple[Token, ...], notes: list[str]
-) -> Compared:
+) -> RunComparison:
     """Compare runs that got the same tokens in other steps."""
-    found, left = beside_by_tokens(captures, tokens)
+    found, left = compare_by_tokens(captures, tokens)
     notes.append("The runs were cut otherwise: what both put out for a token is compared.")
     if left:
         notes.append(f"{left:,} outputs have no row for each token, and are left out.")
-    lines = [Line(**vars(each), place=("sequence", "position")) for each in found if each.calls]
+    lines = [
+        ComparedOutput(**vars(each), place=("sequence", "position")) for each in found if each.calls
+    ]
     return replace(_compared(captures, lines, 0, notes), tokens=len(tokens))
 
 
 def _compared(
-    captures: tuple[Capture, Capture], lines: list[Line], common: int, notes: list[str]
-) -> Compared:
+    captures: tuple[Capture, Capture], lines: list[ComparedOutput], common: int, notes: list[str]
+) -> RunComparison:
     if not lines:
         raise Undecided(
             "calls in common", 0, "one component at least that both captures have",
             "Capture both runs with the same filters.",
         )  # fmt: skip
-    return Compared(captures, tuple(lines), common, _one_candidate(*captures), tuple(notes))
+    return RunComparison(captures, tuple(lines), common, _one_candidate(*captures), tuple(notes))
 
 
 def _require_one_model(first: Capture, second: Capture) -> None:
@@ -225,7 +435,7 @@ def _weights_that_ran(capture: Capture) -> tuple[Any, ...] | None:
 
 
 def _add(
-    line: Line,
+    line: ComparedOutput,
     captures: tuple[Capture, Capture],
     calls: tuple[CapturedCall, CapturedCall],
     name: str,
@@ -255,7 +465,9 @@ def _add(
 
 
 def _measure(
-    line: Line, captures: tuple[Capture, Capture], kept: tuple[CapturedTensor, CapturedTensor]
+    line: ComparedOutput,
+    captures: tuple[Capture, Capture],
+    kept: tuple[CapturedTensor, CapturedTensor],
 ) -> int:
     """Add the sums of two unequal tensors; return the first unequal row."""
     one, other = (capture.tensor(each) for capture, each in zip(captures, kept, strict=True))
@@ -273,7 +485,7 @@ def _measure(
     return int(odd[0]) if len(odd) else 0
 
 
-def _complete(line: Line) -> None:
+def _complete(line: ComparedOutput) -> None:
     """Add equal tensors to the sums of an output that differs elsewhere."""
     if line.equal or not line.measured:
         return
@@ -302,7 +514,7 @@ def _same_inputs(one: CapturedCall, other: CapturedCall) -> bool:
     )
 
 
-def compared_document(compared: Compared) -> dict[str, Any]:
+def compared_document(compared: RunComparison) -> dict[str, Any]:
     """Return the comparison as plain data."""
     return {
         "verdict": compared.verdict,
@@ -323,7 +535,7 @@ def _split(component: str) -> tuple[int | None, str]:
     return (int(place), role) if kind == "layers" and place.isdecimal() else (None, component)
 
 
-def _numbers(line: Line) -> tuple[float | None, float | None]:
+def _numbers(line: ComparedOutput) -> tuple[float | None, float | None]:
     if line.equal:
         return 1.0, 0.0
     cosine, apart = line.sums.cosine, line.sums.relative_l2
@@ -331,7 +543,7 @@ def _numbers(line: Line) -> tuple[float | None, float | None]:
     return (cosine, apart) if known else (None, None)
 
 
-def _line(line: Line) -> dict[str, Any]:
+def _line(line: ComparedOutput) -> dict[str, Any]:
     layer, role = _split(line.component)
     cosine, apart = _numbers(line)
     return {
@@ -345,11 +557,11 @@ def _line(line: Line) -> dict[str, Any]:
     }
 
 
-def _at(line: Line, place: tuple[int, int]) -> dict[str, int]:
+def _at(line: ComparedOutput, place: tuple[int, int]) -> dict[str, int]:
     return dict(zip(line.place, place, strict=True))
 
 
-def _origin(line: Line) -> Origin:
+def _origin(line: ComparedOutput) -> Origin:
     layer, role = _split(line.component)
     cosine, apart = _numbers(line)
     where = _at(line, line.own or (0, 0))
@@ -360,7 +572,7 @@ def _origin(line: Line) -> Origin:
     )  # fmt: skip
 
 
-def _evidence(line: Line) -> str:
+def _evidence(line: ComparedOutput) -> str:
     if line.words:
         return line.words
     share = line.identical / line.elements if line.elements else 0.0
@@ -372,7 +584,7 @@ def _evidence(line: Line) -> str:
     return f"{told}; first in {at}, on equal inputs"
 
 
-def compared_lines(compared: Compared) -> Iterator[str]:
+def compared_lines(compared: RunComparison) -> Iterator[str]:
     """Return the comparison as a few lines of text."""
     yield f"{compared.verdict}  {compared.sentence}"
     names = " and ".join(_name(each) for each in compared.captures)
@@ -394,7 +606,7 @@ def _name(capture: Capture) -> str:
     return f"{label} ({capture.hash[:12]})" if isinstance(label, str) else capture.hash[:12]
 
 
-def compared_page(compared: Compared, provenance: Provenance) -> Page:
+def compared_page(compared: RunComparison, provenance: Provenance) -> Page:
     """Return a separate page: a comparison belongs to no checkpoint."""
     key = "".join(each.hash[:32] for each in compared.captures)
     remedy = (

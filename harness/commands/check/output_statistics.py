@@ -78,7 +78,7 @@ def _relative(dd: float, tt: float) -> float | None:
 
 
 @dataclass
-class _Seen:
+class _OutputStatistics:
     """The statistics of one output."""
 
     along: dict[str, _Sums] = field(default_factory=lambda: defaultdict(_Sums))
@@ -89,12 +89,12 @@ class _Seen:
     worst: WorstElement | None = None
 
 
-class Looker:
+class StatisticsCollector:
     """A callback for every replay that collects statistics of each output."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._seen: dict[tuple[str, str], _Seen] = {}
+        self._seen: dict[tuple[str, str], _OutputStatistics] = {}
 
     def forget(self, component: str) -> None:
         """Drop the statistics of a component that is judged again, under another convention."""
@@ -110,7 +110,7 @@ class Looker:
         sound = {name: each for name, each in kept.items() if name not in broken}
         pairs = aligned(outputs, sound)
         for name, each in judged.items():
-            seen = self._seen.setdefault((replay.batch.component.name, name), _Seen())
+            seen = self._seen.setdefault((replay.batch.component.name, name), _OutputStatistics())
             worse = (each.ratio if not math.isnan(each.ratio) else 0.0) > seen.ratio
             if worse:
                 seen.ratio, seen.judged = each.ratio, each.settled()
@@ -119,7 +119,9 @@ class Looker:
                 if worse:
                     seen.worst = _worst_of(each, pairs[name])
 
-    def _take(self, seen: _Seen, batch: Batch, name: str, pair: tuple[Tensor, Tensor]) -> None:
+    def _take(
+        self, seen: _OutputStatistics, batch: Batch, name: str, pair: tuple[Tensor, Tensor]
+    ) -> None:
         candidate, twin = (side.detach() for side in pair)
         if not candidate.numel() or not candidate.ndim:
             return
@@ -202,7 +204,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
-def _count(seen: _Seen, distance: Tensor, odd: int) -> None:
+def _count(seen: _OutputStatistics, distance: Tensor, odd: int) -> None:
     edges = np.array([*(end + 1 for end in _BINS)])
     bins = np.searchsorted(edges, distance.flatten().numpy(), side="right")
     for at, count in enumerate(np.bincount(bins, minlength=len(_BINS) + 1)):
@@ -210,7 +212,7 @@ def _count(seen: _Seen, distance: Tensor, odd: int) -> None:
     seen.counts[-1] += odd
 
 
-def _histogram(seen: _Seen) -> Histogram | None:
+def _histogram(seen: _OutputStatistics) -> Histogram | None:
     if not sum(seen.counts):
         return None
     if seen.unit != "ulps":

@@ -1,13 +1,8 @@
 """Name the fault that explains a component's difference, by reproduction; or none.
 
-Every fault that applies to the scene proposes variants (`Way`). Each is tried on a sample: a few
-rows, those that differ most. Those that leave little of the difference are proved on every row of
-every call: the twin with the variant must return what the candidate returned, within the budget
-fraction of a healthy component. So a variant has to explain every row that differs and break none
-that agreed. If none does, and some calls or sequences are healthy, the others alone are diagnosed;
-after that, pairs of variants are tried. Equal explanations are ranked by simplicity, where fitted
-numbers count against a variant; the rest are listed as alternatives. A wrong cause is worse than
-none.
+Every fault that applies proposes variants. Each is tried on a sample: a few rows and columns that
+differ. What explains the sample is proved on every row of every call; if no fault explains all
+calls, each call, and each part in which calls differ, is diagnosed by itself.
 """
 
 from __future__ import annotations
@@ -16,24 +11,27 @@ import math
 import sys
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
 
 from degarble.harness.engine.budget.attention import keeping_budgets
 from degarble.harness.engine.budget.budget import HEADROOM
-from degarble.harness.engine.diagnose.calls import call_by_call
-from degarble.harness.engine.diagnose.parts import differing_parts
-from degarble.harness.engine.diagnose.sample import calls_in, most_telling, sampled, together
 from degarble.harness.engine.diagnose.trial import (
-    Proof,
+    VariantFit,
+    calls_in,
     distance,
     make,
+    most_telling,
     only_roundings,
     proof,
     proposed,
+    sampled,
     seen_tensors,
+    sequences_in,
     shape_distance,
+    together,
     untouched,
 )
 from degarble.harness.engine.faults.model_faults import CallRecord, FaultVariant, Reach
@@ -48,8 +46,131 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.base.protocols import ComponentCall
-    from degarble.harness.engine.diagnose.sample import Measure, Sample
+    from degarble.harness.engine.diagnose.trial import Measure, Sample
     from degarble.harness.engine.faults.model_faults import ComponentContext, ModelFault
+
+
+# --------------------------------------------------------------------------------------------------
+# Diagnose faults whose damage differs from call to call: races, stale graphs, workspaces.
+#
+# Each call is diagnosed by itself, together with the tensors of the same component in earlier
+# calls. A fault holds if one of its variants explains every call that the plain twin does not. This
+# runs only where no variant explains all calls alike.
+
+MOST_CALLS = 8  # calls examined at most
+MOST_VARIANTS = 64  # variants of a fault tried on one call
+_NOTHING = FaultVariant("nothing", lambda call: call)
+
+
+@dataclass(frozen=True, eq=False)
+class CallByCall:
+    """A fault that explains every call, each by its own variant; the worst of the proofs."""
+
+    fault: ModelFault
+    way: FaultVariant
+    proof: VariantFit
+    calls: int
+
+
+def call_by_call(
+    scene: ComponentContext, sights: Sequence[CallRecord], faults: Iterable[ModelFault]
+) -> Iterator[CallByCall]:
+    """Yield each fault that explains every call by a variant of its own."""
+    calls = with_earlier(sights)[-MOST_CALLS:]
+    spoilt = [each for each in calls if _holds(scene, each, _NOTHING) is None]
+    for fault in faults:
+        if not fault.per_call or not spoilt or not fault.sits(scene):
+            continue
+        found = []
+        for call in spoilt:
+            best = _first(scene, call, fault)
+            if best is None:
+                break
+            found.append(best)
+        else:
+            way, worst = max(found, key=lambda each: each[1].ratio)
+            yield CallByCall(fault, way, worst, len(found))
+
+
+def with_earlier(sights: Sequence[CallRecord]) -> list[CallRecord]:
+    """Return single calls in the order of their steps, each with those before it."""
+    single = [call for each in sights for call in calls_in(each)]
+    ordered = sorted(single, key=lambda each: each.step)
+    found = []
+    for at, each in enumerate(ordered):
+        # Do not list an earlier call twice.
+        known = {id(other.outputs) for other in each.earlier}
+        more = (other for other in ordered[:at] if id(other.outputs) not in known)
+        found.append(replace(each, earlier=(*each.earlier, *more)))
+    return found
+
+
+def _first(
+    scene: ComponentContext, call: CallRecord, fault: ModelFault
+) -> tuple[FaultVariant, VariantFit] | None:
+    for way in islice(proposed(fault, scene, call), MOST_VARIANTS):
+        found = _holds(scene, call, way)
+        if found is not None:
+            return way, found
+    return None
+
+
+def _holds(scene: ComponentContext, call: CallRecord, way: FaultVariant) -> VariantFit | None:
+    """Return the proof that a variant explains a call; None where it does not."""
+    made = make(scene, call, way)
+    found = None if made is None else proof(scene, call, made)
+    return found if found is not None and found.ratio <= HEADROOM else None
+
+
+# --------------------------------------------------------------------------------------------------
+# Separate the calls or sequences in which a fault acts from the healthy ones.
+#
+# A fault may act in one phase, in one call or on one sequence. A variant that explains it there
+# changes the others as well, so no proof over every call holds. Calls or sequences that match the
+# healthy twin need no explanation; the cause is searched in the rest.
+
+_MOST = 64  # calls or sequences examined at most
+
+
+def differing_parts(
+    scene: ComponentContext, sights: Sequence[CallRecord]
+) -> Iterator[tuple[str, list[CallRecord]]]:
+    """Yield what remains without the healthy calls, then without the healthy sequences.
+
+    Each comes with a description; nothing is yielded where all of them differ.
+    """
+    calls = [call for sight in sights for call in calls_in(sight)]
+    wrong = _unhealthy(scene, calls)
+    if 0 < len(wrong) < len(calls):
+        yield f"in {len(wrong)} of {len(calls)} calls, the others are healthy", wrong
+    # Only the differing calls are split into sequences.
+    apart = [each for call in wrong for each in sequences_in(scene, call)]
+    left = _unhealthy(scene, apart) if len(apart) > len(wrong) else apart
+    if 0 < len(left) < len(apart):
+        told = f"of {len(left)} of {len(apart)} sequences of these calls, the others are healthy"
+        yield told, left
+
+
+def _unhealthy(scene: ComponentContext, sights: Sequence[CallRecord]) -> list[CallRecord]:
+    if len(sights) > _MOST:
+        return []
+    return [each for each in sights if not _is_healthy(scene, each)]
+
+
+def _is_healthy(scene: ComponentContext, sight: CallRecord) -> bool:
+    made = make(scene, sight, _NOTHING)
+    return made is not None and proof(scene, sight, made).ratio <= HEADROOM
+
+
+# --------------------------------------------------------------------------------------------------
+# Every fault that applies proposes variants. Each is tried on a sample: a few
+# rows, those that differ most. Those that leave little of the difference are proved on every row of
+# every call: the twin with the variant must return what the candidate returned, within the budget
+# fraction of a healthy component. So a variant has to explain every row that differs and break none
+# that agreed. If none does, and some calls or sequences are healthy, the others alone are
+# diagnosed; after that, pairs of variants are tried. Equal explanations are ranked by simplicity,
+# where fitted numbers count against a variant; the rest are listed as alternatives. A wrong cause
+# is worse than none.
 
 EXPLAINS = 0.5  # of the difference may be left: three quarters of its energy are explained
 IN_SUMS = 0.866  # of it, where no number is beyond its budget: a quarter of its energy is explained
@@ -70,7 +191,7 @@ _PARTS = ("head", "expert", "column")  # of an output
 
 
 @dataclass(frozen=True, eq=False)
-class Named:
+class NamedFault:
     """A cause: one fault, or two at once, and the proof that it explains every call.
 
     `reproduced` and `as_stored` are the shares of outputs within budget, with the variant and
@@ -109,7 +230,7 @@ class Excluded:
 class Diagnosed:
     """The diagnosis of one discrepancy; causes are ranked, and none means no known fault."""
 
-    named: tuple[Named, ...]
+    named: tuple[NamedFault, ...]
     excluded: tuple[Excluded, ...]
     tried: int
     sentence: str
@@ -192,7 +313,7 @@ def _alike_in_all(
     calls: Sequence[CallRecord],
     shown: tuple[CallRecord, Sample],
     sitting: Sequence[ModelFault],
-) -> tuple[tuple[Named, ...], list[_Trial]]:
+) -> tuple[tuple[NamedFault, ...], list[_Trial]]:
     """Return causes that explain all calls alike, and every trial; `shown` is tried first."""
     main, sample = shown
     trials = list(_trials(scene, main, sample, sitting))
@@ -212,7 +333,7 @@ def _alike_in_all(
 
 def _in_a_part(
     scene: ComponentContext, apart: Sequence[CallRecord], sitting: Sequence[ModelFault]
-) -> tuple[Named, ...]:
+) -> tuple[NamedFault, ...]:
     """Return causes that act in some calls, or on some sequences, while the others are healthy."""
     for words, part in differing_parts(scene, apart):
         calls = together(scene, part)
@@ -225,13 +346,13 @@ def _in_a_part(
 
 def _each_by_itself(
     scene: ComponentContext, calls: Sequence[CallRecord], sitting: Sequence[ModelFault]
-) -> tuple[Named, ...]:
+) -> tuple[NamedFault, ...]:
     """Return causes whose damage differs in every call."""
     found = list(call_by_call(scene, calls, sitting))
     ids = [each.fault.id for each in found]
     stored = _as_stored(scene, most_telling(calls)) if found else 0.0
     return tuple(
-        Named(
+        NamedFault(
             (each.fault,),
             each.way,
             each.proof.within,
@@ -379,10 +500,10 @@ def _proved(
     main: CallRecord,
     trials: Sequence[_Trial],
     leaves: float = EXPLAINS,
-) -> tuple[Named, ...]:
+) -> tuple[NamedFault, ...]:
     """Prove the variants that leave least on every row of every call, and rank those that hold."""
     near = sorted((each for each in trials if each.left <= leaves), key=_likeliest)
-    held: list[tuple[_Trial, Proof]] = []
+    held: list[tuple[_Trial, VariantFit]] = []
     for trial in near[:PROVED]:
         if held and _likeliest(trial)[0] > _likeliest(held[0][0])[0] + 1:
             break  # it leaves many times more than one that was proved
@@ -406,7 +527,7 @@ def _proved(
     stored = _as_stored(scene, main)
     ids = [" + ".join(each.id for each in trial.fault) for trial, _ in ranked]
     return tuple(
-        Named(
+        NamedFault(
             trial.fault,
             trial.way,
             found.within,
@@ -427,9 +548,9 @@ def _likeliest(trial: _Trial) -> tuple[int, int, int]:
 
 def _on_every_call(
     scene: ComponentContext, calls: Sequence[CallRecord], main: CallRecord, way: FaultVariant
-) -> Proof | None:
+) -> VariantFit | None:
     """Return the worst proof over all calls; None where one of them is not explained."""
-    worst: Proof | None = None
+    worst: VariantFit | None = None
     for sight in (main, *(each for each in calls if each is not main)):
         found = _explained(scene, sight, way)
         # Joined calls: a budget over all rows may fail where each call alone is explained.
@@ -443,14 +564,14 @@ def _on_every_call(
     return worst
 
 
-def _explained(scene: ComponentContext, sight: CallRecord, way: FaultVariant) -> Proof | None:
+def _explained(scene: ComponentContext, sight: CallRecord, way: FaultVariant) -> VariantFit | None:
     """Return the proof that a variant explains one sight; None where it does not."""
     made = make(scene, sight, way)
     found = None if made is None else proof(scene, sight, made)
     return found if found is not None and found.ratio <= HEADROOM else None
 
 
-def _ratio(found: Proof) -> float:
+def _ratio(found: VariantFit) -> float:
     return found.ratio
 
 
@@ -459,7 +580,7 @@ def _as_stored(scene: ComponentContext, main: CallRecord) -> float:
     return proof(scene, main, made).within if made else 0.0
 
 
-def _evidence(way: FaultVariant, found: Proof, stored: float) -> str:
+def _evidence(way: FaultVariant, found: VariantFit, stored: float) -> str:
     return (
         f"{way.words} reproduces {share(found.within)} of outputs within budget "
         f"({share(found.identical)} to the bit, the worst at {number(found.ratio, 3)} of it); "
@@ -467,7 +588,7 @@ def _evidence(way: FaultVariant, found: Proof, stored: float) -> str:
     )
 
 
-def _excluded(trials: Sequence[_Trial], named: Sequence[Named]) -> tuple[Excluded, ...]:
+def _excluded(trials: Sequence[_Trial], named: Sequence[NamedFault]) -> tuple[Excluded, ...]:
     explained = {each.id for cause in named for each in cause.faults}
     # By fault, its variant that leaves least.
     nearest: dict[str, _Trial] = {}
@@ -480,7 +601,7 @@ def _excluded(trials: Sequence[_Trial], named: Sequence[Named]) -> tuple[Exclude
 
 
 def _sentence(
-    named: Sequence[Named], excluded: Sequence[Excluded], sitting: int, tried: int
+    named: Sequence[NamedFault], excluded: Sequence[Excluded], sitting: int, tried: int
 ) -> str:
     if named:
         first = named[0]

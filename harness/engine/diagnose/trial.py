@@ -1,14 +1,10 @@
-"""Try one fault variant on a captured call, and measure how near its outputs are.
-
-`distance` is a cheap measure without unit; trials are ordered by how much of it remains. `proof`
-judges the candidate against the twin with the variant, by a budget derived for that damaged twin,
-from its damaged operands. A variant that cannot run on this call explains nothing.
-"""
+"""Try one fault variant on a sample of a captured call, and measure how near its outputs are."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,17 +14,19 @@ from degarble.harness.base.errors import CANNOT_RUN, DegarbleError, InvalidArgum
 from degarble.harness.engine.budget.budget import HEADROOM, judge, spacing
 from degarble.harness.engine.budget.codes_and_choices import weights_budget
 from degarble.harness.engine.budget.judging import judge_outputs
-from degarble.harness.engine.budget.roles import budgets_of
+from degarble.harness.engine.budget.roles import SUMS, budgets_of
 from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.engine.compare.compare import values_of_any
-from degarble.harness.engine.diagnose.overflow import beyond_float32
-from degarble.harness.engine.faults.regions import cancelled
-from degarble.harness.engine.faults.weight_faults import Decoding
+from degarble.harness.engine.faults.model_faults import ChangedWeights
+from degarble.harness.engine.faults.regions import cancelled, extents
+from degarble.harness.engine.faults.weight_faults import Decoding, numbers_of
+from degarble.harness.engine.localise.judgeable_rows import rows_by_sequence
+from degarble.harness.formats.weight import Weight
 from degarble.harness.report.number_text import share
 from degarble.references.linears import activation_values
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -39,9 +37,80 @@ if TYPE_CHECKING:
         FaultVariant,
         ModelFault,
     )
-    from degarble.harness.formats.weight import Weight
 
     Tensors = Mapping[str, Tensor]
+    Measure = Callable[[Tensors, Tensors], float]
+
+
+# --------------------------------------------------------------------------------------------------
+# Budgets for damaged operands whose sums overflow float32.
+#
+# A scale of 10^35 leaves partial sums that the float64 twin still adds up. A float32 sum becomes
+# infinite, with the sign on which its own order overflowed first, or NaN if it overflowed on both;
+# a scale applied after the sum leaves finite numbers. So where the sum of magnitudes overflows, a
+# value that is not finite depends on the order and is no evidence, and a finite value gets a budget
+# derived from smaller operands, in proportion. Operands that are not finite themselves get none:
+# their results have to be identical.
+
+_LARGEST = torch.finfo(torch.float32).max
+_SMALLER = 2.0**-100  # factor on weights: keeps sums far from both ends of float32
+_PARTS = frozenset({"codes", "block_scale", "tensor_scale"})
+
+
+def beyond_float32(
+    scene: ComponentContext, call: JudgeableCall, candidate: Mapping[str, Tensor]
+) -> dict[str, Budget]:
+    """Return budgets of outputs whose sums may exceed float32; empty where none may."""
+    extents = {name: each.shape for name, each in candidate.items()}
+    if call.role not in SUMS or extents != {n: each.shape for n, each in call.outputs.items()}:
+        return {}
+    x = activation_values(call.inputs, call.activation, torch.float64)
+    rest = {name: each for name, each in call.inputs.items() if name not in _PARTS}
+    largest = float(x.abs().amax()) if x.numel() else 0.0
+    if not 0 < largest < math.inf:
+        return {}
+    # Sums of magnitudes bound every partial sum in every order.
+    sums = scene.call({**rest, "x": x.abs()}, ChangedWeights(call.weights, _magnitudes))
+    beyond = {name: ~each.isfinite() for name, each in sums.items()}
+    if not any(bool(each.any()) for each in beyond.values()):
+        return {}
+    # Powers of two, so that scaling down and up again is exact.
+    unit = 2.0 ** math.ceil(math.log2(largest))
+    smaller = replace(
+        call,
+        inputs={**rest, "x": (x / unit).float()},
+        weights=ChangedWeights(call.weights, _scaled_down),
+    )
+    known, found = budgets_of(call), {}
+    for name, budget in budgets_of(smaller).items():
+        slack = budget.slack.double() * (unit / _SMALLER)
+        slack = torch.where(known[name].slack.isfinite(), known[name].slack.double(), slack)
+        slack = torch.where(call.outputs[name].isfinite(), slack, 0.0).nan_to_num(0.0)
+        # What overflowed in the candidate's own order of summation is not judged.
+        free = beyond[name] & ~candidate[name].isfinite()
+        found[name] = replace(budget, slack=slack, free=free)
+    return found
+
+
+def _magnitudes(_name: str, weight: Weight) -> Weight:
+    """Return magnitudes; infinite beyond the largest float32, 0 for NaN and infinity."""
+    size = numbers_of(weight).double().abs()
+    size = torch.where(size.isfinite(), size.masked_fill(size > _LARGEST, math.inf), 0.0)
+    return Weight(value=size, input_scale=weight.input_scale)
+
+
+def _scaled_down(_name: str, weight: Weight) -> Weight:
+    value = (numbers_of(weight).double() * _SMALLER).float()
+    return Weight(value=value, input_scale=weight.input_scale)
+
+
+# --------------------------------------------------------------------------------------------------
+# Try one fault variant on a captured call, and measure how near its outputs are.
+#
+# `distance` is a cheap measure without unit; trials are ordered by how much of it remains. `proof`
+# judges the candidate against the twin with the variant, by a budget derived for that damaged twin,
+# from its damaged operands. A variant that cannot run on this call explains nothing.
+
 
 # Producers of one dialect differ in up to 0.56 % of codes (packing_diagnosis, NAMED_FROM).
 CODES_UNLIKE = 0.0056
@@ -58,7 +127,7 @@ _TINY = 1e-30
 
 
 @dataclass(frozen=True, eq=False)
-class Made:
+class VariantOutputs:
     """The outputs of a variant, and the operands that its innermost call received."""
 
     outputs: Tensors
@@ -68,7 +137,7 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Proof:
+class VariantFit:
     """How well a variant explains one sight, in units of budget; shares count elements."""
 
     ratio: float
@@ -83,7 +152,7 @@ def make(
     way: FaultVariant,
     plain: Tensors | None = None,
     rows: Tensor | None = None,
-) -> Made | None:
+) -> VariantOutputs | None:
     """Run the twin with a variant on a sight's inputs; None where the variant cannot run.
 
     `plain` holds the same inputs with codes decoded, for variants that leave inputs alone. `rows`
@@ -105,7 +174,7 @@ def make(
     try:
         if sight.implied:
             outputs: Tensors = way.passed_on({**sight.inputs, **sight.implied}, scene.weights)
-            return Made(outputs, sight.inputs, scene.weights, {})
+            return VariantOutputs(outputs, sight.inputs, scene.weights, {})
         outputs = way.apply(spied)(sight.inputs, scene.weights)
     except CANNOT_RUN:
         return None  # another shape or format than the variant is for
@@ -116,7 +185,7 @@ def make(
         else each
         for name, each in outputs.items()
     }
-    return Made(typed, seen["inputs"] or sight.inputs, operands[0], stretch)
+    return VariantOutputs(typed, seen["inputs"] or sight.inputs, operands[0], stretch)
 
 
 def _left_open(way: FaultVariant, made: Tensor, seen: Tensor) -> Tensor:
@@ -185,7 +254,9 @@ def untouched(sight: CallRecord) -> Tensors:
 
 def distance(candidate: Tensors, made: Tensors) -> float:
     """Return the distance of two sets of outputs: 0 if equal, about 1 per unrelated output."""
-    return sum(_apart(*_in_order(each, made.get(name))) for name, each in candidate.items())
+    return sum(
+        _output_distance(*_in_order(each, made.get(name))) for name, each in candidate.items()
+    )
 
 
 def _in_order(c: Tensor, m: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -195,7 +266,7 @@ def _in_order(c: Tensor, m: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return c.sort(dim=-1).values, m.sort(dim=-1).values
 
 
-def _apart(c: Tensor, m: Tensor | None) -> float:
+def _output_distance(c: Tensor, m: Tensor | None) -> float:
     if m is None or m.shape != c.shape:
         return 2.0
     if not c.numel():
@@ -226,12 +297,12 @@ def _rounds_alike(c: Tensor, m: Tensor | None) -> bool:
 
 def shape_distance(candidate: Tensors, made: Tensors) -> float:
     """Return the distance after removing a gain for each row, or for each column."""
-    return sum(_apart_in_shape(each, made.get(name)) for name, each in candidate.items())
+    return sum(_shape_distance(each, made.get(name)) for name, each in candidate.items())
 
 
-def _apart_in_shape(c: Tensor, m: Tensor | None) -> float:
+def _shape_distance(c: Tensor, m: Tensor | None) -> float:
     if m is None or m.shape != c.shape or not c.numel() or not _is_wide(c):
-        return _apart(c, m)
+        return _output_distance(c, m)
     c, m = c.double().flatten(0, -2), m.double().flatten(0, -2)
     finite = c.isfinite() & m.isfinite()
     c, m = torch.where(finite, c, 0.0), torch.where(finite, m, 0.0)
@@ -248,7 +319,7 @@ def _is_wide(tensor: Tensor) -> bool:
     return tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and tensor.ndim > 1
 
 
-def proof(scene: ComponentContext, sight: CallRecord, made: Made) -> Proof:
+def proof(scene: ComponentContext, sight: CallRecord, made: VariantOutputs) -> VariantFit:
     """Judge a variant's outputs against the candidate."""
     candidate = seen_tensors(sight)
     if sight.implied:
@@ -268,7 +339,7 @@ def proof(scene: ComponentContext, sight: CallRecord, made: Made) -> Proof:
             found = min(found, _unlike_ratio(candidate[name], call.outputs[name], sight, name))
         if found >= worst:
             worst, words = found, text
-    return Proof(worst, *shares(call, candidate, made, beyond), words)
+    return VariantFit(worst, *shares(call, candidate, made, beyond), words)
 
 
 def _unlike_ratio(c: Tensor, m: Tensor, sight: CallRecord, name: str) -> float:
@@ -308,7 +379,7 @@ def _ratios(call: JudgeableCall, candidate: Tensors) -> dict[str, tuple[float, s
         ratio, words = each.ratio, str(each.worst or "")
         if name == "weights" and shares is not None:
             ratio, words = shares
-        if _apart(candidate[name], call.outputs[name]) == 0:
+        if _output_distance(candidate[name], call.outputs[name]) == 0:
             ratio, words = 0.0, "the same to the bit"
         elif math.isnan(ratio):
             ratio, words = math.inf, each.undecided
@@ -363,13 +434,16 @@ def _finite_ratios(call: JudgeableCall, candidate: Tensors) -> dict[str, tuple[f
     return found
 
 
-def _call(scene: ComponentContext, made: Made) -> JudgeableCall:
+def _call(scene: ComponentContext, made: VariantOutputs) -> JudgeableCall:
     call = JudgeableCall.of(scene.bound, scene.name, made.inputs, made.outputs)
     return replace(call, weights=made.weights)
 
 
 def shares(
-    call: JudgeableCall, candidate: Tensors, made: Made, beyond: Mapping[str, Budget] | None = None
+    call: JudgeableCall,
+    candidate: Tensors,
+    made: VariantOutputs,
+    beyond: Mapping[str, Budget] | None = None,
 ) -> tuple[float, float]:
     """Return the shares of elements within budget, and of equal ones, over all outputs."""
     try:
@@ -408,17 +482,281 @@ def _within_spacings(c: Tensor, m: Tensor) -> Tensor:
     return (c - m).abs() <= torch.maximum(c.abs(), m.abs()) * step
 
 
-def _edge_proof(received: Tensors, passed: Tensors) -> Proof:
+def _edge_proof(received: Tensors, passed: Tensors) -> VariantFit:
     """Judge what arrived: the producers' output, or computed from it within a spacing or two."""
     within = same = total = 0
     for name, c in received.items():
         m = passed.get(name)
         if m is None or m.shape != c.shape:
-            return Proof(math.inf, 0.0, 0.0, f"{name} has another shape")
+            return VariantFit(math.inf, 0.0, 0.0, f"{name} has another shape")
         equal = (c == m) | ((c != c) & (m != m))  # noqa: PLR0124  NaN
         near = equal | _within_spacings(c, m)
         within, same, total = within + int(near.sum()), same + int(equal.sum()), total + c.numel()
     if not total:
-        return Proof(0.0, 1.0, 1.0)
+        return VariantFit(0.0, 1.0, 1.0)
     ratio = 0.0 if within == total else math.inf
-    return Proof(ratio, within / total, same / total)
+    return VariantFit(ratio, within / total, same / total)
+
+
+# --------------------------------------------------------------------------------------------------
+# Sample a recorded call for trials: few rows and few columns, those that differ most.
+#
+# The call that shows most is chosen, a window of its rows, and columns of each output. A window is
+# contiguous and begins at a multiple of its size, so that a fault that counts rows or tiles keeps
+# its pattern. Calls with sequences or memory are never cut. A sample only orders trials: a named
+# fault is proved on every row of every call.
+#
+# Shape letters: T tokens, F columns.
+
+
+_EXPERTS = 3  # experts kept in a sample
+WINDOW = 64  # rows at most
+COLUMNS = 256  # of an output at most: half of them the worst, half spread evenly
+_FAINT = 0.01  # of an output's length: a few roundings of BF16
+_OUTSIDE = frozenset({"offsets", "state"})
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """A sight cut to a window of rows, and the columns of its outputs to compare."""
+
+    sight: CallRecord
+    columns: Mapping[str, Tensor]
+    whole: bool  # whether no row was left out
+    plain: Tensors | None  # its inputs with codes decoded
+    rows: Tensor | None = None  # rows of the single matrix whose outputs are compared
+
+    @cached_property
+    def candidate(self) -> dict[str, Tensor]:
+        """Return the tensors that a trial has to reproduce, in the chosen columns."""
+        return self.looked_at(seen_tensors(self.sight))
+
+    def before(self, measure: Measure) -> float:
+        """Return the difference without any fault."""
+        if measure not in self._before:
+            self._before[measure] = measure(self.candidate, self.looked_at(untouched(self.sight)))
+        return self._before[measure]
+
+    @cached_property
+    def only_roundings(self) -> bool:
+        """Tell whether only roundings are left to explain."""
+        return only_roundings(self.candidate, self.looked_at(untouched(self.sight)))
+
+    @cached_property
+    def _before(self) -> dict[Measure, float]:
+        return {}
+
+    def looked_at(self, outputs: Tensors) -> dict[str, Tensor]:
+        """Keep the chosen columns of outputs."""
+        return {name: self._chosen(name, each) for name, each in outputs.items()}
+
+    def _chosen(self, name: str, output: Tensor) -> Tensor:
+        columns = self.columns.get(name)
+        if columns is None or output.ndim < 2 or output.shape[-1] <= int(columns[-1]):
+            return output
+        return output.index_select(-1, columns)
+
+
+def most_telling(sights: Sequence[CallRecord]) -> CallRecord:
+    """Return the call whose outputs are farthest from the right ones.
+
+    Of faint differences, return the largest call at a similar distance: roundings are a large part
+    of each, and few rows do not show what roundings hide.
+    """
+    far = [distance(seen_tensors(each), untouched(each)) for each in sights]
+    most = max(far)
+    if not most <= _FAINT:  # a NaN is not faint
+        return sights[far.index(most)]
+    near = [each for each, own in zip(sights, far, strict=True) if own >= most / 2]
+    return max(near, key=lambda each: sum(out.numel() for out in seen_tensors(each).values()))
+
+
+def sampled(scene: ComponentContext, sight: CallRecord, window: int = WINDOW) -> Sample:
+    """Cut a sight to the window of rows that differs most, if its rows are independent."""
+    cut = _window(sight, window) if _is_by_row(scene, sight) else sight
+    whole = cut is sight
+    if "experts" in cut.inputs and scene.role.startswith("ffn.experts.w") and window == WINDOW:
+        cut = _few_experts(cut)
+    columns = {
+        name: _columns(each, untouched(cut)[name])
+        for name, each in seen_tensors(cut).items()
+        if name in untouched(cut) and each.ndim > 1 and each.shape[-1] > COLUMNS
+    }
+    chosen = {name: each for name, each in columns.items() if len(each)}
+    rows = chosen.get("out") if len(extents(scene, cut)) == 1 else None
+    return Sample(cut, chosen, whole, decoded_once(scene, cut), rows)
+
+
+def _is_by_row(scene: ComponentContext, sight: CallRecord) -> bool:
+    """Tell whether rows are independent and lead every tensor that has one for each token."""
+    if sight.implied or any(each.via in _OUTSIDE for each in scene.component.inputs):
+        return False
+    counts = {each.shape[0] for each in _all(sight) if each.ndim}
+    return len(counts) == 1
+
+
+def _all(sight: CallRecord) -> list[Tensor]:
+    return [*sight.inputs.values(), *sight.outputs.values(), *sight.expected.values()]
+
+
+def _window(sight: CallRecord, size: int) -> CallRecord:
+    first = next(each for each in _all(sight) if each.ndim)
+    count = first.shape[0]
+    if count <= size:
+        return sight
+    weight_T = torch.zeros(count)
+    for name, each in sight.outputs.items():
+        if not each.ndim:
+            continue
+        weight_T += _element_distances(each, sight.expected.get(name)).reshape(count, -1).sum(1)
+    # Sum of differences per window of `size` rows.
+    windows = torch.nn.functional.pad(weight_T, (0, -count % size)).reshape(-1, size).sum(1)
+    begin = int(windows.argmax()) * size
+    return rows_of(sight, slice(begin, min(begin + size, count)))
+
+
+def _few_experts(sight: CallRecord) -> CallRecord:
+    """Keep the slots of the experts that differ most, and of one that differs least."""
+    experts = sight.inputs["experts"]
+    if "out" not in sight.outputs or sight.outputs["out"].shape != sight.expected["out"].shape:
+        return sight
+    # [T, K] mean difference of each slot
+    of_slot = _element_distances(sight.outputs["out"], sight.expected["out"]).mean(-1)
+    held = experts[experts >= 0].unique().tolist()
+    if len(held) <= _EXPERTS:
+        return sight
+    ranked = sorted(held, key=lambda number: -float(of_slot[experts == number].mean()))
+    # The expert that differs least guards against variants that damage every expert.
+    chosen = torch.tensor([*ranked[: _EXPERTS - 1], ranked[-1]])
+    kept = torch.isin(experts, chosen)
+
+    def masked(side: Tensors) -> dict[str, Tensor]:
+        return {**side, "out": torch.where(kept[..., None], side["out"], 0)}
+
+    inputs = {**sight.inputs, "experts": experts.where(kept, -1)}
+    outputs, expected = masked(sight.outputs), masked(sight.expected)
+    return replace(sight, inputs=inputs, outputs=outputs, expected=expected)
+
+
+def together(scene: ComponentContext, sights: Sequence[CallRecord]) -> list[CallRecord]:
+    """Concatenate calls with independent rows, so that one sight shows all experts."""
+    first = sights[0]
+    if len(sights) == 1 or not all(_is_by_row(scene, each) for each in sights):
+        return list(sights)
+    if any(_likeness(each) != _likeness(first) for each in sights):
+        return list(sights)
+
+    def joined(side: str) -> dict[str, Tensor]:
+        parts = [getattr(each, side) for each in sights]
+        return {
+            name: torch.cat([each[name] for each in parts]) if tensor.ndim else tensor
+            for name, tensor in parts[0].items()
+        }
+
+    rows = tuple(count for each in sights for count in (each.rows or (_height(each),)))
+    owners = tuple(owner for each in sights for owner in each.owners)
+    sides = (joined("inputs"), joined("outputs"), joined("expected"))
+    return [
+        replace(
+            first, inputs=sides[0], outputs=sides[1], expected=sides[2], rows=rows, owners=owners
+        )
+    ]
+
+
+def _likeness(sight: CallRecord) -> list[tuple[object, ...]]:
+    """Return names, dtypes and extents; scalars that all rows share have to be equal."""
+    sides = (sight.inputs, sight.outputs, sight.expected)
+    return [
+        (name, each.dtype, *(each.shape[1:] if each.ndim else (float(each),)))
+        for side in sides
+        for name, each in side.items()
+    ]
+
+
+def _height(sight: CallRecord) -> int:
+    return next(each.shape[0] for each in _all(sight) if each.ndim)
+
+
+def calls_in(sight: CallRecord) -> list[CallRecord]:
+    """Split a sight into its calls, where several are concatenated."""
+    if len(sight.rows) < 2:
+        return [sight]
+    begins = [sum(sight.rows[:at]) for at in range(len(sight.rows))]
+    return [
+        rows_of(sight, slice(begin, begin + count))
+        for begin, count in zip(begins, sight.rows, strict=True)
+    ]
+
+
+def sequences_in(scene: ComponentContext, sight: CallRecord) -> list[CallRecord]:
+    """Split one call by sequences; return it whole where they cannot be separated."""
+    if _is_by_row(scene, sight):
+        return _by_owner(sight)
+    if sight.implied or "token_offsets" not in sight.inputs:
+        return [sight]
+    return list(alone(scene, sight)) or [sight]
+
+
+def _by_owner(sight: CallRecord) -> list[CallRecord]:
+    owners = sight.owners
+    if len(owners) != _height(sight):
+        return [sight]
+    begins = [at for at in range(len(owners)) if not at or owners[at] != owners[at - 1]]
+    ends = [*begins[1:], len(owners)]
+    return [rows_of(sight, slice(a, b)) for a, b in zip(begins, ends, strict=True)]
+
+
+def alone(scene: ComponentContext, sight: CallRecord) -> Iterator[CallRecord]:
+    """Yield every sequence of a call whose tokens interact; nothing where they are ambiguous."""
+    lines = rows_by_sequence(scene.component, scene.bound.config, sight.inputs)
+    if lines is None:
+        return
+    for number in range(len(lines.spans)):
+        counts = [span.count * (at == number) for at, span in enumerate(lines.spans)]
+        sides = [lines.cut_side(side, counts) for side in _sides(sight)]
+        if any(side is None for side in sides):
+            return
+        inputs, outputs, expected = (side or {} for side in sides)
+        yield replace(sight, inputs=inputs, outputs=outputs, expected=expected, rows=(), owners=())
+
+
+def _sides(sight: CallRecord) -> tuple[Tensors, Tensors, Tensors]:
+    return sight.inputs, sight.outputs, sight.expected
+
+
+def rows_of(sight: CallRecord, rows: slice) -> CallRecord:
+    """Return some rows of a sight with independent rows."""
+
+    def part(side: Tensors) -> dict[str, Tensor]:
+        return {name: each[rows] if each.ndim else each for name, each in side.items()}
+
+    inputs, outputs, expected = (part(side) for side in _sides(sight))
+    owners = sight.owners[rows]
+    return replace(sight, inputs=inputs, outputs=outputs, expected=expected, rows=(), owners=owners)
+
+
+def _element_distances(c: Tensor, e: Tensor | None) -> Tensor:
+    """Return a distance from 0 to 1 for each element, relative to both magnitudes."""
+    if e is None or e.shape != c.shape:
+        return torch.ones(c.shape)
+    if not c.dtype.is_floating_point or c.dtype.itemsize == 1:
+        return (c != e).float()
+    # Where terms cancel only roundings are left, which would outweigh a faint fault; so ignore
+    # these elements, unless nothing else differs.
+    beside = (c == e) | cancelled(c, e)
+    alike = c == e if bool(beside.all()) else beside
+    c, e = c.float(), e.float()
+    apart = torch.where(alike, 0.0, (c - e).abs() / (c.abs() + e.abs() + 1e-30))
+    return torch.nan_to_num(apart, 1.0, 1.0, 1.0)
+
+
+def _columns(c: Tensor, e: Tensor) -> Tensor:
+    if e.shape != c.shape:
+        return torch.empty(0, dtype=torch.int64)
+    weight_F = _element_distances(c, e).flatten(0, -2).sum(0)
+    # Half of the columns by difference, half evenly spread.
+    worst = weight_F.topk(COLUMNS // 2).indices
+    step = -(-len(weight_F) // (COLUMNS // 2))
+    spread = torch.arange(0, len(weight_F), step)
+    chosen: Tensor = torch.cat((worst, spread)).unique()
+    return chosen

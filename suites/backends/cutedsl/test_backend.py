@@ -17,7 +17,7 @@ from degarble.harness.backends.cutedsl import kernels as cutedsl_kernels
 from degarble.harness.backends.cutedsl.backend import CONVENTIONS, decided, parts_of, use_kernels
 from degarble.harness.backends.cutedsl.kernels import NOTHING
 from degarble.harness.capture.files.reader import Capture
-from degarble.harness.commands.check.text import check_text
+from degarble.harness.commands.check.report import check_text
 from degarble.harness.generate.generate import GenerationOptions, TextGenerator
 from degarble.harness.inference.generation import Limits
 from degarble.harness.inference.model import open_model

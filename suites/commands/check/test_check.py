@@ -1,4 +1,4 @@
-"""`degarble check` from end to end: healthy, with a fault, against what was not captured."""
+"""`degarble check` from end to end: healthy, with a fault, on other kernels, with texts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -18,21 +20,39 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.capture import capture as run
+from degarble.harness.capture.capture import CaptureSettings
+from degarble.harness.capture.files.reader import Capture
+from degarble.harness.capture.files.records import CapturedStep, Phase
 from degarble.harness.capture.options import CaptureFilter
-from degarble.harness.commands.check.check import CheckRun
-from degarble.harness.commands.check.check import Wanted as WantedCheck
-from degarble.harness.commands.check.document import junit
+from degarble.harness.commands.check.check import (
+    PROMPTS,
+    CheckRun,
+    captured_texts,
+    pieces,
+    prompts_of,
+    texts_of,
+)
+from degarble.harness.commands.check.check import CheckSettings as WantedCheck
+from degarble.harness.commands.check.report import junit
 from degarble.harness.inference.model import open_model
-from degarble.suites.capture.files.capture_cases import marked_incomplete
+from degarble.references import tiny
+from degarble.suites.capture.files.capture_cases import marked_incomplete, old_capture
 from degarble.suites.checkpoint.audit.planted_numbers import Bytes
 from degarble.suites.commands.calls import call
 from degarble.suites.serve.talking_cases import write_speaker
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
+    from degarble.harness.engine.localise.recorded_run import RecordedRun
+    from degarble.harness.inference.model import OpenModel
     from degarble.suites.commands.calls import Result
+
+
+# --------------------------------------------------------------------------------------------------
+# `degarble check` from end to end: healthy, with a fault, against what was not captured.
 
 NAME = "layers.1.attn.q_norm"
 
@@ -244,3 +264,204 @@ def test_a_run_whose_logits_are_nan_is_captured_and_its_origin_found(
     (origin,) = told["origins"]
     assert (origin["site"], origin["cosine"], origin["difference"]) == (f"{NAME}.out", None, None)
     assert told["first_non_finite"]["component"] == NAME
+
+
+# --------------------------------------------------------------------------------------------------
+# `degarble check --backend`: the prompts of a capture on other kernels, in one command.
+
+MODULE = """
+import torch
+
+def linear(inputs, weights):
+    (weight,) = weights.values()
+    x, w = inputs["x"].float(), weight.values(torch.float32)
+    return {"out": (x @ w.T).to(inputs["x"].dtype)}
+
+def sound():
+    return {"attn.wq_b": linear}
+
+def doubled(inputs, weights):
+    return {"out": linear(inputs, weights)["out"] * 2}
+
+class Sick:
+    name = "sick"
+    def components(self):
+        return {"attn.wq_b": linear, "layers.1.attn.wq_b": doubled}
+
+def late():
+    return {"attn.wq_b": lambda i, w: {"out": 1 / 0}}
+"""
+
+
+@pytest.fixture(scope="module")
+def again_v4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_speaker(tmp_path_factory.mktemp("v4") / "model")
+
+
+@pytest.fixture(scope="module")
+def healthy(again_v4: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return captured(again_v4, tmp_path_factory.mktemp("healthy") / "capture")
+
+
+@pytest.fixture
+def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of kernels, under a name that no other test imports; temporary files go here."""
+    name = f"again_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    return name
+
+
+def again_check(
+    capsys: pytest.CaptureFixture[str], capture: Path, v4: Path, *more: object
+) -> Result:
+    return call(capsys, "--json", "check", capture, "--reference", v4, *more)
+
+
+def test_sound_kernels_agree_and_the_report_says_who_computed_what(
+    again_v4: Path, healthy: Path, kernels: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = again_check(capsys, healthy, again_v4, "--backend", f"{kernels}:sound")
+    assert done.status == 0, done.err
+    told = done.document
+    assert (told["verdict"], told["origins"], told["not_judged"]) == ("AGREES", [], [])
+    assert told["facts"]["backend"] == f"{kernels}:sound"
+    assert told["facts"]["computed by the backend"].endswith("attn.wq_b")
+    assert "attn.wq_a" in told["facts"]["fell to torch"]
+    assert told["steps"] == 4
+    assert not any((Path.cwd() / "temporary").iterdir())
+
+
+def test_a_sick_kernel_is_found_as_with_capture_and_check(
+    again_v4: Path, healthy: Path, kernels: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend, here = ("--backend", f"{kernels}:Sick"), Path.cwd()
+    report = here / "report"
+    done = again_check(capsys, healthy, again_v4, *backend, "--report", report)
+    assert done.status == 1, done.err
+    (prompts,) = (here / "prompts.txt",)
+    prompts.write_text("w7 w8 w9 w31\nw9\n")
+    line = ("capture", again_v4, "--prompts", prompts, "--out", here / "two", *backend)
+    assert call(capsys, *line).status == 0
+    twice = again_check(capsys, here / "two", again_v4)
+    names = ("component", "site", "where", "fault", "difference", "cosine")
+    one, two = ([{n: o[n] for n in names} for o in each.document["origins"]]
+                for each in (done, twice))  # fmt: skip
+    assert one == two
+    assert one[0]["site"] == "layers.1.attn.wq_b.out"
+    assert done.document["capture"] == twice.document["capture"]
+    (origin,) = done.document["origins"]
+    assert Path(origin["reproducer"]).exists()
+    (page,) = report.glob("*.html")
+    assert "fell to torch" in page.read_text()
+    assert f"--backend {kernels}:Sick" in page.read_text()
+
+
+def test_filters_hold_and_statistics_are_enough_to_run_again(
+    again_v4: Path, kernels: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = CaptureSettings(CaptureFilter.of("1", "attn.*"), 3, statistics_only=True)
+    seen = captured(again_v4, Path.cwd() / "few", "", few)
+    done = again_check(capsys, seen, again_v4, "--backend", f"{kernels}:Sick")
+    assert done.status == 1, done.err
+    lines = done.document["cosines"]
+    assert {each["layer"] for each in lines} == {1}
+    assert {each["component"].partition(".")[0] for each in lines} == {"attn"}
+    assert done.document["steps"] == 3
+
+
+def test_what_cannot_run_is_refused_and_nothing_stays(
+    again_v4: Path, healthy: Path, kernels: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    here = Path.cwd()
+    for value, words in (
+        (f"{kernels}:late", "ZeroDivisionError"),
+        (f"{kernels}:nothing", "factory in"),
+        ("vllm", "a backend with kernels"),
+    ):
+        done = again_check(capsys, healthy, again_v4, "--backend", value)
+        assert done.status == 2
+        assert words in done.err, done.err
+    seen: Any = Capture.open(healthy)
+    later = [replace(each, positions=tuple(n + 3 for n in each.positions)) for each in seen.steps]
+    with pytest.raises(InvalidArgument, match="Capture a run from its beginning"):
+        prompts_of(cast("Any", SimpleNamespace(steps=later, facts=seen.facts)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for more in ((), ("--backend", f"{kernels}:sound")):
+        done = again_check(capsys, healthy, again_v4, "--device", "cuda", *more)
+        assert done.status == 2
+        assert "an NVIDIA GPU that torch can use" in done.err
+    assert not any((here / "temporary").iterdir())
+
+
+RELEASED = Path(tiny.__file__).parent / "v1" / "v4"
+
+
+@dataclass
+class Run:
+    """A run that has said something."""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    steps: tuple[CapturedStep, ...] = ()
+
+
+def texts_run(*sequences: object, steps: tuple[CapturedStep, ...] = ()) -> RecordedRun:
+    facts = {"sequences": list(sequences)} if sequences else {}
+    return cast("RecordedRun", Run(facts, steps))
+
+
+@pytest.fixture(scope="module")
+def texts_model() -> Iterator[OpenModel]:
+    with open_model(RELEASED, "bf16") as opened:
+        yield opened
+
+
+def test_a_capture_says_its_prompts_or_its_steps_do() -> None:
+    assert captured_texts(texts_run({"prompt": [1, 2], "new": [3], "text": "x"})) == [([1, 2], [3])]
+    steps = (
+        CapturedStep(0, Phase.PREFILL, (5, 6, 7, 8), (0, 1, 0, 1), (0, 0, 1, 1)),
+        CapturedStep(1, Phase.DECODE, (9, 4), (2, 2), (0, 1)),
+        CapturedStep(2, Phase.DECODE, (3,), (3,), (1,)),
+    )
+    assert captured_texts(texts_run(steps=steps)) == [([5, 6], [9]), ([7, 8], [4, 3])]
+
+
+@pytest.mark.parametrize("raw", [7, {}, {"prompt": [1]}, {"prompt": ["a"], "new": [True]}])
+def test_a_strange_record_of_a_sequence_is_passed_over(raw: object) -> None:
+    assert captured_texts(texts_run(raw)) == []
+
+
+def test_a_capture_of_version_1_still_tells_its_prompts(tmp_path: Path) -> None:
+    with_prompts = captured_texts(Capture.open(old_capture(tmp_path / "capture")))
+    assert all(ids for ids, _ in with_prompts)
+    assert with_prompts
+
+
+def test_the_twin_goes_on_from_the_very_same_ids(texts_model: OpenModel) -> None:
+    told = texts_of(texts_run({"prompt": [0, 13, 20], "new": [6, 500, 7]}), texts_model)
+    (said,) = told.said
+    names = [name for name, _ in said.voices]
+    assert names == ["Twin", "Candidate"]
+    assert [len(tokens) for _, tokens in said.voices] == [3, 3]
+    assert said.parting is not None
+
+
+def test_what_is_not_told_is_a_note(texts_model: OpenModel) -> None:
+    one = {"prompt": [0, 13], "new": [6]}
+    many = texts_of(texts_run(*[one] * (PROMPTS + 1)), texts_model)
+    assert len(many.said) == PROMPTS
+    assert many.notes == (f"The first {PROMPTS} of {PROMPTS + 1} prompts.",)
+    long = texts_of(texts_run({"prompt": [0] * 3000, "new": [6]}), texts_model)
+    assert long.said == ()
+    assert "2,048 tokens" in long.notes[0]
+
+
+def test_ids_that_nobody_can_say_do_no_harm(texts_model: OpenModel) -> None:
+    (said,) = texts_of(texts_run({"prompt": [0, 13], "new": [2**61, -4, 10**6]}), texts_model).said
+    assert dict(said.voices)["Candidate"]
+    (lone,) = texts_of(texts_run({"prompt": [10**7], "new": [6]}), texts_model).said
+    assert [name for name, _ in lone.voices] == ["Candidate"]
+    assert pieces([3, 4], None) == ("3 ", "4 ")

@@ -1,4 +1,4 @@
-"""Reproducers: few rows, few outputs, no checkpoint; they fail while the fault is there."""
+"""Reproducers: few rows, outputs and blocks of K, no checkpoint; they fail with the fault."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ import torch
 from safetensors.torch import save_file
 
 from degarble.harness.base.errors import UnreadableFile
+from degarble.harness.engine.diagnose.diagnose import diagnose
 from degarble.harness.engine.diagnose.minimal_reproducer import SCRIPT, TENSORS, Case, shrunk
+from degarble.harness.engine.faults.model_faults import FaultVariant, with_outputs, with_weights
+from degarble.harness.formats.weight import Weight
 from degarble.harness.model.recipes import recipe_named
 from degarble.suites.engine.localise_cases import (
     ATTN,
     FFN,
     V4,
+    V32,
     bound,
     localised,
     replaced,
@@ -25,7 +29,16 @@ from degarble.suites.engine.localise_cases import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
+
+    from torch import Tensor
+
+    from degarble.harness.model.config.config import Config
+
+
+# --------------------------------------------------------------------------------------------------
+# Reproducers: few rows, few outputs, no checkpoint; they fail while the fault is there.
 
 
 @pytest.mark.parametrize(
@@ -90,3 +103,104 @@ def test_files_of_others_are_refused(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(1)}, tmp_path / TENSORS)
     with pytest.raises(UnreadableFile, match="a case that degarble wrote"):
         Case.read(tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------
+# Sums that are cut along K: a named fault shows on few blocks, and mends as before.
+
+
+def with_codes(weight: Weight, codes: Tensor) -> Weight:
+    return Weight(
+        codes=codes, block_scale=weight.block_scale, tensor_scale=weight.tensor_scale,
+        input_scale=weight.input_scale, storage=weight.storage,
+    )  # fmt: skip
+
+
+def swapped(name: str, weight: Weight) -> Weight:
+    """The nibbles of one block of codes, the third along K, the other way round."""
+    assert weight.codes is not None, name
+    codes = weight.codes.clone()
+    part = codes[:, 16:24]
+    codes[:, 16:24] = (part >> 4) | (part << 4)
+    return with_codes(weight, codes)
+
+
+def all_swapped(name: str, weight: Weight) -> Weight:
+    assert weight.codes is not None, name
+    return with_codes(weight, (weight.codes >> 4) | (weight.codes << 4))
+
+
+@pytest.mark.parametrize(
+    ("config", "recipe", "name"),
+    [
+        (V4, "nvfp4-full", f"{ATTN}wo_b"),
+        (V4, "nvfp4-experts", f"{FFN}experts.w2"),
+        (V4, "nvfp4-experts", f"{FFN}experts.w13"),
+        (V32, "nvfp4-full", "layers.0.attn.wo"),
+    ],
+)
+def test_a_fault_of_one_block_is_shown_on_that_block(
+    config: Config, recipe: str, name: str, tmp_path: Path
+) -> None:
+    way = FaultVariant("nibbles of a block", with_weights(swapped))
+    run = run_of(name, way.apply, config=config, recipe=recipe)
+    (trouble,) = localised(run, config, recipe).origins
+    whole, case = shrunk(trouble), shrunk(trouble, way)
+    assert whole is not None
+    assert case is not None
+    assert case.inputs["codes"].shape[-1] < whole.inputs["codes"].shape[-1]
+    assert case.inputs["codes"].shape[-1] == 8, "sixteen codes: one block"
+    assert "K 32..47 of" in case.title
+    script = case.write(tmp_path / "case")
+    again = Case.read(tmp_path / "case")
+    with torch.inference_mode():
+        healthy = dict(again.twin.calls[name](again.inputs, again.weights))
+    assert not again.told(healthy)[1]
+    if config is V4 and recipe == "nvfp4-full":
+        ran = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+        assert ran.returncode == 1, ran.stderr
+        assert name in ran.stdout
+
+
+def test_what_diagnosing_names_cuts_the_sum_and_what_it_does_not_leaves_it_whole() -> None:
+    name = f"{ATTN}wq_b"
+    (trouble,) = localised(run_of(name, with_weights(all_swapped))).origins
+    assert trouble.sight is not None
+    named = diagnose(trouble.scene, [trouble.sight, *trouble.more]).named
+    assert named
+    case, whole = shrunk(trouble, named[0].way), shrunk(trouble)
+    assert case is not None
+    assert whole is not None
+    assert case.inputs["codes"].shape[-1] == 8 < whole.inputs["codes"].shape[-1]
+    assert case.captured["out"].numel() <= whole.captured["out"].numel()
+
+
+def test_a_fault_that_only_the_whole_sum_shows_leaves_it_whole() -> None:
+    """Sums that saturate: what half of K sums to lies within, so that no half shows it."""
+    name = f"{ATTN}wo_b"
+    seen = run_of()
+    call = next(each for each in seen.calls if each.component == name)
+    most = 0.97 * float(seen.outputs(call)["out"].abs().max())
+
+    def saturated(_inputs: object, outputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {**outputs, "out": outputs["out"].clamp(-most, most)}
+
+    way = FaultVariant("saturated sums", with_outputs(saturated))
+    (trouble,) = localised(run_of(name, way.apply)).origins
+    whole, case = shrunk(trouble), shrunk(trouble, way)
+    assert whole is not None
+    assert case is not None
+    assert case.inputs["codes"].shape[-1] == whole.inputs["codes"].shape[-1]
+    assert "by the named fault" not in case.title
+
+
+def test_unquantised_products_are_cut_too_and_other_components_stay() -> None:
+    way = FaultVariant("half", scaled("out", 1.5))
+    (trouble,) = localised(run_of("head", way.apply)).origins
+    case = shrunk(trouble, way)
+    assert case is not None
+    assert case.inputs["x"].shape[-1] == 16
+    (trouble,) = localised(run_of(f"{ATTN}q_norm", way.apply)).origins
+    case = shrunk(trouble, way)
+    assert case is not None
+    assert "by the named fault" not in case.title

@@ -1,3 +1,5 @@
+"""Trials of one variant: its sample, its distance from the candidate, sums beyond float32."""
+
 from __future__ import annotations
 
 import math
@@ -9,22 +11,40 @@ import pytest
 import torch
 
 from degarble.harness.engine.budget.budget import HEADROOM
+from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.engine.diagnose.trial import (
     CODES_UNLIKE,
+    COLUMNS,
+    WINDOW,
+    beyond_float32,
+    calls_in,
     distance,
     make,
+    most_telling,
     only_roundings,
     proof,
     proposed,
+    sampled,
     shape_distance,
+    together,
 )
-from degarble.harness.engine.faults.model_faults import CallRecord, FaultVariant, with_outputs
+from degarble.harness.engine.faults.model_faults import (
+    CallRecord,
+    FaultVariant,
+    with_outputs,
+    with_weights,
+)
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
+from degarble.harness.engine.faults.weight_faults import numbers_of
+from degarble.harness.formats.weight import Weight
 from degarble.suites.engine.diagnosing import double
 from degarble.suites.museum.museum_stages import small_stage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from degarble.harness.engine.diagnose.trial import VariantFit
+
 
 PLACE = "layers.1.attn.wq_a"
 TOPK = "layers.1.ffn.topk"
@@ -213,3 +233,173 @@ def test_a_choice_may_be_held_in_int32() -> None:
     made = make(model.naming(TOPK), replace(sight, outputs=narrow), NOTHING)
     assert made is not None
     assert proof(model.naming(TOPK), replace(sight, outputs=narrow), made).ratio <= HEADROOM
+
+
+def test_the_window_holds_the_rows_that_differ() -> None:
+    model = double("v4", "nvfp4-full")
+
+    def late(_inputs: object, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        made = outputs["out"].clone()
+        made[100:110] *= 2
+        return {"out": made}
+
+    sight = model.sights(PLACE, FaultVariant("late", with_outputs(late)))[0]
+    sample = sampled(model.naming(PLACE), sight)
+    assert not sample.whole
+    begin = WINDOW * (100 // WINDOW)
+    assert torch.equal(sample.sight.outputs["out"], sight.outputs["out"][begin : begin + WINDOW])
+    assert sample.sight.inputs["codes"].shape[0] == WINDOW
+    assert sample.sight.inputs["tensor_scale"].ndim == 0
+    assert sample.before(distance) > 0.01
+
+
+def test_calls_with_sequences_are_not_cut() -> None:
+    model = double("v4", "nvfp4-full")
+    place = "layers.1.attn.compressor.pool"
+    sight = model.sights(place, None)[0]
+    assert sampled(model.naming(place), sight).sight is sight
+
+
+def test_wide_outputs_are_looked_at_in_few_columns() -> None:
+    model = double("v4", "nvfp4-full")
+
+    def one_column(_inputs: object, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        made = outputs["out"].clone()
+        made[:, 77] += 1
+        return {"out": made}
+
+    place = "layers.1.attn.wq_b"
+    sight = model.sights(place, FaultVariant("one column", with_outputs(one_column)))[0]
+    assert sight.outputs["out"].shape[1] > COLUMNS
+    sample = sampled(model.naming(place), sight)
+    assert 77 in sample.columns["out"]
+    assert sample.candidate["out"].shape[1] <= COLUMNS
+    narrow = {"out": sight.outputs["out"][:, :8]}
+    assert sample.looked_at(narrow)["out"].shape[1] == 8
+
+
+def test_decoded_inputs_give_the_same_outputs() -> None:
+    model = double("v4", "nvfp4-full")
+    for place in (PLACE, "layers.1.ffn.experts.w13", "layers.2.ffn.experts.w2"):
+        scene = model.naming(place)
+        sample = sampled(scene, model.sights(place, None)[0])
+        assert sample.plain is not None
+        assert "codes" not in sample.plain
+        direct = scene.call(sample.sight.inputs, scene.weights)["out"]
+        assert torch.equal(scene.call(sample.plain, scene.weights)["out"], direct)
+
+
+def test_the_most_telling_call_is_the_one_that_is_farthest_off() -> None:
+    one = torch.ones(2, 4)
+    near = CallRecord({}, {"out": one * 1.01}, {"out": one})
+    far = CallRecord({}, {"out": one * 3}, {"out": one})
+    assert most_telling([near, far, near]) is far
+
+
+def test_calls_are_put_together_and_taken_apart_again() -> None:
+    model = double("v4", "nvfp4-full")
+    for place in (PLACE, "layers.1.ffn.experts.w13", f"{PLACE}.act_quant"):
+        sights = model.sights(place, None)
+        (joined,) = together(model.naming(place), sights)
+        assert joined.rows == tuple(len(next(iter(each.inputs.values()))) for each in sights)
+        for call, sight in zip(calls_in(joined), sights, strict=True):
+            for name, each in sight.outputs.items():
+                assert torch.equal(call.outputs[name], each)
+
+
+def test_calls_with_sequences_stay_apart() -> None:
+    model = double("v4", "nvfp4-full")
+    place = "layers.1.attn.compressor.pool"
+    sights = model.sights(place, None)
+    assert together(model.naming(place), sights) == sights
+
+
+def test_where_nothing_but_what_cancels_differs_it_is_looked_at() -> None:
+    """A difference that is nothing beside its row is still the only one."""
+    model = double("v4", "nvfp4-full")
+    sight = model.sights(PLACE, None)[0]
+    right = sight.expected["out"].float()
+    made = right.clone()
+    made[100, 0] += float(right[100].abs().max()) * 2.0**-20
+    sight = replace(sight, expected={"out": right}, outputs={"out": made})
+    sample = sampled(model.naming(PLACE), sight)
+    begin = WINDOW * (100 // WINDOW)
+    assert torch.equal(sample.sight.outputs["out"], made[begin : begin + WINDOW])
+
+
+# --------------------------------------------------------------------------------------------------
+# Sums that pass float32: which kind of no number stands where is no evidence; numbers are.
+
+PLACES = (
+    "layers.1.attn.wq_a",
+    "layers.1.attn.wo_a",
+    "layers.1.ffn.experts.w13",
+    "layers.1.ffn.shared.w13",
+)
+LARGE = 1e39
+
+
+def times(factor: float, small: float = 1.0) -> FaultVariant:
+    """Weights times a number, in float64; `small` are the rows of the second half."""
+
+    def change(_name: str, weight: Weight) -> Weight:
+        value = numbers_of(weight) * factor
+        value[len(value) // 2 :] *= small
+        return Weight(value=value, input_scale=weight.input_scale)
+
+    return FaultVariant(f"times {factor}", with_weights(change))
+
+
+def planted(place: str, way: FaultVariant) -> CallRecord:
+    return double("v4", "nvfp4-full").sights(place, way, calls=1)[0]
+
+
+def judged(place: str, sight: CallRecord, way: FaultVariant) -> VariantFit:
+    scene = double("v4", "nvfp4-full").naming(place)
+    made = make(scene, sight, way)
+    assert made is not None
+    return proof(scene, sight, made)
+
+
+def altered(sight: CallRecord, row: int, column: int, factor: float) -> CallRecord:
+    out = sight.outputs["out"].clone()
+    out.reshape(-1, out.shape[-1])[row, column] *= factor
+    return replace(sight, outputs={"out": out})
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_whose_sums_overflow_is_explained_by_the_numbers_that_remain(place: str) -> None:
+    way = times(LARGE, small=1e-39)
+    sight = planted(place, way)
+    out = sight.outputs["out"]
+    row, column = out.reshape(-1, out.shape[-1]).isfinite().nonzero()[0].tolist()
+    made = make(double("v4", "nvfp4-full").naming(place), sight, way)
+    assert made is not None
+    kinds = out.isfinite() != made.outputs["out"].isfinite()
+    assert kinds.any() or (out.isnan() != made.outputs["out"].isnan()).any(), (
+        "else nothing is asked"
+    )
+    found = judged(place, sight, way)
+    assert found.ratio <= 0.7, found.worst
+    assert found.within == 1
+    assert judged(place, altered(sight, row, column, 1.1), way).ratio > 1
+    assert judged(place, sight, times(LARGE, small=1.1e-39)).ratio > 1
+
+
+def test_what_is_no_number_from_the_start_has_to_be_the_same() -> None:
+    place = PLACES[0]
+    way = next(MODEL_FAULTS["M04.infinite"].ways(double("v4", "nvfp4-full").planting(place)))
+    sight = planted(place, way)
+    assert judged(place, sight, way).ratio == 0
+    out = sight.outputs["out"].clone()
+    out[0, 0] = 1.0 if out[0, 0].isnan() else torch.nan
+    assert judged(place, replace(sight, outputs={"out": out}), way).ratio > 1
+
+
+def test_where_nothing_may_overflow_no_budget_is_another_one() -> None:
+    model = double("v4", "nvfp4-full")
+    place = PLACES[0]
+    sight = planted(place, times(1.0))
+    scene = model.naming(place)
+    call = JudgeableCall.of(scene.bound, place, sight.inputs)
+    assert beyond_float32(scene, call, sight.outputs) == {}

@@ -26,7 +26,12 @@ from degarble.harness.engine.conventions.learned import (
 from degarble.harness.engine.conventions.registry import GEMM, LEARNED, OPERANDS
 from degarble.harness.engine.diagnose.judge.gemm import agrees_at_once, judge_product
 from degarble.harness.engine.diagnose.judge.operations import by_callable, judge_defined
-from degarble.harness.engine.diagnose.judge.product import OUTPUTS, Operand, Product, all_finite
+from degarble.harness.engine.diagnose.judge.product import (
+    OUTPUTS,
+    MatrixOperand,
+    Product,
+    all_finite,
+)
 from degarble.harness.engine.localise.recorded_run import same_bits
 from degarble.harness.formats.quantise import has_fast_decoder
 from degarble.harness.report.verdict import SCHEMA, Origin, Verdict
@@ -67,7 +72,7 @@ class Twin:
                     "a callable, for a component without a weight",
                     "Pass a function of its captured inputs.",
                 )  # fmt: skip
-        self._held: dict[str, Operand] = {}
+        self._held: dict[str, MatrixOperand] = {}
         self._agreed: dict[str, deque[_Agreed]] = {}
         self._room = HELD_VALUES
 
@@ -148,14 +153,14 @@ class Twin:
             x, out = x[rows], out[rows]  # a product gives each row by itself
         bias = self._weights[component].get(_BIAS)
         # Trap: x may hold gigabytes, and each check of it costs as much as a product of few rows.
-        operand = Operand.of(_IN, x, finite=True)
+        operand = MatrixOperand.of(_IN, x, finite=True)
         product = Product.of(operand, self._operand(component), out.dtype, bias)
         if values:
             product = replace(product, operands=values.get(OPERANDS, DecodedOperands.EXACT))
         at_once = agrees_at_once(component, product, out)
         return at_once or judge_product(component, product, out, explain=explain)
 
-    def _operand(self, component: str) -> Operand:
+    def _operand(self, component: str) -> MatrixOperand:
         """Return the weight as an operand that was checked once.
 
         A weight that decodes as fast as memory is read is decoded for every call, into reused
@@ -163,11 +168,11 @@ class Twin:
         """
         known = self._held.get(component)
         if known is not None:
-            return known if "values" in vars(known) else Operand(known.held)
-        known = Operand.of(f"weight of {component}", self._weights[component][_WEIGHT])
+            return known if "values" in vars(known) else MatrixOperand(known.held)
+        known = MatrixOperand.of(f"weight of {component}", self._weights[component][_WEIGHT])
         tensor, size = known.quantised, known.values.numel()
         if tensor is not None and has_fast_decoder(tensor, torch.float32):
-            self._held[component] = Operand(known.held)
+            self._held[component] = MatrixOperand(known.held)
         # Slow to decode: keep the values, up to HELD_VALUES in total.
         elif size <= self._room:
             self._room -= size
@@ -270,13 +275,13 @@ def check_modules(
     for name in twin.names:
         if name not in seen:
             raise UnknownName.among("component of the twin", name, seen)
-    work = _Work(run, twin, declared)
+    work = _Judging(run, twin, declared)
     for call in run.calls:
         work.take(call)
     used = conventions_used(declared, work.evidence())
     learned = {each.name: each.value for each in used if each.source == LEARNED}
     if learned:
-        work = _Work(run, twin, {**declared, **learned})
+        work = _Judging(run, twin, {**declared, **learned})
         for call in run.calls:
             work.take(call)
     worst = {name: work.explained(each) for name, each in work.worst.items()}
@@ -296,7 +301,7 @@ class _Worst(NamedTuple):
     rows: Tensor | None  # rows that were judged, where others are not finite
 
 
-class _Work:
+class _Judging:
     """The judging of a run under some conventions."""
 
     def __init__(self, run: RecordedRun, twin: Twin, values: Mapping[str, Any]) -> None:
@@ -348,7 +353,7 @@ class _Work:
         def fit(name: str, values: Mapping[str, Any]) -> ConventionFit:
             if not values:
                 return self._fit(name)
-            work = _Work(self._run, self._twin, {**self._values, **values})
+            work = _Judging(self._run, self._twin, {**self._values, **values})
             for call in calls[name]:
                 work.take(call)
             return work._fit(name)

@@ -19,11 +19,10 @@ from degarble.harness.engine.budget import bounded_values
 from degarble.harness.engine.budget.budget import Budget, judge
 from degarble.harness.engine.budget.rules import UNDERFLOW, U, cut_off, few, normed
 from degarble.harness.engine.diagnose.judge.gemm import require_output
-from degarble.harness.engine.diagnose.judge.mismatch import excess_of
-from degarble.harness.engine.diagnose.judge.product import Operand, require_finite
+from degarble.harness.engine.diagnose.judge.product import MatrixOperand, excess_of, require_finite
 from degarble.harness.engine.diagnose.judge.report import (
     JudgedKernel,
-    Named,
+    NamedCause,
     OneOutput,
     census_of,
     elements_of,
@@ -81,7 +80,7 @@ def judge_defined(name: str, defined: Defined, output: Any) -> JudgedKernel:
     return JudgedKernel(name, verdict, outputs, elements, census, named, tried)
 
 
-def _named(defined: Defined, given: Mapping[str, Tensor]) -> tuple[Named, ...]:
+def _named(defined: Defined, given: Mapping[str, Tensor]) -> tuple[NamedCause, ...]:
     """Return the known faults that reproduce the output of a single-output operation."""
     found = []
     for fault, title, words, exact in defined.wrong:
@@ -91,7 +90,7 @@ def _named(defined: Defined, given: Mapping[str, Tensor]) -> tuple[Named, ...]:
         if judgement.verdict is Verdict.AGREES:
             equal = share(judgement.comparison.identical)
             evidence = f"{words} reproduces {equal} of the codes, and all within the budget"
-            found.append(Named(fault, title, evidence, judgement.worst.ratio))
+            found.append(NamedCause(fault, title, evidence, judgement.worst.ratio))
     return tuple(sorted(found, key=lambda each: each.ratio))
 
 
@@ -196,7 +195,7 @@ def judge_quantised(inputs: Mapping[str, Any], output: Any) -> JudgedKernel:
         )  # fmt: skip
     found = diagnose(source if source.dtype is not torch.float64 else source.float(), output)
     named = tuple(
-        Named(cause.fault.id, cause.fault.title, cause.match.evidence, 0.0)
+        NamedCause(cause.fault.id, cause.fault.title, cause.match.evidence, 0.0)
         for cause in found.causes
     )
     tried = tuple(name for each in found.unexplained for name, _ in each.excluded)
@@ -260,7 +259,7 @@ def _arguments(inputs: Any, weights: Any) -> tuple[list[Any], dict[str, Any]]:
 def _value(held: Any) -> Any:
     """Decode quantised values; return everything else unchanged."""
     if isinstance(held, (Weight, QuantisedTensor)):
-        return Operand.of("argument", held).values
+        return MatrixOperand.of("argument", held).values
     return held
 
 
@@ -326,7 +325,7 @@ def _both(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain(name: str, held: Any) -> Tensor:
     """Return a tensor of finite numbers with at least two extents."""
-    return Operand.of(name, held).values.reshape(held.shape)
+    return MatrixOperand.of(name, held).values.reshape(held.shape)
 
 
 def _lone(name: str, held: Any) -> Tensor:

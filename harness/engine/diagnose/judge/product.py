@@ -1,22 +1,21 @@
-"""One matrix product x w^T: its operands, exact result and budget, whole or for some rows.
+"""One matrix product x w^T: operands, exact result, budget, and a candidate that differs from it.
 
 Operands are read as a kernel receives them: plain values, or codes with scales of any block format.
-The exact result is summed in float64. An NVFP4 tensor scale is applied after the sum, so that no
-operand is rounded on the way. A product is immutable: a fault is another product.
-
-Shape letters: M rows, K summed, N outputs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
+from degarble.harness.engine.budget.budget import HEADROOM, spacing
 from degarble.harness.engine.budget.rules import U, ambiguous_bf16, summed
+from degarble.harness.engine.compare.compare import values_of_any
 from degarble.harness.formats.codec import FORMAT_OF_DTYPE
 from degarble.harness.formats.fast.buffers import empty_tensor
 from degarble.harness.formats.fast.nvfp4 import dequantise_nvfp4
@@ -27,16 +26,28 @@ from degarble.harness.formats.weight import Weight
 from degarble.references.numerics import DecodedOperands
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from degarble.harness.engine.budget.budget import Budget
+
+
+# --------------------------------------------------------------------------------------------------
+# One matrix product x w^T: its operands, exact result and budget, whole or for some rows.
+#
+# Operands are read as a kernel receives them: plain values, or codes with scales of any block
+# format. The exact result is summed in float64. An NVFP4 tensor scale is applied after the sum, so
+# that no operand is rounded on the way. A product is immutable: a fault is another product.
+#
+# Shape letters: M rows, K summed, N outputs.
 
 PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, eq=False)
-class Operand:
+class MatrixOperand:
     """One side of a product, plain or quantised; its rows flatten all leading extents.
 
     `picked` selects rows where codes and scales could not be cut themselves.
@@ -47,7 +58,7 @@ class Operand:
     loose: Tensor | None = None  # error of values that were rounded after decoding
 
     @classmethod
-    def of(cls, name: str, given: Any, *, finite: bool = False) -> Operand:
+    def of(cls, name: str, given: Any, *, finite: bool = False) -> MatrixOperand:
         """Wrap a tensor, quantised tensor or weight; raise for other types and for NaN or infinity.
 
         `finite` states that the caller has checked that already.
@@ -118,13 +129,13 @@ class Operand:
         exact = torch.float32 if self.held.tensor_scale is not None else torch.float64
         return self._meant(_rows(dequantise(self.held, exact)))
 
-    def rounded(self) -> Operand:
+    def rounded(self) -> MatrixOperand:
         """Return the values as BF16: decoded or cast first, then multiplied."""
         if isinstance(self.held, torch.Tensor):
             return replace(self, held=self.held.to(torch.bfloat16))
         shape = (*self.leading, -1) if self.picked is None else (len(self.picked), -1)
         rounded = self.values.to(torch.bfloat16).reshape(shape)
-        return Operand(rounded, loose=ambiguous_bf16(self.values))
+        return MatrixOperand(rounded, loose=ambiguous_bf16(self.values))
 
     @property
     def leading(self) -> tuple[int, ...]:
@@ -133,21 +144,21 @@ class Operand:
         per_row = self.factor is not None and self.factor.numel() > 1
         return found[:-1] if per_row and found[-1] == 1 else found
 
-    def at(self, rows: Tensor) -> Operand:
+    def at(self, rows: Tensor) -> MatrixOperand:
         """Return some rows as an operand."""
         tensor = self.quantised
         if tensor is None:
             loose = None if self.loose is None else self.loose[rows]
-            return Operand(self.values[rows], loose=loose)
+            return MatrixOperand(self.values[rows], loose=loose)
         if self.picked is not None:
-            return Operand(tensor, self.picked[rows])
+            return MatrixOperand(tensor, self.picked[rows])
         cut = tensor.layout == LINEAR and tensor.format.block[0] == 1
         scale = tensor.tensor_scale
         if not cut or (scale is not None and scale.ndim) or len(tensor.shape) != 2:
-            return Operand(tensor, rows)
+            return MatrixOperand(tensor, rows)
         codes, block_scale = tensor.codes[rows], tensor.block_scale[rows]
         shape = (len(rows), tensor.shape[1])
-        return Operand(replace(tensor, codes=codes, block_scale=block_scale, shape=shape))
+        return MatrixOperand(replace(tensor, codes=codes, block_scale=block_scale, shape=shape))
 
     def _meant(self, rows: Tensor) -> Tensor:
         return rows if self.picked is None else rows[self.picked]
@@ -157,8 +168,8 @@ class Operand:
 class Product:
     """x w^T + bias; the output is rounded once to `dtype`."""
 
-    x: Operand
-    w: Operand
+    x: MatrixOperand
+    w: MatrixOperand
     dtype: torch.dtype
     bias: Tensor | None = None
     operands: DecodedOperands = DecodedOperands.EXACT
@@ -166,7 +177,7 @@ class Product:
     @classmethod
     def of(cls, x: Any, w: Any, dtype: torch.dtype, bias: Tensor | None = None) -> Product:
         """Check the operands against each other and build the product."""
-        made = cls(Operand.of("x", x), Operand.of("w", w), dtype, bias)
+        made = cls(MatrixOperand.of("x", x), MatrixOperand.of("w", w), dtype, bias)
         (_, width), (count, length) = made.x.values.shape, made.w.values.shape
         if len(made.w.held.shape) != 2 or width != length:
             raise ShapeMismatch(
@@ -185,17 +196,17 @@ class Product:
         return (*self.x.leading, len(self.w.values))
 
     @cached_property
-    def x_used(self) -> Operand:
+    def x_used(self) -> MatrixOperand:
         """Return x as it is multiplied, by convention."""
         coded = self.x.quantised is not None
         return self.x.rounded() if coded and self.operands is DecodedOperands.BOTH else self.x
 
     @cached_property
-    def w_used(self) -> Operand:
+    def w_used(self) -> MatrixOperand:
         """Return the weight as it is multiplied, by convention."""
         return self.w if self.operands is DecodedOperands.EXACT else self.w.rounded()
 
-    def exchanged(self, **operands: Operand) -> Product:
+    def exchanged(self, **operands: MatrixOperand) -> Product:
         """Return the same product of other operands."""
         return replace(self, x=operands.get("x", self.x), w=operands.get("w", self.w))
 
@@ -290,3 +301,120 @@ def require_finite(name: str, values: Tensor) -> None:
 
 def _rows(values: Tensor) -> Tensor:
     return values.reshape(-1, values.shape[-1])
+
+
+# --------------------------------------------------------------------------------------------------
+# A wrong matrix product as the search for causes sees it: elements, box and sample.
+#
+# `ProductMismatch` holds candidate and twin, the elements beyond their own budget, the box of rows
+# and columns around these, and a sample of a few rows and columns (the worst, and healthy ones
+# between) that rejects most explanations cheaply.
+#
+# Shape letters: M rows, N outputs.
+
+_ROWS, _COLUMNS = 16, 128  # of a sample: three quarters the worst, one quarter spread evenly
+
+
+class OutputSelection(NamedTuple):
+    """Some rows and columns of the output, as indices."""
+
+    rows: Tensor
+    columns: Tensor
+
+    def of(self, matrix: Tensor) -> Tensor:
+        """Return these rows and columns of a matrix."""
+        return matrix[self.rows][:, self.columns]
+
+
+class PredictedOutput(NamedTuple):
+    """The output that an explanation predicts, and its budget."""
+
+    output: Tensor
+    budget: Budget
+
+
+@dataclass(frozen=True, eq=False)
+class Explanation:
+    """One known fault; `rank`: 0 has no parameter, 1 a named one, 2 a fitted number.
+
+    `make` returns the whole output, or a part of it. `words` complete "... reproduces the
+    candidate".
+    """
+
+    fault: str
+    title: str
+    words: str
+    make: Callable[[OutputSelection | None], PredictedOutput]
+    rank: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class ProductMismatch:
+    """A candidate [M, N] that differs from its product."""
+
+    product: Product
+    candidate: Tensor
+    exact: Tensor  # float64
+    twin: Tensor
+    budget: Budget
+
+    @cached_property
+    def excess(self) -> Tensor:
+        """Return the difference of every element in units of its own budget."""
+        return excess_of(self.candidate, self.twin, self.budget)
+
+    @cached_property
+    def finite(self) -> bool:
+        """Tell whether the candidate's values are all finite."""
+        return bool(self.candidate.isfinite().all())
+
+    @cached_property
+    def beyond(self) -> Tensor:
+        """Return the elements beyond the healthy worst case: where to look for the fault."""
+        # The margin absorbs the rounding of the quotient.
+        return self.excess > HEADROOM * (1 + 2.0**-20)
+
+    @cached_property
+    def box(self) -> OutputSelection:
+        """Return the rows and the columns with such an element; all of them if none has one."""
+        whole = tuple(torch.arange(extent) for extent in self.twin.shape)
+        if not bool(self.beyond.any()):
+            return OutputSelection(*whole)
+        return OutputSelection(*(self.beyond.any(axis).nonzero().flatten() for axis in (1, 0)))
+
+    @cached_property
+    def is_whole(self) -> tuple[bool, bool]:
+        """Tell whether the box has (nearly) all rows, and all columns."""
+        counts = (len(self.box.rows), len(self.box.columns))
+        return counts[0] >= 0.97 * self.twin.shape[0], counts[1] >= 0.97 * self.twin.shape[1]
+
+    @cached_property
+    def sample(self) -> OutputSelection:
+        """Return the worst rows and columns, and some between them."""
+        # One infinite element would dominate every sum.
+        shortened = self.excess.clamp(max=1e6)
+        return OutputSelection(
+            _chosen(shortened.sum(1), _ROWS), _chosen(shortened.sum(0), _COLUMNS)
+        )
+
+
+def excess_of(candidate: Tensor, twin: Tensor, budget: Budget) -> Tensor:
+    """Return each element's difference in units of its budget; infinite where kinds differ."""
+    c, t = (values_of_any(side) for side in (candidate, twin))
+    slack = budget.slack.expand(twin.shape).double().numpy()
+    known = np.isfinite(c) & np.isfinite(t)
+    t, c = np.where(known, t, 0.0), np.where(known, c, 0.0)
+    most = np.where(slack > 0, slack + spacing(np.abs(t) + slack, budget.output), 0.0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = np.where(c == t, 0.0, np.abs(c - t) / most * HEADROOM)
+    alike = candidate.isfinite() & twin.isfinite()
+    excess: Tensor = torch.from_numpy(found)
+    excess[~alike] = torch.inf
+    return excess
+
+
+def _chosen(weights: Tensor, count: int) -> Tensor:
+    worst = weights.topk(min(len(weights), count * 3 // 4)).indices
+    spread = torch.linspace(0, len(weights) - 1, max(1, count // 4)).long()
+    found: Tensor = torch.cat((worst, spread)).unique()
+    return found

@@ -31,7 +31,7 @@ _FINDINGS = 3  # findings reported per output
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedCause:
     """A cause: a known fault that reproduces the candidate within its budget."""
 
     fault: str
@@ -49,7 +49,7 @@ class Elements:
     lines: tuple[str, ...] = ()
 
 
-class Output(Protocol):
+class KernelOutput(Protocol):
     """The result for one output; budget.judging.Judged has the same form for a component's."""
 
     @property
@@ -116,10 +116,10 @@ class JudgedKernel:
 
     component: str
     verdict: Verdict
-    outputs: Mapping[str, Output] = field(default_factory=dict)
+    outputs: Mapping[str, KernelOutput] = field(default_factory=dict)
     elements: Mapping[str, Elements] = field(default_factory=dict)
     census: Mapping[str, str] = field(default_factory=dict)
-    named: tuple[Named, ...] = ()
+    named: tuple[NamedCause, ...] = ()
     tried: tuple[str, ...] = ()
     too_good: LevelFinding | None = None
     note: str = ""
@@ -141,7 +141,7 @@ class JudgedKernel:
         return math.fsum(float(each.total.dd) for each in compared if each is not None)
 
     @property
-    def cause(self) -> Named | None:
+    def cause(self) -> NamedCause | None:
         """Return the likeliest cause; None where no known fault reproduces the candidate."""
         return self.named[0] if self.named else None
 
@@ -203,7 +203,7 @@ class JudgedKernel:
             "tried": list(dict.fromkeys(self.tried)),
         }
 
-    def _of_output(self, name: str, judged: Output) -> list[str]:
+    def _of_output(self, name: str, judged: KernelOutput) -> list[str]:
         told = []
         elements = self.elements.get(name)
         if elements is not None:

@@ -1,0 +1,613 @@
+"""The output of `degarble check`: HTML page with tables, JSON, JUnit and terminal text."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+import textwrap
+from dataclasses import dataclass, replace
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+from xml.sax.saxutils import escape, quoteattr
+
+from rich.console import Console
+from rich.text import Text
+
+from degarble.harness.backends.registry import TORCH
+from degarble.harness.commands.check.output_statistics import StatisticsCollector
+from degarble.harness.commands.report_folder import with_earlier_panels, write_page
+from degarble.harness.engine.localise.judged_run import PAIRS
+from degarble.harness.report.files import usable_folder, write_text
+from degarble.harness.report.kernel_table import table_lines
+from degarble.harness.report.number_text import number, share, visible
+from degarble.harness.report.page import Page, PageFinding, Provenance, Subject, to_plain
+from degarble.harness.report.replay_record import JudgedOutput, ReplayRecord
+from degarble.harness.report.verdict import SCHEMA, Origin, Verdict
+from degarble.reports.page_html import SIZE_LIMIT, page_html
+from degarble.reports.page_text import badge
+from degarble.reports.replay_panel import LOOKS, replay_panel, text_panel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from degarble.harness.commands.check.check import CheckResult, DiagnosedOrigin
+    from degarble.harness.engine.diagnose.diagnose import Diagnosed
+    from degarble.harness.engine.localise.discrepancy import Discrepancy
+    from degarble.harness.engine.localise.judged_run import OutputRow
+    from degarble.harness.engine.localise.localise import Localised
+    from degarble.harness.model.recipes import Recipe
+    from degarble.harness.report.replay_record import TextRecord
+
+
+# --------------------------------------------------------------------------------------------------
+# The panels of a check on its checkpoint's HTML page, and the tables written with it.
+#
+# The results of localising and diagnosing become the records of harness.report.replay_record. If
+# the page is too large to be mailed, statistics of outputs are left out. The page is that of the
+# checkpoint, under its manifest hash; panels of earlier runs stay.
+
+UNNAMED = "No known fault explains this"
+_FIRST = 5  # findings on the first screen
+_FEWER = (150, 50, 10, 0)  # close looks, until the page is small enough
+_NEAREST = 3  # excluded faults that are shown
+
+
+@dataclass(frozen=True, eq=False)
+class ReportedOrigin:
+    """One discrepancy, its diagnosis, and the command that reproduces it alone.
+
+    `share` is how much of the difference of the final logits it explains.
+    """
+
+    trouble: Discrepancy
+    diagnosed: Diagnosed | None = None
+    reproduction: str = ""
+    share: float | None = None
+
+    @property
+    def cause(self) -> str:
+        """Return the fault as text."""
+        if self.diagnosed is None or not self.diagnosed.named:
+            return UNNAMED
+        return " and ".join(fault.title for fault in self.diagnosed.named[0].faults)
+
+    @property
+    def remedy(self) -> str:
+        """Return what to do about it."""
+        if self.diagnosed is None or not self.diagnosed.named:
+            return "Look at this component first: what it was given is right."
+        return " ".join(fault.remedy for fault in self.diagnosed.named[0].faults)
+
+
+@dataclass(frozen=True, eq=False)
+class CheckPage:
+    """All data of a check's page: checkpoint, findings and texts.
+
+    `sentence` replaces the sentence derived from the findings; `preface` precedes it. `built_in`
+    states that the captured run used degarble's own references throughout.
+    """
+
+    subject: Subject
+    provenance: Provenance
+    localised: Localised
+    found: tuple[ReportedOrigin, ...]
+    looker: StatisticsCollector
+    texts: TextRecord | None = None
+    facts: tuple[tuple[str, str], ...] = ()
+    sentence: str = ""
+    preface: tuple[str, ...] = ()
+    built_in: bool = False
+
+
+def write_check_page(folder: Path, telling: CheckPage) -> Path:
+    """Add the panels to the checkpoint's page, write the tables, and return the page."""
+    usable_folder("report folder", folder)
+    record = replay_record(telling)
+    page = page_of(telling, record)
+    whole = with_earlier_panels(page, folder / f"{page.subject.key}.json")
+    for most in _FEWER:
+        for panel in page.panels:
+            whole = whole.with_panel(panel)
+        if len(page_html(whole).encode()) <= SIZE_LIMIT:
+            break
+        page = page_of(telling, record, most)
+    for name, text in tables(page.subject.key, record).items():
+        write_text(folder / name, text)
+    return write_page(folder, page)
+
+
+def page_of(telling: CheckPage, record: ReplayRecord, most: int = LOOKS) -> Page:
+    """Return the page of a check alone."""
+    files = tuple((name, _TABLES[name.rpartition("-")[2]]) for name in _names(telling.subject.key))
+    panels = [replay_panel(record, files, most)]
+    if telling.texts is not None:
+        panels.append(text_panel(telling.texts, record.verdict))
+    return Page(
+        telling.subject,
+        telling.provenance,
+        record.verdict,
+        record.sentence,
+        tuple(_finding(each) for each in telling.found[:_FIRST]),
+        tuple(panels),
+    )
+
+
+def replay_record(telling: CheckPage) -> ReplayRecord:
+    """Return all data of the replay panel as plain numbers and text."""
+    localised = telling.localised
+    notes = list(localised.notes)
+    first = localised.first_non_finite
+    if first is not None:
+        notes.append(first.sentence)
+    notes += [f"{name} is not judged: {why}." for name, why in localised.unjudged]
+    return ReplayRecord(
+        localised.verdict,
+        telling.sentence or page_sentence(telling),
+        tuple(_output(row, telling.looker) for row in localised.rows),
+        tuple(str(each.trouble.site) for each in telling.found),
+        tuple(each.trouble.sentence for each in telling.found),
+        tuple(notes),
+        telling.facts,
+        telling.preface,
+    )
+
+
+def page_sentence(telling: CheckPage) -> str:
+    """Return the verdict in one sentence."""
+    localised, found = telling.localised, telling.found
+    if localised.unstable:
+        return f"{localised.unstable[0]} gave two answers to the same question."
+    if found:
+        first = f"{placed(found[0].trouble)}: {found[0].cause}."
+        more = len(found) - 1
+        return first if not more else f"{first} {more} more {'place' if more == 1 else 'places'}."
+    if localised.verdict is Verdict.AGREES:
+        calls = sum(row.calls for row in localised.rows)
+        if telling.built_in:
+            return (
+                f"Built-in reference: no kernel was tested. {calls:,} outputs within their budgets."
+            )
+        return f"Every component does what its twin does: {calls:,} outputs within their budgets."
+    return "Nothing is claimed: no component could be judged."
+
+
+def placed(trouble: Discrepancy) -> str:
+    """Return layer and component of a discrepancy as text."""
+    layer, role = _layer_and_role(trouble.component)
+    return role if layer is None else f"Layer {layer}, {role}"
+
+
+def share_sentence(value: float) -> str:
+    """Return how much of the difference of the final logits one origin alone explains, as text."""
+    if value < 0:
+        return (
+            f"Mending it alone makes the difference of the logits {share(-value)} larger:"
+            " another origin hides a part of it."
+        )
+    return f"Mending it alone removes {share(value)} of the difference of the logits."
+
+
+def origin_of(found: ReportedOrigin) -> Origin:
+    """Return the origin as data."""
+    trouble, named = found.trouble, None
+    if found.diagnosed is not None and found.diagnosed.named:
+        named = found.diagnosed.named[0]
+    layer, role = _layer_and_role(trouble.component)
+    cosine, difference, budget = _measured(trouble)
+    where = dict(trouble.where)
+    if named is not None:
+        where |= {key: each for key, each in named.way.where.items() if key not in where}
+    return Origin(
+        layer,
+        role,
+        str(trouble.site),
+        where,
+        None if named is None else named.id,
+        cosine,
+        difference,
+        budget,
+        0.0 if named is None else named.reproduced,
+        trouble.sentence if named is None else named.evidence,
+        found.reproduction,
+    )
+
+
+def _finding(found: ReportedOrigin) -> PageFinding:
+    told = found.diagnosed
+    notes = []
+    if told is not None and told.named and told.named[0].alternatives:
+        notes.append(f"Equally well explained by {', '.join(told.named[0].alternatives)}.")
+    if told is not None and not told.named:
+        near = ", ".join(each.fault for each in told.excluded[:_NEAREST])
+        notes.append(f"{told.tried:,} ways were tried{f'; nearest: {near}' if near else ''}.")
+    if found.share is not None:
+        notes.append(share_sentence(found.share))
+    origin = origin_of(found)
+    command = found.reproduction
+    if command.endswith(".py"):
+        command = f"python {shlex.quote(command)}"
+    return PageFinding(found.cause, found.remedy, origin, command, " ".join(notes))
+
+
+def captured_facts(facts: Mapping[str, Any], recipe: Recipe) -> tuple[tuple[str, str], ...]:
+    """Return what a capture states about its run, for display: recipe, sums, versions."""
+    rules = [f"{r.match}: {r.weight} x {r.activation}" for r in recipe.rules]
+    told = [("recipe", "; ".join(rules) or recipe.name)]
+    told += [(name, str(facts[name])) for name in ("family", "sums", "form") if facts.get(name)]
+    versions = facts.get("versions")
+    if isinstance(versions, dict):
+        told.append(("captured with", ", ".join(f"{k} {v}" for k, v in versions.items())))
+    return tuple(told)
+
+
+def _measured(trouble: Discrepancy) -> tuple[float | None, float | None, float | None]:
+    """Return cosine, relative difference and budget of the worst call."""
+    judged = trouble.judged
+    if judged is None or judged.comparison is None:
+        return None, None, None
+    total = judged.comparison.total
+    length = math.sqrt(float(total.rr))
+    budget = judged.allowed_length / length if length else None
+    if judged.comparison.census.mismatched:
+        return None, None, _number_or_none(budget)  # the sums know finite values only
+    return (
+        _number_or_none(float(total.cosine)),
+        _number_or_none(float(total.relative_l2)),
+        _number_or_none(budget),
+    )
+
+
+def _number_or_none(value: float | None) -> float | None:
+    return None if value is None or math.isnan(value) else value
+
+
+def _layer_and_role(component: str) -> tuple[int | None, str]:
+    kind, _, rest = component.partition(".")
+    number, _, role = rest.partition(".")
+    if kind in ("layers", "mtp") and number.isdecimal():
+        return int(number), role if kind == "layers" else f"{kind} {role}"
+    return None, component
+
+
+def _output(row: OutputRow, looker: StatisticsCollector) -> JudgedOutput:
+    component = row.component
+    layer, _ = _layer_and_role(component.name)
+    judged = looker.judged(component.name, row.output)
+    difference = budget = None
+    if judged is not None and judged.comparison is not None:
+        total = judged.comparison.total
+        difference = _number_or_none(float(total.relative_l2))
+        length = math.sqrt(float(total.rr))
+        budget = _number_or_none(judged.allowed_length / length) if length else None
+    sums = [row.cosines.get(pair) for pair in PAIRS]
+    cosines = [None if each is None else _number_or_none(each.cosine) for each in sums]
+    return JudgedOutput(
+        component=component.name,
+        role=component.role,
+        layer=layer,
+        output=row.output,
+        verdict=row.verdict,
+        ratio=_number_or_none(row.ratio),
+        cosines=(cosines[0], cosines[1], cosines[2]),
+        difference=difference,
+        budget=budget,
+        identical=row.identical / row.elements if row.elements else None,
+        elements=row.elements,
+        calls=row.calls,
+        flips=row.flips,
+        choices=row.choices,
+        undecided=row.undecided,
+        look=looker.look(component.name, row.output),
+    )
+
+
+_TABLES = {
+    "outputs.csv": "one row an output: verdict, cosines, difference, budget",
+    "budgets.csv": "layer by component: difference in units of budget",
+    "replay.json": "all of it, with places, histograms and derivations",
+}
+
+
+def _names(key: str) -> tuple[str, ...]:
+    return tuple(f"{key}-{name}" for name in _TABLES)
+
+
+def tables(key: str, record: ReplayRecord) -> dict[str, str]:
+    """Return the files that accompany the page, by name."""
+    # Half a second, and only where a report is written.
+    import pandas as pd  # noqa: PLC0415
+
+    plain = [_plain_row(each) for each in record.outputs]
+    columns = list(_plain_row(_NOTHING))
+    frame = pd.DataFrame(plain, columns=columns)
+    wide = frame.pivot_table(
+        index="role", columns="column", values="difference_in_budgets", aggfunc="max", sort=False,
+        dropna=False,
+    )  # fmt: skip
+    document = {"schema": SCHEMA, "kind": "degarble.replay", "record": to_plain(record)}
+    long_csv, wide_csv, whole = _names(key)
+    return {
+        long_csv: frame.drop(columns="column").to_csv(index=False, lineterminator="\n"),
+        wide_csv: wide.to_csv(lineterminator="\n"),
+        whole: json.dumps(document, allow_nan=False, ensure_ascii=True) + "\n",
+    }
+
+
+_NOTHING = JudgedOutput("", "", None, "out", Verdict.UNDECIDED)
+
+
+def _plain_row(each: JudgedOutput) -> Mapping[str, object]:
+    return {
+        "site": each.site,
+        "layer": "" if each.layer is None else each.layer,
+        "role": each.role,
+        "column": each.column,
+        "output": each.output,
+        "verdict": str(each.verdict),
+        "difference_in_budgets": each.ratio,
+        "cosine_candidate_twin": each.cosines[0],
+        "cosine_candidate_bf16": each.cosines[1],
+        "cosine_twin_bf16": each.cosines[2],
+        "relative_difference": each.difference,
+        "relative_budget": each.budget,
+        "equal_codes": each.identical,
+        "elements": each.elements,
+        "calls": each.calls,
+        "near_ties_decided_otherwise": each.flips,
+        "choices": each.choices,
+        "undecided": each.undecided,
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# The JSON and JUnit of `degarble check`: a check as plain data (docs/checking.md).
+#
+# Besides the keys of every command (verdict, origins, cosines) the document has one line of cosines
+# an output, what was not judged and why, and shares of the final difference. JUnit has one case a
+# component, so that a CI shows which one failed.
+
+
+def found_of(checked: CheckResult) -> tuple[ReportedOrigin, ...]:
+    """Return every origin in the form that the page uses."""
+    return tuple(
+        ReportedOrigin(each.trouble, each.diagnosed, each.reproducer, each.share)
+        for each in checked.origins
+    )
+
+
+def as_page(
+    checked: CheckResult, subject: Subject, where: Provenance, looker: StatisticsCollector
+) -> CheckPage:
+    """Return the data of the page."""
+    localised = checked.localised
+    localised = replace(localised, notes=(*checked.notes, *localised.notes))
+    facts = (*checked.facts.items(), *captured_facts(checked.capture.facts, checked.recipe))
+    return CheckPage(
+        subject, where, localised, found_of(checked), looker, facts=facts,
+        built_in=built_in(checked.capture.facts),
+    )  # fmt: skip
+
+
+def built_in(facts: Mapping[str, Any]) -> bool:
+    """Return whether degarble's own references computed the whole captured run."""
+    return facts.get("backend") == TORCH and "patch" not in facts
+
+
+def check_sentence(checked: CheckResult) -> str:
+    """Return the verdict in one sentence."""
+    nobody = Subject(checked.name, "Checkpoint", "")
+    where = Provenance("", "", "", ())
+    return page_sentence(as_page(checked, nobody, where, StatisticsCollector(checked.config)))
+
+
+def check_document(checked: CheckResult, sentence: str) -> dict[str, Any]:
+    """Return a check as plain data."""
+    found = checked.localised
+    first = found.first_non_finite
+    return {
+        "verdict": checked.verdict,
+        "origins": [origin_of(each) for each in found_of(checked)],
+        "cosines": [_line(row) for row in found.rows],
+        "sentence": sentence,
+        "checkpoint": checked.name,
+        "capture": checked.capture.hash,
+        "complete": checked.capture.complete,
+        "kernel_tested": not built_in(checked.capture.facts),
+        "steps": len(checked.capture.steps),
+        "facts": checked.facts,
+        "kernels": checked.capture.facts.get("kernels"),
+        "first_non_finite": None
+        if first is None
+        else {
+            "component": first.component,
+            "output": first.output,
+            "step": first.step,
+            "row": first.row,
+            "count": first.count,
+            "inputs_as_well": first.inputs_as_well,
+        },
+        "flips": [
+            {"component": row.component.name, "output": row.output, "count": row.flips,
+             "of": row.choices}
+            for row in found.flips
+        ],
+        "conventions": [each.document() for each in found.conventions],
+        "unstable": list(found.unstable),
+        "not_judged": [{"component": name, "reason": why} for name, why in found.unjudged],
+        "shares": _shares(checked),
+        "notes": [*checked.notes, *found.notes],
+    }  # fmt: skip
+
+
+def _shares(checked: CheckResult) -> dict[str, Any] | None:
+    shares = checked.shares
+    if shares is None:
+        return None
+    return {
+        "difference": shares.difference,
+        "alone": list(shares.alone),
+        "order": list(shares.order),
+        "together": list(shares.together),
+    }
+
+
+def _line(row: OutputRow) -> dict[str, Any]:
+    names = ("candidate_twin", "candidate_reference", "twin_reference")
+    sums = [row.cosines.get(pair) for pair in PAIRS]
+    return {
+        "layer": row.component.layer,
+        "component": row.component.role,
+        "name": row.component.name,
+        "output": row.output,
+        "verdict": row.verdict,
+        "budgets": _finite_or_none(row.ratio),
+        "identical": row.identical / row.elements if row.elements else None,
+        **{name: None if each is None else _finite_or_none(each.cosine)
+           for name, each in zip(names, sums, strict=True)},
+    }  # fmt: skip
+
+
+def _finite_or_none(value: float) -> float | None:
+    return None if math.isnan(value) or math.isinf(value) else value
+
+
+def junit(checked: CheckResult, sentence: str) -> str:
+    """Return JUnit XML with one test case a component."""
+    rows: dict[str, list[OutputRow]] = {}
+    for row in checked.localised.rows:
+        rows.setdefault(row.component.name, []).append(row)
+    wrong = {each.trouble.component: each.trouble.sentence for each in checked.origins}
+    for name in wrong:
+        rows.setdefault(name, [])
+    cases, skipped = [], 0
+    for name, each in rows.items():
+        undecided = [row.undecided for row in each if row.verdict is Verdict.UNDECIDED]
+        inner = ""
+        if name in wrong:
+            inner = f"<failure message={quoteattr(_xml(wrong[name]))}/>"
+        elif undecided:
+            skipped += 1
+            inner = f"<skipped message={quoteattr(_xml(undecided[0]))}/>"
+        cases.append(
+            f'  <testcase classname="degarble.check" name={quoteattr(name)}>{inner}</testcase>'
+        )
+    head = (
+        f'<testsuite name="degarble check" tests="{len(cases)}" failures="{len(wrong)}" '
+        f'skipped="{skipped}" errors="0">'
+    )
+    body = "\n".join(cases)
+    told = f"  <system-out>{escape(_xml(sentence))}</system-out>"
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{head}\n{body}\n{told}\n</testsuite>\n'
+
+
+# What is no Char of XML 1.0 (5th edition, production 2), and CR, which a parser reads as LF.
+_NO_XML = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def _xml(text: str) -> str:
+    """Return text without the characters that XML 1.0 cannot represent."""
+    return _NO_XML.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+# --------------------------------------------------------------------------------------------------
+# The terminal output of `degarble check`: verdict, then origins with cause, evidence and remedy.
+#
+# The first origins are shown in full, the others by name; of what was not judged, the number and an
+# example.
+
+SHOWN = 4  # origins that are shown in full
+_NAMED = 8  # of the others
+_WORDS = 400  # characters of one text
+
+
+def check_text(
+    checked: CheckResult, sentence: str, *, width: int = 100, colour: bool = False
+) -> str:
+    """Render a check for a terminal of `width` columns."""
+    stream = StringIO()
+    console = Console(
+        file=stream,
+        width=width,
+        force_terminal=colour,
+        color_system="standard" if colour else None,
+        highlight=False,
+        legacy_windows=False,
+    )
+    for line in _lines(checked, sentence, max(width, 40)):
+        console.print(line, soft_wrap=True)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
+
+
+def _lines(checked: CheckResult, sentence: str, width: int) -> Iterator[Text]:
+    head = textwrap.wrap(visible(sentence), width - 12) or [""]
+    yield Text.assemble(badge(checked.verdict), "  ", Text(head[0], "bold"))
+    for line in head[1:]:
+        yield Text(f"  {line}", "bold")
+    found, facts = checked.localised, checked.facts
+    steps = len(checked.capture.steps)
+    told = f"{checked.name} · capture {checked.capture.hash[:12]} · {steps} steps"
+    yield Text(visible(f"{told} · reference {facts.get('reference', '')}")[: width - 1], "dim")
+    yield Text("")
+    calls = len(checked.capture.calls)
+    names = {row.component.name for row in found.rows}
+    yield from _columns("judged", f"{len(names):,} components, {calls:,} calls", width)
+    worst = max((row for row in found.rows if row.ratio == row.ratio), default=None,
+                key=lambda row: row.ratio)  # fmt: skip
+    if worst is not None and not checked.origins:
+        where = f"{worst.component.name}.{worst.output}"
+        yield from _columns("nearest", f"{where} at {number(worst.ratio)} of its budget", width)
+    for convention in found.conventions:
+        yield from _columns("convention", convention.sentence, width)
+    if found.unjudged:
+        name, why = found.unjudged[0]
+        more = f"{len(found.unjudged)} components, such as {name}: {why}"
+        yield from _columns("not judged", more, width)
+    if found.flips:
+        count = sum(row.flips for row in found.flips)
+        words = f"{count} choices fell the other way at near ties, which is legal"
+        yield from _columns("flips", words, width)
+    if found.first_non_finite is not None:
+        yield from _columns("not finite", found.first_non_finite.sentence, width)
+    table = checked.capture.facts.get("kernels")
+    for line in table_lines(table) if isinstance(table, dict) else ():
+        yield Text(visible(line), "dim")
+    for note in (*checked.notes, *found.notes)[:3]:
+        yield from _columns("note", note, width)
+    for place, each in enumerate(checked.origins[:SHOWN], 1):
+        yield from _origin(place, each, width)
+    others = checked.origins[SHOWN:]
+    if others:
+        yield Text("")
+        listed = ", ".join(each.trouble.component for each in others[:_NAMED])
+        yield from _columns("and", f"{len(others)} more: {listed}", width)
+    if checked.shares is not None and len(checked.origins) > 1:
+        yield from _columns("together", checked.shares.sentence, width)
+
+
+def _origin(place: int, each: DiagnosedOrigin, width: int) -> Iterator[Text]:
+    trouble, cause = each.trouble, ReportedOrigin(each.trouble, each.diagnosed)
+    yield Text("")
+    yield Text.assemble(f"{place:<3}", (str(trouble.site), "bold red"))
+    blamed = "" if trouble.component == trouble.site.component else f", by {trouble.component}"
+    yield from _columns("   found", f"{trouble.sentence}{blamed}", width)
+    named = each.diagnosed.named if each.diagnosed is not None else ()
+    if named:
+        yield from _columns("   cause", f"{named[0].id}: {cause.cause}. {named[0].evidence}", width)
+    elif each.diagnosed is not None:
+        yield from _columns("   cause", each.diagnosed.sentence, width)
+    if each.share is not None:
+        yield from _columns("   share", share_sentence(each.share), width)
+    yield from _columns("   remedy", cause.remedy, width)
+    if each.reproducer:
+        yield from _columns("   run", each.reproducer, width)
+
+
+def _columns(front: str, text: str, width: int) -> Iterator[Text]:
+    """Wrap text after a prefix, with further lines indented below the first."""
+    shown = visible(text).replace("\n", " ")
+    shown = shown if len(shown) <= _WORDS else f"{shown[: _WORDS - 1]}…"
+    for place, line in enumerate(textwrap.wrap(shown, max(20, width - 14)) or [""]):
+        yield Text.assemble((f"{front if place == 0 else '':<12}", "dim"), " ", line)
