@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from degarble.harness.base.errors import UnreadableFile
 from degarble.harness.base.version import VERSION
-from degarble.harness.vllm.parts import Running
+from degarble.harness.vllm.parts import RunningPart
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -65,7 +65,7 @@ def folder_of(instance: str, asked: str | None) -> Path:
     return Path(tempfile.gettempdir()) / f"degarble-vllm-{os.getuid()}-{kept}"
 
 
-def leave(folder: Path, rank: int, banner: Banner, running: Sequence[Running]) -> Path:
+def leave(folder: Path, rank: int, banner: Banner, running: Sequence[RunningPart]) -> Path:
     """Write a rank's record, whole or not at all."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     text = json.dumps(
@@ -83,7 +83,7 @@ def leave(folder: Path, rank: int, banner: Banner, running: Sequence[Running]) -
     return path
 
 
-def read_records(folder: Path) -> dict[int, list[Running]]:
+def read_records(folder: Path) -> dict[int, list[RunningPart]]:
     """Read what the ranks left so far."""
     found = {}
     for path in sorted(folder.glob("rank-*.json")):
@@ -93,7 +93,7 @@ def read_records(folder: Path) -> dict[int, list[Running]]:
             raw = json.loads(path.read_text(encoding="utf-8"))
             if raw["schema"] != SCHEMA:
                 raise ValueError(f"schema {raw['schema']}")  # noqa: TRY301
-            found[int(raw["rank"])] = [Running(**each) for each in raw["running"]]
+            found[int(raw["rank"])] = [RunningPart(**each) for each in raw["running"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UnreadableFile(
                 f"record {path.name}", str(error), "a rank's record", "Remove it, start again."
@@ -101,12 +101,12 @@ def read_records(folder: Path) -> dict[int, list[Running]]:
     return found
 
 
-def labels(rank: int, running: Iterable[Running]) -> list[dict[str, str]]:
+def labels(rank: int, running: Iterable[RunningPart]) -> list[dict[str, str]]:
     """Return the labels of degarble_part_info for a rank."""
     return [{"rank": str(rank), **each._asdict()} for each in running]
 
 
-def lines(running: Sequence[Running]) -> list[str]:
+def lines(running: Sequence[RunningPart]) -> list[str]:
     """Say what runs where, and how much of it is whose."""
     mine = sum(each.by == "degarble" for each in running)
     head = f"{len(running)} parts: {mine} by degarble, {len(running) - mine} by vllm"

@@ -63,7 +63,7 @@ echo "PYTHONPATH=$target"
 """
 
 
-class Entry(NamedTuple):
+class FatBinaryEntry(NamedTuple):
     """Code of one architecture in a fat binary: where its bytes lie."""
 
     kind: int
@@ -72,7 +72,7 @@ class Entry(NamedTuple):
     end: int
 
 
-def containers(data: bytes) -> Iterator[list[Entry]]:
+def containers(data: bytes) -> Iterator[list[FatBinaryEntry]]:
     """Yield the entries of each fat binary in a library."""
     at = data.find(MAGIC.to_bytes(4, "little"))
     while at >= 0:
@@ -84,7 +84,7 @@ def containers(data: bytes) -> Iterator[list[Entry]]:
                 (architecture,) = struct.unpack_from("<I", data, place + ARCHITECTURE_AT)
                 if kind not in (PTX, ELF) or own < ENTRY_HEAD.size or place + own + count > end:
                     break
-                found.append(Entry(kind, architecture, place + own, place + own + count))
+                found.append(FatBinaryEntry(kind, architecture, place + own, place + own + count))
                 place += own + count
             yield found
         else:

@@ -42,7 +42,7 @@ NO_DRAFTER = "the plugin serves no drafter"
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensorFacts:
     """Record of one tensor in the checkpoint."""
 
     shape: tuple[int, ...]
@@ -52,18 +52,18 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Proven:
+class StartProof:
     """Facts proven about a checkpoint before vLLM loads it."""
 
     manifest: str
     recipe: str
     summary: str
     formats: Mapping[str, str]  # of vLLM's modules
-    stored: Mapping[str, Stored]
+    stored: Mapping[str, StoredTensorFacts]
     config: Any = None  # of the model, as harness/model reads it
 
 
-def prove_start(folder: Path, ranks: tuple[int, int, int] = (1, 1, 1)) -> Proven:
+def prove_start(folder: Path, ranks: tuple[int, int, int] = (1, 1, 1)) -> StartProof:
     """Prove that vLLM's loader fills every parameter of every rank (tp, ep, pp), or refuse."""
     from degarble.harness.checkpoint.audit.loader.proof import prove  # noqa: PLC0415
     from degarble.harness.checkpoint.audit.structure.inventory import take_inventory  # noqa: PLC0415  heavy
@@ -82,14 +82,14 @@ def prove_start(folder: Path, ranks: tuple[int, int, int] = (1, 1, 1)) -> Proven
         require_no_errors(proof.findings)
         counts, formats = proof.summary(), formats_of(inventory, loader_map)
         require_plain(formats)
-        return Proven(
+        return StartProof(
             manifest=manifest_of(checkpoint, folder),
             recipe=recipe_told(formats),
             summary=f"{len(proof.ranks)} ranks, {counts['tensors placed']} tensors placed,"
             f" {counts['elements unwritten']} elements unwritten",
             formats=formats,
             stored={
-                name: Stored(
+                name: StoredTensorFacts(
                     tuple(each.shape), each.nbytes, ".experts." in name, name.startswith("mtp.")
                 )
                 for name, each in checkpoint.entries.items()
@@ -186,7 +186,7 @@ def manifest_of(checkpoint: Checkpoint, folder: Path) -> str:
 
 
 def guarded(
-    weights: Iterable[tuple[str, Tensor]], proven: Proven, *, spread: bool
+    weights: Iterable[tuple[str, Tensor]], proven: StartProof, *, spread: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Hand weights on, each compared with the index; `spread`: experts of other ranks may lack."""
     seen: set[str] = set()

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.backends.cutedsl.kernels import ENTRIES, Kernels
-from degarble.harness.backends.cutedsl.moe import Step
+from degarble.harness.backends.cutedsl.kernels import ENTRIES, Kernels, MoeStep
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4, from_layout, to_layout
 from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection
@@ -339,7 +338,9 @@ STAND_INS: Mapping[str, Callable[[Any, Given], Made]] = {
     "simt_slots": attention.slots,
     "sm90_gemm_grouped": layer.grouped,
     "sm90_gemm_grouped_fp8": _grouped_fp8,
-    "sm90_moe_nvfp4": lambda p, t: moe.step(p, t) if isinstance(p, Step) else layer.experts(p, t),
+    "sm90_moe_nvfp4": lambda p, t: (
+        moe.step(p, t) if isinstance(p, MoeStep) else layer.experts(p, t)
+    ),
     "sm90_shared_expert": layer.shared_expert,
 }
 assert STAND_INS.keys() == ENTRIES.keys(), "every kernel has a stand-in"

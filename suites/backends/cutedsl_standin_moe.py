@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.backends.cutedsl import moe as steps
+from degarble.harness.backends.cutedsl import kernels as steps
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4, from_layout, to_layout
 from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.backends.cutedsl.kernels import KernelsOnGpu, require_gpu
-from degarble.harness.backends.cutedsl.linears import Way
+from degarble.harness.backends.cutedsl.linears import LinearKernel
 from degarble.harness.backends.graph import weights as records
-from degarble.harness.backends.graph.layer import Stepping
-from degarble.harness.backends.graph.matrices import CodedGroups, Experts, Groups, Matrix
-from degarble.harness.backends.graph.memory import Room, memory_of
+from degarble.harness.backends.graph.layers import V4Steps
+from degarble.harness.backends.graph.matrices import CodedGroups, DenseGroups, Experts, Matrix
+from degarble.harness.backends.graph.steps import MemorySize, memory_of
 from degarble.harness.base.errors import DegarbleError
 from degarble.harness.cli.kernels import settings_here
 from degarble.harness.formats.layouts import SWIZZLE_128X4
@@ -82,9 +82,9 @@ def float32(*shape: int) -> Tensor:
     return torch.randn(shape, device=DEVICE) * 0.1
 
 
-def norm(width: int) -> records.Norm:
+def norm(width: int) -> records.NormWeight:
     """A norm's weight."""
-    return records.Norm(torch.ones(width, device=DEVICE, dtype=torch.bfloat16))
+    return records.NormWeight(torch.ones(width, device=DEVICE, dtype=torch.bfloat16))
 
 
 def codes(*shape: int) -> Tensor:
@@ -106,7 +106,7 @@ def nvfp4(outputs: int, inner: int) -> Matrix:
     }
     problem = GemmProblem(1, outputs, inner, "nvfp4", "e4m3")
     scale = torch.full((1,), 2e-3, device=DEVICE)
-    return Matrix(Way("sm90_gemm_nvfp4", problem), operands, scale)
+    return Matrix(LinearKernel("sm90_gemm_nvfp4", problem), operands, scale)
 
 
 def fp8(outputs: int, inner: int) -> Matrix:
@@ -115,13 +115,15 @@ def fp8(outputs: int, inner: int) -> Matrix:
     tiles = (-(-outputs // 128), -(-inner // 128))
     exponents = torch.full(tiles, 127 - inner.bit_length() // 2, dtype=torch.uint8, device=DEVICE)
     numbers = torch.randn(outputs, inner, device=DEVICE).to(torch.float8_e4m3fn)
-    return Matrix(Way("sm90_gemm_fp8_block", problem), {"b": numbers, "b_scales": exponents})
+    return Matrix(
+        LinearKernel("sm90_gemm_fp8_block", problem), {"b": numbers, "b_scales": exponents}
+    )
 
 
-def mixing(config: V4Config, products: int) -> records.Mixing:
+def mixing(config: V4Config, products: int) -> records.MhcLayout:
     """mHC's parameters."""
     fn = float32(products, config.hc_mult * config.hidden_size) * 0.1
-    return records.Mixing(
+    return records.MhcLayout(
         split_weight(fn.cpu()).to(DEVICE), float32(products), float32(1 if products == 4 else 3)
     )
 
@@ -147,11 +149,11 @@ def compressing(config: V4Config, ratio: int, width: int) -> records.Compressing
     return records.Compressing(joined, (), float32(ratio, columns), norm(width))
 
 
-def groups_of(config: V4Config, *, coded: bool) -> Groups | CodedGroups:
+def groups_of(config: V4Config, *, coded: bool) -> DenseGroups | CodedGroups:
     """wo_a, BF16 or FP8."""
     count, inner = config.o_groups, config.num_attention_heads * 512 // config.o_groups
     if not coded:
-        return Groups(bf16(count * config.o_lora_rank, inner), count, dense=False)
+        return DenseGroups(bf16(count * config.o_lora_rank, inner), count, dense=False)
     way, whole = fp8(config.o_lora_rank, inner).way, fp8(count * config.o_lora_rank, inner)
     part = (whole.operands["b"], whole.operands["b_scales"])
     return CodedGroups(way, (part,), count, whole=True)
@@ -166,7 +168,7 @@ def attention(config: V4Config, block: Block, recipe: str) -> records.AttentionW
     indexer = None
     if block.ratio == 4:
         wq_b = Matrix(
-            Way("sm90_gemm_bf16", GemmProblem(1, config.index_n_heads * 128, rank)),
+            LinearKernel("sm90_gemm_bf16", GemmProblem(1, config.index_n_heads * 128, rank)),
             {"b": bf16(config.index_n_heads * 128, rank)},
         )
         of_heads = bf16(config.index_n_heads, hidden)
@@ -188,7 +190,7 @@ def layer(
     shared: Any = experts(hidden, width, 1)
     if recipe == FP8:
         shared = fp8(2 * width, hidden), fp8(hidden, width)
-    routed = records.Routed(bf16(count, hidden), float32(count), shared_by_all)
+    routed = records.RoutedWeights(bf16(count, hidden), float32(count), shared_by_all)
     ffn = records.FfnWeights(mixing(config, 24), norm(hidden), routed, shared)
     return records.LayerWeights(block, config.rope(block), attention(config, block, recipe), ffn)
 
@@ -209,10 +211,10 @@ def steps_of(
 ) -> list[Step]:
     """Sets of a layer type, at the end of a context that is full; given are experts and recipe."""
     block = [each for each in config.layers if each.ratio == ratio][-1]
-    room = Room(lanes, CONTEXT, config.sliding_window, "fp8")
+    room = MemorySize(lanes, CONTEXT, config.sliding_window, "fp8")
     found = []
     for _ in range(SETS):
-        stepping = Stepping(kernels, config, Switches(), room)
+        stepping = V4Steps(kernels, config, Switches(), room)
         weights = layer(config, block, *given)
         memory = memory_of(room, block, indexes=weights.attn.indexer is not None, device=DEVICE)
         for each in memory.tensors:

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.backends.cutedsl.kernels import require_gpu
-from degarble.harness.backends.cutedsl.linears import Way
-from degarble.harness.backends.graph import weights_v32 as records
+from degarble.harness.backends.cutedsl.linears import LinearKernel
+from degarble.harness.backends.graph import weights as records
 from degarble.harness.backends.graph.decoder import PIECE
-from degarble.harness.backends.graph.layer_v32 import LatentStepping
+from degarble.harness.backends.graph.layers import V32Steps
 from degarble.harness.backends.graph.matrices import Experts, Matrix
-from degarble.harness.backends.graph.memory import Room, latent_memory_of
-from degarble.harness.backends.graph.weights import Norm, Routed
+from degarble.harness.backends.graph.steps import MemorySize, latent_memory_of
+from degarble.harness.backends.graph.weights import NormWeight, RoutedWeights
 from degarble.harness.base.errors import DegarbleError
 from degarble.harness.cli.kernels import settings_here
 from degarble.harness.model.presets import V3_2
@@ -46,7 +46,8 @@ ENTRY = "fp8-v32-ue8m0"  # 656 bytes
 def plain(outputs: int, inner: int) -> Matrix:
     """A BF16 matrix."""
     return Matrix(
-        Way("sm90_gemm_bf16", GemmProblem(1, outputs, inner)), {"b": bench.bf16(outputs, inner)}
+        LinearKernel("sm90_gemm_bf16", GemmProblem(1, outputs, inner)),
+        {"b": bench.bf16(outputs, inner)},
     )
 
 
@@ -55,7 +56,7 @@ def fp8(outputs: int, inner: int) -> Matrix:
     made = bench.fp8(outputs, inner)
     problem = GemmProblem(1, outputs, inner, "fp8_block", "float32")
     scales = torch.exp2(made.operands["b_scales"].float() - 127)
-    return Matrix(Way(made.way.kernel, problem), {**made.operands, "b_scales": scales})
+    return Matrix(LinearKernel(made.way.kernel, problem), {**made.operands, "b_scales": scales})
 
 
 def attention(recipe: str) -> records.LatentWeights:
@@ -75,9 +76,9 @@ def attention(recipe: str) -> records.LatentWeights:
     )  # fmt: skip
 
 
-def norm(width: int) -> Norm:
+def norm(width: int) -> NormWeight:
     """A norm's weight, float32 as checkpoints have it."""
-    return Norm(torch.ones(width, device=DEVICE))
+    return NormWeight(torch.ones(width, device=DEVICE))
 
 
 def gated(recipe: str, width: int) -> Experts | tuple[Matrix, ...]:
@@ -95,7 +96,7 @@ def layer(block: Block, every: Experts, recipe: str) -> records.LatentLayer:
         ffn = records.MlpWeights(norm(c.hidden_size), gated(recipe, c.intermediate_size), None)
     else:
         count = c.n_routed_experts
-        routed = Routed(bench.bf16(count, c.hidden_size), bench.float32(count), every)
+        routed = RoutedWeights(bench.bf16(count, c.hidden_size), bench.float32(count), every)
         shared = gated(recipe, c.moe_intermediate_size)
         ffn = records.MlpWeights(norm(c.hidden_size), shared, routed)
     return records.LatentLayer(block, c.rope(block), attention(recipe), ffn)
@@ -106,9 +107,9 @@ def steps_of(
 ) -> list[bench.Step]:
     """Sets of a layer; size is lanes and rows, given are experts and recipe."""
     lanes, rows = size
-    room, found = Room(lanes, CONTEXT, 1, ENTRY), []
+    room, found = MemorySize(lanes, CONTEXT, 1, ENTRY), []
     for _ in range(SETS):
-        stepping = LatentStepping(kernels, V3_2, Switches(), room, rows)
+        stepping = V32Steps(kernels, V3_2, Switches(), room, rows)
         weights, memory = layer(block, *given), latent_memory_of(room, DEVICE)
         for each in memory.tensors:
             each.copy_(torch.randint(0x20, 0x3C, each.shape, dtype=torch.uint8, device=DEVICE))

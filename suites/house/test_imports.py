@@ -34,7 +34,7 @@ LIGHT = (
 
 # Most of them derive from vLLM's classes: without it the refusal is typed, whatever comes first.
 BOUND = "degarble.harness.vllm.bound."
-NEEDS_VLLM = {f"{BOUND}{name}" for name in ("start", "model", "layers", "upstream")}
+NEEDS_VLLM = {f"{BOUND}{name}" for name in ("start", "model", "upstream")}
 # Of the plugins these are loaded beside a model, or are programs of their own: torch is there.
 BESIDE = (BOUND, "degarble.harness.vllm.engine.", "degarble.harness.vllm.verify_weights")
 

@@ -26,8 +26,8 @@ OVERRIDES = [
             "from_config", "get_quant_method", "override_quantization_method",
         )
     ),
-    Override("linears.py:Linear.create_weights", f"{LINEAR}.create_weights"),
-    Override("linears.py:Linear.apply", f"{LINEAR}.apply"),
+    Override("linears.py:DegarbleLinear.create_weights", f"{LINEAR}.create_weights"),
+    Override("linears.py:DegarbleLinear.apply", f"{LINEAR}.apply"),
     *(
         Override(
             f"linears.py:{name}.process_weights_after_loading",
@@ -48,7 +48,7 @@ OVERRIDES = [
             f"attention.py:{name}.get_builder_cls",
             "vllm.v1.attention.backend:AttentionBackend.get_builder_cls",
         )
-        for name in ("Backend", "WindowBackend")
+        for name in ("DegarbleBackend", "WindowBackend")
     ),
     *(
         Override(
@@ -57,36 +57,36 @@ OVERRIDES = [
         for name in ("__init__", "load_weights")
     ),
     Override(
-        "compressor.py:DegarbleCompressor.forward",
+        "attention.py:DegarbleCompressor.forward",
         f"{V4}.compressor:DeepseekCompressor.forward",
     ),
-    Override("indexer.py:DegarbleIndexer.forward", f"{V4}.attention:DeepseekV4Indexer.forward"),
+    Override("attention.py:DegarbleIndexer.forward", f"{V4}.attention:DeepseekV4Indexer.forward"),
     *(
         Override(
-            f"indexer.py:IndexerBuilder.{name}",
+            f"attention.py:IndexerBuilder.{name}",
             "vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerMetadataBuilder." + name,
         )
         for name in ("build", "get_cudagraph_support")
     ),
     Override(
-        "layers.py:DegarbleDecoderLayer.forward",
+        "model.py:DegarbleDecoderLayer.forward",
         f"{V4}.nvidia.model:DeepseekV4DecoderLayer.forward",
     ),
     Override(
-        "layers.py:DegarbleLogits._apply_head",
+        "model.py:DegarbleLogits._apply_head",
         f"{LAYERS}.logits_processor:LogitsProcessor._apply_head",
     ),
     Override(
-        "fp32_linears.py:DegarbleGate.forward",
+        "linears.py:DegarbleGate.forward",
         f"{LAYERS}.fused_moe.router.gate_linear:GateLinear.forward",
     ),
     Override(
         "attention.py:DegarbleAttention._run_parallel_input_projections",
         f"{ATTENTION}._run_parallel_input_projections",
     ),
-    Override("layers.py:DegarbleModel.forward", f"{V4}.nvidia.model:DeepseekV4Model.forward"),
+    Override("model.py:DegarbleModel.forward", f"{V4}.nvidia.model:DeepseekV4Model.forward"),
     Override(
-        "routing.py:DegarbleRouter._compute_routing",
+        "experts.py:DegarbleRouter._compute_routing",
         f"{LAYERS}.fused_moe.router.fused_topk_bias_router:FusedTopKBiasRouter._compute_routing",
     ),
     *(
@@ -161,7 +161,7 @@ def test_abstract_methods_are_all_ours_or_inherited() -> None:
     for base, file, name in (
         (CONFIG, "config.py", "DegarbleConfig"),
         ("vllm.v1.metrics.loggers:StatLoggerBase", "metrics.py", "PartInfo"),
-        (LINEAR, "linears.py", "Linear"),
+        (LINEAR, "linears.py", "DegarbleLinear"),
     ):
         tree = ast.parse((BOUND / file).read_text(encoding="utf-8"))
         (ours,) = (each for each in tree.body if getattr(each, "name", "") == name)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName
-from degarble.harness.vllm.options import OURS, PARTS, Options, read_options
+from degarble.harness.vllm.parts import OURS, PARTS, PluginOptions, read_options
 
 
 def test_nothing_said_is_degarble_everywhere() -> None:
     options = read_options({"another plugin": 1})
-    assert options == Options()
+    assert options == PluginOptions()
     assert {options.side(part) for part in PARTS} == {OURS}
 
 

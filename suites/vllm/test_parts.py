@@ -10,11 +10,11 @@ import pytest
 from degarble.harness.base.errors import InvalidArgument, UnknownName
 from degarble.harness.model.recipes import ACTIVATION_FORMATS, WEIGHT_FORMATS
 from degarble.harness.vllm import parts
-from degarble.harness.vllm.options import PARTS, Options
+from degarble.harness.vllm.parts import PARTS, PluginOptions
 from degarble.kernels.runtime.modules import module_of
 from degarble.kernels.runtime.targets import TARGETS
 
-OURS = Options()
+OURS = PluginOptions()
 
 
 def test_every_kernel_of_the_table_is_in_the_tree() -> None:

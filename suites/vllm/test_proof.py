@@ -32,11 +32,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def proven(folder: Path) -> proof.Proven:
+def proven(folder: Path) -> proof.StartProof:
     return proof.prove_start(folder)
 
 
-def stream(proven: proof.Proven) -> Iterator[tuple[str, torch.Tensor]]:
+def stream(proven: proof.StartProof) -> Iterator[tuple[str, torch.Tensor]]:
     for name, stored in proven.stored.items():
         elements = torch.Size(stored.shape).numel()
         yield (
@@ -51,7 +51,7 @@ def stream(proven: proof.Proven) -> Iterator[tuple[str, torch.Tensor]]:
         )
 
 
-def test_modules_have_the_formats_that_are_stored(proven: proof.Proven) -> None:
+def test_modules_have_the_formats_that_are_stored(proven: proof.StartProof) -> None:
     formats = proven.formats
     assert formats["model.layers.0.ffn.experts"] == "NVFP4"
     assert formats["model.layers.0.attn.fused_wqa_wkv"] == FP8
@@ -97,11 +97,11 @@ def test_what_vllm_builds_plain_must_be_stored_plain() -> None:
         proof.require_plain({"model.layers.1.attn.compressor.fused_wkv_wgate": "NVFP4"})
 
 
-def test_a_stream_that_is_the_checkpoint_passes(proven: proof.Proven) -> None:
+def test_a_stream_that_is_the_checkpoint_passes(proven: proof.StartProof) -> None:
     assert len(list(proof.guarded(stream(proven), proven, spread=False))) == len(proven.stored)
 
 
-def test_what_is_strange_in_a_stream_is_refused(proven: proof.Proven) -> None:
+def test_what_is_strange_in_a_stream_is_refused(proven: proof.StartProof) -> None:
     whole = list(stream(proven))
     name, tensor = next(each for each in whole if each[0].endswith("wq_b.weight"))
 
@@ -120,7 +120,7 @@ def test_what_is_strange_in_a_stream_is_refused(proven: proof.Proven) -> None:
     assert len(list(proof.guarded(experts, proven, spread=True))) == len(experts)
 
 
-def test_drafters_are_left_to_nobody(proven: proof.Proven) -> None:
+def test_drafters_are_left_to_nobody(proven: proof.StartProof) -> None:
     main = [each for each in stream(proven) if not each[0].startswith("mtp.")]
     assert len(main) < len(proven.stored)
     assert len(list(proof.guarded(main, proven, spread=False))) == len(main)

@@ -10,16 +10,13 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.backends.cutedsl import (
-    attention,
-    experts,
-    indexer,
-    latent,
-    linears,
-    mixing,
-    rows,
+from degarble.harness.backends.cutedsl import attention, experts, linears, rows
+from degarble.harness.backends.cutedsl.kernels import (
+    ComponentCallWork,
+    ComponentPart,
+    NoKernelError,
+    PreparedWeights,
 )
-from degarble.harness.backends.cutedsl.parts import NoKernelError, Part, Prepared, Work
 from degarble.harness.backends.pairings import Paired, replace_call
 from degarble.harness.base.errors import Refused
 from degarble.harness.model.parameters import parameter_named
@@ -31,12 +28,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.backends.cutedsl.kernels import Kernels
-    from degarble.harness.backends.cutedsl.parts import Compute
+    from degarble.harness.backends.cutedsl.kernels import Compute, Kernels
     from degarble.harness.model.recipes import Recipe
     from degarble.references.binding import Bound
 
-    Pairing = Callable[[Part], Compute]
+    Pairing = Callable[[ComponentPart], Compute]
 
 NAME = "cutedsl"
 # What our kernels do where sources disagree; the twin that judges them does the same.
@@ -53,7 +49,7 @@ PAIRINGS: Mapping[str, Pairing] = {
     "embed": rows.embed,
     "head": linears.wide,
     "attn.q_norm": rows.norm,
-    "attn.kv_norm": latent.latent_norm,
+    "attn.kv_norm": attention.latent_norm,
     "attn.wq_a": linears.linear,
     "attn.wq_b": linears.linear,
     "attn.wkv": linears.linear,
@@ -71,18 +67,18 @@ PAIRINGS: Mapping[str, Pairing] = {
     "attn.indexer.wq_b": linears.linear,
     "attn.indexer.wk": linears.linear,
     "attn.indexer.compressor.proj": linears.compressor,
-    "hc_head": mixing.head,
-    "attn.hc_pre": mixing.pre,
-    "ffn.hc_pre": mixing.pre,
-    "attn.hc_post": mixing.post,
-    "ffn.hc_post": mixing.post,
+    "hc_head": rows.head,
+    "attn.hc_pre": rows.pre,
+    "ffn.hc_pre": rows.pre,
+    "attn.hc_post": rows.post,
+    "ffn.hc_post": rows.post,
     "attn.compressor.pool": attention.pool,
-    "attn.indexer.q": indexer.queries,
-    "attn.indexer.k": indexer.keys,
-    "attn.indexer.weights_proj": indexer.weights,
-    "attn.indexer.compressor.pool": indexer.pooled,
-    "attn.indexer.scores": indexer.scores,
-    "attn.indexer.topk": indexer.topk,
+    "attn.indexer.q": attention.queries,
+    "attn.indexer.k": attention.keys,
+    "attn.indexer.weights_proj": attention.weights,
+    "attn.indexer.compressor.pool": attention.pooled,
+    "attn.indexer.scores": attention.scores,
+    "attn.indexer.topk": attention.topk,
     "ffn.experts.combine": experts.combine,
     "ffn.moe_sum": experts.moe_sum,
     "ffn.gate": linears.wide,
@@ -110,8 +106,8 @@ _OF_V32: Mapping[str, Pairing] = {
     "norm": rows.residual_norm,
     "attn.norm": rows.residual_norm,
     "ffn.norm": rows.residual_norm,
-    "attn.kv_write": latent.cache_row,
-    "attn.attend": latent.attend,
+    "attn.kv_write": attention.cache_row,
+    "attn.attend": attention.attend_latent,
 }
 
 
@@ -130,7 +126,7 @@ class KernelCall:
         there = self._kernels.device
         home = next(iter(inputs.values())).device
         given = {name: each.to(there) for name, each in inputs.items()}
-        work = Work(given, Prepared(weights, there, self._kept), self._kernels)
+        work = ComponentCallWork(given, PreparedWeights(weights, there, self._kept), self._kernels)
         made = self._compute(work)
         self._table.note(self._name, self._kernels.taken())
         return {name: each.to(home) for name, each in made.items()}
@@ -152,7 +148,7 @@ def use_kernels(bound: Bound, recipe: Recipe, kernels: Kernels) -> Paired:
     return Paired(NAME, tuple(computes), tuple(reasons), table)
 
 
-def decided(part: Part) -> Compute | str:
+def decided(part: ComponentPart) -> Compute | str:
     """Return a component's kernels, or the reason why none computes it."""
     role = part.component.role
     family = _OF_V4 if part.v4 else _OF_V32
@@ -169,7 +165,7 @@ def decided(part: Part) -> Compute | str:
         return f"{error.name} = {error.shown_value}: the kernel takes {error.expectation}"
 
 
-def parts_of(bound: Bound, recipe: Recipe, target: str) -> list[Part]:
+def parts_of(bound: Bound, recipe: Recipe, target: str) -> list[ComponentPart]:
     """Return every component of a bound model in order, with the data for choosing a kernel."""
     made = []
     for name in bound.calls:
@@ -179,7 +175,7 @@ def parts_of(bound: Bound, recipe: Recipe, target: str) -> list[Part]:
             local: parameter_named(bound.config, prefix + local) for local in bound.weights_of(name)
         }
         made.append(
-            Part(
+            ComponentPart(
                 component,
                 facts,
                 {local: recipe.format_of(each).weight for local, each in known.items()},

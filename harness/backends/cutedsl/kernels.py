@@ -1,41 +1,297 @@
-"""Launch our kernels by name on one device, and record kernel and tactic of each launch.
+"""Load our kernels by name, launch them, and hold what one call of a component needs.
 
-`run(kernel, problem, **tensors)` calls the torch entry point of the kernel's module with tensors on
-the GPU. A launch without rows is recorded as such and skipped. Kernel modules are imported at their
-first launch: they need the CuTe DSL, but naming a backend must not. Entry points check the tensors.
+Nothing is compiled before the first launch; a component without a kernel raises NoKernelError.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from degarble.harness.backends.cutedsl import moe as cutedsl_moe
-from degarble.harness.base.errors import MissingDevice
+from degarble.harness.base.errors import InvalidArgument, MissingDevice
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.layouts import LINEAR
 from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection
 from degarble.harness.formats.quantise import QuantisedTensor
+from degarble.harness.inference.weights import HeldWeight
+from degarble.harness.model.config.config import V4Config
 from degarble.harness.report.kernel_table import Launch
 from degarble.kernels.attention import problem as sparse_attention_problem
 from degarble.kernels.gemm import gemv_problem, w4a16_problem
 from degarble.kernels.gemm import problem as gemm_problem
+from degarble.kernels.moe import problem as facts
 from degarble.kernels.runtime.modules import module_of
-from degarble.kernels.runtime.targets import TARGETS, target_of_device
+from degarble.kernels.runtime.targets import SM90A, TARGETS, target_of_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator
 
     from torch import Tensor
 
+    from degarble.harness.formats.weight import Weight
+    from degarble.harness.model.components import Component
+    from degarble.kernels.moe.problem import MoeProblem
     from degarble.kernels.runtime.compiling import CompileSettings
+    from degarble.references.facts import Facts
 
+
+# --------------------------------------------------------------------------------------------------
+# What a kernel's adaptor gets: the component before a run, its tensors during one, its weights.
+#
+# The kernel is chosen by a ComponentPart alone, before anything runs. NoKernelError gives the
+# reason why the reference computes a part.
+
+T = TypeVar("T")
+ALIGNMENT = 32  # bytes, the most that a kernel demands of an address
+
+
+class NoKernelError(Exception):
+    """No kernel computes this component as configured; the text is the reason."""
+
+
+@dataclass(frozen=True)
+class ComponentPart:
+    """A component as kernel choice needs it; weights by their names within the block."""
+
+    component: Component
+    facts: Facts
+    formats: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, str]  # in which a plain weight is stored
+    target: str
+
+    @property
+    def config(self) -> Any:
+        """Return the model's config."""
+        return self.facts.config
+
+    @property
+    def v4(self) -> bool:
+        """Return whether this is DeepSeek-V4."""
+        return isinstance(self.config, V4Config)
+
+    @property
+    def name(self) -> str:
+        """Return the name of the only weight."""
+        (name,) = self.shapes
+        return name
+
+    def format_of(self, name: str) -> str:
+        """Return the format of a weight, BF16 if the recipe does not quantise it."""
+        return self.formats.get(name, "BF16")
+
+
+@dataclass(frozen=True)
+class ComponentCallWork:
+    """One call: inputs and weights on the device of the kernels."""
+
+    inputs: Mapping[str, Tensor]
+    weights: PreparedWeights
+    kernels: Kernels
+
+    def bf16(self, name: str = "x") -> Tensor:
+        """Return an input as BF16; references keep some BF16 values in a wider dtype."""
+        return own(self.inputs[name].to(torch.bfloat16))
+
+    def fp32(self, name: str) -> Tensor:
+        """Return an input in float32."""
+        return own(self.inputs[name].to(torch.float32))
+
+    def run(self, kernel: str, problem: Any, **tensors: Tensor | None) -> tuple[Tensor, ...]:
+        """Launch a kernel."""
+        return self.kernels.run(kernel, problem, **tensors)
+
+
+Outputs = dict[str, "Tensor"]
+Compute = Callable[[ComponentCallWork], Outputs]
+
+
+class DerivedWeight(NamedTuple):
+    """A weight and what was made of it."""
+
+    weight: Weight
+    made: Any
+
+
+@dataclass
+class PreparedWeights:
+    """The weights of one call; results made from a held weight are cached for later calls."""
+
+    source: Mapping[str, Weight]
+    device: torch.device
+    kept: dict[tuple[str, str], DerivedWeight] = field(default_factory=dict)
+
+    def made(self, name: str, how: str, make: Callable[[Weight], T]) -> T:
+        """Return `make(weight)`, cached for the same weight record."""
+        weight = self.source[name]
+        known = self.kept.get((name, how))
+        if known is not None and known.weight is weight:
+            found: T = known.made
+            return found
+        made = make(weight)
+        if isinstance(weight, HeldWeight):  # nobody writes into it
+            self.kept[name, how] = DerivedWeight(weight, made)
+        return made
+
+    def plain(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return a weight's values on the device."""
+        return self.made(name, str(dtype), lambda weight: self.there(weight.values(dtype)))
+
+    def bf16(self, name: str) -> Tensor:
+        """Return a weight as BF16 on the device; raise if that is not exact."""
+        return self.made(name, "exact bf16", lambda weight: self.there(exact_bf16(name, weight)))
+
+    def there(self, tensor: Tensor) -> Tensor:
+        """Return a contiguous, aligned tensor on the device."""
+        return own(tensor.to(self.device))
+
+
+def exact_bf16(name: str, weight: Weight) -> Tensor:
+    """Return values as BF16; raise unless BF16 represents all of them exactly."""
+    wide = weight.values(torch.float32)
+    narrow = wide.to(torch.bfloat16)
+    if not torch.equal(narrow.float(), wide):
+        raise InvalidArgument(
+            f"values of {name}", f"{int((narrow.float() != wide).sum())} of {wide.numel()}",
+            "values that BF16 holds exactly", "This format needs a kernel of its own.",
+        )  # fmt: skip
+    return narrow
+
+
+def own(tensor: Tensor) -> Tensor:
+    """Return the tensor contiguous and aligned to what every kernel requires."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
+
+
+# --------------------------------------------------------------------------------------------------
+# Steps of kernels/moe/sm90_moe_nvfp4.py, launched one by one, so that each has a component: the
+# order of rows, the quantised rows, FC1 as shipped, FC1 that also stores gate and up, FC2, the sum.
+# Each is the same launch as in the whole call, on one workspace, in the same order.
+#
+# Shape letters: T tokens, K chosen, S slots, R rows at most, E experts visited, D hidden, F width.
+
+if TYPE_CHECKING:
     Given = Mapping[str, Tensor | None]
+
+KERNELS = "sm90_moe_nvfp4"  # owns the products
+ROWS = "simt_moe_rows"  # owns what is around them
+ORDER, GATHER, SHOWN, FIRST, SECOND, SUM, TOTAL = (
+    "order of rows", "rows quantised", "FC1, gate and up shown", "FC1", "FC2", "sum of slots",
+    "sum of slots and shared expert",
+)  # fmt: skip
+AROUND = frozenset({ORDER, GATHER, SUM, TOTAL})  # what is not a product
+PLAN = ("rows", "counts", "tiles", "slots", "places")
+CODES = ("x_codes", "x_scales", "hidden_codes", "hidden_scales")
+
+
+class MoeStep(NamedTuple):
+    """One step of a call."""
+
+    name: str
+    problem: MoeProblem
+
+
+def tactic(step: MoeStep, target: str) -> str:
+    """Return the tile configuration of a step."""
+    p = step.problem
+    if step.name in {SUM, TOTAL}:
+        return f"{step.name}, weights {p.weighting}"
+    cut = facts.choose_tactic(p, target)
+    if step.name in {ORDER, GATHER}:
+        return f"{step.name}, tiles of {cut.rows}"
+    return f"{step.name}, {cut.rows}x{cut.columns}x{cut.inner}, {p.experts} of {p.routed} experts"
+
+
+def empty_space(problem: MoeProblem, device: torch.device) -> dict[str, Tensor]:
+    """Allocate the workspace between the steps."""
+    cut = facts.choose_tactic(problem, SM90A.name)
+    most, d, f = facts.most_rows(problem, cut), problem.hidden, problem.width
+    counts = facts.plan_sizes(problem, cut)
+    made = {
+        name: torch.empty(count, dtype=torch.int32, device=device)
+        for name, count in zip(PLAN, counts, strict=True)
+    }
+    for name, width in (("x", d), ("hidden", f)):
+        size = facts.scale_bytes(most, width)
+        made[f"{name}_codes"] = torch.empty(most, width // 2, dtype=torch.uint8, device=device)
+        made[f"{name}_scales"] = torch.empty(size, dtype=torch.uint8, device=device)
+    return made | {"out": torch.empty(most, d, dtype=torch.bfloat16, device=device)}
+
+
+def launched(module: Any, step: MoeStep, settings: CompileSettings, t: Given) -> Any:
+    """Launch a step; return its outputs."""
+    del module
+    rows, kernels = (import_module(module_of(name)) for name in (ROWS, KERNELS))
+    if step.name in {SUM, TOTAL}:
+        return _sum(rows, step.problem, settings, t)
+    job = kernels.job_of(step.problem, settings)
+    plan = rows.RowPlan(*(t[name] for name in PLAN)) if "places" in t else None
+    if step.name == ORDER:
+        if step.problem.tokens:
+            rows.plan(job, t["experts"], t["local"], plan)
+        return tuple(t[name] for name in PLAN)
+    if step.name == GATHER:
+        x = rows.Nvfp4Rows(t["x_codes"], t["x_scales"])
+        if step.problem.tokens:
+            rows.gather(job, t["x"], t["input_scale"], plan, x)
+        return tuple(x)
+    return _product(kernels, rows, job, (step, plan), t)
+
+
+def _sum(rows: Any, p: MoeProblem, settings: CompileSettings, t: Given) -> Any:
+    """Launch the sum of every token's slots, and of the shared expert if given."""
+    given, target = t["rows"], target_of_device().name
+    job = rows.MoeJob(p, facts.choose_tactic(p, target), target, settings)
+    assert given is not None, "the pairing hands over rows"
+    shared = t.get("shared")
+    dtype = torch.float32 if shared is None else torch.bfloat16
+    out = torch.empty(p.tokens, p.hidden, dtype=dtype, device=given.device)
+    if p.tokens:
+        rows.combine(job, rows.Sum(given, t["places"], t["weights"], shared, out))
+    return out
+
+
+def _product(kernels: Any, rows: Any, job: Any, told: tuple[MoeStep, Any], t: Given) -> Any:
+    """Launch FC1, with or without storing its sums, or FC2."""
+    step, plan = told
+    first, second = facts.forms_of(job.problem, job.target, job.tactic)
+    weights = kernels.ExpertWeights(*(t[n] for n in ("codes", "scales", "decode", "input_scale")))
+    is_first = step.name != SECOND
+    leading = (job.problem.experts, facts.GATE_AND_UP)[: 1 + is_first]
+    kernels.require_weights("w13" if is_first else "w2", weights, job.problem, leading)
+    x, hidden = (
+        rows.Nvfp4Rows(t[f"{name}_codes"], t[f"{name}_scales"]) for name in ("x", "hidden")
+    )
+    if not is_first:
+        if job.problem.tokens:
+            kernels.multiply_rows(job, second, (hidden, weights, plan), (t["out"],))
+        return t["out"]
+    leaving: tuple[Any, ...] = (*hidden, t["hidden_scale"], plan.slots, t["weights"])
+    made = tuple(hidden)
+    if step.name == SHOWN:
+        first = replace(first, shown=True)
+        shape = (plan.slots.numel(), facts.GATE_AND_UP * job.problem.width)
+        both = torch.empty(shape, dtype=torch.bfloat16, device=plan.slots.device)
+        leaving, made = (*leaving, both), (both,)
+    if job.problem.tokens:
+        kernels.multiply_rows(job, first, (x, weights, plan), leaving)
+    return made
+
+
+# --------------------------------------------------------------------------------------------------
+# Kernels by name on one device; kernel and tactic of each launch are recorded.
+#
+# A launch without rows is recorded as such and skipped. Kernel modules are imported at their first
+# launch: they need the CuTe DSL, but naming a backend must not. Entry points check the tensors.
+
+if TYPE_CHECKING:
     Made = tuple[Tensor, ...]
 
 NOTHING = "no rows, not launched"
@@ -47,7 +303,7 @@ class Kernels(ABC):
     def __init__(self, target: str, device: torch.device) -> None:
         self.target, self.device = target, device
         self._noted: list[Launch] = []
-        self.chain: Any = None  # the current call of routed experts: grouped.py
+        self.chain: Any = None  # the current call of routed experts: experts.py
         self.summed: Any = None  # what the last sum of slots was made of: experts.py
 
     def run(self, kernel: str, problem: Any, **tensors: Tensor | None) -> Made:
@@ -72,7 +328,7 @@ class Kernels(ABC):
 
 
 @dataclass(frozen=True)
-class Entry:
+class KernelEntry:
     """How to call a kernel's entry point with module, problem, settings and tensors."""
 
     call: Callable[[Any, Any, CompileSettings, Given], Any]
@@ -213,16 +469,16 @@ def _expert_operands(module: Any, t: Given) -> Any:
 
 
 def _moe(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
-    if isinstance(problem, cutedsl_moe.Step):
-        return cutedsl_moe.launched(module, problem, settings, t)
+    if isinstance(problem, MoeStep):
+        return launched(module, problem, settings, t)
     routing, weights = module.Routing(t["experts"], t["weights"]), _expert_operands(module, t)
     shared = t.get("shared")
     return module.moe_nvfp4(t["x"], routing, weights, problem, settings, shared_TD=shared)
 
 
 def _moe_tactic(problem: Any, target: str) -> str:
-    if isinstance(problem, cutedsl_moe.Step):
-        return cutedsl_moe.tactic(problem, target)
+    if isinstance(problem, MoeStep):
+        return tactic(problem, target)
     return f"{problem.experts} experts, weights {problem.weighting}"
 
 
@@ -239,68 +495,70 @@ def _shared_expert(_module: Any, problem: Any, settings: CompileSettings, t: Giv
     return workspace.out[: problem.tokens]
 
 
-ENTRIES: Mapping[str, Entry] = {
-    "simt_embed": Entry(lambda m, p, s, t: m.embed(t["ids"], t["table"], p, s)),
-    "simt_rmsnorm": Entry(_rmsnorm),
-    "simt_residual_norm": Entry(
+ENTRIES: Mapping[str, KernelEntry] = {
+    "simt_embed": KernelEntry(lambda m, p, s, t: m.embed(t["ids"], t["table"], p, s)),
+    "simt_rmsnorm": KernelEntry(_rmsnorm),
+    "simt_residual_norm": KernelEntry(
         _residual_norm, lambda p, _: "of the stored sum" if p.rounded else "of the float32 sum"
     ),
-    "simt_scale": Entry(
+    "simt_scale": KernelEntry(
         lambda m, p, s, t: m.scale(t["values"], p, s), lambda p, _: f"{p.source} to {p.out}"
     ),
-    "simt_latent_query": Entry(_latent_query),
-    "simt_gemv_bf16": Entry(
+    "simt_latent_query": KernelEntry(_latent_query),
+    "simt_gemv_bf16": KernelEntry(
         lambda m, p, s, t: m.gemv_bf16(t["x"], t["weight"], p, s),
         lambda p, _: f"up to {gemv_problem.rows_of_form(p.rows)} rows, {p.out}",
     ),
-    "sm90_gemm_bf16": Entry(lambda m, p, s, t: m.gemm_bf16(t["a"], t["b"], p, s), _gemm_tactic),
-    "sm90_gemm_nvfp4": Entry(_gemm_nvfp4, _gemm_tactic),
-    "sm90_gemm_fp8_block": Entry(_gemm_fp8, _gemm_tactic),
-    "sm90_gemm_w4a16": Entry(_w4a16, _w4a16_tactic),
-    "simt_quantise_nvfp4": Entry(
+    "sm90_gemm_bf16": KernelEntry(
+        lambda m, p, s, t: m.gemm_bf16(t["a"], t["b"], p, s), _gemm_tactic
+    ),
+    "sm90_gemm_nvfp4": KernelEntry(_gemm_nvfp4, _gemm_tactic),
+    "sm90_gemm_fp8_block": KernelEntry(_gemm_fp8, _gemm_tactic),
+    "sm90_gemm_w4a16": KernelEntry(_w4a16, _w4a16_tactic),
+    "simt_quantise_nvfp4": KernelEntry(
         _quantise, lambda p, _: f"{p.source}, {p.layout}{', by expert' if p.experts else ''}"
     ),
-    "simt_quantise_fp8": Entry(
+    "simt_quantise_fp8": KernelEntry(
         _quantise_fp8, lambda p, _: f"{p.source}{', turned back' if p.turned else ''}, {p.scales}"
     ),
-    "simt_qnorm_rope": Entry(
+    "simt_qnorm_rope": KernelEntry(
         lambda m, p, s, t: m.qnorm_rope(t["heads"], t["turns"], t["positions"], p, s)
     ),
-    "simt_inverse_rope": Entry(
+    "simt_inverse_rope": KernelEntry(
         lambda m, p, s, t: m.inverse_rope(t["heads"], t["turns"], t["positions"], p, s)
     ),
-    "simt_kv_write": Entry(_kv_write, lambda p, _: f"{p.source} to {p.pages.entry}"),
-    "simt_kv_read": Entry(
+    "simt_kv_write": KernelEntry(_kv_write, lambda p, _: f"{p.source} to {p.pages.entry}"),
+    "simt_kv_read": KernelEntry(
         lambda m, p, s, t: m.kv_read(t["indices"], t["cache"], p, s), lambda p, _: p.pages.entry
     ),
-    "simt_router": Entry(
+    "simt_router": KernelEntry(
         lambda m, p, s, t: m.route(t["logits"], t["source"], p, s, id_T=t.get("ids")),
         lambda p, _: "by table" if p.vocabulary else p.scoring,
     ),
-    "simt_mhc": Entry(_mhc, lambda p, _: str(p.part)),
-    "simt_mhc_project": Entry(
+    "simt_mhc": KernelEntry(_mhc, lambda p, _: str(p.part)),
+    "simt_mhc_project": KernelEntry(
         lambda m, p, s, t: m.mhc_project(t["streams"], t["split"], p, s), lambda p, _: str(p.kind)
     ),
-    "simt_compressor": Entry(
+    "simt_compressor": KernelEntry(
         _pool, lambda p, _: f"windows of {p.ratio}{', one token each' if p.alone else ''}"
     ),
-    "simt_indexer_operand": Entry(_operand, lambda p, _: f"turned {p.pairing}, {p.format}"),
-    "sm90_indexer_scores": Entry(_scores, lambda p, _: f"{p.arithmetic}, {p.pages.operands}"),
-    "simt_indexer_topk": Entry(lambda m, p, s, t: m.indexer_topk(t["scores"], p, s)),
-    "sm90_sparse_attention": Entry(
+    "simt_indexer_operand": KernelEntry(_operand, lambda p, _: f"turned {p.pairing}, {p.format}"),
+    "sm90_indexer_scores": KernelEntry(_scores, lambda p, _: f"{p.arithmetic}, {p.pages.operands}"),
+    "simt_indexer_topk": KernelEntry(lambda m, p, s, t: m.indexer_topk(t["scores"], p, s)),
+    "sm90_sparse_attention": KernelEntry(
         _attention, lambda p, _: f"{p.mode}, {sparse_attention_problem.choose_splits(p)} splits"
     ),
-    "simt_slots": Entry(_slots, lambda p, _: str(p.kind)),
-    "sm90_gemm_grouped": Entry(
+    "simt_slots": KernelEntry(_slots, lambda p, _: str(p.kind)),
+    "sm90_gemm_grouped": KernelEntry(
         _grouped, lambda p, _: f"{p.groups} groups{', turned back' if p.turned else ''}, {p.out}"
     ),
-    "sm90_gemm_grouped_fp8": Entry(
+    "sm90_gemm_grouped_fp8": KernelEntry(
         _grouped_fp8,
         lambda p, _: f"{p.groups} groups{', turned back' if p.turned else ''}, {p.scales}",
     ),
-    "sm90_moe_nvfp4": Entry(_moe, _moe_tactic),
-    "sm90_shared_expert": Entry(_shared_expert, lambda _p, _: "nvfp4"),
-    "simt_moe_rows": Entry(cutedsl_moe.launched, cutedsl_moe.tactic),
+    "sm90_moe_nvfp4": KernelEntry(_moe, _moe_tactic),
+    "sm90_shared_expert": KernelEntry(_shared_expert, lambda _p, _: "nvfp4"),
+    "simt_moe_rows": KernelEntry(launched, tactic),
 }
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from degarble.harness.backends.cutedsl.parts import NoKernelError, own
+from degarble.harness.backends.cutedsl.kernels import NoKernelError, own
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4, to_layout
 from degarble.harness.formats.number_formats import NibbleOrder, ScaleDirection
@@ -30,7 +30,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.backends.cutedsl.parts import Compute, Outputs, Part, Work
+    from degarble.harness.backends.cutedsl.kernels import (
+        ComponentCallWork,
+        ComponentPart,
+        Compute,
+        Outputs,
+    )
     from degarble.harness.formats.weight import Weight
 
 _ACT_QUANT = ".act_quant"
@@ -40,7 +45,7 @@ _FP8_SCALES = {"UE8M0": "ue8m0", "F32": "float32"}
 _EXACT_IN_BF16 = ("BF16", "FP8_128X128_UE8M0", "FP8_128X128_F32", "MXFP4", "MXFP8")
 
 
-class Rows(NamedTuple):
+class LinearRows(NamedTuple):
     """Activations of a linear: values [M, K], or codes with their scales."""
 
     values: Tensor | None = None
@@ -48,26 +53,26 @@ class Rows(NamedTuple):
     block_scale: Tensor | None = None
     tensor_scale: Tensor | None = None
 
-    def some(self, index: Tensor) -> Rows:
+    def some(self, index: Tensor) -> LinearRows:
         """Select some of the rows."""
         parts = (None if part is None else part[index] if part.ndim else part for part in self)
-        return Rows(*parts)
+        return LinearRows(*parts)
 
 
 @dataclass(frozen=True)
-class Way:
+class LinearKernel:
     """The kernel that multiplies a weight, and the problem for one row."""
 
     kernel: str
     problem: GemmProblem | W4A16Problem
 
 
-def way_of(part: Part, name: str) -> Way:
+def kernel_of_weight(part: ComponentPart, name: str) -> LinearKernel:
     """Choose the kernel of a weight; raise NoKernelError with the reason if there is none."""
     activation, weight = part.facts.activation(name), part.format_of(name)
     outputs, inner = part.shapes[name][-2:]
     if activation is None and weight == "NVFP4":
-        return Way("sm90_gemm_w4a16", W4A16Problem(1, outputs, inner, LINEAR.name))
+        return LinearKernel("sm90_gemm_w4a16", W4A16Problem(1, outputs, inner, LINEAR.name))
     if activation is None and weight in _EXACT_IN_BF16:
         problem = GemmProblem(1, outputs, inner)
     elif activation == weight == "NVFP4":
@@ -82,10 +87,10 @@ def way_of(part: Part, name: str) -> Way:
     if part.target != SM90A.name:
         raise NoKernelError(f"the GEMM of {problem.operands} has run on {SM90A.name} alone")
     choose_form(problem, part.target)
-    return Way(f"sm90_gemm_{problem.operands}", problem)
+    return LinearKernel(f"sm90_gemm_{problem.operands}", problem)
 
 
-def product(work: Work, way: Way, name: str, rows: Rows) -> Tensor:
+def product(work: ComponentCallWork, way: LinearKernel, name: str, rows: LinearRows) -> Tensor:
     """Multiply rows by one weight, BF16 [M, N]."""
     multiply = {
         "sm90_gemm_bf16": _by_bf16,
@@ -96,13 +101,13 @@ def product(work: Work, way: Way, name: str, rows: Rows) -> Tensor:
     return multiply(work, way, name, rows)
 
 
-def _by_bf16(work: Work, way: Way, name: str, rows: Rows) -> Tensor:
+def _by_bf16(work: ComponentCallWork, way: LinearKernel, name: str, rows: LinearRows) -> Tensor:
     a = own(_known(rows.values))
     problem = replace(way.problem, rows=a.shape[0])
     return work.run(way.kernel, problem, a=a, b=work.weights.bf16(name))[0]
 
 
-def _by_nvfp4(work: Work, way: Way, name: str, rows: Rows) -> Tensor:
+def _by_nvfp4(work: ComponentCallWork, way: LinearKernel, name: str, rows: LinearRows) -> Tensor:
     codes, scale = own(_known(rows.codes)), _known(rows.tensor_scale)
     if scale.numel() > 1 and bool((scale != scale[:1]).any()):
         raise InvalidArgument(
@@ -120,7 +125,9 @@ def _by_nvfp4(work: Work, way: Way, name: str, rows: Rows) -> Tensor:
     return made
 
 
-def nvfp4(work: Work, weight: Weight, layout: str = SWIZZLE_128X4.name) -> tuple[Tensor, ...]:
+def nvfp4(
+    work: ComponentCallWork, weight: Weight, layout: str = SWIZZLE_128X4.name
+) -> tuple[Tensor, ...]:
     """Return codes, block scales in a layout, and decode scale of a weight, on the device."""
     return tuple(map(work.weights.there, nvfp4_parts(weight, layout)))
 
@@ -133,7 +140,7 @@ def nvfp4_parts(weight: Weight, layout: str = SWIZZLE_128X4.name) -> tuple[Tenso
     return tensor.codes, tensor.block_scale, tensor.decode_scale.reshape(1).float()
 
 
-def _by_fp8(work: Work, way: Way, name: str, rows: Rows) -> Tensor:
+def _by_fp8(work: ComponentCallWork, way: LinearKernel, name: str, rows: LinearRows) -> Tensor:
     codes = own(_known(rows.codes)).view(torch.float8_e4m3fn)
 
     def fp8(weight: Weight) -> tuple[Tensor, Tensor]:
@@ -148,7 +155,7 @@ def _by_fp8(work: Work, way: Way, name: str, rows: Rows) -> Tensor:
     return made
 
 
-def _by_w4a16(work: Work, way: Way, name: str, rows: Rows) -> Tensor:
+def _by_w4a16(work: ComponentCallWork, way: LinearKernel, name: str, rows: LinearRows) -> Tensor:
     x = _known(rows.values)
     codes, scales, scale = work.weights.made(
         name, "nvfp4", partial(nvfp4, work, layout=LINEAR.name)
@@ -176,23 +183,23 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
-def rows_in(work: Work) -> Rows:
+def rows_in(work: ComponentCallWork) -> LinearRows:
     """Return the activations of a call: codes if it has them, else values."""
     given = work.inputs
     if "codes" not in given:
-        return Rows(values=work.bf16())
-    return Rows(
+        return LinearRows(values=work.bf16())
+    return LinearRows(
         codes=given["codes"],
         block_scale=given["block_scale"],
         tensor_scale=given.get("tensor_scale"),
     )
 
 
-def linear(part: Part) -> Compute:
+def linear(part: ComponentPart) -> Compute:
     """Return the compute function of linears over one input, with outputs concatenated."""
-    ways = {name: way_of(part, name) for name in part.shapes}
+    ways = {name: kernel_of_weight(part, name) for name in part.shapes}
 
-    def compute(work: Work) -> Outputs:
+    def compute(work: ComponentCallWork) -> Outputs:
         rows = rows_in(work)
         made = [product(work, way, name, rows) for name, way in ways.items()]
         return {"out": made[0] if len(made) == 1 else torch.cat(made, dim=-1)}
@@ -204,7 +211,7 @@ def _act_quant_fp8(columns: int, scales: str) -> Compute:
     """Quantise to E4M3 with a scale for every 128 values of a row."""
     Fp8Problem(1, columns, scales)
 
-    def compute(work: Work) -> Outputs:
+    def compute(work: ComponentCallWork) -> Outputs:
         x = work.bf16()
         problem = Fp8Problem(x.shape[0], x.shape[1], scales)  # of wo_a: all groups side by side
         codes, block_scale = work.run("simt_quantise_fp8", problem, values=x)
@@ -213,16 +220,16 @@ def _act_quant_fp8(columns: int, scales: str) -> Compute:
     return compute
 
 
-def _grouped_fp8(part: Part, way: Way) -> Compute:
+def _grouped_fp8(part: ComponentPart, way: LinearKernel) -> Compute:
     """Compute one product a group; a 128 x 128 tile under one scale may contain several groups."""
     name, groups, rank = part.name, part.config.o_groups, part.config.o_lora_rank
     require_group_rows(rank)
 
-    def fp8(work: Work, weight: Weight) -> list[tuple[Tensor, Tensor]]:
+    def fp8(work: ComponentCallWork, weight: Weight) -> list[tuple[Tensor, Tensor]]:
         there = work.weights.there
         return [(there(codes), there(scales)) for codes, scales in by_group(weight, groups, rank)]
 
-    def compute(work: Work) -> Outputs:
+    def compute(work: ComponentCallWork) -> Outputs:
         rows = rows_in(work)
         codes, scales = _known(rows.codes), _known(rows.block_scale)
         weights = work.weights.made(name, "fp8 by group", partial(fp8, work))
@@ -256,17 +263,17 @@ def by_group(weight: Weight, groups: int, rank: int) -> list[tuple[Tensor, Tenso
     return found
 
 
-def grouped(part: Part) -> Compute:
+def grouped(part: ComponentPart) -> Compute:
     """Compute V4's wo_a: one matrix and one product for each group of heads."""
     name, groups, rank = part.name, part.config.o_groups, part.config.o_lora_rank
     whole = replace(part, shapes={name: (rank, part.shapes[name][1])})
-    way = way_of(whole, name)
+    way = kernel_of_weight(whole, name)
     if way.kernel == "sm90_gemm_fp8_block":
         return _grouped_fp8(part, way)
     if way.kernel != "sm90_gemm_bf16":
         raise NoKernelError(f"groups of {part.format_of(name)} have no kernel; BF16 and FP8 do")
 
-    def compute(work: Work) -> Outputs:
+    def compute(work: ComponentCallWork) -> Outputs:
         x = work.bf16()
         x_TGK = x.reshape(x.shape[0], groups, -1)
         weight = work.weights.bf16(name).reshape(groups, rank, -1)
@@ -280,7 +287,7 @@ def grouped(part: Part) -> Compute:
     return compute
 
 
-def wide_product(work: Work, x: Tensor, weight: Tensor, columns: int) -> Tensor:
+def wide_product(work: ComponentCallWork, x: Tensor, weight: Tensor, columns: int) -> Tensor:
     """Multiply BF16 rows by a BF16 weight into float32, a few rows a launch."""
     inner = x.shape[1]
     most = max(rows for rows in ROWS if inner <= inner_held(rows))
@@ -294,7 +301,7 @@ def wide_product(work: Work, x: Tensor, weight: Tensor, columns: int) -> Tensor:
     return _joined(made)
 
 
-def _require_wide(part: Part) -> None:
+def _require_wide(part: ComponentPart) -> None:
     for name, (outputs, inner) in part.shapes.items():
         if part.format_of(name) != "BF16" or part.facts.activation(name) is not None:
             raise NoKernelError(f"float32 sums of a {part.format_of(name)} weight have no kernel")
@@ -302,11 +309,11 @@ def _require_wide(part: Part) -> None:
         assert rows_of_form(1) == 1, "one row is a form of its own"
 
 
-def wide(part: Part) -> Compute:
+def wide(part: ComponentPart) -> Compute:
     """Compute head and router, whose sums stay float32."""
     _require_wide(part)
 
-    def compute(work: Work) -> Outputs:
+    def compute(work: ComponentCallWork) -> Outputs:
         name = part.name
         weight = work.weights.bf16(name)
         return {"out": wide_product(work, work.bf16(), weight, part.shapes[name][0])}
@@ -314,12 +321,12 @@ def wide(part: Part) -> Compute:
     return compute
 
 
-def compressor(part: Part) -> Compute:
+def compressor(part: ComponentPart) -> Compute:
     """Compute latent and gate: float32 if weights are plain, BF16 with NVFP4 weights."""
     if all(part.facts.activation(name) == "NVFP4" for name in part.shapes):
-        ways = {name: way_of(part, name) for name in part.shapes}
+        ways = {name: kernel_of_weight(part, name) for name in part.shapes}
 
-        def by_codes(work: Work) -> Outputs:
+        def by_codes(work: ComponentCallWork) -> Outputs:
             rows = rows_in(work)
             return _latent_and_gate(
                 {name: product(work, way, name, rows) for name, way in ways.items()}
@@ -328,7 +335,7 @@ def compressor(part: Part) -> Compute:
         return by_codes
     _require_wide(part)
 
-    def compute(work: Work) -> Outputs:
+    def compute(work: ComponentCallWork) -> Outputs:
         x = work.bf16()
         return _latent_and_gate(
             {
@@ -345,7 +352,7 @@ def _latent_and_gate(made: dict[str, Tensor]) -> Outputs:
     return {"latent": by_part["wkv"], "gate": by_part["wgate"]}
 
 
-def input_scale(work: Work, names: Sequence[str]) -> Tensor:
+def input_scale(work: ComponentCallWork, names: Sequence[str]) -> Tensor:
     """Return the largest decode scale [1] of activations before weights that share them."""
     scales = [work.weights.source[name].input_scale for name in names]
     known = [scale.float().reshape(()) for scale in scales if scale is not None]
@@ -357,7 +364,7 @@ def input_scale(work: Work, names: Sequence[str]) -> Tensor:
     return work.weights.there(torch.stack(known).amax().reshape(1))
 
 
-def act_quant(part: Part) -> Compute:
+def act_quant(part: ComponentPart) -> Compute:
     """Quantise the input of a linear to NVFP4 codes with scales in linear layout."""
     names = tuple(part.shapes)
     activation = part.facts.activation(names[0])
@@ -367,7 +374,7 @@ def act_quant(part: Part) -> Compute:
         raise NoKernelError(f"no kernel quantises activations to {activation}")
     QuantiseProblem(1, part.shapes[names[0]][-1], LINEAR.name)
 
-    def compute(work: Work) -> Outputs:
+    def compute(work: ComponentCallWork) -> Outputs:
         x, scale = work.bf16(), input_scale(work, names)
         problem = QuantiseProblem(x.shape[0], x.shape[1], LINEAR.name)
         codes, scales = work.run("simt_quantise_nvfp4", problem, values=x, decode_scale=scale)

@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.backends.graph.layer import Stepping
-from degarble.harness.backends.graph.layer_v32 import LatentStepping
+from degarble.harness.backends.graph.layers import V4Steps, V32Steps
 from degarble.harness.backends.graph.matrices import widely
-from degarble.harness.backends.graph.memory import Room, latent_memory_of, memory_of
-from degarble.harness.backends.graph.weights import Laying
-from degarble.harness.backends.graph.weights_v32 import LatentLaying
+from degarble.harness.backends.graph.steps import MemorySize, latent_memory_of, memory_of
+from degarble.harness.backends.graph.weights import V4Layout, V32Layout
 from degarble.harness.backends.pairings import Paired
 from degarble.harness.base.errors import InvalidArgument, NotBuilt
 from degarble.harness.inference.generation import MOST_CONCURRENT
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.backends.cutedsl.kernels import Kernels
-    from degarble.harness.backends.graph.steps import Steps
+    from degarble.harness.backends.graph.steps import DecoderSteps
     from degarble.harness.inference.model import OpenModel
     from degarble.harness.model.recipes import Recipe
     from degarble.references.binding import Bound
@@ -61,7 +59,7 @@ class Decoder:
 
     def __init__(
         self,
-        stepping: Steps,
+        stepping: DecoderSteps,
         ends: Any,
         layers: Many[Any],
         memories: Many[Any],
@@ -93,8 +91,8 @@ class Decoder:
     ) -> Decoder:
         config, switches = bound.config, bound.numerics.switches
         assert isinstance(config, V4Config), "asked by family"
-        room = Room(*size, config.sliding_window, entry_of(switches))
-        laying = Laying(bound, config, recipe, kernels.device)
+        room = MemorySize(*size, config.sliding_window, entry_of(switches))
+        laying = V4Layout(bound, config, recipe, kernels.device)
         layers = [laying.layer(block) for block in config.layers]
         memories = [
             memory_of(
@@ -102,7 +100,7 @@ class Decoder:
             )
             for each in layers
         ]
-        return cls(Stepping(kernels, config, switches, room), laying.ends(), layers, memories)
+        return cls(V4Steps(kernels, config, switches, room), laying.ends(), layers, memories)
 
     @classmethod
     def _of_v32(
@@ -111,12 +109,12 @@ class Decoder:
         config, switches = bound.config, bound.numerics.switches
         assert isinstance(config, V32Config), "asked by family"
         # Every token has an entry: the window of a token is its own slot.
-        room = Room(*size, 1, entry_of(switches, _ENTRIES_V32))
-        laying = LatentLaying(bound, config, recipe, kernels.device)
+        room = MemorySize(*size, 1, entry_of(switches, _ENTRIES_V32))
+        laying = V32Layout(bound, config, recipe, kernels.device)
         layers = [laying.layer(block) for block in config.layers]
         memories = [latent_memory_of(room, kernels.device) for _ in layers]
         steps, prompts = (
-            LatentStepping(kernels, config, switches, room, rows) for rows in (size[0], PIECE)
+            V32Steps(kernels, config, switches, room, rows) for rows in (size[0], PIECE)
         )
         ends = laying.ends()
         return cls(steps, ends, layers, memories, cls(prompts, ends, layers, memories))
@@ -206,7 +204,7 @@ def entry_of(switches: Switches, known: Mapping[str, str] = _ENTRIES) -> str:
 
 
 @dataclass
-class Coming:
+class IncomingTokens:
     """One sequence's new tokens: lane, first position, and results so far."""
 
     lane: int
@@ -234,7 +232,7 @@ class DecoderSpeaker(LogitsModel):
         """Return the head's raw input for every new token, and advance the sequences."""
         speaking = {id(each) for each in sequences}
         coming = [
-            Coming(self._lane(each, speaking), each.length, new.tolist())
+            IncomingTokens(self._lane(each, speaking), each.length, new.tolist())
             for each, new in zip(sequences, tokens, strict=True)
         ]
         if self._decoder.prompts is None:
@@ -247,7 +245,7 @@ class DecoderSpeaker(LogitsModel):
             sequence.length += len(each.ids)
         return torch.stack([row for each in coming for row in each.made])
 
-    def _token_by_token(self, coming: list[Coming]) -> None:
+    def _token_by_token(self, coming: list[IncomingTokens]) -> None:
         """Feed one token a step for every sequence, in the row of its lane."""
         every = len(self._lanes) + len(self._free)
         for number in range(max((len(each.ids) for each in coming), default=0)):
@@ -262,7 +260,7 @@ class DecoderSpeaker(LogitsModel):
             for each in now:
                 each.made.append(made[each.lane])
 
-    def _by_pieces(self, coming: list[Coming]) -> None:
+    def _by_pieces(self, coming: list[IncomingTokens]) -> None:
         """Fill a step's rows with consecutive tokens of any sequences."""
         prompts = self._decoder.prompts
         assert prompts is not None, "asked where there is one"

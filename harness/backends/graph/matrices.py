@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from degarble.harness.backends.cutedsl.kernels import NoKernelError, exact_bf16, own
 from degarble.harness.backends.cutedsl.linears import (
-    Way,
+    LinearKernel,
     by_group,
+    kernel_of_weight,
     nvfp4_parts,
     require_group_rows,
-    way_of,
 )
-from degarble.harness.backends.cutedsl.parts import NoKernelError, exact_bf16, own
 from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4
 from degarble.kernels.gemm.gemv_problem import ROWS, GemvProblem, inner_held
 from degarble.kernels.gemm.grouped_problem import GroupedFp8Problem, GroupedProblem, turns_first
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.backends.cutedsl.kernels import Kernels
-    from degarble.harness.backends.cutedsl.parts import Part
+    from degarble.harness.backends.cutedsl.kernels import ComponentPart, Kernels
     from degarble.harness.formats.weight import Weight
 
 BF16, NVFP4, FP8, W4A16 = (f"sm90_gemm_{each}" for each in ("bf16", "nvfp4", "fp8_block", "w4a16"))
@@ -48,7 +47,7 @@ STEP_OF_GROUPS = 64  # columns of a group in whole tiles: grouped_problem
 class Matrix:
     """One weight [N, K]: its GEMM, the GEMM's operands, and its problem."""
 
-    way: Way
+    way: LinearKernel
     operands: Mapping[str, Tensor]
     input_scale: Tensor | None = None  # float32 [1], of NVFP4 activations
 
@@ -59,9 +58,9 @@ class Matrix:
         return found
 
 
-def matrix_of(part: Part, name: str, weights: Mapping[str, Weight], device: Any) -> Matrix:
+def matrix_of(part: ComponentPart, name: str, weights: Mapping[str, Weight], device: Any) -> Matrix:
     """Lay a weight out for its GEMM; raise NoKernelError with the reason if there is none."""
-    way, weight = way_of(part, name), weights[name]
+    way, weight = kernel_of_weight(part, name), weights[name]
     if way.kernel == BF16:
         return Matrix(way, {"b": own(exact_bf16(name, weight).to(device))})
     if way.kernel == FP8:
@@ -145,7 +144,7 @@ def side_by_side(matrices: Sequence[Matrix]) -> tuple[Matrix, ...]:
         name: torch.cat([each.operands[name] for each in matrices]) for name in first.operands
     }
     problem = replace(first.way.problem, columns=sum(outputs))
-    return (Matrix(Way(first.way.kernel, problem), operands),)
+    return (Matrix(LinearKernel(first.way.kernel, problem), operands),)
 
 
 # ---- experts and wo_a ----------------------------------------------------------------------------
@@ -182,7 +181,7 @@ def experts_of(
 
 
 @dataclass(frozen=True)
-class Groups:
+class DenseGroups:
     """V4's wo_a in BF16: a grouped GEMM that also rotates heads, or one dense matrix."""
 
     weight: Tensor  # BF16 [G N, K of a group], dense: [G N, G K] with zeros beside the groups
@@ -190,23 +189,23 @@ class Groups:
     dense: bool
 
 
-def groups_of(weight: Tensor, groups: int) -> Groups:
+def groups_of(weight: Tensor, groups: int) -> DenseGroups:
     """Choose how groups are multiplied; narrow ones are zero-padded to one dense matrix."""
     if groups == 1 or weight.shape[0] // groups % STEP_OF_GROUPS == 0:
-        return Groups(weight, groups, dense=False)
+        return DenseGroups(weight, groups, dense=False)
     (rows, inner), each = weight.shape, weight.shape[0] // groups
     whole = weight.new_zeros(rows, groups * inner)
     for group in range(groups):
         own_rows = slice(group * each, (group + 1) * each)
         whole[own_rows, group * inner : (group + 1) * inner] = weight[own_rows]
-    return Groups(whole, groups, dense=True)
+    return DenseGroups(whole, groups, dense=True)
 
 
 @dataclass(frozen=True)
 class CodedGroups:
     """V4's wo_a in FP8: all groups as one matrix [G N, K], or narrow groups one by one."""
 
-    way: Way  # of one group
+    way: LinearKernel  # of one group
     parts: tuple[tuple[Tensor, Tensor], ...]  # codes [N, K] and scales of each, or of all at once
     groups: int
     whole: bool
@@ -225,13 +224,13 @@ def kind_of(scales: Tensor) -> str:
     return "ue8m0" if scales.dtype is torch.uint8 else "float32"
 
 
-def coded_groups_of(part: Part, weight: Weight, device: Any) -> CodedGroups:
+def coded_groups_of(part: ComponentPart, weight: Weight, device: Any) -> CodedGroups:
     """Keep wo_a whole, or split it by groups narrower than a tile of the grouped kernel.
 
     A tile of 128 rows under one scale may contain several groups.
     """
     name, groups, rank = part.name, part.config.o_groups, part.config.o_lora_rank
-    way = way_of(replace(part, shapes={name: (rank, part.shapes[name][1])}), name)
+    way = kernel_of_weight(replace(part, shapes={name: (rank, part.shapes[name][1])}), name)
     if way.kernel != FP8:
         raise NoKernelError(f"groups of {rank} rows by {way.kernel} have no kernel in a layer")
     require_group_rows(rank)

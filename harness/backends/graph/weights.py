@@ -1,11 +1,4 @@
-"""Lay out V4's weights on the device, layer by layer, as the decoder's kernels read them.
-
-The recipe's formats are handled by the same rules as component by component. What no kernel
-computes within a whole layer raises NotBuilt with the reason. Weights are laid out once and stay on
-the device.
-
-Shape letters: D hidden, F columns of a compressor, H heads, V vocabulary.
-"""
+"""Lay out V4's and V3.2's weights on the device, layer by layer, as kernels read them."""
 
 from __future__ import annotations
 
@@ -15,16 +8,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.backends.cutedsl import rope_tables as turning
+from degarble.harness.backends.cutedsl import rows as turning
+from degarble.harness.backends.cutedsl.attention import absorbed
 from degarble.harness.backends.cutedsl.backend import parts_of
-from degarble.harness.backends.cutedsl.linears import way_of
-from degarble.harness.backends.cutedsl.parts import NoKernelError, exact_bf16, own
+from degarble.harness.backends.cutedsl.kernels import NoKernelError, exact_bf16, own
+from degarble.harness.backends.cutedsl.linears import kernel_of_weight
 from degarble.harness.backends.cutedsl.rows import norm_weight
 from degarble.harness.backends.graph.matrices import (
     NVFP4,
     CodedGroups,
+    DenseGroups,
     Experts,
-    Groups,
     Matrix,
     coded_groups_of,
     experts_of,
@@ -33,6 +27,8 @@ from degarble.harness.backends.graph.matrices import (
     side_by_side,
 )
 from degarble.harness.base.errors import NotBuilt
+from degarble.kernels.indexer.problem import WIDTH as KEY_WIDTH
+from degarble.kernels.primitives.kv_problem import ROTATED, WIDTH
 from degarble.kernels.rows.mhc_problem import split_weight
 
 if TYPE_CHECKING:
@@ -40,18 +36,26 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.backends.cutedsl.parts import Part
+    from degarble.harness.backends.cutedsl.kernels import ComponentPart
     from degarble.harness.formats.weight import Weight
-    from degarble.harness.model.config.config import V4Config
+    from degarble.harness.model.config.config import V4Config, V32Config
     from degarble.harness.model.recipes import Recipe
     from degarble.harness.model.types import Block, Rope
     from degarble.references.binding import Bound
+
+
+# --------------------------------------------------------------------------------------------------
+# V4. The recipe's formats are handled by the same rules as component by component. What no kernel
+# computes within a whole layer raises NotBuilt with the reason. Weights are laid out once and stay
+# on the device.
+#
+# Shape letters: D hidden, F columns of a compressor, H heads, V vocabulary.
 
 _NORMS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
-class Mixing:
+class MhcLayout:
     """mHC of a sublayer or of the head: the projection in three BF16 parts, base and scale."""
 
     split: Tensor
@@ -60,7 +64,7 @@ class Mixing:
 
 
 @dataclass(frozen=True)
-class Norm:
+class NormWeight:
     """An RMSNorm's weight and its dtype."""
 
     weight: Tensor
@@ -78,7 +82,7 @@ class Compressing:
     joined: Tensor | None
     apart: tuple[Matrix, ...]
     ape: Tensor  # float32 [ratio, F]
-    norm: Norm
+    norm: NormWeight
 
 
 @dataclass(frozen=True)
@@ -95,15 +99,15 @@ class Indexing:
 class AttentionWeights:
     """Attention of a layer."""
 
-    mixing: Mixing
-    norm: Norm
+    mixing: MhcLayout
+    norm: NormWeight
     wq_a: Matrix
-    q_norm: Norm
+    q_norm: NormWeight
     wq_b: Matrix
     wkv: Matrix
-    kv_norm: Norm
+    kv_norm: NormWeight
     sink: Tensor  # float32 [H]
-    wo_a: Groups | CodedGroups
+    wo_a: DenseGroups | CodedGroups
     wo_b: Matrix
     compressor: Compressing | None
     indexer: Indexing | None
@@ -114,7 +118,7 @@ Gated = Experts | tuple[Matrix, ...]
 
 
 @dataclass(frozen=True)
-class Routed:
+class RoutedWeights:
     """The router and its experts."""
 
     gate: Tensor  # BF16 [E, D]
@@ -126,9 +130,9 @@ class Routed:
 class FfnWeights:
     """Routed experts of a layer, and the shared one."""
 
-    mixing: Mixing
-    norm: Norm
-    routed: Routed
+    mixing: MhcLayout
+    norm: NormWeight
+    routed: RoutedWeights
     shared: Gated
 
 
@@ -147,8 +151,8 @@ class EndWeights:
     """Embedding before the layers, mixing, norm and head after them."""
 
     embed: Tensor  # BF16 [V, D]
-    mixing: Mixing
-    norm: Norm
+    mixing: MhcLayout
+    norm: NormWeight
     head: Tensor  # BF16 [V, D]
 
 
@@ -164,14 +168,14 @@ def refusing(name: str) -> Iterator[None]:
         ) from reason  # fmt: skip
 
 
-class Laid:
+class LayoutBase:
     """Weights of a bound model of either family while they are laid out."""
 
     def __init__(self, bound: Bound, recipe: Recipe, device: torch.device) -> None:
         self._bound, self._device = bound, device
         self._parts = {each.component.name: each for each in parts_of(bound, recipe, "sm_90a")}
 
-    def _of(self, component: str) -> tuple[Part, Mapping[str, Weight]]:
+    def _of(self, component: str) -> tuple[ComponentPart, Mapping[str, Weight]]:
         return self._parts[component], self._bound.weights_of(component)
 
     def _there(self, weight: Weight, dtype: torch.dtype) -> Tensor:
@@ -186,10 +190,10 @@ class Laid:
             raise NoKernelError(f"{component} is {part.format_of(part.name)}")
         return self._exact(part.name, weights)
 
-    def _norm(self, component: str, name: str | None = None) -> Norm:
+    def _norm(self, component: str, name: str | None = None) -> NormWeight:
         part, weights = self._of(component)
         name = name or part.name
-        return Norm(self._there(weights[name], _NORMS[norm_weight(part, name)]))
+        return NormWeight(self._there(weights[name], _NORMS[norm_weight(part, name)]))
 
     def _matrix(self, component: str) -> Matrix:
         part, weights = self._of(component)
@@ -202,19 +206,23 @@ class Laid:
             return weight * factor, 1.0
         return weight, factor
 
-    def _routed(self, p: str, count: int) -> Routed:
+    def _routed(self, p: str, count: int) -> RoutedWeights:
         part, weights = self._of(f"{p}experts.w13")
         second, down = self._of(f"{p}experts.w2")
         stem = "ffn.experts.{}.{}"
         names = [tuple(stem.format(e, n) for n in ("w1", "w3", "w2")) for e in range(count)]
         one, three, two = names[0]  # a recipe treats all experts alike
-        ways = way_of(part, one), way_of(part, three), way_of(second, two)
+        ways = (
+            kernel_of_weight(part, one),
+            kernel_of_weight(part, three),
+            kernel_of_weight(second, two),
+        )
         if any(way.kernel != NVFP4 for way in ways) or part.facts.weight_before_w2:
             raise NoKernelError("the grouped kernel has NVFP4 experts, weighted behind w2")
         source, of_source = self._of(f"{p}topk")
         dtype = torch.int64 if source.name.endswith("tid2eid") else torch.float32
         every = {**weights, **down}
-        return Routed(
+        return RoutedWeights(
             self._bf16(f"{p}gate"), self._there(of_source[source.name], dtype),
             experts_of(names, every, self._device),  # type: ignore[arg-type]
         )  # fmt: skip
@@ -225,7 +233,11 @@ class Laid:
         second, down = self._of(f"{prefix}w2")
         ends = {name.rpartition(".")[2]: name for name in first.shapes}
         one, three = ends["w1"], ends["w3"]
-        ways = way_of(first, one), way_of(first, three), way_of(second, second.name)
+        ways = (
+            kernel_of_weight(first, one),
+            kernel_of_weight(first, three),
+            kernel_of_weight(second, second.name),
+        )
         if all(way.kernel == NVFP4 for way in ways):
             return experts_of([(one, three, second.name)], {**weights, **down}, self._device)
         both = side_by_side(
@@ -234,7 +246,7 @@ class Laid:
         return *both, matrix_of(second, second.name, down, self._device)
 
 
-class Laying(Laid):
+class V4Layout(LayoutBase):
     """V4's weights while they are laid out."""
 
     def __init__(
@@ -256,12 +268,12 @@ class Laying(Laid):
                 self._bf16("embed"), self._mixing("hc_head"), self._norm("norm"), self._bf16("head")
             )
 
-    def _mixing(self, component: str) -> Mixing:
+    def _mixing(self, component: str) -> MhcLayout:
         _, weights = self._of(component)
         ends = {name.rpartition("_")[2]: weights[name] for name in weights}
         split = own(split_weight(ends["fn"].values(torch.float32)).to(self._device))
         base, scale = (self._there(ends[end], torch.float32) for end in ("base", "scale"))
-        return Mixing(split, base, scale)
+        return MhcLayout(split, base, scale)
 
     def _attention(self, block: Block) -> AttentionWeights:
         p = f"{block.prefix}.attn."
@@ -276,7 +288,7 @@ class Laying(Laid):
             self._indexing(f"{p}indexer.") if f"{p}indexer.scores" in self._parts else None,
         )  # fmt: skip
 
-    def _groups(self, component: str) -> Groups | CodedGroups:
+    def _groups(self, component: str) -> DenseGroups | CodedGroups:
         part, weights = self._of(component)
         if part.facts.activation(part.name) is not None:
             return coded_groups_of(part, weights[part.name], self._device)
@@ -315,3 +327,119 @@ class Laying(Laid):
 def table_of_turns(rope: Rope, positions: int, device: torch.device) -> Tensor:
     """Return cosines and sines of every position that a memory has room for."""
     return turning.table_of(rope, positions).to(device)
+
+
+# --------------------------------------------------------------------------------------------------
+# V3.2. wkv_b never multiplies a token (absorbed MLA): its key rows of a head multiply queries
+# before attention, its value rows the result, as sums of BF16 matrices that represent every value
+# exactly.
+#
+# Shape letters: D hidden, H heads, N indexer heads, n nope width, v value width, V vocabulary.
+
+
+@dataclass(frozen=True)
+class KeyIndexing:
+    """The indexer: queries, keys with their LayerNorm, weights of heads and their factor."""
+
+    wq_b: Matrix
+    wk: Matrix
+    norm: Tensor  # float32 [128]
+    bias: Tensor  # float32 [128]
+    weights: Tensor  # BF16 [N, D]
+    factor: float
+
+
+@dataclass(frozen=True)
+class LatentWeights:
+    """Attention of a layer, absorbed."""
+
+    norm: NormWeight
+    wq_a: Matrix
+    q_norm: NormWeight
+    wq_b: Matrix
+    wkv_a: Matrix
+    kv_norm: NormWeight
+    key: Tensor  # BF16 [H 512, n], or n as often as it takes to hold it exactly
+    value: Tensor  # BF16 [H v, 512], likewise
+    wo: Matrix
+    indexer: KeyIndexing
+
+
+@dataclass(frozen=True)
+class MlpWeights:
+    """A dense layer's MLP, or routed experts with a shared one."""
+
+    norm: NormWeight
+    gated: Gated
+    routed: RoutedWeights | None
+
+
+@dataclass(frozen=True)
+class LatentLayer:
+    """One layer."""
+
+    block: Block
+    rope: Rope
+    attn: LatentWeights
+    ffn: MlpWeights
+
+
+@dataclass(frozen=True)
+class LatentEnds:
+    """Embedding before the layers, norm and head after them."""
+
+    embed: Tensor  # BF16 [V, D]
+    norm: NormWeight
+    head: Tensor  # BF16 [V, D]
+
+
+class V32Layout(LayoutBase):
+    """A bound model's weights while they are laid out."""
+
+    def __init__(
+        self, bound: Bound, config: V32Config, recipe: Recipe, device: torch.device
+    ) -> None:
+        super().__init__(bound, recipe, device)
+        self.config = config
+
+    def layer(self, block: Block) -> LatentLayer:
+        """Lay out one layer."""
+        with refusing(f"decoder layer {block.prefix}"):
+            attn, ffn = self._attention(f"{block.prefix}.attn."), self._ffn(f"{block.prefix}.ffn.")
+        return LatentLayer(block, self.config.rope(block), attn, ffn)
+
+    def ends(self) -> LatentEnds:
+        """Lay out embedding, final norm and head."""
+        with refusing("ends of a decoder"):
+            return LatentEnds(self._bf16("embed"), self._norm("norm"), self._bf16("head"))
+
+    def _attention(self, p: str) -> LatentWeights:
+        c = self.config
+        if (c.kv_lora_rank, c.qk_rope_head_dim, c.index_head_dim) != (WIDTH, ROTATED, KEY_WIDTH):
+            widths = f"{c.kv_lora_rank}, {c.qk_rope_head_dim} and {c.index_head_dim}"
+            raise NoKernelError(f"rows of {widths}; kernels have {WIDTH}, {ROTATED}, {KEY_WIDTH}")
+        part, weights = self._of(f"{p}attend")
+        key, value = (own(each.to(self._device)) for each in absorbed(weights[part.name], c))
+        return LatentWeights(
+            self._norm(f"{p}norm"), self._matrix(f"{p}wq_a"), self._norm(f"{p}q_norm"),
+            self._matrix(f"{p}wq_b"), self._matrix(f"{p}wkv_a"), self._norm(f"{p}kv_norm"),
+            key, value, self._matrix(f"{p}wo"), self._indexing(f"{p}indexer."),
+        )  # fmt: skip
+
+    def _indexing(self, p: str) -> KeyIndexing:
+        c = self.config
+        part, weights = self._of(f"{p}k")
+        ends = {name.rpartition(".")[2]: weights[name] for name in part.shapes}
+        norm, bias = (self._there(ends[end], torch.float32) for end in ("k_norm", "bias"))
+        factor = float((c.index_head_dim * c.index_n_heads) ** -0.5)
+        return KeyIndexing(
+            self._matrix(f"{p}wq_b"), self._matrix(f"{p}wk"), norm, bias,
+            *self._factored(f"{p}weights_proj", factor),
+        )  # fmt: skip
+
+    def _ffn(self, p: str) -> MlpWeights:
+        norm = self._norm(f"{p}norm")
+        if f"{p}w13" in self._parts:
+            return MlpWeights(norm, self._gated(p), None)
+        routed = self._routed(p, self.config.n_routed_experts)
+        return MlpWeights(norm, self._gated(f"{p}shared."), routed)

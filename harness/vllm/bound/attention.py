@@ -1,14 +1,4 @@
-"""DeepSeek-V4's attention layer of vLLM with our row kernels and output projection.
-
-Overridden: norms of query and latent rows; RoPE of the query heads; latent rows normed, rotated,
-quantised and written to the paged cache by slot; sparse attention over the window's and the
-compressed caches; inverse RoPE and wo_a. Slots, block tables and the split of a batch are vLLM's
-metadata, read as they are. The builders declare the level of CUDA graphs that all parts allow.
-
-vLLM 0.33 chooses the attention class of V4 from a fixed table and ignores a registered backend. So
-vLLM makes the layer, and `adopt` converts it, object by object.
-Shape letters: T tokens, H heads, L latent width (512), P positions, G groups.
-"""
+"""DeepSeek-V4's attention of vLLM with our kernels: layer, compressors, indexer, pages."""
 
 from __future__ import annotations
 
@@ -19,30 +9,381 @@ from torch.nn import functional
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, LayoutMismatch
 from degarble.harness.vllm import parts
-from degarble.harness.vllm.bound.compressor import adopt_compressor
-from degarble.harness.vllm.bound.fp32_linears import projected
-from degarble.harness.vllm.bound.indexer import adopt_indexer
-from degarble.harness.vllm.bound.linears import by_bf16, settings
-from degarble.harness.vllm.bound.pages import PagedView
-from degarble.harness.vllm.bound.rope_tables import require_turns
+from degarble.harness.vllm.bound.linears import by_bf16, projected, settings
 from degarble.harness.vllm.bound.upstream import (
     SERIES,
     AttentionCGSupport,
+    DeepseekCompressor,
     DeepseekSparseSWAFlashMLABackend,
     DeepseekSparseSWAFlashMLAMetadataBuilder,
     DeepseekV4FlashMLAAttention,
     DeepseekV4FlashMLABackend,
     DeepseekV4FlashMLAMetadataBuilder,
+    DeepseekV4Indexer,
+    DeepseekV4IndexerBackend,
+    DeepseekV4IndexerCache,
     DeepseekV4SWACache,
+    DeepseekV32IndexerMetadataBuilder,
     compute_global_topk_indices_and_lens,
     get_forward_context,
 )
-from degarble.harness.vllm.options import OURS
+from degarble.harness.vllm.parts import OURS, RunningPart
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.vllm.bound.start import Start
+
+
+# --------------------------------------------------------------------------------------------------
+# View pages of vLLM's caches as operands of our kernels: strided rows of bytes.
+#
+# vLLM interleaves the pages of all layers of a block, so a layer's pages are far apart and its last
+# one ends before a whole stride does. No torch tensor may have such rows, so this class describes
+# them to the kernels, which read and write entries alone and never the gaps. Shape letters: N
+# pages.
+
+
+class PagedView:
+    """A cache [N, entries, bytes] as [N, stride]: what kernels/runtime/operands.py asks for."""
+
+    def __init__(self, name: str, cache: Tensor) -> None:
+        _, entries, nbytes = cache.shape
+        if cache.element_size() != 1 or cache.stride()[1:] != (nbytes, 1):
+            raise LayoutMismatch(
+                f"cache of {name}", f"{cache.dtype}, strides {cache.stride()}",
+                f"bytes, entries of {nbytes} close together", "Start with --kv-cache-dtype fp8.",
+            )  # fmt: skip
+        self._cache = cache
+        self.entries = entries
+        self.stride_bytes = cache.stride(0)
+        self.shape = (cache.shape[0], self.stride_bytes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the cache."""
+        return self._cache.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the cache."""
+        return self._cache.device
+
+    def stride(self) -> tuple[int, int]:
+        """Bytes from page to page, and from byte to byte."""
+        return self.stride_bytes, 1
+
+    def is_contiguous(self) -> bool:
+        """Return True: a row is a whole stride, the gap after its entries included."""
+        return True
+
+    def data_ptr(self) -> int:
+        """Return the address of the first page."""
+        return self._cache.data_ptr()
+
+
+# --------------------------------------------------------------------------------------------------
+# Compare the RoPE table of each layer of vLLM with the model's own config.
+#
+# vLLM 0.26 rotates layers without compression by YaRN, which their rope does not have; 0.33 does
+# not. There the table is replaced, and logged; anywhere else a difference stops the start.
+
+LOOKED_AT = 1024  # positions; a rope of another kind differs from the first turns on
+CLOSE = 2e-3  # float32 angles at those positions are off by 1e-4 at most
+MENDED = ("0.26",)
+
+
+def require_turns(attention: Any, start: Start, series: str) -> None:
+    """Compare a layer's table; mend it where vLLM is known to err, refuse it elsewhere."""
+    from degarble.harness.backends.cutedsl.rows import table_of  # noqa: PLC0415  imports torch
+
+    config = start.proven.config
+    if config is None:
+        return
+    number = int(attention.prefix.split(".layers.")[1].split(".")[0])
+    rope = config.rope(config.layers[number])
+    cache = attention.rotary_emb.cos_sin_cache
+    count = min(LOOKED_AT, cache.shape[0])
+    with torch.device("cpu"):  # vLLM builds its model with the GPU as the default device
+        table = table_of(rope, cache.shape[0])
+    off = float((cache[:count].cpu().float() - table[:count]).abs().max())
+    if off <= CLOSE:
+        return
+    if series not in MENDED:
+        raise LayoutMismatch(
+            f"turns of {attention.prefix}", f"off by {off:.3f}",
+            f"theta {rope.theta:g}, {'YaRN' if rope.yarn else 'no YaRN'}, as config.json has it",
+            "Look for rope_scaling and rope_parameters: vLLM read them another way.",
+        )  # fmt: skip
+    cache.copy_(table.to(cache))
+    told = f"vLLM {series}'s own were off by {off:.3f}"
+    start.running.append(
+        RunningPart(attention.prefix, "turns", "", OURS, "table of the config", told)
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# DeepSeek-V4's compressors of vLLM with our kernels: store states, pool windows, write entries.
+#
+# Overrides the forward of a layer's compressor (ratio 4 or 128, into its fp8_ds_mla pages) and of
+# the indexer's (into pages of FP8 keys with a float32 scale each, without a Hadamard transform,
+# like vLLM's queries). States stay in vLLM's own pages, slots, block tables and layout. So cached
+# prefixes, chunked prompts and preempted requests work as with vLLM's kernels, and either side
+# reads what the other wrote.
+#
+# Shape letters: T tokens, F columns of latents and of gates, E width of an entry, P positions.
+
+# By width of an entry: its format and bytes. vLLM's fp8_ds_mla, and its indexer's FP8 keys.
+ENTRIES = {512: ("fp8", 584), 128: ("fp8-key", 132)}
+_WAY_OUT = "Give it to vLLM: parts.compressor = vllm."
+
+
+class DegarbleCompressor(DeepseekCompressor):
+    """A compressor; made by vLLM, adopted by `adopt_compressor`."""
+
+    def forward(self, kv_score: Tensor, positions: Tensor, rotary_emb: Any) -> None:
+        """Keep each token's state, pool windows that close, write their entries by slot."""
+        metadata = get_forward_context().attn_metadata
+        if not isinstance(metadata, dict):  # vLLM measures its memory
+            return
+        own, of_entries = metadata[self.state_cache.prefix], metadata[self.k_cache_prefix]
+        cache = self._static_forward_context[self.k_cache_prefix].kv_cache
+        require_entries(self, cache)
+        slots = (own.slot_mapping, of_entries.slot_mapping)
+        requests = own.token_to_req_indices
+        # Trap: each is cut or padded by its own builder; behind the shortest is padding alone.
+        tokens = min(len(each) for each in (*slots, requests, positions, kv_score))
+        batch = [each[:tokens] for each in (kv_score, requests, positions, *slots)]
+        compressed(self, batch, own.block_table, rotary_emb.cos_sin_cache, cache)
+
+
+def adopt_compressor(compressor: Any) -> None:
+    """Make a compressor ours; refuse what the kernels do not write."""
+    if type(compressor) is not DeepseekCompressor:
+        raise InvalidArgument(
+            "class of a compressor", type(compressor).__name__, DeepseekCompressor.__name__,
+            _WAY_OUT,
+        )  # fmt: skip
+    if compressor.use_fp4_cache:
+        raise InvalidArgument(
+            "keys of the indexer", "MXFP4", "FP8, with degarble's compressor",
+            "Leave use_fp4_indexer_cache out, or give it to vLLM: parts.compressor = vllm.",
+        )  # fmt: skip
+    if compressor.head_dim not in ENTRIES:
+        raise InvalidArgument(
+            f"width of entries of {compressor.prefix}", compressor.head_dim,
+            " or ".join(map(str, ENTRIES)), _WAY_OUT,
+        )  # fmt: skip
+    compressor.__class__ = DegarbleCompressor
+
+
+def require_entries(compressor: Any, cache: Tensor) -> None:
+    """Refuse pages of entries that vLLM's readers would not read as our writer fills them."""
+    _, nbytes = ENTRIES[compressor.head_dim]
+    if cache.dtype is not torch.uint8 or cache.shape[-1] != nbytes:
+        raise LayoutMismatch(
+            f"cache of {compressor.k_cache_prefix}", f"{cache.dtype} {tuple(cache.shape)}",
+            f"uint8 [pages, entries, {nbytes}]", "Start with --kv-cache-dtype fp8.",
+        )  # fmt: skip
+
+
+def compressed(
+    compressor: Any, batch: list[Tensor], table: Tensor, turns_P: Tensor, cache: Tensor
+) -> None:
+    """Keep, pool and write by our kernels; `batch`: projections, requests, positions, slots."""
+    from degarble.kernels.cache.problem import PagedPoolProblem, StatePages  # noqa: PLC0415
+    from degarble.kernels.primitives.kv_problem import Pages, WriteProblem  # noqa: PLC0415
+
+    projected_TF, *of_tokens, of_entries = batch
+    own = compressor.state_cache
+    states = PagedView(own.prefix, own.kv_cache.view(torch.uint8))
+    tokens, columns, width = len(projected_TF), projected_TF.shape[1] // 2, compressor.head_dim
+    pages = StatePages(states.entries, states.shape[0], columns, states.shape[1])
+    problem = PagedPoolProblem(tokens, len(table), compressor.compress_ratio, pages, width)
+    ape = compressor.ape.data
+    given = (projected_TF.contiguous(), ape, *of_tokens, table.contiguous(), of_entries)
+    values, firsts, slots = pooled(given, states, problem)
+    view = PagedView(compressor.k_cache_prefix, cache)
+    held = Pages(ENTRIES[width][0], view.entries, *view.shape, width)
+    rows = (values, compressor.norm.weight.data, turns_P, firsts, slots)
+    written(rows, view, WriteProblem(tokens, held, len(turns_P), compressor.rms_norm_eps))
+
+
+def pooled(given: tuple[Tensor, ...], states: Any, problem: Any) -> tuple[Tensor, ...]:
+    """Keep states and return pooled entries, what each is turned by, and its slot."""
+    from degarble.kernels.cache.simt_paged_pool import PagedOperands, paged_pool  # noqa: PLC0415  the DSL
+
+    return paged_pool(PagedOperands(*given), states, problem, settings())
+
+
+def written(rows: tuple[Tensor, ...], view: Any, problem: Any) -> None:
+    """Norm, turn, quantise and write entries by slot."""
+    from degarble.kernels.cache.simt_kv_write import WriteOperands, kv_write  # noqa: PLC0415  the DSL
+
+    kv_write(WriteOperands(*rows), view, problem, settings())
+
+
+# --------------------------------------------------------------------------------------------------
+# DeepSeek-V4's indexer of vLLM with our kernels: quantise queries, score keys, select top-k.
+#
+# Queries are rotated and rounded to FP8 with one scale a row, then scored against the paged cache
+# of keys. The compressor wrote the keys, ours or vLLM's: FP8 without a Hadamard transform, unlike
+# DeepSeek's own code, so queries have none either. The builder keeps the batch's block table and
+# each token's request, because vLLM's metadata splits them by decode and prefill. The buffer that
+# attention reads holds the chosen entries in ascending order, padded with -1.
+#
+# Shape letters: T tokens, H heads, W entries, S sequences, K chosen.
+
+WIDTH = 128  # of a key, which has four bytes of scale behind its page's rows
+
+
+class IndexerBuilder(DeepseekV32IndexerMetadataBuilder):
+    """vLLM's builder, which also keeps the whole batch's table and requests."""
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Return the lowest level of vLLM's own and our kernels'.
+
+        Trap: the host says how many entries are scored. While a graph is recorded, vLLM says the
+        model's whole context, so a replay scores all that may be there, and sees what is.
+        """
+        theirs = super().get_cudagraph_support(vllm_config, kv_cache_spec)
+        kernels = vllm_config.quant_config.start.kernels
+        return AttentionCGSupport[parts.graph_level(kernels, theirs.name)]
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Any:
+        """Build vLLM's metadata, and note what our kernels read."""
+        made = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        kept = self.__dict__.setdefault("degarble_requests", torch.zeros(
+            self.vllm_config.scheduler_config.max_num_batched_tokens, dtype=torch.int32,
+            device=self.device,
+        ))  # fmt: skip
+        made.degarble_table = common_attn_metadata.block_table_tensor
+        made.degarble_requests = common_attn_metadata.token_to_req_indices(kept)
+        return made
+
+
+class IndexerBackend(DeepseekV4IndexerBackend):
+    """vLLM's backend with our builder."""
+
+    @staticmethod
+    def get_builder_cls() -> type[IndexerBuilder]:
+        """Return our builder."""
+        return IndexerBuilder
+
+
+class IndexerCache(DeepseekV4IndexerCache):
+    """vLLM's cache of keys with our backend."""
+
+    def get_attn_backend(self) -> type[IndexerBackend]:
+        """Return ours."""
+        return IndexerBackend
+
+
+class DegarbleIndexer(DeepseekV4Indexer):
+    """A layer's indexer; made by vLLM, adopted by `adopt_indexer`."""
+
+    def forward(
+        self, hidden_states: Tensor, qr: Tensor, *given: Any, **named: Any
+    ) -> tuple[None, None, None]:
+        """Write keys, score, choose; vLLM scores nothing where it gets nothing back."""
+        del hidden_states
+        kv_score, indexer_weights, positions, rotary_emb, *more = given
+        if not named.get("skip_compressor", more[1] if more[1:] else False):  # 0.33 alone
+            self.compressor(kv_score, positions, rotary_emb)
+        metadata = get_forward_context().attn_metadata
+        if not isinstance(metadata, dict):
+            return None, None, None
+        own = metadata[self.k_cache.prefix]
+        tokens = own.num_decode_tokens + own.num_prefill_tokens
+        buffer = self.topk_indices_buffer[:tokens]
+        buffer.fill_(-1)
+        entries = own.max_seq_len // self.compress_ratio
+        if entries:
+            queries, _ = self.wq_b(qr[:tokens])
+            heads = queries.view(tokens, self.n_head, self.head_dim)
+            turning = (rotary_emb.cos_sin_cache, positions[:tokens])
+            factor = float((self.head_dim * self.n_head) ** -0.5)
+            weights = indexer_weights[:tokens].float() * factor
+            scores = scored(self, own, (heads, weights), turning, entries)
+            count = min(self.topk_tokens, entries)
+            buffer[:, :count] = chosen(scores, count)
+        return None, None, None
+
+
+def adopt_indexer(indexer: Any) -> None:
+    """Make a layer's indexer ours; refuse what the kernels do not read."""
+    if indexer.use_fp4_kv:
+        raise InvalidArgument(
+            "keys of the indexer", "MXFP4", "FP8, with degarble's indexer",
+            "Leave use_fp4_indexer_cache out, or give it to vLLM: parts.indexer = vllm.",
+        )  # fmt: skip
+    if indexer.head_dim != WIDTH:
+        raise InvalidArgument(
+            f"width of heads of {indexer.prefix}", indexer.head_dim, str(WIDTH),
+            "Give it to vLLM: parts.indexer = vllm.",
+        )  # fmt: skip
+    indexer.__class__ = DegarbleIndexer
+    indexer.k_cache.__class__ = IndexerCache
+
+
+def scored(
+    indexer: Any,
+    own: Any,
+    queries: tuple[Tensor, Tensor],
+    turning: tuple[Tensor, Tensor],
+    entries: int,
+) -> Tensor:
+    """Return float32 scores [T, W] by our kernels, -inf where a token sees nothing."""
+    from degarble.kernels.indexer.problem import (  # noqa: PLC0415
+        KeyPages,
+        OperandProblem,
+        ScoresProblem,
+    )
+    from degarble.kernels.indexer.simt_indexer_operand import RopeOperands, indexer_operand  # noqa: PLC0415
+    from degarble.kernels.indexer.sm90_indexer_scores import ScoresOperands, indexer_scores  # noqa: PLC0415
+
+    (heads, weights), (turns, positions) = queries, turning
+    tokens, count, _ = heads.shape
+    view: Any = PagedView(indexer.k_cache.prefix, indexer.k_cache.kv_cache)
+    pages = KeyPages("fp8", view.entries, *view.shape)
+    table = own.degarble_table
+    asked = OperandProblem(
+        tokens, count, "interleaved", "fp8", coded=True, positions=turns.shape[0]
+    )
+    codes = indexer_operand(
+        heads.contiguous(), asked, settings(), turning=RopeOperands(turns, positions)
+    )
+    problem = ScoresProblem(tokens, count, entries, table.shape[0], pages, indexer.compress_ratio)
+    given = ScoresOperands(
+        codes.values, weights.contiguous(), positions, own.degarble_requests[:tokens],
+        table[:, : problem.pages_of_sequence].contiguous(), view, codes.scales,
+    )  # fmt: skip
+    return indexer_scores(given, problem, settings())
+
+
+def chosen(scores_TW: Tensor, count: int) -> Tensor:
+    """Return the entries of the largest scores by our kernel, ascending, then -1."""
+    from degarble.kernels.indexer.problem import TopkProblem  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.indexer.simt_indexer_topk import indexer_topk  # noqa: PLC0415
+
+    rows, entries = scores_TW.shape
+    return indexer_topk(scores_TW, TopkProblem(rows, entries, count), settings())
+
+
+# --------------------------------------------------------------------------------------------------
+# DeepSeek-V4's attention layer of vLLM with our row kernels and output projection.
+#
+# Overridden: norms of query and latent rows; RoPE of the query heads; latent rows normed, rotated,
+# quantised and written to the paged cache by slot; sparse attention over the window's and the
+# compressed caches; inverse RoPE and wo_a. Slots, block tables and the split of a batch are vLLM's
+# metadata, read as they are. The builders declare the level of CUDA graphs that all parts allow.
+#
+# vLLM 0.33 chooses the attention class of V4 from a fixed table and ignores a registered backend.
+# So vLLM makes the layer, and `adopt` converts it, object by object. Shape letters: T tokens, H
+# heads, L latent width (512), P positions, G groups.
 
 ENTRY_BYTES = 584  # of an fp8_ds_mla entry: 448 codes, 64 BF16 values, 7 scales and padding
 
@@ -65,7 +406,7 @@ class WindowMetadataBuilder(DeepseekSparseSWAFlashMLAMetadataBuilder):
         return graph_support(vllm_config, super().get_cudagraph_support(vllm_config, kv_cache_spec))
 
 
-class Backend(DeepseekV4FlashMLABackend):
+class DegarbleBackend(DeepseekV4FlashMLABackend):
     """vLLM's backend of V4 with our builder; its name stays, because its attention runs."""
 
     @staticmethod
@@ -92,7 +433,7 @@ def graph_support(vllm_config: Any, theirs: AttentionCGSupport) -> AttentionCGSu
 class DegarbleAttention(DeepseekV4FlashMLAAttention):
     """A layer's attention; made by vLLM, adopted by `adopt`."""
 
-    backend_cls = Backend
+    backend_cls = DegarbleBackend
     swa_backend_cls = WindowBackend
     degarble_rows: bool
     degarble_attend: bool

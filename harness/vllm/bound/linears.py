@@ -1,13 +1,4 @@
-"""vLLM's linear methods over our GEMMs: BF16, FP8 in blocks, NVFP4 with NVFP4 or BF16 activations.
-
-Parameters have the names that vLLM's loader writes to. After loading, scales are put into the order
-that a kernel reads, and fused partners are checked: their tensor scales must be equal, because one
-product has one. Kernel modules are imported when weights are ready: they need the CuTe DSL.
-Trap: vLLM's newer loader is for classes on its list; the older one has no place for tensor scales.
-
-There is no fallback: if a kernel raises, its error is the result.
-Shape letters: M rows, N outputs, K inner.
-"""
+"""vLLM's linear methods over our GEMMs: BF16, FP8 in blocks, NVFP4, float32 results."""
 
 from __future__ import annotations
 
@@ -22,6 +13,7 @@ import torch
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, PartnersMismatch
 from degarble.harness.vllm.bound.upstream import (
     BlockQuantScaleParameter,
+    GateLinear,
     LinearMethodBase,
     ModelWeightParameter,
     PerTensorScaleParameter,
@@ -35,6 +27,21 @@ from degarble.harness.vllm.bound.upstream import (
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from degarble.harness.vllm.bound.start import Start
+
+
+# --------------------------------------------------------------------------------------------------
+# vLLM's linear methods over our GEMMs: BF16, FP8 in blocks, NVFP4 with NVFP4 or BF16 activations.
+#
+# Parameters have the names that vLLM's loader writes to. After loading, scales are put into the
+# order that a kernel reads, and fused partners are checked: their tensor scales must be equal,
+# because one product has one. Kernel modules are imported when weights are ready: they need the
+# CuTe DSL. Trap: vLLM's newer loader is for classes on its list; the older one has no place for
+# tensor scales.
+#
+# There is no fallback: if a kernel raises, its error is the result. Shape letters: M rows, N
+# outputs, K inner.
 
 BLOCK, FP8_BLOCK = 16, 128
 MOST_ROWS_A16 = 64  # of kernels/gemm/sm90_gemm_w4a16.py; more rows go in pieces, with equal bits
@@ -59,7 +66,7 @@ def for_gpu(stem: str, tensor: Tensor) -> Any:
     return import_module(module_of(f"{STEMS[name]}_{stem}"))
 
 
-class Linear(LinearMethodBase):
+class DegarbleLinear(LinearMethodBase):
     """Base of our linear methods: the checks of a call, and activations as a matrix of rows."""
 
     def __init__(self, prefix: str) -> None:
@@ -113,7 +120,7 @@ class Linear(LinearMethodBase):
 
 
 @register_weight_loader_v2_supported_method
-class Bf16Linear(Linear):
+class Bf16Linear(DegarbleLinear):
     """BF16 by BF16."""
 
     kernel: ClassVar[str] = "sm90_gemm_bf16"
@@ -143,7 +150,7 @@ def by_bf16(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
 
 
 @register_weight_loader_v2_supported_method
-class Fp8Linear(Linear):
+class Fp8Linear(DegarbleLinear):
     """E4M3 with float32 or UE8M0 scales of 128 x 128; activations 1 x 128 by vLLM's quantiser."""
 
     kernel: ClassVar[str] = "sm90_gemm_fp8_block"
@@ -197,7 +204,7 @@ def by_fp8(codes_MK: Tensor, scales_MG: Tensor, weight_NK: Tensor, scales_HG: Te
 
 
 @register_weight_loader_v2_supported_method
-class Nvfp4Linear(Linear):
+class Nvfp4Linear(DegarbleLinear):
     """E2M1 with E4M3 scales of 16 and one float32 a tensor: W4A4, or W4A16 by option."""
 
     kernel: ClassVar[str] = "sm90_gemm_nvfp4"
@@ -320,3 +327,49 @@ def require_numbers(name: str, scales: Tensor) -> None:
             name, f"{int(bad.sum())} of {scales.numel()} not finite", "scales that were loaded",
             "degarble audit CKPT --loader vllm says what should have come.",
         )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------
+# Linears of vLLM with float32 results, by our kernel: the router's gate and scoring projections.
+#
+# Covered are the gate of experts, and what a layer projects along with its queries: the scores of
+# its compressors and the weights of its indexer. vLLM picks the kernel by the rows of a batch, so
+# batching changes bits; ours sums in one order. Gates of another class stay vLLM's, which is
+# logged. Shape letters: M rows, N columns, K inner.
+
+
+class DegarbleGate(GateLinear):
+    """The gate of a layer's experts; made by vLLM, adopted by `adopt_gate`."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """Multiply by our kernel."""
+        return widely(x, self.weight.data), None
+
+
+def adopt_gate(gate: Any, module: str, start: Start) -> None:
+    """Make a gate ours, where its class is the one on record."""
+    stored = str(gate.weight.dtype).removeprefix("torch.").replace("bfloat16", "BF16")
+    if type(gate) is not GateLinear:
+        start.other_class(module, "gate", gate)
+    elif start.kernel(module, "gate", stored):
+        gate.__class__ = DegarbleGate
+
+
+def projected(attention: Any, hidden: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return what vLLM names kv_score, indexer_kv_score and indexer_weights, in its order."""
+    x_MK, compressor, indexer = hidden.contiguous(), attention.compressor, attention.indexer
+    own = None if compressor is None else widely(x_MK, compressor.fused_wkv_wgate.weight.data)
+    if indexer is None:
+        return own, None, None
+    scores = widely(x_MK, indexer.compressor.fused_wkv_wgate.weight.data)
+    return own, scores, by_bf16(x_MK, indexer.weights_proj.weight.data)
+
+
+def widely(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+    """Return the product of BF16 rows and a BF16 weight in float32."""
+    from degarble.kernels.gemm.grouped_problem import GroupedProblem  # noqa: PLC0415  the DSL
+    from degarble.kernels.gemm.sm90_gemm_grouped import gemm_grouped  # noqa: PLC0415
+
+    (rows, inner), outputs = x_MK.shape, weight_NK.shape[0]
+    problem = GroupedProblem(rows, 1, outputs, inner, out="fp32")
+    return gemm_grouped(x_MK.contiguous(), weight_NK, problem, settings())

@@ -11,8 +11,7 @@ from typing import Any
 from degarble.harness.base.errors import MissingDependency
 from degarble.harness.vllm.installed import is_named, require_vllm
 from degarble.harness.vllm.log_messages import folder_of, labels, read_records
-from degarble.harness.vllm.options import read_options
-from degarble.harness.vllm.parts import Running
+from degarble.harness.vllm.parts import RunningPart, read_options
 
 require_vllm()
 
@@ -29,7 +28,7 @@ except ImportError as error:
     ) from error
 
 METRIC = "degarble_part_info"
-LABELS = ("rank", *Running._fields)
+LABELS = ("rank", *RunningPart._fields)
 
 
 class PartInfo(StatLoggerBase):

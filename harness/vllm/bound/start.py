@@ -19,8 +19,8 @@ from degarble.harness.vllm.bound.upstream import (
     get_tensor_model_parallel_rank,
     init_logger,
 )
-from degarble.harness.vllm.options import ACTIVATIONS, THEIRS, Options, read_options
-from degarble.harness.vllm.proof import Proven, prove_start
+from degarble.harness.vllm.parts import ACTIVATIONS, THEIRS, PluginOptions, read_options
+from degarble.harness.vllm.proof import StartProof, prove_start
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,13 +33,15 @@ _WAY_OUT = "Start without it, or without the plugin."
 class Start:
     """State of the plugin in one process of vLLM."""
 
-    def __init__(self, options: Options, proven: Proven, target: str, instance: str) -> None:
+    def __init__(
+        self, options: PluginOptions, proven: StartProof, target: str, instance: str
+    ) -> None:
         self.options = options
         self.proven = proven
         self.target = target
         self.instance = instance
-        self.running: list[parts.Running] = []
-        self.kernels: list[parts.Kernel | None] = []
+        self.running: list[parts.RunningPart] = []
+        self.kernels: list[parts.PartKernel | None] = []
 
     @classmethod
     def of(cls, config: Any) -> Start:
@@ -60,7 +62,9 @@ class Start:
         options = read_options(config.additional_config)
         return cls(options, prove_start(folder, ranks_of(config)), target, config.instance_id)
 
-    def kernel(self, module: str, part: str, form: str, tactic: str = "") -> parts.Kernel | None:
+    def kernel(
+        self, module: str, part: str, form: str, tactic: str = ""
+    ) -> parts.PartKernel | None:
         """Choose what runs a part of a module, and note it; None: vLLM's own."""
         found = parts.kernel_of(part, form, self.target, self.options)
         self.kernels.append(found)
@@ -74,7 +78,7 @@ class Start:
     def other_class(self, module: str, part: str, one: object) -> None:
         """Note that a part stays vLLM's because its class is not the one on record."""
         why = f"{type(one).__name__} is not on record"
-        self.running.append(parts.Running(module, part, "", THEIRS, "its own", why))
+        self.running.append(parts.RunningPart(module, part, "", THEIRS, "its own", why))
 
     def linear_format(self, stored: str) -> str:
         """Name the format of a linear as it is multiplied."""

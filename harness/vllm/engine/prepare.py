@@ -31,7 +31,7 @@ from degarble.harness.inference.generation import Continuation, Generation, Limi
 from degarble.harness.inference.model import open_model
 from degarble.harness.report.files import require_folder
 from degarble.harness.vllm.capture import stated_conventions
-from degarble.harness.vllm.engine.answers import Answers, Text
+from degarble.harness.vllm.engine.steps import Answers, ReferenceText
 from degarble.harness.vllm.installed import NAME
 from degarble.references import tiny
 from degarble.references.numerics import HeadNorm
@@ -158,17 +158,17 @@ def _stays(rows_TV: Tensor, again_TV: Tensor) -> int:
     return int((rows_TV.argmax(-1) == again_TV.argmax(-1)).sum())
 
 
-def _text(prompt: list[int], ids: list[int], rows_TV: Tensor) -> Text:
+def _text(prompt: list[int], ids: list[int], rows_TV: Tensor) -> ReferenceText:
     top = rows_TV.topk(TOP, -1)
     logits = [[round(each, 4) for each in row] for row in top.values.tolist()]
-    return Text(prompt, ids, top.indices.tolist(), logits)
+    return ReferenceText(prompt, ids, top.indices.tolist(), logits)
 
 
 def _read(speaker: LogitsModel, told: Document) -> Tensor:
     return forced(speaker, told.ids[:1], told.ids[1:])
 
 
-def questions(told: Document, rows_TV: Tensor, moves: float) -> list[Text]:
+def questions(told: Document, rows_TV: Tensor, moves: float) -> list[ReferenceText]:
     """Return a document's questions, each with all ids from its answer on that are sure."""
     top = rows_TV.topk(2, -1)
     sure = (top.values[:, 0] - top.values[:, 1] > moves).tolist()

@@ -29,17 +29,23 @@ from safetensors.torch import load_file, save_file
 
 from degarble.harness.base.errors import DegarbleError, InvalidArgument, UnknownName
 from degarble.harness.report.files import require_folder
-from degarble.harness.vllm.engine.answers import Answers
 from degarble.harness.vllm.engine.server import (
-    Asked,
     Caller,
-    Running,
+    RunningServer,
+    ServerCase,
     end_all,
     environment,
     require_engine,
     require_free,
 )
-from degarble.harness.vllm.engine.steps import STEPS, Outcome, Session, taken, told_of
+from degarble.harness.vllm.engine.steps import (
+    STEPS,
+    Answers,
+    EngineSession,
+    StepOutcome,
+    taken,
+    told_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,21 +53,21 @@ if TYPE_CHECKING:
 FIRST_PORT, START_SECONDS, END_SECONDS = 8101, 300.0, 60.0
 _KNOWS = ("parts", "questions", "texts", "forced")
 SERVERS = (
-    Asked("experts", "experts", tuple(STEPS)),
-    Asked("full", "full", tuple(STEPS)),
-    Asked("bf16", "bf16", (*_KNOWS, "capture"), {"experts": "vllm"}),
-    Asked("graphs", "experts", (*_KNOWS, "many"), graphs=True),
-    Asked("swapped", "experts", ("capture",), plant="gate and up",
+    ServerCase("experts", "experts", tuple(STEPS)),
+    ServerCase("full", "full", tuple(STEPS)),
+    ServerCase("bf16", "bf16", (*_KNOWS, "capture"), {"experts": "vllm"}),
+    ServerCase("graphs", "experts", (*_KNOWS, "many"), graphs=True),
+    ServerCase("swapped", "experts", ("capture",), plant="gate and up",
           blamed=("layers.1.ffn.shared.w13", "M14")),
-    Asked("exchanged", "experts", plant="w2", refused="experts after loading"),
-    Asked("lacking", "full", dropped="layers.2.attn.wo_b.weight_scale",
+    ServerCase("exchanged", "experts", plant="w2", refused="experts after loading"),
+    ServerCase("lacking", "full", dropped="layers.2.attn.wo_b.weight_scale",
           refused="loader.unwritten"),
-    Asked("ranks", "experts", tuple(STEPS), ranks=2),
-    Asked("ranks-swapped", "experts", ("capture",), ranks=2, plant="gate and up",
+    ServerCase("ranks", "experts", tuple(STEPS), ranks=2),
+    ServerCase("ranks-swapped", "experts", ("capture",), ranks=2, plant="gate and up",
           blamed=("layers.1.ffn.shared.w13", "M14")),
-    Asked("ranks-turned", "experts", ("capture",), ranks=2, plant="ranks",
+    ServerCase("ranks-turned", "experts", ("capture",), ranks=2, plant="ranks",
           blamed=("layers.1.attn.wq_b", "M16")),
-    Asked("ranks-exchanged", "experts", plant="w2", ranks=2, refused="experts after loading"),
+    ServerCase("ranks-exchanged", "experts", plant="w2", ranks=2, refused="experts after loading"),
 )  # fmt: skip
 _RECORDED = re.compile(r"Capturing CUDA graphs \(([^)]*)\)")
 _ENDS = re.compile(r"(?=\b(?:\w+\.)*\w+(?:Error|Mismatch|Argument|Name|Dependency|Device): )")
@@ -69,7 +75,7 @@ _ABOVE = "See root cause above"  # a process that tells of another one
 
 
 @dataclass(frozen=True)
-class Place:
+class ProofPaths:
     """Paths that one proof reads and writes."""
 
     prepared: Path
@@ -77,7 +83,7 @@ class Place:
     seconds: float = START_SECONDS
 
 
-def prove(place: Place, servers: Sequence[Asked]) -> dict[str, list[Outcome]]:
+def prove(place: ProofPaths, servers: Sequence[ServerCase]) -> dict[str, list[StepOutcome]]:
     """Start all servers, take their steps, end them."""
     place.out.mkdir(parents=True)
     with ThreadPoolExecutor(len(servers)) as pool:
@@ -90,7 +96,7 @@ def prove(place: Place, servers: Sequence[Asked]) -> dict[str, list[Outcome]]:
             raise
 
 
-def one(place: Place, asked: Asked, port: int) -> list[Outcome]:
+def one(place: ProofPaths, asked: ServerCase, port: int) -> list[StepOutcome]:
     """Start a server, take its steps, end it."""
     out = place.out / asked.name
     out.mkdir()
@@ -101,16 +107,16 @@ def one(place: Place, asked: Asked, port: int) -> list[Outcome]:
     line = asked.line(checkpoint, port, out / "told")
     around = environment(asked, captures, out / "site")
     begin = time.monotonic()
-    with Running(line, around, out / "log.txt") as server:
+    with RunningServer(line, around, out / "log.txt") as server:
         caller = Caller(port)
         up = server.answers(caller, place.seconds)
-        begun = Outcome("start", True, f"answered after {time.monotonic() - begin:.0f} s")
+        begun = StepOutcome("start", True, f"answered after {time.monotonic() - begin:.0f} s")
         if asked.refused:
             return [refusal(asked, server, up=up)]
         if not up:
-            return [Outcome("start", False, last_words(server.said()))]
+            return [StepOutcome("start", False, last_words(server.said()))]
         told = Answers.read(place.prepared / f"{asked.checkpoint}.json")
-        session = Session(caller, told, checkpoint, captures, out, asked.blamed)
+        session = EngineSession(caller, told, checkpoint, captures, out, asked.blamed)
         found = [begun]
         for name in asked.steps:
             found.append(taken(name, session))
@@ -120,24 +126,24 @@ def one(place: Place, asked: Asked, port: int) -> list[Outcome]:
         return found
 
 
-def refusal(asked: Asked, server: Running, *, up: bool) -> Outcome:
+def refusal(asked: ServerCase, server: RunningServer, *, up: bool) -> StepOutcome:
     """Judge a start that has to be refused, by what its log says."""
     if up:
-        return Outcome("refused", False, "it answered")
+        return StepOutcome("refused", False, "it answered")
     try:
         server.process.wait(END_SECONDS)
     except subprocess.TimeoutExpired:
-        return Outcome("refused", False, "it neither answered nor ended")
+        return StepOutcome("refused", False, "it neither answered nor ended")
     lines = [each for each in server.said().splitlines() if asked.refused in each]
     told = lines[0].rpartition("degarble.harness.base.errors.")[2] if lines else "not said"
-    return Outcome("refused", bool(lines), told[:300])
+    return StepOutcome("refused", bool(lines), told[:300])
 
 
-def graphs(log: str) -> Outcome:
+def graphs(log: str) -> StepOutcome:
     """Return which CUDA graphs were recorded."""
     kinds = sorted(set(_RECORDED.findall(log)))
     ended = bool(kinds) and "Graph capturing finished" in log
-    return Outcome("graphs", ended, f"recorded: {'; '.join(kinds) or 'none'}")
+    return StepOutcome("graphs", ended, f"recorded: {'; '.join(kinds) or 'none'}")
 
 
 def last_words(log: str) -> str:
@@ -160,7 +166,7 @@ def lacking(checkpoint: Path, folder: Path, name: str) -> Path:
     return folder
 
 
-def chosen(names: Sequence[str], gpus: int) -> list[Asked]:
+def chosen(names: Sequence[str], gpus: int) -> list[ServerCase]:
     """Return the servers of a proof: those named, or all that so many GPUs serve."""
     known = {each.name: each for each in SERVERS}
     for name in names:
@@ -171,7 +177,7 @@ def chosen(names: Sequence[str], gpus: int) -> list[Asked]:
     return [each for each in SERVERS if each.ranks <= gpus]
 
 
-def wanted(given: argparse.Namespace) -> tuple[str, list[Asked]]:
+def wanted(given: argparse.Namespace) -> tuple[str, list[ServerCase]]:
     """Return vLLM's version, and servers; refuse what would break off once they start."""
     if given.gpus < 1:
         raise InvalidArgument("--gpus", given.gpus, "1 or more", "Say how many GPUs may be used.")
@@ -210,7 +216,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         version, servers = wanted(given)
-        found = prove(Place(given.prepared, given.out, given.seconds), servers)
+        found = prove(ProofPaths(given.prepared, given.out, given.seconds), servers)
     except DegarbleError as error:
         print(f"REFUSED: {error}", file=sys.stderr)  # noqa: T201  a script
         return error.exit_status

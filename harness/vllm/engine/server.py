@@ -43,7 +43,7 @@ _GRACE = 5.0  # seconds between asking a server to end and ending it
 
 
 @dataclass(frozen=True)
-class Asked:
+class ServerCase:
     """A server that the proof starts. `refused`: what its log has to say instead of starting."""
 
     name: str
@@ -78,7 +78,7 @@ class Asked:
         ]  # fmt: skip
 
 
-class Reply(NamedTuple):
+class HttpReply(NamedTuple):
     """An answer of HTTP."""
 
     status: int
@@ -98,7 +98,7 @@ class Caller:
 
     def call(
         self, path: str, body: object = None, method: str = "", request: str = "", wait: float = 90
-    ) -> Reply:
+    ) -> HttpReply:
         """Ask once. `request`: the id that a capture knows it by."""
         head = {"content-type": "application/json"} | ({"x-request-id": request} if request else {})
         data = None if body is None else json.dumps(body)
@@ -106,7 +106,7 @@ class Caller:
         try:
             link.request(method or ("GET" if body is None else "POST"), path, data, head)
             answer = link.getresponse()
-            return Reply(answer.status, answer.read())
+            return HttpReply(answer.status, answer.read())
         finally:
             link.close()
 
@@ -128,7 +128,7 @@ class Caller:
         return {name: float(value) for name, _, value in chosen}
 
 
-class Running:
+class RunningServer:
     """A started server; a context that ends it."""
 
     def __init__(self, line: list[str], environment: Mapping[str, str], log: Path) -> None:
@@ -202,7 +202,7 @@ def require_engine(ranks: int = 1) -> str:
     return found
 
 
-def environment(asked: Asked, captures: Path, site: Path) -> dict[str, str]:
+def environment(asked: ServerCase, captures: Path, site: Path) -> dict[str, str]:
     """Return a server's environment: the plugin by name, captures, and what is planted."""
     named = f"{PLUGIN},{plants.NAME}" if asked.plant else PLUGIN
     made = dict(os.environ) | QUIET | {

@@ -1,8 +1,6 @@
 """Steps of the engine proof: send requests to a running server and judge the replies.
 
-A text may differ from the references' where the references are no surer than a moved rounding moves
-them. The answer to a question, of which they are sure, may not differ. Shares without a bound are
-reported and not judged.
+Answers of the references are read from the file that `prepare` writes.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from degarble.harness.base.errors import UnreadableFile
 from degarble.harness.vllm import capture as vllm_capture
 from degarble.harness.vllm.engine.server import BATCH, CONTEXT, SEQUENCES
 
@@ -26,8 +25,60 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from degarble.harness.vllm.engine.answers import Answers
     from degarble.harness.vllm.engine.server import Caller
+
+
+# --------------------------------------------------------------------------------------------------
+# Answers of the references: texts, questions, margins of certainty. `prepare` writes the file.
+
+
+@dataclass(frozen=True)
+class ReferenceText:
+    """A prompt, the references' greedy ids, and of each place the largest logits: ids, values."""
+
+    prompt: list[int]
+    ids: list[int]
+    best: list[list[int]]
+    logits: list[list[float]]
+
+    def gap(self, place: int, token: int) -> float:
+        """Return how far a token is below the references' best; unknown ones are below all kept."""
+        ids, values = self.best[place], self.logits[place]
+        other = values[ids.index(token)] if token in ids else values[-1]
+        return values[0] - other
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The references' answers for a checkpoint. `moves`: of logits, if a rounding is moved."""
+
+    texts: list[ReferenceText]
+    questions: list[ReferenceText]
+    moves: float
+    steady: int
+
+    @classmethod
+    def read(cls, path: Path) -> Answers:
+        """Read what `prepare` wrote."""
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            texts, questions = (
+                [ReferenceText(**each) for each in raw[k]] for k in ("texts", "questions")
+            )
+            return cls(texts, questions, raw["moves"], raw["steady"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UnreadableFile(
+                str(path), f"{type(error).__name__}: {error}", "answers that prepare wrote",
+                "Write them anew.",
+            ) from error  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------
+# Steps of the engine proof: send requests to a running server and judge the replies.
+#
+# A text may differ from the references' where the references are no surer than a moved rounding
+# moves them. The answer to a question, of which they are sure, may not differ. Shares without a
+# bound are reported and not judged.
 
 NEAR = 5  # likeliest tokens that are asked for
 TIE = 0.1  # of logits: company may change the last bits of a sum, and then the word
@@ -45,7 +96,7 @@ _HITS = "vllm:prefix_cache_hits_total"
 _AT_WORK = ("vllm:num_requests_running", "vllm:num_requests_waiting{")
 
 
-class Outcome(NamedTuple):
+class StepOutcome(NamedTuple):
     """Result of a step. `passed` None: reported, and not judged."""
 
     step: str
@@ -59,7 +110,7 @@ class Outcome(NamedTuple):
 
 
 @dataclass
-class Session:
+class EngineSession:
     """A server, what the references answer, where things go; what was answered so far."""
 
     caller: Caller
@@ -93,14 +144,14 @@ class Session:
         return float(max(near.values()) - near.get(f"token_id:{token}", -math.inf))
 
 
-def parts(session: Session) -> Outcome:
+def parts(session: EngineSession) -> StepOutcome:
     """Return who runs which part, as /metrics reports it."""
     found = session.caller.gauges("degarble_part_info")
     mine = sum('by="degarble"' in each for each in found)
-    return Outcome("parts", mine > 0, f"{len(found)} parts, {mine} by degarble")
+    return StepOutcome("parts", mine > 0, f"{len(found)} parts, {mine} by degarble")
 
 
-def texts(session: Session) -> Outcome:
+def texts(session: EngineSession) -> StepOutcome:
     """Greedy texts: the references', up to a place where they are no surer than a rounding."""
     pairs = list(zip(session.texts(), session.answers.texts, strict=True))
     first = [_apart(got, each.ids) for got, each in pairs]
@@ -118,10 +169,10 @@ def texts(session: Session) -> Outcome:
             f" where the references have the two tokens {', '.join(f'{gap:.2f}' for gap in gaps)}"
             f" apart (a moved rounding: up to {session.answers.moves:.2f})"
         )
-    return Outcome("texts", not wrong, told)
+    return StepOutcome("texts", not wrong, told)
 
 
-def forced(session: Session) -> Outcome:
+def forced(session: EngineSession) -> StepOutcome:
     """Send the references' texts as prompts; count where their token is the likeliest."""
     gaps: list[float] = []
     for each in session.answers.texts:
@@ -135,10 +186,10 @@ def forced(session: Session) -> Outcome:
         f" references' own {session.answers.steady}; where it is another, they have the two"
         f" {max(gaps):.2f} apart at most"
     )
-    return Outcome("forced", None, told)
+    return StepOutcome("forced", None, told)
 
 
-def questions(session: Session) -> Outcome:
+def questions(session: EngineSession) -> StepOutcome:
     """Questions of whose answers the references are sure, prompts in chunks among them."""
     asked = session.answers.questions
     right = [
@@ -148,10 +199,10 @@ def questions(session: Session) -> Outcome:
     long = sum(len(each.prompt) > BATCH for each in asked)
     words = sum(len(each.ids) for each in asked)
     told = f"{sum(right)} of {len(asked)} as the references answer, {long} in chunks, {words} ids"
-    return Outcome("questions", all(right) and bool(long), told)
+    return StepOutcome("questions", all(right) and bool(long), told)
 
 
-def prefix(session: Session) -> Outcome:
+def prefix(session: EngineSession) -> StepOutcome:
     """A long prompt again: from the cache, and the same text."""
     each = max(session.answers.texts, key=lambda one: len(one.prompt))
     before = sum(session.caller.gauges(_HITS).values())
@@ -160,10 +211,10 @@ def prefix(session: Session) -> Outcome:
     hits = sum(session.caller.gauges(_HITS).values()) - before
     same = got[0] == got[1] == session.texts()[session.answers.texts.index(each)][:new]
     told = f"{len(each.prompt)} tokens twice: {hits:.0f} from the cache, texts the same: {same}"
-    return Outcome("prefix", same and hits > 0, told)
+    return StepOutcome("prefix", same and hits > 0, told)
 
 
-def many(session: Session) -> Outcome:
+def many(session: EngineSession) -> StepOutcome:
     """As many requests at once as the server takes: each as alone, up to words that tie."""
     alone, asked = session.texts(), session.answers.texts
 
@@ -183,10 +234,10 @@ def many(session: Session) -> Outcome:
     told = f"{len(gaps)} at once answered in {seconds:.1f} s, {same} as alone"
     if any(gaps):
         told += f"; the others left where, alone, two words were {max(gaps):.3f} apart at most"
-    return Outcome("many", max(gaps) <= TIE, told)
+    return StepOutcome("many", max(gaps) <= TIE, told)
 
 
-def storm(session: Session) -> Outcome:
+def storm(session: EngineSession) -> StepOutcome:
     """Streams dropped in their middle: nothing of them stays, and texts are what they were."""
     asked = session.answers.texts
     workers = [
@@ -202,7 +253,7 @@ def storm(session: Session) -> Outcome:
     got = session.caller.complete(asked[0].prompt, len(asked[0].ids))["token_ids"]
     same = got == session.texts()[0]
     told = f"{DROPPED} streams dropped: {left:.0f} requests left, the text as before: {same}"
-    return Outcome("storm", same and not left, told)
+    return StepOutcome("storm", same and not left, told)
 
 
 def _drop(caller: Caller, prompt: list[int], number: int) -> None:
@@ -217,24 +268,24 @@ def _drop(caller: Caller, prompt: list[int], number: int) -> None:
     link.close()
 
 
-def capture(session: Session) -> Outcome:
+def capture(session: EngineSession) -> StepOutcome:
     """A capture of three requests from the running server, and what check says of it."""
     names = [f"proof{n}" for n in range(CAPTURED)]
     opened = session.caller.call(vllm_capture.PATH, {"requests": names}, "POST")
     if opened.status != 200:
-        return Outcome("capture", False, f"not opened: {opened.status} {opened.body[:300]!r}")
+        return StepOutcome("capture", False, f"not opened: {opened.status} {opened.body[:300]!r}")
     for name, each in zip(names, session.answers.texts, strict=False):
         session.caller.complete(each.prompt[:CAPTURED_PROMPT], CAPTURED_TOKENS, name)
     closed = session.caller.call(vllm_capture.PATH, None, "DELETE", wait=_CHECK)
     if closed.status != 200:
-        return Outcome("capture", False, f"not closed: {closed.status} {closed.body[:300]!r}")
+        return StepOutcome("capture", False, f"not closed: {closed.status} {closed.body[:300]!r}")
     place = session.captures / closed.json()["capture"]
     kept = session.out / "capture"
     shutil.copytree(place, kept)
     return judged(kept, session)
 
 
-def judged(place: Path, session: Session) -> Outcome:
+def judged(place: Path, session: EngineSession) -> StepOutcome:
     """Let degarble check judge a capture; a planted fault has to be named."""
     made = session.out / "check.json"
     done = subprocess.run(  # noqa: S603  our own command
@@ -244,20 +295,22 @@ def judged(place: Path, session: Session) -> Outcome:
     )  # fmt: skip
     (session.out / "check.txt").write_text(done.stdout + done.stderr, encoding="utf-8")
     if not made.exists():
-        return Outcome("capture", False, f"check ended with {done.returncode}: {done.stderr[:300]}")
+        return StepOutcome(
+            "capture", False, f"check ended with {done.returncode}: {done.stderr[:300]}"
+        )
     found = json.loads(made.read_text(encoding="utf-8"))
     where = [each["site"].rpartition(".")[0] for each in found["origins"]]
     causes = [each["fault"] for each in found["origins"]]
     told = f"{found['verdict']}: {found['sentence']}"
     component, cause = session.blamed
     if not component:
-        return Outcome("capture", found["verdict"] == "AGREES", told)
+        return StepOutcome("capture", found["verdict"] == "AGREES", told)
     named = any(
         a == component and str(b or "").startswith(cause)
         for a, b in zip(where, causes, strict=True)
     )
     alone = set(where) <= {component}
-    return Outcome("capture", named and alone, f"{told} Blamed: {', '.join(where)}; {causes}")
+    return StepOutcome("capture", named and alone, f"{told} Blamed: {', '.join(where)}; {causes}")
 
 
 def _apart(got: list[int], wanted: list[int]) -> int | None:
@@ -268,19 +321,19 @@ def _apart(got: list[int], wanted: list[int]) -> int | None:
     return next(same, min(len(got), len(wanted)))
 
 
-STEPS: dict[str, Callable[[Session], Outcome]] = {
+STEPS: dict[str, Callable[[EngineSession], StepOutcome]] = {
     each.__name__: each for each in (parts, questions, texts, forced, prefix, many, storm, capture)
 }
 
 
-def taken(name: str, session: Session) -> Outcome:
+def taken(name: str, session: EngineSession) -> StepOutcome:
     """Take a step; what goes wrong on the way is its outcome."""
     try:
         return STEPS[name](session)
     except BREAKS as error:
-        return Outcome(name, False, f"{type(error).__name__}: {str(error)[:300]}")
+        return StepOutcome(name, False, f"{type(error).__name__}: {str(error)[:300]}")
 
 
-def told_of(outcomes: list[Outcome]) -> list[dict[str, Any]]:
+def told_of(outcomes: list[StepOutcome]) -> list[dict[str, Any]]:
     """Give them as data."""
     return [each._asdict() for each in outcomes]

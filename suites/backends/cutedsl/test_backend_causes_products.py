@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from degarble.harness.backends.cutedsl import moe as steps
+from degarble.harness.backends.cutedsl import kernels as steps
 from degarble.harness.formats.codec import decode_array, encode_array, pack_nibbles
 from degarble.harness.formats.layouts import SWIZZLE_128X4, from_layout, to_layout
 from degarble.harness.formats.number_formats import E2M1, E4M3

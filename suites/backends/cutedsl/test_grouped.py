@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 import torch
 
-from degarble.harness.backends.cutedsl import moe as steps
+from degarble.harness.backends.cutedsl import kernels as steps
 from degarble.harness.backends.cutedsl.backend import CONVENTIONS, use_kernels
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.capture.files.reader import Capture
@@ -53,7 +53,7 @@ def ran(folder: Path) -> Iterator[Ran]:
     model, told = cases.write_model(folder, "v4", "nvfp4-full"), []
 
     def seen(kernel: str, problem: Any, _given: dict[str, Any]) -> None:
-        told.append(problem.name if isinstance(problem, steps.Step) else kernel)
+        told.append(problem.name if isinstance(problem, steps.MoeStep) else kernel)
 
     with open_model(model.checkpoint, switches=CONVENTIONS) as opened, torch.inference_mode():
         bound = opened.speaker.bound
@@ -148,7 +148,7 @@ def test_rows_of_an_expert_have_one_scale(ran: Ran) -> None:
 
 def _at(step: str, name: str, make: Callable[[Any], Any]) -> Any:
     def seen(_kernel: str, problem: Any, given: dict[str, Any]) -> None:
-        if isinstance(problem, steps.Step) and problem.name == step:
+        if isinstance(problem, steps.MoeStep) and problem.name == step:
             given[name] = make(given[name]).contiguous()
 
     return seen

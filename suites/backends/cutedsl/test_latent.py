@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from degarble.harness.backends.cutedsl import attention as cutedsl_latent
 from degarble.harness.backends.cutedsl import backend as cutedsl
-from degarble.harness.backends.cutedsl import latent as cutedsl_latent
-from degarble.harness.backends.cutedsl.parts import NoKernelError
+from degarble.harness.backends.cutedsl.kernels import NoKernelError
 from degarble.harness.capture.files.reader import Capture
 from degarble.harness.inference.model import open_model
 from degarble.harness.report.verdict import Verdict
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from degarble.harness.backends.cutedsl.parts import Part
+    from degarble.harness.backends.cutedsl.kernels import ComponentPart
 
 KERNELS_OF_ATTENTION = ["sm90_gemm_grouped", "simt_kv_write", "sm90_sparse_attention"]
 
@@ -105,11 +105,11 @@ def test_what_has_no_kernel_has_a_reason(folder: Path) -> None:
     assert "written for sm_90a" in str(cutedsl.decided(other))
     narrow = replace(attend.facts, config=replace(attend.config, kv_lora_rank=256))
     with pytest.raises(NoKernelError, match="rows of 256 and 64"):
-        cutedsl_latent.attend(replace(attend, facts=narrow))
+        cutedsl_latent.attend_latent(replace(attend, facts=narrow))
     for kind in (KeyValueCache.FP8, KeyValueCache.FP8_F32, KeyValueCache.EXACT):
         assert not isinstance(cutedsl.decided(_with(write, {"kv_cache": kind})), str)
 
 
-def _with(part: Part, switches: dict[str, Any]) -> Part:
+def _with(part: ComponentPart, switches: dict[str, Any]) -> ComponentPart:
     facts = part.facts
     return replace(part, facts=replace(facts, numerics=facts.numerics.with_switches(**switches)))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from degarble.harness.backends.cutedsl.rope_tables import Turns, table_of
+from degarble.harness.backends.cutedsl.rows import RopeTables, table_of
 from degarble.harness.model.types import End, Pairing, Rope, Yarn
 from degarble.references.elementary import rotation_table
 from degarble.references.numerics import Numerics
@@ -40,7 +40,7 @@ def test_cosines_and_sines_are_those_of_the_references(rope: Rope) -> None:
 
 
 def test_a_table_grows_and_is_kept() -> None:
-    turns = Turns()
+    turns = RopeTables()
     first = turns.reaching(ROPES[0], torch.tensor([3]))
     assert turns.reaching(ROPES[0], torch.tensor([1023])) is first
     longer = turns.reaching(ROPES[0], torch.tensor([1024, 5]))

@@ -15,8 +15,8 @@ from degarble.harness.backends.cutedsl import kernels as cutedsl_kernels
 from degarble.harness.backends.cutedsl.backend import CONVENTIONS, use_kernels
 from degarble.harness.backends.graph.decoder import Decoder, DecoderSpeaker
 from degarble.harness.backends.graph.matrices import CodedGroups, groups_of
-from degarble.harness.backends.graph.memory import PAGE, Room, tables_of
-from degarble.harness.backends.graph.weights import AttentionWeights, Laying
+from degarble.harness.backends.graph.steps import PAGE, MemorySize, tables_of
+from degarble.harness.backends.graph.weights import AttentionWeights, V4Layout
 from degarble.harness.base.errors import DegarbleError, InvalidArgument, NotBuilt
 from degarble.harness.inference.model import OpenModel, open_model
 from degarble.harness.model.recipes import Recipe, Rule
@@ -106,7 +106,7 @@ def test_so_it_is_with_as_many_heads_of_the_indexer_as_the_releases_have(tmp_pat
 
 
 def layers_of(opened: OpenModel) -> list[AttentionWeights]:
-    laying = Laying(opened.speaker.bound, cases.CONFIG_V4, opened.recipe, torch.device("cpu"))
+    laying = V4Layout(opened.speaker.bound, cases.CONFIG_V4, opened.recipe, torch.device("cpu"))
     return [laying.layer(block).attn for block in cases.CONFIG_V4.layers]
 
 
@@ -137,14 +137,14 @@ def test_a_tensor_at_the_wrong_argument_changes_what_is_said(
 
 
 def test_lanes_have_pages_of_their_own_and_come_back() -> None:
-    room = Room(3, 700, 128)
+    room = MemorySize(3, 700, 128)
     table = tables_of(room, 4, "cpu")
     assert table.slots.shape == (3, 192)
     assert sorted(table.slots.flatten().tolist()) == list(range(3 * 192))
     assert torch.equal(table.slots[:, ::PAGE] // PAGE, table.pages)
     assert room.columns(0) == 128
     with pytest.raises(InvalidArgument, match="lanes of a decoder = 0"):
-        Room(0, 700, 128)
+        MemorySize(0, 700, 128)
 
 
 def test_more_than_there_is_room_for_is_refused(opened: OpenModel) -> None:

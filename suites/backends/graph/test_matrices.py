@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from degarble.harness.backends.cutedsl.linears import Way
+from degarble.harness.backends.cutedsl.linears import LinearKernel
 from degarble.harness.backends.graph import matrices as layer_matrices
 from degarble.harness.backends.graph.matrices import CodedGroups, coded_product
 from degarble.kernels.gemm.problem import GemmProblem
@@ -24,7 +24,7 @@ def whole_groups(kind: str) -> CodedGroups:
     scales = torch.rand(1, INNER // 128, generator=generator) + 0.5
     if kind == "ue8m0":
         scales = (127 + 4 * scales).to(torch.uint8)
-    way = Way("sm90_gemm_fp8_block", GemmProblem(1, RANK, INNER, "fp8_block", kind))
+    way = LinearKernel("sm90_gemm_fp8_block", GemmProblem(1, RANK, INNER, "fp8_block", kind))
     return CodedGroups(way, ((codes, scales),), GROUPS, whole=True)
 
 

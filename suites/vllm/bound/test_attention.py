@@ -11,8 +11,8 @@ import torch
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, LayoutMismatch
 from degarble.harness.vllm import parts
-from degarble.harness.vllm.options import Options
-from degarble.harness.vllm.proof import Proven
+from degarble.harness.vllm.parts import PluginOptions
+from degarble.harness.vllm.proof import StartProof
 from degarble.suites.vllm.bound import stand_ins
 
 pytestmark = pytest.mark.vllm
@@ -29,7 +29,7 @@ def module() -> Any:
 
 def start(**said: Any) -> Any:
     of = import_module("degarble.harness.vllm.bound.start")
-    return of.Start(Options(parts=said), Proven("", "", "", {}, {}), "sm_90a", "x")
+    return of.Start(PluginOptions(parts=said), StartProof("", "", "", {}, {}), "sm_90a", "x")
 
 
 def cache(pages: int = 3, entries: int = 64) -> torch.Tensor:
@@ -61,12 +61,12 @@ def test_adopted_it_is_ours_with_our_builders(module: Any, layer: Any) -> None:
     module.adopt(layer, begun)
     assert type(layer) is module.DegarbleAttention
     assert (layer.degarble_rows, layer.degarble_attend, layer.degarble_o_proj) == (True,) * 3
-    assert layer.get_attn_backend() is module.Backend
+    assert layer.get_attn_backend() is module.DegarbleBackend
     assert layer.swa_cache_layer.backend_cls is module.WindowBackend
     assert [(each.part, each.by) for each in begun.running] == [
         ("rows", "degarble"), ("attend", "degarble"),
     ]  # fmt: skip
-    assert module.Backend.get_name() == "FLASHMLA_SPARSE_DSV4"  # vLLM's warm-up asks for it
+    assert module.DegarbleBackend.get_name() == "FLASHMLA_SPARSE_DSV4"  # vLLM's warm-up asks for it
 
 
 def test_parts_are_vllms_where_asked(module: Any, layer: Any) -> None:

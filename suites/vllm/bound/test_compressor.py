@@ -24,7 +24,7 @@ OFFSET, BETWEEN = 1152, 4608  # of a layer's page in a block, and bytes of other
 
 @pytest.fixture
 def module() -> Any:
-    return import_module("degarble.harness.vllm.bound.compressor")
+    return import_module("degarble.harness.vllm.bound.attention")
 
 
 def bare(module: Any, ratio: int, width: int) -> Any:

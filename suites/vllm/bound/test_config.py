@@ -10,8 +10,8 @@ import pytest
 
 from degarble.harness.base.errors import InvalidArgument, LayoutMismatch, UnknownName
 from degarble.harness.vllm import parts
-from degarble.harness.vllm.options import Options
-from degarble.harness.vllm.proof import Proven
+from degarble.harness.vllm.parts import PluginOptions
+from degarble.harness.vllm.proof import StartProof
 
 pytestmark = pytest.mark.vllm
 
@@ -39,8 +39,8 @@ def module() -> Any:
 def made(module: Any, target: str = "sm_90a", **said: Any) -> Any:
     config = module.DegarbleConfig({"quant_method": "fp8", "activation_scheme": "dynamic",
                                     "weight_block_size": [128, 128]})  # fmt: skip
-    proven = Proven("manifest 0", "", "", FORMATS, {})
-    config._start = module.Start(Options(**said), proven, target, "x")
+    proven = StartProof("manifest 0", "", "", FORMATS, {})
+    config._start = module.Start(PluginOptions(**said), proven, target, "x")
     return config
 
 
@@ -145,7 +145,7 @@ def test_what_is_no_linear_is_left_alone(module: Any) -> None:
 def test_vllm_pads_shared_experts_to_our_blocks(module: Any) -> None:
     assert made(module).weight_block_size == [128, 128]
     config = made(module)
-    config.start.proven = Proven("", "", "", {"m": parts.BF16}, {})
+    config.start.proven = StartProof("", "", "", {"m": parts.BF16}, {})
     assert config.weight_block_size is None
     before = module.DegarbleConfig({"weight_block_size": [128, 128]})
     assert before.weight_block_size == [128, 128]  # asked before anything could be proven

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.vllm.options import Options
-from degarble.harness.vllm.proof import Proven
+from degarble.harness.vllm.parts import PluginOptions
+from degarble.harness.vllm.proof import StartProof
 
 pytestmark = pytest.mark.vllm
 
@@ -20,7 +20,7 @@ HIDDEN, EXPERTS, WORDS = 128, 8, 24
 
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> Any:
-    module = import_module("degarble.harness.vllm.bound.fp32_linears")
+    module = import_module("degarble.harness.vllm.bound.linears")
     monkeypatch.setattr(module, "widely", product)
     monkeypatch.setattr(module, "by_bf16", lambda x, weight: product(x, weight).bfloat16())
     return module
@@ -39,7 +39,7 @@ def bare(kind: type[torch.nn.Module], rows: int, dtype: torch.dtype = torch.bflo
 
 def start(**said: str) -> Any:
     made = import_module("degarble.harness.vllm.bound.start").Start
-    return made(Options(parts=said), Proven("", "", "", {}, {}), "sm_90a", "x")
+    return made(PluginOptions(parts=said), StartProof("", "", "", {}, {}), "sm_90a", "x")
 
 
 def rows(count: int = 3) -> torch.Tensor:
@@ -89,7 +89,7 @@ def test_a_layer_without_a_compressor_projects_nothing(wide: Any) -> None:
 
 @pytest.fixture
 def layers(monkeypatch: pytest.MonkeyPatch) -> Any:
-    module = import_module("degarble.harness.vllm.bound.layers")
+    module = import_module("degarble.harness.vllm.bound.model")
     monkeypatch.setattr(module, "widely", product)
     monkeypatch.setattr(module, "normed", lambda x, weight, epsilon: x * weight[:1] * epsilon)
     monkeypatch.setattr(module, "get_pp_group", lambda: SimpleNamespace(is_last_rank=True))

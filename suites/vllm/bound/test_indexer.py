@@ -18,7 +18,7 @@ TOKENS, HEADS, WIDTH, RANK, TOPK = 5, 4, 128, 16, 3
 
 @pytest.fixture
 def module() -> Any:
-    return import_module("degarble.harness.vllm.bound.indexer")
+    return import_module("degarble.harness.vllm.bound.attention")
 
 
 @pytest.fixture

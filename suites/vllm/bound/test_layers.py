@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.vllm.options import Options
-from degarble.harness.vllm.proof import Proven
+from degarble.harness.vllm.parts import PluginOptions
+from degarble.harness.vllm.proof import StartProof
 
 pytestmark = pytest.mark.vllm
 
@@ -20,12 +20,12 @@ TOKENS, STREAMS, WIDTH = 3, 4, 8
 
 @pytest.fixture
 def module() -> Any:
-    return import_module("degarble.harness.vllm.bound.layers")
+    return import_module("degarble.harness.vllm.bound.model")
 
 
 def start(**said: str) -> Any:
     made = import_module("degarble.harness.vllm.bound.start").Start
-    return made(Options(parts=said), Proven("", "", "", {}, {}), "sm_90a", "x")
+    return made(PluginOptions(parts=said), StartProof("", "", "", {}, {}), "sm_90a", "x")
 
 
 def bare(kind: Any, **attributes: Any) -> Any:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import InvalidArgument, LayoutMismatch
-from degarble.harness.vllm.proof import Proven, Stored
+from degarble.harness.vllm.proof import StartProof, StoredTensorFacts
 from degarble.suites.hang_guard import HANG_SECONDS
 
 pytestmark = pytest.mark.vllm
@@ -65,8 +65,10 @@ class Told:
     """A start that counts how often it told."""
 
     def __init__(self) -> None:
-        stored = {name: Stored((1,), 4, expert=False, drafter=False) for name in ("a", "b")}
-        self.proven = Proven("", "", "", {}, stored)
+        stored = {
+            name: StoredTensorFacts((1,), 4, expert=False, drafter=False) for name in ("a", "b")
+        }
+        self.proven = StartProof("", "", "", {}, stored)
         self.told = 0
 
     def tell(self) -> None:

@@ -18,7 +18,7 @@ PAGES, ENTRIES, NBYTES, OFFSET = 3, 64, 584, 576
 
 @pytest.fixture
 def view() -> Any:
-    return import_module("degarble.harness.vllm.bound.pages").PagedView
+    return import_module("degarble.harness.vllm.bound.attention").PagedView
 
 
 def packed(stride: int = 2 * ENTRIES * NBYTES) -> torch.Tensor:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from degarble.harness.backends.cutedsl.rope_tables import table_of
+from degarble.harness.backends.cutedsl.rows import table_of
 from degarble.harness.base.errors import LayoutMismatch
-from degarble.harness.vllm.proof import Proven
+from degarble.harness.vllm.proof import StartProof
 from degarble.suites.checkpoint.structure_cases import V4
 
 pytestmark = pytest.mark.vllm
@@ -20,11 +20,11 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture
 def require() -> Any:
-    return import_module("degarble.harness.vllm.bound.rope_tables").require_turns
+    return import_module("degarble.harness.vllm.bound.attention").require_turns
 
 
 def start() -> Any:
-    return SimpleNamespace(proven=Proven("", "", "", {}, {}, V4), running=[])
+    return SimpleNamespace(proven=StartProof("", "", "", {}, {}, V4), running=[])
 
 
 def attention(number: int, table: torch.Tensor) -> Any:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from degarble.harness.vllm.options import Options
-from degarble.harness.vllm.proof import Proven
+from degarble.harness.vllm.parts import PluginOptions
+from degarble.harness.vllm.proof import StartProof
 
 pytestmark = pytest.mark.vllm
 
@@ -19,7 +19,7 @@ MODULE = "model.layers.0.ffn"
 
 @pytest.fixture
 def module() -> Any:
-    return import_module("degarble.harness.vllm.bound.routing")
+    return import_module("degarble.harness.vllm.bound.experts")
 
 
 def block(module: Any) -> Any:
@@ -39,7 +39,7 @@ def block(module: Any) -> Any:
 
 def start(**said: str) -> Any:
     made = import_module("degarble.harness.vllm.bound.start").Start
-    return made(Options(parts=said), Proven("", "", "", {}, {}), "sm_90a", "x")
+    return made(PluginOptions(parts=said), StartProof("", "", "", {}, {}), "sm_90a", "x")
 
 
 def test_adopted_both_call_our_kernels(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:

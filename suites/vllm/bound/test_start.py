@@ -11,7 +11,7 @@ import pytest
 
 from degarble.harness.base.errors import InvalidArgument, UnreadableFile
 from degarble.harness.vllm import parts
-from degarble.harness.vllm.options import Options
+from degarble.harness.vllm.parts import PluginOptions
 from degarble.suites.checkpoint.structure_cases import V4, write
 
 if TYPE_CHECKING:
@@ -115,6 +115,6 @@ def test_known_failures_are_those_of_the_ledger(module: Any, tmp_path: Path) -> 
 
 def test_nvfp4_is_multiplied_as_asked(module: Any) -> None:
     for activations, wanted in (("quantised", parts.NVFP4), ("bf16", parts.NVFP4_A16)):
-        start = module.Start(Options(nvfp4_activations=activations), None, "sm_90a", "x")
+        start = module.Start(PluginOptions(nvfp4_activations=activations), None, "sm_90a", "x")
         assert start.linear_format(parts.NVFP4) == wanted
         assert start.linear_format(parts.BF16) == parts.BF16

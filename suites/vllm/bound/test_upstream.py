@@ -51,7 +51,8 @@ def test_our_classes_can_be_made() -> None:
     bound = "degarble.harness.vllm.bound"
     for module, name in (
         ("config", "DegarbleConfig"), ("linears", "Bf16Linear"), ("linears", "Fp8Linear"),
-        ("linears", "Nvfp4Linear"), ("attention", "DegarbleAttention"), ("attention", "Backend"),
+        ("linears", "Nvfp4Linear"), ("attention", "DegarbleAttention"),
+        ("attention", "DegarbleBackend"),
         ("attention", "MetadataBuilder"), ("attention", "WindowMetadataBuilder"),
         ("model", "DegarbleDeepseekV4"), ("metrics", "PartInfo"),
     ):  # fmt: skip

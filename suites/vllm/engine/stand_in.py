@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, Self
 
 from degarble.harness.vllm import capture as vllm_capture
-from degarble.harness.vllm.engine.answers import Answers, Text
+from degarble.harness.vllm.engine.steps import Answers, ReferenceText
 from degarble.suites.hang_guard import HANG_SECONDS
 
 if TYPE_CHECKING:
@@ -33,10 +33,10 @@ def following(prompt: list[int], new: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-def text(prompt: list[int], new: int, gap: float = 9.0) -> Text:
+def text(prompt: list[int], new: int, gap: float = 9.0) -> ReferenceText:
     """What references would say of it; `gap`: of the second token behind the first."""
     ids = following(prompt, new)
-    return Text(prompt, ids, [[each, each + 1] for each in ids], [[gap, 0.0]] * new)
+    return ReferenceText(prompt, ids, [[each, each + 1] for each in ids], [[gap, 0.0]] * new)
 
 
 def answers() -> Answers:

@@ -12,7 +12,7 @@ import torch
 
 from degarble.harness.vllm.capture import stated_conventions
 from degarble.harness.vllm.engine import prepare
-from degarble.harness.vllm.engine.answers import Answers
+from degarble.harness.vllm.engine.steps import Answers
 from degarble.harness.vllm.installed import NAME
 from degarble.references.tiny.language import Document, Probe
 from degarble.suites.vllm.engine import stand_in

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from degarble.harness.base.errors import UnknownName
 from degarble.harness.vllm.engine import prove, server
-from degarble.harness.vllm.engine.server import Asked
+from degarble.harness.vllm.engine.server import ServerCase
 from degarble.harness.vllm.engine.steps import STEPS
 from degarble.suites.hang_guard import HANG_SECONDS
 from degarble.suites.vllm.engine import stand_in
@@ -29,7 +29,7 @@ STAND_IN = [sys.executable, "-m", "degarble.suites.vllm.engine.stand_in"]
 REFUSES = "import sys; print('degarble.harness.base.errors.LayoutMismatch: it lacks'); sys.exit(1)"
 
 
-class Served(Asked):
+class Served(ServerCase):
     """A server that stands in."""
 
     def line(self, checkpoint: Path, port: int, told: Path) -> list[str]:
@@ -37,7 +37,7 @@ class Served(Asked):
         return [*STAND_IN, str(port)]
 
 
-class Ended(Asked):
+class Ended(ServerCase):
     """One that refuses to start."""
 
     def line(self, checkpoint: Path, port: int, told: Path) -> list[str]:
@@ -45,7 +45,7 @@ class Ended(Asked):
         return [sys.executable, "-c", REFUSES]
 
 
-class Hangs(Asked):
+class Hangs(ServerCase):
     """One that neither answers nor ends."""
 
     def line(self, checkpoint: Path, port: int, told: Path) -> list[str]:
@@ -70,15 +70,15 @@ def free_ports(count: int) -> int:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> prove.Place:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> prove.ProofPaths:
     monkeypatch.setattr(prove, "FIRST_PORT", free_ports(5))
     (tmp_path / "in" / "small").mkdir(parents=True)
     told = json.dumps(asdict(stand_in.answers()))
     (tmp_path / "in" / "small.json").write_text(told, encoding="utf-8")
-    return prove.Place(tmp_path / "in", tmp_path / "out", HANG_SECONDS)
+    return prove.ProofPaths(tmp_path / "in", tmp_path / "out", HANG_SECONDS)
 
 
-def test_servers_are_asked_beside_each_other(place: prove.Place) -> None:
+def test_servers_are_asked_beside_each_other(place: prove.ProofPaths) -> None:
     found = prove.prove(place, [
         Served("one", "small", ("parts", "questions", "texts")), Ended("lacking", "small",
         refused="it lacks"), Ended("other", "small", refused="another word"),
@@ -146,7 +146,7 @@ def test_servers_are_chosen_by_name_and_by_gpus() -> None:
 
 
 def test_status_says_whether_all_held(
-    place: prove.Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: prove.ProofPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     right = Served("right", "small", ("parts",))
     wrong = replace(right, name="wrong", steps=("capture",))
@@ -177,7 +177,7 @@ def test_status_says_whether_all_held(
     ],
 )
 def test_what_would_break_off_later_is_refused_before_anything_is_written(
-    place: prove.Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    place: prove.ProofPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     options: list[str], told: str,
 ) -> None:  # fmt: skip
     (place.prepared / "broken").mkdir()
@@ -192,7 +192,7 @@ def test_what_would_break_off_later_is_refused_before_anything_is_written(
 
 
 def test_a_place_that_cannot_be_written_is_refused(
-    place: prove.Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: prove.ProofPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(prove, "SERVERS", [Served("one", "small")])
     monkeypatch.setattr(prove, "require_engine", lambda _: "0.26.0")
@@ -201,15 +201,15 @@ def test_a_place_that_cannot_be_written_is_refused(
 
 
 def test_a_start_that_neither_answers_nor_ends_is_told(
-    place: prove.Place, monkeypatch: pytest.MonkeyPatch
+    place: prove.ProofPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prove, "END_SECONDS", 0.1)
     found = prove.prove(replace(place, seconds=0.1), [Hangs("one", "small", refused="a word")])
     assert found["one"][0][1:] == (False, "it neither answered nor ended")
 
 
-def test_an_interrupted_proof_ends_its_servers(place: prove.Place) -> None:
-    class Interrupts(Asked):
+def test_an_interrupted_proof_ends_its_servers(place: prove.ProofPaths) -> None:
+    class Interrupts(ServerCase):
         def line(self, checkpoint: Path, port: int, told: Path) -> list[str]:
             del checkpoint, port, told
             while not server._OPEN:

@@ -15,8 +15,8 @@ from degarble.harness.base.errors import MissingDependency, MissingDevice, Unkno
 from degarble.harness.vllm import capture as vllm_capture
 from degarble.harness.vllm.engine import plants, server
 from degarble.harness.vllm.engine.prove import SERVERS
-from degarble.harness.vllm.engine.server import Asked, Caller, Running
-from degarble.harness.vllm.options import read_options
+from degarble.harness.vllm.engine.server import Caller, RunningServer, ServerCase
+from degarble.harness.vllm.parts import read_options
 from degarble.suites.hang_guard import HANG_SECONDS
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def value(line: list[str], name: str) -> str:
 
 @pytest.mark.parametrize("asked", SERVERS, ids=lambda each: each.name)
 def test_each_line_asks_for_the_plugin_with_options_that_it_reads(
-    asked: Asked, tmp_path: Path
+    asked: ServerCase, tmp_path: Path
 ) -> None:
     line = asked.line(tmp_path / "ck", 8101, tmp_path / "told")
     assert value(line, "--quantization") == "degarble"
@@ -103,7 +103,7 @@ SERVE = [sys.executable, "-m", "degarble.suites.vllm.engine.stand_in"]
 
 
 def test_a_server_is_waited_for_and_ended(tmp_path: Path) -> None:
-    with Running([*SERVE, "18457"], os.environ, tmp_path / "log") as running:
+    with RunningServer([*SERVE, "18457"], os.environ, tmp_path / "log") as running:
         caller = Caller(18457)
         assert running.answers(caller, HANG_SECONDS)
         assert caller.complete([1, 2], 3)["token_ids"] == [16, 15, 9]
@@ -113,7 +113,7 @@ def test_a_server_is_waited_for_and_ended(tmp_path: Path) -> None:
 
 
 def test_a_server_that_ends_is_not_waited_for(tmp_path: Path) -> None:
-    with Running([sys.executable, "-c", "print('no'); raise SystemExit(3)"], os.environ,
+    with RunningServer([sys.executable, "-c", "print('no'); raise SystemExit(3)"], os.environ,
                  tmp_path / "log") as running:  # fmt: skip
         assert not running.answers(Caller(1), HANG_SECONDS)
     assert running.said() == "no\n"

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from degarble.harness.vllm.engine import steps
-from degarble.harness.vllm.engine.answers import Answers
 from degarble.harness.vllm.engine.server import Caller
+from degarble.harness.vllm.engine.steps import Answers
 from degarble.suites.vllm.engine import stand_in
 
 if TYPE_CHECKING:
@@ -26,30 +26,30 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[stand_in
 
 
 @pytest.fixture
-def session(server: stand_in.Server, tmp_path: Path) -> steps.Session:
+def session(server: stand_in.Server, tmp_path: Path) -> steps.EngineSession:
     caller = Caller(server.port)
     (tmp_path / "captures" / "capture-one").mkdir(parents=True)
     (tmp_path / "out").mkdir()
     made = stand_in.answers()
-    return steps.Session(caller, made, tmp_path, tmp_path / "captures", tmp_path / "out")
+    return steps.EngineSession(caller, made, tmp_path, tmp_path / "captures", tmp_path / "out")
 
 
 ASKED = ("parts", "questions", "texts", "prefix", "many", "storm")
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_a_server_that_is_right_passes(session: steps.Session, name: str) -> None:
+def test_a_server_that_is_right_passes(session: steps.EngineSession, name: str) -> None:
     assert steps.taken(name, session).passed, steps.taken(name, session).told
 
 
-def test_likeliest_tokens_are_counted_and_not_judged(session: steps.Session) -> None:
+def test_likeliest_tokens_are_counted_and_not_judged(session: steps.EngineSession) -> None:
     told = steps.taken("forced", session)
     assert told.passed is None
     assert told.told.startswith("80 of 80 places")
 
 
 def test_a_text_may_leave_only_where_the_references_are_not_sure(
-    server: stand_in.Server, session: steps.Session
+    server: stand_in.Server, session: steps.EngineSession
 ) -> None:
     server.errs[3] = 5
     sure = steps.taken("texts", session)
@@ -61,19 +61,19 @@ def test_a_text_may_leave_only_where_the_references_are_not_sure(
     assert "leave them at 5, 5, 5" in told.told
 
 
-def test_a_wrong_answer_fails(server: stand_in.Server, session: steps.Session) -> None:
+def test_a_wrong_answer_fails(server: stand_in.Server, session: steps.EngineSession) -> None:
     server.errs[600] = 0
     assert steps.taken("questions", session).told.startswith("3 of 4")
     assert steps.taken("questions", session).passed is False
 
 
-def test_questions_that_are_all_short_prove_no_chunks(session: steps.Session) -> None:
+def test_questions_that_are_all_short_prove_no_chunks(session: steps.EngineSession) -> None:
     session.answers = Answers([], session.answers.questions[:3], 1.0, 0)
     assert steps.taken("questions", session).passed is False
 
 
 def test_a_cache_that_gives_nothing_fails(
-    server: stand_in.Server, session: steps.Session, monkeypatch: pytest.MonkeyPatch
+    server: stand_in.Server, session: steps.EngineSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "seen", _Forgetful())
     assert steps.taken("prefix", session).passed is False
@@ -84,7 +84,9 @@ class _Forgetful(set[str]):
         del element
 
 
-def test_company_that_changes_a_text_fails(server: stand_in.Server, session: steps.Session) -> None:
+def test_company_that_changes_a_text_fails(
+    server: stand_in.Server, session: steps.EngineSession
+) -> None:
     session.texts()
     server.errs[3] = 7
     told = steps.taken("many", session)
@@ -97,13 +99,15 @@ def test_company_that_changes_a_text_fails(server: stand_in.Server, session: ste
     assert steps.taken("storm", session).passed is False
 
 
-def test_requests_that_stay_fail(server: stand_in.Server, session: steps.Session) -> None:
+def test_requests_that_stay_fail(server: stand_in.Server, session: steps.EngineSession) -> None:
     server.leaks = 2
     told = steps.taken("storm", session)
     assert (told.passed, "2 requests left" in told.told) == (False, True)
 
 
-def test_what_a_server_refuses_is_told(server: stand_in.Server, session: steps.Session) -> None:
+def test_what_a_server_refuses_is_told(
+    server: stand_in.Server, session: steps.EngineSession
+) -> None:
     server.captured = None
     assert "not opened: 400" in steps.taken("capture", session).told
     session.caller = Caller(1)
@@ -126,7 +130,7 @@ OTHER = {"site": "layers.0.ffn.topk.out", "fault": None}
     ],
 )
 def test_a_check_is_judged_by_what_was_planted(
-    session: steps.Session, monkeypatch: pytest.MonkeyPatch, verdict: str,
+    session: steps.EngineSession, monkeypatch: pytest.MonkeyPatch, verdict: str,
     origins: list[dict[str, object]], blamed: tuple[str, str], passed: bool,
 ) -> None:  # fmt: skip
     told = {"verdict": verdict, "origins": origins, "sentence": "So it is."}
