@@ -8,6 +8,7 @@ numba is slow to import.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from functools import cache
 from pathlib import Path
@@ -41,7 +42,7 @@ def compiled_with(**options: Any) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         folder = _usable_folder(_CONFIG.CACHE_DIR)
         if folder is not None:
-            cached = _cached_in(folder, function, options)
+            cached = _cached_in(folder / _source_digest(function), function, options)
             if cached is not None:
                 return cast("F", cached)
         return cast("F", numba.njit(nogil=True, **options)(function))  # anew in every process
@@ -61,6 +62,16 @@ def _cached_in(folder: Path, function: Callable[..., Any], options: dict[str, An
         _CONFIG.CACHE_DIR = before
     # Trap: where this folder cannot be written, numba takes another one.
     return loop if Path(loop.stats.cache_path).is_relative_to(folder) else None
+
+
+def _source_digest(function: Callable[..., Any]) -> str:
+    """Return a short digest of the text of a loop's module.
+
+    Trap: numba unpickles the index of a cache before it compares the source's stamp. An index that
+    names a class which has been renamed since would end the process, so every text of a module
+    has a folder of its own.
+    """
+    return hashlib.sha256(Path(function.__code__.co_filename).read_bytes()).hexdigest()[:16]
 
 
 @cache

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import stat
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numba
@@ -94,6 +97,43 @@ def test_a_cache_that_only_its_owner_can_write_is_used(
     assert made.stats.cache_path.startswith(str(cached))
 
 
+LOOPS = """
+from typing import NamedTuple
+from degarble.harness.base.compiled_loops import compiled
+
+class {name}(NamedTuple):
+    low: int
+    high: int
+
+@compiled
+def total(pair):
+    return pair.low + pair.high
+
+def run():
+    return total({name}(1, 2)), sum(total.stats.cache_hits.values())
+"""
+
+
+def test_an_index_that_names_a_class_of_an_older_source_is_not_read(tmp_path: Path) -> None:
+    module = tmp_path / "loops.py"
+    environment = dict(os.environ, NUMBA_CACHE_DIR=str(tmp_path / "cache"))
+    said = []
+    for name in ("Tally", "Tally", "Totals"):
+        text = LOOPS.format(name=name)
+        if not module.exists() or module.read_text() != text:
+            module.write_text(text)
+        done = subprocess.run(
+            [sys.executable, "-c", "import loops; print(*loops.run())"],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        said.append(done.stdout.strip() or done.stderr)
+    assert said == ["3 0", "3 1", "3 0"]
+
+
 def test_without_a_place_every_process_compiles_anew(named: Path) -> None:
     named.write_text("a file")
     made: Any = compiled(loop)
@@ -124,5 +164,5 @@ def test_a_function_that_numba_cannot_cache_is_compiled_all_the_same(
         return compile_it
 
     monkeypatch.setattr(numba, "njit", njit)
-    assert compiled(len) is len
+    assert compiled(loop) is loop
     assert asked == [True, False]
