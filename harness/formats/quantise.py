@@ -30,17 +30,13 @@ from degarble.harness.formats.codec import (
     unpack_nibbles,
 )
 from degarble.harness.formats.dialects import (
-    BLOCK_SCALE,
     CANONICAL,
     MODELOPT,
-    TENSOR_SCALE,
-    VALUE,
     Dialect,
     Guard,
     NegativeZero,
     NonFinite,
     TensorScaleRule,
-    TensorScales,
 )
 from degarble.harness.formats.fast import nvfp4 as fast_nvfp4
 from degarble.harness.formats.layouts import LINEAR, from_layout, require_storage, to_layout
@@ -54,6 +50,7 @@ from degarble.harness.formats.number_formats import (
     require_shape,
     scale_shape,
 )
+from degarble.harness.formats.scale_rules import BLOCK_SCALE, TENSOR_SCALE, VALUE, TensorScales
 
 if TYPE_CHECKING:
     from torch import Tensor

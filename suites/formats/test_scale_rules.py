@@ -9,17 +9,14 @@ import pytest
 import torch
 
 from degarble.harness.formats.dialects import (
-    BLOCK_SCALE,
     CANONICAL,
     MODELOPT,
-    TENSOR_SCALE,
-    VALUE,
     BlockScaleRule,
     TensorScaleRule,
-    TensorScales,
     ValueRule,
 )
 from degarble.harness.formats.number_formats import NVFP4
+from degarble.harness.formats.scale_rules import BLOCK_SCALE, TENSOR_SCALE, VALUE, TensorScales
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -77,7 +77,7 @@ def call_by_call(
 ) -> Iterator[CallByCall]:
     """Yield each fault that explains every call by a variant of its own."""
     calls = with_earlier(sights)[-MOST_CALLS:]
-    spoilt = [each for each in calls if _holds(scene, each, _NOTHING) is None]
+    spoilt = [each for each in calls if _explained(scene, each, _NOTHING) is None]
     for fault in faults:
         if not fault.per_call or not spoilt or not fault.sits(scene):
             continue
@@ -109,16 +109,18 @@ def _first(
     scene: ComponentContext, call: CallRecord, fault: ModelFault
 ) -> tuple[FaultVariant, VariantFit] | None:
     for way in islice(proposed(fault, scene, call), MOST_VARIANTS):
-        found = _holds(scene, call, way)
+        found = _explained(scene, call, way)
         if found is not None:
             return way, found
     return None
 
 
-def _holds(scene: ComponentContext, call: CallRecord, way: FaultVariant) -> VariantFit | None:
+def _explained(
+    context: ComponentContext, call: CallRecord, variant: FaultVariant
+) -> VariantFit | None:
     """Return the proof that a variant explains a call; None where it does not."""
-    made = make(scene, call, way)
-    found = None if made is None else proof(scene, call, made)
+    made = make(context, call, variant)
+    found = None if made is None else proof(context, call, made)
     return found if found is not None and found.ratio <= HEADROOM else None
 
 
@@ -562,13 +564,6 @@ def _on_every_call(
             return None
         worst = found if worst is None else max(worst, found, key=_ratio)
     return worst
-
-
-def _explained(scene: ComponentContext, sight: CallRecord, way: FaultVariant) -> VariantFit | None:
-    """Return the proof that a variant explains one sight; None where it does not."""
-    made = make(scene, sight, way)
-    found = None if made is None else proof(scene, sight, made)
-    return found if found is not None and found.ratio <= HEADROOM else None
 
 
 def _ratio(found: VariantFit) -> float:

@@ -11,7 +11,7 @@ import torch
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
 from degarble.harness.formats.codec import decode_array, encode_array, pack_nibbles, unpack_nibbles
-from degarble.harness.formats.dialects import MODELOPT, TensorScales
+from degarble.harness.formats.dialects import MODELOPT
 from degarble.harness.formats.fast import nvfp4 as fast_modelopt
 from degarble.harness.formats.fast.nvfp4 import (
     LARGEST_SCALE,
@@ -25,6 +25,7 @@ from degarble.harness.formats.fast.nvfp4 import (
 )
 from degarble.harness.formats.number_formats import E2M1, E4M3, NVFP4
 from degarble.harness.formats.quantise import quantise, quantise_definition
+from degarble.harness.formats.scale_rules import TensorScales
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 MSE = ScaleSearch((6.0,), (0, -1, 1, -2, 2, -3, 3))

@@ -19,7 +19,7 @@ from degarble.harness.base.errors import (
     LayoutMismatch,
     ShapeMismatch,
 )
-from degarble.harness.formats.dialects import CANONICAL, TENSOR_SCALE, TensorScales
+from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.fast import loops as fast_loops
 from degarble.harness.formats.fast import nvfp4 as fast_nvfp4
 from degarble.harness.formats.fast.buffers import empty_tensor
@@ -39,6 +39,7 @@ from degarble.harness.formats.quantise import (
     quantise,
     quantise_definition,
 )
+from degarble.harness.formats.scale_rules import TENSOR_SCALE, TensorScales
 from degarble.suites.formats.bits import differences
 
 if TYPE_CHECKING:

@@ -52,9 +52,10 @@ from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.checkpoint.write.manifest import UNFINISHED
 from degarble.harness.checkpoint.write.plan import PlannedTensor, WritePlan
 from degarble.harness.checkpoint.write.writer import begin, write
-from degarble.harness.formats.dialects import MODELOPT, TensorScales
+from degarble.harness.formats.dialects import MODELOPT
 from degarble.harness.formats.number_formats import NVFP4
 from degarble.harness.formats.quantise import quantise_definition
+from degarble.harness.formats.scale_rules import TensorScales
 from degarble.harness.model.parameters import Parameter, parameter_named, parameters
 from degarble.harness.model.recipes import recipe_named
 from degarble.suites.checkpoint.reading_cases import TINY_V4, TINY_V32
