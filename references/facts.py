@@ -2,7 +2,7 @@
 
 A component is a pure function `(facts, inputs, weights) -> outputs`; binding it to its facts gives
 the callable of harness.base.protocols. Inputs and outputs are named tensors, by the names of
-harness.model.wiring; weights go by their name within the block (`attn.wq_a`,
+harness.model.components; weights go by their name within the block (`attn.wq_a`,
 `ffn.experts.3.w1`, `hc_attn_fn`).
 
 Tokens of several sequences are concatenated, `token_offsets` [B+1] says where each begins, and

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from degarble.harness.model.config.config import Config
     from degarble.harness.model.parameters import Parameter
     from degarble.harness.model.recipes import Recipe
-    from degarble.harness.model.sharding import Plan
+    from degarble.harness.model.sharding import ShardingPlan
     from degarble.harness.model.types import Block, Box
     from degarble.references.numerics import Numerics
     from degarble.references.state import Sequence
@@ -85,7 +85,7 @@ class Teams:
     pipeline: Team
 
     @classmethod
-    def of(cls, plan: Plan) -> Teams | None:
+    def of(cls, plan: ShardingPlan) -> Teams | None:
         """Make the teams of a plan; every rank of the world calls this, ranks outside get None."""
         world, rank = distributed.get_world_size(), distributed.get_rank()
         if plan.ranks > world:
@@ -115,7 +115,7 @@ class RankWeights(Mapping[str, Weight]):
     Experts of other ranks have their input scale only, as vLLM keeps it on every rank.
     """
 
-    def __init__(self, whole: Mapping[str, Weight], plan: Plan, rank: int) -> None:
+    def __init__(self, whole: Mapping[str, Weight], plan: ShardingPlan, rank: int) -> None:
         self._whole = whole
         self._plan = plan
         self._rank = rank
@@ -184,7 +184,7 @@ class ShardedModel:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ShardingPlan,
         teams: Teams,
         numerics: Numerics,
         weights: Mapping[str, Weight],
@@ -271,7 +271,7 @@ def _receive(x: Tensor, rank: int) -> None:
     distributed.recv(x.flatten().view(torch.uint8), rank)
 
 
-def _cross(bound: Bound, plan: Plan, teams: Teams, rank: int) -> None:
+def _cross(bound: Bound, plan: ShardingPlan, teams: Teams, rank: int) -> None:
     """Wrap the components before or after which ranks exchange tensors."""
     cut = STYLES[plan.config.family, plan.style] if plan.tp > 1 else {}
     low = _first_row(plan, rank)
@@ -299,7 +299,7 @@ def _cross(bound: Bound, plan: Plan, teams: Teams, rank: int) -> None:
             bound.calls[name] = partial(_local, call, experts)
 
 
-def _first_row(plan: Plan, rank: int) -> int:
+def _first_row(plan: ShardingPlan, rank: int) -> int:
     """Return the first row of the embedding that a rank holds; 0 where it holds none."""
     table = next(p for p in parameters(plan.config) if p.name == "embed")
     box = plan.box_on(table, rank)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from degarble.harness.capture.files.records import CapturedTensor
     from degarble.harness.inference.model import OpenModel
     from degarble.harness.model.config.config import Config
-    from degarble.harness.model.sharding import Plan
+    from degarble.harness.model.sharding import ShardingPlan
     from degarble.references.binding import Bound
 
 _BLOCK = 128  # vLLM cuts V4's shared expert in whole blocks of it
@@ -136,7 +136,7 @@ def _sharded(how: CaptureSettings, world: int) -> CaptureSettings:
     return replace(how, share=share)
 
 
-def plan_over(config: Config, world: int) -> Plan:
+def plan_over(config: Config, world: int) -> ShardingPlan:
     """Return the sharding plan of a model for this number of ranks."""
     if isinstance(config, V4Config) and config.moe_intermediate_size % (_BLOCK * world):
         raise ShapeMismatch(

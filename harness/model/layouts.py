@@ -104,7 +104,7 @@ class Layout:
         if not block.is_drafter:
             return f"model.layers.{block.index}.{own}"
         number = config.num_hidden_layers + block.index
-        inner = self.spelling is Spelling.VLLM and not _is_beside_block(parameter)
+        inner = self.spelling is Spelling.VLLM and not _is_drafter_own(parameter)
         return f"model.layers.{number}.{'mtp_block.' if inner else ''}{own}"
 
     def _own_name(self, parameter: Parameter) -> str:
@@ -114,12 +114,12 @@ class Layout:
             name = row.hf
         else:
             names = _OTHER_NAMES[self.spelling]
-            table = _DRAFTER_NAMES if _is_beside_block(parameter) else names
+            table = _DRAFTER_NAMES if _is_drafter_own(parameter) else names
             name = table.get(row.name, row.name)
         return name if parameter.expert is None else name.replace(EXPERT, str(parameter.expert))
 
 
-def _is_beside_block(parameter: Parameter) -> bool:
+def _is_drafter_own(parameter: Parameter) -> bool:
     """Return whether a parameter is a drafter's own, one that no other block has."""
     drafts = parameter.block is not None and parameter.block.is_drafter
     return drafts and parameter.row in (*V4_MTP, *V32_MTP)
@@ -250,14 +250,14 @@ def with_fused_compressors(layout: Layout) -> Layout:
     rows = {row.name: row.hf for row in V4_BLOCK}
     renamed = layout.spelling is Spelling.HUGGINGFACE
     fusions = tuple(
-        replace(each, target=_beside(rows[each.members[0]], each)) if renamed else each
+        replace(each, target=_fused_name(rows[each.members[0]], each)) if renamed else each
         for each in _VLLM_V4_FUSIONS
         if each.target.endswith(FUSED_COMPRESSOR)
     )
     return replace(layout, fusions=fusions)
 
 
-def _beside(member: str, fusion: Fusion) -> str:
+def _fused_name(member: str, fusion: Fusion) -> str:
     return f"{member.rpartition('.')[0]}.{fusion.target.rpartition('.')[2]}"
 
 

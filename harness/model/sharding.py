@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.model.config.config import Config, V4Config
 from degarble.harness.model.parameters import parameters
-from degarble.harness.model.storage import Part, parts_of
-from degarble.harness.model.tensors import tensors_of
+from degarble.harness.model.tensors import PartKind, parts_of, tensors_of
 from degarble.harness.model.types import Box, StoredTensor
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from degarble.harness.model.recipes import Formats
 
 
-class Cut(NamedTuple):
+class ShardCut(NamedTuple):
     """How a parameter is cut: along which dimension, and in what multiples.
 
     `padded`: ranks get whole multiples and the last ones less, or nothing.
@@ -46,8 +45,8 @@ class Cut(NamedTuple):
     padded: bool = False
 
 
-ROWS, COLUMNS = Cut(0), Cut(1)
-_BLOCKS_OF_ROWS, _BLOCKS_OF_COLUMNS = Cut(0, 128, padded=True), Cut(1, 128, padded=True)
+ROWS, COLUMNS = ShardCut(0), ShardCut(1)
+_BLOCKS_OF_ROWS, _BLOCKS_OF_COLUMNS = ShardCut(0, 128, padded=True), ShardCut(1, 128, padded=True)
 _EXPERTS = {
     "ffn.experts.{e}.w1": ROWS,
     "ffn.experts.{e}.w2": COLUMNS,
@@ -55,7 +54,7 @@ _EXPERTS = {
 }
 
 # What no line names is repeated on every rank of its stage. Experts are cut only where ep is 1.
-STYLES: Mapping[tuple[str, str], Mapping[str, Cut]] = {
+STYLES: Mapping[tuple[str, str], Mapping[str, ShardCut]] = {
     ("deepseek_v4", "vllm"): {
         "embed": ROWS,
         "head": ROWS,
@@ -97,7 +96,7 @@ STYLES: Mapping[tuple[str, str], Mapping[str, Cut]] = {
 }
 
 
-class Shard(NamedTuple):
+class ParameterShard(NamedTuple):
     """One box of a parameter, and the ranks that hold it."""
 
     box: Box
@@ -105,7 +104,7 @@ class Shard(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardingPlan:
     """A checked assignment of parameters to ranks; make it with `plan`."""
 
     config: Config
@@ -126,7 +125,7 @@ class Plan:
         return self.pp * self.ranks_per_stage
 
     @cached_property
-    def _cuts(self) -> Mapping[str, Cut]:
+    def _cuts(self) -> Mapping[str, ShardCut]:
         return STYLES[self.config.family, self.style]
 
     def stages(self, parameter: Parameter) -> tuple[int, ...]:
@@ -150,15 +149,15 @@ class Plan:
         first = (rank % self.ranks_per_stage) % self.ep * each
         return range(first, first + each)
 
-    def shards(self, parameter: Parameter) -> tuple[Shard, ...]:
+    def shards(self, parameter: Parameter) -> tuple[ParameterShard, ...]:
         """Return the boxes that a parameter is cut into; empty boxes are left out."""
         whole = Box.whole(parameter.shape)
         if parameter.expert is not None and self.ep > 1:
             holder = parameter.expert // (self.config.n_routed_experts // self.ep)
-            return (Shard(whole, self._ranks(parameter, [holder])),)
+            return (ParameterShard(whole, self._ranks(parameter, [holder])),)
         cut = self._cuts.get(parameter.row.name)
         if cut is None or self.tp == 1:
-            return (Shard(whole, self._ranks(parameter, range(self.ranks_per_stage))),)
+            return (ParameterShard(whole, self._ranks(parameter, range(self.ranks_per_stage))),)
         shards = []
         for rank, (start, stop) in enumerate(_pieces(parameter, cut, self.tp)):
             if start == stop:
@@ -166,7 +165,7 @@ class Plan:
             ranges = list(whole.ranges)
             ranges[cut.dim] = (start, stop)
             members = range(rank, self.ranks_per_stage, self.tp)
-            shards.append(Shard(Box(tuple(ranges)), self._ranks(parameter, members)))
+            shards.append(ParameterShard(Box(tuple(ranges)), self._ranks(parameter, members)))
         return tuple(shards)
 
     def _ranks(self, parameter: Parameter, members: range | list[int]) -> tuple[int, ...]:
@@ -179,7 +178,9 @@ class Plan:
         return next(held, None)
 
 
-def plan(config: Config, tp: int = 1, ep: int = 1, pp: int = 1, style: str = "vllm") -> Plan:
+def plan(
+    config: Config, tp: int = 1, ep: int = 1, pp: int = 1, style: str = "vllm"
+) -> ShardingPlan:
     """Make the plan of a config for tp x ep x pp, in the style of an engine."""
     known = [name for family, name in STYLES if family == config.family]
     if style not in known:
@@ -194,7 +195,7 @@ def plan(config: Config, tp: int = 1, ep: int = 1, pp: int = 1, style: str = "vl
         ep, ep == tp or style != "official", "ep", f"tp = {tp}: the official code has one size"
     )
     _require(pp, pp <= layers, "pp", f"at most {layers} layers")
-    made = Plan(config, style, tp, ep, pp, _stages(layers, pp))
+    made = ShardingPlan(config, style, tp, ep, pp, _stages(layers, pp))
     for parameter in parameters(config):
         # All experts of a layer are cut alike, so the first one stands for them.
         if parameter.expert in {None, 0}:
@@ -218,7 +219,7 @@ def _stages(layers: int, pp: int) -> tuple[tuple[int, int], ...]:
     return tuple((start, start + count) for start, count in zip(starts, counts, strict=True))
 
 
-def _pieces(parameter: Parameter, cut: Cut, tp: int) -> list[tuple[int, int]]:
+def _pieces(parameter: Parameter, cut: ShardCut, tp: int) -> list[tuple[int, int]]:
     """Cut one extent into tp pieces."""
     extent = parameter.shape[cut.dim]
     if not cut.padded and extent % tp:
@@ -235,22 +236,22 @@ def _pieces(parameter: Parameter, cut: Cut, tp: int) -> list[tuple[int, int]]:
 
 
 def part_boxes(
-    made: Plan, parameter: Parameter, formats: Formats
-) -> tuple[tuple[Part, tuple[Shard, ...]], ...]:
+    made: ShardingPlan, parameter: Parameter, formats: Formats
+) -> tuple[tuple[PartKind, tuple[ParameterShard, ...]], ...]:
     """Return the shards of every stored part; scalars go wherever the parameter goes."""
     shards = made.shards(parameter)
     found = []
     for stored in parts_of(parameter, formats):
         if stored.shape:
-            cut = [Shard(stored.box_of(s.box, parameter.name), s.ranks) for s in shards]
+            cut = [ParameterShard(stored.box_of(s.box, parameter.name), s.ranks) for s in shards]
         else:
             everyone = sorted({rank for shard in shards for rank in shard.ranks})
-            cut = [Shard(Box(()), tuple(everyone))]
+            cut = [ParameterShard(Box(()), tuple(everyone))]
         found.append((stored.part, tuple(cut)))
     return tuple(found)
 
 
-def rank_tensors(made: Plan, layout: Layout, rank: int) -> tuple[StoredTensor, ...]:
+def rank_tensors(made: ShardingPlan, layout: Layout, rank: int) -> tuple[StoredTensor, ...]:
     """List what one rank holds, in the names and shapes of a layout.
 
     Under EP experts are numbered anew from 0. vLLM keeps input_scale of all experts on every rank;

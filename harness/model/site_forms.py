@@ -31,7 +31,7 @@ _STATE = "state_"
 ANY = "*"  # an extent that depends on the run, such as the number of keys
 
 
-class Holds(StrEnum):
+class ElementKind(StrEnum):
     """Kinds of element that a site may have."""
 
     NUMBERS = "numbers"
@@ -39,7 +39,7 @@ class Holds(StrEnum):
     CODES = "codes"
 
 
-class Rows(StrEnum):
+class RowUnit(StrEnum):
     """What the first extent of a site may count."""
 
     TOKENS = "tokens"
@@ -51,10 +51,10 @@ class Rows(StrEnum):
 _FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
 _COUNTS = frozenset({"I64", "I32", "I16", "I8", "U32", "U16", "U8"})
 _BYTES = frozenset({"U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"})
-_DTYPES: Mapping[Holds, frozenset[str]] = {
-    Holds.NUMBERS: _FLOATS,
-    Holds.INTEGERS: _COUNTS,
-    Holds.CODES: _BYTES,
+_DTYPES: Mapping[ElementKind, frozenset[str]] = {
+    ElementKind.NUMBERS: _FLOATS,
+    ElementKind.INTEGERS: _COUNTS,
+    ElementKind.CODES: _BYTES,
 }
 
 
@@ -63,8 +63,8 @@ class SiteForm:
     """The form of one site. `row` are the extents of one row; None where they may be any."""
 
     row: tuple[int | None, ...] | None
-    holds: Holds = Holds.NUMBERS
-    counts: Rows = Rows.TOKENS
+    holds: ElementKind = ElementKind.NUMBERS
+    counts: RowUnit = RowUnit.TOKENS
     dimensions: int = 0  # at least, where the extents of a row may be any
 
     def takes(self, dtype: str) -> bool:
@@ -94,84 +94,84 @@ class SiteForm:
         return f"{self.holds} [{self.counts}{inner}]"
 
 
-class _Line(NamedTuple):
+class _FormRow(NamedTuple):
     """Outputs of some roles: names with the extents of a row, in letters."""
 
     roles: str
     row: str
     outputs: str = "out"
-    holds: Holds = Holds.NUMBERS
-    counts: Rows = Rows.TOKENS
+    holds: ElementKind = ElementKind.NUMBERS
+    counts: RowUnit = RowUnit.TOKENS
 
 
-_I = Holds.INTEGERS
+_I = ElementKind.INTEGERS
 _BOTH = (
-    _Line("embed", "D"),
-    _Line("head", "V"),
-    _Line("attn.wq_a attn.q_norm", "ql"),
-    _Line("attn.indexer.wq_b", "IH*id"),
-    _Line("attn.indexer.q", "IH id"),
-    _Line("attn.indexer.weights_proj", "IH"),
-    _Line("attn.indexer.scores", ANY),
-    _Line("attn.indexer.topk", ANY, holds=_I),
-    _Line("ffn.gate", "E"),
-    _Line("ffn.topk", "k", "experts", _I),
-    _Line("ffn.topk", "k", "weights"),
-    _Line("ffn.experts.w13", "k 2*I"),
-    _Line("ffn.experts.act_quant", "k I"),
-    _Line("ffn.experts.w2", "k D"),
-    _Line("ffn.experts.combine ffn.shared.w2 ffn.moe_sum", "D"),
+    _FormRow("embed", "D"),
+    _FormRow("head", "V"),
+    _FormRow("attn.wq_a attn.q_norm", "ql"),
+    _FormRow("attn.indexer.wq_b", "IH*id"),
+    _FormRow("attn.indexer.q", "IH id"),
+    _FormRow("attn.indexer.weights_proj", "IH"),
+    _FormRow("attn.indexer.scores", ANY),
+    _FormRow("attn.indexer.topk", ANY, holds=_I),
+    _FormRow("ffn.gate", "E"),
+    _FormRow("ffn.topk", "k", "experts", _I),
+    _FormRow("ffn.topk", "k", "weights"),
+    _FormRow("ffn.experts.w13", "k 2*I"),
+    _FormRow("ffn.experts.act_quant", "k I"),
+    _FormRow("ffn.experts.w2", "k D"),
+    _FormRow("ffn.experts.combine ffn.shared.w2 ffn.moe_sum", "D"),
 )
 _POOL, _INDEXER_POOL = "attn.compressor.pool", "attn.indexer.compressor.pool"
 _V4 = (
     *_BOTH,
-    _Line("attn.hc_pre ffn.hc_pre attn.norm ffn.norm attn.wo_b hc_head norm", "D"),
-    _Line("attn.hc_pre ffn.hc_pre", "S", "post"),
-    _Line("attn.hc_pre ffn.hc_pre", "S S", "mix"),
-    _Line("attn.hc_post ffn.hc_post", "S D"),
-    _Line("attn.wq_b attn.inverse_rope", "H*d"),
-    _Line("attn.q_head_norm_rope attn.attend", "H d"),
-    _Line("attn.wkv attn.kv_norm_rope attn.kv_write", "d"),
-    _Line("attn.compressor.proj", "c*d", "latent gate"),
-    _Line(_POOL, "d", counts=Rows.OTHERS),
-    _Line(_POOL, "m*c c*d", "state_latent state_gate", counts=Rows.SEQUENCES),
-    _Line("attn.compressor.write", "d", counts=Rows.OTHERS),
-    _Line("attn.indexer.compressor.proj", "c*id", "latent gate"),
-    _Line(_INDEXER_POOL, "id", counts=Rows.OTHERS),
-    _Line(_INDEXER_POOL, "m*c c*id", "state_latent state_gate", counts=Rows.SEQUENCES),
-    _Line(f"{_POOL} {_INDEXER_POOL}", "", "entry_offsets", _I, Rows.BOUNDS),
-    _Line("attn.wo_a", "g*ol"),
-    _Line("ffn.shared.w13", "2*I"),
-    _Line("ffn.shared.act", "I"),
+    _FormRow("attn.hc_pre ffn.hc_pre attn.norm ffn.norm attn.wo_b hc_head norm", "D"),
+    _FormRow("attn.hc_pre ffn.hc_pre", "S", "post"),
+    _FormRow("attn.hc_pre ffn.hc_pre", "S S", "mix"),
+    _FormRow("attn.hc_post ffn.hc_post", "S D"),
+    _FormRow("attn.wq_b attn.inverse_rope", "H*d"),
+    _FormRow("attn.q_head_norm_rope attn.attend", "H d"),
+    _FormRow("attn.wkv attn.kv_norm_rope attn.kv_write", "d"),
+    _FormRow("attn.compressor.proj", "c*d", "latent gate"),
+    _FormRow(_POOL, "d", counts=RowUnit.OTHERS),
+    _FormRow(_POOL, "m*c c*d", "state_latent state_gate", counts=RowUnit.SEQUENCES),
+    _FormRow("attn.compressor.write", "d", counts=RowUnit.OTHERS),
+    _FormRow("attn.indexer.compressor.proj", "c*id", "latent gate"),
+    _FormRow(_INDEXER_POOL, "id", counts=RowUnit.OTHERS),
+    _FormRow(_INDEXER_POOL, "m*c c*id", "state_latent state_gate", counts=RowUnit.SEQUENCES),
+    _FormRow(f"{_POOL} {_INDEXER_POOL}", "", "entry_offsets", _I, RowUnit.BOUNDS),
+    _FormRow("attn.wo_a", "g*ol"),
+    _FormRow("ffn.shared.w13", "2*I"),
+    _FormRow("ffn.shared.act", "I"),
 )
 _V32 = (
     *_BOTH,
-    _Line("attn.norm ffn.norm norm", "D", "out residual"),
-    _Line("attn.wo ffn.w2", "D"),
-    _Line("attn.wq_b", "H*n+H*p"),
-    _Line("attn.rope", "H n+p", "q"),
-    _Line("attn.rope", "p", "key"),
-    _Line("attn.wkv_a attn.kv_write", "kl+p"),
-    _Line("attn.kv_norm", "kl"),
-    _Line("attn.wkv_b", "H*n+H*v"),
-    _Line("attn.indexer.wk attn.indexer.k", "id"),
-    _Line("attn.attend", "H*v"),
-    _Line("ffn.w13", "2*F"),
-    _Line("ffn.act", "F"),
-    _Line("ffn.shared.w13", "2*X"),
-    _Line("ffn.shared.act", "X"),
+    _FormRow("attn.norm ffn.norm norm", "D", "out residual"),
+    _FormRow("attn.wo ffn.w2", "D"),
+    _FormRow("attn.wq_b", "H*n+H*p"),
+    _FormRow("attn.rope", "H n+p", "q"),
+    _FormRow("attn.rope", "p", "key"),
+    _FormRow("attn.wkv_a attn.kv_write", "kl+p"),
+    _FormRow("attn.kv_norm", "kl"),
+    _FormRow("attn.wkv_b", "H*n+H*v"),
+    _FormRow("attn.indexer.wk attn.indexer.k", "id"),
+    _FormRow("attn.attend", "H*v"),
+    _FormRow("ffn.w13", "2*F"),
+    _FormRow("ffn.act", "F"),
+    _FormRow("ffn.shared.w13", "2*X"),
+    _FormRow("ffn.shared.act", "X"),
 )
 _CUT = {"latent": "kl", "rope": "p"}  # columns of V3.2's wkv_a and kv_write
 _OUTSIDE = {
     "tokens": SiteForm((), _I),
     "positions": SiteForm((), _I),
-    "offsets": SiteForm((), _I, Rows.BOUNDS),
+    "offsets": SiteForm((), _I, RowUnit.BOUNDS),
 }
-_CODES = SiteForm(None, Holds.CODES, dimensions=2)
-_TENSOR_SCALE = SiteForm(None, Holds.NUMBERS, Rows.OTHERS)  # one for all, or one a row
+_CODES = SiteForm(None, ElementKind.CODES, dimensions=2)
+_TENSOR_SCALE = SiteForm(None, ElementKind.NUMBERS, RowUnit.OTHERS)  # one for all, or one a row
 
 
-class Forms(NamedTuple):
+class ComponentForms(NamedTuple):
     """The forms of one component's inputs and outputs, by name."""
 
     inputs: Mapping[str, SiteForm]
@@ -179,26 +179,28 @@ class Forms(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def declared_forms(config: Config, recipe: Recipe) -> Mapping[str, Forms]:
+def declared_forms(config: Config, recipe: Recipe) -> Mapping[str, ComponentForms]:
     """Return the forms of every component outside drafters, by its name.
 
     Plain values may stand wherever codes may: a kernel can quantise its input itself.
     """
-    found: dict[str, Forms] = {}
+    found: dict[str, ComponentForms] = {}
     for each in (*components(config), *components(config, recipe)):
         if each.block is None or not each.block.is_drafter:
-            known = found.get(each.name, Forms({}, {}))
-            made = _made(config, each.role, each.block)
+            known = found.get(each.name, ComponentForms({}, {}))
+            made = _component_forms(config, each.role, each.block)
             outputs = {name: made[name] for name in each.outputs if name in made}
             inputs = {**known.inputs, **_input_forms(config, each)}
-            found[each.name] = Forms(inputs, {**known.outputs, **outputs})
+            found[each.name] = ComponentForms(inputs, {**known.outputs, **outputs})
     for each in components(config, recipe):
         codes = next((one for one in each.inputs if one.name == "codes"), None)
         if codes is not None and each.name in found:
             forms = _quantised_forms(config, recipe, each)
             maker = codes.sources[0].component
-            found[each.name] = Forms({**found[each.name].inputs, **forms}, found[each.name].outputs)
-            found[maker] = Forms(found[maker].inputs, {**found[maker].outputs, **forms})
+            found[each.name] = ComponentForms(
+                {**found[each.name].inputs, **forms}, found[each.name].outputs
+            )
+            found[maker] = ComponentForms(found[maker].inputs, {**found[maker].outputs, **forms})
     return found
 
 
@@ -206,8 +208,8 @@ def _quantised_forms(config: Config, recipe: Recipe, linear: Component) -> dict[
     """Return the forms of a linear's input as codes; how scales lie is left to the kernel."""
     weight = parameter_named(config, linear.weights[0])
     form = block_format(recipe.format_of(weight).activation)
-    holds = Holds.NUMBERS if form.scale is FP32 else Holds.CODES
-    scale = SiteForm(None, holds, Rows.OTHERS, dimensions=1)
+    holds = ElementKind.NUMBERS if form.scale is FP32 else ElementKind.CODES
+    scale = SiteForm(None, holds, RowUnit.OTHERS, dimensions=1)
     found = {"codes": _CODES, "block_scale": scale}
     return {**found, "tensor_scale": _TENSOR_SCALE} if form.tensor_scale else found
 
@@ -227,13 +229,15 @@ def _form_of_input(
     if each.via in _OUTSIDE:
         return _OUTSIDE[each.via]
     if each.via == "state":
-        own = _made(config, component.role, component.block).get(each.name)
+        own = _component_forms(config, component.role, component.block).get(each.name)
         kept = earlier.get(each.name.removeprefix(_STATE))
-        return own or (kept and replace(kept, counts=Rows.OTHERS))
+        return own or (kept and replace(kept, counts=RowUnit.OTHERS))
     if len(each.sources) != 1:
         return None
     source = each.sources[0]
-    made = _made(config, source.role, _block_of(config, source)).get(source.name or "out")
+    made = _component_forms(config, source.role, _block_of(config, source)).get(
+        source.name or "out"
+    )
     if made is None or not each.via:
         return made
     letters = shape_letters(config)
@@ -247,7 +251,7 @@ def _block_of(config: Config, site: Site) -> Block | None:
 
 
 @lru_cache(maxsize=1024)
-def _made(config: Config, role: str, block: Block | None) -> Mapping[str, SiteForm]:
+def _component_forms(config: Config, role: str, block: Block | None) -> Mapping[str, SiteForm]:
     """Return the forms of what a role puts out where nothing is quantised."""
     if block is not None and block.is_drafter:
         return {}

@@ -73,14 +73,14 @@ class Kind(StrEnum):
         return self is not Kind.PLAIN
 
 
-class Pairing(StrEnum):
+class RopePairing(StrEnum):
     """Which two dims a rotation mixes."""
 
     INTERLEAVED = "interleaved"  # (2i, 2i + 1)
     HALVES = "halves"  # (i, i + dims / 2)
 
 
-class End(StrEnum):
+class RopeEnd(StrEnum):
     """Which end of a head carries the rotary dims."""
 
     FIRST = "first"
@@ -133,8 +133,8 @@ class Rope:
 
     theta: float
     dims: int
-    pairing: Pairing
-    end: End
+    pairing: RopePairing
+    end: RopeEnd
     yarn: Yarn | None
 
     @property

@@ -29,7 +29,7 @@ from degarble.harness.backends.graph.steps import MemorySize, memory_of
 from degarble.harness.base.errors import DegarbleError
 from degarble.harness.cli.kernels import settings_here
 from degarble.harness.formats.layouts import SWIZZLE_128X4
-from degarble.harness.model.presets import V4_FLASH, V4_PRO
+from degarble.harness.model.config.config import V4_FLASH, V4_PRO
 from degarble.kernels.gemm.problem import GemmProblem
 from degarble.kernels.rows.mhc_problem import split_weight
 from degarble.references.numerics import Switches

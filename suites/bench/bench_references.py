@@ -15,7 +15,7 @@ import torch
 from degarble.harness.inference.generation import Continuation, Generation, Limits, Sampling
 from degarble.harness.inference.model import LogitsModel, numerics_of, threads_for
 from degarble.harness.inference.weights import HeldWeights
-from degarble.harness.model.presets import small_v4
+from degarble.harness.model.config.config import small_v4
 from degarble.references.binding import Bound
 from degarble.references.model.v4 import ModelV4
 from degarble.references.numerics import SOURCES, Numerics

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from degarble.harness.checkpoint.read.types import DTYPE_BITS
+from degarble.harness.model.config.config import V3_2, V4_PRO
 from degarble.harness.model.layouts import layout_named
-from degarble.harness.model.presets import V3_2, V4_PRO
 from degarble.harness.model.tensors import tensors_of
 from degarble.harness.report.progress import duration
 from degarble.suites.bench.timing import Neighbours, Section, Settings, Table, Target

@@ -26,7 +26,7 @@ import torch
 from degarble.harness.checkpoint.audit.against.against import measure_against
 from degarble.harness.checkpoint.audit.numbers.numbers import judge_numbers, measure_numbers
 from degarble.harness.checkpoint.view.view import Checkpoint
-from degarble.harness.model.presets import small_v4
+from degarble.harness.model.config.config import small_v4
 from degarble.suites.bench.peak_checkpoint_quantise import _peak_bytes
 from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
 

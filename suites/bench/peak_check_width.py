@@ -27,8 +27,8 @@ from degarble.harness.formats.layouts import LINEAR
 from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection
 from degarble.harness.formats.weight import Storage, Weight
 from degarble.harness.inference.devices import CPU, require_device, run_on_device
+from degarble.harness.model.config.config import V4_PRO
 from degarble.harness.model.parameters import parameters
-from degarble.harness.model.presets import V4_PRO
 from degarble.harness.model.recipes import recipe_named
 from degarble.harness.model.types import Dtype, Kind
 from degarble.references.binding import Bound

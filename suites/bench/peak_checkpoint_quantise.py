@@ -23,8 +23,8 @@ from degarble.harness.checkpoint.transform.quantise.calibration import Amax, Cal
 from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, run_job, target_layout
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.formats.number_formats import NVFP4
+from degarble.harness.model.config.config import small_v4
 from degarble.harness.model.parameters import parameters
-from degarble.harness.model.presets import small_v4
 from degarble.harness.model.recipes import recipe_named
 from degarble.suites.bench import peers_formats as peers
 from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint

@@ -21,7 +21,7 @@ SHARDS = 95
 
 def config_of(model: str) -> Config:
     """Return V4-Pro, or a small model of the same family."""
-    from degarble.harness.model.presets import V4_PRO, small_v4  # noqa: PLC0415  cold start
+    from degarble.harness.model.config.config import V4_PRO, small_v4  # noqa: PLC0415  cold start
 
     return V4_PRO if model == "pro" else small_v4(num_attention_heads=16, o_groups=8)
 

@@ -18,8 +18,8 @@ from degarble.harness.checkpoint.transform.convert.job import job_for
 from degarble.harness.checkpoint.transform.convert.prove import prove
 from degarble.harness.checkpoint.transform.quantise.calibration import Amax, Calibration
 from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, run_job, target_layout
+from degarble.harness.model.config.config import small_v4
 from degarble.harness.model.parameters import parameters
-from degarble.harness.model.presets import small_v4
 from degarble.harness.model.recipes import recipe_named
 from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.model.presets import V3_2, V4_PRO
+from degarble.harness.model.config.config import V3_2, V4_PRO
 from degarble.references import routing
 from degarble.suites.bench import bench_streaming as bench
 from degarble.suites.bench import peak_streaming

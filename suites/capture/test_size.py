@@ -12,7 +12,7 @@ from degarble.harness.capture.files.records import Phase
 from degarble.harness.capture.files.writer import CaptureWriter
 from degarble.harness.capture.options import CaptureFilter
 from degarble.harness.capture.recorder import Recorder
-from degarble.harness.model.presets import V4_PRO
+from degarble.harness.model.config.config import V4_PRO
 from degarble.references.binding import Bound
 from degarble.references.model.v4 import ModelV4
 from degarble.references.model.v32 import ModelV32

@@ -13,7 +13,7 @@ from degarble.harness.chat.conversation import CHAT, THINKING, Style
 from degarble.harness.chat.dsml import ToolCall, read_calls, write_calls
 from degarble.harness.chat.encode_v4 import CALLS, encode
 from degarble.harness.chat.special_tokens import EOS
-from degarble.harness.model.presets import small_v4, small_v32
+from degarble.harness.model.config.config import small_v4, small_v32
 from degarble.suites.chat.talk_cases import ENCODER, TOOL, TOOLS_TEXT, system, user
 
 if TYPE_CHECKING:

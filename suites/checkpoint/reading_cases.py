@@ -20,10 +20,9 @@ from degarble.harness.checkpoint.view.stored import TORCH_DTYPES
 from degarble.harness.formats.dialects import CANONICAL, MODELOPT
 from degarble.harness.formats.number_formats import NVFP4, block_format
 from degarble.harness.formats.quantise import dequantise, quantise
+from degarble.harness.model.config.config import small_v4, small_v32
 from degarble.harness.model.config.json_file import config_to_dict
-from degarble.harness.model.presets import small_v4, small_v32
-from degarble.harness.model.storage import Part
-from degarble.harness.model.tensors import slots
+from degarble.harness.model.tensors import PartKind, slots
 from degarble.harness.model.types import Dtype
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ class Model:
 
     config: Config
     layout: Layout
-    parts: Mapping[str, Mapping[Part, Tensor]]
+    parts: Mapping[str, Mapping[PartKind, Tensor]]
     values: Mapping[str, Tensor]
 
 
@@ -112,7 +111,7 @@ def make_model(config: Config, layout: Layout, seed: int) -> Model:
     """Draw every parameter that the layout stores, quantised as its recipe says."""
     generator = torch.Generator().manual_seed(seed)
     recipe = layout.recipe_for(config)
-    parts: dict[str, dict[Part, Tensor]] = {}
+    parts: dict[str, dict[PartKind, Tensor]] = {}
     values: dict[str, Tensor] = {}
     for slot in slots(config, layout):
         name = slot.parameter.name
@@ -124,21 +123,21 @@ def make_model(config: Config, layout: Layout, seed: int) -> Model:
 
 def _draw(
     parameter: Parameter, weight: str, dtype: Dtype, generator: torch.Generator
-) -> tuple[dict[Part, Tensor], Tensor]:
+) -> tuple[dict[PartKind, Tensor], Tensor]:
     if dtype in (Dtype.I64, Dtype.I32):
         ids = torch.randint(0, 3, parameter.shape, generator=generator)
         ids = ids.to(TORCH_DTYPES[dtype.value])
-        return {Part.VALUE: ids}, ids
+        return {PartKind.VALUE: ids}, ids
     drawn = torch.randn(parameter.shape, generator=generator)
     if weight == "BF16":
         drawn = drawn.to(TORCH_DTYPES[dtype.value])
-        return {Part.VALUE: drawn}, drawn
+        return {PartKind.VALUE: drawn}, drawn
     fmt = block_format(weight)
     made = quantise(drawn, fmt, MODELOPT if fmt == NVFP4 else CANONICAL)
-    parts = {Part.CODES: made.codes, Part.BLOCK_SCALE: made.block_scale}
+    parts = {PartKind.CODES: made.codes, PartKind.BLOCK_SCALE: made.block_scale}
     if made.tensor_scale is not None:
-        parts[Part.TENSOR_SCALE] = made.tensor_scale
-        parts[Part.INPUT_SCALE] = torch.rand((), generator=generator) + 0.1
+        parts[PartKind.TENSOR_SCALE] = made.tensor_scale
+        parts[PartKind.INPUT_SCALE] = torch.rand((), generator=generator) + 0.1
     return parts, dequantise(made)
 
 

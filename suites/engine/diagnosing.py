@@ -18,8 +18,7 @@ from degarble.harness.engine.diagnose.trial import make, proof
 from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext, FaultVariant
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.model.components import component_named
-from degarble.harness.model.config.config import V4Config
-from degarble.harness.model.presets import small_v4, small_v32
+from degarble.harness.model.config.config import V4Config, small_v4, small_v32
 from degarble.harness.model.recipes import recipe_named
 from degarble.references.binding import Bound
 from degarble.references.model.v4 import ModelV4

@@ -15,7 +15,7 @@ import torch
 
 from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.formats.weight import Weight
-from degarble.harness.model.presets import small_v4, small_v32
+from degarble.harness.model.config.config import small_v4, small_v32
 from degarble.references.binding import Bound
 from degarble.references.latent_attention import softmax_scale
 from degarble.references.numerics import Numerics, switches_of

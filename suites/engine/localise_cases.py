@@ -11,7 +11,7 @@ from degarble.harness.engine.faults.model_faults import FaultVariant
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.engine.localise.recorded_run import InMemoryRun
 from degarble.harness.inference.weights import HeldWeights
-from degarble.harness.model.presets import small_v4, small_v32
+from degarble.harness.model.config.config import small_v4, small_v32
 from degarble.harness.model.recipes import recipe_named
 from degarble.references.binding import Bound
 from degarble.references.numerics import Mode, Numerics, switches_of

@@ -22,7 +22,7 @@ from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext, Reach
 from degarble.harness.engine.faults.regions import apart
 from degarble.harness.model.components import component_named
-from degarble.harness.model.presets import small_v4, small_v32
+from degarble.harness.model.config.config import small_v4, small_v32
 from degarble.harness.model.recipes import recipe_named
 from degarble.harness.report.verdict import Verdict
 from degarble.references.binding import Bound

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.inference.model import LogitsModel
-from degarble.harness.model.presets import small_v4, small_v32
+from degarble.harness.model.config.config import small_v4, small_v32
 from degarble.references.binding import Bound
 from degarble.references.numerics import Numerics
 from degarble.references.weights import random_weights

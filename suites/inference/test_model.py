@@ -16,9 +16,9 @@ from degarble.harness.engine.localise.recorded_run import InMemoryRun
 from degarble.harness.formats.weight import Weight
 from degarble.harness.inference import devices
 from degarble.harness.inference.model import HELD_VALUES, open_model, threads_for
+from degarble.harness.model.config.config import V4_FLASH
 from degarble.harness.model.layouts import LAYOUTS
 from degarble.harness.model.parameters import parameter_named
-from degarble.harness.model.presets import V4_FLASH
 from degarble.harness.model.recipes import Formats, recipe_named
 from degarble.harness.report.verdict import Verdict
 from degarble.references.binding import Bound

@@ -19,8 +19,8 @@ from degarble.harness.formats.weight import Weight
 from degarble.harness.inference import weights
 from degarble.harness.inference.model import open_model
 from degarble.harness.inference.weights import HeldWeights, StreamedWeight, StreamedWeights
+from degarble.harness.model.config.config import small_v4
 from degarble.harness.model.layouts import LAYOUTS
-from degarble.harness.model.presets import small_v4
 from degarble.harness.model.recipes import recipe_named
 from degarble.references.state import Sequence
 from degarble.references.weights import quantised_weights, random_weights

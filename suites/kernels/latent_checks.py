@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.formats.codec import value_ulp_distance
-from degarble.harness.model.types import End, Pairing, Rope
+from degarble.harness.model.types import Rope, RopeEnd, RopePairing
 from degarble.kernels.primitives import kv_problem as rows
 from degarble.references import elementary
 from degarble.references.numerics import Numerics
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SPREADS = ("ordinary", "wide", "tiny", "huge", "ties", "zeros", "special")
-ROPE = Rope(theta=10_000.0, dims=rows.ROTATED, pairing=Pairing.INTERLEAVED, end=End.LAST, yarn=None)
+ROPE = Rope(
+    theta=10_000.0, dims=rows.ROTATED, pairing=RopePairing.INTERLEAVED, end=RopeEnd.LAST, yarn=None
+)
 NAN_BF16 = 0x7FFF  # what a conversion to BF16 makes of a NaN; PTX ISA 9.1, cvt
 
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
-from degarble.harness.model.config.config import Dspark, V4Config, V32Config
-from degarble.harness.model.presets import small_v4, small_v32
+from degarble.harness.model.config.config import Dspark, V4Config, V32Config, small_v4, small_v32
 from degarble.harness.model.types import Yarn
 
 if TYPE_CHECKING:

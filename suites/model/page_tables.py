@@ -10,8 +10,16 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from degarble.harness.model import wiring
-from degarble.harness.model.config.config import LAYER_TYPES, Config, V4Config, compressor_windows
+from degarble.harness.model import components
+from degarble.harness.model.config.config import (
+    LAYER_TYPES,
+    V3_2,
+    V4_FLASH,
+    V4_PRO,
+    Config,
+    V4Config,
+    compressor_windows,
+)
 from degarble.harness.model.layouts import LAYOUTS, Layout, layout_named
 from degarble.harness.model.parameters import (
     EXPERT,
@@ -25,9 +33,8 @@ from degarble.harness.model.parameters import (
     Row,
     parameters,
 )
-from degarble.harness.model.presets import V3_2, V4_FLASH, V4_PRO
 from degarble.harness.model.recipes import RECIPE_NAMES, recipe_named
-from degarble.harness.model.sharding import STYLES, Cut
+from degarble.harness.model.sharding import STYLES, ShardCut
 from degarble.harness.model.tensors import tensors_of
 from degarble.harness.model.types import Block, Kind, LayerType, MlpType
 
@@ -173,7 +180,7 @@ def names(family: str) -> str:
     return table(header, rows)
 
 
-def diagram(lines: Iterable[wiring.Line]) -> str:
+def diagram(lines: Iterable[components.ComponentWiring]) -> str:
     """What feeds what, one line a component; outputs are told where there is more than `out`."""
     text = []
     for line in lines:
@@ -216,7 +223,7 @@ def shards() -> str:
     """How engines cut."""
     rows = []
     for (family, style), cuts in STYLES.items():
-        groups: dict[Cut, list[str]] = {}
+        groups: dict[ShardCut, list[str]] = {}
         for name, cut in cuts.items():
             groups.setdefault(cut, []).append(name.replace(EXPERT, "E"))
         for cut, roles in groups.items():
@@ -231,8 +238,16 @@ def parts() -> dict[str, str]:
     return {
         "layer types": layer_types(),
         "models": models(),
-        "v4 diagram": diagram((*wiring.V4_FIRST, *wiring.V4_BLOCK, *wiring.V4_LAST)),
-        "v3.2 diagram": diagram((*wiring.V32_FIRST, *wiring.V32_BLOCK, *wiring.V32_LAST)),
+        "v4 diagram": diagram(
+            (*components.V4_FIRST_WIRING, *components.V4_BLOCK_WIRING, *components.V4_LAST_WIRING)
+        ),
+        "v3.2 diagram": diagram(
+            (
+                *components.V32_FIRST_WIRING,
+                *components.V32_BLOCK_WIRING,
+                *components.V32_LAST_WIRING,
+            )
+        ),
         "v4 names": names(V4Config.family),
         "v3.2 names": names("deepseek_v32"),
         "layouts": layouts(),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from degarble.harness.base.errors import InvalidArgument, LayoutMismatch, UnknownName
 from degarble.harness.model import components as module
-from degarble.harness.model import wiring
+from degarble.harness.model import components as wiring
 from degarble.harness.model.components import (
     OUTSIDE,
     Component,
@@ -18,9 +18,15 @@ from degarble.harness.model.components import (
     components,
     site_named,
 )
-from degarble.harness.model.config.config import Config, Dspark, V4Config
+from degarble.harness.model.config.config import (
+    V4_PRO,
+    Config,
+    Dspark,
+    V4Config,
+    small_v4,
+    small_v32,
+)
 from degarble.harness.model.parameters import parameter_named, parameters
-from degarble.harness.model.presets import V4_PRO, small_v4, small_v32
 from degarble.harness.model.recipes import RECIPE_NAMES, Recipe, Rule, recipe_named
 from degarble.harness.model.types import Kind
 from degarble.suites.model.configs import configs
@@ -103,8 +109,8 @@ def loose_ends(found: Iterable[Component]) -> list[str]:
 
 
 def test_a_wrong_producer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = [replace_input(line, "attn.wq_b") for line in wiring.V4_BLOCK]
-    monkeypatch.setattr(wiring, "V4_BLOCK", tuple(lines))
+    lines = [replace_input(line, "attn.wq_b") for line in wiring.V4_BLOCK_WIRING]
+    monkeypatch.setattr(wiring, "V4_BLOCK_WIRING", tuple(lines))
     module._components.cache_clear()
     try:
         found = loose_ends(components(small_v4(compress_ratios=(0,) * 5)))
@@ -113,7 +119,7 @@ def test_a_wrong_producer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == [f"{b.prefix}.attn.wq_b.in.x" for b in small_v4().blocks]
 
 
-def replace_input(line: wiring.Line, name: str) -> wiring.Line:
+def replace_input(line: wiring.ComponentWiring, name: str) -> wiring.ComponentWiring:
     if line.name != name:
         return line
     return line._replace(inputs="x=attn.wo_b.out")  # produced later

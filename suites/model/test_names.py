@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given, settings
 
 from degarble.harness.base.errors import LayoutMismatch, UnknownName
+from degarble.harness.model.config.config import V4_PRO, small_v4, small_v32
 from degarble.harness.model.layouts import LAYOUTS, Layout, layout_named
-from degarble.harness.model.names import Move, NameMap, Typing, name_map
-from degarble.harness.model.presets import V4_PRO, small_v4, small_v32
-from degarble.harness.model.storage import Part
-from degarble.harness.model.tensors import tensors_of
+from degarble.harness.model.tensors import Move, NameMap, PartKind, TypeChange, name_map, tensors_of
 from degarble.suites.model.configs import TINY_V4, TINY_V32, configs
 
 if TYPE_CHECKING:
@@ -189,18 +187,18 @@ def test_types_change_as_said(v4_pro_to_vllm: NameMap) -> None:
         (m.part, m.source.dtype.value, m.target.dtype.value): m.typing for m in v4_pro_to_vllm.moves
     }
     assert typed == {
-        (Part.VALUE, "BF16", "BF16"): Typing.SAME,
-        (Part.VALUE, "F32", "F32"): Typing.SAME,
-        (Part.VALUE, "I64", "I32"): Typing.CAST,
-        (Part.CODES, "F8_E4M3", "F8_E4M3"): Typing.SAME,
-        (Part.CODES, "I8", "U8"): Typing.VIEW,
-        (Part.BLOCK_SCALE, "F8_E8M0", "F8_E8M0"): Typing.SAME,
-        (Part.BLOCK_SCALE, "F8_E8M0", "U8"): Typing.VIEW,
+        (PartKind.VALUE, "BF16", "BF16"): TypeChange.SAME,
+        (PartKind.VALUE, "F32", "F32"): TypeChange.SAME,
+        (PartKind.VALUE, "I64", "I32"): TypeChange.CAST,
+        (PartKind.CODES, "F8_E4M3", "F8_E4M3"): TypeChange.SAME,
+        (PartKind.CODES, "I8", "U8"): TypeChange.VIEW,
+        (PartKind.BLOCK_SCALE, "F8_E8M0", "F8_E8M0"): TypeChange.SAME,
+        (PartKind.BLOCK_SCALE, "F8_E8M0", "U8"): TypeChange.VIEW,
     }
     config = small_v4()
     norms = name_map(config, layout_named("bf16", config), layout_named("transformers", config))
     (move,) = norms.filling("model.norm.weight")
-    assert (move.source.dtype, move.target.dtype, move.typing) == ("BF16", "F32", Typing.CAST)
+    assert (move.source.dtype, move.target.dtype, move.typing) == ("BF16", "F32", TypeChange.CAST)
 
 
 def test_what_has_no_place_is_named_with_its_reason() -> None:

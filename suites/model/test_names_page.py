@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from degarble.harness.model import presets
 from degarble.harness.model.components import component_named, site_named
+from degarble.harness.model.config import config as presets
 from degarble.harness.model.config import json_file
-from degarble.harness.model.config.config import Dspark
+from degarble.harness.model.config.config import V3_2, V4_PRO, Dspark, small_v4
 from degarble.harness.model.parameters import parameter_named
-from degarble.harness.model.presets import V3_2, V4_PRO, small_v4
 from degarble.harness.model.recipes import recipe_from_yaml
 from degarble.harness.model.sites import parse_site
-from degarble.harness.model.storage import SUFFIXES
+from degarble.harness.model.tensors import SUFFIXES
 from degarble.suites.model.page_tables import parts
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "anatomy.md"

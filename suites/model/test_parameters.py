@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from degarble.harness.base.errors import UnknownName
-from degarble.harness.model.config.config import Dspark, V4Config
+from degarble.harness.model.config.config import V3_2, V4_FLASH, V4_PRO, Dspark, V4Config, small_v4
 from degarble.harness.model.parameters import (
     V4_BLOCK,
     V4_ENDS,
@@ -23,7 +23,6 @@ from degarble.harness.model.parameters import (
     parameter_named,
     parameters,
 )
-from degarble.harness.model.presets import V3_2, V4_FLASH, V4_PRO, small_v4
 from degarble.harness.model.types import Kind
 from degarble.suites.model.configs import configs
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 
 from degarble.harness.base.errors import Refused, UnknownName, UnreadableFile
 from degarble.harness.formats.number_formats import BLOCK_FORMATS
+from degarble.harness.model.config.config import V3_2, V4_FLASH, V4_PRO, small_v4, small_v32
 from degarble.harness.model.parameters import parameter_named, parameters
-from degarble.harness.model.presets import V3_2, V4_FLASH, V4_PRO, small_v4, small_v32
 from degarble.harness.model.recipes import (
     ACTIVATION_FORMATS,
     BF16,

@@ -11,13 +11,12 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from degarble.harness.base.errors import InvalidArgument, Refused, ShapeMismatch, UnknownName
+from degarble.harness.model.config.config import V3_2, V4_FLASH, V4_PRO, small_v4, small_v32
 from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.parameters import parameter_named, parameters
-from degarble.harness.model.presets import V3_2, V4_FLASH, V4_PRO, small_v4, small_v32
 from degarble.harness.model.recipes import recipe_named
-from degarble.harness.model.sharding import STYLES, Plan, part_boxes, plan, rank_tensors
-from degarble.harness.model.storage import Part, parts_of
-from degarble.harness.model.tensors import tensors_of
+from degarble.harness.model.sharding import STYLES, ShardingPlan, part_boxes, plan, rank_tensors
+from degarble.harness.model.tensors import PartKind, parts_of, tensors_of
 from degarble.harness.model.types import Box
 from degarble.suites.model.configs import configs
 
@@ -25,10 +24,10 @@ if TYPE_CHECKING:
     from degarble.harness.model.config.config import Config
     from degarble.harness.model.layouts import Layout
     from degarble.harness.model.parameters import Parameter
-    from degarble.harness.model.sharding import Shard
+    from degarble.harness.model.sharding import ParameterShard
 
 
-def gaps(parameter: Parameter, shards: tuple[Shard, ...]) -> list[str]:
+def gaps(parameter: Parameter, shards: tuple[ParameterShard, ...]) -> list[str]:
     """Say where boxes overlap, leave the tensor, or leave something out."""
     found = []
     whole = Box.whole(parameter.shape)
@@ -44,7 +43,7 @@ def gaps(parameter: Parameter, shards: tuple[Shard, ...]) -> list[str]:
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Plan:
+def plans(draw: st.DrawFn) -> ShardingPlan:
     config = draw(configs(aligned=True))
     style = draw(st.sampled_from([name for family, name in STYLES if family == config.family]))
     tp = draw(st.sampled_from([1, 2, 3, 4]))
@@ -58,7 +57,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 @settings(max_examples=30)
 @given(plans())
-def test_shards_tile_every_parameter(made: Plan) -> None:
+def test_shards_tile_every_parameter(made: ShardingPlan) -> None:
     for parameter in parameters(made.config):
         shards = made.shards(parameter)
         assert gaps(parameter, shards) == [], parameter.name
@@ -72,7 +71,7 @@ def test_shards_tile_every_parameter(made: Plan) -> None:
 
 @settings(max_examples=30)
 @given(plans(), st.sampled_from(["bf16", "official", "nvfp4-experts", "nvfp4-full"]))
-def test_shards_tile_every_stored_part(made: Plan, name: str) -> None:
+def test_shards_tile_every_stored_part(made: ShardingPlan, name: str) -> None:
     recipe = recipe_named(name, made.config)
     for parameter in parameters(made.config):
         formats = recipe.format_of(parameter)
@@ -121,7 +120,7 @@ TP8 = [
 
 @pytest.mark.parametrize(("name", "shape"), TP8)
 def test_known_shapes_of_v4_pro_on_eight_ranks(
-    v4_pro_tp8: Plan, name: str, shape: tuple[int, ...]
+    v4_pro_tp8: ShardingPlan, name: str, shape: tuple[int, ...]
 ) -> None:
     parameter = parameter_named(V4_PRO, f"layers.4.{name}")
     boxes = [v4_pro_tp8.box_on(parameter, rank) for rank in range(8)]
@@ -156,7 +155,7 @@ def vllm(config: Config) -> Layout:
 
 
 @pytest.fixture(scope="module")
-def v4_pro_tp8() -> Plan:
+def v4_pro_tp8() -> ShardingPlan:
     return plan(V4_PRO, tp=8)
 
 
@@ -289,4 +288,4 @@ def test_scalars_go_wherever_their_parameter_goes() -> None:
     boxes = dict(
         part_boxes(made, parameter, recipe_named("nvfp4-full", made.config).format_of(parameter))
     )
-    assert boxes[Part.TENSOR_SCALE] == ((Box(()), (0, 1)),)
+    assert boxes[PartKind.TENSOR_SCALE] == ((Box(()), (0, 1)),)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.model.components import components
-from degarble.harness.model.presets import V4_PRO
+from degarble.harness.model.config.config import V4_PRO
 from degarble.harness.model.sites import Port, Site, parse_site
 from degarble.suites.model.configs import configs
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from degarble.harness.base.errors import LayoutMismatch, ShapeMismatch, UnknownName
+from degarble.harness.model.config.config import V4_FLASH, V4_PRO, small_v4
 from degarble.harness.model.parameters import parameter_named
-from degarble.harness.model.presets import V4_FLASH, V4_PRO, small_v4
 from degarble.harness.model.recipes import UNQUANTISED, Formats
-from degarble.harness.model.storage import SUFFIXES, Part, parts_of, suffixes_named
+from degarble.harness.model.tensors import SUFFIXES, PartKind, parts_of, suffixes_named
 from degarble.harness.model.types import Box, Dtype
 
 NVFP4 = Formats("NVFP4", "NVFP4")
@@ -43,14 +43,14 @@ def test_extents_of_published_tensors(
 def test_what_is_no_linear_stays_as_it_is() -> None:
     norm = parameter_named(V4_PRO, "layers.0.attn.q_norm")
     sink = parameter_named(V4_PRO, "layers.0.attn.attn_sink")
-    assert [(p.part, p.dtype) for p in parts_of(norm, NVFP4)] == [(Part.VALUE, Dtype.BF16)]
-    assert [(p.part, p.dtype) for p in parts_of(sink, NVFP4)] == [(Part.VALUE, Dtype.F32)]
+    assert [(p.part, p.dtype) for p in parts_of(norm, NVFP4)] == [(PartKind.VALUE, Dtype.BF16)]
+    assert [(p.part, p.dtype) for p in parts_of(sink, NVFP4)] == [(PartKind.VALUE, Dtype.F32)]
 
 
 def test_a_weight_alone_has_no_input_scale() -> None:
     linear = parameter_named(V4_PRO, W1)
     parts = [part.part for part in parts_of(linear, Formats("NVFP4", "BF16"))]
-    assert parts == [Part.CODES, Part.BLOCK_SCALE, Part.TENSOR_SCALE]
+    assert parts == [PartKind.CODES, PartKind.BLOCK_SCALE, PartKind.TENSOR_SCALE]
 
 
 def test_fp8_rounds_up_and_fp4_refuses() -> None:
@@ -66,10 +66,10 @@ def test_a_cut_follows_into_every_part() -> None:
     box = Box(((0, 7168), (384, 768)))
     boxes = {part.part: part.box_of(box, W2).ranges for part in parts_of(linear, NVFP4)}
     assert boxes == {
-        Part.CODES: ((0, 7168), (192, 384)),
-        Part.BLOCK_SCALE: ((0, 7168), (24, 48)),
-        Part.TENSOR_SCALE: (),
-        Part.INPUT_SCALE: (),
+        PartKind.CODES: ((0, 7168), (192, 384)),
+        PartKind.BLOCK_SCALE: ((0, 7168), (24, 48)),
+        PartKind.TENSOR_SCALE: (),
+        PartKind.INPUT_SCALE: (),
     }
 
 
@@ -92,25 +92,25 @@ def test_the_last_block_may_be_short() -> None:
 @pytest.mark.parametrize(
     ("table", "part", "weight", "suffix"),
     [
-        ("deepseek", Part.BLOCK_SCALE, "FP8_128X128_UE8M0", ".scale"),
-        ("deepseek", Part.BLOCK_SCALE, "MXFP4", ".scale"),
-        ("deepseek", Part.BLOCK_SCALE, "NVFP4", ".weight_scale"),
-        ("deepseek", Part.TENSOR_SCALE, "NVFP4", ".weight_scale_2"),
-        ("huggingface", Part.BLOCK_SCALE, "FP8_128X128_F32", ".weight_scale_inv"),
-        ("vllm", Part.BLOCK_SCALE, "MXFP4", ".weight_scale"),
-        ("vllm", Part.BLOCK_SCALE, "FP8_128X128_UE8M0", ".weight_scale_inv"),
-        ("compressed-tensors", Part.CODES, "NVFP4", ".weight_packed"),
-        ("compressed-tensors", Part.INPUT_SCALE, "NVFP4", ".input_global_scale"),
-        ("huggingface", Part.VALUE, "BF16", ".weight"),
+        ("deepseek", PartKind.BLOCK_SCALE, "FP8_128X128_UE8M0", ".scale"),
+        ("deepseek", PartKind.BLOCK_SCALE, "MXFP4", ".scale"),
+        ("deepseek", PartKind.BLOCK_SCALE, "NVFP4", ".weight_scale"),
+        ("deepseek", PartKind.TENSOR_SCALE, "NVFP4", ".weight_scale_2"),
+        ("huggingface", PartKind.BLOCK_SCALE, "FP8_128X128_F32", ".weight_scale_inv"),
+        ("vllm", PartKind.BLOCK_SCALE, "MXFP4", ".weight_scale"),
+        ("vllm", PartKind.BLOCK_SCALE, "FP8_128X128_UE8M0", ".weight_scale_inv"),
+        ("compressed-tensors", PartKind.CODES, "NVFP4", ".weight_packed"),
+        ("compressed-tensors", PartKind.INPUT_SCALE, "NVFP4", ".input_global_scale"),
+        ("huggingface", PartKind.VALUE, "BF16", ".weight"),
     ],
 )
-def test_suffixes(table: str, part: Part, weight: str, suffix: str) -> None:
+def test_suffixes(table: str, part: PartKind, weight: str, suffix: str) -> None:
     assert suffixes_named(table).suffix(part, weight) == suffix
 
 
 def test_a_part_without_a_name_is_refused() -> None:
     with pytest.raises(LayoutMismatch, match="block_scale of MXFP4 = 'huggingface'"):
-        suffixes_named("huggingface").suffix(Part.BLOCK_SCALE, "MXFP4")
+        suffixes_named("huggingface").suffix(PartKind.BLOCK_SCALE, "MXFP4")
     with pytest.raises(UnknownName, match="Did you mean vllm"):
         suffixes_named("vlm")
 

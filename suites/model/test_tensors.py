@@ -11,9 +11,16 @@ from hypothesis import given, settings
 
 from degarble.harness.base.errors import InvalidArgument, LayoutMismatch, ShapeMismatch, UnknownName
 from degarble.harness.model import parameters as parameter_module
-from degarble.harness.model.config.config import Config, V4Config
+from degarble.harness.model.config.config import (
+    V3_2,
+    V4_FLASH,
+    V4_PRO,
+    Config,
+    V4Config,
+    small_v4,
+    small_v32,
+)
 from degarble.harness.model.layouts import LAYOUTS, layout_named
-from degarble.harness.model.presets import V3_2, V4_FLASH, V4_PRO, small_v4, small_v32
 from degarble.harness.model.recipes import Recipe, Rule
 from degarble.harness.model.tensors import slots, tensors_of
 from degarble.harness.model.types import Dtype, StoredTensor

@@ -18,11 +18,10 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from safetensors.torch import load_file, save_file
 
+from degarble.harness.model.config.config import V3_2, V4_FLASH, V4_PRO
 from degarble.harness.model.config.json_file import config_from_dict, config_to_dict
 from degarble.harness.model.layouts import layout_named
-from degarble.harness.model.names import name_map
-from degarble.harness.model.presets import V3_2, V4_FLASH, V4_PRO
-from degarble.harness.model.tensors import tensors_of
+from degarble.harness.model.tensors import name_map, tensors_of
 from degarble.harness.model.types import Dtype
 from degarble.suites.hang_guard import HANG_SECONDS
 from degarble.suites.model.configs import TINY_V4, TINY_V32, configs
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.model.config.config import Config
-    from degarble.harness.model.names import NameMap
+    from degarble.harness.model.tensors import NameMap
 
 TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.F32: torch.float32, Dtype.I64: torch.int64}
 RANDOM_CONFIGS = 20

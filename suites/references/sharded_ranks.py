@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
-from degarble.harness.model.config.config import V4Config, V32Config
-from degarble.harness.model.presets import small_v4, small_v32
+from degarble.harness.model.config.config import V4Config, V32Config, small_v4, small_v32
 from degarble.harness.model.recipes import Recipe, Rule
 from degarble.harness.model.sharding import plan
 from degarble.references.binding import Bound

@@ -11,8 +11,7 @@ import torch
 
 from degarble.harness.base.errors import InvalidArgument, NotBuilt, UnknownName
 from degarble.harness.model.components import components
-from degarble.harness.model.config.config import Dspark
-from degarble.harness.model.presets import small_v4, small_v32
+from degarble.harness.model.config.config import Dspark, small_v4, small_v32
 from degarble.harness.model.recipes import RECIPE_NAMES, recipe_named
 from degarble.references.binding import Bound
 from degarble.references.model.v4 import ModelV4

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.model.types import End, Pairing, Rope
+from degarble.harness.model.types import Rope, RopeEnd, RopePairing
 from degarble.references import compressor, elementary
 from degarble.references.numerics import Numerics
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 EXACT = Numerics.definition()
-ROPE = Rope(theta=100.0, dims=4, pairing=Pairing.INTERLEAVED, end=End.LAST, yarn=None)
+ROPE = Rope(theta=100.0, dims=4, pairing=RopePairing.INTERLEAVED, end=RopeEnd.LAST, yarn=None)
 OVERLAPPING = compressor.PoolFacts(ratio=4, overlap=True, width=6, epsilon=1e-6, rope=ROPE)
 PLAIN = compressor.PoolFacts(ratio=8, overlap=False, width=6, epsilon=1e-6, rope=ROPE)
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from degarble.harness.model.presets import V3_2, V4_PRO, small_v4
-from degarble.harness.model.types import End, Pairing, Rope, Yarn
+from degarble.harness.model.config.config import V3_2, V4_PRO, small_v4
+from degarble.harness.model.types import Rope, RopeEnd, RopePairing, Yarn
 from degarble.references import elementary, latent_attention
 from degarble.references.numerics import HeadNorm, Numerics
 
@@ -165,7 +165,7 @@ def turned(row: list[float], t: int, frequencies: list[float]) -> list[float]:
     return out
 
 
-ROPE = Rope(theta=100.0, dims=6, pairing=Pairing.INTERLEAVED, end=End.LAST, yarn=None)
+ROPE = Rope(theta=100.0, dims=6, pairing=RopePairing.INTERLEAVED, end=RopeEnd.LAST, yarn=None)
 FREQUENCIES = [100.0 ** (-2 * i / 6) for i in range(3)]
 
 

@@ -10,7 +10,7 @@ import torch
 
 from degarble.harness.formats.number_formats import NVFP4
 from degarble.harness.formats.quantise import dequantise, quantise
-from degarble.harness.model.presets import small_v4, small_v32
+from degarble.harness.model.config.config import small_v4, small_v32
 from degarble.harness.model.recipes import Recipe, Rule
 from degarble.references import experts
 from degarble.references.binding import Bound

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from degarble.harness.model.presets import small_v4, small_v32
+from degarble.harness.model.config.config import small_v4, small_v32
 from degarble.references.facts import Span, V4Facts, V32Facts, spans_of
 from degarble.references.numerics import SOURCES, Numerics
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from degarble.harness.model.presets import V3_2, small_v32
+from degarble.harness.model.config.config import V3_2, small_v32
 from degarble.harness.model.types import Yarn
 from degarble.references import latent_attention
 from degarble.references.numerics import Numerics

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.model.presets import small_v4, small_v32
+from degarble.harness.model.config.config import small_v4, small_v32
 from degarble.harness.model.recipes import Recipe, Rule
 from degarble.references import attention, indexer
 from degarble.references.binding import Bound

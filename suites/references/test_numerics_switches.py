@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import DtypeMismatch, UnknownName
-from degarble.harness.model.config.config import V4Config
-from degarble.harness.model.presets import small_v4, small_v32
+from degarble.harness.model.config.config import V4Config, small_v4, small_v32
 from degarble.harness.model.recipes import Recipe, Rule
 from degarble.references.binding import Bound
 from degarble.references.model.v4 import ModelV4

@@ -14,7 +14,7 @@ from degarble.harness.formats.layouts import SWIZZLE_128X4
 from degarble.harness.formats.number_formats import BLOCK_FORMATS
 from degarble.harness.formats.quantise import quantise
 from degarble.harness.formats.weight import Weight
-from degarble.harness.model.presets import small_v4
+from degarble.harness.model.config.config import small_v4
 from degarble.harness.model.sharding import plan
 from degarble.harness.model.types import Box
 from degarble.references.sharded import RankWeights, Teams, sliced

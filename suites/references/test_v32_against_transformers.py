@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.model.presets import small_v32
+from degarble.harness.model.config.config import small_v32
 from degarble.harness.model.types import MlpType, Yarn
 from degarble.references.binding import Bound
 from degarble.references.model.v32 import ModelV32

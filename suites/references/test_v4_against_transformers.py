@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.model.presets import small_v4
+from degarble.harness.model.config.config import small_v4
 from degarble.harness.model.types import LayerType, MlpType, Yarn
 from degarble.references.binding import Bound
 from degarble.references.model.v4 import ModelV4

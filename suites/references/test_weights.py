@@ -9,8 +9,8 @@ import torch
 
 from degarble.harness.formats.dialects import CANONICAL, MODELOPT
 from degarble.harness.formats.number_formats import BLOCK_FORMATS
+from degarble.harness.model.config.config import small_v4, small_v32
 from degarble.harness.model.parameters import parameters
-from degarble.harness.model.presets import small_v4, small_v32
 from degarble.harness.model.recipes import RECIPE_NAMES, recipe_named
 from degarble.references.binding import Bound
 from degarble.references.model.v4 import ModelV4

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from degarble.harness.inference.generation import Limits, Sampling
-from degarble.harness.model.presets import V3_2, V4_FLASH
+from degarble.harness.model.config.config import V3_2, V4_FLASH
 from degarble.harness.serve.admission import OPEN_PATHS, AccessControl, MemoryBound, bytes_of
 from degarble.harness.serve.messages import ApiError, Bounds, SequenceRequest
 from degarble.harness.serve.metrics import FAMILIES, Metrics

@@ -15,8 +15,7 @@ from degarble.harness.capture.engine.ranks import APART, join_ranks
 from degarble.harness.capture.files.reader import Capture
 from degarble.harness.commands.check.check import CheckRun, CheckSettings
 from degarble.harness.inference.model import open_model
-from degarble.harness.model.config.config import V4Config
-from degarble.harness.model.presets import small_v32
+from degarble.harness.model.config.config import V4Config, small_v32
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.museum.torchrun import run_ranks
 from degarble.suites.vllm.vllm_ranks import PROMPTS, STEPS, captured

@@ -29,7 +29,7 @@ from degarble.harness.model.config.config import V4Config
 from degarble.harness.model.layouts import Spelling, layout_named
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.recipes import BF16, Recipe, Rule, recipe_named
-from degarble.harness.model.storage import Part
+from degarble.harness.model.tensors import PartKind
 from degarble.harness.model.types import Kind
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def stored_formats(names: LogicalNames) -> dict[str, StoredFormat]:
     for name, parameter in names.present.items():
         if parameter.kind is Kind.LINEAR:
             form = names.table.form(names.module_of(parameter))
-            scaled = Part.INPUT_SCALE in form.parts
+            scaled = PartKind.INPUT_SCALE in form.parts
             found[name] = StoredFormat(form.format.name if form.format else BF16, scaled)
     return found
 

@@ -40,7 +40,7 @@ from degarble.harness.formats.number_formats import (
     scale_shape,
 )
 from degarble.harness.formats.quantise import quantise
-from degarble.harness.model.storage import Part
+from degarble.harness.model.tensors import PartKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -88,33 +88,33 @@ class Recoded:
         _require_stack(self.weights, fmt)
         self.shape = (sum(each.shape[0] for each in self.weights), self.weights[0].shape[1])
 
-    def planned(self, names: Mapping[Part, str], key: str) -> tuple[PlannedTensor, ...]:
+    def planned(self, names: Mapping[PartKind, str], key: str) -> tuple[PlannedTensor, ...]:
         """List the tensors, codes before scales."""
         fmt = self.format
         if fmt is None:
-            return (PlannedTensor(names[Part.VALUE], "BF16", self.shape, key),)
+            return (PlannedTensor(names[PartKind.VALUE], "BF16", self.shape, key),)
         codes, scale = _DTYPES[fmt.element.name], _DTYPES[fmt.scale.name]
         found = [
-            PlannedTensor(names[Part.CODES], codes, codes_shape(self.shape, fmt), key),
-            PlannedTensor(names[Part.BLOCK_SCALE], scale, scale_shape(self.shape, fmt), key),
+            PlannedTensor(names[PartKind.CODES], codes, codes_shape(self.shape, fmt), key),
+            PlannedTensor(names[PartKind.BLOCK_SCALE], scale, scale_shape(self.shape, fmt), key),
         ]
         if fmt.tensor_scale:
-            found.append(PlannedTensor(names[Part.TENSOR_SCALE], "F32", (), key))
+            found.append(PlannedTensor(names[PartKind.TENSOR_SCALE], "F32", (), key))
         return tuple(found)
 
-    def chunks(self, part: Part) -> Iterator[Tensor]:
+    def chunks(self, part: PartKind) -> Iterator[Tensor]:
         """Yield the bytes of one part, in row order."""
-        if part is Part.VALUE:
+        if part is PartKind.VALUE:
             for weight in self.weights:
                 for _, record in rows_of(weight):
                     yield record.values(torch.bfloat16)
-        elif part is Part.CODES:
+        elif part is PartKind.CODES:
             scales = []
             for codes, scale in self._panels():
                 scales.append(scale)
                 yield codes
             self._scales = torch.cat(scales)
-        elif part is Part.BLOCK_SCALE:
+        elif part is PartKind.BLOCK_SCALE:
             # Codes come first and keep their scales. A resumed run may request the scales alone.
             kept, self._scales = self._scales, None
             yield kept if kept is not None else torch.cat([scale for _, scale in self._panels()])

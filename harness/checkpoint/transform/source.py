@@ -14,7 +14,7 @@ from degarble.harness.formats.codec import decode_array
 from degarble.harness.formats.fast.buffers import values_of
 from degarble.harness.formats.fast.nvfp4 import largest_finite
 from degarble.harness.formats.number_formats import E2M1, E4M3, MXFP4, UE8M0, NibbleOrder
-from degarble.harness.model.storage import Part
+from degarble.harness.model.tensors import PartKind
 from degarble.harness.model.types import Kind
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class SourceLinear(NamedTuple):
     @property
     def input_scale(self) -> tuple[tuple[str, str], ...]:
         """Its input scale as a tensor to leave out: it belongs to activations, never to weights."""
-        entry = self.weight.form.parts.get(Part.INPUT_SCALE)
+        entry = self.weight.form.parts.get(PartKind.INPUT_SCALE)
         return ((entry.name, "scales activations, which are not quantised here"),) if entry else ()
 
 

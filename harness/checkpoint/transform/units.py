@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from degarble.harness.base.errors import UnknownName
 from degarble.harness.checkpoint.view.consumers import consumer_of
 from degarble.harness.model.layouts import Spelling
-from degarble.harness.model.storage import Part, suffixes_named
+from degarble.harness.model.tensors import PartKind, suffixes_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -81,7 +81,7 @@ class TargetNames:
             weight = form.format.name if form.format else "BF16"
             for part, entry in form.parts.items():
                 suffix = entry.name.removeprefix(before)
-                if part is Part.BLOCK_SCALE:  # FP8's alone differs, and packed ones keep theirs
+                if part is PartKind.BLOCK_SCALE:  # FP8's alone differs, and packed ones keep theirs
                     suffix = theirs.suffix(part, weight)
                 found[entry.name] = after + suffix
         return found
@@ -98,13 +98,13 @@ class TargetNames:
         """Return the name of a new module that shares the parent of one of the source."""
         return f"{self.module(module).rpartition('.')[0]}.{name}"
 
-    def parts(self, module: str, fmt: BlockFormat | None) -> Mapping[Part, str]:
+    def parts(self, module: str, fmt: BlockFormat | None) -> Mapping[PartKind, str]:
         """Name the tensors of a target module that is written in a format; None: BF16."""
         spelling = self.layout.spelling if self.layout else Spelling.HUGGINGFACE
         table = suffixes_named("deepseek" if spelling is Spelling.DEEPSEEK else "huggingface")
-        parts = [Part.VALUE] if fmt is None else [Part.CODES, Part.BLOCK_SCALE]
+        parts = [PartKind.VALUE] if fmt is None else [PartKind.CODES, PartKind.BLOCK_SCALE]
         if fmt is not None and fmt.tensor_scale:
-            parts.append(Part.TENSOR_SCALE)
+            parts.append(PartKind.TENSOR_SCALE)
         weight = "BF16" if fmt is None else fmt.name
         return {part: module + table.suffix(part, weight) for part in parts}
 

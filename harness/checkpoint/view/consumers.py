@@ -23,8 +23,7 @@ from degarble.harness.base.errors import LayoutMismatch, PartnersMismatch, Unkno
 from degarble.harness.model.config.config import V4Config, V32Config
 from degarble.harness.model.layouts import layout_named, with_fused_compressors
 from degarble.harness.model.recipes import BF16
-from degarble.harness.model.storage import Part, suffixes_named
-from degarble.harness.model.tensors import slots
+from degarble.harness.model.tensors import PartKind, slots, suffixes_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -70,7 +69,11 @@ class Consumer:
 
     def tensor_of(self, slot: Slot, module: str, weight: str) -> str:
         """Name the tensor of one part, where this consumer has a suffix of its own for it."""
-        if self.deepgemm_wo_a and slot.parameter.row.name == WO_A and slot.part is not Part.VALUE:
+        if (
+            self.deepgemm_wo_a
+            and slot.parameter.row.name == WO_A
+            and slot.part is not PartKind.VALUE
+        ):
             return module + suffixes_named("vllm").suffix(slot.part, weight)
         return slot.tensor
 

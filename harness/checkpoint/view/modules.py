@@ -3,7 +3,7 @@
 `wq_a.weight` and `wq_a.scale` make the module `wq_a`. Inferred are the block format, the producer,
 the direction of the scale, and the logical shape. The block size follows from shapes alone, never
 from a config's claim. Checkpoints are mixed, so each module is judged by itself. Suffixes are those
-of harness.model.storage. Needs no torch.
+of harness.model.tensors. Needs no torch.
 
 A module that no format explains raises an error: blocks of another size, one scale a tensor or a
 row, codes without scales, scales without codes, two tensors for one part.
@@ -28,7 +28,7 @@ from degarble.harness.formats.number_formats import (
     ScaleDirection,
     scale_shape,
 )
-from degarble.harness.model.storage import SUFFIXES, Part
+from degarble.harness.model.tensors import SUFFIXES, PartKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -48,14 +48,14 @@ class NamingConvention(StrEnum):
     WEIGHT_SCALE = "weight-scale"  # .weight and .weight_scale: vLLM's MXFP4, compressed FP8
 
 
-def _suffix_parts() -> dict[str, Part]:
-    found: dict[str, Part] = {}
+def _suffix_parts() -> dict[str, PartKind]:
+    found: dict[str, PartKind] = {}
     for table in SUFFIXES.values():
         named = [(part, suffix) for part, suffix in table.by_part.items()]
         named += [(part, suffix) for (part, _), suffix in table.by_format.items()]
         for part, suffix in named:
             # One suffix may hold codes or plain values; the dtype distinguishes them.
-            whole = Part.CODES if part is Part.VALUE else part
+            whole = PartKind.CODES if part is PartKind.VALUE else part
             assert found.setdefault(suffix, whole) is whole, f"{suffix} means two things"
     # A stack of experts joins the same words by an underscore (model.layouts, Fusion.tensor).
     stacked = {
@@ -64,11 +64,11 @@ def _suffix_parts() -> dict[str, Part]:
     return found | stacked
 
 
-_SUFFIX_PARTS: Mapping[str, Part] = MappingProxyType(_suffix_parts())
+_SUFFIX_PARTS: Mapping[str, PartKind] = MappingProxyType(_suffix_parts())
 _ORDER = tuple(_SUFFIX_PARTS)
 # The suffixes of a module are bits of one integer, so the table stays small.
 _BIT = {suffix: 1 << position for position, suffix in enumerate(_ORDER)}
-_CODES_BITS = sum(_BIT[suffix] for suffix in _ORDER if _SUFFIX_PARTS[suffix] is Part.CODES)
+_CODES_BITS = sum(_BIT[suffix] for suffix in _ORDER if _SUFFIX_PARTS[suffix] is PartKind.CODES)
 
 ELEMENT_OF_DTYPE = {"U8": "E2M1", "I8": "E2M1", "F4": "E2M1", "F8_E4M3": "E4M3"}
 PAIRS = frozenset({"U8", "I8"})  # one element holds two codes
@@ -90,7 +90,7 @@ class StoredForm(NamedTuple):
 
     module: str
     convention: NamingConvention
-    parts: Mapping[Part, TensorEntry]
+    parts: Mapping[PartKind, TensorEntry]
     format: BlockFormat | None
     dialect: Dialect | None
     direction: ScaleDirection | None
@@ -135,10 +135,10 @@ class ModuleTable:
         """Infer how to decode a module."""
         parts = self.parts(module)
         convention = _convention(parts)
-        codes = parts[Part.CODES]
+        codes = parts[PartKind.CODES]
         if codes.dtype in PLAIN_DTYPES:
             return _plain_form(module, parts)
-        if Part.BLOCK_SCALE not in parts:
+        if PartKind.BLOCK_SCALE not in parts:
             raise LayoutMismatch(
                 f"module {shown(module)}",
                 f"{codes.dtype} {list(codes.shape)} without block scales",
@@ -153,8 +153,8 @@ class ModuleTable:
                 f"{shown(module)}{wrong[1]}, as loaders of NVFP4 look for it",
                 "Rename the tensor.",
             )
-        fmt, shape = _format(module, codes, parts[Part.BLOCK_SCALE])
-        if fmt.tensor_scale != (Part.TENSOR_SCALE in parts):
+        fmt, shape = _format(module, codes, parts[PartKind.BLOCK_SCALE])
+        if fmt.tensor_scale != (PartKind.TENSOR_SCALE in parts):
             raise LayoutMismatch(
                 f"module {shown(module)}",
                 sorted(_split(entry.name)[1] for entry in parts.values()),
@@ -180,11 +180,11 @@ class ModuleTable:
         """Return the tensors of a module, whether they fit together or not."""
         return tuple(self.entries[module + suffix] for suffix in self._suffixes_of(module))
 
-    def parts(self, module: str) -> dict[Part, TensorEntry]:
+    def parts(self, module: str) -> dict[PartKind, TensorEntry]:
         """Return the tensors of a module by part; a plain value counts as its codes."""
-        parts: dict[Part, TensorEntry] = {}
+        parts: dict[PartKind, TensorEntry] = {}
         for suffix in self._suffixes_of(module):
-            entry, part = self.entries[module + suffix], _SUFFIX_PARTS.get(suffix, Part.CODES)
+            entry, part = self.entries[module + suffix], _SUFFIX_PARTS.get(suffix, PartKind.CODES)
             if part in parts:
                 raise LayoutMismatch(
                     f"{part} of module {shown(module)}",
@@ -242,11 +242,11 @@ def _split(name: str) -> tuple[str, str]:
     return name, ""
 
 
-def _convention(parts: Mapping[Part, TensorEntry]) -> NamingConvention:
+def _convention(parts: Mapping[PartKind, TensorEntry]) -> NamingConvention:
     suffixes = {part: _split(entry.name)[1] for part, entry in parts.items()}
-    if suffixes.get(Part.CODES) == ".weight_packed":
+    if suffixes.get(PartKind.CODES) == ".weight_packed":
         return NamingConvention.COMPRESSED_TENSORS
-    if Part.TENSOR_SCALE in suffixes:
+    if PartKind.TENSOR_SCALE in suffixes:
         return NamingConvention.MODELOPT
     by_scale = {
         ".scale": NamingConvention.DEEPSEEK,
@@ -254,20 +254,20 @@ def _convention(parts: Mapping[Part, TensorEntry]) -> NamingConvention:
         "_weight_scale_inv": NamingConvention.HUGGINGFACE,
         "": NamingConvention.PLAIN,
     }
-    return by_scale.get(suffixes.get(Part.BLOCK_SCALE, ""), NamingConvention.WEIGHT_SCALE)
+    return by_scale.get(suffixes.get(PartKind.BLOCK_SCALE, ""), NamingConvention.WEIGHT_SCALE)
 
 
 # Of NVFP4, by the suffix of the codes: what loaders look for, and nothing else.
 _NVFP4_NAMES = {
     ".weight": {
-        Part.BLOCK_SCALE: ".weight_scale",
-        Part.TENSOR_SCALE: ".weight_scale_2",
-        Part.INPUT_SCALE: ".input_scale",
+        PartKind.BLOCK_SCALE: ".weight_scale",
+        PartKind.TENSOR_SCALE: ".weight_scale_2",
+        PartKind.INPUT_SCALE: ".input_scale",
     },
     ".weight_packed": {
-        Part.BLOCK_SCALE: ".weight_scale",
-        Part.TENSOR_SCALE: ".weight_global_scale",
-        Part.INPUT_SCALE: ".input_global_scale",
+        PartKind.BLOCK_SCALE: ".weight_scale",
+        PartKind.TENSOR_SCALE: ".weight_global_scale",
+        PartKind.INPUT_SCALE: ".input_global_scale",
     },
 }
 
@@ -278,15 +278,15 @@ def suffix_of(entry: TensorEntry) -> str:
     return f".{suffix[1:]}" if suffix.startswith("_") else suffix
 
 
-def misnamed(parts: Mapping[Part, TensorEntry]) -> tuple[Part, str] | None:
+def misnamed(parts: Mapping[PartKind, TensorEntry]) -> tuple[PartKind, str] | None:
     """Return a scale of an NVFP4 module whose suffix no loader looks for, and the right suffix.
 
     A module is NVFP4 where it has a tensor scale, or bytes of codes with E4M3 scales.
     """
-    codes, scales = parts[Part.CODES], parts.get(Part.BLOCK_SCALE)
+    codes, scales = parts[PartKind.CODES], parts.get(PartKind.BLOCK_SCALE)
     by_bytes = codes.dtype in PAIRS and scales is not None and scales.dtype == "F8_E4M3"
     wanted = _NVFP4_NAMES.get(suffix_of(codes), {})
-    if codes.dtype not in PAIRS or not (by_bytes or Part.TENSOR_SCALE in parts):
+    if codes.dtype not in PAIRS or not (by_bytes or PartKind.TENSOR_SCALE in parts):
         return None
     for part, suffix in wanted.items():
         if part in parts and suffix_of(parts[part]) != suffix:
@@ -294,18 +294,18 @@ def misnamed(parts: Mapping[Part, TensorEntry]) -> tuple[Part, str] | None:
     return None
 
 
-def has_coarse_scales(parts: Mapping[Part, TensorEntry]) -> bool:
+def has_coarse_scales(parts: Mapping[PartKind, TensorEntry]) -> bool:
     """Return whether it is FP8 with one scale a tensor or a row: known, but not read here."""
-    codes, scales = parts[Part.CODES], parts.get(Part.BLOCK_SCALE)
+    codes, scales = parts[PartKind.CODES], parts.get(PartKind.BLOCK_SCALE)
     if codes.dtype != "F8_E4M3" or scales is None or scales.dtype not in ("F32", "BF16"):
         return False
     rows = codes.shape[:1]
     return scales.shape in ((), (1,), rows, (*rows, 1))
 
 
-def _plain_form(module: str, parts: dict[Part, TensorEntry]) -> StoredForm:
-    value = parts.pop(Part.CODES)
-    scales = sorted(entry.name for part, entry in parts.items() if part is not Part.INPUT_SCALE)
+def _plain_form(module: str, parts: dict[PartKind, TensorEntry]) -> StoredForm:
+    value = parts.pop(PartKind.CODES)
+    scales = sorted(entry.name for part, entry in parts.items() if part is not PartKind.INPUT_SCALE)
     if scales:
         raise LayoutMismatch(
             f"module {shown(module)}",
@@ -313,7 +313,7 @@ def _plain_form(module: str, parts: dict[Part, TensorEntry]) -> StoredForm:
             "unquantised values without scales, or codes with them",
             "Find out whether the scales are left over, or the values were cast.",
         )
-    kept = MappingProxyType({Part.VALUE: value, **parts})
+    kept = MappingProxyType({PartKind.VALUE: value, **parts})
     return StoredForm(
         module, NamingConvention.PLAIN, kept, None, None, None, None, value.shape, None
     )

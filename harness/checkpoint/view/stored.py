@@ -28,7 +28,7 @@ from degarble.harness.checkpoint.view.modules import NamingConvention
 from degarble.harness.formats.layouts import LINEAR
 from degarble.harness.formats.number_formats import codes_shape, scale_shape
 from degarble.harness.formats.weight import Storage, Weight
-from degarble.harness.model.storage import Part
+from degarble.harness.model.tensors import PartKind
 from degarble.harness.model.types import Box
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class StoredWeight:
     name: str
     form: StoredForm
     shape: tuple[int, ...]
-    boxes: Mapping[Part, Box] | None
+    boxes: Mapping[PartKind, Box] | None
     read: Callable[[TensorEntry], Tensor]
     release: Callable[[TensorEntry], None]
 
@@ -135,18 +135,18 @@ class StoredWeight:
 
     def weight(self) -> Weight:
         """Return the weight as a record whose fields share memory with the file where they can."""
-        return self._weight(self._scalar(Part.TENSOR_SCALE), self._input_scale())
+        return self._weight(self._scalar(PartKind.TENSOR_SCALE), self._input_scale())
 
     def _weight(self, tensor_scale: Tensor | None, input_scale: Tensor | None) -> Weight:
         """Return the record with scalars that were read before: they apply to every row."""
         form, fmt = self.form, self.form.format
         if fmt is None:
-            value = self._part(Part.VALUE, self.shape)
+            value = self._part(PartKind.VALUE, self.shape)
             return Weight(value=value, input_scale=input_scale)
         assert form.dialect is not None, "a block format has its producer"
-        block_scale = _as_stored(self._part(Part.BLOCK_SCALE, scale_shape(self.shape, fmt)))
+        block_scale = _as_stored(self._part(PartKind.BLOCK_SCALE, scale_shape(self.shape, fmt)))
         return Weight(
-            codes=_as_stored(self._part(Part.CODES, codes_shape(self.shape, fmt))),
+            codes=_as_stored(self._part(PartKind.CODES, codes_shape(self.shape, fmt))),
             block_scale=block_scale,
             tensor_scale=tensor_scale,
             input_scale=input_scale,
@@ -196,7 +196,7 @@ class StoredWeight:
         total, width = (self.shape or (1,))[0], prod(self.shape[1:])
         step = max(unit, elements // max(width, 1) // unit * unit)
         # Read once: they apply to every block of rows.
-        scalars = self._scalar(Part.TENSOR_SCALE), self._input_scale()
+        scalars = self._scalar(PartKind.TENSOR_SCALE), self._input_scale()
         for begin in range(0, total, step):
             piece = self._cut(begin, min(begin + step, total)) if self.shape else self
             yield begin, piece._weight(*scalars)  # noqa: SLF001  of this class
@@ -215,14 +215,14 @@ class StoredWeight:
                 f"a range of rows of a matrix, cut at multiples of {unit}",
                 "Walk row_blocks(), which cuts where scale blocks end.",
             )
-        boxes: dict[Part, Box] = {}
+        boxes: dict[PartKind, Box] = {}
         for part in self.form.parts:
             box = self.box(part)
-            if part in (Part.TENSOR_SCALE, Part.INPUT_SCALE):
+            if part in (PartKind.TENSOR_SCALE, PartKind.INPUT_SCALE):
                 boxes[part] = box
                 continue
             # One row of scales covers `unit` rows of codes.
-            height = unit if part is Part.BLOCK_SCALE else 1
+            height = unit if part is PartKind.BLOCK_SCALE else 1
             # The box of a stack's member still has the stack's axis in front.
             axis = len(box.ranges) - len(self.shape)
             first = box.ranges[axis][0]
@@ -230,13 +230,13 @@ class StoredWeight:
             boxes[part] = Box((*box.ranges[:axis], cut, *box.ranges[axis + 1 :]))
         return replace(self, shape=(end - begin, *self.shape[1:]), boxes=boxes)
 
-    def box(self, part: Part) -> Box:
+    def box(self, part: PartKind) -> Box:
         """Return this weight's own part of a stored tensor."""
         if self.boxes is not None:
             return self.boxes[part]
         return Box.whole(self.form.parts[part].shape)
 
-    def _part(self, part: Part, shape: tuple[int, ...]) -> Tensor:
+    def _part(self, part: PartKind, shape: tuple[int, ...]) -> Tensor:
         entry = self.form.parts[part]
         tensor = self.read(entry if self.boxes is None else _within(entry, self.boxes[part]))
         if tensor.numel() != prod(shape):
@@ -248,7 +248,7 @@ class StoredWeight:
             )
         return tensor.reshape(shape)
 
-    def _scalar(self, part: Part) -> Tensor | None:
+    def _scalar(self, part: PartKind) -> Tensor | None:
         """Return a scale: one number, or one for each member of a stack."""
         if part not in self.form.parts or (self.boxes is not None and part not in self.boxes):
             return None
@@ -256,7 +256,7 @@ class StoredWeight:
         return self._part(part, () if count == 1 else self.shape[:-2])
 
     def _input_scale(self) -> Tensor | None:
-        scale = self._scalar(Part.INPUT_SCALE)
+        scale = self._scalar(PartKind.INPUT_SCALE)
         divides = self.form.convention is NamingConvention.COMPRESSED_TENSORS
         return scale.reciprocal() if scale is not None and divides else scale
 

@@ -46,8 +46,7 @@ from degarble.harness.model.config.json_file import ARCHITECTURES, config_from_d
 from degarble.harness.model.layouts import LAYOUTS
 from degarble.harness.model.parameters import EXPERT, parameter_named, parameters
 from degarble.harness.model.recipes import BF16, Recipe, Rule
-from degarble.harness.model.storage import Part
-from degarble.harness.model.tensors import slots
+from degarble.harness.model.tensors import PartKind, slots
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -76,7 +75,7 @@ class ParameterLocation(NamedTuple):
 
     parameter: Parameter
     form: StoredForm
-    boxes: Mapping[Part, Box] | None
+    boxes: Mapping[PartKind, Box] | None
 
 
 @dataclass(frozen=True)
@@ -124,14 +123,16 @@ class LogicalNames:
     def _fusions(self) -> Mapping[str, Fusion]:
         return {member: each for each in self.layout.fusions for member in each.members}
 
-    def _boxes(self, parameter: Parameter, fusion: Fusion, form: StoredForm) -> Mapping[Part, Box]:
+    def _boxes(
+        self, parameter: Parameter, fusion: Fusion, form: StoredForm
+    ) -> Mapping[PartKind, Box]:
         """Locate a member in a fused module by the layout's boxes for the format that was found."""
         block = parameter.block
         assert block is not None, "nothing outside blocks is fused"
         names = (member.replace(EXPERT, str(parameter.expert)) for member in fusion.members)
         members = [parameter_named(self.config, f"{block.prefix}.{name}") for name in names]
         weight = BF16 if form.format is None else form.format.name
-        activation = weight if Part.INPUT_SCALE in form.parts and weight == "NVFP4" else BF16
+        activation = weight if PartKind.INPUT_SCALE in form.parts and weight == "NVFP4" else BF16
         layout = self.layout.with_recipe(Recipe("as stored", (Rule("*", weight, activation),)))
         found = {}
         for slot in slots(self.config, layout, members):

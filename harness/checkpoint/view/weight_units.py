@@ -20,7 +20,7 @@ from degarble.harness.checkpoint.view.modules import NamingConvention, StoredFor
 from degarble.harness.checkpoint.view.stored import TORCH_DTYPES, StoredWeight, tensor_over
 from degarble.harness.model.components import components
 from degarble.harness.model.parameters import EXPERT
-from degarble.harness.model.storage import Part
+from degarble.harness.model.tensors import PartKind
 from degarble.harness.model.types import Kind
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def _require_readable(stored: StoredWeight) -> None:
     for part, entry in stored.form.parts.items():
         if entry.dtype not in TORCH_DTYPES or entry.dtype == "C64":
             raise DtypeMismatch(entry.name, entry.dtype, "a dtype that torch holds", "Cast it.")
-        if part in (Part.TENSOR_SCALE, Part.INPUT_SCALE) and entry.elements not in (
+        if part in (PartKind.TENSOR_SCALE, PartKind.INPUT_SCALE) and entry.elements not in (
             1,
             stored.shape[0] if len(stored.shape) == 3 else 1,
         ):
@@ -241,7 +241,7 @@ def _bare(checkpoint: Checkpoint, entry: TensorEntry) -> StoredWeight:
     form = StoredForm(
         entry.name,
         NamingConvention.PLAIN,
-        MappingProxyType({Part.VALUE: entry}),
+        MappingProxyType({PartKind.VALUE: entry}),
         format=None,
         dialect=None,
         direction=None,

@@ -23,7 +23,7 @@ from degarble.harness.engine.faults.model_faults import (
 )
 from degarble.harness.engine.faults.regions import differing
 from degarble.harness.model.config.config import V4Config
-from degarble.harness.model.types import End, Pairing
+from degarble.harness.model.types import RopeEnd, RopePairing
 from degarble.references import elementary
 from degarble.references.facts import V4Facts, spans_of
 from degarble.references.numerics import HeadNorm
@@ -85,7 +85,7 @@ def rope_variant_of(facts: Any, role: str) -> RopeVariant:
     else:
         rope = facts.config.rope(facts.block)
     inverse = -1 if role == "attn.inverse_rope" else 1
-    halves, first = rope.pairing is Pairing.HALVES, rope.end is End.FIRST
+    halves, first = rope.pairing is RopePairing.HALVES, rope.end is RopeEnd.FIRST
     return RopeVariant(rope, inverse, halves=halves, first=first)
 
 

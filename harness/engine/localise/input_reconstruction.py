@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # Inputs from their producers.
 #
 # Inputs are rebuilt from three sources: outputs of the same step, repeated or cut as
-# harness.model.wiring says; tokens, positions and offsets of the step's record; memory (`state_*`)
+# harness.model.components says; tokens, positions and offsets of the step; memory (`state_*`)
 # from earlier steps of the same sequences. Values are compared bit for bit, in the narrower dtype
 # where two were recorded. Where a producer was not captured, or a sequence began before the
 # capture, nothing is claimed.

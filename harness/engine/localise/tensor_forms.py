@@ -12,7 +12,7 @@ from degarble.harness.engine.budget.budget import LevelFinding
 from degarble.harness.engine.budget.judging import OutputResult
 from degarble.harness.engine.faults.model_faults import ComponentContext
 from degarble.harness.engine.localise.discrepancy import Discrepancy, DiscrepancyKind, source_of
-from degarble.harness.model.site_forms import Rows, declared_forms
+from degarble.harness.model.site_forms import RowUnit, declared_forms
 from degarble.harness.model.sites import Port
 from degarble.harness.report.verdict import Verdict
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from degarble.harness.engine.localise.recorded_run import RecordedRun
     from degarble.harness.engine.localise.replay import Replay, TwinComponents
     from degarble.harness.model.components import Component
-    from degarble.harness.model.site_forms import Forms, SiteForm
+    from degarble.harness.model.site_forms import ComponentForms, SiteForm
     from degarble.harness.model.sites import Site
 
 
@@ -136,7 +136,7 @@ def check_forms(run: RecordedRun, known: TwinComponents) -> FormCheck:
     return FormCheck(run, WellFormedRun(run, calls), tuple(misfits), unjudged)
 
 
-def _misfits(call: CapturedCall, declared: Forms) -> Iterator[FormMismatch]:
+def _misfits(call: CapturedCall, declared: ComponentForms) -> Iterator[FormMismatch]:
     """Yield contradictions: single tensors first, then row counts that do not match each other."""
     sound = True
     sides = ((Port.IN, call.inputs, declared.inputs), (Port.OUT, call.outputs, declared.outputs))
@@ -153,7 +153,7 @@ def _misfits(call: CapturedCall, declared: Forms) -> Iterator[FormMismatch]:
 
 
 def _miscounted(
-    call: CapturedCall, port: Port, side: Side, declared: Forms
+    call: CapturedCall, port: Port, side: Side, declared: ComponentForms
 ) -> Iterator[FormMismatch]:
     """Yield tensors whose row count differs from the inputs of their call."""
     forms = declared.inputs if port is Port.IN else declared.outputs
@@ -167,11 +167,11 @@ def _miscounted(
         yield FormMismatch(call, port, name, f"{kept.dtype} {list(kept.shape)}", told)
 
 
-def _count(call: CapturedCall, declared: Forms, counts: Rows) -> int | None:
+def _count(call: CapturedCall, declared: ComponentForms, counts: RowUnit) -> int | None:
     """Return the rows of an input that counts the same thing; None where there is none."""
-    if counts is Rows.OTHERS:
+    if counts is RowUnit.OTHERS:
         return None
-    asked = Rows.BOUNDS if counts is Rows.SEQUENCES else counts
+    asked = RowUnit.BOUNDS if counts is RowUnit.SEQUENCES else counts
     names = [
         name
         for name, form in declared.inputs.items()
@@ -181,10 +181,10 @@ def _count(call: CapturedCall, declared: Forms, counts: Rows) -> int | None:
         return None
     # Positions and ids come from outside the model: no kernel can have lost a row of them.
     name = next((each for each in names if each in _FROM_OUTSIDE), names[0])
-    return call.inputs[name].shape[0] - (counts is Rows.SEQUENCES)
+    return call.inputs[name].shape[0] - (counts is RowUnit.SEQUENCES)
 
 
-def _as_declared(call: CapturedCall, declared: Forms) -> CapturedCall:
+def _as_declared(call: CapturedCall, declared: ComponentForms) -> CapturedCall:
     """Return a call with the declared shapes; the same object where nothing changes."""
     inputs = _reshaped(call.inputs, declared.inputs)
     outputs = _reshaped(call.outputs, declared.outputs)

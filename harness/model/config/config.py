@@ -1,10 +1,9 @@
-"""Config records of DeepSeek-V4 and V3.2: the facts of one model, and what follows from them.
+"""Define the config records of DeepSeek-V4 and V3.2, check every field, and give the released ones.
 
 Every record checks itself, however it was made: types, ranges, and contradictions (heads that no
 group count divides, a list of ratios of the wrong length). Compress ratios are 0, 4 or 128, and are
 read, never assumed: layer 60 of V4-Pro was once believed to be 0 and is 4. Provenance
-(`quantisation`, `other`) is kept unchanged and takes no part in equality. The released geometries
-are in harness/model/presets.py.
+(`quantisation`, `other`) is kept unchanged and takes no part in equality.
 
 Sources: deepseek-ai/DeepSeek-V4-Pro and -Flash config.json and inference/model.py;
 deepseek-ai/DeepSeek-V3.2-Exp inference/config_671B_v3.2.json.
@@ -12,16 +11,101 @@ deepseek-ai/DeepSeek-V3.2-Exp inference/config_671B_v3.2.json.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from math import isfinite
+from sys import float_info
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from degarble.harness.model.config.checks import require, require_fields
-from degarble.harness.model.types import Block, End, LayerType, MlpType, Pairing, Rope, Yarn
+from degarble.harness.base.errors import InvalidArgument, UnknownName
+from degarble.harness.model.types import Block, LayerType, MlpType, Rope, RopeEnd, RopePairing, Yarn
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+# --------------------------------------------------------------------------------------------------
+# Checks of type and range, by the annotation of a field
+#
+# An int is an int (not a bool, not a string of digits), a float is finite and not negative, a name
+# is one of the known ones. Errors name the field.
+
+_MAY_BE_ZERO = ("mscale", "mscale_all_dim", "attention_factor")
+REMEDY = "Correct the model's config.json; no value is assumed in its place."
+
+
+def require(ok: bool, name: str, value: object, expectation: str) -> None:
+    """Refuse the field `name` unless `ok`."""
+    if not ok:
+        raise InvalidArgument(name, value, expectation, REMEDY)
+
+
+def require_fields(
+    record: Any, lowest: Mapping[str, int], names: Mapping[str, frozenset[str]]
+) -> None:
+    """Check each field of a frozen record against its annotation.
+
+    Integers start at 1 unless `lowest` says otherwise; strings come from `names`.
+    """
+    for entry in fields(record):
+        value = getattr(record, entry.name)
+        optional = str(entry.type).endswith(" | None")
+        if optional and value is None:
+            continue
+        match str(entry.type).removesuffix(" | None"):
+            case "int":
+                _require_int(entry.name, value, lowest.get(entry.name, 1))
+            case "float":
+                _require_real(entry.name, value, lowest.get(entry.name))
+            case "str":
+                if not isinstance(value, str) or value not in names[entry.name]:
+                    raise UnknownName.among(entry.name, value, names[entry.name])
+            case "tuple[int, ...]":
+                require(isinstance(value, tuple), entry.name, value, "a list of integers")
+                for item in value:
+                    _require_int(entry.name, item, 0)
+            case "bool":
+                require(isinstance(value, bool), entry.name, value, "true or false")
+            case "Yarn":
+                require(isinstance(value, Yarn), entry.name, value, "YaRN parameters")
+                require_yarn(value)
+            case _:
+                pass  # provenance, or a record that checks itself
+
+
+def require_yarn(yarn: Yarn) -> None:
+    """Refuse YaRN whose facts are out of range, each or together."""
+    require_fields(yarn, dict.fromkeys(_MAY_BE_ZERO, 0), {})
+    length = yarn.original_max_position_embeddings
+    require(length < 1 << 63, "original_max_position_embeddings", length, "below 2^63")
+    for name in ("beta_fast", "beta_slow"):
+        turns = getattr(yarn, name)
+        require(turns > length / float_info.max, name, turns, f"more turns within {length} tokens")
+    for name, scale in (("mscale", yarn.rotation_scale), ("mscale_all_dim", yarn.logit_scale)):
+        require(isfinite(scale), name, getattr(yarn, name), "a number whose scale is finite")
+
+
+def _require_int(name: str, value: object, lowest: int) -> None:
+    require(type(value) is int, name, value, "an integer")
+    assert isinstance(value, int)
+    require(value >= lowest, name, value, f"at least {lowest}")
+
+
+def _require_real(name: str, value: object, lowest: int | None) -> None:
+    # Trap: math.isfinite raises for an int beyond the largest float; NaN compares false.
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    require(number, name, value, "a number")
+    assert isinstance(value, int | float)
+    finite = abs(value) <= float_info.max
+    if lowest is None:
+        require(finite and value > 0, name, value, "a finite number above 0")
+    else:
+        require(finite and value >= lowest, name, value, f"a finite number from {lowest}")
+
+
+# --------------------------------------------------------------------------------------------------
+# The records
 
 # DeepSeek-V4 inference/model.py: ratio 4 alone overlaps and has an indexer.
 LAYER_TYPES: Mapping[int, LayerType] = MappingProxyType(
@@ -185,8 +269,8 @@ class V4Config:
         return Rope(
             theta=self.compress_rope_theta if compressed else self.rope_theta,
             dims=self.qk_rope_head_dim,
-            pairing=Pairing.INTERLEAVED,
-            end=End.LAST,
+            pairing=RopePairing.INTERLEAVED,
+            end=RopeEnd.LAST,
             yarn=self.yarn if compressed else None,
         )
 
@@ -310,13 +394,13 @@ class V32Config:
     def rope(self, block: Block) -> Rope:
         """Return the RoPE of the separate rotary dims of q and k, in every block."""
         del block
-        return self._rope(Pairing.INTERLEAVED, End.LAST)
+        return self._rope(RopePairing.INTERLEAVED, RopeEnd.LAST)
 
     def indexer_rope(self) -> Rope:
         """Return the indexer's RoPE; the code released before 2025-11-17 paired dims wrongly."""
-        return self._rope(Pairing.HALVES, End.FIRST)
+        return self._rope(RopePairing.HALVES, RopeEnd.FIRST)
 
-    def _rope(self, pairing: Pairing, end: End) -> Rope:
+    def _rope(self, pairing: RopePairing, end: RopeEnd) -> Rope:
         dims = self.qk_rope_head_dim
         return Rope(theta=self.rope_theta, dims=dims, pairing=pairing, end=end, yarn=self.yarn)
 
@@ -353,3 +437,132 @@ def require_rotary(dims: int, width: int, of: str) -> None:
     """Refuse rotary dims that cannot be paired or do not fit."""
     fits = dims % 2 == 0 and dims <= width
     require(fits, "qk_rope_head_dim", dims, f"an even number up to {width} ({of})")
+
+
+# --------------------------------------------------------------------------------------------------
+# Released geometries, and makers of small models of the same families
+#
+# The small ones hold every layer type and keep extents at multiples of 128, so that every format
+# and every fused layout can hold them; pass other fields by name.
+
+V4_PRO = V4Config(
+    vocab_size=129280,
+    hidden_size=7168,
+    num_hidden_layers=61,
+    max_position_embeddings=1048576,
+    num_attention_heads=128,
+    head_dim=512,
+    qk_rope_head_dim=64,
+    q_lora_rank=1536,
+    o_groups=16,
+    o_lora_rank=1024,
+    sliding_window=128,
+    compress_ratios=(128, 128, *(4, 128) * 29, 4, 0),  # the last entry is the MTP block's
+    rope_theta=10000,
+    compress_rope_theta=160000,
+    yarn=Yarn(factor=16, original_max_position_embeddings=65536),
+    index_n_heads=64,
+    index_head_dim=128,
+    index_topk=1024,
+    moe_intermediate_size=3072,
+    n_routed_experts=384,
+    num_experts_per_tok=6,
+    num_hash_layers=3,
+    scoring_func="sqrtsoftplus",
+    routed_scaling_factor=2.5,
+    swiglu_limit=10.0,
+    hc_mult=4,
+    hc_sinkhorn_iters=20,
+    num_nextn_predict_layers=1,
+)
+
+V4_FLASH = replace(
+    V4_PRO,
+    hidden_size=4096,
+    num_hidden_layers=43,
+    num_attention_heads=64,
+    q_lora_rank=1024,
+    o_groups=8,
+    compress_ratios=(0, 0, *(4, 128) * 20, 4, 0),
+    index_topk=512,
+    moe_intermediate_size=2048,
+    n_routed_experts=256,
+    routed_scaling_factor=1.5,
+)
+
+V3_2 = V32Config(
+    vocab_size=129280,
+    hidden_size=7168,
+    num_hidden_layers=61,
+    max_position_embeddings=163840,
+    num_attention_heads=128,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    rope_theta=10000,
+    yarn=Yarn(factor=40, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0),
+    index_n_heads=64,
+    index_head_dim=128,
+    index_topk=2048,
+    intermediate_size=18432,
+    first_k_dense_replace=3,
+    moe_intermediate_size=2048,
+    n_routed_experts=256,
+    n_shared_experts=1,
+    num_experts_per_tok=8,
+    n_group=8,
+    topk_group=4,
+    scoring_func="sigmoid",
+    routed_scaling_factor=2.5,
+    num_nextn_predict_layers=1,
+)
+
+
+def small_v4(**changes: Any) -> V4Config:
+    """Make a V4 model of five layers, one of each layer type at least, with one MTP block."""
+    small = replace(
+        V4_PRO,
+        vocab_size=512,
+        hidden_size=256,
+        num_hidden_layers=5,
+        num_attention_heads=8,
+        head_dim=128,
+        q_lora_rank=128,
+        o_groups=4,
+        o_lora_rank=128,
+        compress_ratios=(0, 4, 128, 4, 128, 0),
+        index_n_heads=4,
+        index_topk=8,
+        moe_intermediate_size=256,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        num_hash_layers=2,
+    )
+    return replace(small, **changes)
+
+
+def small_v32(**changes: Any) -> V32Config:
+    """Make a V3.2 model of three layers, the first dense, with one MTP block."""
+    small = replace(
+        V3_2,
+        vocab_size=512,
+        hidden_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        q_lora_rank=128,
+        kv_lora_rank=128,
+        qk_nope_head_dim=64,
+        v_head_dim=64,
+        index_n_heads=4,
+        index_topk=8,
+        intermediate_size=512,
+        first_k_dense_replace=1,
+        moe_intermediate_size=256,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=4,
+        topk_group=2,
+    )
+    return replace(small, **changes)

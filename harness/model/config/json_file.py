@@ -14,25 +14,325 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
+from math import nextafter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName, UnreadableFile
 from degarble.harness.base.files import read_small_text
-from degarble.harness.model.config import rope as config_rope
-from degarble.harness.model.config.checks import require
-from degarble.harness.model.config.config import LAYER_TYPES, Config, Dspark, V4Config, V32Config
-from degarble.harness.model.config.reader import REQUIRED, Reader
-from degarble.harness.model.types import LayerType, MlpType
+from degarble.harness.model.config.config import (
+    LAYER_TYPES,
+    Config,
+    Dspark,
+    V4Config,
+    V32Config,
+    require,
+    require_yarn,
+)
+from degarble.harness.model.types import LayerType, MlpType, Yarn
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping
+    from collections.abc import Callable, Container, Iterable, Mapping
     from pathlib import Path
+
+
+# --------------------------------------------------------------------------------------------------
+# A reader of JSON values by key, so that no key is read twice or forgotten
+#
+# A fact stated under two names must be stated alike; a fact stated nowhere is an error that names
+# its key. Keys that were not read remain as provenance.
+
+REQUIRED = object()
+
+
+class Reader:
+    """A config dict, and the keys of it that have been taken."""
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        self.raw = raw
+        self._taken: set[str] = set()
+
+    def take(self, name: str, alias: str | None = None, default: object = REQUIRED) -> Any:
+        """Return the value of `name`, also known as `alias`; null counts as not stated."""
+        stated = [key for key in (name, alias) if key and self.raw.get(key) is not None]
+        self._taken.update(key for key in (name, alias) if key)
+        if not stated:
+            known_as = f" (also called {alias})" if alias else ""
+            require(default is not REQUIRED, name, "missing", f"this key{known_as}")
+            return default
+        value = self.raw[stated[0]]
+        if len(stated) == 2:
+            other = self.raw[stated[1]]
+            require(other == value, name, value, f"{other!r}, as {alias} says")
+        return value
+
+    def optional(self, name: str, default: object = None) -> Any:
+        """Return the value of `name` or `default`."""
+        return self.take(name, None, default)
+
+    def fields(self, keys: Iterable[tuple[str, str | None, object]]) -> dict[str, Any]:
+        """Return one value for each (field, alias, default)."""
+        return {field: self.take(field, alias, default) for field, alias, default in keys}
+
+    def constants(self, values: Mapping[str, object]) -> None:
+        """Refuse a stated value that differs from what the whole family has."""
+        for name, value in values.items():
+            stated = self.optional(name, value)
+            same = stated == value and isinstance(stated, bool) == isinstance(value, bool)
+            require(same, name, stated, f"{value!r}: this family has nothing else")
+
+    def rest(self) -> dict[str, Any]:
+        """Return the keys that nobody took."""
+        return {key: value for key, value in self.raw.items() if key not in self._taken}
+
+
+# --------------------------------------------------------------------------------------------------
+# The RoPE facts (theta, YaRN)
+#
+# The spellings are rope_scaling (released), rope_parameters (transformers 5.20; for V4 keyed by
+# `main` and `compress`) and the flat keys of the official code. V4 applies YaRN to compressed
+# layers alone. The scale of cos and sin follows transformers: V4 leaves them alone unless a config
+# states an attention_factor, or spells rope_parameters by layer and states none; V3.2 derives the
+# factor (`Yarn.rotation_scale`). The official code never scales them.
+#
+# Only `yarn` and `default` are accepted, and no unknown keys: no release of either family has
+# others, and vLLM reads every type but `default` as YaRN.
+
+if TYPE_CHECKING:
+    YarnReader = Callable[[Mapping[str, Any], str], Yarn | None]
+
+_YARN_FACTS = (
+    "factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "attention_factor",
+)
+_UNSCALED_ROPE = "mscale_all_dim: the official code never scales cos and sin"
+_OTHER_KEYS = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_factor", "truncate"})
+
+
+def read_v4_rope(reader: Reader) -> dict[str, Any]:
+    """Read both bases and YaRN of a V4 config."""
+    nested = reader.optional("rope_parameters", {})
+    require(isinstance(nested, dict), "rope_parameters", nested, "an object")
+    if "main" in nested or "compress" in nested:
+        main, compress = _rope_part(nested, "main"), _rope_part(nested, "compress")
+        kind = main.get("rope_type", "default")
+        require(kind == "default", "rope_parameters.main.rope_type", kind, "default")
+        for name, part in (("main", main), ("compress", compress)):
+            _require_fraction(reader, part, f"rope_parameters.{name}.partial_rotary_factor")
+        yarn = _yarn_of_v4(compress, "rope_parameters.compress")
+        thetas = main.get("rope_theta"), compress.get("rope_theta")
+        _require_agreement(reader, yarn, _flat_yarn_of_v4)
+    else:
+        yarn, thetas = _released_yarn(reader, nested, _flat_yarn_of_v4), (None, None)
+    return {
+        "rope_theta": _theta(reader, "rope_theta", thetas[0]),
+        "compress_rope_theta": _theta(reader, "compress_rope_theta", thetas[1]),
+        "yarn": yarn,
+    }
+
+
+def read_v32_rope(reader: Reader) -> dict[str, Any]:
+    """Read base and YaRN of a V3.2 config."""
+    flat = reader.optional("rope_parameters", {})
+    require(isinstance(flat, dict), "rope_parameters", flat, "an object")
+    fraction = flat.get("partial_rotary_factor")
+    require(fraction in (None, 1), "partial_rotary_factor", fraction, "1: a width of its own turns")
+    yarn = _released_yarn(reader, flat, _yarn)
+    return {"rope_theta": _theta(reader, "rope_theta", flat.get("rope_theta")), "yarn": yarn}
+
+
+def _require_fraction(reader: Reader, part: Mapping[str, Any], name: str) -> None:
+    """Raise if rotary dims differ by layer."""
+    whole = reader.raw.get("partial_rotary_factor")
+    own = part.get("partial_rotary_factor", whole)
+    require(own == whole, name, own, f"{whole}, as partial_rotary_factor says")
+
+
+def rotary_dims(reader: Reader, head_dim: object) -> Any:
+    """Read the rotary dims, or translate transformers' fraction of a head."""
+    fraction = reader.optional("partial_rotary_factor")
+    if fraction is None:
+        return reader.take("qk_rope_head_dim", "rope_head_dim")
+    dims_known = isinstance(head_dim, int) and 0 < head_dim < 1 << 31
+    usable = dims_known and isinstance(fraction, int | float) and 0 <= fraction <= 1
+    require(usable, "partial_rotary_factor", fraction, "a share of 1, with a head_dim beside it")
+    dims = round(head_dim * fraction)
+    # Trap: transformers cuts the product, so 30/47 of a head of 47 turns 29 dims there.
+    exact = abs(head_dim * fraction - dims) < 1e-6 and int(head_dim * fraction) == dims
+    require(exact, "partial_rotary_factor", fraction, f"a whole number of {head_dim} dims")
+    stated = reader.take("qk_rope_head_dim", "rope_head_dim", dims)
+    require(stated == dims, "qk_rope_head_dim", stated, f"{dims}, as partial_rotary_factor says")
+    return dims
+
+
+def write_rope(config: Config, spelling: str) -> dict[str, Any]:
+    """Spell the rotary facts of a record."""
+    raw: dict[str, Any] = {"rope_theta": config.rope_theta}
+    yarn = _yarn_facts(config.yarn)
+    if isinstance(config, V4Config):
+        raw |= _write_v4_rope(config, spelling)
+    if spelling == "inference":
+        return raw | _inference_yarn(config)
+    if spelling == "released":
+        if isinstance(config, V4Config) and yarn.get("attention_factor") == 1:
+            del yarn["attention_factor"]  # no released V4 states it; 1 is what they mean
+        return raw | {"rope_scaling": {"type": "yarn", **yarn} if yarn else None}
+    if isinstance(config, V4Config):
+        return raw
+    return raw | {"rope_parameters": {"rope_theta": config.rope_theta, **_with_rope_type(yarn)}}
+
+
+def _write_v4_rope(config: V4Config, spelling: str) -> dict[str, Any]:
+    """Spell what V4 alone has: the second base, and rotary dims that are a part of the head."""
+    raw: dict[str, Any] = {"compress_rope_theta": config.compress_rope_theta}
+    if spelling != "transformers":
+        name = "rope_head_dim" if spelling == "inference" else "qk_rope_head_dim"
+        return raw | {name: config.qk_rope_head_dim}
+    yarn = _yarn_facts(config.yarn)
+    fraction = config.qk_rope_head_dim / config.head_dim
+    # transformers cuts head_dim * fraction to an int; the next float up keeps all rotary dims.
+    if int(config.head_dim * fraction) < config.qk_rope_head_dim:
+        fraction = nextafter(fraction, 1.0)
+    shared = {"partial_rotary_factor": fraction}
+    main = {"rope_type": "default", "rope_theta": config.rope_theta, **shared}
+    compress = {**_with_rope_type(yarn), "rope_theta": config.compress_rope_theta, **shared}
+    return raw | shared | {"rope_parameters": {"main": main, "compress": compress}}
+
+
+def _with_rope_type(yarn: Mapping[str, Any]) -> dict[str, Any]:
+    return {"rope_type": "yarn", **yarn} if yarn else {"rope_type": "default"}
+
+
+def _rope_part(nested: Mapping[str, Any], name: str) -> dict[str, Any]:
+    part = nested.get(name)
+    require(isinstance(part, dict), f"rope_parameters.{name}", part, "an object")
+    assert isinstance(part, dict)
+    return part
+
+
+def _theta(reader: Reader, name: str, nested: object) -> Any:
+    """Return a base that may be stated at the top, in rope_parameters, or in both alike."""
+    if nested is None:
+        return reader.take(name)
+    stated = reader.optional(name, nested)
+    require(stated == nested, name, stated, f"{nested!r}, as rope_parameters says")
+    return nested
+
+
+def _released_yarn(reader: Reader, flat: Mapping[str, Any], read: YarnReader) -> Yarn | None:
+    """Read YaRN from flat rope_parameters, from rope_scaling, or from the official code's keys."""
+    if flat:
+        yarn = read(flat, "rope_parameters")
+        _require_agreement(reader, yarn, read)
+        return yarn
+    if "rope_scaling" in reader.raw:
+        return _scaling(reader, read)
+    length = reader.take("original_seq_len")
+    if length == 0:
+        return None
+    return Yarn(
+        factor=reader.take("rope_factor"),
+        original_max_position_embeddings=length,
+        beta_fast=reader.optional("beta_fast", 32),
+        beta_slow=reader.optional("beta_slow", 1),
+        **({} if read is _flat_yarn_of_v4 else _official_mscale(reader)),
+    )
+
+
+def _official_mscale(reader: Reader) -> dict[str, Any]:
+    """Read what V3.2's official code scales logits by; it never scales cos and sin."""
+    mscale = reader.optional("mscale", 1.0)  # inference/model.py: ModelArgs
+    return {"mscale": mscale, "mscale_all_dim": mscale} if mscale else {"attention_factor": 1.0}
+
+
+def _scaling(reader: Reader, read: YarnReader) -> Yarn | None:
+    scaling = reader.optional("rope_scaling")
+    if scaling is None:
+        return None
+    require(isinstance(scaling, dict), "rope_scaling", scaling, "an object or null")
+    return read(scaling, "rope_scaling")
+
+
+def _require_agreement(reader: Reader, yarn: Yarn | None, read: YarnReader) -> None:
+    """Raise if rope_scaling differs from rope_parameters in the same config."""
+    if reader.raw.get("rope_scaling") is not None:
+        beside = _scaling(reader, read)
+        require(beside == yarn, "rope_scaling", beside, f"{yarn}, as rope_parameters says")
+
+
+def _flat_yarn_of_v4(raw: Mapping[str, Any], where: str) -> Yarn | None:
+    """Read YaRN as transformers does before it spells it by layer: 1 is put where no key is."""
+    stated = raw if "attention_factor" in raw else {**raw, "attention_factor": 1.0}
+    return _yarn_of_v4(stated, where)
+
+
+def _yarn_of_v4(raw: Mapping[str, Any], where: str) -> Yarn | None:
+    """Read YaRN of compressed layers; what is null or missing by now is derived."""
+    yarn = _yarn(raw, where)
+    return yarn and replace(yarn, attention_factor=yarn.rotation_scale)
+
+
+def _yarn(raw: Mapping[str, Any], where: str) -> Yarn | None:
+    """Read YaRN's facts; None where the rope type is the default one."""
+    kind = raw.get("rope_type", raw.get("type"))
+    require(kind in ("yarn", "default"), f"{where}.rope_type", kind, "yarn or default")
+    unknown = sorted(set(raw) - set(_YARN_FACTS) - _OTHER_KEYS)
+    require(not unknown, f"{where} keys", unknown, f"only {', '.join(_YARN_FACTS)} beside the type")
+    if kind == "default":
+        return None
+    for name in _YARN_FACTS[:2]:
+        require(raw.get(name) is not None, f"{where}.{name}", "missing", "this key")
+    truncate = raw.get("truncate", True)
+    yarn = Yarn(
+        # transformers reads null as false here, and a beta of 0 as its default.
+        truncate=False if truncate is None else truncate,
+        **{name: raw[name] for name in _YARN_FACTS if raw.get(name) not in _unstated(name)},
+    )
+    require_yarn(yarn)
+    return yarn
+
+
+def _unstated(name: str) -> tuple[object, ...]:
+    return (None, 0) if name.startswith("beta_") else (None,)
+
+
+def _yarn_facts(yarn: Yarn | None) -> dict[str, Any]:
+    if yarn is None:
+        return {}
+    ramp = {} if yarn.truncate else {"truncate": False}
+    facts = {name: value for name in _YARN_FACTS if (value := getattr(yarn, name)) is not None}
+    return facts | ramp
+
+
+def _inference_yarn(config: Config) -> dict[str, Any]:
+    """Spell YaRN as the official code's flat keys; length 0 stands for none."""
+    yarn = config.yarn
+    if yarn is None:
+        return {"original_seq_len": 0}
+    require(yarn.rotation_scale == 1, "mscale", yarn.mscale, _UNSCALED_ROPE)
+    require(yarn.truncate, "truncate", yarn.truncate, "true: the official code has nothing else")
+    mscale = {} if isinstance(config, V4Config) else {"mscale": yarn.mscale_all_dim or 0}
+    return mscale | {
+        "original_seq_len": yarn.original_max_position_embeddings,
+        "rope_factor": yarn.factor,
+        "beta_fast": yarn.beta_fast,
+        "beta_slow": yarn.beta_slow,
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# The whole file
 
 SPELLINGS = ("released", "transformers", "inference")
 _LARGEST_FILE = 16 << 20
 
 
-class Key(NamedTuple):
+class ConfigKey(NamedTuple):
     """One fact: our field, which is also its key in config.json, and the official code's key."""
 
     field: str
@@ -41,46 +341,46 @@ class Key(NamedTuple):
 
 
 SHARED_KEYS = (
-    Key("vocab_size"),
-    Key("hidden_size", "dim"),
-    Key("num_hidden_layers", "n_layers"),
-    Key("num_attention_heads", "n_heads"),
-    Key("q_lora_rank"),
-    Key("index_n_heads"),
-    Key("index_head_dim"),
-    Key("index_topk"),
-    Key("moe_intermediate_size", "moe_inter_dim"),
-    Key("n_routed_experts"),
-    Key("num_experts_per_tok", "n_activated_experts"),
-    Key("routed_scaling_factor", "route_scale"),
-    Key("rms_norm_eps", "norm_eps", 1e-6),
-    Key("max_position_embeddings", None, None),
+    ConfigKey("vocab_size"),
+    ConfigKey("hidden_size", "dim"),
+    ConfigKey("num_hidden_layers", "n_layers"),
+    ConfigKey("num_attention_heads", "n_heads"),
+    ConfigKey("q_lora_rank"),
+    ConfigKey("index_n_heads"),
+    ConfigKey("index_head_dim"),
+    ConfigKey("index_topk"),
+    ConfigKey("moe_intermediate_size", "moe_inter_dim"),
+    ConfigKey("n_routed_experts"),
+    ConfigKey("num_experts_per_tok", "n_activated_experts"),
+    ConfigKey("routed_scaling_factor", "route_scale"),
+    ConfigKey("rms_norm_eps", "norm_eps", 1e-6),
+    ConfigKey("max_position_embeddings", None, None),
 )
 V4_KEYS = (
     *SHARED_KEYS,
-    Key("scoring_func", "score_func"),
-    Key("head_dim"),
-    Key("o_groups"),
-    Key("o_lora_rank"),
-    Key("sliding_window", "window_size"),
-    Key("swiglu_limit"),
-    Key("expert_dtype", None, "fp4"),  # absent in the first release; loaders take fp4
-    Key("hc_mult"),
-    Key("hc_sinkhorn_iters"),
-    Key("hc_eps", None, 1e-6),
+    ConfigKey("scoring_func", "score_func"),
+    ConfigKey("head_dim"),
+    ConfigKey("o_groups"),
+    ConfigKey("o_lora_rank"),
+    ConfigKey("sliding_window", "window_size"),
+    ConfigKey("swiglu_limit"),
+    ConfigKey("expert_dtype", None, "fp4"),  # absent in the first release; loaders take fp4
+    ConfigKey("hc_mult"),
+    ConfigKey("hc_sinkhorn_iters"),
+    ConfigKey("hc_eps", None, 1e-6),
 )
 V32_KEYS = (
     *SHARED_KEYS,
-    Key("scoring_func", "score_func", "sigmoid"),  # transformers has no other and saves none
-    Key("kv_lora_rank"),
-    Key("qk_nope_head_dim"),
-    Key("qk_rope_head_dim"),
-    Key("v_head_dim"),
-    Key("intermediate_size", "inter_dim"),
-    Key("n_shared_experts"),
-    Key("n_group", "n_expert_groups"),
-    Key("topk_group", "n_limited_groups"),
-    Key("num_nextn_predict_layers", None, 0),  # transformers and the official code have none
+    ConfigKey("scoring_func", "score_func", "sigmoid"),  # transformers has no other and saves none
+    ConfigKey("kv_lora_rank"),
+    ConfigKey("qk_nope_head_dim"),
+    ConfigKey("qk_rope_head_dim"),
+    ConfigKey("v_head_dim"),
+    ConfigKey("intermediate_size", "inter_dim"),
+    ConfigKey("n_shared_experts"),
+    ConfigKey("n_group", "n_expert_groups"),
+    ConfigKey("topk_group", "n_limited_groups"),
+    ConfigKey("num_nextn_predict_layers", None, 0),  # transformers and the official code have none
 )
 DSPARK_KEYS = ("target_layer_ids", "markov_rank", "block_size", "noise_token_id")
 
@@ -151,7 +451,7 @@ def _read_v4(reader: Reader) -> V4Config:
     values = reader.fields(V4_KEYS)
     reader.constants(V4_CONSTANTS)
     dspark = _dspark(reader)
-    values |= config_rope.read_v4(reader)
+    values |= read_v4_rope(reader)
     return V4Config(
         **values,
         num_nextn_predict_layers=_mtp_blocks(reader, dspark),
@@ -160,7 +460,7 @@ def _read_v4(reader: Reader) -> V4Config:
         num_hash_layers=_leading(
             reader, "num_hash_layers", "n_hash_layers", {MlpType.HASH: True, MlpType.SCORED: False}
         ),
-        qk_rope_head_dim=config_rope.rotary_dims(reader, values["head_dim"]),
+        qk_rope_head_dim=rotary_dims(reader, values["head_dim"]),
         quantisation=reader.optional("quantization_config"),
         other=reader.rest(),
     )
@@ -180,7 +480,7 @@ def _read_v32(reader: Reader) -> V32Config:
         types,
         f"{LayerType.INDEXED} in every layer",
     )
-    values |= config_rope.read_v32(reader)
+    values |= read_v32_rope(reader)
     return V32Config(
         **values,
         first_k_dense_replace=_leading(
@@ -291,7 +591,7 @@ def config_to_dict(config: Config, spelling: str = "released") -> dict[str, Any]
         for key in keys
         if not (official and key.field in {"max_position_embeddings", "num_nextn_predict_layers"})
     }
-    raw |= config_rope.write(config, spelling)
+    raw |= write_rope(config, spelling)
     raw |= _layers_spelled(config, spelling)
     if not official:
         raw |= _constants(config)

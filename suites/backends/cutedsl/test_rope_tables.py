@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from degarble.harness.backends.cutedsl.rows import RopeTables, table_of
-from degarble.harness.model.types import End, Pairing, Rope, Yarn
+from degarble.harness.model.types import Rope, RopeEnd, RopePairing, Yarn
 from degarble.references.elementary import rotation_table
 from degarble.references.numerics import Numerics
 from degarble.references.tiny.configs import TINY_V4, TINY_V32
 
 ROPES = [TINY_V4.rope(block) for block in TINY_V4.blocks[:2]]
 ROPES += [TINY_V32.rope(TINY_V32.blocks[0])]
-ROPES += [Rope(theta=1e6, dims=64, pairing=Pairing.INTERLEAVED, end=End.LAST, yarn=None)]
+ROPES += [Rope(theta=1e6, dims=64, pairing=RopePairing.INTERLEAVED, end=RopeEnd.LAST, yarn=None)]
 YARN = Yarn(factor=40, original_max_position_embeddings=4096)
 ROPES += [
     replace(ROPES[-1], yarn=replace(YARN, **changes))

@@ -16,7 +16,7 @@ import numpy as np
 from degarble.harness.checkpoint.audit.numbers.numbers import judge_numbers, measure_numbers
 from degarble.harness.checkpoint.audit.numbers.table import NumberTable
 from degarble.harness.checkpoint.view.view import Checkpoint
-from degarble.harness.model.presets import small_v4
+from degarble.harness.model.config.config import small_v4
 from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
 from degarble.suites.support.synthetic.statistics import Statistics
 

@@ -15,7 +15,7 @@ from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.checkpoint.view.weight_units import WeightUnits, feeds_of, stored_of, units_of
 from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection
 from degarble.harness.model.layouts import layout_named
-from degarble.harness.model.storage import Part
+from degarble.harness.model.tensors import PartKind
 from degarble.suites.checkpoint.number_cases import matrix, quantised_parts, write_modules
 from degarble.suites.checkpoint.reading_cases import (
     TINY_V4,
@@ -148,7 +148,7 @@ def test_plain_modules_and_plain_tensors() -> None:
     ]  # fmt: skip
     form = modules.form("up")
     assert (form.format, form.direction, form.block) == (None, None, None)
-    assert set(form.parts) == {Part.VALUE, Part.INPUT_SCALE}
+    assert set(form.parts) == {PartKind.VALUE, PartKind.INPUT_SCALE}
     assert modules.form("attn_hc.scale").shape == (3,)
 
 

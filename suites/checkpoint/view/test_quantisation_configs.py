@@ -21,10 +21,10 @@ from degarble.harness.checkpoint.view.quantisation_configs import (
     quantisation,
     statements,
 )
+from degarble.harness.model.config.config import V4_PRO, small_v4, small_v32
 from degarble.harness.model.config.json_file import config_from_dict
 from degarble.harness.model.layouts import LAYOUTS, layout_named
 from degarble.harness.model.parameters import parameter_named, parameters
-from degarble.harness.model.presets import V4_PRO, small_v4, small_v32
 from degarble.harness.model.types import Kind
 from degarble.suites.checkpoint.structure_cases import V4, V32
 

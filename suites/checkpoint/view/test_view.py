@@ -46,7 +46,7 @@ from degarble.harness.model.config.config import V4Config
 from degarble.harness.model.config.json_file import config_to_dict
 from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.parameters import parameter_named, parameters
-from degarble.harness.model.storage import Part
+from degarble.harness.model.tensors import PartKind
 from degarble.suites.checkpoint.reading_cases import (
     TINY_V4,
     TINY_V32,
@@ -144,7 +144,7 @@ def test_implausible_configs_are_refused(folder: Path, change: dict[str, Any], s
 
 
 def test_the_largest_known_models_are_plausible() -> None:
-    from degarble.harness.model.presets import V3_2, V4_FLASH, V4_PRO  # noqa: PLC0415
+    from degarble.harness.model.config.config import V3_2, V4_FLASH, V4_PRO  # noqa: PLC0415
 
     for config in (V4_PRO, V4_FLASH, V3_2):
         assert model_of(config_to_dict(config)) == config
@@ -256,11 +256,11 @@ def test_every_parameter_comes_back(
         for parameter, parts in model.parts.items():
             weight = checkpoint.weights[parameter]
             fields = {
-                Part.VALUE: weight.value,
-                Part.CODES: weight.codes,
-                Part.BLOCK_SCALE: weight.block_scale,
-                Part.TENSOR_SCALE: weight.tensor_scale,
-                Part.INPUT_SCALE: weight.input_scale,
+                PartKind.VALUE: weight.value,
+                PartKind.CODES: weight.codes,
+                PartKind.BLOCK_SCALE: weight.block_scale,
+                PartKind.TENSOR_SCALE: weight.tensor_scale,
+                PartKind.INPUT_SCALE: weight.input_scale,
             }
             for part, found in fields.items():
                 assert (found is None) == (part not in parts), f"{parameter}: {part}"
@@ -395,7 +395,7 @@ def test_names_of_compressed_tensors_are_found_too(tmp_path: Path, seed: int) ->
         torch.testing.assert_close(
             weight.values(torch.float32), values.float(), rtol=2.0**-21, atol=0
         )
-        stored = model.parts[name].get(Part.INPUT_SCALE)
+        stored = model.parts[name].get(PartKind.INPUT_SCALE)
         if stored is not None:
             assert weight.input_scale is not None
             torch.testing.assert_close(weight.input_scale, stored, rtol=2.0**-22, atol=0)

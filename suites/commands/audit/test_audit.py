@@ -30,8 +30,8 @@ from degarble.harness.commands.audit.audit import (
 )
 from degarble.harness.commands.audit.audit import layer_of_name as layer
 from degarble.harness.commands.audit.spread import WalkPiece, measured, pieces
+from degarble.harness.model.config.config import small_v4, small_v32
 from degarble.harness.model.layouts import layout_named
-from degarble.harness.model.presets import small_v4, small_v32
 from degarble.harness.model.tensors import tensors_of
 from degarble.harness.report.progress import Progress
 from degarble.harness.report.verdict import Verdict

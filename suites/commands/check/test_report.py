@@ -29,7 +29,7 @@ from degarble.harness.engine.localise.localise import localise
 from degarble.harness.engine.localise.replay import Batch, Replay
 from degarble.harness.formats.codec import FORMAT_OF_DTYPE
 from degarble.harness.model.components import component_named
-from degarble.harness.model.presets import small_v4
+from degarble.harness.model.config.config import small_v4
 from degarble.harness.model.recipes import recipe_named
 from degarble.harness.report.page import Page, Panel, PanelKind, from_plain, page_from_json
 from degarble.harness.report.replay_record import ReplayRecord

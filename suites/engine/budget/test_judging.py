@@ -15,7 +15,7 @@ from degarble.harness.engine.budget.rules import JudgeableCall, U
 from degarble.harness.formats.codec import decode_array, encode_array, pack_nibbles, unpack_nibbles
 from degarble.harness.formats.number_formats import BLOCK_FORMATS, E4M3, NVFP4, NanRule
 from degarble.harness.formats.weight import Weight
-from degarble.harness.model.presets import small_v4, small_v32
+from degarble.harness.model.config.config import small_v4, small_v32
 from degarble.harness.model.recipes import recipe_named
 from degarble.harness.report.verdict import Verdict
 from degarble.references.binding import Bound

@@ -14,7 +14,7 @@ from degarble.harness.engine.budget.judging import judge_outputs
 from degarble.harness.engine.budget.roles import RULES, WHOLE, JudgeableCall, budgets_of
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.components import components
-from degarble.harness.model.presets import small_v4, small_v32
+from degarble.harness.model.config.config import small_v4, small_v32
 from degarble.harness.model.recipes import RECIPE_NAMES, recipe_named
 from degarble.harness.report.verdict import Verdict
 from degarble.references import elementary

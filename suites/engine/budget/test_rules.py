@@ -48,7 +48,7 @@ from degarble.harness.formats.number_formats import (
     NVFP4,
 )
 from degarble.harness.formats.quantise import dequantise, quantise
-from degarble.harness.model.presets import small_v32
+from degarble.harness.model.config.config import small_v32
 from degarble.references import elementary, rounding
 from degarble.references.numerics import IndexerFormat, KeyValueCache, Numerics, Switches
 from degarble.references.tensor_core import dense_gemm

@@ -17,7 +17,7 @@ from degarble.harness.engine.localise.discrepancy import (
     spans,
 )
 from degarble.harness.model.components import component_named
-from degarble.harness.model.presets import small_v4, small_v32
+from degarble.harness.model.config.config import small_v4, small_v32
 
 # --------------------------------------------------------------------------------------------------
 # The rule of blame: inputs that memory keeps, and everything else.

@@ -29,7 +29,7 @@ from degarble.harness.engine.localise.judged_run import (
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.engine.localise.recorded_run import InMemoryRun, by_component
 from degarble.harness.engine.localise.replay import Batch, TwinComponents, batches, is_ragged
-from degarble.harness.model.presets import small_v32
+from degarble.harness.model.config.config import small_v32
 from degarble.harness.model.recipes import recipe_named
 from degarble.harness.report.verdict import Verdict
 from degarble.references.binding import Bound

@@ -16,7 +16,7 @@ from degarble.harness.engine.localise.recorded_run import (
     require_sound,
     same_bits,
 )
-from degarble.harness.model.presets import small_v4, small_v32
+from degarble.harness.model.config.config import small_v4, small_v32
 from degarble.harness.model.recipes import recipe_named
 from degarble.references.binding import Bound
 from degarble.references.numerics import Numerics

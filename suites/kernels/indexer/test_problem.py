@@ -7,8 +7,8 @@ import torch
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.formats import scalar_ops as codecs
-from degarble.harness.model.presets import V3_2, V4_FLASH, V4_PRO, small_v4, small_v32
-from degarble.harness.model.types import End, Pairing, Rope
+from degarble.harness.model.config.config import V3_2, V4_FLASH, V4_PRO, small_v4, small_v32
+from degarble.harness.model.types import Rope, RopeEnd, RopePairing
 from degarble.kernels.indexer import problem as facts
 from degarble.kernels.indexer.problem import (
     KeyPages,
@@ -145,8 +145,8 @@ def test_the_transform_is_the_references() -> None:
 def test_the_whole_is_the_twins_but_for_neighbours(pairing: str) -> None:
     """Sums of another order move a few values to the next code: at most a step of their block."""
     halves, tokens = pairing == "halves", 200
-    kind = Pairing.HALVES if halves else Pairing.INTERLEAVED
-    end = End.FIRST if halves else End.LAST
+    kind = RopePairing.HALVES if halves else RopePairing.INTERLEAVED
+    end = RopeEnd.FIRST if halves else RopeEnd.LAST
     rope = Rope(theta=10_000, dims=64, pairing=kind, end=end, yarn=None)
     numerics, position_T = Numerics.bf16(), torch.arange(tokens) * 37
     table = elementary.rotation_table(rope, position_T, numerics)

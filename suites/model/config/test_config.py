@@ -11,10 +11,19 @@ import pytest
 from hypothesis import given
 
 from degarble.harness.base.errors import Refused
-from degarble.harness.model.config.config import Config, Dspark, V4Config, compressor_windows
+from degarble.harness.model.config.config import (
+    V3_2,
+    V4_FLASH,
+    V4_PRO,
+    Config,
+    Dspark,
+    V4Config,
+    compressor_windows,
+    small_v4,
+    small_v32,
+)
 from degarble.harness.model.config.json_file import config_to_dict
-from degarble.harness.model.presets import V3_2, V4_FLASH, V4_PRO, small_v4, small_v32
-from degarble.harness.model.types import End, LayerType, MlpType, Pairing, Yarn
+from degarble.harness.model.types import LayerType, MlpType, RopeEnd, RopePairing, Yarn
 from degarble.suites.model.configs import configs
 
 RECORDS: dict[str, Config] = {"v4": V4_PRO, "v32": V3_2}
@@ -115,13 +124,19 @@ def test_rotation_depends_on_compression() -> None:
     assert (scaled.theta, scaled.yarn) == (160000, V4_FLASH.yarn)
     assert V4_FLASH.rope(heavy) == scaled
     assert V4_FLASH.rope(V4_FLASH.blocks[-1]) == plain, "the drafter has no compressor"
-    assert (scaled.pairing, scaled.end, scaled.dims) == (Pairing.INTERLEAVED, End.LAST, 64)
+    assert (scaled.pairing, scaled.end, scaled.dims) == (RopePairing.INTERLEAVED, RopeEnd.LAST, 64)
 
 
 def test_v32_rotates_its_indexer_otherwise() -> None:
     block = V3_2.layers[0]
-    assert (V3_2.rope(block).pairing, V3_2.rope(block).end) == (Pairing.INTERLEAVED, End.LAST)
-    assert (V3_2.indexer_rope().pairing, V3_2.indexer_rope().end) == (Pairing.HALVES, End.FIRST)
+    assert (V3_2.rope(block).pairing, V3_2.rope(block).end) == (
+        RopePairing.INTERLEAVED,
+        RopeEnd.LAST,
+    )
+    assert (V3_2.indexer_rope().pairing, V3_2.indexer_rope().end) == (
+        RopePairing.HALVES,
+        RopeEnd.FIRST,
+    )
     assert V3_2.qk_head_dim == 192
 
 

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from degarble.harness.base.errors import Refused, UnknownName, UnreadableFile
-from degarble.harness.model.config.config import Config, V4Config, V32Config
+from degarble.harness.model.config.config import V3_2, V4_PRO, Config, V4Config, V32Config, small_v4
 from degarble.harness.model.config.json_file import (
+    REQUIRED,
     SPELLINGS,
     V4_KEYS,
     V32_KEYS,
@@ -22,8 +23,6 @@ from degarble.harness.model.config.json_file import (
     config_from_file,
     config_to_dict,
 )
-from degarble.harness.model.config.reader import REQUIRED
-from degarble.harness.model.presets import V3_2, V4_PRO, small_v4
 from degarble.references.latent_attention import softmax_scale
 from degarble.suites.model.configs import configs
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.model.presets import small_v4, small_v32
+from degarble.harness.model.config.config import small_v4, small_v32
 from degarble.references.binding import Bound
 from degarble.references.model.v4 import ModelV4
 from degarble.references.model.v32 import ModelV32

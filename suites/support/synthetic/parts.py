@@ -31,7 +31,7 @@ from degarble.harness.formats.number_formats import (
 from degarble.harness.model.config.config import Config, V32Config
 from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.parameters import EXPERT, parameters
-from degarble.harness.model.storage import Part
+from degarble.harness.model.tensors import PartKind
 from degarble.harness.model.types import Kind
 from degarble.suites.support.synthetic.panels import quantise_panels
 from degarble.suites.support.synthetic.pool import BASE_ROWS, RowPool
@@ -81,11 +81,11 @@ class Parts:
     def chunks(self, slot: Slot) -> Iterator[Tensor]:
         """Yield the slot's elements in order, typed so that their bytes are what is stored."""
         parameter, part = slot.parameter, slot.part
-        if part is Part.TENSOR_SCALE:
+        if part is PartKind.TENSOR_SCALE:
             yield self._tensor_scale(parameter)
-        elif part is Part.INPUT_SCALE:
+        elif part is PartKind.INPUT_SCALE:
             yield self._input_scale(parameter)
-        elif part is Part.VALUE:
+        elif part is PartKind.VALUE:
             dtype = TORCH_DTYPES[slot.dtype]
             if parameter.kind in (Kind.LINEAR, Kind.EMBEDDING):
                 for rows in self._row_chunks(parameter, 2 * parameter.shape[1]):
@@ -97,26 +97,28 @@ class Parts:
         else:
             yield from self._quantised(parameter, part)
 
-    def _quantised(self, parameter: Parameter, part: Part) -> Iterator[Tensor]:
+    def _quantised(self, parameter: Parameter, part: PartKind) -> Iterator[Tensor]:
         """Yield codes or block scales."""
         fmt = block_format(self._recipe.format_of(parameter).weight)
         if fmt.block[0] > 1:
             yield from self._by_panels(parameter, part, fmt)
             return
         whole = self._pool(parameter).quantised(fmt, self._dialect(fmt))
-        source = whole.codes if part is Part.CODES else whole.block_scale
+        source = whole.codes if part is PartKind.CODES else whole.block_scale
         # A power of two moves every exponent alike; of unsigned bytes, a negative one wraps around.
-        moved = part is Part.BLOCK_SCALE and not fmt.tensor_scale
+        moved = part is PartKind.BLOCK_SCALE and not fmt.tensor_scale
         for rows in self._row_chunks(parameter, source.shape[1]):
             picked = source.index_select(0, rows)
             yield picked + self._exponent(parameter) % 256 if moved else picked
 
-    def _by_panels(self, parameter: Parameter, part: Part, fmt: BlockFormat) -> Iterator[Tensor]:
+    def _by_panels(
+        self, parameter: Parameter, part: PartKind, fmt: BlockFormat
+    ) -> Iterator[Tensor]:
         """Yield codes or scales of 128x128 blocks, quantised on the way.
 
         Scales are powers of two in either format: DeepSeek's scale_fmt is ue8m0.
         """
-        if part is Part.BLOCK_SCALE and self._panels and self._panels[0] == parameter.name:
+        if part is PartKind.BLOCK_SCALE and self._panels and self._panels[0] == parameter.name:
             yield self._panels[1]
             return
         scales = []
@@ -126,9 +128,9 @@ class Parts:
             if fmt == FP8_128X128_F32:
                 scale = decode_array(scale, UE8M0)
             scales.append(scale)
-            if part is Part.CODES:
+            if part is PartKind.CODES:
                 yield codes
-        if part is Part.CODES:
+        if part is PartKind.CODES:
             self._panels = parameter.name, torch.cat(scales)
         else:
             yield torch.cat(scales)

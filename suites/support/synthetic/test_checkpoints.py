@@ -17,12 +17,17 @@ from degarble.harness.checkpoint.write.manifest import MANIFEST, Manifest
 from degarble.harness.formats.dialects import CANONICAL, COMPRESSED_TENSORS, MODELOPT
 from degarble.harness.formats.number_formats import FP8_128X128_UE8M0, NVFP4, block_format
 from degarble.harness.formats.quantise import quantise
-from degarble.harness.model.config.config import Config, Dspark, V4Config
+from degarble.harness.model.config.config import (
+    V4_PRO,
+    Config,
+    Dspark,
+    V4Config,
+    small_v4,
+    small_v32,
+)
 from degarble.harness.model.layouts import LAYOUTS, layout_named
-from degarble.harness.model.presets import V4_PRO, small_v4, small_v32
 from degarble.harness.model.recipes import Recipe, Rule
-from degarble.harness.model.storage import Part
-from degarble.harness.model.tensors import slots, tensors_of
+from degarble.harness.model.tensors import PartKind, slots, tensors_of
 from degarble.harness.model.types import Kind
 from degarble.suites.checkpoint.writing_cases import quick_folder, tree
 from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
@@ -75,7 +80,7 @@ LAYOUTS_OF = {
 CASES = [(name, layout) for name, layouts in LAYOUTS_OF.items() for layout in layouts]
 V4_BUT_ONE_LAYER = replace(V4_PRO, num_hidden_layers=1, num_hash_layers=1, compress_ratios=(4, 0))
 DEAD = Statistics(dead_share=0.5, row_spread=2)
-Held = dict[tuple[str, Part], "Tensor"]
+Held = dict[tuple[str, PartKind], "Tensor"]
 
 
 def held(target: Path, model: Synthetic) -> Held:
@@ -153,26 +158,26 @@ def test_codes_and_scales_are_what_quantising_the_values_gives(
     for each in parameters.values():
         if each.kind is Kind.LINEAR:
             group = group_of(each, model.config)
-            own = values[each.name, Part.VALUE].abs().max().float()
+            own = values[each.name, PartKind.VALUE].abs().max().float()
             amax[group] = torch.maximum(amax.get(group, own), own)
     for each in filter(is_looked_at, parameters.values()):
         weight = recipe.format_of(each).weight
-        whole = values[each.name, Part.VALUE]
+        whole = values[each.name, PartKind.VALUE]
         if weight == "BF16":
-            stored = found[each.name, Part.VALUE]
+            stored = found[each.name, PartKind.VALUE]
             assert torch.equal(stored.double(), whole.to(stored.dtype).double()), each.name
             continue
         fmt = block_format(weight)
         if fmt == NVFP4:
             dialect = COMPRESSED_TENSORS if packed else MODELOPT
             made = quantise(whole, fmt, dialect, amax=amax[group_of(each, model.config)])
-            assert found[each.name, Part.TENSOR_SCALE] == made.tensor_scale, each.name
+            assert found[each.name, PartKind.TENSOR_SCALE] == made.tensor_scale, each.name
         else:
             as_bytes = FP8_128X128_UE8M0 if weight.startswith("FP8") else fmt
             made = quantise(whole, as_bytes, CANONICAL)
-        codes = found[each.name, Part.CODES].view(torch.uint8)
+        codes = found[each.name, PartKind.CODES].view(torch.uint8)
         assert torch.equal(codes, made.codes.view(torch.uint8)), each.name
-        scales = found[each.name, Part.BLOCK_SCALE]
+        scales = found[each.name, PartKind.BLOCK_SCALE]
         if scales.dtype is torch.float32:
             assert torch.equal(scales, made.scale_values()), each.name
         else:
@@ -198,7 +203,7 @@ def dead_experts(found: Held, config: Config) -> set[str]:
     norms = {
         name.rpartition(".")[0]: float(value.float().norm())
         for (name, part), value in found.items()
-        if part is Part.VALUE and ".experts." in name and name.endswith("w2")
+        if part is PartKind.VALUE and ".experts." in name and name.endswith("w2")
     }
     usual = max(norms.values())
     assert len(norms) == config.n_routed_experts * len(
@@ -217,7 +222,7 @@ def test_dead_experts_are_tiny_and_take_the_largest_input_scale(
         scales = {
             name.rpartition(".")[0]: float(value)
             for (name, part), value in found.items()
-            if part is Part.INPUT_SCALE and name.endswith(projection)
+            if part is PartKind.INPUT_SCALE and name.endswith(projection)
         }
         living = [scale for name, scale in scales.items() if name not in dead]
         assert len(set(living)) == len(living)
@@ -225,7 +230,7 @@ def test_dead_experts_are_tiny_and_take_the_largest_input_scale(
         tensor_scales = {
             name.rpartition(".")[0]: float(value)
             for (name, part), value in found.items()
-            if part is Part.TENSOR_SCALE and name.endswith(projection)
+            if part is PartKind.TENSOR_SCALE and name.endswith(projection)
         }
         limit = min(s for name, s in tensor_scales.items() if name not in dead)
         assert all(tensor_scales[name] < limit for name in dead if name in tensor_scales)
@@ -236,16 +241,16 @@ def test_dead_experts_are_tiny_and_take_the_largest_input_scale(
 def test_partners_share_their_scales(name: str, layout: str, folder: Path) -> None:
     target, model = written(folder, name, layout)
     found = held(target, model)
-    groups: dict[tuple[str, Part], set[float]] = {}
+    groups: dict[tuple[str, PartKind], set[float]] = {}
     members: dict[str, int] = {}
     for slot in slots(model.config, model.layout):
-        if slot.part in (Part.TENSOR_SCALE, Part.INPUT_SCALE):
+        if slot.part in (PartKind.TENSOR_SCALE, PartKind.INPUT_SCALE):
             group = group_of(slot.parameter, model.config)
             groups.setdefault((group, slot.part), set()).add(float(found[slot.key]))
             members[group] = members.get(group, 0) + 1
     assert all(len(scales) == 1 for scales in groups.values())
     assert max(members.values()) == 4, "two partners with two scales each"
-    inputs = {float(v) for (_, part), v in found.items() if part is Part.INPUT_SCALE}
+    inputs = {float(v) for (_, part), v in found.items() if part is PartKind.INPUT_SCALE}
     assert all(2**-11 < (1 / each if layout.startswith("c") else each) < 2**-5 for each in inputs)
 
 
@@ -255,7 +260,7 @@ def test_v32_has_one_input_scale_for_all_experts_of_a_layer(folder: Path) -> Non
         scales = [
             float(value)
             for (name, part), value in found.items()
-            if part is Part.INPUT_SCALE and ".experts." in name and name.endswith(projection)
+            if part is PartKind.INPUT_SCALE and ".experts." in name and name.endswith(projection)
         ]
         assert len(scales) == V32.n_routed_experts
         assert len(set(scales)) == 1

@@ -29,7 +29,7 @@ from degarble.harness.checkpoint.transform.source import row_values
 from degarble.harness.checkpoint.view.stored import TORCH_DTYPES
 from degarble.harness.checkpoint.view.weight_units import stored_of
 from degarble.harness.formats.layouts import ROW_ORDERS
-from degarble.harness.model.storage import Part
+from degarble.harness.model.tensors import PartKind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -368,8 +368,8 @@ class CauseSearch:
         reference's own.
         """
         here, there, _ = self._both(index)
-        stored = here.form.parts[Part.VALUE].dtype
-        alike = there.format is None and there.form.parts[Part.VALUE].dtype == stored
+        stored = here.form.parts[PartKind.VALUE].dtype
+        alike = there.format is None and there.form.parts[PartKind.VALUE].dtype == stored
         share = self._table["misfits"][index] / self._table["judged_elements"][index]
         if share > MOSTLY_VALUES and not (last and alike):
             return None

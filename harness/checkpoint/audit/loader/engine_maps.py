@@ -43,8 +43,7 @@ from degarble.harness.model.layouts import Layout, Spelling, layout_named
 from degarble.harness.model.parameters import Parameter, parameters
 from degarble.harness.model.recipes import BF16, Recipe, Rule, recipe_named
 from degarble.harness.model.sharding import STYLES
-from degarble.harness.model.storage import Part, parts_of, suffixes_named
-from degarble.harness.model.tensors import slots
+from degarble.harness.model.tensors import PartKind, parts_of, slots, suffixes_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
     from degarble.harness.model.config.config import Config
     from degarble.harness.model.layouts import Fusion
     from degarble.harness.model.recipes import Formats
-    from degarble.harness.model.sharding import Cut
+    from degarble.harness.model.sharding import ShardCut
 
 ENGINES = ("vllm",)
 # It is fused with weights_proj, which is BF16: vLLM 0.33 models/deepseek_v32 (wk_weights_proj).
@@ -249,7 +248,7 @@ class _Maker:
             if ours.weight != theirs.weight:
                 continue  # another format has other parts, whatever they are called
             for part in (stored.part for stored in parts_of(each.parameter, ours)):
-                if part is not Part.VALUE:
+                if part is not PartKind.VALUE:
                     before = suffixes_named(self._source.suffixes).suffix(part, ours.weight)
                     after = suffixes_named(self._engine.suffixes).suffix(part, ours.weight)
                     pairs[before][after].append(each)
@@ -292,7 +291,7 @@ class _Maker:
                 continue
             yield from self._split(each, cut)
 
-    def _split(self, path: _Path, cut: Cut) -> Iterator[Split]:
+    def _split(self, path: _Path, cut: ShardCut) -> Iterator[Split]:
         parameter, fusion = path.parameter, path.fusion
         for slot in slots(self._config, self._engine, self._partners(parameter, fusion)):
             if slot.parameter.name != parameter.name or not slot.shape:

@@ -23,7 +23,7 @@ from degarble.harness.checkpoint.audit.findings import (
 from degarble.harness.checkpoint.audit.loader.maps import NameOutcome
 from degarble.harness.checkpoint.audit.loader.targets import Member
 from degarble.harness.checkpoint.read.types import shown
-from degarble.harness.model.storage import Part
+from degarble.harness.model.tensors import PartKind
 from degarble.harness.model.types import Box
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 # One write: the box that a rank copies, its extents, dtype and identity. `piece` cuts the box by a
 # split rule. `judge_write` returns the broken rule with its message, or None.
 
-SCALES = frozenset({Part.BLOCK_SCALE, Part.TENSOR_SCALE, Part.INPUT_SCALE})
+SCALES = frozenset({PartKind.BLOCK_SCALE, PartKind.TENSOR_SCALE, PartKind.INPUT_SCALE})
 
 # The same bytes under another name: torch copies them as they are.
 _VIEWS = frozenset({frozenset({"I8", "U8"}), frozenset({"F8_E8M0", "U8"})})
@@ -174,7 +174,7 @@ def judge_identity(
 
 def _another_part(source: SourceTensor, truth: ExpectedContent) -> WrongWrite:
     rule = rules.WRONG_PART
-    if source.part is Part.INPUT_SCALE:
+    if source.part is PartKind.INPUT_SCALE:
         rule = rules.INPUT_SCALE_IN_WEIGHT
     return WrongWrite(
         rule,
@@ -191,7 +191,7 @@ def _another_parameter(source: SourceTensor, truth: ExpectedContent) -> WrongWri
         rule = rules.PREFIX
     elif (mine.block, mine.expert) == (wanted.block, wanted.expert) and mine.shape == wanted.shape:
         rule = rules.SWAPPED_PARTNERS
-    if source.part is Part.INPUT_SCALE is not truth.part:
+    if source.part is PartKind.INPUT_SCALE is not truth.part:
         rule = rules.INPUT_SCALE_IN_WEIGHT
     return WrongWrite(
         rule,
@@ -291,7 +291,7 @@ class LoaderFindings:
         """Check what a conversion reads, and which block size it states."""
         found, rule = conversion.found, conversion.rule
         place = FindingLocation(None, found.module, self._layer(found.parameter, found.module))
-        unread = sorted(conversion.has - {Part.INPUT_SCALE} - conversion.reads)
+        unread = sorted(conversion.has - {PartKind.INPUT_SCALE} - conversion.reads)
         if unread:
             self._findings.add(
                 rules.SCALE_UNREAD,
@@ -301,7 +301,7 @@ class LoaderFindings:
                 "Read codes and every scale of the weight.",
                 unread=[str(part) for part in unread],
             )
-        if Part.INPUT_SCALE in conversion.reads:
+        if PartKind.INPUT_SCALE in conversion.reads:
             self._findings.add(
                 rules.INPUT_SCALE_IN_WEIGHT,
                 place,

@@ -39,7 +39,7 @@ from degarble.harness.checkpoint.audit.loader.maps import (
 from degarble.harness.checkpoint.audit.structure.inventory import take_inventory
 from degarble.harness.checkpoint.read.types import shown
 from degarble.harness.model.recipes import RECIPE_NAMES, Recipe, recipe_from_yaml
-from degarble.harness.model.storage import Part
+from degarble.harness.model.tensors import PartKind
 from degarble.harness.model.types import Dtype
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def _conversion(place: str, raw: dict[str, Any]) -> dict[str, Any]:
     """Convert the values of a conversion rule to our types."""
     made = dict(raw)
     if "reads" in raw:
-        parts = {str(part): part for part in Part}
+        parts = {str(part): part for part in PartKind}
         names = _texts(f"{place}.reads", raw["reads"])
         for name in names:
             if name not in parts:

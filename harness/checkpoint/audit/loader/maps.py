@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.model.layouts import Layout
     from degarble.harness.model.recipes import Recipe
-    from degarble.harness.model.storage import Part
+    from degarble.harness.model.tensors import PartKind
 
 
 # --------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class Convert:
 
     match: str
     to: Literal["BF16", "FP8"]
-    reads: frozenset[Part] | None = None
+    reads: frozenset[PartKind] | None = None
     block: tuple[int, int] | Literal["tensor"] | None = None
     scale: Dtype = Dtype.F32
     suffix: str = ".weight_scale_inv"  # under which name the new scale goes on

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     )
     from degarble.harness.checkpoint.audit.structure.inventory import Inventory
     from degarble.harness.checkpoint.view.view import Checkpoint
-    from degarble.harness.model.storage import Part
+    from degarble.harness.model.tensors import PartKind
 
 
 # --------------------------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # name rules. Unplaced tensors are kept by identity, so that the finding on an unwritten parameter
 # can name the tensor that should have filled it, and its outcome.
 
-Identity = tuple[str, "Part | None"]  # of a parameter by name
+Identity = tuple[str, "PartKind | None"]  # of a parameter by name
 
 
 class RoutedTensor(NamedTuple):

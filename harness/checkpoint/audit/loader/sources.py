@@ -14,8 +14,7 @@ from degarble.harness.base.errors import LayoutMismatch, Refused
 from degarble.harness.checkpoint.audit.loader.maps import FP8, ONE_SCALE, compiled
 from degarble.harness.checkpoint.audit.structure.inventory import stored_recipe
 from degarble.harness.model.recipes import BF16
-from degarble.harness.model.storage import Part
-from degarble.harness.model.tensors import slots
+from degarble.harness.model.tensors import PartKind, slots
 from degarble.harness.model.types import Box
 
 if TYPE_CHECKING:
@@ -29,7 +28,9 @@ if TYPE_CHECKING:
     from degarble.harness.model.tensors import Slot
 
 _USUAL_BLOCK = (128, 128)
-_WEIGHT_PARTS = frozenset({Part.VALUE, Part.CODES, Part.BLOCK_SCALE, Part.TENSOR_SCALE})
+_WEIGHT_PARTS = frozenset(
+    {PartKind.VALUE, PartKind.CODES, PartKind.BLOCK_SCALE, PartKind.TENSOR_SCALE}
+)
 
 
 class SourceTensor(NamedTuple):
@@ -43,7 +44,7 @@ class SourceTensor(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     parameter: Parameter | None
-    part: Part | None
+    part: PartKind | None
     made_from: tuple[str, ...] = ()
     inside: Box | None = None
     order: int = 0
@@ -63,8 +64,8 @@ class MatchedConversion(NamedTuple):
 
     rule: Convert
     found: StoredParameter
-    has: frozenset[Part]
-    reads: frozenset[Part]
+    has: frozenset[PartKind]
+    reads: frozenset[PartKind]
 
 
 def require_unfused(inventory: Inventory, engine: str = "") -> None:
@@ -121,12 +122,14 @@ def _slot_source(entry: TensorEntry, slot: Slot, order: int) -> SourceTensor:
     )
 
 
-def _source(entry: TensorEntry, part: Part | None, found: StoredParameter | None) -> SourceTensor:
+def _source(
+    entry: TensorEntry, part: PartKind | None, found: StoredParameter | None
+) -> SourceTensor:
     if found is None:
         return SourceTensor(entry.name, entry.dtype, entry.shape, None, None)
     # A plain `.weight` has the suffix of codes: only the format tells them apart.
-    plain = part is Part.CODES and found.weight == BF16
-    known = Part.VALUE if plain else part
+    plain = part is PartKind.CODES and found.weight == BF16
+    known = PartKind.VALUE if plain else part
     return SourceTensor(entry.name, entry.dtype, entry.shape, found.parameter, known)
 
 
@@ -149,10 +152,10 @@ class Conversions:
             return MatchedConversion(rule, found, has, reads)
         return None
 
-    def _parts(self, found: StoredParameter) -> dict[Part, TensorEntry]:
+    def _parts(self, found: StoredParameter) -> dict[PartKind, TensorEntry]:
         parts = self._table.parts(found.module)
         if found.weight == BF16:
-            parts[Part.VALUE] = parts.pop(Part.CODES)
+            parts[PartKind.VALUE] = parts.pop(PartKind.CODES)
         return parts
 
     def made(self, conversion: MatchedConversion) -> Iterator[SourceTensor]:
@@ -162,9 +165,9 @@ class Conversions:
         origins = tuple(entry.name for part, entry in parts.items() if part in conversion.reads)
         shape, name = found.parameter.shape, f"{found.module}.weight"
         if rule.to != FP8:
-            yield SourceTensor(name, "BF16", shape, found.parameter, Part.VALUE, origins)
+            yield SourceTensor(name, "BF16", shape, found.parameter, PartKind.VALUE, origins)
             return
-        yield SourceTensor(name, "F8_E4M3", shape, found.parameter, Part.CODES, origins)
+        yield SourceTensor(name, "F8_E4M3", shape, found.parameter, PartKind.CODES, origins)
         scales: tuple[int, ...] = (1,)
         if rule.block != ONE_SCALE:
             # What is not stated has its own finding.
@@ -172,7 +175,7 @@ class Conversions:
             scales = tuple(-(-extent // each) for extent, each in zip(shape, blocks, strict=True))
         name = found.module + rule.suffix
         yield SourceTensor(
-            name, str(rule.scale), scales, found.parameter, Part.BLOCK_SCALE, origins
+            name, str(rule.scale), scales, found.parameter, PartKind.BLOCK_SCALE, origins
         )
 
     def dead(self) -> list[tuple[str, str]]:

@@ -13,8 +13,7 @@ from degarble.harness.base.errors import ShapeMismatch
 from degarble.harness.checkpoint.audit.loader.maps import EngineLayout
 from degarble.harness.checkpoint.read.types import DTYPE_BITS, shown
 from degarble.harness.model.parameters import parameters
-from degarble.harness.model.storage import Part, parts_of
-from degarble.harness.model.tensors import slots
+from degarble.harness.model.tensors import PartKind, parts_of, slots
 from degarble.harness.model.types import Box
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from degarble.harness.model.layouts import Layout
     from degarble.harness.model.parameters import Parameter
     from degarble.harness.model.recipes import Formats
-    from degarble.harness.model.sharding import Plan
+    from degarble.harness.model.sharding import ShardingPlan
     from degarble.harness.model.types import Block
 
 
@@ -188,7 +187,7 @@ class ExpectedContent(NamedTuple):
     """What belongs in a member: a box of one part, in coordinates of the unsharded stored part."""
 
     parameter: Parameter
-    part: Part
+    part: PartKind
     box: Box
 
 
@@ -197,7 +196,7 @@ class Member(NamedTuple):
 
     box: Box
     position: int | None = None
-    part: Part | None = None
+    part: PartKind | None = None
 
 
 @dataclass
@@ -258,7 +257,7 @@ class EngineTargets:
     The latest result is cached, because ranks are requested one after the other.
     """
 
-    def __init__(self, config: Config, layout: Layout, plan: Plan) -> None:
+    def __init__(self, config: Config, layout: Layout, plan: ShardingPlan) -> None:
         self._config = config
         self._layout = layout
         self._plan = plan
@@ -338,20 +337,22 @@ def _targets(config: Config, layout: Layout, local: list[Parameter]) -> dict[str
 class Cutter:
     """Cuts parameters for one rank; experts of one block are cut alike and share one result."""
 
-    def __init__(self, format_of: Callable[[Parameter], Formats], plan: Plan, rank: int) -> None:
+    def __init__(
+        self, format_of: Callable[[Parameter], Formats], plan: ShardingPlan, rank: int
+    ) -> None:
         self._format_of = format_of
         self._plan = plan
         self._rank = rank
-        self._known: dict[tuple[str, Block | None], tuple[Box, dict[Part, Box]] | None] = {}
+        self._known: dict[tuple[str, Block | None], tuple[Box, dict[PartKind, Box]] | None] = {}
 
-    def cut(self, parameter: Parameter) -> tuple[Box, dict[Part, Box]] | None:
+    def cut(self, parameter: Parameter) -> tuple[Box, dict[PartKind, Box]] | None:
         """Return the box of a parameter and the boxes of its parts; None where it is not held."""
         key = (parameter.row.name, parameter.block)
         if key not in self._known:
             self._known[key] = self._cut(parameter)
         return self._known[key]
 
-    def _cut(self, parameter: Parameter) -> tuple[Box, dict[Part, Box]] | None:
+    def _cut(self, parameter: Parameter) -> tuple[Box, dict[PartKind, Box]] | None:
         box = self._plan.box_on(parameter, self._rank)
         if box is None:
             return None

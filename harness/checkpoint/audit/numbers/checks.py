@@ -20,7 +20,7 @@ from degarble.harness.checkpoint.audit.numbers.table import (
     sentinel,
 )
 from degarble.harness.checkpoint.read.types import shown
-from degarble.harness.model.storage import Part
+from degarble.harness.model.tensors import PartKind
 from degarble.harness.model.types import Kind
 
 if TYPE_CHECKING:
@@ -59,13 +59,13 @@ FEWEST_ROWS = 16
 
 def check_scales(judging: Judging) -> None:
     """Check tensor scales, input scales and block scales, each alone."""
-    _check_scalars(judging, "tensor_scale", "scale_bits", Part.TENSOR_SCALE)
-    _check_scalars(judging, "input_scale", "input_bits", Part.INPUT_SCALE)
+    _check_scalars(judging, "tensor_scale", "scale_bits", PartKind.TENSOR_SCALE)
+    _check_scalars(judging, "input_scale", "input_bits", PartKind.INPUT_SCALE)
     _check_block_scales(judging)
     _check_range(judging)
 
 
-def _check_scalars(judging: Judging, column: str, bits: str, part: Part) -> None:
+def _check_scalars(judging: Judging, column: str, bits: str, part: PartKind) -> None:
     table = judging.table
     value, present = table[column], table[bits] >= 0
     for index in indices(present & ~np.isfinite(value)):
@@ -81,7 +81,7 @@ def _check_scalars(judging: Judging, column: str, bits: str, part: Part) -> None
     for index in indices(present & (value <= 0)):
         told = "zero" if value[index] == 0 else f"negative: {value[index]:.6g}"
         judging.report(rules.SCALE_NOT_POSITIVE, index, f"is {told}.", _AGAIN, part)
-    decode = table["decode_scale"] if part is Part.TENSOR_SCALE else value
+    decode = table["decode_scale"] if part is PartKind.TENSOR_SCALE else value
     for index in indices(present & (decode > 0) & (decode < TINY)):
         judging.report(
             rules.SCALE_TINY,
@@ -104,7 +104,7 @@ def _check_block_scales(judging: Judging) -> None:
         for index in indices(table[name] > 0):
             count = int(table[name][index])
             message = f"has {count} of {blocks[index]} block scales that are {told}."
-            judging.report(rule, index, message, _AGAIN, Part.BLOCK_SCALE, count=count)
+            judging.report(rule, index, message, _AGAIN, PartKind.BLOCK_SCALE, count=count)
     in_floats = table.of_format("FP8_128X128_F32", "FP8_1X128_F32")
     constant = (table["scale_distinct"] == 1) & has_codes & (blocks >= FEW_BLOCKS)
     for index in indices(constant & (table.of_format("NVFP4") | in_floats)):
@@ -114,7 +114,7 @@ def _check_block_scales(judging: Judging) -> None:
             index,
             f"has the one block scale {scale:g} in all of its {blocks[index]} blocks.",
             _FIND,
-            Part.BLOCK_SCALE,
+            PartKind.BLOCK_SCALE,
             scale=scale,
         )
     for index in indices((table["scale_far"] > SCATTERED_SHARE) & (blocks >= FEW_BLOCKS)):
@@ -126,7 +126,7 @@ def _check_block_scales(judging: Judging) -> None:
             f"has {percent(share)} of its block scales far from the others,"
             f" between {low:.3g} and {high:.3g}.",
             "Look for memory that was never written, or for bits of another type.",
-            Part.BLOCK_SCALE,
+            PartKind.BLOCK_SCALE,
             share=share,
         )
 
@@ -167,7 +167,7 @@ def _check_range(judging: Judging) -> None:
         for index in indices(mask):
             amount = float(share[index])
             message = f"{percent(amount)} {told}."
-            judging.report(rule, index, message, _AGAIN, Part.BLOCK_SCALE, share=amount)
+            judging.report(rule, index, message, _AGAIN, PartKind.BLOCK_SCALE, share=amount)
     for index in indices(in_range & (table["scale_largest"] * UNUSED_FACTOR < 448)):
         factor = 448 / float(table["scale_largest"][index])
         judging.report(
@@ -175,7 +175,7 @@ def _check_range(judging: Judging) -> None:
             index,
             f"was made for an amax {factor:.1f} times as large as the largest value in it.",
             "Harmless unless its block scales are subnormal; see whose amax it was.",
-            Part.TENSOR_SCALE,
+            PartKind.TENSOR_SCALE,
             factor=factor,
         )
 
@@ -192,13 +192,13 @@ def check_codes(judging: Judging) -> None:
             index,
             f"has {bits:.4f} bits of entropy a byte; noise has 8, quantised weights at most 7.95.",
             "Look for memory that was never written, for another type's bytes, for encryption.",
-            Part.CODES,
+            PartKind.CODES,
             entropy=bits,
         )
     not_zero = table["zeros"] < table["elements"]
     filled = packed & not_zero & (table["common_byte"] > 0.999) & (table["elements"] >= 4096)
     for index in indices(filled):
-        judging.report(rules.CODES_CONSTANT, index, "holds one code alone.", _AGAIN, Part.CODES)
+        judging.report(rules.CODES_CONSTANT, index, "holds one code alone.", _AGAIN, PartKind.CODES)
     exact = table["scale_powers"] * 10 > table["blocks"] * 9  # MXFP4 cast without loss
     # Scaling by a block's maximum brings its largest code to 4 or 6.
     low = table.of_format("NVFP4") & ~exact & (table["ordinary"] >= FEW_BLOCKS)
@@ -209,7 +209,7 @@ def check_codes(judging: Judging) -> None:
             index,
             f"has {percent(share)} of its blocks whose largest code is below 4.",
             "See which rule chose its block scales, or whether they belong to other blocks.",
-            Part.CODES,
+            PartKind.CODES,
             share=share,
         )
 

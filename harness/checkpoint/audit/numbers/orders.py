@@ -34,7 +34,7 @@ from degarble.harness.checkpoint.transform.convert.vllm_parameters import (
 from degarble.harness.checkpoint.view.modules import NamingConvention
 from degarble.harness.checkpoint.view.weight_units import stored_of
 from degarble.harness.formats.number_formats import ScaleDirection
-from degarble.harness.model.storage import Part
+from degarble.harness.model.tensors import PartKind
 
 if TYPE_CHECKING:
     from degarble.harness.checkpoint.audit.statistics.inference import Inference
@@ -98,7 +98,7 @@ def _report_broken_claims(judging: Judging, rows: list[int], stated: dict[int, s
             index,
             f"lies in row-major order; conversion.json states `{stated[index]}`.",
             "Convert again: the backend that was asked for reads these scales wrongly.",
-            Part.BLOCK_SCALE,
+            PartKind.BLOCK_SCALE,
             pairing=_rounded(float(judging.table["pairing"][index])),
         )
 
@@ -130,7 +130,7 @@ def _report_layout(judging: Judging, index: int, inferred: Inference, company: f
             f"lies in the order `{inferred.value}`: in that one scales and codes go together"
             f" (confidence {inferred.confidence:.6f}).",
             "Store scales in row-major order; engines reorder them when they load.",
-            Part.BLOCK_SCALE,
+            PartKind.BLOCK_SCALE,
             **evidence,
         )
         return True
@@ -143,7 +143,7 @@ def _report_layout(judging: Judging, index: int, inferred: Inference, company: f
             f"does not belong to its codes: correlation {correlation:+.2f}, its siblings'"
             f" {company:+.2f}, and no known order mends that.",
             "Look for the scales of another matrix, or for rows in an unknown order.",
-            Part.BLOCK_SCALE,
+            PartKind.BLOCK_SCALE,
             **evidence,
         )
         return True
@@ -187,7 +187,7 @@ def check_orders(judging: Judging) -> None:
             f"is packed in the order `{ORDER_NAMES[order[index]]}`, going by {kinship}:"
             f" {lead:.0f} standard deviations.",
             "Swap the halves of its bytes, or convert it again with the order that engines read.",
-            Part.CODES,
+            PartKind.CODES,
             deviations=round(lead, 1),
         )
     asked, open_ = int((order > -2).sum()), int((order == -1).sum())

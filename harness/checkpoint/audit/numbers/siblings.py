@@ -14,7 +14,7 @@ import numpy as np
 from degarble.harness.checkpoint.audit import value_rules as rules
 from degarble.harness.checkpoint.audit.numbers.table import Judging, indices, power
 from degarble.harness.checkpoint.audit.rules import INPUT_SCALE_INSIDE
-from degarble.harness.model.storage import Part
+from degarble.harness.model.tensors import PartKind
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
@@ -63,7 +63,7 @@ def report_inside(judging: Judging, off: NDArray[np.float64]) -> NDArray[np.bool
             f"makes its weight 2^{-off[index]:.1f} smaller than matrices of its width are;"
             f" divided by the module's input_scale {scale[index]:.4g}, it fits, as others do.",
             "Divide it by input_scale, which belongs to the activations.",
-            Part.TENSOR_SCALE,
+            PartKind.TENSOR_SCALE,
             off_log2=round(float(off[index]), 2),
             input_scale=float(scale[index]),
         )
@@ -240,7 +240,7 @@ def _report_reversed(judging: Judging, index: int, off: float, decode: float) ->
         index,
         f"{stored} makes its weight {power(off)}; read in the other direction, it fits.",
         "It is a divisor under a multiplier's name, or the reverse: store its reciprocal.",
-        Part.TENSOR_SCALE if in_tensor else Part.BLOCK_SCALE,
+        PartKind.TENSOR_SCALE if in_tensor else PartKind.BLOCK_SCALE,
         off_log2=round(off, 2),
         decode_scale_log2=round(decode, 2),
     )
@@ -251,14 +251,14 @@ def _explain(judging: Judging, index: int, off: float, decode: float) -> None:
     evidence = {"off_log2": round(off, 2), "decode_scale_log2": round(decode, 2)}
     told = f"makes its weight {power(off)}"
     if decode == 0 and judging.table["scale_bits"][index] >= 0:
-        rule, part = rules.SCALE_IS_ONE, Part.TENSOR_SCALE
+        rule, part = rules.SCALE_IS_ONE, PartKind.TENSOR_SCALE
         message, remedy = f"= 1 {told}.", "The real scale was lost; quantise again."
     elif decode and abs(off - decode / 2) <= ABOUT_TWICE and not _holds_input(judging, index, off):
-        rule, part = rules.SCALE_TWICE, Part.TENSOR_SCALE
+        rule, part = rules.SCALE_TWICE, PartKind.TENSOR_SCALE
         message = f"{told}, which is the root of it: the scale was applied twice."
         remedy = "Store its root, after comparing with the source."
     elif _is_all_ones(judging, index):
-        rule, part = rules.SCALE_IS_ONE, Part.BLOCK_SCALE
+        rule, part = rules.SCALE_IS_ONE, PartKind.BLOCK_SCALE
         message, remedy = f"= 1 everywhere {told}.", "The real scales were lost; quantise again."
     else:
         rule = rules.MAGNITUDE if abs(off) >= TOO_FAR else rules.MAGNITUDE_FAR
@@ -316,7 +316,7 @@ def check_inputs(judging: Judging) -> None:
             f"= {scale[index]:.6g} stands for activations up to 2^{amax:.1f};"
             " read in the other direction, it fits.",
             "It is a divisor under a multiplier's name, or the reverse: store its reciprocal.",
-            Part.INPUT_SCALE,
+            PartKind.INPUT_SCALE,
             amax_log2=round(amax, 2),
         )
     far = known & ~swapped & np.isfinite(median) & (np.abs(log - median) >= FAR)
@@ -327,7 +327,7 @@ def check_inputs(judging: Judging) -> None:
             index,
             f"= {scale[index]:.6g} is {power(off)}, beside its siblings.",
             "Calibrate with more tokens, or give it the siblings' largest scale on purpose.",
-            Part.INPUT_SCALE,
+            PartKind.INPUT_SCALE,
             off_log2=round(off, 2),
         )
     _check_ones(judging, known)
@@ -371,7 +371,7 @@ def _check_ones(judging: Judging, known: NDArray[np.bool_]) -> None:
                 index,
                 f"= 1, as in every module of {role}: activations of a largest value of 2688 each.",
                 "Calibrate: 1 is what tools write where they measured nothing.",
-                Part.INPUT_SCALE,
+                PartKind.INPUT_SCALE,
             )
 
 
@@ -414,7 +414,7 @@ def _report_fallback(judging: Judging, expert: Expert, roles: list[str]) -> None
         f"= {scale:.6g} is the largest of {roles[0]} and stands at other experts too;"
         f" so it is in {len(roles)} projections of this expert.",
         "Calibrate with more tokens, or accept the fallback knowingly.",
-        Part.INPUT_SCALE,
+        PartKind.INPUT_SCALE,
         projections=roles,
     )
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.view.modules import StoredForm
     from degarble.harness.checkpoint.view.view import Checkpoint
     from degarble.harness.checkpoint.view.weight_units import WeightUnit
-    from degarble.harness.model.storage import Part
+    from degarble.harness.model.tensors import PartKind
 
 
 # --------------------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ class Judging:
         index: int,
         message: str,
         remedy: str,
-        part: Part | None = None,
+        part: PartKind | None = None,
         **evidence: Any,
     ) -> None:
         """Report one row; `part` selects one of its tensors, `message` follows the name."""

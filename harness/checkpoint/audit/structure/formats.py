@@ -26,7 +26,7 @@ from degarble.harness.checkpoint.view.quantisation_configs import (
 from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.recipes import BF16, recipe_named
-from degarble.harness.model.storage import Part
+from degarble.harness.model.tensors import PartKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -328,7 +328,7 @@ def _report_experts(inventory: Inventory, findings: Findings) -> None:
 # its input scale as a factor. Whether a scale is finite, positive and of a sensible size is checked
 # by the numbers audit.
 
-_SCALARS = (Part.TENSOR_SCALE, Part.INPUT_SCALE)
+_SCALARS = (PartKind.TENSOR_SCALE, PartKind.INPUT_SCALE)
 _LARGEST_CODED = 6 * 448  # what codes and block scales alone can reach in NVFP4
 # A scale that is 50 times too small is no outlier of training; the input scale that explains it
 # must do so within a factor of 4, which is how far weight scales of one row lie apart.
@@ -356,9 +356,9 @@ def report_scalars(checkpoint: Checkpoint, inventory: Inventory, findings: Findi
 
 def _scalar_entries(
     checkpoint: Checkpoint, inventory: Inventory
-) -> dict[str, dict[Part, TensorEntry]]:
+) -> dict[str, dict[PartKind, TensorEntry]]:
     """Return the scalar scales of every NVFP4 module; absent ones are reported elsewhere."""
-    found: dict[str, dict[Part, TensorEntry]] = {}
+    found: dict[str, dict[PartKind, TensorEntry]] = {}
     for each in inventory.found:
         if each.weight == NVFP4_NAME and each.module not in found:
             parts = checkpoint.table.parts(each.module)
@@ -379,7 +379,7 @@ def _read(entries: Iterable[TensorEntry]) -> Scalars:
 
 def _compare(
     members: list[StoredParameter],
-    entries: Mapping[str, Mapping[Part, TensorEntry]],
+    entries: Mapping[str, Mapping[PartKind, TensorEntry]],
     scalars: Scalars,
     told: tuple[AuditRule, Inventory, Findings],
 ) -> None:
@@ -392,7 +392,7 @@ def _compare(
         values = [scalars[name] for name in names]
         if len(set(values)) < 2:
             continue
-        chosen = rule if part is Part.TENSOR_SCALE else rules.PARTNERS_INPUT_SCALE
+        chosen = rule if part is PartKind.TENSOR_SCALE else rules.PARTNERS_INPUT_SCALE
         _differ(chosen, members[0], names, [value[0] for value in values], (inventory, findings))
 
 
@@ -420,7 +420,7 @@ def _differ(
 
 def _compare_stacked(
     inventory: Inventory,
-    entries: Mapping[str, Mapping[Part, TensorEntry]],
+    entries: Mapping[str, Mapping[PartKind, TensorEntry]],
     scalars: Scalars,
     findings: Findings,
 ) -> None:
@@ -434,7 +434,7 @@ def _compare_stacked(
             if count < 2 or not entry.shape or entry.shape[-1] != count or row not in always:
                 continue
             rule = rules.PARTNERS_SCALE if always[row] else rules.PARTNERS_SCALE_FUSABLE
-            rule = rule if part is Part.TENSOR_SCALE else rules.PARTNERS_INPUT_SCALE
+            rule = rule if part is PartKind.TENSOR_SCALE else rules.PARTNERS_INPUT_SCALE
             values = scalars[entry.name]
             for expert in range(len(values) // count):
                 own = list(values[expert * count : (expert + 1) * count])
@@ -445,7 +445,7 @@ def _compare_stacked(
 
 def _report_factor(
     inventory: Inventory,
-    entries: Mapping[str, Mapping[Part, TensorEntry]],
+    entries: Mapping[str, Mapping[PartKind, TensorEntry]],
     scalars: Scalars,
     findings: Findings,
 ) -> None:
@@ -510,13 +510,13 @@ def _decode_scale(entry: TensorEntry, scalars: Scalars) -> float:
 
 def _report_inside(
     found: StoredParameter,
-    entries: Mapping[str, Mapping[Part, TensorEntry]],
+    entries: Mapping[str, Mapping[PartKind, TensorEntry]],
     numbers: tuple[float, float, float],
     told: tuple[Inventory, Findings],
 ) -> None:
     weight, inputs, usual = numbers
     inventory, findings = told
-    name = entries[found.module][Part.TENSOR_SCALE].name
+    name = entries[found.module][PartKind.TENSOR_SCALE].name
     findings.add(
         rules.INPUT_SCALE_INSIDE,
         FindingLocation(name, found.module, inventory.layer_of(found.parameter)),

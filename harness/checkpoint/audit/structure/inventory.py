@@ -32,8 +32,7 @@ from degarble.harness.formats.number_formats import (
 )
 from degarble.harness.model.parameters import EXPERT, parameters
 from degarble.harness.model.recipes import BF16, Formats, Recipe, Rule
-from degarble.harness.model.storage import Part
-from degarble.harness.model.tensors import tensors_of
+from degarble.harness.model.tensors import PartKind, tensors_of
 from degarble.harness.model.types import Dtype, Kind
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ if TYPE_CHECKING:
 # unless a tensor is named.
 
 if TYPE_CHECKING:
-    Parts = Mapping[Part, TensorEntry]
+    Parts = Mapping[PartKind, TensorEntry]
 
 _FLOATS = {"F64": 3, "F32": 3, "BF16": 2, "F16": 1}  # by how much of a bf16 or fp32 value is kept
 _INTEGERS = frozenset({"I64", "I32", "I16"})
@@ -69,7 +68,7 @@ class ModuleIssue(NamedTuple):
     """A rule that a module breaks. `part`: the offending tensor; None: the whole module."""
 
     rule: AuditRule
-    part: Part | None
+    part: PartKind | None
     told: str  # continues a sentence that begins with the tensor's name
     remedy: str
     evidence: Mapping[str, object]
@@ -84,7 +83,7 @@ class ModuleCheck:
     issues: list[ModuleIssue] = field(default_factory=list)
 
     def report(
-        self, rule: AuditRule, part: Part | None, told: str, remedy: str, **evidence: object
+        self, rule: AuditRule, part: PartKind | None, told: str, remedy: str, **evidence: object
     ) -> None:
         """Add one issue."""
         self.issues.append(ModuleIssue(rule, part, told, remedy, evidence))
@@ -121,15 +120,15 @@ class ModuleChecks:
 
 
 def _judged(parameter: Parameter, parts: Parts) -> ModuleCheck:
-    check = ModuleCheck(has_input_scale=Part.INPUT_SCALE in parts)
-    codes = parts[Part.CODES]
+    check = ModuleCheck(has_input_scale=PartKind.INPUT_SCALE in parts)
+    codes = parts[PartKind.CODES]
     if codes.dtype in PLAIN_DTYPES:
         check.weight = BF16
         _judge_plain(check, parameter, parts)
     elif parameter.kind is not Kind.LINEAR:
         check.report(
             rules.WRONG_DTYPE,
-            Part.CODES,
+            PartKind.CODES,
             f"is {codes.dtype}, but {parameter.name} is no linear and is never quantised",
             _ANOTHER_TOOL,
             dtype=codes.dtype,
@@ -138,7 +137,7 @@ def _judged(parameter: Parameter, parts: Parts) -> ModuleCheck:
         check.weight = form
         check.report(
             rules.ENGINE_FORM,
-            Part.CODES,
+            PartKind.CODES,
             f"is {list(codes.shape)} with scales for DeepGEMM's kernel, and judged as that",
             "Nothing, if an engine hands it to that kernel; others expect two dimensions.",
             shape=list(codes.shape),
@@ -149,12 +148,12 @@ def _judged(parameter: Parameter, parts: Parts) -> ModuleCheck:
         if parameter.row.name == "ffn.gate":
             check.report(
                 rules.ROUTER_QUANTISED,
-                Part.CODES,
+                PartKind.CODES,
                 f"is the router, in {codes.dtype}",
                 "Take the router from the source checkpoint.",
                 dtype=codes.dtype,
             )
-    for part in (Part.TENSOR_SCALE, Part.INPUT_SCALE):
+    for part in (PartKind.TENSOR_SCALE, PartKind.INPUT_SCALE):
         if part in parts:
             _judge_scalar(check, part, parts[part])
     return check
@@ -162,7 +161,7 @@ def _judged(parameter: Parameter, parts: Parts) -> ModuleCheck:
 
 def _deepgemm_form(parameter: Parameter, parts: Parts) -> str:
     """Return the format of a grouped wo_a, its scales fp32 or packed UE8M0; else empty."""
-    codes, scales = parts[Part.CODES], parts.get(Part.BLOCK_SCALE)
+    codes, scales = parts[PartKind.CODES], parts.get(PartKind.BLOCK_SCALE)
     if codes.dtype != "F8_E4M3" or len(codes.shape) != _BY_GROUPS or scales is None:
         return ""
     # Scales of DeepGEMM's grouped wo_a: [groups, blocks / 4, rows] words of four UE8M0 bytes, or
@@ -178,22 +177,22 @@ def _deepgemm_form(parameter: Parameter, parts: Parts) -> str:
 
 
 def _judge_plain(check: ModuleCheck, parameter: Parameter, parts: Parts) -> None:
-    value, wanted = parts[Part.CODES], parameter.row.dtype
+    value, wanted = parts[PartKind.CODES], parameter.row.dtype
     _judge_shape(check, parameter, value.shape, value)
     if (value.dtype in _INTEGERS) != (wanted is Dtype.I64) or value.dtype == "BOOL":
         check.report(
-            rules.WRONG_DTYPE, Part.CODES, f"is {value.dtype}, expected {wanted}", _ANOTHER_TOOL
+            rules.WRONG_DTYPE, PartKind.CODES, f"is {value.dtype}, expected {wanted}", _ANOTHER_TOOL
         )
     elif value.dtype in _FLOATS and _FLOATS[value.dtype] < _FLOATS[wanted]:
         check.report(
             rules.NARROWED,
-            Part.CODES,
+            PartKind.CODES,
             f"is {value.dtype}, published as {wanted}",
             "Take it from the source checkpoint if its precision matters.",
             dtype=value.dtype,
             published=str(wanted),
         )
-    for part in (Part.BLOCK_SCALE, Part.TENSOR_SCALE):
+    for part in (PartKind.BLOCK_SCALE, PartKind.TENSOR_SCALE):
         if part in parts:
             check.report(
                 rules.SCALE_LEFT_OVER,
@@ -211,7 +210,7 @@ def _judge_shape(
     packed = f" (stored {list(codes.shape)}, two codes a byte)" if shape != codes.shape else ""
     check.report(
         rules.WRONG_SHAPE,
-        Part.CODES,
+        PartKind.CODES,
         f"is {list(shape)}{packed}, expected {list(parameter.shape)}",
         "Check that config and shards are of one model, and that no prefix was mixed up.",
         shape=list(shape),
@@ -222,7 +221,7 @@ def _judge_shape(
 
 def _judge_codes(check: ModuleCheck, parameter: Parameter, parts: Parts) -> BlockFormat | None:
     """Check codes and their scales; return the format if the two tensors determine it."""
-    codes = parts[Part.CODES]
+    codes = parts[PartKind.CODES]
     shape = codes.shape
     if codes.dtype in PAIRS and shape:
         shape = (*shape[:-1], shape[-1] * 2)
@@ -230,7 +229,7 @@ def _judge_codes(check: ModuleCheck, parameter: Parameter, parts: Parts) -> Bloc
     if element is None or len(shape) < 2:
         check.report(
             rules.UNREADABLE_MODULE,
-            Part.CODES,
+            PartKind.CODES,
             f"is {codes.dtype} {list(codes.shape)}: codes of no known format",
             "Convert it with the tool that wrote it.",
             dtype=codes.dtype,
@@ -246,27 +245,27 @@ def _judge_codes(check: ModuleCheck, parameter: Parameter, parts: Parts) -> Bloc
             wanted=wrong[1],
         )
     fits = _judge_shape(check, parameter, shape, codes)
-    if Part.BLOCK_SCALE not in parts:
+    if PartKind.BLOCK_SCALE not in parts:
         check.report(
             rules.SCALE_MISSING,
-            Part.CODES,
+            PartKind.CODES,
             f"is {codes.dtype} without block scales",
             "Look for them under another name, or in a shard that is missing.",
             dtype=codes.dtype,
         )
         return None
     fmt = _format_shown(check, element, shape, parts) if fits else None
-    if fmt is not None and fmt.tensor_scale and Part.TENSOR_SCALE not in parts:
+    if fmt is not None and fmt.tensor_scale and PartKind.TENSOR_SCALE not in parts:
         check.report(
             rules.SCALE_MISSING,
-            Part.CODES,
+            PartKind.CODES,
             "is NVFP4 without weight_scale_2",
             "Look for it under another name; a global scale is never assumed to be 1.",
         )
-    elif fmt is not None and not fmt.tensor_scale and Part.TENSOR_SCALE in parts:
+    elif fmt is not None and not fmt.tensor_scale and PartKind.TENSOR_SCALE in parts:
         check.report(
             rules.SCALE_LEFT_OVER,
-            Part.TENSOR_SCALE,
+            PartKind.TENSOR_SCALE,
             f"is a tensor scale beside {fmt.name}, which has none",
             "Find out whether the block scales are of another format than their dtype says.",
         )
@@ -277,7 +276,7 @@ def _format_shown(
     check: ModuleCheck, element: str, shape: tuple[int, ...], parts: Parts
 ) -> BlockFormat | None:
     """Return the format of codes with block scales; report the broken rule if none fits."""
-    scales = parts[Part.BLOCK_SCALE]
+    scales = parts[PartKind.BLOCK_SCALE]
     scale = SCALE_OF_DTYPE.get(scales.dtype)
     known = [fmt for fmt in BLOCK_FORMATS.values() if fmt.element.name == element]
     fitting = [fmt for fmt in known if _scales_of(shape, fmt) == scales.shape]
@@ -301,7 +300,7 @@ def _format_shown(
         rule, also = rules.SCALE_BLOCK, _block_told(shape, scales.shape)
     check.report(
         rule,
-        Part.BLOCK_SCALE,
+        PartKind.BLOCK_SCALE,
         f"{told}, {also}",
         f"Known: {expected}. {_ANOTHER_TOOL}",
         **evidence,
@@ -340,7 +339,7 @@ def _block_told(shape: tuple[int, ...], scales: tuple[int, ...]) -> str:
     return f"one a {rows}x{columns} block, which no known format has"
 
 
-def _judge_scalar(check: ModuleCheck, part: Part, entry: TensorEntry) -> None:
+def _judge_scalar(check: ModuleCheck, part: PartKind, entry: TensorEntry) -> None:
     if prod(entry.shape) != 1:
         check.report(
             rules.SCALE_RANK,
@@ -371,7 +370,7 @@ def check_fused(names: LogicalNames, module: str, members: list[Parameter]) -> M
     try:
         form = names.table.form(module)
         check.weight = BF16 if form.format is None else form.format.name
-        check.has_input_scale = Part.INPUT_SCALE in form.parts
+        check.has_input_scale = PartKind.INPUT_SCALE in form.parts
         activation = check.weight if check.has_input_scale and check.weight == "NVFP4" else BF16
         # All members of a fused module share its format.
         recipe = Recipe("as stored", (Rule("*", check.weight, activation),))

@@ -25,7 +25,7 @@ from degarble.harness.model.config.config import V4Config
 from degarble.harness.model.config.json_file import ARCHITECTURES
 from degarble.harness.model.layouts import FUSED_COMPRESSOR, Spelling, with_fused_compressors
 from degarble.harness.model.parameters import parameter_named, parameters
-from degarble.harness.model.storage import Part
+from degarble.harness.model.tensors import PartKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -261,7 +261,7 @@ def report_indexer_bytes(checkpoint: Checkpoint, inventory: Inventory, findings:
 
 
 def _codes(checkpoint: Checkpoint, found: StoredParameter) -> TensorEntry:
-    return checkpoint.table.parts(found.module)[Part.CODES]
+    return checkpoint.table.parts(found.module)[PartKind.CODES]
 
 
 def _same_rows(checkpoint: Checkpoint, one: TensorEntry, other: TensorEntry) -> bool:
@@ -438,7 +438,7 @@ def _report_scale_names(table: ModuleTable, findings: Findings) -> Iterable[str]
         except Refused:
             continue  # reported on its own
         if form.format is not None:
-            suffix = suffix_of(form.parts[Part.BLOCK_SCALE])
+            suffix = suffix_of(form.parts[PartKind.BLOCK_SCALE])
             named[form.format.name][suffix].append(module)
     for fmt, by_suffix in named.items():
         usual = max(by_suffix, key=lambda each: len(by_suffix[each]))

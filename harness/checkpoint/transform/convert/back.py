@@ -39,8 +39,7 @@ from degarble.harness.formats.layouts import (
 )
 from degarble.harness.formats.number_formats import E4M3, ScaleDirection
 from degarble.harness.model.layouts import layout_named
-from degarble.harness.model.storage import Part
-from degarble.harness.model.tensors import slots
+from degarble.harness.model.tensors import PartKind, slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -80,12 +79,12 @@ def restored_parts(back: InverseConversion) -> Iterator[tuple[str, Callable[[], 
         if name in after and after[name].weight != before[name].weight:
             continue
         form = names.table.form(names.module_of(slot.parameter))
-        if form.direction is ScaleDirection.ENCODE and slot.part is Part.TENSOR_SCALE:
+        if form.direction is ScaleDirection.ENCODE and slot.part is PartKind.TENSOR_SCALE:
             continue  # a divisor became a factor: rounded
         if slot.part in form.parts:
             own = form.parts[slot.part]
             stacked = slot.parameter.expert is not None and after[name].weight == "NVFP4"
-            arranged = stacked and slot.part in (Part.CODES, Part.BLOCK_SCALE)
+            arranged = stacked and slot.part in (PartKind.CODES, PartKind.BLOCK_SCALE)
             make = _expert if arranged else _cut
             yield own.name, partial(make, back, slot, own.dtype)
 
@@ -105,12 +104,12 @@ def _expert(back: InverseConversion, slot: Slot, _dtype: str) -> Iterator[Tensor
     """Cut one member of one expert out of a stack in a backend's order."""
     backend = BACKENDS[back.options.backend]
     gated = slot.parameter.name.endswith(_GATED)
-    unit = 2 if slot.part is Part.CODES else BLOCK
+    unit = 2 if slot.part is PartKind.CODES else BLOCK
     rows, columns = slot.shape
     high, wide = backend.padded((rows, columns * unit), gated=gated)
     total = high * (2 if gated else 1)
     stored = back.checkpoint.tensor(slot.tensor)[slot.parameter.expert].view(torch.uint8)
-    if slot.part is Part.BLOCK_SCALE and backend.scales != LINEAR:
+    if slot.part is PartKind.BLOCK_SCALE and backend.scales != LINEAR:
         stored = from_layout(stored.flatten(), backend.scales, total, wide // unit)
     whole = restore_rows(stored, backend.w13 if gated else backend.w2)
     # w1 lies above w3, each followed by its padding.
@@ -284,7 +283,7 @@ def _flattened(back: InverseJob) -> Iterator[tuple[str, Maker]]:
     for parameter in back.names.present.values():
         module = back.names.module_of(parameter)
         parts = back.names.table.parts(module)
-        codes, scale = parts[Part.CODES], parts.get(Part.BLOCK_SCALE)
+        codes, scale = parts[PartKind.CODES], parts.get(PartKind.BLOCK_SCALE)
         if not parameter.name.endswith(".wo_a") or codes.dtype != "F8_E4M3" or scale is None:
             continue
         rounded = options.per == "tensor" or (scale.dtype == "F32" and options.gpu == "sm100")
@@ -311,10 +310,10 @@ def _unscaled(back: InverseJob) -> Iterator[tuple[str, Maker]]:
         if f"{stored}.weight_scale_2" not in back.checkpoint.entries:
             continue  # not NVFP4
         parts = back.names.table.parts(module)
-        if Part.TENSOR_SCALE in parts:
+        if PartKind.TENSOR_SCALE in parts:
             continue  # NVFP4 in the source already
-        yield parts[Part.CODES].name, partial(back.checkpoint.chunks, f"{stored}.weight")
-        yield parts[Part.BLOCK_SCALE].name, partial(_exponents, back, stored)
+        yield parts[PartKind.CODES].name, partial(back.checkpoint.chunks, f"{stored}.weight")
+        yield parts[PartKind.BLOCK_SCALE].name, partial(_exponents, back, stored)
 
 
 def _exponents(back: InverseJob, module: str) -> Iterator[Tensor]:

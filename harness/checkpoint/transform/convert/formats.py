@@ -45,7 +45,7 @@ from degarble.harness.formats.number_formats import (
 from degarble.harness.model.config.config import V4Config
 from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.recipes import BF16, recipe_named
-from degarble.harness.model.storage import Part
+from degarble.harness.model.tensors import PartKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -277,14 +277,14 @@ def _unit(
 
     def make(tensor: PlannedTensor) -> Iterator[Tensor]:
         part, found = part_of[tensor.name], shared.exponents
-        if part is Part.TENSOR_SCALE:
+        if part is PartKind.TENSOR_SCALE:
             yield torch.tensor(tensor_scale_of(found), dtype=torch.float32)
             return
         for _, record in rows_of(linear.weight):
             assert record.codes is not None
             assert record.block_scale is not None
             codes, scale = record.codes, record.block_scale
-            yield codes if part is Part.CODES else block_scales_of(scale, found)
+            yield codes if part is PartKind.CODES else block_scales_of(scale, found)
 
     def check(target: Checkpoint) -> Iterator[TensorProof]:
         output = target.stored(key)
@@ -297,9 +297,9 @@ def _unit(
     return ConversionUnit(
         key=key,
         tensors=(
-            PlannedTensor(names[Part.CODES], "U8", (rows, columns // 2), key),
-            PlannedTensor(names[Part.BLOCK_SCALE], "F8_E4M3", (rows, columns // 16), key),
-            PlannedTensor(names[Part.TENSOR_SCALE], "F32", (), key),
+            PlannedTensor(names[PartKind.CODES], "U8", (rows, columns // 2), key),
+            PlannedTensor(names[PartKind.BLOCK_SCALE], "F8_E4M3", (rows, columns // 16), key),
+            PlannedTensor(names[PartKind.TENSOR_SCALE], "F32", (), key),
         ),
         sources=linear.tensors,
         make=make,

@@ -35,7 +35,7 @@ from degarble.harness.formats.layouts import (
     to_layout,
 )
 from degarble.harness.formats.number_formats import ScaleDirection, block_format
-from degarble.harness.model.storage import Part
+from degarble.harness.model.tensors import PartKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -138,7 +138,7 @@ BACKENDS: Mapping[str, ExpertArrangement] = MappingProxyType(
 # w1 and w3 need equal tensor scales.
 
 _NVFP4 = "NVFP4"
-_ARRANGED = (Part.CODES, Part.BLOCK_SCALE)
+_ARRANGED = (PartKind.CODES, PartKind.BLOCK_SCALE)
 
 
 @dataclass(frozen=True)
@@ -234,34 +234,34 @@ class FusedParameter:
 
     def dtype(self, slot: Slot) -> str:
         """Return the dtype of a part: vLLM's for codes and scales, the source's for values."""
-        if slot.part is not Part.VALUE or slot.parameter.name in self.changed:
+        if slot.part is not PartKind.VALUE or slot.parameter.name in self.changed:
             return str(slot.dtype)
-        stored = self.form(slot.parameter.name).parts[Part.VALUE].dtype
+        stored = self.form(slot.parameter.name).parts[PartKind.VALUE].dtype
         return "I32" if (stored, slot.dtype) == ("I64", "I32") else stored
 
-    def is_arranged(self, part: Part) -> bool:
+    def is_arranged(self, part: PartKind) -> bool:
         """Return whether the backend moves the elements of a part."""
         return self.is_nvfp4 and self.backend.name != "loader" and part in _ARRANGED
 
     def arranged_shape(self, slot: Slot, members: int) -> tuple[int, int]:
         """Return rows and columns of one expert's part in the backend's order, with padding."""
-        unit = 2 if slot.part is Part.CODES else BLOCK
+        unit = 2 if slot.part is PartKind.CODES else BLOCK
         rows, columns = slot.shape
         high, wide = self.backend.padded((rows, columns * unit), gated=self.is_gated)
         shape = (high * members, wide // unit)
-        return shape if slot.part is Part.CODES else self.backend.scale_extents(shape)
+        return shape if slot.part is PartKind.CODES else self.backend.scale_extents(shape)
 
     def chunks(self, tensor: PlannedTensor) -> Iterator[Chunk]:
         """Yield the bytes of one target tensor."""
         found = self.tensors[tensor.name]
         part = found[0].part
-        if self.is_gated and part is Part.TENSOR_SCALE:
+        if self.is_gated and part is PartKind.TENSOR_SCALE:
             self._require_shared(found)
         if not self.is_arranged(part):
             for slot in found:
                 yield from self._part(slot)
             return
-        arrange = self.backend.codes if part is Part.CODES else self.backend.block_scales
+        arrange = self.backend.codes if part is PartKind.CODES else self.backend.block_scales
         for _, group in groupby(found, lambda slot: slot.parameter.expert):
             slots_ = list(group)
             yield arrange([self._bytes(slot) for slot in slots_], gated=self.is_gated)
@@ -279,7 +279,7 @@ class FusedParameter:
             return
         form = self.form(name)
         entry = form.parts[part]
-        if part in (Part.TENSOR_SCALE, Part.INPUT_SCALE):
+        if part in (PartKind.TENSOR_SCALE, PartKind.INPUT_SCALE):
             scale = self.checkpoint.tensor(entry.name)
             # A divisor becomes a factor, rounded once.
             yield scale.reciprocal() if form.direction is ScaleDirection.ENCODE else scale
@@ -293,7 +293,7 @@ class FusedParameter:
             scales = {
                 slot.parameter.name: float(
                     self.checkpoint.tensor(
-                        self.form(slot.parameter.name).parts[Part.TENSOR_SCALE].name
+                        self.form(slot.parameter.name).parts[PartKind.TENSOR_SCALE].name
                     )
                 )
                 for slot in group

@@ -18,7 +18,7 @@ from degarble.harness.checkpoint.transform.units import FurthestElement, TensorP
 from degarble.harness.formats.codec import decode
 from degarble.harness.formats.fast.buffers import empty_tensor
 from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection
-from degarble.harness.model.storage import Part
+from degarble.harness.model.tensors import PartKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -256,7 +256,7 @@ def check_recoded(target: Checkpoint, module: str, recoded: Recoded) -> Iterator
     kept = fmt is not None and all(map(recoded.keeps_codes, recoded.weights))
     faults = []
     if output.format != fmt:
-        found = output.format.name if output.format else output.form.parts[Part.VALUE].dtype
+        found = output.format.name if output.format else output.form.parts[PartKind.VALUE].dtype
         faults.append(f"stored as {found}, not {fmt.name if fmt else 'BF16'}")
     bound, words = NO_BOUND, EXACT
     if fmt is None and not faults:  # the grid of another format says nothing

@@ -39,7 +39,7 @@ from degarble.harness.formats.number_formats import (
     ScaleDirection,
 )
 from degarble.harness.formats.weight import Storage, Weight
-from degarble.harness.model.storage import Part
+from degarble.harness.model.tensors import PartKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -148,7 +148,7 @@ _SHUFFLED = [8 * (j % 4) + j // 4 for j in range(32)]  # 0 8 16 24 1 9 17 25 2 .
 
 def check_fused(fused: FusedParameter, target: Checkpoint) -> Iterator[TensorProof]:
     """Compare every member of one path with its source."""
-    if fused.is_arranged(Part.CODES):
+    if fused.is_arranged(PartKind.CODES):
         yield from _check_arranged(fused, target)
         return
     for name in fused.members:
@@ -191,22 +191,22 @@ def _scalar_faults(source: Weight, output: Weight) -> list[str]:
 def _check_arranged(fused: FusedParameter, target: Checkpoint) -> Iterator[TensorProof]:
     """Cut each expert out of its stack, undo the backend's order, and compare."""
     tensors = {slots[0].part: (name, slots) for name, slots in fused.tensors.items()}
-    codes_name, slots = tensors[Part.CODES]
+    codes_name, slots = tensors[PartKind.CODES]
     for expert, group in groupby(slots, lambda slot: slot.parameter.expert):
         assert expert is not None
         names = [slot.parameter.name for slot in group]
         sources = [fused.checkpoint.stored(name) for name in names]
         parts = {}
-        for part in (Part.CODES, Part.BLOCK_SCALE):
+        for part in (PartKind.CODES, PartKind.BLOCK_SCALE):
             stored = target.tensor(tensors[part][0])[expert].view(torch.uint8)
             parts[part] = _undone(fused, stored, part, sources[0].shape)
-        factors = target.tensor(tensors[Part.TENSOR_SCALE][0])[expert].flatten()
+        factors = target.tensor(tensors[PartKind.TENSOR_SCALE][0])[expert].flatten()
         for position, (name, source) in enumerate(zip(names, sources, strict=True)):
             rows, columns = source.shape
             high, wide = fused.backend.padded((rows, columns), gated=fused.is_gated)
             begin = position * high
             cut, padding = {}, 0
-            for part, unit in ((Part.CODES, 2), (Part.BLOCK_SCALE, 16)):
+            for part, unit in ((PartKind.CODES, 2), (PartKind.BLOCK_SCALE, 16)):
                 whole = parts[part][begin : begin + high, : wide // unit]
                 cut[part] = whole[:rows, : columns // unit]
                 padding += int(whole.count_nonzero() - cut[part].count_nonzero())
@@ -221,15 +221,15 @@ def _check_arranged(fused: FusedParameter, target: Checkpoint) -> Iterator[Tenso
             yield comparison.proof(f"{codes_name}[{expert}]", (name,), EXACT, faults)
             for entry in source.form.parts.values():
                 source.release(entry)
-        for part in (Part.CODES, Part.BLOCK_SCALE):
+        for part in (PartKind.CODES, PartKind.BLOCK_SCALE):
             target.release(tensors[part][0])
 
 
-def _record(parts: dict[Part, Tensor], factor: Tensor, shape: tuple[int, int]) -> Weight:
+def _record(parts: dict[PartKind, Tensor], factor: Tensor, shape: tuple[int, int]) -> Weight:
     direction, order = ScaleDirection.DECODE, NibbleOrder.LOW_EVEN
     return Weight(
-        codes=parts[Part.CODES],
-        block_scale=parts[Part.BLOCK_SCALE],
+        codes=parts[PartKind.CODES],
+        block_scale=parts[PartKind.BLOCK_SCALE],
         tensor_scale=factor,
         storage=Storage(NVFP4, MODELOPT, LINEAR, direction, order, shape),
     )
@@ -239,7 +239,7 @@ def _input_scale_faults(
     fused: FusedParameter, target: Checkpoint, source: StoredWeight, place: tuple[int, int]
 ) -> list[str]:
     ours = source.weight().input_scale
-    names = [name for name, slots in fused.tensors.items() if slots[0].part is Part.INPUT_SCALE]
+    names = [name for name, slots in fused.tensors.items() if slots[0].part is PartKind.INPUT_SCALE]
     if ours is None:
         return []
     if not names:
@@ -248,9 +248,11 @@ def _input_scale_faults(
     return [] if float(ours) == float(theirs) else [f"input scale {theirs}, source {ours}"]
 
 
-def _undone(fused: FusedParameter, stored: Tensor, part: Part, shape: tuple[int, ...]) -> Tensor:
+def _undone(
+    fused: FusedParameter, stored: Tensor, part: PartKind, shape: tuple[int, ...]
+) -> Tensor:
     """Return rows in the checkpoint's order, w1 above w3."""
-    if part is Part.BLOCK_SCALE:
+    if part is PartKind.BLOCK_SCALE:
         rows, columns = stored.shape
         # A 128x4 tile stores row 32 * q + p at [p, q]: permute to [tile row, q, p, tile column, c].
         tiles = stored.reshape(rows // 128, columns // 4, 32, 4, 4)

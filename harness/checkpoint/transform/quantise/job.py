@@ -57,8 +57,7 @@ from degarble.harness.model.recipes import (
     recipe_from_file,
     recipe_named,
 )
-from degarble.harness.model.storage import Part
-from degarble.harness.model.tensors import slots
+from degarble.harness.model.tensors import PartKind, slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
@@ -173,13 +172,13 @@ class QuantisingProducer:
             self._slots = tensor.key, {slot.tensor: slot for slot in found}
         slot = self._slots[1][tensor.name]
         stored = self._source.stored(tensor.key)
-        if slot.part is Part.VALUE:
+        if slot.part is PartKind.VALUE:
             yield from self._plain(slot, stored)
-        elif slot.part is Part.CODES:
+        elif slot.part is PartKind.CODES:
             yield from self._codes(slot.parameter, stored)
-        elif slot.part is Part.BLOCK_SCALE:
+        elif slot.part is PartKind.BLOCK_SCALE:
             yield self._block_scales(slot.parameter, stored)
-        elif slot.part is Part.TENSOR_SCALE:
+        elif slot.part is PartKind.TENSOR_SCALE:
             yield self._tensor_scale(slot.parameter, stored)
         else:
             yield self._input_scale(slot.parameter, stored)
@@ -196,7 +195,7 @@ class QuantisingProducer:
                 rounded += int((made.to(values.dtype) != values).sum())
             yield made
         action = "decoded" if stored.format else "copied"
-        value = stored.form.parts.get(Part.VALUE)
+        value = stored.form.parts.get(PartKind.VALUE)
         before = _name(stored) if value is None else value.dtype
         self.facts.add_plain(slot.parameter.name, action, before, slot.dtype, rounded)
 
@@ -267,7 +266,7 @@ class QuantisingProducer:
 
     def _keeps_input_scale(self, stored: StoredWeight) -> bool:
         """Return whether the source's own input scale is kept: no calibration replaces it."""
-        return Part.INPUT_SCALE in stored.form.parts and self._job.calibration is None
+        return PartKind.INPUT_SCALE in stored.form.parts and self._job.calibration is None
 
     def _input_scales(self, wanted: Iterable[Parameter]) -> InputScales:
         if self._inputs is None:

@@ -46,7 +46,7 @@ from degarble.harness.formats.weight import Weight
 from degarble.harness.model.components import components
 from degarble.harness.model.config.config import Config
 from degarble.harness.model.recipes import recipe_named
-from degarble.harness.model.site_forms import Forms, declared_forms
+from degarble.harness.model.site_forms import ComponentForms, declared_forms
 from degarble.harness.report.verdict import Verdict
 from degarble.references.binding import Bound
 from degarble.references.facts import local_name
@@ -84,7 +84,7 @@ def judge_component(
     component = _component(name, config, recipe)
     given = _weights(component, weights)
     bound = Bound(config, Numerics.twin().with_switches(**conventions), given, recipe)
-    forms = declared_forms(config, recipe).get(component.name, Forms({}, {}))
+    forms = declared_forms(config, recipe).get(component.name, ComponentForms({}, {}))
     _require_inputs(component, inputs, forms)
     call = _replayed(bound, component, inputs, forms)
     outputs = dict(output) if isinstance(output, dict) else {"out": output}
@@ -112,7 +112,7 @@ def judge_component(
 
 
 def _replayed(
-    bound: Bound, component: Component, inputs: Mapping[str, Tensor], forms: Forms
+    bound: Bound, component: Component, inputs: Mapping[str, Tensor], forms: ComponentForms
 ) -> JudgeableCall:
     """Run the twin; raise for shapes that it cannot take, and list the declared ones."""
     try:
@@ -127,7 +127,9 @@ def _replayed(
         ) from error  # fmt: skip
 
 
-def _foreign(outputs: Mapping[str, Tensor], forms: Forms) -> Iterator[tuple[str, OutputResult]]:
+def _foreign(
+    outputs: Mapping[str, Tensor], forms: ComponentForms
+) -> Iterator[tuple[str, OutputResult]]:
     """Yield a finding for each output whose dtype its site cannot hold."""
     for name, each in outputs.items():
         form = forms.outputs.get(name)
@@ -211,7 +213,7 @@ def _weight(name: str, each: Any) -> Weight:
     )  # fmt: skip
 
 
-def _require_inputs(component: Component, inputs: Mapping[str, Any], forms: Forms) -> None:
+def _require_inputs(component: Component, inputs: Mapping[str, Any], forms: ComponentForms) -> None:
     names = [each.name for each in component.inputs]
     for name, each in inputs.items():
         if name not in names:

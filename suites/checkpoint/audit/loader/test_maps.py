@@ -44,8 +44,7 @@ from degarble.harness.checkpoint.audit.loader.proof import prove
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.model.config.config import V4Config, V32Config
 from degarble.harness.model.layouts import LAYOUTS, layout_named
-from degarble.harness.model.storage import Part
-from degarble.harness.model.tensors import tensors_of
+from degarble.harness.model.tensors import PartKind, tensors_of
 from degarble.harness.model.types import Dtype
 from degarble.suites.checkpoint.audit.loader.loader_cases import FIELD, Raw, inventory_of, map_of
 from degarble.suites.checkpoint.audit.loader.loader_vllm import v4_place, v32_place
@@ -515,7 +514,11 @@ WHOLE = LoaderMap(
     rank=3,
     convert=(
         Convert(
-            r"\.o$", "FP8", frozenset({Part.CODES, Part.BLOCK_SCALE}), (128, 128), Dtype.F8_E8M0
+            r"\.o$",
+            "FP8",
+            frozenset({PartKind.CODES, PartKind.BLOCK_SCALE}),
+            (128, 128),
+            Dtype.F8_E8M0,
         ),
         Convert(r"\.q$", "FP8", block="tensor", suffix=".weight_scale"),
         Convert(r"\.k$", "BF16"),

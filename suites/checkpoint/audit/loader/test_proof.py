@@ -59,7 +59,7 @@ from degarble.harness.model.config.config import V4Config
 from degarble.harness.model.layouts import LAYOUTS, layout_named
 from degarble.harness.model.parameters import parameter_named
 from degarble.harness.model.sharding import plan, rank_tensors
-from degarble.harness.model.storage import Part
+from degarble.harness.model.tensors import PartKind
 from degarble.harness.model.types import Box
 from degarble.suites.checkpoint.audit.loader.loader_cases import (
     FIELD,
@@ -211,7 +211,7 @@ def test_a_rank_has_what_anatomy_lists(
 @pytest.mark.parametrize("ranks", RANKS)
 def test_truths_of_all_ranks_tile_every_part(ranks: tuple[int, int, int]) -> None:
     made = plan(V4, *ranks)
-    boxes: dict[tuple[str, Part], set[Box]] = {}
+    boxes: dict[tuple[str, PartKind], set[Box]] = {}
     for held in EngineTargets(V4, layout_named("vllm", V4), made)(range(made.ranks)):
         for target in held.targets.values():
             for member in target.members.values():
@@ -331,18 +331,18 @@ def parameter(name: str) -> Parameter:
     return parameter_named(V4, name)
 
 
-def source(name: str, part: Part, dtype: str, shape: tuple[int, ...]) -> SourceTensor:
+def source(name: str, part: PartKind, dtype: str, shape: tuple[int, ...]) -> SourceTensor:
     return SourceTensor(f"{name}.x", dtype, shape, parameter(name), part)
 
 
 WQ_B = "layers.1.attn.wq_b"
 E1 = "layers.1.ffn.experts.1"
 INPUT_SCALE = "loader.input_scale_in_weight"
-CODES = (Part.CODES, "F8_E4M3", (8, 4))
+CODES = (PartKind.CODES, "F8_E4M3", (8, 4))
 
 
 def rule(
-    given: SourceTensor, wanted: str, part: Part, dtype: str, box: Box | None = None
+    given: SourceTensor, wanted: str, part: PartKind, dtype: str, box: Box | None = None
 ) -> str | None:
     """Judge the write of a whole tensor to a slot of its own extents."""
     whole = Box.whole(given.shape)
@@ -352,83 +352,97 @@ def rule(
 
 
 def test_what_belongs_there_is_right() -> None:
-    assert rule(source(WQ_B, *CODES), WQ_B, Part.CODES, "F8_E4M3") is None
-    assert rule(source(WQ_B, *CODES)._replace(parameter=None), WQ_B, Part.CODES, "F8_E4M3") is None
+    assert rule(source(WQ_B, *CODES), WQ_B, PartKind.CODES, "F8_E4M3") is None
+    assert (
+        rule(source(WQ_B, *CODES)._replace(parameter=None), WQ_B, PartKind.CODES, "F8_E4M3") is None
+    )
 
 
 @pytest.mark.parametrize(
     ("mine", "part", "wanted", "wanted_part", "expected"),
     [
-        (f"{E1}.w1", Part.CODES, f"{E1}.w3", Part.CODES, "loader.swapped_partners"),
-        (f"{E1}.w1", Part.CODES, f"{E1}.w2", Part.CODES, "loader.wrong_parameter"),
-        (f"{E1}.w1", Part.CODES, "layers.1.ffn.experts.2.w1", Part.CODES, "loader.wrong_parameter"),
-        (WQ_B, Part.CODES, "layers.2.attn.wq_b", Part.CODES, "loader.wrong_parameter"),
-        (f"{E1}.w1", Part.TENSOR_SCALE, f"{E1}.w1", Part.BLOCK_SCALE, "loader.wrong_part"),
+        (f"{E1}.w1", PartKind.CODES, f"{E1}.w3", PartKind.CODES, "loader.swapped_partners"),
+        (f"{E1}.w1", PartKind.CODES, f"{E1}.w2", PartKind.CODES, "loader.wrong_parameter"),
         (
             f"{E1}.w1",
-            Part.INPUT_SCALE,
+            PartKind.CODES,
+            "layers.1.ffn.experts.2.w1",
+            PartKind.CODES,
+            "loader.wrong_parameter",
+        ),
+        (WQ_B, PartKind.CODES, "layers.2.attn.wq_b", PartKind.CODES, "loader.wrong_parameter"),
+        (f"{E1}.w1", PartKind.TENSOR_SCALE, f"{E1}.w1", PartKind.BLOCK_SCALE, "loader.wrong_part"),
+        (
             f"{E1}.w1",
-            Part.TENSOR_SCALE,
+            PartKind.INPUT_SCALE,
+            f"{E1}.w1",
+            PartKind.TENSOR_SCALE,
             INPUT_SCALE,
         ),
         (
             f"{E1}.w1",
-            Part.INPUT_SCALE,
+            PartKind.INPUT_SCALE,
             f"{E1}.w2",
-            Part.TENSOR_SCALE,
+            PartKind.TENSOR_SCALE,
             INPUT_SCALE,
         ),
-        (f"{E1}.w1", Part.INPUT_SCALE, f"{E1}.w2", Part.INPUT_SCALE, "loader.wrong_parameter"),
+        (
+            f"{E1}.w1",
+            PartKind.INPUT_SCALE,
+            f"{E1}.w2",
+            PartKind.INPUT_SCALE,
+            "loader.wrong_parameter",
+        ),
         (
             "layers.1.attn.compressor.wkv",
-            Part.VALUE,
+            PartKind.VALUE,
             "layers.1.attn.indexer.compressor.wkv",
-            Part.VALUE,
+            PartKind.VALUE,
             "loader.prefix",
         ),
         (
             "layers.1.attn.indexer.compressor.wgate",
-            Part.VALUE,
+            PartKind.VALUE,
             "layers.1.attn.compressor.wgate",
-            Part.VALUE,
+            PartKind.VALUE,
             "loader.prefix",
         ),
     ],
 )
 def test_what_belongs_elsewhere_is_told(
-    mine: str, part: Part, wanted: str, wanted_part: Part, expected: str
+    mine: str, part: PartKind, wanted: str, wanted_part: PartKind, expected: str
 ) -> None:
     assert rule(source(mine, part, "F32", ()), wanted, wanted_part, "F32") == expected
 
 
 def test_wrong_rows_are_told_although_the_shape_fits() -> None:
-    given = source(WQ_B, Part.CODES, "F8_E4M3", (4, 4))
+    given = source(WQ_B, PartKind.CODES, "F8_E4M3", (4, 4))
     other = Box(((4, 8), (0, 4)))
-    assert rule(given, WQ_B, Part.CODES, "F8_E4M3", other) == "loader.wrong_rows"
+    assert rule(given, WQ_B, PartKind.CODES, "F8_E4M3", other) == "loader.wrong_rows"
 
 
 @pytest.mark.parametrize(
     ("stored", "built", "part", "expected", "written"),
     [
-        ("F8_E8M0", "U8", Part.BLOCK_SCALE, None, True),
-        ("I8", "U8", Part.CODES, None, True),
-        ("I64", "I32", Part.VALUE, None, True),
-        ("BF16", "F32", Part.VALUE, None, True),
-        ("F16", "F32", Part.VALUE, None, True),
-        ("F32", "BF16", Part.VALUE, "loader.narrowed", True),
-        ("F16", "BF16", Part.VALUE, "loader.narrowed", True),
-        ("BF16", "F16", Part.VALUE, "loader.narrowed", True),
-        ("F32", "BF16", Part.TENSOR_SCALE, "loader.narrowed", True),
-        ("F8_E4M3", "BF16", Part.CODES, "loader.dtype", False),
-        ("U8", "BF16", Part.CODES, "loader.dtype", False),
-        ("F8_E4M3", "U8", Part.CODES, "loader.dtype", False),
-        ("F8_E4M3", "F32", Part.BLOCK_SCALE, "loader.scale_dtype", False),
-        ("F8_E8M0", "F32", Part.BLOCK_SCALE, "loader.scale_dtype", False),
-        ("F32", "F8_E8M0", Part.BLOCK_SCALE, "loader.scale_dtype", False),
+        ("F8_E8M0", "U8", PartKind.BLOCK_SCALE, None, True),
+        ("I8", "U8", PartKind.CODES, None, True),
+        ("I64", "I32", PartKind.VALUE, None, True),
+        ("BF16", "F32", PartKind.VALUE, None, True),
+        ("F16", "F32", PartKind.VALUE, None, True),
+        ("F32", "BF16", PartKind.VALUE, "loader.narrowed", True),
+        ("F16", "BF16", PartKind.VALUE, "loader.narrowed", True),
+        ("BF16", "F16", PartKind.VALUE, "loader.narrowed", True),
+        ("F32", "BF16", PartKind.TENSOR_SCALE, "loader.narrowed", True),
+        ("F8_E4M3", "BF16", PartKind.CODES, "loader.dtype", False),
+        ("U8", "BF16", PartKind.CODES, "loader.dtype", False),
+        ("F8_E4M3", "U8", PartKind.CODES, "loader.dtype", False),
+        ("F8_E4M3", "F32", PartKind.BLOCK_SCALE, "loader.scale_dtype", False),
+        ("F8_E8M0", "F32", PartKind.BLOCK_SCALE, "loader.scale_dtype", False),
+        ("F32", "F8_E8M0", PartKind.BLOCK_SCALE, "loader.scale_dtype", False),
     ],
 )
 def test_types_that_cannot_be_copied_are_told(
-    stored: str, built: str, part: Part, expected: str | None, written: bool
+    stored: str, built: str, part: PartKind, expected: str | None, written: bool
 ) -> None:
     wrong = judge_dtype(source(WQ_B, part, stored, (4, 4)), built, None)
     if expected is None:
@@ -450,10 +464,10 @@ def test_a_slot_that_is_not_there_takes_nothing() -> None:
 def test_extents_are_told_and_so_is_the_rank_of_a_scale() -> None:
     slot = Member(Box.whole((8, 4)))
     for part, shape, expected in (
-        (Part.CODES, (2, 4), "loader.shape"),
-        (Part.BLOCK_SCALE, (2, 4), "loader.shape"),
-        (Part.BLOCK_SCALE, (8,), "loader.scale_rank"),
-        (Part.BLOCK_SCALE, (), "loader.scale_rank"),
+        (PartKind.CODES, (2, 4), "loader.shape"),
+        (PartKind.BLOCK_SCALE, (2, 4), "loader.shape"),
+        (PartKind.BLOCK_SCALE, (8,), "loader.scale_rank"),
+        (PartKind.BLOCK_SCALE, (), "loader.scale_rank"),
     ):
         given = source(WQ_B, part, "F32", shape)
         wrong = judge_write(given, Box.whole(shape), "F32", slot, None)
@@ -464,8 +478,8 @@ def test_extents_are_told_and_so_is_the_rank_of_a_scale() -> None:
 
 
 def test_of_two_wrongs_the_tensor_itself_is_told_first() -> None:
-    given = source(f"{E1}.w1", Part.CODES, "U8", (2, 4))
-    truth = ExpectedContent(parameter(f"{E1}.w3"), Part.CODES, Box.whole((8, 4)))
+    given = source(f"{E1}.w1", PartKind.CODES, "U8", (2, 4))
+    truth = ExpectedContent(parameter(f"{E1}.w3"), PartKind.CODES, Box.whole((8, 4)))
     wrong = judge_write(given, Box.whole((2, 4)), "BF16", Member(Box.whole((8, 4))), truth)
     assert wrong is not None
     assert wrong.rule.id == "loader.swapped_partners"

@@ -28,7 +28,7 @@ from degarble.harness.formats.number_formats import NVFP4, NibbleOrder
 from degarble.harness.formats.quantise import quantise
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.recipes import recipe_named
-from degarble.harness.model.storage import Part
+from degarble.harness.model.tensors import PartKind
 from degarble.suites.checkpoint.converting_cases import KINDS, broken, converted, damage, source
 
 if TYPE_CHECKING:
@@ -310,7 +310,7 @@ def test_bytes_are_those_of_quantise(kind: str, tmp_path: Path) -> None:
             if one.format == NVFP4:
                 compared += 1
                 assert other.format == NVFP4
-                for part in (Part.CODES, Part.BLOCK_SCALE, Part.TENSOR_SCALE):
+                for part in (PartKind.CODES, PartKind.BLOCK_SCALE, PartKind.TENSOR_SCALE):
                     pair = (
                         ours.raw(one.form.parts[part].name),
                         theirs.raw(other.form.parts[part].name),
