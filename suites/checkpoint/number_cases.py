@@ -1,8 +1,8 @@
-"""Weights with the statistics that audits look at, and small checkpoints made of them.
+"""Draw weights with the statistics that audits examine, and write small checkpoints of them.
 
-Owns the drawing of realistic matrices (heavy tails, outlier channels, rows of unlike gain) and the
-writing of modules under ModelOpt's and DeepSeek's names, so that a fault can be planted in any
-stored tensor before it is written.
+Matrices are realistic: heavy tails, outlier channels, rows of unlike gain. Modules are written
+under ModelOpt's and DeepSeek's names, so that a fault can be planted in any stored tensor
+beforehand.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Small checkpoints for the suites of reading: written by other code than the one that reads them.
+"""Write small checkpoints for the suites of reading, with other code than the code that reads.
 
-Owns the writers: raw bytes for hostile files, the safetensors package for honest ones, and models
-placed parameter by parameter through anatomy's slots, so that what comes back by logical name can
-be compared with what went in.
+Hostile files are written as raw bytes, sound ones by the safetensors package. Models are placed
+parameter by parameter through the slots of harness.model, so that what is read by logical name can
+be compared with what was written.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Small checkpoints for the suites of structure and loading, and the planting of faults in them.
+"""Write small checkpoints for the suites of structure and loading, and plant faults in them.
 
-Owns a tiny model of each family, checkpoints of it in every layout (written by the generator), and
-`replant`, which writes such a checkpoint again with tensors changed, left out or added by hand.
+The generator writes a tiny model of each family in every layout. `replant` writes such a checkpoint
+again with tensors changed, left out or added by hand.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Equality of bits, told as house style asks: count, first place, both patterns, both values.
+"""Compare tensors bit by bit and report count, first place, both patterns and both values.
 
-Owns `differences`, which names what differs or returns nothing. NaN equals NaN whatever its
-payload: the definition's float32 arithmetic leaves the payload to the CPU. Refuses other dtypes and
-unequal shapes by assertion. Kept honest by the planted differences of test_nvfp4.py.
+NaN equals NaN whatever its payload: the definition's float32 arithmetic leaves the payload to the
+CPU.
 """
 
 from __future__ import annotations

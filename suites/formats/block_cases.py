@@ -1,8 +1,9 @@
-"""Tensors, implementations and small measures that the suites of block formats share.
+"""Share tensors, implementations and small measures among the suites of block formats.
 
-Owns the cases (from a seed, from Hypothesis, at the edges), the three implementations of
-canonical NVFP4 (definition, compiled twin, scalar codecs), and how NaN bytes are compared: E4M3
-has two NaN codes, 0x7F and 0xFF, and which one a library stores is the sign of its machine's NaN.
+Cases come from a seed, from Hypothesis and from the edges. Canonical NVFP4 has three
+implementations here: definition, compiled twin, scalar codecs. E4M3 has two NaN codes, 0x7F and
+0xFF, and which one a library stores is the sign of its machine's NaN, so NaN bytes have a
+comparison of their own.
 """
 
 from __future__ import annotations

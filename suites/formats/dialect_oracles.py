@@ -1,9 +1,9 @@
-"""Runs one outside quantiser over all cases at once, in a process of its own.
+"""Run one external quantiser over all cases at once, in a process of its own.
 
-Owns the calls into nvidia-modelopt, compressed-tensors and torchao as installed. They import widely
+The quantisers are nvidia-modelopt, compressed-tensors and torchao as installed. They import widely
 and warn, so suites start `python -m degarble.suites.formats.dialect_oracles NAME IN OUT` once and
 read codes, scales and decoded values from a safetensors file. Nothing is corrected here: what the
-package returns is the fact. Refuses an unknown package name by its KeyError.
+package returns is the fact.
 """
 
 from __future__ import annotations

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FORMULAS = ("Owns", "Kept honest by", "Refuses nothing")
+# file to reason: these have to name the formulas
+FORMULAS_EXEMPT = {
+    "suites/house/table.py": "holds the list",
+    "suites/house/test_table.py": "plants offences",
+}
 _DIRECTIVE = re.compile(r"#\s*(noqa|type:|fmt:|pragma|!)")
 _TEST_TREE = re.compile(r"\bdegarble\.suites\b|\bsuites/")
 
@@ -100,8 +105,15 @@ def lines_in_tests(text: str) -> int:
 
 
 def formulas(text: str) -> int:
-    """Count the old formulas of docstrings."""
-    return sum(len(re.findall(rf"\b{formula}\b", text)) for formula in FORMULAS)
+    """Count the old formulas of docstrings and comments, those that a line break divides too."""
+    joined = re.sub(r"\s*\n[\s#]*", " ", text)
+    return sum(len(re.findall(rf"\b{formula}\b", joined)) for formula in FORMULAS)
+
+
+def formulas_by_file(paths: Iterable[Path]) -> dict[str, int]:
+    """Return each file with old formulas and their count, exempt files left out."""
+    counts = {shown(path): formulas(text_of(path)) for path in paths}
+    return {file: count for file, count in counts.items() if count and file not in FORMULAS_EXEMPT}
 
 
 def names_test_tree(text: str) -> bool:
@@ -143,7 +155,7 @@ def figures() -> Iterator[Figure]:
     repeated = [name for name, count in classes.items() if count > 1]
     yield Figure("public names of more than one class", f"{len(repeated)}", "0")
     said = ", ".join(f'"{formula}"' for formula in FORMULAS)
-    count = _total([*product, *suites], formulas)
+    count = sum(formulas_by_file(modules()).values())
     yield Figure(said, f"{count:,}", "0")
     sources = {name_of(path): tree(path) for path in modules()}
     told = [shown(path) for path in product if names_test_tree(text_of(path))]

@@ -1,6 +1,14 @@
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import pytest
+
 from degarble.suites.house import table
+from degarble.suites.house.repository import ROOT, modules
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 TEXT = '''"""One
 two."""
@@ -36,3 +44,26 @@ def test_each_figure_counts_what_it_says() -> None:
     assert table.formulas(TEXT) == 1
     assert table.names_test_tree(TEXT)
     assert not table.names_test_tree('"""suites/x.py"""\n')
+
+
+def test_no_file_has_an_old_formula() -> None:
+    assert table.formulas_by_file(modules()) == {}
+    assert all(table.formulas((ROOT / file).read_text()) for file in table.FORMULAS_EXEMPT)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"""Kept honest by suites/a/test_b.py."""',
+        '"""Reads bytes. Kept\nhonest by test_b.py."""',
+        "# Adds rows. Refuses\n# nothing.",
+    ],
+)
+def test_a_planted_formula_is_counted(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table, "shown", lambda path: path.name)
+    (tmp_path / "planted.py").write_text(text)
+    (tmp_path / "plain.py").write_text('"""Add rows. Owners are kept."""')
+    planted = table.formulas_by_file(sorted(tmp_path.iterdir()))
+    assert planted == {"planted.py": 1}

@@ -152,7 +152,7 @@ def suites_named(text: str) -> list[str]:
     return _SUITE.findall(docstring)
 
 
-def test_what_keeps_a_module_honest_is_there() -> None:
+def test_suites_named_in_docstrings_exist() -> None:
     missing = [
         f"{shown(path)} names {name}"
         for path in modules()
@@ -160,4 +160,4 @@ def test_what_keeps_a_module_honest_is_there() -> None:
         if not (ROOT / name).is_file()
     ]
     assert missing == []
-    assert suites_named('"""Kept honest by suites/a/test_b.py."""') == ["suites/a/test_b.py"]
+    assert suites_named('"""Checked by suites/a/test_b.py."""') == ["suites/a/test_b.py"]

@@ -1,14 +1,12 @@
 """Compare the kernels of the latent cache on a GPU with an encoder and a decoder in plain torch.
 
-Owns the cases (tokens, page sizes, entry formats, spreads, slots with gaps, repeats and numbers
-beyond the cache) and the bytes of each: caches are full of 0xAA before, so that every byte is seen
-that is written and should not be, or the other way round. Blocks are coded by harness.formats and
-references.rounding, which know nothing of kernels; addresses are counted entry by entry.
+Cases vary tokens, page sizes, entry formats, spreads, and slots with gaps, repeats and numbers
+beyond the cache. Caches are full of 0xAA before a launch, which reveals a byte written by mistake
+and a byte left out. Blocks are coded by harness.formats and references.rounding, which know nothing
+of kernels; addresses are counted entry by entry.
 
-Kept honest by suites/kernels/cache/test_simt_kv_write.py, which plants errors in what came back,
-and by test_kv_problem.py: what is decoded is what the references make of the row. Entries of V3.2
-have their scales inside: those bytes count as values here, and none as scales. Shape letters: T
-tokens, L width (512, 128 or 576), N pages, B bytes of a page.
+Entries of V3.2 have their scales inside: those bytes count as values here, and none as scales.
+Shape letters: T tokens, L width (512, 128 or 576), N pages, B bytes of a page.
 """
 
 from __future__ import annotations

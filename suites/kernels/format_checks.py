@@ -1,7 +1,7 @@
 """Compare the probe kernel on a GPU with the CPU, byte for byte.
 
-Owns the checks that suites/support/probes/test_simt_probe_formats.py runs one by one, and a script
-for machines without pytest. From the root of the repository, with torch and the CuTe DSL
+suites/support/probes/test_simt_probe_formats.py runs the checks one by one; for machines without
+pytest this is also a script. From the root of the repository, with torch and the CuTe DSL
 importable:
 
     PYTHONPATH=.types:$PYTHONPATH python3 -m degarble.suites.kernels.format_checks

@@ -1,12 +1,10 @@
 """Compare GEMM kernels on a GPU with the exact product of what their operands stand for.
 
-Owns the cases (extents, tactics, spreads of operands), the product in float64 of decoded operands,
-and the budget: what accumulation may add (derived below), and one rounding to BF16. D is full of
-NaN before, and so are the padding of scale tiles and rows behind D; none of it may show or vanish.
+Cases vary extents, tactics and spreads of operands; the product is that of decoded operands in
+float64. The budget is what accumulation may add (derived below), and one rounding to BF16. D, the
+padding of scale tiles and the rows after D are full of NaN before; none of it may show or vanish.
 The sum over all of D is judged as well: a few wrong numbers hide in a bound for the worst case.
 
-Kept honest by suites/kernels/test_sm90_gemm_*.py: damaged results are seen, and kernels with faults
-planted by suites/kernels/gemm/gemm_faults.py are told from whole ones on an H200.
 Shape letters: M rows of D, N columns of D, K inner, G groups of K, P = K / 2 bytes
 """
 

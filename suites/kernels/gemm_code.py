@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a GEMM kernel's PTX and cubin have to show, whatever its operands are.
+# Read from a GEMM kernel's PTX and cubin what does not depend on its operands.
 #
-# Owns the readings: bytes that barriers expect, TMA boxes and stores, matrix instructions,
-# registers. Refuses to pass over what it cannot find: a reading that is missing fails. Kept honest
-# by suites/kernels/gemm/test_sm90_gemm.py, which reads PTX with another number in it.
+# Bytes that barriers expect, TMA boxes and stores, matrix instructions, registers. A reading that
+# is missing fails.
 
 _EXPECT = re.compile(r"mbarrier\.arrive\.expect_tx\S+ \S+, \[[^\]]+\], (%r\d+|\d+);")
 _LOAD = re.compile(r"cp\.async\.bulk\.tensor\.[23]d\.shared::c")
@@ -81,13 +80,12 @@ def complaints(
 
 
 # --------------------------------------------------------------------------------------------------
-# What the PTX and cubin of an sm_100a GEMM have to show, against the derived facts of its form.
+# Compare the PTX and cubin of an sm_100a GEMM with the derived facts of its form.
 #
-# Owns the readings, all of them numbers that stand in the text: bytes that barriers expect, boxes,
-# matrix instructions and the words that they take, copies of scales, columns of tensor memory,
-# places in shared memory, registers and spills. Words are compared with those that tcgen05_words
-# makes. A reading that is missing fails. Kept honest by suites/kernels/gemm/test_sm100_gemm.py,
-# which reads PTX with other numbers in it.
+# The readings are numbers in the text: bytes that barriers expect, boxes, matrix instructions and
+# the words that they take, copies of scales, columns of tensor memory, places in shared memory,
+# registers and spills. Words are compared with those that tcgen05_words makes. A reading that is
+# missing fails.
 
 REGISTERS = 255  # of a thread; CUDA C++ Programming Guide 13.0
 KINDS = {

@@ -1,13 +1,11 @@
 """Compare the indexer's scores on a GPU with exact products, in budgets that follow from the sums.
 
-Owns the cases (heads, pages, ragged sequences, spreads), the pages as a cache has them (in any
-order, NaN in pages and entries that nobody may read, nonsense in the table behind the last page),
-the exact scores in float64, and the budget: BF16's is the one by which `check` judges a run
-(harness.engine.budget.chains); FP8 wgmma cuts at 13 bits and has its own, derived below.
--inf is compared exactly. Scores are NaN before a launch.
+Cases vary heads, pages, ragged sequences and spreads. Pages lie in any order, as a cache has them;
+pages and entries that may not be read hold NaN, and the table has nonsense after the last page.
+BF16 has the budget by which `check` judges a run (harness.engine.budget.chains); FP8 wgmma cuts at
+13 bits and has its own, derived below. -inf is compared exactly. Scores are NaN before a launch.
 
-Kept honest by suites/kernels/indexer/test_indexer_scores.py, which damages results, and by the
-faults of suites/kernels/indexer/test_indexer_faults.py. The kernel is that of the installed GPU.
+The kernel is that of the installed GPU.
 Shape letters: T tokens, N heads, I width, W entries, S sequences, P pages of a sequence.
 """
 

@@ -1,9 +1,8 @@
-"""Rows of latents and heads by the stated order, in plain torch: what their kernels are held to.
+"""Compute rows of latents and heads in plain torch, in the order that their kernels state.
 
-Owns the factor of a row in the order of kv_problem, the turn of its tail with every product and
-sum rounded, spreads of values, and the table of turns. Kept honest by
-suites/kernels/primitives/test_attention_rows.py: at most one BF16 step from the references,
-everywhere. Shape letters: T tokens, R rows, L width (512 or 128), P positions.
+The factor of a row has the order of kv_problem; RoPE of its tail rounds every product and sum. The
+result is at most one BF16 step from the references, everywhere.
+Shape letters: T tokens, R rows, L width (512 or 128), P positions.
 """
 
 from __future__ import annotations

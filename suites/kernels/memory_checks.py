@@ -1,13 +1,12 @@
-"""Small launches of every Hopper and SIMT kernel, for a memory checker to watch: a script.
+"""Launch every Hopper and SIMT kernel on small inputs, for a memory checker to watch: a script.
 
     compute-sanitizer python -m degarble.suites.kernels.memory_checks GROUP
 
-Owns the launches by group and the kernels that a group has to launch; rows, columns and lists end
-within tiles. Results are not looked at, which the kernels' own suites do: here it is memory alone.
-Tensors lie in allocations of their own, so that a byte behind one is nobody's. `planted` launches a
-kernel on a tensor that is too short, and has to be told. Prints the kernels that were launched; a
-module in a group's list stands for every kernel that it defines.
-Kept honest by suites/kernels/test_memory_checker.py.
+A group lists the kernels that it has to launch; a module in the list stands for every kernel that
+it defines. Rows, columns and lists end within tiles. Results are left to the kernels' own suites:
+only memory is checked here. Each tensor has an allocation of its own, so that a byte past its end
+belongs to no other. `planted` launches a kernel on a tensor that is too short, which has to be
+reported. Prints the kernels that were launched.
 """
 
 from __future__ import annotations

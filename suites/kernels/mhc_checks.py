@@ -1,12 +1,11 @@
 """Compare the parts of mHC on a GPU with the references in float64, and with their stated order.
 
-Owns the cases (tokens, widths, sizes of logits, NaN) and the budgets. What has no exponential
-(collapse, post) has to be equal to the stated order bit for bit. Gates and mixes may be 4e-6 off:
-logits of these cases stay below 32, where float32 has steps of 2**-19, and are rounded twice; a
-gate passes on a quarter of that, a mix not more than all. A collapsed value is rounded to BF16 once
-on top of what its gates are off.
+Cases vary tokens, widths, sizes of logits, and NaN. What has no exponential (collapse, post) has to
+be equal to the stated order bit for bit. Gates and mixes may be 4e-6 off: logits of these cases
+stay below 32, where float32 has steps of 2**-19, and are rounded twice; a gate passes on a quarter
+of that, a mix not more than all. A collapsed value is rounded to BF16 once on top of what its gates
+are off.
 
-Kept honest by suites/kernels/rows/test_simt_mhc.py, which plants errors in what came back.
 Shape letters: T tokens, S streams, D width, N coefficients.
 """
 

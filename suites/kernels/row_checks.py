@@ -1,12 +1,11 @@
 """Compare the row kernels on a GPU with their stated arithmetic on tensors, bit for bit.
 
-Owns the definitions of RMSNorm, fused or not, and of the product of few rows, each in the order
-that its problem states, and the cases. Outputs are filled with 0xAA before a launch, so a byte that
-nobody writes is seen, and padding of scales has to be zero. The arithmetic itself is compared with
-float64 by suites/kernels/rows.
+RMSNorm, fused or not, and the product of few rows are defined in the order that their problem
+states. Outputs are filled with 0xAA before a launch, which reveals a byte that is never written,
+and padding of scales has to be zero. suites/kernels/rows compares the arithmetic itself with
+float64.
 
-Kept honest by suites/kernels/rows/test_simt_rmsnorm.py and test_simt_gemv_bf16.py, which plant
-errors. Shape letters: M rows, K columns, N columns of a product, T lanes, S slots or steps.
+Shape letters: M rows, K columns, N columns of a product, T lanes, S slots or steps.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""GEMM cases for sm_100a: operands, what D has to be to the bit, and the host model's answer.
+"""Make GEMM cases for sm_100a: operands, the bits that D must have, and the host model's answer.
 
-Owns the operands as a launch hands them over, the result that references.tensor_core defines from
-them, and the comparison of every bit. The model's answer is a stand-in where there is no GPU; it is
-told apart by name. Kept honest by suites/kernels/gemm/test_sm100_gemm_nvfp4_model.py.
+Operands are as a launch passes them; references.tensor_core defines the result, and every bit is
+compared. Where there is no GPU the host model answers instead, under a name of its own.
 Shape letters: M rows of D, N columns of D, K inner, B blocks of K
 """
 

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------
-# A host model of what a thread block of sm_100a holds: barriers, boxes of TMA, tensor memory.
+# Model what a thread block of sm_100a holds: barriers, boxes of TMA, tensor memory.
 #
-# Owns, in our own words, what PTX ISA 9.1 says of them: phases of barriers, boxes and swizzles,
-# scale copies to tensor memory, matrix instructions by their descriptors. Arithmetic is that of
-# references.tensor_core. Nothing that was compiled is read or run here.
+# PTX ISA 9.1 in our own words: phases of barriers, boxes and swizzles, scale copies to tensor
+# memory, matrix instructions by their descriptors. Arithmetic is that of references.tensor_core.
+# Nothing that was compiled is read or run here.
 #
-# Refuses what hardware leaves undefined: tensor memory that was not allocated, reserved bits,
-# scales that differ between groups of lanes. Kept honest by suites/kernels/gemm/test_tcgen05.py.
+# Fails on what hardware leaves undefined: tensor memory that was not allocated, reserved bits,
+# scales that differ between groups of lanes.
 
 MEMORY_BYTES = 227 * 1024
 BASE = 1024  # where shared memory begins; the first kilobyte belongs to the system
@@ -261,16 +261,14 @@ def _tensor(x: Any) -> torch.Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
-# A host model of the sm_100a GEMM kernels: the same roles, rings and places, on numbers.
+# Model the sm_100a GEMM kernels on the host: the same roles, rings and places, on numbers.
 #
-# Owns a stand-in for a thread block: loading, multiplying and storing take turns over rings with
-# the form's own stages, bytes and arrivals (kernels.gemm.problem, gemm_tensor_memory, the walk of
-# gemm_schedule), descriptors are ours (tcgen05_words), memories those of sm100_memories. Engines
-# finish as late as they may, so what waits too little reads poison, and a phase that never ends is
-# told. Nothing that was compiled runs here: it shows that facts and protocol fit together, bit for
-# bit with references.tensor_core, and nothing about a chip.
-#
-# Kept honest by suites/kernels/gemm/test_sm100_gemm_nvfp4_model.py, which plants faults.
+# It stands in for a thread block. Loading, multiplying and storing take turns over rings with the
+# form's own stages, bytes and arrivals (kernels.gemm.problem and tensor_memory); descriptors are
+# our own (tcgen05_words), memories those of the section above. Engines finish as late as they may,
+# so what waits too little reads poison, and a phase that never ends is reported. Nothing that was
+# compiled runs here: it shows that facts and protocol fit together, bit for bit with
+# references.tensor_core, and nothing about a chip.
 
 LATE = 8  # turns of all roles that a thread waits, once the next tile may begin
 FIRST = ("loads", "tensor")  # which engine goes first where all roles wait

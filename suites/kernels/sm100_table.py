@@ -3,8 +3,8 @@
     python -m degarble.suites.kernels.sm100_table
 
 Nothing of it was run. Data sheet: 9 PFLOP/s of dense FP4, 8 TB/s, 148 multiprocessors. Published
-figures are others' (shared facts on kernels; sources in docs/design-notes/sm100_gemm.md). Kept
-honest by suites/kernels/gemm/test_sm100_gemm.py: the note shows what this prints.
+figures are other people's; their sources are in docs/design-notes/sm100_gemm.md, which shows what
+this prints.
 """
 
 from __future__ import annotations

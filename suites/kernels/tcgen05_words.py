@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 # --------------------------------------------------------------------------------------------------
-# The words that tcgen05 instructions take: descriptors of instructions and of operands.
+# Encode and decode the words that tcgen05 instructions take: instruction and operand descriptors.
 #
-# Owns the fields as PTX ISA 9.1 lays them out (tcgen05, matrix descriptor, instruction descriptor
-# for mxf4nvf4 and for f16, tensor memory addresses), both ways, and where a byte lies that a
-# descriptor describes. The kernels' words are made by the DSL; these are a second opinion on them.
+# Fields as PTX ISA 9.1 lays them out (tcgen05, matrix descriptor, instruction descriptor for
+# mxf4nvf4 and for f16, tensor memory addresses), and where a byte lies that a descriptor describes.
+# The DSL makes the kernels' words; these are a second opinion on them.
 #
-# Refuses reserved bits that are set and layouts that the kernels do not use. Kept honest by
-# suites/kernels/gemm/test_tcgen05.py: words written by hand, and each bit changed on its own.
+# Fails on reserved bits that are set and on layouts that the kernels do not use.
 
 SWIZZLES = {0: 0, 2: 128, 4: 64, 6: 32}  # layout type to bytes; 1 is 128 with atoms of 32 bytes
 ATOM = 16  # bytes that a swizzle moves as one
@@ -149,15 +148,12 @@ def place(word: int) -> Place:
 
 
 # --------------------------------------------------------------------------------------------------
-# Every tcgen05.mma in a PTX text, with the constants that it was written with, and when reads end.
+# Find every tcgen05.mma in a PTX text, with its constants, and where reads end.
 #
-# Owns the reading: kind, instruction word, how far A and B lie behind the beginning of their
-# operand (in units of 16 bytes, as descriptors count), and whether the sums are new. What an
-# instruction was told at run time, such as a stage, is passed over. Reads of tensor memory are
-# followed to the wait behind which their numbers may be used.
-#
-# Refuses text that it does not understand. Kept honest by suites/kernels/gemm/test_tcgen05.py: text
-# written by hand, and other numbers in it.
+# Reads kind, instruction word, how far A and B lie from the beginning of their operand (in units of
+# 16 bytes, as descriptors count), and whether the sums are new. What an instruction takes at run
+# time, such as a stage, is skipped. Reads of tensor memory are followed to the wait after which
+# their numbers may be used. Fails on text that it does not understand.
 
 STEP = (1 << 14) - 1  # bits of an operand's descriptor that say where it begins
 WORD_BITS = 46  # of an operand's descriptor; its version lies above

@@ -1,7 +1,7 @@
-"""Random configs of both families for property suites, and names of what they cover.
+"""Draw random configs of both families for property suites, and name what they cover.
 
-Owns the strategies. Extents are small and mostly no powers of two, so that two dimensions are
-seldom equal by accident; `aligned=True` keeps them at what every format and fused layout can hold.
+Extents are small and mostly no powers of two, so that two dimensions are seldom equal by accident;
+`aligned=True` keeps them at what every format and fused layout can hold.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Operands that put each rule of tensor-core arithmetic under strain, one family a function.
+"""Make operands that put each rule of tensor-core arithmetic under strain, one family a function.
 
-Owns DENSE and SCALED: family name to a maker of operands. Shared by the CPU suite of
-references.tensor_core, which also checks that each family shows its strain, and by the suite that
-runs wgmma on an H200. Refuses nothing: these are draws, not user input.
+DENSE and SCALED map a family's name to a maker of operands. The CPU suite of
+references.tensor_core, which also checks that each family shows its strain, and the suite that runs
+wgmma on an H200 share them.
 """
 
 from __future__ import annotations

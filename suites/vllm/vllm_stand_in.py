@@ -1,9 +1,9 @@
-"""A model with vLLM's module names, fused layouts and ranks, which computes as our references do.
+"""Imitate a model with vLLM's module names, fused layouts and ranks; it computes as our references.
 
-Owns what a capture of vLLM meets: fused_wqa_wkv and gate_up_proj whose results are taken apart,
+It has what a capture of vLLM meets: fused_wqa_wkv and gate_up_proj whose results are split,
 fused_wkv_wgate that is multiplied without a call of its module, routed experts stacked as w13 and
-w2 behind a router that is no module, sums over ranks where vLLM has them, results beside a bias
-that is none. What vLLM fuses into kernels is our own component. Written from the names of
+w2 after a router that is no module, sums over ranks where vLLM has them, and results paired with a
+bias that is None. What vLLM fuses into kernels is our own component. Written from the names of
 models/deepseek_v4 alone; it imports no vLLM. Faults are planted by name.
 """
 

@@ -1,12 +1,11 @@
-"""Faults planted in our kernels' own code, to be found by `capture --backend cutedsl` and `check`.
+"""Plant faults in the code of our kernels, for `capture --backend cutedsl` and `check` to find.
 
-Owns the faults by name: a function of a kernel's modules that is replaced while the kernel is
-traced, and the component in which a check has to find it. Nothing of this is in the kernels. While
-one is planted its kernel is compiled past every cache, so that no whole form answers in its place
-and no faulty one is kept. Faults of the GEMMs' parts are those of
-suites/kernels/gemm/gemm_faults.py; what may stop a GPU is left to that suite, and so is what needs
-poison in padding to be seen. Two faults drive values out of the range of any model; then a check
-may blame a whole neighbour as well.
+A fault replaces a function of a kernel's modules while the kernel is traced, and names the
+component in which a check has to find it. The kernels themselves contain none of it. A kernel with
+a fault is compiled without any cache: a cached whole form cannot replace it, and the faulty one is
+not kept. Faults of the GEMMs' parts come from suites/kernels/gemm/gemm_faults.py. That suite alone
+plants what may stop a GPU and what shows only with poison in padding. Two faults produce values
+that no model produces; then a check may also blame a whole neighbouring component.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Faults planted in the kernels around attention: cache, heads, softmax, compressor, indexer, mHC.
+"""Plant faults in the kernels around attention: cache, heads, softmax, compressor, indexer, mHC.
 
-Owns what cutedsl_faults owns for the others. A function that is replaced belongs to one kernel, so
-that no kernel beside it is compiled with the fault; where it lies in a module that kernels share,
-only that one uses it. Keys are split where there are more than 576: `beside` makes splits of 64,
-which is no fault. What would read memory that is not ours is left out.
+The records are those of cutedsl_faults. A function in a module that several kernels share is
+replaced for one of them only, so that no other kernel is compiled with the fault. Keys are split
+from 577 on; `beside` then replaces the size of a split (64 keys instead), which is no fault. Faults
+that would read memory out of bounds are left out.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Faults planted in the grouped experts' code, to be found by `capture --backend cutedsl`.
+"""Plant faults in the grouped experts' code, for `capture --backend cutedsl` to show.
 
-Owns the faults by name, as cutedsl_faults does: those of suites/kernels/moe/moe_faults.py whose
-effect a small model shows, and faults of the order of rows, of their quantisation and of warps
-without rows. Left to the kernel's own suite: what needs several tiles a thread block or scales of
-gate and up that differ, or could make a kernel read where nothing is.
+They are the faults of suites/kernels/moe/moe_faults.py whose effect a small model shows, and faults
+in the order of rows, in their quantisation and in warps without rows. The kernel's own suite plants
+what needs several tiles a thread block or different scales of gate and up, and what could make a
+kernel read out of bounds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A synthetic checkpoint, audited once, and copies of it with one fault planted in their bytes.
+"""Audit a synthetic checkpoint once, and copies of it with one fault planted in their bytes.
 
-Owns the planting: files are copied, bytes of named tensors changed in place, the block that was
-touched measured again, and the whole table judged. Faults are planted where they would arise: in
-the stored bytes, whatever their type.
+A copy has bytes of named tensors changed in place; only the block that was touched is measured
+again, then the whole table is judged. Faults are planted where they would arise: in the stored
+bytes, whatever their type.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Hostile files, drawn from a seed: bytes and tokens of sound files, spoilt one at a time.
+"""Spoil bytes and tokens of sound files, one at a time, drawn from a seed.
 
-Owns the mutations of headers, indices, configs and folders, and the tokens that parsers are known
-to stumble over. Nothing here knows how the files are read.
+Headers, indices, configs and folders are mutated, with tokens that parsers are known to stumble
+over. Nothing here knows how the files are read.
 """
 
 from __future__ import annotations

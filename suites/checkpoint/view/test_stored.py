@@ -99,11 +99,11 @@ def test_refuses_an_odd_number_of_packed_codes(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Lets compressed-tensors write and decode weights, in a process of its own.
+# Let compressed-tensors write and decode weights, in a process of its own.
 #
-# Owns the calls into the installed package: its observer formulas and its compressor make a state
-# with the names that its checkpoints have, and its own decoder says what the values are. (ModelOpt
-# decodes in the suites of formats; its names are of its exporter, which needs a whole model.)
+# The installed package's observer formulas and compressor make a state with the names that its
+# checkpoints have, and its own decoder returns the values. (ModelOpt decodes in the suites of
+# formats; its names are of its exporter, which needs a whole model.)
 # Started as `python -m degarble.suites.checkpoint.view.test_stored VALUES STATE DECODED`.
 
 if TYPE_CHECKING:

@@ -1,7 +1,6 @@
-"""Checkpoints to audit: a healthy one, made once a session, and copies with faults in their bytes.
+"""Make checkpoints to audit: one healthy, once a session, and copies with faults in their bytes.
 
-Owns the planting of faults of several levels and kinds, so that tables, maps and pages have
-something to show.
+The faults are of several levels and kinds, so that tables, maps and pages have something to show.
 """
 
 from __future__ import annotations

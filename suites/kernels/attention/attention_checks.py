@@ -1,15 +1,13 @@
 """Compare sparse attention on a GPU with the formula in float64, over rows that a cache decodes to.
 
-Owns the cases (tokens, heads, widths of lists, pages, entry formats, gaps, lengths, sinks, spreads)
-and the gates, the strictest public ones for this kernel (FlashMLA, tests): each number within 1e-3
+Cases vary tokens, heads, widths of lists, pages, entry formats, gaps, lengths, sinks and spreads.
+The limits are the strictest public ones for this kernel (FlashMLA, tests): each number within 1e-3
 or 2.01/128 of itself, a cosine distance of 5e-6 over the whole; LSE within 1e-6 or 8.01/65536 of
-itself; infinities and NaN where the formula has them. Unused slots, padding of pages, results and
-workspace hold NaN before, and list places behind a length hold numbers of poisoned slots.
+itself; infinities and NaN where the formula has them. Before a launch, unused slots, padding of
+pages, results and workspace hold NaN, and list places past a length hold numbers of poisoned slots.
 
-Entries are coded and decoded by cache_checks, which knows no kernel. Kept honest by
-suites/kernels/attention/test_sm90_sparse_attention.py, which plants errors in what came back, and
-by test_sm90_sparse_attention_faults.py, which plants them in the kernel. Shape letters: T tokens, H
-heads, L width of a value (512), K keys of a token, S slots of a cache.
+cache_checks codes and decodes entries without any kernel. Shape letters: T tokens, H heads, L width
+of a value (512), K keys of a token, S slots of a cache.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Faults planted in sparse attention: what it computes when one of its functions is another.
+"""Plant faults in sparse attention by replacing a function while a kernel is traced.
 
-Owns the faults by name, each a function replaced while a kernel is traced; nothing of this is in
-the kernels. None can stop a GPU: barriers and addresses of stages stay as they are. Kept honest by
-suites/kernels/attention/test_sm90_sparse_attention_faults.py: on an H200 each is caught by the
-checks of attention_checks, and the whole kernels beside them are not.
+The kernels contain none of it. No fault can stop a GPU: barriers and addresses of stages stay as
+they are. On an H200 attention_checks catches each, and passes the kernels without one.
 """
 
 from __future__ import annotations

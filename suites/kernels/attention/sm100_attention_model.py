@@ -1,14 +1,12 @@
-"""A host model of the sm_100a sparse attention: the same roles, barriers and places, on numbers.
+"""Model the sm_100a sparse attention on the host: the same roles, barriers and places, on numbers.
 
-Owns a stand-in for a thread block with one split: bringing keys, multiplying and weighing take
-turns over barriers with the form's own arrivals and parities, places in shared memory and columns
-of tensor memory (kernels.attention.problem), descriptors that are ours
-(tcgen05_words). Products run as late, or as early, as they may, on what lies there by then: what
-waits too little, or overwrites too early, gives other numbers, and a phase that never ends is told.
+It stands in for a thread block with one split. Loading keys, multiplying and softmax take turns
+over barriers with the form's own arrivals and parities, places in shared memory and columns of
+tensor memory (kernels.attention.problem); descriptors are our own (tcgen05_words). A product runs
+as late, or as early, as it may, on what lies there by then. So waiting too little, or overwriting
+too early, gives other numbers, and a phase that never ends is reported.
 Nothing that was compiled runs here: it shows that facts and protocol fit together, and nothing
 about a chip.
-
-Kept honest by suites/support/probes/test_sm100_probe_attention.py, which plants faults.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Operands of single roles of the sm_100a sparse attention, and the host model as their executor.
+"""Make operands for single roles of the sm_100a sparse attention; the host model executes them.
 
-Owns the tiles and masks that a token's lists stand for, a tile as it has to lie in shared memory
-(by the kernel's own address), numbers for products that are exact and for weighing that meets new
-peaks, absent keys and whole tiles without any; and `HostModel`, which runs all of it on
-sm100_attention_model, splits merged in float64. Kept honest by
-suites/support/probes/test_sm100_probe_attention.py.
+A token's lists become tiles and masks, a tile as it has to lie in shared memory (by the kernel's
+own address). Products get numbers with exact results; softmax gets new peaks, absent keys and whole
+tiles without any. `HostModel` runs all of it on sm100_attention_model and merges splits in float64.
 Shape letters: S tiles, H heads (64), K keys of a tile (64), L width
 """
 

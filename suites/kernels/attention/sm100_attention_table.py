@@ -4,8 +4,8 @@
 
 Nothing of it was run. Data sheet of a B200: 2.25 PFLOP/s of dense BF16, 4.5 of FP8, 148
 multiprocessors at 1.85 GHz; shared memory moves 128 bytes a clock. An instruction of 64 rows is
-taken to run at half of the rate, because it uses half of the lanes. Kept honest by
-suites/support/probes/test_sm100_probe_attention.py: the note shows what this prints.
+taken to run at half of the rate, because it uses half of the lanes. The design note shows what this
+prints.
 """
 
 from __future__ import annotations

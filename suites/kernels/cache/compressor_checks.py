@@ -1,14 +1,13 @@
 """Compare the compressor on a GPU with a float64 pooling of whole sequences, call by call.
 
-Owns the cases: ragged sequences that come in chunks, rings and pages in mixed order, rings full of
-NaN before, projections behind the end full of NaN, outputs poisoned, windows that close nothing and
--1 among those that are asked for. A pooled value may be half a step of BF16 off, and 4e-6 of the
-weighted magnitudes (powers are good to two steps, sums of 128 to some ten). Carried rows, positions
-and slots have to be exact, the rows in the order of references.compressor; stored entries have to
-be kv_write's of the pooled values, byte for byte.
+Ragged sequences come in chunks, with rings and pages in mixed order. Before the first call rings
+are full of NaN, projections past the end are NaN and outputs are poisoned. Some windows close
+nothing, and some requested ones are -1. A pooled value may be half a step of BF16 off, and 4e-6 of
+the weighted magnitudes (powers are good to two steps, sums of 128 to some ten). Carried rows,
+positions and slots have to be exact, the rows in the order of references.compressor; stored entries
+have to be kv_write's of the pooled values, byte for byte.
 
-Kept honest by suites/kernels/cache/test_simt_compressor.py, where a walk on the CPU stands in for
-the GPU, and faults planted in it are seen. Shape letters as in kernels/cache/problem.py.
+Where there is no GPU a walk on the CPU stands in. Shape letters as in kernels/cache/problem.py.
 """
 
 from __future__ import annotations

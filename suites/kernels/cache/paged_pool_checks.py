@@ -1,13 +1,12 @@
-"""Compare pooling out of paged states on a GPU with a float64 pooling of whole sequences.
+"""Compare pooling from paged states on a GPU with a float64 pooling of whole sequences.
 
-Owns the pages of compressor_checks' cases: rows of states lie in pages of mixed order, far apart,
-with bytes of somebody else behind each; pages are full of NaN before the first call. What is pooled
-has compressor_checks' budget. States have to be the rows of that sequence, bit for bit, and nothing
+Sequences are those of compressor_checks. Rows of states lie in pages of mixed order, far apart,
+with foreign bytes after each; pages are full of NaN before the first call. Pooled values have
+compressor_checks' budget. States have to be the rows of that sequence, bit for bit, and nothing
 else may be written; positions and slots have to be exact, and tokens that close nothing have no
-slot. Tokens without a slot lie in front of the others.
+slot. Tokens without a slot come before the others.
 
-Kept honest by suites/kernels/cache/test_simt_paged_pool.py, where a walk on the CPU stands in for
-the GPU, and faults planted in it are seen. Shape letters as in kernels/cache/problem.py.
+Where there is no GPU a walk on the CPU stands in. Shape letters as in kernels/cache/problem.py.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Faults planted in the GEMM kernels: what a form computes when one of its functions is another.
+"""Plant faults in the GEMM kernels by replacing a function while a kernel is traced.
 
-Owns the faults by name, each a function of a kernel's modules replaced while the kernel is traced;
-nothing of this is in the kernels. A whole form and a faulty one are compiled alike and launched
-alike, and suites/kernels/gemm_checks.py has to tell them apart. Faults that may stop a GPU (parity
-of a stage, bytes that a barrier expects) run in a process of their own, with a bound on its time:
+The kernels contain none of it. A whole form and a faulty one are compiled alike and launched alike,
+and suites/kernels/gemm_checks.py has to distinguish them. Faults that may stop a GPU (parity of a
+stage, bytes that a barrier expects) run in a process of their own, with a bound on its time:
 
     python -m degarble.suites.kernels.gemm.gemm_faults NAME
 
-prints what the checks say of it. Kept honest by suites/kernels/gemm/test_sm90_gemm_bf16_faults.py:
-each changes the machine code, and on an H200 each is caught, and forms without one are not.
+prints what the checks report.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Compare grouped products on a GPU with inverse_rope and one GEMM a group, bit for bit.
 
-Owns the cases: groups, columns and heads of models, tokens around every tile, positions inside and
-outside of the table. D, and rows behind it, are full of NaN before. Both pieces of the composition
-have suites of their own, which hold them to the references; a bit of the GEMM depends on neither
-tile nor stage, so the fused kernel has no freedom. Float32 results, rounded, are the BF16 ones, and
-lie within 2e-6 of the summed magnitudes of float64.
+Cases have the groups, columns and heads of models, tokens around every tile, and positions inside
+and outside of the table. D, and the rows after it, are full of NaN before. Both pieces of the
+composition have suites of their own, which hold them to the references; a bit of the GEMM depends
+on neither tile nor stage, so the fused kernel has no freedom. Float32 results, rounded, are the
+BF16 ones, and lie within 2e-6 of the summed magnitudes of float64.
 
-Kept honest by suites/kernels/gemm/test_sm90_gemm_grouped.py, which plants faults in the kernel.
 Shape letters as in grouped_problem.
 """
 

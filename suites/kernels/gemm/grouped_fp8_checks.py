@@ -1,13 +1,12 @@
-"""Compare grouped FP8 products on a GPU with the pieces that they put together, bit for bit.
+"""Compare grouped FP8 products on a GPU with the kernels that compute each step, bit for bit.
 
-Owns the cases: groups, columns and heads of models, tokens around every tile, both formats of
-scales, heads or the codes that are made of them at once, positions inside and outside of the table.
-D, and rows behind it, are full of NaN before.
+Cases have the groups, columns and heads of models, tokens around every tile, both formats of
+scales, heads or the codes made of them, and positions inside and outside of the table. D, and the
+rows after it, are full of NaN before.
 The composition is inverse_rope, quantise_fp8 and the plain FP8 product of each piece of B under one
 row of scales; all of them have suites of their own. A bit of the product depends on neither tile
 nor stage, and codes are the same numbers, so the grouped kernel has no freedom.
 
-Kept honest by suites/kernels/gemm/test_sm90_gemm_grouped.py, which plants faults in the kernel.
 Shape letters as in grouped_problem.
 """
 

@@ -1,11 +1,11 @@
 """Compare BF16 times NVFP4 on a GPU with the product in float64, within a derived budget.
 
-Owns the cases (extents, layouts, spreads of activations and scales), the twin (decoded weights
-times activations in float64, on the GPU) and the budget, from what rounds: each mma truncates its
-17 terms at 2**-25 of the largest and its result to float32; 16 sums are added; two products and
-the output's BF16 round. Outputs hold NaN before, padding of scales holds the code of NaN.
+Cases vary extents, layouts, and the spreads of activations and scales. The twin multiplies decoded
+weights and activations in float64, on the GPU. The budget follows from what rounds: each mma
+truncates its 17 terms at 2**-25 of the largest and its result to float32; 16 sums are added; two
+products and the output's BF16 round. Outputs hold NaN before, padding of scales holds the code of
+NaN.
 
-Kept honest by suites/kernels/gemm/test_sm90_gemm_w4a16.py, which plants errors in what came back.
 Shape letters: M rows, N outputs, K columns
 """
 

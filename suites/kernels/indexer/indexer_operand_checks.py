@@ -1,10 +1,9 @@
 """Compare rows of the indexer on a GPU with their stated arithmetic on tensors, bit for bit.
 
-Owns the definition in the order that indexer.problem states (LayerNorm, turn, Hadamard,
-rounding) and the cases. Roundings to blocks are those of references.rounding, which knows no
-kernel; the whole is compared with the references by the suite, where sums have other orders.
+The definition has the order that indexer.problem states: LayerNorm, RoPE, Hadamard, rounding.
+Roundings to blocks are those of references.rounding, which knows no kernel; the suite compares the
+whole with the references, where sums have other orders.
 
-Kept honest by suites/kernels/indexer/test_simt_indexer.py, which damages results.
 Shape letters: T tokens, N heads, I width, P rows of the table.
 """
 

@@ -23,14 +23,10 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------
-# Faults planted in the indexer's kernels: what they compute when one function is another.
+# Plant faults in the indexer's kernels by replacing a function while a kernel is traced.
 #
-# Owns the faults by name, each a function of a kernel's modules replaced while the kernel is
-# traced; nothing of this is in the kernels. A whole form and a faulty one are compiled and launched
-# alike, past every cache, and the checks of the kernel have to tell them apart.
-#
-# Kept honest by suites/kernels/indexer/test_indexer_faults.py: each fault changes the machine code,
-# and on an H200 each is caught, and forms without one are not.
+# The kernels contain none of it. A whole form and a faulty one are compiled and launched alike,
+# without any cache, and the checks of the kernel have to distinguish them.
 
 PROCESSORS = 132  # of an H200
 _SCORES, _TOPK = (

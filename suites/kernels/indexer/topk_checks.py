@@ -1,10 +1,9 @@
-"""Compare the choice of the largest k on a GPU with a stable sort of the same keys, entry by entry.
+"""Compare top-k selection on a GPU with a stable sort of the same keys, entry by entry.
 
-Owns the definition (keys of router_problem, torch's stable descending sort, entries in ascending
-order behind it), the cases (lengths around k and around every form, ties, NaN, infinities) and what
-lies where nothing may be read: NaN beyond what a token sees.
+The definition uses the keys of router_problem, torch's stable descending sort, and the chosen
+entries in ascending order. Cases have lengths around k and around every form, ties, NaN and
+infinities. Entries beyond what a token sees hold NaN and may not be read.
 
-Kept honest by suites/kernels/indexer/test_simt_indexer.py, which damages results.
 Shape letters: T rows, W entries, K chosen.
 """
 

@@ -1,13 +1,11 @@
-"""Compare the grouped experts on a GPU with what proven kernels make of one expert at a time.
+"""Compare the grouped experts on a GPU with proven kernels run on one expert at a time.
 
-Owns the cases (shapes, who chooses whom, where weights count) and the oracle: an expert's tokens
-are picked by torch, and go through simt_quantise_nvfp4 and sm90_gemm_nvfp4, which have proofs of
-their own. Every byte of what FC1 writes, every bit of FC2's rows and of the sum must be equal: a
+Cases vary shapes, which expert chooses which tokens, and where weights count. For the oracle torch
+picks an expert's tokens, which go through simt_quantise_nvfp4 and sm90_gemm_nvfp4; both have proofs
+of their own. Every byte of what FC1 writes, every bit of FC2's rows and of the sum must be equal: a
 product's order of K does not depend on tiles. Everything between the steps is poison before; what
-lies behind the last row has to stay poison.
+lies past the last row has to stay poison.
 
-Kept honest by suites/kernels/moe/test_sm90_moe.py: damaged results are seen here, and kernels
-with faults planted by suites/kernels/moe/moe_faults.py on an H200.
 Letters: T tokens, K chosen, S slots, D hidden, F width, E experts here, G experts in all
 """
 

@@ -1,9 +1,7 @@
-"""Faults planted in the grouped experts: what a call computes when one function is another.
+"""Plant faults in the grouped experts by replacing a function while kernels are traced.
 
-Owns the faults by name, each a function of a kernel's modules replaced while kernels are traced;
-nothing of this is in the kernels. A whole call and a faulty one go through the same launches, and
-suites/kernels/moe/moe_checks.py has to tell them apart. Kept honest by
-suites/kernels/moe/test_sm90_moe.py: each changes machine code, and on an H200 each is caught.
+The kernels contain none of it. A whole call and a faulty one go through the same launches, and
+suites/kernels/moe/moe_checks.py has to distinguish them.
 """
 
 from __future__ import annotations

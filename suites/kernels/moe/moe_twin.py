@@ -1,12 +1,10 @@
 """Compare the grouped experts on a GPU with their definition in float64, within derived budgets.
 
-Owns the twin: operands decoded by harness.formats, products in float64, rounded where the
-references round, SwiGLU by references.elementary, requantised by harness.formats. What FC1 writes
-may differ from the twin's only where the twin's number lies as near to a rounding boundary as three
-roundings to BF16 reach (gate, up, SwiGLU); such codes are counted, and few. FC2 is judged on what
-FC1 did write, by the budget of every GEMM (suites/kernels/gemm_checks.py).
-
-Kept honest by suites/kernels/moe/test_sm90_moe.py, which shows it another expert's numbers.
+In the twin operands are decoded by harness.formats, products are in float64 and rounded where the
+references round, SwiGLU is that of references.elementary, and harness.formats requantises. What FC1
+writes may differ from the twin's only where the twin's number lies as near to a rounding boundary
+as three roundings to BF16 reach (gate, up, SwiGLU); such codes are counted, and few. FC2 is judged
+on what FC1 did write, by the budget of every GEMM (suites/kernels/gemm_checks.py).
 """
 
 from __future__ import annotations

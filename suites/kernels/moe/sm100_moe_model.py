@@ -1,12 +1,11 @@
-"""A host model of the grouped sm_100a products: the plain model's roles on experts, then the sum.
+"""Model the grouped sm_100a products on the host: the plain model's roles on experts, then the sum.
 
-Owns what differs from suites/kernels/sm100_model.py: boxes of one of many matrices, warps that let
-their 32 rows leave each on its own (FC1 requantised, FC2 by TMA), and what is around the products:
+It differs from suites/kernels/sm100_model.py in three things: boxes of one of many matrices; warps
+that each store their own 32 rows (FC1 requantised, FC2 by TMA); and the steps around the products,
 slots ordered by expert, rows quantised, rows summed in their order. Places and order are those of
-kernels.moe.problem; SwiGLU and rounding are those of the references, so bits of
-approximate instructions are no subject here. Nothing that was compiled runs.
+kernels.moe.problem; SwiGLU and rounding are those of the references, so bits of approximate
+instructions are not modelled. Nothing that was compiled runs.
 
-Kept honest by suites/kernels/moe/test_sm100_moe_nvfp4_model.py, which plants faults.
 Shape letters: T tokens, K chosen, D hidden, F width, E experts here, R rows, B blocks of K
 """
 

@@ -1,9 +1,7 @@
-"""What stages of FC1 have to hold on sm_100a, byte by byte from the operands' definitions.
+"""Compute what stages of FC1 have to hold on sm_100a, byte by byte from the operands' definitions.
 
-Owns the image of the first tile: rows of codes as TMA swizzles them, gate above up, scales in words
-of four by 128 rows. Nothing of the kernels' places is used. Kept honest by
-suites/support/probes/test_sm100_probe_moe.py, where the host model loads the same, and faults
-differ.
+The image of the first tile has rows of codes as TMA swizzles them, gate above up, then scales in
+words of four by 128 rows. It uses none of the kernels' own addresses.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
     python -m degarble.suites.kernels.moe.sm100_moe_table
 
-Nothing of it was run. Data sheet and clock are those of sm100_table; published figures are others'
-(sources in docs/design-notes/sm100_moe.md). Slots lie as evenly as they can over as many experts as
-even choices visit. Kept honest by suites/kernels/moe/test_sm100_moe.py: the note shows what
-this prints.
+Nothing of it was run. Data sheet and clock are those of sm100_table; the sources of other people's
+published figures are in docs/design-notes/sm100_moe.md, which shows what this prints. Slots lie as
+evenly as they can over as many experts as even choices visit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Experts on Blackwell: machine code as derived, refusals, and what a B200 would be asked.
+"""Experts on Blackwell: machine code as derived, refusals, and the expected load of a B200.
 
 Nothing here ran on a B200.
 """
@@ -42,12 +42,11 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------
-# What PTX and cubin of a grouped sm_100a product have to show, against its derived facts.
+# Compare PTX and cubin of a grouped sm_100a product with its derived facts.
 #
-# Owns the readings that differ from those of the plain GEMM (suites/kernels/gemm_code.py, which
-# owns the words): boxes of one matrix and of many, what FC1 converts and writes without TMA, what
-# FC2 stores warp by warp. Every figure is a number that stands in the text. Kept honest by
-# suites/kernels/moe/test_sm100_moe.py, which reads PTX with other numbers in it.
+# Only the readings that differ from the plain GEMM's (suites/kernels/gemm_code.py): boxes of one
+# matrix and of many, what FC1 converts and writes without TMA, what FC2 stores warp by warp. Every
+# figure is a number in the text.
 
 
 def count_of(pattern: str, ptx: str) -> int:

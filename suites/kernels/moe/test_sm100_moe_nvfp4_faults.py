@@ -20,13 +20,10 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------
-# Faults planted in the grouped experts of Blackwell: what a call computes with another function.
+# Plant faults in the grouped experts of Blackwell by replacing a function while kernels are traced.
 #
-# Owns the faults by name, each a function of a kernel's modules replaced while kernels are traced;
-# nothing of this is in the kernels. A B200 is asked to tell a faulty call from a whole one by
-# suites/kernels/moe/moe_checks.py. Kept honest by
-# suites/kernels/moe/test_sm100_moe_nvfp4_faults.py: each changes machine code here, and is to be
-# caught there.
+# The kernels contain none of it. Each fault changes machine code here; on a B200
+# suites/kernels/moe/moe_checks.py has to distinguish a faulty call from a whole one.
 
 TARGET = "sm_100a"
 

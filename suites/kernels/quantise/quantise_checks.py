@@ -1,12 +1,11 @@
 """Compare the quantising kernel on a GPU with harness.formats, byte for byte.
 
-Owns the cases (extents, layouts, spreads of values, scales given or fitting, experts, SwiGLU) and
-what each must give: outputs are filled with 0xAA before, so a byte that nobody writes is seen, and
-padding has to be zero. What SwiGLU makes is itself judged against float64: at most one BF16 step,
-in few places, because its exponential is the processor's. Codes are then those of its own values.
+Cases vary extents, layouts, spreads of values, given and fitted scales, experts and SwiGLU. Outputs
+are filled with 0xAA before, which reveals a byte that is never written, and padding has to be zero.
+SwiGLU itself is judged against float64: at most one BF16 step, in few places, because its
+exponential is the processor's. Codes are then those of its own values.
 
-Kept honest by suites/kernels/quantise/test_simt_quantise_nvfp4.py, which plants errors in what came
-back. Shape letters: M rows, K columns, P = K / 2 bytes, E experts.
+Shape letters: M rows, K columns, P = K / 2 bytes, E experts.
 """
 
 from __future__ import annotations

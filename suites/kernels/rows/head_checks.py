@@ -1,9 +1,8 @@
 """Compare the kernels of query heads and of attention's outputs on a GPU with the stated order.
 
-Owns the cases (tokens, heads, spreads, positions inside and outside of the table) and what each has
-to give, bit for bit; outputs are poisoned before. latent_checks has the arithmetic, and its suite
-holds that to the references. Kept honest by test_simt_qnorm_rope.py and test_simt_inverse_rope.py,
-which plant errors in what came back. Shape letters: T tokens, H heads, L width.
+Cases vary tokens, heads, spreads, and positions inside and outside of the table. Results are equal
+bit for bit; outputs are poisoned before. The arithmetic is that of latent_checks, whose suite holds
+it to the references. Shape letters: T tokens, H heads, L width.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Compare mHC's projection on a GPU with float64, and with itself among other tokens.
 
-Owns the cases and the budget: a product may be 2e-6 of the sum of magnitudes off (the matrix unit
-drops bits below 2**-24 of its largest term in each of at most fifty instructions of a piece, pieces
-are added in float32), and so may a sum of squares. Where streams and weight are small integers
-every sum is exact, so every bit has to be right; and where a token has one value, which picks a
-column of the weight with all its 24 bits. Outputs and partial sums are poisoned before.
-Kept honest by suites/kernels/rows/test_simt_mhc_project.py, which plants errors in what came back.
+Budget: a product may be 2e-6 of the sum of magnitudes off (the matrix unit drops bits below 2**-24
+of its largest term in each of at most fifty instructions of a piece, pieces are added in float32),
+and so may a sum of squares. Where streams and weight are small integers every sum is exact, so
+every bit has to be right; so too where a token has one value, which picks a column of the weight
+with all its 24 bits. Outputs and partial sums are poisoned before.
 Shape letters as in mhc_problem.
 """
 

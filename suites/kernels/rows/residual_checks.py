@@ -1,8 +1,7 @@
-"""Compare the addition in front of a norm on a GPU with its stated order, bit for bit.
+"""Compare the residual addition before a norm on a GPU with its stated order, bit for bit.
 
-Owns the cases and what each has to give: the sum by one addition of float32 and one rounding, the
-normed values by row_checks' order of the norm. Outputs are filled with 0xAA before a launch. Kept
-honest by suites/kernels/rows/test_simt_residual_norm.py, which plants errors.
+The sum is one addition of float32 and one rounding; the normed values have row_checks' order of the
+norm. Outputs are filled with 0xAA before a launch.
 """
 
 from __future__ import annotations

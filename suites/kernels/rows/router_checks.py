@@ -1,10 +1,9 @@
 """Compare the router's kernel on a GPU with its stated arithmetic on tensors, bit for bit.
 
-Owns the definition (scores and keys of router_problem, choice by torch's stable sort) and the
-cases: the models' counts, ties, NaN and infinite logits, groups, tables with ids outside. Choices
-of this definition are compared with the references' by suites/kernels/rows.
+Scores and keys are those of router_problem; torch's stable sort chooses. Cases have the models'
+counts, ties, NaN and infinite logits, groups, and tables with ids out of range. suites/kernels/rows
+compares the choices of this definition with the references'.
 
-Kept honest by suites/kernels/rows/test_simt_router.py, which plants errors.
 Shape letters: T tokens, E experts, K chosen, G groups.
 """
 

@@ -1,8 +1,7 @@
-"""What the plugin's kernels compute, by definition: stand-ins where there is no GPU.
+"""Compute what the plugin's kernels compute, by definition: stand-ins where there is no GPU.
 
-Owns exact NVFP4 weights with known values, and products of what a kernel is handed. A stand-in
-reads operands as the kernel would (scales in 128x4 order, codes low nibble first): what is handed
-over in another order gives another product.
+Weights are exact in NVFP4 and have known values. A stand-in reads operands as the kernel would
+(scales in 128x4 order, codes low nibble first), so operands in another order give another product.
 """
 
 from __future__ import annotations

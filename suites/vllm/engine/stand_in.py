@@ -1,8 +1,8 @@
-"""A server that stands in for `vllm serve`: what the driver asks it is answered by a table.
+"""Stand in for `vllm serve`: a server that answers the driver's requests from a table.
 
-Owns the answers of vLLM's paths that the proof uses: completions with token ids, likeliest tokens
-of a prompt, streams, metrics, a live capture. A text follows from its prompt alone; `errs` and
-`leaks` make it a bad one. Run as `python -m ...stand_in PORT` it is a process of its own.
+It answers the paths of vLLM that the proof uses: completions with token ids, likeliest tokens of a
+prompt, streams, metrics, a live capture. A text follows from its prompt alone; `errs` and `leaks`
+make it a bad one. Run as `python -m ...stand_in PORT` it is a process of its own.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""vLLM 0.33's loaders, told again by hand and for numbered elements: the oracle of loader proofs.
+"""Model vLLM 0.33's weight loaders by hand, on numbered elements: the oracle of loader proofs.
 
-Owns what vLLM does with a stored name (its mappers, stacked parameters and experts) and with the
-elements behind it (which rows or columns a rank narrows to). Written from models/deepseek_v4
-(nvidia/model.py, mtp.py), models/deepseek_v32 (nvidia/model.py) and the linear layers' loaders;
-imports no loader proof, no layout and no sharding plan. The module `routed_experts` that 0.33 puts
-around the parameters of experts is left out, as degarble leaves it out.
+A stored name goes through vLLM's mappers, stacked parameters and experts; its elements through the
+rows or columns that a rank narrows to. Written from models/deepseek_v4 (nvidia/model.py, mtp.py),
+models/deepseek_v32 (nvidia/model.py) and the linear layers' loaders; imports no loader proof, no
+layout and no sharding plan. The module `routed_experts` that 0.33 puts around the parameters of
+experts is left out, as degarble leaves it out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The faults that the audit of numbers has to name: how each is planted, its rule, and where.
-
-Owns the planting alone; suites/checkpoint/audit/numbers/test_numbers.py judges what is found.
-"""
+"""Plant each fault that the audit of numbers has to name, with its rule and its location."""
 
 from __future__ import annotations
 
