@@ -14,8 +14,9 @@ from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.chat.tokenizer import IncrementalDecoder, Tokenizer
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.commands.audit.audit import identity_of
+from degarble.harness.commands.check.check import DiagnosedOrigin
 from degarble.harness.commands.check.output_statistics import StatisticsCollector
-from degarble.harness.commands.check.report import CheckPage, ReportedOrigin, page_sentence
+from degarble.harness.commands.check.report import CheckPage, page_sentence
 from degarble.harness.engine.diagnose.diagnose import diagnose
 from degarble.harness.engine.faults.model_faults import ComponentContext, Reach
 from degarble.harness.engine.faults.registry import model_fault_named
@@ -86,7 +87,7 @@ class DemoRun:
     said: tuple[tuple[str, ...], ...]
     localised: Localised
     looker: StatisticsCollector
-    found: tuple[ReportedOrigin, ...]
+    found: tuple[DiagnosedOrigin, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +119,7 @@ class Demonstration:
         """
         return bool(self.sick.found) and all(map(self._is_planted, self.sick.found))
 
-    def _is_planted(self, found: ReportedOrigin) -> bool:
+    def _is_planted(self, found: DiagnosedOrigin) -> bool:
         ids = [] if found.diagnosed is None else [each.id for each in found.diagnosed.named]
         return found.trouble.scene.name == self.planted.component and self.planted.fault.id in ids
 
@@ -177,7 +178,9 @@ def judge_run(model: DemoModel, run: InMemoryRun) -> DemoRun:
         lambda _component: None, looker,
     )  # fmt: skip
     causes = tuple(
-        ReportedOrigin(each, diagnose(each.scene, [each.sight, *each.more]) if each.sight else None)
+        DiagnosedOrigin(
+            each, diagnose(each.scene, [each.sight, *each.more]) if each.sight else None
+        )
         for each in found.origins
     )
     return DemoRun(generated_texts(model, run), found, looker, causes)
@@ -267,7 +270,7 @@ def _breadth(way: FaultVariant) -> int:
 def demo_result(story: Demonstration, provenance: Provenance) -> CheckPage:
     """Return all data of a demonstration's page."""
     command = f"degarble demo --fault {story.planted.fault.id}"
-    found = tuple(replace(each, reproduction=command) for each in story.sick.found)
+    found = tuple(replace(each, reproducer=command) for each in story.sick.found)
     telling = CheckPage(
         Subject("tiny V4, nvfp4-full", "Demonstration", story.model.identity),
         provenance,

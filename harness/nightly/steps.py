@@ -34,7 +34,6 @@ from degarble.harness.commands.check.report import (
     as_page,
     check_document,
     check_sentence,
-    found_of,
     junit,
     placed,
     write_check_page,
@@ -360,7 +359,7 @@ def _checked(asked: Asked, capture: Path) -> StepResult:
         judged=tuple(dict.fromkeys(str(line["name"]) for line in plain["cosines"])),
         facts=_facts(found.facts) | {IDENTITY: identity},
         lines=tuple(f"{placed(each.trouble)}: {each.cause}. {each.remedy}"
-                    for each in found_of(found)),
+                    for each in found.origins),
     )  # fmt: skip
 
 

@@ -150,6 +150,7 @@ def pieces(ids: Sequence[int], tokenizer: Tokenizer | None) -> tuple[str, ...]:
 DIAGNOSED = 8  # origins whose cause is looked for; later ones are mostly the same fault again
 _BLOCK = re.compile(r"^(layers|mtp)\.\d+\.")
 ATTRIBUTED = 6  # origins whose share of the final difference is measured
+UNNAMED = "No known fault explains this"
 
 
 @dataclass(frozen=True)
@@ -167,12 +168,29 @@ class CheckSettings:
 
 @dataclass(frozen=True, eq=False)
 class DiagnosedOrigin:
-    """One origin: the discrepancy, its diagnosis, and its share of the final difference."""
+    """One origin: the discrepancy, its diagnosis, and the command that reproduces it alone.
+
+    `share` is how much of the difference of the final logits it explains.
+    """
 
     trouble: Discrepancy
     diagnosed: Diagnosed | None = None
     share: float | None = None
     reproducer: str = ""
+
+    @property
+    def cause(self) -> str:
+        """Return the fault as text."""
+        if self.diagnosed is None or not self.diagnosed.named:
+            return UNNAMED
+        return " and ".join(fault.title for fault in self.diagnosed.named[0].faults)
+
+    @property
+    def remedy(self) -> str:
+        """Return what to do about it."""
+        if self.diagnosed is None or not self.diagnosed.named:
+            return "Look at this component first: what it was given is right."
+        return " ".join(fault.remedy for fault in self.diagnosed.named[0].faults)
 
 
 @dataclass(frozen=True, eq=False)

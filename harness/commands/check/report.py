@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from degarble.harness.commands.check.check import CheckResult, DiagnosedOrigin
-    from degarble.harness.engine.diagnose.diagnose import Diagnosed
     from degarble.harness.engine.localise.discrepancy import Discrepancy
     from degarble.harness.engine.localise.judged_run import OutputRow
     from degarble.harness.engine.localise.localise import Localised
@@ -49,37 +48,9 @@ if TYPE_CHECKING:
 # the page is too large to be mailed, statistics of outputs are left out. The page is that of the
 # checkpoint, under its manifest hash; panels of earlier runs stay.
 
-UNNAMED = "No known fault explains this"
 _FIRST = 5  # findings on the first screen
 _FEWER = (150, 50, 10, 0)  # close looks, until the page is small enough
 _NEAREST = 3  # excluded faults that are shown
-
-
-@dataclass(frozen=True, eq=False)
-class ReportedOrigin:
-    """One discrepancy, its diagnosis, and the command that reproduces it alone.
-
-    `share` is how much of the difference of the final logits it explains.
-    """
-
-    trouble: Discrepancy
-    diagnosed: Diagnosed | None = None
-    reproduction: str = ""
-    share: float | None = None
-
-    @property
-    def cause(self) -> str:
-        """Return the fault as text."""
-        if self.diagnosed is None or not self.diagnosed.named:
-            return UNNAMED
-        return " and ".join(fault.title for fault in self.diagnosed.named[0].faults)
-
-    @property
-    def remedy(self) -> str:
-        """Return what to do about it."""
-        if self.diagnosed is None or not self.diagnosed.named:
-            return "Look at this component first: what it was given is right."
-        return " ".join(fault.remedy for fault in self.diagnosed.named[0].faults)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +64,7 @@ class CheckPage:
     subject: Subject
     provenance: Provenance
     localised: Localised
-    found: tuple[ReportedOrigin, ...]
+    found: tuple[DiagnosedOrigin, ...]
     looker: StatisticsCollector
     texts: TextRecord | None = None
     facts: tuple[tuple[str, str], ...] = ()
@@ -190,7 +161,7 @@ def share_sentence(value: float) -> str:
     return f"Mending it alone removes {share(value)} of the difference of the logits."
 
 
-def origin_of(found: ReportedOrigin) -> Origin:
+def origin_of(found: DiagnosedOrigin) -> Origin:
     """Return the origin as data."""
     trouble, named = found.trouble, None
     if found.diagnosed is not None and found.diagnosed.named:
@@ -211,11 +182,11 @@ def origin_of(found: ReportedOrigin) -> Origin:
         budget,
         0.0 if named is None else named.reproduced,
         trouble.sentence if named is None else named.evidence,
-        found.reproduction,
+        found.reproducer,
     )
 
 
-def _finding(found: ReportedOrigin) -> PageFinding:
+def _finding(found: DiagnosedOrigin) -> PageFinding:
     told = found.diagnosed
     notes = []
     if told is not None and told.named and told.named[0].alternatives:
@@ -226,7 +197,7 @@ def _finding(found: ReportedOrigin) -> PageFinding:
     if found.share is not None:
         notes.append(share_sentence(found.share))
     origin = origin_of(found)
-    command = found.reproduction
+    command = found.reproducer
     if command.endswith(".py"):
         command = f"python {shlex.quote(command)}"
     return PageFinding(found.cause, found.remedy, origin, command, " ".join(notes))
@@ -370,14 +341,6 @@ def _plain_row(each: JudgedOutput) -> Mapping[str, object]:
 # component, so that a CI shows which one failed.
 
 
-def found_of(checked: CheckResult) -> tuple[ReportedOrigin, ...]:
-    """Return every origin in the form that the page uses."""
-    return tuple(
-        ReportedOrigin(each.trouble, each.diagnosed, each.reproducer, each.share)
-        for each in checked.origins
-    )
-
-
 def as_page(
     checked: CheckResult, subject: Subject, where: Provenance, looker: StatisticsCollector
 ) -> CheckPage:
@@ -386,7 +349,7 @@ def as_page(
     localised = replace(localised, notes=(*checked.notes, *localised.notes))
     facts = (*checked.facts.items(), *captured_facts(checked.capture.facts, checked.recipe))
     return CheckPage(
-        subject, where, localised, found_of(checked), looker, facts=facts,
+        subject, where, localised, checked.origins, looker, facts=facts,
         built_in=built_in(checked.capture.facts),
     )  # fmt: skip
 
@@ -409,7 +372,7 @@ def check_document(checked: CheckResult, sentence: str) -> dict[str, Any]:
     first = found.first_non_finite
     return {
         "verdict": checked.verdict,
-        "origins": [origin_of(each) for each in found_of(checked)],
+        "origins": [origin_of(each) for each in checked.origins],
         "cosines": [_line(row) for row in found.rows],
         "sentence": sentence,
         "checkpoint": checked.name,
@@ -588,19 +551,19 @@ def _lines(checked: CheckResult, sentence: str, width: int) -> Iterator[Text]:
 
 
 def _origin(place: int, each: DiagnosedOrigin, width: int) -> Iterator[Text]:
-    trouble, cause = each.trouble, ReportedOrigin(each.trouble, each.diagnosed)
+    trouble = each.trouble
     yield Text("")
     yield Text.assemble(f"{place:<3}", (str(trouble.site), "bold red"))
     blamed = "" if trouble.component == trouble.site.component else f", by {trouble.component}"
     yield from _columns("   found", f"{trouble.sentence}{blamed}", width)
     named = each.diagnosed.named if each.diagnosed is not None else ()
     if named:
-        yield from _columns("   cause", f"{named[0].id}: {cause.cause}. {named[0].evidence}", width)
+        yield from _columns("   cause", f"{named[0].id}: {each.cause}. {named[0].evidence}", width)
     elif each.diagnosed is not None:
         yield from _columns("   cause", each.diagnosed.sentence, width)
     if each.share is not None:
         yield from _columns("   share", share_sentence(each.share), width)
-    yield from _columns("   remedy", cause.remedy, width)
+    yield from _columns("   remedy", each.remedy, width)
     if each.reproducer:
         yield from _columns("   run", each.reproducer, width)
 

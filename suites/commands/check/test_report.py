@@ -288,7 +288,7 @@ def test_an_origin_without_a_cause_keeps_its_place() -> None:
 
 def test_a_reproducer_is_told_as_a_command_and_a_capture_says_where_it_ran() -> None:
     telling = plain()
-    found = replace(telling.found[0], reproduction="a b/reproduce.py", share=0.75)
+    found = replace(telling.found[0], reproducer="a b/reproduce.py", share=0.75)
     page = page_of(replace(telling, found=(found,)), replay_record(telling))
     assert page.findings[0].reproduction == "python 'a b/reproduce.py'"
     assert page.findings[0].origin.reproducer == "a b/reproduce.py"
