@@ -1,15 +1,16 @@
-"""Attention with shared keys and values: a masked softmax, for V4 with an attention sink.
+"""Attention of both families: shared keys and values with a sink (V4), and MLA in two forms (V3.2).
 
 Legend: T tokens, H heads, X key width, V value width, R rows, L latent width (V4: X = V = L).
 `seen` [T, R] is the mask: which rows a token attends to; None means all. A token that attends to no
-row yields zero. The sink takes part in the softmax's sum only. A masked row cannot affect a token,
-not even with a NaN.
-Sources: DeepSeek-V4 inference/model.py and kernel.py (sparse_attn).
+row yields zero. A masked row cannot affect a token, not even with a NaN.
+
+Sources: inference/model.py of DeepSeek-V4 and V3.2-Exp; V4's kernel.py (sparse_attn).
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,9 +24,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.references.elementary import Table
+    from degarble.harness.model.config.config import V32Config
+    from degarble.references.elementary import RotationTable
     from degarble.references.numerics import Numerics
 
+
+# --------------------------------------------------------------------------------------------------
+# Shared keys and values: a masked softmax, for V4 with an attention sink
+#
+# The sink takes part in the softmax's sum only.
+
+if TYPE_CHECKING:
     # Masked logits [T, H, R] become weights [T, H, R] and their divisor [T, H], None for 1.
     Weighed = tuple[Tensor, Tensor | None]
     Weigh = Callable[[Tensor], Weighed]
@@ -33,14 +42,14 @@ if TYPE_CHECKING:
 _LOGIT_BYTES = 64 << 20  # bounds the logits of one step; no result depends on it
 
 
-def query_heads(q_THL: Tensor, table: Table, epsilon: float, numerics: Numerics) -> Tensor:
+def query_heads(q_THL: Tensor, table: RotationTable, epsilon: float, numerics: Numerics) -> Tensor:
     """Apply weightless RMS per head, then rotate the tail; round once, after the rotation."""
     q = elementary.head_rms(q_THL, epsilon, numerics)
     return elementary.rotate_tail(q, elementary.over_heads(table)).to(numerics.store)
 
 
 def latent(
-    kv_TL: Tensor, norm_L: Tensor, table: Table, epsilon: float, numerics: Numerics
+    kv_TL: Tensor, norm_L: Tensor, table: RotationTable, epsilon: float, numerics: Numerics
 ) -> Tensor:
     """Norm and rotate the shared latent row; the norm's result is stored before the rotation."""
     fused = not numerics.switches.latent_rounded_before_rotation
@@ -90,9 +99,9 @@ def attend(
         q, parts = cast(q_THL[0], numerics.work), [cast(part, numerics.work) for part in rows]
         fits = numerics.store is torch.bfloat16 and any(map(len, parts))
         if fits and compiles(numerics, q, sink, *parts):
-            from degarble.references import fast_decoding  # noqa: PLC0415  numba is heavy
+            from degarble.references import compiled  # noqa: PLC0415  numba is heavy
 
-            return cast(fast_decoding.attend(q, parts, sink, scale)[None], numerics.store)
+            return cast(compiled.attend(q, parts, sink, scale)[None], numerics.store)
     weigh = partial(softmax, scale=scale, sink_H=sink, numerics=numerics)
     return over_rows(q_THL, rows, q_THL.shape[-1], seen_TR, weigh, numerics)
 
@@ -189,7 +198,7 @@ def _stored_sink_softmax(
     return cast(share, work), None
 
 
-def unrotate(o_THL: Tensor, table: Table, numerics: Numerics) -> Tensor:
+def unrotate(o_THL: Tensor, table: RotationTable, numerics: Numerics) -> Tensor:
     """Rotate back at the query's position: the rows carried their rotation into the values."""
     o = cast(o_THL, numerics.work)
     return elementary.rotate_tail(o, elementary.over_heads(table), inverse=True).to(numerics.store)
@@ -205,8 +214,100 @@ def grouped(o_TF: Tensor, weight_GOK: Tensor, numerics: Numerics) -> Tensor:
 
 def grouped_as_stored(o_TF: Tensor, value_GOK: Tensor, numerics: Numerics) -> Tensor:
     """Do the same as `grouped` in a compiled loop that reads BF16 weights as they are stored."""
-    from degarble.references import fast_decoding  # noqa: PLC0415  numba is heavy
+    from degarble.references import compiled  # noqa: PLC0415  numba is heavy
 
     groups, _, width = value_GOK.shape
     o_TGK = o_TF.reshape(-1, groups, width)
-    return cast(fast_decoding.grouped(o_TGK, value_GOK), numerics.store)
+    return cast(compiled.grouped(o_TGK, value_GOK), numerics.store)
+
+
+# --------------------------------------------------------------------------------------------------
+# Multi-head latent attention (MLA) of V3.2 in two forms that are equal in exact arithmetic
+#
+# Legend: C latent width, P rotated width, n nope width, v value width. `wkv_b` [H * (n + v), C]
+# holds, per head, n key rows and then v value rows. A cached row is the latent (C) followed by the
+# rotated key (P).
+# Naive: keys and values of every head are expanded. Absorbed: the query goes through the key rows
+# and the result through the value rows, so that attention runs over the latents themselves.
+
+
+@dataclass(frozen=True)
+class Form:
+    """Nope width, value width, softmax scale, and whether the logits are stored."""
+
+    nope: int
+    value: int
+    scale: float
+    logits_stored: bool
+
+
+def softmax_scale(config: V32Config) -> float:
+    """Return qk_head_dim^-1/2, times YaRN's mscale_all_dim squared if the context was extended."""
+    scale = float(config.qk_head_dim**-0.5)
+    return scale if config.yarn is None else scale * config.yarn.logit_scale
+
+
+def attend_naive(
+    q_THd: Tensor,
+    rotated_RP: Tensor,
+    expanded_RF: Tensor,
+    seen_TR: Tensor | None,
+    form: Form,
+    numerics: Numerics,
+) -> Tensor:
+    """Return the output [T, H * v] over expanded keys and values [R, H * (n + v)]."""
+    work, heads = numerics.work, q_THd.shape[1]
+    both = expanded_RF.reshape(-1, heads, form.nope + form.value).to(work)
+    q_THd = q_THd.to(work)
+    out = []
+    for head in range(heads):
+        rotated = rotated_RP.to(work)
+        rows = torch.cat((both[:, head, form.nope :], both[:, head, : form.nope], rotated), dim=-1)
+        # Rows are value, key, rotated key; zeros in the query leave the value out of the logits.
+        q = torch.nn.functional.pad(q_THd[:, head : head + 1], (form.value, 0))
+        out.append(_attend_latent(q, rows, form.value, seen_TR, form, numerics))
+    return torch.cat(out, dim=1).flatten(1)
+
+
+def attend_absorbed(
+    q_THd: Tensor,
+    rows_RX: Tensor,
+    wkv_b: Tensor,
+    seen_TR: Tensor | None,
+    form: Form,
+    numerics: Numerics,
+) -> Tensor:
+    """Return the output [T, H * v] over the latents themselves."""
+    work, heads = numerics.work, q_THd.shape[1]
+    per_head = wkv_b.to(work).reshape(heads, form.nope + form.value, -1)
+    key_HnC, value_HvC = per_head[:, : form.nope], per_head[:, form.nope :]
+    q_nope, q_rope = q_THd[..., : form.nope].to(work), q_THd[..., form.nope :].to(work)
+    inner = numerics.on_the_way
+    q_HTC = torch.bmm(q_nope.transpose(0, 1), key_HnC).to(inner.store).to(work)
+    query = torch.cat((q_HTC.transpose(0, 1), q_rope), dim=-1)
+    mixed_THC = _attend_latent(query, rows_RX, wkv_b.shape[1], seen_TR, form, inner).to(work)
+    out_HTv = torch.bmm(mixed_THC.transpose(0, 1), value_HvC.transpose(1, 2))
+    return out_HTv.transpose(0, 1).flatten(1).to(numerics.store)
+
+
+def _attend_latent(
+    q: Tensor, rows: Tensor, width: int, seen_TR: Tensor | None, form: Form, numerics: Numerics
+) -> Tensor:
+    """Attend to rows; normalised weights are stored, and logits before them where sources do."""
+    store, work = numerics.on_the_way.store, numerics.work
+
+    def weigh(logit: Tensor) -> tuple[Tensor, None]:
+        logit = logit * form.scale
+        if form.logits_stored:
+            logit = logit.to(store).to(work)
+        return row_softmax(logit).to(store).to(work), None
+
+    return over_rows(q, [rows], width, seen_TR, weigh, numerics)
+
+
+def row_softmax(logit_THR: Tensor) -> Tensor:
+    """Return the softmax over rows; a token that attends to none gets zeros, a NaN stays one."""
+    if not logit_THR.shape[-1]:
+        return logit_THR
+    blind = torch.isneginf(logit_THR.amax(-1, keepdim=True))
+    return torch.softmax(logit_THR.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)

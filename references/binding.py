@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from degarble.harness.model.components import Component
     from degarble.harness.model.config.config import Config
     from degarble.harness.model.recipes import Recipe
-    from degarble.references.facts import Facts
+    from degarble.references.facts import ModelFacts
     from degarble.references.numerics import Numerics
 
 _ACT_QUANT = ".act_quant"
@@ -49,7 +49,7 @@ class Observer(Protocol):
         ...
 
 
-class Passing:
+class CallWrapper:
     """A wrapper that passes a call on to `behind` and changes no number.
 
     It runs the call elsewhere, or on request.
@@ -61,21 +61,21 @@ class Passing:
 
 def plain_call(call: ComponentCall) -> ComponentCall:
     """Return the call that computes, inside all wrappers."""
-    while isinstance(call, Passing):
+    while isinstance(call, CallWrapper):
         call = call.behind
     return call
 
 
-def _behind(wrapped: ComponentCall, call: ComponentCall) -> ComponentCall:
+def _rewrapped(wrapped: ComponentCall, call: ComponentCall) -> ComponentCall:
     """Wrap a call in copies of the wrappers of another one."""
-    if not isinstance(wrapped, Passing):
+    if not isinstance(wrapped, CallWrapper):
         return call
     made = copy(wrapped)
-    made.behind = _behind(wrapped.behind, call)
+    made.behind = _rewrapped(wrapped.behind, call)
     return cast("ComponentCall", made)
 
 
-class Bound:
+class BoundModel:
     """A model's components and their weights.
 
     `calls` may be changed entry by entry; `weights` is any mapping from logical parameter names.
@@ -100,20 +100,22 @@ class Bound:
         self.fraction_bits: Mapping[str, int] = {}
         self.declared: Mapping[str, Any] = {}  # switches that the candidate says it computes by
         self.calls: dict[str, ComponentCall] = {}
-        self._fetched: dict[str, Fetched] = {}
+        self._fetched: dict[str, FetchedWeights] = {}
         self._inputs: dict[str, frozenset[str]] = {}
-        self._bound_to: dict[str, tuple[Component, Facts]] = {}
+        self._bound_to: dict[str, tuple[Component, ModelFacts]] = {}
         # In the definition nothing is quantised, whatever the recipe says.
         self.recipe = None if numerics.exact else recipe
         self._bind(self.recipe)
 
-    def with_switches(self, **changes: Any) -> Bound:
+    def with_switches(self, **changes: Any) -> BoundModel:
         """Return the same model, weights and ways of running on the other side of some switches."""
-        made = Bound(self.config, self.numerics.with_switches(**changes), self.weights, self.recipe)
+        made = BoundModel(
+            self.config, self.numerics.with_switches(**changes), self.weights, self.recipe
+        )
         made.ranks, made.fraction_bits = self.ranks, self.fraction_bits
         made.declared = self.declared
         made.calls = {
-            name: _behind(self.calls[name], call) if name in self.calls else call
+            name: _rewrapped(self.calls[name], call) if name in self.calls else call
             for name, call in made.calls.items()
         }
         return made
@@ -132,7 +134,7 @@ class Bound:
             if call is not None:
                 self.calls[name] = call
                 local = {local_name(each, component.block): each for each in names[name]}
-                self._fetched[name] = Fetched(self, local)
+                self._fetched[name] = FetchedWeights(self, local)
                 self._bound_to[name] = component, here
                 self._inputs[name] = frozenset(each.name for each in component.inputs)
 
@@ -142,7 +144,7 @@ class Bound:
             raise self._unknown(component)
         return self._fetched[component]
 
-    def bound_to(self, component: str) -> tuple[Component, Facts]:
+    def bound_to(self, component: str) -> tuple[Component, ModelFacts]:
         """Return the component and the facts that its callable was bound to."""
         if component not in self._bound_to:
             raise self._unknown(component)
@@ -176,10 +178,10 @@ class Bound:
         return UnknownName.among("component", component, self.calls)
 
 
-class Fetched(Mapping[str, "Weight"]):
+class FetchedWeights(Mapping[str, "Weight"]):
     """Weights under their local names, read from the source only when a component asks."""
 
-    def __init__(self, bound: Bound, names: Mapping[str, str]) -> None:
+    def __init__(self, bound: BoundModel, names: Mapping[str, str]) -> None:
         self._bound = bound
         self._names = names
 

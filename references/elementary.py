@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Table:
+class RotationTable:
     """Cos and sin of P pairs, scaled as the RoPE facts say: [T, P], or [T, 1, P] over heads."""
 
     cos: Tensor
@@ -41,9 +41,9 @@ class Table:
         return torch.complex(self.cos, -self.sin)
 
     @cached_property
-    def over_heads(self) -> Table:
+    def over_heads(self) -> RotationTable:
         """Return the same angles for every head."""
-        return Table(self.cos.unsqueeze(1), self.sin.unsqueeze(1))
+        return RotationTable(self.cos.unsqueeze(1), self.sin.unsqueeze(1))
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, numerics: Numerics) -> Tensor:
@@ -112,25 +112,25 @@ def _ramp(rope: Rope, yarn: Yarn) -> tuple[float, float]:
     The end may lie in front of the beginning: a short original length, or swapped betas, run the
     ramp backwards in every source.
     """
-    low = _turning_pair(rope, yarn, yarn.beta_fast)
-    high = _turning_pair(rope, yarn, yarn.beta_slow)
+    low = _rotating_pair(rope, yarn, yarn.beta_fast)
+    high = _rotating_pair(rope, yarn, yarn.beta_slow)
     if yarn.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.dims - 1)
     return low, high if high != low else high + 1e-3
 
 
-def _turning_pair(rope: Rope, yarn: Yarn, turns: float) -> float:
+def _rotating_pair(rope: Rope, yarn: Yarn, turns: float) -> float:
     """Return the pair index that makes `turns` full turns within the original length."""
     reach = math.log(yarn.original_max_position_embeddings / (turns * 2.0 * math.pi))
     return rope.dims * reach / (2.0 * math.log(rope.theta))
 
 
-_TABLES: dict[tuple[object, ...], tuple[weakref.ref[Tensor], int, Table]] = {}
+_TABLES: dict[tuple[object, ...], tuple[weakref.ref[Tensor], int, RotationTable]] = {}
 _MOST_TABLES = 64
 
 
-def rotation_table(rope: Rope, positions_T: Tensor, numerics: Numerics) -> Table:
+def rotation_table(rope: Rope, positions_T: Tensor, numerics: Numerics) -> RotationTable:
     """Return the angles [T, P] of each position, in the precision that the numerics name.
 
     All components of a step share one tensor of positions, so its tables are kept while it lives.
@@ -149,7 +149,7 @@ def rotation_table(rope: Rope, positions_T: Tensor, numerics: Numerics) -> Table
     return table
 
 
-def _rotation_table(rope: Rope, positions_T: Tensor, numerics: Numerics) -> Table:
+def _rotation_table(rope: Rope, positions_T: Tensor, numerics: Numerics) -> RotationTable:
     frequency_P = frequencies(rope, numerics.work, positions_T.device)
     angle_TP = cast(positions_T, numerics.work)[:, None] * frequency_P
     cos, sin = angle_TP.cos(), angle_TP.sin()
@@ -157,15 +157,15 @@ def _rotation_table(rope: Rope, positions_T: Tensor, numerics: Numerics) -> Tabl
         cos, sin = cos * rope.scale, sin * rope.scale
     if numerics.switches.rotation_in_storage_dtype:
         cos, sin = cast(cos, numerics.store), cast(sin, numerics.store)
-    return Table(cast(cos, numerics.work), cast(sin, numerics.work))
+    return RotationTable(cast(cos, numerics.work), cast(sin, numerics.work))
 
 
-def over_heads(table: Table) -> Table:
+def over_heads(table: RotationTable) -> RotationTable:
     """Let a table [T, P] broadcast over [T, H, P]."""
     return table.over_heads
 
 
-def rotate_interleaved(x: Tensor, table: Table, *, inverse: bool = False) -> Tensor:
+def rotate_interleaved(x: Tensor, table: RotationTable, *, inverse: bool = False) -> Tensor:
     """Rotate pairs (2i, 2i+1) of the last axis; cos and sin broadcast over P pairs."""
     parts = cast(x, table.cos.dtype).reshape(*x.shape[:-1], -1, 2)
     # Trap: after an odd number of features the pairs are not aligned as complex numbers must be.
@@ -175,14 +175,14 @@ def rotate_interleaved(x: Tensor, table: Table, *, inverse: bool = False) -> Ten
     return torch.view_as_real(pairs * (table.back if inverse else table.turn)).flatten(-2)
 
 
-def rotate_halves(x: Tensor, table: Table) -> Tensor:
+def rotate_halves(x: Tensor, table: RotationTable) -> Tensor:
     """Rotate pairs (i, i + P) of the last axis: the convention of the V3.2 indexer."""
     cos, sin = table.cos, table.sin
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 
-def rotate_tail(x: Tensor, table: Table, *, inverse: bool = False) -> Tensor:
+def rotate_tail(x: Tensor, table: RotationTable, *, inverse: bool = False) -> Tensor:
     """Rotate the last 2P features, interleaved; the leading ones stay."""
     width = 2 * table.cos.shape[-1]
     turned = rotate_interleaved(x[..., -width:], table, inverse=inverse)

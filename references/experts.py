@@ -1,14 +1,11 @@
-"""Routed experts of an MoE layer: gate and up, SwiGLU with requantisation, down, sum.
+"""The MoE layer: the router, and the routed experts with SwiGLU, requantisation and weighted sum.
 
-Legend: T tokens, K slots (chosen experts) a token, D hidden, F expert width.
-Everything stays in (token, slot) order, so nothing has to be permuted back and a wrong slot is
-located by its index. A slot's NVFP4 activations are quantised with its own expert's input scale,
-unless the switch says that a layer shares the largest; formats without tensor scale quantise a
-token once for all its experts. A slot with expert -1 (on another rank, or padding) yields zero.
+Sources: DeepSeek-V4 and V3.2-Exp inference/model.py (Gate, MoE).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -34,10 +31,70 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.references.facts import Inputs, ModelFacts, Outputs, Weights
+    from degarble.references.numerics import Numerics
+
+
+# --------------------------------------------------------------------------------------------------
+# The router
+#
+# Legend: T tokens, E experts, K experts per token, G expert groups.
+# V4: sqrt(softplus(logit)) scores; the correction bias takes part in the choice only; the first
+# layers choose by a table of token ids. V3.2: sigmoid scores, choice inside the best groups.
+# Ties go to the lower expert id (the official code leaves them open).
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """V3.2's expert groups: how many there are and how many are kept."""
+
+    groups: int
+    kept: int
+
+
+def router_logits(x_TD: Tensor, weight_ED: Tensor, numerics: Numerics) -> Tensor:
+    """Return router logits [T, E] in the working dtype; the official product is in float32."""
+    made = torch.nn.functional.linear(cast(x_TD, numerics.work), cast(weight_ED, numerics.work))
+    return cast(made, numerics.store) if numerics.switches.router_in_storage_dtype else made
+
+
+def sqrt_softplus(logit_TE: Tensor) -> Tensor:
+    """Return sqrt(log(1 + e^x)), or sqrt(x) beyond 20 as the kernels do."""
+    return torch.nn.functional.softplus(logit_TE, beta=1.0, threshold=20.0).sqrt()
+
+
+def largest_experts(score_TE: Tensor, count: int) -> Tensor:
+    """Return ids [T, count] of the largest scores, best first, ties to the lower id."""
+    return torch.sort(score_TE, dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def grouped_scores(score_TE: Tensor, facts: GroupFacts) -> Tensor:
+    """Return scores with all but the best groups at -inf; a group scores its two best experts."""
+    score_TGe = score_TE.reshape(score_TE.shape[0], facts.groups, -1)
+    worth_TG = torch.sort(score_TGe, dim=-1, descending=True).values[..., :2].sum(-1)
+    kept_TK = largest_experts(worth_TG, facts.kept)
+    keep_TG = torch.zeros_like(worth_TG, dtype=torch.bool).scatter_(1, kept_TK, value=True)
+    return score_TGe.masked_fill(~keep_TG[..., None], -torch.inf).flatten(1)
+
+
+def router_weights(score_TE: Tensor, expert_TK: Tensor, scale: float, epsilon: float) -> Tensor:
+    """Return weights [T, K] of the chosen experts: shares of the chosen scores, times `scale`."""
+    chosen_TK = score_TE.gather(1, expert_TK.long())
+    return chosen_TK / (chosen_TK.sum(-1, keepdim=True) + epsilon) * scale
+
+
+# --------------------------------------------------------------------------------------------------
+# The routed experts
+#
+# Legend: T tokens, K slots (chosen experts) a token, D hidden, F expert width.
+# Everything stays in (token, slot) order, so nothing has to be permuted back and a wrong slot is
+# located by its index. A slot's NVFP4 activations are quantised with its own expert's input scale,
+# unless the switch says that a layer shares the largest; formats without tensor scale quantise a
+# token once for all its experts. A slot with expert -1 (on another rank, or padding) yields zero.
+
+if TYPE_CHECKING:
     Slots = Tensor | slice
 
-    from degarble.references.facts import Facts, Inputs, Outputs, Weights
-    from degarble.references.numerics import Numerics
 
 _FIRST, _SECOND = ("w1", "w3"), ("w2",)
 
@@ -46,7 +103,7 @@ def _expert(number: int, part: str) -> str:
     return f"ffn.experts.{number}.{part}"
 
 
-def _format(facts: Facts, part: str) -> str | None:
+def _format(facts: ModelFacts, part: str) -> str | None:
     """Return the activation format of the routed experts' `part`; all experts share it."""
     return facts.activation(_expert(0, part))
 
@@ -70,7 +127,7 @@ def slots_by_expert(experts_TK: Tensor) -> Iterator[tuple[int, Slots]]:
 
 
 def _input_scale(
-    facts: Facts, experts_TK: Tensor, weights: Weights, parts: Sequence[str]
+    facts: ModelFacts, experts_TK: Tensor, weights: Weights, parts: Sequence[str]
 ) -> Tensor | None:
     """Return the input scale of each slot's expert [T, K], or one for all; None if missing."""
     if facts.numerics.switches.input_scale_shared:
@@ -84,7 +141,7 @@ def _input_scale(
     return scales.reshape(experts_TK.shape)
 
 
-def w13_act_quant(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
+def w13_act_quant(facts: ModelFacts, inputs: Inputs, weights: Weights) -> Outputs:
     """Quantise the routed experts' input: per token, or per slot where scales belong to experts."""
     chosen, x = _format(facts, "w1"), inputs["x"]
     assert chosen is not None, "bound only where the recipe quantises"
@@ -126,7 +183,7 @@ def _slot_values(
     return values
 
 
-def _through(facts: Facts, inputs: Inputs, weights: Weights, parts: Sequence[str]) -> Tensor:
+def _through(facts: ModelFacts, inputs: Inputs, weights: Weights, parts: Sequence[str]) -> Tensor:
     """Multiply every slot by the matrices `parts` of its expert, outputs side by side."""
     numerics, experts = facts.numerics, inputs["experts"]
     dtype, form = numerics.products, _format(facts, parts[0])
@@ -167,12 +224,12 @@ def _any_expert(weights: Weights, parts: Sequence[str]) -> list[tuple[int, str]]
     return [(number, part) for part in parts]
 
 
-def routed_w13(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
+def routed_w13(facts: ModelFacts, inputs: Inputs, weights: Weights) -> Outputs:
     """Return gate and up of every slot [T, K, 2F], gate first."""
     return {"out": _through(facts, inputs, weights, _FIRST)}
 
 
-def routed_act(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
+def routed_act(facts: ModelFacts, inputs: Inputs, weights: Weights) -> Outputs:
     """Apply clamped SwiGLU, the routing weight if it comes first, and requantisation by recipe."""
     numerics = facts.numerics
     gate, up = cast(inputs["x"], numerics.work).chunk(2, -1)
@@ -190,12 +247,12 @@ def routed_act(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
     return quantise_activations(out, chosen, scale)
 
 
-def routed_w2(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
+def routed_w2(facts: ModelFacts, inputs: Inputs, weights: Weights) -> Outputs:
     """Return the down projection of every slot [T, K, D]."""
     return {"out": _through(facts, inputs, weights, _SECOND)}
 
 
-def combine(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
+def combine(facts: ModelFacts, inputs: Inputs, weights: Weights) -> Outputs:
     """Sum over the chosen experts, in slot order, kept in the working dtype."""
     del weights
     x_TKD = cast(inputs["x"], facts.numerics.work)
@@ -204,7 +261,7 @@ def combine(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
     return {"out": x_TKD.sum(1)}
 
 
-def moe_sum(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
+def moe_sum(facts: ModelFacts, inputs: Inputs, weights: Weights) -> Outputs:
     """Add routed and shared output, rounded once."""
     del weights
     total = cast(inputs["routed"], facts.numerics.work) + cast(

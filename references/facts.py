@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from degarble.harness.model.config.config import INDEXER_NORM_EPSILON, compressor_windows
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.recipes import UNQUANTISED
-from degarble.references.compressor import PoolFacts
-from degarble.references.mixing import MixingFacts
+from degarble.references.sparse_attention import PoolFacts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,13 +34,41 @@ if TYPE_CHECKING:
     from degarble.harness.model.types import Block, Rope
     from degarble.references.numerics import Numerics
 
+
+# --------------------------------------------------------------------------------------------------
+# Sizes and weights of the hyper-connections (mHC); compiled.py takes them too
+
+
+@dataclass(frozen=True)
+class MixingFacts:
+    """Streams, Sinkhorn iterations, and the two epsilons."""
+
+    streams: int
+    iterations: int
+    epsilon: float
+    norm_epsilon: float
+
+
+@dataclass(frozen=True)
+class MixingWeights:
+    """fn [N, S*D], base [N], scale [3] (head collapse: [S, S*D], [S], [1])."""
+
+    fn: Tensor
+    base: Tensor
+    scale: Tensor
+
+
+# --------------------------------------------------------------------------------------------------
+# Facts of a block
+
+if TYPE_CHECKING:
     Inputs = Mapping[str, Tensor]
     Weights = Mapping[str, Weight]
     Outputs = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Facts:
+class ModelFacts:
     """The facts of a model's ends, or of one block."""
 
     config: Config
@@ -78,7 +105,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class V4Facts(Facts):
+class V4Facts(ModelFacts):
     """Facts of a V4 model."""
 
     config: V4Config
@@ -138,7 +165,7 @@ class V4Facts(Facts):
 
 
 @dataclass(frozen=True)
-class V32Facts(Facts):
+class V32Facts(ModelFacts):
     """Facts of a V3.2 model."""
 
     config: V32Config
@@ -152,14 +179,14 @@ class V32Facts(Facts):
         return self.config.rms_norm_eps
 
 
-class Known(NamedTuple):
+class TensorVersion(NamedTuple):
     """Recognises a tensor that is the same object and unchanged. Not for inference tensors."""
 
     tensor: weakref.ref[Tensor]
     version: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Known:
+    def of(cls, tensor: Tensor) -> TensorVersion:
         """Remember a tensor without keeping it alive."""
         return cls(weakref.ref(tensor), tensor._version)  # noqa: SLF001
 
@@ -200,7 +227,7 @@ class Span:
         return self.stop // ratio - self.start // ratio
 
 
-_SPANS: dict[tuple[int, int], tuple[Known, Known, tuple[Span, ...]]] = {}
+_SPANS: dict[tuple[int, int], tuple[TensorVersion, TensorVersion, tuple[Span, ...]]] = {}
 _MOST_SPANS = 16
 
 
@@ -220,7 +247,7 @@ def spans_of(inputs: Inputs) -> tuple[Span, ...]:
     if not (positions.is_inference() or offsets.is_inference()):
         if len(_SPANS) >= _MOST_SPANS:
             _SPANS.clear()
-        _SPANS[key] = Known.of(positions), Known.of(offsets), spans
+        _SPANS[key] = TensorVersion.of(positions), TensorVersion.of(offsets), spans
     return spans
 
 

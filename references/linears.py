@@ -142,9 +142,9 @@ def product(
         and reads_as_stored(x, value, numerics)
         and x.shape[1] == value.shape[1]
     ):
-        from degarble.references import fast_decoding  # noqa: PLC0415  numba is heavy
+        from degarble.references import compiled  # noqa: PLC0415  numba is heavy
 
-        return fast_decoding.product(x, value)
+        return compiled.product(x, value)
     if value.numel() <= _CHUNK:
         return torch.nn.functional.linear(x, weight.values(dtype))
     rows = max(1, _CHUNK // value.shape[1])

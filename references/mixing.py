@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.references.mixing_facts import MixingFacts, MixingWeights
+from degarble.references.facts import MixingFacts, MixingWeights
 from degarble.references.numerics import cast
 
 if TYPE_CHECKING:
@@ -81,10 +81,10 @@ def mixing_pre(
     fits = fits and weights.scale.shape == (3,) and x_TSD.shape[1] == facts.streams
     if not (few and fits) or any(part.requires_grad for part in parts):
         return mixing_pre_definition(x_TSD, weights, facts, numerics)
-    from degarble.references import fast_mixing  # noqa: PLC0415  numba is heavy
+    from degarble.references import compiled  # noqa: PLC0415  numba is heavy
 
     x, fn, base, scale = [cast(part, numerics.work).contiguous() for part in parts]
-    collapsed, post, mix = fast_mixing.pre(x, MixingWeights(fn, base, scale), facts)
+    collapsed, post, mix = compiled.mixing_pre(x, MixingWeights(fn, base, scale), facts)
     return cast(collapsed, numerics.store), post, mix
 
 

@@ -27,10 +27,8 @@ from degarble.harness.model.config.config import V4Config, V32Config
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.sharding import STYLES
 from degarble.references import mixing
-from degarble.references.binding import Bound
-from degarble.references.model.v4 import ModelV4
-from degarble.references.model.v32 import ModelV32
-from degarble.references.state import Step
+from degarble.references.binding import BoundModel
+from degarble.references.model import ModelV4, ModelV32, TokenBatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,8 +41,8 @@ if TYPE_CHECKING:
     from degarble.harness.model.recipes import Recipe
     from degarble.harness.model.sharding import ShardingPlan
     from degarble.harness.model.types import Block, Box
+    from degarble.references.model import Sequence
     from degarble.references.numerics import Numerics
-    from degarble.references.state import Sequence
 
     Tensors = Mapping[str, Tensor]
 
@@ -193,7 +191,7 @@ class ShardedModel:
         rank, config = distributed.get_rank(), plan.config
         self.plan = plan
         self.teams = teams
-        self.bound = Bound(config, numerics, RankWeights(weights, plan, rank), recipe)
+        self.bound = BoundModel(config, numerics, RankWeights(weights, plan, rank), recipe)
         _cross(self.bound, plan, teams, rank)
         self.model = _model(self.bound, config)
         start, stop = plan.stage_layers[teams.stage]
@@ -201,7 +199,7 @@ class ShardedModel:
 
     def forward(self, sequences: list[Sequence], tokens: list[Tensor]) -> Tensor:
         """Return logits [T, V] of the new tokens, on every rank, and advance the sequences."""
-        step = Step.of([each.length for each in sequences], tokens)
+        step = TokenBatch.of([each.length for each in sequences], tokens)
         stage, line, last = self.teams.stage, self.teams.pipeline, self.plan.pp - 1
         state = self._entering(step)
         if stage:
@@ -217,7 +215,7 @@ class ShardedModel:
             sequence.length += len(new)
         return self._shared(logits, len(step.tokens))
 
-    def _entering(self, step: Step) -> dict[str, Tensor]:
+    def _entering(self, step: TokenBatch) -> dict[str, Tensor]:
         """Return the stage's input: embedded tokens, or a buffer for the stage before it."""
         model = self.model
         store, config = model.bound.numerics.store, self.plan.config
@@ -233,7 +231,7 @@ class ShardedModel:
         return {"x": h}
 
     def _through(
-        self, block: Block, state: dict[str, Tensor], step: Step, sequences: list[Sequence]
+        self, block: Block, state: dict[str, Tensor], step: TokenBatch, sequences: list[Sequence]
     ) -> dict[str, Tensor]:
         if isinstance(self.model, ModelV4):
             return {"streams": self.model.block(block, state["streams"], step, sequences)}
@@ -256,7 +254,7 @@ class ShardedModel:
         return logits
 
 
-def _model(bound: Bound, config: Config) -> ModelV4 | ModelV32:
+def _model(bound: BoundModel, config: Config) -> ModelV4 | ModelV32:
     if isinstance(config, V4Config):
         return ModelV4(bound, config)
     assert isinstance(config, V32Config), "there are two families"
@@ -271,7 +269,7 @@ def _receive(x: Tensor, rank: int) -> None:
     distributed.recv(x.flatten().view(torch.uint8), rank)
 
 
-def _cross(bound: Bound, plan: ShardingPlan, teams: Teams, rank: int) -> None:
+def _cross(bound: BoundModel, plan: ShardingPlan, teams: Teams, rank: int) -> None:
     """Wrap the components before or after which ranks exchange tensors."""
     cut = STYLES[plan.config.family, plan.style] if plan.tp > 1 else {}
     low = _first_row(plan, rank)
@@ -331,7 +329,7 @@ def _embedded(
     call: ComponentCall,
     team: Team,
     low: int,
-    bound: Bound,
+    bound: BoundModel,
     inputs: Tensors,
     weights: Mapping[str, Weight],
 ) -> Tensors:

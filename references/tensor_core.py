@@ -146,14 +146,14 @@ def block_scaled_gemm(
     return out_MN
 
 
-class Parts(NamedTuple):
+class CodeParts(NamedTuple):
     """Numbers as integers: value = significand * 2**(exponent - mantissa_bits of the format)."""
 
     significand: Tensor
     exponent: Tensor
 
 
-def split_codes(codes: Tensor, fmt: ElementFormat) -> Parts:
+def split_codes(codes: Tensor, fmt: ElementFormat) -> CodeParts:
     """Split int32 codes into signed significands and unbiased exponents; subnormals keep the least.
 
     The result of NaN and infinities is meaningless: callers overwrite it.
@@ -168,7 +168,7 @@ def split_codes(codes: Tensor, fmt: ElementFormat) -> Parts:
         exponent = field - fmt.bias
     if fmt.signed:
         significand = significand * (1 - 2 * ((codes >> (fmt.bits - 1)) & 1))
-    return Parts(significand, exponent)
+    return CodeParts(significand, exponent)
 
 
 # ---- one step ------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def _dense_step(
     significand_TMN = (a.significand << lift).unsqueeze(2) * b.significand.unsqueeze(1)
     exponent_TMN = a.exponent.unsqueeze(2) + b.exponent.unsqueeze(1)
     exponent_TMN.masked_fill_(significand_TMN == 0, rule.zero_exponent)
-    finite_MN = truncated_sum(Parts(significand_TMN, exponent_TMN), c_MN, rule)
+    finite_MN = truncated_sum(CodeParts(significand_TMN, exponent_TMN), c_MN, rule)
     if bool(a_MK.isfinite().all()) and bool(b_NK.isfinite().all()):
         return _with_specials(finite_MN, _special(c_MN))
     # Signs are enough to find NaN and infinities; finite values come from the integers.
@@ -196,12 +196,12 @@ class _Scaled(NamedTuple):
     """One operand of a block-scaled instruction, cut into groups T of 16 along K."""
 
     halves: Tensor  # T M K: E2M1 values in halves, as float32 integers
-    scale: Parts  # significand and exponent, each T M
+    scale: CodeParts  # significand and exponent, each T M
     nan: Tensor  # T M: where the scale is NaN
 
     def part(self, terms: slice, rows: slice) -> _Scaled:
         """Return some groups and rows."""
-        scale = Parts(self.scale.significand[terms, rows], self.scale.exponent[terms, rows])
+        scale = CodeParts(self.scale.significand[terms, rows], self.scale.exponent[terms, rows])
         return _Scaled(self.halves[terms, rows], scale, self.nan[terms, rows])
 
 
@@ -217,7 +217,7 @@ def _scaled_step(a: _Scaled, b: _Scaled, c_MN: Tensor, rule: StepRule) -> Tensor
     # The same for sums of E2M1 products times two scales.
     lift = rule.fraction_bits - 2 * rule.scale.mantissa_bits - 2 * E2M1.mantissa_bits
     significand_TMN = quarters_TMN.long() * scale_TMN << lift
-    finite_MN = truncated_sum(Parts(significand_TMN, exponent_TMN), c_MN, rule)
+    finite_MN = truncated_sum(CodeParts(significand_TMN, exponent_TMN), c_MN, rule)
     nan_MN = a.nan.any(0).unsqueeze(1) | b.nan.any(0)
     return _with_specials(finite_MN, _special(c_MN).masked_fill(nan_MN, torch.nan))
 
@@ -227,7 +227,7 @@ def all_products_zero(a_TMK: Tensor, b_TNK: Tensor) -> Tensor:
     return torch.bmm(a_TMK.abs(), b_TNK.abs().mT) == 0
 
 
-def truncated_sum(terms: Parts, c_MN: Tensor, rule: StepRule) -> Tensor:
+def truncated_sum(terms: CodeParts, c_MN: Tensor, rule: StepRule) -> Tensor:
     """Align C and the terms (T M N, in units of 2**-fraction_bits), add, and truncate to fp32."""
     lift = rule.fraction_bits - FP32.mantissa_bits
     assert lift >= 0, "C would be truncated before it is aligned"
@@ -265,7 +265,7 @@ def fp32_toward_zero(total: Tensor, exponent: Tensor) -> Tensor:
 # ---- operands ------------------------------------------------------------------------------------
 
 
-def _operand(x_MK: Tensor, fmt: ElementFormat) -> Parts:
+def _operand(x_MK: Tensor, fmt: ElementFormat) -> CodeParts:
     """Split a 16-bit operand; K comes first, as the terms do."""
     return split_codes(x_MK.T.contiguous().view(torch.int16).int(), fmt)
 

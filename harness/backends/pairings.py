@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.base.protocols import ComponentCall
     from degarble.harness.report.kernel_table import KernelTable
-    from degarble.references.binding import Bound
+    from degarble.references.binding import BoundModel
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def place_of(error: BaseException, file: str | None = None) -> str:
     return f"{own[-1].filename}:{own[-1].lineno}" if own else "outside of any file"
 
 
-def pair(bound: Bound, name: str, offered: Mapping[str, ComponentCall]) -> Paired:
+def pair(bound: BoundModel, name: str, offered: Mapping[str, ComponentCall]) -> Paired:
     """Put a backend's callables in place; all names are checked before anything changes."""
     chosen: dict[str, tuple[str, ComponentCall]] = {}
     for exact in (False, True):
@@ -142,14 +142,14 @@ def pair(bound: Bound, name: str, offered: Mapping[str, ComponentCall]) -> Paire
 
 
 def replace_call(
-    bound: Bound, component: str, call: ComponentCall, whose: str, file: str | None = None
+    bound: BoundModel, component: str, call: ComponentCall, whose: str, file: str | None = None
 ) -> None:
     """Put one foreign callable in a component's place."""
     what, _ = bound.bound_to(component)
     bound.calls[component] = Watched(component, call, what.outputs, whose, file)
 
 
-def _with_role(bound: Bound, role: str) -> list[str]:
+def _with_role(bound: BoundModel, role: str) -> list[str]:
     return [name for name in bound.calls if _role(name) == role]
 
 

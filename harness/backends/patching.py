@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.base.protocols import ComponentCall
     from degarble.harness.checkpoint.view.view import LogicalNames
-    from degarble.references.binding import Bound
+    from degarble.references.binding import BoundModel
 
 LARGEST_PATCH = 16 << 20
 FIELDS = ("codes", "block_scale", "tensor_scale", "input_scale", "value")
@@ -67,7 +67,9 @@ class Patched:
 class Candidate:
     """The argument of a patch: weights and components of the model that is about to run."""
 
-    def __init__(self, bound: Bound, source: Mapping[str, Weight], names: LogicalNames) -> None:
+    def __init__(
+        self, bound: BoundModel, source: Mapping[str, Weight], names: LogicalNames
+    ) -> None:
         self.weights = CandidateWeights(source, names)
         self.components = CandidateComponents(bound)
 
@@ -147,7 +149,7 @@ class CandidateWeights(MutableMapping[str, Weight]):
 class CandidateComponents(MutableMapping[str, Any]):
     """The callables of all components."""
 
-    def __init__(self, bound: Bound) -> None:
+    def __init__(self, bound: BoundModel) -> None:
         self._bound = bound
         self.changed: dict[str, ComponentCall] = {}
 
@@ -202,7 +204,7 @@ class PatchedWeights(dict[str, Weight]):
 
 
 def apply_patch(
-    path: Path, bound: Bound, source: Mapping[str, Weight], names: LogicalNames
+    path: Path, bound: BoundModel, source: Mapping[str, Weight], names: LogicalNames
 ) -> Patched:
     """Run a patch on a bound model; the model stays unchanged unless the patch succeeds."""
     text = read_small_file(path, LARGEST_PATCH)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from degarble.harness.backends.cutedsl.kernels import Kernels
     from degarble.harness.base.protocols import ComponentCall
     from degarble.harness.model.recipes import Recipe
-    from degarble.references.binding import Bound
+    from degarble.references.binding import BoundModel
 
 TORCH, CUTEDSL = "torch", "cutedsl"
 _WITHOUT_KERNELS = ("vllm",)
@@ -80,7 +80,7 @@ def backend_named(value: str) -> Offered:
     return _offered(value, _made(value, _factory(value)))
 
 
-def use_backend(bound: Bound, asked: AskedBackend, recipe: Recipe) -> Paired:
+def use_backend(bound: BoundModel, asked: AskedBackend, recipe: Recipe) -> Paired:
     """Put a backend's kernels into a bound model; omitted components stay with torch.
 
     The recipe gives the formats in which weights are stored.

@@ -22,7 +22,7 @@ from degarble.harness.model.components import components
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.types import Kind
 from degarble.harness.report.files import usable_folder, write_text
-from degarble.references.state import Sequence
+from degarble.references.model import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

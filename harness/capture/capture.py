@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from degarble.harness.inference.weights import StreamedWeights
     from degarble.harness.model.config.config import Config
     from degarble.harness.model.types import Block
-    from degarble.references.binding import Bound
-    from degarble.references.state import Sequence as SequenceState
+    from degarble.references.binding import BoundModel
+    from degarble.references.model import Sequence as SequenceState
 
 
 # --------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class SequenceTokens(NamedTuple):
 
 
 def captured_bytes(
-    bound: Bound, steps: Iterable[Sequence[SequenceTokens]], wanted: CaptureFilter
+    bound: BoundModel, steps: Iterable[Sequence[SequenceTokens]], wanted: CaptureFilter
 ) -> int:
     """Bytes of tensors that a capture of these steps stores."""
     table = _values(bound.config)
@@ -171,7 +171,7 @@ def _among(wanted: CaptureFilter, fed: SequenceTokens) -> int:
 
 
 def _bytes_of(
-    bound: Bound, name: str, step: list[SequenceTokens], table: dict[str, ValueCounts]
+    bound: BoundModel, name: str, step: list[SequenceTokens], table: dict[str, ValueCounts]
 ) -> int:
     """Return how many bytes one component adds in one step."""
     config, numerics, role = bound.config, bound.numerics, Site(name, Port.OUT).role
@@ -309,7 +309,7 @@ class CaptureSettings:
     settings: CompileSettings = field(default_factory=CompileSettings)  # of our own kernels
     patch: Path | None = None  # a Python file: it is executed
     device: str = CPU
-    share: Callable[[OpenModel], Bound] | None = None  # of one rank of several
+    share: Callable[[OpenModel], BoundModel] | None = None  # of one rank of several
     # Beside those of the backend: what a patch's kernels follow.
     conventions: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
@@ -353,7 +353,7 @@ class CaptureSummary:
 class SteppingSpeaker(LogitsModel):
     """A speaker that tells a recorder of every forward pass."""
 
-    def __init__(self, bound: Bound, recorder: Recorder) -> None:
+    def __init__(self, bound: BoundModel, recorder: Recorder) -> None:
         super().__init__(bound)
         self._recorder = recorder
         self._numbers: dict[int, int] = {}

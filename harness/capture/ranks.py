@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from degarble.harness.inference.model import OpenModel
     from degarble.harness.model.config.config import Config
     from degarble.harness.model.sharding import ShardingPlan
-    from degarble.references.binding import Bound
+    from degarble.references.binding import BoundModel
 
 _BLOCK = 128  # vLLM cuts V4's shared expert in whole blocks of it
 _HEADS = 1  # dimension of what has one part a head: [T, H, D] and [T, H * D] alike
@@ -125,7 +125,7 @@ def capture_over_ranks(
 
 
 def _sharded(how: CaptureSettings, world: int) -> CaptureSettings:
-    def share(model: OpenModel) -> Bound:
+    def share(model: OpenModel) -> BoundModel:
         made = plan_over(model.config, world)
         teams = Teams.of(made)
         assert teams is not None, "every rank is one of the plan's"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.base.protocols import ComponentCall
     from degarble.harness.formats.weight import Weight
-    from degarble.references.binding import Bound
+    from degarble.references.binding import BoundModel
 
 
 # --------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class Recorder:
         self._tokens = 0
         self._rows: tuple[int, ...] | None = None
 
-    def wrap(self, bound: Bound) -> None:
+    def wrap(self, bound: BoundModel) -> None:
         """See every wanted call of a model from now on."""
         for component in components(bound.config):
             self._whole[component.name] = whole_sites(component)

@@ -23,7 +23,7 @@ from degarble.harness.checkpoint.write.writer import CompanionFiles, write
 from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.tensors import slots
-from degarble.references.tiny import words
+from degarble.references.tiny import language
 from degarble.references.tiny.configs import TINY_V4, TINY_V32
 from degarble.references.tiny.outliers import with_outliers
 
@@ -59,7 +59,7 @@ def tokenizer_files() -> dict[str, bytes]:
     special = [
         {"id": number, "content": word, "special": True, "normalized": False}
         | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
-        for number, word in enumerate(words.SPECIALS)
+        for number, word in enumerate(language.SPECIALS)
     ]
     tokenizer = {
         "version": "1.0",
@@ -70,7 +70,7 @@ def tokenizer_files() -> dict[str, bytes]:
         "pre_tokenizer": {"type": "WhitespaceSplit"},
         "post_processor": None,
         "decoder": None,
-        "model": {"type": "WordLevel", "vocab": dict(words.IDS), "unk_token": "<unused_0>"},
+        "model": {"type": "WordLevel", "vocab": dict(language.IDS), "unk_token": "<unused_0>"},
     }
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -80,7 +80,11 @@ def tokenizer_files() -> dict[str, bytes]:
         "unk_token": "<unused_0>",
         "add_bos_token": True,
     }
-    generation = {"bos_token_id": words.BOS, "eos_token_id": words.EOS, "pad_token_id": words.PAD}
+    generation = {
+        "bos_token_id": language.BOS,
+        "eos_token_id": language.EOS,
+        "pad_token_id": language.PAD,
+    }
     made = {
         "tokenizer.json": tokenizer,
         "tokenizer_config.json": settings,

@@ -26,7 +26,7 @@ from degarble.harness.inference.generation import (
     token_likelihoods,
 )
 from degarble.harness.inference.model import open_model
-from degarble.references.state import Sequence
+from degarble.references.model import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -17,7 +17,7 @@ from degarble.harness.base.errors import MissingDevice
 from degarble.harness.engine.localise.recorded_run import same_bits
 from degarble.harness.formats.weight import Weight
 from degarble.harness.inference.weights import HeldWeight
-from degarble.references.binding import Passing
+from degarble.references.binding import CallWrapper
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.base.protocols import ComponentCall
-    from degarble.references.binding import Bound
+    from degarble.references.binding import BoundModel
 
     _Held = WeakKeyDictionary[Weight, Weight]
 
@@ -42,20 +42,20 @@ def require_device(name: str, device: str) -> None:
         )  # fmt: skip
 
 
-def run_on_device(bound: Bound, device: str) -> None:
+def run_on_device(bound: BoundModel, device: str) -> None:
     """Let every component of a model run on a device; on the CPU nothing is to be done."""
     if device != CPU:
         wrap_calls(bound, torch.device(device))
 
 
-def wrap_calls(bound: Bound, device: torch.device) -> None:
+def wrap_calls(bound: BoundModel, device: torch.device) -> None:
     """Wrap every call of a model, whatever the device."""
     held: _Held = WeakKeyDictionary()
     for name, call in list(bound.calls.items()):
         bound.calls[name] = _DeviceCall(call, device, held)
 
 
-class _DeviceCall(Passing):
+class _DeviceCall(CallWrapper):
     """A call that runs on a device."""
 
     def __init__(self, behind: ComponentCall, device: torch.device, held: _Held) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.chat.tokenizer import IncrementalDecoder, Stops
-from degarble.references.state import Sequence
+from degarble.references.model import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable

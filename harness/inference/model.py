@@ -22,11 +22,9 @@ from degarble.harness.model.components import components
 from degarble.harness.model.config.config import V4Config, V32Config
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.recipes import BF16, Recipe, Rule, recipe_named
-from degarble.references.binding import Bound, Passing
-from degarble.references.model.v4 import ModelV4
-from degarble.references.model.v32 import ModelV32
+from degarble.references.binding import BoundModel, CallWrapper
+from degarble.references.model import ModelV4, ModelV32, TokenBatch
 from degarble.references.numerics import Numerics
-from degarble.references.state import Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
     from degarble.harness.model.config.config import Config
     from degarble.harness.model.parameters import Parameter
     from degarble.references.binding import Observer
-    from degarble.references.state import Sequence
+    from degarble.references.model import Sequence
 
 
 # --------------------------------------------------------------------------------------------------
@@ -53,7 +51,7 @@ if TYPE_CHECKING:
 class LogitsModel:
     """Forward pass of either family; `absorbed` selects V3.2's absorbed attention."""
 
-    def __init__(self, bound: Bound, *, absorbed: bool = True) -> None:
+    def __init__(self, bound: BoundModel, *, absorbed: bool = True) -> None:
         config = bound.config
         self.bound = bound
         self.config = config
@@ -76,7 +74,7 @@ class LogitsModel:
 
     def hidden(self, sequences: list[Sequence], tokens: list[Tensor]) -> Tensor:
         """Return the states before the head for every new token, and advance the sequences."""
-        step = Step.of([each.length for each in sequences], tokens)
+        step = TokenBatch.of([each.length for each in sequences], tokens)
         with torch.inference_mode():
             if isinstance(self._model, ModelV4):
                 made = self._model.streams(step, sequences)
@@ -192,7 +190,7 @@ def open_model(
         weights: Mapping[str, Weight] = streamed or HeldWeights(checkpoint.weights)
         numerics = numerics_of(arithmetic, held=streamed is None).with_switches(**switches)
         chosen = recipe if arithmetic == "twin" else None
-        bound = Bound(config, numerics, weights, chosen, observer)
+        bound = BoundModel(config, numerics, weights, chosen, observer)
         bound.declared = dict(switches)
         if streamed is not None:
             ReadPlan(bound, streamed).install()
@@ -253,7 +251,7 @@ def _fits(parameter: Parameter, activation: str) -> bool:
 class ReadPlan:
     """What each component reads, and which components follow it, in the order of a run."""
 
-    def __init__(self, bound: Bound, streamed: StreamedWeights) -> None:
+    def __init__(self, bound: BoundModel, streamed: StreamedWeights) -> None:
         self._bound = bound
         self._streamed = streamed
         order = [each.name for each in components(bound.config) if each.name in bound.calls]
@@ -290,7 +288,7 @@ class ReadPlan:
                 return
 
 
-class _Announced(Passing):
+class _Announced(CallWrapper):
     """A call that announces the weights it is about to read."""
 
     def __init__(

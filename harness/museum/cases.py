@@ -33,9 +33,9 @@ from degarble.harness.inference.weights import HeldWeight, HeldWeights
 from degarble.harness.model.components import component_named
 from degarble.harness.model.recipes import recipe_named
 from degarble.references import tiny
-from degarble.references.binding import Bound
+from degarble.references.binding import BoundModel
+from degarble.references.model import Sequence
 from degarble.references.numerics import Numerics, switches_of
-from degarble.references.state import Sequence
 from degarble.references.tiny import language
 
 if TYPE_CHECKING:
@@ -116,15 +116,15 @@ class MuseumModel:
         """Return the switches of the family's official code."""
         return switches_of(f"official-{self.key.model}")
 
-    def candidate(self, switches: Switches | None = None) -> Bound:
+    def candidate(self, switches: Switches | None = None) -> BoundModel:
         """Bind the weights in an engine's arithmetic."""
         numerics = Numerics.twin(switches or self.switches, products=torch.float32)
-        return Bound(self.config, numerics, self.weights, self.recipe)
+        return BoundModel(self.config, numerics, self.weights, self.recipe)
 
-    def twin(self, switches: Switches | None = None) -> Bound:
+    def twin(self, switches: Switches | None = None) -> BoundModel:
         """Bind the weights in exact arithmetic."""
         numerics = Numerics.twin(switches or self.switches)
-        return Bound(self.config, numerics, self.weights, self.recipe)
+        return BoundModel(self.config, numerics, self.weights, self.recipe)
 
 
 def prepare(root: Path, keys: tuple[ModelKey, ...] = KEYS) -> None:
@@ -373,7 +373,7 @@ class Stage:
 
     case: MuseumCase
     model: MuseumModel
-    twin: Bound
+    twin: BoundModel
     healthy: InMemoryRun = field(init=False)
 
     def __post_init__(self) -> None:
@@ -391,19 +391,19 @@ class Stage:
                 model, weights=WeightsWithChange(model.weights, _WEIGHTS[case.control].change)
             )
         numerics = Numerics.twin(case.switches)
-        return cls(case, model, Bound(model.config, numerics, model.weights, model.recipe))
+        return cls(case, model, BoundModel(model.config, numerics, model.weights, model.recipe))
 
-    def candidate(self) -> Bound:
+    def candidate(self) -> BoundModel:
         """Return a new healthy candidate that may be changed."""
         products = getattr(torch, self.case.products)
         numerics = Numerics.twin(self.case.switches, products=products)
-        bound = Bound(self.model.config, numerics, self.model.weights, self.model.recipe)
+        bound = BoundModel(self.model.config, numerics, self.model.weights, self.model.recipe)
         for control in CONTROLS:
             if control.id == self.case.control:
                 self._put(control, bound)
         return bound
 
-    def _put(self, control: Control, bound: Bound) -> None:
+    def _put(self, control: Control, bound: BoundModel) -> None:
         """Wrap every component to which a negative control applies with one of its ways."""
         chance = random.Random(self.case.seed)  # noqa: S311  no secret
         for name in list(bound.calls):
@@ -413,7 +413,7 @@ class Stage:
                 if ways:
                     bound.calls[name] = chance.choice(ways).apply(bound.calls[name])
 
-    def taped(self) -> Bound:
+    def taped(self) -> BoundModel:
         """Return a candidate that reuses what the healthy run has computed."""
         bound = self.candidate()
         for name, calls in self.calls.items():
@@ -442,7 +442,7 @@ class Stage:
 
     def run(
         self,
-        candidate: Bound | None = None,
+        candidate: BoundModel | None = None,
         edges: Mapping[str, FaultVariant] = MappingProxyType({}),
     ) -> InMemoryRun:
         """Run the case; if fed together, the tokens after the prompts are the candidate's own."""
@@ -471,7 +471,7 @@ class Stage:
             if control.sits(scene)
         }
 
-    def scene(self, name: str, bound: Bound | None = None) -> ComponentContext:
+    def scene(self, name: str, bound: BoundModel | None = None) -> ComponentContext:
         """Return a component's scene, by default the twin's."""
         component = component_named(self.model.config, name, self.model.recipe)
         return ComponentContext(bound or self.twin, component, self.model.recipe)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from degarble.harness.engine.faults.model_faults import FaultVariant, ModelFault
     from degarble.harness.engine.localise.localise import Localised
     from degarble.harness.report.page import Provenance
-    from degarble.references.binding import Bound
+    from degarble.references.binding import BoundModel
 
 
 # --------------------------------------------------------------------------------------------------
@@ -69,8 +69,8 @@ class DemoModel:
     """The quantised model, its twin, its BF16 reference, its tokenizer."""
 
     museum: MuseumModel
-    twin: Bound
-    reference: Bound
+    twin: BoundModel
+    reference: BoundModel
     tokenizer: Tokenizer
     identity: str
 

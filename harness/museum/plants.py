@@ -34,7 +34,7 @@ from degarble.harness.model.components import components
 from degarble.harness.model.recipes import recipe_named
 from degarble.harness.museum.cases import RECIPES, equal
 from degarble.harness.report.verdict import Verdict
-from degarble.references.binding import Bound
+from degarble.references.binding import BoundModel
 from degarble.references.numerics import Numerics, switches_of
 from degarble.references.tiny.configs import TINY_V4, TINY_V32
 
@@ -72,7 +72,7 @@ ALIKE = 0.999  # of the elements; the rest are roundings of sums in another orde
 class FaultyTwin:
     """The twin's outputs with a planted way, for each call of the planted run."""
 
-    twin: Bound
+    twin: BoundModel
     component: str
     way: FaultVariant
     run: InMemoryRun
@@ -165,7 +165,7 @@ def _scenes() -> tuple[ComponentContext, ...]:
     for config, source in ((TINY_V4, "official-v4"), (TINY_V32, "official-v32")):
         for name in RECIPES:
             recipe = recipe_named(name, config)
-            bound = Bound(config, Numerics.twin(switches_of(source)), {}, recipe)
+            bound = BoundModel(config, Numerics.twin(switches_of(source)), {}, recipe)
             for each in components(config, recipe):
                 if each.name in bound.calls:
                     kind = (each.block.layer_type, each.block.mlp_type) if each.block else ()

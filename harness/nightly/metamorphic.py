@@ -25,7 +25,7 @@ from degarble.harness.nightly.record import Asked, StepResult
 from degarble.harness.nightly.steps import prompts_file
 from degarble.harness.report.number_text import number
 from degarble.harness.report.verdict import SEVERITY, Verdict
-from degarble.references.state import Sequence
+from degarble.references.model import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

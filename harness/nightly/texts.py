@@ -29,9 +29,9 @@ from degarble.harness.nightly.record import Asked, StepResult
 from degarble.harness.nightly.statistics import FEWEST, Gate, gate
 from degarble.harness.nightly.steps import folders_of
 from degarble.harness.report.verdict import Verdict
-from degarble.references.binding import Bound
+from degarble.references.binding import BoundModel
+from degarble.references.model import Sequence
 from degarble.references.numerics import Numerics
-from degarble.references.state import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -141,7 +141,7 @@ def _as_engines(model: OpenModel) -> None:
         weights = model.speaker.bound.weights
         switches = model.speaker.bound.numerics.switches
         numerics = Numerics.twin(switches, products=torch.float32)
-        model.speaker = LogitsModel(Bound(model.config, numerics, weights, model.recipe))
+        model.speaker = LogitsModel(BoundModel(model.config, numerics, weights, model.recipe))
 
 
 def _rows(speaker: LogitsModel, prompts: list[list[int]]) -> list[Tensor]:

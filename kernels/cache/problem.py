@@ -176,7 +176,7 @@ def windows_of(starts: Sequence[int], counts: Sequence[int], ratio: int) -> tupl
 
 
 def as_references_have_it(ring_RF: Tensor, length: int, ratio: int) -> Tensor:
-    """Return a ring after `length` tokens in the order of references.compressor, gaps as zeros.
+    """Return a ring after `length` tokens in the references' order, gaps as zeros.
 
     With overlap rows 0 to 3 are the last whole window and 4 to 7 the tokens after it.
     """

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.references import elementary, routing
+from degarble.references import elementary, experts
 from degarble.references.facts import single
 from degarble.references.linears import (
     activation_values,
@@ -25,15 +25,15 @@ from degarble.references.numerics import cast
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from degarble.references.facts import Facts, Inputs, Outputs, Weights
+    from degarble.references.facts import Inputs, ModelFacts, Outputs, Weights
 
 
-def embed(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
+def embed(facts: ModelFacts, inputs: Inputs, weights: Weights) -> Outputs:
     """Return rows of the embedding table."""
     return {"out": table_rows(single(weights), inputs["tokens"], facts.numerics.store)}
 
 
-def norm(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
+def norm(facts: ModelFacts, inputs: Inputs, weights: Weights) -> Outputs:
     """Apply RMSNorm with weight."""
     (name,) = weights
     weight = weights[name].values(facts.numerics.work)
@@ -41,12 +41,12 @@ def norm(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
     return {"out": out}
 
 
-def head(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
+def head(facts: ModelFacts, inputs: Inputs, weights: Weights) -> Outputs:
     """Return logits [T, V] in the working dtype; the official product is in float32."""
     return {"out": product(inputs["x"], single(weights), facts.numerics.work, facts.numerics)}
 
 
-def linear(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
+def linear(facts: ModelFacts, inputs: Inputs, weights: Weights) -> Outputs:
     """Apply one linear; its input is codes where the recipe quantises it."""
     (name,) = weights
     numerics = facts.numerics
@@ -54,7 +54,7 @@ def linear(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
     return {"out": matmul(x, weights[name], facts.numerics)}
 
 
-def stacked(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
+def stacked(facts: ModelFacts, inputs: Inputs, weights: Weights) -> Outputs:
     """Apply linears of one input, outputs side by side: gate and up [T, 2F], gate first."""
     numerics = facts.numerics
     form = facts.activation(next(iter(weights)))
@@ -63,20 +63,20 @@ def stacked(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
     return {"out": cast(torch.cat(parts, dim=-1), numerics.store)}
 
 
-def act_quant(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
+def act_quant(facts: ModelFacts, inputs: Inputs, weights: Weights) -> Outputs:
     """Quantise the input of the linears whose weights these are."""
     chosen = facts.activation(next(iter(weights)))
     assert chosen is not None, "bound only where the recipe quantises"
     return quantise_activations(inputs["x"], chosen, largest_scale(weights.values()))
 
 
-def gate(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
+def gate(facts: ModelFacts, inputs: Inputs, weights: Weights) -> Outputs:
     """Return router logits."""
     weight = single(weights).values(facts.numerics.work)
-    return {"out": routing.logits(inputs["x"], weight, facts.numerics)}
+    return {"out": experts.router_logits(inputs["x"], weight, facts.numerics)}
 
 
-def shared_act(facts: Facts, inputs: Inputs, weights: Weights) -> Outputs:
+def shared_act(facts: ModelFacts, inputs: Inputs, weights: Weights) -> Outputs:
     """Apply SwiGLU of the shared expert, or of a dense layer."""
     del weights
     gate_up = cast(inputs["x"], facts.numerics.work)

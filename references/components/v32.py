@@ -18,10 +18,16 @@ from degarble.references import (
     attention,
     elementary,
     experts,
-    indexer,
-    latent_attention,
-    rounding,
-    routing,
+    sparse_attention,
+)
+from degarble.references import (
+    attention as latent_attention,
+)
+from degarble.references import (
+    experts as routing,
+)
+from degarble.references import (
+    numerics as rounding,
 )
 from degarble.references.components import common
 from degarble.references.facts import single, spans_of
@@ -100,10 +106,14 @@ def attend(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:
             index, seen = attention.listed_rows(inputs["chosen"][tokens], own.shape[0])
             if naive:
                 key = own[index, c.kv_lora_rank :]
-                made = latent_attention.naive(q, key, wide[index], seen, form, facts.numerics)
+                made = latent_attention.attend_naive(
+                    q, key, wide[index], seen, form, facts.numerics
+                )
             else:
                 weight = single(weights).values(facts.numerics.work)
-                made = latent_attention.absorbed(q, own[index], weight, seen, form, facts.numerics)
+                made = latent_attention.attend_absorbed(
+                    q, own[index], weight, seen, form, facts.numerics
+                )
             out.append(made)
     return {"out": common.joined(out)}
 
@@ -176,7 +186,7 @@ def indexer_scores(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs
     made = []
     for span, key in zip(spans, keys, strict=True):
         i = span.tokens
-        part = indexer.scores(q[i], key, inputs["weights"][i], visible[i], plain)
+        part = sparse_attention.indexer_scores(q[i], key, inputs["weights"][i], visible[i], plain)
         made.append(torch.nn.functional.pad(part, (0, widest - key.shape[0]), value=-torch.inf))
     return {"out": common.joined(made)}
 
@@ -184,7 +194,7 @@ def indexer_scores(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs
 def indexer_topk(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:
     """Return token numbers [T, K] within the token's own sequence, -1 for none."""
     del weights
-    return {"out": indexer.top_k(inputs["scores"], facts.config.index_topk)}
+    return {"out": sparse_attention.top_k(inputs["scores"], facts.config.index_topk)}
 
 
 def topk(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:
@@ -194,9 +204,9 @@ def topk(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:
     # The bias takes part in the choice only: weights use the unbiased scores.
     biased = score_TE + single(weights).values(facts.numerics.work)
     kept = routing.grouped_scores(biased, routing.GroupFacts(c.n_group, c.topk_group))
-    expert_TK = routing.largest(kept, c.num_experts_per_tok)
+    expert_TK = routing.largest_experts(kept, c.num_experts_per_tok)
     epsilon = facts.numerics.switches.routing_epsilon
-    weight_TK = routing.weights(score_TE, expert_TK, c.routed_scaling_factor, epsilon)
+    weight_TK = routing.router_weights(score_TE, expert_TK, c.routed_scaling_factor, epsilon)
     return {"experts": expert_TK, "weights": weight_TK}
 
 

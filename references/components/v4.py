@@ -16,13 +16,16 @@ import torch
 
 from degarble.references import (
     attention,
-    compressor,
     elementary,
     experts,
-    indexer,
     mixing,
-    rounding,
-    routing,
+    sparse_attention,
+)
+from degarble.references import (
+    experts as routing,
+)
+from degarble.references import (
+    numerics as rounding,
 )
 from degarble.references.components import common
 from degarble.references.facts import single, spans_of
@@ -140,9 +143,11 @@ def compressor_pool(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs
         gate = inputs["gate"] + by_part["ape"][inputs["positions"] % ratio]
     made = []
     for number, span in enumerate(spans):
-        state = compressor.PoolState(inputs["state_latent"][number], inputs["state_gate"][number])
+        state = sparse_attention.PoolState(
+            inputs["state_latent"][number], inputs["state_gate"][number]
+        )
         new = (inputs["latent"][span.tokens], gate[span.tokens])
-        made.append(compressor.pool(new, state, span.start, norm_E, how, numerics))
+        made.append(sparse_attention.pool_windows(new, state, span.start, norm_E, how, numerics))
     return {
         "out": common.joined([entries for entries, _ in made]),
         "entry_offsets": torch.tensor([0, *accumulate(len(entries) for entries, _ in made)]),
@@ -194,7 +199,7 @@ def indexer_scores(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
     ratio, spans = facts.decoder_block.ratio, spans_of(inputs)
     q, visible = inputs["q"], None
     if q.shape[0] > len(spans):
-        visible = indexer.visible_entries(inputs["positions"], ratio)
+        visible = sparse_attention.visible_entries(inputs["positions"], ratio)
     keys = _memories(spans, inputs.get("state_keys"), inputs["keys"], ratio)
     # Sequences have different numbers of entries; scores are padded with -inf to the longest.
     widest = max(key.shape[0] for key in keys)
@@ -203,7 +208,9 @@ def indexer_scores(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
         i = span.tokens
         # A token that comes alone sees every entry, its own call's included.
         seen = None if visible is None else visible[i]
-        part = indexer.scores(q[i], key, inputs["weights"][i], seen, facts.numerics)
+        part = sparse_attention.indexer_scores(
+            q[i], key, inputs["weights"][i], seen, facts.numerics
+        )
         if key.shape[0] < widest:
             part = torch.nn.functional.pad(part, (0, widest - key.shape[0]), value=-torch.inf)
         made.append(part)
@@ -230,7 +237,7 @@ def _memories(
 def indexer_topk(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
     """Return entry numbers [T, K] within the token's own sequence, -1 for none."""
     del weights
-    return {"out": indexer.top_k(inputs["scores"], facts.config.index_topk)}
+    return {"out": sparse_attention.top_k(inputs["scores"], facts.config.index_topk)}
 
 
 def attend(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
@@ -287,7 +294,7 @@ def _attend_some(
         far = entries[: stop // ratio]
         near = [*near, far]
         if count > 1:
-            visible = indexer.visible_entries(positions, ratio)
+            visible = sparse_attention.visible_entries(positions, ratio)
             listed = torch.arange(far.shape[0], device=visible.device) < visible[:, None]
     if seen is not None and listed is not None:
         seen = torch.cat((seen, listed), dim=1)
@@ -334,9 +341,9 @@ def topk(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
         expert_TK = source.values(torch.int64)[inputs["tokens"]]
     else:
         biased = score_TE + source.values(numerics.work)
-        expert_TK = routing.largest(biased, c.num_experts_per_tok)
+        expert_TK = routing.largest_experts(biased, c.num_experts_per_tok)
     epsilon = numerics.switches.routing_epsilon
-    weight_TK = routing.weights(score_TE, expert_TK, c.routed_scaling_factor, epsilon)
+    weight_TK = routing.router_weights(score_TE, expert_TK, c.routed_scaling_factor, epsilon)
     return {"experts": expert_TK, "weights": weight_TK}
 
 

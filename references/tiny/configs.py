@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from degarble.harness.model.config.config import V4Config, V32Config
 from degarble.harness.model.types import Yarn
-from degarble.references.tiny.words import SIZE
+from degarble.references.tiny.language import SIZE
 
 # hidden 192 and o_groups * o_lora_rank 256 are multiples of 32; 192 and 96 are no multiples of 128,
 # so tails of tiles are exercised.

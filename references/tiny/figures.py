@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.references.tiny import language, words
+from degarble.references.tiny import language
+from degarble.references.tiny import language as words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.formats.weight import Weight
-    from degarble.references.binding import Bound
+    from degarble.references.binding import BoundModel
 
 HELD_OUT = 50_000_000  # first seed of documents that no training saw
 WINDOW = 128
@@ -30,7 +31,7 @@ _OCTAVES = (WINDOW, 256, 512, 1024)
 
 
 @dataclass
-class Score:
+class ProbeScore:
     """Right answers by kind of probe, and the surprise (negative log-likelihood) of all tokens."""
 
     asked: Counter[str] = field(default_factory=Counter)
@@ -84,9 +85,9 @@ NEAR = f"recall {WINDOW}"
 
 def score(
     documents: Iterable[language.Document], logits_of: Callable[[list[int]], Tensor]
-) -> Score:
+) -> ProbeScore:
     """Score a model on documents; `logits_of` gives [T, V] for the ids of one."""
-    made = Score()
+    made = ProbeScore()
     for document in documents:
         logits_TV = logits_of(document.ids).float()
         logp_TV = torch.log_softmax(logits_TV[:-1], dim=-1)
@@ -124,14 +125,14 @@ def grammatical(texts: Iterable[str]) -> tuple[int, int]:
     return sum(language.is_sentence(item) for item in found), len(found)
 
 
-def window_only(bound: Bound) -> None:
+def window_only(bound: BoundModel) -> None:
     """Ablate: remove everything beyond the window, in every layer."""
     for name, call in list(bound.calls.items()):
         if name.endswith("attn.attend"):
             bound.calls[name] = _near(call)
 
 
-def random_choice(bound: Bound, seed: int) -> None:
+def random_choice(bound: BoundModel, seed: int) -> None:
     """Ablate: choose at random, among what is visible, in place of the indexer."""
     generator = torch.Generator().manual_seed(seed)
     for name, call in list(bound.calls.items()):

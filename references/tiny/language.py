@@ -1,26 +1,127 @@
-"""The training language of the small models: sentences, facts to recall, arithmetic, copying.
+"""The training language of the small models: 512 words, sentences, facts to recall, sums, copying.
 
 The generator of documents and the judge of sentences are written independently: the judge parses
-words and does not know how they were drawn. Everything is a function of a seed.
-
-Sentences agree in number and tense, and choose a or an by the next word. A fact is `recall : anna
-paints blue .`; it is stated once and asked for again up to 1,024 tokens later. Sums and differences
-stay below 100; `copy : w w w , w w w .` repeats a list of words.
+words and does not know how they were drawn. Everything is a function of a seed. One word is one
+token.
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from degarble.references.tiny import words as w
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+# --------------------------------------------------------------------------------------------------
+# The words, in classes, with their ids
+#
+# Ids follow the order of the classes. Importing this raises if a word appears twice or the count is
+# not 512.
+
+SIZE = 512
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+def _forms(text: str) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(entry.split("/")) for entry in text.split())
+
+
+SPECIALS = ("<bos>", "<eos>", "<pad>")
+MARKS = (".", ",", "?", ":", "copy", "recall", "is", "plus", "minus", "yesterday")
+NUMBERS = tuple(str(n) for n in range(100))
+
+NAMES = _words(
+    """anna boris clara david elena felix greta henry irene jonas karla leon maria nora oscar paula
+    quinn rosa simon tessa ulric vera walter xenia yuri zara adam bella cyril dora emil fiona gustav
+    hanna ivan julia kurt lena marco nina otto petra ralf sonja tom ursula viktor wanda"""
+)
+COLOURS = _words("red blue green yellow purple orange white black grey pink brown golden")
+FOODS = _words(
+    """bread soup rice cheese apples honey fish beans cake olives nuts plums corn figs pasta
+    grapes"""
+)
+CITIES = _words(
+    """paris rome oslo cairo lima tokyo delhi quebec athens berlin madrid lisbon vienna prague
+    dublin seoul"""
+)
+PETS = _words("cat dog parrot rabbit turtle goat pony hamster lizard ferret goose duck")
+# A fact: NAME RELATION VALUE, and the values that each relation takes.
+RELATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"paints": COLOURS, "eats": FOODS, "visits": CITIES, "keeps": PETS}
+)
+
+DETERMINERS_ONE = ("a", "an", "this", "every", "one")
+DETERMINERS_MANY = ("these", "some", "many", "few", "several")
+DETERMINERS_ANY = ("the",)
+ADJECTIVES = _words(
+    """old small bright quiet heavy angry empty early open ugly tall round clever lazy narrow dusty
+    warm cold gentle proud"""
+)
+# (one, many): the noun with and without plural.
+NOUNS = _forms(
+    """fox/foxes tree/trees house/houses river/rivers teacher/teachers engine/engines
+    artist/artists island/islands window/windows garden/gardens doctor/doctors owl/owls
+    child/children letter/letters bridge/bridges farmer/farmers ship/ships stone/stones
+    actor/actors uncle/uncles king/kings road/roads lamp/lamps singer/singers elephant/elephants
+    orchard/orchards wolf/wolves tower/towers student/students mountain/mountains"""
+)
+# (with a plural subject, with a singular subject, in the past).
+VERBS = _forms(
+    """see/sees/saw follow/follows/followed find/finds/found help/helps/helped
+    watch/watches/watched carry/carries/carried call/calls/called leave/leaves/left
+    build/builds/built hear/hears/heard move/moves/moved know/knows/knew draw/draws/drew
+    cross/crosses/crossed guard/guards/guarded miss/misses/missed clean/cleans/cleaned
+    reach/reaches/reached choose/chooses/chose praise/praises/praised"""
+)
+PREPOSITIONS = ("near", "behind", "under", "beside", "above", "across", "inside", "around")
+LINKS = ("and", "but", "because", "while", "although", "before")
+ADVERBS = ("often", "never", "slowly", "always", "gladly", "rarely", "quickly", "calmly")
+
+_CLASSES = (
+    *(SPECIALS, MARKS, NUMBERS, NAMES, COLOURS, FOODS, CITIES, PETS, tuple(RELATIONS)),
+    *(DETERMINERS_ONE, DETERMINERS_MANY, DETERMINERS_ANY, ADJECTIVES),
+    *(tuple(word for pair in NOUNS for word in pair), tuple(w for triple in VERBS for w in triple)),
+    *(PREPOSITIONS, LINKS, ADVERBS),
+)
+_KNOWN = tuple(word for words in _CLASSES for word in words)
+# The rest of the 512 ids is held by words that no sentence uses.
+WORDS = (*_KNOWN, *(f"<unused_{number}>" for number in range(SIZE - len(_KNOWN))))
+IDS: Mapping[str, int] = MappingProxyType({word: number for number, word in enumerate(WORDS)})
+
+assert len(IDS) == SIZE == len(WORDS), f"{len(_KNOWN)} words, {len(IDS)} different ones"
+BOS, EOS, PAD = (IDS[word] for word in SPECIALS)
+
+
+def encode(text: str) -> list[int]:
+    """Return ids of blank-separated words."""
+    return [IDS[word] for word in text.split()]
+
+
+def decode(ids: list[int]) -> str:
+    """Return blank-separated words of ids."""
+    return " ".join(WORDS[number] for number in ids)
+
+
+# --------------------------------------------------------------------------------------------------
+# Sentences and documents
+#
+# Sentences agree in number and tense, and choose a or an by the next word. A fact is
+# `recall : anna paints blue .`; it is stated once and asked for again up to 1,024 tokens later.
+# Sums and differences stay below 100; `copy : w w w , w w w .` repeats a list of words.
 
 _VOWELS = "aeiou"
-_ONE = {one: n for n, (one, _) in enumerate(w.NOUNS)}
-_MANY = {many: n for n, (_, many) in enumerate(w.NOUNS)}
+_ONE = {one: n for n, (one, _) in enumerate(NOUNS)}
+_MANY = {many: n for n, (_, many) in enumerate(NOUNS)}
 _VERB_FORM = {
     word: form
-    for triple in w.VERBS
+    for triple in VERBS
     for form, word in zip(("many", "one", "past"), triple, strict=True)
 }
 
@@ -39,19 +140,19 @@ class Probe:
 class Document:
     """Token ids and the probes in them."""
 
-    ids: list[int] = field(default_factory=lambda: [w.BOS])
+    ids: list[int] = field(default_factory=lambda: [BOS])
     probes: list[Probe] = field(default_factory=list)
 
     def add(self, text: str) -> None:
         """Append words."""
-        self.ids.extend(w.encode(text))
+        self.ids.extend(encode(text))
 
 
 def _noun_phrase(rng: random.Random, *, many: bool) -> list[str]:
-    noun = rng.choice(w.NOUNS)[1 if many else 0]
-    rest = [noun] if rng.random() < 0.5 else [rng.choice(w.ADJECTIVES), noun]
-    kind = w.DETERMINERS_MANY if many else w.DETERMINERS_ONE
-    determiner = rng.choice((*kind, *w.DETERMINERS_ANY))
+    noun = rng.choice(NOUNS)[1 if many else 0]
+    rest = [noun] if rng.random() < 0.5 else [rng.choice(ADJECTIVES), noun]
+    kind = DETERMINERS_MANY if many else DETERMINERS_ONE
+    determiner = rng.choice((*kind, *DETERMINERS_ANY))
     if determiner in ("a", "an"):
         determiner = "an" if rest[0][0] in _VOWELS else "a"
     return [determiner, *rest]
@@ -59,13 +160,13 @@ def _noun_phrase(rng: random.Random, *, many: bool) -> list[str]:
 
 def _clause(rng: random.Random, *, past: bool) -> list[str]:
     many = rng.random() < 0.5
-    verb = rng.choice(w.VERBS)[2 if past else (0 if many else 1)]
+    verb = rng.choice(VERBS)[2 if past else (0 if many else 1)]
     words = _noun_phrase(rng, many=many)
     if rng.random() < 0.25:
-        words.append(rng.choice(w.ADVERBS))
+        words.append(rng.choice(ADVERBS))
     words += [verb, *_noun_phrase(rng, many=rng.random() < 0.5)]
     if rng.random() < 0.35:
-        words += [rng.choice(w.PREPOSITIONS), *_noun_phrase(rng, many=rng.random() < 0.5)]
+        words += [rng.choice(PREPOSITIONS), *_noun_phrase(rng, many=rng.random() < 0.5)]
     return words
 
 
@@ -75,7 +176,7 @@ def sentence(rng: random.Random) -> str:
     words = ["yesterday"] if past else []
     words += _clause(rng, past=past)
     if rng.random() < 0.3:
-        words += [rng.choice(w.LINKS), *_clause(rng, past=past)]
+        words += [rng.choice(LINKS), *_clause(rng, past=past)]
     return " ".join([*words, "."])
 
 
@@ -84,15 +185,15 @@ def _take_noun_phrase(words: list[str]) -> tuple[str, list[str]] | None:
     if not words:
         return None
     determiner, rest = words[0], words[1:]
-    adjective = bool(rest) and rest[0] in w.ADJECTIVES
+    adjective = bool(rest) and rest[0] in ADJECTIVES
     at = 1 if adjective else 0
     if len(rest) <= at:
         return None
     noun = rest[at]
     number = "one" if noun in _ONE else "many" if noun in _MANY else None
     fits = {
-        "one": (*w.DETERMINERS_ONE, *w.DETERMINERS_ANY),
-        "many": (*w.DETERMINERS_MANY, *w.DETERMINERS_ANY),
+        "one": (*DETERMINERS_ONE, *DETERMINERS_ANY),
+        "many": (*DETERMINERS_MANY, *DETERMINERS_ANY),
     }
     if number is None or determiner not in fits[number]:
         return None
@@ -107,7 +208,7 @@ def _take_clause(words: list[str], *, past: bool) -> list[str] | None:
     if subject is None:
         return None
     number, rest = subject
-    if rest and rest[0] in w.ADVERBS:
+    if rest and rest[0] in ADVERBS:
         rest = rest[1:]
     if not rest or _VERB_FORM.get(rest[0]) != ("past" if past else number):
         return None
@@ -115,7 +216,7 @@ def _take_clause(words: list[str], *, past: bool) -> list[str] | None:
     if found is None:
         return None
     rest = found[1]
-    if rest and rest[0] in w.PREPOSITIONS:
+    if rest and rest[0] in PREPOSITIONS:
         found = _take_noun_phrase(rest[1:])
         return None if found is None else found[1]
     return rest
@@ -129,7 +230,7 @@ def is_sentence(text: str) -> bool:
     words = words[:-1]
     past = words[:1] == ["yesterday"]
     rest = _take_clause(words[1:] if past else words, past=past)
-    if rest and rest[0] in w.LINKS:
+    if rest and rest[0] in LINKS:
         rest = _take_clause(rest[1:], past=past)
     return rest == []
 
@@ -143,7 +244,7 @@ def _sum(rng: random.Random) -> tuple[str, str]:
     return f"{first} minus {second} is", str(first - second)
 
 
-_COPIED = (*w.COLOURS, *w.FOODS, *w.CITIES, *w.PETS, *w.ADJECTIVES)
+_COPIED = (*COLOURS, *FOODS, *CITIES, *PETS, *ADJECTIVES)
 
 
 @dataclass(frozen=True)
@@ -171,12 +272,12 @@ class _Writer:
         self.rng = rng
         self.mixture = mixture
         self.document = Document()
-        relations = list(w.RELATIONS)
+        relations = list(RELATIONS)
         if mixture.single and rng.random() < mixture.single:
             relations = [rng.choice(relations)]
-        keys = [(name, relation) for name in w.NAMES for relation in relations]
+        keys = [(name, relation) for name in NAMES for relation in relations]
         self.unstated = [
-            (name, relation, rng.choice(w.RELATIONS[relation]))
+            (name, relation, rng.choice(RELATIONS[relation]))
             for name, relation in rng.sample(keys, mixture.facts)
         ]
         self.stated: dict[tuple[str, str, str], int] = {}
@@ -239,7 +340,7 @@ class _Writer:
         self.document.add(".")
 
     def _probe(self, kind: str, word: str, distance: int = 0) -> None:
-        answer = w.IDS[word]
+        answer = IDS[word]
         self.document.probes.append(Probe(kind, len(self.document.ids), answer, distance))
         self.document.ids.append(answer)
 

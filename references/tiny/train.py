@@ -21,20 +21,16 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from degarble.references import mixing
-from degarble.references.tiny.batches import KINDS, Batches
+from degarble.references.tiny import trainable
 from degarble.references.tiny.configs import TINY_V4, TINY_V32
-from degarble.references.tiny.language import Mixture
-from degarble.references.tiny.optimiser import Optimiser
-from degarble.references.tiny.trainable import v4 as trainable
-from degarble.references.tiny.trainable.common import Ablation
-from degarble.references.tiny.trainable.v4 import TrainableV4
-from degarble.references.tiny.trainable.v32 import TrainableV32
-from degarble.references.tiny.words import PAD
+from degarble.references.tiny.language import PAD, Mixture
+from degarble.references.tiny.trainable import Ablation, TrainableV4, TrainableV32
+from degarble.references.tiny.training import KINDS, Batches, Optimiser
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from degarble.references.tiny.trainable.common import Trainable
+    from degarble.references.tiny.trainable import Trainable
 
 _WEIGHTS = (1.0, 4.0, 4.0, 3.0, 1.0)  # of each kind in the loss
 _EAGER = 8  # steps before a graph is captured; they compile what is compiled
@@ -162,7 +158,7 @@ def compile_parts() -> None:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """The options of the command line."""
 
     model: str
@@ -185,7 +181,7 @@ class Plan:
     restart: bool
 
 
-def plan_from(arguments: list[str] | None = None) -> Plan:
+def plan_from(arguments: list[str] | None = None) -> TrainingPlan:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=("v4", "v32"), default="v4")
@@ -206,7 +202,7 @@ def plan_from(arguments: list[str] | None = None) -> Plan:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--graphs", action="store_true", help="capture steps as CUDA graphs")
     parser.add_argument("--restart", action="store_true", help="a new schedule on old weights")
-    return Plan(**vars(parser.parse_args(arguments)))
+    return TrainingPlan(**vars(parser.parse_args(arguments)))
 
 
 def report(step: int, spent: float, shown: list[float]) -> None:
@@ -218,7 +214,7 @@ def report(step: int, spent: float, shown: list[float]) -> None:
     print(f"{step} {spent:.0f}s {text}", flush=True)  # noqa: T201  this is a command
 
 
-def train(plan: Plan) -> int:
+def train(plan: TrainingPlan) -> int:
     """Train until the steps or the minutes are over; return the next step."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = model_named(plan.model, plan.seed).to(device)

@@ -22,10 +22,9 @@ from degarble.harness.backends.cutedsl.backend import CONVENTIONS, use_kernels
 from degarble.harness.backends.cutedsl.kernels import KernelsOnGpu
 from degarble.harness.base.errors import DegarbleError
 from degarble.harness.cli.kernels import settings_here
-from degarble.references.binding import Bound
-from degarble.references.model.v4 import ModelV4
+from degarble.references.binding import BoundModel
+from degarble.references.model import ModelV4, Sequence, TokenBatch
 from degarble.references.numerics import KeyValueCache, Numerics
-from degarble.references.state import Sequence, Step
 from degarble.references.tiny import figures
 from degarble.references.tiny.language import document
 from degarble.suites.bench.bench_tiny import FOLDER, Model
@@ -102,16 +101,16 @@ class Quality:
         elif component.endswith(("attn.kv_write", "compressor.write")):
             self.rows.append(inputs["x"])
 
-    def bound(self, weights: str, cache: str, sums: torch.dtype = torch.float64) -> Bound:
+    def bound(self, weights: str, cache: str, sums: torch.dtype = torch.float64) -> BoundModel:
         """A fresh binding of the model with a cache; sums between two roundings in a dtype."""
         model = self._models[weights]
         made = Numerics.bf16() if model.recipe.name == "bf16" else Numerics.twin()
         exact = replace(made, work=sums, products=sums)
         numerics = exact.with_switches(**CONVENTIONS, kv_cache=KeyValueCache(cache))
         recipe = None if model.recipe.name == "bf16" else model.recipe
-        return Bound(model.config, numerics, model.weights, recipe)
+        return BoundModel(model.config, numerics, model.weights, recipe)
 
-    def all(self, weights: str, cache: str) -> list[Bound]:
+    def all(self, weights: str, cache: str) -> list[BoundModel]:
         """The twin, the twin with float32 sums, and the kernels where there are some."""
         made = [self.bound(weights, cache), self.bound(weights, cache, torch.float32)]
         if self._kernels is not None:
@@ -141,9 +140,9 @@ class Quality:
         name = f"{block.prefix.removeprefix('layers.')}: {TYPES[block.ratio]}"
         return Row(f"{weights}, {cache} cache", name, *found)
 
-    def _attended(self, bound: Bound, block: Block) -> Tensor:
+    def _attended(self, bound: BoundModel, block: Block) -> Tensor:
         model = ModelV4(bound, bound.config)  # type: ignore[arg-type]
-        step = Step.of([0] * len(self.ids), self.ids)
+        step = TokenBatch.of([0] * len(self.ids), self.ids)
         states = [Sequence().block(block.prefix, bound.numerics.work, None) for _ in self.ids]
         x = self.fed[f"{block.prefix}.attn."]
         return model._attention(block, x, step, states)

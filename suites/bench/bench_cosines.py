@@ -23,7 +23,7 @@ from degarble.harness.generate.generate import GenerationOptions, TextGenerator
 from degarble.harness.inference.generation import Limits
 from degarble.harness.inference.model import open_model
 from degarble.references import tiny
-from degarble.references.tiny import words
+from degarble.references.tiny import language
 from degarble.suites.bench.cosine_stacks import Expert, Layer, Reference, Stack, Twin
 from degarble.suites.bench.gpu import refused_here, say
 
@@ -63,8 +63,10 @@ def captured(tokens: int, device: str) -> list[Layer]:
         del outputs
         seen.setdefault(component, {name: each.clone() for name, each in inputs.items()})
 
-    drawn = torch.randint(len(words.SPECIALS), words.SIZE, (tokens,), generator=_seeded("cpu", 5))
-    known = {number: word for word, number in words.IDS.items()}
+    drawn = torch.randint(
+        len(language.SPECIALS), language.SIZE, (tokens,), generator=_seeded("cpu", 5)
+    )
+    known = {number: word for word, number in language.IDS.items()}
     with open_model(TINY) as opened, torch.inference_mode():
         bound = opened.speaker.bound
         bound.observer = look

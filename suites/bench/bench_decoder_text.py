@@ -27,10 +27,10 @@ from degarble.harness.base.errors import DegarbleError
 from degarble.harness.cli.kernels import settings_here
 from degarble.harness.inference.generation import Continuation, Generation, Limits, Sampling
 from degarble.harness.inference.model import LogitsModel
-from degarble.references.binding import Bound
+from degarble.references.binding import BoundModel
+from degarble.references.model import Sequence
 from degarble.references.numerics import Numerics
-from degarble.references.state import Sequence
-from degarble.references.tiny import figures, words
+from degarble.references.tiny import figures, language
 from degarble.references.tiny.language import document, sentence
 from degarble.suites.bench.bench_tiny import FOLDER, Model
 
@@ -54,7 +54,7 @@ class Found:
     """What one way of computing knows."""
 
     who: str
-    score: figures.Score
+    score: figures.ProbeScore
     sentences: tuple[int, int]
 
     def row(self) -> str:
@@ -82,16 +82,16 @@ class Found:
         ]
 
 
-def _inside(score: figures.Score, of: figures.Score, parts: tuple[str, ...]) -> bool:
+def _inside(score: figures.ProbeScore, of: figures.ProbeScore, parts: tuple[str, ...]) -> bool:
     low, high = of.interval(*parts)
     return low <= score.share(*parts) <= high
 
 
-def bound_of(model: Model) -> Bound:
+def bound_of(model: Model) -> BoundModel:
     """The model in the twin's arithmetic, with the conventions of our kernels."""
     told = replace(Numerics.twin(), work=torch.float64, products=torch.float64)
     numerics = told.with_switches(**CONVENTIONS)
-    return Bound(model.config, numerics, model.weights, model.recipe)
+    return BoundModel(model.config, numerics, model.weights, model.recipe)
 
 
 def read_together(decoder: Decoder, documents: list[list[int]]) -> list[Tensor]:
@@ -114,11 +114,11 @@ def read_together(decoder: Decoder, documents: list[list[int]]) -> list[Tensor]:
 def spoken(speaker: LogitsModel, texts: int) -> tuple[int, int]:
     """Let a model go on from sentences at low temperature: grammatical ones, and all."""
     rng = random.Random(figures.HELD_OUT)
-    speeches = [Continuation([words.BOS, *words.encode(sentence(rng))]) for _ in range(texts)]
+    speeches = [Continuation([language.BOS, *language.encode(sentence(rng))]) for _ in range(texts)]
     for seed, speech in enumerate(speeches):  # draws of its own for each text
         speech.sampler = Sampling(TEMPERATURE, 1.0, seed).sampler()
     Generation(speaker, None, None, Limits(TEXT_TOKENS)).run(speeches)
-    return figures.grammatical(words.decode(each.ids) for each in speeches)
+    return figures.grammatical(language.decode(each.ids) for each in speeches)
 
 
 def by_kernels(model: Model, documents: int, texts: int) -> Found:

@@ -28,11 +28,11 @@ from degarble.kernels.primitives.kv_problem import ENTRIES, Pages, WriteProblem
 from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.modules import module_of
 from degarble.kernels.runtime.targets import target_of_device
-from degarble.references import attention, elementary, rounding
-from degarble.references.binding import Bound
-from degarble.references.model.v4 import ModelV4
+from degarble.references import attention, elementary
+from degarble.references import numerics as rounding
+from degarble.references.binding import BoundModel
+from degarble.references.model import ModelV4, Sequence
 from degarble.references.numerics import HeadNorm, Numerics
-from degarble.references.state import Sequence
 from degarble.references.tiny import figures
 from degarble.references.tiny.language import document
 from degarble.suites.bench.bench_tiny import FOLDER, Model
@@ -188,14 +188,14 @@ def captured(tokens: int) -> list[Inputs]:
         if component.endswith("attn.attend"):
             found.append(_captured(bound, component, inputs))
 
-    bound = Bound(model.config, numerics, model.weights, None)
+    bound = BoundModel(model.config, numerics, model.weights, None)
     bound.observer = keep
     with torch.inference_mode():
         ModelV4(bound, bound.config).forward([Sequence()], [ids])  # type: ignore[arg-type]
     return found
 
 
-def _captured(bound: Bound, name: str, inputs: Mapping[str, Tensor]) -> Inputs:
+def _captured(bound: BoundModel, name: str, inputs: Mapping[str, Tensor]) -> Inputs:
     component, _ = bound.bound_to(name)
     assert component.block is not None, "attention belongs to a layer"
     positions, ratio = inputs["positions"], getattr(component.block, "ratio", 0)

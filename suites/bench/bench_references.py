@@ -16,10 +16,9 @@ from degarble.harness.inference.generation import Continuation, Generation, Limi
 from degarble.harness.inference.model import LogitsModel, numerics_of, threads_for
 from degarble.harness.inference.weights import HeldWeights
 from degarble.harness.model.config.config import small_v4
-from degarble.references.binding import Bound
-from degarble.references.model.v4 import ModelV4
+from degarble.references.binding import BoundModel
+from degarble.references.model import ModelV4, Sequence
 from degarble.references.numerics import SOURCES, Numerics
-from degarble.references.state import Sequence
 from degarble.references.weights import random_weights
 from degarble.suites.bench import peers_formats as peers
 from degarble.suites.bench.timing import (
@@ -70,7 +69,7 @@ def ours(dtype: torch.dtype) -> Step:
     numerics = Numerics.bf16()
     if dtype is torch.float32:
         numerics = Numerics.definition(torch.float32, SOURCES["transformers"])
-    model = ModelV4(Bound(MODEL, numerics, random_weights(MODEL, 1, dtype)), MODEL)
+    model = ModelV4(BoundModel(MODEL, numerics, random_weights(MODEL, 1, dtype)), MODEL)
     sequence = Sequence()
 
     def step(ids: torch.Tensor) -> torch.Tensor:
@@ -85,7 +84,7 @@ class GenerateArm:
 
     def __init__(self) -> None:
         weights = HeldWeights(random_weights(MODEL, 1, torch.bfloat16))
-        bound = Bound(MODEL, numerics_of("bf16", held=True), weights)
+        bound = BoundModel(MODEL, numerics_of("bf16", held=True), weights)
         self._generation = Generation(LogitsModel(bound), None, Sampling(), Limits(TOKENS))
         self._speech = Continuation(PROMPT.tolist())
         self()

@@ -19,10 +19,10 @@ from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.inference.generation import Continuation, Generation, Limits, Sampling
 from degarble.harness.inference.model import LogitsModel
 from degarble.harness.model.recipes import BF16, Recipe, Rule, recipe_named
-from degarble.references.binding import Bound
+from degarble.references.binding import BoundModel
+from degarble.references.model import Sequence
 from degarble.references.numerics import Numerics
-from degarble.references.state import Sequence
-from degarble.references.tiny import figures, words
+from degarble.references.tiny import figures, language
 from degarble.references.tiny.language import document, sentence
 from degarble.references.weights import InputAmax, quantised_weights
 from degarble.suites.bench.timing import Section, Settings, Table, Target
@@ -61,16 +61,18 @@ class Model:
         self.numerics = Numerics.bf16()
         if recipe != "bf16":
             amax = InputAmax(self.config)
-            _logits(Bound(self.config, _held(Numerics.bf16()), plain, None, amax))(_calibration())
+            _logits(BoundModel(self.config, _held(Numerics.bf16()), plain, None, amax))(
+                _calibration()
+            )
             self.weights = quantised_weights(
                 plain, self.config, self.recipe, input_amax=amax.largest
             )
             self.numerics = Numerics.twin()
 
-    def bound(self, weights: Mapping[str, Weight] | None = None) -> Bound:
+    def bound(self, weights: Mapping[str, Weight] | None = None) -> BoundModel:
         """A fresh binding, of these weights or of others."""
         recipe = self.recipe if self.recipe.name != "bf16" else None
-        return Bound(self.config, _held(self.numerics), weights or self.weights, recipe)
+        return BoundModel(self.config, _held(self.numerics), weights or self.weights, recipe)
 
 
 def _nvfp4_alone(recipe: Recipe) -> Recipe:
@@ -90,7 +92,7 @@ def _calibration() -> list[int]:
     return document(figures.HELD_OUT - 1).ids
 
 
-def _logits(bound: Bound) -> Callable[[list[int]], Tensor]:
+def _logits(bound: BoundModel) -> Callable[[list[int]], Tensor]:
     speaker = LogitsModel(bound)
 
     def made(ids: list[int]) -> Tensor:
@@ -99,22 +101,22 @@ def _logits(bound: Bound) -> Callable[[list[int]], Tensor]:
     return made
 
 
-def scored(bound: Bound, documents: int = DOCUMENTS) -> figures.Score:
+def scored(bound: BoundModel, documents: int = DOCUMENTS) -> figures.ProbeScore:
     """Judge by held-out documents."""
     seeds = range(figures.HELD_OUT, figures.HELD_OUT + documents)
     return figures.score((document(seed) for seed in seeds), _logits(bound))
 
 
-def spoken(bound: Bound, texts: int = TEXTS, tokens: int = TEXT_TOKENS) -> tuple[int, int]:
+def spoken(bound: BoundModel, texts: int = TEXTS, tokens: int = TEXT_TOKENS) -> tuple[int, int]:
     """Let the model go on from one sentence at low temperature: grammatical ones, and all."""
     rng = random.Random(figures.HELD_OUT)
     begun = [sentence(rng) for _ in range(texts)]
-    speeches = [Continuation([words.BOS, *words.encode(each)]) for each in begun]
+    speeches = [Continuation([language.BOS, *language.encode(each)]) for each in begun]
     for seed in range(0, texts, _ABREAST):  # one seed gives all that run together the same draws
         how = Sampling(_TEMPERATURE, 1.0, seed)
         together = speeches[seed : seed + _ABREAST]
         Generation(LogitsModel(bound), None, how, Limits(tokens)).run(together)
-    return figures.grammatical(words.decode(each.ids) for each in speeches)
+    return figures.grammatical(language.decode(each.ids) for each in speeches)
 
 
 def swapped_nibbles(weights: Mapping[str, Weight], name: str) -> dict[str, Weight]:
@@ -135,7 +137,7 @@ def never_loaded(weights: Mapping[str, Weight], name: str) -> dict[str, Weight]:
     return {**weights, name: replace(weight, codes=torch.zeros_like(weight.codes), _decoded={})}
 
 
-def not_turned_back(bound: Bound) -> Bound:
+def not_turned_back(bound: BoundModel) -> BoundModel:
     """No inverse rotation of the attention's output, in any layer."""
     for name in list(bound.calls):
         if name.endswith("attn.inverse_rope"):
@@ -148,7 +150,7 @@ def _experts(weights: Mapping[str, Weight], layer: int, part: str) -> list[str]:
     return [name for name in weights if name.startswith(stem) and name.endswith(part)]
 
 
-def _faulty(model: Model) -> dict[str, Bound]:
+def _faulty(model: Model) -> dict[str, BoundModel]:
     """The three faults of the headline table, each in an otherwise healthy `nvfp4-experts`."""
     swapped, unloaded = dict(model.weights), dict(model.weights)
     last = len(model.config.layers) - 1
@@ -172,12 +174,14 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def _row(label: str, bound: Bound, *, speaks: bool) -> tuple[tuple[str, ...], dict[str, float]]:
+def _row(
+    label: str, bound: BoundModel, *, speaks: bool
+) -> tuple[tuple[str, ...], dict[str, float]]:
     return _row_of(label, bound, scored(bound), speaks=speaks)
 
 
 def _row_of(
-    label: str, bound: Bound, told: figures.Score, *, speaks: bool
+    label: str, bound: BoundModel, told: figures.ProbeScore, *, speaks: bool
 ) -> tuple[tuple[str, ...], dict[str, float]]:
     share = {
         "near recall": told.share(figures.NEAR),
@@ -195,7 +199,7 @@ def _row_of(
     return row, share
 
 
-def _cut_row(recipe: str, told: figures.Score) -> tuple[str, ...]:
+def _cut_row(recipe: str, told: figures.ProbeScore) -> tuple[str, ...]:
     """Far recall through the window alone, beside what guessing gives."""
     low, high = told.interval(*figures.FAR)
     shown = map(_percent, (told.share(*figures.FAR), low, high, told.chance(*figures.FAR)))

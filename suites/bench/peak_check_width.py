@@ -31,7 +31,7 @@ from degarble.harness.model.config.config import V4_PRO
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.recipes import recipe_named
 from degarble.harness.model.types import Dtype, Kind
-from degarble.references.binding import Bound
+from degarble.references.binding import BoundModel
 from degarble.references.numerics import Mode, Numerics, switches_of
 from degarble.suites.bench.peak_full_size import peak_bytes
 
@@ -121,11 +121,11 @@ def main(recipe_name: str, device: str = CPU) -> None:
         Mode.TWIN, torch.float32, torch.bfloat16, torch.float32, switches_of("official-v4")
     )
     weights = Drawn(recipe_name != "bf16")
-    candidate = Bound(CONFIG, numerics, weights, recipe)
+    candidate = BoundModel(CONFIG, numerics, weights, recipe)
     for name, call in candidate.calls.items():
         if candidate.bound_to(name)[0].role in PRODUCTS or name == "head":
             candidate.calls[name] = partial(_rounded_otherwise, call)
-    twin = Bound(CONFIG, replace(numerics), weights, recipe)
+    twin = BoundModel(CONFIG, replace(numerics), weights, recipe)
     require_device("DEVICE", device)
     for each in (candidate, twin):
         run_on_device(each, device)

@@ -23,8 +23,8 @@ import torch
 from degarble.harness.formats.weight import Weight
 from degarble.harness.inference.model import open_model
 from degarble.harness.model.config.config import V4_FLASH
-from degarble.references import routing
-from degarble.references.state import Sequence
+from degarble.references import experts as routing
+from degarble.references.model import Sequence
 from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
 
 if TYPE_CHECKING:

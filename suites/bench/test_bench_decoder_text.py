@@ -7,7 +7,7 @@ from degarble.suites.bench import bench_decoder_text as bench
 
 
 def found(right: int, asked: int = 100) -> bench.Found:
-    score = figures.Score()
+    score = figures.ProbeScore()
     score.asked["sum"], score.right["sum"] = asked, right
     score.tokens = 1
     return bench.Found("any", score, (3, 4))

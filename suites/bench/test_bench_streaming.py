@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from degarble.harness.model.config.config import V3_2, V4_PRO
-from degarble.references import routing
+from degarble.references import experts
 from degarble.suites.bench import bench_streaming as bench
 from degarble.suites.bench import peak_streaming
 from degarble.suites.bench.figures import measure
@@ -33,7 +33,7 @@ def test_a_fitted_bias_lets_every_expert_have_tokens(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(128, 16, generator=generator) + torch.linspace(-3, 3, 16)
     for bias, least in ((torch.zeros(16), 0), (peak_streaming.fitted_bias(logits, 2), 10)):
-        chosen = (routing.sqrt_softplus(logits) + bias).topk(2, dim=-1).indices
+        chosen = (experts.sqrt_softplus(logits) + bias).topk(2, dim=-1).indices
         load = torch.bincount(chosen.flatten(), minlength=16)
         assert (int(load.min()) == 0) == (least == 0)
         assert int(load.min()) >= least

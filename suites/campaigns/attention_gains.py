@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.engine.localise.localise import Localised
-    from degarble.references.binding import Bound
+    from degarble.references.binding import BoundModel
 
 NAME = "attention_gains"
 GAINS = (0.990, 0.993, 0.995, 0.997, 1.003, 1.005, 1.007, 1.010)
@@ -94,7 +94,7 @@ def _gained(gain: float, head: int | None, heads: int) -> Callable[[Tensor], Ten
     return change
 
 
-def _by_way(candidate: Bound, name: str, what: tuple[float, int | None, RoundingSide]) -> Any:
+def _by_way(candidate: BoundModel, name: str, what: tuple[float, int | None, RoundingSide]) -> Any:
     (gain, head, side), recipe = what, recipe_named(RECIPE, candidate.config)
     scene = ComponentContext(candidate, component_named(candidate.config, name, recipe), recipe)
     if head is None:

@@ -11,10 +11,9 @@ from degarble.harness.capture.files.reader import Capture
 from degarble.harness.capture.files.records import Phase
 from degarble.harness.capture.files.writer import CaptureWriter
 from degarble.harness.capture.recorder import Recorder
-from degarble.references.binding import Bound
-from degarble.references.model.v4 import ModelV4
+from degarble.references.binding import BoundModel
+from degarble.references.model import ModelV4, Sequence
 from degarble.references.numerics import Numerics
-from degarble.references.state import Sequence
 from degarble.references.weights import random_weights
 from degarble.suites.checkpoint.reading_cases import TINY_V4, TINY_V32
 
@@ -28,13 +27,13 @@ THEIRS: dict[str, Config] = {"v4": TINY_V4, "v32": TINY_V32}  # as transformers 
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6, 5], [7, 7])
 
 
-def bound_v4(seed: int) -> Bound:
+def bound_v4(seed: int) -> BoundModel:
     """The tiny V4 with random weights, in bf16."""
     weights = random_weights(TINY_V4, seed, torch.float32)
-    return Bound(TINY_V4, Numerics.bf16(), weights)
+    return BoundModel(TINY_V4, Numerics.bf16(), weights)
 
 
-def run_v4(bound: Bound, recorder: Recorder, decode: int = 2) -> None:
+def run_v4(bound: BoundModel, recorder: Recorder, decode: int = 2) -> None:
     """Prompts side by side, then tokens one by one."""
     model, sequences = ModelV4(bound, TINY_V4), [Sequence() for _ in PROMPTS]
     pieces = [list(prompt) for prompt in PROMPTS]

@@ -22,7 +22,7 @@ from degarble.harness.inference.model import open_model
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.recipes import recipe_named
 from degarble.harness.model.types import Kind
-from degarble.references.state import Sequence
+from degarble.references.model import Sequence
 from degarble.references.weights import InputAmax
 from degarble.suites.commands.calls import call
 from degarble.suites.serve.talking_cases import CONFIGS, WORDS, write_speaker

@@ -13,11 +13,9 @@ from degarble.harness.capture.files.writer import CaptureWriter
 from degarble.harness.capture.options import CaptureFilter
 from degarble.harness.capture.recorder import Recorder
 from degarble.harness.model.config.config import V4_PRO
-from degarble.references.binding import Bound
-from degarble.references.model.v4 import ModelV4
-from degarble.references.model.v32 import ModelV32
+from degarble.references.binding import BoundModel
+from degarble.references.model import ModelV4, ModelV32, Sequence
 from degarble.references.numerics import Numerics
-from degarble.references.state import Sequence
 from degarble.references.weights import random_weights
 from degarble.suites.checkpoint.reading_cases import TINY_V4, TINY_V32
 
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 LENGTHS, NEW = [140, 30], 4
 
 
-def written(bound: Bound, folder: Path, wanted: CaptureFilter) -> int:
+def written(bound: BoundModel, folder: Path, wanted: CaptureFilter) -> int:
     """Run prompts and new tokens; the bytes of tensors that the capture has."""
     config = bound.config
     model: ModelV4 | ModelV32
@@ -61,7 +59,7 @@ def test_the_estimate_is_near_what_is_written(
     high: float,
     tmp_path: Path,
 ) -> None:
-    bound = Bound(config, Numerics.bf16(), random_weights(config, 1, torch.float32))
+    bound = BoundModel(config, Numerics.bf16(), random_weights(config, 1, torch.float32))
     wanted = CaptureFilter.of(**words)
     estimate = captured_bytes(bound, steps_of(LENGTHS, NEW, 2048), wanted)
     found = written(bound, tmp_path, wanted)
@@ -76,7 +74,7 @@ def test_steps_are_pieces_and_then_tokens() -> None:
 
 
 def test_v4_pro_is_estimated_without_weights() -> None:
-    bound = Bound(V4_PRO, Numerics.bf16(), {})
+    bound = BoundModel(V4_PRO, Numerics.bf16(), {})
     total = captured_bytes(bound, steps_of([1000], 1, 2048), CaptureFilter())
     assert 50e9 < total < 200e9
     assert (

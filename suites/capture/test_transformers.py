@@ -16,7 +16,7 @@ from degarble.harness.capture.modules import places_of
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.model.recipes import recipe_named
 from degarble.harness.report.verdict import Verdict
-from degarble.references.binding import Bound
+from degarble.references.binding import BoundModel
 from degarble.references.numerics import SOURCES, Numerics
 from degarble.references.weights import random_weights
 from degarble.suites.capture.capture_models import THEIRS
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_each_mapped_component_answers_alike(name: str, folder: Path) -> None:
     capture, config = Capture.open(folder / name), THEIRS[name]
     assert list(capture.damage()) == []
-    bound = Bound(config, NUMERICS, random_weights(config, 1, torch.float32))
+    bound = BoundModel(config, NUMERICS, random_weights(config, 1, torch.float32))
     places = {place.component: place for place in places_of(config)}
     assert set(capture.by_component()) == set(places) <= set(bound.calls)
     judged = set()
@@ -75,7 +75,7 @@ def close(place: str, ours: Tensor, theirs: Tensor) -> None:
 @pytest.mark.parametrize("name", sorted(THEIRS))
 def test_a_healthy_run_of_theirs_raises_no_alarm(name: str, folder: Path) -> None:
     config = THEIRS[name]
-    twin = Bound(config, NUMERICS, random_weights(config, 1, torch.float32))
+    twin = BoundModel(config, NUMERICS, random_weights(config, 1, torch.float32))
     found = localise(twin, recipe_named("bf16", config), Capture.open(folder / name))
     assert found.verdict is Verdict.AGREES, found.origins
     assert len({row.component.name for row in found.rows if not row.undecided}) > 20
@@ -86,7 +86,7 @@ def test_a_healthy_run_of_theirs_raises_no_alarm(name: str, folder: Path) -> Non
 @pytest.mark.parametrize("name", sorted(THEIRS))
 def test_the_ends_of_fused_experts_fit_together(name: str, folder: Path) -> None:
     capture, config = Capture.open(folder / name), THEIRS[name]
-    bound = Bound(config, NUMERICS, random_weights(config, 1, torch.float32))
+    bound = BoundModel(config, NUMERICS, random_weights(config, 1, torch.float32))
     experts = [c for c in capture.by_component() if c.endswith("ffn.experts.w13")]
     assert experts
     for component in experts:

@@ -15,10 +15,10 @@ from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.commands import tiny_release
 from degarble.harness.inference.model import LogitsModel
 from degarble.references import tiny
-from degarble.references.binding import Bound
+from degarble.references.binding import BoundModel
+from degarble.references.model import Sequence
 from degarble.references.numerics import Numerics
-from degarble.references.state import Sequence
-from degarble.references.tiny import figures, train, words
+from degarble.references.tiny import figures, language, train
 from degarble.references.tiny.language import Mixture, document
 
 _RELEASED = Path(tiny.__file__).parent / "v1"
@@ -50,10 +50,10 @@ def test_the_tokenizer_is_the_vocabulary(tmp_path: Path) -> None:
     path.write_bytes(tiny_release.tokenizer_files()["tokenizer.json"])
     tokenizer = Tokenizer.from_file(str(path))
     text = "recall : anna paints blue . 31 plus 16 is 47 ."
-    assert tokenizer.encode(text).ids == words.encode(text)
-    assert tokenizer.encode("<bos> anna").ids == [words.BOS, words.IDS["anna"]]
+    assert tokenizer.encode(text).ids == language.encode(text)
+    assert tokenizer.encode("<bos> anna").ids == [language.BOS, language.IDS["anna"]]
     stated = json.loads(tiny_release.tokenizer_files()["generation_config.json"])
-    assert stated["eos_token_id"] == words.EOS
+    assert stated["eos_token_id"] == language.EOS
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_released_model_recalls_beyond_its_window_adds_and_copies(name: str) -
     with Checkpoint.open(_RELEASED / name) as checkpoint:
         assert checkpoint.model is not None
         weights = {each: checkpoint.weights[each] for each in checkpoint.weights}
-        speaker = LogitsModel(Bound(checkpoint.model, Numerics.bf16(), weights))
+        speaker = LogitsModel(BoundModel(checkpoint.model, Numerics.bf16(), weights))
 
         def logits(ids: list[int]) -> torch.Tensor:
             return speaker.logits(speaker.hidden([Sequence()], [torch.tensor(ids)]))

@@ -20,11 +20,9 @@ from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.model.components import component_named
 from degarble.harness.model.config.config import V4Config, small_v4, small_v32
 from degarble.harness.model.recipes import recipe_named
-from degarble.references.binding import Bound
-from degarble.references.model.v4 import ModelV4
-from degarble.references.model.v32 import ModelV32
+from degarble.references.binding import BoundModel
+from degarble.references.model import ModelV4, ModelV32, Sequence
 from degarble.references.numerics import Numerics, switches_of
-from degarble.references.state import Sequence
 from degarble.references.weights import InputAmax, quantised_weights, random_weights
 
 if TYPE_CHECKING:
@@ -61,8 +59,8 @@ PROMPTS = ((torch.arange(133) * 37 + 5) % 60, (torch.arange(19) * 11 + 3) % 60)
 class Double:
     """A healthy candidate, its twin, and what every component was given, call by call."""
 
-    candidate: Bound
-    twin: Bound
+    candidate: BoundModel
+    twin: BoundModel
     recipe: Recipe
     calls: Mapping[str, tuple[Mapping[str, Tensor], ...]]
 
@@ -109,7 +107,7 @@ def double(family: str, recipe_name: str) -> Double:
     recipe = recipe_named(recipe_name, config)
     plain = random_weights(config, 3)
     amax = InputAmax(config)
-    _run(Bound(config, Numerics.bf16(), plain, observer=amax))
+    _run(BoundModel(config, Numerics.bf16(), plain, observer=amax))
     weights = quantised_weights(plain, config, recipe, input_amax=amax.largest)
     switches = switches_of(f"official-{family}")
     calls: dict[str, list[Mapping[str, Tensor]]] = defaultdict(list)
@@ -119,14 +117,14 @@ def double(family: str, recipe_name: str) -> Double:
         calls[component].append({name: each.clone() for name, each in inputs.items()})
 
     numerics = Numerics.twin(switches, products=torch.float32)
-    candidate = Bound(config, numerics, weights, recipe, observer=seen)
+    candidate = BoundModel(config, numerics, weights, recipe, observer=seen)
     _run(candidate)
     candidate.observer = None
-    twin = Bound(config, Numerics.twin(switches), weights, recipe)
+    twin = BoundModel(config, Numerics.twin(switches), weights, recipe)
     return Double(candidate, twin, recipe, {name: tuple(each) for name, each in calls.items()})
 
 
-def _run(bound: Bound) -> None:
+def _run(bound: BoundModel) -> None:
     model = (
         ModelV4(bound, bound.config)
         if isinstance(bound.config, V4Config)

@@ -16,8 +16,8 @@ import torch
 from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.config.config import small_v4, small_v32
-from degarble.references.binding import Bound
-from degarble.references.latent_attention import softmax_scale
+from degarble.references.attention import softmax_scale
+from degarble.references.binding import BoundModel
 from degarble.references.numerics import Numerics, switches_of
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def call_v4(
         head_dim=extents.width, o_groups=1,
     )  # fmt: skip
     numerics = replace(Numerics.twin(switches_of(source)), work=torch.float64)
-    twin = Bound(config, numerics, {})
+    twin = BoundModel(config, numerics, {})
     name = "layers.2.attn.attend"
     what, facts = twin.bound_to(name)
     (local,) = twin.weights_of(name)
@@ -263,7 +263,7 @@ def call_v32(
         num_hidden_layers=2, num_attention_heads=extents.heads, index_topk=extents.entries
     )
     numerics = replace(Numerics.twin(switches_of(source)), work=torch.float64)
-    twin = Bound(config, numerics, {})
+    twin = BoundModel(config, numerics, {})
     name = "layers.1.attn.attend"
     what, facts = twin.bound_to(name)
     (local,) = twin.weights_of(name)
@@ -351,7 +351,7 @@ def coarse(how: str, size: float = 2.0**-8) -> Exponential:
 
 
 def run_packed_v32(
-    twin: Bound,
+    twin: BoundModel,
     name: str,
     kernel: Kernel,
     change: Callable[[Tensor], Tensor] = lambda out: out,

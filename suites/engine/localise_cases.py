@@ -13,7 +13,7 @@ from degarble.harness.engine.localise.recorded_run import InMemoryRun
 from degarble.harness.inference.weights import HeldWeights
 from degarble.harness.model.config.config import small_v4, small_v32
 from degarble.harness.model.recipes import recipe_named
-from degarble.references.binding import Bound
+from degarble.references.binding import BoundModel
 from degarble.references.numerics import Mode, Numerics, switches_of
 from degarble.references.weights import quantised_weights, random_weights
 
@@ -37,12 +37,12 @@ def family_of(config: Config) -> str:
 
 
 @cache
-def bound(config: Config, recipe_name: str, inside: torch.dtype = torch.float64) -> Bound:
+def bound(config: Config, recipe_name: str, inside: torch.dtype = torch.float64) -> BoundModel:
     family, recipe = family_of(config), recipe_named(recipe_name, config)
     numerics = Numerics(
         Mode.TWIN, inside, torch.bfloat16, inside, switches_of(f"official-{family}")
     )
-    return Bound(config, numerics, weights_of(config, recipe), recipe)
+    return BoundModel(config, numerics, weights_of(config, recipe), recipe)
 
 
 @cache
@@ -51,11 +51,11 @@ def weights_of(config: Config, recipe: Recipe) -> Mapping[str, Any]:
 
 
 @cache
-def plain(config: Config) -> Bound:
+def plain(config: Config) -> BoundModel:
     """The BF16 model."""
     switches = switches_of(f"official-{family_of(config)}")
     numerics = Numerics(Mode.TWIN, torch.float64, torch.bfloat16, torch.float64, switches)
-    return Bound(config, numerics, HeldWeights(random_weights(config, 1)))
+    return BoundModel(config, numerics, HeldWeights(random_weights(config, 1)))
 
 
 def run_of(

@@ -25,11 +25,10 @@ from degarble.harness.model.components import component_named
 from degarble.harness.model.config.config import small_v4, small_v32
 from degarble.harness.model.recipes import recipe_named
 from degarble.harness.report.verdict import Verdict
-from degarble.references.binding import Bound
-from degarble.references.model.v4 import ModelV4
-from degarble.references.model.v32 import ModelV32
+from degarble.references.binding import BoundModel
+from degarble.references.model import ModelV4, ModelV32
+from degarble.references.model import Sequence as Remembered
 from degarble.references.numerics import Numerics, switches_of
-from degarble.references.state import Sequence as Remembered
 from degarble.references.weights import quantised_weights, random_weights
 
 if TYPE_CHECKING:
@@ -70,8 +69,8 @@ class Seen:
 class Run:
     """A healthy candidate, its twin, and every call."""
 
-    candidate: Bound
-    twin: Bound
+    candidate: BoundModel
+    twin: BoundModel
     recipe: Recipe
     calls: Mapping[str, tuple[Seen, ...]]
 
@@ -108,7 +107,7 @@ def run(family: str) -> Run:
         calls[component].append(Seen(number, dict(inputs), dict(outputs)))
 
     numerics = Numerics.twin(switches, products=torch.float32)
-    candidate = Bound(config, numerics, weights, recipe, observer=seen)
+    candidate = BoundModel(config, numerics, weights, recipe, observer=seen)
     sequences, tokens = [Remembered() for _ in PROMPTS], list(PROMPTS)
     with torch.inference_mode():
         for number in range(STEPS + 1):  # noqa: B007  the observer reads it
@@ -117,11 +116,11 @@ def run(family: str) -> Run:
             ends = torch.tensor([len(each) for each in tokens]).cumsum(0) - 1
             tokens = list(logits[ends].argmax(-1, keepdim=True))
     candidate.observer = None
-    twin = Bound(config, Numerics.twin(switches), weights, recipe)
+    twin = BoundModel(config, Numerics.twin(switches), weights, recipe)
     return Run(candidate, twin, recipe, {name: tuple(each) for name, each in calls.items()})
 
 
-def _model(bound: Bound) -> ModelV4 | ModelV32:
+def _model(bound: BoundModel) -> ModelV4 | ModelV32:
     return ModelV4(bound, V4) if bound.config is V4 else ModelV32(bound, V32)
 
 
@@ -304,7 +303,7 @@ def _all_scenes(family: str) -> tuple[ComponentContext, ...]:
     """Every scene of a model without weights: enough to say where a fault can be."""
     config = CONFIGS[family]
     recipe = recipe_named("nvfp4-full", config)
-    bound = Bound(config, Numerics.twin(switches_of(f"official-{family}")), {}, recipe)
+    bound = BoundModel(config, Numerics.twin(switches_of(f"official-{family}")), {}, recipe)
     return tuple(
         ComponentContext(bound, component_named(config, name, recipe), recipe)
         for name in bound.calls

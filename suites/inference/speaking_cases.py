@@ -9,7 +9,7 @@ import torch
 
 from degarble.harness.inference.model import LogitsModel
 from degarble.harness.model.config.config import small_v4, small_v32
-from degarble.references.binding import Bound
+from degarble.references.binding import BoundModel
 from degarble.references.numerics import Numerics
 from degarble.references.weights import random_weights
 
@@ -39,7 +39,7 @@ def speaker(family: str) -> LogitsModel:
     """In float64, where no company moves a token."""
     config = CONFIGS[family]
     return LogitsModel(
-        Bound(config, Numerics.definition(), random_weights(config, 1, torch.float64))
+        BoundModel(config, Numerics.definition(), random_weights(config, 1, torch.float64))
     )
 
 

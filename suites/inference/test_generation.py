@@ -19,7 +19,7 @@ from degarble.harness.inference.generation import (
     TokenLikelihoods,
     token_likelihoods,
 )
-from degarble.references.state import Sequence
+from degarble.references.model import Sequence
 from degarble.suites.inference.speaking_cases import V4, Letters, ids, scripted, speaker
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from degarble.harness.model.layouts import LAYOUTS
 from degarble.harness.model.parameters import parameter_named
 from degarble.harness.model.recipes import Formats, recipe_named
 from degarble.harness.report.verdict import Verdict
-from degarble.references.binding import Bound
+from degarble.references.binding import BoundModel
+from degarble.references.model import Sequence
 from degarble.references.numerics import Numerics
-from degarble.references.state import Sequence
 from degarble.suites.checkpoint.reading_cases import TINY_V4
 from degarble.suites.commands.check.test_check import captured
 from degarble.suites.inference.speaking_cases import ids, speaker
@@ -99,7 +99,7 @@ def test_the_logits_are_those_of_the_reference_on_the_same_weights(tmp_path: Pat
     path = write_speaker(tmp_path / "c")
     with Checkpoint.open(path) as checkpoint, open_model(path, "definition") as model:
         weights = dict(checkpoint.weights)
-        bound = Bound(model.config, Numerics.definition(), weights)
+        bound = BoundModel(model.config, Numerics.definition(), weights)
         ours = model.speaker.next_logits([Sequence()], [PROMPT])
         model.speaker.bound.calls, calls = bound.calls, model.speaker.bound.calls
         model.speaker.bound.weights = weights

@@ -22,7 +22,7 @@ from degarble.harness.inference.weights import HeldWeights, StreamedWeight, Stre
 from degarble.harness.model.config.config import small_v4
 from degarble.harness.model.layouts import LAYOUTS
 from degarble.harness.model.recipes import recipe_named
-from degarble.references.state import Sequence
+from degarble.references.model import Sequence
 from degarble.references.weights import quantised_weights, random_weights
 from degarble.suites.checkpoint.reading_cases import TINY_V4
 from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
@@ -169,7 +169,7 @@ PEAK = """
 import sys, torch
 from pathlib import Path
 from degarble.harness.inference.model import open_model
-from degarble.references.state import Sequence
+from degarble.references.model import Sequence
 torch.set_num_threads(1)
 def status(field):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -2,7 +2,7 @@
 
 Cases vary tokens, page sizes, entry formats, spreads, and slots with gaps, repeats and numbers
 beyond the cache. Caches are full of 0xAA before a launch, which reveals a byte written by mistake
-and a byte left out. Blocks are coded by harness.formats and references.rounding, which know nothing
+and a byte left out. Blocks are coded by harness.formats and references.numerics, which know nothing
 of kernels; addresses are counted entry by entry.
 
 Entries of V3.2 have their scales inside: those bytes count as values here, and none as scales.
@@ -31,7 +31,7 @@ from degarble.kernels.primitives.kv_problem import (
     WriteProblem,
 )
 from degarble.kernels.runtime.compiling import CompileSettings
-from degarble.references import rounding
+from degarble.references import numerics
 from degarble.suites.kernels import latent_checks as plain
 from degarble.suites.kernels.format_checks import difference
 
@@ -148,8 +148,8 @@ def coded(rows_TL: Tensor, entry: EntryFormat) -> tuple[Tensor, Tensor]:
 
 def _fp8(blocks: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     lost = ~amax.isfinite()
-    scale = rounding.power_of_two_above(
-        amax.masked_fill(lost, 1.0).clamp(min=rounding.FP8_FLOOR) * (1.0 / rounding.E4M3_LARGEST)
+    scale = numerics.power_of_two_above(
+        amax.masked_fill(lost, 1.0).clamp(min=numerics.FP8_FLOOR) * (1.0 / numerics.E4M3_LARGEST)
     )
     codes = (blocks / scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     exponents = (scale.view(torch.int32) >> 23).to(torch.uint8)
@@ -158,18 +158,18 @@ def _fp8(blocks: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
 
 def _fp8_with_key(blocks: Tensor, amax: Tensor, entry: EntryFormat) -> tuple[Tensor, Tensor]:
     lost = ~amax.isfinite()
-    amax = amax.masked_fill(lost, 1.0).clamp(min=rounding.FP8_FLOOR)
-    scale = amax / torch.tensor(rounding.E4M3_LARGEST)  # a number would be inverted first
+    amax = amax.masked_fill(lost, 1.0).clamp(min=numerics.FP8_FLOOR)
+    scale = amax / torch.tensor(numerics.E4M3_LARGEST)  # a number would be inverted first
     if entry.powers:
-        scale = rounding.power_of_two_above(amax * (1.0 / rounding.E4M3_LARGEST))
+        scale = numerics.power_of_two_above(amax * (1.0 / numerics.E4M3_LARGEST))
     codes = (blocks / scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     return codes.masked_fill(lost, 0x7F), scale.masked_fill(lost, torch.nan)
 
 
 def _nvfp4(blocks: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     lost = amax.isnan()
-    raw = amax.masked_fill(lost, 1.0).clamp(min=6.0 * rounding.NVFP4_SCALE_FLOOR) / 6.0
-    scale = rounding.round_e4m3(raw)
+    raw = amax.masked_fill(lost, 1.0).clamp(min=6.0 * numerics.NVFP4_SCALE_FLOOR) / 6.0
+    scale = numerics.round_e4m3(raw)
     nibbles = codecs.e2m1_encode(blocks / scale).masked_fill(lost, 0)
     codes = (nibbles[..., 0::2] + nibbles[..., 1::2] * 16).to(torch.uint8)
     scales = scale.to(torch.float8_e4m3fn).view(torch.uint8)

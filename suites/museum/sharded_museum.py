@@ -19,9 +19,9 @@ from degarble.harness.capture.files.records import CapturedStep, Phase
 from degarble.harness.engine.localise.recorded_run import InMemoryRun
 from degarble.harness.model.sharding import plan
 from degarble.harness.museum.cases import ModelKey, MuseumModel, prompt_ids
+from degarble.references.model import Sequence
 from degarble.references.numerics import Numerics
 from degarble.references.sharded import ShardedModel, Teams
-from degarble.references.state import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

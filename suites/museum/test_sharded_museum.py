@@ -17,7 +17,7 @@ from degarble.harness.engine.localise.localise import localise
 from degarble.harness.engine.localise.recorded_run import InMemoryRun
 from degarble.harness.model.sharding import plan
 from degarble.harness.museum.cases import MuseumModel, prepare, prompt_ids
-from degarble.references.state import Sequence
+from degarble.references.model import Sequence
 from degarble.suites.museum.sharded_museum import CASES, KEY, LENGTHS, step_of
 from degarble.suites.museum.torchrun import run_ranks
 

@@ -9,8 +9,8 @@ import torch
 
 from degarble.harness.base.errors import DegarbleError
 from degarble.harness.inference.model import open_model
+from degarble.references.model import Sequence
 from degarble.references.numerics import SOURCES
-from degarble.references.state import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -19,12 +19,10 @@ from torch import distributed
 from degarble.harness.model.config.config import V4Config, V32Config, small_v4, small_v32
 from degarble.harness.model.recipes import Recipe, Rule
 from degarble.harness.model.sharding import plan
-from degarble.references.binding import Bound
-from degarble.references.model.v4 import ModelV4
-from degarble.references.model.v32 import ModelV32
+from degarble.references.binding import BoundModel
+from degarble.references.model import ModelV4, ModelV32, Sequence
 from degarble.references.numerics import Mode, Numerics
 from degarble.references.sharded import ShardedModel, Teams
-from degarble.references.state import Sequence
 from degarble.references.weights import InputAmax, quantised_weights, random_weights
 
 if TYPE_CHECKING:
@@ -89,7 +87,7 @@ def weights_of(config: Config, numerics: Numerics) -> dict[str, Weight]:
 def single(
     config: Config, numerics: Numerics, weights: dict[str, Weight], watch: Any = None
 ) -> Any:
-    bound = Bound(config, numerics, weights, recipe_of(numerics), watch)
+    bound = BoundModel(config, numerics, weights, recipe_of(numerics), watch)
     if isinstance(config, V4Config):
         return ModelV4(bound, config)
     assert isinstance(config, V32Config)

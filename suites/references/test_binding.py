@@ -13,11 +13,9 @@ from degarble.harness.base.errors import InvalidArgument, NotBuilt, UnknownName
 from degarble.harness.model.components import components
 from degarble.harness.model.config.config import Dspark, small_v4, small_v32
 from degarble.harness.model.recipes import RECIPE_NAMES, recipe_named
-from degarble.references.binding import Bound
-from degarble.references.model.v4 import ModelV4
-from degarble.references.model.v32 import ModelV32
+from degarble.references.binding import BoundModel
+from degarble.references.model import ModelV4, ModelV32, RowBuffer, Sequence, TokenBatch
 from degarble.references.numerics import SOURCES, Numerics
-from degarble.references.state import Rows, Sequence, Step
 from degarble.references.weights import quantised_weights, random_weights
 
 if TYPE_CHECKING:
@@ -32,20 +30,20 @@ V32 = small_v32(num_hidden_layers=2)
 MEMORY = {"state_window", "state_compressed", "state_keys", "state_rows", "state_expanded"}
 
 
-def forward(config: Config, bound: Bound, *, absorbed: bool = True) -> None:
+def forward(config: Config, bound: BoundModel, *, absorbed: bool = True) -> None:
     """A prompt and two tokens behind it, through model and drafter."""
     sequence, ids = Sequence(), torch.arange(140)
     for part in ids.split([137, 1, 2]):
         step_tokens = [part]
         if config is V4:
             v4 = ModelV4(bound, V4)
-            step = Step.of([sequence.length], step_tokens)
+            step = TokenBatch.of([sequence.length], step_tokens)
             streams = v4.streams(step, [sequence])
             v4.logits(streams)
             v4.draft([sequence], streams, step_tokens)
         else:
             v32 = ModelV32(bound, V32, absorbed=absorbed)
-            step = Step.of([sequence.length], step_tokens)
+            step = TokenBatch.of([sequence.length], step_tokens)
             hidden = v32.hidden(step, [sequence])
             bound("head", x=hidden)
             v32.draft([sequence], hidden, step_tokens)
@@ -64,7 +62,7 @@ def test_components_are_those_of_the_anatomy(config: Config, name: str) -> None:
         known[0].update(inputs)
         known[1].update(outputs)
 
-    bound = Bound(config, Numerics.twin(), weights, recipe, watch)
+    bound = BoundModel(config, Numerics.twin(), weights, recipe, watch)
     found = {component.name: component for component in components(config, recipe)}
     assert set(bound.calls) == set(found)
     forward(config, bound)
@@ -89,7 +87,7 @@ def test_inputs_are_what_the_anatomy_says_produced_them() -> None:
         for name, tensor in outputs.items():
             made[f"{component}.out" if name == "out" else f"{component}.out.{name}"] = tensor
 
-    bound = Bound(V4, Numerics.definition(), random_weights(V4, 1), None, watch)
+    bound = BoundModel(V4, Numerics.definition(), random_weights(V4, 1), None, watch)
     ModelV4(bound, V4).forward([Sequence()], [torch.arange(140)])
     checked = 0
     for component in components(V4):
@@ -115,7 +113,7 @@ def test_weights_are_read_when_a_component_asks() -> None:
         def __len__(self) -> int:
             return len(plain)
 
-    bound = Bound(V4, Numerics.definition(), Watched())
+    bound = BoundModel(V4, Numerics.definition(), Watched())
     assert not read
     bound("layers.1.attn.norm", x=torch.zeros(2, 256))
     assert read == ["layers.1.attn_norm"]
@@ -126,7 +124,7 @@ def test_weights_are_read_when_a_component_asks() -> None:
 
 
 def test_a_replaced_component_is_the_one_that_runs() -> None:
-    bound = Bound(V4, Numerics.definition(), random_weights(V4, 1))
+    bound = BoundModel(V4, Numerics.definition(), random_weights(V4, 1))
     model = ModelV4(bound, V4)
     tokens = [torch.arange(9)]
     before = model.forward([Sequence()], tokens)
@@ -146,7 +144,7 @@ def test_a_replaced_component_is_the_one_that_runs() -> None:
 
 def test_the_definition_ignores_recipes() -> None:
     recipe = recipe_named("nvfp4-full", V4)
-    bound = Bound(V4, Numerics.definition(), random_weights(V4, 1), recipe)
+    bound = BoundModel(V4, Numerics.definition(), random_weights(V4, 1), recipe)
     assert not any(name.endswith(".wq_a.act_quant") for name in bound.calls)
 
 
@@ -155,7 +153,7 @@ def test_the_official_code_leaves_the_input_of_wo_a_alone() -> None:
     weights = quantised_weights(random_weights(V4, 1), V4, recipe)
     name = "layers.1.attn.wo_a"
     official, engines = (
-        Bound(V4, Numerics.twin(SOURCES[source]), weights, recipe)
+        BoundModel(V4, Numerics.twin(SOURCES[source]), weights, recipe)
         for source in ("official-v4", "vllm")
     )
     assert not official.quantises(name)
@@ -169,7 +167,7 @@ def test_the_official_code_leaves_the_input_of_wo_a_alone() -> None:
 
 
 def test_unknown_components_are_refused_with_the_nearest_name() -> None:
-    bound = Bound(V4, Numerics.definition(), random_weights(V4, 1))
+    bound = BoundModel(V4, Numerics.definition(), random_weights(V4, 1))
     with pytest.raises(UnknownName, match=r"layers\.1\.attn\.wq_b"):
         bound("layers.1.attn.wqb")
     with pytest.raises(UnknownName):
@@ -179,9 +177,9 @@ def test_unknown_components_are_refused_with_the_nearest_name() -> None:
 def test_the_block_parallel_drafter_is_refused_by_name() -> None:
     dspark = Dspark(target_layer_ids=(0, 1, 2), markov_rank=4, block_size=5, noise_token_id=7)
     config = replace(V4, dspark=dspark, compress_ratios=(0, 4, 128))
-    bound = Bound(config, Numerics.definition(), random_weights(config, 1))
+    bound = BoundModel(config, Numerics.definition(), random_weights(config, 1))
     model = ModelV4(bound, config)
-    step = Step.of([0], [torch.arange(5)])
+    step = TokenBatch.of([0], [torch.arange(5)])
     streams = model.streams(step, [Sequence()])
     assert torch.isfinite(model.logits(streams)).all()
     with pytest.raises(NotBuilt, match="DSpark"):
@@ -190,15 +188,15 @@ def test_the_block_parallel_drafter_is_refused_by_name() -> None:
 
 def test_calls_without_tokens_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="one id at least"):
-        Step.of([0, 3], [torch.arange(2), torch.arange(0)])
+        TokenBatch.of([0, 3], [torch.arange(2), torch.arange(0)])
     with pytest.raises(InvalidArgument, match="one for each of 2 sequences"):
-        Step.of([0, 3], [torch.arange(2)])
+        TokenBatch.of([0, 3], [torch.arange(2)])
     with pytest.raises(InvalidArgument, match="token lists"):
-        Step.of([], [])
+        TokenBatch.of([], [])
 
 
 def test_rows_keep_what_they_were_given() -> None:
-    rows, bounded = Rows(), Rows(keep=5)
+    rows, bounded = RowBuffer(), RowBuffer(keep=5)
     plain = torch.arange(300.0).reshape(100, 3)
     for part in plain.split([1, 1, 40, 3, 55]):
         rows.append(part)
@@ -215,5 +213,5 @@ def test_rows_keep_what_they_were_given() -> None:
 @pytest.mark.parametrize(("config", "other"), [(V4, "sigmoid"), (V32, "softmax")])
 def test_a_router_that_nobody_computes_is_refused(config: Config, other: str) -> None:
     with pytest.raises(NotBuilt, match=f"scoring_func = '?{other}") as refused:
-        Bound(replace(config, scoring_func=other), Numerics.definition(), {})
+        BoundModel(replace(config, scoring_func=other), Numerics.definition(), {})
     assert config.scoring_func in str(refused.value)

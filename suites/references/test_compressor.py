@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from degarble.harness.model.types import Rope, RopeEnd, RopePairing
-from degarble.references import compressor, elementary
+from degarble.references import elementary, sparse_attention
 from degarble.references.numerics import Numerics
 
 if TYPE_CHECKING:
@@ -18,31 +18,31 @@ if TYPE_CHECKING:
 
 EXACT = Numerics.definition()
 ROPE = Rope(theta=100.0, dims=4, pairing=RopePairing.INTERLEAVED, end=RopeEnd.LAST, yarn=None)
-OVERLAPPING = compressor.PoolFacts(ratio=4, overlap=True, width=6, epsilon=1e-6, rope=ROPE)
-PLAIN = compressor.PoolFacts(ratio=8, overlap=False, width=6, epsilon=1e-6, rope=ROPE)
+OVERLAPPING = sparse_attention.PoolFacts(ratio=4, overlap=True, width=6, epsilon=1e-6, rope=ROPE)
+PLAIN = sparse_attention.PoolFacts(ratio=8, overlap=False, width=6, epsilon=1e-6, rope=ROPE)
 
 Rows = tuple[torch.Tensor, torch.Tensor]
 
 
-def rows(facts: compressor.PoolFacts, count: int, seed: int) -> Rows:
+def rows(facts: sparse_attention.PoolFacts, count: int, seed: int) -> Rows:
     generator = torch.Generator().manual_seed(seed)
     width = facts.width * (2 if facts.overlap else 1)
     made = torch.randn(2, count, width, generator=generator, dtype=torch.float64)
     return made[0], made[1]
 
 
-def norm(facts: compressor.PoolFacts) -> torch.Tensor:
+def norm(facts: sparse_attention.PoolFacts) -> torch.Tensor:
     return torch.linspace(0.5, 1.5, facts.width, dtype=torch.float64)
 
 
-def fresh(facts: compressor.PoolFacts) -> compressor.PoolState:
+def fresh(facts: sparse_attention.PoolFacts) -> sparse_attention.PoolState:
     """What no call left: nothing of it may be read."""
     width = facts.width * (2 if facts.overlap else 1)
     nothing = torch.full((facts.state_rows, width), math.nan, dtype=torch.float64)
-    return compressor.PoolState(nothing, nothing)
+    return sparse_attention.PoolState(nothing, nothing)
 
 
-def by_hand(new: Rows, facts: compressor.PoolFacts) -> torch.Tensor:
+def by_hand(new: Rows, facts: sparse_attention.PoolFacts) -> torch.Tensor:
     """Entries of all complete windows, one channel after the other."""
     entries = []
     for w in range(new[0].shape[0] // facts.ratio):
@@ -64,21 +64,23 @@ def by_hand(new: Rows, facts: compressor.PoolFacts) -> torch.Tensor:
     return torch.stack(entries)
 
 
-def split(new: Rows, sizes: Sequence[int], facts: compressor.PoolFacts) -> torch.Tensor:
+def split(new: Rows, sizes: Sequence[int], facts: sparse_attention.PoolFacts) -> torch.Tensor:
     """Entries of the same rows, fed in pieces."""
     state, start, made = fresh(facts), 0, []
     for size in sizes:
         part = (new[0][start : start + size], new[1][start : start + size])
-        entries, state = compressor.pool(part, state, start, norm(facts), facts, EXACT)
+        entries, state = sparse_attention.pool_windows(
+            part, state, start, norm(facts), facts, EXACT
+        )
         made.append(entries)
         start += size
     return torch.cat(made)
 
 
 @pytest.mark.parametrize("facts", [OVERLAPPING, PLAIN], ids=["overlap", "plain"])
-def test_entries_follow_the_formula(facts: compressor.PoolFacts, seed: int) -> None:
+def test_entries_follow_the_formula(facts: sparse_attention.PoolFacts, seed: int) -> None:
     new = rows(facts, 27, seed)
-    made, _ = compressor.pool(new, fresh(facts), 0, norm(facts), facts, EXACT)
+    made, _ = sparse_attention.pool_windows(new, fresh(facts), 0, norm(facts), facts, EXACT)
     expected = by_hand(new, facts)
     assert made.shape == expected.shape
     assert (made - expected).abs().max() < 1e-12
@@ -90,7 +92,9 @@ def test_entries_follow_the_formula(facts: compressor.PoolFacts, seed: int) -> N
 
 
 @pytest.mark.parametrize("facts", [OVERLAPPING, PLAIN], ids=["overlap", "plain"])
-def test_splitting_at_every_point_changes_nothing(facts: compressor.PoolFacts, seed: int) -> None:
+def test_splitting_at_every_point_changes_nothing(
+    facts: sparse_attention.PoolFacts, seed: int
+) -> None:
     count = 3 * facts.ratio + 1
     new = rows(facts, count, seed)
     whole = split(new, [count], facts)
@@ -103,20 +107,22 @@ def test_splitting_at_every_point_changes_nothing(facts: compressor.PoolFacts, s
 def test_the_window_before_counts_only_with_overlap(seed: int) -> None:
     new = rows(OVERLAPPING, 8, seed)
     state = fresh(OVERLAPPING)
-    _, state = compressor.pool(
+    _, state = sparse_attention.pool_windows(
         (new[0][:4], new[1][:4]), state, 0, norm(OVERLAPPING), OVERLAPPING, EXACT
     )
     second = (new[0][4:], new[1][4:])
-    made, _ = compressor.pool(second, state, 4, norm(OVERLAPPING), OVERLAPPING, EXACT)
-    lost = compressor.PoolState(torch.zeros_like(state.latent), torch.zeros_like(state.gate))
-    pooled, _ = compressor.pool(second, lost, 4, norm(OVERLAPPING), OVERLAPPING, EXACT)
+    made, _ = sparse_attention.pool_windows(second, state, 4, norm(OVERLAPPING), OVERLAPPING, EXACT)
+    lost = sparse_attention.PoolState(torch.zeros_like(state.latent), torch.zeros_like(state.gate))
+    pooled, _ = sparse_attention.pool_windows(
+        second, lost, 4, norm(OVERLAPPING), OVERLAPPING, EXACT
+    )
     assert (pooled - made).abs().max() > 1e-3  # pooling the current tokens only is seen
 
 
 def test_state_is_replaced_and_never_written_to(seed: int) -> None:
     new = rows(PLAIN, 3, seed)
-    state = compressor.PoolState(torch.zeros(8, 6).double(), torch.zeros(8, 6).double())
-    _, after = compressor.pool(new, state, 0, norm(PLAIN), PLAIN, EXACT)
+    state = sparse_attention.PoolState(torch.zeros(8, 6).double(), torch.zeros(8, 6).double())
+    _, after = sparse_attention.pool_windows(new, state, 0, norm(PLAIN), PLAIN, EXACT)
     assert not state.latent.any()
     assert torch.equal(after.latent[:3], new[0])
     assert torch.equal(after.gate[:3], new[1])
@@ -125,9 +131,9 @@ def test_state_is_replaced_and_never_written_to(seed: int) -> None:
 def test_pooling_rounds_where_the_switch_says(seed: int) -> None:
     new = tuple(t.float() for t in rows(PLAIN, 8, seed))
     facts, weight = replace(PLAIN, epsilon=1e-6), norm(PLAIN).float()
-    state = compressor.PoolState(torch.zeros(8, 6), torch.zeros(8, 6))
+    state = sparse_attention.PoolState(torch.zeros(8, 6), torch.zeros(8, 6))
     made = {
-        stored: compressor.pool(
+        stored: sparse_attention.pool_windows(
             (new[0], new[1]), state, 0, weight, facts,
             Numerics.bf16(pooling_in_storage_dtype=stored),
         )[0]

@@ -11,7 +11,7 @@ import torch
 
 from degarble.harness.model.config.config import V3_2, V4_PRO, small_v4
 from degarble.harness.model.types import Rope, RopeEnd, RopePairing, Yarn
-from degarble.references import elementary, latent_attention
+from degarble.references import attention, elementary
 from degarble.references.numerics import HeadNorm, Numerics
 
 EXACT, STORED = Numerics.definition(), Numerics.bf16()
@@ -150,7 +150,7 @@ def test_layers_without_compressor_rotate_plainly() -> None:
 
 
 def test_known_scales() -> None:
-    assert latent_attention.softmax_scale(V3_2) == pytest.approx(0.1352338, abs=5e-8)
+    assert attention.softmax_scale(V3_2) == pytest.approx(0.1352338, abs=5e-8)
     assert V4_PRO.head_dim**-0.5 == pytest.approx(0.0441942, abs=5e-8)
     indexer = (V4_PRO.index_head_dim * V4_PRO.index_n_heads) ** -0.5
     assert indexer == pytest.approx(0.01104854, abs=5e-9)

@@ -13,7 +13,7 @@ from degarble.harness.formats.quantise import dequantise, quantise
 from degarble.harness.model.config.config import small_v4, small_v32
 from degarble.harness.model.recipes import Recipe, Rule
 from degarble.references import experts
-from degarble.references.binding import Bound
+from degarble.references.binding import BoundModel
 from degarble.references.numerics import Numerics
 from degarble.references.weights import quantised_weights, random_weights
 
@@ -36,7 +36,7 @@ def case(config: Config, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, chosen, torch.rand(7, 3, generator=generator)
 
 
-def run(bound: Bound, x: Tensor, chosen: Tensor, shares: Tensor) -> dict[str, Tensor]:
+def run(bound: BoundModel, x: Tensor, chosen: Tensor, shares: Tensor) -> dict[str, Tensor]:
     """All four components of routed experts; every output by name."""
     p = f"layers.{LAYER}.ffn.experts."
     given, found = {"x": x}, {}
@@ -75,17 +75,17 @@ def test_definition_equals_the_dense_evaluation(config: Config, before: bool, se
     weights = random_weights(config, seed)
     x, chosen, shares = case(config, seed)
     numerics = Numerics.definition(routing_weight_before_w2=before)
-    made = run(Bound(config, numerics, weights), x, chosen, shares)["out"]
+    made = run(BoundModel(config, numerics, weights), x, chosen, shares)["out"]
     expected = dense(config, weights, x, chosen, shares)
     assert (made - expected).abs().max() < 1e-12 * expected.abs().max() * 10
-    turned = run(Bound(config, numerics, weights), x, chosen.flip(0), shares)["out"]
+    turned = run(BoundModel(config, numerics, weights), x, chosen.flip(0), shares)["out"]
     assert (turned - expected).abs().max() > 0.1 * expected.abs().max()  # wrong experts are seen
 
 
 def test_one_token_takes_the_same_way_as_many(seed: int) -> None:
     weights = random_weights(V4, seed)
     x, chosen, shares = case(V4, seed)
-    bound = Bound(V4, Numerics.definition(), weights)
+    bound = BoundModel(V4, Numerics.definition(), weights)
     many = run(bound, x, chosen, shares)["out"]
     one = torch.cat([run(bound, x[t : t + 1], chosen[t : t + 1], shares[t : t + 1])["out"]
                      for t in range(7)])  # fmt: skip
@@ -95,7 +95,7 @@ def test_one_token_takes_the_same_way_as_many(seed: int) -> None:
 def test_slots_of_no_expert_yield_zero(seed: int) -> None:
     weights = random_weights(V4, seed)
     x, chosen, shares = case(V4, seed)
-    bound = Bound(V4, Numerics.definition(), weights)
+    bound = BoundModel(V4, Numerics.definition(), weights)
     some = chosen.clone()
     some[:, 1], some[3] = -1, -1
     made = run(bound, x, some, shares)
@@ -127,7 +127,7 @@ def test_twin_quantises_each_slot_with_its_experts_scale(shared: bool, seed: int
     x, chosen, shares = case(V4, seed)
     x = x.bfloat16()
     numerics = Numerics.twin(input_scale_shared=shared)
-    made = run(Bound(V4, numerics, weights, RECIPE), x, chosen, shares)
+    made = run(BoundModel(V4, numerics, weights, RECIPE), x, chosen, shares)
 
     def scale(number: int, *parts: str) -> Tensor:
         numbers = range(8) if shared else [number]
@@ -160,7 +160,7 @@ def test_the_two_scale_rules_differ(seed: int) -> None:
     weights = quantised(random_weights(V4, seed), seed)
     x, chosen, shares = case(V4, seed)
     made = [
-        run(Bound(V4, Numerics.twin(input_scale_shared=s), weights, RECIPE), x, chosen, shares)
+        run(BoundModel(V4, Numerics.twin(input_scale_shared=s), weights, RECIPE), x, chosen, shares)
         for s in (False, True)
     ]
     assert not torch.equal(made[0]["w13"], made[1]["w13"])
@@ -172,6 +172,6 @@ def test_weight_before_w2_matters_once_activations_are_rounded(seed: int) -> Non
     outs = []
     for before in (True, False):
         numerics = Numerics.twin(routing_weight_before_w2=before)
-        outs.append(run(Bound(V4, numerics, weights, RECIPE), x, chosen, shares)["out"])
+        outs.append(run(BoundModel(V4, numerics, weights, RECIPE), x, chosen, shares)["out"])
     assert not torch.equal(outs[0], outs[1])
     assert (outs[0] - outs[1]).norm() < 0.3 * outs[0].norm()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from degarble.harness.formats.weight import Weight
-from degarble.references import attention, fast_decoding, linears
+from degarble.references import attention, compiled, linears
 from degarble.references.numerics import Numerics, compiles
 
 HELD = replace(Numerics.bf16(), work=torch.float64, products=torch.float64)
@@ -51,7 +51,7 @@ def test_attention_of_one_token_is_the_readable_one(counts: tuple[int, ...], see
     seen = torch.ones(1, sum(counts), dtype=torch.bool)
     made = attention.attend(q, rows, None, sink, HELD)
     assert torch.equal(made, attention.attend(q, rows, seen, sink, HELD))
-    direct = fast_decoding.attend(q[0], rows, sink, 24**-0.5)
+    direct = compiled.attend(q[0], rows, sink, 24**-0.5)
     kept = replace(HELD, store=torch.float64)
     expected = attention.attend(q, rows, seen, sink, kept)[0]
     assert (direct - expected).abs().max() > 0.0  # weights are rounded to BF16 as they are stored

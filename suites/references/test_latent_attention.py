@@ -10,11 +10,11 @@ import torch
 
 from degarble.harness.model.config.config import V3_2, small_v32
 from degarble.harness.model.types import Yarn
-from degarble.references import latent_attention
+from degarble.references import attention
 from degarble.references.numerics import Numerics
 
 EXACT = Numerics.definition()
-FORM = latent_attention.Form(nope=3, value=5, scale=0.3, logits_stored=True)
+FORM = attention.Form(nope=3, value=5, scale=0.3, logits_stored=True)
 HEADS, LATENT, ROTATED = 4, 6, 2
 
 
@@ -55,14 +55,14 @@ def by_hand(
 def test_both_forms_follow_the_formula(seed: int) -> None:
     q, rows, wkv_b, seen = case(seed)
     expected = by_hand(q, rows, wkv_b, seen)
-    absorbed = latent_attention.absorbed(q, rows, wkv_b, seen, FORM, EXACT)
+    absorbed = attention.attend_absorbed(q, rows, wkv_b, seen, FORM, EXACT)
     expanded = rows[:, :LATENT] @ wkv_b.T
-    naive = latent_attention.naive(q, rows[:, LATENT:], expanded, seen, FORM, EXACT)
+    naive = attention.attend_naive(q, rows[:, LATENT:], expanded, seen, FORM, EXACT)
     assert (absorbed - expected).abs().max() < 1e-13
     assert (naive - expected).abs().max() < 1e-13
     assert not absorbed[0].any()
     values_first = wkv_b.reshape(HEADS, -1, LATENT).roll(FORM.value, 1).reshape(wkv_b.shape)
-    wrong = latent_attention.absorbed(q, rows, values_first, seen, FORM, EXACT)
+    wrong = attention.attend_absorbed(q, rows, values_first, seen, FORM, EXACT)
     assert (wrong - expected).abs().max() > 0.1  # value rows in front of key rows are seen
 
 
@@ -70,7 +70,7 @@ def test_logits_are_stored_where_the_sources_do(seed: int) -> None:
     q, rows, wkv_b, seen = (t.bfloat16() if t.is_floating_point() else t for t in case(seed))
     numerics = Numerics.bf16()
     made = [
-        latent_attention.absorbed(
+        attention.attend_absorbed(
             q, rows, wkv_b, seen, replace(FORM, logits_stored=stored), numerics
         )
         for stored in (True, False)
@@ -84,22 +84,22 @@ def test_logits_are_stored_where_the_sources_do(seed: int) -> None:
 def test_a_row_that_is_not_seen_cannot_reach_a_token(seed: int) -> None:
     q, rows, wkv_b, seen = case(seed)
     seen[:3, 2], seen[3:, 2] = False, True
-    clean = latent_attention.absorbed(q, rows, wkv_b, seen, FORM, EXACT)
+    clean = attention.attend_absorbed(q, rows, wkv_b, seen, FORM, EXACT)
     rows[2] = math.nan
-    out = latent_attention.absorbed(q, rows, wkv_b, seen, FORM, EXACT)
+    out = attention.attend_absorbed(q, rows, wkv_b, seen, FORM, EXACT)
     assert (out[:3] - clean[:3]).abs().max() < 1e-13
     assert torch.isnan(out[3:]).all()
 
 
 def test_scale_has_mscale_squared_only_behind_yarn() -> None:
     small = small_v32()
-    assert latent_attention.softmax_scale(replace(small, yarn=None)) == small.qk_head_dim**-0.5
-    ratio = latent_attention.softmax_scale(V3_2) / V3_2.qk_head_dim**-0.5
+    assert attention.softmax_scale(replace(small, yarn=None)) == small.qk_head_dim**-0.5
+    ratio = attention.softmax_scale(V3_2) / V3_2.qk_head_dim**-0.5
     assert ratio == pytest.approx((0.1 * math.log(40) + 1) ** 2)
 
 
 def test_logits_follow_mscale_all_dim_alone() -> None:
     yarn = Yarn(factor=40, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=0.7)
     config = small_v32(yarn=yarn)
-    ratio = latent_attention.softmax_scale(config) / config.qk_head_dim**-0.5
+    ratio = attention.softmax_scale(config) / config.qk_head_dim**-0.5
     assert ratio == pytest.approx((0.07 * math.log(40) + 1) ** 2)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from degarble.references import fast_mixing, mixing
+from degarble.references import compiled, mixing
 from degarble.references.numerics import Numerics
 
 EXACT = Numerics.definition()
@@ -82,7 +82,7 @@ def test_head_collapse_has_gates_only(seed: int) -> None:
 def test_mix_is_doubly_stochastic_after_twenty_iterations(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(50, 4, 4, generator=generator, dtype=torch.float64)
-    for sinkhorn in (mixing.sinkhorn, fast_mixing.sinkhorn):
+    for sinkhorn in (mixing.sinkhorn, compiled.sinkhorn):
         comb = sinkhorn(logits, 20, 1e-6)
         assert (comb.sum(-2) - 1).abs().max() < 2e-6  # columns come last
         assert (comb.sum(-1) - 1).abs().max() < 1e-3
@@ -132,7 +132,7 @@ def test_gradients_many_tokens_and_odd_shapes_take_the_readable_one(
     def refused(*_: object) -> torch.Tensor:
         raise AssertionError
 
-    monkeypatch.setattr(fast_mixing, "pre", refused)
+    monkeypatch.setattr(compiled, "mixing_pre", refused)
     x, weights = made(seed, tokens=65)
     mixing.mixing_pre(x, weights, FACTS, EXACT)
     few = x[:2].clone().requires_grad_()

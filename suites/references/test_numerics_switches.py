@@ -16,9 +16,8 @@ import torch
 from degarble.harness.base.errors import DtypeMismatch, UnknownName
 from degarble.harness.model.config.config import V4Config, small_v4, small_v32
 from degarble.harness.model.recipes import Recipe, Rule
-from degarble.references.binding import Bound
-from degarble.references.model.v4 import ModelV4
-from degarble.references.model.v32 import ModelV32
+from degarble.references.binding import BoundModel
+from degarble.references.model import ModelV4, ModelV32, Sequence, TokenBatch
 from degarble.references.numerics import (
     SOURCES,
     DecodedOperands,
@@ -29,7 +28,6 @@ from degarble.references.numerics import (
     Switches,
     switches_of,
 )
-from degarble.references.state import Sequence, Step
 from degarble.references.weights import InputAmax, quantised_weights, random_weights
 
 if TYPE_CHECKING:
@@ -166,8 +164,8 @@ def run(
         if observer is not None:
             observer(component, inputs, outputs)
 
-    bound = Bound(config, numerics, weights, recipe, watch)
-    sequence, step = Sequence(), Step.of([0], [TOKENS])
+    bound = BoundModel(config, numerics, weights, recipe, watch)
+    sequence, step = Sequence(), TokenBatch.of([0], [TOKENS])
     if isinstance(config, V4Config):
         v4 = ModelV4(bound, config)
         v4.draft([sequence], v4.streams(step, [sequence]), [TOKENS])
@@ -318,7 +316,7 @@ def test_numerics_are_records() -> None:
 @pytest.mark.parametrize("write", ["attn.kv_write", "attn.compressor.write"])
 def test_rotated_dims_pass_the_cache_unrounded(write: str) -> None:
     numerics = Numerics.bf16(kv_cache=KeyValueCache.FP8)
-    bound = Bound(V4, numerics, random_weights(V4, 1, torch.bfloat16))
+    bound = BoundModel(V4, numerics, random_weights(V4, 1, torch.bfloat16))
     x = torch.randn(5, V4.head_dim, generator=torch.Generator().manual_seed(2)).bfloat16()
     out, plain = bound(f"layers.1.{write}", x=x)["out"], V4.nope_head_dim
     assert torch.equal(out[:, plain:], x[:, plain:])

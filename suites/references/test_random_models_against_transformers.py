@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from degarble.harness.model.config.config import V32Config, small_v32
 from degarble.harness.model.config.json_file import config_from_dict, config_to_dict
 from degarble.references import elementary
-from degarble.references.latent_attention import softmax_scale
+from degarble.references.attention import softmax_scale
 from degarble.suites.references.random_comparison import disagreement
 from degarble.suites.references.random_models import MISSING, MODELS, RandomModel, drawn
 

@@ -120,9 +120,9 @@ _truncated_sum = tc.truncated_sum
 _split_codes = tc.split_codes
 
 
-def normalised(terms: tc.Parts, c_MN: Tensor, rule: tc.StepRule) -> Tensor:
+def normalised(terms: tc.CodeParts, c_MN: Tensor, rule: tc.StepRule) -> Tensor:
     over = (terms.significand.abs() >> (rule.fraction_bits + 1)) > 0
-    parts = tc.Parts(terms.significand >> over.int(), terms.exponent + over.int())
+    parts = tc.CodeParts(terms.significand >> over.int(), terms.exponent + over.int())
     return _truncated_sum(parts, c_MN, rule)
 
 
@@ -130,10 +130,10 @@ def cancels(a_TMK: Tensor, b_TNK: Tensor) -> Tensor:
     return torch.bmm(a_TMK, b_TNK.mT) == 0
 
 
-def flushed(codes: Tensor, fmt: ElementFormat) -> tc.Parts:
+def flushed(codes: Tensor, fmt: ElementFormat) -> tc.CodeParts:
     parts = _split_codes(codes, fmt)
     hidden = parts.significand.abs() >> fmt.mantissa_bits
-    return tc.Parts(parts.significand * hidden, parts.exponent)
+    return tc.CodeParts(parts.significand * hidden, parts.exponent)
 
 
 DENSE_FAULTS: dict[str, tuple[Plant, str]] = {

@@ -16,8 +16,8 @@ import torch
 
 from degarble.harness.model.config.config import small_v32
 from degarble.harness.model.types import MlpType, Yarn
-from degarble.references.binding import Bound
-from degarble.references.model.v32 import ModelV32
+from degarble.references.binding import BoundModel
+from degarble.references.model import ModelV32
 from degarble.references.numerics import SOURCES, Numerics
 from degarble.suites.references.transformers_cases import (
     Case,
@@ -177,7 +177,7 @@ def judge_experts(judge: Judge, case: Case, block: Block) -> None:
 
 
 def judged(case: Case, config: V32Config) -> Judge:
-    judge = Judge(Bound(config, NUMERICS, case.weights))
+    judge = Judge(BoundModel(config, NUMERICS, case.weights))
     judge.same("embed", case.flat("model.embed_tokens"), tokens=case.tokens.flatten())
     calls = sorted(n for name, _, n in case.seen if name == "topk")
     time = case.tokens.shape[1]
@@ -204,13 +204,13 @@ def test_with_few_heads_only_exact_ties_are_chosen_differently(cases: dict[str, 
 @pytest.mark.parametrize("absorbed", [True, False], ids=["absorbed", "naive"])
 def test_ragged_prompts_agree_end_to_end(cases: dict[str, Case], absorbed: bool) -> None:
     case = cases["small"]
-    model = ModelV32(Bound(SMALL, NUMERICS, case.weights), SMALL, absorbed=absorbed)
+    model = ModelV32(BoundModel(SMALL, NUMERICS, case.weights), SMALL, absorbed=absorbed)
     require_ragged(model, case, LENGTHS)
 
 
 def test_cached_decoding_agrees_end_to_end(cases: dict[str, Case]) -> None:
     case = cases["decode"]
-    model = ModelV32(Bound(SMALL, NUMERICS, case.weights), SMALL)
+    model = ModelV32(BoundModel(SMALL, NUMERICS, case.weights), SMALL)
     require_cached(model, case)
 
 

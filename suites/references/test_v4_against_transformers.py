@@ -14,8 +14,8 @@ import torch
 
 from degarble.harness.model.config.config import small_v4
 from degarble.harness.model.types import LayerType, MlpType, Yarn
-from degarble.references.binding import Bound
-from degarble.references.model.v4 import ModelV4
+from degarble.references.binding import BoundModel
+from degarble.references.model import ModelV4
 from degarble.references.numerics import SOURCES, Numerics
 from degarble.suites.references.transformers_cases import (
     Case,
@@ -191,7 +191,7 @@ def judge_ffn(judge: Judge, case: Case, block: Block) -> None:
 @pytest.mark.parametrize("name", ["small", "other"])
 def test_every_component_agrees_on_the_same_inputs(cases: dict[str, Case], name: str) -> None:
     case, config = cases[name], {"small": SMALL, "other": OTHER}[name]
-    bound = Bound(config, NUMERICS, case.weights)
+    bound = BoundModel(config, NUMERICS, case.weights)
     judge = Judge(bound)
     judge.same("embed", case.flat("model.embed_tokens"), tokens=case.tokens.flatten())
     for block in config.layers:
@@ -210,19 +210,19 @@ def test_every_component_agrees_on_the_same_inputs(cases: dict[str, Case], name:
 
 def test_ragged_prompts_agree_end_to_end(cases: dict[str, Case]) -> None:
     case = cases["small"]
-    model = ModelV4(Bound(SMALL, NUMERICS, case.weights), SMALL)
+    model = ModelV4(BoundModel(SMALL, NUMERICS, case.weights), SMALL)
     require_ragged(model, case, LENGTHS)
 
 
 def test_cached_decoding_agrees_end_to_end(cases: dict[str, Case]) -> None:
     case = cases["decode"]
-    model = ModelV4(Bound(SMALL, NUMERICS, case.weights), SMALL)
+    model = ModelV4(BoundModel(SMALL, NUMERICS, case.weights), SMALL)
     require_cached(model, case)
 
 
 def test_a_planted_deviation_is_seen(cases: dict[str, Case]) -> None:
     case = cases["other"]
-    bound = Bound(OTHER, NUMERICS, case.weights)
+    bound = BoundModel(OTHER, NUMERICS, case.weights)
     plain = bound.calls["layers.2.attn.hc_pre"]
 
     def transposed(inputs: object, weights: object) -> object:

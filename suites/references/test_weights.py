@@ -12,11 +12,9 @@ from degarble.harness.formats.number_formats import BLOCK_FORMATS
 from degarble.harness.model.config.config import small_v4, small_v32
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.recipes import RECIPE_NAMES, recipe_named
-from degarble.references.binding import Bound
-from degarble.references.model.v4 import ModelV4
-from degarble.references.model.v32 import ModelV32
+from degarble.references.binding import BoundModel
+from degarble.references.model import ModelV4, ModelV32, Sequence
 from degarble.references.numerics import Numerics
-from degarble.references.state import Sequence
 from degarble.references.weights import (
     NVFP4_LARGEST,
     InputAmax,
@@ -92,7 +90,7 @@ def test_gate_and_up_share_their_tensor_scale() -> None:
 
 def observed(config: Config, weights: dict[str, Weight]) -> InputAmax:
     watch = InputAmax(config)
-    bound = Bound(config, Numerics.bf16(), weights, None, watch)
+    bound = BoundModel(config, Numerics.bf16(), weights, None, watch)
     tokens = torch.arange(40)
     if config is V4:
         ModelV4(bound, V4).forward([Sequence()], [tokens])
@@ -118,7 +116,7 @@ def test_observed_inputs_are_the_largest_of_each_linear() -> None:
                     key = f"{component}.{number}"
                     seen[key] = max(float(mine.abs().max()), seen.get(key, 0.0))
 
-    model = ModelV4(Bound(V4, Numerics.bf16(), weights, None, both), V4)  # type: ignore[arg-type]
+    model = ModelV4(BoundModel(V4, Numerics.bf16(), weights, None, both), V4)  # type: ignore[arg-type]
     sequence = Sequence()
     for part in torch.arange(30).split([20, 1, 9]):
         model.forward([sequence], [part])

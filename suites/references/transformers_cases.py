@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from degarble.references.state import Sequence
+from degarble.references.model import Sequence
 from degarble.references.weights import random_weights
 from degarble.suites.hang_guard import HANG_SECONDS
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.formats.weight import Weight
     from degarble.harness.model.config.config import Config
-    from degarble.references.binding import Bound
+    from degarble.references.binding import BoundModel
     from degarble.suites.references.transformers_oracle import Seen
 
 RELATIVE = 1e-5  # of the largest magnitude of the site, in float32
@@ -99,7 +99,7 @@ def answers(cases: list[Case], folder: Path) -> list[Case]:
 class Judge:
     """Components of ours against modules of theirs, by the same inputs."""
 
-    bound: Bound
+    bound: BoundModel
     judged: set[str] = field(default_factory=set)
     worst: dict[str, float] = field(default_factory=dict)
     near_ties: int = 0

@@ -24,9 +24,9 @@ from degarble.harness.inference.model import open_model
 from degarble.harness.model.sharding import plan
 from degarble.harness.report.verdict import Verdict
 from degarble.harness.vllm import capture as plugin
+from degarble.references.model import Sequence, TokenBatch
 from degarble.references.numerics import HeadNorm
 from degarble.references.sharded import ShardedModel, Teams
-from degarble.references.state import Sequence, Step
 from degarble.suites.commands.calls import call
 from degarble.suites.serve.proven_cases import TINY
 from degarble.suites.vllm.vllm_stand_in import StandIn
@@ -70,7 +70,7 @@ class Runner:
         batch = self.prepare_inputs(SimpleNamespace(num_scheduled_tokens=new))
         sequences = [self.sequences.setdefault(name, Sequence()) for name in batch.req_ids]
         given = [torch.tensor(pieces[name]) for name in batch.req_ids]
-        step = Step.of([each.length for each in sequences], given)
+        step = TokenBatch.of([each.length for each in sequences], given)
         self.model.under = step, sequences
         padded = (nn.functional.pad(t, (0, PADDING)) for t in (step.tokens, step.positions))
         with torch.inference_mode():

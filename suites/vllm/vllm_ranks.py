@@ -18,8 +18,8 @@ from degarble.harness.capture.engine.session import EngineCapture, Scheduled
 from degarble.harness.capture.options import CaptureRequest
 from degarble.harness.inference.model import open_model
 from degarble.harness.model.sharding import plan
+from degarble.references.model import Sequence, TokenBatch
 from degarble.references.sharded import ShardedModel, Teams
-from degarble.references.state import Sequence, Step
 from degarble.suites.vllm.vllm_stand_in import FAULTS, StandIn
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def drive(engine: StandIn, capture: EngineCapture) -> dict[str, list[int]]:
         batch = [Scheduled(n, sequences[n].length, piece) for n, piece in pieces.items()]
         capture.batch(batch)
         starts = [each.start for each in batch]
-        step = Step.of(starts, [torch.tensor(piece) for piece in pieces.values()])
+        step = TokenBatch.of(starts, [torch.tensor(piece) for piece in pieces.values()])
         with torch.inference_mode():
             logits = engine.run(list(sequences.values()), step)
         for name, row in zip(said, logits, strict=True):

@@ -16,7 +16,7 @@ from torch import nn
 
 from degarble.harness.model.config.config import V4Config
 from degarble.harness.model.types import MlpType
-from degarble.references.model.v4 import ModelV4
+from degarble.references.model import ModelV4
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.model.types import Block
+    from degarble.references.model import Sequence, TokenBatch
     from degarble.references.sharded import ShardedModel, Team
-    from degarble.references.state import Sequence, Step
 
 FAULTS = {
     "gate_up_swapped": "layers.1: up above gate in gate_up_proj",
@@ -210,7 +210,7 @@ class StandIn(ModelV4):
 
         return run
 
-    def _attention(self, block: Block, x: Tensor, step: Step, states: Any) -> Tensor:
+    def _attention(self, block: Block, x: Tensor, step: TokenBatch, states: Any) -> Tensor:
         self._under = step, states
         made: Tensor = self._layers[block.index].attn(step.positions, x, None)
         return made
@@ -302,15 +302,15 @@ class StandIn(ModelV4):
             return weight.roll(weight.shape[-1] // 2, -1)
         return self.team.gather(weight)[1 - self.rank]
 
-    def ffn(self, block: Block, x: Tensor, step: Step) -> Tensor:
+    def ffn(self, block: Block, x: Tensor, step: TokenBatch) -> Tensor:
         made: Tensor = self._layers[block.index].ffn(x, step.tokens)
         return made
 
-    def _streams(self, step: Step, sequences: list[Sequence]) -> Tensor:
+    def _streams(self, step: TokenBatch, sequences: list[Sequence]) -> Tensor:
         made: Tensor = ModelV4.streams(self, step, sequences)
         return made
 
-    def run(self, sequences: list[Sequence], step: Step) -> Tensor:
+    def run(self, sequences: list[Sequence], step: TokenBatch) -> Tensor:
         """Logits behind each sequence's last token."""
         streams = self.tree.model(step, sequences)
         for sequence, span in zip(sequences, step.spans, strict=True):

@@ -32,8 +32,8 @@ from degarble.kernels.indexer.problem import KeyPages, OperandProblem, ScoresPro
 from degarble.kernels.primitives.kv_problem import ROTATED, WIDTH, WITH_KEY, Pages, WriteProblem
 from degarble.kernels.rows.problem import ScaleProblem
 from degarble.kernels.runtime.targets import SM90A
+from degarble.references.attention import softmax_scale
 from degarble.references.facts import Span, spans_of
-from degarble.references.latent_attention import softmax_scale
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.backends.cutedsl.kernels import Compute, Kernels
     from degarble.harness.model.recipes import Recipe
-    from degarble.references.binding import Bound
+    from degarble.references.binding import BoundModel
 
     Pairing = Callable[[ComponentPart], Compute]
 
@@ -132,7 +132,7 @@ class KernelCall:
         return {name: each.to(home) for name, each in made.items()}
 
 
-def use_kernels(bound: Bound, recipe: Recipe, kernels: Kernels) -> Paired:
+def use_kernels(bound: BoundModel, recipe: Recipe, kernels: Kernels) -> Paired:
     """Replace every component for which there is a kernel."""
     computes: dict[str, Compute] = {}
     reasons: dict[str, str] = {}
@@ -165,7 +165,7 @@ def decided(part: ComponentPart) -> Compute | str:
         return f"{error.name} = {error.shown_value}: the kernel takes {error.expectation}"
 
 
-def parts_of(bound: Bound, recipe: Recipe, target: str) -> list[ComponentPart]:
+def parts_of(bound: BoundModel, recipe: Recipe, target: str) -> list[ComponentPart]:
     """Return every component of a bound model in order, with the data for choosing a kernel."""
     made = []
     for name in bound.calls:

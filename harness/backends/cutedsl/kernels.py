@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from degarble.harness.model.components import Component
     from degarble.kernels.moe.problem import MoeProblem
     from degarble.kernels.runtime.compiling import CompileSettings
-    from degarble.references.facts import Facts
+    from degarble.references.facts import ModelFacts
 
 
 # --------------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ class ComponentPart:
     """A component as kernel choice needs it; weights by their names within the block."""
 
     component: Component
-    facts: Facts
+    facts: ModelFacts
     formats: Mapping[str, str]
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, str]  # in which a plain weight is stored

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from degarble.harness.backends.graph.steps import DecoderSteps
     from degarble.harness.inference.model import OpenModel
     from degarble.harness.model.recipes import Recipe
-    from degarble.references.binding import Bound
+    from degarble.references.binding import BoundModel
+    from degarble.references.model import Sequence
     from degarble.references.numerics import Switches
-    from degarble.references.state import Sequence
 
 NAME = "cutedsl-graph"
 POSITIONS = 4096  # that a lane has room for
@@ -73,7 +73,7 @@ class Decoder:
 
     @classmethod
     def of(
-        cls, kernels: Kernels, bound: Bound, recipe: Recipe, lanes: int, positions: int
+        cls, kernels: Kernels, bound: BoundModel, recipe: Recipe, lanes: int, positions: int
     ) -> Decoder:
         """Lay out a bound model's weights, and allocate its memory."""
         if kernels.target != SM90A.name:
@@ -87,7 +87,7 @@ class Decoder:
 
     @classmethod
     def _of_v4(
-        cls, kernels: Kernels, bound: Bound, recipe: Recipe, size: tuple[int, int]
+        cls, kernels: Kernels, bound: BoundModel, recipe: Recipe, size: tuple[int, int]
     ) -> Decoder:
         config, switches = bound.config, bound.numerics.switches
         assert isinstance(config, V4Config), "asked by family"
@@ -104,7 +104,7 @@ class Decoder:
 
     @classmethod
     def _of_v32(
-        cls, kernels: Kernels, bound: Bound, recipe: Recipe, size: tuple[int, int]
+        cls, kernels: Kernels, bound: BoundModel, recipe: Recipe, size: tuple[int, int]
     ) -> Decoder:
         config, switches = bound.config, bound.numerics.switches
         assert isinstance(config, V32Config), "asked by family"
@@ -216,7 +216,7 @@ class IncomingTokens:
 class DecoderSpeaker(LogitsModel):
     """A speaker whose sequences are in a decoder's lanes; their own blocks stay empty."""
 
-    def __init__(self, bound: Bound, decoder: Decoder) -> None:
+    def __init__(self, bound: BoundModel, decoder: Decoder) -> None:
         super().__init__(bound)
         self._decoder = decoder
         self._lanes: dict[int, int] = {}  # of sequences, the one that spoke last at the end

@@ -25,7 +25,7 @@ from degarble.kernels.indexer.problem import KeyPages, OperandProblem, ScoresPro
 from degarble.kernels.primitives.kv_problem import ROTATED, WIDTH, WITH_KEY, Pages, WriteProblem
 from degarble.kernels.rows.mhc_problem import MixProblem, ProjectProblem
 from degarble.kernels.rows.problem import BackProblem, HeadsProblem, ResidualProblem
-from degarble.references.latent_attention import softmax_scale
+from degarble.references.attention import softmax_scale
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Many

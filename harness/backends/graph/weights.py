@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from degarble.harness.model.config.config import V4Config, V32Config
     from degarble.harness.model.recipes import Recipe
     from degarble.harness.model.types import Block, Rope
-    from degarble.references.binding import Bound
+    from degarble.references.binding import BoundModel
 
 
 # --------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def refusing(name: str) -> Iterator[None]:
 class LayoutBase:
     """Weights of a bound model of either family while they are laid out."""
 
-    def __init__(self, bound: Bound, recipe: Recipe, device: torch.device) -> None:
+    def __init__(self, bound: BoundModel, recipe: Recipe, device: torch.device) -> None:
         self._bound, self._device = bound, device
         self._parts = {each.component.name: each for each in parts_of(bound, recipe, "sm_90a")}
 
@@ -250,7 +250,7 @@ class V4Layout(LayoutBase):
     """V4's weights while they are laid out."""
 
     def __init__(
-        self, bound: Bound, config: V4Config, recipe: Recipe, device: torch.device
+        self, bound: BoundModel, config: V4Config, recipe: Recipe, device: torch.device
     ) -> None:
         super().__init__(bound, recipe, device)
         self.config = config
@@ -397,7 +397,7 @@ class V32Layout(LayoutBase):
     """A bound model's weights while they are laid out."""
 
     def __init__(
-        self, bound: Bound, config: V32Config, recipe: Recipe, device: torch.device
+        self, bound: BoundModel, config: V32Config, recipe: Recipe, device: torch.device
     ) -> None:
         super().__init__(bound, recipe, device)
         self.config = config

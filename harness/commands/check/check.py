@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from degarble.harness.model.config.config import Config
     from degarble.harness.model.recipes import Recipe
     from degarble.harness.report.verdict import Verdict
-    from degarble.references.binding import Bound
+    from degarble.references.binding import BoundModel
 
 
 # --------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class CheckRun:
         require_captured(self.capture, self.model, self.source)
         config, recipe = self.model.config, self.model.recipe
         require_usable_inputs(self.capture, components(config, recipe), config.vocab_size)
-        self.twin: Bound = self.model.speaker.bound
+        self.twin: BoundModel = self.model.speaker.bound
         run_on_device(self.twin, wanted.device)
         plain = self.model.arithmetic != "twin"
         self.recipe = recipe_named("bf16", self.model.config) if plain else self.model.recipe

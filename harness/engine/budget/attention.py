@@ -27,7 +27,8 @@ from degarble.harness.engine.budget.budget import HEADROOM, MISTAKEN, Budget, Le
 from degarble.harness.engine.budget.rules import ALIGNED_TERMS, UNDERFLOW, U, output_format
 from degarble.harness.formats.number_formats import BF16
 from degarble.harness.report.number_text import number
-from degarble.references import attention, indexer, latent_attention
+from degarble.references import attention, sparse_attention
+from degarble.references import attention as latent_attention
 from degarble.references.facts import V4Facts, V32Facts, single, spans_of
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.engine.budget.rules import JudgeableCall
+    from degarble.references.attention import Form
     from degarble.references.facts import Span
-    from degarble.references.latent_attention import Form
 
 
 # --------------------------------------------------------------------------------------------------
@@ -634,7 +635,7 @@ def _seen_v4(
     if "chosen" in inputs:
         listed = _listed(inputs["chosen"][tokens], entries)
     elif facts.decoder_block.ratio:
-        visible = indexer.visible_entries(positions, facts.decoder_block.ratio)
+        visible = sparse_attention.visible_entries(positions, facts.decoder_block.ratio)
         listed = torch.arange(entries) < visible[:, None]
     else:
         return seen

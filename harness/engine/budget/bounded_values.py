@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from degarble.harness.engine.budget.rules import U
-from degarble.references import elementary, rounding
+from degarble.references import elementary
+from degarble.references import numerics as rounding
 from degarble.references.numerics import IndexerFormat, KeyValueCache
 
 if TYPE_CHECKING:

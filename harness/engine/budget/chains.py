@@ -31,7 +31,7 @@ from degarble.harness.engine.budget.rules import UNDERFLOW, U, exact, output_for
 from degarble.harness.formats.number_formats import BF16, FP32
 from degarble.harness.model.config.config import INDEXER_NORM_EPSILON
 from degarble.harness.report.number_text import number
-from degarble.references import compressor
+from degarble.references import sparse_attention
 from degarble.references.facts import V4Facts, V32Facts, single, spans_of
 from degarble.references.numerics import HeadNorm
 
@@ -39,10 +39,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.engine.budget.rules import JudgeableCall
-    from degarble.references.compressor import PoolFacts
-    from degarble.references.facts import Span
-    from degarble.references.mixing_facts import MixingFacts
+    from degarble.references.facts import MixingFacts, Span
     from degarble.references.numerics import Numerics
+    from degarble.references.sparse_attention import PoolFacts
 
 
 # --------------------------------------------------------------------------------------------------
@@ -357,7 +356,7 @@ def _slots(
     complete = (partial + span.count) // how.ratio * how.ratio
     if not complete:
         return None, first
-    state = compressor.PoolState(
+    state = sparse_attention.PoolState(
         call.inputs["state_latent"][number].double(), call.inputs["state_gate"][number].double()
     )
     base = how.ratio if how.overlap else 0
@@ -369,7 +368,7 @@ def _slots(
         torch.cat((old[base : base + partial], rows))[:complete]
         for old, rows in zip((state.latent, state.gate), new, strict=True)
     )
-    return compressor.slots_of((latent, gate), state, first, how), first
+    return sparse_attention.slots_of((latent, gate), state, first, how), first
 
 
 def _entries(

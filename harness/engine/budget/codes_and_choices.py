@@ -26,7 +26,7 @@ from degarble.harness.formats.codec import decode_array, unpack_nibbles
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.number_formats import BLOCK_FORMATS, FP32, UE8M0
 from degarble.harness.report.number_text import number
-from degarble.references import routing
+from degarble.references import experts as routing
 from degarble.references.facts import V4Facts, V32Facts
 from degarble.references.linears import BLOCK_SCALE, CODES, TENSOR_SCALE
 
@@ -501,7 +501,7 @@ def weights_budget(call: JudgeableCall, experts: Tensor) -> tuple[Tensor, Budget
     facts, score = call.known_facts, scores_of(call)
     scale = facts.config.routed_scaling_factor
     epsilon = facts.numerics.switches.routing_epsilon
-    value = routing.weights(score.value, experts, scale, epsilon)
+    value = routing.router_weights(score.value, experts, scale, epsilon)
     chosen, error = (part.gather(1, experts.long()) for part in score)  # engines hold int32
     relative = error / chosen.clamp(min=UNDERFLOW)
     relative = relative + error.sum(-1, keepdim=True) / chosen.sum(-1, keepdim=True).clamp(

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from degarble.harness.formats.number_formats import ElementFormat
     from degarble.harness.formats.weight import Weight
-    from degarble.references.binding import Bound
-    from degarble.references.facts import Facts
+    from degarble.references.binding import BoundModel
+    from degarble.references.facts import ModelFacts
 
 
 # --------------------------------------------------------------------------------------------------
@@ -320,14 +320,14 @@ class JudgeableCall:
     outputs: Mapping[str, Tensor]
     weights: Mapping[str, Weight]
     activation: str | None = None
-    facts: Facts | None = None
+    facts: ModelFacts | None = None
     ranks: int = 1  # over which the candidate sums the outputs of linears split along K
     fraction_bits: int | None = None  # that the candidate's tensor core keeps of FP8 products
 
     @classmethod
     def of(
         cls,
-        twin: Bound,
+        twin: BoundModel,
         component: str,
         inputs: Mapping[str, Tensor],
         outputs: Mapping[str, Tensor] | None = None,
@@ -362,7 +362,7 @@ class JudgeableCall:
         return ambiguous_bf16(decoded.reshape(-1, decoded.shape[-1])).float()
 
     @property
-    def known_facts(self) -> Facts:
+    def known_facts(self) -> ModelFacts:
         """Return the facts; raise Undecided where they are missing."""
         if self.facts is None:
             raise Undecided(

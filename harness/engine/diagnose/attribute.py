@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.engine.localise.discrepancy import Discrepancy
     from degarble.harness.engine.localise.recorded_run import RecordedRun
-    from degarble.references.binding import Bound
+    from degarble.references.binding import BoundModel
 
     Additions = dict[int, dict[str, tuple[Tensor, bool]]]  # by step and name; True: in place of it
 
@@ -67,7 +67,7 @@ class Shares:
         return f"{told}."
 
 
-def shares_of(twin: Bound, run: RecordedRun, troubles: Sequence[Discrepancy]) -> Shares | None:
+def shares_of(twin: BoundModel, run: RecordedRun, troubles: Sequence[Discrepancy]) -> Shares | None:
     """Inject every origin alone, then cumulatively; None where the run cannot be repeated."""
     if not _whole(run) or not any(call.component == _HEAD for call in run.calls):
         return None
@@ -197,7 +197,7 @@ def _added(seen: Tensor, right: Tensor | None) -> tuple[Tensor, bool]:
 
 @contextmanager
 def _injected(
-    twin: Bound, chosen: Sequence[tuple[str, Port, Additions] | None], numbers: Sequence[int]
+    twin: BoundModel, chosen: Sequence[tuple[str, Port, Additions] | None], numbers: Sequence[int]
 ) -> Iterator[None]:
     plain = dict(twin.calls)
     clock, coming = [-1], iter(numbers)

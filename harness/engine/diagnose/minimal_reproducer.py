@@ -32,7 +32,7 @@ from degarble.harness.model.config.json_file import config_from_dict, config_to_
 from degarble.harness.model.recipes import Recipe, Rule
 from degarble.harness.report.files import usable_folder, whole_file, write_text
 from degarble.harness.report.verdict import Verdict
-from degarble.references.binding import Bound
+from degarble.references.binding import BoundModel
 from degarble.references.numerics import Mode, Numerics, Switches
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def _cut(
     """Return the case on K from `part[0]` to `part[1]`; None where it cannot be made."""
     try:
         weights = {prefix + name: _columns(each, part) for name, each in case.weights.items()}
-        twin = Bound(case.twin.config, case.twin.numerics, weights, case.recipe)
+        twin = BoundModel(case.twin.config, case.twin.numerics, weights, case.recipe)
         inputs = _inputs(case.inputs, found, part)
         with torch.inference_mode():
             made = _made(case, twin, found, way, part)
@@ -142,7 +142,7 @@ def _cut(
 
 
 def _made(
-    case: Case, twin: Bound, found: _Sum, way: FaultVariant, part: tuple[int, int]
+    case: Case, twin: BoundModel, found: _Sum, way: FaultVariant, part: tuple[int, int]
 ) -> Tensors:
     """Return the fault's outputs on a part of K: damage the whole operands, then cut them.
 
@@ -243,7 +243,7 @@ class Case:
     component: str
     title: str
     edge: bool
-    twin: Bound
+    twin: BoundModel
     recipe: Recipe
     inputs: Tensors
     captured: Tensors
@@ -332,7 +332,7 @@ class Case:
             name: Weight(value=held.get("value"), input_scale=held.get("input_scale"))
             for name, held in parts.items()
         }
-        twin = Bound(config, _numerics_of(facts["numerics"]), _Some(weights), recipe)
+        twin = BoundModel(config, _numerics_of(facts["numerics"]), _Some(weights), recipe)
         inputs, captured = (
             {n.partition(".")[2]: t for n, t in tensors.items() if n.startswith(f"{side}.")}
             for side in ("inputs", "captured")
@@ -425,7 +425,7 @@ def _fewest_columns(case: Case) -> Case:
     while size < len(order):
         rows = order[:size].sort().values
         cut = Weight(value=values[rows], input_scale=weight.input_scale)
-        twin = Bound(case.twin.config, case.twin.numerics, {prefix + name: cut}, case.recipe)
+        twin = BoundModel(case.twin.config, case.twin.numerics, {prefix + name: cut}, case.recipe)
         small = replace(case, twin=twin, captured={"out": out[:, rows]})
         if any(each.verdict is Verdict.DIFFERS for each in small.judge(small.captured).values()):
             return small
@@ -468,7 +468,7 @@ def _fewest_experts(case: Case) -> Case:
     }
     prefix = _prefix(case.twin.config, case.component, case.recipe)
     named = {prefix + name: weight for name, weight in kept.items()}
-    twin = Bound(case.twin.config, case.twin.numerics, _Some(named), case.recipe)
+    twin = BoundModel(case.twin.config, case.twin.numerics, _Some(named), case.recipe)
     return replace(case, twin=twin)
 
 

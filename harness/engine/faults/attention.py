@@ -30,9 +30,9 @@ from degarble.harness.engine.faults.weight_faults import once
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.config.config import V4Config, compressor_windows
 from degarble.harness.report.number_text import number
-from degarble.references.compressor import PoolState, slots_of
 from degarble.references.elementary import rms_norm
 from degarble.references.facts import V4Facts, single, spans_of
+from degarble.references.sparse_attention import PoolState, slots_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -22,7 +22,7 @@ from degarble.harness.formats.codec import decode_array, encode_array
 from degarble.harness.formats.number_formats import E4M3
 from degarble.harness.report.number_text import number
 from degarble.references.facts import spans_of
-from degarble.references.rounding import E4M3_LARGEST, FP8_FLOOR, power_of_two_above
+from degarble.references.numerics import E4M3_LARGEST, FP8_FLOOR, power_of_two_above
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

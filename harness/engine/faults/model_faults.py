@@ -20,7 +20,7 @@ from degarble.harness.model.config.config import V4Config
 from degarble.references.binding import plain_call
 from degarble.references.components import v4 as components_v4
 from degarble.references.components import v32 as components_v32
-from degarble.references.facts import Facts, V4Facts, V32Facts
+from degarble.references.facts import ModelFacts, V4Facts, V32Facts
 from degarble.references.linears import BLOCK_SCALE, CODES, TENSOR_SCALE, X, activation_values
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from degarble.harness.formats.weight import Weight
     from degarble.harness.model.components import Component
     from degarble.harness.model.recipes import Recipe
-    from degarble.references.binding import Bound
+    from degarble.references.binding import BoundModel
 
     Inputs = Mapping[str, Tensor]
     Weights = Mapping[str, Any]
@@ -65,7 +65,7 @@ class Reach(StrEnum):
 class ComponentContext:
     """One component of a bound model: of the candidate when planting, of the twin when naming."""
 
-    bound: Bound
+    bound: BoundModel
     component: Component
     recipe: Recipe
 
@@ -253,10 +253,10 @@ def is_v4(scene: ComponentContext) -> bool:
     return isinstance(scene.bound.config, V4Config)
 
 
-def facts_of(call: ComponentCall) -> Facts | None:
+def facts_of(call: ComponentCall) -> ModelFacts | None:
     """Return the facts that a reference's call is bound to; None for any other call."""
-    if isinstance(call, partial) and call.args and isinstance(call.args[0], Facts):
-        found: Facts = call.args[0]
+    if isinstance(call, partial) and call.args and isinstance(call.args[0], ModelFacts):
+        found: ModelFacts = call.args[0]
         return found
     return None
 
@@ -274,7 +274,7 @@ def facts_at(scene: ComponentContext) -> Any:
 
 
 def with_facts(
-    scene: ComponentContext, change: Callable[[Any], Facts]
+    scene: ComponentContext, change: Callable[[Any], ModelFacts]
 ) -> Callable[..., ComponentCall]:
     """Run the same function with other facts."""
 

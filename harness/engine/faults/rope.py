@@ -105,14 +105,14 @@ def rotate(x: Tensor, positions_N: Tensor, turn: RopeVariant, numerics: Any) -> 
         cos, sin = (each.to(numerics.store).to(numerics.work) for each in (cos, sin))
     if turn.sine_first:
         cos, sin = sin, cos
-    table = elementary.Table(cos, sin if turn.times > 0 else -sin)
+    table = elementary.RotationTable(cos, sin if turn.times > 0 else -sin)
     for _ in range(abs(turn.times)):
         # More than once for faults that rotate twice.
         x = _rotated(x, table.over_heads if x.ndim == 3 else table, turn)
     return x
 
 
-def _rotated(x: Tensor, table: elementary.Table, turn: RopeVariant) -> Tensor:
+def _rotated(x: Tensor, table: elementary.RotationTable, turn: RopeVariant) -> Tensor:
     width = 2 * table.cos.shape[-1]
     begin = 0 if turn.first else x.shape[-1] - width
     part = x[..., begin : begin + width]

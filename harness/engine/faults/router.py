@@ -28,7 +28,7 @@ from degarble.harness.engine.faults.model_faults import (
 from degarble.harness.model.config.config import V32Config
 from degarble.harness.model.types import MlpType
 from degarble.harness.report.number_text import number
-from degarble.references import routing
+from degarble.references import experts as routing
 from degarble.references.facts import V4Facts
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def routed(
         kept = biased
         if not v4:
             kept = (rules.groups or _own_groups)(biased, c)
-        experts = routing.largest(kept, c.num_experts_per_tok)
+        experts = routing.largest_experts(kept, c.num_experts_per_tok)
     chosen = (biased if rules.from_biased else score).gather(1, experts)
     epsilon = numerics.switches.routing_epsilon if rules.epsilon is None else rules.epsilon
     if rules.renormed:
@@ -98,7 +98,7 @@ def _own_groups(biased: Tensor, c: Any) -> Tensor:
 def _by_best(biased: Tensor, c: Any) -> Tensor:
     """Rank groups by their single best expert."""
     by_group = biased.reshape(len(biased), c.n_group, -1)
-    kept = routing.largest(by_group.amax(-1), c.topk_group)
+    kept = routing.largest_experts(by_group.amax(-1), c.topk_group)
     keep = torch.zeros(by_group.shape[:2], dtype=torch.bool).scatter_(1, kept, value=True)
     return by_group.masked_fill(~keep[..., None], -torch.inf).flatten(1)
 
@@ -211,10 +211,10 @@ def _table_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
 def _by_score(facts: Any, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]) -> Any:
     del weights
     score = routing.sqrt_softplus(inputs["logits"])
-    experts = routing.largest(score, facts.config.num_experts_per_tok)
+    experts = routing.largest_experts(score, facts.config.num_experts_per_tok)
     epsilon = facts.numerics.switches.routing_epsilon
     scale = facts.config.routed_scaling_factor
-    return {"experts": experts, "weights": routing.weights(score, experts, scale, epsilon)}
+    return {"experts": experts, "weights": routing.router_weights(score, experts, scale, epsilon)}
 
 
 def _other_ids(shift: int) -> Any:

@@ -35,7 +35,7 @@ from degarble.harness.engine.faults.regions import flat
 from degarble.harness.model.config.config import compressor_windows
 from degarble.harness.report.number_text import number
 from degarble.references.facts import spans_of
-from degarble.references.indexer import scores, visible_entries
+from degarble.references.sparse_attention import indexer_scores, visible_entries
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -290,7 +290,9 @@ def _one_early(facts: Any, inputs: Tensors, _weights: Any) -> Tensors:
         some = span.tokens
         filled = torch.nn.functional.pad(own, (0, 0, 0, widest - len(own)))
         seen = visible_entries(inputs["positions"][some], ratio) + 1
-        part = scores(inputs["q"][some], filled, inputs["weights"][some], seen, facts.numerics)
+        part = indexer_scores(
+            inputs["q"][some], filled, inputs["weights"][some], seen, facts.numerics
+        )
         made.append(part)
     return {"out": torch.cat(made)}
 

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from degarble.harness.engine.localise.recorded_run import RecordedRun
     from degarble.harness.engine.localise.replay import TwinComponents
     from degarble.harness.model.components import Component
-    from degarble.references.binding import Bound
+    from degarble.references.binding import BoundModel
 
 
 # --------------------------------------------------------------------------------------------------
@@ -210,7 +210,10 @@ class Judge:
     """Judges component after component, in the order in which they run."""
 
     def __init__(
-        self, known: TwinComponents, reference: Bound | None = None, looked: Looked | None = None
+        self,
+        known: TwinComponents,
+        reference: BoundModel | None = None,
+        looked: Looked | None = None,
     ) -> None:
         self._known = known
         self._looked = looked

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from degarble.harness.engine.localise.tensor_forms import FormCheck, NonFiniteOutput
     from degarble.harness.model.components import Component
     from degarble.harness.model.recipes import Recipe
-    from degarble.references.binding import Bound
+    from degarble.references.binding import BoundModel
 
 
 _MOST_RANKS = 4096
@@ -88,7 +88,7 @@ class Localised:
     unjudged: tuple[tuple[str, str], ...] = ()  # component and reason
     notes: tuple[str, ...] = ()
     conventions: tuple[ConventionUsed, ...] = ()  # that are not the official ones
-    twin: Bound | None = None  # computes by these conventions
+    twin: BoundModel | None = None  # computes by these conventions
     run: RecordedRun | None = None  # its calls whose tensors fit their sites
 
     @property
@@ -98,10 +98,10 @@ class Localised:
 
 
 def localise(
-    twin: Bound,
+    twin: BoundModel,
     recipe: Recipe,
     run: RecordedRun,
-    reference: Bound | None = None,
+    reference: BoundModel | None = None,
     told: Callable[[str], None] = lambda _component: None,
     looked: Looked | None = None,
 ) -> Localised:
@@ -175,7 +175,7 @@ class _Work:
         self,
         known: TwinComponents,
         checked: FormCheck,
-        reference: Bound | None,
+        reference: BoundModel | None,
         looked: Looked | None,
     ) -> None:
         run = checked.run
@@ -265,7 +265,7 @@ class _Work:
     def _by(
         self,
         values: Mapping[str, Any],
-        reference: Bound | None = None,
+        reference: BoundModel | None = None,
         looked: Looked | None = None,
     ) -> _Work:
         """Return the same work for a twin with other conventions."""

@@ -27,9 +27,7 @@ from degarble.harness.capture.files.records import (
 )
 from degarble.harness.checkpoint.view.stored import TORCH_DTYPES
 from degarble.harness.model.config.config import V4Config
-from degarble.references.model.v4 import ModelV4
-from degarble.references.model.v32 import ModelV32
-from degarble.references.state import Sequence
+from degarble.references.model import ModelV4, ModelV32, Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
     from degarble.harness.base.protocols import ComponentCall
     from degarble.harness.engine.faults.model_faults import FaultVariant
     from degarble.harness.formats.weight import Weight
-    from degarble.references.binding import Bound
+    from degarble.references.binding import BoundModel
 
 _WORDS = {dtype: word for word, dtype in TORCH_DTYPES.items()}
 _CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -121,7 +119,7 @@ class InMemoryRun:
     @classmethod
     def of(
         cls,
-        bound: Bound,
+        bound: BoundModel,
         prompts: Many[Many[int]],
         new_tokens: int = 2,
         edges: Mapping[str, FaultVariant] = MappingProxyType({}),
@@ -141,7 +139,7 @@ class InMemoryRun:
     @classmethod
     def again(
         cls,
-        bound: Bound,
+        bound: BoundModel,
         steps: Many[CapturedStep],
         edges: Mapping[str, FaultVariant] = MappingProxyType({}),
         *,
@@ -191,7 +189,7 @@ class InMemoryRun:
             self.logits.append(model.forward(sequences, tokens, last_only=True))
 
     @contextmanager
-    def _recording(self, bound: Bound, edges: Mapping[str, FaultVariant]) -> Iterator[None]:
+    def _recording(self, bound: BoundModel, edges: Mapping[str, FaultVariant]) -> Iterator[None]:
         plain = dict(bound.calls)
         try:
             for name, call in plain.items():
@@ -220,7 +218,7 @@ class InMemoryRun:
 
 
 def forward_again(
-    bound: Bound, steps: Many[CapturedStep], *, absorbed: bool = True
+    bound: BoundModel, steps: Many[CapturedStep], *, absorbed: bool = True
 ) -> list[Tensor]:
     """Return logits after each sequence's last token for another run's steps, without recording."""
     model, known, made = _model(bound, absorbed=absorbed), dict[int, Sequence](), []
@@ -240,7 +238,7 @@ def _fed(step: CapturedStep, known: dict[int, Sequence]) -> tuple[list[Sequence]
     return sequences, [torch.tensor(ids) for ids in owned.values()]
 
 
-def _model(bound: Bound, *, absorbed: bool) -> ModelV4 | ModelV32:
+def _model(bound: BoundModel, *, absorbed: bool) -> ModelV4 | ModelV32:
     config = bound.config
     if isinstance(config, V4Config):
         return ModelV4(bound, config)

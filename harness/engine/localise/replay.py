@@ -17,7 +17,7 @@ import torch
 from degarble.harness.base.errors import CANNOT_RUN
 from degarble.harness.engine.budget.rules import JudgeableCall as Judgeable
 from degarble.harness.model.components import components
-from degarble.references.binding import Bound
+from degarble.references.binding import BoundModel
 from degarble.references.linears import quantise_activations
 
 if TYPE_CHECKING:
@@ -44,12 +44,12 @@ _FUSED = "its tensors were captured with another component's, as one module"
 class TwinComponents:
     """A twin's bound components, in the order in which they run."""
 
-    twin: Bound
+    twin: BoundModel
     recipe: Recipe
     components: Mapping[str, Component]
 
     @classmethod
-    def of(cls, twin: Bound, recipe: Recipe) -> TwinComponents:
+    def of(cls, twin: BoundModel, recipe: Recipe) -> TwinComponents:
         """Collect the components that a twin has bound."""
         plain = {each.name: each for each in components(twin.config)}
         found: dict[str, Component] = {}
@@ -68,9 +68,9 @@ class TwinComponents:
             return dict(self.twin.calls[name](inputs, self.twin.weights_of(name)))
 
     @cached_property
-    def plain(self) -> Bound:
+    def plain(self) -> BoundModel:
         """Return a twin with the same weights and without quantised activations."""
-        return Bound(self.twin.config, self.twin.numerics, self.twin.weights)
+        return BoundModel(self.twin.config, self.twin.numerics, self.twin.weights)
 
     def activation(self, linear: str) -> str | None:
         """Return the format of a linear's quantised input; None where values arrive."""

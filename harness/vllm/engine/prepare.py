@@ -34,9 +34,9 @@ from degarble.harness.vllm.capture import stated_conventions
 from degarble.harness.vllm.engine.steps import Answers, ReferenceText
 from degarble.harness.vllm.installed import NAME
 from degarble.references import tiny
+from degarble.references.model import Sequence
 from degarble.references.numerics import HeadNorm
-from degarble.references.state import Sequence
-from degarble.references.tiny import figures, words
+from degarble.references.tiny import figures, language
 from degarble.references.tiny.language import document
 
 if TYPE_CHECKING:
@@ -96,7 +96,8 @@ def calibrate(folder: Path) -> Path:
     """Record input ranges over documents that no training saw and no question asks."""
     prompts = folder / "calibration.jsonl"
     told = [
-        words.decode(document(figures.HELD_OUT - 1 - each).ids[1:]) for each in range(CALIBRATION)
+        language.decode(document(figures.HELD_OUT - 1 - each).ids[1:])
+        for each in range(CALIBRATION)
     ]
     prompts.write_text("".join(f"{json.dumps(each)}\n" for each in told), encoding="utf-8")
     amax = folder / "amax"

@@ -23,7 +23,7 @@ from degarble.harness.inference.generation import Limits
 from degarble.harness.inference.model import open_model
 from degarble.harness.model.recipes import recipe_named
 from degarble.harness.report.verdict import Verdict
-from degarble.references.binding import Bound
+from degarble.references.binding import BoundModel
 from degarble.references.numerics import Numerics
 from degarble.suites.backends import cutedsl_cases as cases
 from degarble.suites.backends.cutedsl_standin import StandIn
@@ -250,10 +250,10 @@ def test_strict_needs_a_backend_and_refuses_a_mixture(
     assert not (tmp_path / "out").exists()
 
 
-def _bound(config: Any, recipe_name: str, **switches: Any) -> tuple[Bound, Any]:
+def _bound(config: Any, recipe_name: str, **switches: Any) -> tuple[BoundModel, Any]:
     recipe = recipe_named(recipe_name, config)
     numerics = Numerics.twin().with_switches(**(dict(CONVENTIONS) | switches))
-    return Bound(config, numerics, {}, recipe), recipe
+    return BoundModel(config, numerics, {}, recipe), recipe
 
 
 def test_what_does_not_fit_a_kernel_has_a_reason() -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.references.binding import Bound
+    from degarble.references.binding import BoundModel
 
 LAYER = "layers.0.ffn.experts"
 EXPERTS = torch.tensor([[1, 6], [6, 2], [1, 0], [6, 7], [2, 6]])
@@ -35,7 +35,7 @@ EXPERTS = torch.tensor([[1, 6], [6, 2], [1, 0], [6, 7], [2, 6]])
 class Ran(NamedTuple):
     """A bound model by stand-ins, and the steps that they were told."""
 
-    bound: Bound
+    bound: BoundModel
     told: list[str]
 
     def call(self, role: str, **inputs: Tensor) -> dict[str, Tensor]:

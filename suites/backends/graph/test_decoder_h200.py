@@ -13,8 +13,8 @@ from degarble.harness.backends.cutedsl.kernels import KernelsOnGpu
 from degarble.harness.backends.graph.decoder import Decoder, DecoderSpeaker
 from degarble.harness.cli.kernels import settings_here
 from degarble.harness.inference.model import open_model
+from degarble.references.model import Sequence
 from degarble.references.numerics import KeyValueCache
-from degarble.references.state import Sequence
 from degarble.suites.backends import cutedsl_cases as cases
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from degarble.harness.backends.graph.matrices import Experts
 from degarble.harness.base.errors import DegarbleError, InvalidArgument, NotBuilt
 from degarble.harness.inference.model import OpenModel, open_model
 from degarble.harness.model.recipes import Recipe, Rule
-from degarble.references.binding import Bound
+from degarble.references.binding import BoundModel
+from degarble.references.model import Sequence
 from degarble.references.numerics import KeyValueCache
-from degarble.references.state import Sequence
 from degarble.suites.backends import cutedsl_cases as cases
 from degarble.suites.backends.cutedsl_standin import StandIn
 from degarble.suites.commands.calls import call
@@ -189,7 +189,7 @@ def test_rows_that_do_not_fit_are_refused(opened: OpenModel) -> None:
 def test_what_no_kernel_computes_is_refused(opened: OpenModel, rule: Rule, reason: str) -> None:
     of = opened.speaker.bound
     recipe = Recipe("other", (rule, *opened.recipe.rules))
-    bound = Bound(of.config, of.numerics, dict(of.weights), recipe)
+    bound = BoundModel(of.config, of.numerics, dict(of.weights), recipe)
     with pytest.raises(DegarbleError, match=reason):
         Decoder.of(StandIn(), bound, recipe, 1, 8)
 

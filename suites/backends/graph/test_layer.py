@@ -20,8 +20,8 @@ from degarble.harness.backends.graph.weights import AttentionWeights, V4Layout
 from degarble.harness.base.errors import DegarbleError, InvalidArgument, NotBuilt
 from degarble.harness.inference.model import OpenModel, open_model
 from degarble.harness.model.recipes import Recipe, Rule
-from degarble.references.binding import Bound
-from degarble.references.state import Sequence
+from degarble.references.binding import BoundModel
+from degarble.references.model import Sequence
 from degarble.suites.backends import cutedsl_cases as cases
 from degarble.suites.backends.cutedsl_standin import StandIn
 from degarble.suites.commands.calls import call
@@ -189,7 +189,7 @@ def test_what_would_be_rounded_or_misread_is_refused(
     of = opened.speaker.bound
     recipe = Recipe("other", (*rules, *opened.recipe.rules))
     given = {name: of.weights[weights.get(name, name)] for name in of.weights}
-    bound = Bound(of.config, of.numerics, given, recipe)
+    bound = BoundModel(of.config, of.numerics, given, recipe)
     with pytest.raises(DegarbleError, match=reason):
         Decoder.of(StandIn(), bound, recipe, 1, 8)
 

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from degarble.harness.inference.model import open_model
+from degarble.references.model import Sequence
 from degarble.references.numerics import SOURCES
-from degarble.references.state import Sequence
 from degarble.suites.checkpoint.transform.loading_oracle import LOGITS
 from degarble.suites.hang_guard import HANG_SECONDS
 

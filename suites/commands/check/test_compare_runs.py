@@ -29,7 +29,7 @@ from degarble.harness.inference.model import open_model
 from degarble.harness.museum.cases import prompt_ids
 from degarble.harness.museum.plants import write_capture
 from degarble.harness.report.verdict import Verdict
-from degarble.references.binding import Bound
+from degarble.references.binding import BoundModel
 from degarble.references.numerics import Numerics
 from degarble.suites.capture.files.capture_cases import marked_incomplete
 from degarble.suites.commands.calls import call
@@ -232,7 +232,7 @@ def compare_tokens_captured(
 ) -> Path:
     """A run in exact arithmetic; `odd` puts out another row for the fifth token of a chunk."""
     model = small_stage().model
-    bound = Bound(model.config, Numerics.twin(model.switches), model.weights, model.recipe)
+    bound = BoundModel(model.config, Numerics.twin(model.switches), model.weights, model.recipe)
     if odd:
         plain = bound.calls[odd]
 

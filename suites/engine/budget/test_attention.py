@@ -18,8 +18,8 @@ from degarble.harness.engine.budget.roles import budgets_of
 from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.config.config import small_v4, small_v32
-from degarble.references.binding import Bound
-from degarble.references.latent_attention import softmax_scale
+from degarble.references.attention import softmax_scale
+from degarble.references.binding import BoundModel
 from degarble.references.numerics import Numerics, switches_of
 from degarble.suites.engine import legal_attention as legal
 
@@ -46,7 +46,7 @@ def random(*shape: int, seed: int, size: float = 1.0) -> Tensor:
 def call_v4(size: float) -> JudgeableCall:
     """A layer of compressed entries, all visible."""
     numerics = replace(Numerics.twin(switches_of("official-v4")), work=torch.float64)
-    twin = Bound(V4, numerics, {})
+    twin = BoundModel(V4, numerics, {})
     name = "layers.2.attn.attend"
     what, facts = twin.bound_to(name)
     (local,) = twin.weights_of(name)
@@ -121,7 +121,7 @@ def test_a_row_that_is_missing_or_not_rescaled_is_caught_in_v4() -> None:
 
 def call_v32(naive: bool, source: str) -> JudgeableCall:
     numerics = replace(Numerics.twin(switches_of(source)), work=torch.float64)
-    twin = Bound(V32, numerics, {})
+    twin = BoundModel(V32, numerics, {})
     name = "layers.1.attn.attend"
     what, facts = twin.bound_to(name)
     (local,) = twin.weights_of(name)
@@ -181,7 +181,7 @@ def test_a_running_peak_is_healthy_in_v32() -> None:
 def test_float32_is_healthy_and_another_row_is_caught(naive: bool, source: str) -> None:
     call = call_v32(naive, source)
     assert call.facts is not None
-    single = Bound(V32, Numerics.twin(switches_of(source)), {}).calls["layers.1.attn.attend"]
+    single = BoundModel(V32, Numerics.twin(switches_of(source)), {}).calls["layers.1.attn.attend"]
     made = dict(single(call.inputs, call.weights))
     found = judge_outputs(call, made)["out"]
     assert found.ratio <= HEADROOM, str(found.worst)

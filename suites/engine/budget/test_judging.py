@@ -18,7 +18,7 @@ from degarble.harness.formats.weight import Weight
 from degarble.harness.model.config.config import small_v4, small_v32
 from degarble.harness.model.recipes import recipe_named
 from degarble.harness.report.verdict import Verdict
-from degarble.references.binding import Bound
+from degarble.references.binding import BoundModel
 from degarble.references.linears import quantise_activations
 from degarble.references.numerics import Numerics, switches_of
 from degarble.references.weights import quantised_weights, random_weights
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.formats.number_formats import BlockFormat
     from degarble.harness.model.config.config import Config
-    from degarble.references.facts import Facts
+    from degarble.references.facts import ModelFacts
 
 
 # --------------------------------------------------------------------------------------------------
@@ -42,14 +42,14 @@ V32 = small_v32(num_hidden_layers=2)
 
 
 def test_an_output_that_is_missing_or_has_another_shape_differs() -> None:
-    twin = Bound(V4, Numerics.twin(), random_weights(V4, 1))
+    twin = BoundModel(V4, Numerics.twin(), random_weights(V4, 1))
     call = JudgeableCall.of(twin, "embed", {"tokens": torch.tensor([3, 1])})
     for outputs in ({}, {"out": call.outputs["out"][:1]}):
         assert judge_outputs(call, outputs)["out"].verdict is Verdict.DIFFERS
     assert judge_outputs(call, call.outputs)["out"].ratio == 0
 
 
-def operands(twin: Bound, component: str, seed: int) -> tuple[str, dict[str, Tensor]]:
+def operands(twin: BoundModel, component: str, seed: int) -> tuple[str, dict[str, Tensor]]:
     """The linear behind a quantisation, and what goes into the latter."""
     config, generator = twin.config, torch.Generator().manual_seed(seed)
 
@@ -79,9 +79,9 @@ def test_too_good_is_usable_on_every_linear(family: str, name: str) -> None:
     config = V4 if family == "v4" else V32
     recipe, plain = recipe_named(name, config), random_weights(config, 1)
     stored = quantised_weights(plain, config, recipe)
-    twin = Bound(config, Numerics.twin(), stored, recipe)
-    single = Bound(config, Numerics.twin(products=torch.float32), stored, recipe)
-    bare, tried = Bound(config, Numerics.bf16(), plain), set[str]()
+    twin = BoundModel(config, Numerics.twin(), stored, recipe)
+    single = BoundModel(config, Numerics.twin(products=torch.float32), stored, recipe)
+    bare, tried = BoundModel(config, Numerics.bf16(), plain), set[str]()
     for seed, component in enumerate(twin.calls):
         role = twin.bound_to(component)[0].role
         if role in tried or not role.endswith("act_quant"):
@@ -107,7 +107,7 @@ def test_too_good_is_usable_on_every_linear(family: str, name: str) -> None:
 
 
 def test_what_is_kept_holds_no_tensor() -> None:
-    twin = Bound(V4, Numerics.twin(), random_weights(V4, 1))
+    twin = BoundModel(V4, Numerics.twin(), random_weights(V4, 1))
     call = JudgeableCall.of(twin, "embed", {"tokens": torch.tensor([3, 1])})
     found = judge_outputs(call, call.outputs)["out"].settled()
     assert found.derivation == judge_outputs(call, call.outputs)["out"].derivation
@@ -116,7 +116,7 @@ def test_what_is_kept_holds_no_tensor() -> None:
 
 
 def test_operands_that_are_not_finite_have_no_budget_and_equal_kinds_agree() -> None:
-    twin = Bound(V4, Numerics.twin(), random_weights(V4, 1))
+    twin = BoundModel(V4, Numerics.twin(), random_weights(V4, 1))
     x = torch.randn(3, V4.hidden_size).bfloat16()
     x[1, 5] = torch.nan
     call = JudgeableCall.of(twin, "layers.0.attn.wq_a", {"x": x})
@@ -145,12 +145,12 @@ def test_a_window_of_one_token_remembers_nothing() -> None:
     assert origin.component == f"{ATTN}kv_write"
 
 
-def bound(config: Config, inside: torch.dtype, weights: Mapping[str, Weight]) -> Bound:
+def bound(config: Config, inside: torch.dtype, weights: Mapping[str, Weight]) -> BoundModel:
     twin = Numerics.twin(
         switches_of(f"official-{'v4' if config is JUDGING_EXTREMES_V4 else 'v32'}")
     )
     numerics = replace(twin, work=inside, products=inside)
-    return Bound(config, numerics, weights, recipe_named("bf16", config))
+    return BoundModel(config, numerics, weights, recipe_named("bf16", config))
 
 
 def spread(*shape: int) -> Tensor:
@@ -275,7 +275,7 @@ def call_of(x: Tensor, name: str, input_scale: Tensor | None = None) -> Judgeabl
     weights = {"attn.wq_a": Weight(value=torch.zeros(1), input_scale=input_scale)}
     outputs = quantise_activations(x, name, input_scale)
     return JudgeableCall(
-        "attn.wq_a.act_quant", {"x": x}, outputs, weights, facts=cast("Facts", facts)
+        "attn.wq_a.act_quant", {"x": x}, outputs, weights, facts=cast("ModelFacts", facts)
     )
 
 
@@ -453,7 +453,7 @@ def router(family: str, logits: Tensor, bias: Tensor | None = None) -> Judgeable
     )
     local = "ffn.gate.bias"
     bias = torch.zeros(config.n_routed_experts) if bias is None else bias
-    twin = Bound(config, replace(Numerics.twin(), work=torch.float64), {})
+    twin = BoundModel(config, replace(Numerics.twin(), work=torch.float64), {})
     weights = dict.fromkeys(twin.weights_of(name), Weight(value=bias)) or {
         local: Weight(value=bias)
     }
@@ -531,7 +531,7 @@ def test_experts_that_cannot_be_differ(experts: list[list[int]]) -> None:
 
 
 def test_experts_of_the_table_are_exact() -> None:
-    twin = Bound(CHOICES_V4, Numerics.twin(), {})
+    twin = BoundModel(CHOICES_V4, Numerics.twin(), {})
     what, facts = twin.bound_to("layers.0.ffn.topk")
     (name,) = twin.weights_of("layers.0.ffn.topk")
     weights = {name: Weight(value=torch.tensor([[1, 2], [3, 4]]))}
@@ -568,7 +568,7 @@ def test_a_near_tie_of_groups_may_flip_experts_whose_own_scores_are_apart() -> N
 
 def test_a_choice_from_more_groups_than_are_kept_differs() -> None:
     config = replace(V32, num_experts_per_tok=4, topk_group=2)
-    twin = Bound(config, Numerics.twin(), {})
+    twin = BoundModel(config, Numerics.twin(), {})
     what, facts = twin.bound_to("layers.1.ffn.topk")
     (name,) = twin.weights_of("layers.1.ffn.topk")
     weights = {name: Weight(value=torch.zeros(8))}
@@ -580,7 +580,7 @@ def test_a_choice_from_more_groups_than_are_kept_differs() -> None:
 
 
 def listed(scores: Tensor) -> JudgeableCall:
-    twin = Bound(CHOICES_V4, Numerics.twin(), {})
+    twin = BoundModel(CHOICES_V4, Numerics.twin(), {})
     what, facts = twin.bound_to("layers.1.attn.indexer.topk")
     inputs = {"scores": scores}
     return JudgeableCall(

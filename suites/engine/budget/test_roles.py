@@ -18,11 +18,9 @@ from degarble.harness.model.config.config import small_v4, small_v32
 from degarble.harness.model.recipes import RECIPE_NAMES, recipe_named
 from degarble.harness.report.verdict import Verdict
 from degarble.references import elementary
-from degarble.references.binding import Bound
-from degarble.references.model.v4 import ModelV4
-from degarble.references.model.v32 import ModelV32
+from degarble.references.binding import BoundModel
+from degarble.references.model import ModelV4, ModelV32, Sequence
 from degarble.references.numerics import Mode, Numerics, switches_of
-from degarble.references.state import Sequence
 from degarble.references.weights import quantised_weights, random_weights
 
 if TYPE_CHECKING:
@@ -52,13 +50,13 @@ def replayed(
     family = "v4" if config is V4 else "v32"
     recipe = recipe_named(recipe_name, config)
     weights = quantised_weights(random_weights(config, 1), config, recipe)
-    twin = Bound(config, numerics(torch.float64, family), weights, recipe)
+    twin = BoundModel(config, numerics(torch.float64, family), weights, recipe)
     calls: list[tuple[str, dict[str, Tensor], dict[str, Tensor]]] = []
 
     def seen(component: str, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         calls.append((component, dict(inputs), dict(outputs)))
 
-    candidate = Bound(config, numerics(torch.float32, family), weights, recipe, observer=seen)
+    candidate = BoundModel(config, numerics(torch.float32, family), weights, recipe, observer=seen)
     model = ModelV4(candidate, V4) if config is V4 else ModelV32(candidate, V32)
     with torch.inference_mode():
         sequence = Sequence()
@@ -145,7 +143,7 @@ def call_of(
     config: Config, role: str, inputs: dict[str, Tensor], weights: dict[str, Tensor]
 ) -> JudgeableCall:
     twin, name = (
-        Bound(config, indexer_numerics(config, torch.float64), {}),
+        BoundModel(config, indexer_numerics(config, torch.float64), {}),
         f"layers.1.attn.indexer.{role}",
     )
     what, facts = twin.bound_to(name)
@@ -213,7 +211,7 @@ def test_operands_in_float32_are_healthy_and_another_pairing_is_not(
             "attn.indexer.k_norm.bias": random(width, seed=6),
         }
     call = call_of(config, role, given, held)
-    single = Bound(config, indexer_numerics(config, torch.float32), {}).calls[
+    single = BoundModel(config, indexer_numerics(config, torch.float32), {}).calls[
         f"layers.1.attn.indexer.{role}"
     ]
     made = dict(single(call.inputs, call.weights))
@@ -254,7 +252,7 @@ EPSILON, PASSES = V4.hc_eps, V4.hc_sinkhorn_iters
 def mixing_call_of(strength: float, kind: str = "normal", tokens: int = 70) -> JudgeableCall:
     """A call whose logits have about `strength` as deviation."""
     generator = torch.Generator().manual_seed(3)
-    twin = Bound(V4, replace(Numerics.twin(), work=torch.float64), {})
+    twin = BoundModel(V4, replace(Numerics.twin(), work=torch.float64), {})
     what, facts = twin.bound_to("layers.0.attn.hc_pre")
     streams = torch.randn(tokens, 4, V4.hidden_size, generator=generator)
     if kind == "constant":
@@ -332,7 +330,7 @@ def test_faults_of_mixing_are_caught(strength: float) -> None:
 # Pooling by other means, and the carried state: what is read later is exact, the rest is free.
 
 NUMERICS = Numerics.twin(switches_of("official-v4"))
-TWIN = Bound(V4, replace(NUMERICS, work=torch.float64), {})
+TWIN = BoundModel(V4, replace(NUMERICS, work=torch.float64), {})
 
 
 def pooling_call_of(
@@ -402,7 +400,7 @@ def test_a_running_peak_is_healthy(size: float) -> None:
 def test_float32_is_healthy_wherever_a_call_begins(part: str, start: int, tokens: int) -> None:
     call = pooling_call_of(1, start, tokens, part=part)
     name = f"layers.1.attn.{part}compressor.pool"
-    made = dict(Bound(V4, NUMERICS, {}).calls[name](call.inputs, call.weights))
+    made = dict(BoundModel(V4, NUMERICS, {}).calls[name](call.inputs, call.weights))
     for key, found in judge_outputs(call, made).items():
         assert found.ratio <= HEADROOM, (key, str(found.worst))
 

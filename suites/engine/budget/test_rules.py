@@ -49,7 +49,8 @@ from degarble.harness.formats.number_formats import (
 )
 from degarble.harness.formats.quantise import dequantise, quantise
 from degarble.harness.model.config.config import small_v32
-from degarble.references import elementary, rounding
+from degarble.references import elementary
+from degarble.references import numerics as rounding
 from degarble.references.numerics import IndexerFormat, KeyValueCache, Numerics, Switches
 from degarble.references.tensor_core import dense_gemm
 

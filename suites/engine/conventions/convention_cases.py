@@ -19,7 +19,7 @@ from degarble.harness.engine.localise.recorded_run import InMemoryRun
 from degarble.harness.model.components import component_named
 from degarble.harness.model.config.config import small_v4, small_v32
 from degarble.harness.model.recipes import recipe_named
-from degarble.references.binding import Bound
+from degarble.references.binding import BoundModel
 from degarble.references.numerics import Mode, Numerics, switches_of
 from degarble.suites.engine.localise_cases import family_of, weights_of
 
@@ -41,12 +41,12 @@ _ORDERS = tuple(each for each in CONTROLS if "order" in each.id or "sum" in each
 
 def model(
     config: Config, inside: torch.dtype, switches: Mapping[str, Any], recipe: str = "nvfp4-full"
-) -> Bound:
+) -> BoundModel:
     """Bind random weights; `inside` is float32 for a candidate and float64 for a twin."""
     made = recipe_named(recipe, config)
     official = switches_of(f"official-{family_of(config)}")
     numerics = Numerics(Mode.TWIN, inside, torch.bfloat16, inside, replace(official, **switches))
-    return Bound(config, numerics, weights_of(config, made), made)
+    return BoundModel(config, numerics, weights_of(config, made), made)
 
 
 @cache
@@ -128,7 +128,7 @@ class RunCase:
             steps.append(CapturedStep(len(steps), phase, tokens, places, owners))
         return tuple(steps)
 
-    def candidate(self) -> Bound:
+    def candidate(self) -> BoundModel:
         """A healthy candidate in float32, in most cases with sums in another order."""
         bound = model(self.config, torch.float32, self.switches, self.recipe)
         chance = random.Random(self.seed + 2)
@@ -146,7 +146,7 @@ class RunCase:
     def _recipe(self) -> Any:
         return recipe_named(self.recipe, self.config)
 
-    def run(self, candidate: Bound | None = None) -> InMemoryRun:
+    def run(self, candidate: BoundModel | None = None) -> InMemoryRun:
         """Run the case."""
         return InMemoryRun.again(candidate or self.candidate(), self.steps)
 

@@ -31,7 +31,7 @@ from degarble.harness.engine.faults.model_faults import FaultVariant, with_outpu
 from degarble.harness.engine.faults.precision import head_variants
 from degarble.harness.engine.faults.registry import MODEL_FAULTS, STRENGTHS
 from degarble.harness.model.config.config import V3_2, V4_PRO
-from degarble.references.latent_attention import softmax_scale
+from degarble.references.attention import softmax_scale
 from degarble.suites.campaigns.attention_gains import case
 from degarble.suites.engine.diagnosing import double
 from degarble.suites.engine.planting import reproduces, run, sights

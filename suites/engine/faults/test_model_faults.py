@@ -21,10 +21,9 @@ from degarble.harness.engine.faults.negative_controls import CONTROLS, WHOLE_RUN
 from degarble.harness.engine.faults.operand_faults import activation_format, numbers, requantised
 from degarble.harness.engine.faults.registry import MODEL_FAULTS
 from degarble.harness.formats.weight import Weight
-from degarble.references.binding import Bound
-from degarble.references.model.v4 import ModelV4
+from degarble.references.binding import BoundModel
+from degarble.references.model import ModelV4, Sequence
 from degarble.references.numerics import Numerics
-from degarble.references.state import Sequence
 from degarble.suites.engine.diagnosing import double
 from degarble.suites.engine.planting import V4, has_effect, run, same
 
@@ -228,7 +227,7 @@ def logits_with(ways: Mapping[str, FaultVariant]) -> Tensor:
     """A prompt and a token in float64, with ways in front of some components."""
     made = run("v4")
     weights = made.twin.weights
-    bound = Bound(V4, Numerics.definition(), weights)
+    bound = BoundModel(V4, Numerics.definition(), weights)
     for name, way in ways.items():
         bound.calls[name] = way.apply(bound.calls[name])
     sequence, model = Sequence(), ModelV4(bound, V4)

@@ -21,7 +21,7 @@ from degarble.harness.model.components import components
 from degarble.harness.model.recipes import recipe_named
 from degarble.harness.model.site_forms import declared_forms
 from degarble.harness.report.verdict import Verdict
-from degarble.references.binding import Bound
+from degarble.references.binding import BoundModel
 from degarble.references.weights import random_weights
 from degarble.suites.engine.localise_cases import (
     ATTN,
@@ -214,7 +214,7 @@ FIRST, LAST = [7, 3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [4, 4, 2, 9, 1, 8, 2, 7]
 
 
 @cache
-def side(config: Config, inside: torch.dtype) -> Bound:
+def side(config: Config, inside: torch.dtype) -> BoundModel:
     """A model with a NaN among its weights: whoever reads it has to hand it on."""
     weights = dict(random_weights(config, 1))
     name = next(each for each in weights if "embed" in each)
@@ -222,11 +222,11 @@ def side(config: Config, inside: torch.dtype) -> Bound:
     table[SPOILT] = torch.nan
     weights[name] = Weight(value=table)
     numerics = bound(config, "bf16", inside).numerics
-    return Bound(config, numerics, weights, recipe_named("bf16", config))
+    return BoundModel(config, numerics, weights, recipe_named("bf16", config))
 
 
 @contextmanager
-def wrapped(candidate: Bound, name: str, way: Callable[..., Any] | None) -> Iterator[None]:
+def wrapped(candidate: BoundModel, name: str, way: Callable[..., Any] | None) -> Iterator[None]:
     healthy = candidate.calls.get(name)
     if way is not None and healthy is not None:
         candidate.calls[name] = way(healthy)

@@ -32,7 +32,7 @@ from degarble.harness.engine.localise.replay import Batch, TwinComponents, batch
 from degarble.harness.model.config.config import small_v32
 from degarble.harness.model.recipes import recipe_named
 from degarble.harness.report.verdict import Verdict
-from degarble.references.binding import Bound
+from degarble.references.binding import BoundModel
 from degarble.suites.engine.localise_cases import (
     ATTN,
     FFN,
@@ -494,10 +494,10 @@ def test_a_gain_towards_a_reference_of_the_same_direction_is_no_fallback() -> No
     assert (origin.kind, origin.component) == (DiscrepancyKind.OUTPUT, name)
 
 
-def bf16_times(name: str, gain: float) -> Bound:
+def bf16_times(name: str, gain: float) -> BoundModel:
     """The BF16 model, one of whose components has another gain."""
     model = plain(V4)
-    other = Bound(V4, model.numerics, {n: model.weights[n] for n in model.weights})
+    other = BoundModel(V4, model.numerics, {n: model.weights[n] for n in model.weights})
     other.calls[name] = scaled("out", gain)(other.calls[name])
     return other
 

@@ -18,7 +18,7 @@ from degarble.harness.engine.localise.recorded_run import (
 )
 from degarble.harness.model.config.config import small_v4, small_v32
 from degarble.harness.model.recipes import recipe_named
-from degarble.references.binding import Bound
+from degarble.references.binding import BoundModel
 from degarble.references.numerics import Numerics
 from degarble.references.weights import quantised_weights, random_weights
 
@@ -27,10 +27,10 @@ V32 = small_v32(num_hidden_layers=1)
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5])
 
 
-def bound(config: object) -> Bound:
+def bound(config: object) -> BoundModel:
     recipe = recipe_named("nvfp4-full", config)  # type: ignore[arg-type]
     weights = quantised_weights(random_weights(config, 1), config, recipe)  # type: ignore[arg-type]
-    return Bound(config, Numerics.twin(), weights, recipe)  # type: ignore[arg-type]
+    return BoundModel(config, Numerics.twin(), weights, recipe)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("config", [V4, V32], ids=["v4", "v32"])

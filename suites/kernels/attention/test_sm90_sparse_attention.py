@@ -24,7 +24,7 @@ from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.kv_problem import ENTRIES
 from degarble.kernels.runtime.compiling import CompileSettings, cubin_facts, unstated_roundings
 from degarble.kernels.runtime.targets import TARGETS
-from degarble.references import rounding
+from degarble.references import numerics
 from degarble.suites.kernels.attention import attention_checks as checks
 from degarble.suites.kernels.attention import attention_faults as faults
 
@@ -417,7 +417,7 @@ def test_sm90_latent_attention_refuses_by_name(kernels: ModuleType) -> None:
 
 @pytest.mark.needs("cutlass")
 def test_the_formula_is_that_of_the_references() -> None:
-    from degarble.references import latent_attention  # noqa: PLC0415  the oracle of the oracle
+    from degarble.references import attention as latent_attention  # noqa: PLC0415  the oracle of the oracle
     from degarble.references.numerics import Numerics  # noqa: PLC0415
 
     case = replace(CASE, tokens=1, heads=4, near=30, gaps=0.0)
@@ -427,7 +427,7 @@ def test_the_formula_is_that_of_the_references() -> None:
     form = latent_attention.Form(rows.WIDTH, rows.WIDTH, case.problem.scale, False)
     identity = torch.eye(rows.WIDTH, dtype=torch.float64)
     wkv_b = torch.cat((identity, identity)).repeat(4, 1)
-    made = latent_attention.absorbed(
+    made = latent_attention.attend_absorbed(
         given.q.double(), found, wkv_b, None, form, Numerics.definition()
     )
     assert torch.allclose(out.flatten(1), made, rtol=1e-9, atol=1e-12)
@@ -598,7 +598,7 @@ def test_it_is_attention_over_rounded_queries(mode: str) -> None:
     kernels = import_module("degarble.kernels.attention.sm90_sparse_attention")
     case = replace(SM90_ATTENTION_EXPERIMENT_CASE, mode=mode)
     given = checks.drawn(case)
-    rounded = rounding.through_nvfp4_row(given.q.cpu()).bfloat16().cuda()
+    rounded = numerics.through_nvfp4_row(given.q.cpu()).bfloat16().cuda()
     assert not torch.equal(rounded, given.q)
     operands = checks.operands_of(given)
     problem = replace(case.problem, products=facts.EXPERIMENT)

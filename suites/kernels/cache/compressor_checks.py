@@ -4,7 +4,7 @@ Ragged sequences come in chunks, with rings and pages in mixed order. Before the
 are full of NaN, projections past the end are NaN and outputs are poisoned. Some windows close
 nothing, and some requested ones are -1. A pooled value may be half a step of BF16 off, and 4e-6 of
 the weighted magnitudes (powers are good to two steps, sums of 128 to some ten). Carried rows,
-positions and slots have to be exact, the rows in the order of references.compressor; stored entries
+positions and slots have to be exact, the rows in the references' order; stored entries
 have to be kv_write's of the pooled values, byte for byte.
 
 Where there is no GPU a walk on the CPU stands in. Shape letters as in kernels/cache/problem.py.
@@ -22,7 +22,7 @@ import torch
 from degarble.kernels.cache import problem as facts
 from degarble.kernels.cache.problem import PoolProblem
 from degarble.kernels.runtime.compiling import CompileSettings
-from degarble.references import compressor
+from degarble.references import sparse_attention
 from degarble.references.numerics import Numerics
 from degarble.suites.kernels import latent_checks as plain
 from degarble.suites.kernels.mhc_checks import half_step
@@ -132,18 +132,20 @@ def definition(case: Case, sequence: int) -> tuple[Tensor, Tensor]:
     if not whole:
         return latent.new_zeros(0, case.width).double(), latent.new_zeros(0, case.width).double()
     gate = gate + case.ape.repeat(whole // ratio, 1)
-    pool = compressor.PoolFacts(ratio, facts.overlaps(ratio), case.width, 1e-6, plain.ROPE)
-    nothing = compressor.PoolState(latent[:0], gate[:0])
-    before = compressor.PoolState(
+    pool = sparse_attention.PoolFacts(ratio, facts.overlaps(ratio), case.width, 1e-6, plain.ROPE)
+    nothing = sparse_attention.PoolState(latent[:0], gate[:0])
+    before = sparse_attention.PoolState(
         *(part.new_zeros(pool.state_rows, case.columns) for part in nothing.__dict__.values())
     )
-    latents, gates = compressor.slots_of((latent.double(), gate.double()), _double(before), 0, pool)
+    latents, gates = sparse_attention.slots_of(
+        (latent.double(), gate.double()), _double(before), 0, pool
+    )
     weights = torch.softmax(gates, dim=1)
     return (weights * latents).sum(1), (weights * latents.abs()).sum(1)
 
 
-def _double(state: compressor.PoolState) -> compressor.PoolState:
-    return compressor.PoolState(state.latent.double(), state.gate.double())
+def _double(state: sparse_attention.PoolState) -> sparse_attention.PoolState:
+    return sparse_attention.PoolState(state.latent.double(), state.gate.double())
 
 
 def calls(case: Case) -> list[tuple[list[int], list[int], list[int]]]:
@@ -288,8 +290,8 @@ def _wrong_windows(
 
 
 def _wrong_rings(case: Case, made: Made, part: tuple[list[int], list[int], list[int]]) -> str:
-    """Compare rings with what references.compressor carries."""
-    pool = compressor.PoolFacts(
+    """Compare rings with what references.sparse_attention carries."""
+    pool = sparse_attention.PoolFacts(
         case.ratio, facts.overlaps(case.ratio), case.width, 1e-6, plain.ROPE
     )
     weight = torch.ones(case.width, dtype=torch.bfloat16)
@@ -299,8 +301,8 @@ def _wrong_rings(case: Case, made: Made, part: tuple[list[int], list[int], list[
         bias = case.ape.repeat(-(-length // case.ratio), 1)[:length]
         new = rows[:, : case.columns], rows[:, case.columns :] + bias
         empty = torch.zeros(pool.state_rows, case.columns)
-        state = compressor.PoolState(empty, empty)
-        _, kept = compressor.pool(new, state, 0, weight, pool, Numerics.bf16())
+        state = sparse_attention.PoolState(empty, empty)
+        _, kept = sparse_attention.pool_windows(new, state, 0, weight, pool, Numerics.bf16())
         ring = made.rings[case.ring_of[sequence]]
         got = facts.as_references_have_it(ring, length, case.ratio)
         if not torch.equal(got, torch.cat((kept.latent, kept.gate), 1)):

@@ -1,7 +1,7 @@
 """Compare rows of the indexer on a GPU with their stated arithmetic on tensors, bit for bit.
 
 The definition has the order that indexer.problem states: LayerNorm, RoPE, Hadamard, rounding.
-Roundings to blocks are those of references.rounding, which knows no kernel; the suite compares the
+Roundings to blocks are those of references.numerics, which knows no kernel; the suite compares the
 whole with the references, where sums have other orders.
 
 Shape letters: T tokens, N heads, I width, P rows of the table.
@@ -19,7 +19,7 @@ import torch
 from degarble.kernels.indexer import problem as facts
 from degarble.kernels.indexer.problem import OperandProblem
 from degarble.kernels.runtime.compiling import CompileSettings
-from degarble.references import rounding
+from degarble.references import numerics
 from degarble.suites.kernels.row_checks import POISON, bits_differ, spread
 
 if TYPE_CHECKING:
@@ -156,12 +156,12 @@ def by_definition(case: OperandCase) -> Made:
     broken = ~blocks.isfinite().all(-1, keepdim=True).expand_as(blocks).flatten(-2)
     whole = torch.where(broken, 0.0, x.float())
     if not p.coded:
-        through = rounding.through_fp8 if p.format == "fp8" else rounding.through_mxfp4
+        through = numerics.through_fp8 if p.format == "fp8" else numerics.through_mxfp4
         values = through(whole, facts.BLOCKS[p.format]).bfloat16()
         return Made(torch.where(broken, torch.nan, values), None)
-    amax = whole.abs().amax(-1).clamp(min=rounding.FP8_FLOOR)
-    scale = rounding.power_of_two_above(amax * (1.0 / rounding.E4M3_LARGEST))
-    codes = rounding.round_e4m3(whole / scale.unsqueeze(-1)).to(torch.float8_e4m3fn)
+    amax = whole.abs().amax(-1).clamp(min=numerics.FP8_FLOOR)
+    scale = numerics.power_of_two_above(amax * (1.0 / numerics.E4M3_LARGEST))
+    codes = numerics.round_e4m3(whole / scale.unsqueeze(-1)).to(torch.float8_e4m3fn)
     codes = torch.where(broken, 0x7F, codes.view(torch.uint8))
     return Made(codes, torch.where(broken[..., 0], torch.nan, scale))
 

@@ -20,7 +20,7 @@ from degarble.kernels.indexer import problem as facts
 from degarble.kernels.indexer.problem import KeyPages, ScoresForm, ScoresProblem, choose_form
 from degarble.kernels.runtime.compiling import CompileSettings, cubin_facts, unstated_roundings
 from degarble.kernels.runtime.targets import SM90A, SM100A
-from degarble.references import indexer
+from degarble.references import sparse_attention
 from degarble.references.numerics import Numerics
 from degarble.suites.kernels import gemm_code, tcgen05_words
 from degarble.suites.kernels import indexer_checks as checks
@@ -114,7 +114,7 @@ def test_the_exact_scores_are_the_references(arithmetic: str) -> None:
     of = checks.sides(case, "cpu")
     numerics = Numerics.bf16(indexer_in_storage_dtype=arithmetic == "stored")
     queries, keys, weights = of.queries.float(), of.keys[0].float(), of.given.weights
-    got = indexer.scores(queries, keys, weights, of.visible, numerics)
+    got = sparse_attention.indexer_scores(queries, keys, weights, of.visible, numerics)
     assert not checks.difference(case, got, of)
 
 

@@ -29,7 +29,7 @@ from degarble.kernels.runtime.compiling import (
     unstated_roundings,
 )
 from degarble.kernels.runtime.targets import TARGETS, Target
-from degarble.references import indexer
+from degarble.references import sparse_attention
 from degarble.suites.kernels.indexer import indexer_operand_checks as checks
 from degarble.suites.kernels.indexer import topk_checks
 
@@ -233,7 +233,7 @@ def test_the_definition_is_the_references_choice() -> None:
     for spread in topk_checks.SPREADS:
         case = topk_checks.TopkCase(TopkProblem(20, 90, 16, 4), spread, 3)
         hidden = torch.arange(90) >= case.visible[:, None]
-        want = indexer.top_k(case.scores.masked_fill(hidden, -torch.inf), 16)
+        want = sparse_attention.top_k(case.scores.masked_fill(hidden, -torch.inf), 16)
         got = topk_checks.by_definition(case, "cpu")
         assert torch.equal(got.sort(-1).values, want.int().sort(-1).values), spread
 

@@ -21,7 +21,7 @@ from degarble.kernels.primitives.kv_problem import (
     ReadProblem,
     WriteProblem,
 )
-from degarble.references import rounding
+from degarble.references import numerics
 from degarble.suites.kernels import cache_checks as checks
 from degarble.suites.kernels import latent_checks as plain
 
@@ -89,11 +89,11 @@ def test_entries_decode_to_what_the_references_read(spread: str) -> None:
         x = plain.drawn(spread, (50, entry.width), 9)
         width = entry.quantised
         through: dict[int, Any] = {
-            8: lambda v: rounding.through_fp8(v, 64),
-            4: rounding.through_nvfp4_row,
+            8: lambda v: numerics.through_fp8(v, 64),
+            4: numerics.through_nvfp4_row,
         }
         if entry.numbers:
-            rule = rounding.through_fp8 if entry.powers else rounding.through_fp8_f32
+            rule = numerics.through_fp8 if entry.powers else numerics.through_fp8_f32
             through[8] = partial(rule, block=128)
         want = x.clone()
         if width:

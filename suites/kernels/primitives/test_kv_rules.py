@@ -9,7 +9,7 @@ import torch
 from degarble.harness.formats import scalar_ops as codecs
 from degarble.kernels.primitives import kv_problem as facts
 from degarble.kernels.primitives import kv_problem as rules
-from degarble.references import rounding
+from degarble.references import numerics
 
 ALL_BF16 = torch.arange(0x8000, dtype=torch.int64)  # magnitudes
 
@@ -18,8 +18,8 @@ def test_the_fp8_scale_of_every_magnitude() -> None:
     code = rules.fp8_scale_code(ALL_BF16)
     amax = codecs.bf16_decode(ALL_BF16)
     finite = ALL_BF16 < 0x7F80
-    scaled = amax[finite].clamp(min=rounding.FP8_FLOOR) * (1.0 / rounding.E4M3_LARGEST)
-    want = rounding.power_of_two_above(scaled)
+    scaled = amax[finite].clamp(min=numerics.FP8_FLOOR) * (1.0 / numerics.E4M3_LARGEST)
+    want = numerics.power_of_two_above(scaled)
     assert torch.equal(codecs.ue8m0_decode(code[finite]), want)
     assert torch.equal(rules.fp8_factor(code[finite]), 1 / want)
     assert (code[~finite] == 255).all()
@@ -34,10 +34,10 @@ def test_the_float32_scale_of_every_magnitude() -> None:
         entry = facts.entry_format(name, width)
         assert entry.powers == powers
         scale = rules.fp32_scale_bits(ALL_BF16, entry).int().view(torch.float32)
-        want = amax[finite].clamp(min=rounding.FP8_FLOOR) / torch.tensor(rounding.E4M3_LARGEST)
+        want = amax[finite].clamp(min=numerics.FP8_FLOOR) / torch.tensor(numerics.E4M3_LARGEST)
         if powers:
-            scaled = amax[finite].clamp(min=rounding.FP8_FLOOR) * (1.0 / rounding.E4M3_LARGEST)
-            want = rounding.power_of_two_above(scaled)
+            scaled = amax[finite].clamp(min=numerics.FP8_FLOOR) * (1.0 / numerics.E4M3_LARGEST)
+            want = numerics.power_of_two_above(scaled)
         assert torch.equal(scale[finite], want)
         assert scale[~finite].isnan().all()
 
@@ -45,8 +45,8 @@ def test_the_float32_scale_of_every_magnitude() -> None:
 def test_the_nvfp4_scale_of_every_magnitude() -> None:
     bits = ALL_BF16[ALL_BF16 <= 0x7F80]
     got = codecs.e4m3_encode(rules.nvfp4_scale_number(codecs.bf16_decode(bits)))
-    amax = codecs.bf16_decode(bits).clamp(min=6.0 * rounding.NVFP4_SCALE_FLOOR)
-    want = rounding.round_e4m3(amax / 6.0).to(torch.float8_e4m3fn).view(torch.uint8)
+    amax = codecs.bf16_decode(bits).clamp(min=6.0 * numerics.NVFP4_SCALE_FLOOR)
+    want = numerics.round_e4m3(amax / 6.0).to(torch.float8_e4m3fn).view(torch.uint8)
     assert torch.equal(got, want.to(got.dtype))
 
 

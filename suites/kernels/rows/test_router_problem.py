@@ -11,7 +11,7 @@ import torch
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
 from degarble.kernels.rows import router_problem as facts
 from degarble.kernels.rows.router_problem import RouterProblem, choose_form
-from degarble.references import routing
+from degarble.references import experts as routing
 from degarble.suites.kernels.rows import router_checks as checks
 
 U = 2.0**-24
@@ -75,8 +75,8 @@ def by_reference(case: checks.RouterCase) -> tuple[torch.Tensor, torch.Tensor]:
         biased = score + case.bias
         if p.groups > 1:
             biased = routing.grouped_scores(biased, routing.GroupFacts(p.groups, p.groups_kept))
-        experts = routing.largest(biased, p.chosen)
-    return experts, routing.weights(score, experts, p.scale, p.epsilon)
+        experts = routing.largest_experts(biased, p.chosen)
+    return experts, routing.router_weights(score, experts, p.scale, p.epsilon)
 
 
 @pytest.mark.parametrize("model", [checks.V4_PRO, checks.V4_FLASH, checks.V32])

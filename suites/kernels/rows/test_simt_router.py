@@ -12,7 +12,7 @@ from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMi
 from degarble.kernels.rows.router_problem import RouterProblem, choose_form
 from degarble.kernels.runtime.compiling import CompileSettings, cubin_facts, unstated_roundings
 from degarble.kernels.runtime.targets import TARGETS, Target
-from degarble.references import routing
+from degarble.references import experts
 from degarble.suites.kernels.row_checks import bits_differ
 from degarble.suites.kernels.rows import router_checks as checks
 
@@ -127,8 +127,10 @@ def test_fuzzed_shapes(seed: int) -> None:
 @pytest.mark.b200
 def test_chooses_as_the_reference_does_on_the_cpu() -> None:
     case = checks.RouterCase(RouterProblem(8192, **checks.V4_PRO), "ordinary", 3)
-    biased = routing.sqrt_softplus(case.logits) + case.bias
-    moved = (checks.on_device(case).experts.cpu().long() != routing.largest(biased, 6)).any(-1)
+    biased = experts.sqrt_softplus(case.logits) + case.bias
+    moved = (checks.on_device(case).experts.cpu().long() != experts.largest_experts(biased, 6)).any(
+        -1
+    )
     assert int(moved.sum()) <= 8  # scores within a few units of each other, among 8192 x 6
 
 

@@ -23,7 +23,7 @@ from degarble.harness.model.config.json_file import (
     config_from_file,
     config_to_dict,
 )
-from degarble.references.latent_attention import softmax_scale
+from degarble.references.attention import softmax_scale
 from degarble.suites.model.configs import configs
 
 if TYPE_CHECKING:

@@ -48,7 +48,7 @@ from degarble.harness.model.config.config import Config
 from degarble.harness.model.recipes import recipe_named
 from degarble.harness.model.site_forms import ComponentForms, declared_forms
 from degarble.harness.report.verdict import Verdict
-from degarble.references.binding import Bound
+from degarble.references.binding import BoundModel
 from degarble.references.facts import local_name
 from degarble.references.numerics import Numerics
 
@@ -83,7 +83,7 @@ def judge_component(
         recipe = recipe_named(recipe or "bf16", config)
     component = _component(name, config, recipe)
     given = _weights(component, weights)
-    bound = Bound(config, Numerics.twin().with_switches(**conventions), given, recipe)
+    bound = BoundModel(config, Numerics.twin().with_switches(**conventions), given, recipe)
     forms = declared_forms(config, recipe).get(component.name, ComponentForms({}, {}))
     _require_inputs(component, inputs, forms)
     call = _replayed(bound, component, inputs, forms)
@@ -112,7 +112,7 @@ def judge_component(
 
 
 def _replayed(
-    bound: Bound, component: Component, inputs: Mapping[str, Tensor], forms: ComponentForms
+    bound: BoundModel, component: Component, inputs: Mapping[str, Tensor], forms: ComponentForms
 ) -> JudgeableCall:
     """Run the twin; raise for shapes that it cannot take, and list the declared ones."""
     try:

@@ -1,21 +1,80 @@
-"""Muon for hidden matrices, AdamW for the rest, with one learning rate, in CUDA-graph-safe steps.
-
-Muon replaces a matrix's momentum by the nearest matrix with equal singular values (five
-Newton-Schulz steps), scaled so that its entries are as large as AdamW's (0.2 in root mean square).
-Sources: Jordan et al. 2024 (the method and the coefficients), Liu et al. 2025 (the scale).
-"""
+"""Prepare batches by step number in worker processes, and optimise with Muon and AdamW."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from concurrent.futures import Future, ProcessPoolExecutor
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from torch import Tensor
+
+from degarble.references.tiny.language import Mixture, document
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from torch import Tensor, nn
+    from torch import nn
+
+
+# --------------------------------------------------------------------------------------------------
+# Batches
+#
+# A batch is a function of its number alone, so a run that was interrupted trains on the same data
+# as an uninterrupted one.
+
+KINDS = ("other", "recall", "far recall", "sum", "copy")
+_Example = tuple[np.ndarray, np.ndarray]
+
+
+def example(seed: int, mixture: Mixture) -> tuple[list[int], list[int]]:
+    """Return token ids [length] and the kind of each next token [length - 1]."""
+    made = document(seed, mixture)
+    kinds = [0] * (mixture.length - 1)
+    for probe in made.probes:
+        if 0 < probe.position < mixture.length:
+            far = probe.kind == "recall" and probe.distance > 128
+            kinds[probe.position - 1] = KINDS.index("far recall" if far else probe.kind)
+    return made.ids[: mixture.length], kinds
+
+
+def _examples(first: int, count: int, mixture: Mixture) -> _Example:
+    made = [example(seed, mixture) for seed in range(first, first + count)]
+    ids = np.array([ids for ids, _ in made], dtype=np.int16)
+    return ids, np.array([kinds for _, kinds in made], dtype=np.uint8)
+
+
+class Batches:
+    """Batches by worker processes. Call it with consecutive step numbers."""
+
+    def __init__(self, batch: int, mixture: Mixture, first: int, step: int, workers: int) -> None:
+        self.batch, self.mixture, self.first = batch, mixture, first
+        self.pool = ProcessPoolExecutor(workers)
+        self.jobs: dict[int, Future[_Example]] = {}
+        self.next = step
+        for _ in range(4 * workers):
+            self._submit()
+
+    def _submit(self) -> None:
+        first = self.first + self.next * self.batch
+        self.jobs[self.next] = self.pool.submit(_examples, first, self.batch, self.mixture)
+        self.next += 1
+
+    def __call__(self, step: int) -> tuple[Tensor, Tensor]:
+        """Return ids [B, T + 1] and kinds [B, T]."""
+        self._submit()
+        ids, kinds = self.jobs.pop(step).result()
+        return torch.from_numpy(ids).long(), torch.from_numpy(kinds).long()
+
+
+# --------------------------------------------------------------------------------------------------
+# Optimiser: Muon for hidden matrices, AdamW for the rest, in CUDA-graph-safe steps
+#
+# Muon replaces a matrix's momentum by the nearest matrix with equal singular values (five
+# Newton-Schulz steps), scaled so that its entries are as large as AdamW's (0.2 in root mean
+# square). Sources: Jordan et al. 2024 (the method and the coefficients), Liu et al. 2025 (the
+# scale).
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _MOMENTUM = 0.95

@@ -1,1 +1,0 @@
-"""The models as compositions of their components."""

@@ -1,1 +1,0 @@
-"""The small models in trainable form."""
