@@ -136,7 +136,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("patch", REFUSED)
-def test_errors_are_told_with_file_and_line_and_leave_nothing(run: Any, patch: str) -> None:
+def test_errors_are_reported_with_file_and_line_and_leave_nothing(run: Any, patch: str) -> None:
     done, out = run(patch)
     assert done.status == 2, done.out
     assert all(each in done.err for each in REFUSED[patch]), done.err
@@ -144,7 +144,7 @@ def test_errors_are_told_with_file_and_line_and_leave_nothing(run: Any, patch: s
     assert not out.exists()
 
 
-def test_amax_only_knows_no_patch(run: Any) -> None:
+def test_amax_only_has_no_patch(run: Any) -> None:
     (done, out) = run("def patch(c):\n    pass\n", "--amax-only")
     assert done.status == 2
     assert "--amax-only and --" in done.err

@@ -23,7 +23,7 @@ def figure(microseconds: float) -> Figure:
     return Figure(Arm("any", 1, 1, lambda: None, ()), (microseconds,))
 
 
-def test_kernels_are_summed_over_their_launches_and_beside_the_whole() -> None:
+def test_kernels_are_summed_over_their_launches_and_compared_with_the_whole() -> None:
     names = ["one", "two", "one"]
     lines = bench.told(names, [figure(each) for each in (20.0, 4.0, 10.0, 2.0)])
     assert "| two | 1 | 10.0 | 62.5% |" in lines

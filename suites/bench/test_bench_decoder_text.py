@@ -19,7 +19,7 @@ def test_shares_are_apart_where_neither_lies_in_the_others_interval() -> None:
     assert found(2, 2).apart_from(found(60)) == [], "two answers say little"
 
 
-def test_a_row_tells_share_interval_and_number() -> None:
+def test_a_row_shows_share_interval_and_number() -> None:
     row = found(90).row()
     assert "90.0 % [82.6, 94.5] of 100" in row
     assert row.endswith("| 75.0 % of 4 |")

@@ -28,7 +28,7 @@ MADE = Museum(
 )
 
 
-def test_it_runs_the_whole_and_tells_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_runs_everything_and_reports_misses(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[object, ...]] = []
 
     def planted(*arguments: object) -> Museum:

@@ -30,7 +30,7 @@ def test_rows_name_what_is_rounded_and_lose_in_order() -> None:
     assert [products for _, products in bench.KINDS.values()].count(facts.EXPERIMENT) == 1
 
 
-def test_what_is_not_seen_does_not_count() -> None:
+def test_keys_outside_the_mask_do_not_count() -> None:
     other = SMALL.keys.clone()
     other[30:] *= 100
     alone = replace(SMALL, q=SMALL.q[:1], seen=SMALL.seen[:1])

@@ -7,7 +7,7 @@ from degarble.suites.bench.timing import Settings
 from degarble.suites.engine.diagnose.judge.decoder_toy import FAULTS, toy
 
 
-def test_scenarios_of_the_toy_are_told_apart() -> None:
+def test_scenarios_of_the_toy_are_distinguished() -> None:
     made = toy(layers=9, width=64, wide=128, tokens=32)
     found = bench.scenarios(made)
     assert [each.name for each in found] == ["clean", *FAULTS]

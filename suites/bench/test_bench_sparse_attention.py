@@ -57,7 +57,7 @@ def test_torch_version_is_the_formula() -> None:
     assert torch.allclose(out.double(), checks.formula(case, given)[0], atol=2e-3, rtol=0.02)
 
 
-def test_a_missing_triton_is_said_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_triton_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "find_spec", lambda _name: None)
     assert "triton is not installed" in bench.why_not_triton()
 

@@ -77,7 +77,7 @@ def test_arms_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "".join(calls) == "aabbcc" + "abc" + "bca"
 
 
-def test_reading_tells_median_and_quartiles() -> None:
+def test_reading_returns_median_and_quartiles() -> None:
     assert Reading((5.0, 1.0, 3.0)).median == 3
     assert Reading((1.0, 2.0, 3.0, 4.0, 5.0)).quartiles == (2, 4)
     assert Reading((2.0,)).quartiles == (2, 2)
@@ -90,7 +90,7 @@ def test_targets_know_their_direction() -> None:
     assert not Target("x", 1.4, 1.3, at_least=False).met
 
 
-def test_planted_memory_is_seen() -> None:
+def test_planted_memory_is_detected() -> None:
     def touched() -> mmap.mmap:  # not by an allocator, which may hold pages from before
         made = mmap.mmap(-1, 1 << 25)
         for page in range(0, len(made), mmap.PAGESIZE):
@@ -103,7 +103,7 @@ def test_planted_memory_is_seen() -> None:
     assert 0.9 * (1 << 25) < peak < 1.5 * (1 << 25)
 
 
-def test_neighbours_and_machine_are_told() -> None:
+def test_neighbours_and_machine_are_reported() -> None:
     with Neighbours() as neighbours:
         time.sleep(0.01)
     assert 0 <= neighbours.cores < 1024
@@ -124,7 +124,7 @@ def test_the_formats_bench_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "degarble, out=" in text
 
 
-def test_disagreement_of_a_baseline_is_told() -> None:
+def test_disagreement_of_a_baseline_is_reported() -> None:
     ours = torch.tensor([0.0, 1.0, 2.0, -3.0]).bfloat16()
     said = bench_formats._decoder_agreement(
         {

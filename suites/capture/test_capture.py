@@ -99,7 +99,7 @@ def test_what_is_refused_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_weight_refused_behind_the_first_parts_leaves_nothing(
+def test_a_weight_refused_after_the_first_parts_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Another shape of as many elements is met when the weight is used, not before."""

@@ -124,7 +124,7 @@ def test_names_that_are_no_sites_are_refused() -> None:
         Place("layers.x.norm", ("norm",))
 
 
-def test_the_hash_of_the_weights_sees_every_byte_that_runs() -> None:
+def test_the_hash_of_the_weights_covers_every_byte_that_runs() -> None:
     torch.manual_seed(3)
     model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4))
     model.register_buffer("scale", torch.ones(2), persistent=False)  # no part of the state dict

@@ -8,7 +8,7 @@ from degarble.harness.base.errors import Refused
 from degarble.harness.capture.options import MOST_BYTES, CaptureRequest, RequestSelection
 
 
-def test_what_is_asked_for_is_read_and_told_again() -> None:
+def test_a_request_is_read_and_written_back() -> None:
     raw: dict[str, Any] = {
         "requests": ["mine", "also"], "layers": "0-1,ends", "components": "attn.*", "tokens": "0-3",
         "max_bytes": 1000, "seconds": 5,
@@ -36,7 +36,7 @@ def test_what_is_asked_for_is_read_and_told_again() -> None:
         ({"seconds": float("nan")}, "seconds = 'nan'"),
     ],
 )
-def test_what_cannot_be_asked_for_is_refused_by_name(raw: dict[str, Any], told: str) -> None:
+def test_an_invalid_request_is_refused_by_name(raw: dict[str, Any], told: str) -> None:
     with pytest.raises(Refused, match=told):
         CaptureRequest.of_json(raw)
 
@@ -48,7 +48,7 @@ def test_requests_are_known_by_whole_words_of_their_ids() -> None:
     assert roll.ids == ["cmpl-mine-0", "chatcmpl-run-7", "mine"]
 
 
-def test_the_next_requests_are_as_many_as_were_asked_for() -> None:
+def test_as_many_next_requests_as_requested_are_captured() -> None:
     roll = RequestSelection(CaptureRequest(count=2))
     assert [roll.owner(name) for name in "abca"] == [0, 1, None, 0]
     late = RequestSelection(CaptureRequest(seconds=0.0))

@@ -79,7 +79,7 @@ def test_capturing_changes_nothing(tmp_path: Path) -> None:
     assert all(map(torch.equal, logits[:half], logits[half:]))
 
 
-def test_a_component_that_writes_over_its_input_is_told(tmp_path: Path) -> None:
+def test_a_component_that_writes_over_its_input_is_reported(tmp_path: Path) -> None:
     """The input is kept as it was before; what came behind is kept as it became."""
     bound, name = bound_v4(5), "layers.1.ffn.shared.w13"
     plain = bound.calls[name]

@@ -22,7 +22,7 @@ def test_every_dtype_of_the_format_is_taken_as_it_is() -> None:
         assert bytes(payload.data) == tensor.view(torch.uint8).numpy().tobytes()
 
 
-def test_what_is_seen_again_is_the_same_snapshot() -> None:
+def test_an_unchanged_tensor_gives_the_same_snapshot() -> None:
     snapshots, x = Snapshots(), torch.arange(12.0).reshape(3, 4)
     first = snapshots.take(x)
     assert snapshots.take(x.view(4, 3)).payload is first.payload
@@ -42,7 +42,7 @@ def test_a_changed_tensor_is_another_snapshot() -> None:
     assert first.codes.view(torch.float32)[3] == 3
 
 
-def test_the_last_byte_and_another_size_are_seen() -> None:
+def test_a_changed_last_byte_and_another_size_are_detected() -> None:
     snapshots, x = Snapshots(), torch.arange(1 << 16, dtype=torch.uint8)
     first = snapshots.take(x)
     x[-1] += 1

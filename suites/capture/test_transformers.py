@@ -111,7 +111,7 @@ def test_the_ends_of_fused_experts_fit_together(name: str, folder: Path) -> None
 
 
 @pytest.mark.parametrize("name", sorted(THEIRS))
-def test_prefill_and_decode_are_told_apart(name: str, folder: Path) -> None:
+def test_prefill_and_decode_are_distinguished(name: str, folder: Path) -> None:
     steps = Capture.open(folder / name).steps
     assert [step.phase for step in steps] == [Phase.PREFILL, Phase.DECODE, Phase.DECODE]
     assert steps[0].positions == (*range(20), *range(20))

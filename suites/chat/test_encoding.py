@@ -71,7 +71,7 @@ def test_history_without_and_with_thinking() -> None:
     assert tools == kept.replace("S<", f"S\n\n{TOOLS_TEXT}<", 1)
 
 
-def test_what_was_said_before_decides_and_is_left_out() -> None:
+def test_earlier_messages_decide_and_are_left_out() -> None:
     before, new = HISTORY[:3], HISTORY[3:]
     for style in (TALK, THINK, replace(THINK, drop_thinking=False)):
         whole = encode(HISTORY, style)
@@ -139,7 +139,7 @@ def test_contents_in_parts() -> None:
     assert "<tool_result>a\n\n[Unsupported image]\n\nb</tool_result>" in text
 
 
-def test_response_format_stands_behind_tools() -> None:
+def test_response_format_follows_tools() -> None:
     message = system("S", tools=[TOOL], response_format={"type": "object", "k": "ü"})
     assert encode([message, user("A")], TALK) == (
         f"{BOS}S\n\n{TOOLS_TEXT}\n\n## Response Format:\n\nObey:\n"
@@ -154,7 +154,7 @@ def test_tasks(task: str) -> None:
     assert encode(titled, TALK) == f"{BOS}<｜User｜>A<｜Assistant｜></think>B{EOS}<｜title｜>"
 
 
-def test_the_task_action_stands_behind_the_assistants_mark() -> None:
+def test_the_task_action_follows_the_assistants_mark() -> None:
     assert encode([user("A", task="action")], TALK) == (
         f"{BOS}<｜User｜>A<｜Assistant｜></think><｜action｜>"
     )
@@ -250,7 +250,7 @@ def test_calls_and_their_results() -> None:
     assert open_ended.endswith("\n\n<function_results>\n<result>one</result>")
 
 
-def test_developers_words_stand_behind_their_blocks() -> None:
+def test_developers_words_follow_their_blocks() -> None:
     developer = {
         "role": "developer", "content": "D", "tools": [TOOL], "response_format": {"a": 1},
     }  # fmt: skip
@@ -268,7 +268,7 @@ def test_a_prefix_is_continued() -> None:
     assert encode_v32_encode([user("A"), answer("Be", prefix=True)], TALK).endswith("</think>Be")
 
 
-def test_encode_v32_what_was_said_before_decides_and_is_left_out() -> None:
+def test_encode_v32_earlier_messages_decide_and_are_left_out() -> None:
     for style in (TALK, THINK):
         assert encode_v32_encode(HISTORY, style).endswith(
             encode_v32_encode(HISTORY[3:], style, context=HISTORY[:3])

@@ -46,7 +46,7 @@ def load(folder: Path, vocabulary: int = 512, **config: Any) -> Tokenizer:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_text_comes_back(byte_level: Path, text: str) -> None:
+def test_text_round_trips(byte_level: Path, text: str) -> None:
     tokenizer = load(byte_level)
     assert tokenizer.decode(tokenizer.encode(text, begin=False)) == text
     assert tokenizer.encode(text)[:1] == [tokenizer.begin]

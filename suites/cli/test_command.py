@@ -73,7 +73,7 @@ STDOUT = Terminal(json_wanted=True)
     ],
 )
 @pytest.mark.parametrize("json_word", [False, True])
-def test_json_goes_where_it_was_asked_for(
+def test_json_is_written_where_requested(
     before: Terminal, words: list[str], expected: Terminal, json_word: bool
 ) -> None:
     app, seen = _app(PlainOptions, json_word=json_word)
@@ -117,7 +117,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path
     assert not seen
 
 
-def test_a_cluster_is_taken_before_and_behind_the_name() -> None:
+def test_a_cluster_option_is_accepted_before_and_after_the_name() -> None:
     app, seen = _app(PlainOptions, spreads=True)
     dispatch(app, ["do", "x", "--cluster", "ray"], Session())
     dispatch(app, ["do", "x"], Session(Terminal(cluster="ray")))

@@ -17,7 +17,7 @@ def _break(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usage, "dispatch", broken)
 
 
-def test_our_mistake_is_told_as_ours_without_a_traceback(
+def test_an_internal_error_is_reported_as_ours_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _break(monkeypatch)
@@ -35,7 +35,7 @@ def test_our_mistake_is_told_as_ours_without_a_traceback(
     assert "DEGARBLE_TRACEBACK=1" in lines["remedy"]
 
 
-def test_the_traceback_is_there_for_those_who_ask(
+def test_the_traceback_is_printed_on_request(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _break(monkeypatch)
@@ -43,7 +43,7 @@ def test_the_traceback_is_there_for_those_who_ask(
     assert "Traceback (most recent call last)" in call(capsys, "demo").err
 
 
-def test_who_signs_in_at_an_address_is_not_told(
+def test_credentials_in_an_address_are_not_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _break(monkeypatch)

@@ -27,7 +27,7 @@ def _python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=HANG_SECONDS)
 
 
-def test_the_version_is_told_without_importing_anything_heavy() -> None:
+def test_the_version_is_printed_without_importing_anything_heavy() -> None:
     done = _python(f"{START}main(['--version']); {HEAVY}")
     assert done.stdout == f"degarble {VERSION}\n[]\n"
 
@@ -37,7 +37,7 @@ def test_help_does_not_import_torch() -> None:
     assert _python(code).stdout.endswith("['rich']\n")
 
 
-def test_the_look_at_imports_sees_torch() -> None:
+def test_the_import_check_detects_torch() -> None:
     code = f"{START}main(['faults', 'list']); {HEAVY}"
     assert "'torch'" in _python(code).stdout
 

@@ -73,7 +73,7 @@ def test_a_refusal_shows_hostile_text_and_obeys_none_of_it(
     assert document["error"]["name"] == text
 
 
-def test_undecided_is_told_as_such() -> None:
+def test_undecided_is_reported_as_such() -> None:
     document = refusal_document(Undecided("a", 1, "b", "c"))
     assert document["verdict"] == "UNDECIDED"
 
@@ -91,7 +91,7 @@ class _Screen(io.StringIO):
         return True
 
 
-def test_progress_is_seen_on_a_screen_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     for stream, seen in ((_Screen(), True), (io.StringIO(), False)):
         monkeypatch.setattr(sys, "stderr", stream)

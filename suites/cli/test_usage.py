@@ -73,7 +73,7 @@ def test_a_line_without_a_needed_option_is_refused_where_its_json_goes(
 
 
 @pytest.mark.parametrize("arguments", NOT_ASKED, ids=" ".join)
-def test_who_did_not_ask_gets_no_document(
+def test_without_json_no_document_is_printed(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     result = call(capsys, *arguments)

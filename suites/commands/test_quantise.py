@@ -38,7 +38,7 @@ def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_checkpoint_is_written_and_told(
+def test_a_checkpoint_is_written_and_reported(
     source: Path, calibration: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = ("quantise", source, tmp_path / "new", *RECIPE, "--calibration", calibration)

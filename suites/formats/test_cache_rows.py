@@ -114,7 +114,7 @@ def test_every_byte_is_claimed_once_or_is_padding(row: CacheRow, entries: int) -
         assert is_padding == (byte not in claimed), byte
 
 
-def test_a_planted_overlap_is_seen() -> None:
+def test_a_planted_overlap_is_detected() -> None:
     rope = V4_FP8.values[1]
     planted = replace(V4_FP8, values=(V4_FP8.values[0], replace(rope, start=rope.start - 2)))
     assert max(claims(V4_FP8, 2).values()) == 1

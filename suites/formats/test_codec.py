@@ -258,7 +258,7 @@ def _through_bf16(values: list[float], fmt: ElementFormat, rule: Rounding) -> li
 
 @pytest.mark.parametrize("planted", [_ties_toward_zero, _through_bf16])
 @pytest.mark.parametrize("fmt", [E2M1, E4M3, E5M2], ids=lambda fmt: fmt.name)
-def test_the_table_sees_a_planted_rounding_error(
+def test_the_table_detects_a_planted_rounding_error(
     planted: Callable[..., list[int]], fmt: ElementFormat
 ) -> None:
     assert mismatches(planted, fmt, Rounding.NEAREST_EVEN)

@@ -284,7 +284,7 @@ def test_16_bit_formats_round_as_torch_casts(fmt: ElementFormat, seed: int) -> N
     assert torch.equal(encode_array(values, fmt, overflow=Overflow.IEEE), cast)
 
 
-def test_the_comparison_sees_a_planted_difference() -> None:
+def test_the_comparison_detects_a_planted_difference() -> None:
     values = every_bfloat16(E4M3)
     theirs = gfloat_encode(values, E4M3, Rounding.TOWARD_ZERO, Overflow.SATURATE)
     found = differing(values, encoded(values, E4M3), theirs)

@@ -234,7 +234,7 @@ def answer_of(dialect: Dialect, values: Tensor) -> Answer:
 
 
 @pytest.mark.parametrize("field", ["codes", "block_scale", "tensor_scale"])
-def test_one_changed_bit_is_seen(seed: int, field: str) -> None:
+def test_one_changed_bit_is_detected(seed: int, field: str) -> None:
     values = ordinary_cases(seed)["normal_fp32"]
     answer = answer_of(CANONICAL, values)
     assert set(differences(answer, values, CANONICAL).values()) == {0}
@@ -246,7 +246,7 @@ def test_one_changed_bit_is_seen(seed: int, field: str) -> None:
     assert {name for name, count in found.items() if count} == {expected[field]}
 
 
-def test_a_code_off_a_boundary_is_seen(seed: int) -> None:
+def test_a_code_off_a_boundary_is_detected(seed: int) -> None:
     values = ordinary_cases(seed)["normal_fp32"]
     answer = answer_of(CANONICAL, values)
     assert code_mismatches_off_boundaries(answer, values) == (0, 0)
@@ -255,7 +255,7 @@ def test_a_code_off_a_boundary_is_seen(seed: int) -> None:
     assert code_mismatches_off_boundaries(replace(answer, codes=codes), values) == (1, 1)
 
 
-def test_a_scale_byte_off_a_boundary_is_seen(seed: int) -> None:
+def test_a_scale_byte_off_a_boundary_is_detected(seed: int) -> None:
     values = ordinary_cases(seed)["normal_fp32"]
     answer = answer_of(CANONICAL, values)
     encode_scale = quantise(values, NVFP4).encode_scale
@@ -276,7 +276,7 @@ def test_neighbours_of_a_boundary_are_forgiven_and_nothing_else() -> None:
         assert (boundary_distance(-(midpoint + offsets).double()) <= 2).tolist() == near.tolist()
 
 
-def test_every_package_of_the_dialects_is_asked() -> None:
+def test_every_package_of_the_dialects_has_refusals() -> None:
     paths = {path for package in ORACLES.values() for path in package}
     assert set(REFUSED) == paths & set(DIALECTS)
     assert {"modelopt", "compressed_tensors", "torchao", "torchao_one_level"} == set(REFUSED)

@@ -90,7 +90,7 @@ def test_formats_are_found_by_name_and_typos_get_a_suggestion() -> None:
         element_format("E4M3FN")
 
 
-def test_a_planted_bias_is_seen() -> None:
+def test_a_planted_bias_is_detected() -> None:
     facts = {field: getattr(E4M3, field) for field in ElementFormat.__dataclass_fields__}
     planted = ElementFormat(**{**facts, "bias": 8})
     assert planted.largest != torch.finfo(torch.float8_e4m3fn).max

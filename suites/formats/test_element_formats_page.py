@@ -91,7 +91,7 @@ def test_the_numbers_of_a_format(page: dict[str, dict[str, dict[str, str]]], nam
     assert format_errors(page["format, bits"][name], name) == []
 
 
-def test_a_planted_number_is_seen(page: dict[str, dict[str, dict[str, str]]]) -> None:
+def test_a_planted_number_is_detected(page: dict[str, dict[str, dict[str, str]]]) -> None:
     planted = page["format, bits"]["E4M3"] | {"largest": "240"}
     assert format_errors(planted, "E4M3") == ["largest"]
 
@@ -130,7 +130,7 @@ def evaluated(formula: ast.expr, names: dict[str, int]) -> int:
     return formula.value
 
 
-def test_a_planted_formula_is_seen() -> None:
+def test_a_planted_formula_is_detected() -> None:
     formula = ast.parse("row * columns - column", mode="eval").body
     with pytest.raises(KeyError):
         evaluated(formula, {"row": 1, "column": 1, "columns": 2})

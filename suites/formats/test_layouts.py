@@ -202,7 +202,7 @@ def test_reading_in_another_layout_does_not_return_the_scales(
 
 
 @by_layout
-def test_a_planted_swap_is_seen(layout: ScaleLayout) -> None:
+def test_a_planted_swap_is_detected(layout: ScaleLayout) -> None:
     broken = replace(
         layout,
         offset_of=lambda row, column, rows, columns: layout.offset_of(

@@ -43,7 +43,7 @@ def test_every_dialect_on_the_device(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("fmt", BLOCK_FORMATS.values(), ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_every_format_there_and_back(fmt: BlockFormat, dtype: torch.dtype, seed: int) -> None:
+def test_every_format_round_trips(fmt: BlockFormat, dtype: torch.dtype, seed: int) -> None:
     values = torch.randn(256, 1024, generator=torch.Generator().manual_seed(seed))
     with implementation("definition"):
         ours = quantise(values, fmt)

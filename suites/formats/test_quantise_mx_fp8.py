@@ -143,7 +143,7 @@ def test_a_power_of_two_is_not_rounded_up() -> None:
         assert quantise(values, fmt).scale_values()[:, 0].tolist() == [1.0, 2.0, 4.0], fmt.name
 
 
-def test_the_scale_rounding_is_seen_by_these_checks(seed: int) -> None:
+def test_the_scale_rounding_is_detected_by_these_checks(seed: int) -> None:
     # The planted fault: floor instead of ceiling must differ from the hand.
     rule = CANONICAL.rule_for(MXFP8)
     floored = replace(

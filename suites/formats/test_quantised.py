@@ -203,7 +203,7 @@ def test_nibble_order_swaps_halves_and_nothing_else(seed: int) -> None:
     assert torch.equal(swapped.with_nibble_order(NibbleOrder.LOW_EVEN).codes, q.codes)
 
 
-def test_a_false_label_is_seen_in_the_values(seed: int) -> None:
+def test_a_false_label_is_detected_in_the_values(seed: int) -> None:
     # The planted fault: right bytes under a wrong name decode to something else.
     q = quantised(seed, 128, 64)
     values = dequantise(q)

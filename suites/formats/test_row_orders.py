@@ -128,7 +128,7 @@ def test_experts_keep_their_places() -> None:
 @pytest.mark.parametrize(
     "order", [o for o in ORDERS if o not in (AS_STORED, SWAP_HALVES)], ids=lambda o: o.name
 )
-def test_the_inverse_planted_for_the_order_is_seen(order: RowOrder) -> None:
+def test_the_inverse_planted_for_the_order_is_detected(order: RowOrder) -> None:
     planted = replace(order, source=order.destination)
     rows = 4 * order.multiple
     x_MK = torch.arange(rows)[:, None]

@@ -161,7 +161,7 @@ def test_torch_rounds_to_bfloat16_and_decodes_e4m3_alike() -> None:
     )
 
 
-def test_a_tie_that_goes_the_wrong_way_is_seen() -> None:
+def test_a_tie_that_goes_the_wrong_way_is_detected() -> None:
     def half_up(value: Any) -> int:
         boundaries = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
         magnitude = abs(float(value))
@@ -222,7 +222,7 @@ def test_scalars_quantise_as_tensors_do(seed: int) -> None:
             assert got == code[16 * block : 16 * block + 16].tolist()
 
 
-def test_a_shorter_scale_rule_would_be_seen(seed: int) -> None:
+def test_a_shorter_scale_rule_would_be_detected(seed: int) -> None:
     amax = torch.rand(4000, generator=torch.Generator().manual_seed(seed)) * 3.7
     encode_scale = codecs.nvfp4_tensor_encode_scale(torch.tensor(3.7))
     scale_code = codecs.nvfp4_block_scale(amax, encode_scale)

@@ -38,7 +38,7 @@ def test_tensors_are_whole_and_aligned(shape: tuple[int, ...], dtype: torch.dtyp
     assert bool((tensor == 1).all())
 
 
-def test_memory_comes_back_when_the_tensor_dies() -> None:
+def test_memory_is_reused_when_the_tensor_dies() -> None:
     place = empty_tensor(SHAPE, DTYPE).data_ptr()
     assert spare_bytes() > 0
     assert empty_tensor(SHAPE, DTYPE).data_ptr() == place
@@ -53,7 +53,7 @@ LOOKS: dict[str, Callable[[Tensor], object]] = {
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_memory_that_somebody_looks_at_is_not_taken(look: str) -> None:
+def test_memory_with_a_live_view_is_not_reused(look: str) -> None:
     tensor = empty_tensor(SHAPE, torch.float32)
     kept = LOOKS[look](tensor)
     place = tensor.data_ptr()
@@ -88,7 +88,7 @@ def test_idle_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert empty_tensor((SHAPE[0] + 3, 2), DTYPE).data_ptr() == places[3]  # the latest is kept
 
 
-def test_everything_can_be_given_back() -> None:
+def test_everything_can_be_freed() -> None:
     empty_tensor(SHAPE, DTYPE)
     drop_spare_memory()
     assert spare_bytes() == 0

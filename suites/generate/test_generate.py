@@ -65,7 +65,7 @@ def test_a_prompt_is_continued(model: Path, capsys: pytest.CaptureFixture[str]) 
     assert cut.out.split() == words[: words.index(stop)] or stop in words[:2]
 
 
-def test_prompts_of_a_file_say_what_each_says_alone(
+def test_prompts_of_a_file_generate_what_each_generates_alone(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = ["w7 w8", " ".join(WORDS[10:50]), "w9"]
@@ -321,7 +321,7 @@ def test_a_line_that_is_no_text_does_not_end_the_talk(
     assert done.err.count("text in UTF-8 (character 2 is none)") == 1
 
 
-def test_unknown_words_are_told_once_by_name_and_count(
+def test_unknown_words_are_reported_once_by_name_and_count(
     dialogue_model: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

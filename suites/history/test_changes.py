@@ -113,7 +113,7 @@ def test_nothing_is_said_before_enough_was_learned(seed: int) -> None:
     assert changes_of(values) == []
 
 
-def test_a_watch_that_goes_on_says_what_a_whole_walk_says(seed: int) -> None:
+def test_an_incremental_watch_finds_what_a_full_walk_finds(seed: int) -> None:
     values = noise("normal", seed, 150, 20)
     values[90:, 4] -= 9.0
     watch = ChangeDetector(20)

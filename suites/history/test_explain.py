@@ -44,7 +44,7 @@ def test_a_kernel_that_lost_a_tenth_of_its_speed_is_red(
     assert (found.red, found.worse) == (red, after < 0.9)
 
 
-def test_two_runs_beside_each_other() -> None:
+def test_two_runs_are_compared() -> None:
     first = {"budgets": {"a": 0.1, "b": 0.2, "gone": 0.3}}
     second = {"budgets": {"a": 0.1, "b": 0.5, "new": 0.4}, "distance": {"a": 1e-6}}
     found = place_differences(first, second)

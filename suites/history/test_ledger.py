@@ -29,7 +29,7 @@ def ledger(tmp_path: Path, text: str = GOOD, today: date = TODAY) -> Ledger:
     return read_ledger(path, today)
 
 
-def test_a_known_failure_stays_green_and_is_told(tmp_path: Path) -> None:
+def test_a_known_failure_stays_green_and_is_reported(tmp_path: Path) -> None:
     settled = ledger(tmp_path).settle([WRONG], "tiny", TODAY, JUDGED)
     assert not settled.red
     assert settled.lines() == [
@@ -47,7 +47,7 @@ def test_a_known_failure_stays_green_and_is_told(tmp_path: Path) -> None:
     ],
     ids=["another place", "another verdict", "another cause", "no cause"],
 )
-def test_what_the_entry_does_not_say_is_new(other: Failure, tmp_path: Path) -> None:
+def test_what_the_entry_does_not_cover_is_new(other: Failure, tmp_path: Path) -> None:
     settled = ledger(tmp_path).settle([WRONG, other], "tiny", TODAY, JUDGED)
     assert settled.red
     assert settled.new == (other,)

@@ -33,7 +33,7 @@ def test_it_names_no_person_and_no_place() -> None:
     assert f"'{user}'" not in told
 
 
-def test_a_machine_that_does_not_tell_its_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_processor_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_arguments: object, **_options: object) -> str:
         raise PermissionError
 

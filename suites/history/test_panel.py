@@ -68,7 +68,7 @@ def test_a_further_change_does_not_end_what_is_lost(tmp_path: Path, later: float
 
 
 @pytest.mark.parametrize(("since", "verdict"), [(7, Verdict.DIFFERS), (8, Verdict.AGREES)])
-def test_a_lost_series_that_nobody_measures_any_more_is_retired(
+def test_a_lost_series_that_is_no_longer_measured_is_retired(
     tmp_path: Path, since: int, verdict: Verdict
 ) -> None:
     with HistoryStore(str(tmp_path / "h.sqlite"), create=True) as store:

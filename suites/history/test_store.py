@@ -69,7 +69,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return address
 
 
-def test_what_was_added_is_told_again(url: str, seed: int) -> None:
+def test_what_was_added_is_read_back(url: str, seed: int) -> None:
     runs = history(5, 3, seed)
     with HistoryStore(url, create=True) as store:
         assert [store.add(each) for each in runs] == [True] * 5

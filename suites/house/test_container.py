@@ -88,7 +88,7 @@ def test_the_command_is_one_that_the_entry_reads(tmp_path: Path) -> None:
         ("FROM ${BASE} AS serve", "", "one stage"),
     ],
 )
-def test_a_fault_in_the_dockerfile_is_seen(old: str, new: str, told: str) -> None:
+def test_a_fault_in_the_dockerfile_is_detected(old: str, new: str, told: str) -> None:
     assert old in TEXT
     found = list(of_dockerfile(TEXT.replace(old, new)))
     assert any(told in each for each in found), found
@@ -110,7 +110,7 @@ def test_a_fault_in_the_dockerfile_is_seen(old: str, new: str, told: str) -> Non
         ("services:", "servics:", "no services"),
     ],
 )
-def test_a_fault_in_the_compose_file_is_seen(old: str, new: str, told: str) -> None:
+def test_a_fault_in_the_compose_file_is_detected(old: str, new: str, told: str) -> None:
     assert old in COMPOSED
     text = COMPOSED.replace(old, new)
     found = list(of_compose(yaml.safe_load(text), text))

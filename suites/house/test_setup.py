@@ -54,7 +54,7 @@ def program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def test_missing_python_is_told(checkout: Path) -> None:
+def test_missing_python_is_reported(checkout: Path) -> None:
     done = make(checkout)
     assert done.returncode == 2
     assert done.stderr.startswith("setup: no Python from 3.11 to 3.13 among: python3.11 ")
@@ -63,7 +63,7 @@ def test_missing_python_is_told(checkout: Path) -> None:
 
 
 @pytest.mark.parametrize("version", ["3.9.7", "3.14.0"])
-def test_unsuitable_python_is_told_with_its_version(checkout: Path, version: str) -> None:
+def test_unsuitable_python_is_reported_with_its_version(checkout: Path, version: str) -> None:
     text = f'case "$1" in --version) echo Python {version};; *) exit 1;; esac'
     program(checkout.parent / "bin" / "python3", text)
     done = make(checkout)
@@ -78,7 +78,7 @@ def test_named_python_alone_is_tried(checkout: Path) -> None:
 
 
 @pytest.mark.slow
-def test_unreachable_index_is_told(checkout: Path) -> None:
+def test_unreachable_index_is_reported(checkout: Path) -> None:
     """Port 9 of the loopback address refuses at once, as a machine without a network does."""
     done = make(
         checkout,
@@ -118,7 +118,7 @@ def test_second_run_does_nothing_until_an_input_changes(checkout: Path) -> None:
     assert notes.read_text() == installed * 2
 
 
-def test_what_was_said_once_is_remembered(checkout: Path) -> None:
+def test_settings_of_make_are_remembered(checkout: Path) -> None:
     python, notes = stand_in(checkout)
     said = (f"PYTHON={python}", "EXTRAS=dev,server", "TORCH_INDEX_URL=file:///index")
     assert make(checkout, *said).returncode == 0

@@ -120,7 +120,7 @@ def test_a_missing_branch_of_the_error_tree_is_found() -> None:
     assert error_tree("Base\n└── Leaf  text\n") == {"Base": "Exception", "Leaf": "Base"}
 
 
-def test_every_error_tells_cause_and_says_what_to_do() -> None:
+def test_every_error_states_cause_and_remedy() -> None:
     for name, value in vars(errors).items():
         if isinstance(value, type) and issubclass(value, errors.DegarbleError):
             assert value.__doc__, name

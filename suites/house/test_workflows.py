@@ -135,7 +135,7 @@ def test_a_checkout_that_cleans_a_machine_of_our_own_is_found() -> None:
         assert found == ["night: checkout deletes what the machine keeps"]
 
 
-def test_the_script_reads_what_it_tells_and_passes_options_that_exist() -> None:
+def test_the_script_reads_the_variables_it_documents_and_passes_options_that_exist() -> None:
     path = ROOT / ".ci" / "nightly"
     text = path.read_text(encoding="utf-8")
     told = set(_VARIABLE.findall(text))

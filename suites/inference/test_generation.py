@@ -54,7 +54,7 @@ def test_tokens_are_those_of_whole_forward_passes(family: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "sampling"), [("v4", TALK), ("v32", Sampling())])
-def test_company_changes_no_token(
+def test_batching_changes_no_token(
     family: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = speaker(family)
@@ -75,7 +75,7 @@ def test_a_seed_decides_what_is_drawn() -> None:
     assert [each.ids for each in first] != [each.ids for each in other]
 
 
-def test_a_sequence_that_has_seen_the_beginning_is_continued() -> None:
+def test_a_sequence_with_a_computed_beginning_is_continued() -> None:
     made = speaker("v4")
     (whole,) = run(made, [PROMPTS[2]])
     kept = Sequence()

@@ -81,7 +81,7 @@ def test_a_narrow_model_takes_one_thread_while_it_is_open(tmp_path: Path) -> Non
         torch.set_num_threads(before)
 
 
-def test_a_converted_checkpoint_says_the_same(tmp_path: Path) -> None:
+def test_a_converted_checkpoint_generates_the_same_text(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "c", Synthetic(TINY_V4, "official", seed=3))
     wanted = logits(tmp_path / "c", "definition", 1 << 27)
     for form in ("nvfp4-lossless", "fused-compressor"):
@@ -187,9 +187,7 @@ PROMPTS = [[7, 8, 9, 31], [9]]
 
 
 @pytest.mark.parametrize("family", ["v4", "v32"])
-def test_a_model_behind_the_way_there_and_back_is_the_same_model(
-    family: str, tmp_path: Path
-) -> None:
+def test_a_model_after_a_round_trip_is_the_same_model(family: str, tmp_path: Path) -> None:
     source = write_speaker(tmp_path / "model", family, "nvfp4-full")
     with open_model(source) as plain, open_model(source) as moved:
         bound = moved.speaker.bound
@@ -200,7 +198,7 @@ def test_a_model_behind_the_way_there_and_back_is_the_same_model(
         assert localise(bound, moved.recipe, expected).verdict is Verdict.AGREES
 
 
-def test_a_cause_is_named_behind_another_device_and_with_streamed_weights(tmp_path: Path) -> None:
+def test_a_cause_is_named_on_another_device_and_with_streamed_weights(tmp_path: Path) -> None:
     """Ways that rebind a reference's facts ask the call that computes, not the one in front."""
     source = write_speaker(tmp_path / "model")
     capture = captured(source, tmp_path / "capture", "layers.1.attn.q_norm")

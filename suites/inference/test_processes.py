@@ -100,7 +100,7 @@ def test_there_is_one_worker_a_core_up_to_a_limit(monkeypatch: pytest.MonkeyPatc
         assert local == 1
 
 
-def test_a_cluster_is_joined_where_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_is_joined_at_the_given_address(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = played_cluster(monkeypatch)
     with workers_of("ray", "here:1") as joined:
         assert isinstance(joined, PlayedCluster)
@@ -131,7 +131,7 @@ def test_a_new_target_has_no_earlier_run(tmp_path: Path) -> None:
     assert progress.pace.done == PLAN.data_bytes
 
 
-def test_more_workers_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_workers_can_be_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEGARBLE_WORKERS", "7")
     with spread(Terminal()) as asked:
         assert asked == 7

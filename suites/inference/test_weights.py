@@ -118,9 +118,7 @@ def test_scales_at_both_ends_are_decoded_as_the_definition_does(tmp_path: Path) 
             assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))
 
 
-def test_only_visited_experts_are_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_visited_experts_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path / "c", Synthetic(STREAMED_WEIGHTS_CONFIG, "official", seed=3))
     requested: list[str] = []
     with open_model(tmp_path / "c", "bf16", held_values=0) as model:

@@ -96,7 +96,7 @@ def test_every_kernel_is_watched() -> None:
     assert all(map(checks.kernels_of, kept)), "a module without a kernel"
 
 
-def test_a_kernel_of_the_list_that_was_not_launched_is_told() -> None:
+def test_a_kernel_of_the_list_that_was_not_launched_is_reported() -> None:
     assert checks.kernels_of("simt_kv_write") == {
         "simt_kv_write.claim_kernel", "simt_kv_write.write_kernel",
     }  # fmt: skip
@@ -127,7 +127,7 @@ def test_what_the_checker_says_is_read(status: int, text: str, wanted: str) -> N
     assert bool(told(status, text)) is bool(wanted)
 
 
-def test_a_group_that_nobody_has_is_refused() -> None:
+def test_an_unknown_group_is_refused() -> None:
     with pytest.raises(UnknownName, match="group of launches"):
         checks.launched("expert")
     assert checks.main(["expert"]) == 2

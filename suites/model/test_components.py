@@ -108,7 +108,7 @@ def loose_ends(found: Iterable[Component]) -> list[str]:
     return loose
 
 
-def test_a_wrong_producer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_producer_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [replace_input(line, "attn.wq_b") for line in wiring.V4_BLOCK_WIRING]
     monkeypatch.setattr(wiring, "V4_BLOCK_WIRING", tuple(lines))
     module._components.cache_clear()
@@ -216,7 +216,7 @@ def test_streams_run_through_the_model() -> None:
     assert streams["mtp.0.hc_head"] == ("mtp.0.ffn.hc_post.out", "")
 
 
-def test_the_residual_runs_beside_the_stream_in_v3_2() -> None:
+def test_the_residual_is_separate_from_the_stream_in_v3_2() -> None:
     config = small_v32()
     inputs = {
         name: {i.name: str(i.sources[0]) for i in component_named(config, name).inputs}

@@ -77,7 +77,7 @@ def require_round_trip(config: Config, source: Layout, target: Layout) -> None:
 
 @settings(max_examples=5)
 @given(configs())
-def test_every_element_comes_back_unquantised(config: Config) -> None:
+def test_every_element_round_trips_unquantised(config: Config) -> None:
     held = layouts_of(config, "bf16")
     assert len(held) == len([family for family, _ in LAYOUTS if family == config.family])
     for source in held:
@@ -87,7 +87,7 @@ def test_every_element_comes_back_unquantised(config: Config) -> None:
 
 @pytest.mark.parametrize("recipe", ["official", "nvfp4-experts", "nvfp4-full"])
 @pytest.mark.parametrize("config", [TINY_V4, TINY_V32], ids=["v4", "v32"])
-def test_every_element_comes_back_quantised(config: Config, recipe: str) -> None:
+def test_every_element_round_trips_quantised(config: Config, recipe: str) -> None:
     first, *others = layouts_of(config, recipe)
     assert len(others) >= 3
     for other in others:
@@ -117,7 +117,7 @@ def test_an_inverse_of_an_inverse_is_the_map(config: Config) -> None:
     }
 
 
-def test_a_move_that_goes_astray_is_seen() -> None:
+def test_a_move_that_goes_astray_is_detected() -> None:
     config = TINY_V4
     made = name_map(config, layout_named("official", config), layout_named("vllm", config))
     before = numbered(config, made.source)

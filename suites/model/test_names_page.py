@@ -31,7 +31,7 @@ def test_every_generated_part_is_there(page: str, name: str) -> None:
     assert PARTS[name] in page
 
 
-def test_a_changed_fact_would_be_seen(page: str) -> None:
+def test_a_changed_fact_would_be_detected(page: str) -> None:
     assert PARTS["layer types"].replace("160000", "10000") not in page
 
 

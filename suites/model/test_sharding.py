@@ -88,7 +88,7 @@ def test_shards_tile_every_stored_part(made: ShardingPlan, name: str) -> None:
         assert not boxes
 
 
-def test_a_lost_row_is_seen() -> None:
+def test_a_lost_row_is_detected() -> None:
     made = plan(small_v4(), tp=2)
     parameter = parameter_named(made.config, "layers.0.attn.wq_b")
     first, second = made.shards(parameter)

@@ -156,7 +156,7 @@ def test_dtypes_are_those_that_transformers_holds(answers: Answers, name: str) -
         assert held[tensor.name].dtype == TORCH_DTYPES[tensor.dtype], tensor.name
 
 
-def test_swapped_halves_are_seen(answers: Answers) -> None:
+def test_swapped_halves_are_detected(answers: Answers) -> None:
     config, folder = LOADED["v4"], answers.folders["v4"]
     made = name_map(config, layout_named("bf16", config), layout_named("transformers", config))
     held = load_file(folder / "state.safetensors")

@@ -174,7 +174,7 @@ def test_healthy_cases_differ_in_every_way() -> None:
     assert {case.schedule for case in found} == set(SCHEDULES)
 
 
-def test_prompts_are_fed_in_chunks_or_one_behind_the_other() -> None:
+def test_prompts_are_fed_in_chunks_or_one_after_the_other() -> None:
     case = MuseumCase(KEY, 1, (100, 7), new_tokens=2, schedule=IN_CHUNKS)
     steps = steps_of(case)
     assert [len(step.tokens) for step in steps] == [55, 49, 5, 1, 1]

@@ -63,14 +63,14 @@ def test_a_wrong_name_a_wrong_place_and_a_false_alarm_make_the_story_fail() -> N
     assert not replace(story, healthy=story.sick).holds
 
 
-def test_a_fault_without_effect_is_told_and_holds_where_nothing_is_found() -> None:
+def test_a_fault_without_effect_is_reported_and_passes_where_nothing_is_found() -> None:
     story = whole_story()
     idle = replace(story.planted, has_effect=False)
     assert replace(story, planted=idle, sick=story.healthy).holds
     assert not replace(story, planted=idle).holds
 
 
-def test_every_fault_can_be_asked_for_and_a_typo_is_refused() -> None:
+def test_every_fault_can_be_requested_and_a_typo_is_refused() -> None:
     assert demo_fault(None).id == demo.PLANTED
     assert {demo_fault(name).id for name in (*FAULTS, *MODEL_FAULTS)} == set(MODEL_FAULTS)
     with pytest.raises(UnknownName, match=r"Did you mean M02\.missing"):
@@ -90,7 +90,7 @@ def default_page() -> Page:
     return page_of(telling, replay_record(telling))
 
 
-def test_the_page_tells_the_story() -> None:
+def test_the_default_page_names_the_planted_fault() -> None:
     page = default_page()
     assert page.verdict is Verdict.DIFFERS
     assert page.sentence == (
@@ -106,7 +106,7 @@ def test_the_page_tells_the_story() -> None:
     assert ran == [PanelKind.REPLAY, PanelKind.TEXT]
 
 
-def test_the_terminal_tells_before_and_after() -> None:
+def test_the_terminal_shows_before_and_after() -> None:
     text = page_text(default_page(), width=120)
     healthy, sick = (
         next(line for line in text.splitlines() if line.startswith(name))

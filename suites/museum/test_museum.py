@@ -94,7 +94,7 @@ def test_ids_and_families_are_chosen_in_order() -> None:
     assert len(family) > 1
 
 
-def test_every_fault_is_a_task_and_some_are_asked_without_their_family() -> None:
+def test_every_fault_is_a_task_and_some_are_searched_without_their_family() -> None:
     found = tasks(tuple(MODEL_FAULTS), museum.WHOLE)
     once = [task for task in found if not task.twice]
     planted = [task.fault for task in once if task.fault]
@@ -148,7 +148,7 @@ def test_races_and_healthy_cases_are_run_twice() -> None:
     assert Museum((), (), (), repeats=wrong[1:]).verdict is Verdict.DIFFERS
 
 
-def test_a_family_with_few_plants_is_told() -> None:
+def test_a_family_with_few_plants_is_reported() -> None:
     plants = [PlantOutcome(f"M10.{n}", "head", "a", "b", 9.0, PlaceAnswer.EXACT) for n in range(3)]
     plants += [
         PlantOutcome("M06.up", "head", "a", "b", each, PlaceAnswer.EXACT)
@@ -219,7 +219,7 @@ def test_wilson_is_newcombes(hits: int, total: int, low: float, high: float) -> 
     assert wilson(hits, total) == pytest.approx((low, high), abs=5e-5)
 
 
-def test_nothing_counted_says_nothing() -> None:
+def test_no_claim_is_made_without_counts() -> None:
     assert wilson(0, 0) == (0.0, 1.0)
     empty = scores([], [])
     assert all(each.met and math.isnan(each.share) for each in empty)
@@ -274,7 +274,7 @@ def test_claims_count_what_they_say() -> None:
     assert (alarms.hits, alarms.total, alarms.met) == (1, 2, False)
 
 
-def test_classes_count_beside_strict_names() -> None:
+def test_classes_are_counted_in_addition_to_strict_names() -> None:
     found = [
         outcome(5.0),
         outcome(5.0, cause=CauseAnswer.SAME),

@@ -185,7 +185,7 @@ def test_an_engine_that_is_blind_misses(stage: Stage, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("broken", ["localise", "diagnose"])
-def test_an_engine_that_stops_is_told(
+def test_an_engine_that_stops_is_reported(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     def stops(*_: object) -> None:
@@ -417,7 +417,7 @@ def test_what_is_right(made: RepeatedRun, right: bool) -> None:
     assert made.right == right
 
 
-def test_a_run_is_written_as_it_was_seen(tmp_path: Path) -> None:
+def test_a_run_is_written_as_recorded(tmp_path: Path) -> None:
     stage = small_stage()
     write_capture(stage.healthy, tmp_path / "a", {"weights": "here"})
     seen = Capture.open(tmp_path / "a")

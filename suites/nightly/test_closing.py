@@ -82,7 +82,7 @@ def test_a_speed_that_fell_turns_the_night_red(tmp_path: Path) -> None:
     assert healed.judged == (f"speed.{KERNEL}",)
 
 
-def test_what_moved_otherwise_is_told_and_not_red(tmp_path: Path) -> None:
+def test_slower_steps_and_budgets_are_reported_and_not_red(tmp_path: Path) -> None:
     found = nights(tmp_path, 1.0, 0.8)
     assert found.verdict is Verdict.AGREES
     assert {line.partition(":")[0] for line in found.lines} == {"speed", "budgets"}

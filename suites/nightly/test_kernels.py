@@ -184,7 +184,7 @@ def test_skipping_every_case_is_no_agreement(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("on_hopper")
-def test_what_a_suite_leaves_open_is_told_beside_what_agrees(
+def test_what_a_suite_leaves_open_is_reported_next_to_what_agrees(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     report = tmp_path / "report.xml"
@@ -267,7 +267,7 @@ def bench_of(text: str) -> list[str]:
     return [sys.executable, "-c", f"import sys; print('a line'); {text}"]
 
 
-def test_rates_are_kept_and_what_was_not_timed_is_told() -> None:
+def test_rates_are_kept_and_what_was_not_timed_is_reported() -> None:
     document = json.dumps({"target": "sm_90a", "speeds": SPEEDS, "failed": {}})
     said = night_kernels.run_bench(bench_of(f"print({document!r})"))
     assert isinstance(said, dict)

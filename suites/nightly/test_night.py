@@ -85,7 +85,7 @@ def with_ledger(folder: Path, until: str = "2026-12-01", text: str = ENTRY) -> A
 SETTLE = Step("ledger", ledger, all_before=True)
 
 
-def test_a_step_runs_once_behind_those_that_it_needs(tmp_path: Path) -> None:
+def test_a_step_runs_once_after_those_that_it_needs(tmp_path: Path) -> None:
     ran: list[str] = []
     night = Night(asked(tmp_path), steps(ran, first=GREEN, second=GREEN, third=GREEN))
     assert night.result("second") == GREEN
@@ -108,7 +108,7 @@ def test_an_interrupted_night_continues(tmp_path: Path) -> None:
     assert night.results["second"] == RED
 
 
-def test_another_compiler_of_kernels_is_told_and_begins_anew(
+def test_another_compiler_of_kernels_is_reported_and_begins_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = "nvidia-cutlass-dsl"
@@ -150,7 +150,7 @@ print(night.run(), night.continued, flush=True)
 """
 
 
-def test_a_killed_night_continues_behind_its_finished_steps(tmp_path: Path) -> None:
+def test_a_killed_night_resumes_after_its_finished_steps(tmp_path: Path) -> None:
     asked(tmp_path)  # makes the model
     line = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path)]
     process = subprocess.Popen([*line, "forever"])
@@ -199,7 +199,7 @@ def test_a_half_written_step_runs_again(tmp_path: Path) -> None:
         assert ran == ["second(first)"]
 
 
-def test_what_was_asked_of_another_model_is_run_again(tmp_path: Path) -> None:
+def test_another_model_commit_or_number_of_repeats_runs_again(tmp_path: Path) -> None:
     ran: list[str] = []
     Night(asked(tmp_path), steps(ran, first=GREEN)).run()
     changed = asked(tmp_path)
@@ -293,7 +293,7 @@ def test_a_night_that_did_not_finish_is_never_green(tmp_path: Path, error: BaseE
     assert again.continued == ["first"]
 
 
-def test_a_new_failure_is_red_beside_a_known_one(tmp_path: Path) -> None:
+def test_a_new_failure_is_red_even_with_a_known_one(tmp_path: Path) -> None:
     other = Failure("head", Verdict.DIFFERS, None, "head is wrong")
     both = StepResult(Verdict.DIFFERS, "two", failures=(FAULT, other), judged=RED.judged)
     night = Night(with_ledger(tmp_path), [*steps([], check=both), SETTLE])

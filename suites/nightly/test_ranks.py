@@ -57,14 +57,14 @@ def asked(tmp_path: Path) -> Asked:
     )
 
 
-def test_others_hear_what_a_step_said(words: deque[Any]) -> None:
+def test_other_ranks_receive_what_a_step_reported(words: deque[Any]) -> None:
     assert lead("audit", lambda: GREEN) is GREEN
     assert follow("audit") == "AGREES: All is well."
     assert not words
 
 
 @pytest.mark.usefixtures("words")
-def test_a_step_that_crashed_leaves_nobody_waiting() -> None:
+def test_a_crashed_step_leaves_no_rank_waiting() -> None:
     def crash() -> StepResult:
         raise ZeroDivisionError
 

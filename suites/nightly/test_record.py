@@ -31,7 +31,7 @@ RESULT = StepResult(
 )
 
 
-def test_a_result_is_the_same_behind_json() -> None:
+def test_a_result_round_trips_through_json() -> None:
     assert from_plain(json.loads(json.dumps(to_plain(RESULT)))) == RESULT
 
 
@@ -49,7 +49,7 @@ def test_a_journal_answers_for_the_same_key_alone(tmp_path: Path) -> None:
     assert Journal(tmp_path / "work").read("check", "key") is None
 
 
-def test_a_changed_file_is_told(tmp_path: Path) -> None:
+def test_a_changed_file_is_reported(tmp_path: Path) -> None:
     assert files_told(None) == files_told(tmp_path / "nothing") == []
     file = tmp_path / "a" / "b"
     file.parent.mkdir()

@@ -42,7 +42,7 @@ def test_healthy_prompts_never_alarm_and_prompts_of_another_difficulty_do_not_ma
     assert all(drawn(seed, 0.0).verdict is Verdict.AGREES for seed in range(1000))
 
 
-def test_a_drift_of_the_stated_size_is_seen_with_the_stated_power() -> None:
+def test_a_drift_of_the_stated_size_is_detected_with_the_stated_power() -> None:
     found = [drawn(seed, drawn(seed, 0.0).smallest).verdict for seed in range(400)]
     assert found.count(Verdict.DIFFERS) / len(found) >= 0.75
     assert all(drawn(seed, 0.3).verdict is Verdict.DIFFERS for seed in range(50))

@@ -190,7 +190,7 @@ def test_a_folder_without_captures_is_refused(model: Path, tmp_path: Path) -> No
     assert night.red("check")
 
 
-def test_captures_are_made_by_processes_and_a_failing_one_is_told(
+def test_captures_are_made_by_processes_and_a_failing_one_is_reported(
     model: Path, tmp_path: Path
 ) -> None:
     made = night_steps.captures(asked(model, tmp_path, repeats=1), {})
@@ -201,7 +201,7 @@ def test_captures_are_made_by_processes_and_a_failing_one_is_told(
     assert "nowhere" in night.sentence
 
 
-def test_prompts_in_other_company_say_the_same(model: Path, tmp_path: Path) -> None:
+def test_prompts_generate_the_same_text_in_another_batch(model: Path, tmp_path: Path) -> None:
     ids = [[0, 7, 8, 9], [0, 9], [0, 1, 2, 3, 4, 5]]
     with open_model(model) as opened:
         found = related(opened, ids, asked(model, tmp_path))
@@ -281,7 +281,7 @@ def damaged(source: Path, folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_whole_night_sees_a_damaged_weight_and_its_healing(tmp_path: Path) -> None:
+def test_a_whole_night_detects_a_damaged_weight_and_its_repair(tmp_path: Path) -> None:
     prepare(tmp_path, (KEY,))
     healthy = tmp_path / KEY.folder
     wrong = damaged(healthy, tmp_path / "damaged")

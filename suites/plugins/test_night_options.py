@@ -17,11 +17,11 @@ def said(**given: str) -> NightOptions:
     return night_options(found)
 
 
-def test_nothing_said_is_the_default() -> None:
+def test_no_option_is_the_default() -> None:
     assert said() == NightOptions()
 
 
-def test_what_is_said_is_read() -> None:
+def test_options_are_read() -> None:
     found = said(repeats="2", museum="whole", store="h.sqlite", ledger="known.yaml", commit="abc")
     assert (found.repeats, found.museum, found.store, found.commit) == (
         2,

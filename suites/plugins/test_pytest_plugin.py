@@ -143,7 +143,7 @@ def test_asking_for_everything_but_a_device_is_no_request(house: House) -> None:
     assert "1 passed" in text
 
 
-def test_opt_in_suites_run_when_every_marker_is_asked_for(house: House) -> None:
+def test_opt_in_suites_run_when_every_marker_is_requested(house: House) -> None:
     assert "1 passed" in house.run(SUITE, "-m", "slow and faults")[1]
     assert "faults: 1 in test_planted.py: run with -m faults" in house.run(SUITE, "-m", "slow")[1]
 
@@ -219,7 +219,7 @@ def test_seed_comes_from_the_node_id(house: House) -> None:
         ("b200 and", set()),
     ],
 )
-def test_asked_markers(expression: str, asked: set[str]) -> None:
+def test_requested_markers(expression: str, asked: set[str]) -> None:
     assert pytest_plugin.asked_markers(expression) == asked
 
 
@@ -276,7 +276,7 @@ def test_a_worker_reports_its_omissions(tmp_path: Path) -> None:
     assert len(omitted) == len(set(omitted)) <= 2
 
 
-def test_the_fixture_judge_tells_all_of_a_wrong_kernel(house: House) -> None:
+def test_the_fixture_judge_reports_everything_about_a_wrong_kernel(house: House) -> None:
     house.pytester.makepyfile(
         """
 import torch

@@ -58,7 +58,7 @@ def test_no_rows_at_all_yield_zero(seed: int) -> None:
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 1e308])
-def test_rows_that_are_not_seen_cannot_reach_a_token(poison: float, seed: int) -> None:
+def test_rows_that_are_not_visible_cannot_reach_a_token(poison: float, seed: int) -> None:
     q, rows, seen, sink = case(seed)
     clean = attention.attend(q, [rows[:4], rows[4:]], seen, sink, EXACT)
     seen[:3, 4], seen[3:, 4] = False, True

@@ -99,7 +99,7 @@ def test_inputs_are_what_the_anatomy_says_produced_them() -> None:
     assert checked > 100
 
 
-def test_weights_are_read_when_a_component_asks() -> None:
+def test_weights_are_read_when_a_component_needs_them() -> None:
     plain, read = random_weights(V4, 1), []
 
     class Watched(Mapping[str, "Weight"]):
@@ -211,7 +211,7 @@ def test_rows_keep_what_they_were_given() -> None:
 
 
 @pytest.mark.parametrize(("config", "other"), [(V4, "sigmoid"), (V32, "softmax")])
-def test_a_router_that_nobody_computes_is_refused(config: Config, other: str) -> None:
+def test_an_unknown_scoring_function_is_refused(config: Config, other: str) -> None:
     with pytest.raises(NotBuilt, match=f"scoring_func = '?{other}") as refused:
         BoundModel(replace(config, scoring_func=other), Numerics.definition(), {})
     assert config.scoring_func in str(refused.value)

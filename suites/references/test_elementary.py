@@ -133,7 +133,7 @@ def test_a_scaled_rope_scales_what_it_turns() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_pairs_behind_an_odd_number_of_features_turn(rows: int) -> None:
+def test_pairs_after_an_odd_number_of_features_rotate(rows: int) -> None:
     positions = torch.arange(rows) + 3
     table = elementary.rotation_table(ROPE, positions, EXACT)
     x = torch.randn(rows, 11, dtype=torch.float64)

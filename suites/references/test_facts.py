@@ -22,7 +22,7 @@ def test_epsilons_that_sources_do_not_take_from_the_config() -> None:
     assert found["transformers"] == [1e-3, 1e-6, 1e-6, 1e-6, 1e-3]
 
 
-def test_spans_are_read_once_while_nobody_writes_into_them() -> None:
+def test_spans_are_read_once_until_they_are_overwritten() -> None:
     given = {"positions": torch.tensor([4, 5, 0]), "token_offsets": torch.tensor([0, 2, 3])}
     spans = spans_of(given)
     assert spans == (Span(0, 2, 4), Span(2, 3, 0))

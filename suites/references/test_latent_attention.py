@@ -81,7 +81,7 @@ def test_logits_are_stored_where_the_sources_do(seed: int) -> None:
     assert not torch.equal(made[0], made[1])
 
 
-def test_a_row_that_is_not_seen_cannot_reach_a_token(seed: int) -> None:
+def test_a_row_that_is_not_visible_cannot_reach_a_token(seed: int) -> None:
     q, rows, wkv_b, seen = case(seed)
     seen[:3, 2], seen[3:, 2] = False, True
     clean = attention.attend_absorbed(q, rows, wkv_b, seen, FORM, EXACT)
@@ -91,7 +91,7 @@ def test_a_row_that_is_not_seen_cannot_reach_a_token(seed: int) -> None:
     assert torch.isnan(out[3:]).all()
 
 
-def test_scale_has_mscale_squared_only_behind_yarn() -> None:
+def test_scale_has_mscale_squared_only_with_yarn() -> None:
     small = small_v32()
     assert attention.softmax_scale(replace(small, yarn=None)) == small.qk_head_dim**-0.5
     ratio = attention.softmax_scale(V3_2) / V3_2.qk_head_dim**-0.5

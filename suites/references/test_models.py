@@ -107,7 +107,7 @@ def test_both_forms_of_latent_attention_are_equal() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_company_changes_nothing(family: str) -> None:
+def test_batching_changes_nothing(family: str) -> None:
     """A decode, a chunk and a fresh prompt in one call, in any order, equal each one alone."""
     made = model(family)
     others = [TOKENS.flip(0)[:90], TOKENS.roll(50)[:131]]
@@ -126,7 +126,7 @@ def test_company_changes_nothing(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_follows_cannot_reach_back(family: str) -> None:
+def test_later_tokens_cannot_reach_earlier_ones(family: str) -> None:
     padded = torch.cat((TOKENS[:140], torch.zeros(60, dtype=torch.int64)))
     assert agrees(model(family).forward([Sequence()], [padded])[:140], whole(family)[:140])
 
@@ -190,7 +190,7 @@ def test_a_uniform_shift_of_positions_is_invisible_without_compression() -> None
 
 
 @pytest.mark.parametrize("layer", [1, 2])
-def test_a_uniform_shift_of_positions_is_seen_by_compressed_layers(layer: int) -> None:
+def test_a_uniform_shift_of_positions_is_detected_by_compressed_layers(layer: int) -> None:
     moved = shifted(model("v4"), lambda number: number == layer)
     out = moved.forward([Sequence()], [TOKENS])
     first = V4.compress_ratios[layer] - 1  # before the first entry only the window is seen
@@ -241,7 +241,7 @@ def planted_pool(monkeypatch: pytest.MonkeyPatch, made: Model) -> None:
 
 
 @pytest.mark.parametrize("plant", [planted_early, planted_window, planted_pool])
-def test_planted_faults_of_history_are_seen(
+def test_planted_faults_of_history_are_detected(
     plant: Callable[[pytest.MonkeyPatch, Model], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = model("v4")
@@ -250,7 +250,7 @@ def test_planted_faults_of_history_are_seen(
     assert not agrees(in_parts(made, [61] + [1] * 10 + [LONGEST - 71]), once, 1e-6)
 
 
-def test_a_missing_inverse_rotation_is_seen() -> None:
+def test_a_missing_inverse_rotation_is_detected() -> None:
     made = model("v4")
     for layer in range(3):
         name = f"layers.{layer}.attn.inverse_rope"

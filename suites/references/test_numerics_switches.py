@@ -268,7 +268,7 @@ def test_v32_caches_round_the_latent_and_leave_the_key(
     assert gap < (0.12 if kind is KeyValueCache.NVFP4 else 0.04)
 
 
-def test_attention_of_v32_stores_logits_unless_told(weights: dict[str, dict[str, Weight]]) -> None:
+def test_attention_of_v32_stores_logits_by_default(weights: dict[str, dict[str, Weight]]) -> None:
     given = weights[V32.family]
     official, transformers, kernels = (
         run(V32, Numerics.bf16(attention_in_storage_dtype=value), given)
@@ -278,7 +278,7 @@ def test_attention_of_v32_stores_logits_unless_told(weights: dict[str, dict[str,
     assert role(first_change(official, kernels)) == "attn.attend"
 
 
-def test_weight_goes_behind_w2_in_v32_whatever_the_switch(
+def test_weight_is_applied_after_w2_in_v32_whatever_the_switch(
     weights: dict[str, dict[str, Weight]],
 ) -> None:
     given = weights[V32.family]

@@ -29,7 +29,7 @@ def test_choice_is_by_size_and_ties_go_to_the_lower_id() -> None:
     assert experts.largest_experts(scores, 3).tolist() == [[1, 3, 0], [0, 1, 2]]
 
 
-def test_choice_before_or_behind_the_scoring_function_is_the_same(seed: int) -> None:
+def test_choice_before_or_after_the_scoring_function_is_the_same(seed: int) -> None:
     """A negative control: without a bias both orders are right, so they must not be told apart."""
     logits = noise(50, 8, seed=seed)
     expected = experts.largest_experts(logits, 3)

@@ -62,7 +62,7 @@ def test_the_order_of_rounding_in_a_sum_is_a_switch(results: dict[str, dict[str,
     assert official["checksum"] != stepwise["checksum"]
 
 
-def test_a_lost_sum_is_seen(results: dict[str, dict[str, float]]) -> None:
+def test_a_lost_sum_is_detected(results: dict[str, dict[str, float]]) -> None:
     assert results["planted"]["relative"] > 0.01
 
 

@@ -178,7 +178,7 @@ SCALED_FAULTS: dict[str, tuple[Plant, tc.StepRule, str]] = {
 
 
 @pytest.mark.parametrize("fault", DENSE_FAULTS)
-def test_a_fault_in_the_dense_model_is_seen(
+def test_a_fault_in_the_dense_model_is_detected(
     fault: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant, family = DENSE_FAULTS[fault]
@@ -190,7 +190,7 @@ def test_a_fault_in_the_dense_model_is_seen(
 
 
 @pytest.mark.parametrize("fault", SCALED_FAULTS)
-def test_a_fault_in_the_block_scaled_model_is_seen(
+def test_a_fault_in_the_block_scaled_model_is_detected(
     fault: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant, rule, family = SCALED_FAULTS[fault]

@@ -214,7 +214,7 @@ def test_cached_decoding_agrees_end_to_end(cases: dict[str, Case]) -> None:
     require_cached(model, case)
 
 
-def test_the_release_before_the_rotation_fix_is_seen(
+def test_the_release_before_the_rotation_fix_is_detected(
     cases: dict[str, Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pairs (2i, 2i + 1) in the indexer: the fault of the release code before 2025-11-17."""

@@ -220,7 +220,7 @@ def test_cached_decoding_agrees_end_to_end(cases: dict[str, Case]) -> None:
     require_cached(model, case)
 
 
-def test_a_planted_deviation_is_seen(cases: dict[str, Case]) -> None:
+def test_a_planted_deviation_is_detected(cases: dict[str, Case]) -> None:
     case = cases["other"]
     bound = BoundModel(OTHER, NUMERICS, case.weights)
     plain = bound.calls["layers.2.attn.hc_pre"]

@@ -55,7 +55,7 @@ def test_a_name_is_durable_before_a_text_counts_as_written(
     assert synced == [["a.txt"]]
 
 
-def test_a_folder_that_nobody_may_list_takes_files(
+def test_a_folder_without_read_permission_takes_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     genuine = os.open
@@ -122,7 +122,7 @@ def test_a_folder_is_made_with_its_parents(tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_a_folder_that_is_only_asked_for_is_not_left(tmp_path: Path) -> None:
+def test_a_folder_that_is_only_probed_is_not_created(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     require_folder("--report", tmp_path / "there" / "b" / "c")
     assert list((tmp_path / "there").iterdir()) == []

@@ -19,7 +19,7 @@ def table() -> KernelTable:
     return made
 
 
-def test_launches_are_counted_by_component_and_told_by_role() -> None:
+def test_launches_are_counted_by_component_and_listed_by_role() -> None:
     document = table().document()
     assert document["kernels"]["layers.0.attn.wq_a"] == [
         {"kernel": "sm90_gemm_bf16", "tactic": "128x128x64", "launches": 1},
@@ -32,7 +32,7 @@ def test_launches_are_counted_by_component_and_told_by_role() -> None:
     assert sum("reference: none yet" in line for line in lines) == 1
 
 
-def test_a_manifest_s_view_is_told_alike_and_another_s_is_told_as_far_as_it_goes() -> None:
+def test_a_table_read_from_json_has_the_same_lines_and_a_partial_one_fewer() -> None:
     back = json.loads(json.dumps(table().document()))
     assert table_lines(back) == table().lines()
     assert table_lines({}) == ["Kernels on an unknown target, by component:"]

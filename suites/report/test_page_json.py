@@ -15,7 +15,7 @@ OLD = Path(__file__).with_name("page_schema_1.json")
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_hostile_text_comes_back_as_it_was(text: str) -> None:
+def test_hostile_text_round_trips(text: str) -> None:
     written = page_to_json(page_of(text))
     written.encode("ascii")
     assert page_to_json(page_from_json(written)) == written

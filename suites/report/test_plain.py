@@ -15,7 +15,7 @@ from degarble.suites.reports.page_cases import blocks, page_of
 
 
 @given(blocks)
-def test_blocks_come_back_as_they_were(block: Block) -> None:
+def test_blocks_round_trip(block: Block) -> None:
     text = json.dumps(to_plain(block), allow_nan=False)
     assert from_plain(type(block), json.loads(text), "block") == block
 
@@ -28,7 +28,7 @@ def test_cells_keep_value_and_type(value: Cell) -> None:
     assert type(back) is type(value)
 
 
-def test_nan_comes_back_as_nan() -> None:
+def test_nan_round_trips() -> None:
     table = Table("t", (Column("a"),), ((math.nan,),))
     back = from_plain(Table, json.loads(json.dumps(to_plain(table))), "t").rows[0][0]
     assert isinstance(back, float)

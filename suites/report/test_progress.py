@@ -31,7 +31,7 @@ def test_rate_and_time_left_follow_the_last_half_minute() -> None:
     assert pace.share == 0.5
 
 
-def test_what_was_done_before_is_done_and_says_nothing_of_the_rate() -> None:
+def test_earlier_work_counts_as_done_and_not_for_the_rate() -> None:
     clock = _Clock()
     progress = Progress("quantise", 1000, clock=clock)
     progress.skip(900)
@@ -57,7 +57,7 @@ def test_work_that_is_known_late_has_a_rate_of_its_own() -> None:
     ]
 
 
-def test_nothing_is_promised_before_anything_is_known() -> None:
+def test_there_is_no_estimate_before_the_first_measurement() -> None:
     clock = _Clock()
     progress = Progress("audit", 1000, clock=clock)
     clock.now += 0.1

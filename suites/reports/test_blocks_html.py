@@ -29,7 +29,7 @@ def test_hostile_text_changes_no_element_of_any_block(text: str) -> None:
     assert [Reader(str(block_element(block))).elements for block in every_block(text)] == PLAIN
 
 
-def test_a_tone_is_told_in_words_and_not_by_colour_alone() -> None:
+def test_a_tone_is_stated_in_words_and_not_by_colour_alone() -> None:
     markup = str(block_element(Sentence("x", Tone.WARNING)))
     assert "Warning: " in Reader(markup).text
     assert "#icon-warning" in markup

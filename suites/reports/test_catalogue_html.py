@@ -30,14 +30,14 @@ def test_a_row_unfolds_where_it_is() -> None:
     assert "<td><code>w2</code></td>" in markup
 
 
-def test_a_level_is_sorted_by_its_weight_and_told_by_sign_and_word() -> None:
+def test_a_level_is_sorted_by_its_weight_and_marked_by_sign_and_word() -> None:
     markup = str(block_element(BLOCK))
     assert '<td data-value="4"><span class="toned bad">' in markup
     assert '<use href="#icon-bad">' in markup
     assert Reader(markup).text == "Findingslevellayerwhereerror3w1becausenote–w2"
 
 
-def test_the_script_is_told_what_to_offer() -> None:
+def test_the_script_receives_what_it_offers() -> None:
     markup = str(block_element(BLOCK))
     assert 'data-filter="Findings"' in markup
     assert markup.count('data-choose=""') == 1

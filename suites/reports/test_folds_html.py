@@ -14,7 +14,7 @@ def test_views_are_whole_without_a_script() -> None:
     assert "away" not in markup
 
 
-def test_a_look_has_a_name_an_address_and_a_way_back() -> None:
+def test_a_detail_view_has_a_name_an_address_and_a_way_back() -> None:
     looks = Looks("C", (Look("look-1", "a.b", (), True), Look("look-2", "c", ())), "views")
     markup = str(block_element(looks))
     assert '<section class="look first" id="look-1" tabindex="-1" aria-label="a.b">' in markup

@@ -38,7 +38,7 @@ def _map(columns: int, anchors: bool) -> str:
     return str(heat_map_element(block))
 
 
-def test_the_numbers_stay_in_the_table_when_only_shades_are_seen() -> None:
+def test_the_numbers_stay_in_the_table_when_only_shades_are_shown() -> None:
     wide = Reader(_map(40, anchors=False))
     assert wide.text.count("39.0") == 1
     assert 'class="heat compact"' in _map(40, anchors=False)

@@ -61,7 +61,7 @@ def test_many_columns_keep_their_numbers_for_who_cannot_see_shades() -> None:
     assert 'title="wq, layer 60: 60.0 budgets"' in markup
 
 
-def test_a_profile_is_told_in_words() -> None:
+def test_a_profile_is_stated_in_words() -> None:
     values: tuple[float | None, ...] = (0.0,) * 39 + (1.5,)
     markup = str(profile_element(Profile("P", tuple(map(str, range(40))), values, "u", 1.0)))
     assert "most 1.50 u at 39; 0 at 39 of 40; line at 1.00" in markup
@@ -92,6 +92,6 @@ def test_texts_part_where_they_do_and_meet_again() -> None:
     assert "nothing" in str(voices_element(Voices("p", (VoiceText("Twin", ()),))))
 
 
-def test_files_are_links_beside_the_page_only() -> None:
+def test_files_are_links_next_to_the_page_only() -> None:
     markup = str(files_element(Files("Tables", (("a-b-outputs.csv", "rows"),))))
     assert '<a href="a-b-outputs.csv">a-b-outputs.csv</a> rows' in markup

@@ -51,7 +51,7 @@ def test_any_text_stays_text(attribute: str, text: str) -> None:
     assert reader.text == visible(text)
 
 
-def test_the_escape_is_seen_to_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_escaping_markup_gets_through(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("degarble.reports.markup.escape", lambda text: text)
     assert Reader(str(h("p", None, "<script>"))).elements == ["p", "script"]
 

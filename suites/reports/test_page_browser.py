@@ -83,14 +83,14 @@ def _column(window: Window, index: int = 0) -> list[str]:
     return cells
 
 
-def test_it_loads_quietly_and_asks_for_nothing_else(window: Window, tmp_path: Path) -> None:
+def test_it_loads_quietly_and_requests_nothing_else(window: Window, tmp_path: Path) -> None:
     _open(window, tmp_path)
     assert window.complaints() == []
     others = [url for url in window.requests() if not url.startswith("data:image/svg+xml")]
     assert others == [(tmp_path / "page.html").as_uri()]
 
 
-def test_the_watch_sees_what_it_must(window: Window, tmp_path: Path) -> None:
+def test_a_page_that_breaks_the_rules_is_caught(window: Window, tmp_path: Path) -> None:
     """A page that breaks the rules is caught: else the suite above proves nothing."""
     path = tmp_path / "bad.html"
     text = page_html(PAGE).replace("<main>", '<img src="missing.png"><script>boom()</script><main>')
@@ -156,7 +156,9 @@ def test_arrow_keys_walk_a_heat_map_and_enter_unfolds_the_reason(
     assert window.driver.execute_async_script(waited) == 2
 
 
-def test_tab_reaches_the_skip_link_first_and_focus_is_seen(window: Window, tmp_path: Path) -> None:
+def test_tab_reaches_the_skip_link_first_and_focus_is_visible(
+    window: Window, tmp_path: Path
+) -> None:
     _open(window, tmp_path)
     window.press("Tab")
     assert window.run("return document.activeElement.className") == "skip"
@@ -206,7 +208,7 @@ return Array.from(low);
 """
 
 
-def test_the_look_for_contrast_sees_faint_text(window: Window, tmp_path: Path) -> None:
+def test_the_contrast_check_detects_faint_text(window: Window, tmp_path: Path) -> None:
     _open(window, tmp_path)
     window.run("document.querySelector('h1').style.color = '#999'")
     assert window.run(CONTRAST) == ["H1. 2.85"]

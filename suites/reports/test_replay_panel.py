@@ -98,7 +98,7 @@ def test_a_run_of_which_nothing_was_judged_has_a_panel() -> None:
     assert panel.verdict is Verdict.UNDECIDED
 
 
-def test_where_texts_part_is_told_and_meant_by_the_replay() -> None:
+def test_where_texts_diverge_is_stated_and_replayed() -> None:
     panel = text_panel(texts(), DIFFERS)
     assert panel.sentence == "They part on 1 of 2 prompts, first at new token 2."
     assert panel.verdict is DIFFERS

@@ -34,7 +34,7 @@ def test_the_legend_has_a_word_for_each_tone_and_for_gaps() -> None:
     assert "nothing there" not in str(tone_map_element(whole))
 
 
-def test_a_few_columns_stay_beside_their_labels() -> None:
+def test_a_few_columns_stay_next_to_their_labels() -> None:
     for count, told in ((3, '"heat tones few"'), (24, '"heat tones few"'), (25, '"heat tones"')):
         names = tuple(map(str, range(count)))
         block = ToneMap("c", "kind", "layer", ("a",), names, ((Mark(Tone.GOOD),) * count,))

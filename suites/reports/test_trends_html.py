@@ -21,7 +21,7 @@ def markup(*rows: Trend) -> str:
     return str(trends_element(Trends("Difference", "2026-01-01", "2026-11-21", "budgets", rows)))
 
 
-def test_a_series_is_drawn_said_and_marked() -> None:
+def test_a_series_is_drawn_described_and_marked() -> None:
     text = markup(MOVED)
     assert 'aria-label="from 0.100 to 1.00, moved once"' in text
     assert 'd="M0 20.3h1v2.53h-1zM2 0h1v5.07h-1z"' in text

@@ -37,7 +37,7 @@ def test_every_panel_has_a_title_and_a_question() -> None:
     assert set(words.PANEL_TITLES) == set(words.PANEL_QUESTIONS) == set(PanelKind)
 
 
-def test_an_origin_is_told_from_coarse_to_fine() -> None:
+def test_an_origin_is_described_from_coarse_to_fine() -> None:
     origin = Origin(1, "c", "layers.1.c", {"expert": 17, "rows": "0 to 3"}, cosine=0.5)
     assert words.place(origin) == ("layers.1.c", "expert 17", "rows 0 to 3")
     assert words.measures(origin) == (("cosine", "0.5000"),)

@@ -55,7 +55,7 @@ def client(server: Running) -> openai.OpenAI:
     )
 
 
-def test_a_completion_is_what_generate_says(server: Running) -> None:
+def test_a_completion_equals_generate(server: Running) -> None:
     answer = server.complete("w7 w8", max_tokens=5)
     (choice,) = answer["choices"]
     assert choice == {
@@ -164,7 +164,7 @@ def test_a_turn_that_leaves_the_encoding_says_so(server: Running) -> None:
     assert last["not_a_message"] == answer["not_a_message"]
 
 
-def test_many_at_once_say_what_each_says_alone(server: Running) -> None:
+def test_concurrent_requests_give_the_texts_of_single_ones(server: Running) -> None:
     prompts = [f"w{6 + n} w{6 + 3 * n % 50}" for n in range(18)]
 
     async def all_together() -> list[str]:
@@ -191,7 +191,7 @@ def test_models_and_health(client: openai.OpenAI, server: Running) -> None:
     assert server.client.get("/health/live").status_code == 200
 
 
-def test_metrics_tell_what_was_done_and_what_computes(server: Running) -> None:
+def test_metrics_report_what_was_done_and_what_computes(server: Running) -> None:
     before = server.counted("degarble_new_tokens_total")
     used = server.complete("w7", max_tokens=5)["usage"]["completion_tokens"]
     assert server.counted("degarble_new_tokens_total") == before + used > before
@@ -262,7 +262,7 @@ def test_unknown_paths_are_refused_in_the_same_form(
     assert answer.json()["error"]["code"] == "unknown_url"
 
 
-def test_a_full_queue_and_a_stop_are_told_with_a_time_to_come_back(
+def test_a_full_queue_and_a_stop_answer_with_retry_after(
     folder: Path,
 ) -> None:
     with running(folder, Bounds(new_tokens=4000, sequences=2), endless=True) as small:
@@ -288,7 +288,7 @@ def test_a_request_that_takes_too_long_is_ended(folder: Path, stream: bool) -> N
         until(lambda: slow.engine.load == (0, 0))
 
 
-def test_a_mistake_of_ours_is_told_without_its_details(
+def test_an_internal_error_is_reported_without_its_details(
     server: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_: object) -> None:
@@ -302,7 +302,7 @@ def test_a_mistake_of_ours_is_told_without_its_details(
     assert "secret detail" in capsys.readouterr().err
 
 
-def test_a_token_is_asked_for_everywhere_but_at_health(folder: Path) -> None:
+def test_a_token_is_required_everywhere_but_at_health(folder: Path) -> None:
     token = "0123456789abcdef"
     with running(folder, token=token) as guarded:
         assert guarded.client.get("/v1/models").status_code == 401
@@ -457,7 +457,7 @@ def test_an_answer_takes_no_more_than_was_estimated(memory_server: Running) -> N
     assert memory_server.counted("degarble_memory_bytes") == 0
 
 
-def test_a_request_beyond_the_bound_is_refused_and_gives_everything_back(
+def test_a_request_beyond_the_bound_is_refused_and_frees_everything(
     memory_server: Running,
 ) -> None:
     large = memory_server.post("/v1/completions", **(WIDE | {"n": 16, "prompt": [[7] * 500] * 4}))
@@ -468,7 +468,7 @@ def test_a_request_beyond_the_bound_is_refused_and_gives_everything_back(
     assert memory_server.counted("degarble_memory_bytes") == 0
 
 
-def test_beside_one_in_flight_another_waits_its_turn(memory_server: Running) -> None:
+def test_while_one_is_in_flight_another_waits_its_turn(memory_server: Running) -> None:
     """A stream holds its share until it ends, and then there is room again."""
     held = memory_server.service._memory.share()
     with held:

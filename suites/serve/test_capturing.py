@@ -110,7 +110,7 @@ def test_a_capture_keeps_its_bounds(tmp_path: Path) -> None:
         assert found["capture"] == "capture-0002"
 
 
-def test_behind_its_end_a_captured_line_shares_steps_with_others(
+def test_after_its_end_a_captured_line_shares_steps_with_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The line stands first in the step: it was alone when its capture ended by seconds."""
@@ -148,7 +148,7 @@ def test_a_disk_that_fails_ends_the_capture_and_no_request(
         assert "No space left" in found["error"]
 
 
-def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:
+def test_capture_requests_that_cannot_be_met_are_refused(tmp_path: Path) -> None:
     with running(write_speaker(tmp_path / "model"), captures=tmp_path / "captures") as server:
         client = server.client
         assert client.delete("/capture").json()["error"]["code"] == "capture_closed"

@@ -111,7 +111,7 @@ def alone(prompt: list[int], tokens: int, sampling: Sampling) -> str:
     return speech.text
 
 
-def test_company_changes_no_token(engine: Engine, model: Held) -> None:
+def test_batching_changes_no_token(engine: Engine, model: Held) -> None:
     cases = [
         (ids(n, 1 + 17 * (n % 5)), 2 + n % 5, Sampling(float(n % 2), 0.9, n)) for n in range(22)
     ]
@@ -202,7 +202,7 @@ def test_a_model_that_cannot_begin_is_no_server(model: Held) -> None:
         made.submit([ask([1])], Heap())
 
 
-def test_stopping_tells_everybody(engine: Engine, model: Held) -> None:
+def test_stopping_ends_every_request(engine: Engine, model: Held) -> None:
     heap = Heap()
     model.go.clear()
     engine.submit([ask([1], 300)] * 20, heap)
@@ -235,7 +235,7 @@ def test_scores_are_those_of_a_whole_forward_pass(engine: Engine) -> None:
     assert "".join(t.text for t in tokens) == letters.decode(speech.all_ids)
 
 
-def test_of_equal_tokens_the_lower_ids_are_told() -> None:
+def test_of_equally_likely_tokens_the_lower_ids_are_reported() -> None:
     letters: Any = Letters()
     scored = Scoring(letters, 3).token(5, torch.tensor([0.0, 1.0, 2.0, 1.0, 1.0, 1.0]))
     assert [number for number, _, _ in scored.likeliest] == [2, 1, 3]

@@ -130,7 +130,7 @@ def without_audit(monkeypatch: pytest.MonkeyPatch) -> None:
         (("/nowhere/server",), "serve: /nowhere/server cannot be started"),
     ],
 )
-def test_a_server_that_does_not_come_up_is_told(
+def test_a_server_that_does_not_start_is_reported(
     checkpoint: Path, command: tuple[str, ...], reason: str
 ) -> None:
     proven = ProvenStart(how(checkpoint, *command), lambda _text: None)
@@ -140,7 +140,7 @@ def test_a_server_that_does_not_come_up_is_told(
 
 
 @pytest.mark.usefixtures("without_audit")
-def test_a_spoilt_codec_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spoilt_codec_is_reported(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(night_codecs, "BLOCK_SCALE", 0x39)
     proven = ProvenStart(how(checkpoint, "/nowhere"), lambda _text: None)
     proven.run()
@@ -156,7 +156,7 @@ def test_without_a_gpu_nothing_is_taken_for_granted(checkpoint: Path) -> None:
     assert proven.progress.reason.startswith("first minute: ")
 
 
-def test_the_first_minute_of_a_device_is_told_by_its_last_line() -> None:
+def test_the_last_line_reports_the_first_minute_of_a_device() -> None:
     said = "print('loads'); print('7 steps passed')"
     assert in_a_process((sys.executable, "-c", said)) == "7 steps passed"
     with pytest.raises(StepFailed, match=r"multiply: wrong \(status 1\)"):
@@ -221,7 +221,7 @@ def test_a_healthy_server_is_coherent_and_another_model_is_not(tmp_path: Path) -
     assert found[1].line().startswith("FAILED    known answer: 0% of 'zebra'")
 
 
-def test_a_server_that_refuses_is_told(tmp_path: Path) -> None:
+def test_a_server_that_refuses_is_reported(tmp_path: Path) -> None:
     known = {"answers": [{"prompt": "no such words", "answer": "a", "mean": -1.0}]}
     with running(write_speaker(tmp_path / "model")) as server:
         found = checks(server, known)
@@ -243,7 +243,7 @@ def test_a_server_that_refuses_is_told(tmp_path: Path) -> None:
         ("Ein Fuchs saß am Fluss. 狐は木を見る。", ""),
     ],
 )
-def test_garbage_is_seen_by_its_form(text: str, told: str) -> None:
+def test_garbage_is_detected_by_its_form(text: str, told: str) -> None:
     found = garbage(text)
     assert found.startswith(told) if told else not found
 

@@ -152,7 +152,7 @@ def test_what_exceeds_the_context_is_refused_and_what_is_unsaid_is_cut(desk: Ser
         complete(short, prompt="w7 " * 9)
 
 
-def test_a_prompt_alone_may_be_asked_for_beside_echo(desk: ServedModel) -> None:
+def test_a_prompt_alone_may_be_requested_with_echo(desk: ServedModel) -> None:
     asked = complete(desk, max_tokens=0, echo=True, logprobs=1)
     assert asked.asks[0].limits.new_tokens == 0
 

@@ -130,7 +130,7 @@ def test_a_model_whose_first_token_cannot_be_chosen_is_refused(
     assert "Audit the checkpoint" in done.err
 
 
-def test_it_says_where_it_is_and_ends_by_a_signal_with_status_0(
+def test_it_prints_its_address_and_ends_by_a_signal_with_status_0(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Ending(Listener):

@@ -166,7 +166,7 @@ def test_one_connection_too_many_is_sent_away(served: tuple[Running, int]) -> No
             each.close()
 
 
-def test_a_body_that_is_refused_is_heard_out(served: tuple[Running, int]) -> None:
+def test_a_refused_body_is_read_to_its_end(served: tuple[Running, int]) -> None:
     """A client that sends everything before it reads hears why."""
     with connected(served[1]) as connection:
         connection.sendall(request(b" " * 3_000_000))
@@ -193,7 +193,7 @@ def test_a_signal_lets_what_runs_end(tmp_path: Path) -> None:
             connected(port)
 
 
-def test_who_does_not_end_in_time_is_told(tmp_path: Path) -> None:
+def test_a_request_that_does_not_end_in_time_is_reported(tmp_path: Path) -> None:
     folder = write_speaker(tmp_path / "model")
     bounds = replace(BOUNDS, new_tokens=4000, drain_seconds=0.2)
     with listening(folder, bounds) as (made, listener, port), connected(port) as connection:

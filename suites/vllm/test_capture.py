@@ -58,7 +58,7 @@ def checked(capture: Path) -> CheckResult:
 
 
 @pytest.mark.usefixtures("alone")
-def test_one_rank_agrees_and_only_what_was_asked_for_is_there(tmp_path: Path) -> None:
+def test_one_rank_agrees_and_only_what_was_requested_is_captured(tmp_path: Path) -> None:
     captured(TINY, tmp_path / "one", ())
     found = checked(joined(tmp_path / "one"))
     assert found.verdict is Verdict.AGREES

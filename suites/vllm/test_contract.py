@@ -123,7 +123,7 @@ def test_what_026_lacks_its_adapter_replaces() -> None:
     assert contract.misfits(adapter, source_of(adapter), older) == []
 
 
-def test_a_changed_record_is_seen() -> None:
+def test_a_changed_record_is_detected() -> None:
     override = next(each for each in OVERRIDES if each.ours.endswith("get_quant_method"))
     theirs = RECORD[override.theirs]
     renamed = [[name.replace("prefix", "name"), *rest] for name, *rest in theirs["parameters"]]
@@ -138,7 +138,7 @@ def test_a_changed_record_is_seen() -> None:
     assert contract.misfits(override, source_of(override), changed)
 
 
-def test_a_method_that_is_gone_is_seen() -> None:
+def test_a_method_that_is_gone_is_detected() -> None:
     override = Override("config.py:DegarbleConfig.no_such", f"{CONFIG}.get_name")
     assert contract.misfits(override, source_of(override), RECORD) == [
         "config.py:DegarbleConfig.no_such: is not there"

@@ -30,7 +30,7 @@ def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("listed", "named"), [(None, False), ("", False), ("degarble2,x", False), ("x,degarble", True)]
 )
-def test_only_its_name_asks_for_it(
+def test_the_plugin_is_active_only_if_named(
     monkeypatch: pytest.MonkeyPatch, listed: str | None, named: bool
 ) -> None:
     monkeypatch.delenv(installed.VARIABLE, raising=False)

@@ -44,7 +44,7 @@ def test_every_part_has_a_line_and_says_whose_it_is() -> None:
     ]
 
 
-def test_records_come_back_as_labels(tmp_path: Path) -> None:
+def test_records_become_labels(tmp_path: Path) -> None:
     folder = tmp_path / "start"
     log_messages.leave(folder, 3, BANNER, RUNNING)
     log_messages.leave(folder, 0, BANNER, RUNNING[:1])

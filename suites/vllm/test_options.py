@@ -8,13 +8,13 @@ from degarble.harness.base.errors import InvalidArgument, UnknownName
 from degarble.harness.vllm.parts import OURS, PARTS, PluginOptions, read_options
 
 
-def test_nothing_said_is_degarble_everywhere() -> None:
+def test_no_option_is_degarble_everywhere() -> None:
     options = read_options({"another plugin": 1})
     assert options == PluginOptions()
     assert {options.side(part) for part in PARTS} == {OURS}
 
 
-def test_what_is_said_is_read() -> None:
+def test_options_are_read() -> None:
     said = {"parts": {"attend": "vllm"}, "nvfp4_activations": "bf16", "ledger": "l.yaml"}
     options = read_options({"degarble": said})
     assert (options.side("attend"), options.side("rows")) == ("vllm", "degarble")

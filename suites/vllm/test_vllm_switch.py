@@ -169,7 +169,7 @@ def test_vllms_side_of_the_sources_is_stated() -> None:
     assert ours == {name: each for name, each in theirs.items() if name != "input_scale_shared"}
 
 
-def test_who_may_not_ask_is_refused(
+def test_requests_without_permission_are_refused(
     tmp_path: Path, engine: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = Worker(engine)

@@ -45,7 +45,7 @@ FEW = [pytest.param(*case, marks=[pytest.mark.slow] * (case[1] == "bf16")) for c
 
 
 @pytest.mark.parametrize(("family", "layout"), FEW)
-def test_a_run_by_kernels_agrees_and_says_who_computed_what(
+def test_a_run_by_kernels_agrees_and_names_the_kernel_of_each_component(
     folder: Path, tmp_path: Path, family: str, layout: str
 ) -> None:
     model = cases.write_model(folder, family, layout)
@@ -275,7 +275,7 @@ def test_what_does_not_fit_a_kernel_has_a_reason() -> None:
     assert not isinstance(found["layers.0.attn.norm"], str)
 
 
-def test_a_launch_without_rows_is_told_as_none(folder: Path, tmp_path: Path) -> None:
+def test_a_launch_without_rows_is_recorded_as_none(folder: Path, tmp_path: Path) -> None:
     model = cases.write_model(folder, "v4", "bf16")
     cases.capture_by(
         StandIn(), model.checkpoint, tmp_path / "run", ((7, 8),), components="*compressor.write",

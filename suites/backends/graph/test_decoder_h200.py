@@ -95,7 +95,7 @@ def test_a_replayed_step_is_an_eager_one_bit_by_bit(
     assert len(first) > 100, "steps differ"
 
 
-def test_company_and_rest_change_no_bit_of_a_lane(opened: OpenModel) -> None:
+def test_other_lanes_and_idle_steps_change_no_bit_of_a_lane(opened: OpenModel) -> None:
     first, second = ids_of(140, 7), ids_of(133, 8)
     alone, together = decoder_of(opened), decoder_of(opened)
     together.capture()
@@ -115,7 +115,7 @@ def test_company_and_rest_change_no_bit_of_a_lane(opened: OpenModel) -> None:
         assert torch.equal(bits(one[0]), bits(two[0]))
 
 
-def test_a_token_a_step_is_what_components_say_one_by_one(opened: OpenModel) -> None:
+def test_one_token_a_step_equals_components_called_one_by_one(opened: OpenModel) -> None:
     prompts = [ids_of(150, 11), ids_of(131, 12)]
     bound, calls = opened.speaker.bound, dict(opened.speaker.bound.calls)
     decoder = decoder_of(opened, lanes=2)
@@ -138,7 +138,7 @@ def test_a_token_a_step_is_what_components_say_one_by_one(opened: OpenModel) -> 
     assert torch.equal(ours, parts)
 
 
-def test_a_prompt_by_pieces_is_itself_in_any_company(opened: OpenModel) -> None:
+def test_a_chunked_prompt_is_equal_in_any_batch(opened: OpenModel) -> None:
     alone, together = decoder_of(opened), decoder_of(opened)
     if alone.prompts is None:
         pytest.skip("this family's prompts go in token by token")

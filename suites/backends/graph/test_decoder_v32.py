@@ -91,7 +91,7 @@ def test_steps_and_pieces_are_their_parts_bit_by_bit(
 
 
 @pytest.mark.slow
-def test_so_they_are_beside_fp8(tmp_path: Path) -> None:
+def test_steps_equal_their_parts_with_fp8_linears(tmp_path: Path) -> None:
     for found in opening(tmp_path, "nvfp4-experts"):
         dense, scored = decoder_of(found).layers
         assert not isinstance(dense.ffn.gated, Experts), "FP8, not stacked: 192 rows"

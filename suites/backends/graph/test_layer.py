@@ -81,7 +81,7 @@ def test_a_step_is_its_parts_bit_by_bit(opened: OpenModel, one_by_one: torch.Ten
 
 
 @pytest.mark.slow
-def test_so_it_is_beside_fp8(tmp_path: Path) -> None:
+def test_a_step_equals_its_parts_with_fp8_linears(tmp_path: Path) -> None:
     model = cases.write_model(tmp_path, "v4", "nvfp4-experts")
     with open_model(model.checkpoint, switches=CONVENTIONS) as found, torch.inference_mode():
         kinds = {each.wo_a.__class__ for each in layers_of(found)}

@@ -48,7 +48,7 @@ def said(groups: CodedGroups, tokens: int, launched: list[str] | None = None) ->
 
 
 @pytest.mark.parametrize("kind", ["float32", "ue8m0"])
-def test_every_way_says_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_way_gives_the_same_result(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     groups, launched = whole_groups(kind), list[str]()
     made = said(groups, 3, launched)
     assert made.shape == (3, GROUPS * RANK)
@@ -62,7 +62,7 @@ def test_every_way_says_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert launched == [PRODUCT]
 
 
-def test_other_weights_say_something_else() -> None:
+def test_other_weights_give_another_result() -> None:
     groups = whole_groups("float32")
     ((codes, scales),) = groups.parts
     other = replace(groups, parts=((codes.flip(0).contiguous(), scales),))

@@ -99,7 +99,7 @@ def rank(folder: Path, x: Tensor, steps: int = 1) -> Path:
     return folder
 
 
-def test_captures_of_ranks_are_one_and_copies_that_differ_are_told(tmp_path: Path) -> None:
+def test_captures_of_ranks_are_one_and_copies_that_differ_are_reported(tmp_path: Path) -> None:
     folders = [rank(tmp_path / str(n), torch.full((2, 2), float(n))) for n in range(2)]
     apart = join_ranks(folders, MAP, tmp_path / "out", {"backend": "an engine"})
     assert apart == ["layers.0.attn.wq_a.out: rank 1 is not as rank 0"]

@@ -26,7 +26,7 @@ SOUND: dict[str, Any] = {
 }
 
 
-def test_what_our_captures_say_is_known_and_anything_else_is_let_through() -> None:
+def test_facts_of_our_captures_are_known_and_others_are_accepted() -> None:
     assert SOUND.keys() == FACTS.keys()
     require_known_types(SOUND)
     require_known_types({"texts": ["anna"], "engine": [{}], "config": None})

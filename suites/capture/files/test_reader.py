@@ -70,7 +70,7 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(data)
 
 
-def test_damaged_bytes_are_told_by_tensor(folder: Path) -> None:
+def test_damaged_bytes_are_reported_by_tensor(folder: Path) -> None:
     flip(folder / "part-000001.safetensors", -1)
     capture = Capture.open(folder)
     (told,) = capture.damage()

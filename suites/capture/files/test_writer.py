@@ -109,7 +109,7 @@ def test_one_tensor_larger_than_the_bound_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["call", "finish"])
-def test_a_full_disk_is_told_and_leaves_an_incomplete_capture(
+def test_a_full_disk_is_reported_and_leaves_an_incomplete_capture(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, written = capture_parts.write_part, threading.Event()

@@ -21,7 +21,7 @@ INDEX = rules_files.BY_KIND[ProblemKind.UNREADABLE_INDEX]
 STRAY = rules_files.BY_KIND[ProblemKind.STRAY_SHARD]
 
 
-def test_every_rule_is_called_by_its_id_and_says_what_holds_and_why() -> None:
+def test_every_rule_has_its_id_and_states_what_holds_and_why() -> None:
     for name, rule in RULES.items():
         assert name == rule.id
         area, _, what = name.partition(".")
@@ -106,7 +106,7 @@ def test_a_finding_is_plain_data() -> None:
 @pytest.mark.parametrize(
     ("numbers", "told"), [((), ""), ((4,), "4"), ((3, 1, 2), "1-3"), ((9, 0, 1), "0-1, 9")]
 )
-def test_numbers_are_told_by_their_runs(numbers: tuple[int, ...], told: str) -> None:
+def test_numbers_are_written_as_ranges(numbers: tuple[int, ...], told: str) -> None:
     assert format_ranges(numbers) == told
 
 

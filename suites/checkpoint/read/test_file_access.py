@@ -72,7 +72,7 @@ def test_writing_stays_in_the_process_and_is_lost_on_release(path: Path) -> None
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_release_gives_memory_back(tmp_path: Path, whole: bool) -> None:
+def test_release_frees_memory(tmp_path: Path, whole: bool) -> None:
     path, size = tmp_path / "model.safetensors", 64 << 20
     write_raw(path, {"a": entry("U8", [size], 0, size)})
     os.truncate(path, path.stat().st_size + size)
@@ -218,7 +218,7 @@ def changing(change: Callable[[Path], object], path: Path, after: int) -> Callab
     return listen
 
 
-def test_quantise_goes_on_behind_the_shards_that_were_made_before_a_change(
+def test_quantise_resumes_after_the_shards_written_before_a_change(
     source: Path, tmp_path: Path
 ) -> None:
     target, job = tmp_path / "target", job_of(source, "v4", "nvfp4-full")
@@ -238,7 +238,7 @@ def test_quantise_goes_on_behind_the_shards_that_were_made_before_a_change(
 
 
 @pytest.mark.parametrize("kind", ["rewritten", "deleted"])
-def test_a_change_behind_the_last_shard_is_refused_as_well(
+def test_a_change_after_the_last_shard_is_refused_as_well(
     source: Path, tmp_path: Path, kind: str
 ) -> None:
     job, path = job_of(source, "v4", "nvfp4-full"), source / "config.json"

@@ -532,7 +532,7 @@ DISAGREEMENTS: list[tuple[Callable[[Path], None], ProblemKind, str]] = [
 
 
 @pytest.mark.parametrize(("spoil", "kind", "says"), DISAGREEMENTS)
-def test_each_disagreement_is_told_and_the_fatal_ones_refused(
+def test_each_disagreement_is_reported_and_the_fatal_ones_refused(
     folder: Path, spoil: Callable[[Path], None], kind: ProblemKind, says: str
 ) -> None:
     spoil(folder)
@@ -665,7 +665,7 @@ def test_sizes_are_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         Checkpoint.open(folder)
 
 
-def test_only_pickled_files_are_refused_and_told(tmp_path: Path) -> None:
+def test_only_pickled_files_are_refused_and_reported(tmp_path: Path) -> None:
     for name in ("pytorch_model.bin", "consolidated.00.pth", "a.ckpt", "b.pkl"):
         (tmp_path / name).write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
     assert len(list_folder(tmp_path).pickled) == 4

@@ -70,7 +70,7 @@ def test_transformers_reads_the_configs(tmp_path: Path) -> None:
         assert stated == written.get("quantization_config")
 
 
-def test_weights_alone_are_told_apart() -> None:
+def test_weights_alone_are_distinguished() -> None:
     recipe = recipe_named("nvfp4-full", TINY_V4)
     assert not is_weight_only(TINY_V4, target_layout(TINY_V4, recipe))
     layout = target_layout(TINY_V4, weight_only(recipe))
@@ -80,7 +80,7 @@ def test_weights_alone_are_told_apart() -> None:
     assert not is_weight_only(TINY_V4, layout_named("bf16", TINY_V4))
 
 
-def test_files_of_a_hub_cache_are_the_files_behind_the_links(tmp_path: Path) -> None:
+def test_links_of_a_hub_cache_are_followed_within_the_cache_only(tmp_path: Path) -> None:
     blobs, snapshot = tmp_path / "model" / "blobs", tmp_path / "model" / "snapshots" / "abc"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
@@ -130,7 +130,7 @@ def test_only_safe_companions_travel(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "vocab.json" in companions(source, taken=())[1]
 
 
-def test_v32_in_nvfp4_tells_vllm_what_it_fuses_and_leaves_alone() -> None:
+def test_v32_in_nvfp4_lists_for_vllm_what_is_fused_and_unquantised() -> None:
     """vLLM passes hf_quant_config.json of another producer over, and asks for fused names."""
     layout = target_layout(TINY_V32, recipe_named("nvfp4-full", TINY_V32))
     stated, beside = declared(TINY_V32, layout)

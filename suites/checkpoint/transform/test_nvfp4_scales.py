@@ -156,7 +156,7 @@ def test_every_number_stays_itself(seed: int, high: int, width: int) -> None:
     assert nvfp4_scales.is_lossless(codes, scales, block_scale, tensor_scale)
 
 
-def test_the_proof_sees_one_wrong_byte(seed: int) -> None:
+def test_the_proof_detects_one_wrong_byte(seed: int) -> None:
     codes = codes_of(seed, 4, 4) | 0x11
     scales = torch.full((4, 4), 120, dtype=torch.uint8)
     exponents = nvfp4_scales.exponents_of(codes, scales)

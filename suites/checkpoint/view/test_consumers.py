@@ -99,7 +99,7 @@ def test_only_transformers_words_for_single_experts_are_read_by_none() -> None:
 
 
 @pytest.mark.parametrize("config", [TINY_V4, TINY_V32])
-def test_names_of_a_layout_are_complete_or_told(config: Config) -> None:
+def test_names_of_a_layout_are_complete_or_reported(config: Config) -> None:
     recipe = recipe_named("bf16", config)
     names = [each.name for each in tensors_of(config, layout_named("bf16", config))]
     drafted = sum(".2." in name or name.startswith("mtp.") for name in names)

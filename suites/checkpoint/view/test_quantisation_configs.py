@@ -89,7 +89,7 @@ def test_what_is_left_alone_is_what_the_recipe_leaves(name: str, layout: str) ->
             assert ignored == (recipe.format_of(parameter).weight != "NVFP4"), path
 
 
-def test_v4_pro_experts_are_told_as_nvidia_tells_them() -> None:
+def test_v4_pro_experts_are_described_as_nvidia_describes_them() -> None:
     inside, outside = quantisation(V4_PRO, layout_named("nvfp4-experts", V4_PRO))
     assert inside
     assert outside
@@ -270,7 +270,7 @@ def test_stored_and_logical_names_are_both_meant() -> None:
         ),
     ],
 )
-def test_a_config_tells_whether_activations_have_a_stored_scale(
+def test_a_config_states_whether_activations_have_a_stored_scale(
     raw: dict[str, Any], expected: bool
 ) -> None:
     assert promised(raw, "layers.1.attn.wq_a").activations is expected
@@ -294,7 +294,7 @@ def test_a_config_tells_whether_activations_have_a_stored_scale(
         {"moe_quant_algo": {"a": 1}},
     ],
 )
-def test_what_cannot_be_judged_is_told_and_nothing_is_raised(raw: dict[str, Any]) -> None:
+def test_what_cannot_be_judged_is_reported_without_an_exception(raw: dict[str, Any]) -> None:
     (stated,) = statements({"config.json": raw}, V4)
     stated.promise(parameter_named(V4, "layers.1.ffn.experts.0.w1"), "m")
     assert stated.unread, raw

@@ -242,7 +242,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("config", "name", "recipe", "summary"), CASES)
-def test_every_parameter_comes_back(
+def test_every_parameter_round_trips(
     tmp_path: Path, seed: int, config: Config, name: str, recipe: str | None, summary: StoredLayout
 ) -> None:
     layout = layout_named(name, config)
@@ -334,7 +334,7 @@ def test_a_shape_that_the_config_does_not_imply_is_refused(
     checkpoint.weight("layers.1.attn.wq_a")
 
 
-def test_a_mixed_up_order_of_experts_would_be_seen(
+def test_a_mixed_up_order_of_experts_would_be_detected(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model(TINY_V4, layout_named("transformers", TINY_V4), seed)
@@ -438,7 +438,7 @@ def shift(path: Path, change: int) -> None:
     path.write_bytes(data)
 
 
-def test_other_data_under_the_same_head_are_seen(source: Path) -> None:
+def test_other_data_under_the_same_head_are_detected(source: Path) -> None:
     before = told(source)
     assert told(source) == before
     (first, second) = sorted(name for name in before if name.endswith(".safetensors"))
@@ -448,7 +448,7 @@ def test_other_data_under_the_same_head_are_seen(source: Path) -> None:
     assert after[second] != before[second]
 
 
-def test_another_config_is_seen(source: Path) -> None:
+def test_another_config_is_detected(source: Path) -> None:
     before = told(source)
     (source / "config.json").write_text('{"model_type": "other"}')
     assert {name for name, each in told(source).items() if each != before[name]} == {"config.json"}
@@ -672,7 +672,7 @@ def test_the_numbers_add_up() -> None:
 # The judge is shown faults
 
 
-def test_a_parser_that_crashes_is_seen(
+def test_a_parser_that_crashes_is_detected(
     view_hostile_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def crash(*_: object) -> None:
@@ -683,7 +683,7 @@ def test_a_parser_that_crashes_is_seen(
         judge(view_hostile_folder)
 
 
-def test_a_parser_that_writes_is_seen(
+def test_a_parser_that_writes_is_detected(
     view_hostile_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest = input_files.read_small_file
@@ -711,7 +711,7 @@ def test_a_parser_that_writes_is_seen(
         (safetensors_files, "_require_filled", lambda _header: None, lambda raw: raw + b"x"),
     ],
 )
-def test_a_lax_parser_is_seen(
+def test_a_lax_parser_is_detected(
     view_hostile_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     target: object,

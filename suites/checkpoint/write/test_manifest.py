@@ -92,7 +92,7 @@ def test_content_depends_on_everything_else() -> None:
     assert len(hashes) == 7
 
 
-def test_planted_changes_are_told(root: Path) -> None:
+def test_planted_changes_are_reported(root: Path) -> None:
     manifest = Manifest.read(root)
     assert list(manifest.differences(root)) == []
     flipped, cut, gone = (root / PLAN.shards[number].file for number in range(3))
@@ -345,7 +345,7 @@ def test_only_the_mark_is_left_to_remove(target: Path) -> None:
     assert tree(target) == whole
 
 
-def test_what_workers_leave_beside_their_records_goes_with_the_mark(target: Path) -> None:
+def test_other_files_of_workers_are_deleted_with_the_mark(target: Path) -> None:
     WriteJournal.begin(target, PLAN, DISK)
     (target / UNFINISHED / "notes of a worker").write_text("x")
     write_all(target, PLAN)

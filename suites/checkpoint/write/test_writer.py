@@ -103,7 +103,7 @@ def test_shards_in_any_order_give_the_same_bytes(tmp_path: Path) -> None:
     assert tree(tmp_path / "one") == tree(tmp_path / "two")
 
 
-def test_progress_tells_every_shard(target: Path) -> None:
+def test_progress_reports_every_shard(target: Path) -> None:
     told: list[tuple[str, str]] = []
     write(target, PLAN, produce, progress=lambda shard, done: told.append((shard.file, done.file)))
     assert told == [(shard.file, shard.file) for shard in PLAN.shards]
@@ -176,12 +176,12 @@ def test_a_file_in_the_way_stays(target: Path) -> None:
         *("x/", INDEX_NAME, MANIFEST, "other.safetensors", f"{UNFINISHED}/x"),
     ],
 )
-def test_unsafe_names_beside_the_shards_are_refused(name: str) -> None:
+def test_unsafe_names_of_extra_files_are_refused(name: str) -> None:
     with pytest.raises(InvalidArgument, match="file beside the shards"):
         CompanionFiles({name: b""})
 
 
-def test_no_room_is_told_before_anything_is_written(
+def test_a_full_disk_is_reported_before_anything_is_written(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("degarble.harness.checkpoint.write.disk.free_bytes", lambda _: 10_000)
@@ -191,7 +191,7 @@ def test_no_room_is_told_before_anything_is_written(
     begin(target, PLAN, hollow=True)
 
 
-def test_room_is_asked_for_what_is_missing_only(
+def test_free_space_is_required_for_missing_shards_only(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin(target, PLAN)
@@ -280,7 +280,7 @@ class TestShardedWriter:
         assert [name for name in tree(target) if name.endswith(".partial")] == []
         write_one_by_one(target, PLAN)
 
-    def test_nothing_comes_behind_the_end(self, target: Path) -> None:
+    def test_nothing_may_be_added_after_the_end(self, target: Path) -> None:
         last = PLAN.shards[-1].tensors[-1]
         write_all(target, PLAN)
         with ShardedWriter(target, PLAN) as writer:

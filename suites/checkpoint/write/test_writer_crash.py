@@ -243,7 +243,7 @@ def power_cut_faults(folder: Path, disk: LoggedDisk, *, resume: bool) -> list[st
     return faults
 
 
-def test_power_may_fail_behind_every_operation(folder: Path) -> None:
+def test_power_may_fail_after_every_operation(folder: Path) -> None:
     disk = LoggedDisk()
     assert power_cut_faults(folder, disk, resume=True) == []
     assert len(disk.log) > 150
@@ -258,11 +258,13 @@ class ForgetfulDisk(LoggedDisk):
 
 
 @pytest.mark.parametrize("forgotten", ["sync", "sync_folder"])
-def test_a_forgotten_sync_is_seen(forgotten: str, folder: Path) -> None:
+def test_a_forgotten_sync_is_detected(forgotten: str, folder: Path) -> None:
     assert power_cut_faults(folder, ForgetfulDisk(forgotten), resume=False)
 
 
-def test_a_rename_before_the_sync_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rename_before_the_sync_is_detected(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def hasty(self: disk_module.Partial) -> None:
         self._disk.rename(self._temporary, self.path)
         self._disk.sync(self._open)
@@ -273,7 +275,7 @@ def test_a_rename_before_the_sync_is_seen(folder: Path, monkeypatch: pytest.Monk
     assert power_cut_faults(folder, LoggedDisk(), resume=False)
 
 
-def test_config_before_the_rest_is_seen(folder: Path) -> None:
+def test_config_before_the_rest_is_detected(folder: Path) -> None:
     """The promise itself: a judge that misses a config.json among missing files is no judge."""
     target = folder / "target"
     write_all(target, PLAN)
@@ -318,7 +320,9 @@ def test_a_damaged_shard_is_written_anew(folder: Path) -> None:
     assert tree(folder / "target") == tree(folder / "whole")
 
 
-def test_resuming_without_a_check_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resuming_without_a_check_is_detected(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_all(folder / "whole", PLAN)
     half_written(folder / "target")
     damage(folder / "target")

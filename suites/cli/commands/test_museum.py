@@ -63,7 +63,7 @@ def test_what_cannot_be_planted_is_refused_by_name(
     ("place", "status", "verdict"),
     [(PlaceAnswer.EXACT, 0, "AGREES"), (PlaceAnswer.NOWHERE, 1, "DIFFERS")],
 )
-def test_a_run_tells_and_a_miss_decides(
+def test_a_run_is_reported_and_a_miss_decides_the_status(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     place: PlaceAnswer,

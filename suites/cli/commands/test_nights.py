@@ -72,7 +72,7 @@ def test_a_check_is_added_once(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "2026-11-22  AGREES     abc1234       tiny on M" in listed.out
 
 
-def test_two_runs_beside_each_other(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_runs_are_compared(store: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = call(capsys, "history", "compare", "0000002c", "0000002d", "--store", store)
     assert found.status == 1
     assert f"budgets  {W2}" in found.out

@@ -150,7 +150,7 @@ def test_missing_input_scales_are_one_finding_a_layer(healthy: Path, tmp_path: P
     assert sum(each.count for each in about) >= 4
 
 
-def test_one_rule_in_many_places_is_told_once(sick: Path) -> None:
+def test_one_rule_in_many_places_is_reported_once(sick: Path) -> None:
     found = audit(AuditRequest(sick))
     gathered = {each.first.rule: each for each in by_rule(found.findings)}
     assert gathered["numbers.scale_not_finite"].extent == "in 3 places, layer 1"
@@ -198,7 +198,7 @@ def test_partners_that_do_not_fit_are_a_finding_and_the_rest_goes_on(
     assert (again.status, again.err) == (1, "")
 
 
-def test_one_format_in_all_layers_is_told_once(
+def test_one_format_in_all_layers_is_reported_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path / "made", STORED, "nvfp4-full")
@@ -314,7 +314,7 @@ def test_an_interrupted_audit_writes_nothing(
     assert not (tmp_path / "found.json").exists()
 
 
-def test_progress_is_told_of_every_byte(healthy: Path) -> None:
+def test_progress_counts_every_byte(healthy: Path) -> None:
     seen: list[Progress] = []
 
     class Listening:

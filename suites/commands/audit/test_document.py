@@ -88,13 +88,13 @@ def _paths(value: Any, path: str = "") -> set[str]:
     return set()
 
 
-def test_the_page_tells_every_field_and_no_other(found: Audit) -> None:
+def test_the_page_documents_every_field_and_no_other(found: Audit) -> None:
     document = json.loads(json_text(audit_document(found, "degarble audit sick-v4")))
     not_here = {"report", "against.roles[].over_floor"}  # a page; a reference of another format
     assert _paths(document) | not_here == FIELDS
 
 
-def test_a_field_that_is_not_told_is_seen(found: Audit) -> None:
+def test_an_undocumented_field_is_detected(found: Audit) -> None:
     document = audit_document(found, "x") | {"schema": 1}
     document["numbers"]["roles"][0]["new"] = 1
     assert _paths(document) - FIELDS == {"numbers.roles[].new"}
@@ -139,7 +139,7 @@ def comparison_found(folders: tuple[Path, Path]) -> Audit:
     return audit(AuditRequest(sick, against=healthy))
 
 
-def test_a_checkpoint_beside_itself_agrees(
+def test_a_checkpoint_compared_with_itself_agrees(
     folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, healthy = folders
@@ -152,7 +152,7 @@ def test_a_checkpoint_beside_itself_agrees(
     assert document["against"]["farthest"] == []
 
 
-def test_faults_are_named_beside_the_source(comparison_found: Audit) -> None:
+def test_faults_are_named_when_compared_with_the_source(comparison_found: Audit) -> None:
     rules = {finding.rule for finding in comparison_found.findings if finding.level == "error"}
     assert {"against.other_tensor", "against.not_finite"} <= rules
     assert [part.name for part in comparison_found.judged] == ["structure", "numbers", "against"]
@@ -179,7 +179,7 @@ def test_comparison_the_document_is_strict_json(comparison_found: Audit) -> None
     assert sites == [each["name"] for each in told["farthest"]]
 
 
-def test_roles_and_weights_tell_the_comparison(comparison_found: Audit) -> None:
+def test_roles_and_weights_show_the_comparison(comparison_found: Audit) -> None:
     assert comparison_found.beside is not None
     details = comparison_by_role(comparison_found.beside)
     assert isinstance(details, Details)

@@ -108,7 +108,7 @@ def test_every_mark_leads_to_its_finding(sick: Audit) -> None:
     assert len(ids) == len(set(ids))
 
 
-def test_the_first_screen_tells_each_rule_once(sick: Audit) -> None:
+def test_the_first_screen_shows_each_rule_once(sick: Audit) -> None:
     page = audit_page(sick, WHERE)
     rules = [finding.origin.where["rule"] for finding in page.findings]
     assert len(rules) == len(set(rules)) <= 5
@@ -116,7 +116,7 @@ def test_the_first_screen_tells_each_rule_once(sick: Audit) -> None:
     assert notes["numbers.scale_not_finite"] == "Broken in 3 places, layer 1."
 
 
-def test_a_page_comes_back_from_its_record(sick: Audit) -> None:
+def test_a_page_is_rebuilt_from_its_record(sick: Audit) -> None:
     page = audit_page(sick, WHERE)
     assert page_from_json(page_to_json(page)) == page
 
@@ -197,7 +197,7 @@ def test_those_with_findings_come_first_and_every_role_is_there(weights_sick: Au
     assert told.startswith(f"{len(names)} of {len(weights_sick.table)} weights")
 
 
-def test_a_packed_weight_tells_scales_magnitude_entropy_layout_and_order(
+def test_a_packed_weight_shows_scales_magnitude_entropy_layout_and_order(
     weights_sick: Audit,
 ) -> None:
     facts = _facts(weights_sick, "layers.2.ffn.experts.2.w2")
@@ -233,12 +233,12 @@ def test_roles_are_a_table_and_the_dialect_a_sentence(weights_sick: Audit) -> No
     assert f"{len(table.rows)} roles" in roles.summary
 
 
-def test_without_numbers_or_map_there_is_nothing_to_tell(weights_sick: Audit) -> None:
+def test_without_numbers_or_map_there_is_no_section(weights_sick: Audit) -> None:
     assert weight_blocks(replace(weights_sick, table=None)) == []
     assert loader_blocks(replace(weights_sick, loader=None)) == []
 
 
-def test_loading_is_told_in_counts_and_by_rank(weights_sick: Audit) -> None:
+def test_loading_is_reported_in_counts_and_by_rank(weights_sick: Audit) -> None:
     counts, ranks = loader_blocks(weights_sick)
     assert isinstance(counts, Facts)
     assert isinstance(ranks, Table)
@@ -330,7 +330,7 @@ def test_levels_are_sorted_by_weight_and_folds_by_their_names(window: Window) ->
 
 
 @pytest.mark.needs("chromium", "selenium")
-def test_a_cell_of_the_map_leads_to_its_finding_even_behind_a_filter(window: Window) -> None:
+def test_a_cell_of_the_map_leads_to_its_finding_even_when_filtered(window: Window) -> None:
     window.run(TYPED, 0, "nothing has this name")
     assert window.run(SHOWN) == []
     window.run("document.querySelector('.tones a[tabindex=\"0\"]').focus()")

@@ -320,7 +320,7 @@ def again_check(
     return call(capsys, "--json", "check", capture, "--reference", v4, *more)
 
 
-def test_sound_kernels_agree_and_the_report_says_who_computed_what(
+def test_sound_kernels_agree_and_the_report_names_the_kernel_of_each_component(
     again_v4: Path, healthy: Path, kernels: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = again_check(capsys, healthy, again_v4, "--backend", f"{kernels}:sound")
@@ -419,7 +419,7 @@ def texts_model() -> Iterator[OpenModel]:
         yield opened
 
 
-def test_a_capture_says_its_prompts_or_its_steps_do() -> None:
+def test_prompts_come_from_the_capture_or_from_its_steps() -> None:
     assert captured_texts(texts_run({"prompt": [1, 2], "new": [3], "text": "x"})) == [([1, 2], [3])]
     steps = (
         CapturedStep(0, Phase.PREFILL, (5, 6, 7, 8), (0, 1, 0, 1), (0, 0, 1, 1)),
@@ -434,7 +434,7 @@ def test_a_strange_record_of_a_sequence_is_passed_over(raw: object) -> None:
     assert captured_texts(texts_run(raw)) == []
 
 
-def test_a_capture_of_version_1_still_tells_its_prompts(tmp_path: Path) -> None:
+def test_a_capture_of_version_1_still_gives_its_prompts(tmp_path: Path) -> None:
     with_prompts = captured_texts(Capture.open(old_capture(tmp_path / "capture")))
     assert all(ids for ids, _ in with_prompts)
     assert with_prompts
@@ -449,7 +449,7 @@ def test_the_twin_goes_on_from_the_very_same_ids(texts_model: OpenModel) -> None
     assert said.parting is not None
 
 
-def test_what_is_not_told_is_a_note(texts_model: OpenModel) -> None:
+def test_prompts_left_out_are_stated_in_a_note(texts_model: OpenModel) -> None:
     one = {"prompt": [0, 13], "new": [6]}
     many = texts_of(texts_run(*[one] * (PROMPTS + 1)), texts_model)
     assert len(many.said) == PROMPTS
@@ -459,7 +459,7 @@ def test_what_is_not_told_is_a_note(texts_model: OpenModel) -> None:
     assert "2,048 tokens" in long.notes[0]
 
 
-def test_ids_that_nobody_can_say_do_no_harm(texts_model: OpenModel) -> None:
+def test_ids_outside_the_vocabulary_do_no_harm(texts_model: OpenModel) -> None:
     (said,) = texts_of(texts_run({"prompt": [0, 13], "new": [2**61, -4, 10**6]}), texts_model).said
     assert dict(said.voices)["Candidate"]
     (lone,) = texts_of(texts_run({"prompt": [10**7], "new": [6]}), texts_model).said

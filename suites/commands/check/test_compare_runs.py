@@ -266,7 +266,7 @@ def test_a_prompt_in_chunks_is_the_same_prompt(whole: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("odd", [NORM, ATTEND])
-def test_what_differs_is_told_by_sequence_and_position(
+def test_differences_are_reported_by_sequence_and_position(
     whole: Path, tmp_path: Path, odd: str
 ) -> None:
     found = compare_runs(whole, compare_tokens_captured(tmp_path / "odd", CHUNKS, odd))

@@ -91,7 +91,7 @@ def along(look: CloseLook, name: str) -> AxisProfile:
     return next(each for each in look.along if each.name == name)
 
 
-def test_positions_heads_and_experts_are_told_apart() -> None:
+def test_positions_heads_and_experts_are_distinguished() -> None:
     twin = torch.ones(4, 3, 2)
     candidate = twin.clone()
     candidate[2, 1] += 0.5
@@ -216,7 +216,7 @@ def test_every_output_is_in_the_record_with_its_cosines_and_look() -> None:
     assert all(each.ratio is None or each.ratio <= 0.7 for each in healthy)
 
 
-def test_tables_lie_beside_the_page_and_say_the_same(tmp_path: Path) -> None:
+def test_tables_are_written_next_to_the_page_with_the_same_content(tmp_path: Path) -> None:
     page = write_check_page(tmp_path, plain())
     record = replay_record(plain())
     with (tmp_path / f"{page.stem}-outputs.csv").open(newline="", encoding="utf-8") as stream:
@@ -264,7 +264,7 @@ def test_close_looks_give_way_until_the_page_can_be_mailed(
     assert 'id="look-0"' in markup
 
 
-def test_a_healthy_run_an_unstable_one_and_one_of_which_nothing_is_known() -> None:
+def test_a_healthy_an_unstable_and_an_unjudged_run() -> None:
     healthy = whole_story().healthy
     fine = replace(plain(), localised=healthy.localised, found=())
     assert page_sentence(fine).startswith("Every component does what its twin does: ")
@@ -286,7 +286,7 @@ def test_an_origin_without_a_cause_keeps_its_place() -> None:
     assert origin.evidence == found.trouble.sentence
 
 
-def test_a_reproducer_is_told_as_a_command_and_a_capture_says_where_it_ran() -> None:
+def test_a_reproducer_is_shown_as_a_command_and_a_capture_states_where_it_ran() -> None:
     telling = plain()
     found = replace(telling.found[0], reproducer="a b/reproduce.py", share=0.75)
     page = page_of(replace(telling, found=(found,)), replay_record(telling))
@@ -382,7 +382,7 @@ def test_a_click_shows_one_close_look_and_marks_its_cell(window: Window) -> None
 
 
 @pytest.mark.needs("chromium", "selenium")
-def test_the_keyboard_walks_the_map_opens_a_look_and_comes_back(window: Window) -> None:
+def test_the_keyboard_walks_the_map_opens_a_detail_view_and_returns(window: Window) -> None:
     window.run("document.querySelector('.judged a[tabindex=\"0\"]').focus()")
     window.press("ArrowDown")
     cell = "return document.activeElement.closest('td').cellIndex"
@@ -398,7 +398,7 @@ def test_the_keyboard_walks_the_map_opens_a_look_and_comes_back(window: Window) 
 
 
 @pytest.mark.needs("chromium", "selenium")
-def test_tabs_obey_arrow_keys_and_tell_a_screen_reader(window: Window) -> None:
+def test_tabs_obey_arrow_keys_and_are_announced_to_screen_readers(window: Window) -> None:
     assert window.run(VISIBLE_TABS) == ["Difference in budgets"]
     window.run("document.querySelector('[role=tab]').focus()")
     window.press("ArrowRight")
@@ -428,7 +428,7 @@ def test_every_cell_says_more_than_its_colour(window: Window) -> None:
 
 
 @pytest.mark.needs("chromium", "selenium")
-def test_where_texts_part_is_underlined_and_said(window: Window) -> None:
+def test_where_texts_diverge_is_underlined_and_stated(window: Window) -> None:
     parts = window.run(
         "return Array.from(document.querySelectorAll('.apart'), (part) => part.textContent)"
     )

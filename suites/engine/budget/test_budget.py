@@ -477,7 +477,7 @@ STEPS_MODELS_CASES: Mapping[str, tuple[str, Callable[[Tensor], Tensor], str]] = 
 
 
 @pytest.mark.parametrize("name", STEPS_MODELS_CASES)
-def test_only_the_share_of_steps_sees_it(name: str) -> None:
+def test_only_the_share_of_steps_detects_it(name: str) -> None:
     component, change, place = STEPS_MODELS_CASES[name]
     found = judged(component, change)
     others = [each for each in found.findings if not each.level.startswith("steps")]

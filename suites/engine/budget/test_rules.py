@@ -170,7 +170,7 @@ def test_the_tensor_core_is_healthy(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["normal", "heavy", "outlier", "one sign", "constant"])
-def test_tensor_scales_behind_the_sum_are_healthy(kind: str) -> None:
+def test_tensor_scales_applied_after_the_sum_are_healthy(kind: str) -> None:
     x, w = (quantise(operand(kind, n, 512, n).bfloat16(), NVFP4) for n in (ROWS, COLUMNS))
     exactly = [dequantise(side, torch.float64) for side in (x, w)]
     scales = [side.decode_scale for side in (x, w)]
@@ -182,7 +182,7 @@ def test_tensor_scales_behind_the_sum_are_healthy(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["normal", "heavy", "outlier", "one sign", "constant"])
-def test_block_scales_behind_each_block_are_healthy(kind: str) -> None:
+def test_block_scales_applied_after_each_block_are_healthy(kind: str) -> None:
     x = quantise(operand(kind, ROWS, 512, 5).bfloat16(), FP8_1X128_F32)
     w = quantise(operand(kind, 128, 512, 6).bfloat16(), FP8_128X128_F32)
     exactly = [dequantise(side, torch.float64) for side in (x, w)]

@@ -202,7 +202,7 @@ def test_a_negative_label_belongs_to_nothing() -> None:
     assert found.by("expert").rr.tolist() == [8.0, 8.0]
 
 
-def test_the_census_tells_kinds_and_the_first_mismatch() -> None:
+def test_the_census_counts_kinds_and_gives_the_first_mismatch() -> None:
     found = compare(*spoilt(torch.bfloat16))
     census = found.census
     assert (census.candidate_nan, census.reference_nan) == (2, 2)
@@ -211,7 +211,7 @@ def test_the_census_tells_kinds_and_the_first_mismatch() -> None:
     assert np.isfinite(found.total.stack).all()
 
 
-def test_rounding_bias_tells_truncation_from_nearest() -> None:
+def test_rounding_bias_distinguishes_truncation_from_nearest() -> None:
     values = torch.randn(64, 1024, generator=torch.Generator().manual_seed(5))
     nearest = values.bfloat16()
     truncated = (values.view(torch.int32) & -65536).view(torch.float32).bfloat16()

@@ -166,7 +166,7 @@ def test_a_fault_under_conventions_is_found_as_if_they_were_declared(number: int
         assert result.outcome == "ok", result.detail
 
 
-def test_a_learned_convention_is_told_with_its_words_and_its_witnesses() -> None:
+def test_a_learned_convention_is_reported_with_its_words_and_its_witnesses() -> None:
     found = judged(V32, run_by(V32, {"attention_in_storage_dtype": False}))
     (used,) = found.conventions
     assert (used.source, used.value, used.components) == (LEARNED, False, 3)

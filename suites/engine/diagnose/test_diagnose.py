@@ -158,7 +158,7 @@ def test_a_faint_fault_is_named_among_healthy_roundings() -> None:
     assert not healthy.named, healthy.sentence
 
 
-def test_a_gain_that_somebody_else_makes_is_told_to_the_bit_and_behind_it() -> None:
+def test_a_gain_from_elsewhere_is_reported_to_the_bit_and_after_it() -> None:
     """A scale more in half of a weight's rows is a gain on a tile: the weight is told first."""
     model, place = double("v32", "nvfp4-full"), "layers.0.attn.wo"
     ways = MODEL_FAULTS["O10.multiplied"].ways(model.planting(place))
@@ -175,7 +175,7 @@ def test_a_gain_that_somebody_else_makes_is_told_to_the_bit_and_behind_it() -> N
         assert float(same.double().mean()) > 0.999
 
 
-def test_two_faults_of_the_same_numbers_are_told_together() -> None:
+def test_two_faults_of_the_same_numbers_are_reported_together() -> None:
     """The scale of activations once more is a factor; roundings alone tell which side it was on."""
     model = double("v4", "nvfp4-full")
     place = "layers.0.attn.wo_b"
@@ -281,7 +281,7 @@ def _clipped(_inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> di
 
 @pytest.mark.parametrize("damage", [_noise, _shifted, _clipped])
 @pytest.mark.parametrize("role", ["attn.wq_a", "ffn.experts.w2", "attn.norm"])
-def test_damage_that_nobody_knows_has_no_name(role: str, damage: Any) -> None:
+def test_unknown_damage_has_no_name(role: str, damage: Any) -> None:
     model = double("v4", "nvfp4-full")
     place = component(model, role)
     found = asked(model, place, FaultVariant("from outside", with_outputs(damage)), FAULTS)
@@ -419,7 +419,7 @@ def told(fault_id: str, family: str, few: int) -> list[tuple[bool, bool, str]]:
 
 
 @pytest.mark.parametrize("fault", FIRST, ids=lambda each: each.id)
-def test_one_fault_of_each_family_is_told(fault: ModelFault) -> None:
+def test_one_fault_of_each_family_is_reported(fault: ModelFault) -> None:
     family = next(f for f in planting.CONFIGS if planting.run(f).sitting(fault))
     found = told(fault.id, family, few=1)
     assert found, "it has an effect"
@@ -427,7 +427,7 @@ def test_one_fault_of_each_family_is_told(fault: ModelFault) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_planted_is_told_at_nearly_every_place() -> None:
+def test_planted_faults_are_named_at_nearly_every_place() -> None:
     found = [
         each
         for fault in DIAGNOSE_BEHAVIOUR_FAULTS
@@ -440,7 +440,7 @@ def test_what_is_planted_is_told_at_nearly_every_place() -> None:
     assert first >= 0.9 * len(found), f"{first} of {len(found)} named first"
 
 
-def test_a_row_of_zeros_does_not_say_that_it_lies_a_slot_beside() -> None:
+def test_a_row_of_zeros_is_no_evidence_of_a_shift_by_one_slot() -> None:
     made = planting.run("v4")
     fault, name = MODEL_FAULTS["M13.slot_beside"], "layers.2.attn.compressor.write"
     scene = made.scene(name, twin=True)
@@ -563,7 +563,7 @@ def test_one_call_that_is_not_explained_leaves_none() -> None:
         assert not list(call_by_call(scene, [*found[:-1], other], MODEL_FAULTS.values()))
 
 
-def test_healthy_calls_and_other_faults_are_not_asked_about() -> None:
+def test_healthy_calls_and_whole_run_faults_are_not_searched_call_by_call() -> None:
     made = run("v4")
     fault, scene = model_fault_named("M37.tile"), made.scene(NAME, twin=True)
     with torch.inference_mode():

@@ -257,7 +257,7 @@ def test_a_fault_in_some_rows_is_named_with_its_rows(seed: int) -> None:
     assert cause.difference.where == "32 to 63"
 
 
-def test_one_expert_of_many_is_told_from_the_others(seed: int) -> None:
+def test_one_expert_of_many_is_distinguished_from_the_others(seed: int) -> None:
     weight = heavy_tailed(144, 128, seed, 3)
     tensor = quantise(weight, NVFP4)
     damaged = FAULTS["M11.read_unswizzled"].inject(tensor)
@@ -302,7 +302,7 @@ def _poison(tensor: QuantisedTensor, _seed: int) -> QuantisedTensor:
 @pytest.mark.parametrize(
     "damage", [_flip_bits, _drop_signs, _shift_scales, _reverse_rows, _scale_slightly, _poison]
 )
-def test_unknown_damage_is_said_to_be_unknown(damage: Damage, seed: int) -> None:
+def test_unknown_damage_is_reported_as_unknown(damage: Damage, seed: int) -> None:
     weight = heavy_tailed(160, 192, seed)
     diagnosis = diagnose(weight, damage(quantise(weight, NVFP4), seed))
     assert diagnosis.verdict is Verdict.DIFFERS
@@ -314,7 +314,7 @@ def test_unknown_damage_is_said_to_be_unknown(damage: Damage, seed: int) -> None
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_that_nobody_knows_is_found_but_not_named(name: str, seed: int) -> None:
+def test_an_unknown_fault_is_found_but_not_named(name: str, seed: int) -> None:
     """Leave one out: no other fault may take the blame."""
     weight = heavy_tailed(160, 192, seed)
     damaged = FAULTS[name].inject(quantise(weight, NVFP4))
@@ -336,7 +336,7 @@ def test_one_scale_tile_can_hide_a_fault_and_then_there_is_none(seed: int) -> No
         assert diagnose(weight, damaged).verdict is Verdict.AGREES
 
 
-def test_two_faults_that_look_alike_are_both_told() -> None:
+def test_two_faults_that_look_alike_are_both_reported() -> None:
     """A constant weight with one odd scale at a place that two permutations move alike."""
     weight = torch.ones(2, 32)
     weight[0, 16:] = 2.0
@@ -349,7 +349,7 @@ def test_two_faults_that_look_alike_are_both_told() -> None:
     assert diagnose(weight, reverse).verdict is Verdict.DIFFERS
 
 
-def test_a_healthy_tensor_is_put_beside_what_the_format_costs(seed: int) -> None:
+def test_a_healthy_tensor_is_compared_with_the_error_of_the_format(seed: int) -> None:
     weight = heavy_tailed(64, 256, seed)
     diagnosis = diagnose(weight, quantise(weight, NVFP4))
     assert diagnosis.sentence == (

@@ -76,7 +76,7 @@ def test_equal_values_that_are_no_numbers_are_equal() -> None:
     assert distance({"codes": torch.tensor([1, 2])}, {"codes": torch.tensor([1, 3])}) == 0.5
 
 
-def test_choices_are_sets_in_whatever_order_they_are_told() -> None:
+def test_choices_are_compared_as_sets() -> None:
     by_score = {"out": torch.tensor([[5, 2, 9, -1], [3, 1, 0, 7]])}
     by_number = {"out": torch.tensor([[2, 5, 9, -1], [0, 1, 3, 7]])}
     other = {"out": torch.tensor([[2, 5, 8, -1], [0, 1, 3, 7]])}

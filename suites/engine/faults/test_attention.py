@@ -67,7 +67,7 @@ def test_places_are_those_of_the_lists(layer: str) -> None:
 
 @pytest.mark.parametrize("part", [64, 192])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_parts_are_cut_out_of_both_lists_one_behind_the_other(layer: str, part: int) -> None:
+def test_parts_are_cut_out_of_both_lists_one_after_the_other(layer: str, part: int) -> None:
     """As the kernel has it: the window's whole tiles of 64, then the entries."""
     made, name = run("v4"), f"{layer}.attn.attend"
     scene, seen = made.scene(name, twin=True), made.calls[name][0]

@@ -111,7 +111,7 @@ def test_a_faint_gain_shows_in_many_numbers_and_noise_does_not(seed: int) -> Non
         (-1.0, "a turned sign, a gain of -1.000"),
     ],
 )
-def test_gains_near_one_and_below_zero_are_told_by_what_they_are(gain: float, words: str) -> None:
+def test_gains_near_one_and_below_zero_are_named_for_what_they_are(gain: float, words: str) -> None:
     assert gain_text(gain) == words
 
 
@@ -173,7 +173,7 @@ def test_gains_of_all_heads_and_of_one_are_named(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_gain_behind_the_rounding_is_sharp_there_only(family: str) -> None:
+def test_a_gain_after_the_rounding_is_sharp_there_only(family: str) -> None:
     model = double(family, "nvfp4-full")
     (way,) = both_gains(model.planting(NAME), "a gain", 1.003, sides=(RoundingSide.BEHIND,))
     sight = model.sights(NAME, way, calls=1)[0]

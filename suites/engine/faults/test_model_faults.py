@@ -69,7 +69,7 @@ def test_inputs_and_outputs_are_changed_on_their_way() -> None:
     assert torch.equal(added(call)({"x": X}, WEIGHTS)["out"], 4 * X)
 
 
-def test_an_edge_tells_what_its_consumer_receives() -> None:
+def test_an_edge_states_what_its_consumer_receives() -> None:
     way = FaultVariant("zeros in place of x", with_inputs(lambda inputs: {"x": 0 * inputs["x"]}))
     assert torch.equal(way.passed_on({"x": X}, WEIGHTS)["x"], 0 * X)
 

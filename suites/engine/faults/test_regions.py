@@ -55,7 +55,7 @@ def test_roundings_do_not_count_and_more_does(seed: int) -> None:
     assert not bool(apart(spoilt, spoilt).any())
 
 
-def test_what_is_left_where_terms_cancel_is_nothing_beside_its_row(seed: int) -> None:
+def test_what_remains_where_terms_cancel_is_small_against_its_row(seed: int) -> None:
     x = values(seed)
     x[3, :2], x[4] = torch.tensor([4e-8, -2.0]), x[4] * 1e-9
     other = x.clone()
@@ -109,7 +109,7 @@ def test_the_length_of_a_difference_is_relative(seed: int) -> None:
 EXPERTS = "layers.1.ffn.experts.w13"
 
 
-def test_places_to_plant_are_told_apart() -> None:
+def test_places_to_plant_are_distinguished() -> None:
     model = double("v4", "nvfp4-full")
     words = [str(spot) for spot in plantable(model.planting(EXPERTS))]
     assert words == [
@@ -141,7 +141,7 @@ def test_what_any_component_reads_has_the_name_of_a_parameter(config: Config) ->
 
 
 @pytest.mark.parametrize("place", [EXPERTS, "layers.1.attn.wq_a", "layers.1.ffn.shared.w13"])
-def test_the_place_is_seen_in_outputs(place: str) -> None:
+def test_the_place_shows_in_outputs(place: str) -> None:
     """For every spot, one suggestion has the same rows and the weights that were used."""
     model = double("v4", "nvfp4-full")
     fault, scene = MODEL_FAULTS["M06.exponent_off"], model.naming(place)
@@ -168,7 +168,7 @@ def test_neighbouring_numbers_are_no_difference() -> None:
     assert differing_columns(stepped, near).nonzero().flatten().tolist() == [9, 11]
 
 
-def test_a_mild_gain_of_one_part_is_seen_beside_the_other() -> None:
+def test_a_mild_gain_of_one_part_is_detected_against_the_other() -> None:
     """Half of the results step to a neighbour in one part, hardly one in the other."""
     model = double("v4", "nvfp4-full")
     place = "layers.1.ffn.shared.w13"

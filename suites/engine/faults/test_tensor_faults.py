@@ -166,7 +166,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_each_variant_knows_itself_and_not_the_other(index: int, seed: int) -> None:
+def test_each_variant_recognises_itself_and_not_the_other(index: int, seed: int) -> None:
     twin = quantise(heavy_tailed(16, 64, seed), NVFP4)
     damaged = PAIRS[index][0](twin)
     assert damaged is not None

@@ -219,7 +219,7 @@ def test_words_lie_as_the_swizzle_has_them(rows: int, columns: int) -> None:
     assert torch.equal(words_behind(scales), behind)
 
 
-def test_the_last_row_of_all_tiles_has_nothing_behind_it() -> None:
+def test_the_last_row_of_all_tiles_is_followed_by_nothing() -> None:
     made = words_behind(torch.ones(300, 8, dtype=torch.uint8))
     assert made[127].tolist() == made[255].tolist() == [1] * 4 + [0] * 4
     assert made[254].tolist() == [1] * 8

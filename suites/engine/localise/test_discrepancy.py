@@ -133,7 +133,7 @@ def test_only_what_is_beyond_its_slack_counts_where_something_is() -> None:
     ("numbers", "text"),
     [([3], "3"), ([1, 2, 3, 7], "1-3, 7"), (list(range(0, 20, 2)), "10 from 0 to 18")],
 )
-def test_numbers_are_told_as_ranges(numbers: list[int], text: str) -> None:
+def test_numbers_are_written_as_ranges(numbers: list[int], text: str) -> None:
     assert spans(numbers) == text
 
 

@@ -131,7 +131,7 @@ def test_a_consumer_is_not_blamed_for_what_a_wrong_kernel_made() -> None:
     assert {name for name, _ in found.unjudged} >= {f"{ATTN}wo_b", f"{ATTN}hc_post"}
 
 
-def test_an_input_that_nobody_made_so_is_a_finding_of_its_own() -> None:
+def test_an_input_of_another_shape_is_a_finding_of_its_own() -> None:
     found = localised(changed(run_of(), f"{ATTN}attend", "inputs", "q", lambda t: t.flatten()))
     (origin,) = found.origins
     assert (origin.kind, str(origin.site)) == (DiscrepancyKind.FORM, f"{ATTN}attend.in.q")
@@ -153,9 +153,7 @@ def test_other_extents_of_the_same_row_are_laid_out_as_declared(
     ("component", "name"),
     [("attn.hc_pre", "post"), ("attn.compressor.pool", "out"), ("ffn.topk", "weights")],
 )
-def test_outputs_beside_which_others_were_not_captured_are_judged(
-    component: str, name: str
-) -> None:
+def test_an_output_captured_without_the_others_is_judged(component: str, name: str) -> None:
     """Budgets read all outputs of a component; modules of others put out less."""
     component = f"layers.1.{component}"
     run = run_of(component, scaled(name, 1.1))
@@ -180,7 +178,7 @@ def test_outputs_beside_which_others_were_not_captured_are_judged(
 
 
 @pytest.mark.parametrize(("shape", "row"), [((), 0), ((3,), 2), ((3, 4), 2), ((3, 2, 2), 2)])
-def test_what_is_not_finite_where_the_twin_is_is_told_by_its_row(
+def test_non_finite_values_where_the_twin_is_finite_are_reported_by_row(
     shape: tuple[int, ...], row: int
 ) -> None:
     twin = torch.ones(shape)
@@ -292,7 +290,7 @@ PLACES = (
         ),
     ],
 )
-def test_a_fault_beside_a_nan_is_found_in_the_other_rows(
+def test_a_fault_is_found_in_the_rows_without_nan(
     name: str, prompts: tuple[list[int], ...]
 ) -> None:
     told = found(prompts, name, scaled("weights" if name.endswith("topk") else "out", 1.1))

@@ -193,7 +193,7 @@ def test_a_product_of_unquantised_operands_is_called_a_fallback() -> None:
     assert (origin.kind, origin.component) == (DiscrepancyKind.FALLBACK, name)
 
 
-def test_calls_that_are_missing_outputs_of_other_forms_and_unknown_names_are_told() -> None:
+def test_missing_calls_outputs_of_other_forms_and_unknown_names_are_reported() -> None:
     run = run_of()
     name = f"{FFN}norm"
     for at, call in enumerate(run.calls):
@@ -228,7 +228,7 @@ def test_an_output_of_another_size_is_an_origin_and_no_fault_is_tried(size: int)
     assert form.sight is None or not diagnose(form.scene, [form.sight, *form.more]).named
 
 
-def test_what_was_not_captured_says_nothing_and_two_answers_are_unstable() -> None:
+def test_uncaptured_calls_prove_nothing_and_two_answers_are_unstable() -> None:
     run = run_of()
     name = f"{ATTN}hc_pre"
     for at, call in enumerate(run.calls):
@@ -361,7 +361,7 @@ def alone(run: InMemoryRun, name: str, *, stateless: bool = False) -> InMemoryRu
 
 
 @pytest.mark.parametrize("family", ["v4", "v32"])
-def test_memory_that_nobody_vouches_for_is_held_against_one_prefill(
+def test_memory_without_a_captured_producer_is_compared_with_one_prefill(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, name = (V4, ATTEND["v4"]) if family == "v4" else (V32, ATTEND["v32"])

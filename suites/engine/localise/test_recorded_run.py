@@ -34,7 +34,7 @@ def bound(config: object) -> BoundModel:
 
 
 @pytest.mark.parametrize("config", [V4, V32], ids=["v4", "v32"])
-def test_every_component_of_every_step_is_seen_and_the_steps_run_again_alike(
+def test_every_component_of_every_step_is_recorded_and_steps_repeat_bit_for_bit(
     config: object,
 ) -> None:
     model = bound(config)
@@ -56,7 +56,7 @@ def test_every_component_of_every_step_is_seen_and_the_steps_run_again_alike(
             assert same_bits(out, again.outputs(other)[name])
 
 
-def test_an_edge_is_seen_damaged_and_a_write_into_an_input_is_told() -> None:
+def test_a_damaged_edge_and_a_write_into_an_input_are_reported() -> None:
     model = bound(V4)
     name = "layers.0.attn.q_norm"
     double = FaultVariant("twice", with_inputs(lambda given: {"x": given["x"] * 2}))

@@ -80,7 +80,7 @@ def test_large_outputs_go_past_the_cache_unchanged(
     assert differences(decode_e2m1(encode_e2m1(values), dtype), expected) == ""
 
 
-def test_a_wrong_table_entry_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_table_entry_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     table = values_of(E2M1).copy()
     table[5] = 3.5
     monkeypatch.setattr(fast_e2m1, "values_of", lambda _fmt: table)

@@ -118,14 +118,14 @@ def test_every_bf16_value_in_blocks_of_neighbours(encode_scale: float | None) ->
     assert encoding_differences(ALL_BF16.reshape(-1, 16), encode_scale) == ""
 
 
-def test_every_bf16_value_beside_a_fixed_amax() -> None:
+def test_every_bf16_value_with_a_fixed_amax() -> None:
     blocks = ALL_BF16.reshape(-1, 8).repeat_interleave(2, dim=1)
     blocks[:, 1::2] = 6.0
     assert encoding_differences(blocks, 448.0) == ""
     assert encoding_differences(blocks, 1.0) == ""
 
 
-def test_every_bf16_value_in_random_company(seed: int) -> None:
+def test_every_bf16_value_in_random_order(seed: int) -> None:
     order = torch.randperm(1 << 16, generator=torch.Generator().manual_seed(seed))
     finite = ALL_BF16[order].nan_to_num(0.0, 0.0, 0.0)
     assert encoding_differences(finite.reshape(4, 4, -1)) == ""
@@ -269,7 +269,7 @@ def test_tensor_scale_of_the_ends() -> None:
 
 
 @pytest.mark.parametrize("where", [(0x38, 5), (0x01, 9), (0xFE, 15)])
-def test_a_wrong_table_entry_is_seen(
+def test_a_wrong_table_entry_is_detected(
     monkeypatch: pytest.MonkeyPatch, where: tuple[int, int]
 ) -> None:
     def wrong(scale: np.float32, dtype: torch.dtype) -> object:
@@ -282,7 +282,7 @@ def test_a_wrong_table_entry_is_seen(
         test_every_code_byte_under_every_scale_byte(torch.bfloat16, 1.0)
 
 
-def test_a_wrong_factor_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_factor_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     right = fast_nvfp4.element_factors
 
     def wrong(encode_scale: np.float32) -> object:
@@ -295,7 +295,7 @@ def test_a_wrong_factor_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         test_midpoints_and_their_neighbours(torch.float32)
 
 
-def test_a_swapped_nibble_and_a_wrong_scale_byte_are_seen(seed: int) -> None:
+def test_a_swapped_nibble_and_a_wrong_scale_byte_are_detected(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     packed = quantise_nvfp4(torch.randn(4, 64, generator=generator))
     expected = defined_values(packed.codes, packed.block_scale, 1.0, torch.float32)

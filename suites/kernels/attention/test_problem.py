@@ -52,7 +52,7 @@ def test_each_tile_that_counts_is_in_one_split(
     assert 1 <= facts.choose_splits(problem) <= facts.MOST_SPLITS
 
 
-def test_a_walk_that_leaves_a_tile_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_walk_that_leaves_a_tile_out_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     true = facts.tiles_of_split
 
     def shorter(split: Any, each: Any, widths: Any, lengths: Any) -> Any:

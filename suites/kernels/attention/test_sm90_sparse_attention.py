@@ -142,7 +142,7 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
 
 
 @pytest.mark.needs("cutlass")
-def test_numbers_beyond_the_gates_are_seen() -> None:
+def test_numbers_beyond_the_gates_are_detected() -> None:
     case = checks.Case(tokens=2, heads=3, near=9, far=20)
     out, lse = checks.formula(case, checks.drawn(case, "cpu"))
     rounded = out.bfloat16(), lse.float()
@@ -435,7 +435,7 @@ def test_the_formula_is_that_of_the_references() -> None:
 
 @pytest.mark.needs("cutlass")
 @each_fault
-def test_a_fault_is_planted_and_taken_back(fault: faults.Fault) -> None:
+def test_a_fault_is_planted_and_removed(fault: faults.Fault) -> None:
     module = import_module(fault.module)
     true = getattr(module, fault.function)
     with faults.planted(fault):

@@ -25,7 +25,7 @@ each_fault = pytest.mark.parametrize(
 
 
 @each_fault
-def test_is_planted_and_taken_back(fault: Fault) -> None:
+def test_is_planted_and_removed(fault: Fault) -> None:
     module = import_module(fault.module)
     true = getattr(module, fault.function)
     with planted(fault):

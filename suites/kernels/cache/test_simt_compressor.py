@@ -81,7 +81,7 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
         kernels.CompressorProblem(problem, Pages("fp8", 64, 1), 5)
 
 
-def test_the_stated_order_is_near_the_definition_and_faults_are_seen() -> None:
+def test_the_stated_order_is_near_the_definition_and_faults_are_detected() -> None:
     chosen = [case for case in checks.cases() if case.width == 128]
     for case in (*chosen, *checks.fuzzed(1, 10)):
         assert not checks.mismatch(case, checks.by_stated_order), case.name
@@ -137,7 +137,7 @@ def test_fuzzed_calls(seed: int) -> None:
 @pytest.mark.h200
 @pytest.mark.b200
 @pytest.mark.parametrize("ratio", [4, 128])
-def test_cuts_company_and_repeats_change_no_bit(ratio: int) -> None:
+def test_chunks_batches_and_repeats_change_no_bit(ratio: int) -> None:
     length = 3 * ratio + 2
     whole = checks.Case(ratio, 512, ((length, 9),), seed=8)
     cut = replace(whole, steps=((ratio + 1, 9), (1, 0), (1, 0), (length - ratio - 3, 0)))

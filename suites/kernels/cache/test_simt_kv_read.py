@@ -73,7 +73,7 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
             kernels.kv_read(*operands, problem, checks.SETTINGS, out=rows)
 
 
-def test_a_wrong_bit_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_bit_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     for entry in ENTRIES:
         case = checks.Case(checks.write_problem(entry, 6, 3), "wide")
         monkeypatch.setattr(

@@ -122,7 +122,7 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
         kernels.kv_write(good, cache_NB, row, checks.SETTINGS)
 
 
-def test_a_wrong_bit_and_a_byte_too_many_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_bit_and_a_byte_too_many_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     for entry in ENTRIES:
         case = checks.Case(checks.write_problem(entry, 5, 3), "wide")
         out = checks.by_definition(case)
@@ -174,7 +174,7 @@ def test_fuzzed_caches(seed: int) -> None:
 
 @pytest.mark.h200
 @pytest.mark.b200
-def test_two_runs_are_equal_and_company_changes_no_entry() -> None:
+def test_two_runs_are_equal_and_other_tokens_change_no_entry() -> None:
     for case in checks.fuzzed(99, 20):
         assert torch.equal(checks.on_device(case), checks.on_device(case)), case.name
     whole = checks.Case(checks.write_problem("nvfp4", 260), "wide", "in a row")

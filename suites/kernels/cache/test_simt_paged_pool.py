@@ -90,7 +90,7 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
         kernels.paged_pool(good, states[:, :-16].contiguous(), call.problem, SETTINGS)
 
 
-def test_the_stated_order_is_near_the_definition_and_faults_are_seen() -> None:
+def test_the_stated_order_is_near_the_definition_and_faults_are_detected() -> None:
     narrow = [case for case in checks.cases() if case.width == 128]
     for case in (*narrow, *checks.fuzzed(1, 6)):
         assert not checks.mismatch(case, checks.by_stated_order), case.name
@@ -158,7 +158,7 @@ def entries_of(case: Case) -> list[torch.Tensor]:
 @pytest.mark.h200
 @pytest.mark.b200
 @pytest.mark.parametrize("ratio", [4, 128])
-def test_cuts_and_company_change_no_bit(ratio: int) -> None:
+def test_chunks_and_batches_change_no_bit(ratio: int) -> None:
     """Nor does it matter that rows lie in pages: simt_compressor gives the same bits."""
     length = 3 * ratio + 2
     whole = Case(ratio, 512, ((length, 9),), seed=8)
@@ -215,7 +215,7 @@ def test_a_graph_decodes_on(kernels: ModuleType, ratio: int) -> None:
 
 @pytest.mark.h200
 @pytest.mark.b200
-def test_a_page_that_there_is_not_is_seen_and_no_tokens_launch_nothing(kernels: ModuleType) -> None:
+def test_a_missing_page_is_detected_and_no_tokens_launch_nothing(kernels: ModuleType) -> None:
     case, call = a_call()
     for lost in (-1, call.problem.pages.count):
         table = call.tensors[5].clone()

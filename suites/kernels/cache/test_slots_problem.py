@@ -33,7 +33,7 @@ def test_a_window_ends_with_the_token_and_never_shares_a_column(position: int) -
     assert len({facts.column_of(WINDOW, each, 128) for each in seen}) == len(seen)
 
 
-def test_entries_are_seen_when_their_last_token_is_there() -> None:
+def test_entries_are_visible_from_their_last_token_on() -> None:
     seen = [facts.end_of(ENTRIES, position, 100, 4) for position in range(9)]
     assert seen == [0, 0, 0, 1, 1, 1, 1, 2, 2]
     assert facts.end_of(ENTRIES, 10_000, 100, 4) == 100

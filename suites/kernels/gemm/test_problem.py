@@ -285,7 +285,7 @@ def test_every_quotient_is_the_one_that_is_rounded_once() -> None:
     assert torch.equal(got, want)
 
 
-def test_a_product_with_the_inverse_alone_is_seen() -> None:
+def test_a_product_with_the_inverse_alone_is_detected() -> None:
     got, want = quotients(exact=True)
     assert not torch.equal(got, want)
 
@@ -356,7 +356,7 @@ def test_the_stated_order_is_as_near_to_float64_as_derived(inner: int) -> None:
     assert torch.equal(rounded, checks.product_by_definition(x, weight, "fp32").bfloat16())
 
 
-def test_company_does_not_matter() -> None:
+def test_rows_do_not_depend_on_other_rows() -> None:
     x, weight = checks.spread((4, 520), "rows", 3), checks.spread((6, 520), "ordinary", 4)
     whole = checks.product_by_definition(x, weight, "fp32")
     alone = checks.product_by_definition(x[2:3], weight[4:], "fp32")

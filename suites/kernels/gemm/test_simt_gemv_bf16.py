@@ -94,7 +94,7 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
         run(x, out=torch.zeros(2, 5, dtype=torch.bfloat16))
 
 
-def test_a_wrong_bit_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_bit_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     case = checks.GemvCase(GemvProblem(2, 5, 264))
     got = checks.product_by_definition(*case.operands, "fp32")
     monkeypatch.setattr(checks, "product_on_device", lambda _case: got)

@@ -272,7 +272,7 @@ def test_sm100_gemm_nvfp4_machine_code_is_as_derived(sm100_gemm_nvfp4_kernels: M
     assert gemm_code.sm100_complaints(wrong, form) == ["copies of scales: got 11, want 12"]
 
 
-def test_every_bit_of_a_descriptor_is_seen_in_the_text(
+def test_every_bit_of_a_descriptor_is_detected_in_the_text(
     sm100_gemm_nvfp4_kernels: ModuleType,
 ) -> None:
     form = SM100_GEMM_NVFP4_FORMS[-1]

@@ -142,7 +142,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any], int]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_seen(name: str) -> None:
+def test_a_planted_fault_is_detected(name: str) -> None:
     place, function, instead, columns = FAULTS[name]
     with planted(place, function, instead):
         assert blackwell.answer(
@@ -150,7 +150,7 @@ def test_a_planted_fault_is_seen(name: str) -> None:
         )
 
 
-def test_a_word_too_long_waited_for_is_told() -> None:
+def test_a_word_too_long_waited_for_is_reported() -> None:
     with planted(facts, "transaction_bytes", more(16)):
         assert "wait for ever" in blackwell.answer(FORMS[64], (8, 8, 32))
 
@@ -188,7 +188,7 @@ DAMAGES = {
 }
 
 
-def test_machine_code_is_as_derived_and_every_damage_is_seen(kernels: ModuleType) -> None:
+def test_machine_code_is_as_derived_and_every_damage_is_detected(kernels: ModuleType) -> None:
     form = PAIRS[256]
     kernel = kernels.compile_form(form, SETTINGS)
     assert not code.sm100_complaints(kernel, form)
@@ -330,7 +330,7 @@ SM100_GEMM_NVFP4_PAIR_FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("name", SM100_GEMM_NVFP4_PAIR_FAULTS)
-def test_sm100_gemm_nvfp4_pair_a_planted_fault_is_seen(name: str) -> None:
+def test_sm100_gemm_nvfp4_pair_a_planted_fault_is_detected(name: str) -> None:
     """Sums have one place at 256 columns: what is given back too early is written over."""
     place, function, instead = SM100_GEMM_NVFP4_PAIR_FAULTS[name]
     true = getattr(place, function)
@@ -441,7 +441,7 @@ SM100_GEMM_NVFP4_SWAPPED_FAULTS: dict[str, Callable[..., None]] = {
 
 
 @pytest.mark.parametrize("name", SM100_GEMM_NVFP4_SWAPPED_FAULTS)
-def test_sm100_gemm_nvfp4_swapped_a_planted_fault_is_seen(name: str) -> None:
+def test_sm100_gemm_nvfp4_swapped_a_planted_fault_is_detected(name: str) -> None:
     true, instead = sm100_model.Block.put_below, SM100_GEMM_NVFP4_SWAPPED_FAULTS[name]
     wrong = lambda *given: instead(true, *given)  # noqa: E731  bound to a class below
     with mock.patch.object(sm100_model.Block, "put_below", wrong):

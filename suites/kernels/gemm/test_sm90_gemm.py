@@ -66,7 +66,7 @@ def test_machine_code_of_every_form(kernels: ModuleType, form: GemmForm) -> None
     require_sound(kernels, form)
 
 
-def test_another_number_in_the_code_is_seen(kernels: ModuleType) -> None:
+def test_another_number_in_the_code_is_detected(kernels: ModuleType) -> None:
     form = FORMS[-1]
     kernel = kernels.compile_form(form, CompileSettings())
     wrong = replace(kernel, ptx=kernel.ptx.replace(", 49152;", ", 49136;"))
@@ -116,7 +116,7 @@ def exact(case: checks.Case, sides: checks.Sides) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("operands", checks.SIDES)
-def test_damage_is_seen(operands: str) -> None:
+def test_damage_is_detected(operands: str) -> None:
     scales = OPERANDS[operands].scales[0]
     case = checks.table_case(operands, (5, 72, 96), scales, seed=3)
     sides = checks.SIDES[operands](case, "cpu")

@@ -24,7 +24,7 @@ def test_names_are_their_own() -> None:
     assert len(faults.BY_NAME) == len(faults.FAULTS) == 12
 
 
-def test_planting_is_taken_back() -> None:
+def test_a_planted_fault_is_removed() -> None:
     fault = faults.BY_NAME["parity of a stage"]
     whole = faults.compiled(fault, whole=True).ptx
     assert faults.compiled(fault).ptx != whole

@@ -134,7 +134,7 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
         kernels.gemm_w4a16(x, weights.with_layout(SWIZZLE_8X4), settings)
 
 
-def test_a_wrong_place_a_nan_and_a_lost_term_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_place_a_nan_and_a_lost_term_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     case = checks.Case(W4A16Problem(3, 24, 352, "128x4"), "ordinary", "all", seed=5)
     exact, _ = checks.twin(case, "cpu")
     out = exact.bfloat16()

@@ -162,7 +162,7 @@ def test_reads_what_stands_in_the_text() -> None:
     assert not code.early_uses(TEXT)
 
 
-def test_other_text_is_seen() -> None:
+def test_other_text_is_detected() -> None:
     assert code.products(TEXT.replace("%p1, 0", "%p1, -1"))[0].adds is True
     assert code.products(TEXT.replace("mov.pred    %p1, 0;", ""))[0].adds is None
     assert code.products(TEXT.replace("%rd8, 6", "%rd8, 8"))[0].a == 8

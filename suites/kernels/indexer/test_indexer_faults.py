@@ -181,7 +181,7 @@ def test_names_are_their_own() -> None:
 
 
 @pytest.mark.needs("cutlass")
-def test_planting_is_taken_back() -> None:
+def test_a_planted_fault_is_removed() -> None:
     fault = BY_NAME["scale of a block twice as large"]
     whole = compiled(fault, whole=True).ptx
     assert compiled(fault).ptx != whole

@@ -118,7 +118,7 @@ def test_the_exact_scores_are_the_references(arithmetic: str) -> None:
     assert not checks.difference(case, got, of)
 
 
-def test_damage_is_seen() -> None:
+def test_damage_is_detected() -> None:
     of = checks.sides(CASE, "cpu")
     whole = checks.exact_scores(CASE, of)[0].float()
     assert not checks.difference(CASE, whole, of)
@@ -184,7 +184,7 @@ def test_a_graph_replays_on_changed_data(kernels: ModuleType) -> None:
 
 
 @pytest.mark.h200
-def test_nan_and_infinite_queries_are_seen_and_stay_in_their_rows() -> None:
+def test_nan_and_infinite_queries_are_detected_and_stay_in_their_rows() -> None:
     case = ScoresCase("bf16", 64, (300,), (9,), 1)
     of = checks.sides(case, "cuda")
     before = checks.on_device(case, of.given)

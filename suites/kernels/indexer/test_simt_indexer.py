@@ -114,7 +114,7 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
         run()
 
 
-def test_a_wrong_bit_is_seen() -> None:
+def test_a_wrong_bit_is_detected() -> None:
     for kind in (0, 6):
         case = checks.OperandCase(checks.problem_of(3, 5, kind), "special", 3)
         whole = checks.by_definition(case)
@@ -238,7 +238,7 @@ def test_the_definition_is_the_references_choice() -> None:
         assert torch.equal(got.sort(-1).values, want.int().sort(-1).values), spread
 
 
-def test_a_wrong_entry_is_seen() -> None:
+def test_a_wrong_entry_is_detected() -> None:
     case = topk_checks.TopkCase(TopkProblem(3, 40, 8), "ties")
     whole = topk_checks.by_definition(case, "cpu")
     assert not topk_checks.difference(case, whole)

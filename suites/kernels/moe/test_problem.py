@@ -191,7 +191,7 @@ def test_numbers_of_every_form(form: MoeForm) -> None:
     assert held.output_bytes in {0, pieces}
 
 
-def test_first_tile_is_gate_beside_up_whatever_the_tactic() -> None:
+def test_first_tile_is_gate_next_to_up_whatever_the_tactic() -> None:
     for problem in (PRO, FLASH, replace(PRO, tokens=1)):
         for tactic in TENSOR_MEMORY_TACTICS:
             first, second = facts.forms_of(problem, SM100A.name, tactic)

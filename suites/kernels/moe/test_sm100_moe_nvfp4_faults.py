@@ -198,7 +198,7 @@ def test_faults_have_names_of_their_own() -> None:
 
 @pytest.mark.needs("cutlass")
 @pytest.mark.slow
-def test_planting_is_in_the_text_and_taken_back() -> None:
+def test_a_planted_fault_is_in_the_text_and_removed() -> None:
     fault = BY_NAME["routing weight left out after"]
     before = text(fault)
     with planted(fault):

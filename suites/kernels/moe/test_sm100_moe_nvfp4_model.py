@@ -60,7 +60,7 @@ def test_groups_of_1_127_128_129_and_none() -> None:
     assert not wrong(case_of(EDGES, choice="edges", tactic=WIDE, shared=True))
 
 
-def test_nobody_is_here() -> None:
+def test_no_chosen_expert_is_on_this_rank() -> None:
     assert not wrong(case_of(SMALL, choice="nobody"))
 
 
@@ -207,7 +207,7 @@ QUICK = {"expert before", "rows of scales not skipped", "gate and up changed"}
     "name",
     [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in FAULTS],
 )
-def test_a_planted_fault_is_seen(name: str) -> None:
+def test_a_planted_fault_is_detected(name: str) -> None:
     place, function, instead, case = FAULTS[name]
     true = getattr(place, function)
     with mock.patch.object(place, function, lambda *given, **named: instead(true, *given, **named)):

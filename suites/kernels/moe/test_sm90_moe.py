@@ -255,7 +255,7 @@ def test_faults_have_names_of_their_own() -> None:
     assert len(faults.BY_NAME) == len(faults.FAULTS) == 22
 
 
-def test_planting_is_taken_back() -> None:
+def test_a_planted_fault_is_removed() -> None:
     fault = faults.BY_NAME["routing weight left out after"]
     rows = import_module(fault.module)
     form = facts.CombineForm(2, weighted=True, shared=False, target="sm_90a")

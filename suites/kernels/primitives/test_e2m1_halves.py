@@ -74,7 +74,9 @@ def test_neighbours_do_not_matter() -> None:
         ("_UPPER_BF16", 0xFF80_0000),
     ],
 )
-def test_other_constants_are_seen(name: str, wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_constants_are_detected(
+    name: str, wrong: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(halves, name, wrong)
     found = 0
     for code in SCALES[::13]:

@@ -59,7 +59,7 @@ def test_every_code_times_every_scale_is_exact() -> None:
     ("name", "value"),
     [("_KEPT", 0x81C0_80C0), ("_PAIR", 0x000F_0007), ("_PAIR_MOVES", (0x1040, 0x102))],
 )
-def test_a_wrong_constant_is_seen(
+def test_a_wrong_constant_is_detected(
     name: str, value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(e2m1, name, value)

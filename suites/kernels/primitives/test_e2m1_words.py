@@ -59,13 +59,13 @@ def test_python_numbers_give_the_same_word() -> None:
 
 
 @pytest.mark.parametrize("constant", [2.0**22 + 2, 2.0**23 + 1])
-def test_another_summand_is_seen(constant: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_summand_is_detected(constant: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(e2m1, "_SUMMAND", constant)
     x_N = near_boundaries()
     assert not torch.equal(words(x_N), wanted(x_N))
 
 
-def test_halves_exchanged_are_seen() -> None:
+def test_halves_exchanged_are_detected() -> None:
     wrong = replace(
         WORD_OPERATORS, low_halves=lambda low, high: WORD_OPERATORS.low_halves(high, low)
     )

@@ -161,7 +161,7 @@ def as_on_device(case: checks.Case) -> object:
 
 
 @pytest.mark.parametrize("place", ["codes", "scales"])
-def test_a_wrong_bit_and_an_unwritten_byte_are_seen(
+def test_a_wrong_bit_and_an_unwritten_byte_are_detected(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = checks.Case(QuantiseProblem(5, 80), "blocks")

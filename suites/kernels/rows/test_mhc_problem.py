@@ -53,7 +53,7 @@ def test_scalars_and_tensors_agree() -> None:
     assert float(facts.gate(np.float32(0.0), ON_SCALARS)) == 0.5
 
 
-def test_turned_sums_are_seen() -> None:
+def test_turned_sums_are_detected() -> None:
     """New stream k takes old stream j with mix[j, k]: the other way round is another result."""
     case = checks.Case(MixProblem(5, 64, "post"))
     mix = case.coefficients[2]

@@ -76,7 +76,7 @@ def test_infinities_and_nan_stay_in_their_rows(kind: str) -> None:
     assert torch.equal(got.isfinite(), want.isfinite())
 
 
-def test_company_does_not_matter() -> None:
+def test_rows_do_not_depend_on_other_rows() -> None:
     values, weight = checks.spread((8, 7168), "rows", 3), torch.rand(7168)
     whole = checks.normed_by_definition(values, weight, 1e-6)
     for row in range(8):

@@ -66,7 +66,7 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
 
 
 @each_kind
-def test_a_wrong_bit_is_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_bit_is_detected(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = checks.Case(kind, 3, 2)
     out = checks.by_definition(case)
     monkeypatch.setattr(checks, "on_device", lambda _case: out)

@@ -98,7 +98,7 @@ def test_every_part_knows_its_tensors(kernels: ModuleType, part: str) -> None:
 
 
 @pytest.mark.parametrize("part", MIX_PARTS)
-def test_what_is_wrong_is_seen(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_detected(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = checks.Case(MixProblem(3, 16, part))
     out = checks.by_stated_order(case)
     monkeypatch.setattr(checks, "on_device", lambda _case: out)
@@ -137,7 +137,7 @@ def test_fused_is_unfused_bit_for_bit(tokens: int, sharpness: float) -> None:
 
 @pytest.mark.h200
 @pytest.mark.b200
-def test_two_runs_are_equal_and_company_changes_no_token() -> None:
+def test_two_runs_are_equal_and_other_tokens_change_no_token() -> None:
     for case in checks.fuzzed(99, 20):
         first, second = checks.on_device(case), checks.on_device(case)
         for name in first:
@@ -179,7 +179,7 @@ def test_a_graph_replays_on_changed_data(kernels: ModuleType, part: str) -> None
 
 @pytest.mark.h200
 @pytest.mark.b200
-def test_a_nan_is_seen_everywhere_it_reaches(kernels: ModuleType) -> None:
+def test_a_nan_is_detected_everywhere_it_reaches(kernels: ModuleType) -> None:
     case = checks.Case(MixProblem(4, 64))
     inputs = {name: tensor.cuda() for name, tensor in checks.given(case).items()}
     inputs["products"][1] = torch.nan

@@ -67,7 +67,7 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
         kernels.mhc_pre(streams, weights, MixProblem(3, 16, "post"), checks.SETTINGS)
 
 
-def test_errors_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     for spread in ("ordinary", "integers"):
         case = checks.Case(4, 64, spread=spread)
         products, squares, _ = checks.definition(case)
@@ -99,7 +99,7 @@ def test_fuzzed_projections(seed: int) -> None:
 @pytest.mark.h200
 @pytest.mark.b200
 @pytest.mark.parametrize("kind", ["layer", "head"])
-def test_repeats_and_company_change_no_bit(kind: str) -> None:
+def test_repeats_and_other_tokens_change_no_bit(kind: str) -> None:
     many = checks.Case(checks.FEW + 70, 1032, kind, "wide")
     whole = checks.on_device(many)
     assert all(map(torch.equal, whole, checks.on_device(many)))

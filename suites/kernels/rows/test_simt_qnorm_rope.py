@@ -69,7 +69,7 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
             kernels.qnorm_rope(*operands, problem, checks.SETTINGS, out=out)
 
 
-def test_a_wrong_bit_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_bit_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     case = checks.Case("norm", 3, 2)
     out = checks.by_definition(case)
     monkeypatch.setattr(checks, "on_device", lambda _case: out)

@@ -81,7 +81,7 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_wrong_bit_is_seen(
+def test_a_wrong_bit_is_detected(
     kernels: ModuleType, place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = checks.Case(ResidualProblem(5, 80))

@@ -114,7 +114,7 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("place", ["values", "codes", "scales"])
-def test_a_wrong_bit_and_an_unwritten_byte_are_seen(
+def test_a_wrong_bit_and_an_unwritten_byte_are_detected(
     kernels: ModuleType, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = checks.NormCase(NormProblem(5, 80, layout="128x4", keeps_values=True))
@@ -173,7 +173,7 @@ def test_codes_are_those_that_two_launches_give(layout: str) -> None:
 
 @pytest.mark.h200
 @pytest.mark.b200
-def test_two_runs_are_equal_and_company_does_not_matter(kernels: ModuleType) -> None:
+def test_two_runs_are_equal_and_other_rows_change_nothing(kernels: ModuleType) -> None:
     for case in checks.fuzzed_norms(99, 10):
         first, second = checks.norm_on_device(case), checks.norm_on_device(case)
         for one, other in zip(first, second, strict=True):

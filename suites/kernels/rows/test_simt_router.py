@@ -96,7 +96,7 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
         run(logits, out=out._replace(experts=out.experts.long()))
 
 
-def test_a_wrong_choice_and_a_wrong_bit_are_seen(
+def test_a_wrong_choice_and_a_wrong_bit_are_detected(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = checks.RouterCase(RouterProblem(3, **checks.V4_PRO))
@@ -136,7 +136,7 @@ def test_chooses_as_the_reference_does_on_the_cpu() -> None:
 
 @pytest.mark.h200
 @pytest.mark.b200
-def test_two_runs_are_equal_and_company_does_not_matter() -> None:
+def test_two_runs_are_equal_and_other_rows_change_nothing() -> None:
     for case in checks.fuzzed(99, 10):
         first, second = checks.on_device(case), checks.on_device(case)
         assert torch.equal(first.experts, second.experts)

@@ -204,7 +204,7 @@ def test_a_source_edited_after_its_import_switches_the_cache_off(
     assert len(entries(tmp_path / "cache")) == 1
 
 
-def test_what_the_environment_tells_the_dsl_makes_another_kernel(
+def test_settings_of_the_dsl_from_the_environment_make_another_kernel(
     crowded: ModuleType, tmp_path: Path
 ) -> None:
     plain = CompileSettings(cache_folder=tmp_path)

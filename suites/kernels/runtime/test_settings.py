@@ -26,7 +26,7 @@ def test_reads_two_variables(
     assert read_settings(environment) == CompileSettings(cache, keep)
 
 
-def test_records_what_the_dsl_is_told() -> None:
+def test_settings_of_the_dsl_are_recorded() -> None:
     environment = {"CUTE_DSL_LINEINFO": "1", "CUTE_DSL_ARCH": "sm_90a", "HOME": "/h"}
     told = read_settings(environment).dsl_environment
     assert told == ("CUTE_DSL_ARCH=sm_90a", "CUTE_DSL_LINEINFO=1")

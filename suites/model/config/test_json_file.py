@@ -54,7 +54,7 @@ def is_official(config: Config) -> bool:
 
 
 @given(configs(), st.sampled_from(SPELLINGS))
-def test_every_spelling_comes_back(config: Config, spelling: str) -> None:
+def test_every_spelling_round_trips(config: Config, spelling: str) -> None:
     if spelling == "inference" and not is_official(config):
         with pytest.raises(Refused, match=r"official code"):
             config_to_dict(config, spelling)
@@ -248,7 +248,7 @@ def test_a_v32_of_save_pretrained_has_no_scoring_function() -> None:
     assert config_from_dict(saved | {"first_k_dense_replace": 3}) == V3_2
 
 
-def test_the_default_of_dense_layers_says_nothing_beside_a_list() -> None:
+def test_the_default_of_dense_layers_is_ignored_next_to_a_list() -> None:
     saved = config_to_dict(V3_2, "transformers") | {"mlp_layer_types": ["sparse"] * 61}
     read = config_from_dict(saved | {"first_k_dense_replace": 3})
     assert isinstance(read, V32Config)

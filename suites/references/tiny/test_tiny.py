@@ -141,7 +141,7 @@ def test_few_questions_leave_a_share_open() -> None:
     assert figures.ProbeScore().interval("sum") == (0.0, 1.0)
 
 
-def test_a_kind_that_was_not_asked_has_no_share() -> None:
+def test_a_kind_without_answers_has_no_share() -> None:
     assert math.isnan(figures.ProbeScore().share("sum"))
 
 
@@ -279,7 +279,7 @@ def test_orthogonal_matrices_have_singular_values_near_one(seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["v4", "v32"])
-def test_training_lowers_the_loss_and_state_comes_back(name: str, tmp_path: Path) -> None:
+def test_training_lowers_the_loss_and_state_round_trips(name: str, tmp_path: Path) -> None:
     model = train.model_named(name, 0)
     optimiser = Optimiser(model.weights)
     trainer = train.Trainer(model, optimiser, graphs=False)

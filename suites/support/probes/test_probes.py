@@ -52,14 +52,14 @@ def test_scalars_return_what_tensors_return(group: str) -> None:
         assert scalar_mismatches(probe, want[place], indices) == [], probe.name
 
 
-def test_one_differing_sample_is_seen() -> None:
+def test_one_differing_sample_is_detected() -> None:
     probe = GROUPS["codecs"][0]
     want = expected("codecs")[0]
     want[STRIDE * 100] += 1
     assert scalar_mismatches(probe, want, range(0, SAMPLES, STRIDE)) == [STRIDE * 100]
 
 
-def test_a_world_that_differs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_world_that_differs_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def summed(conditions: tuple[Any, ...]) -> Any:
         return reduce(operator.add, conditions)  # the trap: of tensors, a logical or
 

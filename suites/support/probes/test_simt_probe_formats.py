@@ -75,7 +75,7 @@ def test_compiles_without_spills_and_with_every_rounding_stated(
     assert {name: count for name, count in fused.items() if count} == {"arithmetic": 2}
 
 
-def test_the_two_fma_are_those_that_were_asked_for(kernels: ModuleType) -> None:
+def test_the_two_fma_are_those_requested(kernels: ModuleType) -> None:
     asked = [probe for probe in GROUPS["arithmetic"] if probe.name.startswith("fma")]
     assert len(asked) == 2
     kernel = kernels.compile_probe("rotation", SM90A, CompileSettings())
@@ -89,7 +89,7 @@ def _plain_rotation(sample: Sample) -> Any:
     return ops.bits_of(plain)
 
 
-def test_a_rotation_with_plain_operators_is_seen(
+def test_a_rotation_with_plain_operators_is_detected(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planted = {**GROUPS, "planted": (Probe("plain", _plain_rotation),)}
@@ -124,7 +124,7 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
         kernels.run_quantise(kernel, shape, torch.zeros(5, 16, dtype=torch.bfloat16), scale)
 
 
-def test_a_wrong_byte_from_the_device_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_byte_from_the_device_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def one_bit_wrong(group: str, _settings: CompileSettings) -> torch.Tensor:
         values_NS = expected(group)
         values_NS[3, 65_535] ^= 1
@@ -138,7 +138,7 @@ def test_a_wrong_byte_from_the_device_is_seen(monkeypatch: pytest.MonkeyPatch) -
     assert "first at (65535,)" in why
 
 
-def test_a_wrong_scale_from_the_device_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_scale_from_the_device_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = checks.Matrix(130, 80, "edges")
     codes, scales = checks.quantised_by_definition(matrix)
     monkeypatch.setattr(checks, "quantised_on_device", lambda _matrix: (codes, scales))

@@ -43,7 +43,7 @@ def test_takes_the_storage_that_cute_spans(
     assert ours == matrices * round_up(rows, 128) * round_up(columns, 4)
 
 
-def test_one_wrong_coordinate_is_seen(cute_layouts: ModuleType) -> None:
+def test_one_wrong_coordinate_is_detected(cute_layouts: ModuleType) -> None:
     def planted(matrix: int, coordinate: tuple[int, int], rows: int, columns: int) -> int:
         offset: int = SWIZZLE_128X4.batched_offset(matrix, coordinate, rows, columns)
         return offset ^ (4 if (matrix, coordinate) == (1, (299, 9)) else 0)
@@ -54,6 +54,6 @@ def test_one_wrong_coordinate_is_seen(cute_layouts: ModuleType) -> None:
     assert found[0].startswith("(1, 299, 9): got ")
 
 
-def test_another_layout_is_seen(cute_layouts: ModuleType) -> None:
+def test_another_layout_is_detected(cute_layouts: ModuleType) -> None:
     compared, found = cute_layouts.layout_mismatches(SWIZZLE_8X4.batched_offset, 1, 128, 4)
     assert len(found) > compared // 2

@@ -198,7 +198,7 @@ def test_upper_lanes_and_two_buffers_are_needed(first: str) -> None:
             assert failure is not None
 
 
-def test_a_damaged_answer_is_told() -> None:
+def test_a_damaged_answer_is_reported() -> None:
     class Damaged(HostModel):
         def scores(self, case: Any, of: Any) -> Any:
             return super().scores(case, of) * 1.001

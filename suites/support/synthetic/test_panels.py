@@ -43,7 +43,7 @@ def test_blocks_of_zeros_have_the_definitions_scale() -> None:
     assert agrees(torch.zeros(128, 256, dtype=torch.bfloat16))
 
 
-def test_a_planted_error_in_the_table_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_error_in_the_table_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     table = synthetic_panels._codes().copy()
     table[0x3F80] ^= 1
     monkeypatch.setattr(synthetic_panels, "_codes", lambda: table)

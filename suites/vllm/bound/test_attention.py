@@ -69,7 +69,7 @@ def test_adopted_it_is_ours_with_our_builders(module: Any, layer: Any) -> None:
     assert module.DegarbleBackend.get_name() == "FLASHMLA_SPARSE_DSV4"  # vLLM's warm-up asks for it
 
 
-def test_parts_are_vllms_where_asked(module: Any, layer: Any) -> None:
+def test_parts_are_vllms_where_requested(module: Any, layer: Any) -> None:
     object.__setattr__(layer, "compressor", object())
     object.__setattr__(layer, "indexer", object())
     with pytest.raises(InvalidArgument, match="class of a compressor"):

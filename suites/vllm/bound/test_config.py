@@ -70,7 +70,7 @@ def test_linears_get_the_method_of_their_format(module: Any) -> None:
     assert all(each.tactic for each in config.start.running if each.part == "linear")
 
 
-def test_nvfp4_linears_quantise_or_not_as_asked(module: Any) -> None:
+def test_nvfp4_linears_quantise_or_not_as_requested(module: Any) -> None:
     name = f"{LAYER}attn.fused_wqa_wkv"
     assert method(module, made(module), name).quantises
     for target in ("sm_90a", "sm_100a"):
@@ -99,7 +99,9 @@ def test_unknown_modules_are_refused(module: Any) -> None:
         method(module, made(module), "model.layers.9.attn.wq_b")
 
 
-def test_vllm_has_what_is_asked_of_it(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linears_requested_from_vllm_are_vllms(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     theirs = import_module("vllm.models.deepseek_v4.quant_config").DeepseekV4FP8Config
     monkeypatch.setattr(theirs, "get_quant_method", lambda *_: "their FP8")
     config = made(module, parts={"linear": "vllm", "o_proj": "vllm"})
@@ -155,7 +157,7 @@ def test_a_config_that_names_no_quantisation_is_taken(module: Any) -> None:
     assert module.DegarbleConfig().raw == {}  # as vLLM makes it for a checkpoint in BF16
 
 
-def test_only_v4_is_taken_and_only_where_asked(module: Any) -> None:
+def test_only_v4_is_taken_and_only_where_requested(module: Any) -> None:
     take = module.DegarbleConfig.override_quantization_method
     v4, other = SimpleNamespace(model_type="deepseek_v4"), SimpleNamespace(model_type="llama")
     assert take({}, "degarble", v4) == "degarble"

@@ -101,7 +101,7 @@ def test_a_scale_that_never_came_is_refused(layer: Any, name: str, part: str) ->
         layer.quant_method.process_weights_after_loading(layer)
 
 
-def test_vllm_asks_the_name_of_our_class(layer: Any) -> None:
+def test_vllm_reads_the_name_of_our_class(layer: Any) -> None:
     """Without "ModelOpt" in it, the scale of w3 would overwrite the one of w1, in silence."""
     kind = type(layer.quant_method)
     renamed = type("Renamed", (kind,), {})

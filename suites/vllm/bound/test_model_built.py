@@ -34,7 +34,7 @@ def built(folder: Path, *dropped: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_it_is_built_loaded_and_told(folder: Path) -> None:
+def test_it_is_built_loaded_and_logged(folder: Path) -> None:
     found = built(folder)
     assert (found["model"], found["attention"]) == ("DegarbleDeepseekV4", ["DegarbleAttention"])
     assert found["loaded"] == found["parameters"] > 100

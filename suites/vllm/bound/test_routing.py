@@ -76,7 +76,7 @@ def test_what_has_another_class_stays_vllms_and_the_log_says_so(module: Any) -> 
     module.adopt_block(ffn, MODULE, begun)
 
 
-def test_a_table_is_asked_by_token_ids(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_is_indexed_by_token_ids(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ffn = block(module)
     seen: dict[str, Any] = {}
     module.adopt_block(ffn, MODULE, start())
@@ -96,7 +96,7 @@ def test_a_table_is_asked_by_token_ids(module: Any, monkeypatch: pytest.MonkeyPa
     assert seen["ids"] is ids
 
 
-def test_they_stay_vllms_where_asked(module: Any) -> None:
+def test_they_stay_vllms_where_requested(module: Any) -> None:
     ffn, begun = block(module), start(router="vllm", act="vllm")
     module.adopt_block(ffn, MODULE, begun)
     assert type(ffn.experts.router) is module.FusedTopKBiasRouter

@@ -58,7 +58,7 @@ def test_config_has_what_is_read_of_it() -> None:
         assert not missing, (record.__name__, missing)
 
 
-def test_a_start_proves_and_tells(module: Any, tmp_path: Path) -> None:
+def test_a_start_proves_and_logs(module: Any, tmp_path: Path) -> None:
     folder = write(tmp_path / "c", V4, "bf16")
     start = module.Start.of(config(folder, degarble={"told": str(tmp_path / "told")}))
     start.kernel("model.layers.0.attn.wq_b", "linear", "BF16", "by rows")
@@ -113,7 +113,7 @@ def test_known_failures_are_those_of_the_ledger(module: Any, tmp_path: Path) -> 
         list(module.known_failures(str(tmp_path / "no.yaml")))
 
 
-def test_nvfp4_is_multiplied_as_asked(module: Any) -> None:
+def test_nvfp4_is_multiplied_as_requested(module: Any) -> None:
     for activations, wanted in (("quantised", parts.NVFP4), ("bf16", parts.NVFP4_A16)):
         start = module.Start(PluginOptions(nvfp4_activations=activations), None, "sm_90a", "x")
         assert start.linear_format(parts.NVFP4) == wanted

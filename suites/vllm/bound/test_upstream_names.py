@@ -124,7 +124,7 @@ def test_names_go_where_the_proof_says(folder: Path) -> None:
     assert {each for each in FUSED if any(each in name for name in reached)} == set(FUSED)
 
 
-def test_a_changed_mapping_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_mapping_is_detected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     vllm = import_module("vllm.models.deepseek_v4.nvidia.model")
     make = vllm._make_deepseek_v4_weights_mapper
 

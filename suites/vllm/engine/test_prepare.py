@@ -40,7 +40,7 @@ def test_a_question_goes_on_as_long_as_the_references_are_sure() -> None:
     assert [second.gap(0, 6), second.gap(0, 11), second.gap(1, 7)] == [0.0, 0.5, 0.0]
 
 
-def test_how_far_logits_move_is_told_against_the_best() -> None:
+def test_the_change_of_logits_is_reported_relative_to_the_best() -> None:
     before = rows([3, 4], [9.0, 9.0])
     after = before.clone() + 2.0  # all of them alike: nothing moved
     assert prepare.moved(before, after) == pytest.approx(0.0)

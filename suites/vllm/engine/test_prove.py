@@ -78,7 +78,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> prove.ProofPaths:
     return prove.ProofPaths(tmp_path / "in", tmp_path / "out", HANG_SECONDS)
 
 
-def test_servers_are_asked_beside_each_other(place: prove.ProofPaths) -> None:
+def test_servers_are_queried_in_parallel(place: prove.ProofPaths) -> None:
     found = prove.prove(place, [
         Served("one", "small", ("parts", "questions", "texts")), Ended("lacking", "small",
         refused="it lacks"), Ended("other", "small", refused="another word"),
@@ -108,7 +108,7 @@ def test_recorded_graphs_are_read_from_the_log(log: str, passed: bool, told: str
     assert prove.graphs(log)[1:] == (passed, f"recorded: {told}")
 
 
-def test_the_cause_of_an_end_is_told_and_not_who_tells_of_it() -> None:
+def test_the_cause_of_an_end_is_reported_and_not_its_messenger() -> None:
     log = (
         "(Worker) ERROR degarble.harness.base.errors.LayoutMismatch: loader proof = 'x'\n"
         "(API) RuntimeError: Engine core initialization failed. See root cause above.\nwarned\n"
@@ -200,7 +200,7 @@ def test_a_place_that_cannot_be_written_is_refused(
     assert "OUT" in capsys.readouterr().err
 
 
-def test_a_start_that_neither_answers_nor_ends_is_told(
+def test_a_start_that_neither_answers_nor_ends_is_reported(
     place: prove.ProofPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prove, "END_SECONDS", 0.1)

@@ -71,7 +71,7 @@ def test_a_plant_is_an_entry_point_of_its_server_alone(
     assert point.load() is plants.register
 
 
-def test_plants_that_nobody_knows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_plants_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(plants.VARIABLE, raising=False)
     plants.register()
     monkeypatch.setenv(plants.VARIABLE, "weeds")

@@ -84,7 +84,7 @@ class _Forgetful(set[str]):
         del element
 
 
-def test_company_that_changes_a_text_fails(
+def test_batching_that_changes_a_text_fails(
     server: stand_in.Server, session: steps.EngineSession
 ) -> None:
     session.texts()
@@ -105,7 +105,7 @@ def test_requests_that_stay_fail(server: stand_in.Server, session: steps.EngineS
     assert (told.passed, "2 requests left" in told.told) == (False, True)
 
 
-def test_what_a_server_refuses_is_told(
+def test_refusals_of_a_server_are_reported(
     server: stand_in.Server, session: steps.EngineSession
 ) -> None:
     server.captured = None

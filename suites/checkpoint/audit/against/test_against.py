@@ -74,7 +74,7 @@ def compared(here: Path, there: Path) -> tuple[list[Finding], AgainstTable]:
 
 
 @pytest.mark.parametrize(("here", "there"), COMPARED)
-def test_healthy_checkpoints_say_nothing(here: str, there: str) -> None:
+def test_healthy_checkpoints_have_no_findings(here: str, there: str) -> None:
     """Whatever is beside whatever, each of them quantised by its own producer."""
     findings, table = compared(source(here), source(there))
     assert {finding.rule for finding in findings} <= {rules.NOT_COMPARED.id}
@@ -94,7 +94,7 @@ def test_healthy_checkpoints_say_nothing(here: str, there: str) -> None:
     ("kind", "to", "options"),
     [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CONVERTED],
 )
-def test_healthy_conversions_say_nothing(
+def test_healthy_conversions_have_no_findings(
     tmp_path: Path, kind: str, to: str, options: dict[str, object]
 ) -> None:
     """Beside what they were made from, and beside the BF16 that both come from."""
@@ -357,7 +357,7 @@ def test_every_rule_has_its_fault() -> None:
 # Pairing, refusals, the table
 
 
-def test_shapes_and_names_of_one_side_are_told(tmp_path: Path) -> None:
+def test_shapes_and_names_of_one_side_are_reported(tmp_path: Path) -> None:
     write_shards(tmp_path / "a", [{"x": torch.ones(4, 4), "y": torch.ones(2), "z": torch.ones(3)}])
     write_shards(tmp_path / "b", [{"x": torch.ones(4, 4), "y": torch.ones(5), "w": torch.ones(3)}])
     findings, table = compared(tmp_path / "a", tmp_path / "b")
@@ -402,7 +402,7 @@ def test_workers_and_parts_make_the_same_table() -> None:
 
 
 @pytest.mark.parametrize("bits", [0x7F81, 0x7FC1, 0xFF81])
-def test_nan_of_every_kind_is_told_without_a_warning(tmp_path: Path, bits: int) -> None:
+def test_nan_of_every_kind_is_reported_without_a_warning(tmp_path: Path, bits: int) -> None:
     """A signalling NaN (the top bit of its fraction is 0) raises a flag where it is widened."""
     shutil.copytree(source("bf16"), tmp_path / "c")
     Bytes(tmp_path / "c").set(f"{DENSE}.weight", bits)
@@ -554,7 +554,7 @@ def test_what_is_turned_is_named(what: str) -> None:
     assert said.endswith(told)
 
 
-def test_healthy_and_foreign_values_say_nothing() -> None:
+def test_healthy_and_foreign_values_have_no_findings() -> None:
     assert describe_signs(turned([], EVERY), Y_MK) is None
     assert describe_signs(torch.rand(96, 64), Y_MK) is None
 

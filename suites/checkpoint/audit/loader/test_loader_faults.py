@@ -402,7 +402,7 @@ def test_a_fault_breaks_its_rule_and_no_other(
 
 
 @pytest.mark.parametrize("what", [*WARNED, *NOTED])
-def test_what_is_no_error_is_told_as_such(
+def test_what_is_no_error_is_reported_as_such(
     tmp_path: Path, written: Callable[[str], Path], what: str
 ) -> None:
     case = {**WARNED, **NOTED}[what]
@@ -477,7 +477,7 @@ def test_conversions_load_every_element(
     require_claims(proof)
 
 
-def test_input_scales_that_nobody_measured_stay_unwritten(tmp_path: Path) -> None:
+def test_unmeasured_input_scales_stay_unwritten(tmp_path: Path) -> None:
     convert(source("official"), tmp_path / "out", "nvfp4-lossless", {})
     proof = proven(tmp_path / "out", VLLM)
     assert errors(proof.findings) == {"loader.unwritten"}
@@ -487,7 +487,7 @@ def test_input_scales_that_nobody_measured_stay_unwritten(tmp_path: Path) -> Non
     }
 
 
-def test_a_backends_order_is_told(tmp_path: Path) -> None:
+def test_a_backends_order_is_reported(tmp_path: Path) -> None:
     convert(source("nvfp4-experts"), tmp_path / "out", "vllm", {"backend": "trtllm"})
     found = proven(tmp_path / "out", VLLM).findings
     assert any("order of trtllm kernels" in each.message for each in told(found, "loader.caveat"))
@@ -506,7 +506,7 @@ def test_a_row_short_of_a_fused_tensor_is_found(tmp_path: Path) -> None:
     assert found.tensor == name
 
 
-def test_a_fused_tensor_that_is_skipped_is_told_once(tmp_path: Path) -> None:
+def test_a_fused_tensor_that_is_skipped_is_reported_once(tmp_path: Path) -> None:
     folder = write(tmp_path / "c", V4, "vllm")
     raw = {**VLLM, "skip": [r"layers\.1\.ffn\.experts\.w13_weight$"]}
     proof = proven(folder, raw)

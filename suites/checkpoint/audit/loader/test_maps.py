@@ -224,7 +224,7 @@ def test_rules_apply_in_their_order(name: str, expected: ResolvedName) -> None:
     assert NameRules(MAP, KNOWN).resolve(name) == expected
 
 
-def test_rules_that_never_match_are_told() -> None:
+def test_rules_that_never_match_are_reported() -> None:
     rules = NameRules(MAP, KNOWN)
     rules.resolve("layers.3.attn.wkv.weight")
     rules.resolve("mtp.0.norm.weight")
@@ -392,7 +392,7 @@ def test_only_names_that_vllm_knows_go_without_a_caveat(written: Write) -> None:
             assert bool(made.caveats) == ((family, layout) not in known), (family, layout)
 
 
-def test_a_caveat_is_told(written: Write) -> None:
+def test_a_caveat_is_reported(written: Write) -> None:
     with Checkpoint.open(written(V4, "transformers-saved")) as checkpoint:
         found = prove(checkpoint, engine_map(inventory_of(checkpoint), "vllm")).findings
     (caveat,) = told(found, "loader.caveat")
@@ -588,7 +588,7 @@ def test_a_file_can_say_what_the_engine_builds(official: Checkpoint) -> None:
     ("argument", "ranks"),
     [("vllm", (1, 1, 1)), ("vllm:tp=2", (2, 1, 1)), ("vllm:tp=2,ep=4,pp=3", (2, 4, 3))],
 )
-def test_ranks_stand_behind_an_engine(
+def test_ranks_follow_the_name_of_an_engine(
     official: Checkpoint, argument: str, ranks: tuple[int, int, int]
 ) -> None:
     made = read_loader_map(argument, official)

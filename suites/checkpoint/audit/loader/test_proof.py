@@ -240,7 +240,7 @@ def test_ranks_that_are_alike_share_their_targets() -> None:
                 assert truth.parameter.expert == held.first_expert
 
 
-def test_one_rank_can_be_asked_for_alone() -> None:
+def test_one_rank_can_be_requested_alone() -> None:
     assert ranks_of(LoaderMap("m", (ListedParameter("a", "U8", (1,)),), tp=2, ep=4, pp=3)) == range(
         12
     )
@@ -409,13 +409,13 @@ def test_what_belongs_there_is_right() -> None:
         ),
     ],
 )
-def test_what_belongs_elsewhere_is_told(
+def test_a_tensor_that_belongs_elsewhere_is_reported(
     mine: str, part: PartKind, wanted: str, wanted_part: PartKind, expected: str
 ) -> None:
     assert rule(source(mine, part, "F32", ()), wanted, wanted_part, "F32") == expected
 
 
-def test_wrong_rows_are_told_although_the_shape_fits() -> None:
+def test_wrong_rows_are_reported_although_the_shape_fits() -> None:
     given = source(WQ_B, PartKind.CODES, "F8_E4M3", (4, 4))
     other = Box(((4, 8), (0, 4)))
     assert rule(given, WQ_B, PartKind.CODES, "F8_E4M3", other) == "loader.wrong_rows"
@@ -441,7 +441,7 @@ def test_wrong_rows_are_told_although_the_shape_fits() -> None:
         ("F32", "F8_E8M0", PartKind.BLOCK_SCALE, "loader.scale_dtype", False),
     ],
 )
-def test_types_that_cannot_be_copied_are_told(
+def test_types_that_cannot_be_copied_are_reported(
     stored: str, built: str, part: PartKind, expected: str | None, written: bool
 ) -> None:
     wrong = judge_dtype(source(WQ_B, part, stored, (4, 4)), built, None)
@@ -461,7 +461,7 @@ def test_a_slot_that_is_not_there_takes_nothing() -> None:
     assert (wrong.rule.id, wrong.written) == ("loader.shape", False)
 
 
-def test_extents_are_told_and_so_is_the_rank_of_a_scale() -> None:
+def test_extents_are_reported_and_so_is_the_rank_of_a_scale() -> None:
     slot = Member(Box.whole((8, 4)))
     for part, shape, expected in (
         (PartKind.CODES, (2, 4), "loader.shape"),
@@ -477,7 +477,7 @@ def test_extents_are_told_and_so_is_the_rank_of_a_scale() -> None:
         assert "[8, 4]" in wrong.told
 
 
-def test_of_two_wrongs_the_tensor_itself_is_told_first() -> None:
+def test_of_two_errors_the_one_of_the_tensor_comes_first() -> None:
     given = source(f"{E1}.w1", PartKind.CODES, "U8", (2, 4))
     truth = ExpectedContent(parameter(f"{E1}.w3"), PartKind.CODES, Box.whole((8, 4)))
     wrong = judge_write(given, Box.whole((2, 4)), "BF16", Member(Box.whole((8, 4))), truth)
@@ -509,7 +509,7 @@ def test_a_share_has_the_bytes_that_anatomy_lists(official: Path, ranks: Ranks) 
         assert range(*share.experts) == made.experts_of(share.rank)
 
 
-def test_kinds_are_told_apart(official: Path) -> None:
+def test_kinds_are_distinguished(official: Path) -> None:
     whole, *_ = rank_shares(proven(official, {"base": "vllm"}))
     halves = rank_shares(proven(official, {"base": "vllm", "tp": 1, "ep": 2}))
     assert set(whole.by_kind) == set(KINDS)

@@ -80,7 +80,7 @@ def test_a_healthy_checkpoint_raises_no_error(tmp_path: Path, layout: str) -> No
     assert sum(healthy.table["nbytes"]) == sum(e.nbytes for e in checkpoint.entries.values())
 
 
-def test_without_dead_experts_there_is_nothing_to_say(experts: Healthy) -> None:
+def test_without_dead_experts_there_is_no_finding(experts: Healthy) -> None:
     with Checkpoint.open(experts.folder) as checkpoint:
         findings = judge_numbers(checkpoint, experts.table)
     assert {finding.rule for finding in findings} == {rules_numbers.DIALECT.id}
@@ -121,7 +121,7 @@ def test_all_tensors_of_one_fault_are_named(experts: Healthy, tmp_path: Path) ->
     assert sum(finding.count for finding in named) == 3 * 6 * 3
 
 
-def test_a_scale_that_is_no_number_is_told_once(experts: Healthy, tmp_path: Path) -> None:
+def test_a_scale_that_is_no_number_is_reported_once(experts: Healthy, tmp_path: Path) -> None:
     """A NaN is no zero, so its block has not vanished."""
 
     def plant(files: Bytes) -> None:
@@ -197,7 +197,7 @@ def test_modules_of_an_unknown_model_are_judged_by_themselves(tmp_path: Path, se
     ("rows", "rule"),
     [(128, rules_numbers.SCALE_LAYOUT), (64, rules_numbers.SCALE_UNDECIDED)],
 )
-def test_scales_out_of_order_in_a_small_matrix_are_told(
+def test_scales_out_of_order_in_a_small_matrix_are_reported(
     tmp_path: Path, seed: int, rows: int, rule: AuditRule
 ) -> None:
     parts = quantised_parts(matrix(seed, rows, 256))

@@ -77,7 +77,7 @@ def packed_as(order: str, columns: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_an_unpacked_sibling_tells_every_order(seed: int, order: str) -> None:
+def test_an_unpacked_sibling_reveals_every_order(seed: int, order: str) -> None:
     gains = channels(seed, WIDTH)
     reference = ReferenceProfile(Kinship.SIBLING, logs_of(energies(seed + 1, gains, 64)))
     found = infer_order(packed_as(order, energies(seed + 2, gains)), [reference])
@@ -88,7 +88,7 @@ def test_an_unpacked_sibling_tells_every_order(seed: int, order: str) -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("slope", [1.0, -1.0])
-def test_a_norm_tells_whatever_the_sign_of_the_relation(
+def test_a_norm_reveals_the_order_whatever_the_sign_of_the_relation(
     seed: int, order: str, slope: float
 ) -> None:
     gains = channels(seed, WIDTH, 0.5)
@@ -98,7 +98,7 @@ def test_a_norm_tells_whatever_the_sign_of_the_relation(
 
 
 @pytest.mark.parametrize("kinship", [Kinship.NORM, Kinship.PRODUCER])
-def test_a_stranger_tells_nothing(seed: int, kinship: Kinship) -> None:
+def test_an_unrelated_tensor_decides_nothing(seed: int, kinship: Kinship) -> None:
     stranger = ReferenceProfile(kinship, logs_of(channels(seed + 1, WIDTH, 0.5).numpy()))
     found = infer_order(energies(seed, channels(seed, WIDTH, 0.5)), [stranger])
     assert found.value is None
@@ -124,13 +124,13 @@ def test_power_by_the_spread_of_channels(seed: int) -> None:
     assert decided[0.1] >= 6
 
 
-def test_smooth_channels_do_not_tell(seed: int) -> None:
+def test_smooth_channels_decide_nothing(seed: int) -> None:
     gains = torch.exp(torch.sin(torch.arange(WIDTH) / 300.0))
     reference = ReferenceProfile(Kinship.SIBLING, logs_of(energies(seed, gains, 64)))
     assert infer_order(energies(seed + 1, gains), [reference]).value is None
 
 
-def test_what_is_missing_is_told(seed: int) -> None:
+def test_a_missing_or_unfit_profile_is_named_as_the_reason(seed: int) -> None:
     columns = energies(seed, channels(seed, 256))
     assert "no profile" in infer_order(columns, []).because
     narrow = ReferenceProfile(Kinship.SIBLING, np.zeros(128))
@@ -254,7 +254,7 @@ KINDS = ("heavy tails and channels", "uniform", "low rank", "blocks of unlike ga
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
-def test_scales_in_order_are_told_so(seed: int, kind: str, fmt: BlockFormat) -> None:
+def test_scales_in_order_are_reported_as_such(seed: int, kind: str, fmt: BlockFormat) -> None:
     if (kind, fmt) == ("uniform", MXFP4):  # all scales are equal
         assert infer_layout(weight_of(drawn(seed, kind), fmt)).value is None
         return
@@ -321,7 +321,7 @@ def test_many_zeros_may_leave_it_undecided_but_never_mislead(seed: int) -> None:
     assert infer_layout(weight).value in (None, LINEAR)
 
 
-def test_what_cannot_tell_is_undecided(seed: int) -> None:
+def test_too_little_evidence_is_undecided(seed: int) -> None:
     signs = torch.sign(torch.randn(SHAPE, generator=generator(seed)))
     assert infer_layout(weight_of(signs)).value is None
     assert infer_layout(weight_of(matrix(seed, 8, 64))).value is None
@@ -379,14 +379,14 @@ def test_a_producer_is_never_excluded_by_its_own_traces(seed: int, name: str, ze
 
 
 @pytest.mark.parametrize("name", PRODUCERS)
-def test_blocks_of_zeros_tell_all_producers_apart(seed: int, name: str) -> None:
+def test_blocks_of_zeros_distinguish_all_producers(seed: int, name: str) -> None:
     inferred = infer_dialect(traces(seed, GROUP_OF[name], zeros=True))
     assert inferred.value == name
     assert inferred.confidence > 0.999
     assert "zero blocks have the scale" in inferred.because
 
 
-def test_arithmetic_tells_without_blocks_of_zeros(seed: int) -> None:
+def test_arithmetic_distinguishes_producers_without_blocks_of_zeros(seed: int) -> None:
     left = candidates(traces(seed, MODELOPT, zeros=False))
     assert left == ("modelopt", "torchao")
     assert candidates(traces(seed, COMPRESSED_TENSORS, zeros=False)) == ("compressed_tensors",)
@@ -415,7 +415,7 @@ def test_small_scales_and_zeros_over_codes_exclude() -> None:
     assert candidates(lost) == ("canonical, flashinfer or vllm",)
 
 
-def test_a_lossless_cast_is_told() -> None:
+def test_a_lossless_cast_is_reported() -> None:
     inferred = infer_dialect(DialectTraces([2.0**-11], DECODE, [], 0.5, 0, powers_only=True))
     assert inferred.value == LOSSLESS
 

@@ -210,7 +210,9 @@ def test_vectors_scalars_and_integers(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
-def test_digests_tell_same_permuted_and_other(tmp_path: Path, seed: int, fmt: BlockFormat) -> None:
+def test_digests_distinguish_same_permuted_and_other(
+    tmp_path: Path, seed: int, fmt: BlockFormat
+) -> None:
     values = matrix(seed, 256, 256)
     order = torch.randperm(128, generator=generator(seed))
     mixed = torch.cat([values[:128][order], values[128:]])

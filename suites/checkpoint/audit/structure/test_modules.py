@@ -94,7 +94,7 @@ NVFP4: Seen = {
         ),
     ],
 )
-def test_every_known_form_is_told_without_an_issue(tensors: Seen, weight: str) -> None:
+def test_every_known_form_is_recognised_without_an_issue(tensors: Seen, weight: str) -> None:
     check = judged(tensors, W2.name)
     assert (check.weight, check.issues) == (weight, [])
     assert check.has_input_scale == (".input_scale" in tensors)
@@ -222,7 +222,7 @@ def turned_back(*modules: str) -> Callable[[Tensors], None]:
     return change
 
 
-def test_a_block_size_of_128_beside_16_is_an_error_that_quotes_both(
+def test_block_sizes_of_128_and_16_together_are_an_error_that_quotes_both(
     tmp_path: Path, full: Path
 ) -> None:
     folder = replant(full, tmp_path / "c", same)
@@ -238,7 +238,7 @@ def test_a_block_size_of_128_beside_16_is_an_error_that_quotes_both(
     assert size.evidence["shown"] == [16]
 
 
-def test_a_config_of_32_beside_scales_of_16_columns_is_an_error(
+def test_a_config_of_32_with_scales_of_16_columns_is_an_error(
     tmp_path: Path, experts: Path
 ) -> None:
     """In config.json only: engines do not read the other file where this one states a format."""
@@ -264,7 +264,7 @@ def test_groups_are_believed_where_nothing_else_states_a_size(tmp_path: Path, fu
 @pytest.mark.parametrize(
     ("file", "rule"), [("config.json", "config.block_size_built"), (HF, "config.block_size")]
 )
-def test_each_file_is_asked_for_its_block_size(
+def test_each_config_file_gives_its_block_size(
     tmp_path: Path, full: Path, file: str, rule: str
 ) -> None:
     folder = replant(full, tmp_path / "c", same)
@@ -277,7 +277,7 @@ def test_each_file_is_asked_for_its_block_size(
     assert f"{file}: group_size 32" in size.message
 
 
-def test_a_module_turned_back_behind_the_configs_back(tmp_path: Path, full: Path) -> None:
+def test_a_module_in_bf16_that_the_config_does_not_list(tmp_path: Path, full: Path) -> None:
     module = "model.layers.1.self_attn.q_b_proj"
     found = audited(replant(full, tmp_path / "c", turned_back(module)))
     (broken,) = told(found, "config.contradicts")
@@ -297,7 +297,7 @@ def test_a_module_that_is_excluded_must_not_be_quantised(tmp_path: Path, full: P
     assert (broken.evidence["found"], broken.evidence["promised"]) == ("NVFP4", "BF16")
 
 
-def test_two_configs_that_differ_are_told(tmp_path: Path, full: Path) -> None:
+def test_two_configs_that_differ_are_reported(tmp_path: Path, full: Path) -> None:
     folder = replant(full, tmp_path / "c", same)
     excluded = "model.layers.1.self_attn.q_b_proj"
     reconfigure(folder, HF, lambda raw: raw["quantization"]["exclude_modules"].append(excluded))
@@ -317,7 +317,7 @@ def test_quantised_weights_without_a_word_are_an_error(tmp_path: Path, full: Pat
     assert told(audited(folder), "config.no_statement") == []
 
 
-def test_ignore_beside_fp8_means_left_alone(experts: Path) -> None:
+def test_ignore_together_with_fp8_means_left_alone(experts: Path) -> None:
     found = audited(experts)
     (kept,) = told(found, "config.ignore_keeps_source")
     assert kept.level == "note"
@@ -376,7 +376,7 @@ def test_a_weight_only_checkpoint_needs_no_input_scales(tmp_path: Path, full: Pa
     assert errors(audited(folder)) == set()
 
 
-def test_words_that_nobody_can_judge_are_noted(tmp_path: Path, full: Path) -> None:
+def test_unknown_words_are_noted(tmp_path: Path, full: Path) -> None:
     folder = replant(full, tmp_path / "c", same)
     reconfigure(
         folder, "config.json", lambda raw: raw["quantization_config"].update(quant_algo="NEW_ALGO")
@@ -447,7 +447,7 @@ def test_suffixes_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     assert inventory_of(write(tmp_path / "d", V32, "nvfp4-full")).layout.suffixes == "huggingface"
 
 
-def test_drafters_are_numbered_behind_the_decoder(tmp_path: Path) -> None:
+def test_drafters_are_numbered_after_the_decoder(tmp_path: Path) -> None:
     inventory = inventory_of(write(tmp_path / "c", V4, "official"))
     layers = {inventory.layer_of(each.parameter) for each in inventory.found}
     assert layers == {None, 0, 1, 2, 3}
@@ -471,7 +471,7 @@ if TYPE_CHECKING:
         ("self_attn.compressor.indexer.gate_proj", "partners.tensor_scale_fusable", "warning"),
     ],
 )
-def test_a_partner_with_its_own_scale_is_told(
+def test_a_partner_with_its_own_scale_is_reported(
     tmp_path: Path, full: Path, name: str, rule: str, level: str
 ) -> None:
     scale = f"model.layers.1.{name}.weight_scale_2"
@@ -500,7 +500,7 @@ def test_a_stack_is_compared_column_by_column(tmp_path: Path, suffix: str) -> No
     assert apart.evidence["ratio"] == pytest.approx(3)
 
 
-def test_all_scales_with_their_input_scale_inside_are_told(tmp_path: Path) -> None:
+def test_all_scales_with_their_input_scale_inside_are_reported(tmp_path: Path) -> None:
     config = replace(V4, n_routed_experts=16)
     healthy = write(tmp_path / "a", config, "nvfp4-full")
     assert errors(audited(healthy)) == set()

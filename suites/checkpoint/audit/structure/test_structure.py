@@ -183,7 +183,7 @@ def test_the_shape_of_the_main_compressor_is_quoted(
     assert found.evidence["expected"] == [2 * V4.index_head_dim, V4.hidden_size]
 
 
-def test_equal_shapes_are_told_apart_by_their_bytes(tmp_path: Path) -> None:
+def test_equal_shapes_are_distinguished_by_their_bytes(tmp_path: Path) -> None:
     from dataclasses import replace  # noqa: PLC0415  only here
 
     alike = write(tmp_path / "a", replace(V4, head_dim=V4.index_head_dim), "bf16")
@@ -202,7 +202,7 @@ def test_constant_bytes_decide_nothing(tmp_path: Path, structure_experts: Path) 
     assert told(found, "structure.indexer_prefix") == []
 
 
-def test_experts_are_told_together(tmp_path: Path, structure_experts: Path) -> None:
+def test_experts_are_reported_together(tmp_path: Path, structure_experts: Path) -> None:
     change = drop(*(f"layers.1.ffn.experts.{e}.w1.input_scale" for e in (0, 1, 3)))
     (found,) = told(
         audited(replant(structure_experts, tmp_path / "c", change)), "scales.input_missing"
@@ -211,7 +211,7 @@ def test_experts_are_told_together(tmp_path: Path, structure_experts: Path) -> N
     assert found.message.endswith("And 2 more like it, experts 0-1, 3.")
 
 
-def test_what_nobody_expects_is_a_warning_and_a_buffer_is_a_note(
+def test_an_unexpected_tensor_is_a_warning_and_a_buffer_is_a_note(
     tmp_path: Path, structure_experts: Path
 ) -> None:
     def change(tensors: Tensors) -> None:
@@ -313,14 +313,14 @@ def names_told(folder: Path) -> list[Finding]:
 
 
 @pytest.mark.parametrize(("family", "layout"), LAYOUTS)
-def test_a_layout_is_told_where_nobody_reads_it(family: str, layout: str, tmp_path: Path) -> None:
+def test_a_layout_without_a_reader_is_reported(family: str, layout: str, tmp_path: Path) -> None:
     config = V4 if family == V4Config.family else V32
     write_checkpoint(tmp_path / "c", Synthetic(config, layout, seed=5))
     wanted = UNREAD.get(layout) if config is V4 else None
     assert [each.rule for each in names_told(tmp_path / "c")] == ([wanted] if wanted else [])
 
 
-def test_decoded_under_names_of_nobody_is_an_error(tmp_path: Path) -> None:
+def test_decoded_weights_under_unknown_names_are_an_error(tmp_path: Path) -> None:
     """What `convert --to bf16` wrote: transformers computes with experts at random."""
     layout = layout_named("nvfp4-full", V4).with_recipe("bf16")
     (told,) = written_and_told(tmp_path / "c", layout)
@@ -331,7 +331,7 @@ def test_decoded_under_names_of_nobody_is_an_error(tmp_path: Path) -> None:
     assert "transformers leaves them at random" in told.message
 
 
-def test_compressors_fused_under_names_of_nobody_are_told(tmp_path: Path) -> None:
+def test_compressors_fused_under_unknown_names_are_reported(tmp_path: Path) -> None:
     fused = with_fused_compressors(layout_named("official", V4)).with_recipe("bf16")
     assert not written_and_told(tmp_path / "read", fused)
     other = with_fused_compressors(layout_named("transformers-saved", V4)).with_recipe("bf16")
@@ -381,7 +381,7 @@ def test_counts_of_an_unknown_family(
     assert _rules(tmp_path, _tensors(layers, experts)) == told
 
 
-def test_a_drafter_behind_the_layers_is_no_uncounted_layer(tmp_path: Path) -> None:
+def test_a_drafter_after_the_layers_is_no_uncounted_layer(tmp_path: Path) -> None:
     drafter = {f"model.layers.2.{name}.weight": torch.ones(4, 4) for name in ("eh_proj", "mlp.up")}
     assert not _rules(tmp_path, _tensors() | drafter)
 
@@ -400,7 +400,7 @@ def test_scales_of_one_format_have_one_name(tmp_path: Path) -> None:
     assert _rules(tmp_path / "b", tensors, config) == {"scales.name"}
 
 
-def test_an_nvfp4_scale_under_another_name_is_told(tmp_path: Path) -> None:
+def test_an_nvfp4_scale_under_another_name_is_reported(tmp_path: Path) -> None:
     parts = {
         "weight": torch.ones(16, 16, dtype=torch.uint8),
         "weight_scale_inv": torch.ones(16, 2).to(torch.float8_e4m3fn),
@@ -451,14 +451,14 @@ def test_lost_shards_are_the_only_errors(
     assert f"The index places {there:,} tensors there" in lost[0].message
 
 
-def test_without_an_index_what_is_missing_is_told_by_its_name(tmp_path: Path) -> None:
+def test_without_an_index_a_missing_tensor_is_reported_by_name(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "c", Synthetic(V4, "official"), shards=SHARDS)
     (tmp_path / "c/model-00004-of-00006.safetensors").unlink()
     (tmp_path / "c/model.safetensors.index.json").unlink()
     assert "structure.missing_parameter" in errors(audited(tmp_path / "c"))
 
 
-def test_another_fault_beside_a_lost_shard_is_still_told(tmp_path: Path) -> None:
+def test_another_fault_besides_a_lost_shard_is_still_reported(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "c", Synthetic(V4, "official"), shards=SHARDS)
     (tmp_path / "c/model-00004-of-00006.safetensors").unlink()
     config = json.loads((tmp_path / "c/config.json").read_text())
@@ -478,7 +478,7 @@ def _judged(folder: Path) -> list[Finding] | None:
     return found
 
 
-def test_a_flipped_bit_is_told_with_its_tensor(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_reported_with_its_tensor(tmp_path: Path) -> None:
     shutil.copytree(source("nvfp4-experts"), tmp_path / "c")
     assert _judged(tmp_path / "c") == []
     name = "layers.1.ffn.experts.2.w1.weight"
@@ -490,7 +490,7 @@ def test_a_flipped_bit_is_told_with_its_tensor(tmp_path: Path) -> None:
     assert "1 tensor differs" in finding.message
 
 
-def test_a_file_that_is_gone_or_another_is_told(tmp_path: Path) -> None:
+def test_a_missing_and_a_changed_file_are_reported(tmp_path: Path) -> None:
     shutil.copytree(source("v32"), tmp_path / "c")
     (tmp_path / "c/config.json").write_text((tmp_path / "c/config.json").read_text() + " ")
     found = _judged(tmp_path / "c")

@@ -97,14 +97,16 @@ def _mixed_up(words: Tensor) -> Tensor:
     ],
     ids=["ones", "reciprocal", "gain", "packed ones", "byte order", "groups", "one row"],
 )
-def test_wrong_scales_are_seen(gpu: str, fault: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
+def test_wrong_scales_are_detected(
+    gpu: str, fault: Callable[[Tensor], Tensor], tmp_path: Path
+) -> None:
     """Origin, faults 1, 2 and 5: what is wrong about DeepGEMM's block scales."""
     converted("nvfp4-full", tmp_path / "out", "deepgemm-wo-a", gpu=gpu)
     damage(tmp_path / "out", f"{OWN}.weight_scale_inv", fault)
     assert broken("nvfp4-full", tmp_path / "out") == [f"{OWN}.weight"]
 
 
-def test_groups_in_another_order_are_seen(tmp_path: Path) -> None:
+def test_groups_in_another_order_are_detected(tmp_path: Path) -> None:
     converted("nvfp4-full", tmp_path / "out", "deepgemm-wo-a")
     damage(tmp_path / "out", f"{OWN}.weight", lambda codes: codes.view(torch.uint8).roll(1, 0))
     assert broken("nvfp4-full", tmp_path / "out") == [f"{OWN}.weight"]

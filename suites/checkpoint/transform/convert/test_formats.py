@@ -78,7 +78,7 @@ def test_some_modules_alone(tmp_path: Path) -> None:
     assert "layers.0.attn.wq_b" not in ignored
 
 
-def test_input_scales_end_here_and_are_told(tmp_path: Path) -> None:
+def test_input_scales_are_left_out_and_reported(tmp_path: Path) -> None:
     proof = converted("nvfp4-full", tmp_path / "out", "bf16")
     assert f"{HF}.input_scale" in proof.left_out
     told = json.loads((tmp_path / "out" / "conversion.json").read_text())
@@ -117,7 +117,7 @@ def _edge(packed: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_the_decoder_is_seen(
+def test_a_fault_of_the_decoder_is_detected(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wrong(weight: StoredWeight) -> Iterator[tuple[int, Weight]]:
@@ -131,7 +131,7 @@ def test_a_fault_of_the_decoder_is_seen(
     assert broken("nvfp4-full", tmp_path / "out") == [MODULE]
 
 
-def test_one_wrong_element_is_seen_and_placed(tmp_path: Path) -> None:
+def test_one_wrong_element_is_detected_and_placed(tmp_path: Path) -> None:
     converted("nvfp4-full", tmp_path / "out", "bf16")
 
     def wrong(values: torch.Tensor) -> torch.Tensor:
@@ -145,7 +145,7 @@ def test_one_wrong_element_is_seen_and_placed(tmp_path: Path) -> None:
     assert found.worst.coordinate == (100, 7)
 
 
-def test_a_damaged_copy_is_seen(tmp_path: Path) -> None:
+def test_a_damaged_copy_is_detected(tmp_path: Path) -> None:
     converted("nvfp4-full", tmp_path / "out", "bf16")
     damage(tmp_path / "out", "norm.weight", lambda values: values * 2)
     assert broken("nvfp4-full", tmp_path / "out") == ["norm.weight"]
@@ -207,7 +207,7 @@ def test_mxfp4_experts_become_fp8_exactly(tmp_path: Path) -> None:
     assert proof.exact == len(proof.tensors) > 0
 
 
-def test_all_ones_scales_are_seen_even_where_codes_fit_them(tmp_path: Path) -> None:
+def test_all_ones_scales_are_detected_even_where_codes_fit_them(tmp_path: Path) -> None:
     """Origin, fault 5: on a grid of step one, values stay within half a step and are lost."""
     converted("nvfp4-full", tmp_path / "out", "fp8-block", scale="fp32", only=(FP8_BLOCK_MODULE,))
     with Checkpoint.open(source("nvfp4-full")) as before:
@@ -221,14 +221,14 @@ def test_all_ones_scales_are_seen_even_where_codes_fit_them(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("scale", ["fp32", "ue8m0"])
-def test_scales_of_ones_alone_are_seen(scale: str, tmp_path: Path) -> None:
+def test_scales_of_ones_alone_are_detected(scale: str, tmp_path: Path) -> None:
     converted("nvfp4-full", tmp_path / "out", "fp8-block", scale=scale, only=(FP8_BLOCK_MODULE,))
     ones = {"fp32": torch.ones_like, "ue8m0": lambda t: torch.full_like(t.view(torch.uint8), 127)}
     damage(tmp_path / "out", f"{FP8_BLOCK_MODULE}.scale", ones[scale])
     assert broken("nvfp4-full", tmp_path / "out") == [FP8_BLOCK_MODULE]
 
 
-def test_reciprocal_and_shifted_scales_are_seen(tmp_path: Path) -> None:
+def test_reciprocal_and_shifted_scales_are_detected(tmp_path: Path) -> None:
     converted("bf16", tmp_path / "out", "fp8-block", scale="fp32", only=("layers.0.attn.wq_b",))
     name = "layers.0.attn.wq_b.scale"
     damage(tmp_path / "out", name, torch.reciprocal)
@@ -259,7 +259,7 @@ def _doubled(scale: torch.Tensor) -> torch.Tensor:
     return scale.float().mul(2).to(scale.dtype)
 
 
-def test_wrong_nibbles_and_wrong_tensor_scales_are_seen(tmp_path: Path) -> None:
+def test_wrong_nibbles_and_wrong_tensor_scales_are_detected(tmp_path: Path) -> None:
     converted("v32", tmp_path / "out", "nvfp4", only=("layers.1.ffn.experts.*",))
     stem = "model.layers.1.mlp.experts.0"
     damage(tmp_path / "out", f"{stem}.gate_proj.weight", lambda c: c // 16 + c % 16 * 16)
@@ -285,7 +285,7 @@ def test_weights_alone_are_declared_as_such(to: str, tmp_path: Path) -> None:
         assert not [each for each in audit_structure(made) if each.level is Level.ERROR]
 
 
-def test_weights_alone_never_stand_beside_quantised_activations(tmp_path: Path) -> None:
+def test_weight_only_formats_are_never_mixed_with_quantised_activations(tmp_path: Path) -> None:
     with pytest.raises(LayoutMismatch, match="without input scales"):
         converted("nvfp4-experts", tmp_path / "out", "nvfp4")
     assert not (tmp_path / "out").exists()
@@ -331,7 +331,7 @@ def test_no_value_changes_and_codes_stay(tmp_path: Path) -> None:
         assert after.quantisation["config.json"]["moe_quant_algo"] == "W4A16_NVFP4"
 
 
-def test_a_scale_off_by_one_exponent_is_seen(tmp_path: Path) -> None:
+def test_a_scale_off_by_one_exponent_is_detected(tmp_path: Path) -> None:
     converted("official", tmp_path / "out", "nvfp4-lossless")
     name = "layers.0.ffn.experts.0.w2"
     damage(tmp_path / "out", f"{name}.weight_scale_2", lambda scale: scale * 2)

@@ -68,7 +68,7 @@ def test_every_tensor_of_the_source_is_accounted_for(to: str, tmp_path: Path) ->
         assert not after.entries.keys() & job.left_out.keys()
 
 
-def test_scales_are_made_again_where_they_are_asked_for_alone() -> None:
+def test_scales_made_alone_equal_those_made_with_their_codes() -> None:
     job = job_for(source("nvfp4-full"), "fp8-block")
     unit = next(unit for unit in job.units if len(unit.tensors) == 2)
     codes, scale = unit.tensors
@@ -131,7 +131,7 @@ def test_a_tensor_that_is_missing_or_extra_breaks_the_promise(tmp_path: Path) ->
     assert not proof.holds
 
 
-def test_what_was_done_is_told(tmp_path: Path) -> None:
+def test_the_report_lists_what_was_done(tmp_path: Path) -> None:
     convert(source("nvfp4-full"), tmp_path / "out", "bf16", {"only": ("*.wq_a",)})
     told = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert (told["to"], told["options"]) == ("bf16", {"only": ["*.wq_a"]})
@@ -162,7 +162,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "to", "options"), CASES)
-def test_there_and_back_yields_the_same_bytes(
+def test_a_round_trip_yields_the_same_bytes(
     kind: str, to: str, options: dict[str, object], tmp_path: Path
 ) -> None:
     there, back = tmp_path / "there", tmp_path / "back"
@@ -178,7 +178,7 @@ def test_there_and_back_yields_the_same_bytes(
     assert prove(back, there).holds
 
 
-def test_a_fault_on_the_way_back_is_seen(tmp_path: Path) -> None:
+def test_a_fault_of_the_reverse_conversion_is_detected(tmp_path: Path) -> None:
     there, back = tmp_path / "there", tmp_path / "back"
     converted("nvfp4-experts", there, "vllm", backend="cutedsl")
     convert_back(there, back)
@@ -305,7 +305,7 @@ def test_names_that_the_consumer_does_not_read_break_the_promise(tmp_path: Path)
     assert f"{new.decode()}: it has no place for this tensor" in lines
 
 
-def test_formats_that_the_consumer_does_not_load_are_told(tmp_path: Path) -> None:
+def test_formats_that_the_consumer_does_not_load_are_reported(tmp_path: Path) -> None:
     convert(source("official"), tmp_path / "out", "bf16", {"only": ("*.attn.*",)})
     proof = prove(source("official"), tmp_path / "out")
     assert proof.names is not None

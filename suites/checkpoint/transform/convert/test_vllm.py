@@ -115,7 +115,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 
 @pytest.mark.parametrize("backend", ["loader", "trtllm"])
 @pytest.mark.parametrize("fault", DAMAGE)
-def test_damage_is_seen(fault: str, backend: str, tmp_path: Path) -> None:
+def test_damage_is_detected(fault: str, backend: str, tmp_path: Path) -> None:
     converted("nvfp4-full", tmp_path / "out", "vllm", backend=backend)
     suffix, change = DAMAGE[fault]
     damage(tmp_path / "out", f"{W13}_{suffix}", change)
@@ -126,7 +126,7 @@ def test_damage_is_seen(fault: str, backend: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", ARRANGED)
 @pytest.mark.parametrize("missing", ["rows", "swizzle"])
-def test_a_missing_step_of_the_arrangement_is_seen(
+def test_a_missing_step_of_the_arrangement_is_detected(
     missing: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Leave one step out in the code that writes; the proof has a way back of its own."""
@@ -180,7 +180,7 @@ def test_a_fused_source_is_refused(tmp_path: Path) -> None:
         convert(tmp_path / "vllm", tmp_path / "out", "bf16")
 
 
-def test_what_stays_bf16_beside_fp8_is_named_fused(tmp_path: Path) -> None:
+def test_what_stays_bf16_among_fp8_is_named_fused(tmp_path: Path) -> None:
     """vLLM built FP8 where only the members of a fused parameter were said to stay."""
     converted("bf16", tmp_path / "out", "vllm")
     stated = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
@@ -207,14 +207,14 @@ def test_both_compressors_are_fused_from_their_own_prefixes(kind: str, tmp_path:
             assert not after.entries.keys() & set(gone)
 
 
-def test_swapped_halves_are_seen(tmp_path: Path) -> None:
+def test_swapped_halves_are_detected(tmp_path: Path) -> None:
     converted("nvfp4-full", tmp_path / "out", "fused-compressor")
     fused = f"{MAIN}.fused_wkv_wgate"
     damage(tmp_path / "out", f"{fused}.weight", lambda t: torch.cat(t.chunk(2)[::-1]))
     assert broken("nvfp4-full", tmp_path / "out") == [fused]
 
 
-def test_the_main_compressor_in_place_of_the_indexers_is_seen(tmp_path: Path) -> None:
+def test_the_main_compressor_in_place_of_the_indexers_is_detected(tmp_path: Path) -> None:
     """Origin, fault 4: where the shapes are the same, the values alone tell."""
     converted("nvfp4-full", tmp_path / "out", "fused-compressor")
     with Checkpoint.open(tmp_path / "out") as after:
@@ -230,7 +230,7 @@ def test_a_source_without_compressors_is_refused(tmp_path: Path) -> None:
         convert(source("v32"), tmp_path / "out", "fused-compressor")
 
 
-def test_uninitialised_memory_is_seen(tmp_path: Path) -> None:
+def test_uninitialised_memory_is_detected(tmp_path: Path) -> None:
     """Origin: a loader that skips in silence leaves zeros, or anything."""
     converted("bf16", tmp_path / "out", "fused-compressor")
     name = "layers.0.attn.compressor.fused_wkv_wgate.weight"

@@ -25,7 +25,9 @@ def test_all_processes_together_stay_below_the_bound(mode: str, tmp_path: Path) 
     assert found.peak < BOUND, f"{found.peak} bytes at the peak"
 
 
-def test_what_takes_memory_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_takes_memory_is_detected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The planted fault: a worker that holds 300 MB."""
     hold = "b = bytearray(300_000_000)\nfor i in range(0, len(b), 4096): b[i] = 1\n"
     hold += "import pathlib, time; pathlib.Path('held').touch()\n"

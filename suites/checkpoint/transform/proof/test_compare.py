@@ -122,7 +122,7 @@ def test_the_worst_element_is_found_wherever_panels_are_cut() -> None:
 
 
 @pytest.mark.parametrize(("extra", "told"), [(1, "output has more"), (-1, "source has more")])
-def test_rows_without_a_partner_are_told(extra: int, told: str) -> None:
+def test_rows_without_a_partner_are_reported(extra: int, told: str) -> None:
     x, y = torch.zeros(9, 4, dtype=torch.float64), torch.zeros(9 + extra, 4, dtype=torch.float64)
     _, faults = compare_rows(iter([x]), iter([(y, None)]), NO_BOUND)
     assert told in faults[0]

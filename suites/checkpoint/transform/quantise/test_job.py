@@ -358,7 +358,7 @@ def records(config: Config) -> dict[str, Amax]:
     return {each.name: Amax(1.0 + i / 8, 10) for i, each in enumerate(wanted(config))}
 
 
-def test_the_file_comes_back(tmp_path: Path) -> None:
+def test_the_file_round_trips(tmp_path: Path) -> None:
     made = Calibration.of(records(TINY_V4))
     (tmp_path / FILE).write_bytes(made.to_bytes())
     assert Calibration.load(tmp_path) == made
@@ -387,7 +387,7 @@ def test_the_file_comes_back(tmp_path: Path) -> None:
         "not json",
     ],
 )
-def test_a_file_that_says_something_else_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_file_with_other_content_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)
     with pytest.raises((UnreadableFile, InvalidArgument)):
         Calibration.load(tmp_path)

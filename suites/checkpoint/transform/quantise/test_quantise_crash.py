@@ -43,7 +43,7 @@ def test_dead_runs_are_taken_up_to_the_same_bytes(
     assert found["killed"] >= least
 
 
-def test_taking_up_without_a_look_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resuming_without_a_check_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: a shard that was damaged meanwhile is believed."""
     with quick_folder() as folder:
         job = job_of(source_of(folder, "v4", "official"), "v4", "nvfp4-experts")

@@ -91,7 +91,7 @@ def test_scales_of_rows_go_with_their_rows() -> None:
     assert torch.allclose(made.exact, expected, rtol=1e-12, atol=1e-9)
 
 
-def test_the_values_are_the_same_before_and_behind_the_unit() -> None:
+def test_the_values_are_the_same_before_and_after_the_unit() -> None:
     tensor = FORMS["nvfp4"]
     first, second = MatrixOperand(tensor), MatrixOperand(tensor)
     assert second.unit.shape == tensor.shape
@@ -174,7 +174,7 @@ def test_a_silent_fallback_is_too_good_for_the_quantised_operands() -> None:
     assert blind.named == ()
 
 
-def test_damage_that_nobody_has_named_is_found_and_no_cause_is_claimed() -> None:
+def test_unknown_damage_is_found_without_claiming_a_cause() -> None:
     g = made("gaussian")
     generator = torch.Generator().manual_seed(1)
     noise = 1 + 0.05 * torch.randn(SHAPE[:2], generator=generator)

@@ -64,7 +64,7 @@ def test_activations_may_arrive_as_codes(per_row: bool) -> None:
     assert doubled.cause.fault == "M43.whole"
 
 
-def test_one_wrong_element_is_told_with_both_codes() -> None:
+def test_one_wrong_element_is_reported_with_both_codes() -> None:
     out = OUT.bfloat16()
     out[3, 5] *= 1.5
     found = judge("gemm", X, W, out)

@@ -42,7 +42,7 @@ def test_a_clean_model_agrees_in_every_linear(small: Toy, twin: api.Twin) -> Non
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_told_of_its_module_alone(small: Toy, twin: api.Twin, fault: str) -> None:
+def test_a_fault_is_reported_for_its_module_alone(small: Toy, twin: api.Twin, fault: str) -> None:
     change, named = FAULTS[fault]
     small.put(PLACE, change(small.weights[PLACE]))
     try:
@@ -209,7 +209,7 @@ def test_a_lone_module_is_a_component_and_a_call_without_rows_is_passed_over() -
         api.check(None, {"linear": weight})  # type: ignore[arg-type]
 
 
-def test_a_bfloat16_model_on_decoded_weights_agrees_and_its_convention_is_told() -> None:
+def test_a_bfloat16_model_on_decoded_weights_agrees_and_its_convention_is_reported() -> None:
     made = toy(layers=2, width=128, wide=256, tokens=48)
     run = api.capture(made.model.to(torch.bfloat16), made.tokens)
     found = api.check(run, made.weights)
@@ -229,7 +229,7 @@ def test_a_bfloat16_model_on_decoded_weights_agrees_and_its_convention_is_told()
         api.check(run, made.weights, conventions={"decoded_operands": "fp16"})
 
 
-def test_one_linear_on_rounded_weights_among_exact_ones_is_told_as_what_it_is() -> None:
+def test_one_linear_on_rounded_weights_among_exact_ones_is_named() -> None:
     made = toy(layers=1, width=128, wide=256, tokens=48)
     place = "layers.0.mlp.down_proj"
     linear = made.model.get_submodule(place)
