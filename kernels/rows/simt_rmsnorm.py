@@ -14,8 +14,6 @@ Allocates only what it returns and never waits for the GPU, so it may be capture
 Shape letters: M rows, K columns, P = K / 2 bytes.
 """
 
-from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import cutlass
@@ -44,25 +42,16 @@ from degarble.kernels.primitives.device_words import (
 from degarble.kernels.primitives.quantise_problem import BLOCK, LAYOUTS, SCALE_CODES
 from degarble.kernels.rows import problem as facts
 from degarble.kernels.rows.problem import LANES, MOST_WARPS, SLOTS_OF_LANE, NormForm, NormProblem
-from degarble.kernels.runtime.compiling import (
-    CompiledKernel,
-    CompileSettings,
-    any_stream,
-    compile_kernel,
-    current_stream,
+from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.kernel import (
+    Kernel,
+    LaunchContext,
+    Operand,
+    Presence,
+    Storage,
+    as_vector,
 )
-from degarble.kernels.runtime.operands import (
-    DTYPES,
-    pointer,
-    processors_of,
-    require_device,
-    require_optional,
-    require_tensor,
-)
-from degarble.kernels.runtime.targets import TARGETS, target_of_device
-
-ALIGNMENTS = (32, 32, 4, 32, 8, 1)  # of values, weight, decode scale, normed values, codes, scales
-_AS_THE_PROBLEM = "Allocate with empty_outputs(problem, device); a layout goes with a decode scale."
+from degarble.kernels.runtime.operands import DTYPES
 
 
 class Normed(NamedTuple):
@@ -259,12 +248,49 @@ def launch_rmsnorm(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-@cache
-def compile_form(form: NormForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile a form; needs no GPU."""
-    extents = tuple(Int32(1) for _ in range(6))
-    arguments = (_pointers((None,) * 6), extents, Float32(1e-6), form, any_stream())
-    return compile_kernel(launch_rmsnorm, arguments, TARGETS[form.target], settings)
+def _numbers(of: LaunchContext[NormProblem, NormForm]) -> tuple[Any, ...]:
+    """Return rows, blocks, rows with padding, lanes of a row, threads, thread blocks; epsilon."""
+    problem = of.problem
+    threads, lanes = facts.norm_threads(problem), facts.lanes_of_row(problem.columns)
+    walkers = facts.norm_grid(problem, of.tactic, of.processors)
+    extents = (problem.rows, problem.blocks, problem.padded_rows, lanes, threads, walkers)
+    return extents, problem.epsilon
+
+
+_Operand = Operand[NormProblem]
+_REMEDY = "Allocate with empty_outputs(problem, device); a layout goes with a decode scale."
+_QUANTISES = Presence[NormProblem](lambda of: of.layout is not None, _REMEDY)
+_KEEPS_VALUES = Presence[NormProblem](lambda of: of.writes_values, _REMEDY)
+_VALUES = Storage(Uint32, torch.bfloat16, 32)
+_SCALE = Storage(Float32, torch.float32, 4)
+_CODES, _SCALES = Storage(Uint32, torch.uint8, 8), Storage(Uint8, torch.uint8, 1)
+
+
+def _weight(of: NormProblem | NormForm) -> Storage:
+    return Storage(Uint32, DTYPES[of.weight], 32)
+
+
+def _shape(problem: NormProblem) -> tuple[int, int]:
+    return problem.rows, problem.columns
+
+
+KERNEL = Kernel[NormProblem, NormForm](
+    entry=launch_rmsnorm,
+    operands=(
+        _Operand("values", _VALUES, _shape),
+        _Operand("weight", _weight, lambda p: (p.columns,)),
+        _Operand("decode_scale", _SCALE, lambda _: (1,), _QUANTISES, checked=as_vector),
+        _Operand("normed", _VALUES, _shape, _KEEPS_VALUES, output=True, label="normed values"),
+        _Operand("codes", _CODES, lambda p: (p.rows, p.columns // 2), _QUANTISES, output=True),
+        _Operand("scales", _SCALES, lambda p: (p.scale_bytes,), _QUANTISES, output=True),
+    ),
+    choose_form=facts.choose_norm_form,
+    choose_tactic=facts.choose_norm_tactic,
+    kinds=((Int32,) * 6, Float32),
+    numbers=_numbers,
+    work=lambda problem: problem.rows,
+)
+compile_form = KERNEL.compile_form
 
 
 def rmsnorm(
@@ -280,86 +306,10 @@ def rmsnorm(
 
     `decode_scale` is float32 on the GPU, one number, exactly where the problem quantises.
     """
-    out = out or empty_outputs(problem, values_MK.device)
-    require_operands(problem, values_MK, weight_K, decode_scale)
-    require_outputs(problem, out)
-    tensors = (values_MK, weight_K, decode_scale, *out)
-    device = require_device(tensors)
-    if problem.rows:
-        form = facts.choose_norm_form(problem, target_of_device(device).name)
-        launch(compile_form(form, settings), problem, tensors, facts.choose_norm_tactic(problem))
-    return out
-
-
-def launch(
-    kernel: CompiledKernel,
-    problem: NormProblem,
-    tensors: tuple[Tensor | None, ...],
-    tactic: facts.NormTactic,
-) -> None:
-    """Launch on checked tensors: values, weight, decode scale, normed values, codes, scales."""
-    device = tensors[0].device.index or 0 if tensors[0] is not None else 0
-    extents = (
-        problem.rows,
-        problem.blocks,
-        problem.padded_rows,
-        facts.lanes_of_row(problem.columns),
-        facts.norm_threads(problem),
-        facts.norm_grid(problem, tactic, processors_of(device)),
-    )
-    kernel(
-        _pointers(tensors),
-        tuple(Int32(extent) for extent in extents),
-        Float32(problem.epsilon),
-        current_stream(device),
-    )
+    given = {"values": values_MK, "weight": weight_K, "decode_scale": decode_scale}
+    return Normed(*KERNEL.run(problem, settings, **given, **KERNEL.outputs(out)).values())
 
 
 def empty_outputs(problem: NormProblem, device: torch.device) -> Normed:
     """Allocate what a launch writes; every byte of it is written."""
-    shape = (problem.rows, problem.columns)
-    codes = scales = values = None
-    if problem.writes_values:
-        values = torch.empty(shape, dtype=torch.bfloat16, device=device)
-    if problem.layout is not None:
-        codes = torch.empty(shape[0], shape[1] // 2, dtype=torch.uint8, device=device)
-        scales = torch.empty(problem.scale_bytes, dtype=torch.uint8, device=device)
-    return Normed(values, codes, scales)
-
-
-def require_operands(
-    problem: NormProblem, values_MK: Tensor, weight_K: Tensor, decode_scale: Tensor | None
-) -> None:
-    """Raise on inputs that the kernel would misread."""
-    shape = (problem.rows, problem.columns)
-    require_tensor("values", values_MK, torch.bfloat16, shape, ALIGNMENTS[0])
-    of_weight = DTYPES[problem.weight]
-    require_tensor("weight", weight_K, of_weight, (problem.columns,), ALIGNMENTS[1])
-    quantises, kind = problem.layout is not None, (torch.float32, (1,), ALIGNMENTS[2])
-    scale = decode_scale
-    if decode_scale is not None and decode_scale.ndim == 0:
-        scale = decode_scale.reshape(-1)
-    require_optional("decode_scale", scale, kind, present=quantises, remedy=_AS_THE_PROBLEM)
-
-
-def require_outputs(problem: NormProblem, out: Normed) -> None:
-    """Raise on outputs that do not hold the result."""
-    quantises = problem.layout is not None
-    shape = (problem.rows, problem.columns)
-    wanted = (
-        ("normed values", out.values, torch.bfloat16, shape, problem.writes_values),
-        ("codes", out.codes, torch.uint8, (shape[0], shape[1] // 2), quantises),
-        ("scales", out.scales, torch.uint8, (problem.scale_bytes,), quantises),
-    )
-    for (name, tensor, dtype, extents, present), alignment in zip(
-        wanted, ALIGNMENTS[3:], strict=True
-    ):
-        kind = (dtype, extents, alignment)
-        require_optional(name, tensor, kind, present=present, remedy=_AS_THE_PROBLEM)
-
-
-def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return the kernel's pointers; None becomes a pointer that is not read."""
-    elements = (Uint32, Uint32, Float32, Uint32, Uint32, Uint8)
-    places = zip(elements, tensors, ALIGNMENTS, strict=True)
-    return tuple(pointer(element, tensor, alignment) for element, tensor, alignment in places)
+    return Normed(*KERNEL.allocate(problem, device).values())

@@ -71,8 +71,9 @@ def norm_arm(name: str, problem: NormProblem, tactic: NormTactic | None = None) 
         x_MK = _random(problem.rows, problem.columns)
         weight = _random(problem.columns).to(operands.DTYPES[problem.weight])
         scale = torch.tensor([5 / 2688], device="cuda") if problem.layout else None
-        tensors = (x_MK, weight, scale, *kernels.empty_outputs(problem, x_MK.device))
-        launches.append(lambda tensors=tensors: kernels.launch(kernel, problem, tensors, chosen))
+        given = {"values": x_MK, "weight": weight, "decode_scale": scale}
+        tensors = given | kernels.KERNEL.allocate(problem, x_MK.device)
+        launches.append(partial(kernels.KERNEL.launch, kernel, form, problem, tensors, chosen))
     return captured(name, problem.bytes_moved, launches)
 
 
@@ -94,8 +95,8 @@ def residual_arms(problem: ResidualProblem) -> list[Arm]:
 
     target, norm = target_of_device().name, problem.norm
     kernel = kernels.compile_form(residual_problem.choose_residual_form(problem, target), SETTINGS)
-    form = plain.compile_form(rmsnorm_problem.choose_norm_form(norm, target), SETTINGS)
-    tactic = rmsnorm_problem.choose_norm_tactic(norm)
+    form = rmsnorm_problem.choose_norm_form(norm, target)
+    compiled = plain.compile_form(form, SETTINGS)
     arms: dict[str, list[Callable[[], object]]] = {
         "in one launch": [], "torch's sum, our norm": [], "torch's sum, torch's norm": [],
     }  # fmt: skip
@@ -107,7 +108,8 @@ def residual_arms(problem: ResidualProblem) -> list[Arm]:
 
         def apart(t: Any = ours) -> None:
             torch.add(t[0], t[1], out=t[4])
-            plain.launch(form, norm, (t[4], t[2], None, t[3], None, None), tactic)
+            tensors = {"values": t[4], "weight": t[2], "normed": t[3]}
+            plain.KERNEL.launch(compiled, form, norm, tensors)
 
         def by_torch(t: Any = ours) -> None:
             torch.add(t[0], t[1], out=t[4])

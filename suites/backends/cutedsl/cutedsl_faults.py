@@ -173,6 +173,9 @@ def planted(fault: Fault) -> Iterator[None]:
             if hasattr(getattr(kernel, name), "__wrapped__"):
                 fresh = _uncached(getattr(kernel, name).__wrapped__, tracing)
                 stack.enter_context(mock.patch.object(kernel, name, fresh))
+        if hasattr(kernel, "KERNEL"):
+            fresh = {"compile_form": kernel.compile_form}
+            stack.enter_context(mock.patch.dict(vars(kernel.KERNEL), fresh))
         if hasattr(kernel, "ENTRY"):  # a plain GEMM's holds what compiles its forms
             entry = kernel.ENTRY._replace(compiled=kernel.compile_form)
             stack.enter_context(mock.patch.object(kernel, "ENTRY", entry))

@@ -150,6 +150,8 @@ def _changes(fault: faults.Fault) -> None:
         assert ptx(fault) != whole
         if hasattr(kernel, "ENTRY"):  # what its torch entry point launches
             assert kernel.ENTRY.compiled is kernel.compile_form
+        if hasattr(kernel, "KERNEL"):
+            assert kernel.KERNEL.compile_form is kernel.compile_form
     assert ptx(fault) == whole
 
 

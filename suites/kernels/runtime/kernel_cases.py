@@ -1,0 +1,472 @@
+"""Launches of kernels on the CPU, down to the compiled kernel, which only records its arguments.
+
+A case is a problem and its operands by name. A pointer is recorded by the operand that it points
+to, its element and its alignment; a number by its DSL type and value.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from degarble.harness.base.errors import DegarbleError
+from degarble.kernels.cache.problem import SlotsProblem
+from degarble.kernels.primitives.kv_problem import Pages, ReadProblem, WriteProblem
+from degarble.kernels.primitives.quantise_problem import Fp8Problem, QuantiseProblem
+from degarble.kernels.rows.mhc_problem import MixProblem, ProjectProblem
+from degarble.kernels.rows.problem import (
+    BackProblem,
+    EmbedProblem,
+    HeadsProblem,
+    NormProblem,
+    ResidualProblem,
+    ScaleProblem,
+)
+from degarble.kernels.rows.router_problem import RouterProblem
+from degarble.kernels.runtime import compiling
+from degarble.kernels.runtime import kernel as descriptor
+from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.modules import module_of
+from degarble.kernels.runtime.targets import TARGETS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+KEPT = Path(__file__).with_name("arguments.json")
+SETTINGS = CompileSettings()
+PROCESSORS = 132
+_MODULES = re.compile(r"(?:degarble\.[\w.]+ )|(?:<class 'cutlass[\w.]*\.(?=\w+'>))|'>(?=, <Addr)")
+BF16, FP32, INT32, INT64, BYTES, FP8 = (
+    torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.uint8, torch.float8_e4m3fn,
+)  # fmt: skip
+
+
+class Given(NamedTuple):
+    """An operand of a case."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LaunchCase:
+    """A problem of a kernel and the operands that its caller provides."""
+
+    kernel: str
+    problem: Any
+    given: dict[str, Given]
+    target: str = "sm_90a"
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Allocate the operands."""
+        return {name: torch.zeros(of.shape, dtype=of.dtype) for name, of in self.given.items()}
+
+    @property
+    def key(self) -> str:
+        """Return the name under which the arguments are kept."""
+        return f"{self.kernel} {self.target} {self.problem} with {', '.join(self.given)}"
+
+
+def _norm(
+    problem: NormProblem, weight: torch.dtype = BF16, scale: tuple[int, ...] = (1,)
+) -> dict[str, Given]:
+    given = {
+        "values": Given(BF16, (problem.rows, problem.columns)),
+        "weight": Given(weight, (problem.columns,)),
+    }
+    return given | ({"decode_scale": Given(FP32, scale)} if problem.layout else {})
+
+
+def _norm_cases() -> Iterator[LaunchCase]:
+    name = "simt_rmsnorm"
+    plain, wide = NormProblem(5, 64), NormProblem(300, 7168, 1e-5, "fp32")
+    coded = NormProblem(4, 512, layout="128x4")
+    both = NormProblem(130, 2048, layout="8x4", keeps_values=True)
+    yield LaunchCase(name, plain, _norm(plain))
+    yield LaunchCase(name, wide, _norm(wide, FP32), "sm_100a")
+    yield LaunchCase(name, coded, _norm(coded, scale=()))
+    outputs = {
+        "normed": Given(BF16, (130, 2048)), "codes": Given(BYTES, (130, 1024)),
+        "scales": Given(BYTES, (both.scale_bytes,)),
+    }  # fmt: skip
+    yield LaunchCase(name, both, _norm(both) | outputs, "sm_100a")
+
+
+def _rmsnorm(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
+    out = tuple(t.get(name) for name in ("normed", "codes", "scales"))
+    chosen = m.Normed(*out) if any(each is not None for each in out) else None
+    scale = t.get("decode_scale")
+    return m.rmsnorm(t["values"], t["weight"], p, SETTINGS, decode_scale=scale, out=chosen)
+
+
+def _row_cases() -> Iterator[LaunchCase]:
+    of_heads = {"turns": Given(FP32, (9, 64)), "positions": Given(INT64, (3,))}
+    for width in (512, 128):
+        heads = {"heads": Given(BF16, (3, 4, width))} | of_heads
+        yield LaunchCase("simt_qnorm_rope", HeadsProblem(3, 4, 9, 1e-5, width), heads)
+        for in_place in (False, True):
+            back = BackProblem(3, 4, 9, in_place, width)
+            yield LaunchCase("simt_inverse_rope", back, heads, "sm_100a")
+    ready = of_heads | {
+        "heads": Given(BF16, (3, 4, 512)), "out": Given(BF16, (3, 4, 512)),
+    }  # fmt: skip
+    yield LaunchCase("simt_qnorm_rope", HeadsProblem(3, 4, 9), ready, "sm_100a")
+    yield LaunchCase("simt_inverse_rope", BackProblem(3, 4, 9), ready)
+    for ids, dtype, more in (
+        ("int64", INT64, {}),
+        ("int32", INT32, {"out": Given(BF16, (6, 96))}),
+    ):
+        table = {"ids": Given(dtype, (6,)), "table": Given(BF16, (11, 96))}
+        yield LaunchCase("simt_embed", EmbedProblem(6, 11, 96, ids), table | more)
+    yield LaunchCase(
+        "simt_scale", ScaleProblem(24, 0.5, "fp32", "bf16"), {"values": Given(FP32, (4, 6))}
+    )
+    yield LaunchCase(
+        "simt_scale", ScaleProblem(70, 3.0, "bf16", "fp32"),
+        {"values": Given(BF16, (70,)), "out": Given(FP32, (70,))}, "sm_100a",
+    )  # fmt: skip
+    for weight, dtype, rounded in (("bf16", BF16, False), ("fp32", FP32, True)):
+        summed = ResidualProblem(300, 1536, 1e-5, weight, rounded)
+        rows = Given(BF16, (300, 1536))
+        given = {"values": rows, "residual": rows, "weight": Given(dtype, (1536,))}
+        more = {"normed": rows, "total": rows} if rounded else {}
+        yield LaunchCase("simt_residual_norm", summed, given | more)
+
+
+def _qnorm_rope(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
+    return m.qnorm_rope(t["heads"], t["turns"], t["positions"], p, SETTINGS, out=t.get("out"))
+
+
+def _inverse_rope(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
+    return m.inverse_rope(t["heads"], t["turns"], t["positions"], p, SETTINGS, out=t.get("out"))
+
+
+def _residual_norm(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
+    out = m.ResidualNormed(t["normed"], t["total"]) if "normed" in t else None
+    return m.residual_norm(t["values"], t["residual"], t["weight"], p, SETTINGS, out=out)
+
+
+def _router_cases() -> Iterator[LaunchCase]:
+    scored = RouterProblem(5, 256, 6, scale=2.5, epsilon=1e-20)
+    logits = {"logits": Given(FP32, (5, 256))}
+    out = {"experts": Given(INT32, (5, 6)), "weights": Given(FP32, (5, 6))}
+    yield LaunchCase("simt_router", scored, logits | {"bias": Given(FP32, (256,))})
+    yield LaunchCase("simt_router", scored, logits | {"bias": Given(FP32, (256,))} | out, "sm_100a")
+    for ids, dtype in (("int64", INT64), ("int32", INT32)):
+        looked_up = RouterProblem(5, 256, 6, vocabulary=40, ids=ids)
+        table = {"ids": Given(dtype, (5,)), "table": Given(dtype, (40, 6))}
+        yield LaunchCase("simt_router", looked_up, logits | table)
+
+
+def _router(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
+    out = m.RoutedTokens(t["experts"], t["weights"]) if "experts" in t else None
+    source = t["table"] if "table" in t else t["bias"]
+    return m.route(t["logits"], source, p, SETTINGS, id_T=t.get("ids"), out=out)
+
+
+def _mhc_cases() -> Iterator[LaunchCase]:
+    streams, rows = Given(BF16, (3, 4, 512)), Given(BF16, (3, 512))
+    mixed = {"post": Given(FP32, (3, 4)), "mix": Given(FP32, (3, 4, 4))}
+
+    def projected(count: int, scales: int) -> dict[str, Given]:
+        return {
+            "products": Given(FP32, (3, count)), "squares": Given(FP32, (3,)),
+            "base": Given(FP32, (count,)), "scale": Given(FP32, (scales,)),
+        }  # fmt: skip
+
+    for part, given in (
+        ("all", {"streams": streams} | projected(24, 3)),
+        ("coefficients", projected(24, 3)),
+        ("collapse", {"streams": streams, "pre": Given(FP32, (3, 4))}),
+        ("head", {"streams": streams} | projected(4, 1)),
+        ("post", {"streams": streams, "layer": rows} | mixed),
+        ("post", {"streams": streams, "layer": rows, "out": streams} | mixed),
+    ):
+        yield LaunchCase("simt_mhc", MixProblem(3, 512, part, 7, 1e-5, 1e-4), given)
+    for kind, count in (("layer", 24), ("head", 4)):
+        problem = ProjectProblem(3, 512, kind)
+        given = {
+            "streams": streams, "split": Given(BF16, (3, problem.weight_rows, problem.inner)),
+        }  # fmt: skip
+        yield LaunchCase("simt_mhc_project", problem, given)
+        out = {
+            "partials": Given(FP32, (3, problem.partials, 32)),
+            "products": Given(FP32, (3, count)), "squares": Given(FP32, (3,)),
+        }  # fmt: skip
+        yield LaunchCase("simt_mhc_project", problem, given | out, "sm_100a")
+
+
+def _mhc(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
+    return m.mhc(m.MixOperands(**t), p, SETTINGS)
+
+
+def _mhc_project(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
+    names = ("partials", "products", "squares")
+    out = tuple(t[name] for name in names) if "products" in t else None
+    return m.mhc_project(t["streams"], t["split"], p, SETTINGS, out=out)
+
+
+def _quantise_cases() -> Iterator[LaunchCase]:
+    for problem, scale, target in (
+        (QuantiseProblem(5, 128), (1,), "sm_90a"),
+        (QuantiseProblem(300, 1024, "8x4", "swiglu", limit=10.0), (), "sm_100a"),
+        (QuantiseProblem(7, 256, "linear", experts=3, keeps_values=True), (3,), "sm_90a"),
+    ):
+        given = {
+            "values": Given(BF16, (problem.rows, problem.input_columns)),
+            "decode_scale": Given(FP32, scale),
+        }
+        if problem.experts:
+            given["offsets"] = Given(INT32, (problem.experts + 1,))
+        yield LaunchCase("simt_quantise_nvfp4", problem, given, target)
+    for told, target in (
+        (Fp8Problem(5, 256), "sm_90a"),
+        (Fp8Problem(4, 512, "ue8m0", "swiglu"), "sm_100a"),
+        (Fp8Problem(6, 1024, "ue8m0", turned=512, positions=9), "sm_90a"),
+    ):
+        given = {"values": Given(BF16, (told.rows, told.input_columns))}
+        if told.turned:
+            given |= {"turns": Given(FP32, (9, 64)), "positions": Given(INT64, (6,))}
+        yield LaunchCase("simt_quantise_fp8", told, given, target)
+        given = given | {
+            "codes": Given(FP8, (told.rows, told.columns)),
+            "scales": Given(FP32 if told.scales == "float32" else BYTES, (told.rows, told.blocks)),
+        }
+        yield LaunchCase("simt_quantise_fp8", told, given, target)
+
+
+def _quantise_nvfp4(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
+    given = t["values"], t["decode_scale"], p, SETTINGS
+    return m.quantise_nvfp4(*given, offsets_E=t.get("offsets"))
+
+
+def _quantise_fp8(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
+    turns = (t["turns"], t.get("positions")) if t.get("turns") is not None else None
+    out = m.Fp8Quantised(t["codes"], t["scales"]) if "codes" in t else None
+    return m.quantise_fp8(t["values"], p, SETTINGS, turns=turns, out=out)
+
+
+def _cache_cases() -> Iterator[LaunchCase]:
+    for entry, width in (("fp8", 512), ("nvfp4", 512), ("bf16", 512), ("bf16", 128)):
+        pages = Pages(entry, 64, 2, width=width)
+        cache = {"cache": Given(BYTES, (2, pages.stride))}
+        read = {"indices": Given(INT32, (7,))} | cache
+        yield LaunchCase("simt_kv_read", ReadProblem(7, pages), read)
+        yield LaunchCase(
+            "simt_kv_read", ReadProblem(7, pages),
+            read | {"out": Given(BF16, (7, width))}, "sm_100a",
+        )  # fmt: skip
+        rows = {"values": Given(BF16, (5, width)), "slots": Given(INT64, (5,))}
+        plain = WriteProblem(5, pages, source="row")
+        yield LaunchCase("simt_kv_write", plain, rows | cache)
+        last = WriteProblem(5, pages, 9, 1e-5, "fp32", duplicates="last")
+        more = {
+            "weight": Given(FP32, (width,)), "turns": Given(FP32, (9, 64)),
+            "positions": Given(INT64, (5,)), "claims": Given(INT32, (pages.slots,)),
+        }  # fmt: skip
+        yield LaunchCase("simt_kv_write", last, rows | cache | more, "sm_100a")
+    for kind, width in (("window", 8), ("entries", 16), ("chosen", 16)):
+        problem = SlotsProblem(6, width, kind, 3, 16, 4)
+        given = {
+            "positions": Given(INT64, (6,)), "owners": Given(INT32, (6,)),
+            "table": Given(INT32, (3, 16)),
+        }  # fmt: skip
+        if kind == "chosen":
+            given["numbers"] = Given(INT32, (6, width))
+        yield LaunchCase("simt_slots", problem, given)
+
+
+def _kv_write(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
+    operands = m.WriteOperands(*(t.get(name) for name in m.WriteOperands._fields))
+    return m.kv_write(operands, t["cache"], p, SETTINGS)
+
+
+def _kv_read(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
+    return m.kv_read(t["indices"], t["cache"], p, SETTINGS, out=t.get("out"))
+
+
+def _slots(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
+    return m.slots(m.SlotOperands(**t), p, SETTINGS)
+
+
+PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
+    "simt_embed": lambda m, p, t: m.embed(t["ids"], t["table"], p, SETTINGS, out=t.get("out")),
+    "simt_inverse_rope": _inverse_rope,
+    "simt_kv_read": _kv_read,
+    "simt_kv_write": _kv_write,
+    "simt_mhc": _mhc,
+    "simt_mhc_project": _mhc_project,
+    "simt_qnorm_rope": _qnorm_rope,
+    "simt_quantise_fp8": _quantise_fp8,
+    "simt_quantise_nvfp4": _quantise_nvfp4,
+    "simt_residual_norm": _residual_norm,
+    "simt_rmsnorm": _rmsnorm,
+    "simt_router": _router,
+    "simt_scale": lambda m, p, t: m.scale(t["values"], p, SETTINGS, out=t.get("out")),
+    "simt_slots": _slots,
+}
+CASES = (
+    *_norm_cases(), *_row_cases(), *_router_cases(), *_mhc_cases(), *_quantise_cases(),
+    *_cache_cases(),
+)  # fmt: skip
+
+
+class RecordingKernel:
+    """A compiled kernel that keeps what it is called with."""
+
+    def __init__(self, entry: Any, arguments: Any, target: Any) -> None:
+        self.target = target
+        self.entry = f"{entry.__module__.rpartition('.')[2]}.{entry.__name__}"
+        # What the key of the cache is made of, without the names of modules.
+        self.compiled = [_MODULES.sub("", compiling._described(each)) for each in arguments]
+        self.launched: list[Any] = []
+
+    def __call__(self, *arguments: Any) -> None:
+        self.launched.append(arguments)
+
+
+@contextmanager
+def recording(kernel: str, target: str) -> Iterator[list[RecordingKernel]]:
+    """Let launches of a kernel end at a recording one, with a GPU of `target` pretended."""
+    made: list[RecordingKernel] = []
+
+    def compiled(entry: Any, arguments: Any, target: Any, _settings: Any) -> RecordingKernel:
+        made.append(RecordingKernel(entry, arguments, target))
+        return made[-1]
+
+    instead = {
+        "compile_kernel": compiled,
+        "require_device": lambda _tensors: 0,
+        "target_of_device": lambda _device: TARGETS[target],
+        "current_stream": lambda device: f"stream of device {device}",
+        "processors_of": lambda _device: PROCESSORS,
+    }
+    module = import_module(module_of(kernel))
+    with ExitStack() as stack:
+        for place, name in product((module, descriptor), instead):
+            if hasattr(place, name):
+                stack.enter_context(mock.patch.object(place, name, instead[name]))
+        fresh = {"compile_form": module.compile_form.__wrapped__}
+        holder = module.KERNEL if hasattr(module, "KERNEL") else module
+        stack.enter_context(mock.patch.dict(vars(holder), fresh))
+        yield made
+
+
+@dataclass
+class PointerNames:
+    """Names of addresses: given operands, then allocated memory in the order of the pointers."""
+
+    known: dict[int, str]
+
+    def shown(self, argument: Any) -> str:
+        """Return an argument of a launch as text."""
+        if isinstance(argument, tuple):
+            return f"({', '.join(self.shown(each) for each in argument)})"
+        if isinstance(argument, str):
+            return argument
+        if not hasattr(argument, "__cache_key__"):
+            return f"{type(argument).__name__} {argument.value}"
+        element, _, alignment = argument.__cache_key__
+        address = argument._pointer
+        name = "none" if address == alignment else self.name_of(address)
+        return f"{name} as {element.__name__} at {alignment}"
+
+    def name_of(self, address: int) -> str:
+        """Return the name of an address, a new one for memory that nobody gave."""
+        made = sum(name.startswith("made") for name in self.known.values())
+        return self.known.setdefault(address, f"made {made}")
+
+
+def arguments_of(case: LaunchCase, run: Callable[[dict[str, Tensor]], Any]) -> dict[str, Any]:
+    """Return what a launch of a case compiles with, passes and returns; `run` gets the operands."""
+    tensors = case.tensors()
+    with recording(case.kernel, case.target) as made:
+        result = run(tensors)
+    (kernel,) = made
+    (launched,) = kernel.launched
+    names = PointerNames({tensor.data_ptr(): name for name, tensor in tensors.items()})
+    passed = [names.shown(each) for each in launched]
+    results = result if isinstance(result, tuple) else (result,)
+    return {
+        "entry": kernel.entry,
+        "target": kernel.target.name,
+        "compiled": kernel.compiled,
+        "launched": passed,
+        "returned": [None if each is None else names.name_of(each.data_ptr()) for each in results],
+    }
+
+
+def damaged(case: LaunchCase) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield operand, damage and the operands of a case with one of them damaged."""
+    siblings = [each.given for each in CASES if each.kernel == case.kernel]
+    every = {name: of for given in siblings for name, of in given.items()}
+    for name, of in case.given.items():
+        given = case.tensors()
+        tensor = given[name]
+        wide = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
+        for damage, other in (
+            ("of another dtype", tensor.to(torch.float64)),
+            ("of another shape", torch.cat([tensor.reshape(-1), tensor.reshape(-1)])),
+            ("at another address", wide),
+            ("with other strides", torch.zeros((*of.shape, 2), dtype=of.dtype)[..., 0]),
+            ("left out", None),
+        ):
+            yield name, damage, {**given, name: other}
+    for name in sorted(set(every) - set(case.given)):
+        of = every[name]
+        yield name, "too many", {**case.tensors(), name: torch.zeros(of.shape, dtype=of.dtype)}
+
+
+def refusals_of(
+    case: LaunchCase, run: Callable[[dict[str, Tensor]], Any]
+) -> Iterator[tuple[str, str]]:
+    """Yield operand with damage, and the error; nothing where there is none."""
+    for name, damage, tensors in damaged(case):
+        with recording(case.kernel, case.target):
+            try:
+                run(tensors)
+            except DegarbleError as error:
+                yield f"{case.kernel}: {name} {damage}", f"{type(error).__name__}: {error}"
+            except (AttributeError, KeyError, TypeError):
+                continue
+
+
+def public(case: LaunchCase) -> Callable[[dict[str, Tensor]], Any]:
+    """Return a call of a case's public function."""
+    module = import_module(module_of(case.kernel))
+    return lambda tensors: PUBLIC[case.kernel](module, case.problem, tensors)
+
+
+def refusals(kernel: str) -> dict[str, str]:
+    """Return the errors of every damaged operand of a kernel's cases, the first of each kind."""
+    found: dict[str, str] = {}
+    for case in CASES:
+        if case.kernel == kernel:
+            for name, text in refusals_of(case, public(case)):
+                found.setdefault(name, text)
+    return found
+
+
+def kept() -> dict[str, dict[str, Any]]:
+    """Return the arguments and refusals that are kept in a file."""
+    found: dict[str, dict[str, Any]] = json.loads(KEPT.read_text())
+    return found
+
+
+def write() -> None:
+    """Keep arguments and refusals as they are now."""
+    arguments = {case.key: arguments_of(case, public(case)) for case in CASES}
+    errors = {name: text for kernel in PUBLIC for name, text in refusals(kernel).items()}
+    text = json.dumps({"arguments": arguments, "refusals": errors}, indent=1)
+    KEPT.write_text(text + "\n")

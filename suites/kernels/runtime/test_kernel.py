@@ -1,0 +1,84 @@
+"""What host code passes to compiled kernels, and what it refuses, against kernel_cases' file.
+
+The file was written before kernels had descriptors. Where a change of arguments is intended, call
+`kernel_cases.write()` and give the reason in the commit.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from degarble.harness.base.errors import UnknownName
+from degarble.kernels.runtime.modules import MODULES, module_of
+from degarble.suites.kernels.runtime import kernel_cases
+from degarble.suites.kernels.runtime.kernel_cases import CASES, LaunchCase
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+pytestmark = pytest.mark.needs("cutlass")
+
+DESCRIBED = ("simt_rmsnorm",)
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.key.partition(" with")[0])
+each_kernel = pytest.mark.parametrize("name", DESCRIBED)
+
+
+def described(name: str) -> Any:
+    return import_module(module_of(name)).KERNEL
+
+
+def test_every_descriptor_has_cases() -> None:
+    assert (
+        tuple(name for name in sorted(MODULES) if hasattr(import_module(module_of(name)), "KERNEL"))
+        == DESCRIBED
+    )
+    assert set(DESCRIBED) <= {case.kernel for case in CASES} == set(kernel_cases.PUBLIC)
+
+
+@each_case
+def test_public_functions_pass_what_is_kept(case: LaunchCase) -> None:
+    want = kernel_cases.kept()["arguments"][case.key]
+    assert kernel_cases.arguments_of(case, kernel_cases.public(case)) == want
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.kernel in DESCRIBED], ids=lambda case: case.key
+)
+def test_operands_by_name_pass_the_same(case: LaunchCase) -> None:
+    def run(tensors: dict[str, Tensor]) -> Any:
+        made = described(case.kernel).run(case.problem, kernel_cases.SETTINGS, **tensors)
+        return tuple(made.values())
+
+    want, got = kernel_cases.kept()["arguments"][case.key], kernel_cases.arguments_of(case, run)
+    for part in ("entry", "target", "compiled", "launched"):
+        assert got[part] == want[part]
+
+
+@pytest.mark.parametrize("name", kernel_cases.PUBLIC)
+def test_refusals_are_as_kept(name: str) -> None:
+    kept = kernel_cases.kept()["refusals"]
+    want = {key: text for key, text in kept.items() if key.startswith(f"{name}:")}
+    assert kernel_cases.refusals(name) == want
+
+
+@each_kernel
+def test_an_unknown_operand_is_refused_by_name(name: str) -> None:
+    case = next(case for case in CASES if case.kernel == name)
+    with pytest.raises(UnknownName, match="operand"):
+        described(name).run(
+            case.problem, kernel_cases.SETTINGS, **case.tensors(), weights=torch.zeros(1)
+        )
+
+
+@each_kernel
+def test_a_swapped_pointer_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two operands of a descriptor change places: the kept arguments are other ones."""
+    case, kernel = next(case for case in CASES if case.kernel == name), described(name)
+    first, second, *rest = kernel.operands
+    monkeypatch.setitem(vars(kernel), "operands", (second, first, *rest))
+    got = kernel_cases.arguments_of(case, kernel_cases.public(case))
+    assert got["launched"] != kernel_cases.kept()["arguments"][case.key]["launched"]
