@@ -1,7 +1,8 @@
-"""Scale layouts: bijections at every ragged size, equal to their reshape-and-permute spelling."""
+"""Scale layouts, DeepGEMM's packed scales and row orders: bijections at every ragged size."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,32 +13,56 @@ from hypothesis import strategies as st
 
 from degarble.harness.base.errors import (
     DtypeMismatch,
+    InvalidArgument,
     LayoutMismatch,
     ShapeMismatch,
     UnknownName,
 )
 from degarble.harness.formats.layouts import (
+    AS_STORED,
+    INTERLEAVE_1,
+    INTERLEAVE_8,
+    INTERLEAVE_64,
     LINEAR,
     PACKED_MN,
+    ROW_ORDERS,
     SCALE_LAYOUTS,
+    SHUFFLE_16,
+    SHUFFLE_32,
+    SWAP_HALVES,
     SWIZZLE_8X4,
     SWIZZLE_128X4,
+    TRANSPOSE_4X32,
+    TRTLLM_GATED,
+    RowOrder,
     ScaleLayout,
+    chain,
     coordinate_128x4,
+    exact_ue8m0,
     from_layout,
+    gather_index,
     nonzero_padding,
     offset_8x4,
     offset_128x4,
     offset_packed_mn,
     offset_table,
+    pack_scales,
     padded_row_starts,
+    reorder_rows,
+    restore_rows,
     round_up,
+    row_order,
     scale_layout,
     to_layout,
+    unpack_scales,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+# --------------------------------------------------------------------------------------------------
+# Scale layouts: bijections at every ragged size, equal to their reshape-and-permute spelling.
 
 LAYOUTS = list(SCALE_LAYOUTS.values())
 by_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
@@ -235,3 +260,218 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(UnknownName, match="Did you mean 128x4"):
         scale_layout("128x8")
     assert scale_layout("8x4") is SWIZZLE_8X4
+
+
+# --------------------------------------------------------------------------------------------------
+# DeepGEMM's packed UE8M0 words: built with shifts, strides checked, inexact scales refused.
+
+PACKED_SIZES = [(1, 1), (4, 4), (5, 7), (7, 8), (130, 9)]
+by_packed_size = pytest.mark.parametrize(("rows", "columns"), PACKED_SIZES)
+
+
+def codes_of(rows: int, columns: int) -> torch.Tensor:
+    return (torch.arange(rows * columns) % 255).to(torch.uint8).reshape(rows, columns)
+
+
+@by_packed_size
+def test_words_hold_four_columns_little_endian(rows: int, columns: int) -> None:
+    codes = codes_of(rows, columns)
+    packed = pack_scales(codes)
+    assert packed.dtype is torch.int32
+    assert packed.shape == (rows, math.ceil(columns / 4))
+    for row in range(min(rows, 5)):
+        for word in range(packed.shape[1]):
+            expected = 0
+            for place, code in enumerate(codes[row, 4 * word : 4 * word + 4].tolist()):
+                expected |= code << (8 * place)
+            assert int(packed[row, word]) & 0xFFFFFFFF == expected
+
+
+@by_packed_size
+def test_words_are_mn_major_with_a_padded_stride(rows: int, columns: int) -> None:
+    packed = pack_scales(torch.stack([codes_of(rows, columns)] * 2))
+    stride = -(-rows // 4) * 4
+    assert packed.stride() == (math.ceil(columns / 4) * stride, 1, stride)
+    storage = to_layout(codes_of(rows, columns), PACKED_MN)
+    assert storage[offset_packed_mn(rows - 1, columns - 1, rows)] == codes_of(rows, columns)[-1, -1]
+
+
+@by_packed_size
+def test_unpacking_returns_the_codes(rows: int, columns: int) -> None:
+    codes = torch.stack([codes_of(rows, columns), codes_of(rows, columns).flip(0)])
+    assert torch.equal(unpack_scales(pack_scales(codes), columns), codes)
+    assert torch.equal(unpack_scales(pack_scales(codes).contiguous(), columns), codes)
+
+
+def test_powers_of_two_pack_as_their_exponents() -> None:
+    scales = torch.tensor([[2.0**-127, 2.0**-126, 0.5, 1.0, 2.0, 2.0**127]])
+    assert exact_ue8m0(scales).tolist() == [[0, 1, 126, 127, 128, 254]]
+    assert torch.equal(pack_scales(scales), pack_scales(exact_ue8m0(scales)))
+
+
+def test_a_row_of_scales_serves_its_whole_block() -> None:
+    scales = torch.tensor([[1.0, 2.0], [4.0, 8.0]])
+    codes = unpack_scales(pack_scales(scales, rows_per_scale=128, rows=200), 2)
+    assert codes.shape == (200, 2)
+    assert codes[127].tolist() == [127, 128]
+    assert codes[128].tolist() == [129, 130]
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        math.nextafter(1.0, 2.0) + 1e-7,
+        3.0,
+        0.0,
+        -1.0,
+        math.inf,
+        math.nan,
+        2.0**-128,
+        2.0**-127 * 1.5,
+    ],
+)
+def test_a_planted_scale_that_is_no_power_of_two_is_refused(planted: float) -> None:
+    scales = torch.ones(3, 4)
+    scales[1, 2] = planted
+    with pytest.raises(InvalidArgument, match=r"scales, 1 of 12.*exact powers of two"):
+        pack_scales(scales)
+
+
+def test_packed_scales_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(DtypeMismatch, match=r"torch\.float32"):
+        pack_scales(torch.ones(2, 2, dtype=torch.float64))
+    with pytest.raises(ShapeMismatch, match="rows and scale columns"):
+        pack_scales(torch.ones(2))
+    with pytest.raises(ShapeMismatch, match="2 scale rows of 128 cover"):
+        pack_scales(torch.ones(2, 2), rows_per_scale=128, rows=300)
+    with pytest.raises(DtypeMismatch, match=r"torch\.int32"):
+        unpack_scales(torch.ones(2, 2), 8)
+    with pytest.raises(LayoutMismatch, match="a last extent of 3 words"):
+        unpack_scales(pack_scales(torch.ones(2, 8)), 9)
+
+
+def test_an_expert_without_rows_packs_to_nothing() -> None:
+    packed = pack_scales(torch.ones(3, 0, 9))
+    assert packed.shape == (3, 0, 3)
+    assert unpack_scales(packed, 9).shape == (3, 0, 9)
+
+
+def test_scales_of_no_rows_each_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="rows_per_scale = 0"):
+        pack_scales(torch.ones(4, 4), rows_per_scale=0)
+
+
+# --------------------------------------------------------------------------------------------------
+# Row orders: permutations with their inverses, equal to reshape and to the published tables.
+
+ORDERS = list(ROW_ORDERS.values())
+by_order = pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.name)
+
+# Where row j of a block goes, as FlashInfer tabulates it (utils.py, source to destination).
+SHUFFLE_32_TABLE = [
+    *(0, 8, 16, 24, 1, 9, 17, 25, 2, 10, 18, 26, 3, 11, 19, 27),
+    *(4, 12, 20, 28, 5, 13, 21, 29, 6, 14, 22, 30, 7, 15, 23, 31),
+]
+SHUFFLE_16_TABLE = [0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15]
+
+
+def permutation_errors(order: RowOrder, rows: int) -> int:
+    """Count rows that are taken twice or that the inverse does not bring back."""
+    new = torch.arange(rows)
+    source: Tensor = order.source(new, rows)
+    twice = rows - len(set(source.tolist()))
+    lost: Tensor = (order.destination(source, rows) != new) | (source < 0) | (source >= rows)
+    return twice + int(lost.sum())
+
+
+@by_order
+@settings(max_examples=25)
+@given(multiples=st.integers(1, 9))
+def test_an_order_is_a_permutation_with_its_inverse(order: RowOrder, multiples: int) -> None:
+    rows = order.multiple * multiples
+    assert permutation_errors(order, rows) == 0
+    assert [order.source(row, rows) for row in range(rows)] == gather_index(order, rows).tolist()
+
+
+def by_reshaping(x_MK: Tensor, order: RowOrder) -> Tensor:
+    """The same order, spelled as reshape, transpose and concatenation."""
+    rows, columns = x_MK.shape
+    half = rows // 2
+    if order in (INTERLEAVE_1, INTERLEAVE_8, INTERLEAVE_64):
+        group = order.multiple // 2
+        halves = x_MK.reshape(2, half // group, group, columns)
+        return halves.transpose(0, 1).reshape(rows, columns)
+    if order in (SHUFFLE_32, SHUFFLE_16, TRANSPOSE_4X32):
+        stacks = {SHUFFLE_32.name: 4, SHUFFLE_16.name: 2, TRANSPOSE_4X32.name: 32}[order.name]
+        block = x_MK.reshape(-1, order.multiple // stacks, stacks, columns)
+        return block.transpose(1, 2).reshape(rows, columns)
+    if order is SWAP_HALVES:
+        return torch.cat([x_MK[half:], x_MK[:half]])
+    if order is TRTLLM_GATED:
+        for step in (SWAP_HALVES, INTERLEAVE_1, SHUFFLE_32):
+            x_MK = by_reshaping(x_MK, step)
+    return x_MK
+
+
+@by_order
+@pytest.mark.parametrize("multiples", [1, 2, 5])
+def test_reordering_equals_the_reshaped_spelling(order: RowOrder, multiples: int) -> None:
+    rows = order.multiple * multiples
+    x_MK = torch.arange(rows * 3).reshape(rows, 3)
+    assert torch.equal(reorder_rows(x_MK, order), by_reshaping(x_MK, order))
+    assert torch.equal(restore_rows(reorder_rows(x_MK, order), order), x_MK)
+
+
+def test_the_shuffles_equal_the_published_tables() -> None:
+    assert [SHUFFLE_32.destination(row, 64) for row in range(32)] == SHUFFLE_32_TABLE
+    assert [SHUFFLE_32.destination(32 + row, 64) for row in range(32)] == [
+        32 + row for row in SHUFFLE_32_TABLE
+    ]
+    assert [SHUFFLE_16.destination(row, 16) for row in range(16)] == SHUFFLE_16_TABLE
+
+
+def test_interleaving_alternates_gate_and_up() -> None:
+    assert gather_index(INTERLEAVE_1, 8).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    rows = gather_index(INTERLEAVE_8, 32)
+    assert rows.tolist() == [*range(8), *range(16, 24), *range(8, 16), *range(24, 32)]
+
+
+def test_the_combined_gather_indexes_the_interleave_by_the_shuffle() -> None:
+    rows = 64
+    both = chain("both", INTERLEAVE_1, SHUFFLE_32)
+    interleave, shuffle = gather_index(INTERLEAVE_1, rows), gather_index(SHUFFLE_32, rows)
+    assert torch.equal(gather_index(both, rows), interleave[shuffle])
+    swap = gather_index(SWAP_HALVES, rows)
+    assert torch.equal(gather_index(TRTLLM_GATED, rows), swap[interleave[shuffle]])
+
+
+def test_a_chain_needs_what_all_its_orders_need() -> None:
+    assert TRTLLM_GATED.multiple == 32
+    assert chain("both", INTERLEAVE_64, SHUFFLE_32).multiple == 128
+
+
+def test_experts_keep_their_places() -> None:
+    x_EMK = torch.arange(2 * 32 * 2).reshape(2, 32, 2)
+    moved = reorder_rows(x_EMK, SHUFFLE_32)
+    assert torch.equal(moved[1], reorder_rows(x_EMK[1], SHUFFLE_32))
+
+
+@pytest.mark.parametrize(
+    "order", [o for o in ORDERS if o not in (AS_STORED, SWAP_HALVES)], ids=lambda o: o.name
+)
+def test_the_inverse_planted_for_the_order_is_detected(order: RowOrder) -> None:
+    planted = replace(order, source=order.destination)
+    rows = 4 * order.multiple
+    x_MK = torch.arange(rows)[:, None]
+    assert permutation_errors(planted, rows) > 0
+    assert not torch.equal(reorder_rows(x_MK, planted), by_reshaping(x_MK, order))
+
+
+def test_rows_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ShapeMismatch, match=r"shuffle_32 = 48.*a multiple of 32"):
+        reorder_rows(torch.zeros(48, 4), SHUFFLE_32)
+    with pytest.raises(ShapeMismatch, match="at least two dimensions"):
+        reorder_rows(torch.zeros(32), SHUFFLE_32)
+    with pytest.raises(UnknownName, match="Did you mean"):
+        row_order("shuffle_64")
+    assert row_order("interleave_64") is INTERLEAVE_64

@@ -1,11 +1,13 @@
-"""Every stored tensor: published counts and sizes, tilings, and what a layout refuses."""
+"""Stored tensors, their parts, and maps between layouts: published counts, tilings, round trips."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
 from math import prod
+from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
@@ -20,11 +22,32 @@ from degarble.harness.model.config.config import (
     small_v4,
     small_v32,
 )
-from degarble.harness.model.layouts import LAYOUTS, layout_named
-from degarble.harness.model.recipes import Recipe, Rule
-from degarble.harness.model.tensors import slots, tensors_of
-from degarble.harness.model.types import Dtype, StoredTensor
-from degarble.suites.model.configs import configs
+from degarble.harness.model.layouts import LAYOUTS, Layout, layout_named
+from degarble.harness.model.parameters import parameter_named
+from degarble.harness.model.recipes import UNQUANTISED, Formats, Recipe, Rule
+from degarble.harness.model.tensors import (
+    SUFFIXES,
+    Move,
+    NameMap,
+    PartKind,
+    TypeChange,
+    name_map,
+    parts_of,
+    slots,
+    suffixes_named,
+    tensors_of,
+)
+from degarble.harness.model.types import Box, Dtype, StoredTensor
+from degarble.suites.model.configs import TINY_V4, TINY_V32, configs
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+
+# --------------------------------------------------------------------------------------------------
+# Every stored tensor: published counts and sizes, tilings, and what a layout refuses.
 
 
 def named(config: Config, layout: str) -> dict[str, StoredTensor]:
@@ -224,3 +247,337 @@ def test_fp8_experts_of_the_base_releases_have_fp32_scales() -> None:
     found = named(config, "official")
     scale = found["layers.0.ffn.experts.0.w1.scale"]
     assert (scale.shape, scale.dtype) == ((2, 2), Dtype.F32)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a format makes of a matrix on disk: parts, extents, names, and cuts through scales.
+
+NVFP4 = Formats("NVFP4", "NVFP4")
+MXFP4 = Formats("MXFP4", "FP8_1X128_UE8M0")
+FP8 = Formats("FP8_128X128_UE8M0", "FP8_1X128_UE8M0")
+W1, W2 = "layers.5.ffn.experts.7.w1", "layers.5.ffn.experts.7.w2"
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "formats", "extents"),
+    [
+        # deepseek-ai/DeepSeek-V4-Pro shard headers.
+        (V4_PRO, W1, MXFP4, [(3072, 3584), (3072, 224)]),
+        (V4_PRO, W2, MXFP4, [(7168, 1536), (7168, 96)]),
+        (V4_PRO, "layers.5.attn.wq_b", FP8, [(65536, 1536), (512, 12)]),
+        (V4_PRO, "layers.5.attn.wo_a", FP8, [(16384, 4096), (128, 32)]),
+        (V4_PRO, "layers.4.attn.indexer.wq_b", FP8, [(8192, 1536), (64, 12)]),
+        # nvidia/DeepSeek-V4-Pro-NVFP4 and -Flash-NVFP4.
+        (V4_PRO, W1, NVFP4, [(3072, 3584), (3072, 448), (), ()]),
+        (V4_PRO, W2, NVFP4, [(7168, 1536), (7168, 192), (), ()]),
+        (V4_FLASH, W1, NVFP4, [(2048, 2048), (2048, 256), (), ()]),
+        (V4_FLASH, W2, NVFP4, [(4096, 1024), (4096, 128), (), ()]),
+    ],
+)
+def test_extents_of_published_tensors(
+    config: object, name: str, formats: Formats, extents: list[tuple[int, ...]]
+) -> None:
+    parts = parts_of(parameter_named(config, name), formats)  # type: ignore[arg-type]
+    assert [part.shape for part in parts] == extents
+
+
+def test_what_is_no_linear_stays_as_it_is() -> None:
+    norm = parameter_named(V4_PRO, "layers.0.attn.q_norm")
+    sink = parameter_named(V4_PRO, "layers.0.attn.attn_sink")
+    assert [(p.part, p.dtype) for p in parts_of(norm, NVFP4)] == [(PartKind.VALUE, Dtype.BF16)]
+    assert [(p.part, p.dtype) for p in parts_of(sink, NVFP4)] == [(PartKind.VALUE, Dtype.F32)]
+
+
+def test_a_weight_alone_has_no_input_scale() -> None:
+    linear = parameter_named(V4_PRO, W1)
+    parts = [part.part for part in parts_of(linear, Formats("NVFP4", "BF16"))]
+    assert parts == [PartKind.CODES, PartKind.BLOCK_SCALE, PartKind.TENSOR_SCALE]
+
+
+def test_fp8_rounds_up_and_fp4_refuses() -> None:
+    config = small_v4(hidden_size=200, q_lora_rank=136)
+    linear = parameter_named(config, "layers.0.attn.wq_a")
+    assert [part.shape for part in parts_of(linear, FP8)] == [(136, 200), (2, 2)]
+    with pytest.raises(ShapeMismatch, match="K for NVFP4 = 200"):
+        parts_of(linear, NVFP4)
+
+
+def test_a_cut_follows_into_every_part() -> None:
+    linear = parameter_named(V4_PRO, W2)  # [7168, 3072]: rank 1 of 8 along K
+    box = Box(((0, 7168), (384, 768)))
+    boxes = {part.part: part.box_of(box, W2).ranges for part in parts_of(linear, NVFP4)}
+    assert boxes == {
+        PartKind.CODES: ((0, 7168), (192, 384)),
+        PartKind.BLOCK_SCALE: ((0, 7168), (24, 48)),
+        PartKind.TENSOR_SCALE: (),
+        PartKind.INPUT_SCALE: (),
+    }
+
+
+@pytest.mark.parametrize(
+    ("formats", "start", "stop"), [(NVFP4, 8, 24), (NVFP4, 0, 24), (MXFP4, 16, 48), (FP8, 64, 192)]
+)
+def test_a_cut_through_a_scale_is_refused(formats: Formats, start: int, stop: int) -> None:
+    linear = parameter_named(V4_PRO, W2)
+    scale = parts_of(linear, formats)[1]
+    with pytest.raises(ShapeMismatch, match="a cut at a multiple of"):
+        scale.box_of(Box(((0, 7168), (start, stop))), W2)
+
+
+def test_the_last_block_may_be_short() -> None:
+    linear = parameter_named(small_v4(hidden_size=200), "layers.0.attn.wq_a")
+    scale = parts_of(linear, FP8)[1]
+    assert scale.box_of(Box(((0, 128), (128, 200))), "wq_a").ranges == ((0, 1), (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("table", "part", "weight", "suffix"),
+    [
+        ("deepseek", PartKind.BLOCK_SCALE, "FP8_128X128_UE8M0", ".scale"),
+        ("deepseek", PartKind.BLOCK_SCALE, "MXFP4", ".scale"),
+        ("deepseek", PartKind.BLOCK_SCALE, "NVFP4", ".weight_scale"),
+        ("deepseek", PartKind.TENSOR_SCALE, "NVFP4", ".weight_scale_2"),
+        ("huggingface", PartKind.BLOCK_SCALE, "FP8_128X128_F32", ".weight_scale_inv"),
+        ("vllm", PartKind.BLOCK_SCALE, "MXFP4", ".weight_scale"),
+        ("vllm", PartKind.BLOCK_SCALE, "FP8_128X128_UE8M0", ".weight_scale_inv"),
+        ("compressed-tensors", PartKind.CODES, "NVFP4", ".weight_packed"),
+        ("compressed-tensors", PartKind.INPUT_SCALE, "NVFP4", ".input_global_scale"),
+        ("huggingface", PartKind.VALUE, "BF16", ".weight"),
+    ],
+)
+def test_suffixes(table: str, part: PartKind, weight: str, suffix: str) -> None:
+    assert suffixes_named(table).suffix(part, weight) == suffix
+
+
+def test_a_part_without_a_name_is_refused() -> None:
+    with pytest.raises(LayoutMismatch, match="block_scale of MXFP4 = 'huggingface'"):
+        suffixes_named("huggingface").suffix(PartKind.BLOCK_SCALE, "MXFP4")
+    with pytest.raises(UnknownName, match="Did you mean vllm"):
+        suffixes_named("vlm")
+
+
+def test_the_same_bytes_are_typed_otherwise() -> None:
+    codes, scale = parts_of(parameter_named(V4_PRO, W1), MXFP4)
+    typed = {name: (SUFFIXES[name].dtype(codes, "MXFP4"), SUFFIXES[name].dtype(scale, "MXFP4"))
+             for name in ("deepseek", "vllm")}  # fmt: skip
+    assert typed == {
+        "deepseek": (Dtype.I8, Dtype.F8_E8M0),
+        "vllm": (Dtype.U8, Dtype.U8),
+    }
+    assert parts_of(parameter_named(V4_PRO, W1), UNQUANTISED)[0].dtype is Dtype.BF16
+
+
+# --------------------------------------------------------------------------------------------------
+# Name maps: every element goes where it is said to go, and comes back.
+
+if TYPE_CHECKING:
+    Tensors = dict[str, NDArray[np.int64]]
+
+
+def numbered(config: Config, layout: Layout) -> Tensors:
+    """Fill the tensors of a layout with elements that all differ."""
+    tensors, first = {}, 0
+    for tensor in tensors_of(config, layout):
+        tensors[tensor.name] = np.arange(first, first + tensor.count).reshape(tensor.shape)
+        first += tensor.count
+    return tensors
+
+
+def carried(made: NameMap, source: Mapping[str, NDArray[np.int64]], config: Config) -> Tensors:
+    """Move every element; what nothing reaches is -1."""
+    target = {t.name: np.full(t.shape, -1) for t in tensors_of(config, made.target)}
+    for move in made.moves:
+        out_of = source[move.source.tensor][cut(move.source.box.ranges)]
+        into = target[move.target.tensor]
+        into[cut(move.target.box.ranges)] = out_of.reshape(move.target.box.shape)
+    return target
+
+
+def cut(ranges: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in ranges)
+
+
+def layouts_of(config: Config, recipe: str) -> list[Layout]:
+    """Every layout of the family that can hold a recipe."""
+    own = [layout.with_recipe(recipe) for (f, _), layout in LAYOUTS.items() if f == config.family]
+    return [layout for layout in own if holds(config, layout)]
+
+
+def holds(config: Config, layout: Layout) -> bool:
+    try:
+        tensors_of(config, layout)
+    except LayoutMismatch:
+        return False
+    return True
+
+
+def require_round_trip(config: Config, source: Layout, target: Layout) -> None:
+    """Move every element there and back; what is lost must be what the map leaves unmapped."""
+    made = name_map(config, source, target)
+    before = numbered(config, source)
+    back = carried(made.inverse(), carried(made, before, config), config)
+    owners = {move.source.tensor: move.parameter for move in name_map(config, source, source).moves}
+    dropped = {name for name, _ in made.unmapped}
+    for name, tensor in before.items():
+        lost = back[name] == -1
+        assert np.array_equal(back[name][~lost], tensor[~lost]), name
+        assert not lost.any() or owners[name] in dropped, name
+
+
+@settings(max_examples=5)
+@given(configs())
+def test_every_element_round_trips_unquantised(config: Config) -> None:
+    held = layouts_of(config, "bf16")
+    assert len(held) == len([family for family, _ in LAYOUTS if family == config.family])
+    for source in held:
+        for target in held:
+            require_round_trip(config, source, target)
+
+
+@pytest.mark.parametrize("recipe", ["official", "nvfp4-experts", "nvfp4-full"])
+@pytest.mark.parametrize("config", [TINY_V4, TINY_V32], ids=["v4", "v32"])
+def test_every_element_round_trips_quantised(config: Config, recipe: str) -> None:
+    first, *others = layouts_of(config, recipe)
+    assert len(others) >= 3
+    for other in others:
+        require_round_trip(config, first, other)
+        require_round_trip(config, other, first)
+
+
+@pytest.mark.parametrize("config", [TINY_V4, TINY_V32], ids=["v4", "v32"])
+def test_a_target_tensor_is_filled_completely(config: Config) -> None:
+    official = layout_named("official", config)
+    for name in ("vllm", "transformers"):
+        target = layout_named(name, config)
+        source = official.with_recipe(target.recipe)
+        made = name_map(config, source, target)
+        there = carried(made, numbered(config, source), config)
+        assert all((tensor >= 0).all() for tensor in there.values())
+        assert set(there) == set(made.by_target)
+
+
+@given(configs())
+def test_an_inverse_of_an_inverse_is_the_map(config: Config) -> None:
+    made = name_map(config, layout_named("bf16", config), layout_named("transformers", config))
+    assert made.inverse().inverse() == made
+    assert made.inverse().by_target == {
+        name: tuple(m._replace(source=m.target, target=m.source) for m in moves)
+        for name, moves in made.by_source.items()
+    }
+
+
+def test_a_move_that_goes_astray_is_detected() -> None:
+    config = TINY_V4
+    made = name_map(config, layout_named("official", config), layout_named("vllm", config))
+    before = numbered(config, made.source)
+    a, b = (made.moves.index(m) for m in made.filling("model.layers.1.attn.fused_wqa_wkv.weight"))
+    moves = list(made.moves)
+    moves[a], moves[b] = astray(moves[a], moves[b])
+    there = carried(NameMap(made.source, made.target, tuple(moves), ()), before, config)
+    back = carried(made.inverse(), there, config)
+    wrong = {name for name in before if not np.array_equal(before[name], back[name])}
+    assert wrong == {"layers.1.attn.wq_a.weight", "layers.1.attn.wkv.weight"}
+
+
+def astray(first: Move, second: Move) -> tuple[Move, Move]:
+    """Swap two sources of one fused tensor; their shapes are equal in the small model."""
+    return first._replace(source=second.source), second._replace(source=first.source)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "sources"),
+    [
+        # vLLM 0.33: only q_a + kv, kv + gate, gate + up and the experts are truly stacked.
+        ("model.layers.2.attn.fused_wqa_wkv.weight",
+         [("layers.2.attn.wq_a.weight", (0, 1536)), ("layers.2.attn.wkv.weight", (1536, 2048))]),
+        ("model.layers.2.attn.compressor.fused_wkv_wgate.weight",
+         [("layers.2.attn.compressor.wkv.weight", (0, 1024)),
+          ("layers.2.attn.compressor.wgate.weight", (1024, 2048))]),
+        ("model.layers.2.attn.indexer.compressor.fused_wkv_wgate.weight",
+         [("layers.2.attn.indexer.compressor.wkv.weight", (0, 256)),
+          ("layers.2.attn.indexer.compressor.wgate.weight", (256, 512))]),
+        ("model.layers.2.ffn.shared_experts.gate_up_proj.weight_scale_inv",
+         [("layers.2.ffn.shared_experts.w1.scale", (0, 24)),
+          ("layers.2.ffn.shared_experts.w3.scale", (24, 48))]),
+        ("model.layers.2.attn.wq_b.weight", [("layers.2.attn.wq_b.weight", (0, 65536))]),
+        ("model.layers.2.ffn.gate.e_score_correction_bias", None),
+    ],
+)  # fmt: skip
+def test_what_fills_a_fused_tensor_of_v4_pro(
+    v4_pro_to_vllm: NameMap, tensor: str, sources: list[tuple[str, tuple[int, int]]] | None
+) -> None:
+    if sources is None:  # layer 2 chooses experts by token id, so it has no bias
+        with pytest.raises(UnknownName, match="e_score_correction_bias"):
+            v4_pro_to_vllm.filling(tensor)
+        return
+    moves = v4_pro_to_vllm.filling(tensor)
+    assert [(move.source.tensor, move.target.box.ranges[0]) for move in moves] == sources
+
+
+def test_stacked_experts_of_v4_pro(v4_pro_to_vllm: NameMap) -> None:
+    moves = v4_pro_to_vllm.filling("model.layers.2.ffn.experts.w13_weight")
+    assert len(moves) == 2 * 384
+    assert [m.source.tensor.rpartition("experts.")[2] for m in moves[:3]] == [
+        "0.w1.weight", "0.w3.weight", "1.w1.weight",
+    ]  # fmt: skip
+    assert moves[1].target.box.ranges == ((0, 1), (3072, 6144), (0, 3584))
+    assert v4_pro_to_vllm.unmapped == ()
+
+
+@pytest.fixture(scope="module")
+def v4_pro_to_vllm() -> NameMap:
+    """One layer of each kind that V4-Pro has, at its widths, and its drafter."""
+    config = replace(V4_PRO, num_hidden_layers=3, compress_ratios=(128, 128, 4), num_hash_layers=3)
+    return name_map(config, layout_named("official", config), layout_named("vllm", config))
+
+
+def test_types_change_as_said(v4_pro_to_vllm: NameMap) -> None:
+    typed = {
+        (m.part, m.source.dtype.value, m.target.dtype.value): m.typing for m in v4_pro_to_vllm.moves
+    }
+    assert typed == {
+        (PartKind.VALUE, "BF16", "BF16"): TypeChange.SAME,
+        (PartKind.VALUE, "F32", "F32"): TypeChange.SAME,
+        (PartKind.VALUE, "I64", "I32"): TypeChange.CAST,
+        (PartKind.CODES, "F8_E4M3", "F8_E4M3"): TypeChange.SAME,
+        (PartKind.CODES, "I8", "U8"): TypeChange.VIEW,
+        (PartKind.BLOCK_SCALE, "F8_E8M0", "F8_E8M0"): TypeChange.SAME,
+        (PartKind.BLOCK_SCALE, "F8_E8M0", "U8"): TypeChange.VIEW,
+    }
+    config = small_v4()
+    norms = name_map(config, layout_named("bf16", config), layout_named("transformers", config))
+    (move,) = norms.filling("model.norm.weight")
+    assert (move.source.dtype, move.target.dtype, move.typing) == ("BF16", "F32", TypeChange.CAST)
+
+
+def test_what_has_no_place_is_named_with_its_reason() -> None:
+    config = small_v4()
+    made = name_map(config, layout_named("bf16", config), layout_named("transformers", config))
+    names = {name for name, _ in made.unmapped}
+    assert names == {name for name in names if name.startswith("mtp.0.")}
+    assert {reason for _, reason in made.unmapped} == {
+        "transformers ignores the drafter when it loads"
+    }
+
+
+def test_layouts_with_different_recipes_are_refused() -> None:
+    config = small_v4()
+    with pytest.raises(LayoutMismatch, match=r"nvfp4-full.*Give both one recipe"):
+        name_map(config, layout_named("nvfp4-full", config), layout_named("vllm", config))
+
+
+def test_an_unknown_target_is_refused(v4_pro_to_vllm: NameMap) -> None:
+    with pytest.raises(UnknownName, match=r"Did you mean model\.layers"):
+        v4_pro_to_vllm.filling("model.layers.2.attn.fused_wqa.weight")
+
+
+def test_v3_2_keeps_its_published_order_in_vllm() -> None:
+    config = small_v32()
+    source, target = layout_named("nvfp4-full", config), layout_named("vllm", config)
+    moves = name_map(config, source, target).filling(
+        "model.layers.2.self_attn.fused_qkv_a_proj.weight"
+    )
+    assert [(m.source.tensor.split(".")[4], m.target.box.ranges[0]) for m in moves] == [
+        ("q_a_proj", (0, 128)),
+        ("kv_a_proj_with_mqa", (128, 320)),
+    ]

@@ -1,14 +1,25 @@
-"""Attention over one latent, token by token from the formula; windows, sinks, poison."""
+"""Attention, the indexer and the compressor against their formulas, token by token."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from degarble.references import attention
+from degarble.harness.model.config.config import V3_2, small_v32
+from degarble.harness.model.types import Rope, RopeEnd, RopePairing, Yarn
+from degarble.references import attention, elementary, sparse_attention
 from degarble.references.numerics import Numerics
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+# --------------------------------------------------------------------------------------------------
+# Attention over one latent, token by token from the formula; windows, sinks, poison.
 
 EXACT = Numerics.definition()
 
@@ -140,3 +151,295 @@ def test_grouped_output_keeps_groups_apart(seed: int) -> None:
     made = attention.grouped(o, w, EXACT)
     for g in range(3):
         assert (made[:, 2 * g : 2 * g + 2] - o[:, 4 * g : 4 * g + 4] @ w[g].T).abs().max() < 1e-14
+
+
+# --------------------------------------------------------------------------------------------------
+# MLA in both forms against the formula, head by head, and against each other.
+
+FORM = attention.Form(nope=3, value=5, scale=0.3, logits_stored=True)
+HEADS, LATENT, ROTATED = 4, 6, 2
+
+
+def latent_case(seed: int) -> tuple[torch.Tensor, ...]:
+    q = noise(5, HEADS, FORM.nope + ROTATED, seed=seed)
+    rows = noise(7, LATENT + ROTATED, seed=seed + 1)
+    wkv_b = noise(HEADS * (FORM.nope + FORM.value), LATENT, seed=seed + 2)
+    seen = torch.rand(5, 7, generator=torch.Generator().manual_seed(seed)) < 0.6
+    seen[0] = False
+    seen[1] = True
+    return q, rows, wkv_b, seen
+
+
+def latent_by_hand(
+    q: torch.Tensor, rows: torch.Tensor, wkv_b: torch.Tensor, seen: torch.Tensor
+) -> torch.Tensor:
+    out = torch.zeros(5, HEADS, FORM.value, dtype=torch.float64)
+    per_head = wkv_b.reshape(HEADS, FORM.nope + FORM.value, LATENT)
+    for t in range(5):
+        for h in range(HEADS):
+            logits, values = [], []
+            for r in range(7):
+                if seen[t, r]:
+                    both = per_head[h] @ rows[r, :LATENT]
+                    key = torch.cat((both[: FORM.nope], rows[r, LATENT:]))
+                    logits.append(float(q[t, h] @ key) * FORM.scale)
+                    values.append(both[FORM.nope :])
+            total = sum(math.exp(v) for v in logits)
+            for logit, value in zip(logits, values, strict=True):
+                out[t, h] += math.exp(logit) / total * value
+    return out.flatten(1)
+
+
+def test_both_forms_follow_the_formula(seed: int) -> None:
+    q, rows, wkv_b, seen = latent_case(seed)
+    expected = latent_by_hand(q, rows, wkv_b, seen)
+    absorbed = attention.attend_absorbed(q, rows, wkv_b, seen, FORM, EXACT)
+    expanded = rows[:, :LATENT] @ wkv_b.T
+    naive = attention.attend_naive(q, rows[:, LATENT:], expanded, seen, FORM, EXACT)
+    assert (absorbed - expected).abs().max() < 1e-13
+    assert (naive - expected).abs().max() < 1e-13
+    assert not absorbed[0].any()
+    values_first = wkv_b.reshape(HEADS, -1, LATENT).roll(FORM.value, 1).reshape(wkv_b.shape)
+    wrong = attention.attend_absorbed(q, rows, values_first, seen, FORM, EXACT)
+    assert (wrong - expected).abs().max() > 0.1  # value rows in front of key rows are seen
+
+
+def test_logits_are_stored_where_the_sources_do(seed: int) -> None:
+    q, rows, wkv_b, seen = (t.bfloat16() if t.is_floating_point() else t for t in latent_case(seed))
+    numerics = Numerics.bf16()
+    made = [
+        attention.attend_absorbed(
+            q, rows, wkv_b, seen, replace(FORM, logits_stored=stored), numerics
+        )
+        for stored in (True, False)
+    ]
+    exact = latent_by_hand(q.double(), rows.double(), wkv_b.double(), seen)
+    for out in made:
+        assert (out.double() - exact).abs().max() < 0.05 * exact.abs().max()
+    assert not torch.equal(made[0], made[1])
+
+
+def test_a_row_that_is_not_visible_cannot_reach_a_token(seed: int) -> None:
+    q, rows, wkv_b, seen = latent_case(seed)
+    seen[:3, 2], seen[3:, 2] = False, True
+    clean = attention.attend_absorbed(q, rows, wkv_b, seen, FORM, EXACT)
+    rows[2] = math.nan
+    out = attention.attend_absorbed(q, rows, wkv_b, seen, FORM, EXACT)
+    assert (out[:3] - clean[:3]).abs().max() < 1e-13
+    assert torch.isnan(out[3:]).all()
+
+
+def test_scale_has_mscale_squared_only_with_yarn() -> None:
+    small = small_v32()
+    assert attention.softmax_scale(replace(small, yarn=None)) == small.qk_head_dim**-0.5
+    ratio = attention.softmax_scale(V3_2) / V3_2.qk_head_dim**-0.5
+    assert ratio == pytest.approx((0.1 * math.log(40) + 1) ** 2)
+
+
+def test_logits_follow_mscale_all_dim_alone() -> None:
+    yarn = Yarn(factor=40, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=0.7)
+    config = small_v32(yarn=yarn)
+    ratio = attention.softmax_scale(config) / config.qk_head_dim**-0.5
+    assert ratio == pytest.approx((0.07 * math.log(40) + 1) ** 2)
+
+
+# --------------------------------------------------------------------------------------------------
+# Indexer scores and choice against their formulas, token by token.
+
+
+def test_an_entry_is_visible_from_its_last_token_on() -> None:
+    positions = torch.arange(0, 20)
+    made = sparse_attention.visible_entries(positions, 4).tolist()
+    assert made == [sum(4 * w + 3 <= t for w in range(20)) for t in range(20)]
+    assert made[:9] == [0, 0, 0, 1, 1, 1, 1, 2, 2]
+    heavy = sparse_attention.visible_entries(torch.tensor([126, 127, 128, 255]), 128)
+    assert heavy.tolist() == [0, 1, 1, 2]
+
+
+def test_scores_sum_rectified_products(seed: int) -> None:
+    q, k = noise(5, 3, 4, seed=seed), noise(6, 4, seed=seed + 1)
+    w, visible = noise(5, 3, seed=seed + 2), torch.tensor([0, 1, 3, 6, 6])
+    made = sparse_attention.indexer_scores(q, k, w, visible, EXACT)
+    for t in range(5):
+        for e in range(6):
+            expected = -math.inf
+            if e < int(visible[t]):
+                dots = (q[t] @ k[e]).tolist()
+                expected = sum(max(d, 0.0) * g for d, g in zip(dots, w[t].tolist(), strict=True))
+            assert float(made[t, e]) == pytest.approx(expected, abs=1e-12)
+    early = sparse_attention.indexer_scores(q, k, w, visible + 1, EXACT)
+    assert not torch.equal(early, made)  # an entry visible one token early is seen
+
+
+def test_steps_do_not_change_scores(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    q, k, w = noise(9, 3, 4, seed=seed), noise(6, 4, seed=seed), noise(9, 3, seed=seed)
+    whole = sparse_attention.indexer_scores(q, k, w, torch.full((9,), 6), EXACT)
+    monkeypatch.setattr(sparse_attention, "_SCORE_BYTES", 2 * 3 * 6 * 8)
+    assert (
+        sparse_attention.indexer_scores(q, k, w, torch.full((9,), 6), EXACT) - whole
+    ).abs().max() < 1e-14
+
+
+def test_official_scores_are_stored_at_every_step(seed: int) -> None:
+    q, k, w = (noise(*s, seed=seed).bfloat16() for s in ((2, 3, 8), (5, 8), (2, 3)))
+    visible = torch.full((2,), 5)
+    official = sparse_attention.indexer_scores(q, k, w, visible, Numerics.bf16())
+    dots = torch.relu(torch.einsum("tni,wi->tnw", q.float(), k.float())).bfloat16()
+    assert torch.equal(official, (dots * w[..., None]).sum(1).float())
+    plain = sparse_attention.indexer_scores(
+        q, k, w, visible, Numerics.bf16(indexer_in_storage_dtype=False)
+    )
+    exact = torch.einsum("tnw,tn->tw", torch.einsum("tni,wi->tnw", q.double(), k.double()).relu(),
+                         w.double())  # fmt: skip
+    assert (plain - exact).abs().max() < 1e-5
+    assert not torch.equal(plain, official)
+
+
+def test_choice_prefers_the_lower_of_equals_and_marks_what_is_missing() -> None:
+    inf = math.inf
+    scores = torch.tensor([[0.0, 3.0, 0.0, 3.0], [1.0, -inf, -inf, -inf], [-inf, -inf, -inf, -inf]])
+    assert sparse_attention.top_k(scores, 3).tolist() == [[1, 3, 0], [0, -1, -1], [-1, -1, -1]]
+    assert sparse_attention.top_k(scores, 9).shape == (3, 4)
+    assert sparse_attention.top_k(scores[:, :0], 3).shape == (3, 0)
+
+
+def test_choice_is_a_stable_sort(seed: int) -> None:
+    scores = torch.randint(0, 4, (40, 30), generator=torch.Generator().manual_seed(seed)).double()
+    made = sparse_attention.top_k(scores, 7).tolist()
+    for row, chosen in zip(scores.tolist(), made, strict=True):
+        assert chosen == sorted(range(30), key=lambda i: (-row[i], i))[:7]
+
+
+# --------------------------------------------------------------------------------------------------
+# Pooling against its formula, window by window, and split at every point of a sequence.
+
+ROPE = Rope(theta=100.0, dims=4, pairing=RopePairing.INTERLEAVED, end=RopeEnd.LAST, yarn=None)
+OVERLAPPING = sparse_attention.PoolFacts(ratio=4, overlap=True, width=6, epsilon=1e-6, rope=ROPE)
+PLAIN = sparse_attention.PoolFacts(ratio=8, overlap=False, width=6, epsilon=1e-6, rope=ROPE)
+
+Rows = tuple[torch.Tensor, torch.Tensor]
+
+
+def rows(facts: sparse_attention.PoolFacts, count: int, seed: int) -> Rows:
+    generator = torch.Generator().manual_seed(seed)
+    width = facts.width * (2 if facts.overlap else 1)
+    made = torch.randn(2, count, width, generator=generator, dtype=torch.float64)
+    return made[0], made[1]
+
+
+def norm(facts: sparse_attention.PoolFacts) -> torch.Tensor:
+    return torch.linspace(0.5, 1.5, facts.width, dtype=torch.float64)
+
+
+def fresh(facts: sparse_attention.PoolFacts) -> sparse_attention.PoolState:
+    """What no call left: nothing of it may be read."""
+    width = facts.width * (2 if facts.overlap else 1)
+    nothing = torch.full((facts.state_rows, width), math.nan, dtype=torch.float64)
+    return sparse_attention.PoolState(nothing, nothing)
+
+
+def pooled_by_hand(new: Rows, facts: sparse_attention.PoolFacts) -> torch.Tensor:
+    """Entries of all complete windows, one channel after the other."""
+    entries = []
+    for w in range(new[0].shape[0] // facts.ratio):
+        own = range(w * facts.ratio, (w + 1) * facts.ratio)
+        offset = facts.width if facts.overlap else 0
+        slots = [(t, offset) for t in own]
+        if facts.overlap and w:
+            slots = [(t - facts.ratio, 0) for t in own] + slots
+        pooled = []
+        for channel in range(facts.width):
+            gates = [math.exp(float(new[1][t, at + channel])) for t, at in slots]
+            values = [float(new[0][t, at + channel]) for t, at in slots]
+            parts = zip(gates, values, strict=True)
+            pooled.append(sum(g * v for g, v in parts) / sum(gates))
+        size = math.sqrt(sum(v * v for v in pooled) / facts.width + facts.epsilon)
+        normed = torch.tensor(pooled, dtype=torch.float64) / size * norm(facts)
+        table = elementary.rotation_table(ROPE, torch.tensor([w * facts.ratio]), EXACT)
+        entries.append(elementary.rotate_tail(normed[None], table)[0])
+    return torch.stack(entries)
+
+
+def split(new: Rows, sizes: Sequence[int], facts: sparse_attention.PoolFacts) -> torch.Tensor:
+    """Entries of the same rows, fed in pieces."""
+    state, start, made = fresh(facts), 0, []
+    for size in sizes:
+        part = (new[0][start : start + size], new[1][start : start + size])
+        entries, state = sparse_attention.pool_windows(
+            part, state, start, norm(facts), facts, EXACT
+        )
+        made.append(entries)
+        start += size
+    return torch.cat(made)
+
+
+@pytest.mark.parametrize("facts", [OVERLAPPING, PLAIN], ids=["overlap", "plain"])
+def test_entries_follow_the_formula(facts: sparse_attention.PoolFacts, seed: int) -> None:
+    new = rows(facts, 27, seed)
+    made, _ = sparse_attention.pool_windows(new, fresh(facts), 0, norm(facts), facts, EXACT)
+    expected = pooled_by_hand(new, facts)
+    assert made.shape == expected.shape
+    assert (made - expected).abs().max() < 1e-12
+    # Planted: entries rotated at their own number instead of their first token.
+    table = elementary.rotation_table(ROPE, torch.arange(len(made)), EXACT)
+    first = elementary.rotation_table(ROPE, torch.arange(len(made)) * facts.ratio, EXACT)
+    wrong = elementary.rotate_tail(elementary.rotate_tail(made, first, inverse=True), table)
+    assert (wrong - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("facts", [OVERLAPPING, PLAIN], ids=["overlap", "plain"])
+def test_splitting_at_every_point_changes_nothing(
+    facts: sparse_attention.PoolFacts, seed: int
+) -> None:
+    count = 3 * facts.ratio + 1
+    new = rows(facts, count, seed)
+    whole = split(new, [count], facts)
+    for first in range(1, count):
+        assert (split(new, [first, count - first], facts) - whole).abs().max() < 1e-14
+    assert (split(new, [1] * count, facts) - whole).abs().max() < 1e-14
+    assert (split(new, [5, 1, 1, 2, count - 9], facts) - whole).abs().max() < 1e-14
+
+
+def test_the_window_before_counts_only_with_overlap(seed: int) -> None:
+    new = rows(OVERLAPPING, 8, seed)
+    state = fresh(OVERLAPPING)
+    _, state = sparse_attention.pool_windows(
+        (new[0][:4], new[1][:4]), state, 0, norm(OVERLAPPING), OVERLAPPING, EXACT
+    )
+    second = (new[0][4:], new[1][4:])
+    made, _ = sparse_attention.pool_windows(second, state, 4, norm(OVERLAPPING), OVERLAPPING, EXACT)
+    lost = sparse_attention.PoolState(torch.zeros_like(state.latent), torch.zeros_like(state.gate))
+    pooled, _ = sparse_attention.pool_windows(
+        second, lost, 4, norm(OVERLAPPING), OVERLAPPING, EXACT
+    )
+    assert (pooled - made).abs().max() > 1e-3  # pooling the current tokens only is seen
+
+
+def test_state_is_replaced_and_never_written_to(seed: int) -> None:
+    new = rows(PLAIN, 3, seed)
+    state = sparse_attention.PoolState(torch.zeros(8, 6).double(), torch.zeros(8, 6).double())
+    _, after = sparse_attention.pool_windows(new, state, 0, norm(PLAIN), PLAIN, EXACT)
+    assert not state.latent.any()
+    assert torch.equal(after.latent[:3], new[0])
+    assert torch.equal(after.gate[:3], new[1])
+
+
+def test_pooling_rounds_where_the_switch_says(seed: int) -> None:
+    new = tuple(t.float() for t in rows(PLAIN, 8, seed))
+    facts, weight = replace(PLAIN, epsilon=1e-6), norm(PLAIN).float()
+    state = sparse_attention.PoolState(torch.zeros(8, 6), torch.zeros(8, 6))
+    made = {
+        stored: sparse_attention.pool_windows(
+            (new[0], new[1]), state, 0, weight, facts,
+            Numerics.bf16(pooling_in_storage_dtype=stored),
+        )[0]
+        for stored in (False, True)
+    }  # fmt: skip
+    share = torch.softmax(new[1], 0)
+    for stored, out in made.items():
+        pooled = (share * new[0]).sum(0).bfloat16()
+        if stored:
+            pooled = (share.bfloat16() * new[0].bfloat16()).sum(0)
+        normed = elementary.rms_norm(pooled[None], weight, 1e-6, Numerics.bf16())
+        assert torch.equal(out, normed)  # window 0 is not rotated
+    assert not torch.equal(made[False], made[True])
