@@ -9,8 +9,6 @@ Allocates only what it returns and never waits for the GPU, so it may be capture
 Shape letters: T tokens, H heads, L width, P positions.
 """
 
-from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import cutlass
@@ -38,19 +36,10 @@ from degarble.kernels.primitives.device_words import (
 )
 from degarble.kernels.rows import problem as facts
 from degarble.kernels.rows.problem import HeadsForm, HeadsProblem
-from degarble.kernels.runtime.compiling import (
-    CompiledKernel,
-    CompileSettings,
-    any_stream,
-    compile_kernel,
-    current_stream,
-)
-from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
-from degarble.kernels.runtime.targets import TARGETS, target_of_device
+from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage
 
 THREADS = facts.HEAD_WARPS * rows.LANES
-ALIGNMENTS = (16, 16, 8, 16)  # of heads, turns, positions, normed heads
-ELEMENTS = (Uint32, Uint32, Int64, Uint32)
 
 
 # ---- device --------------------------------------------------------------------------------------
@@ -123,11 +112,33 @@ def launch_heads(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-@cache
-def compile_form(form: HeadsForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile a form; needs no GPU."""
-    arguments = (_pointers((None,) * 4), _extents(None), Float32(1e-6), form, any_stream())
-    return compile_kernel(launch_heads, arguments, TARGETS[form.target], settings)
+def _numbers(of: LaunchContext[HeadsProblem, HeadsForm]) -> tuple[Any, ...]:
+    problem = of.problem
+    return (problem.heads, problem.positions, *facts.heads_grid(problem)), problem.epsilon
+
+
+def _shape(problem: HeadsProblem) -> tuple[int, ...]:
+    return problem.tokens, problem.heads, problem.width
+
+
+_Operand = Operand[HeadsProblem]
+_HEADS = Storage(Uint32, torch.bfloat16, 16)
+KERNEL = Kernel[HeadsProblem, HeadsForm](
+    entry=launch_heads,
+    operands=(
+        _Operand("heads", _HEADS, _shape),
+        _Operand(
+            "turns", Storage(Uint32, torch.float32, 16), lambda p: (p.positions, rows.TABLE_WIDTH)
+        ),
+        _Operand("positions", Storage(Int64, torch.int64, 8), lambda p: (p.tokens,)),
+        _Operand("out", _HEADS, _shape, output=True, label="normed heads"),
+    ),
+    choose_form=lambda problem, target: HeadsForm(target, problem.width),
+    kinds=((Int32,) * 4, Float32),
+    numbers=_numbers,
+    work=lambda problem: problem.tokens,
+)
+compile_form = KERNEL.compile_form
 
 
 def qnorm_rope(
@@ -143,44 +154,5 @@ def qnorm_rope(
 
     `turns_P` is float32 [P, 64]: 32 cosines and 32 sines of each position.
     """
-    if out is None:
-        out = torch.empty_like(heads_THL)
-    require_operands(problem, heads_THL, turns_P, positions_T, out)
-    tensors = (heads_THL, turns_P, positions_T, out)
-    device = require_device(tensors)
-    if problem.tokens:
-        form = HeadsForm(target_of_device(device).name, problem.width)
-        launch(compile_form(form, settings), problem, tensors)
-    return out
-
-
-def launch(kernel: CompiledKernel, problem: HeadsProblem, tensors: tuple[Tensor, ...]) -> None:
-    """Launch on checked tensors: heads, RoPE table, positions, normed heads."""
-    device = tensors[0].device.index or 0
-    kernel(_pointers(tensors), _extents(problem), Float32(problem.epsilon), current_stream(device))
-
-
-def require_operands(
-    problem: HeadsProblem, heads_THL: Tensor, turns_P: Tensor, positions_T: Tensor, out: Tensor
-) -> None:
-    """Raise on tensors that the kernel would misread."""
-    shape = (problem.tokens, problem.heads, problem.width)
-    of_turns = (problem.positions, rows.TABLE_WIDTH)
-    require_tensor("heads", heads_THL, torch.bfloat16, shape, ALIGNMENTS[0])
-    require_tensor("turns", turns_P, torch.float32, of_turns, ALIGNMENTS[1])
-    require_tensor("positions", positions_T, torch.int64, (problem.tokens,), ALIGNMENTS[2])
-    require_tensor("normed heads", out, torch.bfloat16, shape, ALIGNMENTS[3])
-
-
-def _extents(problem: HeadsProblem | None) -> tuple[Int32, ...]:
-    """Return the extents of a launch; without a problem, ones to compile with."""
-    if problem is None:
-        return tuple(Int32(1) for _ in range(4))
-    numbers = (problem.heads, problem.positions, *facts.heads_grid(problem))
-    return tuple(Int32(number) for number in numbers)
-
-
-def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return the kernel's pointers; None becomes a pointer that is not read."""
-    places = zip(ELEMENTS, tensors, ALIGNMENTS, strict=True)
-    return tuple(pointer(element, tensor, alignment) for element, tensor, alignment in places)
+    given = {"heads": heads_THL, "turns": turns_P, "positions": positions_T}
+    return KERNEL.run_one(problem, settings, **given, **KERNEL.outputs(out))

@@ -83,6 +83,8 @@ class Operand(Generic[P]):
     present: Presence[P] = ALWAYS
     output: bool = False
     label: str = ""  # its name in errors, if that differs
+    shape_of: str = ""  # an operand of as many values: an output is allocated in its shape
+    memory_of: Callable[[P], str] = lambda _problem: ""  # an operand that it overwrites
     passed: bool = True  # as a null pointer, where it is absent
     checked: Callable[[Tensor], Tensor] = unchanged  # the view that has the shape
 
@@ -105,11 +107,14 @@ class Operand(Generic[P]):
             shape = self.shape(problem)
             require_tensor(label, self.checked(tensor), kind.dtype, shape, kind.alignment)
 
-    def allocate(self, problem: P, device: torch.device) -> Tensor | None:
+    def allocate(
+        self, problem: P, device: torch.device, like: Tensor | None = None
+    ) -> Tensor | None:
         """Allocate memory that the kernel fills; None where the problem has no such operand."""
         if not self.present.test(problem):
             return None
-        return torch.empty(self.shape(problem), dtype=self.stored(problem).dtype, device=device)
+        shape = self.shape(problem) if like is None else like.shape
+        return torch.empty(shape, dtype=self.stored(problem).dtype, device=device)
 
     def pointers(self, form: Any, tensor: Tensor | None) -> tuple[Any, ...]:
         """Return the pointers of a launch; None becomes a pointer that is not read."""
@@ -187,17 +192,25 @@ class Kernel(Generic[P, F]):
         for name in given:
             if name not in names:
                 raise UnknownName.among("operand", name, names)
-        tensors: dict[str, Any] = dict(given)
-        device = next((each.device for each in given.values() if each is not None), None)
+        for operand in self.operands:
+            if not operand.output:
+                operand.require(problem, given.get(operand.name))
+        tensors = self._with_outputs(problem, given)
         for name, operand in self._outputs.items():
-            if name not in tensors:
-                tensors[name] = operand.allocate(problem, device or torch.device("cpu"))
-        self.require(problem, tensors)
+            operand.require(problem, tensors[name])
+        self.refuse(problem, tensors)
         place = require_device(tensors.values())
         if self.work(problem):
             form = self.choose_form(problem, target_of_device(place).name)
             self.launch(self.compile_form(form, settings), form, problem, tensors)
         return {name: tensors[name] for name in self._outputs}
+
+    def run_one(self, problem: P, settings: CompileSettings, **given: Tensor | None) -> Tensor:
+        """Run a kernel of one output; return that."""
+        (made,) = self.run(problem, settings, **given).values()
+        assert made is not None, "the only output of a kernel is always present"
+        out: Tensor = made
+        return out
 
     def launch(
         self,
@@ -213,6 +226,17 @@ class Kernel(Generic[P, F]):
         numbers = self.numbers(LaunchContext(problem, form, tactic, device, tensors))
         pointers = self._pointers(form, tensors)
         compiled(pointers, *_typed(self._kinds(form), numbers), current_stream(device))
+
+    def _with_outputs(self, problem: P, given: Operands) -> dict[str, Any]:
+        tensors: dict[str, Any] = dict(given)
+        device = next(each.device for each in given.values() if each is not None)
+        for name, operand in self._outputs.items():
+            if name not in tensors:
+                tensors[name] = tensors.get(operand.memory_of(problem))
+                if tensors[name] is None:
+                    like = tensors.get(operand.shape_of)
+                    tensors[name] = operand.allocate(problem, device, like)
+        return tensors
 
     @cached_property
     def _outputs(self) -> dict[str, Operand[P]]:

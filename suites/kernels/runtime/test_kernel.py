@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.needs("cutlass")
 
-DESCRIBED = ("simt_rmsnorm",)
-each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.key.partition(" with")[0])
+DESCRIBED = (
+    "simt_qnorm_rope",
+    "simt_rmsnorm",
+)
 each_kernel = pytest.mark.parametrize("name", DESCRIBED)
 
 
