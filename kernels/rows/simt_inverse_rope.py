@@ -9,8 +9,7 @@ Allocates only what it returns and never waits for the GPU, so it may be capture
 Shape letters: T tokens, H heads, L width, P positions.
 """
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import cutlass
@@ -35,19 +34,8 @@ from degarble.kernels.primitives.device_words import (
 )
 from degarble.kernels.rows import problem as facts
 from degarble.kernels.rows.problem import BackForm, BackProblem
-from degarble.kernels.runtime.compiling import (
-    CompiledKernel,
-    CompileSettings,
-    any_stream,
-    compile_kernel,
-    current_stream,
-)
-from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
-from degarble.kernels.runtime.targets import TARGETS, target_of_device
-
-ALIGNMENTS = (16, 16, 8, 16)  # of heads, turns, positions, turned heads
-ELEMENTS = (Uint32, Uint32, Int64, Uint32)
-
+from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage
 
 # ---- device --------------------------------------------------------------------------------------
 
@@ -113,11 +101,54 @@ def launch_back(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-@cache
-def compile_form(form: BackForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile a form; needs no GPU."""
-    arguments = (_pointers((None,) * 4), _extents(None), form, any_stream())
-    return compile_kernel(launch_back, arguments, TARGETS[form.target], settings)
+def _numbers(of: LaunchContext[BackProblem, BackForm]) -> tuple[Any, ...]:
+    return ((of.problem.heads, of.problem.positions, *facts.back_grid(of.problem)),)
+
+
+def _shape(problem: BackProblem) -> tuple[int, ...]:
+    return problem.tokens, problem.heads, problem.width
+
+
+def _refuse(problem: BackProblem, tensors: Mapping[str, Tensor | None]) -> None:
+    """Raise where heads are turned in place and the result has other memory."""
+    heads, out = tensors["heads"], tensors["out"]
+    assert heads is not None
+    assert out is not None
+    if problem.in_place and out.data_ptr() != heads.data_ptr():
+        raise InvalidArgument(
+            "turned heads",
+            "other memory than the heads",
+            "the heads themselves, in_place=True moves nothing else",
+            "Leave `out` out, or build the problem with in_place=False.",
+        )
+
+
+_Operand = Operand[BackProblem]
+_HEADS = Storage(Uint32, torch.bfloat16, 16)
+KERNEL = Kernel[BackProblem, BackForm](
+    entry=launch_back,
+    operands=(
+        _Operand("heads", _HEADS, _shape),
+        _Operand(
+            "turns", Storage(Uint32, torch.float32, 16), lambda p: (p.positions, rows.TABLE_WIDTH)
+        ),
+        _Operand("positions", Storage(Int64, torch.int64, 8), lambda p: (p.tokens,)),
+        _Operand(
+            "out",
+            _HEADS,
+            _shape,
+            output=True,
+            label="turned heads",
+            memory_of=lambda p: "heads" if p.in_place else "",
+        ),
+    ),
+    choose_form=lambda problem, target: BackForm(problem.in_place, target, problem.width),
+    kinds=((Int32,) * 4,),
+    numbers=_numbers,
+    work=lambda problem: problem.tokens,
+    refuse=_refuse,
+)
+compile_form = KERNEL.compile_form
 
 
 def inverse_rope(
@@ -133,51 +164,5 @@ def inverse_rope(
 
     `turns_P` is float32 [P, 64]: 32 cosines and 32 sines of each position.
     """
-    if out is None:
-        out = heads_THL if problem.in_place else torch.empty_like(heads_THL)
-    require_operands(problem, heads_THL, turns_P, positions_T, out)
-    tensors = (heads_THL, turns_P, positions_T, out)
-    device = require_device(tensors)
-    if problem.tokens:
-        form = BackForm(problem.in_place, target_of_device(device).name, problem.width)
-        launch(compile_form(form, settings), problem, tensors)
-    return out
-
-
-def launch(kernel: CompiledKernel, problem: BackProblem, tensors: tuple[Tensor, ...]) -> None:
-    """Launch on checked tensors: heads, RoPE table, positions, rotated heads."""
-    device = tensors[0].device.index or 0
-    kernel(_pointers(tensors), _extents(problem), current_stream(device))
-
-
-def require_operands(
-    problem: BackProblem, heads_THL: Tensor, turns_P: Tensor, positions_T: Tensor, out: Tensor
-) -> None:
-    """Raise on tensors that the kernel would misread."""
-    shape = (problem.tokens, problem.heads, problem.width)
-    of_turns = (problem.positions, rows.TABLE_WIDTH)
-    require_tensor("heads", heads_THL, torch.bfloat16, shape, ALIGNMENTS[0])
-    require_tensor("turns", turns_P, torch.float32, of_turns, ALIGNMENTS[1])
-    require_tensor("positions", positions_T, torch.int64, (problem.tokens,), ALIGNMENTS[2])
-    require_tensor("turned heads", out, torch.bfloat16, shape, ALIGNMENTS[3])
-    if problem.in_place and out.data_ptr() != heads_THL.data_ptr():
-        raise InvalidArgument(
-            "turned heads",
-            "other memory than the heads",
-            "the heads themselves, in_place=True moves nothing else",
-            "Leave `out` out, or build the problem with in_place=False.",
-        )
-
-
-def _extents(problem: BackProblem | None) -> tuple[Int32, ...]:
-    """Return the extents of a launch; without a problem, ones to compile with."""
-    if problem is None:
-        return tuple(Int32(1) for _ in range(4))
-    numbers = (problem.heads, problem.positions, *facts.back_grid(problem))
-    return tuple(Int32(number) for number in numbers)
-
-
-def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return the kernel's pointers; None becomes a pointer that is not read."""
-    places = zip(ELEMENTS, tensors, ALIGNMENTS, strict=True)
-    return tuple(pointer(element, tensor, alignment) for element, tensor, alignment in places)
+    given = {"heads": heads_THL, "turns": turns_P, "positions": positions_T}
+    return KERNEL.run_one(problem, settings, **given, **KERNEL.outputs(out))
