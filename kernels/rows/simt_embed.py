@@ -8,7 +8,6 @@ With ids on the GPU it never waits, so it may be captured in a graph. Shape lett
 rows of the table, K columns.
 """
 
-from functools import cache
 from typing import Any
 
 import cutlass
@@ -20,15 +19,9 @@ from torch import Tensor
 from degarble.harness.base.errors import InvalidArgument
 from degarble.kernels.rows import problem as facts
 from degarble.kernels.rows.problem import EmbedForm, EmbedProblem
-from degarble.kernels.runtime.compiling import (
-    CompiledKernel,
-    CompileSettings,
-    any_stream,
-    compile_kernel,
-    current_stream,
-)
-from degarble.kernels.runtime.operands import DTYPES, pointer, require_device, require_tensor
-from degarble.kernels.runtime.targets import TARGETS, target_of_device
+from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage
+from degarble.kernels.runtime.operands import DTYPES
 
 WORDS = facts.EMBED_VECTOR // 2
 
@@ -85,12 +78,33 @@ def launch_embed(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-@cache
-def compile_form(form: EmbedForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile a form; needs no GPU."""
-    extents = tuple(Int32(1) for _ in range(5))
-    arguments = (_pointers(form.ids, (None, None, None)), extents, any_stream())
-    return compile_kernel(launch_embed, arguments, TARGETS[form.target], settings)
+def _numbers(of: LaunchContext[EmbedProblem, EmbedForm]) -> tuple[Any, ...]:
+    problem = of.problem
+    grid, threads = facts.embed_grid(problem), facts.embed_threads(problem)
+    return ((problem.vocabulary, problem.vectors, *grid, threads),)
+
+
+def _ids(of: EmbedProblem | EmbedForm) -> Storage:
+    element = Int64 if of.ids == "int64" else Int32
+    return Storage(element, DTYPES[of.ids], DTYPES[of.ids].itemsize)
+
+
+_Operand = Operand[EmbedProblem]
+_ROWS = Storage(Uint32, torch.bfloat16, 16)
+KERNEL = Kernel[EmbedProblem, EmbedForm](
+    entry=launch_embed,
+    operands=(
+        _Operand("ids", _ids, lambda p: (p.tokens,)),
+        _Operand("table", _ROWS, lambda p: (p.vocabulary, p.columns)),
+        _Operand("out", _ROWS, lambda p: (p.tokens, p.columns), output=True, label="rows to write"),
+    ),
+    choose_form=facts.choose_embed_form,
+    kinds=((Int32,) * 5,),
+    numbers=_numbers,
+    work=lambda problem: problem.tokens,
+    takes_form=False,
+)
+compile_form = KERNEL.compile_form
 
 
 def embed(
@@ -105,21 +119,13 @@ def embed(
 
     Ids on the CPU raise if outside; the others are copied to the GPU, which waits.
     """
-    shape = (problem.tokens, problem.columns)
-    if out is None:
-        out = torch.empty(shape, dtype=torch.bfloat16, device=table_VK.device)
-    require_tensor("ids", id_T, DTYPES[problem.ids], (problem.tokens,), id_T.element_size())
-    table_shape = (problem.vocabulary, problem.columns)
-    require_tensor("table", table_VK, torch.bfloat16, table_shape, 16)
-    require_tensor("rows to write", out, torch.bfloat16, shape, 16)
     if id_T.device.type == "cpu":
+        outputs = KERNEL.outputs(out) or KERNEL.allocate(problem, table_VK.device)
+        KERNEL.require(problem, {"ids": id_T, "table": table_VK, **outputs})
         require_ids_inside(id_T, problem)
         id_T = id_T.to(table_VK.device)
-    device = require_device((id_T, table_VK, out))
-    if problem.tokens:
-        form = facts.choose_embed_form(problem, target_of_device(device).name)
-        launch(compile_form(form, settings), problem, (id_T, table_VK, out))
-    return out
+    given = {"ids": id_T, "table": table_VK}
+    return KERNEL.run_one(problem, settings, **given, **KERNEL.outputs(out))
 
 
 def require_ids_inside(id_T: Tensor, problem: EmbedProblem) -> None:
@@ -133,23 +139,3 @@ def require_ids_inside(id_T: Tensor, problem: EmbedProblem) -> None:
             f"0 to {problem.vocabulary - 1}, a row of the table",
             "Use the tokenizer that belongs to the checkpoint.",
         )
-
-
-def launch(
-    kernel: CompiledKernel, problem: EmbedProblem, tensors: tuple[Tensor, Tensor, Tensor]
-) -> None:
-    """Launch on checked tensors: ids, table, rows to write."""
-    tokens, parts = facts.embed_grid(problem)
-    extents = (problem.vocabulary, problem.vectors, tokens, parts, facts.embed_threads(problem))
-    kernel(
-        _pointers(problem.ids, tensors),
-        tuple(Int32(extent) for extent in extents),
-        current_stream(tensors[1].device.index or 0),
-    )
-
-
-def _pointers(ids: str, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    """Return the kernel's pointers; None becomes a pointer that is not read."""
-    of_ids = (Int64, 8) if ids == "int64" else (Int32, 4)
-    places = zip((of_ids, (Uint32, 16), (Uint32, 16)), tensors, strict=True)
-    return tuple(pointer(element, tensor, size) for (element, size), tensor in places)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.needs("cutlass")
 
 DESCRIBED = (
+    "simt_embed",
     "simt_inverse_rope",
     "simt_qnorm_rope",
     "simt_rmsnorm",
