@@ -7,7 +7,6 @@ between two kernels of a step.
 Allocates only what it returns and never waits for the GPU, so it may be captured in a graph.
 """
 
-from functools import cache
 from typing import Any
 
 import cutlass
@@ -19,18 +18,12 @@ from torch import Tensor
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.rows import problem as facts
 from degarble.kernels.rows.problem import ScaleForm, ScaleProblem
-from degarble.kernels.runtime.compiling import (
-    CompiledKernel,
-    CompileSettings,
-    any_stream,
-    compile_kernel,
-    current_stream,
-)
-from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
-from degarble.kernels.runtime.targets import TARGETS, target_of_device
+from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage
 
-ELEMENTS = {"bf16": (BFloat16, 2), "fp32": (Float32, 4)}
-TORCH = {"bf16": torch.bfloat16, "fp32": torch.float32}
+STORAGE = {
+    "bf16": Storage(BFloat16, torch.bfloat16, 2), "fp32": Storage(Float32, torch.float32, 4),
+}  # fmt: skip
 FLAT = 1 << 31
 
 
@@ -44,7 +37,7 @@ def scale_kernel(
     place = Int32(block) * facts.SCALE_THREADS + Int32(thread)
     if place < count:
         made = ops.multiply_rn(Float32(values[place]), factor)
-        out[place] = ELEMENTS[form.out][0](made)
+        out[place] = STORAGE[form.out].element(made)
 
 
 @cute.jit
@@ -66,34 +59,39 @@ def launch_scale(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-@cache
-def compile_form(form: ScaleForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile a form; needs no GPU."""
-    extents = (Int32(1), Int32(1))
-    arguments = (_pointers(form, (None, None)), extents, Float32(1.0), form, any_stream())
-    return compile_kernel(launch_scale, arguments, TARGETS[form.target], settings)
+def _numbers(of: LaunchContext[ScaleProblem, ScaleForm]) -> tuple[Any, ...]:
+    return (of.problem.count, of.problem.blocks), of.problem.factor
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1) if tensor.is_contiguous() else tensor
+
+
+_Operand = Operand[ScaleProblem]
+KERNEL = Kernel[ScaleProblem, ScaleForm](
+    entry=launch_scale,
+    operands=(
+        _Operand("values", lambda of: STORAGE[of.source], lambda p: (p.count,), checked=_flat),
+        _Operand(
+            "out",
+            lambda of: STORAGE[of.out],
+            lambda p: (p.count,),
+            output=True,
+            label="scaled",
+            checked=_flat,
+            shape_of="values",
+        ),
+    ),
+    choose_form=facts.choose_scale_form,
+    kinds=((Int32,) * 2, Float32),
+    numbers=_numbers,
+    work=lambda problem: problem.count,
+)
+compile_form = KERNEL.compile_form
 
 
 def scale(
     values: Tensor, problem: ScaleProblem, settings: CompileSettings, *, out: Tensor | None = None
 ) -> Tensor:
     """Return the values times the factor, in the dtype that the problem names, on their GPU."""
-    if out is None:
-        out = torch.empty(values.shape, dtype=TORCH[problem.out], device=values.device)
-    for name, tensor, kind in (("values", values, problem.source), ("scaled", out, problem.out)):
-        flat = tensor.reshape(-1) if tensor.is_contiguous() else tensor
-        require_tensor(name, flat, TORCH[kind], (problem.count,), ELEMENTS[kind][1])
-    device = require_device((values, out))
-    if problem.count:
-        form = facts.choose_scale_form(problem, target_of_device(device).name)
-        extents = (Int32(problem.count), Int32(problem.blocks))
-        pointers = _pointers(form, (values, out))
-        kernel = compile_form(form, settings)
-        kernel(pointers, extents, Float32(problem.factor), current_stream(device))
-    return out
-
-
-def _pointers(form: ScaleForm, tensors: tuple[Tensor | None, Tensor | None]) -> tuple[Any, ...]:
-    """Return the kernel's pointers; None becomes a pointer that is not read."""
-    kinds = zip((form.source, form.out), tensors, strict=True)
-    return tuple(pointer(ELEMENTS[k][0], tensor, ELEMENTS[k][1]) for k, tensor in kinds)
+    return KERNEL.run_one(problem, settings, values=values, **KERNEL.outputs(out))

@@ -27,6 +27,7 @@ DESCRIBED = (
     "simt_inverse_rope",
     "simt_qnorm_rope",
     "simt_rmsnorm",
+    "simt_scale",
 )
 each_kernel = pytest.mark.parametrize("name", DESCRIBED)
 
