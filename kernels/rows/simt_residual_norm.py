@@ -10,8 +10,6 @@ Allocates only what it returns and never waits for the GPU, so it may be capture
 Shape letters: M rows, K columns.
 """
 
-from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import cutlass
@@ -41,23 +39,12 @@ from degarble.kernels.rows.problem import (
     ResidualForm,
     ResidualProblem,
 )
-from degarble.kernels.runtime.compiling import (
-    CompiledKernel,
-    CompileSettings,
-    any_stream,
-    compile_kernel,
-    current_stream,
-)
+from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage
 from degarble.kernels.runtime.operands import (
     DTYPES,
-    pointer,
-    processors_of,
-    require_device,
-    require_tensor,
 )
-from degarble.kernels.runtime.targets import TARGETS, target_of_device
 
-ALIGNMENT = 32
 FLAT = 1 << 30
 
 
@@ -229,12 +216,40 @@ def launch_residual(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-@cache
-def compile_form(form: ResidualForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile a form; needs no GPU."""
-    extents = tuple(Int32(1) for _ in range(5))
-    arguments = (_pointers((None,) * 5), extents, Float32(1e-6), form, any_stream())
-    return compile_kernel(launch_residual, arguments, TARGETS[form.target], settings)
+def _numbers(of: LaunchContext[ResidualProblem, ResidualForm]) -> tuple[Any, ...]:
+    """Return rows, blocks, lanes of a row, threads, thread blocks; epsilon."""
+    norm = of.problem.norm
+    threads, lanes = norms.norm_threads(norm), norms.lanes_of_row(norm.columns)
+    walkers = facts.residual_grid(of.problem, of.tactic, of.processors)
+    return (norm.rows, norm.blocks, lanes, threads, walkers), of.problem.epsilon
+
+
+def _shape(problem: ResidualProblem) -> tuple[int, ...]:
+    return problem.rows, problem.columns
+
+
+def _weight(of: ResidualProblem | ResidualForm) -> Storage:
+    return Storage(Uint32, DTYPES[of.weight], 32)
+
+
+_Operand = Operand[ResidualProblem]
+_ROWS = Storage(Uint32, torch.bfloat16, 32)
+KERNEL = Kernel[ResidualProblem, ResidualForm](
+    entry=launch_residual,
+    operands=(
+        _Operand("values", _ROWS, _shape),
+        _Operand("residual", _ROWS, _shape),
+        _Operand("weight", _weight, lambda p: (p.columns,)),
+        _Operand("normed", _ROWS, _shape, output=True, label="normed values"),
+        _Operand("total", _ROWS, _shape, output=True, label="stored sum"),
+    ),
+    choose_form=facts.choose_residual_form,
+    choose_tactic=facts.choose_residual_tactic,
+    kinds=((Int32,) * 5, Float32),
+    numbers=_numbers,
+    work=lambda problem: problem.rows,
+)
+compile_form = KERNEL.compile_form
 
 
 def residual_norm(
@@ -247,49 +262,10 @@ def residual_norm(
     out: ResidualNormed | None = None,
 ) -> ResidualNormed:
     """Add BF16 rows and norm their sums, on their GPU."""
-    out = out or empty_outputs(problem, values_MK.device)
-    tensors = (values_MK, residual_MK, weight_K, *out)
-    require_operands(problem, tensors)
-    device = require_device(tensors)
-    if problem.rows:
-        form = facts.choose_residual_form(problem, target_of_device(device).name)
-        launch(compile_form(form, settings), problem, tensors)
-    return out
-
-
-def launch(kernel: CompiledKernel, problem: ResidualProblem, tensors: Sequence[Tensor]) -> None:
-    """Launch on checked tensors: values, residual, weight, normed values, stored sum."""
-    device = tensors[0].device.index or 0
-    walkers = facts.residual_grid(
-        problem, facts.choose_residual_tactic(problem), processors_of(device)
-    )
-    norm = problem.norm
-    lanes = norms.lanes_of_row(norm.columns)
-    extents = (norm.rows, norm.blocks, lanes, norms.norm_threads(norm), walkers)
-    numbers = tuple(Int32(extent) for extent in extents)
-    kernel(_pointers(tensors), numbers, Float32(problem.epsilon), current_stream(device))
+    given = {"values": values_MK, "residual": residual_MK, "weight": weight_K}
+    return ResidualNormed(**KERNEL.run(problem, settings, **given, **KERNEL.outputs(out)))
 
 
 def empty_outputs(problem: ResidualProblem, device: torch.device) -> ResidualNormed:
     """Allocate what a launch writes; every byte of it is written."""
-    shape = (problem.rows, problem.columns)
-    return ResidualNormed(
-        *(torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
-    )
-
-
-def require_operands(problem: ResidualProblem, tensors: Sequence[Tensor]) -> None:
-    """Raise on tensors that the kernel would misread."""
-    shape, of_weight = (problem.rows, problem.columns), (problem.columns,)
-    names = ("values", "residual", "weight", "normed values", "stored sum")
-    for name, tensor in zip(names, tensors, strict=True):
-        if name == "weight":
-            kind = DTYPES[problem.weight]
-            require_tensor(name, tensor, kind, of_weight, ALIGNMENT)
-        else:
-            require_tensor(name, tensor, torch.bfloat16, shape, ALIGNMENT)
-
-
-def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return the kernel's pointers; None becomes a pointer that is not read."""
-    return tuple(pointer(Uint32, tensor, ALIGNMENT) for tensor in tensors)
+    return ResidualNormed(**KERNEL.allocate(problem, device))

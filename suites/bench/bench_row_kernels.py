@@ -94,7 +94,8 @@ def residual_arms(problem: ResidualProblem) -> list[Arm]:
     from degarble.kernels.rows import simt_rmsnorm as plain  # noqa: PLC0415  as above
 
     target, norm = target_of_device().name, problem.norm
-    kernel = kernels.compile_form(residual_problem.choose_residual_form(problem, target), SETTINGS)
+    of_both = residual_problem.choose_residual_form(problem, target)
+    kernel = kernels.compile_form(of_both, SETTINGS)
     form = rmsnorm_problem.choose_norm_form(norm, target)
     compiled = plain.compile_form(form, SETTINGS)
     arms: dict[str, list[Callable[[], object]]] = {
@@ -115,7 +116,8 @@ def residual_arms(problem: ResidualProblem) -> list[Arm]:
             torch.add(t[0], t[1], out=t[4])
             torch.nn.functional.rms_norm(t[4], t[2].shape, t[2], 1e-6)
 
-        together = partial(kernels.launch, kernel, problem, ours)
+        named = dict(zip(("values", "residual", "weight", "normed", "total"), ours, strict=True))
+        together = partial(kernels.KERNEL.launch, kernel, of_both, problem, named)
         for made, launch in zip(arms.values(), (together, apart, by_torch), strict=True):
             made.append(launch)  # type: ignore[arg-type]
     return [captured(name, problem.bytes_moved, made) for name, made in arms.items()]
@@ -158,9 +160,10 @@ def embed_arms(tokens: int) -> list[Arm]:
     for number in range(sets_for(problem.bytes_moved)):
         id_T = torch.randperm(HEAD[0], device="cuda")[:tokens]
         out = torch.empty(tokens, HEAD[1], device="cuda", dtype=torch.bfloat16)
-        tensors = (id_T, WEIGHTS[number % len(WEIGHTS)], out)
-        ours.append(partial(kernels.launch, kernel, problem, tensors))
-        theirs.append(partial(torch.nn.functional.embedding, *tensors[:2]))
+        table = WEIGHTS[number % len(WEIGHTS)]
+        tensors = {"ids": id_T, "table": table, "out": out}
+        ours.append(partial(kernels.KERNEL.launch, kernel, form, problem, tensors))
+        theirs.append(partial(torch.nn.functional.embedding, id_T, table))
     return [
         captured(f"embed, {tokens} tokens", problem.bytes_moved, ours),
         captured(f"torch embedding, {tokens} tokens", problem.bytes_moved, theirs),

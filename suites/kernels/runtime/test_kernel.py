@@ -26,6 +26,7 @@ DESCRIBED = (
     "simt_embed",
     "simt_inverse_rope",
     "simt_qnorm_rope",
+    "simt_residual_norm",
     "simt_rmsnorm",
     "simt_scale",
 )
