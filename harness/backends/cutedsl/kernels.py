@@ -399,10 +399,6 @@ def _quantise_fp8(module: Any, problem: Any, settings: CompileSettings, t: Given
     return tuple(module.quantise_fp8(t["values"], problem, settings, turns=turns))
 
 
-def _residual_norm(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
-    return tuple(module.residual_norm(t["values"], t["residual"], t["weight"], problem, settings))
-
-
 def _latent_query(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
     operands = module.QueryOperands(*(t[name] for name in module.QueryOperands._fields))
     return module.latent_query(operands, problem, settings)
@@ -498,14 +494,12 @@ def _shared_expert(_module: Any, problem: Any, settings: CompileSettings, t: Giv
 
 
 ENTRIES: Mapping[str, KernelEntry] = {
-    "simt_embed": KernelEntry(lambda m, p, s, t: m.embed(t["ids"], t["table"], p, s)),
+    "simt_embed": KernelEntry(by_name),
     "simt_rmsnorm": KernelEntry(by_name),
     "simt_residual_norm": KernelEntry(
-        _residual_norm, lambda p, _: "of the stored sum" if p.rounded else "of the float32 sum"
+        by_name, lambda p, _: "of the stored sum" if p.rounded else "of the float32 sum"
     ),
-    "simt_scale": KernelEntry(
-        lambda m, p, s, t: m.scale(t["values"], p, s), lambda p, _: f"{p.source} to {p.out}"
-    ),
+    "simt_scale": KernelEntry(by_name, lambda p, _: f"{p.source} to {p.out}"),
     "simt_latent_query": KernelEntry(_latent_query),
     "simt_gemv_bf16": KernelEntry(
         lambda m, p, s, t: m.gemv_bf16(t["x"], t["weight"], p, s),
@@ -523,12 +517,8 @@ ENTRIES: Mapping[str, KernelEntry] = {
     "simt_quantise_fp8": KernelEntry(
         _quantise_fp8, lambda p, _: f"{p.source}{', turned back' if p.turned else ''}, {p.scales}"
     ),
-    "simt_qnorm_rope": KernelEntry(
-        lambda m, p, s, t: m.qnorm_rope(t["heads"], t["turns"], t["positions"], p, s)
-    ),
-    "simt_inverse_rope": KernelEntry(
-        lambda m, p, s, t: m.inverse_rope(t["heads"], t["turns"], t["positions"], p, s)
-    ),
+    "simt_qnorm_rope": KernelEntry(by_name),
+    "simt_inverse_rope": KernelEntry(by_name),
     "simt_kv_write": KernelEntry(_kv_write, lambda p, _: f"{p.source} to {p.pages.entry}"),
     "simt_kv_read": KernelEntry(
         lambda m, p, s, t: m.kv_read(t["indices"], t["cache"], p, s), lambda p, _: p.pages.entry
