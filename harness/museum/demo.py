@@ -16,7 +16,7 @@ from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.commands.audit.audit import identity_of
 from degarble.harness.commands.check.check import DiagnosedOrigin
 from degarble.harness.commands.check.output_statistics import StatisticsCollector
-from degarble.harness.commands.check.report import CheckPage, page_sentence
+from degarble.harness.commands.check.report import check_page, page_sentence, replay_record
 from degarble.harness.engine.diagnose.diagnose import diagnose
 from degarble.harness.engine.faults.model_faults import ComponentContext, Reach
 from degarble.harness.engine.faults.registry import model_fault_named
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
     from degarble.harness.engine.faults.model_faults import FaultVariant, ModelFault
     from degarble.harness.engine.localise.localise import Localised
-    from degarble.harness.report.page import Provenance
+    from degarble.harness.report.page import Page, Provenance
+    from degarble.harness.report.replay_record import ReplayRecord
     from degarble.references.binding import BoundModel
 
 
@@ -267,21 +268,18 @@ def _breadth(way: FaultVariant) -> int:
 # The page: that of any check, with an introduction.
 
 
-def demo_result(story: Demonstration, provenance: Provenance) -> CheckPage:
-    """Return all data of a demonstration's page."""
+def demo_result(story: Demonstration, provenance: Provenance) -> tuple[Page, ReplayRecord]:
+    """Return a demonstration's page, and the data of its replay panel."""
     command = f"degarble demo --fault {story.planted.fault.id}"
-    found = tuple(replace(each, reproducer=command) for each in story.sick.found)
-    telling = CheckPage(
-        Subject("tiny V4, nvfp4-full", "Demonstration", story.model.identity),
-        provenance,
-        story.sick.localised,
-        found,
-        story.sick.looker,
-        _texts(story),
-        _facts(story),
-        preface=(_healthy(story), _planted(story)),
-    )
-    return replace(telling, sentence=f"{_lead(story)} {page_sentence(telling)}")
+    sick = story.sick
+    origins = [replace(each, reproducer=command) for each in sick.found]
+    record = replay_record(
+        sick.localised, origins, sick.looker,
+        f"{_lead(story)} {page_sentence(sick.localised, origins)}",
+        _facts(story), (_healthy(story), _planted(story)),
+    )  # fmt: skip
+    subject = Subject("tiny V4, nvfp4-full", "Demonstration", story.model.identity)
+    return check_page(subject, provenance, record, origins, _texts(story)), record
 
 
 def _lead(story: Demonstration) -> str:

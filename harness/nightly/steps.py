@@ -27,16 +27,13 @@ from degarble.harness.checkpoint.audit.rules import Level
 from degarble.harness.commands.audit import audit as auditing
 from degarble.harness.commands.audit.page import audit_page
 from degarble.harness.commands.check import check as checking
-from degarble.harness.commands.check.check import texts_of
 from degarble.harness.commands.check.compare_runs import compare_runs
 from degarble.harness.commands.check.output_statistics import StatisticsCollector
 from degarble.harness.commands.check.report import (
-    as_page,
     check_document,
     check_sentence,
-    junit,
     placed,
-    write_check_page,
+    write_check_report,
 )
 from degarble.harness.commands.history_page import MANIFEST as IDENTITY
 from degarble.harness.commands.report_folder import write_page
@@ -47,7 +44,7 @@ from degarble.harness.nightly.codecs import count, wrong_codecs
 from degarble.harness.nightly.record import CAPTURES, Asked, StepResult
 from degarble.harness.report.files import usable_folder, write_text
 from degarble.harness.report.kernel_table import kernels_by_role
-from degarble.harness.report.page import Subject, kernel_versions, machine, provenance
+from degarble.harness.report.page import kernel_versions, machine, provenance
 from degarble.harness.report.verdict import SCHEMA, SEVERITY, Verdict
 
 if TYPE_CHECKING:
@@ -342,11 +339,8 @@ def _checked(asked: Asked, capture: Path) -> StepResult:
         sentence = check_sentence(found)
         document = check_document(found, sentence)
         identity = auditing.identity_of(opened.model.checkpoint)
-        subject = Subject(found.name, "Checkpoint", identity)
         words = f"degarble check {capture.name} --reference {asked.reference.resolve().name}"
-        told = as_page(found, subject, provenance(words), looker)
-        write_check_page(asked.folder, replace(told, texts=texts_of(opened.capture, opened.model)))
-        write_text(asked.folder / f"{subject.key}-junit.xml", junit(found, sentence))
+        write_check_report(asked.folder, opened, found, looker, words)
     plain = _plain(document)
     failures = failures_of(plain)
     if found.verdict is not Verdict.AGREES and not failures:  # no other origin stands for this

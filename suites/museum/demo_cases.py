@@ -9,7 +9,8 @@ from degarble.harness.museum.demo import Demonstration, demo_fault, demo_result,
 from degarble.harness.report.page import Provenance
 
 if TYPE_CHECKING:
-    from degarble.harness.commands.check.report import CheckPage
+    from degarble.harness.report.page import Page
+    from degarble.harness.report.replay_record import ReplayRecord
 
 PROVENANCE = Provenance("2026-01-02 03:04 UTC", "degarble demo", "CPU: a processor, 2 cores", ())
 
@@ -21,6 +22,6 @@ def whole_story() -> Demonstration:
 
 
 @cache
-def story_telling() -> CheckPage:
-    """What its page tells."""
+def story_told() -> tuple[Page, ReplayRecord]:
+    """Its page, and the data of its replay panel."""
     return demo_result(whole_story(), PROVENANCE)

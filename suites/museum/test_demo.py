@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName
-from degarble.harness.commands.check.report import page_of, replay_record
 from degarble.harness.engine.diagnose.diagnose import Diagnosed
 from degarble.harness.engine.faults.registry import FAULTS, MODEL_FAULTS
 from degarble.harness.museum import demo
@@ -17,7 +16,7 @@ from degarble.harness.report.page import PanelKind
 from degarble.harness.report.verdict import Verdict
 from degarble.reports.page_html import SIZE_LIMIT, page_html
 from degarble.reports.page_text import page_text
-from degarble.suites.museum.demo_cases import PROVENANCE, story_telling, whole_story
+from degarble.suites.museum.demo_cases import PROVENANCE, story_told, whole_story
 
 if TYPE_CHECKING:
     from degarble.harness.report.page import Page
@@ -86,8 +85,7 @@ def test_a_fault_that_fits_nowhere_is_refused() -> None:
 
 def default_page() -> Page:
     """The page of the default story."""
-    telling = story_telling()
-    return page_of(telling, replay_record(telling))
+    return story_told()[0]
 
 
 def test_the_default_page_names_the_planted_fault() -> None:
@@ -126,10 +124,10 @@ def test_what_is_not_named_or_has_no_effect_is_said() -> None:
     story = whole_story()
     (found,) = story.sick.found
     unnamed = replace(story.sick, found=(replace(found, diagnosed=None),))
-    sentence = demo_result(replace(story, sick=unnamed), PROVENANCE).sentence
+    sentence = demo_result(replace(story, sick=unnamed), PROVENANCE)[0].sentence
     assert sentence.startswith("The healthy run agrees; the fault planted on purpose is not named.")
     assert sentence.endswith("Layer 3, ffn.experts.w2: No known fault explains this.")
     idle = replace(story, planted=replace(story.planted, has_effect=False), sick=story.healthy)
-    assert "has no effect here" in demo_result(idle, PROVENANCE).sentence
-    alarmed = demo_result(replace(story, healthy=story.sick), PROVENANCE)
+    assert "has no effect here" in demo_result(idle, PROVENANCE)[0].sentence
+    alarmed, _ = demo_result(replace(story, healthy=story.sick), PROVENANCE)
     assert alarmed.sentence.startswith("The healthy run raises a false alarm;")

@@ -49,7 +49,7 @@ def demo(options: DemoOptions, terminal: Terminal) -> int:
     Exit status 0 when the healthy run agrees and the planted fault is named, 1 if not.
     """
     # Imports torch, which --help and --version do without.
-    from degarble.harness.commands.check.report import page_of, replay_record, write_check_page  # noqa: PLC0415
+    from degarble.harness.commands.check.report import write_check_page  # noqa: PLC0415
     from degarble.harness.museum.demo import (  # noqa: PLC0415
         demo_fault,
         demo_result,
@@ -63,10 +63,8 @@ def demo(options: DemoOptions, terminal: Terminal) -> int:
     with terminal.progress("demo", total=STEPS) as step:
         story = run_demo(fault, step)
     chosen = f" --fault {options.fault}" if options.fault else ""
-    telling = demo_result(story, provenance(f"degarble demo{chosen}"))
-    path = write_check_page(folder, telling)
-    record = replay_record(telling)
-    page = page_of(telling, record)
+    page, record = demo_result(story, provenance(f"degarble demo{chosen}"))
+    path = write_check_page(folder, page, record)
     terminal.say(page_text(page, width=terminal.width, colour=terminal.colour))
     terminal.say(f"Open the report: {visible(str(path))}")
     terminal.emit(_document(story, page, record, path))

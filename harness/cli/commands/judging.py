@@ -2,7 +2,7 @@
 
 import os
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,7 +27,7 @@ from degarble.harness.cli.options import (
 )
 from degarble.harness.cli.terminal import Terminal
 from degarble.harness.inference.processes import read_rank_info
-from degarble.harness.report.files import is_stream, require_folder, write_text
+from degarble.harness.report.files import is_stream, require_folder
 from degarble.harness.report.progress import size
 
 DEVICES = ("cpu", "cuda")
@@ -271,15 +271,7 @@ def _cases(options: CheckOptions, terminal: Terminal) -> Path | None:
 
 def _report(options: CheckOptions, opened: Any, checked: Any, looker: Any) -> str:
     """Write the page, and JUnit beside it; give the page."""
-    from degarble.harness.commands.audit.audit import identity_of  # noqa: PLC0415  as above
-    from degarble.harness.commands.check.check import texts_of  # noqa: PLC0415  as above
-    from degarble.harness.commands.check.report import (  # noqa: PLC0415  as above
-        as_page,
-        check_sentence,
-        junit,
-        write_check_page,
-    )
-    from degarble.harness.report.page import Subject, provenance  # noqa: PLC0415  as above
+    from degarble.harness.commands.check.report import write_check_report  # noqa: PLC0415  as above
 
     assert options.report is not None, "called only with one"
     names = [options.capture, options.reference]
@@ -287,12 +279,7 @@ def _report(options: CheckOptions, opened: Any, checked: Any, looker: Any) -> st
     words += f" --backend {options.backend}" if options.backend != "torch" else ""
     words += f" --device {options.device}" if options.device != "cpu" else ""
     words += " --partial" if options.partial else ""
-    subject = Subject(checked.name, "Checkpoint", identity_of(opened.model.checkpoint))
-    told = as_page(checked, subject, provenance(words), looker)
-    told = replace(told, texts=texts_of(opened.capture, opened.model))
-    page = write_check_page(options.report, told)
-    write_text(options.report / f"{subject.key}-junit.xml", junit(checked, check_sentence(checked)))
-    return str(page)
+    return str(write_check_report(options.report, opened, checked, looker, words))
 
 
 def compare(options: CompareOptions, terminal: Terminal) -> int:

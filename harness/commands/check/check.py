@@ -198,9 +198,7 @@ class CheckResult:
     """The result of a check."""
 
     name: str
-    checkpoint: Path
     capture: Capture
-    config: Config
     recipe: Recipe
     localised: Localised
     origins: tuple[DiagnosedOrigin, ...]
@@ -302,9 +300,7 @@ class CheckRun:
             origins = [_with_case(each, cases, n) for n, each in enumerate(origins)]
         return CheckResult(
             self.source.resolve().name,
-            self.source,
             self.capture,
-            self.model.config,
             self.recipe,
             found,
             tuple(origins),

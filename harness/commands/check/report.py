@@ -7,7 +7,7 @@ import math
 import re
 import shlex
 import textwrap
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape, quoteattr
@@ -16,28 +16,31 @@ from rich.console import Console
 from rich.text import Text
 
 from degarble.harness.backends.registry import TORCH
-from degarble.harness.commands.check.output_statistics import StatisticsCollector
+from degarble.harness.commands.audit.audit import identity_of
+from degarble.harness.commands.check.check import texts_of
 from degarble.harness.commands.report_folder import with_earlier_panels, write_page
 from degarble.harness.engine.localise.judged_run import PAIRS
 from degarble.harness.report.files import usable_folder, write_text
 from degarble.harness.report.kernel_table import table_lines
 from degarble.harness.report.number_text import number, share, visible
-from degarble.harness.report.page import Page, PageFinding, Provenance, Subject, to_plain
+from degarble.harness.report.page import Page, PageFinding, Subject, provenance, to_plain
 from degarble.harness.report.replay_record import JudgedOutput, ReplayRecord
 from degarble.harness.report.verdict import SCHEMA, Origin, Verdict
 from degarble.reports.page_html import SIZE_LIMIT, page_html
 from degarble.reports.page_text import badge
-from degarble.reports.replay_panel import LOOKS, replay_panel, text_panel
+from degarble.reports.replay_panel import replay_panel, text_panel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from degarble.harness.commands.check.check import CheckResult, DiagnosedOrigin
+    from degarble.harness.commands.check.check import CheckResult, CheckRun, DiagnosedOrigin
+    from degarble.harness.commands.check.output_statistics import StatisticsCollector
     from degarble.harness.engine.localise.discrepancy import Discrepancy
     from degarble.harness.engine.localise.judged_run import OutputRow
     from degarble.harness.engine.localise.localise import Localised
     from degarble.harness.model.recipes import Recipe
+    from degarble.harness.report.page import Provenance
     from degarble.harness.report.replay_record import TextRecord
 
 
@@ -53,62 +56,66 @@ _FEWER = (150, 50, 10, 0)  # close looks, until the page is small enough
 _NEAREST = 3  # excluded faults that are shown
 
 
-@dataclass(frozen=True, eq=False)
-class CheckPage:
-    """All data of a check's page: checkpoint, findings and texts.
+def write_check_report(
+    folder: Path,
+    opened: CheckRun,
+    checked: CheckResult,
+    looker: StatisticsCollector,
+    command: str,
+) -> Path:
+    """Write the page of a check, its tables and JUnit into a folder; return the page."""
+    subject = Subject(checked.name, "Checkpoint", identity_of(opened.model.checkpoint))
+    sentence = check_sentence(checked)
+    localised = checked.localised
+    localised = replace(localised, notes=(*checked.notes, *localised.notes))
+    facts = (*checked.facts.items(), *captured_facts(checked.capture.facts, checked.recipe))
+    record = replay_record(localised, checked.origins, looker, sentence, facts)
+    texts = texts_of(opened.capture, opened.model)
+    page = check_page(subject, provenance(command), record, checked.origins, texts)
+    path = write_check_page(folder, page, record)
+    write_text(folder / f"{subject.key}-junit.xml", junit(checked, sentence))
+    return path
 
-    `sentence` replaces the sentence derived from the findings; `preface` precedes it. `built_in`
-    states that the captured run used degarble's own references throughout.
-    """
 
-    subject: Subject
-    provenance: Provenance
-    localised: Localised
-    found: tuple[DiagnosedOrigin, ...]
-    looker: StatisticsCollector
-    texts: TextRecord | None = None
-    facts: tuple[tuple[str, str], ...] = ()
-    sentence: str = ""
-    preface: tuple[str, ...] = ()
-    built_in: bool = False
-
-
-def write_check_page(folder: Path, telling: CheckPage) -> Path:
+def write_check_page(folder: Path, page: Page, record: ReplayRecord) -> Path:
     """Add the panels to the checkpoint's page, write the tables, and return the page."""
     usable_folder("report folder", folder)
-    record = replay_record(telling)
-    page = page_of(telling, record)
     whole = with_earlier_panels(page, folder / f"{page.subject.key}.json")
     for most in _FEWER:
-        for panel in page.panels:
-            whole = whole.with_panel(panel)
         if len(page_html(whole).encode()) <= SIZE_LIMIT:
             break
-        page = page_of(telling, record, most)
+        fewer = replay_panel(record, _files(page.subject.key), most)
+        panels = (fewer if each.kind is fewer.kind else each for each in page.panels)
+        page, whole = replace(page, panels=tuple(panels)), whole.with_panel(fewer)
     for name, text in tables(page.subject.key, record).items():
         write_text(folder / name, text)
     return write_page(folder, page)
 
 
-def page_of(telling: CheckPage, record: ReplayRecord, most: int = LOOKS) -> Page:
-    """Return the page of a check alone."""
-    files = tuple((name, _TABLES[name.rpartition("-")[2]]) for name in _names(telling.subject.key))
-    panels = [replay_panel(record, files, most)]
-    if telling.texts is not None:
-        panels.append(text_panel(telling.texts, record.verdict))
-    return Page(
-        telling.subject,
-        telling.provenance,
-        record.verdict,
-        record.sentence,
-        tuple(_finding(each) for each in telling.found[:_FIRST]),
-        tuple(panels),
-    )
+def check_page(
+    subject: Subject,
+    where: Provenance,
+    record: ReplayRecord,
+    origins: Sequence[DiagnosedOrigin],
+    texts: TextRecord | None = None,
+) -> Page:
+    """Return the page of a check alone; that of the demonstration is one."""
+    panels = [replay_panel(record, _files(subject.key))]
+    if texts is not None:
+        panels.append(text_panel(texts, record.verdict))
+    findings = tuple(_finding(each) for each in origins[:_FIRST])
+    return Page(subject, where, record.verdict, record.sentence, findings, tuple(panels))
 
 
-def replay_record(telling: CheckPage) -> ReplayRecord:
-    """Return all data of the replay panel as plain numbers and text."""
-    localised = telling.localised
+def replay_record(
+    localised: Localised,
+    origins: Sequence[DiagnosedOrigin],
+    looker: StatisticsCollector,
+    sentence: str,
+    facts: tuple[tuple[str, str], ...] = (),
+    preface: tuple[str, ...] = (),
+) -> ReplayRecord:
+    """Return all data of the replay panel as plain numbers and text; `preface` comes first."""
     notes = list(localised.notes)
     first = localised.first_non_finite
     if first is not None:
@@ -116,28 +123,29 @@ def replay_record(telling: CheckPage) -> ReplayRecord:
     notes += [f"{name} is not judged: {why}." for name, why in localised.unjudged]
     return ReplayRecord(
         localised.verdict,
-        telling.sentence or page_sentence(telling),
-        tuple(_output(row, telling.looker) for row in localised.rows),
-        tuple(str(each.trouble.site) for each in telling.found),
-        tuple(each.trouble.sentence for each in telling.found),
+        sentence,
+        tuple(_output(row, looker) for row in localised.rows),
+        tuple(str(each.trouble.site) for each in origins),
+        tuple(each.trouble.sentence for each in origins),
         tuple(notes),
-        telling.facts,
-        telling.preface,
+        facts,
+        preface,
     )
 
 
-def page_sentence(telling: CheckPage) -> str:
-    """Return the verdict in one sentence."""
-    localised, found = telling.localised, telling.found
+def page_sentence(
+    localised: Localised, origins: Sequence[DiagnosedOrigin], *, built_in: bool = False
+) -> str:
+    """Return the verdict in one sentence; `built_in`: only our own references computed the run."""
     if localised.unstable:
         return f"{localised.unstable[0]} gave two answers to the same question."
-    if found:
-        first = f"{placed(found[0].trouble)}: {found[0].cause}."
-        more = len(found) - 1
+    if origins:
+        first = f"{placed(origins[0].trouble)}: {origins[0].cause}."
+        more = len(origins) - 1
         return first if not more else f"{first} {more} more {'place' if more == 1 else 'places'}."
     if localised.verdict is Verdict.AGREES:
         calls = sum(row.calls for row in localised.rows)
-        if telling.built_in:
+        if built_in:
             return (
                 f"Built-in reference: no kernel was tested. {calls:,} outputs within their budgets."
             )
@@ -282,8 +290,8 @@ _TABLES = {
 }
 
 
-def _names(key: str) -> tuple[str, ...]:
-    return tuple(f"{key}-{name}" for name in _TABLES)
+def _files(key: str) -> tuple[tuple[str, str], ...]:
+    return tuple((f"{key}-{name}", words) for name, words in _TABLES.items())
 
 
 def tables(key: str, record: ReplayRecord) -> dict[str, str]:
@@ -299,7 +307,7 @@ def tables(key: str, record: ReplayRecord) -> dict[str, str]:
         dropna=False,
     )  # fmt: skip
     document = {"schema": SCHEMA, "kind": "degarble.replay", "record": to_plain(record)}
-    long_csv, wide_csv, whole = _names(key)
+    long_csv, wide_csv, whole = (name for name, _ in _files(key))
     return {
         long_csv: frame.drop(columns="column").to_csv(index=False, lineterminator="\n"),
         wide_csv: wide.to_csv(lineterminator="\n"),
@@ -341,19 +349,6 @@ def _plain_row(each: JudgedOutput) -> Mapping[str, object]:
 # component, so that a CI shows which one failed.
 
 
-def as_page(
-    checked: CheckResult, subject: Subject, where: Provenance, looker: StatisticsCollector
-) -> CheckPage:
-    """Return the data of the page."""
-    localised = checked.localised
-    localised = replace(localised, notes=(*checked.notes, *localised.notes))
-    facts = (*checked.facts.items(), *captured_facts(checked.capture.facts, checked.recipe))
-    return CheckPage(
-        subject, where, localised, checked.origins, looker, facts=facts,
-        built_in=built_in(checked.capture.facts),
-    )  # fmt: skip
-
-
 def built_in(facts: Mapping[str, Any]) -> bool:
     """Return whether degarble's own references computed the whole captured run."""
     return facts.get("backend") == TORCH and "patch" not in facts
@@ -361,9 +356,8 @@ def built_in(facts: Mapping[str, Any]) -> bool:
 
 def check_sentence(checked: CheckResult) -> str:
     """Return the verdict in one sentence."""
-    nobody = Subject(checked.name, "Checkpoint", "")
-    where = Provenance("", "", "", ())
-    return page_sentence(as_page(checked, nobody, where, StatisticsCollector(checked.config)))
+    own = built_in(checked.capture.facts)
+    return page_sentence(checked.localised, checked.origins, built_in=own)
 
 
 def check_document(checked: CheckResult, sentence: str) -> dict[str, Any]:

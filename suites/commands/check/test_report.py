@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from degarble.harness.capture.files.reader import Capture
-from degarble.harness.commands.check import report as check_page
+from degarble.harness.commands.check import report
 from degarble.harness.commands.check.output_statistics import StatisticsCollector
 from degarble.harness.commands.check.report import (
-    CheckPage,
+    check_page,
     origin_of,
-    page_of,
     page_sentence,
     replay_record,
     write_check_page,
@@ -31,12 +30,12 @@ from degarble.harness.formats.codec import FORMAT_OF_DTYPE
 from degarble.harness.model.components import component_named
 from degarble.harness.model.config.config import small_v4
 from degarble.harness.model.recipes import recipe_named
-from degarble.harness.report.page import Page, Panel, PanelKind, from_plain, page_from_json
-from degarble.harness.report.replay_record import ReplayRecord
+from degarble.harness.report.page import Page, Panel, PanelKind, Subject, from_plain, page_from_json
+from degarble.harness.report.replay_record import PromptTexts, ReplayRecord, TextRecord
 from degarble.harness.report.verdict import Verdict
 from degarble.reports.page_html import page_html
 from degarble.suites.capture.files.capture_cases import old_capture
-from degarble.suites.museum.demo_cases import PROVENANCE, story_telling, whole_story
+from degarble.suites.museum.demo_cases import PROVENANCE, whole_story
 from degarble.suites.reports.page_cases import HOSTILE
 from degarble.suites.reports.replay_cases import replay_page
 from degarble.suites.reports.test_page_browser import CONTRAST, TOO_WIDE
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.harness.commands.check.check import DiagnosedOrigin
     from degarble.harness.report.replay_record import AxisProfile, CloseLook
     from degarble.suites.commands.browser import Window
 
@@ -170,13 +170,21 @@ def test_long_profiles_are_joined_and_forms_are_left_alone() -> None:
     assert StatisticsCollector(CONFIG).look("layers.0.attn.wq_a", "out").places == ()
 
 
-def plain() -> CheckPage:
-    """The default story as a check would tell it."""
-    return replace(story_telling(), sentence="", preface=())
+SUBJECT = Subject("tiny V4, nvfp4-full", "Checkpoint", "sha256:0123456789ab")
+TEXTS = TextRecord((PromptTexts("3 plus 4 is", (("Twin", ("7",)), ("Candidate", ("8",)))),))
+
+
+def plain(*origins: DiagnosedOrigin) -> tuple[Page, ReplayRecord]:
+    """Return page and record of the sick run; without `origins` those that were found."""
+    sick = whole_story().sick
+    began = origins or sick.found
+    sentence = page_sentence(sick.localised, began)
+    record = replay_record(sick.localised, began, sick.looker, sentence)
+    return check_page(SUBJECT, PROVENANCE, record, began, TEXTS), record
 
 
 def test_the_first_screen_has_origin_cause_evidence_and_command() -> None:
-    page = page_of(plain(), replay_record(plain()))
+    page, _ = plain()
     assert page.sentence == "Layer 3, ffn.experts.w2: The two nibbles of every byte are swapped."
     origin = page.findings[0].origin
     assert (origin.layer, origin.component, origin.fault) == (
@@ -193,7 +201,7 @@ def test_the_first_screen_has_origin_cause_evidence_and_command() -> None:
 
 
 def test_every_output_is_in_the_record_with_its_cosines_and_look() -> None:
-    record = replay_record(plain())
+    _, record = plain()
     assert len(record.outputs) == len(whole_story().sick.localised.rows)
     sick = next(each for each in record.outputs if each.site == record.origins[0])
     assert sick.verdict is Verdict.DIFFERS
@@ -217,8 +225,8 @@ def test_every_output_is_in_the_record_with_its_cosines_and_look() -> None:
 
 
 def test_tables_are_written_next_to_the_page_with_the_same_content(tmp_path: Path) -> None:
-    page = write_check_page(tmp_path, plain())
-    record = replay_record(plain())
+    _, record = plain()
+    page = write_check_page(tmp_path, *plain())
     with (tmp_path / f"{page.stem}-outputs.csv").open(newline="", encoding="utf-8") as stream:
         rows = {row["site"]: row for row in csv.DictReader(stream)}
     assert len(rows) == len(record.outputs)
@@ -241,23 +249,22 @@ def test_tables_are_written_next_to_the_page_with_the_same_content(tmp_path: Pat
 
 
 def test_an_audit_that_was_there_stays(tmp_path: Path) -> None:
-    telling = plain()
     audit = Panel(PanelKind.AUDIT, "All rules hold.", Verdict.AGREES)
-    write_page(tmp_path, Page(telling.subject, PROVENANCE, Verdict.AGREES, "Fine.", (), (audit,)))
-    path = write_check_page(tmp_path, telling)
+    write_page(tmp_path, Page(SUBJECT, PROVENANCE, Verdict.AGREES, "Fine.", (), (audit,)))
+    path = write_check_page(tmp_path, *plain())
     page = page_from_json(path.with_suffix(".json").read_text(encoding="utf-8"))
     ran = [panel.kind for panel in page.ordered_panels if panel.verdict]
     assert ran == [PanelKind.AUDIT, PanelKind.REPLAY, PanelKind.TEXT]
     assert page.verdict is Verdict.DIFFERS
-    again = write_check_page(tmp_path, telling)
+    again = write_check_page(tmp_path, *plain())
     assert again == path
 
 
 def test_close_looks_give_way_until_the_page_can_be_mailed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check_page, "SIZE_LIMIT", 400_000)
-    path = write_check_page(tmp_path, plain())
+    monkeypatch.setattr(report, "SIZE_LIMIT", 400_000)
+    path = write_check_page(tmp_path, *plain())
     markup = path.read_text(encoding="utf-8")
     assert len(markup.encode()) <= 400_000
     assert "outputs can be looked at closely here" in markup
@@ -265,21 +272,19 @@ def test_close_looks_give_way_until_the_page_can_be_mailed(
 
 
 def test_a_healthy_an_unstable_and_an_unjudged_run() -> None:
-    healthy = whole_story().healthy
-    fine = replace(plain(), localised=healthy.localised, found=())
-    assert page_sentence(fine).startswith("Every component does what its twin does: ")
-    own = page_sentence(replace(fine, built_in=True))
+    fine, sick = whole_story().healthy.localised, whole_story().sick
+    assert page_sentence(fine, ()).startswith("Every component does what its twin does: ")
+    own = page_sentence(fine, (), built_in=True)
     assert own.startswith("Built-in reference: no kernel was tested. ")
-    unstable = replace(fine, localised=replace(healthy.localised, unstable=("layers.1.ffn.gate",)))
-    assert page_sentence(unstable) == "layers.1.ffn.gate gave two answers to the same question."
-    blank = replace(healthy.localised, verdict=Verdict.UNDECIDED, rows=())
-    assert page_sentence(replace(fine, localised=blank)).startswith("Nothing is claimed")
-    twice = replace(plain(), found=plain().found * 3)
-    assert page_sentence(twice).endswith("2 more places.")
+    unstable = replace(fine, unstable=("layers.1.ffn.gate",))
+    assert page_sentence(unstable, ()) == "layers.1.ffn.gate gave two answers to the same question."
+    blank = replace(fine, verdict=Verdict.UNDECIDED, rows=())
+    assert page_sentence(blank, ()).startswith("Nothing is claimed")
+    assert page_sentence(sick.localised, sick.found * 3).endswith("2 more places.")
 
 
 def test_an_origin_without_a_cause_keeps_its_place() -> None:
-    (found,) = plain().found
+    (found,) = whole_story().sick.found
     origin = origin_of(replace(found, diagnosed=None))
     assert (origin.layer, origin.component, origin.fault) == (3, "ffn.experts.w2", None)
     assert origin.confidence == 0
@@ -287,20 +292,19 @@ def test_an_origin_without_a_cause_keeps_its_place() -> None:
 
 
 def test_a_reproducer_is_shown_as_a_command_and_a_capture_states_where_it_ran() -> None:
-    telling = plain()
-    found = replace(telling.found[0], reproducer="a b/reproduce.py", share=0.75)
-    page = page_of(replace(telling, found=(found,)), replay_record(telling))
+    found = replace(whole_story().sick.found[0], reproducer="a b/reproduce.py", share=0.75)
+    page, _ = plain(found)
     assert page.findings[0].reproduction == "python 'a b/reproduce.py'"
     assert page.findings[0].origin.reproducer == "a b/reproduce.py"
     assert "removes 75.0 % of the difference of the logits" in page.findings[0].note
-    hiding = replace(telling, found=(replace(found, share=-0.153),))
-    assert "15.3 % larger" in page_of(hiding, replay_record(hiding)).findings[0].note
+    hiding, _ = plain(replace(found, share=-0.153))
+    assert "15.3 % larger" in hiding.findings[0].note
     recipe = whole_story().model.museum.recipe
-    facts = dict(check_page.captured_facts({"versions": {"torch": "2"}, "sums": 7}, recipe))
+    facts = dict(report.captured_facts({"versions": {"torch": "2"}, "sums": 7}, recipe))
     assert facts["captured with"] == "torch 2"
     assert "NVFP4 x NVFP4" in facts["recipe"]
     assert facts["sums"] == "7"
-    assert "captured with" not in dict(check_page.captured_facts({"versions": []}, recipe))
+    assert "captured with" not in dict(report.captured_facts({"versions": []}, recipe))
 
 
 def test_a_capture_of_version_1_still_renders(tmp_path: Path) -> None:
@@ -310,8 +314,9 @@ def test_a_capture_of_version_1_still_renders(tmp_path: Path) -> None:
     looker = StatisticsCollector(twin.config)
     recipe = recipe_named("bf16", twin.config)
     found = localise(twin, recipe, capture, None, lambda _name: None, looker)
-    telling = replace(plain(), localised=found, found=(), looker=looker, texts=None)
-    path = write_check_page(tmp_path / "report", telling)
+    record = replay_record(found, (), looker, page_sentence(found, ()))
+    page = check_page(SUBJECT, PROVENANCE, record, ())
+    path = write_check_page(tmp_path / "report", page, record)
     page = page_from_json(path.with_suffix(".json").read_text(encoding="utf-8"))
     assert page.verdict in {Verdict.UNDECIDED, Verdict.DIFFERS}
     assert "<html" in path.read_text(encoding="utf-8")
