@@ -90,7 +90,7 @@ def convert(
     proof = None
     with listen(plan.data_bytes * (2 if proving else 1)) as progress:
         heard = counting(progress, target, plan)
-        manifest = job.run(target, workers=workers, progress=heard)
+        manifest = job.run(target, workers=workers, progress=heard, plan=plan)
         if proving:
             proof = prove(job.source, target, workers=workers, progress=progress.advance)
     return Converted(

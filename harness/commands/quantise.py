@@ -17,9 +17,7 @@ from degarble.harness.checkpoint.transform.quantise.calibration import Calibrati
 from degarble.harness.checkpoint.transform.quantise.conversion_report import REPORT
 from degarble.harness.checkpoint.transform.quantise.job import (
     QuantiseJob,
-    plan_job,
     recipe_for,
-    run_job,
     target_layout,
 )
 from degarble.harness.checkpoint.transform.source import require_model
@@ -105,9 +103,9 @@ def job_from(
 def quantise(job: QuantiseJob, target: Path, workers: Workers, listen: Listen) -> Quantised:
     """Run the job, or finish an interrupted one; raise for what the source lacks."""
     require_separate_folders(job.source, target)
-    planned = plan_job(job)
-    with listen(planned.plan.data_bytes) as progress:
-        heard = counting(progress, target, planned.plan)
-        manifest = run_job(job, target, workers=workers, progress=heard, planned=planned)
+    plan = job.plan()
+    with listen(plan.data_bytes) as progress:
+        heard = counting(progress, target, plan)
+        manifest = job.run(target, workers=workers, progress=heard, plan=plan)
     report = json.loads(read_small_file(target / REPORT, LARGEST_INDEX))
     return Quantised(target, manifest.content, len(manifest.shards), report)

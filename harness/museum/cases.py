@@ -19,7 +19,7 @@ import torch
 from degarble.harness.capture.amax import InputRanges
 from degarble.harness.capture.files.records import CapturedStep, Phase
 from degarble.harness.checkpoint.audit.structure.inventory import take_inventory
-from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, run_job, target_layout
+from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, target_layout
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.engine.faults.model_faults import ComponentContext
 from degarble.harness.engine.faults.negative_controls import (
@@ -141,7 +141,7 @@ def prepare(root: Path, keys: tuple[ModelKey, ...] = KEYS) -> None:
             source, target_layout(config, recipe), calibration=_calibration(source, config)
         )
         draft = root / f"{key.folder}.draft"
-        run_job(job, draft)
+        job.run(draft)
         draft.rename(root / key.folder)
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.checkpoint.transform.quantise.calibration import Amax, Calibration
-from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, run_job, target_layout
+from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, target_layout
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.formats.number_formats import NVFP4
 from degarble.harness.model.config.config import small_v4
@@ -62,7 +62,7 @@ def run(layout: str, size: int, folder: Path, rival: str = "") -> tuple[float, .
     calibration = Calibration.of({each.name: Amax(8.0, 1) for each in wanted})
     job = QuantiseJob(source, target_layout(config, recipe), calibration=calibration)
     start = time.perf_counter()
-    run_job(job, target)
+    job.run(target)
     seconds = time.perf_counter() - start
     read = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     found = (seconds, *rivalled(rival, source, target)) if rival else (read, seconds)

@@ -17,7 +17,7 @@ import torch
 from degarble.harness.checkpoint.transform.convert.job import job_for
 from degarble.harness.checkpoint.transform.convert.prove import prove
 from degarble.harness.checkpoint.transform.quantise.calibration import Amax, Calibration
-from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, run_job, target_layout
+from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, target_layout
 from degarble.harness.model.config.config import small_v4
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.recipes import recipe_named
@@ -75,7 +75,7 @@ def step(name: str, size: int, folder: Path) -> tuple[int, int]:
         return size_of(source) + size_of(target), 0
     else:
         workers = 2 if name.endswith("-2") else 1
-        run_job(job_of(size, source), target, workers=workers, shard_bytes=SHARD_BYTES)
+        job_of(size, source).run(target, workers=workers, shard_bytes=SHARD_BYTES)
     return size_of(source), size_of(target)
 
 

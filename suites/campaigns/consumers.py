@@ -29,7 +29,7 @@ from degarble.harness.base.errors import Refused
 from degarble.harness.checkpoint.transform.convert.job import CONVERSIONS, convert
 from degarble.harness.checkpoint.transform.convert.prove import prove
 from degarble.harness.checkpoint.transform.quantise.calibration import Amax, Calibration
-from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, run_job, target_layout
+from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, target_layout
 from degarble.harness.checkpoint.view.consumers import (
     COMPRESSORS,
     DEEPGEMM,
@@ -153,7 +153,7 @@ def _quantised(row: Asked, folder: Path) -> Path:
         if recipe.format_of(each).activation == "NVFP4"
     }
     calibration = Calibration.of(reached) if reached else None
-    run_job(QuantiseJob(source, target_layout(config, recipe), calibration=calibration), made)
+    QuantiseJob(source, target_layout(config, recipe), calibration=calibration).run(made)
     return made
 
 

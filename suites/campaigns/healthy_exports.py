@@ -28,7 +28,7 @@ from degarble.harness.base.errors import Refused
 from degarble.harness.checkpoint.audit.rules import Level
 from degarble.harness.checkpoint.transform.nvfp4_scales import ScaleRule
 from degarble.harness.checkpoint.transform.quantise.calibration import Amax, Calibration
-from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, run_job, target_layout
+from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, target_layout
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.commands.audit.audit import AuditRequest, audit
 from degarble.harness.model.parameters import parameters
@@ -203,7 +203,7 @@ def _own(family: str, recipe: str, rule: str, folder: Path) -> tuple[Path, Path]
     amax = {name: Amax(1.0 + 3.0 * (i * 0.61803398875 % 1.0), 9) for i, name in enumerate(linears)}
     layout = target_layout(config, recipe_named(recipe, config))
     job = QuantiseJob(source, layout, ScaleRule(rule), calibration=Calibration.of(amax))
-    run_job(job, folder / "made")
+    job.run(folder / "made")
     return folder / "made", source
 
 

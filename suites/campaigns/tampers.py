@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from degarble.harness.base.errors import Refused
 from degarble.harness.checkpoint.audit.rules import Level
 from degarble.harness.checkpoint.transform.quantise.calibration import Amax, Calibration
-from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, run_job, target_layout
+from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, target_layout
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.commands.audit.audit import AuditRequest, audit
 from degarble.harness.model.parameters import parameters
@@ -64,7 +64,7 @@ def write_source(kind: str, target: Path) -> None:
     calibration = Calibration.of(
         {each.name: records[each.name] for each in parameters(config) if each.kind == "linear"}
     )
-    run_job(QuantiseJob(TINY / family, layout, calibration=calibration), target)
+    QuantiseJob(TINY / family, layout, calibration=calibration).run(target)
 
 
 def outcome(tamper: Tamper, touched: Sequence[str], findings: Iterable[Finding]) -> str:

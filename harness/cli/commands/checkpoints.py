@@ -84,7 +84,7 @@ def quantise(options: QuantiseOptions, terminal: Terminal) -> int:
     from degarble.harness.commands import quantise as run  # noqa: PLC0415
 
     job = run.job_from(options.source, options.recipe, options.scale_rule, options.calibration)
-    with spread(terminal) as workers:
+    with job, spread(terminal) as workers:
         done = run.quantise(job, options.destination, workers, partial(terminal.work, "quantise"))
     terminal.say(*done.lines())
     terminal.emit(done.document())
@@ -104,7 +104,7 @@ def convert(options: ConvertOptions, terminal: Terminal) -> int:
 
     job = job_for(options.source, options.to)
     listen = partial(terminal.work, "convert")
-    with job.checkpoint, spread(terminal) as workers:
+    with job, spread(terminal) as workers:
         done = run(job, options.destination, workers, listen, proving=options.prove)
     terminal.say(*done.lines())
     terminal.emit(done.document())

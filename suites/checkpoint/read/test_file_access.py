@@ -15,7 +15,6 @@ from degarble.harness.base.errors import InvalidArgument, Refused, UnreadableFil
 from degarble.harness.checkpoint.read.file_access import MappedFiles, SourceState, read_small
 from degarble.harness.checkpoint.read.safetensors_files import read_header
 from degarble.harness.checkpoint.transform.convert.job import job_for
-from degarble.harness.checkpoint.transform.quantise.job import plan_job, run_job
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.checkpoint.write.manifest import MANIFEST, UNFINISHED
 from degarble.harness.checkpoint.write.writer import write
@@ -225,15 +224,15 @@ def test_quantise_resumes_after_the_shards_written_before_a_change(
     sound = shutil.copytree(source, tmp_path / "sound", copy_function=shutil.copy2)
     listen = changing(rewrite, shard_of(source), 2)
     with pytest.raises(Refused):
-        run_job(job, target, shard_bytes=SHARD, progress=listen)
+        job.run(target, shard_bytes=SHARD, progress=listen)
     assert not (target / MANIFEST).exists()
     assert not (target / "config.json").exists()
     records = [path.name for path in (target / UNFINISHED).glob("*.safetensors.json")]
     assert len(records) == 2  # those that were made before; the third is not believed
     shutil.rmtree(source)
     sound.rename(source)
-    run_job(job, target, shard_bytes=SHARD)
-    run_job(job, tmp_path / "again", shard_bytes=SHARD)
+    job.run(target, shard_bytes=SHARD)
+    job.run(tmp_path / "again", shard_bytes=SHARD)
     assert tree(target) == tree(tmp_path / "again")
 
 
@@ -242,10 +241,10 @@ def test_a_change_after_the_last_shard_is_refused_as_well(
     source: Path, tmp_path: Path, kind: str
 ) -> None:
     job, path = job_of(source, "v4", "nvfp4-full"), source / "config.json"
-    planned = plan_job(job, shard_bytes=SHARD)
-    listen = changing(CHANGES[kind], path, len(planned.plan.shards))
+    plan = job.plan(shard_bytes=SHARD)
+    listen = changing(CHANGES[kind], path, len(plan.shards))
     with pytest.raises(Refused):
-        run_job(job, tmp_path / "target", progress=listen, planned=planned)
+        job.run(tmp_path / "target", progress=listen, plan=plan)
     assert not (tmp_path / "target" / MANIFEST).exists()
 
 
@@ -278,7 +277,7 @@ def test_a_source_refused_before_the_first_shard_leaves_nothing(
         def __call__(self, _tensor: Any) -> Any:
             raise UnreadableFile("tensor", "x", "y", "z")
 
-    plan = plan_job(job_of(source, "v4", "nvfp4-full"), shard_bytes=SHARD).plan
+    plan = job_of(source, "v4", "nvfp4-full").plan(shard_bytes=SHARD)
     for there in (False, True):
         target = tmp_path / f"target-{there}"
         if there:

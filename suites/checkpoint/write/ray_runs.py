@@ -109,12 +109,11 @@ def started(folder: Path) -> dict[str, Any]:
     """Do real jobs on a cluster of this machine, and compare every byte."""
     from degarble.harness.checkpoint.transform.convert.job import job_for  # noqa: PLC0415  imports torch
     from degarble.harness.checkpoint.transform.convert.prove import prove  # noqa: PLC0415
-    from degarble.harness.checkpoint.transform.quantise.job import run_job  # noqa: PLC0415
     from degarble.suites.checkpoint.transform.quantise.test_job import SHARD, job_of, source_of  # noqa: PLC0415
 
     source = source_of(folder, "v4", "official")
     quantising, converting = job_of(source, "v4", "nvfp4-experts"), job_for(source, "bf16")
-    run_job(quantising, folder / "quantised", shard_bytes=SHARD)
+    quantising.run(folder / "quantised", shard_bytes=SHARD)
     converting.run(folder / "converted", shard_bytes=SHARD)
     before = tree(folder)
     home = sorted(path.name for path in Path.home().iterdir())
@@ -122,7 +121,7 @@ def started(folder: Path) -> dict[str, Any]:
         squares = dict(run_each(squared, range(20), cluster))
         refused = refusal_of(lambda: list(run_each(fails_at_three, range(6), cluster)))
         addresses = listening(os.getpid())
-        run_job(quantising, folder / "quantised-2", workers=cluster, shard_bytes=SHARD)
+        quantising.run(folder / "quantised-2", workers=cluster, shard_bytes=SHARD)
         converting.run(folder / "converted-2", workers=cluster, shard_bytes=SHARD)
         holds = prove(source, folder / "converted-2", workers=cluster).holds
         told = cluster.told

@@ -12,23 +12,17 @@ import torch
 
 from degarble.harness.base.errors import LayoutMismatch, UnreadableFile
 from degarble.harness.base.files import read_small_file
-from degarble.harness.checkpoint.read.file_access import SourceState
 from degarble.harness.checkpoint.read.types import LARGEST_INDEX, TensorEntry, shown
 from degarble.harness.checkpoint.transform.configs import SOURCE, recipe_of, stored_formats
 from degarble.harness.checkpoint.transform.convert.job import job_of
 from degarble.harness.checkpoint.transform.convert.vllm import FUSED, formats_in_vllm
 from degarble.harness.checkpoint.transform.convert.vllm_parameters import BACKENDS, BLOCK
+from degarble.harness.checkpoint.transform.pipeline import Transform
 from degarble.harness.checkpoint.transform.units import TargetNames
 from degarble.harness.checkpoint.view.modules import ModuleTable
-from degarble.harness.checkpoint.view.view import Checkpoint, fingerprints, logical_names, model_of
-from degarble.harness.checkpoint.write.plan import SHARD_BYTES, PlannedTensor, WritePlan
-from degarble.harness.checkpoint.write.writer import (
-    CompanionFiles,
-    beginning,
-    finish,
-    make_shards,
-    write_shard,
-)
+from degarble.harness.checkpoint.view.view import fingerprints, logical_names, model_of
+from degarble.harness.checkpoint.write.plan import PlannedTensor
+from degarble.harness.checkpoint.write.writer import CompanionFiles
 from degarble.harness.formats.codec import decode_array
 from degarble.harness.formats.layouts import (
     LINEAR,
@@ -132,25 +126,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class InverseJob:
-    """The inverse of one conversion; a producer of tensor bytes, like Job."""
-
-    source: Path
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Pickle the path only, without the files opened here."""
-        return {"source": self.source}
-
-    @cached_property
-    def state(self) -> SourceState:
-        """The state of the converted checkpoint's files before they were opened."""
-        return SourceState.of(self.source)
-
-    @cached_property
-    def checkpoint(self) -> Checkpoint:
-        """The converted checkpoint."""
-        _ = self.state  # older than anything that is read
-        return Checkpoint.open(self.source)
+class InverseJob(Transform):
+    """The inverse of one conversion; its source is the converted checkpoint."""
 
     @cached_property
     def forward(self) -> ConversionJob:
@@ -203,10 +180,20 @@ class InverseJob:
         return TargetNames(None if whole else self.names, self.forward.to)
 
     def planned(self) -> tuple[PlannedTensor, ...]:
-        """List the tensors to restore."""
+        """List the tensors to restore; raise where one cannot be."""
+        assert self.makers
         return tuple(PlannedTensor(e.name, e.dtype, e.shape) for e in self.entries.values())
 
-    def __call__(self, tensor: PlannedTensor) -> Iterator[Chunk]:
+    def plan_sources(self) -> dict[str, str]:
+        """Return the conversion and the fingerprints of what it wrote."""
+        return {"conversion": f"back from {self.forward.to}"} | fingerprints(self.checkpoint)
+
+    @cached_property
+    def companions(self) -> CompanionFiles:
+        """The source's own configs."""
+        return CompanionFiles({name: text.encode() for name, text in self.told["files"].items()})
+
+    def produce(self, tensor: PlannedTensor) -> Iterator[Chunk]:
         """Yield the bytes of one restored tensor."""
         return self.makers[tensor.name]()
 
@@ -235,19 +222,6 @@ class InverseJob:
                 "Keep the source, or convert to the format that you need.",
             )
         return found
-
-    def run(
-        self, target: Path, *, workers: Workers = 1, shard_bytes: int = SHARD_BYTES
-    ) -> Manifest:
-        """Write the source again, or resume an interrupted run."""
-        assert self.makers
-        sources = {"conversion": f"back from {self.forward.to}"} | fingerprints(self.checkpoint)
-        plan = WritePlan.of(self.planned(), shard_bytes=shard_bytes, sources=sources)
-        files = {name: text.encode() for name, text in self.told["files"].items()}
-        work = partial(write_shard, target, produce=self)
-        with beginning(target, plan):
-            make_shards(target, plan, work, workers, source=self.state)
-        return finish(target, plan, CompanionFiles(files))
 
 
 def convert_back(source: Path, target: Path, *, workers: Workers = 1) -> Manifest:

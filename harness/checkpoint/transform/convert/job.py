@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName, UnreadableFile
 from degarble.harness.base.files import read_small_file
-from degarble.harness.checkpoint.read.file_access import SourceState
 from degarble.harness.checkpoint.read.types import LARGEST_CONFIG, shown
 from degarble.harness.checkpoint.transform.configs import CONVERSION, companion_files
 from degarble.harness.checkpoint.transform.convert.deepgemm_wo_a import to_deepgemm_wo_a
@@ -21,13 +20,11 @@ from degarble.harness.checkpoint.transform.convert.formats import (
     to_nvfp4_lossless,
 )
 from degarble.harness.checkpoint.transform.convert.vllm import to_fused_compressor, to_vllm
+from degarble.harness.checkpoint.transform.pipeline import Transform
 from degarble.harness.checkpoint.transform.units import Conversion, ConversionOptions, TargetNames
-from degarble.harness.checkpoint.view.view import Checkpoint, fingerprints
-from degarble.harness.checkpoint.write.disk import require_separate_folders
-from degarble.harness.checkpoint.write.manifest import MANIFEST
-from degarble.harness.checkpoint.write.plan import SHARD_BYTES, PlannedTensor, WritePlan
+from degarble.harness.checkpoint.view.view import fingerprints
+from degarble.harness.checkpoint.write.plan import PlannedTensor
 from degarble.harness.checkpoint.write.workers import run_each
-from degarble.harness.checkpoint.write.writer import beginning, finish, make_shards, write_shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -103,10 +100,8 @@ def conversion_named(name: str) -> Conversion:
 
 
 # --------------------------------------------------------------------------------------------------
-# A `ConversionJob` pickles to path, conversion name and options, so that it can run in any process
-# or on any machine; it opens the source where it runs. Memory is a few panels of rows, whatever the
-# size of the checkpoint. Tensors that no unit takes are copied; tensors left out are listed in
-# conversion.json with the reason. The same call resumes an interrupted run.
+# Memory is a few panels of rows, whatever the size of the checkpoint. Tensors that no unit takes
+# are copied; tensors left out are listed in conversion.json with the reason.
 #
 # A source whose files contradict each other, or two units that make one tensor, raise an error.
 
@@ -115,32 +110,16 @@ GENERATION = "3"  # raise it when the same source and options give other bytes
 
 
 @dataclass(frozen=True)
-class ConversionJob:
-    """A conversion of one source. Calling it with a planned tensor yields that tensor's bytes."""
+class ConversionJob(Transform):
+    """A conversion of one source."""
 
-    source: Path
     to: str
     options: ConversionOptions
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Pickle the parameters only, without the files opened here."""
-        return {"source": self.source, "to": self.to, "options": self.options}
 
     @property
     def conversion(self) -> Conversion:
         """The conversion, from the registry."""
         return conversion_named(self.to)
-
-    @cached_property
-    def state(self) -> SourceState:
-        """The state of the source's files before they were opened."""
-        return SourceState.of(self.source)
-
-    @cached_property
-    def checkpoint(self) -> Checkpoint:
-        """The source, opened where the job runs."""
-        _ = self.state  # older than anything that is read
-        return Checkpoint.open(self.source)
 
     @cached_property
     def names(self) -> TargetNames:
@@ -191,14 +170,13 @@ class ConversionJob:
                 found.append(PlannedTensor(self.names.tensor(name), entry.dtype, entry.shape))
         return tuple(found)
 
-    def plan(self, shard_bytes: int = SHARD_BYTES) -> WritePlan:
-        """Return the plan of all shards, with the fingerprints of the source."""
+    def plan_sources(self) -> dict[str, str]:
+        """Return the conversion, its options and the fingerprints of the source."""
         facts = json.dumps(self.options.told(self.conversion.options), sort_keys=True)
         sources = {"conversion": f"{self.to} {GENERATION}", "options": facts}
-        sources |= fingerprints(self.checkpoint)
-        return WritePlan.of(self.planned(), shard_bytes=shard_bytes, sources=sources)
+        return sources | fingerprints(self.checkpoint)
 
-    def __call__(self, tensor: PlannedTensor) -> Iterator[Chunk]:
+    def produce(self, tensor: PlannedTensor) -> Iterator[Chunk]:
         """Yield the bytes of one planned tensor."""
         unit = self._makers.get(tensor.name)
         if unit is None:
@@ -214,8 +192,9 @@ class ConversionJob:
     def _makers(self) -> Mapping[str, ConversionUnit]:
         return {tensor.name: unit for unit in self.units for tensor in unit.tensors}
 
-    def ending(self) -> CompanionFiles:
-        """Return the files to write next to the shards."""
+    @cached_property
+    def companions(self) -> CompanionFiles:
+        """The files to write next to the shards."""
         return companion_files(self)
 
     def require(self, workers: Workers = 1) -> None:
@@ -234,26 +213,6 @@ class ConversionJob:
         for unit in self.units[slice(*part)]:
             if unit.require:
                 unit.require()
-
-    def run(
-        self,
-        target: Path,
-        *,
-        workers: Workers = 1,
-        shard_bytes: int = SHARD_BYTES,
-        progress: Callable[[ShardPlan, ShardRecord], None] | None = None,
-    ) -> Manifest:
-        """Convert everything, or resume an interrupted run."""
-        require_separate_folders(self.source, target)
-        plan = self.plan(shard_bytes)
-        # A finished target passed this check when it was written.
-        if not (target / MANIFEST).exists():
-            self.require(workers)
-        ending = self.ending()
-        work = partial(write_shard, target, produce=self)
-        with beginning(target, plan):
-            make_shards(target, plan, work, workers, source=self.state, progress=progress)
-        return finish(target, plan, ending)
 
 
 def _already(only: tuple[str, ...]) -> str:

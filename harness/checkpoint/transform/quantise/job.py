@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from degarble.harness.base.errors import InvalidArgument, LayoutMismatch, ScaleDirectionMismatch
 from degarble.harness.base.files import read_small_file
-from degarble.harness.checkpoint.read.file_access import SourceState
 from degarble.harness.checkpoint.read.types import LARGEST_INDEX, shown
 from degarble.harness.checkpoint.transform import nvfp4_scales
 from degarble.harness.checkpoint.transform.configs import companions, config_files
@@ -24,6 +23,7 @@ from degarble.harness.checkpoint.transform.nvfp4_scales import (
     quantise_rows,
     tensor_scale,
 )
+from degarble.harness.checkpoint.transform.pipeline import Transform
 from degarble.harness.checkpoint.transform.quantise.calibration import InputScales, partners_of
 from degarble.harness.checkpoint.transform.quantise.conversion_report import (
     REPORT,
@@ -33,17 +33,11 @@ from degarble.harness.checkpoint.transform.quantise.conversion_report import (
 )
 from degarble.harness.checkpoint.transform.source import row_values
 from degarble.harness.checkpoint.view.stored import TORCH_DTYPES
-from degarble.harness.checkpoint.view.view import FINGERPRINT_COVERS, Checkpoint, fingerprint
-from degarble.harness.checkpoint.write.disk import DISK, require_separate_folders, write_file
-from degarble.harness.checkpoint.write.manifest import UNFINISHED, Manifest
-from degarble.harness.checkpoint.write.plan import SHARD_BYTES, PlannedTensor, WritePlan
-from degarble.harness.checkpoint.write.writer import (
-    CompanionFiles,
-    beginning,
-    finish,
-    make_shards,
-    write_shard,
-)
+from degarble.harness.checkpoint.view.view import FINGERPRINT_COVERS, fingerprint
+from degarble.harness.checkpoint.write.disk import DISK, write_file
+from degarble.harness.checkpoint.write.manifest import UNFINISHED
+from degarble.harness.checkpoint.write.plan import PlannedTensor
+from degarble.harness.checkpoint.write.writer import CompanionFiles, finish, write_shard
 from degarble.harness.formats.fast.nvfp4 import largest_finite
 from degarble.harness.formats.number_formats import MXFP4, NVFP4, ScaleDirection, block_format
 from degarble.harness.formats.quantise import quantise
@@ -60,16 +54,15 @@ from degarble.harness.model.recipes import (
 from degarble.harness.model.tensors import PartKind, slots
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from torch import Tensor
 
     from degarble.harness.checkpoint.transform.quantise.calibration import Calibration
     from degarble.harness.checkpoint.view.stored import StoredWeight
     from degarble.harness.checkpoint.view.view import LogicalNames
-    from degarble.harness.checkpoint.write.manifest import ShardRecord
-    from degarble.harness.checkpoint.write.plan import ShardPlan
-    from degarble.harness.checkpoint.write.workers import Workers
+    from degarble.harness.checkpoint.write.manifest import Manifest, ShardRecord
+    from degarble.harness.checkpoint.write.plan import ShardPlan, WritePlan
     from degarble.harness.formats.weight import Weight
     from degarble.harness.model.config.config import Config
     from degarble.harness.model.layouts import Layout
@@ -96,34 +89,13 @@ _BLOCK_ELEMENTS = 1 << 22
 _PANEL = 128  # rows of the tallest block: every cut is a multiple, in source and target
 
 
-class Choices(Protocol):
-    """The settings that the producer takes from a job."""
-
-    @property
-    def layout(self) -> Layout:
-        """The target's layout."""
-
-    @property
-    def scale_rule(self) -> ScaleRule:
-        """The rule that chooses block scales."""
-
-    @property
-    def lossless(self) -> bool:
-        """Whether MXFP4 is converted exactly where it can be."""
-
-    @property
-    def calibration(self) -> Calibration | None:
-        """The source of input scales."""
-
-
 class QuantisingProducer:
     """The producer of a job's planned tensors; `facts` collects the report."""
 
-    def __init__(self, source: Checkpoint, job: Choices) -> None:
-        assert source.model is not None, "plan_job has asked"
-        self._source = source
+    def __init__(self, job: QuantiseJob) -> None:
+        self._source = job.checkpoint
         self._job = job
-        self._config: Config = source.model
+        self._config = job.config
         self._recipe = job.layout.recipe_for(self._config)
         fusions = layout_named("vllm", self._config).fusions
         self._fusions = {member: each.members for each in fusions for member in each.members}
@@ -132,10 +104,6 @@ class QuantisingProducer:
         self._scales: tuple[str, Tensor] | None = None  # of the codes made last
         self._inputs: InputScales | None = None
         self.facts = ShardFacts()
-
-    def close(self) -> None:
-        """Close the source."""
-        self._source.close()
 
     def check(self, chosen: Iterable[Parameter]) -> None:
         """Raise early for what would otherwise fail in the middle of the work."""
@@ -329,10 +297,7 @@ def _name(stored: StoredWeight) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# The run.
-#
-# `plan_job` lists the target's tensors. `make_shard` writes one shard, in any process or on any
-# machine that reaches both folders. `finish_job` writes report and configs. `run_job` does it all.
+# The job.
 #
 # Quantised activations need input scales, from a calibration or from a source that has them.
 # Without either the job raises an error, because an engine would run such a checkpoint with
@@ -342,39 +307,6 @@ def _name(stored: StoredWeight) -> str:
 GENERATION = "2"  # of the bytes below: raise it when the same job gives other ones
 _NVFP4 = "NVFP4"
 _NO_DRAFTER = "the recipe nvfp4-full says nothing of the drafter"
-
-
-@dataclass(frozen=True)
-class QuantiseJob:
-    """All parameters that the bytes of the target depend on; it is pickled to other processes."""
-
-    source: Path
-    layout: Layout  # of the target, with its recipe
-    scale_rule: ScaleRule = ScaleRule.AMAX
-    lossless: bool = True  # take MXFP4 over exactly wherever its exponents allow
-    calibration: Calibration | None = None
-
-
-class Planned(NamedTuple):
-    """The tensors that a job will write, and those of the source that it leaves out, with reasons.
-
-    `unclaimed`: stored tensors that belong to no parameter of the model; nothing is made of them.
-    """
-
-    plan: WritePlan
-    left_out: tuple[tuple[str, str], ...]
-    unclaimed: tuple[str, ...] = ()
-    state: SourceState | None = None  # of the source, before it was opened
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """The producer that this process uses, kept between shards."""
-
-    by_key: dict[tuple[Path, str], QuantisingProducer] = field(default_factory=dict)
-
-
-_KEPT = _Kept()
 
 
 def recipe_for(name: str, config: Config) -> Recipe:
@@ -404,184 +336,177 @@ def target_layout(config: Config, recipe: Recipe) -> Layout:
     return replace(layout, no_drafter=_NO_DRAFTER) if full else layout
 
 
-def plan_job(job: QuantiseJob, *, shard_bytes: int = SHARD_BYTES) -> Planned:
-    """Plan the target; raise where the source lacks what the recipe needs."""
-    state = SourceState.of(job.source)
-    with Checkpoint.open(job.source) as source:
-        config, names = source.model, source.names
-        if config is None or names is None:
+@dataclass(frozen=True)
+class QuantiseJob(Transform):
+    """The quantisation of one source."""
+
+    layout: Layout  # of the target, with its recipe
+    scale_rule: ScaleRule = ScaleRule.AMAX
+    lossless: bool = True  # take MXFP4 over exactly wherever its exponents allow
+    calibration: Calibration | None = None
+
+    @cached_property
+    def config(self) -> Config:
+        """The model's config; raise where no layout spells the source's names."""
+        config = self.checkpoint.model
+        if config is None or self.checkpoint.names is None:
             raise LayoutMismatch(
-                f"names of {shown(str(job.source))}",
+                f"names of {shown(str(self.source))}",
                 "a config or names that no layout spells",
                 "a DeepSeek-V4 or V3.2 checkpoint in a known spelling, with its config.json",
                 "Convert its names first; `degarble audit` tells which are unknown.",
             )
-        left_out = _left_out(job, config, names.present)
-        absent = {name for name, _ in left_out}
-        chosen = [each for each in parameters(config) if each.name not in absent]
+        return config
+
+    @cached_property
+    def names(self) -> LogicalNames:
+        """The logical names of the source."""
+        _ = self.config
+        assert self.checkpoint.names is not None, "asked for with the config"
+        return self.checkpoint.names
+
+    @cached_property
+    def producer(self) -> QuantisingProducer:
+        """The producer of this process, kept between shards."""
+        return QuantisingProducer(self)
+
+    @cached_property
+    def left_out(self) -> tuple[tuple[str, str], ...]:
+        """The parameters that the target leaves out, with the reason.
+
+        A source may only lack a drafter.
+        """
+        left_out, missing = [], []
+        for parameter in parameters(self.config):
+            reason = self.layout.omits(parameter, self.config)
+            if parameter.name not in self.names.present:
+                if parameter.block and parameter.block.is_drafter:
+                    reason = reason or "the source has no drafter"
+                else:
+                    missing.append(parameter.name)
+            if reason:
+                left_out.append((parameter.name, reason))
+        if missing:
+            raise InvalidArgument(
+                f"parameters in {shown(str(self.source))}",
+                f"{len(missing)} missing, such as {missing[0]}",
+                "every parameter that the config implies",
+                "Run `degarble audit` on it; a part of a model cannot be quantised.",
+            )
+        return tuple(left_out)
+
+    @cached_property
+    def unclaimed(self) -> tuple[str, ...]:
+        """The stored tensors that no parameter explains; nothing is made of them."""
+        names = self.names
+        modules = {names.module_of(parameter) for parameter in names.present.values()}
+        claimed = {
+            entry.name
+            for module in modules
+            for entry in self.checkpoint.form(module).parts.values()
+        }
+        return tuple(sorted(self.checkpoint.entries.keys() - claimed))
+
+    def planned(self) -> list[PlannedTensor]:
+        """List the tensors of the target; raise where the source lacks what the recipe needs."""
+        absent = {name for name, _ in self.left_out}
+        chosen = [each for each in parameters(self.config) if each.name not in absent]
         tensors = [
             PlannedTensor(slot.tensor, str(slot.dtype), slot.shape, slot.parameter.name)
-            for slot in slots(config, job.layout, chosen)
+            for slot in slots(self.config, self.layout, chosen)
         ]
-        plan = WritePlan.of(tensors, shard_bytes=shard_bytes, sources=_sources(job, source))
-        QuantisingProducer(source, job).check(chosen)
-        return Planned(plan, left_out, _unclaimed(source, names), state)
+        self.producer.check(chosen)
+        return tensors
 
+    def plan_sources(self) -> dict[str, str]:
+        """Return source and parameters, each with a fingerprint."""
+        calibration = self.calibration
+        return {
+            "quantise": GENERATION,
+            "source": fingerprint(self.checkpoint),
+            "layout": hashlib.sha256(repr(self.layout).encode()).hexdigest(),
+            "scale_rule": str(self.scale_rule),
+            "lossless": str(self.lossless),
+            "calibration": "none" if calibration is None else calibration.fingerprint,
+        }
 
-def _unclaimed(source: Checkpoint, names: LogicalNames) -> tuple[str, ...]:
-    """Return the stored tensors that no parameter explains."""
-    modules = {names.module_of(parameter) for parameter in names.present.values()}
-    claimed = {e.name for module in modules for e in source.form(module).parts.values()}
-    return tuple(sorted(source.entries.keys() - claimed))
+    def produce(self, tensor: PlannedTensor) -> Iterator[Tensor]:
+        """Yield the bytes of one planned tensor."""
+        return self.producer(tensor)
 
+    def make_shard(self, target: Path, shard: ShardPlan) -> ShardRecord:
+        """Write one shard, and its facts for the report next to it."""
+        self.producer.facts = ShardFacts()
+        last = shard.tensors[-1].name
 
-def _left_out(
-    job: QuantiseJob, config: Config, present: Collection[str]
-) -> tuple[tuple[str, str], ...]:
-    """Return the parameters that the target leaves out; a source may only lack a drafter."""
-    left_out, missing = [], []
-    for parameter in parameters(config):
-        reason = job.layout.omits(parameter, config)
-        if parameter.name not in present:
-            if parameter.block and parameter.block.is_drafter:
-                reason = reason or "the source has no drafter"
-            else:
-                missing.append(parameter.name)
-        if reason:
-            left_out.append((parameter.name, reason))
-    if missing:
-        raise InvalidArgument(
-            f"parameters in {shown(str(job.source))}",
-            f"{len(missing)} missing, such as {missing[0]}",
-            "every parameter that the config implies",
-            "Run `degarble audit` on it; a part of a model cannot be quantised.",
-        )
-    return tuple(left_out)
+        def produce(tensor: PlannedTensor) -> Iterator[Tensor]:
+            yield from self.producer(tensor)
+            if tensor.name == last:  # durable before the shard appears, so a shard is never without
+                write_file(_facts_file(target, shard), self.producer.facts.to_bytes(), DISK)
 
-
-def make_shard(job: QuantiseJob, target: Path, shard: ShardPlan) -> ShardRecord:
-    """Write one shard of a target that was begun, and its facts for the report next to it."""
-    producer = _producer_of(job, shard.plan)
-    producer.facts = ShardFacts()
-    last = shard.tensors[-1].name
-
-    def produce(tensor: PlannedTensor) -> Iterator[Tensor]:
-        yield from producer(tensor)
-        if tensor.name == last:  # durable before the shard appears, so a shard is never without
-            write_file(_facts_file(target, shard), producer.facts.to_bytes(), DISK)
-
-    try:
         return write_shard(target, shard, produce)
-    except BaseException:
-        _forget()  # the next run in this process opens the source anew: it may have been mended
-        raise
 
+    @cached_property
+    def companions(self) -> CompanionFiles:
+        """Configs, and the files that are copied; `finish` adds the report."""
+        return CompanionFiles({**self._copied[0], **self._configs})
 
-def finish_job(job: QuantiseJob, target: Path, planned: Planned) -> Manifest:
-    """Write report, configs and companions, and declare the checkpoint complete."""
-    path = target / REPORT
-    _require_unchanged(planned)
-    with Checkpoint.open(job.source) as source:
-        assert source.model is not None, "plan_job has asked"
-        files = config_files(source.model, job.layout, source.config)
-        copied, passed_over = companions(job.source, taken=files)
+    @cached_property
+    def _configs(self) -> dict[str, bytes]:
+        return config_files(self.config, self.layout, self.checkpoint.config)
+
+    @cached_property
+    def _copied(self) -> tuple[dict[str, bytes], dict[str, str]]:
+        return companions(self.source, taken=self._configs)
+
+    def finish(self, target: Path, plan: WritePlan) -> Manifest:
+        """Write report, configs and companions, and declare the checkpoint complete."""
+        path = target / REPORT
+        self.state.require_unchanged()
+        files = self.companions.files
         if path.exists():
-            files[REPORT] = read_small_file(path, LARGEST_INDEX)
+            report = read_small_file(path, LARGEST_INDEX)
         else:
-            told = _report_progress(job, planned) | {"files_not_copied": passed_over}
-            facts = [_facts_of(job, target, shard) for shard in planned.plan.shards]
-            files[REPORT] = report_bytes(told, facts)
-    _require_unchanged(planned)  # configs and companions were read just now
-    if not path.exists():
-        write_file(path, files[REPORT], DISK)
-    for shard in planned.plan.shards:
-        _facts_file(target, shard).unlink(missing_ok=True)
-    _forget()
-    return finish(target, planned.plan, CompanionFiles({**copied, **files}))
+            report = report_bytes(
+                self._report_head(plan), [self._facts_of(target, shard) for shard in plan.shards]
+            )
+        self.state.require_unchanged()  # configs and lost facts may have been read just now
+        if not path.exists():
+            write_file(path, report, DISK)
+        for shard in plan.shards:
+            _facts_file(target, shard).unlink(missing_ok=True)
+        return finish(target, plan, CompanionFiles({**files, REPORT: report}))
 
+    def _facts_of(self, target: Path, shard: ShardPlan) -> ShardFacts:
+        """Read the facts that make_shard wrote; compute them again if missing or changed."""
+        path = _facts_file(target, shard)
+        if path.exists():
+            known = ShardFacts.from_bytes(read_small_file(path, LARGEST_INDEX))
+            if known is not None:
+                return known
+        self.producer.facts = ShardFacts()
+        for tensor in shard.tensors:
+            for _ in self.producer(tensor):
+                pass
+        return self.producer.facts
 
-def _require_unchanged(planned: Planned) -> None:
-    if planned.state is not None:
-        planned.state.require_unchanged()
-
-
-def run_job(
-    job: QuantiseJob,
-    target: Path,
-    *,
-    workers: Workers = 1,
-    shard_bytes: int = SHARD_BYTES,
-    progress: Callable[[ShardPlan, ShardRecord], None] | None = None,
-    planned: Planned | None = None,
-) -> Manifest:
-    """Quantise everything, or resume an interrupted run."""
-    require_separate_folders(job.source, target)
-    planned = planned or plan_job(job, shard_bytes=shard_bytes)
-    work = partial(make_shard, job, target)
-    with beginning(target, planned.plan):
-        make_shards(target, planned.plan, work, workers, source=planned.state, progress=progress)
-    return finish_job(job, target, planned)
-
-
-def _producer_of(job: QuantiseJob, key: str) -> QuantisingProducer:
-    """Return this process's producer; the source is opened once a process, not once a shard."""
-    kept = job.source, key  # equal sources in two folders have one plan
-    if kept not in _KEPT.by_key:
-        _forget()
-        _KEPT.by_key[kept] = QuantisingProducer(Checkpoint.open(job.source), job)
-    return _KEPT.by_key[kept]
-
-
-def _forget() -> None:
-    for each in _KEPT.by_key.values():
-        each.close()
-    _KEPT.by_key.clear()
+    def _report_head(self, plan: WritePlan) -> dict[str, Any]:
+        recipe = self.layout.recipe
+        return {
+            "source": self.source.name,
+            "source_fingerprint": plan.sources["source"],
+            "source_fingerprint_covers": FINGERPRINT_COVERS,
+            "recipe": recipe.name if isinstance(recipe, Recipe) else recipe,
+            "scale_rule": str(self.scale_rule),
+            "dialect": "modelopt",
+            "calibration": plan.sources["calibration"],
+            "bytes": plan.data_bytes,
+            "tensors": plan.tensors,
+            "left_out": [{"parameter": name, "reason": reason} for name, reason in self.left_out],
+            "unclaimed": list(self.unclaimed),
+            "files_not_copied": self._copied[1],
+        }
 
 
 def _facts_file(target: Path, shard: ShardPlan) -> Path:
     return target / UNFINISHED / f"{shard.file}.facts"
-
-
-def _facts_of(job: QuantiseJob, target: Path, shard: ShardPlan) -> ShardFacts:
-    """Read the facts that make_shard wrote; compute them again if missing or changed."""
-    path = _facts_file(target, shard)
-    if path.exists():
-        known = ShardFacts.from_bytes(read_small_file(path, LARGEST_INDEX))
-        if known is not None:
-            return known
-    producer = _producer_of(job, shard.plan)
-    producer.facts = ShardFacts()
-    for tensor in shard.tensors:
-        for _ in producer(tensor):
-            pass
-    return producer.facts
-
-
-def _report_progress(job: QuantiseJob, planned: Planned) -> dict[str, Any]:
-    recipe = job.layout.recipe
-    return {
-        "source": job.source.name,
-        "source_fingerprint": planned.plan.sources["source"],
-        "source_fingerprint_covers": FINGERPRINT_COVERS,
-        "recipe": recipe.name if isinstance(recipe, Recipe) else recipe,
-        "scale_rule": str(job.scale_rule),
-        "dialect": "modelopt",
-        "calibration": planned.plan.sources["calibration"],
-        "bytes": planned.plan.data_bytes,
-        "tensors": planned.plan.tensors,
-        "left_out": [{"parameter": name, "reason": reason} for name, reason in planned.left_out],
-        "unclaimed": list(planned.unclaimed),
-    }
-
-
-def _sources(job: QuantiseJob, source: Checkpoint) -> dict[str, str]:
-    """Return everything that the bytes depend on, for the plan."""
-    calibration = job.calibration
-    return {
-        "quantise": GENERATION,
-        "source": fingerprint(source),
-        "layout": hashlib.sha256(repr(job.layout).encode()).hexdigest(),
-        "scale_rule": str(job.scale_rule),
-        "lossless": str(job.lossless),
-        "calibration": "none" if calibration is None else calibration.fingerprint,
-    }

@@ -13,7 +13,7 @@ from pathlib import Path
 from degarble.harness.checkpoint.transform.convert.job import job_for
 from degarble.harness.checkpoint.transform.convert.prove import prove
 from degarble.harness.checkpoint.transform.quantise.calibration import Amax, Calibration
-from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, run_job, target_layout
+from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, target_layout
 from degarble.harness.model.config.config import small_v4
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.recipes import recipe_named
@@ -40,7 +40,7 @@ def main(mode: str, folder: Path) -> None:
         recipe = recipe_named("nvfp4-full", CONFIG)
         found = {p.name: Amax(8.0, 1) for p in parameters(CONFIG) if _scaled(recipe.format_of(p))}
         job = QuantiseJob(source, target_layout(CONFIG, recipe), calibration=Calibration.of(found))
-        run_job(job, target, workers=2, shard_bytes=SHARD)
+        job.run(target, workers=2, shard_bytes=SHARD)
     else:
         job_for(source, "nvfp4").run(target, workers=2, shard_bytes=SHARD)
         proof = prove(source, target, workers=2)

@@ -17,7 +17,6 @@ from degarble.harness.checkpoint.transform.convert.job import convert
 from degarble.harness.checkpoint.transform.convert.prove import prove
 from degarble.harness.checkpoint.transform.quantise.job import (
     QuantiseJob,
-    run_job,
     target_layout,
     weight_only,
 )
@@ -297,7 +296,7 @@ def test_bytes_are_those_of_quantise(kind: str, tmp_path: Path) -> None:
     config, _ = KINDS[kind]
     recipe = weight_only(recipe_named("nvfp4-full", config))
     job = QuantiseJob(source(kind), target_layout(config, recipe), lossless=False)
-    run_job(job, tmp_path / "quantised")
+    job.run(tmp_path / "quantised")
     compared = 0
     with (
         Checkpoint.open(tmp_path / "out") as ours,

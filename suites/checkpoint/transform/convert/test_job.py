@@ -22,9 +22,9 @@ from degarble.harness.checkpoint.transform.convert.back import InverseJob, conve
 from degarble.harness.checkpoint.transform.convert.job import CONVERSIONS, convert, job_for
 from degarble.harness.checkpoint.transform.convert.prove import prove
 from degarble.harness.checkpoint.transform.convert.vllm_parameters import BACKENDS
-from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, run_job, weight_only
+from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, weight_only
 from degarble.harness.checkpoint.view.view import Checkpoint
-from degarble.harness.checkpoint.write.writer import begin, bytes_of, finish, write_shard
+from degarble.harness.checkpoint.write.writer import begin, bytes_of
 from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.recipes import recipe_named
 from degarble.references import tiny
@@ -48,8 +48,8 @@ def test_shards_made_apart_in_any_order_are_the_same_bytes(to: str, tmp_path: Pa
     assert len(plan.shards) > 3
     begin(tmp_path / "parts", plan)
     for shard in reversed(plan.shards):
-        write_shard(tmp_path / "parts", shard, copy(job))
-    finish(tmp_path / "parts", plan, job.ending())
+        copy(job).make_shard(tmp_path / "parts", shard)
+    job.finish(tmp_path / "parts", plan)
     assert tree(tmp_path / "whole") == tree(tmp_path / "parts")
     assert prove(source(SOURCES[to]), tmp_path / "parts").holds
 
@@ -229,7 +229,7 @@ def write_source(kind: str, folder: Path) -> None:
     assert config is not None
     recipe = weight_only(recipe_named("nvfp4-full", config))
     layout = layout_named("nvfp4-full", config).with_recipe(recipe)
-    run_job(QuantiseJob(TRAINED / "v4", layout), folder)
+    QuantiseJob(TRAINED / "v4", layout).run(folder)
 
 
 @pytest.mark.timeout(300)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.checkpoint.transform.quantise.job import run_job
 from degarble.harness.checkpoint.write import writer
 from degarble.suites.checkpoint.doomed_runs import MODES, Court, refused
 from degarble.suites.checkpoint.transform.quantise.test_job import SHARD, job_of, source_of
@@ -59,7 +58,7 @@ def main(seed: str, *asked: str) -> None:
     torch.set_num_threads(1)
     with quick_folder() as folder:
         job = job_of(source_of(folder, "v4", "official"), "v4", "nvfp4-experts", lossless=False)
-        court = Court(folder, (partial(run_job, job, shard_bytes=SHARD),))
+        court = Court(folder, (partial(job.run, shard_bytes=SHARD),))
         for each in asked:
             mode, _, trials = each.partition("=")
             {**MODES, "full": full}[mode](court, random.Random(seed), int(trials))

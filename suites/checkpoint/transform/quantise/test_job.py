@@ -40,11 +40,7 @@ from degarble.harness.checkpoint.transform.quantise.conversion_report import (
 )
 from degarble.harness.checkpoint.transform.quantise.job import (
     QuantiseJob,
-    finish_job,
-    make_shard,
-    plan_job,
     recipe_for,
-    run_job,
     target_layout,
     weight_only,
 )
@@ -117,7 +113,7 @@ def test_every_value_is_the_definition(folder: Path, family: str, layout: str, r
     config, source = FAMILIES[family], source_of(folder, family, layout)
     job = job_of(source, family, recipe, lossless=False)
     target = folder / f"{family}-{layout}-{recipe}"
-    run_job(job, target, shard_bytes=SHARD)
+    job.run(target, shard_bytes=SHARD)
     chosen = job.layout.recipe_for(config)
     report = json.loads((target / REPORT).read_text())
     with Checkpoint.open(source) as before, Checkpoint.open(target) as after:
@@ -151,10 +147,10 @@ def test_a_hub_cache_is_read_and_what_no_parameter_explains_is_listed(folder: Pa
             (blobs / path.name).write_bytes(path.read_bytes())
             (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
     job = job_of(snapshot, "v4", "nvfp4-experts")
-    assert plan_job(job).unclaimed == ("rotary.inv_freq",)
+    assert job.unclaimed == ("rotary.inv_freq",)
     target = folder / "from-the-cache"
     before = tree(repo)
-    run_job(job, target)
+    job.run(target)
     assert tree(repo) == before
     assert json.loads((target / REPORT).read_text())["unclaimed"] == ["rotary.inv_freq"]
     assert not any(path.is_symlink() for path in target.rglob("*"))
@@ -196,7 +192,7 @@ def assert_quantised(
 def test_mxfp4_is_taken_over_exactly(folder: Path) -> None:
     source = source_of(folder, "v4", "official")
     target = folder / "lossless"
-    run_job(job_of(source, "v4", "nvfp4-experts"), target, shard_bytes=SHARD)
+    job_of(source, "v4", "nvfp4-experts").run(target, shard_bytes=SHARD)
     report = json.loads((target / REPORT).read_text())
     assert report["lossless"] == {"weights": 27, "exact": 27, "share_of_elements": 1.0}
     assert report["flagged"]["unreached_experts"] == list(UNREACHED)
@@ -211,7 +207,7 @@ def test_what_is_not_exact_falls_back_and_says_so(
 ) -> None:
     monkeypatch.setattr(nvfp4_scales, "WIDEST", -1)
     source, target = source_of(folder, "v4", "official"), folder / "not-lossless"
-    run_job(job_of(source, "v4", "nvfp4-experts"), target, shard_bytes=SHARD)
+    job_of(source, "v4", "nvfp4-experts").run(target, shard_bytes=SHARD)
     report = json.loads((target / REPORT).read_text())
     assert report["lossless"] == {"weights": 27, "exact": 0, "share_of_elements": 0.0}
     assert "E4M3 holds" in next(iter(report["flagged"]["not_lossless"].values()))
@@ -224,7 +220,7 @@ def test_a_wrong_exact_scale_never_reaches_the_disk(
     monkeypatch.setattr(nvfp4_scales, "block_scales_of", lambda *given: real(*given) + 8)
     target = folder / "planted"
     with pytest.raises(AssertionError, match="same numbers"):
-        run_job(job_of(source_of(folder, "v4", "official"), "v4", "nvfp4-experts"), target)
+        job_of(source_of(folder, "v4", "official"), "v4", "nvfp4-experts").run(target)
     assert not list(target.glob("*.safetensors"))
 
 
@@ -234,7 +230,7 @@ def test_searching_rules_lessen_the_error(folder: Path, rule: ScaleRule) -> None
     found = {}
     for each in (ScaleRule.AMAX, rule):
         target = folder / f"rules-{rule}-{each}"
-        run_job(job_of(source, "v32", "nvfp4-experts", scale_rule=each), target)
+        job_of(source, "v32", "nvfp4-experts", scale_rule=each).run(target)
         report = json.loads((target / REPORT).read_text())
         assert report["scale_rule"] == each
         found[each] = [each["relative_error"] for each in report["weights"].values()]
@@ -244,51 +240,51 @@ def test_searching_rules_lessen_the_error(folder: Path, rule: ScaleRule) -> None
 def test_interrupted_and_shared_out_work_gives_the_same_bytes(folder: Path) -> None:
     job = job_of(source_of(folder, "v4", "official"), "v4", "nvfp4-full")
     whole, parts = folder / "whole", folder / "parts"
-    run_job(job, whole, shard_bytes=SHARD)
-    planned = plan_job(job, shard_bytes=SHARD)
-    begin(parts, planned.plan)
-    for shard in planned.plan.shards[::-2]:  # another order, another run
-        make_shard(job, parts, shard)
+    job.run(whole, shard_bytes=SHARD)
+    plan = job.plan(shard_bytes=SHARD)
+    begin(parts, plan)
+    for shard in plan.shards[::-2]:  # another order, another run
+        job.make_shard(parts, shard)
     facts = sorted((parts / UNFINISHED).glob("*.facts"))
     facts[0].unlink()  # what was lost is worked out again
-    run_job(job, parts, shard_bytes=SHARD, workers=2)
+    job.run(parts, shard_bytes=SHARD, workers=2)
     assert tree(parts) == tree(whole)
-    run_job(job, whole, shard_bytes=SHARD)  # finished: nothing to do
+    job.run(whole, shard_bytes=SHARD)  # finished: nothing to do
     assert tree(parts) == tree(whole)
 
 
 def test_an_end_between_report_and_configs_is_mended(folder: Path) -> None:
     job = job_of(source_of(folder, "v4", "official"), "v4", "nvfp4-experts")
     target = folder / "mended"
-    planned = plan_job(job, shard_bytes=SHARD)
-    begin(target, planned.plan)
-    for shard in planned.plan.shards:
-        make_shard(job, target, shard)
-    finish_job(job, target, planned)
+    plan = job.plan(shard_bytes=SHARD)
+    begin(target, plan)
+    for shard in plan.shards:
+        job.make_shard(target, shard)
+    job.finish(target, plan)
     before = tree(target)
     (target / "config.json").unlink()  # as if the run had ended just before its last file
     (target / UNFINISHED).mkdir()
     (target / UNFINISHED / "plan.json").write_bytes(b"")
     (target / UNFINISHED / "plan.json").unlink()
-    run_job(job, target, shard_bytes=SHARD)
+    job.run(target, shard_bytes=SHARD)
     assert tree(target) == before
 
 
 def test_another_choice_does_not_resume(folder: Path) -> None:
     job = job_of(source_of(folder, "v4", "official"), "v4", "nvfp4-experts")
     target = folder / "choice"
-    begin(target, plan_job(job).plan)
+    begin(target, job.plan())
     with pytest.raises(UnwritablePath, match="scale_rule"):
-        run_job(replace(job, scale_rule=ScaleRule.MSE), target)
+        replace(job, scale_rule=ScaleRule.MSE).run(target)
 
 
 def test_activations_without_a_calibration_are_refused(folder: Path) -> None:
     job = job_of(source_of(folder, "v4", "official"), "v4", "nvfp4-experts")
     with pytest.raises(InvalidArgument, match="uninitialised"):
-        plan_job(replace(job, calibration=None))
+        replace(job, calibration=None).plan()
     weights: Recipe = weight_only(recipe_named("nvfp4-experts", TINY_V4))
     target = folder / "weight-only"
-    run_job(replace(job, layout=target_layout(TINY_V4, weights), calibration=None), target)
+    replace(job, layout=target_layout(TINY_V4, weights), calibration=None).run(target)
     with Checkpoint.open(target) as made:
         assert not [name for name in made.entries if name.endswith("input_scale")]
         stated = made.quantisation["config.json"]
@@ -300,7 +296,7 @@ def test_input_scales_of_the_source_stand_where_nothing_newer_is(folder: Path) -
     source = source_of(folder, "v32", "nvfp4-experts")
     job = replace(job_of(source, "v32", "nvfp4-experts"), calibration=None)
     target = folder / "again"
-    run_job(job, target)
+    job.run(target)
     with Checkpoint.open(source) as before, Checkpoint.open(target) as after:
         assert before.entries.keys() == after.entries.keys()
         for name in before.entries:
@@ -310,14 +306,14 @@ def test_input_scales_of_the_source_stand_where_nothing_newer_is(folder: Path) -
 def test_sources_that_cannot_do_are_refused(folder: Path, tmp_path: Path) -> None:
     packed = source_of(folder, "v4", "compressed-tensors")
     with pytest.raises(ScaleDirectionMismatch, match="divisor"):
-        plan_job(job_of(packed, "v4", "nvfp4-full"))
+        job_of(packed, "v4", "nvfp4-full").plan()
     damaged = tmp_path / "damaged"
     write_checkpoint(damaged, Synthetic(TINY_V32, "bf16", seed=1))
     path = damaged / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"num_hidden_layers": 4}))
     with pytest.raises(InvalidArgument, match="missing"):
-        plan_job(job_of(damaged, "v32", "nvfp4-full"))
+        job_of(damaged, "v32", "nvfp4-full").plan()
     with pytest.raises(UnknownName, match="recipe"):
         recipe_for("nvfp4-most", TINY_V4)
 
@@ -331,7 +327,7 @@ def test_a_custom_recipe(folder: Path, tmp_path: Path) -> None:
     )
     layout = target_layout(TINY_V4, recipe_for(str(file), TINY_V4))
     target = folder / "custom"
-    run_job(QuantiseJob(source_of(folder, "v4", "official"), layout), target)
+    QuantiseJob(source_of(folder, "v4", "official"), layout).run(target)
     report = json.loads((target / REPORT).read_text())
     assert list(report["weights"]) == ["layers.0.attn.wq_b"]
     assert report["counts"]["requantised: MXFP4 to FP8_128X128_F32"] == 27

@@ -12,7 +12,6 @@ import sys
 
 import pytest
 
-from degarble.harness.checkpoint.transform.quantise.job import run_job
 from degarble.harness.checkpoint.write.manifest import WriteJournal
 from degarble.suites.checkpoint.transform.quantise.test_job import SHARD, job_of, source_of
 from degarble.suites.checkpoint.writing_cases import quick_folder, tree
@@ -47,13 +46,13 @@ def test_resuming_without_a_check_is_detected(monkeypatch: pytest.MonkeyPatch) -
     """The planted fault: a shard that was damaged meanwhile is believed."""
     with quick_folder() as folder:
         job = job_of(source_of(folder, "v4", "official"), "v4", "nvfp4-experts")
-        run_job(job, folder / "whole", shard_bytes=SHARD)
+        job.run(folder / "whole", shard_bytes=SHARD)
         whole = tree(folder / "whole")
         for believing in (False, True):
             target = folder / f"target-{believing}"
             stopped = _StopAfterTwo()
             with pytest.raises(KeyboardInterrupt):
-                run_job(job, target, shard_bytes=SHARD, progress=stopped)
+                job.run(target, shard_bytes=SHARD, progress=stopped)
             first = min(target.glob("*.safetensors"))
             data = bytearray(first.read_bytes())
             data[-1] ^= 1
@@ -61,7 +60,7 @@ def test_resuming_without_a_check_is_detected(monkeypatch: pytest.MonkeyPatch) -
             with monkeypatch.context() as patch:
                 if believing:
                     patch.setattr(WriteJournal, "verified", WriteJournal.recorded)
-                run_job(job, target, shard_bytes=SHARD)
+                job.run(target, shard_bytes=SHARD)
             assert (tree(target) == whole) is not believing
 
 
