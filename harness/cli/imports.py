@@ -1,19 +1,26 @@
-"""Import the modules of a command with the garbage collector off.
-
-torch and its dependents make several hundred thousand objects, none of them garbage; collecting
-would take a fifth of the import time. Afterwards the objects are frozen, so that later collections
-skip them. In a process that already has torch, such as a test run, nothing changes.
-"""
+"""Import a command's modules: without garbage collection, and ended at once by Ctrl-C."""
 
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import sys
+import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import FrameType
+
+
+# --------------------------------------------------------------------------------------------------
+# Import the modules of a command with the garbage collector off.
+#
+# torch and its dependents make several hundred thousand objects, none of them garbage; collecting
+# would take a fifth of the import time. Afterwards the objects are frozen, so that later
+# collections skip them. In a process that already has torch, such as a test run, nothing changes.
 
 HEAVY = "torch"
 
@@ -30,3 +37,44 @@ def importing() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+# --------------------------------------------------------------------------------------------------
+# End the process at once on Ctrl-C while a command is still importing.
+#
+# An exception raised inside torch's or numpy's initialisation ends in C++ code that aborts the
+# process, or is reported as a broken installation. Nothing has been written by then, so nothing
+# needs cleaning up. Everywhere else Ctrl-C raises KeyboardInterrupt as usual. If another handler is
+# installed, or in another thread, nothing changes.
+
+EXIT_INTERRUPTED = 130
+INTERRUPTED_MESSAGE = "\ndegarble: interrupted\n"
+_STARTING = ("torch", "numpy")
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Decide about Ctrl-C inside, and leave it as it was."""
+    mine = threading.current_thread() is threading.main_thread()
+    if not mine or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, _interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    if any(map(_is_starting, _STARTING)):
+        sys.stderr.write(INTERRUPTED_MESSAGE)
+        sys.stderr.flush()
+        os._exit(EXIT_INTERRUPTED)
+    signal.default_int_handler(number, frame)
+
+
+def _is_starting(name: str) -> bool:
+    """Whether a module is being imported at this moment; Python says so on its spec."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return bool(getattr(spec, "_initializing", False))

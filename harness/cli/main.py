@@ -16,20 +16,18 @@ import typer
 
 from degarble.harness.base.errors import EXIT_REFUSED, DegarbleError, UnwritablePath
 from degarble.harness.base.version import VERSION
-from degarble.harness.cli import crash, usage
-from degarble.harness.cli.command import Cluster, Group, Json, Quiet, Session
-from degarble.harness.cli.commands import (
-    auditing,
-    checkpoints,
-    demo,
-    judging,
-    museum,
-    nights,
-    serving,
-    talking,
+from degarble.harness.cli.command import (
+    CliSession,
+    Cluster,
+    Group,
+    Json,
+    Quiet,
+    asks_for_json,
+    dispatch,
 )
-from degarble.harness.cli.interrupts import EXIT_INTERRUPTED, TOLD, interruptible
-from degarble.harness.cli.terminal import Environment, Terminal, tell_refusal
+from degarble.harness.cli.commands import checkpoints, history, inference, judging, museum
+from degarble.harness.cli.imports import EXIT_INTERRUPTED, INTERRUPTED_MESSAGE, interruptible
+from degarble.harness.cli.terminal import Environment, Terminal, tell_crash, tell_refusal
 
 EXIT_PIPE_CLOSED = 141
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -63,12 +61,21 @@ def _read_globals(
         ),
     ] = False,
 ) -> None:
-    session: Session = context.obj
+    session: CliSession = context.obj
     session.terminal = Terminal(json_wanted=json_wanted, quiet=quiet, cluster=cluster)
 
 
-for group in (demo, judging, auditing, checkpoints, talking, serving, museum, nights):
-    group.add(app)
+for add in (  # in the order of the help
+    museum.add_demo,
+    judging.add,
+    checkpoints.add_audit,
+    checkpoints.add_rewriting,
+    inference.add_generate,
+    inference.add_serve,
+    museum.add_faults,
+    history.add,
+):
+    add(app)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -79,12 +86,12 @@ def main(arguments: Sequence[str]) -> int:
 
 def _status_of(arguments: Sequence[str]) -> int:
     environment = Environment.read()
-    session = Session()
+    session = CliSession()
     try:
         try:
-            status = usage.dispatch(app, arguments, session)
+            status = dispatch(app, arguments, session)
         except DegarbleError as error:
-            wanted = session.terminal.json_wanted or usage.asks_for_json(session, arguments)
+            wanted = session.terminal.json_wanted or asks_for_json(session, arguments)
             status = tell_refusal(error, json_wanted=wanted)
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit):  # rich leaves with SystemExit where a pipe is closed
@@ -92,14 +99,14 @@ def _status_of(arguments: Sequence[str]) -> int:
         _silence(sys.stdout)
         status = EXIT_PIPE_CLOSED
     except KeyboardInterrupt:
-        sys.stderr.write(TOLD)
+        sys.stderr.write(INTERRUPTED_MESSAGE)
         status = EXIT_INTERRUPTED
     except OSError as error:
         if error.errno not in _NO_ROOM:
-            return crash.tell(error, arguments, environment)
+            return tell_crash(error, arguments, environment)
         status = _tell_lost_output(error)
     except Exception as error:  # noqa: BLE001  whatever it is, it is our mistake, told as such
-        status = crash.tell(error, arguments, environment)
+        status = tell_crash(error, arguments, environment)
     return status
 
 

@@ -1,14 +1,16 @@
-"""Check option values that several commands share, before any work starts.
-
-Covered are paths that must exist, names from a registry, options that exclude each other, ranges
-and backends.
-"""
+"""Options that several commands share: their types, their checks, their environment variables."""
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+from contextlib import contextmanager
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from degarble.harness.base.errors import (
     InvalidArgument,
@@ -20,8 +22,55 @@ from degarble.harness.base.protocols import BACKEND_ENTRY_POINT_GROUP
 from degarble.harness.report.files import is_stream, usable_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
+    from collections.abc import Iterable, Iterator
+
+    from degarble.harness.checkpoint.write.workers import Workers
+    from degarble.harness.cli.terminal import Terminal
+    from degarble.kernels.runtime.compiling import CompileSettings
+
+
+# --------------------------------------------------------------------------------------------------
+# Option types that several commands share.
+
+CheckpointPath = Annotated[
+    Path, typer.Argument(metavar="CKPT", help="Checkpoint: a directory with safetensors files.")
+]
+CapturePath = Annotated[
+    Path, typer.Argument(metavar="CAPTURE", help="Recorded tensors of one run.")
+]
+ReportFolder = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Write the checkpoint's page into DIR.")
+]
+Backend = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="torch, cutedsl, vllm, or module:factory for own kernels."),
+]
+Partial = Annotated[
+    bool,
+    typer.Option("--partial", help="Judge what there is of a capture whose run was killed."),
+]
+Strict = Annotated[
+    bool,
+    typer.Option("--strict", help="Refuse where any component would fall to torch."),
+]
+Convention = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE",
+        help="Arithmetic that the candidate follows, such as head_norm=once; may be repeated.",
+    ),
+]
+Prompt = Annotated[str | None, typer.Option(metavar="TEXT", help="The prompt itself.")]
+Prompts = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="A file with one prompt a line.")
+]
+
+
+# --------------------------------------------------------------------------------------------------
+# Check option values that several commands share, before any work starts.
+#
+# Covered are paths that must exist, names from a registry, options that exclude each other, ranges
+# and backends.
 
 BACKENDS = ("torch", "cutedsl", "vllm")
 _FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
@@ -116,3 +165,53 @@ def backend(name: str, value: str | None) -> None:
             "For example my_kernels:make_backend.",
         )
     one_of(name, value, {*BACKENDS, *installed})
+
+
+# --------------------------------------------------------------------------------------------------
+# Choose workers for `--cluster`, from two environment variables.
+#
+# RAY_ADDRESS is the address of a cluster, or `auto` for the one that this machine belongs to; if it
+# is unset, a cluster starts on this machine and ends with the run. DEGARBLE_WORKERS is the number
+# of processes on this machine; if it is unset, as many as 1 GB of memory allows, and for the museum
+# of faults one for each core. The cluster that was joined is printed on stderr.
+
+MOST_PROCESSES = 1024
+ADDRESS, WORKERS = "RAY_ADDRESS", "DEGARBLE_WORKERS"
+
+
+@contextmanager
+def spread(terminal: Terminal) -> Iterator[Workers]:
+    """Yield the workers that the options choose."""
+    # Imports torch by way of the runs, which --help and --version do without.
+    from degarble.harness.inference.processes import workers_of  # noqa: PLC0415
+
+    address = os.environ.get(ADDRESS) or None
+    with workers_of(terminal.cluster, address, requested_processes()) as workers:
+        if not isinstance(workers, int) and not terminal.quiet:
+            sys.stderr.write(f"degarble: {workers.told}\n")
+        yield workers
+
+
+def requested_processes() -> int | None:
+    """Return the number of processes that the environment asks for; None where it asks for none."""
+    told = os.environ.get(WORKERS, "")
+    if not told:
+        return None
+    if not (
+        told.isascii() and told.isdigit() and len(told) < 5 and 0 < int(told) <= MOST_PROCESSES
+    ):
+        raise InvalidArgument(
+            WORKERS, told, f"a number from 1 to {MOST_PROCESSES}", "Unset it, or name a number."
+        )
+    return int(told)
+
+
+# --------------------------------------------------------------------------------------------------
+# Read the environment variables of kernel compilation, for all commands.
+
+
+def settings_here() -> CompileSettings:
+    """Read the settings of this process."""
+    from degarble.kernels.runtime.compiling import read_settings  # noqa: PLC0415  only where used
+
+    return read_settings(os.environ)

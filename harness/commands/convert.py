@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.write.workers import Workers
     from degarble.harness.inference.processes import Listen
 
-_SHOWN = 40  # lines of a proof for a person; the JSON has all of them
+_RENAMES_SHOWN = 40  # lines of a proof for a person; the JSON has all of them
 
 
 @dataclass(frozen=True)
-class Converted:
+class ConvertSummary:
     """What was written, and the proof if one was requested."""
 
     to: str
@@ -59,9 +59,9 @@ class Converted:
         )
         if self.proof is None:
             return [first, "Values and names were not compared; --prove does so."]
-        found = list(islice(self.proof.lines(), _SHOWN + 1))
-        if len(found) > _SHOWN:
-            found[_SHOWN:] = ["and more; --json lists all of them."]
+        found = list(islice(self.proof.lines(), _RENAMES_SHOWN + 1))
+        if len(found) > _RENAMES_SHOWN:
+            found[_RENAMES_SHOWN:] = ["and more; --json lists all of them."]
         return [first, *found]
 
     def document(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Converted:
 
 def convert(
     job: ConversionJob, target: Path, workers: Workers, listen: Listen, *, proving: bool
-) -> Converted:
+) -> ConvertSummary:
     """Convert, or finish an interrupted conversion; then read the result again if `proving`."""
     require_separate_folders(job.source, target)
     plan = job.plan()
@@ -93,7 +93,7 @@ def convert(
         manifest = job.run(target, workers=workers, progress=heard, plan=plan)
         if proving:
             proof = prove(job.source, target, workers=workers, progress=progress.advance)
-    return Converted(
+    return ConvertSummary(
         to=job.to,
         target=target,
         content=manifest.content,

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from degarble.harness.checkpoint.write.workers import Workers
     from degarble.harness.inference.processes import Listen
 
-_SHOWN = 3  # names in a line; the report has all of them
+_LISTED = 3  # names in a line; the report has all of them
 
 
 @dataclass(frozen=True)
-class Quantised:
+class QuantiseSummary:
     """What was written. `report` is conversion_report.json."""
 
     target: Path
@@ -60,7 +60,7 @@ class Quantised:
         )
         left = [f"  {len(told['left_out']):,} parameters left out"] if told["left_out"] else []
         if told["unclaimed"]:
-            names = ", ".join(visible(name) for name in told["unclaimed"][:_SHOWN])
+            names = ", ".join(visible(name) for name in told["unclaimed"][:_LISTED])
             left.append(
                 f"  {len(told['unclaimed']):,} tensors of the source that no parameter"
                 f" explains were left behind, such as {names}"
@@ -100,7 +100,7 @@ def job_from(
     return QuantiseJob(source, layout, ScaleRule(scale_rule), calibration=records)
 
 
-def quantise(job: QuantiseJob, target: Path, workers: Workers, listen: Listen) -> Quantised:
+def quantise(job: QuantiseJob, target: Path, workers: Workers, listen: Listen) -> QuantiseSummary:
     """Run the job, or finish an interrupted one; raise for what the source lacks."""
     require_separate_folders(job.source, target)
     plan = job.plan()
@@ -108,4 +108,4 @@ def quantise(job: QuantiseJob, target: Path, workers: Workers, listen: Listen) -
         heard = counting(progress, target, plan)
         manifest = job.run(target, workers=workers, progress=heard, plan=plan)
     report = json.loads(read_small_file(target / REPORT, LARGEST_INDEX))
-    return Quantised(target, manifest.content, len(manifest.shards), report)
+    return QuantiseSummary(target, manifest.content, len(manifest.shards), report)

@@ -1,26 +1,34 @@
-"""Store pages: one HTML file and one record per checkpoint, keyed by its manifest hash.
-
-A run that adds one panel keeps the panels of earlier runs of the same checkpoint, and their verdict
-if it is worse. A folder that cannot be written, an unreadable record and another subject's page are
-refused before anything is written.
-"""
+"""Store pages of checkpoints, one HTML file and one record each, and add the history's panel."""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from degarble.harness.base.errors import UnreadableFile
 from degarble.harness.base.files import read_small_text
+from degarble.harness.history.panel import history_panel
 from degarble.harness.report.files import usable_folder, write_text
-from degarble.harness.report.page import page_from_json, page_to_json
-from degarble.harness.report.verdict import SEVERITY
+from degarble.harness.report.page import Page, Subject, page_from_json, page_to_json, provenance
+from degarble.harness.report.verdict import SEVERITY, Verdict
 from degarble.reports.page_html import page_html
+from degarble.reports.page_text import page_text
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from degarble.harness.report.page import Page, Panel
+    from degarble.harness.history.panel import History
+    from degarble.harness.report.page import Panel
+
+
+# --------------------------------------------------------------------------------------------------
+# Store pages: one HTML file and one record per checkpoint, keyed by its manifest hash.
+#
+# A run that adds one panel keeps the panels of earlier runs of the same checkpoint, and their
+# verdict if it is worse. A folder that cannot be written, an unreadable record and another
+# subject's page are refused before anything is written.
 
 LARGEST_RECORD = 256 << 20  # of a page as JSON
 
@@ -64,3 +72,37 @@ def with_earlier_panels(page: Page, record: Path) -> Page:
 
 def _severity(judged: Page | Panel) -> int:
     return -1 if judged.verdict is None else SEVERITY.index(judged.verdict)
+
+
+# --------------------------------------------------------------------------------------------------
+# The history of a checkpoint as terminal text, and as a panel of the checkpoint's page.
+#
+# The panel is added to the page of the checkpoint that the latest run measured.
+
+MANIFEST = "manifest"  # the fact of a run that names the checkpoint's page
+
+
+def history_page(history: History) -> Page:
+    """Return a page with the history alone."""
+    panel = history_panel(history)
+    last, stream = history.runs[-1], history.stream
+    named = f"{stream.subject}\n{stream.machine}".encode()
+    identity = last.facts.get(MANIFEST) or f"sha256:{hashlib.sha256(named).hexdigest()}"
+    return Page(
+        subject=Subject(stream.subject, "Checkpoint", identity),
+        provenance=provenance("degarble history trends"),
+        verdict=panel.verdict or Verdict.AGREES,
+        sentence=panel.sentence,
+        findings=(),
+        panels=(panel,),
+    )
+
+
+def history_pages(folder: Path, found: Sequence[History]) -> list[Path]:
+    """Write the page of each history; return the files."""
+    return [write_page(folder, history_page(each)) for each in found]
+
+
+def history_text(history: History, *, width: int, colour: bool) -> str:
+    """Render a history for a terminal."""
+    return page_text(history_page(history), width=width, colour=colour)

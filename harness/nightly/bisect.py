@@ -38,7 +38,7 @@ _SAME = 1e-9  # relative: two ends that measure the same
 
 
 @dataclass(frozen=True)
-class Search:
+class BisectSearch:
     """What is searched for, and where."""
 
     command: tuple[str, ...]
@@ -51,7 +51,7 @@ class Search:
 
 
 @dataclass(frozen=True)
-class Found:
+class BisectResult:
     """The commit, its subject line, and the measurements on the way."""
 
     commit: str
@@ -83,7 +83,9 @@ class Found:
         }
 
 
-def bisected(search: Search, told: Callable[[str], None] = lambda _line: None) -> Found:
+def bisected(
+    search: BisectSearch, told: Callable[[str], None] = lambda _line: None
+) -> BisectResult:
     """Return the first commit on the bad side."""
     inside = Path(search.result)
     if inside.is_absolute() or ".." in inside.parts or not inside.name:
@@ -125,7 +127,9 @@ def bisected(search: Search, told: Callable[[str], None] = lambda _line: None) -
     assert before is not None, "measured"
     assert after is not None, "measured"
     title = _git(search.repository, "log", "-1", "--format=%s", commits[high])
-    return Found(commits[high], title, before, after, search.component, tuple(work.known.items()))
+    return BisectResult(
+        commits[high], title, before, after, search.component, tuple(work.known.items())
+    )
 
 
 def _next(work: _Work, commits: list[str], low: int, high: int) -> int | None:
@@ -141,7 +145,7 @@ def _next(work: _Work, commits: list[str], low: int, high: int) -> int | None:
 class _Work:
     """Measures commits, each once."""
 
-    search: Search
+    search: BisectSearch
     told: Callable[[str], None]
     known: dict[str, float | None] = field(default_factory=dict)
 
@@ -186,7 +190,7 @@ class _Work:
         return values[BUDGETS.name].get(self.search.component)
 
 
-def _ends(search: Search) -> tuple[str, str]:
+def _ends(search: BisectSearch) -> tuple[str, str]:
     """Return the two commits: as given, or those of the latest change in the store."""
     good, bad = search.good, search.bad
     if search.store is not None and (good is None or bad is None):

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from degarble.harness.history.ledger import Failure
 from degarble.harness.history.records import SPEED
-from degarble.harness.nightly.record import Asked, StepResult
+from degarble.harness.nightly.night import NightConfig, StepResult
 from degarble.harness.report.number_text import share
 from degarble.harness.report.verdict import Verdict
 from degarble.kernels.runtime.targets import SM90A, SM100A, target_of_device
@@ -91,7 +91,7 @@ class Suite:
         return f"{said}; {self.left}" if self.left else said
 
 
-def kernels(asked: Asked, _: Mapping[str, StepResult]) -> StepResult:
+def kernels(asked: NightConfig, _: Mapping[str, StepResult]) -> StepResult:
     """Run the suites of the kernels on this machine's device."""
     if not asked.gpu:
         return _without("kernels")
@@ -156,7 +156,7 @@ def run_suite(path: Path, report: Path, markers: Sequence[str]) -> Suite:
     kernel = path.stem.removeprefix("test_")
     line = [sys.executable, "-m", "pytest", "-q", "-m", " or ".join(markers)]
     line += ["-p", "no:cacheprovider", "--junitxml", str(report), str(path)]
-    environment = {k: v for k, v in os.environ.items() if k not in _OF_THE_NIGHT}
+    environment = {k: v for k, v in os.environ.items() if k not in _NIGHT_VARIABLES}
     environment["CI"] = "true"  # a package that is missing fails its cases, instead of hiding them
     status, said = _ended(line, environment)
     if status is None:
@@ -197,36 +197,36 @@ def _end(group: int) -> None:
 
 
 # Of torchrun and of the night's own pytest: a suite of a kernel is a run of its own.
-_OF_THE_NIGHT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTEST_CURRENT_TEST", "PYTEST_ADDOPTS")
+_NIGHT_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTEST_CURRENT_TEST", "PYTEST_ADDOPTS")
 
 
 def suite_of(kernel: str, report: Path) -> Suite:
     """Read JUnit: cases that ran, and the first failure; skipped ones are reported, not counted."""
     cases = list(ET.parse(report).getroot().iter("testcase"))  # noqa: S314  written just now
     ran = [case for case in cases if case.find("skipped") is None]
-    failed = [case for case in ran if _trouble(case) is not None]
+    failed = [case for case in ran if _failure_element(case) is not None]
     if not ran:
         return Suite(kernel, broken="skipped every case")
     skipped = [case for case in cases if case.find("skipped") is not None]
-    left = f"{len(skipped):,} undecided, first {_said(skipped[0])}" if skipped else ""
-    first = _said(failed[0]) if failed else ""
+    left = f"{len(skipped):,} undecided, first {_case_message(skipped[0])}" if skipped else ""
+    first = _case_message(failed[0]) if failed else ""
     return Suite(kernel, len(ran), len(failed), first, left=left)
 
 
-def _said(case: ET.Element) -> str:
+def _case_message(case: ET.Element) -> str:
     """Return a case's name, and why it failed or was skipped."""
-    why = _trouble(case)
+    why = _failure_element(case)
     why = case.find("skipped") if why is None else why
     words = "" if why is None else why.get("message") or ""
     return f"{case.get('name')}: {' '.join(words.split())[:_LONG]}"
 
 
-def _trouble(case: ET.Element) -> ET.Element | None:
+def _failure_element(case: ET.Element) -> ET.Element | None:
     found = case.find("failure")
     return case.find("error") if found is None else found
 
 
-def figures(asked: Asked, _: Mapping[str, StepResult]) -> StepResult:
+def figures(asked: NightConfig, _: Mapping[str, StepResult]) -> StepResult:
     """Measure each kernel's share of a copy's bandwidth, or of cuBLAS, in the same run."""
     if not asked.gpu:
         return _without("speed")
@@ -236,7 +236,7 @@ def figures(asked: Asked, _: Mapping[str, StepResult]) -> StepResult:
     said = run_bench([sys.executable, "-m", suites.bench, "--json"])
     if isinstance(said, str):
         return StepResult(Verdict.UNDECIDED, f"No rate was measured: {said}")
-    return told(said)
+    return bench_result(said)
 
 
 def run_bench(line: Sequence[str]) -> dict[str, Any] | str:
@@ -255,7 +255,7 @@ def run_bench(line: Sequence[str]) -> dict[str, Any] | str:
     return found if isinstance(found, dict) else f"not a document: {last[:_LONG]}"
 
 
-def told(document: Mapping[str, Any]) -> StepResult:
+def bench_result(document: Mapping[str, Any]) -> StepResult:
     """Report a benchmark; a kernel that could not be timed leaves the step undecided."""
     speeds: Mapping[str, Mapping[str, Any]] = document["speeds"]
     failed: Mapping[str, str] = document["failed"]

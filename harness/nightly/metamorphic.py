@@ -21,7 +21,7 @@ from degarble.harness.engine.localise.recorded_run import InMemoryRun
 from degarble.harness.generate.generate import GenerationOptions, TextGenerator, prompts_from
 from degarble.harness.history.ledger import Failure
 from degarble.harness.inference.model import open_model
-from degarble.harness.nightly.record import Asked, StepResult
+from degarble.harness.nightly.night import NightConfig, StepResult
 from degarble.harness.nightly.steps import prompts_file
 from degarble.harness.report.number_text import number
 from degarble.harness.report.verdict import SEVERITY, Verdict
@@ -44,14 +44,14 @@ _PADDING = 5  # tokens after a prompt
 
 
 @dataclass(frozen=True, eq=False)
-class Said:
+class ModelOutputs:
     """States before the head for each token of a prompt, and the logits after it."""
 
     hidden: Tensor
     logits: Tensor
 
 
-def metamorphic(asked: Asked, _: Mapping[str, StepResult]) -> StepResult:
+def metamorphic(asked: NightConfig, _: Mapping[str, StepResult]) -> StepResult:
     """Run the relations on the checkpoint, with its backend."""
     if asked.captures is not None:
         return StepResult(
@@ -65,7 +65,7 @@ def metamorphic(asked: Asked, _: Mapping[str, StepResult]) -> StepResult:
         return judged(model, prompts, asked)
 
 
-def prompts_of(model: OpenModel, asked: Asked) -> list[list[int]]:
+def prompts_of(model: OpenModel, asked: NightConfig) -> list[list[int]]:
     """Return the ids of the first prompts, cut to LENGTH tokens."""
     prompts = prompts_from(prompts_file(asked))
     chat = any(isinstance(each, list) for each in prompts)
@@ -73,14 +73,16 @@ def prompts_of(model: OpenModel, asked: Asked) -> list[list[int]]:
     return [talker.ids_of(each)[:LENGTH] for each in prompts]
 
 
-def judged(model: OpenModel, prompts: list[list[int]], asked: Asked) -> StepResult:
+def judged(model: OpenModel, prompts: list[list[int]], asked: NightConfig) -> StepResult:
     """Run each relation, and compare with the prompts alone."""
     few = prompts[:PROMPTS]
     alone = [_run(model.speaker, [ids], [[len(ids)]])[0] for ids in few]
     rows, failures, worst = [], list[Failure](), 0.0
     for name, fed, pieces in relations(few):
         others = _run(model.speaker, fed, pieces)
-        apart = [_apart(mine, theirs) for mine, theirs in zip(alone, others, strict=True)]
+        apart = [
+            _largest_difference(mine, theirs) for mine, theirs in zip(alone, others, strict=True)
+        ]
         if not any(apart):
             rows.append((name, str(Verdict.AGREES), "equal to the bit"))
             continue
@@ -123,7 +125,7 @@ def _halves(length: int) -> list[int]:
     return [half, length - half] if half else [length]
 
 
-def _run(speaker: LogitsModel, fed: list[list[int]], pieces: list[list[int]]) -> list[Said]:
+def _run(speaker: LogitsModel, fed: list[list[int]], pieces: list[list[int]]) -> list[ModelOutputs]:
     """Feed sequences in a batch, piece by piece."""
     sequences = [Sequence() for _ in fed]
     parts: list[list[Tensor]] = [[] for _ in fed]
@@ -138,10 +140,10 @@ def _run(speaker: LogitsModel, fed: list[list[int]], pieces: list[list[int]]) ->
         for n, part in zip(at, hidden.split([len(each) for each in new]), strict=True):
             parts[n].append(part)
     whole = [torch.cat(each) for each in parts]
-    return [Said(each, speaker.logits(each)) for each in whole]
+    return [ModelOutputs(each, speaker.logits(each)) for each in whole]
 
 
-def _apart(mine: Said, theirs: Said) -> float:
+def _largest_difference(mine: ModelOutputs, theirs: ModelOutputs) -> float:
     """Return largest difference over largest magnitude of the common tokens; 0 if bit-equal."""
     found = 0.0
     for left, right in ((mine.hidden, theirs.hidden), (mine.logits, theirs.logits)):
@@ -154,7 +156,7 @@ def _apart(mine: Said, theirs: Said) -> float:
 
 
 def _origins(
-    model: OpenModel, asked: Asked, fed: list[list[int]], pieces: list[list[int]]
+    model: OpenModel, asked: NightConfig, fed: list[list[int]], pieces: list[list[int]]
 ) -> tuple[list[Failure], Verdict]:
     """Judge the run, in the same pieces, against the twin; return components beyond budget."""
     run = InMemoryRun.again(model.speaker.bound, steps_of(fed, pieces))

@@ -13,13 +13,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from degarble.harness.base.files import read_small_text
-from degarble.harness.commands.history_page import MANIFEST
-from degarble.harness.commands.report_folder import LARGEST_RECORD, write_page
+from degarble.harness.commands.report_folder import LARGEST_RECORD, MANIFEST, write_page
 from degarble.harness.history.panel import history_panel
 from degarble.harness.history.store import HistoryStore
-from degarble.harness.nightly.closing import history_in, run_of
-from degarble.harness.nightly.record import to_plain
-from degarble.harness.nightly.steps import RAN, where_of
+from degarble.harness.nightly.night import to_plain
+from degarble.harness.nightly.steps import RAN, history_in, run_of, where_of
 from degarble.harness.report.blocks import Column, ColumnKind, Sentence, Table
 from degarble.harness.report.files import write_text
 from degarble.harness.report.number_text import visible
@@ -38,8 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from degarble.harness.nightly.night import Night
-    from degarble.harness.nightly.record import StepResult
+    from degarble.harness.nightly.night import Night, StepResult
 
 COMMAND = "make nightly"
 KERNEL_STEPS = ("codecs", "kernels", "figures")
@@ -52,7 +49,7 @@ _MARKS = re.compile(r"([\\`*_{}\[\]<>|#])")
 
 
 @dataclass(frozen=True)
-class Written:
+class NightFiles:
     """The files of a night."""
 
     page: Path
@@ -60,7 +57,7 @@ class Written:
     summary: Path
 
 
-def write_night(night: Night) -> Written:
+def write_night(night: Night) -> NightFiles:
     """Write page, document and summary of the steps run so far."""
     page = page_of(night)
     html = write_page(night.asked.folder, page)
@@ -68,7 +65,7 @@ def write_night(night: Night) -> Written:
     document, summary = (night.asked.folder / f"{stem}.{end}" for end in ("json", "md"))
     write_text(document, json.dumps(document_of(night), ensure_ascii=True, indent=1) + "\n")
     write_text(summary, markdown(night))
-    return Written(html, document, summary)
+    return NightFiles(html, document, summary)
 
 
 def page_of(night: Night) -> Page:

@@ -1,10 +1,4 @@
-"""The judging steps of a nightly run: environment, audit, codecs, captures, repeats, check.
-
-Each runs what the command of the same name runs; numbers go into the history, failures into the
-ledger, pages and JUnit into the folder of the night. Each capture is made by its own process,
-because a fault may be random by launch and constant within one process; the user's own captures are
-taken as they are.
-"""
+"""The judging and closing steps of a nightly run."""
 
 from __future__ import annotations
 
@@ -14,7 +8,9 @@ import random
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
+from datetime import date
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -35,13 +31,26 @@ from degarble.harness.commands.check.report import (
     placed,
     write_check_report,
 )
-from degarble.harness.commands.history_page import MANIFEST as IDENTITY
+from degarble.harness.commands.report_folder import MANIFEST as IDENTITY
 from degarble.harness.commands.report_folder import write_page
-from degarble.harness.history.ledger import Failure
-from degarble.harness.history.records import failures_of, values_of
-from degarble.harness.inference.processes import usable_workers
+from degarble.harness.history.ledger import Failure, read_ledger
+from degarble.harness.history.panel import History, history_of
+from degarble.harness.history.panel import sentence_of as history_sentence
+from degarble.harness.history.query import skipped_lines
+from degarble.harness.history.records import MUSEUM, HistoryRun, failures_of, values_of
+from degarble.harness.history.store import HistoryStore
+from degarble.harness.inference.processes import usable_workers, workers_for
+from degarble.harness.museum import museum as museum_run
+from degarble.harness.museum.museum import percent
 from degarble.harness.nightly.codecs import count, wrong_codecs
-from degarble.harness.nightly.record import CAPTURES, Asked, StepResult
+from degarble.harness.nightly.night import (
+    CAPTURES,
+    LEDGER,
+    NightConfig,
+    StepResult,
+    excused,
+    failures_of_step,
+)
 from degarble.harness.report.files import usable_folder, write_text
 from degarble.harness.report.kernel_table import kernels_by_role
 from degarble.harness.report.page import kernel_versions, machine, provenance
@@ -51,8 +60,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from degarble.harness.museum.scores import MuseumScore
+
+
+# --------------------------------------------------------------------------------------------------
+# The judging steps of a nightly run: environment, audit, codecs, captures, repeats, check.
+#
+# Each runs what the command of the same name runs; numbers go into the history, failures into the
+# ledger, pages and JUnit into the folder of the night. Each capture is made by its own process,
+# because a fault may be random by launch and constant within one process; the user's own captures
+# are taken as they are.
+
+if TYPE_CHECKING:
     Results = Mapping[str, StepResult]
-    CaptureRun = Callable[[Asked, Path, Path], str]  # says why there is none, else nothing
+    CaptureRun = Callable[[NightConfig, Path, Path], str]  # says why there is none, else nothing
 
 NEW_TOKENS = 4
 RAN = "kernels of "  # a role: the fact that says which kernels and tactics computed it
@@ -80,7 +101,7 @@ OWN_PROMPTS = 16  # of a small vocabulary that lacks the words above
 _FEW = 5
 
 
-def environment(asked: Asked, _: Results) -> StepResult:
+def environment(asked: NightConfig, _: Results) -> StepResult:
     """Report machine, GPU with driver and clocks, versions and backend."""
     facts = {"machine": machine(), "system": platform.release(), "backend": asked.backend}
     facts |= dict(provenance("").versions) | kernel_versions()
@@ -116,7 +137,7 @@ def _gpus() -> list[dict[str, str]]:
     return [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]
 
 
-def audit(asked: Asked, _: Results) -> StepResult:
+def audit(asked: NightConfig, _: Results) -> StepResult:
     """Audit the checkpoint's files, against the reference if that is another."""
     apart = asked.checkpoint.resolve() != asked.reference.resolve()
     wanted = auditing.AuditRequest(asked.checkpoint, against=asked.reference if apart else None)
@@ -151,7 +172,7 @@ def audit(asked: Asked, _: Results) -> StepResult:
     )
 
 
-def codecs(_: Asked, __: Results) -> StepResult:
+def codecs(_: NightConfig, __: Results) -> StepResult:
     """Compute the known answers of the number formats."""
     wrong = wrong_codecs()
     if not wrong:
@@ -160,7 +181,7 @@ def codecs(_: Asked, __: Results) -> StepResult:
     return StepResult(Verdict.DIFFERS, sentence, lines=tuple(wrong))
 
 
-def captures(asked: Asked, _: Results, run: CaptureRun | None = None) -> StepResult:
+def captures(asked: NightConfig, _: Results, run: CaptureRun | None = None) -> StepResult:
     """Capture the same prompts in separate processes, or take the user's captures."""
     if asked.captures is not None:
         found = _given(asked.captures)
@@ -198,7 +219,7 @@ def _given(folder: Path) -> list[Path]:
     return found
 
 
-def prompts_file(asked: Asked) -> Path:
+def prompts_file(asked: NightConfig) -> Path:
     """Return this night's prompts as a file."""
     if asked.prompts is not None:
         return asked.prompts
@@ -234,20 +255,20 @@ def known_prompts(tokenizer: Tokenizer) -> tuple[str, ...]:
     return tuple(" ".join(chance.choices(words, k=each)) for each in lengths) if words else PROMPTS
 
 
-def capture_line(asked: Asked, prompts: Path, out: Path) -> list[str]:
+def capture_line(asked: NightConfig, prompts: Path, out: Path) -> list[str]:
     """Return Python's arguments for one capture of a night."""
     line = ["-m", "degarble.harness.cli.main", "--quiet", "capture"]
     line += [str(asked.checkpoint), "--out", str(out), "--prompts", str(prompts)]
     return [*line, "--backend", asked.backend, "--max-new-tokens", str(NEW_TOKENS)]
 
 
-def _alone(asked: Asked, prompts: Path, out: Path) -> str:
+def _alone(asked: NightConfig, prompts: Path, out: Path) -> str:
     line = [sys.executable, *capture_line(asked, prompts, out)]
     done = subprocess.run(line, capture_output=True, text=True, check=False)  # noqa: S603  ours
     return "" if not done.returncode else done.stderr or f"exit status {done.returncode}"
 
 
-def _capture(asked: Asked, prompts: Path, out: Path, run: CaptureRun) -> None:
+def _capture(asked: NightConfig, prompts: Path, out: Path, run: CaptureRun) -> None:
     said = run(asked, prompts, out)
     if said:
         raise InvalidArgument(
@@ -269,7 +290,7 @@ def _require_captures(results: Results) -> StepResult | None:
     return StepResult(Verdict.UNDECIDED, "There is no capture to judge.")
 
 
-def repeats(asked: Asked, results: Results) -> StepResult:
+def repeats(asked: NightConfig, results: Results) -> StepResult:
     """Compare the captures bit by bit; name the component that gave two results."""
     missing = _require_captures(results)
     if missing is not None:
@@ -302,7 +323,7 @@ def repeats(asked: Asked, results: Results) -> StepResult:
     return StepResult(worst.verdict, worst.sentence, failures=told, rows=tuple(rows), lines=names)
 
 
-def check(asked: Asked, results: Results) -> StepResult:
+def check(asked: NightConfig, results: Results) -> StepResult:
     """Judge each capture over all of its layers; skip one that equals a judged one."""
     missing = _require_captures(results)
     if missing is not None:
@@ -329,7 +350,7 @@ def check(asked: Asked, results: Results) -> StepResult:
     )  # fmt: skip
 
 
-def _checked(asked: Asked, capture: Path) -> StepResult:
+def _checked(asked: NightConfig, capture: Path) -> StepResult:
     device = "cuda" if asked.gpu else "cpu"
     wanted = checking.CheckSettings(capture, asked.reference, asked.checkpoint, device=device)
     with checking.CheckRun(wanted) as opened:
@@ -368,3 +389,183 @@ def _plain(document: Mapping[str, Any]) -> dict[str, Any]:
 
     origins = [asdict(each) for each in document["origins"]]
     return {**document, "schema": SCHEMA, "origins": origins}
+
+
+# --------------------------------------------------------------------------------------------------
+# The last steps of a nightly run: the museum's score, the history, the ledger of known failures.
+#
+# A short night plants a subset of faults. Of changes in the history only one turns a night red: a
+# speed that fell by more than its measure allows. Others are listed, because budgets decide whether
+# a change is a fault.
+
+# One of each kind: scales, codes, layouts, experts, router, rotation, a race.
+PLANTED = (
+    "M01.inverse", "M03.experts_first", "M10.nibble_order", "M11.swizzle_skipped",
+    "M12.previous_expert", "M26.weights", "M28.pairing",
+)  # fmt: skip
+SOME = museum_run.MuseumExtent(plants=1, healthy=4)
+_EXTENTS = {"some": SOME, "published": museum_run.PUBLISHED, "whole": museum_run.WHOLE}
+
+
+def museum(asked: NightConfig, _: Results) -> StepResult:
+    """Plant faults in the embedded models: with a blind engine every other step is void."""
+    faults = PLANTED if asked.museum == "some" else museum_run.chosen(())
+    models = _models(asked)
+    extent = _EXTENTS[asked.museum]
+    workers = workers_for(museum_run.WORKER_BYTES)
+    found = museum_run.run_museum(faults, extent, workers, root=models)
+    scores = [each for each in found.scores if each.total]
+    rows = tuple((each.claim.strip(), str(each.share), percent(each)) for each in scores)
+    wrong = [*found.missed, *(each.case for each in found.alarms)]
+    looked = [each.fault for each in found.outcomes]
+    looked += [each.fault for each in found.repeats if each.fault]
+    looked += [each.case for each in found.healthy]
+    judged = tuple(f"museum.{each}" for each in dict.fromkeys(looked))
+    values = {MUSEUM.name: {held(each): well(each) for each in scores if each.wanted is not None}}
+    counts = f"{len(faults)} faults planted {len(found.outcomes)} times, {len(found.healthy)} "
+    counts += "healthy runs"
+    if not wrong and found.verdict is Verdict.AGREES:
+        return StepResult(
+            Verdict.AGREES, f"{counts}: all that was said is true.",
+            values=values, judged=judged, rows=rows,
+        )  # fmt: skip
+    failures = tuple(
+        Failure(f"museum.{each}", Verdict.DIFFERS, None, "missed, or a false alarm")
+        for each in wrong
+    )
+    sentence = f"{counts}: the engine missed or mistook {', '.join(wrong) or 'a repeated run'}."
+    return StepResult(Verdict.DIFFERS, sentence, values=values, failures=failures, judged=judged,
+                      rows=rows)  # fmt: skip
+
+
+def _models(asked: NightConfig) -> Path:
+    """Return the folder of tonight's models, shared by all checkpoints; remove older ones."""
+    for old in (asked.folder / "work").glob("museum-*"):
+        with suppress(ValueError):  # of another making
+            apart = date.fromisoformat(asked.night) - date.fromisoformat(old.name[len("museum-") :])
+            if apart.days > 1:  # a night that began yesterday may still run
+                shutil.rmtree(old, ignore_errors=True)
+    return usable_folder("museum", asked.folder / "work" / f"museum-{asked.night}")
+
+
+def held(score: MuseumScore) -> str:
+    """Phrase a claim so that a larger share is better."""
+    return score.claim if score.at_least else f"no {score.claim}"
+
+
+def well(score: MuseumScore) -> float:
+    """Return the share of cases in which the claim so phrased held."""
+    return score.share if score.at_least else 1.0 - score.share
+
+
+def history(asked: NightConfig, results: Results) -> StepResult:
+    """Add the night to the store, and report what changed."""
+    if asked.store is None:
+        return StepResult(Verdict.UNDECIDED, "No --store was given.", asked=False)
+    run = run_of(asked, results)
+    if run is None:
+        return StepResult(Verdict.UNDECIDED, "Nothing was measured, so nothing is kept.")
+    with HistoryStore(asked.store, create=True) as store:
+        with store.trying(run):
+            told = _moved(history_in(store, run))
+        told = replace(told, lines=(*told.lines, *skipped_lines(store)))
+        # The store keeps the verdict of the whole night, with these reds and the ledger's.
+        whole = {**results, "history": told}
+        closed = run_of(asked, {**whole, "ledger": ledger(asked, whole)})
+        assert closed is not None, "it measured what `run` did"
+        store.add(closed)
+    return replace(told, facts={"run": closed.id})
+
+
+def _moved(found: History) -> StepResult:
+    """Return red while a red change of a series stands; others are reported once."""
+    red = found.lost
+    series = {(each.measure, each.place) for each in red}
+    failures = tuple(
+        Failure(f"{each.measure}.{each.place}", Verdict.DIFFERS, None, each.sentence)
+        for each in red
+    )
+    return StepResult(
+        Verdict.DIFFERS if red else Verdict.AGREES,
+        f"{red[0].sentence}." if red else history_sentence(found),
+        failures=failures,
+        judged=tuple(
+            f"{each.measure}.{each.place}"
+            for each in found.latest
+            if (each.measure, each.place) not in series
+        ),
+        lines=tuple(f"{each.measure}: {each.sentence}" for each in found.fresh),
+    )
+
+
+def history_in(store: HistoryStore, run: HistoryRun) -> History:
+    """Return the history that a run belongs to."""
+    stream = next(
+        each for each in store.streams()
+        if (each.subject, each.machine) == (run.subject, run.machine)
+    )  # fmt: skip
+    return history_of(store, stream)
+
+
+def run_of(asked: NightConfig, results: Results) -> HistoryRun | None:
+    """Return the night as one run; None if no step measured anything."""
+    values: dict[str, dict[str, float]] = {}
+    facts: dict[str, str] = {}
+    for result in results.values():
+        facts |= {str(name): str(value)[:500] for name, value in result.facts.items() if value}
+        for measure, places in result.values.items():
+            values.setdefault(measure, {}).update(places)
+    if not any(values.values()):
+        return None
+    known = None
+    if asked.ledger is not None:
+        known = read_ledger(asked.ledger, date.fromisoformat(asked.night))
+    red = [
+        each.verdict
+        for name, each in results.items()
+        if each.red and (name == LEDGER or not excused(asked, known, name, each))
+    ]
+    # A night on the CPU of a machine with a GPU is no night of that GPU.
+    gpu = facts.get("GPU 0 name") if asked.gpu else None
+    return HistoryRun(
+        subject=asked.name,
+        night=asked.night,
+        machine=gpu or facts.get("machine", "unknown"),
+        verdict=max(red, key=SEVERITY.index, default=Verdict.AGREES),
+        values=values,
+        commit=asked.commit[:64],
+        started=asked.started,
+        facts=facts,
+    )
+
+
+def ledger(asked: NightConfig, results: Results) -> StepResult:
+    """Compare the night with the ledger: new, expired and healed entries turn it red."""
+    if asked.ledger is None:
+        return StepResult(Verdict.UNDECIDED, "No --ledger was given.", asked=False)
+    today = date.fromisoformat(asked.night)
+    known = read_ledger(asked.ledger, today)
+    failures = [f for name, each in results.items() for f in failures_of_step(name, each)]
+    judged = [name for each in results.values() for name in each.judged]
+    ran = {name for name, each in results.items() if each.verdict not in _UNRUN}
+    judged += [f"night.{name}" for name in ran]
+    # An audit looks at all tensors: whatever an entry names there was looked at.
+    if "audit" in ran:
+        judged += [e.component for e in known.entries if e.component.startswith("audit.")]
+    settled = known.settle(failures, asked.name, today, judged)
+    lines = tuple(settled.lines())
+    if not settled.red:
+        count = len(settled.known)
+        sentence = f"All that failed is known: {count}." if count else "Nothing failed."
+        return StepResult(Verdict.AGREES, sentence, lines=lines)
+    wrong = [*settled.expired, *settled.healed]
+    told = tuple(
+        Failure(f"ledger.{each.component}", Verdict.DIFFERS, None, each.issue) for each in wrong
+    )
+    sentence = (
+        f"{len(settled.new)} new, {len(settled.expired)} expired, {len(settled.healed)} healed."
+    )
+    return StepResult(Verdict.DIFFERS, sentence, failures=told, lines=lines)
+
+
+_UNRUN = (Verdict.UNDECIDED, Verdict.REFUSED)

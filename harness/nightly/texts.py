@@ -1,22 +1,16 @@
-"""Text gates of a nightly run: perplexity, KL divergence, answer length, known-answer echo.
-
-Measured on each prompt, for candidate, twin and BF16 reference: surprise at the prompt in nats a
-token, KL divergence from the reference at each position, the number of tokens in an answer, and the
-share of a prompt's second copy that is predicted (its own words are the answers, so any prompt file
-will do). If the checkpoint runs here the candidate computes in the arithmetic of engines; captures
-of another program have only the logits after each prompt and each new token. statistics.py decides
-whether a drift is significant; fewer prompts than a gate needs are UNDECIDED.
-"""
+"""Text gates of a nightly run: perplexity, KL divergence, answer length, known-answer echo."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import NormalDist, fmean, stdev
 from typing import TYPE_CHECKING
 
 import torch
 
 from degarble.harness.backends.registry import AskedBackend, use_backend
+from degarble.harness.base.errors import Undecided
 from degarble.harness.capture.files.reader import Capture
 from degarble.harness.commands.check.check import captured_texts
 from degarble.harness.engine.localise.recorded_run import forward_again
@@ -25,20 +19,150 @@ from degarble.harness.history.records import TEXT
 from degarble.harness.inference.generation import Continuation, Finish, Generation, Limits
 from degarble.harness.inference.model import LogitsModel, open_model
 from degarble.harness.nightly.metamorphic import prompts_of
-from degarble.harness.nightly.record import Asked, StepResult
-from degarble.harness.nightly.statistics import FEWEST, Gate, gate
+from degarble.harness.nightly.night import NightConfig, StepResult
 from degarble.harness.nightly.steps import folders_of
+from degarble.harness.report.number_text import number
 from degarble.harness.report.verdict import Verdict
 from degarble.references.binding import BoundModel
-from degarble.references.model import Sequence
+from degarble.references.model import Sequence as SequenceState
 from degarble.references.numerics import Numerics
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
     from degarble.harness.inference.model import OpenModel
+
+
+# --------------------------------------------------------------------------------------------------
+# Judge a text statistic over prompts: paired differences, confidence interval, detectable drift.
+#
+# Each prompt gives one number for candidate, twin and BF16 reference; the drift is the mean of
+# candidate minus twin. The healthy range follows from twin minus reference: a candidate may stray
+# from its twin by less than the format itself does from BF16 (that mean with its own interval), or
+# by one BF16 step of the statistic if that is more. A gate is red only if the drift's whole
+# interval lies outside. A gate that could not detect a drift that matters decides nothing.
+#
+# Student's quantile is Wallace's closed form (1959), within 1 % from 5 prompts on.
+
+FEWEST = 4  # prompts
+CONFIDENCE = 0.999
+POWER = 0.8
+_STEP = 2.0**-8  # of BF16: what rounding alone may do to a statistic
+
+
+@dataclass(frozen=True)
+class TextGate:
+    """One statistic over the prompts: `low` to `high` is the interval of the drift."""
+
+    name: str
+    unit: str
+    prompts: int
+    candidate: float
+    twin: float
+    reference: float
+    low: float
+    high: float
+    healthy: float
+    smallest: float  # smallest drift that these prompts detect with probability POWER
+    matters: float  # drift that a gate must detect
+    finite: bool = True
+
+    @property
+    def drift(self) -> float:
+        """Return the mean of candidate minus twin."""
+        return self.candidate - self.twin
+
+    @property
+    def verdict(self) -> Verdict:
+        """Return DIFFERS only if the whole interval lies outside the healthy range."""
+        if not self.finite or self.low > self.healthy or self.high < -self.healthy:
+            return Verdict.DIFFERS
+        return Verdict.UNDECIDED if self.smallest > self.matters else Verdict.AGREES
+
+    @property
+    def sentence(self) -> str:
+        """Return drift, interval, healthy range and detectable drift as text."""
+        if not self.finite:
+            return f"{self.name} of the candidate is not finite."
+        shown = [number(each, 3) for each in (self.drift, self.low, self.high, self.healthy)]
+        told = (
+            f"{self.name}: drift {shown[0]} {self.unit} [{shown[1]}, {shown[2]}], healthy up to "
+            f"{shown[3]}; {self.prompts} prompts show {number(self.smallest, 3)} with "
+            f"{POWER:.0%} power."
+        )
+        if self.verdict is not Verdict.UNDECIDED:
+            return told
+        return f"{told} A drift of {number(self.matters, 3)} has to be seen: {self._advice}"
+
+    @property
+    def _advice(self) -> str:
+        if abs(self.twin - self.reference) >= self.matters:
+            return "the format alone costs more, so this statistic cannot judge it."
+        # The detectable drift falls with the square root of the number of prompts.
+        wanted = math.ceil(self.prompts * (self.smallest / self.matters) ** 2)
+        return f"give about {wanted:,} prompts."
+
+
+def gate(
+    name: str,
+    unit: str,
+    candidate: Sequence[float],
+    twin: Sequence[float],
+    reference: Sequence[float],
+    matters: float,
+) -> TextGate:
+    """Judge one statistic, a number a prompt; `matters` is the drift that must be detectable."""
+    count = len(candidate)
+    if count < FEWEST:
+        raise Undecided("prompts of a text gate", count, f"{FEWEST} at least", "Give more prompts.")
+    for voice, numbers in (("twin", twin), ("reference", reference)):
+        wild = sum(not math.isfinite(each) for each in numbers)
+        if wild:
+            raise Undecided(
+                f"{name} of the {voice}", f"not finite on {wild} of {count} prompts", "numbers",
+                "The text gates need a twin and a reference that can be measured: check these.",
+            )  # fmt: skip
+    if not all(map(math.isfinite, candidate)):
+        unknown = math.nan
+        means = (math.nan, fmean(twin), fmean(reference))
+        blank = (unknown, unknown, unknown, unknown, matters)
+        return TextGate(name, unit, count, *means, *blank, finite=False)
+    own, of_format = _differences(candidate, twin), _differences(twin, reference)
+    # Two-sided Student interval of the mean paired difference.
+    wide = quantile(count - 1, (1 + CONFIDENCE) / 2)
+    half = wide * stdev(own) / math.sqrt(count)
+    of_format_half = wide * stdev(of_format) / math.sqrt(count)
+    healthy = max(abs(fmean(of_format)) + of_format_half, abs(fmean(twin)) * _STEP)
+    # Drift beyond the healthy range that these prompts detect with probability POWER.
+    more = quantile(count - 1, POWER) * stdev(own) / math.sqrt(count)
+    middle = fmean(own)
+    means = (fmean(candidate), fmean(twin), fmean(reference))
+    seen = (middle - half, middle + half, healthy, healthy + half + more)
+    return TextGate(name, unit, count, *means, *seen, matters)
+
+
+def _differences(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    return [mine - theirs for mine, theirs in zip(first, second, strict=True)]
+
+
+def quantile(degrees: int, probability: float) -> float:
+    """Return Student's quantile by Wallace's approximation, for probabilities from one half on."""
+    # Wallace (1959), solved for t: z (8 n + 3) / (8 n + 1) = sqrt(n ln(1 + t^2 / n)).
+    z = NormalDist().inv_cdf(probability) * (8 * degrees + 3) / (8 * degrees + 1)
+    return math.sqrt(degrees * math.expm1(z * z / degrees))
+
+
+# --------------------------------------------------------------------------------------------------
+# Text gates of a nightly run: perplexity, KL divergence, answer length, known-answer echo.
+#
+# Measured on each prompt, for candidate, twin and BF16 reference: surprise at the prompt in nats a
+# token, KL divergence from the reference at each position, the number of tokens in an answer, and
+# the share of a prompt's second copy that is predicted (its own words are the answers, so any
+# prompt file will do). If the checkpoint runs here the candidate computes in the arithmetic of
+# engines; captures of another program have only the logits after each prompt and each new token.
+# `gate` decides whether a drift is significant; fewer prompts than it needs are UNDECIDED.
 
 NEW_TOKENS = 24
 PROMPTS = 32
@@ -59,7 +183,7 @@ MATTERS = {
 
 
 @dataclass(frozen=True)
-class Voice:
+class TextStatistics:
     """One model's statistics on each prompt; None where not measured."""
 
     perplexity: list[float]
@@ -68,23 +192,23 @@ class Voice:
     echo: list[float] | None = None
 
 
-def texts(asked: Asked, results: Mapping[str, StepResult]) -> StepResult:
+def texts(asked: NightConfig, results: Mapping[str, StepResult]) -> StepResult:
     """Measure the three models, and compare each statistic with its healthy range."""
     if asked.captures is not None:
         if results["captures"].verdict is not Verdict.AGREES:
             return StepResult(Verdict.UNDECIDED, "There is no capture to judge.")
         voices = _captured(asked, Capture.open(folders_of(results)[0]))
     else:
-        voices = _spoken(asked)
+        voices = _generated(asked)
     gates = []
     for name, unit in UNITS.items():
         candidate, twin, reference = (getattr(voice, name) for voice in voices)
         if candidate is not None and twin is not None and reference is not None:
             gates.append(gate(name, unit, candidate, twin, reference, MATTERS[name]))
-    return told(gates)
+    return text_result(gates)
 
 
-def told(gates: list[Gate]) -> StepResult:
+def text_result(gates: list[TextGate]) -> StepResult:
     """Report the gates; the numbers go into the history.
 
     Nothing is decided if no gate on the model's probabilities could detect a drift that matters.
@@ -120,19 +244,19 @@ def told(gates: list[Gate]) -> StepResult:
     )
 
 
-def _spoken(asked: Asked) -> tuple[Voice, Voice, Voice]:
+def _generated(asked: NightConfig) -> tuple[TextStatistics, TextStatistics, TextStatistics]:
     """Run candidate, twin and reference over the prompts."""
     with open_model(asked.reference, "bf16") as reference:
         with open_model(asked.checkpoint) as twin:
             prompts = [ids for ids in prompts_of(twin, asked)[:PROMPTS] if len(ids) > 1]
             meant = _rows(reference.speaker, prompts)
-            twins = _voice(twin, prompts, meant)
+            twins = _text_statistics(twin, prompts, meant)
         backend = AskedBackend(asked.backend)
         with open_model(asked.checkpoint, switches=backend.conventions) as candidate:
             _as_engines(candidate)
             use_backend(candidate.speaker.bound, backend, candidate.recipe)
-            mine = _voice(candidate, prompts, meant)
-        return mine, twins, _voice(reference, prompts, meant)
+            mine = _text_statistics(candidate, prompts, meant)
+        return mine, twins, _text_statistics(reference, prompts, meant)
 
 
 def _as_engines(model: OpenModel) -> None:
@@ -146,19 +270,21 @@ def _as_engines(model: OpenModel) -> None:
 
 def _rows(speaker: LogitsModel, prompts: list[list[int]]) -> list[Tensor]:
     """Return log probabilities after every token of each prompt."""
-    sequences = [Sequence() for _ in prompts]
+    sequences = [SequenceState() for _ in prompts]
     hidden = speaker.hidden(sequences, [torch.tensor(ids) for ids in prompts])
     parts = hidden.split([len(ids) for ids in prompts])
     return [speaker.logits(part).double().log_softmax(-1) for part in parts]
 
 
-def _voice(model: OpenModel, prompts: list[list[int]], meant: list[Tensor]) -> Voice:
+def _text_statistics(
+    model: OpenModel, prompts: list[list[int]], meant: list[Tensor]
+) -> TextStatistics:
     speaker = model.speaker
     rows = _rows(speaker, prompts)
     twice = [[*ids, *ids[1:]] for ids in prompts]
     again = _rows(speaker, twice)
     length = _lengths(model, prompts, [NEW_TOKENS] * len(prompts))
-    return Voice(
+    return TextStatistics(
         [_surprise(row[:-1], ids[1:]) for row, ids in zip(rows, prompts, strict=True)],
         [_divergence(row, mean) for row, mean in zip(rows, meant, strict=True)],
         length,
@@ -192,7 +318,9 @@ def _known(row: Tensor, ids: list[int]) -> float:
     return float((row[begin : begin + len(again)].argmax(-1) == again).double().mean())
 
 
-def _captured(asked: Asked, run: Capture) -> tuple[Voice, Voice, Voice]:
+def _captured(
+    asked: NightConfig, run: Capture
+) -> tuple[TextStatistics, TextStatistics, TextStatistics]:
     """Return the three models on a capture's steps: after each prompt and each new token."""
     head = {call.step: call for call in run.calls if call.component == "head"}
     steps = [step for step in run.steps if step.number in head]
@@ -213,7 +341,7 @@ def _captured(asked: Asked, run: Capture) -> tuple[Voice, Voice, Voice]:
             rows.append(_by_owner([again[n].double() for n in at], owners))
             lengths.append(_lengths(model, prompts, list(limits.values())) if limits else None)
     voices = [
-        Voice(
+        TextStatistics(
             [_surprise(side[o][: len(new[o])], new[o][: len(side[o])]) for o in known],
             [_divergence(side[o], rows[-1][o]) for o in known],
             length if None not in lengths else None,

@@ -1,13 +1,4 @@
-"""The pytest plugin: options, markers, seeds of tests, and a summary of what did not run.
-
-A suite that this machine cannot run is deselected, and the summary says which, how many and why.
-Expensive suites run only when `-m` names them. If `-m` names a device that is absent, the session
-ends with status 2, never green. A missing requirement is a failure while CI is set, or under a
-`strict` suite.
-
-The plugin acts only on suites of this repository or its installed wheel: in another project its
-markers mean nothing. It imports nothing heavy at load.
-"""
+"""The pytest plugin: options of a night, markers, seeds of tests, a summary of what did not run."""
 
 from __future__ import annotations
 
@@ -30,7 +21,6 @@ from degarble.harness.base.errors import (
     UnwritablePath,
 )
 from degarble.harness.inference.processes import read_rank_info
-from degarble.harness.plugins.night_options import NightOptions, add_options, night_options
 from degarble.harness.plugins.presence import (
     DEVICES,
     missing_device,
@@ -40,6 +30,89 @@ from degarble.harness.plugins.presence import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
+
+
+# --------------------------------------------------------------------------------------------------
+# Parse the nightly options of pytest's command line into a record. Imports nothing heavy.
+
+OPTIONS = {
+    "--prompts": ("FILE", "prompts of a night: one a line, or a .jsonl file"),
+    "--repeats": ("N", "captures of a night in processes of their own"),
+    "--museum": ("EXTENT", "faults that a night plants: some, published, whole"),
+    "--store": ("URL", "history store that a night is added to"),
+    "--ledger": ("FILE", "known failures, a YAML list"),
+    "--commit": ("SHA", "commit of the kernels that are judged"),
+    "--subject": ("NAME", "what the history calls the checkpoint"),
+    "--summary": ("FILE", "a Markdown file that the summary of a night is added to"),
+}
+EXTENTS = ("some", "published", "whole")
+REPEATS = 4
+MOST_REPEATS = 64
+
+
+@dataclass(frozen=True)
+class NightOptions:
+    """Options of a night, from the command line."""
+
+    prompts: Path | None = None
+    repeats: int = REPEATS
+    museum: str = EXTENTS[0]
+    store: str | None = None
+    ledger: Path | None = None
+    commit: str = ""
+    subject: str = ""
+    summary: Path | None = None
+
+
+def add_options(group: Any) -> None:
+    """Add them to a group of pytest's options."""
+    for option, (metavar, text) in OPTIONS.items():
+        group.addoption(option, metavar=metavar, default=None, help=text)
+
+
+def night_options(config: pytest.Config) -> NightOptions:
+    """Read them, or refuse one by name."""
+    said = {name: config.getoption(name) for name in OPTIONS}
+    museum = said["--museum"] or EXTENTS[0]
+    if museum not in EXTENTS:
+        raise InvalidArgument("--museum", museum, f"one of {', '.join(EXTENTS)}", "Name one.")
+    return NightOptions(
+        prompts=_night_path(said["--prompts"]),
+        repeats=_repeats(said["--repeats"]),
+        museum=museum,
+        store=said["--store"],
+        ledger=_night_path(said["--ledger"]),
+        commit=said["--commit"] or "",
+        subject=said["--subject"] or "",
+        summary=_night_path(said["--summary"]),
+    )
+
+
+def _night_path(value: str | None) -> Path | None:
+    return Path(value).absolute() if value else None
+
+
+def _repeats(value: str | None) -> int:
+    if value is None:
+        return REPEATS
+    if not (value.isascii() and value.isdigit() and 2 <= int(value[:4]) <= MOST_REPEATS):
+        raise InvalidArgument(
+            "--repeats", value, f"a number from 2 to {MOST_REPEATS}",
+            "One run alone shows nothing; four are the default.",
+        )  # fmt: skip
+    return int(value)
+
+
+# --------------------------------------------------------------------------------------------------
+# The pytest plugin: options, markers, seeds of tests, and a summary of what did not run.
+#
+# A suite that this machine cannot run is deselected, and the summary says which, how many and why.
+# Expensive suites run only when `-m` names them. If `-m` names a device that is absent, the session
+# ends with status 2, never green. A missing requirement is a failure while CI is set, or under a
+# `strict` suite.
+#
+# The plugin acts only on suites of this repository or its installed wheel: in another project its
+# markers mean nothing. It imports nothing heavy at load.
 
 HOUSE = Path(__file__).resolve().parents[2]
 
@@ -143,12 +216,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         wanted = "a file in a folder that exists"
         _refuse(UnwritablePath("--summary", str(summary), wanted, f"Make {summary.parent}."))
     expression = session.config.getoption("markexpr")
-    for marker in sorted(asked_markers(expression) & set(DEVICES)):
+    for marker in sorted(requested_markers(expression) & set(DEVICES)):
         reason = missing_device(marker)
         if reason:
             remedy = f"{reason[:1].upper()}{reason[1:]}."
             _refuse(MissingDevice("-m", expression, f"a machine with {marker}", remedy))
-    reason = missing_vllm() if "vllm" in asked_markers(expression) else None
+    reason = missing_vllm() if "vllm" in requested_markers(expression) else None
     if reason:
         _refuse(MissingDependency("-m", expression, "a Python with vLLM", f"Here {reason}."))
 
@@ -165,7 +238,7 @@ def pytest_collection() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what cannot run or was not chosen; keep, to fail, what may not be left out."""
     run = config.stash[_RUN]
-    asked = asked_markers(config.getoption("markexpr"))
+    asked = requested_markers(config.getoption("markexpr"))
     kept, left_out = [], []
     for item in items:
         name, reason, binding = _objection(item, asked, run)
@@ -248,7 +321,7 @@ def judge() -> Callable[..., Any]:
     return api.judge
 
 
-def asked_markers(expression: str) -> set[str]:
+def requested_markers(expression: str) -> set[str]:
     """Names that a `-m` expression asks for: those not under a `not`."""
     try:
         tree = ast.parse(expression.strip() or "None", mode="eval").body

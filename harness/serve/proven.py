@@ -156,14 +156,14 @@ class ProvenStart:
             installed_suites,
             kernels,
         )
-        from degarble.harness.nightly.record import Asked  # noqa: PLC0415  as above
+        from degarble.harness.nightly.night import NightConfig  # noqa: PLC0415  as above
         from degarble.harness.report.verdict import Verdict  # noqa: PLC0415  as below
 
         suites = installed_suites()
         if suites is None:
             raise StepFailed(NO_SUITES)
         own = self._how.checkpoint
-        found = kernels(Asked(own, own, own, night="", gpu=True), {})
+        found = kernels(NightConfig(own, own, own, night="", gpu=True), {})
         if found.verdict is not Verdict.AGREES:
             raise StepFailed(found.sentence)
         import torch  # noqa: PLC0415  as above

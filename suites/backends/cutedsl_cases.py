@@ -12,7 +12,7 @@ import torch
 from degarble.harness.backends.cutedsl import kernels as cutedsl_kernels
 from degarble.harness.capture.capture import CaptureSettings, capture
 from degarble.harness.capture.options import CaptureFilter
-from degarble.harness.cli.kernels import settings_here
+from degarble.harness.cli.values import settings_here
 from degarble.harness.commands.check.check import CheckRun
 from degarble.harness.commands.check.check import CheckSettings as WantedCheck
 from degarble.references.tiny.configs import TINY_V4, TINY_V32

@@ -21,7 +21,7 @@ import torch
 from degarble.harness.backends.cutedsl.backend import CONVENTIONS, use_kernels
 from degarble.harness.backends.cutedsl.kernels import KernelsOnGpu
 from degarble.harness.base.errors import DegarbleError
-from degarble.harness.cli.kernels import settings_here
+from degarble.harness.cli.values import settings_here
 from degarble.references.binding import BoundModel
 from degarble.references.model import ModelV4, Sequence, TokenBatch
 from degarble.references.numerics import KeyValueCache, Numerics

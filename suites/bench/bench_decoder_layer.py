@@ -27,7 +27,7 @@ from degarble.harness.backends.graph.layers import V4Steps
 from degarble.harness.backends.graph.matrices import CodedGroups, DenseGroups, Experts, Matrix
 from degarble.harness.backends.graph.steps import MemorySize, memory_of
 from degarble.harness.base.errors import DegarbleError
-from degarble.harness.cli.kernels import settings_here
+from degarble.harness.cli.values import settings_here
 from degarble.harness.formats.layouts import SWIZZLE_128X4
 from degarble.harness.model.config.config import V4_FLASH, V4_PRO
 from degarble.kernels.gemm.problem import GemmProblem

@@ -25,7 +25,7 @@ from degarble.harness.backends.graph.matrices import Experts, Matrix
 from degarble.harness.backends.graph.steps import MemorySize, latent_memory_of
 from degarble.harness.backends.graph.weights import NormWeight, RoutedWeights
 from degarble.harness.base.errors import DegarbleError
-from degarble.harness.cli.kernels import settings_here
+from degarble.harness.cli.values import settings_here
 from degarble.harness.model.config.config import V3_2
 from degarble.harness.model.types import MlpType
 from degarble.kernels.cache.problem import WINDOW

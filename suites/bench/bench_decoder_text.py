@@ -24,7 +24,7 @@ from degarble.harness.backends.cutedsl.backend import CONVENTIONS
 from degarble.harness.backends.cutedsl.kernels import KernelsOnGpu
 from degarble.harness.backends.graph.decoder import Decoder, DecoderSpeaker
 from degarble.harness.base.errors import DegarbleError
-from degarble.harness.cli.kernels import settings_here
+from degarble.harness.cli.values import settings_here
 from degarble.harness.inference.generation import Continuation, Generation, Limits, Sampling
 from degarble.harness.inference.model import LogitsModel
 from degarble.references.binding import BoundModel

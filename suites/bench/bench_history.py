@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from degarble.harness.commands.history_page import history_page
+from degarble.harness.commands.report_folder import history_page
 from degarble.harness.history.changes import changes_of
 from degarble.harness.history.panel import history_of
 from degarble.harness.history.records import BUDGETS, HistoryRun

@@ -31,9 +31,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from degarble.harness.base.errors import DegarbleError
 from degarble.harness.capture.files.reader import Capture
 from degarble.harness.cli.main import main as degarble
-from degarble.harness.nightly.closing import history
-from degarble.harness.nightly.night import Night, Step
-from degarble.harness.nightly.record import Asked, StepResult
+from degarble.harness.nightly.night import Night, NightConfig, NightStep, StepResult
+from degarble.harness.nightly.steps import history
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.campaigns.runner import CaseResult, arguments, run_cases
 from degarble.suites.hang_guard import HANG_SECONDS
@@ -73,14 +72,14 @@ def run_night() -> int:
     """Run a night of eight short steps and a history in this folder."""
     folder = Path.cwd()
 
-    def work(number: int, _asked: Asked, _results: Any) -> StepResult:
+    def work(number: int, _asked: NightConfig, _results: Any) -> StepResult:
         time.sleep(0.1)
         facts = {"machine": "m", f"step {number}": "done"}
         return StepResult(Verdict.AGREES, "Well.", values={"budgets": {"head": 0.25}}, facts=facts)
 
-    steps = [Step(f"s{n}", partial(work, n)) for n in range(8)]
-    steps.append(Step("history", history, all_before=True))
-    asked = Asked(
+    steps = [NightStep(f"s{n}", partial(work, n)) for n in range(8)]
+    steps.append(NightStep("history", history, all_before=True))
+    asked = NightConfig(
         folder / "src", folder / "src", folder / "night", "2026-11-22",
         store=str(folder / "h.sqlite"), commit="c0ffee",
     )  # fmt: skip

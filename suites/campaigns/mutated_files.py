@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.errors import EXIT_AGREES, EXIT_REFUSED
-from degarble.harness.cli.crash import EXIT_CRASHED
 from degarble.harness.cli.main import main as degarble
+from degarble.harness.cli.terminal import EXIT_CRASHED
 from degarble.suites.campaigns import file_mutations as damage
 from degarble.suites.campaigns.runner import CaseResult, arguments, run_cases
 from degarble.suites.checkpoint.reading_cases import TINY_V4, TINY_V32

@@ -7,9 +7,8 @@ import pytest
 import typer
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName, UnwritablePath
-from degarble.harness.cli.command import Session, command
+from degarble.harness.cli.command import CliSession, command, dispatch
 from degarble.harness.cli.terminal import Terminal
-from degarble.harness.cli.usage import dispatch
 from degarble.suites.cli.command_cases import NoOptions, PlainOptions
 
 if TYPE_CHECKING:
@@ -38,22 +37,22 @@ def _app(
 
 def test_the_record_arrives_with_its_defaults() -> None:
     app, seen = _app(PlainOptions)
-    assert dispatch(app, ["do", "here"], Session()) == 1
+    assert dispatch(app, ["do", "here"], CliSession()) == 1
     assert seen == [(PlainOptions(Path("here")), Terminal())]
 
 
 def test_an_empty_path_is_not_the_folder_that_one_stands_in() -> None:
     app, seen = _app(PlainOptions)
     with pytest.raises(InvalidArgument, match="= ''"):
-        dispatch(app, ["do", ""], Session())
+        dispatch(app, ["do", ""], CliSession())
     with pytest.raises(InvalidArgument, match="--json = ''"):
-        dispatch(app, ["do", "here", "--json="], Session())
+        dispatch(app, ["do", "here", "--json="], CliSession())
     assert not seen
 
 
 def test_every_field_can_be_given() -> None:
     app, seen = _app(PlainOptions)
-    dispatch(app, ["do", "here", "--count", "7", "--quiet", "--json"], Session())
+    dispatch(app, ["do", "here", "--count", "7", "--quiet", "--json"], CliSession())
     assert seen == [(PlainOptions(Path("here"), 7), Terminal(quiet=True, json_wanted=True))]
 
 
@@ -77,17 +76,17 @@ def test_json_is_written_where_requested(
     before: Terminal, words: list[str], expected: Terminal, json_word: bool
 ) -> None:
     app, seen = _app(PlainOptions, json_word=json_word)
-    dispatch(app, ["do", *words], Session(before))
+    dispatch(app, ["do", *words], CliSession(before))
     assert seen == [(PlainOptions(Path("x")), expected)]
 
 
 @pytest.mark.parametrize("words", [["x", "--json", "a.json"], ["--json", "a.json", "x"]])
 def test_the_older_spelling_takes_the_word_that_follows(words: list[str]) -> None:
     app, seen = _app(PlainOptions, json_word=True)
-    dispatch(app, ["do", *words], Session())
+    dispatch(app, ["do", *words], CliSession())
     assert seen == [(PlainOptions(Path("x")), FILE)]
     bare, seen = _app(NoOptions, json_word=True)
-    dispatch(bare, ["do", "--json", "-"], Session())
+    dispatch(bare, ["do", "--json", "-"], CliSession())
     assert seen[0][1] == STDOUT
 
 
@@ -104,7 +103,7 @@ def test_a_line_is_parsed_once(words: list[str], monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(typer.core.TyperCommand, "make_parser", counted)
     app, seen = _app(PlainOptions, json_word=True)
-    dispatch(app, ["do", *words], Session())
+    dispatch(app, ["do", *words], CliSession())
     assert seen[0][0] == PlainOptions(Path("x"))
     assert len(parsers) == 1
 
@@ -113,14 +112,14 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path
     app, seen = _app(PlainOptions)
     for file, error in (("", UnwritablePath), ("no/folder.json", UnwritablePath)):
         with pytest.raises(error, match="--json"):
-            dispatch(app, ["do", "x", f"--json={tmp_path / file}"], Session())
+            dispatch(app, ["do", "x", f"--json={tmp_path / file}"], CliSession())
     assert not seen
 
 
 def test_a_cluster_option_is_accepted_before_and_after_the_name() -> None:
     app, seen = _app(PlainOptions, spreads=True)
-    dispatch(app, ["do", "x", "--cluster", "ray"], Session())
-    dispatch(app, ["do", "x"], Session(Terminal(cluster="ray")))
+    dispatch(app, ["do", "x", "--cluster", "ray"], CliSession())
+    dispatch(app, ["do", "x"], CliSession(Terminal(cluster="ray")))
     assert [terminal.cluster for _, terminal in seen] == ["ray", "ray"]
 
 
@@ -133,7 +132,7 @@ def test_a_cluster_without_meaning_is_refused(
 ) -> None:
     app, seen = _app(PlainOptions, spreads=spreads)
     with pytest.raises(error, match="--cluster"):
-        dispatch(app, ["do", "x"], Session(Terminal(cluster=cluster)))
+        dispatch(app, ["do", "x"], CliSession(Terminal(cluster=cluster)))
     assert seen == []
 
 

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from degarble.harness.cli import usage
-from degarble.harness.cli.crash import EXIT_CRASHED
+from degarble.harness.cli.terminal import EXIT_CRASHED
 from degarble.suites.commands.calls import call
 
 if TYPE_CHECKING:
@@ -14,7 +13,7 @@ def _break(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_arguments: object) -> int:
         raise ZeroDivisionError("one over\x1b[2J zero")
 
-    monkeypatch.setattr(usage, "dispatch", broken)
+    monkeypatch.setattr("degarble.harness.cli.main.dispatch", broken)
 
 
 def test_an_internal_error_is_reported_as_ours_without_a_traceback(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.cli.first_pass import first_pass
-from degarble.harness.cli.terminal import Terminal
+from degarble.harness.cli.terminal import Terminal, first_pass
 
 if TYPE_CHECKING:
     import pytest

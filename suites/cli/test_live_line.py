@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from degarble.harness.cli.live_line import LiveLine, PlainLines
-from degarble.harness.cli.terminal import Terminal
+from degarble.harness.cli.terminal import LiveLine, PlainLines, Terminal
 from degarble.harness.report.progress import ProgressState
 
 

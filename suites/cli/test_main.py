@@ -11,7 +11,7 @@ import pytest
 
 from degarble.harness.base.version import VERSION
 from degarble.harness.cli import main as entry
-from degarble.harness.cli.interrupts import EXIT_INTERRUPTED
+from degarble.harness.cli.imports import EXIT_INTERRUPTED
 from degarble.suites.commands.calls import call
 from degarble.suites.hang_guard import HANG_SECONDS
 
@@ -91,12 +91,11 @@ def test_a_reader_that_went_away_is_no_error_of_ours() -> None:
 def test_ctrl_c_ends_quietly(tmp_path: Path) -> None:
     code = (
         "import signal, sys, time\n"
-        "from degarble.harness.cli import usage\n"
-        "from degarble.harness.cli.main import main\n"
+        "from degarble.harness.cli import main as program\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # none in the background
         "def slow(*_): print('on', flush=True); [time.sleep(0.05) for _ in range(600)]\n"
-        "usage.dispatch = slow\n"
-        "sys.exit(main([]))\n"
+        "program.dispatch = slow\n"
+        "sys.exit(program.main([]))\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path

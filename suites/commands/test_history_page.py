@@ -3,8 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from degarble.harness.commands.history_page import MANIFEST, history_pages
-from degarble.harness.commands.report_folder import write_page
+from degarble.harness.commands.report_folder import MANIFEST, history_pages, write_page
 from degarble.harness.history.panel import history_of
 from degarble.harness.history.store import HistoryStore
 from degarble.harness.report.page import Page, Panel, PanelKind, Provenance, Subject, page_from_json

@@ -13,9 +13,9 @@ from degarble.harness.base import errors
 from degarble.harness.base.protocols import BACKEND_ENTRY_POINT_GROUP
 from degarble.harness.checkpoint.audit.findings import RULES
 from degarble.harness.checkpoint.transform.convert.job import CONVERSIONS
-from degarble.harness.cli.crash import EXIT_CRASHED
-from degarble.harness.cli.interrupts import EXIT_INTERRUPTED
+from degarble.harness.cli.imports import EXIT_INTERRUPTED
 from degarble.harness.cli.main import EXIT_PIPE_CLOSED
+from degarble.harness.cli.terminal import EXIT_CRASHED
 from degarble.harness.engine.conventions.registry import REGISTRY
 from degarble.harness.engine.faults.registry import FAULTS, MODEL_FAULTS
 from degarble.harness.formats.dialects import DIALECTS
@@ -26,8 +26,7 @@ from degarble.harness.model.layouts import LAYOUTS
 from degarble.harness.model.recipes import RECIPE_NAMES
 from degarble.harness.museum.plants import roles_of
 from degarble.harness.nightly.table import STEPS
-from degarble.harness.plugins.night_options import OPTIONS
-from degarble.harness.plugins.pytest_plugin import MARKERS, PATH_OPTIONS
+from degarble.harness.plugins.pytest_plugin import MARKERS, OPTIONS, PATH_OPTIONS
 from degarble.harness.report.verdict import Verdict
 from degarble.kernels.runtime.targets import TARGETS
 from degarble.references.tiny.configs import TINY_V4, TINY_V32

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from degarble.harness.plugins.night_options import OPTIONS
+from degarble.harness.plugins.pytest_plugin import OPTIONS
 from degarble.suites.house.repository import ROOT
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import pytest
 
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.checkpoint.write.writer import begin, write, write_shard
-from degarble.harness.cli.spread import spread
 from degarble.harness.cli.terminal import Terminal
+from degarble.harness.cli.values import spread
 from degarble.harness.inference import processes
 from degarble.harness.inference.processes import (
     RankInfo,

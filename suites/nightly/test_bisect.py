@@ -9,7 +9,7 @@ import pytest
 
 from degarble.harness.base.errors import InvalidArgument, Undecided
 from degarble.harness.history.store import HistoryStore
-from degarble.harness.nightly.bisect import Search, bisected
+from degarble.harness.nightly.bisect import BisectSearch, bisected
 from degarble.suites.history.history_cases import W2, run
 
 SCRIPT = """
@@ -31,7 +31,7 @@ def git(folder: Path, *words: str) -> str:
     return done.stdout.strip()
 
 
-def repository(folder: Path, values: list[str]) -> tuple[Search, list[str]]:
+def repository(folder: Path, values: list[str]) -> tuple[BisectSearch, list[str]]:
     folder.mkdir()
     git(folder, "init", "-q", "-b", "main")
     commits = []
@@ -43,7 +43,7 @@ def repository(folder: Path, values: list[str]) -> tuple[Search, list[str]]:
         git(folder, "commit", "-q", "-m", f"step {number}")
         commits.append(git(folder, "rev-parse", "HEAD"))
     command = (sys.executable, "measure.py")
-    return Search(command, folder, W2, good=commits[0], bad=commits[-1]), commits
+    return BisectSearch(command, folder, W2, good=commits[0], bad=commits[-1]), commits
 
 
 def test_the_commit_that_moved_the_component_is_named(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from degarble.harness.museum import museum as museum_run
 from degarble.harness.museum.museum import Museum
 from degarble.harness.museum.plants import CauseAnswer, PlaceAnswer, PlantOutcome
 from degarble.harness.museum.scores import HealthyRun
-from degarble.harness.nightly import closing
-from degarble.harness.nightly.record import Asked, StepResult
+from degarble.harness.nightly import steps
+from degarble.harness.nightly.night import NightConfig, StepResult
 from degarble.harness.report.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ SPEED_LEDGER = """
 """
 
 
-def asked(folder: Path, night: int = 0, **more: object) -> Asked:
+def asked(folder: Path, night: int = 0, **more: object) -> NightConfig:
     day = str(date(2026, 1, 1) + timedelta(days=night))
-    made = Asked(
+    made = NightConfig(
         folder, folder, folder, day, store=str(folder / "history.sqlite"),
         commit=f"{night:040x}", started=day, subject="tiny",
     )  # fmt: skip
@@ -50,11 +50,11 @@ def measured(speed: float, budget: float) -> dict[str, StepResult]:
 def nights(folder: Path, speed: float, budget: float) -> StepResult:
     """32 nights that are alike, then two that are not."""
     for night in range(32):
-        quiet = closing.history(asked(folder, night), measured(0.9 + night % 3 / 1000, 0.5))
+        quiet = steps.history(asked(folder, night), measured(0.9 + night % 3 / 1000, 0.5))
         assert quiet.verdict is Verdict.AGREES
         assert quiet.lines == ()
     for night in (32, 33):
-        found = closing.history(asked(folder, night), measured(speed, budget))
+        found = steps.history(asked(folder, night), measured(speed, budget))
     return found
 
 
@@ -68,16 +68,16 @@ def test_a_speed_that_fell_turns_the_night_red(tmp_path: Path) -> None:
         assert len(store.runs()) == 34
         assert [each.verdict for each in store.runs()[-2:]] == [Verdict.AGREES, Verdict.DIFFERS]
     # It stays red until the speed is back for two nights, or the ledger knows it.
-    stays = closing.history(asked(tmp_path, 34), measured(0.7, 0.5))
+    stays = steps.history(asked(tmp_path, 34), measured(0.7, 0.5))
     assert stays.verdict is Verdict.DIFFERS
     (tmp_path / "known.yaml").write_text(SPEED_LEDGER)
     known = asked(tmp_path, 35, ledger=tmp_path / "known.yaml")
-    assert closing.history(known, measured(0.7, 0.5)).failures == stays.failures
+    assert steps.history(known, measured(0.7, 0.5)).failures == stays.failures
     with HistoryStore(str(tmp_path / "history.sqlite")) as store:
         assert [each.verdict for each in store.runs()[-2:]] == [Verdict.DIFFERS, Verdict.AGREES]
-    once = closing.history(asked(tmp_path, 36), measured(0.9, 0.5))
+    once = steps.history(asked(tmp_path, 36), measured(0.9, 0.5))
     assert once.verdict is Verdict.DIFFERS
-    healed = closing.history(asked(tmp_path, 37), measured(0.9, 0.5))
+    healed = steps.history(asked(tmp_path, 37), measured(0.9, 0.5))
     assert healed.verdict is Verdict.AGREES
     assert healed.judged == (f"speed.{KERNEL}",)
 
@@ -93,20 +93,20 @@ def test_a_night_is_kept_with_its_verdict_facts_and_worst(tmp_path: Path) -> Non
         "audit": StepResult(Verdict.DIFFERS, "wrong", facts={"manifest": "sha256:1"}),
         "text": StepResult(Verdict.UNDECIDED, "not asked", asked=False),
     }
-    run = closing.run_of(asked(tmp_path), results)
+    run = steps.run_of(asked(tmp_path), results)
     assert run is not None
     assert run.verdict is Verdict.DIFFERS
     assert run.facts == {"manifest": "sha256:1"}
-    assert closing.run_of(asked(tmp_path), {"audit": results["audit"]}) is None
-    assert closing.history(asked(tmp_path), {"audit": results["audit"]}).red
-    assert not closing.history(asked(tmp_path, store=None), results).red
+    assert steps.run_of(asked(tmp_path), {"audit": results["audit"]}) is None
+    assert steps.history(asked(tmp_path), {"audit": results["audit"]}).red
+    assert not steps.history(asked(tmp_path, store=None), results).red
 
 
 def test_a_night_on_the_cpu_is_none_of_the_gpu_that_is_there(tmp_path: Path) -> None:
     facts = {"machine": "CPU: 2 cores", "GPU 0 name": "NVIDIA B200"}
     results = measured(0.9, 0.5) | {"environment": StepResult(Verdict.AGREES, "", facts=facts)}
     for gpu, machine in ((True, "NVIDIA B200"), (False, "CPU: 2 cores")):
-        run = closing.run_of(asked(tmp_path, gpu=gpu), results)
+        run = steps.run_of(asked(tmp_path, gpu=gpu), results)
         assert run is not None
         assert run.machine == machine
 
@@ -114,7 +114,7 @@ def test_a_night_on_the_cpu_is_none_of_the_gpu_that_is_there(tmp_path: Path) -> 
 def museum(monkeypatch: pytest.MonkeyPatch, folder: Path, **more: Any) -> StepResult:
     made = Museum(outcomes=(), without_effect=(), **({"healthy": ()} | more))
     monkeypatch.setattr(museum_run, "run_museum", lambda *_, **__: made)
-    return closing.museum(asked(folder), {})
+    return steps.museum(asked(folder), {})
 
 
 def test_a_museum_with_an_alarm_is_red(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_only_what_was_planted_and_ran_can_heal(
     )
     made = Museum((planted,), (HealthyRun("v4 short"),), ())
     monkeypatch.setattr(museum_run, "run_museum", lambda *_, **__: made)
-    found = closing.museum(asked(tmp_path), {})
+    found = steps.museum(asked(tmp_path), {})
     assert found.judged == ("museum.M01.inverse", "museum.v4 short")
     assert found.values == {
         MUSEUM.name: {"no alarms on healthy runs": 1.0, "healthy runs judged": 1.0}
@@ -170,9 +170,9 @@ def test_only_what_was_planted_and_ran_can_heal(
     (tmp_path / "known.yaml").write_text(MUSEUM_LEDGER)
     kernels = StepResult(Verdict.AGREES, "well", judged=(KERNEL,))
     given = asked(tmp_path, ledger=tmp_path / "known.yaml")
-    settled = closing.ledger(given, {"museum": found, "kernels": kernels, "figures": kernels})
+    settled = steps.ledger(given, {"museum": found, "kernels": kernels, "figures": kernels})
     assert [each.component for each in settled.failures] == ["ledger.museum.M01.inverse"]
 
 
 def test_the_faults_of_a_short_night_exist() -> None:
-    assert set(closing.PLANTED) <= set(museum_run.chosen(()))
+    assert set(steps.PLANTED) <= set(museum_run.chosen(()))

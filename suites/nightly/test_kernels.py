@@ -18,7 +18,7 @@ import pytest
 from degarble.harness.history.records import SPEED
 from degarble.harness.nightly import kernels as night_kernels
 from degarble.harness.nightly.kernels import KernelSuites, Suite
-from degarble.harness.nightly.record import Asked
+from degarble.harness.nightly.night import NightConfig
 from degarble.harness.report.verdict import Verdict
 from degarble.kernels.runtime.targets import SM90A, TARGETS
 from degarble.suites.hang_guard import until
@@ -56,8 +56,8 @@ SPEEDS = {"gemm_bf16": {"share": 1.01, "of": "cuBLAS", "microseconds": 310.0},
           "kv_write_fp8": {"share": 0.78, "of": "copy bandwidth", "microseconds": 5.0}}  # fmt: skip
 
 
-def asked(folder: Path, *, gpu: bool = True) -> Asked:
-    return Asked(folder, folder, folder, "2026-11-22", gpu=gpu)
+def asked(folder: Path, *, gpu: bool = True) -> NightConfig:
+    return NightConfig(folder, folder, folder, "2026-11-22", gpu=gpu)
 
 
 @pytest.fixture
@@ -255,7 +255,7 @@ def test_every_target_has_suites_of_its_own_and_of_all() -> None:
         files = {path.stem for path in night_kernels.files_for(HERE.folders, markers)}
         assert "test_simt_quantise_nvfp4" in files, "kernels without tensor cores are one source"
         assert "test_simt_probe_formats" in files, "the formats on any GPU"
-        own = {"h200": "test_sm90_gemm_nvfp4", "b200": "test_sm100_gemm_nvfp4"}
+        own = {"h200": "test_sm90_gemm", "b200": "test_sm100_gemm"}
         assert own[markers[0]] in files
         assert "test_night" not in files, "a night within a night"
     assert {"test_cutedsl_h200", "test_decoder_h200"} <= {
@@ -271,14 +271,14 @@ def test_rates_are_kept_and_what_was_not_timed_is_reported() -> None:
     document = json.dumps({"target": "sm_90a", "speeds": SPEEDS, "failed": {}})
     said = night_kernels.run_bench(bench_of(f"print({document!r})"))
     assert isinstance(said, dict)
-    found = night_kernels.told(said)
+    found = night_kernels.bench_result(said)
     assert found.verdict is Verdict.AGREES
     assert found.values == {SPEED.name: {"kernels.gemm_bf16": 1.01, "kernels.kv_write_fp8": 0.78}}
     assert "furthest from its own: kv_write_fp8, 78.0 % of copy bandwidth" in found.sentence
-    found = night_kernels.told({**said, "failed": {"rmsnorm": "RuntimeError: a\nb"}})
+    found = night_kernels.bench_result({**said, "failed": {"rmsnorm": "RuntimeError: a\nb"}})
     assert found.red
     assert found.lines == ("rmsnorm: RuntimeError: a b",)
-    assert night_kernels.told({"speeds": {}, "failed": {}}).red
+    assert night_kernels.bench_result({"speeds": {}, "failed": {}}).red
 
 
 @pytest.mark.usefixtures("on_hopper")

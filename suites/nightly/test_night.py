@@ -20,14 +20,17 @@ from degarble.harness.base.errors import (
     UnwritablePath,
 )
 from degarble.harness.history.ledger import Failure
-from degarble.harness.nightly.closing import ledger
-from degarble.harness.nightly.night import Night, Step, require_no_workers
+from degarble.harness.nightly.night import (
+    Night,
+    NightConfig,
+    NightStep,
+    StepResult,
+    require_no_workers,
+)
 from degarble.harness.nightly.pages import markdown, write_night
-from degarble.harness.nightly.record import Asked, StepResult
-from degarble.harness.nightly.steps import environment
+from degarble.harness.nightly.steps import environment, ledger
 from degarble.harness.nightly.table import STEPS
-from degarble.harness.plugins.night_options import NightOptions
-from degarble.harness.plugins.pytest_plugin import RunOptions
+from degarble.harness.plugins.pytest_plugin import NightOptions, RunOptions
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.hang_guard import until
 from degarble.suites.nights import test_night as entry
@@ -51,17 +54,17 @@ ENTRY = """
 """
 
 
-def asked(folder: Path, **more: object) -> Asked:
+def asked(folder: Path, **more: object) -> NightConfig:
     model = folder / "model"
     model.mkdir(exist_ok=True)
     if not (model / "weights").exists():  # its time belongs to what is judged
         (model / "weights").write_text("one")
-    return Asked(model, model, folder / "out", NIGHT, **more)  # type: ignore[arg-type]
+    return NightConfig(model, model, folder / "out", NIGHT, **more)  # type: ignore[arg-type]
 
 
-def steps(ran: list[str], **results: StepResult | BaseException) -> list[Step]:
+def steps(ran: list[str], **results: StepResult | BaseException) -> list[NightStep]:
     def step(name: str, result: StepResult | BaseException) -> Callable[..., StepResult]:
-        def run(_: Asked, given: object) -> StepResult:
+        def run(_: NightConfig, given: object) -> StepResult:
             assert isinstance(given, dict)
             ran.append(f"{name}({','.join(given)})")
             if isinstance(result, BaseException):
@@ -72,17 +75,17 @@ def steps(ran: list[str], **results: StepResult | BaseException) -> list[Step]:
 
     made, before = [], ""
     for name, result in results.items():
-        made.append(Step(name, step(name, result), (before,) if before else ()))
+        made.append(NightStep(name, step(name, result), (before,) if before else ()))
         before = name
     return made
 
 
-def with_ledger(folder: Path, until: str = "2026-12-01", text: str = ENTRY) -> Asked:
+def with_ledger(folder: Path, until: str = "2026-12-01", text: str = ENTRY) -> NightConfig:
     (folder / "ledger.yaml").write_text(text.format(until=until))
     return asked(folder, ledger=folder / "ledger.yaml")
 
 
-SETTLE = Step("ledger", ledger, all_before=True)
+SETTLE = NightStep("ledger", ledger, all_before=True)
 
 
 def test_a_step_runs_once_after_those_that_it_needs(tmp_path: Path) -> None:
@@ -127,8 +130,7 @@ PROGRAM = """
 import sys, time
 from pathlib import Path
 from degarble.harness.report.verdict import Verdict
-from degarble.harness.nightly.night import Night, Step
-from degarble.harness.nightly.record import Asked, StepResult
+from degarble.harness.nightly.night import Night, NightConfig, NightStep, StepResult
 from degarble.harness.nightly.steps import environment
 from degarble.harness.nightly.table import STEPS
 from degarble.suites.nights import test_night as entry
@@ -144,8 +146,8 @@ def second(asked, given):
         time.sleep(0.01)
     return StepResult(Verdict.AGREES, "second ran")
 
-night = Night(Asked(folder / "model", folder / "model", folder / "out", "2026-11-22"),
-              [Step("first", first), Step("second", second)])
+night = Night(NightConfig(folder / "model", folder / "model", folder / "out", "2026-11-22"),
+              [NightStep("first", first), NightStep("second", second)])
 print(night.run(), night.continued, flush=True)
 """
 

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from degarble.harness.nightly import closing
-from degarble.harness.nightly.night import Night, Step
+from degarble.harness.nightly import steps as closing
+from degarble.harness.nightly.night import Night, NightConfig, NightStep, StepResult
 from degarble.harness.nightly.pages import write_night
-from degarble.harness.nightly.record import Asked, StepResult
 from degarble.harness.nightly.steps import RAN
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.reports.test_page_browser import CONTRAST, TOO_WIDE
@@ -59,7 +58,7 @@ return Array.from(document.querySelectorAll('svg.trend *'), (line) =>
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("night")
-    asked = Asked(folder, folder, folder, "2026-03-01", gpu=True, subject="tiny",
+    asked = NightConfig(folder, folder, folder, "2026-03-01", gpu=True, subject="tiny",
                   store=str(folder / "history.sqlite"))  # fmt: skip
     values = {"speed": {SPEED: 0.65}, "budgets": {"layers.3.ffn.experts.w2": 0.2}}
     healthy = {name: replace(each, verdict=Verdict.AGREES) for name, each in RESULTS.items()}
@@ -67,8 +66,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         day = str(date(2026, 2, 1) + timedelta(days=number))
         before = healthy | {"figures": replace(healthy["figures"], values=values)}
         closing.history(replace(asked, night=day, started=day), before)
-    steps = [Step(name, lambda *_, each=each: each) for name, each in RESULTS.items()]
-    night = Night(asked, [*steps, Step("history", closing.history, all_before=True)])
+    steps = [NightStep(name, lambda *_, each=each: each) for name, each in RESULTS.items()]
+    night = Night(asked, [*steps, NightStep("history", closing.history, all_before=True)])
     night.run()
     return write_night(night).page
 

@@ -6,10 +6,9 @@ import json
 from typing import TYPE_CHECKING
 
 from degarble.harness.history.ledger import Failure
-from degarble.harness.nightly.closing import history, ledger
-from degarble.harness.nightly.night import Night, Step
+from degarble.harness.nightly.night import Night, NightConfig, NightStep, StepResult
 from degarble.harness.nightly.pages import markdown, page_of, write_night
-from degarble.harness.nightly.record import Asked, StepResult
+from degarble.harness.nightly.steps import history, ledger
 from degarble.harness.report.page import PanelKind
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.snapshots import assert_as_kept
@@ -57,12 +56,15 @@ def night_in(folder: Path) -> Night:
     checkpoint = folder / "tiny_[v4]"
     checkpoint.mkdir()
     (folder / "known.yaml").write_text(LEDGER)
-    asked = Asked(
+    asked = NightConfig(
         checkpoint, checkpoint, folder / "out", "2026-11-22", commit="4" * 40,
         store=str(folder / "history.sqlite"), ledger=folder / "known.yaml",
     )  # fmt: skip
-    steps = [Step(name, lambda *_, each=each: each) for name, each in RESULTS.items()]
-    closing = [Step("history", history, all_before=True), Step("ledger", ledger, all_before=True)]
+    steps = [NightStep(name, lambda *_, each=each: each) for name, each in RESULTS.items()]
+    closing = [
+        NightStep("history", history, all_before=True),
+        NightStep("ledger", ledger, all_before=True),
+    ]
     night = Night(asked, [*steps, *closing])
     night.run()
     return night

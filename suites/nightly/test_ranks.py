@@ -13,11 +13,10 @@ import pytest
 
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.capture.files.reader import Capture
-from degarble.harness.nightly import ranks as night_ranks
-from degarble.harness.nightly.night import Step
-from degarble.harness.nightly.ranks import follow, lead, over_ranks
-from degarble.harness.nightly.record import Asked, StepResult
+from degarble.harness.nightly import table as night_ranks
+from degarble.harness.nightly.night import NightConfig, NightStep, StepResult
 from degarble.harness.nightly.steps import captures
+from degarble.harness.nightly.table import follow, lead, over_ranks
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.checkpoint.reading_cases import TINY_V4
 from degarble.suites.house.repository import ROOT
@@ -43,16 +42,16 @@ def words(monkeypatch: pytest.MonkeyPatch) -> deque[Any]:
         said.append(json.loads(json.dumps(word)))
         return word
 
-    monkeypatch.setattr(night_ranks, "told_by_first", told)
+    monkeypatch.setattr(night_ranks, "broadcast_json", told)
     return said
 
 
 @pytest.fixture
-def asked(tmp_path: Path) -> Asked:
+def asked(tmp_path: Path) -> NightConfig:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("w7 w8")
     model = tmp_path / "model"
-    return Asked(
+    return NightConfig(
         model, model, tmp_path / "out", "2026-11-22", repeats=2, ranks=RANKS, prompts=prompts
     )
 
@@ -75,7 +74,7 @@ def test_a_crashed_step_leaves_no_rank_waiting() -> None:
 
 @pytest.mark.usefixtures("words")
 def test_every_rank_captures_in_a_process_of_its_own(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch
+    asked: NightConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[dict[str, str]] = []
 
@@ -85,11 +84,11 @@ def test_every_rank_captures_in_a_process_of_its_own(
         assert line[1:5] == ["-m", "degarble.harness.cli.main", "--quiet", "capture"]
         return type("Done", (), {"returncode": 0, "stderr": ""})
 
-    monkeypatch.setattr("degarble.harness.nightly.ranks.subprocess.run", child)
+    monkeypatch.setattr("degarble.harness.nightly.table.subprocess.run", child)
     monkeypatch.setattr(Capture, "open", lambda _: SimpleNamespace(facts={}))
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    [step] = over_ranks([Step("captures", captures)], RANKS)
+    [step] = over_ranks([NightStep("captures", captures)], RANKS)
     result = lead("captures", lambda: step.run(asked, {}))
     assert result.facts["ranks"] == str(RANKS)
     assert [name for name, _, _ in result.rows] == ["run-1", "run-2"]
@@ -101,18 +100,18 @@ def test_every_rank_captures_in_a_process_of_its_own(
 
 
 @pytest.mark.usefixtures("words")
-def test_a_capture_that_fails_says_why(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_that_fails_says_why(asked: NightConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def child(*_: Any, **__: Any) -> Any:
         return type("Done", (), {"returncode": 2, "stderr": "no such\n  checkpoint"})
 
-    monkeypatch.setattr("degarble.harness.nightly.ranks.subprocess.run", child)
-    [step] = over_ranks([Step("captures", captures)], RANKS)
+    monkeypatch.setattr("degarble.harness.nightly.table.subprocess.run", child)
+    [step] = over_ranks([NightStep("captures", captures)], RANKS)
     with pytest.raises(InvalidArgument, match="no such checkpoint"):
         step.run(asked, {})
 
 
-def test_kernels_and_captures_of_ones_own_are_refused(asked: Asked, tmp_path: Path) -> None:
-    [step] = over_ranks([Step("captures", captures)], RANKS)
+def test_kernels_and_captures_of_ones_own_are_refused(asked: NightConfig, tmp_path: Path) -> None:
+    [step] = over_ranks([NightStep("captures", captures)], RANKS)
     with pytest.raises(InvalidArgument, match="--backend"):
         step.run(replace(asked, backend="cutedsl"), {})
     with pytest.raises(InvalidArgument, match="--captures"):

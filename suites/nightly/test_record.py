@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from degarble.harness.history.ledger import Failure
-from degarble.harness.nightly.record import (
-    Asked,
-    Journal,
+from degarble.harness.nightly.night import (
+    NightConfig,
+    NightJournal,
     StepResult,
-    files_told,
+    files_digest,
     from_plain,
     to_plain,
 )
@@ -36,34 +36,34 @@ def test_a_result_round_trips_through_json() -> None:
 
 
 def test_a_journal_answers_for_the_same_key_alone(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "work")
+    journal = NightJournal(tmp_path / "work")
     assert not journal.continues
     journal.write("check", "key", RESULT)
-    again = Journal(tmp_path / "work")
+    again = NightJournal(tmp_path / "work")
     assert again.continues
     assert again.started == journal.started
     assert again.read("check", "key") == RESULT
     assert again.read("check", "other") is None
     assert again.read("audit", "key") is None
     again.finish()
-    assert Journal(tmp_path / "work").read("check", "key") is None
+    assert NightJournal(tmp_path / "work").read("check", "key") is None
 
 
 def test_a_changed_file_is_reported(tmp_path: Path) -> None:
-    assert files_told(None) == files_told(tmp_path / "nothing") == []
+    assert files_digest(None) == files_digest(tmp_path / "nothing") == []
     file = tmp_path / "a" / "b"
     file.parent.mkdir()
     file.write_text("one")
-    told = files_told(tmp_path)
+    told = files_digest(tmp_path)
     assert told[0][:2] == ("a/b", 3)
-    assert files_told(file)[0][:2] == ("b", 3)
+    assert files_digest(file)[0][:2] == ("b", 3)
     file.write_text("longer")
-    assert files_told(tmp_path) != told
+    assert files_digest(tmp_path) != told
 
 
 def test_a_name_never_leads_out_of_the_folder(tmp_path: Path) -> None:
     for name in ("..", "../x", "/", "a/b", "\N{SNOWMAN}"):
-        asked = Asked(tmp_path, tmp_path, tmp_path, "2026-11-22", subject=name)
+        asked = NightConfig(tmp_path, tmp_path, tmp_path, "2026-11-22", subject=name)
         assert asked.work.parent == tmp_path / "work"
         assert asked.work.name not in ("", ".", "..")
 
@@ -72,7 +72,7 @@ def test_a_name_never_leads_out_of_the_folder(tmp_path: Path) -> None:
 def test_a_journal_that_is_killed_while_it_is_cleared_begins_anew(
     killed_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal = Journal(tmp_path)
+    journal = NightJournal(tmp_path)
     journal.write("one", "key", StepResult(Verdict.AGREES, "Well."))
     journal.finish()
     removed: list[Path] = []
@@ -88,5 +88,5 @@ def test_a_journal_that_is_killed_while_it_is_cleared_begins_anew(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", until_killed)
         with pytest.raises(KeyboardInterrupt):
-            Journal(tmp_path)
-    assert not Journal(tmp_path).continues
+            NightJournal(tmp_path)
+    assert not NightJournal(tmp_path).continues

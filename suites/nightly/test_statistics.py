@@ -8,7 +8,7 @@ import random
 import pytest
 
 from degarble.harness.base.errors import Undecided
-from degarble.harness.nightly.statistics import Gate, gate, quantile
+from degarble.harness.nightly.texts import TextGate, gate, quantile
 from degarble.harness.report.verdict import Verdict
 
 DOUBLED = math.log(2)
@@ -30,7 +30,7 @@ def test_the_quantile_is_that_of_the_table(degrees: int, probability: float, kno
     assert quantile(degrees, probability) == pytest.approx(known, rel=0.012)
 
 
-def drawn(seed: int, shift: float, count: int = 12) -> Gate:
+def drawn(seed: int, shift: float, count: int = 12) -> TextGate:
     chance = random.Random(seed)
     reference = [chance.gauss(3.0, 0.5) for _ in range(count)]
     twin = [each + chance.gauss(0.02, 0.01) for each in reference]

@@ -23,9 +23,8 @@ from degarble.harness.museum.cases import ModelKey, prepare
 from degarble.harness.nightly import metamorphic as night_metamorphic
 from degarble.harness.nightly import steps as night_steps
 from degarble.harness.nightly.metamorphic import judged as related
-from degarble.harness.nightly.night import Night, Step
+from degarble.harness.nightly.night import Night, NightConfig, NightStep, StepResult
 from degarble.harness.nightly.pages import write_night
-from degarble.harness.nightly.record import Asked, StepResult
 from degarble.harness.nightly.table import STEPS
 from degarble.harness.nightly.texts import NEW_TOKENS, limits_of, texts
 from degarble.harness.report.verdict import Verdict
@@ -48,11 +47,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_speaker(tmp_path_factory.mktemp("v4") / "model", "v4")
 
 
-def asked(model: Path, folder: Path, **more: Any) -> Asked:
+def asked(model: Path, folder: Path, **more: Any) -> NightConfig:
     prompts = folder / "prompts.txt"
     prompts.write_text("\n".join(PROMPTS))
     given = {"prompts": prompts} | more
-    return Asked(model, model, folder / "out", "2026-11-22", **given)
+    return NightConfig(model, model, folder / "out", "2026-11-22", **given)
 
 
 def gain(inner: Any, inputs: Any, weights: Any) -> Mapping[str, Any]:
@@ -85,7 +84,7 @@ def captured(model: Path, folder: Path, faulty: str = "") -> Path:
     return folder
 
 
-def judging(asked: Asked) -> Night:
+def judging(asked: NightConfig) -> Night:
     wanted = {"captures", "repeats", "check"}
     return Night(asked, [step for step in STEPS if step.name in wanted])
 
@@ -196,7 +195,7 @@ def test_captures_are_made_by_processes_and_a_failing_one_is_reported(
     made = night_steps.captures(asked(model, tmp_path, repeats=1), {})
     assert made.sentence == "The same prompts were captured in 1 process."
     wrong = asked(model, tmp_path, repeats=1, backend="nowhere:factory")
-    night = Night(wrong, [Step("captures", night_steps.captures)])
+    night = Night(wrong, [NightStep("captures", night_steps.captures)])
     assert night.run() is Verdict.REFUSED
     assert "nowhere" in night.sentence
 
@@ -287,7 +286,7 @@ def test_a_whole_night_detects_a_damaged_weight_and_its_repair(tmp_path: Path) -
     wrong = damaged(healthy, tmp_path / "damaged")
     steps = [step for step in STEPS if step.name not in ("museum", "figures")]
     for checkpoint, verdict in ((wrong, Verdict.DIFFERS), (healthy, Verdict.AGREES)):
-        given = Asked(
+        given = NightConfig(
             checkpoint, SOURCE, tmp_path / "out", "2026-11-22", repeats=2, subject="tiny",
             prompts=ROOT / ".ci" / "prompts.txt", store=str(tmp_path / "history.sqlite"),
         )  # fmt: skip

@@ -15,19 +15,16 @@ import pytest
 
 from degarble.harness.base.errors import Refused
 from degarble.harness.inference.processes import process_group, read_rank_info
-from degarble.harness.nightly.night import Night, require_no_workers, today
+from degarble.harness.nightly.night import Night, NightConfig, require_no_workers, today
 from degarble.harness.nightly.pages import write_night
-from degarble.harness.nightly.ranks import follow, lead, over_ranks
-from degarble.harness.nightly.record import Asked
-from degarble.harness.nightly.table import STEPS
+from degarble.harness.nightly.table import STEPS, follow, lead, over_ranks
 from degarble.harness.plugins.presence import DEVICES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from degarble.harness.nightly.record import StepResult
-    from degarble.harness.plugins.night_options import NightOptions
-    from degarble.harness.plugins.pytest_plugin import RunOptions
+    from degarble.harness.nightly.night import StepResult
+    from degarble.harness.plugins.pytest_plugin import NightOptions, RunOptions
 
 FOLDER = Path("out") / "nights"
 MARKS = ("b200", "h200", "night")
@@ -38,10 +35,10 @@ PLACES = [
 ]
 
 
-def asked_of(run: RunOptions, said: NightOptions, *, gpu: bool) -> Asked:
+def asked_of(run: RunOptions, said: NightOptions, *, gpu: bool) -> NightConfig:
     assert run.checkpoint is not None, "the test needs it"
     assert run.reference is not None, "the test needs it"
-    return Asked(
+    return NightConfig(
         checkpoint=run.checkpoint,
         reference=run.reference,
         folder=run.report_dir or FOLDER.absolute(),

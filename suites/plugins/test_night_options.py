@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.harness.plugins.night_options import NightOptions, night_options
+from degarble.harness.plugins.pytest_plugin import NightOptions, night_options
 
 
 def said(**given: str) -> NightOptions:

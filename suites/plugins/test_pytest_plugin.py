@@ -220,7 +220,7 @@ def test_seed_comes_from_the_node_id(house: House) -> None:
     ],
 )
 def test_requested_markers(expression: str, asked: set[str]) -> None:
-    assert pytest_plugin.asked_markers(expression) == asked
+    assert pytest_plugin.requested_markers(expression) == asked
 
 
 def test_hypothesis_is_deterministic() -> None:

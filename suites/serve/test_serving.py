@@ -21,7 +21,7 @@ import openai
 import pytest
 import torch
 
-from degarble.harness.cli.commands.serving import TOKEN_VARIABLE
+from degarble.harness.cli.commands.inference import TOKEN_VARIABLE
 from degarble.harness.inference.model import LogitsModel
 from degarble.harness.serve import serving
 from degarble.harness.serve.serving import Listener, bound_socket

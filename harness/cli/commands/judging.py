@@ -13,8 +13,8 @@ from degarble.harness.base.errors import EXIT_AGREES, InvalidArgument
 from degarble.harness.cli import values
 from degarble.harness.cli.command import command
 from degarble.harness.cli.imports import importing
-from degarble.harness.cli.kernels import settings_here
-from degarble.harness.cli.options import (
+from degarble.harness.cli.terminal import Terminal
+from degarble.harness.cli.values import (
     Backend,
     CapturePath,
     CheckpointPath,
@@ -24,8 +24,8 @@ from degarble.harness.cli.options import (
     Prompts,
     ReportFolder,
     Strict,
+    settings_here,
 )
-from degarble.harness.cli.terminal import Terminal
 from degarble.harness.inference.processes import read_rank_info
 from degarble.harness.report.files import is_stream, require_folder
 from degarble.harness.report.progress import size
@@ -155,7 +155,7 @@ def capture(options: CaptureOptions, terminal: Terminal) -> int:
 
 def _ranges(options: CaptureOptions, prompts: list[Any], terminal: Terminal) -> Any:
     from degarble.harness.capture.amax import capture_amax  # noqa: PLC0415  as above
-    from degarble.harness.cli.first_pass import first_pass  # noqa: PLC0415  imports torch
+    from degarble.harness.cli.terminal import first_pass  # noqa: PLC0415  imports torch
 
     return capture_amax(options.checkpoint, prompts, options.out, partial(first_pass, terminal))
 
@@ -163,7 +163,7 @@ def _ranges(options: CaptureOptions, prompts: list[Any], terminal: Terminal) -> 
 def _tensors(options: CaptureOptions, prompts: list[Any], terminal: Terminal) -> Any:
     from degarble.harness.capture import capture as run  # noqa: PLC0415  as above
     from degarble.harness.capture.options import CaptureFilter  # noqa: PLC0415  as above
-    from degarble.harness.cli.first_pass import first_pass  # noqa: PLC0415  imports torch
+    from degarble.harness.cli.terminal import first_pass  # noqa: PLC0415  imports torch
     from degarble.harness.engine.conventions.registry import read_options  # noqa: PLC0415  as above
 
     how = run.CaptureSettings(
@@ -252,7 +252,7 @@ def _ran_again(
 ) -> AbstractContextManager[Any]:
     """Run the prompts of a capture on a backend; what is to be checked is that run."""
     from degarble.harness.backends.registry import AskedBackend  # noqa: PLC0415  as above
-    from degarble.harness.cli.first_pass import first_pass  # noqa: PLC0415  imports torch
+    from degarble.harness.cli.terminal import first_pass  # noqa: PLC0415  imports torch
     from degarble.harness.commands.check.check import run_again  # noqa: PLC0415  as above
 
     asked = AskedBackend(options.backend, options.strict, settings_here())

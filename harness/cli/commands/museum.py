@@ -1,28 +1,39 @@
-"""Command line of `degarble faults`: list plantable faults, and test that each is found."""
+"""Command line of `degarble faults` and `demo`: plant faults and find them."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from degarble.harness.base.errors import EXIT_AGREES, EXIT_DIFFERS, InvalidArgument
 from degarble.harness.cli import values
 from degarble.harness.cli.command import Group, command
-from degarble.harness.cli.spread import asked_processes
 from degarble.harness.cli.terminal import Terminal
+from degarble.harness.cli.values import requested_processes
+from degarble.harness.report.files import usable_folder
+from degarble.harness.report.number_text import visible
 from degarble.harness.report.verdict import Verdict
+
+if TYPE_CHECKING:
+    from degarble.harness.museum.demo import Demonstration
+    from degarble.harness.report.page import Page
+    from degarble.harness.report.replay_record import ReplayRecord
+
+
+# --------------------------------------------------------------------------------------------------
+# Command line of `degarble faults`: list plantable faults, and test that each is found.
 
 _SHOWN = 3  # roles in a line of the list; the JSON has all of them
 
 
 @dataclass(frozen=True)
-class ListOptions:
+class FaultListOptions:
     """Options of `degarble faults list`."""
 
 
 @dataclass(frozen=True)
-class RunOptions:
+class FaultRunOptions:
     """Options of `degarble faults run`."""
 
     ids: Annotated[
@@ -43,17 +54,17 @@ class RunOptions:
     ] = None
 
 
-def add(app: typer.Typer) -> None:
+def add_faults(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     faults = typer.Typer(
         help="Plant known faults; see whether they are found and named.", cls=Group
     )
-    command(faults, "list", ListOptions, json_word=True)(list_faults)
-    command(faults, "run", RunOptions, json_word=True)(run_faults)
+    command(faults, "list", FaultListOptions, json_word=True)(list_faults)
+    command(faults, "run", FaultRunOptions, json_word=True)(run_faults)
     app.add_typer(faults, name="faults")
 
 
-def list_faults(_options: ListOptions, terminal: Terminal) -> int:
+def list_faults(_options: FaultListOptions, terminal: Terminal) -> int:
     """List the faults that this version can plant, with their ids and where each can be."""
     from rich.table import Table  # noqa: PLC0415  start-up time
 
@@ -80,7 +91,7 @@ def list_faults(_options: ListOptions, terminal: Terminal) -> int:
     return EXIT_AGREES
 
 
-def run_faults(options: RunOptions, terminal: Terminal) -> int:
+def run_faults(options: FaultRunOptions, terminal: Terminal) -> int:
     """Plant faults in the embedded models; exit status 1 when one is missed."""
     from degarble.harness.engine.faults.registry import MODEL_FAULTS  # noqa: PLC0415  imports torch
     from degarble.harness.inference.processes import workers_for  # noqa: PLC0415  imports torch
@@ -98,9 +109,88 @@ def run_faults(options: RunOptions, terminal: Terminal) -> int:
     extent = museum.WHOLE if options.whole else museum.CHOSEN if options.ids else museum.PUBLISHED
     faults = museum.chosen(options.ids or ())
     count = len(faults) + extent.healthy
-    workers = asked_processes() or workers_for(museum.WORKER_BYTES)
+    workers = requested_processes() or workers_for(museum.WORKER_BYTES)
     with terminal.progress("museum", count) as told, lines_to(options.lines) as ended:
         made = museum.run_museum(faults, extent, workers, told, None, ended)
     terminal.say(*museum_text.report_lines(made))
     terminal.emit(made.document())
     return EXIT_AGREES if made.verdict is Verdict.AGREES else EXIT_DIFFERS
+
+
+# --------------------------------------------------------------------------------------------------
+# Command line of `degarble demo`: a tour in seconds, on a model that the package contains.
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """Options of `degarble demo`."""
+
+    fault: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID",
+            help="Plant this fault; degarble faults list shows them.",
+            show_default="M10.nibble_order in one expert",
+        ),
+    ] = None
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the report page is written.")] = (
+        Path("degarble-demo")
+    )
+
+
+STEPS = 4  # that the story tells of
+
+
+def add_demo(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    command(app, "demo", DemoOptions)(demo)
+
+
+def demo(options: DemoOptions, terminal: Terminal) -> int:
+    """Run a small model, plant a fault in it, find and name it, write a report to open.
+
+    Exit status 0 when the healthy run agrees and the planted fault is named, 1 if not.
+    """
+    # Imports torch, which --help and --version do without.
+    from degarble.harness.commands.check.report import write_check_page  # noqa: PLC0415
+    from degarble.harness.museum.demo import (  # noqa: PLC0415
+        demo_fault,
+        demo_result,
+        run_demo,
+    )
+    from degarble.harness.report.page import provenance  # noqa: PLC0415
+    from degarble.reports.page_text import page_text  # noqa: PLC0415
+
+    fault = demo_fault(options.fault)
+    folder = usable_folder("--out", options.out)
+    with terminal.progress("demo", total=STEPS) as step:
+        story = run_demo(fault, step)
+    chosen = f" --fault {options.fault}" if options.fault else ""
+    page, record = demo_result(story, provenance(f"degarble demo{chosen}"))
+    path = write_check_page(folder, page, record)
+    terminal.say(page_text(page, width=terminal.width, colour=terminal.colour))
+    terminal.say(f"Open the report: {visible(str(path))}")
+    terminal.emit(_document(story, page, record, path))
+    return EXIT_AGREES if story.holds else EXIT_DIFFERS
+
+
+def _document(
+    story: "Demonstration", page: "Page", record: "ReplayRecord", path: Path
+) -> dict[str, object]:
+    return {
+        "verdict": page.verdict,
+        "holds": story.holds,
+        "healthy": story.healthy.localised.verdict,
+        "planted": {"fault": story.planted.fault.id, "component": story.planted.component},
+        "origins": [finding.origin for finding in page.findings],
+        "cosines": [
+            {"site": each.site, "cosine": each.cosines[0], "budgets": each.ratio}
+            for each in record.outputs
+        ],
+        "texts": {
+            "twin": ["".join(each) for each in story.twin_said],
+            "healthy": ["".join(each) for each in story.healthy.said],
+            "planted": ["".join(each) for each in story.sick.said],
+        },
+        "report": str(path),
+    }

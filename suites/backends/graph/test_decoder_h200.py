@@ -11,7 +11,7 @@ import torch
 from degarble.harness.backends.cutedsl.backend import CONVENTIONS, use_kernels
 from degarble.harness.backends.cutedsl.kernels import KernelsOnGpu
 from degarble.harness.backends.graph.decoder import Decoder, DecoderSpeaker
-from degarble.harness.cli.kernels import settings_here
+from degarble.harness.cli.values import settings_here
 from degarble.harness.inference.model import open_model
 from degarble.references.model import Sequence
 from degarble.references.numerics import KeyValueCache

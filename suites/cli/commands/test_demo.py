@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from degarble.harness.cli.commands import demo as command
+from degarble.harness.cli.commands import museum as command
 from degarble.harness.report.page import page_from_json
 from degarble.suites.commands.calls import call
 from degarble.suites.museum.demo_cases import whole_story

@@ -13,8 +13,8 @@ import typer
 from degarble.harness.base.errors import EXIT_AGREES, EXIT_DIFFERS, EXIT_REFUSED, InvalidArgument
 from degarble.harness.cli import values
 from degarble.harness.cli.command import Group, command
-from degarble.harness.cli.options import ReportFolder
 from degarble.harness.cli.terminal import Terminal
+from degarble.harness.cli.values import ReportFolder
 from degarble.harness.report.files import require_folder
 
 EXPORT_SUFFIXES = (".parquet",)
@@ -62,7 +62,7 @@ class AddOptions:
 
 
 @dataclass(frozen=True)
-class ListOptions:
+class HistoryListOptions:
     """Options of `degarble history runs`."""
 
     store: Store = _STORE
@@ -148,7 +148,7 @@ def add(app: typer.Typer) -> None:
         cls=Group,
     )
     command(history, "add", AddOptions)(add_run)
-    command(history, "runs", ListOptions)(runs)
+    command(history, "runs", HistoryListOptions)(runs)
     command(history, "trends", TrendOptions)(trends)
     command(history, "changes", ChangeOptions)(changes)
     command(history, "compare", RunsOptions)(compare)
@@ -187,7 +187,7 @@ def add_run(options: AddOptions, terminal: Terminal) -> int:
     return EXIT_AGREES
 
 
-def runs(options: ListOptions, terminal: Terminal) -> int:
+def runs(options: HistoryListOptions, terminal: Terminal) -> int:
     """List every run of the store."""
     from degarble.harness.history.query import runs_document, runs_lines  # noqa: PLC0415  numpy
 
@@ -199,7 +199,7 @@ def runs(options: ListOptions, terminal: Terminal) -> int:
 
 def trends(options: TrendOptions, terminal: Terminal) -> int:
     """Draw the difference of each component over the nights."""
-    from degarble.harness.commands.history_page import history_pages, history_text  # noqa: PLC0415
+    from degarble.harness.commands.report_folder import history_pages, history_text  # noqa: PLC0415
     from degarble.harness.history import query as asked  # noqa: PLC0415  numpy
 
     if options.report is not None:
@@ -261,9 +261,9 @@ def bisect(options: BisectOptions, terminal: Terminal) -> int:
 
     CMD runs in a work tree of each commit, and writes there, to --result, the JSON of a check.
     """
-    from degarble.harness.nightly.bisect import Search, bisected  # noqa: PLC0415  numpy
+    from degarble.harness.nightly.bisect import BisectSearch, bisected  # noqa: PLC0415  numpy
 
-    search = Search(
+    search = BisectSearch(
         command=tuple(options.words),
         repository=options.repository,
         component=options.component,
