@@ -12,8 +12,6 @@ The entry point allocates only its result and never synchronises, so it can be c
 graph. Shape letters: M rows, K columns, P = K / 2 bytes, E experts.
 """
 
-from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import cutlass
@@ -37,25 +35,18 @@ from degarble.kernels.primitives.device_words import (
     swiglu_words,
 )
 from degarble.kernels.primitives.quantise_problem import QuantiseForm, QuantiseProblem
-from degarble.kernels.runtime.compiling import (
-    CompiledKernel,
-    CompileSettings,
-    any_stream,
-    compile_kernel,
-    current_stream,
+from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.kernel import (
+    Kernel,
+    LaunchContext,
+    Operand,
+    Presence,
+    Storage,
+    as_vector,
 )
 from degarble.kernels.runtime.operands import (
     DRIVERS_CHOICE,
-    pointer,
-    processors_of,
-    require_device,
-    require_optional,
-    require_tensor,
 )
-from degarble.kernels.runtime.targets import TARGETS, target_of_device
-
-ALIGNMENTS = (32, 4, 4, 8, 1, 32)  # of values, decode scale, offsets, codes, scales, kept values
-ELEMENTS = (Uint32, Float32, Int32, Uint32, Uint8, Uint32)
 
 
 class QuantisedRows(NamedTuple):
@@ -204,13 +195,44 @@ def launch_quantise(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-@cache
-def compile_form(form: QuantiseForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile a form; needs no GPU."""
-    pointers = _pointers((None,) * len(ELEMENTS))
-    extents = tuple(Int32(1) for _ in range(5))
-    arguments = (pointers, extents, form, any_stream())
-    return compile_kernel(launch_quantise, arguments, TARGETS[form.target], settings)
+def _numbers(of: LaunchContext[QuantiseProblem, QuantiseForm]) -> tuple[Any, ...]:
+    walkers, columns, _ = facts.grid(of.problem, of.tactic, of.processors)
+    return ((of.problem.rows, of.problem.blocks, of.problem.experts, walkers, columns),)
+
+
+_Operand = Operand[QuantiseProblem]
+_VALUES = Storage(Uint32, torch.bfloat16, 32)
+_SCALE = Storage(Float32, torch.float32, 4)
+_OFFSETS = Storage(Int32, torch.int32, 4)
+_CODES, _SCALES = Storage(Uint32, torch.uint8, 8), Storage(Uint8, torch.uint8, 1)
+_BY_EXPERT = Presence[QuantiseProblem](
+    lambda p: p.experts > 0, lambda p: f"The problem says experts={p.experts}."
+)
+_KEEPS_VALUES = Presence[QuantiseProblem](lambda p: p.keeps_values, "Allocate with empty_outputs.")
+KERNEL = Kernel[QuantiseProblem, QuantiseForm](
+    entry=launch_quantise,
+    operands=(
+        _Operand("values", _VALUES, lambda p: (p.rows, p.input_columns)),
+        _Operand("decode_scale", _SCALE, lambda p: (max(1, p.experts),), checked=as_vector),
+        _Operand("offsets", _OFFSETS, lambda p: (p.experts + 1,), _BY_EXPERT),
+        _Operand("codes", _CODES, lambda p: (p.rows, p.columns // 2), output=True),
+        _Operand("scales", _SCALES, lambda p: (p.scale_bytes,), output=True),
+        _Operand(
+            "kept",
+            _VALUES,
+            lambda p: (p.rows, p.columns),
+            _KEEPS_VALUES,
+            output=True,
+            label="values to write",
+        ),
+    ),
+    choose_form=facts.choose_form,
+    choose_tactic=facts.choose_tactic,
+    kinds=((Int32,) * 5,),
+    numbers=_numbers,
+    work=lambda problem: problem.rows,
+)
+compile_form = KERNEL.compile_form
 
 
 def quantise_nvfp4(
@@ -227,64 +249,10 @@ def quantise_nvfp4(
     `decode_scale` is float32 on the GPU, one number or one per expert. Expert e has the rows from
     offsets_E[e] up to offsets_E[e + 1]; rows after the last become zeros.
     """
-    out = out or empty_outputs(problem, values_MK.device)
-    require_operands(problem, values_MK, decode_scale, offsets_E)
-    require_outputs(problem, out)
-    tensors = (values_MK, decode_scale, offsets_E, *out)
-    device = require_device(tensors)
-    if problem.rows:
-        form = facts.choose_form(problem, target_of_device(device).name)
-        launch(compile_form(form, settings), problem, tensors, facts.choose_tactic(problem))
-    return out
-
-
-def launch(
-    kernel: CompiledKernel,
-    problem: QuantiseProblem,
-    tensors: tuple[Tensor | None, ...],
-    tactic: facts.QuantiseTactic,
-) -> None:
-    """Launch on checked tensors: values, decode scale, offsets, codes, scales, kept values."""
-    device = tensors[0].device.index or 0 if tensors[0] is not None else 0
-    walkers, columns, _ = facts.grid(problem, tactic, processors_of(device))
-    extents = (problem.rows, problem.blocks, problem.experts, walkers, columns)
-    kernel(_pointers(tensors), tuple(Int32(extent) for extent in extents), current_stream(device))
+    given = {"values": values_MK, "decode_scale": decode_scale, "offsets": offsets_E}
+    return QuantisedRows(*KERNEL.run(problem, settings, **given, **KERNEL.outputs(out)).values())
 
 
 def empty_outputs(problem: QuantiseProblem, device: torch.device) -> QuantisedRows:
     """Allocate the outputs uninitialised; the kernel writes every byte."""
-    shape = (problem.rows, problem.columns)
-    return QuantisedRows(
-        torch.empty(shape[0], shape[1] // 2, dtype=torch.uint8, device=device),
-        torch.empty(problem.scale_bytes, dtype=torch.uint8, device=device),
-        torch.empty(shape, dtype=torch.bfloat16, device=device) if problem.keeps_values else None,
-    )
-
-
-def require_operands(
-    problem: QuantiseProblem, values_MK: Tensor, decode_scale: Tensor, offsets_E: Tensor | None
-) -> None:
-    """Raise unless values, decode scales and offsets fit the problem."""
-    shape = (problem.rows, problem.input_columns)
-    require_tensor("values", values_MK, torch.bfloat16, shape, ALIGNMENTS[0])
-    scales = decode_scale.reshape(-1) if decode_scale.ndim == 0 else decode_scale
-    require_tensor("decode_scale", scales, torch.float32, (max(1, problem.experts),), ALIGNMENTS[1])
-    kind = (torch.int32, (problem.experts + 1,), ALIGNMENTS[2])
-    remedy = f"The problem says experts={problem.experts}."
-    require_optional("offsets", offsets_E, kind, present=problem.experts > 0, remedy=remedy)
-
-
-def require_outputs(problem: QuantiseProblem, out: QuantisedRows) -> None:
-    """Raise unless codes, scales and kept values fit the problem."""
-    shape = (problem.rows, problem.columns)
-    require_tensor("codes", out.codes, torch.uint8, (shape[0], shape[1] // 2), ALIGNMENTS[3])
-    require_tensor("scales", out.scales, torch.uint8, (problem.scale_bytes,), ALIGNMENTS[4])
-    kind, remedy = (torch.bfloat16, shape, ALIGNMENTS[5]), "Allocate with empty_outputs."
-    present = problem.keeps_values
-    require_optional("values to write", out.values, kind, present=present, remedy=remedy)
-
-
-def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return the pointers of a launch; None becomes a pointer that is not read."""
-    places = zip(ELEMENTS, tensors, ALIGNMENTS, strict=True)
-    return tuple(pointer(element, tensor, alignment) for element, tensor, alignment in places)
+    return QuantisedRows(*KERNEL.allocate(problem, device).values())

@@ -14,6 +14,7 @@ import argparse
 import statistics
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -133,8 +134,9 @@ def kernel_arm(name: str, problem: QuantiseProblem, tactic: QuantiseTactic | Non
         shape = (problem.rows, problem.input_columns)
         x_MK = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
         scale = (x_MK.abs().max().float() / 2688).reshape(1)
-        tensors = (x_MK, scale, None, *kernels.empty_outputs(problem, x_MK.device))
-        launches.append(lambda tensors=tensors: kernels.launch(kernel, problem, tensors, chosen))
+        given = {"values": x_MK, "decode_scale": scale}
+        tensors = given | kernels.KERNEL.allocate(problem, x_MK.device)
+        launches.append(partial(kernels.KERNEL.launch, kernel, form, problem, tensors, chosen))
     return captured(name, problem.bytes_moved, launches)
 
 

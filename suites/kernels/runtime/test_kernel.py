@@ -23,10 +23,14 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.needs("cutlass")
 
 DESCRIBED = (
-    "simt_embed", "simt_inverse_rope", "simt_qnorm_rope", "simt_residual_norm", "simt_rmsnorm",
+    "simt_embed",
+    "simt_inverse_rope",
+    "simt_qnorm_rope",
+    "simt_quantise_nvfp4",
+    "simt_residual_norm",
+    "simt_rmsnorm",
     "simt_scale",
-)  # fmt: skip
-each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.key.partition(" with")[0])
+)
 each_kernel = pytest.mark.parametrize("name", DESCRIBED)
 
 
