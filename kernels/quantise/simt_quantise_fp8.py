@@ -13,7 +13,6 @@ The entry point allocates only its result and never synchronises, so it can be c
 graph. Shape letters: M rows, K columns, G = K / 128 blocks.
 """
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import cutlass
@@ -22,7 +21,6 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
 from torch import Tensor
 
-from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div
@@ -44,20 +42,14 @@ from degarble.kernels.primitives.device_words import (
     words_at,
 )
 from degarble.kernels.primitives.quantise_problem import Fp8Form, Fp8Problem
-from degarble.kernels.runtime.compiling import (
-    CompiledKernel,
-    CompileSettings,
-    any_stream,
-    compile_kernel,
-    current_stream,
-)
-from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
-from degarble.kernels.runtime.targets import TARGETS, target_of_device
+from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Presence, Storage
 
-SCALES = {"float32": (Float32, torch.float32, 4), "ue8m0": (Uint8, torch.uint8, 1)}
+SCALES = {
+    "float32": Storage(Float32, torch.float32, 4), "ue8m0": Storage(Uint8, torch.uint8, 1),
+}  # fmt: skip
 FLAT = 1 << 30
 WORDS_OF_CHUNK, CHUNKS = 4, 2  # of 16 bytes, of a thread's values
-ALIGNMENTS_OF_TURNS = (16, 8)
 
 
 class HeadVectors(NamedTuple):
@@ -188,14 +180,54 @@ def launch_quantise(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-@cache
-def compile_form(form: Fp8Form, settings: CompileSettings) -> CompiledKernel:
-    """Compile a form; needs no GPU."""
-    count = 4 if form.turned else 3
-    extents = tuple(Int32(1) for _ in range(count))
-    pointers = _pointers(form, (None,) * (count + bool(form.turned)))
-    arguments = (pointers, extents, form, any_stream())
-    return compile_kernel(launch_quantise, arguments, TARGETS[form.target], settings)
+def _kinds(form: Fp8Form) -> tuple[Any, ...]:
+    return ((Int32,) * (4 if form.turned else 3),)
+
+
+def _numbers(of: LaunchContext[Fp8Problem, Fp8Form]) -> tuple[Any, ...]:
+    problem = of.problem
+    parts = problem.columns // facts.FP8_VALUES
+    extents = (problem.rows, parts, ceil_div(problem.rows * parts, facts.FP8_THREADS))
+    return ((*extents, problem.positions) if problem.turned else extents,)
+
+
+_Operand = Operand[Fp8Problem]
+_TURNED = Presence[Fp8Problem](
+    lambda of: bool(of.turned),
+    "Give them where heads are turned back.",
+    required="a table and positions",
+    superfluous="none, as the problem says",
+)
+KERNEL = Kernel[Fp8Problem, Fp8Form](
+    entry=launch_quantise,
+    operands=(
+        _Operand(
+            "values", Storage(Uint32, torch.bfloat16, 32), lambda p: (p.rows, p.input_columns)
+        ),
+        _Operand(
+            "codes",
+            Storage(Uint32, torch.float8_e4m3fn, 16),
+            lambda p: (p.rows, p.columns),
+            output=True,
+        ),
+        _Operand("scales", lambda of: SCALES[of.scales], lambda p: (p.rows, p.blocks), output=True),
+        _Operand(
+            "turns",
+            Storage(Float32, torch.float32, 16),
+            lambda p: (p.positions, kv_problem.TABLE_WIDTH),
+            _TURNED,
+            passed=False,
+        ),
+        _Operand(
+            "positions", Storage(Int64, torch.int64, 8), lambda p: (p.rows,), _TURNED, passed=False
+        ),
+    ),
+    choose_form=facts.choose_fp8_form,
+    kinds=_kinds,
+    numbers=_numbers,
+    work=lambda problem: problem.rows,
+)
+compile_form = KERNEL.compile_form
 
 
 def quantise_fp8(
@@ -210,56 +242,11 @@ def quantise_fp8(
 
     With `turned`, `turns` is the RoPE table, float32 [P, 64], and positions, int64 [M].
     """
-    out = out or empty_outputs(problem, values_MK.device)
-    shape = (problem.rows, problem.columns)
-    require_tensor("values", values_MK, torch.bfloat16, (problem.rows, problem.input_columns), 32)
-    require_tensor("codes", out.codes, torch.float8_e4m3fn, shape, 16)
-    _, dtype, alignment = SCALES[problem.scales]
-    require_tensor("scales", out.scales, dtype, (problem.rows, problem.blocks), alignment)
-    turning = require_turns(problem, turns)
-    device = require_device((values_MK, *out, *turning))
-    if problem.rows:
-        form = facts.choose_fp8_form(problem, target_of_device(device).name)
-        parts = problem.columns // facts.FP8_VALUES
-        extents = (problem.rows, parts, ceil_div(problem.rows * parts, facts.FP8_THREADS))
-        known = (problem.positions,) if problem.turned else ()
-        compile_form(form, settings)(
-            _pointers(form, (values_MK, *out, *turning)),
-            tuple(map(Int32, (*extents, *known))),
-            current_stream(device),
-        )
-    return out
-
-
-def require_turns(problem: Fp8Problem, turns: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
-    """Raise if RoPE table and positions are missing, superfluous, or of another kind."""
-    if (turns is None) == bool(problem.turned):
-        raise InvalidArgument(
-            "turns",
-            None if turns is None else tuple(turns[0].shape),
-            "a table and positions" if problem.turned else "none, as the problem says",
-            "Give them where heads are turned back.",
-        )
-    if turns is None:
-        return ()
-    table = (problem.positions, kv_problem.TABLE_WIDTH)
-    require_tensor("turns", turns[0], torch.float32, table, ALIGNMENTS_OF_TURNS[0])
-    require_tensor("positions", turns[1], torch.int64, (problem.rows,), ALIGNMENTS_OF_TURNS[1])
-    return turns
+    table, positions = turns or (None, None)
+    given = {"values": values_MK, "turns": table, "positions": positions}
+    return Fp8Quantised(**KERNEL.run(problem, settings, **given, **KERNEL.outputs(out)))
 
 
 def empty_outputs(problem: Fp8Problem, device: torch.device) -> Fp8Quantised:
     """Allocate the outputs uninitialised; the kernel writes every byte."""
-    shape, dtype = (problem.rows, problem.columns), SCALES[problem.scales][1]
-    return Fp8Quantised(
-        torch.empty(shape, dtype=torch.float8_e4m3fn, device=device),
-        torch.empty(problem.rows, problem.blocks, dtype=dtype, device=device),
-    )
-
-
-def _pointers(form: Fp8Form, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    """Return pointers to values, codes, scales, table, positions; None gives one not read."""
-    element, _, alignment = SCALES[form.scales]
-    elements = (Uint32, Uint32, element, Float32, Int64)[: len(tensors)]
-    alignments = (32, 16, alignment, *ALIGNMENTS_OF_TURNS)[: len(tensors)]
-    return tuple(map(pointer, elements, tensors, alignments))
+    return Fp8Quantised(**KERNEL.allocate(problem, device))

@@ -189,6 +189,7 @@ def test_planted_faults_of_turned_heads_are_caught(
     else:
         step, of = (4 if fault == "another head" else 1), facts.group_of
         monkeypatch.setattr(facts, "group_of", lambda part, width: of(part + step, width))
-    monkeypatch.setattr(kernels, "compile_form", kernels.compile_form.__wrapped__)
+    uncached = kernels.compile_form.__wrapped__
+    monkeypatch.setitem(vars(kernels.KERNEL), "compile_form", uncached)
     made = kernels.quantise_fp8(values, problem, CompileSettings(), turns=given)
     assert not torch.equal(made.codes.view(torch.uint8), whole.codes.view(torch.uint8))
