@@ -9,8 +9,6 @@ index may be repeated. Never waits for the GPU, so it may be captured in a graph
 rows, L width (512, 128, 576), N pages, B bytes of a page.
 """
 
-from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import cutlass
@@ -35,18 +33,10 @@ from degarble.kernels.primitives.device_words import (
     words_at,
 )
 from degarble.kernels.primitives.kv_problem import ReadForm, ReadProblem
-from degarble.kernels.runtime.compiling import (
-    CompiledKernel,
-    CompileSettings,
-    any_stream,
-    compile_kernel,
-    current_stream,
-)
-from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
-from degarble.kernels.runtime.targets import TARGETS, target_of_device
+from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage
 
 THREADS = facts.WARPS * rows.LANES
-ALIGNMENTS = (4, 16, 16)  # of indices, rows, cache
 NAN_PAIR = 0x7FC0_7FC0
 
 
@@ -143,11 +133,33 @@ def launch_read(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-@cache
-def compile_form(form: ReadForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile a form; needs no GPU."""
-    arguments = (_pointers((None,) * 3), _extents(None), form, any_stream())
-    return compile_kernel(launch_read, arguments, TARGETS[form.target], settings)
+def _numbers(of: LaunchContext[ReadProblem, ReadForm]) -> tuple[Any, ...]:
+    count, pages = of.problem.count, of.problem.pages
+    of_page = (pages.entries, pages.stride // facts.VECTOR, *facts.page_magic(pages.entries))
+    return ((count, pages.slots, *of_page, facts.grid(count)),)
+
+
+_Operand = Operand[ReadProblem]
+_CACHE = Storage(Uint32, torch.uint8, 16, views=((Uint32, 8), (Uint32, 4), (Uint8, 1)))
+KERNEL = Kernel[ReadProblem, ReadForm](
+    entry=launch_read,
+    operands=(
+        _Operand("indices", Storage(Int32, torch.int32, 4), lambda p: (p.count,)),
+        _Operand(
+            "out",
+            Storage(Uint32, torch.bfloat16, 16),
+            lambda p: (p.count, p.pages.width),
+            output=True,
+            label="rows",
+        ),
+        _Operand("cache", _CACHE, lambda p: (p.pages.count, p.pages.stride)),
+    ),
+    choose_form=facts.choose_read_form,
+    kinds=((Int32, Int32, Int32, Int32, Uint32, Uint32, Int32),),
+    numbers=_numbers,
+    work=lambda problem: problem.count,
+)
+compile_form = KERNEL.compile_form
 
 
 def kv_read(
@@ -159,51 +171,5 @@ def kv_read(
     out: Tensor | None = None,
 ) -> Tensor:
     """Return BF16 rows [R, L] of the entries that int32 indices name, on their GPU."""
-    if out is None:
-        shape = (problem.count, problem.pages.width)
-        out = torch.empty(shape, dtype=torch.bfloat16, device=indices_R.device)
-    require_operands(problem, indices_R, out, cache_NB)
-    tensors = (indices_R, out, cache_NB)
-    device = require_device(tensors)
-    if problem.count:
-        form = facts.choose_read_form(problem, target_of_device(device).name)
-        launch(compile_form(form, settings), problem, tensors)
-    return out
-
-
-def launch(kernel: CompiledKernel, problem: ReadProblem, tensors: tuple[Tensor, ...]) -> None:
-    """Launch on checked tensors: indices, rows, cache."""
-    device = tensors[0].device.index or 0
-    kernel(_pointers(tensors), _extents(problem), current_stream(device))
-
-
-def require_operands(
-    problem: ReadProblem, indices_R: Tensor, out: Tensor, cache_NB: Tensor
-) -> None:
-    """Raise on tensors that the kernel would misread."""
-    pages = problem.pages
-    require_tensor("indices", indices_R, torch.int32, (problem.count,), ALIGNMENTS[0])
-    require_tensor("rows", out, torch.bfloat16, (problem.count, problem.pages.width), ALIGNMENTS[1])
-    require_tensor("cache", cache_NB, torch.uint8, (pages.count, pages.stride), ALIGNMENTS[2])
-
-
-def _extents(problem: ReadProblem | None) -> tuple[Any, ...]:
-    """Return the extents of a launch; without a problem, ones to compile with."""
-    kinds = (Int32, Int32, Int32, Int32, Uint32, Uint32, Int32)
-    if problem is None:
-        return tuple(kind(1) for kind in kinds)
-    pages = problem.pages
-    of_page = (pages.entries, pages.stride // facts.VECTOR, *facts.page_magic(pages.entries))
-    numbers = (problem.count, pages.slots, *of_page, facts.grid(problem.count))
-    return tuple(kind(number) for kind, number in zip(kinds, numbers, strict=True))
-
-
-def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return the kernel's pointers; None becomes a pointer that is not read."""
-    indices_R, out, cache_NB = tensors
-    views = ((Uint32, 16), (Uint32, 8), (Uint32, 4), (Uint8, 1))
-    return (
-        pointer(Int32, indices_R, ALIGNMENTS[0]),
-        pointer(Uint32, out, ALIGNMENTS[1]),
-        *(pointer(element, cache_NB, alignment) for element, alignment in views),
-    )
+    given = {"indices": indices_R, "cache": cache_NB}
+    return KERNEL.run_one(problem, settings, **given, **KERNEL.outputs(out))

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.needs("cutlass")
 DESCRIBED = (
     "simt_embed",
     "simt_inverse_rope",
+    "simt_kv_read",
     "simt_qnorm_rope",
     "simt_quantise_fp8",
     "simt_quantise_nvfp4",
