@@ -15,8 +15,7 @@ letters: T tokens, L row width (512, 128 or 576), P positions, N pages, B bytes 
 slots.
 """
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cutlass
@@ -53,27 +52,16 @@ from degarble.kernels.primitives.device_words import (
     words_at,
 )
 from degarble.kernels.primitives.kv_problem import NO_CLAIM, WriteForm, WriteProblem
-from degarble.kernels.runtime.compiling import (
-    CompiledKernel,
-    CompileSettings,
-    any_stream,
-    compile_kernel,
-    current_stream,
-)
+from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Presence, Storage
 from degarble.kernels.runtime.operands import (
     DRIVERS_CHOICE,
     DTYPES,
-    pointer,
-    require_device,
-    require_optional,
 )
 from degarble.kernels.runtime.pdl import EARLY, follow
-from degarble.kernels.runtime.targets import TARGETS, target_of_device
 
 THREADS = facts.WARPS * rows.LANES
 CLAIMING_THREADS = 256
-ALIGNMENTS = (16, 16, 16, 8, 8, 4, 16)
-ELEMENTS = (Uint32, Uint32, Uint32, Int64, Int64, Int32)
 
 
 class WriteOperands(NamedTuple):
@@ -334,32 +322,55 @@ def launch_write(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-@cache
-def compile_form(form: WriteForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile a form; needs no GPU."""
-    arguments = (_pointers((None,) * 7), _extents(None), Float32(1e-6), form, any_stream())
-    return compile_kernel(launch_write, arguments, TARGETS[form.target], settings)
+def _numbers(of: LaunchContext[WriteProblem, WriteForm]) -> tuple[Any, ...]:
+    problem, pages = of.problem, of.problem.pages
+    extents = (
+        *(problem.tokens, problem.positions, pages.slots),
+        *(pages.entries, pages.stride // facts.VECTOR, *facts.page_magic(pages.entries)),
+        facts.grid(problem.tokens),
+        -(-problem.tokens // CLAIMING_THREADS),
+    )
+    return extents, problem.epsilon
+
+
+def _weight(of: WriteProblem | WriteForm) -> Storage:
+    return Storage(Uint32, DTYPES[of.weight], 16)
+
+
+def _when(test: Callable[[WriteProblem], bool]) -> Presence[WriteProblem]:
+    return Presence(test, lambda p: f"It says source={p.source!r}, duplicates={p.duplicates!r}.")
+
+
+_ALWAYS, _LATENT = _when(lambda _: True), _when(lambda p: p.source == "latent")
+_LAST = _when(lambda p: p.duplicates == "last")
+_Operand = Operand[WriteProblem]
+_ROWS, _TURNS = Storage(Uint32, torch.bfloat16, 16), Storage(Uint32, torch.float32, 16)
+_PLACES, _CLAIMS = Storage(Int64, torch.int64, 8), Storage(Int32, torch.int32, 4)
+_CACHE = Storage(Uint32, torch.uint8, 16, views=((Uint32, 8), (Uint32, 4), (Uint8, 1)))
+KERNEL = Kernel[WriteProblem, WriteForm](
+    entry=launch_write,
+    operands=(
+        _Operand("values", _ROWS, lambda p: (p.tokens, p.pages.width), _ALWAYS),
+        _Operand("weight", _weight, lambda p: (facts.normed_width(p.pages.width),), _LATENT),
+        _Operand("turns", _TURNS, lambda p: (p.positions, rows.TABLE_WIDTH), _LATENT),
+        _Operand("positions", _PLACES, lambda p: (p.tokens,), _LATENT),
+        _Operand("slots", _PLACES, lambda p: (p.tokens,), _ALWAYS),
+        _Operand("claims", _CLAIMS, lambda p: (p.pages.slots,), _LAST),
+        _Operand("cache", _CACHE, lambda p: (p.pages.count, p.pages.stride), _ALWAYS, updated=True),
+    ),
+    choose_form=facts.choose_write_form,
+    kinds=((Int32, Int32, Int32, Int32, Int32, Uint32, Uint32, Int32, Int32), Float32),
+    numbers=_numbers,
+    work=lambda problem: problem.tokens * problem.pages.count,
+)
+compile_form = KERNEL.compile_form
 
 
 def kv_write(
     operands: WriteOperands, cache_NB: Tensor, problem: WriteProblem, settings: CompileSettings
 ) -> Tensor:
     """Write rows into the cache on their GPU; return the cache."""
-    require_operands(problem, operands, cache_NB)
-    tensors = (*operands, cache_NB)
-    device = require_device(tensors)
-    if problem.tokens and problem.pages.count:
-        form = facts.choose_write_form(problem, target_of_device(device).name)
-        launch(compile_form(form, settings), problem, tensors)
-    return cache_NB
-
-
-def launch(
-    kernel: CompiledKernel, problem: WriteProblem, tensors: tuple[Tensor | None, ...]
-) -> None:
-    """Launch on checked tensors: the operands in their order, then the cache."""
-    device = tensors[0].device.index or 0 if tensors[0] is not None else 0
-    kernel(_pointers(tensors), _extents(problem), Float32(problem.epsilon), current_stream(device))
+    return KERNEL.run_one(problem, settings, **operands._asdict(), cache=cache_NB)
 
 
 def empty_cache(problem: WriteProblem, device: torch.device) -> Tensor:
@@ -371,51 +382,3 @@ def empty_cache(problem: WriteProblem, device: torch.device) -> Tensor:
 def empty_claims(problem: WriteProblem, device: torch.device) -> Tensor:
     """Allocate claims of slots; reusable for any number of launches."""
     return torch.full((problem.pages.slots,), NO_CLAIM, dtype=torch.int32, device=device)
-
-
-def require_operands(problem: WriteProblem, operands: WriteOperands, cache_NB: Tensor) -> None:
-    """Raise on tensors that the kernel would misread."""
-    latent, last = problem.source == "latent", problem.duplicates == "last"
-    tokens, pages = (problem.tokens,), problem.pages
-    of_weight = (facts.normed_width(pages.width),)
-    of_turns = (problem.positions, rows.TABLE_WIDTH)
-    wanted: tuple[tuple[bool, torch.dtype, tuple[int, ...]], ...] = (
-        (True, torch.bfloat16, (*tokens, pages.width)),
-        (latent, DTYPES[problem.weight], of_weight),
-        (latent, torch.float32, of_turns),
-        (latent, torch.int64, tokens),
-        (True, torch.int64, tokens),
-        (last, torch.int32, (pages.slots,)),
-        (True, torch.uint8, (pages.count, pages.stride)),
-    )
-    given = zip(
-        (*WriteOperands._fields, "cache"), (*operands, cache_NB), wanted, ALIGNMENTS, strict=True
-    )
-    remedy = f"It says source={problem.source!r}, duplicates={problem.duplicates!r}."
-    for name, tensor, (present, dtype, shape), alignment in given:
-        kind = (dtype, shape, alignment)
-        require_optional(name, tensor, kind, present=present, remedy=remedy)
-
-
-def _extents(problem: WriteProblem | None) -> tuple[Any, ...]:
-    """Return the extents of a launch; without a problem, ones to compile with."""
-    kinds = (Int32, Int32, Int32, Int32, Int32, Uint32, Uint32, Int32, Int32)
-    if problem is None:
-        return tuple(kind(1) for kind in kinds)
-    pages = problem.pages
-    numbers = (
-        *(problem.tokens, problem.positions, pages.slots),
-        *(pages.entries, pages.stride // facts.VECTOR, *facts.page_magic(pages.entries)),
-        facts.grid(problem.tokens),
-        -(-problem.tokens // CLAIMING_THREADS),
-    )
-    return tuple(kind(number) for kind, number in zip(kinds, numbers, strict=True))
-
-
-def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return the kernel's pointers; None becomes a pointer that is not read."""
-    *operands, cache_NB = tensors
-    places = zip(ELEMENTS, operands, ALIGNMENTS, strict=False)
-    made = [pointer(element, tensor, alignment) for element, tensor, alignment in places]
-    views = ((Uint32, 16), (Uint32, 8), (Uint32, 4), (Uint8, 1))
-    return (*made, *(pointer(element, cache_NB, alignment) for element, alignment in views))

@@ -82,6 +82,7 @@ class Operand(Generic[P]):
     shape: Callable[[P], tuple[int, ...]]
     present: Presence[P] = ALWAYS
     output: bool = False
+    updated: bool = False  # returned like an output, but always the caller's own
     label: str = ""  # its name in errors, if that differs
     shape_of: str = ""  # an operand of as many values: an output is allocated in its shape
     memory_of: Callable[[P], str] = lambda _problem: ""  # an operand that it overwrites
@@ -193,7 +194,7 @@ class Kernel(Generic[P, F]):
             if name not in names:
                 raise UnknownName.among("operand", name, names)
         for operand in self.operands:
-            if not operand.output:
+            if operand.name not in self._outputs:
                 operand.require(problem, given.get(operand.name))
         tensors = self._with_outputs(problem, given)
         for name, operand in self._outputs.items():
@@ -233,14 +234,14 @@ class Kernel(Generic[P, F]):
         for name, operand in self._outputs.items():
             if name not in tensors:
                 tensors[name] = tensors.get(operand.memory_of(problem))
-                if tensors[name] is None:
+                if tensors[name] is None and not operand.updated:
                     like = tensors.get(operand.shape_of)
                     tensors[name] = operand.allocate(problem, device, like)
         return tensors
 
     @cached_property
     def _outputs(self) -> dict[str, Operand[P]]:
-        return {operand.name: operand for operand in self.operands if operand.output}
+        return {each.name: each for each in self.operands if each.output or each.updated}
 
     def _kinds(self, form: F) -> Kinds:
         return self.kinds if isinstance(self.kinds, tuple) else self.kinds(form)

@@ -26,6 +26,7 @@ DESCRIBED = (
     "simt_embed",
     "simt_inverse_rope",
     "simt_kv_read",
+    "simt_kv_write",
     "simt_qnorm_rope",
     "simt_quantise_fp8",
     "simt_quantise_nvfp4",
