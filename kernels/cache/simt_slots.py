@@ -8,7 +8,6 @@ Allocates only what it returns and never waits for the GPU, so it may be capture
 letters: T tokens, W width of a list, B sequences, C columns.
 """
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import cutlass
@@ -17,18 +16,10 @@ from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64, cute
 from torch import Tensor
 
-from degarble.harness.base.errors import InvalidArgument
 from degarble.kernels.cache import problem as facts
 from degarble.kernels.cache.problem import CHOSEN, WINDOW, SlotsForm, SlotsProblem
-from degarble.kernels.runtime.compiling import (
-    CompiledKernel,
-    CompileSettings,
-    any_stream,
-    compile_kernel,
-    current_stream,
-)
-from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
-from degarble.kernels.runtime.targets import TARGETS, target_of_device
+from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Presence, Storage
 
 FLAT = 1 << 40
 
@@ -112,12 +103,48 @@ def launch_slots(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-@cache
-def compile_form(form: SlotsForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile a kind; needs no GPU."""
-    extents = tuple(Int32(1) for _ in range(6))
-    arguments = (_pointers((None,) * 6), extents, form, any_stream())
-    return compile_kernel(launch_slots, arguments, TARGETS[form.target], settings)
+def _numbers(of: LaunchContext[SlotsProblem, SlotsForm]) -> tuple[Any, ...]:
+    problem = of.problem
+    sizes = (problem.width, problem.sequences, problem.columns, problem.ratio)
+    return ((*problem.blocks, *sizes),)
+
+
+def _of_kind(kind: str) -> Presence[SlotsProblem]:
+    expected = f"given exactly where the kind is {kind}"
+    return Presence(
+        lambda p: p.kind == kind, lambda p: f"The problem says {p.kind}.", expected, expected
+    )
+
+
+def _listed(problem: SlotsProblem) -> tuple[int, ...]:
+    return problem.tokens, problem.width
+
+
+_Operand = Operand[SlotsProblem]
+_PLACES, _NUMBERS = Storage(Int64, torch.int64, 8), Storage(Int32, torch.int32, 4)
+KERNEL = Kernel[SlotsProblem, SlotsForm](
+    entry=launch_slots,
+    operands=(
+        _Operand("positions", _PLACES, lambda p: (p.tokens,)),
+        _Operand("owners", _NUMBERS, lambda p: (p.tokens,)),
+        _Operand("table", _NUMBERS, lambda p: (p.sequences, p.columns), label="table of slots"),
+        _Operand("numbers", _NUMBERS, _listed, _of_kind(CHOSEN), label="numbers of entries"),
+        _Operand("listed", _NUMBERS, _listed, output=True, label="list of slots"),
+        _Operand(
+            "own",
+            _PLACES,
+            lambda p: (p.tokens,),
+            _of_kind(WINDOW),
+            output=True,
+            label="slots of the tokens",
+        ),
+    ),
+    choose_form=lambda problem, target: SlotsForm(problem.kind, target),
+    kinds=((Int32,) * 6,),
+    numbers=_numbers,
+    work=lambda problem: problem.tokens,
+)
+compile_form = KERNEL.compile_form
 
 
 def slots(
@@ -128,52 +155,5 @@ def slots(
     out: SlotLists | None = None,
 ) -> SlotLists:
     """Return the slots of every token, on the GPU that holds the table."""
-    out = empty_slots(problem, told.table.device) if out is None else out
-    require_operands(problem, told, out)
-    tensors = (*told, *out)
-    device = require_device(tensors)
-    if problem.tokens:
-        form = SlotsForm(problem.kind, target_of_device(device).name)
-        numbers = (*problem.blocks, problem.width, problem.sequences, problem.columns)
-        extents = tuple(Int32(number) for number in (*numbers, problem.ratio))
-        compile_form(form, settings)(_pointers(tensors), extents, current_stream(device))
-    return out
-
-
-def empty_slots(problem: SlotsProblem, device: torch.device) -> SlotLists:
-    """Allocate the result; a launch writes every number of it."""
-    listed = torch.empty(problem.tokens, problem.width, dtype=torch.int32, device=device)
-    own = torch.empty(problem.tokens, dtype=torch.int64, device=device)
-    return SlotLists(listed, own if problem.kind == WINDOW else None)
-
-
-def require_operands(problem: SlotsProblem, told: SlotOperands, out: SlotLists) -> None:
-    """Raise on tensors that the kernel would misread."""
-    tokens, listed = (problem.tokens,), (problem.tokens, problem.width)
-    require_tensor("positions", told.positions, torch.int64, tokens, 8)
-    require_tensor("owners", told.owners, torch.int32, tokens, 4)
-    of_table = (problem.sequences, problem.columns)
-    require_tensor("table of slots", told.table, torch.int32, of_table, 4)
-    require_tensor("list of slots", out.listed, torch.int32, listed, 4)
-    for name, given, kind in (
-        ("numbers of entries", told.numbers, CHOSEN),
-        ("slots of the tokens", out.own, WINDOW),
-    ):
-        if (given is not None) is not (problem.kind == kind):
-            raise InvalidArgument(
-                name, None if given is None else tuple(given.shape),
-                f"given exactly where the kind is {kind}", f"The problem says {problem.kind}.",
-            )  # fmt: skip
-    if told.numbers is not None:
-        require_tensor("numbers of entries", told.numbers, torch.int32, listed, 4)
-    if out.own is not None:
-        require_tensor("slots of the tokens", out.own, torch.int64, tokens, 8)
-
-
-def _pointers(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    """Return the kernel's pointers; None becomes a pointer that is not read."""
-    kinds = ((Int64, 8), (Int32, 4), (Int32, 4), (Int32, 4), (Int32, 4), (Int64, 8))
-    return tuple(
-        pointer(element, tensor, size)
-        for (element, size), tensor in zip(kinds, tensors, strict=True)
-    )
+    made = KERNEL.run(problem, settings, **told._asdict(), **KERNEL.outputs(out))
+    return SlotLists(**made)

@@ -33,6 +33,7 @@ DESCRIBED = (
     "simt_residual_norm",
     "simt_rmsnorm",
     "simt_scale",
+    "simt_slots",
 )
 each_kernel = pytest.mark.parametrize("name", DESCRIBED)
 
