@@ -387,27 +387,9 @@ def _there(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def _quantise(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
-    made = module.quantise_nvfp4(
-        t["values"], t["decode_scale"], problem, settings, offsets_E=t.get("offsets")
-    )
-    return made.codes, made.scales, *([] if made.values is None else [made.values])
-
-
-def _quantise_fp8(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
-    turns = (t["turns"], t["positions"]) if problem.turned else None
-    return tuple(module.quantise_fp8(t["values"], problem, settings, turns=turns))
-
-
 def _latent_query(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
     operands = module.QueryOperands(*(t[name] for name in module.QueryOperands._fields))
     return module.latent_query(operands, problem, settings)
-
-
-def _kv_write(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
-    names = ("values", "weight", "turns", "positions", "slots")
-    operands = module.WriteOperands(*(t.get(name) for name in names))
-    return module.kv_write(operands, t["cache"], problem, settings)
 
 
 def _mhc(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
@@ -440,12 +422,6 @@ def _pool(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any
     carried = module.Carried(*(t[name] for name in module.Carried._fields))
     windows = module.Windows(*(t[name] for name in module.Windows._fields))
     return tuple(module.pool(carried, windows, problem, settings))
-
-
-def _slots(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
-    told = module.SlotOperands(t["positions"], t["owners"], t["table"], t.get("numbers"))
-    made = module.slots(told, problem, settings)
-    return tuple(each for each in made if each is not None)
 
 
 def _grouped(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
@@ -512,17 +488,15 @@ ENTRIES: Mapping[str, KernelEntry] = {
     "sm90_gemm_fp8_block": KernelEntry(_gemm_fp8, _gemm_tactic),
     "sm90_gemm_w4a16": KernelEntry(_w4a16, _w4a16_tactic),
     "simt_quantise_nvfp4": KernelEntry(
-        _quantise, lambda p, _: f"{p.source}, {p.layout}{', by expert' if p.experts else ''}"
+        by_name, lambda p, _: f"{p.source}, {p.layout}{', by expert' if p.experts else ''}"
     ),
     "simt_quantise_fp8": KernelEntry(
-        _quantise_fp8, lambda p, _: f"{p.source}{', turned back' if p.turned else ''}, {p.scales}"
+        by_name, lambda p, _: f"{p.source}{', turned back' if p.turned else ''}, {p.scales}"
     ),
     "simt_qnorm_rope": KernelEntry(by_name),
     "simt_inverse_rope": KernelEntry(by_name),
-    "simt_kv_write": KernelEntry(_kv_write, lambda p, _: f"{p.source} to {p.pages.entry}"),
-    "simt_kv_read": KernelEntry(
-        lambda m, p, s, t: m.kv_read(t["indices"], t["cache"], p, s), lambda p, _: p.pages.entry
-    ),
+    "simt_kv_write": KernelEntry(by_name, lambda p, _: f"{p.source} to {p.pages.entry}"),
+    "simt_kv_read": KernelEntry(by_name, lambda p, _: p.pages.entry),
     "simt_router": KernelEntry(
         lambda m, p, s, t: m.route(t["logits"], t["source"], p, s, id_T=t.get("ids")),
         lambda p, _: "by table" if p.vocabulary else p.scoring,
@@ -540,7 +514,7 @@ ENTRIES: Mapping[str, KernelEntry] = {
     "sm90_sparse_attention": KernelEntry(
         _attention, lambda p, _: f"{p.mode}, {sparse_attention_problem.choose_splits(p)} splits"
     ),
-    "simt_slots": KernelEntry(_slots, lambda p, _: str(p.kind)),
+    "simt_slots": KernelEntry(by_name, lambda p, _: str(p.kind)),
     "sm90_gemm_grouped": KernelEntry(
         _grouped, lambda p, _: f"{p.groups} groups{', turned back' if p.turned else ''}, {p.out}"
     ),
