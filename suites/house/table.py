@@ -17,6 +17,13 @@ from typing import TYPE_CHECKING
 
 from degarble.suites.house.floors import cycle, violations
 from degarble.suites.house.repository import modules, name_of, shown, tree
+from degarble.suites.house.walks import (
+    CAPTURE_TO_PAGE,
+    MOST_FILES,
+    MOST_RECORDS,
+    RECORDS,
+    files_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -165,6 +172,11 @@ def figures() -> Iterator[Figure]:
     )
     inside = _total(suites, lines_in_tests) / suite_lines
     yield Figure("suite lines inside test functions", f"{inside:.0%}", ">= 55 %")
+    yield Figure(
+        "files on the walk capture to page; record types of one number",
+        f"{len(files_of(CAPTURE_TO_PAGE))}; {len(RECORDS)}",
+        f"<= {MOST_FILES}; <= {MOST_RECORDS}",
+    )
 
 
 def _fullest(paths: Iterable[Path]) -> str:
