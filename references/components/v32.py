@@ -21,12 +21,6 @@ from degarble.references import (
     sparse_attention,
 )
 from degarble.references import (
-    attention as latent_attention,
-)
-from degarble.references import (
-    experts as routing,
-)
-from degarble.references import (
     numerics as rounding,
 )
 from degarble.references.components import common
@@ -90,9 +84,7 @@ def attend(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:
     c, spans = facts.config, spans_of(inputs)
     # None means the official V3.2 code, which stores logits and weights.
     stored = facts.numerics.switches.attention_in_storage_dtype is not False
-    form = latent_attention.Form(
-        c.qk_nope_head_dim, c.v_head_dim, latent_attention.softmax_scale(c), stored
-    )
+    form = attention.Form(c.qk_nope_head_dim, c.v_head_dim, attention.softmax_scale(c), stored)
     # [R, C + P] a sequence: the latent, then the rotated key.
     rows = _memories(spans, inputs.get("state_rows"), inputs["rows"])
     naive, expanded = "expanded" in inputs, rows
@@ -106,14 +98,10 @@ def attend(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:
             index, seen = attention.listed_rows(inputs["chosen"][tokens], own.shape[0])
             if naive:
                 key = own[index, c.kv_lora_rank :]
-                made = latent_attention.attend_naive(
-                    q, key, wide[index], seen, form, facts.numerics
-                )
+                made = attention.attend_naive(q, key, wide[index], seen, form, facts.numerics)
             else:
                 weight = single(weights).values(facts.numerics.work)
-                made = latent_attention.attend_absorbed(
-                    q, own[index], weight, seen, form, facts.numerics
-                )
+                made = attention.attend_absorbed(q, own[index], weight, seen, form, facts.numerics)
             out.append(made)
     return {"out": common.joined(out)}
 
@@ -203,10 +191,10 @@ def topk(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:
     score_TE = torch.sigmoid(inputs["logits"])
     # The bias takes part in the choice only: weights use the unbiased scores.
     biased = score_TE + single(weights).values(facts.numerics.work)
-    kept = routing.grouped_scores(biased, routing.GroupFacts(c.n_group, c.topk_group))
-    expert_TK = routing.largest_experts(kept, c.num_experts_per_tok)
+    kept = experts.grouped_scores(biased, experts.GroupFacts(c.n_group, c.topk_group))
+    expert_TK = experts.largest_experts(kept, c.num_experts_per_tok)
     epsilon = facts.numerics.switches.routing_epsilon
-    weight_TK = routing.router_weights(score_TE, expert_TK, c.routed_scaling_factor, epsilon)
+    weight_TK = experts.router_weights(score_TE, expert_TK, c.routed_scaling_factor, epsilon)
     return {"experts": expert_TK, "weights": weight_TK}
 
 

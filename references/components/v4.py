@@ -22,9 +22,6 @@ from degarble.references import (
     sparse_attention,
 )
 from degarble.references import (
-    experts as routing,
-)
-from degarble.references import (
     numerics as rounding,
 )
 from degarble.references.components import common
@@ -336,14 +333,14 @@ def topk(facts: V4Facts, inputs: Inputs, weights: Weights) -> Outputs:
     c, numerics = facts.config, facts.numerics
     ((name, source),) = weights.items()
     # The bias takes part in the choice only: weights use the unbiased scores.
-    score_TE = routing.sqrt_softplus(inputs["logits"])
+    score_TE = experts.sqrt_softplus(inputs["logits"])
     if name.endswith("tid2eid"):
         expert_TK = source.values(torch.int64)[inputs["tokens"]]
     else:
         biased = score_TE + source.values(numerics.work)
-        expert_TK = routing.largest_experts(biased, c.num_experts_per_tok)
+        expert_TK = experts.largest_experts(biased, c.num_experts_per_tok)
     epsilon = numerics.switches.routing_epsilon
-    weight_TK = routing.router_weights(score_TE, expert_TK, c.routed_scaling_factor, epsilon)
+    weight_TK = experts.router_weights(score_TE, expert_TK, c.routed_scaling_factor, epsilon)
     return {"experts": expert_TK, "weights": weight_TK}
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.references.tiny import language
-from degarble.references.tiny import language as words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -67,8 +66,8 @@ class ProbeScore:
 
 def possible(probe: language.Probe) -> int:
     """Return how many words may answer a question about a fact: the values of its relation."""
-    word = words.WORDS[probe.answer]
-    return next(len(values) for values in words.RELATIONS.values() if word in values)
+    word = language.WORDS[probe.answer]
+    return next(len(values) for values in language.RELATIONS.values() if word in values)
 
 
 def kind_of(probe: language.Probe) -> str:
@@ -115,8 +114,8 @@ def sentences_in(text: str) -> list[str]:
 
 def _claims_to_be_a_sentence(item: list[str]) -> bool:
     first = item[0]
-    fact = first in words.NAMES and len(item) > 1 and item[1] in words.RELATIONS
-    return not (fact or first in ("recall", "copy") or first in words.NUMBERS)
+    fact = first in language.NAMES and len(item) > 1 and item[1] in language.RELATIONS
+    return not (fact or first in ("recall", "copy") or first in language.NUMBERS)
 
 
 def grammatical(texts: Iterable[str]) -> tuple[int, int]:

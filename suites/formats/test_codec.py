@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
 from degarble.harness.formats import codec
-from degarble.harness.formats import codec as arrays
 from degarble.harness.formats.codec import (
     decode,
     decode_array,
@@ -95,12 +94,12 @@ def _encode_tensor(
     nan: NanRule = NanRule.REFUSE,
 ) -> list[int]:
     value = torch.tensor(values, dtype=torch.float64)
-    codes: list[int] = arrays.encode_array(value, fmt, rounding, overflow, nan).tolist()
+    codes: list[int] = codec.encode_array(value, fmt, rounding, overflow, nan).tolist()
     return codes
 
 
 def _decode_tensor(codes: list[int], fmt: ElementFormat) -> list[float]:
-    values: list[float] = arrays.decode_array(torch.tensor(codes), fmt).tolist()
+    values: list[float] = codec.decode_array(torch.tensor(codes), fmt).tolist()
     return values
 
 

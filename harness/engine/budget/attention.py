@@ -28,7 +28,6 @@ from degarble.harness.engine.budget.rules import ALIGNED_TERMS, UNDERFLOW, U, ou
 from degarble.harness.formats.number_formats import BF16
 from degarble.harness.report.number_text import number
 from degarble.references import attention, sparse_attention
-from degarble.references import attention as latent_attention
 from degarble.references.facts import V4Facts, V32Facts, single, spans_of
 
 if TYPE_CHECKING:
@@ -715,8 +714,8 @@ def _attended_v32(
 ) -> tuple[Tensor, bool]:
     inputs, c = call.inputs, facts.config
     logits_stored = facts.numerics.switches.attention_in_storage_dtype is not False
-    form = latent_attention.Form(
-        c.qk_nope_head_dim, c.v_head_dim, latent_attention.softmax_scale(c), logits_stored
+    form = attention.Form(
+        c.qk_nope_head_dim, c.v_head_dim, attention.softmax_scale(c), logits_stored
     )
     spans, q, naive = spans_of(inputs), inputs["q"], "expanded" in inputs
     rows = memories(spans, inputs.get("state_rows"), inputs["rows"], 1)

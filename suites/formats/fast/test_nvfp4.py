@@ -22,8 +22,6 @@ from degarble.harness.base.errors import (
 from degarble.harness.formats.codec import decode_array, encode_array, pack_nibbles, unpack_nibbles
 from degarble.harness.formats.dialects import CANONICAL, MODELOPT
 from degarble.harness.formats.fast import loops as fast_loops
-from degarble.harness.formats.fast import nvfp4 as fast_e2m1
-from degarble.harness.formats.fast import nvfp4 as fast_modelopt
 from degarble.harness.formats.fast import nvfp4 as fast_nvfp4
 from degarble.harness.formats.fast.buffers import empty_tensor, values_of
 from degarble.harness.formats.fast.nvfp4 import (
@@ -443,7 +441,7 @@ def test_rounding_is_encoding_and_decoding(dtype: torch.dtype) -> None:
 def test_lengths_that_are_no_whole_vectors(
     dtype: torch.dtype, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fast_e2m1, "GRAIN_UNITS", 1 << 13)
+    monkeypatch.setattr(fast_nvfp4, "GRAIN_UNITS", 1 << 13)
     values = SOME_FLOAT32[:count].to(dtype) if count < 100 else torch.full((count,), -2.5).to(dtype)
     codes = encode_e2m1(values, threads=3)
     assert differences(codes, encode_array(values, E2M1, nan=NanRule.LARGEST)) == ""
@@ -471,7 +469,7 @@ def test_large_outputs_go_past_the_cache_unchanged(
 def test_a_wrong_e2m1_table_entry_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     table = values_of(E2M1).copy()
     table[5] = 3.5
-    monkeypatch.setattr(fast_e2m1, "values_of", lambda _fmt: table)
+    monkeypatch.setattr(fast_nvfp4, "values_of", lambda _fmt: table)
     with pytest.raises(AssertionError, match="differ, first at"):
         test_every_byte_decodes_by_its_lower_nibble(torch.float32)
 
@@ -545,13 +543,13 @@ def test_quantise_takes_it_for_large_tensors(seed: int, monkeypatch: pytest.Monk
     values = hard_values(seed, torch.bfloat16, rows=512)
     plain = quantise(values[:2], NVFP4, MODELOPT, amax=values.abs().max().float())
     asked: list[int] = []
-    real = fast_modelopt.quantise_modelopt
+    real = fast_nvfp4.quantise_modelopt
 
     def told(given: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         asked.append(1)
         return real(given, scale)
 
-    monkeypatch.setattr(fast_modelopt, "quantise_modelopt", told)
+    monkeypatch.setattr(fast_nvfp4, "quantise_modelopt", told)
     large = quantise(values, NVFP4, MODELOPT)
     assert asked
     assert torch.equal(large.codes[:2], plain.codes)

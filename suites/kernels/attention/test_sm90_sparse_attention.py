@@ -417,17 +417,17 @@ def test_sm90_latent_attention_refuses_by_name(kernels: ModuleType) -> None:
 
 @pytest.mark.needs("cutlass")
 def test_the_formula_is_that_of_the_references() -> None:
-    from degarble.references import attention as latent_attention  # noqa: PLC0415  the oracle of the oracle
+    from degarble.references import attention  # noqa: PLC0415  the oracle of the oracle
     from degarble.references.numerics import Numerics  # noqa: PLC0415
 
     case = replace(CASE, tokens=1, heads=4, near=30, gaps=0.0)
     given = checks.drawn(case, "cpu")
     out, _ = checks.formula(case, given)
     found = given.decoded[0][given.slots[0][0].long()]
-    form = latent_attention.Form(rows.WIDTH, rows.WIDTH, case.problem.scale, False)
+    form = attention.Form(rows.WIDTH, rows.WIDTH, case.problem.scale, False)
     identity = torch.eye(rows.WIDTH, dtype=torch.float64)
     wkv_b = torch.cat((identity, identity)).repeat(4, 1)
-    made = latent_attention.attend_absorbed(
+    made = attention.attend_absorbed(
         given.q.double(), found, wkv_b, None, form, Numerics.definition()
     )
     assert torch.allclose(out.flatten(1), made, rtol=1e-9, atol=1e-12)
