@@ -14,8 +14,8 @@ Allocates only what it returns and never waits for the GPU, so it may be capture
 Shape letters: T tokens, S streams, D width.
 """
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import cutlass
@@ -38,19 +38,11 @@ from degarble.kernels.primitives.device_words import (
 )
 from degarble.kernels.rows import mhc_problem as facts
 from degarble.kernels.rows.mhc_problem import CHUNK_VALUES, STREAMS, MixForm, MixProblem
-from degarble.kernels.runtime.compiling import (
-    CompiledKernel,
-    CompileSettings,
-    any_stream,
-    compile_kernel,
-    current_stream,
-)
-from degarble.kernels.runtime.operands import pointer, require_device, require_optional
+from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Presence, Storage
 from degarble.kernels.runtime.pdl import EARLY, follow
-from degarble.kernels.runtime.targets import TARGETS, target_of_device
 
 WORDS = CHUNK_VALUES // 2  # of two BF16 in a chunk
-ALIGNMENT = 16
 
 
 class MixOperands(NamedTuple):
@@ -281,46 +273,8 @@ def launch_mhc(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-@cache
-def compile_form(form: MixForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile a part; needs no GPU."""
-    extents = tuple(Int32(1) for _ in range(6))
-    numbers = tuple(Float32(1e-6) for _ in range(3))
-    arguments = (_pointers(MixOperands()), extents, numbers, form, any_stream())
-    return compile_kernel(launch_mhc, arguments, TARGETS[form.target], settings)
-
-
-def mhc(tensors: MixOperands, problem: MixProblem, settings: CompileSettings) -> MixOperands:
-    """Run a part on its GPU; allocate outputs that are not given.
-
-    For `post`, `out` may be the streams themselves.
-    """
-    tensors = with_outputs(tensors, problem)
-    require_operands(problem, tensors)
-    device = require_device(tensors)
-    if problem.tokens:
-        form = MixForm(problem.part, target_of_device(device).name)
-        launch(compile_form(form, settings), problem, tensors)
-    return tensors
-
-
-def launch(kernel: CompiledKernel, problem: MixProblem, tensors: MixOperands) -> None:
-    """Launch on checked tensors."""
-    device = next(tensor for tensor in tensors if tensor is not None).device.index or 0
-    extents = (
-        problem.tokens,
-        facts.leading_blocks(problem),
-        facts.groups_of_chunks(problem),
-        problem.width // CHUNK_VALUES,
-        problem.iterations,
-        facts.mix_grid(problem),
-    )
-    numbers = (1.0 / (STREAMS * problem.width), problem.norm_epsilon, problem.epsilon)
-    told = tuple(Int32(extent) for extent in extents), tuple(Float32(each) for each in numbers)
-    kernel(_pointers(tensors), *told, current_stream(device))
-
-
-def wanted(problem: MixProblem) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+@lru_cache(maxsize=64)
+def wanted(problem: MixProblem) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return dtype and shape of every tensor of a part."""
     tokens, width, products = problem.tokens, problem.width, problem.products
     scales = 1 if problem.part == "head" else 3
@@ -349,36 +303,53 @@ def wanted(problem: MixProblem) -> dict[str, tuple[torch.dtype, tuple[int, ...]]
     return {name: known[name] for name in has}
 
 
-def with_outputs(tensors: MixOperands, problem: MixProblem) -> MixOperands:
-    """Allocate the outputs of a part that are not given."""
-    written = {"coefficients": ("pre", "post", "mix"), "all": ("post", "mix", "out")}
-    missing = [
-        name for name in written.get(problem.part, ("out",)) if getattr(tensors, name) is None
-    ]
-    given = next((tensor for tensor in tensors if tensor is not None), None)
-    device = None if given is None else given.device
-    kinds = wanted(problem)
-    made = {
-        name: torch.empty(kinds[name][1], dtype=kinds[name][0], device=device) for name in missing
-    }
-    return tensors._replace(**made)
-
-
-def require_operands(problem: MixProblem, tensors: MixOperands) -> None:
-    """Raise on tensors that the kernel would misread."""
-    kinds = wanted(problem)
-    for name, tensor in tensors._asdict().items():
-        alignment = 4 if name in {"squares", "scale"} else ALIGNMENT
-        kind = (*kinds.get(name, (torch.float32, ())), alignment)
-        remedy = f"The part {problem.part!r} has {', '.join(kinds)}."
-        require_optional(name, tensor, kind, present=name in kinds, remedy=remedy)
-
-
-def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return the kernel's pointers; None becomes a pointer that is not read."""
-    elements = (Uint32, *[Float32] * 7, Uint32, Uint32)
-    small = {MixOperands._fields.index(name) for name in ("squares", "scale")}
-    return tuple(
-        pointer(element, tensor, 4 if place in small else ALIGNMENT)
-        for place, (element, tensor) in enumerate(zip(elements, tensors, strict=True))
+def _numbers(of: LaunchContext[MixProblem, MixForm]) -> tuple[Any, ...]:
+    problem = of.problem
+    extents = (
+        problem.tokens,
+        facts.leading_blocks(problem),
+        facts.groups_of_chunks(problem),
+        problem.width // CHUNK_VALUES,
+        problem.iterations,
+        facts.mix_grid(problem),
     )
+    share = 1.0 / (STREAMS * problem.width)
+    return extents, (share, problem.norm_epsilon, problem.epsilon)
+
+
+def _operand(name: str) -> Operand[MixProblem]:
+    """Return an operand; which ones a part reads and writes is its own."""
+    alignment = 4 if name in {"squares", "scale"} else 16
+    values = Storage(Uint32, torch.bfloat16, alignment)
+    plain = Storage(Float32, torch.float32, alignment)
+    written = {"coefficients": ("pre", "post", "mix"), "all": ("post", "mix", "out")}
+    return Operand[MixProblem](
+        name,
+        values if name in {"streams", "layer", "out"} else plain,
+        lambda p: wanted(p)[name][1],
+        Presence[MixProblem](
+            lambda p: name in wanted(p),
+            lambda p: f"The part {p.part!r} has {', '.join(wanted(p))}.",
+        ),
+        output=lambda p: name in written.get(p.part, ("out",)),
+    )
+
+
+KERNEL = Kernel[MixProblem, MixForm](
+    entry=launch_mhc,
+    operands=tuple(_operand(name) for name in MixOperands._fields),
+    choose_form=lambda problem, target: MixForm(problem.part, target),
+    kinds=((Int32,) * 6, (Float32,) * 3),
+    numbers=_numbers,
+    work=lambda problem: problem.tokens,
+)
+compile_form = KERNEL.compile_form
+
+
+def mhc(tensors: MixOperands, problem: MixProblem, settings: CompileSettings) -> MixOperands:
+    """Run a part on its GPU; allocate outputs that are not given.
+
+    For `post`, `out` may be the streams themselves.
+    """
+    given = {name: tensor for name, tensor in tensors._asdict().items() if tensor is not None}
+    return tensors._replace(**KERNEL.run(problem, settings, **given))

@@ -81,13 +81,19 @@ class Operand(Generic[P]):
     storage: Storage | Callable[[Any], Storage]
     shape: Callable[[P], tuple[int, ...]]
     present: Presence[P] = ALWAYS
-    output: bool = False
+    output: bool | Callable[[P], bool] = False
+    scratch: bool = False  # an output that a run does not return
     updated: bool = False  # returned like an output, but always the caller's own
     label: str = ""  # its name in errors, if that differs
     shape_of: str = ""  # an operand of as many values: an output is allocated in its shape
     memory_of: Callable[[P], str] = lambda _problem: ""  # an operand that it overwrites
     passed: bool = True  # as a null pointer, where it is absent
     checked: Callable[[Tensor], Tensor] = unchanged  # the view that has the shape
+
+    def written(self, problem: P) -> bool:
+        """Return whether the kernel writes it."""
+        written = self.output if isinstance(self.output, bool) else self.output(problem)
+        return written or self.updated
 
     def stored(self, of: Any) -> Storage:
         """Return the storage for a problem or a form."""
@@ -172,7 +178,8 @@ class Kernel(Generic[P, F]):
         if out is None:
             return {}
         given = (out,) if isinstance(out, torch.Tensor) else out
-        return dict(zip(self._outputs, given, strict=True))
+        names = [operand.name for operand in self.operands if operand.output is True]
+        return dict(zip(names, given, strict=True))
 
     def require(self, problem: P, tensors: Operands) -> None:
         """Raise on tensors that the kernel would misread."""
@@ -182,7 +189,8 @@ class Kernel(Generic[P, F]):
 
     def allocate(self, problem: P, device: torch.device) -> dict[str, Any]:
         """Allocate the outputs; a launch writes every byte of them."""
-        return {name: of.allocate(problem, device) for name, of in self._outputs.items()}
+        outputs = self._outputs(problem)
+        return {name: operand.allocate(problem, device) for name, operand in outputs.items()}
 
     def run(self, problem: P, settings: CompileSettings, **given: Tensor | None) -> dict[str, Any]:
         """Check, allocate the outputs that are not named, and launch; return the outputs.
@@ -193,18 +201,19 @@ class Kernel(Generic[P, F]):
         for name in given:
             if name not in names:
                 raise UnknownName.among("operand", name, names)
+        outputs = self._outputs(problem)
         for operand in self.operands:
-            if operand.name not in self._outputs:
+            if operand.name not in outputs:
                 operand.require(problem, given.get(operand.name))
         tensors = self._with_outputs(problem, given)
-        for name, operand in self._outputs.items():
+        for name, operand in outputs.items():
             operand.require(problem, tensors[name])
         self.refuse(problem, tensors)
         place = require_device(tensors.values())
         if self.work(problem):
             form = self.choose_form(problem, target_of_device(place).name)
             self.launch(self.compile_form(form, settings), form, problem, tensors)
-        return {name: tensors[name] for name in self._outputs}
+        return {name: tensors[name] for name, of in outputs.items() if not of.scratch}
 
     def run_one(self, problem: P, settings: CompileSettings, **given: Tensor | None) -> Tensor:
         """Run a kernel of one output; return that."""
@@ -231,7 +240,7 @@ class Kernel(Generic[P, F]):
     def _with_outputs(self, problem: P, given: Operands) -> dict[str, Any]:
         tensors: dict[str, Any] = dict(given)
         device = next(each.device for each in given.values() if each is not None)
-        for name, operand in self._outputs.items():
+        for name, operand in self._outputs(problem).items():
             if name not in tensors:
                 tensors[name] = tensors.get(operand.memory_of(problem))
                 if tensors[name] is None and not operand.updated:
@@ -239,9 +248,8 @@ class Kernel(Generic[P, F]):
                     tensors[name] = operand.allocate(problem, device, like)
         return tensors
 
-    @cached_property
-    def _outputs(self) -> dict[str, Operand[P]]:
-        return {each.name: each for each in self.operands if each.output or each.updated}
+    def _outputs(self, problem: P) -> dict[str, Operand[P]]:
+        return {each.name: each for each in self.operands if each.written(problem)}
 
     def _kinds(self, form: F) -> Kinds:
         return self.kinds if isinstance(self.kinds, tuple) else self.kinds(form)

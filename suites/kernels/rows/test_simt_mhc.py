@@ -88,11 +88,11 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
 def test_every_part_knows_its_tensors(kernels: ModuleType, part: str) -> None:
     case = checks.Case(MixProblem(3, 16, part))
     kinds, inputs = kernels.wanted(case.problem), checks.given(case)
-    made = kernels.with_outputs(kernels.MixOperands(**inputs), case.problem)
-    kernels.require_operands(case.problem, made)
+    made = kernels.KERNEL.allocate(case.problem, torch.device("cpu"))
+    kernels.KERNEL.require(case.problem, inputs | made)
     stated = checks.by_stated_order(case)
     for name in kinds.keys() - inputs.keys():
-        got = getattr(made, name)
+        got = made[name]
         assert (got.dtype, tuple(got.shape)) == kinds[name]
         assert (stated[name].dtype, tuple(stated[name].shape)) == kinds[name]
 

@@ -23,11 +23,19 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.needs("cutlass")
 
 DESCRIBED = (
-    "simt_embed", "simt_inverse_rope", "simt_kv_read", "simt_kv_write", "simt_qnorm_rope",
-    "simt_quantise_fp8", "simt_quantise_nvfp4", "simt_residual_norm", "simt_rmsnorm",
-    "simt_scale", "simt_slots",
-)  # fmt: skip
-each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.key.partition(" with")[0])
+    "simt_embed",
+    "simt_inverse_rope",
+    "simt_kv_read",
+    "simt_kv_write",
+    "simt_mhc",
+    "simt_qnorm_rope",
+    "simt_quantise_fp8",
+    "simt_quantise_nvfp4",
+    "simt_residual_norm",
+    "simt_rmsnorm",
+    "simt_scale",
+    "simt_slots",
+)
 each_kernel = pytest.mark.parametrize("name", DESCRIBED)
 
 
@@ -74,7 +82,7 @@ def test_an_unknown_operand_is_refused_by_name(name: str) -> None:
     case = next(case for case in CASES if case.kernel == name)
     with pytest.raises(UnknownName, match="operand"):
         described(name).run(
-            case.problem, kernel_cases.SETTINGS, **case.tensors(), weights=torch.zeros(1)
+            case.problem, kernel_cases.SETTINGS, **case.tensors(), nowhere=torch.zeros(1)
         )
 
 
