@@ -15,8 +15,6 @@ defines the order of the sums: bits depend on a token's streams and the weight a
 the GPU, so it may be captured in a graph. Shape letters as in mhc_problem.
 """
 
-from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import cutlass
@@ -45,16 +43,9 @@ from degarble.kernels.rows.mhc_problem import (
     ProjectForm,
     ProjectProblem,
 )
-from degarble.kernels.runtime.compiling import (
-    CompiledKernel,
-    CompileSettings,
-    any_stream,
-    compile_kernel,
-    current_stream,
-)
-from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
+from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage
 from degarble.kernels.runtime.pdl import EARLY, follow, let_follow, wait_for_front
-from degarble.kernels.runtime.targets import TARGETS, target_of_device
 
 WORDS = 4  # of a lane's 16 bytes
 QUAD = 4  # lanes that share a row
@@ -62,7 +53,6 @@ OF_TILE = 4  # sums of a lane in a tile of 16 x 8
 EXTENTS = 7  # numbers that a launch is told
 ADDING_WARPS = 4  # of a thread block, a token each
 CHUNKS = ROW_BYTES // 16  # of a row of a stage
-NAMES = ("streams", "weight", "partial sums", "products", "squares")
 
 
 # ---- device --------------------------------------------------------------------------------------
@@ -446,12 +436,37 @@ class MhcWeights(NamedTuple):
     scale: Tensor  # float32 [3], of the head [1]
 
 
-@cache
-def compile_form(form: ProjectForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile a form; needs no GPU."""
-    extents = tuple(Int32(1) for _ in range(EXTENTS))
-    arguments = (_pointers((None,) * 5), extents, form, any_stream())
-    return compile_kernel(launch_project, arguments, TARGETS[form.target], settings)
+def _numbers(of: LaunchContext[ProjectProblem, ProjectForm]) -> tuple[Any, ...]:
+    """Return tokens, vectors of a row, how K is cut, and the grid."""
+    problem, cut = of.problem, InnerCut(of.problem.inner)
+    numbers = (problem.tokens, problem.inner // 8, cut.steps, cut.per_piece, cut.per_group)
+    return ((*numbers, *facts.project_grid(problem, of.form)),)
+
+
+_Operand = Operand[ProjectProblem]
+_VALUES, _SUMS = Storage(Uint32, torch.bfloat16, 16), Storage(Float32, torch.float32, 16)
+KERNEL = Kernel[ProjectProblem, ProjectForm](
+    entry=launch_project,
+    operands=(
+        _Operand("streams", _VALUES, lambda p: (p.tokens, STREAMS, p.width)),
+        _Operand("split", _VALUES, lambda p: (BF16_PARTS, p.weight_rows, p.inner), label="weight"),
+        _Operand(
+            "partials",
+            _SUMS,
+            lambda p: (p.tokens, p.partials, LINE),
+            output=True,
+            scratch=True,
+            label="partial sums",
+        ),
+        _Operand("products", _SUMS, lambda p: (p.tokens, p.products), output=True),
+        _Operand("squares", Storage(Float32, torch.float32, 4), lambda p: (p.tokens,), output=True),
+    ),
+    choose_form=facts.choose_form,
+    kinds=((Int32,) * EXTENTS,),
+    numbers=_numbers,
+    work=lambda problem: problem.tokens,
+)
+compile_form = KERNEL.compile_form
 
 
 def mhc_project(
@@ -466,14 +481,9 @@ def mhc_project(
 
     `split_NK` is split_weight of the weight. `out` receives partial sums, products and squares.
     """
-    out = empty_outputs(problem, streams_TSD.device) if out is None else out
-    require_operands(problem, streams_TSD, split_NK, out)
-    tensors = (streams_TSD, split_NK, *out)
-    device = require_device(tensors)
-    if problem.tokens:
-        form = facts.choose_form(problem, target_of_device(device).name)
-        launch(compile_form(form, settings), form, problem, tensors)
-    return out[1], out[2]
+    given = {"streams": streams_TSD, "split": split_NK}
+    made = KERNEL.run(problem, settings, **given, **KERNEL.outputs(out))
+    return made["products"], made["squares"]
 
 
 def mhc_pre(
@@ -496,50 +506,7 @@ def mhc_pre(
     return simt_mhc.mhc(given, problem, settings)
 
 
-def launch(
-    kernel: CompiledKernel, form: ProjectForm, problem: ProjectProblem, tensors: Sequence[Tensor]
-) -> None:
-    """Launch on checked tensors: streams, weight, partial sums, products, squares."""
-    kernel(
-        _pointers(tensors), _extents(problem, form), current_stream(tensors[0].device.index or 0)
-    )
-
-
-def _extents(problem: ProjectProblem, form: ProjectForm) -> tuple[Any, ...]:
-    """Return tokens, vectors of a row, how K is cut, and the grid."""
-    cut = InnerCut(problem.inner)
-    numbers = (problem.tokens, problem.inner // 8, cut.steps, cut.per_piece, cut.per_group)
-    return tuple(Int32(number) for number in (*numbers, *facts.project_grid(problem, form)))
-
-
 def empty_outputs(problem: ProjectProblem, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate partial sums, products and squares."""
-    shapes = ((problem.tokens, problem.partials, LINE), (problem.tokens, problem.products))
-    partials, products = (torch.empty(s, dtype=torch.float32, device=device) for s in shapes)
-    return partials, products, products.new_empty(problem.tokens)
-
-
-def require_operands(
-    problem: ProjectProblem, streams_TSD: Tensor, split_NK: Tensor, out: tuple[Tensor, ...]
-) -> None:
-    """Raise on tensors that the kernels would misread."""
-    tokens, parts = problem.tokens, (problem.partials, LINE)
-    shapes: tuple[tuple[torch.dtype, tuple[int, ...], int], ...] = (
-        (torch.bfloat16, (tokens, STREAMS, problem.width), 16),
-        (torch.bfloat16, (BF16_PARTS, problem.weight_rows, problem.inner), 16),
-        (torch.float32, (tokens, *parts), 16),
-        (torch.float32, (tokens, problem.products), 16),
-        (torch.float32, (tokens,), 4),
-    )
-    for name, tensor, kind in zip(NAMES, (streams_TSD, split_NK, *out), shapes, strict=True):
-        dtype, shape, alignment = kind
-        require_tensor(name, tensor, dtype, shape, alignment)
-
-
-def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return the kernel's pointers; None becomes a pointer that is not read."""
-    kinds = ((Uint32, 16), (Uint32, 16), (Float32, 16), (Float32, 16), (Float32, 4))
-    return tuple(
-        pointer(element, tensor, alignment)
-        for (element, alignment), tensor in zip(kinds, tensors, strict=True)
-    )
+    partials, products, squares = KERNEL.allocate(problem, device).values()
+    return partials, products, squares

@@ -28,6 +28,7 @@ DESCRIBED = (
     "simt_kv_read",
     "simt_kv_write",
     "simt_mhc",
+    "simt_mhc_project",
     "simt_qnorm_rope",
     "simt_quantise_fp8",
     "simt_quantise_nvfp4",
