@@ -13,8 +13,6 @@ Allocates only what it returns and never waits for the GPU, so it may be capture
 Shape letters: T tokens, E experts, K chosen, V table.
 """
 
-from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import cutlass
@@ -23,20 +21,13 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32, cute
 from torch import Tensor
 
-from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.primitives.device_words import emit, square_root
 from degarble.kernels.rows import router_problem as facts
 from degarble.kernels.rows.router_problem import LANES, WARPS, RouterForm, RouterProblem
-from degarble.kernels.runtime.compiling import (
-    CompiledKernel,
-    CompileSettings,
-    any_stream,
-    compile_kernel,
-    current_stream,
-)
-from degarble.kernels.runtime.operands import DTYPES, pointer, require_device, require_tensor
-from degarble.kernels.runtime.targets import TARGETS, target_of_device
+from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Presence, Storage
+from degarble.kernels.runtime.operands import DTYPES
 
 EVERY_LANE = 0xFFFF_FFFF
 
@@ -223,12 +214,53 @@ def launch_router(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-@cache
-def compile_form(form: RouterForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile a form; needs no GPU."""
-    extents, factors = tuple(Int32(1) for _ in range(4)), (Float32(1.0), Float32(0.0))
-    arguments = (_pointers(form.ids, (None,) * 6), extents, factors, form, any_stream())
-    return compile_kernel(launch_router, arguments, TARGETS[form.target], settings)
+def _numbers(of: LaunchContext[RouterProblem, RouterForm]) -> tuple[Any, ...]:
+    problem = of.problem
+    extents = (problem.tokens, problem.experts, problem.vocabulary, facts.grid(problem))
+    return extents, (problem.scale, problem.epsilon)
+
+
+def _ids(of: RouterProblem | RouterForm) -> Storage:
+    element = Int64 if of.ids == "int64" else Int32
+    return Storage(element, DTYPES[of.ids], DTYPES[of.ids].itemsize)
+
+
+def _where(operand: str, *, by_table: bool) -> Presence[RouterProblem]:
+    expected = f"{operand} exactly where {'a table chooses' if by_table else 'scores choose'}"
+    return Presence(
+        lambda p: (p.vocabulary > 0) == by_table,
+        lambda p: f"The problem says vocabulary={p.vocabulary}.",
+        expected,
+        expected,
+    )
+
+
+_Operand = Operand[RouterProblem]
+_NUMBERS, _CHOICES = Storage(Float32, torch.float32, 4), Storage(Int32, torch.int32, 4)
+KERNEL = Kernel[RouterProblem, RouterForm](
+    entry=launch_router,
+    operands=(
+        _Operand("logits", _NUMBERS, lambda p: (p.tokens, p.experts)),
+        _Operand("bias", _NUMBERS, lambda p: (p.experts,), _where("a bias", by_table=False)),
+        _Operand(
+            "ids",
+            _ids,
+            lambda p: (p.tokens,),
+            _where("token ids", by_table=True),
+            label="token ids",
+        ),
+        _Operand(
+            "table", _ids, lambda p: (p.vocabulary, p.chosen), _where("a table", by_table=True)
+        ),
+        _Operand("experts", _CHOICES, lambda p: (p.tokens, p.chosen), output=True),
+        _Operand("weights", _NUMBERS, lambda p: (p.tokens, p.chosen), output=True),
+    ),
+    choose_form=facts.choose_form,
+    kinds=((Int32,) * 4, (Float32,) * 2),
+    numbers=_numbers,
+    work=lambda problem: problem.tokens,
+)
+compile_form = KERNEL.compile_form
 
 
 def route(
@@ -245,75 +277,10 @@ def route(
     `source` is the float32 bias [E], or the table [V, K] of expert ids where the problem has a
     vocabulary; then id_T are the token ids.
     """
-    out = out or empty_outputs(problem, logit_TE.device)
-    require_operands(problem, logit_TE, source, id_T)
-    require_outputs(problem, out)
-    by_table = problem.vocabulary > 0
-    pair = (None, id_T, source) if by_table else (source, None, None)
-    tensors = (logit_TE, *pair, *out)
-    device = require_device(tensors)
-    if problem.tokens:
-        form = facts.choose_form(problem, target_of_device(device).name)
-        launch(compile_form(form, settings), problem, tensors)
-    return out
-
-
-def launch(
-    kernel: CompiledKernel, problem: RouterProblem, tensors: tuple[Tensor | None, ...]
-) -> None:
-    """Launch on checked tensors: logits, bias, token ids, table, experts, weights."""
-    device = tensors[0].device.index or 0 if tensors[0] is not None else 0
-    extents = (problem.tokens, problem.experts, problem.vocabulary, facts.grid(problem))
-    ids = facts.choose_form(problem, kernel.target.name).ids
-    kernel(
-        _pointers(ids, tensors),
-        tuple(Int32(extent) for extent in extents),
-        (Float32(problem.scale), Float32(problem.epsilon)),
-        current_stream(device),
-    )
+    given = {"logits": logit_TE, "ids": id_T, "table" if problem.vocabulary else "bias": source}
+    return RoutedTokens(**KERNEL.run(problem, settings, **given, **KERNEL.outputs(out)))
 
 
 def empty_outputs(problem: RouterProblem, device: torch.device) -> RoutedTokens:
     """Allocate the result; a launch writes every number of it."""
-    shape = (problem.tokens, problem.chosen)
-    return RoutedTokens(
-        torch.empty(shape, dtype=torch.int32, device=device),
-        torch.empty(shape, dtype=torch.float32, device=device),
-    )
-
-
-def require_operands(
-    problem: RouterProblem, logit_TE: Tensor, source: Tensor, id_T: Tensor | None
-) -> None:
-    """Raise on inputs that the kernel would misread."""
-    require_tensor("logits", logit_TE, torch.float32, (problem.tokens, problem.experts), 4)
-    by_table = problem.vocabulary > 0
-    if (id_T is not None) != by_table:
-        raise InvalidArgument(
-            "token ids",
-            None if id_T is None else tuple(id_T.shape),
-            "token ids exactly where a table chooses",
-            f"The problem says vocabulary={problem.vocabulary}.",
-        )
-    if id_T is None:
-        require_tensor("bias", source, torch.float32, (problem.experts,), 4)
-        return
-    ids = DTYPES[problem.ids]
-    require_tensor("token ids", id_T, ids, (problem.tokens,), ids.itemsize)
-    shape = (problem.vocabulary, problem.chosen)
-    require_tensor("table", source, ids, shape, ids.itemsize)
-
-
-def require_outputs(problem: RouterProblem, out: RoutedTokens) -> None:
-    """Raise on outputs that do not hold the result."""
-    shape = (problem.tokens, problem.chosen)
-    require_tensor("experts", out.experts, torch.int32, shape, 4)
-    require_tensor("weights", out.weights, torch.float32, shape, 4)
-
-
-def _pointers(ids: str, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return the kernel's pointers; None becomes a pointer that is not read."""
-    of_ids = (Int64, 8) if ids == "int64" else (Int32, 4)
-    number, integer = (Float32, 4), (Int32, 4)
-    places = zip((number, number, of_ids, of_ids, integer, number), tensors, strict=True)
-    return tuple(pointer(element, tensor, size) for (element, size), tensor in places)
+    return RoutedTokens(**KERNEL.allocate(problem, device))

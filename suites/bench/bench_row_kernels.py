@@ -180,17 +180,15 @@ def router_arm(name: str, problem: RouterProblem) -> Arm:
     launches = []
     for _ in range(sets_for(bytes_moved)):
         logit_TE = torch.randn(problem.tokens, problem.experts, device="cuda")
-        source: tuple[Tensor | None, ...] = (
-            torch.randn(problem.experts, device="cuda"),
-            None,
-            None,
-        )
+        given = {"logits": logit_TE}
         if problem.vocabulary:
-            id_T = torch.randint(problem.vocabulary, (problem.tokens,), device="cuda")
+            given["ids"] = torch.randint(problem.vocabulary, (problem.tokens,), device="cuda")
             shape = (problem.vocabulary, problem.chosen)
-            source = (None, id_T, torch.randint(problem.experts, shape, device="cuda"))
-        tensors = (logit_TE, *source, *kernels.empty_outputs(problem, logit_TE.device))
-        launches.append(lambda tensors=tensors: kernels.launch(kernel, problem, tensors))
+            given["table"] = torch.randint(problem.experts, shape, device="cuda")
+        else:
+            given["bias"] = torch.randn(problem.experts, device="cuda")
+        tensors = given | kernels.KERNEL.allocate(problem, logit_TE.device)
+        launches.append(partial(kernels.KERNEL.launch, kernel, form, problem, tensors))
     return captured(name, bytes_moved, launches)
 
 

@@ -34,6 +34,7 @@ DESCRIBED = (
     "simt_quantise_nvfp4",
     "simt_residual_norm",
     "simt_rmsnorm",
+    "simt_router",
     "simt_scale",
     "simt_slots",
 )
