@@ -393,9 +393,9 @@ def _latent_query(module: Any, problem: Any, settings: CompileSettings, t: Given
 
 
 def _mhc(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
-    made = module.mhc(module.MixOperands(**t), problem, settings)
-    names = {"all": ("out", "post", "mix"), "coefficients": ("pre", "post", "mix")}
-    return tuple(getattr(made, name) for name in names.get(problem.part, ("out",)))
+    """Run a part; callers take the result first, then the coefficients."""
+    made = module.KERNEL.run(problem, settings, **t)
+    return tuple(made[name] for name in ("out", "pre", "post", "mix") if name in made)
 
 
 def _operand(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
@@ -502,9 +502,7 @@ ENTRIES: Mapping[str, KernelEntry] = {
         lambda p, _: "by table" if p.vocabulary else p.scoring,
     ),
     "simt_mhc": KernelEntry(_mhc, lambda p, _: str(p.part)),
-    "simt_mhc_project": KernelEntry(
-        lambda m, p, s, t: m.mhc_project(t["streams"], t["split"], p, s), lambda p, _: str(p.kind)
-    ),
+    "simt_mhc_project": KernelEntry(by_name, lambda p, _: str(p.kind)),
     "simt_compressor": KernelEntry(
         _pool, lambda p, _: f"windows of {p.ratio}{', one token each' if p.alone else ''}"
     ),
