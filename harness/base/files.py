@@ -288,7 +288,7 @@ def _require_parent(path: Path, state: os.stat_result, code: CachedCode) -> None
 def _unsafe(path: Path, found: str, code: CachedCode) -> UnreadableFile:
     return UnreadableFile(
         f"cache of {code.what} {path}", found,
-        "a folder that you or root own, and nobody else can write: its code is run",
+        "a folder owned by you or root and writable by nobody else: its code is run",
         f"Remove it if you did not make it (rm -r '{path}'), or close it: chmod -R go-w '{path}'."
         f" {code.elsewhere}",
     )  # fmt: skip

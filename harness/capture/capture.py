@@ -96,7 +96,7 @@ def foreign_code(folder: Path, whose: Sequence[str]) -> Iterator[None]:
         _remove(folder, keep=there)
         raise InvalidArgument(
             " and ".join(whose), f"{type(error).__name__}: {error}",
-            "outputs and weights that the components behind can take",
+            "outputs and weights that the next components can take",
             "Look at shapes and dtypes of what was replaced.",
         ) from error  # fmt: skip
 

@@ -63,7 +63,9 @@ class PromptTemplates:
     def text(self, name: str) -> str:
         """Return one sentence."""
         if name not in self.texts:
-            found = "no encoder beside the checkpoint" if self.source is None else str(self.source)
+            found = (
+                "no encoder in the checkpoint's folder" if self.source is None else str(self.source)
+            )
             raise UnreadableFile(
                 f"wording of {name}",
                 found,

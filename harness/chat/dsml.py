@@ -100,7 +100,7 @@ def read_calls(text: str, block: str) -> list[ToolCall]:
         calls.append(_call(reader))
     rest = reader.rest()
     if rest not in ("", EOS):
-        raise reader.refused(rest, "nothing behind the closing mark but the end")
+        raise reader.refused(rest, "nothing after the closing mark but the end")
     return calls
 
 
@@ -116,11 +116,11 @@ def _call(reader: _Reader) -> ToolCall:
         if found is None or DSML in body:
             raise reader.refused(body, 'name="..." string="true|false">VALUE of one parameter')
         key, is_string, value = found.groups()
-        reader.expect("\n", "a line's end behind a parameter")
+        reader.expect("\n", "a line's end after a parameter")
         if key in given:
             raise reader.refused(key, "each parameter once")
         given[key] = as_json(value) if is_string == "true" else value
-    reader.expect("\n", "a line's end behind an invoke")
+    reader.expect("\n", "a line's end after an invoke")
     spelt = ", ".join(f"{as_json(key)}: {value}" for key, value in given.items())
     return ToolCall(name, f"{{{spelt}}}")
 

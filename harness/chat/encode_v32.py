@@ -104,7 +104,7 @@ def _answer(messages: Sequence[Message], index: int, style: Style) -> str:
         if not thought and not calls:
             raise InvalidArgument(
                 f"message {index}", "neither reasoning nor tool calls",
-                "reasoning_content, or tool calls, behind the last question in thinking mode",
+                "reasoning_content, or tool calls, after the last question in thinking mode",
                 "Give the reasoning, or encode in chat mode.",
             )  # fmt: skip
         reasoning = (thought or "") + marks.END_THINK

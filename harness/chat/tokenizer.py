@@ -42,7 +42,7 @@ class Tokenizer:
         path = folder / FILE
         if not path.is_file():
             raise UnreadableFile(
-                FILE, str(path), "the model's tokenizer beside its weights",
+                FILE, str(path), "the model's tokenizer in the folder of its weights",
                 "Copy tokenizer.json from the model's own repository into the checkpoint.",
             )  # fmt: skip
         codec = _codec(path)

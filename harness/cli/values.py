@@ -47,11 +47,11 @@ Backend = Annotated[
 ]
 Partial = Annotated[
     bool,
-    typer.Option("--partial", help="Judge what there is of a capture whose run was killed."),
+    typer.Option("--partial", help="Judge the complete part of a capture whose run was killed."),
 ]
 Strict = Annotated[
     bool,
-    typer.Option("--strict", help="Refuse where any component would fall to torch."),
+    typer.Option("--strict", help="Refuse if torch would compute any component."),
 ]
 Convention = Annotated[
     list[str] | None,

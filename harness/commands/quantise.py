@@ -63,7 +63,7 @@ class QuantiseSummary:
             names = ", ".join(visible(name) for name in told["unclaimed"][:_LISTED])
             left.append(
                 f"  {len(told['unclaimed']):,} tensors of the source that no parameter"
-                f" explains were left behind, such as {names}"
+                f" explains were left out, such as {names}"
             )
         return [first, *counts, *left, *flagged, f"Read {REPORT} there for each weight."]
 

@@ -184,7 +184,7 @@ def _green(history: History) -> Block:
     rows += [Fact(f"{n} since", f"{old} -> {new}") for n, old, new in apart if old != new]
     compare = Code(
         f"degarble history compare {green.id} {last.id}",
-        "Every number of the two beside each other",
+        "Every number of the two, side by side",
     )
     return Details("Since the last green run", (Facts(tuple(rows)), compare), "history-green")
 

@@ -81,11 +81,11 @@ def _split(text: str) -> tuple[str, Port, str]:
         raise _malformed(text, "exactly one word `in` or `out`")
     port, names = Port(words[at[0]]), words[at[0] + 1 :]
     if len(names) > 1 or (port is Port.IN and not names):
-        raise _malformed(text, "one name behind `in`, at most one behind `out`")
+        raise _malformed(text, "one name after `in`, at most one after `out`")
     owner = words[: at[0]]
     if owner and owner[0] in SCOPES:
         if len(owner) < 2 or not _NUMBER.fullmatch(owner[1]):
-            raise _malformed(text, f"a number behind `{owner[0]}`, without leading zeros")
+            raise _malformed(text, f"a number after `{owner[0]}`, without leading zeros")
         inner = owner[2:]
     else:
         inner = owner

@@ -283,6 +283,6 @@ def bench_result(document: Mapping[str, Any]) -> StepResult:
 
 def _without(what: str) -> StepResult:
     return StepResult(
-        Verdict.UNDECIDED, f"{what} was not run: no GPU was asked for (-m b200, -m h200).",
+        Verdict.UNDECIDED, f"{what} was not run: no GPU was requested (-m b200, -m h200).",
         asked=False,
     )  # fmt: skip

@@ -288,7 +288,7 @@ def page_from_json(text: str, name: str = "page") -> Page:
     if not isinstance(document, dict) or document.get("kind") != KIND:
         found = document.get("kind") if isinstance(document, dict) else type(document).__name__
         raise UnreadableFile(
-            name, found, f"a document of kind {KIND}", "Give the .json beside a report page."
+            name, found, f"a document of kind {KIND}", "Give the .json next to a report page."
         )
     if document.get("schema") != SCHEMA:
         raise UnreadableFile(

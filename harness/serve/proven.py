@@ -195,7 +195,7 @@ class ProvenStart:
             return False
 
     def _still_runs(self) -> None:
-        assert self._process is not None, "the server is watched behind its start"
+        assert self._process is not None, "the server is watched after its start"
         status = self._process.poll()
         if status is not None:
             raise StepFailed(f"the server ended with status {status}")
@@ -315,7 +315,7 @@ def read_line(arguments: Sequence[str]) -> tuple[StartOptions, str, int]:
     parser.add_argument("--against", type=Path, metavar="CKPT", help="as degarble audit")
     parser.add_argument("--loader", metavar="MAP", help="as degarble audit")
     parser.add_argument("--structure-only", action="store_true", help="read no numbers")
-    parser.add_argument("--cpu", action="store_true", help="no kernel is asked to prove itself")
+    parser.add_argument("--cpu", action="store_true", help="no kernel is tested")
     parser.add_argument(
         "--seconds", type=float, default=StartOptions.seconds, help="until COMMAND answers"
     )
@@ -329,7 +329,7 @@ def read_line(arguments: Sequence[str]) -> tuple[StartOptions, str, int]:
             raise InvalidArgument(f"--{name}", str(path), "a path that is there", "Check the path.")
     if not command:
         raise InvalidArgument(
-            "COMMAND", "none", "the server's command behind --", "Give: -- degarble serve CKPT."
+            "COMMAND", "none", "the server's command after --", "Give: -- degarble serve CKPT."
         )
     read_answers(asked.answers)
     how = StartOptions(

@@ -50,7 +50,7 @@ def _no_number(name: str) -> NoReturn:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
-        raise ValueError("a key stands there twice")
+        raise ValueError("a key occurs twice")
     return made
 
 
@@ -295,7 +295,7 @@ def read_choices(fields: RequestFields, asked: CompletionRequest) -> CompletionR
     choices = fields.whole("n", 1, MOST_CHOICES) or 1
     stream, options = fields.flag("stream"), fields.inner("stream_options")
     if options is not None and not stream:
-        raise bad_parameter("stream_options", "only beside stream: true")
+        raise bad_parameter("stream_options", "only with stream: true")
     usage = options.flag("include_usage") if options else False
     if options is not None:
         options.only("include_obfuscation", False)
@@ -376,7 +376,7 @@ def read_chat(raw: dict[str, Any], desk: ServedModel) -> CompletionRequest:
     top = fields.whole("top_logprobs", 0, MOST_LIKELIEST)
     wants_scores = fields.flag("logprobs")
     if top is not None and not wants_scores:
-        raise bad_parameter("top_logprobs", "only beside logprobs: true")
+        raise bad_parameter("top_logprobs", "only with logprobs: true")
     wanted = _new_tokens(fields, desk)
     how = SamplingOptions.read(fields, desk)
     form = fields.inner("response_format")

@@ -66,7 +66,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
         if error.errno in (errno.EADDRINUSE, errno.EACCES):
             raise InvalidArgument(
                 "--port", port, f"a free port of {host} ({os.strerror(error.errno)})",
-                "Give another one; 0 takes any that is free.",
+                "Give another one; 0 chooses a free port.",
             ) from error  # fmt: skip
         raise InvalidArgument(
             "--host", host, f"an address of this machine ({error.strerror})",

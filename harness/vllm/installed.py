@@ -28,7 +28,7 @@ def require_vllm() -> str:
             "vllm",
             "not installed",
             f"vLLM {_KNOWN}",
-            "make vllm-env builds an environment with it; or install it beside degarble.",
+            "make vllm-env builds an environment with it; or install it with degarble.",
         ) from error
     if not any(found.startswith(f"{each}.") for each in SERIES):
         raise InvalidArgument(

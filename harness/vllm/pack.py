@@ -52,7 +52,7 @@ MAGIC, HEAD, ENTRY_HEAD = 0xBA55ED50, struct.Struct("<IHHQ"), struct.Struct("<HH
 ARCHITECTURE_AT, PTX, ELF = 28, 1, 2
 
 JOIN = """#!/bin/sh
-# Joins the parts beside it, checks them, and unpacks into the folder named: sh unpack.sh TARGET
+# Joins the parts in its folder, checks them, and unpacks into the folder named: sh unpack.sh TARGET
 set -eu
 target=$1
 cd "$(dirname "$0")"

@@ -495,7 +495,7 @@ def mhc_pre(
     """
     if problem.part not in {"all", "head", "coefficients"}:
         raise InvalidArgument(
-            "part of mHC behind a projection", problem.part, "all, head or coefficients",
+            "part of mHC after a projection", problem.part, "all, head or coefficients",
             "The other parts read no products: call simt_mhc.mhc.",
         )  # fmt: skip
     kind = "head" if problem.part == "head" else "layer"

@@ -130,7 +130,7 @@ REFUSED = {
     "def patch(c):\n    c.components['norm'] = lambda i, w: 3\n": ("a dict of out",),
     "def patch(c):\n    c.components['attn'] = 0\n": ("fault.py:2", "'attn'"),
     SHORT: (
-        "--patch fault.py", "components behind can take",
+        "--patch fault.py", "next components can take",
     ),
 }  # fmt: skip
 

@@ -160,10 +160,10 @@ def test_arguments_that_are_no_json() -> None:
         ('name="now">\n', "now>\n", "of the invoke"),
         ('string="false">3', 'string="no">3', "of one parameter"),
         (">Ulm</｜DSML｜parameter>", ">Ulm", "of one parameter"),
-        (">Ulm</｜DSML｜parameter>\n", ">Ulm</｜DSML｜parameter>", "a line's end behind a param"),
+        (">Ulm</｜DSML｜parameter>\n", ">Ulm</｜DSML｜parameter>", "a line's end after a param"),
         ('name="days"', 'name="city"', "each parameter once"),
-        ("</｜DSML｜invoke>\n</", "</｜DSML｜invoke></", "a line's end behind an invoke"),
-        ("</｜DSML｜tool_calls>", "</｜DSML｜tool_calls> and so on", "nothing behind the closing"),
+        ("</｜DSML｜invoke>\n</", "</｜DSML｜invoke></", "a line's end after an invoke"),
+        ("</｜DSML｜tool_calls>", "</｜DSML｜tool_calls> and so on", "nothing after the closing"),
         ("</｜DSML｜tool_calls>", "", "an invoke, or the closing mark"),
     ],
 )

@@ -368,6 +368,6 @@ def require_calls(state: dict[str, Any]) -> None:
             "Start it without recorded graphs: --enforce-eager.",
         )  # fmt: skip
     raise InvalidArgument(
-        "capture", "no request that was asked for came", "a request while the capture is open",
-        "Send it with the X-Request-Id that was asked for, or ask for the next ones.",
+        "capture", "no matching request arrived", "a request while the capture is open",
+        "Send it with the requested X-Request-Id, or capture the next ones.",
     )  # fmt: skip

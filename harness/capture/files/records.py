@@ -247,7 +247,7 @@ def read_json_object(text: bytes, name: str) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
         if len(made) != len(pairs):
-            raise ValueError("a key stands twice")
+            raise ValueError("a key occurs twice")
         return made
 
     def no_constant(word: str) -> Any:

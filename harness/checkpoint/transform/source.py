@@ -149,7 +149,7 @@ def require_model(checkpoint: Checkpoint, to: str) -> tuple[Config, LogicalNames
             f"source of {to}",
             shown(str(checkpoint.root)),
             "a V4 or V3.2 checkpoint with its config.json",
-            "Put the model's config.json beside its shards.",
+            "Put the model's config.json into the folder of its shards.",
         )
     return checkpoint.model, checkpoint.names
 

@@ -423,7 +423,7 @@ def _require_same(
             shown(str(target)),
             f"{what} {_with(_NAMES.get(name, name), known)}",
             f"a new folder, or one begun {_with(_NAMES.get(name, name), wanted)}",
-            "Choose another target. Remove this one only if nobody needs it.",
+            "Choose another target. Remove this one only if it is not needed.",
         )
 
 

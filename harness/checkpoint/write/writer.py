@@ -117,7 +117,7 @@ class ShardSink:
 
     def record(self) -> ShardRecord:
         """Return the record of the written shard."""
-        assert self.is_full, "a shard ends behind its last tensor"
+        assert self.is_full, "a shard ends after its last tensor"
         return ShardRecord(self._shard.file, self._nbytes, self._digest.hexdigest(), self._hashes)
 
     def _append(self, data: memoryview) -> None:
@@ -211,7 +211,7 @@ class CompanionFiles:
             taken = name in (INDEX_NAME, MANIFEST) or name.endswith(".safetensors")
             if taken or not is_inside(name) or name.startswith(f"{UNFINISHED}/"):
                 raise InvalidArgument(
-                    "file beside the shards",
+                    "file next to the shards",
                     name,
                     "a relative path inside the target that nothing else has",
                     "Rename it.",
@@ -418,7 +418,7 @@ class ShardedWriter:
                 f"tensor {shown(name)}",
                 "added after the end" if self._next is None else "added after an error",
                 "a writer that still expects tensors",
-                "Make a new writer: it goes on behind the shards that are finished.",
+                "Make a new writer: it resumes after the finished shards.",
             )
         return self._next
 

@@ -207,7 +207,7 @@ def quantise(options: QuantiseOptions, terminal: Terminal) -> int:
 def convert(options: ConvertOptions, terminal: Terminal) -> int:
     """Bring a checkpoint into the form that a consumer reads; --prove compares the values.
 
-    Exit status 1 where --prove finds a difference; the output stays, to be looked at.
+    Exit status 1 where --prove finds a difference; the output is kept for inspection.
     """
     values.existing("SRC", options.source)
     values.one_of("--to", options.to, TARGETS)

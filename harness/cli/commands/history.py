@@ -96,7 +96,7 @@ class RunsOptions:
     """Options of `degarble history compare`."""
 
     first: Annotated[str, typer.Argument(metavar="RUN", help="A run, by its id or commit.")]
-    second: Annotated[str, typer.Argument(metavar="RUN", help="The run to set beside it.")]
+    second: Annotated[str, typer.Argument(metavar="RUN", help="The run to compare it with.")]
     store: Store = _STORE
 
 
@@ -144,7 +144,7 @@ class BisectOptions:
 def add(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     history = typer.Typer(
-        help="Ask the store of all runs: trends, changes, two runs side by side.",
+        help="Query the store of all runs: trends, changes, two runs side by side.",
         cls=Group,
     )
     command(history, "add", AddOptions)(add_run)
@@ -227,7 +227,7 @@ def changes(options: ChangeOptions, terminal: Terminal) -> int:
 
 
 def compare(options: RunsOptions, terminal: Terminal) -> int:
-    """Set two runs of the store beside each other."""
+    """Compare two runs of the store."""
     from degarble.harness.history.query import compared  # noqa: PLC0415  numpy
 
     with _opened(options.store) as store:

@@ -50,7 +50,9 @@ class GenerateOptions:
     interactive: Annotated[bool, typer.Option("--interactive", help="Talk turn by turn.")] = False
     perplexity: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Say nothing; tell how likely the text of FILE is."),
+        typer.Option(
+            metavar="FILE", help="Generate nothing; report how likely the text of FILE is."
+        ),
     ] = None
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", metavar="N", help="Stop after N tokens.")
@@ -80,7 +82,7 @@ class GenerateOptions:
     ] = False
     effort: Annotated[
         str | None,
-        typer.Option(metavar="|".join(EFFORTS), help="How hard V4 is told to think."),
+        typer.Option(metavar="|".join(EFFORTS), help="How much effort V4 spends on thinking."),
     ] = None
     numerics: Annotated[
         str | None,
@@ -98,7 +100,7 @@ def add_generate(app: typer.Typer) -> None:
 
 
 def generate(options: GenerateOptions, terminal: Terminal) -> int:
-    """Let a checkpoint of any layout continue a prompt, answer in a chat, or judge a text.
+    """Continue a prompt, answer in a chat, or score a text with a checkpoint of any layout.
 
     Runs the references on the CPU, or the kernels of --backend. Weights that do not fit into memory
     are streamed.
@@ -165,7 +167,7 @@ def _require_generate(options: GenerateOptions, terminal: Terminal) -> None:
     values.one_of("--effort", options.effort, EFFORTS)
     if options.effort is not None and not options.thinking:
         raise InvalidArgument(
-            "--effort", options.effort, "--thinking beside it: effort is how hard a model thinks",
+            "--effort", options.effort, "--thinking with it: effort is how much a model thinks",
             "Add --thinking, or leave --effort out.",
         )  # fmt: skip
     values.one_of("--numerics", options.numerics, ARITHMETICS)
@@ -290,9 +292,12 @@ class ServeOptions:
 
     checkpoint: CheckpointPath
     host: Annotated[
-        str, typer.Option(metavar="HOST", help="Listen there; beyond this machine with a token.")
+        str,
+        typer.Option(
+            metavar="HOST", help="Address to listen on; outside this machine a token is needed."
+        ),
     ] = "127.0.0.1"
-    port: Annotated[int, typer.Option(metavar="PORT", help="0 takes any that is free.")] = 8000
+    port: Annotated[int, typer.Option(metavar="PORT", help="0 chooses a free port.")] = 8000
     name: Annotated[
         str | None,
         typer.Option(
@@ -302,11 +307,11 @@ class ServeOptions:
     token_file: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help=f"Ask for the token in FILE, or for the one in {TOKEN_VARIABLE}."
+            metavar="FILE", help=f"Require the token in FILE, or the one in {TOKEN_VARIABLE}."
         ),
     ] = None
     without_token: Annotated[
-        bool, typer.Option("--without-token", help="Answer anybody who reaches HOST.")
+        bool, typer.Option("--without-token", help="Answer everybody who can reach HOST.")
     ] = False
     max_prompt_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of one prompt.")] = (
         8192

@@ -118,7 +118,7 @@ def add(app: typer.Typer) -> None:
 
 
 def capture(options: CaptureOptions, terminal: Terminal) -> int:
-    """Run a model and record what goes into and comes out of every component.
+    """Run a model and record the inputs and outputs of every component.
 
     With --amax-only it records the ranges that `quantise --calibration` reads, and nothing else.
     """
@@ -283,7 +283,7 @@ def _report(options: CheckOptions, opened: Any, checked: Any, looker: Any) -> st
 
 
 def compare(options: CompareOptions, terminal: Terminal) -> int:
-    """Set two captures beside each other, site by site."""
+    """Compare two captures, site by site."""
     values.existing("CAPTURE", options.first)
     values.existing("CAPTURE", options.second)
     if options.report is not None:

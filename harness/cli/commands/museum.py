@@ -50,15 +50,13 @@ class FaultRunOptions:
     ] = False
     lines: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write what was found of each fault as it is known."),
+        typer.Option(metavar="FILE", help="Write the result of each fault as soon as it is known."),
     ] = None
 
 
 def add_faults(app: typer.Typer) -> None:
     """Add the commands to `app`."""
-    faults = typer.Typer(
-        help="Plant known faults; see whether they are found and named.", cls=Group
-    )
+    faults = typer.Typer(help="Plant known faults; check that they are found and named.", cls=Group)
     command(faults, "list", FaultListOptions, json_word=True)(list_faults)
     command(faults, "run", FaultRunOptions, json_word=True)(run_faults)
     app.add_typer(faults, name="faults")

@@ -79,7 +79,7 @@ def texts_of(run: RecordedRun, model: OpenModel) -> TextRecord:
         tokenizer = Tokenizer.of_checkpoint(checkpoint.root, checkpoint.config, vocabulary)
     except DegarbleError:
         tokenizer = None
-        notes.append("The checkpoint has no tokenizer: tokens are told by their numbers.")
+        notes.append("The checkpoint has no tokenizer: tokens are shown as their numbers.")
     if model.streamed is not None:
         notes.append("The weights are streamed, so the twin was not asked what it says.")
     said = [_said(pair, model, tokenizer) for pair in short]

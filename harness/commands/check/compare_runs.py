@@ -337,7 +337,7 @@ def compare_runs(first: Path, second: Path, *, partial: bool = False) -> RunComp
     common = _common_steps(*captures)
     steps = max(len(each.steps) for each in captures)
     if common < steps:
-        notes.append(f"Tokens part behind step {common - 1}: {steps - common} steps are left out.")
+        notes.append(f"Tokens differ after step {common - 1}: {steps - common} steps are left out.")
     calls = [{(c.step, c.component): c for c in each.calls if c.step < common} for each in captures]
     only = calls[0].keys() ^ calls[1].keys()
     if only:

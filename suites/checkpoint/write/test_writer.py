@@ -177,7 +177,7 @@ def test_a_file_in_the_way_stays(target: Path) -> None:
     ],
 )
 def test_unsafe_names_of_extra_files_are_refused(name: str) -> None:
-    with pytest.raises(InvalidArgument, match="file beside the shards"):
+    with pytest.raises(InvalidArgument, match="file next to the shards"):
         CompanionFiles({name: b""})
 
 

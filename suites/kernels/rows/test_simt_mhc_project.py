@@ -63,7 +63,7 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
         with pytest.raises(error, match=name):
             kernels.mhc_project(*given, case.problem, checks.SETTINGS)
     weights = kernels.MhcWeights(split, torch.zeros(24), torch.ones(3))
-    with pytest.raises(InvalidArgument, match="behind a projection"):
+    with pytest.raises(InvalidArgument, match="after a projection"):
         kernels.mhc_pre(streams, weights, MixProblem(3, 16, "post"), checks.SETTINGS)
 
 

@@ -97,7 +97,7 @@ def _report_broken_claims(judging: Judging, rows: list[int], stated: dict[int, s
             rules.SCALE_LAYOUT,
             index,
             f"lies in row-major order; conversion.json states `{stated[index]}`.",
-            "Convert again: the backend that was asked for reads these scales wrongly.",
+            "Convert again: the requested backend reads these scales wrongly.",
             PartKind.BLOCK_SCALE,
             pairing=_rounded(float(judging.table["pairing"][index])),
         )

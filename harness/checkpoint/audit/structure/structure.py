@@ -353,7 +353,7 @@ def _report_no_model(checkpoint: Checkpoint, findings: Findings) -> None:
             NOWHERE,
             "There is no config.json: what belongs into the checkpoint cannot be known, and modules"
             " are judged one by one.",
-            "Put the model's config.json beside the shards, and audit again.",
+            "Put the model's config.json into the folder of the shards, and audit again.",
         )
         return
     if unread:
@@ -369,7 +369,7 @@ def _report_no_model(checkpoint: Checkpoint, findings: Findings) -> None:
 
 
 def _report_spelling(checkpoint: Checkpoint, lost: LostModules, findings: Findings) -> None:
-    assert checkpoint.model is not None, "asked for a known model only"
+    assert checkpoint.model is not None, "judged for a known model only"
     _report_forms(checkpoint.table, set(checkpoint.table.suffixes) - lost.modules, findings)
     if lost.modules:
         return  # too few names are left to tell a spelling by, and the shards have their finding
@@ -491,7 +491,7 @@ def _report_missing(inventory: Inventory, findings: Findings) -> None:
             FindingLocation(None, module.rpartition(".")[0], inventory.layer_of(parameter)),
             f"Expert {expert} of {parameter.block and parameter.block.prefix} has no tensors; the"
             f" config counts {inventory.config.n_routed_experts} experts.",
-            "Look for a missing shard, or for experts that were pruned behind the config's back.",
+            "Look for a missing shard, or for pruned experts that the config still counts.",
         )
 
 

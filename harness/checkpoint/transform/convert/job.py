@@ -251,6 +251,6 @@ def job_of(source: Path, target: Path) -> ConversionJob:
             shown(str(path)),
             f"{type(error).__name__}: {error}",
             "what a conversion writes",
-            "Convert again: without it nobody knows what was promised.",
+            "Convert again: without it the promised names and values are unknown.",
         ) from error
     return job_for(source, to, given)

@@ -119,7 +119,7 @@ class Calibration:
                 raise InvalidArgument(
                     f"amax record of {shown(name)}",
                     (amax, tokens),
-                    "a finite float32 amax, positive where tokens were seen, and their count",
+                    "a finite float32 amax, positive where tokens were counted, and their count",
                     "Find out which input was zero or not finite, and calibrate again.",
                 )
         return cls(dict(records))  # a plain dict, because it travels between processes

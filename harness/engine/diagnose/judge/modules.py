@@ -245,7 +245,7 @@ class Checked:
             names = ", ".join(self.inherited)
             told.append(f"Rows that were given values that are not finite were not judged: {names}")
         if self.unjudged:
-            told.append(f"Not judged, nobody said what they compute: {', '.join(self.unjudged)}")
+            told.append(f"Not judged, without a definition: {', '.join(self.unjudged)}")
         return told
 
     def __str__(self) -> str:
