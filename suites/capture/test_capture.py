@@ -1,20 +1,58 @@
-"""`degarble capture` from the command line: what it writes and says, and what it refuses."""
+"""`degarble capture`: what it writes, estimates and refuses, with `--amax-only` and over ranks."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
+from degarble.harness.capture.amax import InputRanges
+from degarble.harness.capture.capture import SequenceTokens, captured_bytes, steps_of
 from degarble.harness.capture.files.reader import Capture
 from degarble.harness.capture.files.records import Phase
+from degarble.harness.capture.files.writer import CaptureWriter
+from degarble.harness.capture.options import CaptureFilter
+from degarble.harness.capture.ranks import plan_over
+from degarble.harness.capture.recorder import Recorder
+from degarble.harness.checkpoint.transform.quantise.calibration import FULL_SCALE, Calibration
 from degarble.harness.checkpoint.view.view import Checkpoint, fingerprint
 from degarble.harness.inference.model import open_model
+from degarble.harness.model.config.config import V4_PRO
+from degarble.harness.model.parameters import parameters
+from degarble.harness.model.recipes import recipe_named
+from degarble.harness.model.types import Kind
+from degarble.references.binding import BoundModel
+from degarble.references.model import ModelV4, ModelV32, Sequence
+from degarble.references.numerics import Numerics
+from degarble.references.weights import InputAmax, random_weights
+from degarble.suites.capture.capture_rank_faulty import DAMAGED
+from degarble.suites.checkpoint.reading_cases import TINY_V4, TINY_V32
 from degarble.suites.commands.calls import call
-from degarble.suites.serve.talking_cases import WORDS, write_speaker
+from degarble.suites.museum.torchrun import run_ranks
+from degarble.suites.serve.talking_cases import CONFIGS, WORDS, write_speaker, write_tokenizer
+from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.model.config.config import Config
+
+
+# --------------------------------------------------------------------------------------------------
+# `degarble capture` from the command line: what it writes and says, and what it refuses.
 
 PROMPTS = ("w7 w8 w9", "w9")
 
@@ -159,3 +197,240 @@ def test_a_capture_is_not_written_over(
     assert done.status == 2
     assert "a folder without a capture" in done.err
     assert (tmp_path / "manifest.json").read_bytes() == before
+
+
+# --------------------------------------------------------------------------------------------------
+# The estimate beside captures that were written: both families, prefill, decode, filters.
+
+LENGTHS, NEW = [140, 30], 4
+
+
+def written(bound: BoundModel, folder: Path, wanted: CaptureFilter) -> int:
+    """Run prompts and new tokens; the bytes of tensors that the capture has."""
+    config = bound.config
+    model: ModelV4 | ModelV32
+    v32 = config is TINY_V32
+    model = ModelV32(bound, TINY_V32) if v32 else ModelV4(bound, TINY_V4)
+    sequences = [Sequence() for _ in LENGTHS]
+    chance = torch.Generator().manual_seed(1)
+    with torch.inference_mode(), CaptureWriter(folder, {}) as writer:
+        recorder = Recorder(writer, wanted)
+        recorder.wrap(bound)
+        for step in steps_of(LENGTHS, NEW, 2048):
+            pieces = [torch.randint(0, 60, (fed.tokens,), generator=chance) for fed in step]
+            positions = [at for f in step for at in range(f.before, f.before + f.tokens)]
+            recorder.begin(Phase.PREFILL, [0] * len(positions), positions, [0] * len(positions))
+            model.forward(sequences, pieces, last_only=True)
+        return writer.finish().stored_bytes
+
+
+@pytest.mark.parametrize("config", [TINY_V4, TINY_V32], ids=["v4", "v32"])
+@pytest.mark.parametrize(
+    ("words", "low", "high"),
+    [({}, 0.97, 1.1), ({"layers": "1"}, 0.9, 1.1), ({"tokens": "0-9"}, 0.3, 1.5)],
+    ids=["all", "one layer", "ten tokens"],
+)
+def test_the_estimate_is_near_what_is_written(
+    config: Config,
+    words: dict[str, str],
+    low: float,
+    high: float,
+    tmp_path: Path,
+) -> None:
+    bound = BoundModel(config, Numerics.bf16(), random_weights(config, 1, torch.float32))
+    wanted = CaptureFilter.of(**words)
+    estimate = captured_bytes(bound, steps_of(LENGTHS, NEW, 2048), wanted)
+    found = written(bound, tmp_path, wanted)
+    assert low * found <= estimate <= high * found, estimate / found
+
+
+def test_steps_are_pieces_and_then_tokens() -> None:
+    assert steps_of([5, 3], 3, 4) == [
+        [SequenceTokens(4, 0), SequenceTokens(3, 0)], [SequenceTokens(1, 4)],
+        [SequenceTokens(1, 5), SequenceTokens(1, 3)], [SequenceTokens(1, 6), SequenceTokens(1, 4)],
+    ]  # fmt: skip
+
+
+def test_v4_pro_is_estimated_without_weights() -> None:
+    bound = BoundModel(V4_PRO, Numerics.bf16(), {})
+    total = captured_bytes(bound, steps_of([1000], 1, 2048), CaptureFilter())
+    assert 50e9 < total < 200e9
+    assert (
+        captured_bytes(bound, steps_of([1000], 1, 2048), CaptureFilter.of(layers="3")) < total / 40
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# `capture --amax-only`: records against a dense evaluation, and the path to input scales.
+
+AMAX_PROMPTS = ["w7 w8 w9", " ".join(WORDS[10:40]), "w9"]
+
+
+@pytest.fixture(scope="module", params=["v4", "v32"])
+def captured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    write_speaker(folder / "model", request.param)
+    (folder / "prompts.txt").write_text("\n".join(AMAX_PROMPTS))
+    return folder
+
+
+def test_records_become_input_scales(captured: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    family = "v32" if captured.name.startswith("v32") else "v4"
+    config = replace(CONFIGS[family], num_nextn_predict_layers=0)
+    line = ("capture", captured / "model", "--amax-only", "--prompts", captured / "prompts.txt")
+    done = call(capsys, *line, "--out", captured / "amax")
+    assert done.status == 0, done.err
+    assert call(capsys, *line, "--out", captured / "amax").status == 2  # nothing is replaced
+    records = Calibration.load(captured / "amax").records
+    linear = {each.name for each in parameters(config) if each.kind is Kind.LINEAR}
+    assert set(records) == linear
+    tokens = sum(len(prompt.split()) + 1 for prompt in AMAX_PROMPTS)
+    assert {each.tokens for name, each in records.items() if ".experts." not in name} == {tokens}
+    for prefix in {n.split(".experts.")[0] for n in records if ".experts." in n}:
+        own = [e.tokens for n, e in records.items() if n.startswith(f"{prefix}.experts.")
+               and n.endswith(".w1")]  # fmt: skip
+        assert sum(own) == tokens * config.num_experts_per_tok
+    # Alone, prompt by prompt, with the observer of the references.
+    with open_model(captured / "model", "bf16", absorbed=False) as model:
+        watch = InputAmax(config)
+        model.speaker.bound.observer = watch
+        for prompt in AMAX_PROMPTS:
+            ids = [0, *(WORDS.index(word) for word in prompt.split())]
+            model.speaker.logits(model.speaker.hidden([Sequence()], [torch.tensor(ids)]))
+    assert {n: float(v) for n, v in watch.largest.items()} == {
+        name: each.amax for name, each in records.items() if each.tokens
+    }
+    made = captured / "nvfp4"
+    wanted = ("--recipe", "nvfp4-experts", "--calibration", captured / "amax")
+    assert call(capsys, "quantise", captured / "model", made, *wanted).status == 0
+    recipe, checked = recipe_named("nvfp4-experts", config), 0
+    with Checkpoint.open(made) as checkpoint:
+        for parameter in parameters(config):
+            if recipe.format_of(parameter).activation == "NVFP4" and family == "v4":
+                both = [n for n in (parameter.name, _partner(parameter.name)) if n in records]
+                amax = max(records[name].amax for name in both)
+                scale = checkpoint.weights[parameter.name].input_scale
+                assert scale is not None
+                if amax:
+                    assert float(scale) == pytest.approx(amax / float(FULL_SCALE), rel=1e-6)
+                    checked += 1
+    report = json.loads((made / "conversion_report.json").read_text())
+    unreached = {name for name, each in records.items() if not each.tokens}
+    assert unreached == {n for n in report["flagged"]["unreached_experts"] if n in records}
+    assert checked or family == "v32"
+
+
+def _partner(name: str) -> str:
+    stem, _, part = name.rpartition(".")
+    return f"{stem}.{ {'w1': 'w3', 'w3': 'w1'}.get(part, part) }".replace(" ", "")
+
+
+def test_inputs_that_are_not_finite_are_refused_by_component() -> None:
+    watch = InputRanges(CONFIGS["v4"])
+    inputs: Mapping[str, Tensor] = {"x": torch.tensor([[1.0, -3.0], [float("nan"), 0.0]])}
+    with pytest.raises(InvalidArgument, match=r"input of layers\.1\.attn\.wq_a"):
+        watch("layers.1.attn.wq_a", inputs, {})
+
+
+def test_what_is_not_recorded_yet_is_refused(
+    captured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ("capture", captured / "model", "--out", tmp_path / "new", "--amax-only")
+    assert "exactly one of --prompt, --prompts" in call(capsys, *line).err
+    other = call(capsys, *line, "--prompt", "w7", "--backend", "cutedsl")
+    assert "--amax-only and --backend" in other.err
+    assert call(capsys, *line, "--prompt", "unheard").status == 2
+    assert list((tmp_path).rglob("*.json")) == []
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends a signal")
+def test_a_run_that_is_killed_leaves_no_file(captured: Path, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("\n".join([" ".join(WORDS[6:60])] * 3000))
+    command = [sys.executable, "-m", "degarble.harness.cli.main", "capture", "--amax-only"]
+    line = [*command, str(captured / "model"), "--prompts", str(tmp_path / "long.txt")]
+    with subprocess.Popen([*line, "--out", str(tmp_path / "out")]) as running:
+        while not (tmp_path / "out").exists() and running.poll() is None:
+            time.sleep(0.05)
+        time.sleep(1.0)
+        assert running.poll() is None
+        running.send_signal(signal.SIGKILL)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == []
+
+
+# --------------------------------------------------------------------------------------------------
+# Captures over ranks: joined they have the sites of one rank, agree, and name a planted fault.
+
+RANKS = 2
+
+
+@pytest.fixture(scope="module", params=["v4", pytest.param("v32", marks=pytest.mark.slow)])
+def line(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A command line that captures a model which two ranks can share; `--out` is missing."""
+    folder = tmp_path_factory.mktemp(request.param)
+    config = CONFIGS[request.param]
+    if request.param == "v4":
+        config = replace(config, moe_intermediate_size=128 * RANKS)
+    write_checkpoint(folder / "model", Synthetic(config, "bf16", seed=3))
+    write_tokenizer(folder / "model")
+    (folder / "prompts.txt").write_text("w7 w8 w9\nw9\n")
+    return ["capture", str(folder / "model"), "--prompts", str(folder / "prompts.txt")]
+
+
+def _shapes(capture: Capture) -> list[object]:
+    return [
+        (call.step, call.component, {n: k.shape for n, k in kept.items()})
+        for call in capture.calls
+        for kept in (call.inputs, call.outputs)
+    ]
+
+
+def test_ranks_make_one_capture_that_agrees(
+    line: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    over, alone = tmp_path / "over", tmp_path / "alone"
+    run_ranks("degarble.harness.cli.main", RANKS, *line, "--out", str(over))
+    assert call(capsys, *line, "--out", alone).status == 0
+    joined, single = Capture.open(over), Capture.open(alone)
+    assert joined.facts["ranks"] == RANKS
+    assert "ranks_apart" not in joined.facts
+    assert _shapes(joined) == _shapes(single)
+    assert joined.steps[0] == single.steps[0]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["alone", "over"]
+    done = call(capsys, "check", over, "--reference", line[1])
+    assert done.status == 0, done.out
+
+
+@pytest.mark.slow
+def test_a_part_that_every_rank_loads_is_named(
+    line: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "capture"
+    faulty = "degarble.suites.capture.capture_rank_faulty"
+    run_ranks(faulty, RANKS, *line, "--out", str(out))
+    done = call(capsys, "--json", "check", out, "--reference", line[1])
+    assert done.status == 1
+    found = [f"layers.{each['layer']}.{each['component']}" for each in done.document["origins"]]
+    assert found == [DAMAGED]
+
+
+def test_a_cut_that_engines_pad_is_refused() -> None:
+    with pytest.raises(ShapeMismatch, match="moe_intermediate_size"):
+        plan_over(TINY_V4, RANKS)
+
+
+@pytest.mark.parametrize("more", [("--amax-only",), ("--patch", "prompts.txt")])
+def test_what_ranks_cannot_do_is_refused(
+    line: list[str],
+    more: tuple[str, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.txt").write_text("")
+    done = call(capsys, *line, "--out", tmp_path / "capture", *more)
+    assert done.status == 2
+    assert more[0] in done.err
+    assert not (tmp_path / "capture").exists()

@@ -1,5 +1,8 @@
+"""The entry point: start, imports, Ctrl-C, exit statuses, and damaged files."""
+
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
@@ -8,15 +11,20 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from degarble.harness.base.version import VERSION
+from degarble.harness.cli import imports
 from degarble.harness.cli import main as entry
-from degarble.harness.cli.imports import EXIT_INTERRUPTED
+from degarble.harness.cli.imports import EXIT_INTERRUPTED, INTERRUPTED_MESSAGE, importing
+from degarble.suites.campaigns.mutated_files import LAYOUTS, is_signed, make_bases, run_case
 from degarble.suites.commands.calls import call
 from degarble.suites.hang_guard import HANG_SECONDS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
+
 
 START = "import sys; from degarble.harness.cli.main import main; "
 HEAVY = "print(sorted({'torch', 'numpy', 'numba', 'rich', 'pandas'} & set(sys.modules)))"
@@ -139,3 +147,162 @@ def test_an_output_that_is_not_utf8_gets_escapes(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, b"")
     assert rb"\u2260 DIFFERS" in done.stdout
+
+
+# --------------------------------------------------------------------------------------------------
+# Nothing is collected while a command imports, and everything as before afterwards.
+
+CHECKING = """
+import gc
+from degarble.harness.cli import main
+from degarble.harness.cli.commands import judging
+from degarble.harness.cli.imports import importing
+assert gc.isenabled() and not gc.get_freeze_count()
+with importing():
+    import torch
+    assert not gc.isenabled()
+assert gc.isenabled()
+print(gc.get_freeze_count())
+"""
+
+
+@pytest.fixture
+def unfrozen() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+
+
+def test_a_command_imports_torch_uncollected_and_sets_it_aside() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", CHECKING], capture_output=True, text=True, check=True
+    )
+    assert int(ran.stdout) > 100_000
+
+
+def test_a_process_that_has_torch_is_left_alone() -> None:
+    before = gc.get_freeze_count()
+    assert torch.__name__ == imports.HEAVY
+    with importing():
+        assert gc.isenabled()
+    assert gc.get_freeze_count() == before
+
+
+@pytest.mark.usefixtures("unfrozen")
+def test_collecting_goes_on_after_an_import_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(imports, "HEAVY", "no such module")
+    with pytest.raises(ImportError), importing():
+        raise ImportError("broken")
+    assert gc.isenabled()
+
+
+def test_who_does_without_collecting_keeps_doing_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(imports, "HEAVY", "no such module")
+    gc.disable()
+    try:
+        with importing():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+# --------------------------------------------------------------------------------------------------
+# Ctrl-C inside torch's own start, elsewhere, and where somebody else has decided about it.
+
+# A torch whose start is interrupted, and that says of it what numpy says: a broken installation.
+STARTING = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    [None for _ in range(10**6)]
+except KeyboardInterrupt as error:
+    raise ImportError("broken") from error
+"""
+COMMAND = """
+import signal
+from degarble.harness.cli.imports import interruptible
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with interruptible():
+    import torch
+"""
+ELSEWHERE = """
+import os, signal
+from degarble.harness.cli import imports, main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+def dispatched(*_):
+    assert signal.getsignal(signal.SIGINT) is imports._interrupted
+    os.kill(os.getpid(), signal.SIGINT)
+    [None for _ in range(10**6)]
+
+main.dispatch = dispatched
+assert main.main(["faults", "list"]) == imports.EXIT_INTERRUPTED
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+with imports.interruptible():
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+"""
+
+
+def test_it_ends_at_once_while_torch_starts(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(STARTING)
+    line = [sys.executable, "-c", COMMAND]
+    ran = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (EXIT_INTERRUPTED, INTERRUPTED_MESSAGE)
+
+
+def test_elsewhere_it_is_an_exception_and_stays_with_who_decided_about_it() -> None:
+    line = [sys.executable, "-c", ELSEWHERE]
+    ran = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, INTERRUPTED_MESSAGE)
+
+
+# --------------------------------------------------------------------------------------------------
+# Damaged checkpoints, captures, configs and tokenizers through the command line.
+#
+# The cases are those of the campaign `mutated_files`, each named by its seed. The kept ones are of
+# every class and kind, and those that once ended with status 70 or left something behind.
+
+# Status 70: facts, indices and shapes of captures that no run had, outputs of another size or kind.
+CRASHED = (3039, 3399, 3796, 4011, 50047, 50163, 50595, 50756, 51161, 51224,
+           91573, 91644, 93588, 95821, 98043, 303721)  # fmt: skip
+CRASHED_ON_CODES = (93409, 700125, 700178)  # captures of an NVFP4 checkpoint
+HALF_WRITTEN = (3122, 3176, 3203)
+ACCEPTED = (3047, 3202)  # data bytes of a capture, through `compare`
+USUAL = (36, 37, 40, 45, 49, 54, 58, 63, 67, 71)
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mutated") / "bases"
+    folder.mkdir()
+    make_bases(folder)
+    return folder
+
+
+@pytest.mark.parametrize("seed", [*CRASHED, *HALF_WRITTEN, *ACCEPTED, *USUAL])
+def test_a_damaged_file_is_refused_or_judged(bases: Path, seed: int) -> None:
+    result = run_case(bases, seed)
+    assert result.outcome == "ok", result.detail
+
+
+@pytest.mark.parametrize("seed", CRASHED_ON_CODES)
+def test_a_damaged_capture_of_codes_is_refused_or_judged(bases: Path, seed: int) -> None:
+    result = run_case(bases, seed, "nvfp4-full")
+    assert result.outcome == "ok", result.detail
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("captured", LAYOUTS)
+@pytest.mark.parametrize("first", range(200_000, 200_400, 100))
+def test_many_changed_captures_with_fitting_hashes(bases: Path, first: int, captured: str) -> None:
+    seeds = filter(is_signed, range(first, first + 100))
+    found = [run_case(bases, seed, captured) for seed in seeds]
+    assert [each for each in found if each.outcome != "ok"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(100_000, 100_900, 90))
+def test_many_damaged_files_are_refused_or_judged(bases: Path, first: int) -> None:
+    found = [run_case(bases, seed) for seed in range(first, first + 90)]
+    assert [each for each in found if each.outcome != "ok"] == []

@@ -14,7 +14,7 @@ from degarble.harness.history.store import HistoryStore
 from degarble.harness.nightly.pages import write_night
 from degarble.suites.golden.commands import ran
 from degarble.suites.history.history_cases import history
-from degarble.suites.nightly.test_pages import night_in
+from degarble.suites.nightly.test_night import night_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,13 +1,31 @@
-"""The ledger of known failures: every entry earns its place, every night."""
+"""Runs of a history, checks read as runs, and the ledger of known failures."""
 
+from __future__ import annotations
+
+import json
+from dataclasses import replace
 from datetime import date
-from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from degarble.harness.base.errors import Refused
+from degarble.harness.base.errors import InvalidArgument, Refused, UnknownName
 from degarble.harness.history.ledger import Failure, Ledger, read_ledger
+from degarble.harness.history.records import (
+    MEASURES,
+    failures_of,
+    measure_named,
+    read_check,
+    values_of,
+)
 from degarble.harness.report.verdict import Verdict
+from degarble.suites.history.history_cases import run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# --------------------------------------------------------------------------------------------------
+# The ledger of known failures: every entry earns its place, every night.
 
 TODAY = date(2026, 11, 22)
 W2 = "layers.3.ffn.experts.w2"
@@ -116,3 +134,112 @@ def test_two_entries_for_one_place_are_refused(tmp_path: Path) -> None:
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="missing"):
         read_ledger(tmp_path / "missing.yaml", TODAY)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a run of the history may say, and what is refused.
+
+
+def test_a_run_has_one_id_whoever_adds_it() -> None:
+    assert run(3).id == run(3).id
+    assert run(3).id != replace(run(3), commit="another").id
+    assert run(3).id != run(3, {"head": 0.25000001}).id
+    assert run(3, {"a": 1.0, "b": 2.0}).id == run(3, {"b": 2.0, "a": 1.0}).id
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"night": "last"}, "night"),
+        ({"night": "2026-1-1"}, "night"),
+        ({"night": "2026-99-99"}, "night"),
+        ({"night": "20261122"}, "night"),
+        ({"subject": "a\x1b[31m"}, "subject"),
+        ({"subject": "a\ud800"}, "subject"),
+        ({"subject": " "}, "subject"),
+        ({"subject": "x" * 501}, "subject"),
+        ({"machine": ""}, "machine"),
+        ({"values": {}}, "values of the run"),
+        ({"values": {"budgets": {}}}, "values of the run"),
+        ({"values": {"budgets": {"head": float("nan")}}}, "budgets at head"),
+        ({"values": {"budgets": {"head": float("inf")}}}, "budgets at head"),
+        ({"values": {"budgets": {"": 1.0}}}, "place of budgets"),
+        ({"values": {"buget": {"head": 1.0}}}, "measure"),
+    ],
+)
+def test_a_run_that_says_nothing_is_refused_by_name(changed: dict[str, object], name: str) -> None:
+    with pytest.raises(Refused) as refusal:
+        run(0, None, **changed)
+    assert refusal.value.name == name
+
+
+def test_measures_are_known_by_name() -> None:
+    assert all(measure_named(name) is each for name, each in MEASURES.items())
+    with pytest.raises(UnknownName, match="budgets"):
+        measure_named("budget")
+    assert issubclass(InvalidArgument, Refused)
+
+
+# --------------------------------------------------------------------------------------------------
+# Checks as runs of the history, and what is no check.
+
+LINES: list[dict[str, Any]] = [
+    {"layer": 3, "component": "attn.wq_a", "output": "a", "budgets": 0.2,
+     "candidate_reference": 0.99},
+    {"layer": 3, "component": "attn.wq_a", "output": "b", "budgets": 0.4,
+     "candidate_reference": None},
+    {"layer": None, "component": "head", "output": "logits", "budgets": None},
+    {"layer": None, "component": "attn.norm", "name": "mtp.0.attn.norm", "budgets": 0.1},
+]  # fmt: skip
+DOCUMENT: dict[str, Any] = {"schema": 1, "verdict": "DIFFERS", "cosines": LINES}
+
+
+def test_the_worst_output_of_a_component_is_its_number() -> None:
+    assert values_of(DOCUMENT) == {
+        "budgets": {"layers.3.attn.wq_a": 0.4, "mtp.0.attn.norm": 0.1},
+        "distance": {"layers.3.attn.wq_a": pytest.approx(0.01)},
+    }
+
+
+def test_origins_and_unstable_components_are_failures() -> None:
+    origin = {"layer": 7, "component": "ffn.experts.w2", "fault": "M10.nibble_order",
+              "evidence": "100 % of codes"}  # fmt: skip
+    found = failures_of({"origins": [origin], "unstable": ["layers.1.ffn.topk"]})
+    assert [(f.component, f.verdict, f.fault) for f in found] == [
+        ("layers.7.ffn.experts.w2", Verdict.DIFFERS, "M10.nibble_order"),
+        ("layers.1.ffn.topk", Verdict.UNSTABLE, None),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "no json",
+        "[]",
+        "{}",
+        json.dumps({**DOCUMENT, "schema": 2}),
+        json.dumps({**DOCUMENT, "verdict": "FINE"}),
+        json.dumps({**DOCUMENT, "cosines": [1]}),
+        "[" * 100_000,
+        json.dumps({**DOCUMENT, "facts": [1]}),
+        json.dumps({**DOCUMENT, "verdict": []}),
+        json.dumps({**DOCUMENT, "checkpoint": 7}),
+        json.dumps({**DOCUMENT, "cosines": [{**LINES[0], "budgets": float("nan")}]}),
+    ],
+)
+def test_what_is_no_check_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(Refused):
+        read_check(path)
+
+
+def test_numbers_beyond_every_float_are_no_values() -> None:
+    lines = [{**LINES[0], "budgets": 10**400}, LINES[3]]
+    assert values_of({**DOCUMENT, "cosines": lines})["budgets"] == {"mtp.0.attn.norm": 0.1}
+
+
+def test_a_check_without_a_judged_output_is_refused() -> None:
+    with pytest.raises(Refused, match="judged outputs"):
+        values_of({**DOCUMENT, "cosines": LINES[2:3]})

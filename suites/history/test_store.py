@@ -1,14 +1,19 @@
-"""The store on SQLite and on a real PostgreSQL server: the same suite for both."""
+"""Stores on SQLite and PostgreSQL: addresses, damaged files and rows, and the export."""
+
+from __future__ import annotations
 
 import math
 import os
+import random
 import shutil
 import sqlite3
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -20,10 +25,19 @@ from degarble.harness.base.errors import (
     UnreadableFile,
     UnwritablePath,
 )
-from degarble.harness.history.store import HistoryStore
+from degarble.harness.history.store import COLUMNS, HistoryStore, address_of, write_parquet
 from degarble.harness.plugins.presence import find_programs
 from degarble.harness.report.verdict import Verdict
-from degarble.suites.history.history_cases import PLACES, W2, history, night, run
+from degarble.suites.base.test_masking import SPELLINGS
+from degarble.suites.history.history_cases import PLACES, W2, budget, history, night, run
+from degarble.suites.history.hostile_stores import FILES, NIGHTS, ROWS, SCHEMAS, sound_store
+from degarble.suites.history.hostile_stores import KINDS as HOSTILE_STORES_KINDS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# --------------------------------------------------------------------------------------------------
+# The store on SQLite and on a real PostgreSQL server: the same suite for both.
 
 KINDS = ["sqlite", pytest.param("postgres", marks=pytest.mark.needs("postgres"))]
 
@@ -270,3 +284,188 @@ def test_numbers_keep_every_bit(url: str, seed: int) -> None:
     with HistoryStore(url, create=True) as store:
         store.add(kept)
         assert store.numbers(store.runs()[0])["budgets"] == values
+
+
+# --------------------------------------------------------------------------------------------------
+# What may name a store: no address becomes a file, and no refusal shows a password.
+
+OTHERS = (
+    "me:secret@host", "me/secret@host/db", "secret@host", "host=db password=secret",
+    "sqlite://me:secret@host/db", "sqlite:///me:secret@host/db", "postgresql:///me:secret@host/db",
+    "postgresql://host/db:secret", "mysql://me:secret@host/db", "secret://me:secret@host",
+    "me:secret@host://db", "postgresql;//me:secret@host/db", "host=db",
+)  # fmt: skip
+
+
+def _said_of(text: str, *, create: bool) -> str:
+    try:
+        address = address_of(text, create=create)
+    except Refused as error:
+        return str(error)
+    assert address.engine.dialect.name == "postgresql"  # what can be read as an address is one
+    return address.name
+
+
+@pytest.mark.parametrize("create", [False, True])
+def test_an_address_is_never_a_file_and_never_shown(
+    create: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for text in (*SPELLINGS, *OTHERS):
+        assert "cret" not in _said_of(text, create=create), text
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("password", ["secret", "se:cret", "se/cret", "se%40cret", "se%2Fcr%25et"])
+def test_what_a_driver_says_has_no_password(password: str) -> None:
+    url = f"postgresql://me:{password}@host/db?options=-cx%3Dhidden"
+    address = address_of(url, create=False)
+    plain = unquote(password)
+    for said in (url, f"no entry for {plain}", f"{plain!r} and {password}", "hidden -cx=hidden"):
+        shown = address.without_secrets(f"connection failed: {said}")
+        assert shown.startswith("connection failed")
+        assert not any(each in shown for each in (password, plain, "-cx=hidden"))
+    assert "me" not in address.name
+
+
+@pytest.mark.parametrize("name", ["h.sqlite", "a b.db", "me@work.sqlite", "x:y.sqlite", "run=3"])
+def test_ordinary_names_are_files(name: str, tmp_path: Path) -> None:
+    (tmp_path / "me@work").mkdir()
+    assert address_of(str(tmp_path / name), create=True).engine.dialect.name == "sqlite"
+    assert address_of(str(tmp_path / "me@work" / "h"), create=True).name == "h"
+
+
+def test_a_short_password_hides_the_whole_line() -> None:
+    address = address_of("postgresql://me:ab@host/db", create=False)
+    assert address.without_secrets("a cable broke") == "an address that is not shown"
+    assert address.without_secrets("no route") == "no route"
+
+
+# --------------------------------------------------------------------------------------------------
+# A file that is damaged, or whose tables are something else, is refused by name and at once.
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("sound") / "h.sqlite"
+    sound_store(path)
+    return path.read_bytes()
+
+
+def _use(path: Path, *, create: bool) -> None:
+    with HistoryStore(str(path), create=create) as store:
+        store.runs()
+        store.add(run(1000))
+
+
+@pytest.mark.parametrize("create", [False, True])
+@pytest.mark.parametrize("name", [*SCHEMAS, *HOSTILE_STORES_KINDS])
+def test_what_is_no_store_of_ours_is_refused(
+    name: str, create: bool, sound: bytes, tmp_path: Path
+) -> None:
+    path = tmp_path / "h.sqlite"
+    path.write_bytes(sound)
+    (SCHEMAS | HOSTILE_STORES_KINDS)[name](path, random.Random(0))
+    with pytest.raises(Refused):
+        _use(path, create=create)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_is_refused_or_its_answer_is_whole(
+    name: str, sound: bytes, tmp_path: Path, seed: int
+) -> None:
+    path = tmp_path / "h.sqlite"
+    path.write_bytes(sound)
+    with HistoryStore(str(path)) as store:
+        wanted = [(each, store.numbers(each)) for each in store.runs()]
+    for number in range(4):
+        path.write_bytes(sound)
+        FILES[name](path, random.Random(seed + number))
+        try:
+            with HistoryStore(str(path)) as store:
+                found = [(each, store.numbers(each)) for each in store.runs()]
+        except Refused:
+            continue
+        assert found == wanted or store.skipped
+
+
+# --------------------------------------------------------------------------------------------------
+# A row that cannot be read is named and left out; the others are read as they were added.
+
+
+def _answers(path: Path) -> tuple[HistoryStore, dict[str, tuple[object, object]]]:
+    with HistoryStore(str(path)) as store:
+        return store, {each.id: (each, store.numbers(each)) for each in store.runs()}
+
+
+def test_a_sound_store_skips_nothing(sound: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "h.sqlite"
+    path.write_bytes(sound)
+    store, answers = _answers(path)
+    assert store.skipped == ()
+    assert len(answers) == NIGHTS + 1
+    assert all(numbers for _, numbers in answers.values())
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_one_bad_row_does_not_hide_the_others(name: str, sound: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "h.sqlite"
+    path.write_bytes(sound)
+    _, wanted = _answers(path)
+    ROWS[name](path, random.Random(0))
+    store, found = _answers(path)
+    assert store.skipped, "a row was changed, and nothing said so"
+    assert all(each.reason and each.table for each in store.skipped)
+    assert all(each[0] == wanted[key][0] for key, each in found.items())
+    whole = [key for key, each in found.items() if each == wanted[key]]
+    layout_lost = any(each.table == "degarble_layouts" for each in store.skipped)
+    assert len(whole) >= (1 if layout_lost or name == "layout is gone" else NIGHTS)
+
+
+def test_a_store_from_before_checksums_is_read_and_gets_them(sound: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "h.sqlite"
+    path.write_bytes(sound)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("DROP TABLE degarble_sums")
+    store, found = _answers(path)
+    assert (store.skipped, len(found)) == ((), NIGHTS + 1)
+    with HistoryStore(str(path), create=True) as opened:
+        opened.add(run(99))
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("UPDATE degarble_numbers SET doubles = zeroblob(length(doubles))")
+        connection.commit()
+    store, found = _answers(path)
+    assert len(store.skipped) == 1
+    assert len(found) == NIGHTS + 2
+
+
+# --------------------------------------------------------------------------------------------------
+# The export: every number of the store, and no half file.
+
+
+@pytest.mark.needs("pyarrow")
+def test_every_number_is_a_row(tmp_path: Path, seed: int) -> None:
+    import pandas as pd  # noqa: PLC0415
+
+    runs = history(4, 2, seed)
+    path = tmp_path / "h.parquet"
+    with HistoryStore(str(tmp_path / "h.sqlite"), create=True) as store:
+        for each in runs:
+            store.add(each)
+        assert write_parquet(store, path) == 12
+    found = pd.read_parquet(path)
+    assert tuple(found.columns) == COLUMNS
+    kept = found[found.place == W2].sort_values("night")
+    assert kept["value"].tolist() == [budget(each) for each in runs]
+    assert kept.run.tolist() == [each.id for each in runs]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["h.parquet", "h.sqlite"]
+
+
+@pytest.mark.needs("pyarrow")
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, seed: int) -> None:
+    with HistoryStore(str(tmp_path / "h.sqlite"), create=True) as store:
+        store.add(history(1, 1, seed)[0])
+        (tmp_path / "h.parquet").mkdir()
+        with pytest.raises(UnwritablePath):
+            write_parquet(store, tmp_path / "h.parquet")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["h.parquet", "h.sqlite"]

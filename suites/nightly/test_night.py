@@ -1,4 +1,4 @@
-"""The night with small steps: order, continuing, what is red, what the ledger excuses."""
+"""The night with small steps: order, continuing, what is red, pages, and ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -19,25 +23,41 @@ from degarble.harness.base.errors import (
     UnreadableFile,
     UnwritablePath,
 )
+from degarble.harness.capture.files.reader import Capture
 from degarble.harness.history.ledger import Failure
+from degarble.harness.nightly import table as night_ranks
 from degarble.harness.nightly.night import (
     Night,
     NightConfig,
+    NightJournal,
     NightStep,
     StepResult,
+    files_digest,
+    from_plain,
     require_no_workers,
+    to_plain,
 )
-from degarble.harness.nightly.pages import markdown, write_night
-from degarble.harness.nightly.steps import environment, ledger
-from degarble.harness.nightly.table import STEPS
+from degarble.harness.nightly.pages import markdown, page_of, write_night
+from degarble.harness.nightly.steps import captures, environment, history, ledger
+from degarble.harness.nightly.table import STEPS, follow, lead, over_ranks
 from degarble.harness.plugins.pytest_plugin import NightOptions, RunOptions
+from degarble.harness.report.page import PanelKind
 from degarble.harness.report.verdict import Verdict
+from degarble.suites.checkpoint.reading_cases import TINY_V4
 from degarble.suites.hang_guard import until
+from degarble.suites.house.repository import ROOT
+from degarble.suites.museum.torchrun import run_ranks
 from degarble.suites.nights import test_night as entry
+from degarble.suites.serve.talking_cases import write_tokenizer
+from degarble.suites.snapshots import assert_as_kept
+from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
+
+
+# --------------------------------------------------------------------------------------------------
+# The night with small steps: order, continuing, what is red, what the ledger excuses.
 
 NIGHT = "2026-11-22"
 GREEN = StepResult(Verdict.AGREES, "All is well.")
@@ -327,3 +347,283 @@ def test_workers_of_xdist_are_refused_by_name() -> None:
     require_no_workers({"WORLD_SIZE": "8"})
     with pytest.raises(InvalidArgument, match="PYTEST_XDIST_WORKER"):
         require_no_workers({"PYTEST_XDIST_WORKER": "gw0"})
+
+
+# --------------------------------------------------------------------------------------------------
+# Results survive the journal; files tell that they changed.
+
+RESULT = StepResult(
+    Verdict.UNSTABLE,
+    "Two answers.",
+    asked=False,
+    values={"budgets": {"head": 0.5}},
+    failures=(Failure("head", Verdict.UNSTABLE, None, "two"),),
+    judged=("head", "norm"),
+    facts={"machine": "CPU"},
+    lines=("a", "b"),
+    rows=(("run-1", "AGREES", "equal"),),
+)
+
+
+def test_a_result_round_trips_through_json() -> None:
+    assert from_plain(json.loads(json.dumps(to_plain(RESULT)))) == RESULT
+
+
+def test_a_journal_answers_for_the_same_key_alone(tmp_path: Path) -> None:
+    journal = NightJournal(tmp_path / "work")
+    assert not journal.continues
+    journal.write("check", "key", RESULT)
+    again = NightJournal(tmp_path / "work")
+    assert again.continues
+    assert again.started == journal.started
+    assert again.read("check", "key") == RESULT
+    assert again.read("check", "other") is None
+    assert again.read("audit", "key") is None
+    again.finish()
+    assert NightJournal(tmp_path / "work").read("check", "key") is None
+
+
+def test_a_changed_file_is_reported(tmp_path: Path) -> None:
+    assert files_digest(None) == files_digest(tmp_path / "nothing") == []
+    file = tmp_path / "a" / "b"
+    file.parent.mkdir()
+    file.write_text("one")
+    told = files_digest(tmp_path)
+    assert told[0][:2] == ("a/b", 3)
+    assert files_digest(file)[0][:2] == ("b", 3)
+    file.write_text("longer")
+    assert files_digest(tmp_path) != told
+
+
+def test_a_name_never_leads_out_of_the_folder(tmp_path: Path) -> None:
+    for name in ("..", "../x", "/", "a/b", "\N{SNOWMAN}"):
+        asked = NightConfig(tmp_path, tmp_path, tmp_path, "2026-11-22", subject=name)
+        assert asked.work.parent == tmp_path / "work"
+        assert asked.work.name not in ("", ".", "..")
+
+
+@pytest.mark.parametrize("killed_at", [0, 1, 2])
+def test_a_journal_that_is_killed_while_it_is_cleared_begins_anew(
+    killed_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = NightJournal(tmp_path)
+    journal.write("one", "key", StepResult(Verdict.AGREES, "Well."))
+    journal.finish()
+    removed: list[Path] = []
+    unlink = Path.unlink
+
+    def until_killed(path: Path, **named: bool) -> None:
+        if path.parent == tmp_path and not path.name.startswith("."):
+            if len(removed) == killed_at:
+                raise KeyboardInterrupt
+            removed.append(path)
+        unlink(path, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", until_killed)
+        with pytest.raises(KeyboardInterrupt):
+            NightJournal(tmp_path)
+    assert not NightJournal(tmp_path).continues
+
+
+# --------------------------------------------------------------------------------------------------
+# A night over ranks: who does what, without processes; and one real night of two ranks.
+
+RANKS = 2
+
+
+@pytest.fixture
+def words(monkeypatch: pytest.MonkeyPatch) -> deque[Any]:
+    """What rank 0 says, in order; read again by whoever follows."""
+    said: deque[Any] = deque()
+
+    def told(word: Any = None) -> Any:
+        if word is None:
+            return said.popleft()
+        said.append(json.loads(json.dumps(word)))
+        return word
+
+    monkeypatch.setattr(night_ranks, "broadcast_json", told)
+    return said
+
+
+@pytest.fixture
+def ranks_asked(tmp_path: Path) -> NightConfig:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("w7 w8")
+    model = tmp_path / "model"
+    return NightConfig(
+        model, model, tmp_path / "out", "2026-11-22", repeats=2, ranks=RANKS, prompts=prompts
+    )
+
+
+def test_other_ranks_receive_what_a_step_reported(words: deque[Any]) -> None:
+    assert lead("audit", lambda: GREEN) is GREEN
+    assert follow("audit") == "AGREES: All is well."
+    assert not words
+
+
+@pytest.mark.usefixtures("words")
+def test_a_crashed_step_leaves_no_rank_waiting() -> None:
+    def crash() -> StepResult:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        lead("audit", crash)
+    assert follow("audit") == "no answer: see rank 0"
+
+
+@pytest.mark.usefixtures("words")
+def test_every_rank_captures_in_a_process_of_its_own(
+    ranks_asked: NightConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[dict[str, str]] = []
+
+    def child(line: list[str], **named: Any) -> Any:
+        ran.append(named["env"])
+        assert line[0] == sys.executable
+        assert line[1:5] == ["-m", "degarble.harness.cli.main", "--quiet", "capture"]
+        return type("Done", (), {"returncode": 0, "stderr": ""})
+
+    monkeypatch.setattr("degarble.harness.nightly.table.subprocess.run", child)
+    monkeypatch.setattr(Capture, "open", lambda _: SimpleNamespace(facts={}))
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    [step] = over_ranks([NightStep("captures", captures)], RANKS)
+    result = lead("captures", lambda: step.run(ranks_asked, {}))
+    assert result.facts["ranks"] == str(RANKS)
+    assert [name for name, _, _ in result.rows] == ["run-1", "run-2"]
+    first = list(ran)
+    assert follow("captures").startswith("AGREES")
+    assert ran == first * 2, "both ranks run the same, and meet at the same ports"
+    assert len({each["MASTER_PORT"] for each in ran} - {"1"}) == ranks_asked.repeats
+    assert not any("TORCHELASTIC_USE_AGENT_STORE" in each for each in ran)
+
+
+@pytest.mark.usefixtures("words")
+def test_a_capture_that_fails_says_why(
+    ranks_asked: NightConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def child(*_: Any, **__: Any) -> Any:
+        return type("Done", (), {"returncode": 2, "stderr": "no such\n  checkpoint"})
+
+    monkeypatch.setattr("degarble.harness.nightly.table.subprocess.run", child)
+    [step] = over_ranks([NightStep("captures", captures)], RANKS)
+    with pytest.raises(InvalidArgument, match="no such checkpoint"):
+        step.run(ranks_asked, {})
+
+
+def test_kernels_and_captures_of_ones_own_are_refused(
+    ranks_asked: NightConfig, tmp_path: Path
+) -> None:
+    [step] = over_ranks([NightStep("captures", captures)], RANKS)
+    with pytest.raises(InvalidArgument, match="--backend"):
+        step.run(replace(ranks_asked, backend="cutedsl"), {})
+    with pytest.raises(InvalidArgument, match="--captures"):
+        step.run(replace(ranks_asked, captures=tmp_path), {})
+
+
+@pytest.mark.slow
+def test_a_night_of_two_ranks_makes_one_report(tmp_path: Path) -> None:
+    config = replace(TINY_V4, moe_intermediate_size=128 * RANKS)
+    write_checkpoint(tmp_path / "model", Synthetic(config, "bf16", seed=3))
+    write_tokenizer(tmp_path / "model")
+    (tmp_path / "prompts.txt").write_text("w7 w8 w9\nw9 w8\n")
+    out, xml = tmp_path / "out", tmp_path / "night.xml"
+    line = ["-q", "-m", "night", str(ROOT / "suites" / "nights"), "--repeats", "2"]
+    line += ["--checkpoint", str(tmp_path / "model"), "--reference", str(tmp_path / "model")]
+    line += ["--prompts", str(tmp_path / "prompts.txt"), "--report-dir", str(out)]
+    line += ["-k", "environment or captures or repeats or check", f"--junitxml={xml}"]
+    run_ranks("pytest", RANKS, *line)
+    captured = sorted((out / "work" / "model" / "captures").iterdir())
+    assert [each.name for each in captured] == ["run-1", "run-2"]
+    assert all(Capture.open(each).facts["ranks"] == RANKS for each in captured)
+    told = xml.read_text(encoding="utf-8")
+    assert 'failures="0"' in told
+    assert "rank 0 judges" not in told
+
+
+# --------------------------------------------------------------------------------------------------
+# Summary, document and page of a night: every word, escaped names, panels in their order.
+
+IDENTITY = "sha256:" + "5a" * 32
+RESULTS = {
+    "environment": StepResult(
+        Verdict.AGREES,
+        "CPU: of a suite; no GPU.",
+        facts={"machine": "CPU: of a suite", "manifest": IDENTITY},
+    ),
+    "audit": StepResult(Verdict.AGREES, "No error in the structure of all 612 tensors."),
+    "codecs": StepResult(Verdict.AGREES, "44 known answers of the formats are met."),
+    "kernels": StepResult(Verdict.UNDECIDED, "No GPU was asked for.", asked=False),
+    "check": StepResult(
+        Verdict.DIFFERS,
+        "Layer 3, ffn.experts.w2: the two nibbles of each byte are exchanged.",
+        values={"budgets": {FAULT.component: 812.0, "head": 0.25}},
+        failures=(FAULT,),
+        judged=(FAULT.component, "head"),
+        lines=("Layer 3, ffn.experts.w2: nibbles exchanged. Store the even element low.",),
+    ),
+    "text": StepResult(
+        Verdict.DIFFERS,
+        "perplexity: drift 0.9 nats.",
+        rows=(("perplexity", "DIFFERS", "drift 0.9"), ("echo", "AGREES", "drift 0")),
+        failures=(Failure("text.perplexity", Verdict.DIFFERS, None, "drift 0.9"),),
+    ),
+    "museum": StepResult(Verdict.UNDECIDED, "It was to run and could not: `a|b` <b>"),
+}
+LEDGER = """
+- component: text.*
+  verdict: DIFFERS
+  issue: https://example.org/12
+  until: 2026-12-01
+  why: being mended
+"""
+
+
+def night_in(folder: Path) -> Night:
+    checkpoint = folder / "tiny_[v4]"
+    checkpoint.mkdir()
+    (folder / "known.yaml").write_text(LEDGER)
+    asked = NightConfig(
+        checkpoint, checkpoint, folder / "out", "2026-11-22", commit="4" * 40,
+        store=str(folder / "history.sqlite"), ledger=folder / "known.yaml",
+    )  # fmt: skip
+    steps = [NightStep(name, lambda *_, each=each: each) for name, each in RESULTS.items()]
+    closing = [
+        NightStep("history", history, all_before=True),
+        NightStep("ledger", ledger, all_before=True),
+    ]
+    night = Night(asked, [*steps, *closing])
+    night.run()
+    return night
+
+
+def test_the_summary_says_everything(tmp_path: Path) -> None:
+    assert_as_kept("nightly/night.txt", markdown(night_in(tmp_path)))
+
+
+def test_page_document_and_summary_are_written(tmp_path: Path) -> None:
+    night = night_in(tmp_path)
+    written = write_night(night)
+    html = written.page.read_text()
+    assert "drift 0.9" in html
+    assert "Ledger: known until 2026-12-01" in html
+    document = json.loads(written.document.read_text())
+    assert document["verdict"] == "DIFFERS"
+    assert document["red"] == ["check", "museum", "ledger"]
+    assert document["steps"]["check"]["failures"][0]["fault"] == "M10.nibble_order"
+    assert written.summary.read_text() == markdown(night)
+    before = written.page.read_bytes()
+    assert write_night(night).page.read_bytes()[:200] == before[:200]
+
+
+def test_the_page_has_the_panels_that_a_night_has(tmp_path: Path) -> None:
+    page = page_of(night_in(tmp_path))
+    assert page.verdict is Verdict.DIFFERS
+    assert page.sentence.startswith("check: Layer 3, ffn.experts.w2: the two nibbles")
+    found = {panel.kind: panel for panel in page.panels}
+    assert set(found) == {PanelKind.TEXT, PanelKind.KERNELS, PanelKind.HISTORY}
+    assert found[PanelKind.KERNELS].verdict is Verdict.UNDECIDED  # codecs alone prove no kernel
+    assert found[PanelKind.TEXT].verdict is Verdict.DIFFERS
+    assert page.subject.manifest_hash == IDENTITY

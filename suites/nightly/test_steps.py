@@ -1,11 +1,14 @@
-"""The judging steps on small models: what is green, and what each planted fault turns red."""
+"""Steps of a night: judging, known answers of the formats, text statistics, and closing."""
 
 from __future__ import annotations
 
 import json
+import math
+import random
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
+from datetime import date, timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -13,20 +16,31 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from degarble.harness.base.errors import Undecided
 from degarble.harness.capture import capture as capturing
 from degarble.harness.chat.tokenizer import Tokenizer
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.commands.check.check import CheckRun
+from degarble.harness.formats.codec import encode
 from degarble.harness.history.ledger import Failure
+from degarble.harness.history.records import BUDGETS, MUSEUM, SPEED
+from degarble.harness.history.store import HistoryStore
 from degarble.harness.inference.model import open_model
+from degarble.harness.museum import museum as museum_run
 from degarble.harness.museum.cases import ModelKey, prepare
+from degarble.harness.museum.museum import Museum
+from degarble.harness.museum.plants import CauseAnswer, PlaceAnswer, PlantOutcome
+from degarble.harness.museum.scores import HealthyRun
+from degarble.harness.nightly import codecs as night_codecs
 from degarble.harness.nightly import metamorphic as night_metamorphic
+from degarble.harness.nightly import steps
 from degarble.harness.nightly import steps as night_steps
+from degarble.harness.nightly.codecs import count, wrong_codecs
 from degarble.harness.nightly.metamorphic import judged as related
 from degarble.harness.nightly.night import Night, NightConfig, NightStep, StepResult
 from degarble.harness.nightly.pages import write_night
 from degarble.harness.nightly.table import STEPS
-from degarble.harness.nightly.texts import NEW_TOKENS, limits_of, texts
+from degarble.harness.nightly.texts import NEW_TOKENS, TextGate, gate, limits_of, quantile, texts
 from degarble.harness.report.verdict import Verdict
 from degarble.suites.house.repository import ROOT
 from degarble.suites.serve.talking_cases import write_speaker
@@ -34,6 +48,10 @@ from degarble.suites.serve.talking_cases import write_speaker
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+
+# --------------------------------------------------------------------------------------------------
+# The judging steps on small models: what is green, and what each planted fault turns red.
 
 NAME = "layers.1.attn.q_norm"
 KEY = ModelKey("v4", "nvfp4-full")
@@ -326,3 +344,299 @@ def test_default_prompts_are_words_that_the_model_knows(
 def test_a_tokenizer_that_knows_all_words_gets_the_english_prompts() -> None:
     whole: Any = SimpleNamespace(unknown=lambda _text: [], encode=lambda text: [1] * len(text))
     assert night_steps.known_prompts(whole) is night_steps.PROMPTS
+
+
+# --------------------------------------------------------------------------------------------------
+# The known answers are met, and a codec that is spoilt is seen.
+
+
+def test_the_formats_meet_what_is_known() -> None:
+    assert wrong_codecs() == []
+    assert count() == 44
+
+
+def test_a_spoilt_codec_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(night_codecs, "encode", lambda v, f: encode(v * 1.1, f))
+    assert any(line.startswith("E2M1: 0.25 is 0x0, 0x1") for line in wrong_codecs())
+
+
+def test_swapped_nibbles_and_places_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = night_codecs.BLOCK_CODES
+    monkeypatch.setattr(night_codecs, "BLOCK_CODES", bytes(b >> 4 | (b & 15) << 4 for b in made))
+    assert wrong_codecs() == ["NVFP4 block: codes 1032547698badcfe, not 0123456789abcdef"]
+    monkeypatch.setattr(night_codecs, "BLOCK_CODES", made)
+
+    def linear(scales: Any, _: object) -> Any:
+        return scales.flatten()
+
+    monkeypatch.setattr(night_codecs, "to_layout", linear)
+    found = wrong_codecs()
+    assert found[0] == "scale 1, 0 of a swizzled tile lies at [4], not 16"
+
+
+def test_a_block_that_reads_otherwise_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(night_codecs, "dequantise", lambda each: torch.zeros(each.shape))
+    assert wrong_codecs() == ["NVFP4 block: what was quantised without loss reads otherwise"]
+
+
+# --------------------------------------------------------------------------------------------------
+# Intervals against tables, and gates over simulated prompts: alarms, and shifts that are seen.
+
+DOUBLED = math.log(2)
+
+
+# Student's distribution, from any table of it.
+@pytest.mark.parametrize(
+    ("degrees", "probability", "known"),
+    [
+        (4, 0.975, 2.776),
+        (5, 0.8, 0.920),
+        (7, 0.9995, 5.408),
+        (11, 0.9995, 4.437),
+        (31, 0.975, 2.040),
+        (100, 0.9995, 3.390),
+    ],
+)
+def test_the_quantile_is_that_of_the_table(degrees: int, probability: float, known: float) -> None:
+    assert quantile(degrees, probability) == pytest.approx(known, rel=0.012)
+
+
+def drawn(seed: int, shift: float, count: int = 12) -> TextGate:
+    chance = random.Random(seed)
+    reference = [chance.gauss(3.0, 0.5) for _ in range(count)]
+    twin = [each + chance.gauss(0.02, 0.01) for each in reference]
+    candidate = [each + shift + chance.gauss(0.0, 0.005) for each in twin]
+    return gate("perplexity", "nats", candidate, twin, reference, DOUBLED)
+
+
+def test_healthy_prompts_never_alarm_and_prompts_of_another_difficulty_do_not_matter() -> None:
+    assert all(drawn(seed, 0.0).verdict is Verdict.AGREES for seed in range(1000))
+
+
+def test_a_drift_of_the_stated_size_is_detected_with_the_stated_power() -> None:
+    found = [drawn(seed, drawn(seed, 0.0).smallest).verdict for seed in range(400)]
+    assert found.count(Verdict.DIFFERS) / len(found) >= 0.75
+    assert all(drawn(seed, 0.3).verdict is Verdict.DIFFERS for seed in range(50))
+    assert all(drawn(seed, -0.3).verdict is Verdict.DIFFERS for seed in range(50))
+
+
+@pytest.mark.parametrize("voice", ["twin", "reference"])
+@pytest.mark.parametrize("wild", [math.nan, math.inf])
+def test_a_twin_that_is_not_finite_is_undecided(voice: str, wild: float) -> None:
+    said = {"candidate": [3.0] * 6, "twin": [3.0] * 6, "reference": [3.0] * 6}
+    said[voice][2] = wild
+    with pytest.raises(Undecided, match=f"perplexity of the {voice}"):
+        gate("perplexity", "nats", **said, matters=DOUBLED)
+
+
+def test_one_wild_prompt_is_no_drift() -> None:
+    reference = [3.0] * 8
+    found = gate("perplexity", "nats", [3.0] * 7 + [9.0], [3.0] * 8, reference, DOUBLED)
+    assert found.verdict is Verdict.UNDECIDED
+
+
+def test_rounding_alone_is_no_drift_where_the_format_costs_nothing() -> None:
+    same = [3.0, 2.9, 3.1, 3.05]
+    moved = [each + 1e-4 for each in same]
+    assert gate("perplexity", "nats", moved, same, same, DOUBLED).verdict is Verdict.AGREES
+    moved = [each + 0.1 for each in same]
+    assert gate("perplexity", "nats", moved, same, same, DOUBLED).verdict is Verdict.DIFFERS
+
+
+def test_what_is_not_finite_differs() -> None:
+    found = gate("perplexity", "nats", [float("nan"), 1, 1, 1], [1.0] * 4, [1.0] * 4, DOUBLED)
+    assert found.verdict is Verdict.DIFFERS
+    assert found.sentence == "perplexity of the candidate is not finite."
+
+
+def test_the_sentence_states_noise_and_power() -> None:
+    assert drawn(1, 0.0).sentence == (
+        "perplexity: drift 0.00153 nats [-0.00216, 0.00523], healthy up to 0.0352; "
+        "12 prompts show 0.0396 with 80% power."
+    )
+
+
+def test_too_few_prompts_are_undecided() -> None:
+    with pytest.raises(Undecided, match="prompts of a text gate = 3"):
+        gate("length", "tokens", [1.0] * 3, [1.0] * 3, [1.0] * 3, 12.0)
+
+
+def test_a_gate_that_would_not_see_a_doubled_perplexity_decides_nothing() -> None:
+    """Six prompts on which the format costs between -1 and 1 nats."""
+    reference = [3.0, 3.2, 2.8, 3.1, 2.9, 3.0]
+    twin = [a + b for a, b in zip(reference, (1.0, -0.9, 0.8, -1.0, 0.9, -0.7), strict=True)]
+    found = gate("perplexity", "nats", twin, twin, reference, DOUBLED)
+    assert found.verdict is Verdict.UNDECIDED
+    assert found.sentence.endswith("A drift of 0.693 has to be seen: give about 99 prompts.")
+    more = gate("perplexity", "nats", twin * 16, twin * 16, reference * 16, DOUBLED)
+    assert more.verdict is Verdict.AGREES
+
+
+def test_a_format_that_costs_more_than_what_matters_is_not_helped_by_prompts() -> None:
+    reference = [3.0, 3.2, 2.8, 3.1, 2.9, 3.0]
+    twin = [each + 1.0 for each in reference]
+    found = gate("perplexity", "nats", twin, twin, reference, DOUBLED)
+    assert found.verdict is Verdict.UNDECIDED
+    assert "the format alone costs more" in found.sentence
+    worse = gate("perplexity", "nats", [each + 2 for each in twin], twin, reference, DOUBLED)
+    assert worse.verdict is Verdict.DIFFERS
+
+
+# --------------------------------------------------------------------------------------------------
+# A night in the history: what moved is told, a speed that fell is red; the museum's misses too.
+
+KERNEL = "kernels.quantise_nvfp4"
+
+
+SPEED_LEDGER = """
+- component: speed.kernels.*
+  verdict: DIFFERS
+  issue: https://example.org/12
+  until: 2026-02-10
+  why: being mended
+"""
+
+
+def closing_asked(folder: Path, night: int = 0, **more: object) -> NightConfig:
+    day = str(date(2026, 1, 1) + timedelta(days=night))
+    made = NightConfig(
+        folder, folder, folder, day, store=str(folder / "history.sqlite"),
+        commit=f"{night:040x}", started=day, subject="tiny",
+    )  # fmt: skip
+    return replace(made, **more)  # type: ignore[arg-type]
+
+
+def measured(speed: float, budget: float) -> dict[str, StepResult]:
+    values = {SPEED.name: {KERNEL: speed}, BUDGETS.name: {"head": budget}}
+    return {"check": StepResult(Verdict.AGREES, "well", values=values)}
+
+
+def nights(folder: Path, speed: float, budget: float) -> StepResult:
+    """32 nights that are alike, then two that are not."""
+    for night in range(32):
+        quiet = steps.history(closing_asked(folder, night), measured(0.9 + night % 3 / 1000, 0.5))
+        assert quiet.verdict is Verdict.AGREES
+        assert quiet.lines == ()
+    for night in (32, 33):
+        found = steps.history(closing_asked(folder, night), measured(speed, budget))
+    return found
+
+
+def test_a_speed_that_fell_turns_the_night_red(tmp_path: Path) -> None:
+    found = nights(tmp_path, 0.7, 0.5)
+    assert found.verdict is Verdict.DIFFERS
+    assert found.failures[0].component == f"speed.{KERNEL}"
+    assert "in the night 2026-02-02" in found.sentence
+    assert f"commits {31:040x}"[:20] in found.sentence
+    with HistoryStore(str(tmp_path / "history.sqlite")) as store:
+        assert len(store.runs()) == 34
+        assert [each.verdict for each in store.runs()[-2:]] == [Verdict.AGREES, Verdict.DIFFERS]
+    # It stays red until the speed is back for two nights, or the ledger knows it.
+    stays = steps.history(closing_asked(tmp_path, 34), measured(0.7, 0.5))
+    assert stays.verdict is Verdict.DIFFERS
+    (tmp_path / "known.yaml").write_text(SPEED_LEDGER)
+    known = closing_asked(tmp_path, 35, ledger=tmp_path / "known.yaml")
+    assert steps.history(known, measured(0.7, 0.5)).failures == stays.failures
+    with HistoryStore(str(tmp_path / "history.sqlite")) as store:
+        assert [each.verdict for each in store.runs()[-2:]] == [Verdict.DIFFERS, Verdict.AGREES]
+    once = steps.history(closing_asked(tmp_path, 36), measured(0.9, 0.5))
+    assert once.verdict is Verdict.DIFFERS
+    healed = steps.history(closing_asked(tmp_path, 37), measured(0.9, 0.5))
+    assert healed.verdict is Verdict.AGREES
+    assert healed.judged == (f"speed.{KERNEL}",)
+
+
+def test_slower_steps_and_budgets_are_reported_and_not_red(tmp_path: Path) -> None:
+    found = nights(tmp_path, 1.0, 0.8)
+    assert found.verdict is Verdict.AGREES
+    assert {line.partition(":")[0] for line in found.lines} == {"speed", "budgets"}
+
+
+def test_a_night_is_kept_with_its_verdict_facts_and_worst(tmp_path: Path) -> None:
+    results = measured(0.9, 0.5) | {
+        "audit": StepResult(Verdict.DIFFERS, "wrong", facts={"manifest": "sha256:1"}),
+        "text": StepResult(Verdict.UNDECIDED, "not asked", asked=False),
+    }
+    run = steps.run_of(closing_asked(tmp_path), results)
+    assert run is not None
+    assert run.verdict is Verdict.DIFFERS
+    assert run.facts == {"manifest": "sha256:1"}
+    assert steps.run_of(closing_asked(tmp_path), {"audit": results["audit"]}) is None
+    assert steps.history(closing_asked(tmp_path), {"audit": results["audit"]}).red
+    assert not steps.history(closing_asked(tmp_path, store=None), results).red
+
+
+def test_a_night_on_the_cpu_is_none_of_the_gpu_that_is_there(tmp_path: Path) -> None:
+    facts = {"machine": "CPU: 2 cores", "GPU 0 name": "NVIDIA B200"}
+    results = measured(0.9, 0.5) | {"environment": StepResult(Verdict.AGREES, "", facts=facts)}
+    for gpu, machine in ((True, "NVIDIA B200"), (False, "CPU: 2 cores")):
+        run = steps.run_of(closing_asked(tmp_path, gpu=gpu), results)
+        assert run is not None
+        assert run.machine == machine
+
+
+def museum(monkeypatch: pytest.MonkeyPatch, folder: Path, **more: Any) -> StepResult:
+    made = Museum(outcomes=(), without_effect=(), **({"healthy": ()} | more))
+    monkeypatch.setattr(museum_run, "run_museum", lambda *_, **__: made)
+    return steps.museum(closing_asked(folder), {})
+
+
+def test_a_museum_with_an_alarm_is_red(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert museum(monkeypatch, tmp_path).verdict is Verdict.AGREES
+    found = museum(monkeypatch, tmp_path, healthy=(HealthyRun("v4 long", ("head: wrong",)),))
+    assert found.verdict is Verdict.DIFFERS
+    assert [each.component for each in found.failures] == ["museum.v4 long"]
+
+
+def test_models_of_nights_long_over_are_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    names = {"museum-2025-12-30", "museum-2025-12-31", "museum-of-somebody", "tiny"}
+    for name in names:
+        (tmp_path / "work" / name / "v4").mkdir(parents=True)
+    museum(monkeypatch, tmp_path)
+    left = {each.name for each in (tmp_path / "work").iterdir()}
+    assert left == names - {"museum-2025-12-30"} | {"museum-2026-01-01"}
+
+
+MUSEUM_LEDGER = """
+- component: museum.M01.inverse
+  verdict: DIFFERS
+  issue: https://example.org/12
+  until: 2026-01-02
+  why: being mended
+- component: museum.M26.weights
+  verdict: DIFFERS
+  issue: https://example.org/13
+  until: 2026-01-02
+  why: being mended
+- component: kernels.another
+  verdict: DIFFERS
+  issue: https://example.org/14
+  until: 2026-01-02
+  why: being mended
+"""
+
+
+def test_only_what_was_planted_and_ran_can_heal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    planted = PlantOutcome(
+        "M01.inverse", "head", "", "v4 long", 2.0, PlaceAnswer.EXACT, CauseAnswer.FIRST
+    )
+    made = Museum((planted,), (HealthyRun("v4 short"),), ())
+    monkeypatch.setattr(museum_run, "run_museum", lambda *_, **__: made)
+    found = steps.museum(closing_asked(tmp_path), {})
+    assert found.judged == ("museum.M01.inverse", "museum.v4 short")
+    assert found.values == {
+        MUSEUM.name: {"no alarms on healthy runs": 1.0, "healthy runs judged": 1.0}
+    }
+    (tmp_path / "known.yaml").write_text(MUSEUM_LEDGER)
+    kernels = StepResult(Verdict.AGREES, "well", judged=(KERNEL,))
+    given = closing_asked(tmp_path, ledger=tmp_path / "known.yaml")
+    settled = steps.ledger(given, {"museum": found, "kernels": kernels, "figures": kernels})
+    assert [each.component for each in settled.failures] == ["ledger.museum.M01.inverse"]
+
+
+def test_the_faults_of_a_short_night_exist() -> None:
+    assert set(steps.PLANTED) <= set(museum_run.chosen(()))

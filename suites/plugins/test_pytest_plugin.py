@@ -1,4 +1,4 @@
-"""The plugin leaves out what cannot run, says so, and never turns an omission into green."""
+"""The pytest plugin: what it selects, refuses and summarises, and the options of a night."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ import os
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.plugins import presence, pytest_plugin
+from degarble.harness.plugins.pytest_plugin import NightOptions, night_options
 from degarble.suites.hang_guard import HANG_SECONDS
 from degarble.suites.house.repository import ROOT
 
-if TYPE_CHECKING:
-    from pathlib import Path
+# --------------------------------------------------------------------------------------------------
+# The plugin leaves out what cannot run, says so, and never turns an omission into green.
 
 pytest_plugins = ["pytester"]
 
@@ -318,3 +322,38 @@ def test_a_night_of_a_rank_that_is_none_is_refused(house: House) -> None:
     (house.pytester.path / "ckpt").mkdir()
     with pytest.raises(pytest.exit.Exception, match="RANK of WORLD_SIZE"):
         house.pytester.parseconfigure("-p", PLUGIN, "--checkpoint", "ckpt")
+
+
+# --------------------------------------------------------------------------------------------------
+# The night's options on the command line, and what they refuse.
+
+
+def said(**given: str) -> NightOptions:
+    found: Any = SimpleNamespace(getoption=lambda name: given.get(name.removeprefix("--")))
+    return night_options(found)
+
+
+def test_no_option_is_the_default() -> None:
+    assert said() == NightOptions()
+
+
+def test_options_are_read() -> None:
+    found = said(repeats="2", museum="whole", store="h.sqlite", ledger="known.yaml", commit="abc")
+    assert (found.repeats, found.museum, found.store, found.commit) == (
+        2,
+        "whole",
+        "h.sqlite",
+        "abc",
+    )
+    assert found.ledger == Path("known.yaml").absolute()
+
+
+@pytest.mark.parametrize("repeats", ["1", "0", "-4", "four", "65", "", "99999999999999999999"])
+def test_repeats_that_are_none_are_refused(repeats: str) -> None:
+    with pytest.raises(InvalidArgument, match="--repeats"):
+        said(repeats=repeats)
+
+
+def test_an_unknown_extent_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="--museum = 'all'"):
+        said(museum="all")

@@ -1,5 +1,8 @@
+"""The replay panel: maps, close looks, texts, and the chart of a run."""
+
 from __future__ import annotations
 
+import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,12 +24,13 @@ from degarble.harness.report.page import page_from_json, page_to_json
 from degarble.harness.report.replay_record import ReplayRecord, TextRecord
 from degarble.harness.report.verdict import Verdict
 from degarble.reports.page_html import SIZE_LIMIT, page_html
-from degarble.reports.replay_panel import replay_panel, text_panel
+from degarble.reports.replay_panel import replay_panel, run_chart, text_panel
 from degarble.suites.reports.page_cases import HOSTILE
 from degarble.suites.reports.replay_cases import FILES, replay, replay_page, texts
 
 if TYPE_CHECKING:
     from degarble.harness.report.page import Panel
+
 
 DIFFERS = Verdict.DIFFERS
 
@@ -154,3 +158,30 @@ def test_a_page_that_an_earlier_version_wrote_still_renders() -> None:
     markup = page_html(page_from_json(kept.read_text(encoding="utf-8"), kept.name))
     for word in ("17,210", "How the budget comes about", "0x3f80", "(from here they part:)"):
         assert word in markup
+
+
+def test_the_chart_says_what_it_shows_and_is_the_same_each_time() -> None:
+    record = replay()
+    figure = run_chart(record)
+    assert figure.description == (
+        "9 outputs in the order of the run, 1 beyond their budget; the furthest is "
+        "layers.2.ffn.experts.w2.out at 17,210 budgets."
+    )
+    assert figure == run_chart(record)
+    root = ET.fromstring(figure.svg)
+    assert root.tag.endswith("svg")
+    assert "prefers-color-scheme: dark" in figure.svg
+    assert "layer 2" in figure.svg
+
+
+def test_no_marker_colour_is_left() -> None:
+    svg = run_chart(replay()).svg
+    for colour in ("#010203", "#040506", "#070809", "#0a0b0c", "#0d0e0f", "#000000"):
+        assert colour not in svg.lower()
+    assert "var(--bad)" in svg
+
+
+def test_a_run_of_nothing_is_drawn() -> None:
+    figure = run_chart(ReplayRecord(Verdict.UNDECIDED, "", ()))
+    assert figure.description == "0 outputs in the order of the run, 0 beyond their budget."
+    ET.fromstring(figure.svg)

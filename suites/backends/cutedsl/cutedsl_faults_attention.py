@@ -257,4 +257,4 @@ FAULTS = (
     _of("scales of the neighbouring entry", "simt_kv_read", "decoded", _neighbours_scales,
         "kv_write", cache="fp8", cause="M32"),
 )  # fmt: skip
-BY_NAME = {fault.name: fault for fault in FAULTS}
+ATTENTION_BY_NAME = {fault.name: fault for fault in FAULTS}

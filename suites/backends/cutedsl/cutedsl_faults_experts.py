@@ -123,4 +123,4 @@ FAULTS = (
         "w13.act_quant", cause="M02"),
     _of("routing weight twice", _ROWS, (_PLAN, "weighed"), _squared, "combine", cause="M26"),
 )  # fmt: skip
-BY_NAME = {fault.name: fault for fault in FAULTS}
+EXPERTS_BY_NAME = {fault.name: fault for fault in FAULTS}

@@ -177,7 +177,7 @@ class Faulty(StandIn):
 
 @pytest.mark.parametrize("name", [*INSTEAD, "scales of blocks reversed"])
 def test_what_a_planted_fault_does_is_named(tmp_path: Path, name: str) -> None:
-    fault = faults.BY_NAME[name]
+    fault = faults.ATTENTION_BY_NAME[name]
     kernels = Faulty(fault.kernel, INSTEAD[name]) if name in INSTEAD else Coded()
     model = cases.write_model(tmp_path, "v4", "nvfp4-full", 1)
     prompts = cases.drawn_prompts(fault.prompts) if fault.prompts else cases.PROMPTS

@@ -223,7 +223,7 @@ class Faulty(StandIn):
 
 @pytest.mark.parametrize("name", INSTEAD)
 def test_what_a_planted_fault_does_is_named(tmp_path: Path, name: str) -> None:
-    fault = {**faults.BY_NAME, **experts.BY_NAME}[name]
+    fault = {**faults.BY_NAME, **experts.EXPERTS_BY_NAME}[name]
     model = cases.write_model(tmp_path, "v4", fault.layout, 1)
     cases.capture_by(
         Faulty(fault.kernel, INSTEAD[name]), model.checkpoint, tmp_path / "run", PROMPTS,

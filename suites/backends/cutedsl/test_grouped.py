@@ -1,22 +1,27 @@
-"""Routed experts as steps of one call: what arrives is what a step left, or is laid out anew.
-
-The stand-in poisons what a launch does not write. Wrong arguments of every step are found in the
-component that launches it.
-"""
+"""Grouped experts, latent attention and RoPE tables of the backend."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
 
+from degarble.harness.backends.cutedsl import attention as cutedsl_latent
+from degarble.harness.backends.cutedsl import backend as cutedsl
 from degarble.harness.backends.cutedsl import kernels as steps
 from degarble.harness.backends.cutedsl.backend import CONVENTIONS, use_kernels
+from degarble.harness.backends.cutedsl.kernels import NoKernelError
+from degarble.harness.backends.cutedsl.rows import RopeTables, table_of
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.capture.files.reader import Capture
 from degarble.harness.inference.model import open_model
+from degarble.harness.model.types import Rope, RopeEnd, RopePairing, Yarn
 from degarble.harness.report.verdict import Verdict
+from degarble.references.elementary import rotation_table
+from degarble.references.numerics import KeyValueCache, Numerics
+from degarble.references.tiny.configs import TINY_V4, TINY_V32
 from degarble.suites.backends import cutedsl_cases as cases
 from degarble.suites.backends.cutedsl_standin import StandIn
 
@@ -26,7 +31,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.harness.backends.cutedsl.kernels import ComponentPart
     from degarble.references.binding import BoundModel
+
+
+# --------------------------------------------------------------------------------------------------
+# Routed experts as steps of one call: what arrives is what a step left, or is laid out anew.
+#
+# The stand-in poisons what a launch does not write. Wrong arguments of every step are found in the
+# component that launches it.
 
 LAYER = "layers.0.ffn.experts"
 EXPERTS = torch.tensor([[1, 6], [6, 2], [1, 0], [6, 7], [2, 6]])
@@ -188,3 +201,136 @@ def test_a_wrong_argument_is_found_where_it_is_launched(
     found = cases.checked(tmp_path / "run", model)
     assert found.verdict is Verdict.DIFFERS, name
     assert any(each.trouble.component.endswith(component) for each in found.origins)
+
+
+# --------------------------------------------------------------------------------------------------
+# V3.2's attention in the backend: what is by kernels, exact weights, wrong tensors, reasons.
+
+KERNELS_OF_ATTENTION = ["sm90_gemm_grouped", "simt_kv_write", "sm90_sparse_attention"]
+
+
+@pytest.fixture(scope="module")
+def latent_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("latent")
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp32"])
+def test_parts_side_by_side_add_up_to_the_weight(kind: str) -> None:
+    weight = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(1))
+    weight = weight.bfloat16().float() if kind == "bf16" else weight
+    made = cutedsl_latent.side_by_side(weight)
+    assert made.dtype is torch.bfloat16
+    assert made.shape == (12, 8 if kind == "bf16" else 24)
+    assert torch.equal(made.double().reshape(3, 4, -1, 8).sum(2), weight.double())
+
+
+def _rolled(name: str) -> Callable[[Any, dict[str, Any]], None]:
+    def change(_problem: Any, given: dict[str, Any]) -> None:
+        given[name] = given[name].roll(1, 0).contiguous()
+
+    return change
+
+
+def _further(_problem: Any, given: dict[str, Any]) -> None:
+    given["window_slots"] = (given["window_slots"] - 1).clamp(min=-1)
+
+
+def _without_key(_problem: Any, given: dict[str, Any]) -> None:
+    given["q"] = given["q"].clone()
+    given["q"][..., 512:] = 0
+
+
+LATENT_WRONG: dict[str, tuple[str, Callable[[Any, dict[str, Any]], None]]] = {
+    "matrices of heads": ("sm90_gemm_grouped", _rolled("b")),
+    "keys one to the left": ("sm90_sparse_attention", _further),
+    "turned part left out": ("sm90_sparse_attention", _without_key),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", LATENT_WRONG)
+def test_a_tensor_at_the_wrong_argument_is_found_in_attention(
+    latent_folder: Path, tmp_path: Path, what: str
+) -> None:
+    at, change = LATENT_WRONG[what]
+
+    def seen(kernel: str, problem: Any, given: dict[str, Any]) -> None:
+        if kernel == at:
+            change(problem, given)
+
+    model = cases.write_model(latent_folder, "v32", "nvfp4-full")
+    stand_in = StandIn(seen)
+    role = "*attn.attend"
+    cases.capture_by(stand_in, model.checkpoint, tmp_path / "run", components=role, new_tokens=1)
+    table = Capture.open(tmp_path / "run").facts["kernels"]["kernels"]
+    launched = [each["kernel"] for each in table["layers.0.attn.attend"]]
+    assert set(launched) == set(KERNELS_OF_ATTENTION)
+    found = cases.checked(tmp_path / "run", model)
+    assert found.verdict is Verdict.DIFFERS, what
+    assert {each.trouble.component.partition(".attn.")[2] for each in found.origins} == {"attend"}
+
+
+def test_what_has_no_kernel_has_a_reason(latent_folder: Path) -> None:
+    model = cases.write_model(latent_folder, "v32", "bf16")
+    with open_model(model.checkpoint, switches=cutedsl.CONVENTIONS) as opened:
+        bound, recipe = opened.speaker.bound, opened.recipe
+        parts = {each.component.name: each for each in cutedsl.parts_of(bound, recipe, "sm_90a")}
+    attend, write = parts["layers.0.attn.attend"], parts["layers.0.attn.kv_write"]
+    assert not isinstance(cutedsl.decided(attend), str)
+    for part, switches, reason in (
+        (attend, {"attention_in_storage_dtype": None}, "softmax is float32"),
+        (write, {"kv_cache": KeyValueCache.NVFP4}, "no kernel writes such nvfp4 entries"),
+        (write, {"cache_scale_floored": True}, "no kernel writes such"),
+    ):
+        assert reason in str(cutedsl.decided(_with(part, switches)))
+    other = replace(attend, target="sm_100a")
+    assert "written for sm_90a" in str(cutedsl.decided(other))
+    narrow = replace(attend.facts, config=replace(attend.config, kv_lora_rank=256))
+    with pytest.raises(NoKernelError, match="rows of 256 and 64"):
+        cutedsl_latent.attend_latent(replace(attend, facts=narrow))
+    for kind in (KeyValueCache.FP8, KeyValueCache.FP8_F32, KeyValueCache.EXACT):
+        assert not isinstance(cutedsl.decided(_with(write, {"kv_cache": kind})), str)
+
+
+def _with(part: ComponentPart, switches: dict[str, Any]) -> ComponentPart:
+    facts = part.facts
+    return replace(part, facts=replace(facts, numerics=facts.numerics.with_switches(**switches)))
+
+
+# --------------------------------------------------------------------------------------------------
+# The table of turns: equal to the references' angles, which have a formula of their own.
+
+ROPES = [TINY_V4.rope(block) for block in TINY_V4.blocks[:2]]
+ROPES += [TINY_V32.rope(TINY_V32.blocks[0])]
+ROPES += [Rope(theta=1e6, dims=64, pairing=RopePairing.INTERLEAVED, end=RopeEnd.LAST, yarn=None)]
+YARN = Yarn(factor=40, original_max_position_embeddings=4096)
+ROPES += [
+    replace(ROPES[-1], yarn=replace(YARN, **changes))
+    for changes in (
+        {},
+        {"attention_factor": 1.3, "truncate": False},
+        {"original_max_position_embeddings": 4, "beta_slow": 4},  # the ramp runs backwards
+        {"mscale": 1.0, "mscale_all_dim": 0.7},
+    )
+]
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=range(len(ROPES)))
+def test_cosines_and_sines_are_those_of_the_references(rope: Rope) -> None:
+    positions = torch.tensor([0, 1, 2, 127, 128, 4095])
+    twin = rotation_table(rope, positions, Numerics.definition())
+    table = table_of(rope, 4096)
+    assert table.dtype is torch.float32
+    assert table.shape == (4096, 64)
+    expected = torch.cat((twin.cos, twin.sin), dim=1)
+    assert float((table[positions].double() - expected).abs().max()) < 2**-24 * rope.scale
+
+
+def test_a_table_grows_and_is_kept() -> None:
+    turns = RopeTables()
+    first = turns.reaching(ROPES[0], torch.tensor([3]))
+    assert turns.reaching(ROPES[0], torch.tensor([1023])) is first
+    longer = turns.reaching(ROPES[0], torch.tensor([1024, 5]))
+    assert len(longer) == 2048
+    assert torch.equal(longer[:1024], first)
+    assert turns.reaching(ROPES[0], torch.tensor([7])) is longer

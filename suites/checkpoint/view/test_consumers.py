@@ -29,7 +29,7 @@ from degarble.harness.model.tensors import tensors_of
 from degarble.suites.campaigns.consumers import HEAD, asked, by_row, failures, line, rows_of
 from degarble.suites.campaigns.runner import CaseResult
 from degarble.suites.model.configs import TINY_V4, TINY_V32
-from degarble.suites.vllm.test_installed_loaders import READ
+from degarble.suites.vllm.test_proof import READ
 
 if TYPE_CHECKING:
     from degarble.harness.checkpoint.view.consumers import Consumer

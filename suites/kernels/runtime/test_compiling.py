@@ -1,30 +1,53 @@
-"""Compiling and its cache: what makes a new kernel, what a damaged entry does, what is refused."""
+"""Compiling, its cache and settings, targets, and facts of machine code."""
 
 from __future__ import annotations
 
+import re
 import shutil
+import subprocess
 from dataclasses import dataclass, replace
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
-from degarble.harness.base.errors import InvalidArgument, MissingDependency
-from degarble.kernels.runtime import compiling
+from degarble.harness.base.errors import (
+    InvalidArgument,
+    MissingDependency,
+    MissingDevice,
+    UnknownName,
+    UnreadableFile,
+)
+from degarble.kernels.runtime import compiling, targets
 from degarble.kernels.runtime.compiling import (
     CompileSettings,
     any_stream,
     compile_kernel,
+    cubin_facts,
+    cuobjdump_path,
+    fused_instructions,
+    read_settings,
     sources_digest,
+    unstated_roundings,
 )
-from degarble.kernels.runtime.targets import SM90A, SM100A
+from degarble.kernels.runtime.targets import (
+    SM90A,
+    SM100A,
+    TARGETS,
+    Target,
+    target,
+    target_of_device,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
-pytestmark = pytest.mark.needs("cutlass")
+
+# --------------------------------------------------------------------------------------------------
+# Compiling and its cache: what makes a new kernel, what a damaged entry does, what is refused.
 
 
 @pytest.fixture
@@ -36,6 +59,7 @@ def entries(folder: Path) -> list[Path]:
     return sorted(folder.iterdir())
 
 
+@pytest.mark.needs("cutlass")
 def test_the_second_time_it_comes_from_disk(crowded: ModuleType, tmp_path: Path) -> None:
     settings = CompileSettings(cache_folder=tmp_path / "kernels")
     first = crowded.compile_crowded(128, SM90A, settings)
@@ -51,6 +75,7 @@ def test_the_second_time_it_comes_from_disk(crowded: ModuleType, tmp_path: Path)
     ]
 
 
+@pytest.mark.needs("cutlass")
 def test_another_target_constant_or_pointer_is_another_kernel(
     crowded: ModuleType, tmp_path: Path
 ) -> None:
@@ -82,6 +107,7 @@ def one_bit(entry: Path) -> None:
     path.write_bytes(code)
 
 
+@pytest.mark.needs("cutlass")
 @pytest.mark.parametrize(
     "damage",
     [
@@ -108,6 +134,7 @@ def test_a_damaged_entry_is_compiled_anew(
     assert crowded.compile_crowded(128, SM90A, settings).from_cache
 
 
+@pytest.mark.needs("cutlass")
 def test_a_faster_writer_is_no_failure(
     crowded: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +147,7 @@ def test_a_faster_writer_is_no_failure(
     assert entries(tmp_path) == []
 
 
+@pytest.mark.needs("cutlass")
 def test_a_whole_entry_stays_when_another_writer_comes(
     crowded: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +161,7 @@ def test_a_whole_entry_stays_when_another_writer_comes(
     assert entry.stat().st_ino == written
 
 
+@pytest.mark.needs("cutlass")
 def test_an_entry_that_goes_while_it_is_read_is_loaded_all_the_same(
     crowded: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +182,7 @@ def test_an_entry_that_goes_while_it_is_read_is_loaded_all_the_same(
     assert not entry.exists()
 
 
+@pytest.mark.needs("cutlass")
 def test_without_a_cache_nothing_is_written(
     crowded: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +192,7 @@ def test_without_a_cache_nothing_is_written(
     assert entries(tmp_path) == []
 
 
+@pytest.mark.needs("cutlass")
 def test_machine_code_is_kept_on_request(crowded: ModuleType, tmp_path: Path) -> None:
     kernel = crowded.compile_crowded(128, SM90A, CompileSettings(keep_folder=tmp_path / "kept"))
     cubin, ptx = entries(tmp_path / "kept")
@@ -170,6 +201,7 @@ def test_machine_code_is_kept_on_request(crowded: ModuleType, tmp_path: Path) ->
     assert ptx.read_text() == kernel.ptx
 
 
+@pytest.mark.needs("cutlass")
 @pytest.mark.parametrize(
     "file", ["harness/formats/layouts.py", "kernels/gemm/problem.py", "harness/model/new.py"]
 )
@@ -193,6 +225,7 @@ def test_an_edited_source_is_another_kernel(
     assert seen == [False, False, True]
 
 
+@pytest.mark.needs("cutlass")
 def test_a_source_edited_after_its_import_switches_the_cache_off(
     crowded: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +237,7 @@ def test_a_source_edited_after_its_import_switches_the_cache_off(
     assert len(entries(tmp_path / "cache")) == 1
 
 
+@pytest.mark.needs("cutlass")
 def test_settings_of_the_dsl_from_the_environment_make_another_kernel(
     crowded: ModuleType, tmp_path: Path
 ) -> None:
@@ -218,6 +252,7 @@ class HoldsAFunction:
     function: Callable[..., Any]
 
 
+@pytest.mark.needs("cutlass")
 @pytest.mark.parametrize(
     "argument",
     [[1, 2], {"a": 1}, len, HoldsAFunction(lambda: 0), object(), (1, 2)],
@@ -232,6 +267,7 @@ def test_arguments_without_a_stable_text_are_refused(argument: object, crowded: 
     assert not Path("unused").exists()
 
 
+@pytest.mark.needs("cutlass")
 def test_a_missing_dsl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> ModuleType:
         message = f"No module named {name!r}"
@@ -240,3 +276,152 @@ def test_a_missing_dsl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "import_module", absent)
     with pytest.raises(MissingDependency, match=r"degarble\[gpu\]"):
         any_stream()
+
+
+# --------------------------------------------------------------------------------------------------
+# Facts of machine code: a kernel that spills is seen, and arithmetic that may be contracted.
+
+needs_dsl = pytest.mark.needs("cutlass")
+
+
+@needs_dsl
+@pytest.mark.parametrize("target", TARGETS.values(), ids=lambda target: target.name)
+@pytest.mark.parametrize(("threads", "spills"), [(128, False), (1024, True)])
+def test_a_kernel_short_of_registers_spills(target: Target, threads: int, spills: bool) -> None:
+    crowded = import_module("degarble.suites.kernels.runtime.crowded_kernel")
+    kernel = crowded.compile_crowded(threads, target, CompileSettings())
+    (facts,) = cubin_facts(kernel.cubin)
+    assert facts.spills is spills, facts
+    assert (facts.stack_bytes > 0) is spills
+    assert facts.registers <= 65_536 // threads
+    assert facts.registers > 60
+
+
+def test_what_is_no_cubin_is_refused() -> None:
+    with pytest.raises(UnreadableFile, match="cubin = "):
+        cubin_facts(b"\x7fELF, and then nothing that cuobjdump knows")
+
+
+def test_silence_of_the_tool_is_not_taken_for_a_kernel_without_spills(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    silent = subprocess.CompletedProcess(
+        args=[], returncode=0, stdout="Resource usage:\n", stderr=""
+    )
+    monkeypatch.setattr(subprocess, "run", lambda *_args, **_kwargs: silent)
+    with pytest.raises(UnreadableFile, match="resource usage of at least one kernel"):
+        cubin_facts(b"")
+
+
+def test_a_missing_tool_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(_name: str) -> None:
+        raise metadata.PackageNotFoundError
+
+    monkeypatch.setattr(metadata, "files", nothing)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(MissingDependency, match="pip install nvidia-cuda-cuobjdump"):
+        cuobjdump_path()
+
+
+PTX = """
+	mul.rn.f32 	%r1, %r2, %r3;
+	add.rn.f32 	%r1, %r2, %r3;
+	div.rn.f32 	%r1, %r2, %r3;
+	mul.lo.s32 	%r1, %r2, %r3;
+	mul.wide.u32 	%rd1, %r2, 8;
+	add.s64 	%rd1, %rd2, %rd3;
+	sub.f32 	%r10, %r8, %r9;
+	@%p1 mul.ftz.f32 	%r10, %r8, %r9;
+	@!%p1 add.f16x2 	%r10, %r8, %r9;
+	mul.bf16x2 	%r10, %r8, %r9;
+	fma.rn.f32 	%r1, %r2, %r3, %r4;
+	mad.f32 	%r1, %r2, %r3, %r4;
+"""
+
+
+def test_instructions_that_may_be_contracted() -> None:
+    assert [line.split()[0] for line in unstated_roundings(PTX)] == [
+        "sub.f32",
+        "mul.ftz.f32",
+        "add.f16x2",
+        "mul.bf16x2",
+        "mad.f32",
+    ]
+    assert [line.split()[0] for line in fused_instructions(PTX)] == ["fma.rn.f32"]
+
+
+# --------------------------------------------------------------------------------------------------
+# Settings are read from the environment that is passed, and from nowhere else.
+
+
+@pytest.mark.parametrize(
+    ("environment", "cache", "keep"),
+    [
+        ({}, Path.home() / ".cache/degarble/kernels", None),
+        ({"XDG_CACHE_HOME": "/x"}, Path("/x/degarble/kernels"), None),
+        ({"DEGARBLE_KERNEL_CACHE": "off", "XDG_CACHE_HOME": "/x"}, None, None),
+        ({"DEGARBLE_KERNEL_CACHE": "/c", "XDG_CACHE_HOME": "/x"}, Path("/c"), None),
+        ({"DEGARBLE_KERNEL_CACHE": "off", "DEGARBLE_KEEP_KERNELS": "/k"}, None, Path("/k")),
+        ({"DEGARBLE_KERNEL_CACHE": "off", "DEGARBLE_KEEP_KERNELS": ""}, None, None),
+    ],
+)
+def test_reads_two_variables(
+    environment: dict[str, str], cache: Path | None, keep: Path | None
+) -> None:
+    assert read_settings(environment) == CompileSettings(cache, keep)
+
+
+def test_settings_of_the_dsl_are_recorded() -> None:
+    environment = {"CUTE_DSL_LINEINFO": "1", "CUTE_DSL_ARCH": "sm_90a", "HOME": "/h"}
+    told = read_settings(environment).dsl_environment
+    assert told == ("CUTE_DSL_ARCH=sm_90a", "CUTE_DSL_LINEINFO=1")
+
+
+def test_the_process_environment_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEGARBLE_KERNEL_CACHE", "/planted")
+    assert read_settings({"DEGARBLE_KERNEL_CACHE": "off"}) == CompileSettings()
+
+
+# --------------------------------------------------------------------------------------------------
+# Targets: what they claim to convert compiles, what they deny is refused by the compiler.
+
+
+def test_lookup() -> None:
+    assert [target(name) for name in TARGETS] == list(TARGETS.values())
+    with pytest.raises(UnknownName, match="Did you mean sm_90a"):
+        target("sm_90")
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_names_are_those_of_the_capability(name: str) -> None:
+    major, minor = TARGETS[name].capability
+    assert name == f"sm_{major}{minor}a"
+
+
+def test_devices_are_matched_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "a GPU")
+    for known in TARGETS.values():
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda _device, known=known: known.capability
+        )
+        assert target_of_device() is known
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 9))
+    with pytest.raises(MissingDevice, match=r"a GPU = \(8, 9\)"):
+        target_of_device()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(MissingDevice, match="Compiling needs no GPU"):
+        target_of_device()
+
+
+@pytest.mark.needs("cutlass")
+def test_a_target_that_denies_a_conversion_cannot_compile_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernels = import_module("degarble.suites.support.probes.simt_probe_formats")
+    kernels.compile_native(SM90A, CompileSettings())  # as it is, it compiles
+    claims = targets.Target(**{**vars(SM90A), "converts_e2m1": True})
+    monkeypatch.setattr(kernels, "TARGETS", {"sm_90a": claims})
+    with pytest.raises(Exception, match=re.compile("e2m1x2", re.DOTALL)) as refusal:
+        kernels.compile_native(claims, CompileSettings())
+    assert "ptxas" in str(refusal.value)

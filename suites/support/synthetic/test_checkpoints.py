@@ -1,8 +1,11 @@
+"""Synthetic checkpoints, their statistics, values and panels."""
+
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,8 +17,8 @@ from degarble.harness.base.errors import (
 )
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.checkpoint.write.manifest import MANIFEST, Manifest
-from degarble.harness.formats.dialects import CANONICAL, COMPRESSED_TENSORS, MODELOPT
-from degarble.harness.formats.number_formats import FP8_128X128_UE8M0, NVFP4, block_format
+from degarble.harness.formats.dialects import CANONICAL, COMPRESSED_TENSORS, MODELOPT, Dialect
+from degarble.harness.formats.number_formats import FP8_128X128_UE8M0, MXFP4, NVFP4, block_format
 from degarble.harness.formats.quantise import quantise
 from degarble.harness.model.config.config import (
     V4_PRO,
@@ -30,8 +33,16 @@ from degarble.harness.model.recipes import Recipe, Rule
 from degarble.harness.model.tensors import PartKind, slots, tensors_of
 from degarble.harness.model.types import Kind
 from degarble.suites.checkpoint.writing_cases import quick_folder, tree
-from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
-from degarble.suites.support.synthetic.statistics import Statistics
+from degarble.suites.support.synthetic import checkpoints as synthetic_panels
+from degarble.suites.support.synthetic import statistics as synthetic_statistics
+from degarble.suites.support.synthetic.checkpoints import (
+    BASE_ROWS,
+    RowPool,
+    Synthetic,
+    quantise_panels,
+    write_checkpoint,
+)
+from degarble.suites.support.synthetic.statistics import Numbers, Statistics, words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +50,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.harness.formats.number_formats import BlockFormat
     from degarble.harness.model.parameters import Parameter
+
 
 V4 = small_v4(
     num_hidden_layers=3,
@@ -367,3 +380,204 @@ def test_the_whole_v4_pro_as_holes(tmp_path: Path) -> None:
 def test_no_family_is_forgotten() -> None:
     assert {config.family for config in CONFIGS.values()} == {family for family, _ in LAYOUTS}
     assert isinstance(CONFIGS["v4-dspark"], V4Config)
+
+
+def agrees(values: torch.Tensor) -> bool:
+    codes, scales = quantise_panels(values)
+    made = quantise(values, FP8_128X128_UE8M0, CANONICAL)
+    return torch.equal(codes, made.codes.view(torch.uint8)) and torch.equal(
+        scales, made.block_scale.view(torch.uint8)
+    )
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (256, 384), (130, 128), (128, 200), (1, 1)])
+@pytest.mark.parametrize("exponent", [-40, -7, 0, 30])
+def test_panels_are_what_the_definition_makes(
+    shape: tuple[int, int], exponent: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator) * 2.0**exponent
+    values[0, 0] *= 1000
+    values[-1, -1] = 0
+    assert agrees(values.bfloat16())
+
+
+def test_every_finite_number_of_one_binade_and_all_edges() -> None:
+    bits = torch.arange(1 << 16).to(torch.int32).to(torch.int16)
+    numbers = bits.view(torch.bfloat16)
+    numbers = numbers[numbers.isfinite() & (numbers.abs() <= 448)]
+    padded = torch.zeros(128 * 256 * 4, dtype=torch.bfloat16)
+    padded[: len(numbers)] = numbers
+    assert agrees(padded.view(512, 256))
+
+
+def test_blocks_of_zeros_have_the_definitions_scale() -> None:
+    assert agrees(torch.zeros(128, 256, dtype=torch.bfloat16))
+
+
+def test_a_planted_error_in_the_table_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = synthetic_panels._codes().copy()
+    table[0x3F80] ^= 1
+    monkeypatch.setattr(synthetic_panels, "_codes", lambda: table)
+    values = torch.full((128, 128), 256.0, dtype=torch.bfloat16)
+    values[5, 7] = 1.0
+    assert not agrees(values)
+
+
+def pool(seed: int, columns: int = 256, **changes: float) -> RowPool:
+    return RowPool(Numbers(seed), Statistics(**changes), columns)  # type: ignore[arg-type]
+
+
+def everything(rows: RowPool) -> torch.Tensor:
+    return rows.values(torch.arange(rows.rows), 0)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dialect"),
+    [(NVFP4, MODELOPT), (NVFP4, COMPRESSED_TENSORS), (NVFP4, CANONICAL), (MXFP4, CANONICAL)],
+)
+@pytest.mark.parametrize("exponent", [-15, 0, 3])
+def test_picked_rows_are_what_quantising_them_gives(
+    fmt: BlockFormat, dialect: Dialect, exponent: int, seed: int
+) -> None:
+    rows = pool(seed)
+    picked = torch.cat([torch.tensor([rows.peak, 9, 9]), torch.arange(3, rows.rows, 17)])
+    made = quantise(rows.values(picked, exponent), fmt, dialect)
+    pooled = rows.quantised(fmt, dialect)
+    assert torch.equal(pooled.codes[picked], made.codes.view(torch.uint8))
+    scales, stored = pooled.block_scale[picked], made.block_scale.view(torch.uint8)
+    if fmt == MXFP4:
+        assert torch.equal(scales + exponent % 256, stored)
+    else:
+        assert torch.equal(scales, stored)
+        assert made.tensor_scale is not None
+        assert pooled.tensor_scale is not None
+        factor = 2.0**-exponent if dialect is COMPRESSED_TENSORS else 2.0**exponent
+        assert made.tensor_scale == pooled.tensor_scale * factor
+
+
+def test_without_the_peak_the_tensor_scale_would_be_another(seed: int) -> None:
+    """Planted fault: a matrix that lacks the pool's largest value is not what quantising gives."""
+    rows = pool(seed)
+    picked = torch.arange(BASE_ROWS, rows.rows)  # the rows of smaller gains
+    made = quantise(rows.values(picked, 0), NVFP4, MODELOPT)
+    assert made.tensor_scale is not None
+    assert made.tensor_scale != rows.quantised(NVFP4, MODELOPT).tensor_scale
+
+
+def test_the_peak_is_the_largest(seed: int) -> None:
+    rows = pool(seed)
+    assert everything(rows)[rows.peak].abs().max() == everything(rows).abs().max()
+
+
+def test_rows_have_gains_and_channels_have_outliers(seed: int) -> None:
+    made = everything(pool(seed, 2048, outlier_share=0.05, outlier_gain=8)).float()
+    spread = made[:BASE_ROWS].std() / made[-BASE_ROWS:].std()
+    assert spread == pytest.approx(2**3.5, rel=0.01)
+    channels = made[:BASE_ROWS].std(0)
+    loud = channels > 4 * channels.median()
+    assert 60 < int(loud.sum()) < 150
+    assert channels[loud].mean() / channels[~loud].mean() == pytest.approx(8, rel=0.1)
+
+
+def test_tails_are_heavy(seed: int) -> None:
+    made = everything(pool(seed, 1024, outlier_share=0.0, row_spread=1)).double().flatten()
+    kurtosis = float(((made - made.mean()) / made.std()).pow(4).mean())
+    assert kurtosis > 4.5, "a normal distribution has 3, Student's t of 6 degrees has 6"
+
+
+def test_pools_differ_by_columns_and_seed(seed: int) -> None:
+    one, two = everything(pool(seed)), everything(pool(seed + 1))
+    assert torch.equal(one, everything(pool(seed)))
+    assert not torch.equal(one, two)
+    assert not torch.equal(one[:, :128], everything(pool(seed, 128)))
+
+
+def splitmix64(state: int, count: int) -> list[int]:
+    """Return the published sequence, in Python's integers."""
+    found, mask = [], (1 << 64) - 1
+    for _ in range(count):
+        state = (state + 0x9E3779B97F4A7C15) & mask
+        z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        found.append(z ^ (z >> 31))
+    return found
+
+
+@pytest.mark.parametrize("key", [0, 1, (1 << 64) - 1])
+def test_words_are_splitmix64(key: int) -> None:
+    assert words(key, 9).tolist() == splitmix64(key, 9)
+    assert words(key, 4, first=5).tolist() == splitmix64(key, 9)[5:]
+
+
+def test_the_first_numbers_stay_as_they_are() -> None:
+    """Another machine, another numpy: the same bytes. Change them only with GENERATION."""
+    numbers = Numbers(7)
+    assert numbers.word("a") == 0x681EBD31F1942012
+    assert numbers.below("a", 1000, 4).tolist() == [491, 268, 734, 716]
+    assert numbers.normal("a", 2).tolist() == [1.870452880859375, -1.071136474609375]
+    assert [x.hex() for x in numbers.student("a", 2, 6)] == [
+        "0x1.90aac9d82ef10p+0",
+        "-0x1.192d0cd99ff54p+1",
+    ]
+
+
+def test_what_a_name_yields_depends_on_seed_and_name_alone(seed: int) -> None:
+    first, other = Numbers(seed), Numbers(seed + 1)
+    assert first.word("a") == Numbers(seed).word("a")
+    assert len({first.word("a"), first.word("b"), other.word("a")}) == 3
+    longer = first.student("a", 1000, 5)
+    assert (first.student("a", 10, 5) == longer[:10]).all()
+
+
+def test_pieces_do_not_show(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = Numbers(seed)
+    whole = numbers.normal("a", 1000), numbers.student("a", 1000, 4)
+    monkeypatch.setattr(synthetic_statistics, "_PIECE", 7)
+    cut = numbers.normal("a", 1000), numbers.student("a", 1000, 4)
+    for one, other in zip(whole, cut, strict=True):
+        assert (one == other).all()
+
+
+def test_normal_numbers_have_their_moments(seed: int) -> None:
+    drawn = Numbers(seed).normal("n", 1 << 18)
+    assert abs(drawn.mean()) < 0.01
+    assert abs(drawn.var() - 1) < 0.02
+    assert abs(np.quantile(drawn, 0.975) - 1.960) < 0.03
+
+
+# Two-sided 90 %, 98 % and 99.8 % points of Student's t, from the tables in any textbook.
+@pytest.mark.parametrize(
+    ("degrees", "points"), [(5, (2.015, 3.365, 5.893)), (10, (1.812, 2.764, 4.144))]
+)
+def test_student_numbers_have_their_tails(
+    degrees: int, points: tuple[float, ...], seed: int
+) -> None:
+    drawn = np.abs(Numbers(seed).student("t", 1 << 19, degrees))
+    found = np.quantile(drawn, [0.9, 0.98, 0.998])
+    # Sums of four for the squares are a little short of a normal's tails: 7 % at the far end.
+    assert found == pytest.approx(points, rel=0.07)
+
+
+def test_integers_are_even(seed: int) -> None:
+    counts = np.bincount(Numbers(seed).below("i", 37, 37 * 4000), minlength=37)
+    assert len(counts) == 37
+    assert abs(counts - 4000).max() < 6 * 4000**0.5
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("degrees_of_freedom", 2),
+        ("degrees_of_freedom", 6.0),
+        ("outlier_share", 1.5),
+        ("outlier_gain", 0.5),
+        ("row_spread", 0),
+        ("dead_share", -0.1),
+        ("dead_exponent", 1),
+        ("input_amax", float("nan")),
+    ],
+)
+def test_impossible_statistics_are_refused(field: str, value: float) -> None:
+    with pytest.raises(InvalidArgument, match=rf"statistics\.{field}"):
+        Statistics(**{field: value})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A start refuses what is not served, notes what runs, and tells it once it has loaded."""
+"""A start of the plugin: its options, proof, quantisation method and metrics."""
 
 from __future__ import annotations
 
@@ -9,15 +9,27 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from degarble.harness.base.errors import InvalidArgument, UnreadableFile
-from degarble.harness.vllm import parts
+from degarble.harness.base.errors import (
+    InvalidArgument,
+    LayoutMismatch,
+    UnknownName,
+    UnreadableFile,
+)
+from degarble.harness.vllm import log_messages, parts
+from degarble.harness.vllm.installed import VARIABLE
 from degarble.harness.vllm.parts import PluginOptions
+from degarble.harness.vllm.proof import StartProof
 from degarble.suites.checkpoint.structure_cases import V4, write
+from degarble.suites.vllm.test_parts import BANNER, RUNNING
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.vllm
+
+
+# --------------------------------------------------------------------------------------------------
+# A start refuses what is not served, notes what runs, and tells it once it has loaded.
 
 
 @pytest.fixture
@@ -118,3 +130,196 @@ def test_nvfp4_is_multiplied_as_requested(module: Any) -> None:
         start = module.Start(PluginOptions(nvfp4_activations=activations), None, "sm_90a", "x")
         assert start.linear_format(parts.NVFP4) == wanted
         assert start.linear_format(parts.BF16) == parts.BF16
+
+
+# --------------------------------------------------------------------------------------------------
+# Each module gets the method of its stored format, vLLM's own where asked for, or a refusal.
+
+LAYER = "model.layers.0."
+FORMATS = {
+    f"{LAYER}attn.wq_b": parts.FP8_E8M0,
+    f"{LAYER}attn.wo_b": parts.FP8_F32,
+    f"{LAYER}attn.fused_wqa_wkv": parts.NVFP4,
+    f"{LAYER}attn.wo_a": parts.BF16,
+    f"{LAYER}ffn.shared_experts.down_proj": parts.BF16,
+    f"{LAYER}ffn.experts": parts.NVFP4,
+    "model.layers.1.ffn.experts": "MXFP4",
+    "model.layers.2.ffn.experts": parts.BF16,
+    "model.layers.1.attn.wo_a": parts.FP8_E8M0,
+    "model.layers.1.attn.wq_b": "MXFP8",
+}
+ACT = {"act_quant": "vllm"}
+
+
+@pytest.fixture
+def config_module() -> Any:
+    return import_module("degarble.harness.vllm.bound.config")
+
+
+def made(module: Any, target: str = "sm_90a", **said: Any) -> Any:
+    config = module.DegarbleConfig({"quant_method": "fp8", "activation_scheme": "dynamic",
+                                    "weight_block_size": [128, 128]})  # fmt: skip
+    proven = StartProof("manifest 0", "", "", FORMATS, {})
+    config._start = module.Start(PluginOptions(**said), proven, target, "x")
+    return config
+
+
+def linear(module: Any) -> Any:
+    return module.LinearBase.__new__(module.LinearBase)
+
+
+def method(module: Any, config: Any, name: str) -> Any:
+    return config.get_quant_method(linear(module), name)
+
+
+def test_linears_get_the_method_of_their_format(config_module: Any) -> None:
+    config = made(config_module, parts=ACT)
+    found = {
+        name: method(config_module, config, f"{LAYER}{name}")
+        for name in ("attn.wq_b", "attn.wo_b", "attn.wo_a", "ffn.shared_experts.down_proj")
+    }
+    assert found["attn.wq_b"].powers_of_two
+    assert not found["attn.wo_b"].powers_of_two
+    names = [type(each).__name__ for each in found.values()]
+    assert names == ["Fp8Linear", "Fp8Linear", "Bf16Linear", "Bf16Linear"]
+    noted = [(each.part, each.by) for each in config.start.running]
+    assert noted == [
+        ("linear", "degarble"), ("act_quant", "vllm"), ("linear", "degarble"),
+        ("act_quant", "vllm"), ("o_proj", "degarble"), ("linear", "degarble"),
+    ]  # fmt: skip
+    assert all(each.tactic for each in config.start.running if each.part == "linear")
+
+
+def test_nvfp4_linears_quantise_or_not_as_requested(config_module: Any) -> None:
+    name = f"{LAYER}attn.fused_wqa_wkv"
+    assert method(config_module, made(config_module), name).quantises
+    for target in ("sm_90a", "sm_100a"):
+        config = made(config_module, target, nvfp4_activations="bf16")
+        assert not method(config_module, config, name).quantises
+        assert [each.part for each in config.start.running] == ["linear"]
+    with pytest.raises(InvalidArgument, match="other padding"):
+        method(config_module, made(config_module, parts=ACT), name)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (f"{LAYER}attn.wq_b", "part act_quant"),
+        ("model.layers.1.attn.wo_a", "part o_proj"),
+        ("model.layers.1.attn.wq_b", "part linear"),
+    ],
+)
+def test_what_has_no_kernel_is_refused(config_module: Any, name: str, words: str) -> None:
+    with pytest.raises(InvalidArgument, match=words):
+        method(config_module, made(config_module), name)
+
+
+def test_unknown_modules_are_refused(config_module: Any) -> None:
+    with pytest.raises(UnknownName, match=r"layers\.9"):
+        method(config_module, made(config_module), "model.layers.9.attn.wq_b")
+
+
+def test_linears_requested_from_vllm_are_vllms(
+    config_module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = import_module("vllm.models.deepseek_v4.quant_config").DeepseekV4FP8Config
+    monkeypatch.setattr(theirs, "get_quant_method", lambda *_: "their FP8")
+    config = made(config_module, parts={"linear": "vllm", "o_proj": "vllm"})
+    plain = type(method(config_module, config, f"{LAYER}ffn.shared_experts.down_proj")).__name__
+    assert plain == "UnquantizedLinearMethod"
+    assert method(config_module, config, f"{LAYER}attn.wq_b") == "their FP8"
+    assert method(config_module, config, "model.layers.1.attn.wo_a") == "their FP8"
+    with pytest.raises(InvalidArgument, match="no NVFP4 linear"):
+        method(config_module, config, f"{LAYER}attn.fused_wqa_wkv")
+    assert {each.by for each in config.start.running} == {"vllm"}
+
+
+def test_vllms_experts_are_those_that_are_stored(
+    config_module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM chooses by keys of config.json; what the file holds may be something else."""
+    theirs = import_module("vllm.models.deepseek_v4.quant_config").DeepseekV4FP8Config
+    built = type("Mxfp4MoEMethod", (), {})
+    monkeypatch.setattr(theirs, "get_quant_method", lambda *_: built())
+    monkeypatch.setattr(config_module, "UnquantizedFusedMoEMethod", lambda _: "plain")
+    routed = config_module.RoutedExperts.__new__(config_module.RoutedExperts)
+    object.__setattr__(routed, "moe_config", None)
+    config = made(config_module, parts={"experts": "vllm"})
+    assert type(config.get_quant_method(routed, "model.layers.1.ffn.experts")) is built
+    assert config.get_quant_method(routed, "model.layers.2.ffn.experts") == "plain"
+    with pytest.raises(LayoutMismatch, match="expert_dtype and moe_quant_algo"):
+        config.get_quant_method(routed, f"{LAYER}ffn.experts")
+
+
+def test_experts_get_our_method_or_a_refusal(config_module: Any) -> None:
+    routed = config_module.RoutedExperts.__new__(config_module.RoutedExperts)
+    object.__setattr__(routed, "moe_config", SimpleNamespace())
+    found = made(config_module).get_quant_method(routed, f"{LAYER}ffn.experts.routed_experts")
+    assert type(found).__name__ == "ModelOptOfDegarble"
+    with pytest.raises(InvalidArgument, match=r"part experts.*MXFP4"):
+        made(config_module).get_quant_method(routed, "model.layers.1.ffn.experts")
+
+
+def test_what_is_no_linear_is_left_alone(config_module: Any) -> None:
+    assert made(config_module).get_quant_method(object(), "model.embed_tokens") is None
+
+
+def test_vllm_pads_shared_experts_to_our_blocks(config_module: Any) -> None:
+    assert made(config_module).weight_block_size == [128, 128]
+    config = made(config_module)
+    config.start.proven = StartProof("", "", "", {"m": parts.BF16}, {})
+    assert config.weight_block_size is None
+    before = config_module.DegarbleConfig({"weight_block_size": [128, 128]})
+    assert before.weight_block_size == [128, 128]  # asked before anything could be proven
+
+
+def test_a_config_that_names_no_quantisation_is_taken(config_module: Any) -> None:
+    assert config_module.DegarbleConfig().raw == {}  # as vLLM makes it for a checkpoint in BF16
+
+
+def test_only_v4_is_taken_and_only_where_requested(config_module: Any) -> None:
+    take = config_module.DegarbleConfig.override_quantization_method
+    v4, other = SimpleNamespace(model_type="deepseek_v4"), SimpleNamespace(model_type="llama")
+    assert take({}, "degarble", v4) == "degarble"
+    assert take({}, None, v4) is None
+    assert take({}, "fp8", other) is None
+    with pytest.raises(InvalidArgument, match="llama"):
+        take({}, "degarble", other)
+
+
+# --------------------------------------------------------------------------------------------------
+# What the ranks recorded appears in Prometheus' text, where the plugin was asked for.
+
+
+def logger(folder: Path) -> Any:
+    module = import_module("degarble.harness.vllm.bound.metrics")
+    asked = {"degarble": {"told": str(folder)}}
+    return module.PartInfo(SimpleNamespace(additional_config=asked, instance_id="x"), 0)
+
+
+def text() -> str:
+    client = import_module("prometheus_client")
+    made: str = client.generate_latest().decode()
+    return made
+
+
+def test_nothing_is_shown_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    log_messages.leave(tmp_path, 0, BANNER, RUNNING)
+    made = logger(tmp_path)
+    made.log_engine_initialized()
+    assert made.shown == 0
+
+
+def test_every_part_of_every_rank_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "degarble")
+    for rank in range(2):
+        log_messages.leave(tmp_path, rank, BANNER, RUNNING)
+    made = logger(tmp_path)
+    made.log_engine_initialized()
+    made.log_engine_initialized()  # an engine that starts again
+    made.record(None, None)
+    lines = [line for line in text().splitlines() if line.startswith("degarble_part_info{")]
+    assert len(lines) == 4
+    assert all(line.endswith(" 1.0") for line in lines)
+    assert sum('by="vllm"' in line and 'part="attend"' in line for line in lines) == 2
