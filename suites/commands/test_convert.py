@@ -11,7 +11,7 @@ from degarble.harness.checkpoint.transform.convert.prove import ConversionProof,
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.checkpoint.write.manifest import Manifest
 from degarble.harness.cli.commands.checkpoints import TARGETS
-from degarble.harness.commands import convert as run
+from degarble.harness.commands import transform as run
 from degarble.suites.checkpoint.converting_cases import damage, source
 from degarble.suites.commands.calls import call
 from degarble.suites.commands.cluster_cases import played_cluster

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from degarble.harness.base.errors import UnknownName
 from degarble.harness.checkpoint.view.consumers import consumer_of
@@ -209,69 +209,6 @@ class ConversionUnit(NamedTuple):
     left_out: tuple[tuple[str, str], ...] = ()
     formats: Mapping[str, str] = MappingProxyType({})  # logical name to format, where it changes
     require: Callable[[], object] | None = None  # refuses, before writing, what cannot be made
-
-
-class PlannedConversion(Protocol):
-    """A conversion of one source, as the writers of its configs use it."""
-
-    @property
-    def to(self) -> str:
-        """The conversion's name."""
-        ...
-
-    @property
-    def options(self) -> ConversionOptions:
-        """The options of the conversion."""
-        ...
-
-    @property
-    def checkpoint(self) -> Checkpoint:
-        """The source."""
-        ...
-
-    @property
-    def conversion(self) -> Conversion:
-        """The conversion, from the registry."""
-        ...
-
-    @property
-    def units(self) -> tuple[ConversionUnit, ...]:
-        """The units of the conversion."""
-        ...
-
-    @property
-    def copied(self) -> tuple[str, ...]:
-        """The source tensors that are copied."""
-        ...
-
-    @property
-    def left_out(self) -> Mapping[str, str]:
-        """The source tensors that are left out, with the reason."""
-        ...
-
-    @property
-    def names(self) -> TargetNames:
-        """The names of the target's tensors."""
-        ...
-
-
-class InverseConversion(Protocol):
-    """The inverse of a conversion, as the code that takes a layout apart uses it."""
-
-    @property
-    def checkpoint(self) -> Checkpoint:
-        """The converted checkpoint."""
-        ...
-
-    @property
-    def names(self) -> LogicalNames:
-        """The names of the conversion's source."""
-        ...
-
-    @property
-    def options(self) -> ConversionOptions:
-        """The options of the conversion."""
-        ...
 
 
 @dataclass(frozen=True)

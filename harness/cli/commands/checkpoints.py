@@ -194,7 +194,7 @@ def quantise(options: QuantiseOptions, terminal: Terminal) -> int:
     values.one_of("--scale-rule", options.scale_rule, SCALE_RULES)
     values.existing("--calibration", options.calibration)
     # Imports torch, which --help and --version do without.
-    from degarble.harness.commands import quantise as run  # noqa: PLC0415
+    from degarble.harness.commands import transform as run  # noqa: PLC0415
 
     job = run.job_from(options.source, options.recipe, options.scale_rule, options.calibration)
     with job, spread(terminal) as workers:
@@ -213,12 +213,12 @@ def convert(options: ConvertOptions, terminal: Terminal) -> int:
     values.one_of("--to", options.to, TARGETS)
     # Imports torch, which --help and --version do without.
     from degarble.harness.checkpoint.transform.convert.job import job_for  # noqa: PLC0415
-    from degarble.harness.commands.convert import convert as run  # noqa: PLC0415
+    from degarble.harness.commands import transform as run  # noqa: PLC0415
 
     job = job_for(options.source, options.to)
     listen = partial(terminal.work, "convert")
     with job, spread(terminal) as workers:
-        done = run(job, options.destination, workers, listen, proving=options.prove)
+        done = run.convert(job, options.destination, workers, listen, proving=options.prove)
     terminal.say(*done.lines())
     terminal.emit(done.document())
     return done.exit_status

@@ -13,8 +13,8 @@ import torch
 from degarble.harness.base.errors import LayoutMismatch, UnreadableFile
 from degarble.harness.base.files import read_small_file
 from degarble.harness.checkpoint.read.types import LARGEST_INDEX, TensorEntry, shown
-from degarble.harness.checkpoint.transform.configs import SOURCE, recipe_of, stored_formats
-from degarble.harness.checkpoint.transform.convert.job import job_of
+from degarble.harness.checkpoint.transform.configs import recipe_of, stored_formats
+from degarble.harness.checkpoint.transform.convert.job import SOURCE, job_of
 from degarble.harness.checkpoint.transform.convert.vllm import FUSED, formats_in_vllm
 from degarble.harness.checkpoint.transform.convert.vllm_parameters import BACKENDS, BLOCK
 from degarble.harness.checkpoint.transform.pipeline import Transform
@@ -41,11 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.checkpoint.transform.convert.job import ConversionJob
-    from degarble.harness.checkpoint.transform.units import (
-        Chunk,
-        ConversionOptions,
-        InverseConversion,
-    )
+    from degarble.harness.checkpoint.transform.units import Chunk, ConversionOptions
     from degarble.harness.checkpoint.view.view import LogicalNames
     from degarble.harness.checkpoint.write.manifest import Manifest
     from degarble.harness.checkpoint.write.workers import Workers
@@ -60,7 +56,7 @@ if TYPE_CHECKING:
 _GATED = (".w1", ".w3")
 
 
-def restored_parts(back: InverseConversion) -> Iterator[tuple[str, Callable[[], Iterator[Chunk]]]]:
+def restored_parts(back: InverseJob) -> Iterator[tuple[str, Callable[[], Iterator[Chunk]]]]:
     """Yield each source tensor that kept its format, with the function that restores it."""
     names = back.names
     model, before = names.config, stored_formats(names)
@@ -83,7 +79,7 @@ def restored_parts(back: InverseConversion) -> Iterator[tuple[str, Callable[[], 
             yield own.name, partial(make, back, slot, own.dtype)
 
 
-def _cut(back: InverseConversion, slot: Slot, dtype: str) -> Iterator[Chunk]:
+def _cut(back: InverseJob, slot: Slot, dtype: str) -> Iterator[Chunk]:
     entry = back.checkpoint.entry(slot.tensor)
     # vLLM stores identifiers as int32 where the source has int64.
     if slot.box.shape == entry.shape and (entry.dtype, dtype) != ("I32", "I64"):
@@ -94,7 +90,7 @@ def _cut(back: InverseConversion, slot: Slot, dtype: str) -> Iterator[Chunk]:
     back.checkpoint.release(slot.tensor)
 
 
-def _expert(back: InverseConversion, slot: Slot, _dtype: str) -> Iterator[Tensor]:
+def _expert(back: InverseJob, slot: Slot, _dtype: str) -> Iterator[Tensor]:
     """Cut one member of one expert out of a stack in a backend's order."""
     backend = BACKENDS[back.options.backend]
     gated = slot.parameter.name.endswith(_GATED)

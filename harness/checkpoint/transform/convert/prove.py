@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from degarble.harness.base.errors import Refused
 from degarble.harness.checkpoint.read.types import StoredLayout, shown
-from degarble.harness.checkpoint.transform.configs import formats_after, recipe_of
-from degarble.harness.checkpoint.transform.convert.job import job_of
+from degarble.harness.checkpoint.transform.configs import recipe_of
+from degarble.harness.checkpoint.transform.convert.job import formats_after, job_of
 from degarble.harness.checkpoint.transform.units import TensorProof
 from degarble.harness.checkpoint.view.consumers import consumer_of, name_coverage
 from degarble.harness.checkpoint.view.view import Checkpoint
