@@ -1,4 +1,4 @@
-"""Cached code is read and written only where nobody else can write, and refused by name."""
+"""Cached code is read and written only in folders that no other user can write."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------
-# Cached code is read where nobody else can write, and refused by name elsewhere.
+# Cached code is read from folders that no other user can write; others are refused by name.
 
 SOMEBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -127,7 +127,7 @@ def test_a_folder_that_is_made_is_the_callers_alone(folder: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Compiled loops come from a cache that nobody else can write, or are compiled anew.
+# Compiled loops come from a cache that no other user can write, or are compiled again.
 
 
 @pytest.fixture

@@ -200,7 +200,7 @@ def test_a_capture_is_not_written_over(
 
 
 # --------------------------------------------------------------------------------------------------
-# The estimate beside captures that were written: both families, prefill, decode, filters.
+# The estimated size equals that of written captures: both families, prefill, decode, filters.
 
 LENGTHS, NEW = [140, 30], 4
 

@@ -207,7 +207,7 @@ def test_who_does_without_collecting_keeps_doing_so(monkeypatch: pytest.MonkeyPa
 
 
 # --------------------------------------------------------------------------------------------------
-# Ctrl-C inside torch's own start, elsewhere, and where somebody else has decided about it.
+# Ctrl-C during torch's import, elsewhere, and where another handler is installed.
 
 # A torch whose start is interrupted, and that says of it what numpy says: a broken installation.
 STARTING = """
@@ -261,7 +261,7 @@ def test_elsewhere_it_is_an_exception_and_stays_with_who_decided_about_it() -> N
 # Damaged checkpoints, captures, configs and tokenizers through the command line.
 #
 # The cases are those of the campaign `mutated_files`, each named by its seed. The kept ones are of
-# every class and kind, and those that once ended with status 70 or left something behind.
+# every class and kind, and those that once ended with status 70 or left a file.
 
 # Status 70: facts, indices and shapes of captures that no run had, outputs of another size or kind.
 CRASHED = (3039, 3399, 3796, 4011, 50047, 50163, 50595, 50756, 51161, 51224,

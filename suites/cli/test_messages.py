@@ -1,4 +1,4 @@
-"""What each command says when it is asked for help and when it refuses, word for word."""
+"""The help and the refusals of each command, word for word."""
 
 from __future__ import annotations
 

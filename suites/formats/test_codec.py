@@ -142,7 +142,7 @@ def cases(fmt: ElementFormat) -> Iterator[Case]:
                 yield Case(near, code, place)
 
 
-# Whether a rule takes the code above. Even and odd codes are told apart where it matters.
+# Whether a rule takes the code above. Even and odd codes are distinguished where it matters.
 _ROUNDS_UP: dict[Rounding, Callable[[Case, bool], bool]] = {
     Rounding.NEAREST_EVEN: lambda case, _negative: (
         case.place == "upper half" or (case.place == "middle" and case.code % 2 == 1)

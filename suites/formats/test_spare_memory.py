@@ -1,4 +1,4 @@
-"""Memory of dead outputs: reused when nobody looks at it any more, and never before."""
+"""Memory of dead outputs is reused when no view of it is left, and never before."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def test_a_single_list_is_refused() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a history tells: the night, the commits between, and what else changed.
+# Explanations from a history: the night, the commits between, and what else changed.
 
 
 def test_which_night_and_which_commit_moved_it(tmp_path: Path, seed: int) -> None:

@@ -342,7 +342,7 @@ def test_a_short_password_hides_the_whole_line() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# A file that is damaged, or whose tables are something else, is refused by name and at once.
+# A damaged file, or one with unexpected tables, is refused by name and at once.
 
 
 @pytest.fixture(scope="module")

@@ -362,7 +362,7 @@ def test_misses_and_alarms_decide() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# The museum in CI: every family at least once, healthy runs, and the whole of it where asked for.
+# The museum in CI: every family at least once, healthy runs, and the whole of it on request.
 #
 # Faults are planted late in the model, where little is left to run and to judge; the whole museum
 # plants them everywhere (`-m faults`). What is counted is what docs/figures.md counts.

@@ -350,7 +350,7 @@ def test_workers_of_xdist_are_refused_by_name() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Results survive the journal; files tell that they changed.
+# Results survive the journal; changed files are detected.
 
 RESULT = StepResult(
     Verdict.UNSTABLE,

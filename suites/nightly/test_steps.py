@@ -347,7 +347,7 @@ def test_a_tokenizer_that_knows_all_words_gets_the_english_prompts() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# The known answers are met, and a codec that is spoilt is seen.
+# The known answers are met, and a damaged codec is detected.
 
 
 def test_the_formats_meet_what_is_known() -> None:
@@ -380,7 +380,7 @@ def test_a_block_that_reads_otherwise_is_detected(monkeypatch: pytest.MonkeyPatc
 
 
 # --------------------------------------------------------------------------------------------------
-# Intervals against tables, and gates over simulated prompts: alarms, and shifts that are seen.
+# Intervals against tables, and gates over simulated prompts: false alarms, and detected shifts.
 
 DOUBLED = math.log(2)
 
@@ -483,7 +483,7 @@ def test_a_format_that_costs_more_than_what_matters_is_not_helped_by_prompts() -
 
 
 # --------------------------------------------------------------------------------------------------
-# A night in the history: what moved is told, a speed that fell is red; the museum's misses too.
+# A night in the history: changes are reported; a lower speed and misses of the museum are red.
 
 KERNEL = "kernels.quantise_nvfp4"
 

@@ -21,7 +21,7 @@ from degarble.suites.hang_guard import HANG_SECONDS
 from degarble.suites.house.repository import ROOT
 
 # --------------------------------------------------------------------------------------------------
-# The plugin leaves out what cannot run, says so, and never turns an omission into green.
+# The plugin leaves out what cannot run, lists it, and never counts an omission as a pass.
 
 pytest_plugins = ["pytester"]
 

@@ -1,4 +1,4 @@
-"""Records of a page: blocks refuse what is ragged, and JSON gives back what it took."""
+"""Records of a page: ragged blocks are refused, and JSON round-trips."""
 
 from __future__ import annotations
 

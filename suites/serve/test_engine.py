@@ -1,4 +1,4 @@
-"""The computing thread: company, room, going away, failures, scores."""
+"""The computing thread: batching, capacity, disconnects, failures, scores."""
 
 from __future__ import annotations
 

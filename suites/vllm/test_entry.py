@@ -64,7 +64,7 @@ def test_degarble_itself_never_imports_vllm() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which vLLM is served, and when the plugin was asked for.
+# Which vLLM versions are served, and when the plugin is active.
 
 
 def test_without_vllm_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

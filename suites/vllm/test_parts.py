@@ -56,7 +56,7 @@ def test_the_rest_is_refused_by_name(said: object, error: type[Exception], words
 
 
 # --------------------------------------------------------------------------------------------------
-# A part runs our kernel, or vLLM's own because somebody said so, or the start is refused.
+# A part runs our kernel, or vLLM's own if configured so, or the start is refused.
 
 PARTS_OURS = PluginOptions()
 

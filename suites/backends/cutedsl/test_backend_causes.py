@@ -1,7 +1,7 @@
-"""What faults planted around attention do, done to stand-ins: a check names the cause, on any CPU.
+"""Effects of faults around attention, applied to stand-ins: a check names the cause, on any CPU.
 
-The faults themselves are those of cutedsl_faults_attention, in kernels' code; here a stand-in is
-handed what such a kernel would have computed with, so that the naming is seen without a GPU.
+The faults themselves are those of cutedsl_faults_attention, in kernels' code. Here a stand-in gets
+the operands that such a kernel would have used, so that naming the cause needs no GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Planted faults reach the kernel's code: its machine code is another, and whole again behind."""
+"""Planted faults reach the kernel's code: its machine code differs, and is restored afterwards."""
 
 from __future__ import annotations
 

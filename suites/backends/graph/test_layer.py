@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------
-# Whole layers, a token a step, by stand-ins: bit for bit what the same parts say one by one.
+# Whole layers, a token a step, by stand-ins equal the same parts one by one, bit for bit.
 #
 # That this says something is shown by handing a kernel of the step the wrong tensor: it tells.
 
@@ -296,7 +296,7 @@ def test_other_weights_give_another_result() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# V3.2's whole layers by stand-ins: bit for bit what components say one by one, also by pieces.
+# V3.2's whole layers by stand-ins equal components one by one, bit for bit, also in chunks.
 #
 # That this says something is shown by handing a kernel of the step the wrong tensor: it tells.
 

@@ -1,4 +1,4 @@
-"""Files beside converted shards: configs that readers take, companions that are safe to copy."""
+"""Other files of a converted checkpoint: configs that readers accept, companions safe to copy."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 PAGE = (ROOT / "docs" / "audit.md").read_text(encoding="utf-8").partition("## The JSON")[2]
 TOLD = set(re.findall(r"^\| (`.*?) \|", PAGE.partition("## ")[0], re.MULTILINE))
 FIELDS = {name for cell in TOLD for name in re.findall(r"`([^`]+)`", cell)}
-# Their keys are names, or are told in the text of the row.
+# Their keys are names, or are described in the text of the row.
 OPEN = {
     *("origins[]", "cosines[]", "judged", "not_judged", "counts", "findings[].evidence"),
     *("numbers.unread", "against.unlike", "against.only_here", "against.only_there"),

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------
-# Attention by other means: rows in blocks beside a running peak, exponentials to the base 2.
+# Attention by other algorithms: rows in blocks with a running maximum, exponentials to base 2.
 
 V4 = small_v4(num_hidden_layers=3, compress_ratios=(0, 4, 128, 0))
 V32 = small_v32(num_hidden_layers=2)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------
-# Causes by reproduction: named where a fault was planted, and nothing where nobody knows it.
+# Causes by reproduction: named where a fault was planted, and nothing where it is unknown.
 
 ROLES = (
     "attn.wq_a", "attn.compressor.proj", "attn.wo_a", "ffn.gate", "ffn.experts.w13",
@@ -377,11 +377,11 @@ def test_on_an_edge_what_arrives_is_reproduced() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Faults of behaviour beside all others: named first, or as one that explains equally well.
+# Faults of behaviour among all others: named first, or as one that explains equally well.
 #
 # What two faults do to the data may be the same: a cache's value scale and a gain of attention, a
-# sum taken twice and a gain of 2. Then both are told. A cause that is not the planted one and does
-# not have it beside it is a wrong one.
+# sum taken twice and a gain of 2. Then both are named. A cause that is not the planted one and is
+# not named together with it is wrong.
 
 MINE = {
     "M21", "M23", "M24", "M25", "M26", "M27", "M28", "M29", "M30", "M31", "M32", "M34", "M35",

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------
-# Recorded tensors beside what their sites declare: healthy runs fit, others are findings.
+# Recorded tensors against what their sites declare: healthy runs fit, others are findings.
 
 if TYPE_CHECKING:
     Change = Callable[[torch.Tensor], torch.Tensor]

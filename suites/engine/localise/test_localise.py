@@ -416,7 +416,7 @@ def test_a_brief_judgement_ends_at_the_first_finding(
 
 
 # --------------------------------------------------------------------------------------------------
-# Too good to be true: operands that were left unquantised are told from every other difference.
+# Silent fallback: unquantised operands are distinguished from every other difference.
 
 
 def bf16_weights(name: str, config: Config) -> Any:

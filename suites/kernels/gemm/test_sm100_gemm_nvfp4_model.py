@@ -32,7 +32,7 @@ pytestmark = pytest.mark.needs("cutlass")
 
 
 # --------------------------------------------------------------------------------------------------
-# The sm_100a NVFP4 GEMM as a host model: bits as references.tensor_core has them, faults are seen.
+# The sm_100a NVFP4 GEMM as a host model has the bits of references.tensor_core; faults are found.
 #
 # No compiled kernel runs here: this proves facts, places and protocol, and says nothing about a
 # chip.

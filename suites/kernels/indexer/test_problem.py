@@ -116,7 +116,7 @@ def test_refuses_by_name() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Rows of the indexer: problem, blocks as the references round them, the whole beside the twin.
+# Rows of the indexer: problem, blocks as the references round them, the whole against the twin.
 
 
 def test_mxfp4_numbers_are_the_references_for_every_bf16_value() -> None:

@@ -279,7 +279,7 @@ def test_a_missing_dsl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Facts of machine code: a kernel that spills is seen, and arithmetic that may be contracted.
+# Facts of machine code: spills and arithmetic that may be contracted are detected.
 
 needs_dsl = pytest.mark.needs("cutlass")
 

@@ -80,7 +80,7 @@ def test_an_unknown_operand_is_refused_by_name(name: str) -> None:
 
 
 @each_kernel
-def test_a_swapped_pointer_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_swapped_pointer_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two operands of a descriptor change places: the kept arguments are other ones."""
     case, kernel = next(case for case in CASES if case.kernel == name), described(name)
     first, second, *rest = kernel.operands

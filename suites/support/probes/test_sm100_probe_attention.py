@@ -1,6 +1,6 @@
-"""Attention's first minute on a B200: parts compile, order and judgement tell faults apart.
+"""Attention's first minute on a B200: parts compile, order and judgement distinguish faults.
 
-No B200 is here: the host model stands in, and what is marked b200 was never run.
+The host model replaces a B200; tests marked b200 have never run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The first minute on a B200: its parts compile, its order and its judgement tell faults apart.
+"""The first minute on a B200: its parts compile, its order and its judgement distinguish faults.
 
-No B200 is here: the host model stands in, and what is marked b200 was never run.
+The host model replaces a B200; tests marked b200 have never run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The first minute of grouped experts on a B200: parts compile, judgement tells faults apart.
+"""The first minute of grouped experts on a B200: parts compile, judgement distinguishes faults.
 
-No B200 is here: the host model stands in, and what is marked b200 was never run.
+The host model replaces a B200; tests marked b200 have never run.
 """
 
 from __future__ import annotations

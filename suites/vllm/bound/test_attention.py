@@ -534,7 +534,7 @@ def test_keys_that_the_kernels_do_not_read_are_refused(
 
 
 # --------------------------------------------------------------------------------------------------
-# Pages of a layer among those of others: what kernels ask of an operand is told as it is.
+# Pages of a layer among those of others: operands have the address and strides that kernels need.
 
 PAGES, PAGES_ENTRIES, NBYTES, PAGES_OFFSET = 3, 64, 584, 576
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.vllm
 
 
 # --------------------------------------------------------------------------------------------------
-# A start refuses what is not served, notes what runs, and tells it once it has loaded.
+# A start refuses what cannot be served, records what runs, and logs it after loading.
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_nvfp4_is_multiplied_as_requested(module: Any) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Each module gets the method of its stored format, vLLM's own where asked for, or a refusal.
+# Each module gets the method of its stored format, vLLM's own where requested, or a refusal.
 
 LAYER = "model.layers.0."
 FORMATS = {
@@ -288,7 +288,7 @@ def test_only_v4_is_taken_and_only_where_requested(config_module: Any) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# What the ranks recorded appears in Prometheus' text, where the plugin was asked for.
+# What the ranks recorded appears in Prometheus' text, if the plugin is active.
 
 
 def logger(folder: Path) -> Any:

@@ -1,4 +1,4 @@
-"""What a server is asked follows from what the references are sure of."""
+"""The questions for a server follow from the margins of the references."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The proof starts what was asked for, judges starts and refusals, and says what held."""
+"""The proof starts the requested servers, judges starts and refusals, and reports what held."""
 
 from __future__ import annotations
 

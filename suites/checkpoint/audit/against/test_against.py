@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------
-# Healthy conversions raise no alarm beside their source; every planted fault is named.
+# Healthy conversions raise no alarm against their source; every planted fault is named.
 
 W1 = "layers.1.ffn.experts.2.w1"
 OTHER = "layers.0.ffn.experts.1.w1"
@@ -414,7 +414,7 @@ def test_nan_of_every_kind_is_reported_without_a_warning(tmp_path: Path, bits: i
 
 
 # --------------------------------------------------------------------------------------------------
-# Two configs that compute differently are told key by key; two spellings of one are not.
+# Two configs that compute differently are reported key by key; two spellings of one are not.
 
 LLAMA = {
     "model_type": "llama",
@@ -523,7 +523,7 @@ def test_a_tensor_of_the_reference_that_is_missing_is_an_error(tmp_path: Path) -
 
 
 # --------------------------------------------------------------------------------------------------
-# Signs that are not the reference's are told by row or column, and only where there is a line.
+# Signs that differ from the reference's are reported by row or column, only for a whole line.
 
 Y_MK = torch.randn(96, 64, generator=torch.Generator().manual_seed(1))
 

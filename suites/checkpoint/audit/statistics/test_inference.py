@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------
-# The packing order is told from company on the same input; how strong channels must be.
+# The packing order is inferred from matrices on the same input; how strong channels must be.
 
 WIDTH = 3072
 ROWS = 32
@@ -155,7 +155,7 @@ def test_zeros_and_infinities_in_a_profile() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Experts of one layer are judged together where each alone is too weak, and only beside their own.
+# Experts of one layer are judged together where the evidence of each alone is too weak.
 #
 # The relation is that of a trained network: a channel that an expert makes strong is read strongly.
 
@@ -227,7 +227,7 @@ def test_experts_without_a_relation_stay_undecided(seed: int, order: str) -> Non
 
 
 # --------------------------------------------------------------------------------------------------
-# The order of block scales is told from codes and scales alone, or it is left undecided.
+# The order of block scales is inferred from codes and scales alone, or left undecided.
 
 SHAPE = (512, 1024)
 
@@ -341,7 +341,7 @@ def test_the_rule_of_decision() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Producers are told by their traces, and what leaves the same traces is left together.
+# Producers are recognised by their traces; those with the same traces are named together.
 
 GROUP_OF = {
     "modelopt": MODELOPT,

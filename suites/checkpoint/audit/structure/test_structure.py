@@ -302,7 +302,7 @@ def test_problems_of_the_files_are_findings(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Names that no known loader reads are told, and those of every layout that one reads are not.
+# Names that no known loader reads are reported; those of every layout that one reads are not.
 
 UNREAD = {"nvfp4-full": "names.unread_quantised", "compressed-tensors": "names.unread_quantised"}
 
@@ -467,7 +467,7 @@ def test_another_fault_besides_a_lost_shard_is_still_reported(tmp_path: Path) ->
 
 
 # --------------------------------------------------------------------------------------------------
-# A flipped bit under a manifest is told with its tensor, and a reference with one is refused.
+# A flipped bit under a manifest is reported with its tensor; a reference with one is refused.
 
 
 def _judged(folder: Path) -> list[Finding] | None:

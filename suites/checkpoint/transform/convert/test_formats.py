@@ -1,4 +1,4 @@
-"""Conversions between number formats keep their promise, and planted faults are seen."""
+"""Conversions between number formats keep their promise, and planted faults are detected."""
 
 from __future__ import annotations
 

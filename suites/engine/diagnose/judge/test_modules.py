@@ -1,4 +1,4 @@
-"""Any torch model through its modules: a clean one agrees, a fault is told of its own module."""
+"""Any torch model through its modules: a clean one agrees, a fault is blamed on its own module."""
 
 from __future__ import annotations
 
