@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class WeightStorage:
+class WeightEncoding:
     """How codes and scales are read."""
 
     format: BlockFormat
@@ -39,7 +39,7 @@ class _Decoded(NamedTuple):
 
     parts: tuple[Tensor, ...]
     versions: tuple[int, ...]
-    storage: WeightStorage | None
+    storage: WeightEncoding | None
     values: Tensor
     version: int
 
@@ -56,13 +56,13 @@ class Weight:
     block_scale: Tensor | None = None
     tensor_scale: Tensor | None = None
     input_scale: Tensor | None = None
-    storage: WeightStorage | None = None
+    storage: WeightEncoding | None = None
     _decoded: dict[torch.dtype, _Decoded] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, tensor: QuantisedTensor, input_scale: Tensor | None = None) -> Weight:
         """Make a weight from a quantised tensor, split into replaceable fields."""
-        storage = WeightStorage(
+        storage = WeightEncoding(
             tensor.format,
             tensor.dialect,
             tensor.layout,

@@ -25,7 +25,7 @@ from degarble.harness.engine.localise.recorded_run import InMemoryRun
 from degarble.harness.formats.dialects import CANONICAL
 from degarble.harness.formats.layouts import LINEAR
 from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection
-from degarble.harness.formats.weight import Weight, WeightStorage
+from degarble.harness.formats.weight import Weight, WeightEncoding
 from degarble.harness.inference.devices import CPU, require_device, run_on_device
 from degarble.harness.model.config.config import V4_PRO
 from degarble.harness.model.parameters import parameters
@@ -98,7 +98,7 @@ def _codes(shape: tuple[int, ...], chance: torch.Generator) -> Weight:
     height, width = shape
     codes = torch.randint(256, (height, width // 2), generator=chance, dtype=torch.uint8)
     scales = torch.randint(0x28, 0x38, (height, width // 16), generator=chance, dtype=torch.uint8)
-    how = WeightStorage(
+    how = WeightEncoding(
         NVFP4, CANONICAL, LINEAR, ScaleDirection.DECODE, NibbleOrder.LOW_EVEN, shape
     )
     return Weight(

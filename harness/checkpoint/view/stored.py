@@ -27,7 +27,7 @@ from degarble.harness.checkpoint.read.types import DTYPE_BITS, TensorEntry, show
 from degarble.harness.checkpoint.view.modules import NamingConvention
 from degarble.harness.formats.layouts import LINEAR
 from degarble.harness.formats.number_formats import codes_shape, scale_shape
-from degarble.harness.formats.weight import Weight, WeightStorage
+from degarble.harness.formats.weight import Weight, WeightEncoding
 from degarble.harness.model.tensors import PartKind
 from degarble.harness.model.types import Box
 
@@ -150,7 +150,7 @@ class StoredWeight:
             block_scale=block_scale,
             tensor_scale=tensor_scale,
             input_scale=input_scale,
-            storage=WeightStorage(
+            storage=WeightEncoding(
                 fmt, form.dialect, LINEAR, form.direction, form.nibble_order, self.shape
             ),
         )

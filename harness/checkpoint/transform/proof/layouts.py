@@ -38,7 +38,7 @@ from degarble.harness.formats.number_formats import (
     NibbleOrder,
     ScaleDirection,
 )
-from degarble.harness.formats.weight import Weight, WeightStorage
+from degarble.harness.formats.weight import Weight, WeightEncoding
 from degarble.harness.model.tensors import PartKind
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ def _record(parts: dict[PartKind, Tensor], factor: Tensor, shape: tuple[int, int
         codes=parts[PartKind.CODES],
         block_scale=parts[PartKind.BLOCK_SCALE],
         tensor_scale=factor,
-        storage=WeightStorage(NVFP4, MODELOPT, LINEAR, direction, order, shape),
+        storage=WeightEncoding(NVFP4, MODELOPT, LINEAR, direction, order, shape),
     )
 
 
