@@ -16,7 +16,7 @@ import torch
 from degarble.harness.base.errors import InvalidArgument, Undecided
 from degarble.harness.capture.files.reader import Capture
 from degarble.harness.capture.files.records import Phase
-from degarble.harness.engine.localise.judged_run import CosineSums
+from degarble.harness.engine.compare.compare import CosineSums
 from degarble.harness.engine.localise.tensor_forms import equal_elements
 from degarble.harness.report.number_text import number
 from degarble.harness.report.page import Page, PageFinding, Subject

@@ -227,16 +227,10 @@ def _measured(trouble: Discrepancy) -> tuple[float | None, float | None, float |
     judged = trouble.judged
     if judged is None or judged.comparison is None:
         return None, None, None
-    total = judged.comparison.total
-    length = math.sqrt(float(total.rr))
-    budget = judged.allowed_length / length if length else None
+    total, budget = judged.comparison.total, _number_or_none(judged.relative_budget)
     if judged.comparison.census.mismatched:
-        return None, None, _number_or_none(budget)  # the sums know finite values only
-    return (
-        _number_or_none(float(total.cosine)),
-        _number_or_none(float(total.relative_l2)),
-        _number_or_none(budget),
-    )
+        return None, None, budget  # the sums know finite values only
+    return _number_or_none(float(total.cosine)), _number_or_none(float(total.relative_l2)), budget
 
 
 def _number_or_none(value: float | None) -> float | None:
@@ -257,10 +251,8 @@ def _output(row: OutputRow, looker: StatisticsCollector) -> JudgedOutput:
     judged = looker.judged(component.name, row.output)
     difference = budget = None
     if judged is not None and judged.comparison is not None:
-        total = judged.comparison.total
-        difference = _number_or_none(float(total.relative_l2))
-        length = math.sqrt(float(total.rr))
-        budget = _number_or_none(judged.allowed_length / length) if length else None
+        difference = _number_or_none(float(judged.comparison.total.relative_l2))
+        budget = _number_or_none(judged.relative_budget)
     sums = [row.cosines.get(pair) for pair in PAIRS]
     cosines = [None if each is None else _number_or_none(each.cosine) for each in sums]
     return JudgedOutput(

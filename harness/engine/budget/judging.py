@@ -110,6 +110,13 @@ class OutputResult:
         return self._reasons.allowed_length
 
     @property
+    def relative_budget(self) -> float | None:
+        """Return the largest length of the difference over the twin's; None where that is zero."""
+        compared = self.comparison
+        length = 0.0 if compared is None else math.sqrt(float(compared.total.rr))
+        return self.allowed_length / length if length else None
+
+    @property
     def ratio(self) -> float:
         """Return the worst difference in units of budget; NaN where nothing is claimed."""
         if self.verdict is Verdict.UNDECIDED:

@@ -72,6 +72,40 @@ def _ratio(above: float, below: float) -> float:
     return above / below if below else math.nan
 
 
+@dataclass
+class CosineSums:
+    """Sums of products of two tensors, accumulated over calls: the cosines of a whole run."""
+
+    ab: float = 0.0
+    aa: float = 0.0
+    bb: float = 0.0
+    dd: float = 0.0
+
+    def add(self, a: Tensor, b: Tensor) -> None:
+        """Add a pair of flat, finite float64 tensors."""
+        self.ab += float(a @ b)
+        self.aa += float(a @ a)
+        self.bb += float(b @ b)
+        d = a - b
+        self.dd += float(d @ d)
+
+    def add_equal(self, a: Tensor) -> None:
+        """Add a tensor that both sides share."""
+        square = float(a @ a)
+        self.ab, self.aa, self.bb = self.ab + square, self.aa + square, self.bb + square
+
+    @property
+    def cosine(self) -> float:
+        """Return the cosine of the angle; NaN where a side is zero."""
+        length = math.sqrt(self.aa) * math.sqrt(self.bb)
+        return max(-1.0, min(1.0, self.ab / length)) if length else math.nan
+
+    @property
+    def relative_l2(self) -> float:
+        """Return the difference's length over that of the second; NaN where that is zero."""
+        return math.sqrt(self.dd / self.bb) if self.bb else math.nan
+
+
 # --------------------------------------------------------------------------------------------------
 # Records: additive error sums, row counts, a census of NaN, named places.
 #

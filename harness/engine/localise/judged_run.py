@@ -14,6 +14,7 @@ from degarble.harness.engine.budget.budget import nearer_than_the_twin
 from degarble.harness.engine.budget.judging import OutputResult, is_joint, judge_outputs
 from degarble.harness.engine.budget.roles import budgets_of
 from degarble.harness.engine.budget.rules import JudgeableCall as Judgeable
+from degarble.harness.engine.compare.compare import CosineSums
 from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
 from degarble.harness.engine.localise.discrepancy import (
     DifferenceLocation,
@@ -76,40 +77,6 @@ if TYPE_CHECKING:
 
 _MAKERS = 4  # quantisations whose inputs are kept
 PAIRS = ("candidate and twin", "candidate and reference", "twin and reference")
-
-
-@dataclass
-class CosineSums:
-    """Sums of products of two tensors, accumulated over calls."""
-
-    ab: float = 0.0
-    aa: float = 0.0
-    bb: float = 0.0
-    dd: float = 0.0
-
-    def add(self, a: Tensor, b: Tensor) -> None:
-        """Add a pair of flat, finite float64 tensors."""
-        self.ab += float(a @ b)
-        self.aa += float(a @ a)
-        self.bb += float(b @ b)
-        d = a - b
-        self.dd += float(d @ d)
-
-    def add_equal(self, a: Tensor) -> None:
-        """Add a tensor that both sides share."""
-        square = float(a @ a)
-        self.ab, self.aa, self.bb = self.ab + square, self.aa + square, self.bb + square
-
-    @property
-    def cosine(self) -> float:
-        """Return the cosine of the angle; NaN where a side is zero."""
-        length = math.sqrt(self.aa) * math.sqrt(self.bb)
-        return max(-1.0, min(1.0, self.ab / length)) if length else math.nan
-
-    @property
-    def relative_l2(self) -> float:
-        """Return the difference's length over that of the second; NaN where that is zero."""
-        return math.sqrt(self.dd / self.bb) if self.bb else math.nan
 
 
 @dataclass(frozen=True, eq=False)
