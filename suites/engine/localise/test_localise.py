@@ -377,7 +377,7 @@ def test_memory_without_a_captured_producer_is_compared_with_one_prefill(
     assert (origin.where["beside"], origin.where["phase"]) == ("one prefill", "decode")
     assert int(origin.where["first position"]) >= 3
     assert "what wrote its memory was not captured" in origin.sentence
-    monkeypatch.setattr(module, "unvouched", lambda *_: False)
+    monkeypatch.setattr(module, "lacks_producers", lambda *_: False)
     assert localised(seen, config).verdict is Verdict.AGREES, "replay believes what arrived"
 
 
