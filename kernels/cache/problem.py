@@ -55,6 +55,7 @@ class PoolProblem:
     rings: int
     ratio: int
     width: int = rows.WIDTH
+    page_entries: int = 1  # of the cache whose slots are returned
 
     def __post_init__(self) -> None:
         if self.ratio not in RATIOS:
@@ -309,6 +310,11 @@ class PagedForm:
     pool: PoolForm
     rows: int  # of a page of states
     span: int  # tokens that a thread block looks at, one after the other
+
+    @property
+    def target(self) -> str:
+        """Return the GPU architecture."""
+        return self.pool.target
 
     @property
     def keeping_threads(self) -> int:

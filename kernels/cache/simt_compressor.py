@@ -17,9 +17,7 @@ given, so a launch may be captured in a graph; what changes between replays lies
 letters as in the problem; N pages of a table.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cutlass
@@ -35,16 +33,9 @@ from degarble.kernels.cache import simt_kv_write
 from degarble.kernels.cache.problem import CHANNELS_OF_THREAD, ROWS_AT_ONCE, PoolForm, PoolProblem
 from degarble.kernels.primitives.device_words import power, rounded_words, store, vectors
 from degarble.kernels.primitives.kv_problem import Pages, WriteProblem
-from degarble.kernels.runtime.compiling import (
-    CompiledKernel,
-    CompileSettings,
-    any_stream,
-    compile_kernel,
-    current_stream,
-)
-from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
+from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.kernel import ANY, Kernel, LaunchContext, Operand, Storage
 from degarble.kernels.runtime.pdl import EARLY, follow, let_follow, wait_for_front
-from degarble.kernels.runtime.targets import TARGETS, target_of_device
 
 # --------------------------------------------------------------------------------------------------
 # Rows in registers: new rows of this call, carried rows of a ring.
@@ -566,12 +557,46 @@ class CompressorProblem:
         assert self.write
 
 
-@cache
-def compile_form(form: PoolForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile a form; needs no GPU."""
-    extents = tuple(Int32(1) for _ in range(6))
-    arguments = (_pointers((None,) * 12), extents, form, any_stream())
-    return compile_kernel(launch_pool, arguments, TARGETS[form.target], settings)
+def _numbers(of: LaunchContext[PoolProblem, PoolForm]) -> tuple[Any, ...]:
+    problem, table = of.problem, of.tensors["table"]
+    assert table is not None
+    counts = (problem.tokens, problem.sequences, problem.rings, problem.page_entries)
+    return ((*counts, table.shape[1], problem.windows),)
+
+
+def _of_windows(problem: PoolProblem) -> tuple[int, ...]:
+    return (problem.windows,)
+
+
+def _of_sequences(problem: PoolProblem) -> tuple[int, ...]:
+    return (problem.sequences,)
+
+
+_Operand = Operand[PoolProblem]
+_FLOATS, _VALUES = Storage(Float32, torch.float32, 16), Storage(Uint32, torch.bfloat16, 16)
+_WORDS, _PLACES = Storage(Int32, torch.int32, 4), Storage(Int64, torch.int64, 8)
+KERNEL = Kernel[PoolProblem, PoolForm](
+    entry=launch_pool,
+    operands=(
+        _Operand("projected", _FLOATS, lambda p: (p.tokens, 2 * p.columns)),
+        _Operand("ape", _FLOATS, lambda p: (p.ratio, p.columns)),
+        _Operand("rings", _FLOATS, lambda p: (p.rings, p.ring_rows, 2 * p.columns)),
+        _Operand("closing", _WORDS, _of_windows),
+        _Operand("owners", _WORDS, _of_windows),
+        _Operand("starts", _PLACES, _of_sequences),
+        _Operand("offsets", _WORDS, lambda p: (p.sequences + 1,)),
+        _Operand("ring_of", _WORDS, _of_sequences),
+        _Operand("table", _WORDS, lambda p: (p.sequences, ANY)),
+        _Operand("pooled", _VALUES, lambda p: (p.windows, p.width), output=True, label="values"),
+        _Operand("firsts", _PLACES, _of_windows, output=True, label="positions"),
+        _Operand("places", _PLACES, _of_windows, output=True, label="slots"),
+    ),
+    choose_form=facts.choose_pool_form,
+    kinds=((Int32,) * 6,),
+    numbers=_numbers,
+    work=lambda problem: problem.sequences,
+)
+compile_form = KERNEL.compile_form
 
 
 def pool(
@@ -584,14 +609,14 @@ def pool(
     out: Entries | None = None,
 ) -> Entries:
     """Pool on the GPU and update the rings; slots count pages of `page_entries` entries."""
-    out = empty_entries(problem, carried.projected.device) if out is None else out
-    require_operands(problem, carried, windows, out)
-    tensors = (*carried, *windows, *out)
-    device = require_device(tensors)
-    if problem.sequences:
-        form = facts.choose_pool_form(problem, target_of_device(device).name)
-        launch(compile_form(form, settings), problem, tensors, page_entries)
-    return out
+    problem = replace(problem, page_entries=page_entries)
+    given = carried._asdict() | windows._asdict()
+    return Entries(*KERNEL.run(problem, settings, **given, **KERNEL.outputs(out)).values())
+
+
+def empty_entries(problem: PoolProblem, device: torch.device) -> Entries:
+    """Allocate the results of `pool`."""
+    return Entries(*KERNEL.allocate(problem, device).values())
 
 
 def compressor(
@@ -613,64 +638,7 @@ def compressor(
     return made
 
 
-def launch(
-    kernel: CompiledKernel,
-    problem: PoolProblem,
-    tensors: tuple[Tensor, ...],
-    page_entries: int,
-) -> None:
-    """Launch on checked tensors: carried ones, windows, entries."""
-    table = tensors[8]
-    counts = (problem.tokens, problem.sequences, problem.rings, page_entries, table.shape[1])
-    extents = tuple(Int32(number) for number in (*counts, problem.windows))
-    kernel(_pointers(tensors), extents, current_stream(tensors[0].device.index or 0))
-
-
-def empty_entries(problem: PoolProblem, device: torch.device) -> Entries:
-    """Allocate the results of `pool`."""
-    values = torch.empty(problem.windows, problem.width, dtype=torch.bfloat16, device=device)
-    positions, slots = (
-        torch.empty(problem.windows, dtype=torch.int64, device=device) for _ in range(2)
-    )
-    return Entries(values, positions, slots)
-
-
 def empty_rings(problem: PoolProblem, device: torch.device) -> Tensor:
     """Allocate rings; no row is read before it was written."""
     shape = (problem.rings, problem.ring_rows, 2 * problem.columns)
     return torch.zeros(shape, dtype=torch.float32, device=device)
-
-
-def require_operands(
-    problem: PoolProblem, carried: Carried, windows: Windows, out: Entries
-) -> None:
-    """Raise on tensors that the kernels would misread."""
-    of_row, sequences, count = 2 * problem.columns, problem.sequences, problem.windows
-    shapes: tuple[tuple[torch.dtype, tuple[int, ...], int], ...] = (
-        (torch.float32, (problem.tokens, of_row), 16),
-        (torch.float32, (problem.ratio, problem.columns), 16),
-        (torch.float32, (problem.rings, problem.ring_rows, of_row), 16),
-        (torch.int32, (count,), 4),
-        (torch.int32, (count,), 4),
-        (torch.int64, (sequences,), 8),
-        (torch.int32, (sequences + 1,), 4),
-        (torch.int32, (sequences,), 4),
-        (torch.int32, (sequences, windows.table.shape[-1]), 4),
-        (torch.bfloat16, (count, problem.width), 16),
-        (torch.int64, (count,), 8),
-        (torch.int64, (count,), 8),
-    )
-    names = (*Carried._fields, *Windows._fields, *Entries._fields)
-    given = zip(names, (*carried, *windows, *out), shapes, strict=True)
-    for name, tensor, (dtype, shape, alignment) in given:
-        require_tensor(name, tensor, dtype, shape, alignment)
-
-
-def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return the kernel's pointers; None becomes a pointer that is not read."""
-    floats, words = (Float32, 16), (Int32, 4)
-    kinds = (*[floats] * 3, words, words, (Int64, 8), *[words] * 3, (Uint32, 16), *[(Int64, 8)] * 2)
-    return tuple(
-        pointer(element, tensor, alignment)
-        for (element, alignment), tensor in zip(kinds, tensors, strict=True)
-    )

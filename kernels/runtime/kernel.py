@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     Operands = Mapping[str, "Tensor | None"]
     Kinds = tuple[Any, ...]  # DSL number types, also in nested tuples
 
+ANY = -1  # as last extent of an operand: whatever the tensor has
 P = TypeVar("P")
 F = TypeVar("F")
 
@@ -112,6 +113,8 @@ class Operand(Generic[P]):
         if tensor is not None:
             kind = self.stored(problem)
             shape = self.shape(problem)
+            if shape and shape[-1] == ANY:
+                shape = (*shape[:-1], *tensor.shape[-1:])
             require_tensor(label, self.checked(tensor), kind.dtype, shape, kind.alignment)
 
     def allocate(

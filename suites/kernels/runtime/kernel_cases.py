@@ -19,7 +19,12 @@ from unittest import mock
 import torch
 
 from degarble.harness.base.errors import DegarbleError
-from degarble.kernels.cache.problem import SlotsProblem
+from degarble.kernels.cache.problem import (
+    PagedPoolProblem,
+    PoolProblem,
+    SlotsProblem,
+    StatePages,
+)
 from degarble.kernels.primitives.kv_problem import Pages, ReadProblem, WriteProblem
 from degarble.kernels.primitives.quantise_problem import Fp8Problem, QuantiseProblem
 from degarble.kernels.rows.mhc_problem import MixProblem, ProjectProblem
@@ -300,13 +305,59 @@ def _slots(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
     return m.slots(m.SlotOperands(**t), p, SETTINGS)
 
 
+def _pool_cases() -> Iterator[LaunchCase]:
+    for ratio, width, parts in ((4, 512, 2), (128, 128, 1)):
+        columns, count = parts * width, 3
+        for problem in (
+            PoolProblem(5, 2, count, 4, ratio, width),
+            PoolProblem(5, 2, count, 4, ratio, width, page_entries=64),
+        ):
+            given = {
+                "projected": Given(FP32, (5, 2 * columns)), "ape": Given(FP32, (ratio, columns)),
+                "rings": Given(FP32, (4, problem.ring_rows, 2 * columns)),
+                "closing": Given(INT32, (count,)), "owners": Given(INT32, (count,)),
+                "starts": Given(INT64, (2,)), "offsets": Given(INT32, (3,)),
+                "ring_of": Given(INT32, (2,)), "table": Given(INT32, (2, 7)),
+            }  # fmt: skip
+            yield LaunchCase("simt_compressor", problem, given)
+        pages = StatePages(4, 6, columns)
+        paged = PagedPoolProblem(5, 2, ratio, pages, width)
+        tokens = Given(INT64, (5,))
+        told = {
+            "projected": Given(FP32, (5, 2 * columns)), "ape": Given(FP32, (ratio, columns)),
+            "requests": Given(INT32, (5,)), "positions": tokens, "slots": tokens,
+            "table": Given(INT32, (2, 7)), "entries": tokens,
+            "states": Given(BYTES, (6, pages.stride)),
+        }  # fmt: skip
+        yield LaunchCase("simt_paged_pool", paged, told, "sm_100a")
+        out = {
+            "pooled": Given(BF16, (5, width)), "firsts": tokens, "places": tokens,
+        }  # fmt: skip
+        yield LaunchCase("simt_paged_pool", paged, told | out)
+
+
+def _pool(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
+    carried = m.Carried(*(t[name] for name in m.Carried._fields))
+    windows = m.Windows(*(t[name] for name in m.Windows._fields))
+    return m.pool(carried, windows, p, SETTINGS, page_entries=p.page_entries)
+
+
+def _paged_pool(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
+    operands = m.PagedOperands(*(t[name] for name in m.PagedOperands._fields))
+    names = ("pooled", "firsts", "places")
+    out = m.Entries(*(t[name] for name in names)) if "pooled" in t else None
+    return m.paged_pool(operands, t["states"], p, SETTINGS, out=out)
+
+
 PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
+    "simt_compressor": _pool,
     "simt_embed": lambda m, p, t: m.embed(t["ids"], t["table"], p, SETTINGS, out=t.get("out")),
     "simt_inverse_rope": _inverse_rope,
     "simt_kv_read": _kv_read,
     "simt_kv_write": _kv_write,
     "simt_mhc": _mhc,
     "simt_mhc_project": _mhc_project,
+    "simt_paged_pool": _paged_pool,
     "simt_qnorm_rope": _qnorm_rope,
     "simt_quantise_fp8": _quantise_fp8,
     "simt_quantise_nvfp4": _quantise_nvfp4,
@@ -318,7 +369,7 @@ PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
 }
 CASES = (
     *_norm_cases(), *_row_cases(), *_router_cases(), *_mhc_cases(), *_quantise_cases(),
-    *_cache_cases(),
+    *_cache_cases(), *_pool_cases(),
 )  # fmt: skip
 
 
