@@ -13,8 +13,7 @@ so a launch may be captured; grids follow from extents alone. Shape letters as i
 cache/problem.
 """
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import cutlass
@@ -34,16 +33,10 @@ from degarble.kernels.cache.problem import (
 )
 from degarble.kernels.cache.simt_compressor import Entries, pool_window, row_registers, shared_of
 from degarble.kernels.primitives.device_words import vectors
-from degarble.kernels.runtime.compiling import (
-    CompiledKernel,
-    CompileSettings,
-    any_stream,
-    compile_kernel,
-    current_stream,
-)
-from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
+from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.kernel import ANY, Kernel, LaunchContext, Operand, Storage
+from degarble.kernels.runtime.operands import require_tensor
 from degarble.kernels.runtime.pdl import EARLY, follow
-from degarble.kernels.runtime.targets import TARGETS, target_of_device
 
 FOUR = facts.VECTOR_BYTES // 4  # columns of a load where rows are kept
 
@@ -225,12 +218,52 @@ def launch_pool(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-@cache
-def compile_form(form: PagedForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile a form; needs no GPU."""
-    extents = tuple(Int32(1) for _ in range(6))
-    arguments = (_pointers((None,) * 11), extents, form, any_stream())
-    return compile_kernel(launch_pool, arguments, TARGETS[form.pool.target], settings)
+def _numbers(of: LaunchContext[PagedPoolProblem, PagedForm]) -> tuple[Any, ...]:
+    problem, pages, table = of.problem, of.problem.pages, of.tensors["table"]
+    assert table is not None
+    counts = (problem.tokens, problem.sequences, pages.slots, pages.count, table.shape[1])
+    return ((*counts, pages.stride // facts.VECTOR_BYTES),)
+
+
+def _refuse(problem: PagedPoolProblem, tensors: Mapping[str, Tensor | None]) -> None:
+    """Raise on a table without columns: for a column beyond it the first is read."""
+    table = tensors["table"]
+    assert table is not None
+    listed = max(1, table.shape[1])
+    require_tensor("table", table, torch.int32, (problem.sequences, listed), 4)
+
+
+def _of_tokens(problem: PagedPoolProblem) -> tuple[int, ...]:
+    return (problem.tokens,)
+
+
+_Operand = Operand[PagedPoolProblem]
+_FLOATS = Storage(Float32, torch.float32, facts.VECTOR_BYTES)
+_STATES = Storage(Float32, torch.uint8, facts.VECTOR_BYTES)
+_VALUES = Storage(Uint32, torch.bfloat16, facts.VECTOR_BYTES)
+_WORDS, _PLACES = Storage(Int32, torch.int32, 4), Storage(Int64, torch.int64, 8)
+KERNEL = Kernel[PagedPoolProblem, PagedForm](
+    entry=launch_pool,
+    operands=(
+        _Operand("projected", _FLOATS, lambda p: (p.tokens, 2 * p.columns)),
+        _Operand("ape", _FLOATS, lambda p: (p.ratio, p.columns)),
+        _Operand("requests", _WORDS, _of_tokens),
+        _Operand("positions", _PLACES, _of_tokens),
+        _Operand("slots", _PLACES, _of_tokens),
+        _Operand("table", _WORDS, lambda p: (p.sequences, ANY)),
+        _Operand("entries", _PLACES, _of_tokens),
+        _Operand("states", _STATES, lambda p: (p.pages.count, p.pages.stride)),
+        _Operand("pooled", _VALUES, lambda p: (p.tokens, p.width), output=True, label="values"),
+        _Operand("firsts", _PLACES, _of_tokens, output=True, label="positions"),
+        _Operand("places", _PLACES, _of_tokens, output=True, label="slots"),
+    ),
+    choose_form=facts.choose_paged_form,
+    kinds=((Int32,) * 6,),
+    numbers=_numbers,
+    work=lambda problem: problem.tokens * problem.sequences,
+    refuse=_refuse,
+)
+compile_form = KERNEL.compile_form
 
 
 def paged_pool(
@@ -242,65 +275,13 @@ def paged_pool(
     out: Entries | None = None,
 ) -> Entries:
     """Store and pool on the GPU; `states_NB` are the pages' bytes [N, stride]."""
-    out = empty_entries(problem, operands.projected.device) if out is None else out
-    require_operands(problem, operands, states_NB, out)
-    tensors = (*operands, states_NB, *out)
-    device = require_device(tensors)
-    if problem.tokens and problem.sequences:
-        form = facts.choose_paged_form(problem, target_of_device(device).name)
-        launch(compile_form(form, settings), problem, tensors)
-    else:
-        out.slots.fill_(NO_PLACE)
-    return out
-
-
-def launch(kernel: CompiledKernel, problem: PagedPoolProblem, tensors: tuple[Tensor, ...]) -> None:
-    """Launch on checked tensors: operands, states, entries."""
-    pages, table = problem.pages, tensors[5]
-    counts = (problem.tokens, problem.sequences, pages.slots, pages.count, table.shape[1])
-    extents = tuple(Int32(number) for number in (*counts, pages.stride // facts.VECTOR_BYTES))
-    kernel(_pointers(tensors), extents, current_stream(tensors[0].device.index or 0))
+    given = {**operands._asdict(), "states": states_NB}
+    made = Entries(*KERNEL.run(problem, settings, **given, **KERNEL.outputs(out)).values())
+    if not problem.tokens * problem.sequences:
+        made.slots.fill_(NO_PLACE)
+    return made
 
 
 def empty_entries(problem: PagedPoolProblem, device: torch.device) -> Entries:
     """Allocate the results of `paged_pool`."""
-    values = torch.empty(problem.tokens, problem.width, dtype=torch.bfloat16, device=device)
-    firsts, told = (torch.empty(problem.tokens, dtype=torch.int64, device=device) for _ in range(2))
-    return Entries(values, firsts, told)
-
-
-def require_operands(
-    problem: PagedPoolProblem, operands: PagedOperands, states_NB: Tensor, out: Entries
-) -> None:
-    """Raise on tensors that the kernels would misread."""
-    tokens, pages = (problem.tokens,), problem.pages
-    # Trap: for a column beyond the table the first is read, so there has to be one.
-    listed = max((1, *operands.table.shape[-1:]))
-    shapes: tuple[tuple[torch.dtype, tuple[int, ...], int], ...] = (
-        (torch.float32, (*tokens, 2 * problem.columns), facts.VECTOR_BYTES),
-        (torch.float32, (problem.ratio, problem.columns), facts.VECTOR_BYTES),
-        (torch.int32, tokens, 4),
-        (torch.int64, tokens, 8),
-        (torch.int64, tokens, 8),
-        (torch.int32, (problem.sequences, listed), 4),
-        (torch.int64, tokens, 8),
-        (torch.uint8, (pages.count, pages.stride), facts.VECTOR_BYTES),
-        (torch.bfloat16, (*tokens, problem.width), facts.VECTOR_BYTES),
-        (torch.int64, tokens, 8),
-        (torch.int64, tokens, 8),
-    )
-    names = (*PagedOperands._fields, "states", *Entries._fields)
-    given = zip(names, (*operands, states_NB, *out), shapes, strict=True)
-    for name, tensor, (dtype, shape, alignment) in given:
-        require_tensor(name, tensor, dtype, shape, alignment)
-
-
-def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return the kernel's pointers; None becomes a pointer that is not read."""
-    floats, words, places = (Float32, facts.VECTOR_BYTES), (Int32, 4), (Int64, 8)
-    of_tokens = (words, places, places, words, places)
-    kinds = (floats, floats, *of_tokens, floats, (Uint32, facts.VECTOR_BYTES), places, places)
-    return tuple(
-        pointer(element, tensor, alignment)
-        for (element, alignment), tensor in zip(kinds, tensors, strict=True)
-    )
+    return Entries(*KERNEL.allocate(problem, device).values())

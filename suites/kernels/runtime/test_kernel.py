@@ -30,6 +30,7 @@ DESCRIBED = (
     "simt_kv_write",
     "simt_mhc",
     "simt_mhc_project",
+    "simt_paged_pool",
     "simt_qnorm_rope",
     "simt_quantise_fp8",
     "simt_quantise_nvfp4",
