@@ -418,12 +418,6 @@ def _attention(module: Any, problem: Any, settings: CompileSettings, t: Given) -
     return tuple(module.sparse_attention(operands, problem, settings))
 
 
-def _pool(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
-    carried = module.Carried(*(t[name] for name in module.Carried._fields))
-    windows = module.Windows(*(t[name] for name in module.Windows._fields))
-    return tuple(module.pool(carried, windows, problem, settings))
-
-
 def _grouped(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
     turns = (t["turns"], t["positions"]) if problem.turned else None
     return module.gemm_grouped(t["a"], t["b"], problem, settings, turns=turns)
@@ -504,7 +498,7 @@ ENTRIES: Mapping[str, KernelEntry] = {
     "simt_mhc": KernelEntry(_mhc, lambda p, _: str(p.part)),
     "simt_mhc_project": KernelEntry(by_name, lambda p, _: str(p.kind)),
     "simt_compressor": KernelEntry(
-        _pool, lambda p, _: f"windows of {p.ratio}{', one token each' if p.alone else ''}"
+        by_name, lambda p, _: f"windows of {p.ratio}{', one token each' if p.alone else ''}"
     ),
     "simt_indexer_operand": KernelEntry(_operand, lambda p, _: f"turned {p.pairing}, {p.format}"),
     "sm90_indexer_scores": KernelEntry(_scores, lambda p, _: f"{p.arithmetic}, {p.pages.operands}"),
