@@ -273,6 +273,16 @@ def launch_mhc(
 # ---- host ----------------------------------------------------------------------------------------
 
 
+_PROJECTED = ("products", "squares", "base", "scale")
+TENSORS_OF_PART = {
+    "all": ("streams", *_PROJECTED, "post", "mix", "out"),
+    "coefficients": (*_PROJECTED, "pre", "post", "mix"),
+    "collapse": ("streams", "pre", "out"),
+    "head": ("streams", *_PROJECTED, "out"),
+    facts.SPREADS_OUT: ("streams", "post", "mix", "layer", "out"),
+}
+
+
 @lru_cache(maxsize=64)
 def wanted(problem: MixProblem) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return dtype and shape of every tensor of a part."""
@@ -292,15 +302,7 @@ def wanted(problem: MixProblem) -> Mapping[str, tuple[torch.dtype, tuple[int, ..
     }
     if problem.part == facts.SPREADS_OUT:
         known["out"] = known["streams"]
-    projected = ("products", "squares", "base", "scale")
-    has = {
-        "all": ("streams", *projected, "post", "mix", "out"),
-        "coefficients": (*projected, "pre", "post", "mix"),
-        "collapse": ("streams", "pre", "out"),
-        "head": ("streams", *projected, "out"),
-        facts.SPREADS_OUT: ("streams", "post", "mix", "layer", "out"),
-    }[problem.part]
-    return {name: known[name] for name in has}
+    return {name: known[name] for name in TENSORS_OF_PART[problem.part]}
 
 
 def _numbers(of: LaunchContext[MixProblem, MixForm]) -> tuple[Any, ...]:
@@ -328,8 +330,8 @@ def _operand(name: str) -> Operand[MixProblem]:
         values if name in {"streams", "layer", "out"} else plain,
         lambda p: wanted(p)[name][1],
         Presence[MixProblem](
-            lambda p: name in wanted(p),
-            lambda p: f"The part {p.part!r} has {', '.join(wanted(p))}.",
+            lambda p: name in TENSORS_OF_PART[p.part],
+            lambda p: f"The part {p.part!r} has {', '.join(TENSORS_OF_PART[p.part])}.",
         ),
         output=lambda p: name in written.get(p.part, ("out",)),
     )

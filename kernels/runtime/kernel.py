@@ -200,15 +200,14 @@ class Kernel(Generic[P, F]):
 
         An output that is absent from the problem is None.
         """
-        names = [operand.name for operand in self.operands]
         for name in given:
-            if name not in names:
-                raise UnknownName.among("operand", name, names)
+            if name not in self._names:
+                raise UnknownName.among("operand", name, self._names)
         outputs = self._outputs(problem)
         for operand in self.operands:
             if operand.name not in outputs:
                 operand.require(problem, given.get(operand.name))
-        tensors = self._with_outputs(problem, given)
+        tensors = self._with_outputs(problem, given, outputs)
         for name, operand in outputs.items():
             operand.require(problem, tensors[name])
         self.refuse(problem, tensors)
@@ -240,10 +239,16 @@ class Kernel(Generic[P, F]):
         pointers = self._pointers(form, tensors)
         compiled(pointers, *_typed(self._kinds(form), numbers), current_stream(device))
 
-    def _with_outputs(self, problem: P, given: Operands) -> dict[str, Any]:
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(operand.name for operand in self.operands)
+
+    def _with_outputs(
+        self, problem: P, given: Operands, outputs: Mapping[str, Operand[P]]
+    ) -> dict[str, Any]:
         tensors: dict[str, Any] = dict(given)
         device = next(each.device for each in given.values() if each is not None)
-        for name, operand in self._outputs(problem).items():
+        for name, operand in outputs.items():
             if name not in tensors:
                 tensors[name] = tensors.get(operand.memory_of(problem))
                 if tensors[name] is None and not operand.updated:

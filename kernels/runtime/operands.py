@@ -6,6 +6,7 @@ converted. All tensors of a launch have to be on one CUDA device.
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -95,8 +96,14 @@ def processors_of(device: int) -> int:
 
 def pointer(element: Any, tensor: Tensor | None, alignment: int) -> Any:
     """Return a device pointer; for None one to compile with, which nothing reads."""
-    cute = import_module("cutlass.cute")
-    make = import_module("cutlass.cute.runtime").make_ptr
+    make, space = _pointer_maker()
     # Any aligned non-null address will do: compiling does not read it.
     address = alignment if tensor is None else tensor.data_ptr()
-    return make(element, address, cute.AddressSpace.gmem, assumed_align=alignment)
+    return make(element, address, space, assumed_align=alignment)
+
+
+@cache
+def _pointer_maker() -> tuple[Any, Any]:
+    # Looked up once: a launch makes ten pointers, and an import costs a microsecond of each.
+    space = import_module("cutlass.cute").AddressSpace.gmem
+    return import_module("cutlass.cute.runtime").make_ptr, space
