@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.files import read_small_file
 from degarble.harness.checkpoint.read.types import LARGEST_INDEX
-from degarble.harness.checkpoint.transform.convert.prove import prove
 from degarble.harness.checkpoint.transform.nvfp4_scales import ScaleRule
 from degarble.harness.checkpoint.transform.quantise.calibration import Calibration
 from degarble.harness.checkpoint.transform.quantise.conversion_report import REPORT
@@ -30,12 +29,12 @@ from degarble.harness.report.number_text import visible
 from degarble.harness.report.verdict import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from degarble.harness.checkpoint.transform.convert.job import ConversionJob
-    from degarble.harness.checkpoint.transform.convert.prove import ConversionProof
     from degarble.harness.checkpoint.transform.pipeline import Transform
+    from degarble.harness.checkpoint.transform.units import ConversionProof
     from degarble.harness.checkpoint.write.manifest import Manifest
     from degarble.harness.checkpoint.write.workers import Workers
     from degarble.harness.inference.processes import Listen
@@ -50,17 +49,18 @@ def _run(
     target: Path,
     workers: Workers,
     listen: Listen,
-    prove: Callable[..., ConversionProof] | None = None,
+    *,
+    proving: bool = False,
 ) -> tuple[Manifest, ConversionProof | None]:
     """Write the target, or finish an interrupted one; then read it again to prove it."""
     require_separate_folders(job.source, target)
     plan = job.plan()
     proof = None
-    with listen(plan.data_bytes * (2 if prove else 1)) as progress:
+    with listen(plan.data_bytes * (2 if proving else 1)) as progress:
         heard = counting(progress, target, plan)
         manifest = job.run(target, workers=workers, progress=heard, plan=plan)
-        if prove:
-            proof = prove(job.source, target, workers=workers, progress=progress.advance)
+        if proving:
+            proof = job.prove(target, workers=workers, progress=progress.advance)
     return manifest, proof
 
 
@@ -194,7 +194,7 @@ def convert(
     job: ConversionJob, target: Path, workers: Workers, listen: Listen, *, proving: bool
 ) -> ConvertSummary:
     """Convert, or finish an interrupted conversion; then read the result again if `proving`."""
-    manifest, proof = _run(job, target, workers, listen, prove if proving else None)
+    manifest, proof = _run(job, target, workers, listen, proving=proving)
     return ConvertSummary(
         to=job.to,
         target=target,

@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from degarble.harness.base.errors import Refused
-from degarble.harness.checkpoint.transform.convert.job import CONVERSIONS, convert
-from degarble.harness.checkpoint.transform.convert.prove import prove
+from degarble.harness.checkpoint.transform.convert.job import CONVERSIONS, convert, prove
 from degarble.harness.checkpoint.transform.quantise.calibration import Amax, Calibration
 from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, target_layout
 from degarble.harness.checkpoint.view.consumers import (

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from degarble.harness.checkpoint.transform.convert.job import convert
-from degarble.harness.checkpoint.transform.convert.prove import ConversionProof, prove
+from degarble.harness.checkpoint.transform.convert.job import convert, prove
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.model.config.config import small_v4, small_v32
 from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.harness.checkpoint.transform.units import ConversionProof
     from degarble.harness.model.config.config import Config
 
 V4 = small_v4(n_routed_experts=3, num_hidden_layers=2, compress_ratios=(4, 128, 0))

@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from degarble.harness.checkpoint.transform.convert.job import CONVERSIONS
-from degarble.harness.checkpoint.transform.convert.prove import ConversionProof, prove
+from degarble.harness.checkpoint.transform.convert.job import CONVERSIONS, ConversionJob, prove
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.checkpoint.write.manifest import Manifest
 from degarble.harness.cli.commands.checkpoints import TARGETS
-from degarble.harness.commands import transform as run
 from degarble.suites.checkpoint.converting_cases import damage, source
 from degarble.suites.commands.calls import call
 from degarble.suites.commands.cluster_cases import played_cluster
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from degarble.harness.checkpoint.transform.units import ConversionProof
 
 
 def test_the_command_offers_every_conversion() -> None:
@@ -59,11 +59,11 @@ def test_damage_between_writing_and_proving_is_named(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def damaged(before: Path, after: Path, **given: Any) -> ConversionProof:
-        damage(after, "norm.weight", lambda values: -values)
-        return prove(before, after, **given)
+    def damaged(job: ConversionJob, target: Path, **given: Any) -> ConversionProof:
+        damage(target, "norm.weight", lambda values: -values)
+        return prove(job.source, target, **given)
 
-    monkeypatch.setattr(run, "prove", damaged)
+    monkeypatch.setattr(ConversionJob, "prove", damaged)
     line = ("convert", source("nvfp4-full"), tmp_path / "new", "--to", "bf16", "--prove")
     done = call(capsys, *(("--json",) if json else ()), *line)
     assert done.status == 1

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import LayoutMismatch, PartnersMismatch, ShapeMismatch
-from degarble.harness.checkpoint.transform.convert.job import convert
-from degarble.harness.checkpoint.transform.convert.prove import prove
+from degarble.harness.checkpoint.transform.convert.job import convert, prove
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.recipes import Recipe, Rule, recipe_named

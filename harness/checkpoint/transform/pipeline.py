@@ -1,4 +1,4 @@
-"""Turn one checkpoint into another: plan, refuse, write, resume, finish.
+"""Turn one checkpoint into another: plan, refuse, write, resume, finish, prove.
 
 A `Transform` states what differs: the tensors that it plans, how it produces each one, what their
 bytes depend on, and the files next to the shards. Everything else is done here, once for all.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
-    from degarble.harness.checkpoint.transform.units import Chunk
+    from degarble.harness.checkpoint.transform.units import Chunk, ConversionProof
     from degarble.harness.checkpoint.write.manifest import Manifest, ShardRecord
     from degarble.harness.checkpoint.write.plan import PlannedTensor, ShardPlan
     from degarble.harness.checkpoint.write.workers import Workers
@@ -58,6 +58,18 @@ class Transform(ABC):
 
     def require(self, workers: Workers = 1) -> None:  # noqa: B027  mostly, planning tells all
         """Raise for what cannot be made, if finding out takes more than planning."""
+
+    def prove(  # noqa: B027  where nothing is promised there is nothing to compare
+        self,
+        target: Path,
+        *,
+        workers: Workers = 1,
+        progress: Callable[[int, str], None] | None = None,
+    ) -> ConversionProof | None:
+        """Compare a finished target with the source; None: no bound is promised for its values.
+
+        `progress` is called with the number of compared bytes.
+        """
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the parameters only, without the files opened here."""

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from degarble.harness.base.errors import UnknownName
+from degarble.harness.checkpoint.read.types import shown
 from degarble.harness.checkpoint.view.consumers import consumer_of
 from degarble.harness.model.layouts import Spelling
 from degarble.harness.model.tensors import PartKind, suffixes_named
@@ -196,6 +197,91 @@ class TensorProof(NamedTuple):
     def is_exact(self) -> bool:
         """Whether no value changed."""
         return self.holds and not self.different
+
+
+UNKNOWN_NAMES = "The names were not compared: no loader of this model in these formats is known."
+
+
+class NameProof(NamedTuple):
+    """The result of comparing names. `extra`: tensors of the source that belong to no parameter.
+
+    `other_formats`: formats that stay and that the consumer does not load, with their linears.
+    """
+
+    consumer: str
+    read: int
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    passed_over: int
+    extra: tuple[str, ...]
+    other_formats: dict[str, int]
+
+    @property
+    def holds(self) -> bool:
+        """Whether the consumer finds all that it reads, and nothing else of the model."""
+        return not self.missing and not self.unexpected
+
+    def lines(self) -> Iterator[str]:
+        """Yield the verdict, then each wrong name."""
+        verdict = "The names are" if self.holds else "The names are not"
+        yield f"{verdict} those that {self.consumer} reads: {self.read} tensors."
+        for name in self.missing:
+            yield f"{shown(name)}: it reads this tensor, which is missing"
+        for name in self.unexpected:
+            yield f"{shown(name)}: it has no place for this tensor"
+        if self.passed_over:
+            yield f"It passes {self.passed_over} tensors of the drafter over."
+        for name in self.extra:
+            yield f"{shown(name)} belongs to no parameter and was copied from the source"
+        for word, count in self.other_formats.items():
+            yield f"It does not load {word}, in which {count} linears stay."
+
+
+@dataclass(frozen=True)
+class ConversionProof:
+    """The result of a proof. `left_out`: source tensors that are left out, with the reason."""
+
+    to: str
+    tensors: tuple[TensorProof, ...]
+    copied: int
+    faults: tuple[str, ...]  # of the whole: tensors lost, or made by nobody
+    left_out: Mapping[str, str]
+    names: NameProof | None = None  # None: of a model whose loaders are not known
+
+    @property
+    def holds(self) -> bool:
+        """Whether the target is what the conversion promises."""
+        named = self.names is None or self.names.holds
+        return named and not self.faults and all(each.holds for each in self.tensors)
+
+    @property
+    def broken(self) -> tuple[TensorProof, ...]:
+        """The tensors that break the promise."""
+        return tuple(each for each in self.tensors if not each.holds)
+
+    @property
+    def exact(self) -> int:
+        """The number of converted tensors that kept every value."""
+        return sum(each.is_exact for each in self.tensors)
+
+    def lines(self) -> Iterator[str]:
+        """Yield one line for the whole, and some for each tensor that breaks the promise."""
+        verdict = "holds" if self.holds else "is broken"
+        yield (
+            f"The promise of {self.to} {verdict}: {len(self.tensors)} converted"
+            f" ({self.exact} exact), {self.copied} copied, {len(self.left_out)} left out."
+        )
+        yield from self.names.lines() if self.names else (UNKNOWN_NAMES,)
+        yield from self.faults
+        for each in self.broken:
+            yield f"{each.tensor}: {each.beyond} of {each.elements} beyond {each.bound}"
+            yield from (f"  {fault}" for fault in each.faults)
+            if each.worst:
+                where = ", ".join(map(str, each.worst.coordinate))
+                yield (
+                    f"  worst at [{where}]: {each.worst.output:g}, source {each.worst.source:g},"
+                    f" allowed {each.worst.bound:g}"
+                )
 
 
 class ConversionUnit(NamedTuple):

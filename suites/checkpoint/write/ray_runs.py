@@ -107,8 +107,7 @@ def refusal_of(work: Any) -> list[str]:
 
 def started(folder: Path) -> dict[str, Any]:
     """Do real jobs on a cluster of this machine, and compare every byte."""
-    from degarble.harness.checkpoint.transform.convert.job import job_for  # noqa: PLC0415  imports torch
-    from degarble.harness.checkpoint.transform.convert.prove import prove  # noqa: PLC0415
+    from degarble.harness.checkpoint.transform.convert.job import job_for, prove  # noqa: PLC0415  imports torch
     from degarble.suites.checkpoint.transform.quantise.test_job import SHARD, job_of, source_of  # noqa: PLC0415
 
     source = source_of(folder, "v4", "official")

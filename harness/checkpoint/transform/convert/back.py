@@ -14,7 +14,7 @@ from degarble.harness.base.errors import LayoutMismatch, UnreadableFile
 from degarble.harness.base.files import read_small_file
 from degarble.harness.checkpoint.read.types import LARGEST_INDEX, TensorEntry, shown
 from degarble.harness.checkpoint.transform.configs import recipe_of, stored_formats
-from degarble.harness.checkpoint.transform.convert.job import SOURCE, job_of
+from degarble.harness.checkpoint.transform.convert.job import SOURCE, job_of, prove
 from degarble.harness.checkpoint.transform.convert.vllm import FUSED, formats_in_vllm
 from degarble.harness.checkpoint.transform.convert.vllm_parameters import BACKENDS, BLOCK
 from degarble.harness.checkpoint.transform.pipeline import Transform
@@ -41,7 +41,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.checkpoint.transform.convert.job import ConversionJob
-    from degarble.harness.checkpoint.transform.units import Chunk, ConversionOptions
+    from degarble.harness.checkpoint.transform.units import (
+        Chunk,
+        ConversionOptions,
+        ConversionProof,
+    )
     from degarble.harness.checkpoint.view.view import LogicalNames
     from degarble.harness.checkpoint.write.manifest import Manifest
     from degarble.harness.checkpoint.write.workers import Workers
@@ -219,9 +223,19 @@ class InverseJob(Transform):
             )
         return found
 
+    def prove(
+        self,
+        target: Path,
+        *,
+        workers: Workers = 1,
+        progress: Callable[[int, str], None] | None = None,
+    ) -> ConversionProof:
+        """Prove the forward conversion with the restored checkpoint as its source."""
+        return prove(target, self.source, workers=workers, progress=progress)
+
 
 def convert_back(source: Path, target: Path, *, workers: Workers = 1) -> Manifest:
-    """Undo a conversion; prove it with `prove(target, source)`."""
+    """Undo a conversion."""
     if not (source / SOURCE).is_file():
         raise LayoutMismatch(
             shown(str(source)),

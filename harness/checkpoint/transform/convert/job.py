@@ -1,22 +1,24 @@
-"""Conversions: the registry, the job that plans and produces tensors, its configs and record."""
+"""Conversions: the registry, the job that plans, produces and proves, its configs and record."""
 
 from __future__ import annotations
 
 import json
+import secrets
 from collections import Counter
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from degarble.harness.base.errors import (
     InvalidArgument,
     LayoutMismatch,
+    Refused,
     UnknownName,
     UnreadableFile,
 )
 from degarble.harness.base.files import read_small_file
-from degarble.harness.checkpoint.read.types import LARGEST_CONFIG, shown
+from degarble.harness.checkpoint.read.types import LARGEST_CONFIG, StoredLayout, shown
 from degarble.harness.checkpoint.transform.configs import (
     CONVERSION,
     StoredFormat,
@@ -34,14 +36,21 @@ from degarble.harness.checkpoint.transform.convert.formats import (
 )
 from degarble.harness.checkpoint.transform.convert.vllm import to_fused_compressor, to_vllm
 from degarble.harness.checkpoint.transform.pipeline import Transform
-from degarble.harness.checkpoint.transform.units import Conversion, ConversionOptions, TargetNames
-from degarble.harness.checkpoint.view.consumers import consumer_of
+from degarble.harness.checkpoint.transform.units import (
+    Conversion,
+    ConversionOptions,
+    ConversionProof,
+    NameProof,
+    TargetNames,
+    TensorProof,
+)
+from degarble.harness.checkpoint.view.consumers import consumer_of, name_coverage
 from degarble.harness.checkpoint.view.quantisation_configs import (
     CONFIG,
     HF_QUANT_CONFIG,
     fused_in_vllm,
 )
-from degarble.harness.checkpoint.view.view import fingerprints
+from degarble.harness.checkpoint.view.view import Checkpoint, fingerprints
 from degarble.harness.checkpoint.write.plan import PlannedTensor
 from degarble.harness.checkpoint.write.workers import run_each
 from degarble.harness.checkpoint.write.writer import CompanionFiles
@@ -51,11 +60,11 @@ from degarble.harness.model.layouts import layout_named
 from degarble.harness.model.recipes import BF16, recipe_named
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from degarble.harness.checkpoint.transform.units import Chunk, ConversionUnit
-    from degarble.harness.checkpoint.view.view import Checkpoint, LogicalNames
+    from degarble.harness.checkpoint.view.view import LogicalNames
     from degarble.harness.checkpoint.write.manifest import Manifest, ShardRecord
     from degarble.harness.checkpoint.write.plan import ShardPlan
     from degarble.harness.checkpoint.write.workers import Workers
@@ -227,6 +236,16 @@ class ConversionJob(Transform):
         if self.conversion.returns:
             files[SOURCE] = _source(self.checkpoint)
         return CompanionFiles(files, {"conversion": self.to})
+
+    def prove(
+        self,
+        target: Path,
+        *,
+        workers: Workers = 1,
+        progress: Callable[[int, str], None] | None = None,
+    ) -> ConversionProof:
+        """Compare a finished target with the source; nothing that writing remembered is used."""
+        return prove(self.source, target, workers=workers, progress=progress)
 
     def require(self, workers: Workers = 1) -> None:
         """Raise for what some unit cannot make, before anything is written."""
@@ -420,3 +439,176 @@ def _source(checkpoint: Checkpoint) -> bytes:
 
 def _json(value: object) -> bytes:
     return (json.dumps(value, ensure_ascii=False, indent=2) + "\n").encode()
+
+
+# --------------------------------------------------------------------------------------------------
+# The proof of names: exactly those that the consumer reads.
+#
+# Correct values under wrong names are not loaded: transformers then leaves its own tensors random
+# and reports it in one log line among many. The expected names follow from the config and the
+# formats alone, never from the conversion's plan.
+
+
+def prove_names(job: ConversionJob, output: Checkpoint) -> NameProof | None:
+    """Compare the names of a target with those that its consumer reads."""
+    names = job.checkpoint.names
+    if names is None:
+        return None
+    formats = formats_after(job)
+    consumer = consumer_of(job.to, names.config.family)
+    packed = output.layout is StoredLayout.COMPRESSED_TENSORS
+    recipe = recipe_of(formats, names)
+    found = name_coverage(consumer, names.config, recipe, output.entries, packed=packed)
+    if found is None:
+        return None
+    taken = {names.module_of(each) for each in names.present.values()}
+    claimed = {entry.name for module in taken for entry in names.table.tensors(module)}
+    extra = {job.names.tensor(name) for name in job.copied if name not in claimed}
+    others: dict[str, int] = {}
+    for each in formats.values():
+        if each.weight not in consumer.formats:
+            others[each.weight] = others.get(each.weight, 0) + 1
+    return NameProof(
+        consumer.what,
+        len(output.entries) - len(found.unexpected) - found.passed_over,
+        found.missing,
+        tuple(name for name in found.unexpected if name not in extra),
+        found.passed_over,
+        tuple(name for name in found.unexpected if name in extra),
+        others,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# The proof of values.
+#
+# Each unit compares its output: exactly where nothing is lost, within one rounding to the format
+# elsewhere. Copied tensors are compared byte by byte. Separate faults are: a source tensor that
+# reached nothing, a target tensor that no unit planned, a dtype or shape other than planned, and
+# names that the consumer does not read. Nothing that the writing run remembered is
+# used. Parts may be proven by several processes or machines. The target needs its conversion.json.
+
+_COMPARED_BYTES = 16 << 20
+_LEAST_PART = 64 << 20  # bytes: below it, handing out costs more than it spreads
+_PROOF_PARTS = 256
+
+
+class ProofPart(NamedTuple):
+    """A range of units and a range of copied tensors that one worker proves at once."""
+
+    units: tuple[int, int]
+    copies: tuple[int, int]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The files that this process has opened for a proof."""
+
+    by_key: dict[str, tuple[ConversionJob, Checkpoint]] = field(default_factory=dict)
+
+
+_KEPT = _Kept()
+
+
+def prove(
+    source: Path,
+    target: Path,
+    *,
+    workers: Workers = 1,
+    progress: Callable[[int, str], None] | None = None,
+) -> ConversionProof:
+    """Compare a finished target with the source that it was converted from.
+
+    `progress` is called with the number of compared bytes of the target.
+    """
+    job = job_of(source, target)
+    with job.checkpoint, Checkpoint.open(target) as output:
+        faults = tuple(_unbalanced(job, output))
+        parts = parts_of(job)
+        # Workers keep files open between parts. The key separates this proof from an earlier one.
+        key = secrets.token_hex(8)
+        work = partial(_proven, key, source, target)
+        if isinstance(workers, int) and sum(part.nbytes for part in parts) < _LEAST_PART:
+            workers = 1  # another process takes longer to start than this takes
+        proofs: dict[ProofPart, list[TensorProof]] = {}
+        try:
+            for part, found in run_each(work, parts, workers, "proof of {0.units}".format):
+                proofs[part] = found
+                if progress:
+                    progress(part.nbytes, "compared")
+        finally:
+            _forget()
+        tensors = tuple(each for part in parts for each in proofs[part])
+        named = prove_names(job, output)
+        return ConversionProof(job.to, tensors, len(job.copied), faults, job.left_out, named)
+
+
+def parts_of(job: ConversionJob) -> list[ProofPart]:
+    """Cut the work into parts of about equal size, in the order of the source."""
+    sizes = [sum(tensor.nbytes for tensor in unit.tensors) for unit in job.units]
+    copies = [job.checkpoint.entry(name).nbytes for name in job.copied]
+    room = max(_LEAST_PART, (sum(sizes) + sum(copies)) // _PROOF_PARTS)
+    found = [ProofPart(cut, (0, 0), nbytes) for cut, nbytes in _cut(sizes, room)]
+    return found + [ProofPart((0, 0), cut, nbytes) for cut, nbytes in _cut(copies, room)]
+
+
+def _cut(sizes: Sequence[int], room: int) -> Iterator[tuple[tuple[int, int], int]]:
+    begin = filled = 0
+    for end, nbytes in enumerate(sizes, 1):
+        filled += nbytes
+        if filled >= room or end == len(sizes):
+            yield (begin, end), filled
+            begin, filled = end, 0
+
+
+def _proven(key: str, source: Path, target: Path, part: ProofPart) -> list[TensorProof]:
+    """Prove one part in any process; opened files are kept for the next part."""
+    if key not in _KEPT.by_key:
+        _forget()
+        _KEPT.by_key[key] = job_of(source, target), Checkpoint.open(target)
+    job, output = _KEPT.by_key[key]
+    found: list[TensorProof] = []
+    for unit in job.units[slice(*part.units)]:
+        try:
+            found.extend(unit.check(output))
+        except Refused as error:
+            text = f"cannot be read: {error}"
+            found.append(TensorProof(unit.key, unit.sources, 0, 0, 0, "", None, (text,)))
+    copied = (_copy(job, output, name) for name in job.copied[slice(*part.copies)])
+    return found + [each for each in copied if each]
+
+
+def _forget() -> None:
+    for job, output in _KEPT.by_key.values():
+        job.checkpoint.close()
+        output.close()
+    _KEPT.by_key.clear()
+
+
+def _unbalanced(job: ConversionJob, output: Checkpoint) -> Iterator[str]:
+    planned = {tensor.name: (tensor.dtype, tensor.shape) for tensor in job.planned()}
+    for name, (dtype, shape) in planned.items():
+        entry = output.entries.get(name)
+        if entry is None:
+            yield f"{name} is missing"
+        elif (entry.dtype, entry.shape) != (dtype, shape):
+            found = f"{entry.dtype} {list(entry.shape)}"
+            yield f"{name} is {found}, not {dtype} {list(shape)}"
+    for name in output.entries:
+        if name not in planned:
+            yield f"{name} belongs to no conversion"
+
+
+def _copy(job: ConversionJob, output: Checkpoint, source: str) -> TensorProof | None:
+    """Compare a copied tensor byte by byte; None where it is the same."""
+    entry, name = job.checkpoint.entry(source), job.names.tensor(source)
+    if name not in output.entries or output.entry(name).nbytes != entry.nbytes:
+        fault = ("not copied",)
+        return TensorProof(name, (source,), entry.nbytes, 0, 0, "equal bytes", None, fault)
+    chunks = (job.checkpoint.chunks(source, _COMPARED_BYTES), output.chunks(name, _COMPARED_BYTES))
+    wrong = sum(ours != theirs for ours, theirs in zip(*chunks, strict=True))
+    if not wrong:
+        return None
+    fault = (f"bytes differ from the source in {wrong} pieces of {_COMPARED_BYTES} bytes",)
+    return TensorProof(name, (source,), entry.nbytes, wrong, wrong, "equal bytes", None, fault)

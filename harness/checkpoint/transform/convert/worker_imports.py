@@ -10,7 +10,7 @@ import gc
 
 import torch
 
-from degarble.harness.checkpoint.transform.convert import prove
+from degarble.harness.checkpoint.transform.convert import job
 from degarble.harness.checkpoint.transform.nvfp4_scales import (
     Errors,
     ScaleRule,
@@ -22,7 +22,7 @@ from degarble.harness.checkpoint.transform.proof.bounds import NO_BOUND, PanelSc
 from degarble.harness.formats.fast.nvfp4 import largest_finite
 from degarble.harness.formats.number_formats import E4M3
 
-READY = (prove.__name__, compare.__name__)
+READY = (job.__name__, compare.__name__)
 
 
 def _load_loops() -> None:

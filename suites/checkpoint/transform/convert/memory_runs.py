@@ -10,8 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from degarble.harness.checkpoint.transform.convert.job import job_for
-from degarble.harness.checkpoint.transform.convert.prove import prove
+from degarble.harness.checkpoint.transform.convert.job import job_for, prove
 from degarble.harness.checkpoint.transform.quantise.calibration import Amax, Calibration
 from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, target_layout
 from degarble.harness.model.config.config import small_v4

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import LayoutMismatch, ShapeMismatch, UnknownName
-from degarble.harness.checkpoint.transform.convert.job import convert
-from degarble.harness.checkpoint.transform.convert.prove import prove
+from degarble.harness.checkpoint.transform.convert.job import convert, prove
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.formats.layouts import unpack_scales
 from degarble.suites.checkpoint.converting_cases import (

@@ -13,8 +13,7 @@ from degarble.harness.checkpoint.audit.rules import Level
 from degarble.harness.checkpoint.audit.structure.structure import audit_structure
 from degarble.harness.checkpoint.transform import recode
 from degarble.harness.checkpoint.transform import source as reading
-from degarble.harness.checkpoint.transform.convert.job import convert
-from degarble.harness.checkpoint.transform.convert.prove import prove
+from degarble.harness.checkpoint.transform.convert.job import convert, prove
 from degarble.harness.checkpoint.transform.quantise.job import (
     QuantiseJob,
     target_layout,

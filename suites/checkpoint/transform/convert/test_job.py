@@ -19,8 +19,7 @@ from degarble.harness.base.errors import (
 from degarble.harness.checkpoint.audit.rules import Level
 from degarble.harness.checkpoint.audit.structure.structure import audit_structure
 from degarble.harness.checkpoint.transform.convert.back import InverseJob, convert_back
-from degarble.harness.checkpoint.transform.convert.job import CONVERSIONS, convert, job_for
-from degarble.harness.checkpoint.transform.convert.prove import prove
+from degarble.harness.checkpoint.transform.convert.job import CONVERSIONS, convert, job_for, prove
 from degarble.harness.checkpoint.transform.convert.vllm_parameters import BACKENDS
 from degarble.harness.checkpoint.transform.quantise.job import QuantiseJob, weight_only
 from degarble.harness.checkpoint.view.view import Checkpoint

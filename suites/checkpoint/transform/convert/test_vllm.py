@@ -14,8 +14,7 @@ from degarble.harness.checkpoint.audit import value_rules as rules_numbers
 from degarble.harness.checkpoint.audit.numbers.numbers import audit_numbers
 from degarble.harness.checkpoint.audit.rules import Level
 from degarble.harness.checkpoint.transform.convert import vllm
-from degarble.harness.checkpoint.transform.convert.job import convert
-from degarble.harness.checkpoint.transform.convert.prove import prove
+from degarble.harness.checkpoint.transform.convert.job import convert, prove
 from degarble.harness.checkpoint.transform.convert.vllm_parameters import (
     BACKENDS,
     ExpertArrangement,

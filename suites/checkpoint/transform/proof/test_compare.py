@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.checkpoint.transform.convert.prove import parts_of, prove
+from degarble.harness.checkpoint.transform.convert.job import parts_of, prove
 from degarble.harness.checkpoint.transform.proof.bounds import (
     BFLOAT16_BOUND,
     FACTOR_BOUND,
@@ -141,7 +141,7 @@ def test_magnitudes_of_blocks_do_not_depend_on_the_cuts(seed: int) -> None:
 def test_several_workers_find_what_one_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from degarble.harness.checkpoint.transform.convert import prove as proving  # noqa: PLC0415
+    from degarble.harness.checkpoint.transform.convert import job as proving  # noqa: PLC0415
     from degarble.harness.checkpoint.transform.convert.job import job_of  # noqa: PLC0415
 
     assert converted("nvfp4-full", tmp_path / "new", "bf16").holds
