@@ -20,8 +20,8 @@ from degarble.harness.capture.capture import CaptureSettings, CaptureSummary, ca
 from degarble.harness.capture.engine.maps import (
     TERM,
     WHOLE,
+    CapturedRankShare,
     ComponentMap,
-    RankShare,
     TensorLocation,
     partial_share,
 )
@@ -166,7 +166,7 @@ def _locations(
     slots = cut.inputs if port is Port.IN else cut.outputs
     found = {}
     for name, each in kept.items():
-        share: RankShare = WHOLE
+        share: CapturedRankShare = WHOLE
         if name in _CARRIED and port in cut.terms:
             share = TERM
         elif name in _CARRIED and slots and len(each.shape) > 1:

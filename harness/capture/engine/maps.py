@@ -56,7 +56,7 @@ class ShareKind(StrEnum):
 
 
 @dataclass(frozen=True)
-class RankShare:
+class CapturedRankShare:
     """A rank's share of a tensor.
 
     `extents`: of PART, the whole extent of each slot along `dim`. Where an engine fused slots, a
@@ -75,12 +75,12 @@ class RankShare:
             )  # fmt: skip
 
 
-WHOLE, TERM = RankShare(), RankShare(ShareKind.TERM)
+WHOLE, TERM = CapturedRankShare(), CapturedRankShare(ShareKind.TERM)
 
 
-def partial_share(*extents: int, dim: int = -1) -> RankShare:
+def partial_share(*extents: int, dim: int = -1) -> CapturedRankShare:
     """Return a shard of one tensor, or of several consecutive slots."""
-    return RankShare(ShareKind.PART, extents, dim)
+    return CapturedRankShare(ShareKind.PART, extents, dim)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class TensorLocation:
     of: CallSide = CallSide.RESULT
     at: int | str = 0
     columns: tuple[int, int] | None = None
-    share: RankShare = WHOLE
+    share: CapturedRankShare = WHOLE
     rows: RowMeaning = RowMeaning.TOKENS
 
     def __post_init__(self) -> None:
@@ -116,13 +116,16 @@ class ComponentMap:
                 site_of(self.component, port, name)
 
 
-def argument_of(module: str, at: int | str = 0, share: RankShare = WHOLE) -> TensorLocation:
+def argument_of(module: str, at: int | str = 0, share: CapturedRankShare = WHOLE) -> TensorLocation:
     """An argument of a module's call."""
     return TensorLocation(module, CallSide.ARGUMENT, at, share=share)
 
 
 def result_of(
-    module: str, at: int = 0, share: RankShare = WHOLE, columns: tuple[int, int] | None = None
+    module: str,
+    at: int = 0,
+    share: CapturedRankShare = WHOLE,
+    columns: tuple[int, int] | None = None,
 ) -> TensorLocation:
     """A result of a module's call."""
     return TensorLocation(module, CallSide.RESULT, at, columns, share)
@@ -244,7 +247,9 @@ def _shared(ours: str, theirs: str, c: V4Config) -> Iterator[ComponentMap]:
     yield _linear(f"{ours}w2", down, half, TERM)
 
 
-def _linear(component: str, module: str, x: RankShare, out: RankShare) -> ComponentMap:
+def _linear(
+    component: str, module: str, x: CapturedRankShare, out: CapturedRankShare
+) -> ComponentMap:
     return ComponentMap(
         component, {"x": argument_of(module, share=x)}, {"out": result_of(module, share=out)}
     )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.capture.engine.maps import ComponentMap, RankShare, TensorLocation
+    from degarble.harness.capture.engine.maps import CapturedRankShare, ComponentMap, TensorLocation
     from degarble.harness.capture.files.records import CapturedCall, CapturedTensor
 
 APART = "ranks_apart"  # the fact that lists sites whose copies differ between ranks
@@ -107,7 +107,7 @@ class _Joiner:
         return PendingTensor(snapshot.payload, tuple(tensor.shape), here[0].rows)
 
 
-def joined(name: str, share: RankShare, tensors: Sequence[Tensor]) -> Tensor:
+def joined(name: str, share: CapturedRankShare, tensors: Sequence[Tensor]) -> Tensor:
     """The whole tensor, from what each rank has of it."""
     if share == WHOLE:
         return tensors[0]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.capture.engine.maps import RankShare
+    from degarble.harness.capture.engine.maps import CapturedRankShare
 
 
 class Engine(nn.Module):
@@ -219,7 +219,7 @@ def test_terms_are_summed_without_another_rounding() -> None:
     ],
 )
 def test_ranks_that_make_no_whole_are_refused(
-    share: RankShare, tensors: list[Tensor], told: str
+    share: CapturedRankShare, tensors: list[Tensor], told: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=told):
         joined("x", share, tensors)
