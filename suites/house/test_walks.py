@@ -7,7 +7,11 @@ import pytest
 from degarble.suites.house import walks
 from degarble.suites.house.walks import Record, Step, breaks, files_of, is_class
 
-WALKS = {"capture to page": walks.CAPTURE_TO_PAGE}
+WALKS = {
+    "capture to page": walks.CAPTURE_TO_PAGE,
+    "checkpoint to shard": walks.CHECKPOINT_TO_SHARD,
+    "call to launch": walks.CALL_TO_LAUNCH,
+}
 
 
 @pytest.mark.parametrize("name", WALKS)

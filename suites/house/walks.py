@@ -25,6 +25,7 @@ class Step(NamedTuple):
     file: str
     function: str  # or Class.method
     does: str
+    known_as: str = ""  # a caller's own name for it: a field that holds the function
 
 
 class Record(NamedTuple):
@@ -63,6 +64,39 @@ CAPTURE_TO_PAGE = (
     Step("reports/page_html.py", "page_html", "renders the page"),
     Step("reports/blocks_html.py", "block_element", "renders a block"),
     Step("reports/maps_html.py", "judged_map_element", "renders the map of layers by components"),
+)
+
+_TRANSFORM = "harness/checkpoint/transform/"
+_WRITE = "harness/checkpoint/write/"
+
+CHECKPOINT_TO_SHARD = (
+    Step("harness/cli/commands/checkpoints.py", "quantise", "reads the options"),
+    Step("harness/commands/transform.py", "job_from", "reads config, recipe and calibration"),
+    Step(f"{_TRANSFORM}source.py", "require_model", "recognises the source"),
+    Step("harness/commands/transform.py", "quantise", "plans, runs, summarises"),
+    Step(f"{_TRANSFORM}pipeline.py", "Transform.plan", "lists the tensors of the target"),
+    Step(f"{_WRITE}plan.py", "WritePlan.of", "divides them into shards"),
+    Step(f"{_TRANSFORM}pipeline.py", "Transform.run", "writes the target, or resumes"),
+    Step(f"{_WRITE}writer.py", "make_shards", "makes shards that are missing"),
+    Step(f"{_WRITE}workers.py", "run_each", "spreads them over processes"),
+    Step(f"{_TRANSFORM}pipeline.py", "_make_shard", "keeps the source open in a process"),
+    Step(f"{_TRANSFORM}quantise/job.py", "QuantiseJob.make_shard", "quantises its tensors"),
+    Step(f"{_WRITE}writer.py", "write_shard", "writes a shard and its hash"),
+    Step(f"{_WRITE}disk.py", "Partial.commit", "shows the whole file or nothing"),
+    Step(f"{_WRITE}writer.py", "finish", "writes index, configs, manifest"),
+)
+
+CALL_TO_LAUNCH = (
+    Step("kernels/rows/simt_rmsnorm.py", "rmsnorm", "names the operands of a call"),
+    Step("kernels/runtime/kernel.py", "Kernel.run", "checks, allocates, chooses a form"),
+    Step("kernels/runtime/operands.py", "require_tensor", "refuses what would be misread"),
+    Step("kernels/rows/problem.py", "choose_norm_form", "chooses by problem", "choose_form"),
+    Step("kernels/runtime/kernel.py", "Kernel.compile_form", "compiles a form once"),
+    Step("kernels/runtime/compiling.py", "compile_kernel", "compiles, or reads the cache"),
+    Step("kernels/runtime/kernel.py", "Kernel.launch", "makes pointers and numbers"),
+    Step("kernels/runtime/operands.py", "pointer", "gives an address to the DSL"),
+    Step("kernels/rows/simt_rmsnorm.py", "launch_rmsnorm", "sets grid and block", "compiled"),
+    Step("kernels/rows/simt_rmsnorm.py", "rmsnorm_kernel", "runs on the device"),
 )
 
 # The difference of one output in units of its budget; what holds many of them is not listed.
@@ -131,7 +165,7 @@ def _calls(caller: Step, step: Step) -> bool:
             continue
         read.add(id(node))
         names = _names(node)
-        if _called(step.function) in names:
+        if (step.known_as or _called(step.function)) in names:
             return True
         waiting += [each for name in names for each in near.get(name, ())]
     return False

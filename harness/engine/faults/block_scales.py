@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from degarble.harness.base.protocols import ComponentCall
     from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
     from degarble.harness.engine.faults.operand_faults import Making
-    from degarble.harness.engine.faults.weight_faults import Change, FaultyStorage, Needs
+    from degarble.harness.engine.faults.weight_faults import Change, Needs, WeightStorage
     from degarble.harness.formats.number_formats import BlockFormat
     from degarble.harness.formats.quantise import QuantisedTensor
 
@@ -594,7 +594,7 @@ def _takes_slots(scene: ComponentContext) -> bool:
     return any(each.name == "experts" for each in scene.component.inputs)
 
 
-def _routed(kept: FaultyStorage) -> bool:
+def _routed(kept: WeightStorage) -> bool:
     return has_codes(kept) and kept.routed
 
 
@@ -699,7 +699,7 @@ def _in_e4m3(tensor: QuantisedTensor, scales: Tensor) -> Tensor | None:
     return decode_array(encode_array(scales, E4M3), E4M3)
 
 
-def _has_other_scales(kept: FaultyStorage) -> bool:
+def _has_other_scales(kept: WeightStorage) -> bool:
     return kept.form is not None and kept.form.scale != E4M3
 
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from degarble.harness.engine.faults.model_faults import ComponentContext, ModelFault
     from degarble.harness.engine.faults.operand_faults import Making
     from degarble.harness.engine.faults.tensor_faults import DifferingPart
-    from degarble.harness.engine.faults.weight_faults import Change, FaultyStorage, Needs
+    from degarble.harness.engine.faults.weight_faults import Change, Needs, WeightStorage
     from degarble.harness.formats.quantise import QuantisedTensor
 
 
@@ -104,7 +104,7 @@ def _vector_as_bf16(_scene: ComponentContext, _name: str, weight: Weight) -> Wei
     return Weight(value=value.to(weight.value.dtype))
 
 
-def _is_float_vector(kept: FaultyStorage) -> bool:
+def _is_float_vector(kept: WeightStorage) -> bool:
     return kept.form is None and kept.stored is Dtype.F32 and len(kept.shape) == 1
 
 
@@ -204,7 +204,7 @@ def _of_e4m3(change: Callable[[Tensor], Tensor]) -> Change:
     return changed
 
 
-def _has_e4m3(kept: FaultyStorage) -> bool:
+def _has_e4m3(kept: WeightStorage) -> bool:
     return (
         has_codes(kept) and kept.form is not None and E4M3 in (kept.form.element, kept.form.scale)
     )

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from degarble.harness.base.protocols import ComponentCall
     from degarble.harness.engine.faults.model_faults import ComponentContext
     from degarble.harness.engine.faults.tensor_faults import DifferingPart
-    from degarble.harness.engine.faults.weight_faults import Change, FaultyStorage
+    from degarble.harness.engine.faults.weight_faults import Change, WeightStorage
     from degarble.harness.formats.layouts import ScaleLayout
     from degarble.harness.formats.quantise import QuantisedTensor
 
@@ -474,7 +474,7 @@ def _scales_swapped(scene: ComponentContext, name: str, weight: Weight) -> Weigh
     return replace(weight, block_scale=partner.block_scale, _decoded={})
 
 
-def _has_scales(kept: FaultyStorage) -> bool:
+def _has_scales(kept: WeightStorage) -> bool:
     return is_gate_or_up(kept) and has_codes(kept)
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
-    from degarble.harness.engine.faults.weight_faults import Change, FaultyStorage, Needs
+    from degarble.harness.engine.faults.weight_faults import Change, Needs, WeightStorage
     from degarble.harness.formats.number_formats import BlockFormat
     from degarble.harness.formats.quantise import QuantisedTensor
 
@@ -185,7 +185,7 @@ def _mostly(marked: Tensor) -> bool:
     return bool(marked.numel()) and float(marked.double().mean()) > 0.5
 
 
-def _is_fused(kept: FaultyStorage) -> bool:
+def _is_fused(kept: WeightStorage) -> bool:
     return kept.linear and kept.role.rpartition(".")[2] in {"w13", "proj"}
 
 
@@ -254,7 +254,7 @@ def _half(value: Tensor, *, second: bool) -> Tensor:
     return made
 
 
-def _is_vector(kept: FaultyStorage) -> bool:
+def _is_vector(kept: WeightStorage) -> bool:
     return is_number(kept) and not kept.linear
 
 
@@ -469,15 +469,15 @@ def _from_partner(scene: ComponentContext, name: str, weight: Weight) -> Weight 
     return _taken(weight, scene.weights[other]) if other != name else None
 
 
-def _in_indexer(kept: FaultyStorage) -> bool:
+def _in_indexer(kept: WeightStorage) -> bool:
     return ".indexer.compressor" in kept.role
 
 
-def _in_layer(kept: FaultyStorage) -> bool:
+def _in_layer(kept: WeightStorage) -> bool:
     return is_number(kept) and kept.role not in {"embed", "head", "norm", "hc_head"}
 
 
-def _has_partner(kept: FaultyStorage) -> bool:
+def _has_partner(kept: WeightStorage) -> bool:
     return kept.linear and kept.role.rpartition(".")[2] in {"w13", "proj"}
 
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from degarble.harness.base.protocols import ComponentCall
     from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
     from degarble.harness.engine.faults.tensor_faults import DifferingPart, Match
-    from degarble.harness.engine.faults.weight_faults import Change, FaultyStorage
+    from degarble.harness.engine.faults.weight_faults import Change, WeightStorage
     from degarble.harness.formats.quantise import QuantisedTensor
 
     Keep = Callable[[Tensor], Tensor]
@@ -419,12 +419,12 @@ _KEPT: tuple[tuple[str, str, Keep], ...] = (
 )
 
 
-def _of_parts(kept: FaultyStorage) -> bool:
+def _of_parts(kept: WeightStorage) -> bool:
     fused = kept.name in _PARTNERS or kept.role.rpartition(".")[2] in {"w13", "proj"}
     return has_tensor_scale(kept) and fused
 
 
-def _of_experts(kept: FaultyStorage) -> bool:
+def _of_experts(kept: WeightStorage) -> bool:
     return has_tensor_scale(kept) and kept.routed
 
 

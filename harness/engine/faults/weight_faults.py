@@ -254,7 +254,7 @@ class FaultTexts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FaultyStorage:
+class WeightStorage:
     """How the recipe stores one weight of a component; `form` is None for plain numbers."""
 
     form: BlockFormat | None
@@ -270,63 +270,63 @@ class FaultyStorage:
         return expert_of(self.name) >= 0
 
 
-def has_tensor_scale(kept: FaultyStorage) -> bool:
+def has_tensor_scale(kept: WeightStorage) -> bool:
     """Accept formats with a tensor scale: NVFP4."""
     return kept.form is not None and kept.form.tensor_scale
 
 
-def is_packed(kept: FaultyStorage) -> bool:
+def is_packed(kept: WeightStorage) -> bool:
     """Accept formats with two codes a byte."""
     return kept.form is not None and kept.form.packed
 
 
-def has_scale_bytes(kept: FaultyStorage) -> bool:
+def has_scale_bytes(kept: WeightStorage) -> bool:
     """Accept block scales of one byte each."""
     return kept.form is not None and kept.form.scale.bits == 8
 
 
-def has_float_scales(kept: FaultyStorage) -> bool:
+def has_float_scales(kept: WeightStorage) -> bool:
     """Accept block scales in float32."""
     return kept.form is not None and kept.form.scale.bits == 32
 
 
-def has_codes(kept: FaultyStorage) -> bool:
+def has_codes(kept: WeightStorage) -> bool:
     """Accept any quantised weight."""
     return kept.form is not None
 
 
-def is_plain_matrix(kept: FaultyStorage) -> bool:
+def is_plain_matrix(kept: WeightStorage) -> bool:
     """Accept a matrix that the recipe does not quantise."""
     return kept.form is None and kept.linear
 
 
-def is_matrix(kept: FaultyStorage) -> bool:
+def is_matrix(kept: WeightStorage) -> bool:
     """Accept any matrix that multiplies inputs."""
     return kept.linear
 
 
-def is_number(kept: FaultyStorage) -> bool:
+def is_number(kept: WeightStorage) -> bool:
     """Accept everything except a table of integers."""
     return kept.stored is not Dtype.I64
 
 
-def is_gate_or_up(kept: FaultyStorage) -> bool:
+def is_gate_or_up(kept: WeightStorage) -> bool:
     """Accept one half of w13."""
     return kept.linear and kept.name.rpartition(".")[2] in {"w1", "w3"}
 
 
-def is_routed(kept: FaultyStorage) -> bool:
+def is_routed(kept: WeightStorage) -> bool:
     """Accept a matrix of one of several experts."""
     return kept.linear and kept.routed
 
 
-def kept(scene: ComponentContext) -> Iterator[FaultyStorage]:
+def kept(scene: ComponentContext) -> Iterator[WeightStorage]:
     """Yield how each weight is stored, without reading any."""
     for name in matrices(scene):
         parameter = parameter_named(scene.bound.config, full_name(scene, name))
         form = BLOCK_FORMATS.get(scene.recipe.format_of(parameter).weight)
         linear = parameter.kind is Kind.LINEAR
-        yield FaultyStorage(form, linear, parameter.row.dtype, parameter.shape, scene.role, name)
+        yield WeightStorage(form, linear, parameter.row.dtype, parameter.shape, scene.role, name)
 
 
 def weight_fault(

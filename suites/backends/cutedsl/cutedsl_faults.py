@@ -174,8 +174,8 @@ def planted(fault: Fault) -> Iterator[None]:
                 fresh = _uncached(getattr(kernel, name).__wrapped__, tracing)
                 stack.enter_context(mock.patch.object(kernel, name, fresh))
         if hasattr(kernel, "KERNEL"):
-            fresh = {"compile_form": kernel.compile_form}
-            stack.enter_context(mock.patch.dict(vars(kernel.KERNEL), fresh))
+            described = {"compile_form": kernel.compile_form}
+            stack.enter_context(mock.patch.dict(vars(kernel.KERNEL), described))
         if hasattr(kernel, "ENTRY"):  # a plain GEMM's holds what compiles its forms
             entry = kernel.ENTRY._replace(compiled=kernel.compile_form)
             stack.enter_context(mock.patch.object(kernel, "ENTRY", entry))

@@ -712,9 +712,6 @@ def test_alike_writes_are_the_single_ones(
 # --------------------------------------------------------------------------------------------------
 # What a loader proof answers when it is asked: of a tensor, a parameter, a list, one rank.
 
-if TYPE_CHECKING:
-    Write = Callable[[Config, str], Path]
-
 
 @pytest.fixture(scope="module")
 def loader_queries_written(tmp_path_factory: pytest.TempPathFactory) -> Write:

@@ -457,9 +457,6 @@ def test_drafters_are_numbered_after_the_decoder(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------
 # Scalar scales: shared by partners, in modules of their own and in stacks; no factor inside.
 
-if TYPE_CHECKING:
-    Tensors = dict[str, Tensor]
-
 
 @pytest.mark.parametrize(
     ("name", "rule", "level"),
