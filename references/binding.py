@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from degarble.references.numerics import Numerics
 
 _ACT_QUANT = ".act_quant"
-_SCORINGS = {V4Config.family: "sqrtsoftplus", V32Config.family: "sigmoid"}  # routing.py has these
+_SCORINGS = {V4Config.family: "sqrtsoftplus", V32Config.family: "sigmoid"}  # as components/ compute
 
 
 class Observer(Protocol):

@@ -3,7 +3,7 @@
 It differs from V4 in order: the assistant's mark belongs to the question, tool results follow the
 calls in a block of their own, and a turn that thinks must contain reasoning or a call. Messages are
 mappings as in OpenAI's API, with `reasoning_content`, `tools`, `response_format` and `prefix`.
-Sentences come from prompt_templates.py, marks from special_tokens.py.
+Sentences come from conversation.py, marks from special_tokens.py.
 
 Source: facts of encoding_dsv32, section 24.
 """

@@ -3,7 +3,7 @@
 Tool results move into user messages, reasoning of earlier turns is dropped unless there are tools,
 and each turn of the assistant ends with EOS. Messages are mappings as in OpenAI's API, with the
 additions of the official encoder: `reasoning_content`, `tools`, `response_format`, `task`,
-`wo_eos`. Sentences come from prompt_templates.py, marks from special_tokens.py.
+`wo_eos`. Sentences come from conversation.py, marks from special_tokens.py.
 
 Source: facts of encoding_dsv4, section 12.2.
 """

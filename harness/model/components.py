@@ -244,7 +244,7 @@ OUTSIDE = ("tokens", "positions", "offsets", "state")
 class Input:
     """One input of a component: the sites that produce it, and how.
 
-    `via` is empty where the input equals its one source; otherwise a word of wiring.py, or of
+    `via` is empty where the input equals its one source; else a word of the wiring table, or of
     OUTSIDE where no component produces it.
     """
 

@@ -201,7 +201,7 @@ class CauseAnswer(StrEnum):
     """How the engine's cause compares with the true one."""
 
     FIRST = "named first"
-    SAME = "same data effect"  # another fault of its class is first, see alike.py
+    SAME = "same data effect"  # another fault of its class is first
     BESIDE = "named beside the first"  # reported as explaining equally well, but of another class
     WRONG = "wrong"
     UNKNOWN = "no known fault"

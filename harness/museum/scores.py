@@ -5,7 +5,7 @@ named. A plant below one budget has no effect and is not counted, unless another
 for it. What the engine cannot judge for want of a budget counts as missed, never as without effect.
 Intervals are Wilson's.
 
-Causes are scored by classes of the same effect on the data (alike.py), and also strictly, by the
+Causes are scored by classes of the same effect on the data (plants.py), and also strictly, by the
 fault's own name alone; strict shares have no target, since no engine can distinguish the members of
 a class.
 """

@@ -98,7 +98,7 @@ class RequestStream:
             await self._watch
 
     async def pieces(self) -> AsyncIterator[TextPiece | NoResultYet]:
-        """Yield pieces until all sequences have ended, and QUIET where none came for a while."""
+        """Yield pieces until all sequences ended; NO_RESULT_YET where none came for a while."""
         while self._open:
             timer = self._loop.call_later(
                 self._bounds.quiet_seconds, self._queue.put_nowait, NO_RESULT_YET

@@ -199,9 +199,9 @@ def issue(feeding: BlockFeed, box: tuple[Any, ...], stage: Any, barrier: Any) ->
 #   2. the storing warp waits until at most one of its TMA stores still reads a buffer;
 #   3. named barrier of the group; registers to a swizzled buffer; fence to the async proxy;
 #   4. named barrier of the group; the storing warp (warp 0 of the group) issues the TMA store.
-# A group has PIECES_AT_ONCE = 2
-# buffers and its own named barrier, so groups do not wait for each other, and stores overlap with
-# the loads of the next tile. TMA omits what lies outside D: there is no predicate for tails.
+# A group has PIECES_AT_ONCE = 2 buffers and its own named barrier, so groups do not wait for each
+# other, and stores overlap with the loads of the next tile. TMA omits what lies outside D: there is
+# no predicate for tails.
 #
 # Use: `store_of` in the jitted launch makes the TMA atom of D; `EpilogueBuffers` holds a group's
 # barrier, buffers and register layout (a tiled copy: `wgmma_copy` on sm_90a, a copy by rows

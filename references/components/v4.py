@@ -2,8 +2,8 @@
 
 Legend: T tokens, B sequences, D hidden, S streams, H heads, L latent width, N indexer heads,
 I indexer width, K experts a token, W entries, R rows of a sequence.
-The tables at the end map the component names of harness.model to functions. model/v4.py is composed
-of exactly these, so replaying one component and running the model execute the same code.
+The tables at the end map the component names of harness.model to functions. references/model.py is
+composed of exactly these, so replaying one component and running the model execute the same code.
 """
 
 from __future__ import annotations

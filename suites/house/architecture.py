@@ -75,6 +75,12 @@ stroke:#8ea3bd}.edge{stroke:#5d7189}.name{fill:#e6edf5}.note{fill:#b3c1d1}.floor
 """
 
 
+_ARROW = (
+    '<defs><marker id="arrow" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" '
+    'orient="auto"><path d="M0 0L8 4L0 8z" fill="#8497b0"/></marker></defs>'
+)
+
+
 @dataclass(frozen=True)
 class Box:
     """A room in the drawing: its left upper corner."""
@@ -136,14 +142,14 @@ def draw() -> str:
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img"',
         ' aria-label="Floors and rooms of degarble; lines are imports and go down">',
-        f"<style>{_STYLE}</style>",
+        f"<style>{_STYLE}</style>{_ARROW}",
         f'<rect class="back" width="{width}" height="{height}"/>',
         f'<text class="note" x="{_LEFT}" y="26">A line is an import. Imports go down, or sideways',
         "within a floor; imports that follow from others are not drawn.</text>",
     ]
     for floor, words in enumerate(FLOORS):
         y = _TOP + (len(FLOORS) - 1 - floor) * _LANE
-        lane = f'x="8" y="{y}" width="{width}" height="{_LANE - 14}" rx="6"'
+        lane = f'x="8" y="{y}" width="{float(width) - 16:g}" height="{_LANE - 14}" rx="6"'
         out += [
             f'<rect class="lane" {lane}/>',
             f'<text class="floor" x="{_LEFT}" y="{y + 20}">F{floor} {words}</text>',
@@ -176,7 +182,7 @@ def _line(upper: Box, lower: Box) -> str:
         top, bottom = upper.y + _HEIGHT, lower.y
         half = (top + bottom) / 2
         path = f"M{start:g} {top:g}C{start:g} {half:g} {end:g} {half:g} {end:g} {bottom:g}"
-    return f'<path class="edge" d="{path}"/>'
+    return f'<path class="edge" d="{path}" marker-end="url(#arrow)"/>'
 
 
 def table(walk: tuple[walks.Step, ...]) -> str:

@@ -1,1 +1,1 @@
-"""Known faults, one file a family: how to plant each and how to recognise it."""
+"""Known faults, a module a kind: how to plant each and how to recognise it."""

@@ -160,7 +160,7 @@ def replaced(
 # Choose which weights and rows of a component to damage, or to suspect.
 #
 # A WeightRegion is a set of weight names, perhaps with a run of rows. `plantable` lists regions for
-# planting, mild ones included; `suggested` lists spots by where outputs differ, for naming. A
+# planting, mild ones included; `suggested` lists regions by where outputs differ, for naming. A
 # suggestion only saves trials: the budget decides over all rows, so a wrong one is never named.
 #
 # Shape letters: T tokens or slots, N outputs.
@@ -168,7 +168,7 @@ def replaced(
 _EXPERTS = ".experts."
 _INSIDE = frozenset({"attn.attend"})  # whose matrices' rows are no columns of the output
 _FEW = 4  # weights that are tried one by one
-_MANY = 4  # of a weight's columns one must differ for so many of the weight with most
+_STRONG = 16  # of a weight's columns one must differ for so many of the weight with most
 _RUN = 8  # rows of a block begin and end at multiples of this
 _SHARE = 2.0**-8  # of a column's length: BF16 results that fell on neighbours stay below
 _STEP = 1.25 * 2.0**-7  # of an element: more than one spacing of BF16
@@ -312,7 +312,7 @@ def _suggest(scene: ComponentContext, sight: CallRecord) -> tuple[WeightRegion, 
     if chosen != names:
         spots.append(WeightRegion(chosen, named_in(scene, chosen)))
     # A few columns of a healthy weight may fall on neighbours: those with most are tried alone.
-    strong = tuple(name for name in chosen if counts[name] * _MANY >= max(counts.values()))
+    strong = tuple(name for name in chosen if counts[name] * _STRONG >= max(counts.values()))
     if strong != chosen:
         spots.append(WeightRegion(strong, named_in(scene, strong)))
     begin = min(run[0] for run in concerned.values())

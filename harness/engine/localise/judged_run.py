@@ -72,7 +72,6 @@ if TYPE_CHECKING:
 
 if TYPE_CHECKING:
     Tensors = Mapping[str, Tensor]
-    Look = Callable[[Replay, Mapping[str, OutputResult]], None]  # tensors still in memory
     Looked = Callable[[Replay, Mapping[str, OutputResult]], None]  # tensors still in memory
 
 _MAKERS = 4  # quantisations whose inputs are kept
