@@ -237,7 +237,7 @@ def test_an_internal_error_is_reported_as_ours_without_a_traceback(
     assert "\x1b" not in result.err
     lines = dict(line.strip().split(maxsplit=1) for line in result.err.splitlines()[1:])
     assert lines["what"] == "ZeroDivisionError: one over?[2J zero"
-    assert "test_crash.py:" in lines["where"]
+    assert "test_terminal.py:" in lines["where"]
     assert lines["command"] == "degarble demo --out 'a b'"
     assert lines["version"].startswith("degarble ")
     assert "DEGARBLE_TRACEBACK=1" in lines["remedy"]

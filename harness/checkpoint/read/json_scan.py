@@ -139,4 +139,11 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(message)
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
+def _number(text: str) -> int | float:
+    """Return a number; minus zero is a float, as the safetensors package reads it and refuses."""
+    return -0.0 if text == "-0" else int(text)
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_number
+)

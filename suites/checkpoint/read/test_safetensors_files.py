@@ -280,6 +280,8 @@ def test_no_tensor_at_all(path: Path) -> None:
         (b"[]", b"", "an object that begins at once"),
         (b"", b"", "an object that begins at once"),
         (b'{"a":{"dtype":"U8","shape":[01],"data_offsets":[0,1]}}', bytes(1), "one JSON value"),
+        (b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[-0,1]}}', bytes(1), "two offsets"),
+        (b'{"a":{"dtype":"U8","shape":[-0],"data_offsets":[0,0]}}', b"", "not negative"),
     ],
 )
 def test_refuses_headers(path: Path, header: Any, data: bytes, says: str) -> None:
