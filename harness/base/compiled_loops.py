@@ -65,13 +65,18 @@ def _cached_in(folder: Path, function: Callable[..., Any], options: dict[str, An
 
 
 def _source_digest(function: Callable[..., Any]) -> str:
-    """Return a short digest of the text of a loop's module.
+    """Return a short digest of the text of a loop's module, and of the numbers that it imports.
 
     Trap: numba unpickles the index of a cache before it compares the source's stamp. An index that
     names a class which has been renamed since would end the process, so every text of a module
-    has a folder of its own.
+    has a folder of its own. Numbers of other modules are compiled in, and numba's stamp does not
+    cover them.
     """
-    return hashlib.sha256(Path(function.__code__.co_filename).read_bytes()).hexdigest()[:16]
+    digest = hashlib.sha256(Path(function.__code__.co_filename).read_bytes())
+    known = function.__globals__
+    numbers = sorted((name, known[name]) for name in known if isinstance(known[name], int | float))
+    digest.update(repr(numbers).encode())
+    return digest.hexdigest()[:16]
 
 
 @cache

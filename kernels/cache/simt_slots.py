@@ -157,3 +157,8 @@ def slots(
     """Return the slots of every token, on the GPU that holds the table."""
     made = KERNEL.run(problem, settings, **told._asdict(), **KERNEL.outputs(out))
     return SlotLists(**made)
+
+
+def empty_slots(problem: SlotsProblem, device: torch.device) -> SlotLists:
+    """Allocate what a launch writes; every byte of it is written."""
+    return SlotLists(**KERNEL.allocate(problem, device))
