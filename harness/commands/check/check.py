@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from degarble.harness.capture.capture import Watch
     from degarble.harness.engine.diagnose.diagnose import Diagnosed
     from degarble.harness.engine.localise.discrepancy import Discrepancy
-    from degarble.harness.engine.localise.judged_run import Look
+    from degarble.harness.engine.localise.judged_run import Looked
     from degarble.harness.engine.localise.recorded_run import RecordedRun
     from degarble.harness.model.config.config import Config
     from degarble.harness.model.recipes import Recipe
@@ -271,7 +271,7 @@ class CheckRun:
 
     def judge(
         self,
-        look: Look | None = None,
+        look: Looked | None = None,
         told: Callable[[str], None] = lambda _step: None,
         cases: Path | None = None,
     ) -> CheckResult:
