@@ -72,11 +72,17 @@ def _source_digest(function: Callable[..., Any]) -> str:
     has a folder of its own. Numbers of other modules are compiled in, and numba's stamp does not
     cover them.
     """
-    digest = hashlib.sha256(Path(function.__code__.co_filename).read_bytes())
+    digest = hashlib.sha256(_text_of(function.__code__.co_filename))
     known = function.__globals__
     numbers = sorted((name, known[name]) for name in known if isinstance(known[name], int | float))
     digest.update(repr(numbers).encode())
     return digest.hexdigest()[:16]
+
+
+@cache
+def _text_of(path: str) -> bytes:
+    """Return a module's text, read once for all its loops."""
+    return Path(path).read_bytes()
 
 
 @cache

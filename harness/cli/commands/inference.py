@@ -35,6 +35,16 @@ EFFORTS = ("low", "high", "max")
 _EMPTY: dict[str, Any] = {"verdict": None, "origins": [], "cosines": []}
 
 
+Numerics = Annotated[
+    str | None,
+    typer.Option(
+        metavar="|".join(ARITHMETICS),
+        help="Arithmetic of the reference.",
+        show_default="twin where activations are quantised, else bf16",
+    ),
+]
+
+
 @dataclass(frozen=True)
 class GenerateOptions:
     """Options of `degarble generate`."""
@@ -84,14 +94,7 @@ class GenerateOptions:
         str | None,
         typer.Option(metavar="|".join(EFFORTS), help="How much effort V4 spends on thinking."),
     ] = None
-    numerics: Annotated[
-        str | None,
-        typer.Option(
-            metavar="|".join(ARITHMETICS),
-            help="Arithmetic of the reference.",
-            show_default="twin where activations are quantised, else bf16",
-        ),
-    ] = None
+    numerics: Numerics = None
 
 
 def add_generate(app: typer.Typer) -> None:
@@ -334,14 +337,7 @@ class ServeOptions:
             metavar="DIR", help="Let requests to /capture write captures of others into DIR."
         ),
     ] = None
-    numerics: Annotated[
-        str | None,
-        typer.Option(
-            metavar="|".join(ARITHMETICS),
-            help="Arithmetic of the reference.",
-            show_default="twin where activations are quantised, else bf16",
-        ),
-    ] = None
+    numerics: Numerics = None
 
 
 def add_serve(app: typer.Typer) -> None:
