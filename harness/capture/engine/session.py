@@ -211,7 +211,7 @@ class Taps:
         """Run our own work: whatever it meets, the engine goes on."""
         try:
             work()
-        except Exception as error:  # noqa: BLE001  it is told when the capture ends
+        except Exception as error:  # noqa: BLE001  reported when the capture ends
             self.error, self._chosen, self._found = error, None, {}
 
 
