@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -19,12 +19,15 @@ from unittest import mock
 import torch
 
 from degarble.harness.base.errors import DegarbleError
+from degarble.kernels.attention.problem import EXPERIMENT, AttentionProblem, KeyList, QueryProblem
 from degarble.kernels.cache.problem import (
     PagedPoolProblem,
     PoolProblem,
     SlotsProblem,
     StatePages,
 )
+from degarble.kernels.gemm import contract
+from degarble.kernels.indexer.problem import KeyPages, OperandProblem, ScoresProblem, TopkProblem
 from degarble.kernels.primitives.kv_problem import Pages, ReadProblem, WriteProblem
 from degarble.kernels.primitives.quantise_problem import Fp8Problem, QuantiseProblem
 from degarble.kernels.rows.mhc_problem import MixProblem, ProjectProblem
@@ -51,6 +54,12 @@ if TYPE_CHECKING:
 KEPT = Path(__file__).with_name("arguments.json")
 SETTINGS = CompileSettings()
 PROCESSORS = 132
+_ATTENTION = ("sm90_sparse_attention", "simt_attention_merge", "simt_kv_write", "simt_kv_read")
+LAUNCHED_BY = {
+    "sm90_sparse_attention": _ATTENTION,
+    "sm100_sparse_attention": _ATTENTION,
+    "sm100_indexer_scores": ("sm90_indexer_scores",),
+}
 _MODULES = re.compile(r"(?:degarble\.[\w.]+ )|(?:<class 'cutlass[\w.]*\.(?=\w+'>))|'>(?=, <Addr)")
 BF16, FP32, INT32, INT64, BYTES, FP8 = (
     torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.uint8, torch.float8_e4m3fn,
@@ -349,12 +358,143 @@ def _paged_pool(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
     return m.paged_pool(operands, t["states"], p, SETTINGS, out=out)
 
 
+def _attention_cases() -> Iterator[LaunchCase]:
+    near, far = KeyList(128, Pages("fp8", 64, 3)), KeyList(1024, Pages("fp8", 2, 5))
+    latent = KeyList(2048, Pages("fp8-v32", 64, 3, width=576))
+    nvfp4 = KeyList(70, Pages("nvfp4-v41", 64, 2))
+    split = AttentionProblem(3, 64, near, far, splits=9)
+    v32 = AttentionProblem(2, 128, latent, mode="decode", scale=0.1)
+    for name, target in (
+        ("sm90_sparse_attention", "sm_90a"),
+        ("sm100_sparse_attention", "sm_100a"),
+    ):
+        for problem in (
+            AttentionProblem(3, 8, KeyList(5, Pages("bf16", 64, 2))),
+            AttentionProblem(3, 64, near, far, mode="decode", lengths=True),
+            split, replace(split, splits=12, lengths=True), v32, replace(v32, splits=11),
+            AttentionProblem(2, 8, nvfp4, products=EXPERIMENT),
+        ):  # fmt: skip
+            yield LaunchCase(name, problem, _attention_operands(problem), target)
+        out = {
+            "out": Given(BF16, (3, 64, 512)), "lse": Given(FP32, (3, 64)),
+            "sums": Given(FP32, (3, 9, 64, 512)), "stats": Given(FP32, (3, 9, 64, 2)),
+        }  # fmt: skip
+        yield LaunchCase(name, split, _attention_operands(split) | out, target)
+
+
+def _attention_operands(p: AttentionProblem) -> dict[str, Given]:
+    given = {"q": Given(BF16, (p.tokens, p.heads, p.family.key))}
+    given |= {"sink": Given(FP32, (p.heads,))} if p.family.sinks else {}
+    for kind, keys in zip(("window", "entries"), p.lists, strict=False):
+        given[f"{kind}_slots"] = Given(INT32, (p.tokens, keys.width))
+        given |= {f"{kind}_lengths": Given(INT32, (p.tokens,))} if p.lengths else {}
+        given[f"{kind}_cache"] = Given(BYTES, (keys.pages.count, keys.pages.stride))
+    return given
+
+
+def _attention(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
+    keys = getattr(m, "hopper", m).Keys
+    window, *entries = (
+        keys(t[f"{kind}_slots"], t[f"{kind}_cache"], t.get(f"{kind}_lengths"))
+        for kind in ("window", "entries")
+        if f"{kind}_slots" in t
+    )
+    operands = m.AttentionOperands(t["q"], t.get("sink"), window, *entries)
+    results = m.Results(t["out"], t["lse"]) if "out" in t else None
+    workspace = m.AttentionWorkspace(t["sums"], t["stats"]) if "sums" in t else None
+    return m.sparse_attention(operands, p, SETTINGS, results=results, workspace=workspace)
+
+
+def _query_cases() -> Iterator[LaunchCase]:
+    for problem, target in (
+        (QueryProblem(2, 3, 192, 5), "sm_90a"), (QueryProblem(4, 128, 64, 9), "sm_100a"),
+    ):  # fmt: skip
+        rows = problem.tokens, problem.heads
+        given = {
+            "latent": Given(BF16, (*rows, 512)), "heads": Given(BF16, (*rows, problem.width)),
+            "turns": Given(FP32, (problem.positions, 64)), "positions": Given(INT64, rows[:1]),
+        }  # fmt: skip
+        yield LaunchCase("simt_latent_query", problem, given, target)
+        yield LaunchCase(
+            "simt_latent_query", problem, given | {"out": Given(BF16, (*rows, 576))}, target
+        )
+
+
+def _latent_query(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
+    operands = m.QueryOperands(*(t[name] for name in m.QueryOperands._fields))
+    return m.latent_query(operands, p, SETTINGS, t.get("out"))
+
+
+def _indexer_cases() -> Iterator[LaunchCase]:
+    name = "simt_indexer_operand"
+    for problem, target in (
+        (OperandProblem(3, 4, "none", "mxfp4", hadamard=True), "sm_90a"),
+        (OperandProblem(3, 4, "interleaved", "fp8", coded=True, positions=9), "sm_100a"),
+        (OperandProblem(3, 1, "halves", "fp8", normed=True, positions=9, epsilon=1e-5), "sm_90a"),
+    ):
+        rows = problem.tokens, problem.heads
+        given = {"rows": Given(BF16, (*rows, 128))}
+        if problem.positions:
+            given |= {"turns": Given(FP32, (9, 64)), "positions": Given(INT64, (3,))}
+        if problem.normed:
+            given |= {"weight": Given(FP32, (128,)), "bias": Given(FP32, (128,))}
+        yield LaunchCase(name, problem, given, target)
+        values = Given(FP8 if problem.coded else BF16, (*rows, 128))
+        given = given | {"values": values}
+        given |= {"scales": Given(FP32, rows)} if problem.coded else {}
+        yield LaunchCase(name, problem, given, target)
+    for name, target in (("sm90_indexer_scores", "sm_90a"), ("sm100_indexer_scores", "sm_100a")):
+        for tokens, operands, arithmetic, dtype in (
+            (2, "bf16", "stored", BF16), (2, "bf16", "float32", FP32), (9, "fp8", "float32", FP32),
+        ):  # fmt: skip
+            pages = KeyPages(operands, 64, 5)
+            asked = ScoresProblem(tokens, 64, 700, 2, pages, 4, arithmetic)
+            codes = FP8 if operands == "fp8" else BF16
+            given = {
+                "queries": Given(codes, (tokens, 64, 128)), "weights": Given(dtype, (tokens, 64)),
+                "positions": Given(INT64, (tokens,)), "sequences": Given(INT32, (tokens,)),
+                "table": Given(INT32, (2, 11)), "pages": Given(BYTES, (5, pages.stride)),
+            }  # fmt: skip
+            given |= {"scales": Given(FP32, (tokens, 64))} if operands == "fp8" else {}
+            yield LaunchCase(name, asked, given, target)
+        yield LaunchCase(name, asked, given | {"out": Given(FP32, (tokens, 700))}, target)
+    for told, target in (
+        (TopkProblem(3, 40, 8), "sm_90a"), (TopkProblem(90, 20_001, 2048, 4), "sm_100a"),
+        (TopkProblem(2, 60_000, 512, 1), "sm_90a"),
+    ):  # fmt: skip
+        given = {"scores": Given(FP32, (told.rows, told.entries))}
+        given |= {"positions": Given(INT64, (told.rows,))} if told.ratio else {}
+        yield LaunchCase("simt_indexer_topk", told, given, target)
+    given = given | {"out": Given(INT32, (2, 512))}
+    yield LaunchCase("simt_indexer_topk", told, given, "sm_100a")
+
+
+def _indexer_operand(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
+    turning = m.RopeOperands(t["turns"], t["positions"]) if "turns" in t else None
+    norm = m.LayerNormOperands(t["weight"], t["bias"]) if "weight" in t else None
+    out = m.IndexerOperand(t["values"], t.get("scales")) if "values" in t else None
+    return m.indexer_operand(t["rows"], p, SETTINGS, turning=turning, norm=norm, out=out)
+
+
+def _scores(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
+    given = m.ScoresOperands(**{name: of for name, of in t.items() if name != "out"})
+    return m.indexer_scores(given, p, SETTINGS, out=t.get("out"))
+
+
+def _topk(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
+    given, positions = t["scores"], t.get("positions")
+    return m.indexer_topk(given, p, SETTINGS, positions_T=positions, out=t.get("out"))
+
+
 PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
     "simt_compressor": _pool,
     "simt_embed": lambda m, p, t: m.embed(t["ids"], t["table"], p, SETTINGS, out=t.get("out")),
+    "simt_indexer_operand": _indexer_operand,
+    "simt_indexer_topk": _topk,
     "simt_inverse_rope": _inverse_rope,
     "simt_kv_read": _kv_read,
     "simt_kv_write": _kv_write,
+    "simt_latent_query": _latent_query,
     "simt_mhc": _mhc,
     "simt_mhc_project": _mhc_project,
     "simt_paged_pool": _paged_pool,
@@ -366,10 +506,14 @@ PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
     "simt_router": _router,
     "simt_scale": lambda m, p, t: m.scale(t["values"], p, SETTINGS, out=t.get("out")),
     "simt_slots": _slots,
+    "sm100_indexer_scores": _scores,
+    "sm100_sparse_attention": _attention,
+    "sm90_indexer_scores": _scores,
+    "sm90_sparse_attention": _attention,
 }
 CASES = (
     *_norm_cases(), *_row_cases(), *_router_cases(), *_mhc_cases(), *_quantise_cases(),
-    *_cache_cases(), *_pool_cases(),
+    *_cache_cases(), *_pool_cases(), *_attention_cases(), *_query_cases(), *_indexer_cases(),
 )  # fmt: skip
 
 
@@ -386,10 +530,20 @@ class RecordingKernel:
     def __call__(self, *arguments: Any) -> None:
         self.launched.append(arguments)
 
+    def shown(self, names: PointerNames) -> dict[str, Any]:
+        """Return what the kernel was compiled with, and its one launch."""
+        (launched,) = self.launched
+        return {
+            "entry": self.entry,
+            "target": self.target.name,
+            "compiled": self.compiled,
+            "launched": [names.shown(each) for each in launched],
+        }
+
 
 @contextmanager
 def recording(kernel: str, target: str) -> Iterator[list[RecordingKernel]]:
-    """Let launches of a kernel end at a recording one, with a GPU of `target` pretended."""
+    """Let launches of a kernel end at recording ones, with a GPU of `target` pretended."""
     made: list[RecordingKernel] = []
 
     def compiled(entry: Any, arguments: Any, target: Any, _settings: Any) -> RecordingKernel:
@@ -403,14 +557,16 @@ def recording(kernel: str, target: str) -> Iterator[list[RecordingKernel]]:
         "current_stream": lambda device: f"stream of device {device}",
         "processors_of": lambda _device: PROCESSORS,
     }
-    module = import_module(module_of(kernel))
+    names = dict.fromkeys((kernel, *LAUNCHED_BY.get(kernel, ())))
+    modules = [import_module(module_of(name)) for name in names]
     with ExitStack() as stack:
-        for place, name in product((module, descriptor), instead):
+        for place, name in product((*modules, descriptor, contract), instead):
             if hasattr(place, name):
                 stack.enter_context(mock.patch.object(place, name, instead[name]))
-        fresh = {"compile_form": module.compile_form.__wrapped__}
-        holder = module.KERNEL if hasattr(module, "KERNEL") else module
-        stack.enter_context(mock.patch.dict(vars(holder), fresh))
+        for module in modules:
+            fresh = {"compile_form": module.compile_form.__wrapped__}
+            holder = module.KERNEL if hasattr(module, "KERNEL") else module
+            stack.enter_context(mock.patch.dict(vars(holder), fresh))
         yield made
 
 
@@ -444,18 +600,11 @@ def arguments_of(case: LaunchCase, run: Callable[[dict[str, Tensor]], Any]) -> d
     tensors = case.tensors()
     with recording(case.kernel, case.target) as made:
         result = run(tensors)
-    (kernel,) = made
-    (launched,) = kernel.launched
     names = PointerNames({tensor.data_ptr(): name for name, tensor in tensors.items()})
-    passed = [names.shown(each) for each in launched]
+    first, *others = (kernel.shown(names) for kernel in made)
     results = result if isinstance(result, tuple) else (result,)
-    return {
-        "entry": kernel.entry,
-        "target": kernel.target.name,
-        "compiled": kernel.compiled,
-        "launched": passed,
-        "returned": [None if each is None else names.name_of(each.data_ptr()) for each in results],
-    }
+    returned = [None if each is None else names.name_of(each.data_ptr()) for each in results]
+    return first | {"returned": returned} | ({"then": others} if others else {})
 
 
 def damaged(case: LaunchCase) -> Iterator[tuple[str, str, dict[str, Any]]]:

@@ -1,7 +1,7 @@
 """What host code passes to compiled kernels, and what it refuses, against kernel_cases' file.
 
-The file was written before kernels had descriptors. Where a change of arguments is intended, call
-`kernel_cases.write()` and give the reason in the commit.
+Each kernel's part of the file was written before it had a descriptor. Where a change of arguments
+is intended, call `kernel_cases.write()` and give the reason in the commit.
 """
 
 from __future__ import annotations
