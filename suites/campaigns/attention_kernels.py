@@ -69,7 +69,7 @@ def case(seed: int) -> CaseResult:
     budget, twin = budgets_of(call)["out"], call.outputs["out"]
 
     def ratio(out: Tensor) -> tuple[float, str]:
-        worst = judge(out.bfloat16(), twin, budget).worst
+        worst = judge(out.bfloat16(), twin, budget).findings[0]
         return worst.ratio, str(worst)
 
     if seed % (HEALTHY + 1):

@@ -103,7 +103,6 @@ CALL_TO_LAUNCH = (
 RECORDS = (
     Record(f"{_ENGINE}compare/compare.py", "ErrorSums"),
     Record(f"{_ENGINE}budget/budget.py", "LevelFinding"),
-    Record(f"{_ENGINE}budget/budget.py", "BudgetResult"),
     Record(f"{_ENGINE}budget/judging.py", "OutputResult"),
     Record(f"{_ENGINE}localise/judged_run.py", "OutputRow"),
     Record("harness/report/replay_record.py", "JudgedOutput"),

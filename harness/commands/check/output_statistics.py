@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.engine.budget.judging import OutputResult
+    from degarble.harness.engine.budget.budget import OutputResult
     from degarble.harness.engine.compare.compare import ErrorSums
     from degarble.harness.engine.localise.replay import Batch, Replay
     from degarble.harness.model.components import Component

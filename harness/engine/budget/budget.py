@@ -8,8 +8,8 @@ output's format, derived in rules.py. From it follow bounds for elements, for su
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
@@ -22,7 +22,7 @@ from degarble.harness.report.number_text import number
 from degarble.harness.report.verdict import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -314,29 +314,105 @@ class LevelFinding:
         )
 
 
+@dataclass(frozen=True)
+class Flips:
+    """Legal differences of a choice or of codes, reported apart: how many of how many, and where.
+
+    `rows` are the tokens (or rows) that hold one, at most a few of them.
+    """
+
+    count: int = 0
+    total: int = 0
+    rows: tuple[int, ...] = ()
+    words: str = ""
+
+
 @dataclass(frozen=True, eq=False)
-class BudgetResult:
-    """A comparison and its findings by budget, the worst first."""
+class ResultBasis:
+    """The derivation and the comparison that a judgement rests on."""
 
-    comparison: Comparison
-    budget: Budget
-    findings: tuple[LevelFinding, ...]
-    allowed_length: float  # of the whole difference: what a healthy candidate's may be
+    comparison: Comparison | None = None
+    derivation: tuple[str, ...] = ()
+    allowed_length: float = math.nan
+
+
+@dataclass(frozen=True, eq=False)
+class OutputResult:
+    """The result for one output: findings (worst first), legal differences, and reasons.
+
+    Where candidate and twin are equal the reasons are computed lazily, and so is the comparison of
+    codes and choices.
+    """
+
+    output: str
+    verdict: Verdict
+    findings: tuple[LevelFinding, ...] = ()
+    flips: Flips = Flips()
+    undecided: str = ""  # why nothing is claimed
+    reasons: Callable[[], ResultBasis] = ResultBasis
+
+    @cached_property
+    def _reasons(self) -> ResultBasis:
+        return self.reasons()
+
+    def settled(self) -> OutputResult:
+        """Return the same result without references to tensors, to keep many of them in memory."""
+        known = self._reasons
+        return replace(self, reasons=lambda: known)
 
     @property
-    def worst(self) -> LevelFinding:
+    def comparison(self) -> Comparison | None:
+        """Return the comparison of candidate and twin; of codes, that of their values."""
+        return self._reasons.comparison
+
+    @property
+    def derivation(self) -> tuple[str, ...]:
+        """Return the derivation of the budget, in words."""
+        return self._reasons.derivation
+
+    @property
+    def allowed_length(self) -> float:
+        """Return the largest length of the whole difference; NaN for codes and choices."""
+        return self._reasons.allowed_length
+
+    @property
+    def distance(self) -> float:
+        """Return the squared length of the difference; 0 where nothing was compared."""
+        return 0.0 if self.comparison is None else float(self.comparison.total.dd)
+
+    @property
+    def identical(self) -> float:
+        """Return the share of equal codes; NaN where nothing was compared."""
+        return math.nan if self.comparison is None else self.comparison.identical
+
+    @property
+    def relative_budget(self) -> float | None:
+        """Return the largest length of the difference over the twin's; None where that is zero."""
+        compared = self.comparison
+        length = 0.0 if compared is None else math.sqrt(float(compared.total.rr))
+        return self.allowed_length / length if length else None
+
+    @property
+    def ratio(self) -> float:
+        """Return the worst difference in units of budget; NaN where nothing is claimed."""
+        if self.verdict is Verdict.UNDECIDED:
+            return math.nan
+        return self.findings[0].ratio if self.findings else 0.0
+
+    @property
+    def worst(self) -> LevelFinding | None:
         """Return the finding that decides."""
-        return self.findings[0]
-
-    @property
-    def verdict(self) -> Verdict:
-        """Return AGREES if every finding is within budget, else DIFFERS."""
-        return Verdict.AGREES if self.worst.ratio <= 1 else Verdict.DIFFERS
+        return self.findings[0] if self.findings else None
 
 
 def judge(
-    candidate: Tensor, twin: Tensor, budget: Budget, places: NamedPlaces | None = None
-) -> BudgetResult:
+    candidate: Tensor,
+    twin: Tensor,
+    budget: Budget,
+    places: NamedPlaces | None = None,
+    *,
+    output: str = "out",
+) -> OutputResult:
     """Judge a candidate against its twin by rows, tiles and every named place."""
     if budget.free is not None:
         # Elements that nothing reads count as equal.
@@ -375,7 +451,9 @@ def judge(
         at = found.census.first or (0, 0)
         findings.append(LevelFinding(KIND, at, float(found.census.mismatched), 0.0))
     findings.sort(key=lambda each: -each.ratio)
-    return BudgetResult(found, budget, tuple(findings), float(levels[3][2].length[0]) / HEADROOM)
+    basis = ResultBasis(found, budget.derivation, float(levels[3][2].length[0]) / HEADROOM)
+    verdict = Verdict.AGREES if findings[0].ratio <= 1 else Verdict.DIFFERS
+    return OutputResult(output, verdict, tuple(findings), reasons=lambda: basis)
 
 
 def _worst_of(
@@ -494,17 +572,8 @@ def spacing(magnitude: NDArray[np.float64], fmt: ElementFormat) -> NDArray[np.fl
     return steps
 
 
-class BoundsLength(Protocol):
-    """A judgement that bounds the length of the whole difference."""
-
-    @property
-    def allowed_length(self) -> float:
-        """Return the largest length of a healthy candidate's difference."""
-        ...
-
-
 def nearer_than_the_twin(
-    judgement: BoundsLength, candidate: Tensor, twin: Tensor, reference: Tensor
+    judgement: OutputResult, candidate: Tensor, twin: Tensor, reference: Tensor
 ) -> LevelFinding:
     """Measure how much nearer a candidate is to the unquantised reference than its twin is.
 
@@ -607,4 +676,4 @@ class DifferenceEvidence:
         if not c.numel():
             return 0.0
         c, t, slack = (side.reshape(len(side), -1) for side in (c, t, slack))
-        return judge(c, t, Budget(FORMAT_OF_DTYPE[c.dtype], slack, ())).worst.ratio
+        return judge(c, t, Budget(FORMAT_OF_DTYPE[c.dtype], slack, ())).ratio

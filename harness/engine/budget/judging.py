@@ -7,15 +7,20 @@ another shape, differs beyond every budget.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from dataclasses import replace
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from degarble.harness.base.errors import Undecided
-from degarble.harness.engine.budget.budget import LevelFinding, judge
+from degarble.harness.engine.budget.budget import (
+    Flips,
+    LevelFinding,
+    OutputResult,
+    ResultBasis,
+    judge,
+)
 from degarble.harness.engine.budget.codes_and_choices import (
     experts_chosen,
     format_of,
@@ -35,98 +40,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.engine.budget.budget import Budget, BudgetResult
+    from degarble.harness.engine.budget.budget import Budget
     from degarble.harness.engine.budget.codes_and_choices import ChoiceResult
     from degarble.harness.engine.budget.rules import JudgeableCall
-    from degarble.harness.engine.compare.compare import Comparison, NamedPlaces
+    from degarble.harness.engine.compare.compare import NamedPlaces
 
 
 _NO_RULE = "its role has no derivation of rounding errors"
-
-
-@dataclass(frozen=True)
-class Flips:
-    """Legal differences of a choice or of codes, reported apart: how many of how many, and where.
-
-    `rows` are the tokens (or rows) that hold one, at most a few of them.
-    """
-
-    count: int = 0
-    total: int = 0
-    rows: tuple[int, ...] = ()
-    words: str = ""
-
-
-@dataclass(frozen=True, eq=False)
-class ResultBasis:
-    """The derivation and the comparison that a judgement rests on."""
-
-    comparison: Comparison | None = None
-    derivation: tuple[str, ...] = ()
-    allowed_length: float = math.nan
-
-    @classmethod
-    def of(cls, found: BudgetResult) -> ResultBasis:
-        """Return the reasons for an output of numbers."""
-        return cls(found.comparison, found.budget.derivation, found.allowed_length)
-
-
-@dataclass(frozen=True, eq=False)
-class OutputResult:
-    """The result for one output: findings (worst first), legal differences, and reasons.
-
-    Where candidate and twin are equal the reasons are computed lazily.
-    """
-
-    output: str
-    verdict: Verdict
-    findings: tuple[LevelFinding, ...] = ()
-    flips: Flips = Flips()
-    undecided: str = ""  # why nothing is claimed
-    reasons: Callable[[], ResultBasis] = ResultBasis
-
-    @cached_property
-    def _reasons(self) -> ResultBasis:
-        return self.reasons()
-
-    def settled(self) -> OutputResult:
-        """Return the same result without references to tensors, to keep many of them in memory."""
-        known = self._reasons
-        return replace(self, reasons=lambda: known)
-
-    @property
-    def comparison(self) -> Comparison | None:
-        """Return the comparison of candidate and twin; of codes, that of their values."""
-        return self._reasons.comparison
-
-    @property
-    def derivation(self) -> tuple[str, ...]:
-        """Return the derivation of the budget, in words."""
-        return self._reasons.derivation
-
-    @property
-    def allowed_length(self) -> float:
-        """Return the largest length of the whole difference; NaN for codes and choices."""
-        return self._reasons.allowed_length
-
-    @property
-    def relative_budget(self) -> float | None:
-        """Return the largest length of the difference over the twin's; None where that is zero."""
-        compared = self.comparison
-        length = 0.0 if compared is None else math.sqrt(float(compared.total.rr))
-        return self.allowed_length / length if length else None
-
-    @property
-    def ratio(self) -> float:
-        """Return the worst difference in units of budget; NaN where nothing is claimed."""
-        if self.verdict is Verdict.UNDECIDED:
-            return math.nan
-        return self.findings[0].ratio if self.findings else 0.0
-
-    @property
-    def worst(self) -> LevelFinding | None:
-        """Return the finding that decides."""
-        return self.findings[0] if self.findings else None
 
 
 def judge_outputs(
@@ -243,13 +163,7 @@ def _judged(
         return OutputResult(
             name, Verdict.UNDECIDED, undecided="its operands are not finite: no budget"
         )
-    found = judge(candidate, twin, budget, places)
-    return OutputResult(
-        name,
-        found.verdict,
-        found.findings,
-        reasons=lambda: ResultBasis.of(found),
-    )
+    return judge(candidate, twin, budget, places, output=name)
 
 
 def _coded(

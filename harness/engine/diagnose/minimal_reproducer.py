@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from degarble.harness.base.errors import CANNOT_RUN, UnreadableFile, UnwritablePath
-from degarble.harness.engine.budget.budget import LevelFinding
-from degarble.harness.engine.budget.judging import OutputResult, judge_outputs
+from degarble.harness.engine.budget.budget import LevelFinding, OutputResult
+from degarble.harness.engine.budget.judging import judge_outputs
 from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.engine.faults.model_faults import ChangedWeights
 from degarble.harness.engine.localise.discrepancy import DiscrepancyKind

@@ -330,7 +330,7 @@ def proof(scene: ComponentContext, sight: CallRecord, made: VariantOutputs) -> V
     known = all(math.isfinite(ratio) for ratio, _ in ratios.values())
     beyond = {} if known else beyond_float32(scene, call, candidate)
     for name, budget in beyond.items():
-        decisive = judge(candidate[name], call.outputs[name], budget).worst
+        decisive = judge(candidate[name], call.outputs[name], budget).findings[0]
         ratios[name] = decisive.ratio, str(decisive)
     for name, (ratio, text) in ratios.items():
         # A variant that enlarges the output after the call enlarges its rounding errors as well.
@@ -402,7 +402,7 @@ def _weights_ratio(call: JudgeableCall, candidate: Tensors) -> tuple[float, str]
     # The relative error of healthy weights, applied to the variant's weights.
     part = budget.slack / expected.abs().clamp(min=_TINY)
     found = judge(candidate["weights"], made.float(), replace(budget, slack=part * made.abs()))
-    return found.worst.ratio, str(found.worst)
+    return found.ratio, str(found.worst)
 
 
 def _coded_ratio(c: Tensor | None, m: Tensor) -> tuple[float, str]:
@@ -429,7 +429,7 @@ def _finite_ratios(call: JudgeableCall, candidate: Tensors) -> dict[str, tuple[f
         if name not in candidate or candidate[name].shape != twin.shape:
             found[name] = math.inf, f"{name} has another shape"
             continue
-        worst = judge(candidate[name], twin, replace(budget, slack=slack)).worst
+        worst = judge(candidate[name], twin, replace(budget, slack=slack)).findings[0]
         found[name] = worst.ratio, str(worst)
     return found
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.capture.files.records import CapturedStep
-    from degarble.harness.engine.budget.judging import OutputResult
+    from degarble.harness.engine.budget.budget import OutputResult
     from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
     from degarble.harness.engine.localise.replay import Batch
     from degarble.harness.model.components import Component

@@ -10,8 +10,8 @@ import torch
 
 from degarble.harness.base.errors import CANNOT_RUN, DegarbleError, InvalidArgument
 from degarble.harness.capture.files.records import site_of
-from degarble.harness.engine.budget.budget import nearer_than_the_twin
-from degarble.harness.engine.budget.judging import OutputResult, is_joint, judge_outputs
+from degarble.harness.engine.budget.budget import OutputResult, nearer_than_the_twin
+from degarble.harness.engine.budget.judging import is_joint, judge_outputs
 from degarble.harness.engine.budget.roles import budgets_of
 from degarble.harness.engine.budget.rules import JudgeableCall as Judgeable
 from degarble.harness.engine.compare.compare import CosineSums

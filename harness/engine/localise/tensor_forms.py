@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.capture.files.records import site_of
-from degarble.harness.engine.budget.budget import LevelFinding
-from degarble.harness.engine.budget.judging import OutputResult
+from degarble.harness.engine.budget.budget import LevelFinding, OutputResult
 from degarble.harness.engine.faults.model_faults import ComponentContext
 from degarble.harness.engine.localise.discrepancy import Discrepancy, DiscrepancyKind, source_of
 from degarble.harness.model.site_forms import RowUnit, declared_forms

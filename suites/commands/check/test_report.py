@@ -22,8 +22,7 @@ from degarble.harness.commands.check.report import (
     write_check_page,
 )
 from degarble.harness.commands.report_folder import write_page
-from degarble.harness.engine.budget.budget import Budget, judge
-from degarble.harness.engine.budget.judging import OutputResult, ResultBasis
+from degarble.harness.engine.budget.budget import Budget, OutputResult, judge
 from degarble.harness.engine.localise.localise import localise
 from degarble.harness.engine.localise.replay import Batch, Replay
 from degarble.harness.formats.codec import FORMAT_OF_DTYPE
@@ -83,8 +82,7 @@ def _judged(pair: Pair) -> OutputResult:
     if pair.candidate.dtype not in FORMAT_OF_DTYPE or pair.candidate.shape != pair.twin.shape:
         return OutputResult("out", Verdict.DIFFERS)
     budget = Budget(FORMAT_OF_DTYPE[pair.twin.dtype], torch.full((1,), 1e-6), ("because",))
-    found = judge(pair.candidate, pair.twin, budget)
-    return OutputResult("out", found.verdict, found.findings, reasons=lambda: ResultBasis.of(found))
+    return judge(pair.candidate, pair.twin, budget)
 
 
 def along(look: CloseLook, name: str) -> AxisProfile:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import torch
 
-from degarble.harness.engine.budget.budget import HEADROOM, nearer_than_the_twin
-from degarble.harness.engine.budget.judging import OutputResult, judge_outputs
+from degarble.harness.engine.budget.budget import HEADROOM, OutputResult, nearer_than_the_twin
+from degarble.harness.engine.budget.judging import judge_outputs
 from degarble.harness.engine.budget.rules import JudgeableCall, U
 from degarble.harness.formats.codec import decode_array, encode_array, pack_nibbles, unpack_nibbles
 from degarble.harness.formats.number_formats import BLOCK_FORMATS, E4M3, NVFP4, NanRule

@@ -142,7 +142,7 @@ def test_a_product_in_any_order_is_healthy(kind: str, width: int) -> None:
         budget, twin = summed(x, w, fmt), twin_of(x, w, output)
         for order in ORDERS:
             judged = judge(order(x, w).to(output), twin, budget)
-            assert judged.worst.ratio <= HEADROOM, (order.__name__, str(judged.worst))
+            assert judged.ratio <= HEADROOM, (order.__name__, str(judged.worst))
 
 
 def test_equal_rows_round_alike_and_are_healthy() -> None:
@@ -155,10 +155,11 @@ def test_equal_rows_round_alike_and_are_healthy() -> None:
     budget, twin = summed(x, w), twin_of(x, w, torch.bfloat16)
     assert budget.repeats == (1, 512)
     judged = judge(made.bfloat16(), twin, budget)
+    assert judged.comparison is not None
     assert judged.comparison.ulps == 1
-    assert judged.worst.ratio <= HEADROOM, str(judged.worst)
+    assert judged.ratio <= HEADROOM, str(judged.worst)
     alone = judge(made.bfloat16(), twin, replace(budget, repeats=(1, 1)))
-    assert alone.worst.ratio > HEADROOM, "the case needs no repeats"
+    assert alone.ratio > HEADROOM, "the case needs no repeats"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -166,7 +167,7 @@ def test_the_tensor_core_is_healthy(kind: str) -> None:
     x, w = operand(kind, 8, 512, 3).bfloat16(), operand(kind, 64, 512, 4).bfloat16()
     for output, fmt in ((torch.bfloat16, BF16), (torch.float32, FP32)):
         judged = judge(dense_gemm(x, w).to(output), twin_of(x, w, output), summed(x, w, fmt))
-        assert judged.worst.ratio <= HEADROOM, str(judged.worst)
+        assert judged.ratio <= HEADROOM, str(judged.worst)
 
 
 @pytest.mark.parametrize("kind", ["normal", "heavy", "outlier", "one sign", "constant"])
@@ -178,7 +179,7 @@ def test_tensor_scales_applied_after_the_sum_are_healthy(kind: str) -> None:
     candidate = (sequential(plain[0], plain[1]) * (scales[0] * scales[1])).bfloat16()
     twin = twin_of(exactly[0], exactly[1], torch.bfloat16)
     judged = judge(candidate, twin, summed(exactly[0], exactly[1]))
-    assert judged.worst.ratio <= HEADROOM, str(judged.worst)
+    assert judged.ratio <= HEADROOM, str(judged.worst)
 
 
 @pytest.mark.parametrize("kind", ["normal", "heavy", "outlier", "one sign", "constant"])
@@ -193,7 +194,7 @@ def test_block_scales_applied_after_each_block_are_healthy(kind: str) -> None:
         candidate = candidate + sequential(a, b) * scale
     twin = twin_of(exactly[0], exactly[1], torch.bfloat16)
     judged = judge(candidate.bfloat16(), twin, summed(exactly[0], exactly[1]))
-    assert judged.worst.ratio <= HEADROOM, str(judged.worst)
+    assert judged.ratio <= HEADROOM, str(judged.worst)
 
 
 @pytest.mark.parametrize("kind", ["normal", "outlier", "cancelling"])
@@ -209,9 +210,9 @@ def test_one_element_at_one_and_a_half_budgets_is_caught(kind: str, output: torc
             spoilt = candidate.clone()
             spoilt[row, column] = (twin[row, column].double() + sign * 1.5 * allowed).to(output)
             judged = judge(spoilt, twin, budget)
-            assert judged.worst.ratio > 1, str(judged.worst)
-            assert judged.worst.level == "element"
-            assert judged.worst.place == (row, column)
+            assert judged.ratio > 1, str(judged.worst)
+            assert judged.findings[0].level == "element"
+            assert judged.findings[0].place == (row, column)
 
 
 def _spacing(value: Tensor, fmt: ElementFormat) -> float:
@@ -228,8 +229,8 @@ def test_a_gain_of_one_and_a_half_budgets_is_caught(width: int) -> None:
     assert allowed < 2e-3
     candidate = ((x.double() @ w.double().T) * (1 + 1.5 * allowed)).bfloat16()
     judged = judge(candidate, twin, budget)
-    assert judged.worst.ratio > 1
-    assert judged.worst.level.startswith("gain")
+    assert judged.ratio > 1
+    assert judged.findings[0].level.startswith("gain")
 
 
 @pytest.mark.parametrize("width", [64, 7168])
@@ -242,7 +243,7 @@ def test_a_norm_is_healthy(kind: str, width: int) -> None:
         square = sequential(x.square(), torch.ones(1, width)) / width
         candidate = (weight * (x * (square + 1e-6).rsqrt())).to(output)
         judged = judge(candidate, twin, normed(twin, width, fmt))
-        assert judged.worst.ratio <= HEADROOM, str(judged.worst)
+        assert judged.ratio <= HEADROOM, str(judged.worst)
 
 
 def test_a_function_of_few_operations_is_healthy_and_a_wrong_one_is_not() -> None:
@@ -250,10 +251,10 @@ def test_a_function_of_few_operations_is_healthy_and_a_wrong_one_is_not() -> Non
     silu = torch.nn.functional.silu
     twin = (silu(g.double()) * up.double()).bfloat16()
     budget = few(twin.abs(), 16, BF16, "SwiGLU")
-    assert judge((silu(g) * up).bfloat16(), twin, budget).worst.ratio <= HEADROOM
+    assert judge((silu(g) * up).bfloat16(), twin, budget).ratio <= HEADROOM
     # tanh instead of the logistic function, at the strength at which it was seen in the field
     wrong = (g * 0.5 * (1 + torch.tanh(0.5 * g * 1.002)) * up).bfloat16()
-    assert judge(wrong, twin, budget).worst.ratio > 1
+    assert judge(wrong, twin, budget).ratio > 1
 
 
 def test_what_is_stored_on_the_way_adds_a_step() -> None:
@@ -263,18 +264,18 @@ def test_what_is_stored_on_the_way_adds_a_step() -> None:
     wider = stored_between(budget, exactly.abs(), 1, "the first product")
     candidate = ((x * 1.1).bfloat16().float() * 1.3).bfloat16()
     twin = exactly.bfloat16()
-    assert judge(candidate, twin, budget).worst.ratio > HEADROOM
-    assert judge(candidate, twin, wider).worst.ratio <= HEADROOM
+    assert judge(candidate, twin, budget).ratio > HEADROOM
+    assert judge(candidate, twin, wider).ratio <= HEADROOM
     assert len(wider.derivation) == len(budget.derivation) + 1
 
 
 def test_nothing_may_differ_where_nothing_is_computed() -> None:
     rows = operand("normal", 8, 16, 16).bfloat16()
     budget = exact(BF16, "rows of the table, copied")
-    assert judge(rows, rows, budget).worst.ratio == 0
+    assert judge(rows, rows, budget).ratio == 0
     other = rows.clone()
     other[3, 5] = torch.nextafter(other[3, 5], torch.tensor(9.0).bfloat16())
-    assert judge(other, rows, budget).worst.ratio == float("inf")
+    assert judge(other, rows, budget).ratio == float("inf")
 
 
 def test_operands_that_do_not_fit_are_refused() -> None:

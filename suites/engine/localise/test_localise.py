@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.engine.budget.judging import OutputResult
+    from degarble.harness.engine.budget.budget import OutputResult
     from degarble.harness.engine.localise.recorded_run import RecordedRun
     from degarble.harness.model.config.config import Config
 

@@ -20,7 +20,12 @@ from degarble.harness.base.errors import (
     ShapeMismatch,
     UnknownName,
 )
-from degarble.harness.engine.budget.budget import judge, nearer_than_the_twin
+from degarble.harness.engine.budget.budget import (
+    OutputResult,
+    ResultBasis,
+    judge,
+    nearer_than_the_twin,
+)
 from degarble.harness.engine.conventions.learned import LEANS
 from degarble.harness.engine.conventions.registry import OPERANDS, REGISTRY
 from degarble.harness.engine.diagnose.judge.product import (
@@ -36,10 +41,8 @@ from degarble.harness.engine.diagnose.judge.product import (
 from degarble.harness.engine.diagnose.judge.report import (
     JudgedKernel,
     NamedCause,
-    OneOutput,
     census_of,
     elements_of,
-    judged_numbers,
 )
 from degarble.harness.engine.faults.registry import FAULTS
 from degarble.harness.formats.codec import FORMAT_OF_DTYPE, decode_array, encode_array, pack_nibbles
@@ -55,7 +58,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.engine.budget.budget import Budget, BudgetResult
+    from degarble.harness.engine.budget.budget import Budget
     from degarble.harness.formats.quantise import QuantisedTensor
 
     Change = Callable[[QuantisedTensor], QuantisedTensor | None]
@@ -697,8 +700,7 @@ def judge_product(
         product = replace(product, dtype=candidate.dtype)
     rows = candidate.reshape(-1, candidate.shape[-1]).contiguous()
     wrong = ProductMismatch(product, rows, product.exact, product.expected, product.budget)
-    found = judge(rows, wrong.twin, wrong.budget)
-    judged = judged_numbers(OUT, found)
+    found = judge(rows, wrong.twin, wrong.budget, output=OUT)
     too_good = None
     if operands:
         target = Product(
@@ -710,7 +712,7 @@ def judge_product(
     if too_good is not None and too_good.ratio > 1:
         verdict = Verdict.DIFFERS
     if verdict is Verdict.AGREES:
-        return JudgedKernel(name, verdict, {OUT: judged}, too_good=too_good)
+        return JudgedKernel(name, verdict, {OUT: found}, too_good=too_good)
     named: tuple[NamedCause, ...] = ()
     tried: tuple[str, ...] = ()
     note, kind = "", followed_by(product, rows, found) if explain else None
@@ -720,13 +722,13 @@ def judge_product(
         named, tried = explanations(wrong, {key: each.values for key, each in operands.items()})
     census = census_of(candidate)
     return JudgedKernel(
-        name, verdict, {OUT: judged}, {OUT: elements_of(rows, wrong.twin, wrong.excess)},
+        name, verdict, {OUT: found}, {OUT: elements_of(rows, wrong.twin, wrong.excess)},
         {OUT: census} if census else {}, named, tried,
         too_good if too_good is not None and too_good.ratio > 1 else None, note, kind,
     )  # fmt: skip
 
 
-def followed_by(product: Product, rows: Tensor, found: BudgetResult) -> DecodedOperands | None:
+def followed_by(product: Product, rows: Tensor, found: OutputResult) -> DecodedOperands | None:
     """Return the convention of decoded operands that a differing product follows, or None.
 
     It has to be clearly nearer as well: a wider budget explains nothing.
@@ -739,7 +741,7 @@ def followed_by(product: Product, rows: Tensor, found: BudgetResult) -> DecodedO
     for kind in kinds:
         other = replace(product, operands=kind)
         judged = judge(rows, other.expected, other.budget)
-        nearer = LEANS * float(judged.comparison.total.dd) < float(found.comparison.total.dd)
+        nearer = LEANS * judged.distance < found.distance
         if judged.verdict is Verdict.AGREES and nearer:
             return kind
     return None
@@ -756,7 +758,8 @@ def agrees_at_once(name: str, product: Product, output: Tensor) -> JudgedKernel 
     if plain.dtype is not rows.dtype or not torch.equal(plain, rows):
         return None
     words = "bit for bit the float32 product of the same operands on this machine"
-    judged = OneOutput(OUT, Verdict.AGREES, derivation=(words,))
+    basis = ResultBasis(derivation=(words,))
+    judged = OutputResult(OUT, Verdict.AGREES, reasons=lambda: basis)
     return JudgedKernel(name, Verdict.AGREES, {OUT: judged}, note=words)
 
 
@@ -774,7 +777,7 @@ def explanations(
         if judgement.verdict is Verdict.AGREES:
             found.append((each, judgement))
     # Explanations without a fitted parameter come first.
-    found.sort(key=lambda pair: (pair[0].rank, pair[1].worst.ratio))
+    found.sort(key=lambda pair: (pair[0].rank, pair[1].ratio))
     named: dict[str, NamedCause] = {}
     for each, judgement in found:
         named.setdefault(each.fault, _named_cause(each, judgement))
@@ -791,10 +794,10 @@ def _survives(wrong: ProductMismatch, explanation: Explanation) -> bool:
     return judge(part.of(wrong.candidate), made.output, made.budget).verdict is Verdict.AGREES
 
 
-def _named_cause(explanation: Explanation, judgement: BudgetResult) -> NamedCause:
-    equal = share(judgement.comparison.identical)
+def _named_cause(explanation: Explanation, judgement: OutputResult) -> NamedCause:
+    equal = share(judgement.identical)
     evidence = f"{explanation.words} reproduces {equal} of the codes, and all within the budget"
-    return NamedCause(explanation.fault, explanation.title, evidence, judgement.worst.ratio)
+    return NamedCause(explanation.fault, explanation.title, evidence, judgement.ratio)
 
 
 def require_output(name: str, output: Any, shape: tuple[int, ...]) -> Tensor:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, UnknownName
-from degarble.harness.engine.budget.budget import LevelFinding
-from degarble.harness.engine.budget.judging import OutputResult, judge_outputs
+from degarble.harness.engine.budget.budget import LevelFinding, OutputResult
+from degarble.harness.engine.budget.judging import judge_outputs
 from degarble.harness.engine.budget.rules import JudgeableCall
 from degarble.harness.engine.conventions.learned import LEANS
 from degarble.harness.engine.conventions.registry import OPERANDS, REGISTRY, read_conventions

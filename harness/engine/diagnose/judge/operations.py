@@ -16,17 +16,15 @@ import torch
 
 from degarble.harness.base.errors import InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.engine.budget import bounded_values
-from degarble.harness.engine.budget.budget import Budget, judge
+from degarble.harness.engine.budget.budget import Budget, OutputResult, ResultBasis, judge
 from degarble.harness.engine.budget.rules import UNDERFLOW, U, cut_off, few, normed
 from degarble.harness.engine.diagnose.judge.gemm import require_output
 from degarble.harness.engine.diagnose.judge.product import MatrixOperand, excess_of, require_finite
 from degarble.harness.engine.diagnose.judge.report import (
     JudgedKernel,
     NamedCause,
-    OneOutput,
     census_of,
     elements_of,
-    judged_numbers,
 )
 from degarble.harness.engine.diagnose.packing_diagnosis import diagnose
 from degarble.harness.formats.codec import FORMAT_OF_DTYPE
@@ -67,8 +65,7 @@ def judge_defined(name: str, defined: Defined, output: Any) -> JudgedKernel:
         candidate = require_output(key, given[key], tuple(exact.shape))
         twin = exact.to(candidate.dtype)
         budget = defined.budget(key, twin)
-        found = judge(candidate, twin, budget)
-        outputs[key] = judged_numbers(key, found)
+        found = outputs[key] = judge(candidate, twin, budget, output=key)
         if found.verdict is Verdict.DIFFERS:
             elements[key] = elements_of(candidate, twin, excess_of(candidate, twin, budget))
             if census_of(candidate):
@@ -88,9 +85,9 @@ def _named(defined: Defined, given: Mapping[str, Tensor]) -> tuple[NamedCause, .
         twin = exact.to(candidate.dtype)
         judgement = judge(candidate.detach().cpu(), twin, defined.budget(key, twin))
         if judgement.verdict is Verdict.AGREES:
-            equal = share(judgement.comparison.identical)
+            equal = share(judgement.identical)
             evidence = f"{words} reproduces {equal} of the codes, and all within the budget"
-            found.append(NamedCause(fault, title, evidence, judgement.worst.ratio))
+            found.append(NamedCause(fault, title, evidence, judgement.ratio))
     return tuple(sorted(found, key=lambda each: each.ratio))
 
 
@@ -201,7 +198,8 @@ def judge_quantised(inputs: Mapping[str, Any], output: Any) -> JudgedKernel:
     tried = tuple(name for each in found.unexplained for name, _ in each.excluded)
     words = [cause.difference.sentence for cause in found.causes]
     words += [each.difference.sentence for each in found.unexplained]
-    judged = OneOutput("out", found.verdict, derivation=("codes and scales as the dialect rounds",))
+    basis = ResultBasis(derivation=("codes and scales as the dialect rounds",))
+    judged = OutputResult("out", found.verdict, reasons=lambda: basis)
     return JudgedKernel(
         "quantise_nvfp4", found.verdict, {"out": judged}, {},
         {"out": " ".join(words)} if words else {}, named, tried, note=found.sentence,

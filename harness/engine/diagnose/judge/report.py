@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.engine.budget.budget import BudgetResult, LevelFinding
-    from degarble.harness.engine.compare.compare import Comparison
+    from degarble.harness.engine.budget.budget import LevelFinding, OutputResult
     from degarble.references.numerics import DecodedOperands
 
 _CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -49,63 +48,6 @@ class Elements:
     lines: tuple[str, ...] = ()
 
 
-class KernelOutput(Protocol):
-    """The result for one output; budget.judging.Judged has the same form for a component's."""
-
-    @property
-    def verdict(self) -> Verdict:
-        """Return AGREES, DIFFERS or UNDECIDED."""
-        ...
-
-    @property
-    def findings(self) -> tuple[LevelFinding, ...]:
-        """Return the worst of each level, the worst first."""
-        ...
-
-    @property
-    def comparison(self) -> Comparison | None:
-        """Return the comparison of candidate and twin."""
-        ...
-
-    @property
-    def derivation(self) -> tuple[str, ...]:
-        """Return the derivation of the budget, in words."""
-        ...
-
-    @property
-    def allowed_length(self) -> float:
-        """Return the largest length of the whole difference."""
-        ...
-
-    @property
-    def undecided(self) -> str:
-        """Return why nothing is claimed."""
-        ...
-
-    @property
-    def ratio(self) -> float:
-        """Return the worst difference in units of budget; NaN where nothing is claimed."""
-        ...
-
-
-@dataclass(frozen=True, eq=False)
-class OneOutput:
-    """One output judged by numbers, or by what `derivation` says."""
-
-    name: str
-    verdict: Verdict
-    findings: tuple[LevelFinding, ...] = ()
-    comparison: Comparison | None = None
-    derivation: tuple[str, ...] = ()
-    allowed_length: float = math.nan
-    undecided: str = ""
-
-    @property
-    def ratio(self) -> float:
-        """Return the worst difference in units of budget."""
-        return self.findings[0].ratio if self.findings else 0.0
-
-
 @dataclass(frozen=True, eq=False)
 class JudgedKernel:
     """The answer of `judge`; its truth value says whether the candidate agrees.
@@ -116,7 +58,7 @@ class JudgedKernel:
 
     component: str
     verdict: Verdict
-    outputs: Mapping[str, KernelOutput] = field(default_factory=dict)
+    outputs: Mapping[str, OutputResult] = field(default_factory=dict)
     elements: Mapping[str, Elements] = field(default_factory=dict)
     census: Mapping[str, str] = field(default_factory=dict)
     named: tuple[NamedCause, ...] = ()
@@ -137,8 +79,7 @@ class JudgedKernel:
     @property
     def distance(self) -> float:
         """Return the squared length of the difference over all outputs."""
-        compared = (each.comparison for each in self.outputs.values())
-        return math.fsum(float(each.total.dd) for each in compared if each is not None)
+        return math.fsum(each.distance for each in self.outputs.values())
 
     @property
     def cause(self) -> NamedCause | None:
@@ -203,7 +144,7 @@ class JudgedKernel:
             "tried": list(dict.fromkeys(self.tried)),
         }
 
-    def _of_output(self, name: str, judged: KernelOutput) -> list[str]:
+    def _of_output(self, name: str, judged: OutputResult) -> list[str]:
         told = []
         elements = self.elements.get(name)
         if elements is not None:
@@ -219,14 +160,6 @@ class JudgedKernel:
         if beyond:
             told += [f"    budget: {line}" for line in judged.derivation]
         return told
-
-
-def judged_numbers(name: str, found: BudgetResult) -> OneOutput:
-    """Return one numeric output with the reasons of its judgement."""
-    return OneOutput(
-        name, found.verdict, found.findings, found.comparison,
-        found.budget.derivation, found.allowed_length,
-    )  # fmt: skip
 
 
 def elements_of(candidate: Tensor, twin: Tensor, excess: Tensor) -> Elements:
