@@ -119,13 +119,13 @@ def embed(
 
     Ids on the CPU raise if outside; the others are copied to the GPU, which waits.
     """
+    outputs = KERNEL.outputs(out)
     if id_T.device.type == "cpu":
-        outputs = KERNEL.outputs(out) or KERNEL.allocate(problem, table_VK.device)
+        outputs = outputs or KERNEL.allocate(problem, table_VK.device)
         KERNEL.require(problem, {"ids": id_T, "table": table_VK, **outputs})
         require_ids_inside(id_T, problem)
         id_T = id_T.to(table_VK.device)
-    given = {"ids": id_T, "table": table_VK}
-    return KERNEL.run_one(problem, settings, **given, **KERNEL.outputs(out))
+    return KERNEL.run_one(problem, settings, ids=id_T, table=table_VK, **outputs)
 
 
 def require_ids_inside(id_T: Tensor, problem: EmbedProblem) -> None:

@@ -8,7 +8,7 @@ A caller names operands and never relies on that order.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     Operands = Mapping[str, "Tensor | None"]
     Kinds = tuple[Any, ...]  # DSL number types, also in nested tuples
 
+PREPARED_PROBLEMS = 512  # of a kernel
 ANY = -1  # as last extent of an operand: whatever the tensor has
 P = TypeVar("P")
 F = TypeVar("F")
@@ -117,22 +118,73 @@ class Operand(Generic[P]):
                 shape = (*shape[:-1], *tensor.shape[-1:])
             require_tensor(label, self.checked(tensor), kind.dtype, shape, kind.alignment)
 
-    def allocate(
-        self, problem: P, device: torch.device, like: Tensor | None = None
-    ) -> Tensor | None:
-        """Allocate memory that the kernel fills; None where the problem has no such operand."""
-        if not self.present.test(problem):
-            return None
-        shape = self.shape(problem) if like is None else like.shape
-        return torch.empty(shape, dtype=self.stored(problem).dtype, device=device)
+    def expected(self, problem: P) -> ExpectedOperand[P]:
+        """Return what a problem expects of it."""
+        present = self.present.test(problem)
+        storage = self.stored(problem) if present else None
+        return ExpectedOperand(
+            self,
+            self.name,
+            present,
+            storage.dtype if storage else torch.bool,
+            self.shape(problem) if present else (),
+            storage.alignment if storage else 1,
+            self.memory_of(problem),
+        )
 
-    def pointers(self, form: Any, tensor: Tensor | None) -> tuple[Any, ...]:
-        """Return the pointers of a launch; None becomes a pointer that is not read."""
+    def pointers(self, form: Any) -> tuple[tuple[Any, int], ...]:
+        """Return element and alignment of the pointers that the entry of a form takes."""
         if not self.passed and not self.present.test(form):
             return ()
         kind = self.stored(form)
-        views = ((kind.element, kind.alignment), *kind.views)
-        return tuple(pointer(element, tensor, alignment) for element, alignment in views)
+        return ((kind.element, kind.alignment), *kind.views)
+
+
+@dataclass(frozen=True, eq=False)
+class ExpectedOperand(Generic[P]):
+    """An operand of one problem, computed once, so that checking a tensor costs comparisons."""
+
+    operand: Operand[P]
+    name: str
+    present: bool
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    alignment: int
+    memory_of: str
+
+    def require(self, problem: P, tensor: Tensor | None) -> None:
+        """Raise unless the tensor is what the problem says."""
+        if tensor is None and not self.present:
+            return
+        view = tensor if tensor is None else self.operand.checked(tensor)
+        if (
+            view is None
+            or not self.present
+            or view.dtype is not self.dtype
+            or view.shape != self.shape
+            or not view.is_contiguous()
+            or view.data_ptr() % self.alignment
+        ):
+            self.operand.require(problem, tensor)  # names what is wrong, and knows ANY
+
+    def allocate(self, device: torch.device, like: Tensor | None) -> Tensor | None:
+        """Allocate memory that the kernel fills; None where the problem has no such operand."""
+        if not self.present:
+            return None
+        shape = self.shape if like is None else like.shape
+        return torch.empty(shape, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedProblem(Generic[P, F]):
+    """What a kernel's host code computes from a problem alone."""
+
+    operands: tuple[ExpectedOperand[P], ...]
+    inputs: tuple[ExpectedOperand[P], ...]
+    outputs: tuple[ExpectedOperand[P], ...]
+    returned: tuple[str, ...]
+    has_work: bool
+    forms: dict[str, F]  # by target, as launches ask for them
 
 
 @dataclass(frozen=True)
@@ -186,14 +238,13 @@ class Kernel(Generic[P, F]):
 
     def require(self, problem: P, tensors: Operands) -> None:
         """Raise on tensors that the kernel would misread."""
-        for operand in self.operands:
+        for operand in self.prepared(problem).operands:
             operand.require(problem, tensors.get(operand.name))
         self.refuse(problem, tensors)
 
     def allocate(self, problem: P, device: torch.device) -> dict[str, Any]:
         """Allocate the outputs; a launch writes every byte of them."""
-        outputs = self._outputs(problem)
-        return {name: operand.allocate(problem, device) for name, operand in outputs.items()}
+        return {each.name: each.allocate(device, None) for each in self.prepared(problem).outputs}
 
     def run(self, problem: P, settings: CompileSettings, **given: Tensor | None) -> dict[str, Any]:
         """Check, allocate the outputs that are not named, and launch; return the outputs.
@@ -203,19 +254,21 @@ class Kernel(Generic[P, F]):
         for name in given:
             if name not in self._names:
                 raise UnknownName.among("operand", name, self._names)
-        outputs = self._outputs(problem)
-        for operand in self.operands:
-            if operand.name not in outputs:
-                operand.require(problem, given.get(operand.name))
-        tensors = self._with_outputs(problem, given, outputs)
-        for name, operand in outputs.items():
-            operand.require(problem, tensors[name])
+        prepared = self.prepared(problem)
+        for operand in prepared.inputs:
+            operand.require(problem, given.get(operand.name))
+        tensors = _with_outputs(given, prepared.outputs)
+        for operand in prepared.outputs:
+            operand.require(problem, tensors[operand.name])
         self.refuse(problem, tensors)
         place = require_device(tensors.values())
-        if self.work(problem):
-            form = self.choose_form(problem, target_of_device(place).name)
+        if prepared.has_work:
+            target = target_of_device(place).name
+            form = prepared.forms.get(target)
+            if form is None:
+                form = prepared.forms[target] = self.choose_form(problem, target)
             self.launch(self.compile_form(form, settings), form, problem, tensors)
-        return {name: tensors[name] for name, of in outputs.items() if not of.scratch}
+        return {name: tensors[name] for name in prepared.returned}
 
     def run_one(self, problem: P, settings: CompileSettings, **given: Tensor | None) -> Tensor:
         """Run a kernel of one output; return that."""
@@ -240,24 +293,35 @@ class Kernel(Generic[P, F]):
         compiled(pointers, *_typed(self._kinds(form), numbers), current_stream(device))
 
     @cached_property
+    def prepared(self) -> Callable[[P], PreparedProblem[P, F]]:
+        """Prepare a problem; the latest ones are kept."""
+
+        def prepare(problem: P) -> PreparedProblem[P, F]:
+            operands = tuple(each.expected(problem) for each in self.operands)
+            outputs = tuple(each for each in operands if each.operand.written(problem))
+            return PreparedProblem(
+                operands,
+                tuple(each for each in operands if each not in outputs),
+                outputs,
+                tuple(each.name for each in outputs if not each.operand.scratch),
+                bool(self.work(problem)),
+                {},
+            )
+
+        return lru_cache(maxsize=PREPARED_PROBLEMS)(prepare)
+
+    @cached_property
     def _names(self) -> tuple[str, ...]:
         return tuple(operand.name for operand in self.operands)
 
-    def _with_outputs(
-        self, problem: P, given: Operands, outputs: Mapping[str, Operand[P]]
-    ) -> dict[str, Any]:
-        tensors: dict[str, Any] = dict(given)
-        device = next(each.device for each in given.values() if each is not None)
-        for name, operand in outputs.items():
-            if name not in tensors:
-                tensors[name] = tensors.get(operand.memory_of(problem))
-                if tensors[name] is None and not operand.updated:
-                    like = tensors.get(operand.shape_of)
-                    tensors[name] = operand.allocate(problem, device, like)
-        return tensors
+    @cached_property
+    def _places(self) -> Callable[[F], tuple[tuple[str, Any, int], ...]]:
+        """Return operand, element and alignment of every pointer that a form's entry takes."""
 
-    def _outputs(self, problem: P) -> dict[str, Operand[P]]:
-        return {each.name: each for each in self.operands if each.written(problem)}
+        def places(form: F) -> tuple[tuple[str, Any, int], ...]:
+            return tuple((of.name, *view) for of in self.operands for view in of.pointers(form))
+
+        return cache(places)
 
     def _kinds(self, form: F) -> Kinds:
         return self.kinds if isinstance(self.kinds, tuple) else self.kinds(form)
@@ -269,8 +333,25 @@ class Kernel(Generic[P, F]):
 
     def _pointers(self, form: F, tensors: Operands) -> tuple[Any, ...]:
         return tuple(
-            made for of in self.operands for made in of.pointers(form, tensors.get(of.name))
+            [
+                pointer(element, tensors.get(name), alignment)
+                for name, element, alignment in self._places(form)
+            ]
         )
+
+
+def _with_outputs(given: Operands, outputs: tuple[ExpectedOperand[P], ...]) -> dict[str, Any]:
+    tensors: dict[str, Any] = dict(given)
+    device = None
+    for output in outputs:
+        if output.name not in tensors:
+            memory = tensors.get(output.memory_of)
+            if memory is None and not output.operand.updated:
+                if device is None:
+                    device = next(each.device for each in given.values() if each is not None)
+                memory = output.allocate(device, tensors.get(output.operand.shape_of))
+            tensors[output.name] = memory
+    return tensors
 
 
 def _target(form: Any) -> str:
@@ -284,6 +365,18 @@ def _ones(kinds: Kinds) -> tuple[Any, ...]:
 
 def _typed(kinds: Kinds, numbers: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(
-        _typed(kind, number) if isinstance(kind, tuple) else kind(number)
-        for kind, number in zip(kinds, numbers, strict=True)
+        [
+            _typed(kind, number) if isinstance(kind, tuple) else _number(kind, number)
+            for kind, number in zip(kinds, numbers, strict=True)
+        ]
     )
+
+
+def _number(kind: Any, number: Any) -> Any:
+    # Trap: minus zero equals zero, so a cache returns one for the other.
+    return _kept_number(kind, number) if number or isinstance(number, int) else kind(number)
+
+
+@lru_cache(maxsize=8192, typed=True)
+def _kept_number(kind: Any, number: Any) -> Any:
+    return kind(number)  # 4 us: as much as everything else that an argument costs

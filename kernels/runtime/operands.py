@@ -96,10 +96,17 @@ def processors_of(device: int) -> int:
 
 def pointer(element: Any, tensor: Tensor | None, alignment: int) -> Any:
     """Return a device pointer; for None one to compile with, which nothing reads."""
+    if tensor is None:
+        return _null_pointer(element, alignment)
+    make, space = _pointer_maker()
+    return make(element, tensor.data_ptr(), space, alignment)
+
+
+@cache
+def _null_pointer(element: Any, alignment: int) -> Any:
     make, space = _pointer_maker()
     # Any aligned non-null address will do: compiling does not read it.
-    address = alignment if tensor is None else tensor.data_ptr()
-    return make(element, address, space, assumed_align=alignment)
+    return make(element, alignment, space, alignment)
 
 
 @cache
