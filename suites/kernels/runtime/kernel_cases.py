@@ -244,6 +244,11 @@ def _quantise_cases() -> Iterator[LaunchCase]:
         if problem.experts:
             given["offsets"] = Given(INT32, (problem.experts + 1,))
         yield LaunchCase("simt_quantise_nvfp4", problem, given, target)
+        codes = Given(BYTES, (problem.rows, problem.columns // 2))
+        out = {"codes": codes, "scales": Given(BYTES, (problem.scale_bytes,))}
+        if problem.keeps_values:
+            out["kept"] = Given(BF16, (problem.rows, problem.columns))
+        yield LaunchCase("simt_quantise_nvfp4", problem, given | out, target)
     for told, target in (
         (Fp8Problem(5, 256), "sm_90a"),
         (Fp8Problem(4, 512, "ue8m0", "swiglu"), "sm_100a"),
@@ -262,7 +267,8 @@ def _quantise_cases() -> Iterator[LaunchCase]:
 
 def _quantise_nvfp4(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
     given = t["values"], t["decode_scale"], p, SETTINGS
-    return m.quantise_nvfp4(*given, offsets_E=t.get("offsets"))
+    out = m.QuantisedRows(t["codes"], t["scales"], t.get("kept")) if "codes" in t else None
+    return m.quantise_nvfp4(*given, offsets_E=t.get("offsets"), out=out)
 
 
 def _quantise_fp8(m: Any, p: Any, t: dict[str, Tensor]) -> Any:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from degarble.harness.base.errors import UnknownName
+from degarble.harness.base.errors import InvalidArgument, UnknownName
 from degarble.kernels.runtime.modules import MODULES, module_of
 from degarble.suites.kernels.runtime import kernel_cases
 from degarble.suites.kernels.runtime.kernel_cases import CASES, LaunchCase
@@ -68,6 +68,12 @@ def test_refusals_are_as_kept(name: str) -> None:
     kept = kernel_cases.kept()["refusals"]
     want = {key: text for key, text in kept.items() if key.startswith(f"{name}:")}
     assert kernel_cases.refusals(name) == want
+
+
+@each_case
+def test_operands_in_main_memory_are_refused(case: LaunchCase) -> None:
+    with pytest.raises(InvalidArgument, match="one CUDA device"):
+        kernel_cases.public(case)(case.tensors())
 
 
 @each_kernel

@@ -1,0 +1,174 @@
+"""What a kernel registers to be held to the laws of test_contract.py, and how bits are compared.
+
+Each family of kernels has a `contract.py`, which lists `CODE`: forms with what is derived for their
+machine code; `JUDGED`: cases, their comparison with a definition, and seeds; and `REPLAYS`:
+launches that a graph repeats on other data. What operands are refused is derived from descriptors:
+runtime/kernel_cases.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+
+from degarble.kernels.runtime.compiling import (
+    CompiledKernel,
+    CompileSettings,
+    cubin_facts,
+    fused_instructions,
+    unstated_roundings,
+)
+from degarble.kernels.runtime.modules import module_of
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torch import Tensor
+
+SETTINGS = CompileSettings()
+POISON = 0xAA  # of every byte of an output before a launch
+EVERYWHERE = (pytest.mark.h200, pytest.mark.b200)
+HOPPER = (pytest.mark.h200,)
+
+
+def kernels_of(name: str) -> ModuleType:
+    """Import the module of a kernel; needs the DSL."""
+    return import_module(module_of(name))
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """A form of a kernel, and the bounds and counts that were derived for it."""
+
+    kernel: str
+    form: Any
+    registers: int = 255  # of a thread, at most
+    shared_bytes: int | None = None  # at most
+    launched: int = 1  # kernels
+    fused: int | None = None  # fused instructions, where their number was derived
+    counts: Mapping[str, int] = field(default_factory=dict)  # of texts in the PTX
+    has: Mapping[str, bool] = field(default_factory=dict)  # texts that are there or are not
+    slow: bool = False
+
+    @property
+    def name(self) -> str:
+        """One line that finds the form again."""
+        return "-".join([self.kernel, *_facts_of(self.form)])
+
+    def compile(self) -> CompiledKernel:
+        """Compile the form: once in a process."""
+        module: Any = kernels_of(self.kernel)
+        kernel: CompiledKernel = module.compile_form(self.form, SETTINGS)
+        again: CompiledKernel = module.compile_form(self.form, SETTINGS)
+        assert again is kernel
+        return again
+
+    def require(self, kernel: CompiledKernel) -> None:
+        """Raise where a compiled kernel is not as derived."""
+        assert f".target {self.form.target}\n" in kernel.ptx
+        found = cubin_facts(kernel.cubin)
+        assert len(found) == self.launched
+        for facts in found:
+            assert not facts.spills, facts
+            assert facts.registers <= self.registers, facts
+            if self.shared_bytes is not None:
+                assert facts.shared_bytes <= self.shared_bytes, facts
+        assert unstated_roundings(kernel.ptx) == ()
+        if self.fused is not None:
+            assert len(fused_instructions(kernel.ptx)) == self.fused
+        assert {text: kernel.ptx.count(text) for text in self.counts} == self.counts
+        assert {text: text in kernel.ptx for text in self.has} == self.has
+
+
+@dataclass(frozen=True)
+class Judged:
+    """How numbers of a kernel are judged: cases with names, and their comparison on a GPU."""
+
+    kernel: str
+    cases: Sequence[Any]
+    mismatch: Callable[[Any], str]
+    fuzzed: Callable[[int, int], list[Any]]  # by seed and count
+    seeds: int
+    at_once: int
+    launch: Callable[[Any], Any] | None = None  # where a case is one launch: it runs twice
+    repeated: int = 10  # fuzzed cases that run twice
+    devices: tuple[pytest.MarkDecorator, ...] = EVERYWHERE
+
+
+@dataclass(frozen=True)
+class Detection:
+    """A comparison that has to see one wrong bit: `launch` of `checks` is replaced."""
+
+    name: str
+    checks: ModuleType
+    launch: str
+    mismatch: Callable[[Any], str]
+    case: Any
+    definition: Callable[..., Any]  # what the launch gives, of the same arguments
+
+
+class Round(NamedTuple):
+    """One replay: what inputs become, and what outputs have to be then."""
+
+    inputs: Sequence[Tensor]
+    wanted: Callable[[], Any]
+
+
+@dataclass
+class Replay:
+    """A launch on tensors of a GPU; outputs are poisoned before each replay."""
+
+    launch: Callable[[], object]
+    inputs: Sequence[Tensor]
+    outputs: Any
+    rounds: Iterable[Round]
+    in_place: bool = False  # outputs are inputs
+    scratch: Any = None  # poisoned too, and not compared
+
+
+@dataclass(frozen=True)
+class ReplayCase:
+    """A name and what allocates on a GPU."""
+
+    name: str
+    make: Callable[[], Replay]
+    devices: tuple[pytest.MarkDecorator, ...] = EVERYWHERE
+
+
+def _facts_of(form: Any) -> Iterator[str]:
+    for fact in vars(form).values():
+        if is_dataclass(fact):
+            yield from _facts_of(fact)
+        else:
+            yield str(fact)
+
+
+def tensors_of(made: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a result, whatever holds them."""
+    if isinstance(made, torch.Tensor):
+        yield made
+    elif made is not None:
+        for part in made.values() if isinstance(made, Mapping) else made:
+            yield from tensors_of(part)
+
+
+def words_of(made: Any) -> list[Tensor]:
+    """Return the bytes of a result's tensors on the CPU: a NaN is equal to itself alone."""
+    return [tensor.contiguous().view(-1).view(torch.uint8).cpu() for tensor in tensors_of(made)]
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    """Return whether two results have the same tensors, bit for bit."""
+    pairs = zip(words_of(one), words_of(other), strict=True)
+    return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+def poison(made: Any) -> None:
+    """Fill a result's tensors with a byte that no kernel leaves by chance."""
+    for tensor in tensors_of(made):
+        tensor.view(torch.uint8).fill_(POISON)

@@ -1,0 +1,330 @@
+"""What the kernels of rows register: forms with derived figures, cases, replays."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.kernels.primitives.quantise_problem import LAYOUTS
+from degarble.kernels.rows import mhc_problem, problem, router_problem
+from degarble.kernels.rows.mhc_problem import MIX_PARTS, MixForm, MixProblem, ProjectProblem
+from degarble.kernels.rows.problem import (
+    ID_DTYPES,
+    NORM_WEIGHTS,
+    SCALE_KINDS,
+    BackForm,
+    EmbedForm,
+    EmbedProblem,
+    HeadsForm,
+    NormProblem,
+    ResidualProblem,
+    ScaleForm,
+    ScaleProblem,
+)
+from degarble.kernels.rows.router_problem import RouterProblem
+from degarble.kernels.runtime.targets import TARGETS
+from degarble.suites.kernels import latent_checks, mhc_checks, row_checks
+from degarble.suites.kernels.contract import (
+    SETTINGS,
+    Detection,
+    Judged,
+    MachineCode,
+    Replay,
+    ReplayCase,
+    Round,
+    kernels_of,
+)
+from degarble.suites.kernels.rows import (
+    head_checks,
+    mhc_project_checks,
+    residual_checks,
+    router_checks,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+REGISTERS_OF_MIX = {"all": 56, "coefficients": 56, "collapse": 32, "head": 32, "post": 64}
+# Three to a weighted sum of four, three to an exponential, one to a logit; of Sinkhorn four to each
+# of four rows and columns.
+SINKHORN = 2 * 16
+FUSED_OF_MIX = {
+    "all": 3 * 8 + 36 + SINKHORN,
+    "coefficients": 24 + SINKHORN,
+    "collapse": 3 * 8,
+    "head": 3 * 8 + 16,
+    "post": 128,
+}
+SQUARES = 4 * 7  # 7 of each of 4 halves sum squares
+ROUTERS = {
+    "V4-Pro": RouterProblem(1, **router_checks.V4_PRO),
+    "V3.2": RouterProblem(1, **router_checks.V32),
+    "by table": RouterProblem(1, **router_checks.V4_PRO, vocabulary=129_280),
+    "V4-Flash": RouterProblem(1, **router_checks.V4_FLASH),
+    "largest": RouterProblem(1, 512, 16),
+}
+
+
+def _code(target: str) -> Iterator[MachineCode]:
+    for ids in ID_DTYPES:
+        vectors = {"ld.global.v4": 4, "st.global.v4": 4}
+        yield MachineCode("simt_embed", EmbedForm(ids, target), 64, counts=vectors)
+    for in_place in (False, True):  # every thread that a processor can hold
+        yield MachineCode("simt_inverse_rope", BackForm(in_place, target), 32, fused=0)
+    # Six thread blocks of eight warps fit beside each other; only the sum of squares is fused.
+    yield MachineCode("simt_qnorm_rope", HeadsForm(target), 40, fused=14)
+    for source, out in product(SCALE_KINDS, SCALE_KINDS):
+        yield MachineCode("simt_scale", ScaleForm(source, out, target))
+    for part in MIX_PARTS:
+        yield MachineCode(
+            "simt_mhc", MixForm(part, target), REGISTERS_OF_MIX[part], 0, fused=FUSED_OF_MIX[part],
+            slow=part not in {"all", "post"},
+        )  # fmt: skip
+    for kind, tokens in product(
+        ("layer", "head"), (mhc_problem.LEAST_TOKENS, mhc_problem.FEW_TOKENS, 1 << 13)
+    ):
+        form = mhc_problem.choose_form(ProjectProblem(tokens, 7168, kind), target)
+        # Three parts, four times sixteen values of a stage, for every tile of rows and of tokens.
+        products = 3 * 4 * form.tiles * form.tokens_of_warp // 16
+        yield MachineCode(
+            "simt_mhc_project", form, 200, launched=2, counts={"mma.sync": products},
+            slow=kind == "head" or tokens == mhc_problem.FEW_TOKENS,
+        )  # fmt: skip
+    for columns, weight, rounded in product((512, 7168, 16_384), NORM_WEIGHTS, (False, True)):
+        summed = ResidualProblem(1, columns, 1e-6, weight, rounded)
+        summed_form = problem.choose_residual_form(summed, target)
+        slow = (columns, weight, rounded) != (7168, "fp32", False)
+        yield MachineCode("simt_residual_norm", summed_form, 128, fused=SQUARES, slow=slow)
+    for columns, weight, layout in product((512, 7168, 16_384), NORM_WEIGHTS, (None, *LAYOUTS)):
+        for keeps_values in (False, True)[: 2 if layout else 1]:
+            yield _norm_code(NormProblem(1, columns, 1e-6, weight, layout, keeps_values), target)
+    for name, routed in ROUTERS.items():
+        router_form = router_problem.choose_form(routed, target)
+        yield MachineCode("simt_router", router_form, 64, slow=name not in {"V4-Pro", "V3.2"})
+
+
+def _norm_code(norm: NormProblem, target: str) -> MachineCode:
+    form = problem.choose_norm_form(norm, target)
+    registers = 65_536 // problem.norm_threads_declared(form) // 8 * 8
+    # Rounding to a code takes one addition a value.
+    of_codes = 32 if norm.layout and not TARGETS[target].converts_e2m1 else 0
+    usual = {NormProblem(1, 7168), NormProblem(1, 7168, layout="128x4")}
+    return MachineCode(
+        "simt_rmsnorm", form, registers, 1024, fused=SQUARES + of_codes, slow=norm not in usual
+    )
+
+
+def _once(codes: Iterator[MachineCode]) -> list[MachineCode]:
+    """Leave out forms that are those of other problems as well; a quick one stays."""
+    kept: dict[str, MachineCode] = {}
+    for code in codes:
+        if code.name not in kept or kept[code.name].slow:
+            kept[code.name] = code
+    return list(kept.values())
+
+
+CODE = _once(code for target in TARGETS for code in _code(target))
+
+
+def _heads(kernel: str, kind: str, seeds: int) -> Judged:
+    return Judged(
+        kernel, head_checks.cases(kind), head_checks.mismatch, partial(head_checks.fuzzed, kind),
+        seeds, 50, head_checks.on_device,
+    )  # fmt: skip
+
+
+JUDGED = [
+    _heads("simt_qnorm_rope", "norm", 10),
+    _heads("simt_inverse_rope", "back", 5),
+    _heads("simt_inverse_rope-in-place", "back in place", 5),
+    Judged(
+        "simt_mhc", mhc_checks.cases(), mhc_checks.mismatch, mhc_checks.fuzzed, 10, 50,
+        mhc_checks.on_device, 20,
+    ),
+    Judged(
+        "simt_mhc_project", mhc_project_checks.cases(), mhc_project_checks.mismatch,
+        mhc_project_checks.fuzzed, 10, 50, mhc_project_checks.on_device,
+    ),
+    Judged(
+        "simt_residual_norm", residual_checks.cases(), residual_checks.mismatch,
+        residual_checks.fuzzed, 3, 100, residual_checks.on_device,
+    ),
+    Judged(
+        "simt_rmsnorm", row_checks.norm_cases(), row_checks.norm_mismatch, row_checks.fuzzed_norms,
+        6, 50, row_checks.norm_on_device,
+    ),
+    Judged(
+        "simt_router", router_checks.cases(), router_checks.mismatch, router_checks.fuzzed, 4, 50,
+        router_checks.on_device,
+    ),
+]  # fmt: skip
+
+
+def _residual_results(case: residual_checks.Case) -> Any:
+    results = residual_checks.by_definition(case, "cpu")
+    return kernels_of("simt_residual_norm").ResidualNormed(*results)
+
+
+def _norm_results(case: row_checks.NormCase) -> Any:
+    return kernels_of("simt_rmsnorm").Normed(*row_checks.norm_by_definition(case, "cpu"))
+
+
+def _router_results(case: router_checks.RouterCase) -> Any:
+    return kernels_of("simt_router").RoutedTokens(*router_checks.by_definition(case, "cpu"))
+
+
+DETECTIONS = [
+    *(
+        Detection(
+            f"heads-{kind}", head_checks, "on_device", head_checks.mismatch,
+            head_checks.Case(kind, 3, 2), head_checks.by_definition,
+        )
+        for kind in head_checks.KINDS
+    ),
+    Detection(
+        "simt_residual_norm", residual_checks, "on_device", residual_checks.mismatch,
+        residual_checks.Case(ResidualProblem(5, 80)), _residual_results,
+    ),
+    Detection(
+        "simt_rmsnorm", row_checks, "norm_on_device", row_checks.norm_mismatch,
+        row_checks.NormCase(NormProblem(5, 80, layout="128x4", keeps_values=True)), _norm_results,
+    ),
+    Detection(
+        "simt_router", router_checks, "on_device", router_checks.mismatch,
+        router_checks.RouterCase(RouterProblem(3, **router_checks.V4_PRO)), _router_results,
+    ),
+]  # fmt: skip
+
+
+def _replay_embed() -> Replay:
+    """Look up rows of a table of more than 32 bits."""
+    shape = EmbedProblem(64, 400_000, 7168)  # 5.7 GB
+    table = torch.empty(400_000, 7168, dtype=torch.bfloat16, device="cuda")
+    table[::1000] = torch.randn(400, 7168, device="cuda").bfloat16()
+    table[-1] = 3.0
+    id_T = torch.zeros(64, dtype=torch.int64, device="cuda")
+    out = torch.empty(64, 7168, dtype=torch.bfloat16, device="cuda")
+    rounds = []
+    for start in (0, 100_000, 336_000):
+        given_T = torch.arange(start, start + 64_000, 1000)
+        given_T[-1] = 399_999
+        rounds.append(Round([given_T], lambda: table[id_T]))
+    embed = kernels_of("simt_embed").embed
+    return Replay(lambda: embed(id_T, table, shape, SETTINGS, out=out), [id_T], out, rounds)
+
+
+def _replay_heads(kind: str) -> Replay:
+    cases = [head_checks.Case(kind, 33, 16, "wide", seed) for seed in range(3)]
+    values, positions = cases[0].values.cuda(), cases[0].positions.cuda()
+    operands = (values, latent_checks.table_of_turns(head_checks.POSITIONS).cuda(), positions)
+    out = head_checks.outputs(cases[0], values)
+    rounds = [
+        Round([case.values, case.positions], partial(head_checks.by_definition, case, "cuda"))
+        for case in cases
+    ]
+    return Replay(
+        lambda: head_checks.run(cases[0], operands, out), [values, positions], out, rounds,
+        cases[0].in_place,
+    )  # fmt: skip
+
+
+def _replay_mhc(part: str) -> Replay:
+    kernels = kernels_of("simt_mhc")
+    cases = [mhc_checks.Case(MixProblem(131, 1032, part), seed=seed) for seed in range(3)]
+    inputs = {name: tensor.cuda() for name, tensor in mhc_checks.given(cases[0]).items()}
+    operands = kernels.mhc(kernels.MixOperands(**inputs), cases[0].problem, SETTINGS)
+    written = [name for name in kernels.wanted(cases[0].problem) if name not in inputs]
+    rounds = [
+        Round(list(mhc_checks.given(case).values()), partial(mhc_checks.on_device, case))
+        for case in cases
+    ]
+    return Replay(
+        lambda: kernels.mhc(operands, cases[0].problem, SETTINGS), list(inputs.values()),
+        [getattr(operands, name) for name in written], rounds,
+    )  # fmt: skip
+
+
+def _replay_mhc_project(tokens: int) -> Replay:
+    kernels = kernels_of("simt_mhc_project")
+    cases = [mhc_project_checks.Case(tokens, 264, seed=seed) for seed in range(3)]
+    for case in cases:
+        case.__dict__["fn"] = cases[0].fn
+    split, streams = mhc_problem.split_weight(cases[0].fn).cuda(), cases[0].streams.cuda()
+    shape = cases[0].problem
+    partials, *results = kernels.empty_outputs(shape, torch.device("cuda"))
+    out = (partials, *results)
+    rounds = [Round([case.streams], partial(mhc_project_checks.on_device, case)) for case in cases]
+    return Replay(
+        lambda: kernels.mhc_project(streams, split, shape, SETTINGS, out=out), [streams], results,
+        rounds, scratch=partials,
+    )  # fmt: skip
+
+
+def _replay_residual() -> Replay:
+    kernels, shape = kernels_of("simt_residual_norm"), ResidualProblem(300, 7168, weight="fp32")
+    cases = [residual_checks.Case(shape, "rows", seed) for seed in (1, 2)]
+    operands = [tensor.cuda() for tensor in cases[0].operands]
+    out = kernels.empty_outputs(shape, torch.device("cuda"))
+    rounds = [Round(case.operands, partial(residual_checks.on_device, case)) for case in cases]
+    return Replay(
+        lambda: kernels.residual_norm(*operands, shape, SETTINGS, out=out), operands, out, rounds
+    )
+
+
+def _replay_norm(layout: str | None) -> Replay:
+    shape = NormProblem(257, 1040, layout=layout)
+    cases = [row_checks.NormCase(shape, "rows", seed=seed) for seed in range(4)]
+    values, weight = torch.zeros_like(cases[0].values).cuda(), cases[0].weight.cuda()
+    scale, out = cases[0].decode_scale, row_checks.poisoned(shape)
+    more = {"decode_scale": None if scale is None else scale.cuda(), "out": out}
+    rmsnorm = kernels_of("simt_rmsnorm").rmsnorm
+    rounds = [
+        Round([case.values, case.weight], partial(row_checks.norm_on_device, case))
+        for case in cases
+    ]
+    return Replay(
+        lambda: rmsnorm(values, weight, shape, SETTINGS, **more), [values, weight], out, rounds
+    )
+
+
+def _replay_router() -> Replay:
+    kernels, shape = kernels_of("simt_router"), RouterProblem(70, **router_checks.V32)
+    cases = [router_checks.RouterCase(shape, "ordinary", seed) for seed in range(3)]
+    logits, bias = torch.zeros(70, 256, device="cuda"), torch.zeros(256, device="cuda")
+    out = kernels.empty_outputs(shape, logits.device)
+    rounds = [
+        Round([case.logits, case.bias], partial(router_checks.on_device, case)) for case in cases
+    ]
+    return Replay(
+        lambda: kernels.route(logits, bias, shape, SETTINGS, out=out), [logits, bias], out, rounds
+    )
+
+
+def _replay_scale() -> Replay:
+    values, shape = torch.randn(16, 64, device="cuda"), ScaleProblem(1024, 8192**-0.5)
+    out, scale = torch.empty_like(values), kernels_of("simt_scale").scale
+    rounds = [
+        Round([torch.randn(16, 64)], lambda: values * torch.tensor(8192**-0.5, device="cuda"))
+    ]
+    return Replay(lambda: scale(values, shape, SETTINGS, out=out), [values], out, rounds)
+
+
+REPLAYS = [
+    ReplayCase("simt_embed", _replay_embed),
+    *(ReplayCase(f"heads-{kind}", partial(_replay_heads, kind)) for kind in head_checks.KINDS),
+    *(ReplayCase(f"simt_mhc-{part}", partial(_replay_mhc, part)) for part in MIX_PARTS),
+    *(
+        ReplayCase(f"simt_mhc_project-{tokens}", partial(_replay_mhc_project, tokens))
+        for tokens in (3, mhc_project_checks.FEW + 5)
+    ),
+    ReplayCase("simt_residual_norm", _replay_residual),
+    *(
+        ReplayCase(f"simt_rmsnorm-{layout}", partial(_replay_norm, layout))
+        for layout in (None, "128x4")
+    ),
+    ReplayCase("simt_router", _replay_router),
+    ReplayCase("simt_scale", _replay_scale),
+]

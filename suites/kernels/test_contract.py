@@ -1,0 +1,132 @@
+"""Laws of every kernel, each stated once over what families register: see contract.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from degarble.suites.kernels.cache import contract as cache
+from degarble.suites.kernels.contract import (
+    POISON,
+    Detection,
+    Judged,
+    MachineCode,
+    ReplayCase,
+    poison,
+    same_bits,
+    tensors_of,
+)
+from degarble.suites.kernels.quantise import contract as quantise
+from degarble.suites.kernels.rows import contract as rows
+
+pytestmark = pytest.mark.needs("cutlass")
+
+FAMILIES = (rows, quantise, cache)
+CODE = [code for family in FAMILIES for code in family.CODE]
+JUDGED = [judged for family in FAMILIES for judged in family.JUDGED]
+DETECTIONS = [detection for family in FAMILIES for detection in family.DETECTIONS]
+REPLAYS = [replay for family in FAMILIES for replay in family.REPLAYS]
+each_judged = pytest.mark.parametrize("judged", JUDGED, ids=lambda judged: judged.kernel)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(code, id=code.name, marks=[pytest.mark.slow] if code.slow else [])
+        for code in CODE
+    ],
+)
+def test_machine_code_is_as_derived(code: MachineCode) -> None:
+    """No register spills, every rounding is stated, and the counts are the derived ones."""
+    code.require(code.compile())
+
+
+@each_judged
+def test_cases_have_names_of_their_own_and_fuzzed_ones_differ(judged: Judged) -> None:
+    names = [case.name for case in judged.cases]
+    assert len(set(names)) == len(names)
+    assert judged.fuzzed(1, 20) == judged.fuzzed(1, 20) != judged.fuzzed(2, 20)
+
+
+@pytest.mark.parametrize("detection", DETECTIONS, ids=lambda detection: detection.name)
+def test_a_wrong_bit_and_an_unwritten_byte_are_detected(
+    detection: Detection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+
+    def whole(*given: Any) -> Any:
+        made[:] = [detection.definition(*given)]
+        return made[0]
+
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
+    monkeypatch.setattr(detection.checks, detection.launch, whole)
+    assert not detection.mismatch(detection.case)
+    monkeypatch.setattr(detection.checks, detection.launch, lambda *_given: made[0])
+    for tensor in tensors_of(made):
+        flat = tensor.view(-1).view(torch.uint8)
+        for place in (0, -1):  # the last byte of scales is padding
+            kept = flat[place].clone()
+            for wrong in {int(kept) ^ 1, POISON} - {int(kept)}:
+                flat[place] = wrong
+                assert "1 of" in detection.mismatch(detection.case)
+            flat[place] = kept
+
+
+@pytest.mark.parametrize(
+    ("judged", "case"),
+    [
+        pytest.param(judged, case, id=f"{judged.kernel}-{case.name}", marks=judged.devices)
+        for judged in JUDGED
+        for case in judged.cases
+    ],
+)
+def test_a_case_is_as_defined(judged: Judged, case: Any) -> None:
+    assert not judged.mismatch(case)
+
+
+@pytest.mark.parametrize(
+    ("judged", "seed"),
+    [
+        pytest.param(judged, seed, id=f"{judged.kernel}-{seed}", marks=judged.devices)
+        for judged in JUDGED
+        for seed in range(judged.seeds)
+    ],
+)
+def test_fuzzed_cases_are_as_defined(judged: Judged, seed: int) -> None:
+    cases = judged.fuzzed(seed, judged.at_once)
+    assert not [why for case in cases if (why := judged.mismatch(case))]
+
+
+@pytest.mark.parametrize(
+    "judged",
+    [
+        pytest.param(judged, id=judged.kernel, marks=judged.devices)
+        for judged in JUDGED
+        if judged.launch is not None
+    ],
+)
+def test_two_runs_are_equal_bit_for_bit(judged: Judged) -> None:
+    assert judged.launch is not None
+    for case in judged.fuzzed(99, judged.repeated):
+        assert same_bits(judged.launch(case), judged.launch(case)), case.name
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name, marks=case.devices) for case in REPLAYS]
+)
+def test_a_graph_replays_on_changed_data(case: ReplayCase) -> None:
+    replay = case.make()
+    replay.launch()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replay.launch()
+    for inputs, wanted in replay.rounds:
+        for mine, theirs in zip(replay.inputs, inputs, strict=True):
+            mine.copy_(theirs)
+        if not replay.in_place:
+            poison([replay.outputs, replay.scratch])
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same_bits(replay.outputs, wanted())
