@@ -15,7 +15,9 @@ JOBS ?= 2
 ARGS ?=
 
 BIN := .venv/bin
-THREADS := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1
+# Byte code of the suites is kept even where the environment forbids it: each process, and each one
+# that a suite starts, would compile several hundred modules again.
+THREADS := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 .NOTPARALLEL:
 .PHONY: help setup demo test suites slow lint types figures house docs wheel nightly vllm-env vllm-test vllm-pack vllm-prove clean

@@ -1,4 +1,4 @@
-"""Ranks of a suite: torchrun in a session of its own, of which nothing is left behind."""
+"""Ranks of a suite, run in a session of their own, of which nothing is left behind."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ def _environment() -> dict[str, str]:
 
 
 def run_ranks(module: str, ranks: int, *arguments: str) -> None:
-    """Run a module on so many ranks, until it ends."""
-    command = [
-        sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone",
-        "--nproc-per-node", str(ranks), "-m", module, *arguments,
-    ]  # fmt: skip
+    """Run a module by torchrun on so many ranks, until it ends."""
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    run_module(*torchrun, "-m", module, *arguments)
+
+
+def run_module(module: str, *arguments: str) -> None:
+    """Run a module and the processes that it starts, until they end."""
     process = subprocess.Popen(
-        command,
+        [sys.executable, "-W", "ignore", "-m", module, *arguments],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,7 +1,8 @@
-"""What one rank of test_sharded.py runs, started by torchrun; rank 0 writes what it found.
+"""Run every case of test_sharded.py on four ranks; rank 0 writes what it found.
 
 For every case the sharded model reads the same tokens as one rank does alone, in a prefill of two
-sequences and two decoding steps, and rank 0 notes how far the logits are apart.
+sequences and two decoding steps, and rank 0 notes how far the logits are apart. The ranks are
+forked, so that torch is imported, and weights and logits of one rank are computed, only once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import distributed
+from torch import distributed, multiprocessing
 
 from degarble.harness.model.config.config import V4Config, V32Config, small_v4, small_v32
 from degarble.harness.model.recipes import Recipe, Rule
@@ -67,6 +68,7 @@ CASES: dict[str, tuple[Config, Numerics, dict[str, Any]]] = {
     "planted": (V4, EXACT, {"tp": 2, "ep": 2}),
 }
 PLANTED = "layers.1.ffn.experts.combine"  # its sum over ranks is lost
+RANKS = 4
 PROMPTS = [torch.arange(40) * 7 % 64, torch.arange(11) * 5 % 64]
 
 
@@ -94,6 +96,12 @@ def single(
     return ModelV32(bound, config)
 
 
+@cache
+def expected(config: Config, numerics: Numerics) -> Tensor:
+    """Logits of one rank alone."""
+    return read(single(config, numerics, weights_of(config, numerics)))
+
+
 def read(model: Any) -> Tensor:
     """Logits of a prefill of both prompts and of two tokens after each."""
     sequences = [Sequence(), Sequence()]
@@ -118,7 +126,7 @@ def found(name: str) -> dict[str, float] | None:
     ours = read(model)
     if distributed.get_rank():
         return None
-    theirs = read(single(config, numerics, weights))
+    theirs = expected(config, numerics)
     gap = (ours - theirs).double()
     return {
         "ranks": made.ranks,
@@ -128,18 +136,29 @@ def found(name: str) -> dict[str, float] | None:
     }
 
 
-def main() -> None:
-    """Run every case, one after the other."""
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo")
+def run_cases(rank: int, target: str) -> None:
+    """Run every case on one rank, one after the other."""
+    meeting = f"file://{target}.store"
+    distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS)
     try:
         with torch.no_grad():
             results = {name: found(name) for name in CASES}
-        if not distributed.get_rank():
-            Path(sys.argv[1]).write_text(json.dumps(results), encoding="utf-8")
+        if not rank:
+            Path(target).write_text(json.dumps(results), encoding="utf-8")
         distributed.barrier()
     finally:
         distributed.destroy_process_group()
+
+
+def main() -> None:
+    """Compute what one rank finds alone, then run the ranks."""
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        for config, numerics, _ in CASES.values():
+            expected(config, numerics)
+    multiprocessing.start_processes(  # type: ignore[attr-defined, no-untyped-call]
+        run_cases, args=(sys.argv[1],), nprocs=RANKS, start_method="fork"
+    )
 
 
 if __name__ == "__main__":

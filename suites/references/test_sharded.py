@@ -19,7 +19,7 @@ from degarble.harness.model.sharding import plan
 from degarble.harness.model.types import Box
 from degarble.references.sharded import RankWeights, Teams, sliced
 from degarble.references.weights import random_weights
-from degarble.suites.museum.torchrun import run_ranks
+from degarble.suites.museum.torchrun import run_module
 from degarble.suites.references.sharded_ranks import CASES, EXACT
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
     target = tmp_path_factory.mktemp("sharded") / "results.json"
-    run_ranks("degarble.suites.references.sharded_ranks", 4, str(target))
+    run_module("degarble.suites.references.sharded_ranks", str(target))
     found: dict[str, dict[str, float]] = json.loads(target.read_text("utf-8"))
     return found
 
