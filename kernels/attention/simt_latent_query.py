@@ -1,21 +1,18 @@
 """Assemble V3.2's query rows: out[t, h] = concat(latent[t, h], rope(heads[t, h, -64:])).
 
-Entry point: `latent_query(operands, problem, settings)`. One source for sm_90a and sm_100a. A
-thread has a 16-byte chunk of a row of 576: it copies eight of the 512 latent values, or rotates
-eight of the head's last 64. A position outside the RoPE table makes the rotated values NaN, so that
-the error shows.
+One source for sm_90a and sm_100a. A thread has a 16-byte chunk of a row of 576: it copies eight of
+the 512 latent values, or rotates eight of the head's last 64. A position outside the RoPE table
+makes the rotated values NaN, so that the error shows.
 
 Allocates only what it returns and never waits for the GPU, so it may be captured in a graph. Shape
 letters: T tokens, H heads, P positions.
 """
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64, Uint32, cute
-from torch import Tensor
 
 from degarble.kernels.attention import problem as facts
 from degarble.kernels.attention.problem import QueryForm, QueryProblem
@@ -32,27 +29,7 @@ from degarble.kernels.primitives.device_words import (
     vectors,
     words_at,
 )
-from degarble.kernels.runtime.compiling import (
-    CompiledKernel,
-    CompileSettings,
-    any_stream,
-    compile_kernel,
-    current_stream,
-)
-from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
-from degarble.kernels.runtime.targets import TARGETS, target_of_device
-
-ALIGNMENTS = (16, 16, 16, 8, 16)
-ELEMENTS = (Uint32, Uint32, Uint32, Int64, Uint32)
-
-
-class QueryOperands(NamedTuple):
-    """Tensors that a launch reads."""
-
-    latent: Tensor  # BF16 [T, H, 512]
-    heads: Tensor  # BF16 [T, H, width], the last 64 not turned yet
-    turns: Tensor  # float32 [P, 64]: 32 cosines and 32 sines of each position
-    positions: Tensor  # int64 [T]
+from degarble.kernels.runtime.kernel import Kernel, Operand, Storage
 
 
 class QueryTensors(NamedTuple):
@@ -109,61 +86,36 @@ def launch_query(
 
 # ---- host ----------------------------------------------------------------------------------------
 
-
-@cache
-def compile_form(form: QueryForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile the form; needs no GPU."""
-    extents = tuple(Int32(1) for _ in range(5))
-    arguments = (_pointers((None,) * 5), extents, any_stream())
-    return compile_kernel(launch_query, arguments, TARGETS[form.target], settings)
-
-
-def latent_query(
-    operands: QueryOperands,
-    problem: QueryProblem,
-    settings: CompileSettings,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return query rows BF16 [T, H, 576] on their GPU."""
-    if out is None:
-        out = empty_rows(problem, operands.latent.device)
-    tensors = (*operands, out)
-    require_operands(problem, tensors)
-    device = require_device(tensors)
-    if problem.tokens:
-        form = QueryForm(target_of_device(device).name)
-        numbers = (
-            problem.heads,
-            problem.chunks_of_head,
-            problem.positions,
-            *facts.query_grid(problem),
-        )
-        extents = tuple(Int32(number) for number in numbers)
-        compile_form(form, settings)(_pointers(tensors), extents, current_stream(device))
-    return out
-
-
-def empty_rows(problem: QueryProblem, device: torch.device) -> Tensor:
-    """Allocate the result; a launch writes every byte of it."""
-    shape = (problem.tokens, problem.heads, rows.WITH_KEY)
-    return torch.empty(shape, dtype=torch.bfloat16, device=device)
-
-
-def require_operands(problem: QueryProblem, tensors: tuple[Tensor, ...]) -> None:
-    """Raise on tensors that the kernel would misread."""
-    of_heads = (problem.tokens, problem.heads)
-    wanted = (
-        ("latent part", torch.bfloat16, (*of_heads, rows.WIDTH)),
-        ("query heads", torch.bfloat16, (*of_heads, problem.width)),
-        ("turns", torch.float32, (problem.positions, rows.TABLE_WIDTH)),
-        ("positions", torch.int64, (problem.tokens,)),
-        ("query rows", torch.bfloat16, (*of_heads, rows.WITH_KEY)),
-    )
-    for (name, dtype, shape), tensor, size in zip(wanted, tensors, ALIGNMENTS, strict=True):
-        require_tensor(name, tensor, dtype, shape, size)
-
-
-def _pointers(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    """Return the kernel's pointers; None becomes a pointer that is not read."""
-    places = zip(ELEMENTS, tensors, ALIGNMENTS, strict=True)
-    return tuple(pointer(element, tensor, size) for element, tensor, size in places)
+_Operand = Operand[QueryProblem]
+_VALUES, _TURNS = Storage(Uint32, torch.bfloat16, 16), Storage(Uint32, torch.float32, 16)
+_PLACES = Storage(Int64, torch.int64, 8)
+KERNEL = Kernel[QueryProblem, QueryForm](
+    entry=launch_query,
+    operands=(
+        _Operand("latent", _VALUES, lambda p: (p.tokens, p.heads, rows.WIDTH), label="latent part"),
+        # The last 64 of a head are not turned yet.
+        _Operand("heads", _VALUES, lambda p: (p.tokens, p.heads, p.width), label="query heads"),
+        _Operand("turns", _TURNS, lambda p: (p.positions, rows.TABLE_WIDTH)),
+        _Operand("positions", _PLACES, lambda p: (p.tokens,)),
+        _Operand(
+            "out",
+            _VALUES,
+            lambda p: (p.tokens, p.heads, rows.WITH_KEY),
+            output=True,
+            label="query rows",
+        ),
+    ),
+    choose_form=lambda _problem, target: QueryForm(target),
+    kinds=((Int32,) * 5,),
+    numbers=lambda of: (
+        (
+            of.problem.heads,
+            of.problem.chunks_of_head,
+            of.problem.positions,
+            *facts.query_grid(of.problem),
+        ),
+    ),
+    work=lambda problem: problem.tokens,
+    takes_form=False,
+)
+compile_form = KERNEL.compile_form

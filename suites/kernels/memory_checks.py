@@ -214,12 +214,11 @@ def _sums() -> None:
     )
     scale.scale(torch.randn(5, 33, device="cuda"), ScaleProblem(165, 0.5), SETTINGS)
     problem = QueryProblem(5, 8, 192, 40)
-    operands = queries.QueryOperands(
-        _normal(5, 8, 512), _normal(5, 8, 192), latent_checks.table_of_turns(40).cuda(),
-        torch.tensor([0, 39, 40, -1, 7], device="cuda"),
+    queries.KERNEL.run(
+        problem, SETTINGS, latent=_normal(5, 8, 512), heads=_normal(5, 8, 192),
+        turns=latent_checks.table_of_turns(40).cuda(),
+        positions=torch.tensor([0, 39, 40, -1, 7], device="cuda"),
     )  # fmt: skip
-    out = queries.empty_rows(problem, torch.device("cuda"))
-    queries.latent_query(operands, problem, SETTINGS, out)
 
 
 def _quantised() -> None:

@@ -387,11 +387,6 @@ def _there(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def _latent_query(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
-    operands = module.QueryOperands(*(t[name] for name in module.QueryOperands._fields))
-    return module.latent_query(operands, problem, settings)
-
-
 def _mhc(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
     """Run a part; callers take the result first, then the coefficients."""
     made = module.KERNEL.run(problem, settings, **t)
@@ -470,7 +465,7 @@ ENTRIES: Mapping[str, KernelEntry] = {
         by_name, lambda p, _: "of the stored sum" if p.rounded else "of the float32 sum"
     ),
     "simt_scale": KernelEntry(by_name, lambda p, _: f"{p.source} to {p.out}"),
-    "simt_latent_query": KernelEntry(_latent_query),
+    "simt_latent_query": KernelEntry(by_name),
     "simt_gemv_bf16": KernelEntry(
         lambda m, p, s, t: m.gemv_bf16(t["x"], t["weight"], p, s),
         lambda p, _: f"up to {gemv_problem.rows_of_form(p.rows)} rows, {p.out}",

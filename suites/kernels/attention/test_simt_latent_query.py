@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_compiles_without_spills_and_with_every_rounding_stated(
     assert unstated_roundings(kernel.ptx) == fused_instructions(kernel.ptx) == ()
 
 
-def drawn(problem: QueryProblem, kind: str = "wide", seed: int = 0) -> tuple[Tensor, ...]:
+def drawn(problem: QueryProblem, kind: str = "wide", seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     latent, heads = (
         plain.drawn(kind, (problem.tokens, problem.heads, width), seed + width)
@@ -51,11 +51,12 @@ def drawn(problem: QueryProblem, kind: str = "wide", seed: int = 0) -> tuple[Ten
     positions = torch.randint(problem.positions, (problem.tokens,), generator=generator)
     if problem.tokens > 100:
         positions[-1], positions[-2] = problem.positions, -1
-    return latent, heads, plain.table_of_turns(problem.positions), positions
+    turns = plain.table_of_turns(problem.positions)
+    return {"latent": latent, "heads": heads, "turns": turns, "positions": positions}
 
 
-def by_definition(problem: QueryProblem, given: tuple[Tensor, ...]) -> Tensor:
-    latent, heads, table, positions = given
+def by_definition(problem: QueryProblem, given: dict[str, Tensor]) -> Tensor:
+    latent, heads, table, positions = given.values()
     turns = plain.turns_at(table, positions).repeat_interleave(problem.heads, 0)
     tail = heads.reshape(-1, problem.width)[:, -64:].float()
     made = plain.with_the_machines_nan(plain.turned_tail(tail, turns))
@@ -65,19 +66,16 @@ def by_definition(problem: QueryProblem, given: tuple[Tensor, ...]) -> Tensor:
 def test_refuses_by_name(kernels: ModuleType) -> None:
     problem = QueryProblem(2, 3, 192, 5)
     given = drawn(problem)
-    for error, name, place, wrong in (
-        (DtypeMismatch, "latent part", 0, given[0].half()),
-        (ShapeMismatch, "query heads", 1, given[1][:, :2]),
-        (ShapeMismatch, "turns", 2, given[2][1:]),
-        (DtypeMismatch, "positions", 3, given[3].int()),
-        (InvalidArgument, "one CUDA device", 3, given[3]),
+    for error, name, operand, wrong in (
+        (DtypeMismatch, "latent part", "latent", given["latent"].half()),
+        (ShapeMismatch, "query heads", "heads", given["heads"][:, :2]),
+        (ShapeMismatch, "turns", "turns", given["turns"][1:]),
+        (DtypeMismatch, "positions", "positions", given["positions"].int()),
+        (InvalidArgument, "one CUDA device", "positions", given["positions"]),
+        (ShapeMismatch, "query rows", "out", given["latent"]),
     ):
-        operands: list[Any] = list(given)
-        operands[place] = wrong
         with pytest.raises(error, match=name):
-            kernels.latent_query(kernels.QueryOperands(*operands), problem, SETTINGS)
-    with pytest.raises(ShapeMismatch, match="query rows"):
-        kernels.latent_query(kernels.QueryOperands(*given), problem, SETTINGS, given[0])
+            kernels.KERNEL.run(problem, SETTINGS, **{**given, operand: wrong})
 
 
 def cases() -> list[tuple[QueryProblem, str, int]]:
@@ -97,9 +95,9 @@ def cases() -> list[tuple[QueryProblem, str, int]]:
 
 def mismatch(kernels: ModuleType, case: tuple[QueryProblem, str, int]) -> str:
     problem, kind, seed = case
-    given = tuple(each.cuda() for each in drawn(problem, kind, seed))
-    out = kernels.empty_rows(problem, given[0].device).fill_(7.0)
-    made = kernels.latent_query(kernels.QueryOperands(*given), problem, SETTINGS, out)
+    given = {name: each.cuda() for name, each in drawn(problem, kind, seed).items()}
+    out = kernels.KERNEL.allocate(problem, given["latent"].device)["out"].fill_(7.0)
+    made = kernels.KERNEL.run_one(problem, SETTINGS, **given, out=out)
     want = by_definition(problem, given)
     return difference(f"{problem} {kind} {seed}", plain.bits(made), plain.bits(want))
 
@@ -114,13 +112,12 @@ def test_every_bit_is_that_of_the_stated_order(kernels: ModuleType) -> None:
 @pytest.mark.b200
 def test_a_graph_replays_on_changed_data(kernels: ModuleType) -> None:
     problem = QueryProblem(16, 8, 192, POSITIONS)
-    given = tuple(each.cuda() for each in drawn(problem))
-    operands, out = kernels.QueryOperands(*given), kernels.empty_rows(problem, given[0].device)
-    kernels.latent_query(operands, problem, SETTINGS, out)
+    given = {name: each.cuda() for name, each in drawn(problem).items()}
+    out = kernels.KERNEL.run_one(problem, SETTINGS, **given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernels.latent_query(operands, problem, SETTINGS, out)
-    for mine, other in zip(given, drawn(problem, seed=4), strict=True):
-        mine.copy_(other)
+        kernels.KERNEL.run(problem, SETTINGS, **given, out=out)
+    for name, other in drawn(problem, seed=4).items():
+        given[name].copy_(other)
     graph.replay()
     assert torch.equal(plain.bits(out), plain.bits(by_definition(problem, given)))

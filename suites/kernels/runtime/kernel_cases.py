@@ -426,11 +426,6 @@ def _query_cases() -> Iterator[LaunchCase]:
         )
 
 
-def _latent_query(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
-    operands = m.QueryOperands(*(t[name] for name in m.QueryOperands._fields))
-    return m.latent_query(operands, p, SETTINGS, t.get("out"))
-
-
 def _indexer_cases() -> Iterator[LaunchCase]:
     name = "simt_indexer_operand"
     for problem, target in (
@@ -492,6 +487,10 @@ def _topk(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
     return m.indexer_topk(given, p, SETTINGS, positions_T=positions, out=t.get("out"))
 
 
+def _by_name(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
+    return tuple(m.KERNEL.run(p, SETTINGS, **t).values())
+
+
 PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
     "simt_compressor": _pool,
     "simt_embed": lambda m, p, t: m.embed(t["ids"], t["table"], p, SETTINGS, out=t.get("out")),
@@ -500,7 +499,7 @@ PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
     "simt_inverse_rope": _inverse_rope,
     "simt_kv_read": _kv_read,
     "simt_kv_write": _kv_write,
-    "simt_latent_query": _latent_query,
+    "simt_latent_query": _by_name,
     "simt_mhc": _mhc,
     "simt_mhc_project": _mhc_project,
     "simt_paged_pool": _paged_pool,

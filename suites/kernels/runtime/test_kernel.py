@@ -23,11 +23,24 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.needs("cutlass")
 
 DESCRIBED = (
-    "simt_compressor", "simt_embed", "simt_inverse_rope", "simt_kv_read", "simt_kv_write",
-    "simt_mhc", "simt_mhc_project", "simt_paged_pool", "simt_qnorm_rope", "simt_quantise_fp8",
-    "simt_quantise_nvfp4", "simt_residual_norm", "simt_rmsnorm", "simt_router", "simt_scale",
+    "simt_compressor",
+    "simt_embed",
+    "simt_inverse_rope",
+    "simt_kv_read",
+    "simt_kv_write",
+    "simt_latent_query",
+    "simt_mhc",
+    "simt_mhc_project",
+    "simt_paged_pool",
+    "simt_qnorm_rope",
+    "simt_quantise_fp8",
+    "simt_quantise_nvfp4",
+    "simt_residual_norm",
+    "simt_rmsnorm",
+    "simt_router",
+    "simt_scale",
     "simt_slots",
-)  # fmt: skip
+)
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.key.partition(" with")[0])
 each_kernel = pytest.mark.parametrize("name", DESCRIBED)
 
