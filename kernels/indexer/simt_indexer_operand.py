@@ -1,10 +1,9 @@
 """Prepare rows of the lightning indexer: LayerNorm, RoPE, Hadamard transform, block rounding.
 
-Entry point: `indexer_operand(rows, problem, settings, turning=None, norm=None, out=None)
--> Operand(values, scales)`. One source for sm_90a and sm_100a; eight lanes have a row of 128, 16
-adjacent values each; 8 warps, 32 rows a thread block. V4's queries rotate their last 64 values in
-interleaved pairs; V3.2's queries and keys the first 64 by halves. V3.2's keys are normed first;
-V4's keys arrive rotated from the compressor. Output: BF16, or FP8 codes with a float32 scale a row.
+One source for sm_90a and sm_100a; eight lanes have a row of 128, 16 adjacent values each; 8 warps,
+32 rows a thread block. V4's queries rotate their last 64 values in interleaved pairs; V3.2's
+queries and keys the first 64 by halves. V3.2's keys are normed first; V4's keys arrive rotated from
+the compressor. Output: BF16, or FP8 codes with a float32 scale a row.
 
 A position outside the RoPE table makes the rotated values NaN, and a NaN or an infinity makes its
 whole block NaN where blocks are coded, so that errors show. Unless coded, the result may overwrite
@@ -12,17 +11,14 @@ the input. Allocates only what it returns and never waits for the GPU. Shape let
 heads, I width, P rows of the table.
 """
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cutlass
 import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32, cute
-from torch import Tensor
 
-from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.formats import scalar_ops as codecs
 from degarble.kernels.indexer import problem as facts
 from degarble.kernels.indexer.problem import OperandForm, OperandProblem
@@ -40,40 +36,11 @@ from degarble.kernels.primitives.device_words import (
     words_of,
 )
 from degarble.kernels.primitives.kv_problem import fp8_factor, fp8_scale_code
-from degarble.kernels.runtime.compiling import (
-    CompiledKernel,
-    CompileSettings,
-    any_stream,
-    compile_kernel,
-    current_stream,
-)
-from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
-from degarble.kernels.runtime.targets import TARGETS, target_of_device
+from degarble.kernels.runtime.kernel import Kernel, Operand, Presence, Storage
 
 WORDS = facts.OF_LANE // 2
 THREADS = facts.WARPS * 32
 VECTOR = 4  # words of 16 bytes
-
-
-class RopeOperands(NamedTuple):
-    """RoPE operands: float32 table [P, 64], cosines then sines, and int64 positions [T]."""
-
-    turns: Tensor
-    positions: Tensor
-
-
-class LayerNormOperands(NamedTuple):
-    """LayerNorm's float32 weight and bias [128]."""
-
-    weight: Tensor
-    bias: Tensor
-
-
-class IndexerOperand(NamedTuple):
-    """Result: BF16 values [T, N, 128]; or FP8 codes, and scales [T, N]."""
-
-    values: Tensor
-    scales: Tensor | None
 
 
 # ---- device --------------------------------------------------------------------------------------
@@ -295,101 +262,47 @@ def launch_operand(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-@cache
-def compile_form(form: OperandForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile a form; needs no GPU."""
-    extents = tuple(Int32(1) for _ in range(4))
-    arguments = (_pointers((None,) * 7), extents, Float32(1e-6), form, any_stream())
-    return compile_kernel(launch_operand, arguments, TARGETS[form.target], settings)
+def _where(test: Callable[[Any], bool]) -> Presence[OperandProblem]:
+    exactly = "given exactly where the problem asks for it"
+    said = "The problem says pairing={}, normed={}."
+    return Presence(test, lambda p: said.format(p.pairing, p.normed), exactly, exactly)
 
 
-def indexer_operand(
-    x_TNI: Tensor,
-    problem: OperandProblem,
-    settings: CompileSettings,
-    *,
-    turning: RopeOperands | None = None,
-    norm: LayerNormOperands | None = None,
-    out: IndexerOperand | None = None,
-) -> IndexerOperand:
-    """Return rows as the scores multiply them, on their GPU: [T, N, 128] in BF16 or codes."""
-    out = out or empty_operand(problem, x_TNI.device)
-    require_operands(problem, x_TNI, turning, norm)
-    require_output(problem, out)
-    turns, positions = turning or (None, None)
-    weight, bias = norm or (None, None)
-    tensors = (x_TNI, turns, positions, weight, bias, out.values, out.scales)
-    device = require_device(tensors)
-    if problem.tokens:
-        form = facts.choose_operand_form(problem, target_of_device(device).name)
-        launch(compile_form(form, settings), problem, tensors)
-    return out
+def _result(of: OperandProblem | OperandForm) -> Storage:
+    return Storage(Uint32, torch.float8_e4m3fn if of.coded else torch.bfloat16, 16)
 
 
-def launch(
-    kernel: CompiledKernel, problem: OperandProblem, tensors: tuple[Tensor | None, ...]
-) -> None:
-    """Launch on checked tensors: rows, RoPE table, positions, weight, bias, values, scales."""
-    device = tensors[0].device.index or 0 if tensors[0] is not None else 0
-    numbers = (problem.rows, problem.heads, problem.positions, facts.operand_grid(problem))
-    extents = tuple(Int32(number) for number in numbers)
-    kernel(_pointers(tensors), extents, Float32(problem.epsilon), current_stream(device))
-
-
-def empty_operand(problem: OperandProblem, device: torch.device) -> IndexerOperand:
-    """Allocate the result; a launch writes every number of it."""
-    shape = (problem.tokens, problem.heads, facts.WIDTH)
-    if not problem.coded:
-        return IndexerOperand(torch.empty(shape, dtype=torch.bfloat16, device=device), None)
-    codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
-    return IndexerOperand(codes, torch.empty(shape[:2], dtype=torch.float32, device=device))
-
-
-def require_operands(
-    problem: OperandProblem,
-    x_TNI: Tensor,
-    turning: RopeOperands | None,
-    norm: LayerNormOperands | None,
-) -> None:
-    """Raise on inputs that the kernel would misread."""
-    shape = (problem.tokens, problem.heads, facts.WIDTH)
-    require_tensor("rows", x_TNI, torch.bfloat16, shape, 16)
-    for name, given, wanted in (
-        ("turning", turning, problem.pairing != "none"),
-        ("norm", norm, problem.normed),
-    ):
-        if (given is not None) is not wanted:
-            raise InvalidArgument(
-                name,
-                "given" if given else None,
-                "given exactly where the problem asks for it",
-                f"The problem says pairing={problem.pairing}, normed={problem.normed}.",
-            )
-    if turning is not None:
-        of_turns = (problem.positions, facts.TABLE_WIDTH)
-        require_tensor("turns", turning.turns, torch.float32, of_turns, 16)
-        require_tensor("positions", turning.positions, torch.int64, (problem.tokens,), 8)
-    if norm is not None:
-        require_tensor("weight of the norm", norm.weight, torch.float32, (facts.WIDTH,), 16)
-        require_tensor("bias of the norm", norm.bias, torch.float32, (facts.WIDTH,), 16)
-
-
-def require_output(problem: OperandProblem, out: IndexerOperand) -> None:
-    """Raise on outputs that do not hold the result."""
-    shape = (problem.tokens, problem.heads, facts.WIDTH)
-    dtype = torch.float8_e4m3fn if problem.coded else torch.bfloat16
-    require_tensor("values", out.values, dtype, shape, 16)
-    if (out.scales is not None) is not problem.coded:
-        raise InvalidArgument(
-            "scales", None, "scales exactly where codes leave", f"coded={problem.coded}."
-        )
-    if out.scales is not None:
-        require_tensor("scales", out.scales, torch.float32, shape[:2], 4)
-
-
-def _pointers(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return the kernel's pointers; None becomes a pointer that is not read."""
-    elements = (Uint32, Uint32, Int64, Uint32, Uint32, Uint32, Float32)
-    alignments = (16, 16, 8, 16, 16, 16, 4)
-    places = zip(elements, tensors, alignments, strict=True)
-    return tuple(pointer(element, tensor, alignment) for element, tensor, alignment in places)
+_Operand = Operand[OperandProblem]
+_TURNED, _NORMED = _where(lambda of: of.pairing != "none"), _where(lambda of: of.normed)
+_WITH_CODES = "scales exactly where codes leave"
+_CODED = Presence[OperandProblem](
+    lambda of: of.coded, lambda p: f"coded={p.coded}.", _WITH_CODES, _WITH_CODES
+)
+_ROWS, _WORDS = Storage(Uint32, torch.bfloat16, 16), Storage(Uint32, torch.float32, 16)
+_PLACES, _SCALES = Storage(Int64, torch.int64, 8), Storage(Float32, torch.float32, 4)
+KERNEL = Kernel[OperandProblem, OperandForm](
+    entry=launch_operand,
+    operands=(
+        _Operand("rows", _ROWS, lambda p: (p.tokens, p.heads, facts.WIDTH)),
+        _Operand("turns", _WORDS, lambda p: (p.positions, facts.TABLE_WIDTH), _TURNED),
+        _Operand("positions", _PLACES, lambda p: (p.tokens,), _TURNED),
+        _Operand("weight", _WORDS, lambda _: (facts.WIDTH,), _NORMED, label="weight of the norm"),
+        _Operand("bias", _WORDS, lambda _: (facts.WIDTH,), _NORMED, label="bias of the norm"),
+        # It may be the memory of the rows, unless codes leave.
+        _Operand("values", _result, lambda p: (p.tokens, p.heads, facts.WIDTH), output=True),
+        _Operand("scales", _SCALES, lambda p: (p.tokens, p.heads), _CODED, output=True),
+    ),
+    choose_form=facts.choose_operand_form,
+    kinds=((Int32,) * 4, Float32),
+    numbers=lambda of: (
+        (
+            of.problem.rows,
+            of.problem.heads,
+            of.problem.positions,
+            facts.operand_grid(of.problem),
+        ),
+        of.problem.epsilon,
+    ),
+    work=lambda problem: problem.tokens,
+)
+compile_form = KERNEL.compile_form

@@ -188,20 +188,19 @@ def topk_row(problem: TopkProblem, slow: Figure, fast: Figure) -> str:
 
 def operand_arm(problem: OperandProblem) -> Arm:
     """Prepare random rows."""
-    from degarble.kernels.indexer import simt_indexer_operand as kernels  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.indexer.simt_indexer_operand import KERNEL  # noqa: PLC0415  needs the DSL
 
     p, launches = problem, []
     shape = (p.tokens, p.heads, indexer_problem.WIDTH)
     for _ in range(sets_for(p.bytes_moved)):
         x_TNI = torch.randn(shape, device="cuda").bfloat16()
-        turns = torch.randn(p.positions, indexer_problem.TABLE_WIDTH, device="cuda")
-        turning = kernels.RopeOperands(turns, torch.arange(p.tokens, device="cuda") % p.positions)
-        out = kernels.empty_operand(p, x_TNI.device)
-        launches.append(
-            lambda x=x_TNI, t=turning, o=out: kernels.indexer_operand(
-                x, p, SETTINGS, turning=t, out=o
-            )
-        )
+        given = {
+            "rows": x_TNI,
+            "turns": torch.randn(p.positions, indexer_problem.TABLE_WIDTH, device="cuda"),
+            "positions": torch.arange(p.tokens, device="cuda") % p.positions,
+            **KERNEL.allocate(p, x_TNI.device),
+        }
+        launches.append(lambda g=given: KERNEL.run(p, SETTINGS, **g))
     return captured(f"{p.format}, {p.pairing}, coded {p.coded}", p.bytes_moved, launches)
 
 

@@ -393,13 +393,6 @@ def _mhc(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
     return tuple(made[name] for name in ("out", "pre", "post", "mix") if name in made)
 
 
-def _operand(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
-    turning = module.RopeOperands(t["turns"], t["positions"]) if "turns" in t else None
-    norm = module.LayerNormOperands(t["weight"], t["bias"]) if "weight" in t else None
-    made = module.indexer_operand(t["rows"], problem, settings, turning=turning, norm=norm)
-    return made.values
-
-
 def _scores(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
     return module.indexer_scores(module.ScoresOperands(**t), problem, settings)
 
@@ -495,7 +488,7 @@ ENTRIES: Mapping[str, KernelEntry] = {
     "simt_compressor": KernelEntry(
         by_name, lambda p, _: f"windows of {p.ratio}{', one token each' if p.alone else ''}"
     ),
-    "simt_indexer_operand": KernelEntry(_operand, lambda p, _: f"turned {p.pairing}, {p.format}"),
+    "simt_indexer_operand": KernelEntry(by_name, lambda p, _: f"turned {p.pairing}, {p.format}"),
     "sm90_indexer_scores": KernelEntry(_scores, lambda p, _: f"{p.arithmetic}, {p.pages.operands}"),
     "simt_indexer_topk": KernelEntry(lambda m, p, s, t: m.indexer_topk(t["scores"], p, s)),
     "sm90_sparse_attention": KernelEntry(

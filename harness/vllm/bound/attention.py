@@ -342,7 +342,7 @@ def scored(
         OperandProblem,
         ScoresProblem,
     )
-    from degarble.kernels.indexer.simt_indexer_operand import RopeOperands, indexer_operand  # noqa: PLC0415
+    from degarble.kernels.indexer.simt_indexer_operand import KERNEL as OPERAND  # noqa: PLC0415
     from degarble.kernels.indexer.sm90_indexer_scores import ScoresOperands, indexer_scores  # noqa: PLC0415
 
     (heads, weights), (turns, positions) = queries, turning
@@ -353,13 +353,13 @@ def scored(
     asked = OperandProblem(
         tokens, count, "interleaved", "fp8", coded=True, positions=turns.shape[0]
     )
-    codes = indexer_operand(
-        heads.contiguous(), asked, settings(), turning=RopeOperands(turns, positions)
+    codes = OPERAND.run(
+        asked, settings(), rows=heads.contiguous(), turns=turns, positions=positions
     )
     problem = ScoresProblem(tokens, count, entries, table.shape[0], pages, indexer.compress_ratio)
     given = ScoresOperands(
-        codes.values, weights.contiguous(), positions, own.degarble_requests[:tokens],
-        table[:, : problem.pages_of_sequence].contiguous(), view, codes.scales,
+        codes["values"], weights.contiguous(), positions, own.degarble_requests[:tokens],
+        table[:, : problem.pages_of_sequence].contiguous(), view, codes["scales"],
     )  # fmt: skip
     return indexer_scores(given, problem, settings())
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -80,6 +80,13 @@ class OperandCase:
         generator = torch.Generator().manual_seed(self.seed + 2)
         drawn = torch.randn((2, facts.WIDTH), generator=generator)
         return drawn[0] * 0.3 + 1, drawn[1] * 0.1
+
+    def operands(self, device: str = "cuda") -> dict[str, Tensor]:
+        """Return the operands by name."""
+        given = {"rows": self.rows}
+        given |= dict(zip(("turns", "positions"), self.turning or (), strict=False))
+        given |= dict(zip(("weight", "bias"), self.norm or (), strict=False))
+        return {name: each.to(device) for name, each in given.items()}
 
 
 def lanes_folded(of_lane: Tensor) -> Tensor:
@@ -166,18 +173,16 @@ def by_definition(case: OperandCase) -> Made:
     return Made(codes, torch.where(broken[..., 0], torch.nan, scale))
 
 
-def on_device(case: OperandCase) -> Any:
+def on_device(case: OperandCase) -> Made:
     """Run a case on the GPU, into poisoned memory; the result stays there."""
     from degarble.kernels.indexer import simt_indexer_operand as kernels  # noqa: PLC0415  needs the DSL
 
-    p, rows = case.problem, case.rows.cuda()
-    out = kernels.empty_operand(p, rows.device)
-    for tensor in out:
+    given = case.operands()
+    out = kernels.KERNEL.allocate(case.problem, given["rows"].device)
+    for tensor in out.values():
         if tensor is not None:
             tensor.view(torch.uint8).fill_(POISON)
-    turning = case.turning and kernels.RopeOperands(*(part.cuda() for part in case.turning))
-    norm = case.norm and kernels.LayerNormOperands(*(part.cuda() for part in case.norm))
-    return kernels.indexer_operand(rows, p, SETTINGS, turning=turning, norm=norm, out=out)
+    return Made(**kernels.KERNEL.run(case.problem, SETTINGS, **given, **out))
 
 
 def difference(case: OperandCase, values: Tensor, scales: Tensor | None) -> str:

@@ -84,34 +84,25 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
     problem = OperandProblem(2, 4, "halves", "fp8", normed=True, positions=5)
     coded = OperandProblem(2, 4, "none", "fp8", coded=True)
     rows = torch.zeros(2, 4, 128, dtype=torch.bfloat16)
-    turning = kernels.RopeOperands(torch.zeros(5, 64), torch.zeros(2, dtype=torch.int64))
-    norm = kernels.LayerNormOperands(torch.zeros(128), torch.zeros(128))
-
-    def run(rows: torch.Tensor = rows, p: OperandProblem = problem, **changes: Any) -> None:
-        kernels.indexer_operand(
-            rows, p, CompileSettings(), **({"turning": turning, "norm": norm} | changes)
-        )
-
-    with pytest.raises(DtypeMismatch, match="rows"):
-        run(rows.float())
-    with pytest.raises(ShapeMismatch, match="rows"):
-        run(rows[:1])
-    with pytest.raises(InvalidArgument, match="turning"):
-        run(turning=None)
-    with pytest.raises(InvalidArgument, match="norm"):
-        run(norm=None)
-    with pytest.raises(InvalidArgument, match="turning"):
-        run(p=coded, norm=None)
-    with pytest.raises(ShapeMismatch, match="turns"):
-        run(turning=turning._replace(turns=torch.zeros(4, 64)))
-    with pytest.raises(DtypeMismatch, match="positions"):
-        run(turning=turning._replace(positions=torch.zeros(2)))
-    with pytest.raises(DtypeMismatch, match="bias"):
-        run(norm=norm._replace(bias=torch.zeros(128).bfloat16()))
-    with pytest.raises(DtypeMismatch, match="values"):
-        run(out=kernels.IndexerOperand(torch.zeros(2, 4, 128), None))
-    with pytest.raises(InvalidArgument, match="one CUDA device"):
-        run()
+    whole: dict[str, Any] = {
+        "rows": rows, "turns": torch.zeros(5, 64), "positions": torch.zeros(2, dtype=torch.int64),
+        "weight": torch.zeros(128), "bias": torch.zeros(128),
+    }  # fmt: skip
+    for error, name, changes in (
+        (DtypeMismatch, "rows", {"rows": rows.float()}),
+        (ShapeMismatch, "rows", {"rows": rows[:1]}),
+        (InvalidArgument, "turns", {"turns": None, "positions": None}),
+        (InvalidArgument, "norm", {"weight": None, "bias": None}),
+        (ShapeMismatch, "turns", {"turns": torch.zeros(4, 64)}),
+        (DtypeMismatch, "positions", {"positions": torch.zeros(2)}),
+        (DtypeMismatch, "bias", {"bias": torch.zeros(128).bfloat16()}),
+        (DtypeMismatch, "values", {"values": torch.zeros(2, 4, 128)}),
+        (InvalidArgument, "one CUDA device", {}),
+    ):
+        with pytest.raises(error, match=name):
+            kernels.KERNEL.run(problem, CompileSettings(), **whole | changes)
+    with pytest.raises(InvalidArgument, match="turns"):
+        kernels.KERNEL.run(coded, CompileSettings(), **whole | {"weight": None, "bias": None})
 
 
 def test_a_wrong_bit_is_detected() -> None:
@@ -140,24 +131,20 @@ def test_fuzzed_rows(seed: int) -> None:
 @pytest.mark.b200
 def test_a_graph_replays_on_changed_data_in_place(kernels: ModuleType) -> None:
     cases = [checks.OperandCase(checks.problem_of(30, 8, 0), which, 4) for which in checks.SPREADS]
-    problem, rows = cases[0].problem, cases[0].rows.cuda()
-    assert cases[0].turning is not None
-    turning = kernels.RopeOperands(*(part.cuda() for part in cases[0].turning))
-    out = kernels.IndexerOperand(rows, None)
+    problem, given = cases[0].problem, cases[0].operands()
 
     def run() -> None:
-        kernels.indexer_operand(rows, problem, checks.SETTINGS, turning=turning, out=out)
+        kernels.KERNEL.run(problem, checks.SETTINGS, **given, values=given["rows"])
 
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
     for case in cases:
-        assert case.turning is not None
-        rows.copy_(case.rows)
-        turning.turns.copy_(case.turning[0]), turning.positions.copy_(case.turning[1])
+        for name, other in case.operands().items():
+            given[name].copy_(other)
         graph.replay()
-        assert not checks.difference(case, rows, None)
+        assert not checks.difference(case, given["rows"], None)
 
 
 # --------------------------------------------------------------------------------------------------

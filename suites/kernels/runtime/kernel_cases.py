@@ -470,13 +470,6 @@ def _indexer_cases() -> Iterator[LaunchCase]:
     yield LaunchCase("simt_indexer_topk", told, given, "sm_100a")
 
 
-def _indexer_operand(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
-    turning = m.RopeOperands(t["turns"], t["positions"]) if "turns" in t else None
-    norm = m.LayerNormOperands(t["weight"], t["bias"]) if "weight" in t else None
-    out = m.IndexerOperand(t["values"], t.get("scales")) if "values" in t else None
-    return m.indexer_operand(t["rows"], p, SETTINGS, turning=turning, norm=norm, out=out)
-
-
 def _scores(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
     given = m.ScoresOperands(**{name: of for name, of in t.items() if name != "out"})
     return m.indexer_scores(given, p, SETTINGS, out=t.get("out"))
@@ -494,7 +487,7 @@ def _by_name(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
 PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
     "simt_compressor": _pool,
     "simt_embed": lambda m, p, t: m.embed(t["ids"], t["table"], p, SETTINGS, out=t.get("out")),
-    "simt_indexer_operand": _indexer_operand,
+    "simt_indexer_operand": _by_name,
     "simt_indexer_topk": _topk,
     "simt_inverse_rope": _inverse_rope,
     "simt_kv_read": _kv_read,

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.needs("cutlass")
 DESCRIBED = (
     "simt_compressor",
     "simt_embed",
+    "simt_indexer_operand",
     "simt_inverse_rope",
     "simt_kv_read",
     "simt_kv_write",
