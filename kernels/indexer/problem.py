@@ -497,6 +497,16 @@ class TopkProblem:
                 raise ShapeMismatch(name, extent, f"{least} to {most}", "Split the launch.")
 
     @property
+    def by_four(self) -> bool:
+        """Return whether rows begin at whole 16 bytes."""
+        return self.entries % 4 == 0
+
+    @property
+    def limited(self) -> bool:
+        """Return whether positions say how many entries of a row count."""
+        return self.ratio > 0
+
+    @property
     def bytes_moved(self) -> int:
         """Return the fewest bytes: every score once, every chosen entry once."""
         return 4 * self.rows * (self.entries + self.count)
@@ -519,8 +529,11 @@ class TopkForm:
         return self.threads // WARP
 
 
-def choose_topk_form(problem: TopkProblem, target: str, processors: int) -> TopkForm:
-    """Return the form for a problem: few rows are cut among several thread blocks."""
+def choose_topk_form(problem: TopkProblem, target: str, processors: int = 0) -> TopkForm:
+    """Return the form for a problem: few rows are cut among several thread blocks.
+
+    Rows count as few where processors are to spare.
+    """
     fitting = [c for c in CLUSTERS if segment(problem.entries, c) <= CAPACITIES[-1]]
     few = 2 * problem.rows <= processors
     cluster = fitting[0]
@@ -532,7 +545,7 @@ def choose_topk_form(problem: TopkProblem, target: str, processors: int) -> Topk
     capacity = next(size for size in CAPACITIES if size >= need)
     alone = problem.rows * cluster <= processors
     threads = MOST_THREADS if alone else capacity // KEYS_OF_THREAD
-    return TopkForm(target, threads, cluster, capacity, problem.entries % 4 == 0, problem.ratio > 0)
+    return TopkForm(target, threads, cluster, capacity, problem.by_four, problem.limited)
 
 
 def segment(entries: int, cluster: int) -> int:

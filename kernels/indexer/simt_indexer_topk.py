@@ -1,8 +1,7 @@
 """Exact top-k of each row of scores: a radix search in shared memory, in one kernel.
 
-Entry point: `indexer_topk(scores, problem, settings, positions=None, out=None) -> int32 [T, K]`.
-One source for sm_90a and sm_100a. The rule of the selection is in problem. A row belongs to
-one thread block, or to a cluster of up to eight, each with a segment.
+One source for sm_90a and sm_100a. The rule of the selection is in problem. A row belongs to one
+thread block, or to a cluster of up to eight, each with a segment.
 
 1. Read the segment once; map each score to an ordered 32-bit key in shared memory; count the keys'
    top 11 bits in a histogram.
@@ -17,36 +16,19 @@ only the result and never waits for the GPU, so it may be captured in a graph. S
 rows, W entries, K chosen.
 """
 
-from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import cutlass
 import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32, cute
-from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div, round_up
 from degarble.kernels.indexer import problem as facts
 from degarble.kernels.indexer.problem import TopkForm, TopkProblem, visible_entries
 from degarble.kernels.primitives.device_words import emit
-from degarble.kernels.runtime.compiling import (
-    CompiledKernel,
-    CompileSettings,
-    any_stream,
-    compile_kernel,
-    current_stream,
-)
-from degarble.kernels.runtime.operands import (
-    pointer,
-    processors_of,
-    require_device,
-    require_optional,
-    require_tensor,
-)
-from degarble.kernels.runtime.targets import TARGETS, target_of_device
+from degarble.kernels.runtime.kernel import Kernel, Operand, Presence, Storage
 
 FLAT = 1 << 40
 AT_ONCE = 4  # vectors that a thread asks for before it uses the first
@@ -481,67 +463,33 @@ def launch_topk(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-@cache
-def compile_form(form: TopkForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile a form; needs no GPU."""
-    extents = tuple(Int32(1) for _ in range(4))
-    arguments = (_pointers(form, (None,) * 3), extents, form, any_stream())
-    return compile_kernel(launch_topk, arguments, TARGETS[form.target], settings)
+def _scores(of: TopkProblem | TopkForm) -> Storage:
+    return Storage(Float32, torch.float32, 16 if of.by_four else 4)
 
 
-def indexer_topk(
-    score_TW: Tensor,
-    problem: TopkProblem,
-    settings: CompileSettings,
-    *,
-    positions_T: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return int32 entries [T, K], ascending, padded with -1, on the GPU of the scores.
-
-    `positions_T` are int64, given exactly where the problem has a ratio; scores are float32.
-    """
-    if out is None:
-        shape = (problem.rows, problem.count)
-        out = torch.empty(shape, dtype=torch.int32, device=score_TW.device)
-    require_operands(problem, score_TW, positions_T, out)
-    device = require_device((score_TW, positions_T, out))
-    if problem.rows:
-        processors = processors_of(device)
-        form = facts.choose_topk_form(problem, target_of_device(device).name, processors)
-        launch(compile_form(form, settings), form, problem, (score_TW, positions_T, out))
-    return out
-
-
-def require_operands(
-    problem: TopkProblem, score_TW: Tensor, positions_T: Tensor | None, out: Tensor
-) -> None:
-    """Raise on tensors that the kernel would misread."""
-    shape = (problem.rows, problem.entries)
-    alignment = 16 if problem.entries % 4 == 0 else 4
-    require_tensor("scores", score_TW, torch.float32, shape, alignment)
-    kind, remedy = (torch.int64, (problem.rows,), 8), f"The problem says ratio={problem.ratio}."
-    require_optional("positions", positions_T, kind, present=problem.ratio > 0, remedy=remedy)
-    require_tensor("chosen entries", out, torch.int32, (problem.rows, problem.count), 4)
-
-
-def launch(
-    kernel: CompiledKernel,
-    form: TopkForm,
-    problem: TopkProblem,
-    tensors: tuple[Tensor | None, ...],
-) -> None:
-    """Launch on checked tensors: scores, positions, chosen entries."""
-    device = tensors[0].device.index or 0 if tensors[0] is not None else 0
-    numbers = (problem.entries, problem.count, problem.ratio, facts.topk_grid(problem, form))
-    extents = tuple(Int32(number) for number in numbers)
-    kernel(_pointers(form, tensors), extents, current_stream(device))
-
-
-def _pointers(form: TopkForm, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return the kernel's pointers; None becomes a pointer that is not read."""
-    places = ((Float32, 16 if form.by_four else 4), (Int64, 8), (Int32, 4))
-    return tuple(
-        pointer(element, tensor, alignment)
-        for (element, alignment), tensor in zip(places, tensors, strict=True)
-    )
+_Operand = Operand[TopkProblem]
+_LIMITED = Presence[TopkProblem](
+    lambda of: of.limited, lambda p: f"The problem says ratio={p.ratio}."
+)
+_PLACES, _CHOSEN = Storage(Int64, torch.int64, 8), Storage(Int32, torch.int32, 4)
+KERNEL = Kernel[TopkProblem, TopkForm](
+    entry=launch_topk,
+    operands=(
+        _Operand("scores", _scores, lambda p: (p.rows, p.entries)),
+        _Operand("positions", _PLACES, lambda p: (p.rows,), _LIMITED),
+        _Operand("out", _CHOSEN, lambda p: (p.rows, p.count), output=True, label="chosen entries"),
+    ),
+    choose_form=facts.choose_topk_form,
+    fit_form=lambda form, problem, count: facts.choose_topk_form(problem, form.target, count),
+    kinds=((Int32,) * 4,),
+    numbers=lambda of: (
+        (
+            of.problem.entries,
+            of.problem.count,
+            of.problem.ratio,
+            facts.topk_grid(of.problem, of.form),
+        ),
+    ),
+    work=lambda problem: problem.rows,
+)
+compile_form = KERNEL.compile_form

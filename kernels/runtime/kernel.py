@@ -214,6 +214,7 @@ class Kernel(Generic[P, F]):
     numbers: Callable[[LaunchContext[P, F]], tuple[Any, ...]]
     work: Callable[[P], int]  # 0: nothing to launch
     choose_tactic: Callable[[P], Any] = lambda _problem: None
+    fit_form: Callable[[F, P, int], F] | None = None  # to a number of multiprocessors
     refuse: Callable[[P, Operands], None] = lambda _problem, _tensors: None  # operands together
     takes_form: bool = True  # whether the entry does
 
@@ -267,6 +268,8 @@ class Kernel(Generic[P, F]):
             form = prepared.forms.get(target)
             if form is None:
                 form = prepared.forms[target] = self.choose_form(problem, target)
+            if self.fit_form is not None:
+                form = self.fit_form(form, problem, processors_of(place))
             self.launch(self.compile_form(form, settings), form, problem, tensors)
         return {name: tensors[name] for name in prepared.returned}
 

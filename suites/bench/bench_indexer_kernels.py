@@ -146,13 +146,13 @@ def scores(rounds: int) -> list[str]:
 
 def topk_arms(problem: TopkProblem) -> list[Arm]:
     """Choose by torch.topk and by the kernel, on the same rows."""
-    from degarble.kernels.indexer import simt_indexer_topk as kernels  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.indexer.simt_indexer_topk import KERNEL  # noqa: PLC0415  needs the DSL
 
     p, count = problem, sets_for(problem.bytes_moved)
     sets = [torch.randn(p.rows, p.entries, device="cuda") for _ in range(count)]
     out = torch.empty(p.rows, p.count, dtype=torch.int32, device="cuda")
     theirs = [lambda x=x: torch.topk(x, p.count) for x in sets]
-    ours = [lambda x=x: kernels.indexer_topk(x, p, SETTINGS, out=out) for x in sets]
+    ours = [lambda x=x: KERNEL.run(p, SETTINGS, scores=x, out=out) for x in sets]
     return [
         captured("torch.topk", p.bytes_moved, theirs),
         captured("indexer_topk", p.bytes_moved, ours),

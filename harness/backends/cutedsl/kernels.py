@@ -490,7 +490,7 @@ ENTRIES: Mapping[str, KernelEntry] = {
     ),
     "simt_indexer_operand": KernelEntry(by_name, lambda p, _: f"turned {p.pairing}, {p.format}"),
     "sm90_indexer_scores": KernelEntry(_scores, lambda p, _: f"{p.arithmetic}, {p.pages.operands}"),
-    "simt_indexer_topk": KernelEntry(lambda m, p, s, t: m.indexer_topk(t["scores"], p, s)),
+    "simt_indexer_topk": KernelEntry(by_name),
     "sm90_sparse_attention": KernelEntry(
         _attention, lambda p, _: f"{p.mode}, {sparse_attention_problem.choose_splits(p)} splits"
     ),

@@ -367,10 +367,10 @@ def scored(
 def chosen(scores_TW: Tensor, count: int) -> Tensor:
     """Return the entries of the largest scores by our kernel, ascending, then -1."""
     from degarble.kernels.indexer.problem import TopkProblem  # noqa: PLC0415  needs the DSL
-    from degarble.kernels.indexer.simt_indexer_topk import indexer_topk  # noqa: PLC0415
+    from degarble.kernels.indexer.simt_indexer_topk import KERNEL  # noqa: PLC0415
 
     rows, entries = scores_TW.shape
-    return indexer_topk(scores_TW, TopkProblem(rows, entries, count), settings())
+    return KERNEL.run_one(TopkProblem(rows, entries, count), settings(), scores=scores_TW)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -195,25 +195,19 @@ def test_simt_indexer_topk_refuses_by_name(simt_indexer_topk_kernels: ModuleType
     problem, limited = TopkProblem(2, 8, 3), TopkProblem(2, 8, 3, 4)
     scores, positions = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64)
 
-    def run(scores: torch.Tensor = scores, p: TopkProblem = problem, **more: object) -> None:
-        simt_indexer_topk_kernels.indexer_topk(scores, p, CompileSettings(), **more)
-
-    with pytest.raises(DtypeMismatch, match="scores"):
-        run(scores.double())
-    with pytest.raises(ShapeMismatch, match="scores"):
-        run(scores[:, :4])
-    with pytest.raises(LayoutMismatch, match="address of scores"):
-        run(torch.zeros(17)[1:].view(2, 8))
-    with pytest.raises(InvalidArgument, match="positions"):
-        run(p=limited)
-    with pytest.raises(InvalidArgument, match="positions"):
-        run(positions_T=positions)
-    with pytest.raises(DtypeMismatch, match="positions"):
-        run(p=limited, positions_T=positions.int())
-    with pytest.raises(ShapeMismatch, match="chosen entries"):
-        run(out=torch.zeros(2, 2, dtype=torch.int32))
-    with pytest.raises(InvalidArgument, match="one CUDA device"):
-        run()
+    for error, name, p, given in (
+        (DtypeMismatch, "scores", problem, {"scores": scores.double()}),
+        (ShapeMismatch, "scores", problem, {"scores": scores[:, :4]}),
+        (LayoutMismatch, "address of scores", problem, {"scores": torch.zeros(17)[1:].view(2, 8)}),
+        (InvalidArgument, "positions", limited, {}),
+        (InvalidArgument, "positions", problem, {"positions": positions}),
+        (DtypeMismatch, "positions", limited, {"positions": positions.int()}),
+        (ShapeMismatch, "chosen entries", problem, {"out": torch.zeros(2, 2, dtype=torch.int32)}),
+        (InvalidArgument, "one CUDA device", problem, {}),
+    ):
+        whole: dict[str, Any] = {"scores": scores}
+        with pytest.raises(error, match=name):
+            simt_indexer_topk_kernels.KERNEL.run(p, CompileSettings(), **whole | given)
 
 
 def test_the_definition_is_the_references_choice() -> None:
@@ -264,8 +258,8 @@ def test_a_graph_replays_on_changed_data(simt_indexer_topk_kernels: ModuleType) 
     out = torch.empty(5, 700, dtype=torch.int32, device="cuda")
 
     def run() -> None:
-        simt_indexer_topk_kernels.indexer_topk(
-            scores, problem, topk_checks.SETTINGS, positions_T=positions, out=out
+        simt_indexer_topk_kernels.KERNEL.run(
+            problem, topk_checks.SETTINGS, scores=scores, positions=positions, out=out
         )
 
     run()

@@ -112,7 +112,7 @@ def on_device(case: TopkCase) -> Tensor:
     p, score_TW = case.problem, case.scores.cuda()
     out = torch.full((p.rows, p.count), POISON, dtype=torch.int32, device=score_TW.device)
     positions = None if case.positions is None else case.positions.cuda()
-    return kernels.indexer_topk(score_TW, p, SETTINGS, positions_T=positions, out=out)
+    return kernels.KERNEL.run_one(p, SETTINGS, scores=score_TW, positions=positions, out=out)
 
 
 def difference(case: TopkCase, got: Tensor) -> str:

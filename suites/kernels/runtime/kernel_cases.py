@@ -475,11 +475,6 @@ def _scores(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
     return m.indexer_scores(given, p, SETTINGS, out=t.get("out"))
 
 
-def _topk(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
-    given, positions = t["scores"], t.get("positions")
-    return m.indexer_topk(given, p, SETTINGS, positions_T=positions, out=t.get("out"))
-
-
 def _by_name(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
     return tuple(m.KERNEL.run(p, SETTINGS, **t).values())
 
@@ -488,7 +483,7 @@ PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
     "simt_compressor": _pool,
     "simt_embed": lambda m, p, t: m.embed(t["ids"], t["table"], p, SETTINGS, out=t.get("out")),
     "simt_indexer_operand": _by_name,
-    "simt_indexer_topk": _topk,
+    "simt_indexer_topk": _by_name,
     "simt_inverse_rope": _inverse_rope,
     "simt_kv_read": _kv_read,
     "simt_kv_write": _kv_write,

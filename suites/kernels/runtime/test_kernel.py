@@ -26,6 +26,7 @@ DESCRIBED = (
     "simt_compressor",
     "simt_embed",
     "simt_indexer_operand",
+    "simt_indexer_topk",
     "simt_inverse_rope",
     "simt_kv_read",
     "simt_kv_write",
