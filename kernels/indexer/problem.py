@@ -154,6 +154,11 @@ class ScoresProblem:
             )
 
     @property
+    def operands(self) -> str:
+        """Return the number format of queries and keys."""
+        return self.pages.operands
+
+    @property
     def pages_of_sequence(self) -> int:
         """Return the number of columns of the table of pages."""
         found: int = ceil_div(self.entries, self.pages.entries)

@@ -1,8 +1,7 @@
 """Lightning indexer scores on Blackwell: s[t, w] = sum_h weight[t, h] * relu(q[t, h] . k[w]).
 
-Compiled, never run. Entry point: `indexer_scores(ScoresOperands(...), problem, settings,
-out=None) -> float32 [T, W]`; arguments, pages, walk over keys and checks are those of
-sm90_indexer_scores. 384 threads:
+Compiled, never run. Operands, pages and the walk over keys are those of sm90_indexer_scores. 384
+threads:
 
 * Warp 0 (producer): TMA of queries once, of 128 keys a stage.
 * Warp 1 (MMA): tcgen05 of 128 keys with all columns into one of two sums in tensor memory.
@@ -17,37 +16,28 @@ never waits for the GPU. Shape letters: T tokens, N heads, I width (128), W entr
 pages of a sequence.
 """
 
-from functools import cache
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import cutlass
-import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32, cute, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.nvgpu import tcgen05 as instructions
-from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import round_up
-from degarble.kernels.gemm import contract, mainloop, tcgen05
+from degarble.kernels.gemm import mainloop, tcgen05
 from degarble.kernels.gemm.w4a16_instructions import shared_words
 from degarble.kernels.indexer import problem as facts
 from degarble.kernels.indexer import sm90_indexer_scores as hopper
-from degarble.kernels.indexer.problem import ScoresForm, ScoresProblem
+from degarble.kernels.indexer.problem import ScoresForm
 from degarble.kernels.indexer.sm90_indexer_scores import (
     KeyWalk,
     ScoresExtents,
-    ScoresOperands,
     ScoresTensors,
 )
-from degarble.kernels.runtime.compiling import (
-    CompiledKernel,
-    CompileSettings,
-    any_stream,
-    compile_kernel,
-)
-from degarble.kernels.runtime.targets import SM100A, TARGETS
+from degarble.kernels.runtime.targets import SM100A
 
 BARRIER_OF_WEIGHING = 2  # 0 and 1 belong to the thread block
 CHAINS = 4  # sums of a key side by side: the threads of a quad on Hopper
@@ -377,33 +367,5 @@ def launch_scores(
 
 # ---- host ----------------------------------------------------------------------------------------
 
-
-@cache
-def compile_form(form: ScoresForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile a form; needs no GPU."""
-    numbers = tuple(Int32(1) for _ in range(len(ScoresExtents._fields) + 2))
-    arguments = (hopper.pointers_of(form, None, None), numbers, form, any_stream())
-    return compile_kernel(launch_scores, arguments, TARGETS[form.target], settings)
-
-
-def indexer_scores(
-    given: ScoresOperands,
-    problem: ScoresProblem,
-    settings: CompileSettings,
-    *,
-    form: ScoresForm | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return float32 scores [T, W] on the operands' GPU, -inf where a token sees nothing.
-
-    `form` overrides the chosen form; `out` receives the result if given.
-    """
-    if out is None:
-        shape = (problem.tokens, problem.entries)
-        out = torch.empty(shape, dtype=torch.float32, device=given.queries.device)
-    hopper.require_operands(problem, given, out)
-    contract.require_place((*(each for each in given if each is not None), out), SM100A)
-    if problem.tokens:
-        form = form or facts.choose_form(problem, SM100A.name)
-        hopper.launch(compile_form(form, settings), form, problem, given, out)
-    return out
+KERNEL = replace(hopper.KERNEL, entry=launch_scores, target=SM100A)
+compile_form = KERNEL.compile_form

@@ -1,9 +1,8 @@
 """Lightning indexer scores on Hopper: s[t, w] = sum_h weight[t, h] * relu(q[t, h] . k[w]).
 
-Entry point: `indexer_scores(ScoresOperands(...), problem, settings, out=None) -> float32 [T, W]`;
--inf from the token's first invisible entry on. No key is read from there on. A thread
-block has a tile of one or four tokens (all their heads are the columns) and a chunk of keys; a
-stage has 128 keys. 384 threads:
+Scores are float32 [T, W], -inf from the token's first invisible entry on. No key is read from there
+on. A thread block has a tile of one or four tokens (all their heads are the columns) and a chunk of
+keys; a stage has 128 keys. 384 threads:
 
 * Warpgroup 0, its first warp (producer): TMA of the tile's queries once, of pages of keys by stage.
 * Warpgroups 1, 2 (consumers): wgmma of 64 keys each with all columns; then weigh, add and write.
@@ -20,7 +19,6 @@ Allocates only the scores and never waits for the GPU. Shape letters: T tokens, 
 (128), W entries, S sequences, P pages of a sequence.
 """
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import cutlass
@@ -28,28 +26,15 @@ import torch
 from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import round_up
-from degarble.kernels.gemm import contract, mainloop
+from degarble.kernels.gemm import mainloop
 from degarble.kernels.indexer import problem as facts
 from degarble.kernels.indexer.problem import ScoresForm, ScoresProblem
 from degarble.kernels.primitives.device_words import emit
-from degarble.kernels.runtime.compiling import (
-    CompiledKernel,
-    CompileSettings,
-    any_stream,
-    compile_kernel,
-    current_stream,
-)
-from degarble.kernels.runtime.operands import (
-    pointer,
-    processors_of,
-    require_optional,
-    require_tensor,
-)
-from degarble.kernels.runtime.targets import SM90A, TARGETS
+from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Presence, Storage
+from degarble.kernels.runtime.targets import SM90A
 
 # --------------------------------------------------------------------------------------------------
 # Weigh, add and write the indexer's products: the consumers' work after wgmma.
@@ -283,18 +268,6 @@ TORCH = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 WEIGHTS = {"float32": (Float32, torch.float32, 4), "stored": (BFloat16, torch.bfloat16, 2)}
 # Extent of flat views; the kernel checks its own indices.
 FLAT = 1 << 40
-
-
-class ScoresOperands(NamedTuple):
-    """Tensors that a launch reads; all on one GPU, contiguous."""
-
-    queries: Tensor  # [T, N, 128], bf16 or float8_e4m3fn
-    weights: Tensor  # [T, N], float32; bf16 where the arithmetic is stored
-    positions: Tensor  # [T] int64, within the token's sequence
-    sequences: Tensor  # [T] int32: the token's row of the table
-    table: Tensor  # [S, P] int32: pages of each sequence in order; beyond the entries anything
-    pages: Tensor  # uint8 [pages, stride in bytes]: rows of keys, then for fp8 float32 scales
-    scales: Tensor | None = None  # [T, N] float32 of fp8 queries
 
 
 # ---- device --------------------------------------------------------------------------------------
@@ -613,67 +586,21 @@ def launch_scores(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-@cache
-def compile_form(form: ScoresForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile a form; needs no GPU."""
-    numbers = tuple(Int32(1) for _ in range(len(ScoresExtents._fields) + 2))
-    arguments = (pointers_of(form, None, None), numbers, form, any_stream())
-    return compile_kernel(launch_scores, arguments, TARGETS[form.target], settings)
+def _codes(of: ScoresProblem | ScoresForm) -> Storage:
+    return Storage(ELEMENTS[of.operands], TORCH[of.operands], 16)
 
 
-def indexer_scores(
-    given: ScoresOperands,
-    problem: ScoresProblem,
-    settings: CompileSettings,
-    *,
-    form: ScoresForm | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return float32 scores [T, W] on the operands' GPU, -inf where a token sees nothing.
-
-    `form` overrides the chosen form; `out` receives the result if given.
-    """
-    if out is None:
-        shape = (problem.tokens, problem.entries)
-        out = torch.empty(shape, dtype=torch.float32, device=given.queries.device)
-    require_operands(problem, given, out)
-    contract.require_place((*(each for each in given if each is not None), out), SM90A)
-    if problem.tokens:
-        form = form or facts.choose_form(problem, SM90A.name)
-        launch(compile_form(form, settings), form, problem, given, out)
-    return out
+def _pages(of: ScoresProblem | ScoresForm) -> Storage:
+    return Storage(ELEMENTS[of.operands], torch.uint8, 16)
 
 
-def require_operands(problem: ScoresProblem, given: ScoresOperands, out: Tensor) -> None:
-    """Raise on tensors that the kernel would misread."""
-    pages, tokens = problem.pages, problem.tokens
-    by_head = (tokens, problem.heads)
-    codes = TORCH[pages.operands]
-    require_tensor("queries", given.queries, codes, (*by_head, facts.WIDTH), 16)
-    _, dtype, size = WEIGHTS[problem.arithmetic]
-    require_tensor("weights of heads", given.weights, dtype, by_head, size)
-    require_tensor("positions", given.positions, torch.int64, (tokens,), 8)
-    require_tensor("sequences of tokens", given.sequences, torch.int32, (tokens,), 4)
-    of_table = (problem.sequences, problem.pages_of_sequence)
-    require_tensor("table of pages", given.table, torch.int32, of_table, 4)
-    require_tensor("pages of keys", given.pages, torch.uint8, (pages.count, pages.stride), 16)
-    scaled = facts.OPERANDS[pages.operands].scaled
-    kind, remedy = (torch.float32, by_head, 4), f"The problem says {pages.operands}."
-    require_optional("scales of queries", given.scales, kind, present=scaled, remedy=remedy)
-    require_tensor("scores", out, torch.float32, (tokens, problem.entries), 4)
+def _weights(of: ScoresProblem | ScoresForm) -> Storage:
+    return Storage(*WEIGHTS[of.arithmetic])
 
 
-def launch(
-    kernel: CompiledKernel,
-    form: ScoresForm,
-    problem: ScoresProblem,
-    given: ScoresOperands,
-    out: Tensor,
-) -> None:
-    """Launch on checked tensors."""
-    device = out.device.index or 0
-    tiles, chunks, keys = facts.grid(problem, form, processors_of(device))
-    pages = problem.pages
+def _numbers(of: LaunchContext[ScoresProblem, ScoresForm]) -> tuple[Any, ...]:
+    problem, pages = of.problem, of.problem.pages
+    tiles, chunks, keys = facts.grid(problem, of.form, of.processors)
     extents = ScoresExtents(
         tokens=problem.tokens,
         heads=problem.heads,
@@ -686,25 +613,42 @@ def launch(
         stride_words=pages.stride // 4,
         chunk=keys,
     )
-    numbers = tuple(Int32(number) for number in (*extents, tiles, chunks))
-    kernel(pointers_of(form, given, out), numbers, current_stream(device))
+    return ((*extents, tiles, chunks),)
 
 
-def pointers_of(
-    form: ScoresForm, given: ScoresOperands | None, out: Tensor | None
-) -> tuple[Any, ...]:
-    """Return the kernel's pointers: queries, pages, then the fields of Tensors."""
-    element, (of_weights, _, size) = ELEMENTS[form.operands], WEIGHTS[form.arithmetic]
-    q, weights, positions, sequences, table, pages, scales = given or (None,) * 7
-    places = (
-        (element, q, 16),
-        (element, pages, 16),
-        (of_weights, weights, size),
-        (Float32, scales, 4),
-        (Int64, positions, 8),
-        (Int32, sequences, 4),
-        (Int32, table, 4),
-        (Float32, pages, 4),
-        (Float32, out, 4),
-    )
-    return tuple(pointer(kind, tensor, alignment) for kind, tensor, alignment in places)
+_Operand = Operand[ScoresProblem]
+_SCALED = Presence[ScoresProblem](
+    lambda of: facts.OPERANDS[of.operands].scaled, lambda p: f"The problem says {p.operands}."
+)
+_IN_PAGES = Presence[ScoresProblem](lambda _of: False, "They lie in the pages of keys.")
+_PLACES, _NUMBERS = Storage(Int64, torch.int64, 8), Storage(Int32, torch.int32, 4)
+_FP32 = Storage(Float32, torch.float32, 4)
+KERNEL = Kernel[ScoresProblem, ScoresForm](
+    entry=launch_scores,
+    operands=(
+        _Operand("queries", _codes, lambda p: (p.tokens, p.heads, facts.WIDTH)),
+        _Operand(
+            "pages", _pages, lambda p: (p.pages.count, p.pages.stride), label="pages of keys"
+        ),  # rows of keys, then for fp8 float32 scales
+        _Operand("weights", _weights, lambda p: (p.tokens, p.heads), label="weights of heads"),
+        _Operand(
+            "scales", _FP32, lambda p: (p.tokens, p.heads), _SCALED, label="scales of queries"
+        ),
+        # Within the token's sequence.
+        _Operand("positions", _PLACES, lambda p: (p.tokens,)),
+        # The token's row of the table.
+        _Operand("sequences", _NUMBERS, lambda p: (p.tokens,), label="sequences of tokens"),
+        # Pages of each sequence in order; beyond the entries anything.
+        _Operand(
+            "table", _NUMBERS, lambda p: (p.sequences, p.pages_of_sequence), label="table of pages"
+        ),
+        _Operand("key_scales", _FP32, lambda _: (), _IN_PAGES, address_of="pages"),
+        _Operand("out", _FP32, lambda p: (p.tokens, p.entries), output=True, label="scores"),
+    ),
+    choose_form=facts.choose_form,
+    kinds=((Int32,) * (len(ScoresExtents._fields) + 2),),
+    numbers=_numbers,
+    work=lambda problem: problem.tokens,
+    target=SM90A,
+)
+compile_form = KERNEL.compile_form

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from degarble.harness.base.errors import InvalidArgument, UnknownName
+from degarble.harness.base.errors import InvalidArgument, MissingDevice, UnknownName
 from degarble.kernels.runtime.compiling import any_stream, compile_kernel, current_stream
 from degarble.kernels.runtime.operands import (
     pointer,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.kernels.runtime.compiling import CompiledKernel, CompileSettings
+    from degarble.kernels.runtime.targets import Target
 
     Operands = Mapping[str, "Tensor | None"]
     Kinds = tuple[Any, ...]  # DSL number types, also in nested tuples
@@ -90,6 +91,7 @@ class Operand(Generic[P]):
     shape_of: str = ""  # an operand of as many values: an output is allocated in its shape
     memory_of: Callable[[P], str] = lambda _problem: ""  # an operand that it overwrites
     passed: bool = True  # as a null pointer, where it is absent
+    address_of: str = ""  # the operand that lends an absent one its address
     checked: Callable[[Tensor], Tensor] = unchanged  # the view that has the shape
 
     def written(self, problem: P) -> bool:
@@ -215,6 +217,7 @@ class Kernel(Generic[P, F]):
     work: Callable[[P], int]  # 0: nothing to launch
     choose_tactic: Callable[[P], Any] = lambda _problem: None
     fit_form: Callable[[F, P, int], F] | None = None  # to a number of multiprocessors
+    target: Target | None = None  # the only one, of a kernel that is written for one
     refuse: Callable[[P, Operands], None] = lambda _problem, _tensors: None  # operands together
     takes_form: bool = True  # whether the entry does
 
@@ -264,7 +267,7 @@ class Kernel(Generic[P, F]):
         self.refuse(problem, tensors)
         place = require_device(tensors.values())
         if prepared.has_work:
-            target = target_of_device(place).name
+            target = self._target_of(place)
             form = prepared.forms.get(target)
             if form is None:
                 form = prepared.forms[target] = self.choose_form(problem, target)
@@ -292,6 +295,9 @@ class Kernel(Generic[P, F]):
         device = next(each.device for each in tensors.values() if each is not None).index or 0
         tactic = tactic or self.choose_tactic(problem)
         numbers = self.numbers(LaunchContext(problem, form, tactic, device, tensors))
+        for name, lender in self._borrowers:
+            if tensors.get(name) is None:
+                tensors = {**tensors, name: tensors.get(lender)}
         pointers = self._pointers(form, tensors)
         compiled(pointers, *_typed(self._kinds(form), numbers), current_stream(device))
 
@@ -313,9 +319,20 @@ class Kernel(Generic[P, F]):
 
         return lru_cache(maxsize=PREPARED_PROBLEMS)(prepare)
 
+    def _target_of(self, place: int) -> str:
+        found = target_of_device(place)
+        if self.target is not None and found is not self.target:
+            remedy = "Use the kernel that was written for this GPU."
+            raise MissingDevice("target", found.name, self.target.name, remedy)
+        return found.name
+
     @cached_property
     def _names(self) -> tuple[str, ...]:
         return tuple(operand.name for operand in self.operands)
+
+    @cached_property
+    def _borrowers(self) -> tuple[tuple[str, str], ...]:
+        return tuple((each.name, each.address_of) for each in self.operands if each.address_of)
 
     @cached_property
     def _places(self) -> Callable[[F], tuple[tuple[str, Any, int], ...]]:

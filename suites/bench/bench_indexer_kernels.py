@@ -96,17 +96,17 @@ def scores_arm(problem: ScoresProblem) -> Arm:
         pages[:, :held] = keys.view(torch.uint8).view(p.pages.count, held)
         scales = torch.rand(p.tokens, p.heads, device="cuda") if p.pages.operands == "fp8" else None
         weights = torch.randn(p.tokens, p.heads, device="cuda")
-        given = kernels.ScoresOperands(
-            q_TNI.to(codes),
-            weights.to(kernels.WEIGHTS[p.arithmetic][1]),
-            torch.full((p.tokens,), p.entries - 1, device="cuda"),
-            torch.arange(p.tokens, device="cuda").int() % p.sequences,
-            torch.randperm(p.pages.count, device="cuda").int().view(p.sequences, -1),
-            pages,
-            scales,
-        )
-        out = torch.empty(p.tokens, p.entries, device="cuda")
-        launches.append(lambda g=given, o=out: kernels.indexer_scores(g, p, SETTINGS, out=o))
+        given = {
+            "queries": q_TNI.to(codes),
+            "weights": weights.to(kernels.WEIGHTS[p.arithmetic][1]),
+            "positions": torch.full((p.tokens,), p.entries - 1, device="cuda"),
+            "sequences": torch.arange(p.tokens, device="cuda").int() % p.sequences,
+            "table": torch.randperm(p.pages.count, device="cuda").int().view(p.sequences, -1),
+            "pages": pages,
+            "scales": scales,
+            "out": torch.empty(p.tokens, p.entries, device="cuda"),
+        }
+        launches.append(lambda g=given: kernels.KERNEL.run(p, SETTINGS, **g))
     return captured(f"{p.pages.operands}, {p.arithmetic}", p.bytes_moved, launches)
 
 

@@ -43,7 +43,7 @@ HEADS = {"V4": 64, "V3.2": 64, "tiny V4": 8, "tiny V3.2": 4}
 class Sides(NamedTuple):
     """What a kernel is given, and what it stands for: float64 queries, and keys a sequence."""
 
-    given: Any
+    given: dict[str, Tensor]
     queries: Tensor  # [T, N, I]
     keys: list[Tensor]  # [W_s, I]
     visible: Tensor  # [T]
@@ -107,8 +107,6 @@ def _drawn(case: ScoresCase, shape: tuple[int, ...], generator: torch.Generator)
 
 def sides(case: ScoresCase, device: str) -> Sides:
     """Draw operands and lay keys into pages."""
-    from degarble.kernels.indexer.sm90_indexer_scores import ScoresOperands  # noqa: PLC0415  needs the DSL
-
     p, generator = case.problem, _generator(case, device)
     by_head = (p.tokens, p.heads)
     q_TNI = _drawn(case, (*by_head, facts.WIDTH), generator)
@@ -127,7 +125,11 @@ def sides(case: ScoresCase, device: str) -> Sides:
     sequences = torch.repeat_interleave(torch.tensor(case.fresh)).int().to(device)
     positions = case.positions.to(device)
     visible = facts.visible_entries(positions, case.ratio).clamp(0, p.entries)
-    given = ScoresOperands(queries, weight_TN, positions, sequences, table, pages, scales)
+    given = {
+        "queries": queries, "weights": weight_TN, "positions": positions, "sequences": sequences,
+        "table": table, "pages": pages,
+    }  # fmt: skip
+    given |= {} if scales is None else {"scales": scales}
     return Sides(given, exact, keys, visible)
 
 
@@ -164,12 +166,15 @@ def kernels_here() -> Any:
     return import_module(module_of(MODULES[target_of_device().name]))
 
 
-def on_device(case: ScoresCase, given: Any, form: ScoresForm | None = None) -> Tensor:
-    """Run a case into NaN."""
-    p = case.problem
-    out = torch.full((p.tokens, p.entries), torch.nan, device=given.queries.device)
-    made: Tensor = kernels_here().indexer_scores(given, p, SETTINGS, form=form, out=out)
-    return made
+def on_device(case: ScoresCase, given: dict[str, Tensor], form: ScoresForm | None = None) -> Tensor:
+    """Run a case into NaN, with a form if one is given."""
+    p, kernel = case.problem, kernels_here().KERNEL
+    out = torch.full((p.tokens, p.entries), torch.nan, device=given["queries"].device)
+    if form is None:
+        kernel.run(p, SETTINGS, **given, out=out)
+    else:
+        kernel.launch(kernel.compile_form(form, SETTINGS), form, p, {**given, "out": out})
+    return out
 
 
 def exact_scores(case: ScoresCase, of: Sides) -> tuple[Tensor, Tensor]:
@@ -182,7 +187,7 @@ def exact_scores(case: ScoresCase, of: Sides) -> tuple[Tensor, Tensor]:
     begin = 0
     for count, key_WI in zip(case.fresh, of.keys, strict=True):
         tokens = slice(begin, begin + count)
-        q_TNI, factor = of.queries[tokens], of.given.weights[tokens].double().unsqueeze(-1)
+        q_TNI, factor = of.queries[tokens], of.given["weights"][tokens].double().unsqueeze(-1)
         size = torch.matmul(q_TNI.abs(), key_WI.abs().T)
         near = BoundedValue(torch.matmul(q_TNI, key_WI.T).clamp(min=0), size * loss)
         if case.arithmetic == "stored":
@@ -231,15 +236,12 @@ def alone_differ(case: ScoresCase) -> list[int]:
     of = sides(case, "cuda")
     whole, p, found = on_device(case, of.given), case.problem, []
     for token in range(0, p.tokens, max(1, p.tokens // 6)):
-        given = of.given
-        one = given._replace(
-            queries=given.queries[token : token + 1].clone(),
-            weights=given.weights[token : token + 1].clone(),
-            positions=given.positions[token : token + 1].clone(),
-            sequences=given.sequences[token : token + 1].clone(),
-            scales=None if given.scales is None else given.scales[token : token + 1].clone(),
-        )
-        got = kernels_here().indexer_scores(one, replace(p, tokens=1), SETTINGS)
+        of_token = {"queries", "weights", "positions", "sequences", "scales"}
+        one = {
+            name: each[token : token + 1].clone() if name in of_token else each
+            for name, each in of.given.items()
+        }
+        got = kernels_here().KERNEL.run_one(replace(p, tokens=1), SETTINGS, **one)
         if not torch.equal(got[0].view(torch.int32), whole[token].view(torch.int32)):
             found.append(token)
     return found

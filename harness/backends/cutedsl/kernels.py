@@ -393,10 +393,6 @@ def _mhc(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
     return tuple(made[name] for name in ("out", "pre", "post", "mix") if name in made)
 
 
-def _scores(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
-    return module.indexer_scores(module.ScoresOperands(**t), problem, settings)
-
-
 def _attention(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
     window = module.Keys(t["window_slots"], t["window_cache"])
     entries = None
@@ -489,7 +485,7 @@ ENTRIES: Mapping[str, KernelEntry] = {
         by_name, lambda p, _: f"windows of {p.ratio}{', one token each' if p.alone else ''}"
     ),
     "simt_indexer_operand": KernelEntry(by_name, lambda p, _: f"turned {p.pairing}, {p.format}"),
-    "sm90_indexer_scores": KernelEntry(_scores, lambda p, _: f"{p.arithmetic}, {p.pages.operands}"),
+    "sm90_indexer_scores": KernelEntry(by_name, lambda p, _: f"{p.arithmetic}, {p.pages.operands}"),
     "simt_indexer_topk": KernelEntry(by_name),
     "sm90_sparse_attention": KernelEntry(
         _attention, lambda p, _: f"{p.mode}, {sparse_attention_problem.choose_splits(p)} splits"

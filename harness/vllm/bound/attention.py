@@ -343,7 +343,7 @@ def scored(
         ScoresProblem,
     )
     from degarble.kernels.indexer.simt_indexer_operand import KERNEL as OPERAND  # noqa: PLC0415
-    from degarble.kernels.indexer.sm90_indexer_scores import ScoresOperands, indexer_scores  # noqa: PLC0415
+    from degarble.kernels.indexer.sm90_indexer_scores import KERNEL as SCORES  # noqa: PLC0415
 
     (heads, weights), (turns, positions) = queries, turning
     tokens, count, _ = heads.shape
@@ -357,11 +357,12 @@ def scored(
         asked, settings(), rows=heads.contiguous(), turns=turns, positions=positions
     )
     problem = ScoresProblem(tokens, count, entries, table.shape[0], pages, indexer.compress_ratio)
-    given = ScoresOperands(
-        codes["values"], weights.contiguous(), positions, own.degarble_requests[:tokens],
-        table[:, : problem.pages_of_sequence].contiguous(), view, codes["scales"],
+    return SCORES.run_one(
+        problem, settings(), queries=codes["values"], scales=codes["scales"],
+        weights=weights.contiguous(), positions=positions,
+        sequences=own.degarble_requests[:tokens],
+        table=table[:, : problem.pages_of_sequence].contiguous(), pages=view,
     )  # fmt: skip
-    return indexer_scores(given, problem, settings())
 
 
 def chosen(scores_TW: Tensor, count: int) -> Tensor:

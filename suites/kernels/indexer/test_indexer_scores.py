@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from degarble.harness.base.errors import (
 )
 from degarble.kernels.indexer import problem as facts
 from degarble.kernels.indexer.problem import KeyPages, ScoresForm, ScoresProblem, choose_form
+from degarble.kernels.runtime import kernel as descriptor
 from degarble.kernels.runtime.compiling import CompileSettings, cubin_facts, unstated_roundings
 from degarble.kernels.runtime.targets import SM90A, SM100A
 from degarble.references import sparse_attention
@@ -85,27 +86,19 @@ CASE = ScoresCase("bf16", 4, (70, 9), (3, 1), ratio=1)
 
 def test_refuses_by_name(kernels: ModuleType) -> None:
     given, problem = checks.sides(CASE, "cpu").given, CASE.problem
-    out = torch.zeros(4, 70)
-
-    def run(**changes: Any) -> None:
-        kernels.indexer_scores(given._replace(**changes), problem, CompileSettings(), out=out)
-
-    with pytest.raises(DtypeMismatch, match="queries"):
-        run(queries=given.queries.float())
-    with pytest.raises(ShapeMismatch, match="weights of heads"):
-        run(weights=given.weights[:2])
-    with pytest.raises(DtypeMismatch, match="positions"):
-        run(positions=given.positions.int())
-    with pytest.raises(DtypeMismatch, match="sequences of tokens"):
-        run(sequences=given.sequences.long())
-    with pytest.raises(ShapeMismatch, match="table of pages"):
-        run(table=given.table[:, :1].contiguous())
-    with pytest.raises(ShapeMismatch, match="pages of keys"):
-        run(pages=given.pages[1:])
-    with pytest.raises(InvalidArgument, match="scales of queries"):
-        run(scales=torch.ones(4, 4))
-    with pytest.raises(InvalidArgument, match="one CUDA device"):
-        run()
+    for error, name, changed in (
+        (DtypeMismatch, "queries", {"queries": given["queries"].float()}),
+        (ShapeMismatch, "weights of heads", {"weights": given["weights"][:2]}),
+        (DtypeMismatch, "positions", {"positions": given["positions"].int()}),
+        (DtypeMismatch, "sequences of tokens", {"sequences": given["sequences"].long()}),
+        (ShapeMismatch, "table of pages", {"table": given["table"][:, :1].contiguous()}),
+        (ShapeMismatch, "pages of keys", {"pages": given["pages"][1:]}),
+        (InvalidArgument, "scales of queries", {"scales": torch.ones(4, 4)}),
+        (InvalidArgument, "They lie in the pages", {"key_scales": torch.ones(4, 4)}),
+        (InvalidArgument, "one CUDA device", {}),
+    ):
+        with pytest.raises(error, match=name):
+            kernels.KERNEL.run(problem, CompileSettings(), **given | changed)
 
 
 @pytest.mark.parametrize("arithmetic", facts.ARITHMETICS)
@@ -113,7 +106,7 @@ def test_the_exact_scores_are_the_references(arithmetic: str) -> None:
     case = replace(CASE, arithmetic=arithmetic, lengths=(70,), fresh=(9,))
     of = checks.sides(case, "cpu")
     numerics = Numerics.bf16(indexer_in_storage_dtype=arithmetic == "stored")
-    queries, keys, weights = of.queries.float(), of.keys[0].float(), of.given.weights
+    queries, keys, weights = of.queries.float(), of.keys[0].float(), of.given["weights"]
     got = sparse_attention.indexer_scores(queries, keys, weights, of.visible, numerics)
     assert not checks.difference(case, got, of)
 
@@ -173,11 +166,11 @@ def test_a_graph_replays_on_changed_data(kernels: ModuleType) -> None:
     out = checks.on_device(case, of.given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernels.indexer_scores(of.given, case.problem, checks.SETTINGS, out=out)
+        kernels.KERNEL.run(case.problem, checks.SETTINGS, **of.given, out=out)
     for seed in range(1, 4):
         other = checks.sides(replace(case, seed=seed), "cuda")
-        for into, new in zip(of.given, other.given, strict=True):
-            into.copy_(new)
+        for name, new in other.given.items():
+            of.given[name].copy_(new)
         out.fill_(torch.nan)
         graph.replay()
         assert not checks.difference(case, out, other)
@@ -188,7 +181,8 @@ def test_nan_and_infinite_queries_are_detected_and_stay_in_their_rows() -> None:
     case = ScoresCase("bf16", 64, (300,), (9,), 1)
     of = checks.sides(case, "cuda")
     before = checks.on_device(case, of.given)
-    of.given.queries[3, 5, 7], of.given.queries[6, 1, 2] = torch.nan, torch.inf
+    queries = of.given["queries"]
+    queries[3, 5, 7], queries[6, 1, 2] = torch.nan, torch.inf
     got = checks.on_device(case, of.given)
     seen = ~before.isneginf()
     assert bool(got[3][seen[3]].isnan().all())
@@ -330,19 +324,17 @@ def test_sm100_indexer_scores_refuses_by_name(
 ) -> None:
     given, problem = checks.sides(CASE, "cpu").given, CASE.problem
     for error, name, changed in (
-        (DtypeMismatch, "queries", given._replace(queries=given.queries.float())),
-        (ShapeMismatch, "pages of keys", given._replace(pages=given.pages[1:])),
-        (InvalidArgument, "scales of queries", given._replace(scales=torch.ones(4, 4))),
-        (InvalidArgument, "one CUDA device", given),
+        (DtypeMismatch, "queries", {"queries": given["queries"].float()}),
+        (ShapeMismatch, "pages of keys", {"pages": given["pages"][1:]}),
+        (InvalidArgument, "scales of queries", {"scales": torch.ones(4, 4)}),
+        (InvalidArgument, "one CUDA device", {}),
     ):
         with pytest.raises(error, match=name):
-            sm100_indexer_scores_kernels.indexer_scores(changed, problem, SETTINGS)
-    monkeypatch.setattr(sm100_indexer_scores_kernels.contract, "require_device", lambda _tensors: 0)
-    monkeypatch.setattr(
-        sm100_indexer_scores_kernels.contract, "target_of_device", lambda _device: SM90A
-    )
+            sm100_indexer_scores_kernels.KERNEL.run(problem, SETTINGS, **given | changed)
+    monkeypatch.setattr(descriptor, "require_device", lambda _tensors: 0)
+    monkeypatch.setattr(descriptor, "target_of_device", lambda _device: SM90A)
     with pytest.raises(MissingDevice, match="sm_100a"):
-        sm100_indexer_scores_kernels.indexer_scores(given, problem, SETTINGS)
+        sm100_indexer_scores_kernels.KERNEL.run(problem, SETTINGS, **given)
 
 
 def test_a_gpu_has_the_module_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,6 @@ _ATTENTION = ("sm90_sparse_attention", "simt_attention_merge", "simt_kv_write", 
 LAUNCHED_BY = {
     "sm90_sparse_attention": _ATTENTION,
     "sm100_sparse_attention": _ATTENTION,
-    "sm100_indexer_scores": ("sm90_indexer_scores",),
 }
 _MODULES = re.compile(r"(?:degarble\.[\w.]+ )|(?:<class 'cutlass[\w.]*\.(?=\w+'>))|'>(?=, <Addr)")
 BF16, FP32, INT32, INT64, BYTES, FP8 = (
@@ -470,11 +469,6 @@ def _indexer_cases() -> Iterator[LaunchCase]:
     yield LaunchCase("simt_indexer_topk", told, given, "sm_100a")
 
 
-def _scores(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
-    given = m.ScoresOperands(**{name: of for name, of in t.items() if name != "out"})
-    return m.indexer_scores(given, p, SETTINGS, out=t.get("out"))
-
-
 def _by_name(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
     return tuple(m.KERNEL.run(p, SETTINGS, **t).values())
 
@@ -499,9 +493,9 @@ PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
     "simt_router": _router,
     "simt_scale": lambda m, p, t: m.scale(t["values"], p, SETTINGS, out=t.get("out")),
     "simt_slots": _slots,
-    "sm100_indexer_scores": _scores,
+    "sm100_indexer_scores": _by_name,
     "sm100_sparse_attention": _attention,
-    "sm90_indexer_scores": _scores,
+    "sm90_indexer_scores": _by_name,
     "sm90_sparse_attention": _attention,
 }
 CASES = (

@@ -42,6 +42,8 @@ DESCRIBED = (
     "simt_router",
     "simt_scale",
     "simt_slots",
+    "sm100_indexer_scores",
+    "sm90_indexer_scores",
 )
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.key.partition(" with")[0])
 each_kernel = pytest.mark.parametrize("name", DESCRIBED)
