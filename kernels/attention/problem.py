@@ -218,6 +218,16 @@ class AttentionForm:
 
 
 @dataclass(frozen=True)
+class MergeProblem:
+    """Results of all splits of T tokens of H heads, with V4's sinks or without."""
+
+    tokens: int
+    heads: int
+    splits: int
+    sinks: bool = True
+
+
+@dataclass(frozen=True)
 class MergeForm:
     """Compile-time parameters of the merge kernel; the number of splits is free."""
 
@@ -367,12 +377,15 @@ def choose_splits(problem: AttentionProblem) -> int:
     return made
 
 
+def merges_apart(problem: AttentionProblem) -> bool:
+    """Return whether another kernel merges: more splits than a portable cluster has blocks."""
+    return choose_splits(problem) > MOST_TOGETHER
+
+
 def choose_form(problem: AttentionProblem, target: str) -> AttentionForm:
     """Return the form that solves a problem."""
     entry = problem.window.pages.entry
-    splits = choose_splits(problem)
-    # More splits than a portable cluster has blocks: the merge kernel.
-    together = splits if splits <= MOST_TOGETHER else 0
+    together = 0 if merges_apart(problem) else choose_splits(problem)
     return AttentionForm(entry, problem.lengths, together, target, problem.family.key)
 
 

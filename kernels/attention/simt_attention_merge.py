@@ -5,28 +5,21 @@ merges in a cluster share. Reads sums [T, splits, H, 512] and (peak, total) [T, 
 float32; peaks are to base 2. A thread block has a head of a token, a thread four of its 512 values.
 Splits are added in their order relative to the largest peak, so the result is the same in every
 run. A split without keys has peak -inf and total 0: its sums are not read, they may be
-uninitialised. The caller has checked all operands.
+uninitialised.
 """
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import cutlass
+import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint8, cute
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.attention import instructions as ptx
-from degarble.kernels.attention.problem import MergeForm
+from degarble.kernels.attention.problem import MergeForm, MergeProblem
 from degarble.kernels.primitives import kv_problem as rows
-from degarble.kernels.runtime.compiling import (
-    CompiledKernel,
-    CompileSettings,
-    any_stream,
-    compile_kernel,
-)
-from degarble.kernels.runtime.operands import pointer
-from degarble.kernels.runtime.targets import TARGETS
+from degarble.kernels.runtime.kernel import Kernel, Operand, Presence, Storage
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -132,10 +125,26 @@ def launch_merge(
 
 # ---- host ----------------------------------------------------------------------------------------
 
-
-@cache
-def compile_form(form: MergeForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile the form of a target; needs no GPU."""
-    pointers = tuple(pointer(Uint8, None, 4) for _ in MergeAddresses._fields)
-    arguments = (pointers, tuple(Int32(1) for _ in range(3)), form, any_stream())
-    return compile_kernel(launch_merge, arguments, TARGETS[form.target], settings)
+_Operand = Operand[MergeProblem]
+_FP32 = Storage(Uint8, torch.float32, 16, assumed=4)
+_NUMBERS, _OUT = Storage(Uint8, torch.float32, 4), Storage(Uint8, torch.bfloat16, 16, assumed=4)
+_SINKS = Presence[MergeProblem](lambda of: of.sinks, "V4 has one a head, V3.2 none.")
+KERNEL = Kernel[MergeProblem, MergeForm](
+    entry=launch_merge,
+    operands=(
+        _Operand("sums", _FP32, lambda p: (p.tokens, p.splits, p.heads, rows.WIDTH)),
+        _Operand("stats", _FP32, lambda p: (p.tokens, p.splits, p.heads, 2), label="peaks"),
+        _Operand("sink", _NUMBERS, lambda p: (p.heads,), _SINKS, label="sinks"),
+        _Operand(
+            "out", _OUT, lambda p: (p.tokens, p.heads, rows.WIDTH), output=True, label="output"
+        ),
+        _Operand("lse", _NUMBERS, lambda p: (p.tokens, p.heads), output=True, label="LSE"),
+    ),
+    choose_form=lambda problem, target: MergeForm(target, problem.sinks),
+    kinds=((Int32,) * 3,),
+    numbers=lambda of: (
+        (of.problem.heads, of.problem.splits, of.problem.tokens * of.problem.heads),
+    ),
+    work=lambda problem: problem.tokens,
+)
+compile_form = KERNEL.compile_form

@@ -1,9 +1,9 @@
 """Sparse attention on Hopper: one softmax over listed cache entries and, in V4, a sink.
 
-    out_THL, lse_TH = sparse_attention(
-        Operands(q_THL, sink_H, Keys(slots_TW, cache), Keys(slots_TK, cache_of_entries)),
+    KERNEL.run(
         AttentionProblem(T, H, KeyList(W, pages), KeyList(K, pages_of_entries), mode="decode"),
-        settings)
+        settings, q=q_THL, sink=sink_H, window_slots=slots_TW, window_cache=cache,
+        entries_slots=slots_TK, entries_cache=cache_of_entries)
 
 Slots are int32 numbers of cache entries. -1 is skipped. A slot beyond the cache makes the token's
 output NaN, so that the error shows. A repeated slot counts each time. With lengths, only that many
@@ -19,37 +19,36 @@ tokens. Never waits for the GPU. T tokens, H heads, L 512, W, K list widths.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from cutlass import Float32, Int32, Uint8
 from torch import Tensor
 
-from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
 from degarble.kernels.attention import problem as facts
 from degarble.kernels.attention import simt_attention_merge as merging
 from degarble.kernels.attention.problem import (
     EXPERIMENT_ENTRY,
     AttentionForm,
     AttentionProblem,
-    MergeForm,
+    KeyList,
+    MergeProblem,
 )
-from degarble.kernels.attention.sm90_attention_kernel import AttentionAddresses, launch_attention
+from degarble.kernels.attention.sm90_attention_kernel import launch_attention
 from degarble.kernels.cache import simt_kv_read as reading
 from degarble.kernels.cache import simt_kv_write as writing
-from degarble.kernels.gemm import contract
 from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.kv_problem import Pages, ReadProblem, WriteProblem
-from degarble.kernels.runtime.compiling import (
-    CompiledKernel,
-    CompileSettings,
-    any_stream,
-    compile_kernel,
-    current_stream,
+from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.kernel import (
+    Kernel,
+    LaunchContext,
+    Operand,
+    Operands,
+    Presence,
+    Storage,
 )
-from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
-from degarble.kernels.runtime.targets import SM90A, TARGETS, Target
+from degarble.kernels.runtime.targets import SM90A
 
 # --------------------------------------------------------------------------------------------------
 # Round query heads to NVFP4 for `experiment-nvfp4`, which nothing chooses by default.
@@ -74,9 +73,9 @@ def queries_in_nvfp4(q_THL: Tensor, settings: CompileSettings) -> Tensor:
     written = WriteProblem(count, pages, source="row")
     cache = writing.empty_cache(written, q_THL.device)
     slots = torch.arange(count, device=q_THL.device)
-    operands = writing.WriteOperands(rows, None, None, None, slots)
-    writing.kv_write(operands, cache, written, settings)
-    made = reading.kv_read(slots.int(), cache, ReadProblem(count, pages), settings)
+    writing.KERNEL.run(written, settings, values=rows, slots=slots, cache=cache)
+    read = ReadProblem(count, pages)
+    made = reading.KERNEL.run_one(read, settings, indices=slots.int(), cache=cache)
     return made.reshape(q_THL.shape)
 
 
@@ -84,142 +83,28 @@ def queries_in_nvfp4(q_THL: Tensor, settings: CompileSettings) -> Tensor:
 # Sparse attention on Hopper: one softmax over listed cache entries and, in V4, a sink.
 
 
-@cache
-def compile_form(form: AttentionForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile a form; needs no GPU."""
-    return compiled(launch_attention, form, settings)
+def _rounded(problem: AttentionProblem, tensors: Operands, settings: CompileSettings) -> Operands:
+    q = tensors["q"]
+    if q is None or problem.products != facts.EXPERIMENT:
+        return tensors
+    return {**tensors, "q": queries_in_nvfp4(q, settings)}
 
 
-def compiled(jitted: Any, form: AttentionForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile the launch of a target's kernel."""
-    pointers = tuple(pointer(Uint8, None, 4) for _ in AttentionAddresses._fields)
-    # As many as _extents returns; the values do not matter to the compiler.
-    extents = tuple(Int32(1) for _ in range(13))
-    arguments = (pointers, extents, Float32(1.0), form, any_stream())
-    return compile_kernel(jitted, arguments, TARGETS[form.target], settings)
+def merge_problem(problem: AttentionProblem) -> MergeProblem:
+    """Return the problem of merging all splits."""
+    splits, sinks = facts.choose_splits(problem), problem.family.sinks
+    return MergeProblem(problem.tokens, problem.heads, splits, sinks)
 
 
-class Keys(NamedTuple):
-    """One list of slots: int32 [T, width], pages of uint8, and optional lengths int32 [T]."""
-
-    slots: Tensor
-    cache: Tensor
-    lengths: Tensor | None = None
+def _merged(problem: AttentionProblem, tensors: Operands, settings: CompileSettings) -> None:
+    if facts.merges_apart(problem):
+        given = {name: tensors.get(name) for name in ("sums", "stats", "sink", "out", "lse")}
+        merging.KERNEL.run(merge_problem(problem), settings, **given)
 
 
-class AttentionOperands(NamedTuple):
-    """Query heads (BF16, rotated) as wide as keys, sinks [H] (float32; V4), the lists of keys."""
-
-    q: Tensor
-    sink: Tensor | None
-    window: Keys
-    entries: Keys | None = None
-
-
-class Results(NamedTuple):
-    """Heads [T, H, L] in BF16, still rotated, and float32 logarithms of sums [T, H]."""
-
-    out: Tensor
-    lse: Tensor
-
-
-class AttentionWorkspace(NamedTuple):
-    """Results of splits: float32 sums [T, splits, H, L], peaks and sums of shares [..., 2]."""
-
-    sums: Tensor
-    stats: Tensor
-
-
-def empty_results(problem: AttentionProblem, device: torch.device) -> Results:
-    """Allocate the results of a launch."""
-    heads = (problem.tokens, problem.heads)
-    return Results(
-        torch.empty(*heads, rows.WIDTH, dtype=torch.bfloat16, device=device),
-        torch.empty(*heads, dtype=torch.float32, device=device),
-    )
-
-
-def empty_workspace(problem: AttentionProblem, device: torch.device) -> AttentionWorkspace | None:
-    """Allocate the workspace of splits that do not merge in a cluster; None without them."""
-    splits = facts.choose_splits(problem)
-    if splits <= facts.MOST_TOGETHER:
-        return None
-    shape = (problem.tokens, splits, problem.heads)
-    made = (torch.empty(*shape, n, dtype=torch.float32, device=device) for n in (rows.WIDTH, 2))
-    return AttentionWorkspace(*made)
-
-
-def sparse_attention(
-    operands: AttentionOperands,
-    problem: AttentionProblem,
-    settings: CompileSettings,
-    *,
-    results: Results | None = None,
-    workspace: AttentionWorkspace | None = None,
-) -> Results:
-    """Attend, on the GPU that holds the operands; allocate memory that is not given."""
-    entry = compile_form, SM90A
-    return attended(entry, operands, problem, settings, (results, workspace))
-
-
-def attended(
-    entry: tuple[Callable[[AttentionForm, CompileSettings], CompiledKernel], Target],
-    operands: AttentionOperands,
-    problem: AttentionProblem,
-    settings: CompileSettings,
-    memory: tuple[Results | None, AttentionWorkspace | None],
-) -> Results:
-    """Check operands, allocate missing memory and launch the forms of an entry's target."""
-    (compile_, target), device = entry, operands.q.device
-    results, workspace = memory
-    if results is None:
-        results = empty_results(problem, device)
-    if workspace is None:
-        workspace = empty_workspace(problem, device)
-    require_operands(problem, operands, results, workspace)
-    tensors = _tensors(operands, results, workspace)
-    require_device(tensors)
-    if problem.tokens:
-        contract.require_place(tuple(each for each in tensors if each is not None), target)
-        if problem.products == facts.EXPERIMENT:
-            operands = operands._replace(q=queries_in_nvfp4(operands.q, settings))
-        kernel = compile_(facts.choose_form(problem, target.name), settings)
-        merge = None
-        if workspace:
-            merge = merging.compile_form(MergeForm(target.name, problem.family.sinks), settings)
-        launch((kernel, merge), problem, operands, results, workspace)
-    return results
-
-
-def launch(
-    kernels: tuple[CompiledKernel, CompiledKernel | None],
-    problem: AttentionProblem,
-    operands: AttentionOperands,
-    results: Results,
-    workspace: AttentionWorkspace | None,
-) -> None:
-    """Launch on checked tensors."""
-    device = operands.q.device.index or 0
-    stream = current_stream(device)
-    # Without a second list its pointers repeat the first; width 0 keeps them unread.
-    near, far = operands.window, operands.entries or operands.window
-    sums, stats = workspace or (None, None)
-    given = (
-        operands.q, operands.sink, near.slots, near.lengths, near.cache,
-        far.slots, far.lengths, far.cache, *results, sums, stats,
-    )  # fmt: skip
-    pointers = tuple(pointer(Uint8, tensor, 4) for tensor in given)
-    kernels[0](pointers, _extents(problem), Float32(problem.scale), stream)
-    if kernels[1] is not None:
-        merged = (sums, stats, operands.sink, *results)
-        pointers = tuple(pointer(Uint8, tensor, 4) for tensor in merged)
-        blocks = problem.tokens * problem.heads
-        numbers = (problem.heads, facts.choose_splits(problem), blocks)
-        kernels[1](pointers, tuple(map(Int32, numbers)), stream)
-
-
-def _extents(problem: AttentionProblem) -> tuple[Int32, ...]:
-    """Return the extents of a launch; a list that is absent has width 0."""
+def _numbers(of: LaunchContext[AttentionProblem, AttentionForm]) -> tuple[Any, ...]:
+    problem = of.problem
+    # A list that is absent has width 0.
     near, far = problem.window, problem.entries or replace(problem.window, width=0)
     of_lists = [
         number
@@ -227,61 +112,102 @@ def _extents(problem: AttentionProblem) -> tuple[Int32, ...]:
         for number in (each.width, each.pages.entries, each.pages.stride, each.pages.slots)
     ]
     splits, each = facts.choose_splits(problem), facts.tiles_each(problem)
-    numbers = (problem.tokens, problem.heads, splits, each, *of_lists, facts.grid(problem))
-    return tuple(Int32(number) for number in numbers)
+    extents = (problem.tokens, problem.heads, splits, each, *of_lists, facts.grid(problem))
+    return extents, problem.scale
 
 
-def require_operands(
-    problem: AttentionProblem,
-    operands: AttentionOperands,
-    results: Results,
-    workspace: AttentionWorkspace | None,
-) -> None:
-    """Raise on tensors that the kernels would misread."""
-    tokens, heads = problem.tokens, problem.heads
-    shape = (tokens, heads, rows.WIDTH)
-    of_queries = (tokens, heads, problem.family.key)
-    require_tensor("query heads", operands.q, torch.bfloat16, of_queries, 16)
-    if (operands.sink is not None) != problem.family.sinks:
-        raise InvalidArgument(
-            "sinks",
-            "given" if operands.sink is not None else None,
-            "one a head" if problem.family.sinks else "none",
-            f"Keys of {problem.family.key} are those of {problem.family.name}.",
+_Operand = Operand[AttentionProblem]
+_BF16, _BYTES = (Storage(Uint8, dtype, 16, assumed=4) for dtype in (torch.bfloat16, torch.uint8))
+_SPLITS = Storage(Uint8, torch.float32, 16, assumed=4)
+_FP32, _INT32 = Storage(Uint8, torch.float32, 4), Storage(Uint8, torch.int32, 4)
+
+
+def _keys(list_name: str, of: Callable[[AttentionProblem], KeyList | None]) -> tuple[_Operand, ...]:
+    """Return the operands of a list: slots, lengths and cache."""
+
+    def slots(problem: AttentionProblem) -> tuple[int, ...]:
+        keys = of(problem)
+        return (problem.tokens, keys.width if keys else 0)
+
+    def pages(problem: AttentionProblem) -> tuple[int, ...]:
+        keys = of(problem)
+        return (keys.pages.count, keys.pages.stride) if keys else ()
+
+    listed = Presence[AttentionProblem](
+        lambda p: of(p) is not None, lambda p: f"Lists of keys: {len(p.lists)}."
+    )
+    exactly = "lengths of every list exactly if the problem says so"
+    counted = Presence[AttentionProblem](
+        lambda p: of(p) is not None and p.lengths,
+        lambda p: f"The problem says lengths={p.lengths}.",
+        exactly,
+        exactly,
+    )
+    return tuple(
+        _Operand(
+            f"{list_name}_{name}",
+            storage,
+            shape,
+            present,
+            label=f"{name} of the {list_name}",
+            # Width 0 keeps what an absent list would name unread.
+            address_of=f"window_{name}" if list_name != "window" else "",
         )
-    if operands.sink is not None:
-        require_tensor("sinks", operands.sink, torch.float32, (heads,), 4)
-    given = [operands.window] if operands.entries is None else [operands.window, operands.entries]
-    if len(given) != len(problem.lists):
-        raise ShapeMismatch(
-            "lists of keys", len(given), f"{len(problem.lists)}, as the problem says", "Give both."
+        for name, storage, shape, present in (
+            ("slots", _INT32, slots, listed),
+            ("lengths", _INT32, lambda p: (p.tokens,), counted),
+            ("cache", _BYTES, pages, listed),
         )
-    for name, keys, of in zip(("window", "entries"), given, problem.lists, strict=False):
-        require_tensor(f"slots of the {name}", keys.slots, torch.int32, (tokens, of.width), 4)
-        pages = (of.pages.count, of.pages.stride)
-        require_tensor(f"cache of the {name}", keys.cache, torch.uint8, pages, 16)
-        if (keys.lengths is not None) != problem.lengths:
-            raise InvalidArgument(
-                f"lengths of the {name}",
-                "given" if keys.lengths is not None else None,
-                "lengths of every list exactly if the problem says so",
-                f"The problem says lengths={problem.lengths}.",
-            )
-        if keys.lengths is not None:
-            require_tensor(f"lengths of the {name}", keys.lengths, torch.int32, (tokens,), 4)
-    require_tensor("output", results.out, torch.bfloat16, shape, 16)
-    require_tensor("LSE", results.lse, torch.float32, (tokens, heads), 4)
-    splits = facts.choose_splits(problem)
-    if (workspace is not None) != (splits > facts.MOST_TOGETHER):
-        raise InvalidArgument("workspace", workspace, f"one for {splits} splits", "Leave it out.")
-    if workspace is not None:
-        of_splits = (tokens, splits, heads)
-        require_tensor("sums", workspace.sums, torch.float32, (*of_splits, rows.WIDTH), 16)
-        require_tensor("peaks", workspace.stats, torch.float32, (*of_splits, 2), 16)
+    )
 
 
-def _tensors(
-    operands: AttentionOperands, results: Results, workspace: AttentionWorkspace | None
-) -> list[Any]:
-    lists = [*operands.window, *(operands.entries or ())]
-    return [operands.q, operands.sink, *lists, *results, *(workspace or ())]
+_SINKS = Presence[AttentionProblem](
+    lambda p: p.family.sinks,
+    lambda p: f"Keys of {p.family.key} are those of {p.family.name}.",
+    "one a head",
+    "none",
+)
+_APART = Presence[AttentionProblem](
+    facts.merges_apart, lambda p: f"Of {facts.choose_splits(p)} splits; a run allocates it."
+)
+KERNEL = Kernel[AttentionProblem, AttentionForm](
+    entry=launch_attention,
+    operands=(
+        # BF16, rotated, as wide as keys.
+        _Operand("q", _BF16, lambda p: (p.tokens, p.heads, p.family.key), label="query heads"),
+        _Operand("sink", _FP32, lambda p: (p.heads,), _SINKS, label="sinks"),
+        *_keys("window", lambda p: p.window),
+        *_keys("entries", lambda p: p.entries),
+        # Still rotated.
+        _Operand(
+            "out", _BF16, lambda p: (p.tokens, p.heads, rows.WIDTH), output=True, label="output"
+        ),
+        # The logarithm of the sum over keys.
+        _Operand("lse", _FP32, lambda p: (p.tokens, p.heads), output=True, label="LSE"),
+        _Operand(
+            "sums",
+            _SPLITS,
+            lambda p: (p.tokens, facts.choose_splits(p), p.heads, rows.WIDTH),
+            _APART,
+            output=True,
+            scratch=True,
+        ),
+        _Operand(
+            "stats",
+            _SPLITS,
+            lambda p: (p.tokens, facts.choose_splits(p), p.heads, 2),
+            _APART,
+            output=True,
+            scratch=True,
+            label="peaks",
+        ),
+    ),
+    choose_form=facts.choose_form,
+    kinds=((Int32,) * 13, Float32),
+    numbers=_numbers,
+    work=lambda problem: problem.tokens,
+    target=SM90A,
+    before=_rounded,
+    after=_merged,
+)
+compile_form = KERNEL.compile_form

@@ -7,6 +7,7 @@ A caller names operands and never relies on that order.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -24,17 +25,17 @@ from degarble.kernels.runtime.operands import (
 from degarble.kernels.runtime.targets import TARGETS, target_of_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
     from degarble.kernels.runtime.compiling import CompiledKernel, CompileSettings
     from degarble.kernels.runtime.targets import Target
 
-    Operands = Mapping[str, "Tensor | None"]
     Kinds = tuple[Any, ...]  # DSL number types, also in nested tuples
 
 PREPARED_PROBLEMS = 512  # of a kernel
+Operands = Mapping[str, "torch.Tensor | None"]
 ANY = -1  # as last extent of an operand: whatever the tensor has
 P = TypeVar("P")
 F = TypeVar("F")
@@ -48,6 +49,7 @@ class Storage:
     dtype: torch.dtype
     alignment: int  # of the address, in bytes
     views: tuple[tuple[Any, int], ...] = ()  # element and alignment of further pointers to it
+    assumed: int = 0  # the alignment that its pointer states, if that is less
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,15 @@ class Presence(Generic[P]):
 
 
 ALWAYS = Presence[Any](lambda _of: True, "Every problem has it.")
+
+
+def as_given(_problem: Any, tensors: Operands, _settings: CompileSettings) -> Operands:
+    """Return the operands of a kernel that reads what its caller gives."""
+    return tensors
+
+
+def nothing_more(_problem: Any, _tensors: Operands, _settings: CompileSettings) -> None:
+    """Launch nothing after a kernel."""
 
 
 def unchanged(tensor: Tensor) -> Tensor:
@@ -139,7 +150,7 @@ class Operand(Generic[P]):
         if not self.passed and not self.present.test(form):
             return ()
         kind = self.stored(form)
-        return ((kind.element, kind.alignment), *kind.views)
+        return ((kind.element, kind.assumed or kind.alignment), *kind.views)
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,6 +231,9 @@ class Kernel(Generic[P, F]):
     target: Target | None = None  # the only one, of a kernel that is written for one
     refuse: Callable[[P, Operands], None] = lambda _problem, _tensors: None  # operands together
     takes_form: bool = True  # whether the entry does
+    # Launches of a run around its own: they make what it reads, and finish its outputs.
+    before: Callable[[P, Operands, CompileSettings], Operands] = as_given
+    after: Callable[[P, Operands, CompileSettings], None] = nothing_more
 
     @cached_property
     def compile_form(self) -> Callable[[F, CompileSettings], CompiledKernel]:
@@ -273,7 +287,9 @@ class Kernel(Generic[P, F]):
                 form = prepared.forms[target] = self.choose_form(problem, target)
             if self.fit_form is not None:
                 form = self.fit_form(form, problem, processors_of(place))
-            self.launch(self.compile_form(form, settings), form, problem, tensors)
+            ready = self.before(problem, tensors, settings)
+            self.launch(self.compile_form(form, settings), form, problem, ready)
+            self.after(problem, tensors, settings)
         return {name: tensors[name] for name in prepared.returned}
 
     def run_one(self, problem: P, settings: CompileSettings, **given: Tensor | None) -> Tensor:

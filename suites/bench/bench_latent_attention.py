@@ -47,9 +47,8 @@ def problem_of(mode: str, entry: str, count: int, heads: int) -> AttentionProble
     return AttentionProblem(count, heads, KeyList(CHOSEN, pages), mode=mode, scale=SCALE)
 
 
-def drawn(problem: AttentionProblem, device: str = "cuda") -> Any:
+def drawn(problem: AttentionProblem, device: str = "cuda") -> dict[str, Tensor]:
     """Draw operands: codes of small numbers, scales of 1, slots without gaps."""
-    kernels = import_module("degarble.kernels.attention.sm90_sparse_attention")
     of, pages = problem.window, problem.window.pages
     shape = (pages.count, pages.stride)
     if pages.entry == "bf16":
@@ -64,23 +63,21 @@ def drawn(problem: AttentionProblem, device: str = "cuda") -> Any:
     asked = (problem.tokens, of.width)
     slots = torch.randint(pages.slots, asked, dtype=torch.int32, device=device)
     q = torch.randn(problem.tokens, problem.heads, rows.WITH_KEY, device=device).bfloat16()
-    return kernels.AttentionOperands(q, None, kernels.Keys(slots, cache))
+    return {"q": q, "window_slots": slots, "window_cache": cache}
 
 
 def kernel_launch(problem: AttentionProblem) -> Callable[[], object]:
     """Return a launch of the kernels on buffers of its own."""
-    kernels = import_module("degarble.kernels.attention.sm90_sparse_attention")
-    operands = drawn(problem)
-    results = kernels.empty_results(problem, operands.q.device)
-    workspace = kernels.empty_workspace(problem, operands.q.device)
-    return lambda: kernels.sparse_attention(
-        operands, problem, SETTINGS, results=results, workspace=workspace
-    )
+    kernel = import_module("degarble.kernels.attention.sm90_sparse_attention").KERNEL
+    given = drawn(problem)
+    given |= kernel.allocate(problem, given["q"].device)
+    return lambda: kernel.run(problem, SETTINGS, **given)
 
 
-def torch_attention(problem: AttentionProblem, q: Tensor, keys: Any) -> Tensor:
+def torch_attention(problem: AttentionProblem, q: Tensor, keys: tuple[Tensor, Tensor]) -> Tensor:
     """Gather rows of a BF16 cache and attend, by torch in BF16 with float32 logits."""
-    chosen = keys.cache.view(torch.bfloat16).reshape(-1, rows.WITH_KEY)[keys.slots.long()]
+    slots, cache = keys
+    chosen = cache.view(torch.bfloat16).reshape(-1, rows.WITH_KEY)[slots.long()]
     logits = torch.bmm(q, chosen.mT).float() * problem.scale
     shares = torch.softmax(logits, -1).bfloat16()
     return torch.bmm(shares, chosen[..., : rows.WIDTH])
@@ -93,8 +90,8 @@ def torch_launch(problem: AttentionProblem) -> Callable[[], object]:
     def run() -> None:
         for begin in range(0, problem.tokens, TORCH_AT_ONCE):
             some = slice(begin, begin + TORCH_AT_ONCE)
-            keys = operands.window._replace(slots=operands.window.slots[some])
-            torch_attention(problem, operands.q[some], keys)
+            keys = operands["window_slots"][some], operands["window_cache"]
+            torch_attention(problem, operands["q"][some], keys)
 
     return run
 

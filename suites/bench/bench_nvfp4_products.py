@@ -139,16 +139,17 @@ def by_kernel(inputs: Inputs, entry: str, products: str) -> Tensor:
     written, settings = WriteProblem(count, pages, source="row"), CompileSettings()
     cache = writing.empty_cache(written, torch.device("cuda"))
     slots = torch.arange(count, device="cuda")
-    rows = writing.WriteOperands(inputs.keys.cuda(), None, None, None, slots)
-    writing.kv_write(rows, cache, written, settings)
+    rows = inputs.keys.cuda()
+    writing.KERNEL.run(written, settings, values=rows, slots=slots, cache=cache)
     told = torch.where(inputs.seen.cuda(), slots.int(), -1).contiguous()
     tokens, heads = inputs.q.shape[:2]
     problem = AttentionProblem(tokens, heads, KeyList(width, pages), products=products)
-    operands = attending.AttentionOperands(
-        inputs.q.cuda(), inputs.sink.float().cuda(), attending.Keys(told, cache)
-    )
-    made: Tensor = attending.sparse_attention(operands, problem, settings).out
-    return made
+    made = attending.KERNEL.run(
+        problem, settings, q=inputs.q.cuda(), sink=inputs.sink.float().cuda(), window_slots=told,
+        window_cache=cache,
+    )  # fmt: skip
+    out: Tensor = made["out"]
+    return out
 
 
 def drawn(name: str) -> Inputs:

@@ -93,11 +93,11 @@ def decode(entry: str, batch: int, heads: int) -> AttentionProblem:
     return AttentionProblem(batch, heads, KeyList(WINDOW, near), KeyList(CHOSEN, far), "decode")
 
 
-def drawn(problem: AttentionProblem) -> Any:
+def drawn(problem: AttentionProblem) -> dict[str, Tensor]:
     """Draw operands: bytes that every format reads as small numbers, slots without gaps."""
-    kernels = import_module("degarble.kernels.attention.sm90_sparse_attention")
-    keys = []
-    for of in problem.lists:
+    q = torch.randn(problem.tokens, problem.heads, rows.WIDTH, device="cuda").bfloat16()
+    made = {"q": q, "sink": torch.randn(problem.heads, device="cuda")}
+    for name, of in zip(("window", "entries"), problem.lists, strict=False):
         pages, shape = of.pages, (of.pages.count, of.pages.stride)
         cache = torch.randint(0x20, 0x40, shape, dtype=torch.uint8, device="cuda")
         cache[:, pages.entries * pages.format.value_bytes :] = 120 if pages.entry == "fp8" else 0x30
@@ -105,26 +105,31 @@ def drawn(problem: AttentionProblem) -> Any:
             cache = torch.randn(shape[0], shape[1] // 2, device="cuda").bfloat16().view(torch.uint8)
         asked = (problem.tokens, of.width)
         slots = torch.randint(pages.slots, asked, dtype=torch.int32, device="cuda")
-        keys.append(kernels.Keys(slots, cache))
-    q = torch.randn(problem.tokens, problem.heads, rows.WIDTH, device="cuda").bfloat16()
-    return kernels.AttentionOperands(q, torch.randn(problem.heads, device="cuda"), *keys)
+        made |= {f"{name}_slots": slots, f"{name}_cache": cache}
+    return made
+
+
+def lists_of(operands: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return slots and cache of each list."""
+    return [
+        (operands[f"{name}_slots"], operands[f"{name}_cache"]) for name in ("window", "entries")
+    ]
 
 
 def kernel_launch(problem: AttentionProblem) -> Callable[[], object]:
     """Return a launch of the kernels on buffers of its own."""
-    kernels = import_module("degarble.kernels.attention.sm90_sparse_attention")
-    operands = drawn(problem)
-    results = kernels.empty_results(problem, operands.q.device)
-    workspace = kernels.empty_workspace(problem, operands.q.device)
-    return lambda: kernels.sparse_attention(
-        operands, problem, SETTINGS, results=results, workspace=workspace
-    )
+    kernel = import_module("degarble.kernels.attention.sm90_sparse_attention").KERNEL
+    given = drawn(problem)
+    given |= kernel.allocate(problem, given["q"].device)
+    return lambda: kernel.run(problem, SETTINGS, **given)
 
 
-def torch_attention(problem: AttentionProblem, q: Tensor, sink: Tensor, keys: Any) -> Tensor:
+def torch_attention(
+    problem: AttentionProblem, q: Tensor, sink: Tensor, keys: Sequence[tuple[Tensor, Tensor]]
+) -> Tensor:
     """Gather rows of a BF16 cache and attend, by torch in BF16 with float32 logits."""
     parts = [
-        each.cache.view(torch.bfloat16).reshape(-1, rows.WIDTH)[each.slots.long()] for each in keys
+        cache.view(torch.bfloat16).reshape(-1, rows.WIDTH)[slots.long()] for slots, cache in keys
     ]
     chosen = torch.cat(parts, 1)
     logits = torch.bmm(q, chosen.mT).float() * problem.scale
@@ -136,13 +141,12 @@ def torch_attention(problem: AttentionProblem, q: Tensor, sink: Tensor, keys: An
 def torch_launch(problem: AttentionProblem) -> Callable[[], object]:
     """Return the torch version on buffers of its own: from a BF16 cache, pieces of 256 tokens."""
     operands = drawn(problem)
-    lists = [operands.window, operands.entries]
 
     def run() -> None:
         for begin in range(0, problem.tokens, 256):
             some = slice(begin, begin + 256)
-            keys = [each._replace(slots=each.slots[some]) for each in lists]
-            torch_attention(problem, operands.q[some], operands.sink, keys)
+            keys = [(slots[some], cache) for slots, cache in lists_of(operands)]
+            torch_attention(problem, operands["q"][some], operands["sink"], keys)
 
     return run
 
@@ -151,8 +155,8 @@ def triton_launch(problem: AttentionProblem) -> Callable[[], object]:
     """Return the Triton version on buffers of its own, from a BF16 cache."""
     peer = import_module("degarble.suites.bench.triton_sparse_attention")
     operands = drawn(problem)
-    out = torch.empty_like(operands.q)
-    return lambda: peer.attend(operands, problem, out)
+    out = torch.empty_like(operands["q"])
+    return lambda: peer.attend((operands["q"], operands["sink"], out), lists_of(operands), problem)
 
 
 def why_not_triton() -> str:
@@ -162,11 +166,9 @@ def why_not_triton() -> str:
     peer = import_module("degarble.suites.bench.triton_sparse_attention")
     problem = prefill("bf16", 8, 64)
     operands = drawn(problem)
-    out = torch.full_like(operands.q, torch.nan)
-    peer.attend(operands, problem, out)
-    wanted = torch_attention(
-        problem, operands.q, operands.sink, [operands.window, operands.entries]
-    )
+    out = torch.full_like(operands["q"], torch.nan)
+    peer.attend((operands["q"], operands["sink"], out), lists_of(operands), problem)
+    wanted = torch_attention(problem, operands["q"], operands["sink"], lists_of(operands))
     worst = float((out.double() - wanted.double()).abs().max())
     return "" if worst <= ROUNDINGS else f"no Triton version: it is {worst:.3g} away from torch's"
 

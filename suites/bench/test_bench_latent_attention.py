@@ -24,7 +24,7 @@ def test_drawn_entries_are_small_numbers() -> None:
     problem = bench.problem_of("prefill", "fp8-v32", 2, 8)
     operands = bench.drawn(problem, "cpu")
     pages, slots = problem.window.pages, torch.arange(5, dtype=torch.int32)
-    rows = cache_checks.read_by_definition(operands.window.cache, slots, pages)
+    rows = cache_checks.read_by_definition(operands["window_cache"], slots, pages)
     assert rows.isfinite().all()
     assert 0 < rows[:, :512].abs().amax() < 8
 
@@ -32,7 +32,7 @@ def test_drawn_entries_are_small_numbers() -> None:
 def test_torch_version_is_the_formula() -> None:
     case = checks.Case(tokens=2, heads=3, near=20, far=None, entry="bf16", gaps=0.0, key=576)
     given = checks.drawn(case, "cpu")
-    keys = type("Keys", (), {"slots": given.slots[0], "cache": given.caches[0]})
+    keys = given.slots[0], given.caches[0]
     out = bench.torch_attention(case.problem, given.q, keys)
     assert torch.allclose(out.double(), checks.formula(case, given)[0], atol=2e-3, rtol=0.02)
 

@@ -49,10 +49,7 @@ def test_torch_version_is_the_formula() -> None:
 
     case = checks.Case(tokens=2, heads=3, near=9, far=20, entry="bf16", gaps=0.0, pages=(3, 2))
     given = checks.drawn(case, "cpu")
-    keys = [
-        type("Keys", (), {"slots": slots, "cache": cache})
-        for slots, cache in zip(given.slots, given.caches, strict=True)
-    ]
+    keys = [*zip(given.slots, given.caches, strict=True)]
     out = bench.torch_attention(case.problem, given.q, given.sink, keys)
     assert torch.allclose(out.double(), checks.formula(case, given)[0], atol=2e-3, rtol=0.02)
 

@@ -63,15 +63,17 @@ def attention_kernel(
     tl.store(out + at, (sums / total[:, None]).to(tl.bfloat16), mask=(head < heads)[:, None])
 
 
-def attend(operands: Any, problem: Any, out: Any) -> None:
-    """Launch on lists whose widths are multiples of 32, the first of which name a key each."""
-    lists = operands.window, operands.entries
+def attend(rows: Any, lists: Any, problem: Any) -> None:
+    """Launch on queries, sinks and output, and on slots and cache of each list.
+
+    Widths are multiples of 32, and the first of them name a key each.
+    """
     attention_kernel[problem.tokens, -(-problem.heads // HEADS)](
-        (operands.q, operands.sink, out),
-        tuple(each.slots for each in lists),
-        tuple(each.cache.view(torch.bfloat16) for each in lists),
+        rows,
+        tuple(slots for slots, _ in lists),
+        tuple(cache.view(torch.bfloat16) for _, cache in lists),
         (problem.scale * LOG2_E, problem.heads),
-        tuple(each.slots.shape[1] for each in lists),
+        tuple(slots.shape[1] for slots, _ in lists),
         num_warps=8,
         num_stages=1,
     )

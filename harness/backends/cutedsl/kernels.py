@@ -393,15 +393,6 @@ def _mhc(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
     return tuple(made[name] for name in ("out", "pre", "post", "mix") if name in made)
 
 
-def _attention(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
-    window = module.Keys(t["window_slots"], t["window_cache"])
-    entries = None
-    if problem.entries is not None:
-        entries = module.Keys(t["entries_slots"], t["entries_cache"])
-    operands = module.AttentionOperands(t["q"], t["sink"], window, entries)
-    return tuple(module.sparse_attention(operands, problem, settings))
-
-
 def _grouped(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
     turns = (t["turns"], t["positions"]) if problem.turned else None
     return module.gemm_grouped(t["a"], t["b"], problem, settings, turns=turns)
@@ -488,7 +479,7 @@ ENTRIES: Mapping[str, KernelEntry] = {
     "sm90_indexer_scores": KernelEntry(by_name, lambda p, _: f"{p.arithmetic}, {p.pages.operands}"),
     "simt_indexer_topk": KernelEntry(by_name),
     "sm90_sparse_attention": KernelEntry(
-        _attention, lambda p, _: f"{p.mode}, {sparse_attention_problem.choose_splits(p)} splits"
+        by_name, lambda p, _: f"{p.mode}, {sparse_attention_problem.choose_splits(p)} splits"
     ),
     "simt_slots": KernelEntry(by_name, lambda p, _: str(p.kind)),
     "sm90_gemm_grouped": KernelEntry(

@@ -624,26 +624,26 @@ def attend(
 ) -> None:
     """Attend by our kernel, all heads with their padding, whose sinks are -inf."""
     from degarble.kernels.attention import problem as facts  # noqa: PLC0415
-    from degarble.kernels.attention import sm90_sparse_attention as ours  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.attention.sm90_sparse_attention import KERNEL  # noqa: PLC0415  needs the DSL
     from degarble.kernels.primitives.kv_problem import Pages  # noqa: PLC0415
 
-    def keys(listed: tuple[Tensor, Tensor], cache: Tensor) -> tuple[Any, Any]:
+    given: dict[str, Any] = {}
+
+    def keys(name: str, listed: tuple[Tensor, Tensor], cache: Tensor) -> facts.KeyList:
         slots, lengths = listed
         view: Any = PagedView(layer.prefix, cache)
-        pages = Pages("fp8", view.entries, *view.shape)
-        given = ours.Keys(slots.contiguous(), view, lengths.contiguous())
-        return given, facts.KeyList(slots.shape[1], pages)
+        given[f"{name}_slots"], given[f"{name}_lengths"] = slots.contiguous(), lengths.contiguous()
+        given[f"{name}_cache"] = view
+        return facts.KeyList(slots.shape[1], Pages("fp8", view.entries, *view.shape))
 
     q_THL, out_THL = heads
     tokens, count, _ = q_THL.shape
-    near, of_near = keys(window, layer.swa_cache_layer.kv_cache)
-    far, of_far = (None, None) if entries is None else keys(entries, layer.kv_cache)
+    near = keys("window", window, layer.swa_cache_layer.kv_cache)
+    far = None if entries is None else keys("entries", entries, layer.kv_cache)
     problem = facts.AttentionProblem(
-        tokens, count, of_near, of_far, mode=mode, lengths=True, scale=layer.scale
+        tokens, count, near, far, mode=mode, lengths=True, scale=layer.scale
     )
-    lse = torch.empty(tokens, count, dtype=torch.float32, device=q_THL.device)
-    given = ours.AttentionOperands(q_THL, layer.attn_sink.data, near, far)
-    ours.sparse_attention(given, problem, settings(), results=ours.Results(out_THL, lse))
+    KERNEL.run(problem, settings(), q=q_THL, sink=layer.attn_sink.data, out=out_THL, **given)
 
 
 def write_latent(

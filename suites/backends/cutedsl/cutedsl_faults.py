@@ -174,7 +174,9 @@ def planted(fault: Fault) -> Iterator[None]:
                 fresh = _uncached(getattr(kernel, name).__wrapped__, tracing)
                 stack.enter_context(mock.patch.object(kernel, name, fresh))
         if hasattr(kernel, "KERNEL"):
-            described = {"compile_form": kernel.compile_form}
+            # A fault may change what a problem is prepared from.
+            uncached = kernel.KERNEL.prepared.__wrapped__
+            described = {"compile_form": kernel.compile_form, "prepared": uncached}
             stack.enter_context(mock.patch.dict(vars(kernel.KERNEL), described))
         if hasattr(kernel, "ENTRY"):  # a plain GEMM's holds what compiles its forms
             entry = kernel.ENTRY._replace(compiled=kernel.compile_form)

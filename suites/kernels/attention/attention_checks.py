@@ -197,14 +197,11 @@ def formula(case: Case, given: Drawn) -> tuple[Tensor, Tensor]:
     return torch.stack(outs), torch.stack(lses)
 
 
-def memory_for(case: Case, device: Any) -> tuple[Any, Any]:
-    """Return results and a workspace full of NaN."""
+def memory_for(case: Case, device: Any) -> dict[str, Tensor]:
+    """Return outputs full of NaN, and a workspace where the case has one."""
     kernels = import_module("degarble.kernels.attention.sm90_sparse_attention")
-    results = kernels.empty_results(case.problem, device)
-    workspace = kernels.empty_workspace(case.problem, device)
-    for tensor in (*results, *(workspace or ())):
-        tensor.fill_(torch.nan)
-    return results, workspace
+    made = kernels.KERNEL.allocate(case.problem, device)
+    return {name: each.fill_(torch.nan) for name, each in made.items() if each is not None}
 
 
 def kernels_here() -> Any:
@@ -214,21 +211,29 @@ def kernels_here() -> Any:
 
 def on_device(case: Case, given: Drawn) -> tuple[Tensor, Tensor]:
     """Run the kernel."""
-    kernels = kernels_here()
-    results, workspace = memory_for(case, given.q.device)
-    kernels.sparse_attention(
-        operands_of(given), case.problem, SETTINGS, results=results, workspace=workspace
-    )
-    return results.out, results.lse
+    memory = memory_for(case, given.q.device)
+    made = kernels_here().KERNEL.run(case.problem, SETTINGS, **operands_of(given), **memory)
+    return made["out"], made["lse"]
 
 
-def operands_of(given: Drawn) -> Any:
-    """Return the operands as the kernel takes them."""
-    kernels = import_module("degarble.kernels.attention.sm90_sparse_attention")
-    lengths = given.lengths or (None,) * len(given.slots)
-    keys = [kernels.Keys(*each) for each in zip(given.slots, given.caches, lengths, strict=True)]
-    sink = given.sink if given.q.shape[-1] == rows.WIDTH else None
-    return kernels.AttentionOperands(given.q, sink, *keys)
+def operands_of(given: Drawn) -> dict[str, Tensor]:
+    """Return the operands by name."""
+    made = {"q": given.q} | ({"sink": given.sink} if given.q.shape[-1] == rows.WIDTH else {})
+    for n, name in zip(range(len(given.slots)), ("window", "entries"), strict=False):
+        made |= {f"{name}_slots": given.slots[n], f"{name}_cache": given.caches[n]}
+        made |= {f"{name}_lengths": given.lengths[n]} if given.lengths else {}
+    return made
+
+
+def of_token(given: Drawn, token: int, **more: int) -> dict[str, Tensor]:
+    """Return the operands of one token; `more` says by how much each of its lists is wider."""
+    made = operands_of(given)
+    made["q"] = made["q"][token : token + 1]
+    for name, wider in more.items():
+        slots = made[f"{name}_slots"][token : token + 1]
+        made[f"{name}_slots"] = torch.nn.functional.pad(slots, (0, wider), value=-1).contiguous()
+        made[f"{name}_lengths"] = made[f"{name}_lengths"][token : token + 1].clone()
+    return made
 
 
 def complaint(
@@ -296,7 +301,6 @@ def foreign_cache(pages: Pages) -> Tensor:
 
 def rows_as_outputs(entry: str, key: int = rows.WIDTH) -> tuple[str, float]:
     """Attend to one key a token: say how outputs differ from rows; the share of rows with NaN."""
-    kernels = import_module("degarble.kernels.attention.sm90_sparse_attention")
     pages = Pages(entry, 64, 4, width=key)
     cache = foreign_cache(pages)
     slots = torch.arange(pages.slots, dtype=torch.int32)
@@ -304,11 +308,10 @@ def rows_as_outputs(entry: str, key: int = rows.WIDTH) -> tuple[str, float]:
     lost = ~rows_SL.isfinite().all(-1)
     problem = AttentionProblem(pages.slots, 1, KeyList(1, pages), scale=1.0)
     q = torch.zeros(pages.slots, 1, key, dtype=torch.bfloat16, device="cuda")
-    sink = torch.full((1,), -torch.inf, device="cuda") if problem.family.sinks else None
-    keys = kernels.Keys(slots[:, None].cuda(), cache.cuda())
-    operands = kernels.AttentionOperands(q, sink, keys)
-    made = kernels_here().sparse_attention(operands, problem, SETTINGS)
-    out = made.out[:, 0].cpu()
+    given = {"window_slots": slots[:, None].cuda(), "window_cache": cache.cuda()}
+    if problem.family.sinks:
+        given["sink"] = torch.full((1,), -torch.inf, device="cuda")
+    out = kernels_here().KERNEL.run(problem, SETTINGS, q=q, **given)["out"][:, 0].cpu()
     same = (out == rows_SL[:, : rows.WIDTH]) | (lost[:, None] & out.isnan())
     wrong = (~same).nonzero()
     said = f"{len(wrong)} values, first {wrong[0].tolist()}" if len(wrong) else ""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _GATHER = "degarble.kernels.attention.gather"
 _KERNEL = "degarble.kernels.attention.sm90_attention_kernel"
+_ENTRY = "degarble.kernels.attention.sm90_sparse_attention"
 _MERGE = "degarble.kernels.attention.simt_attention_merge"
 _EXCHANGE = "degarble.kernels.attention.exchange"
 
@@ -158,7 +159,7 @@ def planted(fault: Fault) -> Iterator[None]:
 
 def compiled(fault: Fault) -> tuple[Any, Any]:
     """Compile both kernels of a fault's case with the fault, past every cache."""
-    kernels = import_module("degarble.kernels.attention.sm90_sparse_attention")
+    kernels = import_module(_ENTRY)
     merging = import_module(_MERGE)
     form = facts.choose_form(fault.case.problem, SM90A.name)
     with planted(fault):
@@ -172,8 +173,14 @@ def compiled(fault: Fault) -> tuple[Any, Any]:
 
 def verdict(fault: Fault, both: tuple[Any, Any]) -> str:
     """Say what the checks find wrong; empty where they find nothing."""
-    kernels = import_module("degarble.kernels.attention.sm90_sparse_attention")
+    kernels, merging = import_module(_ENTRY), import_module(_MERGE)
     case, given = fault.case, checks.drawn(fault.case)
+    problem, (kernel, merge) = case.problem, both
     memory = checks.memory_for(case, given.q.device)
-    kernels.launch(both, case.problem, checks.operands_of(given), *memory)
-    return checks.complaint(tuple(memory[0]), checks.formula(case, given))
+    tensors = checks.operands_of(given) | memory
+    form = facts.choose_form(problem, SM90A.name)
+    kernels.KERNEL.launch(kernel, form, problem, tensors)
+    if merge is not None:
+        told = kernels.merge_problem(problem)
+        merging.KERNEL.launch(merge, MergeForm(SM90A.name, form.sinks), told, tensors)
+    return checks.complaint((memory["out"], memory["lse"]), checks.formula(case, given))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -21,8 +21,8 @@ from degarble.harness.base.errors import (
 )
 from degarble.kernels.attention import problem as facts
 from degarble.kernels.attention.problem import AttentionForm
-from degarble.kernels.gemm import contract
 from degarble.kernels.primitives.kv_problem import ENTRIES
+from degarble.kernels.runtime import kernel as descriptor
 from degarble.kernels.runtime.compiling import CompileSettings, cubin_facts, unstated_roundings
 from degarble.kernels.runtime.targets import SM90A, SM100A
 from degarble.suites.kernels import gemm_code, tcgen05_words
@@ -179,24 +179,19 @@ def test_models_and_ranks_have_forms_among_these() -> None:
 def test_refuses_by_name(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     case = checks.Case(tokens=2, heads=8, near=5, far=6, pages=(3, 2), lengths=True)
     whole = checks.operands_of(checks.drawn(case, "cpu"))
-    window = whole.window
-    for error, name, operands in (
-        (DtypeMismatch, "query heads", whole._replace(q=whole.q.float())),
-        (
-            ShapeMismatch,
-            "cache of the window",
-            whole._replace(window=window._replace(cache=window.cache[1:])),
-        ),
-        (InvalidArgument, "sinks", whole._replace(sink=None)),
-        (InvalidArgument, "one CUDA device", whole),
+    for error, name, changes in (
+        (DtypeMismatch, "query heads", {"q": whole["q"].float()}),
+        (ShapeMismatch, "cache of the window", {"window_cache": whole["window_cache"][1:]}),
+        (InvalidArgument, "sinks", {"sink": None}),
+        (InvalidArgument, "one CUDA device", {}),
     ):
+        given: dict[str, Any] = whole | changes
         with pytest.raises(error, match=name):
-            kernels.sparse_attention(operands, case.problem, SETTINGS)
-    for module in (kernels.hopper, contract):
-        monkeypatch.setattr(module, "require_device", lambda _tensors: 0)
-    monkeypatch.setattr(contract, "target_of_device", lambda _device: SM90A)
+            kernels.KERNEL.run(case.problem, SETTINGS, **given)
+    monkeypatch.setattr(descriptor, "require_device", lambda _tensors: 0)
+    monkeypatch.setattr(descriptor, "target_of_device", lambda _device: SM90A)
     with pytest.raises(MissingDevice, match="sm_100a"):
-        kernels.sparse_attention(whole, case.problem, SETTINGS)
+        kernels.KERNEL.run(case.problem, SETTINGS, **whole)
 
 
 def test_a_gpu_has_the_module_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

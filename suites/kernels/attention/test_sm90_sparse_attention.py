@@ -88,57 +88,43 @@ def test_the_merge_compiles_for_every_target(target: str) -> None:
     assert unstated_roundings(kernel.ptx) == ()
 
 
-def _changed(given: Any, **changes: Any) -> Any:
-    return given._replace(**changes)
-
-
 @pytest.mark.needs("cutlass")
 def test_refuses_by_name(kernels: ModuleType) -> None:
     case = checks.Case(tokens=2, heads=8, near=5, far=6, pages=(3, 2), lengths=True)
     given = checks.drawn(case, "cpu")
     whole = checks.operands_of(given)
-    window = whole.window
-    results = kernels.empty_results(case.problem, torch.device("cpu"))
-    for error, name, operands, problem in (
-        (DtypeMismatch, "query heads", _changed(whole, q=whole.q.float()), case.problem),
-        (ShapeMismatch, "query heads", _changed(whole, q=whole.q[:1]), case.problem),
-        (
-            LayoutMismatch,
-            "query heads",
-            _changed(whole, q=whole.q.mT.contiguous().mT),
-            case.problem,
-        ),
-        (DtypeMismatch, "sinks", _changed(whole, sink=whole.sink.double()), case.problem),
+    problem = case.problem
+    lengths = replace(problem, lengths=False)
+    short = {"window_cache": whole["window_cache"][1:]}
+    for error, name, changes, p in (
+        (DtypeMismatch, "query heads", {"q": whole["q"].float()}, problem),
+        (ShapeMismatch, "query heads", {"q": whole["q"][:1]}, problem),
+        (LayoutMismatch, "query heads", {"q": whole["q"].mT.contiguous().mT}, problem),
+        (DtypeMismatch, "sinks", {"sink": whole["sink"].double()}, problem),
         (
             DtypeMismatch,
             "slots of the window",
-            _changed(whole, window=_changed(window, slots=window.slots.long())),
-            case.problem,
+            {"window_slots": whole["window_slots"].long()},
+            problem,
         ),
-        (
-            ShapeMismatch,
-            "cache of the window",
-            _changed(whole, window=_changed(window, cache=window.cache[1:])),
-            case.problem,
-        ),
+        (ShapeMismatch, "cache of the window", short, problem),
+        (InvalidArgument, "lengths of the window", {"window_lengths": None}, problem),
+        (InvalidArgument, "lengths of the window", {}, lengths),
         (
             InvalidArgument,
-            "lengths of the window",
-            _changed(whole, window=_changed(window, lengths=None)),
-            case.problem,
+            "slots of the entries",
+            {"entries_slots": None, "entries_cache": None},
+            problem,
         ),
-        (InvalidArgument, "lengths of the window", whole, replace(case.problem, lengths=False)),
-        (ShapeMismatch, "lists of keys", _changed(whole, entries=None), case.problem),
-        (InvalidArgument, "workspace", whole, replace(case.problem, splits=9)),
-        (InvalidArgument, "one CUDA device", whole, case.problem),
+        (InvalidArgument, "one CUDA device", {}, problem),
     ):
-        workspace = None
-        if name == "workspace":
-            with pytest.raises(error, match=name):
-                kernels.require_operands(problem, operands, results, workspace)
-            continue
         with pytest.raises(error, match=name):
-            kernels.sparse_attention(operands, problem, CompileSettings(), results=results)
+            kernels.KERNEL.run(p, CompileSettings(), **whole | changes)
+    with pytest.raises(InvalidArgument, match="sums"):
+        kernels.KERNEL.require(
+            replace(problem, splits=9),
+            whole | kernels.KERNEL.allocate(problem, torch.device("cpu")),
+        )
 
 
 @pytest.mark.needs("cutlass")
@@ -216,25 +202,15 @@ def test_bits_are_a_tokens_own(kernels: ModuleType, mode: str) -> None:
         again, lse_again = checks.on_device(case, given)
         assert torch.equal(out, again)
         assert torch.equal(lse, lse_again)
-    operands = checks.operands_of(given)
     for token in (1, 69):
-        alone = operands._replace(
-            q=operands.q[token : token + 1],
-            window=_of_token(operands.window, token, 0),
-            entries=_of_token(operands.entries, token, 129),
-        )
+        alone = checks.of_token(given, token, window=0, entries=129)
         entries = case.problem.entries
         assert entries is not None
         wider = replace(entries, width=entries.width + 129)
         problem = replace(case.problem, tokens=1, entries=wider)
-        made = kernels.sparse_attention(alone, problem, checks.SETTINGS)
-        assert torch.equal(made.out[0], out[token])
-        assert torch.equal(made.lse[0], lse[token])
-
-
-def _of_token(keys: Any, token: int, more: int) -> Any:
-    slots = torch.nn.functional.pad(keys.slots[token : token + 1], (0, more), value=-1)
-    return keys._replace(slots=slots.contiguous(), lengths=keys.lengths[token : token + 1].clone())
+        made = kernels.KERNEL.run(problem, checks.SETTINGS, **alone)
+        assert torch.equal(made["out"][0], out[token])
+        assert torch.equal(made["lse"][0], lse[token])
 
 
 @pytest.mark.needs("cutlass")
@@ -247,7 +223,8 @@ def test_a_cluster_merges_as_the_kernel_does(
     given = checks.drawn(case)
     together = checks.on_device(case, given)
     monkeypatch.setattr(facts, "MOST_TOGETHER", 1)
-    assert kernels.empty_workspace(case.problem, given.q.device) is not None
+    monkeypatch.setitem(vars(kernels.KERNEL), "prepared", kernels.KERNEL.prepared.__wrapped__)
+    assert kernels.KERNEL.allocate(case.problem, given.q.device)["sums"] is not None
     apart = checks.on_device(case, given)
     assert torch.equal(together[0], apart[0])
     assert torch.equal(together[1], apart[1])
@@ -272,13 +249,11 @@ def test_a_slot_beyond_the_cache_is_nan_for_its_token_alone() -> None:
 def test_a_graph_replays_on_changed_operands(kernels: ModuleType, mode: str) -> None:
     case = checks.Case(tokens=5, far=1024, lengths=True, mode=mode)
     given = checks.drawn(case)
-    results, workspace = checks.memory_for(case, given.q.device)
+    memory = checks.memory_for(case, given.q.device)
     operands = checks.operands_of(given)
 
     def run() -> None:
-        kernels.sparse_attention(
-            operands, case.problem, checks.SETTINGS, results=results, workspace=workspace
-        )
+        kernels.KERNEL.run(case.problem, checks.SETTINGS, **operands, **memory)
 
     run()
     torch.cuda.synchronize()
@@ -298,12 +273,11 @@ def test_a_graph_replays_on_changed_operands(kernels: ModuleType, mode: str) -> 
         pairs += (*zip(given.lengths, drawn.lengths, strict=True),)
         for mine, theirs in pairs:
             mine.copy_(theirs)
-        for tensor in results:
-            tensor.fill_(7.0)
+        memory["out"].fill_(7.0), memory["lse"].fill_(7.0)
         graph.replay()
         torch.cuda.synchronize()
-        assert torch.equal(results.out, wanted[0])
-        assert torch.equal(results.lse, wanted[1])
+        assert torch.equal(memory["out"], wanted[0])
+        assert torch.equal(memory["lse"], wanted[1])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -400,19 +374,17 @@ def test_sm90_latent_attention_compiles_without_spills_into_the_products_that_we
 def test_sm90_latent_attention_refuses_by_name(kernels: ModuleType) -> None:
     case = replace(CASE, near=5, heads=8)
     whole = checks.operands_of(checks.drawn(case, "cpu"))
-    for error, name, operands in (
-        (InvalidArgument, "sinks", whole._replace(sink=torch.zeros(8))),
-        (ShapeMismatch, "query heads", whole._replace(q=whole.q[..., : rows.WIDTH].contiguous())),
-        (ShapeMismatch, "lists of keys", whole._replace(entries=whole.window)),
+    for error, name, changes in (
+        (InvalidArgument, "sinks", {"sink": torch.zeros(8)}),
+        (ShapeMismatch, "query heads", {"q": whole["q"][..., : rows.WIDTH].contiguous()}),
+        (InvalidArgument, "slots of the entries", {"entries_slots": whole["window_slots"]}),
     ):
-        results = kernels.empty_results(case.problem, torch.device("cpu"))
         with pytest.raises(error, match=name):
-            kernels.sparse_attention(operands, case.problem, checks.SETTINGS, results=results)
+            kernels.KERNEL.run(case.problem, checks.SETTINGS, **whole | changes)
     of_v4 = checks.Case(near=5, far=None, heads=8)
-    without = checks.operands_of(checks.drawn(of_v4, "cpu"))._replace(sink=None)
-    results = kernels.empty_results(of_v4.problem, torch.device("cpu"))
+    without: dict[str, Any] = checks.operands_of(checks.drawn(of_v4, "cpu")) | {"sink": None}
     with pytest.raises(InvalidArgument, match="sinks"):
-        kernels.sparse_attention(without, of_v4.problem, checks.SETTINGS, results=results)
+        kernels.KERNEL.run(of_v4.problem, checks.SETTINGS, **without)
 
 
 @pytest.mark.needs("cutlass")
@@ -490,31 +462,25 @@ def test_sm90_latent_attention_bits_are_a_tokens_own(kernels: ModuleType, mode: 
         again, lse_again = checks.on_device(case, given)
         assert torch.equal(out, again)
         assert torch.equal(lse, lse_again)
-    operands = checks.operands_of(given)
     for token in (1, 69):
-        window = operands.window
-        slots = torch.nn.functional.pad(window.slots[token : token + 1], (0, 129), value=-1)
-        own = window._replace(
-            slots=slots.contiguous(), lengths=window.lengths[token : token + 1].clone()
-        )
-        alone = operands._replace(q=operands.q[token : token + 1], window=own)
-        problem = replace(
-            case.problem, tokens=1, window=replace(case.problem.window, width=slots.shape[1])
-        )
-        made = kernels.sparse_attention(alone, problem, checks.SETTINGS)
-        assert torch.equal(made.out[0], out[token])
-        assert torch.equal(made.lse[0], lse[token])
+        alone = checks.of_token(given, token, window=129)
+        wider = replace(case.problem.window, width=case.problem.window.width + 129)
+        problem = replace(case.problem, tokens=1, window=wider)
+        made = kernels.KERNEL.run(problem, checks.SETTINGS, **alone)
+        assert torch.equal(made["out"][0], out[token])
+        assert torch.equal(made["lse"][0], lse[token])
 
 
 @pytest.mark.needs("cutlass")
 @pytest.mark.h200
 def test_sm90_latent_attention_a_cluster_merges_as_the_kernel_does(
-    monkeypatch: pytest.MonkeyPatch,
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = replace(CASE, tokens=3, heads=70, lengths=True, seed=6)
     given = checks.drawn(case)
     together = checks.on_device(case, given)
     monkeypatch.setattr(facts, "MOST_TOGETHER", 1)
+    monkeypatch.setitem(vars(kernels.KERNEL), "prepared", kernels.KERNEL.prepared.__wrapped__)
     apart = checks.on_device(case, given)
     assert torch.equal(together[0], apart[0])
     assert torch.equal(together[1], apart[1])
@@ -528,13 +494,11 @@ def test_sm90_latent_attention_a_graph_replays_on_changed_operands(
 ) -> None:
     case = replace(CASE, tokens=5, lengths=True, mode=mode)
     given = checks.drawn(case)
-    results, workspace = checks.memory_for(case, given.q.device)
+    memory = checks.memory_for(case, given.q.device)
     operands = checks.operands_of(given)
 
     def run() -> None:
-        kernels.sparse_attention(
-            operands, case.problem, checks.SETTINGS, results=results, workspace=workspace
-        )
+        kernels.KERNEL.run(case.problem, checks.SETTINGS, **operands, **memory)
 
     run()
     torch.cuda.synchronize()
@@ -551,12 +515,11 @@ def test_sm90_latent_attention_a_graph_replays_on_changed_operands(
         theirs: tuple[Any, ...] = (drawn.q, *drawn.slots, *drawn.caches, *drawn.lengths)
         for one, new in zip(mine, theirs, strict=True):
             one.copy_(new)
-        for tensor in results:
-            tensor.fill_(7.0)
+        memory["out"].fill_(7.0), memory["lse"].fill_(7.0)
         graph.replay()
         torch.cuda.synchronize()
-        assert torch.equal(results.out, wanted[0])
-        assert torch.equal(results.lse, wanted[1])
+        assert torch.equal(memory["out"], wanted[0])
+        assert torch.equal(memory["lse"], wanted[1])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -602,10 +565,12 @@ def test_it_is_attention_over_rounded_queries(mode: str) -> None:
     assert not torch.equal(rounded, given.q)
     operands = checks.operands_of(given)
     problem = replace(case.problem, products=facts.EXPERIMENT)
-    made = kernels.sparse_attention(operands, problem, checks.SETTINGS)
-    plain = kernels.sparse_attention(operands._replace(q=rounded), case.problem, checks.SETTINGS)
-    assert torch.equal(made.out, plain.out)
-    assert torch.equal(made.lse, plain.lse)
+    made = kernels.KERNEL.run(problem, checks.SETTINGS, **operands)
+    plain = kernels.KERNEL.run(case.problem, checks.SETTINGS, **operands | {"q": rounded})
+    assert torch.equal(made["out"], plain["out"])
+    assert torch.equal(made["lse"], plain["lse"])
     wanted = checks.formula(case, replace(given, q=rounded))
-    assert not checks.complaint(tuple(made), wanted)
-    assert checks.complaint(tuple(made), checks.formula(case, given)), "BF16 queries differ"
+    assert not checks.complaint(tuple(made.values()), wanted)
+    assert checks.complaint(tuple(made.values()), checks.formula(case, given)), (
+        "BF16 queries differ"
+    )

@@ -19,7 +19,13 @@ from unittest import mock
 import torch
 
 from degarble.harness.base.errors import DegarbleError
-from degarble.kernels.attention.problem import EXPERIMENT, AttentionProblem, KeyList, QueryProblem
+from degarble.kernels.attention.problem import (
+    EXPERIMENT,
+    AttentionProblem,
+    KeyList,
+    MergeProblem,
+    QueryProblem,
+)
 from degarble.kernels.cache.problem import (
     PagedPoolProblem,
     PoolProblem,
@@ -385,6 +391,11 @@ def _attention_cases() -> Iterator[LaunchCase]:
             "sums": Given(FP32, (3, 9, 64, 512)), "stats": Given(FP32, (3, 9, 64, 2)),
         }  # fmt: skip
         yield LaunchCase(name, split, _attention_operands(split) | out, target)
+    merged = MergeProblem(3, 64, 9)
+    given = {name: out[name] for name in ("sums", "stats")}
+    yield LaunchCase("simt_attention_merge", replace(merged, sinks=False), given)
+    given = out | {"sink": Given(FP32, (64,))}
+    yield LaunchCase("simt_attention_merge", merged, given, "sm_100a")
 
 
 def _attention_operands(p: AttentionProblem) -> dict[str, Given]:
@@ -395,19 +406,6 @@ def _attention_operands(p: AttentionProblem) -> dict[str, Given]:
         given |= {f"{kind}_lengths": Given(INT32, (p.tokens,))} if p.lengths else {}
         given[f"{kind}_cache"] = Given(BYTES, (keys.pages.count, keys.pages.stride))
     return given
-
-
-def _attention(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
-    keys = getattr(m, "hopper", m).Keys
-    window, *entries = (
-        keys(t[f"{kind}_slots"], t[f"{kind}_cache"], t.get(f"{kind}_lengths"))
-        for kind in ("window", "entries")
-        if f"{kind}_slots" in t
-    )
-    operands = m.AttentionOperands(t["q"], t.get("sink"), window, *entries)
-    results = m.Results(t["out"], t["lse"]) if "out" in t else None
-    workspace = m.AttentionWorkspace(t["sums"], t["stats"]) if "sums" in t else None
-    return m.sparse_attention(operands, p, SETTINGS, results=results, workspace=workspace)
 
 
 def _query_cases() -> Iterator[LaunchCase]:
@@ -474,6 +472,7 @@ def _by_name(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
 
 
 PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
+    "simt_attention_merge": _by_name,
     "simt_compressor": _pool,
     "simt_embed": lambda m, p, t: m.embed(t["ids"], t["table"], p, SETTINGS, out=t.get("out")),
     "simt_indexer_operand": _by_name,
@@ -494,9 +493,9 @@ PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
     "simt_scale": lambda m, p, t: m.scale(t["values"], p, SETTINGS, out=t.get("out")),
     "simt_slots": _slots,
     "sm100_indexer_scores": _by_name,
-    "sm100_sparse_attention": _attention,
+    "sm100_sparse_attention": _by_name,
     "sm90_indexer_scores": _by_name,
-    "sm90_sparse_attention": _attention,
+    "sm90_sparse_attention": _by_name,
 }
 CASES = (
     *_norm_cases(), *_row_cases(), *_router_cases(), *_mhc_cases(), *_quantise_cases(),

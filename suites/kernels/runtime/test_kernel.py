@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.needs("cutlass")
 
 DESCRIBED = (
+    "simt_attention_merge",
     "simt_compressor",
     "simt_embed",
     "simt_indexer_operand",
@@ -43,7 +44,9 @@ DESCRIBED = (
     "simt_scale",
     "simt_slots",
     "sm100_indexer_scores",
+    "sm100_sparse_attention",
     "sm90_indexer_scores",
+    "sm90_sparse_attention",
 )
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.key.partition(" with")[0])
 each_kernel = pytest.mark.parametrize("name", DESCRIBED)
