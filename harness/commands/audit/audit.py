@@ -35,10 +35,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from degarble.harness.checkpoint.audit.against.comparison import AgainstTable
     from degarble.harness.checkpoint.audit.findings import Finding
     from degarble.harness.checkpoint.audit.loader.proof import LoaderProof
-    from degarble.harness.checkpoint.audit.numbers.table import NumberTable
+    from degarble.harness.checkpoint.audit.table import AgainstTable, NumberTable
     from degarble.harness.checkpoint.write.workers import Workers
 
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from degarble.harness.checkpoint.audit.loader.proof import rank_shares
-from degarble.harness.checkpoint.audit.numbers.table import FORMATS
 from degarble.harness.checkpoint.audit.rules import Level
 from degarble.harness.checkpoint.audit.statistics.inference import ORDER_NAMES
+from degarble.harness.checkpoint.audit.table import FORMATS
 from degarble.harness.commands.audit.audit import kind_of, kind_of_name
 from degarble.harness.report.blocks import Column, ColumnKind, Details, Fact, Table
 from degarble.harness.report.number_text import number, share
@@ -27,10 +27,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from degarble.harness.checkpoint.audit.against.comparison import AgainstTable
     from degarble.harness.checkpoint.audit.findings import Finding
     from degarble.harness.checkpoint.audit.loader.proof import LoaderProof
-    from degarble.harness.checkpoint.audit.numbers.table import NumberTable
+    from degarble.harness.checkpoint.audit.table import AgainstTable, NumberTable
     from degarble.harness.commands.audit.audit import Audit, ReferenceComparison
 
 

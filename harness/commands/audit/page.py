@@ -12,8 +12,8 @@ from degarble.harness.checkpoint.audit import value_rules as rules_numbers
 from degarble.harness.checkpoint.audit.findings import RULES
 from degarble.harness.checkpoint.audit.loader.proof import SHARE_HEADER, rank_shares, share_rows
 from degarble.harness.checkpoint.audit.numbers.orders import KINSHIPS, STRONG
-from degarble.harness.checkpoint.audit.numbers.table import CONVENTIONS, FORMATS
 from degarble.harness.checkpoint.audit.rules import Level
+from degarble.harness.checkpoint.audit.table import CONVENTIONS, FORMATS
 from degarble.harness.commands.audit.audit import KINDS, by_rule, kind_of, kind_of_name, places
 from degarble.harness.commands.audit.document import (
     NOT_PACKED,
@@ -47,9 +47,8 @@ from degarble.harness.report.progress import size
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from degarble.harness.checkpoint.audit.against.comparison import AgainstTable
     from degarble.harness.checkpoint.audit.findings import Finding
-    from degarble.harness.checkpoint.audit.numbers.table import NumberTable
+    from degarble.harness.checkpoint.audit.table import AgainstTable, NumberTable
     from degarble.harness.commands.audit.audit import Audit, BrokenRule
     from degarble.harness.commands.audit.document import RoleSummary
     from degarble.harness.report.blocks import Block

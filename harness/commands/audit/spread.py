@@ -13,18 +13,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from degarble.harness.checkpoint.audit.against.against import measure_against, named_alike
-from degarble.harness.checkpoint.audit.against.comparison import AgainstTable, pairs_of
+from degarble.harness.checkpoint.audit.against.comparison import pairs_of
 from degarble.harness.checkpoint.audit.numbers.numbers import measure_numbers
-from degarble.harness.checkpoint.audit.numbers.table import NumberTable
+from degarble.harness.checkpoint.audit.table import AgainstTable, NumberTable
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.checkpoint.view.weight_units import units_of
 from degarble.harness.checkpoint.write.workers import run_each
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-    from degarble.harness.checkpoint.view.weight_units import WeightUnit
     from degarble.harness.checkpoint.write.workers import Workers
 
 Table = TypeVar("Table", NumberTable, AgainstTable)
@@ -47,11 +46,10 @@ def measured(
         return measure_numbers(checkpoint, workers=workers, progress=advance)
     found = units_of(checkpoint)
     cut = pieces((unit.place, unit.nbytes) for unit in found.units)
-    tables = list(_done(_Walk(path), cut, workers, advance))
-    table = NumberTable.joined(tables)
-    order = _file_order(table.units)
-    units = [table.units[row] for row in order]
-    return NumberTable(units, table.data[order], dict(found.unread))
+    table = NumberTable.joined(_done(_Walk(path), cut, workers, advance))
+    table = table.chosen(_file_order(table))
+    table.unread.update(found.unread)
+    return table
 
 
 def compared(
@@ -67,15 +65,10 @@ def compared(
     found = pairs_of(named_alike(checkpoint, reference), reference)
     cut = pieces((pair.unit.place, pair.nbytes) for pair in found.pairs)
     table = AgainstTable.joined(_done(_Comparison(*paths), cut, workers, advance))
-    order = _file_order([pair.unit for pair in table.pairs])
-    return AgainstTable(
-        [table.pairs[row] for row in order],
-        table.data[order],
-        table.sketches[order],
-        found.unlike,
-        found.only_here,
-        found.only_there,
-    )
+    table = table.chosen(_file_order(table))
+    table.unlike, table.only_here = found.unlike, found.only_here
+    table.only_there = found.only_there
+    return table
 
 
 def pieces(sizes: Iterable[tuple[str, int]], most: int = PIECES) -> list[WalkPiece]:
@@ -107,9 +100,9 @@ def _done(
         yield table
 
 
-def _file_order(units: Sequence[WeightUnit]) -> list[int]:
+def _file_order(table: Table) -> list[int]:
     """Return the order in which a single walk would have made the rows."""
-    return sorted(range(len(units)), key=lambda row: units[row].position)
+    return sorted(range(len(table)), key=lambda row: table.unit(row).position)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from degarble.harness.checkpoint.audit.numbers.numbers import judge_numbers, measure_numbers
-from degarble.harness.checkpoint.audit.numbers.table import NumberTable
+from degarble.harness.checkpoint.audit.table import NumberTable
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.model.config.config import small_v4
 from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
@@ -83,7 +83,7 @@ def audit_planted(healthy: Healthy, target: Path, plant: Callable[[Bytes], None]
     with Checkpoint.open(target) as checkpoint:
         again = measure_numbers(checkpoint, places=changed)
         kept = [i for i, unit in enumerate(healthy.table.units) if unit.place not in changed]
-        rest = NumberTable([healthy.table.units[i] for i in kept], healthy.table.data[kept])
+        rest = healthy.table.chosen(kept)
         return judge_numbers(checkpoint, NumberTable.joined([again, rest]))
 
 

@@ -15,8 +15,8 @@ import pytest
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.checkpoint.audit.findings import FindingLocation, Findings
 from degarble.harness.checkpoint.audit.numbers.numbers import judge_numbers, measure_numbers
-from degarble.harness.checkpoint.audit.numbers.table import NAMES
 from degarble.harness.checkpoint.audit.rules import UNEXPECTED, Level
+from degarble.harness.checkpoint.audit.table import NUMBER_COLUMNS
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.commands.audit.audit import (
     KINDS,
@@ -342,7 +342,7 @@ def test_joined_tables_are_the_table_of_one_walk(sick: Path) -> None:
         assert joined.units == alone.units
         assert len(asked) > 1
         assert sum(counted) == alone["nbytes"].sum()
-        for name in NAMES:
+        for name in NUMBER_COLUMNS:
             assert np.array_equal(
                 joined[name], alone[name], equal_nan=alone[name].dtype.kind == "f"
             ), name
@@ -392,9 +392,7 @@ def test_an_interrupted_walk_ends_soon(
     def interrupted(_: object) -> object:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(
-        "degarble.harness.checkpoint.audit.numbers.numbers.as_completed", interrupted
-    )
+    monkeypatch.setattr("degarble.harness.checkpoint.audit.table.as_completed", interrupted)
     folder = healthy_checkpoint(tmp_path_factory)
     with Checkpoint.survey(folder) as opened, pytest.raises(KeyboardInterrupt):
         measure_numbers(opened, workers=2, progress=done.append)

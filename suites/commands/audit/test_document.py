@@ -53,7 +53,7 @@ from degarble.suites.snapshots import assert_as_kept
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from degarble.harness.checkpoint.audit.numbers.table import NumberTable
+    from degarble.harness.checkpoint.audit.table import NumberTable
 
 
 # --------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def test_joined_tables_are_the_table_of_one_walk(folders: tuple[Path, Path]) -> 
     assert joined.pairs == alone.pairs
     assert sum(counted) == sum(pair.nbytes for pair in alone.pairs)
     assert joined.data.tobytes() == alone.data.tobytes()
-    assert np.array_equal(joined.sketches, alone.sketches, equal_nan=True)
+    assert np.array_equal(joined["sketches"], alone["sketches"], equal_nan=True)
     assert (joined.unlike, joined.only_here) == (alone.unlike, alone.only_here)
 
 

@@ -10,37 +10,32 @@ from __future__ import annotations
 
 import math
 import re
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.checkpoint.audit import value_rules as rules
 from degarble.harness.checkpoint.audit.against.causes import CauseSearch, ReportedCause
 from degarble.harness.checkpoint.audit.against.comparison import (
-    AgainstTable,
     compare,
     pairs_of,
     reference_weight,
 )
 from degarble.harness.checkpoint.audit.findings import NOWHERE, FindingLocation, Findings, in_order
-from degarble.harness.checkpoint.audit.numbers.table import FORMATS, indices, percent
 from degarble.harness.checkpoint.audit.structure.structure import is_known_extra
+from degarble.harness.checkpoint.audit.table import FORMATS, AgainstTable, indices, percent, walk
 from degarble.harness.checkpoint.read.types import ProblemKind, shown
-from degarble.harness.checkpoint.view.stored import PositionedReader
 from degarble.harness.checkpoint.view.weight_units import layer_in, stored_of, without_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
     from degarble.harness.checkpoint.audit.findings import Finding
     from degarble.harness.checkpoint.audit.rules import AuditRule
+    from degarble.harness.checkpoint.view.stored import PositionedReader
     from degarble.harness.checkpoint.view.view import Checkpoint
 
 
@@ -484,8 +479,6 @@ def measure_against(
 
     `progress` receives the number of bytes done on both sides, from the thread that did them.
     """
-    if workers < 1:
-        raise InvalidArgument("workers", workers, "at least 1", "Use one for each free core.")
     checkpoint = named_alike(checkpoint, reference)
     found = pairs_of(checkpoint, reference)
     table = AgainstTable.empty(p for p in found.pairs if places is None or p.unit.place in places)
@@ -493,18 +486,15 @@ def measure_against(
         table.unlike.update(found.unlike)
         table.only_here.update(found.only_here)
         table.only_there.update(found.only_there)
-    walk = _Walk(checkpoint, reference, table, progress)
-    if workers == 1:
-        walk.work()
-        return table
-    with ThreadPoolExecutor(workers) as pool:
-        threads = [pool.submit(walk.work) for _ in range(workers)]
-        try:
-            for each in as_completed(threads):
-                each.result()
-        except BaseException:
-            walk.stop()  # Trap: the pool waits for its threads, and they would walk on to the end
-            raise
+
+    def measure(index: int, ours: PositionedReader, theirs: PositionedReader) -> None:
+        pair = table.pairs[index]
+        here = ours.over(stored_of(checkpoint, pair.unit))
+        there = theirs.over(reference_weight(reference, pair))
+        table.put(index, compare(here, there, pair.rows[0] if pair.rows else 0).facts())
+
+    sizes = [pair.nbytes for pair in table.pairs]
+    walk(sizes, [checkpoint, reference], measure, workers=workers, progress=progress)
     return table
 
 
@@ -527,44 +517,3 @@ def audit_against(
     """Compare a checkpoint with the reference and judge the differences."""
     table = measure_against(checkpoint, reference, workers=workers, progress=progress)
     return AgainstAudit(judge_against(checkpoint, reference, table), table)
-
-
-class _Walk:
-    """The queue of pairs, shared by threads."""
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        reference: Checkpoint,
-        table: AgainstTable,
-        progress: Callable[[int], None] | None,
-    ) -> None:
-        self._sides = checkpoint, reference
-        self._table = table
-        self._progress = progress
-        self._waiting = deque(range(len(table)))
-
-    def stop(self) -> None:
-        """Empty the queue: every thread ends after its current pair."""
-        self._waiting.clear()
-
-    def work(self) -> None:
-        """Compare pairs until the queue is empty."""
-        here, there = self._sides
-        with PositionedReader(_sizes(here)) as ours, PositionedReader(_sizes(there)) as theirs:
-            while True:
-                try:
-                    index = self._waiting.popleft()  # atomic
-                except IndexError:
-                    return
-                pair = self._table.pairs[index]
-                stored = ours.over(stored_of(here, pair.unit))
-                beside = theirs.over(reference_weight(there, pair))
-                first = pair.rows[0] if pair.rows else 0
-                self._table.put(index, compare(stored, beside, first))
-                if self._progress:
-                    self._progress(pair.nbytes)
-
-
-def _sizes(checkpoint: Checkpoint) -> dict[Path, int]:
-    return {shard.file: shard.file_size for shard in checkpoint.shards}

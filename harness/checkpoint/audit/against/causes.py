@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from degarble.harness.checkpoint.audit.against.codes import Blocks
-    from degarble.harness.checkpoint.audit.against.comparison import AgainstTable
     from degarble.harness.checkpoint.audit.rules import AuditRule
+    from degarble.harness.checkpoint.audit.table import AgainstTable
     from degarble.harness.checkpoint.view.stored import StoredWeight
     from degarble.harness.checkpoint.view.view import Checkpoint
     from degarble.harness.formats.weight import Weight
@@ -545,14 +545,14 @@ class CauseSearch:
     def _other_tensor(self, index: int) -> ReportedCause | None:
         """Search for the weight among the reference's others of its shape."""
         table, pairs = self._table, self._table.pairs
-        own = table.sketches[index, 0].astype(np.float32)
+        own = table["sketches"][index, 0].astype(np.float32)
         same = table["elements"] == table["elements"][index]
         same &= table["height"] == table["height"][index]
         same[index] = False
         others = np.flatnonzero(same)
         if not len(others) or table["elements"][index] < own.size:
             return None
-        sketches = table.sketches[others, 1].astype(np.float32)
+        sketches = table["sketches"][others, 1].astype(np.float32)
         lengths = np.linalg.norm(sketches, axis=1) * np.linalg.norm(own)
         cosines = np.divide(sketches @ own, lengths, out=np.zeros(len(others)), where=lengths > 0)
         best = int(others[int(np.argmax(cosines))])

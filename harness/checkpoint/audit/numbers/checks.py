@@ -12,7 +12,7 @@ import numpy as np
 
 from degarble.harness.checkpoint.audit import value_rules as rules
 from degarble.harness.checkpoint.audit.findings import FindingLocation
-from degarble.harness.checkpoint.audit.numbers.table import (
+from degarble.harness.checkpoint.audit.table import (
     Judging,
     as_hex,
     indices,

@@ -8,13 +8,14 @@ a weight. A tensor that cannot be read is a finding.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections import Counter, deque
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from degarble.harness.base.errors import InvalidArgument
+import numpy as np
+
 from degarble.harness.checkpoint.audit.numbers.checks import (
     check_codes,
     check_copies,
@@ -29,11 +30,11 @@ from degarble.harness.checkpoint.audit.numbers.orders import (
     check_orders,
 )
 from degarble.harness.checkpoint.audit.numbers.siblings import check_inputs, check_magnitudes
-from degarble.harness.checkpoint.audit.numbers.table import Judging, NumberTable
 from degarble.harness.checkpoint.audit.statistics.inference import ORDER_NAMES, BlockProfiles
 from degarble.harness.checkpoint.audit.statistics.tensor import statistics_of
-from degarble.harness.checkpoint.view.stored import PositionedReader
+from degarble.harness.checkpoint.audit.table import CONVENTIONS, FORMATS, Judging, NumberTable, walk
 from degarble.harness.checkpoint.view.weight_units import feeds_of, stored_of, units_of
+from degarble.harness.formats.number_formats import ScaleDirection
 from degarble.harness.model.types import Kind
 
 if TYPE_CHECKING:
@@ -41,6 +42,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from degarble.harness.checkpoint.audit.findings import Finding
+    from degarble.harness.checkpoint.audit.statistics.tensor import (
+        ScaleStatistics,
+        TensorStatistics,
+    )
+    from degarble.harness.checkpoint.view.modules import StoredForm
+    from degarble.harness.checkpoint.view.stored import PositionedReader
     from degarble.harness.checkpoint.view.view import Checkpoint
     from degarble.harness.checkpoint.view.weight_units import WeightUnit
 
@@ -66,24 +73,13 @@ def measure_numbers(
 
     `progress` receives the number of bytes that are done, from the thread that did them.
     """
-    if workers < 1:
-        raise InvalidArgument("workers", workers, "at least 1", "Use one for each free core.")
     found = units_of(checkpoint)
     chosen = [unit for unit in found.units if places is None or unit.place in places]
     table = NumberTable.empty(chosen)
     table.unread.update(found.unread if places is None else {})
-    walk = _Walk(checkpoint, table, progress)
-    if workers == 1:
-        walk.work()
-        return table
-    with ThreadPoolExecutor(workers) as pool:
-        threads = [pool.submit(walk.work) for _ in range(workers)]
-        try:
-            for each in as_completed(threads):
-                each.result()
-        except BaseException:
-            walk.stop()  # Trap: the pool waits for its threads, and they would walk on to the end
-            raise
+    measuring = _Measuring(checkpoint, table)
+    sizes = [unit.nbytes for unit in chosen]
+    walk(sizes, [checkpoint], measuring.measure, workers=workers, progress=progress)
     return table
 
 
@@ -120,19 +116,12 @@ def judge_numbers(checkpoint: Checkpoint, table: NumberTable) -> list[Finding]:
     return judging.findings.sorted()
 
 
-class _Walk:
-    """The shared queue of units. The thread that completes a block judges its packing orders."""
+class _Measuring:
+    """Measures units. The thread that completes a block judges its packing orders."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        table: NumberTable,
-        progress: Callable[[int], None] | None,
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, table: NumberTable) -> None:
         self._checkpoint = checkpoint
         self._table = table
-        self._progress = progress
-        self._waiting = deque(range(len(table)))
         # Units of each block that are not measured yet.
         self._open = Counter(unit.place for unit in table.units)
         self._blocks: dict[str, BlockProfiles] = {}
@@ -141,27 +130,13 @@ class _Walk:
         self._asked: dict[Path, int] = {}
         self._lock = threading.Lock()
 
-    def work(self) -> None:
-        """Process units until the queue is empty."""
-        sizes = {shard.file: shard.file_size for shard in self._checkpoint.shards}
-        with PositionedReader(sizes) as reader:
-            while True:
-                try:
-                    index = self._waiting.popleft()  # atomic
-                except IndexError:
-                    return
-                self._fetch_ahead(reader, self._table.units[index])
-                self._measure(reader, index)
-
-    def stop(self) -> None:
-        """Empty the queue: every thread ends after its current unit."""
-        self._waiting.clear()
-
-    def _measure(self, reader: PositionedReader, index: int) -> None:
+    def measure(self, index: int, reader: PositionedReader) -> None:
+        """Measure one unit, and judge its block once that is complete."""
         unit = self._table.units[index]
+        self._fetch_ahead(reader, unit)
         stored = reader.over(stored_of(self._checkpoint, unit))
         found = statistics_of(stored, profile=unit.is_linear or unit.kind is Kind.NORM)
-        self._table.put(index, stored.form, found)
+        self._table.put(index, unit_facts(unit, stored.form, found))
         with self._lock:
             block = self._blocks.setdefault(unit.place, BlockProfiles(self._feeds))
             block.add(index, unit, found)
@@ -171,8 +146,6 @@ class _Walk:
                 del self._blocks[unit.place]
         if is_complete:
             self._judge(block)
-        if self._progress:
-            self._progress(unit.nbytes)
 
     def _judge(self, block: BlockProfiles) -> None:
         for judged in block.judge():
@@ -192,3 +165,118 @@ class _Walk:
                 return
             self._asked[file] = wanted
         reader.ahead(file, asked, wanted)
+
+
+# --------------------------------------------------------------------------------------------------
+# The columns of a unit, from its statistics.
+
+_NAN = float("nan")
+
+
+def unit_facts(unit: WeightUnit, form: StoredForm, found: TensorStatistics) -> dict[str, float]:
+    """Return the measurements by column; the packing order is judged with the block."""
+    return {
+        **_scalars(form, found),
+        **_facts(found),
+        **_block_facts(found),
+        "nbytes": unit.nbytes,
+        "order": -2,
+        "order_kin": -1,
+    }
+
+
+def _scalars(form: StoredForm, found: TensorStatistics) -> dict[str, float]:
+    scale, bits = _number(found.tensor_scale)
+    inputs, input_bits = _number(found.input_scale)
+    decode = 1.0
+    if bits >= 0:
+        with np.errstate(all="ignore"):
+            encodes = form.direction is ScaleDirection.ENCODE
+            decode = float(1.0 / np.float64(scale)) if encodes else scale
+    # Magnitudes only: a negative tensor scale has a finding of its own.
+    factor = abs(decode) if math.isfinite(decode) else _NAN
+    is_integer = found.extremes is not None
+    return {
+        "format": FORMATS.index(
+            form.format.name if form.format else "integers" if is_integer else "plain"
+        ),
+        "convention": CONVENTIONS.index(form.convention),
+        "tensor_scale": scale,
+        "scale_bits": bits,
+        "decode_scale": decode,
+        "input_scale": inputs,
+        "input_bits": input_bits,
+        "rms": math.sqrt(found.sum_squares / max(found.elements, 1)) * factor,
+        "amax": found.amax * factor,
+    }
+
+
+def _number(value: float | None) -> tuple[float, int]:
+    """Return a float32 and its bits; (NaN, -1) where there is none."""
+    if value is None:
+        return _NAN, -1
+    return value, int(np.float32(value).view(np.uint32))
+
+
+def _facts(found: TensorStatistics) -> dict[str, float]:
+    total = max(int(found.counts.sum()), 1)
+    low, high = found.extremes or (_NAN, _NAN)
+    return {
+        "elements": found.elements,
+        "height": found.height,
+        "not_finite": found.not_finite,
+        "zeros": found.zeros,
+        "zero_rows": found.zero_rows,
+        "run_begin": found.zero_run[0],
+        "run_rows": found.zero_run[1],
+        "column_begin": found.column_run[0],
+        "run_columns": found.column_run[1],
+        "code_entropy": found.code_entropy,
+        "byte_entropy": found.byte_entropy,
+        "common_byte": float(found.counts.max(initial=0)) / total,
+        "far": found.far if found.blocks is None else 0.0,
+        "lowest": low,
+        "highest": high,
+        "digest": found.digest,
+        "row_digest": found.row_digest,
+        "scale_digest": found.scale_digest,
+    }
+
+
+def _block_facts(found: TensorStatistics) -> dict[str, float]:
+    blocks = found.blocks
+    if blocks is None:
+        return dict.fromkeys(("scale_smallest", "scale_largest", "pairing"), _NAN)
+    ordinary = int(blocks.tops[1:].sum())
+    shares = blocks.tops / max(ordinary, 1)
+    full = len(blocks.tops) - 1 if len(blocks.tops) == 8 else 126  # 127 is NaN in E4M3
+    zeros = blocks.zero_scales
+    return {
+        **_scale_facts(blocks.scale),
+        "zero_blocks": blocks.zero_blocks,
+        "zero_scale": int(zeros.argmax()) if zeros.any() else -1,
+        "underflown": blocks.underflown,
+        "ordinary": ordinary,
+        "top_full": shares[full],
+        "top_next": shares[full - 1],
+        "top_low": shares[1 : full - 1].sum(),
+        "freedom": blocks.pairing.freedom,
+        "pairing": blocks.pairing.correlation,
+    }
+
+
+def _scale_facts(scale: ScaleStatistics) -> dict[str, float]:
+    return {
+        "blocks": scale.count,
+        "scale_not_finite": scale.not_finite,
+        "scale_negative": scale.negative,
+        "scale_zero": scale.zero,
+        "scale_subnormal": scale.subnormal,
+        "scale_at_largest": scale.at_largest,
+        "scale_below_largest": scale.below_largest,
+        "scale_powers": scale.powers_of_two,
+        "scale_distinct": scale.distinct,
+        "scale_far": scale.far,
+        "scale_smallest": scale.smallest,
+        "scale_largest": scale.largest,
+    }

@@ -16,7 +16,6 @@ from degarble.harness.checkpoint.audit import value_rules as rules
 from degarble.harness.checkpoint.audit.findings import NOWHERE
 from degarble.harness.checkpoint.audit.numbers.checks import E2M1_FORMATS
 from degarble.harness.checkpoint.audit.numbers.siblings import group_median
-from degarble.harness.checkpoint.audit.numbers.table import CONVENTIONS, Judging, indices
 from degarble.harness.checkpoint.audit.statistics.inference import (
     FAR,
     LINEAR,
@@ -27,6 +26,7 @@ from degarble.harness.checkpoint.audit.statistics.inference import (
     infer_dialect,
     infer_layout,
 )
+from degarble.harness.checkpoint.audit.table import CONVENTIONS, Judging, indices
 from degarble.harness.checkpoint.transform.convert.vllm_parameters import (
     is_arranged,
     stated_backend,

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from degarble.harness.checkpoint.audit import value_rules as rules
-from degarble.harness.checkpoint.audit.numbers.table import Judging, indices, power
 from degarble.harness.checkpoint.audit.rules import INPUT_SCALE_INSIDE
+from degarble.harness.checkpoint.audit.table import Judging, indices, power
 from degarble.harness.model.tensors import PartKind
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from degarble.harness.checkpoint.audit.against.against import (
     measure_against,
 )
 from degarble.harness.checkpoint.audit.against.causes import describe_signs
-from degarble.harness.checkpoint.audit.against.comparison import DESCRIPTIONS, AgainstTable
 from degarble.harness.checkpoint.audit.rules import Level
+from degarble.harness.checkpoint.audit.table import AGAINST_COLUMNS, AgainstTable
 from degarble.harness.checkpoint.transform.convert.job import convert
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.formats.layouts import SWIZZLE_128X4, to_layout
@@ -127,9 +127,7 @@ def compared_again(planted: Path, healthy: AgainstTable) -> list[Finding]:
     with Checkpoint.open(planted) as here, Checkpoint.open(source(SOURCE)) as there:
         again = measure_against(here, there, places=touched)
         kept = [i for i, p in enumerate(healthy.pairs) if p.unit.place not in touched]
-        rest = AgainstTable(
-            [healthy.pairs[i] for i in kept], healthy.data[kept], healthy.sketches[kept]
-        )
+        rest = healthy.chosen(kept)
         return judge_against(here, there, AgainstTable.joined([rest, again]))
 
 
@@ -392,12 +390,12 @@ def test_workers_and_parts_make_the_same_table() -> None:
         joined = AgainstTable.joined(parts)
         assert judge_against(here, there, joined) == judge_against(here, there, whole) == []
     assert [pair.unit.name for pair in table.pairs] == [pair.unit.name for pair in whole.pairs]
-    for column in DESCRIPTIONS:
+    for column in AGAINST_COLUMNS:
         np.testing.assert_array_equal(table[column], whole[column])
     rows = {row["name"]: row for row in joined.rows()}
     assert rows == {row["name"]: row for row in whole.rows()}
     assert json.loads(json.dumps(rows)) == rows
-    assert set(DESCRIPTIONS) < set(rows[W1])
+    assert set(AGAINST_COLUMNS) < set(rows[W1])
     assert math.isclose(rows[W1]["over_floor"], 1.0, abs_tol=1e-6)
 
 
@@ -407,10 +405,10 @@ def test_nan_of_every_kind_is_reported_without_a_warning(tmp_path: Path, bits: i
     shutil.copytree(source("bf16"), tmp_path / "c")
     Bytes(tmp_path / "c").set(f"{DENSE}.weight", bits)
     findings, table = compared(tmp_path / "c", source("bf16"))
-    assert np.isnan(table.sketches).any()
+    assert np.isnan(table["sketches"]).any()
     assert DENSE in {each.module for each in findings if each.rule == rules.NOT_FINITE.id}
     _, turned = compared(source("bf16"), tmp_path / "c")
-    assert np.isnan(turned.sketches).any()
+    assert np.isnan(turned["sketches"]).any()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from degarble.harness.checkpoint.audit.numbers.numbers import (
     judge_numbers,
     measure_numbers,
 )
-from degarble.harness.checkpoint.audit.numbers.table import NumberTable
 from degarble.harness.checkpoint.audit.rules import Level
+from degarble.harness.checkpoint.audit.table import NumberTable
 from degarble.harness.checkpoint.read.types import DTYPE_BITS
 from degarble.harness.checkpoint.view.stored import TORCH_DTYPES
 from degarble.harness.checkpoint.view.view import Checkpoint
