@@ -20,7 +20,7 @@ BIN := .venv/bin
 THREADS := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 .NOTPARALLEL:
-.PHONY: help setup demo test suites slow lint types figures house docs wheel nightly vllm-env vllm-test vllm-pack vllm-prove clean
+.PHONY: help setup demo test suites slow lint types figures mutation house docs wheel nightly vllm-env vllm-test vllm-pack vllm-prove clean
 
 help:
 	@echo "make demo     run a small model, plant a fault, find and name it, write a report to open"
@@ -31,6 +31,7 @@ help:
 	@echo "make vllm-pack  vLLM 0.26 in parts, for a GPU machine that fetches nothing: docs/vllm.md"
 	@echo "make vllm-prove  start vLLM with the plugin on this machine's GPU, and judge it: docs/vllm.md"
 	@echo "make slow     the suites that make test leaves out because they take minutes each"
+	@echo "make mutation hold suites against mutants of the product, before tests are deleted: docs/house.md"
 	@echo "make house    print the figures of the house: lines, heads, comments, fullest folder"
 	@echo "also: setup lint types suites docs wheel clean"
 
@@ -63,6 +64,9 @@ slow: setup
 
 figures: setup
 	@$(BIN)/python -m degarble.suites.bench.figures $(ARGS)
+
+mutation: setup
+	@$(THREADS) $(BIN)/python -m degarble.suites.mutation.run $(ARGS)
 
 house: setup
 	@$(BIN)/python -m degarble.suites.house.table
