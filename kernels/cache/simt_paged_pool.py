@@ -34,7 +34,7 @@ from degarble.kernels.cache.problem import (
 from degarble.kernels.cache.simt_compressor import Entries, pool_window, row_registers, shared_of
 from degarble.kernels.primitives.device_words import vectors
 from degarble.kernels.runtime.compiling import CompileSettings
-from degarble.kernels.runtime.kernel import ANY, Kernel, LaunchContext, Operand, Storage
+from degarble.kernels.runtime.kernel import ANY, Kernel, LaunchContext, Operand, Operands, Storage
 from degarble.kernels.runtime.operands import require_tensor
 from degarble.kernels.runtime.pdl import EARLY, follow
 
@@ -237,6 +237,12 @@ def _of_tokens(problem: PagedPoolProblem) -> tuple[int, ...]:
     return (problem.tokens,)
 
 
+def _mark_unlaunched(problem: PagedPoolProblem, tensors: Operands, _: CompileSettings) -> None:
+    places = tensors["places"]
+    if places is not None and not problem.tokens * problem.sequences:
+        places.fill_(NO_PLACE)
+
+
 _Operand = Operand[PagedPoolProblem]
 _FLOATS = Storage(Float32, torch.float32, facts.VECTOR_BYTES)
 _STATES = Storage(Float32, torch.uint8, facts.VECTOR_BYTES)
@@ -262,6 +268,7 @@ KERNEL = Kernel[PagedPoolProblem, PagedForm](
     numbers=_numbers,
     work=lambda problem: problem.tokens * problem.sequences,
     refuse=_refuse,
+    after=_mark_unlaunched,
 )
 compile_form = KERNEL.compile_form
 
@@ -276,10 +283,7 @@ def paged_pool(
 ) -> Entries:
     """Store and pool on the GPU; `states_NB` are the pages' bytes [N, stride]."""
     given = {**operands._asdict(), "states": states_NB}
-    made = Entries(*KERNEL.run(problem, settings, **given, **KERNEL.outputs(out)).values())
-    if not problem.tokens * problem.sequences:
-        made.slots.fill_(NO_PLACE)
-    return made
+    return Entries(*KERNEL.run(problem, settings, **given, **KERNEL.outputs(out)).values())
 
 
 def empty_entries(problem: PagedPoolProblem, device: torch.device) -> Entries:

@@ -74,7 +74,7 @@ def as_given(_problem: Any, tensors: Operands, _settings: CompileSettings) -> Op
 
 
 def nothing_more(_problem: Any, _tensors: Operands, _settings: CompileSettings) -> None:
-    """Launch nothing after a kernel."""
+    """Leave the outputs of a kernel as its launch does."""
 
 
 def unchanged(tensor: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ class Kernel(Generic[P, F]):
     target: Target | None = None  # the only one, of a kernel that is written for one
     refuse: Callable[[P, Operands], None] = lambda _problem, _tensors: None  # operands together
     takes_form: bool = True  # whether the entry does
-    # Launches of a run around its own: they make what it reads, and finish its outputs.
+    # What a run does around its launch: make what that reads, and finish the outputs.
     before: Callable[[P, Operands, CompileSettings], Operands] = as_given
     after: Callable[[P, Operands, CompileSettings], None] = nothing_more
 
@@ -289,7 +289,7 @@ class Kernel(Generic[P, F]):
                 form = self.fit_form(form, problem, processors_of(place))
             ready = self.before(problem, tensors, settings)
             self.launch(self.compile_form(form, settings), form, problem, ready)
-            self.after(problem, tensors, settings)
+        self.after(problem, tensors, settings)
         return {name: tensors[name] for name in prepared.returned}
 
     def run_one(self, problem: P, settings: CompileSettings, **given: Tensor | None) -> Tensor:

@@ -5,12 +5,15 @@ The names are stored in captures, reports and nightly series, so they stay when 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from degarble.harness.base.errors import UnknownName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from degarble.kernels.runtime.kernel import Kernel
 
 _ROOMS = {
     "attention": (
@@ -80,3 +83,9 @@ def module_of(kernel: str) -> str:
     if kernel not in MODULES:
         raise UnknownName.among("kernel", kernel, MODULES)
     return MODULES[kernel]
+
+
+def kernel_named(name: str) -> Kernel[Any, Any]:
+    """Return a kernel's descriptor; its module needs the DSL."""
+    kernel: Kernel[Any, Any] = import_module(module_of(name)).KERNEL
+    return kernel

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, LayoutMismatch
 from degarble.harness.vllm import parts
-from degarble.harness.vllm.bound.linears import by_bf16, projected, settings
+from degarble.harness.vllm.bound.linears import by_bf16, launched, projected
 from degarble.harness.vllm.bound.upstream import (
     SERIES,
     AttentionCGSupport,
@@ -201,26 +201,19 @@ def compressed(
     pages = StatePages(states.entries, states.shape[0], columns, states.shape[1])
     problem = PagedPoolProblem(tokens, len(table), compressor.compress_ratio, pages, width)
     ape = compressor.ape.data
-    given = (projected_TF.contiguous(), ape, *of_tokens, table.contiguous(), of_entries)
-    values, firsts, slots = pooled(given, states, problem)
+    requests, positions, slots = of_tokens
+    values, firsts, places = launched(
+        "simt_paged_pool", problem, projected=projected_TF.contiguous(), ape=ape,
+        requests=requests, positions=positions, slots=slots, table=table.contiguous(),
+        entries=of_entries, states=states,
+    ).values()  # fmt: skip
     view = PagedView(compressor.k_cache_prefix, cache)
     held = Pages(ENTRIES[width][0], view.entries, *view.shape, width)
-    rows = (values, compressor.norm.weight.data, turns_P, firsts, slots)
-    written(rows, view, WriteProblem(tokens, held, len(turns_P), compressor.rms_norm_eps))
-
-
-def pooled(given: tuple[Tensor, ...], states: Any, problem: Any) -> tuple[Tensor, ...]:
-    """Keep states and return pooled entries, what each is turned by, and its slot."""
-    from degarble.kernels.cache.simt_paged_pool import PagedOperands, paged_pool  # noqa: PLC0415  the DSL
-
-    return paged_pool(PagedOperands(*given), states, problem, settings())
-
-
-def written(rows: tuple[Tensor, ...], view: Any, problem: Any) -> None:
-    """Norm, turn, quantise and write entries by slot."""
-    from degarble.kernels.cache.simt_kv_write import WriteOperands, kv_write  # noqa: PLC0415  the DSL
-
-    kv_write(WriteOperands(*rows), view, problem, settings())
+    written = WriteProblem(tokens, held, len(turns_P), compressor.rms_norm_eps)
+    launched(
+        "simt_kv_write", written, values=values, weight=compressor.norm.weight.data, turns=turns_P,
+        positions=firsts, slots=places, cache=view,
+    )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------
@@ -342,8 +335,6 @@ def scored(
         OperandProblem,
         ScoresProblem,
     )
-    from degarble.kernels.indexer.simt_indexer_operand import KERNEL as OPERAND  # noqa: PLC0415
-    from degarble.kernels.indexer.sm90_indexer_scores import KERNEL as SCORES  # noqa: PLC0415
 
     (heads, weights), (turns, positions) = queries, turning
     tokens, count, _ = heads.shape
@@ -353,25 +344,28 @@ def scored(
     asked = OperandProblem(
         tokens, count, "interleaved", "fp8", coded=True, positions=turns.shape[0]
     )
-    codes = OPERAND.run(
-        asked, settings(), rows=heads.contiguous(), turns=turns, positions=positions
+    codes = launched(
+        "simt_indexer_operand", asked, rows=heads.contiguous(), turns=turns, positions=positions
     )
     problem = ScoresProblem(tokens, count, entries, table.shape[0], pages, indexer.compress_ratio)
-    return SCORES.run_one(
-        problem, settings(), queries=codes["values"], scales=codes["scales"],
+    made = launched(
+        "sm90_indexer_scores", problem, queries=codes["values"], scales=codes["scales"],
         weights=weights.contiguous(), positions=positions,
         sequences=own.degarble_requests[:tokens],
         table=table[:, : problem.pages_of_sequence].contiguous(), pages=view,
     )  # fmt: skip
+    scores: Tensor = made["out"]
+    return scores
 
 
 def chosen(scores_TW: Tensor, count: int) -> Tensor:
     """Return the entries of the largest scores by our kernel, ascending, then -1."""
     from degarble.kernels.indexer.problem import TopkProblem  # noqa: PLC0415  needs the DSL
-    from degarble.kernels.indexer.simt_indexer_topk import KERNEL  # noqa: PLC0415
 
     rows, entries = scores_TW.shape
-    return KERNEL.run_one(TopkProblem(rows, entries, count), settings(), scores=scores_TW)
+    problem = TopkProblem(rows, entries, count)
+    found: Tensor = launched("simt_indexer_topk", problem, scores=scores_TW)["out"]
+    return found
 
 
 # --------------------------------------------------------------------------------------------------
@@ -624,7 +618,6 @@ def attend(
 ) -> None:
     """Attend by our kernel, all heads with their padding, whose sinks are -inf."""
     from degarble.kernels.attention import problem as facts  # noqa: PLC0415
-    from degarble.kernels.attention.sm90_sparse_attention import KERNEL  # noqa: PLC0415  needs the DSL
     from degarble.kernels.primitives.kv_problem import Pages  # noqa: PLC0415
 
     given: dict[str, Any] = {}
@@ -643,7 +636,8 @@ def attend(
     problem = facts.AttentionProblem(
         tokens, count, near, far, mode=mode, lengths=True, scale=layer.scale
     )
-    KERNEL.run(problem, settings(), q=q_THL, sink=layer.attn_sink.data, out=out_THL, **given)
+    sink = layer.attn_sink.data
+    launched("sm90_sparse_attention", problem, q=q_THL, sink=sink, out=out_THL, **given)
 
 
 def write_latent(
@@ -654,7 +648,6 @@ def write_latent(
     cache: Tensor,
 ) -> None:
     """Norm, turn, quantise and write latent rows by slot; slots below 0 are skipped."""
-    from degarble.kernels.cache.simt_kv_write import WriteOperands, kv_write  # noqa: PLC0415
     from degarble.kernels.primitives.kv_problem import Pages, WriteProblem  # noqa: PLC0415  the DSL
 
     kv_TL, weight_L, epsilon = latent
@@ -664,35 +657,37 @@ def write_latent(
     problem = WriteProblem(
         tokens, Pages("fp8", view.entries, *view.shape), turns_P.shape[0], epsilon
     )
-    given = WriteOperands(kv_TL[:tokens], weight_L, turns_P, positions_T[:tokens], slots)
-    kv_write(given, view, problem, settings())
+    launched(
+        "simt_kv_write", problem, values=kv_TL[:tokens], weight=weight_L, turns=turns_P,
+        positions=positions_T[:tokens], slots=slots, cache=view,
+    )  # fmt: skip
 
 
 def normed(values_MK: Tensor, weight_K: Tensor, epsilon: float) -> Tensor:
     """Return BF16 rows normed by our kernel."""
     from degarble.kernels.rows.problem import NormProblem  # noqa: PLC0415  the DSL
-    from degarble.kernels.rows.simt_rmsnorm import rmsnorm  # noqa: PLC0415
 
     rows, columns = values_MK.shape
     problem = NormProblem(rows, columns, epsilon=epsilon)
-    made = rmsnorm(values_MK, weight_K, problem, settings()).values
-    assert made is not None, "a problem without a layout has values"
+    made: Tensor = launched("simt_rmsnorm", problem, values=values_MK, weight=weight_K)["normed"]
     return made
 
 
 def turned(heads_THL: Tensor, turns_P: Tensor, positions_T: Tensor, epsilon: float) -> Tensor:
     """Return heads normed without a weight and turned, by our kernel."""
     from degarble.kernels.rows.problem import HeadsProblem  # noqa: PLC0415  the DSL
-    from degarble.kernels.rows.simt_qnorm_rope import qnorm_rope  # noqa: PLC0415
 
     problem = HeadsProblem(heads_THL.shape[0], heads_THL.shape[1], turns_P.shape[0], epsilon)
-    return qnorm_rope(heads_THL.contiguous(), turns_P, positions_T, problem, settings())
+    given = {"heads": heads_THL.contiguous(), "turns": turns_P, "positions": positions_T}
+    made: Tensor = launched("simt_qnorm_rope", problem, **given)["out"]
+    return made
 
 
 def turned_back(heads_THL: Tensor, turns_P: Tensor, positions_T: Tensor) -> Tensor:
     """Return heads turned back, by our kernel."""
     from degarble.kernels.rows.problem import BackProblem  # noqa: PLC0415  the DSL
-    from degarble.kernels.rows.simt_inverse_rope import inverse_rope  # noqa: PLC0415
 
     problem = BackProblem(heads_THL.shape[0], heads_THL.shape[1], turns_P.shape[0])
-    return inverse_rope(heads_THL, turns_P, positions_T, problem, settings())
+    given = {"heads": heads_THL, "turns": turns_P, "positions": positions_T}
+    made: Tensor = launched("simt_inverse_rope", problem, **given)["out"]
+    return made

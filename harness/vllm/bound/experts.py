@@ -12,6 +12,7 @@ from degarble.harness.vllm.bound.linears import (
     UNSET,
     adopt_gate,
     in_128x4,
+    launched,
     require_numbers,
     settings,
 )
@@ -246,7 +247,6 @@ def routed(
 ) -> tuple[Tensor, Tensor]:
     """Return weights [T, K] and experts [T, K] by our kernel."""
     from degarble.kernels.rows.router_problem import RouterProblem  # noqa: PLC0415  needs the DSL
-    from degarble.kernels.rows.simt_router import route  # noqa: PLC0415
 
     by_table = source.dim() > 1
     kind = str(source.dtype).removeprefix("torch.") if by_table else "int64"
@@ -255,18 +255,19 @@ def routed(
         tokens, experts, router.top_k, router.scoring_func, router.routed_scaling_factor,
         normalises=router.renormalize, vocabulary=source.shape[0] if by_table else 0, ids=kind,
     )  # fmt: skip
-    ids = None
-    if by_table:
+    logits, given = logits_TE.float().contiguous(), source.contiguous()
+    if not by_table:
+        made = launched("simt_router", problem, logits=logits, bias=given)
+    else:
         assert ids_T is not None, "a table is asked by token ids"
         ids = ids_T[:tokens].to(source.dtype).contiguous()
-    made = route(logits_TE.float().contiguous(), source.contiguous(), problem, settings(), id_T=ids)
-    return made.weights, made.experts
+        made = launched("simt_router", problem, logits=logits, table=given, ids=ids)
+    return made["weights"], made["experts"]
 
 
 def activated(x: Tensor, limit: float) -> Tensor:
     """Return SwiGLU of gate and up, as our quantiser makes it in front of its codes."""
     from degarble.kernels.primitives.quantise_problem import QuantiseProblem  # noqa: PLC0415  the DSL
-    from degarble.kernels.quantise.simt_quantise_nvfp4 import quantise_nvfp4  # noqa: PLC0415
 
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     columns = rows.shape[1] // 2
@@ -274,6 +275,6 @@ def activated(x: Tensor, limit: float) -> Tensor:
         rows.shape[0], columns, "linear", "swiglu", keeps_values=True, limit=limit
     )
     unused = torch.ones(1, dtype=torch.float32, device=rows.device)
-    made = quantise_nvfp4(rows, unused, problem, settings()).values
-    assert made is not None, "values were asked for"
-    return made.view(*x.shape[:-1], columns)
+    made = launched("simt_quantise_nvfp4", problem, values=rows, decode_scale=unused)
+    values: Tensor = made["kept"]
+    return values.view(*x.shape[:-1], columns)

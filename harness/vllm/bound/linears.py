@@ -57,6 +57,13 @@ def settings() -> Any:
     return read_settings(os.environ)
 
 
+def launched(kernel: str, problem: Any, **operands: Any) -> dict[str, Any]:
+    """Launch a kernel by its name and those of its operands; return its outputs by name."""
+    from degarble.kernels.runtime.modules import kernel_named  # noqa: PLC0415  with the kernels
+
+    return kernel_named(kernel).run(problem, settings(), **operands)
+
+
 def for_gpu(stem: str, tensor: Tensor) -> Any:
     """Return the module of a kernel for the GPU that holds a tensor."""
     from degarble.kernels.runtime.modules import module_of  # noqa: PLC0415  with the kernels
@@ -263,12 +270,12 @@ def by_nvfp4(x_MK: Tensor, input_scale: Tensor, weight: tuple[Tensor, Tensor, Te
     from degarble.kernels.gemm.problem import NVFP4, GemmProblem  # noqa: PLC0415
     from degarble.kernels.gemm.sm90_gemm_nvfp4 import Nvfp4Operand  # noqa: PLC0415
     from degarble.kernels.primitives.quantise_problem import QuantiseProblem  # noqa: PLC0415
-    from degarble.kernels.quantise.simt_quantise_nvfp4 import quantise_nvfp4  # noqa: PLC0415
 
     rows, inner = x_MK.shape
-    made = quantise_nvfp4(x_MK, input_scale, QuantiseProblem(rows, inner), settings())
+    quantised = QuantiseProblem(rows, inner)
+    made = launched("simt_quantise_nvfp4", quantised, values=x_MK, decode_scale=input_scale)
     problem = GemmProblem(rows, weight[0].shape[0], inner, NVFP4.name, "e4m3")
-    a = Nvfp4Operand(made.codes, made.scales, input_scale)
+    a = Nvfp4Operand(made["codes"], made["scales"], input_scale)
     run = for_gpu("gemm_nvfp4", x_MK).gemm_nvfp4
     product: Tensor = run(a, Nvfp4Operand(*weight), problem, settings())
     return product

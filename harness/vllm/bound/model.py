@@ -9,7 +9,7 @@ from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.vllm.bound.attention import adopt, normed
 from degarble.harness.vllm.bound.config import DegarbleConfig
 from degarble.harness.vllm.bound.experts import ModelOptOfDegarble, adopt_block
-from degarble.harness.vllm.bound.linears import settings, widely
+from degarble.harness.vllm.bound.linears import launched, widely
 from degarble.harness.vllm.bound.start import ranks_of
 from degarble.harness.vllm.bound.upstream import (
     DeepseekV4DecoderLayer,
@@ -190,36 +190,40 @@ def mixing_of(module: Any, name: str, iterations: int = 0) -> LayerMixing:
 def collapsed(streams: Tensor, mixing: LayerMixing, norm: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return a block's normed input, and what its output will be spread by."""
     made = mixed(streams, mixing, "all")
-    return normed(made.out, norm.weight.data, norm.variance_epsilon), made.post, made.mix
+    out = normed(made["out"], norm.weight.data, norm.variance_epsilon)
+    return out, made["post"], made["mix"]
 
 
 def headed(streams: Tensor, mixing: LayerMixing) -> Tensor:
     """Return the streams collapsed for good."""
-    made: Tensor = mixed(streams, mixing, "head").out
+    made: Tensor = mixed(streams, mixing, "head")["out"]
     return made
 
 
-def mixed(streams: Tensor, mixing: LayerMixing, part: str) -> Any:
+def mixed(streams: Tensor, mixing: LayerMixing, part: str) -> dict[str, Any]:
     """Project and mix by our kernels."""
-    from degarble.kernels.rows.mhc_problem import MixProblem  # noqa: PLC0415  needs the DSL
-    from degarble.kernels.rows.simt_mhc_project import MhcWeights, mhc_pre  # noqa: PLC0415
+    from degarble.kernels.rows.mhc_problem import MixProblem, ProjectProblem  # noqa: PLC0415
 
     tokens, _, width = streams.shape
+    split, base, scale = mixing.weights
+    project = ProjectProblem(tokens, width, "head" if part == "head" else "layer")
+    made = launched("simt_mhc_project", project, streams=streams, split=split)
     numbers = (mixing.iterations, mixing.epsilon, mixing.norm_epsilon)
     problem = MixProblem(tokens, width, part, *numbers)
-    return mhc_pre(streams, MhcWeights(*mixing.weights), problem, settings())
+    return launched("simt_mhc", problem, streams=streams, base=base, scale=scale, **made)
 
 
 def spread(out: Tensor, streams: Tensor, post: Tensor, mix: Tensor) -> Tensor:
     """Return the streams with a block's output, by our kernel."""
-    from degarble.kernels.rows import simt_mhc  # noqa: PLC0415  needs the DSL
-    from degarble.kernels.rows.mhc_problem import MixProblem  # noqa: PLC0415
+    from degarble.kernels.rows.mhc_problem import MixProblem  # noqa: PLC0415  needs the DSL
 
     tokens, _, width = streams.shape
-    given = simt_mhc.MixOperands(streams, layer=out.contiguous(), post=post, mix=mix)
-    made = simt_mhc.mhc(given, MixProblem(tokens, width, "post"), settings()).out
-    assert made is not None, "spreading leaves streams"
-    return made
+    made = launched(
+        "simt_mhc", MixProblem(tokens, width, "post"), streams=streams, layer=out.contiguous(),
+        post=post, mix=mix,
+    )  # fmt: skip
+    spread_out: Tensor = made["out"]
+    return spread_out
 
 
 # --------------------------------------------------------------------------------------------------

@@ -308,14 +308,25 @@ def packed(pages: int, used: int) -> torch.Tensor:
     return whole.as_strided((pages, used), (block, 1), OFFSET)
 
 
+# Operands, in the order in which definitions take them.
+POOLED = ("projected", "ape", "requests", "positions", "slots", "table", "entries")
+WRITTEN = ("values", "weight", "turns", "positions", "slots")
+
+
 class Stood:
     """Definitions that stand in for the kernels, on what the kernels would be handed."""
 
     def __init__(self, views: list[Any]) -> None:
         self.views, self.written = views, 0
 
-    def pooled(self, given: Any, states: Any, problem: Any) -> Any:
+    def launched(self, kernel: str, problem: Any, **given: Any) -> dict[str, Any]:
+        """What the kernels of a compressor do."""
+        return {"simt_paged_pool": self.pooled, "simt_kv_write": self.write}[kernel](problem, given)
+
+    def pooled(self, problem: Any, named: dict[str, Any]) -> dict[str, Any]:
         """What simt_paged_pool does."""
+        states = named.pop("states")
+        given = tuple(named[name] for name in POOLED)
         assert all(each.is_contiguous() for each in given)
         kinds = [str(each.dtype).removeprefix("torch.") for each in given]
         assert kinds == ["float32"] * 2 + ["int32"] + ["int64"] * 2 + ["int32", "int64"]
@@ -324,14 +335,17 @@ class Stood:
         assert pages.shape == (problem.pages.count, problem.pages.stride)
         made = paged_pool_checks.by_stated_order(paged_pool_checks.Call(problem, given, pages))
         self.put(states, made.states)
-        return made[:3]
+        return dict(zip(("pooled", "firsts", "places"), made[:3], strict=True))
 
-    def write(self, rows: Any, view: Any, problem: Any) -> None:
+    def write(self, problem: Any, named: dict[str, Any]) -> dict[str, Any]:
         """What simt_kv_write does."""
+        view = named.pop("cache")
+        rows = tuple(named[name] for name in WRITTEN)
         pages = self.bytes_of(view)
         assert pages.shape == (problem.pages.count, problem.pages.stride)
         self.put(view, filled(pages, rows, problem))
         self.written += int((rows[-1] >= 0).sum())
+        return {}
 
     def of(self, view: Any) -> torch.Tensor:
         """The tensor that a view of pages is of."""
@@ -357,8 +371,7 @@ class Stood:
 def filled(pages: torch.Tensor, rows: Any, problem: Any) -> torch.Tensor:
     """Pages with what rows leave there: values, weight, turns, positions, slots."""
     case = cache_checks.Case(problem)
-    names = ("values", "weight", "turns", "positions", "slots")
-    case.__dict__.update(zip(names, rows, strict=True))
+    case.__dict__.update(zip(WRITTEN, rows, strict=True))
     case.__dict__["cache"] = pages.clone
     return cache_checks.by_definition(case)
 
@@ -395,8 +408,7 @@ def test_entries_are_the_definitions_call_by_call(
     module.adopt_compressor(compressor)
     assert type(compressor) is module.DegarbleCompressor
     stood = Stood([of_states, whole])
-    monkeypatch.setattr(module, "pooled", stood.pooled)
-    monkeypatch.setattr(module, "written", stood.write)
+    monkeypatch.setattr(module, "launched", stood.launched)
     rotary = SimpleNamespace(cos_sin_cache=table_of_turns(2 * ratio + 9))
     states = paged_pool_checks.empty_states(case)
     wanted = torch.full((4, held.stride), 0x55, dtype=torch.uint8)
