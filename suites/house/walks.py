@@ -101,7 +101,7 @@ CALL_TO_LAUNCH = (
 
 # The difference of one output in units of its budget; what holds many of them is not listed.
 RECORDS = (
-    Record(f"{_ENGINE}compare/compare.py", "ErrorSums"),
+    Record("harness/base/sums.py", "ErrorSums"),
     Record(f"{_ENGINE}budget/budget.py", "LevelFinding"),
     Record(f"{_ENGINE}budget/judging.py", "OutputResult"),
     Record(f"{_ENGINE}localise/judged_run.py", "OutputRow"),

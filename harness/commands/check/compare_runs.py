@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from degarble.harness.base.errors import InvalidArgument, Undecided
+from degarble.harness.base.sums import PairSums
 from degarble.harness.capture.files.reader import Capture
 from degarble.harness.capture.files.records import Phase
-from degarble.harness.engine.compare.compare import CosineSums
 from degarble.harness.engine.localise.tensor_forms import equal_elements
 from degarble.harness.report.number_text import number
 from degarble.harness.report.page import Page, PageFinding, Subject
@@ -63,7 +63,7 @@ class ComparedTokens:
     calls: int = 0
     elements: int = 0
     identical: int = 0
-    sums: CosineSums = field(default_factory=CosineSums)
+    sums: PairSums = field(default_factory=PairSums)
     measured: bool = True
     first: Token | None = None
     own: Token | None = None
@@ -259,7 +259,7 @@ class ComparedOutput:
     calls: int = 0
     elements: int = 0
     identical: int = 0
-    sums: CosineSums = field(default_factory=CosineSums)
+    sums: PairSums = field(default_factory=PairSums)
     measured: bool = True  # False where only hashes are there
     first: tuple[int, int] | None = None  # step and row of the first difference
     own: tuple[int, int] | None = None  # the same, of the first call with equal inputs
@@ -494,7 +494,8 @@ def _complete(line: ComparedOutput) -> None:
             line.measured = False
             return
         flat = capture.tensor(kept).double().flatten()
-        line.sums.add_equal(flat[flat.isfinite()])
+        known = flat[flat.isfinite()]
+        line.sums.add(known, known)
 
 
 def _elements(kept: CapturedTensor) -> int:

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from degarble.harness.base.sums import ErrorSums
     from degarble.harness.engine.budget.budget import OutputResult
-    from degarble.harness.engine.compare.compare import ErrorSums
     from degarble.harness.engine.localise.replay import Batch, Replay
     from degarble.harness.model.components import Component
     from degarble.harness.model.config.config import Config

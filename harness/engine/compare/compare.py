@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, UnknownName
+from degarble.harness.base.sums import ErrorSums
 from degarble.harness.checkpoint.view.stored import tensor_over
 from degarble.harness.formats.codec import FORMAT_OF_DTYPE, codes_of, decode_array, encode_array
 from degarble.harness.formats.fast.buffers import bits_view
@@ -32,151 +33,11 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------
-# Closeness: cosine, relative L2 and gain, summed in float64.
-#
-# A wrong scale has a perfect cosine, so the gain is reported with it.
-
-
-@dataclass(frozen=True)
-class Closeness:
-    """Distances of a candidate from its reference; NaN where undefined (a zero tensor).
-
-    `gain` is the least-squares factor g that brings g * reference nearest to the candidate.
-    """
-
-    cosine: float
-    relative_l2: float
-    gain: float
-
-
-def closeness(candidate: Tensor, reference: Tensor) -> Closeness:
-    """Measure `candidate` against `reference`."""
-    if candidate.shape != reference.shape:
-        raise ShapeMismatch(
-            "candidate",
-            tuple(candidate.shape),
-            f"the reference's {tuple(reference.shape)}",
-            "Compare tensors of one site.",
-        )
-    c, r = candidate.double().flatten(), reference.double().flatten()
-    cc, rr, cr = (float(a @ b) for a, b in ((c, c), (r, r), (c, r)))
-    distance = float((c - r).norm())
-    return Closeness(
-        cosine=_ratio(cr, math.sqrt(cc) * math.sqrt(rr)),
-        relative_l2=_ratio(distance, math.sqrt(rr)),
-        gain=_ratio(cr, rr),
-    )
-
-
-def _ratio(above: float, below: float) -> float:
-    return above / below if below else math.nan
-
-
-@dataclass
-class CosineSums:
-    """Sums of products of two tensors, accumulated over calls: the cosines of a whole run."""
-
-    ab: float = 0.0
-    aa: float = 0.0
-    bb: float = 0.0
-    dd: float = 0.0
-
-    def add(self, a: Tensor, b: Tensor) -> None:
-        """Add a pair of flat, finite float64 tensors."""
-        self.ab += float(a @ b)
-        self.aa += float(a @ a)
-        self.bb += float(b @ b)
-        d = a - b
-        self.dd += float(d @ d)
-
-    def add_equal(self, a: Tensor) -> None:
-        """Add a tensor that both sides share."""
-        square = float(a @ a)
-        self.ab, self.aa, self.bb = self.ab + square, self.aa + square, self.bb + square
-
-    @property
-    def cosine(self) -> float:
-        """Return the cosine of the angle; NaN where a side is zero."""
-        length = math.sqrt(self.aa) * math.sqrt(self.bb)
-        return max(-1.0, min(1.0, self.ab / length)) if length else math.nan
-
-    @property
-    def relative_l2(self) -> float:
-        """Return the difference's length over that of the second; NaN where that is zero."""
-        return math.sqrt(self.dd / self.bb) if self.bb else math.nan
-
-
-# --------------------------------------------------------------------------------------------------
-# Records: additive error sums, row counts, a census of NaN, named places.
-#
-# Four sums of products are kept, of the reference r, the candidate c and the difference d = c - r:
-# `rr`, `cc`, `rd` and `dd`. The gain is 1 + rd / rr, so that a gain of 1.000001 keeps its digits.
-# Sums of sums are records of the same kind, so heads, experts and halves are folds of rows or
-# columns.
+# Records: row counts, a census of NaN, named places.
 #
 # Shape letters: M rows (all leading extents), K columns, R and S tiles along them.
 
 TILE = (128, 128)  # rows and columns of a tensor-core tile: the extent of one wrong address
-
-
-@dataclass(frozen=True, eq=False)
-class ErrorSums:
-    """Sums of products, one entry per place, over elements that are finite on both sides."""
-
-    rr: NDArray[np.float64]
-    cc: NDArray[np.float64]
-    rd: NDArray[np.float64]
-    dd: NDArray[np.float64]
-    whole: NDArray[np.float64] | None = field(default=None, repr=False)  # all four, stacked
-
-    @classmethod
-    def of(cls, stack: NDArray[np.float64]) -> ErrorSums:
-        """Unpack the four sums from the last axis."""
-        return cls(stack[..., 0], stack[..., 1], stack[..., 2], stack[..., 3], stack)
-
-    @property
-    def stack(self) -> NDArray[np.float64]:
-        """Return all four sums along a last axis."""
-        if self.whole is not None:
-            return self.whole
-        return np.stack((self.rr, self.cc, self.rd, self.dd), axis=-1)
-
-    @property
-    def cosine(self) -> NDArray[np.float64]:
-        """Return the cosine of the angle between both sides; NaN where one of them is zero."""
-        with np.errstate(invalid="ignore", divide="ignore"):
-            found: NDArray[np.float64] = (self.rr + self.rd) / np.sqrt(self.rr) / np.sqrt(self.cc)
-        clipped: NDArray[np.float64] = np.clip(found, -1.0, 1.0)
-        return clipped
-
-    @property
-    def relative_l2(self) -> NDArray[np.float64]:
-        """Return the difference's length over the reference's; infinite for a zero reference."""
-        with np.errstate(invalid="ignore", divide="ignore"):
-            found: NDArray[np.float64] = np.sqrt(self.dd) / np.sqrt(self.rr)
-        return found
-
-    @property
-    def gain(self) -> NDArray[np.float64]:
-        """Return the least-squares factor that maps the reference to the candidate."""
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return 1.0 + self.rd / self.rr
-
-    def folded(self, labels: NDArray[np.int64], count: int) -> ErrorSums:
-        """Add up the places that share a label; leave out negative labels."""
-        if labels.shape != self.rr.shape:
-            raise ShapeMismatch(
-                "labels", labels.shape, f"{self.rr.shape}, one a place", "Label every place once."
-            )
-        kept = labels >= 0
-        out = np.zeros((count, 4))
-        np.add.at(out, labels[kept], self.stack[kept])
-        return ErrorSums.of(out)
-
-    @property
-    def total(self) -> ErrorSums:
-        """Return the sum over all places, without extent."""
-        return ErrorSums.of(self.stack.reshape(-1, 4).sum(0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -323,7 +184,7 @@ class Comparison:
     @property
     def columns(self) -> ErrorSums:
         """Return the sums of every run of `cell` columns."""
-        return ErrorSums.of(self.cells.stack.sum(0))
+        return ErrorSums(self.cells.stack.sum(0))
 
     @cached_property
     def tiles(self) -> ErrorSums:
@@ -331,7 +192,7 @@ class Comparison:
         per = self.places.tile[1] // self.cell
         stack = self.cells.stack
         starts = np.arange(0, stack.shape[1], per)
-        return ErrorSums.of(np.add.reduceat(stack, starts, axis=1) if len(starts) else stack)
+        return ErrorSums(np.add.reduceat(stack, starts, axis=1) if len(starts) else stack)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -601,8 +462,8 @@ class RunningComparison:
             formats=(names[0], names[1]),
             places=self.places,
             cell=self.cell,
-            rows=ErrorSums.of(self._row_sums),
-            cells=ErrorSums.of(self._cell_sums),
+            rows=ErrorSums(self._row_sums),
+            cells=ErrorSums(self._cell_sums),
             counts=RowCounts(identical, outward, inward, self._ulps),
             census=Census(c_nan, c_infinite, r_nan, r_infinite, mismatched, self._first),
         )

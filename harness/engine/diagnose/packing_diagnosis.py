@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.base.errors import ShapeMismatch
-from degarble.harness.engine.compare.compare import closeness
+from degarble.harness.base.sums import PairSums
 from degarble.harness.engine.faults.registry import FAULTS
 from degarble.harness.engine.faults.tensor_faults import (
     DifferingPart,
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from degarble.harness.engine.compare.compare import Closeness
     from degarble.harness.engine.faults.tensor_faults import Match, TensorFault
     from degarble.harness.formats.number_formats import ElementFormat
     from degarble.harness.formats.quantise import QuantisedTensor
@@ -239,8 +238,8 @@ class Diagnosis:
     sentence: str
     causes: tuple[PackingCause, ...]
     unexplained: tuple[Unexplained, ...]
-    found: Closeness
-    floor: Closeness
+    found: PairSums
+    floor: PairSums
     twin: QuantisedTensor
 
 
@@ -270,8 +269,8 @@ def diagnose(
         _sentence(causes, unexplained, suspect),
         causes,
         unexplained,
-        closeness(dequantise(suspect, torch.float64), reference),
-        closeness(dequantise(twin, torch.float64), reference),
+        PairSums.of(dequantise(suspect, torch.float64), reference),
+        PairSums.of(dequantise(twin, torch.float64), reference),
         twin,
     )
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.harness.base.errors import CANNOT_RUN, DegarbleError, InvalidArgument
+from degarble.harness.base.sums import PairSums
 from degarble.harness.capture.files.records import site_of
 from degarble.harness.engine.budget.budget import OutputResult, nearer_than_the_twin
 from degarble.harness.engine.budget.judging import is_joint, judge_outputs
 from degarble.harness.engine.budget.roles import budgets_of
 from degarble.harness.engine.budget.rules import JudgeableCall as Judgeable
-from degarble.harness.engine.compare.compare import CosineSums
 from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
 from degarble.harness.engine.localise.discrepancy import (
     DifferenceLocation,
@@ -116,7 +116,7 @@ class OutputRow:
     left_out: int = 0  # rows that were not judged, of outputs judged in part
     judged_rows: int = 0  # in the calls that have such rows
     why_left_out: str = ""
-    cosines: dict[str, CosineSums] = field(default_factory=dict)
+    cosines: dict[str, PairSums] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float:
@@ -311,12 +311,7 @@ class Judge:
                 left, right = flat[a], flat[b]
                 if left is None or right is None:
                     continue
-                held = sums.setdefault(pair, CosineSums())
-                # One object: candidate and twin are equal, so the difference is 0.
-                if left is right:
-                    held.add_equal(left)
-                else:
-                    held.add(left, right)
+                sums.setdefault(pair, PairSums()).add(left, right)
         return meant
 
     def _values(self, name: str, outputs: Tensors) -> dict[str, Tensor]:

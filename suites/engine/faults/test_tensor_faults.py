@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.engine.compare.compare import closeness
+from degarble.harness.base.sums import PairSums
 from degarble.harness.engine.faults import layouts as m11
 from degarble.harness.engine.faults import tensor_scales
 from degarble.harness.engine.faults import tensor_scales as m02
@@ -150,7 +150,7 @@ def test_the_gain_is_that_of_the_family(direction: ScaleDirection, seed: int) ->
         damaged = inject(tensor)
         assert damaged is not None
         assert damaged.direction is direction
-        found = closeness(dequantise(damaged, torch.float64), right)
+        found = PairSums.of(dequantise(damaged, torch.float64), right)
         assert found.gain == pytest.approx(gain, rel=1e-5)
         assert found.cosine == pytest.approx(1.0)
 
