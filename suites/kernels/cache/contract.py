@@ -127,13 +127,6 @@ DETECTIONS = [
         cache_checks.Case(cache_checks.write_problem(entry, 6, 3), "wide"), _rows,
     )
     for entry in ENTRIES
-] + [
-    Detection(
-        f"simt_kv_write-{entry}", cache_checks, "on_device", cache_checks.mismatch,
-        cache_checks.Case(cache_checks.write_problem(entry, 5, 3), "wide"),
-        cache_checks.by_definition,
-    )
-    for entry in ENTRIES
 ]  # fmt: skip
 
 

@@ -1,0 +1,175 @@
+"""What is particular to a quantising kernel: canonical bytes, fused sources, planted faults."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from degarble.harness.formats.dialects import CANONICAL
+from degarble.harness.formats.number_formats import FP8_1X128_F32, FP8_1X128_UE8M0
+from degarble.harness.formats.quantise import quantise
+from degarble.kernels.primitives import quantise_problem as facts
+from degarble.kernels.primitives.quantise_problem import (
+    SWIGLU,
+    Fp8Problem,
+    QuantiseProblem,
+    choose_form,
+)
+from degarble.kernels.rows.problem import BackProblem
+from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.targets import SM90A, SM100A
+from degarble.suites.kernels.contract import SETTINGS, kernels_of
+from degarble.suites.kernels.quantise import quantise_checks as checks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.needs("cutlass")
+
+
+# ---- to FP8, scales of 128 values ----------------------------------------------------------------
+
+FORMATS = {"float32": FP8_1X128_F32, "ue8m0": FP8_1X128_UE8M0}
+SHAPES = ((1, 128), (3, 256), (7, 2048), (33, 7168), (1000, 1536))
+
+
+def drawn(rows: int, columns: int) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(rows)
+    x = torch.randn(rows, columns, generator=generator, device="cuda")
+    x *= torch.exp2(torch.randint(-30, 20, (rows, 1), generator=generator, device="cuda"))
+    x[::3, ::5] = 0
+    x[1::4, :128] = 0  # blocks of nothing
+    return x.bfloat16()
+
+
+@pytest.mark.h200
+@pytest.mark.b200
+@pytest.mark.parametrize("scales", facts.SCALES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_byte_is_canonical(shape: tuple[int, int], scales: str) -> None:
+    kernels = kernels_of("simt_quantise_fp8")
+    x = drawn(*shape)
+    problem = Fp8Problem(*shape, scales)
+    out = kernels.empty_outputs(problem, x.device)
+    for each in out:
+        each.view(torch.uint8).fill_(0xFF)
+    made = kernels.quantise_fp8(x, problem, SETTINGS, out=out)
+    want = quantise(x.float(), FORMATS[scales], CANONICAL)
+    assert torch.equal(made.codes.view(torch.uint8), want.codes.view(torch.uint8))
+    assert torch.equal(made.scales.view(torch.uint8), want.block_scale.view(torch.uint8))
+    assert not torch.equal(made.codes.view(torch.uint8).roll(1, 1), want.codes.view(torch.uint8))
+
+
+@pytest.mark.h200
+@pytest.mark.b200
+@pytest.mark.parametrize("limit", [None, 10.0])
+def test_swiglu_is_that_of_the_nvfp4_kernel(limit: float | None) -> None:
+    kernels = kernels_of("simt_quantise_fp8")
+    other = kernels_of("simt_quantise_nvfp4")
+    halves = (torch.randn(65, 1024, device="cuda") * 6).bfloat16()
+    problem = QuantiseProblem(65, 512, source="swiglu", limit=limit, keeps_values=True)
+    one = torch.ones(1, device="cuda")
+    values = other.quantise_nvfp4(halves, one, problem, SETTINGS).values
+    for scales in facts.SCALES:
+        given = Fp8Problem(65, 512, scales, "swiglu", limit)
+        fused = kernels.quantise_fp8(halves, given, SETTINGS)
+        plain = kernels.quantise_fp8(values, Fp8Problem(65, 512, scales), SETTINGS)
+        for a, b in zip(fused, plain, strict=True):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_sixteens_that_turn_are_the_last_of_a_head() -> None:
+    for width in (128, 512):
+        found = [facts.group_of(part, width) for part in range(2 * width // 16)]
+        assert found[: width // 16] == list(range(4 - width // 16, 4))
+        assert found[width // 16 :] == found[: width // 16]
+
+
+@pytest.mark.h200
+@pytest.mark.b200
+@pytest.mark.parametrize("scales", facts.SCALES)
+@pytest.mark.parametrize(("tokens", "heads", "width"), [(1, 8, 512), (7, 8, 128), (333, 16, 512)])
+def test_heads_are_turned_back_first(tokens: int, heads: int, width: int, scales: str) -> None:
+    kernels = kernels_of("simt_quantise_fp8")
+    rope = kernels_of("simt_inverse_rope")
+    values, known = drawn(tokens, heads * width), 50
+    turns = torch.randn(known, 64, device="cuda")
+    positions = torch.randint(known, (tokens,), device="cuda")
+    positions[3:4] = known  # outside of the table: NaN
+    back = BackProblem(tokens, heads, known, width=width)
+    given = values.view(tokens, heads, width)
+    turned = rope.inverse_rope(given, turns, positions, back, SETTINGS).flatten(1)
+    plain = Fp8Problem(tokens, heads * width, scales)
+    want = kernels.quantise_fp8(turned, plain, SETTINGS)
+    problem = replace(plain, turned=width, positions=known)
+    made = kernels.quantise_fp8(values, problem, SETTINGS, turns=(turns, positions))
+    for a, b in zip(made, want, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    other = kernels.quantise_fp8(values, plain, SETTINGS)
+    assert not torch.equal(made.codes.view(torch.uint8), other.codes.view(torch.uint8))
+
+
+@pytest.mark.h200
+@pytest.mark.b200
+@pytest.mark.parametrize("fault", ["forth instead of back", "another sixteen", "another head"])
+def test_planted_faults_of_turned_heads_are_caught(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    kernels = kernels_of("simt_quantise_fp8")
+    values, turns = drawn(33, 1024), torch.randn(9, 64, device="cuda")
+    given = (turns, torch.randint(9, (33,), device="cuda"))
+    problem = Fp8Problem(33, 1024, turned=512, positions=9)
+    whole = kernels.quantise_fp8(values, problem, SETTINGS, turns=given)
+    if fault == "forth instead of back":
+        true = kernels.turned_words
+        monkeypatch.setattr(
+            kernels, "turned_words", lambda numbers, turn, **_: true(numbers, turn, back=False)
+        )
+    else:
+        step, of = (4 if fault == "another head" else 1), facts.group_of
+        monkeypatch.setattr(facts, "group_of", lambda part, width: of(part + step, width))
+    uncached = kernels.compile_form.__wrapped__
+    monkeypatch.setitem(vars(kernels.KERNEL), "compile_form", uncached)
+    made = kernels.quantise_fp8(values, problem, SETTINGS, turns=given)
+    assert not torch.equal(made.codes.view(torch.uint8), whole.codes.view(torch.uint8))
+
+
+# ---- to NVFP4, fused or not ---------------------------------------------------------------------
+
+
+def test_the_second_process_takes_it_from_disk(tmp_path: Path) -> None:
+    kernels = kernels_of("simt_quantise_nvfp4")
+    settings = CompileSettings(cache_folder=tmp_path)
+    form = choose_form(QuantiseProblem(1, 16), "sm_90a")
+    compiled = [kernels.compile_form.__wrapped__(form, settings) for _ in range(2)]
+    assert [kernel.from_cache for kernel in compiled] == [False, True]
+    other = kernels.compile_form(choose_form(QuantiseProblem(1, 16, "8x4"), "sm_90a"), settings)
+    assert not other.from_cache
+
+
+def test_nothing_is_launched_for_no_rows() -> None:
+    kernels = kernels_of("simt_quantise_nvfp4")
+    out = kernels.empty_outputs(QuantiseProblem(0, 32), torch.device("cpu"))
+    assert [tuple(t.shape) for t in out[:2]] == [(0, 16), (0,)]
+
+
+@pytest.mark.h200
+@pytest.mark.b200
+def test_the_fused_form_gives_what_two_launches_give() -> None:
+    kernels = kernels_of("simt_quantise_nvfp4")
+    problem = QuantiseProblem(333, 2048, source=SWIGLU.name, limit=10.0, keeps_values=True)
+    case = checks.Case(problem, "blocks", "one", seed=5)
+    fused = checks.on_device(case)
+    again = replace(problem, source="values", limit=None, keeps_values=False)
+    plain = kernels.quantise_nvfp4(
+        fused.values, case.decode_scales.cuda(), again, SETTINGS, out=checks.poisoned(again)
+    )
+    assert torch.equal(plain.codes, fused.codes)
+    assert torch.equal(plain.scales, fused.scales)
+
+
+def test_targets_are_those_that_the_table_of_conversions_knows() -> None:
+    assert (SM90A.converts_e2m1, SM100A.converts_e2m1) == (False, True)
