@@ -1,10 +1,10 @@
 """The kernel steps of a nightly run: the suites for this device, and measured rates.
 
-`kernels` runs each suite file for the device in its own process, so that a kernel that corrupts the
-device affects no other suite, and names each kernel whose suite fails; one that hangs is killed
-with all its children, and fails. `figures` runs the nightly benchmark, whose shares of a measured
-ceiling go into the history as `speed`. Without a GPU, or without a suite for it, both steps are
-UNDECIDED, never green.
+`kernels` runs each suite file for the device in its own process, and each kernel of a contract, so
+that a kernel that corrupts the device affects no other suite, and names each kernel whose suite
+fails; one that hangs is killed with all its children, and fails. `figures` runs the nightly
+benchmark, whose shares of a measured ceiling go into the history as `speed`. Without a GPU, or
+without a suite for it, both steps are UNDECIDED, never green.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,6 +29,7 @@ from degarble.harness.history.records import SPEED
 from degarble.harness.nightly.night import NightConfig, StepResult
 from degarble.harness.report.number_text import share
 from degarble.harness.report.verdict import Verdict
+from degarble.kernels.runtime.modules import MODULES
 from degarble.kernels.runtime.targets import SM90A, SM100A, target_of_device
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class KernelSuites(NamedTuple):
     folders: tuple[Path, ...]
     bench: str
     first_minute: str  # of a Blackwell GPU
+    contracts: tuple[Path, ...] = ()  # files of laws: ids of cases begin with a kernel's name
 
 
 def installed_suites() -> KernelSuites | None:
@@ -123,21 +126,30 @@ def kernels(asked: NightConfig, _: Mapping[str, StepResult]) -> StepResult:
 
 
 def _run_all(suites: KernelSuites, markers: Sequence[str]) -> list[Suite]:
-    """Run every suite file of a device, the longest first; return results by name."""
-    files = sorted(files_for(suites.folders, markers), key=lambda path: -path.stat().st_size)
+    """Run every suite of a device, the longest file first; return results by name."""
     with (
         TemporaryDirectory() as folder,
         ThreadPoolExecutor(min(PROCESSES, os.cpu_count() or 1)) as pool,
     ):
-        made = [(path, Path(folder) / f"{path.stem}.xml") for path in files]
+        runs = [
+            (path, Path(folder) / f"{number}.xml", markers, *kernel)
+            for number, (path, *kernel) in enumerate(runs_of(suites, markers))
+        ]
         try:
-            found = list(pool.map(lambda each: run_suite(each[0], each[1], markers), made))
+            found = list(pool.map(lambda run: run_suite(*run), runs))
         except BaseException:  # an interrupted night ends what it started
             pool.shutdown(wait=False, cancel_futures=True)
             for group in tuple(_RUNNING):
                 _end(group)
             raise
         return sorted(found, key=lambda each: each.kernel)
+
+
+def runs_of(suites: KernelSuites, markers: Sequence[str]) -> list[tuple[Path] | tuple[Path, str]]:
+    """Return each kernel of the contracts with its file, then files with suites of a device."""
+    files = sorted(files_for(suites.folders, markers), key=lambda path: -path.stat().st_size)
+    kernels_of_contracts = product(suites.contracts, MODULES)
+    return [*kernels_of_contracts, *((path,) for path in files if path not in suites.contracts)]
 
 
 def files_for(folders: Sequence[Path], markers: Sequence[str]) -> list[Path]:
@@ -151,10 +163,13 @@ def _is_marked(path: Path, markers: Sequence[str]) -> bool:
     return any(f"mark.{marker}" in text for marker in markers)
 
 
-def run_suite(path: Path, report: Path, markers: Sequence[str]) -> Suite:
-    """Run the cases of one file in its own process."""
-    kernel = path.stem.removeprefix("test_")
+def run_suite(path: Path, report: Path, markers: Sequence[str], of_kernel: str = "") -> Suite:
+    """Run the cases of one file, or those of one kernel in it, in its own process."""
+    kernel = of_kernel or path.stem.removeprefix("test_")
     line = [sys.executable, "-m", "pytest", "-q", "-m", " or ".join(markers)]
+    if of_kernel:
+        longer = [name for name in MODULES if of_kernel in name and name != of_kernel]
+        line += ["-k", " and not ".join([of_kernel, *longer])]
     line += ["-p", "no:cacheprovider", "--junitxml", str(report), str(path)]
     environment = {k: v for k, v in os.environ.items() if k not in _NIGHT_VARIABLES}
     environment["CI"] = "true"  # a package that is missing fails its cases, instead of hiding them

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from degarble.kernels.runtime.modules import MODULES
 from degarble.suites.kernels.cache import contract as cache
 from degarble.suites.kernels.contract import (
     POISON,
@@ -28,6 +30,12 @@ CODE = [code for family in FAMILIES for code in family.CODE]
 JUDGED = [judged for family in FAMILIES for judged in family.JUDGED]
 DETECTIONS = [detection for family in FAMILIES for detection in family.DETECTIONS]
 REPLAYS = [replay for family in FAMILIES for replay in family.REPLAYS]
+
+
+def _id(kernel: str, what: object) -> str:
+    return f"{kernel}-{what}".replace(" ", "-")
+
+
 each_judged = pytest.mark.parametrize("judged", JUDGED, ids=lambda judged: judged.kernel)
 
 
@@ -41,6 +49,15 @@ each_judged = pytest.mark.parametrize("judged", JUDGED, ids=lambda judged: judge
 def test_machine_code_is_as_derived(code: MachineCode) -> None:
     """No register spills, every rounding is stated, and the counts are the derived ones."""
     code.require(code.compile())
+
+
+def test_a_night_finds_the_cases_of_each_kernel() -> None:
+    """A night selects a kernel's cases by its name, and takes other files as a whole."""
+    names = {case.name for case in REPLAYS} | {judged.kernel for judged in JUDGED}
+    registered = {name.partition("-")[0] for name in names}
+    assert registered <= set(MODULES)
+    files = {path.stem.removeprefix("test_") for path in Path(__file__).parent.rglob("test_*.py")}
+    assert not registered & files
 
 
 @each_judged
@@ -77,7 +94,7 @@ def test_a_wrong_bit_and_an_unwritten_byte_are_detected(
 @pytest.mark.parametrize(
     ("judged", "case"),
     [
-        pytest.param(judged, case, id=f"{judged.kernel}-{case.name}", marks=judged.devices)
+        pytest.param(judged, case, id=_id(judged.kernel, case.name), marks=judged.devices)
         for judged in JUDGED
         for case in judged.cases
     ],
@@ -89,7 +106,7 @@ def test_a_case_is_as_defined(judged: Judged, case: Any) -> None:
 @pytest.mark.parametrize(
     ("judged", "seed"),
     [
-        pytest.param(judged, seed, id=f"{judged.kernel}-{seed}", marks=judged.devices)
+        pytest.param(judged, seed, id=_id(judged.kernel, seed), marks=judged.devices)
         for judged in JUDGED
         for seed in range(judged.seeds)
     ],

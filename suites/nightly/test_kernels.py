@@ -20,6 +20,7 @@ from degarble.harness.nightly import kernels as night_kernels
 from degarble.harness.nightly.kernels import KernelSuites, Suite
 from degarble.harness.nightly.night import NightConfig
 from degarble.harness.report.verdict import Verdict
+from degarble.kernels.runtime.modules import MODULES
 from degarble.kernels.runtime.targets import SM90A, TARGETS
 from degarble.suites.hang_guard import until
 from degarble.suites.support.kernel_suites import HERE
@@ -253,7 +254,7 @@ def test_every_target_has_suites_of_its_own_and_of_all() -> None:
     assert set(night_kernels.MARKERS) == set(TARGETS)
     for markers in night_kernels.MARKERS.values():
         files = {path.stem for path in night_kernels.files_for(HERE.folders, markers)}
-        assert "test_simt_quantise_nvfp4" in files, "kernels without tensor cores are one source"
+        assert "test_quantising" in files, "kernels without tensor cores are one source"
         assert "test_simt_probe_formats" in files, "the formats on any GPU"
         own = {"h200": "test_sm90_gemm", "b200": "test_sm100_gemm"}
         assert own[markers[0]] in files
@@ -261,6 +262,35 @@ def test_every_target_has_suites_of_its_own_and_of_all() -> None:
     assert {"test_cutedsl_h200", "test_decoder_h200"} <= {
         path.stem for path in night_kernels.files_for(HERE.folders, night_kernels.MARKERS["sm_90a"])
     }
+
+
+def test_each_kernel_of_the_contract_runs_in_a_process_of_its_own() -> None:
+    (contract,) = HERE.contracts
+    for markers in night_kernels.MARKERS.values():
+        runs = night_kernels.runs_of(HERE, markers)
+        assert [run for run in runs if run[0] == contract] == [(contract, k) for k in MODULES]
+
+
+CONTRACT = """
+import pytest
+
+@pytest.mark.night
+@pytest.mark.parametrize("case", ("simt_mhc-post", "simt_mhc_project-3", "simt_router-7"))
+def test_a_case(case): assert case == "simt_mhc-post", case
+"""
+
+
+@pytest.mark.parametrize(
+    ("kernel", "cases", "failed"),
+    [("simt_mhc", 1, 0), ("simt_mhc_project", 1, 1), ("simt_router", 1, 1), ("simt_embed", 0, 0)],
+)
+def test_cases_of_a_kernel_are_run_and_those_of_no_other(
+    tmp_path: Path, kernel: str, cases: int, failed: int
+) -> None:
+    path = tmp_path / "test_contract.py"
+    path.write_text(CONTRACT)
+    found = night_kernels.run_suite(path, tmp_path / "report.xml", ("night",), kernel)
+    assert (found.kernel, found.cases, found.failed, found.broken) == (kernel, cases, failed, "")
 
 
 def bench_of(text: str) -> list[str]:

@@ -16,4 +16,5 @@ HERE = KernelSuites(
     folders=tuple(_SUITES / name for name in ("backends", "formats", "kernels", "support")),
     bench="degarble.suites.bench.bench_night",
     first_minute="degarble.suites.support.probes.sm100_first_minute",
+    contracts=(_SUITES / "kernels" / "test_contract.py",),
 )

@@ -129,17 +129,24 @@ def _once(codes: Iterator[MachineCode]) -> list[MachineCode]:
 CODE = _once(code for target in TARGETS for code in _code(target))
 
 
-def _heads(kernel: str, kind: str, seeds: int) -> Judged:
+HEADS = {
+    "norm": "simt_qnorm_rope",
+    "back": "simt_inverse_rope",
+    "back in place": "simt_inverse_rope-in-place",
+}
+
+
+def _heads(kind: str, seeds: int) -> Judged:
     return Judged(
-        kernel, head_checks.cases(kind), head_checks.mismatch, partial(head_checks.fuzzed, kind),
-        seeds, 50, head_checks.on_device,
+        HEADS[kind], head_checks.cases(kind), head_checks.mismatch,
+        partial(head_checks.fuzzed, kind), seeds, 50, head_checks.on_device,
     )  # fmt: skip
 
 
 JUDGED = [
-    _heads("simt_qnorm_rope", "norm", 10),
-    _heads("simt_inverse_rope", "back", 5),
-    _heads("simt_inverse_rope-in-place", "back in place", 5),
+    _heads("norm", 10),
+    _heads("back", 5),
+    _heads("back in place", 5),
     Judged(
         "simt_mhc", mhc_checks.cases(), mhc_checks.mismatch, mhc_checks.fuzzed, 10, 50,
         mhc_checks.on_device, 20,
@@ -179,10 +186,10 @@ def _router_results(case: router_checks.RouterCase) -> Any:
 DETECTIONS = [
     *(
         Detection(
-            f"heads-{kind}", head_checks, "on_device", head_checks.mismatch,
+            name, head_checks, "on_device", head_checks.mismatch,
             head_checks.Case(kind, 3, 2), head_checks.by_definition,
         )
-        for kind in head_checks.KINDS
+        for kind, name in HEADS.items()
     ),
     Detection(
         "simt_residual_norm", residual_checks, "on_device", residual_checks.mismatch,
@@ -314,7 +321,7 @@ def _replay_scale() -> Replay:
 
 REPLAYS = [
     ReplayCase("simt_embed", _replay_embed),
-    *(ReplayCase(f"heads-{kind}", partial(_replay_heads, kind)) for kind in head_checks.KINDS),
+    *(ReplayCase(name, partial(_replay_heads, kind)) for kind, name in HEADS.items()),
     *(ReplayCase(f"simt_mhc-{part}", partial(_replay_mhc, part)) for part in MIX_PARTS),
     *(
         ReplayCase(f"simt_mhc_project-{tokens}", partial(_replay_mhc_project, tokens))
