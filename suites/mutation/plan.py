@@ -136,7 +136,7 @@ class Test:
     name: str
     seconds: float
     wall: float
-    opaque: bool
+    elsewhere: frozenset[str]  # modules in the processes that it starts, or *
 
     @property
     def file(self) -> str:
@@ -164,11 +164,11 @@ class Reach:
     def add(self, file: str, recorded: dict[str, Any]) -> None:
         """Take what one part of one file of suites recorded."""
         usable = []
-        for name, seconds, wall, passed, ran, opaque in recorded["tests"]:
+        for name, seconds, wall, passed, ran, elsewhere in recorded["tests"]:
             self.names.setdefault(file, []).append(name)
             usable.append(name if passed and ran else "")
             if usable[-1]:
-                self.tests[name] = Test(name, seconds, wall, opaque)
+                self.tests[name] = Test(name, seconds, wall, frozenset(elsewhere))
             elif not passed:
                 self.failed.append(name)
         for module, lines in recorded["lines"].items():
@@ -207,7 +207,8 @@ class Selection:
         """Return the tests that can kill a mutant, the most promising first."""
         lines = range(mutant.lines[0], mutant.lines[1] + 1)
         direct = self._reach.at(mutant.file, lines)
-        others = {test.name for test in self._reach.tests.values() if test.opaque}
+        elsewhere = {mutant.file, "*"}
+        others = {test.name for test in self._reach.tests.values() if test.elsewhere & elsewhere}
         if mutant.compiled:
             names = self._sources.callers(mutant.file, mutant.compiled)
             direct |= self._mentioning(mutant.file, names)

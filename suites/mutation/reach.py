@@ -3,8 +3,8 @@
 A value that is kept between tests hides what made it: the first test executes the lines, the
 others use them. So a cached value, a fixture of wider scope and an import each have a node of their
 own, and a test reaches the lines of every node that it uses. What stays hidden is a value that a
-module keeps in a dictionary of its own, and work in another process: a test that starts Python is
-`opaque`, and runs for every mutant.
+module keeps in a dictionary of its own. In another process no line is traced: a test that starts
+Python runs for every mutant of the modules that are loaded there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Node:
 
     left: dict[CodeType, set[int]] = field(default_factory=dict)  # lines that have not run
     uses: set[Node] = field(default_factory=set)
-    opaque: bool = False
+    starts: int = 0  # of Python in other processes
 
     def whole(self) -> set[Node]:
         """Return this node and all that it uses, directly or not."""
@@ -58,12 +58,14 @@ class Test:
     wall: float = 0.0
     passed: bool = True
     ran: bool = False
+    elsewhere: set[str] = field(default_factory=set)  # modules loaded in processes that it starts
 
 
 class Recorder:
     """A pytest plugin that traces the modules `files` below `root`, for one file of suites."""
 
-    def __init__(self, root: Path, files: list[str]) -> None:
+    def __init__(self, root: Path, files: list[str], spare: Path) -> None:
+        self._told = spare  # a folder in which the processes that a test starts say what they load
         self.tests: list[Test] = []
         self._root = str(root.resolve()) + os.sep
         self._files = set(files)
@@ -80,6 +82,9 @@ class Recorder:
         functools.cache = self._lru_cache(maxsize=None)
         functools.cached_property = partial(_KeptProperty, self)  # type: ignore[misc,assignment]
         sys.addaudithook(self._audit)
+        (self._told / "sitecustomize.py").write_text(_TELL.format(folder=str(self._told)))
+        before = os.environ.get("PYTHONPATH", "")
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(self._told), before])
         threading.settrace(self._call)
         sys.settrace(self._call)
 
@@ -140,7 +145,7 @@ class Recorder:
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "os.fork" or (event in _PYTHON_STARTS and _is_python(arguments)):
-            self._node().opaque = True
+            self._node().starts += 1
 
     # Tracing
 
@@ -215,6 +220,20 @@ class Recorder:
             request = getattr(item, "_request", None)
             used = {fixture for name, fixture in self._used(item, request)}
             test.node.uses.update(self._fixtures[f] for f in used if f in self._fixtures)
+            test.elsewhere = self._loaded_elsewhere(test.node)
+
+    def _loaded_elsewhere(self, node: Node) -> set[str]:
+        """Return what the started processes loaded; * where not all of them told it."""
+        starts = sum(used.starts for used in node.whole())
+        told = list(self._told.glob("*.loaded"))
+        texts = [path.read_text(encoding="utf-8") for path in told]
+        for path in told:
+            path.unlink()
+        found = {self._short(line) for text in texts for line in text.splitlines()}
+        return found | ({"*"} if starts > len(told) else set())
+
+    def _short(self, path: str) -> str:
+        return path.removeprefix(self._root).removeprefix(LINKS)
 
     @staticmethod
     def _used(item: Any, request: Any) -> list[tuple[str, Any]]:
@@ -238,14 +257,12 @@ class Recorder:
         """Return the tests, and for each traced file the tests that execute its lines."""
         lines: dict[str, dict[int, set[int]]] = {}
         for index, test in enumerate(self.tests):
-            nodes = test.node.whole()
-            test.node.opaque = any(node.opaque for node in nodes)
-            for node in nodes - {self._imports}:
+            for node in test.node.whole() - {self._imports}:
                 for file, line in self._executed(node):
                     lines.setdefault(file, {}).setdefault(line, set()).add(index)
         return {
             "tests": [
-                [test.name, test.seconds, test.wall, test.passed, test.ran, test.node.opaque]
+                [test.name, test.seconds, test.wall, test.passed, test.ran, sorted(test.elsewhere)]
                 for test in self.tests
             ],
             "lines": {
@@ -267,11 +284,7 @@ class Recorder:
 
     def _loaded(self) -> set[str]:
         paths = (getattr(module, "__file__", None) or "" for module in sys.modules.values())
-        return {
-            path[len(self._root) :].removeprefix(LINKS)
-            for path in paths
-            if path.startswith(self._root)
-        }
+        return {self._short(path) for path in paths if path.startswith(self._root)}
 
 
 class _KeptProperty:
@@ -302,6 +315,15 @@ class _KeptProperty:
         return kept[self._name]
 
 
+# Run by each Python that a test starts; the site that it hides is not needed by a test.
+_TELL = """
+import atexit, os, sys, tempfile
+def _tell():
+    paths = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
+    with tempfile.NamedTemporaryFile("w", suffix=".loaded", dir={folder!r}, delete=False) as file:
+        file.write("\\n".join(path for path in paths if path.endswith(".py")))
+atexit.register(_tell)
+"""
 _REAL_LRU_CACHE = functools.lru_cache
 
 

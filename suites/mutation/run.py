@@ -15,7 +15,6 @@ import compileall
 import json
 import os
 import platform
-import random
 import shutil
 import subprocess
 import sys
@@ -246,14 +245,18 @@ class Run:
     def try_mutants(self) -> None:
         """Run the tests of each drawn mutant; draw another one for each that is no Python."""
         waiting: deque[Callable[[Process], None]] = deque()
+        first: list[tuple[float, str, Callable[[Process], None]]] = []
         for room in self._rooms:
             traced = room.traced(self._sources, self._product)
             selection = plan.Selection(self._sources, room.reach, traced)
             wanted = len(room.mutants) if room.size < 0 else room.size
             drawn = iter(room.mutants)
             for _, mutant in zip(range(wanted), drawn, strict=False):
-                waiting.append(self._trial(room, mutant, selection, drawn, waiting))
-        random.Random(self._options.seed).shuffle(waiting)  # rooms mixed, for an even end
+                seconds = sum(test.seconds for test in selection.tests(mutant))
+                trial = self._trial(room, mutant, selection, drawn, waiting)
+                first.append((-seconds, mutant.key, trial))
+        # Those that run longest where they survive come first, for an even end.
+        waiting.extend(trial for *_, trial in sorted(first, key=lambda entry: entry[:2]))
         self._pool.run(waiting)
         for room in self._rooms:
             room.results.sort(key=lambda result: (result["file"], result["line"], result["key"]))

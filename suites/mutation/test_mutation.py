@@ -47,7 +47,14 @@ def endless(count: int) -> int:
 def unreached() -> int:
     return 1 + 1
 """
+OTHER = """
+def alone() -> int:
+    return 3 * 3
+"""
 SUITE = """
+import subprocess
+import sys
+
 import pytest
 from toy.module import endless, over, table
 
@@ -72,13 +79,22 @@ def test_table(index):
 
 def test_endless():
     assert endless(3) == 0
+
+
+def test_process():
+    program = "from toy.other import alone; assert alone() == 9"
+    assert not subprocess.run([sys.executable, "-c", program], check=False).returncode
 """
 
 
 @pytest.fixture
 def toy(tmp_path: Path) -> Path:
     """A tree of one module and one suite, as a worker finds it."""
-    for name, text in {"toy/module.py": MODULE, "toy/test_toy.py": SUITE}.items():
+    for name, text in {
+        "toy/module.py": MODULE,
+        "toy/other.py": OTHER,
+        "toy/test_toy.py": SUITE,
+    }.items():
         path = tmp_path / "tree" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -89,7 +105,9 @@ def toy(tmp_path: Path) -> Path:
 
 def found(toy: Path) -> dict[tuple[str, str], list[Mutant]]:
     mutants: dict[tuple[str, str], list[Mutant]] = {}
-    for mutant in mutants_of(toy / "tree", "toy/module.py"):
+    for mutant in mutants_of(toy / "tree", "toy/module.py") + mutants_of(
+        toy / "tree", "toy/other.py"
+    ):
         mutants.setdefault((mutant.scope, mutant.operator), []).append(mutant)
     return mutants
 
@@ -160,7 +178,9 @@ def test_a_worker_records_who_reaches_a_line_and_tries_mutants(
     toy: Path, ask: Callable[..., dict[str, Any]]
 ) -> None:
     pytest.importorskip("cosmic_ray", reason="make setup EXTRAS=dev,mutation")
-    answer = ask(do="record", file="toy/test_toy.py", trace=["toy/module.py"], part=[0, 1])
+    answer = ask(
+        do="record", file="toy/test_toy.py", trace=["toy/module.py", "toy/other.py"], part=[0, 1]
+    )
     reach = Reach()
     reach.add("toy/test_toy.py", answer["map"])
     assert reach.failed == []
@@ -187,8 +207,13 @@ def test_a_worker_records_who_reaches_a_line_and_tries_mutants(
     assert tried("table", "NumberReplacer", 2) == (rest[1:], "killed", "test_table[1]")
     assert tried("endless", "ReplaceComparisonOperator_Gt_GtE")[:2] == (rest[:1], "killed")
     assert tried("endless", "NumberReplacer", 3)[:2] == (rest[:1], "timed out")
+    assert tried("alone", "NumberReplacer") == (["test_process"], "killed", "test_process")
     assert tried("unreached", "NumberReplacer") == ([], "not reached", "")
-    assert tried("", "NumberReplacer", 1) == (sorted(rows + rest), "survived", "")
+    assert tried("", "NumberReplacer", 1) == (
+        sorted([*rows, *rest, "test_process"]),
+        "survived",
+        "",
+    )
     assert (toy / "tree" / "toy" / "module.py").read_text(encoding="utf-8") == MODULE
 
 

@@ -119,7 +119,7 @@ class Worker:
         result.unlink(missing_ok=True)
 
         def child(out: int) -> int:
-            recorder = self._reach.Recorder(self._tree, request["trace"])
+            recorder = self._reach.Recorder(self._tree, request["trace"], self._folder / "tmp")
             chooser = _Part(part, parts, out)
             recorder.start()
             try:
