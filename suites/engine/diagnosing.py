@@ -73,16 +73,21 @@ class Double:
         """Where it is looked for."""
         return ComponentContext(self.twin, self.planting(name).component, self.recipe)
 
+    @cache  # noqa: B019  a double lives as long as its process
+    def expected(self, name: str, number: int) -> Mapping[str, Tensor]:
+        """What the twin makes of a call of the healthy run."""
+        twin = self.naming(name)
+        return dict(twin.call(self.calls[name][number], twin.weights))
+
     def sights(self, name: str, way: FaultVariant | None, calls: int = 2) -> list[CallRecord]:
         """What a candidate with a way does on its first calls."""
-        planted, twin = self.planting(name), self.naming(name)
+        planted = self.planting(name)
         call = planted.call if way is None else way.apply(planted.call)
         found = []
         with torch.inference_mode():
             for step, inputs in enumerate(self.calls[name][:calls]):
                 outputs = dict(call(inputs, planted.weights))
-                expected = dict(twin.call(inputs, twin.weights))
-                found.append(CallRecord(inputs, outputs, expected, {}, step))
+                found.append(CallRecord(inputs, outputs, self.expected(name, step), {}, step))
         return found
 
     def differs(self, name: str, sights: list[CallRecord]) -> bool:
