@@ -13,7 +13,6 @@ from degarble.harness.engine.faults.model_faults import (
     FaultVariant,
     ModelFault,
     block_function,
-    from_variants,
     has_facts,
     is_v4,
     unrounded,
@@ -380,7 +379,6 @@ SOFTMAX_SCALE_FAULTS = (
         remedy="V4: head_dim^-1/2 alone. V3.2: qk_head_dim^-1/2 times mscale squared.",
         sits=sits,
         ways=_logits_variants,
-        signature=from_variants(_logits_variants),
     ),
     ModelFault(
         id="M29.other_scale",
@@ -632,7 +630,6 @@ SOFTMAX_MERGE_FAULTS = (
         remedy="Merge by exp(lse), all in one base and with one scale, and 0 where nothing is.",
         sits=lambda scene: _has_parts(scene) or (scene.role == _ROLE and is_v4(scene)),
         ways=_softmax_merge_variants,
-        signature=from_variants(_softmax_merge_variants),
     ),
     ModelFault(
         id="M30.pooled",
@@ -641,7 +638,6 @@ SOFTMAX_MERGE_FAULTS = (
         remedy="Softmax over all rows of both windows, channel by channel, and nothing else.",
         sits=lambda scene: scene.role in POOLS,
         ways=_pool_variants,
-        signature=from_variants(_pool_variants),
     ),
 )
 
@@ -830,7 +826,6 @@ TOP_K_SELECTION_FAULTS = (
         remedy="Audit the selection on recorded scores: the set must be exact.",
         sits=lambda scene: scene.role == "attn.indexer.topk",
         ways=_top_k_variants,
-        signature=from_variants(_top_k_variants),
     ),
     ModelFault(
         id="M31.compared_coarsely",
@@ -839,7 +834,6 @@ TOP_K_SELECTION_FAULTS = (
         remedy="Compare fp32 scores; resolve ties by index.",
         sits=lambda scene: scene.role == "attn.indexer.topk",
         ways=_rounded_variants,
-        signature=from_variants(_rounded_variants),
     ),
     ModelFault(
         id="M31.weighing",
@@ -848,7 +842,6 @@ TOP_K_SELECTION_FAULTS = (
         remedy="A score is the sum of ReLU(q . k) over heads, each by its own weight.",
         sits=lambda scene: scene.role == "attn.indexer.scores",
         ways=_weighing_variants,
-        signature=from_variants(_weighing_variants),
     ),
     ModelFault(
         id="M31.coarse_scores",
@@ -857,6 +850,5 @@ TOP_K_SELECTION_FAULTS = (
         remedy="Keep head weights and scores in fp32, or in BF16 where the official code does.",
         sits=lambda scene: scene.role in _COARSE,
         ways=_coarse_variants,
-        signature=from_variants(_coarse_variants),
     ),
 )

@@ -14,6 +14,7 @@ from degarble.harness.engine.faults import operand_faults as operands
 from degarble.harness.engine.faults.model_faults import ChangedWeights, FaultVariant, ModelFault
 from degarble.harness.engine.faults.regions import differing, expert_of, likeness, wrong_slots
 from degarble.harness.engine.faults.weight_faults import (
+    FaultFamily,
     FaultTexts,
     has_codes,
     has_scale_bytes,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from degarble.harness.base.protocols import ComponentCall
     from degarble.harness.engine.faults.model_faults import CallRecord, ComponentContext
     from degarble.harness.engine.faults.operand_faults import Making
-    from degarble.harness.engine.faults.weight_faults import Change, Needs, WeightStorage
+    from degarble.harness.engine.faults.weight_faults import Change, WeightStorage
     from degarble.harness.formats.number_formats import BlockFormat
     from degarble.harness.formats.quantise import QuantisedTensor
 
@@ -307,53 +308,54 @@ def _of_half(part: slice) -> Making:
     return change
 
 
-def _range_fault(variant: str, title: str, doing: str, change: Change) -> ModelFault:
-    words = FaultTexts(
-        f"M08.{variant}",
-        title,
-        "small blocks are wrong by a factor, or vanish",
-        "Choose the tensor scale so that block scales use the upper end of E4M3.",
-        doing,
-    )
-    return weight_fault(words, change, has_tensor_scale)
-
+_RANGE = FaultFamily(
+    "M08",
+    "small blocks are wrong by a factor, or vanish",
+    "Choose the tensor scale so that block scales use the upper end of E4M3.",
+)
 
 SCALE_RANGE_FAULTS = (
-    _range_fault(
+    _RANGE.fault(
         "subnormal",
         "Subnormal block scales are decoded by the formula of normal ones",
         "subnormal block scales read as normal ones on",
         of_scales(_as_normal),
+        has_tensor_scale,
     ),
-    _range_fault(
+    _RANGE.fault(
         "flushed",
         "Subnormal block scales are flushed to zero",
         "subnormal block scales flushed to zero on",
         of_scales(_flushed),
+        has_tensor_scale,
     ),
-    _range_fault(
+    _RANGE.fault(
         "underflow",
         "The tensor scale is so large that block scales are subnormal",
         "block scales that were rounded 2^14 too small on",
         of_scales(_shifted()),
+        has_tensor_scale,
     ),
-    _range_fault(
+    _RANGE.fault(
         "small_as_normal",
         "The tensor scale makes block scales subnormal, and they are decoded as normal ones",
         "block scales 2^14 too small, read as normal ones, on",
         of_scales(_shifted(_as_normal)),
+        has_tensor_scale,
     ),
-    _range_fault(
+    _RANGE.fault(
         "small_flushed",
         "The tensor scale makes block scales subnormal, and they are flushed to zero",
         "block scales 2^14 too small, flushed to zero, on",
         of_scales(_shifted(_flushed)),
+        has_tensor_scale,
     ),
-    _range_fault(
+    _RANGE.fault(
         "five_bits",
         "Block scales are encoded again with five bits of exponent, the top one assumed",
         "block scales below 2 lost on",
         of_scales(_five_bits),
+        has_tensor_scale,
     ),
     operands.making_fault(
         FaultTexts(
@@ -598,58 +600,47 @@ def _routed(kept: WeightStorage) -> bool:
     return has_codes(kept) and kept.routed
 
 
-def _address_fault(
-    variant: str, title: str, doing: str, change: Change, *, routed: bool, moves: bool = False
-) -> ModelFault:
-    words = FaultTexts(
-        f"M12.{variant}", title, "exact at first, wrong behind it", _ADDRESS_REMEDY, doing
-    )
-    return weight_fault(words, change, _routed if routed else has_codes, moves=moves)
-
+_ADDRESS = FaultFamily("M12", "exact at first, wrong behind it", _ADDRESS_REMEDY)
 
 SCALE_ARITHMETIC_FAULTS = (
-    _address_fault(
+    _ADDRESS.fault(
         "expert_offset",
         "Scales of an expert are read from an offset that is not rounded up to 128 rows",
         "expert offsets without rounding up to 128 rows on",
         _unrounded_offset,
-        routed=True,
+        _routed,
     ),
-    _address_fault(
+    _ADDRESS.fault(
         "previous_expert",
         "Every expert reads the scales of the one before it",
         "the scales of the expert before on",
         _previous_expert,
-        routed=True,
+        _routed,
     ),
-    _address_fault(
+    _ADDRESS.fault(
         "first_layer",
         "Every layer reads the scales of the first one",
         "the scales of the first such layer on",
         _first_layer,
-        routed=False,
     ),
-    _address_fault(
+    _ADDRESS.fault(
         "dense_rows",
         "Rows of codes with a gap between them are read as dense",
         "reading strided rows of codes as dense on",
         _dense_rows,
-        routed=False,
     ),
-    _address_fault(
+    _ADDRESS.fault(
         "column_off",
         "The columns of the block scales are off by one",
         "scale columns off by one on",
         of_scales(_column_off),
-        routed=False,
         moves=True,
     ),
-    _address_fault(
+    _ADDRESS.fault(
         "row_off",
         "The rows of the block scales are off by one",
         "scale rows off by one on",
         of_scales(_row_off),
-        routed=False,
         moves=True,
     ),
     ModelFault(
@@ -703,33 +694,28 @@ def _has_other_scales(kept: WeightStorage) -> bool:
     return kept.form is not None and kept.form.scale != E4M3
 
 
-def _rank_fault(variant: str, title: str, doing: str, change: Change, *, other: bool) -> ModelFault:
-    words = FaultTexts(
-        f"O06.{variant}",
-        title,
-        "every block but the first is wrong by a factor of its own",
-        "Check rank, extents and dtype of scales where they are read; broadcast nothing.",
-        doing,
-    )
-    return weight_fault(words, change, _has_other_scales if other else has_codes)
-
+_RANK = FaultFamily(
+    "O06",
+    "every block but the first is wrong by a factor of its own",
+    "Check rank, extents and dtype of scales where they are read; broadcast nothing.",
+)
 
 SCALE_RANK_FAULTS = (
-    _rank_fault(
+    _RANK.fault(
         "one_scale", "One block scale serves the whole matrix", "the first block scale for all of",
-        of_scales(_one), other=False,
+        of_scales(_one),
     ),
-    _rank_fault(
+    _RANK.fault(
         "one_a_row", "One block scale serves a row of blocks",
-        "the first block scale of each row for all of", of_scales(_of_rows), other=False,
+        "the first block scale of each row for all of", of_scales(_of_rows),
     ),
-    _rank_fault(
+    _RANK.fault(
         "one_a_column", "One block scale serves a column of blocks",
-        "the first block scale of each column for all of", of_scales(_of_columns), other=False,
+        "the first block scale of each column for all of", of_scales(_of_columns),
     ),
-    _rank_fault(
+    _RANK.fault(
         "in_e4m3", "Block scales are cast to E4M3", "block scales cast to E4M3 on",
-        of_scales(_in_e4m3), other=True,
+        of_scales(_in_e4m3), _has_other_scales,
     ),
 )  # fmt: skip
 
@@ -759,23 +745,18 @@ def _both(scene: ComponentContext, name: str, weight: Weight) -> Weight | None:
 _BLOCKS = of_scales(lambda _tensor, scales: torch.ones_like(scales))
 
 
-def _ones_fault(variant: str, title: str, doing: str, change: Change, needs: Needs) -> ModelFault:
-    words = FaultTexts(
-        f"O09.{variant}",
-        title,
-        "every block is wrong by a factor of its own, its scale",
-        "Fill the tensor that the kernel reads from the file, not from its initial value.",
-        doing,
-    )
-    return weight_fault(words, change, needs)
-
+_ONES = FaultFamily(
+    "O09",
+    "every block is wrong by a factor of its own, its scale",
+    "Fill the tensor that the kernel reads from the file, not from its initial value.",
+)
 
 ONES_FOR_SCALES_FAULTS = (
-    _ones_fault("blocks", "All block scales are 1", "block scales of 1 on", _BLOCKS, has_codes),
-    _ones_fault(
+    _ONES.fault("blocks", "All block scales are 1", "block scales of 1 on", _BLOCKS, has_codes),
+    _ONES.fault(
         "both", "Block and tensor scales are 1", "all scales of 1 on", _both, has_tensor_scale
     ),
-    _ones_fault(
+    _ONES.fault(
         "byte", "All block scales hold the byte 1", "the byte 1 as block scales of", _one_byte,
         has_scale_bytes,
     ),

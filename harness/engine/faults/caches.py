@@ -12,7 +12,6 @@ from degarble.harness.engine.faults.model_faults import (
     FaultVariant,
     ModelFault,
     Reach,
-    from_variants,
     is_v4,
     with_inputs,
     with_outputs,
@@ -119,7 +118,7 @@ def _row_fault(
         yield way(scene, every=False)
 
     effect = "attention reads noise, often huge or NaN, from the cache"
-    return ModelFault(f"M13.{variant}", title, effect, _REMEDY, sits, ways, from_variants(ways))
+    return ModelFault(f"M13.{variant}", title, effect, _REMEDY, sits, ways)
 
 
 def _beside_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
@@ -338,7 +337,6 @@ CACHE_SCALES_FAULTS = (
         remedy="Keep scales beside their values, in one order for writer and reader.",
         sits=lambda scene: scene.role in _CACHE_SCALE_WRITERS,
         ways=_block_variants,
-        signature=from_variants(_block_variants),
     ),
     ModelFault(
         id="M32.values",
@@ -356,7 +354,6 @@ CACHE_SCALES_FAULTS = (
         remedy="Hand the writer's scale to every reader.",
         sits=_is_attention,
         ways=_reader_variants,
-        signature=from_variants(_reader_variants),
     ),
 )
 

@@ -17,6 +17,7 @@ from degarble.harness.engine.faults.tensor_faults import (
     reproduction,
 )
 from degarble.harness.engine.faults.weight_faults import (
+    FaultFamily,
     FaultTexts,
     elements,
     has_codes,
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from degarble.harness.engine.faults.model_faults import ComponentContext, ModelFault
     from degarble.harness.engine.faults.operand_faults import Making
     from degarble.harness.engine.faults.tensor_faults import DifferingPart
-    from degarble.harness.engine.faults.weight_faults import Change, Needs, WeightStorage
+    from degarble.harness.engine.faults.weight_faults import Change, WeightStorage
     from degarble.harness.formats.quantise import QuantisedTensor
 
 
@@ -411,31 +412,26 @@ def _twos_complement(tensor: QuantisedTensor, element: Tensor) -> Tensor:
     return torch.where(codes >= 8, -magnitude, element)
 
 
-def _sign_fault(variant: str, title: str, doing: str, change: Change, needs: Needs) -> ModelFault:
-    words = FaultTexts(
-        f"O01.{variant}",
-        title,
-        "half of the values are wrong: text is garbled, nothing is NaN",
-        "Take the sign from the top bit of each code; prove the decoder over all of them.",
-        doing,
-    )
-    return weight_fault(words, change, needs)
-
+_SIGN = FaultFamily(
+    "O01",
+    "half of the values are wrong: text is garbled, nothing is NaN",
+    "Take the sign from the top bit of each code; prove the decoder over all of them.",
+)
 
 LOST_SIGN_FAULTS = (
-    _sign_fault(
+    _SIGN.fault(
         "magnitudes", "Codes are decoded without their sign", "magnitudes alone on",
         of_elements(lambda _tensor, element: element.abs()), has_codes,
     ),
-    _sign_fault(
+    _SIGN.fault(
         "negative_lost", "Negative values become zero", "negative values cut to zero on",
         of_elements(lambda _tensor, element: element.clamp(min=0)), has_codes,
     ),
-    _sign_fault(
+    _SIGN.fault(
         "one_nibble", "The low nibble of every byte loses its sign",
         "low nibbles without sign on", of_elements(_one_nibble), is_packed,
     ),
-    _sign_fault(
+    _SIGN.fault(
         "twos_complement", "Nibbles are taken for integers in two's complement",
         "negative codes in two's complement on", of_elements(_twos_complement), is_packed,
     ),

@@ -555,7 +555,6 @@ ACTIVATION_CONSTANT_FAULTS = (
         remedy="Clamp gate from above and up on both sides, in front of SiLU and product.",
         sits=lambda scene: sits(scene) and is_v4(scene),
         ways=_place_variants,
-        signature=from_variants(_place_variants),
     ),
     ModelFault(
         id="M25.function",
@@ -564,6 +563,5 @@ ACTIVATION_CONSTANT_FAULTS = (
         remedy="Use x * sigmoid(x); approximate it to the accuracy of the stored dtype.",
         sits=sits,
         ways=_function_variants,
-        signature=from_variants(_function_variants),
     ),
 )

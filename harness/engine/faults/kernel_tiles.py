@@ -13,7 +13,6 @@ import torch
 from degarble.harness.engine.faults.model_faults import (
     FaultVariant,
     ModelFault,
-    from_variants,
     function_at,
     with_function,
     with_outputs,
@@ -335,7 +334,6 @@ BAD_BUCKET_FAULTS = (
         remedy=_BUCKET_REMEDY,
         sits=lambda scene: scene.role in PRODUCTS,
         ways=_bucket_tile_variants,
-        signature=from_variants(_bucket_tile_variants),
     ),
     ModelFault(
         id="M41.rows_repeated",
@@ -353,7 +351,6 @@ BAD_BUCKET_FAULTS = (
         remedy="Fold all lanes of a warp before one of them writes.",
         sits=lambda scene: scene.role == "ffn.gate",
         ways=_lane_variants,
-        signature=from_variants(_lane_variants),
     ),
     ModelFault(
         id="M41.quantiser_empty",
@@ -362,7 +359,6 @@ BAD_BUCKET_FAULTS = (
         remedy="Test each kernel with known answers when the engine starts.",
         sits=_quantises,
         ways=_quantiser_variants,
-        signature=from_variants(_quantiser_variants),
     ),
 )
 

@@ -15,7 +15,6 @@ from degarble.harness.engine.faults.model_faults import (
     ChangedWeights,
     FaultVariant,
     ModelFault,
-    from_variants,
 )
 from degarble.harness.engine.faults.operand_faults import activation_format, is_packed
 from degarble.harness.engine.faults.tensor_faults import (
@@ -26,6 +25,7 @@ from degarble.harness.engine.faults.tensor_faults import (
     reproduction,
 )
 from degarble.harness.engine.faults.weight_faults import (
+    FaultFamily,
     FaultTexts,
     has_codes,
     has_scale_bytes,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from degarble.harness.base.protocols import ComponentCall
     from degarble.harness.engine.faults.model_faults import ComponentContext
     from degarble.harness.engine.faults.tensor_faults import DifferingPart
-    from degarble.harness.engine.faults.weight_faults import Change, WeightStorage
+    from degarble.harness.engine.faults.weight_faults import WeightStorage
     from degarble.harness.formats.layouts import ScaleLayout
     from degarble.harness.formats.quantise import QuantisedTensor
 
@@ -399,7 +399,6 @@ SWIZZLED_WORDS_FAULTS = (
         remedy=_REMEDY,
         sits=_sits,
         ways=_word_variants,
-        signature=from_variants(_word_variants),
     ),
     ModelFault(
         id="M12.chunk_behind",
@@ -408,7 +407,6 @@ SWIZZLED_WORDS_FAULTS = (
         remedy=_REMEDY,
         sits=_sits,
         ways=_chunk_variants,
-        signature=from_variants(_chunk_variants),
     ),
 )
 
@@ -485,43 +483,44 @@ def _taken_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
     yield gated(scene, "gate and up taken for each other", changed)
 
 
-def _gate_up_fault(
-    variant: str, title: str, doing: str, change: Change, *, scales: bool
-) -> ModelFault:
-    words = FaultTexts(
-        f"M14.{variant}",
-        title,
-        "SwiGLU multiplies what does not belong together: text is garbled, nothing is NaN",
-        "Tell the kernel which order w13 has, or shuffle the rows (and their scales) at load.",
-        doing,
-    )
-    return weight_fault(words, change, _has_scales if scales else is_gate_or_up, whole=True)
-
+_GATE_UP = FaultFamily(
+    "M14",
+    "SwiGLU multiplies what does not belong together: text is garbled, nothing is NaN",
+    "Tell the kernel which order w13 has, or shuffle the rows (and their scales) at load.",
+)
 
 GATE_AND_UP_FAULTS = (
-    _gate_up_fault(
-        "swapped", "Gate and up are swapped", "gate and up swapped on", _swapped, scales=False
+    _GATE_UP.fault(
+        "swapped",
+        "Gate and up are swapped",
+        "gate and up swapped on",
+        _swapped,
+        is_gate_or_up,
+        whole=True,
     ),
-    _gate_up_fault(
+    _GATE_UP.fault(
         "interleaved",
         "Rows of gate and up are interleaved, and split in halves",
         "interleaved rows of gate and up on",
         _interleaved,
-        scales=False,
+        is_gate_or_up,
+        whole=True,
     ),
-    _gate_up_fault(
+    _GATE_UP.fault(
         "pulled_apart",
         "Gate stands above up, and every second row is taken for the gate",
         "rows of gate and up pulled apart on",
         _pulled_apart,
-        scales=False,
+        is_gate_or_up,
+        whole=True,
     ),
-    _gate_up_fault(
+    _GATE_UP.fault(
         "scales_swapped",
         "The block scales of gate and up are swapped, their codes are not",
         "swapped block scales of gate and up on",
         _scales_swapped,
-        scales=True,
+        _has_scales,
+        whole=True,
     ),
     ModelFault(
         id="M14.taken",
@@ -530,6 +529,5 @@ GATE_AND_UP_FAULTS = (
         remedy="Tell the kernel which half of its input is the gate.",
         sits=sits,
         ways=_taken_variants,
-        signature=from_variants(_taken_variants),
     ),
 )

@@ -10,6 +10,7 @@ import torch
 from degarble.harness.engine.faults.model_faults import FaultVariant, ModelFault, with_inputs
 from degarble.harness.engine.faults.regions import expert_of, matrices, wrong_slots
 from degarble.harness.engine.faults.weight_faults import (
+    FaultFamily,
     FaultTexts,
     has_codes,
     has_scale_bytes,
@@ -189,35 +190,30 @@ def _is_fused(kept: WeightStorage) -> bool:
     return kept.linear and kept.role.rpartition(".")[2] in {"w13", "proj"}
 
 
-def _rows_fault(variant: str, title: str, doing: str, change: Change, **how: object) -> ModelFault:
-    words = FaultTexts(
-        f"M16.{variant}", title, "right size, wrong place: text is garbled", _REMEDY, doing
-    )
-    return weight_fault(words, change, **how)  # type: ignore[arg-type]
-
+_ROWS = FaultFamily("M16", "right size, wrong place: text is garbled", _REMEDY)
 
 WRONG_ROWS_FAULTS = (
-    _rows_fault(
+    _ROWS.fault(
         "cut_by_two_ranks", "A fused matrix is cut by two ranks, not each of its parts",
         "rows cut by two ranks on", _cut_by_rank(2), needs=_is_fused, whole=True,
     ),
-    _rows_fault(
+    _ROWS.fault(
         "cut_by_four_ranks", "A fused matrix is cut by four ranks, not each of its parts",
         "rows cut by four ranks on", _cut_by_rank(4), needs=_is_fused, whole=True,
     ),
-    _rows_fault(
+    _ROWS.fault(
         "groups_mixed", "Rows are cut by heads in front of a reshape by groups",
         "rows that belong to other groups on", of_values(_by_heads), needs=is_matrix,
     ),
-    _rows_fault(
+    _ROWS.fault(
         "ranks_turned", "Two ranks hold each other's rows",
         "the halves of the rows exchanged on", of_values(_ranks_turned), needs=is_matrix,
     ),
-    _rows_fault(
+    _ROWS.fault(
         "next_expert", "Expert slots hold the next expert",
         "the next expert's rows on", _next_expert(1), needs=is_routed,
     ),
-    _rows_fault(
+    _ROWS.fault(
         "first_expert", "Expert slots hold the first expert",
         "the first expert's rows on", _next_expert(0), needs=is_routed,
     ),
@@ -258,32 +254,27 @@ def _is_vector(kept: WeightStorage) -> bool:
     return is_number(kept) and not kept.linear
 
 
-def _absent_fault(variant: str, title: str, doing: str, change: Change, needs: Needs) -> ModelFault:
-    words = FaultTexts(
-        f"M17.{variant}",
-        title,
-        "one term or one factor is missing; the rest is right",
-        "Compare the names in the files with those that were read; refuse what was left over.",
-        doing,
-    )
-    return weight_fault(words, change, needs)
-
+_ABSENT = FaultFamily(
+    "M17",
+    "one term or one factor is missing; the rest is right",
+    "Compare the names in the files with those that were read; refuse what was left over.",
+)
 
 TENSOR_ABSENT_FAULTS = (
-    _absent_fault(
+    _ABSENT.fault(
         "zeros", "A tensor is absent: zeros", "zeros in place of", of_values(_zeros), is_number
     ),
-    _absent_fault(
+    _ABSENT.fault(
         "ones", "A norm or bias is absent: ones", "ones in place of", of_values(_ones), _is_vector
     ),
-    _absent_fault(
+    _ABSENT.fault(
         "second_half",
         "The second half of a matrix is absent",
         "zeros in the second half of",
         of_values(lambda value: _half(value, second=True)),
         is_matrix,
     ),
-    _absent_fault(
+    _ABSENT.fault(
         "first_half",
         "The first half of a matrix is absent",
         "zeros in the first half of",
@@ -385,35 +376,28 @@ def _of_bytes(tensor: QuantisedTensor, scales: Tensor) -> Tensor | None:
     return made.repeat_interleave(repeats, -1)[..., : scales.shape[-1]]
 
 
-def _after_load_fault(
-    variant: str, title: str, doing: str, change: Change, needs: Needs
-) -> ModelFault:
-    words = FaultTexts(
-        f"M20.{variant}",
-        title,
-        "right after the first load, wrong after the next; or wrong for one class of modules",
-        "Mark every module with the layout that it is in, and refuse a second pass.",
-        doing,
-    )
-    return weight_fault(words, change, needs)
-
+_AFTER_LOAD = FaultFamily(
+    "M20",
+    "right after the first load, wrong after the next; or wrong for one class of modules",
+    "Mark every module with the layout that it is in, and refuse a second pass.",
+)
 
 AFTER_LOADING_FAULTS = (
-    _after_load_fault(
+    _AFTER_LOAD.fault(
         "shuffled_again",
         "Rows were shuffled for the kernel a second time",
         "a second shuffle of the rows of",
         of_values(_shuffled),
         is_matrix,
     ),
-    _after_load_fault(
+    _AFTER_LOAD.fault(
         "scale_before",
         "The tensor scale is still that of another weight",
         "the tensor scale of the layer before on",
         _scale_before,
         has_tensor_scale,
     ),
-    _after_load_fault(
+    _AFTER_LOAD.fault(
         "scales_of_bytes",
         "Block scales were worked out from packed bytes",
         "block scales worked out from packed bytes on",
@@ -545,33 +529,26 @@ def _codes_as_scales(_scene: ComponentContext, _name: str, weight: Weight) -> We
     return replace(weight, block_scale=stale.reshape(scale.shape), _decoded={})
 
 
-def _skipped_fault(
-    variant: str, title: str, doing: str, change: Change, needs: Needs
-) -> ModelFault:
-    words = FaultTexts(
-        f"O08.{variant}",
-        title,
-        "noise of any size, another one at every start",
-        "Fill parameters with NaN before loading, and refuse what is still NaN behind it.",
-        doing,
-    )
-    return weight_fault(words, change, needs)
-
+_SKIPPED = FaultFamily(
+    "O08",
+    "noise of any size, another one at every start",
+    "Fill parameters with NaN before loading, and refuse what is still NaN behind it.",
+)
 
 SKIPPED_LOAD_FAULTS = (
-    _skipped_fault(
+    _SKIPPED.fault(
         "codes_fresh", "Codes were never loaded: fresh memory", "bytes 0xCD as codes of",
         _codes_filled(_FRESH), has_codes,
     ),
-    _skipped_fault(
+    _SKIPPED.fault(
         "codes_freed", "Codes were never loaded: freed memory", "bytes 0xDD as codes of",
         _codes_filled(_FREED), has_codes,
     ),
-    _skipped_fault(
+    _SKIPPED.fault(
         "scales_fresh", "Block scales were never loaded: fresh memory",
         "bytes 0xCD as block scales of", _scales_filled(_FRESH), has_codes,
     ),
-    _skipped_fault(
+    _SKIPPED.fault(
         "scales_stale", "Block scales were never loaded: bytes of another tensor",
         "stale codes as block scales of", _codes_as_scales, has_scale_bytes,
     ),

@@ -143,14 +143,30 @@ class FaultVariant:
         return self.apply(lambda given, _weights: given)(inputs, weights)
 
 
+def from_variants(
+    ways: Callable[[ComponentContext], Iterator[FaultVariant]],
+) -> Callable[[ComponentContext, CallRecord], Iterator[FaultVariant]]:
+    """Return the signature of a fault without a parameter: it proposes every plantable way."""
+
+    def signature(scene: ComponentContext, _sight: CallRecord) -> Iterator[FaultVariant]:
+        return ways(scene)
+
+    return signature
+
+
+def _every_variant(_scene: ComponentContext, _sight: CallRecord) -> Iterator[FaultVariant]:
+    """Stand for from_variants(ways) where a fault names no signature."""
+    raise AssertionError("replaced when the fault is made")
+
+
 @dataclass(frozen=True)
 class ModelFault:
     """One known way to go wrong in a running model.
 
     `sits` decides by role, recipe and config alone whether it applies to a component. `ways` lists
     what can be planted there, mild variants included. `signature` proposes what may explain a call,
-    fitted to it if the fault has a parameter; reproduction decides whether it does. If damage
-    varies from call to call (`per_call`), so do the proposals.
+    fitted to it if the fault has a parameter, else all that can be planted; reproduction decides
+    whether it does. If damage varies from call to call (`per_call`), so do the proposals.
     """
 
     id: str
@@ -159,9 +175,13 @@ class ModelFault:
     remedy: str
     sits: Callable[[ComponentContext], bool]
     ways: Callable[[ComponentContext], Iterator[FaultVariant]]
-    signature: Callable[[ComponentContext, CallRecord], Iterator[FaultVariant]]
+    signature: Callable[[ComponentContext, CallRecord], Iterator[FaultVariant]] = _every_variant
     reach: Reach = Reach.COMPONENT
     per_call: bool = False
+
+    def __post_init__(self) -> None:
+        if self.signature is _every_variant:
+            object.__setattr__(self, "signature", from_variants(self.ways))
 
     @property
     def family(self) -> str:
@@ -172,17 +192,6 @@ class ModelFault:
         """Choose one way to plant here; the caller wraps the candidate's call with it."""
         found = list(self.ways(scene))
         return found[chance.randrange(len(found))]
-
-
-def from_variants(
-    ways: Callable[[ComponentContext], Iterator[FaultVariant]],
-) -> Callable[[ComponentContext, CallRecord], Iterator[FaultVariant]]:
-    """Return the signature of a fault without a parameter: it proposes every plantable way."""
-
-    def signature(scene: ComponentContext, _sight: CallRecord) -> Iterator[FaultVariant]:
-        return ways(scene)
-
-    return signature
 
 
 def with_weights(change: Callable[[str, Weight], Weight]) -> Callable[..., ComponentCall]:

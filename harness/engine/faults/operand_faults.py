@@ -17,7 +17,6 @@ import torch
 from degarble.harness.engine.faults.model_faults import (
     FaultVariant,
     ModelFault,
-    from_variants,
     with_inputs,
 )
 from degarble.harness.formats.codec import decode_array, encode_array, pack_nibbles
@@ -168,9 +167,7 @@ def making_fault(
         for half, of, where in _COLUMNS:
             yield FaultVariant(f"{words.doing} {scene.name}{of}", _made(scene, change, half), where)
 
-    return ModelFault(
-        words.id, words.title, words.effect, words.remedy, sits, ways, from_variants(ways)
-    )
+    return ModelFault(words.id, words.title, words.effect, words.remedy, sits, ways)
 
 
 def reading_fault(
@@ -187,9 +184,7 @@ def reading_fault(
         for half, of, where in _COLUMNS:
             yield FaultVariant(f"{words.doing} {scene.name}{of}", _read(scene, change, half), where)
 
-    return ModelFault(
-        words.id, words.title, words.effect, words.remedy, sits, ways, from_variants(ways)
-    )
+    return ModelFault(words.id, words.title, words.effect, words.remedy, sits, ways)
 
 
 def _made(

@@ -25,7 +25,6 @@ from degarble.harness.engine.faults.model_faults import (
     ModelFault,
     decoded,
     facts_of,
-    from_variants,
     unrounded,
     unrounded_output,
     with_facts,
@@ -210,7 +209,6 @@ OUTPUT_PRECISION_FAULTS = (
         remedy="Multiply by the scales in fp32 and convert last.",
         sits=lambda scene: scene.role in _LINEARS,
         ways=_small_variants,
-        signature=from_variants(_small_variants),
     ),
     ModelFault(
         id="M40.short_sums",

@@ -13,7 +13,6 @@ from degarble.harness.engine.faults.model_faults import (
     ModelFault,
     Reach,
     facts_at,
-    from_variants,
     is_v4,
     with_config,
     with_facts,
@@ -190,7 +189,6 @@ REDUCTION_COUNT_FAULTS = (
         remedy="Reduce over all ranks of the group that cuts this weight.",
         sits=sits_cut,
         ways=_part_variants,
-        signature=from_variants(_part_variants),
     ),
     ModelFault(
         id="M21.expert_twice",
@@ -208,7 +206,6 @@ REDUCTION_COUNT_FAULTS = (
         remedy="Fit out = a * routed + b * shared; a or b is the number of ranks.",
         sits=lambda scene: scene.role == "ffn.moe_sum",
         ways=_on_the_way,
-        signature=from_variants(_on_the_way),
         reach=Reach.EDGE,
     ),
 )
@@ -381,7 +378,6 @@ RESIDUAL_STREAMS_FAULTS = (
         remedy="Spread the embedding once and collapse behind the last layer only.",
         sits=lambda scene: scene.role in _POST,
         ways=_made_variants,
-        signature=from_variants(_made_variants),
     ),
     ModelFault(
         id="M23.streams_arrive_alike",
@@ -400,7 +396,6 @@ RESIDUAL_STREAMS_FAULTS = (
         remedy="new_k = post_k * v + sum_j mix[j, k] * old_j: the sum is over the first index.",
         sits=lambda scene: scene.role in _POST,
         ways=_mixed_variants,
-        signature=from_variants(_mixed_variants),
     ),
     ModelFault(
         id="M23.gates",
@@ -409,7 +404,6 @@ RESIDUAL_STREAMS_FAULTS = (
         remedy="Rows of the projection: pre, post, mix; add all parts of a split weight.",
         sits=lambda scene: scene.role in _PRE,
         ways=_gate_variants,
-        signature=from_variants(_gate_variants),
     ),
     ModelFault(
         id="M23.sinkhorn",
@@ -418,7 +412,6 @@ RESIDUAL_STREAMS_FAULTS = (
         remedy="Iterate hc_sinkhorn_iters times, the first pass included.",
         sits=lambda scene: scene.role in _PRE,
         ways=_sinkhorn_variants,
-        signature=from_variants(_sinkhorn_variants),
     ),
     ModelFault(
         id="M23.residual",
@@ -427,7 +420,6 @@ RESIDUAL_STREAMS_FAULTS = (
         remedy="Add the stored residual once, in front of every norm.",
         sits=_where_residual,
         ways=_residual_variants,
-        signature=from_variants(_residual_variants),
     ),
     ModelFault(
         id="M23.residual_arrives",

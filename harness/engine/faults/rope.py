@@ -15,7 +15,6 @@ from degarble.harness.engine.faults.model_faults import (
     Reach,
     block_function,
     facts_at,
-    from_variants,
     with_config,
     with_function,
     with_inputs,
@@ -511,7 +510,6 @@ def _fault(
         remedy=remedy,
         sits=sits,
         ways=ways,
-        signature=from_variants(ways),
     )
 
 

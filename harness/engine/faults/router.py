@@ -19,7 +19,6 @@ from degarble.harness.engine.faults.model_faults import (
     FaultVariant,
     ModelFault,
     Reach,
-    from_variants,
     is_v4,
     with_function,
     with_inputs,
@@ -314,7 +313,6 @@ def _fault(name: str, words: tuple[str, str, str], ways: Any, place: str) -> Mod
         remedy=remedy,
         sits=_in_router(ways, place),
         ways=ways,
-        signature=from_variants(ways),
     )
 
 
@@ -366,7 +364,6 @@ ROUTER_SEMANTICS_FAULTS = (
         remedy="Multiply a slot by its routing weight once: in front of w2, or in the sum.",
         sits=_weighs,
         ways=_sum_variants,
-        signature=from_variants(_sum_variants),
     ),
     ModelFault(
         id="M26.choice_arrives",

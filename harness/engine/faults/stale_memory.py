@@ -21,7 +21,6 @@ from degarble.harness.engine.faults.model_faults import (
     FaultVariant,
     ModelFault,
     Reach,
-    from_variants,
     is_v4,
     unrounded,
     with_config,
@@ -358,7 +357,6 @@ STALE_MEMORY_FAULTS = (
         remedy="Count what is visible by floor((t + 1) / ratio), and the token into its window.",
         sits=lambda scene: scene.role == _SCORES or (scene.role == _ATTEND and is_v4(scene)),
         ways=_seen_variants,
-        signature=from_variants(_seen_variants),
     ),
 )
 
@@ -530,7 +528,6 @@ POISON_FAULTS = (
         remedy="Guard the load of data as well as that of scales and logits.",
         sits=_lists,
         ways=_null_variants,
-        signature=from_variants(_null_variants),
     ),
     ModelFault(
         id="M35.first_slot",
@@ -539,7 +536,6 @@ POISON_FAULTS = (
         remedy="-1 is no slot: mask its logit, and do not clamp it to 0.",
         sits=lambda scene: scene.role == "attn.attend" and is_v4(scene),
         ways=_slot_variants,
-        signature=from_variants(_slot_variants),
     ),
     ModelFault(
         id="M35.masked_rows",
@@ -548,7 +544,6 @@ POISON_FAULTS = (
         remedy="Mask rows in front of the sequence to -inf before the maximum.",
         sits=lambda scene: scene.role == "attn.attend" and is_v4(scene),
         ways=_masked_variants,
-        signature=from_variants(_masked_variants),
     ),
     ModelFault(
         id="M35.shared_tile",
@@ -577,7 +572,6 @@ POISON_FAULTS = (
             scene.role.endswith("act_quant") and "block_scale" in scene.component.outputs
         ),
         ways=_scale_variants,
-        signature=from_variants(_scale_variants),
     ),
 )
 

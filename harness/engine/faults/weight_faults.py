@@ -357,6 +357,29 @@ def weight_fault(
     return ModelFault(words.id, words.title, words.effect, words.remedy, sits, ways, signature)
 
 
+class FaultFamily(NamedTuple):
+    """The texts that the faults of weights of one family share."""
+
+    id: str
+    effect: str
+    remedy: str
+
+    def fault(
+        self,
+        name: str,
+        title: str,
+        doing: str,
+        change: Change,
+        needs: Needs = has_codes,
+        *,
+        whole: bool = False,
+        moves: bool = False,
+    ) -> ModelFault:
+        """Make one of them, as `weight_fault` does."""
+        words = FaultTexts(f"{self.id}.{name}", title, self.effect, self.remedy, doing)
+        return weight_fault(words, change, needs, whole=whole, moves=moves)
+
+
 def _fitting(
     spots: tuple[WeightRegion, ...], whole: bool, scene: ComponentContext
 ) -> Iterator[WeightRegion]:
