@@ -14,7 +14,7 @@ _SUITES = Path(__file__).resolve().parents[1]
 HERE = KernelSuites(
     # The other folders need servers, or are nights themselves.
     folders=tuple(_SUITES / name for name in ("backends", "formats", "kernels", "support")),
-    bench="degarble.suites.bench.bench_night",
+    bench="degarble.suites.bench.night",
     first_minute="degarble.suites.support.probes.sm100_first_minute",
     contracts=(_SUITES / "kernels" / "test_contract.py",),
 )

@@ -1,0 +1,427 @@
+"""A decoding step of one layer, and each kernel's share of it.
+
+Layers have true widths and random weights. Four sets have their own attention and memories; experts
+are shared, and each set's tokens choose others. The whole step is one CUDA graph over the sets in
+turn, so that the cache holds nothing of it; every launch is a graph of its own in the same way.
+Numbers are compared by suites/backends/graph.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.backends.cutedsl.kernels import KernelsOnGpu
+from degarble.harness.backends.cutedsl.linears import LinearKernel
+from degarble.harness.backends.graph import weights as records
+from degarble.harness.backends.graph.decoder import PIECE
+from degarble.harness.backends.graph.layers import V4Steps, V32Steps
+from degarble.harness.backends.graph.matrices import CodedGroups, DenseGroups, Experts, Matrix
+from degarble.harness.backends.graph.steps import MemorySize, latent_memory_of, memory_of
+from degarble.harness.cli.values import settings_here
+from degarble.harness.formats.layouts import SWIZZLE_128X4
+from degarble.harness.model.config.config import V3_2, V4_FLASH, V4_PRO
+from degarble.harness.model.types import MlpType
+from degarble.kernels.cache.problem import WINDOW
+from degarble.kernels.gemm.problem import GemmProblem
+from degarble.kernels.rows.mhc_problem import split_weight
+from degarble.references.numerics import Switches
+from degarble.suites.bench import gpu
+from degarble.suites.bench.gpu import normal, octets
+from degarble.suites.bench.runner import Arm, Bench, Column, Comparison, Part
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from degarble.harness.model.config.config import V4Config
+    from degarble.harness.model.types import Block
+    from degarble.suites.bench.runner import Readings
+
+MODELS = {"V4-Flash": V4_FLASH, "V4-Pro": V4_PRO}
+SETS = 4
+CONTEXT = 8192
+TYPES = {0: "window only", 4: "ratio 4, indexer", 128: "ratio 128"}
+TYPES_V32 = {MlpType.DENSE: "dense", MlpType.SCORED: "experts"}
+ENTRY_V32 = "fp8-v32-ue8m0"  # 656 bytes
+NVFP4, FP8 = RECIPES = ("nvfp4-full", "nvfp4-experts")  # of attention and the shared expert
+WHOLE = "whole step"
+
+
+class Remembering(KernelsOnGpu):
+    """Kernels that remember what they were handed, so that each launch can be made again."""
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__(settings)
+        self.calls: list[tuple[str, Any, dict[str, Any]]] = []
+
+    def _run(self, kernel: str, problem: Any, tensors: Any) -> tuple[Tensor, ...]:
+        self.calls.append((kernel, problem, dict(tensors)))
+        made: tuple[Tensor, ...] = super()._run(kernel, problem, tensors)
+        return made
+
+    def again(self, call: tuple[str, Any, dict[str, Any]]) -> Callable[[], object]:
+        """Make a launch once more."""
+        return lambda: KernelsOnGpu._run(self, *call)
+
+
+# ---- random weights ------------------------------------------------------------------------------
+
+
+def bf16(*shape: int) -> Tensor:
+    """Weights of a linear, so that outputs are about as large as inputs."""
+    drawn: Tensor = normal(*shape) * float(shape[-1] ** -0.5)
+    return drawn
+
+
+def float32(*shape: int) -> Tensor:
+    """Parameters around zero."""
+    drawn: Tensor = gpu.floats(*shape) * 0.1
+    return drawn
+
+
+def norm(width: int, dtype: torch.dtype = torch.bfloat16) -> records.NormWeight:
+    return records.NormWeight(torch.ones(width, device=gpu.DEVICE, dtype=dtype))
+
+
+def filled(shape: Sequence[int], value: float) -> Tensor:
+    return torch.full(tuple(shape), value, device=gpu.DEVICE)
+
+
+def codes(*shape: int) -> Any:
+    return octets(*shape, low=0, high=256)
+
+
+def scales(*shape: int) -> Any:
+    """E4M3 scales from 0.5 to 2."""
+    return octets(*shape, low=0x30, high=0x40)
+
+
+def plain(outputs: int, inner: int) -> Matrix:
+    problem = GemmProblem(1, outputs, inner)
+    return Matrix(LinearKernel("sm90_gemm_bf16", problem), {"b": bf16(outputs, inner)})
+
+
+def nvfp4(outputs: int, inner: int) -> Matrix:
+    """A matrix of random codes."""
+    operands = {
+        "b": codes(outputs, inner // 2),
+        "b_scales": scales(SWIZZLE_128X4.storage_size(outputs, inner // 16)),
+        "b_decode_scale": filled((1,), 0.3 * inner**-0.5),
+    }
+    problem = GemmProblem(1, outputs, inner, "nvfp4", "e4m3")
+    return Matrix(LinearKernel("sm90_gemm_nvfp4", problem), operands, filled((1,), 2e-3))
+
+
+def fp8(outputs: int, inner: int, scale_format: str = "ue8m0") -> Matrix:
+    """A matrix of random codes, with exponents as scales, or with float32 ones as V3.2 has them."""
+    problem = GemmProblem(1, outputs, inner, "fp8_block", scale_format)
+    tiles, exponent = (-(-outputs // 128), -(-inner // 128)), -(inner.bit_length() // 2)
+    of_tiles = filled(tiles, 2.0**exponent)
+    if scale_format == "ue8m0":
+        of_tiles = torch.full_like(of_tiles, 127 + exponent, dtype=torch.uint8)
+    operands = {"b": normal(outputs, inner, dtype=torch.float8_e4m3fn), "b_scales": of_tiles}
+    return Matrix(LinearKernel("sm90_gemm_fp8_block", problem), operands)
+
+
+def fp8_v32(outputs: int, inner: int) -> Matrix:
+    return fp8(outputs, inner, "float32")
+
+
+def experts(hidden: int, width: int, count: int) -> Experts:
+    """Experts of random codes."""
+    made: dict[str, Tensor] = {}
+    for name, leading, n, k in (
+        ("w13", (count, 2), width, hidden), ("w2", (count,), hidden, width),
+    ):  # fmt: skip
+        made[f"{name}_codes"] = codes(*leading, n, k // 2)
+        made[f"{name}_scales"] = scales(*leading, SWIZZLE_128X4.storage_size(n, k // 16))
+        made[f"{name}_decode_scale"] = filled(leading, 0.3 * k**-0.5)
+        made[f"{name}_input_scale"] = filled((count,), 2e-3)
+    return Experts(made)
+
+
+# ---- a V4 layer ----------------------------------------------------------------------------------
+
+
+def mixing(config: V4Config, products: int) -> records.MhcLayout:
+    """mHC's parameters."""
+    fn = float32(products, config.hc_mult * config.hidden_size) * 0.1
+    split = split_weight(fn.cpu()).to(gpu.DEVICE)
+    return records.MhcLayout(split, float32(products), float32(1 if products == 4 else 3))
+
+
+def compressing(config: V4Config, ratio: int, width: int) -> records.Compressing:
+    """A compressor of plain weights, as every official checkpoint has it."""
+    columns = width * (2 if ratio == 4 else 1)
+    joined = bf16(2 * columns, config.hidden_size)
+    return records.Compressing(joined, (), float32(ratio, columns), norm(width))
+
+
+def groups_of(config: V4Config, *, coded: bool) -> DenseGroups | CodedGroups:
+    """wo_a, BF16 or FP8."""
+    count, inner = config.o_groups, config.num_attention_heads * 512 // config.o_groups
+    if not coded:
+        return DenseGroups(bf16(count * config.o_lora_rank, inner), count, dense=False)
+    way, whole = fp8(config.o_lora_rank, inner).way, fp8(count * config.o_lora_rank, inner)
+    part = (whole.operands["b"], whole.operands["b_scales"])
+    return CodedGroups(way, (part,), count, whole=True)
+
+
+def attention(config: V4Config, block: Block, recipe: str) -> records.AttentionWeights:
+    """Attention of a layer's type; compressors and indexer are BF16."""
+    linear = fp8 if recipe == FP8 else nvfp4
+    hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.q_lora_rank
+    out, indexer = config.o_groups * config.o_lora_rank, None
+    if block.ratio == 4:
+        indexer = records.Indexing(
+            plain(config.index_n_heads * 128, rank), bf16(config.index_n_heads, hidden),
+            compressing(config, block.ratio, 128),
+        )  # fmt: skip
+    return records.AttentionWeights(
+        mixing(config, 24), norm(hidden), linear(rank, hidden), norm(rank),
+        linear(heads * 512, rank), linear(512, hidden), norm(512), float32(heads),
+        groups_of(config, coded=recipe == FP8), linear(hidden, out),
+        compressing(config, block.ratio, 512) if block.ratio else None, indexer,
+    )  # fmt: skip
+
+
+def layer(config: V4Config, block: Block, every: Experts, recipe: str) -> records.LayerWeights:
+    """A layer of random weights; routed experts are those of all sets."""
+    hidden, count = config.hidden_size, config.n_routed_experts
+    width = config.moe_intermediate_size
+    shared: Any = experts(hidden, width, 1)
+    if recipe == FP8:
+        shared = fp8(2 * width, hidden), fp8(hidden, width)
+    routed = records.RoutedWeights(bf16(count, hidden), float32(count), every)
+    ffn = records.FfnWeights(mixing(config, 24), norm(hidden), routed, shared)
+    return records.LayerWeights(block, config.rope(block), attention(config, block, recipe), ffn)
+
+
+# ---- a V3.2 layer --------------------------------------------------------------------------------
+
+
+def attention_v32(config: Any, recipe: str) -> records.LatentWeights:
+    linear, out = (fp8_v32, fp8_v32) if recipe == FP8 else (plain, nvfp4)
+    hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.q_lora_rank
+    nope, value = config.qk_nope_head_dim, config.v_head_dim
+    indexing = records.KeyIndexing(
+        linear(config.index_n_heads * 128, rank), linear(128, hidden), float32(128) + 1,
+        float32(128), bf16(config.index_n_heads, hidden), 8192**-0.5,
+    )  # fmt: skip
+    return records.LatentWeights(
+        norm_v32(hidden), linear(rank, hidden), norm_v32(rank), linear(heads * (nope + 64), rank),
+        linear(576, hidden), norm_v32(512), bf16(heads * 512, nope),
+        bf16(heads * value, 512), out(hidden, heads * value), indexing,
+    )  # fmt: skip
+
+
+def norm_v32(width: int) -> records.NormWeight:
+    """A norm's weight, float32 as checkpoints have it."""
+    return norm(width, torch.float32)
+
+
+def gated_v32(hidden: int, width: int, recipe: str) -> Experts | tuple[Matrix, ...]:
+    """A dense layer's matrices, or the shared expert's."""
+    if recipe == FP8:
+        return fp8_v32(2 * width, hidden), fp8_v32(hidden, width)
+    return experts(hidden, width, 1)
+
+
+def layer_v32(config: Any, block: Block, every: Experts, recipe: str) -> records.LatentLayer:
+    """A layer of random weights; routed experts are those of all sets."""
+    hidden = config.hidden_size
+    if block.mlp_type is MlpType.DENSE:
+        gated = gated_v32(hidden, config.intermediate_size, recipe)
+        ffn = records.MlpWeights(norm_v32(hidden), gated, None)
+    else:
+        count = config.n_routed_experts
+        routed = records.RoutedWeights(bf16(count, hidden), float32(count), every)
+        shared = gated_v32(hidden, config.moe_intermediate_size, recipe)
+        ffn = records.MlpWeights(norm_v32(hidden), shared, routed)
+    return records.LatentLayer(block, config.rope(block), attention_v32(config, recipe), ffn)
+
+
+# ---- a step --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """One set: a layer, and the launches that its step makes."""
+
+    run: Callable[[], object]
+    calls: list[tuple[str, Any, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What all sets of all layers share."""
+
+    kernels: Any
+    config: Any
+    every: Experts
+    recipe: str
+    context: int = CONTEXT
+    entry: str = ENTRY_V32
+
+    def recorded(self, run: Callable[[], object]) -> Step:
+        self.kernels.calls = []
+        run()
+        return Step(run, self.kernels.calls)
+
+
+def steps_of(given: Given, block: Block, lanes: int) -> list[Step]:
+    """Sets of a V4 layer at the end of a context that is full."""
+    config, found = given.config, []
+    room = MemorySize(lanes, given.context, config.sliding_window, "fp8")
+    for _ in range(SETS):
+        stepping = V4Steps(given.kernels, config, Switches(), room)
+        weights = layer(config, block, given.every, given.recipe)
+        indexes = weights.attn.indexer is not None
+        memory = memory_of(room, block, indexes=indexes, device=gpu.DEVICE)
+        for each in memory.tensors:
+            _fill(each)
+        stepping.lanes.positions.fill_(given.context - 1)
+        stepping.lanes.owners.copy_(stepping.lanes.members)
+        streams = normal(lanes, config.hc_mult, config.hidden_size)
+        sees_all = (block.ratio,) if block.ratio and not indexes else ()
+
+        def run(
+            s: Any = stepping, w: Any = weights, m: Any = memory, x: Any = streams,
+            far: Any = sees_all,
+        ) -> object:  # fmt: skip
+            return s.layer(w, m, s.lists(far), x)
+
+        found.append(given.recorded(run))
+    return found
+
+
+def steps_of_v32(given: Given, block: Block, lanes: int, rows: int) -> list[Step]:
+    """Sets of a V3.2 layer: rows of as many lanes, or of one prompt."""
+    config, found = given.config, []
+    room = MemorySize(lanes, given.context, 1, given.entry)
+    for _ in range(SETS):
+        stepping = V32Steps(given.kernels, config, Switches(), room, rows)
+        weights = layer_v32(config, block, given.every, given.recipe)
+        memory = latent_memory_of(room, gpu.DEVICE)
+        for each in memory.tensors:
+            _fill(each)
+        alone = lanes == rows
+        first = [given.context - 1] * rows if alone else range(given.context - rows, given.context)
+        stepping.lanes.tell([7] * rows, list(first), range(rows) if alone else [0] * rows)
+        pair = normal(rows, config.hidden_size), normal(rows, config.hidden_size)
+
+        def run(s: Any = stepping, w: Any = weights, m: Any = memory, given: Any = pair) -> object:
+            return s.layer(w, m, s.slots(WINDOW, 1, 1)[1], given)
+
+        found.append(given.recorded(run))
+    return found
+
+
+def _fill(memory: Tensor) -> None:
+    """Bytes that every format reads as small numbers."""
+    if memory.dtype is torch.float32:
+        memory.normal_()
+    else:
+        memory.copy_(octets(*memory.shape, high=0x3C))
+
+
+# ---- the tables ----------------------------------------------------------------------------------
+
+COLUMNS: tuple[Column, ...] = tuple(
+    (name, lambda _reading: "") for name in ("kernel", "launches", "us", "of the sum")
+)
+
+
+def kernel_rows(names: Sequence[str], readings: Readings) -> list[tuple[str, ...]]:
+    """Sum the launches of each kernel, and compare them with the whole step."""
+    whole, *launches = readings.values()
+    counts, spent = Counter(names), defaultdict[str, float](float)
+    for reading, name in zip(launches, names, strict=True):
+        spent[name] += reading.median * 1e6
+    total, alone = whole.median * 1e6, sum(spent.values())
+    rows: list[tuple[str, ...]] = [
+        (name, str(counts[name]), f"{taken:.1f}", f"{taken / alone:.1%}")
+        for name, taken in sorted(spent.items(), key=lambda each: -each[1])
+    ]
+    rows.append(("launches one by one", str(len(names)), f"{alone:.1f}", "100 %"))
+    rows.append(("the whole step as a graph", "1", f"{total:.1f}", f"{total / alone:.1%}"))
+    return rows
+
+
+def step_table(
+    title: str, kernels: Any, steps: Sequence[Step], notes: Callable[[Readings], list[str]]
+) -> Comparison:
+    """Time the whole step, then every launch of it."""
+    names = [name for name, *_ in steps[0].calls]
+    arms = [Arm(WHOLE, lambda number: steps[number].run, sets=len(steps))]
+    for place, name in enumerate(names):
+
+        def make(number: int, at: int = place) -> Callable[[], object]:
+            again: Callable[[], object] = kernels.again(steps[number].calls[at])
+            return again
+
+        arms.append(Arm(f"{place} {name}", make, sets=len(steps)))
+    return Comparison(
+        title, [tuple(arms)], COLUMNS, rows=lambda found: kernel_rows(names, found), notes=notes
+    )
+
+
+def decoder(options: Any) -> Iterator[Part]:
+    """Layers of each type at the end of 8,192 tokens."""
+    config = replace(MODELS[options.model], num_hash_layers=0)
+    sizes = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
+    given = Given(Remembering(settings_here()), config, experts(*sizes), options.recipe)
+    yield f"{options.model}, {options.recipe}, caches of FP8 entries"
+    for lanes in options.lanes:
+        spent: list[float] = []
+        for ratio, count in sorted(Counter(each.ratio for each in config.layers).items()):
+            block = [each for each in config.layers if each.ratio == ratio][-1]
+            title = f"{TYPES[ratio]}, {lanes} tokens behind {CONTEXT - 1:,} each"
+            steps = steps_of(given, block, lanes)
+            yield step_table(title, given.kernels, steps, _added(spent, count))
+            del steps
+        yield f"all {len(config.layers)} layers for {lanes} tokens: {sum(spent) * 1e3:.2f} ms"
+
+
+def decoder_v32(options: Any) -> Iterator[Part]:
+    """A dense layer and one of experts; --pieces adds 64 tokens of one prompt."""
+    sizes = V3_2.hidden_size, V3_2.moe_intermediate_size, V3_2.n_routed_experts
+    given = Given(Remembering(settings_here()), V3_2, experts(*sizes), options.recipe)
+    yield f"V3.2, {options.recipe}, entries of 656 bytes"
+    for lanes, rows in [(n, n) for n in options.lanes] + [(1, PIECE)] * options.pieces:
+        spent: list[float] = []
+        told = f"{rows} tokens of {lanes} sequences"
+        for kind, name in TYPES_V32.items():
+            blocks = [each for each in V3_2.layers if each.mlp_type is kind]
+            title = f"{name}, {told}, behind {CONTEXT - 1:,} each"
+            steps = steps_of_v32(given, blocks[-1], lanes, rows)
+            yield step_table(title, given.kernels, steps, _added(spent, len(blocks)))
+            del steps
+        yield f"all {len(V3_2.layers)} layers for {told}: {sum(spent) * 1e3:.2f} ms"
+
+
+def _added(spent: list[float], count: int) -> Callable[[Readings], list[str]]:
+    """Add so many times the whole step to what was spent."""
+
+    def notes(found: Readings) -> list[str]:
+        spent.append(count * found[WHOLE].median)
+        return []
+
+    return notes
+
+
+BENCHES = {
+    "decoder": Bench(
+        "a decoding step of one V4 layer, and each kernel's share of it", decoder, rounds=12,
+        needs="gpu", options={"model": tuple(MODELS), "recipe": RECIPES, "lanes": (1, 64)},
+    ),
+    "decoder-v32": Bench(
+        "a step of one V3.2 layer, and each kernel's share of it", decoder_v32, rounds=12,
+        needs="gpu", options={"recipe": RECIPES, "lanes": (1, 64), "pieces": False},
+    ),
+}  # fmt: skip
