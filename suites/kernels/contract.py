@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 SETTINGS = CompileSettings()
 POISON = 0xAA  # of every byte of an output before a launch
 EVERYWHERE = (pytest.mark.h200, pytest.mark.b200)
-HOPPER = (pytest.mark.h200,)
+HOPPER, BLACKWELL = (pytest.mark.h200,), (pytest.mark.b200,)
 
 
 def kernels_of(name: str) -> ModuleType:
@@ -53,6 +53,7 @@ class MachineCode:
     fused: int | None = None  # fused instructions, where their number was derived
     counts: Mapping[str, int] = field(default_factory=dict)  # of texts in the PTX
     has: Mapping[str, bool] = field(default_factory=dict)  # texts that are there or are not
+    more: Callable[[CompiledKernel, Any], None] = lambda _kernel, _form: None  # of its own
     slow: bool = False
 
     @property
@@ -83,6 +84,7 @@ class MachineCode:
             assert len(fused_instructions(kernel.ptx)) == self.fused
         assert {text: kernel.ptx.count(text) for text in self.counts} == self.counts
         assert {text: text in kernel.ptx for text in self.has} == self.has
+        self.more(kernel, self.form)
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ class Judged:
     launch: Callable[[Any], Any] | None = None  # where a case is one launch: it runs twice
     repeated: int = 10  # fuzzed cases that run twice
     devices: tuple[pytest.MarkDecorator, ...] = EVERYWHERE
+    repeat_seed: int = 99
 
 
 @dataclass(frozen=True)
@@ -113,10 +116,11 @@ class Detection:
 
 
 class Round(NamedTuple):
-    """One replay: what inputs become, and what outputs have to be then."""
+    """One replay: what inputs become, and outputs have to be then, or how they are judged."""
 
     inputs: Sequence[Tensor]
-    wanted: Callable[[], Any]
+    wanted: Callable[[], Any] = tuple
+    mismatch: Callable[[], str] | None = None
 
 
 @dataclass
@@ -129,6 +133,7 @@ class Replay:
     rounds: Iterable[Round]
     in_place: bool = False  # outputs are inputs
     scratch: Any = None  # poisoned too, and not compared
+    poison: int = POISON  # 0xFF where a budget judges: all floats are NaN then
 
 
 @dataclass(frozen=True)
@@ -168,7 +173,7 @@ def same_bits(one: Any, other: Any) -> bool:
     return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
-def poison(made: Any) -> None:
+def poison(made: Any, byte: int = POISON) -> None:
     """Fill a result's tensors with a byte that no kernel leaves by chance."""
     for tensor in tensors_of(made):
-        tensor.view(torch.uint8).fill_(POISON)
+        tensor.view(torch.uint8).fill_(byte)

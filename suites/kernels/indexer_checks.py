@@ -65,6 +65,11 @@ class ScoresCase:
     seed: int = 0
 
     @property
+    def name(self) -> str:
+        """One line that finds the case again."""
+        return " ".join(str(fact).replace(" ", "") for fact in vars(self).values())
+
+    @property
     def problem(self) -> ScoresProblem:
         """What the launch is asked for; there are more pages than the sequences need."""
         used = sum(-(-length // self.page) for length in self.lengths)

@@ -1,4 +1,4 @@
-"""The indexer's scores: machine code, refusals, on an H200 exact products within budgets."""
+"""The indexer: its scores against the references, on Blackwell as derived; tokens of their own."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.base.errors import (
-    DtypeMismatch,
-    InvalidArgument,
-    MissingDevice,
-    ShapeMismatch,
-)
+from degarble.harness.base.errors import InvalidArgument, MissingDevice
 from degarble.kernels.indexer import problem as facts
-from degarble.kernels.indexer.problem import KeyPages, ScoresForm, ScoresProblem, choose_form
+from degarble.kernels.indexer.problem import (
+    KeyPages,
+    ScoresForm,
+    ScoresProblem,
+    TopkProblem,
+    choose_form,
+)
 from degarble.kernels.runtime import kernel as descriptor
-from degarble.kernels.runtime.compiling import CompileSettings, cubin_facts, unstated_roundings
+from degarble.kernels.runtime.compiling import cubin_facts, unstated_roundings
 from degarble.kernels.runtime.targets import SM90A, SM100A
 from degarble.references import sparse_attention
 from degarble.references.numerics import Numerics
 from degarble.suites.kernels import gemm_code, tcgen05_words
 from degarble.suites.kernels import indexer_checks as checks
+from degarble.suites.kernels.contract import SETTINGS, kernels_of
+from degarble.suites.kernels.indexer import indexer_operand_checks, topk_checks
+from degarble.suites.kernels.indexer.contract import REGISTERS
 from degarble.suites.kernels.indexer_checks import ScoresCase
 
 if TYPE_CHECKING:
@@ -34,71 +38,16 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.needs("cutlass")
 
-
-# --------------------------------------------------------------------------------------------------
-# The indexer's scores on Hopper: machine code, refusals, on an H200 exact products in budgets.
-
-FUZZED, AT_ONCE = 120, 40
-FORMS = [
-    ScoresForm("sm_90a", operands, arithmetic, padded, at_once, 64)
-    for operands in ("bf16", "fp8")
-    for arithmetic in facts.ARITHMETICS
-    for padded, at_once in ((64, 4), (64, 1), (8, 4))
-]
-REGISTERS = 65_536 // (facts.WARPGROUP * (1 + facts.CONSUMERS)) // 8 * 8
-
-
-@pytest.fixture
-def kernels() -> ModuleType:
-    return import_module("degarble.kernels.indexer.sm90_indexer_scores")
-
-
-def require_sound(kernels: ModuleType, form: ScoresForm) -> None:
-    kernel = kernels.compile_form(form, CompileSettings())
-    (found,) = cubin_facts(kernel.cubin)
-    assert not found.spills, found
-    assert found.registers <= REGISTERS, found
-    assert unstated_roundings(kernel.ptx) == ()
-    expected = {facts.stage_bytes(form), facts.query_bytes(form)}
-    assert gemm_code.expected_bytes(kernel.ptx) == expected
-    loads = len(re.findall(r"cp\.async\.bulk\.tensor\.3d\.shared::c", kernel.ptx))
-    queries = form.at_once * facts.OPERANDS[form.operands].halves
-    assert loads == facts.boxes_of_stage(form) + queries
-    shape, steps = ("k32.f32.e4m3.e4m3", 4) if form.operands == "fp8" else ("k16.f32.bf16.bf16", 8)
-    wgmma = f"wgmma.mma_async.sync.aligned.m64n{form.columns}{shape}"
-    assert gemm_code.wgmmas(kernel.ptx) == steps * [wgmma]
-    kept = sorted(map(int, re.findall(r"setmaxnreg\S+ \s*(\d+);", kernel.ptx)))
-    assert kept == [facts.PRODUCER_REGISTERS, facts.CONSUMER_REGISTERS]
-
-
-def test_machine_code_is_as_derived(kernels: ModuleType) -> None:
-    require_sound(kernels, FORMS[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_machine_code_of_every_form(kernels: ModuleType, form: ScoresForm) -> None:
-    require_sound(kernels, form)
-
-
 CASE = ScoresCase("bf16", 4, (70, 9), (3, 1), ratio=1)
 
 
-def test_refuses_by_name(kernels: ModuleType) -> None:
-    given, problem = checks.sides(CASE, "cpu").given, CASE.problem
-    for error, name, changed in (
-        (DtypeMismatch, "queries", {"queries": given["queries"].float()}),
-        (ShapeMismatch, "weights of heads", {"weights": given["weights"][:2]}),
-        (DtypeMismatch, "positions", {"positions": given["positions"].int()}),
-        (DtypeMismatch, "sequences of tokens", {"sequences": given["sequences"].long()}),
-        (ShapeMismatch, "table of pages", {"table": given["table"][:, :1].contiguous()}),
-        (ShapeMismatch, "pages of keys", {"pages": given["pages"][1:]}),
-        (InvalidArgument, "scales of queries", {"scales": torch.ones(4, 4)}),
-        (InvalidArgument, "They lie in the pages", {"key_scales": torch.ones(4, 4)}),
-        (InvalidArgument, "one CUDA device", {}),
-    ):
-        with pytest.raises(error, match=name):
-            kernels.KERNEL.run(problem, CompileSettings(), **given | changed)
+# ---- scores on any GPU, and the choice of the largest --------------------------------------------
+
+
+def test_scales_of_keys_that_lie_in_pages_are_refused() -> None:
+    given = checks.sides(CASE, "cpu").given | {"key_scales": torch.ones(4, 4)}
+    with pytest.raises(InvalidArgument, match="They lie in the pages"):
+        kernels_of("sm90_indexer_scores").KERNEL.run(CASE.problem, SETTINGS, **given)
 
 
 @pytest.mark.parametrize("arithmetic", facts.ARITHMETICS)
@@ -125,55 +74,46 @@ def test_damage_is_detected() -> None:
 
 def test_cases_reach_every_edge() -> None:
     found = checks.cases()
-    assert len(set(found)) == len(found)
     lengths = {length for case in found for length in case.lengths}
     assert {63, 64, 65, 127, 128, 129} <= lengths
-    assert checks.fuzzed(1, 9) == checks.fuzzed(1, 9) != checks.fuzzed(2, 9)
+
+
+def test_a_wrong_bit_is_detected() -> None:
+    for kind in (0, 6):
+        case = indexer_operand_checks.OperandCase(
+            indexer_operand_checks.problem_of(3, 5, kind), "special", 3
+        )
+        whole = indexer_operand_checks.by_definition(case)
+        assert not indexer_operand_checks.difference(case, *whole)
+        whole.values.view(torch.uint8)[2, 4, 7] ^= 1
+        assert "1 of 1920" in indexer_operand_checks.difference(case, *whole)
+
+
+def test_the_definition_is_the_references_choice() -> None:
+    for spread in topk_checks.SPREADS:
+        case = topk_checks.TopkCase(TopkProblem(20, 90, 16, 4), spread, 3)
+        hidden = torch.arange(90) >= case.visible[:, None]
+        want = sparse_attention.top_k(case.scores.masked_fill(hidden, -torch.inf), 16)
+        got = topk_checks.by_definition(case, "cpu")
+        assert torch.equal(got.sort(-1).values, want.int().sort(-1).values), spread
+
+
+def test_a_wrong_entry_is_detected() -> None:
+    case = topk_checks.TopkCase(TopkProblem(3, 40, 8), "ties")
+    whole = topk_checks.by_definition(case, "cpu")
+    assert not topk_checks.difference(case, whole)
+    whole[1, 5] += 1
+    assert "1 entries in 1 rows, first at row 1, place 5" in topk_checks.difference(case, whole)
 
 
 @pytest.mark.h200
-def test_scores_are_within_their_budgets() -> None:
-    assert not [why for case in checks.cases() if (why := checks.mismatch(case))]
-
-
-@pytest.mark.h200
-@pytest.mark.parametrize("seed", range(FUZZED // AT_ONCE))
-def test_fuzzed_calls(seed: int) -> None:
-    assert not [why for case in checks.fuzzed(seed, AT_ONCE) if (why := checks.mismatch(case))]
-
-
-@pytest.mark.h200
-@pytest.mark.parametrize("operands", ["bf16", "fp8"])
+@pytest.mark.b200
+@pytest.mark.parametrize("operands", facts.OPERANDS)
 def test_scores_depend_on_the_token_alone(operands: str) -> None:
     """Tiles, chunks of keys, company and the form for one token change no bit."""
     case = ScoresCase(operands, 64, (1300, 90), (40, 9), 4, arithmetic="float32", seed=4)
     assert not checks.alone_differ(case)
     assert not checks.alone_differ(replace(case, heads=4, arithmetic="stored"))
-
-
-@pytest.mark.h200
-def test_two_runs_are_equal_bit_for_bit() -> None:
-    for case in checks.fuzzed(77, 15):
-        given = checks.sides(case, "cuda").given
-        first, second = (checks.on_device(case, given).view(torch.int32) for _ in range(2))
-        assert torch.equal(first, second), case
-
-
-@pytest.mark.h200
-def test_a_graph_replays_on_changed_data(kernels: ModuleType) -> None:
-    case = ScoresCase("fp8", 64, (700, 300), (30, 12), arithmetic="stored")
-    of = checks.sides(case, "cuda")
-    out = checks.on_device(case, of.given)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kernels.KERNEL.run(case.problem, checks.SETTINGS, **of.given, out=out)
-    for seed in range(1, 4):
-        other = checks.sides(replace(case, seed=seed), "cuda")
-        for name, new in other.given.items():
-            of.given[name].copy_(new)
-        out.fill_(torch.nan)
-        graph.replay()
-        assert not checks.difference(case, out, other)
 
 
 @pytest.mark.h200
@@ -192,8 +132,7 @@ def test_nan_and_infinite_queries_are_detected_and_stay_in_their_rows() -> None:
     assert torch.equal(got.isneginf() & ~seen, before.isneginf())
 
 
-# --------------------------------------------------------------------------------------------------
-# The indexer's scores on Blackwell: machine code as derived, refusals; asked of a B200.
+# ---- scores on Blackwell -------------------------------------------------------------------------
 #
 # No B200 is here. What is marked b200 was never run; what is not marked says nothing about a chip.
 
@@ -203,7 +142,6 @@ KINDS = {
 }
 CORE_STRIDE = 1024  # bytes between groups of eight rows of 128 bytes
 UNIT = tcgen05_words.ATOM
-SETTINGS = CompileSettings()
 
 
 def forms() -> list[ScoresForm]:
@@ -219,7 +157,7 @@ def forms() -> list[ScoresForm]:
     return list(dict.fromkeys(made))
 
 
-SM100_INDEXER_SCORES_FORMS = forms()
+FORMS = forms()
 IN_CI = choose_form(CASE.problem, SM100A.name)
 
 
@@ -228,7 +166,7 @@ def _named(form: ScoresForm) -> str:
 
 
 @pytest.fixture
-def sm100_indexer_scores_kernels() -> ModuleType:
+def kernels() -> ModuleType:
     return import_module("degarble.kernels.indexer.sm100_indexer_scores")
 
 
@@ -285,12 +223,12 @@ def complaints(kernel: CompiledKernel, form: ScoresForm) -> list[str]:
     ]
 
 
-def test_sm100_indexer_scores_machine_code_is_as_derived(
-    sm100_indexer_scores_kernels: ModuleType,
+def test_machine_code_is_as_derived(
+    kernels: ModuleType,
 ) -> None:
     kernel, ptx = (
-        sm100_indexer_scores_kernels.compile_form(IN_CI, SETTINGS),
-        sm100_indexer_scores_kernels.compile_form(IN_CI, SETTINGS).ptx,
+        kernels.compile_form(IN_CI, SETTINGS),
+        kernels.compile_form(IN_CI, SETTINGS).ptx,
     )
     assert not complaints(kernel, IN_CI)
     word = products_of(IN_CI)[0].word
@@ -312,29 +250,17 @@ def test_sm100_indexer_scores_machine_code_is_as_derived(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", SM100_INDEXER_SCORES_FORMS, ids=_named)
-def test_sm100_indexer_scores_machine_code_of_every_form(
-    sm100_indexer_scores_kernels: ModuleType, form: ScoresForm
-) -> None:
-    assert not complaints(sm100_indexer_scores_kernels.compile_form(form, SETTINGS), form)
+@pytest.mark.parametrize("form", FORMS, ids=_named)
+def test_machine_code_of_every_form(kernels: ModuleType, form: ScoresForm) -> None:
+    assert not complaints(kernels.compile_form(form, SETTINGS), form)
 
 
-def test_sm100_indexer_scores_refuses_by_name(
-    sm100_indexer_scores_kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given, problem = checks.sides(CASE, "cpu").given, CASE.problem
-    for error, name, changed in (
-        (DtypeMismatch, "queries", {"queries": given["queries"].float()}),
-        (ShapeMismatch, "pages of keys", {"pages": given["pages"][1:]}),
-        (InvalidArgument, "scales of queries", {"scales": torch.ones(4, 4)}),
-        (InvalidArgument, "one CUDA device", {}),
-    ):
-        with pytest.raises(error, match=name):
-            sm100_indexer_scores_kernels.KERNEL.run(problem, SETTINGS, **given | changed)
+def test_another_target_is_refused(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(descriptor, "require_device", lambda _tensors: 0)
     monkeypatch.setattr(descriptor, "target_of_device", lambda _device: SM90A)
+    given = checks.sides(CASE, "cpu").given
     with pytest.raises(MissingDevice, match="sm_100a"):
-        sm100_indexer_scores_kernels.KERNEL.run(problem, SETTINGS, **given)
+        kernels.KERNEL.run(CASE.problem, SETTINGS, **given)
 
 
 def test_a_gpu_has_the_module_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,31 +268,3 @@ def test_a_gpu_has_the_module_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(checks, "target_of_device", lambda target=target: target)
         found = checks.kernels_here().__name__.rpartition(".")[2]
         assert found == f"{target.name.replace('_', '').removesuffix('a')}_indexer_scores"
-
-
-@pytest.mark.b200
-def test_sm100_indexer_scores_scores_are_within_their_budgets() -> None:
-    assert not [why for case in checks.cases() if (why := checks.mismatch(case))]
-
-
-@pytest.mark.b200
-@pytest.mark.parametrize("seed", range(FUZZED // AT_ONCE))
-def test_sm100_indexer_scores_fuzzed_calls(seed: int) -> None:
-    assert not [why for case in checks.fuzzed(seed, AT_ONCE) if (why := checks.mismatch(case))]
-
-
-@pytest.mark.b200
-@pytest.mark.parametrize("operands", facts.OPERANDS)
-def test_sm100_indexer_scores_scores_depend_on_the_token_alone(operands: str) -> None:
-    """Tiles, chunks of keys, company and the form for one token change no bit."""
-    case = ScoresCase(operands, 64, (1300, 90), (40, 9), 4, arithmetic="float32", seed=4)
-    assert not checks.alone_differ(case)
-    assert not checks.alone_differ(replace(case, heads=4, arithmetic="stored"))
-
-
-@pytest.mark.b200
-def test_sm100_indexer_scores_two_runs_are_equal_bit_for_bit() -> None:
-    for case in checks.fuzzed(77, 15):
-        given = checks.sides(case, "cuda").given
-        first, second = (checks.on_device(case, given).view(torch.int32) for _ in range(2))
-        assert torch.equal(first, second), case

@@ -1,0 +1,274 @@
+"""What is particular to sparse attention: its gates, refusals, a token's bits, planted faults."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from degarble.harness.base.errors import InvalidArgument, ShapeMismatch
+from degarble.kernels.attention import problem as facts
+from degarble.kernels.primitives import kv_problem as rows
+from degarble.kernels.primitives.kv_problem import ENTRIES
+from degarble.references import attention, numerics
+from degarble.references.numerics import Numerics
+from degarble.suites.kernels.attention import attention_checks as checks
+from degarble.suites.kernels.attention import attention_faults as faults
+from degarble.suites.kernels.attention.contract import OF_V32, V32, WIDTH
+from degarble.suites.kernels.contract import SETTINGS, kernels_of
+
+pytestmark = pytest.mark.needs("cutlass")
+
+V4 = checks.Case(far=1024)
+each_fault = pytest.mark.parametrize(
+    "fault", [*faults.FAULTS, *faults.FAULTS_OF_V32], ids=lambda fault: fault.name.replace(" ", "-")
+)
+
+
+def test_sums_of_splits_have_to_be_there() -> None:
+    case = checks.Case(tokens=2, heads=8, near=5, far=6, pages=(3, 2), lengths=True)
+    kernel, whole = (
+        kernels_of("sm90_sparse_attention").KERNEL,
+        checks.operands_of(checks.drawn(case, "cpu")),
+    )
+    with pytest.raises(InvalidArgument, match="sums"):
+        kernel.require(
+            replace(case.problem, splits=9),
+            whole | kernel.allocate(case.problem, torch.device("cpu")),
+        )
+
+
+def test_sinks_and_lists_that_a_family_lacks_are_refused() -> None:
+    kernels = kernels_of("sm90_sparse_attention")
+    case = replace(V32, near=5, heads=8)
+    whole = checks.operands_of(checks.drawn(case, "cpu"))
+    for error, name, changes in (
+        (InvalidArgument, "sinks", {"sink": torch.zeros(8)}),
+        (ShapeMismatch, "query heads", {"q": whole["q"][..., : rows.WIDTH].contiguous()}),
+        (InvalidArgument, "slots of the entries", {"entries_slots": whole["window_slots"]}),
+    ):
+        with pytest.raises(error, match=name):
+            kernels.KERNEL.run(case.problem, SETTINGS, **whole | changes)
+    of_v4 = checks.Case(near=5, far=None, heads=8)
+    without: dict[str, Any] = checks.operands_of(checks.drawn(of_v4, "cpu")) | {"sink": None}
+    with pytest.raises(InvalidArgument, match="sinks"):
+        kernels.KERNEL.run(of_v4.problem, SETTINGS, **without)
+
+
+def test_numbers_beyond_the_gates_are_detected() -> None:
+    case = checks.Case(tokens=2, heads=3, near=9, far=20)
+    out, lse = checks.formula(case, checks.drawn(case, "cpu"))
+    rounded = out.bfloat16(), lse.float()
+    assert not checks.complaint(rounded, (out, lse))
+    for number, name in ((torch.nan, "output"), (torch.inf, "output"), (3.0, "output")):
+        wrong = rounded[0].clone()
+        wrong[1, 2, 511] = number
+        assert name in checks.complaint((wrong, rounded[1]), (out, lse))
+    assert "LSE" in checks.complaint((rounded[0], rounded[1] * 1.001), (out, lse))
+    assert "cosine" in checks.complaint((rounded[0] * 1.015, rounded[1]), (out, lse))
+    unfinished = lse.clone()
+    unfinished[0, 0] = -torch.inf
+    assert "LSE" in checks.complaint(rounded, (out, unfinished))
+
+
+def test_a_token_without_keys_is_zero_and_the_formula_is_that_of_the_references() -> None:
+    case = checks.Case(tokens=1, heads=4, near=9, far=20)
+    given = checks.drawn(case, "cpu")
+    out, _ = checks.formula(case, given)
+    parts = [
+        given.decoded[i][slots[0][slots[0] >= 0].long()] for i, slots in enumerate(given.slots)
+    ]
+    wanted = attention.attend(
+        given.q.double(), parts, None, given.sink.double(), Numerics.definition()
+    )
+    assert torch.allclose(out, wanted, rtol=1e-9, atol=1e-12)
+    nothing = checks.Case(gaps=1.0, far=3, near=1, heads=2)
+    out, lse = checks.formula(nothing, checks.drawn(nothing, "cpu"))
+    assert not out.any()
+    assert bool(torch.isneginf(lse).all())
+
+
+def test_the_formula_of_v32_is_that_of_the_references() -> None:
+    case = replace(V32, tokens=1, heads=4, near=30, gaps=0.0)
+    given = checks.drawn(case, "cpu")
+    out, _ = checks.formula(case, given)
+    found = given.decoded[0][given.slots[0][0].long()]
+    form = attention.Form(rows.WIDTH, rows.WIDTH, case.problem.scale, False)
+    identity = torch.eye(rows.WIDTH, dtype=torch.float64)
+    wkv_b = torch.cat((identity, identity)).repeat(4, 1)
+    made = attention.attend_absorbed(
+        given.q.double(), found, wkv_b, None, form, Numerics.definition()
+    )
+    assert torch.allclose(out.flatten(1), made, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("entry", "width"),
+    [
+        *(
+            pytest.param(entry, rows.WIDTH, marks=[pytest.mark.h200, pytest.mark.b200])
+            for entry in ENTRIES
+        ),
+        *(pytest.param(entry, WIDTH, marks=pytest.mark.h200) for entry in OF_V32),
+    ],
+)
+def test_one_key_comes_out_as_kv_read_has_it(entry: str, width: int) -> None:
+    """Bytes that no writer makes: every code and scale, subnormals and NaN."""
+    wrong, lost = checks.rows_as_outputs(entry, width)
+    assert not wrong
+    assert 0 < lost < 1
+
+
+@pytest.mark.h200
+@pytest.mark.parametrize("mode", facts.MODES)
+@pytest.mark.parametrize(
+    ("case", "lists"),
+    [(V4, {"window": 0, "entries": 129}), (V32, {"window": 129})],
+    ids=["V4", "V3.2"],
+)
+def test_bits_are_a_tokens_own(case: checks.Case, lists: dict[str, int], mode: str) -> None:
+    """Two runs are equal; a token alone, and with a wider list, has the bits that it has beside."""
+    case = replace(case, tokens=70, lengths=True, mode=mode, seed=8)
+    given, kernel = checks.drawn(case), kernels_of("sm90_sparse_attention").KERNEL
+    out, lse = checks.on_device(case, given)
+    for _ in range(3):
+        again, lse_again = checks.on_device(case, given)
+        assert torch.equal(out, again)
+        assert torch.equal(lse, lse_again)
+    wider = {
+        name: replace(getattr(case.problem, name), width=getattr(case.problem, name).width + more)
+        for name, more in lists.items()
+    }
+    problem = replace(case.problem, tokens=1, **wider)
+    for token in (1, 69):
+        made = kernel.run(problem, SETTINGS, **checks.of_token(given, token, **lists))
+        assert torch.equal(made["out"][0], out[token])
+        assert torch.equal(made["lse"][0], lse[token])
+
+
+@pytest.mark.b200
+@pytest.mark.parametrize("mode", facts.MODES)
+def test_two_runs_are_equal_bit_for_bit(mode: str) -> None:
+    case = replace(V4, tokens=70, lengths=True, mode=mode, seed=8)
+    given = checks.drawn(case)
+    (out, lse), (again, lse_again) = (checks.on_device(case, given) for _ in range(2))
+    assert torch.equal(out, again)
+    assert torch.equal(lse, lse_again)
+
+
+@pytest.mark.h200
+@pytest.mark.parametrize(
+    "case",
+    [*(replace(V4, splits=splits) for splits in (2, 3, 8)), V32],
+    ids=["2", "3", "8", "V3.2"],
+)
+def test_a_cluster_merges_as_the_kernel_does(
+    case: checks.Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = replace(case, tokens=3, heads=70, lengths=True, seed=6)
+    given, kernel = checks.drawn(case), kernels_of("sm90_sparse_attention").KERNEL
+    together = checks.on_device(case, given)
+    monkeypatch.setattr(facts, "MOST_TOGETHER", 1)
+    monkeypatch.setitem(vars(kernel), "prepared", kernel.prepared.__wrapped__)
+    if case.splits:
+        assert kernel.allocate(case.problem, given.q.device)["sums"] is not None
+    apart = checks.on_device(case, given)
+    assert torch.equal(together[0], apart[0])
+    assert torch.equal(together[1], apart[1])
+
+
+@pytest.mark.h200
+def test_a_slot_beyond_the_cache_is_nan_for_its_token_alone() -> None:
+    case = checks.Case(tokens=3, far=700, seed=2)
+    given = checks.drawn(case)
+    given.slots[1][1, 650] = case.problem.lists[1].pages.slots
+    out, lse = checks.on_device(case, given)
+    assert bool(out[1].isnan().all())
+    assert bool(lse[1].isnan().all())
+    assert not out[0].isnan().any()
+    assert not checks.complaint((out, lse), checks.formula(case, given))
+
+
+# ---- planted faults ------------------------------------------------------------------------------
+
+
+@each_fault
+def test_a_fault_is_planted_and_removed(fault: faults.Fault) -> None:
+    module = import_module(fault.module)
+    true = getattr(module, fault.function)
+    with faults.planted(fault):
+        assert getattr(module, fault.function) is not true
+    assert getattr(module, fault.function) is true
+
+
+def test_a_sink_left_out_is_beyond_the_gates() -> None:
+    for fault in faults.FAULTS:
+        if fault.function != "inverse_total":
+            continue
+        given = checks.drawn(fault.case, "cpu")
+        wanted = checks.formula(fault.case, given)
+        without = replace(given, sink=given.sink - torch.inf)
+        out, lse = checks.formula(fault.case, without)
+        assert "output" in checks.complaint((out.bfloat16(), lse.float()), wanted)
+
+
+@pytest.mark.h200
+@each_fault
+def test_a_fault_is_caught(fault: faults.Fault) -> None:
+    assert not checks.mismatch(fault.case), "the whole kernels agree"
+    assert faults.verdict(fault, faults.compiled(fault))
+
+
+# ---- NVFP4 products of queries and keys: by name only --------------------------------------------
+
+
+EXPERIMENT = checks.Case(tokens=3, heads=70, far=200, entry=facts.EXPERIMENT_ENTRY, seed=5)
+ROOT = Path(__file__).parents[4]
+
+
+def test_nothing_chooses_it() -> None:
+    """The default is BF16, and no module outside of the kernels knows the other name."""
+    assert EXPERIMENT.problem.products == facts.PRODUCTS[0] == "bf16"
+    told = [
+        str(path.relative_to(ROOT))
+        for folder in ("harness", "references", "reports")
+        for path in (ROOT / folder).rglob("*.py")
+        if facts.EXPERIMENT in path.read_text() or "problem.EXPERIMENT" in path.read_text()
+    ]
+    assert told == []
+
+
+def test_products_of_nvfp4_numbers_are_exact_in_float32() -> None:
+    """So BF16 operands and float32 sums are NVFP4's arithmetic, but for the order of sums."""
+    code = torch.arange(16)
+    e2m1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])[code % 8]
+    scales = torch.arange(1, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    numbers = (e2m1.double()[:, None] * scales).flatten().unique()
+    assert torch.equal(numbers.bfloat16().double(), numbers)
+    products = numbers[:, None] * numbers
+    assert torch.equal(products.float().double(), products)
+
+
+@pytest.mark.h200
+@pytest.mark.parametrize("mode", facts.MODES)
+def test_it_is_attention_over_rounded_queries(mode: str) -> None:
+    kernels = kernels_of("sm90_sparse_attention")
+    case = replace(EXPERIMENT, mode=mode)
+    given = checks.drawn(case)
+    rounded = numerics.through_nvfp4_row(given.q.cpu()).bfloat16().cuda()
+    assert not torch.equal(rounded, given.q)
+    operands = checks.operands_of(given)
+    problem = replace(case.problem, products=facts.EXPERIMENT)
+    made = kernels.KERNEL.run(problem, SETTINGS, **operands)
+    plain = kernels.KERNEL.run(case.problem, SETTINGS, **operands | {"q": rounded})
+    assert torch.equal(made["out"], plain["out"])
+    assert torch.equal(made["lse"], plain["lse"])
+    wanted = checks.formula(case, replace(given, q=rounded))
+    assert not checks.complaint(tuple(made.values()), wanted)
+    assert checks.complaint(tuple(made.values()), checks.formula(case, given)), (
+        "BF16 queries differ"
+    )
