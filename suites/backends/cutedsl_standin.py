@@ -249,11 +249,11 @@ def _router(p: Any, t: Given) -> Made:
     sigmoid = p.scoring == "sigmoid"
     score = t["logits"].sigmoid() if sigmoid else torch.nn.functional.softplus(t["logits"]).sqrt()
     if p.vocabulary:
-        require_tensor("table", t["source"], I64, (p.vocabulary, p.chosen), 8)
-        experts = t["source"][t["ids"]]
+        require_tensor("table", t["table"], I64, (p.vocabulary, p.chosen), 8)
+        experts = t["table"][t["ids"]]
     else:
-        require_tensor("bias", t["source"], F32, (p.experts,), 4)
-        biased = score + t["source"]
+        require_tensor("bias", t["bias"], F32, (p.experts,), 4)
+        biased = score + t["bias"]
         by_group = biased.reshape(p.tokens, p.groups, -1)
         if p.groups > 1:
             worth = by_group.topk(min(2, by_group.shape[-1]), -1).values.sum(-1)
@@ -297,7 +297,7 @@ def _mhc(p: Any, t: Given) -> Made:
     for _ in range(p.iterations - 1):
         mix = mix / (mix.sum(-1, keepdim=True) + p.epsilon)
         mix = mix / (mix.sum(-2, keepdim=True) + p.epsilon)
-    return out, 2 * m[:, 4:8].sigmoid(), mix
+    return 2 * m[:, 4:8].sigmoid(), mix, out
 
 
 def _mhc_post(p: Any, t: Given) -> Made:

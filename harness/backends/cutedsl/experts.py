@@ -378,9 +378,12 @@ def topk(part: ComponentPart) -> Compute:
         logits = work.fp32("logits")
         told = {each: getattr(problem, each) for each in problem.__dataclass_fields__}
         here = RouterProblem(**(told | {"tokens": logits.shape[0]}))
-        source = work.weights.plain(name, torch.int64 if by_table else torch.float32)
-        ids = own(work.inputs["tokens"].to(torch.int64)) if by_table else None
-        experts, weights = work.run("simt_router", here, logits=logits, source=source, ids=ids)
+        if by_table:
+            ids = own(work.inputs["tokens"].to(torch.int64))
+            given = {"table": work.weights.plain(name, torch.int64), "ids": ids}
+        else:
+            given = {"bias": work.weights.plain(name, torch.float32)}
+        experts, weights = work.run("simt_router", here, logits=logits, **given)
         return {"experts": experts.to(torch.int64), "weights": weights}
 
     return compute

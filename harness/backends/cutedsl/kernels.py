@@ -387,12 +387,6 @@ def _there(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def _mhc(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
-    """Run a part; callers take the result first, then the coefficients."""
-    made = module.KERNEL.run(problem, settings, **t)
-    return tuple(made[name] for name in ("out", "pre", "post", "mix") if name in made)
-
-
 def _grouped(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
     turns = (t["turns"], t["positions"]) if problem.turned else None
     return module.gemm_grouped(t["a"], t["b"], problem, settings, turns=turns)
@@ -466,11 +460,8 @@ ENTRIES: Mapping[str, KernelEntry] = {
     "simt_inverse_rope": KernelEntry(by_name),
     "simt_kv_write": KernelEntry(by_name, lambda p, _: f"{p.source} to {p.pages.entry}"),
     "simt_kv_read": KernelEntry(by_name, lambda p, _: p.pages.entry),
-    "simt_router": KernelEntry(
-        lambda m, p, s, t: m.route(t["logits"], t["source"], p, s, id_T=t.get("ids")),
-        lambda p, _: "by table" if p.vocabulary else p.scoring,
-    ),
-    "simt_mhc": KernelEntry(_mhc, lambda p, _: str(p.part)),
+    "simt_router": KernelEntry(by_name, lambda p, _: "by table" if p.vocabulary else p.scoring),
+    "simt_mhc": KernelEntry(by_name, lambda p, _: str(p.part)),
     "simt_mhc_project": KernelEntry(by_name, lambda p, _: str(p.kind)),
     "simt_compressor": KernelEntry(
         by_name, lambda p, _: f"windows of {p.ratio}{', one token each' if p.alone else ''}"

@@ -329,7 +329,7 @@ def pre(part: ComponentPart) -> Compute:
     ProjectProblem(1, part.config.hidden_size)
 
     def compute(work: ComponentCallWork) -> Outputs:
-        out, post, mix = _mixed(part, work, "all")
+        post, mix, out = _mixed(part, work, "all")
         return {"out": out, "post": post, "mix": mix}
 
     return compute

@@ -131,7 +131,7 @@ class V4Steps(DecoderSteps):
 
     def spread(self, x: Tensor, streams: Tensor, pre: tuple[Tensor, ...]) -> Tensor:
         """Apply mHC after a sublayer."""
-        _, post, mix = pre
+        post, mix, _ = pre
         return self.kernels.run(
             "simt_mhc", self._mix(streams, "post"), streams=streams, layer=x, post=post, mix=mix
         )[0]
@@ -148,10 +148,10 @@ class V4Steps(DecoderSteps):
     ) -> Tensor:
         """Run one layer: streams [B, S, D] in and out."""
         pre = self.mixed(weights.attn.mixing, streams, "all")
-        x = self.normed(weights.attn.norm, pre[0])
+        x = self.normed(weights.attn.norm, pre[-1])
         streams = self.spread(self._attention(weights, memory, lists, x), streams, pre)
         pre = self.mixed(weights.ffn.mixing, streams, "all")
-        x = self.normed(weights.ffn.norm, pre[0])
+        x = self.normed(weights.ffn.norm, pre[-1])
         return self.spread(self._ffn(weights.ffn, x), streams, pre)
 
     def _ffn(self, w: FfnWeights, x: Tensor) -> Tensor:

@@ -290,10 +290,9 @@ class DecoderSteps(ABC):
             scale=c.routed_scaling_factor, epsilon=self.switches.routing_epsilon,
             vocabulary=len(w.source) if table else 0, groups=groups[0], groups_kept=groups[1],
         )  # fmt: skip
-        ids = self.lanes.tokens if table else None
-        experts, weights = self.kernels.run(
-            "simt_router", router, logits=widely(self.kernels, w.gate, x), source=w.source, ids=ids
-        )
+        given = {"table": w.source, "ids": self.lanes.tokens} if table else {"bias": w.source}
+        logits = widely(self.kernels, w.gate, x)
+        experts, weights = self.kernels.run("simt_router", router, logits=logits, **given)
         counts = (c.n_routed_experts, c.num_experts_per_tok, c.n_routed_experts)
         sizes = (rows, c.hidden_size, c.moe_intermediate_size)
         problem = MoeProblem(*sizes, *counts, limit, AFTER_W2)

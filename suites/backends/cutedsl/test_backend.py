@@ -131,7 +131,7 @@ WRONG: dict[str, tuple[str, str, Change]] = {
         "bf16", "combine", _wrong("simt_moe_rows", _set("weights", lambda x: x.roll(1, 1)))
     ),
     "router's bias": (
-        "bf16", "topk", _wrong("simt_router", _set("source", lambda x: x.roll(1, -1)))
+        "bf16", "topk", _wrong("simt_router", _set("bias", lambda x: x.roll(1, -1)))
     ),
     "scales of activations in linear order": (
         "nvfp4-full", "wq_a",

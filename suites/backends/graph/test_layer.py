@@ -381,7 +381,7 @@ DECODER_V32_WRONG: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "chosen one to the left": ("simt_slots", lambda x: x - 1, "numbers"),
     "sequences of keys": ("sm90_indexer_scores", lambda x: 1 - x.clamp(max=1), "sequences"),
     "bias of keys": ("simt_indexer_operand", lambda x: x + 1, "bias"),
-    "router's bias": ("simt_router", lambda x: x.roll(1) * -3, "source"),
+    "router's bias": ("simt_router", lambda x: x.roll(1) * -3, "bias"),
     "shared expert left out": ("sm90_moe_nvfp4", lambda x: x * 0, "shared"),
 }
 DECODER_V32_IN_CI = ("residual left out", "own slot")
