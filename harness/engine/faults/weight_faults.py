@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -371,13 +371,11 @@ class FaultFamily(NamedTuple):
         doing: str,
         change: Change,
         needs: Needs = has_codes,
-        *,
-        whole: bool = False,
-        moves: bool = False,
+        **how: bool,
     ) -> ModelFault:
-        """Make one of them, as `weight_fault` does."""
+        """Make one of them; `how` is as in `weight_fault`."""
         words = FaultTexts(f"{self.id}.{name}", title, self.effect, self.remedy, doing)
-        return weight_fault(words, change, needs, whole=whole, moves=moves)
+        return weight_fault(words, change, needs, **how)
 
 
 def _fitting(
@@ -483,6 +481,3 @@ def with_tensor_scale(change: Callable[[Tensor], Tensor]) -> Change:
         return replace(weight, tensor_scale=scale, _decoded={})
 
     return changed
-
-
-fault_of_tensor_scale = partial(weight_fault, needs=has_tensor_scale)
