@@ -82,7 +82,7 @@ class MappedFiles:
     def _map(self, path: Path) -> tuple[mmap.mmap, os.stat_result]:
         with regular_file(path) as (descriptor, status):
             if status.st_size != self._sizes[path]:
-                raise _changed(path, status.st_size, self._sizes[path])
+                raise changed_file(path, status.st_size, self._sizes[path])
             # Private: a write to a tensor copies its page, and never reaches the file.
             flags, access = mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
             return mmap.mmap(descriptor, status.st_size, flags, access), status
@@ -91,13 +91,14 @@ class MappedFiles:
         try:
             now = path.stat()
         except OSError as error:
-            raise _changed(path, error.strerror, status.st_size) from error
+            raise changed_file(path, error.strerror, status.st_size) from error
         facts = ("st_dev", "st_ino", "st_size", "st_mtime_ns")
         if any(getattr(now, fact) != getattr(status, fact) for fact in facts):
-            raise _changed(path, now.st_size, status.st_size)
+            raise changed_file(path, now.st_size, status.st_size)
 
 
-def _changed(path: Path, found: object, expected: int) -> UnreadableFile:
+def changed_file(path: Path, found: object, expected: int) -> UnreadableFile:
+    """Return the error of a file that is another one than when its header was read."""
     return UnreadableFile(
         f"{shown(str(path))}: size",
         found,

@@ -218,7 +218,6 @@ _SUFFIX = ".safetensors"
 _PICKLED = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".dill"})
 _LONGEST_FILE_NAME = 255
 _MOST_FILES = 100_000
-_PLAIN_NAME = re.compile(rb'"([^"\\\x00-\x1f/]{1,255})"')
 
 
 @dataclass(frozen=True)

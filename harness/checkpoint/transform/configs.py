@@ -89,13 +89,7 @@ def config_files(config: Config, layout: Layout, source: Mapping[str, Any]) -> d
         renamed.pop("quantization_config", None)
         raw = {**raw, **renamed}
     stated, beside = declared(config, layout)
-    files = {CONFIG: raw | ({"quantization_config": stated} if stated else {})}
-    if beside:
-        files[HF_QUANT_CONFIG] = beside
-    return {
-        name: (json.dumps(each, ensure_ascii=False, indent=2) + "\n").encode()
-        for name, each in files.items()
-    }
+    return quantisation_configs.json_files(raw, stated, beside)
 
 
 def declared(config: Config, layout: Layout) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:

@@ -73,6 +73,13 @@ def config_files(config: Config, layout: Layout) -> dict[str, bytes]:
     raw = config_to_dict(config, "transformers" if saved or renamed else "released")
     raw.pop("quantization_config", None)
     stated, beside = quantisation(config, layout)
+    return json_files(raw, stated, beside)
+
+
+def json_files(
+    raw: dict[str, Any], stated: dict[str, Any] | None, beside: dict[str, Any] | None
+) -> dict[str, bytes]:
+    """Write config.json with its `quantization_config`, and hf_quant_config.json if stated."""
     files = {CONFIG: raw | ({"quantization_config": stated} if stated else {})}
     if beside:
         files[HF_QUANT_CONFIG] = beside

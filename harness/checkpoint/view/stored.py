@@ -20,9 +20,9 @@ from degarble.harness.base.errors import (
     DtypeMismatch,
     InvalidArgument,
     ShapeMismatch,
-    UnreadableFile,
 )
 from degarble.harness.base.files import regular_file
+from degarble.harness.checkpoint.read.file_access import changed_file
 from degarble.harness.checkpoint.read.types import DTYPE_BITS, TensorEntry, shown, unknown_name
 from degarble.harness.checkpoint.view.modules import NamingConvention
 from degarble.harness.formats.layouts import LINEAR
@@ -345,7 +345,7 @@ class PositionedReader:
         while done < size:
             got = os.preadv(self._file(entry.file), [target.data[done:]], entry.begin + done)
             if not got:
-                raise _changed(entry.file, entry.begin + done, self._sizes[entry.file])
+                raise changed_file(entry.file, entry.begin + done, self._sizes[entry.file])
             done += got
         return tensor_over(entry, target.data)
 
@@ -363,7 +363,7 @@ class PositionedReader:
         if path not in self._files:
             descriptor, status = self._open.enter_context(regular_file(path))
             if status.st_size != self._sizes[path]:
-                raise _changed(path, status.st_size, self._sizes[path])
+                raise changed_file(path, status.st_size, self._sizes[path])
             self._files[path] = descriptor
         return self._files[path]
 
@@ -373,12 +373,3 @@ class PositionedReader:
     def __exit__(self, *_: object) -> None:
         self._files.clear()
         self._open.close()
-
-
-def _changed(path: Path, found: int, expected: int) -> UnreadableFile:
-    return UnreadableFile(
-        f"{shown(str(path))}: size",
-        found,
-        f"the file of {expected} bytes whose header was read",
-        "It changed meanwhile; open the checkpoint again when nothing writes to it.",
-    )

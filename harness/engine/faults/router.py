@@ -111,12 +111,6 @@ def _softmax(logits: Tensor) -> Tensor:
     return torch.softmax(logits, dim=-1)
 
 
-def _log1p(logits: Tensor) -> Tensor:
-    """Compute the root of log(1 + e^x) in float32: the log is 0 below -16.6, infinite above 88."""
-    # Not log1p, on purpose: this is the naive formula of softplus.
-    return torch.log(1.0 + logits.float().exp()).sqrt().to(logits.dtype)
-
-
 _SCORES: tuple[tuple[str, Score], ...] = (
     ("sigmoid scores", torch.sigmoid),
     ("softmax scores", _softmax),

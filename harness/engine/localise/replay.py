@@ -116,11 +116,6 @@ class Replay:
     undecided: str = ""
     inputs: Tensors = field(default_factory=dict)  # as the twin took them
 
-    @property
-    def quantised_here(self) -> bool:
-        """Tell whether plain values arrived where the recipe quantises."""
-        return "codes" in self.inputs and "codes" not in self.batch.inputs
-
     def judgeable(self, known: TwinComponents) -> Judgeable:
         """Return the call in the form that judging takes."""
         return Judgeable.of(known.twin, self.batch.component.name, self.inputs, self.expected)

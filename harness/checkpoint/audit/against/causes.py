@@ -85,7 +85,7 @@ def describe_flipped_lines(x_MK: Tensor, y_MK: Tensor, first: int = 0) -> str | 
             continue
         turned, kept = _flipped(x_MK, y_MK, axis)
         if bool(turned.any()) and float((turned | kept).double().mean()) >= _DISTINCT:
-            return _listed(what, [start + int(each) for each in turned.nonzero()])
+            return describe_lines(what, [start + int(each) for each in turned.nonzero()])
     return None
 
 
@@ -97,12 +97,13 @@ def _flipped(x_MK: Tensor, y_MK: Tensor, axis: int) -> tuple[Tensor, Tensor]:
     return cosines <= -ALIKE, (cosines >= ALIKE) | (lengths == 0)
 
 
-def _listed(what: str, numbers: list[int]) -> str:
+def describe_lines(what: str, numbers: list[int]) -> str:
+    """Format rows or columns by their runs: `64 rows (rows 16-79)`."""
     runs = format_ranges(numbers).split(", ")
     more = f" and {len(runs) - _MOST_RUNS} runs more" if len(runs) > _MOST_RUNS else ""
-    alone = len(numbers) == 1
-    told = f"{what} {runs[0]}" if alone else f"{what}s {', '.join(runs[:_MOST_RUNS])}{more}"
-    return told if alone else f"{len(numbers)} {what}s ({told})"
+    if len(numbers) == 1:
+        return f"{what} {runs[0]}"
+    return f"{len(numbers)} {what}s ({what}s {', '.join(runs[:_MOST_RUNS])}{more})"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -122,15 +123,6 @@ class ReportedCause(NamedTuple):
 
     rule: AuditRule
     message: str
-
-
-def describe_lines(what: str, numbers: list[int]) -> str:
-    """Format rows or columns by their runs: `64 rows (rows 16-79)`."""
-    runs = format_ranges(numbers).split(", ")
-    more = f" and {len(runs) - _MOST_RUNS} runs more" if len(runs) > _MOST_RUNS else ""
-    if len(numbers) == 1:
-        return f"{what} {runs[0]}"
-    return f"{len(numbers)} {what}s ({what}s {', '.join(runs[:_MOST_RUNS])}{more})"
 
 
 def cause_of_codes(weight: Weight, y_MK: Tensor, first: int) -> ReportedCause | None:
@@ -385,13 +377,20 @@ class CauseSearch:
         # Nothing differs where signs of zero do, or bits of NaN.
         return cause_of_values(x, y, wrong, begin) if bool(wrong.any()) else None
 
-    def _zero_lines(self, index: int) -> ReportedCause | None:
-        """Report zero rows, or columns, that are not zero in the reference."""
+    def _whole(self, index: int) -> tuple[Tensor, Tensor] | None:
+        """Return all values of both sides; None where they are no matrix, or too many."""
         here, there, first = self._both(index)
         if len(here.shape) != 2 or math.prod(here.shape) > _MOST_ELEMENTS:
             return None
         ours = row_values(here.rows(0, here.shape[0])).float()
-        theirs = row_values(there.rows(first, first + here.shape[0])).float()
+        return ours, row_values(there.rows(first, first + here.shape[0])).float()
+
+    def _zero_lines(self, index: int) -> ReportedCause | None:
+        """Report zero rows, or columns, that are not zero in the reference."""
+        whole = self._whole(index)
+        if whole is None:
+            return None
+        ours, theirs = whole
         for what, axis in (("row", 1), ("column", 0)):
             energy = theirs.double().square().sum(axis)
             # Weak lines become zeros in a healthy conversion as well.
@@ -403,11 +402,10 @@ class CauseSearch:
 
     def _moved_lines(self, index: int) -> ReportedCause | None:
         """Report rows that are other rows of the reference, or packed in another order."""
-        here, there, first = self._both(index)
-        if len(here.shape) != 2 or math.prod(here.shape) > _MOST_ELEMENTS:
+        whole = self._whole(index)
+        if whole is None:
             return None
-        ours = row_values(here.rows(0, here.shape[0])).float()
-        theirs = row_values(there.rows(first, first + here.shape[0])).float()
+        ours, theirs = whole
         off = (ours - theirs).square().sum(1) > _ROW_OFF * theirs.square().sum(1)
         rows = off.nonzero().flatten()
         if not len(rows) or not bool(ours.isfinite().all()):

@@ -400,7 +400,6 @@ def _component(site: str) -> str:
 
 SCALE_LAYOUT = "scale layout"
 LINEAR = "linear"
-UNRELATED = "unrelated"  # decided in numbers/orders.py, by comparison with siblings
 _FEWEST_BLOCKS = 512
 _MOST_ROWS = 512  # as many rows, from the whole height, tell enough
 
