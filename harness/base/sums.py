@@ -60,7 +60,8 @@ class PairSums:
     def cosine(self) -> float:
         """Return the cosine of the angle between both sides."""
         length = math.sqrt(self.rr) * math.sqrt(self.cc)
-        return max(-1.0, min(1.0, self.rc / length)) if length else math.nan
+        # Trap: min(1.0, NaN) is 1.0, and min(NaN, 1.0) is NaN.
+        return max(min(self.rc / length, 1.0), -1.0) if length else math.nan
 
     @property
     def relative_l2(self) -> float:

@@ -1,6 +1,6 @@
 """Walk the weights of a checkpoint with threads, and keep their measurements as numpy columns.
 
-The audits of numbers and of differences from a reference share the walk, the table and the report.
+The audits of numbers and of differences from a reference share walk and table.
 """
 
 from __future__ import annotations

@@ -323,6 +323,13 @@ def test_a_zero_reference_has_no_closeness() -> None:
     assert all(math.isnan(v) for v in (found.cosine, found.relative_l2, found.gain))
 
 
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_what_is_not_finite_has_no_closeness(odd: float) -> None:
+    found = PairSums.of(torch.tensor([1.0, odd]), torch.ones(2))
+    assert math.isnan(found.cosine)
+    assert not math.isfinite(found.relative_l2)
+
+
 def test_small_differences_of_large_tensors_are_not_lost() -> None:
     """In float32 the sum of a million squares would round this away."""
     reference = torch.ones(1_000_000)
