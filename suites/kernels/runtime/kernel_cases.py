@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -33,6 +33,7 @@ from degarble.kernels.cache.problem import (
     StatePages,
 )
 from degarble.kernels.gemm import contract
+from degarble.kernels.gemm import entry as gemm_entry
 from degarble.kernels.indexer.problem import KeyPages, OperandProblem, ScoresProblem, TopkProblem
 from degarble.kernels.primitives.kv_problem import Pages, ReadProblem, WriteProblem
 from degarble.kernels.primitives.quantise_problem import Fp8Problem, QuantiseProblem
@@ -48,9 +49,21 @@ from degarble.kernels.rows.problem import (
 from degarble.kernels.rows.router_problem import RouterProblem
 from degarble.kernels.runtime import compiling
 from degarble.kernels.runtime import kernel as descriptor
-from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime import operands as runtime_operands
 from degarble.kernels.runtime.modules import module_of
 from degarble.kernels.runtime.targets import TARGETS
+from degarble.suites.kernels.runtime import product_cases
+from degarble.suites.kernels.runtime.launch_case import (
+    BF16,
+    BYTES,
+    FP8,
+    FP32,
+    INT32,
+    INT64,
+    SETTINGS,
+    Given,
+    LaunchCase,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -58,43 +71,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KEPT = Path(__file__).with_name("arguments.json")
-SETTINGS = CompileSettings()
 PROCESSORS = 132
 _ATTENTION = ("sm90_sparse_attention", "simt_attention_merge", "simt_kv_write", "simt_kv_read")
 LAUNCHED_BY = {
     "sm90_sparse_attention": _ATTENTION,
     "sm100_sparse_attention": _ATTENTION,
+    **product_cases.LAUNCHED_BY,
 }
 _MODULES = re.compile(r"(?:degarble\.[\w.]+ )|(?:<class 'cutlass[\w.]*\.(?=\w+'>))|'>(?=, <Addr)")
-BF16, FP32, INT32, INT64, BYTES, FP8 = (
-    torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.uint8, torch.float8_e4m3fn,
-)  # fmt: skip
-
-
-class Given(NamedTuple):
-    """An operand of a case."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class LaunchCase:
-    """A problem of a kernel and the operands that its caller provides."""
-
-    kernel: str
-    problem: Any
-    given: dict[str, Given]
-    target: str = "sm_90a"
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Allocate the operands."""
-        return {name: torch.zeros(of.shape, dtype=of.dtype) for name, of in self.given.items()}
-
-    @property
-    def key(self) -> str:
-        """Return the name under which the arguments are kept."""
-        return f"{self.kernel} {self.target} {self.problem} with {', '.join(self.given)}"
 
 
 def _norm(
@@ -496,10 +480,12 @@ PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
     "sm100_sparse_attention": _by_name,
     "sm90_indexer_scores": _by_name,
     "sm90_sparse_attention": _by_name,
+    **product_cases.PUBLIC,
 }
 CASES = (
     *_norm_cases(), *_row_cases(), *_router_cases(), *_mhc_cases(), *_quantise_cases(),
     *_cache_cases(), *_pool_cases(), *_attention_cases(), *_query_cases(), *_indexer_cases(),
+    *product_cases.CASES,
 )  # fmt: skip
 
 
@@ -531,6 +517,12 @@ class RecordingKernel:
 def recording(kernel: str, target: str) -> Iterator[list[RecordingKernel]]:
     """Let launches of a kernel end at recording ones, with a GPU of `target` pretended."""
     made: list[RecordingKernel] = []
+    held: list[Tensor] = []  # so that no two allocations get one address
+    empty = torch.empty
+
+    def allocated(*shape: Any, **kind: Any) -> Tensor:
+        held.append(empty(*shape, **kind))
+        return held[-1]
 
     def compiled(entry: Any, arguments: Any, target: Any, _settings: Any) -> RecordingKernel:
         made.append(RecordingKernel(entry, arguments, target))
@@ -546,13 +538,22 @@ def recording(kernel: str, target: str) -> Iterator[list[RecordingKernel]]:
     names = dict.fromkeys((kernel, *LAUNCHED_BY.get(kernel, ())))
     modules = [import_module(module_of(name)) for name in names]
     with ExitStack() as stack:
-        for place, name in product((*modules, descriptor, contract), instead):
+        stack.enter_context(mock.patch.object(torch, "empty", allocated))
+        places = (*modules, descriptor, contract, gemm_entry, runtime_operands)
+        for place, name in product(places, instead):
             if hasattr(place, name):
                 stack.enter_context(mock.patch.object(place, name, instead[name]))
         for module in modules:
-            fresh = {"compile_form": module.compile_form.__wrapped__}
+            fresh = {
+                name: each.__wrapped__
+                for name, each in vars(module).items()
+                if name.startswith("compile_") and hasattr(each, "__wrapped__")
+            }
             holder = module.KERNEL if hasattr(module, "KERNEL") else module
             stack.enter_context(mock.patch.dict(vars(holder), fresh))
+            if hasattr(module, "ENTRY"):
+                entry = module.ENTRY._replace(compiled=fresh["compile_form"])
+                stack.enter_context(mock.patch.object(module, "ENTRY", entry))
         yield made
 
 

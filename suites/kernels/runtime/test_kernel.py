@@ -15,7 +15,8 @@ import torch
 from degarble.harness.base.errors import InvalidArgument, UnknownName
 from degarble.kernels.runtime.modules import MODULES, module_of
 from degarble.suites.kernels.runtime import kernel_cases
-from degarble.suites.kernels.runtime.kernel_cases import CASES, LaunchCase
+from degarble.suites.kernels.runtime.kernel_cases import CASES
+from degarble.suites.kernels.runtime.launch_case import SETTINGS, LaunchCase
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,7 +76,7 @@ def test_public_functions_pass_what_is_kept(case: LaunchCase) -> None:
 )
 def test_operands_by_name_pass_the_same(case: LaunchCase) -> None:
     def run(tensors: dict[str, Tensor]) -> Any:
-        made = described(case.kernel).run(case.problem, kernel_cases.SETTINGS, **tensors)
+        made = described(case.kernel).run(case.problem, SETTINGS, **tensors)
         return tuple(made.values())
 
     want, got = kernel_cases.kept()["arguments"][case.key], kernel_cases.arguments_of(case, run)
@@ -100,9 +101,7 @@ def test_operands_in_main_memory_are_refused(case: LaunchCase) -> None:
 def test_an_unknown_operand_is_refused_by_name(name: str) -> None:
     case = next(case for case in CASES if case.kernel == name)
     with pytest.raises(UnknownName, match="operand"):
-        described(name).run(
-            case.problem, kernel_cases.SETTINGS, **case.tensors(), nowhere=torch.zeros(1)
-        )
+        described(name).run(case.problem, SETTINGS, **case.tensors(), nowhere=torch.zeros(1))
 
 
 @each_kernel

@@ -1,0 +1,275 @@
+"""Launches of the kernels that multiply matrices, and of the experts' steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from degarble.harness.base.errors import DegarbleError
+from degarble.harness.formats.dialects import CANONICAL
+from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4, ceil_div
+from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection
+from degarble.harness.formats.quantise import QuantisedTensor
+from degarble.kernels.gemm.gemv_problem import GemvProblem
+from degarble.kernels.gemm.grouped_problem import GroupedFp8Problem, GroupedProblem
+from degarble.kernels.gemm.problem import GemmProblem
+from degarble.kernels.gemm.w4a16_problem import W4A16Problem
+from degarble.kernels.moe.problem import BEFORE_W2, GATE_AND_UP, MoeProblem, scale_bytes
+from degarble.suites.kernels.runtime.launch_case import (
+    BF16,
+    BYTES,
+    FP8,
+    FP32,
+    INT32,
+    INT64,
+    SETTINGS,
+    Given,
+    LaunchCase,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+TARGETS = {"sm90": "sm_90a", "sm100": "sm_100a"}
+_EXPERTS = ("sm90_moe_nvfp4", "simt_moe_rows")
+_EXPERTS_100 = ("sm100_moe_nvfp4", *_EXPERTS)
+LAUNCHED_BY = {
+    "sm100_gemm_grouped": ("sm90_gemm_grouped",),
+    "sm90_moe_nvfp4": _EXPERTS,
+    "sm100_moe_nvfp4": _EXPERTS_100,
+    "sm90_shared_expert": (*_EXPERTS, "sm90_gemm_fp8_block", "simt_quantise_fp8"),
+    "sm100_shared_expert": (*_EXPERTS_100, "sm100_gemm_fp8_block", "simt_quantise_fp8"),
+}
+
+
+def _gemm_cases() -> Iterator[LaunchCase]:
+    for architecture, target in TARGETS.items():
+        for rows in (5, 40, 300):
+            for given, problem in (
+                (_bf16(rows), GemmProblem(rows, 264, 256)),
+                (_nvfp4(rows), GemmProblem(rows, 264, 256, "nvfp4", "e4m3")),
+                (_fp8(rows, FP32), GemmProblem(rows, 264, 256, "fp8_block", "float32")),
+                (_fp8(rows, BYTES), GemmProblem(rows, 264, 256, "fp8_block", "ue8m0")),
+            ):
+                name = f"{architecture}_gemm_{problem.operands}"
+                yield LaunchCase(name, problem, given, target)
+                if rows == 40:
+                    more = given | {"out": Given(BF16, (rows, 264))}
+                    yield LaunchCase(name, problem, more, target)
+
+
+def _bf16(rows: int) -> dict[str, Given]:
+    return {"a": Given(BF16, (rows, 256)), "b": Given(BF16, (264, 256))}
+
+
+def _nvfp4(rows: int) -> dict[str, Given]:
+    given = {}
+    for side, extent in (("a", rows), ("b", 264)):
+        given[side] = Given(BYTES, (extent, 128))
+        given[f"{side}_scales"] = Given(BYTES, (SWIZZLE_128X4.storage_size(extent, 16),))
+        given[f"{side}_decode_scale"] = Given(FP32, (1,))
+    return given
+
+
+def _fp8(rows: int, scales: Any) -> dict[str, Given]:
+    return {
+        "a": Given(FP8, (rows, 256)), "a_scales": Given(scales, (rows, 2)),
+        "b": Given(FP8, (264, 256)), "b_scales": Given(scales, (3, 2)),
+    }  # fmt: skip
+
+
+def _gemm_bf16(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
+    return m.gemm_bf16(t["a"], t["b"], p, SETTINGS, out=t.get("out"))
+
+
+def _gemm_nvfp4(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
+    sides = (
+        m.Nvfp4Operand(*(t[f"{side}{part}"] for part in ("", "_scales", "_decode_scale")))
+        for side in "ab"
+    )
+    return m.gemm_nvfp4(*sides, p, SETTINGS, out=t.get("out"))
+
+
+def _gemm_fp8(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
+    given = m.Fp8Operands(t["a"], t["a_scales"], t["b"], t["b_scales"])
+    return m.gemm_fp8_block(given, p, SETTINGS, out=t.get("out"))
+
+
+def _few_rows_cases() -> Iterator[LaunchCase]:
+    for rows, out, target in ((1, "fp32", "sm_90a"), (7, "bf16", "sm_100a")):
+        problem = GemvProblem(rows, 263, 512, out)
+        given = {"x": Given(BF16, (rows, 512)), "weight": Given(BF16, (263, 512))}
+        yield LaunchCase("simt_gemv_bf16", problem, given, target)
+        more = {"out": Given(FP32 if out == "fp32" else BF16, (rows, 263))}
+        yield LaunchCase("simt_gemv_bf16", problem, given | more, target)
+    for rows, layout in ((1, "linear"), (9, "128x4"), (16, "linear")):
+        asked = W4A16Problem(rows, 256, 512, layout)
+        blocks = Given(BYTES, (asked.scale_bytes,))
+        given = {
+            "x": Given(BF16, (rows, 512)), "codes": Given(BYTES, (256, 256)), "scales": blocks,
+            "decode_scale": Given(FP32, (1,)),
+        }  # fmt: skip
+        yield LaunchCase("sm90_gemm_w4a16", asked, given)
+    yield LaunchCase("sm90_gemm_w4a16", asked, given | {"out": Given(BF16, (16, 256))}, "sm_100a")
+
+
+def _gemv(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
+    return m.gemv_bf16(t["x"], t["weight"], p, SETTINGS, out=t.get("out"))
+
+
+def _w4a16(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
+    try:
+        weights = _weights_of_codes(p, t)
+    except (DegarbleError, RuntimeError) as error:
+        raise TypeError("no weights") from error
+    return m.gemm_w4a16(t["x"], weights, SETTINGS, out=t.get("out"))
+
+
+def _weights_of_codes(p: Any, t: dict[str, Tensor]) -> QuantisedTensor:
+    linear = p.layout == LINEAR.name
+    return QuantisedTensor(
+        codes=t["codes"],
+        block_scale=t["scales"].view(p.outputs, -1) if linear else t["scales"],
+        tensor_scale=t["decode_scale"].reshape(()),
+        format=NVFP4,
+        dialect=CANONICAL,
+        layout=LINEAR if linear else SWIZZLE_128X4,
+        direction=ScaleDirection.DECODE,
+        nibble_order=NibbleOrder.LOW_EVEN,
+        shape=(p.outputs, p.columns),
+    )
+
+
+def _grouped_cases() -> Iterator[LaunchCase]:
+    turning = {"turns": Given(FP32, (9, 64)), "positions": Given(INT64, (70,))}
+    for architecture, target in TARGETS.items():
+        for problem in (
+            GroupedProblem(70, 2, 64, 512),
+            GroupedProblem(70, 2, 128, 1024, turned=512, positions=9),
+            GroupedProblem(70, 1, 72, 512, out="fp32"),
+        ):
+            if problem.out == "fp32" and architecture == "sm100":
+                continue
+            wide = problem.groups * problem.columns
+            given = {
+                "a": Given(BF16, (70, problem.groups * problem.inner)),
+                "b": Given(BF16, (wide, problem.inner)),
+            }  # fmt: skip
+            given |= turning if problem.turned else {}
+            name = f"{architecture}_gemm_grouped"
+            yield LaunchCase(name, problem, given, target)
+            out = Given(FP32 if problem.out == "fp32" else BF16, (70, wide))
+            yield LaunchCase(name, problem, given | {"out": out}, target)
+    for scales, dtype in (("float32", FP32), ("ue8m0", BYTES)):
+        for turned in (0, 512):
+            of_fp8 = GroupedFp8Problem(70, 2, 128, 1024, scales, turned, 9 if turned else 0)
+            tiles = ceil_div(2 * 128, 128)
+            given = {"b": Given(FP8, (256, 1024)), "b_scales": Given(dtype, (tiles, 8))}
+            if turned:
+                given |= {"a": Given(BF16, (70, 2048))} | turning
+            else:
+                given |= {"a": Given(FP8, (70, 2048)), "a_scales": Given(dtype, (70, 16))}
+            yield LaunchCase("sm90_gemm_grouped_fp8", of_fp8, given)
+        more = given | {"out": Given(BF16, (70, 256))}
+        yield LaunchCase("sm90_gemm_grouped_fp8", of_fp8, more)
+
+
+def _grouped(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
+    turns = (t["turns"], t["positions"]) if "turns" in t else None
+    return m.gemm_grouped(t["a"], t["b"], p, SETTINGS, turns=turns, out=t.get("out"))
+
+
+def _grouped_fp8(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
+    names = m.GroupedFp8Operands._fields
+    given = m.GroupedFp8Operands(**{name: t.get(name) for name in names})
+    return m.gemm_grouped_fp8(given, p, SETTINGS, out=t.get("out"))
+
+
+def _moe_cases() -> Iterator[LaunchCase]:
+    for architecture, target in TARGETS.items():
+        name = f"{architecture}_moe_nvfp4"
+        for problem in (
+            MoeProblem(3, 256, 128, experts=4, chosen=2, routed=4, limit=10.0),
+            MoeProblem(300, 256, 128, experts=4, chosen=2, routed=4, weighting=BEFORE_W2),
+            MoeProblem(2000, 512, 256, experts=3, chosen=2, routed=8),
+        ):
+            given = _moe_operands(problem)
+            local = {"local": Given(INT32, (problem.routed,))}
+            given |= local if problem.experts < problem.routed else {}
+            yield LaunchCase(name, problem, given, target)
+        shared = {"shared": Given(BF16, (2000, 512))}
+        yield LaunchCase(name, problem, given | shared, target)
+        name = f"{architecture}_shared_expert"
+        alone = MoeProblem(3, 256, 128, experts=1, chosen=1, routed=1, limit=10.0)
+        routing = ("experts", "weights")
+        given = {name: of for name, of in _moe_operands(alone).items() if name not in routing}
+        yield LaunchCase(name, alone, given, target)
+        for tokens, scales in ((3, FP32), (5, BYTES)):
+            of_fp8 = {
+                "x": Given(BF16, (tokens, 256)),
+                "w13": Given(FP8, (256, 256)), "w13_scales": Given(scales, (2, 2)),
+                "w2": Given(FP8, (256, 128)), "w2_scales": Given(scales, (2, 1)),
+            }  # fmt: skip
+            yield LaunchCase(name, replace(alone, tokens=tokens), of_fp8, target)
+
+
+def _moe_operands(p: MoeProblem) -> dict[str, Given]:
+    slots = p.tokens, p.chosen
+    given = {
+        "x": Given(BF16, (p.tokens, p.hidden)),
+        "experts": Given(INT32, slots), "weights": Given(FP32, slots),
+    }  # fmt: skip
+    for name, leading, rows, inner in (
+        ("w13", (p.experts, GATE_AND_UP), p.width, p.hidden),
+        ("w2", (p.experts,), p.hidden, p.width),
+    ):
+        given |= {
+            f"{name}_codes": Given(BYTES, (*leading, rows, inner // 2)),
+            f"{name}_scales": Given(BYTES, (*leading, scale_bytes(rows, inner))),
+            f"{name}_decode_scale": Given(FP32, leading),
+            f"{name}_input_scale": Given(FP32, leading[:1]),
+        }
+    return given
+
+
+def _weights(m: Any, t: dict[str, Tensor]) -> Any:
+    parts = ("codes", "scales", "decode_scale", "input_scale")
+    both = ([t[f"{name}_{part}"] for part in parts] for name in ("w13", "w2"))
+    return m.MoeWeights(*(m.ExpertWeights(*each) for each in both))
+
+
+def _moe(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
+    m90 = getattr(m, "hopper", m)
+    routing = m.Routing(t["experts"], t["weights"], t.get("local"))
+    shared = t.get("shared")
+    return m.moe_nvfp4(t["x"], routing, _weights(m90, t), p, SETTINGS, shared_TD=shared)
+
+
+def _shared_expert(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
+    m90 = getattr(m, "hopper", m)
+    if "w13" in t:
+        weights = m90.Fp8Weights(*(t[name] for name in m90.Fp8Weights._fields))
+        return m.shared_expert_fp8(t["x"], weights, p, SETTINGS)
+    return m.shared_expert_nvfp4(t["x"], _weights(m90.moe, t), p, SETTINGS)
+
+
+PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
+    "simt_gemv_bf16": _gemv,
+    "sm100_gemm_bf16": _gemm_bf16,
+    "sm100_gemm_fp8_block": _gemm_fp8,
+    "sm100_gemm_grouped": _grouped,
+    "sm100_gemm_nvfp4": _gemm_nvfp4,
+    "sm100_moe_nvfp4": _moe,
+    "sm100_shared_expert": _shared_expert,
+    "sm90_gemm_bf16": _gemm_bf16,
+    "sm90_gemm_fp8_block": _gemm_fp8,
+    "sm90_gemm_grouped": _grouped,
+    "sm90_gemm_grouped_fp8": _grouped_fp8,
+    "sm90_gemm_nvfp4": _gemm_nvfp4,
+    "sm90_gemm_w4a16": _w4a16,
+    "sm90_moe_nvfp4": _moe,
+    "sm90_shared_expert": _shared_expert,
+}
+CASES = (*_gemm_cases(), *_few_rows_cases(), *_grouped_cases(), *_moe_cases())
