@@ -18,26 +18,17 @@ The entry point allocates only D and never synchronises. Compiled but never run:
 was available. Shape letters: M rows of A and D, N rows of B, K inner.
 """
 
-from functools import cache
 from typing import Any
 
 import cutlass
 from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Int32, cute
-from torch import Tensor
 
 from degarble.harness.formats.layouts import ceil_div
-from degarble.kernels.gemm import contract, mainloop, tcgen05, tensor_memory
-from degarble.kernels.gemm import entry as gemm_entry
+from degarble.kernels.gemm import mainloop, tcgen05, tensor_memory
 from degarble.kernels.gemm import problem as facts
-from degarble.kernels.gemm.problem import GemmForm, GemmProblem
-from degarble.kernels.gemm.sm90_gemm_bf16 import (
-    ELEMENTS,
-    matrices_of,
-    pointers_of,
-    require_operands,
-)
-from degarble.kernels.runtime.compiling import CompiledKernel, CompileSettings
+from degarble.kernels.gemm.entry import described
+from degarble.kernels.gemm.sm90_gemm_bf16 import OPERANDS, matrices_of
 from degarble.kernels.runtime.targets import SM100A
 
 # ---- device --------------------------------------------------------------------------------------
@@ -126,37 +117,5 @@ def launch_gemm(
 
 # ---- host ----------------------------------------------------------------------------------------
 
-
-@cache
-def compile_form(form: GemmForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile a form; needs no GPU."""
-    pointers = pointers_of(form, (None,) * len(ELEMENTS))
-    return gemm_entry.compiled(launch_gemm, pointers, form, settings)
-
-
-ENTRY = gemm_entry.GemmEntry(compile_form, pointers_of, SM100A)
-
-
-def gemm_bf16(
-    a_MK: Tensor,
-    b_NK: Tensor,
-    problem: GemmProblem,
-    settings: CompileSettings,
-    *,
-    form: GemmForm | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return A B^T rounded once to BF16, computed on the GPU that holds A and B.
-
-    `form` names another tactic than the table's; `out` takes the result where it is given.
-    """
-    out = contract.empty_output(problem, a_MK.device) if out is None else out
-    require_operands(problem, a_MK, b_NK)
-    return gemm_entry.answer(ENTRY, problem, (a_MK, b_NK, out), settings, form)
-
-
-def launch(
-    kernel: CompiledKernel, form: GemmForm, problem: GemmProblem, tensors: tuple[Tensor, ...]
-) -> None:
-    """Launch on checked tensors: A, B, D."""
-    gemm_entry.launch(ENTRY, kernel, form, problem, tensors)
+KERNEL = described(launch_gemm, OPERANDS, SM100A)
+compile_form = KERNEL.compile_form

@@ -14,30 +14,24 @@ The entry point allocates only D and never synchronises. Compiled but never run:
 was available. Shape letters: M rows of A, N rows of B, K inner, G groups of 128 along K.
 """
 
-from functools import cache
 from typing import Any
 
 import cutlass
 from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, cute
-from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div
-from degarble.kernels.gemm import contract, mainloop, tcgen05, tensor_memory
-from degarble.kernels.gemm import entry as gemm_entry
+from degarble.kernels.gemm import mainloop, tcgen05, tensor_memory
 from degarble.kernels.gemm import problem as facts
-from degarble.kernels.gemm.problem import GemmForm, GemmProblem
+from degarble.kernels.gemm.entry import described
 from degarble.kernels.gemm.sm90_gemm_fp8_block import (
     BLOCK,
+    OPERANDS,
     BlockScales,
-    Fp8Operands,
     matrices_of,
-    pointers_of,
-    require_operands,
     scale_at,
 )
-from degarble.kernels.runtime.compiling import CompiledKernel, CompileSettings
 from degarble.kernels.runtime.targets import SM100A
 
 # ---- device --------------------------------------------------------------------------------------
@@ -185,35 +179,5 @@ def launch_gemm(
 
 # ---- host ----------------------------------------------------------------------------------------
 
-
-@cache
-def compile_form(form: GemmForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile a form; needs no GPU."""
-    return gemm_entry.compiled(launch_gemm, pointers_of(form, (None,) * 5), form, settings)
-
-
-ENTRY = gemm_entry.GemmEntry(compile_form, pointers_of, SM100A)
-
-
-def gemm_fp8_block(
-    given: Fp8Operands,
-    problem: GemmProblem,
-    settings: CompileSettings,
-    *,
-    form: GemmForm | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return A B^T rounded once to BF16, computed on the GPU that holds the operands.
-
-    `form` names another tactic than the table's; `out` takes the result where it is given.
-    """
-    out = contract.empty_output(problem, given.a.device) if out is None else out
-    require_operands(problem, given)
-    return gemm_entry.answer(ENTRY, problem, (*given, out), settings, form)
-
-
-def launch(
-    kernel: CompiledKernel, form: GemmForm, problem: GemmProblem, tensors: tuple[Tensor, ...]
-) -> None:
-    """Launch on checked tensors: A, scales of A, B, scales of B, D."""
-    gemm_entry.launch(ENTRY, kernel, form, problem, tensors)
+KERNEL = described(launch_gemm, OPERANDS, SM100A)
+compile_form = KERNEL.compile_form

@@ -17,24 +17,20 @@ The entry point allocates only D and never synchronises. Compiled but never run:
 was available. Shape letters: M rows of A, N rows of B, P = K / 2 bytes.
 """
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import cutlass
 from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float4E2M1FN, Float8E4M3FN, Float32, Int16, Int32, Int64, Uint32, cute
 from cutlass.cute.nvgpu import cpasync
-from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div
 from degarble.kernels.gemm import contract, mainloop, tcgen05, tensor_memory
-from degarble.kernels.gemm import entry as gemm_entry
 from degarble.kernels.gemm import problem as facts
+from degarble.kernels.gemm.entry import described, require_one_block
 from degarble.kernels.gemm.problem import GemmForm, GemmProblem
-from degarble.kernels.gemm.sm90_gemm_nvfp4 import Nvfp4Operand, require_operand
-from degarble.kernels.runtime import operands
-from degarble.kernels.runtime.compiling import CompiledKernel, CompileSettings
+from degarble.kernels.gemm.sm90_gemm_nvfp4 import operands_of as nvfp4_operands
 from degarble.kernels.runtime.targets import SM100A
 
 # --------------------------------------------------------------------------------------------------
@@ -281,8 +277,6 @@ SCALE_UNIT = 8  # bytes that TMA counts scales in: a stage's row of a scale tile
 UNITS_OF_TILE = facts.SCALE_TILE_BYTES // SCALE_UNIT
 WORDS_OF_TILE = facts.SCALE_TILE_BYTES // 4
 WORDS_OF_LANE = WORDS_OF_TILE // facts.WARP
-ELEMENTS = (Uint32, Int64, Uint32, Int64, Float32, Float32, BFloat16)
-ALIGNMENTS = (16, 16, 16, 16, 4, 4, 16)  # A, its scales, B, its scales, tensor scales, D
 SPACE_OF = {1: "cta", 2: "cluster"}  # whose shared memory a thread clears scales in
 NAMES = ("a", "b", "scales of a", "scales of b")
 
@@ -568,8 +562,10 @@ def launch_gemm(
 ) -> None:
     """Launch a form on the extents M, N, K (swapped: N, M, K) and the number of clusters."""
     m, n, k, clusters = extents
-    *operands_, scale_a, scale_b, d = pointers
-    feeds, store = atoms_of((*operands_, d), (m, n, k), form)
+    a, a_scales, b, b_scales, scale_a, scale_b, d = pointers
+    if cutlass.const_expr(form.tactic.swapped):
+        a, a_scales, b, b_scales = b, b_scales, a, a_scales
+    feeds, store = atoms_of((a, a_scales, b, b_scales, d), (m, n, k), form)
     tensor_scales = tuple(
         cute.make_tensor(pointer, cute.make_layout(1)) for pointer in (scale_a, scale_b)
     )
@@ -585,48 +581,11 @@ def launch_gemm(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-def pointers_of(form: GemmForm, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    """Return the pointers of a launch; tensors are codes, scales, decode scale of A and B, D."""
-    a, a_scales, scale_a, b, b_scales, scale_b, out = tensors
-    if form.tactic.swapped:
-        a, a_scales, b, b_scales = b, b_scales, a, a_scales
-    ordered = (a, a_scales, b, b_scales, scale_a, scale_b, out)
-    return tuple(map(operands.pointer, ELEMENTS, ordered, ALIGNMENTS))
-
-
-@cache
-def compile_form(form: GemmForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile a form; needs no GPU."""
-    pointers = pointers_of(form, (None,) * len(ELEMENTS))
-    return gemm_entry.compiled(launch_gemm, pointers, form, settings)
-
-
-ENTRY = gemm_entry.GemmEntry(compile_form, pointers_of, SM100A)
-
-
-def gemm_nvfp4(
-    a: Nvfp4Operand,
-    b: Nvfp4Operand,
-    problem: GemmProblem,
-    settings: CompileSettings,
-    *,
-    form: GemmForm | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return A B^T rounded once to BF16, computed on the GPU that holds both operands.
-
-    `form` names another tactic than the table's; `out` takes the result where it is given.
-    """
-    out = contract.empty_output(problem, a.codes.device) if out is None else out
-    require_operand("A", a, problem.rows, problem.inner)
-    require_operand("B", b, problem.columns, problem.inner)
-    form = form or facts.choose_form(problem, SM100A.name)
+def refuse_form(problem: GemmProblem, form: GemmForm) -> None:
+    """Raise on a form that cannot address the problem's rows."""
+    require_one_block(problem, form)
     tensor_memory.require_extents(problem, form)
-    return gemm_entry.answer(ENTRY, problem, (*a, *b, out), settings, form)
 
 
-def launch(
-    kernel: CompiledKernel, form: GemmForm, problem: GemmProblem, tensors: tuple[Tensor, ...]
-) -> None:
-    """Launch on checked tensors: codes, scales, decode scale of A and of B, D."""
-    gemm_entry.launch(ENTRY, kernel, form, problem, tensors)
+KERNEL = described(launch_gemm, nvfp4_operands(Int64), SM100A, refuse_form)
+compile_form = KERNEL.compile_form

@@ -16,27 +16,21 @@ The entry point allocates only D and never synchronises, so it can be captured i
 Shape letters: M rows of A and D, N rows of B, K inner.
 """
 
-from functools import cache
 from typing import Any
 
 import cutlass
-import torch
 from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
-from torch import Tensor
 
 from degarble.harness.formats.layouts import ceil_div
-from degarble.kernels.gemm import contract, mainloop
-from degarble.kernels.gemm import entry as gemm_entry
+from degarble.kernels.gemm import mainloop
 from degarble.kernels.gemm import problem as facts
-from degarble.kernels.gemm.problem import GemmForm, GemmProblem
-from degarble.kernels.runtime import operands
-from degarble.kernels.runtime.compiling import CompiledKernel, CompileSettings
+from degarble.kernels.gemm.entry import BF16, GemmOperand, described
+from degarble.kernels.gemm.problem import GemmForm
 from degarble.kernels.runtime.targets import SM90A
 
 STEP_K = 16  # of one wgmma
-ELEMENTS = (BFloat16, BFloat16, BFloat16)  # A, B, D
 
 
 # ---- device --------------------------------------------------------------------------------------
@@ -161,50 +155,9 @@ def launch_gemm(
 
 # ---- host ----------------------------------------------------------------------------------------
 
-
-def pointers_of(_form: GemmForm, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    """Return the pointers to A, B, D."""
-    alignments = (contract.TMA_ALIGNMENT,) * len(ELEMENTS)
-    return tuple(map(operands.pointer, ELEMENTS, tensors, alignments))
-
-
-@cache
-def compile_form(form: GemmForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile a form; needs no GPU."""
-    pointers = pointers_of(form, (None,) * len(ELEMENTS))
-    return gemm_entry.compiled(launch_gemm, pointers, form, settings)
-
-
-ENTRY = gemm_entry.GemmEntry(compile_form, pointers_of, SM90A)
-
-
-def gemm_bf16(
-    a_MK: Tensor,
-    b_NK: Tensor,
-    problem: GemmProblem,
-    settings: CompileSettings,
-    *,
-    form: GemmForm | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return A B^T rounded once to BF16, computed on the GPU that holds A and B.
-
-    `form` names another tactic than the table's; `out` takes the result where it is given.
-    """
-    out = contract.empty_output(problem, a_MK.device) if out is None else out
-    require_operands(problem, a_MK, b_NK)
-    return gemm_entry.answer(ENTRY, problem, (a_MK, b_NK, out), settings, form)
-
-
-def require_operands(problem: GemmProblem, a_MK: Tensor, b_NK: Tensor) -> None:
-    """Raise unless A and B are contiguous BF16 matrices that TMA can read."""
-    shapes = ((problem.rows, problem.inner), (problem.columns, problem.inner))
-    for name, tensor, shape in zip("AB", (a_MK, b_NK), shapes, strict=True):
-        operands.require_tensor(name, tensor, torch.bfloat16, shape, contract.TMA_ALIGNMENT)
-
-
-def launch(
-    kernel: CompiledKernel, form: GemmForm, problem: GemmProblem, tensors: tuple[Tensor, ...]
-) -> None:
-    """Launch on checked tensors: A, B, D."""
-    gemm_entry.launch(ENTRY, kernel, form, problem, tensors)
+OPERANDS = (
+    GemmOperand("a", BF16, lambda p: (p.rows, p.inner), label="A"),
+    GemmOperand("b", BF16, lambda p: (p.columns, p.inner), label="B"),
+)
+KERNEL = described(launch_gemm, OPERANDS, SM90A)
+compile_form = KERNEL.compile_form

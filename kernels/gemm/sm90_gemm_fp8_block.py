@@ -14,25 +14,23 @@ The entry point allocates only D and never synchronises. Shape letters: M rows o
 inner, G groups of 128 along K, H blocks of 128 rows of B.
 """
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import cutlass
 import torch
 from cuda.bindings.driver import CUstream
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32, cute
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32, cute
 from cutlass.cute.nvgpu import warpgroup
-from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div
 from degarble.harness.formats.scalar_ops import ue8m0_decode
-from degarble.kernels.gemm import contract, mainloop
-from degarble.kernels.gemm import entry as gemm_entry
+from degarble.kernels.gemm import mainloop
 from degarble.kernels.gemm import problem as facts
+from degarble.kernels.gemm.contract import TMA_ALIGNMENT
+from degarble.kernels.gemm.entry import GemmOperand, described
 from degarble.kernels.gemm.problem import GemmForm, GemmProblem
-from degarble.kernels.runtime import operands
-from degarble.kernels.runtime.compiling import CompiledKernel, CompileSettings
+from degarble.kernels.runtime.kernel import Storage
 from degarble.kernels.runtime.targets import SM90A
 
 BLOCK = 128  # of K and of B's rows that share a scale
@@ -200,65 +198,24 @@ def launch_gemm(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-def pointers_of(form: GemmForm, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    """Return pointers in the order A, B, scales of A and B, D from A, its scales, B, its, D."""
-    a, of_a, b, of_b, out = tensors
-    scale, _, alignment = SCALES[form.scales]
-    elements = (Float8E4M3FN, Float8E4M3FN, scale, scale, BFloat16)
-    tma = contract.TMA_ALIGNMENT
-    alignments = (tma, tma, alignment, alignment, tma)
-    return tuple(map(operands.pointer, elements, (a, b, of_a, of_b, out), alignments))
+def stored_scales(of: GemmProblem | GemmForm) -> Storage:
+    """Return how block scales are stored."""
+    return Storage(*SCALES[of.scales])
 
 
-@cache
-def compile_form(form: GemmForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile a form; needs no GPU."""
-    return gemm_entry.compiled(launch_gemm, pointers_of(form, (None,) * 5), form, settings)
-
-
-ENTRY = gemm_entry.GemmEntry(compile_form, pointers_of, SM90A)
-
-
-class Fp8Operands(NamedTuple):
-    """E4M3 codes as torch.float8_e4m3fn, with their block scales."""
-
-    a: Tensor  # [M, K]
-    a_scales: Tensor  # [M, G]
-    b: Tensor  # [N, K]
-    b_scales: Tensor  # [H, G]
-
-
-def gemm_fp8_block(
-    given: Fp8Operands,
-    problem: GemmProblem,
-    settings: CompileSettings,
-    *,
-    form: GemmForm | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return A B^T rounded once to BF16, computed on the GPU that holds the operands.
-
-    `form` names another tactic than the table's; `out` takes the result where it is given.
-    """
-    out = contract.empty_output(problem, given.a.device) if out is None else out
-    require_operands(problem, given)
-    return gemm_entry.answer(ENTRY, problem, (*given, out), settings, form)
-
-
-def require_operands(problem: GemmProblem, given: Fp8Operands) -> None:
-    """Raise unless codes and scales have the dtypes, shapes and alignments of the problem."""
-    groups, blocks = ceil_div(problem.inner, BLOCK), ceil_div(problem.columns, BLOCK)
-    codes, tma = torch.float8_e4m3fn, contract.TMA_ALIGNMENT
-    _, dtype, alignment = SCALES[problem.scales]
-    require = operands.require_tensor
-    require("A", given.a, codes, (problem.rows, problem.inner), tma)
-    require("scales of A", given.a_scales, dtype, (problem.rows, groups), alignment)
-    require("B", given.b, codes, (problem.columns, problem.inner), tma)
-    require("scales of B", given.b_scales, dtype, (blocks, groups), alignment)
-
-
-def launch(
-    kernel: CompiledKernel, form: GemmForm, problem: GemmProblem, tensors: tuple[Tensor, ...]
-) -> None:
-    """Launch on checked tensors: A, scales of A, B, scales of B, D."""
-    gemm_entry.launch(ENTRY, kernel, form, problem, tensors)
+_CODES = Storage(Float8E4M3FN, torch.float8_e4m3fn, TMA_ALIGNMENT)
+OPERANDS = (
+    GemmOperand("a", _CODES, lambda p: (p.rows, p.inner), label="A"),
+    GemmOperand("b", _CODES, lambda p: (p.columns, p.inner), label="B"),
+    GemmOperand(
+        "a_scales", stored_scales, lambda p: (p.rows, ceil_div(p.inner, BLOCK)), label="scales of A"
+    ),
+    GemmOperand(
+        "b_scales",
+        stored_scales,
+        lambda p: (ceil_div(p.columns, BLOCK), ceil_div(p.inner, BLOCK)),
+        label="scales of B",
+    ),
+)
+KERNEL = described(launch_gemm, OPERANDS, SM90A)
+compile_form = KERNEL.compile_form

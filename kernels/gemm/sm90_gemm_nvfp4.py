@@ -17,7 +17,6 @@ The sign bit of a scale is ignored. The entry point allocates only D and never s
 Shape letters: M rows of A, N rows of B, P = K / 2 bytes.
 """
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import cutlass
@@ -25,17 +24,15 @@ import torch
 from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
-from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div
 from degarble.kernels.gemm import contract, mainloop
-from degarble.kernels.gemm import entry as gemm_entry
 from degarble.kernels.gemm import nvfp4_stages as stages
 from degarble.kernels.gemm import problem as facts
-from degarble.kernels.gemm.problem import GemmForm, GemmProblem
-from degarble.kernels.runtime import operands
-from degarble.kernels.runtime.compiling import CompiledKernel, CompileSettings
+from degarble.kernels.gemm.entry import GemmOperand, described
+from degarble.kernels.gemm.problem import GemmForm
+from degarble.kernels.runtime.kernel import Storage
 from degarble.kernels.runtime.targets import SM90A
 
 CODES_OF_WORD = 8
@@ -46,8 +43,6 @@ SWIZZLES = {
     128: mainloop.Swizzle.K_SW64,
     256: mainloop.Swizzle.K_SW128,
 }  # of a row of so many codes
-ELEMENTS = (Uint32, Uint32, Uint32, Uint32, Float32, Float32, BFloat16)
-ALIGNMENTS = (16, 16, 16, 16, 4, 4, 16)  # A, its scales, B, its scales, tensor scales, D
 
 
 class Nvfp4SharedViews(NamedTuple):
@@ -401,61 +396,29 @@ def launch_gemm(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-def pointers_of(_form: GemmForm, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    """Return the pointers of a launch; tensors are codes, scales, decode scale of A and B, D."""
-    a, a_scales, scale_a, b, b_scales, scale_b, out = tensors
-    ordered = (a, a_scales, b, b_scales, scale_a, scale_b, out)
-    return tuple(map(operands.pointer, ELEMENTS, ordered, ALIGNMENTS))
+def operands_of(scale_element: Any) -> tuple[GemmOperand, ...]:
+    """Return packed codes, scales in 128x4 order, read as elements, and decode scales."""
+    codes = Storage(Uint32, torch.uint8, contract.TMA_ALIGNMENT)
+    scales = Storage(scale_element, torch.uint8, contract.TMA_ALIGNMENT)
+    one = Storage(Float32, torch.float32, 4)
+    return (
+        GemmOperand("a", codes, lambda p: (p.rows, p.inner // 2), label="codes of A"),
+        GemmOperand(
+            "a_scales", scales, lambda p: (scale_bytes(p.rows, p.inner),), label="scales of A"
+        ),
+        GemmOperand("b", codes, lambda p: (p.columns, p.inner // 2), label="codes of B"),
+        GemmOperand(
+            "b_scales", scales, lambda p: (scale_bytes(p.columns, p.inner),), label="scales of B"
+        ),
+        GemmOperand("a_decode_scale", one, lambda _: (1,), label="decode scale of A"),
+        GemmOperand("b_decode_scale", one, lambda _: (1,), label="decode scale of B"),
+    )
 
 
-@cache
-def compile_form(form: GemmForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile a form; needs no GPU."""
-    pointers = pointers_of(form, (None,) * len(ELEMENTS))
-    return gemm_entry.compiled(launch_gemm, pointers, form, settings)
+def scale_bytes(rows: int, inner: int) -> int:
+    """Return the bytes of a matrix' block scales."""
+    return int(SWIZZLE_128X4.storage_size(rows, inner // stages.BLOCK))
 
 
-ENTRY = gemm_entry.GemmEntry(compile_form, pointers_of, SM90A)
-
-
-class Nvfp4Operand(NamedTuple):
-    """One operand: packed codes [rows, P], scales in 128x4 order, float32 decode scale [1]."""
-
-    codes: Tensor
-    scales: Tensor
-    decode_scale: Tensor
-
-
-def gemm_nvfp4(
-    a: Nvfp4Operand,
-    b: Nvfp4Operand,
-    problem: GemmProblem,
-    settings: CompileSettings,
-    *,
-    form: GemmForm | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return A B^T rounded once to BF16, computed on the GPU that holds both operands.
-
-    `form` names another tactic than the table's; `out` takes the result where it is given.
-    """
-    out = contract.empty_output(problem, a.codes.device) if out is None else out
-    require_operand("A", a, problem.rows, problem.inner)
-    require_operand("B", b, problem.columns, problem.inner)
-    return gemm_entry.answer(ENTRY, problem, (*a, *b, out), settings, form)
-
-
-def require_operand(name: str, operand: Nvfp4Operand, rows: int, inner: int) -> None:
-    """Raise unless codes, scales and decode scale fit rows and K."""
-    require, tma = operands.require_tensor, contract.TMA_ALIGNMENT
-    size = SWIZZLE_128X4.storage_size(rows, inner // stages.BLOCK)
-    require(f"codes of {name}", operand.codes, torch.uint8, (rows, inner // 2), tma)
-    require(f"scales of {name}", operand.scales, torch.uint8, (size,), tma)
-    require(f"decode scale of {name}", operand.decode_scale, torch.float32, (1,), 4)
-
-
-def launch(
-    kernel: CompiledKernel, form: GemmForm, problem: GemmProblem, tensors: tuple[Tensor, ...]
-) -> None:
-    """Launch on checked tensors: codes, scales, decode scale of A and of B, D."""
-    gemm_entry.launch(ENTRY, kernel, form, problem, tensors)
+KERNEL = described(launch_gemm, operands_of(Uint32), SM90A)
+compile_form = KERNEL.compile_form

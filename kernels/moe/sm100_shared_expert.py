@@ -44,7 +44,7 @@ def shared_expert_fp8(
     hopper.require_tokens(x_TD, problem)
     require_weights(problem, weights)
     contract.require_place((x_TD, *weights), SM100A)
-    return hopper.fp8_products(x_TD, weights, problem, settings, fp8.gemm_fp8_block)
+    return hopper.fp8_products(x_TD, weights, problem, settings, fp8.KERNEL)
 
 
 def require_weights(problem: MoeProblem, weights: hopper.Fp8Weights) -> None:

@@ -28,11 +28,11 @@ from degarble.kernels.runtime.operands import require_tensor
 from degarble.kernels.runtime.targets import SM90A
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
+    from degarble.kernels.gemm.problem import GemmForm
     from degarble.kernels.runtime.compiling import CompileSettings
+    from degarble.kernels.runtime.kernel import Kernel
     from degarble.kernels.runtime.targets import Target
 
 
@@ -93,7 +93,7 @@ def shared_expert_fp8(
     """Return the shared expert's output, BF16 [T, D]."""
     require_tokens(x_TD, problem)
     contract.require_place((x_TD, *weights), SM90A)
-    return fp8_products(x_TD, weights, problem, settings, fp8.gemm_fp8_block)
+    return fp8_products(x_TD, weights, problem, settings, fp8.KERNEL)
 
 
 def require_tokens(x_TD: Tensor, problem: MoeProblem) -> None:
@@ -113,21 +113,23 @@ def fp8_products(
     weights: Fp8Weights,
     problem: MoeProblem,
     settings: CompileSettings,
-    multiply: Callable[[fp8.Fp8Operands, GemmProblem, CompileSettings], Tensor],
+    gemm: Kernel[GemmProblem, GemmForm],
 ) -> Tensor:
-    """Quantise x, multiply, quantise SwiGLU of the result, multiply; `multiply` is the target's."""
+    """Quantise x, multiply, quantise SwiGLU of the result, multiply; `gemm` is the target's."""
     # The weights decide the scale format of activations too: a product takes one for both.
     scales = "ue8m0" if weights.w13_scales.dtype is torch.uint8 else "float32"
 
     def product(
-        values: Tensor, of_values: Fp8Problem, columns: int, weight: tuple[Tensor, ...]
+        values: Tensor, of_values: Fp8Problem, columns: int, b: Tensor, b_scales: Tensor
     ) -> Tensor:
         a = quantise_fp8(values, of_values, settings)
         inner = of_values.columns
         of_product = GemmProblem(values.shape[0], columns, inner, FP8_BLOCK.name, scales)
-        return multiply(fp8.Fp8Operands(a.codes, a.scales, *weight), of_product, settings)
+        return gemm.run_one(
+            of_product, settings, a=a.codes, a_scales=a.scales, b=b, b_scales=b_scales
+        )
 
     of_x = Fp8Problem(problem.tokens, problem.hidden, scales, "values", None)
     of_halves = Fp8Problem(problem.tokens, problem.width, scales, "swiglu", problem.limit)
-    halves = product(x_TD, of_x, GATE_AND_UP * problem.width, weights[:2])
-    return product(halves, of_halves, problem.hidden, weights[2:])
+    halves = product(x_TD, of_x, GATE_AND_UP * problem.width, weights.w13, weights.w13_scales)
+    return product(halves, of_halves, problem.hidden, weights.w2, weights.w2_scales)

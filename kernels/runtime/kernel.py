@@ -230,6 +230,7 @@ class Kernel(Generic[P, F]):
     fit_form: Callable[[F, P, int], F] | None = None  # to a number of multiprocessors
     target: Target | None = None  # the only one, of a kernel that is written for one
     refuse: Callable[[P, Operands], None] = lambda _problem, _tensors: None  # operands together
+    refuse_form: Callable[[P, F], None] = lambda _problem, _form: None
     takes_form: bool = True  # whether the entry does
     # What a run does around its launch: make what that reads, and finish the outputs.
     before: Callable[[P, Operands, CompileSettings], Operands] = as_given
@@ -264,10 +265,17 @@ class Kernel(Generic[P, F]):
         """Allocate the outputs; a launch writes every byte of them."""
         return {each.name: each.allocate(device, None) for each in self.prepared(problem).outputs}
 
-    def run(self, problem: P, settings: CompileSettings, **given: Tensor | None) -> dict[str, Any]:
+    def run(
+        self,
+        problem: P,
+        settings: CompileSettings,
+        form: F | None = None,
+        /,
+        **given: Tensor | None,
+    ) -> dict[str, Any]:
         """Check, allocate the outputs that are not named, and launch; return the outputs.
 
-        An output that is absent from the problem is None.
+        An output that is absent from the problem is None. A form replaces the chosen one.
         """
         for name in given:
             if name not in self._names:
@@ -282,19 +290,23 @@ class Kernel(Generic[P, F]):
         place = require_device(tensors.values())
         if prepared.has_work:
             target = self._target_of(place)
-            form = prepared.forms.get(target)
-            if form is None:
-                form = prepared.forms[target] = self.choose_form(problem, target)
-            if self.fit_form is not None:
-                form = self.fit_form(form, problem, processors_of(place))
+            form = form or self._chosen_form(problem, target, place)
+            self.refuse_form(problem, form)
             ready = self.before(problem, tensors, settings)
             self.launch(self.compile_form(form, settings), form, problem, ready)
         self.after(problem, tensors, settings)
         return {name: tensors[name] for name in prepared.returned}
 
-    def run_one(self, problem: P, settings: CompileSettings, **given: Tensor | None) -> Tensor:
+    def run_one(
+        self,
+        problem: P,
+        settings: CompileSettings,
+        form: F | None = None,
+        /,
+        **given: Tensor | None,
+    ) -> Tensor:
         """Run a kernel of one output; return that."""
-        (made,) = self.run(problem, settings, **given).values()
+        (made,) = self.run(problem, settings, form, **given).values()
         assert made is not None, "the only output of a kernel is always present"
         out: Tensor = made
         return out
@@ -334,6 +346,13 @@ class Kernel(Generic[P, F]):
             )
 
         return lru_cache(maxsize=PREPARED_PROBLEMS)(prepare)
+
+    def _chosen_form(self, problem: P, target: str, place: int) -> F:
+        forms = self.prepared(problem).forms
+        form = forms.get(target)
+        if form is None:
+            form = forms[target] = self.choose_form(problem, target)
+        return form if self.fit_form is None else self.fit_form(form, problem, processors_of(place))
 
     def _target_of(self, place: int) -> str:
         found = target_of_device(place)

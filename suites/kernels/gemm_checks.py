@@ -147,12 +147,33 @@ def bf16_sides(case: Case, device: str) -> Sides:
     return Sides((a, b), a.double(), b.double())
 
 
-def nvfp4_operand(case: Case, rows: int, side: int, device: str) -> tuple[Any, Tensor]:
+class Nvfp4Operand(NamedTuple):
+    """One operand: packed codes [rows, P], scales in 128x4 order, float32 decode scale [1]."""
+
+    codes: Tensor
+    scales: Tensor
+    decode_scale: Tensor
+
+
+class Fp8Operands(NamedTuple):
+    """E4M3 codes as torch.float8_e4m3fn, with their block scales."""
+
+    a: Tensor
+    a_scales: Tensor
+    b: Tensor
+    b_scales: Tensor
+
+
+NAMES = {
+    "bf16": ("a", "b"),
+    "fp8_block": Fp8Operands._fields,
+    "nvfp4": ("a", "a_scales", "a_decode_scale", "b", "b_scales", "b_decode_scale"),
+}
+
+
+def nvfp4_operand(case: Case, rows: int, side: int, device: str) -> tuple[Nvfp4Operand, Tensor]:
     """Draw codes, scales among NaN padding, a decode scale; and the values without that scale."""
-    kernels, blocks = (
-        import_module("degarble.kernels.gemm.sm90_gemm_nvfp4"),
-        case.problem.inner // 16,
-    )
+    blocks = case.problem.inner // 16
     codes_MP = _bytes(case, (rows, case.problem.inner // 2), (0, 256 - side), device)
     if case.spread in {"sparse", "zeros"}:
         codes_MP[:, ::3] = 0
@@ -167,7 +188,7 @@ def nvfp4_operand(case: Case, rows: int, side: int, device: str) -> tuple[Any, T
     values_MK = decode_pairs(codes_MP, E2M1, NibbleOrder.LOW_EVEN, torch.float64)
     values_MK *= decode_array(scales_MB, E4M3).double().repeat_interleave(16, 1)
     storage = to_layout(padded, SWIZZLE_128X4)
-    return kernels.Nvfp4Operand(codes_MP, storage, scale), values_MK
+    return Nvfp4Operand(codes_MP, storage, scale), values_MK
 
 
 def nvfp4_sides(case: Case, device: str) -> Sides:
@@ -179,7 +200,7 @@ def nvfp4_sides(case: Case, device: str) -> Sides:
 
 def fp8_sides(case: Case, device: str) -> Sides:
     """Draw E4M3 operands with block scales."""
-    kernels, p = import_module("degarble.kernels.gemm.sm90_gemm_fp8_block"), case.problem
+    p = case.problem
     groups, blocks = ceil_div(p.inner, 128), ceil_div(p.columns, 128)
     a = _drawn(case, (p.rows, p.inner), 0, device).to(torch.float8_e4m3fn)
     b = _drawn(case, (p.columns, p.inner), 1, device).to(torch.float8_e4m3fn)
@@ -192,7 +213,7 @@ def fp8_sides(case: Case, device: str) -> Sides:
         scales = values = [value * 1.37 for value in values]
     of_a = values[0].double().repeat_interleave(128, 1)[:, : p.inner]
     of_b = values[1].double().repeat_interleave(128, 0).repeat_interleave(128, 1)
-    given = kernels.Fp8Operands(a, scales[0], b, scales[1])
+    given = Fp8Operands(a, scales[0], b, scales[1])
     return Sides((given,), a.double() * of_a, b.double() * of_b[: p.columns, : p.inner])
 
 
@@ -202,9 +223,27 @@ SIDES = {"bf16": bf16_sides, "nvfp4": nvfp4_sides, "fp8_block": fp8_sides}
 # ---- verdicts ------------------------------------------------------------------------------------
 
 
-def entry(operands: str) -> Any:
-    """Return the entry point of a kernel."""
-    return getattr(import_module(module_of(f"sm90_gemm_{operands}")), f"gemm_{operands}")
+def named(operands: str, sides: Any) -> dict[str, Tensor]:
+    """Return the operands of a product by name."""
+    return dict(zip(NAMES[operands], flat(sides), strict=True))
+
+
+def multiply(
+    kernels: Any,
+    sides: Any,
+    problem: GemmProblem,
+    form: GemmForm | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Multiply two sides by a module's kernel."""
+    given = named(problem.operands, sides) | ({} if out is None else {"out": out})
+    made: Tensor = kernels.KERNEL.run_one(problem, SETTINGS, form, **given)
+    return made
+
+
+def hopper(operands: str) -> Any:
+    """Return the module of a kernel on sm_90a."""
+    return import_module(module_of(f"sm90_gemm_{operands}"))
 
 
 def on_device(case: Case, sides: Sides) -> Tensor:
@@ -212,7 +251,7 @@ def on_device(case: Case, sides: Sides) -> Tensor:
     p = case.problem
     shape = (p.rows + ROWS_BEHIND, p.columns)
     out = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=sides.a.device)
-    entry(p.operands)(*sides.given, p, SETTINGS, form=case.form, out=out[: p.rows])
+    multiply(hopper(p.operands), sides.given, p, case.form, out[: p.rows])
     return out
 
 

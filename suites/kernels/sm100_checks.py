@@ -19,6 +19,7 @@ from degarble.harness.formats.codec import unpack_nibbles
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div, from_layout
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm import tensor_memory
+from degarble.kernels.runtime import kernel as descriptor
 from degarble.references import tensor_core
 from degarble.suites.kernels import gemm_checks, sm100_model, tcgen05_words
 from degarble.suites.kernels.sm100_model import Matrix, Undefined, require
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch import Tensor
+
+    from degarble.kernels.runtime.targets import Target
 
 TARGET = "sm_100a"
 CLUSTERS = ((2, 1), (1, 2), (2, 2))
@@ -142,6 +145,13 @@ def difference(case: gemm_checks.Case, out: Tensor, want: Tensor) -> str:
     )
 
 
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
+    """Let every descriptor believe that tensors are on a GPU of a target."""
+    monkeypatch.setattr(descriptor, "require_device", lambda _tensors: 0)
+    monkeypatch.setattr(descriptor, "target_of_device", lambda _device: target)
+    monkeypatch.setattr(descriptor, "processors_of", lambda _device: 148)
+
+
 # ---- on a B200 -----------------------------------------------------------------------------------
 
 
@@ -154,11 +164,11 @@ class Verdict(NamedTuple):
 
 def verdict(case: gemm_checks.Case) -> Verdict:
     """Run a case on the GPU, D full of NaN before, rows behind it as well; compare every bit."""
-    p, entry = case.problem, import_module("degarble.kernels.gemm.sm100_gemm_nvfp4").gemm_nvfp4
+    p, kernels = case.problem, import_module("degarble.kernels.gemm.sm100_gemm_nvfp4")
     want, sides = drawn(case, "cuda"), gemm_checks.nvfp4_sides(case, "cpu")
     shape = (p.rows + gemm_checks.ROWS_BEHIND, p.columns)
     out = torch.full(shape, torch.nan, dtype=torch.bfloat16, device="cuda")
-    entry(*want.given, p, gemm_checks.SETTINGS, form=case.form, out=out[: p.rows])
+    gemm_checks.multiply(kernels, want.given, p, case.form, out[: p.rows])
     wrong = gemm_checks.difference(case, out.cpu(), sides)
     return Verdict(difference(case, out[: p.rows], want.want), wrong)
 

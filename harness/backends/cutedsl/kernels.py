@@ -354,19 +354,6 @@ def _w4a16_tactic(problem: Any, target: str) -> str:
     return f"{form.groups} groups of {form.parts} warps, {form.ranks} ranks"
 
 
-def _gemm_nvfp4(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
-    sides = (
-        module.Nvfp4Operand(*(t[f"{side}{part}"] for part in ("", "_scales", "_decode_scale")))
-        for side in "ab"
-    )
-    return module.gemm_nvfp4(*sides, problem, settings)
-
-
-def _gemm_fp8(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
-    given = module.Fp8Operands(t["a"], t["a_scales"], t["b"], t["b_scales"])
-    return module.gemm_fp8_block(given, problem, settings)
-
-
 def _w4a16(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
     weights = QuantisedTensor(
         codes=_there(t["codes"]),
@@ -444,11 +431,9 @@ ENTRIES: Mapping[str, KernelEntry] = {
         lambda m, p, s, t: m.gemv_bf16(t["x"], t["weight"], p, s),
         lambda p, _: f"up to {gemv_problem.rows_of_form(p.rows)} rows, {p.out}",
     ),
-    "sm90_gemm_bf16": KernelEntry(
-        lambda m, p, s, t: m.gemm_bf16(t["a"], t["b"], p, s), _gemm_tactic
-    ),
-    "sm90_gemm_nvfp4": KernelEntry(_gemm_nvfp4, _gemm_tactic),
-    "sm90_gemm_fp8_block": KernelEntry(_gemm_fp8, _gemm_tactic),
+    "sm90_gemm_bf16": KernelEntry(by_name, _gemm_tactic),
+    "sm90_gemm_nvfp4": KernelEntry(by_name, _gemm_tactic),
+    "sm90_gemm_fp8_block": KernelEntry(by_name, _gemm_tactic),
     "sm90_gemm_w4a16": KernelEntry(_w4a16, _w4a16_tactic),
     "simt_quantise_nvfp4": KernelEntry(
         by_name, lambda p, _: f"{p.source}, {p.layout}{', by expert' if p.experts else ''}"

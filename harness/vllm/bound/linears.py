@@ -152,7 +152,8 @@ def by_bf16(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
 
     outputs, inner = weight_NK.shape
     problem = GemmProblem(x_MK.shape[0], outputs, inner)
-    made: Tensor = for_gpu("gemm_bf16", x_MK).gemm_bf16(x_MK, weight_NK, problem, settings())
+    kernel = for_gpu("gemm_bf16", x_MK).KERNEL
+    made: Tensor = kernel.run_one(problem, settings(), a=x_MK, b=weight_NK)
     return made
 
 
@@ -200,13 +201,13 @@ def by_fp8(codes_MK: Tensor, scales_MG: Tensor, weight_NK: Tensor, scales_HG: Te
     """Return the product of our FP8 kernel, with float32 scales on both sides."""
     from degarble.kernels.gemm.problem import FP8_BLOCK as NAME  # noqa: PLC0415
     from degarble.kernels.gemm.problem import GemmProblem  # noqa: PLC0415
-    from degarble.kernels.gemm.sm90_gemm_fp8_block import Fp8Operands  # noqa: PLC0415
 
     outputs, inner = weight_NK.shape
     problem = GemmProblem(codes_MK.shape[0], outputs, inner, NAME.name, "float32")
-    given = Fp8Operands(codes_MK, scales_MG.contiguous(), weight_NK, scales_HG)
-    run = for_gpu("gemm_fp8_block", codes_MK).gemm_fp8_block
-    made: Tensor = run(given, problem, settings())
+    made: Tensor = for_gpu("gemm_fp8_block", codes_MK).KERNEL.run_one(
+        problem, settings(), a=codes_MK, a_scales=scales_MG.contiguous(), b=weight_NK,
+        b_scales=scales_HG,
+    )  # fmt: skip
     return made
 
 
@@ -268,16 +269,17 @@ class Nvfp4Linear(DegarbleLinear):
 def by_nvfp4(x_MK: Tensor, input_scale: Tensor, weight: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """Quantise the rows by our kernel and return the product of our NVFP4 kernel."""
     from degarble.kernels.gemm.problem import NVFP4, GemmProblem  # noqa: PLC0415
-    from degarble.kernels.gemm.sm90_gemm_nvfp4 import Nvfp4Operand  # noqa: PLC0415
     from degarble.kernels.primitives.quantise_problem import QuantiseProblem  # noqa: PLC0415
 
     rows, inner = x_MK.shape
     quantised = QuantiseProblem(rows, inner)
     made = launched("simt_quantise_nvfp4", quantised, values=x_MK, decode_scale=input_scale)
     problem = GemmProblem(rows, weight[0].shape[0], inner, NVFP4.name, "e4m3")
-    a = Nvfp4Operand(made["codes"], made["scales"], input_scale)
-    run = for_gpu("gemm_nvfp4", x_MK).gemm_nvfp4
-    product: Tensor = run(a, Nvfp4Operand(*weight), problem, settings())
+    codes, scales, decode_scale = weight
+    product: Tensor = for_gpu("gemm_nvfp4", x_MK).KERNEL.run_one(
+        problem, settings(), a=made["codes"], a_scales=made["scales"], a_decode_scale=input_scale,
+        b=codes, b_scales=scales, b_decode_scale=decode_scale,
+    )  # fmt: skip
     return product
 
 

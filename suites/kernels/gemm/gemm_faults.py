@@ -167,11 +167,11 @@ def verdict(
         dtype=torch.bfloat16,
         device="cuda",
     )
-    tensors = (*checks.flat(sides.given), out[: problem.rows])
+    tensors = checks.named(fault.operands, sides.given) | {"out": out[: problem.rows]}
     if launching is not None:
         launching()
     for _ in range(3):  # shared memory that holds what a launch before left is no excuse
-        kernels.launch(kernel, case.form, problem, tensors)
+        kernels.KERNEL.launch(kernel, case.form, problem, tensors)
     torch.cuda.synchronize()
     return checks.difference(case, out, sides)
 

@@ -94,7 +94,7 @@ def composed(case: Case, parts: Any) -> Tensor:
     """Return inverse_rope, then one GEMM a group, in BF16."""
     from degarble.kernels.rows import simt_inverse_rope  # noqa: PLC0415  needs the DSL
 
-    plain_gemm = kernels_here("bf16").gemm_bf16
+    plain_gemm = kernels_here("bf16").KERNEL.run_one
     p, (a, b, turns) = case.problem, parts
     if turns is not None:
         heads = p.groups * p.inner // p.turned
@@ -107,7 +107,7 @@ def composed(case: Case, parts: Any) -> Tensor:
         own = a.reshape(p.tokens, p.groups, p.inner)[:, group].contiguous()
         weight = b[group * p.columns : (group + 1) * p.columns].contiguous()
         problem = GemmProblem(p.tokens, p.columns, p.inner)
-        made.append(plain_gemm(own, weight, problem, SETTINGS))
+        made.append(plain_gemm(problem, SETTINGS, a=own, b=weight))
     return torch.cat(made, 1)
 
 

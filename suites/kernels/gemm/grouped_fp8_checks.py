@@ -25,6 +25,7 @@ from degarble.kernels.gemm.problem import FP8_BLOCK, GemmProblem
 from degarble.kernels.primitives.quantise_problem import Fp8Problem
 from degarble.kernels.rows.problem import BackProblem
 from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.suites.kernels import gemm_checks
 from degarble.suites.kernels import latent_checks as plain
 from degarble.suites.kernels.gemm.grouped_checks import difference
 
@@ -136,8 +137,8 @@ def composed(case: Case, given: Any) -> Tensor:
         parts = (
             codes[:, own], scales[:, blocks], given.b[first : first + piece], given.b_scales[of_b]
         )  # fmt: skip
-        kept = kernels.Fp8Operands(*(part.contiguous().clone() for part in parts))
-        made.append(kernels.gemm_fp8_block(kept, problem, SETTINGS))
+        kept = tuple(part.contiguous().clone() for part in parts)
+        made.append(gemm_checks.multiply(kernels, kept, problem))
     return torch.cat(made, 1)
 
 

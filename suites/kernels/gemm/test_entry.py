@@ -11,9 +11,11 @@ import torch
 
 from degarble.harness.base.errors import InvalidArgument, MissingDevice, ShapeMismatch
 from degarble.kernels.gemm import problem as facts
+from degarble.kernels.runtime import kernel as descriptor
 from degarble.kernels.runtime import targets
 from degarble.kernels.runtime.modules import module_of
 from degarble.suites.kernels import gemm_checks as checks
+from degarble.suites.kernels import sm100_checks as blackwell
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +27,6 @@ EXTENTS = (7, 264, 128)
 KINDS = [(operands, target) for operands in facts.OPERANDS for target in ("sm_90a", "sm_100a")]
 # Places among the tensors of an entry point, in the order in which a kernel takes them.
 ORDER = {"bf16": (0, 1, 2), "fp8_block": (0, 2, 1, 3, 4), "nvfp4": (0, 1, 3, 4, 2, 5, 6)}
-SWAPPED = (3, 4, 0, 1, 2, 5, 6)
 
 each_kind = pytest.mark.parametrize(("operands", "target"), KINDS)
 
@@ -57,10 +58,9 @@ def kernels_of(operands: str, target: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = import_module("degarble.kernels.gemm.entry")
-    monkeypatch.setattr(entry.operands, "processors_of", lambda _device: PROCESSORS)
-    monkeypatch.setattr(entry.operands, "pointer", lambda _e, tensor, _a: tensor.data_ptr())
-    monkeypatch.setattr(entry, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(descriptor, "processors_of", lambda _device: PROCESSORS)
+    monkeypatch.setattr(descriptor, "pointer", lambda _e, tensor, _a: tensor.data_ptr())
+    monkeypatch.setattr(descriptor, "current_stream", lambda device: f"stream of {device}")
 
 
 def given(form: facts.GemmForm, rows: int = EXTENTS[0]) -> tuple[checks.Case, tuple[Tensor, ...]]:
@@ -74,13 +74,12 @@ def test_every_form_is_handed_its_tensors_and_extents(operands: str, target: str
     for form in checks.forms(operands, target):
         case, tensors = given(form)
         recorder = Recorder(tensors)
-        kernels_of(operands, target).launch(recorder, form, case.problem, tensors)
+        named = checks.named(operands, tensors[:-1]) | {"out": tensors[-1]}
+        kernels_of(operands, target).KERNEL.launch(recorder, form, case.problem, named)
         m, n, k = EXTENTS
         clusters = facts.grid(case.problem, form.tactic, PROCESSORS)[2]
-        order, extents = ORDER[operands], [m, n, k, clusters]
-        if form.tactic.swapped:
-            order, extents = SWAPPED, [n, m, k, clusters]
-        assert recorder.launched == [Launched(list(order), extents, "stream of 0")], form
+        extents = [n, m, k, clusters] if form.tactic.swapped else [m, n, k, clusters]
+        assert recorder.launched == [Launched(list(ORDER[operands]), extents, "stream of 0")], form
 
 
 @each_kind
@@ -88,21 +87,18 @@ def test_the_table_chooses_unless_a_form_is_named(
     operands: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels, forms = kernels_of(operands, target), checks.forms(operands, target)
-    monkeypatch.setattr(kernels.contract, "require_device", lambda _tensors: 0)
-    known = targets.TARGETS[target]
-    monkeypatch.setattr(kernels.contract, "target_of_device", lambda _device: known)
+    blackwell.pretend_gpu(monkeypatch, targets.TARGETS[target])
     seen: list[facts.GemmForm] = []
 
     def compiled(form: facts.GemmForm, _settings: Any) -> Any:
         seen.append(form)
         return lambda *_launched: None
 
-    monkeypatch.setattr(kernels, "ENTRY", kernels.ENTRY._replace(compiled=compiled))
+    monkeypatch.setitem(vars(kernels.KERNEL), "compile_form", compiled)
     case, _ = given(forms[0])
     sides = checks.SIDES[operands](case, "cpu").given
     for named in (None, forms[-1]):
-        entry = getattr(kernels, f"gemm_{operands}")
-        out = entry(*sides, case.problem, checks.SETTINGS, form=named)
+        out = checks.multiply(kernels, sides, case.problem, named)
         assert out.shape == (EXTENTS[0], EXTENTS[1])
         chosen = facts.choose_form(case.problem, target)
         assert seen.pop() == (named or chosen)
@@ -113,26 +109,29 @@ def test_no_rows_launch_nothing_and_what_does_not_fit_is_refused(
     operands: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = kernels_of(operands, target)
-    entry = getattr(kernels, f"gemm_{operands}")
     case, _ = given(checks.forms(operands, target)[0])
     sides = checks.SIDES[operands](case, "cpu").given
+    narrow = torch.zeros(7, 8, dtype=torch.bfloat16)
     with pytest.raises(ShapeMismatch, match="D = "):
-        entry(*sides, case.problem, checks.SETTINGS, out=torch.zeros(7, 8, dtype=torch.bfloat16))
-    monkeypatch.setattr(kernels.contract, "require_device", lambda _tensors: 0)
-    other = targets.SM90A if target == "sm_100a" else targets.SM100A
-    monkeypatch.setattr(kernels.contract, "target_of_device", lambda _device: other)
+        checks.multiply(kernels, sides, case.problem, out=narrow)
+    blackwell.pretend_gpu(monkeypatch, targets.SM90A if target == "sm_100a" else targets.SM100A)
     with pytest.raises(MissingDevice, match=target):
-        entry(*sides, case.problem, checks.SETTINGS)
-    known = targets.TARGETS[target]
-    monkeypatch.setattr(kernels.contract, "target_of_device", lambda _device: known)
+        checks.multiply(kernels, sides, case.problem)
+    blackwell.pretend_gpu(monkeypatch, targets.TARGETS[target])
     empty, _ = given(checks.forms(operands, target)[0], rows=0)
     none = checks.SIDES[operands](empty, "cpu").given
-    assert entry(*none, empty.problem, checks.SETTINGS).shape == (0, EXTENTS[1])
+    assert checks.multiply(kernels, none, empty.problem).shape == (0, EXTENTS[1])
 
 
-def test_a_tactic_of_several_thread_blocks_is_refused() -> None:
-    compiled = import_module("degarble.kernels.gemm.entry").compiled
+def test_a_tactic_of_several_thread_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    blackwell.pretend_gpu(monkeypatch, targets.SM90A)
     for form in checks.forms("nvfp4"):
+        case, _ = given(form)
         wide = replace(form, tactic=replace(form.tactic, blocks=2))
         with pytest.raises(InvalidArgument, match="thread blocks of a processor"):
-            compiled(None, (), wide, checks.SETTINGS)
+            checks.multiply(
+                kernels_of("nvfp4", "sm_90a"),
+                checks.SIDES["nvfp4"](case, "cpu").given,
+                case.problem,
+                wide,
+            )

@@ -101,11 +101,10 @@ def test_refuses_by_name(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -
         (LayoutMismatch, "address of A", moved, b),
     ):
         with pytest.raises(error, match=name):
-            kernels.gemm_bf16(left, right, problem, SETTINGS)
-    monkeypatch.setattr(kernels.contract, "require_device", lambda _tensors: 0)
-    monkeypatch.setattr(kernels.contract, "target_of_device", lambda _device: SM90A)
+            checks.multiply(kernels, (left, right), problem)
+    blackwell.pretend_gpu(monkeypatch, SM90A)
     with pytest.raises(MissingDevice, match="sm_100a"):
-        kernels.gemm_bf16(a, b, problem, SETTINGS)
+        checks.multiply(kernels, (a, b), problem)
 
 
 def mismatch(case: checks.Case) -> str:
@@ -113,8 +112,8 @@ def mismatch(case: checks.Case) -> str:
     drawn, rows = blackwell.drawn(case, "cuda"), case.problem.rows
     shape = (rows + checks.ROWS_BEHIND, case.problem.columns)
     out = torch.full(shape, torch.nan, dtype=torch.bfloat16, device="cuda")
-    entry = import_module("degarble.kernels.gemm.sm100_gemm_bf16").gemm_bf16
-    entry(*drawn.given, case.problem, SETTINGS, form=case.form, out=out[:rows])
+    kernels = import_module("degarble.kernels.gemm.sm100_gemm_bf16")
+    checks.multiply(kernels, drawn.given, case.problem, case.form, out[:rows])
     if not out[rows:].isnan().all():
         return f"{case.name}: numbers written behind D"
     return blackwell.difference(case, out[:rows], drawn.want)
@@ -136,7 +135,7 @@ def test_tile_and_cluster_shape_do_not_change_a_bit(extents: tuple[int, int, int
     for form in (*FORMS, *CLUSTERED):
         case = checks.with_form(form, extents, "ordinary", 9)
         given = checks.bf16_sides(case, "cuda").given
-        out = kernels.gemm_bf16(*given, case.problem, SETTINGS, form=form)
+        out = checks.multiply(kernels, given, case.problem, form)
         found.append(out.view(torch.int16))
     assert all(torch.equal(out, found[0]) for out in found)
 
@@ -198,13 +197,10 @@ def test_sm100_gemm_fp8_block_refuses_by_name(
         (ShapeMismatch, "scales of B", given._replace(b_scales=given.b_scales[:, :1])),
     ):
         with pytest.raises(error, match=name):
-            sm100_gemm_fp8_block_kernels.gemm_fp8_block(wrong, problem, SETTINGS)
-    monkeypatch.setattr(sm100_gemm_fp8_block_kernels.contract, "require_device", lambda _tensors: 0)
-    monkeypatch.setattr(
-        sm100_gemm_fp8_block_kernels.contract, "target_of_device", lambda _device: SM90A
-    )
+            checks.multiply(sm100_gemm_fp8_block_kernels, wrong, problem)
+    blackwell.pretend_gpu(monkeypatch, SM90A)
     with pytest.raises(MissingDevice, match="sm_100a"):
-        sm100_gemm_fp8_block_kernels.gemm_fp8_block(given, problem, SETTINGS)
+        checks.multiply(sm100_gemm_fp8_block_kernels, given, problem)
 
 
 def on_device(case: checks.Case, given: object) -> torch.Tensor:
@@ -212,8 +208,8 @@ def on_device(case: checks.Case, given: object) -> torch.Tensor:
     rows = case.problem.rows
     shape = (rows + checks.ROWS_BEHIND, case.problem.columns)
     out = torch.full(shape, torch.nan, dtype=torch.bfloat16, device="cuda")
-    entry = import_module("degarble.kernels.gemm.sm100_gemm_fp8_block").gemm_fp8_block
-    entry(given, case.problem, SETTINGS, form=case.form, out=out[:rows])
+    kernels = import_module("degarble.kernels.gemm.sm100_gemm_fp8_block")
+    checks.multiply(kernels, given, case.problem, case.form, out[:rows])
     return out
 
 
@@ -322,13 +318,10 @@ def test_sm100_gemm_nvfp4_refuses_by_name(
     )
     for error, name, given in wrong:
         with pytest.raises(error, match=name):
-            sm100_gemm_nvfp4_kernels.gemm_nvfp4(given, b, problem, SETTINGS)
-    monkeypatch.setattr(sm100_gemm_nvfp4_kernels.contract, "require_device", lambda _tensors: 0)
-    monkeypatch.setattr(
-        sm100_gemm_nvfp4_kernels.contract, "target_of_device", lambda _device: SM90A
-    )
+            checks.multiply(sm100_gemm_nvfp4_kernels, (given, b), problem)
+    blackwell.pretend_gpu(monkeypatch, SM90A)
     with pytest.raises(MissingDevice, match=r"sm_100a"):
-        sm100_gemm_nvfp4_kernels.gemm_nvfp4(a, b, problem, SETTINGS)
+        checks.multiply(sm100_gemm_nvfp4_kernels, (a, b), problem)
 
 
 def test_the_note_shows_the_tables_as_they_are() -> None:
@@ -347,8 +340,8 @@ def sm100_gemm_nvfp4_mismatch(case: checks.Case) -> str:
     rows = case.problem.rows
     shape = (rows + checks.ROWS_BEHIND, case.problem.columns)
     out = torch.full(shape, torch.nan, dtype=torch.bfloat16, device="cuda")
-    entry = import_module("degarble.kernels.gemm.sm100_gemm_nvfp4").gemm_nvfp4
-    entry(*drawn.given, case.problem, SETTINGS, form=case.form, out=out[:rows])
+    kernels = import_module("degarble.kernels.gemm.sm100_gemm_nvfp4")
+    checks.multiply(kernels, drawn.given, case.problem, case.form, out[:rows])
     if not out[rows:].isnan().all():
         return f"{case.name}: numbers written behind D"
     return blackwell.difference(case, out[:rows], drawn.want)
@@ -391,7 +384,7 @@ def test_sm100_gemm_nvfp4_tile_and_cluster_shape_do_not_change_a_bit(
             replace(SM100_GEMM_NVFP4_FORMS[0], tactic=tactic), extents, "ordinary", 9
         )
         given = checks.nvfp4_sides(case, "cuda").given
-        out = kernels.gemm_nvfp4(*given, case.problem, SETTINGS, form=case.form)
+        out = checks.multiply(kernels, given, case.problem, case.form)
         found.append((case.name, out.view(torch.int16)))
     name, first = found[0]
     assert not [f"{other} is not {name}" for other, out in found if not torch.equal(out, first)]
@@ -406,15 +399,13 @@ def test_two_runs_are_equal_and_a_graph_replays_on_changed_data() -> None:
     ]
     (a, b), (c, d) = (checks.nvfp4_sides(case, "cuda").given for case in cases)
     first, again, want = (
-        kernels.gemm_nvfp4(*given, cases[0].problem, SETTINGS, form=SM100_GEMM_NVFP4_FORMS[2])
+        checks.multiply(kernels, given, cases[0].problem, SM100_GEMM_NVFP4_FORMS[2])
         for given in ((a, b), (a, b), (c, d))
     )
     assert torch.equal(first.view(torch.int16), again.view(torch.int16))
     graph, out = torch.cuda.CUDAGraph(), torch.empty_like(first)
     with torch.cuda.graph(graph):
-        kernels.gemm_nvfp4(
-            a, b, cases[0].problem, SETTINGS, form=SM100_GEMM_NVFP4_FORMS[2], out=out
-        )
+        checks.multiply(kernels, (a, b), cases[0].problem, SM100_GEMM_NVFP4_FORMS[2], out)
     for into, of in zip((*a, *b), (*c, *d), strict=True):
         into.copy_(of)
     graph.replay()

@@ -355,12 +355,10 @@ def test_two_together_do_not_change_a_bit(extents: tuple[int, int, int]) -> None
     kernels = import_module("degarble.kernels.gemm.sm100_gemm_nvfp4")
     alone = checks.with_form(blackwell.forms()[0], extents, "ordinary", 9)
     sides, found = checks.nvfp4_sides(alone, "cuda"), []
-    want = kernels.gemm_nvfp4(*sides.given, alone.problem, SETTINGS, form=alone.form)
+    want = checks.multiply(kernels, sides.given, alone.problem, alone.form)
     for form in (*PAIRS.values(), *CLUSTERED):
         case = replace(alone, form=form)
-        out, again = (
-            kernels.gemm_nvfp4(*sides.given, case.problem, SETTINGS, form=form) for _ in range(2)
-        )
+        out, again = (checks.multiply(kernels, sides.given, case.problem, form) for _ in range(2))
         assert torch.equal(out.view(torch.int16), again.view(torch.int16)), "two runs differ"
         bits = blackwell.difference(case, out, want)
         found.append(blackwell.Verdict(bits, checks.difference(case, out, sides) if bits else ""))
@@ -451,11 +449,11 @@ def test_sm100_gemm_nvfp4_swapped_a_planted_fault_is_detected(name: str) -> None
 def test_rows_that_a_tile_cannot_address_are_refused(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels.contract, "require_place", lambda *_given: None)
+    blackwell.pretend_gpu(monkeypatch, SM100A)
     case = checks.with_form(SWAPPED[8], (9, 16, 96), "ordinary", 1)
     given = checks.nvfp4_sides(case, "cpu").given
     with pytest.raises(InvalidArgument, match="Take the tactic that the table chooses"):
-        kernels.gemm_nvfp4(*given, case.problem, SETTINGS, form=case.form)
+        checks.multiply(kernels, given, case.problem, case.form)
     problem = GemmProblem(9, 16, 96, "nvfp4", "e4m3")
     tensor_memory.require_extents(problem, facts.choose_form(problem, SM100A.name))
 
@@ -481,7 +479,7 @@ def test_swapped_operands_do_not_change_a_bit(extents: tuple[int, int, int]) -> 
             continue
         case = checks.with_form(form, extents, "ordinary", 9)
         given = given or checks.nvfp4_sides(case, "cuda").given
-        out = kernels.gemm_nvfp4(*given, case.problem, SETTINGS, form=form)
+        out = checks.multiply(kernels, given, case.problem, form)
         found[case.name] = out.view(torch.int16)
     (first, alone), *others = found.items()
     assert not [f"{name} is not {first}" for name, out in others if not torch.equal(out, alone)]

@@ -91,8 +91,8 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
     problem = GemmProblem(4, 16, 32)
     a, b = torch.zeros(4, 32, dtype=torch.bfloat16), torch.zeros(16, 32, dtype=torch.bfloat16)
 
-    def run(a: torch.Tensor = a, b: torch.Tensor = b, **more: torch.Tensor) -> None:
-        kernels.gemm_bf16(a, b, problem, CompileSettings(), **more)
+    def run(a: torch.Tensor = a, b: torch.Tensor = b, out: torch.Tensor | None = None) -> None:
+        checks.multiply(kernels, (a, b), problem, out=out)
 
     with pytest.raises(DtypeMismatch, match="A = "):
         run(a.half())
@@ -196,9 +196,9 @@ def test_a_graph_replays_on_changed_data(operands: str) -> None:
     fixed = [checks.flat(each.given) for each in sides]
     out = checks.on_device(cases[0], sides[0])
     graph = torch.cuda.CUDAGraph()
-    problem, entry = cases[0].problem, checks.entry(operands)
+    problem, kernels = cases[0].problem, checks.hopper(operands)
     with torch.cuda.graph(graph):
-        entry(*sides[0].given, problem, checks.SETTINGS, form=cases[0].form, out=out[:700])
+        checks.multiply(kernels, sides[0].given, problem, cases[0].form, out[:700])
     for case, each, data in zip(cases[1:], sides[1:], fixed[1:], strict=True):
         for into, of in zip(fixed[0], data, strict=True):
             into.copy_(of)
@@ -262,7 +262,7 @@ def test_sm90_gemm_fp8_block_refuses_by_name(sm90_gemm_fp8_block_kernels: Module
     )
     for error, name, each in wrong:
         with pytest.raises(error, match=name):
-            sm90_gemm_fp8_block_kernels.gemm_fp8_block(each, case.problem, CompileSettings())
+            checks.multiply(sm90_gemm_fp8_block_kernels, each, case.problem)
 
 
 @pytest.mark.h200
@@ -299,9 +299,8 @@ def test_scales_that_are_one_are_left_out(scales: str) -> None:
     ]
     one = 1.0 if scales == "float32" else 127
     of_a, of_b = (torch.full_like(x, one) for x in (given.a_scales, given.b_scales))
-    entry = checks.entry("fp8_block")
     plain = type(given)(integers[0], of_a, integers[1], of_b)
-    got = entry(plain, case.problem, checks.SETTINGS)
+    got = checks.multiply(checks.hopper("fp8_block"), plain, case.problem)
     want = (integers[0].double() @ integers[1].double().T).bfloat16()
     assert torch.equal(got, want)
 
@@ -362,11 +361,9 @@ def test_sm90_gemm_nvfp4_refuses_by_name(sm90_gemm_nvfp4_kernels: ModuleType) ->
     )
     for error, name, given in wrong:
         with pytest.raises(error, match=name):
-            sm90_gemm_nvfp4_kernels.gemm_nvfp4(given, b, problem, CompileSettings())
+            checks.multiply(sm90_gemm_nvfp4_kernels, (given, b), problem)
     with pytest.raises(ShapeMismatch, match="scales of B"):
-        sm90_gemm_nvfp4_kernels.gemm_nvfp4(
-            a, b._replace(scales=b.scales[1:]), problem, CompileSettings()
-        )
+        checks.multiply(sm90_gemm_nvfp4_kernels, (a, b._replace(scales=b.scales[1:])), problem)
 
 
 def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -413,7 +410,7 @@ def test_every_bit_is_that_of_the_bf16_form_on_decoded_operands(form: GemmForm) 
             for x, s in zip((sides.a, sides.b), sides.given, strict=True)
         )
         bf16 = checks.table_case("bf16", extents, "none")
-        want = checks.entry("bf16")(*values, bf16.problem, checks.SETTINGS)
+        want = checks.multiply(checks.hopper("bf16"), tuple(values), bf16.problem)
         assert torch.equal(got.view(torch.int16), want.view(torch.int16))
 
 

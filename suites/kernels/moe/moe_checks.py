@@ -25,6 +25,7 @@ from degarble.kernels.moe.problem import AFTER_W2, BEFORE_W2, GATE_AND_UP, MoePr
 from degarble.kernels.primitives.quantise_problem import QuantiseProblem
 from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.modules import module_of
+from degarble.suites.kernels import gemm_checks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -341,12 +342,8 @@ def product(
     kernels = import_module(module_of(f"{ARCHITECTURES[target]}_gemm_nvfp4"))
     expert = matrix[0]
     a_scale, b_scale = b.input_scale[expert].reshape(1), b.decode_scale[matrix].reshape(1)
-    sides = (
-        kernels.Nvfp4Operand(a[0], a[1], a_scale.clone()),
-        kernels.Nvfp4Operand(b.codes[matrix], b.scales[matrix], b_scale.clone()),
-    )
-    out: Tensor = kernels.gemm_nvfp4(*sides, GemmProblem(*extents, "nvfp4", "e4m3"), SETTINGS)
-    return out
+    sides = (a[0], a[1], a_scale.clone(), b.codes[matrix], b.scales[matrix], b_scale.clone())
+    return gemm_checks.multiply(kernels, sides, GemmProblem(*extents, "nvfp4", "e4m3"))
 
 
 def summed(case: Case, given: Any, rows: Tensor, taken: Tensor) -> Tensor:

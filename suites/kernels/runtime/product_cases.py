@@ -80,21 +80,8 @@ def _fp8(rows: int, scales: Any) -> dict[str, Given]:
     }  # fmt: skip
 
 
-def _gemm_bf16(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
-    return m.gemm_bf16(t["a"], t["b"], p, SETTINGS, out=t.get("out"))
-
-
-def _gemm_nvfp4(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
-    sides = (
-        m.Nvfp4Operand(*(t[f"{side}{part}"] for part in ("", "_scales", "_decode_scale")))
-        for side in "ab"
-    )
-    return m.gemm_nvfp4(*sides, p, SETTINGS, out=t.get("out"))
-
-
-def _gemm_fp8(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
-    given = m.Fp8Operands(t["a"], t["a_scales"], t["b"], t["b_scales"])
-    return m.gemm_fp8_block(given, p, SETTINGS, out=t.get("out"))
+def _by_name(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
+    return tuple(m.KERNEL.run(p, SETTINGS, **t).values())
 
 
 def _few_rows_cases() -> Iterator[LaunchCase]:
@@ -257,17 +244,17 @@ def _shared_expert(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
 
 PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
     "simt_gemv_bf16": _gemv,
-    "sm100_gemm_bf16": _gemm_bf16,
-    "sm100_gemm_fp8_block": _gemm_fp8,
+    "sm100_gemm_bf16": _by_name,
+    "sm100_gemm_fp8_block": _by_name,
     "sm100_gemm_grouped": _grouped,
-    "sm100_gemm_nvfp4": _gemm_nvfp4,
+    "sm100_gemm_nvfp4": _by_name,
     "sm100_moe_nvfp4": _moe,
     "sm100_shared_expert": _shared_expert,
-    "sm90_gemm_bf16": _gemm_bf16,
-    "sm90_gemm_fp8_block": _gemm_fp8,
+    "sm90_gemm_bf16": _by_name,
+    "sm90_gemm_fp8_block": _by_name,
     "sm90_gemm_grouped": _grouped,
     "sm90_gemm_grouped_fp8": _grouped_fp8,
-    "sm90_gemm_nvfp4": _gemm_nvfp4,
+    "sm90_gemm_nvfp4": _by_name,
     "sm90_gemm_w4a16": _w4a16,
     "sm90_moe_nvfp4": _moe,
     "sm90_shared_expert": _shared_expert,

@@ -17,7 +17,7 @@ import torch
 from degarble.harness.base.errors import MissingDevice
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm import tensor_memory
-from degarble.kernels.runtime import operands
+from degarble.kernels.runtime import kernel as descriptor
 from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.targets import SM100A, target_of_device
 from degarble.suites.kernels import gemm_checks as checks
@@ -123,12 +123,13 @@ class Gpu:
 
     def answer(self, case: checks.Case, given: Any, *, alone: bool = False) -> Tensor:
         """See Executor."""
-        entry = import_module("degarble.kernels.gemm.sm100_gemm_nvfp4").gemm_nvfp4
+        kernels = import_module("degarble.kernels.gemm.sm100_gemm_nvfp4")
         moved = [type(each)(*(t.cuda() for t in each)) for each in given]
         p = case.problem
         out = torch.full((p.rows, p.columns), torch.nan, dtype=torch.bfloat16, device="cuda")
         with one_cluster(case.form) if alone else nullcontext():
-            entry(*moved, p, self.settings, form=case.form, out=out)
+            given = checks.named(p.operands, moved)
+            kernels.KERNEL.run(p, self.settings, case.form, **given, out=out)
         return out.cpu()
 
     def _part(
@@ -158,7 +159,7 @@ class Gpu:
 def one_cluster(form: facts.GemmForm) -> Any:
     """Let launches know of no more multiprocessors than one cluster takes."""
     size = blackwell.cluster_size(form)
-    return mock.patch.object(operands, "processors_of", return_value=size)
+    return mock.patch.object(descriptor, "processors_of", return_value=size)
 
 
 def pair_parts() -> Any:

@@ -17,7 +17,8 @@ from degarble.harness.base.errors import InvalidArgument, MissingDevice, ShapeMi
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm import tensor_memory
 from degarble.kernels.gemm.problem import GemmProblem
-from degarble.kernels.runtime import operands, targets
+from degarble.kernels.runtime import kernel as descriptor
+from degarble.kernels.runtime import targets
 from degarble.kernels.runtime.compiling import CompileSettings, cubin_facts
 from degarble.suites.kernels import sm100_checks as blackwell
 from degarble.suites.kernels import sm100_model, tcgen05_words
@@ -266,7 +267,7 @@ def test_one_cluster_is_all_that_a_launch_knows_of() -> None:
     form = first_minute.PAIRS[256]
     problem = GemmProblem(256, 776, 64, "nvfp4", "e4m3")
     with executors.one_cluster(form):
-        processors = operands.processors_of(0)
+        processors = descriptor.processors_of(0)
         assert facts.grid(problem, form.tactic, processors) == (2, 1, 1)
     assert facts.grid(problem, form.tactic, 148) == (2, 1, 4)
 
