@@ -111,6 +111,11 @@ class GroupedForm:
     out: str
 
     @property
+    def target(self) -> str:
+        """Return the target."""
+        return self.gemm.target
+
+    @property
     def steps_of_head(self) -> int:
         """Return the K steps of a head; inverse RoPE rotates the last one."""
         return self.turned // GROUPED_STEP
@@ -237,6 +242,11 @@ class GroupedFp8Form:
 
     gemm: GemmForm
     turned: int
+
+    @property
+    def target(self) -> str:
+        """Return the target."""
+        return self.gemm.target
 
     @property
     def scales(self) -> str:

@@ -15,14 +15,12 @@ The entry point allocates only its result and never synchronises, so it can be c
 graph. Shape letters: M rows, N columns of the result, K inner.
 """
 
-from functools import cache
 from typing import Any
 
 import cutlass
 import torch
 from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute
-from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.gemm import gemv_problem as facts
@@ -36,21 +34,7 @@ from degarble.kernels.gemm.gemv_problem import (
     GemvProblem,
 )
 from degarble.kernels.primitives.device_words import numbers_of, warp_folded, words_of
-from degarble.kernels.runtime.compiling import (
-    CompiledKernel,
-    CompileSettings,
-    any_stream,
-    compile_kernel,
-    current_stream,
-)
-from degarble.kernels.runtime.operands import (
-    DTYPES,
-    pointer,
-    processors_of,
-    require_device,
-    require_tensor,
-)
-from degarble.kernels.runtime.targets import TARGETS, target_of_device
+from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage
 
 WORDS = VECTOR // 2
 
@@ -176,58 +160,33 @@ def launch_gemv(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-@cache
-def compile_form(form: GemvForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile a form; needs no GPU."""
-    extents = tuple(Int32(1) for _ in range(5))
-    arguments = (_pointers(form.out, (None, None, None)), extents, form, any_stream())
-    return compile_kernel(launch_gemv, arguments, TARGETS[form.target], settings)
+def _numbers(of: LaunchContext[GemvProblem, GemvForm]) -> tuple[Any, ...]:
+    problem = of.problem
+    vectors, walkers = problem.inner // VECTOR, facts.grid(problem, of.processors)
+    return ((problem.rows, problem.columns, vectors, facts.steps(problem), walkers),)
 
 
-def gemv_bf16(
-    x_MK: Tensor,
-    weight_NK: Tensor,
-    problem: GemvProblem,
-    settings: CompileSettings,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return x times the weight's transpose [M, N], on their GPU; float32 sums, rounded once."""
-    shape = (problem.rows, problem.columns)
-    dtype = DTYPES[problem.out]
-    if out is None:
-        out = torch.empty(shape, dtype=dtype, device=x_MK.device)
-    require_tensor("activations", x_MK, torch.bfloat16, (problem.rows, problem.inner), 16)
-    require_tensor("weight", weight_NK, torch.bfloat16, (problem.columns, problem.inner), 16)
-    require_tensor("sums to write", out, dtype, shape, dtype.itemsize)
-    device = require_device((x_MK, weight_NK, out))
-    if problem.rows:
-        form = facts.choose_form(problem, target_of_device(device).name)
-        launch(compile_form(form, settings), problem, (x_MK, weight_NK, out))
-    return out
-
-
-def launch(
-    kernel: CompiledKernel, problem: GemvProblem, tensors: tuple[Tensor, Tensor, Tensor]
-) -> None:
-    """Launch on checked tensors: activations, weight, sums to write."""
-    device = tensors[0].device.index or 0
-    extents = (
-        problem.rows,
-        problem.columns,
-        problem.inner // VECTOR,
-        facts.steps(problem),
-        facts.grid(problem, processors_of(device)),
-    )
-    kernel(
-        _pointers(problem.out, tensors),
-        tuple(Int32(extent) for extent in extents),
-        current_stream(device),
-    )
-
-
-def _pointers(out: str, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    """Return the pointers of a launch; None becomes a pointer that is not read."""
-    of_out = (Float32, 4) if out == "fp32" else (BFloat16, 2)
-    places = zip(((Uint32, 16), (Uint32, 16), of_out), tensors, strict=True)
-    return tuple(pointer(element, tensor, size) for (element, size), tensor in places)
+_Operand = Operand[GemvProblem]
+_VECTORS = Storage(Uint32, torch.bfloat16, 16)
+_OUT = {
+    "bf16": Storage(BFloat16, torch.bfloat16, 2), "fp32": Storage(Float32, torch.float32, 4),
+}  # fmt: skip
+KERNEL = Kernel[GemvProblem, GemvForm](
+    entry=launch_gemv,
+    operands=(
+        _Operand("x", _VECTORS, lambda p: (p.rows, p.inner), label="activations"),
+        _Operand("weight", _VECTORS, lambda p: (p.columns, p.inner)),
+        _Operand(
+            "out",
+            lambda of: _OUT[of.out],
+            lambda p: (p.rows, p.columns),
+            output=True,
+            label="sums to write",
+        ),
+    ),
+    choose_form=facts.choose_form,
+    kinds=((Int32,) * 5,),
+    numbers=_numbers,
+    work=lambda problem: problem.rows,
+)
+compile_form = KERNEL.compile_form

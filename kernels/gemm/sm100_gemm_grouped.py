@@ -14,31 +14,24 @@ The entry point allocates only D and never synchronises. Compiled but never run:
 was available. Shape letters as in grouped_problem.
 """
 
-from functools import cache
+from dataclasses import replace
 from typing import Any
 
 import cutlass
-import torch
 from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Int32, Int64, Uint32, cute
-from torch import Tensor
 
 from degarble.harness.base.errors import InvalidArgument
-from degarble.kernels.gemm import contract, mainloop, tcgen05, tensor_memory
 from degarble.kernels.gemm import grouped_problem as grouped
+from degarble.kernels.gemm import mainloop, tcgen05, tensor_memory
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm import sm90_gemm_grouped as hopper
 from degarble.kernels.gemm import w4a16_instructions as shared
 from degarble.kernels.gemm.grouped_problem import GroupedForm, GroupedProblem
 from degarble.kernels.gemm.sm90_gemm_grouped import RopeRows
 from degarble.kernels.primitives.device_words import vectors
-from degarble.kernels.runtime.compiling import (
-    CompiledKernel,
-    CompileSettings,
-    any_stream,
-    compile_kernel,
-)
-from degarble.kernels.runtime.targets import SM100A, TARGETS
+from degarble.kernels.runtime.kernel import Operands
+from degarble.kernels.runtime.targets import SM100A
 
 FIRST_TURNING_GROUP = 2  # after the first eight warps: six with a role, two idle
 TURNING_GROUPS = 2
@@ -205,27 +198,8 @@ def launch_grouped(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-@cache
-def compile_form(form: GroupedForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile a form; needs no GPU."""
-    extents = tuple(Int32(1) for _ in range(7))
-    arguments = (hopper.pointers_of((None,) * 5, form.out), extents, form, any_stream())
-    return compile_kernel(launch_grouped, arguments, TARGETS[form.gemm.target], settings)
-
-
-def gemm_grouped(
-    a_TK: Tensor,
-    b_NK: Tensor,
-    problem: GroupedProblem,
-    settings: CompileSettings,
-    *,
-    turns: tuple[Tensor, Tensor] | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return A B^T of every group [T, G N] in BF16, on the GPU that holds A and B.
-
-    Operands are those of sm90_gemm_grouped.
-    """
+def refuse(problem: GroupedProblem, _tensors: Operands) -> None:
+    """Raise on results that have no form here."""
     if problem.out != "bf16":
         raise InvalidArgument(
             "results of grouped products on sm_100a",
@@ -233,14 +207,7 @@ def gemm_grouped(
             "bf16",
             "Float32 results have a form on sm_90a alone.",
         )
-    if out is None:
-        shape = (problem.tokens, problem.groups * problem.columns)
-        out = torch.empty(shape, dtype=torch.bfloat16, device=a_TK.device)
-    table, positions = (None, None) if turns is None else turns
-    tensors = (a_TK, b_NK, out, table, positions)
-    hopper.require_operands(problem, tensors)
-    contract.require_place(tuple(each for each in tensors if each is not None), SM100A)
-    if problem.tokens:
-        form = grouped.choose_grouped_form(problem, SM100A.name)
-        hopper.launch(compile_form(form, settings), form, problem, tensors)
-    return out
+
+
+KERNEL = replace(hopper.KERNEL, entry=launch_grouped, target=SM100A, refuse=refuse)
+compile_form = KERNEL.compile_form

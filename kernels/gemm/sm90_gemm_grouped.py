@@ -16,8 +16,7 @@ The entry point allocates only D and never synchronises, so it can be captured i
 Shape letters as in grouped_problem.
 """
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cutlass
@@ -25,11 +24,11 @@ import torch
 from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.nvgpu import warpgroup
-from torch import Tensor
 
-from degarble.kernels.gemm import contract, mainloop
 from degarble.kernels.gemm import grouped_problem as grouped
+from degarble.kernels.gemm import mainloop
 from degarble.kernels.gemm import problem as facts
+from degarble.kernels.gemm.contract import TMA_ALIGNMENT
 from degarble.kernels.gemm.grouped_problem import GROUPED_STEP, GroupedForm, GroupedProblem
 from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.device_words import (
@@ -42,15 +41,8 @@ from degarble.kernels.primitives.device_words import (
     vectors,
     words_at,
 )
-from degarble.kernels.runtime import operands
-from degarble.kernels.runtime.compiling import (
-    CompiledKernel,
-    CompileSettings,
-    any_stream,
-    compile_kernel,
-    current_stream,
-)
-from degarble.kernels.runtime.targets import SM90A, TARGETS
+from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Presence, Storage
+from degarble.kernels.runtime.targets import SM90A
 
 WORDS = 4  # of 16 bytes
 ROW_BYTES = 2 * GROUPED_STEP  # of a stage of A
@@ -352,83 +344,43 @@ def launch_grouped(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-@cache
-def compile_form(form: GroupedForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile a form; needs no GPU."""
-    extents = tuple(Int32(1) for _ in range(7))
-    arguments = (pointers_of((None,) * 5, form.out), extents, form, any_stream())
-    return compile_kernel(launch_grouped, arguments, TARGETS[form.gemm.target], settings)
-
-
-def gemm_grouped(
-    a_TK: Tensor,
-    b_NK: Tensor,
-    problem: GroupedProblem,
-    settings: CompileSettings,
-    *,
-    turns: tuple[Tensor, Tensor] | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return A B^T of every group [T, G N], BF16 or float32, on the GPU that holds A and B.
-
-    `a_TK` is BF16 [T, G K], `b_NK` BF16 [G N, K]. With `turned`, `turns` is the RoPE table, float32
-    [P, 64], and positions, int64 [T].
-    """
-    if out is None:
-        shape = (problem.tokens, problem.groups * problem.columns)
-        out = torch.empty(shape, dtype=operands.DTYPES[problem.out], device=a_TK.device)
-    table, positions = (None, None) if turns is None else turns
-    tensors = (a_TK, b_NK, out, table, positions)
-    require_operands(problem, tensors)
-    contract.require_place(tuple(each for each in tensors if each is not None), SM90A)
-    if problem.tokens:
-        form = grouped.choose_grouped_form(problem)
-        launch(compile_form(form, settings), form, problem, tensors)
-    return out
-
-
-def launch(
-    kernel: CompiledKernel,
-    form: GroupedForm,
-    problem: GroupedProblem,
-    tensors: Sequence[Tensor | None],
-) -> None:
-    """Launch on checked tensors: A, B, D, RoPE table, positions."""
-    assert tensors[0] is not None
-    device = tensors[0].device.index or 0
-    *_, clusters = facts.grid(problem.gemm, form.gemm.tactic, operands.processors_of(device))
+def _numbers(of: LaunchContext[GroupedProblem, GroupedForm]) -> tuple[Any, ...]:
+    problem, form = of.problem, of.form
+    *_, clusters = facts.grid(problem.gemm, form.gemm.tactic, of.processors)
     wide = (problem.groups * problem.columns, problem.inner, problem.groups * problem.inner)
-    extents = (
-        problem.tokens,
-        *wide,
-        grouped.tiles_of_grouped(problem, form),
-        clusters,
-        problem.positions,
-    )
-    kernel(pointers_of(tensors, form.out), tuple(map(Int32, extents)), current_stream(device))
+    tiles = grouped.tiles_of_grouped(problem, form)
+    return ((problem.tokens, *wide, tiles, clusters, problem.positions),)
 
 
-def require_operands(problem: GroupedProblem, tensors: Sequence[Tensor | None]) -> None:
-    """Raise unless every tensor has the dtype, shape and alignment of the problem."""
-    tokens, wide = problem.tokens, problem.groups * problem.columns
-    wanted: tuple[tuple[str, torch.dtype, tuple[int, ...], int], ...] = (
-        ("A", torch.bfloat16, (tokens, problem.groups * problem.inner), 16),
-        ("B", torch.bfloat16, (wide, problem.inner), 16),
-        ("D", operands.DTYPES[problem.out], (tokens, wide), 16),
-        ("turns", torch.float32, (problem.positions, rows.TABLE_WIDTH), 16),
-        ("positions", torch.int64, (tokens,), 8),
-    )
-    for (name, dtype, shape, alignment), tensor in zip(wanted, tensors, strict=True):
-        present = bool(problem.turned) or name in {"A", "B", "D"}
-        kind, remedy = (dtype, shape, alignment), f"It says turned={problem.turned}."
-        operands.require_optional(name, tensor, kind, present=present, remedy=remedy)
+def _when(test: Callable[[GroupedProblem], bool]) -> Presence[GroupedProblem]:
+    return Presence(test, lambda p: f"It says turned={p.turned}.")
 
 
-def pointers_of(tensors: Sequence[Tensor | None], out: str) -> tuple[Any, ...]:
-    """Return the pointers of a launch; None becomes a pointer that is not read."""
-    of_d = BFloat16 if out == "bf16" else Float32
-    kinds = ((BFloat16, 16), (BFloat16, 16), (of_d, 16), (Uint32, 16), (Int64, 8))
-    return tuple(
-        operands.pointer(element, tensor, alignment)
-        for (element, alignment), tensor in zip(kinds, tensors, strict=True)
-    )
+_Operand = Operand[GroupedProblem]
+_ALWAYS, _TURNED = _when(lambda _: True), _when(lambda of: bool(of.turned))
+_MATRIX = Storage(BFloat16, torch.bfloat16, TMA_ALIGNMENT)
+_OUT = {"bf16": _MATRIX, "fp32": Storage(Float32, torch.float32, TMA_ALIGNMENT)}
+_TURNS, _PLACES = Storage(Uint32, torch.float32, 16), Storage(Int64, torch.int64, 8)
+KERNEL = Kernel[GroupedProblem, GroupedForm](
+    entry=launch_grouped,
+    operands=(
+        _Operand("a", _MATRIX, lambda p: (p.tokens, p.groups * p.inner), _ALWAYS, label="A"),
+        _Operand("b", _MATRIX, lambda p: (p.groups * p.columns, p.inner), _ALWAYS, label="B"),
+        _Operand(
+            "out",
+            lambda of: _OUT[of.out],
+            lambda p: (p.tokens, p.groups * p.columns),
+            _ALWAYS,
+            output=True,
+            label="D",
+        ),
+        _Operand("turns", _TURNS, lambda p: (p.positions, rows.TABLE_WIDTH), _TURNED),
+        _Operand("positions", _PLACES, lambda p: (p.tokens,), _TURNED),
+    ),
+    choose_form=grouped.choose_grouped_form,
+    kinds=((Int32,) * 7,),
+    numbers=_numbers,
+    work=lambda problem: problem.tokens,
+    target=SM90A,
+)
+compile_form = KERNEL.compile_form

@@ -15,7 +15,7 @@ The entry point allocates only D and never synchronises, so it can be captured i
 Shape letters as in grouped_problem.
 """
 
-from functools import cache
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cutlass
@@ -23,15 +23,15 @@ import torch
 from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.nvgpu import warpgroup
-from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.harness.formats.layouts import ceil_div
-from degarble.kernels.gemm import contract, mainloop
 from degarble.kernels.gemm import grouped_problem as problems
+from degarble.kernels.gemm import mainloop
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm import sm90_gemm_fp8_block as plain
 from degarble.kernels.gemm import sm90_gemm_grouped as grouped
+from degarble.kernels.gemm.contract import TMA_ALIGNMENT
 from degarble.kernels.gemm.grouped_problem import FP8_STEP, GroupedFp8Form, GroupedFp8Problem
 from degarble.kernels.gemm.nvfp4_stages import words_at
 from degarble.kernels.primitives import kv_problem as rows
@@ -43,15 +43,8 @@ from degarble.kernels.primitives.device_words import (
     vectors,
 )
 from degarble.kernels.quantise import simt_quantise_fp8 as quantise
-from degarble.kernels.runtime import operands
-from degarble.kernels.runtime.compiling import (
-    CompiledKernel,
-    CompileSettings,
-    any_stream,
-    compile_kernel,
-    current_stream,
-)
-from degarble.kernels.runtime.targets import SM90A, TARGETS
+from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Presence, Storage
+from degarble.kernels.runtime.targets import SM90A
 
 HALF = 64  # numbers of BF16 that a swizzled row of 128 bytes holds: half of a stage's row
 HALVES = FP8_STEP // HALF
@@ -344,86 +337,58 @@ def launch_grouped(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-class GroupedFp8Operands(NamedTuple):
-    """Operands: A as codes and scales, or as heads with RoPE table and positions; others None."""
-
-    a: Tensor  # E4M3 [T, G K], or BF16 heads [T, G K]
-    b: Tensor  # E4M3 [G N, K]
-    b_scales: Tensor  # [ceil(G N / 128), K / 128]
-    a_scales: Tensor | None = None  # [T, G K / 128]
-    turns: Tensor | None = None  # float32 [P, 64]
-    positions: Tensor | None = None  # int64 [T]
-
-
-@cache
-def compile_form(form: GroupedFp8Form, settings: CompileSettings) -> CompiledKernel:
-    """Compile a form; needs no GPU."""
-    extents = tuple(Int32(1) for _ in range(7))
-    arguments = (pointers_of((None,) * 7, form), extents, form, any_stream())
-    return compile_kernel(launch_grouped, arguments, TARGETS[form.gemm.target], settings)
-
-
-def gemm_grouped_fp8(
-    given: GroupedFp8Operands,
-    problem: GroupedFp8Problem,
-    settings: CompileSettings,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return A B^T of every group, BF16 [T, G N], on the GPU that holds the operands."""
-    out = contract.empty_output(problem.gemm, given.a.device) if out is None else out
-    require_operands(problem, given, out)
-    tensors = (given.a, given.a_scales, given.b, given.b_scales, out, given.turns, given.positions)
-    contract.require_place(tuple(each for each in tensors if each is not None), SM90A)
-    if problem.tokens:
-        form = problems.choose_fp8_form(problem)
-        launch(compile_form(form, settings), form, problem, tensors)
-    return out
-
-
-def launch(
-    kernel: CompiledKernel,
-    form: GroupedFp8Form,
-    problem: GroupedFp8Problem,
-    tensors: tuple[Tensor | None, ...],
-) -> None:
-    """Launch on checked tensors: A, its scales, B, its scales, D, RoPE table, positions."""
-    assert tensors[0] is not None
-    device, tactic = tensors[0].device.index or 0, form.gemm.tactic
+def _numbers(of: LaunchContext[GroupedFp8Problem, GroupedFp8Form]) -> tuple[Any, ...]:
+    problem, tactic = of.problem, of.form.gemm.tactic
     # A tactic may keep several thread blocks on a multiprocessor.
-    at_once = operands.processors_of(device) * tactic.blocks
-    *_, clusters = facts.grid(problem.gemm, tactic, at_once)
+    *_, clusters = facts.grid(problem.gemm, tactic, of.processors * tactic.blocks)
     wide = (problem.groups * problem.columns, problem.inner, problem.groups * problem.inner)
-    tiles = problems.tiles_of_fp8_group(problem, form)
-    extents = (problem.tokens, *wide, tiles, clusters, problem.positions)
-    kernel(pointers_of(tensors, form), tuple(map(Int32, extents)), current_stream(device))
+    tiles = problems.tiles_of_fp8_group(problem, of.form)
+    return ((problem.tokens, *wide, tiles, clusters, problem.positions),)
 
 
-def require_operands(problem: GroupedFp8Problem, given: GroupedFp8Operands, out: Tensor) -> None:
-    """Raise unless every tensor has the dtype, shape and alignment of the problem."""
-    p, wide, tma = problem, problem.groups * problem.inner, contract.TMA_ALIGNMENT
-    _, scale, alignment = plain.SCALES[p.scales]
-    codes, heads = torch.float8_e4m3fn, torch.bfloat16
-    wanted: dict[str, tuple[str, torch.dtype, tuple[int, ...], int]] = {
-        "a": ("A", heads if p.turned else codes, (p.tokens, wide), tma),
-        "a_scales": ("scales of A", scale, (p.tokens, wide // FP8_STEP), alignment),
-        "b": ("B", codes, (p.groups * p.columns, p.inner), tma),
-        "b_scales": ("scales of B", scale, (p.rows_of_scales, p.blocks), alignment),
-        "turns": ("turns", torch.float32, (p.positions, rows.TABLE_WIDTH), 8),
-        "positions": ("positions", torch.int64, (p.tokens,), 8),
-    }
-    absent = {"a_scales"} if p.turned else {"turns", "positions"}
-    remedy = "Give turns and positions where heads are turned, else scales of A."
-    for field, (name, dtype, shape, aligned) in wanted.items():
-        tensor, kind = getattr(given, field), (dtype, shape, aligned)
-        operands.require_optional(name, tensor, kind, present=field not in absent, remedy=remedy)
-    contract.require_output(p.gemm, out)
+def _when(test: Callable[[GroupedFp8Problem], bool]) -> Presence[GroupedFp8Problem]:
+    return Presence(test, "Give turns and positions where heads are turned, else scales of A.")
 
 
-def pointers_of(tensors: tuple[Tensor | None, ...], form: GroupedFp8Form) -> tuple[Any, ...]:
-    """Return the pointers of a launch; None becomes a pointer that is not read."""
-    scale, _, alignment = plain.SCALES[form.scales]
-    tma = contract.TMA_ALIGNMENT
-    elements = (element_of_a(form), scale, Float8E4M3FN, scale, BFloat16, Float32, Int64)
-    alignments = (tma, alignment, tma, alignment, tma, 8, 8)
-    return tuple(map(operands.pointer, elements, tensors, alignments))
+_Operand = Operand[GroupedFp8Problem]
+_ALWAYS, _TURNED = _when(lambda _: True), _when(lambda of: bool(of.turned))
+_CODED = _when(lambda of: not of.turned)
+_CODES = Storage(Float8E4M3FN, torch.float8_e4m3fn, TMA_ALIGNMENT)
+_HEADS = Storage(BFloat16, torch.bfloat16, TMA_ALIGNMENT)
+_TURNS, _PLACES = Storage(Float32, torch.float32, 8), Storage(Int64, torch.int64, 8)
+KERNEL = Kernel[GroupedFp8Problem, GroupedFp8Form](
+    entry=launch_grouped,
+    operands=(
+        _Operand(
+            "a",  # codes and scales, or heads with a RoPE table and positions
+            lambda of: _HEADS if of.turned else _CODES,
+            lambda p: (p.tokens, p.groups * p.inner),
+            _ALWAYS,
+            label="A",
+        ),
+        _Operand(
+            "a_scales",
+            plain.stored_scales,
+            lambda p: (p.tokens, p.groups * p.blocks),
+            _CODED,
+            label="scales of A",
+        ),
+        _Operand("b", _CODES, lambda p: (p.groups * p.columns, p.inner), _ALWAYS, label="B"),
+        _Operand(
+            "b_scales",
+            plain.stored_scales,
+            lambda p: (p.rows_of_scales, p.blocks),
+            _ALWAYS,
+            label="scales of B",
+        ),
+        _Operand("out", _HEADS, lambda p: (p.tokens, p.groups * p.columns), output=True, label="D"),
+        _Operand("turns", _TURNS, lambda p: (p.positions, rows.TABLE_WIDTH), _TURNED),
+        _Operand("positions", _PLACES, lambda p: (p.tokens,), _TURNED),
+    ),
+    choose_form=problems.choose_fp8_form,
+    kinds=((Int32,) * 7,),
+    numbers=_numbers,
+    work=lambda problem: problem.tokens,
+    target=SM90A,
+)
+compile_form = KERNEL.compile_form

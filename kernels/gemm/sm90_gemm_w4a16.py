@@ -19,7 +19,6 @@ The entry point allocates only its result and never synchronises, so it can be c
 graph. Shape letters: M rows, N outputs, K columns, P = K / 2 bytes.
 """
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import cutlass
@@ -38,19 +37,10 @@ from degarble.kernels.gemm import w4a16_instructions as ptx
 from degarble.kernels.gemm import w4a16_problem as facts
 from degarble.kernels.gemm.w4a16_problem import W4A16Form, W4A16Problem
 from degarble.kernels.primitives.e2m1 import PAIRS
-from degarble.kernels.runtime.compiling import (
-    CompiledKernel,
-    CompileSettings,
-    any_stream,
-    compile_kernel,
-    current_stream,
-)
-from degarble.kernels.runtime.operands import pointer, require_device, require_tensor
+from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage, as_vector
 from degarble.kernels.runtime.pdl import EARLY, let_follow, wait_for_front
-from degarble.kernels.runtime.targets import TARGETS, target_of_device
+from degarble.kernels.runtime.targets import TARGETS
 
-ALIGNMENTS = (16, 16, 16, 4, 2)  # of activations, codes, scales, decode scale, output
-ELEMENTS = (Uint8, Uint8, Uint8, Float32, BFloat16)
 LANES = 32
 
 
@@ -509,43 +499,13 @@ def launch_w4a16(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-@cache
-def compile_form(form: W4A16Form, settings: CompileSettings) -> CompiledKernel:
-    """Compile a form; needs no GPU."""
-    pointers = tuple(_pointer(place, None) for place in range(len(ELEMENTS)))
-    extents = tuple(Int32(1) for _ in range(6))
-    arguments = (pointers, extents, form, any_stream())
-    return compile_kernel(launch_w4a16, arguments, TARGETS[form.target], settings)
-
-
-def gemm_w4a16(
-    activations_MK: Tensor,
-    weights: QuantisedTensor,
-    settings: CompileSettings,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return activations times the transposed weights as BF16 [M, N], on their GPU.
-
-    The weights are NVFP4 [N, K] as a checkpoint stores them, with a tensor scale that decodes.
-    """
-    problem, tensors = operands_of(activations_MK, weights)
-    shape = (problem.rows, problem.outputs)
-    if out is None:
-        out = torch.empty(shape, dtype=torch.bfloat16, device=activations_MK.device)
-    require_tensor("output", out, torch.bfloat16, shape, ALIGNMENTS[4])
-    device = require_device((*tensors, out))
-    if problem.rows:
-        tactic = facts.choose_tactic(problem)
-        form = facts.choose_form(problem, tactic, target_of_device(device).name)
-        launch(compile_form(form, settings), problem, form, (*tensors, out))
-    return out
-
-
 def operands_of(
     activations_MK: Tensor, weights: QuantisedTensor
-) -> tuple[W4A16Problem, tuple[Tensor, ...]]:
-    """Check the operands; return the problem and the tensors that the kernel reads."""
+) -> tuple[W4A16Problem, dict[str, Tensor]]:
+    """Return the problem and the operands of weights NVFP4 [N, K] as a checkpoint stores them.
+
+    Raise on other formats, and on tensor scales that do not decode.
+    """
     order, decodes = NibbleOrder.LOW_EVEN, ScaleDirection.DECODE
     require(weights, format=NVFP4, direction=decodes, nibble_order=order)
     if activations_MK.ndim != 2 or len(weights.shape) != 2:
@@ -557,34 +517,67 @@ def operands_of(
         )
     rows, (outputs, columns) = activations_MK.shape[0], weights.shape
     problem = W4A16Problem(rows, outputs, columns, weights.layout.name)
-    scales = weights.block_scale.view(-1) if problem.layout == "linear" else weights.block_scale
-    tensors = (activations_MK, weights.codes, scales, weights.decode_scale.reshape(-1))
-    names = ("activations", "codes", "scales", "tensor scale")
-    dtypes = (torch.bfloat16, torch.uint8, torch.uint8, torch.float32)
-    shapes = ((rows, columns), (outputs, columns // 2), (problem.scale_bytes,), (1,))
-    for name, tensor, dtype, shape, alignment in zip(
-        names, tensors, dtypes, shapes, ALIGNMENTS, strict=False
-    ):
-        require_tensor(name, tensor, dtype, shape, alignment)
-    return problem, tensors
+    return problem, {
+        "x": activations_MK,
+        "codes": weights.codes,
+        "scales": weights.block_scale,
+        "decode_scale": weights.decode_scale,
+    }
 
 
-def launch(
-    kernel: CompiledKernel, problem: W4A16Problem, form: W4A16Form, tensors: tuple[Tensor, ...]
-) -> None:
-    """Launch on checked tensors: activations, codes, scales, decode scale, output."""
-    extents = (
-        problem.rows,
-        problem.outputs,
-        problem.columns,
-        facts.rounds_kept(problem, form),
-        facts.grid(problem, form),
-        facts.shared_bytes(problem, form),
+def _numbers(of: LaunchContext[W4A16Problem, W4A16Form]) -> tuple[Any, ...]:
+    problem, form = of.problem, of.form
+    return (
+        (
+            problem.rows,
+            problem.outputs,
+            problem.columns,
+            facts.rounds_kept(problem, form),
+            facts.grid(problem, form),
+            facts.shared_bytes(problem, form),
+        ),
     )
-    pointers = tuple(_pointer(place, tensor) for place, tensor in enumerate(tensors))
-    stream = current_stream(tensors[0].device.index or 0)
-    kernel(pointers, tuple(Int32(extent) for extent in extents), stream)
 
 
-def _pointer(place: int, tensor: Tensor | None) -> Any:
-    return pointer(ELEMENTS[place], tensor, ALIGNMENTS[place])
+def _choose_form(problem: W4A16Problem, target: str) -> W4A16Form:
+    return facts.choose_form(problem, facts.choose_tactic(problem), target)
+
+
+def _flat(scales: Tensor) -> Tensor:
+    return scales.view(-1) if scales.is_contiguous() else scales
+
+
+_Operand = Operand[W4A16Problem]
+_BYTES = Storage(Uint8, torch.uint8, 16)
+KERNEL = Kernel[W4A16Problem, W4A16Form](
+    entry=launch_w4a16,
+    operands=(
+        _Operand(
+            "x",
+            Storage(Uint8, torch.bfloat16, 16),
+            lambda p: (p.rows, p.columns),
+            label="activations",
+        ),
+        _Operand("codes", _BYTES, lambda p: (p.outputs, p.columns // 2)),
+        _Operand("scales", _BYTES, lambda p: (p.scale_bytes,), checked=_flat),
+        _Operand(
+            "decode_scale",
+            Storage(Float32, torch.float32, 4),
+            lambda _: (1,),
+            label="tensor scale",
+            checked=as_vector,
+        ),
+        _Operand(
+            "out",
+            Storage(BFloat16, torch.bfloat16, 2),
+            lambda p: (p.rows, p.outputs),
+            output=True,
+            label="output",
+        ),
+    ),
+    choose_form=_choose_form,
+    kinds=((Int32,) * 6,),
+    numbers=_numbers,
+    work=lambda problem: problem.rows,
+)
+compile_form = KERNEL.compile_form

@@ -45,6 +45,7 @@ from degarble.suites.bench.runner import (
 )
 from degarble.suites.kernels import sm100_checks as blackwell
 from degarble.suites.kernels import sm100_table
+from degarble.suites.kernels.gemm.grouped_fp8_checks import GroupedFp8Operands
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -65,29 +66,30 @@ WANTED_FP8 = 1.2  # of the BF16 form
 # ---- plain products ------------------------------------------------------------------------------
 
 
-def tensors_of(problem: GemmProblem) -> tuple[Any, ...]:
-    """Draw operands, and D, in the order in which a kernel's launch takes them."""
+def tensors_of(problem: GemmProblem) -> dict[str, Any]:
+    """Draw operands, and D."""
     m, n, k = problem.rows, problem.columns, problem.inner
-    made: list[Any] = []
-    for rows, scale_rows in ((m, m), (n, ceil_div(n, 128))):
+    made: dict[str, Any] = {}
+    for side, rows, scale_rows in (("a", m, m), ("b", n, ceil_div(n, 128))):
         if problem.operands == BF16.name:
-            made.append(normal(rows, k))
+            made[side] = normal(rows, k)
         elif problem.operands == FP8_BLOCK.name:
-            made.append(normal(rows, k, dtype=torch.float8_e4m3fn))
-            made.append(floats(scale_rows, ceil_div(k, 128)).abs())
+            made[side] = normal(rows, k, dtype=torch.float8_e4m3fn)
+            made[f"{side}_scales"] = floats(scale_rows, ceil_div(k, 128)).abs()
         else:
-            made.append(octets(rows, k // 2, low=0, high=256))
-            made.append(octets(SWIZZLE_128X4.storage_size(rows, k // NVFP4.block)))
-            made.append(torch.ones(1, device=gpu.DEVICE))
-    return (*made, empty(m, n))
+            size = SWIZZLE_128X4.storage_size(rows, k // NVFP4.block)
+            made[side] = octets(rows, k // 2, low=0, high=256)
+            made[f"{side}_scales"] = octets(size)
+            made[f"{side}_decode_scale"] = torch.ones(1, device=gpu.DEVICE)
+    return made | {"out": empty(m, n)}
 
 
 def cublas_arm(problem: GemmProblem, name: str = CUBLAS) -> Arm:
     """Multiply BF16 operands by torch.mm."""
 
     def make(_number: int) -> Launch:
-        a, b, out = tensors_of(problem)
-        return lambda: torch.mm(a, b.T, out=out)
+        given = tensors_of(problem)
+        return lambda: torch.mm(given["a"], given["b"].T, out=given["out"])
 
     return Arm(name, make, problem.bytes_moved, problem.operations, baseline=True)
 
@@ -99,9 +101,9 @@ def gemm_arm(
 
     def make(_number: int) -> Launch:
         chosen = form() if form else choose_form(problem, target_of_device().name)
-        kernels = gpu.module(f"{FAMILIES[chosen.target]}_gemm_{problem.operands}")
-        compiled = kernels.compile_form(chosen, SETTINGS)
-        return partial(kernels.launch, compiled, chosen, problem, tensors_of(problem))
+        kernel = gpu.module(f"{FAMILIES[chosen.target]}_gemm_{problem.operands}").KERNEL
+        compiled = kernel.compile_form(chosen, SETTINGS)
+        return partial(kernel.launch, compiled, chosen, problem, tensors_of(problem))
 
     return Arm(name, make, problem.bytes_moved, problem.operations, **told)
 
@@ -199,12 +201,13 @@ WANTED_W4A16 = 0.6  # of both copies
 WANTED_FASTER = 2.0
 
 
-def w4a16_tensors(problem: W4A16Problem) -> tuple[Any, ...]:
+def w4a16_tensors(problem: W4A16Problem) -> dict[str, Any]:
     codes = octets(problem.outputs, problem.columns // 2, low=0, high=256)
     scales = octets(problem.scale_bytes, low=0x30, high=0x48)
     decode_scale = torch.full((1,), 0.01, device=gpu.DEVICE)
     x, out = normal(problem.rows, problem.columns), empty(problem.rows, problem.outputs)
-    return x, codes, scales, decode_scale, out
+    scaled = {"codes": codes, "scales": scales, "decode_scale": decode_scale}
+    return {"x": x, **scaled, "out": out}
 
 
 def w4a16_arm(problem: W4A16Problem) -> Arm:
@@ -213,9 +216,9 @@ def w4a16_arm(problem: W4A16Problem) -> Arm:
     def make(_number: int) -> Launch:
         tactic = w4a16_problem.choose_tactic(problem)
         form = w4a16_problem.choose_form(problem, tactic, target_of_device().name)
-        kernels = gpu.module("sm90_gemm_w4a16")
-        compiled = kernels.compile_form(form, SETTINGS)
-        return partial(kernels.launch, compiled, problem, form, w4a16_tensors(problem))
+        kernel = gpu.module("sm90_gemm_w4a16").KERNEL
+        compiled = kernel.compile_form(form, SETTINGS)
+        return partial(kernel.launch, compiled, form, problem, w4a16_tensors(problem))
 
     name = f"{problem.outputs}x{problem.columns}, M = {problem.rows}"
     return Arm(name, make, problem.weight_bytes)
@@ -280,7 +283,7 @@ def by_cublas(a: Any, b: Any, groups: int) -> Launch:
 
 def output_launches(tokens: int, groups: int, _number: int) -> dict[str, Launch]:
     """Return the arms of o_a on buffers of their own."""
-    kernels, back = gpu.module("sm90_gemm_grouped"), gpu.module("simt_inverse_rope").KERNEL
+    kernel, back = gpu.module("sm90_gemm_grouped").KERNEL, gpu.module("simt_inverse_rope").KERNEL
     a, b = normal(tokens, groups * INNER), normal(groups * COLUMNS, INNER)
     turns, positions = rotation(tokens)
     heads, out = a.view(tokens, -1, HEAD), normal(tokens, groups * COLUMNS)
@@ -290,14 +293,14 @@ def output_launches(tokens: int, groups: int, _number: int) -> dict[str, Launch]
 
     def composed() -> None:
         back.run(problem, SETTINGS, heads=heads, turns=turns, positions=positions, out=heads)
-        kernels.gemm_grouped(a, b, plain, SETTINGS, out=out)
+        kernel.run(plain, SETTINGS, a=a, b=b, out=out)
 
     return {
-        "turned in the product": lambda: kernels.gemm_grouped(
-            a, b, fused, SETTINGS, turns=(turns, positions), out=out
+        "turned in the product": lambda: kernel.run(
+            fused, SETTINGS, a=a, b=b, turns=turns, positions=positions, out=out
         ),
         "inverse_rope, then the product": composed,
-        "the product alone": lambda: kernels.gemm_grouped(a, b, plain, SETTINGS, out=out),
+        "the product alone": lambda: kernel.run(plain, SETTINGS, a=a, b=b, out=out),
         CUBLAS: by_cublas(a, b, groups),
     }
 
@@ -331,15 +334,15 @@ class Coded(NamedTuple):
 
     def each_group(self) -> None:
         """Multiply group by group, as long as no kernel had them all: torch cuts and joins."""
-        plain = gpu.module("sm90_gemm_fp8_block")
+        plain = gpu.module("sm90_gemm_fp8_block").KERNEL
         self.turn_then_quantise()
         groups, held = self.alone.groups, self.quantised
         one = GemmProblem(self.told.rows, COLUMNS, INNER, FP8_BLOCK.name, self.told.scales)
         of_a = (each.chunk(groups, 1) for each in (held.a, held.a_scales))
         of_b = (each.chunk(groups) for each in (held.b, held.b_scales))
         made = [
-            plain.gemm_fp8_block(
-                plain.Fp8Operands(x.contiguous(), of_x.contiguous(), w, of_w), one, SETTINGS
+            plain.run_one(
+                one, SETTINGS, a=x.contiguous(), a_scales=of_x.contiguous(), b=w, b_scales=of_w
             )
             for x, of_x, w, of_w in zip(*of_a, *of_b, strict=True)
         ]
@@ -348,7 +351,6 @@ class Coded(NamedTuple):
 
 def coded_buffers(a: Any, b: Any, groups: int, kind: str) -> Coded:
     """Make codes of B, and memory for those of A."""
-    kernels = gpu.module("sm90_gemm_grouped_fp8")
     quantiser = gpu.module("simt_quantise_fp8").KERNEL
     tokens, codes = len(a), b.to(torch.float8_e4m3fn)
     of_b = torch.ones(groups * COLUMNS // 128, INNER // 128, device=a.device)
@@ -356,29 +358,29 @@ def coded_buffers(a: Any, b: Any, groups: int, kind: str) -> Coded:
     turns, positions = rotation(tokens)
     told = Fp8Problem(tokens, groups * INNER, kind, turned=HEAD, positions=POSITIONS)
     held = quantiser.allocate(told, a.device)
-    heads = kernels.GroupedFp8Operands(a, codes, of_b, turns=turns, positions=positions)
-    quantised = kernels.GroupedFp8Operands(held["codes"], codes, of_b, held["scales"])
+    heads = GroupedFp8Operands(a, codes, of_b, turns=turns, positions=positions)
+    quantised = GroupedFp8Operands(held["codes"], codes, of_b, held["scales"])
     return Coded(heads, quantised, told, GroupedFp8Problem(tokens, groups, COLUMNS, INNER, kind))
 
 
 def coded_launches(tokens: int, groups: int, kind: str, _number: int) -> dict[str, Launch]:
     """Return the arms of o_a in FP8 on buffers of their own; cuBLAS multiplies BF16."""
-    kernels = gpu.module("sm90_gemm_grouped_fp8")
+    kernel = gpu.module("sm90_gemm_grouped_fp8").KERNEL
     a, b = normal(tokens, groups * INNER), normal(groups * COLUMNS, INNER)
     out, held = normal(tokens, groups * COLUMNS), coded_buffers(a, b, groups, kind)
     held.turn_and_quantise()
     fused = replace(held.alone, turned=HEAD, positions=POSITIONS)
 
     def product() -> None:
-        kernels.gemm_grouped_fp8(held.quantised, held.alone, SETTINGS, out=out)
+        kernel.run(held.alone, SETTINGS, **held.quantised._asdict(), out=out)
 
     def composed(first: Callable[[], None]) -> None:
         first()
         product()
 
     return {
-        "turned and quantised in the product": lambda: kernels.gemm_grouped_fp8(
-            held.heads, fused, SETTINGS, out=out
+        "turned and quantised in the product": lambda: kernel.run(
+            fused, SETTINGS, **held.heads._asdict(), out=out
         ),
         "turned and quantised, then the product": lambda: composed(held.turn_and_quantise),
         "inverse_rope, quantise_fp8, then the product": lambda: composed(held.turn_then_quantise),
@@ -390,12 +392,12 @@ def coded_launches(tokens: int, groups: int, kind: str, _number: int) -> dict[st
 
 def projection_launches(tokens: int, _number: int) -> dict[str, Launch]:
     """Return the arms of the compressor's projection on buffers of their own."""
-    kernels = gpu.module("sm90_gemm_grouped")
+    kernel = gpu.module("sm90_gemm_grouped").KERNEL
     a, b = normal(tokens, HIDDEN), normal(PROJECTED, HIDDEN)
     problem = GroupedProblem(tokens, 1, PROJECTED, HIDDEN, out="fp32")
     out, rounded = floats(tokens, PROJECTED), normal(tokens, PROJECTED)
     return {
-        "projection in float32": lambda: kernels.gemm_grouped(a, b, problem, SETTINGS, out=out),
+        "projection in float32": lambda: kernel.run(problem, SETTINGS, a=a, b=b, out=out),
         CUBLAS: lambda: torch.mm(a, b.T, out=rounded),
     }
 

@@ -174,13 +174,12 @@ class Stack:
         made = quantiser.run(of, self.settings, values=x, decode_scale=scale)
         codes, scales = made["codes"], made["scales"]
         b = _in_128x4(weight)
-        sides = (
-            gemm.Nvfp4Operand(codes, scales, scale),
-            gemm.Nvfp4Operand(b.codes, b.block_scale, b.decode_scale.reshape(1).float()),
-        )
         columns, inner = weight.shape
         problem = GemmProblem(x.shape[0], columns, inner, "nvfp4", "e4m3")
-        out: Tensor = gemm.gemm_nvfp4(*sides, problem, self.settings)
+        out: Tensor = gemm.KERNEL.run_one(
+            problem, self.settings, a=codes, a_scales=scales, a_decode_scale=scale,
+            b=b.codes, b_scales=b.block_scale, b_decode_scale=b.decode_scale.reshape(1).float(),
+        )  # fmt: skip
         return out
 
 

@@ -189,10 +189,14 @@ def residuals() -> Iterator[Comparison]:
 
 
 def gemv(problem: GemvProblem, weights: Callable[[int], Any], number: int) -> Callable[[], object]:
-    kernels = gpu.module("simt_gemv_bf16")
+    kernel = gpu.module("simt_gemv_bf16").KERNEL
     form = gemv_problem.choose_form(problem, target_of_device().name)
-    tensors = (normal(problem.rows, HEAD[1]), weights(number), floats(problem.rows, HEAD[0]))
-    return partial(kernels.launch, kernels.compile_form(form, gpu.SETTINGS), problem, tensors)
+    tensors = {
+        "x": normal(problem.rows, HEAD[1]), "weight": weights(number),
+        "out": floats(problem.rows, HEAD[0]),
+    }  # fmt: skip
+    compiled = kernel.compile_form(form, gpu.SETTINGS)
+    return partial(kernel.launch, compiled, form, problem, tensors)
 
 
 def heads() -> Iterator[Comparison]:

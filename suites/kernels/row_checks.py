@@ -270,15 +270,21 @@ def product_by_definition(x_MK: Tensor, weight_NK: Tensor, out: str) -> Tensor:
     return sums if out == "fp32" else sums.bfloat16()
 
 
-def product_on_device(case: GemvCase) -> Tensor:
-    """Run a case on the GPU, into poisoned memory; the result stays there."""
+def multiply(x_MK: Tensor, weight_NK: Tensor, p: GemvProblem, out: Tensor | None = None) -> Tensor:
+    """Multiply a few rows by the kernel."""
     from degarble.kernels.gemm import simt_gemv_bf16 as kernels  # noqa: PLC0415  needs the DSL
 
+    more = {} if out is None else {"out": out}
+    return kernels.KERNEL.run_one(p, SETTINGS, x=x_MK, weight=weight_NK, **more)
+
+
+def product_on_device(case: GemvCase) -> Tensor:
+    """Run a case on the GPU, into poisoned memory; the result stays there."""
     p = case.problem
     out = torch.empty((p.rows, p.columns), dtype=operands.DTYPES[p.out], device="cuda")
     out.view(torch.uint8).fill_(POISON)
     x_MK, weight_NK = (part.cuda() for part in case.operands)
-    return kernels.gemv_bf16(x_MK, weight_NK, p, SETTINGS, out=out)
+    return multiply(x_MK, weight_NK, p, out)
 
 
 def product_mismatch(case: GemvCase) -> str:

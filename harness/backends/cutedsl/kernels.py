@@ -15,10 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 
 from degarble.harness.base.errors import InvalidArgument, MissingDevice
-from degarble.harness.formats.dialects import CANONICAL
-from degarble.harness.formats.layouts import LINEAR
-from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection
-from degarble.harness.formats.quantise import QuantisedTensor
 from degarble.harness.inference.weights import HeldWeight
 from degarble.harness.model.config.config import V4Config
 from degarble.harness.report.kernel_table import Launch
@@ -354,36 +350,9 @@ def _w4a16_tactic(problem: Any, target: str) -> str:
     return f"{form.groups} groups of {form.parts} warps, {form.ranks} ranks"
 
 
-def _w4a16(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
-    weights = QuantisedTensor(
-        codes=_there(t["codes"]),
-        block_scale=_there(t["scales"]),
-        tensor_scale=_there(t["decode_scale"]).reshape(()),
-        format=NVFP4,
-        dialect=CANONICAL,
-        layout=LINEAR,
-        direction=ScaleDirection.DECODE,
-        nibble_order=NibbleOrder.LOW_EVEN,
-        shape=(problem.outputs, problem.columns),
-    )
-    return module.gemm_w4a16(t["x"], weights, settings)
-
-
 def _there(tensor: Tensor | None) -> Tensor:
     assert tensor is not None, "the pairing hands over every operand"
     return tensor
-
-
-def _grouped(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
-    turns = (t["turns"], t["positions"]) if problem.turned else None
-    return module.gemm_grouped(t["a"], t["b"], problem, settings, turns=turns)
-
-
-def _grouped_fp8(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
-    given = module.GroupedFp8Operands(
-        **{name: t.get(name) for name in module.GroupedFp8Operands._fields}
-    )
-    return module.gemm_grouped_fp8(given, problem, settings)
 
 
 def _expert_operands(module: Any, t: Given) -> Any:
@@ -428,13 +397,12 @@ ENTRIES: Mapping[str, KernelEntry] = {
     "simt_scale": KernelEntry(by_name, lambda p, _: f"{p.source} to {p.out}"),
     "simt_latent_query": KernelEntry(by_name),
     "simt_gemv_bf16": KernelEntry(
-        lambda m, p, s, t: m.gemv_bf16(t["x"], t["weight"], p, s),
-        lambda p, _: f"up to {gemv_problem.rows_of_form(p.rows)} rows, {p.out}",
+        by_name, lambda p, _: f"up to {gemv_problem.rows_of_form(p.rows)} rows, {p.out}"
     ),
     "sm90_gemm_bf16": KernelEntry(by_name, _gemm_tactic),
     "sm90_gemm_nvfp4": KernelEntry(by_name, _gemm_tactic),
     "sm90_gemm_fp8_block": KernelEntry(by_name, _gemm_tactic),
-    "sm90_gemm_w4a16": KernelEntry(_w4a16, _w4a16_tactic),
+    "sm90_gemm_w4a16": KernelEntry(by_name, _w4a16_tactic),
     "simt_quantise_nvfp4": KernelEntry(
         by_name, lambda p, _: f"{p.source}, {p.layout}{', by expert' if p.experts else ''}"
     ),
@@ -459,10 +427,10 @@ ENTRIES: Mapping[str, KernelEntry] = {
     ),
     "simt_slots": KernelEntry(by_name, lambda p, _: str(p.kind)),
     "sm90_gemm_grouped": KernelEntry(
-        _grouped, lambda p, _: f"{p.groups} groups{', turned back' if p.turned else ''}, {p.out}"
+        by_name, lambda p, _: f"{p.groups} groups{', turned back' if p.turned else ''}, {p.out}"
     ),
     "sm90_gemm_grouped_fp8": KernelEntry(
-        _grouped_fp8,
+        by_name,
         lambda p, _: f"{p.groups} groups{', turned back' if p.turned else ''}, {p.scales}",
     ),
     "sm90_moe_nvfp4": KernelEntry(_moe, _moe_tactic),

@@ -285,29 +285,16 @@ def by_nvfp4(x_MK: Tensor, input_scale: Tensor, weight: tuple[Tensor, Tensor, Te
 
 def by_w4a16(x_MK: Tensor, weight: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """Return the product of our kernel for BF16 rows and NVFP4 weights as stored."""
-    from degarble.harness.formats.dialects import CANONICAL  # noqa: PLC0415
     from degarble.harness.formats.layouts import LINEAR  # noqa: PLC0415
-    from degarble.harness.formats.number_formats import (  # noqa: PLC0415
-        NVFP4,
-        NibbleOrder,
-        ScaleDirection,
-    )
-    from degarble.harness.formats.quantise import QuantisedTensor  # noqa: PLC0415
-    from degarble.kernels.gemm.sm90_gemm_w4a16 import gemm_w4a16  # noqa: PLC0415
+    from degarble.kernels.gemm.w4a16_problem import W4A16Problem  # noqa: PLC0415  needs the DSL
 
     codes, scales, tensor_scale = weight
-    told = QuantisedTensor(
-        codes=codes,
-        block_scale=scales.view(torch.uint8),
-        tensor_scale=tensor_scale.reshape(()),
-        shape=(codes.shape[0], 2 * codes.shape[1]),
-        format=NVFP4,
-        dialect=CANONICAL,
-        layout=LINEAR,
-        nibble_order=NibbleOrder.LOW_EVEN,
-        direction=ScaleDirection.DECODE,
-    )
-    return gemm_w4a16(x_MK, told, settings())
+    (rows, inner), outputs = x_MK.shape, codes.shape[0]
+    problem = W4A16Problem(rows, outputs, inner, LINEAR.name)
+    given = {"x": x_MK, "codes": codes, "scales": scales.view(torch.uint8)}
+    made = launched("sm90_gemm_w4a16", problem, **given, decode_scale=tensor_scale)
+    out: Tensor = made["out"]
+    return out
 
 
 def in_128x4(scales_NB: Tensor) -> Tensor:
@@ -377,8 +364,9 @@ def projected(attention: Any, hidden: Tensor) -> tuple[Tensor | None, Tensor | N
 def widely(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
     """Return the product of BF16 rows and a BF16 weight in float32."""
     from degarble.kernels.gemm.grouped_problem import GroupedProblem  # noqa: PLC0415  the DSL
-    from degarble.kernels.gemm.sm90_gemm_grouped import gemm_grouped  # noqa: PLC0415
 
     (rows, inner), outputs = x_MK.shape, weight_NK.shape[0]
     problem = GroupedProblem(rows, 1, outputs, inner, out="fp32")
-    return gemm_grouped(x_MK.contiguous(), weight_NK, problem, settings())
+    made = launched("sm90_gemm_grouped", problem, a=x_MK.contiguous(), b=weight_NK)
+    out: Tensor = made["out"]
+    return out

@@ -178,9 +178,6 @@ def planted(fault: Fault) -> Iterator[None]:
             uncached = kernel.KERNEL.prepared.__wrapped__
             described = {"compile_form": kernel.compile_form, "prepared": uncached}
             stack.enter_context(mock.patch.dict(vars(kernel.KERNEL), described))
-        if hasattr(kernel, "ENTRY"):  # a plain GEMM's holds what compiles its forms
-            entry = kernel.ENTRY._replace(compiled=kernel.compile_form)
-            stack.enter_context(mock.patch.object(kernel, "ENTRY", entry))
         for place, attribute, value in fault.beside:
             stack.enter_context(mock.patch.object(import_module(place), attribute, value))
         stack.enter_context(mock.patch.object(module, fault.function, instead))

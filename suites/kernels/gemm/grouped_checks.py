@@ -79,6 +79,21 @@ def kernels_here(operands: str) -> Any:
     return import_module(module_of(f"{architecture}_gemm_{operands}"))
 
 
+def multiply(
+    kernels: Any,
+    sides: tuple[Tensor, Tensor],
+    problem: GroupedProblem,
+    turns: tuple[Tensor, Tensor] | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Multiply by a module's kernel; `turns` are RoPE table and positions."""
+    given = dict(zip("ab", sides, strict=True))
+    given |= dict(zip(("turns", "positions"), turns or (), strict=False))
+    given |= {} if out is None else {"out": out}
+    made: Tensor = kernels.KERNEL.run_one(problem, SETTINGS, **given)
+    return made
+
+
 def launched(case: Case, parts: Any) -> tuple[Tensor, Tensor]:
     """Run a case into poisoned memory; D and the rows behind it stay on the GPU."""
     kernels = kernels_here("grouped")
@@ -86,7 +101,7 @@ def launched(case: Case, parts: Any) -> tuple[Tensor, Tensor]:
     kind = torch.float32 if case.out == "fp32" else torch.bfloat16
     whole = torch.full((case.tokens + BEHIND, b.shape[0]), torch.nan, dtype=kind, device="cuda")
     out = whole[: case.tokens]
-    kernels.gemm_grouped(a, b, case.problem, SETTINGS, turns=turns, out=out)
+    multiply(kernels, (a, b), case.problem, turns, out)
     return out, whole[case.tokens :]
 
 

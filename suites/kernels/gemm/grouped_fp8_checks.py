@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -63,9 +63,30 @@ class Case:
         return GroupedFp8Problem(self.tokens, groups, columns, inner, self.scales, *more)
 
 
+class GroupedFp8Operands(NamedTuple):
+    """Operands: A as codes and scales, or as heads with RoPE table and positions; others None."""
+
+    a: Tensor  # E4M3 [T, G K], or BF16 heads [T, G K]
+    b: Tensor  # E4M3 [G N, K]
+    b_scales: Tensor  # [ceil(G N / 128), K / 128]
+    a_scales: Tensor | None = None  # [T, G K / 128]
+    turns: Tensor | None = None  # float32 [P, 64]
+    positions: Tensor | None = None  # int64 [T]
+
+
+def multiply(
+    given: GroupedFp8Operands, problem: GroupedFp8Problem, out: Tensor | None = None
+) -> Tensor:
+    """Multiply by the kernel."""
+    kernels = import_module("degarble.kernels.gemm.sm90_gemm_grouped_fp8")
+    more = {} if out is None else {"out": out}
+    made: Tensor = kernels.KERNEL.run_one(problem, SETTINGS, **given._asdict(), **more)
+    return made
+
+
 def operands(case: Case) -> Any:
     """Draw heads, B and what turns them, on the GPU: magnitudes differ from block to block."""
-    kernels, p = import_module("degarble.kernels.gemm.sm90_gemm_grouped_fp8"), case.problem
+    p = case.problem
     generator = torch.Generator("cuda").manual_seed(case.seed)
     kind: dict[str, Any] = {"generator": generator, "device": "cuda"}
     heads = torch.randn(p.tokens, p.groups * p.inner, **kind)
@@ -80,7 +101,7 @@ def operands(case: Case) -> Any:
     if p.tokens > 2:
         positions[1], positions[2] = POSITIONS, -1
     table = plain.table_of_turns(POSITIONS).cuda()
-    return kernels.GroupedFp8Operands(heads.bfloat16(), b, of_b, turns=table, positions=positions)
+    return GroupedFp8Operands(heads.bfloat16(), b, of_b, turns=table, positions=positions)
 
 
 def coded(case: Case, given: Any) -> tuple[Tensor, Tensor]:
@@ -110,13 +131,12 @@ def coded_at_once(case: Case, given: Any) -> tuple[Tensor, Tensor]:
 
 def launched(case: Case, given: Any) -> tuple[Tensor, Tensor]:
     """Run a case into poisoned memory; D and the rows behind it stay on the GPU."""
-    kernels = import_module("degarble.kernels.gemm.sm90_gemm_grouped_fp8")
     if not case.turned:
         codes, scales = coded_at_once(case, given)
         given = given._replace(a=codes, a_scales=scales, turns=None, positions=None)
     shape = (case.tokens + BEHIND, given.b.shape[0])
     whole = torch.full(shape, torch.nan, dtype=torch.bfloat16, device="cuda")
-    kernels.gemm_grouped_fp8(given, case.problem, SETTINGS, out=whole[: case.tokens])
+    multiply(given, case.problem, whole[: case.tokens])
     return whole[: case.tokens], whole[case.tokens :]
 
 

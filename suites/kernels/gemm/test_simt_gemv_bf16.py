@@ -73,12 +73,12 @@ def test_every_form_compiles(kernels: ModuleType, target: Target, rows: int, out
     require_sound(kernels, GemvForm(rows, out, target.name))
 
 
-def test_refuses_by_name(kernels: ModuleType) -> None:
+def test_refuses_by_name() -> None:
     x = torch.zeros(2, 64, dtype=torch.bfloat16)
     weight = torch.zeros(5, 64, dtype=torch.bfloat16)
 
     def run(x: torch.Tensor, weight: torch.Tensor = weight, **more: torch.Tensor) -> None:
-        kernels.gemv_bf16(x, weight, GemvProblem(2, 5, 64), CompileSettings(), **more)
+        checks.multiply(x, weight, GemvProblem(2, 5, 64), **more)
 
     for error, name, arguments in (
         (DtypeMismatch, "activations", (x.float(),)),
@@ -121,30 +121,30 @@ def test_fuzzed_shapes(seed: int) -> None:
 @pytest.mark.h200
 @pytest.mark.b200
 @pytest.mark.parametrize("rows", [1, 8])
-def test_the_head_of_v4_pro(kernels: ModuleType, rows: int) -> None:
+def test_the_head_of_v4_pro(rows: int) -> None:
     generator = torch.Generator("cuda").manual_seed(rows)
     x = torch.randn(rows, 7168, device="cuda", generator=generator).bfloat16()
     weight = torch.randn(129_280, 7168, device="cuda", generator=generator).bfloat16()
     problem = GemvProblem(rows, 129_280, 7168)
-    first = kernels.gemv_bf16(x, weight, problem, checks.SETTINGS)
-    assert torch.equal(first, kernels.gemv_bf16(x, weight, problem, checks.SETTINGS))
+    first = checks.multiply(x, weight, problem)
+    assert torch.equal(first, checks.multiply(x, weight, problem))
     some = torch.randperm(129_280, device="cuda")[:4000]
     want = checks.product_by_definition(x, weight[some], "fp32")
     assert torch.equal(first[:, some], want)
-    alone = kernels.gemv_bf16(x[-1:], weight, GemvProblem(1, 129_280, 7168), checks.SETTINGS)
+    alone = checks.multiply(x[-1:], weight, GemvProblem(1, 129_280, 7168))
     assert torch.equal(alone[0], first[-1])
 
 
 @pytest.mark.h200
 @pytest.mark.b200
-def test_a_graph_replays_on_changed_data(kernels: ModuleType) -> None:
+def test_a_graph_replays_on_changed_data() -> None:
     problem = GemvProblem(3, 777, 1032)
     x = torch.empty(3, 1032, dtype=torch.bfloat16, device="cuda")
     weight = torch.empty(777, 1032, dtype=torch.bfloat16, device="cuda")
     out = torch.full((3, 777), torch.nan, device="cuda")
 
     def run() -> None:
-        kernels.gemv_bf16(x, weight, problem, checks.SETTINGS, out=out)
+        checks.multiply(x, weight, problem, out)
 
     x.zero_(), weight.zero_()
     run()

@@ -522,22 +522,18 @@ def test_sm100_gemm_grouped_refuses_by_name(
     a, b = (torch.zeros(n, k, dtype=torch.bfloat16) for n, k in ((3, 256), (128, 128)))
     turns = (torch.zeros(5, 64), torch.zeros(3, dtype=torch.int64))
     with pytest.raises(DtypeMismatch, match="A"):
-        sm100_gemm_grouped_kernels.gemm_grouped(
-            a.float(), b, problem, grouped_checks.SETTINGS, turns=turns
-        )
+        grouped_checks.multiply(sm100_gemm_grouped_kernels, (a.float(), b), problem, turns)
     with pytest.raises(InvalidArgument, match="turns"):
-        sm100_gemm_grouped_kernels.gemm_grouped(a, b, problem, grouped_checks.SETTINGS)
+        grouped_checks.multiply(sm100_gemm_grouped_kernels, (a, b), problem)
     wide = GroupedProblem(3, 1, 64, 128, out="fp32")
+    narrow = (a[:, :128].contiguous(), b[:64])
     with pytest.raises(InvalidArgument, match="sm_90a alone"):
-        sm100_gemm_grouped_kernels.gemm_grouped(a, b, wide, grouped_checks.SETTINGS)
+        grouped_checks.multiply(sm100_gemm_grouped_kernels, narrow, wide)
     with pytest.raises(UnknownName, match="target of grouped products"):
         facts.choose_grouped_form(problem, "sm_80")
-    monkeypatch.setattr(sm100_gemm_grouped_kernels.contract, "require_device", lambda _tensors: 0)
-    monkeypatch.setattr(
-        sm100_gemm_grouped_kernels.contract, "target_of_device", lambda _device: SM90A
-    )
+    blackwell.pretend_gpu(monkeypatch, SM90A)
     with pytest.raises(MissingDevice, match="sm_100a"):
-        sm100_gemm_grouped_kernels.gemm_grouped(a, b, problem, grouped_checks.SETTINGS, turns=turns)
+        grouped_checks.multiply(sm100_gemm_grouped_kernels, (a, b), problem, turns)
 
 
 def in_bf16(cases: list[grouped_checks.Case]) -> list[grouped_checks.Case]:

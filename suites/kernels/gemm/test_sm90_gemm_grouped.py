@@ -88,7 +88,7 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
         ((InvalidArgument, MissingDevice), "CUDA device", (a, b), turns),
     ):
         with pytest.raises(error, match=name):
-            kernels.gemm_grouped(*given, problem, checks.SETTINGS, turns=told)
+            checks.multiply(kernels, given, problem, told)
 
 
 @pytest.mark.h200
@@ -126,7 +126,8 @@ def test_planted_faults_are_caught(
         monkeypatch.setattr(
             kernels, "heads_of", lambda *told: true(*told)._replace(row=true(*told).row * 0)
         )
-    monkeypatch.setattr(kernels, "compile_form", kernels.compile_form.__wrapped__)
+    anew = kernels.compile_form.__wrapped__
+    monkeypatch.setitem(vars(kernels.KERNEL), "compile_form", anew)
     assert checks.mismatch(case)
 
 
@@ -141,7 +142,7 @@ def test_two_runs_are_equal_and_a_graph_replays_on_changed_data(kernels: ModuleT
     out = torch.empty_like(first)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernels.gemm_grouped(a, b, case.problem, checks.SETTINGS, turns=turns, out=out)
+        checks.multiply(kernels, (a, b), case.problem, turns, out)
     other: Any = checks.Case(130, checks.TINY, seed=9).operands()
     a.copy_(other[0])
     turns[1].copy_(other[2][1])
@@ -156,10 +157,8 @@ def test_two_runs_are_equal_and_a_graph_replays_on_changed_data(kernels: ModuleT
 @pytest.mark.h200
 def test_no_tokens_launch_nothing(kernels: ModuleType) -> None:
     a, b, _ = checks.Case(0, (1, 64, 128, 0)).operands()
-    assert kernels.gemm_grouped(a, b, GroupedProblem(0, 1, 64, 128), checks.SETTINGS).shape == (
-        0,
-        64,
-    )
+    made = checks.multiply(kernels, (a, b), GroupedProblem(0, 1, 64, 128))
+    assert made.shape == (0, 64)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -212,12 +211,12 @@ def test_sm90_gemm_grouped_fp8_every_form_compiles(
     )
 
 
-def test_sm90_gemm_grouped_fp8_refuses_by_name(sm90_gemm_grouped_fp8_kernels: ModuleType) -> None:
+def test_sm90_gemm_grouped_fp8_refuses_by_name() -> None:
     heads, codes = GroupedFp8Problem(3, 2, 64, 128, "float32", 128, 5), (torch.float8_e4m3fn,)
     a, b = torch.zeros(3, 256, dtype=torch.bfloat16), torch.zeros(128, 128).to(*codes)
     turns = {"turns": torch.zeros(5, 64), "positions": torch.zeros(3, dtype=torch.int64)}
-    given = sm90_gemm_grouped_fp8_kernels.GroupedFp8Operands(a, b, torch.zeros(1, 1), **turns)
-    coded = sm90_gemm_grouped_fp8_kernels.GroupedFp8Operands(
+    given = grouped_fp8_checks.GroupedFp8Operands(a, b, torch.zeros(1, 1), **turns)
+    coded = grouped_fp8_checks.GroupedFp8Operands(
         a.to(*codes), b, torch.zeros(1, 1), torch.zeros(3, 2)
     )
     plain = GroupedFp8Problem(3, 2, 64, 128)
@@ -236,9 +235,7 @@ def test_sm90_gemm_grouped_fp8_refuses_by_name(sm90_gemm_grouped_fp8_kernels: Mo
         ((InvalidArgument, MissingDevice), "CUDA device", coded, plain),
     ):
         with pytest.raises(error, match=name):
-            sm90_gemm_grouped_fp8_kernels.gemm_grouped_fp8(
-                wrong, problem, grouped_fp8_checks.SETTINGS
-            )
+            grouped_fp8_checks.multiply(wrong, problem)
 
 
 # ---- on an H200 ----------------------------------------------------------------------------------
@@ -312,18 +309,13 @@ def test_sm90_gemm_grouped_fp8_planted_faults_are_caught(
         else getattr(sm90_gemm_grouped_fp8_kernels, place)
     )
     monkeypatch.setattr(module, name, _other(getattr(module, name), fault))
-    monkeypatch.setattr(
-        sm90_gemm_grouped_fp8_kernels,
-        "compile_form",
-        sm90_gemm_grouped_fp8_kernels.compile_form.__wrapped__,
-    )
+    kernel = sm90_gemm_grouped_fp8_kernels.KERNEL
+    monkeypatch.setitem(vars(kernel), "compile_form", kernel.compile_form.__wrapped__)
     assert difference(case.name, grouped_fp8_checks.launched(case, given)[0], want)
 
 
 @pytest.mark.h200
-def test_sm90_gemm_grouped_fp8_two_runs_are_equal_and_a_graph_replays_on_changed_data(
-    sm90_gemm_grouped_fp8_kernels: ModuleType,
-) -> None:
+def test_sm90_gemm_grouped_fp8_two_runs_are_equal_and_a_graph_replays_on_changed_data() -> None:
     case = grouped_fp8_checks.Case(50, grouped_fp8_checks.TINY)
     given = grouped_fp8_checks.operands(case)
     first, _ = grouped_fp8_checks.launched(case, given)
@@ -332,9 +324,7 @@ def test_sm90_gemm_grouped_fp8_two_runs_are_equal_and_a_graph_replays_on_changed
     out = torch.empty_like(first)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        sm90_gemm_grouped_fp8_kernels.gemm_grouped_fp8(
-            given, case.problem, grouped_fp8_checks.SETTINGS, out=out
-        )
+        grouped_fp8_checks.multiply(given, case.problem, out)
     other = grouped_fp8_checks.operands(
         grouped_fp8_checks.Case(50, grouped_fp8_checks.TINY, seed=9)
     )
@@ -347,11 +337,7 @@ def test_sm90_gemm_grouped_fp8_two_runs_are_equal_and_a_graph_replays_on_changed
 
 
 @pytest.mark.h200
-def test_sm90_gemm_grouped_fp8_no_tokens_launch_nothing(
-    sm90_gemm_grouped_fp8_kernels: ModuleType,
-) -> None:
+def test_sm90_gemm_grouped_fp8_no_tokens_launch_nothing() -> None:
     given = grouped_fp8_checks.operands(grouped_fp8_checks.Case(0, grouped_fp8_checks.TINY))
     problem = grouped_fp8_checks.Case(0, grouped_fp8_checks.TINY).problem
-    assert sm90_gemm_grouped_fp8_kernels.gemm_grouped_fp8(
-        given, problem, grouped_fp8_checks.SETTINGS
-    ).shape == (0, 512)
+    assert grouped_fp8_checks.multiply(given, problem).shape == (0, 512)

@@ -103,12 +103,12 @@ def test_every_form_compiles(
             require_sound(kernels, W4A16Problem(rows, 7168, columns, layout), target, tactic)
 
 
-def test_refuses_by_name(kernels: ModuleType) -> None:
+def test_refuses_by_name() -> None:
     case = checks.Case(W4A16Problem(4, 16, 64))
-    x, weights, settings = case.activations, case.weights, checks.SETTINGS
+    x, weights = case.activations, case.weights
 
     def run(x: torch.Tensor = x, out: torch.Tensor | None = None, **changed: Any) -> None:
-        kernels.gemm_w4a16(x, replace(weights, **changed), settings, out=out)
+        checks.multiply(x, replace(weights, **changed), out=out)
 
     with pytest.raises(DtypeMismatch, match="activations"):
         run(x.half())
@@ -131,7 +131,7 @@ def test_refuses_by_name(kernels: ModuleType) -> None:
     with pytest.raises(ShapeMismatch, match="output"):
         run(out=torch.zeros(4, 8, dtype=torch.bfloat16))
     with pytest.raises(UnknownName, match="8x4"):
-        kernels.gemm_w4a16(x, weights.with_layout(SWIZZLE_8X4), settings)
+        checks.multiply(x, weights.with_layout(SWIZZLE_8X4))
 
 
 def test_a_wrong_place_a_nan_and_a_lost_term_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,19 +190,17 @@ def on_device_bits(case: checks.Case) -> torch.Tensor:
 
 @pytest.mark.h200
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_row_depends_neither_on_other_rows_nor_on_how_many_they_are(
-    kernels: ModuleType, layout: str
-) -> None:
+def test_a_row_depends_neither_on_other_rows_nor_on_how_many_they_are(layout: str) -> None:
     case = checks.Case(W4A16Problem(64, 4232, 4096, layout), seed=3)
     weights, x_MK = checks.on_gpu(case.weights), case.activations.cuda()
-    want = kernels.gemm_w4a16(x_MK, weights, checks.SETTINGS)
+    want = checks.multiply(x_MK, weights)
     for rows in (1, 2, 4, 7, 8, 9, 16, 17, 32, 33):
         for first in (0, 64 - rows):
             part = x_MK[first : first + rows].contiguous()
-            got = kernels.gemm_w4a16(part, weights, checks.SETTINGS)
+            got = checks.multiply(part, weights)
             assert torch.equal(got, want[first : first + rows]), (rows, first)
     x_MK[5] = torch.nan
-    got = kernels.gemm_w4a16(x_MK, weights, checks.SETTINGS)
+    got = checks.multiply(x_MK, weights)
     others = [row for row in range(64) if row != 5]
     assert bool(got[5].isnan().all())
     assert torch.equal(got[others], want[others])
@@ -214,25 +212,25 @@ def test_tiles_clusters_and_stages_do_not_change_a_bit(kernels: ModuleType, layo
     for columns in (4096, 6176):
         case = checks.Case(W4A16Problem(13, 1160, columns, layout), seed=columns)
         want = checks.on_device(case)
-        _, tensors = kernels.operands_of(case.activations.cuda(), checks.on_gpu(case.weights))
+        _, given = kernels.operands_of(case.activations.cuda(), checks.on_gpu(case.weights))
         for tactic in OTHER_TACTICS:
             form = choose_form(case.problem, tactic, "sm_90a")
             out = torch.full_like(want, torch.nan)
             kernel = kernels.compile_form(form, checks.SETTINGS)
-            kernels.launch(kernel, case.problem, form, (*tensors, out))
+            kernels.KERNEL.launch(kernel, form, case.problem, {**given, "out": out})
             assert torch.equal(out, want), tactic
 
 
 @pytest.mark.h200
-def test_a_graph_replays_on_changed_data(kernels: ModuleType) -> None:
+def test_a_graph_replays_on_changed_data() -> None:
     problem = W4A16Problem(7, 1536, 7168, "128x4")
     cases = [checks.Case(problem, seed=7 * seed) for seed in range(4)]
     x, weights = cases[0].activations.cuda(), checks.on_gpu(cases[0].weights)
     out = torch.empty(7, 1536, dtype=torch.bfloat16, device="cuda")
-    kernels.gemm_w4a16(x, weights, checks.SETTINGS, out=out)
+    checks.multiply(x, weights, out=out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernels.gemm_w4a16(x, weights, checks.SETTINGS, out=out)
+        checks.multiply(x, weights, out=out)
     for case in cases:
         x.copy_(case.activations)
         weights.codes.copy_(case.weights.codes)
@@ -245,9 +243,7 @@ def test_a_graph_replays_on_changed_data(kernels: ModuleType) -> None:
 
 @pytest.mark.h200
 @pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
-def test_launches_that_overlap_read_what_the_ones_before_wrote(
-    kernels: ModuleType, rows: int
-) -> None:
+def test_launches_that_overlap_read_what_the_ones_before_wrote(rows: int) -> None:
     """A chain: each product is the next one's activations, its buffers were others' before."""
     size = 2048
     cases = [checks.Case(W4A16Problem(rows, size, size), seed=seed) for seed in range(6)]
@@ -260,7 +256,7 @@ def test_launches_that_overlap_read_what_the_ones_before_wrote(
         outs = [torch.full_like(x_MK, torch.nan) for _ in range(2)]
         found = []
         for step in range(24):
-            kernels.gemm_w4a16(x_MK, weights[step % 6], checks.SETTINGS, out=outs[step % 2])
+            checks.multiply(x_MK, weights[step % 6], out=outs[step % 2])
             x_MK = outs[step % 2]
             if wait:
                 torch.cuda.synchronize()
@@ -281,7 +277,7 @@ def test_no_stage_is_filled_again_before_it_is_read(kernels: ModuleType) -> None
     """Weights that stay in the cache, so that they come soon, and launches without a pause."""
     case = checks.Case(W4A16Problem(13, 1160, 6176), seed=3)
     want = checks.on_device(case)
-    _, tensors = kernels.operands_of(case.activations.cuda(), checks.on_gpu(case.weights))
+    _, given = kernels.operands_of(case.activations.cuda(), checks.on_gpu(case.weights))
     for tactic in OTHER_TACTICS:
         form = choose_form(case.problem, tactic, "sm_90a")
         kernel = kernels.compile_form(form, checks.SETTINGS)
@@ -289,7 +285,7 @@ def test_no_stage_is_filled_again_before_it_is_read(kernels: ModuleType) -> None
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for out in outs:
-                kernels.launch(kernel, case.problem, form, (*tensors, out))
+                kernels.KERNEL.launch(kernel, form, case.problem, {**given, "out": out})
         for _ in range(40):
             outs.fill_(torch.nan)
             graph.replay()
@@ -297,13 +293,13 @@ def test_no_stage_is_filled_again_before_it_is_read(kernels: ModuleType) -> None
 
 
 @pytest.mark.h200
-def test_nan_and_infinity_stay_in_their_places(kernels: ModuleType) -> None:
+def test_nan_and_infinity_stay_in_their_places() -> None:
     case = checks.Case(W4A16Problem(2, 64, 512), seed=1)
     weights, x_MK = checks.on_gpu(case.weights), case.activations.cuda()
-    want = kernels.gemm_w4a16(x_MK, weights, checks.SETTINGS)
+    want = checks.multiply(x_MK, weights)
     weights.block_scale[9, 3] = checks.NAN_CODE
-    got = kernels.gemm_w4a16(x_MK, weights, checks.SETTINGS)
+    got = checks.multiply(x_MK, weights)
     assert bool(got[:, 9].isnan().all())
     others = [output for output in range(64) if output != 9]
     assert torch.equal(got[:, others], want[:, others])
-    assert kernels.gemm_w4a16(x_MK[:0], weights, checks.SETTINGS).shape == (0, 64)
+    assert checks.multiply(x_MK[:0], weights).shape == (0, 64)

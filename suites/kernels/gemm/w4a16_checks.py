@@ -109,13 +109,20 @@ def on_gpu(weights: QuantisedTensor) -> QuantisedTensor:
     )
 
 
+def multiply(x_MK: Tensor, weights: QuantisedTensor, out: Tensor | None = None) -> Tensor:
+    """Multiply by weights as a checkpoint stores them."""
+    from degarble.kernels.gemm import sm90_gemm_w4a16 as kernels  # noqa: PLC0415  needs the DSL
+
+    problem, given = kernels.operands_of(x_MK, weights)
+    given |= {} if out is None else {"out": out}
+    return kernels.KERNEL.run_one(problem, SETTINGS, **given)
+
+
 def on_device(case: Case) -> Tensor:
     """Run a case on the GPU; the output stays there."""
-    from degarble.kernels.gemm.sm90_gemm_w4a16 import gemm_w4a16  # noqa: PLC0415  needs the DSL
-
     shape = (case.problem.rows, case.problem.outputs)
     out_MN = torch.full(shape, torch.nan, dtype=torch.bfloat16, device="cuda")
-    return gemm_w4a16(case.activations.cuda(), on_gpu(case.weights), SETTINGS, out=out_MN)
+    return multiply(case.activations.cuda(), on_gpu(case.weights), out_MN)
 
 
 def decoded(weights: QuantisedTensor) -> Tensor:

@@ -33,7 +33,6 @@ from degarble.kernels.cache.problem import (
     StatePages,
 )
 from degarble.kernels.gemm import contract
-from degarble.kernels.gemm import entry as gemm_entry
 from degarble.kernels.indexer.problem import KeyPages, OperandProblem, ScoresProblem, TopkProblem
 from degarble.kernels.primitives.kv_problem import Pages, ReadProblem, WriteProblem
 from degarble.kernels.primitives.quantise_problem import Fp8Problem, QuantiseProblem
@@ -539,7 +538,7 @@ def recording(kernel: str, target: str) -> Iterator[list[RecordingKernel]]:
     modules = [import_module(module_of(name)) for name in names]
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch, "empty", allocated))
-        places = (*modules, descriptor, contract, gemm_entry, runtime_operands)
+        places = (*modules, descriptor, contract, runtime_operands)
         for place, name in product(places, instead):
             if hasattr(place, name):
                 stack.enter_context(mock.patch.object(place, name, instead[name]))
@@ -551,9 +550,6 @@ def recording(kernel: str, target: str) -> Iterator[list[RecordingKernel]]:
             }
             holder = module.KERNEL if hasattr(module, "KERNEL") else module
             stack.enter_context(mock.patch.dict(vars(holder), fresh))
-            if hasattr(module, "ENTRY"):
-                entry = module.ENTRY._replace(compiled=fresh["compile_form"])
-                stack.enter_context(mock.patch.object(module, "ENTRY", entry))
         yield made
 
 

@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from degarble.harness.base.errors import DegarbleError
-from degarble.harness.formats.dialects import CANONICAL
-from degarble.harness.formats.layouts import LINEAR, SWIZZLE_128X4, ceil_div
-from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDirection
-from degarble.harness.formats.quantise import QuantisedTensor
+from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div
 from degarble.kernels.gemm.gemv_problem import GemvProblem
 from degarble.kernels.gemm.grouped_problem import GroupedFp8Problem, GroupedProblem
 from degarble.kernels.gemm.problem import GemmProblem
@@ -36,7 +32,6 @@ TARGETS = {"sm90": "sm_90a", "sm100": "sm_100a"}
 _EXPERTS = ("sm90_moe_nvfp4", "simt_moe_rows")
 _EXPERTS_100 = ("sm100_moe_nvfp4", *_EXPERTS)
 LAUNCHED_BY = {
-    "sm100_gemm_grouped": ("sm90_gemm_grouped",),
     "sm90_moe_nvfp4": _EXPERTS,
     "sm100_moe_nvfp4": _EXPERTS_100,
     "sm90_shared_expert": (*_EXPERTS, "sm90_gemm_fp8_block", "simt_quantise_fp8"),
@@ -102,33 +97,6 @@ def _few_rows_cases() -> Iterator[LaunchCase]:
     yield LaunchCase("sm90_gemm_w4a16", asked, given | {"out": Given(BF16, (16, 256))}, "sm_100a")
 
 
-def _gemv(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
-    return m.gemv_bf16(t["x"], t["weight"], p, SETTINGS, out=t.get("out"))
-
-
-def _w4a16(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
-    try:
-        weights = _weights_of_codes(p, t)
-    except (DegarbleError, RuntimeError) as error:
-        raise TypeError("no weights") from error
-    return m.gemm_w4a16(t["x"], weights, SETTINGS, out=t.get("out"))
-
-
-def _weights_of_codes(p: Any, t: dict[str, Tensor]) -> QuantisedTensor:
-    linear = p.layout == LINEAR.name
-    return QuantisedTensor(
-        codes=t["codes"],
-        block_scale=t["scales"].view(p.outputs, -1) if linear else t["scales"],
-        tensor_scale=t["decode_scale"].reshape(()),
-        format=NVFP4,
-        dialect=CANONICAL,
-        layout=LINEAR if linear else SWIZZLE_128X4,
-        direction=ScaleDirection.DECODE,
-        nibble_order=NibbleOrder.LOW_EVEN,
-        shape=(p.outputs, p.columns),
-    )
-
-
 def _grouped_cases() -> Iterator[LaunchCase]:
     turning = {"turns": Given(FP32, (9, 64)), "positions": Given(INT64, (70,))}
     for architecture, target in TARGETS.items():
@@ -161,17 +129,6 @@ def _grouped_cases() -> Iterator[LaunchCase]:
             yield LaunchCase("sm90_gemm_grouped_fp8", of_fp8, given)
         more = given | {"out": Given(BF16, (70, 256))}
         yield LaunchCase("sm90_gemm_grouped_fp8", of_fp8, more)
-
-
-def _grouped(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
-    turns = (t["turns"], t["positions"]) if "turns" in t else None
-    return m.gemm_grouped(t["a"], t["b"], p, SETTINGS, turns=turns, out=t.get("out"))
-
-
-def _grouped_fp8(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
-    names = m.GroupedFp8Operands._fields
-    given = m.GroupedFp8Operands(**{name: t.get(name) for name in names})
-    return m.gemm_grouped_fp8(given, p, SETTINGS, out=t.get("out"))
 
 
 def _moe_cases() -> Iterator[LaunchCase]:
@@ -243,19 +200,19 @@ def _shared_expert(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
 
 
 PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
-    "simt_gemv_bf16": _gemv,
+    "simt_gemv_bf16": _by_name,
     "sm100_gemm_bf16": _by_name,
     "sm100_gemm_fp8_block": _by_name,
-    "sm100_gemm_grouped": _grouped,
+    "sm100_gemm_grouped": _by_name,
     "sm100_gemm_nvfp4": _by_name,
     "sm100_moe_nvfp4": _moe,
     "sm100_shared_expert": _shared_expert,
     "sm90_gemm_bf16": _by_name,
     "sm90_gemm_fp8_block": _by_name,
-    "sm90_gemm_grouped": _grouped,
-    "sm90_gemm_grouped_fp8": _grouped_fp8,
+    "sm90_gemm_grouped": _by_name,
+    "sm90_gemm_grouped_fp8": _by_name,
     "sm90_gemm_nvfp4": _by_name,
-    "sm90_gemm_w4a16": _w4a16,
+    "sm90_gemm_w4a16": _by_name,
     "sm90_moe_nvfp4": _moe,
     "sm90_shared_expert": _shared_expert,
 }

@@ -17,9 +17,9 @@ from degarble.harness.base.errors import InvalidArgument, MissingDevice, ShapeMi
 from degarble.kernels.gemm import problem as facts
 from degarble.kernels.gemm import tensor_memory
 from degarble.kernels.gemm.problem import GemmProblem
-from degarble.kernels.runtime import kernel as descriptor
 from degarble.kernels.runtime import targets
 from degarble.kernels.runtime.compiling import CompileSettings, cubin_facts
+from degarble.kernels.runtime.kernel import LaunchContext
 from degarble.suites.kernels import sm100_checks as blackwell
 from degarble.suites.kernels import sm100_model, tcgen05_words
 from degarble.suites.support.probes import sm100_executors as executors
@@ -267,7 +267,7 @@ def test_one_cluster_is_all_that_a_launch_knows_of() -> None:
     form = first_minute.PAIRS[256]
     problem = GemmProblem(256, 776, 64, "nvfp4", "e4m3")
     with executors.one_cluster(form):
-        processors = descriptor.processors_of(0)
+        processors = LaunchContext(problem, form, None, 0, {}).processors
         assert facts.grid(problem, form.tactic, processors) == (2, 1, 1)
     assert facts.grid(problem, form.tactic, 148) == (2, 1, 4)
 
