@@ -34,7 +34,6 @@ from degarble.kernels.primitives.device_words import (
 )
 from degarble.kernels.rows import problem as facts
 from degarble.kernels.rows.problem import BackForm, BackProblem
-from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage
 
 # ---- device --------------------------------------------------------------------------------------
@@ -149,20 +148,3 @@ KERNEL = Kernel[BackProblem, BackForm](
     refuse=_refuse,
 )
 compile_form = KERNEL.compile_form
-
-
-def inverse_rope(
-    heads_THL: Tensor,
-    turns_P: Tensor,
-    positions_T: Tensor,
-    problem: BackProblem,
-    settings: CompileSettings,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return heads rotated back, on their GPU: in place, into `out`, or into new memory.
-
-    `turns_P` is float32 [P, 64]: 32 cosines and 32 sines of each position.
-    """
-    given = {"heads": heads_THL, "turns": turns_P, "positions": positions_T}
-    return KERNEL.run_one(problem, settings, **given, **KERNEL.outputs(out))

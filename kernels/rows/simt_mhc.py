@@ -22,7 +22,6 @@ import cutlass
 import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32, cute
-from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.primitives.device_words import (
@@ -38,29 +37,28 @@ from degarble.kernels.primitives.device_words import (
 )
 from degarble.kernels.rows import mhc_problem as facts
 from degarble.kernels.rows.mhc_problem import CHUNK_VALUES, STREAMS, MixForm, MixProblem
-from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Presence, Storage
 from degarble.kernels.runtime.pdl import EARLY, follow
 
 WORDS = CHUNK_VALUES // 2  # of two BF16 in a chunk
 
 
-class MixOperands(NamedTuple):
-    """Tensors of a launch; which ones are present depends on the part, see `wanted`."""
-
-    streams: Tensor | None = None  # BF16 [T, S, D]
-    products: Tensor | None = None  # float32 [T, 24], of the head [T, 4]
-    squares: Tensor | None = None  # float32 [T]
-    base: Tensor | None = None  # float32 [24], of the head [4]
-    scale: Tensor | None = None  # float32 [3], of the head [1]
-    pre: Tensor | None = None  # float32 [T, S]
-    post: Tensor | None = None  # float32 [T, S]
-    mix: Tensor | None = None  # float32 [T, S, S]
-    layer: Tensor | None = None  # BF16 [T, D], a sublayer's output
-    out: Tensor | None = None  # BF16 [T, D], of post [T, S, D]
-
-
 # ---- device --------------------------------------------------------------------------------------
+
+
+class MixTensors(NamedTuple):
+    """Kernels' tensors; which ones are present depends on the part, see `wanted`."""
+
+    streams: Any  # BF16 [T, S, D]
+    products: Any  # float32 [T, 24], of the head [T, 4]
+    squares: Any  # float32 [T]
+    base: Any  # float32 [24], of the head [4]
+    scale: Any  # float32 [3], of the head [1]
+    pre: Any  # float32 [T, S]
+    post: Any  # float32 [T, S]
+    mix: Any  # float32 [T, S, S]
+    layer: Any  # BF16 [T, D], a sublayer's output
+    out: Any  # BF16 [T, D], of post [T, S, D]
 
 
 PROCESSOR = facts.MixPrimitives(exponential, reciprocal, inverse_root)
@@ -262,7 +260,7 @@ def launch_mhc(
     """Launch a part: tokens, blocks of coefficients, groups, chunks, iterations, thread blocks."""
     sizes = (WORDS, STREAMS, 0, STREAMS, 0, STREAMS, STREAMS, STREAMS, WORDS, WORDS)
     views = zip(pointers, sizes, strict=True)
-    tensors = MixOperands(*(vectors(address, words) for address, words in views))
+    tensors = MixTensors(*(vectors(address, words) for address, words in views))
     tokens, leading, groups, chunks, iterations, blocks = extents
     told = (iterations, *numbers)
     mhc_kernel(tensors, (tokens, leading, groups, chunks), told, form).launch(
@@ -339,19 +337,10 @@ def _operand(name: str) -> Operand[MixProblem]:
 
 KERNEL = Kernel[MixProblem, MixForm](
     entry=launch_mhc,
-    operands=tuple(_operand(name) for name in MixOperands._fields),
+    operands=tuple(_operand(name) for name in MixTensors._fields),
     choose_form=lambda problem, target: MixForm(problem.part, target),
     kinds=((Int32,) * 6, (Float32,) * 3),
     numbers=_numbers,
     work=lambda problem: problem.tokens,
 )
 compile_form = KERNEL.compile_form
-
-
-def mhc(tensors: MixOperands, problem: MixProblem, settings: CompileSettings) -> MixOperands:
-    """Run a part on its GPU; allocate outputs that are not given.
-
-    For `post`, `out` may be the streams themselves.
-    """
-    given = {name: tensor for name, tensor in tensors._asdict().items() if tensor is not None}
-    return tensors._replace(**KERNEL.run(problem, settings, **given))

@@ -11,8 +11,7 @@ defines the order of the sums: bits depend on a token's streams and the weight a
   serve as operands without rearrangement. Partial sums go to memory, a line a token.
 * add_kernel: adds the lines of a token in the stated order (PDL wait), a lane a column.
 
-`mhc_pre` is projection and mixing: streams in, collapsed input, post and mix out. Never waits for
-the GPU, so it may be captured in a graph. Shape letters as in mhc_problem.
+Never waits for the GPU, so it may be captured in a graph. Shape letters as in mhc_problem.
 """
 
 from typing import Any, NamedTuple
@@ -21,13 +20,10 @@ import cutlass
 import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32, cute
-from torch import Tensor
 
-from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.primitives.device_words import numbers_of, vectors
 from degarble.kernels.rows import mhc_problem as facts
-from degarble.kernels.rows import simt_mhc
 from degarble.kernels.rows.mhc_problem import (
     BF16_PARTS,
     LINE,
@@ -39,11 +35,9 @@ from degarble.kernels.rows.mhc_problem import (
     STREAMS,
     TILE,
     InnerCut,
-    MixProblem,
     ProjectForm,
     ProjectProblem,
 )
-from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage
 from degarble.kernels.runtime.pdl import EARLY, follow, let_follow, wait_for_front
 
@@ -428,14 +422,6 @@ def launch_project(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-class MhcWeights(NamedTuple):
-    """mHC's parameters of a sublayer, or of the head: `split_weight(fn)`, base and scale."""
-
-    split: Tensor  # BF16 [3, N padded, 4 D]
-    base: Tensor  # float32 [24], of the head [4]
-    scale: Tensor  # float32 [3], of the head [1]
-
-
 def _numbers(of: LaunchContext[ProjectProblem, ProjectForm]) -> tuple[Any, ...]:
     """Return tokens, vectors of a row, how K is cut, and the grid."""
     problem, cut = of.problem, InnerCut(of.problem.inner)
@@ -467,46 +453,3 @@ KERNEL = Kernel[ProjectProblem, ProjectForm](
     work=lambda problem: problem.tokens,
 )
 compile_form = KERNEL.compile_form
-
-
-def mhc_project(
-    streams_TSD: Tensor,
-    split_NK: Tensor,
-    problem: ProjectProblem,
-    settings: CompileSettings,
-    *,
-    out: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return products [T, 24 or 4] and sums of squares [T], both float32.
-
-    `split_NK` is split_weight of the weight. `out` receives partial sums, products and squares.
-    """
-    given = {"streams": streams_TSD, "split": split_NK}
-    made = KERNEL.run(problem, settings, **given, **KERNEL.outputs(out))
-    return made["products"], made["squares"]
-
-
-def mhc_pre(
-    streams_TSD: Tensor, weights: MhcWeights, problem: MixProblem, settings: CompileSettings
-) -> simt_mhc.MixOperands:
-    """Project and mix: out [T, D], post and mix of a layer (part "all"), or out of the "head".
-
-    Bit for bit what mhc_project and the parts of simt_mhc give one after the other.
-    """
-    if problem.part not in {"all", "head", "coefficients"}:
-        raise InvalidArgument(
-            "part of mHC after a projection", problem.part, "all, head or coefficients",
-            "The other parts read no products: call simt_mhc.mhc.",
-        )  # fmt: skip
-    kind = "head" if problem.part == "head" else "layer"
-    projected = ProjectProblem(problem.tokens, problem.width, kind)
-    products, squares = mhc_project(streams_TSD, weights.split, projected, settings)
-    streams = None if problem.part == "coefficients" else streams_TSD
-    given = simt_mhc.MixOperands(streams, products, squares, weights.base, weights.scale)
-    return simt_mhc.mhc(given, problem, settings)
-
-
-def empty_outputs(problem: ProjectProblem, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate partial sums, products and squares."""
-    partials, products, squares = KERNEL.allocate(problem, device).values()
-    return partials, products, squares

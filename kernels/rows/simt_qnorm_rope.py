@@ -15,7 +15,6 @@ import cutlass
 import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32, cute
-from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.primitives import kv_problem as rows
@@ -36,7 +35,6 @@ from degarble.kernels.primitives.device_words import (
 )
 from degarble.kernels.rows import problem as facts
 from degarble.kernels.rows.problem import HeadsForm, HeadsProblem
-from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage
 
 THREADS = facts.HEAD_WARPS * rows.LANES
@@ -139,20 +137,3 @@ KERNEL = Kernel[HeadsProblem, HeadsForm](
     work=lambda problem: problem.tokens,
 )
 compile_form = KERNEL.compile_form
-
-
-def qnorm_rope(
-    heads_THL: Tensor,
-    turns_P: Tensor,
-    positions_T: Tensor,
-    problem: HeadsProblem,
-    settings: CompileSettings,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return heads normed and rotated, on their GPU; `out` may be the heads themselves.
-
-    `turns_P` is float32 [P, 64]: 32 cosines and 32 sines of each position.
-    """
-    given = {"heads": heads_THL, "turns": turns_P, "positions": positions_T}
-    return KERNEL.run_one(problem, settings, **given, **KERNEL.outputs(out))

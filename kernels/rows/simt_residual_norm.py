@@ -16,7 +16,6 @@ import cutlass
 import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32, cute
-from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.primitives.device_words import (
@@ -39,20 +38,12 @@ from degarble.kernels.rows.problem import (
     ResidualForm,
     ResidualProblem,
 )
-from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage
 from degarble.kernels.runtime.operands import (
     DTYPES,
 )
 
 FLAT = 1 << 30
-
-
-class ResidualNormed(NamedTuple):
-    """Results: normed values [M, K] and the stored sum [M, K], both BF16."""
-
-    normed: Tensor
-    total: Tensor
 
 
 # ---- device --------------------------------------------------------------------------------------
@@ -250,22 +241,3 @@ KERNEL = Kernel[ResidualProblem, ResidualForm](
     work=lambda problem: problem.rows,
 )
 compile_form = KERNEL.compile_form
-
-
-def residual_norm(
-    values_MK: Tensor,
-    residual_MK: Tensor,
-    weight_K: Tensor,
-    problem: ResidualProblem,
-    settings: CompileSettings,
-    *,
-    out: ResidualNormed | None = None,
-) -> ResidualNormed:
-    """Add BF16 rows and norm their sums, on their GPU."""
-    given = {"values": values_MK, "residual": residual_MK, "weight": weight_K}
-    return ResidualNormed(**KERNEL.run(problem, settings, **given, **KERNEL.outputs(out)))
-
-
-def empty_outputs(problem: ResidualProblem, device: torch.device) -> ResidualNormed:
-    """Allocate what a launch writes; every byte of it is written."""
-    return ResidualNormed(**KERNEL.allocate(problem, device))

@@ -20,7 +20,6 @@ import cutlass
 import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
-from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats import scalar_ops as ops
@@ -42,7 +41,6 @@ from degarble.kernels.primitives.device_words import (
 from degarble.kernels.primitives.quantise_problem import BLOCK, LAYOUTS, SCALE_CODES
 from degarble.kernels.rows import problem as facts
 from degarble.kernels.rows.problem import LANES, MOST_WARPS, SLOTS_OF_LANE, NormForm, NormProblem
-from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.kernel import (
     Kernel,
     LaunchContext,
@@ -52,15 +50,6 @@ from degarble.kernels.runtime.kernel import (
     as_vector,
 )
 from degarble.kernels.runtime.operands import DTYPES
-
-
-class Normed(NamedTuple):
-    """Requested results: values [M, K], codes [M, P], scale bytes in their layout."""
-
-    values: Tensor | None
-    codes: Tensor | None
-    scales: Tensor | None
-
 
 # ---- device --------------------------------------------------------------------------------------
 
@@ -258,7 +247,7 @@ def _numbers(of: LaunchContext[NormProblem, NormForm]) -> tuple[Any, ...]:
 
 
 _Operand = Operand[NormProblem]
-_REMEDY = "Allocate with empty_outputs(problem, device); a layout goes with a decode scale."
+_REMEDY = "Allocate with KERNEL.allocate(problem, device); a layout goes with a decode scale."
 _QUANTISES = Presence[NormProblem](lambda of: of.layout is not None, _REMEDY)
 _KEEPS_VALUES = Presence[NormProblem](lambda of: of.writes_values, _REMEDY)
 _VALUES = Storage(Uint32, torch.bfloat16, 32)
@@ -291,25 +280,3 @@ KERNEL = Kernel[NormProblem, NormForm](
     work=lambda problem: problem.rows,
 )
 compile_form = KERNEL.compile_form
-
-
-def rmsnorm(
-    values_MK: Tensor,
-    weight_K: Tensor,
-    problem: NormProblem,
-    settings: CompileSettings,
-    *,
-    decode_scale: Tensor | None = None,
-    out: Normed | None = None,
-) -> Normed:
-    """Norm BF16 rows, and quantise them where the problem names a layout, on their GPU.
-
-    `decode_scale` is float32 on the GPU, one number, exactly where the problem quantises.
-    """
-    given = {"values": values_MK, "weight": weight_K, "decode_scale": decode_scale}
-    return Normed(*KERNEL.run(problem, settings, **given, **KERNEL.outputs(out)).values())
-
-
-def empty_outputs(problem: NormProblem, device: torch.device) -> Normed:
-    """Allocate what a launch writes; every byte of it is written."""
-    return Normed(*KERNEL.allocate(problem, device).values())

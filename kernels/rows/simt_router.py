@@ -19,24 +19,15 @@ import cutlass
 import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32, cute
-from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.primitives.device_words import emit, square_root
 from degarble.kernels.rows import router_problem as facts
 from degarble.kernels.rows.router_problem import LANES, WARPS, RouterForm, RouterProblem
-from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Presence, Storage
 from degarble.kernels.runtime.operands import DTYPES
 
 EVERY_LANE = 0xFFFF_FFFF
-
-
-class RoutedTokens(NamedTuple):
-    """Results: int32 experts [T, K], best first, and float32 weights [T, K]."""
-
-    experts: Tensor
-    weights: Tensor
 
 
 # ---- device --------------------------------------------------------------------------------------
@@ -261,26 +252,3 @@ KERNEL = Kernel[RouterProblem, RouterForm](
     work=lambda problem: problem.tokens,
 )
 compile_form = KERNEL.compile_form
-
-
-def route(
-    logit_TE: Tensor,
-    source: Tensor,
-    problem: RouterProblem,
-    settings: CompileSettings,
-    *,
-    id_T: Tensor | None = None,
-    out: RoutedTokens | None = None,
-) -> RoutedTokens:
-    """Choose experts and weigh them, on their GPU.
-
-    `source` is the float32 bias [E], or the table [V, K] of expert ids where the problem has a
-    vocabulary; then id_T are the token ids.
-    """
-    given = {"logits": logit_TE, "ids": id_T, "table" if problem.vocabulary else "bias": source}
-    return RoutedTokens(**KERNEL.run(problem, settings, **given, **KERNEL.outputs(out)))
-
-
-def empty_outputs(problem: RouterProblem, device: torch.device) -> RoutedTokens:
-    """Allocate the result; a launch writes every number of it."""
-    return RoutedTokens(**KERNEL.allocate(problem, device))

@@ -1,8 +1,7 @@
 """Multiply numbers by one factor: float32 or BF16 in, float32 or BF16 out, a thread a number.
 
-Entry point: `scale(values, problem, settings)`. One source for sm_90a and sm_100a. It scales the
-indexer's weights of heads by a factor that is no power of two, and widens BF16 ones, on the GPU
-between two kernels of a step.
+One source for sm_90a and sm_100a. It scales the indexer's weights of heads by a factor that is no
+power of two, and widens BF16 ones, on the GPU between two kernels of a step.
 
 Allocates only what it returns and never waits for the GPU, so it may be captured in a graph.
 """
@@ -18,7 +17,6 @@ from torch import Tensor
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.rows import problem as facts
 from degarble.kernels.rows.problem import ScaleForm, ScaleProblem
-from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage
 
 STORAGE = {
@@ -88,10 +86,3 @@ KERNEL = Kernel[ScaleProblem, ScaleForm](
     work=lambda problem: problem.count,
 )
 compile_form = KERNEL.compile_form
-
-
-def scale(
-    values: Tensor, problem: ScaleProblem, settings: CompileSettings, *, out: Tensor | None = None
-) -> Tensor:
-    """Return the values times the factor, in the dtype that the problem names, on their GPU."""
-    return KERNEL.run_one(problem, settings, values=values, **KERNEL.outputs(out))

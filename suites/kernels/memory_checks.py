@@ -212,7 +212,7 @@ def _sums() -> None:
     scale, queries = (
         import_module(module_of(f"simt_{name}")) for name in ("scale", "latent_query")
     )
-    scale.scale(torch.randn(5, 33, device="cuda"), ScaleProblem(165, 0.5), SETTINGS)
+    scale.KERNEL.run(ScaleProblem(165, 0.5), SETTINGS, values=torch.randn(5, 33, device="cuda"))
     problem = QueryProblem(5, 8, 192, 40)
     queries.KERNEL.run(
         problem, SETTINGS, latent=_normal(5, 8, 512), heads=_normal(5, 8, 192),

@@ -21,6 +21,7 @@ import torch
 from degarble.kernels.rows import mhc_problem as facts
 from degarble.kernels.rows.mhc_problem import STREAMS, MixProblem
 from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.modules import kernel_named
 from degarble.references import mixing
 from degarble.references.numerics import Numerics
 from degarble.suites.kernels import latent_checks as plain
@@ -132,16 +133,11 @@ def given(case: Case) -> dict[str, Tensor]:
 
 def on_device(case: Case) -> dict[str, Tensor]:
     """Run a part on the GPU; what it wrote comes back by name."""
-    from degarble.kernels.rows import simt_mhc as kernels  # noqa: PLC0415  needs the DSL
-
+    kernel = kernel_named("simt_mhc")
     inputs = {name: tensor.cuda() for name, tensor in given(case).items()}
-    written = [name for name in kernels.wanted(case.problem) if name not in inputs]
-    kinds = kernels.wanted(case.problem)
-    outputs = {
-        name: torch.full(kinds[name][1], 7.0, dtype=kinds[name][0], device="cuda")
-        for name in written
-    }
-    kernels.mhc(kernels.MixOperands(**inputs, **outputs), case.problem, SETTINGS)
+    made = kernel.allocate(case.problem, torch.device("cuda"))
+    outputs = {name: each.fill_(7.0) for name, each in made.items() if each is not None}
+    kernel.run(case.problem, SETTINGS, **inputs, **outputs)
     return {name: tensor.cpu() for name, tensor in outputs.items()}
 
 

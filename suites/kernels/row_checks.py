@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -29,11 +29,11 @@ from degarble.kernels.rows import problem as rmsnorm_problem
 from degarble.kernels.rows.problem import NormProblem
 from degarble.kernels.runtime import operands
 from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.modules import kernel_named
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from degarble.kernels.rows.simt_rmsnorm import Normed
 
 SETTINGS = CompileSettings()
 POISON = 0xAA
@@ -130,12 +130,18 @@ def norm_by_definition(case: NormCase, device: str) -> tuple[Tensor, Tensor | No
     return values_MK, made.codes, to_layout(made.block_scale, LAYOUTS[problem.layout])
 
 
-def poisoned(problem: NormProblem, device: str = "cuda") -> Normed:
-    """Allocate outputs full of 0xAA."""
-    from degarble.kernels.rows.simt_rmsnorm import empty_outputs  # noqa: PLC0415  needs the DSL
+class Normed(NamedTuple):
+    """Requested results: normed values, codes, scale bytes."""
 
-    out = empty_outputs(problem, torch.device(device))
-    for tensor in out:
+    values: Tensor | None
+    codes: Tensor | None
+    scales: Tensor | None
+
+
+def poisoned(problem: NormProblem, device: str = "cuda") -> dict[str, Tensor | None]:
+    """Allocate outputs full of 0xAA."""
+    out = kernel_named("simt_rmsnorm").allocate(problem, torch.device(device))
+    for tensor in out.values():
         if tensor is not None:
             tensor.view(torch.uint8).fill_(POISON)
     return out
@@ -143,17 +149,12 @@ def poisoned(problem: NormProblem, device: str = "cuda") -> Normed:
 
 def norm_on_device(case: NormCase) -> Normed:
     """Run a case on the GPU; outputs stay there."""
-    from degarble.kernels.rows.simt_rmsnorm import rmsnorm  # noqa: PLC0415  needs the DSL
-
-    scale = case.decode_scale
-    return rmsnorm(
-        case.values.cuda(),
-        case.weight.cuda(),
-        case.problem,
-        SETTINGS,
-        decode_scale=None if scale is None else scale.cuda(),
-        out=poisoned(case.problem),
-    )
+    given = {"values": case.values.cuda(), "weight": case.weight.cuda()}
+    if case.decode_scale is not None:
+        given["decode_scale"] = case.decode_scale.cuda()
+    out = poisoned(case.problem)
+    made = kernel_named("simt_rmsnorm").run(case.problem, SETTINGS, **given, **out)
+    return Normed(*made.values())
 
 
 def norm_mismatch(case: NormCase) -> str:

@@ -116,7 +116,9 @@ def composed(case: Case, parts: Any) -> Tensor:
         back = BackProblem(p.tokens, heads, POSITIONS, width=p.turned)
         table, positions = turns
         given = a.view(p.tokens, heads, p.turned)
-        a = simt_inverse_rope.inverse_rope(given, table, positions, back, SETTINGS)
+        a = simt_inverse_rope.KERNEL.run_one(
+            back, SETTINGS, heads=given, turns=table, positions=positions
+        )
     made = []
     for group in range(p.groups):
         own = a.reshape(p.tokens, p.groups, p.inner)[:, group].contiguous()

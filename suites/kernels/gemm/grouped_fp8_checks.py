@@ -112,7 +112,8 @@ def coded(case: Case, given: Any) -> tuple[Tensor, Tensor]:
     heads = p.groups * p.inner // width
     back = BackProblem(p.tokens, heads, POSITIONS, width=width)
     given_heads = given.a.view(p.tokens, heads, width)
-    turned = rope.inverse_rope(given_heads, given.turns, given.positions, back, SETTINGS)
+    told = {"heads": given_heads, "turns": given.turns, "positions": given.positions}
+    turned = rope.KERNEL.run_one(back, SETTINGS, **told)
     codes, scales = kernel(
         turned.flatten(1), Fp8Problem(p.tokens, p.groups * p.inner, p.scales), SETTINGS
     )

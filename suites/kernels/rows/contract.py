@@ -25,6 +25,7 @@ from degarble.kernels.rows.problem import (
     ScaleProblem,
 )
 from degarble.kernels.rows.router_problem import RouterProblem
+from degarble.kernels.runtime.modules import kernel_named
 from degarble.kernels.runtime.targets import TARGETS
 from degarble.suites.kernels import latent_checks, mhc_checks, row_checks
 from degarble.suites.kernels.contract import (
@@ -171,16 +172,15 @@ JUDGED = [
 
 
 def _residual_results(case: residual_checks.Case) -> Any:
-    results = residual_checks.by_definition(case, "cpu")
-    return kernels_of("simt_residual_norm").ResidualNormed(*results)
+    return residual_checks.ResidualNormed(*residual_checks.by_definition(case, "cpu"))
 
 
 def _norm_results(case: row_checks.NormCase) -> Any:
-    return kernels_of("simt_rmsnorm").Normed(*row_checks.norm_by_definition(case, "cpu"))
+    return row_checks.Normed(*row_checks.norm_by_definition(case, "cpu"))
 
 
 def _router_results(case: router_checks.RouterCase) -> Any:
-    return kernels_of("simt_router").RoutedTokens(*router_checks.by_definition(case, "cpu"))
+    return router_checks.RoutedTokens(*router_checks.by_definition(case, "cpu"))
 
 
 DETECTIONS = [
@@ -239,46 +239,45 @@ def _replay_heads(kind: str) -> Replay:
 
 
 def _replay_mhc(part: str) -> Replay:
-    kernels = kernels_of("simt_mhc")
+    kernel = kernel_named("simt_mhc")
     cases = [mhc_checks.Case(MixProblem(131, 1032, part), seed=seed) for seed in range(3)]
     inputs = {name: tensor.cuda() for name, tensor in mhc_checks.given(cases[0]).items()}
-    operands = kernels.mhc(kernels.MixOperands(**inputs), cases[0].problem, SETTINGS)
-    written = [name for name in kernels.wanted(cases[0].problem) if name not in inputs]
+    made = kernel.run(cases[0].problem, SETTINGS, **inputs)
+    outputs = {name: each for name, each in made.items() if each is not None}
     rounds = [
         Round(list(mhc_checks.given(case).values()), partial(mhc_checks.on_device, case))
         for case in cases
     ]
     return Replay(
-        lambda: kernels.mhc(operands, cases[0].problem, SETTINGS), list(inputs.values()),
-        [getattr(operands, name) for name in written], rounds,
+        lambda: kernel.run(cases[0].problem, SETTINGS, **inputs, **outputs),
+        list(inputs.values()), list(outputs.values()), rounds,
     )  # fmt: skip
 
 
 def _replay_mhc_project(tokens: int) -> Replay:
-    kernels = kernels_of("simt_mhc_project")
+    kernel = kernel_named("simt_mhc_project")
     cases = [mhc_project_checks.Case(tokens, 264, seed=seed) for seed in range(3)]
     for case in cases:
         case.__dict__["fn"] = cases[0].fn
     split, streams = mhc_problem.split_weight(cases[0].fn).cuda(), cases[0].streams.cuda()
     shape = cases[0].problem
-    partials, *results = kernels.empty_outputs(shape, torch.device("cuda"))
-    out = (partials, *results)
+    out = kernel.allocate(shape, torch.device("cuda"))
+    results, given = [out["products"], out["squares"]], {"streams": streams, "split": split}
     rounds = [Round([case.streams], partial(mhc_project_checks.on_device, case)) for case in cases]
     return Replay(
-        lambda: kernels.mhc_project(streams, split, shape, SETTINGS, out=out), [streams], results,
-        rounds, scratch=partials,
+        lambda: kernel.run(shape, SETTINGS, **given, **out), [streams], results, rounds,
+        scratch=out["partials"],
     )  # fmt: skip
 
 
 def _replay_residual() -> Replay:
-    kernels, shape = kernels_of("simt_residual_norm"), ResidualProblem(300, 7168, weight="fp32")
+    kernel, shape = kernel_named("simt_residual_norm"), ResidualProblem(300, 7168, weight="fp32")
     cases = [residual_checks.Case(shape, "rows", seed) for seed in (1, 2)]
     operands = [tensor.cuda() for tensor in cases[0].operands]
-    out = kernels.empty_outputs(shape, torch.device("cuda"))
+    given = dict(zip(residual_checks.OPERANDS, operands, strict=True))
+    out = kernel.allocate(shape, torch.device("cuda"))
     rounds = [Round(case.operands, partial(residual_checks.on_device, case)) for case in cases]
-    return Replay(
-        lambda: kernels.residual_norm(*operands, shape, SETTINGS, out=out), operands, out, rounds
-    )
+    return Replay(lambda: kernel.run(shape, SETTINGS, **given, **out), operands, out, rounds)
 
 
 def _replay_norm(layout: str | None) -> Replay:
@@ -286,37 +285,36 @@ def _replay_norm(layout: str | None) -> Replay:
     cases = [row_checks.NormCase(shape, "rows", seed=seed) for seed in range(4)]
     values, weight = torch.zeros_like(cases[0].values).cuda(), cases[0].weight.cuda()
     scale, out = cases[0].decode_scale, row_checks.poisoned(shape)
-    more = {"decode_scale": None if scale is None else scale.cuda(), "out": out}
-    rmsnorm = kernels_of("simt_rmsnorm").rmsnorm
+    given = {"values": values, "weight": weight, **out}
+    given |= {} if scale is None else {"decode_scale": scale.cuda()}
+    kernel = kernel_named("simt_rmsnorm")
     rounds = [
         Round([case.values, case.weight], partial(row_checks.norm_on_device, case))
         for case in cases
     ]
-    return Replay(
-        lambda: rmsnorm(values, weight, shape, SETTINGS, **more), [values, weight], out, rounds
-    )
+    return Replay(lambda: kernel.run(shape, SETTINGS, **given), [values, weight], out, rounds)
 
 
 def _replay_router() -> Replay:
-    kernels, shape = kernels_of("simt_router"), RouterProblem(70, **router_checks.V32)
+    kernel, shape = kernel_named("simt_router"), RouterProblem(70, **router_checks.V32)
     cases = [router_checks.RouterCase(shape, "ordinary", seed) for seed in range(3)]
     logits, bias = torch.zeros(70, 256, device="cuda"), torch.zeros(256, device="cuda")
-    out = kernels.empty_outputs(shape, logits.device)
+    given, out = {"logits": logits, "bias": bias}, kernel.allocate(shape, logits.device)
     rounds = [
         Round([case.logits, case.bias], partial(router_checks.on_device, case)) for case in cases
     ]
-    return Replay(
-        lambda: kernels.route(logits, bias, shape, SETTINGS, out=out), [logits, bias], out, rounds
-    )
+    return Replay(lambda: kernel.run(shape, SETTINGS, **given, **out), [logits, bias], out, rounds)
 
 
 def _replay_scale() -> Replay:
     values, shape = torch.randn(16, 64, device="cuda"), ScaleProblem(1024, 8192**-0.5)
-    out, scale = torch.empty_like(values), kernels_of("simt_scale").scale
+    out, kernel = torch.empty_like(values), kernel_named("simt_scale")
     rounds = [
         Round([torch.randn(16, 64)], lambda: values * torch.tensor(8192**-0.5, device="cuda"))
     ]
-    return Replay(lambda: scale(values, shape, SETTINGS, out=out), [values], out, rounds)
+    return Replay(
+        lambda: kernel.run(shape, SETTINGS, values=values, out=out), [values], out, rounds
+    )
 
 
 REPLAYS = [

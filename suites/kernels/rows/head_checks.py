@@ -17,6 +17,7 @@ import torch
 from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.rows.problem import BackProblem, HeadsProblem
 from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.modules import kernel_named
 from degarble.suites.kernels import latent_checks as plain
 from degarble.suites.kernels.format_checks import difference
 
@@ -93,16 +94,13 @@ def outputs(case: Case, x_THL: Tensor) -> Tensor:
 
 
 def run(case: Case, operands: tuple[Tensor, Tensor, Tensor], out: Tensor) -> Tensor:
-    """Launch on tensors of the GPU."""
+    """Launch on tensors of the GPU: heads, turns and positions."""
+    given = dict(zip(("heads", "turns", "positions"), operands, strict=True))
     if case.kind == "norm":
-        from degarble.kernels.rows import simt_qnorm_rope  # noqa: PLC0415  needs the DSL
-
         heads = HeadsProblem(case.tokens, case.heads, POSITIONS, width=case.width)
-        return simt_qnorm_rope.qnorm_rope(*operands, heads, SETTINGS, out=out)
-    from degarble.kernels.rows import simt_inverse_rope  # noqa: PLC0415  needs the DSL
-
+        return kernel_named("simt_qnorm_rope").run_one(heads, SETTINGS, **given, out=out)
     back = BackProblem(case.tokens, case.heads, POSITIONS, case.in_place, case.width)
-    return simt_inverse_rope.inverse_rope(*operands, back, SETTINGS, out=out)
+    return kernel_named("simt_inverse_rope").run_one(back, SETTINGS, **given, out=out)
 
 
 def mismatch(case: Case) -> str:

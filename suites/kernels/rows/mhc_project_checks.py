@@ -21,6 +21,7 @@ import torch
 from degarble.kernels.rows import mhc_problem as facts
 from degarble.kernels.rows.mhc_problem import STREAMS, ProjectProblem
 from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.modules import kernel_named
 from degarble.suites.kernels import latent_checks as plain
 
 if TYPE_CHECKING:
@@ -90,15 +91,13 @@ def definition(case: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 def on_device(case: Case) -> tuple[Tensor, Tensor]:
     """Run a case on the GPU; products and squares come back."""
-    from degarble.kernels.rows import simt_mhc_project as kernels  # noqa: PLC0415  needs the DSL
-
-    problem = case.problem
-    out = kernels.empty_outputs(problem, torch.device("cuda"))
-    for tensor in out:
+    problem, kernel = case.problem, kernel_named("simt_mhc_project")
+    out = kernel.allocate(problem, torch.device("cuda"))
+    for tensor in out.values():
         tensor.fill_(torch.nan)
     split = facts.split_weight(case.fn).cuda()
-    made = kernels.mhc_project(case.streams.cuda(), split, problem, SETTINGS, out=out)
-    return made[0].cpu(), made[1].cpu()
+    made = kernel.run(problem, SETTINGS, streams=case.streams.cuda(), split=split, **out)
+    return made["products"].cpu(), made["squares"].cpu()
 
 
 def mismatch(case: Case) -> str:

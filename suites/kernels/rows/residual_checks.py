@@ -9,18 +9,27 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from degarble.kernels.rows import problem as rmsnorm_problem
 from degarble.kernels.rows.problem import ResidualProblem
+from degarble.kernels.runtime.modules import kernel_named
 from degarble.suites.kernels import row_checks as checks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from degarble.kernels.rows.simt_residual_norm import ResidualNormed
+
+OPERANDS = ("values", "residual", "weight")
+
+
+class ResidualNormed(NamedTuple):
+    """Results: normed values and the stored sum."""
+
+    normed: Tensor
+    total: Tensor
 
 
 @dataclass(frozen=True)
@@ -62,13 +71,12 @@ def by_definition(case: Case, device: str) -> tuple[Tensor, Tensor]:
 
 def on_device(case: Case) -> ResidualNormed:
     """Run a case on the GPU, into poisoned memory; outputs stay there."""
-    from degarble.kernels.rows import simt_residual_norm as kernels  # noqa: PLC0415  needs the DSL
-
-    x, residual, weight = (each.cuda() for each in case.operands)
-    out = kernels.empty_outputs(case.problem, x.device)
-    for each in out:
+    kernel = kernel_named("simt_residual_norm")
+    given = dict(zip(OPERANDS, (each.cuda() for each in case.operands), strict=True))
+    out = kernel.allocate(case.problem, given["values"].device)
+    for each in out.values():
         each.view(torch.uint8).fill_(checks.POISON)
-    return kernels.residual_norm(x, residual, weight, case.problem, checks.SETTINGS, out=out)
+    return ResidualNormed(**kernel.run(case.problem, checks.SETTINGS, **given, **out))
 
 
 def mismatch(case: Case) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -20,12 +20,12 @@ from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.rows import router_problem as facts
 from degarble.kernels.rows.router_problem import RouterProblem
 from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.modules import kernel_named
 from degarble.suites.kernels.row_checks import POISON, bits_differ
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from degarble.kernels.rows.simt_router import RoutedTokens
 
 SETTINGS = CompileSettings()
 SPREADS = ("ordinary", "wide", "ties", "special", "equal")
@@ -39,6 +39,13 @@ V32: dict[str, Any] = {
     "groups": 8,
     "groups_kept": 4,
 }
+
+
+class RoutedTokens(NamedTuple):
+    """Results: experts, best first, and their weights."""
+
+    experts: Tensor
+    weights: Tensor
 
 
 @dataclass(frozen=True)
@@ -139,17 +146,17 @@ def _largest(key_TE: Tensor, count: int) -> Tensor:
 
 def on_device(case: RouterCase) -> RoutedTokens:
     """Run a case on the GPU, into poisoned memory; the result stays there."""
-    from degarble.kernels.rows import simt_router as kernels  # noqa: PLC0415  needs the DSL
-
-    problem, logit_TE = case.problem, case.logits.cuda()
-    out = kernels.empty_outputs(problem, logit_TE.device)
-    for tensor in out:
-        tensor.view(torch.uint8).fill_(POISON)
-    id_T, source = (None, case.bias)
+    kernel = kernel_named("simt_router")
+    problem, given = case.problem, {"logits": case.logits.cuda()}
     if problem.vocabulary:
-        id_T, source = case.table
-        id_T = id_T.cuda()
-    return kernels.route(logit_TE, source.cuda(), problem, SETTINGS, id_T=id_T, out=out)
+        ids, table = case.table
+        given |= {"ids": ids.cuda(), "table": table.cuda()}
+    else:
+        given["bias"] = case.bias.cuda()
+    out = kernel.allocate(problem, given["logits"].device)
+    for tensor in out.values():
+        tensor.view(torch.uint8).fill_(POISON)
+    return RoutedTokens(**kernel.run(problem, SETTINGS, **given, **out))
 
 
 def mismatch(case: RouterCase) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from degarble.harness.base.errors import InvalidArgument
 from degarble.kernels.primitives.quantise_problem import LAYOUTS, QuantiseProblem
-from degarble.kernels.rows.mhc_problem import MIX_PARTS, MixProblem, split_weight
+from degarble.kernels.rows.mhc_problem import MIX_PARTS, MixProblem, ProjectProblem, split_weight
 from degarble.kernels.rows.problem import (
     ID_DTYPES,
     SCALE_KINDS,
@@ -20,6 +20,7 @@ from degarble.kernels.rows.problem import (
 )
 from degarble.kernels.rows.router_problem import RouterProblem
 from degarble.kernels.runtime import operands
+from degarble.kernels.runtime.modules import kernel_named
 from degarble.references import experts
 from degarble.suites.kernels import latent_checks, mhc_checks, row_checks
 from degarble.suites.kernels.contract import SETTINGS, kernels_of, same_bits
@@ -38,11 +39,11 @@ pytestmark = pytest.mark.needs("cutlass")
 
 
 def test_values_that_are_not_kept_are_refused() -> None:
-    problem, norms = NormProblem(4, 64, layout="8x4"), kernels_of("simt_rmsnorm")
+    problem, norm = NormProblem(4, 64, layout="8x4"), kernel_named("simt_rmsnorm")
     x, weight = torch.zeros(4, 64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
-    out = norms.empty_outputs(problem, x.device)._replace(values=x)
+    out = norm.allocate(problem, x.device) | {"normed": x, "decode_scale": torch.ones(1)}
     with pytest.raises(InvalidArgument, match="normed values"):
-        norms.rmsnorm(x, weight, problem, SETTINGS, decode_scale=torch.ones(1), out=out)
+        norm.run(problem, SETTINGS, values=x, weight=weight, **out)
 
 
 @pytest.mark.h200
@@ -72,10 +73,9 @@ def test_other_rows_change_no_normed_row() -> None:
     whole = row_checks.norm_on_device(case).values
     assert whole is not None
     for row in (0, 1, 63):
-        alone = kernels_of("simt_rmsnorm").rmsnorm(
-            case.values[row : row + 1].cuda(), case.weight.cuda(), NormProblem(1, 7168), SETTINGS
-        )
-        assert torch.equal(alone.values[0], whole[row])
+        given = {"values": case.values[row : row + 1].cuda(), "weight": case.weight.cuda()}
+        alone = kernel_named("simt_rmsnorm").run(NormProblem(1, 7168), SETTINGS, **given)
+        assert torch.equal(alone["normed"][0], whole[row])
 
 
 # ---- a residual in front of a norm ---------------------------------------------------------------
@@ -84,14 +84,14 @@ def test_other_rows_change_no_normed_row() -> None:
 @pytest.mark.h200
 @pytest.mark.b200
 def test_fused_equals_an_addition_and_the_norm_one_by_one() -> None:
-    norms = kernels_of("simt_rmsnorm")
+    norm = kernel_named("simt_rmsnorm")
     for columns, weight in ((7168, "fp32"), (7168, "bf16"), (512, "bf16")):
         problem = ResidualProblem(333, columns, 1e-6, weight, rounded=True)
         case = residual_checks.Case(problem, "rows", 9)
         fused = residual_checks.on_device(case)
         x, residual, of_norm = (each.cuda() for each in case.operands)
         total = x + residual
-        plain = norms.rmsnorm(total, of_norm, case.problem.norm, SETTINGS).values
+        plain = norm.run(case.problem.norm, SETTINGS, values=total, weight=of_norm)["normed"]
         assert not bits_differ("sum", fused.total, total)
         assert not bits_differ("normed", fused.normed, plain)
 
@@ -99,19 +99,18 @@ def test_fused_equals_an_addition_and_the_norm_one_by_one() -> None:
 @pytest.mark.h200
 @pytest.mark.b200
 def test_a_residual_alone_and_in_place_has_the_same_bits() -> None:
-    kernels, problem = kernels_of("simt_residual_norm"), ResidualProblem(300, 7168, weight="fp32")
+    kernel, problem = kernel_named("simt_residual_norm"), ResidualProblem(300, 7168, weight="fp32")
     case = residual_checks.Case(problem, "rows", 1)
     x, residual, weight = (each.cuda() for each in case.operands)
     want = residual_checks.on_device(case)
-    alone = kernels.residual_norm(
-        x[7:8], residual[7:8], weight, ResidualProblem(1, 7168, weight="fp32"), SETTINGS
-    )
-    assert torch.equal(alone.normed[0], want.normed[7])
-    assert torch.equal(alone.total[0], want.total[7])
-    place = kernels.ResidualNormed(x, residual)
-    kernels.residual_norm(x, residual, weight, problem, SETTINGS, out=place)
-    assert torch.equal(place.normed, want.normed)
-    assert torch.equal(place.total, want.total)
+    one = ResidualProblem(1, 7168, weight="fp32")
+    alone = kernel.run(one, SETTINGS, values=x[7:8], residual=residual[7:8], weight=weight)
+    assert torch.equal(alone["normed"][0], want.normed[7])
+    assert torch.equal(alone["total"][0], want.total[7])
+    given = {"values": x, "residual": residual, "weight": weight}
+    kernel.run(problem, SETTINGS, **given, normed=x, total=residual)
+    assert torch.equal(x, want.normed)
+    assert torch.equal(residual, want.total)
 
 
 # ---- heads: normed and turned, turned back -------------------------------------------------------
@@ -182,7 +181,7 @@ def test_every_bit_is_one_product_and_one_rounding(factor: float, source: str, o
         x = row_checks.spread((rows, 64), kind, rows).float().cuda()
         x = (x * 1.0009765).to(of_source) if kind != "special" else x.to(of_source)
         problem = ScaleProblem(x.numel(), factor, source, out)
-        made = kernels_of("simt_scale").scale(x, problem, SETTINGS)
+        made = kernel_named("simt_scale").run_one(problem, SETTINGS, values=x)
         want = (x.float() * torch.tensor(factor, device="cuda")).to(of_out)
         assert not bits_differ(f"{kind} by {factor}", made, want)
 
@@ -257,11 +256,11 @@ def test_other_tokens_change_no_token() -> None:
 @pytest.mark.h200
 @pytest.mark.b200
 def test_a_nan_is_detected_everywhere_it_reaches() -> None:
-    kernels, case = kernels_of("simt_mhc"), mhc_checks.Case(MixProblem(4, 64))
+    kernel, case = kernel_named("simt_mhc"), mhc_checks.Case(MixProblem(4, 64))
     inputs = {name: tensor.cuda() for name, tensor in mhc_checks.given(case).items()}
     inputs["products"][1] = torch.nan
-    made = kernels.mhc(kernels.MixOperands(**inputs), case.problem, SETTINGS)
-    for tensor in (made.out, made.post, made.mix):
+    made = kernel.run(case.problem, SETTINGS, **inputs)
+    for tensor in (made["out"], made["post"], made["mix"]):
         assert bool(tensor[1].isnan().all())
         assert not bool(tensor[[0, 2, 3]].isnan().any())
 
@@ -269,20 +268,13 @@ def test_a_nan_is_detected_everywhere_it_reaches() -> None:
 @pytest.mark.h200
 @pytest.mark.b200
 def test_streams_may_be_written_where_they_were_read() -> None:
-    kernels, case = kernels_of("simt_mhc"), mhc_checks.Case(MixProblem(100, 4096, "post"))
+    kernel, case = kernel_named("simt_mhc"), mhc_checks.Case(MixProblem(100, 4096, "post"))
     inputs = {name: tensor.cuda() for name, tensor in mhc_checks.given(case).items()}
-    kernels.mhc(kernels.MixOperands(**inputs, out=inputs["streams"]), case.problem, SETTINGS)
+    kernel.run(case.problem, SETTINGS, **inputs, out=inputs["streams"])
     assert same_bits(inputs["streams"], mhc_checks.by_stated_order(case)["out"])
 
 
 # ---- mHC's projection ----------------------------------------------------------------------------
-
-
-def test_parts_without_a_projection_are_refused() -> None:
-    kernels, case = kernels_of("simt_mhc_project"), mhc_project_checks.Case(3, 16)
-    weights = kernels.MhcWeights(split_weight(case.fn), torch.zeros(24), torch.ones(3))
-    with pytest.raises(InvalidArgument, match="after a projection"):
-        kernels.mhc_pre(case.streams, weights, MixProblem(3, 16, "post"), SETTINGS)
 
 
 def test_errors_of_the_projection_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,24 +311,16 @@ def test_repeats_and_other_tokens_change_no_bit(kind: str) -> None:
 @pytest.mark.b200
 @pytest.mark.parametrize("part", ["all", "head", "coefficients"])
 @pytest.mark.parametrize("width", [256, 4096, 7168])
-def test_in_one_call_it_is_the_parts_in_turn_and_near_the_references(part: str, width: int) -> None:
-    kernels, mixing = kernels_of("simt_mhc_project"), kernels_of("simt_mhc")
+def test_projection_and_mixing_in_turn_are_near_the_references(part: str, width: int) -> None:
     for tokens in (1, 130):
         case = mhc_checks.Case(MixProblem(tokens, width, part), seed=tokens)
-        given = case.weights
-        weights = kernels.MhcWeights(
-            split_weight(given.fn).cuda(), given.base.cuda(), given.scale.cuda()
+        given, streams = case.weights, case.streams.cuda()
+        project = ProjectProblem(tokens, width, "head" if part == "head" else "layer")
+        found = kernel_named("simt_mhc_project").run(
+            project, SETTINGS, streams=streams, split=split_weight(given.fn).cuda()
         )
-        streams = case.streams.cuda()
-        got = kernels.mhc_pre(streams, weights, case.problem, SETTINGS)
-        kind = "head" if part == "head" else "layer"
-        projected = kernels.ProjectProblem(tokens, width, kind)
-        found = kernels.mhc_project(streams, weights.split, projected, SETTINGS)
-        own = None if part == "coefficients" else streams
-        mixed = mixing.MixOperands(own, *found, weights.base, weights.scale)
-        want = mixing.mhc(mixed, case.problem, SETTINGS)
-        names = {"all": ("post", "mix", "out"), "head": ("out",)}.get(part, ("pre", "post", "mix"))
-        made = {name: getattr(got, name).cpu() for name in names}
-        for name in names:
-            assert same_bits(made[name], getattr(want, name))
+        found |= {"base": given.base.cuda(), "scale": given.scale.cuda()}
+        found |= {} if part == "coefficients" else {"streams": streams}
+        mixed = kernel_named("simt_mhc").run(case.problem, SETTINGS, **found)
+        made = {name: each.cpu() for name, each in mixed.items() if each is not None}
         assert not mhc_checks.far_from_references(case, made)

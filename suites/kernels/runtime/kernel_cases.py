@@ -105,13 +105,6 @@ def _norm_cases() -> Iterator[LaunchCase]:
     yield LaunchCase(name, both, _norm(both) | outputs, "sm_100a")
 
 
-def _rmsnorm(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
-    out = tuple(t.get(name) for name in ("normed", "codes", "scales"))
-    chosen = m.Normed(*out) if any(each is not None for each in out) else None
-    scale = t.get("decode_scale")
-    return m.rmsnorm(t["values"], t["weight"], p, SETTINGS, decode_scale=scale, out=chosen)
-
-
 def _row_cases() -> Iterator[LaunchCase]:
     of_heads = {"turns": Given(FP32, (9, 64)), "positions": Given(INT64, (3,))}
     for width in (512, 128):
@@ -146,19 +139,6 @@ def _row_cases() -> Iterator[LaunchCase]:
         yield LaunchCase("simt_residual_norm", summed, given | more)
 
 
-def _qnorm_rope(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
-    return m.qnorm_rope(t["heads"], t["turns"], t["positions"], p, SETTINGS, out=t.get("out"))
-
-
-def _inverse_rope(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
-    return m.inverse_rope(t["heads"], t["turns"], t["positions"], p, SETTINGS, out=t.get("out"))
-
-
-def _residual_norm(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
-    out = m.ResidualNormed(t["normed"], t["total"]) if "normed" in t else None
-    return m.residual_norm(t["values"], t["residual"], t["weight"], p, SETTINGS, out=out)
-
-
 def _router_cases() -> Iterator[LaunchCase]:
     scored = RouterProblem(5, 256, 6, scale=2.5, epsilon=1e-20)
     logits = {"logits": Given(FP32, (5, 256))}
@@ -169,12 +149,6 @@ def _router_cases() -> Iterator[LaunchCase]:
         looked_up = RouterProblem(5, 256, 6, vocabulary=40, ids=ids)
         table = {"ids": Given(dtype, (5,)), "table": Given(dtype, (40, 6))}
         yield LaunchCase("simt_router", looked_up, logits | table)
-
-
-def _router(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
-    out = m.RoutedTokens(t["experts"], t["weights"]) if "experts" in t else None
-    source = t["table"] if "table" in t else t["bias"]
-    return m.route(t["logits"], source, p, SETTINGS, id_T=t.get("ids"), out=out)
 
 
 def _mhc_cases() -> Iterator[LaunchCase]:
@@ -207,16 +181,6 @@ def _mhc_cases() -> Iterator[LaunchCase]:
             "products": Given(FP32, (3, count)), "squares": Given(FP32, (3,)),
         }  # fmt: skip
         yield LaunchCase("simt_mhc_project", problem, given | out, "sm_100a")
-
-
-def _mhc(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
-    return m.mhc(m.MixOperands(**t), p, SETTINGS)
-
-
-def _mhc_project(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
-    names = ("partials", "products", "squares")
-    out = tuple(t[name] for name in names) if "products" in t else None
-    return m.mhc_project(t["streams"], t["split"], p, SETTINGS, out=out)
 
 
 def _quantise_cases() -> Iterator[LaunchCase]:
@@ -460,20 +424,20 @@ PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
     "simt_embed": lambda m, p, t: m.embed(t["ids"], t["table"], p, SETTINGS, out=t.get("out")),
     "simt_indexer_operand": _by_name,
     "simt_indexer_topk": _by_name,
-    "simt_inverse_rope": _inverse_rope,
+    "simt_inverse_rope": _by_name,
     "simt_kv_read": _kv_read,
     "simt_kv_write": _kv_write,
     "simt_latent_query": _by_name,
-    "simt_mhc": _mhc,
-    "simt_mhc_project": _mhc_project,
+    "simt_mhc": _by_name,
+    "simt_mhc_project": _by_name,
     "simt_paged_pool": _paged_pool,
-    "simt_qnorm_rope": _qnorm_rope,
+    "simt_qnorm_rope": _by_name,
     "simt_quantise_fp8": _quantise_fp8,
     "simt_quantise_nvfp4": _quantise_nvfp4,
-    "simt_residual_norm": _residual_norm,
-    "simt_rmsnorm": _rmsnorm,
-    "simt_router": _router,
-    "simt_scale": lambda m, p, t: m.scale(t["values"], p, SETTINGS, out=t.get("out")),
+    "simt_residual_norm": _by_name,
+    "simt_rmsnorm": _by_name,
+    "simt_router": _by_name,
+    "simt_scale": _by_name,
     "simt_slots": _slots,
     "sm100_indexer_scores": _by_name,
     "sm100_sparse_attention": _by_name,
