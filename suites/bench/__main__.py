@@ -36,17 +36,22 @@ if TYPE_CHECKING:
 
 # Names of benches by module, which is imported when one of them runs.
 MODULES: Mapping[str, tuple[str, ...]] = {
+    "tensors": ("formats", "compare"),
+    "checkpoints": ("checkpoint-quantise", "checkpoint-large", "full-size", "audit"),
+    "runs": ("capture", "check", "check-width"),
+    "models": ("references", "streaming"),
+    "small_models": ("tiny", "decoder-text"),
+    "detection": ("peers", "museum", "history"),
     "rows": ("quantise", "rows"),
     "cache": ("cache-rows",),
+    "gemm": ("gemm", "grouped", "w4a16", "sm100-gemm"),
     "moe": ("moe",),
     "indexer": ("indexer",),
     "attention": ("attention", "latent-attention"),
     "decoder": ("decoder", "decoder-v32"),
-    "night": ("night",),
     "quality_linears": ("cosines",),
     "quality_attention": ("attention-quality", "nvfp4-products"),
-    "small_models": ("tiny", "decoder-text"),
-    "gemm": ("gemm", "grouped", "w4a16", "sm100-gemm"),
+    "night": ("night",),
 }
 HOME = "degarble.suites.bench"
 FIGURES = Path(__file__).resolve().parents[2] / "docs" / "figures.md"

@@ -50,7 +50,7 @@ def _times() -> tuple[float, float, float]:
     """Return CPU time of all processes, of this one and its ended children, and the clock's."""
     own = os.times()
     children = own.children_user + own.children_system
-    return _busy_seconds(), time.process_time() + children, time.perf_counter()
+    return _busy_seconds(), time.process_time() + children, time.monotonic()
 
 
 def _busy_seconds() -> float:
@@ -85,6 +85,11 @@ def _status_bytes(field: str) -> int:
     """Trap: the high-water mark of getrusage survives exec, and would be the parent's."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1024
+
+
+def peak_resident() -> int:
+    """Highest resident memory of this process so far, all libraries included."""
+    return _status_bytes("VmHWM")
 
 
 def machine(packages: Sequence[str]) -> str:
@@ -158,7 +163,7 @@ def _child(function: str, arguments: str) -> None:
     start = time.perf_counter()
     result = getattr(import_module(module), name)(*json.loads(arguments))
     seconds = time.perf_counter() - start
-    told = (result, seconds, time.process_time(), _status_bytes("VmHWM"))
+    told = (result, seconds, time.process_time(), peak_resident())
     sys.stdout.write(json.dumps(told) + "\n")
 
 

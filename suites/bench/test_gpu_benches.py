@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +33,9 @@ from degarble.suites.bench import (
     runner,
     small_models,
 )
-from degarble.suites.bench.__main__ import bench_named, main, names, options_of, parser_of
+from degarble.suites.bench.__main__ import bench_named, main, names, options_of
 from degarble.suites.bench.pretended import pretended_gpu
 from degarble.suites.bench.runner import COPY, Arm, Comparison, Reading
-from degarble.suites.house.repository import documents
 from degarble.suites.kernels import cache_checks, sm100_table
 from degarble.suites.kernels import sm100_checks as blackwell
 from degarble.suites.kernels.attention import attention_checks as checks
@@ -134,28 +131,6 @@ def moe_on_cpu(problem: Any, seed: int) -> Any:
 def comparisons(name: str, options: Any) -> list[Comparison]:
     with pretended_gpu(SM100A.name if "sm100" in name else SM90A.name):
         return [p for p in bench_named(name).parts(options) if isinstance(p, Comparison)]
-
-
-def commands() -> list[str]:
-    """Every command of ours in a document: after the runner's name, or in the tables of kernels."""
-    found = []
-    for page in documents():
-        text = page.read_text(encoding="utf-8")
-        found += re.findall(r"degarble\.suites\.bench (?!and )([a-z][^`\n]*)`", text)
-        if page.name == "figures.md":
-            table = text.split("## Kernels on an H200")[1].split("<!--")[0]
-            of_rows = [line.split(" | ")[-2] for line in table.splitlines() if line[:2] == "| "]
-            found += [each for cell in of_rows for each in re.findall(r"`([^`]+)`", cell)]
-    return [each for each in found if not each.startswith("pytest")]
-
-
-def test_every_command_of_the_documents_is_understood() -> None:
-    said = commands()
-    assert {each.split()[0] for each in said} >= set(ON_GPU) - {"night"}
-    for line in said:
-        words = shlex.split(line)
-        options = parser_of([bench_named(words[0])]).parse_args(words)
-        assert options.names == words[:1]
 
 
 # ---- what the tables count -----------------------------------------------------------------------

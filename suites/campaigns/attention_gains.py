@@ -26,7 +26,7 @@ from degarble.harness.engine.localise.recorded_run import InMemoryRun
 from degarble.harness.model.components import component_named
 from degarble.harness.model.recipes import recipe_named
 from degarble.suites.campaigns.attention_kernels import drawn_kernel
-from degarble.suites.campaigns.runner import CampaignReport, CaseResult, arguments, run_cases
+from degarble.suites.campaigns.runner import CaseResult, arguments, run_campaign
 from degarble.suites.engine import legal_attention as legal
 from degarble.suites.engine.conventions.convention_cases import V4, V32, model
 
@@ -125,11 +125,7 @@ def _read(found: Localised, chosen: list[str], fault: str) -> tuple[str, str]:
 def main() -> int:
     """Run the campaign; 1 where a cause is wrong or missing, or a healthy component is blamed."""
     options = arguments((__doc__ or "").splitlines()[0], count=1200).parse_args()
-    seeds = range(options.seed, options.seed + options.count)
-    report: CampaignReport = run_cases(NAME, case, seeds, options.jobs)
-    report.write(options.out)
-    sys.stdout.write(report.table() + "\n")
-    return int(any(each.outcome not in ("ok", "not found") for each in report.results))
+    return run_campaign(NAME, case, options, wanted=("ok", "not found"))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from degarble.harness.engine.budget.budget import judge
 from degarble.harness.engine.budget.roles import budgets_of
-from degarble.suites.campaigns.runner import CampaignReport, CaseResult, arguments, run_cases
+from degarble.suites.campaigns.runner import CaseResult, arguments, run_campaign
 from degarble.suites.engine import legal_attention as legal
 
 if TYPE_CHECKING:
@@ -105,16 +105,7 @@ def planted(
 def main() -> int:
     """Run the campaign; 1 where a healthy kernel alarmed or a promised fault was missed."""
     options = arguments(__doc__.splitlines()[0], count=2500).parse_args()
-    seeds = range(options.seed, options.seed + options.count)
-    report = run_cases(NAME, case, seeds, options.jobs)
-    report.write(options.out)
-    sys.stdout.write(report.table() + "\n")
-    return int(bool(wrong(report)))
-
-
-def wrong(report: CampaignReport) -> list[CaseResult]:
-    """Return alarms and what was missed; "not found" is no promise."""
-    return [result for result in report.results if result.outcome not in ("ok", "not found")]
+    return run_campaign(NAME, case, options, wanted=("ok", "not found"))  # that is no promise
 
 
 if __name__ == "__main__":

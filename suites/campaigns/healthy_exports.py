@@ -33,7 +33,7 @@ from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.commands.audit.audit import AuditRequest, audit
 from degarble.harness.model.parameters import parameters
 from degarble.harness.model.recipes import recipe_named
-from degarble.suites.campaigns.runner import CaseResult, arguments, run_cases
+from degarble.suites.campaigns.runner import CaseResult, arguments, run_campaign
 from degarble.suites.campaigns.tampers import TINY
 
 if TYPE_CHECKING:
@@ -255,10 +255,7 @@ def main() -> int:
     asked = parser.parse_args()
     names = list(CASES)
     chosen = [i for i in range(asked.count or len(names)) if asked.only in names[i]]
-    report = run_cases("healthy_exports", run_case, chosen, asked.jobs)
-    report.write(asked.out)
-    sys.stdout.write(report.table() + "\n")
-    return int(any(each.outcome in ("alarm", "refused") for each in report.results))
+    return run_campaign("healthy_exports", run_case, asked, seeds=chosen, wanted=("ok", "not made"))
 
 
 if __name__ == "__main__":

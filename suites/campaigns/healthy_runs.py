@@ -27,7 +27,7 @@ from degarble.harness.engine.localise.recorded_run import by_component, same_bit
 from degarble.harness.model.components import component_named
 from degarble.harness.model.recipes import recipe_named
 from degarble.harness.report.verdict import Verdict
-from degarble.suites.campaigns.runner import CampaignReport, CaseResult, arguments, run_cases
+from degarble.suites.campaigns.runner import CaseResult, arguments, run_campaign
 from degarble.suites.engine.conventions.convention_cases import (
     CONFIGS,
     RECIPES,
@@ -220,11 +220,8 @@ def main() -> int:
         name, case, count = "healthy_pairs", joint, len(RECIPES) * JOINT
     elif asked.plants:
         name, case, count = "planted_runs", planted, 180
-    seeds = range(asked.seed, asked.seed + (asked.count or count))
-    report: CampaignReport = run_cases(name, case, seeds, asked.jobs)
-    report.write(asked.out)
-    sys.stdout.write(report.table() + "\n")
-    return 1 if report.failures() else 0
+    asked.count = asked.count or count
+    return run_campaign(name, case, asked)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ from degarble.harness.museum.plants import (
     touches,
     ways_of,
 )
-from degarble.suites.campaigns.runner import CaseResult, arguments, run_cases
+from degarble.suites.campaigns.runner import CaseResult, arguments, run_campaign
 from degarble.suites.engine.localise_cases import V4, V32, bound, localised, run_of
 
 if TYPE_CHECKING:
@@ -300,12 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     os.environ[FOLDER] = str(folder.absolute())
     prepare(folder, KEYS)
-    report = run_cases(
-        "hidden_faults", case, range(told.seed, told.seed + told.count), told.jobs
-    )  # fmt: skip
-    report.write(told.out)
-    sys.stdout.write(f"{report.table()}\n")
-    return 1 if report.failures() else 0
+    return run_campaign("hidden_faults", case, told)
 
 
 if __name__ == "__main__":

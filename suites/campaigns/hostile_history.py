@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from degarble.harness.cli.main import main as degarble
-from degarble.suites.campaigns.runner import CaseResult, arguments, run_cases
+from degarble.suites.campaigns.runner import CaseResult, arguments, run_campaign
 from degarble.suites.history.history_cases import W2
 from degarble.suites.history.hostile_stores import FILES, KINDS, ROWS, SCHEMAS, sound_store
 
@@ -159,11 +159,7 @@ def main() -> int:
     """Run the campaign; 1 where a case did not end as it should."""
     given = arguments(__doc__ or "", count=500).parse_args()
     os.environ.pop("DEGARBLE_TRACEBACK", None)
-    seeds = range(given.seed, given.seed + given.count)
-    report = run_cases(NAME, case, seeds, given.jobs)
-    report.write(given.out)
-    sys.stdout.write(report.table() + "\n")
-    return 1 if report.failures() else 0
+    return run_campaign(NAME, case, given)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from degarble.harness.cli.main import main as degarble
 from degarble.harness.nightly.night import Night, NightConfig, NightStep, StepResult
 from degarble.harness.nightly.steps import history
 from degarble.harness.report.verdict import Verdict
-from degarble.suites.campaigns.runner import CaseResult, arguments, run_cases
+from degarble.suites.campaigns.runner import CaseResult, arguments, run_campaign
 from degarble.suites.hang_guard import HANG_SECONDS
 from degarble.suites.history.history_cases import W2
 from degarble.suites.history.hostile_stores import sound_store
@@ -404,15 +404,10 @@ def main() -> int:
         "--command", choices=list(COMMANDS), default="quantise", help="what to kill"
     )
     given = parser.parse_args()
-    seeds = range(given.seed, given.seed + given.count)
-    name = f"kills_{given.command}"
     with tempfile.TemporaryDirectory(prefix="degarble-kills-") as folder:
         prepared = prepare(Path(folder))
         one = partial(case, given.command, prepared)
-        report = run_cases(name, one, seeds, given.jobs, given.out)
-    report.write(given.out)
-    sys.stdout.write(report.table() + "\n")
-    return 1 if report.failures() else 0
+        return run_campaign(f"kills_{given.command}", one, given)
 
 
 if __name__ == "__main__":

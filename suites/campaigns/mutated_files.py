@@ -32,7 +32,7 @@ from degarble.harness.base.errors import EXIT_AGREES, EXIT_REFUSED
 from degarble.harness.cli.main import main as degarble
 from degarble.harness.cli.terminal import EXIT_CRASHED
 from degarble.suites.campaigns import file_mutations as damage
-from degarble.suites.campaigns.runner import CaseResult, arguments, run_cases
+from degarble.suites.campaigns.runner import CaseResult, arguments, run_campaign
 from degarble.suites.checkpoint.reading_cases import TINY_V4, TINY_V32
 from degarble.suites.serve.talking_cases import write_tokenizer
 from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
@@ -247,11 +247,9 @@ def main() -> int:
     wanted = filter(is_signed, count(asked.seed)) if asked.signed else count(asked.seed)
     seeds = list(islice(wanted, asked.count))
     case = partial(run_case, bases.resolve(), captured=asked.captured)
-    report = run_cases("mutated_files", case, seeds, asked.jobs)
-    report.write(asked.out)
-    sys.stdout.write(report.table() + "\n")
+    status = run_campaign("mutated_files", case, asked, seeds=seeds)
     shutil.rmtree(work, ignore_errors=True)
-    return 1 if report.failures() else 0
+    return status
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import traceback
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
-from degarble.suites.campaigns.runner import CaseResult, arguments, run_cases
+from degarble.suites.campaigns.runner import CaseResult, arguments, run_campaign
 from degarble.suites.references.random_comparison import disagreement
 from degarble.suites.references.random_models import MODELS, RandomModel, drawn
 from degarble.suites.references.random_oracle import answer
@@ -80,12 +80,7 @@ def _commands(model: RandomModel, checkpoint: Path, base: Path, recipe: str) -> 
 
 def main() -> int:
     """Run the campaign; 1 where any case fails."""
-    told = arguments(__doc__ or "", count=120).parse_args()
-    seeds = range(told.seed, told.seed + told.count)
-    report = run_cases("random_configs", case, seeds, told.jobs)
-    report.write(told.out)
-    sys.stdout.write(report.table() + "\n")
-    return 1 if report.failures() else 0
+    return run_campaign("random_configs", case, arguments(__doc__ or "", count=120).parse_args())
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import sys
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -108,6 +109,23 @@ def run_cases(
                 lines.write(json.dumps(asdict(result)) + "\n")
     report.results.sort(key=lambda result: result.seed)
     return report
+
+
+def run_campaign(
+    name: str,
+    case: Callable[[int], CaseResult],
+    options: argparse.Namespace,
+    *,
+    seeds: Sequence[int] | None = None,
+    wanted: Sequence[str] = ("ok",),
+) -> int:
+    """Run a campaign, write and print its report; return 1 where an outcome is not wanted."""
+    if seeds is None:
+        seeds = range(options.seed, options.seed + options.count)
+    report = run_cases(name, case, seeds, options.jobs, options.out)
+    report.write(options.out)
+    sys.stdout.write(report.table() + "\n")
+    return int(any(result.outcome not in wanted for result in report.results))
 
 
 @contextmanager
