@@ -45,9 +45,8 @@ def measured(
     if isinstance(workers, int):
         return measure_numbers(checkpoint, workers=workers, progress=advance)
     found = units_of(checkpoint)
-    cut = pieces((unit.place, unit.nbytes) for unit in found.units)
-    table = NumberTable.joined(_done(_Walk(path), cut, workers, advance))
-    table = table.chosen(_file_order(table))
+    sizes = ((unit.place, unit.nbytes) for unit in found.units)
+    table = _spread(NumberTable, _Walk(path), sizes, workers, advance)
     table.unread.update(found.unread)
     return table
 
@@ -63,9 +62,8 @@ def compared(
     if isinstance(workers, int):
         return measure_against(checkpoint, reference, workers=workers, progress=advance)
     found = pairs_of(named_alike(checkpoint, reference), reference)
-    cut = pieces((pair.unit.place, pair.nbytes) for pair in found.pairs)
-    table = AgainstTable.joined(_done(_Comparison(*paths), cut, workers, advance))
-    table = table.chosen(_file_order(table))
+    sizes = ((pair.unit.place, pair.nbytes) for pair in found.pairs)
+    table = _spread(AgainstTable, _Comparison(*paths), sizes, workers, advance)
     table.unlike, table.only_here = found.unlike, found.only_here
     table.only_there = found.only_there
     return table
@@ -89,20 +87,22 @@ def pieces(sizes: Iterable[tuple[str, int]], most: int = PIECES) -> list[WalkPie
     return [*made, WalkPiece(tuple(names), nbytes)] if names else made
 
 
-def _done(
+def _spread(
+    kind: type[Table],
     work: Callable[[WalkPiece], Table],
-    cut: list[WalkPiece],
+    sizes: Iterable[tuple[str, int]],
     workers: Workers,
     advance: Callable[[int], None],
-) -> Iterator[Table]:
-    for piece, table in run_each(work, cut, workers, _name):
-        advance(piece.nbytes)
-        yield table
+) -> Table:
+    """Join the tables of all pieces, in the order in which a single walk makes the rows."""
 
+    def done() -> Iterator[Table]:
+        for piece, table in run_each(work, pieces(sizes), workers, _name):
+            advance(piece.nbytes)
+            yield table
 
-def _file_order(table: Table) -> list[int]:
-    """Return the order in which a single walk would have made the rows."""
-    return sorted(range(len(table)), key=lambda row: table.unit(row).position)
+    table = kind.joined(done())
+    return table.chosen(sorted(range(len(table)), key=lambda row: table.unit(row).position))
 
 
 @dataclass(frozen=True)
