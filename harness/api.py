@@ -156,7 +156,10 @@ def check(
     if isinstance(twin, Twin):
         if definitions is not None:
             raise InvalidArgument(
-                "definitions", sorted(definitions), "none beside a Twin", "Pass them to Twin()."
+                "definitions",
+                sorted(definitions),
+                "none together with a Twin",
+                "Pass them to Twin().",
             )
         return check_modules(run, twin, declared)
     return check_modules(run, Twin(dict(twin), definitions), declared)

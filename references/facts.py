@@ -145,7 +145,7 @@ class V4Facts(ModelFacts):
     @property
     def decoder_block(self) -> Block:
         """Return the block; the ends have none."""
-        assert self.block is not None, "asked only inside a block"
+        assert self.block is not None, "called only inside a block"
         return self.block
 
     @property

@@ -137,7 +137,7 @@ class TextGenerator:
         if isinstance(prompt, str) and not self.tokenizer.encode(prompt, begin=False):
             raise InvalidArgument(
                 "prompt", prompt, "a text of one token at least, besides the begin token",
-                "Say something; --interactive asks for it.",
+                "Give a prompt, or use --interactive.",
             )  # fmt: skip
         if self.chat is None:
             if not isinstance(prompt, str):
@@ -198,7 +198,7 @@ class TextGenerator:
         given = {"--system": self.manner.system is not None, "--tools": bool(self.manner.tools)}
         for flag in (flag for flag, wanted in given.items() if wanted):
             raise InvalidArgument(
-                flag, "beside a conversation of a file", "the conversation's own messages alone",
+                flag, "with a conversation of a file", "the conversation's own messages alone",
                 "Write it into the conversation's system message.",
             )  # fmt: skip
         if not messages:

@@ -167,7 +167,7 @@ def compared(store: HistoryStore, first: str, second: str) -> tuple[list[str], d
     names = [f"{run.id} ({run.night}, {run.verdict}, {run.commit[:12] or 'no commit'})"
              for run in runs]  # fmt: skip
     same = sum(each.move == 0 for each in found)
-    lines = [f"{names[0]} beside {names[1]}: {same:,} of {counted(len(found), 'number')} equal."]
+    lines = [f"{names[0]} and {names[1]}: {same:,} of {counted(len(found), 'number')} equal."]
     lines += [f"  {name}: {old} -> {new}" for name, old, new in _facts(*runs)]
     moved = [each for each in found if each.move][:_APART]
     lines += [

@@ -95,7 +95,7 @@ class StreamedWeights(Mapping[str, Weight]):
     """Weights of a checkpoint, each read anew at every use."""
 
     def __init__(self, checkpoint: Checkpoint, config: Config) -> None:
-        assert checkpoint.names is not None, "asked only of a known model"
+        assert checkpoint.names is not None, "called only for a known model"
         self._checkpoint = checkpoint
         self._config = config
         self._names = checkpoint.names.present
@@ -210,7 +210,7 @@ def _panel_values(weight: StreamedWeight) -> Tensor:
     from degarble.harness.inference import streamed_loops  # noqa: PLC0415  imports numba
 
     how, codes, scales = weight.storage, weight.codes, weight.block_scale
-    assert how is not None, "asked only of quantised weights"
+    assert how is not None, "called only for quantised weights"
     assert codes is not None, "a weight with a storage has codes"
     assert scales is not None, "codes have scales"
     if scales.dtype is not torch.float32:

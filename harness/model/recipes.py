@@ -79,7 +79,7 @@ class Rule:
             raise InvalidArgument(
                 f"activation of {self.match}",
                 self.activation,
-                "BF16 beside a BF16 weight",
+                "BF16 with a BF16 weight",
                 "Quantise the weight too, or leave the activation out.",
             )
 

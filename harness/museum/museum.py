@@ -529,7 +529,7 @@ def _row(name: str, count: int, three: Sequence[MuseumScore]) -> str:
 def _classes(museum: Museum) -> Iterator[str]:
     found = classes(museum.outcomes)
     if found:
-        yield from ("", "Made the same of the data, so that none can tell which of the two it is:")
+        yield from ("", "With the same effect on the data, so the two cannot be distinguished:")
         yield from (f"  {one} and {other}: {count}" for (one, other), count in found.items())
 
 

@@ -280,7 +280,7 @@ def bench_result(document: Mapping[str, Any]) -> StepResult:
     ]
     rows += [(name, "not measured", f"not timed: {why}") for name, why in failed.items()]
     values = {f"kernels.{name}": float(each["share"]) for name, each in speeds.items()}
-    sentence = f"{len(speeds)} kernels were timed beside ceilings of the same run"
+    sentence = f"{len(speeds)} kernels were timed with ceilings of the same run"
     slowest = min(speeds, key=lambda name: speeds[name]["share"], default=None)
     if slowest is not None:
         sentence += f"; furthest from its own: {slowest}, {share(speeds[slowest]['share'])}"

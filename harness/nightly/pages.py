@@ -124,7 +124,7 @@ def _kernels(night: Night) -> Panel | None:
     if rates:
         blocks.append(
             Table(
-                "Rates beside ceilings of the same run",
+                "Rates, with ceilings of the same run",
                 (Column("kernel"), Column("rate")),
                 tuple((name, said) for name, _, said in rates),
             )
@@ -238,7 +238,7 @@ def _wrong(night: Night, name: str, result: StepResult) -> list[str]:
     if not told:
         return []
     more = len(told) - _LINES
-    head = "What is wrong" if night.red(name) else "Also told"
+    head = "What is wrong" if night.red(name) else "Also reported"
     lines = ["", f"### {head}: {name}", "", *(f"- {_plain(each)}" for each in told[:_LINES])]
     return [*lines, f"- and {more} more"] if more > 0 else lines
 

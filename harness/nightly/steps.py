@@ -112,7 +112,7 @@ def environment(asked: NightConfig, _: Results) -> StepResult:
         facts |= {f"GPU {number} {name}": value for name, value in told.items()}
     if asked.gpu and not gpus:
         return StepResult(
-            Verdict.UNDECIDED, "nvidia-smi does not tell driver and clocks.", facts=facts
+            Verdict.UNDECIDED, "nvidia-smi does not report driver and clocks.", facts=facts
         )
     what = ", ".join(dict.fromkeys(each["name"] for each in gpus)) or "no GPU"
     return StepResult(Verdict.AGREES, f"{what}; {facts['machine']}.", facts=facts)

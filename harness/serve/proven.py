@@ -150,7 +150,7 @@ class ProvenStart:
     def _first_minute(self) -> str:
         """Run this device's kernels on values whose results are known to the byte."""
         if not self._how.gpu:
-            return "not asked: --cpu"
+            return "not requested: --cpu"
         from degarble.harness.nightly.kernels import (  # noqa: PLC0415  imports torch
             NO_SUITES,
             installed_suites,

@@ -404,7 +404,7 @@ def _new_tokens(fields: RequestFields, desk: ServedModel) -> int | None:
     new = fields.whole("max_completion_tokens", 1, desk.bounds.new_tokens)
     old = fields.whole("max_tokens", 1, desk.bounds.new_tokens)
     if new is not None and old is not None and new != old:
-        raise bad_parameter("max_tokens", f"{old} beside max_completion_tokens {new}; give one")
+        raise bad_parameter("max_tokens", f"{old} with max_completion_tokens {new}; give one")
     return old if new is None else new
 
 
@@ -426,10 +426,10 @@ def _style(fields: RequestFields) -> Style:
     # An effort implies thinking; without one the default is plain chat.
     if effort not in (None, "none"):
         if kind == "disabled":
-            raise bad_parameter("reasoning_effort", "beside thinking that is disabled")
+            raise bad_parameter("reasoning_effort", "with thinking that is disabled")
         return Style(THINKING, effort)
     if kind == "enabled" and effort == "none":
-        raise bad_parameter("reasoning_effort", '"none" beside thinking that is enabled')
+        raise bad_parameter("reasoning_effort", '"none" with thinking that is enabled')
     return Style(THINKING if kind == "enabled" else CHAT)
 
 

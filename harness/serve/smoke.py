@@ -52,7 +52,7 @@ class SmokeCheck:
 
     def line(self) -> str:
         """Return it as a line of text."""
-        word = {True: "ok", False: "FAILED", None: "not asked"}[self.holds]
+        word = {True: "ok", False: "FAILED", None: "not requested"}[self.holds]
         return f"{word:9} {self.name}: {self.told}"
 
 

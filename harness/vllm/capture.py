@@ -373,7 +373,7 @@ def from_vllm(
     wrong = "--patch" if how.patch is not None else "--statistics-only"
     if how.patch is not None or how.statistics_only:
         raise InvalidArgument(
-            wrong, "beside --backend vllm", "an engine as it is, and its tensors",
+            wrong, "with --backend vllm", "an engine as it is, and its tensors",
             f"Leave {wrong} out.",
         )  # fmt: skip
     make = _engine()

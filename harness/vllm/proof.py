@@ -171,7 +171,7 @@ def require_no_errors(findings: Iterable[Finding]) -> None:
         more = f" and {len(errors) - _FEW} more" if len(errors) > _FEW else ""
         raise LayoutMismatch(
             "loader proof", f"{told}{more}", "a checkpoint that vLLM's loader places whole",
-            "degarble audit CKPT --loader vllm tells all of it.",
+            "degarble audit CKPT --loader vllm lists all of it.",
         )  # fmt: skip
 
 

@@ -59,7 +59,7 @@ def rope(facts: V32Facts, inputs: Inputs, weights: Weights) -> Outputs:
     """Rotate the last P dims of every query head, and the shared key [T, P]."""
     del weights
     c, numerics = facts.config, facts.numerics
-    assert facts.block is not None, "asked only inside a block"
+    assert facts.block is not None, "called only inside a block"
     table = elementary.rotation_table(c.rope(facts.block), inputs["positions"], numerics)
     x = inputs["q"]
     q_THd = x.reshape(x.shape[0], -1, c.qk_head_dim).to(numerics.work)

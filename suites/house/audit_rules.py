@@ -32,8 +32,8 @@ _AREAS = {
     "partners": "what engines fuse",
     "config": "what the quantisation config promises",
     "names": "what the parameters are called",
-    "numbers": "stored numbers, by themselves and beside their siblings",
-    "against": "stored numbers beside a reference, with `--against`",
+    "numbers": "stored numbers, by themselves and compared with their siblings",
+    "against": "stored numbers compared with a reference, with `--against`",
     "loader": "where bytes go, with `--loader`",
 }
 

@@ -359,7 +359,7 @@ def test_a_custom_recipe_goes_before_its_base(tmp_path: Path) -> None:
         ("name: a\nrules: [{match: a, weight: NVFP4, activation: MXFP4}]", "activation = 'MXFP4'"),
         (
             "name: a\nrules: [{match: a, weight: BF16, activation: NVFP4}]",
-            "BF16 beside a BF16 weight",
+            "BF16 with a BF16 weight",
         ),
         ("name: a\nbase: nvfp4\nrules: [{match: a, weight: BF16}]", "recipe = 'nvfp4'"),
         ("just text", "recipe = 'just text'"),

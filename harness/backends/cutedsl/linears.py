@@ -80,7 +80,7 @@ def kernel_of_weight(part: ComponentPart, name: str) -> LinearKernel:
     elif activation and activation.startswith("FP8_1X128") and weight.startswith("FP8_128X128"):
         kinds = [each.rpartition("_")[2] for each in (activation, weight)]
         if kinds[0] != kinds[1]:
-            raise NoKernelError(f"{activation} activations beside {weight} weights")
+            raise NoKernelError(f"{activation} activations with {weight} weights")
         problem = GemmProblem(1, outputs, inner, "fp8_block", _FP8_SCALES[kinds[0]])
     else:
         raise NoKernelError(f"no kernel multiplies {activation or 'BF16'} by {weight}")

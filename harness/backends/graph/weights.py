@@ -218,7 +218,7 @@ class LayoutBase:
             kernel_of_weight(second, two),
         )
         if any(way.kernel != NVFP4 for way in ways) or part.facts.weight_before_w2:
-            raise NoKernelError("the grouped kernel has NVFP4 experts, weighted behind w2")
+            raise NoKernelError("the grouped kernel has NVFP4 experts, weighted after w2")
         source, of_source = self._of(f"{p}topk")
         dtype = torch.int64 if source.name.endswith("tid2eid") else torch.float32
         every = {**weights, **down}

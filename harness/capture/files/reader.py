@@ -307,7 +307,7 @@ def _run(facts: Mapping[str, Any]) -> str:
     source = facts.get("source")
     name = source.get("name") if isinstance(source, dict) else None
     told = [name, facts.get("family"), facts.get("backend"), facts.get("arithmetic")]
-    return visible(", ".join(str(each) for each in told if each)) or "not told"
+    return visible(", ".join(str(each) for each in told if each)) or "not stated"
 
 
 def _steps(steps: Counter[Phase], tokens: Counter[Phase]) -> str:

@@ -80,7 +80,7 @@ _STATEMENTS = {
     ),
     ProblemKind.IN_TWO_SHARDS: (
         "tensor_in_two_shards",
-        "a tensor lies in one shard; of two, the reader's order decides which one counts",
+        "a tensor is in one shard; of two, the reader's order decides which one counts",
         _SAFETENSORS_FORMAT,
     ),
     ProblemKind.NOT_IN_INDEX: (
@@ -95,7 +95,7 @@ _STATEMENTS = {
     ),
     ProblemKind.IN_OTHER_SHARD: (
         "in_other_shard",
-        "a tensor lies in the shard that the index names",
+        "a tensor is in the shard that the index names",
         _MISSING_SHARD,
     ),
     ProblemKind.STRAY_SHARD: (
@@ -266,7 +266,7 @@ SCALE_NAME = AuditRule(
 SCALE_LEFT_OVER = AuditRule(
     "scales.left_over",
     Level.ERROR,
-    "no scale lies beside values that need none",
+    "values that need no scale have none",
     "a loader that applies it multiplies the weight a second time",
 )
 SCALE_RANK = AuditRule(
@@ -369,7 +369,7 @@ TWO_STATEMENTS = AuditRule(
 IGNORE_KEEPS_SOURCE = AuditRule(
     "config.ignore_keeps_source",
     Level.NOTE,
-    "`ignore` beside quant_method fp8 means: as in the source, FP8, and not unquantised",
+    "`ignore` with quant_method fp8 means: as in the source, FP8, and not unquantised",
     "NVIDIA's V4 exports; vLLM 0.33's FP8 config reads ignored_layers instead",
 )
 DRAFTER_EXPERTS = AuditRule(

@@ -152,7 +152,7 @@ NUMBER_COLUMNS: Mapping[str, tuple[str, str]] = {
     "top_low": ("f8", "share of them that stay below that"),
     "freedom": ("f8", "degrees of freedom of the pairing"),
     "pairing": ("f8", "correlation of scale and code energy in a block"),
-    "order": ("i1", "packing order found: index into ORDER_NAMES, -1 undecided, -2 not asked"),
+    "order": ("i1", "packing order found: index into ORDER_NAMES, -1 undecided, -2 not examined"),
     "order_lead": ("f8", "by how many standard deviations"),
     "order_kin": ("i1", "index into KINSHIPS of the reference, -1 without one"),
 }

@@ -89,7 +89,7 @@ SCALE_DIRECTION = _number_rule(
 SCALE_IS_ONE = _number_rule(
     "scale_is_one",
     Level.ERROR,
-    "a scale of exactly 1 is what the magnitude of the weight asks for",
+    "a scale of exactly 1 suits the magnitude of the weight",
     f"faults B012, B063; {_REPORT}, fault 5: a scale that was dropped, and 1 put in its place",
 )
 SCALE_TWICE = _number_rule(
@@ -182,13 +182,13 @@ SCALE_LAYOUT_STATED = _number_rule(
 SCALE_UNRELATED = _number_rule(
     "scale_unrelated",
     Level.ERROR,
-    "block scales belong to the codes that they stand beside",
+    "block scales belong to the codes that they are stored with",
     "fault families M11, M12: the scales of another matrix, or in an unknown order",
 )
 SCALE_UNDECIDED = _number_rule(
     "scale_undecided",
     Level.NOTE,
-    "it can be told whether block scales belong to their codes",
+    "it can be decided whether block scales belong to their codes",
     "docs/design-notes/audit_statistics.md",
 )
 NIBBLE_ORDER = _number_rule(
@@ -200,13 +200,13 @@ NIBBLE_ORDER = _number_rule(
 NIBBLE_ORDER_LIKELY = _number_rule(
     "nibble_order_likely",
     Level.WARNING,
-    "nothing speaks for another packing order than low half first",
-    "fault B032, told from norms, from rows, or from packed siblings alone",
+    "nothing suggests a packing order other than low half first",
+    "fault B032, inferred from norms, from rows, or from packed siblings alone",
 )
 NIBBLE_ORDER_UNDECIDED = _number_rule(
     "nibble_order_undecided",
     Level.NOTE,
-    "the packing order can be told from what reads the same input",
+    "the packing order can be inferred from what reads the same input",
     "docs/design-notes/audit_statistics.md",
 )
 DIALECT = _number_rule(
@@ -321,7 +321,7 @@ SIGN = _against_rule(
 GAIN = _against_rule(
     "gain",
     Level.ERROR,
-    "no factor lies on the whole: one scale explains every code, and the least-squares gain is 1",
+    "no factor applies to the whole: one scale explains all codes, and the least-squares gain is 1",
     "faults B001, B011, B012: a scale in the wrong direction, twice, dropped, or a sibling's",
 )
 ROWS = _against_rule(
@@ -333,7 +333,7 @@ ROWS = _against_rule(
 VALUES = _against_rule(
     "values",
     Level.ERROR,
-    "what is left of a tensor beside its gain is below a fifth of it, or what its format explains",
+    "the error that its gain leaves is below a fifth of a tensor, or what its format explains",
     _DERIVED,
 )
 NOT_FINITE = _against_rule(

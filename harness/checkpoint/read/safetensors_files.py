@@ -170,7 +170,7 @@ class _HeaderParser:
         if total % 8:
             self._refuse(name, f"{dtype} {shape}", "whole bytes")
         if not begin <= end <= self._data_size:
-            limit = f"begin <= end <= {self._data_size}, the bytes behind the header"
+            limit = f"begin <= end <= {self._data_size}, the bytes after the header"
             self._refuse(name, f"data_offsets [{begin}, {end}]", limit)
         if end - begin != total // 8:
             told = f"{total // 8} bytes, as {dtype} {list(shape)} has"
@@ -189,7 +189,7 @@ def _require_filled(header: Header) -> None:
     position, before = header.data_begin, "the header"
     for entry in sorted(header.entries.values(), key=lambda each: (each.begin, each.end)):
         if entry.begin != position:
-            fault = "overlaps" if entry.begin < position else "leaves a gap behind"
+            fault = "overlaps" if entry.begin < position else "leaves a gap after"
             raise UnreadableFile(
                 f"{shown(str(header.file))}: tensor {shown(entry.name)} at byte {entry.begin}",
                 f"{fault} {shown(before)}",

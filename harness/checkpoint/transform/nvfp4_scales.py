@@ -73,7 +73,7 @@ def tensor_scale(amax: float, rule: ScaleRule) -> float:
         raise InvalidArgument(
             "largest magnitude of a weight",
             amax,
-            "one whose tensor scale lies within 2^-100 to 2^100",
+            "one whose tensor scale is within 2^-100 to 2^100",
             "No trained weight is as small or as large: audit the source.",
         )
     return scale

@@ -309,7 +309,7 @@ def _plain_form(module: str, parts: dict[PartKind, TensorEntry]) -> StoredForm:
     if scales:
         raise LayoutMismatch(
             f"module {shown(module)}",
-            f"{value.dtype} values beside {', '.join(map(shown, scales))}",
+            f"{value.dtype} values with {', '.join(map(shown, scales))}",
             "unquantised values without scales, or codes with them",
             "Find out whether the scales are left over, or the values were cast.",
         )

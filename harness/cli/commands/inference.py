@@ -379,7 +379,7 @@ def serve(options: ServeOptions, terminal: Terminal) -> int:
     def say(found: dict[str, str]) -> None:
         terminal.say(f"{found['model']} ({found['mark']}) at {found['url']}; Ctrl-C ends it")
         if not _is_loopback(options.host) and not terminal.quiet:
-            asked = "anybody" if token is None else "whoever has the token"
+            asked = "anybody" if token is None else "anyone with the token"
             terminal.err().print(f"open beyond this machine, to {asked}", markup=False)
         terminal.emit({"verdict": None, "origins": [], "cosines": [], **found})
         sys.stdout.flush()
@@ -404,7 +404,7 @@ def _require_serve(options: ServeOptions) -> None:
         if options.without_token and not _is_loopback(options.host):
             raise InvalidArgument(
                 "--captures", str(options.captures), "a token, or the loopback address",
-                "Captures hold what others asked: leave --without-token out.",
+                "Captures contain other people's prompts: leave --without-token out.",
             )  # fmt: skip
     if options.name is not None and not (options.name and options.name.isprintable()):
         raise InvalidArgument("--name", options.name, "a printable name", "Give another one.")

@@ -102,7 +102,7 @@ def run_faults(options: FaultRunOptions, terminal: Terminal) -> int:
         values.one_of("ID", identity, {*MODEL_FAULTS, *families})
     if options.ids and options.whole:
         raise InvalidArgument(
-            "--whole", " ".join(options.ids), "no ID beside it", "Name faults, or run everything."
+            "--whole", " ".join(options.ids), "no ID with it", "Name faults, or run everything."
         )
     extent = museum.WHOLE if options.whole else museum.CHOSEN if options.ids else museum.PUBLISHED
     faults = museum.chosen(options.ids or ())

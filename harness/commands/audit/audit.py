@@ -369,7 +369,7 @@ class _Steps:
         alone = len(table.only_here) + len(table.only_there) + len(table.unlike)
         rest = f" {places(alone, 'weight')} had no counterpart." if alone else ""
         rest += self._reference_hashes
-        self._told[AGAINST] = f"{len(table):,} weights beside {name}, {told}.{rest}"
+        self._told[AGAINST] = f"{len(table):,} weights compared with {name}, {told}.{rest}"
 
     def audit(self) -> Audit:
         """Return the audit."""

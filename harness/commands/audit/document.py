@@ -192,7 +192,7 @@ def comparison_by_role(beside: ReferenceComparison) -> Details:
             )
         )
     inner = Table("A star stands for any number", columns, tuple(rows))
-    return Details(f"Beside {beside.name}, by role", (inner,), "beside-roles")
+    return Details(f"Compared with {beside.name}, by role", (inner,), "beside-roles")
 
 
 def error_of(table: AgainstTable, row: int) -> float | None:

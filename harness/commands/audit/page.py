@@ -293,11 +293,11 @@ class _Row:
 
 def _layout_text(pairing: float) -> str:
     if math.isnan(pairing):
-        return "statistics do not tell"
+        return "statistics do not show it"
     told = f"scales and codes correlate by {pairing:+.2f}"
     if pairing <= STRONG:
         return f"row-major: {told}"
-    return f"not told with certainty: {told}, where {STRONG:+.2f} or less would"
+    return f"not certain: {told}, where {STRONG:+.2f} or less would"
 
 
 SHOWN_FINDINGS = 250  # findings on the page; all of them are in the JSON

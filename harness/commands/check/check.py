@@ -81,7 +81,7 @@ def texts_of(run: RecordedRun, model: OpenModel) -> TextRecord:
         tokenizer = None
         notes.append("The checkpoint has no tokenizer: tokens are shown as their numbers.")
     if model.streamed is not None:
-        notes.append("The weights are streamed, so the twin was not asked what it says.")
+        notes.append("The weights are streamed, so the twin's text was not generated.")
     said = [_said(pair, model, tokenizer) for pair in short]
     return TextRecord(tuple(said), tuple(notes))
 

@@ -315,7 +315,7 @@ class RunComparison:
         if not self.origins:
             return f"{who}: {len(apart):,} outputs, none of them on equal inputs."
         first = self.origins[0]
-        return f"{who}: {first.component} puts out something else on equal inputs."
+        return f"{who}: {first.component} has another output on equal inputs."
 
 
 def compare_runs(first: Path, second: Path, *, partial: bool = False) -> RunComparison:
@@ -362,7 +362,7 @@ def _by_tokens(
 ) -> RunComparison:
     """Compare runs that got the same tokens in other steps."""
     found, left = compare_by_tokens(captures, tokens)
-    notes.append("The runs were cut otherwise: what both put out for a token is compared.")
+    notes.append("The runs were split differently: their outputs for each token are compared.")
     if left:
         notes.append(f"{left:,} outputs have no row for each token, and are left out.")
     lines = [

@@ -201,7 +201,7 @@ def _finding(found: DiagnosedOrigin) -> PageFinding:
         notes.append(f"Equally well explained by {', '.join(told.named[0].alternatives)}.")
     if told is not None and not told.named:
         near = ", ".join(each.fault for each in told.excluded[:_NEAREST])
-        notes.append(f"{told.tried:,} ways were tried{f'; nearest: {near}' if near else ''}.")
+        notes.append(f"{told.tried:,} variants were tried{f'; nearest: {near}' if near else ''}.")
     if found.share is not None:
         notes.append(share_sentence(found.share))
     origin = origin_of(found)

@@ -461,7 +461,9 @@ if TYPE_CHECKING:
 _MOST_KEPT = 1 << 18  # numbers of an output whose budget is kept
 _CALLS_KEPT = 8
 _CHUNK = 1 << 22  # shares [T, H, R] of one step
-_BESIDE_PEAKS = "each share is rounded beside a peak of the kernel's choice: 2^-8 on both sides"
+_BESIDE_PEAKS = (
+    "each share is rounded relative to a peak of the kernel's choice: 2^-8 on both sides"
+)
 _IN_STEPS = "logits and normalised shares are stored: steps at rounding boundaries only"
 _CHECKPOINTS = 4  # partial sums of a logit that are computed
 _CUT_TOGETHER = 16  # products of BF16 in one step of a tensor core

@@ -119,7 +119,7 @@ def query_and_key(call: JudgeableCall) -> dict[str, Budget]:
     """Return V3.2's budgets: the rotated tail of every query head, and the shared key."""
     facts = call.known_facts
     assert isinstance(facts, V32Facts), "V4 rotates behind its norms"
-    assert facts.block is not None, "asked only inside a block"
+    assert facts.block is not None, "called only inside a block"
     rope, positions = facts.config.rope(facts.block), call.inputs["positions"]
     q, key = call.outputs["q"], call.outputs["key"]
     heads = exactly(call.inputs["q"].reshape(q.shape))

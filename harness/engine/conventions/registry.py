@@ -181,7 +181,7 @@ _ROUNDINGS = (
         {
             HeadNorm.EACH_STEP: "square, mean, root and product rounded to BF16",
             HeadNorm.FACTOR: "factor and product rounded to BF16",
-            HeadNorm.ONCE: "fused with the rotation, rounded once behind it",
+            HeadNorm.ONCE: "fused with the rotation, rounded once after it",
         },
         _roles("attn.q_head_norm_rope"),
     ),
@@ -233,13 +233,13 @@ _ROUNDINGS = (
     ),
     Convention(
         "entry_rounded_in_between",
-        "a compressed entry behind pooling and behind its norm",
+        "a compressed entry after pooling and after its norm",
         {True: "rounded to BF16", False: "kept in float32 up to the rotation"},
         _roles(_POOLS),
     ),
     Convention(
         "indexer_operand_rounded_in_between",
-        "the indexer's operands behind rotation and Hadamard",
+        "the indexer's operands after rotation and Hadamard",
         {True: "rounded to BF16", False: "kept in float32 up to their codes"},
         _roles(_INDEXED),
     ),
@@ -319,7 +319,7 @@ _MEANINGS = (
     Convention(
         "routing_weight_before_w2",
         "the router's weight of an expert",
-        {True: "multiplied in front of w2", False: "multiplied behind w2"},
+        {True: "multiplied in front of w2", False: "multiplied after w2"},
         _roles("ffn.experts.act_quant ffn.experts.combine"),
     ),
     Convention(

@@ -4,7 +4,7 @@ The twin runs the same steps as the run. Where a component was found wrong, its 
 less the twin's on the same inputs) is added to the twin's own output; on an edge, what arrived less
 what should have. Choices and codes are replaced instead. The share of a set of origins is the part
 of the squared difference of the logits that disappears when they are injected. Origins are taken
-greedily, so that several faults are told apart: an origin that explains nothing alone may explain
+greedily, so several faults can be separated: an origin that explains nothing alone may explain
 the rest together with another, and this is reported. Runs that begin in the middle, or whose logits
 are not finite, have no shares.
 """

@@ -608,6 +608,6 @@ def _sentence(
         for each in excluded[:_NEAREST]
     )
     return (
-        f"No known fault explains this: {sitting} faults in {tried} ways were tried"
+        f"No known fault explains this: {sitting} faults in {tried} variants were tried"
         f"{f'; nearest: {near}' if near else ''}."
     )

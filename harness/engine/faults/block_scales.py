@@ -171,7 +171,7 @@ def _rounded_after(change: Callable[[Tensor], Tensor]) -> Making:
         scene: ComponentContext, _inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
         form, scales = operands.activation_format(scene), outputs["block_scale"]
-        assert form is not None, "asked only where codes are made"
+        assert form is not None, "called only where codes are made"
         if form.scale.bits == 32:
             return {**outputs, "block_scale": change(scales)}
         made = change(decode_array(scales, form.scale)).clamp(max=form.scale.largest)
@@ -209,7 +209,7 @@ def _activation(variant: str, how: str, change: Callable[[Tensor], Tensor]) -> M
         f"Activations are quantised with exact scales, which {how} afterwards",
         "each block of inputs is wrong by a factor below 2",
         _POWER_REMEDY,
-        f"scales that {how} behind their codes at",
+        f"scales that {how} after their codes at",
     )
     return operands.making_fault(words, _rounded_after(change), _is_not_exponents)
 
@@ -532,10 +532,10 @@ def _of_up() -> ModelFault:
     fault = weight_fault(
         FaultTexts(
             "M12.up_offset",
-            "Scales of up are read behind a tile of gate that is not filled up to 128 rows",
+            "Scales of up are read after a tile of gate that is not filled up to 128 rows",
             "up is scaled by gate's numbers or by padding; gate is exact",
             _ADDRESS_REMEDY,
-            f"the scales behind {_PART} rows of gate on",
+            f"the scales after {_PART} rows of gate on",
         ),
         _up_offset(_PART),
         lambda kept: has_scale_bytes(kept) and kept.name.endswith(".w3"),
@@ -600,7 +600,7 @@ def _routed(kept: WeightStorage) -> bool:
     return has_codes(kept) and kept.routed
 
 
-_ADDRESS = FaultFamily("M12", "exact at first, wrong behind it", _ADDRESS_REMEDY)
+_ADDRESS = FaultFamily("M12", "exact at first, wrong after it", _ADDRESS_REMEDY)
 
 SCALE_ARITHMETIC_FAULTS = (
     _ADDRESS.fault(

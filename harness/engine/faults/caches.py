@@ -123,7 +123,7 @@ def _row_fault(
 
 def _beside_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
     """Yield ways with the rows of a neighbouring slot; unwritten slots are zeros."""
-    for shift, words in ((1, "the row behind its own"), (-1, "the row in front of its own")):
+    for shift, words in ((1, "the row after its own"), (-1, "the row before its own")):
         change = with_outputs(partial(_beside, shift))
         yield FaultVariant(
             f"{words} in every slot at {scene.name}", change, {"shift": shift}, whole=True
@@ -148,7 +148,7 @@ def _beside(shift: int, _inputs: Mapping[str, Tensor], outputs: Mapping[str, Ten
 CACHE_ROWS_FAULTS = (
     ModelFault(
         id="M13.slot_beside",
-        title="Rows are written a slot beside their own",
+        title="Rows are written to the slot next to their own",
         effect="every token attends to its neighbours' rows in the place of its own",
         remedy="A slot is page times page size plus place; write a ramp and read it back.",
         sits=lambda scene: scene.role in _ROW_WRITERS,
@@ -157,7 +157,7 @@ CACHE_ROWS_FAULTS = (
     ),
     _row_fault(
         "planar_as_rows",
-        "A page with all scales behind all values is read row by row",
+        "A page with all scales after all values is read row by row",
         "reading a page of values and scales as rows at",
         _planar_as_rows,
     ),
@@ -334,7 +334,7 @@ CACHE_SCALES_FAULTS = (
         id="M32.blocks",
         title="Cached blocks are read with the scales of other blocks",
         effect="blocks of a row, or rows, are off by powers of two",
-        remedy="Keep scales beside their values, in one order for writer and reader.",
+        remedy="Keep scales next to their values, in one order for writer and reader.",
         sits=lambda scene: scene.role in _CACHE_SCALE_WRITERS,
         ways=_block_variants,
     ),
@@ -350,7 +350,7 @@ CACHE_SCALES_FAULTS = (
     ModelFault(
         id="M32.reader",
         title="One reader of the cache applies another scale",
-        effect="one kind of rows is too loud or too quiet beside the others",
+        effect="one kind of rows is too large or too small compared with the others",
         remedy="Hand the writer's scale to every reader.",
         sits=_is_attention,
         ways=_reader_variants,
@@ -501,7 +501,7 @@ def _strides(scene: ComponentContext) -> Iterator[FaultVariant]:
     for new in caches(scene):
         for page in (4, *PAGES):
             for shift in (1, -1):
-                words = f"every page of {page} rows {shift:+d} row beside its place"
+                words = f"every page of {page} rows {shift:+d} row from its place"
                 change = partial(_paged, page, shift)
                 yield read_back(scene, words, new, change, page=page, shift=shift)
         for gap in (-8, 8, 16):
@@ -512,7 +512,7 @@ def _strides(scene: ComponentContext) -> Iterator[FaultVariant]:
 def _slot_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
     for new in caches(scene):
         for shift in (1, -1, 4):
-            words = f"slots {shift:+d} beside where rows were written"
+            words = f"slots {shift:+d} from where rows were written"
             yield read_back(scene, words, new, partial(_slots, shift), shift=shift)
 
 
@@ -557,7 +557,7 @@ CACHE_PAGES_FAULTS = (
         "O20.never_written",
         (
             "The cache was never written, wholly or in part",
-            "attention reads zeros: the output is empty, or the same whatever is asked",
+            "attention reads zeros: the output is empty, or the same for every prompt",
             "Call the write in front of the read, and check it by reading a row back.",
         ),
         _unwritten,
@@ -583,7 +583,7 @@ CACHE_PAGES_FAULTS = (
     _page_fault(
         "O23.slot",
         (
-            "Rows of the cache are read beside the slots that they were written to",
+            "Rows of the cache are read from slots next to those that they were written to",
             "every token sees its neighbours' rows in its own place",
             "Map slots once, and hand the mapping to writer and reader.",
         ),

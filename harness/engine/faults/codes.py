@@ -344,7 +344,7 @@ NIBBLE_ORDER_FAULTS = (
     weight_fault(
         FaultTexts(
             "M10.word_reversed",
-            "The eight codes of every 32-bit word stand in reversed order",
+            "The eight codes of every 32-bit word are in reversed order",
             "values change places within runs of eight: text is garbled, nothing is NaN",
             "Unpack 32-bit words from the low end: code j is shifted by 4 j.",
             "reversing the eight codes of every word on",

@@ -482,7 +482,7 @@ def _values(scene: ComponentContext, sight: CallRecord) -> Tensor | None:
 def _place_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
     if _limit(scene) is None:
         return
-    yield gated(scene, "the clamp behind the product", _behind)
+    yield gated(scene, "the clamp after the product", _behind)
     yield gated(scene, "up not clamped", _gate_only)
     yield gated(scene, "gate not clamped", _up_only)
     yield gated(scene, "gate clamped from below as well", _both_sides)
@@ -558,7 +558,7 @@ ACTIVATION_CONSTANT_FAULTS = (
     ),
     ModelFault(
         id="M25.function",
-        title="Another function stands in the place of SiLU",
+        title="Another function is in the place of SiLU",
         effect="every activation is off, small ones as well",
         remedy="Use x * sigmoid(x); approximate it to the accuracy of the stored dtype.",
         sits=sits,

@@ -206,7 +206,7 @@ def both_gains(
         yield early_gain_variant(scene, words, factor, region, places)
     if RoundingSide.BEHIND in sides:
         if has_facts(scene) and not same:
-            words = f"{words}, behind the rounding"
+            words = f"{words}, after the rounding"
         yield gain_variant(words, factor, region, places=places)
 
 

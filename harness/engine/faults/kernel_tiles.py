@@ -355,7 +355,7 @@ BAD_BUCKET_FAULTS = (
     ModelFault(
         id="M41.quantiser_empty",
         title="A quantiser's body was compiled away",
-        effect="the product behind it sees zeros",
+        effect="the product after it gets zeros",
         remedy="Test each kernel with known answers when the engine starts.",
         sits=_quantises,
         ways=_quantiser_variants,
@@ -471,7 +471,7 @@ def _tiles(_scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant
             yield _fixed(f"{told} were not stored", region, 0.0)
         for by in _SHIFTS:
             if _alike(own, shifted(expected, region, by)):
-                words = f"{told} hold what belongs {by:+d} columns beside"
+                words = f"{told} hold what belongs {by:+d} columns away"
                 yield _moved(words, region, partial(shifted, by=by))
         if (region.columns[1] - region.columns[0]) % 2 == 0 and _alike(
             own, swapped(expected, region)

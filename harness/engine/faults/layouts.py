@@ -370,14 +370,14 @@ def _last_of_tiles(tile: int, out_MN: Tensor) -> Tensor:
 
 
 def _word_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    words = f"scales of both operands a word behind on {scene.name}"
+    words = f"scales of both operands a word too far on {scene.name}"
     change = partial(_of_both, "block_scale", words_behind)
     yield FaultVariant(words, change, whole=True, unknown=partial(_last_of_tiles, _TILE))
 
 
 def _chunk_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
     for tile in (64, _TILE):
-        words = f"codes of both operands 16 bytes behind, in tiles of {tile} rows, on {scene.name}"
+        words = f"codes of both operands 16 bytes too far, in tiles of {tile} rows, on {scene.name}"
         change = partial(_of_both, "codes", partial(chunks_behind, tile))
         unknown = partial(_last_of_tiles, tile)
         yield FaultVariant(words, change, {"tile": tile}, whole=True, unknown=unknown)
@@ -394,7 +394,7 @@ _REMEDY = "Fill tiles with a ramp, and read each address back by the layout's ow
 SWIZZLED_WORDS_FAULTS = (
     ModelFault(
         id="M12.word_behind",
-        title="Block scales of both operands are read a word behind their own",
+        title="Block scales of both operands are read a word after their own",
         effect="rows are scaled by those 32 rows on; calls of few rows by zeros",
         remedy=_REMEDY,
         sits=_sits,
@@ -402,7 +402,7 @@ SWIZZLED_WORDS_FAULTS = (
     ),
     ModelFault(
         id="M12.chunk_behind",
-        title="Codes of both operands are read 16 bytes behind their own",
+        title="Codes of both operands are read 16 bytes after their own",
         effect="half of the codes are another row's: outputs are noise of the right size",
         remedy=_REMEDY,
         sits=_sits,
@@ -508,7 +508,7 @@ GATE_AND_UP_FAULTS = (
     ),
     _GATE_UP.fault(
         "pulled_apart",
-        "Gate stands above up, and every second row is taken for the gate",
+        "Gate is stored above up, and every second row is taken for the gate",
         "rows of gate and up pulled apart on",
         _pulled_apart,
         is_gate_or_up,

@@ -153,8 +153,8 @@ _OTHERS = (_beside(-1), _beside(1), _as_places)
 
 
 def _met_variants(_scene: ComponentContext) -> Iterator[FaultVariant]:
-    yield _met("the matrices of the visited expert before", _OTHERS[0])
-    yield _met("the matrices of the visited expert behind", _OTHERS[1])
+    yield _met("the matrices of the expert visited before", _OTHERS[0])
+    yield _met("the matrices of the next expert visited", _OTHERS[1])
     yield _met("numbers of experts taken for places among the visited ones", _OTHERS[2])
 
 
@@ -479,7 +479,7 @@ def _prefix_fault(variant: str, what: str, change: Change, needs: Needs) -> Mode
 PREFIX_MIXUP_FAULTS = (
     _prefix_fault("main_compressor", "the main compressor", _from_main, _in_indexer),
     _prefix_fault("layer_before", "the layer before", _from_layer(-1), _in_layer),
-    _prefix_fault("layer_behind", "the layer behind", _from_layer(1), _in_layer),
+    _prefix_fault("layer_behind", "the layer after", _from_layer(1), _in_layer),
     _prefix_fault("other_part", "the other part of its module", _from_partner, _has_partner),
 )
 
@@ -532,7 +532,7 @@ def _codes_as_scales(_scene: ComponentContext, _name: str, weight: Weight) -> We
 _SKIPPED = FaultFamily(
     "O08",
     "noise of any size, another one at every start",
-    "Fill parameters with NaN before loading, and refuse what is still NaN behind it.",
+    "Fill parameters with NaN before loading, and refuse what is still NaN after it.",
 )
 
 SKIPPED_LOAD_FAULTS = (

@@ -278,7 +278,7 @@ def has_facts(scene: ComponentContext) -> bool:
 def facts_at(scene: ComponentContext) -> Any:
     """Return the facts at a scene whose call is a reference."""
     found = facts_of(scene.call)
-    assert found is not None, "asked only where has_facts"
+    assert found is not None, "called only where has_facts"
     return found
 
 
@@ -289,7 +289,7 @@ def with_facts(
 
     def apply(call: ComponentCall) -> ComponentCall:
         own = call if facts_of(call) is not None else scene.call
-        assert isinstance(own, partial), "asked only where has_facts"
+        assert isinstance(own, partial), "called only where has_facts"
         return partial(own.func, change(own.args[0]))
 
     return apply
@@ -307,7 +307,7 @@ def with_function(scene: ComponentContext, function: Function) -> Callable[..., 
 
 def function_at(scene: ComponentContext) -> Function:
     """Return the reference function of a scene."""
-    assert isinstance(scene.call, partial), "asked only where has_facts"
+    assert isinstance(scene.call, partial), "called only where has_facts"
     found: Function = scene.call.func
     return found
 

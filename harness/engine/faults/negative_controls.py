@@ -259,7 +259,7 @@ CONTROLS = (
         _of_roles("attn.indexer.topk"), _tie_variants,
     ),
     Control(
-        "inner_precision", "More precision inside than the definition asks for",
+        "inner_precision", "More precision inside than the definition requires",
         "a result that is nearer to the exact one is within its budget",
         _of_roles(
             "attn.norm", "ffn.norm", "attn.q_norm", "attn.kv_norm", "ffn.moe_sum", "attn.hc_post",

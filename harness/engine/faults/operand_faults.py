@@ -101,7 +101,7 @@ def numbers(scene: ComponentContext, inputs: Parts) -> Tensor:
 def blocks(scene: ComponentContext, inputs: Parts, tensor_scale: Tensor) -> Tensor:
     """Return the values that become NVFP4, in blocks [..., b], once for each expert of a token."""
     form, x = activation_format(scene), numbers(scene, inputs).float()
-    assert form is not None, "asked only where codes are made"
+    assert form is not None, "called only where codes are made"
     if tensor_scale.ndim == x.ndim:
         x = x.unsqueeze(1).expand(*tensor_scale.shape, -1)
     found: Tensor = x.unflatten(-1, (-1, form.block[1]))
@@ -117,7 +117,7 @@ def requantised(
 ) -> dict[str, Tensor]:
     """Quantise again with another tensor scale or other rules; the returned tensor scale stays."""
     form, x = activation_format(scene), numbers(scene, inputs).float().contiguous()
-    assert form is not None, "asked only where codes are made"
+    assert form is not None, "called only where codes are made"
     if not form.tensor_scale:
         made = quantise(x, form, dialect)
         return {**outputs, "codes": made.codes, "block_scale": made.block_scale}
@@ -143,7 +143,7 @@ def with_block_scales(
     `change` gets blocks [..., b] in units of the tensor scale, and the correct codes [...].
     """
     form, stored = activation_format(scene), outputs["block_scale"]
-    assert form is not None, "asked only where codes are made"
+    assert form is not None, "called only where codes are made"
     step = outputs["tensor_scale"].float()
     scaled = blocks(scene, inputs, step) / step[..., None, None]
     made = change(scaled, stored).to(stored.dtype)

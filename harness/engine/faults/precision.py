@@ -111,7 +111,7 @@ def _small_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
     for words, power in (
         ("sums in FP16 in front of a scale of 2^-20", 2.0**-20),
         ("sums in FP16 in front of a scale of 2^-14", 2.0**-14),
-        ("outputs below 2^-10 lost in FP16 behind a scale of 2^14", 2.0**14),
+        ("outputs below 2^-10 lost in FP16 after a scale of 2^14", 2.0**14),
     ):
         yield FaultVariant(words, _finer(scene, partial(_through, torch.float16, power)))
     yield FaultVariant("sums in FP16 in front of the tensor scale", _before_the_scale(scene))

@@ -311,7 +311,7 @@ def _gate_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
     turned[: 2 * streams] = number[: 2 * streams].roll(streams)
     for words, order in (
         ("the streams' gates in the reverse order", backwards),
-        ("gates in front of the layer and behind it in each other's place", turned),
+        ("gates before and after the layer exchanged", turned),
     ):
         yield FaultVariant(words, with_weights(partial(_ordered, order)))
     yield FaultVariant("a projection without the BF16 part of its weight", with_weights(_rest))
@@ -374,8 +374,8 @@ RESIDUAL_STREAMS_FAULTS = (
     ModelFault(
         id="M23.streams_made_alike",
         title="Residual streams are collapsed, spread again, or exchanged",
-        effect="the four streams are one, or stand in another order",
-        remedy="Spread the embedding once and collapse behind the last layer only.",
+        effect="the four streams are one, or are in another order",
+        remedy="Spread the embedding once and collapse after the last layer only.",
         sits=lambda scene: scene.role in _POST,
         ways=_made_variants,
     ),
@@ -425,7 +425,7 @@ RESIDUAL_STREAMS_FAULTS = (
         id="M23.residual_arrives",
         title="Another residual arrives than was passed on",
         effect="what earlier layers found is lost, or counts double",
-        remedy="Send the residual between stages beside the hidden state.",
+        remedy="Send the residual between stages with the hidden state.",
         sits=_where_residual,
         ways=_residual_arrives,
         signature=_first_differs(_residual_arrives, "residual"),

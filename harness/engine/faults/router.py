@@ -158,7 +158,7 @@ def _scored(scene: ComponentContext) -> bool:
 def _choice_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
     config = scene.bound.config
     yield _router_variant(scene, "a bias rounded to BF16", RouterRules(bias=_coarse))
-    yield _router_variant(scene, "a bias of BF16 beside an offset of 7", RouterRules(bias=_offset))
+    yield _router_variant(scene, "a bias of BF16 with an offset of 7", RouterRules(bias=_offset))
     yield _router_variant(scene, "no bias", RouterRules(bias=torch.zeros_like))
     yield _router_variant(scene, "the bias taken away", RouterRules(bias=torch.neg))
     yield FaultVariant("routing applied twice", with_function(scene, _twice))
@@ -240,7 +240,7 @@ def _arrival_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
     count = scene.bound.config.n_routed_experts
     if "experts" in names:
         yield FaultVariant("the experts of the token before", with_inputs(_rolled("experts", 1)))
-        yield FaultVariant("the experts of the token behind", with_inputs(_rolled("experts", -1)))
+        yield FaultVariant("the experts of the token after", with_inputs(_rolled("experts", -1)))
         yield FaultVariant("the expert with the next number", with_inputs(_next_expert(count)))
         yield FaultVariant(
             "experts in the reverse order of slots", with_inputs(_flipped("experts"))
@@ -432,7 +432,7 @@ ROUTED_SCALING_FAULTS = (
         id="M27.applied_twice",
         title="The routed scaling factor is applied twice",
         effect="the routed term is larger by the factor",
-        remedy="Multiply by it in one place: in the router's weights, or behind the experts.",
+        remedy="Multiply by it in one place: in the router's weights, or after the experts.",
         sits=_sits(*_ROUTED),
         ways=_routed_variants(*_TWICE),
         signature=_named(*_TWICE),

@@ -308,7 +308,7 @@ SCALE_COUNT_FAULTS = (
             "M02.codes_alone",
             "Codes are used as numbers, without any of their scales",
             "every block is wrong by a factor of its own",
-            "Load block and tensor scale beside the codes, and multiply by both.",
+            "Load block and tensor scale with the codes, and multiply by both.",
             "codes without scales on",
         ),
         _codes_alone,
@@ -522,7 +522,7 @@ INPUT_SCALE_IN_WEIGHTS_FAULTS = (
     ),
     _input_scale_fault(
         "exchanged",
-        "The input scale stands in the place of the tensor scale",
+        "The input scale is in the place of the tensor scale",
         "the input scale in place of the tensor scale of",
         lambda values, scale, own: values / own * scale,
     ),

@@ -295,7 +295,7 @@ def constant_at(config: Config, component: Component, position: int) -> str:
             known[ratio] = f"the compress ratio {ratio}"
             top = config.index_topk * ratio
             if component.role.startswith("attn.indexer") or ratio == min_ratio(config):
-                known.setdefault(top + ratio - 1, f"behind index_topk = {config.index_topk}")
+                known.setdefault(top + ratio - 1, f"after index_topk = {config.index_topk}")
                 known.setdefault(top, f"index_topk = {config.index_topk} entries")
     else:
         known[config.index_topk] = f"index_topk = {config.index_topk}"

@@ -488,8 +488,8 @@ def discrepancy_from_prefill(trouble: Discrepancy) -> Discrepancy:
     sights = [replace(each, rows=()) for each in (trouble.sight, *trouble.more) if each]
     return replace(
         trouble,
-        sentence=f"{trouble.sentence}; judged beside one prefill of the same rows, for what wrote "
-        "its memory was not captured",
+        sentence=f"{trouble.sentence}; judged against one prefill of the same rows, because "
+        "what wrote its memory was not captured",
         sight=sights[0],
         more=tuple(sights[1:]),
         where={**trouble.where, "beside": "one prefill"},

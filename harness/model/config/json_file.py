@@ -160,7 +160,7 @@ def rotary_dims(reader: Reader, head_dim: object) -> Any:
         return reader.take("qk_rope_head_dim", "rope_head_dim")
     dims_known = isinstance(head_dim, int) and 0 < head_dim < 1 << 31
     usable = dims_known and isinstance(fraction, int | float) and 0 <= fraction <= 1
-    require(usable, "partial_rotary_factor", fraction, "a share of 1, with a head_dim beside it")
+    require(usable, "partial_rotary_factor", fraction, "a share of 1, together with a head_dim")
     dims = round(head_dim * fraction)
     # Trap: transformers cuts the product, so 30/47 of a head of 47 turns 29 dims there.
     exact = abs(head_dim * fraction - dims) < 1e-6 and int(head_dim * fraction) == dims
@@ -282,7 +282,7 @@ def _yarn(raw: Mapping[str, Any], where: str) -> Yarn | None:
     kind = raw.get("rope_type", raw.get("type"))
     require(kind in ("yarn", "default"), f"{where}.rope_type", kind, "yarn or default")
     unknown = sorted(set(raw) - set(_YARN_FACTS) - _OTHER_KEYS)
-    require(not unknown, f"{where} keys", unknown, f"only {', '.join(_YARN_FACTS)} beside the type")
+    require(not unknown, f"{where} keys", unknown, f"only {', '.join(_YARN_FACTS)} and the type")
     if kind == "default":
         return None
     for name in _YARN_FACTS[:2]:

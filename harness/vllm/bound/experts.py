@@ -141,7 +141,7 @@ class ModelOptOfDegarble(FusedMoEMethodBase):
         del shared_experts, shared_experts_input  # vLLM's runner adds them
         if layer.apply_router_weight_on_input:
             raise InvalidArgument(
-                f"routing weights of {self.prefix}", "on the input", "behind w2, as V4 has it",
+                f"routing weights of {self.prefix}", "on the input", "after w2, as V4 has it",
                 "Give the experts to vLLM: parts.experts = vllm.",
             )  # fmt: skip
         return by_moe(layer, x, topk_ids, topk_weights)

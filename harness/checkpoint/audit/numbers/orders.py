@@ -96,7 +96,7 @@ def _report_broken_claims(judging: Judging, rows: list[int], stated: dict[int, s
         judging.report(
             rules.SCALE_LAYOUT,
             index,
-            f"lies in row-major order; conversion.json states `{stated[index]}`.",
+            f"is in row-major order; conversion.json states `{stated[index]}`.",
             "Convert again: the requested backend reads these scales wrongly.",
             PartKind.BLOCK_SCALE,
             pairing=_rounded(float(judging.table["pairing"][index])),
@@ -127,7 +127,7 @@ def _report_layout(judging: Judging, index: int, inferred: Inference, company: f
         judging.report(
             rules.SCALE_LAYOUT,
             index,
-            f"lies in the order `{inferred.value}`: in that one scales and codes go together"
+            f"is in the order `{inferred.value}`: in that one scales and codes go together"
             f" (confidence {inferred.confidence:.6f}).",
             "Store scales in row-major order; engines reorder them when they load.",
             PartKind.BLOCK_SCALE,
@@ -165,8 +165,8 @@ def _note_undecided(judging: Judging, undecided: list[int]) -> None:
         judging.findings.add(
             rules.SCALE_UNDECIDED,
             NOWHERE,
-            f"Of {len(undecided)} matrices, {first} for one, statistics do not tell whether their"
-            " block scales lie in order.",
+            f"Of {len(undecided)} matrices, {first} for one, statistics do not show whether their"
+            " block scales are in order.",
             "Compare with the source by --against.",
             matrices=len(undecided),
         )
@@ -197,8 +197,8 @@ def check_orders(judging: Judging) -> None:
             rules.NIBBLE_ORDER_UNDECIDED,
             NOWHERE,
             f"Of {open_} of {asked} packed matrices, {units[0].name} for one, statistics do not"
-            " tell the packing order: swapped nibbles there would not be seen.",
-            "Run `degarble audit` with --against SOURCE: that tells it of every matrix.",
+            " show the packing order: swapped nibbles there would not be noticed.",
+            "Run `degarble audit` with --against SOURCE: that decides it for every matrix.",
             matrices=open_,
             roles=list(dict.fromkeys(unit.role for unit in units))[:_MOST_ROLES],
         )

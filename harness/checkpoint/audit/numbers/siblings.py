@@ -262,7 +262,7 @@ def _explain(judging: Judging, index: int, off: float, decode: float) -> None:
         message, remedy = f"= 1 everywhere {told}.", "The real scales were lost; quantise again."
     else:
         rule = rules.MAGNITUDE if abs(off) >= TOO_FAR else rules.MAGNITUDE_FAR
-        message = f"is {power(off)}, beside its siblings."
+        message = f"is {power(off)}, compared with its siblings."
         judging.report(rule, index, message, "Compare with the source.", None, **evidence)
         return
     judging.report(rule, index, message, remedy, part, **evidence)
@@ -325,7 +325,7 @@ def check_inputs(judging: Judging) -> None:
         judging.report(
             rules.INPUT_OUTLIER,
             index,
-            f"= {scale[index]:.6g} is {power(off)}, beside its siblings.",
+            f"= {scale[index]:.6g} is {power(off)}, compared with its siblings.",
             "Calibrate with more tokens, or give it the siblings' largest scale on purpose.",
             PartKind.INPUT_SCALE,
             off_log2=round(off, 2),

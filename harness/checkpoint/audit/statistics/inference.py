@@ -90,7 +90,7 @@ def best_of(about: str, scores: Mapping[str, float], because: str) -> Inference:
         (name for name in scores if math.isfinite(scores[name])), key=lambda name: -scores[name]
     )
     if not ranked:
-        return undecided(about, "nothing varies that could tell", scores)
+        return undecided(about, "nothing varies, so nothing can be inferred", scores)
     first = ranked[0]
     second = scores[ranked[1]] if len(ranked) > 1 else 0.0
     lead = min(scores[first], scores[first] - max(second, 0.0))
@@ -613,7 +613,7 @@ def _excluded(producer: DialectProducer, traces: DialectTraces, fit: float, best
     if traces.smallest < producer.smallest:
         return f"block scales go down to {traces.smallest:.3g}"
     if traces.zero_over_codes and not producer.zero_over_codes:
-        return "scales of zero stand over codes"
+        return "blocks with codes have scales of zero"
     if best >= _FITTING and (best - fit) * len(_distinct(traces)) >= _UNEXPLAINED:
         return f"{fit:.0%} of the tensor scales follow from a bfloat16 amax by its arithmetic"
     return ""

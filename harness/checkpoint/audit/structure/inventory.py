@@ -197,7 +197,7 @@ def _judge_plain(check: ModuleCheck, parameter: Parameter, parts: Parts) -> None
             check.report(
                 rules.SCALE_LEFT_OVER,
                 part,
-                f"is a scale beside {value.dtype} values, which need none",
+                f"is a scale of {value.dtype} values, which need none",
                 "Remove it, or find the codes that it belongs to.",
             )
 
@@ -266,7 +266,7 @@ def _judge_codes(check: ModuleCheck, parameter: Parameter, parts: Parts) -> Bloc
         check.report(
             rules.SCALE_LEFT_OVER,
             PartKind.TENSOR_SCALE,
-            f"is a tensor scale beside {fmt.name}, which has none",
+            f"is a tensor scale of {fmt.name}, which has none",
             "Find out whether the block scales are of another format than their dtype says.",
         )
     return fmt

@@ -96,8 +96,8 @@ def require_as_written(
         + (f", of {len(changed)} that were changed," if len(changed) > 1 else ""),
         f"{differ}; {why}" if differ else why,
         f"the content that the reference's {MANIFEST} states",
-        f"Run `degarble audit {quote(str(reference.root))}`, which tells every change, and write or"
-        f" copy the reference again; remove its {MANIFEST} where the change was meant.",
+        f"Run `degarble audit {quote(str(reference.root))}`, which detects every change, and write"
+        f" or copy the reference again; remove its {MANIFEST} where the change was meant.",
     )
 
 

@@ -400,7 +400,7 @@ def _require_one_way(job: ConversionJob, formats: Mapping[str, StoredFormat]) ->
     if made and scaled:
         raise LayoutMismatch(
             f"NVFP4 weights after {job.to}",
-            f"{len(made)} without input scales, such as {made[0]}, beside {len(scaled)} with them",
+            f"{len(made)} without input scales, such as {made[0]}, and {len(scaled)} with them",
             "one or the other: engines read one kind of NVFP4 out of a config",
             "Use `degarble quantise --calibration` for all of them, or decode the others to BF16.",
         )

@@ -354,7 +354,7 @@ class QuantiseJob(Transform):
                 f"names of {shown(str(self.source))}",
                 "a config or names that no layout spells",
                 "a DeepSeek-V4 or V3.2 checkpoint in a known spelling, with its config.json",
-                "Convert its names first; `degarble audit` tells which are unknown.",
+                "Convert its names first; `degarble audit` lists the unknown ones.",
             )
         return config
 

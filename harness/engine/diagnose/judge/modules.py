@@ -238,7 +238,7 @@ class Checked:
         told = [f"{self.verdict}: {self.sentence}"]
         told += [f"Convention: {each.sentence}" for each in self.conventions]
         if self.first_not_finite:
-            told.append(f"The first value that is not finite is put out by {self.first_not_finite}")
+            told.append(f"The first value that is not finite comes from {self.first_not_finite}")
         for each in self.troubles:
             told += each.lines()
         if self.inherited:

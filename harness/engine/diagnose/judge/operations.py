@@ -165,7 +165,7 @@ def swiglu(inputs: Mapping[str, Any], limit: float | None, *, in_steps: bool = F
         made = silu(raw[0]) * raw[1]
         wrong += [
             ("M25.limit", "The clamp is left out", "leaving the clamp out", made),
-            ("M25.place", "The clamp comes behind the product", "clamping the product",
+            ("M25.place", "The clamp comes after the product", "clamping the product",
              made.clamp(-limit, limit)),
         ]  # fmt: skip
 

@@ -172,7 +172,7 @@ def test_what_is_refused() -> None:
         api.check(run, {}, {"m0": 3})
     with pytest.raises(InvalidArgument, match="weight of m0"):
         api.check(run, {"m0": "x"})
-    with pytest.raises(InvalidArgument, match="none beside a Twin"):
+    with pytest.raises(InvalidArgument, match="none together with a Twin"):
         api.check(run, api.Twin({}), {})
     with pytest.raises(InvalidArgument, match="a torch module"):
         api.capture(lambda x: x, weight)  # type: ignore[arg-type]
