@@ -633,8 +633,10 @@ def compressor(
     """
     made = pool(carried, windows, problem.pool, settings, page_entries=problem.pages.entries)
     weight, turns = norm
-    operands = simt_kv_write.WriteOperands(made.values, weight, turns, made.positions, made.slots)
-    simt_kv_write.kv_write(operands, cache_NB, problem.write, settings)
+    simt_kv_write.KERNEL.run(
+        problem.write, settings, values=made.values, weight=weight, turns=turns,
+        positions=made.positions, slots=made.slots, cache=cache_NB,
+    )  # fmt: skip
     return made
 
 

@@ -15,7 +15,6 @@ import cutlass
 import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64, Uint8, Uint32, cute
-from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.primitives import kv_problem as facts
@@ -33,7 +32,6 @@ from degarble.kernels.primitives.device_words import (
     words_at,
 )
 from degarble.kernels.primitives.kv_problem import ReadForm, ReadProblem
-from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage
 
 THREADS = facts.WARPS * rows.LANES
@@ -160,16 +158,3 @@ KERNEL = Kernel[ReadProblem, ReadForm](
     work=lambda problem: problem.count,
 )
 compile_form = KERNEL.compile_form
-
-
-def kv_read(
-    indices_R: Tensor,
-    cache_NB: Tensor,
-    problem: ReadProblem,
-    settings: CompileSettings,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return BF16 rows [R, L] of the entries that int32 indices name, on their GPU."""
-    given = {"indices": indices_R, "cache": cache_NB}
-    return KERNEL.run_one(problem, settings, **given, **KERNEL.outputs(out))

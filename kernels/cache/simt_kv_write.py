@@ -52,7 +52,6 @@ from degarble.kernels.primitives.device_words import (
     words_at,
 )
 from degarble.kernels.primitives.kv_problem import NO_CLAIM, WriteForm, WriteProblem
-from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Presence, Storage
 from degarble.kernels.runtime.operands import (
     DRIVERS_CHOICE,
@@ -62,17 +61,6 @@ from degarble.kernels.runtime.pdl import EARLY, follow
 
 THREADS = facts.WARPS * rows.LANES
 CLAIMING_THREADS = 256
-
-
-class WriteOperands(NamedTuple):
-    """Rows [T, L], weight [L], RoPE table [P, 64], positions [T], slots [T]."""
-
-    values: Tensor
-    weight: Tensor | None
-    turns: Tensor | None
-    positions: Tensor | None
-    slots: Tensor
-    claims: Tensor | None = None  # [S] of int32, all -1; they are -1 again afterwards
 
 
 # ---- device --------------------------------------------------------------------------------------
@@ -364,13 +352,6 @@ KERNEL = Kernel[WriteProblem, WriteForm](
     work=lambda problem: problem.tokens * problem.pages.count,
 )
 compile_form = KERNEL.compile_form
-
-
-def kv_write(
-    operands: WriteOperands, cache_NB: Tensor, problem: WriteProblem, settings: CompileSettings
-) -> Tensor:
-    """Write rows into the cache on their GPU; return the cache."""
-    return KERNEL.run_one(problem, settings, **operands._asdict(), cache=cache_NB)
 
 
 def empty_cache(problem: WriteProblem, device: torch.device) -> Tensor:

@@ -31,7 +31,7 @@ from degarble.kernels.cache.problem import (
     PagedForm,
     PagedPoolProblem,
 )
-from degarble.kernels.cache.simt_compressor import Entries, pool_window, row_registers, shared_of
+from degarble.kernels.cache.simt_compressor import pool_window, row_registers, shared_of
 from degarble.kernels.primitives.device_words import vectors
 from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.kernel import ANY, Kernel, LaunchContext, Operand, Operands, Storage
@@ -39,18 +39,6 @@ from degarble.kernels.runtime.operands import require_tensor
 from degarble.kernels.runtime.pdl import EARLY, follow
 
 FOUR = facts.VECTOR_BYTES // 4  # columns of a load where rows are kept
-
-
-class PagedOperands(NamedTuple):
-    """Tensors that a launch reads: projections, sequences, positions, slots and tables."""
-
-    projected: Tensor  # float32 [T, 2 F]: latents, then gates without their bias
-    ape: Tensor  # float32 [ratio, F]
-    requests: Tensor  # int32 [T], the sequence of each
-    positions: Tensor  # int64 [T]
-    slots: Tensor  # int64 [T], of states; below 0: none
-    table: Tensor  # int32 [B, pages of a sequence], of states
-    entries: Tensor  # int64 [T], slots in the cache of entries, of tokens that close a window
 
 
 # ---- device --------------------------------------------------------------------------------------
@@ -271,21 +259,3 @@ KERNEL = Kernel[PagedPoolProblem, PagedForm](
     after=_mark_unlaunched,
 )
 compile_form = KERNEL.compile_form
-
-
-def paged_pool(
-    operands: PagedOperands,
-    states_NB: Tensor,
-    problem: PagedPoolProblem,
-    settings: CompileSettings,
-    *,
-    out: Entries | None = None,
-) -> Entries:
-    """Store and pool on the GPU; `states_NB` are the pages' bytes [N, stride]."""
-    given = {**operands._asdict(), "states": states_NB}
-    return Entries(*KERNEL.run(problem, settings, **given, **KERNEL.outputs(out)).values())
-
-
-def empty_entries(problem: PagedPoolProblem, device: torch.device) -> Entries:
-    """Allocate the results of `paged_pool`."""
-    return Entries(*KERNEL.allocate(problem, device).values())

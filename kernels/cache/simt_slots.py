@@ -1,8 +1,7 @@
 """List the cache slots of decoding tokens from positions, owners and a table: one thread a slot.
 
-Entry point: `slots(tensors, problem, settings) -> SlotLists(listed, own)`. One source for
-sm_90a and sm_100a. The kinds of lists are in cache/problem. On the GPU, a decoding step needs no
-host arithmetic between its kernels, and a captured graph follows changing positions.
+One source for sm_90a and sm_100a. The kinds of lists are in cache/problem. On the GPU, a decoding
+step needs no host arithmetic between its kernels, and a captured graph follows changing positions.
 
 Allocates only what it returns and never waits for the GPU, so it may be captured in a graph. Shape
 letters: T tokens, W width of a list, B sequences, C columns.
@@ -14,30 +13,12 @@ import cutlass
 import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64, cute
-from torch import Tensor
 
 from degarble.kernels.cache import problem as facts
 from degarble.kernels.cache.problem import CHOSEN, WINDOW, SlotsForm, SlotsProblem
-from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Presence, Storage
 
 FLAT = 1 << 40
-
-
-class SlotOperands(NamedTuple):
-    """Tensors that a launch reads."""
-
-    positions: Tensor  # int64 [T]
-    owners: Tensor  # int32 [T], rows of the table; below 0: none
-    table: Tensor  # int32 [B, C], -1: no slot
-    numbers: Tensor | None = None  # int32 [T, W], for chosen entries
-
-
-class SlotLists(NamedTuple):
-    """Result: int32 lists [T, W]; for a window also the tokens' own int64 slots [T]."""
-
-    listed: Tensor
-    own: Tensor | None
 
 
 class SlotTensors(NamedTuple):
@@ -145,20 +126,3 @@ KERNEL = Kernel[SlotsProblem, SlotsForm](
     work=lambda problem: problem.tokens,
 )
 compile_form = KERNEL.compile_form
-
-
-def slots(
-    told: SlotOperands,
-    problem: SlotsProblem,
-    settings: CompileSettings,
-    *,
-    out: SlotLists | None = None,
-) -> SlotLists:
-    """Return the slots of every token, on the GPU that holds the table."""
-    made = KERNEL.run(problem, settings, **told._asdict(), **KERNEL.outputs(out))
-    return SlotLists(**made)
-
-
-def empty_slots(problem: SlotsProblem, device: torch.device) -> SlotLists:
-    """Allocate what a launch writes; every byte of it is written."""
-    return SlotLists(**KERNEL.allocate(problem, device))

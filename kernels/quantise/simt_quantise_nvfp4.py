@@ -18,7 +18,6 @@ import cutlass
 import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
-from torch import Tensor
 
 from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats.layouts import ceil_div, round_up
@@ -35,7 +34,6 @@ from degarble.kernels.primitives.device_words import (
     swiglu_words,
 )
 from degarble.kernels.primitives.quantise_problem import QuantiseForm, QuantiseProblem
-from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.kernel import (
     Kernel,
     LaunchContext,
@@ -47,15 +45,6 @@ from degarble.kernels.runtime.kernel import (
 from degarble.kernels.runtime.operands import (
     DRIVERS_CHOICE,
 )
-
-
-class QuantisedRows(NamedTuple):
-    """Outputs of a launch: packed codes [M, P], scale bytes in their layout, kept values."""
-
-    codes: Tensor
-    scales: Tensor
-    values: Tensor | None
-
 
 # ---- device --------------------------------------------------------------------------------------
 
@@ -208,7 +197,9 @@ _CODES, _SCALES = Storage(Uint32, torch.uint8, 8), Storage(Uint8, torch.uint8, 1
 _BY_EXPERT = Presence[QuantiseProblem](
     lambda p: p.experts > 0, lambda p: f"The problem says experts={p.experts}."
 )
-_KEEPS_VALUES = Presence[QuantiseProblem](lambda p: p.keeps_values, "Allocate with empty_outputs.")
+_KEEPS_VALUES = Presence[QuantiseProblem](
+    lambda p: p.keeps_values, "Allocate with KERNEL.allocate."
+)
 KERNEL = Kernel[QuantiseProblem, QuantiseForm](
     entry=launch_quantise,
     operands=(
@@ -233,26 +224,3 @@ KERNEL = Kernel[QuantiseProblem, QuantiseForm](
     work=lambda problem: problem.rows,
 )
 compile_form = KERNEL.compile_form
-
-
-def quantise_nvfp4(
-    values_MK: Tensor,
-    decode_scale: Tensor,
-    problem: QuantiseProblem,
-    settings: CompileSettings,
-    *,
-    offsets_E: Tensor | None = None,
-    out: QuantisedRows | None = None,
-) -> QuantisedRows:
-    """Quantise BF16 values, or gate and up halves, as the problem says, on their GPU.
-
-    `decode_scale` is float32 on the GPU, one number or one per expert. Expert e has the rows from
-    offsets_E[e] up to offsets_E[e + 1]; rows after the last become zeros.
-    """
-    given = {"values": values_MK, "decode_scale": decode_scale, "offsets": offsets_E}
-    return QuantisedRows(*KERNEL.run(problem, settings, **given, **KERNEL.outputs(out)).values())
-
-
-def empty_outputs(problem: QuantiseProblem, device: torch.device) -> QuantisedRows:
-    """Allocate the outputs uninitialised; the kernel writes every byte."""
-    return QuantisedRows(*KERNEL.allocate(problem, device).values())

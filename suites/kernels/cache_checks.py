@@ -31,6 +31,7 @@ from degarble.kernels.primitives.kv_problem import (
     WriteProblem,
 )
 from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.modules import kernel_named
 from degarble.references import numerics
 from degarble.suites.kernels import latent_checks as plain
 from degarble.suites.kernels.format_checks import difference
@@ -43,6 +44,9 @@ POISON = 0xAA
 WITH_KEY = ("fp8-v32", "fp8-v32-ue8m0", "bf16")  # entries of rows of 576
 LENGTHS = (1, 3, 4, 5, 63, 64, 65, 127, 128, 129, 257)  # ratio, page, window, and their neighbours
 SLOT_KINDS = ("spread", "in a row", "repeated")
+
+
+OPERANDS = ("values", "weight", "turns", "positions", "slots")
 
 
 @dataclass(frozen=True)
@@ -239,31 +243,27 @@ def on_device(case: Case) -> Tensor:
     """Run a case on the GPU; the cache comes back."""
     from degarble.kernels.cache import simt_kv_write as kernels  # noqa: PLC0415  needs the DSL
 
-    claims = None
+    given = operands_of(case, "cuda")
     if case.problem.duplicates == "last":
-        claims = kernels.empty_claims(case.problem, torch.device("cuda"))
-    cache_NB = case.cache().cuda()
-    operands = kernels.WriteOperands(
-        case.values.cuda(),
-        None if case.weight is None else case.weight.cuda(),
-        None if case.turns is None else case.turns.cuda(),
-        None if case.positions is None else case.positions.cuda(),
-        case.slots.cuda(),
-        claims,
-    )
-    kernels.kv_write(operands, cache_NB, case.problem, SETTINGS)
-    if claims is not None:
-        assert bool((claims == -1).all()), "claims are left clear"
+        given["claims"] = kernels.empty_claims(case.problem, torch.device("cuda"))
+    cache_NB = kernels.KERNEL.run_one(case.problem, SETTINGS, **given, cache=case.cache().cuda())
+    if "claims" in given:
+        assert bool((given["claims"] == -1).all()), "claims are left clear"
     return cache_NB.cpu()
+
+
+def operands_of(case: Case, device: str) -> dict[str, Tensor]:
+    """Return the operands by name, without cache and claims."""
+    found = {name: getattr(case, name) for name in OPERANDS}
+    return {name: each.to(device) for name, each in found.items() if each is not None}
 
 
 def read_on_device(cache_NB: Tensor, indices_R: Tensor, problem: ReadProblem) -> Tensor:
     """Gather on the GPU; rows come back."""
-    from degarble.kernels.cache import simt_kv_read as kernels  # noqa: PLC0415  needs the DSL
-
     shape = (problem.count, problem.pages.width)
     out = torch.full(shape, 7.0, dtype=torch.bfloat16, device="cuda")
-    kernels.kv_read(indices_R.cuda(), cache_NB.cuda(), problem, SETTINGS, out=out)
+    given = {"indices": indices_R.cuda(), "cache": cache_NB.cuda(), "out": out}
+    kernel_named("simt_kv_read").run(problem, SETTINGS, **given)
     return out.cpu()
 
 

@@ -51,7 +51,7 @@ PLACES = ("attn", "ffn")
 class LayerMixing(NamedTuple):
     """Mixing of one mHC place: weights as the kernels read them, iterations, epsilons."""
 
-    weights: tuple[Tensor, Tensor, Tensor]  # split, base, scale: simt_mhc_project.MhcWeights
+    weights: tuple[Tensor, Tensor, Tensor]  # split, base, scale
     iterations: int
     epsilon: float
     norm_epsilon: float

@@ -20,6 +20,7 @@ from degarble.kernels.primitives.kv_problem import (
     ReadProblem,
     WriteForm,
 )
+from degarble.kernels.runtime.modules import kernel_named
 from degarble.kernels.runtime.targets import TARGETS
 from degarble.suites.kernels import cache_checks
 from degarble.suites.kernels.cache import compressor_checks, paged_pool_checks
@@ -135,9 +136,9 @@ def _replay_write(entry: str, duplicates: str) -> Replay:
     problem = cache_checks.write_problem(entry, 257, duplicates=duplicates)
     kind = "repeated" if duplicates == "last" else "spread"
     cases = [cache_checks.Case(problem, "wide", kind, seed) for seed in range(3)]
-    claims = kernels.empty_claims(problem, torch.device("cuda")) if duplicates == "last" else None
-    names = ("values", "weight", "turns", "positions", "slots")
-    operands = kernels.WriteOperands(*(getattr(cases[0], name).cuda() for name in names), claims)
+    given = cache_checks.operands_of(cases[0], "cuda")
+    if duplicates == "last":
+        given["claims"] = kernels.empty_claims(problem, torch.device("cuda"))
     changed = ("values", "weight", "positions", "slots")
     rounds = [
         Round([getattr(case, name) for name in changed], partial(cache_checks.by_definition, case))
@@ -145,24 +146,25 @@ def _replay_write(entry: str, duplicates: str) -> Replay:
     ]
     cache_NB = cases[0].cache().cuda()
     return Replay(
-        lambda: kernels.kv_write(operands, cache_NB, problem, SETTINGS),
-        [getattr(operands, name) for name in changed], cache_NB, rounds,
+        lambda: kernels.KERNEL.run(problem, SETTINGS, **given, cache=cache_NB),
+        [given[name] for name in changed], cache_NB, rounds,
     )  # fmt: skip
 
 
 def _replay_read(entry: str) -> Replay:
     case = cache_checks.Case(cache_checks.write_problem(entry, 131), "wide")
     pages, cache_NB = case.problem.pages, cache_checks.by_definition(case)
-    problem, read = ReadProblem(200, pages), kernels_of("simt_kv_read").kv_read
+    problem, kernel = ReadProblem(200, pages), kernel_named("simt_kv_read")
     asked, held = torch.zeros(200, dtype=torch.int32, device="cuda"), cache_NB.cuda()
-    out, rounds = read(asked, held, problem, SETTINGS), []
+    given: dict[str, Any] = {"indices": asked, "cache": held}
+    out, rounds = kernel.run_one(problem, SETTINGS, **given), []
     for seed in range(3):
         drawn = torch.Generator().manual_seed(seed)
         chosen = torch.randint(-1, pages.slots, (200,), generator=drawn).to(torch.int32)
         rounds.append(
             Round([chosen], partial(cache_checks.read_by_definition, cache_NB, chosen, pages))
         )
-    return Replay(lambda: read(asked, held, problem, SETTINGS, out=out), [asked], out, rounds)
+    return Replay(lambda: kernel.run(problem, SETTINGS, **given, out=out), [asked], out, rounds)
 
 
 REPLAYS = [

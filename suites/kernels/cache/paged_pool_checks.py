@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from degarble.kernels.cache.problem import PagedPoolProblem, StatePages
+from degarble.kernels.runtime.modules import kernel_named
 from degarble.suites.kernels.cache import compressor_checks
 from degarble.suites.kernels.cache.compressor_checks import (
     BUDGET,
@@ -36,6 +37,9 @@ GAP = 576  # bytes of others between pages
 OTHERS = 0x55
 PAGE = 3  # entries of a page of the cache of entries
 PADDING = 3  # tokens without a slot in front of each call
+
+
+OPERANDS = ("projected", "ape", "requests", "positions", "slots", "table", "entries")
 
 
 class Call(NamedTuple):
@@ -111,15 +115,18 @@ def call_of(case: Case, part: tuple[list[int], list[int], list[int]], states: Te
 
 def on_device(call: Call) -> Made:
     """Run a call on the GPU."""
-    from degarble.kernels.cache import simt_paged_pool as kernels  # noqa: PLC0415  needs the DSL
-
-    states = call.states.cuda()
-    operands = kernels.PagedOperands(*(tensor.cuda() for tensor in call.tensors))
-    out = kernels.empty_entries(call.problem, torch.device("cuda"))
-    for tensor in out:
+    kernel, given = kernel_named("simt_paged_pool"), operands_of(call)
+    out = kernel.allocate(call.problem, torch.device("cuda"))
+    for tensor in out.values():
         tensor.fill_(POISON)
-    kernels.paged_pool(operands, states, call.problem, SETTINGS, out=out)
-    return Made(*(tensor.cpu() for tensor in (*out, states)))
+    kernel.run(call.problem, SETTINGS, **given, **out)
+    return Made(*(tensor.cpu() for tensor in (*out.values(), given["states"])))
+
+
+def operands_of(call: Call, device: str = "cuda") -> dict[str, Tensor]:
+    """Return the operands by name."""
+    given = dict(zip(OPERANDS, call.tensors, strict=True), states=call.states)
+    return {name: each.to(device) for name, each in given.items()}
 
 
 def by_stated_order(call: Call) -> Made:

@@ -13,6 +13,7 @@ from degarble.kernels.cache import problem as facts
 from degarble.kernels.cache.problem import CHOSEN, KINDS, WINDOW, PoolProblem, SlotsProblem
 from degarble.kernels.primitives import kv_problem as rows
 from degarble.kernels.primitives.kv_problem import ENTRIES, Pages, ReadProblem
+from degarble.kernels.runtime.modules import kernel_named
 from degarble.suites.kernels import cache_checks as checks
 from degarble.suites.kernels import latent_checks as plain
 from degarble.suites.kernels.cache import compressor_checks as pooling
@@ -115,16 +116,14 @@ def test_the_latent_is_normed_and_the_key_is_not() -> None:
 
 
 def test_weight_and_values_of_rows_with_a_key_are_refused_by_name() -> None:
-    kernels = kernels_of("simt_kv_write")
     case = checks.Case(checks.write_problem("fp8-v32", 3, width=rows.WITH_KEY))
-    wide = torch.ones(rows.WITH_KEY, dtype=torch.bfloat16)
-    for name, given in (("weight", (case.values, wide)), ("values", (case.values[:, :512], None))):
-        weight = case.weight if given[1] is None else given[1]
-        operands = kernels.WriteOperands(
-            given[0].contiguous(), weight, case.turns, case.positions, case.slots
-        )
+    given = checks.operands_of(case, "cpu") | {"cache": case.cache()}
+    for name, wrong in (
+        ("weight", torch.ones(rows.WITH_KEY, dtype=torch.bfloat16)),
+        ("values", case.values[:, :512].contiguous()),
+    ):
         with pytest.raises(ShapeMismatch, match=name):
-            kernels.kv_write(operands, case.cache(), case.problem, SETTINGS)
+            kernel_named("simt_kv_write").run(case.problem, SETTINGS, **given | {name: wrong})
 
 
 @pytest.mark.h200
@@ -323,11 +322,10 @@ def a_call() -> tuple[Case, paged.Call]:
 
 def test_tables_without_pages_are_refused() -> None:
     _, call = a_call()
-    kernels = kernels_of("simt_paged_pool")
-    good = kernels.PagedOperands(*call.tensors)
-    for table in (good.table[:, :0], good.table[0, 0]):
+    good = paged.operands_of(call, "cpu")
+    for table in (good["table"][:, :0], good["table"][0, 0]):
         with pytest.raises(ShapeMismatch, match="table"):
-            kernels.paged_pool(good._replace(table=table), call.states, call.problem, SETTINGS)
+            kernel_named("simt_paged_pool").run(call.problem, SETTINGS, **good | {"table": table})
 
 
 def test_the_stated_order_of_pages_is_near_the_definition_and_faults_are_detected() -> None:
@@ -405,17 +403,17 @@ def test_chunks_and_batches_change_no_bit(ratio: int) -> None:
 @pytest.mark.parametrize("ratio", [4, 128])
 def test_a_graph_decodes_on_in_pages(ratio: int) -> None:
     """One captured step of decode, replayed past a window's end, is the eager one."""
-    kernels = kernels_of("simt_paged_pool")
+    kernel = kernel_named("simt_paged_pool")
     steps = ((2 * ratio - 3, ratio - 2),) + ((1, 1),) * 6
     case = Case(ratio, 512, steps, seed=7)
     parts = pooling.calls(case)
     states = paged.on_device(paged.call_of(case, parts[0], paged.empty_states(case))).states
     call = paged.call_of(case, parts[1], states)
-    operands = kernels.PagedOperands(*(tensor.cuda() for tensor in call.tensors))
-    held, out = states.cuda(), kernels.empty_entries(call.problem, torch.device("cuda"))
+    given = paged.operands_of(call)
+    held, out = given["states"], kernel.allocate(call.problem, torch.device("cuda"))
 
     def step() -> None:
-        kernels.paged_pool(operands, held, call.problem, SETTINGS, out=out)
+        kernel.run(call.problem, SETTINGS, **given, **out)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -426,14 +424,14 @@ def test_a_graph_decodes_on_in_pages(ratio: int) -> None:
     for part in parts[1:]:
         call = paged.call_of(case, part, states)
         want = paged.on_device(call)
-        for mine, given in zip(operands, call.tensors, strict=True):
-            mine.copy_(given)
+        for name, other in zip(paged.OPERANDS, call.tensors, strict=True):
+            given[name].copy_(other)
         graph.replay()
         torch.cuda.synchronize()
-        assert torch.equal(out.slots.cpu(), want.slots)
+        assert torch.equal(out["places"].cpu(), want.slots)
         live = want.slots >= 0
         closed += int(live.sum())
-        assert torch.equal(plain.bits(out.values.cpu()[live]), plain.bits(want.values[live]))
+        assert torch.equal(plain.bits(out["pooled"].cpu()[live]), plain.bits(want.values[live]))
         assert torch.equal(held.cpu(), want.states)
         states = want.states
     assert closed
@@ -442,7 +440,6 @@ def test_a_graph_decodes_on_in_pages(ratio: int) -> None:
 @pytest.mark.h200
 @pytest.mark.b200
 def test_a_missing_page_is_detected_and_no_tokens_launch_nothing() -> None:
-    kernels = kernels_of("simt_paged_pool")
     case, call = a_call()
     for lost in (-1, call.problem.pages.count):
         table = call.tensors[5].clone()
@@ -456,15 +453,15 @@ def test_a_missing_page_is_detected_and_no_tokens_launch_nothing() -> None:
     nobody = replace(call.problem, tokens=0)
     places = {0, 2, 3, 4, 6}
     none = [t[:0] if at in places else t for at, t in enumerate(call.tensors)]
-    operands = kernels.PagedOperands(*(tensor.cuda() for tensor in none))
-    made = kernels.paged_pool(operands, call.states.cuda(), nobody, SETTINGS)
-    assert made.values.shape == (0, case.width)
+    given = paged.operands_of(paged.Call(nobody, tuple(none), call.states))
+    found = kernel_named("simt_paged_pool").run(nobody, SETTINGS, **given)
+    assert found["pooled"].shape == (0, case.width)
 
 
 # ---- lists of slots ------------------------------------------------------------------------------
 
 
-def told(kernels: Any, problem: SlotsProblem, device: str = "cpu") -> Any:
+def told(problem: SlotsProblem, device: str = "cpu") -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(problem.tokens)
     positions = torch.randint(0, 700, (problem.tokens,), generator=generator)
     positions[:2] = torch.tensor([0, 127])[: problem.tokens]
@@ -474,23 +471,24 @@ def told(kernels: Any, problem: SlotsProblem, device: str = "cpu") -> Any:
     table[:, ::17] = -1
     shape, most = (problem.tokens, problem.width), problem.columns + 3
     numbers = torch.randint(-2, most, shape, generator=generator).int()
-    made = positions, owners, table, numbers if problem.kind == CHOSEN else None
-    return kernels.SlotOperands(*(None if each is None else each.to(device) for each in made))
+    made = {"positions": positions, "owners": owners, "table": table}
+    made |= {"numbers": numbers} if problem.kind == CHOSEN else {}
+    return {name: each.to(device) for name, each in made.items()}
 
 
 def test_lists_without_slots_of_the_tokens_are_refused() -> None:
-    kernels, problem = kernels_of("simt_slots"), SlotsProblem(3, 8, WINDOW, 2, 16)
-    short = kernels.SlotLists(torch.zeros(3, 8, dtype=torch.int32), None)
+    problem = SlotsProblem(3, 8, WINDOW, 2, 16)
+    short = {"listed": torch.zeros(3, 8, dtype=torch.int32), "own": None}
     with pytest.raises(InvalidArgument, match="slots of the tokens"):
-        kernels.slots(told(kernels, problem), problem, SETTINGS, out=short)
+        kernel_named("simt_slots").run(problem, SETTINGS, **told(problem), **short)
 
 
 def by_the_rule(problem: SlotsProblem, given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     listed = torch.full((problem.tokens, problem.width), -1, dtype=torch.int32)
     own = torch.full((problem.tokens,), -1, dtype=torch.int64)
-    table = given.table.tolist()
+    table = given["table"].tolist()
     for token, (position, owner) in enumerate(
-        zip(given.positions.tolist(), given.owners.tolist(), strict=True)
+        zip(given["positions"].tolist(), given["owners"].tolist(), strict=True)
     ):
         if not 0 <= owner < problem.sequences:
             continue
@@ -502,8 +500,8 @@ def by_the_rule(problem: SlotsProblem, given: Any) -> tuple[torch.Tensor, torch.
 
         for place in range(problem.width):
             number = facts.number_of(problem.kind, place, position, problem.width)
-            if given.numbers is not None:
-                number = int(given.numbers[token, place])
+            if "numbers" in given:
+                number = int(given["numbers"][token, place])
             listed[token, place] = slot(number)
         own[token] = slot(position)
     return listed, own
@@ -518,22 +516,20 @@ def by_the_rule(problem: SlotsProblem, given: Any) -> tuple[torch.Tensor, torch.
 def test_equal_to_the_rule_also_in_a_graph(
     kind: str, tokens: int, width: int, columns: int
 ) -> None:
-    kernels = kernels_of("simt_slots")
+    kernel = kernel_named("simt_slots")
     problem = SlotsProblem(tokens, min(width, columns), kind, 5, columns, 4)
-    given = told(kernels, problem)
-    there = told(kernels, problem, "cuda")
-    made = kernels.empty_slots(problem, torch.device("cuda"))
-    kernels.slots(there, problem, SETTINGS, out=made)
+    given, there = told(problem), told(problem, "cuda")
+    made = kernel.run(problem, SETTINGS, **there)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernels.slots(there, problem, SETTINGS, out=made)
+        kernel.run(problem, SETTINGS, **there, **made)
     for shift in (0, 1, 300):
-        moved = given._replace(positions=given.positions + shift)
-        there.positions.copy_(moved.positions)
-        made.listed.fill_(77)
+        moved = given | {"positions": given["positions"] + shift}
+        there["positions"].copy_(moved["positions"])
+        made["listed"].fill_(77)
         graph.replay()
         listed, own = by_the_rule(problem, moved)
-        assert torch.equal(made.listed.cpu(), listed)
+        assert torch.equal(made["listed"].cpu(), listed)
         if kind == WINDOW:
-            assert made.own is not None
-            assert torch.equal(made.own.cpu(), own)
+            assert made["own"] is not None
+            assert torch.equal(made["own"].cpu(), own)

@@ -19,6 +19,7 @@ from degarble.kernels.primitives.quantise_problem import (
     registers_allowed,
     resident_blocks,
 )
+from degarble.kernels.runtime.modules import kernel_named
 from degarble.kernels.runtime.targets import TARGETS
 from degarble.suites.kernels.contract import (
     SETTINGS,
@@ -28,7 +29,6 @@ from degarble.suites.kernels.contract import (
     Replay,
     ReplayCase,
     Round,
-    kernels_of,
 )
 from degarble.suites.kernels.quantise import quantise_checks as checks
 
@@ -70,7 +70,7 @@ JUDGED = [
 
 def _results(case: checks.Case) -> Any:
     codes, scales = checks.by_definition(case, case.values)
-    return kernels_of("simt_quantise_nvfp4").QuantisedRows(codes, scales, None)
+    return checks.QuantisedRows(codes, scales, None)
 
 
 DETECTIONS = [
@@ -86,12 +86,13 @@ def _replay(source: str) -> Replay:
     problem = QuantiseProblem(257, 1056, source=source, limit=limit)
     cases = [checks.Case(problem, "blocks", seed=seed) for seed in range(4)]
     values, scale = torch.zeros_like(cases[0].values).cuda(), torch.ones(1, device="cuda")
-    out, quantise = checks.poisoned(problem), kernels_of("simt_quantise_nvfp4").quantise_nvfp4
+    out, kernel = checks.poisoned(problem), kernel_named("simt_quantise_nvfp4")
+    given = {"values": values, "decode_scale": scale}
     rounds = [
         Round([case.values, case.decode_scales], partial(checks.on_device, case)) for case in cases
     ]
     return Replay(
-        lambda: quantise(values, scale, problem, SETTINGS, out=out),
+        lambda: kernel.run(problem, SETTINGS, **given, **out),
         [values, scale],
         out,
         rounds,

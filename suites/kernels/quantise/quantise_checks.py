@@ -14,7 +14,7 @@ import random
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -25,12 +25,12 @@ from degarble.harness.formats.number_formats import NVFP4
 from degarble.harness.formats.quantise import quantise
 from degarble.kernels.primitives.quantise_problem import LAYOUTS, SWIGLU, VALUES, QuantiseProblem
 from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.modules import kernel_named
 from degarble.suites.kernels.format_checks import difference
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from degarble.kernels.quantise.simt_quantise_nvfp4 import QuantisedRows
 
 SETTINGS = CompileSettings()
 SPREADS = ("ordinary", "blocks", "tiny", "huge", "ties", "zeros", "special")
@@ -102,12 +102,18 @@ class Case:
         return torch.tensor([0, *cuts, last], dtype=torch.int32)
 
 
-def poisoned(problem: QuantiseProblem, device: str = "cuda") -> QuantisedRows:
-    """Allocate outputs full of 0xAA."""
-    from degarble.kernels.quantise.simt_quantise_nvfp4 import empty_outputs  # noqa: PLC0415  needs the DSL
+class QuantisedRows(NamedTuple):
+    """Requested results: codes, scale bytes in their layout, the values that are kept."""
 
-    out = empty_outputs(problem, torch.device(device))
-    for tensor in out:
+    codes: Tensor
+    scales: Tensor
+    values: Tensor | None
+
+
+def poisoned(problem: QuantiseProblem, device: str = "cuda") -> dict[str, Tensor | None]:
+    """Allocate outputs full of 0xAA."""
+    out = kernel_named("simt_quantise_nvfp4").allocate(problem, torch.device(device))
+    for tensor in out.values():
         if tensor is not None:
             tensor.view(torch.uint8).fill_(POISON)
     return out
@@ -115,17 +121,11 @@ def poisoned(problem: QuantiseProblem, device: str = "cuda") -> QuantisedRows:
 
 def on_device(case: Case) -> QuantisedRows:
     """Run a case on the GPU; outputs stay there."""
-    from degarble.kernels.quantise.simt_quantise_nvfp4 import quantise_nvfp4  # noqa: PLC0415  needs the DSL
-
-    offsets = case.offsets
-    return quantise_nvfp4(
-        case.values.cuda(),
-        case.decode_scales.cuda(),
-        case.problem,
-        SETTINGS,
-        offsets_E=None if offsets is None else offsets.cuda(),
-        out=poisoned(case.problem),
-    )
+    given = {"values": case.values.cuda(), "decode_scale": case.decode_scales.cuda()}
+    if case.offsets is not None:
+        given["offsets"] = case.offsets.cuda()
+    kernel, out = kernel_named("simt_quantise_nvfp4"), poisoned(case.problem)
+    return QuantisedRows(*kernel.run(case.problem, SETTINGS, **given, **out).values())
 
 
 def by_definition(case: Case, values_MK: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from degarble.kernels.primitives.quantise_problem import (
 )
 from degarble.kernels.rows.problem import BackProblem
 from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.modules import kernel_named
 from degarble.kernels.runtime.targets import SM90A, SM100A
 from degarble.suites.kernels.contract import SETTINGS, kernels_of
 from degarble.suites.kernels.quantise import quantise_checks as checks
@@ -72,7 +73,7 @@ def test_swiglu_is_that_of_the_nvfp4_kernel(limit: float | None) -> None:
     halves = (torch.randn(65, 1024, device="cuda") * 6).bfloat16()
     problem = QuantiseProblem(65, 512, source="swiglu", limit=limit, keeps_values=True)
     one = torch.ones(1, device="cuda")
-    values = other.quantise_nvfp4(halves, one, problem, SETTINGS).values
+    values = other.KERNEL.run(problem, SETTINGS, values=halves, decode_scale=one)["kept"]
     for scales in facts.SCALES:
         given = Fp8Problem(65, 512, scales, "swiglu", limit)
         fused = kernels.quantise_fp8(halves, given, SETTINGS)
@@ -152,24 +153,23 @@ def test_the_second_process_takes_it_from_disk(tmp_path: Path) -> None:
 
 
 def test_nothing_is_launched_for_no_rows() -> None:
-    kernels = kernels_of("simt_quantise_nvfp4")
-    out = kernels.empty_outputs(QuantiseProblem(0, 32), torch.device("cpu"))
-    assert [tuple(t.shape) for t in out[:2]] == [(0, 16), (0,)]
+    kernel = kernel_named("simt_quantise_nvfp4")
+    out = kernel.allocate(QuantiseProblem(0, 32), torch.device("cpu"))
+    assert [tuple(out[name].shape) for name in ("codes", "scales")] == [(0, 16), (0,)]
 
 
 @pytest.mark.h200
 @pytest.mark.b200
 def test_the_fused_form_gives_what_two_launches_give() -> None:
-    kernels = kernels_of("simt_quantise_nvfp4")
+    kernel = kernel_named("simt_quantise_nvfp4")
     problem = QuantiseProblem(333, 2048, source=SWIGLU.name, limit=10.0, keeps_values=True)
     case = checks.Case(problem, "blocks", "one", seed=5)
     fused = checks.on_device(case)
     again = replace(problem, source="values", limit=None, keeps_values=False)
-    plain = kernels.quantise_nvfp4(
-        fused.values, case.decode_scales.cuda(), again, SETTINGS, out=checks.poisoned(again)
-    )
-    assert torch.equal(plain.codes, fused.codes)
-    assert torch.equal(plain.scales, fused.scales)
+    given = {"values": fused.values, "decode_scale": case.decode_scales.cuda()}
+    plain = kernel.run(again, SETTINGS, **given, **checks.poisoned(again))
+    assert torch.equal(plain["codes"], fused.codes)
+    assert torch.equal(plain["scales"], fused.scales)
 
 
 def test_targets_are_those_that_the_table_of_conversions_knows() -> None:

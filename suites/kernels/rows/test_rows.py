@@ -50,7 +50,7 @@ def test_values_that_are_not_kept_are_refused() -> None:
 @pytest.mark.b200
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_codes_are_those_that_two_launches_give(layout: str) -> None:
-    quantiser = kernels_of("simt_quantise_nvfp4")
+    quantiser = kernel_named("simt_quantise_nvfp4")
     for rows, columns, kind in ((8192, 7168, "ordinary"), (333, 4096, "rows"), (70, 512, "zeros")):
         problem = NormProblem(rows, columns, layout=layout)
         case = row_checks.NormCase(problem, kind, seed=5)
@@ -59,9 +59,9 @@ def test_codes_are_those_that_two_launches_give(layout: str) -> None:
         again = QuantiseProblem(rows, columns, layout)
         assert case.decode_scale is not None
         assert plain.values is not None
-        scale = case.decode_scale.cuda()
-        two = quantiser.quantise_nvfp4(plain.values, scale, again, SETTINGS)
-        for mine, theirs in ((fused.codes, two.codes), (fused.scales, two.scales)):
+        given = {"values": plain.values, "decode_scale": case.decode_scale.cuda()}
+        two = quantiser.run(again, SETTINGS, **given)
+        for mine, theirs in ((fused.codes, two["codes"]), (fused.scales, two["scales"])):
             assert mine is not None
             assert torch.equal(mine, theirs)
 

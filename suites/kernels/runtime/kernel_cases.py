@@ -217,12 +217,6 @@ def _quantise_cases() -> Iterator[LaunchCase]:
         yield LaunchCase("simt_quantise_fp8", told, given, target)
 
 
-def _quantise_nvfp4(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
-    given = t["values"], t["decode_scale"], p, SETTINGS
-    out = m.QuantisedRows(t["codes"], t["scales"], t.get("kept")) if "codes" in t else None
-    return m.quantise_nvfp4(*given, offsets_E=t.get("offsets"), out=out)
-
-
 def _quantise_fp8(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
     turns = (t["turns"], t.get("positions")) if t.get("turns") is not None else None
     out = m.Fp8Quantised(t["codes"], t["scales"]) if "codes" in t else None
@@ -257,19 +251,6 @@ def _cache_cases() -> Iterator[LaunchCase]:
         if kind == "chosen":
             given["numbers"] = Given(INT32, (6, width))
         yield LaunchCase("simt_slots", problem, given)
-
-
-def _kv_write(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
-    operands = m.WriteOperands(*(t.get(name) for name in m.WriteOperands._fields))
-    return m.kv_write(operands, t["cache"], p, SETTINGS)
-
-
-def _kv_read(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
-    return m.kv_read(t["indices"], t["cache"], p, SETTINGS, out=t.get("out"))
-
-
-def _slots(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
-    return m.slots(m.SlotOperands(**t), p, SETTINGS)
 
 
 def _pool_cases() -> Iterator[LaunchCase]:
@@ -307,13 +288,6 @@ def _pool(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
     carried = m.Carried(*(t[name] for name in m.Carried._fields))
     windows = m.Windows(*(t[name] for name in m.Windows._fields))
     return m.pool(carried, windows, p, SETTINGS, page_entries=p.page_entries)
-
-
-def _paged_pool(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
-    operands = m.PagedOperands(*(t[name] for name in m.PagedOperands._fields))
-    names = ("pooled", "firsts", "places")
-    out = m.Entries(*(t[name] for name in names)) if "pooled" in t else None
-    return m.paged_pool(operands, t["states"], p, SETTINGS, out=out)
 
 
 def _attention_cases() -> Iterator[LaunchCase]:
@@ -425,20 +399,20 @@ PUBLIC: dict[str, Callable[[Any, Any, dict[str, Tensor]], Any]] = {
     "simt_indexer_operand": _by_name,
     "simt_indexer_topk": _by_name,
     "simt_inverse_rope": _by_name,
-    "simt_kv_read": _kv_read,
-    "simt_kv_write": _kv_write,
+    "simt_kv_read": _by_name,
+    "simt_kv_write": _by_name,
     "simt_latent_query": _by_name,
     "simt_mhc": _by_name,
     "simt_mhc_project": _by_name,
-    "simt_paged_pool": _paged_pool,
+    "simt_paged_pool": _by_name,
     "simt_qnorm_rope": _by_name,
     "simt_quantise_fp8": _quantise_fp8,
-    "simt_quantise_nvfp4": _quantise_nvfp4,
+    "simt_quantise_nvfp4": _by_name,
     "simt_residual_norm": _by_name,
     "simt_rmsnorm": _by_name,
     "simt_router": _by_name,
     "simt_scale": _by_name,
-    "simt_slots": _slots,
+    "simt_slots": _by_name,
     "sm100_indexer_scores": _by_name,
     "sm100_sparse_attention": _by_name,
     "sm90_indexer_scores": _by_name,
