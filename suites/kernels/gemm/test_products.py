@@ -1,17 +1,14 @@
-"""BF16 times NVFP4: compiled for every target, refusals, and on an H200 within the budget."""
+"""What is particular to products of few rows, of groups, and of BF16 times NVFP4."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from degarble.harness.base.errors import (
-    DtypeMismatch,
-    InvalidArgument,
     LayoutMismatch,
     ScaleDirectionMismatch,
     ShapeMismatch,
@@ -19,26 +16,134 @@ from degarble.harness.base.errors import (
 )
 from degarble.harness.formats.layouts import SWIZZLE_8X4
 from degarble.harness.formats.number_formats import NibbleOrder, ScaleDirection
-from degarble.kernels.gemm.w4a16_problem import (
-    LAYOUTS,
-    PARTS,
-    TACTICS,
-    W4A16Problem,
-    W4A16Tactic,
-    choose_form,
-    choose_tactic,
-)
-from degarble.kernels.runtime.compiling import CompileSettings, cubin_facts
-from degarble.kernels.runtime.targets import TARGETS, Target
+from degarble.kernels.gemm.gemv_problem import GemvProblem
+from degarble.kernels.gemm.grouped_problem import GroupedProblem
+from degarble.kernels.gemm.w4a16_problem import LAYOUTS, W4A16Problem, W4A16Tactic, choose_form
+from degarble.suites.kernels import row_checks
+from degarble.suites.kernels.contract import SETTINGS, kernels_of
+from degarble.suites.kernels.gemm import grouped_checks, grouped_fp8_checks
 from degarble.suites.kernels.gemm import w4a16_checks as checks
 
 if TYPE_CHECKING:
-    from types import ModuleType
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.needs("cutlass")
 
-each_target = pytest.mark.parametrize("target", TARGETS.values(), ids=lambda target: target.name)
-FUZZED, AT_ONCE = 300, 50
+
+# ---- products of few rows ------------------------------------------------------------------------
+
+
+@pytest.mark.h200
+@pytest.mark.b200
+@pytest.mark.parametrize("rows", [1, 8])
+def test_the_head_of_v4_pro(rows: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(rows)
+    x = torch.randn(rows, 7168, device="cuda", generator=generator).bfloat16()
+    weight = torch.randn(129_280, 7168, device="cuda", generator=generator).bfloat16()
+    problem = GemvProblem(rows, 129_280, 7168)
+    first = row_checks.multiply(x, weight, problem)
+    assert torch.equal(first, row_checks.multiply(x, weight, problem))
+    some = torch.randperm(129_280, device="cuda")[:4000]
+    want = row_checks.product_by_definition(x, weight[some], "fp32")
+    assert torch.equal(first[:, some], want)
+    alone = row_checks.multiply(x[-1:], weight, GemvProblem(1, 129_280, 7168))
+    assert torch.equal(alone[0], first[-1])
+
+
+# ---- grouped products ----------------------------------------------------------------------------
+
+
+@pytest.mark.h200
+@pytest.mark.parametrize("fault", ["forth instead of back", "another group", "the first token"])
+def test_planted_faults_are_caught(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    kernels = kernels_of("sm90_gemm_grouped")
+    case = grouped_checks.Case(200, (4, 128, 1024, 512))
+    assert not grouped_checks.mismatch(case)
+    if fault == "forth instead of back":
+        true = kernels.turned_words
+        monkeypatch.setattr(
+            kernels,
+            "turned_words",
+            lambda numbers, turns, *, back: true(numbers, turns, back=not back),
+        )
+    elif fault == "another group":
+        true = kernels.grouped.tiles_of_grouped
+        monkeypatch.setattr(kernels.grouped, "tiles_of_grouped", lambda *told: 2 * true(*told))
+    else:
+        true = kernels.heads_of
+        monkeypatch.setattr(
+            kernels, "heads_of", lambda *told: true(*told)._replace(row=true(*told).row * 0)
+        )
+    anew = kernels.compile_form.__wrapped__
+    monkeypatch.setitem(vars(kernels.KERNEL), "compile_form", anew)
+    assert grouped_checks.mismatch(case)
+
+
+@pytest.mark.h200
+def test_no_tokens_launch_nothing() -> None:
+    kernels = kernels_of("sm90_gemm_grouped")
+    a, b, _ = grouped_checks.Case(0, (1, 64, 128, 0)).operands()
+    made = grouped_checks.multiply(kernels, (a, b), GroupedProblem(0, 1, 64, 128))
+    assert made.shape == (0, 64)
+
+
+def _other(true: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return what stands in a function's place."""
+    made: dict[str, Callable[..., Any]] = {
+        "forth instead of back": lambda numbers, turns, *, back: true(
+            numbers, turns, back=not back
+        ),
+        "another group": lambda *told: 2 * true(*told),
+        "largest of half a block": lambda words: true(words[:8]),
+        "scales of the first step": lambda scales, row, step: true(scales, row, step * 0),
+        "another stage turned": lambda *told: true(*told[:-1], not told[-1]),
+        "the first row": lambda *told: true(*told)._replace(row=true(*told).row * 0),
+    }
+    return made[name]
+
+
+FAULTS = {
+    "forth instead of back": (".", "turned_words"),
+    "another group": ("problems", "tiles_of_fp8_group"),
+    "largest of half a block": (".", "block_amax"),
+    "scales of the first step": ("plain", "scale_at"),
+    "another stage turned": (".", "encode_stage"),
+    "the first row": (".", "rows_of"),
+}
+
+
+@pytest.mark.h200
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("tokens", [60, 200])
+def test_planted_faults_of_codes_are_caught(
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    tokens: int,
+) -> None:
+    kernels = kernels_of("sm90_gemm_grouped_fp8")
+    case = grouped_fp8_checks.Case(tokens, (4, 128, 2048, 512))
+    given = grouped_fp8_checks.operands(case)
+    want = grouped_fp8_checks.composed(case, given)
+    assert not grouped_checks.difference(
+        case.name, grouped_fp8_checks.launched(case, given)[0], want
+    )
+    place, name = FAULTS[fault]
+    module = kernels if place == "." else getattr(kernels, place)
+    monkeypatch.setattr(module, name, _other(getattr(module, name), fault))
+    kernel = kernels.KERNEL
+    monkeypatch.setitem(vars(kernel), "compile_form", kernel.compile_form.__wrapped__)
+    assert grouped_checks.difference(case.name, grouped_fp8_checks.launched(case, given)[0], want)
+
+
+@pytest.mark.h200
+def test_no_tokens_launch_nothing_in_fp8() -> None:
+    given = grouped_fp8_checks.operands(grouped_fp8_checks.Case(0, grouped_fp8_checks.TINY))
+    problem = grouped_fp8_checks.Case(0, grouped_fp8_checks.TINY).problem
+    assert grouped_fp8_checks.multiply(given, problem).shape == (0, 512)
+
+
+# ---- BF16 times NVFP4 ----------------------------------------------------------------------------
+
 OTHER_TACTICS = (
     W4A16Tactic(16, 0, tiles=1, groups=1, ranks=1, stages=3, resident=1),
     W4A16Tactic(16, 0, tiles=3, groups=1, ranks=1, stages=5, resident=1),
@@ -50,88 +155,18 @@ OTHER_TACTICS = (
 )
 
 
-@pytest.fixture
-def kernels() -> ModuleType:
-    return import_module("degarble.kernels.gemm.sm90_gemm_w4a16")
-
-
-def require_sound(
-    kernels: ModuleType, problem: W4A16Problem, target: Target, tactic: W4A16Tactic | None = None
-) -> None:
-    form = choose_form(problem, tactic or choose_tactic(problem), target.name)
-    kernel = kernels.compile_form(form, CompileSettings())
-    assert f".target {target.name}\n" in kernel.ptx
-    (found,) = cubin_facts(kernel.cubin)
-    assert not found.spills, found
-    assert found.registers * form.threads <= 65_536, found
-    # A lane's four words of two rows: two mma each, for every eight columns.
-    expected = form.tiles * form.columns // 8 * 8
-    assert kernel.ptx.count("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32") == expected
-    assert ("e2m1x2" in kernel.ptx) is target.converts_e2m1
-    assert kernel.ptx.count("mul.rn.bf16x2") == 32 * form.tiles * (not target.converts_e2m1)
-    assert kernel.ptx.count("add.rn.f32") == PARTS - 1
-    assert "fma.rn.f32" not in kernel.ptx
-    # The kernel in front may still write what this one reads.
-    wait = kernel.ptx.index("griddepcontrol.wait")
-    for read in ("ld.global", "cp.async.bulk.tensor", "st.global"):
-        assert kernel.ptx.index(read) > wait, read
-    assert "ld.global.nc" not in kernel.ptx  # not constant while this kernel lives
-    # A stage that was read is given back behind a vote on what was read; activations as well.
-    voted = kernel.ptx.count("vote.sync.ballot.b32 all, some, 0xffffffff; add.u32 all, all, ")
-    assert voted == kernel.ptx.count("mbarrier.arrive.shared::cta.b64 _, [all]") == form.tiles + 1
-    # The others belong to warps behind the end of K, which have read nothing.
-    assert kernel.ptx.count("mbarrier.arrive.shared::cta.b64") == 2 * form.tiles + 1
-
-
-@each_target
-def test_compiles_without_spills_and_with_the_instructions_meant(
-    kernels: ModuleType, target: Target
-) -> None:
-    require_sound(kernels, W4A16Problem(1, 7168, 4096), target)
-    require_sound(kernels, W4A16Problem(16, 7168, 4128, "128x4"), target)
-
-
-@pytest.mark.slow
-@each_target
-@pytest.mark.parametrize("columns", [4096, 4128])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_form_compiles(
-    kernels: ModuleType, target: Target, layout: str, columns: int
-) -> None:
-    for tactic in TACTICS:
-        for rows in sorted({min(8, tactic.rows), tactic.rows}):
-            require_sound(kernels, W4A16Problem(rows, 7168, columns, layout), target, tactic)
-
-
-def test_refuses_by_name() -> None:
+def test_weights_that_no_kernel_reads_are_refused() -> None:
     case = checks.Case(W4A16Problem(4, 16, 64))
     x, weights = case.activations, case.weights
-
-    def run(x: torch.Tensor = x, out: torch.Tensor | None = None, **changed: Any) -> None:
-        checks.multiply(x, replace(weights, **changed), out=out)
-
-    with pytest.raises(DtypeMismatch, match="activations"):
-        run(x.half())
-    with pytest.raises(ShapeMismatch, match="activations"):
-        run(x[:, :32])
-    with pytest.raises(ShapeMismatch, match="rows of activations"):
-        run(x.repeat(17, 1))
-    with pytest.raises(ShapeMismatch, match="activations and weights"):
-        run(x[None])
-    with pytest.raises(LayoutMismatch, match="strides of activations"):
-        run(torch.zeros(64, 4, dtype=torch.bfloat16).T)
-    with pytest.raises(LayoutMismatch, match="address of activations"):
-        run(torch.zeros(257, dtype=torch.bfloat16)[1:].view(4, 64))
-    with pytest.raises(LayoutMismatch, match="nibble_order"):
-        run(nibble_order=NibbleOrder.HIGH_EVEN)
-    with pytest.raises(ScaleDirectionMismatch, match="direction"):
-        run(direction=ScaleDirection.ENCODE)
-    with pytest.raises(InvalidArgument, match="one CUDA device"):
-        run()
-    with pytest.raises(ShapeMismatch, match="output"):
-        run(out=torch.zeros(4, 8, dtype=torch.bfloat16))
-    with pytest.raises(UnknownName, match="8x4"):
-        checks.multiply(x, weights.with_layout(SWIZZLE_8X4))
+    for error, name, activations, changed in (
+        (ShapeMismatch, "rows of activations", x.repeat(17, 1), weights),
+        (ShapeMismatch, "activations and weights", x[None], weights),
+        (LayoutMismatch, "nibble_order", x, replace(weights, nibble_order=NibbleOrder.HIGH_EVEN)),
+        (ScaleDirectionMismatch, "direction", x, replace(weights, direction=ScaleDirection.ENCODE)),
+        (UnknownName, "8x4", x, weights.with_layout(SWIZZLE_8X4)),
+    ):
+        with pytest.raises(error, match=name):
+            checks.multiply(activations, changed)
 
 
 def test_a_wrong_place_a_nan_and_a_lost_term_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,25 +189,6 @@ def test_a_wrong_place_a_nan_and_a_lost_term_are_detected(monkeypatch: pytest.Mo
     shortened = case.activations.double() @ checks.decoded(lost).T * lost.decode_scale.double()
     monkeypatch.setattr(checks, "on_device", lambda _case: shortened.bfloat16())
     assert "are farther" in checks.mismatch(case)
-
-
-def test_cases_have_names_of_their_own_and_fuzzed_ones_differ() -> None:
-    names = [case.name for case in checks.cases()]
-    assert len(set(names)) == len(names)
-    assert checks.fuzzed(1, 20) == checks.fuzzed(1, 20) != checks.fuzzed(2, 20)
-
-
-@pytest.mark.h200
-@pytest.mark.parametrize("case", checks.cases(), ids=lambda case: case.name.replace(" ", "-"))
-def test_results_are_within_the_budget(case: checks.Case) -> None:
-    assert not checks.mismatch(case)
-
-
-@pytest.mark.h200
-@pytest.mark.parametrize("seed", range(FUZZED // AT_ONCE))
-def test_fuzzed_shapes(seed: int) -> None:
-    wrong = [why for case in checks.fuzzed(seed, AT_ONCE) if (why := checks.mismatch(case))]
-    assert not wrong
 
 
 @pytest.mark.h200
@@ -208,7 +224,8 @@ def test_a_row_depends_neither_on_other_rows_nor_on_how_many_they_are(layout: st
 
 @pytest.mark.h200
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_tiles_clusters_and_stages_do_not_change_a_bit(kernels: ModuleType, layout: str) -> None:
+def test_tiles_clusters_and_stages_do_not_change_a_bit(layout: str) -> None:
+    kernels = kernels_of("sm90_gemm_w4a16")
     for columns in (4096, 6176):
         case = checks.Case(W4A16Problem(13, 1160, columns, layout), seed=columns)
         want = checks.on_device(case)
@@ -216,29 +233,9 @@ def test_tiles_clusters_and_stages_do_not_change_a_bit(kernels: ModuleType, layo
         for tactic in OTHER_TACTICS:
             form = choose_form(case.problem, tactic, "sm_90a")
             out = torch.full_like(want, torch.nan)
-            kernel = kernels.compile_form(form, checks.SETTINGS)
+            kernel = kernels.compile_form(form, SETTINGS)
             kernels.KERNEL.launch(kernel, form, case.problem, {**given, "out": out})
             assert torch.equal(out, want), tactic
-
-
-@pytest.mark.h200
-def test_a_graph_replays_on_changed_data() -> None:
-    problem = W4A16Problem(7, 1536, 7168, "128x4")
-    cases = [checks.Case(problem, seed=7 * seed) for seed in range(4)]
-    x, weights = cases[0].activations.cuda(), checks.on_gpu(cases[0].weights)
-    out = torch.empty(7, 1536, dtype=torch.bfloat16, device="cuda")
-    checks.multiply(x, weights, out=out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        checks.multiply(x, weights, out=out)
-    for case in cases:
-        x.copy_(case.activations)
-        weights.codes.copy_(case.weights.codes)
-        weights.block_scale.copy_(case.weights.block_scale)
-        out.fill_(torch.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(out, checks.on_device(case))
 
 
 @pytest.mark.h200
@@ -273,14 +270,15 @@ def test_launches_that_overlap_read_what_the_ones_before_wrote(rows: int) -> Non
 
 
 @pytest.mark.h200
-def test_no_stage_is_filled_again_before_it_is_read(kernels: ModuleType) -> None:
+def test_no_stage_is_filled_again_before_it_is_read() -> None:
     """Weights that stay in the cache, so that they come soon, and launches without a pause."""
+    kernels = kernels_of("sm90_gemm_w4a16")
     case = checks.Case(W4A16Problem(13, 1160, 6176), seed=3)
     want = checks.on_device(case)
     _, given = kernels.operands_of(case.activations.cuda(), checks.on_gpu(case.weights))
     for tactic in OTHER_TACTICS:
         form = choose_form(case.problem, tactic, "sm_90a")
-        kernel = kernels.compile_form(form, checks.SETTINGS)
+        kernel = kernels.compile_form(form, SETTINGS)
         outs = torch.full((32, *want.shape), torch.nan, dtype=want.dtype, device="cuda")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
