@@ -323,18 +323,18 @@ class Kernels(ABC):
     def _run(self, kernel: str, problem: Any, tensors: Given) -> Made: ...
 
 
-@dataclass(frozen=True)
-class KernelEntry:
-    """How to call a kernel's entry point with module, problem, settings and tensors."""
-
-    call: Callable[[Any, Any, CompileSettings, Given], Any]
-    tactic: Callable[[Any, str], str] = lambda _problem, _target: ""
-
-
 def by_name(module: Any, problem: Any, settings: CompileSettings, t: Given) -> Any:
     """Run a described kernel; return the outputs that the problem has."""
     made = module.KERNEL.run(problem, settings, **t)
     return tuple(tensor for tensor in made.values() if tensor is not None)
+
+
+@dataclass(frozen=True)
+class KernelEntry:
+    """What a kernel says of its tactic, and how it is called, if not by operand name."""
+
+    tactic: Callable[[Any, str], str] = lambda _problem, _target: ""
+    call: Callable[[Any, Any, CompileSettings, Given], Any] = by_name
 
 
 def _gemm_tactic(problem: Any, target: str) -> str:
@@ -389,53 +389,52 @@ def _shared_expert(_module: Any, problem: Any, settings: CompileSettings, t: Giv
 
 
 ENTRIES: Mapping[str, KernelEntry] = {
-    "simt_embed": KernelEntry(by_name),
-    "simt_rmsnorm": KernelEntry(by_name),
+    "simt_embed": KernelEntry(),
+    "simt_rmsnorm": KernelEntry(),
     "simt_residual_norm": KernelEntry(
-        by_name, lambda p, _: "of the stored sum" if p.rounded else "of the float32 sum"
+        lambda p, _: "of the stored sum" if p.rounded else "of the float32 sum"
     ),
-    "simt_scale": KernelEntry(by_name, lambda p, _: f"{p.source} to {p.out}"),
-    "simt_latent_query": KernelEntry(by_name),
+    "simt_scale": KernelEntry(lambda p, _: f"{p.source} to {p.out}"),
+    "simt_latent_query": KernelEntry(),
     "simt_gemv_bf16": KernelEntry(
-        by_name, lambda p, _: f"up to {gemv_problem.rows_of_form(p.rows)} rows, {p.out}"
+        lambda p, _: f"up to {gemv_problem.rows_of_form(p.rows)} rows, {p.out}"
     ),
-    "sm90_gemm_bf16": KernelEntry(by_name, _gemm_tactic),
-    "sm90_gemm_nvfp4": KernelEntry(by_name, _gemm_tactic),
-    "sm90_gemm_fp8_block": KernelEntry(by_name, _gemm_tactic),
-    "sm90_gemm_w4a16": KernelEntry(by_name, _w4a16_tactic),
+    "sm90_gemm_bf16": KernelEntry(_gemm_tactic),
+    "sm90_gemm_nvfp4": KernelEntry(_gemm_tactic),
+    "sm90_gemm_fp8_block": KernelEntry(_gemm_tactic),
+    "sm90_gemm_w4a16": KernelEntry(_w4a16_tactic),
     "simt_quantise_nvfp4": KernelEntry(
-        by_name, lambda p, _: f"{p.source}, {p.layout}{', by expert' if p.experts else ''}"
+        lambda p, _: f"{p.source}, {p.layout}{', by expert' if p.experts else ''}"
     ),
     "simt_quantise_fp8": KernelEntry(
-        by_name, lambda p, _: f"{p.source}{', turned back' if p.turned else ''}, {p.scales}"
+        lambda p, _: f"{p.source}{', turned back' if p.turned else ''}, {p.scales}"
     ),
-    "simt_qnorm_rope": KernelEntry(by_name),
-    "simt_inverse_rope": KernelEntry(by_name),
-    "simt_kv_write": KernelEntry(by_name, lambda p, _: f"{p.source} to {p.pages.entry}"),
-    "simt_kv_read": KernelEntry(by_name, lambda p, _: p.pages.entry),
-    "simt_router": KernelEntry(by_name, lambda p, _: "by table" if p.vocabulary else p.scoring),
-    "simt_mhc": KernelEntry(by_name, lambda p, _: str(p.part)),
-    "simt_mhc_project": KernelEntry(by_name, lambda p, _: str(p.kind)),
+    "simt_qnorm_rope": KernelEntry(),
+    "simt_inverse_rope": KernelEntry(),
+    "simt_kv_write": KernelEntry(lambda p, _: f"{p.source} to {p.pages.entry}"),
+    "simt_kv_read": KernelEntry(lambda p, _: p.pages.entry),
+    "simt_router": KernelEntry(lambda p, _: "by table" if p.vocabulary else p.scoring),
+    "simt_mhc": KernelEntry(lambda p, _: str(p.part)),
+    "simt_mhc_project": KernelEntry(lambda p, _: str(p.kind)),
     "simt_compressor": KernelEntry(
-        by_name, lambda p, _: f"windows of {p.ratio}{', one token each' if p.alone else ''}"
+        lambda p, _: f"windows of {p.ratio}{', one token each' if p.alone else ''}"
     ),
-    "simt_indexer_operand": KernelEntry(by_name, lambda p, _: f"turned {p.pairing}, {p.format}"),
-    "sm90_indexer_scores": KernelEntry(by_name, lambda p, _: f"{p.arithmetic}, {p.pages.operands}"),
-    "simt_indexer_topk": KernelEntry(by_name),
+    "simt_indexer_operand": KernelEntry(lambda p, _: f"turned {p.pairing}, {p.format}"),
+    "sm90_indexer_scores": KernelEntry(lambda p, _: f"{p.arithmetic}, {p.pages.operands}"),
+    "simt_indexer_topk": KernelEntry(),
     "sm90_sparse_attention": KernelEntry(
-        by_name, lambda p, _: f"{p.mode}, {sparse_attention_problem.choose_splits(p)} splits"
+        lambda p, _: f"{p.mode}, {sparse_attention_problem.choose_splits(p)} splits"
     ),
-    "simt_slots": KernelEntry(by_name, lambda p, _: str(p.kind)),
+    "simt_slots": KernelEntry(lambda p, _: str(p.kind)),
     "sm90_gemm_grouped": KernelEntry(
-        by_name, lambda p, _: f"{p.groups} groups{', turned back' if p.turned else ''}, {p.out}"
+        lambda p, _: f"{p.groups} groups{', turned back' if p.turned else ''}, {p.out}"
     ),
     "sm90_gemm_grouped_fp8": KernelEntry(
-        by_name,
         lambda p, _: f"{p.groups} groups{', turned back' if p.turned else ''}, {p.scales}",
     ),
-    "sm90_moe_nvfp4": KernelEntry(_moe, _moe_tactic),
-    "sm90_shared_expert": KernelEntry(_shared_expert, lambda _p, _: "nvfp4"),
-    "simt_moe_rows": KernelEntry(launched, tactic),
+    "sm90_moe_nvfp4": KernelEntry(_moe_tactic, _moe),
+    "sm90_shared_expert": KernelEntry(lambda _p, _: "nvfp4", _shared_expert),
+    "simt_moe_rows": KernelEntry(tactic, launched),
 }
 
 
