@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from degarble.harness.base.errors import MissingDevice
 from degarble.kernels.attention import problem as facts
 from degarble.kernels.attention.problem import AttentionForm
 from degarble.kernels.primitives.kv_problem import ENTRIES
-from degarble.kernels.runtime import kernel as descriptor
 from degarble.kernels.runtime.compiling import CompileSettings, cubin_facts, unstated_roundings
 from degarble.kernels.runtime.targets import SM90A, SM100A
 from degarble.suites.kernels import gemm_code, tcgen05_words
@@ -167,14 +165,6 @@ def test_models_and_ranks_have_forms_among_these() -> None:
     for heads, far, mode in ((128, 1024, "decode"), (64, 512, "prefill"), (8, 32, "decode")):
         problem = checks.Case(heads=heads, far=far, mode=mode).problem
         assert facts.choose_form(problem, TARGET).together in range(9)
-
-
-def test_another_target_is_refused(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = checks.Case(tokens=2, heads=8, near=5, far=6, pages=(3, 2), lengths=True)
-    monkeypatch.setattr(descriptor, "require_device", lambda _tensors: 0)
-    monkeypatch.setattr(descriptor, "target_of_device", lambda _device: SM90A)
-    with pytest.raises(MissingDevice, match="sm_100a"):
-        kernels.KERNEL.run(case.problem, SETTINGS, **checks.operands_of(checks.drawn(case, "cpu")))
 
 
 def test_a_gpu_has_the_module_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

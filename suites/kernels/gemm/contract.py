@@ -24,6 +24,7 @@ from degarble.kernels.runtime.compiling import fused_instructions
 from degarble.kernels.runtime.targets import TARGETS
 from degarble.suites.kernels import gemm_checks, gemm_code, row_checks
 from degarble.suites.kernels.contract import (
+    BLACKWELL,
     HOPPER,
     Detection,
     Judged,
@@ -196,6 +197,11 @@ def _expects_a_stage_and_steps(kernel: CompiledKernel, form: Any) -> None:
     assert len(gemm_code.wgmmas(kernel.ptx)) == 4 * (form.steps_of_head or 1)
 
 
+def _in_bf16(cases: list[grouped_checks.Case]) -> list[grouped_checks.Case]:
+    """Leave out what has no form on Blackwell."""
+    return [case for case in cases if case.out == "bf16"]
+
+
 def _grouped_result(case: grouped_checks.Case) -> Any:
     return grouped_checks.launched(case, case.operands())[0]
 
@@ -329,6 +335,11 @@ JUDGED = [
     Judged(
         "sm90_gemm_grouped_fp8", grouped_fp8_checks.cases(), grouped_fp8_checks.mismatch,
         grouped_fp8_checks.fuzzed, 6, 50, _grouped_fp8_result, devices=HOPPER,
+    ),
+    Judged(
+        "sm100_gemm_grouped", _in_bf16(grouped_checks.cases()), grouped_checks.mismatch,
+        lambda seed, count: _in_bf16(grouped_checks.fuzzed(seed, count)), 4, 50, _grouped_result,
+        devices=BLACKWELL,
     ),
     Judged(
         "sm90_gemm_w4a16", w4a16_checks.cases(), w4a16_checks.mismatch, w4a16_checks.fuzzed,

@@ -13,11 +13,7 @@ import pytest
 import torch
 
 from degarble.harness.base.errors import (
-    DtypeMismatch,
     InvalidArgument,
-    LayoutMismatch,
-    MissingDevice,
-    ShapeMismatch,
     UnknownName,
 )
 from degarble.kernels.gemm import grouped_problem as facts
@@ -31,11 +27,12 @@ from degarble.kernels.runtime.compiling import (
     package_root,
     unstated_roundings,
 )
-from degarble.kernels.runtime.targets import SM90A, SM100A
+from degarble.kernels.runtime.targets import SM100A
 from degarble.suites.kernels import gemm_checks as checks
 from degarble.suites.kernels import gemm_code, tcgen05_words
 from degarble.suites.kernels import sm100_checks as blackwell
 from degarble.suites.kernels import sm100_table as table
+from degarble.suites.kernels.contract import kernels_of
 from degarble.suites.kernels.gemm import grouped_checks
 from degarble.suites.kernels.tcgen05_words import Product
 
@@ -75,9 +72,18 @@ def test_machine_code_is_as_derived(kernels: ModuleType) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [*FORMS, *CLUSTERED], ids=blackwell.named)
-def test_machine_code_of_every_form(kernels: ModuleType, form: GemmForm) -> None:
-    assert not gemm_code.sm100_complaints(kernels.compile_form(form, SETTINGS), form)
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(form, id=f"{operands}-{form.scales}-{blackwell.named(form)}")
+        for operands in ("bf16", "fp8_block", "nvfp4")
+        for plain in [blackwell.forms(operands)]
+        for form in (*plain, *(each for one in plain for each in blackwell.clustered(one)))
+    ],
+)
+def test_machine_code_of_every_form(form: GemmForm) -> None:
+    kernel = kernels_of(f"sm100_gemm_{form.operands}").compile_form(form, SETTINGS)
+    assert not gemm_code.sm100_complaints(kernel, form)
 
 
 @each_form
@@ -91,28 +97,12 @@ def test_every_bit_of_the_host_model(form: GemmForm) -> None:
     assert not blackwell.difference(case, out, drawn.want)
 
 
-def test_refuses_by_name(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = GemmProblem(4, 16, 32)
-    a, b = torch.zeros(4, 32, dtype=torch.bfloat16), torch.zeros(16, 32, dtype=torch.bfloat16)
-    moved = torch.zeros(129, dtype=torch.bfloat16)[1:].view(4, 32)
-    for error, name, left, right in (
-        (DtypeMismatch, "A = ", a.half(), b),
-        (ShapeMismatch, "B = ", a, b[:8]),
-        (LayoutMismatch, "address of A", moved, b),
-    ):
-        with pytest.raises(error, match=name):
-            checks.multiply(kernels, (left, right), problem)
-    blackwell.pretend_gpu(monkeypatch, SM90A)
-    with pytest.raises(MissingDevice, match="sm_100a"):
-        checks.multiply(kernels, (a, b), problem)
-
-
 def mismatch(case: checks.Case) -> str:
     """Run a case on the GPU, D and the rows behind it full of NaN before; compare every bit."""
     drawn, rows = blackwell.drawn(case, "cuda"), case.problem.rows
     shape = (rows + checks.ROWS_BEHIND, case.problem.columns)
     out = torch.full(shape, torch.nan, dtype=torch.bfloat16, device="cuda")
-    kernels = import_module("degarble.kernels.gemm.sm100_gemm_bf16")
+    kernels = kernels_of(f"sm100_gemm_{case.problem.operands}")
     checks.multiply(kernels, drawn.given, case.problem, case.form, out[:rows])
     if not out[rows:].isnan().all():
         return f"{case.name}: numbers written behind D"
@@ -120,8 +110,15 @@ def mismatch(case: checks.Case) -> str:
 
 
 @pytest.mark.b200
-@pytest.mark.parametrize("inner", [8, 64, 104, 1096])
-@each_form
+@pytest.mark.parametrize(
+    ("form", "inner"),
+    [
+        pytest.param(form, inner, id=f"{operands}-{blackwell.named(form)}-{inner}")
+        for operands, lengths in (("bf16", (8, 64, 104, 1096)), ("nvfp4", (32, 64, 96, 288, 1056)))
+        for form in blackwell.forms(operands)
+        for inner in lengths
+    ],
+)
 def test_tails(form: GemmForm, inner: int) -> None:
     wrong = [why for case in checks.tails(form, inner) if (why := mismatch(case))]
     assert not wrong
@@ -177,32 +174,6 @@ def test_sm100_gemm_fp8_block_machine_code_is_as_derived(
     assert tensor_memory.accumulators(form) == tensor_memory.STAGE_ACCUMULATORS
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", [*SM100_GEMM_FP8_BLOCK_FORMS, *FP8_CLUSTERED], ids=named)
-def test_sm100_gemm_fp8_block_machine_code_of_every_form(
-    sm100_gemm_fp8_block_kernels: ModuleType, form: GemmForm
-) -> None:
-    assert not gemm_code.sm100_complaints(
-        sm100_gemm_fp8_block_kernels.compile_form(form, SETTINGS), form
-    )
-
-
-def test_sm100_gemm_fp8_block_refuses_by_name(
-    sm100_gemm_fp8_block_kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = checks.with_form(SM100_GEMM_FP8_BLOCK_FORMS[0], (4, 16, 160), "ordinary", 1)
-    ((given,), problem) = checks.fp8_sides(case, "cpu").given, case.problem
-    for error, name, wrong in (
-        (DtypeMismatch, "A = ", given._replace(a=given.a.view(torch.uint8))),
-        (ShapeMismatch, "scales of B", given._replace(b_scales=given.b_scales[:, :1])),
-    ):
-        with pytest.raises(error, match=name):
-            checks.multiply(sm100_gemm_fp8_block_kernels, wrong, problem)
-    blackwell.pretend_gpu(monkeypatch, SM90A)
-    with pytest.raises(MissingDevice, match="sm_100a"):
-        checks.multiply(sm100_gemm_fp8_block_kernels, given, problem)
-
-
 def on_device(case: checks.Case, given: object) -> torch.Tensor:
     """Run a case; D with the rows behind it, all of them NaN before."""
     rows = case.problem.rows
@@ -247,9 +218,6 @@ SM100_GEMM_NVFP4_FORMS = blackwell.forms()
 NVFP4_CLUSTERED = [
     clustered for form in SM100_GEMM_NVFP4_FORMS for clustered in blackwell.clustered(form)
 ]
-sm100_gemm_nvfp4_each_form = pytest.mark.parametrize(
-    "form", SM100_GEMM_NVFP4_FORMS, ids=blackwell.named
-)
 FUZZED, AT_ONCE = 120, 40
 
 
@@ -296,34 +264,6 @@ def test_clusters_share_loads_and_releases(sm100_gemm_nvfp4_kernels: ModuleType)
     assert "loads shared: got 2, want 3" in gemm_code.sm100_complaints(wrong, form)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", [*SM100_GEMM_NVFP4_FORMS, *NVFP4_CLUSTERED], ids=blackwell.named)
-def test_sm100_gemm_nvfp4_machine_code_of_every_form(
-    sm100_gemm_nvfp4_kernels: ModuleType, form: GemmForm
-) -> None:
-    assert not gemm_code.sm100_complaints(
-        sm100_gemm_nvfp4_kernels.compile_form(form, SETTINGS), form
-    )
-
-
-def test_sm100_gemm_nvfp4_refuses_by_name(
-    sm100_gemm_nvfp4_kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    problem = GemmProblem(4, 16, 96, "nvfp4", "e4m3")
-    case = checks.table_case("nvfp4", (4, 16, 96), "e4m3")
-    a, b = checks.nvfp4_sides(case, "cpu").given
-    wrong = (
-        (DtypeMismatch, "codes of A", a._replace(codes=a.codes.to(torch.int8))),
-        (ShapeMismatch, "scales of A", a._replace(scales=a.scales[:512])),
-    )
-    for error, name, given in wrong:
-        with pytest.raises(error, match=name):
-            checks.multiply(sm100_gemm_nvfp4_kernels, (given, b), problem)
-    blackwell.pretend_gpu(monkeypatch, SM90A)
-    with pytest.raises(MissingDevice, match=r"sm_100a"):
-        checks.multiply(sm100_gemm_nvfp4_kernels, (a, b), problem)
-
-
 def test_the_note_shows_the_tables_as_they_are() -> None:
     note = (package_root() / "docs/design-notes/sm100_gemm.md").read_text()
     for lines in (table.facts_of_forms(), table.roofline(), table.of_models()):
@@ -332,27 +272,6 @@ def test_the_note_shows_the_tables_as_they_are() -> None:
 
 
 # ---- on a B200 -----------------------------------------------------------------------------------
-
-
-def sm100_gemm_nvfp4_mismatch(case: checks.Case) -> str:
-    """Run a case on the GPU, D full of NaN before, rows behind it as well; compare every bit."""
-    drawn = blackwell.drawn(case, "cuda")
-    rows = case.problem.rows
-    shape = (rows + checks.ROWS_BEHIND, case.problem.columns)
-    out = torch.full(shape, torch.nan, dtype=torch.bfloat16, device="cuda")
-    kernels = import_module("degarble.kernels.gemm.sm100_gemm_nvfp4")
-    checks.multiply(kernels, drawn.given, case.problem, case.form, out[:rows])
-    if not out[rows:].isnan().all():
-        return f"{case.name}: numbers written behind D"
-    return blackwell.difference(case, out[:rows], drawn.want)
-
-
-@pytest.mark.b200
-@pytest.mark.parametrize("inner", [32, 64, 96, 288, 1056])
-@sm100_gemm_nvfp4_each_form
-def test_sm100_gemm_nvfp4_tails(form: GemmForm, inner: int) -> None:
-    wrong = [why for case in checks.tails(form, inner) if (why := sm100_gemm_nvfp4_mismatch(case))]
-    assert not wrong
 
 
 @pytest.mark.b200
@@ -366,7 +285,7 @@ def test_fuzzed_shapes(seed: int) -> None:
         for i, case in enumerate(cases)
     ]
     cases = [replace(case, form=form) for case, form in zip(cases, forms, strict=True)]
-    assert not [why for case in cases if (why := sm100_gemm_nvfp4_mismatch(case))]
+    assert not [why for case in cases if (why := mismatch(case))]
 
 
 @pytest.mark.b200
@@ -417,7 +336,6 @@ def test_two_runs_are_equal_and_a_graph_replays_on_changed_data() -> None:
 #
 # No B200 is here. What is marked b200 was never run; what is not marked says nothing about a chip.
 
-SM100_GEMM_GROUPED_FUZZED, SM100_GEMM_GROUPED_AT_ONCE = 200, 50
 SHAPES = (
     *(shape for shape in (grouped_checks.PRO, grouped_checks.FLASH, grouped_checks.TINY)),
     (4, 64, 128, 0),
@@ -515,43 +433,12 @@ def test_tiles_lie_within_groups_and_all_fits(
     assert problem.inner // facts.GROUPED_STEP % (form.steps_of_head or 1) == 0
 
 
-def test_sm100_gemm_grouped_refuses_by_name(
-    sm100_gemm_grouped_kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+def test_targets_and_outputs_without_a_form_are_refused(
+    sm100_gemm_grouped_kernels: ModuleType,
 ) -> None:
-    problem = GroupedProblem(3, 2, 64, 128, 128, 5)
-    a, b = (torch.zeros(n, k, dtype=torch.bfloat16) for n, k in ((3, 256), (128, 128)))
-    turns = (torch.zeros(5, 64), torch.zeros(3, dtype=torch.int64))
-    with pytest.raises(DtypeMismatch, match="A"):
-        grouped_checks.multiply(sm100_gemm_grouped_kernels, (a.float(), b), problem, turns)
-    with pytest.raises(InvalidArgument, match="turns"):
-        grouped_checks.multiply(sm100_gemm_grouped_kernels, (a, b), problem)
+    a, b = (torch.zeros(n, 128, dtype=torch.bfloat16) for n in (3, 64))
     wide = GroupedProblem(3, 1, 64, 128, out="fp32")
-    narrow = (a[:, :128].contiguous(), b[:64])
     with pytest.raises(InvalidArgument, match="sm_90a alone"):
-        grouped_checks.multiply(sm100_gemm_grouped_kernels, narrow, wide)
+        grouped_checks.multiply(sm100_gemm_grouped_kernels, (a, b), wide)
     with pytest.raises(UnknownName, match="target of grouped products"):
-        facts.choose_grouped_form(problem, "sm_80")
-    blackwell.pretend_gpu(monkeypatch, SM90A)
-    with pytest.raises(MissingDevice, match="sm_100a"):
-        grouped_checks.multiply(sm100_gemm_grouped_kernels, (a, b), problem, turns)
-
-
-def in_bf16(cases: list[grouped_checks.Case]) -> list[grouped_checks.Case]:
-    """Leave out what has no form here."""
-    return [case for case in cases if case.out == "bf16"]
-
-
-@pytest.mark.b200
-@pytest.mark.parametrize("case", in_bf16(grouped_checks.cases()), ids=lambda case: case.name)
-def test_every_bit_is_that_of_the_composition(case: grouped_checks.Case) -> None:
-    assert not grouped_checks.mismatch(case)
-
-
-@pytest.mark.b200
-@pytest.mark.parametrize("seed", range(SM100_GEMM_GROUPED_FUZZED // SM100_GEMM_GROUPED_AT_ONCE))
-def test_fuzzed_cases(seed: int) -> None:
-    assert not [
-        w
-        for case in in_bf16(grouped_checks.fuzzed(seed, SM100_GEMM_GROUPED_AT_ONCE))
-        if (w := grouped_checks.mismatch(case))
-    ]
+        facts.choose_grouped_form(GroupedProblem(3, 2, 64, 128, 128, 5), "sm_80")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from degarble.harness.base.errors import InvalidArgument, MissingDevice
+from degarble.harness.base.errors import InvalidArgument
 from degarble.kernels.indexer import problem as facts
 from degarble.kernels.indexer.problem import (
     KeyPages,
@@ -19,7 +19,6 @@ from degarble.kernels.indexer.problem import (
     TopkProblem,
     choose_form,
 )
-from degarble.kernels.runtime import kernel as descriptor
 from degarble.kernels.runtime.compiling import cubin_facts, unstated_roundings
 from degarble.kernels.runtime.targets import SM90A, SM100A
 from degarble.references import sparse_attention
@@ -253,14 +252,6 @@ def test_machine_code_is_as_derived(
 @pytest.mark.parametrize("form", FORMS, ids=_named)
 def test_machine_code_of_every_form(kernels: ModuleType, form: ScoresForm) -> None:
     assert not complaints(kernels.compile_form(form, SETTINGS), form)
-
-
-def test_another_target_is_refused(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(descriptor, "require_device", lambda _tensors: 0)
-    monkeypatch.setattr(descriptor, "target_of_device", lambda _device: SM90A)
-    given = checks.sides(CASE, "cpu").given
-    with pytest.raises(MissingDevice, match="sm_100a"):
-        kernels.KERNEL.run(CASE.problem, SETTINGS, **given)
 
 
 def test_a_gpu_has_the_module_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

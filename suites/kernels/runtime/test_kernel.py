@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from degarble.harness.base.errors import InvalidArgument, UnknownName
+from degarble.harness.base.errors import InvalidArgument, MissingDevice, UnknownName
+from degarble.kernels.runtime import kernel as descriptor
 from degarble.kernels.runtime.modules import MODULES, module_of
+from degarble.kernels.runtime.targets import SM90A, SM100A
 from degarble.suites.kernels.runtime import kernel_cases
 from degarble.suites.kernels.runtime.kernel_cases import CASES
 from degarble.suites.kernels.runtime.launch_case import SETTINGS, LaunchCase
@@ -60,6 +62,7 @@ DESCRIBED = (
     "sm90_indexer_scores",
     "sm90_sparse_attention",
 )
+ANYWHERE = ("sm90_gemm_w4a16",)  # named for the first target that it had
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.key.partition(" with")[0])
 each_kernel = pytest.mark.parametrize("name", DESCRIBED)
 
@@ -105,6 +108,18 @@ def test_refusals_are_as_kept(name: str) -> None:
 @each_case
 def test_operands_in_main_memory_are_refused(case: LaunchCase) -> None:
     with pytest.raises(InvalidArgument, match="one CUDA device"):
+        kernel_cases.public(case)(case.tensors())
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in DESCRIBED if n.startswith(("sm90_", "sm100_")) and n not in ANYWHERE]
+)
+def test_a_gpu_of_another_target_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(case for case in CASES if case.kernel == name)
+    own, other = (SM90A, SM100A) if name.startswith("sm90_") else (SM100A, SM90A)
+    monkeypatch.setattr(descriptor, "require_device", lambda _tensors: 0)
+    monkeypatch.setattr(descriptor, "target_of_device", lambda _device: other)
+    with pytest.raises(MissingDevice, match=own.name):
         kernel_cases.public(case)(case.tensors())
 
 
