@@ -47,7 +47,7 @@ SETS = 4
 CONTEXT = 8192
 TYPES = {0: "window only", 4: "ratio 4, indexer", 128: "ratio 128"}
 TYPES_V32 = {MlpType.DENSE: "dense", MlpType.SCORED: "experts"}
-ENTRY_V32 = "fp8-v32-ue8m0"  # 656 bytes
+ENTRY, ENTRY_V32 = "fp8", "fp8-v32-ue8m0"  # 656 bytes
 NVFP4, FP8 = RECIPES = ("nvfp4-full", "nvfp4-experts")  # of attention and the shared expert
 WHOLE = "whole step"
 
@@ -265,8 +265,8 @@ class Given:
     config: Any
     every: Experts
     recipe: str
+    entry: str  # of the caches
     context: int = CONTEXT
-    entry: str = ENTRY_V32
 
     def recorded(self, run: Callable[[], object]) -> Step:
         self.kernels.calls = []
@@ -277,7 +277,7 @@ class Given:
 def steps_of(given: Given, block: Block, lanes: int) -> list[Step]:
     """Sets of a V4 layer at the end of a context that is full."""
     config, found = given.config, []
-    room = MemorySize(lanes, given.context, config.sliding_window, "fp8")
+    room = MemorySize(lanes, given.context, config.sliding_window, given.entry)
     for _ in range(SETS):
         stepping = V4Steps(given.kernels, config, Switches(), room)
         weights = layer(config, block, given.every, given.recipe)
@@ -375,7 +375,7 @@ def decoder(options: Any) -> Iterator[Part]:
     """Layers of each type at the end of 8,192 tokens."""
     config = replace(MODELS[options.model], num_hash_layers=0)
     sizes = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
-    given = Given(Remembering(settings_here()), config, experts(*sizes), options.recipe)
+    given = Given(Remembering(settings_here()), config, experts(*sizes), options.recipe, ENTRY)
     yield f"{options.model}, {options.recipe}, caches of FP8 entries"
     for lanes in options.lanes:
         spent: list[float] = []
@@ -391,7 +391,7 @@ def decoder(options: Any) -> Iterator[Part]:
 def decoder_v32(options: Any) -> Iterator[Part]:
     """A dense layer and one of experts; --pieces adds 64 tokens of one prompt."""
     sizes = V3_2.hidden_size, V3_2.moe_intermediate_size, V3_2.n_routed_experts
-    given = Given(Remembering(settings_here()), V3_2, experts(*sizes), options.recipe)
+    given = Given(Remembering(settings_here()), V3_2, experts(*sizes), options.recipe, ENTRY_V32)
     yield f"V3.2, {options.recipe}, entries of 656 bytes"
     for lanes, rows in [(n, n) for n in options.lanes] + [(1, PIECE)] * options.pieces:
         spent: list[float] = []

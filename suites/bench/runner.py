@@ -401,7 +401,8 @@ def measured(comparison: Comparison, rounds: int, gpu: bool) -> Section:
         except Exception as error:
             if not comparison.keep_going:
                 raise
-            failed[comparison.as_one or arms[0].name] = (
+            name = next((arm.name for arm in arms if not arm.baseline), arms[0].name)
+            failed[comparison.as_one or name] = (
                 f"{type(error).__name__}: {' '.join(str(error).split())}"
             )
             continue

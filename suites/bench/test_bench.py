@@ -484,7 +484,7 @@ def test_a_pair_steps_where_it_should() -> None:
 @pytest.mark.parametrize(("task", "most"), [("dequantise", 1.5), ("quantise", 1.5)])
 def test_peak_memory_of_a_child_is_a_share(task: str, most: float) -> None:
     ratio = machine.in_child(f"{tensors.__name__}:peak_ratio", task, tensors.OURS, 2048).result
-    assert ratio is None or 0.5 < ratio < most
+    assert ratio is None or 0.2 < ratio < most  # spare memory may hold the output
 
 
 def test_capture_arms_write_what_they_say() -> None:

@@ -16,7 +16,7 @@ from degarble.kernels.gemm.problem import OPERANDS, GemmProblem
 from degarble.kernels.gemm.w4a16_problem import W4A16Problem
 from degarble.kernels.runtime.targets import SM90A, SM100A, TARGETS
 from degarble.references.tiny import figures
-from degarble.references.tiny.configs import TINY_V32
+from degarble.references.tiny.configs import TINY_V4, TINY_V32
 from degarble.suites.backends.cutedsl_standin import StandIn
 from degarble.suites.bench import (
     attention,
@@ -478,7 +478,7 @@ def test_a_step_of_v32_launches_every_kernel_of_its_layers(
     monkeypatch.setattr(decoder, "SETS", 1)
     monkeypatch.setattr(gpu, "DEVICE", "cpu")
     every = decoder.experts(128, 128, small.n_routed_experts)
-    given = decoder.Given(Recording(), small, every, recipe, 256, "bf16")
+    given = decoder.Given(Recording(), small, every, recipe, "bf16", 256)
     for block, size in zip(small.layers, ((2, 2), (1, 64)), strict=True):
         (step,) = decoder.steps_of_v32(given, block, *size)
         made = step.run()
@@ -488,6 +488,30 @@ def test_a_step_of_v32_launches_every_kernel_of_its_layers(
         assert {"simt_residual_norm", "simt_latent_query", "sm90_sparse_attention"} <= launched
         table = decoder.step_table("t", given.kernels, [step], lambda _found: [])
         assert len(table.turns[0]) == 1 + len(step.calls)
+
+
+@pytest.mark.parametrize("recipe", decoder.RECIPES)
+@pytest.mark.parametrize("ratio", decoder.TYPES)
+def test_a_step_of_v4_launches_every_kernel_of_its_layers(
+    recipe: str, ratio: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = replace(
+        TINY_V4, hidden_size=256, q_lora_rank=128, o_lora_rank=128, moe_intermediate_size=128,
+        num_hash_layers=0,
+    )  # fmt: skip
+    monkeypatch.setattr(decoder, "SETS", 1)
+    monkeypatch.setattr(gpu, "DEVICE", "cpu")
+    every = decoder.experts(256, 128, small.n_routed_experts)
+    given = decoder.Given(Recording(), small, every, recipe, "bf16", 256)
+    block = [each for each in small.layers if each.ratio == ratio][-1]
+    (step,) = decoder.steps_of(given, block, 2)
+    made = step.run()
+    assert isinstance(made, torch.Tensor)
+    assert made.isfinite().all()
+    launched = {name for name, *_ in step.calls}
+    assert {"simt_mhc", "simt_qnorm_rope", "sm90_sparse_attention", "simt_router"} <= launched
+    assert ("simt_indexer_topk" in launched) == (ratio == 4)
+    assert ("simt_compressor" in launched) == bool(ratio)
 
 
 # ---- cosines with BF16 ---------------------------------------------------------------------------
