@@ -63,7 +63,7 @@ slow: setup
 	@$(THREADS) $(BIN)/python -m pytest -q --no-header -n $(JOBS) --timeout 3600 -m slow $(ARGS)
 
 figures: setup
-	@$(BIN)/python -m degarble.suites.bench --page $(ARGS)
+	@$(BIN)/python -m degarble.suites.bench $(ARGS) --page
 
 mutation: setup
 	@$(THREADS) $(BIN)/python -m degarble.suites.mutation.run $(ARGS)

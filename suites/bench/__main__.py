@@ -146,15 +146,16 @@ def origin_of(name: str, options: Any, device: str, arguments: Sequence[str]) ->
     today = dt.datetime.now(tz=dt.UTC).date().isoformat()
     command = " ".join([f"python -m {HOME}", *arguments])
     if options.page:
-        rest = " ".join(each for each in arguments if each != "--page")
+        told = ("--page", str(options.page))
+        rest = " ".join(each for each in arguments if each not in told)
         command = f'make figures ARGS="{rest}"' if rest else "make figures"
-    told = [f"{today}, `{command}`", machine(bench_named(name).packages)]
+    lines = [f"{today}, `{command}`", machine(bench_named(name).packages)]
     if device:
         import torch  # noqa: PLC0415  as above
 
-        return [*told, f"{torch.cuda.get_device_name()} ({device})"]
+        return [*lines, f"{torch.cuda.get_device_name()} ({device})"]
     return [
-        *told, f"pinned to {options.threads} cores, load average before {os.getloadavg()[0]:.2f}",
+        *lines, f"pinned to {options.threads} cores, load average before {os.getloadavg()[0]:.2f}",
     ]  # fmt: skip
 
 

@@ -281,7 +281,7 @@ def test_a_missed_target_is_written_and_ends_with_status_1(
     planted(lambda _: [Table("t", ("h",), (("c",),)), Target("x", 1.0, 2.0), "note"])
     assert main(line) == EXIT_DIFFERS
     assert "| x | >= 2 | 1.00 | MISSED |" in page.read_text()
-    assert 'make figures ARGS="--only formats' in page.read_text()
+    assert '`make figures ARGS="--only formats"`' in page.read_text()
     planted(lambda _: [Table("t", ("h",), (("c",),)), Target("x", 3.0, 2.0), "note"])
     assert main(line) == 0
     assert "| x | >= 2 | 3.00 | met |" in page.read_text()
