@@ -103,7 +103,7 @@ CALL_TO_LAUNCH = (
 RECORDS = (
     Record("harness/base/sums.py", "ErrorSums"),
     Record(f"{_ENGINE}budget/budget.py", "LevelFinding"),
-    Record(f"{_ENGINE}budget/judging.py", "OutputResult"),
+    Record(f"{_ENGINE}budget/budget.py", "OutputResult"),
     Record(f"{_ENGINE}localise/judged_run.py", "OutputRow"),
     Record("harness/report/replay_record.py", "JudgedOutput"),
     Record("harness/report/blocks.py", "JudgedCell"),
