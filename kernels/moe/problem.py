@@ -178,6 +178,55 @@ def forms_of(
 # ---- rows ----------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class RowsProblem:
+    """The rows of a problem in tiles of a tactic, each of one expert."""
+
+    moe: MoeProblem
+    tactic: GemmTactic
+    mapped: bool = False  # whether experts have other numbers here
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return the element counts of a plan: rows, counts, tiles, slots, places."""
+        return plan_sizes(self.moe, self.tactic)
+
+    @property
+    def rows(self) -> int:
+        """Return the rows that any choice needs at most."""
+        return most_rows(self.moe, self.tactic)
+
+
+@dataclass(frozen=True)
+class RowsForm:
+    """Compile-time parameters of what orders and quantises rows."""
+
+    tile: int  # rows of one expert
+    target: str
+
+
+@dataclass(frozen=True)
+class CombineProblem:
+    """So many of `rows` are summed to each token."""
+
+    tokens: int
+    hidden: int
+    chosen: int
+    rows: int
+    weighted: bool
+    shared: bool
+
+
+def choose_rows_form(problem: RowsProblem, target: str) -> RowsForm:
+    """Return the form that orders or quantises rows."""
+    return RowsForm(rows_of_one_expert(problem.tactic), target)
+
+
+def choose_combine_form(problem: CombineProblem, target: str) -> CombineForm:
+    """Return the form that sums a token's slots."""
+    return CombineForm(problem.chosen, problem.weighted, problem.shared, target)
+
+
 def rows_of_one_expert(tactic: GemmTactic) -> int:
     """Return the rows that belong to one expert: of a tile, or of a cluster's tiles along M."""
     return tactic.rows * tactic.cluster_rows

@@ -18,10 +18,10 @@ D hidden.
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import cutlass
+import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
 from torch import Tensor
@@ -30,23 +30,28 @@ from degarble.harness.formats import scalar_ops as codecs
 from degarble.harness.formats.layouts import SWIZZLE_128X4, ceil_div, round_up
 from degarble.kernels.gemm.problem import GemmTactic
 from degarble.kernels.moe import problem as facts
+from degarble.kernels.moe.problem import CombineProblem, RowsForm, RowsProblem
 from degarble.kernels.primitives import device_words as words
 from degarble.kernels.primitives import quantise_problem
 from degarble.kernels.runtime import operands
-from degarble.kernels.runtime.compiling import (
-    CompiledKernel,
-    CompileSettings,
-    any_stream,
-    compile_kernel,
-    current_stream,
+from degarble.kernels.runtime.compiling import CompileSettings, current_stream
+from degarble.kernels.runtime.kernel import (
+    Kernel,
+    LaunchContext,
+    Operand,
+    Operands,
+    Presence,
+    Storage,
 )
-from degarble.kernels.runtime.targets import TARGETS
 
 LANES, WARPS = 32, 8
 THREADS = LANES * WARPS
 EVERY_LANE = 0xFFFF_FFFF
 FLAT = 1 << 30
 CHUNK = 8  # numbers of a row that a thread of `combine` sums
+
+
+PLANNED = ("rows", "counts", "tiles", "slots", "places")  # a plan, as its kernel names it
 
 
 class RowPlan(NamedTuple):
@@ -186,13 +191,13 @@ def place_kernel(
 def launch_plan(
     pointers: tuple[cute.Pointer, ...],
     extents: tuple[Int32, ...],
-    tile: cutlass.Constexpr,
+    form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
     """Launch count and place on slots, experts in all, experts here, whether a map exists."""
     tensors, blocks = flat(pointers), extents[2]
     count_kernel(tensors, extents).launch(grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream)
-    place_kernel(tensors, extents, tile).launch(
+    place_kernel(tensors, extents, form.tile).launch(
         grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream
     )
 
@@ -256,8 +261,7 @@ def gather_kernel(
 def launch_gather(
     pointers: tuple[cute.Pointer, ...],
     extents: tuple[Int32, ...],
-    tile: cutlass.Constexpr,
-    target: cutlass.Constexpr,
+    form: cutlass.Constexpr,
     stream: CUstream,
 ) -> None:
     """Launch on blocks of a row, experts of a token, grid along x and y."""
@@ -266,7 +270,7 @@ def launch_gather(
     known, scales = flat((rows, experts, slots, scale)), flat((scales,))
     read, written = in_words(values, words.BLOCK_WORDS), in_words(codes, words.BLOCK_WORDS // 4)
     tensors = Gathering(*(read, *known, written, *scales))
-    gather_kernel(tensors, blocks, chosen, tile, target).launch(
+    gather_kernel(tensors, blocks, chosen, form.tile, form.target).launch(
         grid=[walkers, columns, 1], block=[THREADS, 1, 1], stream=stream
     )
 
@@ -340,35 +344,104 @@ def launch_combine(
 
 # ---- host ----------------------------------------------------------------------------------------
 
-ELEMENTS_OF_PLAN = (Int32,) * 7
-ELEMENTS_OF_GATHER = (Uint32, Int32, Int32, Int32, Float32, Uint32, Uint8)
-ALIGNMENTS_OF_GATHER = (32, 4, 4, 4, 4, 8, 1)
-ELEMENTS_OF_COMBINE = (Uint32, Int32, Float32, Uint32, Uint32)
-ALIGNMENTS_OF_COMBINE = (16, 4, 4, 16, 16)
+
+def _plan_numbers(of: LaunchContext[RowsProblem, RowsForm]) -> tuple[Any, ...]:
+    moe = of.problem.moe
+    return ((moe.slots, moe.routed, moe.experts, int(of.problem.mapped)),)
 
 
-@cache
-def compile_plan(tile: int, target: str, settings: CompileSettings) -> CompiledKernel:
-    """Compile count and place for tiles of so many rows; needs no GPU."""
-    pointers = pointers_of(ELEMENTS_OF_PLAN, (None,) * 7, (4,) * 7)
-    arguments = (pointers, tuple(Int32(1) for _ in range(4)), tile, any_stream())
-    return compile_kernel(launch_plan, arguments, TARGETS[target], settings)
+def _gather_numbers(of: LaunchContext[RowsProblem, RowsForm]) -> tuple[Any, ...]:
+    moe = of.problem.moe
+    blocks = moe.hidden // quantise_problem.BLOCK
+    columns = ceil_div(blocks, quantise_problem.TILE_BLOCKS)
+    down = ceil_div(of.problem.rows, quantise_problem.TILE_ROWS)
+    at_once = of.processors * facts.WALKERS // columns
+    return ((blocks, moe.chosen, min(down, max(1, at_once)), columns),)
 
 
-@cache
-def compile_gather(tile: int, target: str, settings: CompileSettings) -> CompiledKernel:
-    """Compile gather; needs no GPU."""
-    pointers = pointers_of(ELEMENTS_OF_GATHER, (None,) * 7, ALIGNMENTS_OF_GATHER)
-    arguments = (pointers, tuple(Int32(1) for _ in range(4)), tile, target, any_stream())
-    return compile_kernel(launch_gather, arguments, TARGETS[target], settings)
+def _combine_numbers(of: LaunchContext[CombineProblem, facts.CombineForm]) -> tuple[Any, ...]:
+    chunks = of.problem.hidden // CHUNK
+    return ((of.problem.tokens, chunks, ceil_div(chunks, THREADS)),)
 
 
-@cache
-def compile_combine(form: facts.CombineForm, settings: CompileSettings) -> CompiledKernel:
-    """Compile combine; needs no GPU."""
-    pointers = pointers_of(ELEMENTS_OF_COMBINE, (None,) * 5, ALIGNMENTS_OF_COMBINE)
-    arguments = (pointers, tuple(Int32(1) for _ in range(3)), form, any_stream())
-    return compile_kernel(launch_combine, arguments, TARGETS[form.target], settings)
+_INTEGERS = Storage(Int32, torch.int32, 4)
+_FLOATS = Storage(Float32, torch.float32, 4)
+_BF16 = Storage(Uint32, torch.bfloat16, 16)
+_MAPPED = Presence[RowsProblem](lambda p: p.mapped, lambda p: f"It says mapped={p.mapped}.")
+_Rows = Operand[RowsProblem]
+_Sum = Operand[CombineProblem]
+
+
+def _planned(at: int) -> Operand[RowsProblem]:
+    return _Rows(PLANNED[at], _INTEGERS, lambda p: (p.sizes[at],), output=True)
+
+
+PLAN = Kernel[RowsProblem, RowsForm](
+    entry=launch_plan,
+    operands=(
+        _Rows("experts", _INTEGERS, lambda p: (p.moe.tokens, p.moe.chosen)),
+        _Rows("local", _INTEGERS, lambda p: (p.moe.routed,), _MAPPED, label="numbers here"),
+        *map(_planned, range(len(PLANNED))),
+    ),
+    choose_form=facts.choose_rows_form,
+    kinds=((Int32,) * 4,),
+    numbers=_plan_numbers,
+    work=lambda problem: problem.moe.tokens,
+)
+GATHER = Kernel[RowsProblem, RowsForm](
+    entry=launch_gather,
+    operands=(
+        _Rows("x", Storage(Uint32, torch.bfloat16, 32), lambda p: (p.moe.tokens, p.moe.hidden)),
+        _Rows("rows", _INTEGERS, lambda _: (1,)),
+        _Rows("tiles", _INTEGERS, lambda p: (p.sizes[2],)),
+        _Rows("slots", _INTEGERS, lambda p: (p.rows,)),
+        _Rows("decode_scale", _FLOATS, lambda p: (p.moe.experts,)),
+        _Rows(
+            "codes",
+            Storage(Uint32, torch.uint8, 8),
+            lambda p: (p.rows, p.moe.hidden // 2),
+            output=True,
+        ),
+        _Rows(
+            "scales",
+            Storage(Uint8, torch.uint8, 1),
+            lambda p: (facts.scale_bytes(p.rows, p.moe.hidden),),
+            output=True,
+        ),
+    ),
+    choose_form=facts.choose_rows_form,
+    kinds=((Int32,) * 4,),
+    numbers=_gather_numbers,
+    work=lambda problem: problem.moe.tokens,
+)
+COMBINE = Kernel[CombineProblem, facts.CombineForm](
+    entry=launch_combine,
+    operands=(
+        _Sum("rows", _BF16, lambda p: (p.rows, p.hidden)),
+        _Sum("places", _INTEGERS, lambda p: (p.tokens * p.chosen,)),
+        _Sum("weights", _FLOATS, lambda p: (p.tokens, p.chosen), label="routing weights"),
+        _Sum(
+            "shared",
+            _BF16,
+            lambda p: (p.tokens, p.hidden),
+            Presence[CombineProblem](lambda p: p.shared, lambda p: f"It says shared={p.shared}."),
+            label="shared expert's output",
+        ),
+        _Sum(
+            "out",
+            lambda of: _BF16 if of.shared else Storage(Uint32, torch.float32, 16),
+            lambda p: (p.tokens, p.hidden),
+            output=True,
+        ),
+    ),
+    choose_form=facts.choose_combine_form,
+    kinds=((Int32,) * 3,),
+    numbers=_combine_numbers,
+    work=lambda problem: problem.tokens,
+)
+compile_plan, compile_gather, compile_combine = (
+    each.compile_form for each in (PLAN, GATHER, COMBINE)
+)
 
 
 def pointers_of(
@@ -400,28 +473,28 @@ class MoeJob:
         return facts.rows_of_one_expert(self.tactic)
 
 
+def launch(job: MoeJob, kernel: Kernel[Any, Any], problem: Any, tensors: Operands) -> None:
+    """Launch a step on checked tensors."""
+    form = kernel.choose_form(problem, job.target)
+    kernel.launch(kernel.compile_form(form, job.settings), form, problem, tensors)
+
+
 def plan(job: MoeJob, chosen_TK: Tensor, local_G: Tensor | None, out: RowPlan) -> None:
     """Order slots into rows, on checked tensors."""
-    problem = job.problem
-    kernel = compile_plan(job.tile, job.target, job.settings)
-    extents = (problem.slots, problem.routed, problem.experts, int(local_G is not None))
-    pointers = pointers_of(ELEMENTS_OF_PLAN, (chosen_TK, local_G, *out), (4,) * 7)
-    kernel(pointers, tuple(map(Int32, extents)), stream_of(chosen_TK))
+    problem = RowsProblem(job.problem, job.tactic, local_G is not None)
+    planned = dict(zip(PLANNED, out, strict=True))
+    launch(job, PLAN, problem, {"experts": chosen_TK, "local": local_G, **planned})
 
 
 def gather(
     job: MoeJob, x_TD: Tensor, decode_scale_E: Tensor, order: RowPlan, out: Nvfp4Rows
 ) -> None:
     """Quantise every row's token with its expert's scale, on checked tensors."""
-    kernel = compile_gather(job.tile, job.target, job.settings)
-    blocks = job.problem.hidden // quantise_problem.BLOCK
-    columns = ceil_div(blocks, quantise_problem.TILE_BLOCKS)
-    down = ceil_div(order.slots.numel(), quantise_problem.TILE_ROWS)
-    at_once = operands.processors_of(x_TD.device.index or 0) * facts.WALKERS // columns
-    extents = (blocks, job.problem.chosen, min(down, max(1, at_once)), columns)
-    tensors = (x_TD, order.rows, order.experts, order.slots, decode_scale_E, *out)
-    pointers = pointers_of(ELEMENTS_OF_GATHER, tensors, ALIGNMENTS_OF_GATHER)
-    kernel(pointers, tuple(map(Int32, extents)), stream_of(x_TD))
+    tensors = {
+        "x": x_TD, "rows": order.rows, "tiles": order.experts, "slots": order.slots,
+        "decode_scale": decode_scale_E, **out._asdict(),
+    }  # fmt: skip
+    launch(job, GATHER, RowsProblem(job.problem, job.tactic), tensors)
 
 
 class Sum(NamedTuple):
@@ -436,13 +509,10 @@ class Sum(NamedTuple):
 
 def combine(job: MoeJob, tensors: Sum) -> None:
     """Sum the rows of every token's slots, on checked tensors."""
-    problem = job.problem
-    weighted, shared = problem.weighting == facts.AFTER_W2, tensors.shared is not None
-    form = facts.CombineForm(problem.chosen, weighted, shared, job.target)
-    chunks = problem.hidden // CHUNK
-    pointers = pointers_of(ELEMENTS_OF_COMBINE, tensors, ALIGNMENTS_OF_COMBINE)
-    extents = tuple(map(Int32, (problem.tokens, chunks, ceil_div(chunks, THREADS))))
-    compile_combine(form, job.settings)(pointers, extents, stream_of(tensors.rows))
+    moe, weighted = job.problem, job.problem.weighting == facts.AFTER_W2
+    shape = (moe.tokens, moe.hidden, moe.chosen, tensors.rows.shape[0])
+    problem = CombineProblem(*shape, weighted, tensors.shared is not None)
+    launch(job, COMBINE, problem, tensors._asdict())
 
 
 def stream_of(tensor: Tensor) -> Any:

@@ -19,6 +19,7 @@ from unittest import mock
 
 from degarble.harness.formats import scalar_ops as ops
 from degarble.kernels.runtime.compiling import CompileSettings
+from degarble.kernels.runtime.kernel import Kernel
 from degarble.kernels.runtime.modules import module_of
 from degarble.suites.kernels.gemm import gemm_faults
 
@@ -169,15 +170,18 @@ def planted(fault: Fault) -> Iterator[None]:
         return fault.instead(true, *given, **named) if tracing[0] else true(*given, **named)
 
     with ExitStack() as stack:
+        anew = {}
         for name in (each for each in vars(kernel) if each.startswith("compile_")):
-            if hasattr(getattr(kernel, name), "__wrapped__"):
-                fresh = _uncached(getattr(kernel, name).__wrapped__, tracing)
-                stack.enter_context(mock.patch.object(kernel, name, fresh))
-        if hasattr(kernel, "KERNEL"):
-            # A fault may change what a problem is prepared from.
-            uncached = kernel.KERNEL.prepared.__wrapped__
-            described = {"compile_form": kernel.compile_form, "prepared": uncached}
-            stack.enter_context(mock.patch.dict(vars(kernel.KERNEL), described))
+            known = getattr(kernel, name)
+            if hasattr(known, "__wrapped__"):
+                anew[known] = _uncached(known.__wrapped__, tracing)
+                stack.enter_context(mock.patch.object(kernel, name, anew[known]))
+        for each in tuple(vars(kernel).values()):
+            if isinstance(each, Kernel):
+                # A fault may change what a problem is prepared from.
+                uncached = each.prepared.__wrapped__  # type: ignore[attr-defined]
+                described = {"compile_form": anew[each.compile_form], "prepared": uncached}
+                stack.enter_context(mock.patch.dict(vars(each), described))
         for place, attribute, value in fault.beside:
             stack.enter_context(mock.patch.object(import_module(place), attribute, value))
         stack.enter_context(mock.patch.object(module, fault.function, instead))

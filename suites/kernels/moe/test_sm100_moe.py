@@ -204,7 +204,8 @@ def test_models_share_few_forms() -> None:
 def test_what_is_around_the_products_compiles_without_spills() -> None:
     rows = import_module("degarble.kernels.moe.simt_moe_rows")
     tile = moe_problem.FIRST_TACTICS[TARGET].rows
-    made = [f(tile, TARGET, checks.SETTINGS) for f in (rows.compile_plan, rows.compile_gather)]
+    of_rows = moe_problem.RowsForm(tile, TARGET)
+    made = [f(of_rows, checks.SETTINGS) for f in (rows.compile_plan, rows.compile_gather)]
     made += [
         rows.compile_combine(moe_problem.CombineForm(6, weighted, shared, TARGET), checks.SETTINGS)
         for weighted, shared in ((True, False), (False, True))
