@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -37,6 +38,7 @@ from degarble.kernels.gemm.w4a16_problem import TACTICS as W4A16_TACTICS
 from degarble.kernels.gemm.w4a16_problem import choose_form as choose_w4a16_form
 from degarble.kernels.gemm.w4a16_problem import grid as w4a16_grid
 from degarble.kernels.primitives.quantise_problem import AMAX_FLOOR, SHARE
+from degarble.kernels.runtime.modules import module_of
 from degarble.kernels.runtime.targets import SM90A, SM100A, TARGETS
 from degarble.suites.kernels import row_checks as checks
 
@@ -141,13 +143,15 @@ def test_refuses_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert contract.require_place((X,), SM100A) == 0
 
 
+@pytest.mark.needs("cutlass")
 def test_refuses_outputs() -> None:
-    problem = GemmProblem(4, 32, 8)
-    contract.require_output(problem, contract.empty_output(problem, X.device))
+    problem, kernel = GemmProblem(4, 32, 8), import_module(module_of("sm90_gemm_bf16")).KERNEL
+    given = {name: torch.zeros(rows, 8).bfloat16() for name, rows in (("a", 4), ("b", 32))}
+    kernel.require(problem, given | kernel.allocate(problem, X.device))
     with pytest.raises(DtypeMismatch, match="D = "):
-        contract.require_output(problem, X.float())
+        kernel.require(problem, given | {"out": X.float()})
     with pytest.raises(ShapeMismatch, match="D = "):
-        contract.require_output(problem, X[:3])
+        kernel.require(problem, given | {"out": X[:3]})
 
 
 # --------------------------------------------------------------------------------------------------
