@@ -43,17 +43,20 @@ class Fault:
         return checks.Case(problem, "even", 1, TILES[checks.TARGET][self.rows])
 
 
-def _halves_changed(true: Any, pair: Any, *more: Any) -> Any:
+def halves_changed(true: Any, pair: Any, *more: Any) -> Any:
+    """Exchange gate and up."""
     return true(pair[::-1], *more)
 
 
-def _expert_before(true: Any, walk: Any, number: Any) -> Any:
+def expert_before(true: Any, walk: Any, number: Any) -> Any:
+    """Take the tile of the expert before."""
     cutlass = import_module("cutlass")
     *place, expert = true(walk, number)
     return (*place, cutlass.max(expert - 1, 0))
 
 
-def _first_tile(true: Any, number: Any, tiles: Any, group: int, least: Any) -> Any:
+def first_tile(true: Any, number: Any, tiles: Any, group: int, least: Any) -> Any:
+    """Leave the last tile unwritten: its number stands for the first one."""
     last = tiles[0] * tiles[1] - 1
     row, column = true(number, tiles, group, least)
     differs = least(last - number, 1)
@@ -64,11 +67,13 @@ def _ones(true: Any, leaving: Any, row: Any) -> Any:
     return [weight * 0.0 + 1.0 for weight in true(leaving, row)]
 
 
-def _as_they_are(_true: Any, numbers: Any, _weight: Any) -> Any:
+def as_they_are(_true: Any, numbers: Any, _weight: Any) -> Any:
+    """Leave a weight out."""
     return numbers
 
 
-def _not_clamped(true: Any, gate: Any, up: Any, _limit: Any) -> Any:
+def not_clamped(true: Any, gate: Any, up: Any, _limit: Any) -> Any:
+    """Leave the limit out."""
     return true(gate, up, None)
 
 
@@ -76,7 +81,8 @@ def _first_rows(_true: Any, _row: Any, first: Any, _form: Any) -> Any:
     return first
 
 
-def _scale_of_gate(true: Any, groups: Any, expert: Any, parts: int) -> Any:
+def scale_of_gate(true: Any, groups: Any, expert: Any, parts: int) -> Any:
+    """Scale up as gate is."""
     return (true(groups, expert, parts)[0],) * parts
 
 
@@ -134,25 +140,25 @@ _PLAIN = "degarble.kernels.gemm.sm90_gemm_nvfp4"
 _GROUPED, _ROWS = "degarble.kernels.moe.sm90_moe_nvfp4", "degarble.kernels.moe.simt_moe_rows"
 
 FAULTS = (
-    Fault("gate and up changed", _EPILOGUE, "gated", _halves_changed),
+    Fault("gate and up changed", _EPILOGUE, "gated", halves_changed),
     Fault("scales of the expert before", _PLAIN, "tiles_of_boxes", _scales_before),
-    Fault("expert before", _SCHEDULE, "tile_at", _expert_before),
-    Fault("unwritten tile", _SCHEDULE, "tile_of", _first_tile, rows=128),
+    Fault("expert before", _SCHEDULE, "tile_at", expert_before),
+    Fault("unwritten tile", _SCHEDULE, "tile_of", first_tile, rows=128),
     Fault("routing weight left out before", _EPILOGUE, "weights_of_rows", _ones, BEFORE_W2),
-    Fault("routing weight left out after", _ROWS, "weighed", _as_they_are),
+    Fault("routing weight left out after", _ROWS, "weighed", as_they_are),
     Fault(
         "limit left out",
         "degarble.kernels.primitives.device_words",
         "swiglu_numbers",
-        _not_clamped,
+        not_clamped,
         rows=128,
     ),
-    Fault("scale of gate for up", _GROUPED, "scales_of", _scale_of_gate),
+    Fault("scale of gate for up", _GROUPED, "scales_of", scale_of_gate),
     Fault("other piece quantised", _EPILOGUE, "block_at", _other_buffer, rows=128),
     Fault("many rows: other half of a stage", _TALL, "decode_half", _other_half, rows=256),
-    Fault("many rows: gate and up changed", _EPILOGUE, "gated", _halves_changed, rows=256),
+    Fault("many rows: gate and up changed", _EPILOGUE, "gated", halves_changed, rows=256),
     Fault("scale rows of up", _PROBLEM, "first_scale_row", _first_rows, rows=256),
-    Fault("many rows: expert before", _SCHEDULE, "tile_at", _expert_before, rows=256),
+    Fault("many rows: expert before", _SCHEDULE, "tile_at", expert_before, rows=256),
     Fault("few rows: gate and up changed", _FEW, "both_of", _changed, rows=16),
     Fault("few rows: weight left out", _FEW, "weight_of", _of_one, BEFORE_W2, rows=16),
     Fault("few rows: scale of gate for up", _FEW, "scales_of", _first_matrix, rows=32),
@@ -161,7 +167,7 @@ FAULTS = (
     Fault("few rows: unwritten span", _SPANS, "chunk_of_numbers", _first_span_written, rows=32),
     Fault("few rows: codes as if not swizzled", _SPANS, "chunk_of_codes", _not_swizzled, rows=32),
     Fault("few rows: tokens' pairs changed", _SPANS, "bf16_pairs", _pairs_changed, rows=64),
-    Fault("few rows: expert before", _SCHEDULE, "tile_at", _expert_before, rows=64),
+    Fault("few rows: expert before", _SCHEDULE, "tile_at", expert_before, rows=64),
 )
 BY_NAME = {fault.name: fault for fault in FAULTS}
 CACHES = (
@@ -173,7 +179,7 @@ CACHES = (
 
 
 @contextmanager
-def planted(fault: Fault) -> Iterator[None]:
+def planted(fault: Any, caches: tuple[tuple[str, str], ...] = CACHES) -> Iterator[None]:
     """Replace the function while kernels are traced, past every cache."""
     module = import_module(fault.module)
     true = getattr(module, fault.function)
@@ -181,17 +187,17 @@ def planted(fault: Fault) -> Iterator[None]:
     def instead(*given: Any, **named: Any) -> Any:
         return fault.instead(true, *given, **named)
 
-    forget()
+    forget(caches)
     try:
         with mock.patch.object(module, fault.function, instead):
             yield
     finally:
-        forget()
+        forget(caches)
 
 
-def forget() -> None:
+def forget(caches: tuple[tuple[str, str], ...] = CACHES) -> None:
     """Forget what was compiled."""
-    for module, name in CACHES:
+    for module, name in caches:
         getattr(import_module(module), name).cache_clear()
 
 

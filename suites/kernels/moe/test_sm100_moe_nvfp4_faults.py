@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import pytest
 
 from degarble.kernels.moe import problem as moe
 from degarble.kernels.moe.problem import AFTER_W2, BEFORE_W2, MoeProblem
 from degarble.suites.kernels.moe import moe_checks as checks
+from degarble.suites.kernels.moe import moe_faults as hopper
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,43 +46,14 @@ class Fault:
         return checks.Case(problem, "even", 1, target=TARGET)
 
 
-def _halves_changed(true: Any, pair: Any, *more: Any) -> Any:
-    return true(pair[::-1], *more)
-
-
-def _expert_before(true: Any, walk: Any, number: Any) -> Any:
-    cutlass = import_module("cutlass")
-    *place, expert = true(walk, number)
-    return (*place, cutlass.max(expert - 1, 0))
-
-
 def _scales_before(true: Any, tile: Any, form: Any) -> Any:
     cutlass = import_module("cutlass")
     *boxes, (at, expert) = true(tile, form)
     return (*boxes, (at, cutlass.max(expert - 1, 0)))
 
 
-def _first_tile(true: Any, number: Any, tiles: Any, group: int, least: Any) -> Any:
-    last = tiles[0] * tiles[1] - 1
-    row, column = true(number, tiles, group, least)
-    differs = least(last - number, 1)
-    return row * differs, column * differs
-
-
 def _one(true: Any, leaving: Any, row: Any) -> Any:
     return true(leaving, row) * 0.0 + 1.0
-
-
-def _as_they_are(_true: Any, numbers: Any, _weight: Any) -> Any:
-    return numbers
-
-
-def _not_clamped(true: Any, gate: Any, up: Any, _limit: Any) -> Any:
-    return true(gate, up, None)
-
-
-def _scale_of_gate(true: Any, groups: Any, expert: Any, parts: int) -> Any:
-    return (true(groups, expert, parts)[0],) * parts
 
 
 def _nothing_ends(_true: Any, *_given: Any) -> tuple[int, int]:
@@ -113,16 +84,19 @@ _MEMORY, _SCHEDULE = "degarble.kernels.gemm.tensor_memory", "degarble.kernels.ge
 _GROUPED, _ROWS = "degarble.kernels.moe.sm100_moe_nvfp4", "degarble.kernels.moe.simt_moe_rows"
 
 FAULTS = (
-    Fault("gate and up changed", _LEAVING, "gated", _halves_changed),
-    Fault("expert before", _SCHEDULE, "tile_at", _expert_before),
+    Fault("gate and up changed", _LEAVING, "gated", hopper.halves_changed),
+    Fault("expert before", _SCHEDULE, "tile_at", hopper.expert_before),
     Fault("scales of the expert before", _MEMORY, "tiles_of_boxes", _scales_before, 1),
-    Fault("unwritten tile", _SCHEDULE, "tile_of", _first_tile, 1),
+    Fault("unwritten tile", _SCHEDULE, "tile_of", hopper.first_tile, 1),
     Fault("routing weight left out before", _LEAVING, "weight_of_row", _one, 0, BEFORE_W2),
-    Fault("routing weight left out after", _ROWS, "weighed", _as_they_are, 2),
+    Fault("routing weight left out after", _ROWS, "weighed", hopper.as_they_are, 2),
     Fault(
-        "limit left out", "degarble.kernels.primitives.device_words", "swiglu_numbers", _not_clamped
+        "limit left out",
+        "degarble.kernels.primitives.device_words",
+        "swiglu_numbers",
+        hopper.not_clamped,
     ),
-    Fault("scale of gate for up", _LEAVING, "scales_of", _scale_of_gate),
+    Fault("scale of gate for up", _LEAVING, "scales_of", hopper.scale_of_gate),
     Fault("scales beyond K not cleared", _MEMORY, "end_of_scales", _nothing_ends),
     Fault("rows of scales not skipped", _MEMORY, "columns_skipped", _nothing_skipped, 1),
     Fault("codes of the pair beside", _FACTS, "codes_at", _pair_before),
@@ -130,35 +104,14 @@ FAULTS = (
     Fault("first blocks again", _LEAVING, "halves_of", _first_blocks),
 )
 BY_NAME = {fault.name: fault for fault in FAULTS}
-CACHES = (
-    (_GROUPED, "compile_form"),
-    (_ROWS, "compile_plan"),
-    (_ROWS, "compile_gather"),
-    (_ROWS, "compile_combine"),
-)
+CACHES = ((_GROUPED, "compile_form"), *hopper.CACHES[1:])
 
 
 @contextmanager
 def planted(fault: Fault) -> Iterator[None]:
     """Replace the function while kernels are traced, past every cache."""
-    module = import_module(fault.module)
-    true = getattr(module, fault.function)
-
-    def instead(*given: Any, **named: Any) -> Any:
-        return fault.instead(true, *given, **named)
-
-    forget()
-    try:
-        with mock.patch.object(module, fault.function, instead):
-            yield
-    finally:
-        forget()
-
-
-def forget() -> None:
-    """Forget what was compiled."""
-    for module, name in CACHES:
-        getattr(import_module(module), name).cache_clear()
+    with hopper.planted(fault, CACHES):
+        yield
 
 
 def text(fault: Fault) -> str:
@@ -184,11 +137,6 @@ def text(fault: Fault) -> str:
 @cache
 def whole(name: str) -> str:
     return text(BY_NAME[name])
-
-
-@cache
-def verdict_of_whole(case: checks.Case) -> str:
-    return checks.mismatch(case)
 
 
 @pytest.mark.needs("cutlass")
@@ -221,4 +169,4 @@ def test_a_planted_fault_changes_the_machine_code(fault: Fault) -> None:
 def test_a_fault_is_caught_and_a_whole_call_is_not(fault: Fault) -> None:
     with planted(fault):
         assert checks.mismatch(fault.case)
-    assert not verdict_of_whole(fault.case)
+    assert not hopper.verdict_of_whole(fault.case)
