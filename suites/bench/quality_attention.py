@@ -38,6 +38,7 @@ from degarble.references.model import ModelV4, Sequence, TokenBatch
 from degarble.references.numerics import HeadNorm, KeyValueCache, Numerics
 from degarble.references.tiny import figures
 from degarble.references.tiny.language import document
+from degarble.suites.bench import gpu
 from degarble.suites.bench.quality_linears import cosine
 from degarble.suites.bench.runner import Bench, Part, Table, Target
 from degarble.suites.bench.small_models import FOLDER, Model
@@ -252,14 +253,14 @@ def by_kernel(inputs: Inputs, entry: str, products: str) -> Tensor:
     count, width = inputs.keys.shape[0], inputs.seen.shape[1]
     pages = Pages(entry, 64, -(-count // 64))
     written, settings = WriteProblem(count, pages, source="row"), CompileSettings()
-    cache = writing.empty_cache(written, torch.device("cuda"))
-    slots = torch.arange(count, device="cuda")
-    rows = inputs.keys.cuda()
+    cache = writing.empty_cache(written, torch.device(gpu.DEVICE))
+    slots = torch.arange(count, device=gpu.DEVICE)
+    rows = inputs.keys.to(gpu.DEVICE)
     writing.KERNEL.run(written, settings, values=rows, slots=slots, cache=cache)
-    told = torch.where(inputs.seen.cuda(), slots.int(), -1).contiguous()
+    told = torch.where(inputs.seen.to(gpu.DEVICE), slots.int(), -1).contiguous()
     tokens, heads = inputs.q.shape[:2]
     problem = AttentionProblem(tokens, heads, KeyList(width, pages), products=products)
-    given = {"q": inputs.q.cuda(), "sink": inputs.sink.float().cuda()}
+    given = {"q": inputs.q.to(gpu.DEVICE), "sink": inputs.sink.float().to(gpu.DEVICE)}
     made = attending.KERNEL.run(problem, settings, **given, window_slots=told, window_cache=cache)
     out: Tensor = made["out"]
     return out

@@ -539,6 +539,17 @@ def test_the_small_model_and_a_part_of_v4_pro_reach_their_ceilings() -> None:
     assert table.rows[-1][-1] == "0.988"
 
 
+@pytest.mark.needs("cutlass")
+def test_our_kernels_compute_every_kind_of_layer_and_of_products() -> None:
+    """On a pretended GPU: what is called, not what it gives."""
+    with pretended_gpu(device="cpu"):
+        for layer in quality_linears.drawn_layers(8, "cpu", scale=16):
+            out = quality_linears.Stack().through(layer)
+            assert out.shape == quality_linears.Reference().through(layer).shape
+        for entry, products in quality_attention.KINDS.values():
+            assert quality_attention.by_kernel(SMALL, entry, products).shape == (2, 3, 512)
+
+
 def test_outliers_and_scales_are_what_they_say() -> None:
     generator = torch.Generator().manual_seed(1)
     x = quality_linears.activations(64, 2048, generator).float()
