@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 
+from degarble.kernels.runtime.kernel import Kernel
 from degarble.kernels.runtime.modules import MODULES, module_of
 from degarble.kernels.runtime.targets import TARGETS
 from degarble.suites.bench import gpu, runner
@@ -60,10 +61,11 @@ def pretended_gpu(target: str = "sm_90a", device: str = META) -> Iterator[None]:
                 if name in vars(module):
                     stack.enter_context(mock.patch.object(module, name, function))
             # What was compiled in earnest stays so, and nothing pretended is kept.
-            holder = vars(module).get("KERNEL", module)
-            fresh = getattr(vars(module).get("compile_form"), "__wrapped__", None)
-            if fresh is not None:
-                stack.enter_context(mock.patch.dict(vars(holder), {"compile_form": fresh}))
+            described = [each for each in vars(module).values() if isinstance(each, Kernel)]
+            for holder in (module, *described):
+                fresh = getattr(vars(holder).get("compile_form"), "__wrapped__", None)
+                if fresh is not None:
+                    stack.enter_context(mock.patch.dict(vars(holder), {"compile_form": fresh}))
         stack.enter_context(mock.patch.object(gpu, "DEVICE", device))
         stack.enter_context(mock.patch.object(runner, "DEVICE", device))
         stack.enter_context(mock.patch.object(runner, "_gpu_seconds", _seconds))
