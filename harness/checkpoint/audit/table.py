@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from degarble.harness.checkpoint.audit.against.comparison import Pair
     from degarble.harness.checkpoint.audit.rules import AuditRule
     from degarble.harness.checkpoint.view.view import Checkpoint
     from degarble.harness.checkpoint.view.weight_units import WeightUnit
@@ -297,8 +296,22 @@ class NumberTable(WeightTable["WeightUnit"]):
         return self.members[row]
 
 
+class Pair(NamedTuple):
+    """A weight on both sides; `there` is its name in the reference.
+
+    `member`: its index in a stack there; `rows`: half-open row range, where it is part of a weight
+    there.
+    """
+
+    unit: WeightUnit
+    there: str
+    member: int | None
+    rows: tuple[int, int] | None
+    nbytes: int  # of both sides
+
+
 @dataclass
-class AgainstTable(WeightTable["Pair"]):
+class AgainstTable(WeightTable[Pair]):
     """Pairs with their measurements; unmatched weights by name, with the reason.
 
     The sketches keep a few values of each side, by which a tensor stored under another one's name

@@ -16,7 +16,7 @@ import torch
 
 from degarble.harness.base.errors import InvalidArgument, Refused, Undecided
 from degarble.harness.checkpoint.audit.against.codes import Misfits, misfits_of
-from degarble.harness.checkpoint.audit.table import FORMATS, SKETCH
+from degarble.harness.checkpoint.audit.table import FORMATS, SKETCH, Pair
 from degarble.harness.checkpoint.read.types import shown
 from degarble.harness.checkpoint.transform.convert.vllm_parameters import (
     is_arranged,
@@ -60,20 +60,6 @@ if TYPE_CHECKING:
 # config knows as one matrix (wo_a in three axes) is compared member by member with its rows.
 # Weights without a counterpart are listed with the reason. A reference of another family, or with
 # no tensor in common, is rejected.
-
-
-class Pair(NamedTuple):
-    """A weight on both sides; `there` is its name in the reference.
-
-    `member`: its index in a stack there; `rows`: half-open row range, where it is part of a weight
-    there.
-    """
-
-    unit: WeightUnit
-    there: str
-    member: int | None
-    rows: tuple[int, int] | None
-    nbytes: int  # of both sides
 
 
 @dataclass
