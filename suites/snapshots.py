@@ -9,7 +9,7 @@ from __future__ import annotations
 from difflib import unified_diff
 from pathlib import Path
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).resolve().parent  # the package may be imported by a link
 NEW = ROOT.parent / "out" / "snapshots"
 
 

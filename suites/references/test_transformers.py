@@ -63,14 +63,28 @@ V4_OTHER = replace(
 
 
 @pytest.fixture(scope="module")
-def v4_cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+def answered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Case]]:
+    """Ask about both families at once: importing transformers takes longer than answering."""
     asked = {
-        "small": Case(V4_SMALL, tokens(3, 300, 96, 1), seed=1),
-        "other": Case(V4_OTHER, tokens(2, 150, 96, 2), seed=2),
-        "decode": Case(V4_SMALL, tokens(2, 150, 96, 3), seed=1, decode=25),
+        "v4": {
+            "small": Case(V4_SMALL, tokens(3, 300, 96, 1), seed=1),
+            "other": Case(V4_OTHER, tokens(2, 150, 96, 2), seed=2),
+            "decode": Case(V4_SMALL, tokens(2, 150, 96, 3), seed=1, decode=25),
+        },
+        "v32": {
+            "small": Case(V32_SMALL, tokens(3, 160, 96, 1), seed=1),
+            "tied": Case(V32_TIED, tokens(2, 90, 96, 2), seed=2),
+            "decode": Case(V32_SMALL, tokens(2, 60, 96, 3), seed=1, decode=25),
+        },
     }
-    answers(list(asked.values()), tmp_path_factory.mktemp("transformers"))
+    cases = [case for family in asked.values() for case in family.values()]
+    answers(cases, tmp_path_factory.mktemp("transformers"))
     return asked
+
+
+@pytest.fixture(scope="module")
+def v4_cases(answered: dict[str, dict[str, Case]]) -> dict[str, Case]:
+    return answered["v4"]
 
 
 def judge_v4_block(judge: Judge, case: Case, config: V4Config, block: Block) -> None:
@@ -274,14 +288,8 @@ V32_TIED = replace(
 
 
 @pytest.fixture(scope="module")
-def v32_cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    asked = {
-        "small": Case(V32_SMALL, tokens(3, 160, 96, 1), seed=1),
-        "tied": Case(V32_TIED, tokens(2, 90, 96, 2), seed=2),
-        "decode": Case(V32_SMALL, tokens(2, 60, 96, 3), seed=1, decode=25),
-    }
-    answers(list(asked.values()), tmp_path_factory.mktemp("transformers"))
-    return asked
+def v32_cases(answered: dict[str, dict[str, Case]]) -> dict[str, Case]:
+    return answered["v32"]
 
 
 def judge_v32_linear(judge: Judge, case: Case, name: str, module: str) -> None:
