@@ -87,7 +87,7 @@ CHECKPOINT_TO_SHARD = (
 )
 
 CALL_TO_LAUNCH = (
-    Step("kernels/rows/simt_rmsnorm.py", "rmsnorm", "names the operands of a call"),
+    Step("harness/backends/cutedsl/kernels.py", "by_name", "passes operands by name"),
     Step("kernels/runtime/kernel.py", "Kernel.run", "checks, allocates, chooses a form"),
     Step("kernels/runtime/operands.py", "require_tensor", "refuses what would be misread"),
     Step("kernels/rows/problem.py", "choose_norm_form", "chooses by problem", "choose_form"),

@@ -10,6 +10,7 @@ that no model produces; then a check may also blame a whole neighbouring compone
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -178,15 +179,25 @@ def planted(fault: Fault) -> Iterator[None]:
                 stack.enter_context(mock.patch.object(kernel, name, anew[known]))
         for each in tuple(vars(kernel).values()):
             if isinstance(each, Kernel):
-                # A fault may change what a problem is prepared from.
-                uncached = each.prepared.__wrapped__  # type: ignore[attr-defined]
-                described = {"compile_form": anew[each.compile_form], "prepared": uncached}
+                described = {"compile_form": anew[each.compile_form]}
                 stack.enter_context(mock.patch.dict(vars(each), described))
+        # A fault, or what is put beside it, may change what a problem of any kernel is prepared
+        # from, and a problem that is prepared now must not be kept.
+        for each in described_kernels():
+            uncached = {"prepared": each.prepared.__wrapped__}  # type: ignore[attr-defined]
+            stack.enter_context(mock.patch.dict(vars(each), uncached))
         for place, attribute, value in fault.beside:
             stack.enter_context(mock.patch.object(import_module(place), attribute, value))
         stack.enter_context(mock.patch.object(module, fault.function, instead))
         yield
     assert traced[0], f"{fault.name}: {fault.kernel} was never compiled with it"
+
+
+def described_kernels() -> list[Kernel[Any, Any]]:
+    """Return the descriptors of all kernel modules that were imported."""
+    modules = [each for name, each in sys.modules.items() if name.startswith("degarble.kernels.")]
+    kernels = [each for module in modules for each in vars(module).values()]
+    return list({id(each): each for each in kernels if isinstance(each, Kernel)}.values())
 
 
 def _uncached(compile_form: Callable[..., Any], tracing: list[bool]) -> Callable[..., Any]:

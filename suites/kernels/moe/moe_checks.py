@@ -329,10 +329,12 @@ def wanted(case: Case, given: Any, expert: int, slots: Tensor) -> tuple[Any, Any
 
 def quantised(values: Tensor, scale: Tensor, **more: Any) -> Any:
     """Quantise by the kernel that does nothing else."""
-    kernel = import_module("degarble.kernels.quantise.simt_quantise_nvfp4").quantise_nvfp4
+    kernel = import_module("degarble.kernels.quantise.simt_quantise_nvfp4").KERNEL
     columns = values.shape[1] // (2 if more.get("source") == "swiglu" else 1)
     problem = QuantiseProblem(values.shape[0], columns, **more)
-    return kernel(values.contiguous(), scale.contiguous().clone(), problem, SETTINGS)
+    given = {"values": values.contiguous(), "decode_scale": scale.contiguous().clone()}
+    made = kernel.run(problem, SETTINGS, **given)
+    return made["codes"], made["scales"], made["kept"]
 
 
 def product(
