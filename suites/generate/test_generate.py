@@ -168,7 +168,7 @@ def test_only_a_line_feed_ends_a_prompt(tmp_path: Path) -> None:
         (("--prompt", "w7", "--numerics", "fp32"), "--numerics"),
         (("--prompt", "w7", "--effort", "most"), "--effort"),
         (("--prompt", "w7", "--effort", "max"), "--thinking with it"),
-        (("--prompts", "{tmp}/talk.jsonl", "--system", "w8"), "beside a conversation"),
+        (("--prompts", "{tmp}/talk.jsonl", "--system", "w8"), "with a conversation"),
         (("--prompts", "{tmp}/parts.jsonl"), "content of message 0"),
         (("--prompts", "{tmp}/silent.jsonl"), "one message at least"),
         (("--prompt", "w7", "--stop", ""), "--stop"),
