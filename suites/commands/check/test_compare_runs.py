@@ -258,7 +258,7 @@ def test_a_prompt_in_chunks_is_the_same_prompt(whole: Path, tmp_path: Path) -> N
     assert found.verdict is Verdict.AGREES, found.sentence
     assert (found.tokens, found.steps) == (len(IDS), 0)
     assert "44 tokens" in found.sentence
-    assert any("cut otherwise" in note for note in found.notes)
+    assert any("split differently" in note for note in found.notes)
     lines = {(line.component, line.output): line for line in found.lines}
     assert lines[NORM, "out"].calls == len(IDS)
     assert lines[NORM, "out"].elements == len(IDS) * 128
