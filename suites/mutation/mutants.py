@@ -37,7 +37,8 @@ OPERATORS = (
     "ExceptionReplacer", "NumberReplacer", "RemoveDecorator", "ZeroIterationForLoop",
 )  # fmt: skip
 # Without these decorators a function gives the same, later.
-FASTER_ONLY = ("cache", "lru_cache", "compiled", "compiled_with", "overload", "runtime_checkable")
+FASTER_ONLY = ("cache", "lru_cache", "overload", "runtime_checkable")
+_COMPILED = "compiled"  # part of every name of a decorator that compiles: _compiled_ieee
 # Trap: cosmic-ray takes the star of `def f(*, a)` and of `{**a}` for a product.
 BINARY = {"arith_expr", "term", "expr", "and_expr", "xor_expr", "shift_expr", "power"}
 NODES_OF = {
@@ -114,7 +115,7 @@ class _Places(ast.NodeVisitor):
 
     def _enter(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> None:
         for decorator in node.decorator_list:
-            if _called(decorator) in FASTER_ONLY:
+            if _called(decorator) in FASTER_ONLY or _COMPILED in _called(decorator):
                 begin = (decorator.lineno, 0)
                 self.dead.append((begin, (decorator.end_lineno or 0, 999)))
             self.visit(decorator)
@@ -124,8 +125,7 @@ class _Places(ast.NodeVisitor):
                 self._leave_out(node.returns)
             self.visit(node.args)
         before = self._compiled
-        loops = {"compiled", "compiled_with"}
-        if loops & {_called(decorator) for decorator in node.decorator_list}:
+        if any(_COMPILED in _called(decorator) for decorator in node.decorator_list):
             self._compiled = node.name
         self._scope.append(node.name)
         self._functions += function

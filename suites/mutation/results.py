@@ -76,6 +76,5 @@ def _ended(mutant: dict[str, Any]) -> str:
 def shown(mutant: dict[str, Any]) -> str:
     """Return one line about a mutant: place, operator, text, outcome."""
     place = f"{mutant['file']}:{mutant['line']}"
-    return (
-        f"{place} {mutant['operator']}#{mutant['occurrence']} `{mutant['text']}`: {_ended(mutant)}"
-    )
+    changed = f"`{mutant['text']}` -> `{mutant.get('became', '')}`"
+    return f"{place} {mutant['operator']} {changed}: {_ended(mutant)}"

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from degarble.suites.mutation import mutants as mutation
 from degarble.suites.mutation import plan, results
+from degarble.suites.mutation.worker import loops_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -51,6 +52,10 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_
 PARTS = 4  # of a file of suites, recorded by as many workers
 
 
+class WorkerEnded(Exception):
+    """A worker's process is gone; another worker can do its job."""
+
+
 class Process:
     """A worker: a copy of the tree and the process that forks in it."""
 
@@ -68,7 +73,8 @@ class Process:
             **dict.fromkeys(THREADS, "1"),
             "PYTHONPATH": os.pathsep.join([str(self.tree / ".types"), *kept]),
             "NUMBA_CACHE_DIR": str(folder / "cache"),
-            "XDG_CACHE_HOME": str(folder / "cache"),
+            "XDG_CACHE_HOME": str(folder / "others"),
+            "CUDA_VISIBLE_DEVICES": "",  # workers by the dozen would share one GPU
             "TMPDIR": str(folder / "tmp"),
             "PYTHONHASHSEED": "0",
         }
@@ -93,7 +99,7 @@ class Process:
         line = self._process.stdout.readline()
         if not line:
             errors = (self.folder / "errors").read_text(encoding="utf-8")
-            raise RuntimeError(f"a worker ended\n{errors[-3000:]}")
+            raise WorkerEnded(f"a worker ended\n{errors[-3000:]}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -139,6 +145,10 @@ class Pool:
                     return
                 try:
                     job(worker)
+                except (WorkerEnded, BrokenPipeError) as error:
+                    print(error, file=sys.stderr)  # noqa: T201
+                    waiting.appendleft(job)
+                    return
                 except BaseException as error:  # noqa: BLE001  raised below, by the main thread
                     stop.append(error)
 
@@ -149,6 +159,8 @@ class Pool:
             thread.join()
         if stop:
             raise stop[0]
+        if waiting:
+            raise WorkerEnded(f"all workers ended, {len(waiting)} jobs are left")
 
 
 def _copy_tree(template: Path) -> None:
@@ -233,8 +245,11 @@ class Run:
     ) -> Callable[[Process], None]:
         def job(worker: Process) -> None:
             answer = worker.ask(do="record", file=file, trace=traced, part=part)
-            if "error" in answer:
-                raise RuntimeError(answer["error"])
+            if "map" not in answer or answer["status"] not in (0, 1, 5):
+                why = answer.get("error", f"pytest ended with {answer.get('status')}")
+                self.say(f"left out: {file}: {why}")
+            if "map" not in answer:
+                return
             with self._lock:
                 room.reach.add(file, answer["map"])
                 seconds = sum(test[1] for test in answer["map"]["tests"])
@@ -307,12 +322,29 @@ class Run:
             selection.killed(mutant, test)
         record = {
             **asdict(mutant), "room": room.name, "outcome": answer["outcome"], "test": test,
-            "chosen": tests, "run": answer.get("run", 0), "seconds": answer.get("seconds", 0.0),
-            "status": answer.get("status"),
+            "became": answer.get("became", ""), "chosen": tests, "run": answer.get("run", 0),
+            "seconds": answer.get("seconds", 0.0), "status": answer.get("status"),
         }  # fmt: skip
         room.results.append(record)
         done = sum(len(room.results) for room in self._rooms)
         self.say(f"{done:4} {answer.get('seconds', 0):6.1f} s  {results.shown(record)}")
+        if done % 25 == 0:  # a run that is cut keeps what it has
+            self.write()
+
+    def write(self) -> str:
+        """Write every result so far as JSON, and return the table."""
+        found = [result for room in self._rooms for result in room.results]
+        population = {room.name: len(room.mutants) for room in self._rooms}
+        facts = {
+            "seed": self._options.seed, "sample": self._options.sample,
+            "jobs": self._options.jobs, "seconds": round(time.monotonic() - self._begin),
+            "limit": self._options.seconds, "python": platform.python_version(),
+            "population": population, "excluded": [n for r in self._rooms for n in r.reach.failed],
+        }  # fmt: skip
+        text = json.dumps({**facts, "mutants": found}, indent=1)
+        self._options.json.parent.mkdir(parents=True, exist_ok=True)
+        self._options.json.write_text(text + "\n", encoding="utf-8")
+        return results.table(found, population)
 
     def _stale(self, file: str) -> list[list[str]]:
         """Name the compiled loops that could contain code or constants of `file`."""
@@ -372,27 +404,20 @@ def share_caches(caches: list[tuple[Path, Path]]) -> None:
 
     Numba names a cache after the folder of the source, which is another one in each worker's tree.
     """
-    from numba.core import caching  # noqa: PLC0415  heavy
-
-    locator: Any = caching._CacheLocator
-
-    def named(tree: Path, folder: str) -> str:
-        return str(locator.get_suitable_cache_subpath(str(tree / folder / "loops.py")))
-
     folders = [
-        str(Path(".types/degarble") / path.parent.relative_to(caches[0][1]))
-        for top in ("harness", "references", "suites")
+        str(path.parent.relative_to(caches[0][1]))
+        for top in ("harness", "references")
         for path in (caches[0][1] / top).rglob("*.py")
     ]
     for folder in sorted(set(folders)):
         best: dict[tuple[str, str], tuple[int, Path]] = {}
         for cache, tree in caches:
-            for index in cache.glob(f"degarble/*/{named(tree, folder)}/*.nbi"):
+            for index in cache.glob(f"degarble/*/{loops_folder(tree, folder)}/*.nbi"):
                 key = (index.parent.parent.name, index.name)
                 best[key] = max(best.get(key, (0, index)), (index.stat().st_size, index))
         for cache, tree in caches:
             for (digest, _), (_, index) in best.items():
-                place = cache / "degarble" / digest / named(tree, folder)
+                place = cache / "degarble" / digest / loops_folder(tree, folder)
                 if place == index.parent:
                     continue
                 place.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -445,7 +470,6 @@ def main() -> int:
     if find_spec("cosmic_ray") is None:
         print("cosmic-ray is not installed: make setup EXTRAS=dev,gpu,mutation", file=sys.stderr)  # noqa: T201
         return 2
-    begin = time.monotonic()
     rooms = _chosen(options)
     with ExitStack() as stack:
         work = options.work or stack.enter_context(tempfile.TemporaryDirectory(prefix="mutation"))
@@ -453,17 +477,7 @@ def main() -> int:
         run.record()
         run.try_mutants()
         run.control()
-    found = [result for room in rooms for result in room.results]
-    population = {room.name: len(room.mutants) for room in rooms}
-    facts = {
-        "seed": options.seed, "sample": options.sample, "jobs": options.jobs,
-        "seconds": round(time.monotonic() - begin), "python": platform.python_version(),
-        "population": population, "excluded": [n for room in rooms for n in room.reach.failed],
-    }  # fmt: skip
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**facts, "mutants": found}, indent=1)
-    options.json.write_text(text + "\n", encoding="utf-8")
-    print(results.table(found, population))  # noqa: T201
+        print(run.write())  # noqa: T201
     return 0
 
 

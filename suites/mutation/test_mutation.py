@@ -125,6 +125,15 @@ def test_only_what_runs_is_mutated(toy: Path) -> None:
     ]
 
 
+def test_a_loop_under_any_name_of_the_compiler_is_known(tmp_path: Path) -> None:
+    pytest.importorskip("cosmic_ray", reason="make setup EXTRAS=dev,mutation")
+    for decorator in ("@compiled", "@_compiled_ieee", "@loops.compiled_with(boundscheck=True)"):
+        (tmp_path / "a.py").write_text(
+            f"{decorator}\ndef loop(a):\n    return a + 1\n", encoding="utf-8"
+        )
+        assert {mutant.compiled for mutant in mutants_of(tmp_path, "a.py")} == {"loop"}
+
+
 def test_a_sample_stays_where_other_functions_change(toy: Path) -> None:
     pytest.importorskip("cosmic_ray", reason="make setup EXTRAS=dev,mutation")
     path = toy / "tree" / "toy" / "module.py"

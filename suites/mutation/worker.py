@@ -21,6 +21,7 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ PRELOADED = (
     "numpy", "torch", "numba", "hypothesis", "hypothesis.strategies", "hypothesis.extra.numpy",
     "safetensors.torch", "yaml", "rich.console", "typer", "_pytest.assertion.rewrite",
 )  # fmt: skip
-MEMORY = 16 << 30  # of addresses: a mutated shape must not take the machine's memory
+MEMORY = 64 << 30  # of addresses: a mutated shape must not take the machine's memory
 BROKEN = 70  # the status of a fork that failed outside pytest
 HANG_SECONDS = 600.0  # of a test that was never seen before
 
@@ -141,15 +142,16 @@ class Worker:
         text = self._mutants.mutated(source, mutant)
         if text is None:
             return {"outcome": "invalid"}
+        became = _first_difference(source, text)
         if not request["tests"]:
-            return {"outcome": "not reached"}
+            return {"outcome": "not reached", "became": became}
         cache = self._folder / "cache"
         if request["stale"]:
             cache = self._cache_without(request["stale"])
         state = path.stat()
         try:
             _replace(path, text)
-            return self._trial(request, cache)
+            return {**self._trial(request, cache), "became": became}
         finally:
             _replace(path, source, state.st_mtime_ns)
 
@@ -159,7 +161,7 @@ class Worker:
         shutil.rmtree(cache, ignore_errors=True)
         shutil.copytree(self._folder / "cache", cache)
         for folder, stem in stale:
-            for path in cache.glob(f"degarble/*/{folder}/{stem}.*"):
+            for path in cache.glob(f"degarble/*/{loops_folder(self._tree, folder)}/{stem}.*"):
                 path.unlink()
         return cache
 
@@ -247,6 +249,14 @@ class Worker:
             numba.config.CACHE_DIR = str(cache)
 
 
+def loops_folder(tree: Path, folder: str) -> str:
+    """Return numba's name for the compiled loops of a folder of the tree."""
+    from numba.core import caching  # noqa: PLC0415  heavy
+
+    locator: Any = caching._CacheLocator
+    return str(locator.get_suitable_cache_subpath(str(tree / ".types/degarble" / folder / "x.py")))
+
+
 class _Part:
     """Keep one part of a file's tests: a long file is recorded by several workers."""
 
@@ -297,6 +307,11 @@ def _outcome(status: int, failed: list[Any]) -> str:
     return "broken" if status == BROKEN else "killed"
 
 
+def _first_difference(before: str, after: str) -> str:
+    pairs = zip_longest(before.splitlines(), after.splitlines(), fillvalue="")
+    return next(new.strip() for old, new in pairs if old != new)
+
+
 def _replace(path: Path, text: str, modified: int | None = None) -> None:
     """Write a module, and delete what was compiled from it: two mutants can be of one size."""
     new = path.with_suffix(".new")
@@ -314,7 +329,11 @@ def serve(folder: Path) -> None:
     os.dup2(2, 1)
     worker = Worker(folder)
     for line in sys.stdin:
-        answers.write(json.dumps(worker.answer(json.loads(line))) + "\n")
+        try:
+            answer = worker.answer(json.loads(line))
+        except Exception:  # noqa: BLE001  this mutant is not judged, the next ones are
+            answer = {"outcome": "broken", "failed": [], "error": traceback.format_exc()}
+        answers.write(json.dumps(answer) + "\n")
 
 
 if __name__ == "__main__":
