@@ -10,7 +10,6 @@ that no model produces; then a check may also blame a whole neighbouring compone
 
 from __future__ import annotations
 
-import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -182,10 +181,8 @@ def planted(fault: Fault) -> Iterator[None]:
                 described = {"compile_form": anew[each.compile_form]}
                 stack.enter_context(mock.patch.dict(vars(each), described))
         # A fault, or what is put beside it, may change what a problem of any kernel is prepared
-        # from, and a problem that is prepared now must not be kept.
-        for each in described_kernels():
-            uncached = {"prepared": each.prepared.__wrapped__}  # type: ignore[attr-defined]
-            stack.enter_context(mock.patch.dict(vars(each), uncached))
+        # from, those that are imported only now included: nothing is kept.
+        stack.enter_context(mock.patch.object(Kernel, "prepared", property(_prepared_anew)))
         for place, attribute, value in fault.beside:
             stack.enter_context(mock.patch.object(import_module(place), attribute, value))
         stack.enter_context(mock.patch.object(module, fault.function, instead))
@@ -193,11 +190,13 @@ def planted(fault: Fault) -> Iterator[None]:
     assert traced[0], f"{fault.name}: {fault.kernel} was never compiled with it"
 
 
-def described_kernels() -> list[Kernel[Any, Any]]:
-    """Return the descriptors of all kernel modules that were imported."""
-    modules = [each for name, each in sys.modules.items() if name.startswith("degarble.kernels.")]
-    kernels = [each for module in modules for each in vars(module).values()]
-    return list({id(each): each for each in kernels if isinstance(each, Kernel)}.values())
+_PREPARED = vars(Kernel)["prepared"].func  # of the cached property
+
+
+def _prepared_anew(kernel: Kernel[Any, Any]) -> Callable[[Any], Any]:
+    """Return what prepares a kernel's problems, without the ones that are kept."""
+    prepare: Callable[[Any], Any] = _PREPARED(kernel).__wrapped__
+    return prepare
 
 
 def _uncached(compile_form: Callable[..., Any], tracing: list[bool]) -> Callable[..., Any]:
