@@ -266,7 +266,7 @@ def test_a_broken_promise_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a" / "conversion.json").unlink()
     convert(source("nvfp4-experts"), tmp_path / "b", "vllm", {"backend": "loader"})
     (tmp_path / "b" / "conversion.json").write_text(json.dumps(TRTLLM))
-    for name, told in (("a", "lies in the order `128x4`"), ("b", "conversion.json states `128x4`")):
+    for name, told in (("a", "is in the order `128x4`"), ("b", "conversion.json states `128x4`")):
         _, errors = errors_of(tmp_path / name)
         assert {each.rule for each in errors} == {rules_numbers.SCALE_LAYOUT.id}
         assert all(told in each.message for each in errors)
