@@ -260,9 +260,7 @@ class Gpu:
 
     def scores(self, case: ScoresCase, of: indexer_checks.Sides) -> Tensor:
         """See Executor."""
-        given = of.given._replace(
-            **{name: x.cuda() for name, x in of.given._asdict().items() if x is not None}
-        )
+        given = {name: x.cuda() for name, x in of.given.items()}
         return indexer_checks.on_device(case, given).cpu()
 
     def _part(self, part: str, case: checks.Case, operands: Any, **held: Any) -> dict[str, Any]:
