@@ -363,7 +363,7 @@ FULL_BYTES = 8.2e9  # of the largest synthetic one at the default size
 LARGEST = "nvfp4-experts"
 LAYOUTS = {LARGEST: 1.0, "official": 0.25, "bf16": 0.25}
 BITS = {LARGEST: 4.5, "official": 4.25, "bf16": 16.0}  # of an expert's element
-LOOPS = {  # what the profile is told by; the rest is told as one
+LOOPS = {  # loops that the profile shows by name; all others are one row
     "e2m1_rows": "codes and block scales (e2m1_rows)",
     "e2m1_columns": "profile of columns (e2m1_columns)",
     "e4m3_panel": "FP8 codes (e4m3_panel)",

@@ -306,7 +306,7 @@ def output_launches(tokens: int, groups: int, _number: int) -> dict[str, Launch]
 
 
 class Coded(NamedTuple):
-    """Buffers of o_a in FP8, and what its kernels are asked for."""
+    """Buffers of o_a in FP8, and the problems of its kernels."""
 
     heads: Any
     quantised: Any  # codes and scales that quantise_fp8 writes, with B

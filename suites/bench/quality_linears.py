@@ -184,7 +184,7 @@ class Stack:
 
 
 def problem_of(layer: Layer) -> MoeProblem:
-    """What experts are asked for; a shared expert is one that every token visits."""
+    """Return the problem of experts; a shared expert is one that every token visits."""
     (width, hidden), count = layer.experts[0].w1.shape, len(layer.experts)
     chosen = 1 if layer.chosen is None else layer.chosen.shape[1]
     return MoeProblem(len(layer.x), hidden, width, count, chosen, count, layer.limit)

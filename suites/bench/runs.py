@@ -278,7 +278,7 @@ _DRAWN = 1 << 20  # values that are really drawn; more are the same ones, shifte
 
 
 class Drawn(Mapping[str, Weight]):
-    """Weights by name, made anew whenever one is asked for."""
+    """Weights by name, drawn again at every look-up."""
 
     def __init__(self, quantised: bool) -> None:
         self._known = {each.name: each for each in parameters(CONFIG)}
