@@ -83,7 +83,7 @@ def capture(
             "model", type(model).__name__, "a torch module", "Judge a bare function with judge()."
         )
     chosen = list(places_by_name(model) if places is None else places)
-    wanted = CaptureFilter.of(components=components)
+    wanted = CaptureFilter.from_options(components=components)
     wanted.require_choosing([place.component for place in chosen])
     stated = _facts_of_module(model, label, facts)
     if folder is None:

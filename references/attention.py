@@ -118,11 +118,11 @@ def over_rows(
     q, parts = cast(q_THX, numerics.work), [cast(part, numerics.work) for part in rows if len(part)]
     count, item = sum(len(part) for part in parts), torch.finfo(numerics.work).bits // 8
     step = max(1, _LOGIT_BYTES // max(1, q.shape[1] * count * item))
-    made = [
+    tensors = [
         _over_part(q[i : i + step], parts, width, _some(seen_TR, i, step), weigh)
         for i in range(0, q.shape[0], step)
     ]
-    out = made[0] if len(made) == 1 else torch.cat(made)
+    out = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
     # A sum is finite only where all its terms are; one that overflows costs time, no more.
     if seen_TR is not None and not math.isfinite(out.sum().item()):
         out = _around_spoilt(q, torch.cat(parts), width, seen_TR, weigh)

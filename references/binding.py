@@ -50,19 +50,19 @@ class Observer(Protocol):
 
 
 class CallWrapper:
-    """A wrapper that passes a call on to `behind` and changes no number.
+    """A wrapper that passes a call on to `wrapped` and changes no number.
 
     It runs the call elsewhere, or on request.
     """
 
     def __init__(self, behind: ComponentCall) -> None:
-        self.behind = behind
+        self.wrapped = behind
 
 
 def plain_call(call: ComponentCall) -> ComponentCall:
     """Return the call that computes, inside all wrappers."""
     while isinstance(call, CallWrapper):
-        call = call.behind
+        call = call.wrapped
     return call
 
 
@@ -71,7 +71,7 @@ def _rewrapped(wrapped: ComponentCall, call: ComponentCall) -> ComponentCall:
     if not isinstance(wrapped, CallWrapper):
         return call
     made = copy(wrapped)
-    made.behind = _rewrapped(wrapped.behind, call)
+    made.wrapped = _rewrapped(wrapped.wrapped, call)
     return cast("ComponentCall", made)
 
 
@@ -109,16 +109,16 @@ class BoundModel:
 
     def with_switches(self, **changes: Any) -> BoundModel:
         """Return the same model, weights and ways of running on the other side of some switches."""
-        made = BoundModel(
+        model = BoundModel(
             self.config, self.numerics.with_switches(**changes), self.weights, self.recipe
         )
-        made.ranks, made.fraction_bits = self.ranks, self.fraction_bits
-        made.declared = self.declared
-        made.calls = {
+        model.ranks, model.fraction_bits = self.ranks, self.fraction_bits
+        model.declared = self.declared
+        model.calls = {
             name: _rewrapped(self.calls[name], call) if name in self.calls else call
-            for name, call in made.calls.items()
+            for name, call in model.calls.items()
         }
-        return made
+        return model
 
     def _bind(self, recipe: Recipe | None) -> None:
         found = components(self.config, recipe)
@@ -164,7 +164,7 @@ class BoundModel:
         """Return whether the recipe quantises the input of `component`."""
         return component + _ACT_QUANT in self.calls
 
-    def takes(self, component: str, name: str) -> bool:
+    def has_input(self, component: str, name: str) -> bool:
         """Return whether `component` has an input of this name."""
         return name in self._inputs[component]
 

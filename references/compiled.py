@@ -233,7 +233,7 @@ def mixing_pre(
         facts.norm_epsilon,
     )
     _mixing_pre(x, m_TN.numpy(), parameters, facts.iterations, outputs)
-    collapsed, post, mix = (torch.from_numpy(each) for each in outputs)
+    collapsed, post, mix = (torch.from_numpy(output) for output in outputs)
     return collapsed, post, mix
 
 

@@ -193,11 +193,11 @@ def _through(facts: ModelFacts, inputs: Inputs, weights: Weights, parts: Sequenc
     for number, slots in slots_by_expert(experts):
         x = values(slots)
         each = [weights[_expert(number, part)] for part in parts]
-        made = [product(x, weight, dtype, numerics) for weight in each]
+        tensors = [product(x, weight, dtype, numerics) for weight in each]
         if isinstance(slots, slice):
-            alone[slots.start] = made
+            alone[slots.start] = tensors
             continue
-        rows = cast(made[0] if len(made) == 1 else torch.cat(made, dim=-1), numerics.store)
+        rows = cast(tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=-1), numerics.store)
         if out is None:
             out = rows.new_zeros(experts.numel(), rows.shape[-1])
         out[slots] = rows

@@ -186,7 +186,7 @@ class TensorVersion(NamedTuple):
     version: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> TensorVersion:
+    def from_tensor(cls, tensor: Tensor) -> TensorVersion:
         """Remember a tensor without keeping it alive."""
         return cls(weakref.ref(tensor), tensor._version)  # noqa: SLF001
 
@@ -247,7 +247,11 @@ def spans_of(inputs: Inputs) -> tuple[Span, ...]:
     if not (positions.is_inference() or offsets.is_inference()):
         if len(_SPANS) >= _MOST_SPANS:
             _SPANS.clear()
-        _SPANS[key] = TensorVersion.of(positions), TensorVersion.of(offsets), spans
+        _SPANS[key] = (
+            TensorVersion.from_tensor(positions),
+            TensorVersion.from_tensor(offsets),
+            spans,
+        )
     return spans
 
 

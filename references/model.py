@@ -71,10 +71,10 @@ class RowBuffer:
 
     def copy(self) -> RowBuffer:
         """Make an independent copy."""
-        made = RowBuffer(self._keep, self._dtype)
-        made.count = self.count
-        made._buffer = None if self._buffer is None else self._buffer[: self.count].clone()
-        return made
+        buffer = RowBuffer(self._keep, self._dtype)
+        buffer.count = self.count
+        buffer._buffer = None if self._buffer is None else self._buffer[: self.count].clone()
+        return buffer
 
 
 @dataclass
@@ -110,8 +110,8 @@ class Sequence:
     ) -> BlockState:
         """Return the state of one block, made on first use; rows beyond `window` may go."""
         if prefix not in self.blocks:
-            made = (RowBuffer(window, dtype), RowBuffer(dtype=dtype), RowBuffer(dtype=dtype))
-            self.blocks[prefix] = BlockState(*made)
+            buffers = (RowBuffer(window, dtype), RowBuffer(dtype=dtype), RowBuffer(dtype=dtype))
+            self.blocks[prefix] = BlockState(*buffers)
         return self.blocks[prefix]
 
     def copy(self) -> Sequence:
@@ -131,7 +131,7 @@ class TokenBatch:
     starts: tuple[int, ...]  # first position of each sequence
 
     @classmethod
-    def of(cls, starts: list[int], tokens: list[Tensor]) -> TokenBatch:
+    def from_sequences(cls, starts: list[int], tokens: list[Tensor]) -> TokenBatch:
         """Lay the new tokens of each sequence one after the other."""
         if len(starts) != len(tokens) or not tokens:
             raise InvalidArgument(
@@ -196,7 +196,7 @@ class Wiring:
         given = {"x": x}
         if bound.quantises(f"{p}experts.w13"):
             maker = f"{p}experts.w13.act_quant"
-            owned = {"experts": experts} if bound.takes(maker, "experts") else {}
+            owned = {"experts": experts} if bound.has_input(maker, "experts") else {}
             given = dict(bound(maker, x=x, **owned))
         both = bound(f"{p}experts.w13", **given, experts=experts)["out"]
         act = bound(f"{p}experts.act_quant", x=both, experts=experts, weights=weights)
@@ -210,7 +210,7 @@ class Wiring:
 
 def memory(name: str, rows: Iterable[RowBuffer]) -> dict[str, Tensor]:
     """Return earlier rows of all sequences as the input `name`, or nothing where there are none."""
-    kept = [each.all() for each in rows if each.count]
+    kept = [row.all() for row in rows if row.count]
     if not kept:
         return {}
     return {name: kept[0] if len(kept) == 1 else torch.cat(kept)}
@@ -236,7 +236,7 @@ class ModelV32(Wiring):
         self, sequences: list[Sequence], tokens: list[Tensor], *, last_only: bool = False
     ) -> Tensor:
         """Return logits of the new tokens (or each sequence's last one); advance the sequences."""
-        step = TokenBatch.of([each.length for each in sequences], tokens)
+        step = TokenBatch.from_sequences([each.length for each in sequences], tokens)
         hidden = self.hidden(step, sequences)
         if last_only:
             hidden = hidden[step.token_offsets[1:] - 1]
@@ -257,7 +257,9 @@ class ModelV32(Wiring):
         """Return logits and hidden states of the MTP block: `hidden` of token t, id of t + 1."""
         block = self.config.blocks[len(self.config.layers) + drafter]
         p = f"{block.prefix}."
-        step = TokenBatch.of([each.drafted.get(drafter, 0) for each in sequences], tokens)
+        step = TokenBatch.from_sequences(
+            [each.drafted.get(drafter, 0) for each in sequences], tokens
+        )
         h = self.bound(f"{p}embed", tokens=step.tokens)["out"]
         e = self.bound(f"{p}enorm", x=h)["out"]
         n = self.bound(f"{p}hnorm", x=hidden)["out"]
@@ -272,7 +274,7 @@ class ModelV32(Wiring):
     ) -> dict[str, Tensor]:
         """Run one layer; return its output `x`, and the residual that it was not yet added to."""
         p, work = f"{block.prefix}.", self.bound.numerics.work
-        states = [each.block(block.prefix, work) for each in sequences]
+        states = [sequence.block(block.prefix, work) for sequence in sequences]
         normed = self.bound(f"{p}attn.norm", **given)
         x = self._attention(block, normed["out"], step, states)
         normed = self.bound(f"{p}ffn.norm", x=x, residual=normed["residual"])
@@ -343,7 +345,7 @@ class ModelV4(Wiring):
         self, sequences: list[Sequence], tokens: list[Tensor], *, last_only: bool = False
     ) -> Tensor:
         """Return logits of the new tokens (or each sequence's last one); advance the sequences."""
-        step = TokenBatch.of([each.length for each in sequences], tokens)
+        step = TokenBatch.from_sequences([each.length for each in sequences], tokens)
         streams = self.streams(step, sequences)
         logits = self.logits(streams[step.token_offsets[1:] - 1] if last_only else streams)
         for sequence, new in zip(sequences, tokens, strict=True):
@@ -374,7 +376,7 @@ class ModelV4(Wiring):
         p = f"{self.config.blocks[len(self.config.layers) + drafter].prefix}."
         # The drafter's positions: they continue where its own last call ended.
         starts = [each.drafted.get(drafter, 0) for each in sequences]
-        step = TokenBatch.of(starts, tokens)
+        step = TokenBatch.from_sequences(starts, tokens)
         h = self.bound(f"{p}embed", tokens=step.tokens, positions=step.positions)["out"]
         e = self.linear(f"{p}e_proj", self.bound(f"{p}enorm", x=h)["out"])
         n = self.linear(f"{p}h_proj", self.bound(f"{p}hnorm", x=streams)["out"])
@@ -393,7 +395,7 @@ class ModelV4(Wiring):
         """Run one layer: attention, then experts, each between its hc_pre and hc_post."""
         window, work = self.config.sliding_window - 1, self.bound.numerics.work
         # Earlier rows that a window reaches: its length less the token itself.
-        states = [each.block(block.prefix, work, window) for each in sequences]
+        states = [sequence.block(block.prefix, work, window) for sequence in sequences]
         for half in ("attn", "ffn"):
             p = f"{block.prefix}.{half}"
             pre = self.bound(f"{p}.hc_pre", streams=streams)

@@ -253,8 +253,8 @@ def compiles(numerics: Numerics, *tensors: Tensor) -> bool:
     if numerics.exact or numerics.work is not torch.float64:
         return False
     return all(
-        each.device.type == "cpu" and each.is_contiguous() and not each.requires_grad
-        for each in tensors
+        tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.requires_grad
+        for tensor in tensors
     )
 
 

@@ -59,9 +59,9 @@ class Team:
         if len(self.ranks) == 1:
             return [x]
         mine = x.contiguous().flatten().view(torch.uint8)  # gloo knows few dtypes
-        found = [torch.empty_like(mine) for _ in self.ranks]
-        distributed.all_gather(found, mine, group=self.group)
-        return [each.view(x.dtype).reshape(x.shape) for each in found]
+        tensors = [torch.empty_like(mine) for _ in self.ranks]
+        distributed.all_gather(tensors, mine, group=self.group)
+        return [tensor.view(x.dtype).reshape(x.shape) for tensor in tensors]
 
     def sum(self, x: Tensor, numerics: Numerics, *, kept: bool = False) -> Tensor:
         """Sum over ranks: in float32 and rounded once, or rounded at every step by the switch."""
@@ -83,7 +83,7 @@ class Teams:
     pipeline: Team
 
     @classmethod
-    def of(cls, plan: ShardingPlan) -> Teams | None:
+    def from_plan(cls, plan: ShardingPlan) -> Teams | None:
         """Make the teams of a plan; every rank of the world calls this, ranks outside get None."""
         world, rank = distributed.get_world_size(), distributed.get_rank()
         if plan.ranks > world:
@@ -104,7 +104,7 @@ class Teams:
 
 
 def _teams(members: list[tuple[int, ...]]) -> list[Team]:
-    return [Team(each, distributed.new_group(list(each))) for each in members]
+    return [Team(member, distributed.new_group(list(member))) for member in members]
 
 
 class RankWeights(Mapping[str, Weight]):
@@ -199,7 +199,7 @@ class ShardedModel:
 
     def forward(self, sequences: list[Sequence], tokens: list[Tensor]) -> Tensor:
         """Return logits [T, V] of the new tokens, on every rank, and advance the sequences."""
-        step = TokenBatch.of([each.length for each in sequences], tokens)
+        step = TokenBatch.from_sequences([each.length for each in sequences], tokens)
         stage, line, last = self.teams.stage, self.teams.pipeline, self.plan.pp - 1
         state = self._entering(step)
         if stage:

@@ -264,14 +264,14 @@ def _judged_legend(block: JudgedMap) -> HtmlElement:
 
 def profile_element(block: Profile) -> HtmlElement:
     """Draw the numbers as bars side by side, and describe them."""
-    told = _profile_words(block)
+    text = _profile_words(block)
     count = max(1, len(block.values))
     box = {"viewBox": f"0 0 {count} {_PROFILE_HIGH:g}", "preserveAspectRatio": "none"}
     reach = _reach(block)
     path = "".join(_profile_bars(block, reach))
     drawing = h(
         "svg",
-        {"class": "profile", "role": "img", "aria-label": f"{block.caption}: {told}", **box},
+        {"class": "profile", "role": "img", "aria-label": f"{block.caption}: {text}", **box},
         h("path", {"d": path}) if path else None,
         _limit(block, reach, count),
     )
@@ -283,7 +283,7 @@ def profile_element(block: Profile) -> HtmlElement:
     )
     axis = h("p", {"class": "axis each" if few else "axis", "aria-hidden": "true"}, below)
     caption = h("p", {"class": "caption"}, block.caption)
-    return h("div", {"class": "block profiled"}, caption, drawing, axis, h("p", None, told))
+    return h("div", {"class": "block profiled"}, caption, drawing, axis, h("p", None, text))
 
 
 def _reach(block: Profile) -> float:
@@ -387,7 +387,7 @@ def trends_element(block: Trends) -> HtmlElement:
         "table",
         {"class": "data trends"},
         h("caption", None, h("span", {"class": "held"}, block.caption)),
-        h("thead", None, h("tr", None, [_head(at, each) for at, each in enumerate(heads)])),
+        h("thead", None, h("tr", None, [_head(at, head) for at, head in enumerate(heads)])),
         h("tbody", None, [_trend_row(row) for row in block.rows]),
     )
     region = {"class": "scroll", "tabindex": "0", "role": "region", "aria-label": block.caption}

@@ -70,10 +70,10 @@ _VARIABLES = {_INK: "ink", _SOFT: "soft", _GOOD: "good", _BAD: "bad", _LINE: "li
 
 def run_chart(record: ReplayRecord) -> Figure:
     """Draw every judged output in the order of the run, by its difference in budgets."""
-    judged = [each for each in record.outputs if each.ratio is not None]
-    known = [each for each in judged if not math.isnan(each.ratio or 0.0)]
-    beyond = [each for each in known if each.verdict is Verdict.DIFFERS]
-    worst = max(known, key=lambda each: each.ratio or 0.0, default=None)
+    judged = [output for output in record.outputs if output.ratio is not None]
+    known = [output for output in judged if not math.isnan(output.ratio or 0.0)]
+    beyond = [output for output in known if output.verdict is Verdict.DIFFERS]
+    worst = max(known, key=lambda output: output.ratio or 0.0, default=None)
     said = f"{len(known):,} outputs in the order of the run, {len(beyond):,} beyond their budget"
     if worst is not None:
         said += f"; the furthest is {worst.site} at {number(worst.ratio or 0.0, 3)} budgets"
@@ -96,13 +96,13 @@ def _drawn(outputs: list[JudgedOutput]) -> str:
         FigureCanvasSVG(drawing)
         axes = drawing.add_axes((0.075, 0.17, 0.915, 0.76))
         axes.set_yscale("log")
-        finite = [each.ratio or 0.0 for each in outputs if math.isfinite(each.ratio or 0.0)]
+        finite = [output.ratio or 0.0 for output in outputs if math.isfinite(output.ratio or 0.0)]
         top = max([3.0, *finite]) * 3
         for good in (True, False):
             chosen = [
-                (at, min(top, max(_FLOOR, each.ratio or 0.0)))
-                for at, each in enumerate(outputs)
-                if (each.verdict is not Verdict.DIFFERS) is good
+                (at, min(top, max(_FLOOR, output.ratio or 0.0)))
+                for at, output in enumerate(outputs)
+                if (output.verdict is not Verdict.DIFFERS) is good
             ]
             mark: Any = (
                 {"marker": "o", "markersize": 2.6} if good else {"marker": "X", "markersize": 7}
@@ -138,8 +138,8 @@ def _decades(axes: Any, top: float) -> None:
 def _layers(axes: Any, outputs: list[JudgedOutput]) -> None:
     """Name the layers on the axis of the run."""
     starts: dict[str, int] = {}
-    for at, each in enumerate(outputs):
-        starts.setdefault(each.column, at)
+    for at, output in enumerate(outputs):
+        starts.setdefault(output.column, at)
     named = [(at, name) for name, at in starts.items() if name != "ends"]
     step = max(1, len(named) // 16)
     shown = named[::step]
@@ -178,7 +178,7 @@ def replay_panel(
 ) -> Panel:
     """Make the panel; `files` are in the page's folder, `most` limits its close looks."""
     chosen = worst_first(record.outputs)[:most]
-    anchors = {id(each): f"look-{at}" for at, each in enumerate(chosen)}
+    anchors = {id(output): f"look-{at}" for at, output in enumerate(chosen)}
     blocks: list[Block] = [
         *(Sentence(text, Tone.NOTE) for text in record.preface),
         *(Sentence(text, Tone.BAD) for text in record.findings),
@@ -187,8 +187,8 @@ def replay_panel(
     if chosen:
         blocks.append(_looks(record, chosen))
     if len(chosen) < len(record.outputs):
-        told = f"{len(chosen):,} of {len(record.outputs):,} outputs can be looked at closely here, "
-        blocks.append(Sentence(f"{told}the worst ones; the tables have all of them.", Tone.NOTE))
+        text = f"{len(chosen):,} of {len(record.outputs):,} outputs can be looked at closely here, "
+        blocks.append(Sentence(f"{text}the worst ones; the tables have all of them.", Tone.NOTE))
     if files:
         blocks.append(Files("The same as tables", files))
     if record.outputs:
@@ -205,20 +205,26 @@ def text_panel(record: TextRecord, replayed: Verdict) -> Panel:
 
     Texts alone are no verdict: where every component agrees, a near tie may fall either way.
     """
-    apart = [each for each in record.said if each.parting is not None]
+    apart = [prompt_texts for prompt_texts in record.said if prompt_texts.parting is not None]
     if not record.said:
         sentence = "No text was captured."
     elif not apart:
         sentence = "Candidate and twin say the same."
     else:
-        first = min(each.parting for each in apart if each.parting is not None)
+        first = min(
+            prompt_texts.parting for prompt_texts in apart if prompt_texts.parting is not None
+        )
         count = f"{len(apart)} of {len(record.said)} prompts"
         sentence = f"They part on {count}, first at new token {first + 1}."
         if replayed is Verdict.AGREES:
             sentence += " Every component agrees: of two likely words, rounding chose the other."
     blocks: list[Block] = [
-        Voices(each.prompt, tuple(VoiceText(*voice) for voice in each.voices), each.parting)
-        for each in record.said
+        Voices(
+            prompt_texts.prompt,
+            tuple(VoiceText(*voice) for voice in prompt_texts.voices),
+            prompt_texts.parting,
+        )
+        for prompt_texts in record.said
     ]
     blocks += [Sentence(text, Tone.NOTE) for text in record.notes]
     verdict = replayed if apart else Verdict.AGREES if record.said else Verdict.UNDECIDED
@@ -227,12 +233,14 @@ def text_panel(record: TextRecord, replayed: Verdict) -> Panel:
 
 def _maps(record: ReplayRecord, anchors: Mapping[int, str]) -> list[Block]:
     cells: dict[tuple[str, str], list[JudgedOutput]] = defaultdict(list)
-    for each in record.outputs:
-        cells[each.role, each.column].append(each)
+    for output in record.outputs:
+        cells[output.role, output.column].append(output)
     if not cells:
         return []
     rows = _roles(record.outputs)
-    columns = tuple(dict.fromkeys(each.column for each in _by_layer(record.outputs)))
+    columns = tuple(
+        dict.fromkeys(judged_output.column for judged_output in _by_layer(record.outputs))
+    )
 
     def view(title: str, unit: str, chosen: Callable[[JudgedOutput], float | None]) -> JudgedMap:
         cosine = not unit
@@ -246,16 +254,16 @@ def _maps(record: ReplayRecord, anchors: Mapping[int, str]) -> list[Block]:
         )
 
     def cosine_of(at: int) -> Callable[[JudgedOutput], float | None]:
-        return lambda each: each.cosines[at]
+        return lambda judged_output: judged_output.cosines[at]
 
     budget = view(
         "How far each component's worst output is from its twin's, on the same inputs",
         "budgets (1 is what a correct kernel may differ)",
-        lambda each: each.ratio,
+        lambda judged_output: judged_output.ratio,
     )
     tabs = [Tab("Difference in budgets", (budget,))]
     for at, pair in enumerate(PAIRS):
-        if any(each.cosines[at] is not None for each in record.outputs):
+        if any(judged_output.cosines[at] is not None for judged_output in record.outputs):
             shown = view(f"Cosine of {pair}, on the same inputs", "", cosine_of(at))
             tabs.append(Tab(f"Cosine: {pair}", (shown,)))
     return [Tabs("Layer by component", tuple(tabs), MAP)]
@@ -264,9 +272,9 @@ def _maps(record: ReplayRecord, anchors: Mapping[int, str]) -> list[Block]:
 def _roles(outputs: Sequence[JudgedOutput]) -> tuple[str, ...]:
     """Return components in run order; what only some layers have stands where it runs."""
     by_layer: dict[str, list[str]] = defaultdict(list)
-    for each in outputs:
-        if each.role not in by_layer[each.column]:
-            by_layer[each.column].append(each.role)
+    for output in outputs:
+        if output.role not in by_layer[output.column]:
+            by_layer[output.column].append(output.role)
     ends = by_layer.pop("ends", [])
     order: list[str] = []
     # The layer with the most components first: the others are merged into its order.
@@ -287,8 +295,8 @@ def _by_layer(outputs: Sequence[JudgedOutput]) -> list[JudgedOutput]:
     # Greater than every layer: outputs without a layer come last.
     far = 1 << 30
 
-    def place(each: JudgedOutput) -> tuple[bool, int]:
-        return each.component.startswith("mtp."), far if each.layer is None else each.layer
+    def place(output: JudgedOutput) -> tuple[bool, int]:
+        return output.component.startswith("mtp."), far if output.layer is None else output.layer
 
     return sorted(outputs, key=place)
 
@@ -302,7 +310,7 @@ def _reading(
     if not outputs:
         return None
     worst = worst_first(tuple(outputs))[0]
-    values = [(value, each) for each in outputs if (value := chosen(each)) is not None]
+    values = [(value, output) for output in outputs if (value := chosen(output)) is not None]
     value = chosen(worst)
     if values and (value is None or not _is_ratio(worst, value)):
         value = min(pair[0] for pair in values)  # of cosines the lowest
@@ -317,19 +325,19 @@ def _is_ratio(worst: JudgedOutput, value: float) -> bool:
 
 
 def _looks(record: ReplayRecord, chosen: Sequence[JudgedOutput]) -> Looks:
-    differing = [each for each in chosen if each.verdict is Verdict.DIFFERS][:_FIRST]
-    began = [each for each in chosen if each.site in record.origins][:_FIRST]
-    first = {id(each) for each in began or differing}
+    differing = [output for output in chosen if output.verdict is Verdict.DIFFERS][:_FIRST]
+    began = [output for output in chosen if output.site in record.origins][:_FIRST]
+    first = {id(output) for output in began or differing}
     looks = tuple(
-        Look(f"look-{at}", each.site, _close(each), first=id(each) in first)
-        for at, each in enumerate(chosen)
+        Look(f"look-{at}", output.site, _close(output), first=id(output) in first)
+        for at, output in enumerate(chosen)
     )
     return Looks("A cell of the map, looked at closely: choose one.", looks, MAP)
 
 
-def _close(each: JudgedOutput) -> tuple[Block, ...]:
-    look = each.look
-    blocks: list[Block] = [_output_sentence(each), _figures(each)]
+def _close(output: JudgedOutput) -> tuple[Block, ...]:
+    look = output.look
+    blocks: list[Block] = [_output_sentence(output), _figures(output)]
     if look.worst is not None:
         blocks.append(_worst(look))
     blocks += [
@@ -338,10 +346,14 @@ def _close(each: JudgedOutput) -> tuple[Block, ...]:
         if a.values
     ]
     if look.histogram is not None:
-        found = look.histogram
-        counts = tuple(float(count) for count in found.counts)
-        caption = f"Elements by distance from the twin, in {found.unit}; heights are logarithmic"
-        blocks.append(Profile(caption, found.labels, counts, "elements", None, logarithmic=True))
+        histogram = look.histogram
+        counts = tuple(float(count) for count in histogram.counts)
+        caption = (
+            f"Elements by distance from the twin, in {histogram.unit}; heights are logarithmic"
+        )
+        blocks.append(
+            Profile(caption, histogram.labels, counts, "elements", None, logarithmic=True)
+        )
     if look.places:
         blocks.append(_places(look))
     if look.derivation:
@@ -349,37 +361,37 @@ def _close(each: JudgedOutput) -> tuple[Block, ...]:
     return tuple(blocks)
 
 
-def _output_sentence(each: JudgedOutput) -> Sentence:
-    if each.verdict is Verdict.UNDECIDED:
+def _output_sentence(output: JudgedOutput) -> Sentence:
+    if output.verdict is Verdict.UNDECIDED:
         return Sentence(
-            f"Nothing is claimed: {each.undecided or 'it has no budget'}.", Tone.WARNING
+            f"Nothing is claimed: {output.undecided or 'it has no budget'}.", Tone.WARNING
         )
-    at = "" if each.ratio is None else f", at {number(each.ratio, 3)} of its budget"
-    if each.verdict is Verdict.AGREES:
-        exact = each.identical == 1
+    at = "" if output.ratio is None else f", at {number(output.ratio, 3)} of its budget"
+    if output.verdict is Verdict.AGREES:
+        exact = output.identical == 1
         return Sentence("Equal to its twin's, bit for bit." if exact else f"Agrees{at}.", Tone.GOOD)
-    far = "" if each.ratio is None else f": {number(each.ratio, 3)} times its budget"
+    far = "" if output.ratio is None else f": {number(output.ratio, 3)} times its budget"
     return Sentence(f"Differs from its twin's{far}.", Tone.BAD)
 
 
-def _figures(each: JudgedOutput) -> Facts:
-    look = each.look
+def _figures(output: JudgedOutput) -> Facts:
+    look = output.look
     rows = [
         *(
             Fact(f"Cosine, {pair}", near_one(value))
-            for pair, value in zip(PAIRS, each.cosines, strict=True)
+            for pair, value in zip(PAIRS, output.cosines, strict=True)
             if value is not None
         ),
-        *_number("Relative difference", each.difference),
-        *_number("Budget of the whole", each.budget),
+        *_number("Relative difference", output.difference),
+        *_number("Budget of the whole", output.budget),
         *_number("Gain", look.gain),
         *_number("Rounding bias, in standard deviations", look.rounding_bias),
     ]
-    if each.identical is not None:
-        rows.append(Fact("Equal codes", f"{share(each.identical)} of {each.elements:,}"))
-    if each.choices:
-        rows.append(Fact("Near ties decided otherwise", f"{each.flips:,} of {each.choices:,}"))
-    rows.append(Fact("Calls", f"{each.calls:,}"))
+    if output.identical is not None:
+        rows.append(Fact("Equal codes", f"{share(output.identical)} of {output.elements:,}"))
+    if output.choices:
+        rows.append(Fact("Near ties decided otherwise", f"{output.flips:,} of {output.choices:,}"))
+    rows.append(Fact("Calls", f"{output.calls:,}"))
     return Facts(tuple(rows))
 
 
@@ -423,27 +435,27 @@ def _places(look: CloseLook) -> Table:
 
 
 def _flips(record: ReplayRecord) -> list[Block]:
-    found = [each for each in record.outputs if each.flips]
-    if not found:
+    outputs = [output for output in record.outputs if output.flips]
+    if not outputs:
         return []
     columns = (
         Column("site", ColumnKind.CODE),
         Column("decided otherwise", ColumnKind.NUMBER),
         Column("of", ColumnKind.NUMBER),
     )
-    rows = tuple((each.site, each.flips, each.choices) for each in found[:_LISTED])
+    rows = tuple((output.site, output.flips, output.choices) for output in outputs[:_LISTED])
     caption = "Near ties that fell the other way, legally: no difference of the arithmetic"
-    return [Details(_count(len(found), "output", "near ties"), (Table(caption, columns, rows),))]
+    return [Details(_count(len(outputs), "output", "near ties"), (Table(caption, columns, rows),))]
 
 
 def _undecided(record: ReplayRecord) -> list[Block]:
-    found = [each for each in record.outputs if each.verdict is Verdict.UNDECIDED]
-    if not found:
+    outputs = [output for output in record.outputs if output.verdict is Verdict.UNDECIDED]
+    if not outputs:
         return []
     columns = (Column("site", ColumnKind.CODE), Column("reason"))
-    rows = tuple((each.site, each.undecided) for each in found[:_LISTED])
+    rows = tuple((output.site, output.undecided) for output in outputs[:_LISTED])
     table = Table("Of these nothing is claimed", columns, rows)
-    return [Details(_count(len(found), "output", "no judgement"), (table,))]
+    return [Details(_count(len(outputs), "output", "no judgement"), (table,))]
 
 
 def _notes(record: ReplayRecord) -> list[Block]:

@@ -51,8 +51,8 @@ AUDIT_MEANINGS = {
 def meaning(page: Page) -> str:
     """Return what the verdict of a page means, given what was judged there."""
     judged = {panel.kind for panel in page.panels if panel.verdict is not None}
-    told = AUDIT_MEANINGS if judged == {PanelKind.AUDIT} else {}
-    return told.get(page.verdict, page.verdict.meaning)
+    fields = AUDIT_MEANINGS if judged == {PanelKind.AUDIT} else {}
+    return fields.get(page.verdict, page.verdict.meaning)
 
 
 # The word of a tone in a table or a map, and its sign; a plain tone has neither.

@@ -43,6 +43,10 @@ def test_examples_of_the_page_run(
 
 
 def test_every_example_is_run() -> None:
-    runnable = [each for each in examples() if "def test_" not in each and "def patch" not in each]
+    runnable = [
+        example
+        for example in examples()
+        if "def test_" not in example and "def patch" not in example
+    ]
     assert len(runnable) == 4
     assert examples()[:4] == runnable

@@ -48,11 +48,11 @@ class Paired:
         """Return it as text by role; empty if torch computes everything."""
         if self.backend == "torch":
             return []
-        told = [f"Backend {self.backend} computes {len(self.taken)} components."]
+        lines = [f"Backend {self.backend} computes {len(self.taken)} components."]
         if self.fallen:
             roles = dict.fromkeys(_role(name) for name in self.fallen)
-            told.append(f"{len(self.fallen)} fell to torch: {', '.join(roles)}")
-        return told if self.table is None else told + self.table.lines()
+            lines.append(f"{len(self.fallen)} fell to torch: {', '.join(roles)}")
+        return lines if self.table is None else lines + self.table.lines()
 
     def require_whole(self) -> None:
         """Raise if some components stayed with torch."""
@@ -92,10 +92,10 @@ class Watched:
                 name, found, f"a dict of {', '.join(self.outputs)}",
                 "Return every output of the component by its name.",
             )  # fmt: skip
-        for key, each in made.items():
-            if not isinstance(each, torch.Tensor):
+        for key, tensor in made.items():
+            if not isinstance(tensor, torch.Tensor):
                 raise InvalidArgument(
-                    f"{name}: {key}", type(each).__name__, "a tensor", "Return tensors."
+                    f"{name}: {key}", type(tensor).__name__, "a tensor", "Return tensors."
                 )
         return made
 
@@ -115,7 +115,7 @@ def place_of(error: BaseException, file: str | None = None) -> str:
     if isinstance(error, SyntaxError) and error.lineno is not None:
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [each for each in frames if each.filename == file] or frames
+    own = [frame for frame in frames if frame.filename == file] or frames
     return f"{own[-1].filename}:{own[-1].lineno}" if own else "outside of any file"
 
 

@@ -53,15 +53,15 @@ class Patched:
         return {
             "file": self.file,
             "sha256": self.sha256,
-            "weights": {name: list(each) for name, each in self.weights.items()},
+            "weights": {name: list(weight) for name, weight in self.weights.items()},
             "components": list(self.components),
         }
 
     def lines(self) -> list[str]:
         """Return the record as one line of text."""
         done = [*self.weights, *self.components]
-        told = ", ".join(done[:6]) + (", ..." if len(done) > 6 else "")
-        return [f"Patched by {self.file}: {told or 'nothing was replaced'}"]
+        text = ", ".join(done[:6]) + (", ..." if len(done) > 6 else "")
+        return [f"Patched by {self.file}: {text or 'nothing was replaced'}"]
 
 
 class Candidate:
@@ -80,12 +80,12 @@ class CandidateWeights(MutableMapping[str, Weight]):
     def __init__(self, source: Mapping[str, Weight], names: LogicalNames) -> None:
         self._source = source
         self._stored = {
-            names.module_of(each): name
-            for name, each in names.present.items()
-            if not names.is_fused(each)
+            names.module_of(parameter): name
+            for name, parameter in names.present.items()
+            if not names.is_fused(parameter)
         }
         self._taken: dict[str, tuple[Weight, dict[str, tuple[Tensor | None, int]]]] = {}
-        self._whole: set[str] = set()
+        self._copied_whole: set[str] = set()
 
     def __getitem__(self, key: str) -> Weight:
         name = self._name(key)
@@ -107,7 +107,7 @@ class CandidateWeights(MutableMapping[str, Weight]):
                 "Replace a field: candidate.weights[name].codes = ...",
             )  # fmt: skip
         self._taken[name] = (record, _versions(record))
-        self._whole.add(name)
+        self._copied_whole.add(name)
 
     def __delitem__(self, key: str) -> None:
         raise InvalidArgument(
@@ -126,7 +126,7 @@ class CandidateWeights(MutableMapping[str, Weight]):
         found = {}
         for name, (record, before) in self._taken.items():
             shape = tuple(self._source[name].shape)
-            names = FIELDS if name in self._whole else _written(record, before)
+            names = FIELDS if name in self._copied_whole else _written(record, before)
             if not names:
                 continue
             _require_fitting(name, record, shape)

@@ -80,30 +80,30 @@ def backend_named(value: str) -> Offered:
     return _offered(value, _made(value, _factory(value)))
 
 
-def use_backend(bound: BoundModel, asked: AskedBackend, recipe: Recipe) -> Paired:
+def use_backend(bound: BoundModel, backend: AskedBackend, recipe: Recipe) -> Paired:
     """Put a backend's kernels into a bound model; omitted components stay with torch.
 
     The recipe gives the formats in which weights are stored.
     """
-    if asked.name == CUTEDSL:
+    if backend.name == CUTEDSL:
         from degarble.harness.backends.cutedsl.backend import use_kernels  # noqa: PLC0415  only where asked for
 
-        paired = use_kernels(bound, recipe, kernels_of(asked, poison=True))
+        paired = use_kernels(bound, recipe, kernels_of(backend, poison=True))
     else:
-        offered = asked.offered
-        if asked.name == TORCH:
+        offered = backend.offered
+        if backend.name == TORCH:
             return Paired()
         paired = pair(bound, offered.name, offered.components)
-    if asked.strict:
+    if backend.strict:
         paired.require_whole()
     return paired
 
 
-def kernels_of(asked: AskedBackend, *, poison: bool = False) -> Kernels:
+def kernels_of(backend: AskedBackend, *, poison: bool = False) -> Kernels:
     """Return our kernels on this machine's GPU; memory is poisoned if each component runs alone."""
     from degarble.harness.backends.cutedsl.kernels import KernelsOnGpu  # noqa: PLC0415  as above
 
-    return KernelsOnGpu(asked.settings, poison=poison)
+    return KernelsOnGpu(backend.settings, poison=poison)
 
 
 def require_backend(name: str) -> None:
@@ -123,7 +123,7 @@ def _factory(value: str) -> Callable[[], Any]:
             names = [each for each in vars(module) if not each.startswith("_")]
             raise UnknownName.among(f"factory in {module_name}", attribute, names)
     else:
-        points = {each.name: each for each in entry_points(group=BACKEND_ENTRY_POINT_GROUP)}
+        points = {point.name: point for point in entry_points(group=BACKEND_ENTRY_POINT_GROUP)}
         if value not in points:
             known = {TORCH, CUTEDSL, *_WITHOUT_KERNELS, *points}
             raise UnknownName.among("--backend", value, known)

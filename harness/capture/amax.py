@@ -44,7 +44,9 @@ class InputRanges:
     """An observer: the largest magnitude in front of every linear, and its tokens."""
 
     def __init__(self, config: Config) -> None:
-        linear = {each.name for each in parameters(config) if each.kind is Kind.LINEAR}
+        linear = {
+            parameter.name for parameter in parameters(config) if parameter.kind is Kind.LINEAR
+        }
         self._largest: dict[str, float] = {}
         self._tokens: dict[str, int] = defaultdict(int)
         self._linears: dict[str, tuple[str, ...]] = {}
@@ -94,7 +96,7 @@ class InputRanges:
             names = [name for group in by_number.values() for name in group]
             if any(name in records for name in names):
                 records |= {name: Amax(0.0, 0) for name in names if name not in records}
-        return Calibration.of(records)
+        return Calibration.from_records(records)
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,9 @@ class AmaxSummary:
     @property
     def unreached(self) -> list[str]:
         """Linears of the experts that no token reached."""
-        return sorted(name for name, each in self.calibration.records.items() if not each.tokens)
+        return sorted(
+            name for name, record in self.calibration.records.items() if not record.tokens
+        )
 
     def lines(self) -> list[str]:
         """Summarise the result in a few lines."""
@@ -116,12 +120,12 @@ class AmaxSummary:
         first = f"Wrote {len(records):,} amax records of {self.tokens:,} tokens: {self.folder}"
         if not self.unreached:
             return [first]
-        told = f"  {len(self.unreached):,} flagged: no token reached them, such as"
-        return [first, f"{told} {self.unreached[0]}", "  Calibrate with more tokens."]
+        text = f"  {len(self.unreached):,} flagged: no token reached them, such as"
+        return [first, f"{text} {self.unreached[0]}", "  Calibrate with more tokens."]
 
     def document(self) -> dict[str, Any]:
         """Return the result as a JSON document."""
-        seen = [each.tokens for n, each in self.calibration.records.items() if ".experts." in n]
+        seen = [record.tokens for n, record in self.calibration.records.items() if ".experts." in n]
         return {
             "verdict": None,
             "origins": [],
@@ -150,17 +154,17 @@ def capture_amax(
         )
     with open_model(source, "bf16", absorbed=False, held_values=held_values) as model:
         ranges = InputRanges(model.config)
-        model.speaker.bound.observer = ranges
+        model.logits_model.bound.observer = ranges
         chat = any(isinstance(prompt, list) for prompt in prompts)
-        talker = TextGenerator(model, GenerationOptions(chat=chat))
-        ids = [talker.ids_of(prompt) for prompt in prompts]
-        _require_fitting(ids, model.speaker.context)
+        generator = TextGenerator(model, GenerationOptions(chat=chat))
+        ids = [generator.ids_of(prompt) for prompt in prompts]
+        _require_fitting(ids, model.logits_model.context)
         with watch(model.streamed):
             for group in _groups(ids):
-                _run(talker, ranges, group)
-    found = ranges.calibration()
-    write_text(folder / FILE, found.to_bytes().decode())
-    return AmaxSummary(folder, sum(len(each) for each in ids), found)
+                _run(generator, ranges, group)
+    calibration = ranges.calibration()
+    write_text(folder / FILE, calibration.to_bytes().decode())
+    return AmaxSummary(folder, sum(len(each) for each in ids), calibration)
 
 
 def _require_fitting(ids: list[list[int]], context: int) -> None:
@@ -184,12 +188,12 @@ def _groups(ids: list[list[int]]) -> Iterator[list[list[int]]]:
         yield group
 
 
-def _run(talker: TextGenerator, ranges: InputRanges, group: list[list[int]]) -> None:
-    speaker, sequences = talker.model.speaker, [Sequence() for _ in group]
+def _run(generator: TextGenerator, ranges: InputRanges, group: list[list[int]]) -> None:
+    model, sequences = generator.model.logits_model, [Sequence() for _ in group]
     longest = max(len(each) for each in group)
     for begin in range(0, longest, STEP):
         some = [n for n, each in enumerate(group) if len(each) > begin]
         tokens = [torch.tensor(group[n][begin : begin + STEP]) for n in some]
-        hidden = speaker.hidden([sequences[n] for n in some], tokens)
+        hidden = model.hidden([sequences[n] for n in some], tokens)
         # The head's product is not needed, only what goes into it.
-        ranges("head", {"x": speaker.normed(hidden)}, {})
+        ranges("head", {"x": model.normed(hidden)}, {})

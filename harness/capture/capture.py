@@ -143,13 +143,18 @@ def captured_bytes(
 ) -> int:
     """Bytes of tensors that a capture of these steps stores."""
     table = _values(bound.config)
-    names = [name for name in bound.calls if wanted.takes(name) and not name.startswith("mtp.")]
+    names = [name for name in bound.calls if wanted.includes(name) and not name.startswith("mtp.")]
     total = 0
     for step in steps:
-        fed = [SequenceTokens(_among(wanted, each), each.before) for each in step]
-        fed = [each for each in fed if each.tokens]
+        fed = [
+            SequenceTokens(_among(wanted, sequence_tokens), sequence_tokens.before)
+            for sequence_tokens in step
+        ]
+        fed = [sequence_tokens for sequence_tokens in fed if sequence_tokens.tokens]
         if fed:
-            total += 2 * _INTEGER * sum(each.tokens for each in fed)  # ids and positions
+            total += (
+                2 * _INTEGER * sum(sequence_tokens.tokens for sequence_tokens in fed)
+            )  # ids and positions
             total += sum(_bytes_of(bound, name, fed, table) for name in names)
     return total
 
@@ -175,18 +180,20 @@ def _bytes_of(
 ) -> int:
     """Return how many bytes one component adds in one step."""
     config, numerics, role = bound.config, bound.numerics, Site(name, Port.OUT).role
-    tokens = sum(each.tokens for each in step)
+    tokens = sum(sequence_tokens.tokens for sequence_tokens in step)
     if role.endswith(_ACT_QUANT) and role != "ffn.experts.act_quant":
         # Codes, a byte each at most; scales are few.
         linear = component_named(config, name.removesuffix(_ACT_QUANT))
         return tokens * parameter_named(config, linear.weights[0]).shape[-1]
     if role in {"hc_head", "head"} or (role == "norm" and isinstance(config, V4Config)):
         tokens = len(step)  # logits are those behind each sequence's last token
-    each = table.get(role, ValueCounts())
+    value_counts = table.get(role, ValueCounts())
     block = component_named(config, name).block
     remembered = 0 if block is None else _remembered(config, block, role, step)
-    stored = tokens * (each.store * numerics.store.itemsize + each.integers * _INTEGER)
-    return stored + (tokens * each.work + remembered) * numerics.work.itemsize
+    stored = tokens * (
+        value_counts.store * numerics.store.itemsize + value_counts.integers * _INTEGER
+    )
+    return stored + (tokens * value_counts.work + remembered) * numerics.work.itemsize
 
 
 def _values(c: Config) -> dict[str, ValueCounts]:
@@ -261,22 +268,28 @@ def _remembered(c: Config, block: Block, role: str, step: list[SequenceTokens]) 
     """Working values that grow with what a sequence had before: rows read, scores, pools."""
     if role == "attn.indexer.scores":
         ratio = block.ratio or 1
-        widest = max((each.before + each.tokens) // ratio for each in step)
-        keys = sum(each.before // ratio for each in step) * c.index_head_dim
-        return widest * sum(each.tokens for each in step) + keys
+        widest = max(
+            (sequence_tokens.before + sequence_tokens.tokens) // ratio for sequence_tokens in step
+        )
+        keys = sum(sequence_tokens.before // ratio for sequence_tokens in step) * c.index_head_dim
+        return widest * sum(sequence_tokens.tokens for sequence_tokens in step) + keys
     if isinstance(c, V32Config):
-        rows = sum(each.before for each in step) * (c.kv_lora_rank + c.qk_rope_head_dim)
+        rows = sum(sequence_tokens.before for sequence_tokens in step) * (
+            c.kv_lora_rank + c.qk_rope_head_dim
+        )
         return rows if role == "attn.attend" else 0
     width = c.index_head_dim if role.startswith("attn.indexer.") else c.head_dim
     width *= compressor_windows(block)
     if role.endswith("compressor.proj"):
-        return 2 * width * sum(each.tokens for each in step)
+        return 2 * width * sum(sequence_tokens.tokens for sequence_tokens in step)
     if role.endswith("compressor.pool"):
         return 2 * width * block.ratio * compressor_windows(block) * len(step)
     if role != "attn.attend":
         return 0
-    rows = sum(min(each.before, c.sliding_window - 1) for each in step)
-    entries = sum(each.before // block.ratio for each in step) if block.ratio else 0
+    rows = sum(min(sequence_tokens.before, c.sliding_window - 1) for sequence_tokens in step)
+    entries = (
+        sum(sequence_tokens.before // block.ratio for sequence_tokens in step) if block.ratio else 0
+    )
     return (rows + entries) * c.head_dim
 
 
@@ -338,8 +351,8 @@ class CaptureSummary:
     def lines(self) -> list[str]:
         """Summarise the capture in a few lines."""
         changed = [] if self.patched is None else self.patched.lines()
-        told = [*capture_lines(self.capture), *self.paired.lines(), *changed]
-        return [*told, f"Wrote {self.folder}"]
+        lines = [*capture_lines(self.capture), *self.paired.lines(), *changed]
+        return [*lines, f"Wrote {self.folder}"]
 
     def document(self) -> dict[str, Any]:
         """Return the summary as a JSON document."""
@@ -385,41 +398,47 @@ def capture(
     prompts: list[Any],
     folder: Path,
     watch: Watch,
-    how: CaptureSettings | None = None,
-    told: Callable[[int], None] = lambda _nbytes: None,
+    capture_settings: CaptureSettings | None = None,
+    report: Callable[[int], None] = lambda _nbytes: None,
 ) -> CaptureSummary:
     """Run prompts through a checkpoint's reference, and write what its components saw.
 
     A prompt is a text, a conversation (a list), or the token ids of another run (a tuple).
-    `told` hears the estimate of bytes before anything is written.
+    `report` hears the estimate of bytes before anything is written.
     """
-    how = how or CaptureSettings()
-    require_backend(how.backend)
+    capture_settings = capture_settings or CaptureSettings()
+    require_backend(capture_settings.backend)
     require_free(folder)
     require_folder("--out", folder)
-    conventions = {**how.asked.conventions, **how.conventions}
-    with open_model(source, held_values=how.held_values, switches=conventions) as model:
-        if how.share is not None:
-            model.speaker = LogitsModel(how.share(model))
-        bound = model.speaker.bound
-        how.wanted.require_choosing(bound.calls)
-        paired, patched = _changed(model, how)
-        talker = _talker(model, prompts, how)
-        estimate = _estimate(talker, prompts, how)
+    conventions = {**capture_settings.asked.conventions, **capture_settings.conventions}
+    with open_model(
+        source, held_values=capture_settings.held_values, switches=conventions
+    ) as model:
+        if capture_settings.share is not None:
+            model.logits_model = LogitsModel(capture_settings.share(model))
+        bound = model.logits_model.bound
+        capture_settings.wanted.require_choosing(bound.calls)
+        paired, patched = _changed(model, capture_settings)
+        generator = _talker(model, prompts, capture_settings)
+        estimate = _estimate(generator, prompts, capture_settings)
         _require_room(folder, estimate)
-        told(estimate)
-        facts = facts_of(source, model, how) | _facts_of_change(paired, patched, conventions)
+        report(estimate)
+        facts = facts_of(source, model, capture_settings) | _facts_of_change(
+            paired, patched, conventions
+        )
         with (
-            foreign_code(folder, how.foreign),
-            CaptureWriter(folder, facts, how.memory_bytes) as writer,
+            foreign_code(folder, capture_settings.foreign),
+            CaptureWriter(folder, facts, capture_settings.memory_bytes) as writer,
             watch(model.streamed),
         ):
-            recorder = Recorder(writer, how.wanted, statistics_only=how.statistics_only)
+            recorder = Recorder(
+                writer, capture_settings.wanted, statistics_only=capture_settings.statistics_only
+            )
             recorder.wrap(bound)
-            model.speaker = SteppingSpeaker(bound, recorder)
-            spoken = talker.speak(prompts)
+            model.logits_model = SteppingSpeaker(bound, recorder)
+            spoken = generator.speak(prompts)
             writer.finish(
-                sequences=[_sequence(each) for each in spoken.speeches],
+                sequences=[_sequence(speech) for speech in spoken.speeches],
                 **_facts_of_kernels(paired),
             )
     return CaptureSummary(folder, Capture.open(folder), spoken, paired, patched)
@@ -428,9 +447,9 @@ def capture(
 class _Repeater:
     """Continues prompts that another run recorded as token ids; words are told where they are."""
 
-    def __init__(self, model: OpenModel, how: CaptureSettings) -> None:
+    def __init__(self, model: OpenModel, capture_settings: CaptureSettings) -> None:
         self.model = model
-        self._limits = Limits(how.new_tokens)
+        self._limits = Limits(capture_settings.new_tokens)
         checkpoint = model.checkpoint
         try:
             self.tokenizer: Tokenizer | None = Tokenizer.of_checkpoint(
@@ -445,30 +464,32 @@ class _Repeater:
 
     def speak(self, prompts: list[Any]) -> GenerationResult:
         """Continue every prompt, greedily."""
-        speeches = [Continuation(list(each)) for each in prompts]
-        generation = Generation(self.model.speaker, self.tokenizer, _GREEDILY, self._limits)
-        generation.run(speeches)
-        return GenerationResult(tuple(prompts), tuple(speeches), generation.pace, None)
+        continuations = [Continuation(list(prompt)) for prompt in prompts]
+        generation = Generation(self.model.logits_model, self.tokenizer, _GREEDILY, self._limits)
+        generation.run(continuations)
+        return GenerationResult(tuple(prompts), tuple(continuations), generation.pace, None)
 
 
 def _talker(
-    model: OpenModel, prompts: list[Any], how: CaptureSettings
+    model: OpenModel, prompts: list[Any], capture_settings: CaptureSettings
 ) -> TextGenerator | _Repeater:
     if any(isinstance(prompt, tuple) for prompt in prompts):
-        return _Repeater(model, how)
+        return _Repeater(model, capture_settings)
     chat = any(isinstance(prompt, list) for prompt in prompts)
-    return TextGenerator(model, GenerationOptions(_GREEDILY, Limits(how.new_tokens), chat=chat))
+    return TextGenerator(
+        model, GenerationOptions(_GREEDILY, Limits(capture_settings.new_tokens), chat=chat)
+    )
 
 
-def _changed(model: OpenModel, how: CaptureSettings) -> tuple[Paired, Patched | None]:
+def _changed(model: OpenModel, capture_settings: CaptureSettings) -> tuple[Paired, Patched | None]:
     """Put a backend's kernels in, then let a patch change what it wants."""
-    bound = model.speaker.bound
-    paired, patched = use_backend(bound, how.asked, model.recipe), None
-    if how.patch is not None:
+    bound = model.logits_model.bound
+    paired, patched = use_backend(bound, capture_settings.asked, model.recipe), None
+    if capture_settings.patch is not None:
         names = model.checkpoint.names
         assert names is not None, "an open model has all of its parameters"
-        patched = apply_patch(how.patch, bound, model.checkpoint.weights, names)
-    run_on_device(bound, how.device)
+        patched = apply_patch(capture_settings.patch, bound, model.checkpoint.weights, names)
+    run_on_device(bound, capture_settings.device)
     return paired, patched
 
 
@@ -492,23 +513,27 @@ def _facts_of_kernels(paired: Paired) -> dict[str, Any]:
     return {"kernels": table.document(), "fraction_bits": dict.fromkeys(cut, HOPPER_FP8_BITS)}
 
 
-def _estimate(talker: TextGenerator | _Repeater, prompts: list[Any], how: CaptureSettings) -> int:
+def _estimate(
+    generator: TextGenerator | _Repeater, prompts: list[Any], capture_settings: CaptureSettings
+) -> int:
     """Bytes of tensors; prompts that generating refuses are refused there."""
-    lengths = [len(talker.ids_of(prompt)) for prompt in prompts]
-    last = max(lengths, default=0) + how.new_tokens - 2  # the last new token is never fed
-    if all(lengths) and how.wanted.rows(range(last + 1)) == ():
+    lengths = [len(generator.ids_of(prompt)) for prompt in prompts]
+    last = (
+        max(lengths, default=0) + capture_settings.new_tokens - 2
+    )  # the last new token is never fed
+    if all(lengths) and capture_settings.wanted.rows(range(last + 1)) == ():
         raise InvalidArgument(
             "--tokens", "no position of this run", f"some of 0 to {last}",
             "Choose positions that the prompts or their new tokens have.",
         )  # fmt: skip
-    if how.statistics_only or not all(lengths):
+    if capture_settings.statistics_only or not all(lengths):
         return 0
-    steps = steps_of(lengths, how.new_tokens, PREFILL_TOKENS)
-    return captured_bytes(talker.model.speaker.bound, steps, how.wanted)
+    steps = steps_of(lengths, capture_settings.new_tokens, PREFILL_TOKENS)
+    return captured_bytes(generator.model.logits_model.bound, steps, capture_settings.wanted)
 
 
 def _require_room(folder: Path, estimate: int) -> None:
-    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if estimate > free:
         raise UnwritablePath(
@@ -517,7 +542,7 @@ def _require_room(folder: Path, estimate: int) -> None:
         )  # fmt: skip
 
 
-def facts_of(source: Path, model: OpenModel, how: CaptureSettings) -> dict[str, Any]:
+def facts_of(source: Path, model: OpenModel, capture_settings: CaptureSettings) -> dict[str, Any]:
     """Return the manifest's facts about the run."""
     checkpoint = model.checkpoint
     stated = (checkpoint.root / CHECKPOINT_MANIFEST).exists()
@@ -536,11 +561,11 @@ def facts_of(source: Path, model: OpenModel, how: CaptureSettings) -> dict[str, 
         ],
         "arithmetic": model.arithmetic,
         "form": "absorbed",
-        "sums": str(model.speaker.bound.numerics.products).removeprefix("torch."),
-        "filters": how.wanted.document(),
-        "statistics_only": how.statistics_only,
-        **({} if how.device == CPU else {"device": how.device}),
-        "new_tokens": how.new_tokens,
+        "sums": str(model.logits_model.bound.numerics.products).removeprefix("torch."),
+        "filters": capture_settings.wanted.document(),
+        "statistics_only": capture_settings.statistics_only,
+        **({} if capture_settings.device == CPU else {"device": capture_settings.device}),
+        "new_tokens": capture_settings.new_tokens,
         "versions": {
             "degarble": VERSION,
             "python": platform.python_version(),
@@ -551,5 +576,5 @@ def facts_of(source: Path, model: OpenModel, how: CaptureSettings) -> dict[str, 
 
 
 def _sequence(speech: Any) -> dict[str, Any]:
-    told = {"prompt": speech.prompt, "new": speech.ids, "text": speech.text}
-    return told | {"finish": speech.finish}
+    fields = {"prompt": speech.prompt, "new": speech.ids, "text": speech.text}
+    return fields | {"finish": speech.finish}

@@ -294,13 +294,13 @@ _V32_ATTENTION = {
 
 def places_of(config: Config) -> list[Place]:
     """Return the map for the causal language model that transformers makes of a config."""
-    found = [Place("embed", ("model.embed_tokens",), {0: "tokens"})]
+    places = [Place("embed", ("model.embed_tokens",), {0: "tokens"})]
     v4 = isinstance(config, V4Config)
     for block in config.layers:
-        found += _v4_block(block) if v4 else _v32_block(block)
+        places += _v4_block(block) if v4 else _v32_block(block)
     if v4:
-        found.append(Place("hc_head", ("model.hc_head",), {0: "streams"}))
-    return [*found, Place("norm", ("model.norm",)), Place("head", ("lm_head",))]
+        places.append(Place("hc_head", ("model.hc_head",), {0: "streams"}))
+    return [*places, Place("norm", ("model.norm",)), Place("head", ("lm_head",))]
 
 
 def _v4_block(block: Block) -> Iterator[Place]:

@@ -45,7 +45,7 @@ class CaptureFilter:
     tokens: tuple[range, ...] | None = None  # positions
 
     @classmethod
-    def of(
+    def from_options(
         cls, layers: str | None = None, components: str | None = None, tokens: str | None = None
     ) -> CaptureFilter:
         """Read the words of the command line."""
@@ -55,7 +55,7 @@ class CaptureFilter:
             spans = tuple(_span("--tokens", word) for word in _words("--tokens", tokens))
         return cls(None if layers is None else _blocks(layers), patterns, spans)
 
-    def takes(self, component: str) -> bool:
+    def includes(self, component: str) -> bool:
         """Return whether a component is captured."""
         site = Site(component, Port.OUT)
         if self.blocks is not None and (site.block or ENDS) not in self.blocks:
@@ -91,13 +91,13 @@ class CaptureFilter:
 
     def any_of(self, components: Iterable[str]) -> bool:
         """Whether it chooses anything."""
-        return any(self.takes(name) for name in components)
+        return any(self.includes(name) for name in components)
 
     def document(self) -> dict[str, list[str] | None]:
         """Return the filter as a JSON document."""
         spans = None
         if self.tokens is not None:
-            spans = [f"{each.start}-{each.stop - 1}" for each in self.tokens]
+            spans = [f"{token.start}-{token.stop - 1}" for token in self.tokens]
         return {
             "layers": None if self.blocks is None else sorted(self.blocks),
             "components": None if self.components is None else list(self.components),
@@ -197,11 +197,11 @@ class CaptureRequest:
         requests = raw.get("requests") or []
         if not isinstance(requests, list) or len(requests) > MOST_REQUESTS:
             raise _wrong("requests", requests, f"a list of at most {MOST_REQUESTS} ids")
-        for each in requests:
-            if not (isinstance(each, str) and REQUEST_ID.fullmatch(each)):
-                raise _wrong("requests", each, "ids of letters, digits, and . _ : -")
+        for request in requests:
+            if not (isinstance(request, str) and REQUEST_ID.fullmatch(request)):
+                raise _wrong("requests", request, "ids of letters, digits, and . _ : -")
         return cls(
-            CaptureFilter.of(*words),
+            CaptureFilter.from_options(*words),
             tuple(dict.fromkeys(requests)),
             int(_number(raw, "count", len(requests) or 1, 1, MOST_REQUESTS)),
             int(_number(raw, "max_bytes", _BYTES, 1, MOST_BYTES)),
@@ -221,10 +221,10 @@ class CaptureRequest:
 class RequestSelection:
     """Which requests are captured, in the order in which they came."""
 
-    def __init__(self, asked: CaptureRequest) -> None:
-        self.asked = asked
+    def __init__(self, request: CaptureRequest) -> None:
+        self.asked = request
         self.ids: list[str] = []
-        self._ends = time.monotonic() + asked.seconds
+        self._ends = time.monotonic() + request.seconds
 
     @property
     def late(self) -> bool:

@@ -95,16 +95,18 @@ def capture_over_ranks(
     prompts: list[Any],
     folder: Path,
     watch: Watch,
-    how: CaptureSettings | None = None,
-    told: Callable[[int], None] = lambda _nbytes: None,
+    capture_settings: CaptureSettings | None = None,
+    report: Callable[[int], None] = lambda _nbytes: None,
 ) -> CaptureSummary:
     """Run prompts on all ranks together; `folder` receives the one capture that they make."""
-    how = how or CaptureSettings()
-    if how.foreign:
+    capture_settings = capture_settings or CaptureSettings()
+    if capture_settings.foreign:
         raise InvalidArgument(
-            how.foreign[0].split()[0], " ".join(how.foreign), "the references, over several ranks",
+            capture_settings.foreign[0].split()[0],
+            " ".join(capture_settings.foreign),
+            "the references, over several ranks",
             "Start one process. Kernels of a running engine: `capture --backend vllm`.",
-        )  # fmt: skip
+        )
     require_free(folder)
     require_folder("--out", folder)
     with process_group():
@@ -112,8 +114,10 @@ def capture_over_ranks(
         places = [folder.with_name(f".{folder.name}.rank-{n}") for n in range(world)]
         shutil.rmtree(places[rank], ignore_errors=True)  # of a run that was interrupted
         try:
-            silent = told if rank == 0 else (lambda _nbytes: None)
-            found = capture(source, prompts, places[rank], watch, _sharded(how, world), silent)
+            silent = report if rank == 0 else (lambda _nbytes: None)
+            summary = capture(
+                source, prompts, places[rank], watch, _sharded(capture_settings, world), silent
+            )
             distributed.barrier()
             if rank == 0:
                 first = Capture.open(places[0])
@@ -121,19 +125,19 @@ def capture_over_ranks(
             distributed.barrier()
         finally:
             shutil.rmtree(places[rank], ignore_errors=True)
-    return replace(found, folder=folder, capture=Capture.open(folder))
+    return replace(summary, folder=folder, capture=Capture.open(folder))
 
 
-def _sharded(how: CaptureSettings, world: int) -> CaptureSettings:
+def _sharded(capture_settings: CaptureSettings, world: int) -> CaptureSettings:
     def share(model: OpenModel) -> BoundModel:
-        made = plan_over(model.config, world)
-        teams = Teams.of(made)
+        sharding_plan = plan_over(model.config, world)
+        teams = Teams.from_plan(sharding_plan)
         assert teams is not None, "every rank is one of the plan's"
-        numerics = model.speaker.bound.numerics
+        numerics = model.logits_model.bound.numerics
         recipe = model.recipe if model.arithmetic == "twin" else None
-        return ShardedModel(made, teams, numerics, model.checkpoint.weights, recipe).bound
+        return ShardedModel(sharding_plan, teams, numerics, model.checkpoint.weights, recipe).bound
 
-    return replace(how, share=share)
+    return replace(capture_settings, share=share)
 
 
 def plan_over(config: Config, world: int) -> ShardingPlan:
@@ -165,12 +169,12 @@ def _locations(
 ) -> dict[str, TensorLocation]:
     slots = cut.inputs if port is Port.IN else cut.outputs
     found = {}
-    for name, each in kept.items():
+    for name, tensor in kept.items():
         share: CapturedRankShare = WHOLE
         if name in _CARRIED and port in cut.terms:
             share = TERM
-        elif name in _CARRIED and slots and len(each.shape) > 1:
-            extent = each.shape[cut.dim] * world // slots
+        elif name in _CARRIED and slots and len(tensor.shape) > 1:
+            extent = tensor.shape[cut.dim] * world // slots
             share = partial_share(*[extent] * slots, dim=cut.dim)
         found[name] = TensorLocation(str(port), share=share)
     return found

@@ -76,25 +76,25 @@ class Snapshots:
         """Return the snapshot of a tensor's present bytes."""
         place = _place(tensor)
         # Taken out here and put back below: the order is that of last use, for eviction.
-        found = self._held.pop(place, None)
-        if found is None or not same(found, tensor):
-            if found is not None:
-                self._room += found.payload.nbytes
-            found = self._copied(tensor)
-            self._room -= found.payload.nbytes
-        self._held[place] = found
+        snapshot = self._held.pop(place, None)
+        if snapshot is None or not same(snapshot, tensor):
+            if snapshot is not None:
+                self._room += snapshot.payload.nbytes
+            snapshot = self._copied(tensor)
+            self._room -= snapshot.payload.nbytes
+        self._held[place] = snapshot
         while self._room < 0 and self._held:
             _, old = self._held.popitem(last=False)
             self._room += old.payload.nbytes
-        return found
+        return snapshot
 
     def _copied(self, tensor: Tensor) -> Snapshot:
         flat = torch.empty(tensor.numel(), dtype=_code_type(tensor))
         flat.copy_(_codes(tensor).reshape(-1))
         # As a list of bytes, so that the writer needs no torch.
         data = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
-        made = Payload(WORDS[tensor.dtype], tuple(tensor.shape), data, self._stored)
-        return Snapshot(flat, made)
+        payload = Payload(WORDS[tensor.dtype], tuple(tensor.shape), data, self._stored)
+        return Snapshot(flat, payload)
 
 
 def same(snapshot: Snapshot, tensor: Tensor) -> bool:
@@ -205,7 +205,7 @@ class Recorder:
         for component in components(bound.config):
             self._whole[component.name] = whole_sites(component)
         for name, call in list(bound.calls.items()):
-            if self._wanted.takes(name):
+            if self._wanted.includes(name):
                 bound.calls[name] = partial(self._run, name, call)
 
     def begin(
@@ -225,11 +225,11 @@ class Recorder:
 
     def chooses(self, component: str) -> bool:
         """Return whether the filter includes this component."""
-        return self._wanted.takes(component)
+        return self._wanted.includes(component)
 
     def before(self, component: str, inputs: Mapping[str, Tensor]) -> dict[str, CopiedTensor]:
         """Take what a component is given."""
-        return {name: self._taken(component, name, each) for name, each in inputs.items()}
+        return {name: self._taken(component, name, tensor) for name, tensor in inputs.items()}
 
     def after(
         self,
@@ -240,10 +240,10 @@ class Recorder:
     ) -> None:
         """Take what it returned, and see whether its inputs are still what they were."""
         changed = tuple(
-            n for n, each in inputs.items() if not self._kept(component, n, each, taken)
+            n for n, tensor in inputs.items() if not self._kept(component, n, tensor, taken)
         )
-        made = {name: self._taken(component, name, each) for name, each in outputs.items()}
-        both = [{name: each.sent for name, each in side.items()} for side in (taken, made)]
+        made = {name: self._taken(component, name, output) for name, output in outputs.items()}
+        both = [{name: tensor.sent for name, tensor in side.items()} for side in (taken, made)]
         self._writer.call(PendingCall(self._steps - 1, component, both[0], both[1], changed))
 
     def _run(
@@ -262,10 +262,10 @@ class Recorder:
 
     def _taken(self, component: str, name: str, tensor: Tensor) -> CopiedTensor:
         chosen, rows = self._chosen(component, name, tensor)
-        told = statistics_of(chosen) if self._statistics_only else None
+        fields = statistics_of(chosen) if self._statistics_only else None
         snapshot = self._snapshots.take(chosen)
         return CopiedTensor(
-            PendingTensor(snapshot.payload, tuple(chosen.shape), rows, told), snapshot
+            PendingTensor(snapshot.payload, tuple(chosen.shape), rows, fields), snapshot
         )
 
     def _kept(
@@ -308,7 +308,7 @@ class MemoryRun:
     def call(self, call: PendingCall) -> None:
         """Keep one call."""
         inputs, outputs = (
-            {name: _kept(each) for name, each in side.items()}
+            {name: _kept(tensor) for name, tensor in side.items()}
             for side in (call.inputs, call.outputs)
         )
         number = len(self.calls)
@@ -319,11 +319,11 @@ class MemoryRun:
 
     def inputs(self, call: CapturedCall) -> Mapping[str, Tensor]:
         """Return the inputs of a call, as they were before it ran."""
-        return {name: _tensor(each) for name, each in self._sent[call.number].inputs.items()}
+        return {name: _tensor(tensor) for name, tensor in self._sent[call.number].inputs.items()}
 
     def outputs(self, call: CapturedCall) -> Mapping[str, Tensor]:
         """Return the outputs of a call."""
-        return {name: _tensor(each) for name, each in self._sent[call.number].outputs.items()}
+        return {name: _tensor(output) for name, output in self._sent[call.number].outputs.items()}
 
 
 def _kept(sent: PendingTensor) -> CapturedTensor:

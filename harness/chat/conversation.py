@@ -177,7 +177,7 @@ def require_known(
                 f"tool_calls of message {number}", calls, "a list", "Write calls as a list."
             )
         for call in calls:
-            ToolCall.of(call)
+            ToolCall.from_openai(call)
 
 
 def _require_texts(number: int, message: Message, *, in_parts: bool) -> None:
@@ -193,7 +193,7 @@ def _require_texts(number: int, message: Message, *, in_parts: bool) -> None:
 
 def last_question(messages: Sequence[Message]) -> int:
     """Return the index of the last user or developer message, -1 without one."""
-    asked = [i for i, each in enumerate(messages) if each["role"] in ("user", "developer")]
+    asked = [i for i, message in enumerate(messages) if message["role"] in ("user", "developer")]
     return asked[-1] if asked else -1
 
 

@@ -34,7 +34,7 @@ class ToolCall(NamedTuple):
     arguments: str
 
     @classmethod
-    def of(cls, call: Mapping[str, Any]) -> ToolCall:
+    def from_openai(cls, call: Mapping[str, Any]) -> ToolCall:
         """Read a call that is written as in OpenAI's API."""
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, dict) or not {"name", "arguments"} <= function.keys():

@@ -95,7 +95,7 @@ def _result(messages: Sequence[Message], index: int, style: Style) -> str:
 
 def _answer(messages: Sequence[Message], index: int, style: Style) -> str:
     message, reasoning = messages[index], ""
-    calls = [ToolCall.of(call) for call in message.get("tool_calls") or ()]
+    calls = [ToolCall.from_openai(call) for call in message.get("tool_calls") or ()]
     content = message.get("content") or ""
     if message.get("prefix") and not calls:
         return content  # the model goes on from here

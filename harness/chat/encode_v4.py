@@ -108,7 +108,7 @@ def _in_call_order(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _kept(messages: list[dict[str, Any]]) -> list[int]:
     """List the messages that stay: all but developer messages before the last question."""
     last = last_question(messages)
-    return [i for i, each in enumerate(messages) if i >= last or each["role"] in _KEPT]
+    return [i for i, message in enumerate(messages) if i >= last or message["role"] in _KEPT]
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class _Part:
         current = not self.drop or self.index > last_question(self.messages)
         if self.style.mode == THINKING and before.get("task") is None and current:
             reasoning = (message.get("reasoning_content") or "") + marks.END_THINK
-        calls = [ToolCall.of(call) for call in message.get("tool_calls") or ()]
+        calls = [ToolCall.from_openai(call) for call in message.get("tool_calls") or ()]
         tail = write_calls(calls, CALLS, lenient=True) if calls else ""
         end = "" if message.get("wo_eos") else marks.EOS
         return reasoning + (message.get("content") or "") + tail + end

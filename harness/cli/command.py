@@ -195,10 +195,10 @@ def _command_class(paths: Collection[str], *, file_after_json: bool) -> type[Typ
 
         def _require_paths(self, given: Mapping[str, Any]) -> None:
             """Refuse an empty path, before Python takes it for the folder `.`."""
-            for each in self.params:
-                if each.name in paths and given.get(each.name) == "":
+            for param in self.params:
+                if param.name in paths and given.get(param.name) == "":
                     raise InvalidArgument(
-                        each.opts[0] if each.opts[0].startswith("-") else str(each.metavar),
+                        param.opts[0] if param.opts[0].startswith("-") else str(param.metavar),
                         "",
                         "the path of a file or folder",
                         "Write `.` for the folder that you are in.",
@@ -221,9 +221,9 @@ def json_at(words: Sequence[str]) -> int | None:
 
 def _without_types_of_flags(parameters: list[Any]) -> list[Any]:
     """Show no `<bool>` in the help of an option that takes no value."""
-    for each in parameters:
-        if getattr(each, "is_flag", False):
-            each.display_type_rich = lambda ctx: None  # noqa: ARG005  typer passes it by name
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.display_type_rich = lambda ctx: None  # noqa: ARG005  typer passes it by name
     return parameters
 
 

@@ -86,14 +86,14 @@ class PlainLines:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._told, self._step = 0.0, 0
+        self._written_at, self._step = 0.0, 0
 
     def __call__(self, pace: ProgressState) -> None:
         """Write a line where one is due."""
         step = int(pace.share * _STEPS)
-        if pace.elapsed - self._told < _PLAIN or step <= self._step or step >= _STEPS:
+        if pace.elapsed - self._written_at < _PLAIN or step <= self._step or step >= _STEPS:
             return
-        self._told, self._step = pace.elapsed, step
+        self._written_at, self._step = pace.elapsed, step
         self._stream.write(f"{visible(pace.text())}\n")
         self._stream.flush()
 
@@ -257,8 +257,8 @@ def first_pass(
     with ExitStack() as stack:
         if streamed is not None:
             progress = stack.enter_context(terminal.work("first pass", streamed.total))
-            streamed.heard = progress.advance
-            stack.callback(setattr, streamed, "heard", None)
+            streamed.on_read = progress.advance
+            stack.callback(setattr, streamed, "on_read", None)
         yield stack.close
 
 

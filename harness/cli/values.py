@@ -188,22 +188,22 @@ def spread(terminal: Terminal) -> Iterator[Workers]:
     address = os.environ.get(ADDRESS) or None
     with workers_of(terminal.cluster, address, requested_processes()) as workers:
         if not isinstance(workers, int) and not terminal.quiet:
-            sys.stderr.write(f"degarble: {workers.told}\n")
+            sys.stderr.write(f"degarble: {workers.description}\n")
         yield workers
 
 
 def requested_processes() -> int | None:
     """Return the number of processes that the environment asks for; None where it asks for none."""
-    told = os.environ.get(WORKERS, "")
-    if not told:
+    text = os.environ.get(WORKERS, "")
+    if not text:
         return None
     if not (
-        told.isascii() and told.isdigit() and len(told) < 5 and 0 < int(told) <= MOST_PROCESSES
+        text.isascii() and text.isdigit() and len(text) < 5 and 0 < int(text) <= MOST_PROCESSES
     ):
         raise InvalidArgument(
-            WORKERS, told, f"a number from 1 to {MOST_PROCESSES}", "Unset it, or name a number."
+            WORKERS, text, f"a number from 1 to {MOST_PROCESSES}", "Unset it, or name a number."
         )
-    return int(told)
+    return int(text)
 
 
 # --------------------------------------------------------------------------------------------------

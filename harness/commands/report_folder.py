@@ -100,7 +100,7 @@ def history_page(history: History) -> Page:
 
 def history_pages(folder: Path, found: Sequence[History]) -> list[Path]:
     """Write the page of each history; return the files."""
-    return [write_page(folder, history_page(each)) for each in found]
+    return [write_page(folder, history_page(history)) for history in found]
 
 
 def history_text(history: History, *, width: int, colour: bool) -> str:

@@ -104,7 +104,7 @@ def release(config: Config, weights: Mapping[str, Tensor], out: Path) -> None:
         slot.tensor: (slot.parameter.name, str(slot.dtype), slot.shape)
         for slot in slots(config, layout)
     }
-    plan = WritePlan.of(
+    plan = WritePlan.from_tensors(
         [PlannedTensor(name, dtype, shape) for name, (_, dtype, shape) in stored.items()],
         sources={"tiny": "v1"},
     )

@@ -75,44 +75,44 @@ class QuantiseSummary:
 
     def lines(self) -> list[str]:
         """Return a summary of a few lines."""
-        told = self.report
+        fields = self.report
         first = (
-            f"Wrote {told['tensors']:,} tensors, {told['bytes']:,} bytes,"
+            f"Wrote {fields['tensors']:,} tensors, {fields['bytes']:,} bytes,"
             f" {self.shards:,} {'shard' if self.shards == 1 else 'shards'}: {self.target}"
         )
-        counts = (f"  {count:,} {action}" for action, count in told["counts"].items())
+        counts = (f"  {count:,} {action}" for action, count in fields["counts"].items())
         flagged = (
             f"  {len(names):,} flagged: {reason.replace('_', ' ')}"
-            for reason, names in told["flagged"].items()
+            for reason, names in fields["flagged"].items()
             if names
         )
-        left = [f"  {len(told['left_out']):,} parameters left out"] if told["left_out"] else []
-        if told["unclaimed"]:
-            names = ", ".join(visible(name) for name in told["unclaimed"][:_NAMES_SHOWN])
+        left = [f"  {len(fields['left_out']):,} parameters left out"] if fields["left_out"] else []
+        if fields["unclaimed"]:
+            names = ", ".join(visible(name) for name in fields["unclaimed"][:_NAMES_SHOWN])
             left.append(
-                f"  {len(told['unclaimed']):,} tensors of the source that no parameter"
+                f"  {len(fields['unclaimed']):,} tensors of the source that no parameter"
                 f" explains were left out, such as {names}"
             )
         return [first, *counts, *left, *flagged, f"Read {REPORT} there for each weight."]
 
     def document(self) -> dict[str, Any]:
         """Return the summary as plain data."""
-        told = self.report
+        fields = self.report
         return {
             "verdict": None,
             "origins": [],
             "cosines": [],
             "target": str(self.target),
             "content": self.content,
-            "recipe": told["recipe"],
-            "scale_rule": told["scale_rule"],
+            "recipe": fields["recipe"],
+            "scale_rule": fields["scale_rule"],
             "shards": self.shards,
-            "tensors": told["tensors"],
-            "bytes": told["bytes"],
-            "left_out": len(told["left_out"]),
-            "unclaimed": len(told["unclaimed"]),
-            "counts": told["counts"],
-            "flagged": {reason: len(names) for reason, names in told["flagged"].items()},
+            "tensors": fields["tensors"],
+            "bytes": fields["bytes"],
+            "left_out": len(fields["left_out"]),
+            "unclaimed": len(fields["unclaimed"]),
+            "counts": fields["counts"],
+            "flagged": {reason: len(names) for reason, names in fields["flagged"].items()},
             "report": str(self.target / REPORT),
         }
 
@@ -216,13 +216,13 @@ def _proof_document(proof: ConversionProof) -> dict[str, Any]:
         "faults": list(proof.faults),
         "broken": [
             {
-                "tensor": each.tensor,
-                "elements": each.elements,
-                "different": each.different,
-                "beyond": each.beyond,
-                "bound": each.bound,
-                "faults": list(each.faults),
+                "tensor": tensor_proof.tensor,
+                "elements": tensor_proof.elements,
+                "different": tensor_proof.different,
+                "beyond": tensor_proof.beyond,
+                "bound": tensor_proof.bound,
+                "faults": list(tensor_proof.faults),
             }
-            for each in proof.broken
+            for tensor_proof in proof.broken
         ],
     }

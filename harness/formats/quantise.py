@@ -651,10 +651,10 @@ def _scale_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Return the stored block scales [..., R, C] and the scaled values, not rounded yet."""
     amax_RC = _amax(x_RrCc, (-3, -1), rule.non_finite)
-    raw_RC = BLOCK_SCALE[rule.block_scale](amax_RC, scales.beside(2), rule, dtype)
+    raw_RC = BLOCK_SCALE[rule.block_scale](amax_RC, scales.for_blocks(2), rule, dtype)
     stored_RC, scale_RC = _round_block_scale(raw_RC, amax_RC, rule)
     scale_R1C1 = scale_RC[..., :, None, :, None]
-    scaled_RrCc = VALUE[rule.value](x_RrCc, scale_R1C1, scales.beside(4))
+    scaled_RrCc = VALUE[rule.value](x_RrCc, scale_R1C1, scales.for_blocks(4))
     is_dead_RC = {
         Guard.NONE: None,
         Guard.ZERO_AMAX: amax_RC == 0,

@@ -41,7 +41,7 @@ class TensorScales:
     encode: Tensor
     decode: Tensor
 
-    def beside(self, blocks: int) -> TensorScales:
+    def for_blocks(self, blocks: int) -> TensorScales:
         """Return both with `blocks` trailing extents of 1, to broadcast over tensors of blocks."""
         shape = (*self.encode.shape, *(1,) * blocks)
         return TensorScales(self.encode.reshape(shape), self.decode.reshape(shape))

@@ -96,17 +96,17 @@ class Weight:
             raise InvalidArgument(
                 "weight", "without codes", "codes, block_scale and storage", "Read `value` instead."
             )
-        how = self.storage
+        encoding = self.storage
         return QuantisedTensor(
             codes=self.codes,
             block_scale=self.block_scale,
             tensor_scale=self.tensor_scale,
-            format=how.format,
-            dialect=how.dialect,
-            layout=how.layout,
-            direction=how.direction,
-            nibble_order=how.nibble_order,
-            shape=how.shape,
+            format=encoding.format,
+            dialect=encoding.dialect,
+            layout=encoding.layout,
+            direction=encoding.direction,
+            nibble_order=encoding.nibble_order,
+            shape=encoding.shape,
         )
 
     def values(self, dtype: torch.dtype) -> Tensor:

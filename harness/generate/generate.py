@@ -71,7 +71,7 @@ class GenerationResult:
         """The machine's view of it."""
         pairs = zip(self.prompts, self.speeches, strict=True)
         return {
-            "texts": [self._one(prompt, speech) for prompt, speech in pairs],
+            "texts": [self._one(prompt, continuation) for prompt, continuation in pairs],
             "tokens_per_second": self.pace.tokens_per_second,
             "prompt_seconds": self.pace.prompt_seconds,
             "new_token_seconds": self.pace.new_seconds,
@@ -79,29 +79,29 @@ class GenerationResult:
 
     def line(self) -> str:
         """Return the timing as one line."""
-        new = sum(len(each.ids) for each in self.speeches)
+        new = sum(len(speech.ids) for speech in self.speeches)
         rate = self.pace.tokens_per_second
-        told = f"{new:,} new {'token' if new == 1 else 'tokens'}"
+        text = f"{new:,} new {'token' if new == 1 else 'tokens'}"
         prompt = f"{self.pace.prompt_tokens:,} of prompts in {self.pace.prompt_seconds:.2f} s"
-        return f"{told}{'' if rate is None else f', {rate:.1f} tokens/s'}; {prompt}"
+        return f"{text}{'' if rate is None else f', {rate:.1f} tokens/s'}; {prompt}"
 
-    def _one(self, prompt: object, speech: Continuation) -> dict[str, Any]:
+    def _one(self, prompt: object, continuation: Continuation) -> dict[str, Any]:
         made: dict[str, Any] = {
             "prompt": prompt,
-            "prompt_tokens": len(speech.prompt),
-            "text": speech.text,
-            "tokens": speech.ids,
-            "finish": speech.finish,
+            "prompt_tokens": len(continuation.prompt),
+            "text": continuation.text,
+            "tokens": continuation.ids,
+            "finish": continuation.finish,
         }
         if self.chat is not None:
-            made |= message_of(self.chat, speech)
+            made |= message_of(self.chat, continuation)
         return made
 
 
-def message_of(chat: Chat, speech: Continuation) -> dict[str, Any]:
+def message_of(chat: Chat, continuation: Continuation) -> dict[str, Any]:
     """Parse generated text into a message; if it leaves the encoding, return it with the reason."""
     try:
-        turn = chat.parse(speech.text, whole=False)
+        turn = chat.parse(continuation.text, whole=False)
     except Refused as error:
         return {"message": None, "not_a_message": str(error)}
     return {"message": turn.message()}
@@ -115,9 +115,9 @@ class TextGenerator:
     ) -> None:
         self.model = model
         self.manner = manner
-        self.tell = tell or (lambda _told: None)  # what a person should know beside the text
+        self.notify = tell or (lambda _told: None)  # what a person should know beside the text
         self._strange: Counter[str] = Counter()  # words that the tokenizer does not know
-        self._told: set[str] = set()
+        self._notified: set[str] = set()
         checkpoint, config = model.checkpoint, model.config
         self.tokenizer = Tokenizer.of_checkpoint(
             checkpoint.root, checkpoint.config, config.vocab_size
@@ -156,13 +156,13 @@ class TextGenerator:
         self._strange.update(self.tokenizer.unknown(text))
         return ids
 
-    def tell_strange(self) -> None:
+    def warn_of_unknown_words(self) -> None:
         """Say once of every word that the tokenizer does not know it: the model never hears it."""
-        new = {word: count for word, count in self._strange.items() if word not in self._told}
+        new = {word: count for word, count in self._strange.items() if word not in self._notified}
         self._strange.clear()
         if new:
-            self._told |= new.keys()
-            self.tell(unknown_words_line(new))
+            self._notified |= new.keys()
+            self.notify(unknown_words_line(new))
 
     def opening(self, said: str) -> list[dict[str, Any]]:
         """A conversation that begins with what a user says."""
@@ -173,25 +173,25 @@ class TextGenerator:
         return [*([system] if wanted else []), {"role": "user", "content": said}]
 
     def speak(
-        self, prompts: list[Any], heard: Callable[[Continuation, str], None] | None = None
+        self, prompts: list[Any], on_text: Callable[[Continuation, str], None] | None = None
     ) -> GenerationResult:
         """Continue every prompt."""
-        speeches = [Continuation(self.ids_of(prompt)) for prompt in prompts]
-        self.tell_strange()
+        continuations = [Continuation(self.ids_of(prompt)) for prompt in prompts]
+        self.warn_of_unknown_words()
         generation = self.generation()
-        generation.run(speeches, heard)
-        return GenerationResult(tuple(prompts), tuple(speeches), generation.pace, self.chat)
+        generation.run(continuations, on_text)
+        return GenerationResult(tuple(prompts), tuple(continuations), generation.pace, self.chat)
 
     def generation(self) -> Generation:
         """A fresh loop in this manner."""
         manner = self.manner
-        return Generation(self.model.speaker, self.tokenizer, manner.sampling, manner.limits)
+        return Generation(self.model.logits_model, self.tokenizer, manner.sampling, manner.limits)
 
-    def surprise(self, text: str, heard: Callable[[int], None] | None = None) -> TokenLikelihoods:
+    def surprise(self, text: str, on_text: Callable[[int], None] | None = None) -> TokenLikelihoods:
         """How surprised the model is by a text."""
         ids = self.ids(text)
-        self.tell_strange()
-        return token_likelihoods(self.model.speaker, ids, heard)
+        self.warn_of_unknown_words()
+        return token_likelihoods(self.model.logits_model, ids, on_text)
 
     def _require_own_words(self, messages: list[Any]) -> None:
         """A conversation brings its system message and its tools; others would go unheard."""
@@ -214,17 +214,17 @@ class TextGenerator:
 
 @contextmanager
 def open_text_generator(
-    source: Path, arithmetic: str | None, asked: AskedBackend
+    source: Path, arithmetic: str | None, backend: AskedBackend
 ) -> Iterator[tuple[OpenModel, Paired]]:
     """Open a model that speaks by a backend's kernels, or by the references alone."""
-    require_backend(asked.name)
-    with open_model(source, arithmetic, switches=asked.conventions) as model:
-        if asked.graph:
+    require_backend(backend.name)
+    with open_model(source, arithmetic, switches=backend.conventions) as model:
+        if backend.graph:
             from degarble.harness.backends.graph.decoder import speak_by_layers  # noqa: PLC0415  our kernels
 
-            yield model, speak_by_layers(model, kernels_of(asked), asked.graph)
+            yield model, speak_by_layers(model, kernels_of(backend), backend.graph)
         else:
-            yield model, use_backend(model.speaker.bound, asked, model.recipe)
+            yield model, use_backend(model.logits_model.bound, backend, model.recipe)
 
 
 def unknown_words_line(words: Mapping[str, int]) -> str:
@@ -308,10 +308,10 @@ def text_from(name: str, path: Path) -> str:
         ) from error  # fmt: skip
 
 
-def finished(speech: Continuation) -> str:
+def finished(continuation: Continuation) -> str:
     """Explain why a text ended, if it did not end by itself."""
     return {Finish.LENGTH: "token limit", Finish.CONTEXT: "end of the model's context"}.get(
-        speech.finish or Finish.END, ""
+        continuation.finish or Finish.END, ""
     )
 
 
@@ -335,73 +335,75 @@ class EncodedMessage:
 class Dialogue:
     """A conversation with history; tokens that the model has read are not read again."""
 
-    def __init__(self, talker: TextGenerator) -> None:
-        self._talker = talker
+    def __init__(self, generator: TextGenerator) -> None:
+        self._talker = generator
         self._messages: list[dict[str, Any]] = []
-        self._seen: list[int] = []
+        self._ids: list[int] = []
         self._sequence = Sequence()
-        self._sampler = talker.manner.sampling.sampler()
+        self._sampler = generator.manner.sampling.sampler()
         self.pace = GenerationTiming()
 
-    def say(
-        self, said: str, heard: Callable[[Continuation, str], None] | None = None
+    def send(
+        self, said: str, on_text: Callable[[Continuation, str], None] | None = None
     ) -> Continuation:
         """Send a message and generate the answer; both stay in the history."""
-        return self.answer(self.hear(said), heard)
+        return self.answer(self.add_user_message(said), on_text)
 
-    def hear(self, said: str) -> EncodedMessage:
+    def add_user_message(self, said: str) -> EncodedMessage:
         """Add a user's message; if the model cannot read it, raise and change nothing."""
-        context = self._talker.model.speaker.context
-        question = self._question(said, self._seen, self._messages)
-        if len(question.ids) >= context and self._seen:
+        context = self._talker.model.logits_model.context
+        question = self._question(said, self._ids, self._messages)
+        if len(question.ids) >= context and self._ids:
             question = self._question(said, [], [])
             if len(question.ids) < context:
-                self._talker.tell(f"(the context of {context:,} tokens is full: starting anew)")
+                self._talker.notify(f"(the context of {context:,} tokens is full: starting anew)")
         if len(question.ids) >= context:
             raise InvalidArgument(
                 "what was said", f"{len(question.ids)} tokens",
                 f"fewer than the model's context of {context}", "Say it in fewer words.",
             )  # fmt: skip
-        self._talker.tell_strange()
+        self._talker.warn_of_unknown_words()
         return question
 
     def _question(
         self, said: str, seen: list[int], messages: list[dict[str, Any]]
     ) -> EncodedMessage:
-        talker = self._talker
-        if talker.chat is None:
-            ids = talker.ids(said, begin=False) if seen else talker.ids_of(said)
+        generator = self._talker
+        if generator.chat is None:
+            ids = generator.ids(said, begin=False) if seen else generator.ids_of(said)
             return EncodedMessage([*seen, *ids], messages)
-        new = [{"role": "user", "content": said}] if messages else talker.opening(said)
-        return EncodedMessage(talker.ids_of([*messages, *new]), [*messages, *new])
+        new = [{"role": "user", "content": said}] if messages else generator.opening(said)
+        return EncodedMessage(generator.ids_of([*messages, *new]), [*messages, *new])
 
     def answer(
-        self, question: EncodedMessage, heard: Callable[[Continuation, str], None] | None = None
+        self, question: EncodedMessage, on_text: Callable[[Continuation, str], None] | None = None
     ) -> Continuation:
         """Hear the answer; one that is interrupted stays in the history as far as it came."""
         length = self._sequence.length
-        known = length < len(question.ids) and question.ids[:length] == self._seen[:length]
+        known = length < len(question.ids) and question.ids[:length] == self._ids[:length]
         sequence = self._sequence if known else Sequence()
-        speech = Continuation(question.ids, sequence, sampler=self._sampler)
+        continuation = Continuation(question.ids, sequence, sampler=self._sampler)
         # An answer that is interrupted leaves a sequence that has seen more than the history.
         self._sequence = Sequence()
         generation = self._talker.generation()
         try:
-            generation.run([speech], heard)
+            generation.run([continuation], on_text)
         except KeyboardInterrupt:
-            self._keep(question, speech)
+            self._keep(question, continuation)
             raise
-        self._sequence, self.pace = speech.sequence, generation.pace
-        self._keep(question, speech)
-        return speech
+        self._sequence, self.pace = continuation.sequence, generation.pace
+        self._keep(question, continuation)
+        return continuation
 
-    def _keep(self, question: EncodedMessage, speech: Continuation) -> None:
-        self._seen = speech.all_ids[:-1] if speech.finish is Finish.END else speech.all_ids
+    def _keep(self, question: EncodedMessage, continuation: Continuation) -> None:
+        self._ids = (
+            continuation.all_ids[:-1] if continuation.finish is Finish.END else continuation.all_ids
+        )
         if self._talker.chat is not None:
-            self._messages = [*question.messages, _answer(self._talker.chat, speech)]
+            self._messages = [*question.messages, _answer(self._talker.chat, continuation)]
 
 
-def _answer(chat: Chat, speech: Continuation) -> dict[str, Any]:
+def _answer(chat: Chat, continuation: Continuation) -> dict[str, Any]:
     """Return the answer as a message; one that leaves the encoding is kept as text."""
-    found: dict[str, Any] | None = message_of(chat, speech)["message"]
-    return found or {"role": "assistant", "content": speech.text}
+    found: dict[str, Any] | None = message_of(chat, continuation)["message"]
+    return found or {"role": "assistant", "content": continuation.text}

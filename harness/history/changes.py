@@ -94,7 +94,7 @@ def changes_of(values_NS: Floats, floors_S: Floats | float = 0.0) -> list[Change
             "values", values_NS.shape, "nights x series", "Give one row a night."
         )  # fmt: skip
     watch = ChangeDetector(values_NS.shape[1], floors_S)
-    return [change for night, row in enumerate(values_NS) for change in watch.see(night, row)]
+    return [change for night, row in enumerate(values_NS) for change in watch.add_night(night, row)]
 
 
 class ChangeDetector:
@@ -114,7 +114,7 @@ class ChangeDetector:
         self._joined = np.full(series, -1, np.int64)
         self._tails = _Tails()
 
-    def see(self, night: int, values_S: Floats) -> Iterator[Change]:
+    def add_night(self, night: int, values_S: Floats) -> Iterator[Change]:
         """Process one night; yield the changes that it reveals."""
         here = np.isfinite(values_S)
         self._join(self._recent[0], self._nights[0], here)
@@ -148,7 +148,7 @@ class ChangeDetector:
             noise, free = self.noise, self._degrees
             # Standard deviation of a new night less the baseline's mean.
             apart = noise * np.sqrt(1 + 1 / np.maximum(self._count, 1.0))
-            self._tails.see(_as_normal(np.abs(away) / apart, np.maximum(free, 1.0))[learned])
+            self._tails.add_night(_as_normal(np.abs(away) / apart, np.maximum(free, 1.0))[learned])
             limit = self._most_of_a_night() * noise
             away = np.where(learned, np.clip(away, -limit, limit), away)
         self._count = self._count + joins
@@ -269,22 +269,22 @@ class _Tails:
     _seldom = 2000  # nights of series before their tails mean anything
 
     def __init__(self) -> None:
-        self._seen = np.zeros(self._bins, np.int64)
-        self._told = 0  # the count of nights when the scores were made
+        self._counts = np.zeros(self._bins, np.int64)
+        self._scored_nights = 0  # the count of nights when the scores were made
         self._grid = np.arange(self._bins + 1) * self._step
         self._scores = self._grid
 
-    def see(self, deviates: Floats) -> None:
+    def add_night(self, deviates: Floats) -> None:
         """Count one night of all series; skip a night on which all are wild: one event, no tail."""
         if (deviates > _WILD).mean() > _MANY:
             return
         at = np.minimum(deviates / self._step, self._bins - 1).astype(np.int64)
-        self._seen += np.bincount(at, minlength=self._bins)
-        total = int(self._seen.sum())
-        if total < self._seldom or total < 1.2 * self._told:
+        self._counts += np.bincount(at, minlength=self._bins)
+        total = int(self._counts.sum())
+        if total < self._seldom or total < 1.2 * self._scored_nights:
             return
-        self._told = total
-        beyond = np.cumsum(self._seen[::-1])[::-1] + 1
+        self._scored_nights = total
+        beyond = np.cumsum(self._counts[::-1])[::-1] + 1
         beyond = np.append(beyond, beyond[-1])  # the last bin holds all that is farther out
         normal = NormalDist()
         scores = [normal.inv_cdf(1 - min(1.0, each / (total + 1)) / 2) for each in beyond]
@@ -362,8 +362,10 @@ class ExplainedChange:
 def explained_changes(history: Nights, measure: Measure) -> list[ExplainedChange]:
     """Return every change of a history, the latest first, then the largest."""
     floors = measure.floor
-    found = [_explained(each, history, measure) for each in changes_of(history.values, floors)]
-    return sorted(found, key=lambda each: (each.first, abs(each.deviate)), reverse=True)
+    changes = [
+        _explained(change, history, measure) for change in changes_of(history.values, floors)
+    ]
+    return sorted(changes, key=lambda change: (change.first, abs(change.deviate)), reverse=True)
 
 
 def _explained(change: Change, history: Nights, measure: Measure) -> ExplainedChange:
@@ -418,13 +420,13 @@ def place_differences(
     first: dict[str, dict[str, float]], second: dict[str, dict[str, float]]
 ) -> list[PlaceDifference]:
     """Compare the numbers of two runs; those that moved most come first."""
-    found = [
+    differences = [
         PlaceDifference(measure, place, mine.get(place), theirs.get(place))
         for measure in sorted({*first, *second})
         for mine, theirs in [(first.get(measure, {}), second.get(measure, {}))]
         for place in sorted({*mine, *theirs})
     ]
-    return sorted(found, key=lambda each: -each.move)
+    return sorted(differences, key=lambda difference: -difference.move)
 
 
 def last_green(runs: Sequence[StoredRun], green: Verdict) -> StoredRun | None:

@@ -78,21 +78,21 @@ class LedgerResult:
 
     def lines(self) -> list[str]:
         """Return a line for each failure and entry; those that fail the run come first."""
-        told = [f"new: {each.component} {each.verdict}: {each.sentence}" for each in self.new]
-        told += [
+        lines = [f"new: {each.component} {each.verdict}: {each.sentence}" for each in self.new]
+        lines += [
             f"expired on {each.until}: {each.component} {each.verdict}, {each.issue}: mend it, "
             "or give the entry a new end with a reason"
             for each in self.expired
         ]
-        told += [
+        lines += [
             f"healed: {each.component} is no longer {each.verdict}, {each.issue}: remove the entry"
             for each in self.healed
         ]
-        told += [
+        lines += [
             f"known until {entry.until}: {each.component} {each.verdict}, {entry.issue}"
             for each, entry in self.known
         ]
-        return told
+        return lines
 
 
 @dataclass(frozen=True)
@@ -116,18 +116,23 @@ class Ledger:
                 continue
             met.add(entry)
             known.append((failure, entry))
-        ours = [each for each in self.entries if fnmatchcase(subject, each.subject)]
+        ours = [
+            ledger_entry
+            for ledger_entry in self.entries
+            if fnmatchcase(subject, ledger_entry.subject)
+        ]
         healed = [
-            each
-            for each in ours
-            if each not in met and any(fnmatchcase(name, each.component) for name in judged)
+            ledger_entry
+            for ledger_entry in ours
+            if ledger_entry not in met
+            and any(fnmatchcase(name, ledger_entry.component) for name in judged)
         ]
         return LedgerResult(
             new=tuple(new),
             known=tuple(known),
-            expired=tuple(each for each in ours if each.until < today),
+            expired=tuple(ledger_entry for ledger_entry in ours if ledger_entry.until < today),
             healed=tuple(healed),
-            asleep=tuple(each for each in self.entries if each not in ours),
+            asleep=tuple(ledger_entry for ledger_entry in self.entries if ledger_entry not in ours),
         )
 
 
@@ -151,11 +156,11 @@ def read_ledger(path: Path, today: date) -> Ledger:
         )  # fmt: skip
     entries = tuple(_read_entry(each, f"{path.name}[{n}]", today) for n, each in enumerate(found))
     seen: dict[tuple[str, str, Verdict, str | None], int] = {}
-    for number, each in enumerate(entries):
-        key = (each.component, each.subject, each.verdict, each.fault)
+    for number, entry in enumerate(entries):
+        key = (entry.component, entry.subject, entry.verdict, entry.fault)
         if key in seen:
             raise InvalidArgument(
-                f"{path.name}[{number}]", each.component,
+                f"{path.name}[{number}]", entry.component,
                 f"one entry a place; entry {seen[key]} says the same", "Remove one of the two.",
             )  # fmt: skip
         seen[key] = number

@@ -61,7 +61,7 @@ class History:
     def fresh(self) -> tuple[ExplainedChange, ...]:
         """The changes that the latest night revealed."""
         last = self.runs[-1].night
-        return tuple(each for each in self.moves if each.found == last)
+        return tuple(move for move in self.moves if move.found == last)
 
     @property
     def latest(self) -> tuple[ExplainedChange, ...]:
@@ -75,7 +75,7 @@ class History:
         A further change does not end it: a series that lost a fifth, then a further hundredth,
         is not back.
         """
-        red = (each for each in self.moves if each.red and self._stands(each))
+        red = (move for move in self.moves if move.red and self._stands(move))
         return _first_of_each(red)
 
     def _stands(self, move: ExplainedChange) -> bool:
@@ -92,8 +92,8 @@ class History:
 def _first_of_each(moves: Iterable[ExplainedChange]) -> tuple[ExplainedChange, ...]:
     """Return the first change of every series; the latest come first."""
     found: dict[tuple[str, str], ExplainedChange] = {}
-    for each in moves:
-        found.setdefault((each.measure, each.place), each)
+    for move in moves:
+        found.setdefault((move.measure, move.place), move)
     return tuple(found.values())
 
 
@@ -105,9 +105,9 @@ def history_of(store: HistoryStore, stream: Stream, measures: Sequence[str] = ()
             "history", stream.subject, "one run at least", "Add a run to the store."
         )
     kept = [MEASURES[name] for name in measures or MEASURES]
-    read = [(each, store.nights(stream, each.name)) for each in kept]
-    measured = tuple((each, nights) for each, nights in read if nights.places)
-    moves = [move for each, nights in measured for move in explained_changes(nights, each)]
+    read = [(measure, store.nights(stream, measure.name)) for measure in kept]
+    measured = tuple((measure, nights) for measure, nights in read if nights.places)
+    moves = [move for measure, nights in measured for move in explained_changes(nights, measure)]
     moves.sort(key=lambda move: (move.first, abs(move.deviate)), reverse=True)
     return History(stream, runs, measured, tuple(moves))
 
@@ -152,12 +152,12 @@ def _changes(history: History) -> Block:
     )
     rows = [
         (
-            each.place, each.measure, each.first, each.before, each.after, each.size,
-            each.commits or None,
+            move.place, move.measure, move.first, move.before, move.after, move.size,
+            move.commits or None,
             "; ".join(f"{name} {old or 'none'} -> {new or 'none'}"
-                      for name, old, new in each.differs) or None,
+                      for name, old, new in move.differs) or None,
         )
-        for each in history.moves
+        for move in history.moves
     ]  # fmt: skip
     first = Table("What moved, the latest first", columns, tuple(rows[:_FEW]))
     if len(rows) <= _FEW:
@@ -193,11 +193,13 @@ def trends_of(
     measure: Measure, nights: Nights, moves: Sequence[ExplainedChange], green: StoredRun | None
 ) -> Trends:
     """Return the trends of one measure; places that moved or are worst come first."""
-    ours = [each for each in moves if each.measure == measure.name]
+    ours = [
+        explained_change for explained_change in moves if explained_change.measure == measure.name
+    ]
     starts: dict[str, list[str]] = {}
-    for each in ours:
-        starts.setdefault(each.place, []).append(each.first)
-    newest = {each.place: each for each in reversed(ours)}
+    for change in ours:
+        starts.setdefault(change.place, []).append(change.first)
+    newest = {explained_change.place: explained_change for explained_change in reversed(ours)}
     latest = _latest(nights)
     worst = np.where(np.isfinite(latest), latest * measure.worse, -np.inf)
     order = sorted(

@@ -44,26 +44,28 @@ def histories(store: HistoryStore, question: HistoryQuery) -> list[History]:
     if question.measure is not None:
         measure_named(question.measure)
     measures = (question.measure,) if question.measure else ()
-    found = [history_of(store, each, measures) for each in _streams(store, question)]
+    found = [history_of(store, stream, measures) for stream in _streams(store, question)]
     if question.place is None:
         return found
-    kept = [_narrowed(each, question.place) for each in found]
-    if not any(each.measured for each in kept):
-        known = sorted({place for each in found for _, n in each.measured for place in n.places})
+    kept = [_narrowed(history, question.place) for history in found]
+    if not any(history.measured for history in kept):
+        known = sorted(
+            {place for history in found for _, n in history.measured for place in n.places}
+        )
         raise UnknownName.among("COMPONENT", question.place, known)
-    return [each for each in kept if each.measured]
+    return [history for history in kept if history.measured]
 
 
 def _streams(store: HistoryStore, question: HistoryQuery) -> list[Stream]:
     streams = store.streams()
     for name, wanted in (("subject", question.subject), ("machine", question.machine)):
-        known = {getattr(each, name) for each in streams}
+        known = {getattr(stream, name) for stream in streams}
         if wanted is not None and wanted not in known:
             raise UnknownName.among(f"--{name}", wanted, sorted(known))
     return [
-        each
-        for each in streams
-        if question.subject in (None, each.subject) and question.machine in (None, each.machine)
+        stream
+        for stream in streams
+        if question.subject in (None, stream.subject) and question.machine in (None, stream.machine)
     ]
 
 
@@ -73,7 +75,7 @@ def _narrowed(history: History, pattern: str) -> History:
         for measure, nights in history.measured
         if (kept := _places(nights, pattern)).places
     )
-    moves = tuple(each for each in history.moves if fnmatchcase(each.place, pattern))
+    moves = tuple(move for move in history.moves if fnmatchcase(move.place, pattern))
     return replace(history, measured=measured, moves=moves)
 
 
@@ -88,7 +90,7 @@ def changes_lines(found: Sequence[History]) -> list[str]:
     lines = []
     for history in found:
         lines.append(sentence_of(history))
-        lines += [f"  {each.measure}  {each.sentence}" for each in history.moves]
+        lines += [f"  {move.measure}  {move.sentence}" for move in history.moves]
     return [visible(line) for line in lines]
 
 
@@ -96,18 +98,18 @@ def changes_document(found: Sequence[History]) -> dict[str, Any]:
     """Return the changes as JSON values."""
     return {
         "verdict": changes_verdict(found),
-        "histories": [_named(each) for each in found],
+        "histories": [_named(history) for history in found],
         "changes": [
-            {"subject": h.stream.subject, "machine": h.stream.machine, **_moved(each)}
+            {"subject": h.stream.subject, "machine": h.stream.machine, **_moved(move)}
             for h in found
-            for each in h.moves
+            for move in h.moves
         ],
     }
 
 
 def changes_verdict(found: Sequence[History]) -> Verdict:
     """Return DIFFERS where anything moved; `degarble history changes` exits with its status."""
-    return Verdict.DIFFERS if any(each.moves for each in found) else Verdict.AGREES
+    return Verdict.DIFFERS if any(history.moves for history in found) else Verdict.AGREES
 
 
 def _named(history: History) -> dict[str, Any]:
@@ -122,23 +124,23 @@ def _named(history: History) -> dict[str, Any]:
     }
 
 
-def _moved(each: ExplainedChange) -> dict[str, Any]:
+def _moved(change: ExplainedChange) -> dict[str, Any]:
     return {
-        "measure": each.measure,
-        "place": each.place,
-        "first": each.first,
-        "last_before": each.last_before or None,
-        "found": each.found,
-        "before": each.before,
-        "after": each.after,
-        "noise": each.noise,
-        "deviate": each.deviate,
-        "worse": each.worse,
-        "red": each.red,
-        "commits": each.commits or None,
-        "good": each.good or None,
-        "bad": each.bad or None,
-        "differs": [list(fact) for fact in each.differs],
+        "measure": change.measure,
+        "place": change.place,
+        "first": change.first,
+        "last_before": change.last_before or None,
+        "found": change.found,
+        "before": change.before,
+        "after": change.after,
+        "noise": change.noise,
+        "deviate": change.deviate,
+        "worse": change.worse,
+        "red": change.red,
+        "commits": change.commits or None,
+        "good": change.good or None,
+        "bad": change.bad or None,
+        "differs": [list(fact) for fact in change.differs],
     }
 
 
@@ -163,26 +165,26 @@ def trends_document(found: Sequence[History]) -> dict[str, Any]:
 def compared(store: HistoryStore, first: str, second: str) -> tuple[list[str], dict[str, Any]]:
     """Compare two runs: lines and document."""
     runs = [store.run(name) for name in (first, second)]
-    found = place_differences(*(store.numbers(run) for run in runs))
+    differences = place_differences(*(store.numbers(run) for run in runs))
     names = [f"{run.id} ({run.night}, {run.verdict}, {run.commit[:12] or 'no commit'})"
              for run in runs]  # fmt: skip
-    same = sum(each.move == 0 for each in found)
-    lines = [f"{names[0]} and {names[1]}: {same:,} of {counted(len(found), 'number')} equal."]
+    same = sum(each.move == 0 for each in differences)
+    lines = [f"{names[0]} and {names[1]}: {same:,} of {counted(len(differences), 'number')} equal."]
     lines += [f"  {name}: {old} -> {new}" for name, old, new in _facts(*runs)]
-    moved = [each for each in found if each.move][:_APART]
+    moved = [each for each in differences if each.move][:_APART]
     lines += [
         f"  {each.measure}  {each.place}: {_value(each.first)} -> {_value(each.second)}"
         for each in moved
     ]
-    rest = len(found) - same - len(moved)
+    rest = len(differences) - same - len(moved)
     lines += [f"  {rest:,} more that moved less; --json has them"] if rest else []
     lines = [visible(line) for line in lines]
     document = {
-        "verdict": Verdict.AGREES if same == len(found) else Verdict.DIFFERS,
+        "verdict": Verdict.AGREES if same == len(differences) else Verdict.DIFFERS,
         "runs": [_run(run) for run in runs],
         "numbers": [
             {"measure": e.measure, "place": e.place, "first": e.first, "second": e.second}
-            for e in found
+            for e in differences
         ],
     }
     return lines, document

@@ -63,7 +63,7 @@ SPEED = Measure(
 TEXT = Measure("text", "", 1e-4, 1, "statistics of what the model says")
 MUSEUM = Measure("museum", "of the cases", 0.005, -1, "claims of the museum of faults that held")
 MEASURES: Mapping[str, Measure] = {
-    each.name: each for each in (BUDGETS, DISTANCE, SPEED, TEXT, MUSEUM)
+    measure.name: measure for measure in (BUDGETS, DISTANCE, SPEED, TEXT, MUSEUM)
 }
 
 
@@ -118,7 +118,7 @@ class HistoryRun:
     @cached_property
     def id(self) -> str:
         """Digest of the whole run: the same run has one id, wherever it is added."""
-        told = {
+        fields = {
             "subject": self.subject,
             "night": self.night,
             "machine": self.machine,
@@ -126,9 +126,9 @@ class HistoryRun:
             "commit": self.commit,
             "started": self.started,
             "facts": dict(self.facts),
-            "values": {name: dict(each) for name, each in self.values.items()},
+            "values": {name: dict(value) for name, value in self.values.items()},
         }
-        text = json.dumps(told, sort_keys=True, ensure_ascii=True, allow_nan=False)
+        text = json.dumps(fields, sort_keys=True, ensure_ascii=True, allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -367,7 +367,7 @@ def values_of(document: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 def failures_of(document: Mapping[str, Any]) -> tuple[Failure, ...]:
     """Return the failures of a check, as the ledger lists them."""
-    found = [
+    failures = [
         Failure(
             component_of(origin),
             Verdict.DIFFERS,
@@ -376,11 +376,11 @@ def failures_of(document: Mapping[str, Any]) -> tuple[Failure, ...]:
         )
         for origin in document.get("origins", ())
     ]
-    found += [
+    failures += [
         Failure(str(name), Verdict.UNSTABLE, None, "two runs disagree")
         for name in document.get("unstable", ())
     ]
-    return tuple(found)
+    return tuple(failures)
 
 
 def component_of(line: Mapping[str, Any]) -> str:

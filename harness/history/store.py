@@ -316,7 +316,7 @@ class HistoryStore:
 
     def __enter__(self) -> Self:
         try:
-            with self._asked():
+            with self._translated_errors():
                 self._open()
         except BaseException:
             self._engine.dispose()
@@ -378,13 +378,13 @@ class HistoryStore:
 
     def add(self, run: HistoryRun) -> bool:
         """Add a run, whole or not at all; False where the store has it already."""
-        with self._asked(writes=True), self._writing() as connection:
+        with self._translated_errors(writes=True), self._writing() as connection:
             return self._insert(connection, run)
 
     @contextmanager
     def trying(self, run: HistoryRun) -> Iterator[None]:
         """Answer queries as if a run were added, then roll back."""
-        with self._asked(writes=True), self._writing() as connection:
+        with self._translated_errors(writes=True), self._writing() as connection:
             self._insert(connection, run)
             self._trial = connection
             try:
@@ -452,15 +452,15 @@ class HistoryStore:
         nights: dict[tuple[str, str], list[str]] = {}
         for run in self.runs():
             nights.setdefault((run.subject, run.machine), []).append(run.night)
-        found = [
+        streams = [
             Stream(subject, machine, len(every), every[0], every[-1])
             for (subject, machine), every in sorted(nights.items())
         ]
-        return tuple(sorted(found, key=lambda stream: stream.last, reverse=True))
+        return tuple(sorted(streams, key=lambda stream: stream.last, reverse=True))
 
     def runs(self, stream: Stream | None = None) -> tuple[StoredRun, ...]:
         """Return every run of a stream, or of all, ordered by night."""
-        with self._asked(), self._reading() as connection:
+        with self._translated_errors(), self._reading() as connection:
             runs = list(connection.execute(sql.select(_runs)))
             digests = {row.digest for row in connection.execute(sql.select(_layouts.c.digest))}
             layouts: dict[Any, list[Any]] = {}
@@ -471,7 +471,11 @@ class HistoryStore:
             sums = self._sums(connection)
         for run in {*layouts, *(run for run, _ in sums)} - {row.id for row in runs}:
             self._skip(_numbers, run, "its run is not there")
-        found = [each for row in runs if (each := self._told(row, layouts, sums)) is not None]
+        found = [
+            stored_run
+            for row in runs
+            if (stored_run := self._stored_run(row, layouts, sums)) is not None
+        ]
         if stream is not None:
             wanted = stream.subject, stream.machine
             found = [each for each in found if (each.subject, each.machine) == wanted]
@@ -488,16 +492,18 @@ class HistoryStore:
             query = query.where(_sums.c.run == min(runs))
         return {(run, layout): total for run, layout, total in connection.execute(query)}
 
-    def _told(self, row: Any, layouts: Any, sums: dict[tuple[Any, Any], Any]) -> StoredRun | None:
+    def _stored_run(
+        self, row: Any, layouts: Any, sums: dict[tuple[Any, Any], Any]
+    ) -> StoredRun | None:
         try:
-            told = records.stored_run(row)
-            mine = layouts.get(told.id, [])
+            run = records.stored_run(row)
+            mine = layouts.get(run.id, [])
             records.require_numbers(mine)
-            records.require_sum(sums.get((told.id, _WHOLE)), records.run_sum(row, mine))
+            records.require_sum(sums.get((run.id, _WHOLE)), records.run_sum(row, mine))
         except BadRowError as reason:
             self._skip(_runs, row.id, reason)
             return None
-        return told
+        return run
 
     def _skip(self, table: sql.Table, key: object, reason: object) -> None:
         found = Skipped(table.name, str(key), str(reason))
@@ -505,19 +511,19 @@ class HistoryStore:
 
     def run(self, name: str) -> StoredRun:
         """Return the run of an id or a commit, whole or by its first characters."""
-        found = [
-            each
-            for each in self.runs()
-            if len(name) >= _FEWEST and (each.id.startswith(name) or each.commit.startswith(name))
+        runs = [
+            run
+            for run in self.runs()
+            if len(name) >= _FEWEST and (run.id.startswith(name) or run.commit.startswith(name))
         ]
-        if not found:
-            raise UnknownName.among("run", name, [each.id for each in self.runs()[-_FEWEST:]])
-        if len({each.id for each in found}) > 1:
+        if not runs:
+            raise UnknownName.among("run", name, [run.id for run in self.runs()[-_FEWEST:]])
+        if len({run.id for run in runs}) > 1:
             raise InvalidArgument(
-                "run", name, f"one run; {len(found)} begin so: {found[0].id}, {found[-1].id}",
+                "run", name, f"one run; {len(runs)} begin so: {runs[0].id}, {runs[-1].id}",
                 "Give the id of one, with more of its characters.",
             )  # fmt: skip
-        return found[0]
+        return runs[0]
 
     def numbers(self, run: StoredRun) -> dict[str, dict[str, float]]:
         """Return the numbers of a run: measure, then place, then number."""
@@ -531,14 +537,14 @@ class HistoryStore:
         """Return the history of one measure."""
         runs = self.runs(stream)
         found = self._numbers_of({run.id for run in runs}, measure)
-        return _joined(runs, found, {key: each[1] for key, each in self._known_layouts.items()})
+        return _joined(runs, found, {key: layout[1] for key, layout in self._known_layouts.items()})
 
     def _numbers_of(self, runs: set[str], measure: str | None = None) -> list[_Row]:
         """Return the rows of numbers of some runs, of one measure or of all."""
         query = sql.select(_numbers.c.run, _numbers.c.layout, _RAW_DOUBLES)
         if len(runs) == 1:
             query = query.where(_numbers.c.run == min(runs))
-        with self._asked(), self._reading() as connection:
+        with self._translated_errors(), self._reading() as connection:
             layouts = self._layouts(connection, measure)
             query = query.where(_numbers.c.layout.in_(layouts))
             found = [tuple(row) for row in connection.execute(query) if row.run in runs]
@@ -558,7 +564,7 @@ class HistoryStore:
         """Return the digests of a measure's lists of places; every list is checked once."""
         query = sql.select(_layouts.c.digest, _layouts.c.measure, _layouts.c.places)
         digests = [row.digest for row in connection.execute(sql.select(_layouts.c.digest))]
-        new = [each for each in digests if each not in self._known_layouts]
+        new = [digest for digest in digests if digest not in self._known_layouts]
         if new:
             for row in connection.execute(query):
                 try:
@@ -572,7 +578,7 @@ class HistoryStore:
         ]
 
     @contextmanager
-    def _asked(self, *, writes: bool = False) -> Iterator[None]:
+    def _translated_errors(self, *, writes: bool = False) -> Iterator[None]:
         """Convert errors of the database library to ours, without a password."""
         try:
             yield
@@ -649,8 +655,8 @@ def write_parquet(store: HistoryStore, path: Path) -> int:
 
 
 def _table(run: StoredRun, numbers: dict[str, dict[str, float]]) -> dict[str, list[Any]]:
-    flat = [(m, place, value) for m, each in numbers.items() for place, value in each.items()]
-    told = {
+    flat = [(m, place, value) for m, number in numbers.items() for place, value in number.items()]
+    fields = {
         "run": run.id,
         "subject": run.subject,
         "machine": run.machine,
@@ -659,7 +665,7 @@ def _table(run: StoredRun, numbers: dict[str, dict[str, float]]) -> dict[str, li
         "commit": run.commit,
         "verdict": str(run.verdict),
     }
-    columns: dict[str, list[Any]] = {name: [text] * len(flat) for name, text in told.items()}
+    columns: dict[str, list[Any]] = {name: [text] * len(flat) for name, text in fields.items()}
     for place, name in enumerate(("measure", "place", "value")):
         columns[name] = [each[place] for each in flat]
     return columns

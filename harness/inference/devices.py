@@ -67,14 +67,14 @@ class _DeviceCall(CallWrapper):
     ) -> dict[str, Tensor]:
         """Run it there; give what came back."""
         given = {name: each.to(self._device) for name, each in inputs.items()}
-        made = self.behind(given, _DeviceWeights(weights, self._device, self._held))
+        made = self.wrapped(given, _DeviceWeights(weights, self._device, self._held))
         home = torch.device(CPU)
-        for name, each in inputs.items():
-            home = each.device
-            if given[name] is not each:
+        for name, tensor in inputs.items():
+            home = tensor.device
+            if given[name] is not tensor:
                 back = given[name].to(home)
-                if not same_bits(back, each):
-                    each.copy_(back)
+                if not same_bits(back, tensor):
+                    tensor.copy_(back)
         return {name: each.to(home) for name, each in made.items()}
 
 

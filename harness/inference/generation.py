@@ -150,58 +150,58 @@ class RunningPrompt:
 
     def __init__(
         self,
-        speaker: LogitsModel,
-        speech: Continuation,
+        model: LogitsModel,
+        continuation: Continuation,
         tokenizer: Tokenizer | None,
         sampling: Sampling,
         limits: Limits,
     ) -> None:
-        self.speech = speech
-        self._context = speaker.context
+        self.continuation = continuation
+        self._context = model.context
         self._ends = tokenizer.ends if tokenizer else frozenset[int]()
         self._growing = IncrementalDecoder(tokenizer) if tokenizer else None
-        self._sampler = speech.sampler or sampling.sampler()
+        self._sampler = continuation.sampler or sampling.sampler()
         self._stops = Stops(limits.stops)
         self._new_tokens = limits.new_tokens
 
     @property
     def ready(self) -> bool:
         """Whether the model has taken all tokens, so that the next one can be chosen."""
-        return self.speech.fed == len(self.speech.all_ids)
+        return self.continuation.fed == len(self.continuation.all_ids)
 
     def next_piece(self) -> list[int]:
         """Return the ids that the next step feeds."""
-        speech = self.speech
-        return speech.all_ids[speech.fed : speech.fed + PREFILL_TOKENS]
+        continuation = self.continuation
+        return continuation.all_ids[continuation.fed : continuation.fed + PREFILL_TOKENS]
 
     def take(self, logits: Tensor) -> str:
         """Choose the next token, and see whether it ends the text; the text that is certain now."""
-        speech, stops, growing = self.speech, self._stops, self._growing
+        continuation, stops, growing = self.continuation, self._stops, self._growing
         number = self._sampler(logits)
-        speech.ids.append(number)
+        continuation.ids.append(number)
         piece = ""
         if number in self._ends:
-            speech.finish = Finish.END
+            continuation.finish = Finish.END
         else:
             piece = stops.add(growing.add(number)) if growing else ""
             if stops.hit is not None:
-                speech.finish = Finish.STOP
-            elif len(speech.ids) >= self._new_tokens:
-                speech.finish = Finish.LENGTH
-            elif len(speech.all_ids) >= self._context:
-                speech.finish = Finish.CONTEXT
-        if speech.finish not in (None, Finish.STOP) and growing:
+                continuation.finish = Finish.STOP
+            elif len(continuation.ids) >= self._new_tokens:
+                continuation.finish = Finish.LENGTH
+            elif len(continuation.all_ids) >= self._context:
+                continuation.finish = Finish.CONTEXT
+        if continuation.finish not in (None, Finish.STOP) and growing:
             piece += stops.add(growing.rest())
             if stops.hit is None:
                 piece += stops.rest()
-        speech.text += piece
+        continuation.text += piece
         return piece
 
 
-def require_fitting(speaker: LogitsModel, name: str, speech: Continuation) -> None:
+def require_fitting(model: LogitsModel, name: str, continuation: Continuation) -> None:
     """Refuse a prompt that the model cannot continue."""
-    config, prompt = speaker.config, speech.prompt
-    if not prompt or speech.fed >= len(prompt):
+    config, prompt = model.config, continuation.prompt
+    if not prompt or continuation.fed >= len(prompt):
         raise InvalidArgument(name, "no tokens", "one token at least", "Say something.")
     strange = [each for each in prompt if not 0 <= each < config.vocab_size]
     if strange:
@@ -209,10 +209,10 @@ def require_fitting(speaker: LogitsModel, name: str, speech: Continuation) -> No
             name, strange[0], f"ids below {config.vocab_size}",
             "Use the tokenizer of this very model.",
         )  # fmt: skip
-    if len(prompt) >= speaker.context:
+    if len(prompt) >= model.context:
         raise InvalidArgument(
             name, f"{len(prompt)} tokens",
-            f"fewer than the model's context of {speaker.context}",
+            f"fewer than the model's context of {model.context}",
             "Shorten the prompt.",
         )  # fmt: skip
 
@@ -221,7 +221,7 @@ def has_room(active: Many[RunningPrompt], coming: Continuation) -> bool:
     """Return whether one more prompt fits into a step; the first prompt always fits."""
     if not active:
         return True
-    taken = sum(len(each.next_piece()) for each in active)
+    taken = sum(len(prompt.next_piece()) for prompt in active)
     size = taken + min(PREFILL_TOKENS, len(coming.prompt) - coming.fed)
     return len(active) < MOST_CONCURRENT and size <= STEP_TOKENS
 
@@ -231,47 +231,50 @@ class Generation:
 
     def __init__(
         self,
-        speaker: LogitsModel,
+        model: LogitsModel,
         tokenizer: Tokenizer | None = None,
         sampling: Sampling | None = None,
         limits: Limits | None = None,
     ) -> None:
-        self._speaker = speaker
+        self._model = model
         self._tokenizer = tokenizer
         self._sampling = sampling or Sampling()
         self._limits = limits or Limits()
         self.pace = GenerationTiming()
 
     def run(
-        self, speeches: Many[Continuation], heard: Callable[[Continuation, str], None] | None = None
+        self,
+        continuations: Many[Continuation],
+        on_text: Callable[[Continuation, str], None] | None = None,
     ) -> None:
-        """Continue all prompts; `heard` receives every piece of text as soon as it is certain."""
-        for number, speech in enumerate(speeches, 1):
-            require_fitting(self._speaker, f"prompt {number}", speech)
+        """Continue all prompts; `on_text` receives every piece of text as soon as it is certain."""
+        for number, continuation in enumerate(continuations, 1):
+            require_fitting(self._model, f"prompt {number}", continuation)
         how = (self._tokenizer, self._sampling, self._limits)
-        waiting = [RunningPrompt(self._speaker, speech, *how) for speech in reversed(speeches)]
+        waiting = [RunningPrompt(self._model, speech, *how) for speech in reversed(continuations)]
         active: list[RunningPrompt] = []
         while waiting or active:
-            while waiting and has_room(active, waiting[-1].speech):
+            while waiting and has_room(active, waiting[-1].continuation):
                 active.append(waiting.pop())
-            self._step(active, heard)
-            active = [each for each in active if each.speech.finish is None]
+            self._step(active, on_text)
+            active = [prompt for prompt in active if prompt.continuation.finish is None]
 
     def _step(
-        self, active: list[RunningPrompt], heard: Callable[[Continuation, str], None] | None
+        self, active: list[RunningPrompt], on_text: Callable[[Continuation, str], None] | None
     ) -> None:
         begin = time.perf_counter()
-        pieces = [each.next_piece() for each in active]
-        logits = self._speaker.next_logits(
-            [each.speech.sequence for each in active], [torch.tensor(piece) for piece in pieces]
+        pieces = [running_prompt.next_piece() for running_prompt in active]
+        logits = self._model.next_logits(
+            [running_prompt.continuation.sequence for running_prompt in active],
+            [torch.tensor(piece) for piece in pieces],
         )
-        ready = [n for n, each in enumerate(active) if each.ready]
-        fresh = any(not each.speech.ids for each in active)
+        ready = [n for n, running_prompt in enumerate(active) if running_prompt.ready]
+        fresh = any(not running_prompt.continuation.ids for running_prompt in active)
         for number in ready:
-            voice = active[number]
-            piece = voice.take(logits[number])
-            if heard is not None and (piece or voice.speech.finish):
-                heard(voice.speech, piece)
+            prompt = active[number]
+            piece = prompt.take(logits[number])
+            if on_text is not None and (piece or prompt.continuation.finish):
+                on_text(prompt.continuation, piece)
         seconds = time.perf_counter() - begin
         if fresh:
             self.pace.prompt_seconds += seconds
@@ -313,13 +316,13 @@ class TokenLikelihoods:
 
 
 def token_likelihoods(
-    speaker: LogitsModel,
+    model: LogitsModel,
     ids: list[int],
-    heard: Callable[[int], None] | None = None,
+    on_text: Callable[[int], None] | None = None,
     piece: int = PERPLEXITY_TOKENS,
 ) -> TokenLikelihoods:
-    """Evaluate a text; `heard` receives the number of tokens evaluated so far."""
-    context = speaker.context
+    """Evaluate a text; `on_text` receives the number of tokens evaluated so far."""
+    context = model.context
     if not 2 <= len(ids) <= context:
         raise InvalidArgument(
             "text", f"{len(ids)} tokens", f"2 to {context}, the model's context",
@@ -328,10 +331,10 @@ def token_likelihoods(
     tokens, sequence, found = torch.tensor(ids), Sequence(), []
     for begin in range(0, len(ids) - 1, piece):
         new = tokens[begin : min(begin + piece, len(ids) - 1)]
-        hidden = speaker.hidden([sequence], [new])
-        found.append(_of_targets(speaker, hidden, tokens[begin + 1 : begin + 1 + len(new)]))
-        if heard is not None:
-            heard(begin + len(new))
+        hidden = model.hidden([sequence], [new])
+        found.append(_of_targets(model, hidden, tokens[begin + 1 : begin + 1 + len(new)]))
+        if on_text is not None:
+            on_text(begin + len(new))
     values = torch.cat(found)
     wrong = int((~values.isfinite()).sum())
     if wrong:
@@ -342,11 +345,11 @@ def token_likelihoods(
     return TokenLikelihoods(tuple(values.tolist()))
 
 
-def _of_targets(speaker: LogitsModel, hidden: Tensor, targets: Tensor) -> Tensor:
+def _of_targets(model: LogitsModel, hidden: Tensor, targets: Tensor) -> Tensor:
     """Log-probabilities [T] of the targets, in float64."""
-    rows, found = max(1, _LOGITS // speaker.config.vocab_size), []
+    rows, found = max(1, _LOGITS // model.config.vocab_size), []
     for part, wanted in zip(hidden.split(rows), targets.split(rows), strict=True):
-        logits = speaker.logits(part).double()
+        logits = model.logits(part).double()
         chosen = logits.gather(1, wanted[:, None]).squeeze(1)
         found.append(chosen - logits.logsumexp(-1))
     return torch.cat(found)

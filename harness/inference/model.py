@@ -74,7 +74,7 @@ class LogitsModel:
 
     def hidden(self, sequences: list[Sequence], tokens: list[Tensor]) -> Tensor:
         """Return the states before the head for every new token, and advance the sequences."""
-        step = TokenBatch.of([each.length for each in sequences], tokens)
+        step = TokenBatch.from_sequences([each.length for each in sequences], tokens)
         with torch.inference_mode():
             if isinstance(self._model, ModelV4):
                 made = self._model.streams(step, sequences)
@@ -118,7 +118,7 @@ class OpenModel:
     """
 
     checkpoint: Checkpoint
-    speaker: LogitsModel
+    logits_model: LogitsModel
     recipe: Recipe
     arithmetic: str
     streamed: StreamedWeights | None
@@ -127,7 +127,7 @@ class OpenModel:
     @property
     def config(self) -> Config:
         """The model's config."""
-        return self.speaker.config
+        return self.logits_model.config
 
     def close(self) -> None:
         """Close the files."""
@@ -185,7 +185,7 @@ def open_model(
         if arithmetic is None:
             quantised = any(rule.activation != BF16 for rule in recipe.rules)
             arithmetic = "twin" if quantised else "bf16"
-        size = sum(prod(each.shape) for each in parameters(config))
+        size = sum(prod(parameter.shape) for parameter in parameters(config))
         streamed = StreamedWeights(checkpoint, config) if size > held_values else None
         weights: Mapping[str, Weight] = streamed or HeldWeights(checkpoint.weights)
         numerics = numerics_of(arithmetic, held=streamed is None).with_switches(**switches)
@@ -219,7 +219,9 @@ def _without_drafters(config: Config) -> Config:
 
 
 def _require_complete(config: Config, names: LogicalNames) -> None:
-    missing = [each.name for each in parameters(config) if each.name not in names.present]
+    missing = [
+        parameter.name for parameter in parameters(config) if parameter.name not in names.present
+    ]
     if missing:
         raise UnreadableFile(
             "weights", f"{len(missing)} parameters missing, such as {missing[0]}",
@@ -232,13 +234,13 @@ def recipe_as_stored(inventory: Inventory, config: Config) -> Recipe:
     """Return the recipe that a checkpoint follows, activations included."""
     stored, official = stored_recipe(inventory), recipe_named("official", config)
     said: dict[str, Rule] = {}
-    for each in inventory.linears:
-        name = each.parameter.name
+    for linear in inventory.linears:
+        name = linear.parameter.name
         rule = next(rule for rule in stored.rules if rule.pattern.fullmatch(name))
-        formats = official.format_of(each.parameter)
+        formats = official.format_of(linear.parameter)
         if rule.match in said or rule.activation != BF16 or rule.weight == BF16:
             said.setdefault(rule.match, rule)
-        elif formats.weight == rule.weight and _fits(each.parameter, formats.activation):
+        elif formats.weight == rule.weight and _fits(linear.parameter, formats.activation):
             said[rule.match] = Rule(rule.match, rule.weight, formats.activation)
     return Recipe("as stored", tuple(said.get(rule.match, rule) for rule in stored.rules))
 
@@ -254,10 +256,16 @@ class ReadPlan:
     def __init__(self, bound: BoundModel, streamed: StreamedWeights) -> None:
         self._bound = bound
         self._streamed = streamed
-        order = [each.name for each in components(bound.config) if each.name in bound.calls]
+        order = [
+            component.name
+            for component in components(bound.config)
+            if component.name in bound.calls
+        ]
         self._place = {name: number for number, name in enumerate(order)}
         self._weights = {
-            each.name: each.weights for each in components(bound.config) if each.name in self._place
+            component.name: component.weights
+            for component in components(bound.config)
+            if component.name in self._place
         }
         self._order = order
 
@@ -302,7 +310,7 @@ class _Announced(CallWrapper):
     ) -> Mapping[str, Tensor]:
         """Announce the weights, and run."""
         self._announce(inputs)
-        return self.behind(inputs, weights)
+        return self.wrapped(inputs, weights)
 
 
 def _of_experts(names: tuple[str, ...], visited: set[int] | None) -> Iterator[str]:

@@ -51,12 +51,12 @@ class RankInfo(NamedTuple):
 
 def read_rank_info(environment: Mapping[str, str]) -> RankInfo:
     """Read the place of this process."""
-    told = {name: environment.get(name, "") for name in ("RANK", "WORLD_SIZE")}
-    world = told["WORLD_SIZE"] or "1"
-    rank = told["RANK"] or ("0" if world == "1" else "")
+    fields = {name: environment.get(name, "") for name in ("RANK", "WORLD_SIZE")}
+    world = fields["WORLD_SIZE"] or "1"
+    rank = fields["RANK"] or ("0" if world == "1" else "")
     if not (world.isdecimal() and rank.isdecimal() and int(rank) < int(world)):
         raise InvalidArgument(
-            "RANK of WORLD_SIZE", f"{told['RANK']!r} of {told['WORLD_SIZE']!r}",
+            "RANK of WORLD_SIZE", f"{fields['RANK']!r} of {fields['WORLD_SIZE']!r}",
             "a rank below the number of ranks", "Start with torchrun, or unset both.",
         )  # fmt: skip
     return RankInfo(int(rank), int(world))
@@ -139,8 +139,8 @@ def _free_bytes() -> int:
     """Memory that may be taken without swapping; 2 GB where nobody says."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        told = next(line for line in lines if line.startswith("MemAvailable:"))
-        return int(told.split()[1]) << 10
+        text = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(text.split()[1]) << 10
     except (OSError, StopIteration, ValueError, IndexError):
         return 2 << 30
 

@@ -65,10 +65,10 @@ class HeldWeights(Mapping[str, Weight]):
         self._held: dict[str, HeldWeight] = {}
 
     def __getitem__(self, name: str) -> Weight:
-        found = self._held.get(name)
-        if found is None:
-            found = self._held[name] = HeldWeight.of_weight(self._source[name])
-        return found
+        weight = self._held.get(name)
+        if weight is None:
+            weight = self._held[name] = HeldWeight.of_weight(self._source[name])
+        return weight
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._source)
@@ -104,7 +104,7 @@ class StreamedWeights(Mapping[str, Weight]):
         self._files: dict[Path, int] = {}
         self._handed_out = 0
         self.read = 0  # bytes of all weights that were read
-        self.heard: Callable[[int, str], None] | None = (
+        self.on_read: Callable[[int, str], None] | None = (
             None  # called with each weight's size and name
         )
 
@@ -116,8 +116,8 @@ class StreamedWeights(Mapping[str, Weight]):
         size = _size(stored)
         self._handed_out += size
         self.read += size
-        if self.heard is not None:
-            self.heard(size, name)
+        if self.on_read is not None:
+            self.on_read(size, name)
         self._requested.pop(name, None)
         self._request()
         return StreamedWeight.of_weight(stored.weight())
@@ -131,7 +131,9 @@ class StreamedWeights(Mapping[str, Weight]):
     @property
     def total(self) -> int:
         """Bytes of all weights of the model."""
-        return sum(_size(self._checkpoint.stored(each.name)) for each in parameters(self._config))
+        return sum(
+            _size(self._checkpoint.stored(parameter.name)) for parameter in parameters(self._config)
+        )
 
     def expect(self, names: Iterable[str]) -> None:
         """Announce which weights will be read next, in this order."""
@@ -179,15 +181,23 @@ class StreamedWeight(Weight):
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """The numbers, in `dtype`."""
-        how = self.storage
-        if how is None or len(how.shape) != 2 or dtype not in (torch.float32, torch.float64):
+        encoding = self.storage
+        if (
+            encoding is None
+            or len(encoding.shape) != 2
+            or dtype not in (torch.float32, torch.float64)
+        ):
             return self._decode(dtype)
-        if how.format == MXFP4 and how.nibble_order is NibbleOrder.LOW_EVEN:
+        if encoding.format == MXFP4 and encoding.nibble_order is NibbleOrder.LOW_EVEN:
             assert self.codes is not None, "a weight with a storage has codes"
             assert self.block_scale is not None, "codes have scales"
             if dtype is torch.float32 or int(self.block_scale.max()) < _NO_OVERFLOW:
                 return _mxfp4_values(self.codes, self.block_scale).to(dtype)
-        if dtype is torch.float32 and how.format.element == E4M3 and how.format.block[0] > 1:
+        if (
+            dtype is torch.float32
+            and encoding.format.element == E4M3
+            and encoding.format.block[0] > 1
+        ):
             return _panel_values(self)
         return self._decode(dtype)
 
@@ -209,13 +219,13 @@ def _panel_values(weight: StreamedWeight) -> Tensor:
     """Values [M, K] of an FP8 weight whose blocks span rows, on all threads."""
     from degarble.harness.inference import streamed_loops  # noqa: PLC0415  imports numba
 
-    how, codes, scales = weight.storage, weight.codes, weight.block_scale
-    assert how is not None, "called only for quantised weights"
+    encoding, codes, scales = weight.storage, weight.codes, weight.block_scale
+    assert encoding is not None, "called only for quantised weights"
     assert codes is not None, "a weight with a storage has codes"
     assert scales is not None, "codes have scales"
     if scales.dtype is not torch.float32:
         scales = decode_array(scales, UE8M0)
-    rows, block, table = how.format.block[0], how.format.block, values_of(E4M3)
+    rows, block, table = encoding.format.block[0], encoding.format.block, values_of(E4M3)
     wanted = tuple(-(-extent // each) for extent, each in zip(codes.shape, block, strict=True))
     if tuple(scales.shape) != wanted:
         return Weight.values(

@@ -274,7 +274,7 @@ class Component:
     def sites(self) -> tuple[Site, ...]:
         """Return every site of this component, inputs first."""
         ins = (Site(self.name, Port.IN, each.name) for each in self.inputs)
-        return (*ins, *(_output(self.name, each) for each in self.outputs))
+        return (*ins, *(_output(self.name, output) for output in self.outputs))
 
 
 def components(config: Config, recipe: Recipe | None = None) -> tuple[Component, ...]:
@@ -435,7 +435,7 @@ def _quantised(
     if component.role == "ffn.experts.act_quant":
         activation = _activation(component.name, feeds, recipe)
         if activation != BF16:
-            scales = tuple(each.name for each in feeds) if _is_static(activation) else ()
+            scales = tuple(feed.name for feed in feeds) if _is_static(activation) else ()
             outputs = _parts(activation)
             component = replace(component, outputs=outputs, input_scales=scales)
         yield component
@@ -477,9 +477,9 @@ def _parts(activation: str) -> tuple[str, ...]:
 def _activation(component: str, read: Sequence[Parameter], recipe: Recipe) -> str:
     """Return the one format of a component's input, or refuse two."""
     found: dict[str, str] = {}
-    for each in read:
-        if each.kind is Kind.LINEAR:
-            found.setdefault(recipe.format_of(each).activation, each.name)
+    for parameter in read:
+        if parameter.kind is Kind.LINEAR:
+            found.setdefault(recipe.format_of(parameter).activation, parameter.name)
     if len(found) > 1:
         raise LayoutMismatch(
             f"activations of {component}",

@@ -250,9 +250,9 @@ def with_fused_compressors(layout: Layout) -> Layout:
     rows = {row.name: row.hf for row in V4_BLOCK}
     renamed = layout.spelling is Spelling.HUGGINGFACE
     fusions = tuple(
-        replace(each, target=_fused_name(rows[each.members[0]], each)) if renamed else each
-        for each in _VLLM_V4_FUSIONS
-        if each.target.endswith(FUSED_COMPRESSOR)
+        replace(fusion, target=_fused_name(rows[fusion.members[0]], fusion)) if renamed else fusion
+        for fusion in _VLLM_V4_FUSIONS
+        if fusion.target.endswith(FUSED_COMPRESSOR)
     )
     return replace(layout, fusions=fusions)
 

@@ -195,12 +195,12 @@ def plan(
         ep, ep == tp or style != "official", "ep", f"tp = {tp}: the official code has one size"
     )
     _require(pp, pp <= layers, "pp", f"at most {layers} layers")
-    made = ShardingPlan(config, style, tp, ep, pp, _stages(layers, pp))
+    sharding_plan = ShardingPlan(config, style, tp, ep, pp, _stages(layers, pp))
     for parameter in parameters(config):
         # All experts of a layer are cut alike, so the first one stands for them.
         if parameter.expert in {None, 0}:
-            made.shards(parameter)  # raise on an impossible cut now, not in use
-    return made
+            sharding_plan.shards(parameter)  # raise on an impossible cut now, not in use
+    return sharding_plan
 
 
 def _require(value: int, fits: bool, name: str, expectation: str) -> None:
@@ -236,10 +236,10 @@ def _pieces(parameter: Parameter, cut: ShardCut, tp: int) -> list[tuple[int, int
 
 
 def part_boxes(
-    made: ShardingPlan, parameter: Parameter, formats: Formats
+    sharding_plan: ShardingPlan, parameter: Parameter, formats: Formats
 ) -> tuple[tuple[PartKind, tuple[ParameterShard, ...]], ...]:
     """Return the shards of every stored part; scalars go wherever the parameter goes."""
-    shards = made.shards(parameter)
+    shards = sharding_plan.shards(parameter)
     found = []
     for stored in parts_of(parameter, formats):
         if stored.shape:
@@ -251,23 +251,27 @@ def part_boxes(
     return tuple(found)
 
 
-def rank_tensors(made: ShardingPlan, layout: Layout, rank: int) -> tuple[StoredTensor, ...]:
+def rank_tensors(
+    sharding_plan: ShardingPlan, layout: Layout, rank: int
+) -> tuple[StoredTensor, ...]:
     """List what one rank holds, in the names and shapes of a layout.
 
     Under EP experts are numbered anew from 0. vLLM keeps input_scale of all experts on every rank;
     here a rank lists its own.
     """
-    if not 0 <= rank < made.ranks:
-        raise InvalidArgument("rank", rank, f"0 to {made.ranks - 1}", "Choose a rank of the plan.")
-    first = made.experts_of(rank).start
-    recipe = layout.recipe_for(made.config)
+    if not 0 <= rank < sharding_plan.ranks:
+        raise InvalidArgument(
+            "rank", rank, f"0 to {sharding_plan.ranks - 1}", "Choose a rank of the plan."
+        )
+    first = sharding_plan.experts_of(rank).start
+    recipe = layout.recipe_for(sharding_plan.config)
     held = []
-    for parameter in parameters(made.config):
-        box = made.box_on(parameter, rank)
+    for parameter in parameters(sharding_plan.config):
+        box = sharding_plan.box_on(parameter, rank)
         if box is None:
             continue
         for stored in parts_of(parameter, recipe.format_of(parameter)):
             stored.box_of(box, parameter.name)  # refuses a cut through a scale block
         expert = None if parameter.expert is None else parameter.expert - first
         held.append(replace(parameter, shape=box.shape, expert=expert))
-    return tensors_of(made.config, layout, held)
+    return tensors_of(sharding_plan.config, layout, held)

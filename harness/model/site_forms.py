@@ -67,7 +67,7 @@ class SiteForm:
     counts: RowUnit = RowUnit.TOKENS
     dimensions: int = 0  # at least, where the extents of a row may be any
 
-    def takes(self, dtype: str) -> bool:
+    def accepts(self, dtype: str) -> bool:
         """Return whether a tensor of this dtype (as safetensors names it) can be there."""
         return dtype in _DTYPES[self.holds]
 
@@ -185,20 +185,20 @@ def declared_forms(config: Config, recipe: Recipe) -> Mapping[str, ComponentForm
     Plain values may stand wherever codes may: a kernel can quantise its input itself.
     """
     found: dict[str, ComponentForms] = {}
-    for each in (*components(config), *components(config, recipe)):
-        if each.block is None or not each.block.is_drafter:
-            known = found.get(each.name, ComponentForms({}, {}))
-            made = _component_forms(config, each.role, each.block)
-            outputs = {name: made[name] for name in each.outputs if name in made}
-            inputs = {**known.inputs, **_input_forms(config, each)}
-            found[each.name] = ComponentForms(inputs, {**known.outputs, **outputs})
-    for each in components(config, recipe):
-        codes = next((one for one in each.inputs if one.name == "codes"), None)
-        if codes is not None and each.name in found:
-            forms = _quantised_forms(config, recipe, each)
+    for component in (*components(config), *components(config, recipe)):
+        if component.block is None or not component.block.is_drafter:
+            known = found.get(component.name, ComponentForms({}, {}))
+            made = _component_forms(config, component.role, component.block)
+            outputs = {name: made[name] for name in component.outputs if name in made}
+            inputs = {**known.inputs, **_input_forms(config, component)}
+            found[component.name] = ComponentForms(inputs, {**known.outputs, **outputs})
+    for component in components(config, recipe):
+        codes = next((one for one in component.inputs if one.name == "codes"), None)
+        if codes is not None and component.name in found:
+            forms = _quantised_forms(config, recipe, component)
             maker = codes.sources[0].component
-            found[each.name] = ComponentForms(
-                {**found[each.name].inputs, **forms}, found[each.name].outputs
+            found[component.name] = ComponentForms(
+                {**found[component.name].inputs, **forms}, found[component.name].outputs
             )
             found[maker] = ComponentForms(found[maker].inputs, {**found[maker].outputs, **forms})
     return found
@@ -235,19 +235,19 @@ def _form_of_input(
     if len(each.sources) != 1:
         return None
     source = each.sources[0]
-    made = _component_forms(config, source.role, _block_of(config, source)).get(
+    form = _component_forms(config, source.role, _block_of(config, source)).get(
         source.name or "out"
     )
-    if made is None or not each.via:
-        return made
+    if form is None or not each.via:
+        return form
     letters = shape_letters(config)
     if each.via in _CUT:
-        return replace(made, row=extents_of(_CUT[each.via], letters))
+        return replace(form, row=extents_of(_CUT[each.via], letters))
     return SiteForm(extents_of("S D", letters))
 
 
 def _block_of(config: Config, site: Site) -> Block | None:
-    return next((each for each in config.blocks if each.prefix == site.block), None)
+    return next((block for block in config.blocks if block.prefix == site.block), None)
 
 
 @lru_cache(maxsize=1024)

@@ -251,7 +251,7 @@ class _Placer:
         self._layout = layout
         self._recipe = layout.recipe_for(config)
         self._suffixes = suffixes_named(layout.suffixes)
-        self._fusions = {member: each for each in layout.fusions for member in each.members}
+        self._fusions = {member: fusion for fusion in layout.fusions for member in fusion.members}
         self._rows = {
             (parameter.block, parameter.row.name): parameter.shape[0]
             for parameter in chosen

@@ -155,11 +155,11 @@ def _calibration(source: Path, config: Config) -> Calibration:
     """Measure the inputs of linears."""
     ranges = InputRanges(config)
     with open_model(source, "bf16", absorbed=False) as model:
-        model.speaker.bound.observer = ranges
+        model.logits_model.bound.observer = ranges
         for number in range(_DOCUMENTS):
             ids = torch.tensor(prompt_ids(number, _LENGTH))
-            hidden = model.speaker.hidden([Sequence()], [ids])
-            ranges("head", {"x": model.speaker.normed(hidden)}, {})
+            hidden = model.logits_model.hidden([Sequence()], [ids])
+            ranges("head", {"x": model.logits_model.normed(hidden)}, {})
     return ranges.calibration()
 
 
@@ -177,9 +177,9 @@ _SOURCES = ("official", "exact", "vllm")
 TOGETHER, IN_CHUNKS, JOINING = "together", "in chunks", "joining"
 SCHEDULES = (TOGETHER, IN_CHUNKS, JOINING)
 _CHUNK = 48  # tokens of a prompt that are fed at a time
-_EDGES = {each.id: each for each in WHOLE_RUN_CONTROLS if each.id == "window_shift"}
-_WEIGHTS = {each.id: each for each in WEIGHT_CONTROLS}
-_CONTROLS = (*(each.id for each in CONTROLS), *_EDGES, *_WEIGHTS)
+_EDGES = {control.id: control for control in WHOLE_RUN_CONTROLS if control.id == "window_shift"}
+_WEIGHTS = {control.id: control for control in WEIGHT_CONTROLS}
+_CONTROLS = (*(control.id for control in CONTROLS), *_EDGES, *_WEIGHTS)
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ def cases_of_fault(fault: str) -> tuple[MuseumCase, ...]:
         return ()
     return tuple(
         MuseumCase(key, 8 + number, LENGTHS[number], control=control)
-        for number, key in enumerate(each for each in KEYS if each.recipe == "nvfp4-full")
+        for number, key in enumerate(key for key in KEYS if key.recipe == "nvfp4-full")
     )
 
 
@@ -278,7 +278,7 @@ def steps_of(case: MuseumCase) -> tuple[CapturedStep, ...]:
     ]
     begins = [number if case.schedule == JOINING else 0 for number in range(len(cuts))]
     steps = []
-    for at in range(max(begin + len(each) - 1 for begin, each in zip(begins, cuts, strict=True))):
+    for at in range(max(begin + len(cut) - 1 for begin, cut in zip(begins, cuts, strict=True))):
         fed = [
             (owner, each[at - begin], each[at - begin + 1])
             for owner, (begin, each) in enumerate(zip(begins, cuts, strict=True))
@@ -315,9 +315,9 @@ class _Tape:
         self, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]
     ) -> Mapping[str, Tensor]:
         """Return recorded outputs for equal inputs, else compute."""
-        for each in self.known:
-            if equal(inputs, self.healthy.inputs(each)):
-                kept = self.healthy.outputs(each)
+        for call in self.known:
+            if equal(inputs, self.healthy.inputs(call)):
+                kept = self.healthy.outputs(call)
                 return {name: tensor.clone() for name, tensor in kept.items()}
         return self.call(inputs, weights)
 
@@ -332,13 +332,13 @@ class WeightsWithChange(Mapping[str, "Weight"]):
         self._made: dict[str, HeldWeight] = {}
 
     def __getitem__(self, name: str) -> Weight:
-        found = self._made.get(name)
-        if found is None:
+        weight = self._made.get(name)
+        if weight is None:
             # Trap: an inference tensor that is kept could not be changed outside of that mode.
             with torch.inference_mode(mode=False):
                 made = self._change(name, self._source[name])
-            found = self._made[name] = HeldWeight.of_weight(made)
-        return found
+            weight = self._made[name] = HeldWeight.of_weight(made)
+        return weight
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._source)
@@ -381,7 +381,7 @@ class Stage:
         self.calls = by_component(self.healthy)
 
     @classmethod
-    def of(cls, case: MuseumCase, root: Path, models: dict[ModelKey, MuseumModel]) -> Stage:
+    def open(cls, case: MuseumCase, root: Path, models: dict[ModelKey, MuseumModel]) -> Stage:
         """Open a case; models are cached between cases."""
         if case.key not in models:
             models[case.key] = MuseumModel.open(case.key, root)
@@ -407,11 +407,11 @@ class Stage:
         """Wrap every component to which a negative control applies with one of its ways."""
         chance = random.Random(self.case.seed)  # noqa: S311  no secret
         for name in list(bound.calls):
-            scene = self.scene(name, bound)
-            if control.sits(scene):
-                ways = list(control.ways(scene))
-                if ways:
-                    bound.calls[name] = chance.choice(ways).apply(bound.calls[name])
+            context = self.context(name, bound)
+            if control.applies_to(context):
+                variants = list(control.variants(context))
+                if variants:
+                    bound.calls[name] = chance.choice(variants).apply(bound.calls[name])
 
     def taped(self) -> BoundModel:
         """Return a candidate that reuses what the healthy run has computed."""
@@ -451,7 +451,7 @@ class Stage:
         if self.case.schedule != TOGETHER:
             steps, absorbed = steps_of(self.case), self.case.absorbed
             return InMemoryRun.again(candidate, steps, edges, absorbed=absorbed)
-        return InMemoryRun.of(
+        return InMemoryRun.from_prompts(
             candidate,
             self.case.prompts,
             self.case.new_tokens,
@@ -464,14 +464,14 @@ class Stage:
         control = _EDGES.get(self.case.control)
         if control is None:
             return {}
-        scenes = {name: self.scene(name) for name in self.twin.calls}
+        scenes = {name: self.context(name) for name in self.twin.calls}
         return {
-            name: list(control.ways(scene))[self.case.seed % 2]
-            for name, scene in scenes.items()
-            if control.sits(scene)
+            name: list(control.variants(context))[self.case.seed % 2]
+            for name, context in scenes.items()
+            if control.applies_to(context)
         }
 
-    def scene(self, name: str, bound: BoundModel | None = None) -> ComponentContext:
+    def context(self, name: str, bound: BoundModel | None = None) -> ComponentContext:
         """Return a component's scene, by default the twin's."""
         component = component_named(self.model.config, name, self.model.recipe)
         return ComponentContext(bound or self.twin, component, self.model.recipe)

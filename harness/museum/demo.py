@@ -85,10 +85,10 @@ class DemoModel:
 class DemoRun:
     """One run: its answer to each prompt, token by token, and its judgement."""
 
-    said: tuple[tuple[str, ...], ...]
+    answers: tuple[tuple[str, ...], ...]
     localised: Localised
-    looker: StatisticsCollector
-    found: tuple[DiagnosedOrigin, ...]
+    statistics: StatisticsCollector
+    origins: tuple[DiagnosedOrigin, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +97,7 @@ class DemoFault:
 
     fault: ModelFault
     component: str
-    way: FaultVariant
+    variant: FaultVariant
     run: InMemoryRun
     has_effect: bool
 
@@ -107,7 +107,7 @@ class Demonstration:
     """The demonstration: the expected text, the healthy run, and the run with the fault."""
 
     model: DemoModel
-    twin_said: tuple[tuple[str, ...], ...]
+    twin_answers: tuple[tuple[str, ...], ...]
     healthy: DemoRun
     planted: DemoFault
     sick: DemoRun
@@ -118,11 +118,14 @@ class Demonstration:
 
         A fault on an edge may appear at several inputs of its component.
         """
-        return bool(self.sick.found) and all(map(self._is_planted, self.sick.found))
+        return bool(self.sick.origins) and all(map(self._is_planted, self.sick.origins))
 
-    def _is_planted(self, found: DiagnosedOrigin) -> bool:
-        ids = [] if found.diagnosed is None else [each.id for each in found.diagnosed.named]
-        return found.trouble.scene.name == self.planted.component and self.planted.fault.id in ids
+    def _is_planted(self, origin: DiagnosedOrigin) -> bool:
+        ids = [] if origin.diagnosed is None else [fault.id for fault in origin.diagnosed.named]
+        return (
+            origin.discrepancy.context.name == self.planted.component
+            and self.planted.fault.id in ids
+        )
 
     @property
     def holds(self) -> bool:
@@ -144,8 +147,8 @@ def run_demo(fault: ModelFault, step: Callable[[str], None] = lambda _name: None
     with one_thread(), tempfile.TemporaryDirectory(prefix="degarble-") as folder:
         model = demo_model(Path(folder))
         step("quantised")
-        spoken = InMemoryRun.of(model.twin, model.prompts, NEW_TOKENS)
-        healthy_run = InMemoryRun.of(model.museum.candidate(), model.prompts, NEW_TOKENS)
+        spoken = InMemoryRun.from_prompts(model.twin, model.prompts, NEW_TOKENS)
+        healthy_run = InMemoryRun.from_prompts(model.museum.candidate(), model.prompts, NEW_TOKENS)
         healthy = judge_run(model, healthy_run)
         step("healthy run judged")
         planted = plant(model, fault, healthy_run)
@@ -165,7 +168,7 @@ def demo_model(folder: Path) -> DemoModel:
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     tokenizer = Tokenizer.of_checkpoint(_SOURCE, config, museum.config.vocab_size)
     with open_model(_SOURCE, "bf16") as opened:
-        reference = opened.speaker.bound
+        reference = opened.logits_model.bound
         for name in reference.weights:
             reference.weights[name].values(torch.float64)  # read before the files are closed
     return DemoModel(museum, museum.twin(), reference, tokenizer, identity)
@@ -173,18 +176,19 @@ def demo_model(folder: Path) -> DemoModel:
 
 def judge_run(model: DemoModel, run: InMemoryRun) -> DemoRun:
     """Localise the first steps of a run, and diagnose the origins."""
-    looker = StatisticsCollector(model.museum.config)
+    collector = StatisticsCollector(model.museum.config)
     found = localise(
         model.twin, model.museum.recipe, first_steps(run, JUDGED_STEPS), model.reference,
-        lambda _component: None, looker,
+        lambda _component: None, collector,
     )  # fmt: skip
     causes = tuple(
         DiagnosedOrigin(
-            each, diagnose(each.scene, [each.sight, *each.more]) if each.sight else None
+            origin,
+            diagnose(origin.context, [origin.record, *origin.more]) if origin.record else None,
         )
-        for each in found.origins
+        for origin in found.origins
     )
-    return DemoRun(generated_texts(model, run), found, looker, causes)
+    return DemoRun(generated_texts(model, run), found, collector, causes)
 
 
 def first_steps(run: InMemoryRun, count: int) -> InMemoryRun:
@@ -208,16 +212,16 @@ def plant(model: DemoModel, fault: ModelFault, healthy: InMemoryRun) -> DemoFaul
     """Plant a fault where the text changes; else where any output does; else where it applies."""
     first: DemoFault | None = None
     expected = generated_texts(model, healthy)
-    for trial, (scene, way) in enumerate(_places(model, fault)):
+    for trial, (context, variant) in enumerate(_places(model, fault)):
         if trial == _TRIALS:
             break
         candidate, edges = model.museum.candidate(), dict[str, "FaultVariant"]()
         if fault.reach is Reach.EDGE:
-            edges[scene.name] = way
+            edges[context.name] = variant
         else:
-            candidate.calls[scene.name] = way.apply(candidate.calls[scene.name])
-        run = InMemoryRun.of(candidate, model.prompts, NEW_TOKENS, edges)
-        made = DemoFault(fault, scene.name, way, run, _has_effect(run, healthy))
+            candidate.calls[context.name] = variant.apply(candidate.calls[context.name])
+        run = InMemoryRun.from_prompts(candidate, model.prompts, NEW_TOKENS, edges)
+        made = DemoFault(fault, context.name, variant, run, _has_effect(run, healthy))
         if generated_texts(model, run) != expected:
             return made
         if first is None or (made.has_effect and not first.has_effect):
@@ -239,9 +243,9 @@ def _places(model: DemoModel, fault: ModelFault) -> Iterator[tuple[ComponentCont
     """Yield where a fault applies, preferred roles and layers first."""
     candidate = model.museum.candidate()
     found = {
-        each.name: each
-        for each in components(model.museum.config, model.museum.recipe)
-        if each.name in candidate.calls
+        component.name: component
+        for component in components(model.museum.config, model.museum.recipe)
+        if component.name in candidate.calls
     }
 
     def liked(name: str) -> tuple[int, int]:
@@ -251,67 +255,69 @@ def _places(model: DemoModel, fault: ModelFault) -> Iterator[tuple[ComponentCont
         return (_ROLES.index(role) if role in _ROLES else len(_ROLES)), far
 
     for name in sorted(found, key=liked):
-        scene = ComponentContext(candidate, found[name], model.museum.recipe)
-        if fault.sits(scene):
-            ways = list(fault.ways(scene))
-            yield from ((scene, way) for way in sorted(ways, key=_breadth)[:2])
+        context = ComponentContext(candidate, found[name], model.museum.recipe)
+        if fault.applies_to(context):
+            variants = list(fault.variants(context))
+            yield from ((context, variant) for variant in sorted(variants, key=_breadth)[:2])
 
 
-def _breadth(way: FaultVariant) -> int:
+def _breadth(variant: FaultVariant) -> int:
     """Rank ways: one whole weight first; milder ones may leave the text unchanged."""
-    told: Mapping[str, object] = way.where
-    weights = str(told.get("weights", ""))
-    return int("all " in weights or " of experts " in weights) + 2 * int("rows" in told)
+    fields: Mapping[str, object] = variant.where
+    weights = str(fields.get("weights", ""))
+    return int("all " in weights or " of experts " in weights) + 2 * int("rows" in fields)
 
 
 # --------------------------------------------------------------------------------------------------
 # The page: that of any check, with an introduction.
 
 
-def demo_result(story: Demonstration, provenance: Provenance) -> tuple[Page, ReplayRecord]:
+def demo_result(demonstration: Demonstration, provenance: Provenance) -> tuple[Page, ReplayRecord]:
     """Return a demonstration's page, and the data of its replay panel."""
-    command = f"degarble demo --fault {story.planted.fault.id}"
-    sick = story.sick
-    origins = [replace(each, reproducer=command) for each in sick.found]
+    command = f"degarble demo --fault {demonstration.planted.fault.id}"
+    sick = demonstration.sick
+    origins = [replace(origin, reproducer=command) for origin in sick.origins]
     record = replay_record(
-        sick.localised, origins, sick.looker,
-        f"{_lead(story)} {page_sentence(sick.localised, origins)}",
-        _facts(story), (_healthy(story), _planted(story)),
+        sick.localised, origins, sick.statistics,
+        f"{_lead(demonstration)} {page_sentence(sick.localised, origins)}",
+        _facts(demonstration), (_healthy(demonstration), _planted(demonstration)),
     )  # fmt: skip
-    subject = Subject("tiny V4, nvfp4-full", "Demonstration", story.model.identity)
-    return check_page(subject, provenance, record, origins, _texts(story)), record
+    subject = Subject("tiny V4, nvfp4-full", "Demonstration", demonstration.model.identity)
+    return check_page(subject, provenance, record, origins, _texts(demonstration)), record
 
 
-def _lead(story: Demonstration) -> str:
-    healthy = story.healthy.localised.verdict is Verdict.AGREES
+def _lead(demonstration: Demonstration) -> str:
+    healthy = demonstration.healthy.localised.verdict is Verdict.AGREES
     first = "The healthy run agrees" if healthy else "The healthy run raises a false alarm"
-    if not story.planted.has_effect:
+    if not demonstration.planted.has_effect:
         return f"{first}; the fault planted on purpose has no effect here."
-    if story.named:
+    if demonstration.named:
         return f"{first}; the fault planted on purpose is found and named."
     return f"{first}; the fault planted on purpose is not named."
 
 
-def _healthy(story: Demonstration) -> str:
-    rows = story.healthy.localised.rows
+def _healthy(demonstration: Demonstration) -> str:
+    rows = demonstration.healthy.localised.rows
     worst = max((row.ratio for row in rows if row.ratio == row.ratio), default=0.0)
-    verdict = story.healthy.localised.verdict
+    verdict = demonstration.healthy.localised.verdict
     return (
         f"Before: the healthy run of the same model is {verdict}, {len(rows):,} outputs, the "
         f"furthest at {number(worst, 3)} of its budget."
     )
 
 
-def _planted(story: Demonstration) -> str:
-    planted = story.planted
-    return f"Planted on purpose: {planted.fault.id}, {planted.way.words}, in {planted.component}."
+def _planted(demonstration: Demonstration) -> str:
+    planted = demonstration.planted
+    return (
+        f"Planted on purpose: {planted.fault.id}, {planted.variant.words}, in {planted.component}."
+    )
 
 
-def _texts(story: Demonstration) -> TextRecord:
+def _texts(demonstration: Demonstration) -> TextRecord:
     voices = (
-        ("The twin: what it should say", story.twin_said),
-        ("Candidate, healthy", story.healthy.said),
-        (f"Candidate with {story.planted.fault.id}", story.sick.said),
+        ("The twin: what it should say", demonstration.twin_answers),
+        ("Candidate, healthy", demonstration.healthy.answers),
+        (f"Candidate with {demonstration.planted.fault.id}", demonstration.sick.answers),
     )
     return TextRecord(
         tuple(
@@ -321,8 +327,8 @@ def _texts(story: Demonstration) -> TextRecord:
     )
 
 
-def _facts(story: Demonstration) -> tuple[tuple[str, str], ...]:
-    museum = story.model.museum
+def _facts(demonstration: Demonstration) -> tuple[tuple[str, str], ...]:
+    museum = demonstration.model.museum
     return (
         ("Model", "the released tiny V4, references/tiny/v1/v4"),
         ("Recipe", museum.key.recipe),

@@ -113,30 +113,32 @@ class Museum:
     @property
     def missed(self) -> tuple[str, ...]:
         """Return the faults with a wrong or missing answer."""
-        apart = {each.fault for each in self.repeats if each.fault and not each.right}
-        return tuple(sorted({each.fault for each in self.outcomes if is_missed(each)} | apart))
+        apart = {repeat.fault for repeat in self.repeats if repeat.fault and not repeat.right}
+        return tuple(
+            sorted({outcome.fault for outcome in self.outcomes if is_missed(outcome)} | apart)
+        )
 
     @property
     def alarms(self) -> tuple[HealthyRun, ...]:
         """Return the healthy runs with a false alarm."""
-        return tuple(each for each in self.healthy if each.alarms)
+        return tuple(run for run in self.healthy if run.alarms)
 
     @property
-    def shaken(self) -> tuple[RepeatedRun, ...]:
+    def unstable(self) -> tuple[RepeatedRun, ...]:
         """Return the healthy candidates that were reported to give two results."""
-        return tuple(each for each in self.repeats if not each.fault and not each.right)
+        return tuple(repeat for repeat in self.repeats if not repeat.fault and not repeat.right)
 
     @property
-    def thin(self) -> tuple[str, ...]:
+    def scarce(self) -> tuple[str, ...]:
         """Return the families with too few plants that have an effect."""
-        counts = Counter(each.family for each in self.outcomes if has_effect(each))
-        families = {each.family for each in self.outcomes}
-        return tuple(sorted(each for each in families if counts[each] < VARIANTS))
+        counts = Counter(outcome.family for outcome in self.outcomes if has_effect(outcome))
+        families = {outcome.family for outcome in self.outcomes}
+        return tuple(sorted(family for family in families if counts[family] < VARIANTS))
 
     @property
     def verdict(self) -> Verdict:
         """Return whether the engine's answers are right."""
-        return Verdict.DIFFERS if self.missed or self.alarms or self.shaken else Verdict.AGREES
+        return Verdict.DIFFERS if self.missed or self.alarms or self.unstable else Verdict.AGREES
 
     @property
     def scores(self) -> tuple[MuseumScore, ...]:
@@ -149,7 +151,7 @@ class Museum:
             "verdict": self.verdict,
             "origins": [],
             "cosines": [],
-            "scores": [each.document() for each in self.scores],
+            "scores": [score.document() for score in self.scores],
             "strengths": [
                 {"effect": name, "plants": count, **{s.claim: s.document() for s in three}}
                 for name, count, *three in by_strength(self.outcomes)
@@ -166,14 +168,14 @@ class Museum:
             "healthy": self.healthy,
             "repeats": self.repeats,
             "without_effect": self.without_effect,
-            "fewer_than_three": self.thin,
+            "fewer_than_three": self.scarce,
             "missed": self.missed,
             "seconds": self.seconds,
         }
 
 
 def _claims(three: Sequence[MuseumScore]) -> dict[str, Any]:
-    return {each.claim: each.document() for each in three}
+    return {score.claim: score.document() for score in three}
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ def chosen(ids: Sequence[str]) -> tuple[str, ...]:
     wanted = set(ids)
     assert wanted <= {*MODEL_FAULTS, *families}, "the caller has refused unknown names"
     return tuple(
-        name for name, each in MODEL_FAULTS.items() if not wanted or {name, each.family} & wanted
+        name for name, fault in MODEL_FAULTS.items() if not wanted or {name, fault.family} & wanted
     )
 
 
@@ -241,7 +243,7 @@ def run_museum(
     faults: Sequence[str],
     extent: MuseumExtent,
     workers: int = 1,
-    told: Callable[[str], None] = lambda _name: None,
+    report: Callable[[str], None] = lambda _name: None,
     root: Path | None = None,
     ended: Callable[[FinishedTask], None] = lambda _done: None,
 ) -> Museum:
@@ -250,14 +252,16 @@ def run_museum(
     done: dict[int, FinishedTask] = {}
     with prepared(root) as folder:
         numbered = list(enumerate(tasks(faults, extent)))
-        for (number, task), made in run_each(partial(_done, folder), numbered, workers, _name_of):
-            told(task.name)
-            ended(made)
-            done[number] = made
+        for (number, task), finished_task in run_each(
+            partial(_done, folder), numbered, workers, _name_of
+        ):
+            report(task.name)
+            ended(finished_task)
+            done[number] = finished_task
     found = [each for number in sorted(done) for each in done[number].found]
     outcomes = [each for each in found if isinstance(each, PlantOutcome)]
     order = {name: number for number, name in enumerate(MODEL_FAULTS)}
-    outcomes.sort(key=lambda each: (order[each.fault], each.component, each.way))
+    outcomes.sort(key=lambda outcome: (order[outcome.fault], outcome.component, outcome.way))
     seconds = time.perf_counter() - begun
     return Museum(
         tuple(outcomes),
@@ -314,7 +318,7 @@ def stage_of(case: MuseumCase, root: Path) -> Stage:
     """Return the stage of a case, opened once a process."""
     _keep(root)
     if case not in _KEPT.stages:
-        _KEPT.stages[case] = Stage.of(case, root, _KEPT.models)
+        _KEPT.stages[case] = Stage.open(case, root, _KEPT.models)
     return _KEPT.stages[case]
 
 
@@ -332,9 +336,9 @@ def judge_healthy(root: Path, case: MuseumCase) -> HealthyRun:
     """Run a healthy case, and record every alarm."""
     begun = time.process_time()
     _keep(root)
-    stage = Stage.of(case, root, _KEPT.models)
+    stage = Stage.open(case, root, _KEPT.models)
     found = localise(stage.twin, stage.model.recipe, stage.healthy)
-    alarms = tuple(f"{each.component}: {each.sentence}" for each in found.origins)
+    alarms = tuple(f"{origin.component}: {origin.sentence}" for origin in found.origins)
     if found.verdict in (Verdict.DIFFERS, Verdict.UNSTABLE) and not alarms:
         alarms = (f"the verdict is {found.verdict}",)
     undecided = tuple(f"{name}: {reason}" for name, reason in found.unjudged)
@@ -346,15 +350,15 @@ def run_twice(root: Path, task: MuseumTask) -> Iterator[RepeatedRun]:
     begun = time.process_time()
     if task.healthy is not None:
         _keep(root)
-        made = run_repeatedly(Stage.of(task.healthy, root, _KEPT.models), root=root)
-        yield replace(made, seconds=time.process_time() - begun)
+        run = run_repeatedly(Stage.open(task.healthy, root, _KEPT.models), root=root)
+        yield replace(run, seconds=time.process_time() - begun)
         return
     chance = random.Random(f"{task.extent.seed} {task.fault} twice")  # noqa: S311  no secret
     done = 0
-    for stage, component, way in _places(root, MODEL_FAULTS[task.fault], task.extent, chance):
-        made = run_repeatedly(stage, task.fault, component, way, root)
-        if made.apart:
-            yield replace(made, seconds=time.process_time() - begun)
+    for stage, component, variant in _places(root, MODEL_FAULTS[task.fault], task.extent, chance):
+        run = run_repeatedly(stage, task.fault, component, variant, root)
+        if run.differs:
+            yield replace(run, seconds=time.process_time() - begun)
             done += 1
         begun = time.process_time()
         if done == task.extent.repeats:
@@ -365,31 +369,33 @@ def plant(root: Path, fault: ModelFault, extent: MuseumExtent) -> Iterator[Plant
     """Plant one fault until enough plants have an effect, or too many have none."""
     chance = random.Random(f"{extent.seed} {fault.id}")  # noqa: S311  no secret
     done = 0
-    for stage, component, way in _places(root, fault, extent, chance):
-        made = _planted(stage, fault, component, way, leave_out=bool(extent.leave_out) and not done)
-        if made is not None:
-            yield made
-            done += has_effect(made)
+    for stage, component, variant in _places(root, fault, extent, chance):
+        outcome = _planted(
+            stage, fault, component, variant, leave_out=bool(extent.leave_out) and not done
+        )
+        if outcome is not None:
+            yield outcome
+            done += has_effect(outcome)
         if done == extent.plants:
             break
     stages = [stage_of(case, root) for case in _cases(fault, extent)] if extent.mild else []
     count = extent.mild * (_BY_DIAL if fault.id in STRENGTHS else 1)
-    for stage, component, way in islice(mild_plants(stages, fault, chance), count):
-        made = _planted(stage, fault, component, way, leave_out=False)
-        if made is not None:
-            yield made
+    for stage, component, variant in islice(mild_plants(stages, fault, chance), count):
+        outcome = _planted(stage, fault, component, variant, leave_out=False)
+        if outcome is not None:
+            yield outcome
 
 
 def _planted(
-    stage: Stage, fault: ModelFault, component: str, way: FaultVariant, *, leave_out: bool
+    stage: Stage, fault: ModelFault, component: str, variant: FaultVariant, *, leave_out: bool
 ) -> PlantOutcome | None:
     """Judge one plant; None if it changes nothing at all."""
     begun = time.process_time()
-    planted = PlantedFault(fault, component, way)
+    planted = PlantedFault(fault, component, variant)
     if not touches(stage, planted):
         return None
-    made = judge_plant(stage, planted, leave_out=leave_out)
-    return replace(made, seconds=time.process_time() - begun)
+    outcome = judge_plant(stage, planted, leave_out=leave_out)
+    return replace(outcome, seconds=time.process_time() - begun)
 
 
 def _cases(fault: ModelFault, extent: MuseumExtent) -> list[MuseumCase]:
@@ -414,11 +420,11 @@ def _places(
             continue
         waiting.append((case, places))
         stage = stage_of(case, root)
-        found = ways_of(stage, fault, component)
-        chance.shuffle(found)
-        for way in found[: _WAYS if extent.plants == 1 else 1]:
+        variants = ways_of(stage, fault, component)
+        chance.shuffle(variants)
+        for variant in variants[: _WAYS if extent.plants == 1 else 1]:
             tried += 1
-            yield stage, component, way
+            yield stage, component, variant
 
 
 # --------------------------------------------------------------------------------------------------
@@ -492,7 +498,7 @@ def effect_text(value: float) -> str:
 
 def _first(museum: Museum) -> Iterator[str]:
     effective = sum(map(has_effect, museum.outcomes))
-    faults = len({each.fault for each in museum.outcomes})
+    faults = len({outcome.fault for outcome in museum.outcomes})
     yield (
         f"{faults} {'fault' if faults == 1 else 'faults'} planted {len(museum.outcomes)} times, "
         f"{effective} with an effect; {len(museum.healthy)} healthy runs; "
@@ -502,12 +508,12 @@ def _first(museum: Museum) -> Iterator[str]:
 
 def _claim_lines(museum: Museum) -> Iterator[str]:
     yield ""
-    for each in museum.scores:
-        if each.total:
-            met = "MISSED" if not each.met else "met" if each.wanted is not None else ""
+    for score in museum.scores:
+        if score.total:
+            met = "MISSED" if not score.met else "met" if score.wanted is not None else ""
             yield (
-                f"  {each.claim:40} {each.hits:>5,} of {each.total:>5,}  {percent(each):26}"
-                f" {target_text(each):8} {met}".rstrip()
+                f"  {score.claim:40} {score.hits:>5,} of {score.total:>5,}  {percent(score):26}"
+                f" {target_text(score):8} {met}".rstrip()
             )
 
 
@@ -522,7 +528,7 @@ def _tables(museum: Museum) -> Iterator[str]:
 
 
 def _row(name: str, count: int, three: Sequence[MuseumScore]) -> str:
-    cells = "".join(f" {percent(each):26}" for each in three)
+    cells = "".join(f" {percent(score):26}" for score in three)
     return f"  {name:10} {count:>7}{cells}".rstrip()
 
 
@@ -537,11 +543,11 @@ def _misses(museum: Museum) -> Iterator[str]:
     if museum.without_effect:
         names = ", ".join(museum.without_effect)
         yield from ("", f"No effect wherever it was planted, so not counted: {names}")
-    if museum.thin:
-        yield from ("", f"Fewer than three plants with an effect: {', '.join(museum.thin)}")
-    missed = [each for each in museum.outcomes if is_missed(each)]
-    for each in missed[:_SHOWN]:
-        yield from ("", *_miss(each))
+    if museum.scarce:
+        yield from ("", f"Fewer than three plants with an effect: {', '.join(museum.scarce)}")
+    missed = [plant_outcome for plant_outcome in museum.outcomes if is_missed(plant_outcome)]
+    for outcome in missed[:_SHOWN]:
+        yield from ("", *_miss(outcome))
     if len(missed) > _SHOWN:
         yield f"... and {len(missed) - _SHOWN} more; --json has all of them"
     for run in museum.alarms:
@@ -552,13 +558,13 @@ def _misses(museum: Museum) -> Iterator[str]:
             yield from ("", *_twice(twice))
 
 
-def _twice(each: RepeatedRun) -> Iterator[str]:
-    blamed = ", ".join(each.blamed[:3]) or "nobody"
-    if not each.fault:
-        yield f"ALARM on a healthy case that was run twice: {each.case}: {blamed}"
+def _twice(run: RepeatedRun) -> Iterator[str]:
+    blamed = ", ".join(run.blamed[:3]) or "nobody"
+    if not run.fault:
+        yield f"ALARM on a healthy case that was run twice: {run.case}: {blamed}"
         return
-    yield f"MISSED {each.fault} in {each.component}, run twice: {each.verdict}, blamed {blamed}"
-    yield f"  planted   {visible(each.way)}; {each.case}"
+    yield f"MISSED {run.fault} in {run.component}, run twice: {run.verdict}, blamed {blamed}"
+    yield f"  planted   {visible(run.way)}; {run.case}"
 
 
 def _miss(outcome: PlantOutcome) -> Iterator[str]:

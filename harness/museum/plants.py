@@ -74,12 +74,12 @@ class FaultyTwin:
 
     twin: BoundModel
     component: str
-    way: FaultVariant
+    variant: FaultVariant
     run: InMemoryRun
 
     @cached_property
     def _calls(self) -> list[tuple[Tensors, Tensors]]:
-        faulty = self.way.apply(self.twin.calls[self.component])
+        faulty = self.variant.apply(self.twin.calls[self.component])
         weights = self.twin.weights_of(self.component)
         made: list[tuple[Tensors, Tensors]] = []
         with torch.inference_mode():
@@ -91,56 +91,58 @@ class FaultyTwin:
                     return made
         return made
 
-    def of(self, sight: CallRecord) -> Tensors | None:
+    def outputs_for(self, record: CallRecord) -> Tensors | None:
         """Return the outputs of the call with these inputs; None if the run has no such call."""
         for inputs, outputs in self._calls:
-            if equal(sight.inputs, inputs):
+            if equal(record.inputs, inputs):
                 return {
-                    name: each.to(sight.outputs[name].dtype) if name in sight.outputs else each
-                    for name, each in outputs.items()
+                    name: output.to(record.outputs[name].dtype)
+                    if name in record.outputs
+                    else output
+                    for name, output in outputs.items()
                 }
         return None
 
 
-def same_effect(planted: FaultyTwin, trouble: Discrepancy, first: NamedFault) -> bool:
+def same_effect(planted: FaultyTwin, discrepancy: Discrepancy, first: NamedFault) -> bool:
     """Return whether a named cause has the planted one's effect in every call."""
-    assert trouble.sight is not None, "it was diagnosed"
-    calls = with_earlier((trouble.sight, *trouble.more))
-    return all(_same(planted, trouble.scene, call, first) for call in calls)
+    assert discrepancy.record is not None, "it was diagnosed"
+    calls = with_earlier((discrepancy.record, *discrepancy.more))
+    return all(_same(planted, discrepancy.context, call, first) for call in calls)
 
 
 def _same(
-    planted: FaultyTwin, scene: ComponentContext, call: CallRecord, first: NamedFault
+    planted: FaultyTwin, context: ComponentContext, call: CallRecord, first: NamedFault
 ) -> bool:
     if call.implied:
         wanted: Tensors | None = {n: call.inputs[n] for n in call.implied if n in call.inputs}
     else:
-        wanted = planted.of(call)
+        wanted = planted.outputs_for(call)
     if wanted is None:
         return False
-    for way in _ways(scene, call, first):
+    for variant in _ways(context, call, first):
         with torch.inference_mode():
-            made = make(scene, call, way)
-        if made is not None and equal_outputs(made.outputs, wanted):
+            variant_outputs = make(context, call, variant)
+        if variant_outputs is not None and equal_outputs(variant_outputs.outputs, wanted):
             return True
     return False
 
 
-def _ways(scene: ComponentContext, call: CallRecord, first: NamedFault) -> Iterator[FaultVariant]:
+def _ways(context: ComponentContext, call: CallRecord, first: NamedFault) -> Iterator[FaultVariant]:
     """Yield the named way; for a fault that varies from call to call, all its proposals."""
-    yield first.way
+    yield first.variant
     if first.fault.per_call:
-        yield from islice(first.fault.signature(scene, call), MOST_VARIANTS)
+        yield from islice(first.fault.signature(context, call), MOST_VARIANTS)
 
 
 def equal_outputs(made: Tensors, wanted: Tensors) -> bool:
     """Return whether all wanted tensors are there with nearly all elements bit-equal."""
-    for name, each in wanted.items():
+    for name, tensor in wanted.items():
         other = made.get(name)
-        if other is None or other.shape != each.shape:
+        if other is None or other.shape != tensor.shape:
             return False
         # NaN equals NaN here.
-        same = (other == each) | ((other != other) & (each != each))  # noqa: PLR0124  NaN
+        same = (other == tensor) | ((other != other) & (tensor != tensor))  # noqa: PLR0124  NaN
         if same.numel() and float(same.double().mean()) < ALIKE:
             return False
     return True
@@ -155,7 +157,7 @@ def equal_outputs(made: Tensors, wanted: Tensors) -> bool:
 
 def roles_of(fault: ModelFault) -> list[str]:
     """Return the roles in the order in which they run; V4's first."""
-    return list(dict.fromkeys(scene.role for scene in _scenes() if fault.sits(scene)))
+    return list(dict.fromkeys(context.role for context in _scenes() if fault.applies_to(context)))
 
 
 @cache
@@ -166,11 +168,15 @@ def _scenes() -> tuple[ComponentContext, ...]:
         for name in RECIPES:
             recipe = recipe_named(name, config)
             bound = BoundModel(config, Numerics.twin(switches_of(source)), {}, recipe)
-            for each in components(config, recipe):
-                if each.name in bound.calls:
-                    kind = (each.block.layer_type, each.block.mlp_type) if each.block else ()
-                    key = (source, name, each.role, *kind)
-                    found.setdefault(key, ComponentContext(bound, each, recipe))
+            for component in components(config, recipe):
+                if component.name in bound.calls:
+                    kind = (
+                        (component.block.layer_type, component.block.mlp_type)
+                        if component.block
+                        else ()
+                    )
+                    key = (source, name, component.role, *kind)
+                    found.setdefault(key, ComponentContext(bound, component, recipe))
     return tuple(found.values())
 
 
@@ -238,17 +244,17 @@ class PlantedFault:
 
     fault: ModelFault
     component: str
-    way: FaultVariant
-    harmed: set[str] = field(default_factory=set)  # inputs that an edge fault changed
+    variant: FaultVariant
+    changed_inputs: set[str] = field(default_factory=set)  # inputs that an edge fault changed
 
 
 def candidate_sites(stage: Stage, fault: ModelFault, chance: random.Random) -> Iterator[str]:
     """Yield components to which a fault applies: one of each role, then others, in random order."""
     by_role: dict[str, list[str]] = defaultdict(list)
     for name in stage.calls:
-        scene = stage.scene(name)
-        if fault.sits(scene):
-            by_role[scene.role].append(name)
+        context = stage.context(name)
+        if fault.applies_to(context):
+            by_role[context.role].append(name)
     roles = sorted(by_role)
     chance.shuffle(roles)
     for names in by_role.values():
@@ -261,26 +267,26 @@ def candidate_sites(stage: Stage, fault: ModelFault, chance: random.Random) -> I
 
 def ways_of(stage: Stage, fault: ModelFault, component: str) -> list[FaultVariant]:
     """Return all ways of a fault at a component of a healthy candidate."""
-    return list(fault.ways(stage.scene(component, stage.candidate())))
+    return list(fault.variants(stage.context(component, stage.candidate())))
 
 
 def touches(stage: Stage, planted: PlantedFault) -> bool:
     """Return whether a way changes anything at all in the healthy run's calls."""
-    if planted.way.beside:
+    if planted.variant.companions:
         return True  # only a run tells
     candidate = stage.candidate()
     weights, call = candidate.weights_of(planted.component), candidate.calls[planted.component]
     edge = planted.fault.reach is Reach.EDGE
     # Trap: a way may remember earlier calls, so it is applied once.
-    faulty = planted.way.apply((lambda given, _weights: given) if edge else call)
-    for each in stage.calls[planted.component]:
-        inputs = stage.healthy.inputs(each)
+    faulty = planted.variant.apply((lambda given, _weights: given) if edge else call)
+    for captured_call in stage.calls[planted.component]:
+        inputs = stage.healthy.inputs(captured_call)
         with torch.inference_mode():
             try:
                 made = faulty(inputs, weights)
             except CANNOT_RUN:
                 return False
-        if _differ(made, inputs if edge else stage.healthy.outputs(each)):
+        if _differ(made, inputs if edge else stage.healthy.outputs(captured_call)):
             return True
     return False
 
@@ -292,13 +298,13 @@ def _differ(made: Mapping[str, Tensor], was: Mapping[str, Tensor]) -> bool:
 def judge_plant(stage: Stage, planted: PlantedFault, *, leave_out: bool) -> PlantOutcome:
     """Run a case with a fault planted, and score the engine's answer."""
     name = planted.component
-    told = (planted.fault.id, name, planted.way.words, str(stage.case))
+    told = (planted.fault.id, name, planted.variant.words, str(stage.case))
     candidate, edges = stage.taped(), dict[str, "FaultVariant"]()
     if planted.fault.reach is Reach.EDGE:
         edges[name] = _watched(planted)
     else:
-        candidate.calls[name] = planted.way.apply(stage.candidate().calls[name])
-    for other, wrap in planted.way.beside.items():
+        candidate.calls[name] = planted.variant.apply(stage.candidate().calls[name])
+    for other, wrap in planted.variant.companions.items():
         candidate.calls[other] = wrap(candidate.calls[other])
     try:
         run = stage.run(candidate, edges)
@@ -311,10 +317,10 @@ def judge_plant(stage: Stage, planted: PlantedFault, *, leave_out: bool) -> Plan
         return PlantOutcome(
             *told, effect=math.nan, truth=tuple(sorted(truth)), sentence=_stop(error)
         )
-    blamed = tuple(sorted({each.component for each in found.origins}))
+    blamed = tuple(sorted({origin.component for origin in found.origins}))
     effect = _effect(found, planted)
     place = _place(blamed, truth)
-    here = [each for each in found.origins if each.component in truth]
+    here = [origin for origin in found.origins if origin.component in truth]
     outcome = {
         "effect": effect, "place": place, "blamed": blamed, "truth": tuple(sorted(truth)),
         "sentence": here[0].sentence if here else "",
@@ -322,7 +328,7 @@ def judge_plant(stage: Stage, planted: PlantedFault, *, leave_out: bool) -> Plan
     if not here:
         return PlantOutcome(*told, **outcome)  # type: ignore[arg-type]
     try:
-        remade = FaultyTwin(stage.twin, name, planted.way, run)
+        remade = FaultyTwin(stage.twin, name, planted.variant, run)
         with remembering(), keeping_budgets():  # of both questions
             said = _diagnosed(here[0], tuple(MODEL_FAULTS.values()))
             cause, names = _cause(planted, remade, here[0], said)
@@ -336,11 +342,11 @@ def judge_plant(stage: Stage, planted: PlantedFault, *, leave_out: bool) -> Plan
     return PlantOutcome(*told, **outcome)  # type: ignore[arg-type]
 
 
-def _without_family(planted: PlantedFault, remade: FaultyTwin, trouble: Discrepancy) -> _Said:
+def _without_family(planted: PlantedFault, remade: FaultyTwin, discrepancy: Discrepancy) -> _Said:
     """Return the cause named by an engine without the fault's family."""
     family = planted.fault.family
-    others = tuple(each for each in MODEL_FAULTS.values() if each.family != family)
-    return _cause(planted, remade, trouble, _diagnosed(trouble, others))
+    others = tuple(fault for fault in MODEL_FAULTS.values() if fault.family != family)
+    return _cause(planted, remade, discrepancy, _diagnosed(discrepancy, others))
 
 
 def _stop(error: Exception) -> str:
@@ -360,10 +366,10 @@ def _watched(planted: PlantedFault) -> FaultVariant:
             for key in inputs.keys() | arrived.keys():
                 both = key in inputs and key in arrived
                 if not both or not same_bits(inputs[key], arrived[key]):
-                    planted.harmed.add(key)
+                    planted.changed_inputs.add(key)
             return call(inputs, weights)
 
-        wrapped = planted.way.apply(seen)  # once: a way may remember earlier calls
+        wrapped = planted.variant.apply(seen)  # once: a way may remember earlier calls
 
         def faulty(inputs: Mapping[str, Tensor], weights: Mapping[str, object]) -> Any:
             arrived.clear()
@@ -372,23 +378,25 @@ def _watched(planted: PlantedFault) -> FaultVariant:
 
         return faulty
 
-    return FaultVariant(planted.way.words, apply, planted.way.where, planted.way.beside)
+    return FaultVariant(
+        planted.variant.words, apply, planted.variant.where, planted.variant.companions
+    )
 
 
 def _truth(stage: Stage, planted: PlantedFault) -> set[str]:
     """Return the components to blame; an edge fault that changes several inputs has several."""
     if planted.fault.reach is not Reach.EDGE:
         return {planted.component}
-    component = stage.scene(planted.component).component
-    names = {each.name for each in component.inputs} & planted.harmed
+    component = stage.context(planted.component).component
+    names = {each.name for each in component.inputs} & planted.changed_inputs
     return {blamed_on_edge(component, name) for name in names} or {planted.component}
 
 
 def _effect(found: Localised, planted: PlantedFault) -> float:
     if planted.fault.reach is Reach.EDGE:
-        return math.inf if planted.harmed else 0.0
+        return math.inf if planted.changed_inputs else 0.0
     rows = [row for row in found.rows if row.component.name == planted.component]
-    odd = [each for each in found.origins if each.component == planted.component]
+    odd = [origin for origin in found.origins if origin.component == planted.component]
     ratios = [row.ratio for row in rows]
     # NaN: without a budget the effect is unknown, unless the component was blamed.
     if any(math.isnan(ratio) for ratio in ratios) and not odd:
@@ -406,21 +414,21 @@ def _place(blamed: Sequence[str], truth: set[str]) -> PlaceAnswer:
     return PlaceAnswer.ELSEWHERE if blamed else PlaceAnswer.NOWHERE
 
 
-def _diagnosed(trouble: Discrepancy, faults: Sequence[ModelFault]) -> Diagnosed | None:
-    if trouble.sight is None:
+def _diagnosed(discrepancy: Discrepancy, faults: Sequence[ModelFault]) -> Diagnosed | None:
+    if discrepancy.record is None:
         return None
-    return diagnose(trouble.scene, (trouble.sight, *trouble.more), faults)
+    return diagnose(discrepancy.context, (discrepancy.record, *discrepancy.more), faults)
 
 
 def _cause(
-    planted: PlantedFault, remade: FaultyTwin, trouble: Discrepancy, said: Diagnosed | None
+    planted: PlantedFault, remade: FaultyTwin, discrepancy: Discrepancy, said: Diagnosed | None
 ) -> _Said:
     if said is None or not said.named:
         return CauseAnswer.UNKNOWN, ""
     first = said.named[0]
     if first.id == planted.fault.id:
         return CauseAnswer.FIRST, first.id
-    if same_effect(remade, trouble, first):
+    if same_effect(remade, discrepancy, first):
         return CauseAnswer.SAME, first.id
     beside = planted.fault.id in first.alternatives
     return (CauseAnswer.BESIDE if beside else CauseAnswer.WRONG), first.id
@@ -443,21 +451,21 @@ _FIRST = 0.01
 _MOST = 0.5
 
 
-def measure_strength(stage: Stage, component: str, way: FaultVariant) -> float:
+def measure_strength(stage: Stage, component: str, variant: FaultVariant) -> float:
     """Return a way's worst ratio to the budget on the healthy run's first and last call, or NaN."""
     candidate = stage.candidate()
-    faulty = way.apply(candidate.calls[component])
+    faulty = variant.apply(candidate.calls[component])
     weights, worst = candidate.weights_of(component), 0.0
     calls = stage.calls[component]
     with torch.inference_mode():
         for call in dict.fromkeys((0, len(calls) - 1)):
             inputs = stage.healthy.inputs(calls[call])
             try:
-                known = JudgeableCall.of(stage.twin, component, inputs)
+                known = JudgeableCall.from_twin(stage.twin, component, inputs)
                 found = judge_outputs(known, faulty(inputs, weights))
             except CANNOT_RUN:
                 return math.nan
-            ratios = [each.ratio for each in found.values()]
+            ratios = [result.ratio for result in found.values()]
             if any(math.isnan(ratio) for ratio in ratios):
                 return math.nan
             worst = max([worst, *ratios])
@@ -466,15 +474,15 @@ def measure_strength(stage: Stage, component: str, way: FaultVariant) -> float:
 
 def adjusted_fault(stage: Stage, fault: str, component: str, wanted: float) -> FaultVariant | None:
     """Return a way of an adjustable fault with about the wanted effect; None if there is none."""
-    scene, turn = stage.scene(component, stage.candidate()), _FIRST
+    context, turn = stage.context(component, stage.candidate()), _FIRST
     with keeping_budgets():
         for _ in range(_TURNS):
-            way = STRENGTHS[fault](scene, turn)
-            found = math.nan if way is None else measure_strength(stage, component, way)
+            variant = STRENGTHS[fault](context, turn)
+            found = math.nan if variant is None else measure_strength(stage, component, variant)
             if math.isnan(found):
                 return None
             if wanted / _NEAR <= found <= wanted * _NEAR:
-                return way
+                return variant
             # Assume that the effect is proportional to the strength, within a factor of 8 a trial.
             turn *= min(8.0, max(0.125, wanted / max(found, 1e-3)))
             if turn > _MOST:
@@ -499,12 +507,12 @@ def mild_plants(
         if component is None:
             continue
         places.append((stage, names))
-        found = ways_of(stage, fault, component)
-        chance.shuffle(found)
-        for way in islice(found, 4):
+        variants = ways_of(stage, fault, component)
+        chance.shuffle(variants)
+        for variant in islice(variants, 4):
             tried += 1
-            if MILD[0] <= measure_strength(stage, component, way) < MILD[1]:
-                yield stage, component, way
+            if MILD[0] <= measure_strength(stage, component, variant) < MILD[1]:
+                yield stage, component, variant
 
 
 def _by_dial(
@@ -517,10 +525,10 @@ def _by_dial(
         if component is None:
             continue
         places.append((stage, names))
-        way = adjusted_fault(stage, fault.id, component, WANTED[wanted % len(WANTED)])
+        variant = adjusted_fault(stage, fault.id, component, WANTED[wanted % len(WANTED)])
         wanted += 1
-        if way is not None:
-            yield stage, component, way
+        if variant is not None:
+            yield stage, component, variant
 
 
 # --------------------------------------------------------------------------------------------------
@@ -550,7 +558,7 @@ class RepeatedRun:
     seconds: float = 0.0
 
     @property
-    def apart(self) -> bool:
+    def differs(self) -> bool:
         """Return whether the two runs differ."""
         return self.verdict is not Verdict.AGREES
 
@@ -558,7 +566,7 @@ class RepeatedRun:
     def right(self) -> bool:
         """Return whether the answer is right: UNSTABLE at the planted component first, or equal."""
         if not self.fault:
-            return not self.apart
+            return not self.differs
         return self.verdict is Verdict.UNSTABLE and self.blamed[:1] == (self.component,)
 
 
@@ -566,23 +574,23 @@ def run_repeatedly(
     stage: Stage,
     fault: str = "",
     component: str = "",
-    way: FaultVariant | None = None,
+    variant: FaultVariant | None = None,
     root: Path | None = None,
 ) -> RepeatedRun:
     """Run a case twice and compare the captures, which are kept in `root` meanwhile."""
     candidate = stage.candidate()
-    if way is not None:
-        candidate.calls[component] = way.apply(candidate.calls[component])
+    if variant is not None:
+        candidate.calls[component] = variant.apply(candidate.calls[component])
     # Trap: a worker of an interrupted museum is ended by SIGTERM and removes nothing; its caller
     # removes the folder of all of it.
     with TemporaryDirectory(prefix="degarble-repeat-", dir=root) as made:
         folders = [Path(made) / name for name in ("first", "second")]
         for folder in folders:
             write_capture(stage.run(candidate), folder, {"weights": str(stage.case)})
-        found = compare_runs(*folders)
-        blamed = tuple(dict.fromkeys(line.component for line in found.origins))
-        told = (fault, component, way.words if way else "", str(stage.case))
-        return RepeatedRun(*told, found.verdict, blamed)
+        comparison = compare_runs(*folders)
+        blamed = tuple(dict.fromkeys(line.component for line in comparison.origins))
+        told = (fault, component, variant.words if variant else "", str(stage.case))
+        return RepeatedRun(*told, comparison.verdict, blamed)
 
 
 def write_capture(run: InMemoryRun, folder: Path, facts: Mapping[str, str]) -> None:
@@ -590,8 +598,10 @@ def write_capture(run: InMemoryRun, folder: Path, facts: Mapping[str, str]) -> N
     snapshots = Snapshots()
 
     def sent(side: Mapping[str, Tensor]) -> dict[str, PendingTensor]:
-        taken = {name: snapshots.take(each).payload for name, each in side.items()}
-        return {name: PendingTensor(taken[name], tuple(each.shape)) for name, each in side.items()}
+        taken = {name: snapshots.take(tensor).payload for name, tensor in side.items()}
+        return {
+            name: PendingTensor(taken[name], tuple(tensor.shape)) for name, tensor in side.items()
+        }
 
     with CaptureWriter(folder, facts) as writer:
         steps = iter(run.steps)

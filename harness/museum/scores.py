@@ -107,12 +107,12 @@ def scores(
     repeats: Sequence[RepeatedRun] = (),
 ) -> tuple[MuseumScore, ...]:
     """Return the claims of the museum."""
-    strong = [each for each in outcomes if is_strong(each)]
-    told = [each for each in strong if _is_right(each)]
-    without = [each for each in told if each.left_out is not None]
-    weak = [each for each in outcomes if not has_effect(each)]
-    races = [each for each in repeats if each.fault]
-    same = [each for each in repeats if not each.fault]
+    strong = [outcome for outcome in outcomes if is_strong(outcome)]
+    told = [outcome for outcome in strong if _is_right(outcome)]
+    without = [outcome for outcome in told if outcome.left_out is not None]
+    weak = [outcome for outcome in outcomes if not has_effect(outcome)]
+    races = [repeat for repeat in repeats if repeat.fault]
+    same = [repeat for repeat in repeats if not repeat.fault]
     return (
         _score("localised to the component, from 3x", strong, _is_exact, 0.98),
         _score("cause named first, from 3x", strong, _is_named, 0.90),
@@ -128,17 +128,20 @@ def scores(
         _score("alarms on healthy runs", healthy, lambda h: bool(h.alarms), 0.0, at_least=False),
         _score("healthy runs judged", healthy, lambda h: not h.undecided, 1.0),
         _score("run twice: UNSTABLE, at its component", races, lambda r: r.right, 0.98),
-        _score("run twice: alarms on healthy runs", same, lambda r: r.apart, 0.0, at_least=False),
+        _score("run twice: alarms on healthy runs", same, lambda r: r.differs, 0.0, at_least=False),
     )
 
 
 def classes(outcomes: Iterable[PlantOutcome]) -> dict[tuple[str, str], int]:
     """Return pairs of faults with the same effect on the data, and how often that occurred."""
     found: dict[tuple[str, str], int] = defaultdict(int)
-    for each in outcomes:
-        for cause, named in ((each.cause, each.named), (each.left_out, each.left_named)):
+    for outcome in outcomes:
+        for cause, named in (
+            (outcome.cause, outcome.named),
+            (outcome.left_out, outcome.left_named),
+        ):
             if cause is CauseAnswer.SAME:
-                found[min(each.fault, named), max(each.fault, named)] += 1
+                found[min(outcome.fault, named), max(outcome.fault, named)] += 1
     return dict(sorted(found.items()))
 
 
@@ -159,11 +162,11 @@ def by_family(
 ) -> dict[str, tuple[int, int, MuseumScore, MuseumScore, MuseumScore]]:
     """Return by family: plants, those that count, and the three scores from three budgets on."""
     groups: dict[str, list[PlantOutcome]] = defaultdict(list)
-    for each in outcomes:
-        groups[each.family].append(each)
+    for outcome in outcomes:
+        groups[outcome.family].append(outcome)
     found = {}
     for family, group in sorted(groups.items()):
-        strong = [each for each in group if is_strong(each)]
+        strong = [plant_outcome for plant_outcome in group if is_strong(plant_outcome)]
         found[family] = (len(group), sum(map(has_effect, group)), *_three(strong))
     return found
 

@@ -84,7 +84,7 @@ class BisectResult:
 
 
 def bisected(
-    search: BisectSearch, told: Callable[[str], None] = lambda _line: None
+    search: BisectSearch, report: Callable[[str], None] = lambda _line: None
 ) -> BisectResult:
     """Return the first commit on the bad side."""
     inside = Path(search.result)
@@ -94,7 +94,7 @@ def bisected(
         )
     good, bad = _ends(search)
     commits = _between(search.repository, good, bad)
-    work = _Work(search, told)
+    work = _Work(search, report)
     first, last = work.value(commits[0]), work.value(commits[-1])
     if first is None or last is None:
         at = commits[0] if first is None else commits[-1]
@@ -112,7 +112,7 @@ def bisected(
     while high - low > 1:
         middle = _next(work, commits, low, high)
         if middle is None:
-            names = ", ".join(each[:_SHORT] for each in commits[low + 1 : high + 1])
+            names = ", ".join(commit[:_SHORT] for commit in commits[low + 1 : high + 1])
             raise Undecided(
                 "commits left", names, "one commit that can be measured",
                 "None of those between could be measured: one of these it is.",
@@ -146,14 +146,14 @@ class _Work:
     """Measures commits, each once."""
 
     search: BisectSearch
-    told: Callable[[str], None]
+    report: Callable[[str], None]
     known: dict[str, float | None] = field(default_factory=dict)
 
     def value(self, commit: str) -> float | None:
         if commit not in self.known:
             self.known[commit] = found = self._measured(commit)
             said = "cannot be measured" if found is None else number(found)
-            self.told(f"{commit[:_SHORT]}: {said}")
+            self.report(f"{commit[:_SHORT]}: {said}")
         return self.known[commit]
 
     def _measured(self, commit: str) -> float | None:
@@ -196,13 +196,13 @@ def _ends(search: BisectSearch) -> tuple[str, str]:
     if search.store is not None and (good is None or bad is None):
         with HistoryStore(search.store) as store:
             found = histories(store, HistoryQuery(search.component, measure=BUDGETS.name))
-        moves = [each for history in found for each in history.moves if each.good != each.bad]
+        moves = [move for history in found for move in history.moves if move.good != move.bad]
         if not moves:
             raise Undecided(
                 "changes in the store", 0, "one whose commits differ",
                 "Give --good REV and --bad REV.",
             )  # fmt: skip
-        latest = max(moves, key=lambda each: each.first)
+        latest = max(moves, key=lambda change: change.first)
         good, bad = good or latest.good, bad or latest.bad
     if not good or not bad:
         raise InvalidArgument(

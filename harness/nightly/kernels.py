@@ -62,8 +62,8 @@ def installed_suites() -> KernelSuites | None:
     """
     for point in entry_points(group="degarble.kernel_suites"):
         with suppress(ModuleNotFoundError):  # a wheel may be installed without the suites
-            found: KernelSuites = point.load()
-            return found
+            kernel_suites: KernelSuites = point.load()
+            return kernel_suites
     return None
 
 
@@ -94,20 +94,20 @@ class Suite:
         return f"{said}; {self.left}" if self.left else said
 
 
-def kernels(asked: NightConfig, _: Mapping[str, StepResult]) -> StepResult:
+def kernels(config: NightConfig, _: Mapping[str, StepResult]) -> StepResult:
     """Run the suites of the kernels on this machine's device."""
-    if not asked.gpu:
+    if not config.gpu:
         return _without("kernels")
     suites = installed_suites()
     if suites is None:
         return StepResult(Verdict.UNDECIDED, NO_SUITES)
     markers = MARKERS[target_of_device().name]
-    found = [each for each in _run_all(suites, markers) if each.cases or each.broken]
+    found = [suite for suite in _run_all(suites, markers) if suite.cases or suite.broken]
     if not found:
-        told = " or ".join(markers)
-        return StepResult(Verdict.UNDECIDED, f"No suite of kernels marked {told} is here.")
-    wrong = [each for each in found if each.verdict is not Verdict.AGREES]
-    cases = sum(each.cases for each in found)
+        text = " or ".join(markers)
+        return StepResult(Verdict.UNDECIDED, f"No suite of kernels marked {text} is here.")
+    wrong = [suite for suite in found if suite.verdict is not Verdict.AGREES]
+    cases = sum(suite.cases for suite in found)
     sentence = f"{len(found)} suites of kernels agree with definitions in {cases:,} cases."
     if wrong:
         first = f"{wrong[0].kernel}: {wrong[0].sentence}"
@@ -116,12 +116,12 @@ def kernels(asked: NightConfig, _: Mapping[str, StepResult]) -> StepResult:
         Verdict.DIFFERS if wrong else Verdict.AGREES,
         sentence,
         failures=tuple(
-            Failure(f"kernels.{each.kernel}", Verdict.DIFFERS, None, each.sentence)
-            for each in wrong
+            Failure(f"kernels.{suite.kernel}", Verdict.DIFFERS, None, suite.sentence)
+            for suite in wrong
         ),
-        judged=tuple(f"kernels.{each.kernel}" for each in found),
+        judged=tuple(f"kernels.{suite.kernel}" for suite in found),
         lines=tuple(f"{e.kernel}: {e.sentence}" for e in found if e in wrong or e.left),
-        rows=tuple((each.kernel, str(each.verdict), each.sentence) for each in found),
+        rows=tuple((suite.kernel, str(suite.verdict), suite.sentence) for suite in found),
     )
 
 
@@ -142,7 +142,7 @@ def _run_all(suites: KernelSuites, markers: Sequence[str]) -> list[Suite]:
             for group in tuple(_RUNNING):
                 _end(group)
             raise
-        return sorted(found, key=lambda each: each.kernel)
+        return sorted(found, key=lambda suite: suite.kernel)
 
 
 def runs_of(suites: KernelSuites, markers: Sequence[str]) -> list[tuple[Path] | tuple[Path, str]]:
@@ -181,11 +181,11 @@ def run_suite(path: Path, report: Path, markers: Sequence[str], of_kernel: str =
     if status not in (0, 1) or not report.exists():
         last = " ".join(said.split())[-_LONG:]
         return Suite(kernel, broken=f"broke off with status {status}: {last}")
-    found = suite_of(kernel, report)
+    suite = suite_of(kernel, report)
     # Pytest failed outside of any case, for example in a fixture's teardown.
-    if status and found.verdict is Verdict.AGREES:
+    if status and suite.verdict is Verdict.AGREES:
         return Suite(kernel, broken=f"ended with status {status}, and no case failed")
-    return found
+    return suite
 
 
 def _ended(line: Sequence[str], environment: Mapping[str, str]) -> tuple[int | None, str]:
@@ -241,9 +241,9 @@ def _failure_element(case: ET.Element) -> ET.Element | None:
     return case.find("error") if found is None else found
 
 
-def figures(asked: NightConfig, _: Mapping[str, StepResult]) -> StepResult:
+def figures(config: NightConfig, _: Mapping[str, StepResult]) -> StepResult:
     """Measure each kernel's share of a copy's bandwidth, or of cuBLAS, in the same run."""
-    if not asked.gpu:
+    if not config.gpu:
         return _without("speed")
     suites = installed_suites()
     if suites is None:
@@ -275,11 +275,15 @@ def bench_result(document: Mapping[str, Any]) -> StepResult:
     speeds: Mapping[str, Mapping[str, Any]] = document["speeds"]
     failed: Mapping[str, str] = document["failed"]
     rows = [
-        (name, "measured", f"{share(each['share'])} of {each['of']}, {each['microseconds']:.1f} us")
-        for name, each in speeds.items()
+        (
+            name,
+            "measured",
+            f"{share(speed['share'])} of {speed['of']}, {speed['microseconds']:.1f} us",
+        )
+        for name, speed in speeds.items()
     ]
     rows += [(name, "not measured", f"not timed: {why}") for name, why in failed.items()]
-    values = {f"kernels.{name}": float(each["share"]) for name, each in speeds.items()}
+    values = {f"kernels.{name}": float(speed["share"]) for name, speed in speeds.items()}
     sentence = f"{len(speeds)} kernels were timed with ceilings of the same run"
     slowest = min(speeds, key=lambda name: speeds[name]["share"], default=None)
     if slowest is not None:

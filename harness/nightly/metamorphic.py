@@ -51,35 +51,35 @@ class ModelOutputs:
     logits: Tensor
 
 
-def metamorphic(asked: NightConfig, _: Mapping[str, StepResult]) -> StepResult:
+def metamorphic(config: NightConfig, _: Mapping[str, StepResult]) -> StepResult:
     """Run the relations on the checkpoint, with its backend."""
-    if asked.captures is not None:
+    if config.captures is not None:
         return StepResult(
             Verdict.UNDECIDED, "Captures cannot be run again: leave --captures out for this.",
             asked=False,
         )  # fmt: skip
-    backend = AskedBackend(asked.backend)
-    with open_model(asked.checkpoint, switches=backend.conventions) as model:
-        use_backend(model.speaker.bound, backend, model.recipe)
-        prompts = prompts_of(model, asked)
-        return judged(model, prompts, asked)
+    backend = AskedBackend(config.backend)
+    with open_model(config.checkpoint, switches=backend.conventions) as model:
+        use_backend(model.logits_model.bound, backend, model.recipe)
+        prompts = prompts_of(model, config)
+        return judged(model, prompts, config)
 
 
-def prompts_of(model: OpenModel, asked: NightConfig) -> list[list[int]]:
+def prompts_of(model: OpenModel, config: NightConfig) -> list[list[int]]:
     """Return the ids of the first prompts, cut to LENGTH tokens."""
-    prompts = prompts_from(prompts_file(asked))
-    chat = any(isinstance(each, list) for each in prompts)
-    talker = TextGenerator(model, GenerationOptions(chat=chat))
-    return [talker.ids_of(each)[:LENGTH] for each in prompts]
+    prompts = prompts_from(prompts_file(config))
+    chat = any(isinstance(prompt, list) for prompt in prompts)
+    generator = TextGenerator(model, GenerationOptions(chat=chat))
+    return [generator.ids_of(prompt)[:LENGTH] for prompt in prompts]
 
 
-def judged(model: OpenModel, prompts: list[list[int]], asked: NightConfig) -> StepResult:
+def judged(model: OpenModel, prompts: list[list[int]], config: NightConfig) -> StepResult:
     """Run each relation, and compare with the prompts alone."""
     few = prompts[:PROMPTS]
-    alone = [_run(model.speaker, [ids], [[len(ids)]])[0] for ids in few]
+    alone = [_run(model.logits_model, [ids], [[len(ids)]])[0] for ids in few]
     rows, failures, worst = [], list[Failure](), 0.0
     for name, fed, pieces in relations(few):
-        others = _run(model.speaker, fed, pieces)
+        others = _run(model.logits_model, fed, pieces)
         apart = [
             _largest_difference(mine, theirs) for mine, theirs in zip(alone, others, strict=True)
         ]
@@ -87,7 +87,7 @@ def judged(model: OpenModel, prompts: list[list[int]], asked: NightConfig) -> St
             rows.append((name, str(Verdict.AGREES), "equal to the bit"))
             continue
         worst = max(worst, *apart)
-        found, verdict = _origins(model, asked, fed, pieces)
+        found, verdict = _origins(model, config, fed, pieces)
         failures += found
         said = f"largest relative difference {number(max(apart), 3)}"
         within = _WORDS.get(verdict, "beyond a budget")
@@ -100,7 +100,7 @@ def judged(model: OpenModel, prompts: list[list[int]], asked: NightConfig) -> St
         sentence = f"{', '.join(wrong)} moves {failures[0].component} beyond its budget."
         if unjudged:  # an entry for the others does not excuse it
             failures.append(Failure("night.metamorphic", Verdict.UNDECIDED))
-        verdict = max((each.verdict for each in failures), key=SEVERITY.index)
+        verdict = max((failure.verdict for failure in failures), key=SEVERITY.index)
         return StepResult(verdict, sentence, failures=tuple(failures), rows=tuple(rows))
     if unjudged:
         sentence = f"{', '.join(unjudged)}: bits differ, and no component could be judged."
@@ -125,22 +125,22 @@ def _halves(length: int) -> list[int]:
     return [half, length - half] if half else [length]
 
 
-def _run(speaker: LogitsModel, fed: list[list[int]], pieces: list[list[int]]) -> list[ModelOutputs]:
+def _run(model: LogitsModel, fed: list[list[int]], pieces: list[list[int]]) -> list[ModelOutputs]:
     """Feed sequences in a batch, piece by piece."""
     sequences = [Sequence() for _ in fed]
     parts: list[list[Tensor]] = [[] for _ in fed]
     for turn in range(max(map(len, pieces))):
-        at = [n for n, each in enumerate(pieces) if turn < len(each)]
+        at = [n for n, piece in enumerate(pieces) if turn < len(piece)]
         new = [
             # A sequence's length is the number of tokens that were fed before.
             torch.tensor(fed[n][sequences[n].length :][: pieces[n][turn]], dtype=torch.int64)
             for n in at
         ]
-        hidden = speaker.hidden([sequences[n] for n in at], new)
-        for n, part in zip(at, hidden.split([len(each) for each in new]), strict=True):
+        hidden = model.hidden([sequences[n] for n in at], new)
+        for n, part in zip(at, hidden.split([len(tensor) for tensor in new]), strict=True):
             parts[n].append(part)
     whole = [torch.cat(each) for each in parts]
-    return [ModelOutputs(each, speaker.logits(each)) for each in whole]
+    return [ModelOutputs(tensor, model.logits(tensor)) for tensor in whole]
 
 
 def _largest_difference(mine: ModelOutputs, theirs: ModelOutputs) -> float:
@@ -156,15 +156,16 @@ def _largest_difference(mine: ModelOutputs, theirs: ModelOutputs) -> float:
 
 
 def _origins(
-    model: OpenModel, asked: NightConfig, fed: list[list[int]], pieces: list[list[int]]
+    model: OpenModel, config: NightConfig, fed: list[list[int]], pieces: list[list[int]]
 ) -> tuple[list[Failure], Verdict]:
     """Judge the run, in the same pieces, against the twin; return components beyond budget."""
-    run = InMemoryRun.again(model.speaker.bound, steps_of(fed, pieces))
-    conventions = AskedBackend(asked.backend).conventions
-    with open_model(asked.checkpoint, model.arithmetic, switches=conventions) as twin:
-        found = localise(twin.speaker.bound, twin.recipe, run)
+    run = InMemoryRun.again(model.logits_model.bound, steps_of(fed, pieces))
+    conventions = AskedBackend(config.backend).conventions
+    with open_model(config.checkpoint, model.arithmetic, switches=conventions) as twin:
+        found = localise(twin.logits_model.bound, twin.recipe, run)
     failures = [
-        Failure(each.component, Verdict.DIFFERS, None, each.sentence) for each in found.origins
+        Failure(origin.component, Verdict.DIFFERS, None, origin.sentence)
+        for origin in found.origins
     ]
     failures += [
         Failure(each, Verdict.UNSTABLE, None, "two answers on equal inputs")
@@ -178,9 +179,9 @@ def steps_of(fed: list[list[int]], pieces: list[list[int]]) -> list[CapturedStep
     made, at = [], [0 for _ in fed]
     for turn in range(max(map(len, pieces))):
         ids, positions, owners = list[int](), list[int](), list[int]()
-        for owner, each in enumerate(pieces):
-            if turn < len(each):
-                begin, end = at[owner], at[owner] + each[turn]
+        for owner, piece in enumerate(pieces):
+            if turn < len(piece):
+                begin, end = at[owner], at[owner] + piece[turn]
                 ids += fed[owner][begin:end]
                 positions += range(begin, end)
                 owners += [owner] * (end - begin)

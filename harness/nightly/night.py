@@ -195,8 +195,8 @@ def files_digest(path: Path | None) -> list[tuple[str, int, int]]:
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
     base = path.parent if path.is_file() else path
     return [
-        (each.relative_to(base).as_posix(), (stat := each.stat()).st_size, stat.st_mtime_ns)
-        for each in files
+        (file.relative_to(base).as_posix(), (stat := file.stat()).st_size, stat.st_mtime_ns)
+        for file in files
     ]
 
 
@@ -236,15 +236,15 @@ class NightStep:
 class Night:
     """One night over one checkpoint."""
 
-    def __init__(self, asked: NightConfig, steps: Sequence[NightStep]) -> None:
-        self.ledger = _ledger_of(asked)
-        usable_folder("--report-dir", asked.folder)
-        _require_store(asked.store)
+    def __init__(self, config: NightConfig, steps: Sequence[NightStep]) -> None:
+        self.ledger = _ledger_of(config)
+        usable_folder("--report-dir", config.folder)
+        _require_store(config.store)
         self._steps = {step.name: step for step in steps}
         self._order = [step.name for step in steps]
-        self.journal = NightJournal(asked.work)
-        self.asked = replace(asked, started=self.journal.started)
-        self._key = _key_of(asked)
+        self.journal = NightJournal(config.work)
+        self.asked = replace(config, started=self.journal.started)
+        self._key = _key_of(config)
         self.results: dict[str, StepResult] = {}
         self.continued: list[str] = []  # answered from the journal
         self.crashed: list[str] = []  # ended by an error that is none of ours
@@ -256,23 +256,23 @@ class Night:
         step = self._steps[name]
         before = self._order[: self._order.index(name)] if step.all_before else step.needs
         given = {each: self.result(each) for each in before}
-        told = {each: to_plain(result) for each, result in given.items()}
-        key = digest_of(name, self._key, told)
-        found = self.journal.read(name, key)
-        if found is not None and found.verdict is not Verdict.REFUSED:
+        fields = {each: to_plain(result) for each, result in given.items()}
+        key = digest_of(name, self._key, fields)
+        result = self.journal.read(name, key)
+        if result is not None and result.verdict is not Verdict.REFUSED:
             self.continued.append(name)
         else:
             try:
-                found = step.run(self.asked, given)
+                result = step.run(self.asked, given)
             except DegarbleError as error:
-                found = refused(error)
+                result = refused(error)
             except Exception as error:
                 self.crashed.append(name)  # and not in the journal: it is tried again
                 self.results[name] = _crash(error)
                 raise
-            self.journal.write(name, key, found)
-        self.results[name] = found
-        return found
+            self.journal.write(name, key, result)
+        self.results[name] = result
+        return result
 
     def run(self) -> Verdict:
         """Run every step; return the night's results."""
@@ -301,9 +301,9 @@ class Night:
     @property
     def verdict(self) -> Verdict:
         """Return the worst of what is red; AGREES if a whole night is green."""
-        found = [self.results[name].verdict for name in self.results if self.red(name)]
-        found += [Verdict.UNDECIDED] * bool(self.missing)
-        return max(found, key=SEVERITY.index, default=Verdict.AGREES)
+        verdicts = [self.results[name].verdict for name in self.results if self.red(name)]
+        verdicts += [Verdict.UNDECIDED] * bool(self.missing)
+        return max(verdicts, key=SEVERITY.index, default=Verdict.AGREES)
 
     @property
     def sentence(self) -> str:
@@ -314,13 +314,15 @@ class Night:
             first = self.results[red[0]].sentence.removesuffix(".")
             more = f" Red as well: {', '.join(red[1:])}." if red[1:] else ""
             return f"{red[0]}: {first}.{more}{unfinished}"
-        ran = [name for name, each in self.results.items() if each.verdict is not Verdict.UNDECIDED]
+        ran = [
+            name for name, result in self.results.items() if result.verdict is not Verdict.UNDECIDED
+        ]
         left = [name for name in self.results if name not in ran]
         known = [n for n in ran if self.results[n].red]
-        told = f"{len(ran)} of {len(self._order)} steps ran, none of them red"
-        told += f"; known by the ledger: {', '.join(known)}" if known else ""
-        told += f"; not run: {', '.join(left)}" if left else ""
-        return f"{told}.{unfinished}"
+        text = f"{len(ran)} of {len(self._order)} steps ran, none of them red"
+        text += f"; known by the ledger: {', '.join(known)}" if known else ""
+        text += f"; not run: {', '.join(left)}" if left else ""
+        return f"{text}.{unfinished}"
 
     def close(self) -> None:
         """End the night: a complete one is never continued, a green one keeps no captures."""
@@ -344,11 +346,11 @@ def failures_of_step(name: str, result: StepResult) -> tuple[Failure, ...]:
     return result.failures or (whole,)
 
 
-def excused(asked: NightConfig, ledger: Ledger | None, name: str, result: StepResult) -> bool:
+def excused(config: NightConfig, ledger: Ledger | None, name: str, result: StepResult) -> bool:
     """Return whether the ledger knows every failure of a step."""
     failures = failures_of_step(name, result)
     return ledger is not None and all(
-        any(entry.covers(each, asked.name) for entry in ledger.entries) for each in failures
+        any(entry.covers(failure, config.name) for entry in ledger.entries) for failure in failures
     )
 
 
@@ -367,10 +369,10 @@ def today() -> str:
     return str(datetime.now(UTC).date())
 
 
-def _ledger_of(asked: NightConfig) -> Ledger | None:
-    if asked.ledger is None:
+def _ledger_of(config: NightConfig) -> Ledger | None:
+    if config.ledger is None:
         return None
-    return read_ledger(asked.ledger, date.fromisoformat(asked.night))
+    return read_ledger(config.ledger, date.fromisoformat(config.night))
 
 
 def _require_store(url: str | None) -> None:
@@ -383,11 +385,11 @@ def _require_store(url: str | None) -> None:
             pass
 
 
-def _key_of(asked: NightConfig) -> str:
+def _key_of(config: NightConfig) -> str:
     """Return a digest of what every step depends on."""
-    places = (asked.checkpoint, asked.reference, asked.prompts, asked.captures, asked.ledger)
-    told = (asked.night, asked.backend, asked.gpu, asked.repeats, asked.museum, asked.store)
-    ranks = asked.ranks
+    places = (config.checkpoint, config.reference, config.prompts, config.captures, config.ledger)
+    told = (config.night, config.backend, config.gpu, config.repeats, config.museum, config.store)
+    ranks = config.ranks
     versions = (provenance("").versions, kernel_versions())
-    where = (machine(), versions, asked.commit, asked.name)
-    return digest_of(told, ranks, where, [(str(each), files_digest(each)) for each in places])
+    where = (machine(), versions, config.commit, config.name)
+    return digest_of(told, ranks, where, [(str(place), files_digest(place)) for place in places])

@@ -85,8 +85,8 @@ def page_of(night: Night) -> Page:
 
 def _where(night: Night) -> str:
     result = night.results.get("environment")
-    told = where_of(result.facts, gpu=night.asked.gpu) if result is not None else ""
-    return told or machine()
+    text = where_of(result.facts, gpu=night.asked.gpu) if result is not None else ""
+    return text or machine()
 
 
 def _identity(night: Night) -> str:
@@ -97,7 +97,7 @@ def _identity(night: Night) -> str:
 
 
 def _table(caption: str, rows: Iterable[tuple[str, str, str]], columns: tuple[str, ...]) -> Table:
-    return Table(caption, tuple(Column(each) for each in columns), tuple(rows))
+    return Table(caption, tuple(Column(column) for column in columns), tuple(rows))
 
 
 def _kernels(night: Night) -> Panel | None:
@@ -106,14 +106,14 @@ def _kernels(night: Night) -> Panel | None:
         return None
     # Formats that are met say nothing of kernels that did not run.
     judged = [
-        each.verdict
-        for name, each in found.items()
-        if name == "kernels" or each.verdict is not Verdict.UNDECIDED
+        result.verdict
+        for name, result in found.items()
+        if name == "kernels" or result.verdict is not Verdict.UNDECIDED
     ] + [Verdict.UNDECIDED] * ("kernels" not in found)
     worst = max(judged, key=SEVERITY.index, default=Verdict.UNDECIDED)
     columns = (Column("step"), Column("verdict", ColumnKind.VERDICT), Column("what it says"))
-    rows = tuple((name, each.verdict, each.sentence) for name, each in found.items())
-    sentence = " ".join(each.sentence for each in found.values())
+    rows = tuple((name, result.verdict, result.sentence) for name, result in found.items())
+    sentence = " ".join(result.sentence for result in found.values())
     blocks = [Table("Known answers", columns, rows)]
     suites = found["kernels"].rows if "kernels" in found else ()
     if suites:
@@ -143,17 +143,17 @@ def _kernels_that_ran(night: Night) -> tuple[tuple[str, str], ...]:
 
 
 def _history(night: Night) -> Panel | None:
-    asked, result = night.asked, night.results.get("history")
-    if asked.store is None or result is None or result.verdict not in _RAN:
+    config, result = night.asked, night.results.get("history")
+    if config.store is None or result is None or result.verdict not in _RAN:
         return None
-    run = run_of(asked, {k: v for k, v in night.results.items() if k not in ("history", "ledger")})
+    run = run_of(config, {k: v for k, v in night.results.items() if k not in ("history", "ledger")})
     assert run is not None, "the step has added it"
-    with HistoryStore(asked.store) as store:
+    with HistoryStore(config.store) as store:
         panel = history_panel(history_in(store, run))
     settled = night.results.get("ledger")
     lines = settled.lines if settled is not None else ()
     panel = replace(panel, verdict=result.verdict, sentence=result.sentence)
-    return replace(panel, blocks=(*panel.blocks, *(Sentence(f"Ledger: {each}") for each in lines)))
+    return replace(panel, blocks=(*panel.blocks, *(Sentence(f"Ledger: {line}") for line in lines)))
 
 
 _RAN = (Verdict.AGREES, Verdict.DIFFERS)
@@ -164,7 +164,7 @@ def _texts(night: Night, page: Page) -> Panel | None:
     result = night.results.get("text")
     if result is None:
         return None
-    old = next((each for each in page.panels if each.kind is PanelKind.TEXT), None)
+    old = next((panel for panel in page.panels if panel.kind is PanelKind.TEXT), None)
     kept = () if old is None else tuple(b for b in old.blocks if not _is_gates(b))
     columns = ("statistic", "verdict", "drift")
     blocks = (*kept, _table(_GATES, result.rows, columns)) if result.rows else kept
@@ -183,30 +183,30 @@ def _is_gates(block: object) -> bool:
 
 def document_of(night: Night) -> dict[str, object]:
     """Return the night as plain data."""
-    asked = night.asked
+    config = night.asked
     return {
         "schema": SCHEMA,
         "verdict": night.verdict,
         "sentence": night.sentence,
-        "checkpoint": asked.name,
-        "night": asked.night,
-        "started": asked.started,
-        "commit": asked.commit or None,
+        "checkpoint": config.name,
+        "night": config.night,
+        "started": config.started,
+        "commit": config.commit or None,
         "complete": night.complete,
         "continued": night.continued,
         "missing": night.missing,
         "crashed": night.crashed,
         "red": [name for name in night.results if night.red(name)],
-        "steps": {name: to_plain(each) for name, each in night.results.items()},
+        "steps": {name: to_plain(result) for name, result in night.results.items()},
     }
 
 
 def markdown(night: Night) -> str:
     """Return the summary for the page of a CI job."""
-    asked = night.asked
-    about = [asked.night, _where(night), f"commit {asked.commit[:12]}" if asked.commit else ""]
+    config = night.asked
+    about = [config.night, _where(night), f"commit {config.commit[:12]}" if config.commit else ""]
     lines = [
-        f"## {_SIGNS[night.verdict]} {night.verdict}: {_plain(asked.name)}",
+        f"## {_SIGNS[night.verdict]} {night.verdict}: {_plain(config.name)}",
         "",
         _plain(", ".join(filter(None, about))),
         "",
@@ -215,9 +215,9 @@ def markdown(night: Night) -> str:
         "| step | verdict | what it says |",
         "|---|---|---|",
     ]
-    lines += [_row(night, name, each) for name, each in night.results.items()]
-    for name, each in night.results.items():
-        lines += _wrong(night, name, each)
+    lines += [_row(night, name, step_result) for name, step_result in night.results.items()]
+    for name, result in night.results.items():
+        lines += _wrong(night, name, result)
     return "\n".join(lines) + "\n"
 
 
@@ -232,14 +232,14 @@ def _row(night: Night, name: str, result: StepResult) -> str:
 
 def _wrong(night: Night, name: str, result: StepResult) -> list[str]:
     """Return what is wrong with a step, or its other remarks."""
-    told = list(result.lines)
-    if result.red and not told:
-        told = [f"{each.component}: {each.sentence}" for each in result.failures]
-    if not told:
+    texts = list(result.lines)
+    if result.red and not texts:
+        texts = [f"{failure.component}: {failure.sentence}" for failure in result.failures]
+    if not texts:
         return []
-    more = len(told) - _LINES
+    more = len(texts) - _LINES
     head = "What is wrong" if night.red(name) else "Also reported"
-    lines = ["", f"### {head}: {name}", "", *(f"- {_plain(each)}" for each in told[:_LINES])]
+    lines = ["", f"### {head}: {name}", "", *(f"- {_plain(each)}" for each in texts[:_LINES])]
     return [*lines, f"- and {more} more"] if more > 0 else lines
 
 

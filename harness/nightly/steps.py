@@ -101,27 +101,27 @@ OWN_PROMPTS = 16  # of a small vocabulary that lacks the words above
 _FEW = 5
 
 
-def environment(asked: NightConfig, _: Results) -> StepResult:
+def environment(config: NightConfig, _: Results) -> StepResult:
     """Report machine, GPU with driver and clocks, versions and backend."""
-    facts = {"machine": machine(), "system": platform.release(), "backend": asked.backend}
+    facts = {"machine": machine(), "system": platform.release(), "backend": config.backend}
     facts |= dict(provenance("").versions) | kernel_versions()
-    if asked.commit:
-        facts["commit"] = asked.commit
+    if config.commit:
+        facts["commit"] = config.commit
     gpus = _gpus()
-    for number, told in enumerate(gpus):
-        facts |= {f"GPU {number} {name}": value for name, value in told.items()}
-    if asked.gpu and not gpus:
+    for number, fields in enumerate(gpus):
+        facts |= {f"GPU {number} {name}": value for name, value in fields.items()}
+    if config.gpu and not gpus:
         return StepResult(
             Verdict.UNDECIDED, "nvidia-smi does not report driver and clocks.", facts=facts
         )
-    what = ", ".join(dict.fromkeys(each["name"] for each in gpus)) or "no GPU"
+    what = ", ".join(dict.fromkeys(gpu["name"] for gpu in gpus)) or "no GPU"
     return StepResult(Verdict.AGREES, f"{what}; {facts['machine']}.", facts=facts)
 
 
 def where_of(facts: Mapping[str, str], *, gpu: bool) -> str:
     """Return a short description of the machine; a requested GPU comes first."""
-    told = [facts.get("GPU 0 name", ""), facts.get("GPU 0 driver_version", "")] if gpu else []
-    of_gpu = ", driver ".join(filter(None, told))
+    lines = [facts.get("GPU 0 name", ""), facts.get("GPU 0 driver_version", "")] if gpu else []
+    of_gpu = ", driver ".join(filter(None, lines))
     return "; ".join(filter(None, (of_gpu, facts.get("machine", ""))))
 
 
@@ -137,29 +137,29 @@ def _gpus() -> list[dict[str, str]]:
     return [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]
 
 
-def audit(asked: NightConfig, _: Results) -> StepResult:
+def audit(config: NightConfig, _: Results) -> StepResult:
     """Audit the checkpoint's files, against the reference if that is another."""
-    apart = asked.checkpoint.resolve() != asked.reference.resolve()
-    wanted = auditing.AuditRequest(asked.checkpoint, against=asked.reference if apart else None)
+    apart = config.checkpoint.resolve() != config.reference.resolve()
+    wanted = auditing.AuditRequest(config.checkpoint, against=config.reference if apart else None)
     found = auditing.audit(wanted, usable_workers())
-    words = f"degarble audit {asked.name}"
-    words += f" --against {asked.reference.resolve().name}" if apart else ""
-    write_page(asked.folder, audit_page(found, provenance(words)))
-    errors = [each for each in found.findings if each.level is Level.ERROR]
+    words = f"degarble audit {config.name}"
+    words += f" --against {config.reference.resolve().name}" if apart else ""
+    write_page(config.folder, audit_page(found, provenance(words)))
+    errors = [finding for finding in found.findings if finding.level is Level.ERROR]
     failures = [
         Failure(
-            f"audit.{each.tensor or each.module or 'checkpoint'}",
+            f"audit.{error.tensor or error.module or 'checkpoint'}",
             Verdict.DIFFERS,
-            each.rule,
-            each.message,
+            error.rule,
+            error.message,
         )
-        for each in errors
+        for error in errors
     ]
     gathered = auditing.by_rule(errors)
     lines = [
-        f"{each.first.tensor or each.first.module or 'checkpoint'}: {each.first.rule}"
-        f"{f', {each.extent}' if each.extent else ''}: {each.first.message}"
-        for each in gathered
+        f"{rule.first.tensor or rule.first.module or 'checkpoint'}: {rule.first.rule}"
+        f"{f', {rule.extent}' if rule.extent else ''}: {rule.first.message}"
+        for rule in gathered
     ]
     facts = {IDENTITY: found.subject.identity, "layout": found.subject.layout}
     return StepResult(
@@ -168,7 +168,7 @@ def audit(asked: NightConfig, _: Results) -> StepResult:
         failures=tuple(failures),
         facts=facts,
         lines=tuple(lines),
-        rows=tuple((part.name, "judged", part.told) for part in found.judged),
+        rows=tuple((part.name, "judged", part.text) for part in found.judged),
     )
 
 
@@ -181,27 +181,27 @@ def codecs(_: NightConfig, __: Results) -> StepResult:
     return StepResult(Verdict.DIFFERS, sentence, lines=tuple(wrong))
 
 
-def captures(asked: NightConfig, _: Results, run: CaptureRun | None = None) -> StepResult:
+def captures(config: NightConfig, _: Results, run: CaptureRun | None = None) -> StepResult:
     """Capture the same prompts in separate processes, or take the user's captures."""
-    if asked.captures is not None:
-        found = _given(asked.captures)
-        return _captured(found, f"{len(found)} captures of the user's are taken as they are.")
-    folder = usable_folder("captures", asked.work / CAPTURES)
-    prompts = prompts_file(asked)
+    if config.captures is not None:
+        paths = _given(config.captures)
+        return _captured(paths, f"{len(paths)} captures of the user's are taken as they are.")
+    folder = usable_folder("captures", config.work / CAPTURES)
+    prompts = prompts_file(config)
     made = []
-    for number in range(asked.repeats):
+    for number in range(config.repeats):
         out = folder / f"run-{number + 1}"
         if out.exists():
             shutil.rmtree(out)  # of a process that was interrupted, or of another night
-        _capture(asked, prompts, out, run or _alone)
+        _capture(config, prompts, out, run or _alone)
         made.append(out)
     processes = f"{len(made)} {'process' if len(made) == 1 else 'processes'}"
     return _captured(made, f"The same prompts were captured in {processes}.")
 
 
-def _captured(found: list[Path], sentence: str) -> StepResult:
-    rows = tuple((each.name, "captured", str(each)) for each in found)
-    table = Capture.open(found[0]).facts.get("kernels")
+def _captured(paths: list[Path], sentence: str) -> StepResult:
+    rows = tuple((path.name, "captured", str(path)) for path in paths)
+    table = Capture.open(paths[0]).facts.get("kernels")
     ran = kernels_by_role(table) if isinstance(table, dict) else {}
     facts = {f"{RAN}{role}": words for role, words in ran.items()}
     return StepResult(Verdict.AGREES, sentence, facts=facts, rows=rows)
@@ -210,26 +210,26 @@ def _captured(found: list[Path], sentence: str) -> StepResult:
 def _given(folder: Path) -> list[Path]:
     if (folder / MANIFEST).exists():
         return [folder]
-    found = sorted(each for each in folder.iterdir() if (each / MANIFEST).exists())
-    if not found:
+    paths = sorted(path for path in folder.iterdir() if (path / MANIFEST).exists())
+    if not paths:
         raise UnreadableFile(
             "--captures", folder.name, "a capture, or a folder of captures",
             "Name what `degarble capture --out` wrote.",
         )  # fmt: skip
-    return found
+    return paths
 
 
-def prompts_file(asked: NightConfig) -> Path:
+def prompts_file(config: NightConfig) -> Path:
     """Return this night's prompts as a file."""
-    if asked.prompts is not None:
-        return asked.prompts
-    path = usable_folder("captures", asked.work) / "prompts.jsonl"
+    if config.prompts is not None:
+        return config.prompts
+    path = usable_folder("captures", config.work) / "prompts.jsonl"
     texts: tuple[str, ...] = PROMPTS
-    if (asked.checkpoint / TOKENIZER).is_file():
+    if (config.checkpoint / TOKENIZER).is_file():
         # The vocabulary's bound is the model's to check, when it is opened.
-        tokenizer = Tokenizer.of_checkpoint(asked.checkpoint, {}, sys.maxsize)
+        tokenizer = Tokenizer.of_checkpoint(config.checkpoint, {}, sys.maxsize)
         texts = known_prompts(tokenizer)
-    write_text(path, "".join(f"{json.dumps(each)}\n" for each in texts))
+    write_text(path, "".join(f"{json.dumps(text)}\n" for text in texts))
     return path
 
 
@@ -249,30 +249,32 @@ def known_prompts(tokenizer: Tokenizer) -> tuple[str, ...]:
         return PROMPTS
     special = {token for token in tokenizer.codec.get_vocab() if not token.isalnum()}
     words = sorted(set(tokenizer.codec.get_vocab()) - special)
-    words = [each for each in words if _knows(tokenizer, each)]
+    words = [word for word in words if _knows(tokenizer, word)]
     chance = random.Random(0)  # noqa: S311  the same prompts every night
     lengths = [6 + 2 * (number % 8) for number in range(OWN_PROMPTS)]
-    return tuple(" ".join(chance.choices(words, k=each)) for each in lengths) if words else PROMPTS
+    return (
+        tuple(" ".join(chance.choices(words, k=length)) for length in lengths) if words else PROMPTS
+    )
 
 
-def capture_line(asked: NightConfig, prompts: Path, out: Path) -> list[str]:
+def capture_line(config: NightConfig, prompts: Path, out: Path) -> list[str]:
     """Return Python's arguments for one capture of a night."""
     line = ["-m", "degarble.harness.cli.main", "--quiet", "capture"]
-    line += [str(asked.checkpoint), "--out", str(out), "--prompts", str(prompts)]
-    return [*line, "--backend", asked.backend, "--max-new-tokens", str(NEW_TOKENS)]
+    line += [str(config.checkpoint), "--out", str(out), "--prompts", str(prompts)]
+    return [*line, "--backend", config.backend, "--max-new-tokens", str(NEW_TOKENS)]
 
 
-def _alone(asked: NightConfig, prompts: Path, out: Path) -> str:
-    line = [sys.executable, *capture_line(asked, prompts, out)]
+def _alone(config: NightConfig, prompts: Path, out: Path) -> str:
+    line = [sys.executable, *capture_line(config, prompts, out)]
     done = subprocess.run(line, capture_output=True, text=True, check=False)  # noqa: S603  ours
     return "" if not done.returncode else done.stderr or f"exit status {done.returncode}"
 
 
-def _capture(asked: NightConfig, prompts: Path, out: Path, run: CaptureRun) -> None:
-    said = run(asked, prompts, out)
+def _capture(config: NightConfig, prompts: Path, out: Path, run: CaptureRun) -> None:
+    said = run(config, prompts, out)
     if said:
         raise InvalidArgument(
-            f"degarble capture of {asked.name}", " ".join(said.split())[-400:],
+            f"degarble capture of {config.name}", " ".join(said.split())[-400:],
             "a run that ends well", "Run that command by itself.",
         )  # fmt: skip
 
@@ -290,7 +292,7 @@ def _require_captures(results: Results) -> StepResult | None:
     return StepResult(Verdict.UNDECIDED, "There is no capture to judge.")
 
 
-def repeats(asked: NightConfig, results: Results) -> StepResult:
+def repeats(config: NightConfig, results: Results) -> StepResult:
     """Compare the captures bit by bit; name the component that gave two results."""
     missing = _require_captures(results)
     if missing is not None:
@@ -299,31 +301,31 @@ def repeats(asked: NightConfig, results: Results) -> StepResult:
     if len(folders) == 1:
         return StepResult(
             Verdict.UNDECIDED, "One run alone shows nothing: give two captures, or more.",
-            asked=asked.captures is None,
+            asked=config.captures is None,
         )  # fmt: skip
     failures: dict[tuple[str, Verdict], Failure] = {}
     apart, rows = [], []
     for first, second in pairwise(folders):
-        found = compare_runs(first, second)
+        comparison = compare_runs(first, second)
         pair = f"{first.name}, {second.name}"
-        rows.append((pair, str(found.verdict), found.sentence))
-        if found.verdict is Verdict.AGREES:
+        rows.append((pair, str(comparison.verdict), comparison.sentence))
+        if comparison.verdict is Verdict.AGREES:
             continue
-        apart.append(found)
-        for name in [line.component for line in found.origins] or ["night.repeats"]:
-            failure = Failure(name, found.verdict, None, f"{pair}: {found.sentence}")
-            failures.setdefault((name, found.verdict), failure)
+        apart.append(comparison)
+        for name in [line.component for line in comparison.origins] or ["night.repeats"]:
+            failure = Failure(name, comparison.verdict, None, f"{pair}: {comparison.sentence}")
+            failures.setdefault((name, comparison.verdict), failure)
     if not apart:
         words = f"{len(folders)} runs in processes of their own are equal to the bit."
         return StepResult(Verdict.AGREES, words, rows=tuple(rows))
-    worst = max(apart, key=lambda each: SEVERITY.index(each.verdict))
+    worst = max(apart, key=lambda run_comparison: SEVERITY.index(run_comparison.verdict))
     origins = dict.fromkeys(name for name, _ in failures if name != "night.repeats")
     names = tuple(f"{name} gave two answers on equal inputs" for name in origins)
     told = tuple(failures.values())
     return StepResult(worst.verdict, worst.sentence, failures=told, rows=tuple(rows), lines=names)
 
 
-def check(asked: NightConfig, results: Results) -> StepResult:
+def check(config: NightConfig, results: Results) -> StepResult:
     """Judge each capture over all of its layers; skip one that equals a judged one."""
     missing = _require_captures(results)
     if missing is not None:
@@ -331,50 +333,52 @@ def check(asked: NightConfig, results: Results) -> StepResult:
     folders = folders_of(results)
     if results["repeats"].verdict is Verdict.AGREES:
         folders = folders[:1]
-    said = [_checked(asked, folder) for folder in folders]
-    worst = max(said, key=lambda each: SEVERITY.index(each.verdict))
+    said = [_checked(config, folder) for folder in folders]
+    worst = max(said, key=lambda step_result: SEVERITY.index(step_result.verdict))
     values: dict[str, dict[str, float]] = {}
-    for each in said:
-        for measure, places in each.values.items():
+    for result in said:
+        for measure, places in result.values.items():
             kept = values.setdefault(measure, {})
             for place, value in places.items():
                 kept[place] = max(kept.get(place, value), value)
-    failures = {(f.component, f.verdict, f.fault): f for each in said for f in each.failures}
+    failures = {
+        (f.component, f.verdict, f.fault): f for step_result in said for f in step_result.failures
+    }
     return replace(
         worst,
         values=values,
         failures=tuple(failures.values()),
-        judged=tuple(dict.fromkeys(name for each in said for name in each.judged)),
-        rows=tuple((folder.name, str(each.verdict), each.sentence)
-                   for folder, each in zip(folders, said, strict=True)),
+        judged=tuple(dict.fromkeys(name for step_result in said for name in step_result.judged)),
+        rows=tuple((folder.name, str(step_result.verdict), step_result.sentence)
+                   for folder, step_result in zip(folders, said, strict=True)),
     )  # fmt: skip
 
 
-def _checked(asked: NightConfig, capture: Path) -> StepResult:
-    device = "cuda" if asked.gpu else "cpu"
-    wanted = checking.CheckSettings(capture, asked.reference, asked.checkpoint, device=device)
+def _checked(config: NightConfig, capture: Path) -> StepResult:
+    device = "cuda" if config.gpu else "cpu"
+    wanted = checking.CheckSettings(capture, config.reference, config.checkpoint, device=device)
     with checking.CheckRun(wanted) as opened:
-        looker = StatisticsCollector(opened.model.config)
-        cases = asked.folder / "reproducers" / f"{asked.name}-{capture.name}"
-        found = opened.judge(looker, cases=cases)
-        sentence = check_sentence(found)
-        document = check_document(found, sentence)
+        collector = StatisticsCollector(opened.model.config)
+        cases = config.folder / "reproducers" / f"{config.name}-{capture.name}"
+        result = opened.judge(collector, cases=cases)
+        sentence = check_sentence(result)
+        document = check_document(result, sentence)
         identity = auditing.identity_of(opened.model.checkpoint)
-        words = f"degarble check {capture.name} --reference {asked.reference.resolve().name}"
-        write_check_report(asked.folder, opened, found, looker, words)
+        words = f"degarble check {capture.name} --reference {config.reference.resolve().name}"
+        write_check_report(config.folder, opened, result, collector, words)
     plain = _plain(document)
     failures = failures_of(plain)
-    if found.verdict is not Verdict.AGREES and not failures:  # no other origin stands for this
-        failures = (Failure("night.check", found.verdict, None, f"{capture.name}: {sentence}"),)
+    if result.verdict is not Verdict.AGREES and not failures:  # no other origin stands for this
+        failures = (Failure("night.check", result.verdict, None, f"{capture.name}: {sentence}"),)
     return StepResult(
-        found.verdict,
+        result.verdict,
         sentence,
         values=values_of(plain),
         failures=failures,
         judged=tuple(dict.fromkeys(str(line["name"]) for line in plain["cosines"])),
-        facts=_facts(found.facts) | {IDENTITY: identity},
-        lines=tuple(f"{placed(each.trouble)}: {each.cause}. {each.remedy}"
-                    for each in found.origins),
+        facts=_facts(result.facts) | {IDENTITY: identity},
+        lines=tuple(f"{placed(origin.discrepancy)}: {origin.cause}. {origin.remedy}"
+                    for origin in result.origins),
     )  # fmt: skip
 
 
@@ -407,21 +411,23 @@ SOME = museum_run.MuseumExtent(plants=1, healthy=4)
 _EXTENTS = {"some": SOME, "published": museum_run.PUBLISHED, "whole": museum_run.WHOLE}
 
 
-def museum(asked: NightConfig, _: Results) -> StepResult:
+def museum(config: NightConfig, _: Results) -> StepResult:
     """Plant faults in the embedded models: with a blind engine every other step is void."""
-    faults = PLANTED if asked.museum == "some" else museum_run.chosen(())
-    models = _models(asked)
-    extent = _EXTENTS[asked.museum]
+    faults = PLANTED if config.museum == "some" else museum_run.chosen(())
+    models = _models(config)
+    extent = _EXTENTS[config.museum]
     workers = workers_for(museum_run.WORKER_BYTES)
     found = museum_run.run_museum(faults, extent, workers, root=models)
-    scores = [each for each in found.scores if each.total]
-    rows = tuple((each.claim.strip(), str(each.share), percent(each)) for each in scores)
-    wrong = [*found.missed, *(each.case for each in found.alarms)]
-    looked = [each.fault for each in found.outcomes]
-    looked += [each.fault for each in found.repeats if each.fault]
-    looked += [each.case for each in found.healthy]
+    scores = [score for score in found.scores if score.total]
+    rows = tuple((score.claim.strip(), str(score.share), percent(score)) for score in scores)
+    wrong = [*found.missed, *(alarm.case for alarm in found.alarms)]
+    looked = [outcome.fault for outcome in found.outcomes]
+    looked += [repeat.fault for repeat in found.repeats if repeat.fault]
+    looked += [run.case for run in found.healthy]
     judged = tuple(f"museum.{each}" for each in dict.fromkeys(looked))
-    values = {MUSEUM.name: {held(each): well(each) for each in scores if each.wanted is not None}}
+    values = {
+        MUSEUM.name: {held(score): well(score) for score in scores if score.wanted is not None}
+    }
     counts = f"{len(faults)} faults planted {len(found.outcomes)} times, {len(found.healthy)} "
     counts += "healthy runs"
     if not wrong and found.verdict is Verdict.AGREES:
@@ -438,14 +444,16 @@ def museum(asked: NightConfig, _: Results) -> StepResult:
                       rows=rows)  # fmt: skip
 
 
-def _models(asked: NightConfig) -> Path:
+def _models(config: NightConfig) -> Path:
     """Return the folder of tonight's models, shared by all checkpoints; remove older ones."""
-    for old in (asked.folder / "work").glob("museum-*"):
+    for old in (config.folder / "work").glob("museum-*"):
         with suppress(ValueError):  # of another making
-            apart = date.fromisoformat(asked.night) - date.fromisoformat(old.name[len("museum-") :])
+            apart = date.fromisoformat(config.night) - date.fromisoformat(
+                old.name[len("museum-") :]
+            )
             if apart.days > 1:  # a night that began yesterday may still run
                 shutil.rmtree(old, ignore_errors=True)
-    return usable_folder("museum", asked.folder / "work" / f"museum-{asked.night}")
+    return usable_folder("museum", config.folder / "work" / f"museum-{config.night}")
 
 
 def held(score: MuseumScore) -> str:
@@ -458,43 +466,43 @@ def well(score: MuseumScore) -> float:
     return score.share if score.at_least else 1.0 - score.share
 
 
-def history(asked: NightConfig, results: Results) -> StepResult:
+def history(config: NightConfig, results: Results) -> StepResult:
     """Add the night to the store, and report what changed."""
-    if asked.store is None:
+    if config.store is None:
         return StepResult(Verdict.UNDECIDED, "No --store was given.", asked=False)
-    run = run_of(asked, results)
+    run = run_of(config, results)
     if run is None:
         return StepResult(Verdict.UNDECIDED, "Nothing was measured, so nothing is kept.")
-    with HistoryStore(asked.store, create=True) as store:
+    with HistoryStore(config.store, create=True) as store:
         with store.trying(run):
-            told = _moved(history_in(store, run))
-        told = replace(told, lines=(*told.lines, *skipped_lines(store)))
+            result = _moved(history_in(store, run))
+        result = replace(result, lines=(*result.lines, *skipped_lines(store)))
         # The store keeps the verdict of the whole night, with these reds and the ledger's.
-        whole = {**results, "history": told}
-        closed = run_of(asked, {**whole, "ledger": ledger(asked, whole)})
+        whole = {**results, "history": result}
+        closed = run_of(config, {**whole, "ledger": ledger(config, whole)})
         assert closed is not None, "it measured what `run` did"
         store.add(closed)
-    return replace(told, facts={"run": closed.id})
+    return replace(result, facts={"run": closed.id})
 
 
 def _moved(found: History) -> StepResult:
     """Return red while a red change of a series stands; others are reported once."""
     red = found.lost
-    series = {(each.measure, each.place) for each in red}
+    series = {(change.measure, change.place) for change in red}
     failures = tuple(
-        Failure(f"{each.measure}.{each.place}", Verdict.DIFFERS, None, each.sentence)
-        for each in red
+        Failure(f"{change.measure}.{change.place}", Verdict.DIFFERS, None, change.sentence)
+        for change in red
     )
     return StepResult(
         Verdict.DIFFERS if red else Verdict.AGREES,
         f"{red[0].sentence}." if red else history_sentence(found),
         failures=failures,
         judged=tuple(
-            f"{each.measure}.{each.place}"
-            for each in found.latest
-            if (each.measure, each.place) not in series
+            f"{change.measure}.{change.place}"
+            for change in found.latest
+            if (change.measure, change.place) not in series
         ),
-        lines=tuple(f"{each.measure}: {each.sentence}" for each in found.fresh),
+        lines=tuple(f"{change.measure}: {change.sentence}" for change in found.fresh),
     )
 
 
@@ -507,7 +515,7 @@ def history_in(store: HistoryStore, run: HistoryRun) -> History:
     return history_of(store, stream)
 
 
-def run_of(asked: NightConfig, results: Results) -> HistoryRun | None:
+def run_of(config: NightConfig, results: Results) -> HistoryRun | None:
     """Return the night as one run; None if no step measured anything."""
     values: dict[str, dict[str, float]] = {}
     facts: dict[str, str] = {}
@@ -518,41 +526,41 @@ def run_of(asked: NightConfig, results: Results) -> HistoryRun | None:
     if not any(values.values()):
         return None
     known = None
-    if asked.ledger is not None:
-        known = read_ledger(asked.ledger, date.fromisoformat(asked.night))
+    if config.ledger is not None:
+        known = read_ledger(config.ledger, date.fromisoformat(config.night))
     red = [
-        each.verdict
-        for name, each in results.items()
-        if each.red and (name == LEDGER or not excused(asked, known, name, each))
+        step_result.verdict
+        for name, step_result in results.items()
+        if step_result.red and (name == LEDGER or not excused(config, known, name, step_result))
     ]
     # A night on the CPU of a machine with a GPU is no night of that GPU.
-    gpu = facts.get("GPU 0 name") if asked.gpu else None
+    gpu = facts.get("GPU 0 name") if config.gpu else None
     return HistoryRun(
-        subject=asked.name,
-        night=asked.night,
+        subject=config.name,
+        night=config.night,
         machine=gpu or facts.get("machine", "unknown"),
         verdict=max(red, key=SEVERITY.index, default=Verdict.AGREES),
         values=values,
-        commit=asked.commit[:64],
-        started=asked.started,
+        commit=config.commit[:64],
+        started=config.started,
         facts=facts,
     )
 
 
-def ledger(asked: NightConfig, results: Results) -> StepResult:
+def ledger(config: NightConfig, results: Results) -> StepResult:
     """Compare the night with the ledger: new, expired and healed entries turn it red."""
-    if asked.ledger is None:
+    if config.ledger is None:
         return StepResult(Verdict.UNDECIDED, "No --ledger was given.", asked=False)
-    today = date.fromisoformat(asked.night)
-    known = read_ledger(asked.ledger, today)
-    failures = [f for name, each in results.items() for f in failures_of_step(name, each)]
-    judged = [name for each in results.values() for name in each.judged]
-    ran = {name for name, each in results.items() if each.verdict not in _UNRUN}
+    today = date.fromisoformat(config.night)
+    known = read_ledger(config.ledger, today)
+    failures = [f for name, result in results.items() for f in failures_of_step(name, result)]
+    judged = [name for result in results.values() for name in result.judged]
+    ran = {name for name, result in results.items() if result.verdict not in _UNRUN}
     judged += [f"night.{name}" for name in ran]
     # An audit looks at all tensors: whatever an entry names there was looked at.
     if "audit" in ran:
         judged += [e.component for e in known.entries if e.component.startswith("audit.")]
-    settled = known.settle(failures, asked.name, today, judged)
+    settled = known.settle(failures, config.name, today, judged)
     lines = tuple(settled.lines())
     if not settled.red:
         count = len(settled.known)
@@ -560,7 +568,7 @@ def ledger(asked: NightConfig, results: Results) -> StepResult:
         return StepResult(Verdict.AGREES, sentence, lines=lines)
     wrong = [*settled.expired, *settled.healed]
     told = tuple(
-        Failure(f"ledger.{each.component}", Verdict.DIFFERS, None, each.issue) for each in wrong
+        Failure(f"ledger.{entry.component}", Verdict.DIFFERS, None, entry.issue) for entry in wrong
     )
     sentence = (
         f"{len(settled.new)} new, {len(settled.expired)} expired, {len(settled.healed)} healed."

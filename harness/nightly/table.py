@@ -39,7 +39,7 @@ _TORCH = "torch"
 def over_ranks(steps: Sequence[NightStep], ranks: int) -> list[NightStep]:
     """Return the same steps, with captures made by all ranks."""
     shared = partial(_captures, ranks)
-    return [replace(each, run=shared) if each.name == "captures" else each for each in steps]
+    return [replace(step, run=shared) if step.name == "captures" else step for step in steps]
 
 
 def lead(name: str, run: Callable[[], StepResult]) -> StepResult:
@@ -64,21 +64,21 @@ def follow(name: str) -> str:
         return str(word["said"] or "no answer: see rank 0")
 
 
-def _captures(ranks: int, asked: NightConfig, results: Mapping[str, StepResult]) -> StepResult:
+def _captures(ranks: int, config: NightConfig, results: Mapping[str, StepResult]) -> StepResult:
     """Capture the prompts on all ranks together, as often as requested."""
-    if asked.backend != _TORCH or asked.captures is not None:
-        name = "--backend" if asked.backend != _TORCH else "--captures"
+    if config.backend != _TORCH or config.captures is not None:
+        name = "--backend" if config.backend != _TORCH else "--captures"
         raise InvalidArgument(
-            name, asked.backend if name == "--backend" else asked.captures,
+            name, config.backend if name == "--backend" else config.captures,
             f"the references over {ranks} ranks", "Start pytest itself, without torchrun.",
         )  # fmt: skip
-    found = captures(asked, results, _capture_over_ranks)
-    return replace(found, facts={**found.facts, "ranks": str(ranks)})
+    result = captures(config, results, _capture_over_ranks)
+    return replace(result, facts={**result.facts, "ranks": str(ranks)})
 
 
-def _capture_over_ranks(asked: NightConfig, prompts: Path, out: Path) -> str:
+def _capture_over_ranks(config: NightConfig, prompts: Path, out: Path) -> str:
     """Make one capture by all ranks; return the error if it fails."""
-    word = {"line": capture_line(asked, prompts, out), "port": free_port()}
+    word = {"line": capture_line(config, prompts, out), "port": free_port()}
     broadcast_json(word)
     said = _child(word)
     for place in out.parent.glob(f".{out.name}.rank-*"):

@@ -87,14 +87,14 @@ class TextGate:
         if not self.finite:
             return f"{self.name} of the candidate is not finite."
         shown = [number(each, 3) for each in (self.drift, self.low, self.high, self.healthy)]
-        told = (
+        text = (
             f"{self.name}: drift {shown[0]} {self.unit} [{shown[1]}, {shown[2]}], healthy up to "
             f"{shown[3]}; {self.prompts} prompts show {number(self.smallest, 3)} with "
             f"{POWER:.0%} power."
         )
         if self.verdict is not Verdict.UNDECIDED:
-            return told
-        return f"{told} A drift of {number(self.matters, 3)} has to be seen: {self._advice}"
+            return text
+        return f"{text} A drift of {number(self.matters, 3)} has to be seen: {self._advice}"
 
     @property
     def _advice(self) -> str:
@@ -192,14 +192,14 @@ class TextStatistics:
     echo: list[float] | None = None
 
 
-def texts(asked: NightConfig, results: Mapping[str, StepResult]) -> StepResult:
+def texts(config: NightConfig, results: Mapping[str, StepResult]) -> StepResult:
     """Measure the three models, and compare each statistic with its healthy range."""
-    if asked.captures is not None:
+    if config.captures is not None:
         if results["captures"].verdict is not Verdict.AGREES:
             return StepResult(Verdict.UNDECIDED, "There is no capture to judge.")
-        voices = _captured(asked, Capture.open(folders_of(results)[0]))
+        voices = _captured(config, Capture.open(folders_of(results)[0]))
     else:
-        voices = _generated(asked)
+        voices = _generated(config)
     gates = []
     for name, unit in UNITS.items():
         candidate, twin, reference = (getattr(voice, name) for voice in voices)
@@ -213,8 +213,8 @@ def text_result(gates: list[TextGate]) -> StepResult:
 
     Nothing is decided if no gate on the model's probabilities could detect a drift that matters.
     """
-    red = [each for each in gates if each.verdict is Verdict.DIFFERS]
-    blind = [each for each in gates if each.verdict is Verdict.UNDECIDED]
+    red = [text_gate for text_gate in gates if text_gate.verdict is Verdict.DIFFERS]
+    blind = [text_gate for text_gate in gates if text_gate.verdict is Verdict.UNDECIDED]
     values = {f"{g.name}.{who}": value for g in gates
               for who, value in (("candidate", g.candidate), ("drift", g.drift),
                                  ("twin.reference", g.twin - g.reference))
@@ -222,39 +222,42 @@ def text_result(gates: list[TextGate]) -> StepResult:
     sees = any(g.name in _PROBABILITIES and g.verdict is Verdict.AGREES for g in gates)
     verdict = Verdict.DIFFERS if red else Verdict.AGREES if sees else Verdict.UNDECIDED
     if red:
-        sentence = " ".join(each.sentence for each in red)
+        sentence = " ".join(text_gate.sentence for text_gate in red)
     elif sees:
-        green = [each for each in gates if each.verdict is Verdict.AGREES]
+        green = [text_gate for text_gate in gates if text_gate.verdict is Verdict.AGREES]
         sentence = f"No text statistic drifts beyond what is healthy. {green[0].sentence}"
     else:
         sentence = f"The prompts cannot show a drift that matters. {blind[0].sentence}"
-    left = [name for name in UNITS if name not in {each.name for each in gates}]
+    left = [name for name in UNITS if name not in {text_gate.name for text_gate in gates}]
     sentence += f" Not measured: {', '.join(left)}." if left else ""
     if blind and verdict is Verdict.AGREES:
-        sentence += f" Too few prompts to judge {', '.join(each.name for each in blind)}."
+        sentence += f" Too few prompts to judge {', '.join(text_gate.name for text_gate in blind)}."
     return StepResult(
         verdict,
         sentence,
         values={TEXT.name: values},
         failures=tuple(
-            Failure(f"text.{each.name}", Verdict.DIFFERS, None, each.sentence) for each in red
+            Failure(f"text.{text_gate.name}", Verdict.DIFFERS, None, text_gate.sentence)
+            for text_gate in red
         ),
-        judged=tuple(f"text.{each.name}" for each in gates if each not in blind),
-        rows=tuple((each.name, str(each.verdict), each.sentence) for each in gates),
+        judged=tuple(f"text.{text_gate.name}" for text_gate in gates if text_gate not in blind),
+        rows=tuple(
+            (text_gate.name, str(text_gate.verdict), text_gate.sentence) for text_gate in gates
+        ),
     )
 
 
-def _generated(asked: NightConfig) -> tuple[TextStatistics, TextStatistics, TextStatistics]:
+def _generated(config: NightConfig) -> tuple[TextStatistics, TextStatistics, TextStatistics]:
     """Run candidate, twin and reference over the prompts."""
-    with open_model(asked.reference, "bf16") as reference:
-        with open_model(asked.checkpoint) as twin:
-            prompts = [ids for ids in prompts_of(twin, asked)[:PROMPTS] if len(ids) > 1]
-            meant = _rows(reference.speaker, prompts)
+    with open_model(config.reference, "bf16") as reference:
+        with open_model(config.checkpoint) as twin:
+            prompts = [ids for ids in prompts_of(twin, config)[:PROMPTS] if len(ids) > 1]
+            meant = _rows(reference.logits_model, prompts)
             twins = _text_statistics(twin, prompts, meant)
-        backend = AskedBackend(asked.backend)
-        with open_model(asked.checkpoint, switches=backend.conventions) as candidate:
+        backend = AskedBackend(config.backend)
+        with open_model(config.checkpoint, switches=backend.conventions) as candidate:
             _as_engines(candidate)
-            use_backend(candidate.speaker.bound, backend, candidate.recipe)
+            use_backend(candidate.logits_model.bound, backend, candidate.recipe)
             mine = _text_statistics(candidate, prompts, meant)
         return mine, twins, _text_statistics(reference, prompts, meant)
 
@@ -262,27 +265,27 @@ def _generated(asked: NightConfig) -> tuple[TextStatistics, TextStatistics, Text
 def _as_engines(model: OpenModel) -> None:
     """Sum products in float32, as engines do."""
     if model.streamed is None and model.arithmetic == "twin":
-        weights = model.speaker.bound.weights
-        switches = model.speaker.bound.numerics.switches
+        weights = model.logits_model.bound.weights
+        switches = model.logits_model.bound.numerics.switches
         numerics = Numerics.twin(switches, products=torch.float32)
-        model.speaker = LogitsModel(BoundModel(model.config, numerics, weights, model.recipe))
+        model.logits_model = LogitsModel(BoundModel(model.config, numerics, weights, model.recipe))
 
 
-def _rows(speaker: LogitsModel, prompts: list[list[int]]) -> list[Tensor]:
+def _rows(model: LogitsModel, prompts: list[list[int]]) -> list[Tensor]:
     """Return log probabilities after every token of each prompt."""
     sequences = [SequenceState() for _ in prompts]
-    hidden = speaker.hidden(sequences, [torch.tensor(ids) for ids in prompts])
+    hidden = model.hidden(sequences, [torch.tensor(ids) for ids in prompts])
     parts = hidden.split([len(ids) for ids in prompts])
-    return [speaker.logits(part).double().log_softmax(-1) for part in parts]
+    return [model.logits(part).double().log_softmax(-1) for part in parts]
 
 
 def _text_statistics(
     model: OpenModel, prompts: list[list[int]], meant: list[Tensor]
 ) -> TextStatistics:
-    speaker = model.speaker
-    rows = _rows(speaker, prompts)
+    logits_model = model.logits_model
+    rows = _rows(logits_model, prompts)
     twice = [[*ids, *ids[1:]] for ids in prompts]
-    again = _rows(speaker, twice)
+    again = _rows(logits_model, twice)
     length = _lengths(model, prompts, [NEW_TOKENS] * len(prompts))
     return TextStatistics(
         [_surprise(row[:-1], ids[1:]) for row, ids in zip(rows, prompts, strict=True)],
@@ -296,9 +299,9 @@ def _lengths(model: OpenModel, prompts: list[list[int]], limits: list[int]) -> l
     """Return how many tokens follow each prompt, up to its limit."""
     if model.streamed is not None:  # a token would cost a pass over the disk
         return None
-    speeches = [Continuation(list(ids)) for ids in prompts]
-    Generation(model.speaker, None, None, Limits(max(limits))).run(speeches)
-    return [float(min(len(e.ids), most)) for e, most in zip(speeches, limits, strict=True)]
+    continuations = [Continuation(list(ids)) for ids in prompts]
+    Generation(model.logits_model, None, None, Limits(max(limits))).run(continuations)
+    return [float(min(len(e.ids), most)) for e, most in zip(continuations, limits, strict=True)]
 
 
 def _surprise(row: Tensor, targets: list[int]) -> float:
@@ -319,7 +322,7 @@ def _known(row: Tensor, ids: list[int]) -> float:
 
 
 def _captured(
-    asked: NightConfig, run: Capture
+    config: NightConfig, run: Capture
 ) -> tuple[TextStatistics, TextStatistics, TextStatistics]:
     """Return the three models on a capture's steps: after each prompt and each new token."""
     head = {call.step: call for call in run.calls if call.component == "head"}
@@ -335,9 +338,9 @@ def _captured(
     limits = limits_of(run, known, new)
     lengths = [[float(len(new[o])) for o in limits] or None]
     prompts = [spoken[o][0] for o in limits]
-    for checkpoint, arithmetic in ((asked.checkpoint, None), (asked.reference, "bf16")):
+    for checkpoint, arithmetic in ((config.checkpoint, None), (config.reference, "bf16")):
         with open_model(checkpoint, arithmetic) as model:
-            again = forward_again(model.speaker.bound, run.steps)
+            again = forward_again(model.logits_model.bound, run.steps)
             rows.append(_by_owner([again[n].double() for n in at], owners))
             lengths.append(_lengths(model, prompts, list(limits.values())) if limits else None)
     voices = [

@@ -96,9 +96,9 @@ def require_folder(name: str, folder: Path) -> None:
     try:
         usable_folder(name, folder)
     finally:
-        for each in missing:
+        for path in missing:
             with suppress(OSError):
-                each.rmdir()
+                path.rmdir()
 
 
 def _unwritable(name: str, error: OSError, value: str | None = None) -> UnwritablePath:

@@ -65,13 +65,13 @@ class KernelTable:
 
 def table_lines(document: Mapping[str, Any]) -> list[str]:
     """Format a manifest's table: one line for each role and set of kernels, or a role's reason."""
-    told = [f"Kernels on {document.get('target', 'an unknown target')}, by component:"]
-    told += [f"  {role:<{_WIDTH}} {words}" for role, words in kernels_by_role(document).items()]
+    lines = [f"Kernels on {document.get('target', 'an unknown target')}, by component:"]
+    lines += [f"  {role:<{_WIDTH}} {words}" for role, words in kernels_by_role(document).items()]
     reasons = _mapping(document, "reference")
     for role, members in _by_role(reasons).items():
         why = dict.fromkeys(reasons[name] for name in members)
-        told += [f"  {role:<{_WIDTH}} reference: {reason}" for reason in why]
-    return told
+        lines += [f"  {role:<{_WIDTH}} reference: {reason}" for reason in why]
+    return lines
 
 
 def kernels_by_role(document: Mapping[str, Any]) -> dict[str, str]:

@@ -160,7 +160,9 @@ class TextRecord:
 def worst_first(outputs: tuple[JudgedOutput, ...]) -> list[JudgedOutput]:
     """Outputs that differ, then those that are undecided, then those nearest to their budget."""
     order: Mapping[Verdict, int] = {Verdict.DIFFERS: 0, Verdict.UNSTABLE: 0, Verdict.UNDECIDED: 1}
-    return sorted(outputs, key=lambda each: (order.get(each.verdict, 2), -(each.ratio or 0.0)))
+    return sorted(
+        outputs, key=lambda output: (order.get(output.verdict, 2), -(output.ratio or 0.0))
+    )
 
 
 def _require_labelled(

@@ -34,7 +34,7 @@ class AccessControl:
         self._hosts = hosts
 
     @classmethod
-    def of(cls, host: str, token: str | None, *, anyone: bool) -> AccessControl:
+    def for_host(cls, host: str, token: str | None, *, anyone: bool) -> AccessControl:
         """Make the gate of a server on this host; `anyone`: any name is accepted."""
         return cls(token, None if anyone else frozenset({*LOOPBACK, host.lower()}))
 
@@ -49,8 +49,8 @@ class AccessControl:
             if not (hmac.compare_digest(said, self._token) and known):
                 raise ApiError(401, "the token is missing or wrong", None, "invalid_api_key")
         elif self._hosts is not None and _name(headers.get("host", "")) not in self._hosts:
-            told = "this server answers requests to this machine's own name alone"
-            raise ApiError(403, told, None, "unknown_host")
+            message = "this server answers requests to this machine's own name alone"
+            raise ApiError(403, message, None, "unknown_host")
 
 
 def _name(host: str) -> str:
@@ -85,7 +85,7 @@ class MemoryBound:
         self._lock = threading.Lock()
 
     @property
-    def taken(self) -> int:
+    def in_use(self) -> int:
         """Return what the requests in flight hold now."""
         return self._taken
 
@@ -96,21 +96,21 @@ class MemoryBound:
     def take(self, nbytes: int, held: int) -> None:
         """Add `nbytes` to a request that holds `held`, or raise."""
         if held + nbytes > self._most:
-            told = (
+            message = (
                 f"this request would take about {_mib(held + nbytes)};"
                 f" all requests together may take {_mib(self._most)} (--max-memory)"
             )
-            raise ApiError(400, told, None, "request_too_large")
+            raise ApiError(400, message, None, "request_too_large")
         with self._lock:
             if self._taken + nbytes > self._most:
-                told = (
+                message = (
                     f"the requests in flight take {_mib(self._taken)} of {_mib(self._most)}, and"
                     f" this one needs about {_mib(nbytes)} more; try again"
                 )
-                raise ApiError(429, told, None, "memory_full", retry_after=5)
+                raise ApiError(429, message, None, "memory_full", retry_after=5)
             self._taken += nbytes
 
-    def give_back(self, nbytes: int) -> None:
+    def release(self, nbytes: int) -> None:
         """Release `nbytes`."""
         with self._lock:
             self._taken -= nbytes
@@ -128,19 +128,19 @@ class MemoryShare:
         self._bound.take(nbytes, self._held)
         self._held += nbytes
 
-    def become(self, nbytes: int) -> None:
+    def resize(self, nbytes: int) -> None:
         """Hold this many bytes in place of the present ones."""
         if nbytes > self._held:
             self.grow(nbytes - self._held)
         else:
-            self._bound.give_back(self._held - nbytes)
+            self._bound.release(self._held - nbytes)
             self._held = nbytes
 
-    def handed_on(self) -> MemoryShare:
+    def transfer(self) -> MemoryShare:
         """Transfer everything to a share that outlives this one."""
-        made = MemoryShare(self._bound)
-        made._held, self._held = self._held, 0
-        return made
+        share = MemoryShare(self._bound)
+        share._held, self._held = self._held, 0
+        return share
 
     def __enter__(self) -> Self:
         return self
@@ -148,28 +148,28 @@ class MemoryShare:
     def __exit__(self, *_: object) -> None:
         """Release everything."""
         held, self._held = self._held, 0
-        self._bound.give_back(held)
+        self._bound.release(held)
 
 
-def bytes_of(asks: Iterable[SequenceRequest], config: Config) -> int:
+def bytes_of(requests: Iterable[SequenceRequest], config: Config) -> int:
     """Estimate what the sequences of a request take until their answer is sent."""
-    listed = list(asks)
-    states = sorted((_state_bytes(ask, config) for ask in listed), reverse=True)
+    listed = list(requests)
+    states = sorted((_state_bytes(request, config) for request in listed), reverse=True)
     return sum(map(_told_bytes, listed)) + sum(states[:MOST_CONCURRENT])  # the others wait
 
 
-def _told_bytes(ask: SequenceRequest) -> int:
-    new, prompt = ask.limits.new_tokens, len(ask.prompt)
+def _told_bytes(request: SequenceRequest) -> int:
+    new, prompt = request.limits.new_tokens, len(request.prompt)
     told = prompt * _ID + new * _NEW
-    if ask.top is None:
+    if request.top is None:
         return told
-    scored = new + (prompt if ask.scores_prompt else 0)
-    return told + scored * (_SCORED + ask.top * _LIKELY)
+    scored = new + (prompt if request.scores_prompt else 0)
+    return told + scored * (_SCORED + request.top * _LIKELY)
 
 
-def _state_bytes(ask: SequenceRequest, config: Config) -> int:
+def _state_bytes(request: SequenceRequest, config: Config) -> int:
     """Estimate the cached state of one sequence when it is complete."""
-    tokens = len(ask.prompt) + ask.limits.new_tokens
+    tokens = len(request.prompt) + request.limits.new_tokens
     if not isinstance(config, V4Config):
         width = config.kv_lora_rank + config.qk_rope_head_dim + config.index_head_dim
         return tokens * config.num_hidden_layers * width * _STATE

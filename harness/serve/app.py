@@ -68,7 +68,7 @@ class RequestStream:
 
     def __init__(
         self,
-        asked: CompletionRequest,
+        completion_request: CompletionRequest,
         engine: Engine,
         receive: Receive,
         bounds: Bounds,
@@ -77,9 +77,9 @@ class RequestStream:
         self._bounds, self._receive = bounds, receive
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[SequenceResult | NoResultYet | Exception] = asyncio.Queue()
-        self._open = len(asked.asks)
+        self._open = len(completion_request.sequences)
         self._engine = engine
-        self._ticket = engine.submit(asked.asks, self._tell, request)
+        self._ticket = engine.submit(completion_request.sequences, self._queue_result, request)
 
     async def __aenter__(self) -> Self:
         """Begin to watch for a disconnect and the timeout."""
@@ -113,7 +113,7 @@ class RequestStream:
                 self._open -= heard.finish is not None
             yield heard
 
-    def _tell(self, heard: SequenceResult) -> None:
+    def _queue_result(self, heard: SequenceResult) -> None:
         """Pass a result from the computing thread to the loop, unless the loop has ended."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._queue.put_nowait, heard)
@@ -151,15 +151,15 @@ class Service:
 
     def __init__(
         self,
-        desk: ServedModel,
+        served: ServedModel,
         engine: Engine,
         gate: AccessControl,
         metrics: Metrics,
         switch: RequestCapture | None = None,
     ) -> None:
-        self._desk, self._engine, self._gate, self._metrics = desk, engine, gate, metrics
+        self._served, self._engine, self._gate, self._metrics = served, engine, gate, metrics
         self._switch = switch
-        self._memory = MemoryBound(desk.bounds.memory_bytes)
+        self._memory = MemoryBound(served.bounds.memory_bytes)
         self.stopping = False
 
     @property
@@ -185,31 +185,31 @@ class Service:
         return CountingApp(Router(routes, redirect_slashes=False), self._gate, self._metrics, known)
 
     async def _models(self, _request: Request) -> Response:
-        return _answer({"object": "list", "data": [self._desk.card()]})
+        return _answer({"object": "list", "data": [self._served.card()]})
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name != self._desk.name:
+        if name != self._served.name:
             raise ApiError(404, "this model is not served here", "model", "model_not_found")
-        return _answer(self._desk.card())
+        return _answer(self._served.card())
 
     async def _health_live(self, _request: Request) -> Response:
         return _answer({"status": "live"})
 
     async def _health_ready(self, _request: Request) -> Response:
-        told = "ready" if self.ready else "stopping" if self.stopping else "starting"
+        message = "ready" if self.ready else "stopping" if self.stopping else "starting"
         status = 200 if self.ready else 503
-        return _answer({"status": told, "live": True, "ready": self.ready}, status)
+        return _answer({"status": message, "live": True, "ready": self.ready}, status)
 
     async def _metrics_text(self, _request: Request) -> Response:
         running, waiting = self._engine.load
         gauges: metering.Gauges = {
             "running_sequences": [({}, float(running))],
             "waiting_sequences": [({}, float(waiting))],
-            "memory_bytes": [({}, float(self._memory.taken))],
+            "memory_bytes": [({}, float(self._memory.in_use))],
             "ready": [({}, float(self.ready))],
-            "info": [(self._desk.info(), 1.0)],
-            "component_info": [(row, 1.0) for row in self._desk.computed],
+            "info": [(self._served.info(), 1.0)],
+            "component_info": [(row, 1.0) for row in self._served.computed],
         }
         return Response(self._metrics.text(gauges), media_type=metering.MEDIA_TYPE)
 
@@ -221,7 +221,7 @@ class Service:
         if request.method == "DELETE":
             return _answer(await run_in_threadpool(switch.stop))
         with self._memory.share() as share:
-            body = await _body(request, self._desk, share)
+            body = await _body(request, self._served, share)
             return _answer(await run_in_threadpool(lambda: switch.start(read_object(body))))
 
     async def _completions(self, request: Request) -> Response:
@@ -235,25 +235,29 @@ class Service:
             return await self._answered(request, reader, share)
 
     async def _answered(self, request: Request, reader: Reader, share: MemoryShare) -> Response:
-        body = await _body(request, self._desk, share)
+        body = await _body(request, self._served, share)
         if self.stopping:
             raise server_stopping()
         if not self._engine.ready:
-            told = "the model is starting; try again"
-            raise ApiError(503, told, None, "starting", retry_after=1)
-        asked = await run_in_threadpool(lambda: reader(read_object(body), self._desk))
-        share.become(bytes_of(asked.asks, self._desk.model.config))
+            message = "the model is starting; try again"
+            raise ApiError(503, message, None, "starting", retry_after=1)
+        completion_request = await run_in_threadpool(
+            lambda: reader(read_object(body), self._served)
+        )
+        share.resize(bytes_of(completion_request.sequences, self._served.model.config))
         name = _request_id(request)
-        reply = ApiReply(asked, self._desk, name)
-        hearing = RequestStream(asked, self._engine, request.receive, self._desk.bounds, name)
-        if asked.stream:
-            return _Stream(hearing, reply, share.handed_on())
+        reply = ApiReply(completion_request, self._served, name)
+        hearing = RequestStream(
+            completion_request, self._engine, request.receive, self._served.bounds, name
+        )
+        if completion_request.stream:
+            return _Stream(hearing, reply, share.transfer())
         reply.begin()  # the beginning of a stream is part of the whole as well
         async with hearing:
             async for piece in hearing.pieces():
                 if not isinstance(piece, NoResultYet):
-                    reply.hear(piece)
-        return _answer(reply.whole())
+                    reply.add(piece)
+        return _answer(reply.complete())
 
 
 def _request_id(request: Request) -> str:
@@ -262,21 +266,21 @@ def _request_id(request: Request) -> str:
     return said if REQUEST_ID.fullmatch(said) else uuid.uuid4().hex
 
 
-async def _body(request: Request, desk: ServedModel, share: MemoryShare) -> bytes:
+async def _body(request: Request, served: ServedModel, share: MemoryShare) -> bytes:
     """Read the body within its limits of size and time."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != _JSON:
         raise ApiError(415, f"content-type: {_JSON} is expected", None, "unsupported_media_type")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
-        told = "content-encoding: only identity is read"
-        raise ApiError(415, told, None, "unsupported_media_type")
-    most, parts, size = desk.bounds.body_bytes, [], 0
+        message = "content-encoding: only identity is read"
+        raise ApiError(415, message, None, "unsupported_media_type")
+    most, parts, size = served.bounds.body_bytes, [], 0
     too_large = ApiError(413, f"body: at most {most} bytes are read", None, "body_too_large")
     stated = request.headers.get("content-length", "0")
     if stated.isdecimal() and int(stated[:20]) > most:
         raise too_large
     try:
-        async with asyncio.timeout(desk.bounds.body_seconds):
+        async with asyncio.timeout(served.bounds.body_seconds):
             async for part in request.stream():
                 size += len(part)
                 if size > most:
@@ -284,8 +288,8 @@ async def _body(request: Request, desk: ServedModel, share: MemoryShare) -> byte
                 share.grow(PARSED * len(part))
                 parts.append(part)
     except TimeoutError as error:
-        told = f"body: not complete within {desk.bounds.body_seconds:g} s"
-        raise ApiError(408, told, None, "timeout") from error
+        message = f"body: not complete within {served.bounds.body_seconds:g} s"
+        raise ApiError(408, message, None, "timeout") from error
     return b"".join(parts)
 
 
@@ -319,7 +323,7 @@ class _Stream(Response):
                 if isinstance(piece, NoResultYet):
                     yield _COMMENT
                 else:
-                    yield b"".join(map(_event, reply.hear(piece)))
+                    yield b"".join(map(_event, reply.add(piece)))
             for chunk in reply.end():
                 yield _event(chunk)
         except ClientDisconnected:
@@ -343,8 +347,8 @@ def _answer(
 def _api_error_of(error: Exception, scope: Scope) -> ApiError:
     """Turn whatever ended a request into an API error, unknown paths and methods included."""
     if isinstance(error, HTTPException):
-        told = f"{scope['method']} {scope['path'][:200]}: {error.detail}"
-        return ApiError(error.status_code, told, None, "unknown_url")
+        message = f"{scope['method']} {scope['path'][:200]}: {error.detail}"
+        return ApiError(error.status_code, message, None, "unknown_url")
     if not isinstance(error, ApiError):
         traceback.print_exception(error, file=sys.stderr)
     return model_failure(error)
@@ -376,9 +380,9 @@ class CountingApp:
         except (ClientDisconnected, ClientDisconnect):
             status = status or _GONE
         except Exception as error:  # noqa: BLE001  every failure is answered in one form
-            told = _api_error_of(error, scope)
+            api_error = _api_error_of(error, scope)
             if not status:
-                answer = _answer(told.document(), told.status, told.headers())
+                answer = _answer(api_error.document(), api_error.status, api_error.headers())
                 await answer(scope, receive, noting)
         finally:
             path = scope["path"] if scope["path"] in self._known else "other"

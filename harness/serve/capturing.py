@@ -49,10 +49,10 @@ class _Whole:
 
     def call(self, call: PendingCall) -> None:
         """Keep a call until its step has ended."""
-        for each in (*call.inputs.values(), *call.outputs.values()):
-            if id(each.payload) not in self._seen:
-                self._seen.add(id(each.payload))
-                self._left -= each.payload.nbytes
+        for tensor in (*call.inputs.values(), *call.outputs.values()):
+            if id(tensor.payload) not in self._seen:
+                self._seen.add(id(tensor.payload))
+                self._left -= tensor.payload.nbytes
         self.full |= self._left < 0
         if self.full:
             self._calls = []
@@ -72,14 +72,16 @@ class _Whole:
 class _Open:
     """One open capture."""
 
-    def __init__(self, folder: Path, model: OpenModel, asked: CaptureRequest) -> None:
-        bound = model.speaker.bound
-        asked.wanted.require_choosing(bound.calls)
-        self.folder, self.roll = folder, RequestSelection(asked)
-        facts = facts_of(model.checkpoint.root, model, CaptureSettings(asked.wanted))
-        self.writer = CaptureWriter(folder, facts | {"backend": "torch", "asked": asked.document()})
-        self.sink = _Whole(self.writer, asked.nbytes)
-        self.recorder = Recorder(self.sink, asked.wanted)
+    def __init__(self, folder: Path, model: OpenModel, request: CaptureRequest) -> None:
+        bound = model.logits_model.bound
+        request.wanted.require_choosing(bound.calls)
+        self.folder, self.selection = folder, RequestSelection(request)
+        facts = facts_of(model.checkpoint.root, model, CaptureSettings(request.wanted))
+        self.writer = CaptureWriter(
+            folder, facts | {"backend": "torch", "asked": request.document()}
+        )
+        self.sink = _Whole(self.writer, request.nbytes)
+        self.recorder = Recorder(self.sink, request.wanted)
         self.plain = dict(bound.calls)
         self.recorder.wrap(bound)
         self.watched = dict(bound.calls)
@@ -92,13 +94,13 @@ class _Open:
         """Return what ended it, or None."""
         if self.error is not None:
             return "error"
-        return "bytes" if self.sink.full else "seconds" if self.roll.late else None
+        return "bytes" if self.sink.full else "seconds" if self.selection.late else None
 
     def document(self) -> dict[str, Any]:
         """Return its state as a JSON document."""
         return {
-            "capture": self.folder.name, "requests": self.roll.ids, "ended": self.ended,
-            "calls": self.writer.tally.calls, "asked": self.roll.asked.document(),
+            "capture": self.folder.name, "requests": self.selection.ids, "ended": self.ended,
+            "calls": self.writer.tally.calls, "asked": self.selection.asked.document(),
             "error": None if self.error is None else str(self.error),
         }  # fmt: skip
 
@@ -116,11 +118,11 @@ class RequestCapture:
         """Open a capture of requests that arrive from now on."""
         with self._lock:
             if self._open is not None:
-                told = f"{self._open.folder.name} is open; end it first"
-                raise ApiError(409, told, None, "capture_open")
+                message = f"{self._open.folder.name} is open; end it first"
+                raise ApiError(409, message, None, "capture_open")
             try:
-                asked = CaptureRequest.of_json(raw)
-                self._open = _Open(self._free(), self._model, asked)
+                request = CaptureRequest.of_json(raw)
+                self._open = _Open(self._free(), self._model, request)
             except DegarbleError as error:
                 raise bad_input("capture", error) from error
             return {"state": "open"} | self._open.document()
@@ -165,7 +167,7 @@ class RequestCapture:
         if line in found.lines:
             return True
         # A request that has begun would lack its beginning.
-        if line.speech.fed or found.roll.owner(line.request) is None:
+        if line.continuation.fed or found.selection.owner(line.request) is None:
             return False
         found.lines.append(line)
         return True
@@ -182,7 +184,7 @@ class RequestCapture:
             if found is None or found.error is not None or found.ended is not None or not mine:
                 yield
                 return
-            calls = self._model.speaker.bound.calls
+            calls = self._model.logits_model.bound.calls
             calls.update(found.watched)
             try:
                 _begin(found, lines, pieces)
@@ -198,7 +200,7 @@ class RequestCapture:
 def _begin(
     found: _Open, lines: Sequence[CapturedSequence], pieces: Sequence[Sequence[int]]
 ) -> None:
-    starts = [line.speech.fed for line in lines]
+    starts = [line.continuation.fed for line in lines]
     tokens = [token for piece in pieces for token in piece]
     positions = [
         start + n for start, piece in zip(starts, pieces, strict=True) for n in range(len(piece))
@@ -210,18 +212,20 @@ def _begin(
 
 
 def _closed(found: _Open) -> dict[str, Any]:
-    told = found.document()
+    fields = found.document()
     sequences = [
         {
-            "prompt": list(line.ask.prompt),
-            "new": line.speech.ids,
-            "text": line.speech.text,
-            "finish": line.speech.finish,
+            "prompt": list(line.sequence_request.prompt),
+            "new": line.continuation.ids,
+            "text": line.continuation.text,
+            "finish": line.continuation.finish,
         }
         for line in found.lines
     ]
     with found.writer as writer:
         if found.error is None:
-            tally = writer.finish(sequences=sequences, requests=found.roll.ids, ended=told["ended"])
-            told["calls"] = tally.calls
-    return told
+            tally = writer.finish(
+                sequences=sequences, requests=found.selection.ids, ended=fields["ended"]
+            )
+            fields["calls"] = tally.calls
+    return fields

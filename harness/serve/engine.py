@@ -69,13 +69,13 @@ class Scoring:
         return ScoredToken(number, self._growing.add(number), float(values[number]), likeliest)
 
     def prompt(
-        self, speaker: LogitsModel, hidden: Tensor, targets: Sequence[int]
+        self, model: LogitsModel, hidden: Tensor, targets: Sequence[int]
     ) -> Iterator[ScoredToken]:
         """Score tokens of a prompt; row n of `hidden` predicts target n."""
-        rows = max(1, _LOGITS // speaker.config.vocab_size)
+        rows = max(1, _LOGITS // model.config.vocab_size)
         for begin in range(0, len(targets), rows):
             wanted = targets[begin : begin + rows]
-            logits = speaker.logits(hidden[begin : begin + len(wanted)])
+            logits = model.logits(hidden[begin : begin + len(wanted)])
             yield from (self.token(n, row) for n, row in zip(wanted, logits, strict=True))
 
     def rest(self) -> str:
@@ -115,7 +115,7 @@ if TYPE_CHECKING:
 class Ticket:
     """The sequences of one request. `dropped`: nobody waits for them any more."""
 
-    tell: Tell
+    send: Tell
     request: str = ""  # its id
     dropped: bool = False
     begin: float = field(default_factory=time.monotonic)
@@ -124,59 +124,72 @@ class Ticket:
 class RunningSequence:
     """One sequence, from its arrival to its end."""
 
-    def __init__(self, ticket: Ticket, place: int, ask: SequenceRequest) -> None:
-        self.ticket, self.place, self.ask = ticket, place, ask
-        self.speech = Continuation(list(ask.prompt))
-        self.voice: RunningPrompt | None = None
+    def __init__(self, ticket: Ticket, place: int, request: SequenceRequest) -> None:
+        self.ticket, self.place, self.sequence_request = ticket, place, request
+        self.continuation = Continuation(list(request.prompt))
+        self.running_prompt: RunningPrompt | None = None
         self.scoring: Scoring | None = None
-        self._unsaid: list[ScoredToken] = []
+        self._unsent: list[ScoredToken] = []
 
     @property
     def request(self) -> str:
         """Return the id of the request, and the index in it."""
         return f"{self.ticket.request}-{self.place}"
 
-    def join(self, speaker: LogitsModel, tokenizer: Tokenizer) -> RunningPrompt:
+    def join(self, model: LogitsModel, tokenizer: Tokenizer) -> RunningPrompt:
         """Make the RunningPrompt that takes part in steps."""
-        ask = self.ask
-        self.voice = RunningPrompt(speaker, self.speech, tokenizer, ask.sampling, ask.limits)
-        if ask.top is not None:
-            self.scoring = Scoring(tokenizer, ask.top)
-        return self.voice
+        request = self.sequence_request
+        self.running_prompt = RunningPrompt(
+            model, self.continuation, tokenizer, request.sampling, request.limits
+        )
+        if request.top is not None:
+            self.scoring = Scoring(tokenizer, request.top)
+        return self.running_prompt
 
-    def tell(
+    def send(
         self, text: str, tokens: Sequence[ScoredToken] = (), *, of_prompt: bool = False
     ) -> None:
         """Send text and tokens to the request."""
-        speech = self.speech
-        self.ticket.tell(
-            TextPiece(self.place, text, len(speech.ids), tuple(tokens), of_prompt, speech.finish)
+        continuation = self.continuation
+        self.ticket.send(
+            TextPiece(
+                self.place,
+                text,
+                len(continuation.ids),
+                tuple(tokens),
+                of_prompt,
+                continuation.finish,
+            )
         )
 
-    def score_prompt(self, speaker: LogitsModel, begin: int, hidden: Tensor) -> None:
+    def score_prompt(self, model: LogitsModel, begin: int, hidden: Tensor) -> None:
         """Score the prompt's tokens that the step's rows predict."""
-        prompt, scoring = self.ask.prompt, self.scoring
-        if scoring is None or not self.ask.scores_prompt or begin >= len(prompt):
+        prompt, scoring = self.sequence_request.prompt, self.scoring
+        if scoring is None or not self.sequence_request.scores_prompt or begin >= len(prompt):
             return
-        first = [scoring.first(prompt[0])] if begin == 0 and not self.ask.silent_begin else []
+        first = (
+            [scoring.first(prompt[0])]
+            if begin == 0 and not self.sequence_request.silent_begin
+            else []
+        )
         targets = prompt[begin + 1 : begin + 1 + len(hidden)]
-        self.tell("", [*first, *scoring.prompt(speaker, hidden, targets)], of_prompt=True)
+        self.send("", [*first, *scoring.prompt(model, hidden, targets)], of_prompt=True)
 
     def take(self, logits: Tensor) -> bool:
         """Choose the next token; return whether it was the first."""
-        assert self.voice is not None, "a line joins before it runs"
-        speech = self.speech
-        if self.ask.limits.new_tokens == 0:
-            speech.finish = Finish.LENGTH
-            self.tell("")
+        assert self.running_prompt is not None, "a line joins before it runs"
+        continuation = self.continuation
+        if self.sequence_request.limits.new_tokens == 0:
+            continuation.finish = Finish.LENGTH
+            self.send("")
             return False
-        text = self.voice.take(logits)
-        if self.scoring is not None and speech.finish is not Finish.END:
-            self._unsaid.append(self.scoring.token(speech.ids[-1], logits))
-        if text or speech.finish is not None:
-            said, self._unsaid = self._unsaid, []
-            self.tell(text, said)
-        return len(speech.ids) == 1
+        text = self.running_prompt.take(logits)
+        if self.scoring is not None and continuation.finish is not Finish.END:
+            self._unsent.append(self.scoring.token(continuation.ids[-1], logits))
+        if text or continuation.finish is not None:
+            tokens, self._unsent = self._unsent, []
+            self.send(text, tokens)
+        return len(continuation.ids) == 1
 
 
 class Engine:
@@ -184,13 +197,13 @@ class Engine:
 
     def __init__(
         self,
-        speaker: LogitsModel,
+        model: LogitsModel,
         tokenizer: Tokenizer,
         most: int,
         metrics: Metrics,
         switch: RequestCapture | None = None,
     ) -> None:
-        self._speaker, self._tokenizer = speaker, tokenizer
+        self._model, self._tokenizer = model, tokenizer
         self._most, self._metrics, self._switch = most, metrics, switch
         # Guards `_waiting` and `_stopped`; notified on new work, a drop and the end.
         self._changed = threading.Condition()
@@ -224,21 +237,26 @@ class Engine:
         """Return how many sequences run, and how many wait."""
         return len(self._active), len(self._waiting)
 
-    def submit(self, asks: Sequence[SequenceRequest], tell: Tell, request: str = "") -> Ticket:
+    def submit(self, requests: Sequence[SequenceRequest], tell: Tell, request: str = "") -> Ticket:
         """Accept all sequences of one request, or none of them."""
         ticket = Ticket(tell, request)
-        if len(asks) > self._most:
-            told = f"{len(asks)} choices in one request; {self._most} may run and wait in all"
-            raise ApiError(400, told, "n", "invalid_value")
+        if len(requests) > self._most:
+            message = (
+                f"{len(requests)} choices in one request; {self._most} may run and wait in all"
+            )
+            raise ApiError(400, message, "n", "invalid_value")
         with self._changed:
             if self._stopped:
                 raise server_stopping()
             # Dropped sequences leave before the next step, so they hold no place.
-            taken = sum(not each.ticket.dropped for each in (*self._waiting, *self._active))
-            if taken + len(asks) > self._most:
-                told = f"{taken} sequences run or wait, {self._most} may; try again"
-                raise ApiError(429, told, None, "queue_full", retry_after=1)
-            self._waiting.extend(RunningSequence(ticket, n, ask) for n, ask in enumerate(asks))
+            taken = sum(not sequence.ticket.dropped for sequence in (*self._waiting, *self._active))
+            if taken + len(requests) > self._most:
+                message = f"{taken} sequences run or wait, {self._most} may; try again"
+                raise ApiError(429, message, None, "queue_full", retry_after=1)
+            self._waiting.extend(
+                RunningSequence(ticket, n, sequence_request)
+                for n, sequence_request in enumerate(requests)
+            )
             self._changed.notify()
         return ticket
 
@@ -259,17 +277,17 @@ class Engine:
                 groups = self._switch.parted(self._active)
             self._active = [line for group in groups if group for line in self._step(group)]
         for line in (*self._active, *self._waiting):
-            line.ticket.tell(FailedSequence(line.place, server_stopping()))
+            line.ticket.send(FailedSequence(line.place, server_stopping()))
         self._active, self._waiting = [], deque()
         if self._ended is not None:
             self._ended()
 
     def _begin(self) -> None:
         """Prove that the model runs: compute one token after the begin token."""
-        speech = Continuation([self._tokenizer.begin or 0])
-        voice = RunningPrompt(self._speaker, speech, self._tokenizer, Sampling(), Limits(1))
-        ids = [torch.tensor(voice.next_piece())]
-        voice.take(self._speaker.next_logits([speech.sequence], ids)[0])
+        continuation = Continuation([self._tokenizer.begin or 0])
+        prompt = RunningPrompt(self._model, continuation, self._tokenizer, Sampling(), Limits(1))
+        ids = [torch.tensor(prompt.next_piece())]
+        prompt.take(self._model.next_logits([continuation.sequence], ids)[0])
         with self._changed:
             self.ready = not self._stopped
 
@@ -281,13 +299,17 @@ class Engine:
             if self._stopped or self.failure:
                 self._stopped = True
                 return False
-            self._active = [each for each in self._active if self._wanted(each)]
-            self._waiting = deque(each for each in self._waiting if self._wanted(each))
-            voices = [each.voice for each in self._active if each.voice is not None]
+            self._active = [sequence for sequence in self._active if self._wanted(sequence)]
+            self._waiting = deque(sequence for sequence in self._waiting if self._wanted(sequence))
+            prompts = [
+                sequence.running_prompt
+                for sequence in self._active
+                if sequence.running_prompt is not None
+            ]
             # In order of arrival: the first one without room blocks those after it.
-            while self._waiting and has_room(voices, self._waiting[0].speech):
+            while self._waiting and has_room(prompts, self._waiting[0].continuation):
                 line = self._waiting.popleft()
-                voices.append(line.join(self._speaker, self._tokenizer))
+                prompts.append(line.join(self._model, self._tokenizer))
                 self._active.append(line)
                 self._metrics.observe("queue_seconds", time.monotonic() - line.ticket.begin)
         return True
@@ -300,17 +322,26 @@ class Engine:
     def _step(self, active: list[RunningSequence]) -> list[RunningSequence]:
         """Compute one step of some lines; return those that go on."""
         begin = time.perf_counter()
-        starts = [each.speech.fed for each in active]
-        pieces = [each.voice.next_piece() for each in active if each.voice is not None]
+        starts = [sequence.continuation.fed for sequence in active]
+        pieces = [
+            sequence.running_prompt.next_piece()
+            for sequence in active
+            if sequence.running_prompt is not None
+        ]
         # Prompt tokens: a sequence without new ids is still in its prompt.
-        fresh = sum(len(p) for p, each in zip(pieces, active, strict=True) if not each.speech.ids)
+        fresh = sum(
+            len(p)
+            for p, sequence in zip(pieces, active, strict=True)
+            if not sequence.continuation.ids
+        )
         try:
             with self._watching(active, pieces):
-                hidden = self._speaker.hidden(
-                    [each.speech.sequence for each in active], [torch.tensor(p) for p in pieces]
+                hidden = self._model.hidden(
+                    [sequence.continuation.sequence for sequence in active],
+                    [torch.tensor(p) for p in pieces],
                 )
                 rows = hidden.split([len(piece) for piece in pieces])
-                logits = self._speaker.logits(torch.stack([row[-1] for row in rows]))
+                logits = self._model.logits(torch.stack([row[-1] for row in rows]))
         except Exception as error:  # noqa: BLE001  whatever it is, it ends these sequences alone
             self._metrics.count("step_failures_total")
             for line in active:
@@ -320,7 +351,7 @@ class Engine:
         left = [
             line
             for line, start, row, predicted in zip(active, starts, rows, logits, strict=True)
-            if self._hear(line, start, row, predicted)
+            if self._take_result(line, start, row, predicted)
         ]
         self._metrics.observe("step_seconds", time.perf_counter() - begin)
         self._metrics.observe("step_sequences", len(active))
@@ -333,25 +364,27 @@ class Engine:
             return nullcontext()
         return self._switch.watching(active, pieces)
 
-    def _hear(self, line: RunningSequence, start: int, hidden: Tensor, logits: Tensor) -> bool:
+    def _take_result(
+        self, line: RunningSequence, start: int, hidden: Tensor, logits: Tensor
+    ) -> bool:
         """Give one sequence its result of a step; return whether it goes on."""
-        assert line.voice is not None, "a line joins before it runs"
+        assert line.running_prompt is not None, "a line joins before it runs"
         try:
-            line.score_prompt(self._speaker, start, hidden)
-            if line.voice.ready:
-                before = len(line.speech.ids)
+            line.score_prompt(self._model, start, hidden)
+            if line.running_prompt.ready:
+                before = len(line.continuation.ids)
                 if line.take(logits):
                     waited = time.monotonic() - line.ticket.begin
                     self._metrics.observe("first_token_seconds", waited)
-                self._metrics.count("new_tokens_total", len(line.speech.ids) - before)
+                self._metrics.count("new_tokens_total", len(line.continuation.ids) - before)
         except Exception as error:  # noqa: BLE001  as in a step, but of one sequence
             self._fail(line, error)
             return False
-        if line.speech.finish is not None:
-            self._metrics.count("sequences_total", end=str(line.speech.finish))
+        if line.continuation.finish is not None:
+            self._metrics.count("sequences_total", end=str(line.continuation.finish))
             return False
         return True
 
     def _fail(self, line: RunningSequence, error: Exception) -> None:
         self._metrics.count("sequences_total", end="failed")
-        line.ticket.tell(FailedSequence(line.place, error))
+        line.ticket.send(FailedSequence(line.place, error))

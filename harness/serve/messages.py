@@ -119,8 +119,8 @@ class ApiError(Exception):
         """Return the body of the answer."""
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, WRONG_REQUEST if self.status < 500 else SERVER_ERROR)
-        told = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": told}
+        fields = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": fields}
 
     def headers(self) -> dict[str, str]:
         """Return the extra headers of the answer."""

@@ -67,8 +67,8 @@ class Metrics:
         with self._lock:
             counts, buckets = dict(self._counts), {k: list(v) for k, v in self._buckets.items()}
         lines: list[str] = []
-        for name, (kind, told, bounds) in FAMILIES.items():
-            lines += [f"# HELP degarble_{name} {told}", f"# TYPE degarble_{name} {kind}"]
+        for name, (kind, message, bounds) in FAMILIES.items():
+            lines += [f"# HELP degarble_{name} {message}", f"# TYPE degarble_{name} {kind}"]
             if kind == "histogram":
                 total = counts.get((f"{name}_sum", ()), 0.0)
                 lines += _histogram(name, bounds, buckets.get(name), total)
@@ -94,9 +94,9 @@ def _histogram(
 
 
 def _line(name: str, labels: Mapping[str, str], value: float) -> str:
-    told = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+    message = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
     number = str(int(value)) if float(value).is_integer() else repr(float(value))
-    return f"degarble_{name}{f'{{{told}}}' if told else ''} {number}"
+    return f"degarble_{name}{f'{{{message}}}' if message else ''} {number}"
 
 
 def _escaped(text: str) -> str:

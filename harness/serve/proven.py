@@ -89,8 +89,8 @@ class StartProgress:
 class ProvenStart:
     """The sequence of steps, run in a thread; the health endpoint answers meanwhile."""
 
-    def __init__(self, how: StartOptions, say: Callable[[str], None]) -> None:
-        self._how, self._say = how, say
+    def __init__(self, start_options: StartOptions, say: Callable[[str], None]) -> None:
+        self._options, self._say = start_options, say
         self._process: subprocess.Popen[bytes] | None = None
         self._ending = threading.Event()
         self.progress = StartProgress()
@@ -112,8 +112,8 @@ class ProvenStart:
             for step in self.steps():
                 progress.step = step.name
                 self._say(f"{step.name}: begins")
-                progress.passed[step.name] = told = step.run()
-                self._say(f"{step.name}: {told}")
+                progress.passed[step.name] = message = step.run()
+                self._say(f"{step.name}: {message}")
             progress.status, progress.step = READY, ""
             self._say("ready")
             self._watch()
@@ -136,20 +136,27 @@ class ProvenStart:
         from degarble.harness.checkpoint.audit.rules import Level  # noqa: PLC0415  as below
         from degarble.harness.commands.audit.audit import AuditRequest, audit  # noqa: PLC0415  imports torch
 
-        how = self._how
-        found = audit(AuditRequest(how.checkpoint, how.numbers, how.loader, how.against))
-        errors = [each for each in found.findings if each.level is Level.ERROR]
+        start_options = self._options
+        found = audit(
+            AuditRequest(
+                start_options.checkpoint,
+                start_options.numbers,
+                start_options.loader,
+                start_options.against,
+            )
+        )
+        errors = [finding for finding in found.findings if finding.level is Level.ERROR]
         if not errors:
             return found.sentence
         named = [
-            f"{each.rule} at {each.tensor or each.module or 'the checkpoint'}"
-            for each in errors[:_MOST_NAMED]
+            f"{error.rule} at {error.tensor or error.module or 'the checkpoint'}"
+            for error in errors[:_MOST_NAMED]
         ]
         raise StepFailed(f"{found.sentence} {'; '.join(named)}")
 
     def _first_minute(self) -> str:
         """Run this device's kernels on values whose results are known to the byte."""
-        if not self._how.gpu:
+        if not self._options.gpu:
             return "not requested: --cpu"
         from degarble.harness.nightly.kernels import (  # noqa: PLC0415  imports torch
             NO_SUITES,
@@ -162,26 +169,28 @@ class ProvenStart:
         suites = installed_suites()
         if suites is None:
             raise StepFailed(NO_SUITES)
-        own = self._how.checkpoint
-        found = kernels(NightConfig(own, own, own, night="", gpu=True), {})
-        if found.verdict is not Verdict.AGREES:
-            raise StepFailed(found.sentence)
+        own = self._options.checkpoint
+        result = kernels(NightConfig(own, own, own, night="", gpu=True), {})
+        if result.verdict is not Verdict.AGREES:
+            raise StepFailed(result.sentence)
         import torch  # noqa: PLC0415  as above
 
         if torch.cuda.get_device_capability()[0] != _BLACKWELL:
-            return found.sentence
-        return f"{found.sentence} {in_a_process((sys.executable, '-m', suites.first_minute))}"
+            return result.sentence
+        return f"{result.sentence} {in_a_process((sys.executable, '-m', suites.first_minute))}"
 
     def _serve(self) -> str:
-        how = self._how
+        start_options = self._options
         try:
-            self._process = subprocess.Popen(how.command, env=_environment(how.token))  # noqa: S603
+            self._process = subprocess.Popen(  # noqa: S603
+                start_options.command, env=_environment(start_options.token)
+            )
         except OSError as error:
-            raise StepFailed(f"{how.command[0]} cannot be started: {error}") from error
-        server, begin = Server(how.url, seconds=5), time.monotonic()
+            raise StepFailed(f"{start_options.command[0]} cannot be started: {error}") from error
+        server, begin = Server(start_options.url, seconds=5), time.monotonic()
         while not self._answers(server):
-            if time.monotonic() - begin > how.seconds:
-                raise StepFailed(f"the server did not answer within {how.seconds:g} s")
+            if time.monotonic() - begin > start_options.seconds:
+                raise StepFailed(f"the server did not answer within {start_options.seconds:g} s")
             self._still_runs()
             if self._ending.wait(_PROBE_SECONDS):
                 raise StepFailed("ended while it started")
@@ -202,12 +211,14 @@ class ProvenStart:
 
     def _coherence(self) -> str:
         checks = list(
-            smoke(Server(self._how.url, self._how.token), read_answers(self._how.answers))
+            smoke(
+                Server(self._options.url, self._options.token), read_answers(self._options.answers)
+            )
         )
-        wrong = [each.line() for each in checks if each.holds is False]
+        wrong = [check.line() for check in checks if check.holds is False]
         if wrong:
             raise StepFailed("; ".join(wrong[:_MOST_NAMED]))
-        return f"{sum(each.holds is True for each in checks)} checks passed"
+        return f"{sum(check.holds is True for check in checks)} checks passed"
 
     def _watch(self) -> None:
         self.progress.step = "serve"
@@ -286,10 +297,12 @@ class HealthApp:
         await answer(scope, receive, send)
 
 
-def prove_and_serve(how: StartOptions, host: str, port: int, say: Callable[[str], None]) -> int:
+def prove_and_serve(
+    start_options: StartOptions, host: str, port: int, say: Callable[[str], None]
+) -> int:
     """Prove, serve, and answer at the health endpoint until a signal arrives."""
     quiet_logs()
-    proven = ProvenStart(how, say)
+    proven = ProvenStart(start_options, say)
     with bound_socket(host, port) as listening:
         thread = threading.Thread(target=proven.run, name="degarble-proven", daemon=True)
         listener = Listener(HealthApp(proven.progress), Bounds(), lambda: None)
@@ -332,11 +345,11 @@ def read_line(arguments: Sequence[str]) -> tuple[StartOptions, str, int]:
             "COMMAND", "none", "the server's command after --", "Give: -- degarble serve CKPT."
         )
     read_answers(asked.answers)
-    how = StartOptions(
+    start_options = StartOptions(
         asked.checkpoint, tuple(command), asked.url, asked.answers, asked.against, asked.loader,
         not asked.structure_only, not asked.cpu, asked.seconds, _token(asked.token_file),
     )  # fmt: skip
-    return how, asked.health_host, asked.health_port
+    return start_options, asked.health_host, asked.health_port
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -347,8 +360,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.flush()
 
     try:
-        how, host, port = read_line(sys.argv[1:] if arguments is None else arguments)
-        return prove_and_serve(how, host, port, say) or EXIT_AGREES
+        start_options, host, port = read_line(sys.argv[1:] if arguments is None else arguments)
+        return prove_and_serve(start_options, host, port, say) or EXIT_AGREES
     except Refused as error:
         say(str(error))
         return error.exit_status

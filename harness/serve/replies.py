@@ -35,14 +35,14 @@ REASONING, CONTENT, CALLS = "reasoning_content", "content", "calls"
 class ParsedPiece:
     """The fields that a piece adds to. `problem`: where the turn left the encoding."""
 
-    said: dict[str, str] = field(default_factory=dict)  # field of a message to text
+    texts: dict[str, str] = field(default_factory=dict)  # field of a message to text
     calls: tuple[ToolCall, ...] = ()
     problem: str | None = None
 
     def add(self, where: str, text: str) -> None:
         """Append to a field."""
         if text:
-            self.said[where] = self.said.get(where, "") + text
+            self.texts[where] = self.texts.get(where, "") + text
 
 
 class StreamParser:
@@ -57,40 +57,40 @@ class StreamParser:
         self._mark = END_THINK if thinks else self._opening
         self._stops = Stops((self._mark,))
         self._shown = 0  # characters that are out, marks included
-        self._unsaid = ""  # the text of calls, and their opening
+        self._unsent = ""  # the text of calls, and their opening
 
     def add(self, piece: str) -> ParsedPiece:
         """Take a piece; return what is certain."""
-        made = ParsedPiece()
+        parsed_piece = ParsedPiece()
         self._whole += piece
         while self._where != CALLS:
             said = self._stops.add(piece)
-            made.add(self._where, said)
+            parsed_piece.add(self._where, said)
             self._shown += len(said)
             if self._stops.hit is None:
-                return made
+                return parsed_piece
             piece = self._whole[self._shown + len(self._mark) :]
             if self._where == CONTENT:
-                self._where, self._unsaid = CALLS, self._mark
+                self._where, self._unsent = CALLS, self._mark
                 break
             self._where, self._shown = CONTENT, self._shown + len(self._mark)
             self._mark = self._opening
             self._stops = Stops((self._mark,))
-        self._unsaid += piece
-        return made
+        self._unsent += piece
+        return parsed_piece
 
     def end(self) -> ParsedPiece:
         """Return what was held back, and the calls, or why the turn cannot be parsed."""
-        made = ParsedPiece()
+        piece = ParsedPiece()
         if self._where != CALLS:
-            made.add(self._where, self._stops.rest())
+            piece.add(self._where, self._stops.rest())
         try:
-            made.calls = self._chat.parse(self._whole, whole=False).calls
+            piece.calls = self._chat.parse(self._whole, whole=False).calls
         except Refused as error:
-            made.problem = str(error)
-        if not made.calls:
-            made.add(CONTENT, self._unsaid)
-        return made
+            piece.problem = str(error)
+        if not piece.calls:
+            piece.add(CONTENT, self._unsent)
+        return piece
 
 
 # --------------------------------------------------------------------------------------------------
@@ -108,33 +108,37 @@ def _reason(finish: Finish | None) -> str | None:
 class CompletionChoice:
     """One choice of a completion."""
 
-    def __init__(self, place: int, ask: SequenceRequest, desk: ServedModel, *, echo: bool) -> None:
-        self._place, self._ask = place, ask
+    def __init__(
+        self, place: int, request: SequenceRequest, served: ServedModel, *, echo: bool
+    ) -> None:
+        self._place, self._request = place, request
         self._offset = 0  # of the next token in the text
         self._whole: Change = self._change("", None)
         self._opening = ""
         if echo:
-            shown = desk.tokenizer.decode(ask.prompt[1:] if ask.silent_begin else ask.prompt)
-            self._opening = shown + (desk.gap if ask.limits.new_tokens else "")
+            shown = served.tokenizer.decode(
+                request.prompt[1:] if request.silent_begin else request.prompt
+            )
+            self._opening = shown + (served.gap if request.limits.new_tokens else "")
 
     def begin(self) -> list[Change]:
         """Return the delta that a stream begins with."""
-        # A scored echo is sent with the prompt's first scores, in `hear`.
-        if not self._opening or self._ask.scores_prompt:
+        # A scored echo is sent with the prompt's first scores, in `add`.
+        if not self._opening or self._request.scores_prompt:
             return []
         return [self._added(self._change(self._opening, None))]
 
-    def hear(self, piece: TextPiece) -> list[Change]:
+    def add(self, piece: TextPiece) -> list[Change]:
         """Add a piece; return its delta."""
         text = piece.text
         if piece.of_prompt and self._opening:
             text, self._opening = self._opening, ""
         change = self._change(text, _reason(piece.finish))
-        if self._ask.top is not None:
+        if self._request.top is not None:
             change["logprobs"] = self._scores(piece.tokens)
         return [self._added(change)]
 
-    def whole(self) -> Change:
+    def complete(self) -> Change:
         """Return the choice so far."""
         return self._whole
 
@@ -169,9 +173,9 @@ class CompletionChoice:
 class ChatChoice:
     """One choice of a chat completion."""
 
-    def __init__(self, place: int, ask: SequenceRequest, parting: StreamParser) -> None:
-        self._place, self._scored = place, ask.top is not None
-        self._parting = parting
+    def __init__(self, place: int, request: SequenceRequest, parting: StreamParser) -> None:
+        self._place, self._scored = place, request.top is not None
+        self._parser = parting
         self._message: Change = {"role": "assistant", "content": ""}
         self._scores: list[Change] = []
         self._finish: str | None = None
@@ -181,11 +185,11 @@ class ChatChoice:
         """Return the delta that a stream begins with."""
         return [self._change({"role": "assistant", "content": ""}, None)]
 
-    def hear(self, piece: TextPiece) -> list[Change]:
+    def add(self, piece: TextPiece) -> list[Change]:
         """Add a piece; return its delta."""
-        made = [self._told(self._parting.add(piece.text), piece.tokens)]
+        made = [self._deltas(self._parser.add(piece.text), piece.tokens)]
         if piece.finish is not None:
-            made.append(self._told(self._parting.end()))
+            made.append(self._deltas(self._parser.end()))
             calls = "tool_calls" in self._message
             self._finish = "tool_calls" if calls else _reason(piece.finish)
             last = self._change({}, self._finish)
@@ -194,7 +198,7 @@ class ChatChoice:
             made.append([last])
         return [change for changes in made for change in changes]
 
-    def whole(self) -> Change:
+    def complete(self) -> Change:
         """Return the choice so far."""
         made = {
             "index": self._place,
@@ -207,10 +211,10 @@ class ChatChoice:
     def _change(self, delta: Change, reason: str | None) -> Change:
         return {"index": self._place, "delta": delta, "logprobs": None, "finish_reason": reason}
 
-    def _told(self, parted: ParsedPiece, tokens: Iterable[ScoredToken] = ()) -> list[Change]:
+    def _deltas(self, parted: ParsedPiece, tokens: Iterable[ScoredToken] = ()) -> list[Change]:
         message: Change = self._message
-        delta: Change = dict(parted.said)
-        for name, text in parted.said.items():
+        delta: Change = dict(parted.texts)
+        for name, text in parted.texts.items():
             message[name] = message.get(name, "") + text
         if parted.calls:
             numbered = [
@@ -244,54 +248,57 @@ class ApiReply:
     """The answer to one request."""
 
     def __init__(
-        self, asked: CompletionRequest, desk: ServedModel, request: str | None = None
+        self, completion_request: CompletionRequest, served: ServedModel, request: str | None = None
     ) -> None:
-        self._asked, self._desk = asked, desk
-        kind = "cmpl" if asked.chat is None else "chatcmpl"
+        self._request, self._served = completion_request, served
+        kind = "cmpl" if completion_request.chat is None else "chatcmpl"
         self._head = {
             "id": f"{kind}-{request or uuid.uuid4().hex}",
             "created": int(time.time()),
-            "model": desk.name,
-            "system_fingerprint": desk.mark,
+            "model": served.name,
+            "system_fingerprint": served.mark,
         }
-        self._choices = [self._choice(n, ask) for n, ask in enumerate(asked.asks)]
-        self._new = [0] * len(asked.asks)
+        self._choices = [
+            self._choice(n, sequence_request)
+            for n, sequence_request in enumerate(completion_request.sequences)
+        ]
+        self._new = [0] * len(completion_request.sequences)
 
-    def _choice(self, place: int, ask: SequenceRequest) -> CompletionChoice | ChatChoice:
-        if self._asked.chat is None:
-            return CompletionChoice(place, ask, self._desk, echo=self._asked.echo)
-        return ChatChoice(place, ask, StreamParser(self._asked.chat))
+    def _choice(self, place: int, request: SequenceRequest) -> CompletionChoice | ChatChoice:
+        if self._request.chat is None:
+            return CompletionChoice(place, request, self._served, echo=self._request.echo)
+        return ChatChoice(place, request, StreamParser(self._request.chat))
 
     def begin(self) -> list[Change]:
         """Return the chunks that a stream begins with."""
-        return [self._chunk(change) for each in self._choices for change in each.begin()]
+        return [self._chunk(change) for choice in self._choices for change in choice.begin()]
 
-    def hear(self, piece: TextPiece) -> list[Change]:
+    def add(self, piece: TextPiece) -> list[Change]:
         """Add a piece; return its chunks."""
         self._new[piece.place] = piece.new_tokens
-        return [self._chunk(change) for change in self._choices[piece.place].hear(piece)]
+        return [self._chunk(change) for change in self._choices[piece.place].add(piece)]
 
     def end(self) -> list[Change]:
         """Return the chunk with the usage, where it is wanted."""
-        if not self._asked.usage_wanted:
+        if not self._request.usage_wanted:
             return []
         return [self._document(stream=True) | {"choices": [], "usage": self._usage()}]
 
-    def whole(self) -> Change:
+    def complete(self) -> Change:
         """Return the whole answer."""
-        choices = [each.whole() for each in self._choices]
+        choices = [choice.complete() for choice in self._choices]
         return self._document() | {"choices": choices, "usage": self._usage()}
 
     def _chunk(self, change: Change) -> Change:
         made = self._document(stream=True) | {"choices": [change]}
-        return made | {"usage": None} if self._asked.usage_wanted else made
+        return made | {"usage": None} if self._request.usage_wanted else made
 
     def _document(self, *, stream: bool = False) -> Change:
         kind = "text_completion"
-        if self._asked.chat is not None:
+        if self._request.chat is not None:
             kind = "chat.completion.chunk" if stream else "chat.completion"
         return {"object": kind, **self._head}
 
     def _usage(self) -> Change:
-        prompt, new = self._asked.prompt_tokens, sum(self._new)
+        prompt, new = self._request.prompt_tokens, sum(self._new)
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}

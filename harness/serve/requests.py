@@ -36,8 +36,8 @@ def read_object(body: bytes) -> dict[str, Any]:
     try:
         found = json.loads(text, parse_constant=_no_number, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
-        told = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise ApiError(400, f"body: no JSON: {told[:200]}", None, "invalid_json") from error
+        message = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ApiError(400, f"body: no JSON: {message[:200]}", None, "invalid_json") from error
     if not isinstance(found, dict):
         raise ApiError(400, "body: a JSON object is expected", None, "invalid_json")
     return found
@@ -117,7 +117,7 @@ class RequestFields:
             raise self._outside(name, found, low, high)
         return float(found)
 
-    def whole(self, name: str, low: int, high: int) -> int | None:
+    def integer(self, name: str, low: int, high: int) -> int | None:
         """Take a whole number within its range; None where it is absent."""
         found = self.any(name)
         if found is None:
@@ -152,14 +152,14 @@ class RequestFields:
             raise bad_parameter(self.named(name), f"{shown(found)} is no object", "invalid_type")
         return RequestFields(found, f"{self.named(name)}.")
 
-    def only(self, name: str, *values: object) -> None:
+    def require_one_of(self, name: str, *values: object) -> None:
         """Refuse a field whose value would have an effect that this server does not have."""
         found = self.any(name)
         # Types are compared as well: 1 is not true.
         if found is not None and not any(type(found) is type(v) and found == v for v in values):
             allowed = " or ".join(["leave it out", *(f"give {json.dumps(v)}" for v in values)])
-            told = f"{shown(found)} is not supported; {allowed}"
-            raise bad_parameter(self.named(name), told, "unsupported_value")
+            message = f"{shown(found)} is not supported; {allowed}"
+            raise bad_parameter(self.named(name), message, "unsupported_value")
 
     def end(self) -> None:
         """Refuse what is left."""
@@ -200,7 +200,7 @@ class Prompt:
 class CompletionRequest:
     """One request. Choice `n` of prompt `p` has the index p * choices + n."""
 
-    asks: tuple[SequenceRequest, ...]
+    sequences: tuple[SequenceRequest, ...]
     choices: int
     stream: bool = False
     usage_wanted: bool = False
@@ -210,63 +210,65 @@ class CompletionRequest:
     @property
     def prompt_tokens(self) -> int:
         """Return the tokens of all prompts, each prompt counted once, as OpenAI counts."""
-        return sum(len(each.prompt) for each in self.asks[:: self.choices])
+        return sum(len(ask.prompt) for ask in self.sequences[:: self.choices])
 
 
-def read_completion(raw: dict[str, Any], desk: ServedModel) -> CompletionRequest:
+def read_completion(raw: dict[str, Any], served: ServedModel) -> CompletionRequest:
     """Read a request for completions."""
     fields = RequestFields(raw)
-    require_model(fields, desk)
-    prompts = _prompts(fields, desk)
-    echo, top = fields.flag("echo"), fields.whole("logprobs", 0, MOST_LIKELIEST)
-    asked = read_choices(fields, CompletionRequest((), 1, echo=echo))
-    wanted = fields.whole("max_tokens", 0 if echo else 1, desk.bounds.new_tokens)
-    fields.only("best_of", asked.choices)
-    fields.only("suffix", "")
-    how = SamplingOptions.read(fields, desk)
+    require_model(fields, served)
+    prompts = _prompts(fields, served)
+    echo, top = fields.flag("echo"), fields.integer("logprobs", 0, MOST_LIKELIEST)
+    request = read_choices(fields, CompletionRequest((), 1, echo=echo))
+    wanted = fields.integer("max_tokens", 0 if echo else 1, served.bounds.new_tokens)
+    fields.require_one_of("best_of", request.choices)
+    fields.require_one_of("suffix", "")
+    sampling_options = SamplingOptions.read(fields, served)
     fields.end()
-    made = [
-        replace(ask, scores_prompt=echo and top is not None)
+    requests = [
+        replace(sequence_request, scores_prompt=echo and top is not None)
         for prompt in prompts
-        for ask in how.asks(prompt, asked.choices, wanted, COMPLETION_TOKENS, top)
+        for sequence_request in sampling_options.sequence_requests(
+            prompt, request.choices, wanted, COMPLETION_TOKENS, top
+        )
     ]
-    return replace(asked, asks=tuple(made))
+    return replace(request, sequences=tuple(requests))
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
     """Sampling and stops of all choices."""
 
-    desk: ServedModel
+    model: ServedModel
     sampling: Sampling
     stops: tuple[str, ...]
 
     @classmethod
-    def read(cls, fields: RequestFields, desk: ServedModel) -> SamplingOptions:
+    def read(cls, fields: RequestFields, served: ServedModel) -> SamplingOptions:
         """Read the fields; raise on those of other samplers."""
-        seed = fields.whole("seed", -_SEEDS, _SEEDS - 1)
+        seed = fields.integer("seed", -_SEEDS, _SEEDS - 1)
         sampling = Sampling(
             fields.number("temperature", 1.0, 0, 2),
             fields.number("top_p", 1.0, 0, 1),
             secrets.randbits(62) if seed is None else seed % _SEEDS,
         )
-        fields.only("presence_penalty", 0, 0.0)
-        fields.only("frequency_penalty", 0, 0.0)
-        fields.only("logit_bias", {})
+        fields.require_one_of("presence_penalty", 0, 0.0)
+        fields.require_one_of("frequency_penalty", 0, 0.0)
+        fields.require_one_of("logit_bias", {})
         fields.any("user")  # a name for the operator's books; this server keeps none
-        return cls(desk, sampling, fields.texts("stop", MOST_STOPS))
+        return cls(served, sampling, fields.texts("stop", MOST_STOPS))
 
-    def asks(
+    def sequence_requests(
         self, prompt: Prompt, choices: int, wanted: int | None, usual: int, top: int | None
     ) -> list[SequenceRequest]:
         """Make the sequences of one prompt, one a choice."""
-        room = self.desk.context - len(prompt.ids)
+        room = self.model.context - len(prompt.ids)
         if room < max(1, wanted or 0):
-            told = (
-                f"this model's context is {self.desk.context} tokens, and {len(prompt.ids)} of the"
+            message = (
+                f"this model's context is {self.model.context} tokens, and {len(prompt.ids)} of the"
                 f" prompt with {wanted or 1} new ones are more"
             )
-            raise ApiError(400, told, "max_tokens", "context_length_exceeded")
+            raise ApiError(400, message, "max_tokens", "context_length_exceeded")
         tokens = min(usual, room) if wanted is None else wanted
         limits = Limits(tokens, self.stops)
         seed = self.sampling.seed
@@ -282,28 +284,28 @@ class SamplingOptions:
         ]
 
 
-def require_model(fields: RequestFields, desk: ServedModel) -> None:
+def require_model(fields: RequestFields, served: ServedModel) -> None:
     """Refuse a request for another model."""
     name = fields.text("model")
-    if name != desk.name:
-        told = f"the model {shown(name)} is not served here; {shown(desk.name)} is"
-        raise ApiError(404, told, "model", "model_not_found")
+    if name != served.name:
+        message = f"the model {shown(name)} is not served here; {shown(served.name)} is"
+        raise ApiError(404, message, "model", "model_not_found")
 
 
-def read_choices(fields: RequestFields, asked: CompletionRequest) -> CompletionRequest:
+def read_choices(fields: RequestFields, request: CompletionRequest) -> CompletionRequest:
     """Read the number of choices, and whether the answer is streamed."""
-    choices = fields.whole("n", 1, MOST_CHOICES) or 1
+    choices = fields.integer("n", 1, MOST_CHOICES) or 1
     stream, options = fields.flag("stream"), fields.inner("stream_options")
     if options is not None and not stream:
         raise bad_parameter("stream_options", "only with stream: true")
     usage = options.flag("include_usage") if options else False
     if options is not None:
-        options.only("include_obfuscation", False)
+        options.require_one_of("include_obfuscation", False)
         options.end()
-    return replace(asked, choices=choices, stream=stream, usage_wanted=usage)
+    return replace(request, choices=choices, stream=stream, usage_wanted=usage)
 
 
-def _prompts(fields: RequestFields, desk: ServedModel) -> list[Prompt]:
+def _prompts(fields: RequestFields, served: ServedModel) -> list[Prompt]:
     """Read one or several texts or lists of ids."""
     found = fields.any("prompt")
     if found is None:
@@ -314,44 +316,44 @@ def _prompts(fields: RequestFields, desk: ServedModel) -> list[Prompt]:
         raise bad_parameter("prompt", f"{shown(found)} is no text, list of ids, or list of these")
     if len(several) > MOST_PROMPTS:
         raise bad_parameter("prompt", f"{len(several)} prompts; a request may bring {MOST_PROMPTS}")
-    return [_prompt(each, desk) for each in several]
+    return [_prompt(each, served) for each in several]
 
 
 def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _prompt(said: object, desk: ServedModel) -> Prompt:
+def _prompt(said: object, served: ServedModel) -> Prompt:
     if isinstance(said, str):
-        return encode_text(said, desk, "prompt", begin=True)
+        return encode_text(said, served, "prompt", begin=True)
     if not isinstance(said, list) or not said or not all(map(_is_id, said)):
         raise bad_parameter(
             "prompt", f"{shown(said)} is no text and no list of ids", "invalid_type"
         )
-    known = desk.model.config.vocab_size
+    known = served.model.config.vocab_size
     strange = [each for each in said if not 0 <= each < known]
     if strange:
         raise bad_parameter("prompt", f"id {shown(strange[0])}; ids are below {known}")
-    return _within(Prompt(tuple(said)), desk, "prompt")
+    return _within(Prompt(tuple(said)), served, "prompt")
 
 
-def encode_text(text: str, desk: ServedModel, param: str, *, begin: bool) -> Prompt:
+def encode_text(text: str, served: ServedModel, param: str, *, begin: bool) -> Prompt:
     """Encode a text; `begin`: BOS comes first unless the text has it."""
     try:
-        bare = desk.tokenizer.encode(text, begin=False)
-        ids = desk.tokenizer.encode(text) if begin else bare
+        bare = served.tokenizer.encode(text, begin=False)
+        ids = served.tokenizer.encode(text) if begin else bare
     except DegarbleError as error:
         raise bad_input(param, error) from error
     if not bare:
         raise bad_parameter(param, "a text of one token at least is expected")
-    return _within(Prompt(tuple(ids), len(ids) > len(bare)), desk, param)
+    return _within(Prompt(tuple(ids), len(ids) > len(bare)), served, param)
 
 
-def _within(prompt: Prompt, desk: ServedModel, param: str) -> Prompt:
-    most = min(desk.bounds.prompt_tokens, desk.context - 1)
+def _within(prompt: Prompt, served: ServedModel, param: str) -> Prompt:
+    most = min(served.bounds.prompt_tokens, served.context - 1)
     if len(prompt.ids) > most:
-        told = f"{len(prompt.ids)} tokens; this server takes {most}"
-        raise ApiError(400, f"{param}: {told}", param, "context_length_exceeded")
+        message = f"{len(prompt.ids)} tokens; this server takes {most}"
+        raise ApiError(400, f"{param}: {message}", param, "context_length_exceeded")
     return prompt
 
 
@@ -365,23 +367,23 @@ _LAST = ("user", "developer", "tool")
 _MOST_MESSAGES = 4096
 
 
-def read_chat(raw: dict[str, Any], desk: ServedModel) -> CompletionRequest:
+def read_chat(raw: dict[str, Any], served: ServedModel) -> CompletionRequest:
     """Read a request for a chat completion."""
     fields = RequestFields(raw)
-    require_model(fields, desk)
+    require_model(fields, served)
     messages, tools = _messages(fields), _tools(fields)
-    chat = desk.chat(_style(fields))
+    chat = served.chat(_style(fields))
     # The sequences are filled in below, when all fields have been read.
-    asked = read_choices(fields, CompletionRequest((), 1, chat=chat))
-    top = fields.whole("top_logprobs", 0, MOST_LIKELIEST)
+    request = read_choices(fields, CompletionRequest((), 1, chat=chat))
+    top = fields.integer("top_logprobs", 0, MOST_LIKELIEST)
     wants_scores = fields.flag("logprobs")
     if top is not None and not wants_scores:
         raise bad_parameter("top_logprobs", "only with logprobs: true")
-    wanted = _new_tokens(fields, desk)
-    how = SamplingOptions.read(fields, desk)
+    wanted = _new_tokens(fields, served)
+    sampling_options = SamplingOptions.read(fields, served)
     form = fields.inner("response_format")
     if form is not None:
-        form.only("type", "text")
+        form.require_one_of("type", "text")
         form.end()
     fields.end()
     try:
@@ -391,18 +393,22 @@ def read_chat(raw: dict[str, Any], desk: ServedModel) -> CompletionRequest:
     except RecursionError as error:
         raise bad_parameter("messages", "arguments of a call are nested too deeply") from error
     # The encoding writes BOS itself.
-    prompt = encode_text(text, desk, "messages", begin=False)
+    prompt = encode_text(text, served, "messages", begin=False)
     scores = (top or 0) if wants_scores else None
     return replace(
-        asked,
-        asks=tuple(how.asks(prompt, asked.choices, wanted, desk.bounds.new_tokens, scores)),
+        request,
+        sequences=tuple(
+            sampling_options.sequence_requests(
+                prompt, request.choices, wanted, served.bounds.new_tokens, scores
+            )
+        ),
     )
 
 
-def _new_tokens(fields: RequestFields, desk: ServedModel) -> int | None:
+def _new_tokens(fields: RequestFields, served: ServedModel) -> int | None:
     """Read the token limit by its new name, or by its old one."""
-    new = fields.whole("max_completion_tokens", 1, desk.bounds.new_tokens)
-    old = fields.whole("max_tokens", 1, desk.bounds.new_tokens)
+    new = fields.integer("max_completion_tokens", 1, served.bounds.new_tokens)
+    old = fields.integer("max_tokens", 1, served.bounds.new_tokens)
     if new is not None and old is not None and new != old:
         raise bad_parameter("max_tokens", f"{old} with max_completion_tokens {new}; give one")
     return old if new is None else new
@@ -441,7 +447,7 @@ def _tools(fields: RequestFields) -> list[dict[str, Any]]:
     choice = fields.any("tool_choice")
     if choice not in (None, "auto", "none"):
         raise bad_parameter("tool_choice", f"{shown(choice)} is not supported", "unsupported_value")
-    fields.only("parallel_tool_calls", True)
+    fields.require_one_of("parallel_tool_calls", True)
     return [] if choice == "none" else found or []
 
 
@@ -487,7 +493,7 @@ def _message(found: object, path: str) -> dict[str, Any]:
         for name in ("reasoning_content", "tool_calls"):
             if fields.has(name):
                 made[name] = _calls(fields, path) if name == "tool_calls" else fields.text(name)
-        fields.only("refusal")
+        fields.require_one_of("refusal")
     if role == "tool":
         made["tool_call_id"] = fields.text("tool_call_id")
     fields.end()
@@ -503,12 +509,12 @@ def _content(fields: RequestFields, path: str) -> str | None:
     found = fields.any("content")
     if isinstance(found, list) and len(found) == 1 and isinstance(found[0], dict):
         part = RequestFields(found[0], f"{path}.content[0].")
-        part.only("type", "text")
+        part.require_one_of("type", "text")
         found = part.text("text")
         part.end()
     if not isinstance(found, str):
-        told = f"{shown(found)} is no text; of parts one text is supported"
-        raise bad_parameter(f"{path}.content", told, "invalid_type")
+        message = f"{shown(found)} is no text; of parts one text is supported"
+        raise bad_parameter(f"{path}.content", message, "invalid_type")
     return found
 
 
@@ -520,7 +526,7 @@ def _calls(fields: RequestFields, path: str) -> list[dict[str, Any]]:
     for number, each in enumerate(found):
         call = RequestFields(each, f"{path}.tool_calls[{number}].")
         number_of_call = call.text("id", "")
-        call.only("type", "function")
+        call.require_one_of("type", "function")
         function = call.inner("function") or RequestFields(
             {}, f"{path}.tool_calls[{number}].function."
         )

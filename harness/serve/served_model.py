@@ -39,19 +39,19 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
-    def talker(self) -> TextGenerator:
+    def generator(self) -> TextGenerator:
         """Return what turns texts into ids."""
         return TextGenerator(self.model, GenerationOptions())
 
     @property
     def tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer."""
-        return self.talker.tokenizer
+        return self.generator.tokenizer
 
     @property
     def context(self) -> int:
         """Return how many tokens a prompt and its continuation may have together."""
-        return self.model.speaker.context
+        return self.model.logits_model.context
 
     @cached_property
     def mark(self) -> str:
@@ -68,12 +68,12 @@ class ServedModel:
 
     def chat(self, style: Style) -> Chat:
         """Return the chat encoding, in a style."""
-        if not self.talker.knows_chat:
-            told = (
+        if not self.generator.knows_chat:
+            message = (
                 f"the tokenizer of {self.name} has no marks of a conversation, so a chat cannot be"
                 " written as the model was trained on it; use /v1/completions"
             )
-            raise ApiError(400, told, "messages", "chat_unavailable")
+            raise ApiError(400, message, "messages", "chat_unavailable")
         try:
             return chat_of(self.model.config, self.model.checkpoint.root, style)
         except DegarbleError as error:  # V3.2 knows no effort
@@ -103,18 +103,21 @@ class ServedModel:
     @cached_property
     def computed(self) -> tuple[dict[str, str], ...]:
         """Return what computes each component of each layer, and in which formats, as labels."""
-        model, known = self.model, {each.name: each for each in parameters(self.model.config)}
+        model, known = (
+            self.model,
+            {parameter.name: parameter for parameter in parameters(self.model.config)},
+        )
         rows = []
-        for each in components(model.config, model.recipe):
-            if each.name not in model.speaker.bound.calls:
+        for component in components(model.config, model.recipe):
+            if component.name not in model.logits_model.bound.calls:
                 continue
-            named = (known[name] for name in each.weights)
+            named = (known[name] for name in component.weights)
             linears = {model.recipe.format_of(p) for p in named if p.kind is Kind.LINEAR}
             weights = " ".join(sorted({formats.weight for formats in linears}))
             taken = sorted({formats.activation for formats in linears})
             row = {
-                "layer": "" if each.layer is None else str(each.layer),
-                "component": each.role,
+                "layer": "" if component.layer is None else str(component.layer),
+                "component": component.role,
                 "weights": weights,
                 "activations": " ".join(taken) if model.arithmetic == "twin" else "",
                 "backend": BACKEND,

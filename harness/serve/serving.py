@@ -87,8 +87,8 @@ class Connection(H11Protocol):
         self._tail: asyncio.TimerHandle | None = None  # rest of a body answered early
         self._stall: asyncio.TimerHandle | None = None
         if len(self.connections) > self.bounds.connections:
-            told = f"{self.bounds.connections} connections are open"
-            self._refuse(ApiError(503, told, None, "connections", retry_after=1))
+            message = f"{self.bounds.connections} connections are open"
+            self._refuse(ApiError(503, message, None, "connections", retry_after=1))
         else:
             self._await_head()
 
@@ -141,8 +141,8 @@ class Connection(H11Protocol):
             self._head = self.loop.call_later(self.bounds.head_seconds, self._no_head)
 
     def _no_head(self) -> None:
-        told = f"the request's head was not complete within {self.bounds.head_seconds:g} s"
-        self._refuse(ApiError(408, told, None, "timeout"))
+        message = f"the request's head was not complete within {self.bounds.head_seconds:g} s"
+        self._refuse(ApiError(408, message, None, "timeout"))
 
     def _refuse(self, error: ApiError) -> None:
         """Write a whole error answer and close."""
@@ -240,28 +240,32 @@ class Serving:
     captures: Path | None = None  # the folder that the capture switch writes to
 
 
-def serve(how: Serving, say: Callable[[dict[str, str]], None]) -> None:
+def serve(serving: Serving, say: Callable[[dict[str, str]], None]) -> None:
     """Serve until a signal arrives; `say` receives what is served and where, once."""
     quiet_logs()
     with (
-        bound_socket(how.host, how.port) as listening,
-        open_model(how.checkpoint, how.numerics) as model,
+        bound_socket(serving.host, serving.port) as listening,
+        open_model(serving.checkpoint, serving.numerics) as model,
     ):
-        desk = ServedModel(model, how.name or how.checkpoint.resolve().name, how.bounds)
+        served = ServedModel(
+            model, serving.name or serving.checkpoint.resolve().name, serving.bounds
+        )
         metrics = Metrics()
-        switch = None if how.captures is None else RequestCapture(how.captures, model)
-        engine = Engine(model.speaker, desk.tokenizer, how.bounds.sequences, metrics, switch)
-        gate = AccessControl.of(how.host, how.token, anyone=how.anyone)
-        service = Service(desk, engine, gate, metrics, switch)
+        switch = None if serving.captures is None else RequestCapture(serving.captures, model)
+        engine = Engine(
+            model.logits_model, served.tokenizer, serving.bounds.sequences, metrics, switch
+        )
+        gate = AccessControl.for_host(serving.host, serving.token, anyone=serving.anyone)
+        service = Service(served, engine, gate, metrics, switch)
 
         def stopping() -> None:
             service.stopping = True
 
-        listener = Listener(service.app(), how.bounds, stopping)
+        listener = Listener(service.app(), serving.bounds, stopping)
         listener.give_up = engine.stop
         place = listening.getsockname()
         host = f"[{place[0]}]" if ":" in place[0] else place[0]
-        say({"model": desk.name, "mark": desk.mark, "url": f"http://{host}:{place[1]}/v1"})
+        say({"model": served.name, "mark": served.mark, "url": f"http://{host}:{place[1]}/v1"})
 
         def ended() -> None:
             listener.should_exit = True

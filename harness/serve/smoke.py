@@ -48,12 +48,12 @@ class SmokeCheck:
 
     name: str
     holds: bool | None  # None: the server has no such thing
-    told: str
+    observed: str
 
     def line(self) -> str:
         """Return it as a line of text."""
         word = {True: "ok", False: "FAILED", None: "not requested"}[self.holds]
-        return f"{word:9} {self.name}: {self.told}"
+        return f"{word:9} {self.name}: {self.observed}"
 
 
 class Server:
@@ -110,8 +110,8 @@ def _answered(server: Server, model: str, known: dict[str, Any]) -> Iterator[Smo
         return
     text, expected = str(found["choices"][0]["text"]), known["answer"]
     share = alike(text, expected)
-    told = f"{share:.0%} of {_shown(expected)} to {_shown(known['prompt'])}; {_shown(text)}"
-    yield SmokeCheck("known answer", share >= LEAST_ALIKE, told)
+    message = f"{share:.0%} of {_shown(expected)} to {_shown(known['prompt'])}; {_shown(text)}"
+    yield SmokeCheck("known answer", share >= LEAST_ALIKE, message)
     reason = garbage(text)
     yield SmokeCheck("text", not reason, reason or f"{len(text.split())} words")
 
@@ -160,12 +160,12 @@ def _likely(server: Server, model: str, known: dict[str, Any]) -> SmokeCheck:
     if status != 200:
         return SmokeCheck("likelihood", None, f"{status}: {_error(found)}")
     scores = (found["choices"][0].get("logprobs") or {}).get("token_logprobs") or []
-    known_scores = [each for each in scores[:-1] if isinstance(each, (int, float))]
+    known_scores = [score for score in scores[:-1] if isinstance(score, (int, float))]
     if not known_scores:
         return SmokeCheck("likelihood", None, "no log-probabilities came back")
     mean, least = sum(known_scores) / len(known_scores), known["mean"] - LIKELIHOOD_SLACK
-    told = f"{mean:.2f} nats a token of {_shown(known['prompt'])}, {known['mean']:.2f} expected"
-    return SmokeCheck("likelihood", mean >= least, told)
+    message = f"{mean:.2f} nats a token of {_shown(known['prompt'])}, {known['mean']:.2f} expected"
+    return SmokeCheck("likelihood", mean >= least, message)
 
 
 def _chat(server: Server, model: str) -> SmokeCheck:
@@ -188,10 +188,10 @@ def read_answers(path: Path) -> dict[str, Any]:
         found = json.loads(read_small_text(path, _LARGEST))
         answers = found["answers"]
         sound = bool(answers) and all(
-            isinstance(each["prompt"], str)
-            and isinstance(each["answer"], str)
-            and isinstance(each["mean"], (int, float))
-            for each in answers
+            isinstance(answer["prompt"], str)
+            and isinstance(answer["answer"], str)
+            and isinstance(answer["mean"], (int, float))
+            for answer in answers
         )
     except (ValueError, KeyError, TypeError) as error:
         raise _no_answers(path, str(error)) from error
@@ -216,10 +216,12 @@ def make_answers(checkpoint: Path, prompts: Sequence[str]) -> dict[str, Any]:
 
     made = []
     with open_model(checkpoint) as model:
-        talker = TextGenerator(model, GenerationOptions(limits=Limits(NEW_TOKENS)))
-        for prompt, speech in zip(prompts, talker.speak(list(prompts)).speeches, strict=True):
-            mean = -talker.surprise(prompt).loss
-            made.append({"prompt": prompt, "answer": speech.text, "mean": mean})
+        generator = TextGenerator(model, GenerationOptions(limits=Limits(NEW_TOKENS)))
+        for prompt, continuation in zip(
+            prompts, generator.speak(list(prompts)).speeches, strict=True
+        ):
+            mean = -generator.surprise(prompt).loss
+            made.append({"prompt": prompt, "answer": continuation.text, "mean": mean})
     return {"model": checkpoint.resolve().name, "answers": made}
 
 
@@ -252,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if asked.make is not None and asked.prompts is not None:
             lines = read_small_text(asked.prompts, _LARGEST).splitlines()
-            made = make_answers(asked.make, [each for each in lines if each.strip()])
+            made = make_answers(asked.make, [line for line in lines if line.strip()])
             asked.answers.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
             return 0
         if asked.url is None:
@@ -262,8 +264,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (DegarbleError, OSError) as error:
         sys.stderr.write(f"smoke: {error}\n")
         return 2
-    sys.stdout.write("".join(f"{each.line()}\n" for each in checks))
-    return int(any(each.holds is False for each in checks))
+    sys.stdout.write("".join(f"{check.line()}\n" for check in checks))
+    return int(any(check.holds is False for check in checks))
 
 
 if __name__ == "__main__":

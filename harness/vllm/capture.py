@@ -50,15 +50,15 @@ class CaptureWorker:
 
     def degarble_capture_state(self) -> dict[str, Any]:
         """Return the progress of this rank."""
-        found: _Rank | None = vars(self).get(_Rank.NAME)
-        return {"open": False} if found is None else {"open": True} | found.capture.state
+        rank: _Rank | None = vars(self).get(_Rank.NAME)
+        return {"open": False} if rank is None else {"open": True} | rank.capture.state
 
     def degarble_capture_close(self) -> dict[str, Any]:
         """Close it, and take everything of ours away."""
-        found: _Rank | None = vars(self).pop(_Rank.NAME, None)
-        if found is None:
+        rank: _Rank | None = vars(self).pop(_Rank.NAME, None)
+        if rank is None:
             return {"refused": "no capture is open on this rank"}
-        return _told(found.close)
+        return _told(rank.close)
 
 
 def _told(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -97,16 +97,16 @@ class _Rank:
         own = folder / f"rank-{worker.rank:04}"
         capture = EngineCapture(own, model, places, CaptureRequest.of_json(raw))
         stack = ExitStack()
-        made = cls(capture, stack, str(worker.vllm_config.model_config.quantization))
+        rank = cls(capture, stack, str(worker.vllm_config.model_config.quantization))
         try:
-            _watch_batches(runner, made.note, stack)
-            hook = model.register_forward_pre_hook(made.begin, prepend=True, with_kwargs=True)
+            _watch_batches(runner, rank.note, stack)
+            hook = model.register_forward_pre_hook(rank.begin, prepend=True, with_kwargs=True)
             stack.callback(hook.remove)
         except BaseException:
             stack.close()
             capture.close()
             raise
-        setattr(worker, cls.NAME, made)
+        setattr(worker, cls.NAME, rank)
         return {"rank": worker.rank, "ranks": ranks, "checkpoint": _checkpoint(worker)}
 
     def note(self, batch: list[tuple[str, int]]) -> None:
@@ -175,7 +175,7 @@ def _watch_batches(
     def prepared(scheduler_output: Any, *given: Any, **named: Any) -> Any:
         made = own(scheduler_output, *given, **named)
         if hasattr(made, "req_ids"):
-            counts = [int(each) for each in made.num_scheduled_tokens[: len(made.req_ids)]]
+            counts = [int(token) for token in made.num_scheduled_tokens[: len(made.req_ids)]]
             note(list(zip(made.req_ids, counts, strict=True)))
         else:
             new = scheduler_output.num_scheduled_tokens
@@ -208,7 +208,7 @@ class CaptureSwitch:
         request = Request(scope, receive)
         try:
             self._admit(request)
-            found, status = await self._asked(request), 200
+            found, status = await self._read_request(request), 200
         except ApiError as error:
             found, status = error.document(), error.status
         except DegarbleError as error:
@@ -226,9 +226,9 @@ class CaptureSwitch:
         client = (request.scope.get("client") or ("",))[0]
         if self._token is None and client not in LOOPBACK:
             raise ApiError(403, "captures are for this machine alone", None, "unknown_host")
-        AccessControl.of("127.0.0.1", self._token, anyone=False).admit(PATH, request.headers)
+        AccessControl.for_host("127.0.0.1", self._token, anyone=False).admit(PATH, request.headers)
 
-    async def _asked(self, request: Any) -> dict[str, Any]:
+    async def _read_request(self, request: Any) -> dict[str, Any]:
         engine = request.scope["app"].state.engine_client
         if request.method == "GET":
             return {"ranks": await engine.collective_rpc("degarble_capture_state")}
@@ -245,18 +245,18 @@ class CaptureSwitch:
                 "capture", "open already" if self._place else f"{len(body)} bytes",
                 "one at a time, asked for in 64 KiB", "Close it first.",
             )  # fmt: skip
-        asked = CaptureRequest.of_json(read_object(body) if body else {})
+        request = CaptureRequest.of_json(read_object(body) if body else {})
         assert self._folder is not None, "the path is answered only with a folder"
         self._folder.mkdir(parents=True, exist_ok=True)
         place = Path(tempfile.mkdtemp(prefix="capture-", dir=self._folder))
-        spec = json.dumps({"folder": str(place), "asked": asked.document()})
+        spec = json.dumps({"folder": str(place), "asked": request.document()})
         replies = await engine.collective_rpc("degarble_capture_open", args=(spec,))
-        if any("refused" in each for each in replies):
+        if any("refused" in reply for reply in replies):
             await engine.collective_rpc("degarble_capture_close")
             shutil.rmtree(place, ignore_errors=True)
         _require(replies)
         self._place = place
-        return {"state": "open", "capture": place.name, "asked": asked.document()}
+        return {"state": "open", "capture": place.name, "asked": request.document()}
 
     async def _closed(self, engine: Any) -> dict[str, Any]:
         place, self._place = self._place, None
@@ -266,13 +266,13 @@ class CaptureSwitch:
         _require(replies)
         checkpoint = Path(engine.vllm_config.model_config.model)
         apart = joined(checkpoint, place, replies[0])
-        told = {name: replies[0][name] for name in ("requests", "calls", "ended", "unseen")}
-        return {"state": "closed", "capture": place.name, "ranks_apart": apart} | told
+        fields = {name: replies[0][name] for name in ("requests", "calls", "ended", "unseen")}
+        return {"state": "closed", "capture": place.name, "ranks_apart": apart} | fields
 
 
 def _require(replies: Sequence[dict[str, Any]]) -> None:
     """Raise the first rank's refusal."""
-    refused = next((each["refused"] for each in replies if "refused" in each), None)
+    refused = next((reply["refused"] for reply in replies if "refused" in reply), None)
     if refused is not None:
         raise InvalidArgument("vLLM's worker", refused, "a capture", "See docs/capture-engine.md.")
 
@@ -319,7 +319,7 @@ def capture_vllm(
     checkpoint: Path,
     prompts: Sequence[Sequence[int]],
     folder: Path,
-    how: CaptureSettings,
+    capture_settings: CaptureSettings,
     make: Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
     """Run token ids through vLLM in this process, on one rank, and capture every request."""
@@ -327,15 +327,15 @@ def capture_vllm(
     from degarble.harness.report.files import require_folder  # noqa: PLC0415
 
     require_folder("--out", folder)
-    asked: CaptureRequest = replace(
-        CaptureRequest(how.wanted), count=len(prompts), nbytes=MOST_BYTES
+    request: CaptureRequest = replace(
+        CaptureRequest(capture_settings.wanted), count=len(prompts), nbytes=MOST_BYTES
     )
     engine = (make or _engine())(
         model=str(checkpoint), enforce_eager=True, worker_extension_cls=EXTENSION
     )
-    spec = json.dumps({"folder": str(folder), "asked": asked.document()})
+    spec = json.dumps({"folder": str(folder), "asked": request.document()})
     _require(engine.collective_rpc("degarble_capture_open", args=(spec,)))
-    engine.generate_ids([list(each) for each in prompts], how.new_tokens)
+    engine.generate_ids([list(prompt) for prompt in prompts], capture_settings.new_tokens)
     replies = engine.collective_rpc("degarble_capture_close")
     _require(replies)
     found: dict[str, Any] = replies[0]
@@ -357,8 +357,8 @@ class FromVllm:
         )
 
         apart = self.state["ranks_apart"]
-        told = [f"{len(apart)} copies differ between ranks, such as {apart[0]}"] if apart else []
-        return [*capture_lines(Capture.open(self.folder)), *told, f"Wrote {self.folder}"]
+        lines = [f"{len(apart)} copies differ between ranks, such as {apart[0]}"] if apart else []
+        return [*capture_lines(Capture.open(self.folder)), *lines, f"Wrote {self.folder}"]
 
     def document(self) -> dict[str, Any]:
         """Return the summary as a JSON document."""
@@ -367,11 +367,11 @@ class FromVllm:
 
 
 def from_vllm(
-    checkpoint: Path, prompts: Sequence[Any], folder: Path, how: CaptureSettings
+    checkpoint: Path, prompts: Sequence[Any], folder: Path, capture_settings: CaptureSettings
 ) -> FromVllm:
     """Capture what vLLM makes of prompts: texts, or conversations in the official encoding."""
-    wrong = "--patch" if how.patch is not None else "--statistics-only"
-    if how.patch is not None or how.statistics_only:
+    wrong = "--patch" if capture_settings.patch is not None else "--statistics-only"
+    if capture_settings.patch is not None or capture_settings.statistics_only:
         raise InvalidArgument(
             wrong, "with --backend vllm", "an engine as it is, and its tensors",
             f"Leave {wrong} out.",
@@ -382,10 +382,10 @@ def from_vllm(
     from degarble.harness.inference.model import open_model  # noqa: PLC0415
 
     with open_model(checkpoint) as model:
-        chat = any(isinstance(each, list) for each in prompts)
-        talker = TextGenerator(model, GenerationOptions(chat=chat))
-        ids = [talker.ids_of(each) for each in prompts]
-    return FromVllm(folder, capture_vllm(checkpoint, ids, folder, how, make))
+        chat = any(isinstance(prompt, list) for prompt in prompts)
+        generator = TextGenerator(model, GenerationOptions(chat=chat))
+        ids = [generator.ids_of(prompt) for prompt in prompts]
+    return FromVllm(folder, capture_vllm(checkpoint, ids, folder, capture_settings, make))
 
 
 def _engine() -> Callable[..., Any]:
@@ -401,6 +401,6 @@ def _engine() -> Callable[..., Any]:
         def generate_ids(self, prompts: list[list[int]], new: int) -> None:
             """Continue prompts greedily."""
             how = vllm.SamplingParams(temperature=0.0, max_tokens=new)
-            self.generate([{"prompt_token_ids": each} for each in prompts], how)
+            self.generate([{"prompt_token_ids": prompt} for prompt in prompts], how)
 
     return Engine

@@ -197,7 +197,7 @@ def described(found: Any) -> dict[str, Any]:
     if inspect.isclass(found) and issubclass(found, enum.Enum):
         return {"kind": "enum", "members": {each.name: each.value for each in found}}
     if is_dataclass(found) and inspect.isclass(found):
-        return {"kind": "dataclass", "fields": [each.name for each in fields(found)]}
+        return {"kind": "dataclass", "fields": [field.name for field in fields(found)]}
     if inspect.isclass(found):
         return {"kind": "class", "abstract": sorted(getattr(found, "__abstractmethods__", ()))}
     if isinstance(found, (staticmethod, classmethod)):
@@ -214,8 +214,8 @@ def described(found: Any) -> dict[str, Any]:
 def _parameters(function: Any) -> list[list[Any]]:
     signature = inspect.signature(function)
     return [
-        [each.name, each.kind.name, each.default is not inspect.Parameter.empty]
-        for each in signature.parameters.values()
+        [parameter.name, parameter.kind.name, parameter.default is not inspect.Parameter.empty]
+        for parameter in signature.parameters.values()
     ]
 
 
@@ -251,7 +251,10 @@ def misfits(override: Override, source: str, record: Mapping[str, Mapping[str, A
     theirs = record[override.theirs]["parameters"]
     given = method.args
     positional = [each.arg for each in (*given.posonlyargs, *given.args)]
-    keywords = {each.arg: default for each, default in zip(given.kwonlyargs, given.kw_defaults)}  # noqa: B905
+    keywords = {
+        kwonlyarg.arg: default
+        for kwonlyarg, default in zip(given.kwonlyargs, given.kw_defaults)  # noqa: B905
+    }
     told = []
     for place, (name, kind, _) in enumerate(theirs):
         if kind == "VAR_POSITIONAL":

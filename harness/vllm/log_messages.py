@@ -73,7 +73,7 @@ def leave(folder: Path, rank: int, banner: Banner, running: Sequence[RunningPart
             "schema": SCHEMA,
             "rank": rank,
             "banner": asdict(banner),
-            "running": [each._asdict() for each in running],
+            "running": [part._asdict() for part in running],
         }
     )
     path = folder / f"rank-{rank}.json"
@@ -103,11 +103,11 @@ def read_records(folder: Path) -> dict[int, list[RunningPart]]:
 
 def labels(rank: int, running: Iterable[RunningPart]) -> list[dict[str, str]]:
     """Return the labels of degarble_part_info for a rank."""
-    return [{"rank": str(rank), **each._asdict()} for each in running]
+    return [{"rank": str(rank), **part._asdict()} for part in running]
 
 
 def lines(running: Sequence[RunningPart]) -> list[str]:
     """Say what runs where, and how much of it is whose."""
-    mine = sum(each.by == "degarble" for each in running)
+    mine = sum(part.by == "degarble" for part in running)
     head = f"{len(running)} parts: {mine} by degarble, {len(running) - mine} by vllm"
-    return [head, *(each.line() for each in running)]
+    return [head, *(part.line() for part in running)]

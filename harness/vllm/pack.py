@@ -96,7 +96,7 @@ def for_gpu(data: bytes, architecture: int) -> bytes:
     """Zero machine code of other GPUs; PTX stays if there is no code for this one."""
     made = bytearray(data)
     for entries in containers(data):
-        has = any(each.kind == ELF and each.architecture == architecture for each in entries)
+        has = any(entry.kind == ELF and entry.architecture == architecture for entry in entries)
         for kind, other, begin, end in entries:
             own = kind == ELF and other == architecture
             if not own and (has or kind == ELF or other > architecture):
@@ -131,8 +131,8 @@ def files_of(wheels: Sequence[Path], architecture: int) -> Iterator[tuple[str, b
 
 def pack(wheels: Path, to: Path, architecture: int, part: int = PART) -> list[Path]:
     """Write the parts, their digests and the script; return the parts."""
-    found = sorted(wheels.glob("*.whl"))
-    if not any(each.name.startswith("vllm-") for each in found):
+    paths = sorted(wheels.glob("*.whl"))
+    if not any(path.name.startswith("vllm-") for path in paths):
         raise InvalidArgument(
             "WHEELS", str(wheels), "a folder with vLLM's wheel", "make vllm-pack fetches it."
         )
@@ -141,7 +141,7 @@ def pack(wheels: Path, to: Path, architecture: int, part: int = PART) -> list[Pa
     require_folder("DEST", to)
     whole = BytesIO()
     with tarfile.open(fileobj=whole, mode="w:xz", preset=6) as archive:
-        for name, data in files_of(found, architecture):
+        for name, data in files_of(paths, architecture):
             info = tarfile.TarInfo(name)
             info.size = len(data)
             archive.addfile(info, BytesIO(data))
@@ -150,7 +150,7 @@ def pack(wheels: Path, to: Path, architecture: int, part: int = PART) -> list[Pa
     for number, begin in enumerate(range(0, len(data), part)):
         made.append(to / f"pack.{number:02}")
         made[-1].write_bytes(data[begin : begin + part])
-    sums = [f"{hashlib.sha256(each.read_bytes()).hexdigest()}  {each.name}" for each in made]
+    sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}" for path in made]
     (to / "SHA256SUMS").write_text("\n".join(sums) + "\n", encoding="utf-8")
     (to / "unpack.sh").write_text(JOIN, encoding="utf-8")
     return made
@@ -164,12 +164,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gpu", type=int, default=90, help="compute capability, without its dot")
     given = parser.parse_args(arguments)
     try:
-        made = pack(given.wheels, given.to, given.gpu)
+        paths = pack(given.wheels, given.to, given.gpu)
     except DegarbleError as error:
         print(f"REFUSED: {error}", file=sys.stderr)  # noqa: T201  a command's own line
         return error.exit_status
-    for each in made:
-        print(f"{each}  {each.stat().st_size:,} bytes")  # noqa: T201  a command's own lines
+    for path in paths:
+        print(f"{path}  {path.stat().st_size:,} bytes")  # noqa: T201  a command's own lines
     return 0
 
 

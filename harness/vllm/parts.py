@@ -210,7 +210,7 @@ def kernel_of(part: str, form: str, target: str, options: PluginOptions) -> Part
 
 def graph_level(kernels: Sequence[PartKernel | None], theirs: str) -> str:
     """Return the lowest level of CUDA graphs; `theirs`: what vLLM declares for its own builder."""
-    levels = [theirs, *(each.graphs for each in kernels if each is not None)]
+    levels = [theirs, *(kernel.graphs for kernel in kernels if kernel is not None)]
     return min(levels, key=GRAPHS.index)
 
 

@@ -90,9 +90,9 @@ def prove_start(folder: Path, ranks: tuple[int, int, int] = (1, 1, 1)) -> StartP
             formats=formats,
             stored={
                 name: StoredTensorFacts(
-                    tuple(each.shape), each.nbytes, ".experts." in name, name.startswith("mtp.")
+                    tuple(entry.shape), entry.nbytes, ".experts." in name, name.startswith("mtp.")
                 )
-                for name, each in checkpoint.entries.items()
+                for name, entry in checkpoint.entries.items()
             },
             config=inventory.config,
         )
@@ -105,17 +105,17 @@ def as_stored(inventory: Inventory, ranks: tuple[int, int, int]) -> LoaderMap:
     from degarble.harness.checkpoint.audit.structure.inventory import stored_recipe  # noqa: PLC0415
 
     # Trap: vLLM's own formats may not be cut over these ranks where the stored ones can be.
-    made = engine_map(inventory, "vllm", Ranks(*ranks), stored_recipe(inventory))
-    engine = made.parameters
+    loader_map = engine_map(inventory, "vllm", Ranks(*ranks), stored_recipe(inventory))
+    engine = loader_map.parameters
     assert isinstance(engine, EngineLayout), "an engine's map has its layout"
     assert not isinstance(engine.layout, str), "an engine's map has its layout as a record"
     layout = replace(engine.layout, no_drafter=NO_DRAFTER)
     return replace(
-        made,
-        name=f"{made.name}, with degarble's linears",
+        loader_map,
+        name=f"{loader_map.name}, with degarble's linears",
         parameters=replace(engine, layout=layout, recipe=layout.recipe),
         convert=(),
-        elsewhere=(Elsewhere(r"^mtp\.", NO_DRAFTER), *made.elsewhere),
+        elsewhere=(Elsewhere(r"^mtp\.", NO_DRAFTER), *loader_map.elsewhere),
     )
 
 
@@ -126,13 +126,13 @@ def formats_of(inventory: Inventory, loader_map: LoaderMap) -> dict[str, str]:
 
     engine: Any = loader_map.parameters
     layout = engine.layout
-    known = {each.name for each in tensors_of(inventory.config, layout)}
+    known = {tensor.name for tensor in tensors_of(inventory.config, layout)}
     rules = NameRules(loader_map, known)
     found: dict[str, Counter[str]] = defaultdict(Counter)
-    for each in inventory.linears:
-        resolved = rules.resolve(f"{each.module}.weight")
+    for linear in inventory.linears:
+        resolved = rules.resolve(f"{linear.module}.weight")
         if resolved.outcome is NameOutcome.PLACED:
-            found[module_of(resolved.target)][str(each.weight)] += 1
+            found[module_of(resolved.target)][str(linear.weight)] += 1
     for module, formats in found.items():
         if len(formats) > 1:
             raise PartnersMismatch(
@@ -165,12 +165,12 @@ def module_of(parameter: str) -> str:
 
 def require_no_errors(findings: Iterable[Finding]) -> None:
     """Refuse to load what the proof found wrong."""
-    errors = [each for each in findings if each.level == "error"]
+    errors = [finding for finding in findings if finding.level == "error"]
     if errors:
-        told = "; ".join(f"{each.rule}: {each.message}" for each in errors[:_FEW])
+        text = "; ".join(f"{error.rule}: {error.message}" for error in errors[:_FEW])
         more = f" and {len(errors) - _FEW} more" if len(errors) > _FEW else ""
         raise LayoutMismatch(
-            "loader proof", f"{told}{more}", "a checkpoint that vLLM's loader places whole",
+            "loader proof", f"{text}{more}", "a checkpoint that vLLM's loader places whole",
             "degarble audit CKPT --loader vllm lists all of it.",
         )  # fmt: skip
 

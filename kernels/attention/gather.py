@@ -153,18 +153,18 @@ def within(key: Any, width: Any) -> Any:
     return key < width
 
 
-def standpoint(how: GatherPlan) -> tuple[Any, Any]:
+def standpoint(plan: GatherPlan) -> tuple[Any, Any]:
     """Return the lane, and the warp's number among the producers."""
     thread, _, _ = cute.arch.thread_idx()
-    return Uint32(thread % rows.LANES), Uint32(thread % how.threads // rows.LANES)
+    return Uint32(thread % rows.LANES), Uint32(thread % plan.threads // rows.LANES)
 
 
-def slot_of(lists: tuple[List, List], tile: Any, widths: tuple[Any, Any], how: GatherPlan) -> Any:
+def slot_of(lists: tuple[List, List], tile: Any, widths: tuple[Any, Any], plan: GatherPlan) -> Any:
     """Issue the read of the slot of a lane's row of a tile; -1 where none counts."""
-    lane, warp = (Int32(each) for each in standpoint(how))
+    lane, warp = (Int32(each) for each in standpoint(plan))
     far, of = list_of(lists, tile, widths)
-    key = ops.select(far, tile - widths[0], tile) * facts.TILE + warp * how.rows_of_warp + lane
-    wanted = (lane < how.rows_of_warp) & within(key, of.width)
+    key = ops.select(far, tile - widths[0], tile) * facts.TILE + warp * plan.rows_of_warp + lane
+    wanted = (lane < plan.rows_of_warp) & within(key, of.width)
     address = of.indices + Int64(key) * 4
     return Int32(ptx.index_if(address, ops.select(wanted, Uint32(1), Uint32(0))))
 
@@ -176,7 +176,7 @@ def list_of(lists: tuple[List, List], tile: Any, widths: tuple[Any, Any]) -> tup
 
 
 def rows_of(
-    slot: Any, lists: tuple[List, List], tile: Any, widths: tuple[Any, Any], how: GatherPlan
+    slot: Any, lists: tuple[List, List], tile: Any, widths: tuple[Any, Any], plan: GatherPlan
 ) -> GatheredRows:
     """Return the addresses of a warp's rows of a tile, and issue reads of eight-byte scales."""
     _, of = list_of(lists, tile, widths)
@@ -184,11 +184,11 @@ def rows_of(
     present = Uint32(cute.arch.vote_ballot_sync(inside))
     beyond = Uint32(cute.arch.vote_ballot_sync(outside))
     # An absent row has the address of slot 0 and is never read (size 0 or predicate).
-    values, scales = slot_address(Uint32(ops.select(inside, slot, Int32(0))), of, how.entry)
+    values, scales = slot_address(Uint32(ops.select(inside, slot, Int32(0))), of, plan.entry)
     codes: tuple[Any, ...] = ()
-    if how.entry.scale_bytes == UNIT:
-        lane, _ = standpoint(how)
-        for first in range(0, how.rows_of_warp, ROWS_OF_CODES):
+    if plan.entry.scale_bytes == UNIT:
+        lane, _ = standpoint(plan)
+        for first in range(0, plan.rows_of_warp, ROWS_OF_CODES):
             row = lane // UNIT + first
             start = of.cache + Int64(of_row(scales, row)) * UNIT + Int64(lane % UNIT)
             codes += (ptx.scale_if(start, bit(present, row), 1),)
@@ -205,18 +205,18 @@ def of_row(words: Any, row: Any) -> Any:
     return Uint32(cute.arch.shuffle_sync(words, row))
 
 
-def copy_values(found: GatheredRows, tile_at: Any, how: GatherPlan) -> None:
+def copy_values(gathered_rows: GatheredRows, tile_at: Any, plan: GatherPlan) -> None:
     """Issue cp.async of the values that the cache holds as BF16."""
-    lane, warp = standpoint(how)
-    first = how.entry.quantised // rows.HALF
-    count = how.entry.width // rows.HALF - first
-    for turn in range(count * how.rows_of_warp // rows.LANES):
+    lane, warp = standpoint(plan)
+    first = plan.entry.quantised // rows.HALF
+    count = plan.entry.width // rows.HALF - first
+    for turn in range(count * plan.rows_of_warp // rows.LANES):
         item = lane + turn * rows.LANES
         row, chunk = item // count, item % count
-        source = found.cache + Int64(of_row(found.values, row)) * CHUNK
-        source = source + how.entry.rest_at + Int64(chunk) * CHUNK
-        target = tile_at + address_in_tile(warp * how.rows_of_warp + row, chunk + first)
-        ptx.copy_16(target, source, bit(found.present, row) * CHUNK)
+        source = gathered_rows.cache + Int64(of_row(gathered_rows.values, row)) * CHUNK
+        source = source + plan.entry.rest_at + Int64(chunk) * CHUNK
+        target = tile_at + address_in_tile(warp * plan.rows_of_warp + row, chunk + first)
+        ptx.copy_16(target, source, bit(gathered_rows.present, row) * CHUNK)
 
 
 class LaneCodes(NamedTuple):
@@ -235,18 +235,18 @@ def parts_of(entry: EntryFormat) -> int:
     return 16 // entry.code_bits
 
 
-def standing_of(codes_at: Any, how: GatherPlan) -> Any:
+def standing_of(codes_at: Any, plan: GatherPlan) -> Any:
     """Return the positions of a lane, the same in every turn; None where there are no codes."""
-    if not how.entry.code_bytes:
+    if not plan.entry.code_bytes:
         return None
-    lane, warp = standpoint(how)
-    chunks, parts = how.entry.code_bytes // CHUNK, parts_of(how.entry)
+    lane, warp = standpoint(plan)
+    chunks, parts = plan.entry.code_bytes // CHUNK, parts_of(plan.entry)
     chunk, upper = lane % chunks, lane // chunks
     # Rotates the parts by lane, so that a quarter warp meets all banks once.
     order = (lane // (QUARTER // parts) + lane // QUARTER) % parts
-    row = warp * how.rows_of_warp + upper
+    row = warp * plan.rows_of_warp + upper
     targets = [address_in_tile(row, chunk * parts + (order ^ part)) for part in range(parts)]
-    taking = chunks * how.rows_at_once
+    taking = chunks * plan.rows_at_once
     # Trap: lanes that take no part read all the same, and must not read beyond shared memory.
     waits_at = codes_at + (warp * taking + ops.minimum(lane, taking - 1)) * CHUNK
     return LaneCodes(lane < taking, chunk, upper, order, targets, waits_at)
@@ -260,62 +260,66 @@ class PendingCodes(NamedTuple):
 
 
 def ask_ahead(
-    found: GatheredRows, turn: int, stands: LaneCodes, waiting: PendingCodes, how: GatherPlan
+    gathered_rows: GatheredRows,
+    turn: int,
+    stands: LaneCodes,
+    waiting: PendingCodes,
+    plan: GatherPlan,
 ) -> None:
     """Issue the reads of a lane's codes of one turn, and of E2M1's scales."""
-    row = stands.upper + turn * how.rows_at_once
+    row = stands.upper + turn * plan.rows_at_once
     # Absent rows become zeros; surplus lanes issue nothing.
-    there = bit(found.present, row) & ops.select(stands.active, Uint32(1), Uint32(0))
-    values = found.cache + Int64(of_row(found.values, row)) * CHUNK
+    there = bit(gathered_rows.present, row) & ops.select(stands.active, Uint32(1), Uint32(0))
+    values = gathered_rows.cache + Int64(of_row(gathered_rows.values, row)) * CHUNK
     source = values + Int64(stands.chunk) * CHUNK
-    if how.entry.code_bits == 4:
-        of_scale = found.cache + Int64(of_row(found.scales, row)) * UNIT
-        of_scale = of_scale + Int64(scale_of_chunk(stands.chunk, how.entry))
+    if plan.entry.code_bits == 4:
+        of_scale = gathered_rows.cache + Int64(of_row(gathered_rows.scales, row)) * UNIT
+        of_scale = of_scale + Int64(scale_of_chunk(stands.chunk, plan.entry))
         waiting.scales[turn] = ptx.scale_if(of_scale, there, 2)
-    if turn < how.turns_ahead:
-        target = stands.waits_at + turn * how.turn_bytes
+    if turn < plan.turns_ahead:
+        target = stands.waits_at + turn * plan.turn_bytes
         ptx.copy_16_if(target, source, there * CHUNK, stands.active)
     else:
-        first = (turn - how.turns_ahead) * 4
+        first = (turn - plan.turns_ahead) * 4
         for i, word in enumerate(ptx.words_if(source, there, 4)):
             waiting.words[first + i] = word
 
 
-def factors_of_rows(found: GatheredRows, entry: EntryFormat) -> list[Any]:
+def factors_of_rows(gathered_rows: GatheredRows, entry: EntryFormat) -> list[Any]:
     """Return the decoded scales of a lane's rows, as BF16 pairs."""
-    return [factors_of(Uint32(code), entry)[0] for code in found.codes]
+    return [factors_of(Uint32(code), entry)[0] for code in gathered_rows.codes]
 
 
 def factors_of_turn(
-    of_rows: list[Any], turn: int, stands: LaneCodes, waiting: PendingCodes, how: GatherPlan
+    of_rows: list[Any], turn: int, stands: LaneCodes, waiting: PendingCodes, plan: GatherPlan
 ) -> list[Any]:
     """Return the factors of a lane's codes in one turn: one for E4M3, two for E2M1."""
-    if how.entry.code_bits == 4:
-        return factors_of(Uint32(waiting.scales[turn]), how.entry)
-    lane = turn % ROWS_OF_CODES * UNIT + scale_of_chunk(stands.chunk, how.entry)
+    if plan.entry.code_bits == 4:
+        return factors_of(Uint32(waiting.scales[turn]), plan.entry)
+    lane = turn % ROWS_OF_CODES * UNIT + scale_of_chunk(stands.chunk, plan.entry)
     return [of_row(of_rows[turn // ROWS_OF_CODES], lane)]
 
 
 def words_of_turn(
-    turn: int, stands: LaneCodes, waiting: PendingCodes, how: GatherPlan
+    turn: int, stands: LaneCodes, waiting: PendingCodes, plan: GatherPlan
 ) -> list[list[Any]]:
     """Read a lane's waiting codes of one turn, part by part in the lane's own order."""
-    parts = parts_of(how.entry)
+    parts = parts_of(plan.entry)
     count = 4 // parts
     own = [stands.order ^ part for part in range(parts)]
-    if turn < how.turns_ahead:
-        start = stands.waits_at + turn * how.turn_bytes
+    if turn < plan.turns_ahead:
+        start = stands.waits_at + turn * plan.turn_bytes
         return [shared.shared_words(start + each * (CHUNK // parts), count) for each in own]
-    first = (turn - how.turns_ahead) * 4
+    first = (turn - plan.turns_ahead) * 4
     words = [Uint32(waiting.words[first + i]) for i in range(4)]
     return [chosen_part(words, each, count) for each in own]
 
 
 def decoded_turn(
-    words: list[list[Any]], factors: list[Any], turn: int, stands: LaneCodes, how: GatherPlan
+    words: list[list[Any]], factors: list[Any], turn: int, stands: LaneCodes, plan: GatherPlan
 ) -> list[tuple[Any, list[Any]]]:
     """Return a lane's values of one turn: their places in a tile, and words."""
-    parts, row = parts_of(how.entry), turn * how.rows_at_once
+    parts, row = parts_of(plan.entry), turn * plan.rows_at_once
     made = []
     for part in range(parts):
         target = (stands.targets[part] ^ row % 8 * CHUNK) + row * 128
@@ -323,7 +327,7 @@ def decoded_turn(
         if len(factors) > 1:
             upper = (stands.order ^ part) >= parts // 2
             factor = ops.select(upper, factors[1], factors[0])
-        made.append((target, decoded(words[part], factor, how.entry)))
+        made.append((target, decoded(words[part], factor, plan.entry)))
     return made
 
 
@@ -363,20 +367,20 @@ def prepared_turns(
     factors: list[Any],
     begin: int,
     lane: tuple[LaneCodes, PendingCodes],
-    how: GatherPlan,
+    plan: GatherPlan,
 ) -> list[tuple[Any, list[Any]]]:
     """Decode some turns of a tile, and request those of the next one.
 
     All reads precede all writes: no compiler moves a read across a write.
     """
-    some = range(begin, min(begin + facts.BATCH, how.turns))
-    words = [words_of_turn(turn, *lane, how) for turn in some]
-    of_turns = [factors_of_turn(factors, turn, *lane, how) for turn in some]
+    some = range(begin, min(begin + facts.BATCH, plan.turns))
+    words = [words_of_turn(turn, *lane, plan) for turn in some]
+    of_turns = [factors_of_turn(factors, turn, *lane, plan) for turn in some]
     for turn in some:
-        ask_ahead(following, turn, *lane, how)
+        ask_ahead(following, turn, *lane, plan)
     made = []
     for i, turn in enumerate(some):
-        made += decoded_turn(words[i], of_turns[i], turn, lane[0], how)
+        made += decoded_turn(words[i], of_turns[i], turn, lane[0], plan)
     return made
 
 
@@ -400,10 +404,10 @@ def produce(
     waiting.scales.fill(0)
     waiting.words.fill(0)
     tile = tile_of_step(Int32(0), walk, widths)
-    found = rows_of(slot_of(lists, tile, widths, how), lists, tile, widths, how)
+    gathered_rows = rows_of(slot_of(lists, tile, widths, how), lists, tile, widths, how)
     slot = slot_of(lists, tile_of_step(Int32(1), walk, widths), widths, how)
     for turn in cutlass.range_constexpr(turns):
-        ask_ahead(found, turn, stands, waiting, how)
+        ask_ahead(gathered_rows, turn, stands, waiting, how)
     # Parity 1: the first wait for an empty stage returns at once.
     stage, phase = Uint32(0), Uint32(1)
     for step in cutlass.range(Int32(0), steps, unroll=1):
@@ -413,32 +417,34 @@ def produce(
         slot = slot_of(lists, tile_of_step(step + 2, walk, widths), widths, how)
         if cutlass.const_expr(entry.quantised > 0):
             ptx.end_of_copies()  # only this thread reads these codes: no barrier needed
-        factors = factors_of_rows(found, entry)
+        factors = factors_of_rows(gathered_rows, entry)
         shared.await_phase(places.full + facts.STAGES * 8 + stage * 8, phase)
         tile_at = places.tiles + stage * (facts.TILE * entry.width * 2)
         full = places.full + stage * 8
         if cutlass.const_expr(entry.quantised < entry.width):
-            copy_values(found, tile_at, how)
+            copy_values(gathered_rows, tile_at, how)
         ptx.arrive_behind_copies(full)
         for begin in cutlass.range_constexpr(0, turns, facts.BATCH):
             made = prepared_turns(following, factors, begin, (stands, waiting), how)
             store_turns(made, tile_at, stands)
         if lane == 0:
-            leave_masks(found, places.masks, (stage, warp), how)
+            leave_masks(gathered_rows, places.masks, (stage, warp), how)
         cute.arch.sync_warp()  # what all lanes wrote comes before what the first one says
         shared.arrive(full, lane == 0)
-        found = following
+        gathered_rows = following
         stage, phase = shared_next(stage, phase)
     ptx.end_of_copies()
 
 
-def leave_masks(found: GatheredRows, masks: Any, at: tuple[Any, Any], how: GatherPlan) -> None:
+def leave_masks(
+    gathered_rows: GatheredRows, masks: Any, at: tuple[Any, Any], plan: GatherPlan
+) -> None:
     """Write a warp's bits of a stage: `present` of all keys, then `beyond` of all keys."""
     stage, warp = at
     of_tile = facts.TILE // 8
-    place = masks + stage * (2 * of_tile) + warp * (how.rows_of_warp // 8)
-    ptx.store_bits(place, found.present, how.rows_of_warp)
-    ptx.store_bits(place + of_tile, found.beyond, how.rows_of_warp)
+    place = masks + stage * (2 * of_tile) + warp * (plan.rows_of_warp // 8)
+    ptx.store_bits(place, gathered_rows.present, plan.rows_of_warp)
+    ptx.store_bits(place + of_tile, gathered_rows.beyond, plan.rows_of_warp)
 
 
 def tile_of_step(step: Any, walk: tuple[Any, Any, Any], widths: tuple[Any, Any]) -> Any:
@@ -470,21 +476,21 @@ BLOCKS = 4  # scales of an entry
 ROWS_OF_REGISTER = rows.LANES // BLOCKS
 
 
-def with_scales(found: GatheredRows, how: GatherPlan) -> GatheredRows:
+def with_scales(gathered_rows: GatheredRows, plan: GatherPlan) -> GatheredRows:
     """Issue the reads of the warp's scales: two a lane, zeros for absent rows."""
-    lane, _ = standpoint(how)
+    lane, _ = standpoint(plan)
     scales = []
     for first in (0, ROWS_OF_REGISTER):
         row = lane // BLOCKS + first
-        start = found.cache + Int64(of_row(found.values, row)) * CHUNK
-        start = start + how.entry.code_bytes + Int64(lane % BLOCKS) * 4
-        scales.append(Uint32(ptx.word_if(start, bit(found.present, row))))
-    return found._replace(codes=tuple(scales))
+        start = gathered_rows.cache + Int64(of_row(gathered_rows.values, row)) * CHUNK
+        start = start + plan.entry.code_bytes + Int64(lane % BLOCKS) * 4
+        scales.append(Uint32(ptx.word_if(start, bit(gathered_rows.present, row))))
+    return gathered_rows._replace(codes=tuple(scales))
 
 
-def scale_of_turn(found: GatheredRows, turn: int, chunk: Any) -> Any:
+def scale_of_turn(gathered_rows: GatheredRows, turn: int, chunk: Any) -> Any:
     """Return the bits of the scale of a lane's 16 codes in a turn."""
-    words = found.codes[turn // ROWS_OF_REGISTER]
+    words = gathered_rows.codes[turn // ROWS_OF_REGISTER]
     lane = turn % ROWS_OF_REGISTER * BLOCKS + block_of_chunk(chunk)
     return of_row(words, lane)
 
@@ -494,18 +500,20 @@ def block_of_chunk(chunk: Any) -> Any:
     return chunk // (rows.LANES // BLOCKS)
 
 
-def ask(found: GatheredRows, turn: int, stands: LaneCodes, words: Any, place: int) -> None:
+def ask(gathered_rows: GatheredRows, turn: int, stands: LaneCodes, words: Any, place: int) -> None:
     """Issue the reads of a lane's codes of one turn; zeros for an absent row."""
-    source = found.cache + Int64(of_row(found.values, Uint32(turn))) * CHUNK
+    source = gathered_rows.cache + Int64(of_row(gathered_rows.values, Uint32(turn))) * CHUNK
     source = source + Int64(stands.chunk) * CHUNK
-    there = bit(found.present, turn)
+    there = bit(gathered_rows.present, turn)
     for i, word in enumerate(ptx.words_if(source, there, WORDS)):
         words[place * WORDS + i] = word
 
 
-def decode(found: GatheredRows, turn: int, stands: LaneCodes, words: Any, tile_at: Any) -> None:
+def decode(
+    gathered_rows: GatheredRows, turn: int, stands: LaneCodes, words: Any, tile_at: Any
+) -> None:
     """Decode a lane's waiting codes of one turn, and write them to the tile."""
-    scale = scale_of_turn(found, turn, stands.chunk)
+    scale = scale_of_turn(gathered_rows, turn, stands.chunk)
     waiting = [Uint32(words[turn % AHEAD * WORDS + i]) for i in range(WORDS)]
     count = WORDS // len(stands.targets)
     for part, target in enumerate(stands.targets):
@@ -531,10 +539,10 @@ def produce_with_key(
     words.fill(0)
     tile = tile_of_step(Int32(0), walk, widths)
     slot = slot_of(lists, tile, widths, how)
-    found = with_scales(rows_of(slot, lists, tile, widths, how), how)
+    gathered_rows = with_scales(rows_of(slot, lists, tile, widths, how), how)
     slot = slot_of(lists, tile_of_step(Int32(1), walk, widths), widths, how)
     for turn in cutlass.range_constexpr(AHEAD):
-        ask(found, turn, stands, words, turn)
+        ask(gathered_rows, turn, stands, words, turn)
     # Parity 1: the first wait for an empty stage returns at once.
     stage, phase = Uint32(0), Uint32(1)
     for step in cutlass.range(Int32(0), walk[2], unroll=1):
@@ -545,21 +553,21 @@ def produce_with_key(
         shared.await_phase(places.full + facts.STAGES * 8 + stage * 8, phase)
         tile_at = places.tiles + stage * (facts.TILE * entry.width * 2)
         full = places.full + stage * 8
-        copy_values(found, tile_at, how)
+        copy_values(gathered_rows, tile_at, how)
         ptx.arrive_behind_copies(full)
         for turn in cutlass.range_constexpr(turns):
-            decode(found, turn, stands, words, tile_at)
+            decode(gathered_rows, turn, stands, words, tile_at)
             # The registers just decoded are free: refill them for AHEAD turns later.
             later = turn + AHEAD
             if cutlass.const_expr(later < turns):
-                ask(found, later, stands, words, later % AHEAD)
+                ask(gathered_rows, later, stands, words, later % AHEAD)
             else:
                 ask(following, later - turns, stands, words, later % AHEAD)
         if lane == 0:
-            leave_masks(found, places.masks, (stage, warp), how)
+            leave_masks(gathered_rows, places.masks, (stage, warp), how)
         cute.arch.sync_warp()  # what all lanes wrote comes before what the first one says
         shared.arrive(full, lane == 0)
-        found = following
+        gathered_rows = following
         stage, phase = shared_next(stage, phase)
     ptx.end_of_copies()
 

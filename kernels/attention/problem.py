@@ -70,7 +70,7 @@ class Family:
 
 V4 = Family("v4", rows.WIDTH, True, 2, MOST_AHEAD)
 V32 = Family("v32", rows.WITH_KEY, False, 1, 0)
-FAMILIES: Mapping[int, Family] = MappingProxyType({each.key: each for each in (V4, V32)})
+FAMILIES: Mapping[int, Family] = MappingProxyType({family.key: family for family in (V4, V32)})
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class AttentionProblem:
             )
         if self.products not in PRODUCTS:
             raise UnknownName.among("products of queries and keys", self.products, PRODUCTS)
-        formats = {each.pages.entry for each in self.lists}
+        formats = {key_list.pages.entry for key_list in self.lists}
         if self.products == EXPERIMENT and formats != {EXPERIMENT_ENTRY}:
             raise InvalidArgument(
                 f"entries beside {EXPERIMENT}",
@@ -172,12 +172,12 @@ class AttentionProblem:
     @property
     def keys(self) -> int:
         """Return the most slots that a token names."""
-        return sum(each.width for each in self.lists)
+        return sum(key_list.width for key_list in self.lists)
 
     @property
     def tiles(self) -> int:
         """Return the number of tiles of all lists; no tile has keys of two lists."""
-        return sum(each.tiles for each in self.lists)
+        return sum(key_list.tiles for key_list in self.lists)
 
     @property
     def head_groups(self) -> int:
@@ -193,7 +193,10 @@ class AttentionProblem:
     @property
     def gathered_bytes(self) -> int:
         """Return the bytes of the named entries, each as often as it is named."""
-        return sum(self.tokens * each.width * each.pages.format.entry_bytes for each in self.lists)
+        return sum(
+            self.tokens * key_list.width * key_list.pages.format.entry_bytes
+            for key_list in self.lists
+        )
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ def launch_merge(
 ) -> None:
     """Launch; extents are heads, splits and thread blocks."""
     heads, splits, blocks = extents
-    addresses = MergeAddresses(*(Int64(each.toint()) for each in pointers))
+    addresses = MergeAddresses(*(Int64(pointer.toint()) for pointer in pointers))
     merge_kernel(addresses, (heads, splits), form).launch(
         grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=stream
     )

@@ -149,8 +149,8 @@ def attention_kernel(
         cute.arch.setmaxregister_decrease(registers.gathering)
         inside = form.format.inside
         produce = gather.produce_with_key if inside else gather.produce
-        how = facts.sm100_gather_plan(form.format)
-        produce(lists, widths, walk, memory.places, how)
+        plan = facts.sm100_gather_plan(form.format)
+        produce(lists, widths, walk, memory.places, plan)
         leave_together(form)
     elif group == facts.MULTIPLYING_GROUP:
         cute.arch.setmaxregister_decrease(registers.multiplying)
@@ -225,20 +225,20 @@ def prepared(form: AttentionForm) -> Sm100AttentionMemory:
         allocator.allocate_array(BFloat16, size, byte_alignment=facts.ALIGNMENT)
         for size in (*sizes, facts.HEADS * facts.TILE)
     ]
-    how = facts.sm100_gather_plan(form.format)
+    plan = facts.sm100_gather_plan(form.format)
     counts = allocator.allocate_array(Float32, facts.HEADS * facts.CONSUMERS)
     tiles = allocator.allocate_array(Int64, 2 * facts.STAGES)
     masks = allocator.allocate_array(Uint32, facts.MASK_BYTES // 4)
     others = allocator.allocate_array(Int64, facts.BARRIERS)
     address = allocator.allocate_array(Int32, facts.ADDRESS_BYTES // 4)
-    codes = allocator.allocate_array(Uint32, how.ahead_bytes // 4 or 4, byte_alignment=16)
+    codes = allocator.allocate_array(Uint32, plan.ahead_bytes // 4 or 4, byte_alignment=16)
     places = gather.TileAddresses(
         *(Uint32(each.toint()) for each in (pointers[1], tiles, masks, codes))
     )
     first = Uint32(others.toint())
     size = facts.SM100_BARRIER_BYTES
     barriers = Barriers(first, first + facts.LOGITS * size, first + 3 * size)
-    begin(places, barriers, (address, how))
+    begin(places, barriers, (address, plan))
     queries, keys, shares, values = (
         cute.make_tensor(cute.recast_ptr(at, layout.inner, dtype=BFloat16), layout.outer)
         for at, layout in zip((*pointers, pointers[1]), layouts, strict=True)
@@ -558,7 +558,7 @@ def launch_attention(
 ) -> None:
     """Launch a form; the last of the extents is the number of thread blocks."""
     *inner, blocks = extents
-    addresses = AttentionAddresses(*(Int64(each.toint()) for each in pointers))
+    addresses = AttentionAddresses(*(Int64(pointer.toint()) for pointer in pointers))
     attention_kernel(addresses, tuple(inner), scale, form).launch(
         grid=[blocks, 1, 1],
         block=[facts.SM100_THREADS, 1, 1],

@@ -112,8 +112,8 @@ def attention_kernel(
     thread, _, _ = cute.arch.thread_idx()
     group = cute.arch.make_warp_uniform(thread // facts.WARPGROUP)
     memory = shared_memory(form)
-    how, (multiplying, bringing) = facts.gather_plan(form.format), facts.registers(form.format)
-    begin_barriers(memory, how)
+    plan, (multiplying, bringing) = facts.gather_plan(form.format), facts.registers(form.format)
+    begin_barriers(memory, plan)
     cute.arch.sync_threads()
 
     place = place_of(extents)
@@ -122,7 +122,7 @@ def attention_kernel(
         cute.arch.setmaxregister_decrease(bringing)
         inside = form.format.inside
         produce = gather.produce_with_key if inside else gather.produce
-        produce(lists, widths, walk, memory.places, how)
+        produce(lists, widths, walk, memory.places, plan)
         if cutlass.const_expr(form.together > 1):
             # Cluster barriers count every thread: as many as the consumers' ending has.
             for _ in range(1 if form.together == exchange.TOGETHER else 2):
@@ -603,7 +603,7 @@ def launch_attention(
 ) -> None:
     """Launch a form; the last of the extents is the number of thread blocks."""
     *inner, blocks = extents
-    addresses = AttentionAddresses(*(Int64(each.toint()) for each in pointers))
+    addresses = AttentionAddresses(*(Int64(pointer.toint()) for pointer in pointers))
     attention_kernel(addresses, tuple(inner), scale, form).launch(
         grid=[blocks, 1, 1],
         block=[facts.threads(form.format), 1, 1],

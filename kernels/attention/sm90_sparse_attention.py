@@ -108,8 +108,13 @@ def _numbers(of: LaunchContext[AttentionProblem, AttentionForm]) -> tuple[Any, .
     near, far = problem.window, problem.entries or replace(problem.window, width=0)
     of_lists = [
         number
-        for each in (near, far)
-        for number in (each.width, each.pages.entries, each.pages.stride, each.pages.slots)
+        for key_list in (near, far)
+        for number in (
+            key_list.width,
+            key_list.pages.entries,
+            key_list.pages.stride,
+            key_list.pages.slots,
+        )
     ]
     splits, each = facts.choose_splits(problem), facts.tiles_each(problem)
     extents = (problem.tokens, problem.heads, splits, each, *of_lists, facts.grid(problem))

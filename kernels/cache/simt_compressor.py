@@ -88,14 +88,14 @@ def row_registers() -> tuple[Any, Any]:
 def read_new_rows(
     tensors: PoolTensors,
     registers: tuple[Any, Any],
-    told: tuple[Any, Any, Any],
+    numbers: tuple[Any, Any, Any],
     form: cutlass.Constexpr,
 ) -> None:
-    """Read eight rows as if all came in this call; `told` is first token, part, chunk of E.
+    """Read eight rows as if all came in this call; `numbers` is first token, part, chunk of E.
 
     So the loads are issued before the sequence's start is known; choose_rows corrects them.
     """
-    first, part, chunk = told
+    first, part, chunk = numbers
     rLatent, rGate = registers
     of_row, of_gate, of_entry = (
         n // CHANNELS_OF_THREAD for n in (2 * form.columns, form.columns, form.width)
@@ -180,13 +180,13 @@ def choose_rows(
     registers: tuple[Any, Any],
     carried: tuple[Any, Any],
     place: SequenceRows,
-    told: tuple[Any, Any, Any],
+    numbers: tuple[Any, Any, Any],
 ) -> None:
-    """Replace rows from before this call by carried rows; `told`: first, part, carries.
+    """Replace rows from before this call by carried rows; `numbers`: first, part, carries.
 
     By selects, not branches: behind a branch each load would be waited for separately.
     """
-    first, part, carries = told
+    first, part, carries = numbers
     rLatent, rGate = registers
     rOld, rOldGate = carried
     for row in cutlass.range_constexpr(ROWS_AT_ONCE):
@@ -219,11 +219,11 @@ def read_kept(
     tensors: PoolTensors,
     kept: tuple[Any, Any],
     place: SequenceRows,
-    told: tuple[Any, Any],
+    numbers: tuple[Any, Any],
     form: cutlass.Constexpr,
 ) -> None:
-    """Read a few columns of a token as its ring has them; `told` is token, column."""
-    token, column = told
+    """Read a few columns of a token as its ring has them; `numbers` is token, column."""
+    token, column = numbers
     rLatent, rGate = kept
     of_row, of_gate = 2 * form.columns // CHANNELS_OF_THREAD, form.columns // CHANNELS_OF_THREAD
     position = place.start + (token - place.begin)
@@ -241,11 +241,11 @@ def write_kept(
     tensors: PoolTensors,
     kept: tuple[Any, Any],
     place: SequenceRows,
-    told: tuple[Any, Any],
+    numbers: tuple[Any, Any],
     form: cutlass.Constexpr,
 ) -> None:
     """Write what read_kept read into the token's ring."""
-    token, column = told
+    token, column = numbers
     of_row, of_gate = 2 * form.columns // CHANNELS_OF_THREAD, form.columns // CHANNELS_OF_THREAD
     position = place.start + (token - place.begin)
     held = place.ring * form.ring_rows + position % form.ring_rows
@@ -300,11 +300,11 @@ def pool_window(
     tensors: PoolTensors,
     registers: tuple[Any, Any],
     shared: tuple[Any, Any, Any],
-    told: tuple[Any, Any, Any, Any],
+    numbers: tuple[Any, Any, Any, Any],
     form: cutlass.Constexpr,
 ) -> None:
-    """Pool a thread's channels; `told` is window, part, chunk of E and of the block."""
-    window, part, chunk, within = told
+    """Pool a thread's channels; `numbers` is window, part, chunk of E and of the block."""
+    window, part, chunk, within = numbers
     latents, gates = (
         [[Float32(of[c, row]) for row in range(ROWS_AT_ONCE)] for c in range(CHANNELS_OF_THREAD)]
         for of in registers
@@ -387,10 +387,14 @@ def shared_of(form: PoolForm) -> tuple[Any, Any, Any]:
 
 @cute.jit
 def pool_new_rows(
-    tensors: PoolTensors, shared: Any, extents: Any, told: tuple[Any, ...], form: cutlass.Constexpr
+    tensors: PoolTensors,
+    shared: Any,
+    extents: Any,
+    numbers: tuple[Any, ...],
+    form: cutlass.Constexpr,
 ) -> None:
-    """Pool a window, if it closes; `told` is window, group, thread."""
-    window, group, thread = told
+    """Pool a window, if it closes; `numbers` is window, group, thread."""
+    window, group, thread = numbers
     tokens, sequences, rings, entries, columns = extents
     of_block = form.channels // CHANNELS_OF_THREAD
     part, within = thread // of_block, thread % of_block
@@ -419,13 +423,17 @@ def pool_new_rows(
 
 @cute.jit
 def pool_alone(
-    tensors: PoolTensors, shared: Any, extents: Any, told: tuple[Any, ...], form: cutlass.Constexpr
+    tensors: PoolTensors,
+    shared: Any,
+    extents: Any,
+    numbers: tuple[Any, ...],
+    form: cutlass.Constexpr,
 ) -> None:
     """Pool the window of a sequence's only token, if it closes, and keep that token.
 
     All loads are issued before any is used; ring, page and bias need only the start.
     """
-    window, group, thread = told
+    window, group, thread = numbers
     _, _, rings, entries, columns = extents
     of_block = form.channels // CHANNELS_OF_THREAD
     part, within = thread // of_block, thread % of_block
@@ -461,13 +469,13 @@ def pool_kernel(tensors: PoolTensors, extents: tuple[Any, ...], form: cutlass.Co
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     block = Int32(block)
-    told = (block // form.groups, block % form.groups, Int32(thread))
+    numbers = (block // form.groups, block % form.groups, Int32(thread))
     shared = shared_of(form)
     follow()  # keep_kernel reads what is no output, and waits before it writes
     if cutlass.const_expr(form.alone):
-        pool_alone(tensors, shared, extents, told, form)
+        pool_alone(tensors, shared, extents, numbers, form)
     else:
-        pool_new_rows(tensors, shared, extents, told, form)
+        pool_new_rows(tensors, shared, extents, numbers, form)
 
 
 @cute.kernel
@@ -486,14 +494,14 @@ def keep_kernel(tensors: PoolTensors, rings: Any, form: cutlass.Constexpr) -> No
         & (column < form.columns // CHANNELS_OF_THREAD)
     )
     wanted = wanted & keeps(place, rings)
-    told, kept = (place.begin + (position - place.start), column), kept_registers()
+    numbers, kept = (place.begin + (position - place.start), column), kept_registers()
     if wanted:
-        read_kept(tensors, kept, place, told, form)
+        read_kept(tensors, kept, place, numbers, form)
     # The loads above overlap the pool kernel's end; the stores may not.
     wait_for_front()  # until no window reads a ring any more
     let_follow()
     if wanted:
-        write_kept(tensors, kept, place, told, form)
+        write_kept(tensors, kept, place, numbers, form)
 
 
 @cute.jit

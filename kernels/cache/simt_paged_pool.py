@@ -57,7 +57,7 @@ class PagedTensors(NamedTuple):
     states: Any  # float32, rows of pages: latents, gates with bias
     values: Any  # BF16 [T, E]
     firsts: Any  # int64 [T], position of the window's first token
-    told: Any  # int64 [T], slots of entries
+    entry_slots: Any  # int64 [T], slots of entries
 
 
 def tensors_of(pointers: tuple[Any, ...], floats: int) -> PagedTensors:
@@ -95,15 +95,15 @@ def keep_kernel(tensors: PagedTensors, extents: tuple[Any, ...], form: cutlass.C
 def read_rows(
     tensors: PagedTensors,
     registers: tuple[Any, Any],
-    told: tuple[Any, ...],
+    numbers: tuple[Any, ...],
     extents: tuple[Any, ...],
     form: PagedForm,
 ) -> None:
-    """Read a part's rows of a window; `told`: first position, part, chunk of E, sequence.
+    """Read a part's rows of a window; `numbers`: first position, part, chunk of E, sequence.
 
     Rows before the sequence's start have no weight; those of a missing page are NaN.
     """
-    first, part, chunk, sequence = told
+    first, part, chunk, sequence = numbers
     pages, columns, of_page = extents
     rLatent, rGate = registers
     of_row, of_gate, of_entry = (
@@ -139,11 +139,11 @@ def pool_token(
     tensors: PagedTensors,
     shared: Any,
     extents: tuple[Any, ...],
-    told: tuple[Any, ...],
+    numbers: tuple[Any, ...],
     form: cutlass.Constexpr,
 ) -> None:
-    """Pool a token's window, if it closes one; `told` is token, group, thread."""
-    token, group, thread = told
+    """Pool a token's window, if it closes one; `numbers` is token, group, thread."""
+    token, group, thread = numbers
     tokens, sequences, capacity, pages, columns, of_page = extents
     of_block = form.pool.channels // CHANNELS_OF_THREAD
     part, within = thread // of_block, thread % of_block
@@ -156,7 +156,7 @@ def pool_token(
         if (group == 0) & (thread == 0):
             first, entry = position - (form.pool.ratio - 1), Int64(tensors.entries[token])
             tensors.firsts[token] = Int64(ops.select(closes, first, Int32(0)))
-            tensors.told[token] = ops.select(closes, entry, Int64(NO_PLACE))
+            tensors.entry_slots[token] = ops.select(closes, entry, Int64(NO_PLACE))
         if closes:
             registers = row_registers()
             first = position - (form.pool.ring_rows - 1)
@@ -194,8 +194,8 @@ def launch_pool(
         grid=[tokens, 1, 1], block=[form.keeping_threads, 1, 1], use_pdl=EARLY, stream=stream
     )
     pairs = Int64(of_page) * (FOUR // CHANNELS_OF_THREAD)
-    told = (tokens, sequences, Int64(capacity), pages, columns, pairs)
-    pool_kernel(tensors_of(pointers, CHANNELS_OF_THREAD), told, form).launch(
+    numbers = (tokens, sequences, Int64(capacity), pages, columns, pairs)
+    pool_kernel(tensors_of(pointers, CHANNELS_OF_THREAD), numbers, form).launch(
         grid=[-(-tokens // form.span) * form.pool.groups, 1, 1],
         block=[form.pool.threads, 1, 1],
         use_pdl=EARLY,

@@ -34,10 +34,15 @@ class SlotTensors(NamedTuple):
 
 @cute.jit
 def slot_at(
-    tensors: SlotTensors, owner: Any, number: Any, end: Any, told: tuple[Any, Any], form: SlotsForm
+    tensors: SlotTensors,
+    owner: Any,
+    number: Any,
+    end: Any,
+    numbers: tuple[Any, Any],
+    form: SlotsForm,
 ) -> Any:
     """Look a number up in its owner's row; -1 where there is nothing to look up."""
-    sequences, columns = told
+    sequences, columns = numbers
     found = Int32(facts.NO_SLOT)
     if (owner >= 0) & (owner < sequences) & (number >= 0) & (number < end):
         column = facts.column_of(form.kind, number, columns)
@@ -75,7 +80,9 @@ def launch_slots(
 ) -> None:
     """Launch on tokens, parts of a list, width, sequences, columns, ratio."""
     tokens, parts, *told = extents
-    tensors = SlotTensors(*(cute.make_tensor(each, cute.make_layout(FLAT)) for each in pointers))
+    tensors = SlotTensors(
+        *(cute.make_tensor(pointer, cute.make_layout(FLAT)) for pointer in pointers)
+    )
     slots_kernel(tensors, tuple(told), form).launch(
         grid=[tokens, parts, 1], block=[facts.SLOT_THREADS, 1, 1], stream=stream
     )

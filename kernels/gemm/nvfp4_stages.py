@@ -157,7 +157,7 @@ def decode_fragment(
     source, mask = at
     rows = (row, row + 8)
     bits = (words_at(shared.a_scales, word_of_scales(r + first), source, 1)[0] & mask for r in rows)
-    upper, lower = (ops.shift_right(each, Uint32(block) * 8) & 0x7F for each in bits)
+    upper, lower = (ops.shift_right(bit, Uint32(block) * 8) & 0x7F for bit in bits)
     both = scale_pairs(ops.shift_left(upper, 4) + ops.shift_left(lower, 20))
     for i in range(2):
         half = chunk_of_codes(rows[i], block // 2) * 2 + block % 2

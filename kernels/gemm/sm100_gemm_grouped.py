@@ -103,11 +103,11 @@ def begin_turned(turned_at: Any, count: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def multiply(rings: Any, work: Any, walk: Any, told: Any, form: cutlass.Constexpr) -> None:
+def multiply(rings: Any, work: Any, walk: Any, numbers: Any, form: cutlass.Constexpr) -> None:
     """Sum up tile after tile; the last stage of each head is multiplied after its rotation."""
     ring, sums_ring = rings
     mma, sums, a, b = work
-    steps, turned_at = told
+    steps, turned_at = numbers
     of_head = form.steps_of_head if form.turned else 1
     count = tensor_memory.footprint(form.gemm).stages
     state, target = (
@@ -144,10 +144,10 @@ def await_turned(turned_at: Any, number: Any, count: int) -> None:
 
 
 @cute.jit
-def turn(ring: Any, places: Any, turning: RopeRows, walk: Any, told: Any) -> None:
+def turn(ring: Any, places: Any, turning: RopeRows, walk: Any, numbers: Any) -> None:
     """Apply inverse RoPE to the last stage of each head, 64 rows per warpgroup."""
     sA, turned_at = places
-    steps, form = told
+    steps, form = numbers
     thread, _, _ = cute.arch.thread_idx()
     mine = thread // facts.WARPGROUP - FIRST_TURNING_GROUP
     heads = hopper.heads_of(sA, mine)
@@ -189,8 +189,8 @@ def launch_grouped(
     feeds = tcgen05.plain_feeds(BFloat16, (mA, mB), form.gemm)
     store = mainloop.store_of(mD, tensor_memory.LANES)
     turning = RopeRows(vectors(table, hopper.WORDS), vectors(positions, 0), known, tokens)
-    told = (tokens, columns, inner // grouped.GROUPED_STEP, tiles)
-    grouped_kernel(feeds, store, turning, told, form).launch(
+    numbers = (tokens, columns, inner // grouped.GROUPED_STEP, tiles)
+    grouped_kernel(feeds, store, turning, numbers, form).launch(
         grid=[1, 1, clusters], block=[threads(form), 1, 1], min_blocks_per_mp=1, stream=stream
     )
 

@@ -195,12 +195,12 @@ def add_stage(
     ring: Any,
     states: tuple[Any, Any],
     fragments: tuple[Any, Any, Any, Any],
-    told: tuple[Any, Any, bool],
+    numbers: tuple[Any, Any, bool],
     form: GroupedForm,
 ) -> tuple[Any, Any]:
     """Add one stage's products; release the stage before once this one's wgmma are under way."""
     mma, sums, a, b = fragments
-    heads, mine, turned = told
+    heads, mine, turned = numbers
     state, before = states
     ring.consumer_wait(state)
     if turned:
@@ -331,8 +331,8 @@ def launch_grouped(
     else:
         outlets = (None, vectors(d, 2))
     turning = RopeRows(vectors(table, WORDS), vectors(positions, 0), known, tokens)
-    told = (tokens, columns, inner // GROUPED_STEP, tiles)
-    grouped_kernel(feeds, outlets, turning, told, form).launch(
+    numbers = (tokens, columns, inner // GROUPED_STEP, tiles)
+    grouped_kernel(feeds, outlets, turning, numbers, form).launch(
         grid=[tactic.cluster_rows, tactic.cluster_columns, clusters],
         block=[facts.threads(form.gemm), 1, 1],
         cluster=[tactic.cluster_rows, tactic.cluster_columns, 1],

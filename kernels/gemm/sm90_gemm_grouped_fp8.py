@@ -270,7 +270,7 @@ def multiply_heads(
             mainloop.multiply_stage(
                 mma, stage_sums, a, b[None, None, None, state.index], begins=True
             )
-            upper, lower = (ops.multiply_rn(each, scale) for each in of_rows)
+            upper, lower = (ops.multiply_rn(row, scale) for row in of_rows)
             warpgroup.wait_group(0)
             ring.consumer_release(state)
             state.advance()
@@ -322,9 +322,9 @@ def launch_grouped(
         mainloop.feed_of(mB, layout_b, (tactic.columns, FP8_STEP), tactic.cluster_rows),
     )
     turning = grouped.RopeRows(vectors(table, 2), vectors(positions, 0), known, tokens)
-    told = (tokens, columns, inner // FP8_STEP, tiles)
+    numbers = (tokens, columns, inner // FP8_STEP, tiles)
     scales = plain.BlockScales(scales_a, scales_b)
-    grouped_kernel(feeds, mainloop.store_of(mD), scales, turning, told, form).launch(
+    grouped_kernel(feeds, mainloop.store_of(mD), scales, turning, numbers, form).launch(
         grid=[tactic.cluster_rows, tactic.cluster_columns, clusters],
         block=[facts.threads(form.gemm), 1, 1],
         cluster=[tactic.cluster_rows, tactic.cluster_columns, 1],

@@ -305,7 +305,7 @@ def layouts(form: GemmForm) -> tuple[Any, ...]:
 
 def boxes_of(form: GemmForm) -> tuple[tuple[int, ...], ...]:
     """Return the boxes of the feeds in words; the third extent counts matrices."""
-    boxes = ((each.rows, each.row_bytes // 4, each.matrices) for each in facts.loads(form))
+    boxes = ((load.rows, load.row_bytes // 4, load.matrices) for load in facts.loads(form))
     return tuple(box if box[2] > 1 else box[:2] for box in boxes)
 
 

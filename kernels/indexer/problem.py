@@ -445,17 +445,19 @@ def mxfp4_scale_code(amax_bits: Any) -> Any:
     return codecs.select(amax_bits >= NAN_BF16, NAN_CODE, code)
 
 
-def mxfp4_number(number: Any, how: WordOperations = WORD_OPERATORS) -> Any:
+def mxfp4_number(number: Any, word_operations: WordOperations = WORD_OPERATORS) -> Any:
     """Round a scaled number to the nearest E2M1 value, ties to even, 6 at most, sign kept.
 
     Adding 2**22 times the number's power of two (at least 1) leaves steps of half that power.
     """
-    bounded = how.limited(number)
-    sign_and_power = codecs.number_of(codecs.bits_of(bounded) & how.constant(SIGN_AND_EXPONENT))
-    power = how.at_least_one(sign_and_power)
+    bounded = word_operations.limited(number)
+    sign_and_power = codecs.number_of(
+        codecs.bits_of(bounded) & word_operations.constant(SIGN_AND_EXPONENT)
+    )
+    power = word_operations.at_least_one(sign_and_power)
     rounded = codecs.fma_rn(power, -_SUMMAND, codecs.fma_rn(power, _SUMMAND, bounded))
     return codecs.number_of(
-        codecs.bits_of(rounded) | (codecs.bits_of(number) & how.constant(_SIGN))
+        codecs.bits_of(rounded) | (codecs.bits_of(number) & word_operations.constant(_SIGN))
     )
 
 

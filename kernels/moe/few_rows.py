@@ -109,7 +109,7 @@ def decode_rows(
 
 def scales_of_rows(bits: list[Any], block: Any, mask: Any) -> Any:
     """Return the decoded scales of block q in rows g and g + 8 as one pair."""
-    kept = (each & mask for each in bits)
+    kept = (bit & mask for bit in bits)
     upper, lower = (codecs.shift_right(each, Uint32(block) * 8) & 0x7F for each in kept)
     return stages.scale_pairs(codecs.shift_left(upper, 4) + codecs.shift_left(lower, 20))
 

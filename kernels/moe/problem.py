@@ -70,7 +70,7 @@ class MoeProblem:
                 "Check num_experts_per_tok.",
             )
         extents, whole = (self.hidden, self.width), (self.hidden | self.width) % MULTIPLE == 0
-        if min(extents) < MULTIPLE or not whole or self.tokens < 0 or not self.fits:
+        if min(extents) < MULTIPLE or not whole or self.tokens < 0 or not self.is_addressable:
             raise ShapeMismatch(
                 "tokens, hidden, width",
                 (self.tokens, *extents),
@@ -79,7 +79,7 @@ class MoeProblem:
             )
 
     @property
-    def fits(self) -> bool:
+    def is_addressable(self) -> bool:
         """Return whether kernels can number all blocks of all rows."""
         rows = self.slots + self.experts * MOST_ROWS
         return rows * max(self.hidden, self.width) // facts.NVFP4.block < LARGEST_COUNT

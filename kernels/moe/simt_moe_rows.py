@@ -440,7 +440,7 @@ COMBINE = Kernel[CombineProblem, facts.CombineForm](
     work=lambda problem: problem.tokens,
 )
 compile_plan, compile_gather, compile_combine = (
-    each.compile_form for each in (PLAN, GATHER, COMBINE)
+    kernel.compile_form for kernel in (PLAN, GATHER, COMBINE)
 )
 
 

@@ -437,8 +437,8 @@ def launch(job: rows.MoeJob, given: MoeInputs, workspace: MoeWorkspace, out: Ten
     """Launch all steps on checked tensors."""
     if job.problem.tokens:
         products(job, given, workspace)
-        made = workspace.out, workspace.plan.places, given.routing.weights
-        rows.combine(job, rows.Sum(*made, given.shared, out))
+        tensors = workspace.out, workspace.plan.places, given.routing.weights
+        rows.combine(job, rows.Sum(*tensors, given.shared, out))
 
 
 def products(job: rows.MoeJob, given: MoeInputs, workspace: MoeWorkspace) -> None:

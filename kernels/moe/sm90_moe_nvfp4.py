@@ -633,15 +633,17 @@ def expert_weights(
         raise ShapeMismatch(
             "experts' matrices", sorted(map(str, kinds)), "one shape", "Pass one layer's experts."
         )
-    codes = _stacked([[matrix.codes for matrix in each] for each in experts])
-    scales = _stacked([[matrix.block_scale for matrix in each] for each in experts])
-    decode = _stacked([[matrix.decode_scale.reshape(()) for matrix in each] for each in experts])
+    codes = _stacked([[matrix.codes for matrix in expert] for expert in experts])
+    scales = _stacked([[matrix.block_scale for matrix in expert] for expert in experts])
+    decode = _stacked(
+        [[matrix.decode_scale.reshape(()) for matrix in expert] for expert in experts]
+    )
     return ExpertWeights(codes, scales, decode, input_scale_E)
 
 
 def _stacked(experts: list[list[Tensor]]) -> Tensor:
     """Stack expert by expert; of a single matrix each, without an extent of 1."""
-    made = torch.stack([torch.stack(each) for each in experts])
+    made = torch.stack([torch.stack(expert) for expert in experts])
     return made[:, 0].contiguous() if len(experts[0]) == 1 else made
 
 
@@ -705,8 +707,8 @@ def launch(job: rows.MoeJob, given: MoeInputs, workspace: MoeWorkspace, out: Ten
     """Launch all steps on checked tensors."""
     if job.problem.tokens:
         products(job, given, workspace)
-        made = workspace.out, workspace.plan.places, given.routing.weights
-        rows.combine(job, rows.Sum(*made, given.shared, out))
+        tensors = workspace.out, workspace.plan.places, given.routing.weights
+        rows.combine(job, rows.Sum(*tensors, given.shared, out))
 
 
 def products(job: rows.MoeJob, given: MoeInputs, workspace: MoeWorkspace) -> None:

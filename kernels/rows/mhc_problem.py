@@ -211,18 +211,18 @@ def columns_at_first(columns: Sequence[Sequence[Any]], epsilon: Any) -> list[Any
 
 
 def rows_divided(
-    powers: Sequence[Sequence[Any]], told: tuple[Any, ...], primitives: MixPrimitives
+    powers: Sequence[Sequence[Any]], numbers: tuple[Any, ...], primitives: MixPrimitives
 ) -> tuple[list[Any], list[Any]]:
     """Return the rows' divisors and factors; told: columns' factors, last divisors, epsilon."""
-    found = divisors(powers, *told)
+    found = divisors(powers, *numbers)
     return found, reciprocals(found, primitives)
 
 
 def columns_divided(
-    columns: Sequence[Sequence[Any]], told: tuple[Any, ...], primitives: MixPrimitives
+    columns: Sequence[Sequence[Any]], numbers: tuple[Any, ...], primitives: MixPrimitives
 ) -> tuple[list[Any], list[Any]]:
     """Return the columns' divisors and factors; told: rows' factors, last divisors, epsilon."""
-    found = divisors(columns, *told)
+    found = divisors(columns, *numbers)
     return found, reciprocals(found, primitives)
 
 
@@ -246,10 +246,10 @@ def sinkhorn(
     of_columns = columns_at_first(columns, epsilon)
     factors = reciprocals(of_columns, primitives)
     for _ in range(1, iterations):
-        told = (factors, of_rows, epsilon)
-        of_rows, shares = rows_divided(powers, told, primitives)
-        told = (shares, of_columns, epsilon)
-        of_columns, factors = columns_divided(columns, told, primitives)
+        numbers = (factors, of_rows, epsilon)
+        of_rows, shares = rows_divided(powers, numbers, primitives)
+        numbers = (shares, of_columns, epsilon)
+        of_columns, factors = columns_divided(columns, numbers, primitives)
     return [scaled_row(row, share, factors) for row, share in zip(powers, shares, strict=True)]
 
 

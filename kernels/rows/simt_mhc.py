@@ -71,9 +71,9 @@ def loaded_numbers(tensor: Any, index: Any) -> list[Any]:
     return [Float32(registers[i]) for i in range(tensor.shape[0])]
 
 
-def factor_at(tensors: Any, token: Any, told: tuple[Any, ...]) -> Any:
+def factor_at(tensors: Any, token: Any, numbers: tuple[Any, ...]) -> Any:
     """Return a token's norm factor."""
-    _, share, norm_epsilon, _ = told
+    _, share, norm_epsilon, _ = numbers
     return facts.norm_factor(tensors.squares[token], share, norm_epsilon, PROCESSOR)
 
 
@@ -89,11 +89,11 @@ def logits_at(tensors: Any, place: tuple[Any, Any], scale: Any, products: int) -
     return [facts.logit(m, factor, of_group, b) for m, b in zip(found, base, strict=True)]
 
 
-def gates_at(tensors: Any, token: Any, told: tuple[Any, ...], products: int) -> list[Any]:
+def gates_at(tensors: Any, token: Any, numbers: tuple[Any, ...], products: int) -> list[Any]:
     """Return the weights of a token's streams in the collapse."""
-    scale = (factor_at(tensors, token, told), tensors.scale[0])
+    scale = (factor_at(tensors, token, numbers), tensors.scale[0])
     logits = logits_at(tensors, (token, 0), scale, products)
-    return [ops.add_rn(facts.gate(number, PROCESSOR), told[3]) for number in logits]
+    return [ops.add_rn(facts.gate(number, PROCESSOR), numbers[3]) for number in logits]
 
 
 def own_logit(tensors: Any, place: tuple[Any, int, Any], factor: Any) -> Any:
@@ -136,7 +136,7 @@ def four(registers: Any) -> list[Any]:
 def put_coefficients(
     tensors: Any,
     place: tuple[Any, Any, Any],
-    told: tuple[Any, ...],
+    numbers: tuple[Any, ...],
     form: cutlass.Constexpr,
 ) -> None:
     """Compute a stream's post and its row of mix, and pre in the part `coefficients`.
@@ -144,9 +144,9 @@ def put_coefficients(
     Each lane has all powers of its token and divides all lines: no step waits for another lane.
     """
     wanted_token, tokens, stream = place
-    iterations, _, _, epsilon = told
+    iterations, _, _, epsilon = numbers
     token = ops.minimum(wanted_token, tokens - 1)  # lanes without a token take part in shuffles
-    factor = factor_at(tensors, token, told)
+    factor = factor_at(tensors, token, numbers)
     logits = logits_at(tensors, (token, 2 + stream), (factor, tensors.scale[2]), facts.COEFFICIENTS)
     post = facts.gate(own_logit(tensors, (token, 1, stream), factor), PROCESSOR)
     pre = Float32(0.0)
@@ -192,7 +192,7 @@ def read_streams(tensors: Any, first: Any, chunks: Any) -> list[list[Any]]:
 
 def collapsed(words: list[list[Any]], gates: list[Any]) -> list[Any]:
     """Return the words of the weighted sum of four chunks, rounded once."""
-    numbers = [numbers_of(each) for each in words]
+    numbers = [numbers_of(word) for word in words]
     return rounded_words([facts.weighted(gates, list(each)) for each in zip(*numbers, strict=True)])
 
 
@@ -216,7 +216,7 @@ def spread_out(tensors: Any, place: tuple[Any, Any], chunk: Any, chunks: Any) ->
 def mhc_kernel(
     tensors: Any,
     extents: tuple[Any, ...],
-    told: tuple[Any, ...],
+    numbers: tuple[Any, ...],
     form: cutlass.Constexpr,
 ) -> None:
     """Compute coefficients in the first thread blocks, process the streams in the others."""
@@ -229,7 +229,7 @@ def mhc_kernel(
         if block < leading:
             lane = block * facts.MIX_THREADS + thread
             place = (lane // STREAMS, tokens, lane % STREAMS)
-            put_coefficients(tensors, place, told, form)
+            put_coefficients(tensors, place, numbers, form)
     if cutlass.const_expr(form.touches_streams):
         turn = Uint32(block - leading)
         of_token = Int32(turn // Uint32(groups))
@@ -244,7 +244,7 @@ def mhc_kernel(
                     gates = loaded_numbers(tensors.pre, of_token)
                 else:
                     products = STREAMS if form.part == "head" else facts.COEFFICIENTS
-                    gates = gates_at(tensors, of_token, told, products)
+                    gates = gates_at(tensors, of_token, numbers, products)
                 own = Int64(of_token) * Int64(chunks) + Int64(chunk)
                 store(tensors.out, own, collapsed(words, gates))
 
@@ -262,8 +262,8 @@ def launch_mhc(
     views = zip(pointers, sizes, strict=True)
     tensors = MixTensors(*(vectors(address, words) for address, words in views))
     tokens, leading, groups, chunks, iterations, blocks = extents
-    told = (iterations, *numbers)
-    mhc_kernel(tensors, (tokens, leading, groups, chunks), told, form).launch(
+    scalars = (iterations, *numbers)
+    mhc_kernel(tensors, (tokens, leading, groups, chunks), scalars, form).launch(
         grid=[blocks, 1, 1], block=[facts.MIX_THREADS, 1, 1], use_pdl=EARLY, stream=stream
     )
 

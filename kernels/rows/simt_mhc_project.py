@@ -93,10 +93,10 @@ def multiplied(sums: list[Any], a: list[Any], b: list[Any]) -> list[Any]:
 
 
 def feed_of(
-    tensors: ProjectTensors, base: Any, told: tuple[Any, Any, Any], form: ProjectForm
+    tensors: ProjectTensors, base: Any, numbers: tuple[Any, Any, Any], form: ProjectForm
 ) -> ProjectionFeed:
-    """Return a thread's share; `told` is first token of the block, tokens, chunks of a row."""
-    first, tokens, of_row = told
+    """Return a thread's share; `numbers` is first token of the block, tokens, chunks of a row."""
+    first, tokens, of_row = numbers
     thread, _, _ = cute.arch.thread_idx()
     row, chunk = Int32(thread) // CHUNKS, Int32(thread) % CHUNKS
     streams, weight = (each.iterator.toint() for each in (tensors.streams, tensors.weight))
@@ -407,8 +407,8 @@ def launch_project(
     views = zip((streams, weight, partials, partials, products, squares), sizes, strict=True)
     tensors = ProjectTensors(*(vectors(address, words) for address, words in views))
     tokens, of_row, steps, per_piece, per_group, parts, blocks = extents
-    told = (tokens, of_row, steps, per_piece, per_group, parts)
-    project_kernel(tensors, told, form).launch(
+    numbers = (tokens, of_row, steps, per_piece, per_group, parts)
+    project_kernel(tensors, numbers, form).launch(
         grid=[parts, blocks, 1], block=[32 * form.warps, 1, 1], use_pdl=EARLY, stream=stream
     )
     by_piece = form.lines == "pieces"

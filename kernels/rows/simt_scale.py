@@ -48,7 +48,7 @@ def launch_scale(
 ) -> None:
     """Launch; extents are the count and thread blocks."""
     count, blocks = extents
-    values, out = (cute.make_tensor(each, cute.make_layout(FLAT)) for each in pointers)
+    values, out = (cute.make_tensor(pointer, cute.make_layout(FLAT)) for pointer in pointers)
     scale_kernel(values, out, count, factor, form).launch(
         grid=[blocks, 1, 1], block=[facts.SCALE_THREADS, 1, 1], stream=stream
     )

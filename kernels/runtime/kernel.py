@@ -263,7 +263,9 @@ class Kernel(Generic[P, F]):
 
     def allocate(self, problem: P, device: torch.device) -> dict[str, Any]:
         """Allocate the outputs; a launch writes every byte of them."""
-        return {each.name: each.allocate(device, None) for each in self.prepared(problem).outputs}
+        return {
+            output.name: output.allocate(device, None) for output in self.prepared(problem).outputs
+        }
 
     def run(
         self,
@@ -320,7 +322,7 @@ class Kernel(Generic[P, F]):
         tactic: Any = None,
     ) -> None:
         """Launch on checked tensors, with the problem's own tactic if none is given."""
-        device = next(each.device for each in tensors.values() if each is not None).index or 0
+        device = next(tensor.device for tensor in tensors.values() if tensor is not None).index or 0
         tactic = tactic or self.choose_tactic(problem)
         numbers = self.numbers(LaunchContext(problem, form, tactic, device, tensors))
         for name, lender in self._borrowers:
@@ -334,13 +336,13 @@ class Kernel(Generic[P, F]):
         """Prepare a problem; the latest ones are kept."""
 
         def prepare(problem: P) -> PreparedProblem[P, F]:
-            operands = tuple(each.expected(problem) for each in self.operands)
-            outputs = tuple(each for each in operands if each.operand.written(problem))
+            operands = tuple(operand.expected(problem) for operand in self.operands)
+            outputs = tuple(operand for operand in operands if operand.operand.written(problem))
             return PreparedProblem(
                 operands,
-                tuple(each for each in operands if each not in outputs),
+                tuple(operand for operand in operands if operand not in outputs),
                 outputs,
-                tuple(each.name for each in outputs if not each.operand.scratch),
+                tuple(output.name for output in outputs if not output.operand.scratch),
                 bool(self.work(problem)),
                 {},
             )
@@ -355,11 +357,11 @@ class Kernel(Generic[P, F]):
         return form if self.fit_form is None else self.fit_form(form, problem, processors_of(place))
 
     def _target_of(self, place: int) -> str:
-        found = target_of_device(place)
-        if self.target is not None and found is not self.target:
+        target = target_of_device(place)
+        if self.target is not None and target is not self.target:
             remedy = "Use the kernel that was written for this GPU."
-            raise MissingDevice("target", found.name, self.target.name, remedy)
-        return found.name
+            raise MissingDevice("target", target.name, self.target.name, remedy)
+        return target.name
 
     @cached_property
     def _names(self) -> tuple[str, ...]:
@@ -367,7 +369,9 @@ class Kernel(Generic[P, F]):
 
     @cached_property
     def _borrowers(self) -> tuple[tuple[str, str], ...]:
-        return tuple((each.name, each.address_of) for each in self.operands if each.address_of)
+        return tuple(
+            (operand.name, operand.address_of) for operand in self.operands if operand.address_of
+        )
 
     @cached_property
     def _places(self) -> Callable[[F], tuple[tuple[str, Any, int], ...]]:
@@ -403,7 +407,7 @@ def _with_outputs(given: Operands, outputs: tuple[ExpectedOperand[P], ...]) -> d
             memory = tensors.get(output.memory_of)
             if memory is None and not output.operand.updated:
                 if device is None:
-                    device = next(each.device for each in given.values() if each is not None)
+                    device = next(tensor.device for tensor in given.values() if tensor is not None)
                 memory = output.allocate(device, tensors.get(output.operand.shape_of))
             tensors[output.name] = memory
     return tensors

@@ -86,21 +86,21 @@ def score(
     documents: Iterable[language.Document], logits_of: Callable[[list[int]], Tensor]
 ) -> ProbeScore:
     """Score a model on documents; `logits_of` gives [T, V] for the ids of one."""
-    made = ProbeScore()
+    probe_score = ProbeScore()
     for document in documents:
         logits_TV = logits_of(document.ids).float()
         logp_TV = torch.log_softmax(logits_TV[:-1], dim=-1)
         following = torch.tensor(document.ids[1:])
-        made.surprise -= float(logp_TV.gather(1, following[:, None]).double().sum())
-        made.tokens += len(following)
+        probe_score.surprise -= float(logp_TV.gather(1, following[:, None]).double().sum())
+        probe_score.tokens += len(following)
         best = logits_TV.argmax(-1)
         for probe in document.probes:
             kind = kind_of(probe)
-            made.asked[kind] += 1
+            probe_score.asked[kind] += 1
             if probe.kind == "recall":
-                made.guessed[kind] = made.guessed.get(kind, 0.0) + 1 / possible(probe)
-            made.right[kind] += int(best[probe.position - 1]) == probe.answer
-    return made
+                probe_score.guessed[kind] = probe_score.guessed.get(kind, 0.0) + 1 / possible(probe)
+            probe_score.right[kind] += int(best[probe.position - 1]) == probe.answer
+    return probe_score
 
 
 def sentences_in(text: str) -> list[str]:

@@ -59,12 +59,12 @@ def write_model(
     """Write both; their values are the same."""
     chosen = config or CONFIGS[family]
     names = (f"{family}-{kind}-{seed}-{chosen.num_hidden_layers}" for kind in (layout, "bf16"))
-    made = Model(*(folder / name for name in names))
-    for path, kind in ((made.checkpoint, layout), (made.reference, "bf16")):
+    model = Model(*(folder / name for name in names))
+    for path, kind in ((model.checkpoint, layout), (model.reference, "bf16")):
         if not path.exists():
             write_checkpoint(path, Synthetic(chosen, kind, seed=seed))
             write_tokenizer(path)
-    return made
+    return model
 
 
 def drawn_prompts(seed: int) -> tuple[tuple[int, ...], ...]:
@@ -84,15 +84,17 @@ def capture_by(
     **more: Any,
 ) -> CaptureSummary:
     """Capture a run by these kernels in place of the GPU's own."""
-    wanted = CaptureFilter.of(None, more.pop("components", None), None)
-    how = CaptureSettings(
+    wanted = CaptureFilter.from_options(None, more.pop("components", None), None)
+    capture_settings = CaptureSettings(
         wanted, more.pop("new_tokens", 3), backend="cutedsl", settings=settings_here(), **more
     )
     with pytest.MonkeyPatch.context() as patch:
         if kernels is not None:
             patch.setattr(cutedsl_kernels, "KernelsOnGpu", lambda _settings, **_how: kernels)
             patch.setattr(cutedsl_kernels, "require_gpu", lambda: None)
-        return capture(source, list(prompts), out, lambda _streamed: nullcontext(), how)
+        return capture(
+            source, list(prompts), out, lambda _streamed: nullcontext(), capture_settings
+        )
 
 
 def checked(capture_folder: Path, model: Model) -> CheckResult:

@@ -205,8 +205,8 @@ def _grouped_fp8(p: Any, t: Given) -> Made:
     if p.turned:
         require_tensor("A", t["a"], BF16, (p.tokens, p.groups * p.inner), 16)
         wide = p.groups * p.inner
-        told = Fp8Problem(p.tokens, wide, p.scales, turned=p.turned, positions=p.positions)
-        given["a"], given["a_scales"] = _quantise_fp8(told, {**t, "values": t["a"]})
+        fp8_problem = Fp8Problem(p.tokens, wide, p.scales, turned=p.turned, positions=p.positions)
+        given["a"], given["a_scales"] = _quantise_fp8(fp8_problem, {**t, "values": t["a"]})
     require_tensor("B", t["b"], torch.float8_e4m3fn, (p.groups * p.columns, p.inner), 16)
     problem, made = replace(p.gemm, columns=p.columns), list[Any]()
     for group in range(p.groups):
@@ -357,7 +357,7 @@ class StandIn(Kernels):
         self._seen = seen
 
     def _run(self, kernel: str, problem: Any, tensors: Given) -> Made:
-        given = {name: each for name, each in tensors.items() if each is not None}
+        given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         if self._seen is not None:
             self._seen(kernel, problem, given)
         return STAND_INS[kernel](problem, given)

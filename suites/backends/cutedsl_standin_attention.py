@@ -79,7 +79,7 @@ def slots(p: Any, t: Given) -> Made:
         row = t["table"][owner]
         if p.kind == "window":
             numbers = range(position - p.width + 1, position + 1)
-            found = [row[each % p.columns] if each >= 0 else -1 for each in numbers]
+            found = [row[number % p.columns] if number >= 0 else -1 for number in numbers]
             own[n] = row[position % p.columns]
         elif p.kind == "entries":
             seen = min(p.columns, (position + 1) // p.ratio)

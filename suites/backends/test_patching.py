@@ -40,12 +40,12 @@ def first_difference(capture: Capture, model: Path) -> set[str]:
     """Components whose outputs are not what the checkpoint gives on their captured inputs."""
     found = set()
     with open_model(model) as opened, torch.inference_mode():
-        bound = opened.speaker.bound
-        for each in capture.calls:
-            outputs = bound(each.component, **capture.inputs(each))
-            for name, kept in each.outputs.items():
+        bound = opened.logits_model.bound
+        for captured_call in capture.calls:
+            outputs = bound(captured_call.component, **capture.inputs(captured_call))
+            for name, kept in captured_call.outputs.items():
                 if not torch.equal(outputs[name].nan_to_num(7), capture.tensor(kept).nan_to_num(7)):
-                    found.add(each.component)
+                    found.add(captured_call.component)
     return found
 
 

@@ -103,16 +103,18 @@ def test_a_backend_computes_what_it_offers_and_the_rest_falls_to_torch(
     assert "layers.1.attn.wq_a" in facts["fell_to_torch"]
     assert (facts["by_backend"], facts["fell_to_torch"]) == (told["components"], told["torch"])
     with open_model(model) as opened, torch.inference_mode():
-        for each in capture.by_component()["layers.1.attn.wq_b"]:
-            twin = opened.speaker.bound(each.component, **capture.inputs(each))["out"]
-            found = capture.outputs(each)["out"]
+        for captured_call in capture.by_component()["layers.1.attn.wq_b"]:
+            twin = opened.logits_model.bound(
+                captured_call.component, **capture.inputs(captured_call)
+            )["out"]
+            found = capture.outputs(captured_call)["out"]
             assert float((found.float() - 2 * twin.float()).abs().max()) < 0.02 * float(
                 found.abs().max()
             )
-    said = call(
+    result = call(
         capsys, *line[1:], "--out", here.parent / "again", "--backend", f"{here.stem}:plain"
     )
-    assert "fell to torch" in said.out
+    assert "fell to torch" in result.out
 
 
 REFUSED = {
@@ -152,8 +154,8 @@ def test_an_entry_point_is_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
             return lambda: {"embed": lambda i, w: {"out": i["tokens"], **w}}
 
     monkeypatch.setattr(backends, "entry_points", lambda **_: [Point()])
-    asked, recipe = backends.AskedBackend("installed"), recipe_named("bf16", bound_v4(1).config)
-    paired = backends.use_backend(bound_v4(1), asked, recipe)
+    backend, recipe = backends.AskedBackend("installed"), recipe_named("bf16", bound_v4(1).config)
+    paired = backends.use_backend(bound_v4(1), backend, recipe)
     assert paired.taken == ("embed",)
     assert backends.use_backend(bound_v4(1), backends.AskedBackend(), recipe).lines() == []
     with pytest.raises(DegarbleError, match="instaled"):
@@ -186,15 +188,15 @@ def test_a_full_name_goes_before_a_role_and_names_are_checked_first() -> None:
 def test_a_backend_states_its_conventions(
     here: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = backends.AskedBackend(f"{here.stem}:Fused")
-    assert asked.conventions == {"head_norm": HeadNorm.ONCE}
-    assert asked.offered is asked.offered
+    backend = backends.AskedBackend(f"{here.stem}:Fused")
+    assert backend.conventions == {"head_norm": HeadNorm.ONCE}
+    assert backend.offered is backend.offered
     assert backends.AskedBackend(f"{here.stem}:plain").conventions == {}
     with pytest.raises(DegarbleError, match="head_norm of --backend"):
         _ = backends.AskedBackend(f"{here.stem}:Strange").conventions
     out = tmp_path / "run"
     words = ["--prompt", "w7", "--max-new-tokens", "2", "--out", str(out)]
     words += ["--convention", "routing_epsilon=1e-20"]
-    assert call(capsys, "capture", model, "--backend", asked.name, *words).status == 0
+    assert call(capsys, "capture", model, "--backend", backend.name, *words).status == 0
     stated = Capture.open(out).facts["conventions"]
     assert stated == {"head_norm": "once", "routing_epsilon": 1e-20}

@@ -147,7 +147,7 @@ def origin_of(name: str, options: Any, device: str, arguments: Sequence[str]) ->
     command = " ".join([f"python -m {HOME}", *arguments])
     if options.page:
         told = ("--page", str(options.page))
-        rest = " ".join(each for each in arguments if each not in told)
+        rest = " ".join(argument for argument in arguments if argument not in told)
         command = f'make figures ARGS="{rest}"' if rest else "make figures"
     lines = [f"{today}, `{command}`", machine(bench_named(name).packages)]
     if device:

@@ -255,7 +255,7 @@ def latent_attention(options: Any) -> Iterator[Comparison]:
         arms.append(arm_of(f"torch, bf16, {LATENT_HEADS[0]} heads", plain, torch_launch))
 
         def best(found: Readings, of: str = mode) -> Iterator[str]:
-            most = max(teraflops(each) for each in found.values() if each.arm.operations)
+            most = max(teraflops(reading) for reading in found.values() if reading.arm.operations)
             yield f"{of}: {most:.0f} TFLOP/s at best; published for H800: {PUBLISHED[of]}"
 
         yield beside_copies(f"{mode}, {count} tokens", arms, notes=best)

@@ -110,13 +110,13 @@ def pooled(problem: PoolProblem, _number: int) -> dict[str, Any]:
     """One sequence. A single token comes last in its window: the rows before it are carried."""
     starts = [0 if problem.tokens > 1 else 2 * problem.ratio - 1]
     closing, owners = windows_of(starts, [problem.tokens], problem.ratio)
-    told = {
+    fields = {
         "closing": closing, "owners": owners, "starts": torch.tensor(starts),
         "offsets": torch.tensor([0, problem.tokens], dtype=torch.int32),
         "ring_of": torch.zeros(1, dtype=torch.int32),
         "table": torch.arange(problem.windows // ENTRIES_OF_PAGE + 2, dtype=torch.int32)[None],
     }  # fmt: skip
-    return {name: tensor.to(gpu.DEVICE) for name, tensor in told.items()}
+    return {name: tensor.to(gpu.DEVICE) for name, tensor in fields.items()}
 
 
 def paged(problem: PagedPoolProblem, _number: int) -> dict[str, Any]:
@@ -124,13 +124,13 @@ def paged(problem: PagedPoolProblem, _number: int) -> dict[str, Any]:
     pages, tokens = problem.pages, problem.tokens
     first = 0 if tokens > 1 else 2 * problem.ratio - 1
     at = torch.arange(first, first + tokens)
-    told = {
+    fields = {
         "requests": torch.zeros(tokens, dtype=torch.int32), "positions": at, "slots": at,
         "table": torch.arange(pages.count, dtype=torch.int32)[None],
         "entries": torch.where((at + 1) % problem.ratio == 0, at // problem.ratio, -1),
         "states": torch.zeros(pages.count, pages.stride, dtype=torch.uint8),
     }  # fmt: skip
-    return {name: tensor.to(gpu.DEVICE) for name, tensor in told.items()}
+    return {name: tensor.to(gpu.DEVICE) for name, tensor in fields.items()}
 
 
 # The rows of both tables: a kernel, how its integers are drawn, and its problems at some tokens.

@@ -83,8 +83,12 @@ def small_config(width: int, inner: int, experts: int) -> Config:
 def job_of(config: Config, source: Path) -> QuantiseJob:
     """Return the job that quantises a source in nvfp4-full."""
     recipe = recipe_named("nvfp4-full", config)
-    wanted = [each for each in parameters(config) if recipe.format_of(each).activation == "NVFP4"]
-    calibration = Calibration.of({each.name: Amax(8.0, 1) for each in wanted})
+    wanted = [
+        parameter
+        for parameter in parameters(config)
+        if recipe.format_of(parameter).activation == "NVFP4"
+    ]
+    calibration = Calibration.from_records({parameter.name: Amax(8.0, 1) for parameter in wanted})
     return QuantiseJob(source, target_layout(config, recipe), calibration=calibration)
 
 
@@ -240,8 +244,8 @@ def rivalled(name: str, size: int, folder: str) -> tuple[float, float, float]:
     with peers.quiet(), Checkpoint.open(source) as before, Checkpoint.open(target) as after:
         assert after.names is not None
         for logical, parameter in after.names.present.items():
-            made = after.stored(logical)
-            if made.format != NVFP4:
+            stored_weight = after.stored(logical)
+            if stored_weight.format != NVFP4:
                 continue
             start = time.perf_counter()
             value = before.stored(logical).weight().value
@@ -249,7 +253,7 @@ def rivalled(name: str, size: int, folder: str) -> tuple[float, float, float]:
             codes, scales = peers.QUANTISERS[name](value)()
             seconds += time.perf_counter() - start
             if parameter.row.name.endswith((".w2", ".wq_b", ".wo_b")):
-                weight = made.weight()
+                weight = stored_weight.weight()
                 assert weight.codes is not None
                 assert weight.block_scale is not None
                 same = torch.equal(codes, weight.codes) and torch.equal(scales, weight.block_scale)
@@ -432,13 +436,13 @@ def _rates(runs: Mapping[str, Mapping[str, Any]]) -> Table:
     rows = [
         (
             name,
-            f"{each['bytes'] / 1e9:.2f}",
-            f"{each['weights']:,}",
-            f"{each['rate'] / 1e9:.2f}",
-            f"{each['clock_rate'] / 1e9:.2f}",
-            f"{each['peak'] / 1e6:.0f}",
+            f"{run['bytes'] / 1e9:.2f}",
+            f"{run['weights']:,}",
+            f"{run['rate'] / 1e9:.2f}",
+            f"{run['clock_rate'] / 1e9:.2f}",
+            f"{run['peak'] / 1e6:.0f}",
         )
-        for name, each in runs.items()
+        for name, run in runs.items()
     ]
     return Table("From the page cache", header, tuple(rows))
 
@@ -517,7 +521,7 @@ def _shares(profile: cProfile.Profile, whole: float) -> list[tuple[str, float]]:
     spent = dict.fromkeys(LOOPS.values(), 0.0)
     raw: Any = pstats.Stats(profile)
     for (_, _, name), (_, _, own, _, _) in raw.stats.items():
-        step = next((told for key, told in LOOPS.items() if key in name), None)
+        step = next((text for key, text in LOOPS.items() if key in name), None)
         if step:
             spent[step] += own
     found = sorted(spent.items(), key=lambda each: -each[1])

@@ -167,9 +167,9 @@ def groups_of(config: V4Config, *, coded: bool) -> DenseGroups | CodedGroups:
     count, inner = config.o_groups, config.num_attention_heads * 512 // config.o_groups
     if not coded:
         return DenseGroups(bf16(count * config.o_lora_rank, inner), count, dense=False)
-    way, whole = fp8(config.o_lora_rank, inner).way, fp8(count * config.o_lora_rank, inner)
+    kernel, whole = fp8(config.o_lora_rank, inner).kernel, fp8(count * config.o_lora_rank, inner)
     part = (whole.operands["b"], whole.operands["b_scales"])
-    return CodedGroups(way, (part,), count, whole=True)
+    return CodedGroups(kernel, (part,), count, whole=True)
 
 
 def attention(config: V4Config, block: Block, recipe: str) -> records.AttentionWeights:
@@ -283,8 +283,8 @@ def steps_of(given: Given, block: Block, lanes: int) -> list[Step]:
         weights = layer(config, block, given.every, given.recipe)
         indexes = weights.attn.indexer is not None
         memory = memory_of(room, block, indexes=indexes, device=gpu.DEVICE)
-        for each in memory.tensors:
-            _fill(each)
+        for tensor in memory.tensors:
+            _fill(tensor)
         stepping.lanes.positions.fill_(given.context - 1)
         stepping.lanes.owners.copy_(stepping.lanes.members)
         streams = normal(lanes, config.hc_mult, config.hidden_size)
@@ -308,11 +308,11 @@ def steps_of_v32(given: Given, block: Block, lanes: int, rows: int) -> list[Step
         stepping = V32Steps(given.kernels, config, Switches(), room, rows)
         weights = layer_v32(config, block, given.every, given.recipe)
         memory = latent_memory_of(room, gpu.DEVICE)
-        for each in memory.tensors:
-            _fill(each)
+        for tensor in memory.tensors:
+            _fill(tensor)
         alone = lanes == rows
         first = [given.context - 1] * rows if alone else range(given.context - rows, given.context)
-        stepping.lanes.tell([7] * rows, list(first), range(rows) if alone else [0] * rows)
+        stepping.lanes.copy_step([7] * rows, list(first), range(rows) if alone else [0] * rows)
         pair = normal(rows, config.hidden_size), normal(rows, config.hidden_size)
 
         def run(s: Any = stepping, w: Any = weights, m: Any = memory, given: Any = pair) -> object:
@@ -395,14 +395,14 @@ def decoder_v32(options: Any) -> Iterator[Part]:
     yield f"V3.2, {options.recipe}, entries of 656 bytes"
     for lanes, rows in [(n, n) for n in options.lanes] + [(1, PIECE)] * options.pieces:
         spent: list[float] = []
-        told = f"{rows} tokens of {lanes} sequences"
+        text = f"{rows} tokens of {lanes} sequences"
         for kind, name in TYPES_V32.items():
-            blocks = [each for each in V3_2.layers if each.mlp_type is kind]
-            title = f"{name}, {told}, behind {CONTEXT - 1:,} each"
+            blocks = [block for block in V3_2.layers if block.mlp_type is kind]
+            title = f"{name}, {text}, behind {CONTEXT - 1:,} each"
             steps = steps_of_v32(given, blocks[-1], lanes, rows)
             yield step_table(title, given.kernels, steps, _added(spent, len(blocks)))
             del steps
-        yield f"all {len(V3_2.layers)} layers for {told}: {sum(spent) * 1e3:.2f} ms"
+        yield f"all {len(V3_2.layers)} layers for {text}: {sum(spent) * 1e3:.2f} ms"
 
 
 def _added(spent: list[float], count: int) -> Callable[[Readings], list[str]]:

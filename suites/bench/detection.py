@@ -92,9 +92,15 @@ def told_of(museum: Museum) -> Iterator[Part]:
         for name, (count, _, *three) in by_family(museum.outcomes).items()
     )
     misses = tuple(
-        (each.fault, each.component, effect_text(each.effect), each.place.value, each.named or "-")
-        for each in museum.outcomes
-        if is_missed(each)
+        (
+            outcome.fault,
+            outcome.component,
+            effect_text(outcome.effect),
+            outcome.place.value,
+            outcome.named or "-",
+        )
+        for outcome in museum.outcomes
+        if is_missed(outcome)
     )
     tables = [
         Table("By effect in units of budget", ("effect", *_HEADER), strengths),
@@ -114,27 +120,27 @@ def told_of(museum: Museum) -> Iterator[Part]:
 
 
 def _cells(count: int, three: list[MuseumScore]) -> tuple[str, ...]:
-    return (str(count), *(percent(each) for each in three))
+    return (str(count), *(percent(score) for score in three))
 
 
 def _targets(museum: Museum) -> tuple[Target, ...]:
     claims = tuple(
-        Target(f"{each.claim}: {percent(each)}", each.share, each.wanted, each.at_least)
-        for each in museum.scores
-        if each.total and each.wanted is not None
+        Target(f"{score.claim}: {percent(score)}", score.share, score.wanted, score.at_least)
+        for score in museum.scores
+        if score.total and score.wanted is not None
     )
     return (*claims, Target("seconds in all", museum.seconds, LONGEST, at_least=False))
 
 
 def _notes(museum: Museum) -> tuple[str, ...]:
-    faults = {each.fault for each in museum.outcomes}
+    faults = {outcome.fault for outcome in museum.outcomes}
     effective = sum(map(has_effect, museum.outcomes))
     without = ", ".join(museum.without_effect) or "none"
     cases = ", ".join(map(str, KEYS))
     return (
         f"{len(faults)} faults planted {len(museum.outcomes)} times into {cases}",
         f"{effective} plants have an effect; without effect wherever they were planted: {without}",
-        f"fewer than three plants with an effect: {', '.join(museum.thin) or 'no family'}",
+        f"fewer than three plants with an effect: {', '.join(museum.scarce) or 'no family'}",
         f"{len(museum.healthy)} healthy runs: seeds, lengths, batches, switches, orders, controls",
         f"{len(museum.repeats)} cases run twice: races, and healthy candidates",
         "both are the trained small models of references/tiny",
@@ -182,7 +188,9 @@ class Scenario(NamedTuple):
     @property
     def right(self) -> bool:
         """Nothing in a clean model; the one module and its cause in another."""
-        causes = [(e.component, e.cause.fault if e.cause else None) for e in self.found.troubles]
+        causes = [
+            (e.component, e.cause.fault if e.cause else None) for e in self.found.discrepancies
+        ]
         return causes == ([] if self.expected is None else [(PLACE, self.expected)])
 
 
@@ -222,7 +230,7 @@ def cases(shape: tuple[int, int, int], kinds: Sequence[str] = INPUTS) -> list[Ca
         outputs: list[tuple[str, str | None, Tensor]] = [
             (name, None, order(made)) for name, order in HEALTHY.items()
         ]
-        outputs += [(name, each.named, each.run(made)) for name, each in FAULTS.items()]
+        outputs += [(name, planted.named, planted.run(made)) for name, planted in FAULTS.items()]
         for name, expected, out in outputs:
             found.append(_judged(made, kind, name, expected, out.bfloat16()))
     return found
@@ -245,18 +253,18 @@ def peers(options: Any) -> Iterator[Part]:
     begin = time.perf_counter()
     judged = cases(FULL) if full else cases(SMALL, INPUTS[:1])
     seconds = time.perf_counter() - begin
-    clean = [each for each in judged if each.expected is None]
-    faulty = [each for each in judged if each.expected is not None]
+    clean = [case for case in judged if case.expected is None]
+    faulty = [case for case in judged if case.expected is not None]
     yield _toy_table(toys)
     yield _gate_table(judged)
     yield _fault_table(faulty)
-    total = sum(each.seconds for each in toys)
+    total = sum(scenario.seconds for scenario in toys)
     yield Target("toy, clean and three faults, s", total, SECONDS, at_least=False)
-    right = sum(each.right for each in toys)
+    right = sum(scenario.right for scenario in toys)
     yield Target("toy: verdict, place and cause right, of 4", right, 4)
-    missed = sum(bool(each.judged) for each in faulty)
+    missed = sum(bool(case.judged) for case in faulty)
     yield Target("product: faults missed", missed, 0, at_least=False)
-    alarms = sum(not each.judged for each in clean) + len(toys[0].found.troubles)
+    alarms = sum(not case.judged for case in clean) + len(toys[0].found.discrepancies)
     yield Target("false alarms", alarms, 0, at_least=False)
     named = [e for e in faulty if e.judged.cause and e.judged.cause.fault == e.expected]
     yield Target("product: cause named first, share", len(named) / len(faulty), 0.9)
@@ -266,16 +274,19 @@ def peers(options: Any) -> Iterator[Part]:
 
 def _toy_table(toys: list[Scenario]) -> Table:
     rows = []
-    for each in toys:
-        told = [f"{e.component}: {e.cause.fault if e.cause else '-'}" for e in each.found.troubles]
-        rows.append((each.name, str(each.found.verdict), ", ".join(told) or "-",
-                     f"{each.seconds:.2f}"))  # fmt: skip
+    for scenario in toys:
+        lines = [
+            f"{e.component}: {e.cause.fault if e.cause else '-'}"
+            for e in scenario.found.discrepancies
+        ]
+        rows.append((scenario.name, str(scenario.found.verdict), ", ".join(lines) or "-",
+                     f"{scenario.seconds:.2f}"))  # fmt: skip
     return Table("Toy decoder", ("planted", "verdict", "place and cause", "s"), tuple(rows))
 
 
 def _gate_table(judged: list[Case]) -> Table:
     """How many faults each gate lets pass, and whether it passes healthy ones."""
-    rows, kinds = [], tuple(dict.fromkeys(each.kind for each in judged))
+    rows, kinds = [], tuple(dict.fromkeys(case.kind for case in judged))
     ours: Callable[[Case], bool] = lambda case: bool(case.judged)  # noqa: E731  one rule of many
     rules = {gate: (lambda case, gate=gate: gate in case.passed) for gate in GATES}
     for name, passes in {**rules, "judge (this project)": ours}.items():
@@ -290,11 +301,11 @@ def _gate_table(judged: list[Case]) -> Table:
 
 
 def _fault_table(faulty: list[Case]) -> Table:
-    rows, kinds = [], tuple(dict.fromkeys(each.kind for each in faulty))
+    rows, kinds = [], tuple(dict.fromkeys(case.kind for case in faulty))
     for name in FAULTS:
-        found = [each for each in faulty if each.name == name]
-        told = [e.judged.cause.fault if e.judged.cause else "-" for e in found]
-        rows.append((name, *(f"{e.judged.ratio:.3g}" for e in found), *told))
+        found = [case for case in faulty if case.name == name]
+        lines = [e.judged.cause.fault if e.judged.cause else "-" for e in found]
+        rows.append((name, *(f"{e.judged.ratio:.3g}" for e in found), *lines))
     header = ("fault", *(f"ratio, {kind}" for kind in kinds), *(f"cause, {k}" for k in kinds))
     return Table(
         "Faults of the product: times the budget, and the cause named", header, tuple(rows)
@@ -332,7 +343,7 @@ def asked(url: str) -> tuple[str, list[tuple[str, str]]]:
     """Query the whole history and draw it; return the page and what moved."""
     with HistoryStore(url) as store:
         history = history_of(store, store.streams()[0])
-    return page_html(history_page(history)), [(each.place, each.first) for each in history.moves]
+    return page_html(history_page(history)), [(move.place, move.first) for move in history.moves]
 
 
 def alarms_a_year(noise: Callable[[np.random.Generator], NDArray[np.float64]]) -> float:
@@ -363,9 +374,9 @@ def found_within(runs: int, nights: tuple[int, ...]) -> list[float]:
     values = rng.standard_normal((_LEARNED + max(nights), series)) / np.sqrt(runs)
     values[_LEARNED:] += 3 * np.where(np.arange(series) % 2, 1.0, -1.0)
     first: dict[int, int] = {}
-    for each in changes_of(values):
-        if each.found >= _LEARNED:
-            first.setdefault(each.series, each.found - _LEARNED + 1)
+    for change in changes_of(values):
+        if change.found >= _LEARNED:
+            first.setdefault(change.series, change.found - _LEARNED + 1)
     return [sum(when <= limit for when in first.values()) / series for limit in nights]
 
 
@@ -405,8 +416,8 @@ def _alarms() -> Iterator[Part]:
         ("noise", f"alarms a year, of {_HEALTHY * YEARS} simulated"),
         tuple((name, f"{each:.2f}") for name, each in alarms.items()),
     )
-    for name, each in alarms.items():
-        yield Target(f"alarms a year, {name}", each, 1.0, at_least=False)
+    for name, alarm in alarms.items():
+        yield Target(f"alarms a year, {name}", alarm, 1.0, at_least=False)
 
 
 def _shifts() -> Iterator[Part]:

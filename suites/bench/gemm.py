@@ -140,12 +140,12 @@ def gemm(options: Any) -> Iterator[Comparison]:
     claims.append(Claim("fp8_block of bf16", "fp8_block", lambda of: of.times("bf16"), WANTED_FP8))
     for extents in (*SHAPES, *((rows, 7168, 4096) for rows in SMALL_ROWS)):
         small = extents not in SHAPES
-        arms = [gemm_arm(each.operands, each) for each in problems(extents)]
+        arms = [gemm_arm(problem.operands, problem) for problem in problems(extents)]
         if small and options.tactics:
             arms = [
-                in_tactic(each, tactic)
-                for each in problems(extents)
-                for tactic in TACTICS[SM90A.name, each.operands]
+                in_tactic(problem, tactic)
+                for problem in problems(extents)
+                for tactic in TACTICS[SM90A.name, problem.operands]
             ]
         turns = (cublas_arm(GemmProblem(*extents)), *arms)
         yield Comparison(title_of(extents), [turns], columns, () if small else claims)
@@ -163,8 +163,8 @@ def tactics(rows: int) -> list[GemmForm]:
     if rows <= FEW:
         fit = [form for form in blackwell.swapped() if rows <= form.tactic.columns]
         return [*fit, *alone[:2]]
-    clustered = [each for form in alone[2:] for each in blackwell.clustered(form)]
-    of_pairs = [each for form in pairs[2:] for each in blackwell.clustered_pair(form)]
+    clustered = [gemm_form for form in alone[2:] for gemm_form in blackwell.clustered(form)]
+    of_pairs = [gemm_form for form in pairs[2:] for gemm_form in blackwell.clustered_pair(form)]
     return [*alone, *clustered, *pairs, *of_pairs]
 
 
@@ -241,9 +241,9 @@ def w4a16(options: Any) -> Iterator[Comparison]:
     """M = 1 to 16 at two shapes; targets use the stricter of both copies."""
     every = [W4A16Problem(m, *shape, options.layout) for shape in W4A16_SHAPES for m in W4A16_ROWS]
     turns = [
-        (w4a16_arm(each), copy_arm(each.weight_bytes), copy_arm(LARGE_COPY, LARGE),
-         bf16_weights_arm(each))
-        for each in every
+        (w4a16_arm(problem), copy_arm(problem.weight_bytes), copy_arm(LARGE_COPY, LARGE),
+         bf16_weights_arm(problem))
+        for problem in every
     ]  # fmt: skip
     claims = []
     for arm, *_ in turns:
@@ -356,11 +356,11 @@ def coded_buffers(a: Any, b: Any, groups: int, kind: str) -> Coded:
     of_b = torch.ones(groups * COLUMNS // 128, INNER // 128, device=a.device)
     of_b = of_b if kind == "float32" else torch.full_like(of_b, 127, dtype=torch.uint8)
     turns, positions = rotation(tokens)
-    told = Fp8Problem(tokens, groups * INNER, kind, turned=HEAD, positions=POSITIONS)
-    held = quantiser.allocate(told, a.device)
+    problem = Fp8Problem(tokens, groups * INNER, kind, turned=HEAD, positions=POSITIONS)
+    held = quantiser.allocate(problem, a.device)
     heads = GroupedFp8Operands(a, codes, of_b, turns=turns, positions=positions)
     quantised = GroupedFp8Operands(held["codes"], codes, of_b, held["scales"])
-    return Coded(heads, quantised, told, GroupedFp8Problem(tokens, groups, COLUMNS, INNER, kind))
+    return Coded(heads, quantised, problem, GroupedFp8Problem(tokens, groups, COLUMNS, INNER, kind))
 
 
 def coded_launches(tokens: int, groups: int, kind: str, _number: int) -> dict[str, Launch]:

@@ -114,7 +114,7 @@ def scores() -> Iterator[Comparison]:
         yield Comparison(title, [(peak_arm(), *arms)], columns, claims)
     sequences, entries = DECODE
     problems = [scores_problem(sequences, entries, sequences, kind) for kind in KINDS]
-    turns = [(copy_arm(each.bytes_moved), scores_arm(each)) for each in problems]
+    turns = [(copy_arm(problem.bytes_moved), scores_arm(problem)) for problem in problems]
     columns = (US_MEDIAN, TERABYTES, share_of())
     yield Comparison(f"scores: {sequences} sequences of a token, {entries} entries", turns, columns)
 
@@ -164,7 +164,7 @@ def operand() -> Iterator[Comparison]:
         OperandProblem(8192, HEADS, pairing, form, hadamard=True, coded=coded, positions=8192)
         for pairing, form, coded in ROWS_OF_QUERIES
     ]
-    turns = [(copy_arm(each.bytes_moved), operand_arm(each)) for each in problems]
+    turns = [(copy_arm(problem.bytes_moved), operand_arm(problem)) for problem in problems]
     claims = [
         Claim(f"rows, {arm.name}, of a copy", arm.name, Reading.share_of, WANTED_SHARE)
         for _, arm in turns

@@ -248,11 +248,11 @@ def balance(folder: str, tokens: int) -> None:
         return call(inputs, weights)
 
     with open_model(Path(folder), "bf16", held_values=0) as model:
-        calls, chosen = model.speaker.bound.calls, model.config.num_experts_per_tok
+        calls, chosen = model.logits_model.bound.calls, model.config.num_experts_per_tok
         for name in [each for each in calls if each.endswith("ffn.topk")]:
             calls[name] = partial(topk, name, calls[name])
         prompt = prompt_of(tokens, model.config.vocab_size)
-        model.speaker.next_logits([Sequence()], [prompt])
+        model.logits_model.next_logits([Sequence()], [prompt])
         forms = {name: model.checkpoint.stored(name).form for name in fitted}
         places = {name: next(iter(form.parts.values())) for name, form in forms.items()}
     for name, place in places.items():
@@ -277,12 +277,12 @@ def streamed_pass(folder: str, tokens: int) -> tuple[float, int, float, int, flo
     with open_model(Path(folder), "bf16", held_values=0) as model:
         streamed, vocabulary = model.streamed, model.config.vocab_size
         assert streamed is not None
-        model.speaker.next_logits([Sequence()], [torch.tensor([1])])
+        model.logits_model.next_logits([Sequence()], [torch.tensor([1])])
         drop_from_cache(files)
         seen: set[str] = set()
-        streamed.heard = lambda _size, name: seen.add(name)
+        streamed.on_read = lambda _size, name: seen.add(name)
         before, start = streamed.read, time.perf_counter()
-        model.speaker.next_logits([Sequence()], [prompt_of(tokens, vocabulary)])
+        model.logits_model.next_logits([Sequence()], [prompt_of(tokens, vocabulary)])
         seconds = time.perf_counter() - start
         experts = {name for name in streamed if ".ffn.experts." in name and "mtp" not in name}
         visited = len(seen & experts) / len(experts)
@@ -303,7 +303,8 @@ def official_bytes(config: Config) -> int:
     main = replace(config, num_nextn_predict_layers=0)
     layout = layout_named("official", main)
     return sum(
-        prod(each.shape) * DTYPE_BITS[str(each.dtype)] // 8 for each in tensors_of(main, layout)
+        prod(tensor.shape) * DTYPE_BITS[str(tensor.dtype)] // 8
+        for tensor in tensors_of(main, layout)
     )
 
 

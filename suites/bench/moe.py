@@ -105,7 +105,7 @@ def arms_of(
 ) -> list[Arm]:
     """Return arms of launches that share the buffers of a set."""
     made = cache(partial(launches_of, problem, tactic, given))
-    first, second = (each.operations for each in plain_problems(problem))
+    first, second = (gemm_problem.operations for gemm_problem in plain_problems(problem))
     operations = {WHOLE: problem.operations, FC1: first, FC2: second}
     return [
         Arm(name + suffix, shared(made, name), operations=operations.get(name, 0), sets=SETS)
@@ -121,7 +121,7 @@ def products_arms(problem: MoeProblem) -> list[Arm]:
 def plain_arms(problem: MoeProblem) -> list[Arm]:
     """The plain NVFP4 product on as many rows with one matrix."""
     names = zip((PLAIN1, PLAIN2), plain_problems(problem), strict=True)
-    return [gemm_arm(name, each, baseline=True) for name, each in names]
+    return [gemm_arm(name, gemm_problem, baseline=True) for name, gemm_problem in names]
 
 
 def compared(model: str, tokens: int) -> Comparison:

@@ -98,8 +98,8 @@ ROWS: Mapping[str, Row] = {
     "quantise_nvfp4": Row(_quantise),
     "rmsnorm": Row(_rmsnorm),
     **{
-        f"gemm_{each.name}": Row(partial(_gemm, each.name), CUBLAS)
-        for each in (BF16, NVFP4, FP8_BLOCK)
+        f"gemm_{operand_format.name}": Row(partial(_gemm, operand_format.name), CUBLAS)
+        for operand_format in (BF16, NVFP4, FP8_BLOCK)
     },
     "gemm_w4a16": Row(_w4a16, COPY, HOPPER),
     "moe_nvfp4": Row(_moe, PLAIN, HOPPER),

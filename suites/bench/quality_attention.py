@@ -120,11 +120,11 @@ class Quality:
 
     def all(self, weights: str, cache: str) -> list[BoundModel]:
         """The twin, the twin with float32 sums, and the kernels where there are some."""
-        made = [self.bound(weights, cache), self.bound(weights, cache, torch.float32)]
+        models = [self.bound(weights, cache), self.bound(weights, cache, torch.float32)]
         if self._kernels is not None:
-            made.append(self.bound(weights, cache))
-            use_kernels(made[-1], self._models[weights].recipe, self._kernels)
-        return made
+            models.append(self.bound(weights, cache))
+            use_kernels(models[-1], self._models[weights].recipe, self._kernels)
+        return models
 
     def of_rows(self, cache: str, *, drawn: bool) -> QualityRow:
         """Rows through a cache: those of all layers, or Gaussian ones."""
@@ -150,7 +150,7 @@ class Quality:
 
     def _attended(self, bound: BoundModel, block: Block) -> Tensor:
         model = ModelV4(bound, bound.config)  # type: ignore[arg-type]
-        step = TokenBatch.of([0] * len(self.ids), self.ids)
+        step = TokenBatch.from_sequences([0] * len(self.ids), self.ids)
         states = [Sequence().block(block.prefix, bound.numerics.work, None) for _ in self.ids]
         x = self.fed[f"{block.prefix}.attn."]
         return model._attention(block, x, step, states)
@@ -158,11 +158,11 @@ class Quality:
 
 def rows_of(quality: Quality) -> list[QualityRow]:
     """All comparisons."""
-    made = [quality.of_rows(cache, drawn=drawn) for drawn in (False, True) for cache in CACHES]
+    rows = [quality.of_rows(cache, drawn=drawn) for drawn in (False, True) for cache in CACHES]
     for weights in RECIPES:
         for cache in CACHES:
-            made += [quality.of_layer(weights, cache, block) for block in quality.blocks]
-    return made
+            rows += [quality.of_layer(weights, cache, block) for block in quality.blocks]
+    return rows
 
 
 # ---- NVFP4 products ------------------------------------------------------------------------------

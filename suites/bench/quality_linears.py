@@ -90,7 +90,7 @@ class Reference:
 
     def hidden(self, x: Tensor, expert: Expert, limit: float | None) -> Tensor:
         """What w2 multiplies."""
-        gate, up = (self.product(x, each) for each in (expert.w1, expert.w3))
+        gate, up = (self.product(x, tensor) for tensor in (expert.w1, expert.w3))
         return bf16(elementary.swiglu(gate, up, limit))
 
     def expert(self, x: Tensor, expert: Expert, limit: float | None) -> Tensor:
@@ -118,7 +118,7 @@ class Twin(Reference):
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return x W^T of what NVFP4 makes of both, rounded once."""
         values = (
-            dequantise(coded(each, decode_scale(each)), torch.float64) for each in (x, weight)
+            dequantise(coded(tensor, decode_scale(tensor)), torch.float64) for tensor in (x, weight)
         )
         a, b = values
         return bf16(a @ b.T)
@@ -152,8 +152,8 @@ class Stack:
         kernels: Any = import_module("degarble.kernels.moe.sm90_moe_nvfp4")
         scales = [calibrated(layer, number) for number in range(len(layer.experts))]
         of_first, of_second = (torch.stack(each) for each in zip(*scales, strict=True))
-        w13 = [[_in_128x4(each.w1), _in_128x4(each.w3)] for each in layer.experts]
-        w2 = [[_in_128x4(each.w2)] for each in layer.experts]
+        w13 = [[_in_128x4(expert.w1), _in_128x4(expert.w3)] for expert in layer.experts]
+        w2 = [[_in_128x4(expert.w2)] for expert in layer.experts]
         weights = kernels.MoeWeights(
             kernels.expert_weights(w13, of_first), kernels.expert_weights(w2, of_second)
         )
@@ -222,14 +222,14 @@ def captured(tokens: int, device: str) -> list[Layer]:
 
     def look(component: str, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         del outputs
-        seen.setdefault(component, {name: each.clone() for name, each in inputs.items()})
+        seen.setdefault(component, {name: tensor.clone() for name, tensor in inputs.items()})
 
     drawn = torch.randint(
         len(language.SPECIALS), language.SIZE, (tokens,), generator=_seeded("cpu", 5)
     )
     known = {number: word for word, number in language.IDS.items()}
     with open_model(TINY) as opened, torch.inference_mode():
-        bound = opened.speaker.bound
+        bound = opened.logits_model.bound
         bound.observer = look
         TextGenerator(opened, GenerationOptions(limits=Limits(1))).speak(
             [" ".join(known[int(n)] for n in drawn)]
@@ -309,7 +309,7 @@ def drawn_layers(tokens: int, device: str, scale: int = 1) -> Iterator[Layer]:
     generator = _seeded(device, 20261122)
     hidden, width = HIDDEN // scale, WIDTH // scale
     for name, extents in WIDE.items():
-        rows, columns = (each // scale for each in extents)
+        rows, columns = (extent // scale for extent in extents)
         x = activations(tokens, columns, generator)
         yield Layer(f"V4-Pro {name}", "linear", x, matrix(rows, columns, generator))
     x = activations(tokens, hidden, generator)

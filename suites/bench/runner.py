@@ -221,11 +221,11 @@ def column(header: str, unit: float, form: str, spread: bool = False, between: s
     """A column of times in a unit of seconds, with quartiles if wanted."""
 
     def cell(reading: Reading) -> str:
-        told = f"{reading.median / unit:{form}}"
+        text = f"{reading.median / unit:{form}}"
         if not spread:
-            return told
-        low, high = (f"{each / unit:{form}}" for each in reading.quartiles)
-        return f"{told} ({low} to {high})" if between else f"{told} [{low}, {high}]"
+            return text
+        low, high = (f"{quartile / unit:{form}}" for quartile in reading.quartiles)
+        return f"{text} ({low} to {high})" if between else f"{text} [{low}, {high}]"
 
     return header, cell
 
@@ -233,16 +233,16 @@ def column(header: str, unit: float, form: str, spread: bool = False, between: s
 US = column("us", 1e-6, ".2f", spread=True)
 US_MEDIAN = column("us", 1e-6, ".1f")
 MS = column("ms", 1e-3, ".2f", spread=True, between="to")
-MEGABYTES: Column = ("MB", lambda each: f"{each.arm.moved / 1e6:.2f}")
-TERABYTES: Column = ("TB/s", lambda each: f"{each.bandwidth * 1e-12:.2f}")
+MEGABYTES: Column = ("MB", lambda reading: f"{reading.arm.moved / 1e6:.2f}")
+TERABYTES: Column = ("TB/s", lambda reading: f"{reading.bandwidth * 1e-12:.2f}")
 TERAFLOPS: Column = (
     "TFLOP/s",
-    lambda each: f"{each.speed * 1e-12:.0f}" if each.arm.operations else "",
+    lambda reading: f"{reading.speed * 1e-12:.0f}" if reading.arm.operations else "",
 )
 
 
 def share_of(other: str = COPY, header: str = "share of copy") -> Column:
-    return header, lambda each: f"{each.share_of(other):.3f}"
+    return header, lambda reading: f"{reading.share_of(other):.3f}"
 
 
 def times(other: str, header: str, spread: bool = False) -> Column:
@@ -251,9 +251,9 @@ def times(other: str, header: str, spread: bool = False) -> Column:
     def cell(reading: Reading) -> str:
         if other not in reading.beside:
             return ""
-        told = f"{reading.times(other):.2f}"
+        text = f"{reading.times(other):.2f}"
         low, high = quartiles(reading.ratios(other))
-        return f"{told} ({low:.2f} to {high:.2f})" if spread else told
+        return f"{text} ({low:.2f} to {high:.2f})" if spread else text
 
     return header, cell
 
@@ -262,7 +262,7 @@ def time_over(other: str, header: str) -> Column:
     """How many times as long this arm takes as another one."""
 
     def cell(reading: Reading) -> str:
-        ratios = [1 / each for each in reading.ratios(other)]
+        ratios = [1 / ratio for ratio in reading.ratios(other)]
         low, high = quartiles(ratios)
         return f"{statistics.median(ratios):.2f} ({low:.2f} to {high:.2f})"
 
@@ -320,12 +320,12 @@ def _cpu_seconds(arms: Sequence[Arm], rounds: int) -> list[tuple[float, ...]]:
                 taken += time.perf_counter() - start
                 del result  # freed outside of the measured time
             seconds[place].append(taken / calls[place])
-            if len({len(each) for each in seconds}) == 1:
+            if len({len(second) for second in seconds}) == 1:
                 gc.collect()
     finally:
         if collecting:
             gc.enable()
-    return [tuple(each) for each in seconds]
+    return [tuple(second) for second in seconds]
 
 
 def _calls_a_turn(function: Callable[[], object]) -> int:
@@ -367,7 +367,7 @@ def _gpu_seconds(arms: Sequence[Arm], rounds: int) -> list[tuple[float, ...]]:
         end.synchronize()
         if turn >= 2:
             seconds[place].append(start.elapsed_time(end) * 1e-3 / count)
-    return [tuple(each) for each in seconds]
+    return [tuple(second) for second in seconds]
 
 
 def copy_arm(moved: int, name: str = COPY) -> Arm:
@@ -430,12 +430,12 @@ def measured(comparison: Comparison, rounds: int, gpu: bool) -> Section:
 
 def summed(name: str, readings: Readings) -> Reading:
     """Return all arms but baselines as one, round by round."""
-    ours = [each for each in readings.values() if not each.arm.baseline]
-    moved, operations = (sum(getattr(each.arm, of) for each in ours)
+    ours = [reading for reading in readings.values() if not reading.arm.baseline]
+    moved, operations = (sum(getattr(reading.arm, of) for reading in ours)
                          for of in ("moved", "operations"))  # fmt: skip
     arm = Arm(name, ours[0].arm.make, moved, operations)
-    seconds = zip(*(each.seconds for each in ours), strict=True)
-    return Reading(arm, tuple(sum(each) for each in seconds), readings)
+    seconds = zip(*(reading.seconds for reading in ours), strict=True)
+    return Reading(arm, tuple(sum(second) for second in seconds), readings)
 
 
 def _targets(comparison: Comparison, readings: Readings) -> Iterator[Target]:
@@ -465,17 +465,17 @@ def run(
         for part in bench.parts(options):
             if isinstance(part, (Comparison, Table)):
                 names.append(part.title)
-            found = _found(part, options, gpu)
+            section = _found(part, options, gpu)
             del part  # its memory, before the next one is made
-            for table in found.tables:
+            for table in section.tables:
                 say(rendered_table(table))
-            for why, text in found.failed.items():
+            for why, text in section.failed.items():
                 say(f"not timed: {why}: {text}")
             whole = replace(
                 whole,
-                tables=whole.tables + found.tables, targets=whole.targets + found.targets,
-                notes=whole.notes + found.notes, speeds={**whole.speeds, **found.speeds},
-                failed={**whole.failed, **found.failed},
+                tables=whole.tables + section.tables, targets=whole.targets + section.targets,
+                notes=whole.notes + section.notes, speeds={**whole.speeds, **section.speeds},
+                failed={**whole.failed, **section.failed},
             )  # fmt: skip
     if options.only and not whole.tables and not whole.failed:
         raise UnknownName("--only", ", ".join(options.only), f"a word of: {'; '.join(names)}",

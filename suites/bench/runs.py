@@ -114,7 +114,7 @@ def by_hand(model: Stack, tokens: torch.Tensor, folder: Path) -> Turn:
     begin = time.perf_counter()
     folder.mkdir()
     save_file(seen, folder / "all.safetensors")
-    nbytes = sum(each.nbytes for each in seen.values())
+    nbytes = sum(tensor.nbytes for tensor in seen.values())
     return Turn(forward, time.perf_counter() - begin, nbytes)
 
 
@@ -190,7 +190,7 @@ class CheckedCapture(NamedTuple):
 
 
 def _swapped(weight: Weight) -> Weight:
-    names = [each.name for each in fields(weight) if not each.name.startswith("_")]
+    names = [field.name for field in fields(weight) if not field.name.startswith("_")]
     made = {name: getattr(weight, name) for name in names}
     codes = made["codes"]
     return Weight(**made | {"codes": (codes >> 4) | (codes << 4)})
@@ -201,7 +201,7 @@ def captured_run(source: Path, folder: Path, *, spoilt: bool) -> Path:
 
     def opened(*args: Any, **named: Any) -> Any:
         model = open_model(*args, **named)
-        calls = model.speaker.bound.calls
+        calls = model.logits_model.bound.calls
         healthy = calls[SPOILT]
 
         def faulty(inputs: Mapping[str, Any], weights: Mapping[str, Any]) -> Any:
@@ -281,7 +281,7 @@ class Drawn(Mapping[str, Weight]):
     """Weights by name, drawn again at every look-up."""
 
     def __init__(self, quantised: bool) -> None:
-        self._known = {each.name: each for each in parameters(CONFIG)}
+        self._known = {parameter.name: parameter for parameter in parameters(CONFIG)}
         self._quantised = quantised
 
     def __getitem__(self, name: str) -> Weight:
@@ -320,11 +320,14 @@ def _codes(shape: tuple[int, ...], chance: torch.Generator) -> Weight:
     height, width = shape
     codes = torch.randint(256, (height, width // 2), generator=chance, dtype=torch.uint8)
     scales = torch.randint(0x28, 0x38, (height, width // 16), generator=chance, dtype=torch.uint8)
-    how = WeightEncoding(
+    encoding = WeightEncoding(
         NVFP4, CANONICAL, LINEAR, ScaleDirection.DECODE, NibbleOrder.LOW_EVEN, shape
     )
     return Weight(
-        codes=codes, block_scale=scales, tensor_scale=torch.tensor(0.25 * width**-0.5), storage=how
+        codes=codes,
+        block_scale=scales,
+        tensor_scale=torch.tensor(0.25 * width**-0.5),
+        storage=encoding,
     )
 
 
@@ -368,9 +371,9 @@ def judged_width(recipe_name: str, device: str = CPU) -> tuple[str, int, int, fl
             candidate.calls[name] = partial(_rounded_otherwise, component)
     twin = BoundModel(CONFIG, replace(numerics), weights, recipe)
     require_device("DEVICE", device)
-    for each in (candidate, twin):
-        run_on_device(each, device)
-    found = localise(twin, recipe, InMemoryRun.of(candidate, [PROMPT], 1))
+    for model in (candidate, twin):
+        run_on_device(model, device)
+    found = localise(twin, recipe, InMemoryRun.from_prompts(candidate, [PROMPT], 1))
     worst = max(row.ratio for row in found.rows)
     on_device = torch.cuda.max_memory_allocated() if device != CPU else 0
     return str(found.verdict), len(found.rows), len(found.unjudged), worst, on_device

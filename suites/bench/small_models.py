@@ -97,10 +97,10 @@ def _calibration() -> list[int]:
 
 
 def _logits(bound: BoundModel) -> Callable[[list[int]], Tensor]:
-    speaker = LogitsModel(bound)
+    model = LogitsModel(bound)
 
     def made(ids: list[int]) -> Tensor:
-        return speaker.logits(speaker.hidden([Sequence()], [torch.tensor(ids)]))
+        return model.logits(model.hidden([Sequence()], [torch.tensor(ids)]))
 
     return made
 
@@ -115,12 +115,12 @@ def spoken(bound: BoundModel, texts: int = TEXTS, tokens: int = TEXT_TOKENS) -> 
     """Let the model go on from one sentence at low temperature: grammatical ones, and all."""
     rng = random.Random(figures.HELD_OUT)
     begun = [sentence(rng) for _ in range(texts)]
-    speeches = [Continuation([language.BOS, *language.encode(each)]) for each in begun]
+    continuations = [Continuation([language.BOS, *language.encode(each)]) for each in begun]
     for seed in range(0, texts, _ABREAST):  # one seed gives all that run together the same draws
-        how = Sampling(_TEMPERATURE, 1.0, seed)
-        together = speeches[seed : seed + _ABREAST]
-        Generation(LogitsModel(bound), None, how, Limits(tokens)).run(together)
-    return figures.grammatical(language.decode(each.ids) for each in speeches)
+        sampling = Sampling(_TEMPERATURE, 1.0, seed)
+        together = continuations[seed : seed + _ABREAST]
+        Generation(LogitsModel(bound), None, sampling, Limits(tokens)).run(together)
+    return figures.grammatical(language.decode(speech.ids) for speech in continuations)
 
 
 def swapped_nibbles(weights: Mapping[str, Weight], name: str) -> dict[str, Weight]:
@@ -199,7 +199,7 @@ def _row_of(
         share["sentences"] = good / max(1, all_)
         text = f"{_percent(share['sentences'])} of {all_}"
     columns = ("far recall", "near recall", "sums", "copies")
-    row = (label, f"{told.perplexity:.3f}", *(_percent(share[each]) for each in columns), text)
+    row = (label, f"{told.perplexity:.3f}", *(_percent(share[column]) for column in columns), text)
     return row, share
 
 
@@ -222,10 +222,10 @@ def _of(name: str) -> tuple[tuple[Table, Table], list[Target]]:
             ]
         cut = model.bound()
         figures.window_only(cut)
-        told = scored(cut, DOCUMENTS_CUT)
-        row, share = _row_of(f"{recipe}, window only", cut, told, speaks=False)
+        score = scored(cut, DOCUMENTS_CUT)
+        row, share = _row_of(f"{recipe}, window only", cut, score, speaks=False)
         rows.append(row)
-        cuts.append(_cut_row(recipe, told))
+        cuts.append(_cut_row(recipe, score))
         targets.append(
             Target(f"{name}, {recipe}: far recall, window only", share["far recall"], 0.10, False)
         )
@@ -299,7 +299,7 @@ class Found:
         return [
             kind
             for kind, parts in KINDS.items()
-            if any(self.score.asked[each] for each in parts)
+            if any(self.score.asked[part] for part in parts)
             if not _inside(self.score, other.score, parts)
             and not _inside(other.score, self.score, parts)
         ]
@@ -334,14 +334,16 @@ def read_together(decoder: Decoder, documents: list[list[int]]) -> list[Tensor]:
     return [torch.stack(rows) for rows in kept]
 
 
-def spoken_by(speaker: LogitsModel, texts: int) -> tuple[int, int]:
+def spoken_by(model: LogitsModel, texts: int) -> tuple[int, int]:
     """Let a model go on from sentences at low temperature: grammatical ones, and all."""
     rng = random.Random(figures.HELD_OUT)
-    speeches = [Continuation([language.BOS, *language.encode(sentence(rng))]) for _ in range(texts)]
-    for seed, speech in enumerate(speeches):  # draws of its own for each text
-        speech.sampler = Sampling(_TEMPERATURE, 1.0, seed).sampler()
-    Generation(speaker, None, None, Limits(TEXT_TOKENS)).run(speeches)
-    return figures.grammatical(language.decode(each.ids) for each in speeches)
+    continuations = [
+        Continuation([language.BOS, *language.encode(sentence(rng))]) for _ in range(texts)
+    ]
+    for seed, continuation in enumerate(continuations):  # draws of its own for each text
+        continuation.sampler = Sampling(_TEMPERATURE, 1.0, seed).sampler()
+    Generation(model, None, None, Limits(TEXT_TOKENS)).run(continuations)
+    return figures.grammatical(language.decode(speech.ids) for speech in continuations)
 
 
 def by_kernels(model: Model, documents: int, texts: int) -> Found:
@@ -350,13 +352,13 @@ def by_kernels(model: Model, documents: int, texts: int) -> Found:
     seeds = range(figures.HELD_OUT, figures.HELD_OUT + documents)
     ids = [document(seed).ids for seed in seeds]
     with torch.inference_mode():
-        decoder = Decoder.of(kernels, bound, model.recipe, documents, max(map(len, ids)))
+        decoder = Decoder.from_model(kernels, bound, model.recipe, documents, max(map(len, ids)))
         decoder.capture()
         made = dict(zip(map(tuple, ids), read_together(decoder, ids), strict=True))
-        told = figures.score((document(seed) for seed in seeds), lambda each: made[tuple(each)])
-        aloud = Decoder.of(kernels, bound, model.recipe, texts, ROOM)
+        score = figures.score((document(seed) for seed in seeds), lambda each: made[tuple(each)])
+        aloud = Decoder.from_model(kernels, bound, model.recipe, texts, ROOM)
         aloud.capture()
-        return Found("kernels", told, spoken_by(DecoderSpeaker(bound, aloud), texts))
+        return Found("kernels", score, spoken_by(DecoderSpeaker(bound, aloud), texts))
 
 
 def by_twin(model: Model, documents: int, texts: int) -> Found:

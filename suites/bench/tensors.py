@@ -324,8 +324,12 @@ def compare_pair(options: Any) -> Iterator[Part]:
             ("GB/s of pair", lambda each: f"{each.bandwidth / 1e9:.2f}"),
         )
         claims = (
-            Claim("GB/s of pair in memory", OURS, lambda each: each.bandwidth / 1e9, IN_MEMORY),
-            Claim("times as fast as the plain loop", OURS, lambda each: each.times(PLAIN), 1.0),
+            Claim(
+                "GB/s of pair in memory", OURS, lambda reading: reading.bandwidth / 1e9, IN_MEMORY
+            ),
+            Claim(
+                "times as fast as the plain loop", OURS, lambda reading: reading.times(PLAIN), 1.0
+            ),
         )
         corner = slice(min(256, options.size))
         same = _say_the_same(candidate[corner, corner], reference[corner, corner])
@@ -339,17 +343,17 @@ def compare_pair(options: Any) -> Iterator[Part]:
 
 def _say_the_same(candidate: Tensor, reference: Tensor) -> bool:
     """Whether both arms agree. Trap: sums of millions in float32 would make a cosine above 1."""
-    found = compare(candidate, reference)
+    comparison = compare(candidate, reference)
     cosine, relative, gain, steps, identical = plain(candidate, reference)
     near = (
-        (float(found.total.cosine), cosine),
-        (float(found.total.relative_l2), relative),
-        (float(found.total.gain), gain),
+        (float(comparison.total.cosine), cosine),
+        (float(comparison.total.relative_l2), relative),
+        (float(comparison.total.gain), gain),
     )
     return (
         all(abs(ours - theirs) < 1e-3 for ours, theirs in near)
-        and found.ulps == steps
-        and abs(found.identical - identical) < 1e-12
+        and comparison.ulps == steps
+        and abs(comparison.identical - identical) < 1e-12
     )
 
 

@@ -151,7 +151,7 @@ def options(name: str, **changed: Any) -> Any:
 
 def test_parts_of_a_bench_become_a_section(clock: Clock) -> None:
     arms = (clock.arm("fast", 0.1), clock.arm("slow", 0.3))
-    claim = Claim("ratio", "fast", lambda each: each.times("slow"), 3.0)
+    claim = Claim("ratio", "fast", lambda reading: reading.times("slow"), 3.0)
     column = ("times", lambda each: f"{each.times('slow'):.0f}")
 
     def parts(_options: Any) -> Iterator[runner.Part]:
@@ -162,7 +162,7 @@ def test_parts_of_a_bench_become_a_section(clock: Clock) -> None:
     said: list[str] = []
     section = runner.run("b", Bench("title", parts), options("peers"), said.append)
     assert section.tables == (Table("table", ("arm", "times"), (("fast", "3"), ("slow", "1"))),)
-    assert [(each.claim, each.met) for each in section.targets] == [
+    assert [(target.claim, target.met) for target in section.targets] == [
         ("ratio", True), ("ready", False)
     ]  # fmt: skip
     assert section.notes[0] == "a note"
@@ -304,7 +304,7 @@ def test_what_others_write_meanwhile_stays(tmp_path: Path, planted: Any) -> None
     assert main(["--only", "formats", "--page", str(page)]) == 0
     assert "told" in page.read_text()
     assert "## Planted" in page.read_text()
-    assert [each.name for each in tmp_path.iterdir()] == ["figures.md"]
+    assert [path.name for path in tmp_path.iterdir()] == ["figures.md"]
 
 
 @pytest.mark.parametrize("line", [["--only", "format", "--page"], ["format"], []])
@@ -570,10 +570,10 @@ def test_the_museum_runs_everything_and_reports_misses(monkeypatch: pytest.Monke
 
 
 def test_scenarios_of_the_toy_are_distinguished() -> None:
-    found = detection.scenarios(toy(layers=9, width=64, wide=128, tokens=32))
-    assert [each.name for each in found] == ["clean", *FAULTS]
-    assert all(each.right for each in found)
-    wrong = found[0]._replace(expected="M10.nibble_order")
+    scenarios = detection.scenarios(toy(layers=9, width=64, wide=128, tokens=32))
+    assert [scenario.name for scenario in scenarios] == ["clean", *FAULTS]
+    assert all(scenario.right for scenario in scenarios)
+    wrong = scenarios[0]._replace(expected="M10.nibble_order")
     assert not wrong.right
 
 

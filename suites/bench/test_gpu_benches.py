@@ -59,7 +59,7 @@ def readings(**arms: tuple[Arm, tuple[float, ...]]) -> dict[str, Reading]:
     """Readings in microseconds, taken in the same rounds."""
     found: dict[str, Reading] = {}
     for arm, microseconds in arms.values():
-        seconds = tuple(each * 1e-6 for each in microseconds)
+        seconds = tuple(microsecond * 1e-6 for microsecond in microseconds)
         found[arm.name] = Reading(arm, seconds, found)
     return found
 
@@ -82,9 +82,9 @@ def tables(name: str, **changed: Any) -> list[Comparison]:
 @pytest.mark.parametrize("name", [*ON_GPU, "nvfp4-products"])
 def test_refuses_without_a_gpu(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, *["--kernels"] * (name == "nvfp4-products")]) == EXIT_REFUSED
-    told = capsys.readouterr().err
-    assert "REFUSED: CUDA device" in told
-    assert "NVIDIA GPU" in told
+    text = capsys.readouterr().err
+    assert "REFUSED: CUDA device" in text
+    assert "NVIDIA GPU" in text
 
 
 @pytest.mark.parametrize("name", ["gemm", "moe", "indexer", "sm100-gemm"])
@@ -172,8 +172,8 @@ def test_every_part_of_row_kernels_can_be_named() -> None:
         ("rows", ("walks", "norms", "residuals", "heads", "routers")),
         ("indexer", ("scores", "topk", "operand")),
     ):
-        every = [each.title for each in tables(name)]
-        some = [[each.title for each in tables(name, only=[part])] for part in parts]
+        every = [table.title for table in tables(name)]
+        some = [[table.title for table in tables(name, only=[part])] for part in parts]
         assert [title for titles in some for title in titles] == every
         assert all(part in title for part, each in zip(parts, some, strict=True) for title in each)
 
@@ -192,7 +192,7 @@ def test_attention_rows_have_names_of_their_own_and_their_problems_bytes() -> No
     assert arms["kv_read fp8-v32"].moved == 8192 * (4 + 656 + 1152)
     assert arms["mhc post, 7168"].moved == 8192 * (16 + 64 + 9 * 2 * 7168)
     (turns,) = nodes.turns
-    assert {each.repeats * each.buffer_sets for each in turns} == {cache.NODES}
+    assert {turn.repeats * turn.buffer_sets for turn in turns} == {cache.NODES}
 
 
 def test_what_misses_its_target_among_attention_rows() -> None:
@@ -232,13 +232,13 @@ def test_every_kind_of_operands_has_an_arm() -> None:
 
 def test_tables_of_grouped_products_have_their_problems() -> None:
     found = tables("grouped", tokens=(64,))
-    assert [each.title.removesuffix(", 64 tokens") for each in found] == [
+    assert [comparison.title.removesuffix(", 64 tokens") for comparison in found] == [
         "o_a of V4-Pro", "o_a of V4-Flash",
         "o_a of V4-Pro in FP8, scales float32", "o_a of V4-Pro in FP8, scales ue8m0",
         "o_a of V4-Flash in FP8, scales float32", "o_a of V4-Flash in FP8, scales ue8m0",
         "compressor's projection",
     ]  # fmt: skip
-    assert [each.turns[0][0].operations for each in found] == [
+    assert [comparison.turns[0][0].operations for comparison in found] == [
         2 * 64 * groups * 1024 * 4096 for groups in (16, 8, 16, 16, 8, 8)
     ] + [2 * 64 * 2048 * 7168]
     flash = tables("grouped", tokens=(8192,))[1]
@@ -308,7 +308,9 @@ def test_experts_are_judged_round_by_round_and_both_products_together() -> None:
     assert runner.pair_share(found[moe.FC1]) == pytest.approx(0.5)
     assert found[moe.FC1].speed == pytest.approx(2e12)
     problem = moe.problem_of("V4-Flash", 8192)
-    assert problem.operations == sum(each.operations for each in moe.plain_problems(problem))
+    assert problem.operations == sum(
+        gemm_problem.operations for gemm_problem in moe.plain_problems(problem)
+    )
     few = moe.problem_of("V4-Flash", 16)
     assert moe.weight_bytes(few, 256) == 256 * 3 * (4096 * 2048 // 2 + 4096 * 2048 // 16)
     judged = [part.claims[0] for part in tables("moe") if part.claims]
@@ -321,7 +323,7 @@ def test_scores_and_choices_are_judged_round_by_round() -> None:
         theirs=(arm(indexer.TOPK, 8, baseline=True), (90.0, 60.0, 80.0)),
         ours=(arm("ours", 2_000_000), (10.0, 20.0, 20.0)),
     )
-    table = next(each for each in tables("indexer") if each.title == "topk")
+    table = next(comparison for comparison in tables("indexer") if comparison.title == "topk")
     assert found["ours"].times(indexer.TOPK) == pytest.approx(4.0)
     assert cells(table, found["ours"]) == ["80.0", "20.0", "0.10", "4.00"]
     problem = indexer.scores_problem(2048, 16_384, 1, ("bf16", "float32"))
@@ -343,8 +345,11 @@ def test_attention_counts_operations_and_bytes() -> None:
     )
     table = attention.beside_copies("t", [])
     assert cells(table, found["an arm"])[1:] == ["350", "2.000"]
-    for each in (attention.prefill("nvfp4", 100, 64), attention.decode("bf16", 3, 128)):
-        assert all(of.pages.slots >= of.width for of in each.lists)
+    for attention_problem in (
+        attention.prefill("nvfp4", 100, 64),
+        attention.decode("bf16", 3, 128),
+    ):
+        assert all(of.pages.slots >= of.width for of in attention_problem.lists)
     decode = attention.latent("decode", "fp8-v32", 64, 128)
     assert decode.operations == 2 * 64 * 128 * 2048 * 1088
     assert decode.gathered_bytes == 64 * 2048 * 656
@@ -503,7 +508,7 @@ def test_a_step_of_v4_launches_every_kernel_of_its_layers(
     monkeypatch.setattr(gpu, "DEVICE", "cpu")
     every = decoder.experts(256, 128, small.n_routed_experts)
     given = decoder.Given(Recording(), small, every, recipe, "bf16", 256)
-    block = [each for each in small.layers if each.ratio == ratio][-1]
+    block = [layer for layer in small.layers if layer.ratio == ratio][-1]
     (step,) = decoder.steps_of(given, block, 2)
     made = step.run()
     assert isinstance(made, torch.Tensor)
@@ -570,9 +575,10 @@ def test_kernels_of_attention_may_be_a_hair_below_the_twin_and_no_more() -> None
         for each in (0.999695, 0.9996, float("nan"))
     )
     absent = row("rows, fp8 cache", "any", 0.9997, 0.9998)
-    assert [[target.met for target in each.targets()] for each in (near, far, broken, absent)] == [
-        [True], [False], [False], []
-    ]  # fmt: skip
+    assert [
+        [target.met for target in quality_row.targets()]
+        for quality_row in (near, far, broken, absent)
+    ] == [[True], [False], [False], []]
     assert near.line()[2:] == ("0.9997", "0.9997000", "0.9998000", "0.9996950")
     assert absent.line()[-1] == "not run"
 
@@ -617,9 +623,11 @@ def test_keys_outside_the_mask_do_not_count() -> None:
 
 def test_rotation_changes_no_logit_and_evens_out_channels() -> None:
     plain, turned = (quality_attention.drawn(f"V4-Pro, outliers{end}") for end in ("", ", rotated"))
-    logits = [quality_attention.logits_of(each, each.q, each.keys) for each in (plain, turned)]
+    logits = [
+        quality_attention.logits_of(inputs, inputs.q, inputs.keys) for inputs in (plain, turned)
+    ]
     assert quality_linears.cosine(*logits) > 0.9999
-    largest = [each.keys.float().square().mean(0).amax() for each in (plain, turned)]
+    largest = [inputs.keys.float().square().mean(0).amax() for inputs in (plain, turned)]
     assert largest[0] > 20 * largest[1]
 
 

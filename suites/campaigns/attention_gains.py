@@ -72,7 +72,7 @@ def case(seed: int) -> CaseResult:
         candidate.calls[name] = own
     lengths = draw.choice(LENGTHS)
     prompts = [[draw.randrange(1, 500) for _ in range(length)] for length in lengths]
-    run = InMemoryRun.of(candidate, prompts, 3)
+    run = InMemoryRun.from_prompts(candidate, prompts, 3)
     # Nobody can learn a convention where no layer is healthy.
     declared = {"attention_in_storage_dtype": False} if kernel and chosen == names else {}
     twin = model(config, torch.float64, declared)
@@ -96,12 +96,12 @@ def _gained(gain: float, head: int | None, heads: int) -> Callable[[Tensor], Ten
 
 def _by_way(candidate: BoundModel, name: str, what: tuple[float, int | None, RoundingSide]) -> Any:
     (gain, head, side), recipe = what, recipe_named(RECIPE, candidate.config)
-    scene = ComponentContext(candidate, component_named(candidate.config, name, recipe), recipe)
+    context = ComponentContext(candidate, component_named(candidate.config, name, recipe), recipe)
     if head is None:
-        ways = both_gains(scene, "a gain", gain, sides=(side,))
+        variants = both_gains(context, "a gain", gain, sides=(side,))
     else:
-        ways = head_variants(scene, head, gain, (side,))
-    return next(ways).apply(candidate.calls[name])
+        variants = head_variants(context, head, gain, (side,))
+    return next(variants).apply(candidate.calls[name])
 
 
 def _read(found: Localised, chosen: list[str], fault: str) -> tuple[str, str]:
@@ -110,8 +110,8 @@ def _read(found: Localised, chosen: list[str], fault: str) -> tuple[str, str]:
     for origin in found.origins:
         if origin.component not in chosen:
             return ("elsewhere" if chosen else "alarm"), f"{origin.component}: {origin.sentence}"
-        cause = diagnose(origin.scene, [origin.sight, *origin.more]) if origin.sight else None
-        named = [each.id for each in cause.named] if cause is not None else []
+        cause = diagnose(origin.context, [origin.record, *origin.more]) if origin.record else None
+        named = [named_fault.id for named_fault in cause.named] if cause is not None else []
         if named[:1] != [fault]:
             wrong.append("wrong" if named else "unnamed")
         said.append(f"{origin.component}: {cause.sentence if cause else origin.sentence}")

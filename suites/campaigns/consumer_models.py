@@ -45,15 +45,15 @@ def widened(source: Path, folder: Path) -> None:
         config, names = checkpoint.model, checkpoint.names
     assert config is not None
     assert names is not None
-    told = _config(source) | _widths(config)
-    shapes = {each.name: each.shape for each in parameters(config_from_dict(told))}
+    fields = _config(source) | _widths(config)
+    shapes = {parameter.name: parameter.shape for parameter in parameters(config_from_dict(fields))}
     stored = load_file(source / "model-00001-of-00001.safetensors")
     made = {
         slot.tensor: _wider(stored[slot.tensor], shapes[slot.parameter.name])
         for slot in slots(config, names.layout.with_recipe(recipe_named("bf16", config)))
     }
     folder.mkdir()
-    _save(folder, made, told)
+    _save(folder, made, fields)
     for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(source / name, folder)
 
@@ -84,8 +84,8 @@ def _wider(value: Tensor, shape: tuple[int, ...]) -> Tensor:
 def decoded(folder: Path, out: Path) -> None:
     """Write a stored checkpoint with decoded weights, under the same names, compressors apart."""
     stored: dict[str, Tensor] = {}
-    for each in sorted(folder.glob("*.safetensors")):
-        stored |= load_file(each)
+    for path in sorted(folder.glob("*.safetensors")):
+        stored |= load_file(path)
     made: dict[str, Tensor] = {}
     for name, value in stored.items():
         module, _, part = name.rpartition(".")
@@ -145,7 +145,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _save(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    tensors = {name: each.contiguous() for name, each in tensors.items()}
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(tensors, folder / "model-00001-of-00001.safetensors", {"format": "pt"})
     index = {
         "metadata": {},

@@ -85,10 +85,12 @@ class Asked(NamedTuple):
     def consumer(self) -> str:
         """The name of who reads it."""
         family = FAMILIES[self.family]
-        found = consumer_of(self.to, family) if self.to else consumer_of_recipe(self.recipe, family)
-        if found is VLLM_NVFP4 and self.recipe in ("official", "nvfp4-experts"):  # FP8 stays
+        consumer = (
+            consumer_of(self.to, family) if self.to else consumer_of_recipe(self.recipe, family)
+        )
+        if consumer is VLLM_NVFP4 and self.recipe in ("official", "nvfp4-experts"):  # FP8 stays
             return OWN.name
-        return found.name
+        return consumer.name
 
     @property
     def cells(self) -> str:
@@ -129,8 +131,8 @@ def load(seed: int, vllm: Path | None, consumers: frozenset[str]) -> CaseResult:
             try:
                 targets[place] = _target(row, quantised, folder)
             except Refused as error:
-                told = str(error).partition(": expected")[0].replace(f"{folder}/", "")
-                found[place] = Outcome("refused", told)
+                text = str(error).partition(": expected")[0].replace(f"{folder}/", "")
+                found[place] = Outcome("refused", text)
             except AssertionError as error:
                 found[place] = Outcome("error", str(error))
         found |= _in_transformers(rows, targets, folder)
@@ -147,11 +149,11 @@ def _quantised(row: Asked, folder: Path) -> Path:
     assert config is not None
     recipe = recipe_named(row.recipe, config)
     reached = {
-        each.name: Amax(8.0, 7)
-        for each in parameters(config)
-        if recipe.format_of(each).activation == "NVFP4"
+        parameter.name: Amax(8.0, 7)
+        for parameter in parameters(config)
+        if recipe.format_of(parameter).activation == "NVFP4"
     }
-    calibration = Calibration.of(reached) if reached else None
+    calibration = Calibration.from_records(reached) if reached else None
     QuantiseJob(source, target_layout(config, recipe), calibration=calibration).run(made)
     return made
 
@@ -180,12 +182,12 @@ def _in_transformers(
     found = {}
     answers = loaded_by_transformers(list(given.values()), TEXT) if given else []
     for place, theirs in zip(given, answers, strict=True):
-        told = theirs.told
+        fields = theirs.told
         if theirs.logits is None:
-            found[place] = Outcome("error", str(told["error"])[:400])
+            found[place] = Outcome("error", str(fields["error"])[:400])
         elif not theirs.is_clean:
-            missing = [*told["missing_keys"], *told["mismatched_keys"]]
-            found[place] = _other_names(missing, told["unexpected_keys"])
+            missing = [*fields["missing_keys"], *fields["mismatched_keys"]]
+            found[place] = _other_names(missing, fields["unexpected_keys"])
         else:
             # No loader of ours reads DeepGEMM's operand: its proof compares values.
             own = given if rows[place].consumer == DEEPGEMM.name else targets
@@ -197,19 +199,19 @@ def _in_vllm(
     rows: dict[int, Asked], targets: dict[int, Path], folder: Path, vllm: Path | None
 ) -> dict[int, Outcome]:
     """Compare ours of each target with that of vLLM's parameters, filled from it."""
-    mine = {p: each for p, each in targets.items() if rows[p].consumer in _OF_VLLM}
+    mine = {p: path for p, path in targets.items() if rows[p].consumer in _OF_VLLM}
     if vllm is None:
         return dict.fromkeys(mine, Outcome("no vLLM", "give --vllm"))
     found = {}
     for options in ([], ["--by-own-names"]):
-        given = {p: each for p, each in mine.items() if bool(options) == (rows[p].to == "vllm")}
-        told = _asked_of_vllm(vllm, list(given.values()), folder / "loaded", options)
+        given = {p: path for p, path in mine.items() if bool(options) == (rows[p].to == "vllm")}
+        fields = _asked_of_vllm(vllm, list(given.values()), folder / "loaded", options)
         for place, target in given.items():
             ours = target
             if rows[place].consumer == COMPRESSORS.name:  # no loader of ours reads it
                 ours = folder / f"{target.name}-decoded"
                 decoded(target, ours)
-            found[place] = _filled(told[target.name], target, ours, folder / "loaded")
+            found[place] = _filled(fields[target.name], target, ours, folder / "loaded")
             if found[place].word == "names" and rows[place] in _NOT_BUILT:
                 found[place] = Outcome("not built", _NOT_BUILT[rows[place]])
     return found
@@ -226,7 +228,7 @@ def _asked_of_vllm(
     )
     lines = [json.loads(each) for each in done.stdout.splitlines() if each.startswith('{"check')]
     died = {"error": done.stderr[-400:]}
-    return {each.name: died for each in folders} | {each["checkpoint"]: each for each in lines}
+    return {folder.name: died for folder in folders} | {each["checkpoint"]: each for each in lines}
 
 
 def _filled(told: dict[str, Any], target: Path, ours: Path, out: Path) -> Outcome:
@@ -242,8 +244,8 @@ def _filled(told: dict[str, Any], target: Path, ours: Path, out: Path) -> Outcom
 
 
 def _other_names(missing: list[str], unexpected: list[str]) -> Outcome:
-    told = f"{len(missing)} | {len(unexpected)} | - | - | names: "
-    return Outcome("names", told + ", ".join([*missing, *unexpected])[:300])
+    text = f"{len(missing)} | {len(unexpected)} | - | - | names: "
+    return Outcome("names", text + ", ".join([*missing, *unexpected])[:300])
 
 
 def _compared(folder: Path, theirs: Tensor) -> Outcome:
@@ -253,8 +255,8 @@ def _compared(folder: Path, theirs: Tensor) -> Outcome:
         return Outcome("not read back", str(error)[:400])
     mine, their = perplexity(ours, TEXT), perplexity(theirs, TEXT)
     same = math.isclose(mine, their, rel_tol=CLOSE)  # False beside NaN
-    told = f"0 | 0 | {mine:.7f} | {their:.7f} | {'same' if same else 'perplexity apart'}"
-    return Outcome("ok" if same else "perplexity", told)
+    text = f"0 | 0 | {mine:.7f} | {their:.7f} | {'same' if same else 'perplexity apart'}"
+    return Outcome("ok" if same else "perplexity", text)
 
 
 def line(result: CaseResult) -> str:
@@ -264,13 +266,15 @@ def line(result: CaseResult) -> str:
         return f"| {cells} | {result.detail} |"
     word = "not shown: " if result.outcome in NOT_SHOWN else ""
     reason = " ".join(result.detail.split()).replace("|", "/")
-    told = f"{word}{result.outcome}" + (f", {reason}" if reason else "")
-    return f"| {cells} | - | - | - | - | {told} |"
+    text = f"{word}{result.outcome}" + (f", {reason}" if reason else "")
+    return f"| {cells} | - | - | - | - | {text} |"
 
 
 def failures(results: Iterable[CaseResult]) -> list[CaseResult]:
     """Return what was loaded otherwise than declared; what was not shown is no failure."""
-    return [each for each in results if each.outcome != "ok" and each.outcome not in NOT_SHOWN]
+    return [
+        result for result in results if result.outcome != "ok" and result.outcome not in NOT_SHOWN
+    ]
 
 
 def by_row(cases: Iterable[CaseResult]) -> list[CaseResult]:
@@ -293,7 +297,7 @@ def main() -> None:
     rows = asked()
     parser = arguments(__doc__ or "", count=len(rows) // (1 + len(CONVERSIONS)))
     parser.add_argument("--vllm", type=Path, help="Python of an environment with vLLM 0.33")
-    consumers = sorted({each.consumer for each in rows})
+    consumers = sorted({row.consumer for row in rows})
     parser.add_argument("--consumer", choices=consumers, help="run the rows of this one alone")
     given = parser.parse_args()
     chosen = frozenset([given.consumer] if given.consumer else consumers)
@@ -302,7 +306,7 @@ def main() -> None:
     seeds = range(given.seed, given.seed + given.count)
     found = by_row(run_cases("consumers", case, seeds, given.jobs).results)
     CampaignReport("consumers", found).write(given.out)
-    results = {each.seed: each for each in found}
+    results = {result.seed: result for result in found}
     lines = [HEAD, "|---" * HEAD.count(" | ") + "|---|"]
     lines += [
         line(results.get(place) or CaseResult(place, "", "not run")) for place in range(len(rows))

@@ -404,7 +404,7 @@ def _change_facts(rng: Random, taken: CaptureBytes) -> str:
 
 def _change_stored(rng: Random, taken: CaptureBytes) -> str:
     """Give a stored tensor, and all that name it, another dtype or shape."""
-    part = rng.choice([each for each in taken.parts if each.head])
+    part = rng.choice([part_bytes for part_bytes in taken.parts if part_bytes.head])
     name = rng.choice(sorted(part.head))
     stored = part.head[name]
     shape = list(stored["shape"])
@@ -447,7 +447,7 @@ def _change_data(rng: Random, taken: CaptureBytes) -> str:
 
 def _change_order(rng: Random, taken: CaptureBytes) -> str:
     """Drop, double, swap or move calls; they are numbered again."""
-    part = rng.choice([each for each in taken.parts if each.index["calls"]])
+    part = rng.choice([part_bytes for part_bytes in taken.parts if part_bytes.index["calls"]])
     calls = part.index["calls"]
     place, way = rng.randrange(len(calls)), rng.randrange(5)
     if way == 0:

@@ -136,7 +136,7 @@ def _compressed(name: str, preset: str, folder: Path) -> tuple[Path, Path]:
             made[key] = value
             continue
         module = key.removesuffix(".weight")
-        made |= {f"{module}.{part}": each for part, each in _packed(value, preset).items()}
+        made |= {f"{module}.{part}": tensor for part, tensor in _packed(value, preset).items()}
     save_file(made, file, {"format": "pt"})
     path = folder / "made/config.json"
     config = json.loads(path.read_text())
@@ -167,7 +167,7 @@ def _packed(value: torch.Tensor, preset: str) -> dict[str, torch.Tensor]:
     if preset == "NVFP4":
         state["input_global_scale"] = torch.tensor([400.0])
     made: dict[str, torch.Tensor] = compressor.compress(state, scheme)
-    return {key: each.contiguous() for key, each in made.items()}
+    return {key: tensor.contiguous() for key, tensor in made.items()}
 
 
 def _torchao(name: str, folder: Path) -> tuple[Path, Path]:
@@ -199,10 +199,10 @@ def _own(family: str, recipe: str, rule: str, folder: Path) -> tuple[Path, Path]
     with Checkpoint.open(source) as checkpoint:
         config = checkpoint.model
     assert config is not None, "the small models have configs"
-    linears = [each.name for each in parameters(config) if each.kind == "linear"]
+    linears = [parameter.name for parameter in parameters(config) if parameter.kind == "linear"]
     amax = {name: Amax(1.0 + 3.0 * (i * 0.61803398875 % 1.0), 9) for i, name in enumerate(linears)}
     layout = target_layout(config, recipe_named(recipe, config))
-    job = QuantiseJob(source, layout, ScaleRule(rule), calibration=Calibration.of(amax))
+    job = QuantiseJob(source, layout, ScaleRule(rule), calibration=Calibration.from_records(amax))
     job.run(folder / "made")
     return folder / "made", source
 
@@ -238,13 +238,15 @@ def run_case(seed: int) -> CaseResult:
         except Exception as error:  # noqa: BLE001  another tool's; it is no alarm of ours
             return CaseResult(seed, kind, "not made", f"{name}: {type(error).__name__}: {error}")
         try:
-            found = audit(AuditRequest(made, against=source)).findings
+            findings = audit(AuditRequest(made, against=source)).findings
         except Refused as error:
             return CaseResult(seed, kind, "refused", f"{name}: {error}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    told = [each for each in found if each.level is not Level.NOTE]
-    detail = "; ".join(f"{each.level} {each.rule}: {each.message[:200]}" for each in told[:5])
+    told = [finding for finding in findings if finding.level is not Level.NOTE]
+    detail = "; ".join(
+        f"{finding.level} {finding.rule}: {finding.message[:200]}" for finding in told[:5]
+    )
     return CaseResult(seed, kind, "alarm" if told else "ok", f"{name}: {detail}" if told else name)
 
 

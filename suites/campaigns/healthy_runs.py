@@ -72,7 +72,7 @@ def _judged(case: RunCase) -> CaseResult:
     seed, found = case.seed, case.judged(case.run())
     kind = f"{case.config.family}, {len(case.switches)} conventions"
     if found.verdict is not Verdict.AGREES:
-        origins = [f"{each.component} ({each.sentence[:80]})" for each in found.origins[:6]]
+        origins = [f"{origin.component} ({origin.sentence[:80]})" for origin in found.origins[:6]]
         undecided = [] if origins else [str(each) for each in found.unjudged[:3]]
         return CaseResult(seed, kind, "alarm", f"{case}: {[*origins, *undecided]}")
     wrong = _mislearned(found, case.switches)
@@ -83,10 +83,10 @@ def _judged(case: RunCase) -> CaseResult:
 
 def _mislearned(found: Localised, follows: Any) -> list[str]:
     return [
-        each.sentence
-        for each in found.conventions
-        if each.source != DECLARED
-        and (each.source == CONTRADICTED or follows.get(each.name) != each.value)
+        convention.sentence
+        for convention in found.conventions
+        if convention.source != DECLARED
+        and (convention.source == CONTRADICTED or follows.get(convention.name) != convention.value)
     ]
 
 
@@ -100,13 +100,13 @@ def _plain(seed: int, fault: str) -> CaseResult:
         made.put(PLACE, FAULTS[fault][0](made.weights[PLACE]))
         kind += f", {fault}"
     found = api.check(api.capture(made.model.to(dtype), made.tokens), api.Twin(made.weights))
-    blamed = [each.component for each in found.troubles]
-    named = [each.cause.fault for each in found.troubles if each.cause is not None]
+    blamed = [trouble.component for trouble in found.discrepancies]
+    named = [trouble.cause.fault for trouble in found.discrepancies if trouble.cause is not None]
     if blamed != ([PLACE] if fault else []):
         return CaseResult(seed, kind, "lost" if fault else "alarm", str(found)[:600])
     if fault and named != [FAULTS[fault][1]]:
         return CaseResult(seed, kind, "misnamed", f"{named}")
-    learned = {each.name for each in found.conventions}
+    learned = {convention.name for convention in found.conventions}
     if learned != ({"decoded_operands"} if dtype is torch.bfloat16 else set()):
         return CaseResult(seed, kind, "mislearned", f"{learned}")
     return CaseResult(seed, kind, "ok")
@@ -125,19 +125,19 @@ def planted(seed: int) -> CaseResult:
 def _planted(seed: int) -> CaseResult:
     case = RunCase.of(seed)
     kind = f"{case.config.family}, {len(case.switches)} conventions"
-    follows = {each.name: _value(case, each) for each, _ in choices(case.config)}
+    follows = {convention.name: _value(case, convention) for convention, _ in choices(case.config)}
     drawn = 0
-    for name, fault, way in _drawn(case):
+    for name, fault, variant in _drawn(case):
         drawn += 1
         candidate = case.candidate()
-        candidate.calls[name] = way.apply(candidate.calls[name])
+        candidate.calls[name] = variant.apply(candidate.calls[name])
         try:
             run = case.run(candidate)
         except CANNOT_RUN:
             continue  # a fault that stops the run is none that judging could lose
-        want = {each.component for each in case.judged(run, follows).origins}
+        want = {origin.component for origin in case.judged(run, follows).origins}
         if name in want:
-            said = f"{case}: {fault.id} ({way.words}) at {name}"
+            said = f"{case}: {fault.id} ({variant.words}) at {name}"
             return _compared(CaseResult(seed, kind, "ok", said), want, case, run)
     return CaseResult(seed, kind, "not planted", f"{case}: none of {drawn} faults is found")
 
@@ -145,8 +145,8 @@ def _planted(seed: int) -> CaseResult:
 def _compared(planted: CaseResult, want: set[str], case: RunCase, run: InMemoryRun) -> CaseResult:
     """Judge without what can be learned, and compare with what is found where all is declared."""
     found = case.judged(run)
-    got = {each.component for each in found.origins}
-    learned = [each.sentence for each in found.conventions]
+    got = {origin.component for origin in found.origins}
+    learned = [convention.sentence for convention in found.conventions]
     outcome = ""
     if want - got:
         outcome = f"lost: {sorted(want - got)[:6]}"
@@ -179,27 +179,35 @@ def _drawn(case: RunCase) -> Iterator[tuple[str, ModelFault, FaultVariant]]:
     calls = by_component(healthy_run)
     roles = {role for name in case.switches for role in REGISTRY[name].roles}
     concerned = [name for name in calls if bound.bound_to(name)[0].role in roles]
-    faults = [each for each in MODEL_FAULTS.values() if each.reach is not Reach.EDGE]
+    faults = [
+        model_fault for model_fault in MODEL_FAULTS.values() if model_fault.reach is not Reach.EDGE
+    ]
     drawn = 0
     while drawn < _WAYS:
         names = concerned if concerned and chance.random() < 0.7 else list(calls)
         name, fault = chance.choice(names), chance.choice(faults)
-        scene = ComponentContext(bound, component_named(case.config, name, recipe), recipe)
-        ways = [w for w in fault.ways(scene) if not w.beside] if fault.sits(scene) else []
-        if ways:
+        context = ComponentContext(bound, component_named(case.config, name, recipe), recipe)
+        variants = (
+            [w for w in fault.variants(context) if not w.companions]
+            if fault.applies_to(context)
+            else []
+        )
+        if variants:
             drawn += 1
-            way = chance.choice(ways)
-            if _acts(way, scene, [healthy_run.inputs(call) for call in calls[name]]):
-                yield name, fault, way
+            variant = chance.choice(variants)
+            if _acts(variant, context, [healthy_run.inputs(call) for call in calls[name]]):
+                yield name, fault, variant
 
 
-def _acts(way: FaultVariant, scene: ComponentContext, given: list[Mapping[str, Tensor]]) -> bool:
+def _acts(
+    variant: FaultVariant, context: ComponentContext, given: list[Mapping[str, Tensor]]
+) -> bool:
     """Whether a way changes an output on what the healthy run gave to the component."""
-    faulty = way.apply(scene.call)
+    faulty = variant.apply(context.call)
     with torch.inference_mode():
         for inputs in given:
             try:
-                made, own = faulty(inputs, scene.weights), scene.call(inputs, scene.weights)
+                made, own = faulty(inputs, context.weights), context.call(inputs, context.weights)
             except CANNOT_RUN:
                 return False
             if any(not same_bits(made[name], own[name]) for name in own):

@@ -113,7 +113,7 @@ def _model(key: ModelKey) -> MuseumModel:
 def _stage(key: ModelKey, number: int, *, spoilt: bool) -> Stage:
     lengths, model = LENGTHS[number % len(LENGTHS)], _model(key)
     if not spoilt:
-        return Stage.of(MuseumCase(key, number, lengths), _root(), {key: model})
+        return Stage.open(MuseumCase(key, number, lengths), _root(), {key: model})
     owner = number % len(lengths)
     case = SpoiltCase(key, number, lengths, owner=owner, at=lengths[owner] * (number % 3) // 3)
 
@@ -125,29 +125,29 @@ def _stage(key: ModelKey, number: int, *, spoilt: bool) -> Stage:
         return Weight(value=table)
 
     changed = replace(model, weights=WeightsWithChange(model.weights, change))
-    return Stage.of(case, _root(), {key: changed})
+    return Stage.open(case, _root(), {key: changed})
 
 
-def in_calls(way: FaultVariant, when: When) -> FaultVariant:
+def in_calls(variant: FaultVariant, when: When) -> FaultVariant:
     """The way in some calls, nothing in the others."""
 
     def apply(call: ComponentCall) -> ComponentCall:
-        faulty = way.apply(call)
+        faulty = variant.apply(call)
 
         def gated(inputs: Tensors, weights: Mapping[str, Any]) -> Tensors:
             return faulty(inputs, weights) if when(inputs) else call(inputs, weights)
 
         return gated
 
-    return replace(way, apply=apply)
+    return replace(variant, apply=apply)
 
 
-def on_sequence(way: FaultVariant, owner: int, lengths: Sequence[int]) -> FaultVariant:
+def on_sequence(variant: FaultVariant, owner: int, lengths: Sequence[int]) -> FaultVariant:
     """The way on the rows of one sequence; nothing on the others."""
     begin = sum(lengths[:owner])
 
     def apply(call: ComponentCall) -> ComponentCall:
-        faulty = way.apply(call)
+        faulty = variant.apply(call)
 
         def gated(inputs: Tensors, weights: Mapping[str, Any]) -> Tensors:
             wrong, right = faulty(inputs, weights), call(inputs, weights)
@@ -165,25 +165,25 @@ def on_sequence(way: FaultVariant, owner: int, lengths: Sequence[int]) -> FaultV
 
         return gated
 
-    return replace(way, apply=apply)
+    return replace(variant, apply=apply)
 
 
 def _hidden(
-    kind: str, stage: Stage, name: str, way: FaultVariant, chance: random.Random
+    kind: str, stage: Stage, name: str, variant: FaultVariant, chance: random.Random
 ) -> FaultVariant | None:
     """A way that acts in a part of the run only; None where this component has no such part."""
     calls = [stage.healthy.inputs(call) for call in stage.calls[name]]
     lengths = stage.case.lengths
-    rows = [max((len(each) for each in inputs.values() if each.ndim), default=0)
+    rows = [max((len(tensor) for tensor in inputs.values() if tensor.ndim), default=0)
             for inputs in calls]  # fmt: skip
     if len(calls) < 2 or rows[0] < sum(lengths):
         return None
     if kind == ONE_SEQUENCE:
-        return on_sequence(way, chance.randrange(len(lengths)), lengths)
+        return on_sequence(variant, chance.randrange(len(lengths)), lengths)
     chosen = {PREFILL: 0, ONE_CALL: chance.randrange(len(calls))}.get(kind)
     if chosen is None:
-        return in_calls(way, lambda inputs: not equal(inputs, calls[0]))
-    return in_calls(way, lambda inputs: equal(inputs, calls[chosen]))
+        return in_calls(variant, lambda inputs: not equal(inputs, calls[0]))
+    return in_calls(variant, lambda inputs: equal(inputs, calls[chosen]))
 
 
 def _plants(
@@ -196,15 +196,15 @@ def _plants(
         if kind != BESIDE and (fault.reach is Reach.EDGE or fault.per_call):
             continue
         name = next(candidate_sites(stage, fault, chance), None)
-        ways = ways_of(stage, fault, name) if name is not None else []
-        if name is None or not ways:
+        variants = ways_of(stage, fault, name) if name is not None else []
+        if name is None or not variants:
             continue
-        plain = chance.choice(ways)
-        way: FaultVariant | None = plain
+        plain = chance.choice(variants)
+        variant: FaultVariant | None = plain
         if kind != BESIDE:
-            way = None if plain.beside else _hidden(kind, stage, name, plain, chance)
-        if way is not None:
-            yield PlantedFault(fault, name, way), plain
+            variant = None if plain.companions else _hidden(kind, stage, name, plain, chance)
+        if variant is not None:
+            yield PlantedFault(fault, name, variant), plain
 
 
 def case(seed: int) -> CaseResult:
@@ -217,18 +217,20 @@ def case(seed: int) -> CaseResult:
     if kind == HEALTHY:
         again = stage.run(stage.candidate())
         found = localise(stage.twin, stage.model.recipe, again)
-        told = "; ".join(f"{each.component}: {each.sentence}" for each in found.origins)
+        text = "; ".join(f"{origin.component}: {origin.sentence}" for origin in found.origins)
         left = sum(row.left_out > 0 for row in found.rows)
         outcome = "alarm" if found.origins else "ok" if left else "all equal"
-        return CaseResult(seed, kind, outcome, f"{key}: {told[:600]}")
+        return CaseResult(seed, kind, outcome, f"{key}: {text[:600]}")
     for planted, plain in islice(_plants(kind, stage, chance), _TRIES):
         try:
             if touches(stage, planted):
-                made = judge_plant(stage, planted, leave_out=False)
-                if made.cause is CauseAnswer.WRONG and _is_same(stage, planted, plain, made.named):
-                    made = replace(made, cause=CauseAnswer.SAME)
-                if _has_effect(made):
-                    return _result(seed, kind, made)
+                plant_outcome = judge_plant(stage, planted, leave_out=False)
+                if plant_outcome.cause is CauseAnswer.WRONG and _is_same(
+                    stage, planted, plain, plant_outcome.named
+                ):
+                    plant_outcome = replace(plant_outcome, cause=CauseAnswer.SAME)
+                if _has_effect(plant_outcome):
+                    return _result(seed, kind, plant_outcome)
         except CANNOT_RUN as error:
             return CaseResult(seed, kind, "stopped", f"{planted.fault.id}: {error}"[:600])
     return CaseResult(seed, f"{kind}: nothing had an effect", "ok", str(key))
@@ -239,10 +241,10 @@ def _is_same(stage: Stage, planted: PlantedFault, plain: FaultVariant, named: st
 
     The museum holds two causes to be one by all calls of a run; a hidden one acts in some.
     """
-    made = judge_plant(
+    outcome = judge_plant(
         stage, PlantedFault(planted.fault, planted.component, plain), leave_out=False
     )
-    return made.named == named and made.cause in {CauseAnswer.SAME, CauseAnswer.BESIDE}
+    return outcome.named == named and outcome.cause in {CauseAnswer.SAME, CauseAnswer.BESIDE}
 
 
 def _large(seed: int, chance: random.Random) -> CaseResult:
@@ -255,24 +257,26 @@ def _large(seed: int, chance: random.Random) -> CaseResult:
         def faulty(inputs: Tensors, weights: Mapping[str, Any]) -> Tensors:
             made = call(inputs, weights)
             return {
-                key: (each.double() * factor).to(each.dtype) if each.is_floating_point() else each
-                for key, each in made.items()
+                key: (tensor.double() * factor).to(tensor.dtype)
+                if tensor.is_floating_point()
+                else tensor
+                for key, tensor in made.items()
             }
 
         return faulty
 
     run = run_of(name, change, config=config, inside=torch.float32, recipe="bf16")
     found = localised(run, config, "bf16")
-    blamed = {each.component for each in found.origins}
+    blamed = {origin.component for origin in found.origins}
     outcome = "elsewhere" if blamed - {name} else "ok" if blamed else "missed"
-    told = "; ".join(f"{each.component}: {each.sentence}" for each in found.origins)
-    return CaseResult(seed, LARGE, outcome, f"{name} times {factor:.3g}: {told}"[:1500])
+    text = "; ".join(f"{origin.component}: {origin.sentence}" for origin in found.origins)
+    return CaseResult(seed, LARGE, outcome, f"{name} times {factor:.3g}: {text}"[:1500])
 
 
-def _has_effect(made: PlantOutcome) -> bool:
-    if made.place is not PlaceAnswer.NOWHERE or "engine stops" in made.sentence:
+def _has_effect(outcome: PlantOutcome) -> bool:
+    if outcome.place is not PlaceAnswer.NOWHERE or "engine stops" in outcome.sentence:
         return True
-    return not math.isnan(made.effect) and made.effect >= CLEAR
+    return not math.isnan(outcome.effect) and outcome.effect >= CLEAR
 
 
 def _result(seed: int, kind: str, made: PlantOutcome) -> CaseResult:

@@ -51,8 +51,8 @@ def questions(folder: Path, store: Path) -> dict[str, list[str]]:
     if find_spec("pyarrow") is not None:  # an extra
         words["export"] = ["export", str(folder / "all.parquet")]
     return {
-        name: ["--json", "history", each[0], *each[1:], "--store", str(store)]
-        for name, each in words.items()
+        name: ["--json", "history", word[0], *word[1:], "--store", str(store)]
+        for name, word in words.items()
     }
 
 
@@ -74,8 +74,8 @@ def _sound() -> tuple[bytes, dict[str, Any]]:
         data = (folder / "h.sqlite").read_bytes()
         answers = {}
         for question, words in questions(folder, folder / "h.sqlite").items():
-            status, document, told = ask(words)
-            assert status in (0, 1), told
+            status, document, text = ask(words)
+            assert status in (0, 1), text
             answers[question] = _content(question, document, folder)
     return data, answers
 
@@ -124,9 +124,9 @@ def _judge(folder: Path, store: Path, answers: Any, *, must_tell: bool) -> tuple
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     told_once = False
     for question, words in questions(folder, store).items():
-        status, document, told = ask(words)
+        status, document, text = ask(words)
         if status not in (0, 1, 2):
-            return f"status {status}", f"{question}: {told}"
+            return f"status {status}", f"{question}: {text}"
         if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before > _MEMORY:
             return "memory", question
         complete = status < 2 and not document.get("skipped")

@@ -79,11 +79,11 @@ def run_night() -> int:
 
     steps = [NightStep(f"s{n}", partial(work, n)) for n in range(8)]
     steps.append(NightStep("history", history, all_before=True))
-    asked = NightConfig(
+    config = NightConfig(
         folder / "src", folder / "src", folder / "night", "2026-11-22",
         store=str(folder / "h.sqlite"), commit="c0ffee",
     )  # fmt: skip
-    night = Night(asked, steps)
+    night = Night(config, steps)
     night.run()
     night.close()
     return 0 if night.verdict is Verdict.AGREES else 1
@@ -109,8 +109,8 @@ def _bytes_below(name: str, folder: Path) -> dict[str, str]:
 
 
 def _checkpoint(name: str, folder: Path) -> Any:
-    status, told = _in_process(folder, "audit", name, "--json=audit.json")
-    assert status in (0, 1, 2), told
+    status, text = _in_process(folder, "audit", name, "--json=audit.json")
+    assert status in (0, 1, 2), text
     return status, _bytes_below(name, folder)
 
 
@@ -118,17 +118,17 @@ def _left_checkpoint(name: str, folder: Path, wanted: Any) -> str:
     """Half a checkpoint may lie there, but no audit may find it whole."""
     if not (folder / name).exists():
         return ""
-    status, told = _in_process(folder, "audit", name, "--json=audit.json")
+    status, text = _in_process(folder, "audit", name, "--json=audit.json")
     if status not in (0, 1, 2):
-        return f"audit of what was left: status {status}: {told}"
+        return f"audit of what was left: status {status}: {text}"
     if status == 0 and _bytes_below(name, folder).keys() < wanted[1].keys():
         return "audit accepts half a checkpoint"
     return ""
 
 
 def _capture(folder: Path) -> Any:
-    status, told = _in_process(folder, "compare", "cap", str(folder / _PREPARED / "cap"))
-    return status, told if status else "", Capture.open(folder / "cap").complete
+    status, text = _in_process(folder, "compare", "cap", str(folder / _PREPARED / "cap"))
+    return status, text if status else "", Capture.open(folder / "cap").complete
 
 
 def _left_capture(folder: Path, _wanted: Any) -> str:
@@ -137,9 +137,9 @@ def _left_capture(folder: Path, _wanted: Any) -> str:
     except DegarbleError:
         complete = False
     for words in (("check", "cap", "--reference", "src"), ("compare", "cap", "cap")):
-        status, told = _in_process(folder, *words)
+        status, text = _in_process(folder, *words)
         if status not in ((0,) if complete else (2,)):
-            return f"{words[0]} of a capture, complete {complete}: status {status}: {told}"
+            return f"{words[0]} of a capture, complete {complete}: status {status}: {text}"
     return ""
 
 
@@ -159,9 +159,9 @@ def _left_check(folder: Path, wanted: Any) -> str:
 
 
 def _stored(folder: Path) -> Any:
-    status, told = _in_process(folder, "--json", "history", "runs", "--store", "h.sqlite")
-    assert status == 0, told
-    runs = json.loads(told)["runs"]
+    status, text = _in_process(folder, "--json", "history", "runs", "--store", "h.sqlite")
+    assert status == 0, text
+    runs = json.loads(text)["runs"]
     for run in runs:
         run["id"] = run["id"] if run["commit"] != "c0ffee" else ""  # of a night: its time is in it
     # A night that was killed behind its very end is whole, and the next one is another.
@@ -171,10 +171,10 @@ def _stored(folder: Path) -> Any:
 def _left_store(most: int, folder: Path, _wanted: Any) -> str:
     if not (folder / "h.sqlite").exists():
         return ""
-    status, told = _in_process(folder, "--json", "history", "runs", "--store", "h.sqlite")
+    status, text = _in_process(folder, "--json", "history", "runs", "--store", "h.sqlite")
     if status:
-        return "" if status == 2 and "a store of runs" in told else f"status {status}: {told}"
-    count = len(json.loads(told)["runs"])
+        return "" if status == 2 and "a store of runs" in text else f"status {status}: {text}"
+    count = len(json.loads(text)["runs"])
     return "" if most - 1 <= count <= most else f"{count} runs in the store"
 
 
@@ -215,8 +215,8 @@ def prepare(folder: Path) -> Path:
         (quantise[0], "src", "whole", *quantise[3:]),
         COMMANDS["capture"].words,
     ):
-        status, told = _in_process(folder, *words)
-        assert status == 0, told
+        status, text = _in_process(folder, *words)
+        assert status == 0, text
     return folder
 
 

@@ -37,13 +37,13 @@ def case(seed: int) -> CaseResult:
         except Exception:  # noqa: BLE001  whatever theirs raises, there is nothing to compare
             return _result(seed, model, "transformers fails", traceback.format_exc())
         try:
-            told = disagreement(model, checkpoint, theirs)
+            text = disagreement(model, checkpoint, theirs)
         except Exception:  # noqa: BLE001  a failure of ours is what is looked for
             return _result(seed, model, "crash", traceback.format_exc())
-        if told:
-            return _result(seed, model, "differs", told)
-        outcome, told = _commands(model, checkpoint, base, RECIPES[seed // 2 % len(RECIPES)])
-        return _result(seed, model, outcome, told)
+        if text:
+            return _result(seed, model, "differs", text)
+        outcome, text = _commands(model, checkpoint, base, RECIPES[seed // 2 % len(RECIPES)])
+        return _result(seed, model, outcome, text)
 
 
 def _result(seed: int, model: RandomModel, outcome: str, told: str) -> CaseResult:

@@ -68,7 +68,7 @@ _drop("an input scale", _part(".input_scale"), "scales.input_missing")
 def _rename(name: str, old: str, new: str, *rules: str) -> None:
     @tamper(f"renamed: {name}", *rules)
     def plant(world: World) -> list[str]:
-        chosen = world.pick([each for each in world.tensors if old in each])
+        chosen = world.pick([tensor for tensor in world.tensors if old in tensor])
         world.rename(chosen, chosen.replace(old, new))
         return [chosen]
 
@@ -90,12 +90,12 @@ _rename("a prefix left out", "model.norm.", "norm.", *MISSING)
 def _from_one(world: World) -> list[str]:
     front = world.pick(world.experts).partition(".experts.")[0] + ".experts."
     found = {}
-    for name, each in world.tensors.items():
+    for name, tensor in world.tensors.items():
         if name.startswith(front):
             number, _, rest = name.removeprefix(front).partition(".")
-            found[f"{front}{int(number) + 1}.{rest}"] = each
+            found[f"{front}{int(number) + 1}.{rest}"] = tensor
         else:
-            found[name] = each
+            found[name] = tensor
     world.tensors = found
     return [f"{front}0"]
 

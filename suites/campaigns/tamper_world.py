@@ -67,11 +67,11 @@ class World:
         begin = _LENGTH + length
         tensors = {
             name: Stored(
-                each["dtype"],
-                each["shape"],
-                bytearray(data[begin + each["data_offsets"][0] : begin + each["data_offsets"][1]]),
+                load["dtype"],
+                load["shape"],
+                bytearray(data[begin + load["data_offsets"][0] : begin + load["data_offsets"][1]]),
             )
-            for name, each in json.loads(data[_LENGTH:begin]).items()
+            for name, load in json.loads(data[_LENGTH:begin]).items()
             if name != "__metadata__"
         }
         beside = source / "hf_quant_config.json"
@@ -90,19 +90,19 @@ class World:
         if not self.keeps_manifest:
             (target / "manifest.json").unlink(missing_ok=True)
         heads, at = {}, 0
-        for name, each in self.tensors.items():
+        for name, tensor in self.tensors.items():
             heads[name] = {
-                "dtype": each.dtype,
-                "shape": each.shape,
-                "data_offsets": [at, at + len(each.data)],
+                "dtype": tensor.dtype,
+                "shape": tensor.shape,
+                "data_offsets": [at, at + len(tensor.data)],
             }
-            at += len(each.data)
+            at += len(tensor.data)
         head = json.dumps(heads).encode()
         head += b" " * (-len(head) % _LENGTH)
         with shard.open("wb") as file:
             file.write(struct.pack("<Q", len(head)) + head)
-            for each in self.tensors.values():
-                file.write(each.data)
+            for tensor in self.tensors.values():
+                file.write(tensor.data)
         index: dict[str, Any] = {
             "metadata": {"total_size": at},
             "weight_map": dict.fromkeys(self.tensors, shard.name),
@@ -134,7 +134,7 @@ class World:
     @cached_property
     def fp8(self) -> list[str]:
         """Modules with FP8 codes in blocks, several of them."""
-        found = (name for name, each in self.tensors.items() if each.dtype == "F8_E4M3")
+        found = (name for name, tensor in self.tensors.items() if tensor.dtype == "F8_E4M3")
         modules = [name.removesuffix(".weight") for name in found if name.endswith(".weight")]
         return [name for name in modules if len(self.scale_of(name).data)]
 
@@ -143,8 +143,8 @@ class World:
         """Modules with MXFP4 codes."""
         return [
             name.removesuffix(".weight")
-            for name, each in self.tensors.items()
-            if each.dtype == "I8" and name.endswith(".weight")
+            for name, tensor in self.tensors.items()
+            if tensor.dtype == "I8" and name.endswith(".weight")
         ]
 
     @cached_property
@@ -157,16 +157,16 @@ class World:
         """Norms and other vectors of layers."""
         return [
             name
-            for name, each in self.tensors.items()
-            if "norm" in name and name.endswith(".weight") and len(each.shape) == 1
+            for name, tensor in self.tensors.items()
+            if "norm" in name and name.endswith(".weight") and len(tensor.shape) == 1
         ]
 
     def plain(self, dtype: str, kept: Callable[[str, list[int]], bool]) -> list[str]:
         """Name the plain tensors of a dtype that `kept` keeps."""
         return [
             name
-            for name, each in self.tensors.items()
-            if each.dtype == dtype and not name.endswith(SCALES) and kept(name, each.shape)
+            for name, tensor in self.tensors.items()
+            if tensor.dtype == dtype and not name.endswith(SCALES) and kept(name, tensor.shape)
         ]
 
     def named(self, *endings: str) -> list[str]:

@@ -58,11 +58,15 @@ def write_source(kind: str, target: Path) -> None:
     with Checkpoint.open(TINY / family) as checkpoint:
         config = checkpoint.model
     assert config is not None, "the small models have configs"
-    names = [each.name for each in parameters(config)]
+    names = [parameter.name for parameter in parameters(config)]
     records = {name: Amax(1.0 + 3.0 * (i * 0.61803398875 % 1.0), 9) for i, name in enumerate(names)}
     layout = target_layout(config, recipe_named(recipe, config))
-    calibration = Calibration.of(
-        {each.name: records[each.name] for each in parameters(config) if each.kind == "linear"}
+    calibration = Calibration.from_records(
+        {
+            parameter.name: records[parameter.name]
+            for parameter in parameters(config)
+            if parameter.kind == "linear"
+        }
     )
     QuantiseJob(TINY / family, layout, calibration=calibration).run(target)
 
@@ -71,15 +75,17 @@ def outcome(tamper: Tamper, touched: Sequence[str], findings: Iterable[Finding])
     """Say how well findings tell what a tamper did."""
     found = list(findings)
     if not tamper.effect:
-        bad = [each for each in found if each.level is not Level.NOTE]
+        bad = [finding for finding in found if finding.level is not Level.NOTE]
         return "alarm" if bad else "ok"
-    right = [each for each in found if each.rule in tamper.rules and _is_there(each, touched)]
-    errors = [each for each in found if each.level is Level.ERROR]
-    if any(each.level is Level.ERROR for each in right):
+    right = [
+        finding for finding in found if finding.rule in tamper.rules and _is_there(finding, touched)
+    ]
+    errors = [finding for finding in found if finding.level is Level.ERROR]
+    if any(finding.level is Level.ERROR for finding in right):
         return "ok"
     if errors:
         return "vague"
-    levels = {each.level for each in found}
+    levels = {finding.level for finding in found}
     for level, name in ((Level.WARNING, "warning"), (Level.NOTE, "note")):
         if level in levels:
             return name
@@ -114,10 +120,10 @@ def run_case(folder: Path, seed: int) -> CaseResult:
         beside = _findings(AuditRequest(target, against=TINY / family))
         loaded = _findings(AuditRequest(target, numbers=False, loader="vllm"))
     usual = json.loads((folder / f"{kind}.json").read_text())  # what a small model itself shows
-    loaded = [each for each in loaded if each.rule not in usual]
-    own = [each for each in beside if not each.rule.startswith("against.")]
+    loaded = [finding for finding in loaded if finding.rule not in usual]
+    own = [finding for finding in beside if not finding.rule.startswith("against.")]
     judged = tamper or _HEALTHY
-    told = {
+    fields = {
         "audit": outcome(judged, touched, own),
         "against": outcome(judged, touched, beside),
         "loader": outcome(judged, touched, loaded),
@@ -125,12 +131,12 @@ def run_case(folder: Path, seed: int) -> CaseResult:
         "name": f"{kind}: {judged.name}",
         "touched": touched[:4],
         "findings": [
-            f"{each.level} {each.rule}: {each.message[:160]}"
-            for each in beside
-            if each.level is not Level.NOTE or judged.effect
+            f"{finding.level} {finding.rule}: {finding.message[:160]}"
+            for finding in beside
+            if finding.level is not Level.NOTE or judged.effect
         ][:8],
     }
-    return CaseResult(seed, family, str(told["against"]), json.dumps(told))
+    return CaseResult(seed, family, str(fields["against"]), json.dumps(fields))
 
 
 def _findings(wanted: AuditRequest) -> list[Finding]:
@@ -159,7 +165,11 @@ _HEALTHY = _healthy()
 
 def table(results: Iterable[CaseResult]) -> str:
     """Return outcomes by family and way of auditing, of tampers with an effect."""
-    told = [(each.kind, json.loads(each.detail)) for each in results if each.outcome != "skipped"]
+    told = [
+        (result.kind, json.loads(result.detail))
+        for result in results
+        if result.outcome != "skipped"
+    ]
     counts: Counter[tuple[str, str, str]] = Counter()
     for family, case in told:
         for mode in ("audit", "against", "loader"):
@@ -184,15 +194,15 @@ def main() -> int:
         if not (folder / kind / "manifest.json").exists():
             shutil.rmtree(folder / kind, ignore_errors=True)
             write_source(kind, folder / kind)
-        usual = {each.rule for each in _findings(AuditRequest(folder / kind, False, "vllm"))}
+        usual = {finding.rule for finding in _findings(AuditRequest(folder / kind, False, "vllm"))}
         (folder / f"{kind}.json").write_text(json.dumps(sorted(usual)))
     report = run_cases("tampers", partial(run_case, folder), chosen, asked.jobs)
-    report.results = [each for each in report.results if each.outcome != "skipped"]
+    report.results = [result for result in report.results if result.outcome != "skipped"]
     report.write(asked.out)
     summary = table(report.results)
     (asked.out / "tampers.md").write_text(summary + "\n", encoding="utf-8")
     sys.stdout.write(f"{summary}\n")
-    told = [json.loads(each.detail) for each in report.results]
+    told = [json.loads(result.detail) for result in report.results]
     effective = [each for each in told if each["effect"]]
     right = sum(each["against"] == "ok" for each in effective)
     alarms = [each for each in told if not each["effect"] and each["against"] != "ok"]

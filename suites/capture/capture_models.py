@@ -39,7 +39,7 @@ def run_v4(bound: BoundModel, recorder: Recorder, decode: int = 2) -> None:
     pieces = [list(prompt) for prompt in PROMPTS]
     with torch.inference_mode():
         for number in range(decode + 1):
-            begins = [each.length for each in sequences]
+            begins = [sequence.length for sequence in sequences]
             ids = [token for piece in pieces for token in piece]
             positions = [
                 at for begin, piece in zip(begins, pieces, strict=True)

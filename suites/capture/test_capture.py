@@ -82,15 +82,15 @@ def test_a_run_is_captured_and_replays(
     assert [each["prompt"] for each in facts["sequences"]] == [[0, 7, 8, 9], [0, 9]]
     assert list(capture.damage()) == []
     with open_model(model) as opened:
-        bound = opened.speaker.bound
+        bound = opened.logits_model.bound
         seen = set()
-        for each in capture.calls:
+        for captured_call in capture.calls:
             with torch.inference_mode():
-                outputs = bound(each.component, **capture.inputs(each))
-            for name, kept in each.outputs.items():
+                outputs = bound(captured_call.component, **capture.inputs(captured_call))
+            for name, kept in captured_call.outputs.items():
                 found, made = capture.tensor(kept), outputs[name]
-                assert torch.equal(made.nan_to_num(7), found.nan_to_num(7)), each.component
-            seen.add(each.component)
+                assert torch.equal(made.nan_to_num(7), found.nan_to_num(7)), captured_call.component
+            seen.add(captured_call.component)
         unseen = {name.rpartition(".")[2] for name in set(bound.calls) - seen}
         assert unseen <= {"wkv_b"}  # the absorbed form of V3.2 has no use for it
     # What it said is what the model says without a capture, and the next tokens' inputs.
@@ -122,7 +122,7 @@ def test_what_is_refused_leaves_nothing(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = ("capture", model, "--out", tmp_path / "capture")
-    for wrong, told in (
+    for wrong, text in (
         (("--prompt", PROMPTS[0], "--layers", "77"), "--layers"),
         (("--prompt", PROMPTS[0], "--components", "attn.wq"), "Did you mean"),
         (("--prompt", PROMPTS[0], "--tokens", "x"), "--tokens"),
@@ -133,7 +133,7 @@ def test_what_is_refused_leaves_nothing(
     ):
         done = call(capsys, *line, *wrong)
         assert (done.status, done.out) == (2, ""), wrong
-        assert told in done.err
+        assert text in done.err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -238,7 +238,7 @@ def test_the_estimate_is_near_what_is_written(
     tmp_path: Path,
 ) -> None:
     bound = BoundModel(config, Numerics.bf16(), random_weights(config, 1, torch.float32))
-    wanted = CaptureFilter.of(**words)
+    wanted = CaptureFilter.from_options(**words)
     estimate = captured_bytes(bound, steps_of(LENGTHS, NEW, 2048), wanted)
     found = written(bound, tmp_path, wanted)
     assert low * found <= estimate <= high * found, estimate / found
@@ -256,7 +256,8 @@ def test_v4_pro_is_estimated_without_weights() -> None:
     total = captured_bytes(bound, steps_of([1000], 1, 2048), CaptureFilter())
     assert 50e9 < total < 200e9
     assert (
-        captured_bytes(bound, steps_of([1000], 1, 2048), CaptureFilter.of(layers="3")) < total / 40
+        captured_bytes(bound, steps_of([1000], 1, 2048), CaptureFilter.from_options(layers="3"))
+        < total / 40
     )
 
 
@@ -285,7 +286,9 @@ def test_records_become_input_scales(captured: Path, capsys: pytest.CaptureFixtu
     linear = {each.name for each in parameters(config) if each.kind is Kind.LINEAR}
     assert set(records) == linear
     tokens = sum(len(prompt.split()) + 1 for prompt in AMAX_PROMPTS)
-    assert {each.tokens for name, each in records.items() if ".experts." not in name} == {tokens}
+    assert {record.tokens for name, record in records.items() if ".experts." not in name} == {
+        tokens
+    }
     for prefix in {n.split(".experts.")[0] for n in records if ".experts." in n}:
         own = [e.tokens for n, e in records.items() if n.startswith(f"{prefix}.experts.")
                and n.endswith(".w1")]  # fmt: skip
@@ -293,12 +296,12 @@ def test_records_become_input_scales(captured: Path, capsys: pytest.CaptureFixtu
     # Alone, prompt by prompt, with the observer of the references.
     with open_model(captured / "model", "bf16", absorbed=False) as model:
         watch = InputAmax(config)
-        model.speaker.bound.observer = watch
+        model.logits_model.bound.observer = watch
         for prompt in AMAX_PROMPTS:
             ids = [0, *(WORDS.index(word) for word in prompt.split())]
-            model.speaker.logits(model.speaker.hidden([Sequence()], [torch.tensor(ids)]))
+            model.logits_model.logits(model.logits_model.hidden([Sequence()], [torch.tensor(ids)]))
     assert {n: float(v) for n, v in watch.largest.items()} == {
-        name: each.amax for name, each in records.items() if each.tokens
+        name: record.amax for name, record in records.items() if record.tokens
     }
     made = captured / "nvfp4"
     wanted = ("--recipe", "nvfp4-experts", "--calibration", captured / "amax")
@@ -315,7 +318,7 @@ def test_records_become_input_scales(captured: Path, capsys: pytest.CaptureFixtu
                     assert float(scale) == pytest.approx(amax / float(FULL_SCALE), rel=1e-6)
                     checked += 1
     report = json.loads((made / "conversion_report.json").read_text())
-    unreached = {name for name, each in records.items() if not each.tokens}
+    unreached = {name for name, record in records.items() if not record.tokens}
     assert unreached == {n for n in report["flagged"]["unreached_experts"] if n in records}
     assert checked or family == "v32"
 
@@ -395,7 +398,7 @@ def test_ranks_make_one_capture_that_agrees(
     assert "ranks_apart" not in joined.facts
     assert _shapes(joined) == _shapes(single)
     assert joined.steps[0] == single.steps[0]
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["alone", "over"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "over"]
     done = call(capsys, "check", over, "--reference", line[1])
     assert done.status == 0, done.out
 

@@ -98,7 +98,7 @@ def test_places_join_and_split_modules(tmp_path: Path) -> None:
 
 
 def test_filters_hook_no_more_than_is_wanted(tmp_path: Path) -> None:
-    wanted = CaptureFilter.of(layers="1", components="gate", tokens="2")
+    wanted = CaptureFilter.from_options(layers="1", components="gate", tokens="2")
     capture, _ = captured(tmp_path, places_by_name, wanted)
     (call,) = capture.calls
     assert (call.component, call.inputs["x"].rows) == ("layers.1.gate", (2, 5))
@@ -200,11 +200,11 @@ def test_each_mapped_component_answers_alike(name: str, folder: Path) -> None:
     judged = set()
     for call in capture.calls:
         given = capture.inputs(call)
-        whole = all(bound.takes(call.component, n) for n in given) and given and call.outputs
+        whole = all(bound.has_input(call.component, n) for n in given) and given and call.outputs
         if not whole or call.component.endswith("ffn.experts.combine"):
             continue
         if call.component.endswith("attn.wo_a"):  # they hold groups apart
-            given = {n: each.flatten(1) for n, each in given.items()}
+            given = {n: tensor.flatten(1) for n, tensor in given.items()}
         outputs = bound(call.component, **given)
         for port, theirs in capture.outputs(call).items():
             close(f"{call.component}.{port}", outputs[port], theirs)
@@ -242,7 +242,7 @@ def test_the_ends_of_fused_experts_fit_together(name: str, folder: Path) -> None
         calls = {n: capture.by_component()[p + n] for n in ("experts.combine", "moe_sum", "topk")}
         for number, first in enumerate(capture.by_component()[component]):
             given = capture.inputs(first)
-            combine, total, topk = (calls[each][number] for each in calls)
+            combine, total, topk = (calls[call][number] for call in calls)
             shares = capture.inputs(combine)["weights"]
             routed = capture.outputs(topk)
             assert torch.equal(routed["experts"], given["experts"])

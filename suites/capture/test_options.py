@@ -17,13 +17,13 @@ from degarble.harness.capture.options import (
 from degarble.harness.model.components import component_named, components
 from degarble.suites.checkpoint.reading_cases import TINY_V4, TINY_V32
 
-NAMES = tuple(each.name for each in components(TINY_V4))
+NAMES = tuple(component.name for component in components(TINY_V4))
 
 
 def taken(**words: str) -> set[str]:
-    wanted = CaptureFilter.of(**words)
+    wanted = CaptureFilter.from_options(**words)
     wanted.require_choosing(NAMES)
-    return {name for name in NAMES if wanted.takes(name)}
+    return {name for name in NAMES if wanted.includes(name)}
 
 
 def test_words_choose() -> None:
@@ -42,10 +42,10 @@ def test_words_choose() -> None:
 
 
 def test_rows_are_those_of_the_positions() -> None:
-    wanted = CaptureFilter.of(tokens="1-2,7")
+    wanted = CaptureFilter.from_options(tokens="1-2,7")
     assert wanted.rows([0, 1, 2, 3, 0, 1]) == (1, 2, 5)
     assert wanted.rows([8]) == ()
-    assert CaptureFilter.of().rows([8]) is None
+    assert CaptureFilter.from_options().rows([8]) is None
     assert wanted.document() == {"layers": None, "components": None, "tokens": ["1-2", "7-7"]}
 
 
@@ -93,11 +93,11 @@ def test_a_request_is_read_and_written_back() -> None:
         "requests": ["mine", "also"], "layers": "0-1,ends", "components": "attn.*", "tokens": "0-3",
         "max_bytes": 1000, "seconds": 5,
     }  # fmt: skip
-    asked = CaptureRequest.of_json(raw)
-    assert asked.wanted.takes("layers.1.attn.wq_a")
-    assert not asked.wanted.takes("layers.2.attn.wq_a")
-    assert (asked.requests, asked.count, asked.nbytes) == (("mine", "also"), 2, 1000)
-    assert CaptureRequest.of_json(asked.document()) == asked
+    request = CaptureRequest.of_json(raw)
+    assert request.wanted.includes("layers.1.attn.wq_a")
+    assert not request.wanted.includes("layers.2.attn.wq_a")
+    assert (request.requests, request.count, request.nbytes) == (("mine", "also"), 2, 1000)
+    assert CaptureRequest.of_json(request.document()) == request
     assert CaptureRequest.of_json({}).document()["count"] == 1
 
 

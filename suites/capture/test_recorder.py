@@ -119,7 +119,7 @@ def test_a_component_that_writes_over_its_input_is_reported(tmp_path: Path) -> N
 
 
 def test_filters_leave_the_rest_out(tmp_path: Path, capture: Capture) -> None:
-    wanted = CaptureFilter.of(layers="1", components="attn.*", tokens="1,9")
+    wanted = CaptureFilter.from_options(layers="1", components="attn.*", tokens="1,9")
     found = captured_v4(tmp_path, wanted)
     whole = {(c.step, c.component): c for c in capture.calls}
     assert {c.component.rsplit("attn.", 1)[0] for c in found.calls} == {"layers.1."}
@@ -209,8 +209,8 @@ def test_rows_with_gaps_are_taken_without_them() -> None:
 def test_only_so_many_bytes_are_kept() -> None:
     snapshots = Snapshots(kept_bytes=100)
     tensors = [torch.full((10,), float(n)) for n in range(5)]
-    taken = [snapshots.take(each) for each in tensors]
-    again = [snapshots.take(each) for each in reversed(tensors)]
+    taken = [snapshots.take(tensor) for tensor in tensors]
+    again = [snapshots.take(tensor) for tensor in reversed(tensors)]
     shared = [a.payload is b.payload for a, b in zip(taken, reversed(again), strict=True)]
     assert shared == [False, False, False, True, True]
     assert snapshots.take(torch.zeros(1000)).payload.nbytes == 4000

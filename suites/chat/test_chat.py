@@ -134,7 +134,9 @@ def test_arguments_may_come_as_a_mapping() -> None:
         {"function": {"name": "now", "arguments": {}}},
     ]
     for lenient in (False, True):
-        assert write_calls(map(ToolCall.of, calls), "tool_calls", lenient=lenient) == GOLDEN
+        assert (
+            write_calls(map(ToolCall.from_openai, calls), "tool_calls", lenient=lenient) == GOLDEN
+        )
 
 
 def test_characters_stay_themselves() -> None:
@@ -175,6 +177,6 @@ def test_a_departure_from_the_grammar_is_refused_by_name(old: str, new: str, exp
 
 
 def test_calls_are_spelt_as_in_the_api() -> None:
-    assert ToolCall.of(DSML_CALLS[0].document()) == DSML_CALLS[0]
+    assert ToolCall.from_openai(DSML_CALLS[0].document()) == DSML_CALLS[0]
     with pytest.raises(InvalidArgument, match="tool call"):
-        ToolCall.of({"name": "f"})
+        ToolCall.from_openai({"name": "f"})

@@ -310,10 +310,13 @@ def test_they_are_found_without_running_the_file(tmp_path: Path, place: str) -> 
     path = tmp_path / place / "encoding_dsv4.py"
     path.parent.mkdir(exist_ok=True)
     path.write_text(ENCODER)
-    found = read_templates(tmp_path, "encoding_dsv4")
-    assert dict(found.texts) == dict(WORDINGS.texts)
-    assert found.source == path
-    assert sorted(found.unknown) == ["effort max", "tools"]  # these are not the official ones
+    prompt_templates = read_templates(tmp_path, "encoding_dsv4")
+    assert dict(prompt_templates.texts) == dict(WORDINGS.texts)
+    assert prompt_templates.source == path
+    assert sorted(prompt_templates.unknown) == [
+        "effort max",
+        "tools",
+    ]  # these are not the official ones
 
 
 def test_a_known_text_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,4 +68,4 @@ def damage(target: Path, tensor: str, change: Callable[[Tensor], Tensor]) -> Non
 
 def broken(kind: str, target: Path) -> list[str]:
     """Name the tensors whose proof fails."""
-    return [each.tensor for each in prove(source(kind), target).broken]
+    return [proof.tensor for proof in prove(source(kind), target).broken]

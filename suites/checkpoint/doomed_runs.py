@@ -120,7 +120,9 @@ class Court:
         if status == -signal.SIGKILL:
             self.killed += 1
             if target.exists():
-                self.broken += [f"{told}: {each}" for each in broken_promises(target, self.whole)]
+                self.broken += [
+                    f"{told}: {promise}" for promise in broken_promises(target, self.whole)
+                ]
             return False
         if status or tree(target) != self.whole:
             self.broken.append(f"{told}: status {status}, or other bytes than a whole run")
@@ -185,7 +187,7 @@ def refused(court: Court, target: Path, work: Callable[[], None], told: str) -> 
     if status != 2:
         court.broken.append(f"{told}: status {status} instead of a refusal")
     if target.exists():
-        court.broken += [f"{told}: {each}" for each in broken_promises(target, court.whole)]
+        court.broken += [f"{told}: {promise}" for promise in broken_promises(target, court.whole)]
         if any(name.endswith(".partial") for name in tree(target)):
             court.broken.append(f"{told}: left a temporary file")
     court.killed += 1
@@ -255,7 +257,9 @@ def together(court: Court, _chance: random.Random, trials: int) -> None:
         statuses = {ended(child) for child in children}
         if not statuses <= {0, 2}:
             court.broken.append(f"together, trial {trial}: statuses {statuses}")
-        court.broken += [f"trial {trial}: {each}" for each in broken_promises(target, court.whole)]
+        court.broken += [
+            f"trial {trial}: {promise}" for promise in broken_promises(target, court.whole)
+        ]
         court.killed += 2 in statuses
         court.take_up(target, f"together, trial {trial}")
 

@@ -78,10 +78,10 @@ def layouts(trials: int) -> Iterator[Line]:
             ):
                 weight.block_scale = stored
                 answers[name].append(infer_layout(weight).value)
-        for name, found in answers.items():
+        for name, answer in answers.items():
             wanted = None if name == "shuffled" else name
-            told = f"scale layout, {shape[0]} x {shape[1]}, {name}{'' if wanted else _OPEN}"
-            yield _counted(told, found, wanted)
+            text = f"scale layout, {shape[0]} x {shape[1]}, {name}{'' if wanted else _OPEN}"
+            yield _counted(text, answer, wanted)
 
 
 def orders(trials: int) -> Iterator[Line]:
@@ -94,15 +94,15 @@ def orders(trials: int) -> Iterator[Line]:
                 known = ReferenceProfile(Kinship.SIBLING, logs_of(energies(seed + 1000, gains, 64)))
                 packed = packed_as("high_even", energies(seed + 2000, gains))
                 answers.append(infer_order(packed, [known]).value)
-            told = f"packing order swapped, {width} columns that differ by {spread:.0%}"
-            yield _counted(told, answers, "high_even")
+            text = f"packing order swapped, {width} columns that differ by {spread:.0%}"
+            yield _counted(text, answers, "high_even")
     for kinship in (Kinship.NORM, Kinship.PRODUCER):
         answers = []
         for seed in range(trials):
             other = ReferenceProfile(kinship, logs_of(channels(seed + 1000, 3072, 0.5).numpy()))
             answers.append(infer_order(energies(seed, channels(seed, 3072, 0.5)), [other]).value)
-        told = f"packing order beside an unrelated profile, {kinship.name.lower()}{_OPEN}"
-        yield _counted(told, answers, None)
+        text = f"packing order beside an unrelated profile, {kinship.name.lower()}{_OPEN}"
+        yield _counted(text, answers, None)
 
 
 def dialects(trials: int) -> Iterator[Line]:
@@ -112,8 +112,8 @@ def dialects(trials: int) -> Iterator[Line]:
         for seed in range(max(1, trials // 4)):
             for name, dialect in PRODUCED.items():
                 left = candidates(traces(100 * seed, dialect, zeros=False, tensors=tensors))
-                told = left[0] if len(left) == 1 else None
-                answers.append("right" if told == name else None if name in left else "wrong")
+                text = left[0] if len(left) == 1 else None
+                answers.append("right" if text == name else None if name in left else "wrong")
         yield _counted(f"dialect of {tensors} tensors, four producers", answers, "right")
 
 
@@ -124,8 +124,8 @@ def main(*arguments: str) -> None:
     lines = ["| question | right | undecided | wrong |", "| --- | --- | --- | --- |"]
     for part in (layouts, orders, dialects):
         lines += [
-            f"| {each.question} | {each.right} | {each.undecided} | {each.wrong} |"
-            for each in part(trials)
+            f"| {line.question} | {line.right} | {line.undecided} | {line.wrong} |"
+            for line in part(trials)
         ]
     sys.stdout.write("\n".join(lines) + "\n")
 

@@ -68,12 +68,12 @@ def audited(folder: Path) -> list[Finding]:
 
 def told(findings: Iterable[Finding], rule: str) -> list[Finding]:
     """Return the findings of one rule."""
-    return [each for each in findings if each.rule == rule]
+    return [finding for finding in findings if finding.rule == rule]
 
 
 def errors(findings: Iterable[Finding]) -> set[str]:
     """Return the ids of the rules of level error among findings."""
-    return {each.rule for each in findings if each.level == "error"}
+    return {finding.rule for finding in findings if finding.level == "error"}
 
 
 def zeros(shape: Iterable[int], dtype: torch.dtype) -> Tensor:

@@ -42,7 +42,7 @@ def small_plan(seed: str = "1") -> WritePlan:
         PlannedTensor(f"layers.{i}.weight", dtype, (0 if i == 9 else 30 + i, 8), f"pair {i // 2}")
         for i, dtype in enumerate(["U8", "BF16", "F32", "F8_E4M3"] * 3)
     ]
-    return WritePlan.of(tensors, shard_bytes=1300, sources={"seed": seed})
+    return WritePlan.from_tensors(tensors, shard_bytes=1300, sources={"seed": seed})
 
 
 def produce(tensor: PlannedTensor) -> Iterator[bytes]:

@@ -297,12 +297,12 @@ def test_a_damaged_capture_of_codes_is_refused_or_judged(bases: Path, seed: int)
 @pytest.mark.parametrize("first", range(200_000, 200_400, 100))
 def test_many_changed_captures_with_fitting_hashes(bases: Path, first: int, captured: str) -> None:
     seeds = filter(is_signed, range(first, first + 100))
-    found = [run_case(bases, seed, captured) for seed in seeds]
-    assert [each for each in found if each.outcome != "ok"] == []
+    results = [run_case(bases, seed, captured) for seed in seeds]
+    assert [result for result in results if result.outcome != "ok"] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(100_000, 100_900, 90))
 def test_many_damaged_files_are_refused_or_judged(bases: Path, first: int) -> None:
-    found = [run_case(bases, seed) for seed in range(first, first + 90)]
-    assert [each for each in found if each.outcome != "ok"] == []
+    results = [run_case(bases, seed) for seed in range(first, first + 90)]
+    assert [result for result in results if result.outcome != "ok"] == []

@@ -207,12 +207,12 @@ class Streamed:
 def test_bytes_are_heard_until_it_is_over(capsys: pytest.CaptureFixture[str]) -> None:
     streamed: Any = Streamed()
     with first_pass(Terminal(), streamed) as over:
-        streamed.heard(400, "layers.0.attn.wq_a")
+        streamed.on_read(400, "layers.0.attn.wq_a")
         over()
-        assert streamed.heard is None
+        assert streamed.on_read is None
     with first_pass(Terminal(quiet=True), streamed):
-        assert streamed.heard is not None
-    assert streamed.heard is None
+        assert streamed.on_read is not None
+    assert streamed.on_read is None
     with first_pass(Terminal(), None) as over:
         over()
     assert capsys.readouterr().out == ""

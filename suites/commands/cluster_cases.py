@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class PlayedCluster:
     """Does every task here, and notes its name."""
 
-    told = "A cluster that is played."
+    description = "A cluster that is played."
 
     def __init__(self, asked: list[str | None]) -> None:
         self._asked = asked

@@ -39,8 +39,8 @@ def test_a_conversion_is_written_and_proven(
     assert document["proof"]["holds"]
     assert not document["proof"]["broken"]
     assert document["content"] == Manifest.read(tmp_path / "new").content
-    with Checkpoint.open(tmp_path / "new") as made:
-        assert len(made.entries) == document["converted"] + document["copied"]
+    with Checkpoint.open(tmp_path / "new") as checkpoint:
+        assert len(checkpoint.entries) == document["converted"] + document["copied"]
 
 
 def test_without_proof_nothing_is_claimed(

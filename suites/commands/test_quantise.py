@@ -34,7 +34,9 @@ def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = recipe_named("nvfp4-experts", TINY_V4)
     reached = (p for p in parameters(TINY_V4) if recipe.format_of(p).activation == "NVFP4")
     path = tmp_path_factory.mktemp("calibration") / "amax.json"
-    path.write_bytes(Calibration.of({each.name: Amax(1.5, 7) for each in reached}).to_bytes())
+    path.write_bytes(
+        Calibration.from_records({parameter.name: Amax(1.5, 7) for parameter in reached}).to_bytes()
+    )
     return path
 
 
@@ -46,9 +48,9 @@ def test_a_checkpoint_is_written_and_reported(
     assert (done.status, done.err) == (0, "")
     assert "Wrote" in done.out
     assert "to NVFP4" in done.out
-    with Checkpoint.open(tmp_path / "new") as made:
-        assert not made.problems.found
-        tensors = len(made.entries)
+    with Checkpoint.open(tmp_path / "new") as checkpoint:
+        assert not checkpoint.problems.found
+        tensors = len(checkpoint.entries)
     again = call(capsys, "--json", *line)
     document = again.document
     assert again.status == 0

@@ -67,11 +67,11 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
 def test_a_released_model_recalls_beyond_its_window_adds_and_copies(name: str) -> None:
     with Checkpoint.open(_RELEASED / name) as checkpoint:
         assert checkpoint.model is not None
-        weights = {each: checkpoint.weights[each] for each in checkpoint.weights}
-        speaker = LogitsModel(BoundModel(checkpoint.model, Numerics.bf16(), weights))
+        weights = {weight: checkpoint.weights[weight] for weight in checkpoint.weights}
+        model = LogitsModel(BoundModel(checkpoint.model, Numerics.bf16(), weights))
 
         def logits(ids: list[int]) -> torch.Tensor:
-            return speaker.logits(speaker.hidden([Sequence()], [torch.tensor(ids)]))
+            return model.logits(model.hidden([Sequence()], [torch.tensor(ids)]))
 
         known = figures.score([document(figures.HELD_OUT + 7, Mixture(length=400))], logits)
     assert known.asked == {"copy": 9, "recall 128": 12, "recall 256": 7, "sum": 2, "recall 512": 2}

@@ -51,7 +51,7 @@ _NUMBERS: dict[str, tuple[int, ...]] = {
 }
 _NUMBERS["O"] = (1, 2, 3, 6, 7, 8, 9, 10)
 OURS = tuple(f"{letter}{n:02}" for letter, numbers in _NUMBERS.items() for n in numbers)
-FAULTS = tuple(each for each in MODEL_FAULTS.values() if each.family in OURS)
+FAULTS = tuple(fault for fault in MODEL_FAULTS.values() if fault.family in OURS)
 PROMPTS = ((torch.arange(133) * 37 + 5) % 60, (torch.arange(19) * 11 + 3) % 60)
 
 
@@ -79,10 +79,10 @@ class Double:
         twin = self.naming(name)
         return dict(twin.call(self.calls[name][number], twin.weights))
 
-    def sights(self, name: str, way: FaultVariant | None, calls: int = 2) -> list[CallRecord]:
+    def sights(self, name: str, variant: FaultVariant | None, calls: int = 2) -> list[CallRecord]:
         """What a candidate with a way does on its first calls."""
         planted = self.planting(name)
-        call = planted.call if way is None else way.apply(planted.call)
+        call = planted.call if variant is None else variant.apply(planted.call)
         found = []
         with torch.inference_mode():
             for step, inputs in enumerate(self.calls[name][:calls]):
@@ -90,17 +90,17 @@ class Double:
                 found.append(CallRecord(inputs, outputs, self.expected(name, step), {}, step))
         return found
 
-    def differs(self, name: str, sights: list[CallRecord]) -> bool:
+    def differs(self, name: str, records: list[CallRecord]) -> bool:
         """Whether what a candidate did is beyond the budget of a healthy one."""
-        return any(self.ratio(name, sight) > 1 for sight in sights)
+        return any(self.ratio(name, record) > 1 for record in records)
 
-    def ratio(self, name: str, sight: CallRecord) -> float:
+    def ratio(self, name: str, record: CallRecord) -> float:
         """The difference in units of budget."""
-        scene = self.naming(name)
+        context = self.naming(name)
         with torch.inference_mode():
-            made = make(scene, sight, FaultVariant("nothing", lambda call: call))
-            assert made is not None
-            return proof(scene, sight, made).ratio
+            variant_outputs = make(context, record, FaultVariant("nothing", lambda call: call))
+            assert variant_outputs is not None
+            return proof(context, record, variant_outputs).ratio
 
 
 @cache
@@ -119,14 +119,14 @@ def double(family: str, recipe_name: str) -> Double:
 
     def seen(component: str, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         del outputs
-        calls[component].append({name: each.clone() for name, each in inputs.items()})
+        calls[component].append({name: tensor.clone() for name, tensor in inputs.items()})
 
     numerics = Numerics.twin(switches, products=torch.float32)
     candidate = BoundModel(config, numerics, weights, recipe, observer=seen)
     _run(candidate)
     candidate.observer = None
     twin = BoundModel(config, Numerics.twin(switches), weights, recipe)
-    return Double(candidate, twin, recipe, {name: tuple(each) for name, each in calls.items()})
+    return Double(candidate, twin, recipe, {name: tuple(call) for name, call in calls.items()})
 
 
 def _run(bound: BoundModel) -> None:

@@ -241,7 +241,10 @@ def call_v4(
 
 def run_v4(call: JudgeableCall, kernel: Kernel, faulty: Exponential | None = None) -> Tensor:
     """What a kernel puts out before the last rounding [T, H, L]."""
-    inputs, (sink,) = call.inputs, (each.values(torch.float32) for each in call.weights.values())
+    inputs, (sink,) = (
+        call.inputs,
+        (weight.values(torch.float32) for weight in call.weights.values()),
+    )
     near = torch.cat((inputs["state_window"], inputs["window"]))
     far = torch.cat((inputs["state_compressed"], inputs["compressed"]))
     position, width = inputs["positions"][:, None], inputs["q"].shape[-1]
@@ -300,7 +303,7 @@ def run_v32(call: JudgeableCall, kernel: Kernel, faulty: Exponential | None = No
     assert facts is not None
     config: Any = facts.config
     rank, nope = config.kv_lora_rank, config.qk_nope_head_dim
-    (wkv_b,) = (each.values(torch.float32) for each in call.weights.values())
+    (wkv_b,) = (weight.values(torch.float32) for weight in call.weights.values())
     per_head = wkv_b.reshape(config.num_attention_heads, -1, rank)
     key, value = per_head.split((nope, config.v_head_dim), 1)
     rows = torch.cat((inputs["state_rows"], inputs["rows"])).float()

@@ -73,7 +73,7 @@ def run_of(
         candidate.calls[name] = way(healthy)
     try:
         edges = {} if edge is None else {name: FaultVariant("planted", edge)}
-        return InMemoryRun.of(candidate, PROMPTS, 3, edges)
+        return InMemoryRun.from_prompts(candidate, PROMPTS, 3, edges)
     finally:
         if healthy is not None:
             candidate.calls[name] = healthy

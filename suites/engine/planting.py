@@ -90,21 +90,21 @@ class Run:
     @cache  # noqa: B019  a run lives as long as its process
     def differs(self, name: str) -> bool:
         """Whether the first call of a healthy component differs from the twin's."""
-        scene, seen = self.scene(name, twin=False), self.calls[name][0]
-        outputs = scene.call(seen.inputs, scene.weights)
-        sight = CallRecord(seen.inputs, outputs, self.expected(name, 0), step=seen.step)
-        return has_effect(self.scene(name, twin=True), sight)
+        context, seen = self.scene(name, twin=False), self.calls[name][0]
+        outputs = context.call(seen.inputs, context.weights)
+        record = CallRecord(seen.inputs, outputs, self.expected(name, 0), step=seen.step)
+        return has_effect(self.scene(name, twin=True), record)
 
     def sitting(self, fault: ModelFault) -> list[str]:
         """Components where a fault can be: one of each role in each type of layer."""
         found: dict[tuple[object, ...], str] = {}
         for name in self.calls:
-            scene = self.scene(name, twin=False)
-            block = scene.component.block
-            if fault.sits(scene):
-                attends = scene.role.startswith("attn")
+            context = self.scene(name, twin=False)
+            block = context.component.block
+            if fault.applies_to(context):
+                attends = context.role.startswith("attn")
                 kind = block and (block.layer_type if attends else block.mlp_type)
-                found.setdefault((scene.role, kind), name)
+                found.setdefault((context.role, kind), name)
         return list(found.values())
 
 
@@ -128,11 +128,11 @@ def run(family: str) -> Run:
         for number in range(STEPS + 1):  # noqa: B007  the observer reads it
             # All rows: a fault that counts rows needs them behind the layers as well.
             logits = _model(candidate).forward(sequences, tokens)
-            ends = torch.tensor([len(each) for each in tokens]).cumsum(0) - 1
+            ends = torch.tensor([len(token) for token in tokens]).cumsum(0) - 1
             tokens = list(logits[ends].argmax(-1, keepdim=True))
     candidate.observer = None
     twin = BoundModel(config, Numerics.twin(switches), weights, recipe)
-    return Run(candidate, twin, recipe, {name: tuple(each) for name, each in calls.items()})
+    return Run(candidate, twin, recipe, {name: tuple(call) for name, call in calls.items()})
 
 
 def _model(bound: BoundModel) -> ModelV4 | ModelV32:
@@ -140,17 +140,17 @@ def _model(bound: BoundModel) -> ModelV4 | ModelV32:
 
 
 def sights(
-    fault: ModelFault, run: Run, name: str, way: FaultVariant | None, calls: slice = slice(None)
+    fault: ModelFault, run: Run, name: str, variant: FaultVariant | None, calls: slice = slice(None)
 ) -> list[CallRecord]:
     """What a candidate with a way (or a healthy one) does there in some calls."""
-    scene, twin = run.scene(name, twin=False), run.scene(name, twin=True)
-    found: list[CallRecord] = []
+    context, twin = run.scene(name, twin=False), run.scene(name, twin=True)
+    records: list[CallRecord] = []
     on_edge = fault.reach is Reach.EDGE
-    passing = way.apply(lambda given, _weights: given) if way and on_edge else None
-    call = way.apply(scene.call) if way and not on_edge else scene.call
+    passing = variant.apply(lambda given, _weights: given) if variant and on_edge else None
+    call = variant.apply(context.call) if variant and not on_edge else context.call
     spies = {
         other: wrap(run.scene(other, twin=False).call)
-        for other, wrap in (way.beside if way else {}).items()
+        for other, wrap in (variant.companions if variant else {}).items()
     }
     for number in range(len(run.calls[name]))[calls]:
         seen = run.calls[name][number]
@@ -158,52 +158,52 @@ def sights(
             for each in run.calls[other]:
                 if each.step == seen.step:
                     spy(each.inputs, run.scene(other, twin=False).weights)
-        inputs = passing(seen.inputs, scene.weights) if passing else seen.inputs
-        outputs = call(inputs, scene.weights)
+        inputs = passing(seen.inputs, context.weights) if passing else seen.inputs
+        outputs = call(inputs, context.weights)
         expected = twin.call(inputs, twin.weights) if passing else run.expected(name, number)
         implied = dict(seen.inputs) if on_edge else {}
-        others = elsewhere(run, scene, seen.step) if on_edge else {}
-        made = CallRecord(
-            inputs, outputs, expected, implied, seen.step, tuple(found), elsewhere=others
+        others = elsewhere(run, context, seen.step) if on_edge else {}
+        record = CallRecord(
+            inputs, outputs, expected, implied, seen.step, tuple(records), elsewhere=others
         )
-        found.append(made)
-    return found
+        records.append(record)
+    return records
 
 
-def elsewhere(run: Run, scene: ComponentContext, step: int) -> dict[int, Mapping[str, Tensor]]:
+def elsewhere(run: Run, context: ComponentContext, step: int) -> dict[int, Mapping[str, Tensor]]:
     """What the same component of other layers was given in a step."""
     found: dict[int, Mapping[str, Tensor]] = {}
     for name, calls in run.calls.items():
-        other, layer = run.scene(name, twin=False).component, scene.component.layer
-        if other.role == scene.role and other.layer is not None and other.layer != layer:
-            found[other.layer] = next(each.inputs for each in calls if each.step == step)
+        other, layer = run.scene(name, twin=False).component, context.component.layer
+        if other.role == context.role and other.layer is not None and other.layer != layer:
+            found[other.layer] = next(call.inputs for call in calls if call.step == step)
     return found
 
 
-def reproduces(scene: ComponentContext, way: FaultVariant, sight: CallRecord) -> bool:
+def reproduces(context: ComponentContext, variant: FaultVariant, record: CallRecord) -> bool:
     """Whether the twin with a way gives what the candidate gave."""
-    if sight.implied:
-        passed = way.passed_on(sight.implied, scene.weights)
-        return set(passed) == set(sight.inputs) and all(
-            same(passed[name], each) for name, each in sight.inputs.items()
+    if record.implied:
+        passed = variant.passed_on(record.implied, context.weights)
+        return set(passed) == set(record.inputs) and all(
+            same(passed[name], tensor) for name, tensor in record.inputs.items()
         )
-    made = _made(scene, way, sight)
+    made = _made(context, variant, record)
     # A way may make sums larger than those that its budget is derived from here.
-    return made is not None and (_equals(sight, made) or within(scene, sight, made))
+    return made is not None and (_equals(record, made) or within(context, record, made))
 
 
 def _made(
-    scene: ComponentContext, way: FaultVariant, sight: CallRecord
+    context: ComponentContext, variant: FaultVariant, record: CallRecord
 ) -> Mapping[str, Tensor] | None:
     """What the twin with a way makes, if it has the names and shapes of the candidate's outputs."""
-    made = dict(way.apply(scene.call)(sight.inputs, scene.weights))
-    shapes = {name: each.shape for name, each in made.items()}
-    return made if shapes == {n: each.shape for n, each in sight.outputs.items()} else None
+    made = dict(variant.apply(context.call)(record.inputs, context.weights))
+    shapes = {name: tensor.shape for name, tensor in made.items()}
+    return made if shapes == {n: output.shape for n, output in record.outputs.items()} else None
 
 
-def _equals(sight: CallRecord, made: Mapping[str, Tensor]) -> bool:
+def _equals(record: CallRecord, made: Mapping[str, Tensor]) -> bool:
     """Whether no number is apart; far cheaper than a judgement."""
-    return not any(bool(apart(sight.outputs[n], each).any()) for n, each in made.items())
+    return not any(bool(apart(record.outputs[n], tensor).any()) for n, tensor in made.items())
 
 
 def same(left: Tensor, right: Tensor) -> bool:
@@ -214,46 +214,49 @@ def same(left: Tensor, right: Tensor) -> bool:
     )
 
 
-def within(scene: ComponentContext, sight: CallRecord, made: Mapping[str, Tensor]) -> bool:
+def within(context: ComponentContext, record: CallRecord, made: Mapping[str, Tensor]) -> bool:
     """Within the budget of a correct kernel, where there is one; else no more than roundings."""
-    made = {name: each.to(sight.outputs[name].dtype) for name, each in made.items()}
-    call = JudgeableCall.of(scene.bound, scene.name, sight.inputs, made)
+    made = {name: tensor.to(record.outputs[name].dtype) for name, tensor in made.items()}
+    call = JudgeableCall.from_twin(context.bound, context.name, record.inputs, made)
     try:
-        judged = judge_outputs(call, sight.outputs)
+        judged = judge_outputs(call, record.outputs)
     except InvalidArgument:  # what a way makes is beyond float32
-        return all(few_apart(sight.outputs[name], each) for name, each in made.items())
+        return all(few_apart(record.outputs[name], tensor) for name, tensor in made.items())
     return all(
-        few_apart(sight.outputs[name], made[name])
-        if each.verdict is Verdict.UNDECIDED
-        else each.verdict is Verdict.AGREES
-        for name, each in judged.items()
+        few_apart(record.outputs[name], made[name])
+        if result.verdict is Verdict.UNDECIDED
+        else result.verdict is Verdict.AGREES
+        for name, result in judged.items()
     )
 
 
 def few_apart(candidate: Tensor, expected: Tensor) -> bool:
     """No more than one number in 200 apart, as codes on the edge of rounding are."""
     if candidate.is_floating_point() and candidate.dtype.itemsize > 1:
-        kinds = [(each.isnan(), each.isposinf(), each.isneginf()) for each in (candidate, expected)]
+        kinds = [
+            (tensor.isnan(), tensor.isposinf(), tensor.isneginf())
+            for tensor in (candidate, expected)
+        ]
         if not all(torch.equal(*pair) for pair in zip(*kinds, strict=True)):
             return False
     return candidate.numel() == 0 or float(apart(candidate, expected).double().mean()) <= 0.005
 
 
-def has_effect(scene: ComponentContext, sight: CallRecord) -> bool:
+def has_effect(context: ComponentContext, record: CallRecord) -> bool:
     """Whether a candidate is not healthy: an input is another one, or outputs are."""
-    if sight.implied:
-        return any(not same(sight.implied[n], each) for n, each in sight.inputs.items())
-    if any(each.shape != sight.expected[n].shape for n, each in sight.outputs.items()):
+    if record.implied:
+        return any(not same(record.implied[n], tensor) for n, tensor in record.inputs.items())
+    if any(output.shape != record.expected[n].shape for n, output in record.outputs.items()):
         return True
-    return not within(scene, sight, sight.expected)
+    return not within(context, record, record.expected)
 
 
-def explains_all(scene: ComponentContext, way: FaultVariant, sight: CallRecord) -> bool:
+def explains_all(context: ComponentContext, variant: FaultVariant, record: CallRecord) -> bool:
     """As reproduces; and no number is apart, for choices and codes are judged by their inputs."""
-    if sight.implied:
-        return reproduces(scene, way, sight)
-    made = _made(scene, way, sight)
-    return made is not None and _equals(sight, made) and within(scene, sight, made)
+    if record.implied:
+        return reproduces(context, variant, record)
+    made = _made(context, variant, record)
+    return made is not None and _equals(record, made) and within(context, record, made)
 
 
 @dataclass(frozen=True)
@@ -267,19 +270,19 @@ class Outcome:
 
 
 def outcomes(
-    fault: ModelFault, run: Run, name: str, ways: Sequence[FaultVariant], most: int
+    fault: ModelFault, run: Run, name: str, variants: Sequence[FaultVariant], most: int
 ) -> Iterator[Outcome]:
     """Plant ways of a fault at one component, and ask its signature about each."""
     twin = run.scene(name, twin=True)
-    for way in ways:
+    for variant in variants:
         # Tokens that are decoded are the cheaper ones; the prompt is asked where they say nothing.
         for calls in (slice(-2, None), slice(None)):
-            found = sights(fault, run, name, way, calls)
-            told = list(islice((s for s in reversed(found) if has_effect(twin, s)), most))
+            records = sights(fault, run, name, variant, calls)
+            told = list(islice((s for s in reversed(records) if has_effect(twin, s)), most))
             if len(told) == most:
                 break
         explained = [any(reproduces(twin, w, s) for w in fault.signature(twin, s)) for s in told]
-        yield Outcome(name, way.words, len(told), sum(explained))
+        yield Outcome(name, variant.words, len(told), sum(explained))
 
 
 def shown(fault: ModelFault, family: str, most: int = 1, few: int | None = None) -> list[Outcome]:
@@ -288,8 +291,8 @@ def shown(fault: ModelFault, family: str, most: int = 1, few: int | None = None)
     names = made.sitting(fault)
     with torch.inference_mode():
         for number, name in enumerate(_spread(names, few)):
-            ways = list(fault.ways(made.scene(name, twin=False)))
-            turned = ways[number:] + ways[:number]  # other places, other ways first
+            variants = list(fault.variants(made.scene(name, twin=False)))
+            turned = variants[number:] + variants[:number]  # other places, other ways first
             found += list(outcomes(fault, made, name, _spread(turned, few), most))
     return found
 
@@ -304,10 +307,12 @@ def _spread(items: list[Any], few: int | None) -> list[Any]:
 def prove(fault: ModelFault, family: str, most: int = 1, few: int | None = None) -> None:
     """Every way that has an effect is explained wherever it has one; each place knows one."""
     found = shown(fault, family, most, few)
-    missed = [each for each in found if each.explained < each.effects]
+    missed = [outcome for outcome in found if outcome.explained < outcome.effects]
     assert not missed, "\n".join(map(str, missed))
-    silent = {each.name for each in found} - {each.name for each in found if each.effects}
-    assert not silent or (few and len(silent) < len({each.name for each in found})), (
+    silent = {outcome.name for outcome in found} - {
+        outcome.name for outcome in found if outcome.effects
+    }
+    assert not silent or (few and len(silent) < len({outcome.name for outcome in found})), (
         f"no way of {fault.id} has an effect at {silent}"
     )
 
@@ -318,7 +323,7 @@ def cases(faults: Sequence[ModelFault]) -> list[Any]:
         pytest.param(fault, family, id=f"{fault.id} {family}")
         for fault in faults
         for family in CONFIGS
-        if any(fault.sits(scene) for scene in _all_scenes(family))
+        if any(fault.applies_to(context) for context in _all_scenes(family))
     ]
 
 
@@ -339,10 +344,10 @@ def alarms(fault: ModelFault, family: str, few: int | None = None) -> list[str]:
     made, found = run(family), []
     with torch.inference_mode():
         for name in _spread(made.sitting(fault), few):
-            twin, sight = made.scene(name, twin=True), sights(fault, made, name, None, FIRST)[0]
-            assert not (has_effect(twin, sight) if sight.implied else made.differs(name)), name
-            for way in _spread(list(fault.signature(twin, sight)), few):
+            twin, record = made.scene(name, twin=True), sights(fault, made, name, None, FIRST)[0]
+            assert not (has_effect(twin, record) if record.implied else made.differs(name)), name
+            for way in _spread(list(fault.signature(twin, record)), few):
                 planted = sights(fault, made, name, way, FIRST)[0]
-                if explains_all(twin, way, sight) and has_effect(twin, planted):
+                if explains_all(twin, way, record) and has_effect(twin, planted):
                     found.append(f"{name}: {way.words}")
     return found

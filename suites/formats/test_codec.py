@@ -506,7 +506,7 @@ def test_the_dtype_of_the_input_does_not_matter(
 # --------------------------------------------------------------------------------------------------
 # Bytes looked up in a table, and the arithmetic that other integer dtypes take: every byte.
 
-SMALL = [each for each in ELEMENT_FORMATS.values() if each.bits <= 8]
+SMALL = [element_format for element_format in ELEMENT_FORMATS.values() if element_format.bits <= 8]
 arrays_by_format = pytest.mark.parametrize("fmt", SMALL, ids=lambda fmt: fmt.name)
 
 

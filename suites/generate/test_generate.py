@@ -110,8 +110,8 @@ def test_a_dialogue_keeps_its_history(
     done = call(capsys, "generate", model, "--interactive", *SHORT)
     assert done.status == 0
     first, second = done.out.splitlines()
-    told = call(capsys, "generate", model, "--prompt", "w7 w8", *SHORT)
-    assert told.out.splitlines() == [first]
+    result = call(capsys, "generate", model, "--prompt", "w7 w8", *SHORT)
+    assert result.out.splitlines() == [first]
     history = f"w7 w8 {first} w9"
     again = call(capsys, "generate", model, "--prompt", history, *SHORT)
     assert again.out.splitlines() == [second]
@@ -146,7 +146,7 @@ def test_a_prompt_without_a_word_is_refused(
 
 def test_only_a_line_feed_ends_a_prompt(tmp_path: Path) -> None:
     prompts = ["w7\u2028w8", "w9\x0cw7\x85"]
-    lines = "\r\n".join(json.dumps(each, ensure_ascii=False) for each in prompts)
+    lines = "\r\n".join(json.dumps(prompt, ensure_ascii=False) for prompt in prompts)
     (tmp_path / "prompts.jsonl").write_bytes(f"{lines}\r\n".encode())
     assert prompts_from(tmp_path / "prompts.jsonl") == prompts
     (tmp_path / "prompts.txt").write_bytes("\n".join(prompts).encode())
@@ -191,7 +191,9 @@ def test_refusals(
     (tmp_path / "talk.jsonl").write_text('[{"role": "user", "content": "w7"}]\n')
     (tmp_path / "parts.jsonl").write_text('[{"role": "user", "content": ["w7"]}]\n')
     (tmp_path / "silent.jsonl").write_text("[]\n")
-    done = call(capsys, "generate", model, *(each.format(tmp=tmp_path) for each in arguments))
+    done = call(
+        capsys, "generate", model, *(argument.format(tmp=tmp_path) for argument in arguments)
+    )
     assert done.status == 2
     assert expected in done.err
     assert "Traceback" not in done.err
@@ -268,13 +270,13 @@ def said_until(number: int) -> Any:
 @pytest.mark.parametrize("chat", [False, True])
 def test_an_interrupted_answer_stays_as_far_as_it_came(opened: Any, *, chat: bool) -> None:
     dialogue = Dialogue(talker(opened, chat=chat))
-    question = dialogue.hear("w7 w8")
+    question = dialogue.add_user_message("w7 w8")
     with pytest.raises(KeyboardInterrupt):
         dialogue.answer(question, said_until(2))
-    following = dialogue.hear("w9")
+    following = dialogue.add_user_message("w9")
     assert following.ids[: len(question.ids)] == question.ids
     if chat:
-        assert [each["role"] for each in following.messages] == ["user", "assistant", "user"]
+        assert [message["role"] for message in following.messages] == ["user", "assistant", "user"]
         assert len(following.messages[1]["content"].split()) == 2
     else:
         assert len(following.ids) == len(question.ids) + 2 + 1
@@ -286,9 +288,9 @@ def test_an_interrupted_answer_stays_as_far_as_it_came(opened: Any, *, chat: boo
 
 def test_one_stream_of_random_numbers_goes_through_all_turns(opened: Any) -> None:
     dialogue = Dialogue(talker(opened, sampling=Sampling(1.0, 1.0, 5)))
-    spoken = [dialogue.say("w7 w8").ids, dialogue.say("w9").ids]
+    spoken = [dialogue.send("w7 w8").ids, dialogue.send("w9").ids]
     again = Dialogue(talker(opened, sampling=Sampling(1.0, 1.0, 5)))
-    assert [again.say("w7 w8").ids, again.say("w9").ids] == spoken
+    assert [again.send("w7 w8").ids, again.send("w9").ids] == spoken
     assert dialogue._sampler.drawn == sum(map(len, spoken))
 
 
@@ -296,19 +298,19 @@ def test_what_cannot_be_read_is_refused_and_changes_nothing(
     opened: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LogitsModel, "context", property(lambda _self: 12))
-    told: list[str] = []
-    made = TextGenerator(opened, GenerationOptions(limits=Limits(2)), told.append)
-    dialogue = Dialogue(made)
-    dialogue.say("w7 w8")  # begin, two words, two new
+    lines: list[str] = []
+    generator = TextGenerator(opened, GenerationOptions(limits=Limits(2)), lines.append)
+    dialogue = Dialogue(generator)
+    dialogue.send("w7 w8")  # begin, two words, two new
     with pytest.raises(InvalidArgument, match="12"):
-        dialogue.hear("w9 " * 20)
-    assert len(dialogue.hear("w9").ids) == 6
-    assert not told
-    anew = dialogue.hear("w9 " * 8)
+        dialogue.add_user_message("w9 " * 20)
+    assert len(dialogue.add_user_message("w9").ids) == 6
+    assert not lines
+    anew = dialogue.add_user_message("w9 " * 8)
     assert len(anew.ids) == 9
-    assert told == ["(the context of 12 tokens is full: starting anew)"]
+    assert lines == ["(the context of 12 tokens is full: starting anew)"]
     fresh = Continuation(list(anew.ids))
-    made.generation().run([fresh])
+    generator.generation().run([fresh])
     assert dialogue.answer(anew).ids == fresh.ids
 
 

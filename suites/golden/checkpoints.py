@@ -43,7 +43,7 @@ def write_calibration(family: str, recipe: str, path: Path) -> bool:
     names = [p.name for p in parameters(config) if chosen.format_of(p).activation == "NVFP4"]
     ranges = {name: Amax(1.5 + number / 8, 7) for number, name in enumerate(names)}
     if ranges:
-        path.write_bytes(Calibration.of(ranges).to_bytes())
+        path.write_bytes(Calibration.from_records(ranges).to_bytes())
     return bool(ranges)
 
 

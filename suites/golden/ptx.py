@@ -52,18 +52,18 @@ def digest(ptx: str) -> str:
 @contextmanager
 def compiled_kernels() -> Iterator[list[CompiledKernel]]:
     """Collect every kernel that is compiled, or taken from the cache, within the block."""
-    found: list[CompiledKernel] = []
+    kernels: list[CompiledKernel] = []
     true = CompiledKernel.__init__
 
     @wraps(true)
     def collecting(self: CompiledKernel, *given: Any, **named: Any) -> None:
         true(self, *given, **named)
         # A suite damages copies on purpose: dataclasses.replace keeps what the first one owns.
-        if all(self._owner is not known._owner for known in found):
-            found.append(self)
+        if all(self._owner is not known._owner for known in kernels):
+            kernels.append(self)
 
     with mock.patch.object(CompiledKernel, "__init__", collecting):
-        yield found
+        yield kernels
 
 
 @cache

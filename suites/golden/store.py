@@ -72,15 +72,15 @@ def difference(file: str, text: str) -> str:
 
 def require_equal(files: Mapping[str, Any]) -> None:
     """Raise with the first differences of every file whose value is not the kept one."""
-    told = [
+    lines = [
         f"suites/golden/{file} differs; if it is meant, run "
         f"`python -m degarble.suites.golden.write {Path(file).stem}` and say why in the commit\n"
         f"{found}"
         for file, value in files.items()
         if (found := difference(file, as_text(value)))
     ]
-    if told:
-        raise AssertionError("\n\n".join(told))
+    if lines:
+        raise AssertionError("\n\n".join(lines))
 
 
 def write(file: str, value: Any) -> None:

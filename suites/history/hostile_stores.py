@@ -22,8 +22,8 @@ PAGE = 4096
 def sound_store(path: Path, seed: int = 0) -> None:
     """Write a store of two machines, in which one component moved."""
     with HistoryStore(str(path), create=True) as store:
-        for each in history(NIGHTS, MOVED, seed):
-            store.add(each)
+        for history_run in history(NIGHTS, MOVED, seed):
+            store.add(history_run)
         store.add(run(3, {"head": 0.5}, machine="another"))
 
 

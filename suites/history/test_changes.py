@@ -69,8 +69,10 @@ def noise(kind: str, seed: int, nights: int = NIGHTS, series: int = SERIES) -> n
     ],
 )
 def test_healthy_years_bring_at_most_one_alarm_each(kind: str, seed: int) -> None:
-    found = changes_of(noise(kind, seed))
-    assert len(found) <= YEARS, [(each.series, each.first, each.deviate) for each in found]
+    changes = changes_of(noise(kind, seed))
+    assert len(changes) <= YEARS, [
+        (change.series, change.first, change.deviate) for change in changes
+    ]
 
 
 def test_a_threshold_without_the_number_of_series_is_loud(
@@ -95,36 +97,38 @@ def test_a_shift_is_found_within_two_nights(
     values = rng.standard_normal((at + 4, series, runs)).mean(axis=2)
     sign = np.where(np.arange(series) % 2, 1.0, -1.0)
     values[at:] += shift * sign
-    within = {each.series: each for each in changes_of(values) if at <= each.found <= at + 1}
+    within = {
+        change.series: change for change in changes_of(values) if at <= change.found <= at + 1
+    }
     assert len(within) / series >= least
-    first = np.mean([each.first == at for each in within.values()])
+    first = np.mean([change.first == at for change in within.values()])
     assert first >= 0.9
-    assert all(np.sign(each.size) == sign[each.series] for each in within.values())
+    assert all(np.sign(change.size) == sign[change.series] for change in within.values())
 
 
 def test_one_wild_night_is_no_change_and_spoils_no_baseline(seed: int) -> None:
     values = noise("normal", seed, 300, 50)
     values[100] += 1e6
     values[200:, 7] += 8.0
-    found = changes_of(values)
-    assert [(each.series, each.first, each.found) for each in found] == [(7, 200, 201)]
+    changes = changes_of(values)
+    assert [(change.series, change.first, change.found) for change in changes] == [(7, 200, 201)]
 
 
 def test_what_never_moved_moves_by_more_than_its_measure_grants() -> None:
     values = np.full((60, 3), 0.25)
     values[40:, 1] = 0.5
     values[40:, 2] = 0.25 + 0.005
-    found = changes_of(values, 0.01)
-    assert [(each.series, each.first, each.last_before, each.found) for each in found] == [
-        (1, 40, 39, 41)
-    ]
-    assert (found[0].before, found[0].after, found[0].noise) == (0.25, 0.5, 0.01)
+    changes = changes_of(values, 0.01)
+    assert [
+        (change.series, change.first, change.last_before, change.found) for change in changes
+    ] == [(1, 40, 39, 41)]
+    assert (changes[0].before, changes[0].after, changes[0].noise) == (0.25, 0.5, 0.01)
 
 
 def test_a_level_that_returns_is_two_changes(seed: int) -> None:
     values = noise("normal", seed, 200, 4)
     values[60:120, 2] += 20.0
-    assert [(each.series, each.first) for each in changes_of(values)] == [(2, 60), (2, 120)]
+    assert [(change.series, change.first) for change in changes_of(values)] == [(2, 60), (2, 120)]
 
 
 def test_a_series_that_pauses_is_tested_on_the_nights_that_it_has(seed: int) -> None:
@@ -146,9 +150,9 @@ def test_an_incremental_watch_finds_what_a_full_walk_finds(seed: int) -> None:
     values = noise("normal", seed, 150, 20)
     values[90:, 4] -= 9.0
     watch = ChangeDetector(20)
-    step = [each for night, row in enumerate(values) for each in watch.see(night, row)]
+    step = [change for night, row in enumerate(values) for change in watch.add_night(night, row)]
     assert step == changes_of(values)
-    assert [each.series for each in step] == [4]
+    assert [change.series for change in step] == [4]
 
 
 def test_the_threshold_shares_a_quarter_of_an_alarm_a_year() -> None:
@@ -169,21 +173,21 @@ def test_a_single_list_is_refused() -> None:
 
 def test_which_night_and_which_commit_moved_it(tmp_path: Path, seed: int) -> None:
     with HistoryStore(str(tmp_path / "h.sqlite"), create=True) as store:
-        for each in history(60, 45, seed):
-            store.add(each)
+        for history_run in history(60, 45, seed):
+            store.add(history_run)
         [stream] = store.streams()
-        [found] = explained_changes(store.nights(stream, "budgets"), BUDGETS)
-    assert (found.place, found.first, found.last_before, found.found) == (
+        [change] = explained_changes(store.nights(stream, "budgets"), BUDGETS)
+    assert (change.place, change.first, change.last_before, change.found) == (
         W2, night(45), night(44), night(46),
     )  # fmt: skip
-    assert found.worse
-    assert not found.red
-    assert found.commits == "0000002c0000..0000002d0000"
-    assert found.differs == (("torch", "2.13.0", "2.14.0"),)
-    assert found.size == pytest.approx(0.4 / found.noise, rel=0.3)
-    assert W2 in found.sentence
-    assert night(45) in found.sentence
-    assert "torch 2.13.0 -> 2.14.0" in found.sentence
+    assert change.worse
+    assert not change.red
+    assert change.commits == "0000002c0000..0000002d0000"
+    assert change.differs == (("torch", "2.13.0", "2.14.0"),)
+    assert change.size == pytest.approx(0.4 / change.noise, rel=0.3)
+    assert W2 in change.sentence
+    assert night(45) in change.sentence
+    assert "torch 2.13.0 -> 2.14.0" in change.sentence
 
 
 @pytest.mark.parametrize(("after", "red"), [(0.83, False), (0.70, True), (1.10, False)])
@@ -195,20 +199,20 @@ def test_a_kernel_that_lost_a_tenth_of_its_speed_is_red(
             speed = {"quantise_nvfp4": 0.9 if number < 40 else after}
             store.add(run(number, values={"speed": speed}))
         [stream] = store.streams()
-        [found] = explained_changes(store.nights(stream, "speed"), SPEED)
-    assert (found.red, found.worse) == (red, after < 0.9)
+        [change] = explained_changes(store.nights(stream, "speed"), SPEED)
+    assert (change.red, change.worse) == (red, after < 0.9)
 
 
 def test_two_runs_are_compared() -> None:
     first = {"budgets": {"a": 0.1, "b": 0.2, "gone": 0.3}}
     second = {"budgets": {"a": 0.1, "b": 0.5, "new": 0.4}, "distance": {"a": 1e-6}}
-    found = place_differences(first, second)
-    assert [(each.place, each.measure) for each in found[:3]] == [
+    differences = place_differences(first, second)
+    assert [(difference.place, difference.measure) for difference in differences[:3]] == [
         ("gone", "budgets"), ("new", "budgets"), ("a", "distance"),
     ]  # fmt: skip
-    assert found[3].place == "b"
-    assert found[3].move == pytest.approx(0.3)
-    assert found[-1].move == 0
+    assert differences[3].place == "b"
+    assert differences[3].move == pytest.approx(0.3)
+    assert differences[-1].move == 0
 
 
 def test_the_last_green_run(tmp_path: Path) -> None:
@@ -275,8 +279,8 @@ def test_what_the_store_does_not_have_is_refused_by_name(
 
 def test_what_moved_last_night_is_the_sentence(tmp_path: Path, seed: int) -> None:
     with HistoryStore(str(tmp_path / "h.sqlite"), create=True) as store:
-        for each in history(47, 45, seed):
-            store.add(each)
+        for history_run in history(47, 45, seed):
+            store.add(history_run)
         panel = history_panel(history_of(store, store.streams()[0]))
     assert panel.verdict is Verdict.AGREES
     assert panel.sentence.startswith("1 series moved, over 47 nights of tiny")
@@ -322,7 +326,7 @@ def test_a_further_change_does_not_end_what_is_lost(tmp_path: Path, later: float
         for number, speed in enumerate([0.9] * 40 + [0.7] * 30 + [later] * 10):
             store.add(run(number, values={"speed": {"gemm": speed}}))
         found = history_of(store, store.streams()[0])
-    assert [each.red for each in found.moves] == [False, True]
+    assert [move.red for move in found.moves] == [False, True]
     assert found.lost == found.moves[1:]
     assert history_panel(found).verdict is Verdict.DIFFERS
 

@@ -174,7 +174,7 @@ def test_a_run_that_says_nothing_is_refused_by_name(changed: dict[str, object], 
 
 
 def test_measures_are_known_by_name() -> None:
-    assert all(measure_named(name) is each for name, each in MEASURES.items())
+    assert all(measure_named(name) is measure for name, measure in MEASURES.items())
     with pytest.raises(UnknownName, match="budgets"):
         measure_named("budget")
     assert issubclass(InvalidArgument, Refused)
@@ -204,8 +204,8 @@ def test_the_worst_output_of_a_component_is_its_number() -> None:
 def test_origins_and_unstable_components_are_failures() -> None:
     origin = {"layer": 7, "component": "ffn.experts.w2", "fault": "M10.nibble_order",
               "evidence": "100 % of codes"}  # fmt: skip
-    found = failures_of({"origins": [origin], "unstable": ["layers.1.ffn.topk"]})
-    assert [(f.component, f.verdict, f.fault) for f in found] == [
+    failures = failures_of({"origins": [origin], "unstable": ["layers.1.ffn.topk"]})
+    assert [(f.component, f.verdict, f.fault) for f in failures] == [
         ("layers.7.ffn.experts.w2", Verdict.DIFFERS, "M10.nibble_order"),
         ("layers.1.ffn.topk", Verdict.UNSTABLE, None),
     ]

@@ -86,7 +86,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def test_what_was_added_is_read_back(url: str, seed: int) -> None:
     runs = history(5, 3, seed)
     with HistoryStore(url, create=True) as store:
-        assert [store.add(each) for each in runs] == [True] * 5
+        assert [store.add(history_run) for history_run in runs] == [True] * 5
         assert store.add(runs[2]) is False
     with HistoryStore(url) as store:
         [stream] = store.streams()
@@ -94,7 +94,7 @@ def test_what_was_added_is_read_back(url: str, seed: int) -> None:
             "tiny", 5, night(0), night(4),
         )  # fmt: skip
         told = store.runs(stream)
-        assert [each.id for each in told] == [each.id for each in runs]
+        assert [stored_run.id for stored_run in told] == [history_run.id for history_run in runs]
         assert told[0].verdict is Verdict.AGREES
         assert told[4].facts == {"checkpoint": "c0ffee", "torch": "2.14.0"}
         assert store.numbers(told[4]) == {"budgets": dict(runs[4].values["budgets"])}
@@ -108,11 +108,13 @@ def test_what_was_added_is_read_back(url: str, seed: int) -> None:
 def test_a_run_that_is_tried_is_answered_and_leaves_nothing(url: str, seed: int) -> None:
     runs = history(4, 3, seed)
     with HistoryStore(url, create=True) as store:
-        for each in runs[:3]:
-            store.add(each)
+        for history_run in runs[:3]:
+            store.add(history_run)
         [stream] = store.streams()
         with store.trying(runs[3]):
-            assert [each.id for each in store.runs(stream)] == [each.id for each in runs]
+            assert [stored_run.id for stored_run in store.runs(stream)] == [
+                each.id for each in runs
+            ]
             assert len(store.nights(stream, "budgets").nights) == 4
         assert store.streams()[0].runs == 3
         with pytest.raises(UnknownName), store.trying(runs[3]):
@@ -141,8 +143,8 @@ def test_runs_of_one_night_are_averaged_and_missing_places_stay_open(url: str) -
 
 def test_machines_and_subjects_are_apart(url: str) -> None:
     with HistoryStore(url, create=True) as store:
-        for each in (run(0), run(1, machine="B200"), run(2, subject="V4-Pro")):
-            store.add(each)
+        for history_run in (run(0), run(1, machine="B200"), run(2, subject="V4-Pro")):
+            store.add(history_run)
         assert [(s.subject, s.machine, s.runs) for s in store.streams()] == [
             ("V4-Pro", "CPU: a processor", 1),
             ("tiny", "B200", 1),
@@ -153,8 +155,8 @@ def test_machines_and_subjects_are_apart(url: str) -> None:
 def test_a_run_is_found_by_the_beginning_of_its_id_or_commit(url: str) -> None:
     runs = [run(0), run(1), run(0x10)]
     with HistoryStore(url, create=True) as store:
-        for each in runs:
-            store.add(each)
+        for history_run in runs:
+            store.add(history_run)
         assert store.run(runs[1].id[:8]).id == runs[1].id
         assert store.run("00000010").id == runs[2].id
         with pytest.raises(InvalidArgument, match="2 begin so"):
@@ -226,7 +228,7 @@ def test_a_run_that_cannot_be_added_leaves_nothing(
         monkeypatch.setitem(broken.values["budgets"], "head", "no number")
         with pytest.raises(ValueError, match="could not convert"):
             store.add(broken)
-        assert [each.id for each in store.runs()] == [run(0).id]
+        assert [stored_run.id for stored_run in store.runs()] == [run(0).id]
 
 
 @pytest.mark.parametrize("content", [b"", b"no database", b"SQLite format 3\0" + b"\7" * 4096])
@@ -377,13 +379,13 @@ def test_a_damaged_file_is_refused_or_its_answer_is_whole(
     path = tmp_path / "h.sqlite"
     path.write_bytes(sound)
     with HistoryStore(str(path)) as store:
-        wanted = [(each, store.numbers(each)) for each in store.runs()]
+        wanted = [(stored_run, store.numbers(stored_run)) for stored_run in store.runs()]
     for number in range(4):
         path.write_bytes(sound)
         FILES[name](path, random.Random(seed + number))
         try:
             with HistoryStore(str(path)) as store:
-                found = [(each, store.numbers(each)) for each in store.runs()]
+                found = [(stored_run, store.numbers(stored_run)) for stored_run in store.runs()]
         except Refused:
             continue
         assert found == wanted or store.skipped
@@ -395,7 +397,9 @@ def test_a_damaged_file_is_refused_or_its_answer_is_whole(
 
 def _answers(path: Path) -> tuple[HistoryStore, dict[str, tuple[object, object]]]:
     with HistoryStore(str(path)) as store:
-        return store, {each.id: (each, store.numbers(each)) for each in store.runs()}
+        return store, {
+            stored_run.id: (stored_run, store.numbers(stored_run)) for stored_run in store.runs()
+        }
 
 
 def test_a_sound_store_skips_nothing(sound: bytes, tmp_path: Path) -> None:
@@ -415,10 +419,10 @@ def test_one_bad_row_does_not_hide_the_others(name: str, sound: bytes, tmp_path:
     ROWS[name](path, random.Random(0))
     store, found = _answers(path)
     assert store.skipped, "a row was changed, and nothing said so"
-    assert all(each.reason and each.table for each in store.skipped)
+    assert all(skipped.reason and skipped.table for skipped in store.skipped)
     assert all(each[0] == wanted[key][0] for key, each in found.items())
     whole = [key for key, each in found.items() if each == wanted[key]]
-    layout_lost = any(each.table == "degarble_layouts" for each in store.skipped)
+    layout_lost = any(skipped.table == "degarble_layouts" for skipped in store.skipped)
     assert len(whole) >= (1 if layout_lost or name == "layout is gone" else NIGHTS)
 
 
@@ -450,8 +454,8 @@ def test_every_number_is_a_row(tmp_path: Path, seed: int) -> None:
     runs = history(4, 2, seed)
     path = tmp_path / "h.parquet"
     with HistoryStore(str(tmp_path / "h.sqlite"), create=True) as store:
-        for each in runs:
-            store.add(each)
+        for history_run in runs:
+            store.add(history_run)
         assert write_parquet(store, path) == 12
     found = pd.read_parquet(path)
     assert tuple(found.columns) == COLUMNS
@@ -468,4 +472,4 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, seed: int) ->
         (tmp_path / "h.parquet").mkdir()
         with pytest.raises(UnwritablePath):
             write_parquet(store, tmp_path / "h.parquet")
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["h.parquet", "h.sqlite"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["h.parquet", "h.sqlite"]

@@ -130,4 +130,4 @@ def entry(text: str) -> list[str]:
 def copied(text: str) -> list[str]:
     """Return the paths that a Dockerfile copies from the repository."""
     lines = [rest.split() for word, rest in instructions(text) if word == "COPY"]
-    return [each for words in lines if "--from" not in words[0] for each in words[:-1]]
+    return [word for words in lines if "--from" not in words[0] for word in words[:-1]]

@@ -165,8 +165,8 @@ def figures() -> Iterator[Figure]:
     count = sum(formulas_by_file(modules()).values())
     yield Figure(said, f"{count:,}", "0")
     sources = {name_of(path): tree(path) for path in modules()}
-    told = [shown(path) for path in product if names_test_tree(text_of(path))]
-    found = f"{len(violations(sources))}, {len(cycle(sources))}; {len(told)}"
+    texts = [shown(path) for path in product if names_test_tree(text_of(path))]
+    found = f"{len(violations(sources))}, {len(cycle(sources))}; {len(texts)}"
     yield Figure(
         "upward imports, modules in a cycle; product names the test tree", found, "0, 0; 0"
     )

@@ -60,13 +60,13 @@ def test_the_command_is_one_that_the_entry_reads(tmp_path: Path) -> None:
         "/checkpoint": str(tmp_path), "/answers.json": str(tmp_path / "answers.json"),
         "/run/secrets/token": str(tmp_path / "token"),
     }  # fmt: skip
-    how, host, port = read_line([places.get(each, each) for each in command])
+    start_options, host, port = read_line([places.get(each, each) for each in command])
     assert (host, port) == ("0.0.0.0", 8001)
-    assert how.command[:2] == ("vllm", "serve")
-    assert how.loader == "vllm:tp=8,ep=8"
-    assert how.gpu
-    assert how.token is not None
-    assert how.token not in repr(how)
+    assert start_options.command[:2] == ("vllm", "serve")
+    assert start_options.loader == "vllm:tp=8,ep=8"
+    assert start_options.gpu
+    assert start_options.token is not None
+    assert start_options.token not in repr(start_options)
 
 
 @pytest.mark.parametrize(

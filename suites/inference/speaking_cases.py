@@ -60,13 +60,13 @@ class Letters:
         return "".join(chr(33 + number) for number in ids)
 
 
-def scripted(made: LogitsModel, script: Callable[[int], int]) -> LogitsModel:
+def scripted(model: LogitsModel, script: Callable[[int], int]) -> LogitsModel:
     """The same model, whose next token after n tokens is script(n): to plan where texts end."""
 
     class Scripted(LogitsModel):
         def next_logits(self, sequences: list, tokens: list) -> torch.Tensor:  # type: ignore[type-arg]
             super().hidden(sequences, tokens)
-            chosen = torch.tensor([script(each.length) for each in sequences])
+            chosen = torch.tensor([script(sequence.length) for sequence in sequences])
             return torch.nn.functional.one_hot(chosen, 64).double()
 
-    return Scripted(made.bound)
+    return Scripted(model.bound)

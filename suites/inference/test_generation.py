@@ -33,57 +33,61 @@ PROMPTS = [ids(n, length) for n, length in enumerate((1, 40, 131, 7))]
 TALK = Sampling(1.0, 0.9, 5)
 
 
-def run(made: LogitsModel, prompts: list[list[int]], **how: Any) -> list[Continuation]:
-    speeches = [Continuation(prompt) for prompt in prompts]
+def run(model: LogitsModel, prompts: list[list[int]], **how: Any) -> list[Continuation]:
+    continuations = [Continuation(prompt) for prompt in prompts]
     sampling = how.get("sampling", Sampling())
-    Generation(made, None, sampling, Limits(how.get("tokens", 6))).run(speeches)
-    return speeches
+    Generation(model, None, sampling, Limits(how.get("tokens", 6))).run(continuations)
+    return continuations
 
 
 @pytest.mark.parametrize("family", ["v4", "v32"])
 def test_tokens_are_those_of_whole_forward_passes(family: str) -> None:
     """Greedy, without a cache: each token from a pass over everything before it."""
-    made = speaker(family)
-    (speech,) = run(made, [PROMPTS[1]])
+    model = speaker(family)
+    (continuation,) = run(model, [PROMPTS[1]])
     known = list(PROMPTS[1])
-    for token in speech.ids:
-        logits = made.next_logits([Sequence()], [torch.tensor(known)])
+    for token in continuation.ids:
+        logits = model.next_logits([Sequence()], [torch.tensor(known)])
         assert token == int(logits[0].argmax())
         known.append(token)
-    assert speech.finish is Finish.LENGTH
+    assert continuation.finish is Finish.LENGTH
 
 
 @pytest.mark.parametrize(("family", "sampling"), [("v4", TALK), ("v32", Sampling())])
 def test_batching_changes_no_token(
     family: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = speaker(family)
-    alone = [run(made, [prompt], sampling=sampling)[0].ids for prompt in PROMPTS]
-    assert [each.ids for each in run(made, PROMPTS, sampling=sampling)] == alone
+    model = speaker(family)
+    alone = [run(model, [prompt], sampling=sampling)[0].ids for prompt in PROMPTS]
+    assert [continuation.ids for continuation in run(model, PROMPTS, sampling=sampling)] == alone
     # Prompts that wait, join later, and come in other pieces.
     monkeypatch.setattr(generation, "MOST_CONCURRENT", 2)
     monkeypatch.setattr(generation, "STEP_TOKENS", 50)
     monkeypatch.setattr(generation, "PREFILL_TOKENS", 32)
-    assert [each.ids for each in run(made, PROMPTS, sampling=sampling)] == alone
+    assert [continuation.ids for continuation in run(model, PROMPTS, sampling=sampling)] == alone
 
 
 def test_a_seed_decides_what_is_drawn() -> None:
-    made = speaker("v4")
-    first, again = (run(made, PROMPTS[:2], sampling=TALK) for _ in range(2))
-    assert [each.ids for each in first] == [each.ids for each in again]
-    other = run(made, PROMPTS[:2], sampling=Sampling(1.0, 0.9, 6))
-    assert [each.ids for each in first] != [each.ids for each in other]
+    model = speaker("v4")
+    first, again = (run(model, PROMPTS[:2], sampling=TALK) for _ in range(2))
+    assert [continuation.ids for continuation in first] == [
+        continuation.ids for continuation in again
+    ]
+    other = run(model, PROMPTS[:2], sampling=Sampling(1.0, 0.9, 6))
+    assert [continuation.ids for continuation in first] != [
+        continuation.ids for continuation in other
+    ]
 
 
 def test_a_sequence_with_a_computed_beginning_is_continued() -> None:
-    made = speaker("v4")
-    (whole,) = run(made, [PROMPTS[2]])
+    model = speaker("v4")
+    (whole,) = run(model, [PROMPTS[2]])
     kept = Sequence()
-    made.hidden([kept], [torch.tensor(PROMPTS[2][:50])])
-    speech = Continuation(PROMPTS[2], kept)
-    generation_ = Generation(made, None, None, Limits(6))
-    generation_.run([speech])
-    assert speech.ids == whole.ids
+    model.hidden([kept], [torch.tensor(PROMPTS[2][:50])])
+    continuation = Continuation(PROMPTS[2], kept)
+    generation_ = Generation(model, None, None, Limits(6))
+    generation_.run([continuation])
+    assert continuation.ids == whole.ids
     assert generation_.pace.prompt_tokens == len(PROMPTS[2]) - 50
 
 
@@ -91,14 +95,14 @@ def speak(
     script: list[int], stops: tuple[str, ...] = (), tokens: int = 99, length: int = 3
 ) -> Continuation:
     """One prompt; the model says `script`, then ends."""
-    made = scripted(speaker("v4"), lambda n: dict(enumerate(script, length)).get(n, 63))
+    model = scripted(speaker("v4"), lambda n: dict(enumerate(script, length)).get(n, 63))
     tokenizer: Any = Letters()
     pieces: list[str] = []
-    speech = Continuation([1] * length)
-    heard = Generation(made, tokenizer, None, Limits(tokens, stops))
-    heard.run([speech], lambda _speech, piece: pieces.append(piece))
-    assert "".join(pieces) == speech.text
-    return speech
+    continuation = Continuation([1] * length)
+    heard = Generation(model, tokenizer, None, Limits(tokens, stops))
+    heard.run([continuation], lambda _speech, piece: pieces.append(piece))
+    assert "".join(pieces) == continuation.text
+    return continuation
 
 
 def test_every_way_to_end() -> None:
@@ -119,10 +123,10 @@ def test_every_way_to_end() -> None:
 def test_prompts_that_do_not_fit_are_refused_before_anything_runs(
     prompt: list[int], match: str
 ) -> None:
-    speeches = [Continuation([1]), Continuation(prompt)]
+    continuations = [Continuation([1]), Continuation(prompt)]
     with pytest.raises(InvalidArgument, match=match):
-        Generation(speaker("v4")).run(speeches)
-    assert not speeches[0].ids
+        Generation(speaker("v4")).run(continuations)
+    assert not continuations[0].ids
 
 
 # --------------------------------------------------------------------------------------------------
@@ -141,8 +145,8 @@ def frequencies(sampling: Sampling) -> torch.Tensor:
 def test_the_likeliest_is_taken_and_ties_go_to_the_lower_id() -> None:
     sampler = Sampling().sampler()
     assert [sampler(LOGITS) for _ in range(5)] == [1] * 5
-    for how in (Sampling(1.0, 0.0), Sampling(1e-320, 0.2), Sampling(1e-320, 0.4, 9)):
-        assert how.sampler()(LOGITS) in (1, 2)
+    for sampling in (Sampling(1.0, 0.0), Sampling(1e-320, 0.2), Sampling(1e-320, 0.4, 9)):
+        assert sampling.sampler()(LOGITS) in (1, 2)
     assert Sampling(2.0, 0.0).sampler()(LOGITS) == 1
 
 
@@ -202,8 +206,8 @@ TEXT = ids(3, 150)
 
 def whole(family: str, text: list[int]) -> torch.Tensor:
     """By the definition: one pass, log-softmax of all logits."""
-    made = speaker(family)
-    logits = made.logits(made.hidden([Sequence()], [torch.tensor(text)]))
+    model = speaker(family)
+    logits = model.logits(model.hidden([Sequence()], [torch.tensor(text)]))
     return torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(text[1:])[:, None])[:, 0]
 
 

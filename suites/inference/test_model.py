@@ -53,8 +53,8 @@ def logits(path: Path, arithmetic: str | None, held_values: int) -> torch.Tensor
     with open_model(path, arithmetic, held_values=held_values) as model:
         assert (model.streamed is None) == (held_values > 0)
         sequence = Sequence()
-        first = model.speaker.next_logits([sequence], [PROMPT])
-        return torch.cat((first, model.speaker.next_logits([sequence], [PROMPT[:1]])))
+        first = model.logits_model.next_logits([sequence], [PROMPT])
+        return torch.cat((first, model.logits_model.next_logits([sequence], [PROMPT[:1]])))
 
 
 @pytest.mark.parametrize(("family", "layout"), WAYS)
@@ -100,11 +100,11 @@ def test_the_logits_are_those_of_the_reference_on_the_same_weights(tmp_path: Pat
     with Checkpoint.open(path) as checkpoint, open_model(path, "definition") as model:
         weights = dict(checkpoint.weights)
         bound = BoundModel(model.config, Numerics.definition(), weights)
-        ours = model.speaker.next_logits([Sequence()], [PROMPT])
-        model.speaker.bound.calls, calls = bound.calls, model.speaker.bound.calls
-        model.speaker.bound.weights = weights
-        assert torch.equal(ours, model.speaker.next_logits([Sequence()], [PROMPT]))
-        model.speaker.bound.calls = calls
+        ours = model.logits_model.next_logits([Sequence()], [PROMPT])
+        model.logits_model.bound.calls, calls = bound.calls, model.logits_model.bound.calls
+        model.logits_model.bound.weights = weights
+        assert torch.equal(ours, model.logits_model.next_logits([Sequence()], [PROMPT]))
+        model.logits_model.bound.calls = calls
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,8 @@ def test_arithmetic_and_recipe_follow_the_checkpoint(
         found = model.recipe.format_of(parameter_named(TINY_V4, name))
         assert found == Formats(*formats)
         if layout in ("bf16", "official"):
-            told = recipe_named(layout, TINY_V4)
-            assert found == told.format_of(parameter_named(TINY_V4, name))
+            recipe = recipe_named(layout, TINY_V4)
+            assert found == recipe.format_of(parameter_named(TINY_V4, name))
 
 
 def test_what_cannot_be_run_is_refused_by_name(tmp_path: Path) -> None:
@@ -165,13 +165,13 @@ def test_a_parameter_that_is_missing_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["v4", "v32"])
 def test_next_logits_are_the_last_rows(family: str) -> None:
-    made = speaker(family)
+    model = speaker(family)
     prompts = [torch.tensor(ids(n, length)) for n, length in enumerate((5, 1, 140))]
     sequences = [Sequence() for _ in prompts]
-    following = made.next_logits(sequences, prompts)
-    assert [each.length for each in sequences] == [5, 1, 140]
+    following = model.next_logits(sequences, prompts)
+    assert [sequence.length for sequence in sequences] == [5, 1, 140]
     for row, prompt in zip(following, prompts, strict=True):
-        alone = made.logits(made.hidden([Sequence()], [prompt]))
+        alone = model.logits(model.hidden([Sequence()], [prompt]))
         assert alone.shape == (len(prompt), 64)
         assert (row - alone[-1]).abs().max() < 1e-12
 
@@ -190,10 +190,10 @@ PROMPTS = [[7, 8, 9, 31], [9]]
 def test_a_model_after_a_round_trip_is_the_same_model(family: str, tmp_path: Path) -> None:
     source = write_speaker(tmp_path / "model", family, "nvfp4-full")
     with open_model(source) as plain, open_model(source) as moved:
-        bound = moved.speaker.bound
+        bound = moved.logits_model.bound
         devices.wrap_calls(bound, torch.device("cpu"))
-        run = InMemoryRun.of(bound, PROMPTS)
-        expected = InMemoryRun.of(plain.speaker.bound, PROMPTS)
+        run = InMemoryRun.from_prompts(bound, PROMPTS)
+        expected = InMemoryRun.from_prompts(plain.logits_model.bound, PROMPTS)
         assert all(map(torch.equal, run.logits, expected.logits))
         assert localise(bound, moved.recipe, expected).verdict is Verdict.AGREES
 
@@ -236,7 +236,7 @@ def test_what_a_kernel_writes_into_its_inputs_there_is_written_here(
         return {"out": inputs["x"]}
 
     with open_model(source) as model:
-        bound = model.speaker.bound
+        bound = model.logits_model.bound
         bound.calls["norm"] = kernel
         devices.wrap_calls(bound, torch.device("cpu"))
         monkeypatch.setattr(torch.Tensor, "to", away)

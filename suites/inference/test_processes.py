@@ -68,8 +68,8 @@ def test_no_place_is_refused(environment: dict[str, str]) -> None:
 def test_ranks_without_a_place_to_meet_are_refused(
     address: str | None, port: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": port}
-    for name, value in told.items():
+    fields = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": port}
+    for name, value in fields.items():
         if value is None:
             monkeypatch.delenv(name, raising=False)
         else:
@@ -79,9 +79,9 @@ def test_ranks_without_a_place_to_meet_are_refused(
 
 
 def test_a_child_has_a_meeting_point_of_its_own() -> None:
-    told = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": "1", "RANK": "1"}
+    fields = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": "1", "RANK": "1"}
     port = free_port()
-    assert environment_of_child(told, port) == {"RANK": "1", "MASTER_PORT": str(port)}
+    assert environment_of_child(fields, port) == {"RANK": "1", "MASTER_PORT": str(port)}
 
 
 # --------------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def test_only_visited_experts_are_loaded(tmp_path: Path, monkeypatch: pytest.Mon
         streamed = model.streamed
         assert streamed is not None
         asked: list[str] = []
-        streamed.heard = lambda size, name: asked.append(name) if size else None
+        streamed.on_read = lambda size, name: asked.append(name) if size else None
         seen = streamed.expect
 
         def expect(names: list[str]) -> None:
@@ -134,7 +134,7 @@ def test_only_visited_experts_are_loaded(tmp_path: Path, monkeypatch: pytest.Mon
             seen(coming)
 
         monkeypatch.setattr(streamed, "expect", expect)
-        model.speaker.next_logits([Sequence()], [torch.tensor([5])])
+        model.logits_model.next_logits([Sequence()], [torch.tensor([5])])
         unused = {n for n in requested if ".experts." in n} - set(asked)
         assert not unused
         assert 0 < len({n for n in asked if ".experts." in n}) < 3 * 3 * 3
@@ -156,7 +156,7 @@ def test_memory_stays_within_the_window(tmp_path: Path, monkeypatch: pytest.Monk
             release()
 
         monkeypatch.setattr(model.checkpoint, "release", watched)
-        model.speaker.next_logits([Sequence()], [torch.arange(64)])
+        model.logits_model.next_logits([Sequence()], [torch.arange(64)])
         steps = [b - a for a, b in zip([0, *released], [*released, streamed.read], strict=True)]
         largest = 1 << 18  # one weight of this model
         assert len(released) > 10
@@ -203,9 +203,9 @@ def test_a_model_many_times_its_window_runs_in_bounded_memory(tmp_path: Path) ->
 def test_a_file_that_shrinks_meanwhile_is_refused_by_name(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "c", Synthetic(STREAMED_WEIGHTS_CONFIG, "official", seed=3))
     with open_model(tmp_path / "c", "bf16", held_values=0) as model:
-        model.speaker.next_logits([Sequence()], [torch.arange(4)])
+        model.logits_model.next_logits([Sequence()], [torch.arange(4)])
         shard = next((tmp_path / "c").glob("*.safetensors"))
         with shard.open("r+b") as stream:
             stream.truncate(shard.stat().st_size // 2)
         with pytest.raises(UnreadableFile, match=shard.name):
-            model.speaker.next_logits([Sequence()], [torch.arange(4)])
+            model.logits_model.next_logits([Sequence()], [torch.arange(4)])

@@ -28,6 +28,6 @@ def _golden_ptx(request: pytest.FixtureRequest) -> Iterator[None]:
     if not _COMPILES or not _JUDGES_CODE.search(test) or _OTHER_KERNELS.search(module):
         yield
         return
-    with ptx.compiled_kernels() as found:
+    with ptx.compiled_kernels() as kernels:
         yield
-    ptx.require_known(found, request.node.nodeid)
+    ptx.require_known(kernels, request.node.nodeid)

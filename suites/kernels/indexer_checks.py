@@ -88,11 +88,11 @@ class ScoresCase:
     @property
     def positions(self) -> Tensor:
         """Return each token's place in its sequence; the last one sees every entry."""
-        made = [
+        tensors = [
             torch.arange(count) + (length + 1) * self.ratio - 1 - (self.ratio - 1) // 2 - count
             for length, count in zip(self.lengths, self.fresh, strict=True)
         ]
-        return torch.cat(made).clamp(min=-1)
+        return torch.cat(tensors).clamp(min=-1)
 
 
 def _generator(case: ScoresCase, device: str) -> torch.Generator:
@@ -243,8 +243,8 @@ def alone_differ(case: ScoresCase) -> list[int]:
     for token in range(0, p.tokens, max(1, p.tokens // 6)):
         of_token = {"queries", "weights", "positions", "sequences", "scales"}
         one = {
-            name: each[token : token + 1].clone() if name in of_token else each
-            for name, each in of.given.items()
+            name: tensor[token : token + 1].clone() if name in of_token else tensor
+            for name, tensor in of.given.items()
         }
         got = kernels_here().KERNEL.run_one(replace(p, tokens=1), SETTINGS, **one)
         if not torch.equal(got[0].view(torch.int32), whole[token].view(torch.int32)):

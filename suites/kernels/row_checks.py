@@ -305,15 +305,15 @@ def gemv_cases() -> list[GemvCase]:
         (5, 1000, 7168),
         (4, 77, 16_384),
     )
-    made = [
+    cases = [
         GemvCase(GemvProblem(*shape, out=out), kind, shape[1])
         for shape in shapes
         for out in gemv_problem.OUTPUTS
         for kind in ("ordinary", "special")
     ]
-    made += [GemvCase(GemvProblem(m, 5000, 4096), "rows", m) for m in range(1, 9)]
-    made.append(GemvCase(GemvProblem(8, 3000, 14_336), "rows"))
-    return made
+    cases += [GemvCase(GemvProblem(m, 5000, 4096), "rows", m) for m in range(1, 9)]
+    cases.append(GemvCase(GemvProblem(8, 3000, 14_336), "rows"))
+    return cases
 
 
 def fuzzed_gemvs(seed: int, count: int) -> list[GemvCase]:

@@ -101,7 +101,7 @@ def tails(form: facts.GemmForm, inner: int) -> list[gemm_checks.Case]:
         return gemm_checks.tails(form, inner)
     rows = sorted({1, form.tactic.columns - 1, form.tactic.columns})
     extents = [(m, n, inner) for m in rows for n in (8, 72, 136, 392)]
-    return [gemm_checks.with_form(form, each, "ordinary", sum(each)) for each in extents]
+    return [gemm_checks.with_form(form, extent, "ordinary", sum(extent)) for extent in extents]
 
 
 def drawn(case: gemm_checks.Case, device: str = "cpu") -> Drawn:

@@ -243,9 +243,9 @@ class Together:
         _, _, b, word, _, _ = operands
         whole = of_codes(word)
         halves = [memory.codes(b, whole.columns // 2) for memory in self.memories]
-        each = replace(whole, rows=whole.rows // 2)
+        instruction = replace(whole, rows=whole.rows // 2)
         for memory in self.memories:
-            memory.multiply_codes(operands, each, np.concatenate(halves), adds)
+            memory.multiply_codes(operands, instruction, np.concatenate(halves), adds)
 
 
 def of_codes(word: int) -> words.Instruction:

@@ -164,7 +164,9 @@ def of_models() -> list[str]:
         for name, (n, k) in linears.items():
             few, many = (GemmProblem(rows, n, k, "nvfp4", "e4m3") for rows in (DECODED, PREFILLED))
             form = choose_form(few, SM100A.name)
-            decoded, long = (bound_of(each, choose_form(each, SM100A.name)) for each in (few, many))
+            decoded, long = (
+                bound_of(problem, choose_form(problem, SM100A.name)) for problem in (few, many)
+            )
             weights = facts.bytes_of(form, "a") + facts.bytes_of(form, "scales of a")
             under_way = decoded.blocks * tensor_memory.footprint(form).stages * weights
             lines.append(

@@ -89,9 +89,9 @@ def test_shards_tile_every_stored_part(made: ShardingPlan, name: str) -> None:
 
 
 def test_a_lost_row_is_detected() -> None:
-    made = plan(small_v4(), tp=2)
-    parameter = parameter_named(made.config, "layers.0.attn.wq_b")
-    first, second = made.shards(parameter)
+    sharding_plan = plan(small_v4(), tp=2)
+    parameter = parameter_named(sharding_plan.config, "layers.0.attn.wq_b")
+    first, second = sharding_plan.shards(parameter)
     (_, stop), columns = first.box.ranges
     short = first._replace(box=Box(((0, stop - 1), columns)))
     long = first._replace(box=Box(((0, stop + 1), columns)))
@@ -160,15 +160,15 @@ def v4_pro_tp8() -> ShardingPlan:
 
 
 def test_experts_go_by_number() -> None:
-    made = plan(V4_PRO, tp=8, ep=8)
-    assert [made.experts_of(rank) for rank in (0, 7)] == [range(48), range(336, 384)]
-    holder = made.shards(parameter_named(V4_PRO, "layers.9.ffn.experts.100.w1"))
+    sharding_plan = plan(V4_PRO, tp=8, ep=8)
+    assert [sharding_plan.experts_of(rank) for rank in (0, 7)] == [range(48), range(336, 384)]
+    holder = sharding_plan.shards(parameter_named(V4_PRO, "layers.9.ffn.experts.100.w1"))
     assert [shard.ranks for shard in holder] == [(2,)]
 
 
 def test_attention_is_repeated_where_experts_are_spread_wider() -> None:
-    made = plan(V4_PRO, tp=2, ep=8)
-    shards = made.shards(parameter_named(V4_PRO, "layers.9.attn.wq_b"))
+    sharding_plan = plan(V4_PRO, tp=2, ep=8)
+    shards = sharding_plan.shards(parameter_named(V4_PRO, "layers.9.attn.wq_b"))
     assert [shard.ranks for shard in shards] == [(0, 2, 4, 6), (1, 3, 5, 7)]
 
 
@@ -187,12 +187,12 @@ def test_attention_is_repeated_where_experts_are_spread_wider() -> None:
 def test_stages_hold_whole_layers(
     config: Config, pp: int, layers: tuple[tuple[int, int], ...]
 ) -> None:
-    made = plan(config, tp=8, pp=pp)
-    assert made.stage_layers == layers
+    sharding_plan = plan(config, tp=8, pp=pp)
+    assert sharding_plan.stage_layers == layers
     ends = Counter(
         (name, rank // 8)
         for name in ("embed", "head", "norm", "hc_head_fn", "mtp.0.e_proj")
-        for shard in made.shards(parameter_named(config, name))
+        for shard in sharding_plan.shards(parameter_named(config, name))
         for rank in shard.ranks
     )
     last = pp - 1
@@ -203,15 +203,15 @@ def test_stages_hold_whole_layers(
 
 
 def test_a_model_without_drafter_embeds_on_the_first_stage_only() -> None:
-    made = plan(small_v32(num_nextn_predict_layers=0), pp=2)
-    assert made.stages(parameter_named(made.config, "embed")) == (0,)
+    sharding_plan = plan(small_v32(num_nextn_predict_layers=0), pp=2)
+    assert sharding_plan.stages(parameter_named(sharding_plan.config, "embed")) == (0,)
 
 
 def test_ranks_together_hold_every_byte_once() -> None:
     config = small_v4(num_nextn_predict_layers=0)
-    made = plan(config, tp=2, ep=2, style="official")
+    sharding_plan = plan(config, tp=2, ep=2, style="official")
     layout = layout_named("official", config)
-    held = [t for rank in range(2) for t in rank_tensors(made, layout, rank)]
+    held = [t for rank in range(2) for t in rank_tensors(sharding_plan, layout, rank)]
     cut = {name for (_, style), cuts in STYLES.items() if style == "official" for name in cuts}
     whole = tensors_of(config, layout)
     repeated = sum(
@@ -225,9 +225,12 @@ def test_ranks_together_hold_every_byte_once() -> None:
 
 def test_a_short_last_rank_where_an_engine_pads() -> None:
     config = small_v4(moe_intermediate_size=384, o_groups=4)
-    made = plan(config, tp=2)
+    sharding_plan = plan(config, tp=2)
     parameter = parameter_named(config, "layers.0.ffn.shared_experts.w1")
-    assert [shard.box.ranges[0] for shard in made.shards(parameter)] == [(0, 256), (256, 384)]
+    assert [shard.box.ranges[0] for shard in sharding_plan.shards(parameter)] == [
+        (0, 256),
+        (256, 384),
+    ]
     wide = plan(config, tp=4)
     assert [s.box.ranges[0] for s in wide.shards(parameter)] == [(0, 128), (128, 256), (256, 384)]
 
@@ -265,8 +268,8 @@ def test_an_extent_that_ranks_do_not_divide_is_refused() -> None:
 
 def test_a_cut_through_scales_is_refused() -> None:
     config = small_v4(moe_intermediate_size=64)  # 32 columns a rank: MXFP4 fits, 16 would not
-    made = plan(config, tp=2)
-    assert rank_tensors(made, layout_named("bf16", config), 1)
+    sharding_plan = plan(config, tp=2)
+    assert rank_tensors(sharding_plan, layout_named("bf16", config), 1)
     with pytest.raises(ShapeMismatch, match="a cut at a multiple of 128"):
         rank_tensors(plan(small_v4(o_lora_rank=32), tp=4), layout_named("official", config), 1)
     with pytest.raises(ShapeMismatch, match=r"w2.*a cut at a multiple of 32"):
@@ -283,9 +286,13 @@ def test_unknown_styles_and_ranks_are_refused() -> None:
 
 
 def test_scalars_go_wherever_their_parameter_goes() -> None:
-    made = plan(small_v4(), tp=2)
-    parameter = parameter_named(made.config, "layers.0.ffn.experts.0.w1")
+    sharding_plan = plan(small_v4(), tp=2)
+    parameter = parameter_named(sharding_plan.config, "layers.0.ffn.experts.0.w1")
     boxes = dict(
-        part_boxes(made, parameter, recipe_named("nvfp4-full", made.config).format_of(parameter))
+        part_boxes(
+            sharding_plan,
+            parameter,
+            recipe_named("nvfp4-full", sharding_plan.config).format_of(parameter),
+        )
     )
     assert boxes[PartKind.TENSOR_SCALE] == ((Box(()), (0, 1)),)

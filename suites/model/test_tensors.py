@@ -145,7 +145,9 @@ def test_known_tensors(
         for parameter in parameter_module.parameters(config)
         if parameter.block is None or parameter.block.is_drafter or parameter.block.index == number
     ]
-    found = {each.name: each for each in tensors_of(config, layout_named(layout, config), only)}
+    found = {
+        tensor.name: tensor for tensor in tensors_of(config, layout_named(layout, config), only)
+    }
     assert found[name] == StoredTensor(name, shape, Dtype(dtype))
 
 

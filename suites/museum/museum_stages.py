@@ -27,4 +27,4 @@ def root() -> Path:
 @cache
 def small_stage() -> Stage:
     """The case with its healthy run."""
-    return Stage.of(MuseumCase(KEY, 1, (40, 7)), root(), {})
+    return Stage.open(MuseumCase(KEY, 1, (40, 7)), root(), {})

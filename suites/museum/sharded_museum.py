@@ -70,12 +70,12 @@ def damage(case: str, model: ShardedModel, numerics: Numerics) -> None:
 
 def recorded(case: str, model: MuseumModel) -> InMemoryRun:
     """Run a case on this rank."""
-    made = plan(model.config, ep=2)
-    teams = Teams.of(made)
+    sharding_plan = plan(model.config, ep=2)
+    teams = Teams.from_plan(sharding_plan)
     assert teams is not None, "two ranks run"
     numerics = Numerics.twin(model.switches, products=torch.float32)
     weights = loaded(case, model.weights, model.config.n_routed_experts)
-    sharded = ShardedModel(made, teams, numerics, weights, model.recipe)
+    sharded = ShardedModel(sharding_plan, teams, numerics, weights, model.recipe)
     damage(case, sharded, numerics)
     run, sequences = InMemoryRun(), [Sequence() for _ in LENGTHS]
     tokens = [torch.tensor(prompt_ids(n, length)) for n, length in enumerate(LENGTHS)]
@@ -88,10 +88,10 @@ def recorded(case: str, model: MuseumModel) -> InMemoryRun:
 
 
 def step_of(number: int, sequences: list[Sequence], tokens: list[Tensor]) -> CapturedStep:
-    ids = [token for each in tokens for token in each.tolist()]
-    owners = [n for n, each in enumerate(tokens) for _ in each]
+    ids = [token for tensor in tokens for token in tensor.tolist()]
+    owners = [n for n, token in enumerate(tokens) for _ in token]
     spans = zip(sequences, tokens, strict=True)
-    positions = [p for s, each in spans for p in range(s.length, s.length + len(each))]
+    positions = [p for s, tensor in spans for p in range(s.length, s.length + len(tensor))]
     phase = Phase.DECODE if number else Phase.PREFILL
     return CapturedStep(number, phase, tuple(ids), tuple(positions), tuple(owners))
 
@@ -99,10 +99,10 @@ def step_of(number: int, sequences: list[Sequence], tokens: list[Tensor]) -> Cap
 def write(run: InMemoryRun, target: Path) -> None:
     """Write tensors, and beside them which call had which."""
     tensors = {
-        f"{call.number}/{side}/{name}": each.contiguous().clone()
+        f"{call.number}/{side}/{name}": tensor.contiguous().clone()
         for call in run.calls
         for side, found in (("in", run.inputs(call)), ("out", run.outputs(call)))
-        for name, each in found.items()
+        for name, tensor in found.items()
     }
     save_file(tensors, target.with_suffix(".safetensors"))
     target.with_suffix(".json").write_text(json.dumps([(c.step, c.component) for c in run.calls]))

@@ -108,7 +108,7 @@ def test_a_taped_run_computes_what_is_new_and_gives_the_same_bits(stage: Stage) 
     def planted(bound_calls: dict[str, object]) -> None:
         plain = stage.candidate().calls[PLANTED]
         bound_calls[PLANTED] = lambda inputs, weights: {
-            name: 2 * each for name, each in plain(inputs, weights).items()
+            name: 2 * tensor for name, tensor in plain(inputs, weights).items()
         }
 
     plain, taped = stage.candidate(), stage.taped()
@@ -128,7 +128,7 @@ def test_a_taped_run_computes_what_is_new_and_gives_the_same_bits(stage: Stage) 
     assert PLANTED not in rest.judged
     assert "layers.0.attn.wo" in rest.judged
     found = localise(stage.twin, stage.model.recipe, rest)
-    assert [each.component for each in found.origins] == [PLANTED]
+    assert [origin.component for origin in found.origins] == [PLANTED]
 
 
 def _counting(call: object, name: str, computed: list[str]) -> object:
@@ -145,7 +145,7 @@ def test_a_control_sits_wherever_it_can(stage: Stage) -> None:
     changed = {name for name, call in other.items() if not isinstance(call, partial)}
     assert all(isinstance(call, partial) for call in plain.values())
     assert changed
-    assert all(CONTROLS[0].sits(stage.scene(name)) for name in changed)
+    assert all(CONTROLS[0].applies_to(stage.context(name)) for name in changed)
 
 
 def test_the_rest_of_a_healthy_run_is_nothing(stage: Stage) -> None:
@@ -164,14 +164,14 @@ def test_every_model_is_planted_and_prompts_follow_from_the_seed() -> None:
 
 
 def test_healthy_cases_differ_in_every_way() -> None:
-    found = list(healthy_cases(200))
-    assert len(set(found)) == len({str(case) for case in found}) == 200
+    cases = list(healthy_cases(200))
+    assert len(set(cases)) == len({str(case) for case in cases}) == 200
     ways = ("key", "lengths", "new_tokens", "source", "products", "absorbed", "schedule")
     for way in ways:
-        assert len({getattr(case, way) for case in found}) > 1, way
+        assert len({getattr(case, way) for case in cases}) > 1, way
     controls = {*(each.id for each in (*CONTROLS, *WEIGHT_CONTROLS)), "window_shift"}
-    assert {case.control for case in found} == {"", *controls}
-    assert {case.schedule for case in found} == set(SCHEDULES)
+    assert {case.control for case in cases} == {"", *controls}
+    assert {case.schedule for case in cases} == set(SCHEDULES)
 
 
 def test_prompts_are_fed_in_chunks_or_one_after_the_other() -> None:
@@ -195,14 +195,14 @@ def test_prompts_are_fed_in_chunks_or_one_after_the_other() -> None:
 @pytest.mark.parametrize("schedule", [IN_CHUNKS, JOINING])
 def test_a_healthy_run_agrees_however_it_is_fed(stage: Stage, schedule: str) -> None:
     case = MuseumCase(KEY, 1, (60, 7), schedule=schedule)
-    made = Stage.of(case, root(), {KEY: stage.model})
+    made = Stage.open(case, root(), {KEY: stage.model})
     found = localise(made.twin, made.model.recipe, made.healthy)
     assert (found.verdict, found.unjudged) == (Verdict.AGREES, ())
 
 
-@pytest.mark.parametrize("control", [each.id for each in WEIGHT_CONTROLS])
+@pytest.mark.parametrize("control", [control.id for control in WEIGHT_CONTROLS])
 def test_legal_weights_are_healthy_and_other_ones(stage: Stage, control: str) -> None:
-    made = Stage.of(replace(stage.case, control=control), root(), {KEY: stage.model})
+    made = Stage.open(replace(stage.case, control=control), root(), {KEY: stage.model})
     found = localise(made.twin, made.model.recipe, made.healthy)
     assert (found.verdict, found.unjudged) == (Verdict.AGREES, ())
     last = made.healthy.logits[0]

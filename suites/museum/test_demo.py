@@ -23,50 +23,50 @@ if TYPE_CHECKING:
 
 
 def test_healthy_agrees_and_the_fault_is_named_in_its_expert() -> None:
-    story = whole_story()
-    assert story.healthy.localised.verdict is Verdict.AGREES
-    assert story.healthy.found == ()
-    assert story.planted.component == "layers.3.ffn.experts.w2"
-    (found,) = story.sick.found
-    assert found.trouble.component == story.planted.component
-    assert found.diagnosed is not None
-    assert found.diagnosed.named[0].id == demo.PLANTED
-    assert found.trouble.where["expert"] == 4
-    assert story.holds
+    demonstration = whole_story()
+    assert demonstration.healthy.localised.verdict is Verdict.AGREES
+    assert demonstration.healthy.origins == ()
+    assert demonstration.planted.component == "layers.3.ffn.experts.w2"
+    (origin,) = demonstration.sick.origins
+    assert origin.discrepancy.component == demonstration.planted.component
+    assert origin.diagnosed is not None
+    assert origin.diagnosed.named[0].id == demo.PLANTED
+    assert origin.discrepancy.where["expert"] == 4
+    assert demonstration.holds
 
 
 def test_the_model_talks_and_the_fault_garbles_it() -> None:
-    story = whole_story()
-    first = "".join(story.healthy.said[0])
+    demonstration = whole_story()
+    first = "".join(demonstration.healthy.answers[0])
     assert first.startswith("blue . recall : anna paints blue .")
-    assert "".join(story.healthy.said[1]).startswith("7 .")
-    assert story.twin_said == story.healthy.said
-    assert story.sick.said[0] != story.healthy.said[0]
-    assert all(len(pieces) == demo.NEW_TOKENS for pieces in story.sick.said)
+    assert "".join(demonstration.healthy.answers[1]).startswith("7 .")
+    assert demonstration.twin_answers == demonstration.healthy.answers
+    assert demonstration.sick.answers[0] != demonstration.healthy.answers[0]
+    assert all(len(pieces) == demo.NEW_TOKENS for pieces in demonstration.sick.answers)
 
 
 def test_a_wrong_name_a_wrong_place_and_a_false_alarm_make_the_story_fail() -> None:
-    story = whole_story()
-    (found,) = story.sick.found
-    unnamed = replace(found, diagnosed=Diagnosed((), (), 1, "nothing"))
-    assert not replace(story, sick=replace(story.sick, found=(unnamed,))).holds
-    elsewhere = replace(story.planted, component="layers.1.ffn.experts.w2")
-    assert not replace(story, planted=elsewhere).holds
-    other = replace(story.planted, fault=MODEL_FAULTS["M01.inverse"])
-    assert not replace(story, planted=other).holds
-    one_more = replace(story.sick, found=(found, unnamed))
-    assert not replace(story, sick=one_more).holds
-    at_two_inputs = replace(story.sick, found=(found, found))
-    assert replace(story, sick=at_two_inputs).holds
-    assert not replace(story, sick=replace(story.sick, found=())).holds
-    assert not replace(story, healthy=story.sick).holds
+    demonstration = whole_story()
+    (origin,) = demonstration.sick.origins
+    unnamed = replace(origin, diagnosed=Diagnosed((), (), 1, "nothing"))
+    assert not replace(demonstration, sick=replace(demonstration.sick, origins=(unnamed,))).holds
+    elsewhere = replace(demonstration.planted, component="layers.1.ffn.experts.w2")
+    assert not replace(demonstration, planted=elsewhere).holds
+    other = replace(demonstration.planted, fault=MODEL_FAULTS["M01.inverse"])
+    assert not replace(demonstration, planted=other).holds
+    one_more = replace(demonstration.sick, origins=(origin, unnamed))
+    assert not replace(demonstration, sick=one_more).holds
+    at_two_inputs = replace(demonstration.sick, origins=(origin, origin))
+    assert replace(demonstration, sick=at_two_inputs).holds
+    assert not replace(demonstration, sick=replace(demonstration.sick, origins=())).holds
+    assert not replace(demonstration, healthy=demonstration.sick).holds
 
 
 def test_a_fault_without_effect_is_reported_and_passes_where_nothing_is_found() -> None:
-    story = whole_story()
-    idle = replace(story.planted, has_effect=False)
-    assert replace(story, planted=idle, sick=story.healthy).holds
-    assert not replace(story, planted=idle).holds
+    demonstration = whole_story()
+    idle = replace(demonstration.planted, has_effect=False)
+    assert replace(demonstration, planted=idle, sick=demonstration.healthy).holds
+    assert not replace(demonstration, planted=idle).holds
 
 
 def test_every_fault_can_be_requested_and_a_typo_is_refused() -> None:
@@ -77,10 +77,10 @@ def test_every_fault_can_be_requested_and_a_typo_is_refused() -> None:
 
 
 def test_a_fault_that_fits_nowhere_is_refused() -> None:
-    story = whole_story()
-    nowhere = replace(demo_fault(None), sits=lambda _scene: False)
+    demonstration = whole_story()
+    nowhere = replace(demo_fault(None), applies_to=lambda _context: False)
     with pytest.raises(InvalidArgument, match="a fault that the tiny V4 in NVFP4 can carry"):
-        plant(story.model, nowhere, story.planted.run)
+        plant(demonstration.model, nowhere, demonstration.planted.run)
 
 
 def default_page() -> Page:
@@ -121,13 +121,17 @@ def test_the_page_is_small_enough_to_send() -> None:
 
 
 def test_what_is_not_named_or_has_no_effect_is_said() -> None:
-    story = whole_story()
-    (found,) = story.sick.found
-    unnamed = replace(story.sick, found=(replace(found, diagnosed=None),))
-    sentence = demo_result(replace(story, sick=unnamed), PROVENANCE)[0].sentence
+    demonstration = whole_story()
+    (origin,) = demonstration.sick.origins
+    unnamed = replace(demonstration.sick, origins=(replace(origin, diagnosed=None),))
+    sentence = demo_result(replace(demonstration, sick=unnamed), PROVENANCE)[0].sentence
     assert sentence.startswith("The healthy run agrees; the fault planted on purpose is not named.")
     assert sentence.endswith("Layer 3, ffn.experts.w2: No known fault explains this.")
-    idle = replace(story, planted=replace(story.planted, has_effect=False), sick=story.healthy)
+    idle = replace(
+        demonstration,
+        planted=replace(demonstration.planted, has_effect=False),
+        sick=demonstration.healthy,
+    )
     assert "has no effect here" in demo_result(idle, PROVENANCE)[0].sentence
-    alarmed, _ = demo_result(replace(story, healthy=story.sick), PROVENANCE)
+    alarmed, _ = demo_result(replace(demonstration, healthy=demonstration.sick), PROVENANCE)
     assert alarmed.sentence.startswith("The healthy run raises a false alarm;")

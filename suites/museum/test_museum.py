@@ -110,16 +110,19 @@ def test_every_fault_is_a_task_and_some_are_searched_without_their_family() -> N
 def test_a_fault_is_planted_where_it_has_an_effect(tmp_path: Path) -> None:
     heard: list[str] = []
     with lines_to(tmp_path / "lines.jsonl") as ended:
-        made = run_museum(("M10.nibble_order",), SMALL, told=heard.append, root=root(), ended=ended)
+        made = run_museum(
+            ("M10.nibble_order",), SMALL, report=heard.append, root=root(), ended=ended
+        )
         (line,) = (tmp_path / "lines.jsonl").read_text().splitlines()
     told = json.loads(line)
     assert (told["task"], told["seconds"] > 0) == ("M10.nibble_order", True)
     assert [each["place"] for each in told["found"]] == ["exact", "exact"]
     assert heard == ["M10.nibble_order"]
     assert len(made.outcomes) == 2
-    assert len({each.component for each in made.outcomes}) == 2
+    assert len({plant_outcome.component for plant_outcome in made.outcomes}) == 2
     assert all(
-        (each.place, each.cause) == (PlaceAnswer.EXACT, CauseAnswer.FIRST) for each in made.outcomes
+        (plant_outcome.place, plant_outcome.cause) == (PlaceAnswer.EXACT, CauseAnswer.FIRST)
+        for plant_outcome in made.outcomes
     )
     assert (made.verdict, made.missed, made.without_effect) == (Verdict.AGREES, (), ())
     document = to_plain(made.document())
@@ -154,13 +157,13 @@ def test_a_family_with_few_plants_is_reported() -> None:
         PlantOutcome("M06.up", "head", "a", "b", each, PlaceAnswer.EXACT)
         for each in (9.0, 9.0, 0.5)
     ]
-    assert Museum(tuple(plants), (), ()).thin == ("M06",)
+    assert Museum(tuple(plants), (), ()).scarce == ("M06",)
 
 
 def test_mild_plants_are_added() -> None:
     made = run_museum(("M43.whole",), replace(SMALL, plants=1, mild=1), root=root())
     assert len(made.outcomes) == 4
-    assert sum(1 <= each.effect < 16 for each in made.outcomes) >= 3
+    assert sum(1 <= plant_outcome.effect < 16 for plant_outcome in made.outcomes) >= 3
 
 
 def test_a_fault_without_a_place_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,14 +184,14 @@ def test_healthy_runs_raise_no_alarm_and_a_planted_one_does(
         bound = plain(self)
         call = bound.calls["norm"]
         bound.calls["norm"] = lambda inputs, weights: {
-            name: 1.1 * each for name, each in call(inputs, weights).items()
+            name: 1.1 * tensor for name, tensor in call(inputs, weights).items()
         }
         return bound
 
     plain = Stage.candidate
     monkeypatch.setattr(Stage, "candidate", ill)
-    found = museum.judge_healthy(root(), case)
-    assert [alarm.split(":")[0] for alarm in found.alarms] == ["norm"]
+    run = museum.judge_healthy(root(), case)
+    assert [alarm.split(":")[0] for alarm in run.alarms] == ["norm"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -222,7 +225,7 @@ def test_wilson_is_newcombes(hits: int, total: int, low: float, high: float) -> 
 def test_no_claim_is_made_without_counts() -> None:
     assert wilson(0, 0) == (0.0, 1.0)
     empty = scores([], [])
-    assert all(each.met and math.isnan(each.share) for each in empty)
+    assert all(score.met and math.isnan(score.share) for score in empty)
 
 
 @pytest.mark.parametrize(
@@ -253,13 +256,13 @@ def test_a_weak_plant_does_not_count_and_one_without_budget_does() -> None:
 
 
 def test_claims_count_what_they_say() -> None:
-    found = [outcome(5.0, left_out=CauseAnswer.UNKNOWN) for _ in range(9)]
-    found += [
+    outcomes = [outcome(5.0, left_out=CauseAnswer.UNKNOWN) for _ in range(9)]
+    outcomes += [
         outcome(50.0, cause=CauseAnswer.WRONG, left_out=CauseAnswer.WRONG),
         outcome(0.5, PlaceAnswer.ELSEWHERE),
     ]
     by_claim = {
-        each.claim: each for each in scores(found, [HealthyRun("a", ("b",)), HealthyRun("c")])
+        score.claim: score for score in scores(outcomes, [HealthyRun("a", ("b",)), HealthyRun("c")])
     }
     exact = by_claim["localised to the component, from 3x"]
     assert (exact.hits, exact.total, exact.met) == (10, 10, True)
@@ -275,15 +278,15 @@ def test_claims_count_what_they_say() -> None:
 
 
 def test_classes_are_counted_in_addition_to_strict_names() -> None:
-    found = [
+    outcomes = [
         outcome(5.0),
         outcome(5.0, cause=CauseAnswer.SAME),
         outcome(5.0, cause=CauseAnswer.BESIDE),
     ]
-    found[1] = replace(found[1], named="M41.tile_of_k")
-    found.append(replace(outcome(5.0, left_out=CauseAnswer.SAME), left_named="M01.inverse"))
-    by_claim = {each.claim.strip(): each for each in scores(found, [])}
-    hits = {claim: each.hits for claim, each in by_claim.items() if each.total}
+    outcomes[1] = replace(outcomes[1], named="M41.tile_of_k")
+    outcomes.append(replace(outcome(5.0, left_out=CauseAnswer.SAME), left_named="M01.inverse"))
+    by_claim = {score.claim.strip(): score for score in scores(outcomes, [])}
+    hits = {claim: score.hits for claim, score in by_claim.items() if score.total}
     assert hits["cause named first, from 3x"] == 3
     assert hits["strictly: by its own name"] == 2
     assert hits["wrong cause named, from 3x"] == 0
@@ -292,25 +295,25 @@ def test_classes_are_counted_in_addition_to_strict_names() -> None:
     assert hits["strictly: nothing named"] == 0
     assert by_claim["strictly: nothing named"].met, "it has no target"
     pairs = {("M10.nibble_order", "M41.tile_of_k"): 1, ("M01.inverse", "M10.nibble_order"): 1}
-    assert classes(found) == pairs
+    assert classes(outcomes) == pairs
 
 
 def test_repeats_count_where_they_are_apart() -> None:
     race = RepeatedRun("M37.tile", "head", "a", "b", Verdict.UNSTABLE, ("head",))
-    made = [race, replace(race, blamed=("norm",)), replace(race, fault="", component="")]
-    by_claim = {each.claim: each for each in scores([], [], made)}
-    told = by_claim["run twice: UNSTABLE, at its component"]
-    assert (told.hits, told.total, told.met) == (1, 2, False)
+    runs = [race, replace(race, blamed=("norm",)), replace(race, fault="", component="")]
+    by_claim = {museum_score.claim: museum_score for museum_score in scores([], [], runs)}
+    score = by_claim["run twice: UNSTABLE, at its component"]
+    assert (score.hits, score.total, score.met) == (1, 2, False)
     alarms = by_claim["run twice: alarms on healthy runs"]
     assert (alarms.hits, alarms.total, alarms.met) == (1, 1, False)
 
 
 def test_bins_are_by_effect_and_families_by_id() -> None:
-    found = [outcome(x) for x in (0.5, 1.0, 2.9, 3.0, 9.9, 10.0, math.inf, math.nan)]
-    counts = {name: count for name, count, *_ in by_strength(found)}
+    outcomes = [outcome(x) for x in (0.5, 1.0, 2.9, 3.0, 9.9, 10.0, math.inf, math.nan)]
+    counts = {name: count for name, count, *_ in by_strength(outcomes)}
     assert counts == {"below 1": 1, "1 to 3": 2, "3 to 10": 2, "from 10": 2, "no budget": 1}
-    found.append(outcome(4.0, PlaceAnswer.NOWHERE, fault="O01.magnitudes"))
-    families = by_family(found)
+    outcomes.append(outcome(4.0, PlaceAnswer.NOWHERE, fault="O01.magnitudes"))
+    families = by_family(outcomes)
     assert list(families) == ["M10", "O01"]
     count, effective, localised, *_ = families["O01"]
     assert (count, effective, localised.hits, localised.total) == (1, 1, 0, 1)
@@ -385,12 +388,14 @@ def _folder() -> TemporaryDirectory[str]:
 @cache
 def stage(case: MuseumCase) -> Stage:
     """A case, opened once a process."""
-    return Stage.of(case, Path(_folder().name), _MODELS)
+    return Stage.open(case, Path(_folder().name), _MODELS)
 
 
 def late(case: MuseumCase, fault: ModelFault) -> list[str]:
     """Components where a fault can be, the last ones first."""
-    return [name for name in reversed(stage(case).calls) if fault.sits(stage(case).scene(name))]
+    return [
+        name for name in reversed(stage(case).calls) if fault.applies_to(stage(case).context(name))
+    ]
 
 
 def strong(family: str) -> Iterator[PlantOutcome]:
@@ -401,16 +406,16 @@ def strong(family: str) -> Iterator[PlantOutcome]:
     for fault in faults:
         for case in CASES:
             for name in late(case, fault)[:2]:
-                found = ways_of(stage(case), fault, name)
-                if not found:
+                variants = ways_of(stage(case), fault, name)
+                if not variants:
                     continue
-                planted = PlantedFault(fault, name, chance.choice(found))
+                planted = PlantedFault(fault, name, chance.choice(variants))
                 if not touches(stage(case), planted):
                     continue
-                made = judge_plant(stage(case), planted, leave_out=False)
-                assert not is_missed(made), made
-                if made.effect >= STRONG:
-                    yield made
+                plant_outcome = judge_plant(stage(case), planted, leave_out=False)
+                assert not is_missed(plant_outcome), plant_outcome
+                if plant_outcome.effect >= STRONG:
+                    yield plant_outcome
 
 
 # Every third here; suites/engine/diagnose/test_diagnose.py names one fault of each
@@ -424,10 +429,10 @@ THIRD = [
 @pytest.mark.parametrize("family", THIRD)
 def test_a_family_is_found_and_named(family: str) -> None:
     made = []
-    for each in islice(strong(family), TRIED):
-        made.append(each)
-        assert each.place is PlaceAnswer.EXACT, each
-        if each.cause in (CauseAnswer.FIRST, CauseAnswer.SAME):
+    for plant_outcome in islice(strong(family), TRIED):
+        made.append(plant_outcome)
+        assert plant_outcome.place is PlaceAnswer.EXACT, plant_outcome
+        if plant_outcome.cause in (CauseAnswer.FIRST, CauseAnswer.SAME):
             return
     assert made, f"no plant of {family} has an effect"
     raise AssertionError("\n".join(map(str, made)))
@@ -436,9 +441,9 @@ def test_a_family_is_found_and_named(family: str) -> None:
 @pytest.mark.parametrize("case", [c for c in healthy_cases(24) if c.key in KEYS][:4], ids=str)
 def test_a_healthy_run_raises_no_alarm(case: MuseumCase) -> None:
     _folder()
-    found = judge_healthy(Path(_folder().name), case)
-    assert found.alarms == ()
-    assert found.undecided == ()
+    run = judge_healthy(Path(_folder().name), case)
+    assert run.alarms == ()
+    assert run.undecided == ()
 
 
 def shifted(names: tuple[str, ...], shift: int = 1) -> tuple[str, ...]:
@@ -448,11 +453,11 @@ def shifted(names: tuple[str, ...], shift: int = 1) -> tuple[str, ...]:
     def moved(given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return {**given, "positions": given["positions"] + shift}
 
-    way = FaultVariant("shifted", with_inputs(moved))
+    variant = FaultVariant("shifted", with_inputs(moved))
     at = stage(case)
-    run = at.run(at.taped(), dict.fromkeys(names, way))
+    run = at.run(at.taped(), dict.fromkeys(names, variant))
     found = localise(at.twin, at.model.recipe, at.rest(run))
-    return tuple(each.component for each in found.origins)
+    return tuple(origin.component for origin in found.origins)
 
 
 def test_a_layer_of_windows_may_turn_all_by_shifted_positions_and_no_part_alone() -> None:

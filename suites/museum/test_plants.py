@@ -73,16 +73,16 @@ def stage() -> Stage:
     return small_stage()
 
 
-def fault(way: FaultVariant, reach: Reach = Reach.COMPONENT) -> ModelFault:
-    def ways(_scene: ComponentContext) -> Iterator[FaultVariant]:
-        yield way
+def fault(variant: FaultVariant, reach: Reach = Reach.COMPONENT) -> ModelFault:
+    def ways(_context: ComponentContext) -> Iterator[FaultVariant]:
+        yield variant
 
     return ModelFault("X01.own", "a", "b", "c", lambda _: True, ways, from_variants(ways), reach)
 
 
 def times(factor: float) -> FaultVariant:
     def change(_inputs: Any, outputs: Any) -> Any:
-        return {name: factor * each for name, each in outputs.items()}
+        return {name: factor * output for name, output in outputs.items()}
 
     return FaultVariant(f"times {factor}", with_outputs(change))
 
@@ -102,47 +102,49 @@ def on_experts(stage: Stage) -> PlantOutcome:
 
 
 def test_a_known_fault_is_found_named_and_unknown_without_its_family(stage: Stage) -> None:
-    found = on_experts(stage)
-    assert found.place is PlaceAnswer.EXACT
-    assert found.cause is CauseAnswer.FIRST
-    assert found.named == NIBBLES.id
-    assert found.left_out is CauseAnswer.UNKNOWN
-    assert found.effect > 10
-    assert not is_missed(found)
+    outcome = on_experts(stage)
+    assert outcome.place is PlaceAnswer.EXACT
+    assert outcome.cause is CauseAnswer.FIRST
+    assert outcome.named == NIBBLES.id
+    assert outcome.left_out is CauseAnswer.UNKNOWN
+    assert outcome.effect > 10
+    assert not is_missed(outcome)
 
 
 def test_an_unknown_fault_is_localised_all_the_same(stage: Stage) -> None:
-    found = judge_plant(
+    outcome = judge_plant(
         stage, PlantedFault(fault(turned_rows()), WO, turned_rows()), leave_out=False
     )
-    assert (found.place, found.cause) == (PlaceAnswer.EXACT, CauseAnswer.UNKNOWN)
-    assert found.truth == (WO,)
+    assert (outcome.place, outcome.cause) == (PlaceAnswer.EXACT, CauseAnswer.UNKNOWN)
+    assert outcome.truth == (WO,)
 
 
 def turned_rows() -> FaultVariant:
     def change(_inputs: Any, outputs: Any) -> Any:
-        return {n: each + each.flip(-1) * each.roll(1, -1).sign() for n, each in outputs.items()}
+        return {
+            n: output + output.flip(-1) * output.roll(1, -1).sign() for n, output in outputs.items()
+        }
 
     return FaultVariant("mixing columns", with_outputs(change))
 
 
 def test_an_edge_is_blamed_by_the_rule(stage: Stage) -> None:
-    way = turned("x")
-    planted = PlantedFault(fault(way, Reach.EDGE), "layers.1.ffn.gate", way)
-    found = judge_plant(stage, planted, leave_out=False)
-    assert planted.harmed
-    assert found.effect == math.inf
-    assert found.truth == ("layers.1.ffn.gate",)
-    assert found.place is PlaceAnswer.EXACT
+    variant = turned("x")
+    planted = PlantedFault(fault(variant, Reach.EDGE), "layers.1.ffn.gate", variant)
+    outcome = judge_plant(stage, planted, leave_out=False)
+    assert planted.changed_inputs
+    assert outcome.effect == math.inf
+    assert outcome.truth == ("layers.1.ffn.gate",)
+    assert outcome.place is PlaceAnswer.EXACT
 
 
 def test_memory_is_blamed_on_who_writes_it(stage: Stage) -> None:
     name = "layers.1.attn.attend"
-    way = turned("state_rows")
-    planted = PlantedFault(fault(way, Reach.EDGE), name, way)
-    found = judge_plant(stage, planted, leave_out=False)
-    assert found.truth == ("layers.1.attn.kv_write",)
-    assert found.blamed == found.truth
+    variant = turned("state_rows")
+    planted = PlantedFault(fault(variant, Reach.EDGE), name, variant)
+    outcome = judge_plant(stage, planted, leave_out=False)
+    assert outcome.truth == ("layers.1.attn.kv_write",)
+    assert outcome.blamed == outcome.truth
 
 
 @pytest.mark.parametrize(
@@ -156,13 +158,15 @@ def test_memory_is_blamed_on_who_writes_it(stage: Stage) -> None:
 def test_what_arrives_from_other_layers_and_earlier_calls_is_named(
     stage: Stage, name: str, component: str
 ) -> None:
-    made = MODEL_FAULTS[name]
-    found = judge_plant(
-        stage, PlantedFault(made, component, ways_of(stage, made, component)[0]), leave_out=True
+    model_fault = MODEL_FAULTS[name]
+    outcome = judge_plant(
+        stage,
+        PlantedFault(model_fault, component, ways_of(stage, model_fault, component)[0]),
+        leave_out=True,
     )
-    assert found.place is PlaceAnswer.EXACT
-    assert (found.cause, found.named) == (CauseAnswer.FIRST, name)
-    assert found.left_out is CauseAnswer.UNKNOWN
+    assert outcome.place is PlaceAnswer.EXACT
+    assert (outcome.cause, outcome.named) == (CauseAnswer.FIRST, name)
+    assert outcome.left_out is CauseAnswer.UNKNOWN
 
 
 def test_nothing_is_no_effect(stage: Stage) -> None:
@@ -175,7 +179,7 @@ def test_sites_take_roles_by_turns_and_come_once(stage: Stage) -> None:
     assert len(found) == len(set(found))
     roles = [name.split(".", 2)[2] for name in found]
     assert len(set(roles[: len(set(roles))])) == len(set(roles))
-    assert all(NIBBLES.sits(stage.scene(name)) for name in found)
+    assert all(NIBBLES.applies_to(stage.context(name)) for name in found)
 
 
 def test_an_engine_that_is_blind_misses(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,10 +196,10 @@ def test_an_engine_that_stops_is_reported(
         raise IndexError("no such row")
 
     monkeypatch.setattr(museum_plants, broken, stops)
-    found = on_experts(stage)
-    assert "the engine stops: IndexError in stops: no such row" in found.sentence
-    assert found.cause is CauseAnswer.UNKNOWN
-    assert is_missed(found) == (broken == "localise")
+    outcome = on_experts(stage)
+    assert "the engine stops: IndexError in stops: no such row" in outcome.sentence
+    assert outcome.cause is CauseAnswer.UNKNOWN
+    assert is_missed(outcome) == (broken == "localise")
 
 
 @pytest.mark.parametrize(
@@ -213,16 +217,16 @@ def test_another_cause_is_wrong_unless_it_makes_the_same(
     also: tuple[str, ...],
     cause: CauseAnswer,
 ) -> None:
-    way = times(factor) if factor else on_experts_way(stage)
+    variant = times(factor) if factor else on_experts_way(stage)
     named = SimpleNamespace(
-        id="M02.missing", way=way, alternatives=also, fault=MODEL_FAULTS["M02.missing"]
+        id="M02.missing", variant=variant, alternatives=also, fault=MODEL_FAULTS["M02.missing"]
     )
     monkeypatch.setattr(
         museum_plants, "diagnose", lambda *_: SimpleNamespace(named=(named,), sentence="so")
     )
-    found = on_experts(stage)
-    assert (found.cause, found.named) == (cause, "M02.missing")
-    assert (found.left_out, found.left_named) == (cause, "M02.missing")
+    outcome = on_experts(stage)
+    assert (outcome.cause, outcome.named) == (cause, "M02.missing")
+    assert (outcome.left_out, outcome.left_named) == (cause, "M02.missing")
 
 
 def on_experts_way(stage: Stage) -> FaultVariant:
@@ -242,7 +246,7 @@ def every_other(factor: float) -> FaultVariant:
         def faulty(inputs: Any, weights: Any) -> Any:
             outputs = call(inputs, weights)
             wrong = next(calls) % 2
-            return {n: factor * each if wrong else each for n, each in outputs.items()}
+            return {n: factor * output if wrong else output for n, output in outputs.items()}
 
         return faulty
 
@@ -254,15 +258,15 @@ def same(planted: FaultVariant, named: FaultVariant, calls: slice = slice(None))
     candidate = stage.candidate()
     candidate.calls[WO] = planted.apply(candidate.calls[WO])
     run = stage.run(candidate)
-    scene = stage.scene(WO)
-    sights = []
-    for call in [each for each in run.calls if each.component == WO]:
+    context = stage.context(WO)
+    records = []
+    for call in [captured_call for captured_call in run.calls if captured_call.component == WO]:
         inputs = run.inputs(call)
-        expected = stage.twin.calls[WO](inputs, scene.weights)
-        sights.append(CallRecord(inputs, run.outputs(call), expected, step=call.step))
-    chosen = sights[calls]
-    trouble: Any = SimpleNamespace(scene=scene, sight=chosen[0], more=tuple(chosen[1:]))
-    first: Any = SimpleNamespace(way=named, fault=MODEL_FAULTS["M43.whole"])
+        expected = stage.twin.calls[WO](inputs, context.weights)
+        records.append(CallRecord(inputs, run.outputs(call), expected, step=call.step))
+    chosen = records[calls]
+    trouble: Any = SimpleNamespace(context=context, record=chosen[0], more=tuple(chosen[1:]))
+    first: Any = SimpleNamespace(variant=named, fault=MODEL_FAULTS["M43.whole"])
     return same_effect(FaultyTwin(stage.twin, WO, planted, run), trouble, first)
 
 
@@ -325,9 +329,9 @@ def test_roles_are_those_of_both_families() -> None:
 def test_the_quick_measure_is_that_of_the_run() -> None:
     stage, fault = small_stage(), MODEL_FAULTS["M10.nibble_order"]
     name = "layers.1.ffn.experts.w2"
-    way = ways_of(stage, fault, name)[0]
-    found = measure_strength(stage, name, way)
-    whole = judge_plant(stage, PlantedFault(fault, name, way), leave_out=False).effect
+    variant = ways_of(stage, fault, name)[0]
+    found = measure_strength(stage, name, variant)
+    whole = judge_plant(stage, PlantedFault(fault, name, variant), leave_out=False).effect
     assert found == pytest.approx(whole, rel=0.5)
     assert found > MILD[1]
 
@@ -335,9 +339,9 @@ def test_the_quick_measure_is_that_of_the_run() -> None:
 @pytest.mark.parametrize("wanted", [1.6, 7.0])
 def test_a_dial_is_turned_until_the_effect_is_as_wanted(wanted: float) -> None:
     stage = small_stage()
-    way = adjusted_fault(stage, "M43.whole", WO, wanted)
-    assert way is not None
-    assert wanted / 1.3 < measure_strength(stage, WO, way) < wanted * 1.3
+    variant = adjusted_fault(stage, "M43.whole", WO, wanted)
+    assert variant is not None
+    assert wanted / 1.3 < measure_strength(stage, WO, variant) < wanted * 1.3
     assert adjusted_fault(stage, "M43.whole", WO, 1e6) is None, "no such strength on its dial"
 
 
@@ -345,9 +349,9 @@ def test_mild_plants_are_mild() -> None:
     stage = small_stage()
     for name in ("M43.whole", "M24.norm_weight"):
         found = list(islice(mild_plants([stage], MODEL_FAULTS[name], random.Random(1)), 3))
-        for at, component, way in found:
-            assert measure_strength(at, component, way) >= 1
-            assert measure_strength(at, component, way) < 16
+        for at, component, variant in found:
+            assert measure_strength(at, component, variant) >= 1
+            assert measure_strength(at, component, variant) < 16
     assert not list(mild_plants([stage], MODEL_FAULTS["M34.rows"], random.Random(1))), (
         "edges have none"
     )
@@ -357,9 +361,9 @@ def test_mild_plants_are_mild() -> None:
 def test_every_dial_is_of_a_fault_that_sits_somewhere(name: str) -> None:
     stage, fault = small_stage(), MODEL_FAULTS[name]
     for component in islice(candidate_sites(stage, fault, random.Random(1)), 1):
-        scene = stage.scene(component, stage.candidate())
-        way = STRENGTHS[name](scene, 0.05)
-        assert way is None or measure_strength(stage, component, way) > 0
+        context = stage.context(component, stage.candidate())
+        variant = STRENGTHS[name](context, 0.05)
+        assert variant is None or measure_strength(stage, component, variant) > 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -371,11 +375,11 @@ RIGHT = RepeatedRun("M37.tile", W2, "a", "b", Verdict.UNSTABLE, (W2, "head"))
 
 def test_a_race_is_unstable_where_it_is() -> None:
     stage, fault = small_stage(), MODEL_FAULTS["M37.tile"]
-    way = random.Random(1).choice(ways_of(stage, fault, W2))
-    found = run_repeatedly(stage, fault.id, W2, way)
-    assert (found.verdict, found.blamed[0]) == (Verdict.UNSTABLE, W2)
-    assert found.apart
-    assert found.right
+    variant = random.Random(1).choice(ways_of(stage, fault, W2))
+    run = run_repeatedly(stage, fault.id, W2, variant)
+    assert (run.verdict, run.blamed[0]) == (Verdict.UNSTABLE, W2)
+    assert run.differs
+    assert run.right
 
 
 def test_what_is_written_lies_in_the_museums_folder_and_goes(
@@ -391,16 +395,16 @@ def test_what_is_written_lies_in_the_museums_folder_and_goes(
     monkeypatch.setattr(museum_repeats, "compare_runs", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_repeatedly(small_stage(), root=tmp_path)
-    assert [each.parent.parent for each in seen] == [tmp_path] * 2
+    assert [path.parent.parent for path in seen] == [tmp_path] * 2
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_wrong_twice_in_the_same_way_is_stable() -> None:
     stage, fault = small_stage(), MODEL_FAULTS["M10.nibble_order"]
-    found = run_repeatedly(stage, fault.id, W2, ways_of(stage, fault, W2)[0])
-    assert found.verdict is Verdict.AGREES
-    assert not found.apart
-    assert not found.right, "nothing was there to tell"
+    run = run_repeatedly(stage, fault.id, W2, ways_of(stage, fault, W2)[0])
+    assert run.verdict is Verdict.AGREES
+    assert not run.differs
+    assert not run.right, "nothing was there to tell"
 
 
 @pytest.mark.parametrize(

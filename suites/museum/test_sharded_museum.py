@@ -48,7 +48,7 @@ def joined(seen: Path, case: str, model: MuseumModel) -> InMemoryRun:
     """One run of what two ranks saw. It is replayed through a bound model that says it again."""
     name = case.replace(" ", "_")
     parts = [load_file(seen / f"{name}_{rank}.safetensors") for rank in (0, 1)]
-    order = [tuple(each) for each in json.loads((seen / f"{name}_0.json").read_text())]
+    order = [tuple(load) for load in json.loads((seen / f"{name}_0.json").read_text())]
     own = plan(model.config, ep=2).experts_of(0)
     calls = iter(range(len(order)))
     bound = model.twin()
@@ -84,7 +84,7 @@ def merged(left: Tensor, right: Tensor, experts: Tensor | None, own: range) -> T
     here = (experts >= own.start) & (experts < own.stop)
     here = here.reshape(*here.shape, *[1] * (left.ndim - 2))
     code = left.dtype.itemsize == 1
-    a, b = (each.view(torch.uint8) if code else each for each in (left, right))
+    a, b = (tensor.view(torch.uint8) if code else tensor for tensor in (left, right))
     return torch.where(here, a, b).view(left.dtype)
 
 
@@ -110,10 +110,12 @@ def test_a_fault_between_ranks_is_found(root: Path, seen: Path, case: str) -> No
     model = MuseumModel.open(KEY, root)
     fault, component = CASES[case]
     found = localise(model.twin(), model.recipe, joined(seen, case, model))
-    assert [each.component for each in found.origins] == [component][: bool(component)]
+    assert [discrepancy.component for discrepancy in found.origins] == [component][
+        : bool(component)
+    ]
     if fault:
         origin = found.origins[0]
-        assert origin.sight is not None
-        said = diagnose(origin.scene, (origin.sight, *origin.more))
+        assert origin.record is not None
+        said = diagnose(origin.context, (origin.record, *origin.more))
         assert said.named
         assert fault in (said.named[0].id, *said.named[0].alternatives), said.sentence

@@ -40,12 +40,12 @@ class Node:
 
     def whole(self) -> set[Node]:
         """Return this node and all that it uses, directly or not."""
-        found, waiting = {self}, [self]
+        nodes, waiting = {self}, [self]
         while waiting:
-            for node in waiting.pop().uses - found:
-                found.add(node)
+            for node in waiting.pop().uses - nodes:
+                nodes.add(node)
                 waiting.append(node)
-        return found
+        return nodes
 
 
 @dataclass
@@ -225,12 +225,12 @@ class Recorder:
     def _loaded_elsewhere(self, node: Node) -> set[str]:
         """Return what the started processes loaded; * where not all of them told it."""
         starts = sum(used.starts for used in node.whole())
-        told = list(self._told.glob("*.loaded"))
-        texts = [path.read_text(encoding="utf-8") for path in told]
-        for path in told:
+        paths = list(self._told.glob("*.loaded"))
+        texts = [path.read_text(encoding="utf-8") for path in paths]
+        for path in paths:
             path.unlink()
         found = {self._short(line) for text in texts for line in text.splitlines()}
-        return found | ({"*"} if starts > len(told) else set())
+        return found | ({"*"} if starts > len(paths) else set())
 
     def _short(self, path: str) -> str:
         return path.removeprefix(self._root).removeprefix(LINKS)

@@ -437,9 +437,11 @@ def _chosen(options: argparse.Namespace) -> list[Chosen]:
             modules = [module for module in modules if module in inside]
         files = plan.python_files(ROOT, options.suites or room.suites)
         suites = [file for file in files if Path(file).name.startswith("test_")]
-        found = [mutant for module in modules for mutant in mutation.mutants_of(ROOT, module)]
-        if found:
-            chosen.append(Chosen(name, modules, suites, mutation.drawn(found, options.seed), size))
+        mutants = [mutant for module in modules for mutant in mutation.mutants_of(ROOT, module)]
+        if mutants:
+            chosen.append(
+                Chosen(name, modules, suites, mutation.drawn(mutants, options.seed), size)
+            )
     return chosen
 
 

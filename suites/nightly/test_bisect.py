@@ -50,13 +50,13 @@ def test_the_commit_that_moved_the_component_is_named(tmp_path: Path) -> None:
     values = ["0.31", "0.32", "0.30", "0.31", "0.31", "4.5", "4.4", "4.5", "4.5"]
     search, commits = repository(tmp_path / "r", values)
     lines: list[str] = []
-    found = bisected(search, lines.append)
-    assert (found.commit, found.title) == (commits[5], "step 5")
-    assert (found.before, found.after) == (0.31, 4.5)
-    assert len(found.measured) <= 2 + 4
-    assert len(lines) == len(found.measured)
-    assert W2 in found.sentence
-    assert found.document()["verdict"] == "DIFFERS"
+    result = bisected(search, lines.append)
+    assert (result.commit, result.title) == (commits[5], "step 5")
+    assert (result.before, result.after) == (0.31, 4.5)
+    assert len(result.measured) <= 2 + 4
+    assert len(lines) == len(result.measured)
+    assert W2 in result.sentence
+    assert result.document()["verdict"] == "DIFFERS"
     assert git(tmp_path / "r", "worktree", "list").count("\n") == 0
     assert git(tmp_path / "r", "status", "--porcelain") == ""
 
@@ -105,9 +105,9 @@ def test_the_store_gives_the_two_commits(tmp_path: Path) -> None:
             value = 2.0 if number >= 40 else 0.1
             commit = commits[4] if number >= 40 else commits[1]
             store.add(run(number, {W2: value}, commit=commit))
-    found = bisected(replace(search, good=None, bad=None, store=url))
-    assert found.commit == commits[3]
-    assert commits[0] not in dict(found.measured)
+    result = bisected(replace(search, good=None, bad=None, store=url))
+    assert result.commit == commits[3]
+    assert commits[0] not in dict(result.measured)
 
 
 @pytest.mark.parametrize(

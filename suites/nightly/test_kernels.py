@@ -69,11 +69,11 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_suite_is_run_and_read_case_by_case(tmp_path: Path) -> None:
     path = tmp_path / "test_sm90_planted.py"
     path.write_text(SUITE)
-    found = night_kernels.run_suite(path, tmp_path / "report.xml", ("night",))
-    assert (found.kernel, found.cases, found.failed) == ("sm90_planted", 3, 2)
-    assert found.first.startswith("test_bad[1]: AssertionError: 1 rows are wrong")
-    assert found.left == "2 undecided, first test_left: not here"
-    assert found.verdict is Verdict.DIFFERS
+    suite = night_kernels.run_suite(path, tmp_path / "report.xml", ("night",))
+    assert (suite.kernel, suite.cases, suite.failed) == ("sm90_planted", 3, 2)
+    assert suite.first.startswith("test_bad[1]: AssertionError: 1 rows are wrong")
+    assert suite.left == "2 undecided, first test_left: not here"
+    assert suite.verdict is Verdict.DIFFERS
 
 
 @pytest.mark.parametrize(
@@ -88,28 +88,28 @@ def test_a_suite_without_answers_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int, text: str, expected: Suite
 ) -> None:
     monkeypatch.setattr(night_kernels, "_ended", lambda *_: (status, text))
-    found = night_kernels.run_suite(tmp_path / "test_x.py", tmp_path / "none.xml", ("h200",))
-    assert found == expected
-    assert found.verdict is (Verdict.DIFFERS if expected.broken else Verdict.AGREES)
+    suite = night_kernels.run_suite(tmp_path / "test_x.py", tmp_path / "none.xml", ("h200",))
+    assert suite == expected
+    assert suite.verdict is (Verdict.DIFFERS if expected.broken else Verdict.AGREES)
 
 
 def test_what_a_suite_lacks_and_a_bad_end_are_no_agreement(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     report = tmp_path / "report.xml"
-    told: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
 
     def ended(line: list[str], environment: dict[str, str]) -> tuple[int, str]:
-        told.update(environment, asked=line[line.index("pytest") + 3])
+        fields.update(environment, asked=line[line.index("pytest") + 3])
         report.write_text('<testsuites><testcase name="a"/></testsuites>')
         return 1, ""
 
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setattr(night_kernels, "_ended", ended)
-    found = night_kernels.run_suite(tmp_path / "test_x.py", report, ("h200", "gpu"))
-    assert found.broken == "ended with status 1, and no case failed"
+    suite = night_kernels.run_suite(tmp_path / "test_x.py", report, ("h200", "gpu"))
+    assert suite.broken == "ended with status 1, and no case failed"
     # With CI the plugin fails what lacks a package, and does not leave it out.
-    assert (told["CI"], told["asked"]) == ("true", "h200 or gpu")
+    assert (fields["CI"], fields["asked"]) == ("true", "h200 or gpu")
 
 
 def test_a_suite_that_hangs_is_ended_and_fails(
@@ -119,10 +119,10 @@ def test_a_suite_that_hangs_is_ended_and_fails(
     path.write_text(HANGS.format(child=child))
     for seconds in (3, 30, 300):  # on a busy machine a suite needs longer to begin
         monkeypatch.setattr(night_kernels, "SUITE_SECONDS", seconds)
-        found = night_kernels.run_suite(path, tmp_path / "report.xml", ("h200",))
+        suite = night_kernels.run_suite(path, tmp_path / "report.xml", ("h200",))
         if child.exists():
             break
-    assert found.broken.startswith("did not end in")
+    assert suite.broken.startswith("did not end in")
     assert ends(int(child.read_text()))
 
 
@@ -192,11 +192,11 @@ def test_what_a_suite_leaves_open_is_reported_next_to_what_agrees(
     skipped = '<testcase name="b"><skipped message="UNDECIDED: other\nbits"/></testcase>'
     report.write_text(f'<testsuites><testcase name="a"/>{skipped}</testsuites>')
     pair = night_kernels.suite_of("pair", report)
-    told = "1 cases agree with their definitions; 1 undecided, first b: UNDECIDED: other bits"
-    assert (pair.sentence, pair.verdict) == (told, Verdict.AGREES)
+    text = "1 cases agree with their definitions; 1 undecided, first b: UNDECIDED: other bits"
+    assert (pair.sentence, pair.verdict) == (text, Verdict.AGREES)
     monkeypatch.setattr(night_kernels, "_run_all", lambda *_: [Suite("gemm", 7), pair])
-    found = night_kernels.kernels(asked(tmp_path), {})
-    assert found.lines == (f"pair: {told}",)
+    result = night_kernels.kernels(asked(tmp_path), {})
+    assert result.lines == (f"pair: {text}",)
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -214,15 +214,15 @@ def test_the_step_names_the_kernel_that_fails(
 
     monkeypatch.setattr(night_kernels, "installed_suites", lambda: suites_in(tmp_path))
     monkeypatch.setattr(night_kernels, "run_suite", run)
-    found = night_kernels.kernels(asked(tmp_path), {})
-    assert found.verdict is Verdict.DIFFERS
-    assert found.judged == ("kernels.bad", "kernels.good")
-    assert [each.component for each in found.failures] == ["kernels.bad"]
-    assert found.lines == ("bad: 2 of 5 cases fail, first test_tail[3]: 4 differ",)
+    result = night_kernels.kernels(asked(tmp_path), {})
+    assert result.verdict is Verdict.DIFFERS
+    assert result.judged == ("kernels.bad", "kernels.good")
+    assert [failure.component for failure in result.failures] == ["kernels.bad"]
+    assert result.lines == ("bad: 2 of 5 cases fail, first test_tail[3]: 4 differ",)
     said["bad"] = Suite("bad", 5)
-    found = night_kernels.kernels(asked(tmp_path), {})
-    assert found.verdict is Verdict.AGREES
-    assert found.sentence == "2 suites of kernels agree with definitions in 12 cases."
+    result = night_kernels.kernels(asked(tmp_path), {})
+    assert result.verdict is Verdict.AGREES
+    assert result.sentence == "2 suites of kernels agree with definitions in 12 cases."
     said.update(good=Suite("good"), bad=Suite("bad"))
     assert night_kernels.kernels(asked(tmp_path), {}).red, "nothing ran, and it was asked for"
 
@@ -238,9 +238,9 @@ def test_without_installed_suites_a_night_is_undecided(
     points = [] if missing else [SimpleNamespace(load=load)]
     monkeypatch.setattr(night_kernels, "entry_points", lambda **_: points)
     for step in (night_kernels.kernels, night_kernels.figures):
-        found = step(asked(tmp_path), {})
-        assert found.verdict is Verdict.UNDECIDED
-        assert "pip install -e ." in found.sentence
+        result = step(asked(tmp_path), {})
+        assert result.verdict is Verdict.UNDECIDED
+        assert "pip install -e ." in result.sentence
 
 
 def test_the_installed_suites_are_those_of_this_checkout() -> None:
@@ -289,8 +289,8 @@ def test_cases_of_a_kernel_are_run_and_those_of_no_other(
 ) -> None:
     path = tmp_path / "test_contract.py"
     path.write_text(CONTRACT)
-    found = night_kernels.run_suite(path, tmp_path / "report.xml", ("night",), kernel)
-    assert (found.kernel, found.cases, found.failed, found.broken) == (kernel, cases, failed, "")
+    suite = night_kernels.run_suite(path, tmp_path / "report.xml", ("night",), kernel)
+    assert (suite.kernel, suite.cases, suite.failed, suite.broken) == (kernel, cases, failed, "")
 
 
 def bench_of(text: str) -> list[str]:
@@ -301,13 +301,13 @@ def test_rates_are_kept_and_what_was_not_timed_is_reported() -> None:
     document = json.dumps({"target": "sm_90a", "speeds": SPEEDS, "failed": {}})
     said = night_kernels.run_bench(bench_of(f"print({document!r})"))
     assert isinstance(said, dict)
-    found = night_kernels.bench_result(said)
-    assert found.verdict is Verdict.AGREES
-    assert found.values == {SPEED.name: {"kernels.gemm_bf16": 1.01, "kernels.kv_write_fp8": 0.78}}
-    assert "furthest from its own: kv_write_fp8, 78.0 % of copy bandwidth" in found.sentence
-    found = night_kernels.bench_result({**said, "failed": {"rmsnorm": "RuntimeError: a\nb"}})
-    assert found.red
-    assert found.lines == ("rmsnorm: RuntimeError: a b",)
+    result = night_kernels.bench_result(said)
+    assert result.verdict is Verdict.AGREES
+    assert result.values == {SPEED.name: {"kernels.gemm_bf16": 1.01, "kernels.kv_write_fp8": 0.78}}
+    assert "furthest from its own: kv_write_fp8, 78.0 % of copy bandwidth" in result.sentence
+    result = night_kernels.bench_result({**said, "failed": {"rmsnorm": "RuntimeError: a\nb"}})
+    assert result.red
+    assert result.lines == ("rmsnorm: RuntimeError: a b",)
     assert night_kernels.bench_result({"speeds": {}, "failed": {}}).red
 
 
@@ -318,13 +318,13 @@ def test_a_bench_that_breaks_is_undecided_with_its_words(
     said = night_kernels.run_bench(bench_of("sys.exit('REFUSED: no device')"))
     assert said == "status 1: REFUSED: no device"
     monkeypatch.setattr(night_kernels, "run_bench", lambda _: said)
-    found = night_kernels.figures(asked(tmp_path), {})
-    assert found.verdict is Verdict.UNDECIDED
-    assert found.red
-    assert found.sentence == "No rate was measured: status 1: REFUSED: no device"
+    result = night_kernels.figures(asked(tmp_path), {})
+    assert result.verdict is Verdict.UNDECIDED
+    assert result.red
+    assert result.sentence == "No rate was measured: status 1: REFUSED: no device"
 
 
 def test_without_a_gpu_both_say_so_and_claim_nothing(tmp_path: Path) -> None:
     for step in (night_kernels.kernels, night_kernels.figures):
-        found = step(asked(tmp_path, gpu=False), {})
-        assert (found.verdict, found.red) == (Verdict.UNDECIDED, False)
+        result = step(asked(tmp_path, gpu=False), {})
+        assert (result.verdict, result.red) == (Verdict.UNDECIDED, False)

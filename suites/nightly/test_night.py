@@ -181,7 +181,7 @@ def test_a_killed_night_resumes_after_its_finished_steps(tmp_path: Path) -> None
         Night(asked(tmp_path), steps([], first=GREEN))
     process.send_signal(signal.SIGKILL)
     process.wait()
-    kept = sorted(each.name for each in tmp_path.rglob("*.json"))
+    kept = sorted(path.name for path in tmp_path.rglob("*.json"))
     assert kept == ["first.json"]
     done = subprocess.run([*line, "on"], capture_output=True, text=True, check=True)
     assert done.stdout == "AGREES ['first']\n"
@@ -397,9 +397,9 @@ def test_a_changed_file_is_reported(tmp_path: Path) -> None:
 
 def test_a_name_never_leads_out_of_the_folder(tmp_path: Path) -> None:
     for name in ("..", "../x", "/", "a/b", "\N{SNOWMAN}"):
-        asked = NightConfig(tmp_path, tmp_path, tmp_path, "2026-11-22", subject=name)
-        assert asked.work.parent == tmp_path / "work"
-        assert asked.work.name not in ("", ".", "..")
+        config = NightConfig(tmp_path, tmp_path, tmp_path, "2026-11-22", subject=name)
+        assert config.work.parent == tmp_path / "work"
+        assert config.work.name not in ("", ".", "..")
 
 
 @pytest.mark.parametrize("killed_at", [0, 1, 2])
@@ -437,13 +437,13 @@ def words(monkeypatch: pytest.MonkeyPatch) -> deque[Any]:
     """What rank 0 says, in order; read again by whoever follows."""
     said: deque[Any] = deque()
 
-    def told(word: Any = None) -> Any:
+    def report(word: Any = None) -> Any:
         if word is None:
             return said.popleft()
         said.append(json.loads(json.dumps(word)))
         return word
 
-    monkeypatch.setattr(night_ranks, "broadcast_json", told)
+    monkeypatch.setattr(night_ranks, "broadcast_json", report)
     return said
 
 
@@ -536,11 +536,11 @@ def test_a_night_of_two_ranks_makes_one_report(tmp_path: Path) -> None:
     line += ["-k", "environment or captures or repeats or check", f"--junitxml={xml}"]
     run_ranks("pytest", RANKS, *line)
     captured = sorted((out / "work" / "model" / "captures").iterdir())
-    assert [each.name for each in captured] == ["run-1", "run-2"]
-    assert all(Capture.open(each).facts["ranks"] == RANKS for each in captured)
-    told = xml.read_text(encoding="utf-8")
-    assert 'failures="0"' in told
-    assert "rank 0 judges" not in told
+    assert [path.name for path in captured] == ["run-1", "run-2"]
+    assert all(Capture.open(path).facts["ranks"] == RANKS for path in captured)
+    text = xml.read_text(encoding="utf-8")
+    assert 'failures="0"' in text
+    assert "rank 0 judges" not in text
 
 
 # --------------------------------------------------------------------------------------------------
@@ -585,16 +585,16 @@ def night_in(folder: Path) -> Night:
     checkpoint = folder / "tiny_[v4]"
     checkpoint.mkdir()
     (folder / "known.yaml").write_text(LEDGER)
-    asked = NightConfig(
+    config = NightConfig(
         checkpoint, checkpoint, folder / "out", "2026-11-22", commit="4" * 40,
         store=str(folder / "history.sqlite"), ledger=folder / "known.yaml",
     )  # fmt: skip
-    steps = [NightStep(name, lambda *_, each=each: each) for name, each in RESULTS.items()]
+    steps = [NightStep(name, lambda *_, each=result: each) for name, result in RESULTS.items()]
     closing = [
         NightStep("history", history, all_before=True),
         NightStep("ledger", ledger, all_before=True),
     ]
-    night = Night(asked, [*steps, *closing])
+    night = Night(config, [*steps, *closing])
     night.run()
     return night
 

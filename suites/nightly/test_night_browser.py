@@ -58,16 +58,16 @@ return Array.from(document.querySelectorAll('svg.trend *'), (line) =>
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("night")
-    asked = NightConfig(folder, folder, folder, "2026-03-01", gpu=True, subject="tiny",
+    config = NightConfig(folder, folder, folder, "2026-03-01", gpu=True, subject="tiny",
                   store=str(folder / "history.sqlite"))  # fmt: skip
     values = {"speed": {SPEED: 0.65}, "budgets": {"layers.3.ffn.experts.w2": 0.2}}
-    healthy = {name: replace(each, verdict=Verdict.AGREES) for name, each in RESULTS.items()}
+    healthy = {name: replace(result, verdict=Verdict.AGREES) for name, result in RESULTS.items()}
     for number in range(20):
         day = str(date(2026, 2, 1) + timedelta(days=number))
         before = healthy | {"figures": replace(healthy["figures"], values=values)}
-        closing.history(replace(asked, night=day, started=day), before)
-    steps = [NightStep(name, lambda *_, each=each: each) for name, each in RESULTS.items()]
-    night = Night(asked, [*steps, NightStep("history", closing.history, all_before=True)])
+        closing.history(replace(config, night=day, started=day), before)
+    steps = [NightStep(name, lambda *_, each=result: each) for name, result in RESULTS.items()]
+    night = Night(config, [*steps, NightStep("history", closing.history, all_before=True)])
     night.run()
     return write_night(night).page
 

@@ -91,7 +91,7 @@ def in_pieces(inner: Any, inputs: Any, weights: Any) -> Mapping[str, Any]:
 def captured(model: Path, folder: Path, faulty: str = "") -> Path:
     def opened(*args: Any, **named: Any) -> Any:
         found = open_model(*args, **named)
-        calls = found.speaker.bound.calls
+        calls = found.logits_model.bound.calls
         if faulty:
             calls[faulty] = partial(gain, calls[faulty])
         return found
@@ -102,9 +102,9 @@ def captured(model: Path, folder: Path, faulty: str = "") -> Path:
     return folder
 
 
-def judging(asked: NightConfig) -> Night:
+def judging(config: NightConfig) -> Night:
     wanted = {"captures", "repeats", "check"}
-    return Night(asked, [step for step in STEPS if step.name in wanted])
+    return Night(config, [step for step in STEPS if step.name in wanted])
 
 
 def test_equal_captures_agree_and_one_of_them_is_judged(model: Path, tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_capture_that_differs_is_unstable_and_judged_as_well(model: Path, tmp_
     assert repeats.verdict is Verdict.UNSTABLE
     assert repeats.failures[0].component == NAME
     assert [row[:2] for row in check.rows] == [("a", "AGREES"), ("b", "DIFFERS")]
-    assert [each.component for each in check.failures] == [NAME]
+    assert [failure.component for failure in check.failures] == [NAME]
     assert check.values["budgets"][NAME] > 1
 
 
@@ -136,20 +136,20 @@ def test_the_worst_capture_speaks_and_one_without_origin_has_a_failure_of_its_ow
 ) -> None:
     origin = Failure(NAME, Verdict.DIFFERS)
     open_one = Failure("night.check", Verdict.UNDECIDED)
-    said = [
+    results = [
         StepResult(Verdict.DIFFERS, "A norm differs.", failures=(origin,)),
         StepResult(Verdict.UNDECIDED, "Nothing could be judged.", failures=(open_one,)),
     ]
-    each = iter(said[::-1] if order else said)
+    each = iter(results[::-1] if order else results)
     monkeypatch.setattr(night_steps, "_checked", lambda *_: next(each))
     rows = tuple((name, "captured", name) for name in "ab")
     given = {
         "captures": StepResult(Verdict.AGREES, "", rows=rows),
         "repeats": StepResult(Verdict.UNSTABLE, ""),
     }
-    found = night_steps.check(asked(tmp_path, tmp_path), given)
-    assert (found.verdict, found.sentence) == (Verdict.DIFFERS, "A norm differs.")
-    assert {told.component for told in found.failures} == {NAME, "night.check"}
+    result = night_steps.check(asked(tmp_path, tmp_path), given)
+    assert (result.verdict, result.sentence) == (Verdict.DIFFERS, "A norm differs.")
+    assert {failure.component for failure in result.failures} == {NAME, "night.check"}
 
 
 def test_the_worst_pair_speaks_and_one_without_origin_has_a_failure_of_its_own(
@@ -163,12 +163,12 @@ def test_the_worst_pair_speaks_and_one_without_origin_has_a_failure_of_its_own(
     monkeypatch.setattr(night_steps, "compare_runs", lambda *_: next(said))
     rows = tuple((name, "captured", name) for name in "abc")
     given = {"captures": StepResult(Verdict.AGREES, "", rows=rows)}
-    found = night_steps.repeats(asked(tmp_path, tmp_path), given)
-    assert (found.verdict, found.sentence) == (Verdict.DIFFERS, "None on equal inputs.")
-    assert [(told.component, told.verdict) for told in found.failures] == [
+    result = night_steps.repeats(asked(tmp_path, tmp_path), given)
+    assert (result.verdict, result.sentence) == (Verdict.DIFFERS, "None on equal inputs.")
+    assert [(failure.component, failure.verdict) for failure in result.failures] == [
         (NAME, Verdict.UNSTABLE), ("night.repeats", Verdict.DIFFERS),
     ]  # fmt: skip
-    assert found.lines == (f"{NAME} gave two answers on equal inputs",)
+    assert result.lines == (f"{NAME} gave two answers on equal inputs",)
 
 
 def test_a_capture_that_cannot_be_judged_says_so_as_a_failure(
@@ -178,14 +178,14 @@ def test_a_capture_that_cannot_be_judged_says_so_as_a_failure(
     judge = CheckRun.judge
 
     def undecided(self: CheckRun, *args: Any, **named: Any) -> Any:
-        found = judge(self, *args, **named)
-        return replace(found, localised=replace(found.localised, verdict=Verdict.UNDECIDED))
+        result = judge(self, *args, **named)
+        return replace(result, localised=replace(result.localised, verdict=Verdict.UNDECIDED))
 
     monkeypatch.setattr(CheckRun, "judge", undecided)
-    found = judging(asked(model, tmp_path, captures=capture))
-    found.run()
-    told = found.results["check"].failures
-    assert [(each.component, each.verdict) for each in told] == [
+    night = judging(asked(model, tmp_path, captures=capture))
+    night.run()
+    failures = night.results["check"].failures
+    assert [(failure.component, failure.verdict) for failure in failures] == [
         ("night.check", Verdict.UNDECIDED)
     ]  # fmt: skip
 
@@ -210,8 +210,8 @@ def test_a_folder_without_captures_is_refused(model: Path, tmp_path: Path) -> No
 def test_captures_are_made_by_processes_and_a_failing_one_is_reported(
     model: Path, tmp_path: Path
 ) -> None:
-    made = night_steps.captures(asked(model, tmp_path, repeats=1), {})
-    assert made.sentence == "The same prompts were captured in 1 process."
+    result = night_steps.captures(asked(model, tmp_path, repeats=1), {})
+    assert result.sentence == "The same prompts were captured in 1 process."
     wrong = asked(model, tmp_path, repeats=1, backend="nowhere:factory")
     night = Night(wrong, [NightStep("captures", night_steps.captures)])
     assert night.run() is Verdict.REFUSED
@@ -221,17 +221,17 @@ def test_captures_are_made_by_processes_and_a_failing_one_is_reported(
 def test_prompts_generate_the_same_text_in_another_batch(model: Path, tmp_path: Path) -> None:
     ids = [[0, 7, 8, 9], [0, 9], [0, 1, 2, 3, 4, 5]]
     with open_model(model) as opened:
-        found = related(opened, ids, asked(model, tmp_path))
-        assert found.verdict is Verdict.AGREES, found
-        assert [row[0] for row in found.rows] == [
+        result = related(opened, ids, asked(model, tmp_path))
+        assert result.verdict is Verdict.AGREES, result
+        assert [row[0] for row in result.rows] == [
             "in a batch", "with padding behind", "in two pieces",
         ]  # fmt: skip
-        calls = opened.speaker.bound.calls
+        calls = opened.logits_model.bound.calls
         calls[NAME] = partial(in_company, calls[NAME])
-        found = related(opened, ids, asked(model, tmp_path))
-    assert found.verdict is Verdict.DIFFERS
-    assert {each.component for each in found.failures} == {NAME}
-    assert [row[1] for row in found.rows] == ["DIFFERS", "DIFFERS", "AGREES"]
+        result = related(opened, ids, asked(model, tmp_path))
+    assert result.verdict is Verdict.DIFFERS
+    assert {failure.component for failure in result.failures} == {NAME}
+    assert [row[1] for row in result.rows] == ["DIFFERS", "DIFFERS", "AGREES"]
 
 
 def test_what_is_wrong_in_pieces_alone_is_judged_in_these_pieces(
@@ -239,16 +239,16 @@ def test_what_is_wrong_in_pieces_alone_is_judged_in_these_pieces(
 ) -> None:
     ids = [[0, 7, 8, 9]]
     with open_model(model) as opened:
-        calls = opened.speaker.bound.calls
+        calls = opened.logits_model.bound.calls
         calls[NAME] = partial(in_pieces, calls[NAME])
-        found = related(opened, ids, asked(model, tmp_path))
-        assert found.verdict is Verdict.DIFFERS, found
-        assert {each.component for each in found.failures} == {NAME}
-        assert [row[1] for row in found.rows] == ["AGREES", "AGREES", "DIFFERS"]
+        result = related(opened, ids, asked(model, tmp_path))
+        assert result.verdict is Verdict.DIFFERS, result
+        assert {failure.component for failure in result.failures} == {NAME}
+        assert [row[1] for row in result.rows] == ["AGREES", "AGREES", "DIFFERS"]
         monkeypatch.setattr(night_metamorphic, "_origins", lambda *_: ([], Verdict.UNDECIDED))
-        found = related(opened, ids, asked(model, tmp_path))
-    assert (found.verdict, found.red) == (Verdict.UNDECIDED, True)
-    assert found.rows[-1][1] == "UNDECIDED"
+        result = related(opened, ids, asked(model, tmp_path))
+    assert (result.verdict, result.red) == (Verdict.UNDECIDED, True)
+    assert result.rows[-1][1] == "UNDECIDED"
 
 
 def test_text_gates_on_a_model_and_on_its_captures(model: Path, tmp_path: Path) -> None:
@@ -259,9 +259,9 @@ def test_text_gates_on_a_model_and_on_its_captures(model: Path, tmp_path: Path) 
     for name, faulty, verdict in (("a", "", Verdict.AGREES), ("b", "norm", Verdict.DIFFERS)):
         folder = captured(model, tmp_path / "runs" / name, faulty)
         given = asked(model, tmp_path, captures=folder)
-        found = texts(given, {"captures": night_steps.captures(given, {})})
-        assert found.verdict is verdict, found
-        assert "Not measured: echo." in found.sentence
+        result = texts(given, {"captures": night_steps.captures(given, {})})
+        assert result.verdict is verdict, result
+        assert "Not measured: echo." in result.sentence
 
 
 def test_a_twin_may_answer_for_as_long_as_each_answer_was_let() -> None:
@@ -271,8 +271,8 @@ def test_a_twin_may_answer_for_as_long_as_each_answer_was_let() -> None:
     assert limits_of(run, list(new), new) == {owner: len(ids) for owner, ids in new.items()}
     # One ended by itself, one was broken off, one is no record.
     stated[0], stated[1], stated[2] = {"finish": "end"}, {"finish": None}, None
-    told = limits_of(run, list(new), new)
-    assert told == {0: 30, 3: 4, 4: 4, 5: 4, 6: 4, 7: 4, 8: 4, 9: 30}
+    fields = limits_of(run, list(new), new)
+    assert fields == {0: 30, 3: 4, 4: 4, 5: 4, 6: 4, 7: 4, 8: 4, 9: 30}
     assert limits_of(run, [0], {0: [1]}) == {}, "fewer than a gate needs"
     short = {owner: [1] for owner in new}
     assert limits_of(run, [0, 3, 4, 5], short) == {0: NEW_TOKENS, 3: 1, 4: 1, 5: 1}
@@ -310,18 +310,18 @@ def test_a_whole_night_detects_a_damaged_weight_and_its_repair(tmp_path: Path) -
         )  # fmt: skip
         night = Night(given, steps)
         assert night.run() is verdict, night.sentence
-        told = write_night(night).summary.read_text()
+        text = write_night(night).summary.read_text()
         night.close()
-        red = [name for name, each in night.results.items() if each.red]
-        assert red == (["audit"] if checkpoint is wrong else []), told
-        named = "layers.3.ffn.experts.2.w2 is packed in the order \\`high\\_even" in told
-        assert named is (checkpoint is wrong), told
+        red = [name for name, result in night.results.items() if result.red]
+        assert red == (["audit"] if checkpoint is wrong else []), text
+        named = "layers.3.ffn.experts.2.w2 is packed in the order \\`high\\_even" in text
+        assert named is (checkpoint is wrong), text
 
 
 def test_a_spoilt_codec_turns_the_step_red(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(night_steps, "wrong_codecs", lambda: ["E2M1: 0.5 is 0x2, not 0x1"])
-    found = night_steps.codecs(asked(tmp_path, tmp_path), {})
-    assert found == StepResult(
+    result = night_steps.codecs(asked(tmp_path, tmp_path), {})
+    assert result == StepResult(
         Verdict.DIFFERS,
         "1 of 44 known answers of the formats differ: E2M1: 0.5 is 0x2, not 0x1.",
         lines=("E2M1: 0.5 is 0x2, not 0x1",),
@@ -337,8 +337,8 @@ def test_default_prompts_are_words_that_the_model_knows(
     tokenizer = Tokenizer.of_checkpoint(model, {}, 1 << 20)
     lines = night_steps.prompts_file(asked(model, tmp_path, prompts=None)).read_text()
     prompts = [json.loads(line) for line in lines.splitlines()]
-    assert [tokenizer.unknown(each) for each in prompts] == [[]] * night_steps.OWN_PROMPTS
-    assert len({len(tokenizer.encode(each)) for each in prompts}) > 4
+    assert [tokenizer.unknown(prompt) for prompt in prompts] == [[]] * night_steps.OWN_PROMPTS
+    assert len({len(tokenizer.encode(prompt)) for prompt in prompts}) > 4
 
 
 def test_a_tokenizer_that_knows_all_words_gets_the_english_prompts() -> None:
@@ -414,8 +414,8 @@ def test_healthy_prompts_never_alarm_and_prompts_of_another_difficulty_do_not_ma
 
 
 def test_a_drift_of_the_stated_size_is_detected_with_the_stated_power() -> None:
-    found = [drawn(seed, drawn(seed, 0.0).smallest).verdict for seed in range(400)]
-    assert found.count(Verdict.DIFFERS) / len(found) >= 0.75
+    verdicts = [drawn(seed, drawn(seed, 0.0).smallest).verdict for seed in range(400)]
+    assert verdicts.count(Verdict.DIFFERS) / len(verdicts) >= 0.75
     assert all(drawn(seed, 0.3).verdict is Verdict.DIFFERS for seed in range(50))
     assert all(drawn(seed, -0.3).verdict is Verdict.DIFFERS for seed in range(50))
 
@@ -431,8 +431,8 @@ def test_a_twin_that_is_not_finite_is_undecided(voice: str, wild: float) -> None
 
 def test_one_wild_prompt_is_no_drift() -> None:
     reference = [3.0] * 8
-    found = gate("perplexity", "nats", [3.0] * 7 + [9.0], [3.0] * 8, reference, DOUBLED)
-    assert found.verdict is Verdict.UNDECIDED
+    text_gate = gate("perplexity", "nats", [3.0] * 7 + [9.0], [3.0] * 8, reference, DOUBLED)
+    assert text_gate.verdict is Verdict.UNDECIDED
 
 
 def test_rounding_alone_is_no_drift_where_the_format_costs_nothing() -> None:
@@ -444,9 +444,9 @@ def test_rounding_alone_is_no_drift_where_the_format_costs_nothing() -> None:
 
 
 def test_what_is_not_finite_differs() -> None:
-    found = gate("perplexity", "nats", [float("nan"), 1, 1, 1], [1.0] * 4, [1.0] * 4, DOUBLED)
-    assert found.verdict is Verdict.DIFFERS
-    assert found.sentence == "perplexity of the candidate is not finite."
+    text_gate = gate("perplexity", "nats", [float("nan"), 1, 1, 1], [1.0] * 4, [1.0] * 4, DOUBLED)
+    assert text_gate.verdict is Verdict.DIFFERS
+    assert text_gate.sentence == "perplexity of the candidate is not finite."
 
 
 def test_the_sentence_states_noise_and_power() -> None:
@@ -465,9 +465,9 @@ def test_a_gate_that_would_not_see_a_doubled_perplexity_decides_nothing() -> Non
     """Six prompts on which the format costs between -1 and 1 nats."""
     reference = [3.0, 3.2, 2.8, 3.1, 2.9, 3.0]
     twin = [a + b for a, b in zip(reference, (1.0, -0.9, 0.8, -1.0, 0.9, -0.7), strict=True)]
-    found = gate("perplexity", "nats", twin, twin, reference, DOUBLED)
-    assert found.verdict is Verdict.UNDECIDED
-    assert found.sentence.endswith("A drift of 0.693 has to be seen: give about 99 prompts.")
+    text_gate = gate("perplexity", "nats", twin, twin, reference, DOUBLED)
+    assert text_gate.verdict is Verdict.UNDECIDED
+    assert text_gate.sentence.endswith("A drift of 0.693 has to be seen: give about 99 prompts.")
     more = gate("perplexity", "nats", twin * 16, twin * 16, reference * 16, DOUBLED)
     assert more.verdict is Verdict.AGREES
 
@@ -475,9 +475,9 @@ def test_a_gate_that_would_not_see_a_doubled_perplexity_decides_nothing() -> Non
 def test_a_format_that_costs_more_than_what_matters_is_not_helped_by_prompts() -> None:
     reference = [3.0, 3.2, 2.8, 3.1, 2.9, 3.0]
     twin = [each + 1.0 for each in reference]
-    found = gate("perplexity", "nats", twin, twin, reference, DOUBLED)
-    assert found.verdict is Verdict.UNDECIDED
-    assert "the format alone costs more" in found.sentence
+    text_gate = gate("perplexity", "nats", twin, twin, reference, DOUBLED)
+    assert text_gate.verdict is Verdict.UNDECIDED
+    assert "the format alone costs more" in text_gate.sentence
     worse = gate("perplexity", "nats", [each + 2 for each in twin], twin, reference, DOUBLED)
     assert worse.verdict is Verdict.DIFFERS
 
@@ -499,11 +499,11 @@ SPEED_LEDGER = """
 
 def closing_asked(folder: Path, night: int = 0, **more: object) -> NightConfig:
     day = str(date(2026, 1, 1) + timedelta(days=night))
-    made = NightConfig(
+    config = NightConfig(
         folder, folder, folder, day, store=str(folder / "history.sqlite"),
         commit=f"{night:040x}", started=day, subject="tiny",
     )  # fmt: skip
-    return replace(made, **more)  # type: ignore[arg-type]
+    return replace(config, **more)  # type: ignore[arg-type]
 
 
 def measured(speed: float, budget: float) -> dict[str, StepResult]:
@@ -518,19 +518,19 @@ def nights(folder: Path, speed: float, budget: float) -> StepResult:
         assert quiet.verdict is Verdict.AGREES
         assert quiet.lines == ()
     for night in (32, 33):
-        found = steps.history(closing_asked(folder, night), measured(speed, budget))
-    return found
+        result = steps.history(closing_asked(folder, night), measured(speed, budget))
+    return result
 
 
 def test_a_speed_that_fell_turns_the_night_red(tmp_path: Path) -> None:
-    found = nights(tmp_path, 0.7, 0.5)
-    assert found.verdict is Verdict.DIFFERS
-    assert found.failures[0].component == f"speed.{KERNEL}"
-    assert "in the night 2026-02-02" in found.sentence
-    assert f"commits {31:040x}"[:20] in found.sentence
+    result = nights(tmp_path, 0.7, 0.5)
+    assert result.verdict is Verdict.DIFFERS
+    assert result.failures[0].component == f"speed.{KERNEL}"
+    assert "in the night 2026-02-02" in result.sentence
+    assert f"commits {31:040x}"[:20] in result.sentence
     with HistoryStore(str(tmp_path / "history.sqlite")) as store:
         assert len(store.runs()) == 34
-        assert [each.verdict for each in store.runs()[-2:]] == [Verdict.AGREES, Verdict.DIFFERS]
+        assert [run.verdict for run in store.runs()[-2:]] == [Verdict.AGREES, Verdict.DIFFERS]
     # It stays red until the speed is back for two nights, or the ledger knows it.
     stays = steps.history(closing_asked(tmp_path, 34), measured(0.7, 0.5))
     assert stays.verdict is Verdict.DIFFERS
@@ -538,7 +538,7 @@ def test_a_speed_that_fell_turns_the_night_red(tmp_path: Path) -> None:
     known = closing_asked(tmp_path, 35, ledger=tmp_path / "known.yaml")
     assert steps.history(known, measured(0.7, 0.5)).failures == stays.failures
     with HistoryStore(str(tmp_path / "history.sqlite")) as store:
-        assert [each.verdict for each in store.runs()[-2:]] == [Verdict.DIFFERS, Verdict.AGREES]
+        assert [run.verdict for run in store.runs()[-2:]] == [Verdict.DIFFERS, Verdict.AGREES]
     once = steps.history(closing_asked(tmp_path, 36), measured(0.9, 0.5))
     assert once.verdict is Verdict.DIFFERS
     healed = steps.history(closing_asked(tmp_path, 37), measured(0.9, 0.5))
@@ -547,9 +547,9 @@ def test_a_speed_that_fell_turns_the_night_red(tmp_path: Path) -> None:
 
 
 def test_slower_steps_and_budgets_are_reported_and_not_red(tmp_path: Path) -> None:
-    found = nights(tmp_path, 1.0, 0.8)
-    assert found.verdict is Verdict.AGREES
-    assert {line.partition(":")[0] for line in found.lines} == {"speed", "budgets"}
+    result = nights(tmp_path, 1.0, 0.8)
+    assert result.verdict is Verdict.AGREES
+    assert {line.partition(":")[0] for line in result.lines} == {"speed", "budgets"}
 
 
 def test_a_night_is_kept_with_its_verdict_facts_and_worst(tmp_path: Path) -> None:
@@ -583,9 +583,9 @@ def museum(monkeypatch: pytest.MonkeyPatch, folder: Path, **more: Any) -> StepRe
 
 def test_a_museum_with_an_alarm_is_red(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert museum(monkeypatch, tmp_path).verdict is Verdict.AGREES
-    found = museum(monkeypatch, tmp_path, healthy=(HealthyRun("v4 long", ("head: wrong",)),))
-    assert found.verdict is Verdict.DIFFERS
-    assert [each.component for each in found.failures] == ["museum.v4 long"]
+    result = museum(monkeypatch, tmp_path, healthy=(HealthyRun("v4 long", ("head: wrong",)),))
+    assert result.verdict is Verdict.DIFFERS
+    assert [failure.component for failure in result.failures] == ["museum.v4 long"]
 
 
 def test_models_of_nights_long_over_are_removed(
@@ -595,7 +595,7 @@ def test_models_of_nights_long_over_are_removed(
     for name in names:
         (tmp_path / "work" / name / "v4").mkdir(parents=True)
     museum(monkeypatch, tmp_path)
-    left = {each.name for each in (tmp_path / "work").iterdir()}
+    left = {path.name for path in (tmp_path / "work").iterdir()}
     assert left == names - {"museum-2025-12-30"} | {"museum-2026-01-01"}
 
 
@@ -626,16 +626,16 @@ def test_only_what_was_planted_and_ran_can_heal(
     )
     made = Museum((planted,), (HealthyRun("v4 short"),), ())
     monkeypatch.setattr(museum_run, "run_museum", lambda *_, **__: made)
-    found = steps.museum(closing_asked(tmp_path), {})
-    assert found.judged == ("museum.M01.inverse", "museum.v4 short")
-    assert found.values == {
+    result = steps.museum(closing_asked(tmp_path), {})
+    assert result.judged == ("museum.M01.inverse", "museum.v4 short")
+    assert result.values == {
         MUSEUM.name: {"no alarms on healthy runs": 1.0, "healthy runs judged": 1.0}
     }
     (tmp_path / "known.yaml").write_text(MUSEUM_LEDGER)
     kernels = StepResult(Verdict.AGREES, "well", judged=(KERNEL,))
     given = closing_asked(tmp_path, ledger=tmp_path / "known.yaml")
-    settled = steps.ledger(given, {"museum": found, "kernels": kernels, "figures": kernels})
-    assert [each.component for each in settled.failures] == ["ledger.museum.M01.inverse"]
+    settled = steps.ledger(given, {"museum": result, "kernels": kernels, "figures": kernels})
+    assert [failure.component for failure in settled.failures] == ["ledger.museum.M01.inverse"]
 
 
 def test_the_faults_of_a_short_night_exist() -> None:

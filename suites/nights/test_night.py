@@ -35,7 +35,7 @@ PLACES = [
 ]
 
 
-def asked_of(run: RunOptions, said: NightOptions, *, gpu: bool) -> NightConfig:
+def asked_of(run: RunOptions, night_options: NightOptions, *, gpu: bool) -> NightConfig:
     assert run.checkpoint is not None, "the test needs it"
     assert run.reference is not None, "the test needs it"
     return NightConfig(
@@ -44,16 +44,16 @@ def asked_of(run: RunOptions, said: NightOptions, *, gpu: bool) -> NightConfig:
         folder=run.report_dir or FOLDER.absolute(),
         night=today(),
         captures=run.captures,
-        prompts=said.prompts,
+        prompts=night_options.prompts,
         backend=run.backend,
         gpu=gpu,
-        repeats=said.repeats,
+        repeats=night_options.repeats,
         ranks=read_rank_info(os.environ).world,
-        museum=said.museum,
-        store=said.store,
-        ledger=said.ledger,
-        commit=said.commit,
-        subject=said.subject,
+        museum=night_options.museum,
+        store=night_options.store,
+        ledger=night_options.ledger,
+        commit=night_options.commit,
+        subject=night_options.subject,
     )
 
 
@@ -75,12 +75,12 @@ def nights(run_options: RunOptions) -> Iterator[dict[bool, Night]]:
 
 def _begun(nights: dict[bool, Night], run: RunOptions, *, gpu: bool) -> Night:
     if gpu not in nights:
-        asked = asked_of(run, run.night, gpu=gpu)
-        if asked.ranks > 1:
-            nights[gpu] = Night(asked, over_ranks(STEPS, asked.ranks))
+        config = asked_of(run, run.night, gpu=gpu)
+        if config.ranks > 1:
+            nights[gpu] = Night(config, over_ranks(STEPS, config.ranks))
             return nights[gpu]
         try:
-            nights[gpu] = Night(asked, STEPS)
+            nights[gpu] = Night(config, STEPS)
         except Refused as error:
             pytest.exit(f"REFUSED: {error}", returncode=error.exit_status)
     return nights[gpu]
@@ -98,10 +98,10 @@ def test_night(mark: str, step: str, run_options: RunOptions, nights: dict[bool,
 
     result = ran() if place.alone else lead(step, ran)
     night = nights[gpu]
-    told = "\n".join([f"{result.verdict}: {result.sentence}", *result.lines])
+    text = "\n".join([f"{result.verdict}: {result.sentence}", *result.lines])
     if night.red(step):
-        pytest.fail(told, pytrace=False)
+        pytest.fail(text, pytrace=False)
     if result.red:
-        pytest.xfail(f"known: {told}")
+        pytest.xfail(f"known: {text}")
     if not result.asked and result.verdict.exit_status:
         pytest.skip(result.sentence)

@@ -103,9 +103,9 @@ def test_what_can_run_runs(house: House) -> None:
 
 def test_a_suite_of_two_devices_runs_on_either(house: House) -> None:
     text = "import pytest\n@pytest.mark.h200\n@pytest.mark.b200\ndef test_both(): pass\n"
-    status, told = house.run(text + "def test_plain(): pass\n")
+    status, sentence = house.run(text + "def test_plain(): pass\n")
     assert status == 0
-    assert "h200 or b200: 1 in test_planted.py: device is sm_90" in told
+    assert "h200 or b200: 1 in test_planted.py: device is sm_90" in sentence
     for device in ("h200", "b200"):
         house.has(device)
         assert "1 passed" in house.run(text)[1]
@@ -131,12 +131,12 @@ def test_vllm_is_left_out_by_name_and_asking_without_it_ends_with_status_2(
 ) -> None:
     text = "import pytest\n@pytest.mark.vllm\ndef test_it(): pass\n"
     monkeypatch.setattr(pytest_plugin, "missing_vllm", lambda: "no vllm here")
-    status, told = house.run(text + "def test_plain(): pass\n")
+    status, sentence = house.run(text + "def test_plain(): pass\n")
     assert status == 0
-    assert "vllm: 1 in test_planted.py: no vllm here" in told
-    status, told = house.run(text, "-m", "vllm")
+    assert "vllm: 1 in test_planted.py: no vllm here" in sentence
+    status, sentence = house.run(text, "-m", "vllm")
     assert status == 2
-    assert "expected a Python with vLLM. Here no vllm here." in told
+    assert "expected a Python with vLLM. Here no vllm here." in sentence
     monkeypatch.setattr(pytest_plugin, "missing_vllm", lambda: None)
     assert house.run(text, "-m", "vllm")[0] == 0
 
@@ -311,8 +311,8 @@ def test_of_a_night_over_ranks_the_first_writes_the_results(
     house.monkeypatch.setenv("RANK", rank)
     (house.pytester.path / "ckpt").mkdir()
     more = ("--checkpoint", "ckpt") if night else ()
-    status, told = house.run("def test_plain(): pass", "--junitxml", "out.xml", *more)
-    assert status == 0, told
+    status, text = house.run("def test_plain(): pass", "--junitxml", "out.xml", *more)
+    assert status == 0, text
     assert (house.pytester.path / "out.xml").exists() == written
 
 

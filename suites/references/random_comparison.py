@@ -32,12 +32,12 @@ def disagreement(model: RandomModel, folder: Path, theirs: Mapping[str, Tensor])
         form = "" if model.family == "deepseek_v4" else f", absorbed: {absorbed}"
         with open_model(folder, "definition", absorbed=absorbed, switches=switches) as ours:
             for name, calls in (("whole", (model.length,)), ("parts", model.calls)):
-                sequence, speaker = Sequence(), ours.speaker
-                made = [
-                    speaker.logits(speaker.hidden([sequence], [part]))
+                sequence, logits_model = Sequence(), ours.logits_model
+                tensors = [
+                    logits_model.logits(logits_model.hidden([sequence], [part]))
                     for part in theirs["tokens"].split(calls)
                 ]
-                off = _distance(torch.cat(made), theirs[name])
+                off = _distance(torch.cat(tensors), theirs[name])
                 if not off <= RELATIVE:
                     return f"{name} in calls of {calls}{form}: {off:.2e} of the largest logit"
     return ""

@@ -267,7 +267,7 @@ MODELS: dict[str, SearchStrategy[RandomModel]] = {
 
 def drawn(family: str, number: int) -> RandomModel:
     """Draw the model of this number: the same one each time."""
-    found: list[RandomModel] = []
+    models: list[RandomModel] = []
 
     @seed(number)
     @settings(
@@ -279,7 +279,7 @@ def drawn(family: str, number: int) -> RandomModel:
     )
     @given(MODELS[family])
     def keep(model: RandomModel) -> None:
-        found.append(model)
+        models.append(model)
 
     keep()
-    return found[-1]
+    return models[-1]

@@ -114,12 +114,12 @@ def read(model: Any) -> Tensor:
 def found(name: str) -> dict[str, float] | None:
     """Run one case; rank 0 compares."""
     config, numerics, keywords = CASES[name]
-    made = plan(config, **keywords)
-    teams = Teams.of(made)
+    sharding_plan = plan(config, **keywords)
+    teams = Teams.from_plan(sharding_plan)
     if teams is None:
         return None
     weights = weights_of(config, numerics)
-    model = ShardedModel(made, teams, numerics, weights, recipe_of(numerics))
+    model = ShardedModel(sharding_plan, teams, numerics, weights, recipe_of(numerics))
     if name == "planted":
         wrapped: Any = model.bound.calls[PLANTED]
         model.bound.calls[PLANTED] = wrapped.args[0]
@@ -129,7 +129,7 @@ def found(name: str) -> dict[str, float] | None:
     theirs = expected(config, numerics)
     gap = (ours - theirs).double()
     return {
-        "ranks": made.ranks,
+        "ranks": sharding_plan.ranks,
         "largest": float(gap.abs().max() / theirs.abs().max()),
         "relative": float(gap.norm() / theirs.norm()),
         "checksum": float(ours.double().sum()),

@@ -207,16 +207,16 @@ def test_both_forms_follow_the_formula(seed: int) -> None:
 def test_logits_are_stored_where_the_sources_do(seed: int) -> None:
     q, rows, wkv_b, seen = (t.bfloat16() if t.is_floating_point() else t for t in latent_case(seed))
     numerics = Numerics.bf16()
-    made = [
+    tensors = [
         attention.attend_absorbed(
             q, rows, wkv_b, seen, replace(FORM, logits_stored=stored), numerics
         )
         for stored in (True, False)
     ]
     exact = latent_by_hand(q.double(), rows.double(), wkv_b.double(), seen)
-    for out in made:
+    for out in tensors:
         assert (out.double() - exact).abs().max() < 0.05 * exact.abs().max()
-    assert not torch.equal(made[0], made[1])
+    assert not torch.equal(tensors[0], tensors[1])
 
 
 def test_a_row_that_is_not_visible_cannot_reach_a_token(seed: int) -> None:

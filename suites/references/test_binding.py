@@ -45,13 +45,13 @@ def forward(config: Config, bound: BoundModel, *, absorbed: bool = True) -> None
         step_tokens = [part]
         if config is V4:
             v4 = ModelV4(bound, V4)
-            step = TokenBatch.of([sequence.length], step_tokens)
+            step = TokenBatch.from_sequences([sequence.length], step_tokens)
             streams = v4.streams(step, [sequence])
             v4.logits(streams)
             v4.draft([sequence], streams, step_tokens)
         else:
             v32 = ModelV32(bound, V32, absorbed=absorbed)
-            step = TokenBatch.of([sequence.length], step_tokens)
+            step = TokenBatch.from_sequences([sequence.length], step_tokens)
             hidden = v32.hidden(step, [sequence])
             bound("head", x=hidden)
             v32.draft([sequence], hidden, step_tokens)
@@ -187,7 +187,7 @@ def test_the_block_parallel_drafter_is_refused_by_name() -> None:
     config = replace(V4, dspark=dspark, compress_ratios=(0, 4, 128))
     bound = BoundModel(config, Numerics.definition(), random_weights(config, 1))
     model = ModelV4(bound, config)
-    step = TokenBatch.of([0], [torch.arange(5)])
+    step = TokenBatch.from_sequences([0], [torch.arange(5)])
     streams = model.streams(step, [Sequence()])
     assert torch.isfinite(model.logits(streams)).all()
     with pytest.raises(NotBuilt, match="DSpark"):
@@ -196,11 +196,11 @@ def test_the_block_parallel_drafter_is_refused_by_name() -> None:
 
 def test_calls_without_tokens_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="one id at least"):
-        TokenBatch.of([0, 3], [torch.arange(2), torch.arange(0)])
+        TokenBatch.from_sequences([0, 3], [torch.arange(2), torch.arange(0)])
     with pytest.raises(InvalidArgument, match="one for each of 2 sequences"):
-        TokenBatch.of([0, 3], [torch.arange(2)])
+        TokenBatch.from_sequences([0, 3], [torch.arange(2)])
     with pytest.raises(InvalidArgument, match="token lists"):
-        TokenBatch.of([], [])
+        TokenBatch.from_sequences([], [])
 
 
 def test_rows_keep_what_they_were_given() -> None:

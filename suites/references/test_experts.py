@@ -136,9 +136,9 @@ def test_twin_quantises_each_slot_with_its_experts_scale(shared: bool, seed: int
 
     def scale(number: int, *parts: str) -> Tensor:
         numbers = range(8) if shared else [number]
-        found = [weights[f"layers.{LAYER}.ffn.experts.{n}.{p}"].input_scale
+        tensors = [weights[f"layers.{LAYER}.ffn.experts.{n}.{p}"].input_scale
                  for n in numbers for p in parts]  # fmt: skip
-        return torch.stack([s for s in found if s is not None]).amax()
+        return torch.stack([s for s in tensors if s is not None]).amax()
 
     def through(row: Tensor, number: int, *parts: str) -> Tensor:
         """One row, quantised as one, through some matrices of one expert."""

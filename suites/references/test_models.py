@@ -291,7 +291,7 @@ def model_v4() -> tuple[ModelV4, dict[str, Tensor]]:
 
 def test_v4_adds_the_next_embedding_to_every_stream() -> None:
     model, w = model_v4()
-    sequence, step = Sequence(), TokenBatch.of([0], [COMMON_DRAFTERS_TOKENS])
+    sequence, step = Sequence(), TokenBatch.from_sequences([0], [COMMON_DRAFTERS_TOKENS])
     streams = model.streams(step, [sequence])
     logits, after = model.draft([sequence], streams, [NEXT])
     e = rms(w["embed"][NEXT], w["mtp.0.enorm"]) @ w["mtp.0.e_proj"].T
@@ -311,7 +311,7 @@ def test_v4_adds_the_next_embedding_to_every_stream() -> None:
 
 def test_v4_drafts_the_same_in_pieces() -> None:
     model, _ = model_v4()
-    sequence, step = Sequence(), TokenBatch.of([0], [COMMON_DRAFTERS_TOKENS])
+    sequence, step = Sequence(), TokenBatch.from_sequences([0], [COMMON_DRAFTERS_TOKENS])
     streams = model.streams(step, [sequence])
     whole, _ = model.draft([Sequence()], streams, [NEXT])
     again, parts = Sequence(), torch.arange(40).split([11, 1, 1, 27])
@@ -332,7 +332,7 @@ def test_v4_first_embedding_is_zeroed_where_the_switch_says() -> None:
         COMMON_DRAFTERS_V4, numerics, random_weights(COMMON_DRAFTERS_V4, 1), None, watch
     )
     other = ModelV4(bound, COMMON_DRAFTERS_V4)
-    streams = model.streams(TokenBatch.of([0], [COMMON_DRAFTERS_TOKENS]), [Sequence()])
+    streams = model.streams(TokenBatch.from_sequences([0], [COMMON_DRAFTERS_TOKENS]), [Sequence()])
     other.draft([Sequence()], streams, [NEXT])
     assert not made["mtp.0.embed"][0].any()
     assert made["mtp.0.embed"][1].any()
@@ -340,11 +340,11 @@ def test_v4_first_embedding_is_zeroed_where_the_switch_says() -> None:
 
 def test_v32_joins_embedding_and_hidden_state() -> None:
     weights = random_weights(COMMON_DRAFTERS_V32, 1)
-    w = {n: each.values(torch.float64) for n, each in weights.items()}
+    w = {n: weight.values(torch.float64) for n, weight in weights.items()}
     model = ModelV32(
         BoundModel(COMMON_DRAFTERS_V32, Numerics.definition(), weights), COMMON_DRAFTERS_V32
     )
-    sequence, step = Sequence(), TokenBatch.of([0], [COMMON_DRAFTERS_TOKENS])
+    sequence, step = Sequence(), TokenBatch.from_sequences([0], [COMMON_DRAFTERS_TOKENS])
     hidden = model.hidden(step, [sequence])
     logits, after = model.draft([sequence], hidden, [NEXT])
     e, h = rms(w["mtp.0.embed"][NEXT], w["mtp.0.enorm"]), rms(hidden, w["mtp.0.hnorm"])
@@ -364,7 +364,7 @@ def test_v32_drafts_the_same_in_pieces() -> None:
         ),
         COMMON_DRAFTERS_V32,
     )
-    hidden = model.hidden(TokenBatch.of([0], [COMMON_DRAFTERS_TOKENS]), [Sequence()])
+    hidden = model.hidden(TokenBatch.from_sequences([0], [COMMON_DRAFTERS_TOKENS]), [Sequence()])
     whole, _ = model.draft([Sequence()], hidden, [NEXT])
     again, parts = Sequence(), torch.arange(40).split([9, 1, 30])
     pieces = [model.draft([again], hidden[part], [NEXT[part]])[0] for part in parts]

@@ -165,7 +165,7 @@ def run(
             observer(component, inputs, outputs)
 
     bound = BoundModel(config, numerics, weights, recipe, watch)
-    sequence, step = Sequence(), TokenBatch.of([0], [TOKENS])
+    sequence, step = Sequence(), TokenBatch.from_sequences([0], [TOKENS])
     if isinstance(config, V4Config):
         v4 = ModelV4(bound, config)
         v4.draft([sequence], v4.streams(step, [sequence]), [TOKENS])

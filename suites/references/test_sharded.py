@@ -71,8 +71,8 @@ def test_a_world_too_small_is_refused(tmp_path: Path) -> None:
     distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
     try:
         with pytest.raises(InvalidArgument, match="ranks = 1: expected 2 at least, for tp 2"):
-            Teams.of(plan(small_v4(), tp=2))
-        teams = Teams.of(plan(small_v4()))
+            Teams.from_plan(plan(small_v4(), tp=2))
+        teams = Teams.from_plan(plan(small_v4()))
         assert teams is not None
         assert teams.attention.ranks == (0,)
         x = torch.ones(3, dtype=torch.bfloat16)

@@ -355,12 +355,18 @@ def test_what_differs_comes_first_then_what_is_undecided_then_what_is_near() -> 
         made("off", Verdict.DIFFERS, 2.0),
         made("far", Verdict.DIFFERS, 900.0),
     )
-    assert [each.component for each in worst_first(given)] == ["far", "off", "open", "near", "fine"]
+    assert [output.component for output in worst_first(given)] == [
+        "far",
+        "off",
+        "open",
+        "near",
+        "fine",
+    ]
 
 
 def test_sites_and_columns_are_named() -> None:
-    made = JudgedOutput("layers.3.ffn.topk", "ffn.topk", 3, "experts", Verdict.AGREES)
-    assert (made.site, made.column) == ("layers.3.ffn.topk.out.experts", "3")
+    output = JudgedOutput("layers.3.ffn.topk", "ffn.topk", 3, "experts", Verdict.AGREES)
+    assert (output.site, output.column) == ("layers.3.ffn.topk.out.experts", "3")
     head = JudgedOutput("head", "head", None, "out", Verdict.AGREES)
     assert (head.site, head.column) == ("head.out", "ends")
     drafter = JudgedOutput("mtp.0.attn.norm", "attn.norm", 0, "out", Verdict.AGREES)
@@ -398,7 +404,7 @@ def test_exit_statuses_are_those_of_the_contract() -> None:
 def test_what_fails_weighs_more_than_what_could_not_run() -> None:
     assert set(SEVERITY) == set(Verdict)
     assert len(SEVERITY) == len(Verdict)
-    statuses = [each.exit_status for each in SEVERITY]
+    statuses = [verdict.exit_status for verdict in SEVERITY]
     assert statuses == [0, 2, 2, 1, 1]
 
 
@@ -416,12 +422,12 @@ GEMM, TALL = Launch("sm90_gemm_bf16", "64x64x64"), Launch("sm90_gemm_bf16", "128
 
 def table() -> KernelTable:
     reasons = {"layers.0.attn.attend": "none yet", "layers.1.attn.attend": "none yet"}
-    made = KernelTable("sm_90a", reasons)
-    made.note("layers.0.attn.wq_a", [GEMM])
-    made.note("layers.0.attn.wq_a", [TALL, GEMM])
-    made.note("layers.1.attn.wq_a", [GEMM])
-    made.note("head", [Launch("simt_gemv_bf16", "")])
-    return made
+    kernel_table = KernelTable("sm_90a", reasons)
+    kernel_table.note("layers.0.attn.wq_a", [GEMM])
+    kernel_table.note("layers.0.attn.wq_a", [TALL, GEMM])
+    kernel_table.note("layers.1.attn.wq_a", [GEMM])
+    kernel_table.note("head", [Launch("simt_gemv_bf16", "")])
+    return kernel_table
 
 
 def test_launches_are_counted_by_component_and_listed_by_role() -> None:
@@ -457,11 +463,11 @@ def test_it_says_when_where_and_with_what() -> None:
 
 
 def test_it_names_no_person_and_no_place() -> None:
-    told = repr(provenance("degarble demo"))
-    assert platform.node() not in told
-    assert str(Path.home()) not in told
+    text = repr(provenance("degarble demo"))
+    assert platform.node() not in text
+    assert str(Path.home()) not in text
     user = getpass.getuser()
-    assert f"'{user}'" not in told
+    assert f"'{user}'" not in text
 
 
 def test_a_machine_without_a_processor_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -343,10 +343,10 @@ def test_the_legend_has_a_word_for_each_tone_and_for_gaps() -> None:
 
 
 def test_a_few_columns_stay_next_to_their_labels() -> None:
-    for count, told in ((3, '"heat tones few"'), (24, '"heat tones few"'), (25, '"heat tones"')):
+    for count, text in ((3, '"heat tones few"'), (24, '"heat tones few"'), (25, '"heat tones"')):
         names = tuple(map(str, range(count)))
         block = ToneMap("c", "kind", "layer", ("a",), names, ((Mark(Tone.GOOD),) * count,))
-        assert f"<table class={told}>" in str(tone_map_element(block))
+        assert f"<table class={text}>" in str(tone_map_element(block))
 
 
 def test_one_place_is_singular() -> None:

@@ -75,25 +75,25 @@ def test_layers_and_components_are_a_map_of_budgets_and_three_of_cosines() -> No
 
 def test_every_cell_leads_to_its_close_look_and_the_origin_is_open() -> None:
     panel = replay_panel(replay())
-    titles = {each.anchor: each.title for each in looks(panel)}
+    titles = {look.anchor: look.title for look in looks(panel)}
     for judged in maps(panel).values():
         for role, row in zip(judged.row_labels, judged.readings, strict=True):
             for column, reading in zip(judged.column_labels, row, strict=True):
                 if reading is not None:
                     layer = "" if column == "ends" else f"layers.{column}."
                     assert titles[reading.anchor] == f"{layer}{role}.out"
-    assert [each.title for each in looks(panel) if each.first] == ["layers.2.ffn.experts.w2.out"]
+    assert [look.title for look in looks(panel) if look.first] == ["layers.2.ffn.experts.w2.out"]
 
 
 def test_what_gives_way_for_size_is_counted() -> None:
     panel = replay_panel(replay(), most=2)
-    assert [each.title for each in looks(panel)] == [
+    assert [look.title for look in looks(panel)] == [
         "layers.2.ffn.experts.w2.out",
         "layers.0.attn.norm.out",
     ]
     text = str(panel.blocks)
     assert "2 of 10 outputs can be looked at closely here, the worst ones" in text
-    assert not any(isinstance(each, Looks) for each in replay_panel(replay(), most=0).blocks)
+    assert not any(isinstance(block, Looks) for block in replay_panel(replay(), most=0).blocks)
 
 
 def test_a_run_of_which_nothing_was_judged_has_a_panel() -> None:
@@ -117,8 +117,8 @@ def test_where_texts_diverge_is_stated_and_replayed() -> None:
 
 
 def test_near_ties_and_undecided_outputs_are_listed_apart() -> None:
-    folds = [each for each in replay_panel(replay()).blocks if isinstance(each, Details)]
-    assert [each.summary for each in folds] == [
+    folds = [block for block in replay_panel(replay()).blocks if isinstance(block, Details)]
+    assert [fold.summary for fold in folds] == [
         "1 output with near ties",
         "1 output with no judgement",
     ]
@@ -142,10 +142,10 @@ def test_hostile_words_stay_words(text: str) -> None:
 def test_a_model_of_61_layers_fits_with_few_looks() -> None:
     record = replay()
     outputs = tuple(
-        replace(each, component=f"layers.{layer}.a{role}", role=f"a{role}", layer=layer)
+        replace(output, component=f"layers.{layer}.a{role}", role=f"a{role}", layer=layer)
         for layer in range(61)
         for role in range(43)
-        for each in record.outputs[2:3]
+        for output in record.outputs[2:3]
     )
     page = replay_page()
     panel = replay_panel(replace(record, outputs=outputs), FILES, 150)

@@ -72,19 +72,19 @@ def running(
 ) -> Iterator[Running]:
     """Serve a checkpoint in this process; `endless`: no token ends a text."""
     with open_model(checkpoint) as model:
-        desk, metrics = ServedModel(model, "words", bounds), Metrics()
+        served, metrics = ServedModel(model, "words", bounds), Metrics()
         switch = None if captures is None else RequestCapture(captures, model)
-        engine = Engine(model.speaker, desk.tokenizer, bounds.sequences, metrics, switch)
+        engine = Engine(model.logits_model, served.tokenizer, bounds.sequences, metrics, switch)
         if endless:
-            object.__setattr__(desk.tokenizer, "ends", frozenset())
-        gate = AccessControl.of("127.0.0.1", token, anyone=False)
-        service = Service(desk, engine, gate, metrics, switch)
+            object.__setattr__(served.tokenizer, "ends", frozenset())
+        gate = AccessControl.for_host("127.0.0.1", token, anyone=False)
+        service = Service(served, engine, gate, metrics, switch)
         app = service.app()
         client = TestClient(app, base_url=LOCAL)
         engine.start()
         try:
             until(lambda: engine.ready or engine.failure is not None)
-            yield Running(desk, engine, service, app, client)
+            yield Running(served, engine, service, app, client)
         finally:
             engine.stop()
             engine.join()

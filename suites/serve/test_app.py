@@ -143,9 +143,9 @@ def test_chats_are_answered_whole_and_streamed(client: openai.OpenAI, server: Ru
     assert whole.message.role == "assistant"
     assert whole.logprobs is not None
     scores = whole.logprobs.content or []
-    assert "".join(each.token for each in scores) == whole.message.content
+    assert "".join(score.token for score in scores) == whole.message.content
     assert [c for s in chunks if s.logprobs for c in s.logprobs.content or []] == scores
-    assert all(each.logprob == each.top_logprobs[0].logprob for each in scores)  # greedy
+    assert all(score.logprob == score.top_logprobs[0].logprob for score in scores)  # greedy
     assert bytes(scores[0].bytes or []).decode() == scores[0].token
     asked = "<｜User｜>w7<｜Assistant｜></think>"
     ids = server.desk.tokenizer.encode(f"<｜begin▁of▁sentence｜>{asked}", begin=False)
@@ -266,7 +266,7 @@ def test_a_full_queue_and_a_stop_answer_with_retry_after(
     folder: Path,
 ) -> None:
     with running(folder, Bounds(new_tokens=4000, sequences=2), endless=True) as small:
-        small.engine.submit(read_completion(_LONG, small.desk).asks, lambda _: None)
+        small.engine.submit(read_completion(_LONG, small.desk).sequences, lambda _: None)
         full = small.post(PATHS[0], prompt="w7")
         small.engine.stop()
         assert (full.status_code, full.headers["retry-after"]) == (429, "1")
@@ -362,7 +362,7 @@ TOKEN = "0123456789abcdef-secret"
      "Bearer é\udcff"],
 )  # fmt: skip
 def test_a_wrong_token_is_refused_and_never_repeated(given: str) -> None:
-    gate = AccessControl.of("0.0.0.0", TOKEN, anyone=False)
+    gate = AccessControl.for_host("0.0.0.0", TOKEN, anyone=False)
     with pytest.raises(ApiError) as caught:
         gate.admit("/v1/models", {"authorization": given})
     assert caught.value.status == 401
@@ -372,7 +372,7 @@ def test_a_wrong_token_is_refused_and_never_repeated(given: str) -> None:
 
 
 def test_a_token_opens_whatever_the_host_is_called() -> None:
-    gate = AccessControl.of("0.0.0.0", TOKEN, anyone=False)
+    gate = AccessControl.for_host("0.0.0.0", TOKEN, anyone=False)
     for scheme in ("Bearer", "bearer"):
         gate.admit("/metrics", {"authorization": f"{scheme} {TOKEN}", "host": "example.org"})
     for path in OPEN_PATHS:
@@ -383,15 +383,15 @@ def test_a_token_opens_whatever_the_host_is_called() -> None:
     "host", ["127.0.0.1", "127.0.0.1:8000", "localhost:1", "[::1]:8000", "LOCALHOST"]
 )
 def test_without_a_token_this_machine_is_answered(host: str) -> None:
-    AccessControl.of("127.0.0.1", None, anyone=False).admit("/v1/models", {"host": host})
+    AccessControl.for_host("127.0.0.1", None, anyone=False).admit("/v1/models", {"host": host})
 
 
 @pytest.mark.parametrize("host", ["", "example.org", "127.0.0.1.example.org:8000", "[::2]:1"])
 def test_a_page_whose_name_was_pointed_here_reads_nothing(host: str) -> None:
     with pytest.raises(ApiError) as caught:
-        AccessControl.of("127.0.0.1", None, anyone=False).admit("/v1/models", {"host": host})
+        AccessControl.for_host("127.0.0.1", None, anyone=False).admit("/v1/models", {"host": host})
     assert caught.value.status == 403
-    AccessControl.of("127.0.0.1", None, anyone=True).admit("/v1/models", {"host": host})
+    AccessControl.for_host("127.0.0.1", None, anyone=True).admit("/v1/models", {"host": host})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -419,14 +419,14 @@ def test_shares_of_one_bound() -> None:
                 two.grow(101)  # would never fit
             assert caught.value.status == 400
             two.grow(40)
-        one.become(10)
-        assert bound.taken == 10
-        kept = one.handed_on()
-    assert bound.taken == 10
+        one.resize(10)
+        assert bound.in_use == 10
+        kept = one.transfer()
+    assert bound.in_use == 10
     with kept:
-        kept.become(100)
-        assert bound.taken == 100
-    assert bound.taken == 0
+        kept.resize(100)
+        assert bound.in_use == 100
+    assert bound.in_use == 0
 
 
 @pytest.mark.parametrize("config", [V4_FLASH, V3_2])
@@ -435,8 +435,8 @@ def test_each_thing_that_takes_memory_raises_the_estimate(config: Config) -> Non
         return SequenceRequest(tuple(range(prompt)), Sampling(), Limits(new), **more)
 
     plain = bytes_of([ask()], config)
-    asks = [ask(200), ask(new=400), ask(top=0), ask(top=20)]
-    assert all(bytes_of([each], config) > plain for each in asks)
+    requests = [ask(200), ask(new=400), ask(top=0), ask(top=20)]
+    assert all(bytes_of([request], config) > plain for request in requests)
     told = [bytes_of([ask(top=20, scores_prompt=on)], config) for on in (False, True)]
     assert told[1] - told[0] > 100 * 10_000
     assert bytes_of([ask()] * 40, config) < 40 * plain  # 16 run, the others wait
@@ -444,8 +444,8 @@ def test_each_thing_that_takes_memory_raises_the_estimate(config: Config) -> Non
 
 def test_an_answer_takes_no_more_than_was_estimated(memory_server: Running) -> None:
     """Measured where it is largest: every token of a prompt with its 20 likeliest."""
-    asked = read_completion({"model": memory_server.desk.name} | WIDE, memory_server.desk)
-    estimated = bytes_of(asked.asks, memory_server.desk.model.config)
+    request = read_completion({"model": memory_server.desk.name} | WIDE, memory_server.desk)
+    estimated = bytes_of(request.sequences, memory_server.desk.model.config)
     memory_server.complete("w7", max_tokens=1)
     tracemalloc.start()
     try:
@@ -494,7 +494,7 @@ def test_slow_bodies_are_counted_while_they_come(memory_server: Running) -> None
         status = 0
 
         async def receive() -> dict[str, Any]:
-            seen.append(memory_server.service._memory.taken)
+            seen.append(memory_server.service._memory.in_use)
             return {"type": "http.request", "body": b" " * 1000, "more_body": len(seen) < 4}
 
         async def send(message: Any) -> None:
@@ -507,7 +507,7 @@ def test_slow_bodies_are_counted_while_they_come(memory_server: Running) -> None
         return status
 
     assert asyncio.run(ask()) == 400
-    assert memory_server.service._memory.taken == 0
+    assert memory_server.service._memory.in_use == 0
 
 
 # --------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def complete(server: Running, prompt: str, request: str) -> dict[str, Any]:
 
 def spoil(server: Running) -> None:
     """Gate and up of one layer's shared expert change places, as a wrong loader has it."""
-    calls = server.desk.model.speaker.bound.calls
+    calls = server.desk.model.logits_model.bound.calls
     own = calls["layers.1.ffn.shared.w13"]
 
     def swapped(inputs: Any, weights: Any) -> Any:
@@ -88,7 +88,7 @@ def test_one_request_among_others_is_captured_and_judged(tmp_path: Path, spoilt:
         return
     assert checked.verdict is Verdict.DIFFERS
     (origin,) = checked.origins
-    assert origin.trouble.site.component == "layers.1.ffn.shared.w13"
+    assert origin.discrepancy.site.component == "layers.1.ffn.shared.w13"
     assert origin.diagnosed is not None
     assert origin.diagnosed.named[0].fault.id == "M14.swapped"
 
@@ -101,7 +101,9 @@ def test_a_capture_keeps_its_bounds(tmp_path: Path) -> None:
         assert ask(server, "GET")["requests"] == ["a-0"]
         found = ask(server, "DELETE")
         capture = Capture.open(tmp_path / "captures" / found["capture"])
-        assert {each.component for each in capture.calls} == {"layers.0.attn.wq_a"}
+        assert {captured_call.component for captured_call in capture.calls} == {
+            "layers.0.attn.wq_a"
+        }
         ask(server, "POST", max_bytes=50_000)
         complete(server, "w7 w8 w9", "c")
         found = ask(server, "DELETE")
@@ -152,10 +154,10 @@ def test_capture_requests_that_cannot_be_met_are_refused(tmp_path: Path) -> None
     with running(write_speaker(tmp_path / "model"), captures=tmp_path / "captures") as server:
         client = server.client
         assert client.delete("/capture").json()["error"]["code"] == "capture_closed"
-        for fields, told in (({"layers": "99"}, "--layers"), ({"folder": "/x"}, "folder")):
+        for fields, text in (({"layers": "99"}, "--layers"), ({"folder": "/x"}, "folder")):
             found = client.post("/capture", json=fields)
             assert found.status_code == 400
-            assert told in found.text
+            assert text in found.text
         assert client.get("/capture").json() == {"state": "closed"}
         ask(server, "POST")
         assert client.post("/capture", json={}).json()["error"]["code"] == "capture_open"

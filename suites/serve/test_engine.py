@@ -106,9 +106,9 @@ def ask(prompt: Sequence[int], tokens: int = 6, **more: Any) -> SequenceRequest:
 
 def alone(prompt: list[int], tokens: int, sampling: Sampling) -> str:
     letters: Any = Letters()
-    speech = Continuation(prompt)
-    Generation(speaker("v4"), letters, sampling, Limits(tokens)).run([speech])
-    return speech.text
+    continuation = Continuation(prompt)
+    Generation(speaker("v4"), letters, sampling, Limits(tokens)).run([continuation])
+    return continuation.text
 
 
 def test_batching_changes_no_token(engine: Engine, model: Held) -> None:
@@ -218,11 +218,11 @@ def test_scores_are_those_of_a_whole_forward_pass(engine: Engine) -> None:
     engine.submit([ask(prompt, 5, top=3, scores_prompt=True)], heap)
     until(heap.ended)
     tokens, whole = heap.tokens(), speaker("v4")
-    speech = Continuation(list(prompt))
-    Generation(whole, None, Sampling(), Limits(5)).run([speech])
-    assert [t.number for t in tokens] == speech.all_ids
+    continuation = Continuation(list(prompt))
+    Generation(whole, None, Sampling(), Limits(5)).run([continuation])
+    assert [t.number for t in tokens] == continuation.all_ids
     sequence = Continuation([1]).sequence
-    hidden = whole.hidden([sequence], [torch.tensor(speech.all_ids)])
+    hidden = whole.hidden([sequence], [torch.tensor(continuation.all_ids)])
     rows = whole.logits(hidden).double().log_softmax(-1)
     assert tokens[0].log_probability is None
     assert tokens[0].likeliest == ()
@@ -232,7 +232,7 @@ def test_scores_are_those_of_a_whole_forward_pass(engine: Engine) -> None:
         assert [n for n, _, _ in token.likeliest] == best.indices.tolist()
         assert [v for _, _, v in token.likeliest] == pytest.approx(best.values.tolist(), abs=1e-9)
     letters = Letters()
-    assert "".join(t.text for t in tokens) == letters.decode(speech.all_ids)
+    assert "".join(t.text for t in tokens) == letters.decode(continuation.all_ids)
 
 
 def test_of_equally_likely_tokens_the_lower_ids_are_reported() -> None:

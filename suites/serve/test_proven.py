@@ -67,9 +67,9 @@ def test_a_healthy_checkpoint_is_served_and_ready_only_then(checkpoint: Path) ->
     with bound_socket("127.0.0.1", 0) as taken:
         port = str(taken.getsockname()[1])
     command = (sys.executable, "-m", "degarble.harness.cli.main", "serve", str(checkpoint))
-    told: list[str] = []
+    lines: list[str] = []
     proven = ProvenStart(
-        how(checkpoint, *command, "--port", port, url=f"http://127.0.0.1:{port}"), told.append
+        how(checkpoint, *command, "--port", port, url=f"http://127.0.0.1:{port}"), lines.append
     )
     listener = Listener(HealthApp(proven.progress), Bounds(), lambda: None)
     with bound_socket("127.0.0.1", 0) as listening:
@@ -99,7 +99,7 @@ def test_a_healthy_checkpoint_is_served_and_ready_only_then(checkpoint: Path) ->
             proven.end()
             listener.should_exit = True
             web.join(HANG_SECONDS)
-    assert told[-1] == "ready"
+    assert lines[-1] == "ready"
 
 
 def test_swapped_nibbles_are_never_served(checkpoint: Path, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_swapped_nibbles_are_never_served(checkpoint: Path, tmp_path: Path) -> N
 def without_audit(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = ProvenStart.steps
     monkeypatch.setattr(
-        ProvenStart, "steps", lambda self: [each for each in whole(self) if each.name != "audit"]
+        ProvenStart, "steps", lambda self: [step for step in whole(self) if step.name != "audit"]
     )
 
 
@@ -149,8 +149,8 @@ def test_a_spoilt_codec_is_reported(checkpoint: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("without_audit")
 def test_without_a_gpu_nothing_is_taken_for_granted(checkpoint: Path) -> None:
-    asked = how(checkpoint, "/nowhere")
-    proven = ProvenStart(StartOptions(**(vars(asked) | {"gpu": True})), lambda _text: None)
+    start_options = how(checkpoint, "/nowhere")
+    proven = ProvenStart(StartOptions(**(vars(start_options) | {"gpu": True})), lambda _text: None)
     proven.run()
     assert proven.progress.status == FAILED
     assert proven.progress.reason.startswith("first minute: ")
@@ -209,14 +209,14 @@ def test_a_healthy_server_is_coherent_and_another_model_is_not(tmp_path: Path) -
     assert smoking.read_answers(tmp_path / "answers.json")["answers"] == known["answers"]
     with running(cases.TINY) as server:
         found = checks(server, known)
-    assert {each.name: each.holds for each in found} == {
+    assert {check.name: check.holds for check in found} == {
         "models": True, "known answer": True, "text": True, "echo": True, "likelihood": True,
         "chat": None,
     }  # fmt: skip
     spoilt = {"answers": [each | {"mean": 0.0, "answer": "zebra"} for each in known["answers"]]}
     with running(cases.TINY) as server:
         found = checks(server, spoilt)
-    wrong = [each.name for each in found if each.holds is False]
+    wrong = [check.name for check in found if check.holds is False]
     assert wrong == ["known answer", "known answer", "likelihood", "likelihood"]
     assert found[1].line().startswith("FAILED    known answer: 0% of 'zebra'")
 
@@ -227,7 +227,7 @@ def test_a_server_that_refuses_is_reported(tmp_path: Path) -> None:
         found = checks(server, known)
     assert found[1].name == "known answer"
     assert found[1].holds is False
-    assert found[1].told.startswith("400: ")
+    assert found[1].observed.startswith("400: ")
 
 
 @pytest.mark.parametrize(
@@ -261,10 +261,10 @@ def test_addresses_and_files_that_are_none_are_refused(
     (tmp_path / "empty.json").write_text("{}")
     known = tmp_path / "answers.json"
     known.write_text('{"answers": [{"prompt": "a", "answer": "b", "mean": -1}]}')
-    for url, file, told in (
+    for url, file, text in (
         ("ftp://x", known, "URL = 'ftp://x'"),
         ("http://127.0.0.1:9", known, "a server that answers"),
         ("http://127.0.0.1:9", tmp_path / "empty.json", "--answers"),
     ):
         assert smoke_main([url, "--answers", str(file)]) == 2
-        assert told in capsys.readouterr().err
+        assert text in capsys.readouterr().err

@@ -27,8 +27,8 @@ def parted(
     found = [parting.add(piece) for piece in pieces]
     found.append(parting.end())
     said: dict[str, str] = {}
-    for each in found:
-        for where, text in each.said.items():
+    for piece in found:
+        for where, text in piece.texts.items():
             said[where] = said.get(where, "") + text
     return said, found[-1].calls, found[-1].problem
 
@@ -79,6 +79,6 @@ def test_what_leaves_the_encoding_is_shown_as_it_is(
 
 def test_nothing_of_a_mark_is_shown_before_it_is_certain() -> None:
     parting = StreamParser(Chat(encode_v4, Style(THINKING)))
-    assert parting.add("hm</thi").said == {REASONING: "hm"}
-    assert parting.add("s").said == {REASONING: "</this"}
-    assert parting.add("</think>so\n\n<").said == {CONTENT: "so"}
+    assert parting.add("hm</thi").texts == {REASONING: "hm"}
+    assert parting.add("s").texts == {REASONING: "</this"}
+    assert parting.add("</think>so\n\n<").texts == {CONTENT: "so"}

@@ -53,13 +53,13 @@ def chat(desk: ServedModel, *messages: dict[str, Any], **fields: Any) -> Any:
 
 def test_openai_s_defaults_hold(desk: ServedModel) -> None:
     asked = complete(desk)
-    (ask,) = asked.asks
+    (ask,) = asked.sequences
     assert (ask.sampling.temperature, ask.sampling.top_p) == (1.0, 1.0)
     assert (ask.limits.new_tokens, ask.limits.stops, ask.top) == (16, (), None)
     assert ask.prompt == (0, 7, 8)
     assert ask.silent_begin
     assert not asked.stream
-    assert complete(desk).asks[0].sampling.seed != ask.sampling.seed  # drawn
+    assert complete(desk).sequences[0].sampling.seed != ask.sampling.seed  # drawn
 
 
 def test_every_field_arrives(desk: ServedModel) -> None:
@@ -69,13 +69,13 @@ def test_every_field_arrives(desk: ServedModel) -> None:
         stream_options={"include_usage": True}, user="me", best_of=2, suffix=None,
         presence_penalty=0, frequency_penalty=0.0, logit_bias={},
     )  # fmt: skip
-    assert [a.prompt for a in asked.asks] == [(0, 9), (0, 9), (7, 8), (7, 8)]
-    assert [a.silent_begin for a in asked.asks] == [True, True, False, False]
-    assert [a.sampling.seed for a in asked.asks] == [2**63 - 1, 0] * 2  # choice n has seed + n
-    assert {(a.limits.new_tokens, a.limits.stops, a.top) for a in asked.asks} == {
+    assert [a.prompt for a in asked.sequences] == [(0, 9), (0, 9), (7, 8), (7, 8)]
+    assert [a.silent_begin for a in asked.sequences] == [True, True, False, False]
+    assert [a.sampling.seed for a in asked.sequences] == [2**63 - 1, 0] * 2  # choice n has seed + n
+    assert {(a.limits.new_tokens, a.limits.stops, a.top) for a in asked.sequences} == {
         (3, ("w1", "w2"), 2)
     }
-    assert all(a.scores_prompt for a in asked.asks)
+    assert all(a.scores_prompt for a in asked.sequences)
     assert (asked.stream, asked.usage_wanted, asked.echo, asked.prompt_tokens) == (
         True, True, True, 4,
     )  # fmt: skip
@@ -144,7 +144,7 @@ def test_what_exceeds_the_context_is_refused_and_what_is_unsaid_is_cut(desk: Ser
             return 10
 
     short = Short(desk.model, "words", BOUNDS)
-    assert complete(short, prompt="w7 w8").asks[0].limits.new_tokens == 7
+    assert complete(short, prompt="w7 w8").sequences[0].limits.new_tokens == 7
     with pytest.raises(ApiError) as caught:
         complete(short, prompt="w7 w8", max_tokens=8)
     assert caught.value.code == "context_length_exceeded"
@@ -154,17 +154,17 @@ def test_what_exceeds_the_context_is_refused_and_what_is_unsaid_is_cut(desk: Ser
 
 def test_a_prompt_alone_may_be_requested_with_echo(desk: ServedModel) -> None:
     asked = complete(desk, max_tokens=0, echo=True, logprobs=1)
-    assert asked.asks[0].limits.new_tokens == 0
+    assert asked.sequences[0].limits.new_tokens == 0
 
 
 def text_of(desk: ServedModel, asked: Any) -> str:
-    return desk.tokenizer.decode(asked.asks[0].prompt).replace(" ", "")
+    return desk.tokenizer.decode(asked.sequences[0].prompt).replace(" ", "")
 
 
 def test_a_chat_is_encoded_as_the_model_knows_it(desk: ServedModel) -> None:
     asked = chat(desk, {"role": "system", "content": "w9"}, {"role": "user", "content": "w7"})
     assert text_of(desk, asked) == f"{BOS}w9{USER}w7{ASSISTANT}{END_THINK}"
-    assert asked.asks[0].limits.new_tokens == BOUNDS.new_tokens
+    assert asked.sequences[0].limits.new_tokens == BOUNDS.new_tokens
     part = {"role": "user", "content": [{"type": "text", "text": "w7"}]}
     assert text_of(desk, chat(desk, part)) == f"{BOS}{USER}w7{ASSISTANT}{END_THINK}"
     thinking = chat(desk, thinking={"type": "enabled"})
@@ -175,7 +175,7 @@ def test_a_chat_is_encoded_as_the_model_knows_it(desk: ServedModel) -> None:
         reasoning_effort="none", response_format={"type": "text"}, tool_choice="none",
     )  # fmt: skip
     assert f"w8{EOS}{USER}w9" in text_of(desk, told)
-    assert (told.asks[0].limits.new_tokens, told.asks[0].top) == (5, 2)
+    assert (told.sequences[0].limits.new_tokens, told.sequences[0].top) == (5, 2)
 
 
 def test_tools_stand_in_the_system_message(desk: ServedModel) -> None:
@@ -197,13 +197,13 @@ def test_tools_stand_in_the_system_message(desk: ServedModel) -> None:
             seen.append(text)
             return [1]
 
-    desk.talker.tokenizer = Seeing()  # type: ignore[assignment]
+    desk.generator.tokenizer = Seeing()  # type: ignore[assignment]
     try:
         chat(desk, tools=[TOOL])
         chat(desk, {"role": "system", "content": "w9"}, {"role": "user", "content": "w7"},
              tools=[TOOL], tool_choice="auto", parallel_tool_calls=True)  # fmt: skip
     finally:
-        desk.talker.tokenizer = tokenizer
+        desk.generator.tokenizer = tokenizer
         for path in encoders:
             path.unlink()
     for said in ("", "w9"):
@@ -241,12 +241,14 @@ def test_whatever_a_request_holds_it_is_read_or_refused(
 ) -> None:
     usual: dict[str, Any] = {"messages": [USER_SAYS]} if chats else {"prompt": "w7"}
     try:
-        made = (read_chat if chats else read_completion)(usual | fields | {"model": "words"}, desk)
+        request = (read_chat if chats else read_completion)(
+            usual | fields | {"model": "words"}, desk
+        )
     except ApiError as error:
         assert error.status == 400  # noqa: PT017  either will do
         assert len(error.message) < 1000  # noqa: PT017  as above
     else:
-        assert made.asks
+        assert request.sequences
 
 
 USER_SAYS = {"role": "user", "content": "w7"}
@@ -315,10 +317,10 @@ def test_a_tokenizer_without_marks_has_no_chats(desk: ServedModel) -> None:
 
     bare = Bare(desk.model, "words", BOUNDS)
 
-    class Unmarked(type(bare.talker)):  # type: ignore[misc]
+    class Unmarked(type(bare.generator)):  # type: ignore[misc]
         knows_chat = False
 
-    bare.talker.__class__ = Unmarked
+    bare.generator.__class__ = Unmarked
     with pytest.raises(ApiError) as caught:
         chat(bare)
     assert caught.value.code == "chat_unavailable"
@@ -370,12 +372,12 @@ def test_numbers_out_of_their_range_are_refused(value: object) -> None:
 @pytest.mark.parametrize("value", [True, 1.0, "1", -1, 0, 11, 10**400])
 def test_whole_numbers_out_of_their_range_are_refused(value: object) -> None:
     with pytest.raises(ApiError, match=r"^max_tokens: "):
-        RequestFields({"max_tokens": value}).whole("max_tokens", 1, 10)
+        RequestFields({"max_tokens": value}).integer("max_tokens", 1, 10)
 
 
 def test_fields_are_taken_once_and_the_rest_is_refused() -> None:
     fields = RequestFields({"n": 3, "t": 0, "stop": "a", "gone": None, "on": True})
-    assert fields.whole("n", 1, 4) == 3
+    assert fields.integer("n", 1, 4) == 3
     assert fields.number("t", 1.0, 0, 2) == 0.0
     assert fields.texts("stop", 4) == ("a",)
     assert fields.flag("on") is True
@@ -396,12 +398,12 @@ def test_stops_that_are_no_texts_are_refused(value: object) -> None:
 
 
 def test_a_value_without_effect_passes_and_another_is_refused_by_name() -> None:
-    RequestFields({"best_of": 1, "penalty": 0.0}).only("best_of", 1)
-    RequestFields({"penalty": 0.0}).only("penalty", 0, 0.0)
+    RequestFields({"best_of": 1, "penalty": 0.0}).require_one_of("best_of", 1)
+    RequestFields({"penalty": 0.0}).require_one_of("penalty", 0, 0.0)
     with pytest.raises(ApiError, match=r"penalty: 0\.5 is not supported; leave it out or give 0"):
-        RequestFields({"penalty": 0.5}).only("penalty", 0, 0.0)
+        RequestFields({"penalty": 0.5}).require_one_of("penalty", 0, 0.0)
     with pytest.raises(ApiError, match="best_of: True"):
-        RequestFields({"best_of": True}).only("best_of", 1)
+        RequestFields({"best_of": True}).require_one_of("best_of", 1)
 
 
 def test_values_are_shown_short_and_printable() -> None:

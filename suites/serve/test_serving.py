@@ -196,7 +196,7 @@ def generated(family: str, prompts: list[str], tokens: int, folder: Path) -> lis
          "--max-new-tokens", str(tokens)],
         capture_output=True, text=True, check=True, timeout=HANG_SECONDS,
     )  # fmt: skip
-    return [each["text"] for each in json.loads(done.stdout)["texts"]]
+    return [load["text"] for load in json.loads(done.stdout)["texts"]]
 
 
 @pytest.mark.serve

@@ -98,7 +98,7 @@ def build(folder: Path, told: str, dropped: str | None, place: Place) -> dict[st
         made, _ = registry.resolve_model_cls(of_model.architectures, of_model)
         torch.set_default_dtype(torch.bfloat16)
         model = made(vllm_config=config)
-        files = [str(each) for each in sorted(folder.glob("*.safetensors"))]
+        files = [str(path) for path in sorted(folder.glob("*.safetensors"))]
         weights = import_module("vllm.model_executor.model_loader.weight_utils")
         stream = weights.safetensors_weights_iterator(files, False)
         loaded = model.load_weights(each for each in stream if each[0] != dropped)
@@ -113,7 +113,7 @@ def build(folder: Path, told: str, dropped: str | None, place: Place) -> dict[st
         "layers": sorted({type(layer).__name__ for layer in model.model.layers}),
         "indexers": sorted({type(layer.attn.indexer).__name__ for layer in model.model.layers}),
         "compressors": compressors(model),
-        "running": [each.line() for each in start.running],
+        "running": [part.line() for part in start.running],
         "records": sorted(path.name for path in Path(told).glob("rank-*")),
     }
 
@@ -141,10 +141,10 @@ def main() -> None:
     parser.add_argument("--rank", type=int)
     parser.add_argument("--store")
     given = parser.parse_args()
-    with TemporaryDirectory() as told:
-        place = Place(given.rank or 0, 1 if given.rank is None else 2, given.store or f"{told}/met")
+    with TemporaryDirectory() as text:
+        place = Place(given.rank or 0, 1 if given.rank is None else 2, given.store or f"{text}/met")
         try:
-            made = build(given.folder, told, given.dropped, place)
+            made = build(given.folder, text, given.dropped, place)
         except Refused as error:
             made = {"refused": str(error)}
     print(json.dumps(made))  # noqa: T201  read by the suite

@@ -119,8 +119,8 @@ def loaded(folder: Path, out: Path) -> dict[str, Any]:
             yield name, tensor
 
     seen: list[str] = []
-    for each in parameters.values():
-        _watch(each, written)
+    for parameter in parameters.values():
+        _watch(parameter, written)
     with configs.set_current_vllm_config(config):
         done = model.load_weights(counted())
     _leave(folder, out, model)
@@ -166,7 +166,7 @@ def _fits(parameter: torch.Tensor, tensor: torch.Tensor, name: str) -> bool:
 
 
 def _stored(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    files = [str(each) for each in sorted(folder.glob("*.safetensors"))]
+    files = [str(path) for path in sorted(folder.glob("*.safetensors"))]
     weights = import_module("vllm.model_executor.model_loader.weight_utils")
     yield from weights.safetensors_weights_iterator(files, False)
 
@@ -234,10 +234,10 @@ def main() -> None:
         os.environ["DEGARBLE_MET"] = f"{place}/met"
         for folder in given.folders:
             try:
-                told = load(folder, given.out / folder.name)
+                fields = load(folder, given.out / folder.name)
             except (RuntimeError, ValueError, KeyError, AssertionError, SafetensorError) as error:
-                told = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-            print(json.dumps({"checkpoint": folder.name} | told), flush=True)  # noqa: T201
+                fields = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+            print(json.dumps({"checkpoint": folder.name} | fields), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

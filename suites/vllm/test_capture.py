@@ -60,14 +60,14 @@ def checked(capture: Path) -> CheckResult:
 @pytest.mark.usefixtures("alone")
 def test_one_rank_agrees_and_only_what_was_requested_is_captured(tmp_path: Path) -> None:
     captured(TINY, tmp_path / "one", ())
-    found = checked(joined(tmp_path / "one"))
-    assert found.verdict is Verdict.AGREES
+    result = checked(joined(tmp_path / "one"))
+    assert result.verdict is Verdict.AGREES
     capture = Capture.open(tmp_path / "one" / "joined")
     assert capture.facts["requests"] == ["cmpl-mine-0", "cmpl-and-mine-1"]
     wanted = [PROMPTS[name] for name in capture.facts["requests"]]
     assert len(capture.steps) == STEPS
     assert list(capture.steps[0].tokens) == [token for ids in wanted for token in ids]
-    judged = {row.component.role for row in found.localised.rows if not row.undecided}
+    judged = {row.component.role for row in result.localised.rows if not row.undecided}
     assert judged >= {
         "embed", "attn.wq_a", "attn.wkv", "attn.q_norm", "attn.wq_b", "attn.compressor.proj",
         "attn.indexer.wq_b", "attn.indexer.compressor.proj", "attn.wo_b", "ffn.gate", "ffn.topk",
@@ -77,29 +77,29 @@ def test_one_rank_agrees_and_only_what_was_requested_is_captured(tmp_path: Path)
 
 @pytest.mark.slow
 def test_two_ranks_agree(two_ranks: Path) -> None:
-    found = checked(joined(two_ranks / "healthy"))
-    assert found.verdict is Verdict.AGREES
-    assert not found.localised.notes
+    result = checked(joined(two_ranks / "healthy"))
+    assert result.verdict is Verdict.AGREES
+    assert not result.localised.notes
 
 
 @pytest.mark.slow
 def test_faults_of_loading_and_of_ranks_are_found(two_ranks: Path) -> None:
-    found = checked(joined(two_ranks / "faulty"))
-    assert found.verdict is Verdict.DIFFERS
+    result = checked(joined(two_ranks / "faulty"))
+    assert result.verdict is Verdict.DIFFERS
     named = {
-        each.trouble.site.component: each.diagnosed.named[0].fault.id
-        for each in found.origins
-        if each.diagnosed is not None and each.diagnosed.named
+        origin.discrepancy.site.component: origin.diagnosed.named[0].fault.id
+        for origin in result.origins
+        if origin.diagnosed is not None and origin.diagnosed.named
     }
     assert named["layers.1.ffn.shared.w13"] == "M14.swapped"
-    blamed = {each.trouble.site.component for each in found.origins}
+    blamed = {origin.discrepancy.site.component for origin in result.origins}
     assert blamed == {
         "layers.1.ffn.shared.w13", "layers.2.attn.wq_a", "layers.2.attn.wkv",
         "layers.3.ffn.shared.w2",
     }  # fmt: skip
     apart = Capture.open(two_ranks / "faulty" / "joined").facts[APART]
     assert apart[0] == "layers.1.attn.wkv.out: rank 1 is not as rank 0"
-    assert any("copies differ between ranks" in note for note in found.localised.notes)
+    assert any("copies differ between ranks" in note for note in result.localised.notes)
 
 
 def test_another_family_is_refused() -> None:

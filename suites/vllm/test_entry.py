@@ -114,7 +114,11 @@ def fat(*entries: tuple[int, int]) -> bytes:
 
 def codes(data: bytes) -> list[int]:
     """The first byte of every entry's code; 0: blanked."""
-    return [data[each.begin] for found in pack.containers(data) for each in found]
+    return [
+        data[fat_binary_entry.begin]
+        for container in pack.containers(data)
+        for fat_binary_entry in container
+    ]
 
 
 def test_only_other_gpus_code_is_blanked() -> None:
@@ -144,9 +148,9 @@ def wheels(folder: Path) -> Path:
 
 def test_parts_come_together_where_they_are_unpacked(tmp_path: Path) -> None:
     to = tmp_path / "parts"
-    made = pack.pack(wheels(tmp_path / "w"), to, 90, part=300)
-    assert len(made) > 1
-    assert all(each.stat().st_size <= 300 for each in made)
+    paths = pack.pack(wheels(tmp_path / "w"), to, 90, part=300)
+    assert len(paths) > 1
+    assert all(path.stat().st_size <= 300 for path in paths)
     site = tmp_path / "site"
     subprocess.run(["sh", str(to / "unpack.sh"), str(site)], check=True, capture_output=True)
     names = {str(path.relative_to(site)) for path in site.rglob("*") if path.is_file()}
@@ -155,7 +159,7 @@ def test_parts_come_together_where_they_are_unpacked(tmp_path: Path) -> None:
         "vllm/third_party/deep_gemm/_C.cpython-312-x86_64-linux-gnu.so",
     }  # fmt: skip
     assert codes((site / "vllm/_C.so").read_bytes()) == [0, 90]
-    made[0].write_bytes(b"other" + made[0].read_bytes()[5:])
+    paths[0].write_bytes(b"other" + paths[0].read_bytes()[5:])
     broken = subprocess.run(
         ["sh", str(to / "unpack.sh"), str(tmp_path / "s2")], check=False, capture_output=True
     )

@@ -78,7 +78,7 @@ def test_formats_are_those_of_recipes() -> None:
 
 
 def test_targets_are_those_of_kernels() -> None:
-    assert {each.capability: each.name for each in TARGETS.values()} == dict(parts.TARGETS)
+    assert {target.capability: target.name for target in TARGETS.values()} == dict(parts.TARGETS)
 
 
 @pytest.mark.parametrize(
@@ -95,9 +95,9 @@ def test_targets_are_those_of_kernels() -> None:
     ],
 )
 def test_our_kernel_is_chosen(part: str, form: str, target: str, module: str) -> None:
-    found = parts.kernel_of(part, form, target, PARTS_OURS)
-    assert found is not None
-    assert found.module == module
+    kernel = parts.kernel_of(part, form, target, PARTS_OURS)
+    assert kernel is not None
+    assert kernel.module == module
 
 
 @pytest.mark.parametrize(
@@ -118,8 +118,8 @@ def test_what_has_no_kernel_is_refused_with_the_way_out(
     with pytest.raises(InvalidArgument, match=words) as refused:
         parts.kernel_of(part, form, target, PARTS_OURS)
     assert f'"{part}": "vllm"' in refused.value.remedy
-    asked = replace(PARTS_OURS, parts={part: "vllm"})
-    assert parts.kernel_of(part, form, target, asked) is None
+    plugin_options = replace(PARTS_OURS, parts={part: "vllm"})
+    assert parts.kernel_of(part, form, target, plugin_options) is None
 
 
 def test_what_never_ran_says_so() -> None:

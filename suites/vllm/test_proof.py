@@ -96,9 +96,9 @@ def test_partners_of_two_formats_are_refused(folder: Path) -> None:
     with Checkpoint.open(folder) as checkpoint:
         inventory = inventory_of(checkpoint)
         loader_map = proof.as_stored(inventory, (1, 1, 1))
-        found = inventory.by_name["layers.0.attn.wkv"]
-        other = found._replace(check=replace(found.check, weight="BF16"))
-        inventory.found[inventory.found.index(found)] = other
+        parameter = inventory.by_name["layers.0.attn.wkv"]
+        other = parameter._replace(check=replace(parameter.check, weight="BF16"))
+        inventory.stored[inventory.stored.index(parameter)] = other
         with pytest.raises(PartnersMismatch, match="fused_wqa_wkv"):
             proof.formats_of(inventory, loader_map)
 
@@ -149,9 +149,9 @@ def test_ranks_are_proven_in_the_formats_that_are_stored(tmp_path: Path) -> None
     rule = Rule("layers.*.ffn.experts.*", "NVFP4", "NVFP4")
     model = Synthetic(V4, "nvfp4-experts", Recipe("experts alone", (rule,)))
     write_checkpoint(tmp_path / "c", model)
-    found = proof.prove_start(tmp_path / "c", (2, 2, 1))
-    assert found.summary.startswith("2 ranks, ")
-    assert found.summary.endswith(" 0 elements unwritten")
+    start_proof = proof.prove_start(tmp_path / "c", (2, 2, 1))
+    assert start_proof.summary.startswith("2 ranks, ")
+    assert start_proof.summary.endswith(" 0 elements unwritten")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ class Runner:
     def prepare_inputs(self, scheduler_output: Any) -> Any:
         new = scheduler_output.num_scheduled_tokens
         names = sorted(new, key=new.__getitem__)
-        counts = np.array([new[each] for each in names], dtype=np.int32)
+        counts = np.array([new[name] for name in names], dtype=np.int32)
         return SimpleNamespace(req_ids=names, num_scheduled_tokens=counts)
 
     def execute_model(self, pieces: dict[str, list[int]]) -> dict[str, int]:
@@ -70,15 +70,15 @@ class Runner:
         batch = self.prepare_inputs(SimpleNamespace(num_scheduled_tokens=new))
         sequences = [self.sequences.setdefault(name, Sequence()) for name in batch.req_ids]
         given = [torch.tensor(pieces[name]) for name in batch.req_ids]
-        step = TokenBatch.of([each.length for each in sequences], given)
+        step = TokenBatch.from_sequences([each.length for each in sequences], given)
         self.model.under = step, sequences
         padded = (nn.functional.pad(t, (0, PADDING)) for t in (step.tokens, step.positions))
         with torch.inference_mode():
             streams = self.model(input_ids=next(padded), positions=next(padded))
             hidden = self.model.model.norm(self.engine.bound("hc_head", streams=streams)["out"])
             logits = self.model.logits_processor(None, hidden[step.token_offsets[1:] - 1])
-        for each, span in zip(sequences, step.spans, strict=True):
-            each.length += span.stop - span.start
+        for sequence, span in zip(sequences, step.spans, strict=True):
+            sequence.length += span.stop - span.start
         return {n: int(row.argmax()) for n, row in zip(batch.req_ids, logits, strict=True)}
 
 
@@ -120,11 +120,11 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandIn]:
     meeting = f"file://{tmp_path_factory.mktemp('gloo')}/store"
     distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
     with open_model(TINY) as model:
-        made = plan(model.config)
-        teams = Teams.of(made)
+        sharding_plan = plan(model.config)
+        teams = Teams.from_plan(sharding_plan)
         assert teams is not None
-        bound = model.speaker.bound
-        yield StandIn(ShardedModel(made, teams, bound.numerics, bound.weights), 0)
+        bound = model.logits_model.bound
+        yield StandIn(ShardedModel(sharding_plan, teams, bound.numerics, bound.weights), 0)
     distributed.destroy_process_group()
 
 
@@ -213,7 +213,7 @@ def test_prompts_run_through_an_engine_in_this_process(tmp_path: Path, engine: S
             return [getattr(self, method)(*args)]
 
         def generate_ids(self, prompts: list[list[int]], new: int) -> None:
-            self.serve({str(n): each for n, each in enumerate(prompts)}, new)
+            self.serve({str(n): prompt for n, prompt in enumerate(prompts)}, new)
 
     found = plugin.capture_vllm(
         TINY, [[1, 2], [3, 4, 5]], tmp_path / "a", CaptureSettings(new_tokens=2), Engine

@@ -43,8 +43,8 @@ def drive(engine: StandIn, capture: EngineCapture) -> dict[str, list[int]]:
     for _ in range(STEPS):
         batch = [Scheduled(n, sequences[n].length, piece) for n, piece in pieces.items()]
         capture.batch(batch)
-        starts = [each.start for each in batch]
-        step = TokenBatch.of(starts, [torch.tensor(piece) for piece in pieces.values()])
+        starts = [scheduled.start for scheduled in batch]
+        step = TokenBatch.from_sequences(starts, [torch.tensor(piece) for piece in pieces.values()])
         with torch.inference_mode():
             logits = engine.run(list(sequences.values()), step)
         for name, row in zip(said, logits, strict=True):
@@ -54,18 +54,20 @@ def drive(engine: StandIn, capture: EngineCapture) -> dict[str, list[int]]:
 
 
 def captured(
-    checkpoint: Path, folder: Path, faults: Iterable[str], asked: CaptureRequest = ASKED
+    checkpoint: Path, folder: Path, faults: Iterable[str], request: CaptureRequest = ASKED
 ) -> None:
     """Capture the stand-in on this rank; the world is its tensor parallelism."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
     with open_model(checkpoint) as model:
-        made = plan(model.config, tp=world)
-        teams = Teams.of(made)
+        sharding_plan = plan(model.config, tp=world)
+        teams = Teams.from_plan(sharding_plan)
         assert teams is not None
-        bound = model.speaker.bound
-        engine = StandIn(ShardedModel(made, teams, bound.numerics, bound.weights), rank, faults)
+        bound = model.logits_model.bound
+        engine = StandIn(
+            ShardedModel(sharding_plan, teams, bound.numerics, bound.weights), rank, faults
+        )
         places = vllm_component_maps(model.config, world)
-        capture = EngineCapture(folder / f"rank-{rank:04}", engine.tree, places, asked)
+        capture = EngineCapture(folder / f"rank-{rank:04}", engine.tree, places, request)
         drive(engine, capture)
         assert capture.close()["unseen"] == []
 

@@ -57,7 +57,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 def summed(team: Team, x: Tensor) -> Tensor:
     """The sum over ranks, rounded once."""
-    parts = [each.double() for each in team.gather(x)]
+    parts = [tensor.double() for tensor in team.gather(x)]
     return torch.stack(parts).sum(0).to(x.dtype)
 
 
@@ -121,7 +121,7 @@ class RoutedExperts(nn.Module):
 
 
 def gated(both: Tensor, limit: float, weight: Tensor | float = 1.0) -> Tensor:
-    gate, up = (each.double() for each in both.chunk(2, -1))
+    gate, up = (tensor.double() for tensor in both.chunk(2, -1))
     if limit:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return nn.functional.silu(gate) * up * torch.as_tensor(weight).double()

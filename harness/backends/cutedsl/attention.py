@@ -86,8 +86,8 @@ def pool(part: ComponentPart) -> Compute:
             out = made["state_latent"].new_empty(0, width, dtype=torch.bfloat16)
         else:
             values, positions = entries
-            table = TURNS.reaching(rope, positions)
-            told = {
+            table = TURNS.covering(rope, positions)
+            fields = {
                 "positions": table.shape[0], "epsilon": part.config.rms_norm_eps,
                 "weight": kind, "source": "latent",
             }  # fmt: skip
@@ -96,7 +96,7 @@ def pool(part: ComponentPart) -> Compute:
                 "weight": work.weights.plain(names["norm"], weight),
                 "turns": table, "positions": positions,
             }  # fmt: skip
-            out = through_pages(work, values, "bf16", told, more)
+            out = through_pages(work, values, "bf16", fields, more)
         counts = accumulate(span.entries_made(block.ratio) for span in spans)
         offsets = torch.tensor([0, *counts], device=out.device)
         return {"out": out, "entry_offsets": offsets, **made}
@@ -189,8 +189,8 @@ def attend(part: ComponentPart) -> Compute:
         for kind, (slots, cache, _) in zip(("window", "entries"), lists, strict=False):
             more |= {f"{kind}_slots": slots, f"{kind}_cache": cache}
         sink = work.weights.plain(name, torch.float32)
-        made = work.run("sm90_sparse_attention", problem, q=q, sink=sink, **more)
-        return {"out": made[0]}
+        tensors = work.run("sm90_sparse_attention", problem, q=q, sink=sink, **more)
+        return {"out": tensors[0]}
 
     return compute
 
@@ -223,13 +223,13 @@ def _entry_list(
     rows = torch.cat(entries)
     if not len(rows):
         return []
-    begins = [0, *accumulate(len(each) for each in entries)]
+    begins = [0, *accumulate(len(entry) for entry in entries)]
     first = [begin for begin, span in zip(begins, spans, strict=False) for _ in range(span.count)]
     start = torch.tensor(first, device=rows.device)[:, None]
     if "chosen" in work.inputs:
         chosen = work.inputs["chosen"]
     else:
-        widest = max(len(each) for each in entries)
+        widest = max(len(entry) for entry in entries)
         every = torch.arange(widest, device=rows.device).expand(len(positions), -1)
         chosen = torch.where(every < (positions[:, None] + 1) // ratio, every, -1)
     slots = torch.where(chosen >= 0, start + chosen, -1)
@@ -294,7 +294,7 @@ def latent_norm(part: ComponentPart) -> Compute:
     """Norm the latent with the row-writing kernel, padded with a key of zeros."""
     _require_rows(part)
     kind, epsilon = norm_weight(part, part.name), part.facts.norm_epsilon(part.name)
-    told = {"positions": 1, "epsilon": epsilon, "weight": kind, "source": "latent"}
+    fields = {"positions": 1, "epsilon": epsilon, "weight": kind, "source": "latent"}
 
     def compute(work: ComponentCallWork) -> Outputs:
         # The kernel writes rows of 576; the appended key of zeros is cut off again.
@@ -305,7 +305,7 @@ def latent_norm(part: ComponentPart) -> Compute:
             "turns": torch.zeros(1, ROTATED, device=x.device),
             "positions": torch.zeros(len(x), dtype=torch.int64, device=x.device),
         }
-        return {"out": own(through_pages(work, rows, "bf16", told, more)[:, :WIDTH])}
+        return {"out": own(through_pages(work, rows, "bf16", fields, more)[:, :WIDTH])}
 
     return compute
 
@@ -327,15 +327,15 @@ def attend_latent(part: ComponentPart) -> Compute:
     def compute(work: ComponentCallWork) -> Outputs:
         assert "expanded" not in work.inputs, "a model by kernels is bound in its absorbed form"
         q, spans = work.bf16("q"), spans_of(work.inputs)
-        key, of_value = work.weights.made(
+        key, of_value = work.weights.derived(
             name, "absorbed",
-            lambda weight: tuple(map(work.weights.there, absorbed(weight, c))),
+            lambda weight: tuple(map(work.weights.on_device, absorbed(weight, c))),
         )  # fmt: skip
         latent = by_head(work.kernels, q[..., :nope], key).reshape(len(q), heads, WIDTH)
         query = own(torch.cat((latent, q[..., nope:]), dim=-1))
         rows = memories(work, spans, "state_rows", "rows", 1)
         # Rows of all sequences are concatenated; `chosen` counts within each sequence.
-        begins = [0, *accumulate(len(each) for each in rows)]
+        begins = [0, *accumulate(len(row) for row in rows)]
         first = [at for at, span in zip(begins, spans, strict=False) for _ in range(span.count)]
         chosen = work.inputs["chosen"]
         start = torch.tensor(first, device=chosen.device)[:, None]
@@ -417,7 +417,7 @@ def queries(part: ComponentPart) -> Compute:
 
     def compute(work: ComponentCallWork) -> Outputs:
         x, positions = work.bf16(), own(work.inputs["positions"])
-        table = TURNS.reaching(rope, positions)
+        table = TURNS.covering(rope, positions)
         problem = _operand(part, x.shape[0], heads, pairing, positions=table.shape[0])
         (made,) = work.run(
             "simt_indexer_operand", problem, rows=x.reshape(-1, heads, KEY_WIDTH), turns=table,
@@ -438,7 +438,7 @@ def keys(part: ComponentPart) -> Compute:
 
     def compute(work: ComponentCallWork) -> Outputs:
         x, positions = work.bf16(), own(work.inputs["positions"])
-        table = TURNS.reaching(rope, positions)
+        table = TURNS.covering(rope, positions)
         problem = _operand(
             part, x.shape[0], 1, pairing, positions=table.shape[0], normed=True, epsilon=epsilon
         )
@@ -485,13 +485,16 @@ def weights(part: ComponentPart) -> Compute:
 
     def compute(work: ComponentCallWork) -> Outputs:
         x = work.bf16()
-        weight = work.weights.made(
-            name, "scaled",
-            lambda w: work.weights.there(w.values(torch.bfloat16) * (factor if within else 1.0)),
-        )  # fmt: skip
+        weight = work.weights.derived(
+            name,
+            "scaled",
+            lambda w: work.weights.on_device(
+                w.values(torch.bfloat16) * (factor if within else 1.0)
+            ),
+        )
         if part.v4:
-            told = GemmProblem(x.shape[0], outputs, inner)
-            (made,) = work.run("sm90_gemm_bf16", told, a=x, b=weight)
+            problem = GemmProblem(x.shape[0], outputs, inner)
+            (made,) = work.run("sm90_gemm_bf16", problem, a=x, b=weight)
         else:
             made = wide_product(work, x, weight, outputs)
         kind = "bf16" if part.v4 else "fp32"
@@ -527,17 +530,22 @@ def scores(part: ComponentPart) -> Compute:
         pages = q.new_zeros(len(keys) * each * PAGE, KEY_WIDTH)
         for n, own_keys in enumerate(keys):
             pages[n * each * PAGE : n * each * PAGE + len(own_keys)] = own_keys
-        told = KeyPages("bf16", PAGE, len(keys) * each)
-        problem = ScoresProblem(len(q), heads, widest, len(keys), told, ratio, arithmetic)
+        key_pages = KeyPages("bf16", PAGE, len(keys) * each)
+        problem = ScoresProblem(len(q), heads, widest, len(keys), key_pages, ratio, arithmetic)
         counts = torch.tensor([span.count for span in spans])
         owners = torch.repeat_interleave(torch.arange(len(spans), dtype=torch.int32), counts)
         (made,) = work.run(
-            "sm90_indexer_scores", problem, queries=q,
+            "sm90_indexer_scores",
+            problem,
+            queries=q,
             weights=work.bf16("weights") if stored else work.fp32("weights"),
-            positions=own(work.inputs["positions"]), sequences=owners.to(q.device),
-            table=torch.arange(told.count, dtype=torch.int32, device=q.device).reshape(-1, each),
-            pages=pages.view(torch.uint8).reshape(told.count, -1),
-        )  # fmt: skip
+            positions=own(work.inputs["positions"]),
+            sequences=owners.to(q.device),
+            table=torch.arange(key_pages.count, dtype=torch.int32, device=q.device).reshape(
+                -1, each
+            ),
+            pages=pages.view(torch.uint8).reshape(key_pages.count, -1),
+        )
         return {"out": made}
 
     return compute

@@ -125,11 +125,11 @@ class KernelCall:
         """Compute the component, and record what was launched."""
         there = self._kernels.device
         home = next(iter(inputs.values())).device
-        given = {name: each.to(there) for name, each in inputs.items()}
+        given = {name: tensor.to(there) for name, tensor in inputs.items()}
         work = ComponentCallWork(given, PreparedWeights(weights, there, self._kept), self._kernels)
         made = self._compute(work)
-        self._table.note(self._name, self._kernels.taken())
-        return {name: each.to(home) for name, each in made.items()}
+        self._table.note(self._name, self._kernels.take_launches())
+        return {name: tensor.to(home) for name, tensor in made.items()}
 
 
 def use_kernels(bound: BoundModel, recipe: Recipe, kernels: Kernels) -> Paired:
@@ -178,9 +178,9 @@ def parts_of(bound: BoundModel, recipe: Recipe, target: str) -> list[ComponentPa
             ComponentPart(
                 component,
                 facts,
-                {local: recipe.format_of(each).weight for local, each in known.items()},
-                {local: each.shape for local, each in known.items()},
-                {local: str(each.row.dtype) for local, each in known.items()},
+                {local: recipe.format_of(parameter).weight for local, parameter in known.items()},
+                {local: parameter.shape for local, parameter in known.items()},
+                {local: str(parameter.row.dtype) for local, parameter in known.items()},
                 target,
             )
         )

@@ -91,9 +91,9 @@ class Chain:
         scales[place_S < 0] = 0
         return self.of_slots(codes), scales.reshape(*self.experts.shape, scales.shape[-1])
 
-    def lay(self, name: str, codes: Tensor, scales: Tensor) -> None:
+    def place_rows(self, name: str, codes: Tensor, scales: Tensor) -> None:
         """Copy codes and scales of slots to where the next step reads them; zero all other rows."""
-        self.show(name, codes, scales)
+        self.record(name, codes, scales)
         place_S = self.place
         here = place_S >= 0
         for part in ("codes", "scales"):
@@ -102,7 +102,7 @@ class Chain:
         offsets = _offsets(place_S[here], scales.shape[-1])
         self.space[f"{name}_scales"][offsets] = scales.flatten(0, 1)[here]
 
-    def show(self, name: str, codes: Tensor, scales: Tensor) -> None:
+    def record(self, name: str, codes: Tensor, scales: Tensor) -> None:
         """Record what the workspace contains; new inputs invalidate a recorded gate and up."""
         if name == "x":
             self.shown.pop("both", None)
@@ -130,7 +130,7 @@ def same(left: Tensor, right: Tensor) -> bool:
     """Return whether two tensors have equal bits."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
-    return torch.equal(*(own(each).view(torch.uint8) for each in (left, right)))
+    return torch.equal(*(own(tensor).view(torch.uint8) for tensor in (left, right)))
 
 
 def chain_of(work: ComponentCallWork, part: ComponentPart) -> Chain:
@@ -148,10 +148,10 @@ def chain_of(work: ComponentCallWork, part: ComponentPart) -> Chain:
     local_G = torch.full((c.n_routed_experts,), NONE, dtype=torch.int32)
     local_G[visited] = torch.arange(len(visited), dtype=torch.int32)
     space = steps.empty_space(problem, device)
-    made = Chain(block.prefix, problem, expert_TK, visited, local_G.to(device), space)
-    made.run(work, steps.ORDER, experts=own(expert_TK.to(torch.int32)), local=made.local)
-    work.kernels.chain = made
-    return made
+    chain = Chain(block.prefix, problem, expert_TK, visited, local_G.to(device), space)
+    chain.run(work, steps.ORDER, experts=own(expert_TK.to(torch.int32)), local=chain.local)
+    work.kernels.chain = chain
+    return chain
 
 
 def _problem(part: ComponentPart, tokens: int, experts: int) -> MoeProblem:
@@ -178,13 +178,16 @@ def _stack(
 ) -> dict[str, Tensor]:
     """Stack the visited experts' matrices, with the activation scale of each expert."""
     parts = [
-        [work.weights.made(name, "nvfp4 in 128x4", partial(nvfp4, work)) for name in names[expert]]
+        [
+            work.weights.derived(name, "nvfp4 in 128x4", partial(nvfp4, work))
+            for name in names[expert]
+        ]
         for expert in chain.visited
     ]
     both = len(names[0]) > 1
 
     def stacked(index: int) -> Tensor:
-        made = torch.stack([torch.stack([matrix[index] for matrix in each]) for each in parts])
+        made = torch.stack([torch.stack([matrix[index] for matrix in part]) for part in parts])
         return own(made if both else made[:, 0])
 
     decode = stacked(2).squeeze(-1)
@@ -223,15 +226,15 @@ def _step_rows(chain: Chain, work: ComponentCallWork, name: str) -> LinearRows:
     assert scales is not None, "and their block scales"
     if codes.ndim == 2:  # a token's, for all of its slots
         shape = (*chain.experts.shape, -1)
-        codes, scales = (each[:, None].expand(shape) for each in (codes, scales))
+        codes, scales = (tensor[:, None].expand(shape) for tensor in (codes, scales))
     if not (chain.was_shown(f"{name}_codes", codes) and chain.was_shown(f"{name}_scales", scales)):
-        chain.lay(name, codes, scales)
+        chain.place_rows(name, codes, scales)
     return rows
 
 
 def _shown_codes(chain: Chain, name: str, scale_E: Tensor) -> Outputs:
     codes, scales = chain.codes_of_slots(name)
-    chain.show(name, codes, scales)
+    chain.record(name, codes, scales)
     scale_TK = _of_slots(chain, scale_E)
     return {"codes": codes, "block_scale": scales, "tensor_scale": scale_TK}
 
@@ -333,7 +336,7 @@ class ExpertSlots:
     per_token: int
 
     @classmethod
-    def of(cls, expert_TK: Tensor, experts: int) -> ExpertSlots:
+    def from_choices(cls, expert_TK: Tensor, experts: int) -> ExpertSlots:
         """Sort; slots without an expert come last."""
         flat = expert_TK.flatten()
         key = torch.where(flat < 0, experts, flat)
@@ -376,8 +379,8 @@ def topk(part: ComponentPart) -> Compute:
 
     def compute(work: ComponentCallWork) -> Outputs:
         logits = work.fp32("logits")
-        told = {each: getattr(problem, each) for each in problem.__dataclass_fields__}
-        here = RouterProblem(**(told | {"tokens": logits.shape[0]}))
+        fields = {each: getattr(problem, each) for each in problem.__dataclass_fields__}
+        here = RouterProblem(**(fields | {"tokens": logits.shape[0]}))
         if by_table:
             ids = own(work.inputs["tokens"].to(torch.int64))
             given = {"table": work.weights.plain(name, torch.int64), "ids": ids}
@@ -398,22 +401,24 @@ def _names(part: ComponentPart, parts: Sequence[str]) -> list[list[str]]:
 def _products(part: ComponentPart, parts: Sequence[str]) -> Compute:
     names = _names(part, parts)
     ways = [kernel_of_weight(part, name) for name in names[0]]  # a recipe treats all experts alike
-    if all(way.kernel == "sm90_gemm_nvfp4" for way in ways):
+    if all(kernel.kernel == "sm90_gemm_nvfp4" for kernel in ways):
         return (first if parts == _FIRST else second)(part, names)
     width = sum(part.shapes[name][0] for name in names[0])
 
     def compute(work: ComponentCallWork) -> Outputs:
         given = work.inputs
-        slots = ExpertSlots.of(given["experts"], len(names))
+        slots = ExpertSlots.from_choices(given["experts"], len(names))
         rows = _rows(work, slots)
         made = torch.zeros(
             given["experts"].numel(), width, dtype=torch.bfloat16, device=work.kernels.device
         )
         for expert, span in slots.visited():
             place = torch.arange(span.start, span.stop, device=made.device)
-            own_rows = rows.some(place)
+            own_rows = rows.select(place)
             each = zip(ways, names[expert], strict=True)
-            made[span] = torch.cat([product(work, way, n, own_rows) for way, n in each], dim=-1)
+            made[span] = torch.cat(
+                [product(work, kernel, n, own_rows) for kernel, n in each], dim=-1
+            )
         return {"out": slots.back(made)}
 
     return compute
@@ -447,7 +452,7 @@ def w2(part: ComponentPart) -> Compute:
 
 def _expert_scales(work: ComponentCallWork, names: Sequence[Sequence[str]]) -> Tensor:
     """Return the decode scale of each expert's input activations [E]."""
-    return torch.cat([input_scale(work, each) for each in names])
+    return torch.cat([input_scale(work, name) for name in names])
 
 
 def _quantised(
@@ -490,7 +495,7 @@ def _gathered(part: ComponentPart, names: Sequence[Sequence[str]]) -> Compute:
     QuantiseProblem(1, columns, LINEAR.name, experts=count)
 
     def compute(work: ComponentCallWork) -> Outputs:
-        slots = ExpertSlots.of(work.inputs["experts"], count)
+        slots = ExpertSlots.from_choices(work.inputs["experts"], count)
         x = slots.rows(work.bf16(), by_slot=False)
         problem = QuantiseProblem(x.shape[0], columns, LINEAR.name, experts=count)
         return _quantised(work, slots, x, _expert_scales(work, names), problem)
@@ -513,7 +518,7 @@ def routed_act(part: ComponentPart) -> Compute:
     QuantiseProblem(1, columns, LINEAR.name, "swiglu", experts=count, limit=limit)
 
     def compute(work: ComponentCallWork) -> Outputs:
-        slots = ExpertSlots.of(work.inputs["experts"], count)
+        slots = ExpertSlots.from_choices(work.inputs["experts"], count)
         x = slots.rows(work.bf16(), by_slot=True)
         problem = QuantiseProblem(
             x.shape[0], columns, LINEAR.name, "swiglu", experts=count, limit=limit
@@ -595,7 +600,7 @@ def swiglu(columns: int, limit: float | None) -> Compute:
             rows.shape[0], rows.shape[1] // 2, LINEAR.name, "swiglu", keeps_values=True, limit=limit
         )
         unused = torch.ones(1, dtype=torch.float32, device=rows.device)
-        made = work.run("simt_quantise_nvfp4", problem, values=rows, decode_scale=unused)
-        return {"out": made[2].reshape(*x.shape[:-1], -1)}
+        tensors = work.run("simt_quantise_nvfp4", problem, values=rows, decode_scale=unused)
+        return {"out": tensors[2].reshape(*x.shape[:-1], -1)}
 
     return compute

@@ -112,7 +112,7 @@ class DerivedWeight(NamedTuple):
     """A weight and what was made of it."""
 
     weight: Weight
-    made: Any
+    value: Any
 
 
 @dataclass
@@ -123,12 +123,12 @@ class PreparedWeights:
     device: torch.device
     kept: dict[tuple[str, str], DerivedWeight] = field(default_factory=dict)
 
-    def made(self, name: str, how: str, make: Callable[[Weight], T]) -> T:
+    def derived(self, name: str, how: str, make: Callable[[Weight], T]) -> T:
         """Return `make(weight)`, cached for the same weight record."""
         weight = self.source[name]
         known = self.kept.get((name, how))
         if known is not None and known.weight is weight:
-            found: T = known.made
+            found: T = known.value
             return found
         made = make(weight)
         if isinstance(weight, HeldWeight):  # nobody writes into it
@@ -137,13 +137,15 @@ class PreparedWeights:
 
     def plain(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return a weight's values on the device."""
-        return self.made(name, str(dtype), lambda weight: self.there(weight.values(dtype)))
+        return self.derived(name, str(dtype), lambda weight: self.on_device(weight.values(dtype)))
 
     def bf16(self, name: str) -> Tensor:
         """Return a weight as BF16 on the device; raise if that is not exact."""
-        return self.made(name, "exact bf16", lambda weight: self.there(exact_bf16(name, weight)))
+        return self.derived(
+            name, "exact bf16", lambda weight: self.on_device(exact_bf16(name, weight))
+        )
 
-    def there(self, tensor: Tensor) -> Tensor:
+    def on_device(self, tensor: Tensor) -> Tensor:
         """Return a contiguous, aligned tensor on the device."""
         return own(tensor.to(self.device))
 
@@ -305,7 +307,7 @@ class Kernels(ABC):
     def run(self, kernel: str, problem: Any, **tensors: Tensor | None) -> Made:
         """Launch a kernel; return its outputs in the order of its entry point."""
         made = self._run(kernel, problem, tensors)
-        idle = any(each.numel() == 0 for each in made)
+        idle = any(tensor.numel() == 0 for tensor in made)
         tactic = NOTHING if idle else tactic_of(kernel, problem, self.target)
         self._noted.append(Launch(kernel, tactic))
         return made
@@ -314,7 +316,7 @@ class Kernels(ABC):
         """Record what was computed in place of a launch."""
         self._noted.append(Launch(kernel, tactic))
 
-    def taken(self) -> list[Launch]:
+    def take_launches(self) -> list[Launch]:
         """Return the launches since the last call of this method."""
         noted, self._noted = self._noted, []
         return noted

@@ -53,7 +53,7 @@ class LinearRows(NamedTuple):
     block_scale: Tensor | None = None
     tensor_scale: Tensor | None = None
 
-    def some(self, index: Tensor) -> LinearRows:
+    def select(self, index: Tensor) -> LinearRows:
         """Select some of the rows."""
         parts = (None if part is None else part[index] if part.ndim else part for part in self)
         return LinearRows(*parts)
@@ -90,24 +90,24 @@ def kernel_of_weight(part: ComponentPart, name: str) -> LinearKernel:
     return LinearKernel(f"sm90_gemm_{problem.operands}", problem)
 
 
-def product(work: ComponentCallWork, way: LinearKernel, name: str, rows: LinearRows) -> Tensor:
+def product(work: ComponentCallWork, kernel: LinearKernel, name: str, rows: LinearRows) -> Tensor:
     """Multiply rows by one weight, BF16 [M, N]."""
     multiply = {
         "sm90_gemm_bf16": _by_bf16,
         "sm90_gemm_nvfp4": _by_nvfp4,
         "sm90_gemm_fp8_block": _by_fp8,
         "sm90_gemm_w4a16": _by_w4a16,
-    }[way.kernel]
-    return multiply(work, way, name, rows)
+    }[kernel.kernel]
+    return multiply(work, kernel, name, rows)
 
 
-def _by_bf16(work: ComponentCallWork, way: LinearKernel, name: str, rows: LinearRows) -> Tensor:
+def _by_bf16(work: ComponentCallWork, kernel: LinearKernel, name: str, rows: LinearRows) -> Tensor:
     a = own(_known(rows.values))
-    problem = replace(way.problem, rows=a.shape[0])
-    return work.run(way.kernel, problem, a=a, b=work.weights.bf16(name))[0]
+    problem = replace(kernel.problem, rows=a.shape[0])
+    return work.run(kernel.kernel, problem, a=a, b=work.weights.bf16(name))[0]
 
 
-def _by_nvfp4(work: ComponentCallWork, way: LinearKernel, name: str, rows: LinearRows) -> Tensor:
+def _by_nvfp4(work: ComponentCallWork, kernel: LinearKernel, name: str, rows: LinearRows) -> Tensor:
     codes, scale = own(_known(rows.codes)), _known(rows.tensor_scale)
     if scale.numel() > 1 and bool((scale != scale[:1]).any()):
         raise InvalidArgument(
@@ -115,9 +115,9 @@ def _by_nvfp4(work: ComponentCallWork, way: LinearKernel, name: str, rows: Linea
             "one input scale for all rows of a product",
             "Quantise with --calibration, so that the checkpoint has input scales.",
         )  # fmt: skip
-    b_codes, b_scales, b_scale = work.weights.made(name, "nvfp4 in 128x4", partial(nvfp4, work))
+    b_codes, b_scales, b_scale = work.weights.derived(name, "nvfp4 in 128x4", partial(nvfp4, work))
     (made,) = work.run(
-        way.kernel, replace(way.problem, rows=codes.shape[0]),
+        kernel.kernel, replace(kernel.problem, rows=codes.shape[0]),
         a=codes, a_scales=own(to_layout(_known(rows.block_scale), SWIZZLE_128X4)),
         a_decode_scale=own(scale.reshape(-1)[:1].float()),
         b=b_codes, b_scales=b_scales, b_decode_scale=b_scale,
@@ -129,7 +129,7 @@ def nvfp4(
     work: ComponentCallWork, weight: Weight, layout: str = SWIZZLE_128X4.name
 ) -> tuple[Tensor, ...]:
     """Return codes, block scales in a layout, and decode scale of a weight, on the device."""
-    return tuple(map(work.weights.there, nvfp4_parts(weight, layout)))
+    return tuple(map(work.weights.on_device, nvfp4_parts(weight, layout)))
 
 
 def nvfp4_parts(weight: Weight, layout: str = SWIZZLE_128X4.name) -> tuple[Tensor, ...]:
@@ -140,34 +140,34 @@ def nvfp4_parts(weight: Weight, layout: str = SWIZZLE_128X4.name) -> tuple[Tenso
     return tensor.codes, tensor.block_scale, tensor.decode_scale.reshape(1).float()
 
 
-def _by_fp8(work: ComponentCallWork, way: LinearKernel, name: str, rows: LinearRows) -> Tensor:
+def _by_fp8(work: ComponentCallWork, kernel: LinearKernel, name: str, rows: LinearRows) -> Tensor:
     codes = own(_known(rows.codes)).view(torch.float8_e4m3fn)
 
     def fp8(weight: Weight) -> tuple[Tensor, Tensor]:
         tensor = weight.quantised()
-        return tuple(map(work.weights.there, (tensor.codes, tensor.block_scale)))  # type: ignore[return-value]
+        return tuple(map(work.weights.on_device, (tensor.codes, tensor.block_scale)))  # type: ignore[return-value]
 
-    b, b_scales = work.weights.made(name, "fp8", fp8)
+    b, b_scales = work.weights.derived(name, "fp8", fp8)
     (made,) = work.run(
-        way.kernel, replace(way.problem, rows=codes.shape[0]), a=codes,
+        kernel.kernel, replace(kernel.problem, rows=codes.shape[0]), a=codes,
         a_scales=own(_known(rows.block_scale)), b=b.view(torch.float8_e4m3fn), b_scales=b_scales,
     )  # fmt: skip
     return made
 
 
-def _by_w4a16(work: ComponentCallWork, way: LinearKernel, name: str, rows: LinearRows) -> Tensor:
+def _by_w4a16(work: ComponentCallWork, kernel: LinearKernel, name: str, rows: LinearRows) -> Tensor:
     x = _known(rows.values)
-    codes, scales, scale = work.weights.made(
+    codes, scales, scale = work.weights.derived(
         name, "nvfp4", partial(nvfp4, work, layout=LINEAR.name)
     )
-    made = [
+    tensors = [
         work.run(
-            way.kernel, replace(way.problem, rows=some.shape[0]),
+            kernel.kernel, replace(kernel.problem, rows=some.shape[0]),
             x=own(some), codes=codes, scales=scales, decode_scale=scale,
         )[0]
         for some in _pieces(x, LARGEST_ROWS)
     ]  # fmt: skip
-    return _joined(made)
+    return _joined(tensors)
 
 
 def _known(tensor: Tensor | None) -> Tensor:
@@ -201,8 +201,8 @@ def linear(part: ComponentPart) -> Compute:
 
     def compute(work: ComponentCallWork) -> Outputs:
         rows = rows_in(work)
-        made = [product(work, way, name, rows) for name, way in ways.items()]
-        return {"out": made[0] if len(made) == 1 else torch.cat(made, dim=-1)}
+        tensors = [product(work, kernel, name, rows) for name, kernel in ways.items()]
+        return {"out": tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=-1)}
 
     return compute
 
@@ -220,29 +220,29 @@ def _act_quant_fp8(columns: int, scales: str) -> Compute:
     return compute
 
 
-def _grouped_fp8(part: ComponentPart, way: LinearKernel) -> Compute:
+def _grouped_fp8(part: ComponentPart, kernel: LinearKernel) -> Compute:
     """Compute one product a group; a 128 x 128 tile under one scale may contain several groups."""
     name, groups, rank = part.name, part.config.o_groups, part.config.o_lora_rank
     require_group_rows(rank)
 
     def fp8(work: ComponentCallWork, weight: Weight) -> list[tuple[Tensor, Tensor]]:
-        there = work.weights.there
+        there = work.weights.on_device
         return [(there(codes), there(scales)) for codes, scales in by_group(weight, groups, rank)]
 
     def compute(work: ComponentCallWork) -> Outputs:
         rows = rows_in(work)
         codes, scales = _known(rows.codes), _known(rows.block_scale)
-        weights = work.weights.made(name, "fp8 by group", partial(fp8, work))
+        weights = work.weights.derived(name, "fp8 by group", partial(fp8, work))
         pairs = zip(codes.chunk(groups, 1), scales.chunk(groups, 1), weights, strict=True)
-        problem = replace(way.problem, rows=codes.shape[0])
-        made = [
+        problem = replace(kernel.problem, rows=codes.shape[0])
+        tensors = [
             work.run(
-                way.kernel, problem, a=own(a).view(torch.float8_e4m3fn), a_scales=own(of_a),
+                kernel.kernel, problem, a=own(a).view(torch.float8_e4m3fn), a_scales=own(of_a),
                 b=b.view(torch.float8_e4m3fn), b_scales=of_b,
             )[0]
             for a, of_a, (b, of_b) in pairs
         ]  # fmt: skip
-        return {"out": torch.cat(made, dim=-1)}
+        return {"out": torch.cat(tensors, dim=-1)}
 
     return compute
 
@@ -267,22 +267,22 @@ def grouped(part: ComponentPart) -> Compute:
     """Compute V4's wo_a: one matrix and one product for each group of heads."""
     name, groups, rank = part.name, part.config.o_groups, part.config.o_lora_rank
     whole = replace(part, shapes={name: (rank, part.shapes[name][1])})
-    way = kernel_of_weight(whole, name)
-    if way.kernel == "sm90_gemm_fp8_block":
-        return _grouped_fp8(part, way)
-    if way.kernel != "sm90_gemm_bf16":
+    kernel = kernel_of_weight(whole, name)
+    if kernel.kernel == "sm90_gemm_fp8_block":
+        return _grouped_fp8(part, kernel)
+    if kernel.kernel != "sm90_gemm_bf16":
         raise NoKernelError(f"groups of {part.format_of(name)} have no kernel; BF16 and FP8 do")
 
     def compute(work: ComponentCallWork) -> Outputs:
         x = work.bf16()
         x_TGK = x.reshape(x.shape[0], groups, -1)
         weight = work.weights.bf16(name).reshape(groups, rank, -1)
-        problem = replace(way.problem, rows=x.shape[0])
-        made = [
-            work.run(way.kernel, problem, a=own(x_TGK[:, group]), b=own(weight[group]))[0]
+        problem = replace(kernel.problem, rows=x.shape[0])
+        tensors = [
+            work.run(kernel.kernel, problem, a=own(x_TGK[:, group]), b=own(weight[group]))[0]
             for group in range(groups)
         ]
-        return {"out": torch.cat(made, dim=-1)}
+        return {"out": torch.cat(tensors, dim=-1)}
 
     return compute
 
@@ -291,14 +291,14 @@ def wide_product(work: ComponentCallWork, x: Tensor, weight: Tensor, columns: in
     """Multiply BF16 rows by a BF16 weight into float32, a few rows a launch."""
     inner = x.shape[1]
     most = max(rows for rows in ROWS if inner <= inner_held(rows))
-    made = [
+    tensors = [
         work.run(
             "simt_gemv_bf16", GemvProblem(some.shape[0], columns, inner),
             x=own(some), weight=weight,
         )[0]
         for some in _pieces(x, most)
     ]  # fmt: skip
-    return _joined(made)
+    return _joined(tensors)
 
 
 def _require_wide(part: ComponentPart) -> None:
@@ -329,7 +329,7 @@ def compressor(part: ComponentPart) -> Compute:
         def by_codes(work: ComponentCallWork) -> Outputs:
             rows = rows_in(work)
             return _latent_and_gate(
-                {name: product(work, way, name, rows) for name, way in ways.items()}
+                {name: product(work, kernel, name, rows) for name, kernel in ways.items()}
             )
 
         return by_codes
@@ -348,7 +348,7 @@ def compressor(part: ComponentPart) -> Compute:
 
 
 def _latent_and_gate(made: dict[str, Tensor]) -> Outputs:
-    by_part = {name.rpartition(".")[2]: each for name, each in made.items()}
+    by_part = {name.rpartition(".")[2]: tensor for name, tensor in made.items()}
     return {"latent": by_part["wkv"], "gate": by_part["wgate"]}
 
 
@@ -361,7 +361,7 @@ def input_scale(work: ComponentCallWork, names: Sequence[str]) -> Tensor:
             f"input scale of {names[0]}", None, "a scale of the activations in front of it",
             "Quantise with --calibration: the kernel takes no scale of a row.",
         )  # fmt: skip
-    return work.weights.there(torch.stack(known).amax().reshape(1))
+    return work.weights.on_device(torch.stack(known).amax().reshape(1))
 
 
 def act_quant(part: ComponentPart) -> Compute:

@@ -56,7 +56,7 @@ class RopeTables:
     def __init__(self) -> None:
         self._tables: dict[Rope, Tensor] = {}
 
-    def reaching(self, rope: Rope, positions: Tensor) -> Tensor:
+    def covering(self, rope: Rope, positions: Tensor) -> Tensor:
         """Return a table [P, 2 * pairs] that covers all of these positions, on their device."""
         last = int(positions.max()) if positions.numel() else 0
         known = self._tables.get(rope)
@@ -185,11 +185,11 @@ def query_heads(part: ComponentPart) -> Compute:
 
     def compute(work: ComponentCallWork) -> Outputs:
         x, positions = work.bf16(), own(work.inputs["positions"])
-        turns = TURNS.reaching(rope, positions)
+        turns = TURNS.covering(rope, positions)
         problem = HeadsProblem(x.shape[0], heads, turns.shape[0], part.config.rms_norm_eps)
         rows = x.reshape(x.shape[0], heads, WIDTH)
-        made = work.run("simt_qnorm_rope", problem, heads=rows, turns=turns, positions=positions)
-        return {"out": made[0]}
+        tensors = work.run("simt_qnorm_rope", problem, heads=rows, turns=turns, positions=positions)
+        return {"out": tensors[0]}
 
     return compute
 
@@ -201,7 +201,7 @@ def inverse_rope(part: ComponentPart) -> Compute:
 
     def compute(work: ComponentCallWork) -> Outputs:
         x, positions = work.bf16(), own(work.inputs["positions"])
-        turns = TURNS.reaching(rope, positions)
+        turns = TURNS.covering(rope, positions)
         problem = BackProblem(x.shape[0], heads, turns.shape[0])
         (made,) = work.run("simt_inverse_rope", problem, heads=x, turns=turns, positions=positions)
         return {"out": made.flatten(1)}
@@ -217,7 +217,7 @@ def rope(part: ComponentPart) -> Compute:
 
     def compute(work: ComponentCallWork) -> Outputs:
         q, positions = work.bf16("q"), own(work.inputs["positions"])
-        table = TURNS.reaching(rope, positions)
+        table = TURNS.covering(rope, positions)
         half = table.shape[1] // 2
         # Negated sines turn the inverse rotation into the forward one.
         forth = own(torch.cat((table[:, :half], -table[:, half:]), dim=1))
@@ -246,16 +246,16 @@ def latent_row(part: ComponentPart) -> Compute:
 
     def compute(work: ComponentCallWork) -> Outputs:
         x, positions = work.bf16(), own(work.inputs["positions"])
-        turns = TURNS.reaching(rope, positions)
+        turns = TURNS.covering(rope, positions)
         more = {
             "weight": work.weights.plain(part.name, NORM_WEIGHTS[kind]),
             "turns": turns, "positions": positions,
         }  # fmt: skip
-        told = {
+        fields = {
             "positions": turns.shape[0], "epsilon": part.config.rms_norm_eps, "weight": kind,
             "source": "latent",
         }  # fmt: skip
-        return {"out": through_pages(work, x, "bf16", told, more)}
+        return {"out": through_pages(work, x, "bf16", fields, more)}
 
     return compute
 
@@ -269,21 +269,21 @@ def cache_row(part: ComponentPart) -> Compute:
     entry = _ENTRY_OF_CACHE[kind]
 
     def compute(work: ComponentCallWork) -> Outputs:
-        told = {"source": "row"}
-        return {"out": through_pages(work, work.bf16(), entry, told, {})}
+        fields = {"source": "row"}
+        return {"out": through_pages(work, work.bf16(), entry, fields, {})}
 
     return compute
 
 
 def through_pages(
-    work: ComponentCallWork, x: Tensor, entry: str, told: dict[str, Any], more: dict[str, Tensor]
+    work: ComponentCallWork, x: Tensor, entry: str, fields: dict[str, Any], more: dict[str, Tensor]
 ) -> Tensor:
     """Write rows into fresh pages in reverse order of memory, and read them back in order."""
     count = x.shape[0]
     pages = Pages(entry, _PAGE, max(1, -(-count // _PAGE)), width=x.shape[1])
     cache = torch.zeros(pages.count, pages.stride, dtype=torch.uint8, device=x.device)
     slots = torch.arange(count - 1, -1, -1, device=x.device)
-    written = WriteProblem(count, pages, **told)
+    written = WriteProblem(count, pages, **fields)
     work.run("simt_kv_write", written, values=x, slots=slots, cache=cache, **more)
     read = ReadProblem(count, pages)
     return work.run("simt_kv_read", read, indices=slots.to(torch.int32), cache=cache)[0]
@@ -308,10 +308,10 @@ def _problem(part: ComponentPart, tokens: int, kind: str) -> MixProblem:
 def _mixed(part: ComponentPart, work: ComponentCallWork, kind: str) -> tuple[Tensor, ...]:
     by_end = {name.rpartition("_")[2]: name for name in part.shapes}
     streams = work.bf16("streams")
-    split = work.weights.made(
+    split = work.weights.derived(
         by_end["fn"],
         "three bf16",
-        lambda weight: work.weights.there(split_weight(weight.values(torch.float32))),
+        lambda weight: work.weights.on_device(split_weight(weight.values(torch.float32))),
     )
     base, scale = (work.weights.plain(by_end[end], torch.float32) for end in ("base", "scale"))
     layer = "head" if kind == "head" else "layer"

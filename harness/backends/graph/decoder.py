@@ -72,7 +72,7 @@ class Decoder:
         self._made: tuple[Tensor, Tensor] | None = None
 
     @classmethod
-    def of(
+    def from_model(
         cls, kernels: Kernels, bound: BoundModel, recipe: Recipe, lanes: int, positions: int
     ) -> Decoder:
         """Lay out a bound model's weights, and allocate its memory."""
@@ -96,9 +96,9 @@ class Decoder:
         layers = [laying.layer(block) for block in config.layers]
         memories = [
             memory_of(
-                room, each.block, indexes=each.attn.indexer is not None, device=kernels.device
+                room, layer.block, indexes=layer.attn.indexer is not None, device=kernels.device
             )
-            for each in layers
+            for layer in layers
         ]
         return cls(V4Steps(kernels, config, switches, room), laying.ends(), layers, memories)
 
@@ -128,13 +128,13 @@ class Decoder:
         s, table = self.stepping, self.ends.embed
         problem = EmbedProblem(len(s.lanes.repeated), *table.shape)
         (rows,) = s.kernels.run("simt_embed", problem, ids=s.lanes.repeated, table=table)
-        hidden = s.through(self.ends, self.layers, self.memories, rows)
+        hidden = s.run_layers(self.ends, self.layers, self.memories, rows)
         return hidden, self.logits(hidden) if speaks else hidden.new_empty(0)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [T, V] for rows of the first result of `step`."""
         s = self.stepping
-        return widely(s.kernels, self.ends.head, s.behind(self.ends, hidden))
+        return widely(s.kernels, self.ends.head, s.head_input(self.ends, hidden))
 
     def greedy(self, logits: Tensor) -> Tensor:
         """Return the likeliest token of each row, int32 [B]; ties go to the lowest index."""
@@ -158,7 +158,7 @@ class Decoder:
         with torch.cuda.graph(self._graph):
             self._made = self.step(speaks=speaks)
         # Discard the launch records of warm-up and capture.
-        self.stepping.kernels.taken()
+        self.stepping.kernels.take_launches()
         if self.prompts is not None:
             self.prompts.capture(speaks=False)  # only a prompt's last token needs the head
 
@@ -191,15 +191,15 @@ class Decoder:
             )  # fmt: skip
         if owners is None:
             owners = range(rows) if rows == room.lanes else [0] * rows
-        self.stepping.lanes.tell(tokens, positions, owners)
+        self.stepping.lanes.copy_step(tokens, positions, owners)
 
 
 def entry_of(switches: Switches, known: Mapping[str, str] = _ENTRIES) -> str:
     """Return the cache's entry format; raise NotBuilt if no kernel writes it."""
     kind = str(switches.kv_cache)
     if kind not in known or switches.cache_scale_floored:
-        told = f"{kind}{', scales floored' if switches.cache_scale_floored else ''}"
-        raise NotBuilt("cache of a decoder", told, " or ".join(known), "Choose another cache.")
+        text = f"{kind}{', scales floored' if switches.cache_scale_floored else ''}"
+        raise NotBuilt("cache of a decoder", text, " or ".join(known), "Choose another cache.")
     return known[kind]
 
 
@@ -210,7 +210,7 @@ class IncomingTokens:
     lane: int
     start: int
     ids: list[int]
-    made: list[Tensor] = field(default_factory=list)
+    results: list[Tensor] = field(default_factory=list)
 
 
 class DecoderSpeaker(LogitsModel):
@@ -241,9 +241,9 @@ class DecoderSpeaker(LogitsModel):
             # Chosen by the sequence's own length, so that batching does not change its kernels.
             self._by_pieces([each for each in coming if len(each.ids) > 1])
             self._token_by_token([each for each in coming if len(each.ids) == 1])
-        for sequence, each in zip(sequences, coming, strict=True):
-            sequence.length += len(each.ids)
-        return torch.stack([row for each in coming for row in each.made])
+        for sequence, incoming_tokens in zip(sequences, coming, strict=True):
+            sequence.length += len(incoming_tokens.ids)
+        return torch.stack([row for each in coming for row in each.results])
 
     def _token_by_token(self, coming: list[IncomingTokens]) -> None:
         """Feed one token a step for every sequence, in the row of its lane."""
@@ -252,13 +252,16 @@ class DecoderSpeaker(LogitsModel):
             ids: list[int | None] = [None] * every
             positions = [0] * every
             now = [each for each in coming if number < len(each.ids)]
-            for each in now:
-                ids[each.lane], positions[each.lane] = each.ids[number], each.start + number
+            for incoming_tokens in now:
+                ids[incoming_tokens.lane], positions[incoming_tokens.lane] = (
+                    incoming_tokens.ids[number],
+                    incoming_tokens.start + number,
+                )
             self._decoder.feed(ids, positions)
             # The next replay overwrites the graph's outputs.
             made = self._decoder.run()[0].clone()
-            for each in now:
-                each.made.append(made[each.lane])
+            for incoming_tokens in now:
+                incoming_tokens.results.append(made[incoming_tokens.lane])
 
     def _by_pieces(self, coming: list[IncomingTokens]) -> None:
         """Fill a step's rows with consecutive tokens of any sequences."""
@@ -280,13 +283,13 @@ class DecoderSpeaker(LogitsModel):
             )
             # As above: the next replay overwrites the outputs.
             made = prompts.run()[0].clone()
-            for (each, *_), row in zip(now, made, strict=False):
-                each.made.append(row)
+            for (incoming_tokens, *_), row in zip(now, made, strict=False):
+                incoming_tokens.results.append(row)
 
     @torch.inference_mode()
     def normed(self, hidden: Tensor) -> Tensor:
         """Return the head's input for rows of `hidden`."""
-        return self._decoder.stepping.behind(self._decoder.ends, hidden.contiguous())
+        return self._decoder.stepping.head_input(self._decoder.ends, hidden.contiguous())
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -325,10 +328,10 @@ def speak_by_layers(model: OpenModel, kernels: Kernels, lanes: int = MOST_CONCUR
             "--graph", "a checkpoint that is streamed", "weights that fit into memory",
             "Leave --graph out: components run one by one.",
         )  # fmt: skip
-    bound = model.speaker.bound
-    reach = min(model.speaker.context, POSITIONS)
-    decoder = Decoder.of(kernels, bound, model.recipe, min(lanes, MOST_CONCURRENT), reach)
+    bound = model.logits_model.bound
+    reach = min(model.logits_model.context, POSITIONS)
+    decoder = Decoder.from_model(kernels, bound, model.recipe, min(lanes, MOST_CONCURRENT), reach)
     if kernels.device.type == "cuda":
         decoder.capture(speaks=False)  # a speaker asks for the logits of the rows that speak
-    model.speaker = DecoderSpeaker(bound, decoder)
+    model.logits_model = DecoderSpeaker(bound, decoder)
     return Paired(NAME, tuple(bound.calls))

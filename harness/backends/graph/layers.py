@@ -85,7 +85,7 @@ class V4Steps(DecoderSteps):
         super().__init__(kernels, config, switches, room, room.lanes)
         self.config = config
 
-    def through(
+    def run_layers(
         self,
         ends: EndWeights,
         layers: Many[LayerWeights],
@@ -102,7 +102,7 @@ class V4Steps(DecoderSteps):
             streams = self.layer(weights, memory, lists, streams)
         return streams
 
-    def behind(self, ends: EndWeights, hidden: Tensor) -> Tensor:
+    def head_input(self, ends: EndWeights, hidden: Tensor) -> Tensor:
         """Mix the streams for the head, and norm the result."""
         return self.normed(ends.norm, self.mixed(ends.mixing, hidden, "head")[0])
 
@@ -164,7 +164,7 @@ class V4Steps(DecoderSteps):
         self, weights: LayerWeights, memory: LayerMemory, lists: Lists, x: Tensor
     ) -> Tensor:
         w, run, c = weights.attn, self.kernels.run, self.config
-        table, positions = self.turns(weights.rope), self.lanes.positions
+        table, positions = self.rope_table(weights.rope), self.lanes.positions
         qr = self.normed(w.q_norm, multiply(self.kernels, w.wq_a, x))
         heads = multiply(self.kernels, w.wq_b, qr).reshape(len(x), -1, WIDTH)
         of_heads = HeadsProblem(len(x), heads.shape[1], len(table), c.rms_norm_eps)
@@ -178,8 +178,8 @@ class V4Steps(DecoderSteps):
             assert memory.entries is not None, "a layer that compresses has entries"
             far = KeyList(slots.shape[1], self.room.pages(ratio))
             more |= {"entries_slots": slots, "entries_cache": memory.entries}
-        told = AttentionProblem(len(x), heads.shape[1], near, far, "decode")
-        out = run("sm90_sparse_attention", told, q=q, sink=w.sink, **more)[0]
+        problem = AttentionProblem(len(x), heads.shape[1], near, far, "decode")
+        out = run("sm90_sparse_attention", problem, q=q, sink=w.sink, **more)[0]
         return multiply(self.kernels, w.wo_b, self._turned_back(w, out, table))
 
     def _turned_back(self, w: AttentionWeights, out: Tensor, table: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ class V4Steps(DecoderSteps):
         self, weights: LayerWeights, memory: LayerMemory, lists: Lists, latent: Tensor
     ) -> None:
         """Norm, rotate and write the token's row into the window's ring."""
-        norm, table = weights.attn.kv_norm, self.turns(weights.rope)
+        norm, table = weights.attn.kv_norm, self.rope_table(weights.rope)
         told = (len(table), self.config.rms_norm_eps, norm.kind)
         self.kernels.run(
             "simt_kv_write", WriteProblem(len(latent), self.room.pages(0), *told), values=latent,
@@ -223,9 +223,9 @@ class V4Steps(DecoderSteps):
         assert w.compressor is not None, "a layer with a ratio compresses"
         assert memory.ring is not None, "and carries rows"
         assert memory.entries is not None, "into entries"
-        made = self._pooled(w.compressor, memory.ring, ratio, given[0])
+        tensors = self._pooled(w.compressor, memory.ring, ratio, given[0])
         pages = self.room.pages(ratio)
-        self._write_entries(weights, w.compressor, made, memory.entries, pages)
+        self._write_entries(weights, w.compressor, tensors, memory.entries, pages)
         if w.indexer is None:
             return lists.visible[ratio]
         chosen = self._chosen(weights, w.indexer, memory, given)
@@ -247,19 +247,19 @@ class V4Steps(DecoderSteps):
         """Return latents, then gates, in float32."""
         if weights.joined is not None:
             return widely(self.kernels, weights.joined, x)
-        return widened([multiply(self.kernels, each, x) for each in weights.apart])
+        return widened([multiply(self.kernels, matrix, x) for matrix in weights.apart])
 
     def _write_entries(
         self,
         weights: LayerWeights,
         of: Compressing,
-        made: tuple[Tensor, ...],
+        tensors: tuple[Tensor, ...],
         cache: Tensor,
         pages: Pages,
     ) -> None:
         """Norm, rotate at the window's first position, and write completed entries."""
-        values, positions, slots = made
-        table = self.turns(weights.rope)
+        values, positions, slots = tensors
+        table = self.rope_table(weights.rope)
         told = (len(table), self.config.rms_norm_eps, of.norm.kind)
         self.kernels.run(
             "simt_kv_write", WriteProblem(len(values), pages, *told), values=values,
@@ -274,7 +274,7 @@ class V4Steps(DecoderSteps):
         assert memory.keys is not None, "an indexer has keys"
         assert memory.key_ring is not None, "and carries rows"
         self._write_keys(weights, w, (memory.keys, memory.key_ring), x)
-        heads, table = w.weights.shape[0], self.turns(weights.rope)
+        heads, table = w.weights.shape[0], self.rope_table(weights.rope)
         q = multiply(self.kernels, w.wq_b, qr).reshape(len(x), heads, KEY_WIDTH)
         operand = self._operand(len(x), heads, "interleaved", len(table))
         positions = self.lanes.positions
@@ -348,7 +348,7 @@ class V32Steps(DecoderSteps):
         self._scale = softmax_scale(config)
         self._latent_epsilon = switches.latent_epsilon(config.rms_norm_eps)
 
-    def through(
+    def run_layers(
         self,
         ends: LatentEnds,
         layers: Many[LatentLayer],
@@ -363,8 +363,8 @@ class V32Steps(DecoderSteps):
             x, residual = self.layer(weights, memory, own, (x, residual))
         return self.added(ends.norm, x, residual)[0]
 
-    def behind(self, ends: LatentEnds, hidden: Tensor) -> Tensor:
-        """Return the head's input, which `through` has normed already."""
+    def head_input(self, ends: LatentEnds, hidden: Tensor) -> Tensor:
+        """Return the head's input, which `run_layers` has normed already."""
         del ends
         return hidden
 
@@ -376,10 +376,10 @@ class V32Steps(DecoderSteps):
         problem = ResidualProblem(
             x.shape[0], x.shape[1], self.config.rms_norm_eps, norm.kind, rounded
         )
-        made = self.kernels.run(
+        tensors = self.kernels.run(
             "simt_residual_norm", problem, values=x, residual=residual, weight=norm.weight
         )
-        return made[0], made[1]
+        return tensors[0], tensors[1]
 
     def layer(
         self,
@@ -400,7 +400,7 @@ class V32Steps(DecoderSteps):
         self, weights: LatentLayer, memory: LatentMemory, own: Tensor, x: Tensor
     ) -> Tensor:
         w, c = weights.attn, self.config
-        table = self.turns(weights.rope)
+        table = self.rope_table(weights.rope)
         qr = self.normed(w.q_norm, multiply(self.kernels, w.wq_a, x), self._latent_epsilon)
         heads = multiply(self.kernels, w.wq_b, qr).reshape(len(x), c.num_attention_heads, -1)
         self._write_row(w, memory, own, (multiply(self.kernels, w.wkv_a, x), table))
@@ -470,7 +470,7 @@ class V32Steps(DecoderSteps):
 
     def _operand(self, rows: Tensor, **norm: torch.Tensor) -> Tensor:
         """Prepare indexer rows: optional norm, half-split RoPE, transform, rounding."""
-        s, table = self.switches, self.turns(self.config.indexer_rope())
+        s, table = self.switches, self.rope_table(self.config.indexer_rope())
         problem = OperandProblem(
             rows.shape[0], rows.shape[1], "halves", str(s.indexer_format), s.indexer_hadamard,
             normed=bool(norm), positions=len(table), epsilon=INDEXER_NORM_EPSILON,

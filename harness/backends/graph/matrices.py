@@ -47,55 +47,55 @@ STEP_OF_GROUPS = 64  # columns of a group in whole tiles: grouped_problem
 class Matrix:
     """One weight [N, K]: its GEMM, the GEMM's operands, and its problem."""
 
-    way: LinearKernel
+    kernel: LinearKernel
     operands: Mapping[str, Tensor]
     input_scale: Tensor | None = None  # float32 [1], of NVFP4 activations
 
     @property
     def outputs(self) -> int:
         """Return N."""
-        found: int = getattr(self.way.problem, "outputs", 0) or self.way.problem.columns
+        found: int = getattr(self.kernel.problem, "outputs", 0) or self.kernel.problem.columns
         return found
 
 
 def matrix_of(part: ComponentPart, name: str, weights: Mapping[str, Weight], device: Any) -> Matrix:
     """Lay a weight out for its GEMM; raise NoKernelError with the reason if there is none."""
-    way, weight = kernel_of_weight(part, name), weights[name]
-    if way.kernel == BF16:
-        return Matrix(way, {"b": own(exact_bf16(name, weight).to(device))})
-    if way.kernel == FP8:
+    kernel, weight = kernel_of_weight(part, name), weights[name]
+    if kernel.kernel == BF16:
+        return Matrix(kernel, {"b": own(exact_bf16(name, weight).to(device))})
+    if kernel.kernel == FP8:
         tensor = weight.quantised()
         codes = own(tensor.codes.to(device)).view(torch.float8_e4m3fn)
-        return Matrix(way, {"b": codes, "b_scales": own(tensor.block_scale.to(device))})
-    layout = SWIZZLE_128X4 if way.kernel == NVFP4 else LINEAR
+        return Matrix(kernel, {"b": codes, "b_scales": own(tensor.block_scale.to(device))})
+    layout = SWIZZLE_128X4 if kernel.kernel == NVFP4 else LINEAR
     codes, scales, decode = nvfp4_on(device, weight, layout.name)
-    if way.kernel == W4A16:
-        return Matrix(way, {"codes": codes, "scales": scales, "decode_scale": decode})
+    if kernel.kernel == W4A16:
+        return Matrix(kernel, {"codes": codes, "scales": scales, "decode_scale": decode})
     operands = {"b": codes, "b_scales": scales, "b_decode_scale": decode}
-    return Matrix(way, operands, input_scale_of([weight], name).to(device))
+    return Matrix(kernel, operands, input_scale_of([weight], name).to(device))
 
 
 def nvfp4_on(device: Any, weight: Weight, layout: str = SWIZZLE_128X4.name) -> tuple[Tensor, ...]:
     """Return codes, scales in a layout, and the decode scale [1], on the device."""
-    return tuple(own(each.to(device)) for each in nvfp4_parts(weight, layout))
+    return tuple(own(part.to(device)) for part in nvfp4_parts(weight, layout))
 
 
 def input_scale_of(weights: Sequence[Weight], name: str) -> Tensor:
     """Return the decode scale of activations before weights that share them [1]."""
-    known = [each.input_scale for each in weights if each.input_scale is not None]
+    known = [weight.input_scale for weight in weights if weight.input_scale is not None]
     if len(known) < len(weights):
         raise NoKernelError(f"no input scale in front of {name}: quantise with --calibration")
-    return torch.stack([each.float().reshape(()) for each in known]).amax().reshape(1)
+    return torch.stack([tensor.float().reshape(()) for tensor in known]).amax().reshape(1)
 
 
 def multiply(kernels: Kernels, matrix: Matrix, x_MK: Tensor) -> Tensor:
     """Quantise rows as the matrix requires, and multiply: BF16 [M, N]."""
-    way, (rows, inner) = matrix.way, x_MK.shape
-    if way.kernel == BF16:
+    kernel, (rows, inner) = matrix.kernel, x_MK.shape
+    if kernel.kernel == BF16:
         given: dict[str, Tensor | None] = {"a": x_MK}
-    elif way.kernel == W4A16:
+    elif kernel.kernel == W4A16:
         given = {"x": x_MK}
-    elif way.kernel == FP8:
+    elif kernel.kernel == FP8:
         kind = kind_of(matrix.operands["b_scales"])
         codes, scales = kernels.run("simt_quantise_fp8", Fp8Problem(rows, inner, kind), values=x_MK)
         given = {"a": codes, "a_scales": scales}
@@ -105,8 +105,8 @@ def multiply(kernels: Kernels, matrix: Matrix, x_MK: Tensor) -> Tensor:
             "simt_quantise_nvfp4", problem, values=x_MK, decode_scale=matrix.input_scale
         )
         given = {"a": codes, "a_scales": scales, "a_decode_scale": matrix.input_scale}
-    problem_here = replace(way.problem, rows=rows)
-    return kernels.run(way.kernel, problem_here, **given, **matrix.operands)[0]
+    problem_here = replace(kernel.problem, rows=rows)
+    return kernels.run(kernel.kernel, problem_here, **given, **matrix.operands)[0]
 
 
 def widely(kernels: Kernels, weight_NK: Tensor, x_MK: Tensor) -> Tensor:
@@ -117,14 +117,14 @@ def widely(kernels: Kernels, weight_NK: Tensor, x_MK: Tensor) -> Tensor:
     (rows, inner), columns = x_MK.shape, weight_NK.shape[0]
     most = max(each for each in ROWS if inner <= inner_held(each))
     if rows <= most or columns % COLUMNS_MULTIPLE:
-        made = [
+        tensors = [
             kernels.run(
                 "simt_gemv_bf16", GemvProblem(len(some), columns, inner), x=own(some),
                 weight=weight_NK,
             )[0]
             for some in x_MK.split(most)
         ]  # fmt: skip
-        return made[0] if len(made) == 1 else torch.cat(made)
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
     grouped = GroupedProblem(rows, 1, columns, inner, out="fp32")
     return kernels.run("sm90_gemm_grouped", grouped, a=x_MK, b=weight_NK)[0]
 
@@ -135,16 +135,16 @@ def side_by_side(matrices: Sequence[Matrix]) -> tuple[Matrix, ...]:
     FP8 needs whole tiles of rows under one scale; NVFP4 has a tensor scale for every matrix.
     """
     first = matrices[0]
-    outputs = [each.outputs for each in matrices]
-    whole = first.way.kernel == BF16 or all(n % TILE_OF_FP8 == 0 for n in outputs)
-    kernels = {each.way.kernel for each in matrices}
+    outputs = [matrix.outputs for matrix in matrices]
+    whole = first.kernel.kernel == BF16 or all(n % TILE_OF_FP8 == 0 for n in outputs)
+    kernels = {matrix.kernel.kernel for matrix in matrices}
     if kernels not in ({BF16}, {FP8}) or not whole:
         return tuple(matrices)
     operands = {
-        name: torch.cat([each.operands[name] for each in matrices]) for name in first.operands
+        name: torch.cat([matrix.operands[name] for matrix in matrices]) for name in first.operands
     }
-    problem = replace(first.way.problem, columns=sum(outputs))
-    return (Matrix(LinearKernel(first.way.kernel, problem), operands),)
+    problem = replace(first.kernel.problem, columns=sum(outputs))
+    return (Matrix(LinearKernel(first.kernel.kernel, problem), operands),)
 
 
 # ---- experts and wo_a ----------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def experts_of(
     scales: dict[str, list[Tensor]] = {"w13": [], "w2": []}
     for one, three, two in names:
         both = [weights[one], weights[three]]
-        first.append([nvfp4_on(device, each) for each in both])
+        first.append([nvfp4_on(device, weight) for weight in both])
         second.append([nvfp4_on(device, weights[two])])
         scales["w13"].append(input_scale_of(both, one))
         scales["w2"].append(input_scale_of([weights[two]], two))
@@ -205,7 +205,7 @@ def groups_of(weight: Tensor, groups: int) -> DenseGroups:
 class CodedGroups:
     """V4's wo_a in FP8: all groups as one matrix [G N, K], or narrow groups one by one."""
 
-    way: LinearKernel  # of one group
+    kernel: LinearKernel  # of one group
     parts: tuple[tuple[Tensor, Tensor], ...]  # codes [N, K] and scales of each, or of all at once
     groups: int
     whole: bool
@@ -230,15 +230,15 @@ def coded_groups_of(part: ComponentPart, weight: Weight, device: Any) -> CodedGr
     A tile of 128 rows under one scale may contain several groups.
     """
     name, groups, rank = part.name, part.config.o_groups, part.config.o_lora_rank
-    way = kernel_of_weight(replace(part, shapes={name: (rank, part.shapes[name][1])}), name)
-    if way.kernel != FP8:
-        raise NoKernelError(f"groups of {rank} rows by {way.kernel} have no kernel in a layer")
+    kernel = kernel_of_weight(replace(part, shapes={name: (rank, part.shapes[name][1])}), name)
+    if kernel.kernel != FP8:
+        raise NoKernelError(f"groups of {rank} rows by {kernel.kernel} have no kernel in a layer")
     require_group_rows(rank)
     whole = rank % STEP_OF_GROUPS == 0 and part.shapes[name][1] % TILE_OF_FP8 == 0
     cut = by_group(weight, 1, groups * rank) if whole else by_group(weight, groups, rank)
-    found = (tuple(own(each.to(device)) for each in of) for of in cut)
+    found = (tuple(own(tensor.to(device)) for tensor in of) for of in cut)
     parts = tuple((codes.view(torch.float8_e4m3fn), scales) for codes, scales in found)
-    return CodedGroups(way, parts, groups, whole)
+    return CodedGroups(kernel, parts, groups, whole)
 
 
 def coded_product(
@@ -252,8 +252,8 @@ def coded_product(
         problem = groups.problem(rows, width, len(table))
         return kernels.run(GROUPED_FP8, problem, a=heads.flatten(1), b=b, b_scales=of_b, **given)[0]
     kind = kind_of(of_b)
-    told = Fp8Problem(rows, count * width, kind, turned=width, positions=len(table))
-    codes, scales = kernels.run("simt_quantise_fp8", told, values=heads.flatten(1), **given)
+    fp8_problem = Fp8Problem(rows, count * width, kind, turned=width, positions=len(table))
+    codes, scales = kernels.run("simt_quantise_fp8", fp8_problem, values=heads.flatten(1), **given)
     if groups.whole:
         problem = groups.problem(rows)
         return kernels.run(GROUPED_FP8, problem, a=codes, a_scales=scales, b=b, b_scales=of_b)[0]
@@ -262,13 +262,13 @@ def coded_product(
 
 def group_by_group(kernels: Kernels, groups: CodedGroups, codes: Tensor, scales: Tensor) -> Tensor:
     """Multiply narrow groups. Trap: torch slices codes and concatenates outputs."""
-    count, problem = len(groups.parts), replace(groups.way.problem, rows=len(codes))
+    count, problem = len(groups.parts), replace(groups.kernel.problem, rows=len(codes))
     cut = zip(codes.chunk(count, 1), scales.chunk(count, 1), groups.parts, strict=True)
-    made = [
+    tensors = [
         kernels.run(FP8, problem, a=own(a), a_scales=own(of_a), b=b, b_scales=of_b)[0]
         for a, of_a, (b, of_b) in cut
     ]
-    return torch.cat(made, dim=1)
+    return torch.cat(tensors, dim=1)
 
 
 def dense_product(kernels: Kernels, weight_NK: Tensor, x_MK: Tensor) -> Tensor:

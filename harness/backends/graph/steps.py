@@ -110,7 +110,7 @@ class LayerMemory:
     def tensors(self) -> tuple[Tensor, ...]:
         """Return all tensors that exist."""
         every = (self.window, self.entries, self.ring, self.keys, self.key_ring)
-        return tuple(each for each in every if each is not None)
+        return tuple(tensor for tensor in every if tensor is not None)
 
 
 @dataclass(frozen=True)
@@ -151,10 +151,10 @@ def memory_of(room: MemorySize, block: Block, *, indexes: bool, device: Any) -> 
 
     if not block.ratio:
         return LayerMemory(pages(0))
-    made = pages(0), pages(block.ratio), ring(WIDTH)
+    tensors = pages(0), pages(block.ratio), ring(WIDTH)
     if not indexes:
-        return LayerMemory(*made)
-    return LayerMemory(*made, pages(block.ratio, KEY_WIDTH, "bf16"), ring(KEY_WIDTH))
+        return LayerMemory(*tensors)
+    return LayerMemory(*tensors, pages(block.ratio, KEY_WIDTH, "bf16"), ring(KEY_WIDTH))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -184,22 +184,22 @@ class Lanes:
     whole: Tensor  # float32 [B, 1] of ones: its weight
 
     @classmethod
-    def of(cls, rows: int, streams: int, device: Any) -> Lanes:
+    def at_rest(cls, rows: int, streams: int, device: Any) -> Lanes:
         """Return lanes with all rows resting."""
         count = torch.arange(rows + 1, dtype=torch.int32)
-        made = (
+        tensors = (
             torch.zeros(rows, dtype=torch.int64), torch.zeros(rows * streams, dtype=torch.int64),
             torch.zeros(rows, dtype=torch.int64), torch.full((rows,), -1, dtype=torch.int32),
             count[:-1].clone(), count[:-1].long(), count, torch.zeros(rows, 1, dtype=torch.int32),
             torch.ones(rows, 1),
         )  # fmt: skip
-        return cls(*(each.to(device) for each in made))
+        return cls(*(tensor.to(device) for tensor in tensors))
 
-    def tell(self, tokens: Many[int | None], positions: Many[int], owners: Many[int]) -> None:
+    def copy_step(self, tokens: Many[int | None], positions: Many[int], owners: Many[int]) -> None:
         """Copy a step's tokens, positions and owners to the device; None lets a row rest."""
         streams = len(self.repeated) // len(tokens)
-        ids = torch.tensor([0 if each is None else each for each in tokens])
-        rests = torch.tensor([each is None for each in tokens])
+        ids = torch.tensor([0 if token is None else token for token in tokens])
+        rests = torch.tensor([token is None for token in tokens])
         lanes = torch.tensor(owners, dtype=torch.int32)
         self.tokens.copy_(ids)
         self.repeated.copy_(ids.repeat_interleave(streams))
@@ -216,20 +216,20 @@ class DecoderSteps(ABC):
     ) -> None:
         self.kernels, self.room, self.rows = kernels, room, rows
         self.switches = switches
-        self.lanes = Lanes.of(rows, getattr(config, "hc_mult", 1), kernels.device)
+        self.lanes = Lanes.at_rest(rows, getattr(config, "hc_mult", 1), kernels.device)
         self._of = config
         self._tables: dict[int, Tables] = {}
         self._turns: dict[Rope, Tensor] = {}
 
     @abstractmethod
-    def through(
+    def run_layers(
         self, ends: Any, layers: Many[Any], memories: Many[Any], embedded: Tensor
     ) -> Tensor:
         """Run all layers on embedded rows; return the head's raw input."""
 
     @abstractmethod
-    def behind(self, ends: Any, hidden: Tensor) -> Tensor:
-        """Return the head's input BF16 [T, D] for rows that `through` returned."""
+    def head_input(self, ends: Any, hidden: Tensor) -> Tensor:
+        """Return the head's input BF16 [T, D] for rows that `run_layers` returned."""
 
     # ---- where things lie ------------------------------------------------------------------------
 
@@ -239,7 +239,7 @@ class DecoderSteps(ABC):
             self._tables[ratio] = tables_of(self.room, ratio, self.kernels.device)
         return self._tables[ratio]
 
-    def turns(self, rope: Rope) -> Tensor:
+    def rope_table(self, rope: Rope) -> Tensor:
         """Return the RoPE table of every position that there is room for."""
         if rope not in self._turns:
             reach = self.room.positions
@@ -252,11 +252,11 @@ class DecoderSteps(ABC):
         """Return slots of rows in their lanes' memory; for a window also the rows' own slots."""
         lanes, columns = self.room.lanes, self.room.columns(ratio)
         problem = SlotsProblem(self.rows, width, kind, lanes, columns, max(1, ratio))
-        made = self.kernels.run(
+        tensors = self.kernels.run(
             "simt_slots", problem, positions=self.lanes.positions, owners=self.lanes.owners,
             table=self.tables(ratio).slots, numbers=numbers,
         )  # fmt: skip
-        return made[0], made[1] if len(made) > 1 else None
+        return tensors[0], tensors[1] if len(tensors) > 1 else None
 
     # ---- parts that every layer has --------------------------------------------------------------
 
@@ -306,12 +306,12 @@ class DecoderSteps(ABC):
         rows, hidden = x.shape
         if isinstance(w, Experts):
             problem = MoeProblem(rows, hidden, width, 1, 1, 1, limit, AFTER_W2)
-            told = {"experts": self.lanes.first, "weights": self.lanes.whole}
-            return self.kernels.run("sm90_shared_expert", problem, x=x, **told, **w.tensors)[0]
+            fields = {"experts": self.lanes.first, "weights": self.lanes.whole}
+            return self.kernels.run("sm90_shared_expert", problem, x=x, **fields, **w.tensors)[0]
         *first, second = w
-        made = [multiply(self.kernels, each, x) for each in first]
+        tensors = [multiply(self.kernels, matrix, x) for matrix in first]
         # Trap: halves that do not stack are joined by torch.
-        halves = made[0] if len(made) == 1 else torch.cat(made, dim=1)
+        halves = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
         act = QuantiseProblem(rows, width, "linear", "swiglu", keeps_values=True, limit=limit)
         values = self.kernels.run(
             "simt_quantise_nvfp4", act, values=halves, decode_scale=self.lanes.whole[0]

@@ -173,7 +173,7 @@ class LayoutBase:
 
     def __init__(self, bound: BoundModel, recipe: Recipe, device: torch.device) -> None:
         self._bound, self._device = bound, device
-        self._parts = {each.component.name: each for each in parts_of(bound, recipe, "sm_90a")}
+        self._parts = {part.component.name: part for part in parts_of(bound, recipe, "sm_90a")}
 
     def _of(self, component: str) -> tuple[ComponentPart, Mapping[str, Weight]]:
         return self._parts[component], self._bound.weights_of(component)
@@ -217,7 +217,7 @@ class LayoutBase:
             kernel_of_weight(part, three),
             kernel_of_weight(second, two),
         )
-        if any(way.kernel != NVFP4 for way in ways) or part.facts.weight_before_w2:
+        if any(kernel.kernel != NVFP4 for kernel in ways) or part.facts.weight_before_w2:
             raise NoKernelError("the grouped kernel has NVFP4 experts, weighted after w2")
         source, of_source = self._of(f"{p}topk")
         dtype = torch.int64 if source.name.endswith("tid2eid") else torch.float32
@@ -238,7 +238,7 @@ class LayoutBase:
             kernel_of_weight(first, three),
             kernel_of_weight(second, second.name),
         )
-        if all(way.kernel == NVFP4 for way in ways):
+        if all(kernel.kernel == NVFP4 for kernel in ways):
             return experts_of([(one, three, second.name)], {**weights, **down}, self._device)
         both = side_by_side(
             [matrix_of(first, name, weights, self._device) for name in (one, three)]
@@ -419,7 +419,7 @@ class V32Layout(LayoutBase):
             widths = f"{c.kv_lora_rank}, {c.qk_rope_head_dim} and {c.index_head_dim}"
             raise NoKernelError(f"rows of {widths}; kernels have {WIDTH}, {ROTATED}, {KEY_WIDTH}")
         part, weights = self._of(f"{p}attend")
-        key, value = (own(each.to(self._device)) for each in absorbed(weights[part.name], c))
+        key, value = (own(tensor.to(self._device)) for tensor in absorbed(weights[part.name], c))
         return LatentWeights(
             self._norm(f"{p}norm"), self._matrix(f"{p}wq_a"), self._norm(f"{p}q_norm"),
             self._matrix(f"{p}wq_b"), self._matrix(f"{p}wkv_a"), self._norm(f"{p}kv_norm"),

@@ -156,16 +156,16 @@ def vllm_component_maps(config: Config, ranks: int = 1) -> list[ComponentMap]:
             "Capture this model through our own references: leave --backend vllm out.",
         )  # fmt: skip
     tokens = argument_of("model.embed_tokens")
-    found = [ComponentMap("embed", {"tokens": tokens}, {"out": result_of("model.embed_tokens")})]
+    maps = [ComponentMap("embed", {"tokens": tokens}, {"out": result_of("model.embed_tokens")})]
     for block in config.layers:
-        found += _attention(block, config)
-        found += _ffn(block, config, ranks)
+        maps += _attention(block, config)
+        maps += _ffn(block, config, ranks)
     last = TensorLocation("model.norm", CallSide.ARGUMENT, rows=RowMeaning.LAST)
     normed = TensorLocation("model.norm", rows=RowMeaning.LAST)
-    found.append(ComponentMap("norm", {"x": last}, {"out": normed}))
+    maps.append(ComponentMap("norm", {"x": last}, {"out": normed}))
     head = TensorLocation("logits_processor", CallSide.ARGUMENT, 1, rows=RowMeaning.SEQUENCES)
     logits = TensorLocation("logits_processor", rows=RowMeaning.SEQUENCES)
-    return [*found, ComponentMap("head", {"x": head}, {"out": logits})]
+    return [*maps, ComponentMap("head", {"x": head}, {"out": logits})]
 
 
 def _attention(block: Block, c: V4Config) -> Iterator[ComponentMap]:

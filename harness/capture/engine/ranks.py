@@ -40,7 +40,7 @@ def join_ranks(
 ) -> list[str]:
     """Write one capture from those of all ranks, in their order; return the sites that differ."""
     ranks = [Capture.open(folder) for folder in folders]
-    known = {each.component: each for each in sightings}
+    known = {sighting.component: sighting for sighting in sightings}
     _require_alike(ranks)
     apart: dict[str, None] = {}
     with CaptureWriter(out, facts) as writer:
@@ -52,10 +52,10 @@ def join_ranks(
             while waiting is not None and waiting[0].step == step.number:
                 writer.call(joiner.joined(waiting))
                 waiting = next(calls, None)
-        told = list(apart)
+        lines = list(apart)
         own = {name: ranks[0].facts[name] for name in _OWN if name in ranks[0].facts}
-        writer.finish(ranks=len(ranks), **own, **({APART: told[:_MOST_APART]} if told else {}))
-    return told
+        writer.finish(ranks=len(ranks), **own, **({APART: lines[:_MOST_APART]} if lines else {}))
+    return lines
 
 
 def _require_alike(ranks: Sequence[Capture]) -> None:
@@ -84,7 +84,7 @@ class _Joiner:
         first, sighting = calls[0], self._known[calls[0].component]
         sides: list[dict[str, PendingTensor]] = []
         for port, places in ((Port.IN, sighting.inputs), (Port.OUT, sighting.outputs)):
-            kept = [each.inputs if port is Port.IN else each.outputs for each in calls]
+            kept = [call.inputs if port is Port.IN else call.outputs for call in calls]
             sides.append({
                 name: self._sent(str(site_of(first.component, port, name)), places[name], tensors)
                 for name in kept[0] if all(tensors := [each.get(name) for each in kept])
@@ -96,8 +96,11 @@ class _Joiner:
     ) -> PendingTensor:
         here = [each for each in kept if each is not None]
         if seen.share.held is ShareKind.WHOLE:
-            for rank, each in enumerate(here):
-                if (each.sha256, each.shape) != (here[0].sha256, here[0].shape):
+            for rank, captured_tensor in enumerate(here):
+                if (captured_tensor.sha256, captured_tensor.shape) != (
+                    here[0].sha256,
+                    here[0].shape,
+                ):
                     self._apart.setdefault(f"{site}: rank {rank} is not as rank 0")
             tensor = self._ranks[0].tensor(here[0])
         else:
@@ -111,14 +114,14 @@ def joined(name: str, share: CapturedRankShare, tensors: Sequence[Tensor]) -> Te
     """The whole tensor, from what each rank has of it."""
     if share == WHOLE:
         return tensors[0]
-    if len({each.shape for each in tensors}) > 1:
+    if len({tensor.shape for tensor in tensors}) > 1:
         raise InvalidArgument(
-            name, [list(each.shape) for each in tensors], "one shape on every rank", _AGAIN
+            name, [list(tensor.shape) for tensor in tensors], "one shape on every rank", _AGAIN
         )
     if share.held is ShareKind.TERM:
         if len(tensors) == 1:
             return tensors[0]
-        return torch.stack([each.to(torch.float64) for each in tensors]).sum(0).float()
+        return torch.stack([tensor.to(torch.float64) for tensor in tensors]).sum(0).float()
     slots = len(share.extents)
     own = tensors[0].shape[share.dim]
     if own % slots or own // slots * len(tensors) < max(share.extents):
@@ -126,7 +129,7 @@ def joined(name: str, share: CapturedRankShare, tensors: Sequence[Tensor]) -> Te
             name, f"{own} of dimension {share.dim} on each of {len(tensors)} ranks",
             f"{slots} equal slots that make {list(share.extents)}", "Correct the engine's map.",
         )  # fmt: skip
-    runs = [each.split(own // slots, share.dim) for each in tensors]
+    runs = [tensor.split(own // slots, share.dim) for tensor in tensors]
     whole = [
         torch.cat([run[slot] for run in runs], share.dim).narrow(share.dim, 0, extent)
         for slot, extent in enumerate(share.extents)

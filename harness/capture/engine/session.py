@@ -63,7 +63,7 @@ class _ChosenRows:
     rows: Mapping[RowMeaning, tuple[int, Tensor]]
 
     @classmethod
-    def of(cls, runs: Sequence[RequestTokens]) -> _ChosenRows:
+    def from_runs(cls, runs: Sequence[RequestTokens]) -> _ChosenRows:
         at: list[int] = []
         last: list[int] = []
         begin = 0
@@ -98,12 +98,16 @@ class Taps:
     def __init__(
         self, sightings: Iterable[ComponentMap], recorder: Recorder, nbytes: int = 1 << 62
     ) -> None:
-        self._sightings = [each for each in sightings if recorder.chooses(each.component)]
+        self._sightings = [
+            component_map
+            for component_map in sightings
+            if recorder.chooses(component_map.component)
+        ]
         self._recorder = recorder
         self._left = nbytes
         self._wanted: dict[str, dict[_CopySource, None]] = {}
-        for each in self._sightings:
-            for seen in (*each.inputs.values(), *each.outputs.values()):
+        for sighting in self._sightings:
+            for seen in (*sighting.inputs.values(), *sighting.outputs.values()):
                 self._wanted.setdefault(seen.module, {})[_copy_source(seen)] = None
         self._runs: list[RequestTokens] = []
         self._chosen: _ChosenRows | None = None
@@ -141,7 +145,7 @@ class Taps:
         # The last pass ends only here: its logits are computed after the forward pass returned.
         self.end()
         if self.error is None and not self.full and any(run.owner is not None for run in runs):
-            self._runs, self._chosen = list(runs), _ChosenRows.of(runs)
+            self._runs, self._chosen = list(runs), _ChosenRows.from_runs(runs)
 
     def end(self) -> None:
         """Emit the calls of a pass, including what came after it, such as logits."""
@@ -160,33 +164,33 @@ class Taps:
         self._recorder.begin(Phase.DECODE if new else Phase.PREFILL, tokens, positions, owners)
         if self._recorder.idle:
             return
-        for each in self._sightings:
+        for sighting in self._sightings:
             sides = [
                 {name: _columns(seen, found[_copy_source(seen)]) for name, seen in side.items()
                  if _copy_source(seen) in found}
-                for side in (each.inputs, each.outputs)
+                for side in (sighting.inputs, sighting.outputs)
             ]  # fmt: skip
             if any(sides):
-                taken = self._recorder.before(each.component, sides[0])
-                self._recorder.after(each.component, taken, sides[0], sides[1])
+                taken = self._recorder.before(sighting.component, sides[0])
+                self._recorder.after(sighting.component, taken, sides[0], sides[1])
 
     def _before(self, place: str, shown: Sequence[_CopySource], given: Any, named: Any) -> None:
         if self._chosen is None:
             return
-        for each in shown:
-            if each.of is CallSide.ARGUMENT:
-                self._guarded(partial(self._take, each, _argument(each, given, named)))
+        for source in shown:
+            if source.of is CallSide.ARGUMENT:
+                self._guarded(partial(self._take, source, _argument(source, given, named)))
         self._ever.add(place)
 
     def _after(self, _place: str, shown: Sequence[_CopySource], returned: Any) -> None:
         if self._chosen is None:
             return
         results = returned if isinstance(returned, (tuple, list)) else [returned]
-        for each in shown:
-            if each.of is CallSide.RESULT:
-                at = int(each.at)
+        for source in shown:
+            if source.of is CallSide.RESULT:
+                at = int(source.at)
                 found = results[at] if at < len(results) else None
-                self._guarded(partial(self._take, each, found))
+                self._guarded(partial(self._take, source, found))
 
     def _take(self, shown: _CopySource, tensor: Any) -> None:
         if self._chosen is None:
@@ -307,15 +311,15 @@ class EngineCapture:
         folder: Path,
         model: nn.Module,
         sightings: Iterable[ComponentMap],
-        asked: CaptureRequest,
+        request: CaptureRequest,
     ) -> None:
         places = list(sightings)
-        asked.wanted.require_choosing(each.component for each in places)
-        self._roll = RequestSelection(asked)
+        request.wanted.require_choosing(place.component for place in places)
+        self._selection = RequestSelection(request)
         self._stack = ExitStack()
         self._writer = self._stack.enter_context(CaptureWriter(folder, {}))
-        recorder = Recorder(self._writer, asked.wanted)
-        self._taps = Taps(places, recorder, asked.nbytes)
+        recorder = Recorder(self._writer, request.wanted)
+        self._taps = Taps(places, recorder, request.nbytes)
         try:
             self._stack.enter_context(tapped(model, self._taps))
         except BaseException:
@@ -324,12 +328,12 @@ class EngineCapture:
 
     def batch(self, scheduled: Sequence[Scheduled]) -> None:
         """Announce a batch: the rows of its tensors are these tokens, in this order."""
-        if self._roll.late:
+        if self._selection.late:
             self._taps.begin([])
             return
         self._taps.begin(
             [
-                RequestTokens(self._roll.owner(each.request), each.start, each.tokens)
+                RequestTokens(self._selection.owner(each.request), each.start, each.tokens)
                 for each in scheduled
             ]
         )
@@ -337,10 +341,15 @@ class EngineCapture:
     @property
     def state(self) -> dict[str, Any]:
         """Return the progress of the capture."""
-        ended = "bytes" if self._taps.full else "seconds" if self._roll.late else None
+        ended = "bytes" if self._taps.full else "seconds" if self._selection.late else None
         failed = None if self._taps.error is None else str(self._taps.error)
         calls = self._writer.tally.calls
-        return {"requests": list(self._roll.ids), "calls": calls, "ended": ended, "error": failed}
+        return {
+            "requests": list(self._selection.ids),
+            "calls": calls,
+            "ended": ended,
+            "error": failed,
+        }
 
     def close(self) -> dict[str, Any]:
         """End it: what was taken is whole on the disk, and the engine is as it was."""

@@ -103,9 +103,9 @@ class Capture:
         digest = hashlib.sha256(text).hexdigest()
         facts = manifest.record("facts")
         require_known_types(facts)
-        made = cls(path, facts, complete, tool, digest, parts, steps, calls, places)
-        made._require_consistent()
-        return made
+        capture = cls(path, facts, complete, tool, digest, parts, steps, calls, places)
+        capture._require_consistent()
+        return capture
 
     def require_complete(self) -> None:
         """Refuse to judge a part of a run as if it were the whole."""
@@ -173,7 +173,7 @@ class Capture:
     def _stored(self) -> Iterable[CapturedTensor]:
         """Return a record of each stored tensor; several for one with several hashes."""
         kept = (kept for call in self.calls for _, kept in call.sites() if kept.at is not None)
-        return {(each.at, each.sha256): each for each in kept}.values()
+        return {(tensor.at, tensor.sha256): tensor for tensor in kept}.values()
 
     def _require_consistent(self) -> None:
         numbers = {step.number for step in self.steps}
@@ -263,8 +263,8 @@ def _parts(path: Path, manifest: JsonObject, *, complete: bool) -> Iterator[Capt
 
 def capture_lines(capture: Capture) -> list[str]:
     """Summarise a capture: source, steps, size."""
-    kept = [each for call in capture.calls for _, each in call.sites()]
-    stored = {each.at: each.nbytes for each in kept if each.at is not None}
+    kept = [tensor for call in capture.calls for _, tensor in call.sites()]
+    stored = {tensor.at: tensor.nbytes for tensor in kept if tensor.at is not None}
     components = {call.component for call in capture.calls}
     steps = Counter(step.phase for step in capture.steps)
     tokens = Counter[Phase]()
@@ -311,10 +311,10 @@ def _run(facts: Mapping[str, Any]) -> str:
 
 
 def _steps(steps: Counter[Phase], tokens: Counter[Phase]) -> str:
-    told = [
+    lines = [
         f"{steps[phase]:,} of {phase} ({tokens[phase]:,} tokens)" for phase in Phase if steps[phase]
     ]
-    return ", ".join(told) or "none"
+    return ", ".join(lines) or "none"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -359,8 +359,8 @@ def _require_indices(
         return
     least, largest = int(values.min()), int(values.max())
     if least < 0 or largest >= most:
-        told = f"numbers from 0 and below {most}"
-        raise malformed(_named(call, name), (least, largest), told)
+        text = f"numbers from 0 and below {most}"
+        raise malformed(_named(call, name), (least, largest), text)
 
 
 def _require_offsets(capture: Capture, call: CapturedCall) -> None:
@@ -372,8 +372,8 @@ def _require_offsets(capture: Capture, call: CapturedCall) -> None:
     found = values.tolist()
     ends = len(found) > 1 and (found[0], found[-1]) == (0, positions.shape[0])
     if not ends or any(a >= b for a, b in pairwise(found)):
-        told = f"from 0 up to {positions.shape[0]}, each larger than the one in front"
-        raise malformed(_named(call, "token_offsets"), found[:8], told)
+        text = f"from 0 up to {positions.shape[0]}, each larger than the one in front"
+        raise malformed(_named(call, "token_offsets"), found[:8], text)
 
 
 def _values(capture: Capture, kept: CapturedTensor) -> Tensor | None:

@@ -382,8 +382,8 @@ class CapturePart:
         stored = self.tensors[name]
         with regular_file(self.path) as (descriptor, status):
             if status.st_size != self.size:  # before room is made for what is not there
-                told = f"{self.path.name}: size"
-                raise malformed(told, f"{status.st_size} bytes", f"{self.size}, as when opened")
+                text = f"{self.path.name}: size"
+                raise malformed(text, f"{status.st_size} bytes", f"{self.size}, as when opened")
             with open(descriptor, "rb", 0, closefd=False) as file:
                 file.seek(stored.begin)
                 data = bytearray(stored.end - stored.begin)
@@ -408,7 +408,7 @@ def head_of(
 ) -> bytes:
     """Spell the head of a part: (name, dtype, shape) in the order of the data, and the index."""
     index = _spelled(
-        {"steps": [each.to_json() for each in steps], "calls": [each.to_json() for each in calls]}
+        {"steps": [step.to_json() for step in steps], "calls": [call.to_json() for call in calls]}
     )
     head: dict[str, Any] = {
         "__metadata__": {
@@ -495,8 +495,8 @@ def _index(
         raise malformed(f"{path.name}: index", sorted(raw), "lists of steps and calls")
     return (
         int(found[2]),
-        tuple(CapturedStep.of_json(each, f"{path.name}: step {n}") for n, each in enumerate(steps)),
-        tuple(CapturedCall.of_json(each, f"{path.name}: call {n}") for n, each in enumerate(calls)),
+        tuple(CapturedStep.of_json(step, f"{path.name}: step {n}") for n, step in enumerate(steps)),
+        tuple(CapturedCall.of_json(call, f"{path.name}: call {n}") for n, call in enumerate(calls)),
     )
 
 
@@ -504,8 +504,8 @@ def _tensors(path: Path, head: dict[str, Any], begin: int, size: int) -> dict[st
     """Return the tensors in the order of their data, which must fill the file without a gap."""
     made, end = {}, 0
     for name, raw in head.items():
-        told = f"{path.name}: tensor {visible(name[:200])}"
-        taken = JsonObject(raw, told)
+        text = f"{path.name}: tensor {visible(name[:200])}"
+        taken = JsonObject(raw, text)
         dtype, shape, offsets = (
             taken.text("dtype"),
             taken.counts("shape"),
@@ -514,7 +514,7 @@ def _tensors(path: Path, head: dict[str, Any], begin: int, size: int) -> dict[st
         nbytes = math.prod(shape) * DTYPE_BYTES.get(dtype, 0)
         if dtype not in DTYPE_BYTES or offsets != (end, end + nbytes):
             expectation = f"[{end}, {end + nbytes}], as {dtype} {list(shape)} has"
-            raise malformed(told, list(offsets), expectation)
+            raise malformed(text, list(offsets), expectation)
         made[name] = PartTensor(dtype, shape, begin + end, begin + end + nbytes)
         end += nbytes
     if begin + end != size:

@@ -136,10 +136,10 @@ class CaptureWriter:
     def call(self, call: PendingCall) -> None:
         """Take one call. Waits while too much is in memory; raises what writing met."""
         fresh = 0
-        for each in (*call.inputs.values(), *call.outputs.values()):
-            if not each.payload.sent:
-                each.payload.sent = True
-                fresh += each.payload.nbytes
+        for tensor in (*call.inputs.values(), *call.outputs.values()):
+            if not tensor.payload.sent:
+                tensor.payload.sent = True
+                fresh += tensor.payload.nbytes
         self._send(call, fresh)
 
     def finish(self, **more: Any) -> CaptureTotals:
@@ -211,7 +211,7 @@ class CaptureWriter:
     def _flush(self) -> None:
         self._pack.flush()
         with self._changed:
-            self._in_memory -= self._pack.freed()
+            self._in_memory -= self._pack.take_freed()
             self._hurry = False
             self._changed.notify_all()
 
@@ -249,8 +249,8 @@ class _Packer:
         """Hash what a call brings, and keep it for the part that comes."""
         number = self.tally.calls
         both = [
-            {name: self._kept(each, number, f"{site_of(sent.component, port, name)}")
-             for name, each in side.items()}
+            {name: self._kept(tensor, number, f"{site_of(sent.component, port, name)}")
+             for name, tensor in side.items()}
             for port, side in ((Port.IN, sent.inputs), (Port.OUT, sent.outputs))
         ]  # fmt: skip
         call = CapturedCall(number, sent.step, sent.component, both[0], both[1], sent.changed)
@@ -288,13 +288,13 @@ class _Packer:
             }
         )
         self.tally = self.tally._replace(stored_bytes=self.tally.stored_bytes + self._gathered)
-        for each in self._payloads:
-            each.data = None
+        for payload in self._payloads:
+            payload.data = None
         self._freed += self._gathered
         self._gathered = 0
         self.steps, self._calls, self._payloads = [], [], []
 
-    def freed(self) -> int:
+    def take_freed(self) -> int:
         """Return the bytes released since the last call."""
         freed, self._freed = self._freed, 0
         return freed
@@ -326,7 +326,7 @@ def require_free(folder: Path, name: str = "--out") -> None:
     """Refuse a folder in which a capture lies; makes nothing."""
     taken = (folder / MANIFEST).exists()
     if folder.is_dir():
-        taken = taken or any(records.PART_NAME.fullmatch(each.name) for each in folder.iterdir())
+        taken = taken or any(records.PART_NAME.fullmatch(path.name) for path in folder.iterdir())
     if taken:
         raise UnwritablePath(
             name,

@@ -158,11 +158,11 @@ def in_order(findings: Iterable[Finding]) -> list[Finding]:
     """Sort findings for reading: by level, rule, layer and name."""
     return sorted(
         findings,
-        key=lambda each: (
-            each.level.weight,
-            each.rule,
-            -1 if each.layer is None else each.layer,
-            each.tensor or each.module or "",
+        key=lambda finding: (
+            finding.level.weight,
+            finding.rule,
+            -1 if finding.layer is None else finding.layer,
+            finding.tensor or finding.module or "",
         ),
     )
 

@@ -43,7 +43,7 @@ class AuditRule:
 
 def rules_in(names: Mapping[str, object]) -> tuple[AuditRule, ...]:
     """Return every rule in a module's globals(), so that a table cannot miss one."""
-    return tuple(each for each in names.values() if isinstance(each, AuditRule))
+    return tuple(name for name in names.values() if isinstance(name, AuditRule))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -59,8 +59,8 @@ def walk(
 
     def work() -> None:
         with ExitStack() as stack:
-            files = ({s.file: s.file_size for s in each.shards} for each in checkpoints)
-            readers = [stack.enter_context(PositionedReader(each)) for each in files]
+            files = ({s.file: s.file_size for s in checkpoint.shards} for checkpoint in checkpoints)
+            readers = [stack.enter_context(PositionedReader(file)) for file in files]
             while True:
                 try:
                     row = waiting.popleft()  # atomic
@@ -219,14 +219,14 @@ class WeightTable(ABC, Generic[Member]):
     @classmethod
     def joined(cls, tables: Iterable[Self]) -> Self:
         """Join the tables of several workers."""
-        found = cls.empty(())
-        listed = [found, *tables]
-        found.data = np.concatenate([table.data for table in listed])
+        weight_table = cls.empty(())
+        listed = [weight_table, *tables]
+        weight_table.data = np.concatenate([table.data for table in listed])
         for table in listed[1:]:
-            found.members += table.members
+            weight_table.members += table.members
             for each in fields(cls)[2:]:
-                getattr(found, each.name).update(getattr(table, each.name))
-        return found
+                getattr(weight_table, each.name).update(getattr(table, each.name))
+        return weight_table
 
     def chosen(self, rows: Sequence[int]) -> Self:
         """Return a table of these rows, in this order, without what belongs to no row."""
@@ -297,14 +297,14 @@ class NumberTable(WeightTable["WeightUnit"]):
 
 
 class Pair(NamedTuple):
-    """A weight on both sides; `there` is its name in the reference.
+    """A weight on both sides; `reference_name` is its name in the reference.
 
     `member`: its index in a stack there; `rows`: half-open row range, where it is part of a weight
     there.
     """
 
     unit: WeightUnit
-    there: str
+    reference_name: str
     member: int | None
     rows: tuple[int, int] | None
     nbytes: int  # of both sides
@@ -395,8 +395,8 @@ def indices(mask: NDArray[np.bool_]) -> list[int]:
 
 def sentinel(bits: int) -> str:
     """Describe a float32 bit pattern that marks unwritten memory; empty for others."""
-    told = _SENTINELS.get(bits, "")
-    return f" ({told})" if told else ""
+    text = _SENTINELS.get(bits, "")
+    return f" ({text})" if text else ""
 
 
 def as_hex(bits: int) -> str:

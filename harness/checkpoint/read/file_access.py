@@ -118,8 +118,8 @@ _RANDOM = getattr(os, "POSIX_FADV_RANDOM", None)
 
 def read_small(entries: Iterable[TensorEntry]) -> Iterator[tuple[str, bytes]]:
     """Yield name and bytes of each tensor; meant for tensors of a few bytes."""
-    ordered = sorted(entries, key=lambda each: (each.file, each.begin))
-    for file, group in groupby(ordered, key=lambda each: each.file):
+    ordered = sorted(entries, key=lambda tensor_entry: (tensor_entry.file, tensor_entry.begin))
+    for file, group in groupby(ordered, key=lambda tensor_entry: tensor_entry.file):
         with regular_file(file) as (descriptor, _):
             if _RANDOM is not None:
                 os.posix_fadvise(descriptor, 0, 0, _RANDOM)
@@ -159,7 +159,7 @@ class SourceState:
     files: Mapping[Path, _FileState]
 
     @classmethod
-    def of(cls, source: Path) -> SourceState:
+    def from_source(cls, source: Path) -> SourceState:
         """Return the state of every file that a job may read; nothing is opened."""
         return cls(source, _states(source))
 

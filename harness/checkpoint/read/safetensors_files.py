@@ -173,21 +173,23 @@ class _HeaderParser:
             limit = f"begin <= end <= {self._data_size}, the bytes after the header"
             self._refuse(name, f"data_offsets [{begin}, {end}]", limit)
         if end - begin != total // 8:
-            told = f"{total // 8} bytes, as {dtype} {list(shape)} has"
-            self._refuse(name, f"data_offsets [{begin}, {end}]: {end - begin} bytes", told)
+            text = f"{total // 8} bytes, as {dtype} {list(shape)} has"
+            self._refuse(name, f"data_offsets [{begin}, {end}]: {end - begin} bytes", text)
 
     def _refuse(self, name: str, value: object, expectation: str) -> NoReturn:
         self._scan.refuse(f"tensor {shown(name)}", value, expectation)
 
 
 def _are_counts(values: object) -> bool:
-    return isinstance(values, list) and all(type(each) is int and each >= 0 for each in values)
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
 def _require_filled(header: Header) -> None:
     """Raise for data that overlap, leave gaps, or do not reach the end of the file."""
     position, before = header.data_begin, "the header"
-    for entry in sorted(header.entries.values(), key=lambda each: (each.begin, each.end)):
+    for entry in sorted(
+        header.entries.values(), key=lambda tensor_entry: (tensor_entry.begin, tensor_entry.end)
+    ):
         if entry.begin != position:
             fault = "overlaps" if entry.begin < position else "leaves a gap after"
             raise UnreadableFile(

@@ -103,8 +103,8 @@ def declared(config: Config, layout: Layout) -> tuple[dict[str, Any] | None, dic
 def is_weight_only(config: Config, layout: Layout) -> bool:
     """Return whether there are NVFP4 weights and no activation before them is quantised."""
     recipe = layout.recipe_for(config)
-    found = {recipe.format_of(each) for each in parameters(config)}
-    return {each.activation for each in found if each.weight == "NVFP4"} == {BF16}
+    found = {recipe.format_of(parameter) for parameter in parameters(config)}
+    return {formats.activation for formats in found if formats.weight == "NVFP4"} == {BF16}
 
 
 def companions(source: Path, taken: Collection[str]) -> tuple[dict[str, bytes], dict[str, str]]:

@@ -102,15 +102,15 @@ class Errors:
     sampled: float = 0.0
     floor: float = 0.0
 
-    def add(self, first_row: int, values: Tensor, made: NVFP4Rows, scale: float) -> None:
+    def add(self, first_row: int, values: Tensor, nvfp4_rows: NVFP4Rows, scale: float) -> None:
         """Compare decoded rows, as they will be stored, with the values they were made from."""
-        found = measure_error(values, *made, scale)
-        self.energy += found.energy
-        self.error += found.error
+        error = measure_error(values, *nvfp4_rows, scale)
+        self.energy += error.energy
+        self.error += error.error
         start = -first_row % FLOOR_ROWS
         sample = values[start::FLOOR_ROWS].contiguous()
         if sample.numel():
-            codes, block_scale = (each[start::FLOOR_ROWS].contiguous() for each in made)
+            codes, block_scale = (tensor[start::FLOOR_ROWS].contiguous() for tensor in nvfp4_rows)
             self.sampled += measure_error(sample, codes, block_scale, scale).error
             best = quantise_rows(sample, scale, ScaleRule.MSE)
             self.floor += measure_error(sample, *best, scale).error
@@ -172,10 +172,12 @@ def exponents_of(codes: Tensor, block_scale: Tensor) -> Exponents | None:
 
 def join_exponents(parts: list[Exponents | None]) -> Exponents | None:
     """Return the exponents of several matrices that share a tensor scale."""
-    found = [each for each in parts if each is not None]
+    found = [part for part in parts if part is not None]
     if not found:
         return None
-    return Exponents(min(each.low for each in found), max(each.high for each in found))
+    return Exponents(
+        min(exponents.low for exponents in found), max(exponents.high for exponents in found)
+    )
 
 
 def is_exact(exponents: Exponents | None) -> bool:

@@ -73,7 +73,7 @@ class Transform(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the parameters only, without the files opened here."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __enter__(self) -> Self:
         return self
@@ -84,7 +84,7 @@ class Transform(ABC):
     @cached_property
     def state(self) -> SourceState:
         """The state of the source's files before they were opened."""
-        return SourceState.of(self.source)
+        return SourceState.from_source(self.source)
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
@@ -102,7 +102,7 @@ class Transform(ABC):
 
     def plan(self, shard_bytes: int = SHARD_BYTES) -> WritePlan:
         """Return the plan of all shards."""
-        return WritePlan.of(
+        return WritePlan.from_tensors(
             self.planned(), shard_bytes=shard_bytes, sources=dict(self.plan_sources())
         )
 

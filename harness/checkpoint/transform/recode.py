@@ -86,7 +86,7 @@ class Recoded:
         self.partners = partners or ScalePartners(weights)
         self._scales: Tensor | None = None
         _require_stack(self.weights, fmt)
-        self.shape = (sum(each.shape[0] for each in self.weights), self.weights[0].shape[1])
+        self.shape = (sum(weight.shape[0] for weight in self.weights), self.weights[0].shape[1])
 
     def planned(self, names: Mapping[PartKind, str], key: str) -> tuple[PlannedTensor, ...]:
         """List the tensors, codes before scales."""
@@ -94,13 +94,13 @@ class Recoded:
         if fmt is None:
             return (PlannedTensor(names[PartKind.VALUE], "BF16", self.shape, key),)
         codes, scale = _DTYPES[fmt.element.name], _DTYPES[fmt.scale.name]
-        found = [
+        tensors = [
             PlannedTensor(names[PartKind.CODES], codes, codes_shape(self.shape, fmt), key),
             PlannedTensor(names[PartKind.BLOCK_SCALE], scale, scale_shape(self.shape, fmt), key),
         ]
         if fmt.tensor_scale:
-            found.append(PlannedTensor(names[PartKind.TENSOR_SCALE], "F32", (), key))
-        return tuple(found)
+            tensors.append(PlannedTensor(names[PartKind.TENSOR_SCALE], "F32", (), key))
+        return tuple(tensors)
 
     def chunks(self, part: PartKind) -> Iterator[Tensor]:
         """Yield the bytes of one part, in row order."""
@@ -153,7 +153,7 @@ class Recoded:
     @property
     def by_powers(self) -> bool:
         """Whether fp32 scales are powers of two: lossless for MXFP4 of few exponents a block."""
-        of_mxfp4 = all(each.format == MXFP4 for each in self.weights)
+        of_mxfp4 = all(weight.format == MXFP4 for weight in self.weights)
         return self.format == FP8_128X128_F32 and of_mxfp4
 
     def keeps_codes(self, weight: StoredWeight) -> bool:

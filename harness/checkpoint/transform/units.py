@@ -65,8 +65,8 @@ class TargetNames:
         if names is None or layout is None or layout.spelling is names.layout.spelling:
             return {}
         return {
-            names.module_of(each): layout.path_of(each, names.config)
-            for each in names.present.values()
+            names.module_of(parameter): layout.path_of(parameter, names.config)
+            for parameter in names.present.values()
         }
 
     @cached_property
@@ -95,7 +95,7 @@ class TargetNames:
         """Return the target's name of a copied tensor."""
         return self._tensors.get(name, name)
 
-    def beside(self, module: str, name: str) -> str:
+    def sibling(self, module: str, name: str) -> str:
         """Return the name of a new module that shares the parent of one of the source."""
         return f"{self.module(module).rpartition('.')[0]}.{name}"
 
@@ -148,7 +148,9 @@ class ConversionOptions:
                 raise UnknownName.among(name, getattr(self, name), known)
 
     @classmethod
-    def of(cls, given: Mapping[str, object], accepted: Iterable[str], to: str) -> ConversionOptions:
+    def from_values(
+        cls, given: Mapping[str, object], accepted: Iterable[str], to: str
+    ) -> ConversionOptions:
         """Return options from names and values; raise for one that this conversion lacks."""
         known = tuple(accepted)
         for name in given:
@@ -156,14 +158,14 @@ class ConversionOptions:
                 raise UnknownName.among(f"option of {to}", name, known or ("none",))
         return replace(cls(), **given)  # type: ignore[arg-type]  # values are checked above
 
-    def told(self, accepted: Iterable[str]) -> dict[str, object]:
+    def to_json(self, accepted: Iterable[str]) -> dict[str, object]:
         """Return the accepted options as JSON values."""
         taken = set(accepted)
         return {
-            each.name: list(value) if isinstance(value, tuple) else value
-            for each in fields(self)
-            if each.name in taken
-            for value in [getattr(self, each.name)]
+            field.name: list(value) if isinstance(value, tuple) else value
+            for field in fields(self)
+            if field.name in taken
+            for value in [getattr(self, field.name)]
         }
 
 
@@ -252,17 +254,17 @@ class ConversionProof:
     def holds(self) -> bool:
         """Whether the target is what the conversion promises."""
         named = self.names is None or self.names.holds
-        return named and not self.faults and all(each.holds for each in self.tensors)
+        return named and not self.faults and all(tensor.holds for tensor in self.tensors)
 
     @property
     def broken(self) -> tuple[TensorProof, ...]:
         """The tensors that break the promise."""
-        return tuple(each for each in self.tensors if not each.holds)
+        return tuple(tensor for tensor in self.tensors if not tensor.holds)
 
     @property
     def exact(self) -> int:
         """The number of converted tensors that kept every value."""
-        return sum(each.is_exact for each in self.tensors)
+        return sum(tensor.is_exact for tensor in self.tensors)
 
     def lines(self) -> Iterator[str]:
         """Yield one line for the whole, and some for each tensor that breaks the promise."""
@@ -273,14 +275,14 @@ class ConversionProof:
         )
         yield from self.names.lines() if self.names else (UNKNOWN_NAMES,)
         yield from self.faults
-        for each in self.broken:
-            yield f"{each.tensor}: {each.beyond} of {each.elements} beyond {each.bound}"
-            yield from (f"  {fault}" for fault in each.faults)
-            if each.worst:
-                where = ", ".join(map(str, each.worst.coordinate))
+        for proof in self.broken:
+            yield f"{proof.tensor}: {proof.beyond} of {proof.elements} beyond {proof.bound}"
+            yield from (f"  {fault}" for fault in proof.faults)
+            if proof.worst:
+                where = ", ".join(map(str, proof.worst.coordinate))
                 yield (
-                    f"  worst at [{where}]: {each.worst.output:g}, source {each.worst.source:g},"
-                    f" allowed {each.worst.bound:g}"
+                    f"  worst at [{where}]: {proof.worst.output:g}, source {proof.worst.source:g},"
+                    f" allowed {proof.worst.bound:g}"
                 )
 
 

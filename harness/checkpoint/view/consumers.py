@@ -223,14 +223,18 @@ def name_coverage(
         with suppress(LayoutMismatch, PartnersMismatch):  # it cannot hold these formats
             held = replace(layout, suffixes="compressed-tensors") if packed else layout
             found.append(_compared(consumer, config, held.with_recipe(recipe), names))
-    return min(found, key=lambda each: len(each.missing) + len(each.unexpected), default=None)
+    return min(
+        found, key=lambda coverage: len(coverage.missing) + len(coverage.unexpected), default=None
+    )
 
 
 def _compared(consumer: Consumer, config: Config, layout: Layout, names: set[str]) -> NameCoverage:
     wanted: dict[str, Parameter] = {}
     for slot, tensor in _tensors(consumer, config, layout):
         wanted.setdefault(tensor, slot.parameter)
-    drafter = {name for name, each in wanted.items() if each.block and each.block.is_drafter}
+    drafter = {
+        name for name, parameter in wanted.items() if parameter.block and parameter.block.is_drafter
+    }
     optional = drafter if consumer.no_drafter or not drafter & names else set()  # as a whole
     missing = wanted.keys() - optional - names
     passed_over = len(drafter & names) if consumer.no_drafter else 0

@@ -188,7 +188,7 @@ class ModuleTable:
             if part in parts:
                 raise LayoutMismatch(
                     f"{part} of module {shown(module)}",
-                    sorted(shown(each.name) for each in (entry, parts[part])),
+                    sorted(shown(tensor_entry.name) for tensor_entry in (entry, parts[part])),
                     "one tensor",
                     "Two conventions are mixed in one module; remove what does not belong.",
                 )

@@ -84,8 +84,8 @@ def json_files(
     if beside:
         files[HF_QUANT_CONFIG] = beside
     return {
-        name: (json.dumps(each, ensure_ascii=False, indent=2) + "\n").encode()
-        for name, each in files.items()
+        name: (json.dumps(file, ensure_ascii=False, indent=2) + "\n").encode()
+        for name, file in files.items()
     }
 
 
@@ -105,7 +105,7 @@ def quantisation(
     ignored = _left_alone(config, layout)
     groups = {"group_0": _MODELOPT_GROUP}
     if kept:
-        told = {
+        fields = {
             "moe_quant_algo": _NVFP4,
             "quant_algo": "MIXED_PRECISION",
             "kv_cache_quant_algo": None,
@@ -113,10 +113,12 @@ def quantisation(
             "config_groups": groups,
             "quantized_layers": _listed(config, layout),
         }
-        return {**_FP8, **told, "ignore": ignored}, _beside({**told, "exclude_modules": ignored})
-    told = {"quant_algo": _NVFP4, "kv_cache_quant_algo": None, "group_size": 16}
-    beside = _beside({**told, "exclude_modules": ignored})
-    stated = {"quant_method": "modelopt", **told}
+        return {**_FP8, **fields, "ignore": ignored}, _beside(
+            {**fields, "exclude_modules": ignored}
+        )
+    fields = {"quant_algo": _NVFP4, "kv_cache_quant_algo": None, "group_size": 16}
+    beside = _beside({**fields, "exclude_modules": ignored})
+    stated = {"quant_method": "modelopt", **fields}
     if isinstance(config, V4Config):
         return {**stated, "config_groups": groups, "ignore": ignored}, beside
     return {**stated, "ignore": [*ignored, *fused_in_vllm(config, ignored)]}, beside
@@ -135,8 +137,8 @@ def fused_in_vllm(config: Config, ignored: Collection[str]) -> list[str]:
     return [path for path, members in found.items() if all(members)]
 
 
-def _beside(told: dict[str, Any]) -> dict[str, Any]:
-    return {"producer": {"name": "degarble", "version": VERSION}, "quantization": told}
+def _beside(fields: dict[str, Any]) -> dict[str, Any]:
+    return {"producer": {"name": "degarble", "version": VERSION}, "quantization": fields}
 
 
 def _compressed(config: Config, layout: Layout) -> dict[str, Any]:
@@ -174,10 +176,10 @@ def _left_alone(config: Config, layout: Layout) -> list[str]:
             with_nvfp4.add(prefix)
         elif parameter.expert is None or drafts:
             stack = path.partition(".experts.")[0] + ".experts"
-            told = path if parameter.expert is None else stack
-            (drafters[prefix] if drafts else names).append(told)
-    for prefix, found in sorted(drafters.items()):
-        names += dict.fromkeys(found) if prefix in with_nvfp4 else [f"{prefix}.*"]
+            text = path if parameter.expert is None else stack
+            (drafters[prefix] if drafts else names).append(text)
+    for prefix, drafter in sorted(drafters.items()):
+        names += dict.fromkeys(drafter) if prefix in with_nvfp4 else [f"{prefix}.*"]
     return names
 
 
@@ -188,8 +190,8 @@ def _listed(config: Config, layout: Layout) -> dict[str, Any]:
         if weight == _NVFP4:
             path = layout.path_of(parameter, config)
             stack = path.partition(".experts.")[0] + ".experts"
-            told = path if parameter.expert is None else stack
-            found[told] = {"quant_algo": _NVFP4, "group_size": 16}
+            text = path if parameter.expert is None else stack
+            found[text] = {"quant_algo": _NVFP4, "group_size": 16}
     return found
 
 
@@ -265,7 +267,7 @@ class Promise(NamedTuple):
     """The claim of a statement about one module. `format` None: a quantisation unknown here."""
 
     format: str | None
-    told: str
+    text: str
     activations: bool = False
     explicit: bool = True  # the module, or its group, is named; not just all linears
 
@@ -277,7 +279,7 @@ class StatedBlock:
     `builds`: engines that read this file allocate scales by it.
     """
 
-    told: str
+    text: str
     sizes: tuple[int, ...]
     format: str | None
     builds: bool = False
@@ -286,7 +288,7 @@ class StatedBlock:
 class _Patterns:
     """Names, dotted prefixes, globs and regular expressions that cover modules."""
 
-    def __init__(self, raw: Iterable[str], unread: list[str], told: str) -> None:
+    def __init__(self, raw: Iterable[str], unread: list[str], sentence: str) -> None:
         self._names: set[str] = set()
         expressions: list[str] = []
         for each in raw:
@@ -298,7 +300,7 @@ class _Patterns:
                 self._names.add(each)
                 continue
             if len(expressions) >= _MOST_PATTERNS or not _is_quick(each):
-                unread.append(f"{told}: pattern {each[:_LONGEST_PATTERN]}")
+                unread.append(f"{sentence}: pattern {each[:_LONGEST_PATTERN]}")
             else:
                 expressions.append(text)
         self._expressions = [re.compile(text) for text in expressions]
@@ -364,17 +366,17 @@ class Statement:
         for patterns, promise in self.listed:
             pattern = patterns.find(names)
             if pattern is not None:
-                return promise._replace(told=f"{promise.told} for {pattern}")
+                return promise._replace(text=f"{promise.text} for {pattern}")
         if self.experts is not None and parameter.expert is not None:
             return self.experts
         if self.linears is not None and parameter.row.name not in _BUILT_PLAIN:
             return self.linears
         return self._base(parameter, self.base_told, explicit=False)
 
-    def _base(self, parameter: Parameter, told: str, *, explicit: bool) -> Promise:
+    def _base(self, parameter: Parameter, text: str, *, explicit: bool) -> Promise:
         if self.base is None:
-            return Promise(BF16, told, explicit=explicit)
-        return Promise(family_of(self.base.format_of(parameter).weight), told, explicit=explicit)
+            return Promise(BF16, text, explicit=explicit)
+        return Promise(family_of(self.base.format_of(parameter).weight), text, explicit=explicit)
 
 
 def family_of(weight: str) -> str:
@@ -404,11 +406,11 @@ def _statement(file: str, raw: Mapping[str, Any], config: Config, keeps_source: 
     if method not in {_SOURCE, "modelopt", "compressed-tensors"}:
         unread.append(f"{file}: quant_method {method[:80]}")
     listed, linears = reader.groups() if method == "compressed-tensors" else reader.layers()
-    told = "quant_method fp8" if keeps_source else f"{file} does not name it"
+    text = "quant_method fp8" if keeps_source else f"{file} does not name it"
     return Statement(
         file,
         recipe_named("official", config) if keeps_source else None,
-        told,
+        text,
         _Patterns(reader.names("ignore", "exclude_modules"), unread, file),
         _Patterns(reader.names("modules_to_not_convert", "ignored_layers"), unread, file),
         listed,
@@ -445,20 +447,20 @@ class _Reader:
             return None
         return self._promise(value, f"{self._file}: {key} {str(value)[:80]}", explicit=explicit)
 
-    def _promise(self, algorithm: object, told: str, *, explicit: bool) -> Promise:
+    def _promise(self, algorithm: object, text: str, *, explicit: bool) -> Promise:
         known = ALGORITHMS.get(str(algorithm))
         if known is None:
-            self._unread.append(told)
-            return Promise(None, told, explicit=explicit)
-        return Promise(known[0], told, known[1], explicit)
+            self._unread.append(text)
+            return Promise(None, text, explicit=explicit)
+        return Promise(known[0], text, known[1], explicit)
 
     def layers(self) -> tuple[tuple[tuple[_Patterns, Promise], ...], Promise | None]:
         """Read ModelOpt's quantized_layers and quant_algo."""
         by_promise: dict[Promise, list[str]] = {}
         for name, each in self._mapping("quantized_layers").items():
             algorithm = each.get("quant_algo") if isinstance(each, dict) else each
-            told = f"{self._file}: quantized_layers {str(algorithm)[:80]}"
-            by_promise.setdefault(self._promise(algorithm, told, explicit=True), []).append(name)
+            text = f"{self._file}: quantized_layers {str(algorithm)[:80]}"
+            by_promise.setdefault(self._promise(algorithm, text, explicit=True), []).append(name)
         listed = tuple(
             (_Patterns(names, self._unread, self._file), promise)
             for promise, names in by_promise.items()
@@ -481,16 +483,16 @@ class _Reader:
         return tuple(listed), linears
 
     def _group(self, name: str, group: object) -> Promise:
-        told = f"{self._file}: config_groups.{name[:80]}"
+        text = f"{self._file}: config_groups.{name[:80]}"
         weights = _inside(group, "weights")
         inputs = _inside(group, "input_activations")
         found = _group_format(weights)
         if weights.get("block_structure") in ([128, 128], "128x128"):
             found = FP8_BLOCKS
         if found is None:
-            self._unread.append(told)
+            self._unread.append(text)
         # A dynamic scale a token needs no stored one; `local` ones still need the tensor's.
-        return Promise(found, told, bool(inputs) and inputs.get("dynamic") is not True)
+        return Promise(found, text, bool(inputs) and inputs.get("dynamic") is not True)
 
     def blocks(self) -> Iterator[StatedBlock]:
         """Yield every block size that is stated anywhere."""
@@ -521,7 +523,7 @@ class _Reader:
         self, key: str, value: object, fmt: str | None, *, builds: bool = False
     ) -> Iterator[StatedBlock]:
         sizes: list[Any] = value if isinstance(value, list) else [value]
-        if all(type(each) is int for each in sizes):
+        if all(type(size) is int for size in sizes):
             yield StatedBlock(f"{self._file}: {key} {value}", tuple(sizes), fmt, builds)
 
     def _mapping(self, key: str) -> Mapping[str, Any]:

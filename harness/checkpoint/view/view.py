@@ -91,10 +91,10 @@ class LogicalNames:
         """The parameters that have a tensor here, by logical name."""
         return MappingProxyType(
             {
-                each.name: each
-                for each in parameters(self.config)
-                if not self.layout.omits(each, self.config)
-                and self.module_of(each) in self.table.suffixes
+                parameter.name: parameter
+                for parameter in parameters(self.config)
+                if not self.layout.omits(parameter, self.config)
+                and self.module_of(parameter) in self.table.suffixes
             }
         )
 
@@ -121,7 +121,7 @@ class LogicalNames:
 
     @cached_property
     def _fusions(self) -> Mapping[str, Fusion]:
-        return {member: each for each in self.layout.fusions for member in each.members}
+        return {member: fusion for fusion in self.layout.fusions for member in fusion.members}
 
     def _boxes(
         self, parameter: Parameter, fusion: Fusion, form: StoredForm
@@ -162,11 +162,11 @@ def logical_names(config: Config, table: ModuleTable) -> LogicalNames | None:
     """Choose the layout that finds most names; None where it finds less than half."""
     best, best_hits, asked = None, 0, 0
     # One expert stands for all: their names differ by number only.
-    sample = [each for each in parameters(config) if each.expert in (None, 0)]
+    sample = [parameter for parameter in parameters(config) if parameter.expert in (None, 0)]
     for layout in _spellings(config):
         names = LogicalNames(config, table, layout)
-        wanted = [each for each in sample if not layout.omits(each, config)]
-        hits = sum(names.module_of(each) in table.suffixes for each in wanted)
+        wanted = [parameter for parameter in sample if not layout.omits(parameter, config)]
+        hits = sum(names.module_of(parameter) in table.suffixes for parameter in wanted)
         if hits > best_hits:
             best, best_hits, asked = names, hits, len(wanted)
     return best if best_hits * 2 > asked else None
@@ -363,10 +363,16 @@ class _Opener:
         headers = list(read_shards(root, folder, checkpoint.index, self._problems))
         checkpoint.entries = MappingProxyType(gather(headers, checkpoint.index, self._problems))
         checkpoint.shards = tuple(
-            ShardFile(each.file, each.file_size, each.data_begin, each.metadata, len(each.entries))
-            for each in headers
+            ShardFile(
+                header.file,
+                header.file_size,
+                header.data_begin,
+                header.metadata,
+                len(header.entries),
+            )
+            for header in headers
         )
-        checkpoint.files = MappedFiles({each.file: each.file_size for each in headers})
+        checkpoint.files = MappedFiles({header.file: header.file_size for header in headers})
         self._configs(checkpoint)
         return checkpoint
 
@@ -477,8 +483,8 @@ def fingerprints(checkpoint: Checkpoint) -> dict[str, str]:
 
 def fingerprint(checkpoint: Checkpoint) -> str:
     """Return one fingerprint of a whole source."""
-    told = json.dumps(fingerprints(checkpoint), sort_keys=True)
-    return hashlib.sha256(told.encode()).hexdigest()
+    text = json.dumps(fingerprints(checkpoint), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _begun(shard: ShardFile) -> hashlib._Hash:

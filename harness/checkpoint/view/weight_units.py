@@ -88,7 +88,7 @@ class WeightUnits:
 
 def units_of(checkpoint: Checkpoint) -> WeightUnits:
     """List the units of a checkpoint in the order of its files."""
-    found = WeightUnits()
+    weight_units = WeightUnits()
     taken: set[str] = set()
     names = checkpoint.names
     if names is not None:
@@ -98,13 +98,13 @@ def units_of(checkpoint: Checkpoint) -> WeightUnits:
                 stored = checkpoint.stored(name)
             except Refused:
                 continue  # its module is walked below, by itself
-            found.units.append(_named(stored, parameter, feeds, names.config))
+            weight_units.units.append(_named(stored, parameter, feeds, names.config))
             taken.add(stored.form.module)
     for module in checkpoint.table.suffixes:
         if module not in taken:
-            _take_module(checkpoint, module, found)
-    found.units.sort(key=lambda unit: unit.position)
-    return found
+            _take_module(checkpoint, module, weight_units)
+    weight_units.units.sort(key=lambda unit: unit.position)
+    return weight_units
 
 
 def stored_of(checkpoint: Checkpoint, unit: WeightUnit) -> StoredWeight:
@@ -150,23 +150,23 @@ def _named(
     )
 
 
-def _take_module(checkpoint: Checkpoint, module: str, found: WeightUnits) -> None:
+def _take_module(checkpoint: Checkpoint, module: str, weight_units: WeightUnits) -> None:
     """Add a module as it is stored: a stack by members, tensors alone where they make no weight."""
     try:
         stored = checkpoint.stored(module)
         _require_readable(stored)
         if len(stored.shape) == 3:
             members = [stored.member(index) for index in range(stored.shape[0])]
-            found.units += [_unnamed(each, module, i) for i, each in enumerate(members)]
+            weight_units.units += [_unnamed(member, module, i) for i, member in enumerate(members)]
         else:
-            found.units.append(_unnamed(stored, module, None))
+            weight_units.units.append(_unnamed(stored, module, None))
     except Refused:
         for entry in checkpoint.table.tensors(module):
             if entry.dtype in TORCH_DTYPES and entry.dtype not in _NO_NUMBERS:
                 bare = _bare(checkpoint, entry)
-                found.units.append(_unnamed(bare, entry.name, None)._replace(is_bare=True))
+                weight_units.units.append(_unnamed(bare, entry.name, None)._replace(is_bare=True))
             else:
-                found.unread[entry.name] = f"no numbers of dtype {entry.dtype} are read here"
+                weight_units.unread[entry.name] = f"no numbers of dtype {entry.dtype} are read here"
 
 
 def _require_readable(stored: StoredWeight) -> None:

@@ -64,7 +64,7 @@ class FileRecord(NamedTuple):
     sha256: str
 
     @classmethod
-    def of(cls, data: bytes) -> FileRecord:
+    def from_bytes(cls, data: bytes) -> FileRecord:
         """Return the record of `data`."""
         return cls(len(data), hashlib.sha256(data).hexdigest())
 
@@ -257,8 +257,8 @@ class WriteJournal:
             return journal
         folder = target / UNFINISHED
         make_folders(folder, disk)
-        for each in (target, folder):
-            remove_abandoned(each, disk)
+        for path in (target, folder):
+            remove_abandoned(path, disk)
         if not (folder / PLAN).exists():
             write_file(folder / PLAN, _spelled(ours), disk)
         return cls(target, plan.hash, disk, manifest)

@@ -106,7 +106,7 @@ class WritePlan:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(
+    def from_tensors(
         cls,
         tensors: Iterable[PlannedTensor],
         *,
@@ -118,9 +118,9 @@ class WritePlan:
         listed = tuple(tensors)
         _require_tensors(listed)
         _require_count("shard_bytes", shard_bytes)
-        told = dict(_FOR_TORCH if metadata is None else metadata)
+        fields = dict(_FOR_TORCH if metadata is None else metadata)
         named = dict(sources or {})
-        for what, texts in (("metadata", told), ("sources", named)):
+        for what, texts in (("metadata", fields), ("sources", named)):
             _require_texts(what, texts)
         parts = _cut(listed, shard_bytes)
         if len(parts) > _MOST_SHARDS:
@@ -130,14 +130,14 @@ class WritePlan:
                 f"at most {_MOST_SHARDS} shards",
                 "Choose a larger shard_bytes.",
             )
-        digest = _hash_of(parts, shard_bytes, told, named)
+        digest = _hash_of(parts, shard_bytes, fields, named)
         shards = tuple(
-            ShardPlan(digest, number, len(parts), part, told)
+            ShardPlan(digest, number, len(parts), part, fields)
             for number, part in enumerate(parts, 1)
         )
         for shard in shards:
             _require_readable_head(shard)
-        return cls(digest, shards, shard_bytes, told, named)
+        return cls(digest, shards, shard_bytes, fields, named)
 
     @property
     def tensors(self) -> int:
@@ -158,7 +158,9 @@ class WritePlan:
             "shards": len(self.shards),
             "tensors": self.tensors,
             "data_bytes": self.data_bytes,
-            "heads": {each.file: hashlib.sha256(each.head()).hexdigest() for each in self.shards},
+            "heads": {
+                shard.file: hashlib.sha256(shard.head()).hexdigest() for shard in self.shards
+            },
             "plan": self.hash,
         }
 

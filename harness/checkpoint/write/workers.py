@@ -111,7 +111,7 @@ class Cluster(Protocol):
     """Several machines that run tasks; harness.checkpoint.write.workers implements it."""
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """A description of the cluster in one line."""
         ...
 
@@ -288,7 +288,7 @@ class RayCluster:
         return max(1, int(self._ray.cluster_resources().get("CPU", 1)))
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """A description of the cluster in one line."""
         alive = sum(bool(node["Alive"]) for node in self._ray.nodes())
         where = "started here for this run" if self.local else "joined"

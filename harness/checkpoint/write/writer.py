@@ -319,7 +319,7 @@ def finish(
         records.append(record)
     files = {**ending.files, INDEX_NAME: _index(plan, ending.index_metadata)}
     manifest = Manifest.merge(
-        plan, records, {name: FileRecord.of(data) for name, data in files.items()}
+        plan, records, {name: FileRecord.from_bytes(data) for name, data in files.items()}
     )
     if journal.is_finished:
         _require_equal(target, manifest, journal.manifest)
@@ -351,7 +351,7 @@ class ShardedWriter:
         self._plan = plan
         self._disk = disk
         self._journal = begin(target, plan, resume=resume, disk=disk)
-        self._coming = iter([(shard, each) for shard in plan.shards for each in shard.tensors])
+        self._coming = iter([(shard, tensor) for shard in plan.shards for tensor in shard.tensors])
         self._next = next(self._coming, None)
         self._shard: ShardPlan | None = None
         self._partial: Partial | None = None  # None within a shard that is finished already
@@ -469,7 +469,7 @@ def _index(plan: WritePlan, metadata: Mapping[str, Any]) -> bytes:
         "metadata": {**metadata, "total_size": plan.data_bytes},
         "weight_map": {
             tensor.name: shard.file
-            for shard in sorted(plan.shards, key=lambda each: each.number)
+            for shard in sorted(plan.shards, key=lambda shard_plan: shard_plan.number)
             for tensor in shard.tensors
         },
     }

@@ -74,11 +74,11 @@ def audit(options: AuditOptions, terminal: Terminal) -> int:
     )
     with spread(terminal) as workers:
         found = run.audit(wanted, workers, partial(terminal.work, "audit"))
-    told = _command(options, found.subject.name)
+    text = _command(options, found.subject.name)
     terminal.say(audit_text(found, width=terminal.width, colour=terminal.colour))
-    document = audit_document(found, told)
+    document = audit_document(found, text)
     if options.report is not None:
-        path = write_page(options.report, audit_page(found, provenance(told)))
+        path = write_page(options.report, audit_page(found, provenance(text)))
         terminal.say(f"Open the report: {path}")
         document["report"] = str(path)
     terminal.emit(document)

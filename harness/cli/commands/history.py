@@ -205,12 +205,12 @@ def trends(options: TrendOptions, terminal: Terminal) -> int:
     if options.report is not None:
         require_folder("--report", options.report)
     with _opened(options.store) as store:
-        found = asked.histories(store, _question(options))
-        document = asked.trends_document(found)
-        for history in found:
+        histories = asked.histories(store, _question(options))
+        document = asked.trends_document(histories)
+        for history in histories:
             terminal.say(history_text(history, width=terminal.width, colour=terminal.colour))
         if options.report is not None:
-            document["reports"] = [str(page) for page in history_pages(options.report, found)]
+            document["reports"] = [str(page) for page in history_pages(options.report, histories)]
             for page in document["reports"]:
                 terminal.say(f"Open the report: {page}")
         return _answer(store, terminal, document, EXIT_AGREES)
@@ -221,9 +221,9 @@ def changes(options: ChangeOptions, terminal: Terminal) -> int:
     from degarble.harness.history import query as asked  # noqa: PLC0415  numpy
 
     with _opened(options.store) as store:
-        found = asked.histories(store, _question(options))
-        terminal.say(*asked.changes_lines(found))
-        return _answer(store, terminal, asked.changes_document(found))
+        histories = asked.histories(store, _question(options))
+        terminal.say(*asked.changes_lines(histories))
+        return _answer(store, terminal, asked.changes_document(histories))
 
 
 def compare(options: RunsOptions, terminal: Terminal) -> int:
@@ -272,9 +272,9 @@ def bisect(options: BisectOptions, terminal: Terminal) -> int:
         bad=options.bad,
         store=options.store,
     )
-    found = bisected(search, terminal.say)
-    terminal.say(found.sentence)
-    terminal.emit(found.document())
+    result = bisected(search, terminal.say)
+    terminal.say(result.sentence)
+    terminal.emit(result.document())
     return EXIT_DIFFERS
 
 

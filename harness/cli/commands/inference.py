@@ -117,26 +117,26 @@ def generate(options: GenerateOptions, terminal: Terminal) -> int:
     prompts: list[Any] = [options.prompt]
     if options.prompts is not None:
         prompts = run.prompts_from(options.prompts)
-    manner = _manner(options, any(isinstance(each, list) for each in prompts))
+    manner = _manner(options, any(isinstance(prompt, list) for prompt in prompts))
     text = None
     if options.perplexity is not None:
         text = run.text_from("--perplexity", options.perplexity)
     lanes = len(prompts) if options.graph else 0
-    asked = AskedBackend(options.backend, options.strict, settings_here(), lanes)
-    with open_text_generator(options.checkpoint, options.numerics, asked) as (model, paired):
-        talker = run.TextGenerator(model, manner, partial(_tell, terminal))
+    backend = AskedBackend(options.backend, options.strict, settings_here(), lanes)
+    with open_text_generator(options.checkpoint, options.numerics, backend) as (model, paired):
+        generator = run.TextGenerator(model, manner, partial(_tell, terminal))
         said = _EMPTY | {"checkpoint": str(options.checkpoint), "numerics": model.arithmetic}
         if options.interactive:
-            _converse(talker, terminal)
+            _converse(generator, terminal)
         elif text is not None:
-            with first_pass(terminal, talker.model.streamed):
-                found = talker.surprise(text)
+            with first_pass(terminal, generator.model.streamed):
+                found = generator.surprise(text)
             document = run.likelihood_document(found)
             told = f"perplexity {number(found.perplexity)}, loss {number(found.loss)} nats a token"
             terminal.say(f"{told}, {document['tokens']:,} tokens")
             terminal.emit(said | document)
         else:
-            done = _speak(talker, prompts, terminal)
+            done = _speak(generator, prompts, terminal)
             terminal.emit(said | done.document() | {"backend": paired.document()})
         if not (terminal.json_wanted or terminal.quiet):
             for line in paired.lines():
@@ -209,14 +209,14 @@ def _speak(talker: Any, prompts: list[Any], terminal: Terminal) -> Any:
 
     with first_pass(terminal, talker.model.streamed) as first_pass_over:
 
-        def heard(_speech: object, piece: str) -> None:
+        def on_text(_speech: object, piece: str) -> None:
             first_pass_over()
             if shown and single:
                 sys.stdout.write(visible(piece))
                 sys.stdout.flush()
 
         try:
-            done = talker.speak(prompts, heard)
+            done = talker.speak(prompts, on_text)
         except KeyboardInterrupt:
             if shown and single:
                 sys.stdout.write("\n")
@@ -248,7 +248,7 @@ def _converse(talker: Any, terminal: Terminal) -> None:
         if not said.strip():
             continue
         try:
-            question = dialogue.hear(_in_utf8(said))
+            question = dialogue.add_user_message(_in_utf8(said))
         except Refused as error:
             tell_refusal(error, json_wanted=False)
             continue
@@ -271,9 +271,9 @@ def _in_utf8(said: str) -> str:
     return said
 
 
-def _tell(terminal: Terminal, told: str) -> None:
+def _tell(terminal: Terminal, text: str) -> None:
     """Tell a person something beside the text."""
-    terminal.err().print(visible(told), markup=False, soft_wrap=True)
+    terminal.err().print(visible(text), markup=False, soft_wrap=True)
 
 
 def _show(piece: str) -> None:
@@ -364,7 +364,7 @@ def serve(options: ServeOptions, terminal: Terminal) -> int:
         memory_bytes=int(options.max_memory * (1 << 30)),
         seconds=options.time_limit,
     )
-    how = Serving(
+    serving = Serving(
         options.checkpoint,
         options.host,
         options.port,
@@ -384,7 +384,7 @@ def serve(options: ServeOptions, terminal: Terminal) -> int:
         terminal.emit({"verdict": None, "origins": [], "cosines": [], **found})
         sys.stdout.flush()
 
-    serve(how, say)
+    serve(serving, say)
     return EXIT_AGREES
 
 

@@ -166,8 +166,8 @@ def _tensors(options: CaptureOptions, prompts: list[Any], terminal: Terminal) ->
     from degarble.harness.cli.terminal import first_pass  # noqa: PLC0415  imports torch
     from degarble.harness.engine.conventions.registry import read_options  # noqa: PLC0415  as above
 
-    how = run.CaptureSettings(
-        CaptureFilter.of(options.layers, options.components, options.tokens),
+    capture_settings = run.CaptureSettings(
+        CaptureFilter.from_options(options.layers, options.components, options.tokens),
         options.max_new_tokens or run.NEW_TOKENS,
         statistics_only=options.statistics_only,
         backend=options.backend,
@@ -180,9 +180,9 @@ def _tensors(options: CaptureOptions, prompts: list[Any], terminal: Terminal) ->
     if options.backend == "vllm":
         from degarble.harness.vllm.capture import from_vllm  # noqa: PLC0415  an engine
 
-        return from_vllm(options.checkpoint, prompts, options.out, how)
+        return from_vllm(options.checkpoint, prompts, options.out, capture_settings)
 
-    def told(nbytes: int) -> None:
+    def report(nbytes: int) -> None:
         if nbytes and not (terminal.json_wanted or terminal.quiet):
             terminal.err().print(f"About {size(nbytes)} will be written.", markup=False)
 
@@ -192,7 +192,7 @@ def _tensors(options: CaptureOptions, prompts: list[Any], terminal: Terminal) ->
         from degarble.harness.capture.ranks import capture_over_ranks  # noqa: PLC0415  above
 
         record = capture_over_ranks
-    return record(options.checkpoint, prompts, options.out, watch, how, told)
+    return record(options.checkpoint, prompts, options.out, watch, capture_settings, report)
 
 
 def check(options: CheckOptions, terminal: Terminal) -> int:
@@ -235,8 +235,8 @@ def check(options: CheckOptions, terminal: Terminal) -> int:
 
             looker = StatisticsCollector(opened.model.config)
         components = len({call.component for call in opened.capture.calls})
-        with terminal.progress("check", components) as told:
-            checked = opened.judge(looker, told, _cases(options, terminal))
+        with terminal.progress("check", components) as report:
+            checked = opened.judge(looker, report, _cases(options, terminal))
         sentence = check_sentence(checked)
         terminal.say(check_text(checked, sentence, width=terminal.width, colour=terminal.colour))
         document = check_document(checked, sentence)
@@ -255,8 +255,8 @@ def _ran_again(
     from degarble.harness.cli.terminal import first_pass  # noqa: PLC0415  imports torch
     from degarble.harness.commands.check.check import run_again  # noqa: PLC0415  as above
 
-    asked = AskedBackend(options.backend, options.strict, settings_here())
-    return run_again(wanted, asked, partial(first_pass, terminal), terminal.say)
+    backend = AskedBackend(options.backend, options.strict, settings_here())
+    return run_again(wanted, backend, partial(first_pass, terminal), terminal.say)
 
 
 def _cases(options: CheckOptions, terminal: Terminal) -> Path | None:
@@ -275,7 +275,7 @@ def _report(options: CheckOptions, opened: Any, checked: Any, looker: Any) -> st
 
     assert options.report is not None, "called only with one"
     names = [options.capture, options.reference]
-    words = "degarble check {} --reference {}".format(*(each.resolve().name for each in names))
+    words = "degarble check {} --reference {}".format(*(name.resolve().name for name in names))
     words += f" --backend {options.backend}" if options.backend != "torch" else ""
     words += f" --device {options.device}" if options.device != "cpu" else ""
     words += " --partial" if options.partial else ""
@@ -291,16 +291,16 @@ def compare(options: CompareOptions, terminal: Terminal) -> int:
     # Imports torch, which --help and --version do without.
     from degarble.harness.commands.check import compare_runs as run  # noqa: PLC0415
 
-    found = run.compare_runs(options.first, options.second, partial=options.partial)
-    terminal.say(*run.compared_lines(found))
-    document = run.compared_document(found)
+    comparison = run.compare_runs(options.first, options.second, partial=options.partial)
+    terminal.say(*run.compared_lines(comparison))
+    document = run.compared_document(comparison)
     if options.report is not None:
         from degarble.harness.commands.report_folder import write_page  # noqa: PLC0415  as above
         from degarble.harness.report.page import provenance  # noqa: PLC0415  as above
 
-        names = " ".join(each.resolve().name for each in (options.first, options.second))
-        page = run.compared_page(found, provenance(f"degarble compare {names}"))
+        names = " ".join(path.resolve().name for path in (options.first, options.second))
+        page = run.compared_page(comparison, provenance(f"degarble compare {names}"))
         document["report"] = str(write_page(options.report, page))
         terminal.say(f"Open the report: {document['report']}")
     terminal.emit(document)
-    return found.verdict.exit_status
+    return comparison.verdict.exit_status

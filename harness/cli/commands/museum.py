@@ -74,16 +74,21 @@ def list_faults(_options: FaultListOptions, terminal: Terminal) -> int:
     table.add_column("id", no_wrap=True)
     table.add_column("what is wrong", ratio=2)
     table.add_column("where", ratio=1)
-    for each in MODEL_FAULTS.values():
-        roles = roles_of(each)
+    for fault in MODEL_FAULTS.values():
+        roles = roles_of(fault)
         more = f", {len(roles) - _SHOWN} more" if len(roles) > _SHOWN else ""
-        table.add_row(each.id, each.title, ", ".join(roles[:_SHOWN]) + more)
+        table.add_row(fault.id, fault.title, ", ".join(roles[:_SHOWN]) + more)
         rows.append(
             {
-                "id": each.id, "family": each.family, "title": each.title, "effect": each.effect,
-                "reach": str(each.reach), "remedy": each.remedy, "components": roles,
+                "id": fault.id,
+                "family": fault.family,
+                "title": fault.title,
+                "effect": fault.effect,
+                "reach": str(fault.reach),
+                "remedy": fault.remedy,
+                "components": roles,
             }
-        )  # fmt: skip
+        )
     terminal.say(table)
     terminal.emit({"faults": rows})
     return EXIT_AGREES
@@ -108,8 +113,8 @@ def run_faults(options: FaultRunOptions, terminal: Terminal) -> int:
     faults = museum.chosen(options.ids or ())
     count = len(faults) + extent.healthy
     workers = requested_processes() or workers_for(museum.WORKER_BYTES)
-    with terminal.progress("museum", count) as told, lines_to(options.lines) as ended:
-        made = museum.run_museum(faults, extent, workers, told, None, ended)
+    with terminal.progress("museum", count) as report, lines_to(options.lines) as ended:
+        made = museum.run_museum(faults, extent, workers, report, None, ended)
     terminal.say(*museum_text.report_lines(made))
     terminal.emit(made.document())
     return EXIT_AGREES if made.verdict is Verdict.AGREES else EXIT_DIFFERS
@@ -162,33 +167,36 @@ def demo(options: DemoOptions, terminal: Terminal) -> int:
     fault = demo_fault(options.fault)
     folder = usable_folder("--out", options.out)
     with terminal.progress("demo", total=STEPS) as step:
-        story = run_demo(fault, step)
+        demonstration = run_demo(fault, step)
     chosen = f" --fault {options.fault}" if options.fault else ""
-    page, record = demo_result(story, provenance(f"degarble demo{chosen}"))
+    page, record = demo_result(demonstration, provenance(f"degarble demo{chosen}"))
     path = write_check_page(folder, page, record)
     terminal.say(page_text(page, width=terminal.width, colour=terminal.colour))
     terminal.say(f"Open the report: {visible(str(path))}")
-    terminal.emit(_document(story, page, record, path))
-    return EXIT_AGREES if story.holds else EXIT_DIFFERS
+    terminal.emit(_document(demonstration, page, record, path))
+    return EXIT_AGREES if demonstration.holds else EXIT_DIFFERS
 
 
 def _document(
-    story: "Demonstration", page: "Page", record: "ReplayRecord", path: Path
+    demonstration: "Demonstration", page: "Page", record: "ReplayRecord", path: Path
 ) -> dict[str, object]:
     return {
         "verdict": page.verdict,
-        "holds": story.holds,
-        "healthy": story.healthy.localised.verdict,
-        "planted": {"fault": story.planted.fault.id, "component": story.planted.component},
+        "holds": demonstration.holds,
+        "healthy": demonstration.healthy.localised.verdict,
+        "planted": {
+            "fault": demonstration.planted.fault.id,
+            "component": demonstration.planted.component,
+        },
         "origins": [finding.origin for finding in page.findings],
         "cosines": [
-            {"site": each.site, "cosine": each.cosines[0], "budgets": each.ratio}
-            for each in record.outputs
+            {"site": output.site, "cosine": output.cosines[0], "budgets": output.ratio}
+            for output in record.outputs
         ],
         "texts": {
-            "twin": ["".join(each) for each in story.twin_said],
-            "healthy": ["".join(each) for each in story.healthy.said],
-            "planted": ["".join(each) for each in story.sick.said],
+            "twin": ["".join(each) for each in demonstration.twin_answers],
+            "healthy": ["".join(each) for each in demonstration.healthy.answers],
+            "planted": ["".join(each) for each in demonstration.sick.answers],
         },
         "report": str(path),
     }

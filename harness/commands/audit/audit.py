@@ -119,7 +119,7 @@ class AuditPart:
     """One part of an audit: what was judged, or why it was not."""
 
     name: str
-    told: str
+    text: str
     judged: bool
 
 
@@ -160,7 +160,7 @@ class Audit:
     findings: tuple[Finding, ...]
     table: NumberTable | None = None
     loader: LoaderProof | None = None
-    beside: ReferenceComparison | None = None
+    comparison: ReferenceComparison | None = None
 
     @property
     def judged(self) -> tuple[AuditPart, ...]:
@@ -193,10 +193,12 @@ class Audit:
             *front, last = [_IN_WORDS[part.name] for part in self.judged]
             what = f"{', '.join(front)} and {last}" if front else last
             rest = f"; {places(counts[Level.WARNING], 'warning')}" if counts[Level.WARNING] else ""
-            alone = "" if self.beside else " Nothing was compared with a reference: see --against."
+            alone = (
+                "" if self.comparison else " Nothing was compared with a reference: see --against."
+            )
             return f"No error in {what} of all {self.subject.tensors:,} tensors{rest}.{alone}"
-        errors = [each for each in self.findings if each.level is Level.ERROR]
-        broken = len({each.rule for each in errors})
+        errors = [finding for finding in self.findings if finding.level is Level.ERROR]
+        broken = len({error.rule for error in errors})
         where = errors[0].tensor or errors[0].module or "the checkpoint"
         rules = "one rule" if broken == 1 else f"{broken} rules"
         return f"{places(counts[Level.ERROR], 'error')} against {rules}, the first at {where}."
@@ -275,10 +277,10 @@ class _Steps:
     ) -> None:
         self._checkpoint, self._reference, self._wanted = checkpoint, reference, wanted
         self._findings: list[Finding] = []
-        self._told: dict[str, str] = {}
+        self._texts: dict[str, str] = {}
         self._table: NumberTable | None = None
         self._loader: LoaderProof | None = None
-        self._beside: ReferenceComparison | None = None
+        self._comparison: ReferenceComparison | None = None
         self._subject = _subject(checkpoint, wanted.path)
         self._hashes = self._reference_hashes = ""
 
@@ -294,7 +296,7 @@ class _Steps:
         if self._checkpoint.names is not None:
             by = f"against the config of {about.family}"
         files = places(about.shards, "file")
-        self._told[STRUCTURE] = f"{about.tensors:,} tensors in {files}, {by}."
+        self._texts[STRUCTURE] = f"{about.tensors:,} tensors in {files}, {by}."
 
     def look_at_loading(self) -> None:
         """Prove what a loader does with every byte."""
@@ -308,7 +310,7 @@ class _Steps:
         self._loader = proof = prove(self._checkpoint, chosen)
         self._findings += proof.findings
         ranks, counts = len(proof.ranks), proof.counts
-        self._told[LOADER] = (
+        self._texts[LOADER] = (
             f"map {chosen.name} on {places(ranks, 'rank')}:"
             f" {counts['transfers']:,} writes to {counts['parameters']:,} parameters."
             if not proof.stopped
@@ -347,11 +349,11 @@ class _Steps:
         begun = time.monotonic()
         path = self._wanted.path.resolve()
         self._table = table = measured(self._checkpoint, path, workers, progress.advance)
-        told = _read(self._subject.nbytes, begun)
+        text = _read(self._subject.nbytes, begun)
         self._findings += judge_numbers(self._checkpoint, table)
         unread = len(table.unread)
         rest = f" {places(unread, 'tensor')} could not be read." if unread else ""
-        self._told[NUMBERS] = f"{len(table):,} weights, {told}.{rest}{self._hashes}"
+        self._texts[NUMBERS] = f"{len(table):,} weights, {text}.{rest}{self._hashes}"
 
     def _compare(
         self, reference: Checkpoint, path: Path, workers: Workers, progress: Progress
@@ -362,19 +364,19 @@ class _Steps:
         begun, before = time.monotonic(), progress.pace.done
         paths = self._wanted.path.resolve(), path.resolve()
         table = compared(self._checkpoint, reference, paths, workers, progress.advance)
-        told = _read(progress.pace.done - before, begun)
+        text = _read(progress.pace.done - before, begun)
         self._findings += judge_against(self._checkpoint, reference, table)
         name = path.resolve().name
-        self._beside = ReferenceComparison(name, identity_of(reference), table)
+        self._comparison = ReferenceComparison(name, identity_of(reference), table)
         alone = len(table.only_here) + len(table.only_there) + len(table.unlike)
         rest = f" {places(alone, 'weight')} had no counterpart." if alone else ""
         rest += self._reference_hashes
-        self._told[AGAINST] = f"{len(table):,} weights compared with {name}, {told}.{rest}"
+        self._texts[AGAINST] = f"{len(table):,} weights compared with {name}, {text}.{rest}"
 
     def audit(self) -> Audit:
         """Return the audit."""
         parts = (
-            AuditPart(name, self._told.get(name) or _WHY_NOT[name], name in self._told)
+            AuditPart(name, self._texts.get(name) or _WHY_NOT[name], name in self._texts)
             for name in PARTS
         )
         return Audit(
@@ -383,7 +385,7 @@ class _Steps:
             tuple(in_order(self._findings)),
             self._table,
             self._loader,
-            self._beside,
+            self._comparison,
         )
 
 

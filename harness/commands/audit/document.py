@@ -218,7 +218,7 @@ def comparison_facts(table: AgainstTable, row: int) -> Iterator[Fact]:
     """Report one weight compared with the reference's."""
     one = table.data[row]
     stored = FORMATS[int(one["reference_format"])]
-    yield Fact("In the reference", f"{stored}, {table.pairs[row].there}")
+    yield Fact("In the reference", f"{stored}, {table.pairs[row].reference_name}")
     yield Fact("Cosine", f"{number(float(one['cosine']), 6)}, gain {number(float(one['gain']))}")
     if one["odd_here"]:
         yield Fact("Not finite here alone", f"{int(one['odd_here']):,}")
@@ -241,7 +241,7 @@ def audit_document(audit: Audit, command: str) -> dict[str, Any]:
     return {
         "verdict": audit.verdict,
         "origins": list(islice(_origins(audit, command), MOST_ORIGINS)),
-        "cosines": [] if audit.beside is None else cosines(audit.beside),
+        "cosines": [] if audit.comparison is None else cosines(audit.comparison),
         "sentence": audit.sentence,
         "checkpoint": about.name,
         "identity": about.identity,
@@ -252,12 +252,12 @@ def audit_document(audit: Audit, command: str) -> dict[str, Any]:
         "files": about.shards,
         "tensors": about.tensors,
         "bytes": about.nbytes,
-        "judged": {part.name: part.told for part in audit.judged},
-        "not_judged": {part.name: part.told for part in audit.not_judged},
+        "judged": {part.name: part.text for part in audit.judged},
+        "not_judged": {part.name: part.text for part in audit.not_judged},
         "counts": {str(level): count for level, count in audit.counts.items()},
         "findings": [finding.to_json() for finding in audit.findings],
         "numbers": None if audit.table is None else _numbers(audit.table),
-        "against": None if audit.beside is None else comparison_document(audit.beside),
+        "against": None if audit.comparison is None else comparison_document(audit.comparison),
         "loader": None if audit.loader is None else _loader(audit.loader),
     }
 

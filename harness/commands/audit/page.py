@@ -70,7 +70,7 @@ def weight_blocks(audit: Audit) -> list[Block]:
     if table is None or not len(table):
         return []
     roles = roles_of(table)
-    beside = [] if audit.beside is None else [comparison_by_role(audit.beside)]
+    beside = [] if audit.comparison is None else [comparison_by_role(audit.comparison)]
     return [*_dialects(audit), _roles(roles), *beside, *_chosen(audit, table, roles)]
 
 
@@ -144,10 +144,10 @@ def _chosen(audit: Audit, table: NumberTable, roles: list[RoleSummary]) -> list[
         Column("layer", ColumnKind.NUMBER),
         Column("rms", ColumnKind.NUMBER, 3),
         Column("amax", ColumnKind.NUMBER, 3),
-        *([] if audit.beside is None else [Column("error", ColumnKind.NUMBER, 3)]),
+        *([] if audit.comparison is None else [Column("error", ColumnKind.NUMBER, 3)]),
         Column("weight; unfold for its numbers", ColumnKind.CODE),
     )
-    told = (
+    text = (
         f"{len(entries):,} of {len(table):,} weights: those that a finding names,"
         f"{' the farthest from the reference,' if far else ''} and the first of each role."
     )
@@ -155,7 +155,7 @@ def _chosen(audit: Audit, table: NumberTable, roles: list[RoleSummary]) -> list[
     more = f" {hidden:,} more of these have no room here." if hidden > 0 else ""
     return [
         Catalogue("Weights one by one", columns, entries, choices=3),
-        Sentence(f"{told}{more}", Tone.NOTE),
+        Sentence(f"{text}{more}", Tone.NOTE),
     ]
 
 
@@ -175,19 +175,19 @@ def _with_findings(audit: Audit, table: NumberTable) -> dict[int, Tone]:
 
 
 def _farthest(audit: Audit, table: NumberTable) -> list[int]:
-    if audit.beside is None:
+    if audit.comparison is None:
         return []
     rows = {unit.name: index for index, unit in enumerate(table.units)}
-    there = audit.beside.table
+    there = audit.comparison.table
     names = (there.pairs[row].unit.name for row in farthest(there))
     return [rows[name] for name in names if name in rows]
 
 
 def _comparison(audit: Audit) -> tuple[AgainstTable, dict[str, int]] | None:
     """Return the comparison's table with its rows by name."""
-    if audit.beside is None:
+    if audit.comparison is None:
         return None
-    table = audit.beside.table
+    table = audit.comparison.table
     return table, {pair.unit.name: index for index, pair in enumerate(table.pairs)}
 
 
@@ -217,19 +217,19 @@ class _Row:
         self, table: NumberTable, row: int, beside: tuple[AgainstTable, dict[str, int]] | None
     ) -> None:
         self.unit, self.row = table.units[row], row
-        self._data, self._beside = table.data[row], beside
+        self._data, self._comparison = table.data[row], beside
 
     def errors(self) -> Iterator[float | None]:
         """Return its error against the reference, if there is one, as a cell."""
-        if self._beside is not None:
-            table, rows = self._beside
+        if self._comparison is not None:
+            table, rows = self._comparison
             row = rows.get(self.unit.name)
             yield None if row is None else error_of(table, row)
 
     def facts_beside(self) -> Iterator[Fact]:
         """Describe it compared with the reference's weight."""
-        if self._beside is not None and self.unit.name in self._beside[1]:
-            table, rows = self._beside
+        if self._comparison is not None and self.unit.name in self._comparison[1]:
+            table, rows = self._comparison
             yield from comparison_facts(table, rows[self.unit.name])
 
     def count(self, column: str) -> int:
@@ -247,7 +247,7 @@ class _Row:
         yield Fact("As", f"{FORMATS[self.count('format')]}, {names} names")
         elements, height = self.count("elements"), self.count("height")
         yield Fact("Size", f"{elements:,} numbers in {height:,} rows, {size(self.unit.nbytes)}")
-        yield Fact("Magnitude", f"rms {self._told('rms')}, amax {self._told('amax')}")
+        yield Fact("Magnitude", f"rms {self._cell('rms')}, amax {self._cell('amax')}")
         zeros, rows = self.count("zeros"), self.count("zero_rows")
         yield Fact(
             "Zeros",
@@ -255,16 +255,16 @@ class _Row:
         )
         if self.count("not_finite"):
             yield Fact("Not finite", f"{self.count('not_finite'):,}")
-        bits = f"{self._told('code_entropy')} bits a code, {self._told('byte_entropy')} a byte"
+        bits = f"{self._cell('code_entropy')} bits a code, {self._cell('byte_entropy')} a byte"
         yield Fact("Entropy", bits)
 
     def facts_of_scales(self) -> Iterator[Fact]:
         """Describe its tensor scale and its input scale."""
         if self.count("scale_bits") >= 0:
-            stored, decodes = self._told("tensor_scale"), self._told("decode_scale")
+            stored, decodes = self._cell("tensor_scale"), self._cell("decode_scale")
             yield Fact("Tensor scale", f"{stored} is stored, decodes by {decodes}")
         if self.count("input_bits") >= 0:
-            yield Fact("Input scale", f"decodes by {self._told('input_scale')}")
+            yield Fact("Input scale", f"decodes by {self._cell('input_scale')}")
 
     def facts_of_blocks(self) -> Iterator[Fact]:
         """Describe its block scales, and the order of scales and codes."""
@@ -275,29 +275,29 @@ class _Row:
             for name in ("subnormal", "zero", "not_finite", "negative")
             if self.count(f"scale_{name}")
         )
-        between = f"{self._told('scale_smallest')} to {self._told('scale_largest')}"
+        between = f"{self._cell('scale_smallest')} to {self._cell('scale_largest')}"
         different = f"{self.count('scale_distinct'):,} different"
         yield Fact("Block scales", f"{self.count('blocks'):,} from {between}, {different}{odd}")
         full, after, low = (share(self.value(f"top_{name}")) for name in ("full", "next", "low"))
-        told = f"the largest code {full}, the next one {after}, neither {low}"
-        yield Fact("Blocks that reach", told)
+        text = f"the largest code {full}, the next one {after}, neither {low}"
+        yield Fact("Blocks that reach", text)
         yield Fact("Layout of scales", _layout_text(self.value("pairing")))
         order, kin = self.count("order"), self.count("order_kin")
         if order != NOT_PACKED:
             by = f", going by {KINSHIPS[kin]}" if kin >= 0 else ""
             yield Fact("Packing order", f"{order_text(order)}{by}")
 
-    def _told(self, column: str) -> str:
+    def _cell(self, column: str) -> str:
         return number(self.value(column))
 
 
 def _layout_text(pairing: float) -> str:
     if math.isnan(pairing):
         return "statistics do not show it"
-    told = f"scales and codes correlate by {pairing:+.2f}"
+    text = f"scales and codes correlate by {pairing:+.2f}"
     if pairing <= STRONG:
-        return f"row-major: {told}"
-    return f"not certain: {told}, where {STRONG:+.2f} or less would"
+        return f"row-major: {text}"
+    return f"not certain: {text}, where {STRONG:+.2f} or less would"
 
 
 SHOWN_FINDINGS = 250  # findings on the page; all of them are in the JSON
@@ -315,14 +315,14 @@ _LEGEND = (
 
 def audit_page(audit: Audit, provenance: Provenance) -> Page:
     """Return the page of an audit."""
-    errors = [each for each in audit.findings if each.level is Level.ERROR]
+    errors = [finding for finding in audit.findings if finding.level is Level.ERROR]
     return Page(
         subject=PageSubject(audit.subject.name, "Checkpoint", audit.subject.identity),
         provenance=provenance,
         verdict=audit.verdict,
         sentence=audit.sentence,
         findings=tuple(
-            _first_screen(each, provenance.command) for each in by_rule(errors)[:_FIRST]
+            _first_screen(rule, provenance.command) for rule in by_rule(errors)[:_FIRST]
         ),
         panels=(audit_panel(audit),),
     )
@@ -369,7 +369,7 @@ def _facts(audit: Audit) -> Facts:
 
 def _parts(audit: Audit) -> Table:
     columns = (Column("part"), Column("judged"), Column("what, or why not"))
-    rows = tuple((part.name, "yes" if part.judged else "no", part.told) for part in audit.parts)
+    rows = tuple((part.name, "yes" if part.judged else "no", part.text) for part in audit.parts)
     return Table("What was judged, and what not", columns, rows)
 
 
@@ -403,8 +403,8 @@ def _map(audit: Audit) -> list[Block]:
     ]
     hidden = len(numbered) - MOST_COLUMNS
     if hidden > 0:
-        told = f"The map has {MOST_COLUMNS} layers of {len(numbered):,}; findings of all follow."
-        blocks.append(Sentence(told, Tone.NOTE))
+        text = f"The map has {MOST_COLUMNS} layers of {len(numbered):,}; findings of all follow."
+        blocks.append(Sentence(text, Tone.NOTE))
     return blocks
 
 
@@ -424,17 +424,17 @@ def _findings(audit: Audit) -> list[Block]:
     entries = tuple(
         CatalogueEntry(
             (
-                str(TONES[each.level]),
-                kind_of(each),
-                each.rule,
-                each.layer,
-                each.count,
-                each.tensor or each.module or "the checkpoint",
+                str(TONES[finding.level]),
+                kind_of(finding),
+                finding.rule,
+                finding.layer,
+                finding.count,
+                finding.tensor or finding.module or "the checkpoint",
             ),
-            _explained(each),
+            _explained(finding),
             _anchor(index),
         )
-        for index, each in enumerate(audit.findings[:SHOWN_FINDINGS])
+        for index, finding in enumerate(audit.findings[:SHOWN_FINDINGS])
     )
     columns = (
         Column("level", ColumnKind.TONE),
@@ -447,8 +447,8 @@ def _findings(audit: Audit) -> list[Block]:
     blocks: list[Block] = [Catalogue("Findings, the worst first", columns, entries, choices=3)]
     hidden = len(audit.findings) - len(entries)
     if hidden > 0:
-        told = f"{hidden:,} of {len(audit.findings):,} findings are in the JSON alone."
-        blocks.append(Sentence(told, Tone.NOTE))
+        text = f"{hidden:,} of {len(audit.findings):,} findings are in the JSON alone."
+        blocks.append(Sentence(text, Tone.NOTE))
     return blocks
 
 

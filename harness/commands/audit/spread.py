@@ -44,10 +44,10 @@ def measured(
     """Walk the checkpoint at `path`, with so many threads or a cluster."""
     if isinstance(workers, int):
         return measure_numbers(checkpoint, workers=workers, progress=advance)
-    found = units_of(checkpoint)
-    sizes = ((unit.place, unit.nbytes) for unit in found.units)
+    weight_units = units_of(checkpoint)
+    sizes = ((unit.place, unit.nbytes) for unit in weight_units.units)
     table = _spread(NumberTable, _Walk(path), sizes, workers, advance)
-    table.unread.update(found.unread)
+    table.unread.update(weight_units.unread)
     return table
 
 

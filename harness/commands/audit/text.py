@@ -61,12 +61,16 @@ def _lines(audit: Audit, width: int) -> Iterator[Text]:
     for title, parts in (("judged", audit.judged), ("not judged", audit.not_judged)):
         for number, part in enumerate(parts):
             front = title if number == 0 else ""
-            yield from _columns(f"{front:<11} {part.name:<10}", part.told, width, "dim")
+            yield from _columns(f"{front:<11} {part.name:<10}", part.text, width, "dim")
     broken = by_rule(audit.findings)
-    serious = [each for each in broken if each.first.level is not Level.NOTE][:SHOWN]
-    for number, each in enumerate(serious, 1):
-        yield from _whole(number, each, width)
-    yield from _others([each for each in broken if each not in serious], bool(serious))
+    serious = [broken_rule for broken_rule in broken if broken_rule.first.level is not Level.NOTE][
+        :SHOWN
+    ]
+    for number, rule in enumerate(serious, 1):
+        yield from _whole(number, rule, width)
+    yield from _others(
+        [broken_rule for broken_rule in broken if broken_rule not in serious], bool(serious)
+    )
 
 
 def _whole(number: int, broken: BrokenRule, width: int) -> Iterator[Text]:
@@ -93,11 +97,11 @@ def _others(others: Sequence[BrokenRule], has_more: bool) -> Iterator[Text]:
         return
     yield Text("")
     yield Text("And more:" if has_more else "Notes:")
-    for each in others[:_RULES]:
-        level = each.first.level
-        count = places(each.count, "place")
+    for rule in others[:_RULES]:
+        level = rule.first.level
+        count = places(rule.count, "place")
         yield Text.assemble(
-            "   ", (f"{level:<8}", _STYLES[level]), f" {each.first.rule:<34} {count:>14}"
+            "   ", (f"{level:<8}", _STYLES[level]), f" {rule.first.rule:<34} {count:>14}"
         )
     if len(others) > _RULES:
         yield Text(f"   and {places(len(others) - _RULES, 'rule')} more")

@@ -117,11 +117,11 @@ def _said(
     prompt, new = pair
     voices = [("Candidate", pieces(new, tokenizer))]
     if model.streamed is None and prompt and new:
-        speech = Continuation(list(prompt))
+        continuation = Continuation(list(prompt))
         limits = Limits(min(len(new), NEW_TOKENS))
         try:
-            Generation(model.speaker, None, None, limits).run([speech])
-            voices.insert(0, ("Twin", pieces(speech.ids, tokenizer)))
+            Generation(model.logits_model, None, None, limits).run([continuation])
+            voices.insert(0, ("Twin", pieces(continuation.ids, tokenizer)))
         except (DegarbleError, RuntimeError, ValueError, IndexError):
             pass  # ids that the model cannot take: the candidate's words stand alone
     return PromptTexts("".join(pieces(prompt, tokenizer)), tuple(voices))
@@ -173,7 +173,7 @@ class DiagnosedOrigin:
     `share` is how much of the difference of the final logits it explains.
     """
 
-    trouble: Discrepancy
+    discrepancy: Discrepancy
     diagnosed: Diagnosed | None = None
     share: float | None = None
     reproducer: str = ""
@@ -248,7 +248,7 @@ class CheckRun:
         require_captured(self.capture, self.model, self.source)
         config, recipe = self.model.config, self.model.recipe
         require_usable_inputs(self.capture, components(config, recipe), config.vocab_size)
-        self.twin: BoundModel = self.model.speaker.bound
+        self.twin: BoundModel = self.model.logits_model.bound
         run_on_device(self.twin, wanted.device)
         plain = self.model.arithmetic != "twin"
         self.recipe = recipe_named("bf16", self.model.config) if plain else self.model.recipe
@@ -260,7 +260,7 @@ class CheckRun:
         self._open.enter_context(reference)
         require_same_model(self.model.config, reference.config, wanted.reference)
         self._verify(reference)
-        self.reference = reference.speaker.bound
+        self.reference = reference.logits_model.bound
         run_on_device(self.reference, wanted.device)
 
     def _verify(self, reference: OpenModel) -> None:
@@ -272,32 +272,34 @@ class CheckRun:
     def judge(
         self,
         look: Looked | None = None,
-        told: Callable[[str], None] = lambda _step: None,
+        report: Callable[[str], None] = lambda _step: None,
         cases: Path | None = None,
     ) -> CheckResult:
         """Localise, diagnose, attribute; reproducers are written into the folder `cases`."""
-        found = localise(self.twin, self.recipe, self.capture, self.reference, told, look)
+        found = localise(self.twin, self.recipe, self.capture, self.reference, report, look)
         if found.twin is not None:
             self.twin = found.twin  # by the conventions that were learned
         notes: list[str] = []
         if not self.capture.complete:
             notes.append("The capture is incomplete: its run ended before its time.")
         origins = [
-            DiagnosedOrigin(trouble, _diagnosed(trouble, found) if number < DIAGNOSED else None)
-            for number, trouble in enumerate(found.origins)
+            DiagnosedOrigin(
+                discrepancy, _diagnosed(discrepancy, found) if number < DIAGNOSED else None
+            )
+            for number, discrepancy in enumerate(found.origins)
         ]
         shares = None
         if origins and self.model.streamed is None:
             run = found.run or self.capture
             shares = shares_of(self.twin, run, found.origins[:ATTRIBUTED])
             origins = [
-                replace(each, share=None if shares is None else shares.of(number))
-                for number, each in enumerate(origins)
+                replace(origin, share=None if shares is None else shares.share_of(number))
+                for number, origin in enumerate(origins)
             ]
         elif origins:
             notes.append("Shares of the final difference need all weights in memory; left out.")
         if cases is not None:
-            origins = [_with_case(each, cases, n) for n, each in enumerate(origins)]
+            origins = [_with_case(origin, cases, n) for n, origin in enumerate(origins)]
         return CheckResult(
             self.source.resolve().name,
             self.capture,
@@ -311,13 +313,15 @@ class CheckRun:
 
     def _facts(self, found: Localised) -> dict[str, str]:
         facts = self.capture.facts
-        told = {"backend": facts.get("backend"), "arithmetic": self.model.arithmetic}
-        told |= {"reference": self._wanted.reference.resolve().name, "capture": self.capture.hash}
-        told |= {"fingerprint": fingerprint(self.model.checkpoint)}
-        told |= {"the reference's hashes": "verified" if self._verified else None}
-        told |= {"conventions": "; ".join(each.sentence for each in found.conventions)}
-        told |= _computed(facts, self._wanted.device)
-        return {name: str(value) for name, value in told.items() if value}
+        fields = {"backend": facts.get("backend"), "arithmetic": self.model.arithmetic}
+        fields |= {"reference": self._wanted.reference.resolve().name, "capture": self.capture.hash}
+        fields |= {"fingerprint": fingerprint(self.model.checkpoint)}
+        fields |= {"the reference's hashes": "verified" if self._verified else None}
+        fields |= {
+            "conventions": "; ".join(convention.sentence for convention in found.conventions)
+        }
+        fields |= _computed(facts, self._wanted.device)
+        return {name: str(value) for name, value in fields.items() if value}
 
 
 def _computed(facts: Mapping[str, Any], device: str) -> dict[str, str]:
@@ -336,31 +340,36 @@ def _computed(facts: Mapping[str, Any], device: str) -> dict[str, str]:
 
 
 def _by_role(components: Sequence[object]) -> str:
-    roles = dict.fromkeys(_BLOCK.sub("", str(each)) for each in components)
+    roles = dict.fromkeys(_BLOCK.sub("", str(component)) for component in components)
     return f"{len(components)}: {', '.join(roles)}" if components else "none"
 
 
-def _diagnosed(trouble: Discrepancy, found: Localised) -> Diagnosed | None:
-    if trouble.sight is None:
+def _diagnosed(discrepancy: Discrepancy, found: Localised) -> Diagnosed | None:
+    if discrepancy.record is None:
         return None
     # All families of faults; a healthy run does without them.
     from degarble.harness.engine.diagnose.diagnose import Diagnosed, diagnose  # noqa: PLC0415
 
-    for each in found.conventions:
-        if each.source == CONTRADICTED and trouble.scene.role in REGISTRY[each.name].roles:
-            return Diagnosed((), (), 0, f"{each.sentence}. Declare that, or mend the kernel.")
-    return diagnose(trouble.scene, [trouble.sight, *trouble.more])
+    for convention in found.conventions:
+        if (
+            convention.source == CONTRADICTED
+            and discrepancy.context.role in REGISTRY[convention.name].roles
+        ):
+            return Diagnosed((), (), 0, f"{convention.sentence}. Declare that, or mend the kernel.")
+    return diagnose(discrepancy.context, [discrepancy.record, *discrepancy.more])
 
 
-def _with_case(each: DiagnosedOrigin, folder: Path, number: int) -> DiagnosedOrigin:
+def _with_case(origin: DiagnosedOrigin, folder: Path, number: int) -> DiagnosedOrigin:
     """Write the minimal reproducer of an origin."""
-    named = each.diagnosed.named if each.diagnosed is not None else ()
-    way = named[0].way if named else None
-    case = shrunk(each.trouble, way) if number < DIAGNOSED else None
+    named = origin.diagnosed.named if origin.diagnosed is not None else ()
+    variant = named[0].variant if named else None
+    case = shrunk(origin.discrepancy, variant) if number < DIAGNOSED else None
     if case is None:
-        return each
-    script = case.write(folder / f"{number + 1}-{each.trouble.site.component.replace('.', '-')}")
-    return replace(each, reproducer=str(script))
+        return origin
+    script = case.write(
+        folder / f"{number + 1}-{origin.discrepancy.site.component.replace('.', '-')}"
+    )
+    return replace(origin, reproducer=str(script))
 
 
 def source_of(capture: Capture, checkpoint: Path | None) -> Path:
@@ -426,12 +435,12 @@ def require_same_model(config: Config, other: Config, path: Path) -> None:
 
 
 def _require_tensors(capture: Capture) -> None:
-    kept = [each for call in capture.calls for _, each in call.sites()]
+    kept = [tensor for call in capture.calls for _, tensor in call.sites()]
     if not kept:
         raise InvalidArgument(
             "calls of the capture", 0, "one call at least", "Capture the run again."
         )
-    if not any(each.at for each in kept):
+    if not any(tensor.at for tensor in kept):
         raise InvalidArgument(
             "tensors of the capture", "statistics only", "the bytes of inputs and outputs",
             "Capture again without --statistics-only.",
@@ -449,11 +458,11 @@ def _require_tensors(capture: Capture) -> None:
 
 @contextmanager
 def run_again(
-    wanted: CheckSettings, asked: AskedBackend, watch: Watch, told: Callable[..., None]
+    wanted: CheckSettings, backend: AskedBackend, watch: Watch, report: Callable[..., None]
 ) -> Iterator[CheckSettings]:
     """Run the prompts of `wanted.capture` on a backend; yield the options to check that run."""
     require_device("--device", wanted.device)
-    require_backend(asked.name)
+    require_backend(backend.name)
     seen = Capture.open(wanted.capture)
     if not wanted.partial:
         seen.require_complete()
@@ -461,20 +470,20 @@ def run_again(
     prompts, new_tokens = prompts_of(seen)
     with open_model(source, held_values=wanted.held_values) as model:
         require_captured(seen, model, source)
-    how = CaptureSettings(
+    capture_settings = CaptureSettings(
         filter_of(seen),
         new_tokens,
         held_values=wanted.held_values,
-        backend=asked.name,
-        strict=asked.strict,
-        settings=asked.settings,
+        backend=backend.name,
+        strict=backend.strict,
+        settings=backend.settings,
         device=wanted.device,
         conventions=wanted.conventions,
     )
     with TemporaryDirectory(prefix="degarble-check-") as made:
         folder = Path(made) / "capture"
-        done = capture(source, list(prompts), folder, watch, how)
-        told(*done.paired.lines())
+        done = capture(source, list(prompts), folder, watch, capture_settings)
+        report(*done.paired.lines())
         yield replace(wanted, capture=folder, checkpoint=source)
 
 
@@ -504,5 +513,5 @@ def filter_of(seen: Capture) -> Filter:
     if not isinstance(stated, dict):
         return Filter()
     words = [stated.get(name) for name in ("layers", "components", "tokens")]
-    lists = [each if isinstance(each, list) else [] for each in words]
-    return Filter.of(*(",".join(map(str, each)) if each else None for each in lists))
+    lists = [word if isinstance(word, list) else [] for word in words]
+    return Filter.from_options(*(",".join(map(str, each)) if each else None for each in lists))

@@ -71,13 +71,13 @@ class ComparedTokens:
 
 def tokens_in_common(first: Capture, second: Capture) -> tuple[Token, ...]:
     """Return the common tokens if the prompts are equal and were split otherwise; else none."""
-    cuts = [[_fed(step) for step in each.steps if step.phase is Phase.PREFILL]
-            for each in (first, second)]  # fmt: skip
+    cuts = [[_fed(step) for step in capture.steps if step.phase is Phase.PREFILL]
+            for capture in (first, second)]  # fmt: skip
     if cuts[0] == cuts[1]:
         return ()
-    one, other = (_by_sequence(each.steps) for each in (first, second))
-    prompts = [_by_sequence(s for s in each.steps if s.phase is Phase.PREFILL)
-               for each in (first, second)]  # fmt: skip
+    one, other = (_by_sequence(capture.steps) for capture in (first, second))
+    prompts = [_by_sequence(s for s in capture.steps if s.phase is Phase.PREFILL)
+               for capture in (first, second)]  # fmt: skip
     if any(prompts[0].get(name) != prompts[1].get(name) for name in {**prompts[0], **prompts[1]}):
         return ()
     return tuple(
@@ -108,7 +108,7 @@ def compare_by_tokens(
     captures: tuple[Capture, Capture], tokens: Sequence[Token]
 ) -> tuple[list[ComparedTokens], int]:
     """Return every output with a row a token on both sides, and the number of those without."""
-    sides = [_side(each) for each in captures]
+    sides = [_side(capture) for capture in captures]
     made, left = [], 0
     for component in sides[0].calls.keys() & sides[1].calls.keys():
         calls = [side.calls[component] for side in sides]
@@ -121,7 +121,7 @@ def compare_by_tokens(
                 continue
             made.append(_beside(component, name, pair, tokens, alike))
     order = list(sides[0].calls)
-    return sorted(made, key=lambda each: order.index(each.component)), left
+    return sorted(made, key=lambda compared_tokens: order.index(compared_tokens.component)), left
 
 
 def _side(capture: Capture) -> CapturedTokens:
@@ -158,15 +158,15 @@ def _pair(
     widths = {each.shape[0] for side in (one, other) for each in side.values() if each.ndim == 1}
     if len(widths) > 1:
         for side in (one, other):
-            for token, each in side.items():
-                none = -torch.inf if each.is_floating_point() else -1
-                more = (0, max(widths) - each.shape[0])
-                side[token] = torch.nn.functional.pad(each, more, value=none)
+            for token, tensor in side.items():
+                none = -torch.inf if tensor.is_floating_point() else -1
+                more = (0, max(widths) - tensor.shape[0])
+                side[token] = torch.nn.functional.pad(tensor, more, value=none)
     return one, other
 
 
 def _form(rows: Mapping[Token, Tensor]) -> set[tuple[torch.dtype, torch.Size]]:
-    return {(each.dtype, each.shape) for each in rows.values()}
+    return {(row.dtype, row.shape) for row in rows.values()}
 
 
 def _alike_until(
@@ -366,7 +366,9 @@ def _by_tokens(
     if left:
         notes.append(f"{left:,} outputs have no row for each token, and are left out.")
     lines = [
-        ComparedOutput(**vars(each), place=("sequence", "position")) for each in found if each.calls
+        ComparedOutput(**vars(compared_tokens), place=("sequence", "position"))
+        for compared_tokens in found
+        if compared_tokens.calls
     ]
     return replace(_compared(captures, lines, 0, notes), tokens=len(tokens))
 
@@ -385,11 +387,11 @@ def _compared(
 def _require_one_model(first: Capture, second: Capture) -> None:
     """Raise if no output can match: another family, or other extents, where stated."""
     sides = []
-    for each in (first, second):
-        config = each.facts.get("config")
+    for capture in (first, second):
+        config = capture.facts.get("config")
         extents = config if isinstance(config, dict) else {}
-        told = {"family": each.facts.get("family")}
-        sides.append(told | {name: extents.get(name) for name in _EXTENTS})
+        fields = {"family": capture.facts.get("family")}
+        sides.append(fields | {name: extents.get(name) for name in _EXTENTS})
     for name, one in sides[0].items():
         other = sides[1][name]
         if one is not None and other is not None and one != other:
@@ -470,7 +472,7 @@ def _measure(
     kept: tuple[CapturedTensor, CapturedTensor],
 ) -> int:
     """Add the sums of two unequal tensors; return the first unequal row."""
-    one, other = (capture.tensor(each) for capture, each in zip(captures, kept, strict=True))
+    one, other = (capture.tensor(tensor) for capture, tensor in zip(captures, kept, strict=True))
     same = equal_elements(one, other)
     line.identical += int(same.sum())
     if one.is_floating_point() and one.dtype.itemsize > 1:
@@ -511,7 +513,7 @@ def _alike(one: CapturedTensor, other: CapturedTensor) -> bool:
 
 def _same_inputs(one: CapturedCall, other: CapturedCall) -> bool:
     return one.inputs.keys() == other.inputs.keys() and all(
-        _alike(each, other.inputs[name]) for name, each in one.inputs.items()
+        _alike(tensor, other.inputs[name]) for name, tensor in one.inputs.items()
     )
 
 
@@ -522,7 +524,7 @@ def compared_document(compared: RunComparison) -> dict[str, Any]:
         "origins": [_origin(line) for line in compared.origins[:MOST_ORIGINS]],
         "cosines": [_line(line) for line in compared.lines],
         "sentence": compared.sentence,
-        "captures": [each.hash for each in compared.captures],
+        "captures": [capture.hash for capture in compared.captures],
         "same_candidate": compared.same_candidate,
         "steps": compared.steps,
         "tokens": compared.tokens,
@@ -578,17 +580,17 @@ def _evidence(line: ComparedOutput) -> str:
         return line.words
     share = line.identical / line.elements if line.elements else 0.0
     cosine, apart = _numbers(line)
-    told = f"{100 * share:.2f} % of its elements are equal"
+    text = f"{100 * share:.2f} % of its elements are equal"
     if cosine is not None and apart is not None:
-        told += f", relative difference {number(apart)}"
+        text += f", relative difference {number(apart)}"
     at = ", ".join(f"{n} {k}" for n, k in _at(line, line.own or line.first or (0, 0)).items())
-    return f"{told}; first in {at}, on equal inputs"
+    return f"{text}; first in {at}, on equal inputs"
 
 
 def compared_lines(compared: RunComparison) -> Iterator[str]:
     """Return the comparison as a few lines of text."""
     yield f"{compared.verdict}  {compared.sentence}"
-    names = " and ".join(_name(each) for each in compared.captures)
+    names = " and ".join(_name(capture) for capture in compared.captures)
     yield f"  captures    {names}, {compared.extent} in common"
     apart = [line for line in compared.lines if not line.equal]
     yield f"  outputs     {len(compared.lines):,}, of which {len(apart):,} differ"
@@ -609,7 +611,7 @@ def _name(capture: Capture) -> str:
 
 def compared_page(compared: RunComparison, provenance: Provenance) -> Page:
     """Return a separate page: a comparison belongs to no checkpoint."""
-    key = "".join(each.hash[:32] for each in compared.captures)
+    key = "".join(capture.hash[:32] for capture in compared.captures)
     remedy = (
         "Run it again and look at this component: races, stale memory, unwritten output."
         if compared.verdict is Verdict.UNSTABLE

@@ -94,30 +94,34 @@ class StatisticsCollector:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._seen: dict[tuple[str, str], _OutputStatistics] = {}
+        self._statistics: dict[tuple[str, str], _OutputStatistics] = {}
 
     def forget(self, component: str) -> None:
         """Drop the statistics of a component that is judged again, under another convention."""
-        self._seen = {key: seen for key, seen in self._seen.items() if key[0] != component}
+        self._statistics = {
+            key: seen for key, seen in self._statistics.items() if key[0] != component
+        }
 
     def __call__(self, replay: Replay, judged: Mapping[str, OutputResult]) -> None:
         """Add one replay."""
         if replay.undecided:
             return
         outputs, expected = replay.batch.outputs, replay.expected
-        kept = {name: each for name, each in expected.items() if name in outputs}
+        kept = {name: tensor for name, tensor in expected.items() if name in outputs}
         broken = wrong_forms(outputs, kept)
-        sound = {name: each for name, each in kept.items() if name not in broken}
+        sound = {name: tensor for name, tensor in kept.items() if name not in broken}
         pairs = aligned(outputs, sound)
-        for name, each in judged.items():
-            seen = self._seen.setdefault((replay.batch.component.name, name), _OutputStatistics())
-            worse = (each.ratio if not math.isnan(each.ratio) else 0.0) > seen.ratio
+        for name, result in judged.items():
+            seen = self._statistics.setdefault(
+                (replay.batch.component.name, name), _OutputStatistics()
+            )
+            worse = (result.ratio if not math.isnan(result.ratio) else 0.0) > seen.ratio
             if worse:
-                seen.ratio, seen.judged = each.ratio, each.settled()
+                seen.ratio, seen.judged = result.ratio, result.settled()
             if name in pairs:
                 self._take(seen, replay.batch, name, pairs[name])
                 if worse:
-                    seen.worst = _worst_of(each, pairs[name])
+                    seen.worst = _worst_of(result, pairs[name])
 
     def _take(
         self, seen: _OutputStatistics, batch: Batch, name: str, pair: tuple[Tensor, Tensor]
@@ -155,29 +159,35 @@ class StatisticsCollector:
         found["position" if tokens else "row"] = (rows, *by_row)
         experts = batch.inputs.get("experts")
         if experts is not None and d_N.ndim > 2 and d_N.shape[:2] == experts.shape:
-            d_E, t_E = (each.reshape(*experts.shape, -1).sum(-1).flatten() for each in (d_N, t_N))
+            d_E, t_E = (
+                tensor.reshape(*experts.shape, -1).sum(-1).flatten() for tensor in (d_N, t_N)
+            )
             found["expert"] = (experts.flatten(), d_E, t_E)
         elif d_N.ndim == 3:
             axis = torch.arange(d_N.shape[1])
             found[_axis_of(component)] = (axis, d_N.sum((0, 2)), t_N.sum((0, 2)))
         heads = getattr(self._config, "num_attention_heads", 0)
         if component.role == "attn.wq_b" and name == "out" and d_N.shape[-1] % heads == 0:
-            d_H, t_H = (each.reshape(-1, heads, each.shape[-1] // heads) for each in (d_N, t_N))
+            d_H, t_H = (
+                tensor.reshape(-1, heads, tensor.shape[-1] // heads) for tensor in (d_N, t_N)
+            )
             found["head"] = (torch.arange(heads), d_H.sum((0, 2)), t_H.sum((0, 2)))
         return found
 
     def judged(self, component: str, output: str) -> OutputResult | None:
         """Return the judgement of the call that is furthest off."""
-        seen = self._seen.get((component, output))
+        seen = self._statistics.get((component, output))
         return None if seen is None else seen.judged
 
     def look(self, component: str, output: str) -> CloseLook:
         """Return the statistics of one output."""
-        seen = self._seen.get((component, output))
+        seen = self._statistics.get((component, output))
         if seen is None:
             return CloseLook()
         judged = seen.judged
-        along = [found for n, sums in seen.along.items() if (found := sums.along(n)) is not None]
+        along = [
+            profile for n, sums in seen.along.items() if (profile := sums.along(n)) is not None
+        ]
         compared = None if judged is None else judged.comparison
         tiles = _tiles(judged)
         gain = bias = None
@@ -242,16 +252,18 @@ def _tiles(judged: OutputResult | None) -> AxisProfile | None:
     """Return the error map by tiles of the worst call; None for a single tile."""
     if judged is None or judged.comparison is None:
         return None
-    found = judged.comparison.tiles
-    if found.rr.ndim != 2 or found.rr.size < 2:
+    error_sums = judged.comparison.tiles
+    if error_sums.rr.ndim != 2 or error_sums.rr.size < 2:
         return None
     tall, wide = judged.comparison.places.tile
-    at = [(r, c) for r in range(found.rr.shape[0]) for c in range(found.rr.shape[1])][:_MOST]
+    at = [(r, c) for r in range(error_sums.rr.shape[0]) for c in range(error_sums.rr.shape[1])][
+        :_MOST
+    ]
     labels = tuple(f"{r * tall}, {c * wide}" for r, c in at)
     return AxisProfile(
         "tile (its first row and column)",
         labels,
-        tuple(_relative(*_both(found, each)) for each in at),
+        tuple(_relative(*_both(error_sums, each)) for each in at),
     )
 
 

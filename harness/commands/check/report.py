@@ -60,7 +60,7 @@ def write_check_report(
     folder: Path,
     opened: CheckRun,
     checked: CheckResult,
-    looker: StatisticsCollector,
+    collector: StatisticsCollector,
     command: str,
 ) -> Path:
     """Write the page of a check, its tables and JUnit into a folder; return the page."""
@@ -69,7 +69,7 @@ def write_check_report(
     localised = checked.localised
     localised = replace(localised, notes=(*checked.notes, *localised.notes))
     facts = (*checked.facts.items(), *captured_facts(checked.capture.facts, checked.recipe))
-    record = replay_record(localised, checked.origins, looker, sentence, facts)
+    record = replay_record(localised, checked.origins, collector, sentence, facts)
     texts = texts_of(opened.capture, opened.model)
     page = check_page(subject, provenance(command), record, checked.origins, texts)
     path = write_check_page(folder, page, record)
@@ -85,7 +85,7 @@ def write_check_page(folder: Path, page: Page, record: ReplayRecord) -> Path:
         if len(page_html(whole).encode()) <= SIZE_LIMIT:
             break
         fewer = replay_panel(record, _files(page.subject.key), most)
-        panels = (fewer if each.kind is fewer.kind else each for each in page.panels)
+        panels = (fewer if panel.kind is fewer.kind else panel for panel in page.panels)
         page, whole = replace(page, panels=tuple(panels)), whole.with_panel(fewer)
     for name, text in tables(page.subject.key, record).items():
         write_text(folder / name, text)
@@ -103,14 +103,14 @@ def check_page(
     panels = [replay_panel(record, _files(subject.key))]
     if texts is not None:
         panels.append(text_panel(texts, record.verdict))
-    findings = tuple(_finding(each) for each in origins[:_FIRST])
+    findings = tuple(_finding(origin) for origin in origins[:_FIRST])
     return Page(subject, where, record.verdict, record.sentence, findings, tuple(panels))
 
 
 def replay_record(
     localised: Localised,
     origins: Sequence[DiagnosedOrigin],
-    looker: StatisticsCollector,
+    collector: StatisticsCollector,
     sentence: str,
     facts: tuple[tuple[str, str], ...] = (),
     preface: tuple[str, ...] = (),
@@ -124,9 +124,9 @@ def replay_record(
     return ReplayRecord(
         localised.verdict,
         sentence,
-        tuple(_output(row, looker) for row in localised.rows),
-        tuple(str(each.trouble.site) for each in origins),
-        tuple(each.trouble.sentence for each in origins),
+        tuple(_output(row, collector) for row in localised.rows),
+        tuple(str(origin.discrepancy.site) for origin in origins),
+        tuple(origin.discrepancy.sentence for origin in origins),
         tuple(notes),
         facts,
         preface,
@@ -140,7 +140,7 @@ def page_sentence(
     if localised.unstable:
         return f"{localised.unstable[0]} gave two answers to the same question."
     if origins:
-        first = f"{placed(origins[0].trouble)}: {origins[0].cause}."
+        first = f"{placed(origins[0].discrepancy)}: {origins[0].cause}."
         more = len(origins) - 1
         return first if not more else f"{first} {more} more {'place' if more == 1 else 'places'}."
     if localised.verdict is Verdict.AGREES:
@@ -153,9 +153,9 @@ def page_sentence(
     return "Nothing is claimed: no component could be judged."
 
 
-def placed(trouble: Discrepancy) -> str:
+def placed(discrepancy: Discrepancy) -> str:
     """Return layer and component of a discrepancy as text."""
-    layer, role = _layer_and_role(trouble.component)
+    layer, role = _layer_and_role(discrepancy.component)
     return role if layer is None else f"Layer {layer}, {role}"
 
 
@@ -169,46 +169,48 @@ def share_sentence(value: float) -> str:
     return f"Mending it alone removes {share(value)} of the difference of the logits."
 
 
-def origin_of(found: DiagnosedOrigin) -> Origin:
+def origin_of(origin: DiagnosedOrigin) -> Origin:
     """Return the origin as data."""
-    trouble, named = found.trouble, None
-    if found.diagnosed is not None and found.diagnosed.named:
-        named = found.diagnosed.named[0]
-    layer, role = _layer_and_role(trouble.component)
-    cosine, difference, budget = _measured(trouble)
-    where = dict(trouble.where)
+    discrepancy, named = origin.discrepancy, None
+    if origin.diagnosed is not None and origin.diagnosed.named:
+        named = origin.diagnosed.named[0]
+    layer, role = _layer_and_role(discrepancy.component)
+    cosine, difference, budget = _measured(discrepancy)
+    where = dict(discrepancy.where)
     if named is not None:
-        where |= {key: each for key, each in named.way.where.items() if key not in where}
+        where |= {key: each for key, each in named.variant.where.items() if key not in where}
     return Origin(
         layer,
         role,
-        str(trouble.site),
+        str(discrepancy.site),
         where,
         None if named is None else named.id,
         cosine,
         difference,
         budget,
         0.0 if named is None else named.reproduced,
-        trouble.sentence if named is None else named.evidence,
-        found.reproducer,
+        discrepancy.sentence if named is None else named.evidence,
+        origin.reproducer,
     )
 
 
-def _finding(found: DiagnosedOrigin) -> PageFinding:
-    told = found.diagnosed
+def _finding(diagnosed_origin: DiagnosedOrigin) -> PageFinding:
+    told = diagnosed_origin.diagnosed
     notes = []
     if told is not None and told.named and told.named[0].alternatives:
         notes.append(f"Equally well explained by {', '.join(told.named[0].alternatives)}.")
     if told is not None and not told.named:
-        near = ", ".join(each.fault for each in told.excluded[:_NEAREST])
+        near = ", ".join(excluded.fault for excluded in told.excluded[:_NEAREST])
         notes.append(f"{told.tried:,} variants were tried{f'; nearest: {near}' if near else ''}.")
-    if found.share is not None:
-        notes.append(share_sentence(found.share))
-    origin = origin_of(found)
-    command = found.reproducer
+    if diagnosed_origin.share is not None:
+        notes.append(share_sentence(diagnosed_origin.share))
+    origin = origin_of(diagnosed_origin)
+    command = diagnosed_origin.reproducer
     if command.endswith(".py"):
         command = f"python {shlex.quote(command)}"
-    return PageFinding(found.cause, found.remedy, origin, command, " ".join(notes))
+    return PageFinding(
+        diagnosed_origin.cause, diagnosed_origin.remedy, origin, command, " ".join(notes)
+    )
 
 
 def captured_facts(facts: Mapping[str, Any], recipe: Recipe) -> tuple[tuple[str, str], ...]:
@@ -222,9 +224,9 @@ def captured_facts(facts: Mapping[str, Any], recipe: Recipe) -> tuple[tuple[str,
     return tuple(told)
 
 
-def _measured(trouble: Discrepancy) -> tuple[float | None, float | None, float | None]:
+def _measured(discrepancy: Discrepancy) -> tuple[float | None, float | None, float | None]:
     """Return cosine, relative difference and budget of the worst call."""
-    judged = trouble.judged
+    judged = discrepancy.judged
     if judged is None or judged.comparison is None:
         return None, None, None
     total, budget = judged.comparison.total, _number_or_none(judged.relative_budget)
@@ -245,16 +247,16 @@ def _layer_and_role(component: str) -> tuple[int | None, str]:
     return None, component
 
 
-def _output(row: OutputRow, looker: StatisticsCollector) -> JudgedOutput:
+def _output(row: OutputRow, collector: StatisticsCollector) -> JudgedOutput:
     component = row.component
     layer, _ = _layer_and_role(component.name)
-    judged = looker.judged(component.name, row.output)
+    judged = collector.judged(component.name, row.output)
     difference = budget = None
     if judged is not None and judged.comparison is not None:
         difference = _number_or_none(float(judged.comparison.total.relative_l2))
         budget = _number_or_none(judged.relative_budget)
     sums = [row.cosines.get(pair) for pair in PAIRS]
-    cosines = [None if each is None else _number_or_none(each.cosine) for each in sums]
+    cosines = [None if total is None else _number_or_none(total.cosine) for total in sums]
     return JudgedOutput(
         component=component.name,
         role=component.role,
@@ -271,7 +273,7 @@ def _output(row: OutputRow, looker: StatisticsCollector) -> JudgedOutput:
         flips=row.flips,
         choices=row.choices,
         undecided=row.undecided,
-        look=looker.look(component.name, row.output),
+        look=collector.look(component.name, row.output),
     )
 
 
@@ -291,7 +293,7 @@ def tables(key: str, record: ReplayRecord) -> dict[str, str]:
     # Half a second, and only where a report is written.
     import pandas as pd  # noqa: PLC0415
 
-    plain = [_plain_row(each) for each in record.outputs]
+    plain = [_plain_row(output) for output in record.outputs]
     columns = list(_plain_row(_NOTHING))
     frame = pd.DataFrame(plain, columns=columns)
     wide = frame.pivot_table(
@@ -310,26 +312,26 @@ def tables(key: str, record: ReplayRecord) -> dict[str, str]:
 _NOTHING = JudgedOutput("", "", None, "out", Verdict.UNDECIDED)
 
 
-def _plain_row(each: JudgedOutput) -> Mapping[str, object]:
+def _plain_row(output: JudgedOutput) -> Mapping[str, object]:
     return {
-        "site": each.site,
-        "layer": "" if each.layer is None else each.layer,
-        "role": each.role,
-        "column": each.column,
-        "output": each.output,
-        "verdict": str(each.verdict),
-        "difference_in_budgets": each.ratio,
-        "cosine_candidate_twin": each.cosines[0],
-        "cosine_candidate_bf16": each.cosines[1],
-        "cosine_twin_bf16": each.cosines[2],
-        "relative_difference": each.difference,
-        "relative_budget": each.budget,
-        "equal_codes": each.identical,
-        "elements": each.elements,
-        "calls": each.calls,
-        "near_ties_decided_otherwise": each.flips,
-        "choices": each.choices,
-        "undecided": each.undecided,
+        "site": output.site,
+        "layer": "" if output.layer is None else output.layer,
+        "role": output.role,
+        "column": output.column,
+        "output": output.output,
+        "verdict": str(output.verdict),
+        "difference_in_budgets": output.ratio,
+        "cosine_candidate_twin": output.cosines[0],
+        "cosine_candidate_bf16": output.cosines[1],
+        "cosine_twin_bf16": output.cosines[2],
+        "relative_difference": output.difference,
+        "relative_budget": output.budget,
+        "equal_codes": output.identical,
+        "elements": output.elements,
+        "calls": output.calls,
+        "near_ties_decided_otherwise": output.flips,
+        "choices": output.choices,
+        "undecided": output.undecided,
     }
 
 
@@ -358,7 +360,7 @@ def check_document(checked: CheckResult, sentence: str) -> dict[str, Any]:
     first = found.first_non_finite
     return {
         "verdict": checked.verdict,
-        "origins": [origin_of(each) for each in checked.origins],
+        "origins": [origin_of(origin) for origin in checked.origins],
         "cosines": [_line(row) for row in found.rows],
         "sentence": sentence,
         "checkpoint": checked.name,
@@ -383,7 +385,7 @@ def check_document(checked: CheckResult, sentence: str) -> dict[str, Any]:
              "of": row.choices}
             for row in found.flips
         ],
-        "conventions": [each.document() for each in found.conventions],
+        "conventions": [convention.document() for convention in found.conventions],
         "unstable": list(found.unstable),
         "not_judged": [{"component": name, "reason": why} for name, why in found.unjudged],
         "shares": _shares(checked),
@@ -414,8 +416,8 @@ def _line(row: OutputRow) -> dict[str, Any]:
         "verdict": row.verdict,
         "budgets": _finite_or_none(row.ratio),
         "identical": row.identical / row.elements if row.elements else None,
-        **{name: None if each is None else _finite_or_none(each.cosine)
-           for name, each in zip(names, sums, strict=True)},
+        **{name: None if total is None else _finite_or_none(total.cosine)
+           for name, total in zip(names, sums, strict=True)},
     }  # fmt: skip
 
 
@@ -428,7 +430,9 @@ def junit(checked: CheckResult, sentence: str) -> str:
     rows: dict[str, list[OutputRow]] = {}
     for row in checked.localised.rows:
         rows.setdefault(row.component.name, []).append(row)
-    wrong = {each.trouble.component: each.trouble.sentence for each in checked.origins}
+    wrong = {
+        origin.discrepancy.component: origin.discrepancy.sentence for origin in checked.origins
+    }
     for name in wrong:
         rows.setdefault(name, [])
     cases, skipped = [], 0
@@ -448,8 +452,8 @@ def junit(checked: CheckResult, sentence: str) -> str:
         f'skipped="{skipped}" errors="0">'
     )
     body = "\n".join(cases)
-    told = f"  <system-out>{escape(_xml(sentence))}</system-out>"
-    return f'<?xml version="1.0" encoding="UTF-8"?>\n{head}\n{body}\n{told}\n</testsuite>\n'
+    text = f"  <system-out>{escape(_xml(sentence))}</system-out>"
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{head}\n{body}\n{text}\n</testsuite>\n'
 
 
 # What is no Char of XML 1.0 (5th edition, production 2), and CR, which a parser reads as LF.
@@ -497,8 +501,8 @@ def _lines(checked: CheckResult, sentence: str, width: int) -> Iterator[Text]:
         yield Text(f"  {line}", "bold")
     found, facts = checked.localised, checked.facts
     steps = len(checked.capture.steps)
-    told = f"{checked.name} · capture {checked.capture.hash[:12]} · {steps} steps"
-    yield Text(visible(f"{told} · reference {facts.get('reference', '')}")[: width - 1], "dim")
+    text = f"{checked.name} · capture {checked.capture.hash[:12]} · {steps} steps"
+    yield Text(visible(f"{text} · reference {facts.get('reference', '')}")[: width - 1], "dim")
     yield Text("")
     calls = len(checked.capture.calls)
     names = {row.component.name for row in found.rows}
@@ -525,33 +529,41 @@ def _lines(checked: CheckResult, sentence: str, width: int) -> Iterator[Text]:
         yield Text(visible(line), "dim")
     for note in (*checked.notes, *found.notes)[:3]:
         yield from _columns("note", note, width)
-    for place, each in enumerate(checked.origins[:SHOWN], 1):
-        yield from _origin(place, each, width)
+    for place, origin in enumerate(checked.origins[:SHOWN], 1):
+        yield from _origin(place, origin, width)
     others = checked.origins[SHOWN:]
     if others:
         yield Text("")
-        listed = ", ".join(each.trouble.component for each in others[:_NAMED])
+        listed = ", ".join(
+            diagnosed_origin.discrepancy.component for diagnosed_origin in others[:_NAMED]
+        )
         yield from _columns("and", f"{len(others)} more: {listed}", width)
     if checked.shares is not None and len(checked.origins) > 1:
         yield from _columns("together", checked.shares.sentence, width)
 
 
-def _origin(place: int, each: DiagnosedOrigin, width: int) -> Iterator[Text]:
-    trouble = each.trouble
+def _origin(place: int, origin: DiagnosedOrigin, width: int) -> Iterator[Text]:
+    discrepancy = origin.discrepancy
     yield Text("")
-    yield Text.assemble(f"{place:<3}", (str(trouble.site), "bold red"))
-    blamed = "" if trouble.component == trouble.site.component else f", by {trouble.component}"
-    yield from _columns("   found", f"{trouble.sentence}{blamed}", width)
-    named = each.diagnosed.named if each.diagnosed is not None else ()
+    yield Text.assemble(f"{place:<3}", (str(discrepancy.site), "bold red"))
+    blamed = (
+        ""
+        if discrepancy.component == discrepancy.site.component
+        else f", by {discrepancy.component}"
+    )
+    yield from _columns("   found", f"{discrepancy.sentence}{blamed}", width)
+    named = origin.diagnosed.named if origin.diagnosed is not None else ()
     if named:
-        yield from _columns("   cause", f"{named[0].id}: {each.cause}. {named[0].evidence}", width)
-    elif each.diagnosed is not None:
-        yield from _columns("   cause", each.diagnosed.sentence, width)
-    if each.share is not None:
-        yield from _columns("   share", share_sentence(each.share), width)
-    yield from _columns("   remedy", each.remedy, width)
-    if each.reproducer:
-        yield from _columns("   run", each.reproducer, width)
+        yield from _columns(
+            "   cause", f"{named[0].id}: {origin.cause}. {named[0].evidence}", width
+        )
+    elif origin.diagnosed is not None:
+        yield from _columns("   cause", origin.diagnosed.sentence, width)
+    if origin.share is not None:
+        yield from _columns("   share", share_sentence(origin.share), width)
+    yield from _columns("   remedy", origin.remedy, width)
+    if origin.reproducer:
+        yield from _columns("   run", origin.reproducer, width)
 
 
 def _columns(front: str, text: str, width: int) -> Iterator[Text]:

@@ -156,11 +156,11 @@ class ShareStatistics:
             self._joined = _join([rows for part in self._parts for rows in _looked_at(*part)])
         rows = self._joined
         own, twins = (
-            _Sums.of(rows, side.reshape(self.tokens, self.heads, -1)[rows.tokens])
+            _Sums.project(rows, side.reshape(self.tokens, self.heads, -1)[rows.tokens])
             for side in (candidate, twin)
         )
         # Diagnosis passes a damaged twin; then candidate and twin both have roundings of their own.
-        if max((each.ratio for each in twins.findings()), default=0.0) <= HEADROOM:
+        if max((finding.ratio for finding in twins.findings()), default=0.0) <= HEADROOM:
             return list(own.findings())
         return list(own.less(twins).findings())
 
@@ -177,7 +177,7 @@ def _join(parts: Sequence[_Rows]) -> _Rows:
     names = ("small", "variance", "proxy", *axes)
     return _Rows(
         **{
-            name: torch.cat([getattr(each, name) for each in parts], dim=axes.get(name, 1))
+            name: torch.cat([getattr(part, name) for part in parts], dim=axes.get(name, 1))
             for name in names
         }
     )
@@ -353,7 +353,7 @@ class _Sums:
     explained: Tensor | None = None  # projections of the damaged twin, as `along`
 
     @classmethod
-    def of(cls, rows: _Rows, output: Tensor) -> _Sums:
+    def project(cls, rows: _Rows, output: Tensor) -> _Sums:
         """Project the difference of an output [n, H, L] from exact attention."""
         off = output.double() - rows.centre
         known = off.isfinite().all(-1)
@@ -375,7 +375,7 @@ class _Sums:
             self._law(0, weight[0, :, head : head + 1], head) for head in range(signal.shape[-1])
         ]
         yield from laws
-        if all(each.ratio <= 1 for each in laws):  # else the laws that failed are more specific
+        if all(law.ratio <= 1 for law in laws):  # else the laws that failed are more specific
             yield self._energy(usable)
 
     def _law(self, number: int, weight: Tensor, head: int | None) -> LevelFinding:
@@ -572,11 +572,11 @@ def _attended_v4(call: JudgeableCall, facts: V4Facts, laws: ShareStatistics) -> 
                 continue
             octaves = logit.value[some].masked_fill(~seen[some, None], -torch.inf) * _LOG2E
             where = torch.arange(tokens.start, tokens.stop)[some]
-            told = octaves, sink * _LOG2E, rows
+            tensors = octaves, sink * _LOG2E, rows
             if in_steps:
-                laws.add(where, partial(_weighed_v4_in_steps, _few(share, some), told))
+                laws.add(where, partial(_weighed_v4_in_steps, _few(share, some), tensors))
             else:
-                laws.add(where, partial(_weighed_v4, q[tokens][some], seen[some], sink, told))
+                laws.add(where, partial(_weighed_v4, q[tokens][some], seen[some], sink, tensors))
     return slack, not in_steps
 
 
@@ -592,10 +592,10 @@ def _weighed_v4(
 
 
 def _weighed_v4_in_steps(
-    share: BoundedValue, told: tuple[Tensor, Tensor, Tensor]
+    share: BoundedValue, tensors: tuple[Tensor, Tensor, Tensor]
 ) -> AttentionShares:
     """Return the shares of some tokens where logits and shares are both stored."""
-    octaves, octave_sink, rows = told
+    octaves, octave_sink, rows = tensors
     none = torch.zeros((), dtype=torch.float64)
     return AttentionShares(share, none, octaves, octave_sink, rows, rounded=False)
 

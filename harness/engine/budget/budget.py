@@ -61,7 +61,7 @@ class Allowances:
     stack: Array
 
     @classmethod
-    def of(
+    def from_sums(
         cls, sums: Sequence[Array], maxima: Sequence[Array], starts: NDArray[np.int64]
     ) -> Allowances:
         """Join elements [m, K] in runs of columns: [m, runs, WIDTH].
@@ -77,7 +77,7 @@ class Allowances:
             stack[..., _SUMS + k] = np.maximum.reduceat(term, starts, axis=1)
         return cls(stack)
 
-    def put(self, at: NDArray[np.int64], into: Array) -> None:
+    def scatter_into(self, at: NDArray[np.int64], into: Array) -> None:
         """Add these places to another stack at indices `at`; an index may repeat."""
         # np.add.at sums repeated indices; `into[at] +=` would keep the last one only.
         np.add.at(into[..., :_SUMS], at, self.stack[..., :_SUMS])
@@ -417,41 +417,41 @@ def judge(
     if budget.free is not None:
         # Elements that nothing reads count as equal.
         candidate = torch.where(budget.free, twin, candidate)
-    found = compare(candidate, twin, places)
-    element, rows, together, cells = _allowances(candidate, twin, budget, found)
-    per = found.places.tile[1] // found.cell
+    comparison = compare(candidate, twin, places)
+    element, rows, together, cells = _allowances(candidate, twin, budget, comparison)
+    per = comparison.places.tile[1] // comparison.cell
     runs = cells.stack.shape[1]
     tiles = Allowances(cells.in_runs(per, 1).stack.reshape(-1, WIDTH))
     columns = cells.joined()
     whole = Allowances(columns.joined().stack[None])
     high, wide = budget.repeats
     # At most this many elements of a tile can round alike.
-    in_tile = min(high, found.places.tile[0]) * min(wide, found.places.tile[1])
+    in_tile = min(high, comparison.places.tile[0]) * min(wide, comparison.places.tile[1])
     levels = [
-        ("row", found.rows.stack, rows.repeated(wide)),
-        ("tile", found.tiles.stack.reshape(-1, 4), tiles.repeated(in_tile)),
-        ("columns", found.columns.stack, columns.repeated(high * min(wide, found.cell))),
-        ("whole", found.total.stack[None], whole.repeated(high * wide)),
+        ("row", comparison.rows.stack, rows.repeated(wide)),
+        ("tile", comparison.tiles.stack.reshape(-1, 4), tiles.repeated(in_tile)),
+        ("columns", comparison.columns.stack, columns.repeated(high * min(wide, comparison.cell))),
+        ("whole", comparison.total.stack[None], whole.repeated(high * wide)),
     ]
-    for name in found.names:
-        in_rows = name in found.places.rows
+    for name in comparison.names:
+        in_rows = name in comparison.places.rows
         labels = (
-            found.places.rows[name]
+            comparison.places.rows[name]
             if in_rows
-            else np.arange(runs) // (found.places.columns[name] // found.cell)
+            else np.arange(runs) // (comparison.places.columns[name] // comparison.cell)
         )
         allowances = (together if in_rows else columns).folded(
             labels, int(labels.max(initial=-1)) + 1
         )
-        levels.append((name, found.by(name).stack, allowances.repeated(high * wide)))
+        levels.append((name, comparison.by(name).stack, allowances.repeated(high * wide)))
     findings = [element, *(f for level in levels for f in _worst_of(*level))]
     if budget.laws is not None:
         findings.extend(budget.laws.findings(candidate, twin))
-    if found.census.mismatched:
-        at = found.census.first or (0, 0)
-        findings.append(LevelFinding(KIND, at, float(found.census.mismatched), 0.0))
-    findings.sort(key=lambda each: -each.ratio)
-    basis = ResultBasis(found, budget.derivation, float(levels[3][2].length[0]) / HEADROOM)
+    if comparison.census.mismatched:
+        at = comparison.census.first or (0, 0)
+        findings.append(LevelFinding(KIND, at, float(comparison.census.mismatched), 0.0))
+    findings.sort(key=lambda finding: -finding.ratio)
+    basis = ResultBasis(comparison, budget.derivation, float(levels[3][2].length[0]) / HEADROOM)
     verdict = Verdict.AGREES if findings[0].ratio <= 1 else Verdict.DIFFERS
     return OutputResult(output, verdict, tuple(findings), reasons=lambda: basis)
 
@@ -483,20 +483,20 @@ def _worst_measured(
 
 
 def _allowances(
-    candidate: Tensor, twin: Tensor, budget: Budget, found: Comparison
+    candidate: Tensor, twin: Tensor, budget: Budget, comparison: Comparison
 ) -> tuple[LevelFinding, Allowances, Allowances, Allowances]:
     """Return the worst element, and the allowances of rows [M], twice, and of cells [R, S].
 
     The first rows stand for themselves; the second are for joining, where equal rows round alike.
     """
-    width = found.shape[-1] if found.shape else 1
-    height, tall = len(found.rows.rr), found.places.tile[0]
-    slack = _slack(budget, found.shape).reshape(height, width)
+    width = comparison.shape[-1] if comparison.shape else 1
+    height, tall = len(comparison.rows.rr), comparison.places.tile[0]
+    slack = _slack(budget, comparison.shape).reshape(height, width)
     pair = [side.detach().reshape(height, width) for side in (candidate, twin)]
     # Blocks must not straddle two cells.
-    block, worst = math.gcd(found.cell, STEP_BLOCK), LevelFinding("element", (0, 0), 0.0, 0.0)
+    block, worst = math.gcd(comparison.cell, STEP_BLOCK), LevelFinding("element", (0, 0), 0.0, 0.0)
     rows, together = np.zeros((2, height, WIDTH))
-    cells = np.zeros((*found.cells.rr.shape, WIDTH))
+    cells = np.zeros((*comparison.cells.rr.shape, WIDTH))
     step = max(1, _PANEL // max(1, width))
     starts = range(0, height if width else 0, step)
     panels = [slice(start, min(start + step, height)) for start in starts]
@@ -506,21 +506,21 @@ def _allowances(
     # Equal rows have to be counted over the whole twin before the first panel is summed.
     members = alike.members()
     for part in panels:
-        d, t, e = _finite(pair, slack, part, clean=found.census.clean)
+        d, t, e = _finite(pair, slack, part, clean=comparison.census.clean)
         # |RN(s + e) - RN(s)| <= |e| + ulp
         most = np.where(e > 0, e + spacing(np.abs(t) + e, budget.output), 0.0)
-        worst = max(worst, _worst_element(d, most, part.start), key=lambda each: each.ratio)
+        worst = max(worst, _worst_element(d, most, part.start), key=lambda finding: finding.ratio)
         # |d| is at most `most` and e on average, hence E[d^2] <= most * e.
         square, size, largest = most * e, np.abs(t), most * most
         steps, mean = counted(d, e, most, alike_in_row(t, budget.output))
         # Order of the sums in Allowances: 0 to 5.
         terms = (square, square * largest, size * e, t * t * square, steps, mean)
-        blocks = Allowances.of(terms, (largest, size * most), alike.starts)
+        blocks = Allowances.from_sums(terms, (largest, size * most), alike.starts)
         rows[part] = blocks.joined(1).stack
         blocks = blocks.shared(members[part], budget.repeats[0])
         together[part] = blocks.joined(1).stack
         bands = np.arange(part.start, part.stop) // tall
-        blocks.in_runs(found.cell // block, 1).put(bands, cells)
+        blocks.in_runs(comparison.cell // block, 1).scatter_into(bands, cells)
     return worst, Allowances(rows), Allowances(together), Allowances(cells)
 
 
@@ -633,7 +633,7 @@ class DifferenceEvidence:
     certain: bool
 
     @classmethod
-    def of(
+    def from_pair(
         cls, pair: tuple[Tensor, Tensor], slack: Tensor | None, *, certain: bool
     ) -> DifferenceEvidence:
         """Build evidence; without slack, and for codes, only the differing elements are known."""

@@ -84,11 +84,11 @@ def _head_norm(x: Tensor, epsilon: float, numerics: Numerics) -> BoundedValue:
         near = BoundedValue(mean + epsilon, near.error)
     factor = near.value.rsqrt()
     relative = near.error / near.value / 2 + (FUNCTION + 1) * U
-    made = BoundedValue(factor, factor * relative)
+    value = BoundedValue(factor, factor * relative)
     if kind is HeadNorm.ONCE:
         return BoundedValue(wide * factor, (wide * factor).abs() * (relative + U))
-    made = stored(made, store)
-    return stored(BoundedValue(wide * made.value, wide.abs() * made.error), store)
+    value = stored(value, store)
+    return stored(BoundedValue(wide * value.value, wide.abs() * value.error), store)
 
 
 def latent_row(call: JudgeableCall) -> dict[str, Budget]:
@@ -124,10 +124,10 @@ def query_and_key(call: JudgeableCall) -> dict[str, Budget]:
     q, key = call.outputs["q"], call.outputs["key"]
     heads = exactly(call.inputs["q"].reshape(q.shape))
     by = (rope_rotation(rope, positions, facts.numerics, heads=heads) for heads in (True, False))
-    made = rotated(heads, next(by)), rotated(exactly(call.inputs["key"]), next(by))
+    values = rotated(heads, next(by)), rotated(exactly(call.inputs["key"]), next(by))
     return {
-        "q": _budget(made[0], q, _ROTATION_DERIVATION)["out"],
-        "key": _budget(made[1], key, _ROTATION_DERIVATION)["out"],
+        "q": _budget(values[0], q, _ROTATION_DERIVATION)["out"],
+        "key": _budget(values[1], key, _ROTATION_DERIVATION)["out"],
     }
 
 
@@ -226,8 +226,8 @@ def indexer_operands(call: JudgeableCall) -> dict[str, Budget]:
         near = rotated(near, rope_rotation(facts.rope, positions, numerics, heads=True))
     if numerics.switches.indexer_operand_rounded_in_between:
         near = stored(near, numerics.store)
-    found, more = indexer_operand(near, out.dtype, numerics)
-    return {"out": Budget(output_format(out), found.error, (*words, *more))}
+    value, more = indexer_operand(near, out.dtype, numerics)
+    return {"out": Budget(output_format(out), value.error, (*words, *more))}
 
 
 def indexer_head_weights(call: JudgeableCall) -> dict[str, Budget]:
@@ -237,12 +237,12 @@ def indexer_head_weights(call: JudgeableCall) -> dict[str, Budget]:
     (weight,) = (each.values(torch.float32) for each in call.weights.values())
     x, factor = call.inputs["x"].float(), (c.index_head_dim * c.index_n_heads) ** -0.5
     product = summed(x, weight, output_format(out))
-    made = BoundedValue(x.double() @ weight.double().T, product.slack.double())
+    value = BoundedValue(x.double() @ weight.double().T, product.slack.double())
     words: tuple[str, ...] = ("times a constant",)
     if isinstance(facts, V4Facts):
-        made = stored(made, facts.numerics.store)
+        value = stored(value, facts.numerics.store)
         words = ("the product is stored", *words)
-    slack = made.error * factor + 2 * U * factor * made.value.abs()
+    slack = value.error * factor + 2 * U * factor * value.value.abs()
     derivation = (*product.derivation[:-1], *words)
     return {"out": replace(product, slack=slack, derivation=derivation)}
 

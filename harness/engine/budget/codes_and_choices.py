@@ -430,10 +430,10 @@ def experts_chosen(call: JudgeableCall, candidate: Tensor) -> ChoiceResult:
             return ChoiceResult(LevelFinding("choice", (token,), 1.0, 0.0), flips, words)
         mine = BoundedValue(value[token], biased.error[token])
         gap, allowed = _gap_of_experts(own, mine, call)
-        found = LevelFinding("choice", (token,), gap, allowed / HEADROOM)
-        if found.ratio <= 1:
+        finding = LevelFinding("choice", (token,), gap, allowed / HEADROOM)
+        if finding.ratio <= 1:
             flips[token] = int((~torch.isin(own, twin[token])).sum())
-        worst = max(worst, found, key=_by_ratio)
+        worst = max(worst, finding, key=_by_ratio)
     return ChoiceResult(worst, flips, words)
 
 

@@ -179,14 +179,14 @@ def _coded(
         return ResultBasis(compare(sides[0], sides[1], places.get(CODES)), words)
 
     made = {}
-    for name, found in judge_codes(call, outputs).items():
-        flips = Flips(found.legal, found.total, found.rows, "one step, at a rounding boundary")
+    for name, code in judge_codes(call, outputs).items():
+        flips = Flips(code.legal, code.total, code.rows, "one step, at a rounding boundary")
         made[name] = OutputResult(
             name,
-            Verdict.AGREES if found.worst.ratio <= 1 else Verdict.DIFFERS,
-            (found.worst,),
-            flips if found.legal else Flips(),
-            reasons=partial(reasons, name, found.words),
+            Verdict.AGREES if code.worst.ratio <= 1 else Verdict.DIFFERS,
+            (code.worst,),
+            flips if code.legal else Flips(),
+            reasons=partial(reasons, name, code.words),
         )
     return made
 
@@ -194,21 +194,21 @@ def _coded(
 def _rows_listed(
     call: JudgeableCall, outputs: Mapping[str, Tensor], places: Mapping[str, NamedPlaces]
 ) -> dict[str, OutputResult]:
-    found = rows_chosen(call, outputs["out"])
-    return {"out": _chosen("out", call, outputs, found, places)}
+    result = rows_chosen(call, outputs["out"])
+    return {"out": _chosen("out", call, outputs, result, places)}
 
 
 def _experts_listed(
     call: JudgeableCall, outputs: Mapping[str, Tensor], places: Mapping[str, NamedPlaces]
 ) -> dict[str, OutputResult]:
     """Judge experts, and the weights for the candidate's own (the twin's if these are invalid)."""
-    found = experts_chosen(call, outputs["experts"])
+    result = experts_chosen(call, outputs["experts"])
     own = outputs["experts"]
     exist = (own >= 0) & (own < call.inputs["logits"].shape[-1])
     expected, budget = weights_budget(call, own if bool(exist.all()) else call.outputs["experts"])
     pair = outputs["weights"], expected.to(torch.float32)
     return {
-        "experts": _chosen("experts", call, outputs, found, places),
+        "experts": _chosen("experts", call, outputs, result, places),
         "weights": _judged("weights", pair, budget, places.get("weights")),
     }
 
@@ -217,21 +217,21 @@ def _chosen(
     name: str,
     call: JudgeableCall,
     outputs: Mapping[str, Tensor],
-    found: ChoiceResult,
+    result: ChoiceResult,
     places: Mapping[str, NamedPlaces],
 ) -> OutputResult:
-    count = sum(found.flips.values())
+    count = sum(result.flips.values())
     words = "another choice among scores within their errors"
     flips = (
-        Flips(count, call.outputs[name].numel(), tuple(found.flips), words) if count else Flips()
+        Flips(count, call.outputs[name].numel(), tuple(result.flips), words) if count else Flips()
     )
     return OutputResult(
         name,
-        Verdict.AGREES if found.worst.ratio <= 1 else Verdict.DIFFERS,
-        (found.worst,),
+        Verdict.AGREES if result.worst.ratio <= 1 else Verdict.DIFFERS,
+        (result.worst,),
         flips,
         reasons=lambda: ResultBasis(
-            compare(outputs[name], call.outputs[name], places.get(name)), found.words
+            compare(outputs[name], call.outputs[name], places.get(name)), result.words
         ),
     )
 

@@ -99,27 +99,29 @@ def _copied(_call: JudgeableCall, out: Tensor) -> Budget:
 def _linear(call: JudgeableCall, out: Tensor) -> Budget:
     """Return the budget of one matrix, or of several whose outputs are concatenated."""
     x, loose, weights = product_operand(_rows(call.x)), call.x_loose, call.weights.values()
-    made = _side_by_side([_product(x, loose, _used(call, w), output_format(out)) for w in weights])
+    budget = _side_by_side(
+        [_product(x, loose, _used(call, w), output_format(out)) for w in weights]
+    )
     if call.fraction_bits is not None and call.activation in FP8_ACTIVATIONS:
         values = torch.cat([w.values(torch.float32) for w in weights])
-        made = cut_in_steps(made, x.rows, values, call.fraction_bits)
-    made = replace(made, slack=made.slack.reshape(out.shape))
+        budget = cut_in_steps(budget, x.rows, values, call.fraction_bits)
+    budget = replace(budget, slack=budget.slack.reshape(out.shape))
     if call.ranks == 1 or call.role not in _SUMMED_OVER_RANKS:
-        return made
+        return budget
     (weight,) = call.weights.values()
     return _over_ranks(
-        made, _rows(call.x), weight.values(torch.float32), call.ranks, on_the_way=True
+        budget, _rows(call.x), weight.values(torch.float32), call.ranks, on_the_way=True
     )
 
 
-def _over_ranks(made: Budget, x: Tensor, w: Tensor, ranks: int, *, on_the_way: bool) -> Budget:
+def _over_ranks(budget: Budget, x: Tensor, w: Tensor, ranks: int, *, on_the_way: bool) -> Budget:
     """Add the storing of each rank's term; `on_the_way`: partial sums over ranks are stored too."""
     terms = zip(x.tensor_split(ranks, 1), w.tensor_split(ranks, 1), strict=True)
     # Sum over ranks of |term|: each term is stored in BF16 before the reduction.
-    amplitude = torch.stack([(a @ b.T).abs() for a, b in terms]).sum(0).reshape(made.slack.shape)
+    amplitude = torch.stack([(a @ b.T).abs() for a, b in terms]).sum(0).reshape(budget.slack.shape)
     if on_the_way:
-        return stored_between(made, amplitude, 0.5 * ranks, f"terms of {ranks} ranks, their sums")
-    return stored_between(made, amplitude, 0.5, f"terms of {ranks} ranks")
+        return stored_between(budget, amplitude, 0.5 * ranks, f"terms of {ranks} ranks, their sums")
+    return stored_between(budget, amplitude, 0.5, f"terms of {ranks} ranks")
 
 
 class _Matrix(NamedTuple):
@@ -146,12 +148,12 @@ def _product(
     x: ProductOperand, x_loose: Tensor | None, w: _Matrix, output: ElementFormat
 ) -> Budget:
     """Return the budget of one matrix; decoded numbers near a BF16 boundary may go either way."""
-    made = summed(x, w.value, output)
+    budget = summed(x, w.value, output)
     if w.loose is not None:
-        made = replace(made, slack=made.slack + x.rows.abs() @ w.loose.T)
+        budget = replace(budget, slack=budget.slack + x.rows.abs() @ w.loose.T)
     if x_loose is not None:
-        made = replace(made, slack=made.slack + x_loose @ w.value.float().abs().T)
-    return made
+        budget = replace(budget, slack=budget.slack + x_loose @ w.value.float().abs().T)
+    return budget
 
 
 def _matrix(weight: Weight) -> Tensor:
@@ -164,7 +166,7 @@ def _matrix(weight: Weight) -> Tensor:
 
 def _projected(call: JudgeableCall, out: Tensor) -> Budget:
     """Return the budget of one of two matrices with outputs of their own: latent or gate."""
-    name = next(n for n, each in call.outputs.items() if each is out)
+    name = next(n for n, output in call.outputs.items() if output is out)
     part = {"latent": "wkv", "gate": "wgate"}[name]
     (weight,) = (w for n, w in call.weights.items() if n.endswith(part))
     kept = output_format(out)
@@ -179,27 +181,27 @@ def _grouped(call: JudgeableCall, out: Tensor) -> Budget:
     used, x, loose = _used(call, weight), _rows(call.x), call.x_loose
     w, groups = used.value, x.shape[1] // used.value.shape[1]
     x_loose = [None] * groups if loose is None else loose.chunk(groups, 1)
-    made = [
+    budgets = [
         _product(product_operand(a), b, c, output_format(out))
         for a, b, c in zip(x.chunk(groups, 1), x_loose, used.chunks(groups), strict=True)
     ]
     if call.fraction_bits is not None and call.activation in FP8_ACTIVATIONS:
-        parts = zip(made, x.chunk(groups, 1), w.chunk(groups, 0), strict=True)
-        made = [cut_in_steps(each, a, b, call.fraction_bits) for each, a, b in parts]
-    return _side_by_side(made)
+        parts = zip(budgets, x.chunk(groups, 1), w.chunk(groups, 0), strict=True)
+        budgets = [cut_in_steps(budget, a, b, call.fraction_bits) for budget, a, b in parts]
+    return _side_by_side(budgets)
 
 
 def _side_by_side(made: Sequence[Budget]) -> Budget:
     """Concatenate the budgets of several products; keep the first one's derivation."""
     if len(made) == 1:
         return made[0]
-    slack = torch.cat([each.slack for each in made], dim=1)
+    slack = torch.cat([budget.slack for budget in made], dim=1)
     return replace(made[0], slack=slack, repeats=_most(made))
 
 
 def _most(made: Sequence[Budget]) -> tuple[int, int]:
     """Return the largest repeats of several parts."""
-    return max(each.repeats[0] for each in made), max(each.repeats[1] for each in made)
+    return max(budget.repeats[0] for budget in made), max(budget.repeats[1] for budget in made)
 
 
 def _routed(call: JudgeableCall, out: Tensor) -> Budget:
@@ -211,7 +213,7 @@ def _routed(call: JudgeableCall, out: Tensor) -> Budget:
         loose = loose[:, None].expand(per_slot.shape)
     parts = ("w2",) if call.role.endswith("w2") else ("w1", "w3")
     slack = torch.zeros(*experts.shape, out.shape[-1])
-    made = [exact(output_format(out), "no expert was visited")]
+    budgets = [exact(output_format(out), "no expert was visited")]
     for number in experts[experts >= 0].unique().tolist():
         # Mask [T, K] of the slots routed to this expert.
         at = experts == number
@@ -219,14 +221,16 @@ def _routed(call: JudgeableCall, out: Tensor) -> Budget:
         x_own = product_operand(per_slot[at])
         x_loose = None if loose is None else loose[at]
         weights = [_used(call, call.weights[name]) for name in names]
-        made.append(
+        budgets.append(
             _side_by_side([_product(x_own, x_loose, w, output_format(out)) for w in weights])
         )
         if call.ranks > 1 and parts == ("w2",):
             own = per_slot[at]
-            made[-1] = _over_ranks(made[-1], own, weights[0].value, call.ranks, on_the_way=False)
-        slack[at] = made[-1].slack
-    return replace(made[-1], slack=slack, repeats=_most(made))
+            budgets[-1] = _over_ranks(
+                budgets[-1], own, weights[0].value, call.ranks, on_the_way=False
+            )
+        slack[at] = budgets[-1].slack
+    return replace(budgets[-1], slack=slack, repeats=_most(budgets))
 
 
 def _norm(call: JudgeableCall, out: Tensor) -> Budget:
@@ -286,9 +290,9 @@ def _gated(call: JudgeableCall, out: Tensor) -> Budget:
         return Budget(output_format(out), gated(call, shared=True).error, words)
     gate, up = call.inputs["x"].double().chunk(2, -1)
     amplitude = out.abs() * (1 + 2 * gate.abs().float() / _SILU_ROUNDINGS)
-    made = few(amplitude, _SILU_ROUNDINGS, output_format(out), "SwiGLU")
+    budget = few(amplitude, _SILU_ROUNDINGS, output_format(out), "SwiGLU")
     end = cut_off(torch.sigmoid(gate)) * (gate * up).abs() + UNDERFLOW
-    return replace(made, slack=made.slack + end)
+    return replace(budget, slack=budget.slack + end)
 
 
 def _combined(call: JudgeableCall, out: Tensor) -> Budget:

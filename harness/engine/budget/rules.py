@@ -247,14 +247,14 @@ def normed(
     Rows far below epsilon all have the same factor, so equal elements round alike.
     """
     roundings = width / 4 + 8 + additions
-    made = few(out.abs(), roundings, output, f"RMS norm of {width}")
+    budget = few(out.abs(), roundings, output, f"RMS norm of {width}")
     plain = out.float() if weight is None else out.float() / weight.float().where(weight != 0, 1)
     square = plain.square().mean(-1)
     alike = int(((square > 0) & (square <= roundings * U)).sum())
     if alike < 2:
-        return made
+        return budget
     words = f"rows far below epsilon, which have one factor: {alike}"
-    return replace(made, derivation=(*made.derivation, words), repeats=(alike, 1))
+    return replace(budget, derivation=(*budget.derivation, words), repeats=(alike, 1))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -276,14 +276,14 @@ PRODUCTS_PER_STEP = 32  # of K per instruction for 8-bit operands; PTX ISA 9.1, 
 PROMOTION_EXTENT = 128  # of K after which a sum is added to float32: the extent of a scale
 
 
-def cut_in_steps(made: Budget, x_MK: Tensor, w_NK: Tensor, bits: int) -> Budget:
+def cut_in_steps(budget: Budget, x_MK: Tensor, w_NK: Tensor, bits: int) -> Budget:
     """Add the loss of steps with so many fraction bits to a budget."""
-    slack = made.slack + lost_in_steps(x_MK, w_NK, bits).reshape(made.slack.shape)
+    slack = budget.slack + lost_in_steps(x_MK, w_NK, bits).reshape(budget.slack.shape)
     words = (
         f"FP8 products in steps of {PRODUCTS_PER_STEP}, "
         f"each term cut 2^-{bits} below the largest of a step"
     )
-    return replace(made, slack=slack, derivation=(*made.derivation, words))
+    return replace(budget, slack=slack, derivation=(*budget.derivation, words))
 
 
 def lost_in_steps(x_MK: Tensor, w_NK: Tensor, bits: int) -> Tensor:
@@ -325,7 +325,7 @@ class JudgeableCall:
     fraction_bits: int | None = None  # that the candidate's tensor core keeps of FP8 products
 
     @classmethod
-    def of(
+    def from_twin(
         cls,
         twin: BoundModel,
         component: str,

@@ -454,7 +454,9 @@ class RunningComparison:
     def finish(self) -> Comparison:
         """Return the comparison."""
         assert self._done == self.rows or not self.width, "every row went in"
-        names = [self._format.name] * 2 if self._format else [_name(each) for each in self._dtypes]
+        names = (
+            [self._format.name] * 2 if self._format else [_name(dtype) for dtype in self._dtypes]
+        )
         identical, outward, inward, _ = self._counts.T
         c_nan, c_infinite, r_nan, r_infinite, mismatched = map(int, self._census)
         return Comparison(
@@ -528,19 +530,19 @@ class RunningComparison:
 
 
 def worst_element(
-    found: Comparison, candidate: Tensor, reference: Tensor, fmt: ElementFormat | None = None
+    comparison: Comparison, candidate: Tensor, reference: Tensor, fmt: ElementFormat | None = None
 ) -> ComparedElement | None:
     """Return the element with the largest ulp distance, the first of equals; None if equal."""
-    if not found.ulps:
+    if not comparison.ulps:
         return None
-    row = int(found.counts.ulps.argmax())
-    width = found.shape[-1] if found.shape else 1
+    row = int(comparison.counts.ulps.argmax())
+    width = comparison.shape[-1] if comparison.shape else 1
     pair = [side.reshape(-1, width)[row : row + 1].cpu() for side in (candidate, reference)]
     c, r = (values_of_any(side, fmt)[0] for side in pair)
     for column in np.flatnonzero(c != r):
         one = slice(int(column), int(column) + 1)
         ulps = int(compare_definition(pair[0][:, one], pair[1][:, one], 1, fmt).ulps[0])
-        if ulps == found.ulps:
+        if ulps == comparison.ulps:
             return ComparedElement(row, int(column), float(c[column]), float(r[column]), ulps)
     message = "the tensors are those that were compared"
     raise AssertionError(message)

@@ -82,7 +82,7 @@ class ConventionEvidence:
         default_factory=dict
     )
 
-    def of(self, component: str, values: Values) -> ConventionFit:
+    def fit_of(self, component: str, values: Values) -> ConventionFit:
         """Return how a component fits; cached."""
         key = component, tuple(sorted(values.items(), key=lambda pair: pair[0]))
         if key not in self._known:
@@ -91,11 +91,11 @@ class ConventionEvidence:
 
     def differs(self, component: str) -> bool:
         """Tell whether it differs from its twin under the assumed values."""
-        return self.of(component, {}).differs
+        return self.fit_of(component, {}).differs
 
     def allows(self, component: str, values: Values) -> bool:
         """Tell whether it agrees under other values without clearly preferring the assumed ones."""
-        other, own = self.of(component, values), self.of(component, {})
+        other, own = self.fit_of(component, values), self.fit_of(component, {})
         return other.agrees and (own.differs or LEANS * own.distance >= other.distance)
 
     def supports(
@@ -105,7 +105,7 @@ class ConventionEvidence:
 
         Agreement is not enough: a wider budget under another value would cover a gain as well.
         """
-        other, own = self.of(component, values), self.of(component, without)
+        other, own = self.fit_of(component, values), self.fit_of(component, without)
         leans = max((REGISTRY[name].leans for name in values if name in REGISTRY), default=LEANS)
         return other.agrees and leans * other.distance < own.distance
 
@@ -126,7 +126,7 @@ def learn(
 
 def assumed_conventions(numerics: Numerics, family: str) -> dict[str, Any]:
     """Return the value of every convention by which a twin computes."""
-    return {name: each.assumed(numerics, family) for name, each in REGISTRY.items()}
+    return {name: convention.assumed(numerics, family) for name, convention in REGISTRY.items()}
 
 
 def conventions_used(declared: Values, evidence: ConventionEvidence) -> tuple[ConventionUsed, ...]:
@@ -134,13 +134,13 @@ def conventions_used(declared: Values, evidence: ConventionEvidence) -> tuple[Co
 
     A declared value is never replaced: where the numbers fit another value, that is a finding.
     """
-    found = learn([e for e in REGISTRY.values() if e.learned], evidence, declared)
+    conventions = learn([e for e in REGISTRY.values() if e.learned], evidence, declared)
     used = [
         ConventionUsed(e.name, e.value, LEARNED, REGISTRY[e.name].words(e.value), len(e.witnesses))
-        for e in found
+        for e in conventions
         if e.name not in declared
     ]
-    against = {e.name: (e.value, len(e.witnesses)) for e in found if e.name in declared}
+    against = {e.name: (e.value, len(e.witnesses)) for e in conventions if e.name in declared}
     for name, value in declared.items():
         words = REGISTRY[name].words(value)
         if name in against:
@@ -191,7 +191,9 @@ class _Search:
     ) -> None:
         self._group, self._evidence, self._declared = group, evidence, declared
         present = dict.fromkeys(evidence.roles.values())
-        self._roles = [role for role in present if any(role in each.roles for each in group)]
+        self._roles = [
+            role for role in present if any(role in convention.roles for convention in group)
+        ]
         self._odd = [
             role for role in self._roles if any(map(evidence.differs, evidence.components(role)))
         ]
@@ -204,10 +206,10 @@ class _Search:
         """
         deep: set[str] = set()
         while True:
-            values, found = self._best(deep)
+            values, conventions = self._best(deep)
             left = {role for role in self._odd if self._is_sick(role, values)} - deep
             if not left:
-                return found
+                return conventions
             deep |= left
 
     def _best(self, deep: set[str]) -> tuple[Values, list[LearnedConvention]]:
@@ -215,11 +217,11 @@ class _Search:
         for values in self._unions(deep):
             stands = [self._stand(role, self._concerning(role, values)) for role in self._odd]
             if all(stands):
-                sick = sum(len(each.sick) for each in stands if each is not None)
+                sick = sum(len(stand.sick) for stand in stands if stand is not None)
                 # Prefer few sick components, then declared values unchanged, then few changes.
                 ranked.append((sick, len(values.keys() & self._declared), len(values), values))
         for *_, values in sorted(ranked, key=lambda each: each[:3]):
-            found = self._told(values)
+            found = self._witnesses_of(values)
             if found is not None:
                 return values, found
         return {}, []
@@ -277,25 +279,29 @@ class _Search:
         good = tuple(name for name in names if evidence.supports(name, values))
         return _Stand(good, tuple(name for name in odd if name not in good))
 
-    def _told(self, values: Values) -> list[LearnedConvention] | None:
+    def _witnesses_of(self, values: Values) -> list[LearnedConvention] | None:
         """Return the witnesses of each value; None where one has too few, or a role is against."""
         stands = {role: self._stand(role, self._concerning(role, values)) for role in self._roles}
         found = []
-        for each in self._group:
-            if each.name not in values:
+        for convention in self._group:
+            if convention.name not in values:
                 continue
             witnesses, sick = [], 0
             for role in self._roles:
                 stand = stands[role]
                 if stand is None:
                     return None
-                if role in each.roles:
+                if role in convention.roles:
                     sick += len(stand.sick)
-                    witnesses += [n for n in stand.witnesses if self._shows(n, each.name, values)]
+                    witnesses += [
+                        n for n in stand.witnesses if self._shows(n, convention.name, values)
+                    ]
             # The components that stay sick have to be the minority.
-            if len(witnesses) < max(each.witnesses, sick + 1):
+            if len(witnesses) < max(convention.witnesses, sick + 1):
                 return None
-            found.append(LearnedConvention(each.name, values[each.name], tuple(witnesses)))
+            found.append(
+                LearnedConvention(convention.name, values[convention.name], tuple(witnesses))
+            )
         return found
 
     def _shows(self, component: str, name: str, values: Values) -> bool:
@@ -308,8 +314,10 @@ class _Search:
 def _changes(conventions: Sequence[Convention], assumed: Values) -> Iterator[dict[str, Any]]:
     """Yield other values of one convention, then of two together, and so on."""
     others = {
-        each.name: [value for value in each.values if value != assumed.get(each.name)]
-        for each in conventions
+        convention.name: [
+            value for value in convention.values if value != assumed.get(convention.name)
+        ]
+        for convention in conventions
     }
     for count in range(1, min(_CHANGED, len(others)) + 1):
         for names in combinations(others, count):

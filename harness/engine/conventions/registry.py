@@ -355,8 +355,8 @@ _MEANINGS = (
 )
 
 REGISTRY: Mapping[str, Convention] = MappingProxyType(
-    {each.name: each for each in _ROUNDINGS}
-    | {each.name: replace(each, learned=False) for each in _MEANINGS}
+    {convention.name: convention for convention in _ROUNDINGS}
+    | {convention.name: replace(convention, learned=False) for convention in _MEANINGS}
 )
 
 

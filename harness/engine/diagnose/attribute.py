@@ -51,7 +51,7 @@ class Shares:
     order: tuple[int, ...] = ()
     together: tuple[float, ...] = ()  # with each origin of `order` added
 
-    def of(self, number: int) -> float | None:
+    def share_of(self, number: int) -> float | None:
         """Return the share of one origin alone."""
         return self.alone[number] if number < len(self.alone) else None
 
@@ -60,14 +60,16 @@ class Shares:
         """Return the shares in words."""
         if not self.together:
             return "No origin could be injected."
-        told = f"{len(self.order)} explain {100 * self.together[-1]:.1f} % of the final difference"
+        text = f"{len(self.order)} explain {100 * self.together[-1]:.1f} % of the final difference"
         alone = sum(each for each in self.alone if each is not None)
         if len(self.order) > 1 and abs(alone - self.together[-1]) > 0.1:
-            told += f"; alone they would make {100 * alone:.1f} %, so they work on each other"
-        return f"{told}."
+            text += f"; alone they would make {100 * alone:.1f} %, so they work on each other"
+        return f"{text}."
 
 
-def shares_of(twin: BoundModel, run: RecordedRun, troubles: Sequence[Discrepancy]) -> Shares | None:
+def shares_of(
+    twin: BoundModel, run: RecordedRun, discrepancies: Sequence[Discrepancy]
+) -> Shares | None:
     """Inject every origin alone, then cumulatively; None where the run cannot be repeated."""
     if not _whole(run) or not any(call.component == _HEAD for call in run.calls):
         return None
@@ -79,14 +81,14 @@ def shares_of(twin: BoundModel, run: RecordedRun, troubles: Sequence[Discrepancy
         with _injected(twin, [additions[number] for number in chosen], numbers):
             return forward_again(twin, run.steps, absorbed=absorbed)
 
-    known = TwinComponents.of(twin, troubles[0].scene.recipe)
-    additions = [_additions(known, run, trouble) for trouble in troubles]
+    known = TwinComponents.from_twin(twin, discrepancies[0].context.recipe)
+    additions = [_additions(known, run, discrepancy) for discrepancy in discrepancies]
     try:
         # The twin without any injection: the whole difference that shares refer to.
         healthy = logits(())
         wanted = _joined(heads, run)
         start = _distance(healthy, wanted)
-        size = sum(float(each.double().square().sum()) for each in healthy)
+        size = sum(float(tensor.double().square().sum()) for tensor in healthy)
         if start is None or not start or not size:
             return None
         alone = [
@@ -153,19 +155,19 @@ def _share(left: float | None, start: float) -> float | None:
 
 
 def _additions(
-    known: TwinComponents, run: RecordedRun, trouble: Discrepancy
+    known: TwinComponents, run: RecordedRun, discrepancy: Discrepancy
 ) -> tuple[str, Port, Additions] | None:
     """Return the error to inject in each step; None where nothing can be injected."""
-    component = trouble.scene.component
+    component = discrepancy.context.component
     found: Additions = {}
     wires = InputReconstruction(known, run)
     for call in by_component(run).get(component.name, []):
         inputs = run.inputs(call)
-        if trouble.kind is DiscrepancyKind.EDGE:
+        if discrepancy.kind is DiscrepancyKind.EDGE:
             implied = wires.implied(call)
             broken = {edge.name for edge in wires.broken(call, inputs)}
             sides = {n: (inputs[n], implied.get(n)) for n in broken & inputs.keys()}
-        elif trouble.kind in {
+        elif discrepancy.kind in {
             DiscrepancyKind.OUTPUT,
             DiscrepancyKind.FALLBACK,
             DiscrepancyKind.FORM,
@@ -177,13 +179,13 @@ def _additions(
             outputs = run.outputs(call)
             if wrong_forms(outputs, expected):
                 # Outputs of another form cannot be subtracted, so they replace the twin's.
-                sides = {n: (each, None) for n, each in outputs.items()}
+                sides = {n: (output, None) for n, output in outputs.items()}
             else:
                 sides = dict(aligned(outputs, expected).items())
         else:
             return None
         found[call.step] = {name: _added(*pair) for name, pair in sides.items()}
-    port = Port.IN if trouble.kind is DiscrepancyKind.EDGE else Port.OUT
+    port = Port.IN if discrepancy.kind is DiscrepancyKind.EDGE else Port.OUT
     return (component.name, port, found) if found else None
 
 
@@ -231,11 +233,11 @@ def _changed(
     values: Mapping[str, Tensor], here: Mapping[str, tuple[Tensor, bool]]
 ) -> dict[str, Tensor]:
     found = {}
-    for name, (each, instead) in here.items():
+    for name, (tensor, instead) in here.items():
         own = values.get(name)
-        if own is None or instead or own.numel() != each.numel():
+        if own is None or instead or own.numel() != tensor.numel():
             if instead:
-                found[name] = each
+                found[name] = tensor
             continue
-        found[name] = (own.double() + each.reshape(own.shape)).to(own.dtype)
+        found[name] = (own.double() + tensor.reshape(own.shape)).to(own.dtype)
     return found

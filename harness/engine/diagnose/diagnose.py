@@ -67,51 +67,51 @@ class CallByCall:
     """A fault that explains every call, each by its own variant; the worst of the proofs."""
 
     fault: ModelFault
-    way: FaultVariant
+    variant: FaultVariant
     proof: VariantFit
     calls: int
 
 
 def call_by_call(
-    scene: ComponentContext, sights: Sequence[CallRecord], faults: Iterable[ModelFault]
+    context: ComponentContext, records: Sequence[CallRecord], faults: Iterable[ModelFault]
 ) -> Iterator[CallByCall]:
     """Yield each fault that explains every call by a variant of its own."""
-    calls = with_earlier(sights)[-MOST_CALLS:]
-    spoilt = [each for each in calls if _explained(scene, each, _NOTHING) is None]
+    calls = with_earlier(records)[-MOST_CALLS:]
+    spoilt = [record for record in calls if _explained(context, record, _NOTHING) is None]
     for fault in faults:
-        if not fault.per_call or not spoilt or not fault.sits(scene):
+        if not fault.per_call or not spoilt or not fault.applies_to(context):
             continue
         found = []
         for call in spoilt:
-            best = _first(scene, call, fault)
+            best = _first(context, call, fault)
             if best is None:
                 break
             found.append(best)
         else:
-            way, worst = max(found, key=lambda each: each[1].ratio)
-            yield CallByCall(fault, way, worst, len(found))
+            variant, worst = max(found, key=lambda each: each[1].ratio)
+            yield CallByCall(fault, variant, worst, len(found))
 
 
-def with_earlier(sights: Sequence[CallRecord]) -> list[CallRecord]:
+def with_earlier(records: Sequence[CallRecord]) -> list[CallRecord]:
     """Return single calls in the order of their steps, each with those before it."""
-    single = [call for each in sights for call in calls_in(each)]
-    ordered = sorted(single, key=lambda each: each.step)
+    single = [call for call_record in records for call in calls_in(call_record)]
+    ordered = sorted(single, key=lambda call_record: call_record.step)
     found = []
-    for at, each in enumerate(ordered):
+    for at, record in enumerate(ordered):
         # Do not list an earlier call twice.
-        known = {id(other.outputs) for other in each.earlier}
+        known = {id(other.outputs) for other in record.earlier}
         more = (other for other in ordered[:at] if id(other.outputs) not in known)
-        found.append(replace(each, earlier=(*each.earlier, *more)))
+        found.append(replace(record, earlier=(*record.earlier, *more)))
     return found
 
 
 def _first(
-    scene: ComponentContext, call: CallRecord, fault: ModelFault
+    context: ComponentContext, call: CallRecord, fault: ModelFault
 ) -> tuple[FaultVariant, VariantFit] | None:
-    for way in islice(proposed(fault, scene, call), MOST_VARIANTS):
-        found = _explained(scene, call, way)
-        if found is not None:
-            return way, found
+    for variant in islice(proposed(fault, context, call), MOST_VARIANTS):
+        fit = _explained(context, call, variant)
+        if fit is not None:
+            return variant, fit
     return None
 
 
@@ -119,9 +119,9 @@ def _explained(
     context: ComponentContext, call: CallRecord, variant: FaultVariant
 ) -> VariantFit | None:
     """Return the proof that a variant explains a call; None where it does not."""
-    made = make(context, call, variant)
-    found = None if made is None else proof(context, call, made)
-    return found if found is not None and found.ratio <= HEADROOM else None
+    variant_outputs = make(context, call, variant)
+    fit = None if variant_outputs is None else proof(context, call, variant_outputs)
+    return fit if fit is not None and fit.ratio <= HEADROOM else None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -135,33 +135,33 @@ _MOST = 64  # calls or sequences examined at most
 
 
 def differing_parts(
-    scene: ComponentContext, sights: Sequence[CallRecord]
+    context: ComponentContext, records: Sequence[CallRecord]
 ) -> Iterator[tuple[str, list[CallRecord]]]:
     """Yield what remains without the healthy calls, then without the healthy sequences.
 
     Each comes with a description; nothing is yielded where all of them differ.
     """
-    calls = [call for sight in sights for call in calls_in(sight)]
-    wrong = _unhealthy(scene, calls)
+    calls = [call for record in records for call in calls_in(record)]
+    wrong = _unhealthy(context, calls)
     if 0 < len(wrong) < len(calls):
         yield f"in {len(wrong)} of {len(calls)} calls, the others are healthy", wrong
     # Only the differing calls are split into sequences.
-    apart = [each for call in wrong for each in sequences_in(scene, call)]
-    left = _unhealthy(scene, apart) if len(apart) > len(wrong) else apart
+    apart = [record for call in wrong for record in sequences_in(context, call)]
+    left = _unhealthy(context, apart) if len(apart) > len(wrong) else apart
     if 0 < len(left) < len(apart):
-        told = f"of {len(left)} of {len(apart)} sequences of these calls, the others are healthy"
-        yield told, left
+        text = f"of {len(left)} of {len(apart)} sequences of these calls, the others are healthy"
+        yield text, left
 
 
-def _unhealthy(scene: ComponentContext, sights: Sequence[CallRecord]) -> list[CallRecord]:
-    if len(sights) > _MOST:
+def _unhealthy(context: ComponentContext, records: Sequence[CallRecord]) -> list[CallRecord]:
+    if len(records) > _MOST:
         return []
-    return [each for each in sights if not _is_healthy(scene, each)]
+    return [record for record in records if not _is_healthy(context, record)]
 
 
-def _is_healthy(scene: ComponentContext, sight: CallRecord) -> bool:
-    made = make(scene, sight, _NOTHING)
-    return made is not None and proof(scene, sight, made).ratio <= HEADROOM
+def _is_healthy(context: ComponentContext, record: CallRecord) -> bool:
+    variant_outputs = make(context, record, _NOTHING)
+    return variant_outputs is not None and proof(context, record, variant_outputs).ratio <= HEADROOM
 
 
 # --------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class NamedFault:
     """
 
     faults: tuple[ModelFault, ...]
-    way: FaultVariant
+    variant: FaultVariant
     reproduced: float
     as_stored: float
     ratio: float
@@ -216,7 +216,7 @@ class NamedFault:
     @property
     def id(self) -> str:
         """Return its id, or both ids."""
-        return " + ".join(each.id for each in self.faults)
+        return " + ".join(fault.id for fault in self.faults)
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class Diagnosed:
 class _Trial:
     order: int
     fault: tuple[ModelFault, ...]
-    way: FaultVariant
+    variant: FaultVariant
     left: float
     uncut: bool = False  # tried on a whole call only
 
@@ -253,122 +253,122 @@ class _Trial:
         A number with its own part of an output counts twice: a weight's rows with a known fault are
         simpler.
         """
-        where = self.way.where
+        where = self.variant.where
         found = sum(isinstance(each, float) for each in where.values())
         part = found and any(each in where for each in _PARTS)
         return found + bool(part) + ("rows" in where) + ("columns" in where)
 
 
 def diagnose(
-    scene: ComponentContext,
-    sights: CallRecord | Sequence[CallRecord],
+    context: ComponentContext,
+    records: CallRecord | Sequence[CallRecord],
     faults: Iterable[ModelFault] | None = None,
 ) -> Diagnosed:
     """Diagnose calls of one component that belong together; on an edge, those of its consumer."""
-    apart = [sights] if isinstance(sights, CallRecord) else list(sights)
-    calls = together(scene, apart)
+    apart = [records] if isinstance(records, CallRecord) else list(records)
+    calls = together(context, apart)
     reach = Reach.EDGE if calls[0].implied else Reach.COMPONENT
     known = MODEL_FAULTS.values() if faults is None else faults
-    sitting = [each for each in known if each.reach is reach and each.sits(scene)]
+    sitting = [fault for fault in known if fault.reach is reach and fault.applies_to(context)]
     main = most_telling(calls)
     if not _has_the_twins_form(main):
         sentence = "No known fault explains this: its outputs have another form, so none was tried."
         return Diagnosed((), (), 0, sentence)
     with torch.inference_mode(), remembering(), keeping_budgets():
-        sample = sampled(scene, main)
+        sample = sampled(context, main)
         # Faults that differ from call to call are tried only where nothing explains all calls
         # alike.
-        steady = [each for each in sitting if not each.per_call]
-        named, trials = _alike_in_all(scene, calls, (main, sample), steady)
+        steady = [fault for fault in sitting if not fault.per_call]
+        named, trials = _alike_in_all(context, calls, (main, sample), steady)
         if not named:
-            named = _each_by_itself(scene, apart, sitting)
+            named = _each_by_itself(context, apart, sitting)
         if not named and reach is Reach.COMPONENT:
-            named = _in_a_part(scene, apart, steady)
+            named = _in_a_part(context, apart, steady)
         pairs: list[_Trial] = []
         if not named:
             # Pairs are expensive and rarely needed, so they come last.
-            pairs = list(_pairs(scene, sample, [each for each in trials if not each.uncut]))
-            named = _proved(scene, calls, main, pairs)
-        if not named and _shows_in_sums_only(scene, calls):
-            named = _proved(scene, calls, main, _in_sums(scene, main, trials), IN_SUMS)
+            pairs = list(_pairs(context, sample, [trial for trial in trials if not trial.uncut]))
+            named = _proved(context, calls, main, pairs)
+        if not named and _shows_in_sums_only(context, calls):
+            named = _proved(context, calls, main, _in_sums(context, main, trials), IN_SUMS)
     excluded = _excluded(trials, named)
-    tried = sum(not each.uncut for each in trials) + len(pairs)
+    tried = sum(not trial.uncut for trial in trials) + len(pairs)
     return Diagnosed(named, excluded, tried, _sentence(named, excluded, len(sitting), tried))
 
 
-def _has_the_twins_form(sight: CallRecord) -> bool:
+def _has_the_twins_form(record: CallRecord) -> bool:
     """Tell whether the tensors have the twin's rows, and no integers in place of numbers.
 
     A byte may stand for a narrow float, and rows may be split into heads or not.
     """
-    expected = untouched(sight)
-    pairs = [(each, expected[n]) for n, each in seen_tensors(sight).items() if n in expected]
+    expected = untouched(record)
+    pairs = [(tensor, expected[n]) for n, tensor in seen_tensors(record).items() if n in expected]
     return bool(pairs) and all(
-        each.ndim >= min(twin.ndim, 2)
-        and (each.is_floating_point() or each.itemsize == 1 or not twin.is_floating_point())
-        for each, twin in pairs
+        tensor.ndim >= min(twin.ndim, 2)
+        and (tensor.is_floating_point() or tensor.itemsize == 1 or not twin.is_floating_point())
+        for tensor, twin in pairs
     )
 
 
 def _alike_in_all(
-    scene: ComponentContext,
+    context: ComponentContext,
     calls: Sequence[CallRecord],
     shown: tuple[CallRecord, Sample],
     sitting: Sequence[ModelFault],
 ) -> tuple[tuple[NamedFault, ...], list[_Trial]]:
     """Return causes that explain all calls alike, and every trial; `shown` is tried first."""
     main, sample = shown
-    trials = list(_trials(scene, main, sample, sitting))
-    named = _proved(scene, calls, main, trials)
+    trials = list(_trials(context, main, sample, sitting))
+    named = _proved(context, calls, main, trials)
     if not named and not (sample.whole and len(main.rows) < 2):
         # A fault that counts rows or tiles shows its pattern only in a whole call.
-        whole = _uncut(scene, main)
+        whole = _uncut(context, main)
         if whole is not None:
             more = [
-                replace(each, uncut=True)
-                for each in _trials(scene, main, whole, sitting, weights=False)
+                replace(trial, uncut=True)
+                for trial in _trials(context, main, whole, sitting, weights=False)
             ]
-            named = _proved(scene, calls, main, more)
+            named = _proved(context, calls, main, more)
             trials += more
     return named, trials
 
 
 def _in_a_part(
-    scene: ComponentContext, apart: Sequence[CallRecord], sitting: Sequence[ModelFault]
+    context: ComponentContext, apart: Sequence[CallRecord], sitting: Sequence[ModelFault]
 ) -> tuple[NamedFault, ...]:
     """Return causes that act in some calls, or on some sequences, while the others are healthy."""
-    for words, part in differing_parts(scene, apart):
-        calls = together(scene, part)
+    for words, part in differing_parts(context, apart):
+        calls = together(context, part)
         main = most_telling(calls)
-        named, _ = _alike_in_all(scene, calls, (main, sampled(scene, main)), sitting)
+        named, _ = _alike_in_all(context, calls, (main, sampled(context, main)), sitting)
         if named:
             return tuple(replace(n, evidence=f"{n.evidence}, {words}") for n in named)
     return ()
 
 
 def _each_by_itself(
-    scene: ComponentContext, calls: Sequence[CallRecord], sitting: Sequence[ModelFault]
+    context: ComponentContext, calls: Sequence[CallRecord], sitting: Sequence[ModelFault]
 ) -> tuple[NamedFault, ...]:
     """Return causes whose damage differs in every call."""
-    found = list(call_by_call(scene, calls, sitting))
-    ids = [each.fault.id for each in found]
-    stored = _as_stored(scene, most_telling(calls)) if found else 0.0
+    found = list(call_by_call(context, calls, sitting))
+    ids = [call.fault.id for call in found]
+    stored = _as_stored(context, most_telling(calls)) if found else 0.0
     return tuple(
         NamedFault(
-            (each.fault,),
-            each.way,
-            each.proof.within,
+            (call.fault,),
+            call.variant,
+            call.proof.within,
             stored,
-            each.proof.ratio,
-            f"in {each.calls} calls, each by itself, {_evidence(each.way, each.proof, stored)}",
+            call.proof.ratio,
+            f"in {call.calls} calls, each by itself, {_evidence(call.variant, call.proof, stored)}",
             tuple(ids[:at] + ids[at + 1 :]),
         )
-        for at, each in enumerate(found)
+        for at, call in enumerate(found)
     )
 
 
 def _trials(
-    scene: ComponentContext,
+    context: ComponentContext,
     main: CallRecord,
     sample: Sample,
     sitting: Sequence[ModelFault],
@@ -376,35 +376,35 @@ def _trials(
     weights: bool = True,
 ) -> Iterator[_Trial]:
     """Try every variant that the faults propose, on the sample; or all but those of weights."""
-    order, uncut = 0, cache(lambda: _uncut(scene, main) or sample)
+    order, uncut = 0, cache(lambda: _uncut(context, main) or sample)
     for fault in sitting:
-        for way in proposed(fault, scene, main):
-            if not weights and "weights" in way.where:
+        for variant in proposed(fault, context, main):
+            if not weights and "weights" in variant.where:
                 continue
-            looked_at = uncut() if way.whole else sample
-            yield _Trial(order, (fault,), way, _left(scene, looked_at, way))
+            looked_at = uncut() if variant.needs_whole_call else sample
+            yield _Trial(order, (fault,), variant, _left(context, looked_at, variant))
             order += 1
 
 
-def _uncut(scene: ComponentContext, main: CallRecord) -> Sample | None:
+def _uncut(context: ComponentContext, main: CallRecord) -> Sample | None:
     """Return the call that shows most, with all its rows; None where that is too expensive."""
     call = most_telling(calls_in(main))
-    if max((each.numel() for each in call.outputs.values()), default=math.inf) > _WHOLE:
+    if max((output.numel() for output in call.outputs.values()), default=math.inf) > _WHOLE:
         return None
-    return sampled(scene, call, sys.maxsize)
+    return sampled(context, call, sys.maxsize)
 
 
 def _left(
-    scene: ComponentContext, sample: Sample, way: FaultVariant, measure: Measure = distance
+    context: ComponentContext, sample: Sample, variant: FaultVariant, measure: Measure = distance
 ) -> float:
     """Return the share of the difference that a variant leaves; 1 if it changes nothing."""
     # Only a fault of weights acts the same on any subset of their rows.
-    rows = sample.rows if "weights" in way.where else None
-    made = make(scene, sample.sight, way, sample.plain, rows)
+    rows = sample.rows if "weights" in variant.where else None
+    variant_outputs = make(context, sample.record, variant, sample.plain, rows)
     before = sample.before(measure)
-    if made is None or not before:
+    if variant_outputs is None or not before:
         return 1.0
-    outputs = sample.looked_at(made.outputs)
+    outputs = sample.looked_at(variant_outputs.outputs)
     left = measure(sample.candidate, outputs) / before
     if measure is not distance or left >= 1:
         return left
@@ -419,14 +419,16 @@ def _left(
     return min(left, _NOISE) if alike else max(left, _BLIND)
 
 
-def _pairs(scene: ComponentContext, sample: Sample, trials: Sequence[_Trial]) -> Iterator[_Trial]:
+def _pairs(context: ComponentContext, sample: Sample, trials: Sequence[_Trial]) -> Iterator[_Trial]:
     """Add a second variant to those that alone come nearest, with gains removed or not."""
-    effective = [each for each in trials if each.left != 1.0]
-    in_shape = {each.order: _left(scene, sample, each.way, shape_distance) for each in effective}
-    by_left = sorted(effective, key=lambda each: each.left)[:_PAIRED]
-    by_shape = sorted(effective, key=lambda each: in_shape[each.order])[:_PAIRED]
-    first = {each.order: each for each in (*by_left, *by_shape)}
-    partners = sorted(effective, key=lambda each: min(each.left, in_shape[each.order]))
+    effective = [trial for trial in trials if trial.left != 1.0]
+    in_shape = {
+        trial.order: _left(context, sample, trial.variant, shape_distance) for trial in effective
+    }
+    by_left = sorted(effective, key=lambda trial: trial.left)[:_PAIRED]
+    by_shape = sorted(effective, key=lambda trial: in_shape[trial.order])[:_PAIRED]
+    first = {trial.order: trial for trial in (*by_left, *by_shape)}
+    partners = sorted(effective, key=lambda trial: min(trial.left, in_shape[trial.order]))
     order = len(trials)
     for a in first.values():
         for b in partners[:_PARTNERS]:
@@ -435,10 +437,10 @@ def _pairs(scene: ComponentContext, sample: Sample, trials: Sequence[_Trial]) ->
                 continue
             # Variants do not commute in general.
             for inner, outer in ((a, b), (b, a)):
-                way = _composed(inner.way, outer.way)
-                left = _left(scene, sample, way)
+                variant = _composed(inner.variant, outer.variant)
+                left = _left(context, sample, variant)
                 if left <= PAIRS_LEAVE * min(a.left, b.left):
-                    yield _Trial(order, (inner.fault[0], outer.fault[0]), way, left)
+                    yield _Trial(order, (inner.fault[0], outer.fault[0]), variant, left)
                 order += 1
 
 
@@ -450,31 +452,31 @@ def _composed(inner: FaultVariant, outer: FaultVariant) -> FaultVariant:
     return FaultVariant(f"{inner.words}, with {outer.words},", apply, where)
 
 
-def _shows_in_sums_only(scene: ComponentContext, calls: Sequence[CallRecord]) -> bool:
+def _shows_in_sums_only(context: ComponentContext, calls: Sequence[CallRecord]) -> bool:
     """Tell whether every element is within budget, so that legal roundings dominate."""
-    return all(_as_stored(scene, each) == 1 for each in calls)
+    return all(_as_stored(context, call) == 1 for call in calls)
 
 
-def _in_sums(scene: ComponentContext, main: CallRecord, trials: Sequence[_Trial]) -> list[_Trial]:
+def _in_sums(context: ComponentContext, main: CallRecord, trials: Sequence[_Trial]) -> list[_Trial]:
     """Return the variants that explain most of the difference beyond roundings.
 
     All of them leave the candidate's own roundings, so the explained energies are compared. In sums
     over pieces of a row roundings are small; no variant may leave more there than elsewhere.
     """
-    known = [each for each in trials if each.left <= IN_SUMS]
-    most = max((1 - each.left**2 for each in known), default=0.0)
+    known = [trial for trial in trials if trial.left <= IN_SUMS]
+    most = max((1 - trial.left**2 for trial in known), default=0.0)
     # left is a ratio of lengths, so 1 - left^2 is the explained share of the energy.
-    near = [each for each in known if 1 - each.left**2 >= ALIKE_IN_SUMS * most]
+    near = [trial for trial in known if 1 - trial.left**2 >= ALIKE_IN_SUMS * most]
     near = sorted(near, key=_likeliest)[:PROVED]
-    return [each for each in near if _left_of_pieces(scene, main, each.way) <= EXPLAINS]
+    return [trial for trial in near if _left_of_pieces(context, main, trial.variant) <= EXPLAINS]
 
 
-def _left_of_pieces(scene: ComponentContext, main: CallRecord, way: FaultVariant) -> float:
+def _left_of_pieces(context: ComponentContext, main: CallRecord, variant: FaultVariant) -> float:
     """Return the share that a variant leaves of the gains of all pieces of rows."""
-    made = make(scene, main, way)
-    if made is None:
+    variant_outputs = make(context, main, variant)
+    if variant_outputs is None:
         return math.inf
-    sides = seen_tensors(main), made.outputs, untouched(main)
+    sides = seen_tensors(main), variant_outputs.outputs, untouched(main)
     left = before = 0.0
     for name, expected in sides[2].items():
         if not expected.numel():
@@ -482,7 +484,7 @@ def _left_of_pieces(scene: ComponentContext, main: CallRecord, way: FaultVariant
         own, tried = (side.get(name) for side in sides[:2])
         if own is None or tried is None or not own.shape == tried.shape == expected.shape:
             return math.inf
-        c, m, e = (_pieces(each) for each in (own, tried, expected))
+        c, m, e = (_pieces(tensor) for tensor in (own, tried, expected))
         size = e.norm(dim=-1).clamp(min=_TINY)
         left += float((((c - m) * e).sum(-1) / size).square().sum())
         before += float((((c - e) * e).sum(-1) / size).square().sum())
@@ -497,7 +499,7 @@ def _pieces(x: Tensor) -> Tensor:
 
 
 def _proved(
-    scene: ComponentContext,
+    context: ComponentContext,
     calls: Sequence[CallRecord],
     main: CallRecord,
     trials: Sequence[_Trial],
@@ -511,7 +513,7 @@ def _proved(
             break  # it leaves many times more than one that was proved
         if any(trial.fault == other.fault for other, _ in held):
             continue  # a simpler variant of the same fault was proved already
-        worst = _on_every_call(scene, calls, main, trial.way)
+        worst = _on_every_call(context, calls, main, trial.variant)
         if worst is not None:
             held.append((trial, worst))
     if not held:
@@ -526,19 +528,19 @@ def _proved(
             pair[0].order,
         ),
     )
-    stored = _as_stored(scene, main)
-    ids = [" + ".join(each.id for each in trial.fault) for trial, _ in ranked]
+    stored = _as_stored(context, main)
+    ids = [" + ".join(fault.id for fault in trial.fault) for trial, _ in ranked]
     return tuple(
         NamedFault(
             trial.fault,
-            trial.way,
-            found.within,
+            trial.variant,
+            fit.within,
             stored,
-            found.ratio,
-            _evidence(trial.way, found, stored),
+            fit.ratio,
+            _evidence(trial.variant, fit, stored),
             tuple(ids[:at] + ids[at + 1 :]),
         )
-        for at, (trial, found) in enumerate(ranked)
+        for at, (trial, fit) in enumerate(ranked)
     )
 
 
@@ -549,42 +551,42 @@ def _likeliest(trial: _Trial) -> tuple[int, int, int]:
 
 
 def _on_every_call(
-    scene: ComponentContext, calls: Sequence[CallRecord], main: CallRecord, way: FaultVariant
+    context: ComponentContext, calls: Sequence[CallRecord], main: CallRecord, variant: FaultVariant
 ) -> VariantFit | None:
     """Return the worst proof over all calls; None where one of them is not explained."""
     worst: VariantFit | None = None
-    for sight in (main, *(each for each in calls if each is not main)):
-        found = _explained(scene, sight, way)
+    for record in (main, *(call for call in calls if call is not main)):
+        fit = _explained(context, record, variant)
         # Joined calls: a budget over all rows may fail where each call alone is explained.
-        if found is None and len(sight.rows) > 1:
-            alone = [_explained(scene, call, way) for call in calls_in(sight)]
-            known = [each for each in alone if each is not None]
-            found = max(known, key=_ratio) if len(known) == len(alone) else None
-        if found is None:
+        if fit is None and len(record.rows) > 1:
+            alone = [_explained(context, call, variant) for call in calls_in(record)]
+            known = [variant_fit for variant_fit in alone if variant_fit is not None]
+            fit = max(known, key=_ratio) if len(known) == len(alone) else None
+        if fit is None:
             return None
-        worst = found if worst is None else max(worst, found, key=_ratio)
+        worst = fit if worst is None else max(worst, fit, key=_ratio)
     return worst
 
 
-def _ratio(found: VariantFit) -> float:
-    return found.ratio
+def _ratio(fit: VariantFit) -> float:
+    return fit.ratio
 
 
-def _as_stored(scene: ComponentContext, main: CallRecord) -> float:
-    made = make(scene, main, FaultVariant("nothing", lambda call: call))
-    return proof(scene, main, made).within if made else 0.0
+def _as_stored(context: ComponentContext, main: CallRecord) -> float:
+    variant_outputs = make(context, main, FaultVariant("nothing", lambda call: call))
+    return proof(context, main, variant_outputs).within if variant_outputs else 0.0
 
 
-def _evidence(way: FaultVariant, found: VariantFit, stored: float) -> str:
+def _evidence(variant: FaultVariant, fit: VariantFit, stored: float) -> str:
     return (
-        f"{way.words} reproduces {share(found.within)} of outputs within budget "
-        f"({share(found.identical)} to the bit, the worst at {number(found.ratio, 3)} of it); "
+        f"{variant.words} reproduces {share(fit.within)} of outputs within budget "
+        f"({share(fit.identical)} to the bit, the worst at {number(fit.ratio, 3)} of it); "
         f"as stored {share(stored)}"
     )
 
 
 def _excluded(trials: Sequence[_Trial], named: Sequence[NamedFault]) -> tuple[Excluded, ...]:
-    explained = {each.id for cause in named for each in cause.faults}
+    explained = {fault.id for cause in named for fault in cause.faults}
     # By fault, its variant that leaves least.
     nearest: dict[str, _Trial] = {}
     for trial in trials:
@@ -592,7 +594,7 @@ def _excluded(trials: Sequence[_Trial], named: Sequence[NamedFault]) -> tuple[Ex
         if name not in explained and (name not in nearest or trial.left < nearest[name].left):
             nearest[name] = trial
     ranked = sorted(nearest.values(), key=lambda each: (each.left, each.order))
-    return tuple(Excluded(each.fault[0].id, each.way.words, each.left) for each in ranked)
+    return tuple(Excluded(each.fault[0].id, each.variant.words, each.left) for each in ranked)
 
 
 def _sentence(
@@ -600,7 +602,7 @@ def _sentence(
 ) -> str:
     if named:
         first = named[0]
-        titles = " and ".join(each.title for each in first.faults)
+        titles = " and ".join(fault.title for fault in first.faults)
         also = f" Equally well: {', '.join(first.alternatives)}." if first.alternatives else ""
         return f"{titles}: {first.evidence}.{also}"
     near = "; ".join(

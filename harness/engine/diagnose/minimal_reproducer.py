@@ -72,29 +72,31 @@ class _Sum:
     activation: str | None
 
     @classmethod
-    def of(cls, case: Case) -> _Sum | None:
+    def from_case(cls, case: Case) -> _Sum | None:
         """Return the summed dimension of a case; None if it is no product of a single length."""
-        weights = [each for each in case.weights.values() if _held(each)]
-        lengths = {each.shape[1] for each in weights if len(each.shape) == 2}
-        if len(lengths) != 1 or any(len(each.shape) != 2 for each in weights):
+        weights = [weight for weight in case.weights.values() if _held(weight)]
+        lengths = {weight.shape[1] for weight in weights if len(weight.shape) == 2}
+        if len(lengths) != 1 or any(len(weight.shape) != 2 for weight in weights):
             return None
         (length,) = lengths
-        activation = JudgeableCall.of(case.twin, case.component, case.inputs, {}).activation
+        activation = JudgeableCall.from_twin(case.twin, case.component, case.inputs, {}).activation
         operand = case.inputs.get("codes" if activation else "x")
         form = BLOCK_FORMATS[activation] if activation else None
         # Two 4-bit codes share a byte.
         per = 2 if form is not None and form.packed else 1
         if operand is None or operand.shape[-1] * per != length:
             return None
-        blocks = [each.storage.format.block[1] for each in weights if each.storage is not None]
+        blocks = [
+            weight.storage.format.block[1] for weight in weights if weight.storage is not None
+        ]
         # No scale block may be cut.
         unit = lcm(_LEAST, *blocks, form.block[1] if form is not None else 1)
         return None if length % unit else cls(length, unit, activation)
 
 
-def shortest_sum(case: Case, way: FaultVariant, prefix: str) -> Case:
+def shortest_sum(case: Case, variant: FaultVariant, prefix: str) -> Case:
     """Return the case on the smallest part of K that is still beyond the budget."""
-    found = _Sum.of(case)
+    found = _Sum.from_case(case)
     if found is None:
         return case
     best, low, high = case, 0, found.length // found.unit
@@ -103,7 +105,7 @@ def shortest_sum(case: Case, way: FaultVariant, prefix: str) -> Case:
         # Keep the half with the larger excess; stop when neither shows the fault alone.
         halves = []
         for at in ((low, middle), (middle, high)):
-            small = _cut(case, found, way, prefix, (at[0] * found.unit, at[1] * found.unit))
+            small = _cut(case, found, variant, prefix, (at[0] * found.unit, at[1] * found.unit))
             ratio = _beyond(small)
             if small is not None and ratio > 1:
                 halves.append((ratio, at, small))
@@ -118,22 +120,24 @@ def _beyond(case: Case | None) -> float:
     if case is None:
         return 0.0
     judged = case.judge(case.captured).values()
-    return max((each.ratio for each in judged if each.verdict is Verdict.DIFFERS), default=0.0)
+    return max(
+        (result.ratio for result in judged if result.verdict is Verdict.DIFFERS), default=0.0
+    )
 
 
 def _cut(
-    case: Case, found: _Sum, way: FaultVariant, prefix: str, part: tuple[int, int]
+    case: Case, found: _Sum, variant: FaultVariant, prefix: str, part: tuple[int, int]
 ) -> Case | None:
     """Return the case on K from `part[0]` to `part[1]`; None where it cannot be made."""
     try:
-        weights = {prefix + name: _columns(each, part) for name, each in case.weights.items()}
+        weights = {prefix + name: _columns(weight, part) for name, weight in case.weights.items()}
         twin = BoundModel(case.twin.config, case.twin.numerics, weights, case.recipe)
         inputs = _inputs(case.inputs, found, part)
         with torch.inference_mode():
-            made = _made(case, twin, found, way, part)
+            made = _made(case, twin, found, variant, part)
         captured = {
-            name: made[name].to(each.dtype).reshape(-1, *each.shape[1:])
-            for name, each in case.captured.items()
+            name: made[name].to(tensor.dtype).reshape(-1, *tensor.shape[1:])
+            for name, tensor in case.captured.items()
         }
     except CANNOT_RUN:
         return None  # the variant or the budget works for the original shape only
@@ -142,7 +146,7 @@ def _cut(
 
 
 def _made(
-    case: Case, twin: BoundModel, found: _Sum, way: FaultVariant, part: tuple[int, int]
+    case: Case, twin: BoundModel, found: _Sum, variant: FaultVariant, part: tuple[int, int]
 ) -> Tensors:
     """Return the fault's outputs on a part of K: damage the whole operands, then cut them.
 
@@ -153,13 +157,13 @@ def _made(
 
     def cutting(inputs: Tensors, weights: Mapping[str, Any]) -> Tensors:
         asked.append(inputs)
-        cut = ChangedWeights(weights, lambda _, each: _numbers(each, part))
+        cut = ChangedWeights(weights, lambda _, weight: _numbers(weight, part))
         return plain(_inputs(inputs, found, part), cut)
 
-    made = way.apply(cutting)(case.inputs, case.weights)
+    made = variant.apply(cutting)(case.inputs, case.weights)
     if asked:
         return made
-    return way.apply(plain)(_inputs(case.inputs, found, part), twin.weights_of(case.component))
+    return variant.apply(plain)(_inputs(case.inputs, found, part), twin.weights_of(case.component))
 
 
 def _inputs(inputs: Tensors, found: _Sum, part: tuple[int, int]) -> dict[str, Tensor]:
@@ -186,16 +190,16 @@ def _columns(weight: Weight, part: tuple[int, int]) -> Weight:
     if weight.storage is None:
         assert weight.value is not None, "held"
         return Weight(value=weight.value[:, begin:end].contiguous(), input_scale=weight.input_scale)
-    how = weight.storage
-    if how.layout != LINEAR or weight.codes is None or weight.block_scale is None:
-        raise ValueError(how.layout.name)
-    per, wide = 2 if how.format.packed else 1, how.format.block[1]
+    encoding = weight.storage
+    if encoding.layout != LINEAR or weight.codes is None or weight.block_scale is None:
+        raise ValueError(encoding.layout.name)
+    per, wide = 2 if encoding.format.packed else 1, encoding.format.block[1]
     return Weight(
         codes=weight.codes[:, begin // per : end // per].contiguous(),
         block_scale=weight.block_scale[:, begin // wide : end // wide].contiguous(),
         tensor_scale=weight.tensor_scale,
         input_scale=weight.input_scale,
-        storage=replace(how, shape=(how.shape[0], end - begin)),
+        storage=replace(encoding, shape=(encoding.shape[0], end - begin)),
     )
 
 
@@ -256,14 +260,14 @@ class Case:
     def judge(self, outputs: Tensors) -> dict[str, OutputResult]:
         """Judge outputs of this component on these inputs; on an edge, inputs that arrived."""
         if self.edge:
-            return {n: _arrived(n, each, self.inputs[n]) for n, each in outputs.items()}
+            return {n: _arrived(n, output, self.inputs[n]) for n, output in outputs.items()}
         with torch.inference_mode():
             made = self.twin.calls[self.component](self.inputs, self.weights)
         wrong = wrong_forms(outputs, made)
         if wrong:
             return wrong
         both = aligned(outputs, made)
-        call = JudgeableCall.of(
+        call = JudgeableCall.from_twin(
             self.twin, self.component, self.inputs, {n: p[1] for n, p in both.items()}
         )
         return judge_outputs(call, {name: pair[0] for name, pair in both.items()})
@@ -272,10 +276,12 @@ class Case:
         """Return the judgement in lines, and whether something differs."""
         judged = self.judge(outputs)
         lines = [self.title]
-        for name, each in judged.items():
+        for name, result in judged.items():
             rows = list(outputs[name].shape) if name in outputs else []
-            lines.append(f"  {name} {rows}: {each.verdict}, {each.worst or 'equal'}")
-        return lines, any(each.verdict is Verdict.DIFFERS for each in judged.values())
+            lines.append(f"  {name} {rows}: {result.verdict}, {result.worst or 'equal'}")
+        return lines, any(
+            output_result.verdict is Verdict.DIFFERS for output_result in judged.values()
+        )
 
     def write(self, folder: Path) -> Path:
         """Write the case; return the path of the script."""
@@ -341,33 +347,35 @@ class Case:
         return cls(*made, twin, recipe, inputs, captured)
 
 
-def shrunk(trouble: Discrepancy, way: FaultVariant | None = None) -> Case | None:
+def shrunk(discrepancy: Discrepancy, variant: FaultVariant | None = None) -> Case | None:
     """Return the smallest case of a discrepancy; None where no call shows it.
 
-    `way` is the named fault that explains it; with one, the summed dimension is cut as well.
+    `variant` is the named fault that explains it; with one, the summed dimension is cut as well.
     """
-    sight, scene = trouble.sight, trouble.scene
-    if sight is None:
+    record, context = discrepancy.record, discrepancy.context
+    if record is None:
         return None
-    title = f"{trouble.site}: {trouble.sentence}"[:600]
-    if trouble.kind is DiscrepancyKind.EDGE:
+    title = f"{discrepancy.site}: {discrepancy.sentence}"[:600]
+    if discrepancy.kind is DiscrepancyKind.EDGE:
         wrong = {
-            name: each
-            for name, each in sight.inputs.items()
-            if name in sight.implied and not alike(sight.implied[name], each)
+            name: tensor
+            for name, tensor in record.inputs.items()
+            if name in record.implied and not alike(record.implied[name], tensor)
         }
-        implied = {name: sight.implied[name] for name in wrong}
+        implied = {name: record.implied[name] for name in wrong}
         if not wrong:
             return None
-        return Case(scene.name, title, True, scene.bound, scene.recipe, implied, wrong)
-    case = Case(scene.name, title, False, scene.bound, scene.recipe, sight.inputs, sight.outputs)
+        return Case(context.name, title, True, context.bound, context.recipe, implied, wrong)
+    case = Case(
+        context.name, title, False, context.bound, context.recipe, record.inputs, record.outputs
+    )
     try:
-        if is_ragged(scene.component):
+        if is_ragged(context.component):
             return _small_enough(case)
         case = _fewest_experts(_fewest_rows(case))
-        if way is not None:
-            prefix = _prefix(scene.bound.config, scene.name, scene.recipe)
-            case = shortest_sum(case, way, prefix)
+        if variant is not None:
+            prefix = _prefix(context.bound.config, context.name, context.recipe)
+            case = shortest_sum(case, variant, prefix)
         return _small_enough(_fewest_columns(case))
     except CANNOT_RUN:
         return None  # the twin cannot run on these shapes
@@ -389,7 +397,9 @@ def _fewest_rows(case: Case) -> Case:
     order, size = apart.argsort(descending=True, stable=True), 1
     while size < count:
         small = _rows_of(case, order[:size].sort().values, count)
-        if any(each.verdict is Verdict.DIFFERS for each in small.judge(small.captured).values()):
+        if any(
+            result.verdict is Verdict.DIFFERS for result in small.judge(small.captured).values()
+        ):
             return small
         size *= 2
     return case
@@ -427,23 +437,25 @@ def _fewest_columns(case: Case) -> Case:
         cut = Weight(value=values[rows], input_scale=weight.input_scale)
         twin = BoundModel(case.twin.config, case.twin.numerics, {prefix + name: cut}, case.recipe)
         small = replace(case, twin=twin, captured={"out": out[:, rows]})
-        if any(each.verdict is Verdict.DIFFERS for each in small.judge(small.captured).values()):
+        if any(
+            result.verdict is Verdict.DIFFERS for result in small.judge(small.captured).values()
+        ):
             return small
         size *= 2
     return case
 
 
 def _prefix(config: Config, name: str, recipe: Recipe) -> str:
-    found = component_named(config, name, recipe)
-    prefix = f"{found.block.prefix}." if found.block else ""
+    component = component_named(config, name, recipe)
+    prefix = f"{component.block.prefix}." if component.block else ""
     # A drafter's embedding and head may be the model's, which lie outside its block.
-    return prefix if all(each.startswith(prefix) for each in found.weights) else ""
+    return prefix if all(weight.startswith(prefix) for weight in component.weights) else ""
 
 
 def _small_enough(case: Case) -> Case | None:
     sides = [*case.inputs.values(), *case.captured.values()]
-    sides += [each for weight in case.weights.values() for each in _plain(weight).values()]
-    size = sum(each.numel() * each.element_size() for each in sides)
+    sides += [tensor for weight in case.weights.values() for tensor in _plain(weight).values()]
+    size = sum(side.numel() * side.element_size() for side in sides)
     return case if size <= _MOST_BYTES else None
 
 

@@ -70,12 +70,12 @@ def compare_parts(
     suspect: QuantisedTensor, twin: QuantisedTensor, reference: Tensor
 ) -> tuple[PartDifference, ...]:
     """Compare every part; `reference` holds the values that both stand for."""
-    found = (
+    differences = (
         _codes_difference(suspect, twin, reference),
         _scales_difference(suspect, twin),
         _tensor_scale_difference(suspect, twin),
     )
-    return tuple(difference for difference in found if difference is not None)
+    return tuple(difference for difference in differences if difference is not None)
 
 
 def _codes_difference(
@@ -231,14 +231,15 @@ class Unexplained:
 class Diagnosis:
     """The diagnosis of one quantised tensor.
 
-    `found` compares the suspect with the source, `floor` a correct quantisation with the source.
+    `closeness` compares the suspect with the source, `floor` a correct quantisation with the
+    source.
     """
 
     verdict: Verdict
     sentence: str
     causes: tuple[PackingCause, ...]
     unexplained: tuple[Unexplained, ...]
-    found: PairSums
+    closeness: PairSums
     floor: PairSums
     twin: QuantisedTensor
 

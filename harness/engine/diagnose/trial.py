@@ -58,21 +58,21 @@ _PARTS = frozenset({"codes", "block_scale", "tensor_scale"})
 
 
 def beyond_float32(
-    scene: ComponentContext, call: JudgeableCall, candidate: Mapping[str, Tensor]
+    context: ComponentContext, call: JudgeableCall, candidate: Mapping[str, Tensor]
 ) -> dict[str, Budget]:
     """Return budgets of outputs whose sums may exceed float32; empty where none may."""
-    extents = {name: each.shape for name, each in candidate.items()}
-    if call.role not in SUMS or extents != {n: each.shape for n, each in call.outputs.items()}:
+    extents = {name: tensor.shape for name, tensor in candidate.items()}
+    if call.role not in SUMS or extents != {n: output.shape for n, output in call.outputs.items()}:
         return {}
     x = activation_values(call.inputs, call.activation, torch.float64)
-    rest = {name: each for name, each in call.inputs.items() if name not in _PARTS}
+    rest = {name: tensor for name, tensor in call.inputs.items() if name not in _PARTS}
     largest = float(x.abs().amax()) if x.numel() else 0.0
     if not 0 < largest < math.inf:
         return {}
     # Sums of magnitudes bound every partial sum in every order.
-    sums = scene.call({**rest, "x": x.abs()}, ChangedWeights(call.weights, _magnitudes))
-    beyond = {name: ~each.isfinite() for name, each in sums.items()}
-    if not any(bool(each.any()) for each in beyond.values()):
+    sums = context.call({**rest, "x": x.abs()}, ChangedWeights(call.weights, _magnitudes))
+    beyond = {name: ~total.isfinite() for name, total in sums.items()}
+    if not any(bool(tensor.any()) for tensor in beyond.values()):
         return {}
     # Powers of two, so that scaling down and up again is exact.
     unit = 2.0 ** math.ceil(math.log2(largest))
@@ -147,9 +147,9 @@ class VariantFit:
 
 
 def make(
-    scene: ComponentContext,
-    sight: CallRecord,
-    way: FaultVariant,
+    context: ComponentContext,
+    record: CallRecord,
+    variant: FaultVariant,
     plain: Tensors | None = None,
     rows: Tensor | None = None,
 ) -> VariantOutputs | None:
@@ -159,44 +159,48 @@ def make(
     selects rows of the single matrix whose outputs are compared.
     """
     seen: dict[str, Tensors] = {"inputs": {}, "outputs": {}}
-    operands: list[Mapping[str, Weight]] = [scene.weights]
-    quick = scene.bound.numerics.products is torch.float64
+    operands: list[Mapping[str, Weight]] = [context.weights]
+    quick = context.bound.numerics.products is torch.float64
 
     def spied(inputs: Tensors, weights: Mapping[str, Any]) -> Tensors:
-        known = Decoding(weights, scene.weights, rows) if quick else weights
+        known = Decoding(weights, context.weights, rows) if quick else weights
         # Decoded inputs are valid only if the variant has not replaced the inputs.
-        given = plain if plain is not None and inputs is sight.inputs else inputs
-        outputs = scene.call(given, known)
+        given = plain if plain is not None and inputs is record.inputs else inputs
+        outputs = context.call(given, known)
         seen.update(inputs=inputs, outputs=outputs)
         operands[0] = weights
         return outputs
 
     try:
-        if sight.implied:
-            outputs: Tensors = way.passed_on({**sight.inputs, **sight.implied}, scene.weights)
-            return VariantOutputs(outputs, sight.inputs, scene.weights, {})
-        outputs = way.apply(spied)(sight.inputs, scene.weights)
+        if record.implied:
+            outputs: Tensors = variant.passed_on(
+                {**record.inputs, **record.implied}, context.weights
+            )
+            return VariantOutputs(outputs, record.inputs, context.weights, {})
+        outputs = variant.apply(spied)(record.inputs, context.weights)
     except CANNOT_RUN:
         return None  # another shape or format than the variant is for
-    stretch = {name: _stretch(seen["outputs"].get(name), each) for name, each in outputs.items()}
-    typed = {
-        name: _left_open(way, each.to(sight.outputs[name].dtype), sight.outputs[name])
-        if name in sight.outputs
-        else each
-        for name, each in outputs.items()
+    stretch = {
+        name: _stretch(seen["outputs"].get(name), output) for name, output in outputs.items()
     }
-    return VariantOutputs(typed, seen["inputs"] or sight.inputs, operands[0], stretch)
+    typed = {
+        name: _left_open(variant, output.to(record.outputs[name].dtype), record.outputs[name])
+        if name in record.outputs
+        else output
+        for name, output in outputs.items()
+    }
+    return VariantOutputs(typed, seen["inputs"] or record.inputs, operands[0], stretch)
 
 
-def _left_open(way: FaultVariant, made: Tensor, seen: Tensor) -> Tensor:
+def _left_open(variant: FaultVariant, made: Tensor, seen: Tensor) -> Tensor:
     """Return a variant's output, with the recorded values where it leaves elements undefined."""
-    if way.unknown is None or made.shape != seen.shape:
+    if variant.unknown is None or made.shape != seen.shape:
         return made
-    return torch.where(way.unknown(made), seen, made)
+    return torch.where(variant.unknown(made), seen, made)
 
 
 def proposed(
-    fault: ModelFault, scene: ComponentContext, sight: CallRecord
+    fault: ModelFault, context: ComponentContext, record: CallRecord
 ) -> Iterator[FaultVariant]:
     """Yield a fault's variants; stop at a failure on outputs that it cannot handle.
 
@@ -204,58 +208,60 @@ def proposed(
     be fitted.
     """
     try:
-        yield from fault.signature(scene, sight)
+        yield from fault.signature(context, record)
     except (*CANNOT_RUN, OverflowError):
-        sides = seen_tensors(sight), untouched(sight)
+        sides = seen_tensors(record), untouched(record)
         if _extents(sides[0]) == _extents(sides[1]) and all(map(_is_finite, sides)):
             raise
 
 
 def _is_finite(tensors: Tensors) -> bool:
-    return all(bool(each.isfinite().all()) for each in tensors.values() if _is_wide(each))
+    return all(bool(tensor.isfinite().all()) for tensor in tensors.values() if _is_wide(tensor))
 
 
 def _extents(tensors: Tensors) -> dict[str, torch.Size]:
-    return {name: each.shape for name, each in tensors.items()}
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
-def decoded_once(scene: ComponentContext, sight: CallRecord) -> Tensors | None:
+def decoded_once(context: ComponentContext, record: CallRecord) -> Tensors | None:
     """Return inputs with codes decoded, so that trials need not decode them again."""
-    if "codes" not in sight.inputs or sight.implied:
+    if "codes" not in record.inputs or record.implied:
         return None
-    form = JudgeableCall.of(scene.bound, scene.name, sight.inputs, sight.expected).activation
+    form = JudgeableCall.from_twin(
+        context.bound, context.name, record.inputs, record.expected
+    ).activation
     if form is None:
         return None
     parts = {"codes", "block_scale", "tensor_scale"}
-    rest = {name: each for name, each in sight.inputs.items() if name not in parts}
-    dtype = scene.bound.numerics.products
-    return {"x": activation_values(sight.inputs, form, dtype), **rest}
+    rest = {name: tensor for name, tensor in record.inputs.items() if name not in parts}
+    dtype = context.bound.numerics.products
+    return {"x": activation_values(record.inputs, form, dtype), **rest}
 
 
 def _stretch(inner: Tensor | None, final: Tensor) -> float:
     """Return how much longer an output became after the inner call; at least 1."""
     if inner is None or inner is final or not final.dtype.is_floating_point:
         return 1.0
-    before, after = (float(each.double().nan_to_num(0, 0, 0).norm()) for each in (inner, final))
+    before, after = (float(tensor.double().nan_to_num(0, 0, 0).norm()) for tensor in (inner, final))
     return max(1.0, after / before) if before > 0 and math.isfinite(after / before) else 1.0
 
 
-def seen_tensors(sight: CallRecord) -> Tensors:
+def seen_tensors(record: CallRecord) -> Tensors:
     """Return what a trial has to reproduce: outputs, or on an edge the wrong inputs."""
-    if sight.implied:
-        return {name: sight.inputs[name] for name in sight.implied if name in sight.inputs}
-    return sight.outputs
+    if record.implied:
+        return {name: record.inputs[name] for name in record.implied if name in record.inputs}
+    return record.outputs
 
 
-def untouched(sight: CallRecord) -> Tensors:
+def untouched(record: CallRecord) -> Tensors:
     """Return what the tensors would be without a fault."""
-    return sight.implied or sight.expected
+    return record.implied or record.expected
 
 
 def distance(candidate: Tensors, made: Tensors) -> float:
     """Return the distance of two sets of outputs: 0 if equal, about 1 per unrelated output."""
     return sum(
-        _output_distance(*_in_order(each, made.get(name))) for name, each in candidate.items()
+        _output_distance(*_in_order(tensor, made.get(name))) for name, tensor in candidate.items()
     )
 
 
@@ -283,7 +289,7 @@ def _output_distance(c: Tensor, m: Tensor | None) -> float:
 
 def only_roundings(candidate: Tensors, made: Tensors) -> bool:
     """Tell whether two sets of outputs differ by roundings of reordered sums alone."""
-    return all(_rounds_alike(*_in_order(each, made.get(n))) for n, each in candidate.items())
+    return all(_rounds_alike(*_in_order(tensor, made.get(n))) for n, tensor in candidate.items())
 
 
 def _rounds_alike(c: Tensor, m: Tensor | None) -> bool:
@@ -297,7 +303,7 @@ def _rounds_alike(c: Tensor, m: Tensor | None) -> bool:
 
 def shape_distance(candidate: Tensors, made: Tensors) -> float:
     """Return the distance after removing a gain for each row, or for each column."""
-    return sum(_shape_distance(each, made.get(name)) for name, each in candidate.items())
+    return sum(_shape_distance(tensor, made.get(name)) for name, tensor in candidate.items())
 
 
 def _shape_distance(c: Tensor, m: Tensor | None) -> float:
@@ -319,39 +325,41 @@ def _is_wide(tensor: Tensor) -> bool:
     return tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and tensor.ndim > 1
 
 
-def proof(scene: ComponentContext, sight: CallRecord, made: VariantOutputs) -> VariantFit:
+def proof(
+    context: ComponentContext, record: CallRecord, variant_outputs: VariantOutputs
+) -> VariantFit:
     """Judge a variant's outputs against the candidate."""
-    candidate = seen_tensors(sight)
-    if sight.implied:
-        return _edge_proof(candidate, made.outputs)
-    call = _call(scene, made)
+    candidate = seen_tensors(record)
+    if record.implied:
+        return _edge_proof(candidate, variant_outputs.outputs)
+    call = _call(context, variant_outputs)
     worst, words = 0.0, ""
     ratios = _ratios(call, candidate)
     known = all(math.isfinite(ratio) for ratio, _ in ratios.values())
-    beyond = {} if known else beyond_float32(scene, call, candidate)
+    beyond = {} if known else beyond_float32(context, call, candidate)
     for name, budget in beyond.items():
         decisive = judge(candidate[name], call.outputs[name], budget).findings[0]
         ratios[name] = decisive.ratio, str(decisive)
     for name, (ratio, text) in ratios.items():
         # A variant that enlarges the output after the call enlarges its rounding errors as well.
-        found = ratio / made.stretch.get(name, 1.0)
+        found = ratio / variant_outputs.stretch.get(name, 1.0)
         if found > HEADROOM and call.role in _STORED_WITHIN:
-            found = min(found, _unlike_ratio(candidate[name], call.outputs[name], sight, name))
+            found = min(found, _unlike_ratio(candidate[name], call.outputs[name], record, name))
         if found >= worst:
             worst, words = found, text
-    return VariantFit(worst, *shares(call, candidate, made, beyond), words)
+    return VariantFit(worst, *shares(call, candidate, variant_outputs, beyond), words)
 
 
-def _unlike_ratio(c: Tensor, m: Tensor, sight: CallRecord, name: str) -> float:
+def _unlike_ratio(c: Tensor, m: Tensor, record: CallRecord, name: str) -> float:
     """Judge roundings of intermediate stored values by counting them.
 
     The budget knows which of them may fall either way for the healthy numbers; a variant has other
     ones. So few may differ, by a spacing or two, and far fewer than the elements to explain.
     """
-    expected = sight.expected.get(name)
+    expected = record.expected.get(name)
     if expected is None or c.shape != m.shape or c.shape != expected.shape:
         return math.inf
-    unlike, before = (_unlike(c, each) for each in (m, expected))
+    unlike, before = (_unlike(c, tensor) for tensor in (m, expected))
     if not bool(_within_spacings(c, m)[unlike].all()):
         return math.inf
     few = min(int(c.numel() * _ROUNDED_OTHERWISE), int(before.sum()) * _OF_BEFORE)
@@ -373,16 +381,16 @@ def _ratios(call: JudgeableCall, candidate: Tensors) -> dict[str, tuple[float, s
         return _finite_ratios(call, candidate)
     found = {}
     shares = _weights_ratio(call, candidate)
-    for name, each in judged.items():
+    for name, result in judged.items():
         if name not in candidate:
             continue  # it was not captured
-        ratio, words = each.ratio, str(each.worst or "")
+        ratio, words = result.ratio, str(result.worst or "")
         if name == "weights" and shares is not None:
             ratio, words = shares
         if _output_distance(candidate[name], call.outputs[name]) == 0:
             ratio, words = 0.0, "the same to the bit"
         elif math.isnan(ratio):
-            ratio, words = math.inf, each.undecided
+            ratio, words = math.inf, result.undecided
         found[name] = ratio, words
     return found
 
@@ -401,8 +409,8 @@ def _weights_ratio(call: JudgeableCall, candidate: Tensors) -> tuple[float, str]
     expected, budget = weights_budget(call, experts)
     # The relative error of healthy weights, applied to the variant's weights.
     part = budget.slack / expected.abs().clamp(min=_TINY)
-    found = judge(candidate["weights"], made.float(), replace(budget, slack=part * made.abs()))
-    return found.ratio, str(found.worst)
+    result = judge(candidate["weights"], made.float(), replace(budget, slack=part * made.abs()))
+    return result.ratio, str(result.worst)
 
 
 def _coded_ratio(c: Tensor | None, m: Tensor) -> tuple[float, str]:
@@ -434,15 +442,17 @@ def _finite_ratios(call: JudgeableCall, candidate: Tensors) -> dict[str, tuple[f
     return found
 
 
-def _call(scene: ComponentContext, made: VariantOutputs) -> JudgeableCall:
-    call = JudgeableCall.of(scene.bound, scene.name, made.inputs, made.outputs)
-    return replace(call, weights=made.weights)
+def _call(context: ComponentContext, variant_outputs: VariantOutputs) -> JudgeableCall:
+    call = JudgeableCall.from_twin(
+        context.bound, context.name, variant_outputs.inputs, variant_outputs.outputs
+    )
+    return replace(call, weights=variant_outputs.weights)
 
 
 def shares(
     call: JudgeableCall,
     candidate: Tensors,
-    made: VariantOutputs,
+    variant_outputs: VariantOutputs,
     beyond: Mapping[str, Budget] | None = None,
 ) -> tuple[float, float]:
     """Return the shares of elements within budget, and of equal ones, over all outputs."""
@@ -451,7 +461,7 @@ def shares(
     except DegarbleError:
         budgets = {}
     within = same = total = 0
-    for name, twin in made.outputs.items():
+    for name, twin in variant_outputs.outputs.items():
         if name not in candidate:
             continue  # it was not captured
         c = candidate[name]
@@ -464,7 +474,9 @@ def shares(
         if budget is None or not c.dtype.is_floating_point or c.dtype.itemsize == 1:
             within += int(equal.sum())
             continue
-        slack = budget.slack.double().expand(c.shape).numpy() * made.stretch.get(name, 1.0)
+        slack = budget.slack.double().expand(c.shape).numpy() * variant_outputs.stretch.get(
+            name, 1.0
+        )
         t = values_of_any(twin.detach().cpu())
         near = (slack + spacing(abs(t) + slack, budget.output)) / HEADROOM
         with np.errstate(invalid="ignore"):
@@ -520,7 +532,7 @@ _OUTSIDE = frozenset({"offsets", "state"})
 class Sample:
     """A sight cut to a window of rows, and the columns of its outputs to compare."""
 
-    sight: CallRecord
+    record: CallRecord
     columns: Mapping[str, Tensor]
     whole: bool  # whether no row was left out
     plain: Tensors | None  # its inputs with codes decoded
@@ -529,18 +541,18 @@ class Sample:
     @cached_property
     def candidate(self) -> dict[str, Tensor]:
         """Return the tensors that a trial has to reproduce, in the chosen columns."""
-        return self.looked_at(seen_tensors(self.sight))
+        return self.looked_at(seen_tensors(self.record))
 
     def before(self, measure: Measure) -> float:
         """Return the difference without any fault."""
         if measure not in self._before:
-            self._before[measure] = measure(self.candidate, self.looked_at(untouched(self.sight)))
+            self._before[measure] = measure(self.candidate, self.looked_at(untouched(self.record)))
         return self._before[measure]
 
     @cached_property
     def only_roundings(self) -> bool:
         """Tell whether only roundings are left to explain."""
-        return only_roundings(self.candidate, self.looked_at(untouched(self.sight)))
+        return only_roundings(self.candidate, self.looked_at(untouched(self.record)))
 
     @cached_property
     def _before(self) -> dict[Measure, float]:
@@ -548,7 +560,7 @@ class Sample:
 
     def looked_at(self, outputs: Tensors) -> dict[str, Tensor]:
         """Keep the chosen columns of outputs."""
-        return {name: self._chosen(name, each) for name, each in outputs.items()}
+        return {name: self._chosen(name, output) for name, output in outputs.items()}
 
     def _chosen(self, name: str, output: Tensor) -> Tensor:
         columns = self.columns.get(name)
@@ -557,74 +569,74 @@ class Sample:
         return output.index_select(-1, columns)
 
 
-def most_telling(sights: Sequence[CallRecord]) -> CallRecord:
+def most_telling(records: Sequence[CallRecord]) -> CallRecord:
     """Return the call whose outputs are farthest from the right ones.
 
     Of faint differences, return the largest call at a similar distance: roundings are a large part
     of each, and few rows do not show what roundings hide.
     """
-    far = [distance(seen_tensors(each), untouched(each)) for each in sights]
+    far = [distance(seen_tensors(record), untouched(record)) for record in records]
     most = max(far)
     if not most <= _FAINT:  # a NaN is not faint
-        return sights[far.index(most)]
-    near = [each for each, own in zip(sights, far, strict=True) if own >= most / 2]
-    return max(near, key=lambda each: sum(out.numel() for out in seen_tensors(each).values()))
+        return records[far.index(most)]
+    near = [record for record, own in zip(records, far, strict=True) if own >= most / 2]
+    return max(near, key=lambda record: sum(out.numel() for out in seen_tensors(record).values()))
 
 
-def sampled(scene: ComponentContext, sight: CallRecord, window: int = WINDOW) -> Sample:
+def sampled(context: ComponentContext, record: CallRecord, window: int = WINDOW) -> Sample:
     """Cut a sight to the window of rows that differs most, if its rows are independent."""
-    cut = _window(sight, window) if _is_by_row(scene, sight) else sight
-    whole = cut is sight
-    if "experts" in cut.inputs and scene.role.startswith("ffn.experts.w") and window == WINDOW:
+    cut = _window(record, window) if _is_by_row(context, record) else record
+    whole = cut is record
+    if "experts" in cut.inputs and context.role.startswith("ffn.experts.w") and window == WINDOW:
         cut = _few_experts(cut)
     columns = {
-        name: _columns(each, untouched(cut)[name])
-        for name, each in seen_tensors(cut).items()
-        if name in untouched(cut) and each.ndim > 1 and each.shape[-1] > COLUMNS
+        name: _columns(tensor, untouched(cut)[name])
+        for name, tensor in seen_tensors(cut).items()
+        if name in untouched(cut) and tensor.ndim > 1 and tensor.shape[-1] > COLUMNS
     }
-    chosen = {name: each for name, each in columns.items() if len(each)}
-    rows = chosen.get("out") if len(extents(scene, cut)) == 1 else None
-    return Sample(cut, chosen, whole, decoded_once(scene, cut), rows)
+    chosen = {name: column for name, column in columns.items() if len(column)}
+    rows = chosen.get("out") if len(extents(context, cut)) == 1 else None
+    return Sample(cut, chosen, whole, decoded_once(context, cut), rows)
 
 
-def _is_by_row(scene: ComponentContext, sight: CallRecord) -> bool:
+def _is_by_row(context: ComponentContext, record: CallRecord) -> bool:
     """Tell whether rows are independent and lead every tensor that has one for each token."""
-    if sight.implied or any(each.via in _OUTSIDE for each in scene.component.inputs):
+    if record.implied or any(each.via in _OUTSIDE for each in context.component.inputs):
         return False
-    counts = {each.shape[0] for each in _all(sight) if each.ndim}
+    counts = {tensor.shape[0] for tensor in _all(record) if tensor.ndim}
     return len(counts) == 1
 
 
-def _all(sight: CallRecord) -> list[Tensor]:
-    return [*sight.inputs.values(), *sight.outputs.values(), *sight.expected.values()]
+def _all(record: CallRecord) -> list[Tensor]:
+    return [*record.inputs.values(), *record.outputs.values(), *record.expected.values()]
 
 
-def _window(sight: CallRecord, size: int) -> CallRecord:
-    first = next(each for each in _all(sight) if each.ndim)
+def _window(record: CallRecord, size: int) -> CallRecord:
+    first = next(tensor for tensor in _all(record) if tensor.ndim)
     count = first.shape[0]
     if count <= size:
-        return sight
+        return record
     weight_T = torch.zeros(count)
-    for name, each in sight.outputs.items():
-        if not each.ndim:
+    for name, output in record.outputs.items():
+        if not output.ndim:
             continue
-        weight_T += _element_distances(each, sight.expected.get(name)).reshape(count, -1).sum(1)
+        weight_T += _element_distances(output, record.expected.get(name)).reshape(count, -1).sum(1)
     # Sum of differences per window of `size` rows.
     windows = torch.nn.functional.pad(weight_T, (0, -count % size)).reshape(-1, size).sum(1)
     begin = int(windows.argmax()) * size
-    return rows_of(sight, slice(begin, min(begin + size, count)))
+    return rows_of(record, slice(begin, min(begin + size, count)))
 
 
-def _few_experts(sight: CallRecord) -> CallRecord:
+def _few_experts(record: CallRecord) -> CallRecord:
     """Keep the slots of the experts that differ most, and of one that differs least."""
-    experts = sight.inputs["experts"]
-    if "out" not in sight.outputs or sight.outputs["out"].shape != sight.expected["out"].shape:
-        return sight
+    experts = record.inputs["experts"]
+    if "out" not in record.outputs or record.outputs["out"].shape != record.expected["out"].shape:
+        return record
     # [T, K] mean difference of each slot
-    of_slot = _element_distances(sight.outputs["out"], sight.expected["out"]).mean(-1)
+    of_slot = _element_distances(record.outputs["out"], record.expected["out"]).mean(-1)
     held = experts[experts >= 0].unique().tolist()
     if len(held) <= _EXPERTS:
-        return sight
+        return record
     ranked = sorted(held, key=lambda number: -float(of_slot[experts == number].mean()))
     # The expert that differs least guards against variants that damage every expert.
     chosen = torch.tensor([*ranked[: _EXPERTS - 1], ranked[-1]])
@@ -633,28 +645,28 @@ def _few_experts(sight: CallRecord) -> CallRecord:
     def masked(side: Tensors) -> dict[str, Tensor]:
         return {**side, "out": torch.where(kept[..., None], side["out"], 0)}
 
-    inputs = {**sight.inputs, "experts": experts.where(kept, -1)}
-    outputs, expected = masked(sight.outputs), masked(sight.expected)
-    return replace(sight, inputs=inputs, outputs=outputs, expected=expected)
+    inputs = {**record.inputs, "experts": experts.where(kept, -1)}
+    outputs, expected = masked(record.outputs), masked(record.expected)
+    return replace(record, inputs=inputs, outputs=outputs, expected=expected)
 
 
-def together(scene: ComponentContext, sights: Sequence[CallRecord]) -> list[CallRecord]:
+def together(context: ComponentContext, records: Sequence[CallRecord]) -> list[CallRecord]:
     """Concatenate calls with independent rows, so that one sight shows all experts."""
-    first = sights[0]
-    if len(sights) == 1 or not all(_is_by_row(scene, each) for each in sights):
-        return list(sights)
-    if any(_likeness(each) != _likeness(first) for each in sights):
-        return list(sights)
+    first = records[0]
+    if len(records) == 1 or not all(_is_by_row(context, record) for record in records):
+        return list(records)
+    if any(_likeness(record) != _likeness(first) for record in records):
+        return list(records)
 
     def joined(side: str) -> dict[str, Tensor]:
-        parts = [getattr(each, side) for each in sights]
+        parts = [getattr(record, side) for record in records]
         return {
-            name: torch.cat([each[name] for each in parts]) if tensor.ndim else tensor
+            name: torch.cat([part[name] for part in parts]) if tensor.ndim else tensor
             for name, tensor in parts[0].items()
         }
 
-    rows = tuple(count for each in sights for count in (each.rows or (_height(each),)))
-    owners = tuple(owner for each in sights for owner in each.owners)
+    rows = tuple(count for record in records for count in (record.rows or (_height(record),)))
+    owners = tuple(owner for record in records for owner in record.owners)
     sides = (joined("inputs"), joined("outputs"), joined("expected"))
     return [
         replace(
@@ -663,76 +675,78 @@ def together(scene: ComponentContext, sights: Sequence[CallRecord]) -> list[Call
     ]
 
 
-def _likeness(sight: CallRecord) -> list[tuple[object, ...]]:
+def _likeness(record: CallRecord) -> list[tuple[object, ...]]:
     """Return names, dtypes and extents; scalars that all rows share have to be equal."""
-    sides = (sight.inputs, sight.outputs, sight.expected)
+    sides = (record.inputs, record.outputs, record.expected)
     return [
-        (name, each.dtype, *(each.shape[1:] if each.ndim else (float(each),)))
+        (name, tensor.dtype, *(tensor.shape[1:] if tensor.ndim else (float(tensor),)))
         for side in sides
-        for name, each in side.items()
+        for name, tensor in side.items()
     ]
 
 
-def _height(sight: CallRecord) -> int:
-    return next(each.shape[0] for each in _all(sight) if each.ndim)
+def _height(record: CallRecord) -> int:
+    return next(tensor.shape[0] for tensor in _all(record) if tensor.ndim)
 
 
-def calls_in(sight: CallRecord) -> list[CallRecord]:
+def calls_in(record: CallRecord) -> list[CallRecord]:
     """Split a sight into its calls, where several are concatenated."""
-    if len(sight.rows) < 2:
-        return [sight]
-    begins = [sum(sight.rows[:at]) for at in range(len(sight.rows))]
+    if len(record.rows) < 2:
+        return [record]
+    begins = [sum(record.rows[:at]) for at in range(len(record.rows))]
     return [
-        rows_of(sight, slice(begin, begin + count))
-        for begin, count in zip(begins, sight.rows, strict=True)
+        rows_of(record, slice(begin, begin + count))
+        for begin, count in zip(begins, record.rows, strict=True)
     ]
 
 
-def sequences_in(scene: ComponentContext, sight: CallRecord) -> list[CallRecord]:
+def sequences_in(context: ComponentContext, record: CallRecord) -> list[CallRecord]:
     """Split one call by sequences; return it whole where they cannot be separated."""
-    if _is_by_row(scene, sight):
-        return _by_owner(sight)
-    if sight.implied or "token_offsets" not in sight.inputs:
-        return [sight]
-    return list(alone(scene, sight)) or [sight]
+    if _is_by_row(context, record):
+        return _by_owner(record)
+    if record.implied or "token_offsets" not in record.inputs:
+        return [record]
+    return list(alone(context, record)) or [record]
 
 
-def _by_owner(sight: CallRecord) -> list[CallRecord]:
-    owners = sight.owners
-    if len(owners) != _height(sight):
-        return [sight]
+def _by_owner(record: CallRecord) -> list[CallRecord]:
+    owners = record.owners
+    if len(owners) != _height(record):
+        return [record]
     begins = [at for at in range(len(owners)) if not at or owners[at] != owners[at - 1]]
     ends = [*begins[1:], len(owners)]
-    return [rows_of(sight, slice(a, b)) for a, b in zip(begins, ends, strict=True)]
+    return [rows_of(record, slice(a, b)) for a, b in zip(begins, ends, strict=True)]
 
 
-def alone(scene: ComponentContext, sight: CallRecord) -> Iterator[CallRecord]:
+def alone(context: ComponentContext, record: CallRecord) -> Iterator[CallRecord]:
     """Yield every sequence of a call whose tokens interact; nothing where they are ambiguous."""
-    lines = rows_by_sequence(scene.component, scene.bound.config, sight.inputs)
+    lines = rows_by_sequence(context.component, context.bound.config, record.inputs)
     if lines is None:
         return
     for number in range(len(lines.spans)):
         counts = [span.count * (at == number) for at, span in enumerate(lines.spans)]
-        sides = [lines.cut_side(side, counts) for side in _sides(sight)]
+        sides = [lines.cut_side(side, counts) for side in _sides(record)]
         if any(side is None for side in sides):
             return
         inputs, outputs, expected = (side or {} for side in sides)
-        yield replace(sight, inputs=inputs, outputs=outputs, expected=expected, rows=(), owners=())
+        yield replace(record, inputs=inputs, outputs=outputs, expected=expected, rows=(), owners=())
 
 
-def _sides(sight: CallRecord) -> tuple[Tensors, Tensors, Tensors]:
-    return sight.inputs, sight.outputs, sight.expected
+def _sides(record: CallRecord) -> tuple[Tensors, Tensors, Tensors]:
+    return record.inputs, record.outputs, record.expected
 
 
-def rows_of(sight: CallRecord, rows: slice) -> CallRecord:
+def rows_of(record: CallRecord, rows: slice) -> CallRecord:
     """Return some rows of a sight with independent rows."""
 
     def part(side: Tensors) -> dict[str, Tensor]:
-        return {name: each[rows] if each.ndim else each for name, each in side.items()}
+        return {name: tensor[rows] if tensor.ndim else tensor for name, tensor in side.items()}
 
-    inputs, outputs, expected = (part(side) for side in _sides(sight))
-    owners = sight.owners[rows]
-    return replace(sight, inputs=inputs, outputs=outputs, expected=expected, rows=(), owners=owners)
+    inputs, outputs, expected = (part(side) for side in _sides(record))
+    owners = record.owners[rows]
+    return replace(
+        record, inputs=inputs, outputs=outputs, expected=expected, rows=(), owners=owners
+    )
 
 
 def _element_distances(c: Tensor, e: Tensor | None) -> Tensor:

@@ -83,7 +83,7 @@ class ListedAttention:
         near, entries = (count - used for count, used in zip(held, taken, strict=True))
         return near, entries
 
-    def behind(self, some: slice) -> Tensor:
+    def places_of(self, some: slice) -> Tensor:
         """Return the places of some tokens, entries numbered on after the window's last tile."""
         place, held = self.place[some], -(-self.near // _TILE) * _TILE
         return torch.where(place >= FAR, place - FAR + held, place)
@@ -97,7 +97,7 @@ def by_lists(
 ) -> Tensors:
     """Run a component with another attention over each sequence's lists."""
     sink = single(weights).values(facts.numerics.work)
-    out = [attend(facts, each, sink) for each in lists_of(facts, inputs)]
+    out = [attend(facts, attention, sink) for attention in lists_of(facts, inputs)]
     return {"out": torch.cat(out).to(facts.numerics.store)}
 
 
@@ -196,7 +196,7 @@ def _attended(
         logit = torch.einsum("thl,rl->thr", q, listed.rows) * q.shape[-1] ** -0.5
         logit = logit.masked_fill(times == 0, -torch.inf)
         largest = _finite(logit.amax(-1, keepdim=True))
-        peak = _peaks(logit, listed.behind(some) // part) if part else largest
+        peak = _peaks(logit, listed.places_of(some) // part) if part else largest
         power = torch.exp(logit - peak)
         total = (power * times).sum(-1) + torch.exp(sink_H - largest.squeeze(-1))
         # Probabilities are rounded to the storage dtype before the second product.
@@ -232,9 +232,9 @@ _STEP = 1e-2  # of the factor, for the slope of the outputs
 _ROUNDS = 6  # Newton's steps
 
 
-def sits(scene: ComponentContext) -> bool:
+def sits(context: ComponentContext) -> bool:
     """Return whether the component has a softmax."""
-    return scene.role == "attn.attend"
+    return context.role == "attn.attend"
 
 
 def mscale_squared(config: Any) -> float:
@@ -252,17 +252,17 @@ def has_mscale(config: Any) -> bool:
 
 
 def scaled(
-    scene: ComponentContext, words: str, factor: float, head: int | None = None
+    context: ComponentContext, words: str, factor: float, head: int | None = None
 ) -> FaultVariant:
     """Return the way that multiplies the logits of all heads, or of one, by a factor."""
-    yarn = scene.bound.config.yarn
+    yarn = context.bound.config.yarn
     where: dict[str, Any] = {"factor": factor} | ({} if head is None else {"head": head})
-    if head is None and not is_v4(scene) and yarn is not None and yarn.factor > 1:
+    if head is None and not is_v4(context) and yarn is not None and yarn.factor > 1:
         own = yarn.logit_scale
         mscale = (math.sqrt(own * factor) - 1) / (0.1 * math.log(yarn.factor))
         changed = replace(yarn, mscale=mscale or 1e-12, mscale_all_dim=mscale or 1e-12)
         return FaultVariant(
-            words, with_facts(scene, lambda facts: _with_yarn(facts, changed)), where
+            words, with_facts(context, lambda facts: _with_yarn(facts, changed)), where
         )
 
     def change(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -283,9 +283,9 @@ def _with_yarn(facts: Any, yarn: Any) -> Any:
     return replace(facts, config=made)
 
 
-def _named(scene: ComponentContext) -> Iterator[tuple[str, float]]:
+def _named(context: ComponentContext) -> Iterator[tuple[str, float]]:
     """Yield the factors that have a name."""
-    config = scene.bound.config
+    config = context.bound.config
     square = mscale_squared(config)
     if square != 1:
         if has_mscale(config):
@@ -309,53 +309,55 @@ def _named(scene: ComponentContext) -> Iterator[tuple[str, float]]:
     yield "logits times log2(e)", 1 / math.log(2)
 
 
-def _logits_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    for words, factor in _named(scene):
-        yield scaled(scene, words, factor)
+def _logits_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    for words, factor in _named(context):
+        yield scaled(context, words, factor)
 
 
-def _odd_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _odd_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     for factor in (0.9, 1.25, 3.0):
-        yield scaled(scene, f"logits times {number(factor)}", factor)
-    for head in (0, scene.bound.config.num_attention_heads - 1):
-        yield scaled(scene, f"logits of head {head} times {number(0.5)}", 0.5, head)
+        yield scaled(context, f"logits times {number(factor)}", factor)
+    for head in (0, context.bound.config.num_attention_heads - 1):
+        yield scaled(context, f"logits of head {head} times {number(0.5)}", 0.5, head)
 
 
-def _odd(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
+def _odd(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
     """Propose the best-fitting factor, of all heads or of the only head that differs."""
-    if not has_facts(scene) or sight.outputs["out"].shape != sight.expected["out"].shape:
+    if not has_facts(context) or record.outputs["out"].shape != record.expected["out"].shape:
         return
-    heads = scene.bound.config.num_attention_heads
-    c, e = (_by_head(each["out"], heads) for each in (sight.outputs, sight.expected))
+    heads = context.bound.config.num_attention_heads
+    c, e = (_by_head(each["out"], heads) for each in (record.outputs, record.expected))
     gaps = (c - e).square().sum((0, 2)) / e.square().sum((0, 2)).clamp(min=1e-30)
     if not bool(gaps.isfinite().all()):
         return
     head = int(gaps.argmax())
     alone = float(gaps[head]) > 20 * float(gaps.sum() - gaps[head])
-    factor = _fitted(scene, sight, head if alone and heads > 1 else None)
+    factor = _fitted(context, record, head if alone and heads > 1 else None)
     if not math.isfinite(factor):
         return
     short = [round(factor * 20) / 20, round(factor * 16) / 16]
     short += [float(f"{factor:.{digits}g}") for digits in (2, 3)]
     for value in dict.fromkeys((*short, factor)):
         if alone and heads > 1:
-            yield scaled(scene, f"logits of head {head} times {number(value)}", value, head)
+            yield scaled(context, f"logits of head {head} times {number(value)}", value, head)
         else:
-            yield scaled(scene, f"logits times {number(value)}", value)
+            yield scaled(context, f"logits times {number(value)}", value)
 
 
 def _by_head(out: Tensor, heads: int) -> Tensor:
     return out.double().reshape(len(out), heads, -1)
 
 
-def _fitted(scene: ComponentContext, sight: CallRecord, head: int | None) -> float:
+def _fitted(context: ComponentContext, record: CallRecord, head: int | None) -> float:
     """Fit the logarithm of the factor by least squares with Newton's method."""
-    candidate, factor = sight.outputs["out"].double(), 1.0
+    candidate, factor = record.outputs["out"].double(), 1.0
     # Trap: logits that are stored round by steps in which a small change of the factor is lost.
-    smooth = with_facts(scene, _smooth)(scene.call)
+    smooth = with_facts(context, _smooth)(context.call)
     for _ in range(_ROUNDS):
         here, there = (
-            scaled(scene, "", each, head).apply(smooth)(sight.inputs, scene.weights)["out"].double()
+            scaled(context, "", each, head)
+            .apply(smooth)(record.inputs, context.weights)["out"]
+            .double()
             for each in (factor, factor * (1 + _STEP))
         )
         slope = (there - here) / math.log1p(_STEP)
@@ -377,16 +379,16 @@ SOFTMAX_SCALE_FAULTS = (
         title="Attention's logits are scaled by another known number",
         effect="attention is too flat or too sharp, the more the longer the context",
         remedy="V4: head_dim^-1/2 alone. V3.2: qk_head_dim^-1/2 times mscale squared.",
-        sits=sits,
-        ways=_logits_variants,
+        applies_to=sits,
+        variants=_logits_variants,
     ),
     ModelFault(
         id="M29.other_scale",
         title="Attention's logits are scaled by another number",
         effect="attention is too flat or too sharp, of all heads or of one",
         remedy="Look for a scale of q or of the cache that reaches the keys alone.",
-        sits=sits,
-        ways=_odd_variants,
+        applies_to=sits,
+        variants=_odd_variants,
         signature=_odd,
     ),
 )
@@ -481,8 +483,8 @@ def _parts_v32(facts: Any, inputs: Tensors, weights: Weights) -> PartialSoftmaxe
     older = chosen < (inputs["positions"][:, None] + 1) // 2
     heads = facts.config.num_attention_heads
     total, first, second = (
-        function(fine, {**inputs, "chosen": each}, weights)["out"].reshape(len(chosen), heads, -1)
-        for each in (chosen, torch.where(older, chosen, -1), torch.where(older, -1, chosen))
+        function(fine, {**inputs, "chosen": tensor}, weights)["out"].reshape(len(chosen), heads, -1)
+        for tensor in (chosen, torch.where(older, chosen, -1), torch.where(older, -1, chosen))
     )
     apart = first - second
     share = ((total - second) * apart).sum(-1, keepdim=True)
@@ -494,21 +496,21 @@ def _parts_v32(facts: Any, inputs: Tensors, weights: Weights) -> PartialSoftmaxe
     return PartialSoftmaxes(first, second, share.log(), (1 - share).log(), none)
 
 
-def merged(parts: PartialSoftmaxes, how: MergeRule) -> Tensor:
+def merged(parts: PartialSoftmaxes, rule: MergeRule) -> Tensor:
     """Merge two parts by their log-sum-exps, relative to the larger one."""
     top = torch.maximum(parts.log_first, parts.log_second).clamp(min=-1e30)
     weights = [
-        torch.where(log.isneginf(), how.empty, how.weight(log - top))
+        torch.where(log.isneginf(), rule.empty, rule.weight(log - top))
         for log in (parts.log_first, parts.log_second)
     ]
     # The sink is relative to the same maximum; a wrong reading of sums does not change it.
-    below = how.sinks * torch.exp(parts.sink - top)
+    below = rule.sinks * torch.exp(parts.sink - top)
     total = weights[0] * parts.first + weights[1] * parts.second
     return total / (weights[0] + weights[1] + below)
 
 
-def _merging(how: MergeRule, facts: Any, inputs: Tensors, weights: Weights) -> Tensors:
-    out = merged(parts_of(facts, inputs, weights), how).to(facts.numerics.store)
+def _merging(rule: MergeRule, facts: Any, inputs: Tensors, weights: Weights) -> Tensors:
+    out = merged(parts_of(facts, inputs, weights), rule).to(facts.numerics.store)
     return {"out": out if _v4(facts) else out.flatten(1)}
 
 
@@ -516,18 +518,18 @@ def _power(exponent: float) -> Callable[[Tensor], Tensor]:
     return lambda log: torch.exp(log * exponent)
 
 
-def _softmax_merge_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    if _has_parts(scene):
-        yield from _merge_variants(scene)
+def _softmax_merge_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    if _has_parts(context):
+        yield from _merge_variants(context)
     else:
         for words, change in (
             ("the sink counted twice", lambda sink: sink + math.log(2)),
             ("no sink", lambda sink: torch.full_like(sink, -torch.inf)),
         ):
             yield FaultVariant(words, with_weights(partial(_sink, change)))
-    for part in _SPLITS if is_v4(scene) else ():
+    for part in _SPLITS if is_v4(context) else ():
         words = f"sums of {part} keys each added as if their peaks were one"
-        change = with_function(scene, partial(by_lists, partial(in_parts, part)))
+        change = with_function(context, partial(by_lists, partial(in_parts, part)))
         yield FaultVariant(words, change, {"keys": part})
 
 
@@ -535,8 +537,8 @@ def _sink(change: Callable[[Tensor], Tensor], _name: str, weight: Weight) -> Wei
     return Weight(value=change(weight.values(torch.float32)))
 
 
-def _merge_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    square = mscale_squared(scene.bound.config)
+def _merge_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    square = mscale_squared(context.bound.config)
     found = [
         ("log-sums of base e read in base 2", MergeRule(_power(math.log(2)))),
         ("log-sums of base 2 read in base e", MergeRule(_power(1 / math.log(2)))),
@@ -546,25 +548,25 @@ def _merge_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
     if square != 1:
         found.append(("log-sums times YaRN's mscale squared", MergeRule(_power(square))))
         found.append(("log-sums without YaRN's mscale squared", MergeRule(_power(1 / square))))
-    if is_v4(scene):
+    if is_v4(context):
         found.append(("the sink counted in both parts", MergeRule(sinks=2)))
         found.append(("no sink", MergeRule(sinks=0)))
-    for words, how in found:
-        yield FaultVariant(words, with_function(scene, partial(_merging, how)))
+    for words, rule in found:
+        yield FaultVariant(words, with_function(context, partial(_merging, rule)))
 
 
-def _pool_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _pool_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     found = [("powers that are not divided by their sum", _powers), ("gates without softmax", _own)]
-    if compressor_windows(_block(scene)) == 2:
+    if compressor_windows(_block(context)) == 2:
         found.append(("the window's own rows alone", _own_window))
         found.append(("the window before alone", _window_before))
     for words, weigh in found:
-        yield FaultVariant(words, with_function(scene, partial(_pooling, scene.role, weigh)))
+        yield FaultVariant(words, with_function(context, partial(_pooling, context.role, weigh)))
 
 
-def _block(scene: ComponentContext) -> Any:
-    assert scene.component.block is not None, "a pool is in a block"
-    return scene.component.block
+def _block(context: ComponentContext) -> Any:
+    assert context.component.block is not None, "a pool is in a block"
+    return context.component.block
 
 
 def _powers(gate_WSE: Tensor) -> Tensor:
@@ -617,9 +619,9 @@ def _pooled(weigh: Any, facts: Any, inputs: Tensors, weights: Weights) -> Tensor
     return rms_norm(pooled, part["norm"], how.epsilon, numerics).to(numerics.work)
 
 
-def _has_parts(scene: ComponentContext) -> bool:
-    block = scene.component.block
-    return scene.role == _ROLE and block is not None and (not is_v4(scene) or block.ratio > 0)
+def _has_parts(context: ComponentContext) -> bool:
+    block = context.component.block
+    return context.role == _ROLE and block is not None and (not is_v4(context) or block.ratio > 0)
 
 
 SOFTMAX_MERGE_FAULTS = (
@@ -628,16 +630,18 @@ SOFTMAX_MERGE_FAULTS = (
         title="Partial softmaxes are merged with other weights than their sums",
         effect="one part of the context outweighs the other; contexts of one part are exact",
         remedy="Merge by exp(lse), all in one base and with one scale, and 0 where nothing is.",
-        sits=lambda scene: _has_parts(scene) or (scene.role == _ROLE and is_v4(scene)),
-        ways=_softmax_merge_variants,
+        applies_to=lambda context: (
+            _has_parts(context) or (context.role == _ROLE and is_v4(context))
+        ),
+        variants=_softmax_merge_variants,
     ),
     ModelFault(
         id="M30.pooled",
         title="A compressor pools its windows by other weights than the softmax of their gates",
         effect="compressed entries are other mixtures of their tokens",
         remedy="Softmax over all rows of both windows, channel by channel, and nothing else.",
-        sits=lambda scene: scene.role in POOLS,
-        ways=_pool_variants,
+        applies_to=lambda context: context.role in POOLS,
+        variants=_pool_variants,
     ),
 )
 
@@ -736,8 +740,8 @@ def _ties_up(scores: Tensor, chosen: Tensor) -> Tensor:
     return torch.where(order.values[:, : chosen.shape[1]].isneginf(), -1, found)
 
 
-def _top_k_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    del scene
+def _top_k_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    del context
     yield _in_place("members of the threshold's bin left out", _bin_lost)
     yield _in_place("the threshold of the token before", _stale_threshold)
     yield _in_place("the last of the chosen left out", _last_out)
@@ -747,8 +751,8 @@ def _top_k_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
     yield _in_place("the newest entries chosen", _newest)
 
 
-def _rounded_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    del scene
+def _rounded_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    del context
     yield _scored("scores compared by the high 8 bits of FP16", _bin_of)
     yield _scored("scores compared as E4M3", lambda x: x.to(torch.float8_e4m3fn).float())
     yield _scored("scores compared by magnitude", torch.abs)
@@ -774,8 +778,8 @@ def _ties_up_coarse(scores: Tensor, chosen: Tensor) -> Tensor:
     return _ties_up(coarse.to(scores.dtype), chosen)
 
 
-def _coarse_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    if not is_v4(scene):  # the official V4 code stores BF16 here
+def _coarse_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    if not is_v4(context):  # the official V4 code stores BF16 here
         yield FaultVariant("rounded to BF16", with_outputs(_as(torch.bfloat16)))
     yield FaultVariant("rounded to E4M3", with_outputs(_as(torch.float8_e4m3fn)))
     yield FaultVariant("rounded to E5M2", with_outputs(_as(torch.float8_e5m2)))
@@ -790,7 +794,7 @@ def _as(dtype: torch.dtype) -> Any:
     return change
 
 
-def _weighing_variants(_scene: ComponentContext) -> Iterator[FaultVariant]:
+def _weighing_variants(_context: ComponentContext) -> Iterator[FaultVariant]:
     yield FaultVariant("products without their ReLU", with_inputs(_not_rectified))
     yield FaultVariant(
         "the weights of two neighbouring heads in each other's place", with_inputs(_paired)
@@ -824,31 +828,31 @@ TOP_K_SELECTION_FAULTS = (
         title="The selection loses members, or takes others",
         effect=_EFFECT,
         remedy="Audit the selection on recorded scores: the set must be exact.",
-        sits=lambda scene: scene.role == "attn.indexer.topk",
-        ways=_top_k_variants,
+        applies_to=lambda context: context.role == "attn.indexer.topk",
+        variants=_top_k_variants,
     ),
     ModelFault(
         id="M31.compared_coarsely",
         title="The selection compares scores that it has rounded",
         effect=_EFFECT,
         remedy="Compare fp32 scores; resolve ties by index.",
-        sits=lambda scene: scene.role == "attn.indexer.topk",
-        ways=_rounded_variants,
+        applies_to=lambda context: context.role == "attn.indexer.topk",
+        variants=_rounded_variants,
     ),
     ModelFault(
         id="M31.weighing",
         title="The indexer's products are weighed by another rule",
         effect=_EFFECT,
         remedy="A score is the sum of ReLU(q . k) over heads, each by its own weight.",
-        sits=lambda scene: scene.role == "attn.indexer.scores",
-        ways=_weighing_variants,
+        applies_to=lambda context: context.role == "attn.indexer.scores",
+        variants=_weighing_variants,
     ),
     ModelFault(
         id="M31.coarse_scores",
         title="The indexer's head weights or scores are stored too coarsely",
         effect=_EFFECT,
         remedy="Keep head weights and scores in fp32, or in BF16 where the official code does.",
-        sits=lambda scene: scene.role in _COARSE,
-        ways=_coarse_variants,
+        applies_to=lambda context: context.role in _COARSE,
+        variants=_coarse_variants,
     ),
 )

@@ -64,9 +64,9 @@ def _byte_of(number: float, scale: str) -> int:
 
 
 def _scale_set(number: float) -> Change:
-    def change(scene: ComponentContext, name: str, weight: Weight) -> Weight | None:
+    def change(context: ComponentContext, name: str, weight: Weight) -> Weight | None:
         if weight.tensor_scale is None:
-            return _blocks_set(number)(scene, name, weight)
+            return _blocks_set(number)(context, name, weight)
         return replace(
             weight, tensor_scale=torch.full_like(weight.tensor_scale, number), _decoded={}
         )
@@ -75,23 +75,23 @@ def _scale_set(number: float) -> Change:
 
 
 def _blocks_set(number: float) -> Change:
-    def change(_scene: ComponentContext, _name: str, weight: Weight) -> Weight | None:
-        scale, how = weight.block_scale, weight.storage
-        if scale is None or how is None:
+    def change(_context: ComponentContext, _name: str, weight: Weight) -> Weight | None:
+        scale, encoding = weight.block_scale, weight.storage
+        if scale is None or encoding is None:
             return None
         value = number
-        if how.format.scale.bits == 8:
-            value = _byte_of(number, how.format.scale.name)
+        if encoding.format.scale.bits == 8:
+            value = _byte_of(number, encoding.format.scale.name)
         return replace(weight, block_scale=torch.full_like(scale, value), _decoded={})
 
     return change
 
 
 def _input_zero(
-    scene: ComponentContext, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
+    context: ComponentContext, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor]:
     zero = torch.zeros_like(outputs["tensor_scale"])
-    return {**operands.requantised(scene, inputs, outputs, zero), "tensor_scale": zero}
+    return {**operands.requantised(context, inputs, outputs, zero), "tensor_scale": zero}
 
 
 def _unset_fault(
@@ -168,9 +168,9 @@ def _rounded_after(change: Callable[[Tensor], Tensor]) -> Making:
     """Let the producer round the scale after the codes are made."""
 
     def making(
-        scene: ComponentContext, _inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
+        context: ComponentContext, _inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        form, scales = operands.activation_format(scene), outputs["block_scale"]
+        form, scales = operands.activation_format(context), outputs["block_scale"]
         assert form is not None, "called only where codes are made"
         if form.scale.bits == 32:
             return {**outputs, "block_scale": change(scales)}
@@ -181,11 +181,11 @@ def _rounded_after(change: Callable[[Tensor], Tensor]) -> Making:
 
 
 def _exponents_down(
-    scene: ComponentContext, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
+    context: ComponentContext, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor]:
     """Truncate exponents where the format's rule rounds up, so that codes saturate."""
     rules = tuple(replace(rule, scale_rounding=Rounding.DOWN) for rule in CANONICAL.rules)
-    return operands.requantised(scene, inputs, outputs, dialect=replace(CANONICAL, rules=rules))
+    return operands.requantised(context, inputs, outputs, dialect=replace(CANONICAL, rules=rules))
 
 
 def _weight(
@@ -279,18 +279,18 @@ def _five_bits(_tensor: QuantisedTensor, scales: Tensor) -> Tensor:
 
 
 def _unit(
-    scene: ComponentContext, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
+    context: ComponentContext, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor]:
     one = torch.ones_like(outputs["tensor_scale"])
-    return {**operands.requantised(scene, inputs, outputs, one), "tensor_scale": one}
+    return {**operands.requantised(context, inputs, outputs, one), "tensor_scale": one}
 
 
 def _next_code(
-    scene: ComponentContext, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
+    context: ComponentContext, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor]:
     """Increase each scale code by one: rounded up, or one code too far."""
     return operands.with_block_scales(
-        scene, inputs, outputs, lambda _, codes: (codes.int() + 1).clamp(max=E4M3.largest_code)
+        context, inputs, outputs, lambda _, codes: (codes.int() + 1).clamp(max=E4M3.largest_code)
     )
 
 
@@ -298,12 +298,12 @@ def _of_half(part: slice) -> Making:
     """Take the largest magnitude of a part of each block for that of the whole."""
 
     def change(
-        scene: ComponentContext, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
+        context: ComponentContext, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
         def scales(blocks: Tensor, _codes: Tensor) -> Tensor:
             return encode_array(blocks[..., part].abs().amax(-1) / E2M1.largest, E4M3)
 
-        return operands.with_block_scales(scene, inputs, outputs, scales)
+        return operands.with_block_scales(context, inputs, outputs, scales)
 
     return change
 
@@ -383,15 +383,15 @@ SCALE_RANGE_FAULTS = (
         operands.making_fault(
             FaultTexts(
                 f"M08.{name}",
-                f"A block's scale follows from its {told} 8 numbers alone",
+                f"A block's scale follows from its {text} 8 numbers alone",
                 "blocks whose largest number is among the others are clipped",
                 "Take the largest magnitude of all numbers of a block.",
-                f"scales by the {told} 8 numbers of every block at",
+                f"scales by the {text} 8 numbers of every block at",
             ),
             _of_half(part),
             operands.has_tensor_scale,
         )
-        for name, told, part in _PARTS
+        for name, text, part in _PARTS
     ),
 )
 
@@ -419,13 +419,13 @@ def _with_scales_of(weight: Weight, scales: Tensor) -> Weight | None:
     return Weight(value=value, input_scale=weight.input_scale)
 
 
-def _of_expert(scene: ComponentContext, name: str, number: int) -> Weight | None:
+def _of_expert(context: ComponentContext, name: str, number: int) -> Weight | None:
     stem, _, rest = name.partition(".experts.")
     other = f"{stem}.experts.{number}.{rest.partition('.')[2]}"
-    return scene.weights.get(other)
+    return context.weights.get(other)
 
 
-def _unrounded_offset(scene: ComponentContext, name: str, weight: Weight) -> Weight | None:
+def _unrounded_offset(context: ComponentContext, name: str, weight: Weight) -> Weight | None:
     """Read scales from row e * R on, though every expert begins at a multiple of 128."""
     number = expert_of(name)
     if number < 0 or not weight.is_quantised:
@@ -436,7 +436,7 @@ def _unrounded_offset(scene: ComponentContext, name: str, weight: Weight) -> Wei
     begin = number * rows
     found = []
     for row in range(begin, begin + rows):
-        holder = _of_expert(scene, name, row // padded)
+        holder = _of_expert(context, name, row // padded)
         if holder is None or row % padded >= rows:
             found.append(torch.zeros_like(own[0]))
         else:
@@ -448,22 +448,22 @@ def _scales(weight: Weight) -> Tensor:
     return scale_numbers(weight.quantised())
 
 
-def _previous_expert(scene: ComponentContext, name: str, weight: Weight) -> Weight | None:
-    holder = _of_expert(scene, name, expert_of(name) - 1)
+def _previous_expert(context: ComponentContext, name: str, weight: Weight) -> Weight | None:
+    holder = _of_expert(context, name, expert_of(name) - 1)
     return None if holder is None else _with_scales_of(weight, _scales(holder))
 
 
-def _first_layer(scene: ComponentContext, name: str, weight: Weight) -> Weight | None:
+def _first_layer(context: ComponentContext, name: str, weight: Weight) -> Weight | None:
     """Return the scales of the first layer that has such a weight."""
-    for layer in range(scene.component.layer or 0):
-        other = scene.sibling(f"layers.{layer}.{scene.role}")
+    for layer in range(context.component.layer or 0):
+        other = context.sibling(f"layers.{layer}.{context.role}")
         if other is not None and name in other.weights:
             holder = other.weights[name]
             return _with_scales_of(weight, _scales(holder)) if holder.is_quantised else None
     return None
 
 
-def _dense_rows(_scene: ComponentContext, _name: str, weight: Weight) -> Weight | None:
+def _dense_rows(_context: ComponentContext, _name: str, weight: Weight) -> Weight | None:
     """Read rows that are one block apart as if they were contiguous."""
     if weight.codes is None or weight.storage is None or weight.codes.ndim != 2:
         return None
@@ -492,33 +492,33 @@ def _visited_before(call: ComponentCall) -> ComponentCall:
     return faulty
 
 
-def _visited_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    words = f"the scales of the visited expert before on {scene.name}"
-    yield FaultVariant(words, _visited_before, whole=True)
+def _visited_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    words = f"the scales of the visited expert before on {context.name}"
+    yield FaultVariant(words, _visited_before, needs_whole_call=True)
 
 
-def _visited_signature(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
+def _visited_signature(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
     """Propose if outputs resemble the expected ones and the first expert is mostly right."""
-    wrong, experts = wrong_slots(sight), sight.inputs["experts"]
-    if wrong is None or not bool(wrong.any()) or likeness(sight) < _ALIKE:
+    wrong, experts = wrong_slots(record), record.inputs["experts"]
+    if wrong is None or not bool(wrong.any()) or likeness(record) < _ALIKE:
         return
     if float(wrong[experts == experts[experts >= 0].min()].double().mean()) < 0.5:
-        yield from _visited_variants(scene)
+        yield from _visited_variants(context)
 
 
 def _up_offset(part: int) -> Change:
     """Look up's scales up `part` rows after gate's, though tiles of 128 rows alternate."""
 
-    def change(scene: ComponentContext, name: str, weight: Weight) -> Weight | None:
+    def change(context: ComponentContext, name: str, weight: Weight) -> Weight | None:
         stem, _, which = name.rpartition(".")
-        gate = scene.weights.get(f"{stem}.w1")
+        gate = context.weights.get(f"{stem}.w1")
         if which != "w3" or gate is None or not weight.is_quantised or not gate.is_quantised:
             return None
         of_gate, own = _scales(gate), _scales(weight)
         if own.ndim != 2 or of_gate.shape != own.shape:
             return None
         height = -(-len(own) // _TILE) * _TILE
-        of_gate, of_up = (pad(each, (0, 0, 0, height - len(own))) for each in (of_gate, own))
+        of_gate, of_up = (pad(tensor, (0, 0, 0, height - len(own))) for tensor in (of_gate, own))
         row = torch.arange(len(own))
         tile, within = row // _TILE * _TILE, row % _TILE // part * part + part + row % part
         near = of_gate[tile + within.clamp(max=_TILE - 1)]
@@ -541,11 +541,11 @@ def _of_up() -> ModelFault:
         lambda kept: has_scale_bytes(kept) and kept.name.endswith(".w3"),
     )
 
-    def signature(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
+    def signature(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
         """Propose if nearly all of gate is right."""
-        mask = differing(sight)
+        mask = differing(record)
         if mask is None or float(mask[:, : mask.shape[1] // 2].double().mean()) < _FEW:
-            yield from fault.signature(scene, sight)
+            yield from fault.signature(context, record)
 
     return replace(fault, signature=signature)
 
@@ -570,18 +570,18 @@ def _step_before(call: ComponentCall) -> ComponentCall:
     return faulty
 
 
-def _step_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    yield FaultVariant(f"scales of the step of K before on {scene.name}", _step_before)
+def _step_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    yield FaultVariant(f"scales of the step of K before on {context.name}", _step_before)
 
 
-def _step_signature(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
-    if "out" not in sight.outputs or likeness(sight) > _ALIKE:
-        yield from _step_variants(scene)
+def _step_signature(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+    if "out" not in record.outputs or likeness(record) > _ALIKE:
+        yield from _step_variants(context)
 
 
-def _reads_codes(scene: ComponentContext) -> bool:
-    coded = any(each.name == "codes" for each in scene.component.inputs)
-    return coded and any(map(has_codes, kept(scene)))
+def _reads_codes(context: ComponentContext) -> bool:
+    coded = any(each.name == "codes" for each in context.component.inputs)
+    return coded and any(map(has_codes, kept(context)))
 
 
 def _column_off(_tensor: QuantisedTensor, scales: Tensor) -> Tensor:
@@ -592,8 +592,8 @@ def _row_off(_tensor: QuantisedTensor, scales: Tensor) -> Tensor:
     return scales.roll(-1, -2)
 
 
-def _takes_slots(scene: ComponentContext) -> bool:
-    return any(each.name == "experts" for each in scene.component.inputs)
+def _takes_slots(context: ComponentContext) -> bool:
+    return any(each.name == "experts" for each in context.component.inputs)
 
 
 def _routed(kept: WeightStorage) -> bool:
@@ -648,8 +648,8 @@ SCALE_ARITHMETIC_FAULTS = (
         title="Every expert of a call reads the scales of the one before it in that call",
         effect="the first expert is exact, all others are scaled by another's numbers",
         remedy=_ADDRESS_REMEDY,
-        sits=lambda scene: any(map(_routed, kept(scene))) and _takes_slots(scene),
-        ways=_visited_variants,
+        applies_to=lambda context: any(map(_routed, kept(context))) and _takes_slots(context),
+        variants=_visited_variants,
         signature=_visited_signature,
     ),
     _of_up(),
@@ -658,8 +658,8 @@ SCALE_ARITHMETIC_FAULTS = (
         title="Every step of K is scaled by the scales of the step before",
         effect="the first step is exact, what follows is wrong by ratios of scales",
         remedy=_ADDRESS_REMEDY,
-        sits=_reads_codes,
-        ways=_step_variants,
+        applies_to=_reads_codes,
+        variants=_step_variants,
         signature=_step_signature,
     ),
 )
@@ -728,18 +728,18 @@ SCALE_RANK_FAULTS = (
 # format.
 
 
-def _one_byte(_scene: ComponentContext, _name: str, weight: Weight) -> Weight | None:
+def _one_byte(_context: ComponentContext, _name: str, weight: Weight) -> Weight | None:
     scale = weight.block_scale
     if scale is None or scale.dtype is not torch.uint8:
         return None
     return replace(weight, block_scale=torch.ones_like(scale), _decoded={})
 
 
-def _both(scene: ComponentContext, name: str, weight: Weight) -> Weight | None:
+def _both(context: ComponentContext, name: str, weight: Weight) -> Weight | None:
     if weight.tensor_scale is None:
         return None
     alone = replace(weight, tensor_scale=torch.ones_like(weight.tensor_scale), _decoded={})
-    return _BLOCKS(scene, name, alone)
+    return _BLOCKS(context, name, alone)
 
 
 _BLOCKS = of_scales(lambda _tensor, scales: torch.ones_like(scales))

@@ -91,12 +91,12 @@ def _bytes_of_numbers(rows_TD: Tensor) -> Tensor:
 
 
 def _row_fault(
-    variant: str, title: str, doing: str, change: Callable[[Tensor], Tensor]
+    variant: str, title: str, action: str, change: Callable[[Tensor], Tensor]
 ) -> ModelFault:
-    def sits(scene: ComponentContext) -> bool:
-        return scene.role in _ROW_WRITERS
+    def applies_to(context: ComponentContext) -> bool:
+        return context.role in _ROW_WRITERS
 
-    def way(scene: ComponentContext, every: bool) -> FaultVariant:
+    def way(context: ComponentContext, every: bool) -> FaultVariant:
         def changed(
             _inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
         ) -> Mapping[str, Tensor]:
@@ -111,30 +111,33 @@ def _row_fault(
             return {**outputs, "out": made.reshape(outputs["out"].shape)}
 
         of = "" if every else ", the second half of every row"
-        return FaultVariant(f"{doing} {scene.name}{of}", with_outputs(changed))
+        return FaultVariant(f"{action} {context.name}{of}", with_outputs(changed))
 
-    def ways(scene: ComponentContext) -> Iterator[FaultVariant]:
-        yield way(scene, every=True)
-        yield way(scene, every=False)
+    def variants(context: ComponentContext) -> Iterator[FaultVariant]:
+        yield way(context, every=True)
+        yield way(context, every=False)
 
     effect = "attention reads noise, often huge or NaN, from the cache"
-    return ModelFault(f"M13.{variant}", title, effect, _REMEDY, sits, ways)
+    return ModelFault(f"M13.{variant}", title, effect, _REMEDY, applies_to, variants)
 
 
-def _beside_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _beside_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     """Yield ways with the rows of a neighbouring slot; unwritten slots are zeros."""
     for shift, words in ((1, "the row after its own"), (-1, "the row before its own")):
         change = with_outputs(partial(_beside, shift))
         yield FaultVariant(
-            f"{words} in every slot at {scene.name}", change, {"shift": shift}, whole=True
+            f"{words} in every slot at {context.name}",
+            change,
+            {"shift": shift},
+            needs_whole_call=True,
         )
 
 
-def _beside_signature(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
+def _beside_signature(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
     """Propose them unless all rows are zeros, which give no evidence of an offset."""
-    rows = sight.outputs.get("out")
+    rows = record.outputs.get("out")
     if rows is not None and len(rows) > 1 and bool(rows.any()):
-        yield from _beside_variants(scene)
+        yield from _beside_variants(context)
 
 
 def _beside(shift: int, _inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Any:
@@ -151,8 +154,8 @@ CACHE_ROWS_FAULTS = (
         title="Rows are written to the slot next to their own",
         effect="every token attends to its neighbours' rows in the place of its own",
         remedy="A slot is page times page size plus place; write a ramp and read it back.",
-        sits=lambda scene: scene.role in _ROW_WRITERS,
-        ways=_beside_variants,
+        applies_to=lambda context: context.role in _ROW_WRITERS,
+        variants=_beside_variants,
         signature=_beside_signature,
     ),
     _row_fault(
@@ -203,14 +206,14 @@ _READ = {
 }
 
 
-def _latent(scene: ComponentContext) -> int:
+def _latent(context: ComponentContext) -> int:
     """Return the columns of a row that have scales."""
-    c = scene.bound.config
-    return c.nope_head_dim if is_v4(scene) else c.kv_lora_rank  # type: ignore[union-attr]
+    c = context.bound.config
+    return c.nope_head_dim if is_v4(context) else c.kv_lora_rank  # type: ignore[union-attr]
 
 
-def _written(scene: ComponentContext, factor: float) -> FaultVariant:
-    width = _latent(scene)
+def _written(context: ComponentContext, factor: float) -> FaultVariant:
+    width = _latent(context)
     words = f"latents written with a scale that is {number(factor)} times the reader's"
 
     def change(_inputs: Tensors, outputs: Tensors) -> Tensors:
@@ -221,17 +224,17 @@ def _written(scene: ComponentContext, factor: float) -> FaultVariant:
     return FaultVariant(words, with_outputs(change), {"factor": factor})
 
 
-def _written_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _written_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     for factor in PLANTED:
-        yield _written(scene, factor)
+        yield _written(context, factor)
 
 
-def _written_signature(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
-    width, c, e = _latent(scene), sight.outputs["out"], sight.expected["out"]
+def _written_signature(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+    width, c, e = _latent(context), record.outputs["out"], record.expected["out"]
     gain = fitted(c[..., :width], e[..., :width]) if c.shape == e.shape else None
     if gain is not None:
         for value in _short(gain):
-            yield _written(scene, value)
+            yield _written(context, value)
 
 
 def _short(gain: float) -> Iterator[float]:
@@ -240,9 +243,9 @@ def _short(gain: float) -> Iterator[float]:
     yield gain
 
 
-def _block_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _block_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     """Yield ways that read codes with the scales of other blocks or rows."""
-    width, block = _latent(scene), 64 if is_v4(scene) else 128
+    width, block = _latent(context), 64 if is_v4(context) else 128
     for words, which in (
         ("every block with the scale of the first", lambda s: s[:, :1].expand(s.shape)),
         ("every row with the scales of the row before", lambda s: s.roll(1, 0)),
@@ -282,22 +285,22 @@ def _rescaled(width: int, block: int, which: Any, inputs: Tensors, outputs: Tens
     return {**outputs, "out": out}
 
 
-def _value_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    del scene
+def _value_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    del context
     for factor in PLANTED:
         yield gain_variant(f"values read without their scale: {number(factor)}", factor)
 
 
-def _value_signature(_scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
-    gain = of_sight(sight)
+def _value_signature(_context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+    gain = of_sight(record)
     if gain is None or abs(gain - 1) <= FAINT:
         return  # no cache's scale is as near 1 as that: M43 tells a gain as the number that it is
     for value in _short(gain):
         yield gain_variant(f"values read without their scale: {number(value)}", value)
 
 
-def _reader(scene: ComponentContext, what: str, factor: float) -> FaultVariant:
-    del scene
+def _reader(context: ComponentContext, what: str, factor: float) -> FaultVariant:
+    del context
     names = _READ[what]
 
     def change(inputs: Tensors) -> Tensors:
@@ -308,16 +311,16 @@ def _reader(scene: ComponentContext, what: str, factor: float) -> FaultVariant:
     return FaultVariant(words, with_inputs(change), {"factor": factor})
 
 
-def _reader_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    names = {each.name for each in scene.component.inputs}
+def _reader_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    names = {each.name for each in context.component.inputs}
     for what, read in _READ.items():
         if names & set(read):
             for factor in (0.5, 2.0, 1 / E4M3_LARGEST):
-                yield _reader(scene, what, factor)
+                yield _reader(context, what, factor)
 
 
-def _is_attention(scene: ComponentContext) -> bool:
-    return scene.role == "attn.attend"
+def _is_attention(context: ComponentContext) -> bool:
+    return context.role == "attn.attend"
 
 
 CACHE_SCALES_FAULTS = (
@@ -326,8 +329,8 @@ CACHE_SCALES_FAULTS = (
         title="Latents are written with another scale than they are read with",
         effect="all latent dims of the cache are off by one factor, rotated dims are right",
         remedy="Record the scale that the writer used and let every reader take it.",
-        sits=lambda scene: scene.role in _CACHE_SCALE_WRITERS,
-        ways=_written_variants,
+        applies_to=lambda context: context.role in _CACHE_SCALE_WRITERS,
+        variants=_written_variants,
         signature=_written_signature,
     ),
     ModelFault(
@@ -335,16 +338,16 @@ CACHE_SCALES_FAULTS = (
         title="Cached blocks are read with the scales of other blocks",
         effect="blocks of a row, or rows, are off by powers of two",
         remedy="Keep scales next to their values, in one order for writer and reader.",
-        sits=lambda scene: scene.role in _CACHE_SCALE_WRITERS,
-        ways=_block_variants,
+        applies_to=lambda context: context.role in _CACHE_SCALE_WRITERS,
+        variants=_block_variants,
     ),
     ModelFault(
         id="M32.values",
         title="The value path does not apply the cache's scale",
         effect="attention's output is off by the scale, its weights are right",
         remedy="Apply the scale of a row in both products, or in neither and beforehand.",
-        sits=_is_attention,
-        ways=_value_variants,
+        applies_to=_is_attention,
+        variants=_value_variants,
         signature=_value_signature,
     ),
     ModelFault(
@@ -352,8 +355,8 @@ CACHE_SCALES_FAULTS = (
         title="One reader of the cache applies another scale",
         effect="one kind of rows is too large or too small compared with the others",
         remedy="Hand the writer's scale to every reader.",
-        sits=_is_attention,
-        ways=_reader_variants,
+        applies_to=_is_attention,
+        variants=_reader_variants,
     ),
 )
 
@@ -376,23 +379,23 @@ CACHES = {
 _ROLES = ("attn.attend", "attn.indexer.scores")
 
 
-def caches(scene: ComponentContext) -> list[str]:
+def caches(context: ComponentContext) -> list[str]:
     """Return the caches that a component reads, by the input with their new rows."""
-    names = {each.name for each in scene.component.inputs}
+    names = {each.name for each in context.component.inputs}
     return [new for new, old in CACHES.items() if new in names and old in names]
 
 
 def read_back(
-    scene: ComponentContext, words: str, new: str, read: Read, **where: Any
+    context: ComponentContext, words: str, new: str, read: Read, **where: Any
 ) -> FaultVariant:
     """Read back all rows of a cache, old and new ones of each sequence together."""
-    block = scene.component.block
+    block = context.component.block
     ratio = block.ratio if block is not None and new in ("compressed", "keys") else 0
 
     def passed(inputs: Tensors) -> Tensors:
         old = CACHES[new]
         made = [span.entries_made(ratio) if ratio else span.count for span in spans_of(inputs)]
-        kept = counts_of(scene, old, inputs) if old in inputs else [0] * len(made)
+        kept = counts_of(context, old, inputs) if old in inputs else [0] * len(made)
         before = inputs[old] if old in inputs else inputs[new][:0]
         if sum(made) != len(inputs[new]) or sum(kept) != len(before):
             return inputs  # other positions than the rows belong to
@@ -477,61 +480,61 @@ def _slots(shift: int, rows: Tensor) -> Tensor:
     return _gathered(rows, torch.arange(len(rows)) + shift)
 
 
-def _unwritten(scene: ComponentContext) -> Iterator[FaultVariant]:
-    for new in caches(scene):
-        yield read_back(scene, "never written", new, _never)
-        yield read_back(scene, "every second row never written", new, _every_other)
+def _unwritten(context: ComponentContext) -> Iterator[FaultVariant]:
+    for new in caches(context):
+        yield read_back(context, "never written", new, _never)
+        yield read_back(context, "every second row never written", new, _every_other)
         half = partial(_never_of_latent, 64)
-        yield read_back(scene, "the first 64 columns never written", new, half)
+        yield read_back(context, "the first 64 columns never written", new, half)
 
 
-def _pages(scene: ComponentContext) -> Iterator[FaultVariant]:
-    for new in caches(scene):
+def _pages(context: ComponentContext) -> Iterator[FaultVariant]:
+    for new in caches(context):
         for page in (4, *PAGES):
             words = f"every page of {page} rows reads the first"
-            yield read_back(scene, words, new, partial(_aliased, page, 0), page=page)
+            yield read_back(context, words, new, partial(_aliased, page, 0), page=page)
             words = f"every page of {page} rows reads the one before"
-            yield read_back(scene, words, new, partial(_aliased, page, 1), page=page)
+            yield read_back(context, words, new, partial(_aliased, page, 1), page=page)
         for written, read in ((64, 16), (64, 32), (16, 64), (256, 64), (4, 8), (8, 4)):
             words = f"written in pages of {written} rows, read in pages of {read}"
-            yield read_back(scene, words, new, partial(_other_size, written, read), page=read)
+            yield read_back(context, words, new, partial(_other_size, written, read), page=read)
 
 
-def _strides(scene: ComponentContext) -> Iterator[FaultVariant]:
-    for new in caches(scene):
+def _strides(context: ComponentContext) -> Iterator[FaultVariant]:
+    for new in caches(context):
         for page in (4, *PAGES):
             for shift in (1, -1):
                 words = f"every page of {page} rows {shift:+d} row from its place"
                 change = partial(_paged, page, shift)
-                yield read_back(scene, words, new, change, page=page, shift=shift)
+                yield read_back(context, words, new, change, page=page, shift=shift)
         for gap in (-8, 8, 16):
             words = f"a row stride that is {gap:+d} elements off"
-            yield read_back(scene, words, new, partial(_strided, gap), gap=gap)
+            yield read_back(context, words, new, partial(_strided, gap), gap=gap)
 
 
-def _slot_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    for new in caches(scene):
+def _slot_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    for new in caches(context):
         for shift in (1, -1, 4):
             words = f"slots {shift:+d} from where rows were written"
-            yield read_back(scene, words, new, partial(_slots, shift), shift=shift)
+            yield read_back(context, words, new, partial(_slots, shift), shift=shift)
 
 
 def _where_differing(
-    ways: Callable[[ComponentContext], Iterator[FaultVariant]],
+    variants: Callable[[ComponentContext], Iterator[FaultVariant]],
 ) -> Callable[[ComponentContext, CallRecord], Iterator[FaultVariant]]:
     """Propose ways for the caches whose rows are not those that were written."""
 
-    def signature(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
-        changed = {new for new in caches(scene) if _differs(sight, new, CACHES[new])}
-        for way in ways(scene) if changed else ():
-            if way.where["cache"] in changed:
-                yield way
+    def signature(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+        changed = {new for new in caches(context) if _differs(record, new, CACHES[new])}
+        for variant in variants(context) if changed else ():
+            if variant.where["cache"] in changed:
+                yield variant
 
     return signature
 
 
-def _differs(sight: CallRecord, *names: str) -> bool:
-    pairs = [(sight.inputs.get(name), sight.implied.get(name)) for name in names]
+def _differs(record: CallRecord, *names: str) -> bool:
+    pairs = [(record.inputs.get(name), record.implied.get(name)) for name in names]
     return any(
         a is not None and b is not None and (a.shape != b.shape or not torch.equal(a, b))
         for a, b in pairs
@@ -545,8 +548,8 @@ def _page_fault(name: str, words: tuple[str, str, str], ways: Any) -> ModelFault
         title=title,
         effect=effect,
         remedy=remedy,
-        sits=lambda scene: scene.role in _ROLES and bool(caches(scene)),
-        ways=ways,
+        applies_to=lambda context: context.role in _ROLES and bool(caches(context)),
+        variants=ways,
         signature=_where_differing(ways),
         reach=Reach.EDGE,
     )
@@ -601,12 +604,12 @@ CACHE_PAGES_FAULTS = (
 # with those that the same component of other layers received in the same step.
 
 
-def _lower(scene: ComponentContext) -> list[int]:
+def _lower(context: ComponentContext) -> list[int]:
     """Yield the layers of the same kind before this one, the nearest first."""
-    block = scene.component.block
+    block = context.component.block
     found = []
-    for layer in reversed(range(scene.component.layer or 0)):
-        other = scene.sibling(f"layers.{layer}.{scene.role}")
+    for layer in reversed(range(context.component.layer or 0)):
+        other = context.sibling(f"layers.{layer}.{context.role}")
         if other is None or other.component.block is None or block is None:
             continue
         kinds = [(each.layer_type, each.ratio) for each in (block, other.component.block)]
@@ -615,9 +618,9 @@ def _lower(scene: ComponentContext) -> list[int]:
     return found
 
 
-def _names(scene: ComponentContext) -> list[str]:
+def _names(context: ComponentContext) -> list[str]:
     """Return the inputs that are cache rows, new and older ones."""
-    return [name for new in caches(scene) for name in (new, CACHES[new])]
+    return [name for new in caches(context) for name in (new, CACHES[new])]
 
 
 def _view_read(layer: int) -> str:
@@ -627,15 +630,15 @@ def _view_read(layer: int) -> str:
 def _taken(held: Tensors, inputs: Tensors) -> Tensors:
     """Replace inputs by another layer's rows where the shapes match."""
     fitting = {
-        name: each.to(inputs[name].dtype)
-        for name, each in held.items()
-        if name in inputs and inputs[name].shape == each.shape
+        name: tensor.to(inputs[name].dtype)
+        for name, tensor in held.items()
+        if name in inputs and inputs[name].shape == tensor.shape
     }
     return {**inputs, **fitting}
 
 
-def _view_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    layers, names = _lower(scene), _names(scene)
+def _view_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    layers, names = _lower(context), _names(context)
     for layer in dict.fromkeys((*layers[:1], *layers[-1:])):
         held: dict[str, Tensor] = {}
 
@@ -647,18 +650,18 @@ def _view_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
 
             return watching
 
-        beside = {f"layers.{layer}.{scene.role}": spied}
+        beside = {f"layers.{layer}.{context.role}": spied}
         change = with_inputs(partial(_taken, held))
         yield FaultVariant(_view_read(layer), change, {"layer": layer}, beside)
 
 
-def _signature(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
-    names = _names(scene)
-    if not any(differs(sight, name) for name in names):
+def _signature(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+    names = _names(context)
+    if not any(differs(record, name) for name in names):
         return
-    for layer, given in sight.elsewhere.items():
+    for layer, given in record.elsewhere.items():
         held = {name: given[name] for name in names if name in given}
-        if any(_equal(held[name], sight.inputs.get(name)) for name in held):
+        if any(_equal(held[name], record.inputs.get(name)) for name in held):
             yield FaultVariant(
                 _view_read(layer), with_inputs(partial(_taken, held)), {"layer": layer}
             )
@@ -674,8 +677,10 @@ SHARED_VIEW_FAULTS = (
         title="A layer reads the rows of another layer's cache",
         effect="attention sees the right tokens as another layer keeps them",
         remedy="Put the layer into the offset of every view; no two views may share memory.",
-        sits=lambda scene: scene.role in _ROLES and bool(caches(scene)) and bool(_lower(scene)),
-        ways=_view_variants,
+        applies_to=lambda context: (
+            context.role in _ROLES and bool(caches(context)) and bool(_lower(context))
+        ),
+        variants=_view_variants,
         signature=_signature,
         reach=Reach.EDGE,
         per_call=True,

@@ -98,7 +98,7 @@ def _pair_as_float(scale: Tensor) -> Tensor:
     return twice.view(torch.float32)[:, 0]
 
 
-def _vector_as_bf16(_scene: ComponentContext, _name: str, weight: Weight) -> Weight | None:
+def _vector_as_bf16(_context: ComponentContext, _name: str, weight: Weight) -> Weight | None:
     if weight.value is None or weight.value.ndim != 1:
         return None
     value = weight.value.float().contiguous().view(torch.bfloat16)[: len(weight.value)]
@@ -190,7 +190,7 @@ _CODEC_REMEDY = "Round to nearest even and saturate at the largest number; prove
 def _of_e4m3(change: Callable[[Tensor], Tensor]) -> Change:
     """Change how E4M3 decodes, for elements or for the block scales of narrower elements."""
 
-    def changed(scene: ComponentContext, name: str, weight: Weight) -> Weight | None:
+    def changed(context: ComponentContext, name: str, weight: Weight) -> Weight | None:
         if not weight.is_quantised:
             return None
         tensor = weight.quantised()
@@ -200,7 +200,7 @@ def _of_e4m3(change: Callable[[Tensor], Tensor]) -> Change:
             return Weight(value=value, input_scale=weight.input_scale)
         if tensor.format.scale != E4M3:
             return None
-        return of_scales(lambda _tensor, scales: change(scales))(scene, name, weight)
+        return of_scales(lambda _tensor, scales: change(scales))(context, name, weight)
 
     return changed
 
@@ -217,9 +217,9 @@ def _rounded(rounding: Rounding) -> Making:
     dialect = replace(CANONICAL, rules=rules, name=f"canonical, {rounding}")
 
     def making(
-        scene: ComponentContext, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
+        context: ComponentContext, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        return operands.requantised(scene, inputs, outputs, dialect=dialect)
+        return operands.requantised(context, inputs, outputs, dialect=dialect)
 
     return making
 
@@ -309,15 +309,15 @@ def _words_turned(tensor: QuantisedTensor, count: int, swap: bool) -> QuantisedT
     return replace(tensor, codes=runs.flatten(-2).contiguous())
 
 
-def _read_swapped(_scene: ComponentContext, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _read_swapped(_context: ComponentContext, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return {**inputs, "codes": (inputs["codes"] << 4) | (inputs["codes"] >> 4)}
 
 
 def _blocks_changed(
-    scene: ComponentContext, _inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
+    context: ComponentContext, _inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor] | None:
     """Exchange codes and scales of blocks j and j ^ 1."""
-    form = operands.activation_format(scene)
+    form = operands.activation_format(context)
     if form is None or outputs["block_scale"].shape[-1] % 2:
         return None
     wide = {"codes": form.block[1] // (2 if form.packed else 1), "block_scale": 1}
@@ -387,7 +387,7 @@ NIBBLE_ORDER_FAULTS = (
 def of_elements(change: Callable[[QuantisedTensor, Tensor], Tensor]) -> Change:
     """Lift a change of decoded elements; scales stay."""
 
-    def changed(_scene: ComponentContext, _name: str, weight: Weight) -> Weight | None:
+    def changed(_context: ComponentContext, _name: str, weight: Weight) -> Weight | None:
         if not weight.is_quantised:
             return None
         tensor = weight.quantised()
@@ -458,14 +458,14 @@ def _in_even_steps(magnitude: Tensor) -> Tensor:
 
 
 def _edge_fault(
-    variant: str, title: str, doing: str, change: Callable[[Tensor], Tensor]
+    variant: str, title: str, action: str, change: Callable[[Tensor], Tensor]
 ) -> ModelFault:
     words = FaultTexts(
         f"O03.{variant}",
         title,
         "the values of one code are wrong, all others right",
         "E2M1 has 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; prove all 16.",
-        doing,
+        action,
     )
     return weight_fault(words, _magnitudes(change), is_packed)
 

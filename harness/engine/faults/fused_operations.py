@@ -93,7 +93,7 @@ def _reversed_runs(run: int, value: Tensor) -> Tensor:
     return value if len(value) % run else value.unflatten(0, (-1, run)).flip(1).flatten()
 
 
-def _gamma_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _gamma_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     yield FaultVariant("the norm's weight as fp32 bytes read as BF16", _gamma(_as_bf16))
     yield FaultVariant("the norm's weight as BF16 bytes read as fp32", _gamma(_as_fp32))
     yield FaultVariant("the norm's weight plus 1", _gamma(lambda value: value + 1))
@@ -102,22 +102,22 @@ def _gamma_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
     for run in _RUNS:
         words = f"the norm's weight reversed in runs of {run}"
         yield FaultVariant(words, _gamma(partial(_reversed_runs, run)))
-    yield from _other_gammas(scene)
+    yield from _other_gammas(context)
 
 
-def _other_gammas(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _other_gammas(context: ComponentContext) -> Iterator[FaultVariant]:
     """Yield other norm weights of the same width, of this block or the next."""
-    block = scene.component.block
+    block = context.component.block
     if block is None:
         return
-    other = f"{block.prefix}.{_NORMS[scene.role]}" if _NORMS[scene.role] else ""
-    next_one = f"{block.scope}.{block.index + 1}.{scene.role}"
-    last_one = f"{block.scope}.{block.index - 1}.{scene.role}"
+    other = f"{block.prefix}.{_NORMS[context.role]}" if _NORMS[context.role] else ""
+    next_one = f"{block.scope}.{block.index + 1}.{context.role}"
+    last_one = f"{block.scope}.{block.index - 1}.{context.role}"
     for name in (other, next_one, last_one):
-        found = scene.sibling(name) if name else None
-        if found is None:
+        component_context = context.sibling(name) if name else None
+        if component_context is None:
             continue
-        (weight,) = found.weights.values()
+        (weight,) = component_context.weights.values()
         yield FaultVariant(f"the weight of {name}", with_weights(_given(weight)), {"taken": name})
 
 
@@ -125,7 +125,7 @@ def _given(weight: Weight) -> Any:
     return lambda _name, _own: weight
 
 
-def _form_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _form_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     """Yield ways that compute something other than RMSNorm on the same input."""
     for words, form in (
         ("no norm: the input passes", lambda x, _w: x),
@@ -134,7 +134,7 @@ def _form_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
         ("a norm by the sum of squares", lambda x, w: w * x / x.norm(dim=-1, keepdim=True)),
         ("a norm over the first half", _half),
     ):
-        yield FaultVariant(words, with_function(scene, partial(_formed, scene.role, form)))
+        yield FaultVariant(words, with_function(context, partial(_formed, context.role, form)))
 
 
 def _formed(
@@ -163,46 +163,46 @@ def _half(x: Tensor, weight: Tensor) -> Tensor:
     return weight * (x * torch.rsqrt(first.square().mean(-1, keepdim=True)))
 
 
-def _epsilon_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _epsilon_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     for epsilon in EPSILONS:
-        if epsilon != own_epsilon(scene):
-            yield epsilon_variant(scene, epsilon)
+        if epsilon != own_epsilon(context):
+            yield epsilon_variant(context, epsilon)
 
 
-def own_epsilon(scene: ComponentContext) -> float:
+def own_epsilon(context: ComponentContext) -> float:
     """Return the epsilon of the healthy component."""
-    return float(facts_at(scene).norm_epsilon(scene.role))
+    return float(facts_at(context).norm_epsilon(context.role))
 
 
 def epsilon_variant(
-    scene: ComponentContext, epsilon: float, *, fitted: bool = False
+    context: ComponentContext, epsilon: float, *, fitted: bool = False
 ) -> FaultVariant:
     """Return the way with another epsilon under the root."""
     return FaultVariant(
         f"{epsilon:.3g} under the root",
-        with_facts(scene, partial(with_epsilon, epsilon)),
+        with_facts(context, partial(with_epsilon, epsilon)),
         {"epsilon": epsilon} if fitted else {},
     )
 
 
-def _epsilons(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
+def _epsilons(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
     """Yield the known epsilons, and the one fitted to the size of the outputs."""
-    yield from _epsilon_variants(scene)
-    own = own_epsilon(scene)
-    wanted = _beside(sight.outputs, sight.expected)
+    yield from _epsilon_variants(context)
+    own = own_epsilon(context)
+    wanted = _beside(record.outputs, record.expected)
     if math.isnan(wanted) or wanted >= 0:
         return  # a larger one makes outputs smaller; a smaller one than usual changes nothing
     more = _FIRST
     for _ in range(_TURNS):
-        call = with_facts(scene, partial(_fine, own + more))(scene.call)
-        made = _beside(call(sight.inputs, scene.weights), sight.expected)
+        call = with_facts(context, partial(_fine, own + more))(context.call)
+        made = _beside(call(record.inputs, context.weights), record.expected)
         if not made < 0:
             return
         more *= min(_MOST, max(1 / _MOST, wanted / made))
     value = own + more
     least = most = value
     for _ in range(_CLOSER):
-        least, most = _narrowed(scene, sight, value)
+        least, most = _narrowed(context, record, value)
         if not 0 < least <= most:
             return
         value = (least + most) / 2
@@ -210,14 +210,16 @@ def _epsilons(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVaria
     short += [own + float(f"{value - own:.{digits}g}") for digits in (1, 2)]  # added to the model's
     fitting = [each for each in short if least <= each <= most or is_named(value, each)]
     for each in dict.fromkeys((*fitting, *short[:2], value)):
-        yield epsilon_variant(scene, each, fitted=True)
+        yield epsilon_variant(context, each, fitted=True)
 
 
-def _narrowed(scene: ComponentContext, sight: CallRecord, epsilon: float) -> tuple[float, float]:
+def _narrowed(context: ComponentContext, record: CallRecord, epsilon: float) -> tuple[float, float]:
     """Narrow an epsilon to the interval in which most outputs round to the observed ones."""
-    stored = sight.outputs["out"]
+    stored = record.outputs["out"]
     here, beside = (
-        with_facts(scene, partial(_fine, each))(scene.call)(sight.inputs, scene.weights)["out"]
+        with_facts(context, partial(_fine, each))(context.call)(record.inputs, context.weights)[
+            "out"
+        ]
         for each in (epsilon, epsilon * (1 + _APART))
     )
     # Numerical derivative of each output with respect to epsilon.
@@ -243,16 +245,16 @@ def _beside(outputs: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> fl
     return float(((c - e) / e).mean()) if len(e) else math.nan
 
 
-def _kept_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _kept_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     """Yield ways without rounding of intermediates; the output is rounded."""
     yield FaultVariant(
-        "values that are not rounded between the fused steps", _kept(scene, torch.float32)
+        "values that are not rounded between the fused steps", _kept(context, torch.float32)
     )
     yield FaultVariant(
-        "values rounded to FP16 between the fused steps", _kept(scene, torch.float16)
+        "values rounded to FP16 between the fused steps", _kept(context, torch.float16)
     )
     yield FaultVariant(
-        "truncation between the fused steps", _kept(scene, torch.float32, _truncated)
+        "truncation between the fused steps", _kept(context, torch.float32, _truncated)
     )
 
 
@@ -261,9 +263,9 @@ def _truncated(x: Tensor) -> Tensor:
 
 
 def _kept(
-    scene: ComponentContext, store: torch.dtype, change: Callable[[Tensor], Tensor] = lambda x: x
+    context: ComponentContext, store: torch.dtype, change: Callable[[Tensor], Tensor] = lambda x: x
 ) -> Any:
-    other = with_facts(scene, lambda facts: with_numerics(facts, store=store))
+    other = with_facts(context, lambda facts: with_numerics(facts, store=store))
 
     def apply(call: Any) -> Any:
         changed = other(call)
@@ -279,8 +281,8 @@ def _kept(
     return apply
 
 
-def _transform_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    facts = facts_at(scene)
+def _transform_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    facts = facts_at(context)
     has = facts.numerics.switches.indexer_hadamard
     if not facts.numerics.with_switches(indexer_hadamard=True).transforms(
         facts.config.index_head_dim
@@ -288,19 +290,19 @@ def _transform_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
         return  # such a width has no transform
     words = "no Hadamard transform" if has else "a Hadamard transform in front of the rounding"
     change = partial(with_switches, indexer_hadamard=not has)
-    yield FaultVariant(words, with_facts(scene, change))
+    yield FaultVariant(words, with_facts(context, change))
 
 
 def _fault(name: str, title: str, effect: str, remedy: str, signature: Any = None) -> ModelFault:
-    roles, ways = _TABLE[name]
+    roles, variants = _TABLE[name]
     return ModelFault(
         id=f"M24.{name}",
         title=title,
         effect=effect,
         remedy=remedy,
-        sits=lambda scene: scene.role in roles,
-        ways=ways,
-        signature=signature or from_variants(ways),
+        applies_to=lambda context: context.role in roles,
+        variants=variants,
+        signature=signature or from_variants(variants),
     )
 
 
@@ -360,20 +362,20 @@ _SURELY = 1.25  # times a limit: whatever is larger was cut
 LIMITS = (7.0, 10.0, 20.0)  # of released models, and twice V4's
 
 
-def sits(scene: ComponentContext) -> bool:
+def sits(context: ComponentContext) -> bool:
     """Return whether the component contains SwiGLU."""
-    return scene.role == _ROUTED or scene.role in _PLAIN
+    return context.role == _ROUTED or context.role in _PLAIN
 
 
-def _limit(scene: ComponentContext) -> float | None:
-    facts = facts_at(scene)
-    found: float | None = facts.limit if scene.role == _ROUTED else facts.shared_limit
+def _limit(context: ComponentContext) -> float | None:
+    facts = facts_at(context)
+    found: float | None = facts.limit if context.role == _ROUTED else facts.shared_limit
     return found
 
 
-def gated(scene: ComponentContext, words: str, gate: Gate, **where: Any) -> FaultVariant:
+def gated(context: ComponentContext, words: str, gate: Gate, **where: Any) -> FaultVariant:
     """Replace SwiGLU by another activation; later weights and quantisation stay."""
-    role = scene.role
+    role = context.role
 
     def function(facts: Any, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]) -> Any:
         work = facts.numerics.work
@@ -384,7 +386,7 @@ def gated(scene: ComponentContext, words: str, gate: Gate, **where: Any) -> Faul
         plain = with_config(facts, swiglu_limit=0.0) if limit is not None else facts
         return block_function(facts, role)(plain, {**inputs, "x": _opened(made)}, weights)
 
-    return FaultVariant(words, with_function(scene, function), where)
+    return FaultVariant(words, with_function(context, function), where)
 
 
 _OPEN = 64.0  # silu(64) is 64 in float32 and in float64
@@ -395,48 +397,48 @@ def _opened(made: Tensor) -> Tensor:
     return torch.cat((torch.full_like(made, _OPEN), made / _OPEN), dim=-1)
 
 
-def _limit_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    own = _limit(scene)
+def _limit_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    own = _limit(context)
     if own is not None:
-        yield _with_limit(scene, None)
-        yield _with_limit(scene, own / 2)
-        yield _with_limit(scene, own * 2)
+        yield _with_limit(context, None)
+        yield _with_limit(context, own / 2)
+        yield _with_limit(context, own * 2)
     for limit in LIMITS:
         if limit != own:
-            yield _with_limit(scene, limit)
-    if own is None and not is_v4(scene):
-        yield _with_limit(scene, 0.5)
+            yield _with_limit(context, limit)
+    if own is None and not is_v4(context):
+        yield _with_limit(context, 0.5)
 
 
-def _with_limit(scene: ComponentContext, limit: float | None) -> FaultVariant:
+def _with_limit(context: ComponentContext, limit: float | None) -> FaultVariant:
     words = "no clamp of gate and up" if limit is None else f"gate and up clamped at {limit:g}"
-    if is_v4(scene):
+    if is_v4(context):
         change = partial(with_config, swiglu_limit=float(limit or 0.0))
-        return FaultVariant(words, with_facts(scene, change), {"limit": limit or 0.0})
+        return FaultVariant(words, with_facts(context, change), {"limit": limit or 0.0})
 
     def clamped(gate: Tensor, up: Tensor, _limit: float | None) -> Tensor:
         return elementary.swiglu(gate, up, limit)
 
-    return gated(scene, words, clamped, limit=limit or 0.0)
+    return gated(context, words, clamped, limit=limit or 0.0)
 
 
-def _limits(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
+def _limits(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
     """Propose the known limits, and those fitted to the largest `up` that passes."""
-    yield from _limit_variants(scene)
-    x, made = sight.inputs["x"].double(), _values(scene, sight)
+    yield from _limit_variants(context)
+    x, made = record.inputs["x"].double(), _values(context, record)
     if made is None:
         return
     gate, up = x.chunk(2, -1)
-    weights = sight.inputs.get("weights")
-    if weights is not None and facts_at(scene).weight_before_w2:
+    weights = record.inputs.get("weights")
+    if weights is not None and facts_at(context).weight_before_w2:
         made = made / weights.double()[..., None]
     through = (made / torch.nn.functional.silu(gate)).abs()
     sure = gate.abs() > 0.1 * gate.abs().max()
     beyond = sure & (up.abs() > 1.05 * through) & (gate > 0)
     if int(beyond.sum()) > 8:
         found = float(through[beyond].median())
-        yield _with_limit(scene, float(f"{found:.2g}"))
-    yield from (_with_limit(scene, limit) for limit in _of_cut(gate, up, made))
+        yield _with_limit(context, float(f"{found:.2g}"))
+    yield from (_with_limit(context, limit) for limit in _of_cut(gate, up, made))
 
 
 def _of_cut(gate: Tensor, up: Tensor, made: Tensor) -> Iterator[float]:
@@ -470,23 +472,23 @@ def _passed(limit: float) -> float:
     return limit * limit / (1 + math.exp(-min(limit, _OPEN))) if limit > 0 else 0.0
 
 
-def _values(scene: ComponentContext, sight: CallRecord) -> Tensor | None:
+def _values(context: ComponentContext, record: CallRecord) -> Tensor | None:
     """Return the output as numbers; None if it cannot be decoded."""
-    out = sight.outputs.get("out")
+    out = record.outputs.get("out")
     if out is not None:
         return out.double()
-    form = facts_at(scene).activation("ffn.experts.0.w2")
-    return None if form is None else activation_values(sight.outputs, form, torch.float64)
+    form = facts_at(context).activation("ffn.experts.0.w2")
+    return None if form is None else activation_values(record.outputs, form, torch.float64)
 
 
-def _place_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    if _limit(scene) is None:
+def _place_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    if _limit(context) is None:
         return
-    yield gated(scene, "the clamp after the product", _behind)
-    yield gated(scene, "up not clamped", _gate_only)
-    yield gated(scene, "gate not clamped", _up_only)
-    yield gated(scene, "gate clamped from below as well", _both_sides)
-    yield gated(scene, "up clamped from above only", _up_above)
+    yield gated(context, "the clamp after the product", _behind)
+    yield gated(context, "up not clamped", _gate_only)
+    yield gated(context, "gate not clamped", _up_only)
+    yield gated(context, "gate clamped from below as well", _both_sides)
+    yield gated(context, "up clamped from above only", _up_above)
 
 
 def _behind(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
@@ -512,7 +514,7 @@ def _up_above(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
     return torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(max=limit)
 
 
-def _function_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _function_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     for words, function in (
         ("GELU in the place of SiLU", torch.nn.functional.gelu),
         ("ReLU in the place of SiLU", torch.relu),
@@ -521,7 +523,7 @@ def _function_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
         ("a sigmoid by a tanh of third order", _cubic),
         ("SiLU of 1.702 x", lambda x: x * torch.sigmoid(1.702 * x)),
     ):
-        yield gated(scene, words, partial(_through, function))
+        yield gated(context, words, partial(_through, function))
 
 
 def _through(
@@ -544,8 +546,8 @@ ACTIVATION_CONSTANT_FAULTS = (
         title="The clamp of SwiGLU is lost, or at another value",
         effect="large activations pass, or small ones are cut; other rows are exact",
         remedy="Pass the config's swiglu_limit on to the backend that runs.",
-        sits=sits,
-        ways=_limit_variants,
+        applies_to=sits,
+        variants=_limit_variants,
         signature=_limits,
     ),
     ModelFault(
@@ -553,15 +555,15 @@ ACTIVATION_CONSTANT_FAULTS = (
         title="SwiGLU clamps in another place",
         effect="rows with large activations are wrong",
         remedy="Clamp gate from above and up on both sides, in front of SiLU and product.",
-        sits=lambda scene: sits(scene) and is_v4(scene),
-        ways=_place_variants,
+        applies_to=lambda context: sits(context) and is_v4(context),
+        variants=_place_variants,
     ),
     ModelFault(
         id="M25.function",
         title="Another function is in the place of SiLU",
         effect="every activation is off, small ones as well",
         remedy="Use x * sigmoid(x); approximate it to the accuracy of the stored dtype.",
-        sits=sits,
-        ways=_function_variants,
+        applies_to=sits,
+        variants=_function_variants,
     ),
 )

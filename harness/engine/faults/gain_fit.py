@@ -67,10 +67,10 @@ def slope(candidate: Tensor, expected: Tensor) -> FittedGain | None:
 
 def fitted(candidate: Tensor, expected: Tensor) -> float | None:
     """Return the gain if there is one that explains the difference."""
-    found = slope(candidate, expected)
-    if found is None or found.left > LEFT or found.gain == 1:
+    gain = slope(candidate, expected)
+    if gain is None or gain.left > LEFT or gain.gain == 1:
         return None
-    return found.gain
+    return gain.gain
 
 
 def faint(candidate: Tensor, expected: Tensor) -> float | None:
@@ -95,8 +95,8 @@ def faint(candidate: Tensor, expected: Tensor) -> float | None:
 
 
 def sharpened(
-    scene: ComponentContext,
-    sight: CallRecord,
+    context: ComponentContext,
+    record: CallRecord,
     gain: float,
     mask: Tensor | None = None,
     side: RoundingSide = RoundingSide.FRONT,
@@ -106,9 +106,11 @@ def sharpened(
     On the BEHIND side it multiplies stored values. Only one of the two sides has such a gain: on
     the other it is off by up to half a step, which is more than a faint gain.
     """
-    c, exact = sight.outputs["out"], sight.expected["out"]
-    if side is RoundingSide.FRONT and has_facts(scene):
-        exact = with_facts(scene, unrounded_output)(scene.call)(sight.inputs, scene.weights)["out"]
+    c, exact = record.outputs["out"], record.expected["out"]
+    if side is RoundingSide.FRONT and has_facts(context):
+        exact = with_facts(context, unrounded_output)(context.call)(record.inputs, context.weights)[
+            "out"
+        ]
     if exact.shape != c.shape:
         return gain
     if mask is not None:
@@ -165,15 +167,15 @@ def gain_variant(
 
 
 def early_gain_variant(
-    scene: ComponentContext,
+    context: ComponentContext,
     words: str,
     factor: float,
     region: Region | None = None,
     places: Mapping[str, Any] | None = None,
 ) -> FaultVariant:
     """Multiply `out` before its rounding, as a kernel's epilogue does."""
-    rounded = with_facts(scene, lambda facts: facts)
-    exact = with_facts(scene, unrounded_output)
+    rounded = with_facts(context, lambda facts: facts)
+    exact = with_facts(context, unrounded_output)
 
     def apply(call: Any) -> Any:
         plain, fine = rounded(call), exact(call)
@@ -192,7 +194,7 @@ def early_gain_variant(
 
 
 def both_gains(
-    scene: ComponentContext,
+    context: ComponentContext,
     words: str,
     factor: float,
     region: Region | None = None,
@@ -202,30 +204,30 @@ def both_gains(
     """Yield a gain before the rounding, then one after it: for recognition."""
     # A power of two commutes with rounding, so that both sides are the same way.
     same = abs(math.frexp(factor)[0]) == 0.5
-    if RoundingSide.FRONT in sides and has_facts(scene) and not same:
-        yield early_gain_variant(scene, words, factor, region, places)
+    if RoundingSide.FRONT in sides and has_facts(context) and not same:
+        yield early_gain_variant(context, words, factor, region, places)
     if RoundingSide.BEHIND in sides:
-        if has_facts(scene) and not same:
+        if has_facts(context) and not same:
             words = f"{words}, after the rounding"
         yield gain_variant(words, factor, region, places=places)
 
 
 def planted_gain(
-    scene: ComponentContext,
+    context: ComponentContext,
     words: str,
     factor: float,
     region: Region | None = None,
     places: Mapping[str, Any] | None = None,
 ) -> FaultVariant:
     """Return the first of both_gains: for planting."""
-    return next(both_gains(scene, words, factor, region, places))
+    return next(both_gains(context, words, factor, region, places))
 
 
-def of_sight(sight: CallRecord, output: str = "out") -> float | None:
+def of_sight(record: CallRecord, output: str = "out") -> float | None:
     """Return the gain of one output."""
-    if output not in sight.outputs or output not in sight.expected:
+    if output not in record.outputs or output not in record.expected:
         return None
-    c, e = sight.outputs[output], sight.expected[output]
+    c, e = record.outputs[output], record.expected[output]
     if c.shape != e.shape or not e.dtype.is_floating_point:
         return None
     return fitted(c, e)

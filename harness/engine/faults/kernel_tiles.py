@@ -70,60 +70,60 @@ def _columns(words: str, value: float, first: int, last: int | None = None) -> F
     return FaultVariant(words, with_outputs(change), {"column": first})
 
 
-def _row_variants(_scene: ComponentContext) -> Iterator[FaultVariant]:
-    for told, value in _VALUES.items():
-        yield _rows(f"{told} in every row", value, 0)
+def _row_variants(_context: ComponentContext) -> Iterator[FaultVariant]:
+    for text, value in _VALUES.items():
+        yield _rows(f"{text} in every row", value, 0)
         for first in (1, 16, 128):
-            yield _rows(f"{told} from row {first} on", value, first)
+            yield _rows(f"{text} from row {first} on", value, first)
 
 
-def _written(sight: CallRecord) -> tuple[Tensor, float, str] | None:
+def _written(record: CallRecord) -> tuple[Tensor, float, str] | None:
     """Return mask, value and name if all elements that differ have the same value."""
-    mask = differing(sight)
+    mask = differing(record)
     if mask is None:
         return None
-    found = flat(sight.outputs["out"])[mask]
+    found = flat(record.outputs["out"])[mask]
     if bool(found.isnan().all()):
         return mask, math.nan, "NaN"
     value = float(found[0])
     if not bool((found == found[0]).all()):
         return None
-    told = {number: words for words, number in _VALUES.items()}.get(value, f"{value:g}")
-    return mask, value, told
+    text = {number: words for words, number in _VALUES.items()}.get(value, f"{value:g}")
+    return mask, value, text
 
 
-def _row_signature(_scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
-    found = _written(sight)
+def _row_signature(_context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+    found = _written(record)
     if found is None:
         return
-    mask, value, told = found
+    mask, value, text = found
     rows = mask.any(1).nonzero().flatten()
     first, last = int(rows[0]), int(rows[-1]) + 1
     if last == len(mask):
         where = f"from row {first} on" if first else "in every row"
-        yield _rows(f"{told} {where}", value, first)
-    yield _rows(f"{told} in rows {first} to {last - 1}", value, first, last)
+        yield _rows(f"{text} {where}", value, first)
+    yield _rows(f"{text} in rows {first} to {last - 1}", value, first, last)
 
 
-def _column_variants(_scene: ComponentContext) -> Iterator[FaultVariant]:
-    for told, value in _VALUES.items():
-        yield _columns(f"{told} from column 64 on", value, 64)
-        yield _columns(f"{told} in the last 32 columns", value, -32)
+def _column_variants(_context: ComponentContext) -> Iterator[FaultVariant]:
+    for text, value in _VALUES.items():
+        yield _columns(f"{text} from column 64 on", value, 64)
+        yield _columns(f"{text} in the last 32 columns", value, -32)
 
 
-def _column_signature(_scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
-    found = _written(sight)
+def _column_signature(_context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+    found = _written(record)
     if found is None or bool(found[0].any(0).all()):
         return
-    mask, value, told = found
+    mask, value, text = found
     columns = mask.any(0).nonzero().flatten()
     first, last = int(columns[0]) // 16 * 16, -(-(int(columns[-1]) + 1) // 16) * 16
-    yield _columns(f"{told} in columns {first} to {last - 1}", value, first, last)
-    yield _columns(f"{told} from column {first} on", value, first)
+    yield _columns(f"{text} in columns {first} to {last - 1}", value, first, last)
+    yield _columns(f"{text} from column {first} on", value, first)
 
 
 def _expert_tile(
-    value: float, told: str, expert: int | None, columns: tuple[int, ...]
+    value: float, text: str, expert: int | None, columns: tuple[int, ...]
 ) -> FaultVariant:
     """Overwrite columns of one expert's slots, or of those of the last expert that a call visits.
 
@@ -143,44 +143,44 @@ def _expert_tile(
     where: dict[str, int | str] = {"columns": span}
     if expert is not None:
         where["expert"] = expert
-    words = f"{told} in {span}, of {whose}"
-    return FaultVariant(words, with_outputs(change), where, whole=expert is None)
+    words = f"{text} in {span}, of {whose}"
+    return FaultVariant(words, with_outputs(change), where, needs_whole_call=expert is None)
 
 
-def _expert_tile_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    halves = 2 if scene.role.endswith("w13") else 1
-    width = sum(shape[0] for shape in _shapes_of_first(scene)) // halves
+def _expert_tile_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    halves = 2 if context.role.endswith("w13") else 1
+    width = sum(shape[0] for shape in _shapes_of_first(context)) // halves
     columns = tuple(
         half * width + column
         for half in range(halves)
         for column in range(max(0, width - _EXPERT_TILE), width)
     )
-    for told, value in list(_VALUES.items())[1:]:
+    for text, value in list(_VALUES.items())[1:]:
         for expert in (0, None):
-            yield _expert_tile(value, told, expert, columns)
+            yield _expert_tile(value, text, expert, columns)
 
 
-def _shapes_of_first(scene: ComponentContext) -> list[tuple[int, ...]]:
+def _shapes_of_first(context: ComponentContext) -> list[tuple[int, ...]]:
     """Return the extents of the first expert's matrices."""
-    return [each.shape for name, each in scene.weights.items() if ".experts.0." in name]
+    return [weight.shape for name, weight in context.weights.items() if ".experts.0." in name]
 
 
-def _expert_tiles(_scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
-    found = _written(sight)
+def _expert_tiles(_context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+    found = _written(record)
     if found is None:
         return
-    mask, value, told = found
-    experts = sight.inputs["experts"].flatten()[mask.any(1)].unique()
+    mask, value, text = found
+    experts = record.inputs["experts"].flatten()[mask.any(1)].unique()
     columns = mask.any(0)
     if not bool(columns.all()):
         where = tuple(columns.nonzero().flatten().tolist())
         if len(experts) == 1:
-            yield _expert_tile(value, told, int(experts[0]), where)
-        yield _expert_tile(value, told, None, where)
+            yield _expert_tile(value, text, int(experts[0]), where)
+        yield _expert_tile(value, text, None, where)
 
 
 def _no_tile(
-    scene: ComponentContext, words: str, first: int, last: int | None = None, fewest: int = 0
+    context: ComponentContext, words: str, first: int, last: int | None = None, fewest: int = 0
 ) -> FaultVariant:
     """Leave columns of K out of the sum, in calls of at least some rows."""
 
@@ -190,19 +190,19 @@ def _no_tile(
             made[..., first:last] = 0
         return made
 
-    return FaultVariant(words, with_x(scene, change), {"k": first})
+    return FaultVariant(words, with_x(context, change), {"k": first})
 
 
-def _bucket_tile_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _bucket_tile_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     last, rows = "the last 64 of K left out", "from 16 rows on"
-    yield _no_tile(scene, last, -_TILE_OF_K)
-    yield _no_tile(scene, "the first 64 of K left out", 0, _TILE_OF_K)
-    yield _no_tile(scene, "the last 16 of K left out", -16)
-    yield _no_tile(scene, f"{last} {rows}", -_TILE_OF_K, fewest=16)
-    width = scene.bound.config.hidden_size
+    yield _no_tile(context, last, -_TILE_OF_K)
+    yield _no_tile(context, "the first 64 of K left out", 0, _TILE_OF_K)
+    yield _no_tile(context, "the last 16 of K left out", -16)
+    yield _no_tile(context, f"{last} {rows}", -_TILE_OF_K, fewest=16)
+    width = context.bound.config.hidden_size
     for begin in range(_TILE_OF_K, min(width, 8 * _TILE_OF_K) - _TILE_OF_K, _TILE_OF_K):
         words = f"columns {begin} to {begin + _TILE_OF_K - 1} of K left out"
-        yield _no_tile(scene, words, begin, begin + _TILE_OF_K)
+        yield _no_tile(context, words, begin, begin + _TILE_OF_K)
 
 
 def _repeated(tile: int, own: int) -> FaultVariant:
@@ -217,17 +217,17 @@ def _repeated(tile: int, own: int) -> FaultVariant:
     return FaultVariant(words, with_outputs(change), {"tile": tile})
 
 
-def _repeated_variants(_scene: ComponentContext) -> Iterator[FaultVariant]:
+def _repeated_variants(_context: ComponentContext) -> Iterator[FaultVariant]:
     for tile, own in _WARPGROUPS:
         yield _repeated(tile, own)
 
 
-def _repeats(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
+def _repeats(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
     """Propose the tiles whose first rows the candidate repeats."""
-    out = sight.outputs["out"][: sight.rows[0] if sight.rows else None]
-    for way, (_, own) in zip(_repeated_variants(scene), _WARPGROUPS, strict=True):
+    out = record.outputs["out"][: record.rows[0] if record.rows else None]
+    for variant, (_, own) in zip(_repeated_variants(context), _WARPGROUPS, strict=True):
         if len(out) > own and torch.equal(out[own : 2 * own], out[: len(out) - own][:own]):
-            yield way
+            yield variant
 
 
 def _one_lane(lanes: Callable[[Tensor, Tensor], Tensor]) -> Function:
@@ -250,18 +250,18 @@ def _one_lane(lanes: Callable[[Tensor, Tensor], Tensor]) -> Function:
     return function
 
 
-def _lane_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _lane_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     for words, lanes in (
         ("the sum of the first lane alone", lambda row, column: 0 * (row + column)),
         ("the sum of the lane that writes", lambda row, column: row % 8 * 4 + column % 4),
     ):
-        function = _typed(scene, _one_lane(lanes))
-        yield FaultVariant(words, with_function(scene, function))
+        function = _typed(context, _one_lane(lanes))
+        yield FaultVariant(words, with_function(context, function))
 
 
-def _typed(scene: ComponentContext, function: Function) -> Function:
+def _typed(context: ComponentContext, function: Function) -> Function:
     """Round as the component's own output is rounded."""
-    own = function_at(scene)
+    own = function_at(context)
 
     def typed(facts: Any, inputs: Tensors, weights: Mapping[str, Any]) -> Tensors:
         kept = own(facts, {**inputs, "x": inputs["x"][:1]}, weights)["out"].dtype
@@ -270,7 +270,7 @@ def _typed(scene: ComponentContext, function: Function) -> Function:
     return typed
 
 
-def _quantiser_variants(_scene: ComponentContext) -> Iterator[FaultVariant]:
+def _quantiser_variants(_context: ComponentContext) -> Iterator[FaultVariant]:
     for name, words in (("codes", "codes of 0"), ("block_scale", "block scales of 0")):
         yield FaultVariant(words, with_outputs(partial(_empty, (name,))))
     yield FaultVariant(
@@ -293,8 +293,8 @@ def _empty(names: tuple[str, ...], _inputs: Tensors, outputs: Tensors, first: in
     return made
 
 
-def _quantises(scene: ComponentContext) -> bool:
-    return scene.role.endswith("act_quant") and "codes" in scene.component.outputs
+def _quantises(context: ComponentContext) -> bool:
+    return context.role.endswith("act_quant") and "codes" in context.component.outputs
 
 
 _BUCKET_REMEDY = "Run every tactic and bucket of rows against the reference, with poisoned outputs."
@@ -305,8 +305,8 @@ BAD_BUCKET_FAULTS = (
         title="A bucket of rows leaves its output unwritten",
         effect="rows from a number on are zeros, NaN, or what lay there",
         remedy=_BUCKET_REMEDY,
-        sits=lambda scene: scene.role in (*PRODUCTS, *_MORE),
-        ways=_row_variants,
+        applies_to=lambda context: context.role in (*PRODUCTS, *_MORE),
+        variants=_row_variants,
         signature=_row_signature,
     ),
     ModelFault(
@@ -314,8 +314,8 @@ BAD_BUCKET_FAULTS = (
         title="A tactic leaves columns of its output unwritten",
         effect="columns at the end are zeros, NaN, or what lay there",
         remedy=_BUCKET_REMEDY,
-        sits=lambda scene: scene.role in PRODUCTS and scene.role != "ffn.gate",
-        ways=_column_variants,
+        applies_to=lambda context: context.role in PRODUCTS and context.role != "ffn.gate",
+        variants=_column_variants,
         signature=_column_signature,
     ),
     ModelFault(
@@ -323,8 +323,8 @@ BAD_BUCKET_FAULTS = (
         title="A tile of an expert's slots and columns is never written",
         effect="some columns of the slots of one expert are NaN, or what lay there",
         remedy=_BUCKET_REMEDY,
-        sits=lambda scene: scene.role in ("ffn.experts.w13", "ffn.experts.w2"),
-        ways=_expert_tile_variants,
+        applies_to=lambda context: context.role in ("ffn.experts.w13", "ffn.experts.w2"),
+        variants=_expert_tile_variants,
         signature=_expert_tiles,
     ),
     ModelFault(
@@ -332,16 +332,16 @@ BAD_BUCKET_FAULTS = (
         title="A tactic leaves a tile of K out of the sum",
         effect="outputs are off by what some inputs give; nothing looks broken",
         remedy=_BUCKET_REMEDY,
-        sits=lambda scene: scene.role in PRODUCTS,
-        ways=_bucket_tile_variants,
+        applies_to=lambda context: context.role in PRODUCTS,
+        variants=_bucket_tile_variants,
     ),
     ModelFault(
         id="M41.rows_repeated",
         title="A part of a tile's rows is computed twice, in the place of the others",
         effect="rows of a tile are those of other tokens; calls of few rows are exact",
         remedy="Every group of threads takes its own rows of A, as it stores its own.",
-        sits=lambda scene: scene.role in PRODUCTS,
-        ways=_repeated_variants,
+        applies_to=lambda context: context.role in PRODUCTS,
+        variants=_repeated_variants,
         signature=_repeats,
     ),
     ModelFault(
@@ -349,16 +349,16 @@ BAD_BUCKET_FAULTS = (
         title="Sums of a warp's lanes are not added up",
         effect="outputs have a fifth of their size, and are what some inputs give",
         remedy="Fold all lanes of a warp before one of them writes.",
-        sits=lambda scene: scene.role == "ffn.gate",
-        ways=_lane_variants,
+        applies_to=lambda context: context.role == "ffn.gate",
+        variants=_lane_variants,
     ),
     ModelFault(
         id="M41.quantiser_empty",
         title="A quantiser's body was compiled away",
         effect="the product after it gets zeros",
         remedy="Test each kernel with known answers when the engine starts.",
-        sits=_quantises,
-        ways=_quantiser_variants,
+        applies_to=_quantises,
+        variants=_quantiser_variants,
     ),
 )
 
@@ -442,7 +442,7 @@ def _exchanged(_inputs: Tensors, outputs: Tensors, dice: random.Random) -> Tenso
     return replaced(outputs, "out", region, swapped(outputs["out"], region))
 
 
-def _race_tile_variants(_scene: ComponentContext) -> Iterator[FaultVariant]:
+def _race_tile_variants(_context: ComponentContext) -> Iterator[FaultVariant]:
     yield racing("a tile holds the next tile's values", _of_next(TILE, 64))
     yield racing("a strip of 32 columns holds the next one's values", _of_next((128, STRIP), STRIP))
     yield racing("two sub-tiles of 64 columns exchanged", _exchanged)
@@ -450,43 +450,43 @@ def _race_tile_variants(_scene: ComponentContext) -> Iterator[FaultVariant]:
     yield racing("a tile was not stored", _emptied(TILE))
 
 
-def _boxes(sight: CallRecord, output: str) -> list[Region]:
+def _boxes(record: CallRecord, output: str) -> list[Region]:
     """Yield the differing region rounded out to tiles of several sizes."""
-    mask = differing(sight, output)
+    mask = differing(record, output)
     if mask is None:
         return []
-    shape, found = (mask.shape[0], mask.shape[1]), box(mask)
+    shape, region = (mask.shape[0], mask.shape[1]), box(mask)
     steps = _SCALE_STEPS if output == "block_scale" else _STEPS
-    return list(dict.fromkeys(grown(found, step, shape) for step in steps))
+    return list(dict.fromkeys(grown(region, step, shape) for step in steps))
 
 
-def _tiles(_scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
-    if "out" not in sight.outputs:
+def _tiles(_context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+    if "out" not in record.outputs:
         return
-    candidate, expected = sight.outputs["out"], sight.expected["out"]
-    for region in _boxes(sight, "out"):
-        told = _told(region)
+    candidate, expected = record.outputs["out"], record.expected["out"]
+    for region in _boxes(record, "out"):
+        text = _told(region)
         own = flat(candidate)[region.index]
         if not bool(own.any()):
-            yield _fixed(f"{told} were not stored", region, 0.0)
+            yield _fixed(f"{text} were not stored", region, 0.0)
         for by in _SHIFTS:
             if _alike(own, shifted(expected, region, by)):
-                words = f"{told} hold what belongs {by:+d} columns away"
+                words = f"{text} hold what belongs {by:+d} columns away"
                 yield _moved(words, region, partial(shifted, by=by))
         if (region.columns[1] - region.columns[0]) % 2 == 0 and _alike(
             own, swapped(expected, region)
         ):
-            yield _moved(f"{told}: the two halves exchanged", region, swapped)
+            yield _moved(f"{text}: the two halves exchanged", region, swapped)
 
 
-def _stale_tiles(_scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
+def _stale_tiles(_context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
     """Yield ways that repeat the same place of an earlier call."""
-    if "out" not in sight.outputs:
+    if "out" not in record.outputs:
         return
-    candidate = sight.outputs["out"]
-    for region in _boxes(sight, "out"):
+    candidate = record.outputs["out"]
+    for region in _boxes(record, "out"):
         own = flat(candidate)[region.index]
-        for other in sight.earlier[::-1]:
+        for other in record.earlier[::-1]:
             old = other.outputs["out"]
             if old.shape == candidate.shape and torch.equal(flat(old)[region.index], own):
                 words = f"{_told(region)} are those of step {other.step}"
@@ -521,7 +521,7 @@ def _moved(words: str, region: Region, source: Callable[[Tensor, Region], Tensor
     return FaultVariant(words, with_outputs(change), region.where)
 
 
-def _stale_variants(_scene: ComponentContext) -> Iterator[FaultVariant]:
+def _stale_variants(_context: ComponentContext) -> Iterator[FaultVariant]:
     """Yield ways with tiles of the previous call of the same shape."""
     for words, size in (("a tile", TILE), ("a strip of 32 columns", (128, STRIP))):
         yield FaultVariant(f"{words} of the call before", _keeping(words, size))
@@ -546,7 +546,7 @@ def _keeping(seed: str, size: tuple[int, int]) -> Any:
     return apply
 
 
-def _lost_variants(_scene: ComponentContext) -> Iterator[FaultVariant]:
+def _lost_variants(_context: ComponentContext) -> Iterator[FaultVariant]:
     yield racing("one expert's contribution lost for a token", partial(_lost, 1))
     yield racing("one expert's contribution lost for several tokens", partial(_lost, 5))
 
@@ -574,26 +574,30 @@ def _without(lost: Mapping[int, int], inputs: Tensors, outputs: Tensors) -> Tens
     return {**outputs, "out": made}
 
 
-def _lost_signature(_scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
-    mask = differing(sight)
+def _lost_signature(_context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+    mask = differing(record)
     if mask is None:
         return
     tokens = mask.any(1).nonzero().flatten().tolist()
     found: dict[int, int] = {}
     for token in tokens if len(tokens) <= 64 else []:
-        candidate = sight.outputs["out"][token].double()
+        candidate = record.outputs["out"][token].double()
         gaps = [
-            float((_without({token: slot}, sight.inputs, sight.expected)["out"][token] - candidate)
-            .norm())
-            for slot in range(sight.inputs["x"].shape[1])
-        ]  # fmt: skip
+            float(
+                (
+                    _without({token: slot}, record.inputs, record.expected)["out"][token]
+                    - candidate
+                ).norm()
+            )
+            for slot in range(record.inputs["x"].shape[1])
+        ]
         found[token] = gaps.index(min(gaps))
     if found:
         words = f"one contribution lost for {len(found)} tokens, the first {tokens[0]}"
         yield FaultVariant(words, with_outputs(partial(_without, found)), {"token": tokens[0]})
 
 
-def _scale_variants(_scene: ComponentContext) -> Iterator[FaultVariant]:
+def _scale_variants(_context: ComponentContext) -> Iterator[FaultVariant]:
     yield racing("a tile of scales holds the next rows' scales", partial(_scales, 1))
     yield racing("a tile of scales holds the scales of the rows before", partial(_scales, -1))
     yield racing("a tile of scales was not stored", partial(_scales, 0))
@@ -612,8 +616,8 @@ def _scales_at(by: int, region: Region, outputs: Tensors) -> Tensors:
     return {**outputs, "block_scale": made.view(outputs["block_scale"].dtype)}
 
 
-def _scales_signature(_scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
-    for region, by in product(_boxes(sight, "block_scale"), (1, -1, 0)):
+def _scales_signature(_context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+    for region, by in product(_boxes(record, "block_scale"), (1, -1, 0)):
         words = f"scales of rows {region.rows[0]} to {region.rows[1] - 1}: "
         words += {1: "the next row's", -1: "those of the row before", 0: "not stored"}[by]
 
@@ -637,8 +641,8 @@ def _fault(name: str, title: str, where: tuple[str, ...], ways: Any, signature: 
         title=title,
         effect=_EFFECT,
         remedy=_RACE_REMEDY,
-        sits=lambda scene: scene.role in where,
-        ways=ways,
+        applies_to=lambda context: context.role in where,
+        variants=ways,
         signature=signature,
         per_call=True,
     )
@@ -665,10 +669,10 @@ RACES_FAULTS = (
         title="A race spoils scales of quantised activations",
         effect=_EFFECT,
         remedy=_RACE_REMEDY,
-        sits=lambda scene: (
-            scene.role.endswith("act_quant") and "block_scale" in scene.component.outputs
+        applies_to=lambda context: (
+            context.role.endswith("act_quant") and "block_scale" in context.component.outputs
         ),
-        ways=_scale_variants,
+        variants=_scale_variants,
         signature=_scales_signature,
         per_call=True,
     ),

@@ -118,7 +118,7 @@ def signature(
     case: DifferingPart,
     inject: Callable[[QuantisedTensor], QuantisedTensor | None],
     layout: ScaleLayout | None,
-    doing: str,
+    action: str,
 ) -> Match | None:
     """Compare the scales as read with the twin's after `inject`."""
     if layout is not None and case.suspect.layout != layout:
@@ -131,7 +131,7 @@ def signature(
     return Match(
         reproduced,
         untouched,
-        f"{doing} reproduces {share(reproduced)} of {count:,} block scales; "
+        f"{action} reproduces {share(reproduced)} of {count:,} block scales; "
         f"in the right order {share(untouched)} agree.",
     )
 
@@ -143,7 +143,7 @@ def _layout_fault(
     inject: Callable[[QuantisedTensor], QuantisedTensor | None],
     recognise: tuple[ScaleLayout | None, str],
 ) -> TensorFault:
-    layout, doing = recognise
+    layout, action = recognise
     return TensorFault(
         id=f"M11.{variant}",
         title=title,
@@ -151,7 +151,7 @@ def _layout_fault(
         remedy=remedy,
         part=TensorPart.BLOCK_SCALE,
         inject=inject,
-        signature=partial(signature, inject=inject, layout=layout, doing=doing),
+        signature=partial(signature, inject=inject, layout=layout, action=action),
     )
 
 
@@ -200,17 +200,19 @@ def _turned(tensor: QuantisedTensor, scales: Tensor) -> Tensor:
     return scales.transpose(-2, -1).reshape(scales.shape)
 
 
-def _read_turned(_scene: ComponentContext, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _read_turned(_context: ComponentContext, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     scales = inputs["block_scale"]
     rows = scales.flatten(0, -2)
     return {**inputs, "block_scale": rows.reshape(rows.shape[::-1]).t().reshape(scales.shape)}
 
 
-def _read_backwards(_scene: ComponentContext, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _read_backwards(
+    _context: ComponentContext, inputs: Mapping[str, Tensor]
+) -> Mapping[str, Tensor]:
     return {**inputs, "block_scale": inputs["block_scale"].flip(-1)}
 
 
-def _read_changed(_scene: ComponentContext, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _read_changed(_context: ComponentContext, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Exchange rows g and g + 8 of every 16, which one thread holds."""
     scales = inputs["block_scale"]
     rows = scales.flatten(0, -2)
@@ -226,8 +228,8 @@ _DOING = (
 )
 SCALE_LAYOUT_FAULTS = (
     *(
-        of_fault(fault, doing, has_scale_bytes)
-        for fault, doing in zip(SCALE_LAYOUT_TENSOR_FAULTS[:3], _DOING[:3], strict=True)
+        of_fault(fault, action, has_scale_bytes)
+        for fault, action in zip(SCALE_LAYOUT_TENSOR_FAULTS[:3], _DOING[:3], strict=True)
     ),
     weight_fault(
         FaultTexts(
@@ -369,25 +371,27 @@ def _last_of_tiles(tile: int, out_MN: Tensor) -> Tensor:
     return mask
 
 
-def _word_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    words = f"scales of both operands a word too far on {scene.name}"
+def _word_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    words = f"scales of both operands a word too far on {context.name}"
     change = partial(_of_both, "block_scale", words_behind)
-    yield FaultVariant(words, change, whole=True, unknown=partial(_last_of_tiles, _TILE))
+    yield FaultVariant(words, change, needs_whole_call=True, unknown=partial(_last_of_tiles, _TILE))
 
 
-def _chunk_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _chunk_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     for tile in (64, _TILE):
-        words = f"codes of both operands 16 bytes too far, in tiles of {tile} rows, on {scene.name}"
+        words = (
+            f"codes of both operands 16 bytes too far, in tiles of {tile} rows, on {context.name}"
+        )
         change = partial(_of_both, "codes", partial(chunks_behind, tile))
         unknown = partial(_last_of_tiles, tile)
-        yield FaultVariant(words, change, {"tile": tile}, whole=True, unknown=unknown)
+        yield FaultVariant(words, change, {"tile": tile}, needs_whole_call=True, unknown=unknown)
 
 
-def _sits(scene: ComponentContext) -> bool:
+def _sits(context: ComponentContext) -> bool:
     """Return whether this is an NVFP4 by NVFP4 linear with all rows in one product."""
-    names = {each.name for each in scene.component.inputs}
-    form = activation_format(scene) if "codes" in names and "experts" not in names else None
-    return form is not None and is_packed(form) and all(each.form for each in kept(scene))
+    names = {each.name for each in context.component.inputs}
+    form = activation_format(context) if "codes" in names and "experts" not in names else None
+    return form is not None and is_packed(form) and all(storage.form for storage in kept(context))
 
 
 _REMEDY = "Fill tiles with a ramp, and read each address back by the layout's own function."
@@ -397,16 +401,16 @@ SWIZZLED_WORDS_FAULTS = (
         title="Block scales of both operands are read a word after their own",
         effect="rows are scaled by those 32 rows on; calls of few rows by zeros",
         remedy=_REMEDY,
-        sits=_sits,
-        ways=_word_variants,
+        applies_to=_sits,
+        variants=_word_variants,
     ),
     ModelFault(
         id="M12.chunk_behind",
         title="Codes of both operands are read 16 bytes after their own",
         effect="half of the codes are another row's: outputs are noise of the right size",
         remedy=_REMEDY,
-        sits=_sits,
-        ways=_chunk_variants,
+        applies_to=_sits,
+        variants=_chunk_variants,
     ),
 )
 
@@ -423,10 +427,10 @@ SWIZZLED_WORDS_FAULTS = (
 _OTHER = {"w1": "w3", "w3": "w1"}
 
 
-def _halves(scene: ComponentContext, name: str) -> tuple[Tensor, Tensor]:
+def _halves(context: ComponentContext, name: str) -> tuple[Tensor, Tensor]:
     """Return gate and up, as numbers, of the expert that a weight belongs to."""
     stem = name.rpartition(".")[0]
-    gate, up = (numbers_of(scene.weights[f"{stem}.{part}"]) for part in ("w1", "w3"))
+    gate, up = (numbers_of(context.weights[f"{stem}.{part}"]) for part in ("w1", "w3"))
     return gate, up
 
 
@@ -434,39 +438,39 @@ def _is_gate(name: str) -> bool:
     return name.endswith(".w1")
 
 
-def _partner(scene: ComponentContext, name: str) -> Weight | None:
+def _partner(context: ComponentContext, name: str) -> Weight | None:
     stem, _, part = name.rpartition(".")
-    return scene.weights[f"{stem}.{_OTHER[part]}"] if part in _OTHER else None
+    return context.weights[f"{stem}.{_OTHER[part]}"] if part in _OTHER else None
 
 
-def _swapped(scene: ComponentContext, name: str, weight: Weight) -> Weight | None:
-    partner = _partner(scene, name)
+def _swapped(context: ComponentContext, name: str, weight: Weight) -> Weight | None:
+    partner = _partner(context, name)
     if partner is None:
         return None
     return replace(partner, input_scale=weight.input_scale, _decoded={})
 
 
-def _interleaved(scene: ComponentContext, name: str, weight: Weight) -> Weight | None:
+def _interleaved(context: ComponentContext, name: str, weight: Weight) -> Weight | None:
     """Store rows g0 u0 g1 u1 ...; the reader takes the first half for the gate."""
-    if _partner(scene, name) is None:
+    if _partner(context, name) is None:
         return None
-    gate, up = _halves(scene, name)
+    gate, up = _halves(context, name)
     rows = torch.stack((gate, up), dim=1).flatten(0, 1)
     half = rows[: len(gate)] if _is_gate(name) else rows[len(gate) :]
     return Weight(value=half.contiguous(), input_scale=weight.input_scale)
 
 
-def _pulled_apart(scene: ComponentContext, name: str, weight: Weight) -> Weight | None:
+def _pulled_apart(context: ComponentContext, name: str, weight: Weight) -> Weight | None:
     """Store gate rows above up rows; the reader takes every second row for the gate."""
-    if _partner(scene, name) is None:
+    if _partner(context, name) is None:
         return None
-    rows = torch.cat(_halves(scene, name))
+    rows = torch.cat(_halves(context, name))
     half = rows[0::2] if _is_gate(name) else rows[1::2]
     return Weight(value=half.contiguous(), input_scale=weight.input_scale)
 
 
-def _scales_swapped(scene: ComponentContext, name: str, weight: Weight) -> Weight | None:
-    partner = _partner(scene, name)
+def _scales_swapped(context: ComponentContext, name: str, weight: Weight) -> Weight | None:
+    partner = _partner(context, name)
     if partner is None or weight.block_scale is None or partner.block_scale is None:
         return None
     return replace(weight, block_scale=partner.block_scale, _decoded={})
@@ -476,11 +480,11 @@ def _has_scales(kept: WeightStorage) -> bool:
     return is_gate_or_up(kept) and has_codes(kept)
 
 
-def _taken_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _taken_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     def changed(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
         return elementary.swiglu(up, gate, limit)
 
-    yield gated(scene, "gate and up taken for each other", changed)
+    yield gated(context, "gate and up taken for each other", changed)
 
 
 _GATE_UP = FaultFamily(
@@ -527,7 +531,7 @@ GATE_AND_UP_FAULTS = (
         title="SwiGLU takes up for the gate, and the gate for up",
         effect="up is gated by what it should have multiplied: text is garbled, nothing is NaN",
         remedy="Tell the kernel which half of its input is the gate.",
-        sits=sits,
-        ways=_taken_variants,
+        applies_to=sits,
+        variants=_taken_variants,
     ),
 )

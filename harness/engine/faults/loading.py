@@ -54,18 +54,18 @@ _EXPERTS = ("ffn.experts.w13", "ffn.experts.w2")
 _REMEDY = "Say which rows of which parameter a slot holds, and check a digest of each after load."
 
 
-def _fused(scene: ComponentContext, name: str) -> list[str]:
+def _fused(context: ComponentContext, name: str) -> list[str]:
     """Return the parts of the fused matrix that contains a weight."""
     number = expert_of(name)
-    return [each for each in matrices(scene) if expert_of(each) == number]
+    return [matrix for matrix in matrices(context) if expert_of(matrix) == number]
 
 
 def _cut_by_rank(ranks: int) -> Change:
     """Give rank r the r-th run of rows of [a; b], read as its share of a above b."""
 
-    def change(scene: ComponentContext, name: str, weight: Weight) -> Weight | None:
-        parts = _fused(scene, name)
-        stacked = [numbers_of(scene.weights[each]) for each in parts]
+    def change(context: ComponentContext, name: str, weight: Weight) -> Weight | None:
+        parts = _fused(context, name)
+        stacked = [numbers_of(context.weights[part]) for part in parts]
         rows = torch.cat(stacked)
         if len(parts) < 2 or len(rows) % (ranks * len(parts)) or rows.ndim != 2:
             return None
@@ -93,14 +93,14 @@ def _ranks_turned(value: Tensor) -> Tensor:
 
 
 def _next_expert(step: int) -> Change:
-    def change(scene: ComponentContext, name: str, weight: Weight) -> Weight | None:
+    def change(context: ComponentContext, name: str, weight: Weight) -> Weight | None:
         number = expert_of(name)
-        total = 1 + max(expert_of(each) for each in matrices(scene))
+        total = 1 + max(expert_of(matrix) for matrix in matrices(context))
         if number < 0 or total < 2:
             return None
         stem, _, rest = name.partition(".experts.")
         other = (number + step) % total if step else 0
-        holder = scene.weights[f"{stem}.experts.{other}.{rest.partition('.')[2]}"]
+        holder = context.weights[f"{stem}.experts.{other}.{rest.partition('.')[2]}"]
         if holder is weight:
             return None
         return Weight(value=numbers_of(holder), input_scale=weight.input_scale)
@@ -124,7 +124,7 @@ def _met(words: str, other: Callable[[Tensor], Tensor]) -> FaultVariant:
             given["tensor_scale"] = of_expert[known]  # it meets the sums as the expert's own
         return given
 
-    return FaultVariant(words, with_inputs(change), whole=True)
+    return FaultVariant(words, with_inputs(change), needs_whole_call=True)
 
 
 def _places(experts: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,24 +152,24 @@ def _as_places(experts: Tensor) -> Tensor:
 _OTHERS = (_beside(-1), _beside(1), _as_places)
 
 
-def _met_variants(_scene: ComponentContext) -> Iterator[FaultVariant]:
+def _met_variants(_context: ComponentContext) -> Iterator[FaultVariant]:
     yield _met("the matrices of the expert visited before", _OTHERS[0])
     yield _met("the matrices of the next expert visited", _OTHERS[1])
     yield _met("numbers of experts taken for places among the visited ones", _OTHERS[2])
 
 
-def _meets(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
+def _meets(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
     """Propose ways under which, in some call, moved slots are mostly wrong and others are not."""
-    wrong, experts = wrong_slots(sight), sight.inputs["experts"]
+    wrong, experts = wrong_slots(record), record.inputs["experts"]
     if wrong is None or not bool(wrong.any()):
         return
-    counts = list(sight.rows or (len(experts),))
-    telling = (sight.outputs["out"] != 0).any(-1) | (sight.expected["out"] != 0).any(-1)
-    sides = (each.split(counts) for each in (wrong, telling, experts))
+    counts = list(record.rows or (len(experts),))
+    telling = (record.outputs["out"] != 0).any(-1) | (record.expected["out"] != 0).any(-1)
+    sides = (tensor.split(counts) for tensor in (wrong, telling, experts))
     calls = list(zip(*sides, strict=True))
-    for way, other in zip(_met_variants(scene), _OTHERS, strict=True):
+    for variant, other in zip(_met_variants(context), _OTHERS, strict=True):
         if any(_is_met(other, *call) for call in calls):
-            yield way
+            yield variant
 
 
 def _is_met(
@@ -222,7 +222,7 @@ WRONG_ROWS_FAULTS = (
         "Rows meet the matrices of another expert that the call visits",
         "slots get what their expert would not say: text is garbled, nothing is NaN",
         "Keep one map from an expert's number to its place, and look every group up in it.",
-        lambda scene: scene.role in _EXPERTS,
+        lambda context: context.role in _EXPERTS,
         _met_variants,
         _meets,
     ),
@@ -293,7 +293,7 @@ TENSOR_ABSENT_FAULTS = (
 
 
 def _through(form: BlockFormat) -> Change:
-    def change(_scene: ComponentContext, _name: str, weight: Weight) -> Weight | None:
+    def change(_context: ComponentContext, _name: str, weight: Weight) -> Weight | None:
         values = weight.values(torch.float32)
         if values.ndim != 2 or (not form.ragged and values.shape[-1] % form.block[1]):
             return None
@@ -310,7 +310,7 @@ def per_tensor_fp8(values: Tensor) -> Tensor:
     return decode_array(codes, E4M3).double() * scale
 
 
-def _per_tensor(_scene: ComponentContext, _name: str, weight: Weight) -> Weight | None:
+def _per_tensor(_context: ComponentContext, _name: str, weight: Weight) -> Weight | None:
     value = per_tensor_fp8(numbers_of(weight))
     return Weight(value=value, input_scale=weight.input_scale)
 
@@ -353,11 +353,11 @@ def _shuffled(value: Tensor) -> Tensor:
     return torch.cat((runs[0::2], runs[1::2])).flatten(0, 1)
 
 
-def _scale_before(scene: ComponentContext, name: str, weight: Weight) -> Weight | None:
+def _scale_before(context: ComponentContext, name: str, weight: Weight) -> Weight | None:
     """Return the tensor scale of the same weight in the previous layer: an alpha not renewed."""
-    if weight.tensor_scale is None or not scene.component.layer:
+    if weight.tensor_scale is None or not context.component.layer:
         return None
-    other = scene.sibling(f"layers.{scene.component.layer - 1}.{scene.role}")
+    other = context.sibling(f"layers.{context.component.layer - 1}.{context.role}")
     if other is None or name not in other.weights:
         return None
     scale = other.weights[name].tensor_scale
@@ -427,30 +427,30 @@ def _taken(weight: Weight, other: Weight | None) -> Weight | None:
     return Weight(value=value.contiguous(), input_scale=weight.input_scale)
 
 
-def _from_main(scene: ComponentContext, name: str, weight: Weight) -> Weight | None:
-    other = scene.sibling(scene.name.replace(".indexer.", "."))
-    if other is None or other.name == scene.name:
+def _from_main(context: ComponentContext, name: str, weight: Weight) -> Weight | None:
+    other = context.sibling(context.name.replace(".indexer.", "."))
+    if other is None or other.name == context.name:
         return None
     return _taken(weight, other.weights.get(name.replace(".indexer.", ".")))
 
 
 def _from_layer(step: int) -> Change:
-    def change(scene: ComponentContext, name: str, weight: Weight) -> Weight | None:
-        layer = scene.component.layer
+    def change(context: ComponentContext, name: str, weight: Weight) -> Weight | None:
+        layer = context.component.layer
         if layer is None:
             return None
-        other = scene.sibling(f"layers.{layer + step}.{scene.role}")
+        other = context.sibling(f"layers.{layer + step}.{context.role}")
         return None if other is None else _taken(weight, other.weights.get(name))
 
     return change
 
 
-def _from_partner(scene: ComponentContext, name: str, weight: Weight) -> Weight | None:
+def _from_partner(context: ComponentContext, name: str, weight: Weight) -> Weight | None:
     """Take the next part of the same module: gate for latent, up for gate."""
     stem = name.rpartition(".")[0]
-    parts = [each for each in matrices(scene) if each.rpartition(".")[0] == stem]
+    parts = [matrix for matrix in matrices(context) if matrix.rpartition(".")[0] == stem]
     other = parts[(parts.index(name) + 1) % len(parts)]
-    return _taken(weight, scene.weights[other]) if other != name else None
+    return _taken(weight, context.weights[other]) if other != name else None
 
 
 def _in_indexer(kept: WeightStorage) -> bool:
@@ -501,7 +501,7 @@ def _filled(codes: Tensor, byte: int) -> Tensor:
 
 
 def _codes_filled(byte: int) -> Change:
-    def change(_scene: ComponentContext, _name: str, weight: Weight) -> Weight | None:
+    def change(_context: ComponentContext, _name: str, weight: Weight) -> Weight | None:
         if weight.codes is None:
             return None
         return replace(weight, codes=_filled(weight.codes, byte), _decoded={})
@@ -510,7 +510,7 @@ def _codes_filled(byte: int) -> Change:
 
 
 def _scales_filled(byte: int) -> Change:
-    def change(_scene: ComponentContext, _name: str, weight: Weight) -> Weight | None:
+    def change(_context: ComponentContext, _name: str, weight: Weight) -> Weight | None:
         if weight.block_scale is None:
             return None
         return replace(weight, block_scale=_filled(weight.block_scale, byte), _decoded={})
@@ -518,7 +518,7 @@ def _scales_filled(byte: int) -> Change:
     return change
 
 
-def _codes_as_scales(_scene: ComponentContext, _name: str, weight: Weight) -> Weight | None:
+def _codes_as_scales(_context: ComponentContext, _name: str, weight: Weight) -> Weight | None:
     """Fill the scales with the first bytes of the codes, as reused memory would."""
     scale, codes = weight.block_scale, weight.codes
     if scale is None or codes is None or scale.dtype is not torch.uint8:

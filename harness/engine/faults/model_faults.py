@@ -93,8 +93,8 @@ class ComponentContext:
         """Return another component of this model; None if the model lacks it."""
         if name not in self.bound.calls:
             return None
-        found = component_named(self.bound.config, name, self.recipe)
-        return ComponentContext(self.bound, found, self.recipe)
+        component = component_named(self.bound.config, name, self.recipe)
+        return ComponentContext(self.bound, component, self.recipe)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,17 +123,17 @@ class CallRecord:
 class FaultVariant:
     """One exact way to go wrong. `words` end the sentence "... reproduces the candidate".
 
-    `beside` wraps other components, by name, that pass this one what it misreads; they stay
-    healthy, and are planted together with the way. `whole` ways depend on which rows and experts a
-    call holds, so they must not be tried on a subset. `unknown` marks output elements that the way
-    leaves open, such as those read from memory that races.
+    `companions` wraps other components, by name, that pass this one what it misreads; they stay
+    healthy, and are planted together with the way. `needs_whole_call` ways depend on which rows and
+    experts a call holds, so they must not be tried on a subset. `unknown` marks output elements
+    that the way leaves open, such as those read from memory that races.
     """
 
     words: str
     apply: Callable[[ComponentCall], ComponentCall]
     where: Mapping[str, str | int | float] = field(default_factory=lambda: MappingProxyType({}))
-    beside: Mapping[str, Callable[[ComponentCall], ComponentCall]] = field(default_factory=dict)
-    whole: bool = False
+    companions: Mapping[str, Callable[[ComponentCall], ComponentCall]] = field(default_factory=dict)
+    needs_whole_call: bool = False
     unknown: Callable[[Tensor], Tensor] | None = None
 
     def passed_on(
@@ -144,17 +144,17 @@ class FaultVariant:
 
 
 def from_variants(
-    ways: Callable[[ComponentContext], Iterator[FaultVariant]],
+    variants: Callable[[ComponentContext], Iterator[FaultVariant]],
 ) -> Callable[[ComponentContext, CallRecord], Iterator[FaultVariant]]:
     """Return the signature of a fault without a parameter: it proposes every plantable way."""
 
-    def signature(scene: ComponentContext, _sight: CallRecord) -> Iterator[FaultVariant]:
-        return ways(scene)
+    def signature(context: ComponentContext, _record: CallRecord) -> Iterator[FaultVariant]:
+        return variants(context)
 
     return signature
 
 
-def _every_variant(_scene: ComponentContext, _sight: CallRecord) -> Iterator[FaultVariant]:
+def _every_variant(_context: ComponentContext, _record: CallRecord) -> Iterator[FaultVariant]:
     """Stand for from_variants(ways) where a fault names no signature."""
     raise AssertionError("replaced when the fault is made")
 
@@ -163,35 +163,36 @@ def _every_variant(_scene: ComponentContext, _sight: CallRecord) -> Iterator[Fau
 class ModelFault:
     """One known way to go wrong in a running model.
 
-    `sits` decides by role, recipe and config alone whether it applies to a component. `ways` lists
-    what can be planted there, mild variants included. `signature` proposes what may explain a call,
-    fitted to it if the fault has a parameter, else all that can be planted; reproduction decides
-    whether it does. If damage varies from call to call (`per_call`), so do the proposals.
+    `applies_to` decides by role, recipe and config alone whether it applies to a component.
+    `variants` lists what can be planted there, mild variants included. `signature` proposes what
+    may explain a call, fitted to it if the fault has a parameter, else all that can be planted;
+    reproduction decides whether it does. If damage varies from call to call (`per_call`), so do the
+    proposals.
     """
 
     id: str
     title: str
     effect: str
     remedy: str
-    sits: Callable[[ComponentContext], bool]
-    ways: Callable[[ComponentContext], Iterator[FaultVariant]]
+    applies_to: Callable[[ComponentContext], bool]
+    variants: Callable[[ComponentContext], Iterator[FaultVariant]]
     signature: Callable[[ComponentContext, CallRecord], Iterator[FaultVariant]] = _every_variant
     reach: Reach = Reach.COMPONENT
     per_call: bool = False
 
     def __post_init__(self) -> None:
         if self.signature is _every_variant:
-            object.__setattr__(self, "signature", from_variants(self.ways))
+            object.__setattr__(self, "signature", from_variants(self.variants))
 
     @property
     def family(self) -> str:
         """Return the part of the id before the dot."""
         return self.id.partition(".")[0]
 
-    def inject(self, scene: ComponentContext, chance: random.Random) -> FaultVariant:
+    def inject(self, context: ComponentContext, chance: random.Random) -> FaultVariant:
         """Choose one way to plant here; the caller wraps the candidate's call with it."""
-        found = list(self.ways(scene))
-        return found[chance.randrange(len(found))]
+        variants = list(self.variants(context))
+        return variants[chance.randrange(len(variants))]
 
 
 def with_weights(change: Callable[[str, Weight], Weight]) -> Callable[..., ComponentCall]:
@@ -257,9 +258,9 @@ class ChangedWeights(Mapping[str, "Weight"]):
 _CODED = {CODES, BLOCK_SCALE, TENSOR_SCALE}
 
 
-def is_v4(scene: ComponentContext) -> bool:
+def is_v4(context: ComponentContext) -> bool:
     """Return whether the model is a V4."""
-    return isinstance(scene.bound.config, V4Config)
+    return isinstance(context.bound.config, V4Config)
 
 
 def facts_of(call: ComponentCall) -> ModelFacts | None:
@@ -270,45 +271,45 @@ def facts_of(call: ComponentCall) -> ModelFacts | None:
     return None
 
 
-def has_facts(scene: ComponentContext) -> bool:
+def has_facts(context: ComponentContext) -> bool:
     """Return whether the scene's call is a reference."""
-    return facts_of(scene.call) is not None
+    return facts_of(context.call) is not None
 
 
-def facts_at(scene: ComponentContext) -> Any:
+def facts_at(context: ComponentContext) -> Any:
     """Return the facts at a scene whose call is a reference."""
-    found = facts_of(scene.call)
+    found = facts_of(context.call)
     assert found is not None, "called only where has_facts"
     return found
 
 
 def with_facts(
-    scene: ComponentContext, change: Callable[[Any], ModelFacts]
+    context: ComponentContext, change: Callable[[Any], ModelFacts]
 ) -> Callable[..., ComponentCall]:
     """Run the same function with other facts."""
 
     def apply(call: ComponentCall) -> ComponentCall:
-        own = call if facts_of(call) is not None else scene.call
+        own = call if facts_of(call) is not None else context.call
         assert isinstance(own, partial), "called only where has_facts"
         return partial(own.func, change(own.args[0]))
 
     return apply
 
 
-def with_function(scene: ComponentContext, function: Function) -> Callable[..., ComponentCall]:
+def with_function(context: ComponentContext, function: Function) -> Callable[..., ComponentCall]:
     """Run another function with the same facts; it may call the component's own."""
 
     def apply(call: ComponentCall) -> ComponentCall:
-        own = facts_of(call) or facts_of(scene.call)
+        own = facts_of(call) or facts_of(context.call)
         return partial(function, own)
 
     return apply
 
 
-def function_at(scene: ComponentContext) -> Function:
+def function_at(context: ComponentContext) -> Function:
     """Return the reference function of a scene."""
-    assert isinstance(scene.call, partial), "called only where has_facts"
-    found: Function = scene.call.func
+    assert isinstance(context.call, partial), "called only where has_facts"
+    found: Function = context.call.func
     return found
 
 
@@ -346,7 +347,7 @@ def unrounded_output(facts: Any) -> Any:
 
 
 def with_x(
-    scene: ComponentContext, change: Callable[[Tensor], Tensor]
+    context: ComponentContext, change: Callable[[Tensor], Tensor]
 ) -> Callable[..., ComponentCall]:
     """Run a product on another input [..., G, K], given as decoded values; G groups, mostly 1.
 
@@ -354,7 +355,7 @@ def with_x(
     """
 
     def apply(call: ComponentCall) -> ComponentCall:
-        facts = facts_of(call) or facts_of(scene.call)
+        facts = facts_of(call) or facts_of(context.call)
 
         def faulty(inputs: Inputs, weights: Weights) -> Mapping[str, Tensor]:
             return call(decoded(facts, inputs, weights, change), weights)
@@ -374,7 +375,7 @@ def decoded(
     x = activation_values(inputs, form, dtype)
     width = max(weight.shape[1] for weight in weights.values() if weight.shape)
     made = change(x.reshape(*x.shape[:-1], -1, width))
-    parts = {name: each for name, each in inputs.items() if name not in _CODED}
+    parts = {name: tensor for name, tensor in inputs.items() if name not in _CODED}
     return {**parts, X: made.reshape(*x.shape[:-1], -1).to(x.dtype)}
 
 

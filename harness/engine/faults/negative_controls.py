@@ -51,23 +51,23 @@ _LINEARS = (
 
 @dataclass(frozen=True)
 class Control:
-    """One legal difference; `sits` and `ways` are as in ModelFault."""
+    """One legal difference; `applies_to` and `variants` are as in ModelFault."""
 
     id: str
     title: str
     why: str
-    sits: Callable[[ComponentContext], bool]
-    ways: Callable[[ComponentContext], Iterator[FaultVariant]]
+    applies_to: Callable[[ComponentContext], bool]
+    variants: Callable[[ComponentContext], Iterator[FaultVariant]]
 
 
 def _on_float32(facts: Any) -> Any:
     return with_numerics(facts, products=torch.float32)
 
 
-def _reordered(scene: ComponentContext, order: str, parts: int) -> Any:
+def _reordered(context: ComponentContext, order: str, parts: int) -> Any:
     """Sum over K in another order, in float32, with one rounding at the end."""
-    fine = with_facts(scene, lambda facts: unrounded(_on_float32(facts)))
-    numerics = scene.bound.bound_to(scene.name)[1].numerics
+    fine = with_facts(context, lambda facts: unrounded(_on_float32(facts)))
+    numerics = context.bound.bound_to(context.name)[1].numerics
 
     def apply(call: Any) -> Any:
         exact = fine(call)
@@ -100,15 +100,15 @@ def _alone(numerics: Numerics, begin: int, end: int, _name: str, weight: Weight)
     return Weight(value=values, input_scale=weight.input_scale)
 
 
-def _order_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    yield FaultVariant("sums in float32", with_facts(scene, _on_float32))
-    yield FaultVariant("K in 4 parts", _reordered(scene, "forwards", 4))
-    yield FaultVariant("K in 16 parts, the last first", _reordered(scene, "backwards", 16))
+def _order_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    yield FaultVariant("sums in float32", with_facts(context, _on_float32))
+    yield FaultVariant("K in 4 parts", _reordered(context, "forwards", 4))
+    yield FaultVariant("K in 16 parts, the last first", _reordered(context, "backwards", 16))
 
 
-def _swapped_routing(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _swapped_routing(context: ComponentContext) -> Iterator[FaultVariant]:
     """Take a softmax over the chosen experts; without a bias it equals the renormalised one."""
-    del scene
+    del context
     yield FaultVariant(
         "shares computed by another order of the same operations", with_outputs(_reshared)
     )
@@ -121,9 +121,9 @@ def _reshared(_inputs: Tensors, outputs: Tensors) -> Tensors:
     return {**outputs, "weights": shares.to(weights.dtype)}
 
 
-def _exponential_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _exponential_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     """Multiply Q by log2(e) and take powers of two, as kernels do: one more rounding."""
-    del scene
+    del context
 
     def change(inputs: Tensors) -> Tensors:
         q = inputs["q"].double()
@@ -132,9 +132,9 @@ def _exponential_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
     yield FaultVariant("exponentials in base 2", with_inputs(change))
 
 
-def _shift_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _shift_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     """Shift all positions; without entries the inverse rotation undoes the rotation of q and k."""
-    del scene
+    del context
     for shift in (1, 5):
         yield FaultVariant(f"positions {shift:+d} for all rotations", with_inputs(_plus(shift)))
 
@@ -146,8 +146,8 @@ def _plus(shift: int) -> Any:
     return change
 
 
-def _reciprocal_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    del scene
+def _reciprocal_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    del context
     for steps in (1, -1):
 
         def change(inputs: Tensors, steps: int = steps) -> Tensors:
@@ -158,9 +158,9 @@ def _reciprocal_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
         yield FaultVariant(f"inputs times a reciprocal {steps:+d} ulp off", with_inputs(change))
 
 
-def _growth_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _growth_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     """Double the streams, which their norm hides."""
-    del scene
+    del context
 
     def change(inputs: Tensors) -> Tensors:
         return {**inputs, "streams": inputs["streams"] * 2}
@@ -168,9 +168,9 @@ def _growth_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
     yield FaultVariant("streams twice as long", with_inputs(change))
 
 
-def _unread_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _unread_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     """Change the scales of a plain weight, which are never read."""
-    del scene
+    del context
 
     def change(_name: str, weight: Weight) -> Weight:
         if weight.storage is not None:
@@ -185,8 +185,8 @@ def _unread_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
     yield FaultVariant("scales that nobody reads never loaded", with_weights(change))
 
 
-def _tie_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    del scene
+def _tie_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    del context
     yield FaultVariant("the chosen in the order of their numbers", with_outputs(_sorted))
 
 
@@ -197,9 +197,9 @@ def _sorted(_inputs: Tensors, outputs: Tensors) -> Tensors:
     return {**outputs, "out": torch.where(order == most, -1, order)}
 
 
-def _inner_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    if facts_of(scene.call) is not None:
-        yield FaultVariant("float64 inside", with_facts(scene, _wide))
+def _inner_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    if facts_of(context.call) is not None:
+        yield FaultVariant("float64 inside", with_facts(context, _wide))
 
 
 def _wide(facts: Any) -> Any:
@@ -208,27 +208,27 @@ def _wide(facts: Any) -> Any:
 
 
 def _of_roles(*roles: str) -> Callable[[ComponentContext], bool]:
-    return lambda scene: scene.role in roles
+    return lambda context: context.role in roles
 
 
-def _divides(scene: ComponentContext) -> bool:
+def _divides(context: ComponentContext) -> bool:
     """Return whether the scale need not be a power of two, whose reciprocal would be exact."""
-    linear = scene.name.removesuffix(".act_quant")
-    if linear == scene.name:
+    linear = context.name.removesuffix(".act_quant")
+    if linear == context.name:
         return False
-    _, facts = scene.bound.bound_to(linear)
-    formats = (facts.activation(name) for name in scene.bound.weights_of(linear))
+    _, facts = context.bound.bound_to(linear)
+    formats = (facts.activation(name) for name in context.bound.weights_of(linear))
     return not any(form is not None and form.endswith("UE8M0") for form in formats)
 
 
-def _scored(scene: ComponentContext) -> bool:
-    block = scene.component.block
-    return scene.role == "ffn.topk" and block is not None and block.mlp_type is not MlpType.DENSE
+def _scored(context: ComponentContext) -> bool:
+    block = context.component.block
+    return context.role == "ffn.topk" and block is not None and block.mlp_type is not MlpType.DENSE
 
 
-def _window_only(scene: ComponentContext) -> bool:
-    block = scene.component.block
-    return block is not None and is_v4(scene) and block.layer_type is LayerType.SLIDING
+def _window_only(context: ComponentContext) -> bool:
+    block = context.component.block
+    return block is not None and is_v4(context) and block.layer_type is LayerType.SLIDING
 
 
 CONTROLS = (
@@ -250,7 +250,7 @@ CONTROLS = (
     Control(
         "reciprocal", "A scale's reciprocal within an ulp of float32",
         "codes differ only on the edge of a step",
-        lambda scene: "experts" not in scene.role and _divides(scene),
+        lambda context: "experts" not in context.role and _divides(context),
         _reciprocal_variants,
     ),
     Control(
@@ -270,7 +270,7 @@ CONTROLS = (
     Control(
         "unread_scales", "Scales of a weight that has none were never loaded",
         "nobody reads them",
-        lambda scene: bool(scene.component.weights), _unread_variants,
+        lambda context: bool(context.component.weights), _unread_variants,
     ),
 )  # fmt: skip
 
@@ -280,8 +280,8 @@ WHOLE_RUN_CONTROLS = (
     Control(
         "window_shift", "All positions shifted, in a layer that sees its window alone",
         "rotations of q, k and output cancel: only differences of positions count",
-        lambda scene: _window_only(scene)
-        and scene.role in {"attn.q_head_norm_rope", "attn.kv_norm_rope", "attn.inverse_rope"},
+        lambda context: _window_only(context)
+        and context.role in {"attn.q_head_norm_rope", "attn.kv_norm_rope", "attn.inverse_rope"},
         _shift_variants,
     ),
     Control(

@@ -67,30 +67,30 @@ def is_packed(form: BlockFormat) -> bool:
     return form.packed
 
 
-def activation_format(scene: ComponentContext) -> BlockFormat | None:
+def activation_format(context: ComponentContext) -> BlockFormat | None:
     """Return the format of the codes that a component makes or reads; None if it does neither."""
-    component = scene.component
+    component = context.component
     is_maker = "codes" in component.outputs
     if not is_maker and not any(each.name == "codes" for each in component.inputs):
         return None
     names = component.input_scales or component.weights
     if not names:  # without calibrated scales the maker names no weights; its linear does
-        linear = scene.name.removesuffix(".act_quant")
-        if scene.role == _SWIGLU:
-            linear = scene.name.replace("act_quant", "w2")
-        found = scene.sibling(linear)
-        names = found.component.weights if found else ()
+        linear = context.name.removesuffix(".act_quant")
+        if context.role == _SWIGLU:
+            linear = context.name.replace("act_quant", "w2")
+        component_context = context.sibling(linear)
+        names = component_context.component.weights if component_context else ()
     if not names:
         return None
-    parameter = parameter_named(scene.bound.config, names[0])
-    return BLOCK_FORMATS.get(scene.recipe.format_of(parameter).activation)
+    parameter = parameter_named(context.bound.config, names[0])
+    return BLOCK_FORMATS.get(context.recipe.format_of(parameter).activation)
 
 
-def numbers(scene: ComponentContext, inputs: Parts) -> Tensor:
+def numbers(context: ComponentContext, inputs: Parts) -> Tensor:
     """Return the values that a component quantises: its input, or SwiGLU of it."""
-    if scene.role != _SWIGLU:
+    if context.role != _SWIGLU:
         return inputs["x"]
-    bound, block = scene.bound, scene.component.block
+    bound, block = context.bound, context.component.block
     if isinstance(bound.config, V4Config):
         facts: Any = V4Facts(bound.config, bound.numerics, block, {})
     else:
@@ -98,9 +98,9 @@ def numbers(scene: ComponentContext, inputs: Parts) -> Tensor:
     return experts.routed_act(facts, inputs, {})["out"]
 
 
-def blocks(scene: ComponentContext, inputs: Parts, tensor_scale: Tensor) -> Tensor:
+def blocks(context: ComponentContext, inputs: Parts, tensor_scale: Tensor) -> Tensor:
     """Return the values that become NVFP4, in blocks [..., b], once for each expert of a token."""
-    form, x = activation_format(scene), numbers(scene, inputs).float()
+    form, x = activation_format(context), numbers(context, inputs).float()
     assert form is not None, "called only where codes are made"
     if tensor_scale.ndim == x.ndim:
         x = x.unsqueeze(1).expand(*tensor_scale.shape, -1)
@@ -109,14 +109,14 @@ def blocks(scene: ComponentContext, inputs: Parts, tensor_scale: Tensor) -> Tens
 
 
 def requantised(
-    scene: ComponentContext,
+    context: ComponentContext,
     inputs: Parts,
     outputs: Parts,
     scale: Tensor | None = None,
     dialect: Dialect = CANONICAL,
 ) -> dict[str, Tensor]:
     """Quantise again with another tensor scale or other rules; the returned tensor scale stays."""
-    form, x = activation_format(scene), numbers(scene, inputs).float().contiguous()
+    form, x = activation_format(context), numbers(context, inputs).float().contiguous()
     assert form is not None, "called only where codes are made"
     if not form.tensor_scale:
         made = quantise(x, form, dialect)
@@ -133,7 +133,7 @@ def requantised(
 
 
 def with_block_scales(
-    scene: ComponentContext,
+    context: ComponentContext,
     inputs: Parts,
     outputs: Parts,
     change: Callable[[Tensor, Tensor], Tensor],
@@ -142,10 +142,10 @@ def with_block_scales(
 
     `change` gets blocks [..., b] in units of the tensor scale, and the correct codes [...].
     """
-    form, stored = activation_format(scene), outputs["block_scale"]
+    form, stored = activation_format(context), outputs["block_scale"]
     assert form is not None, "called only where codes are made"
     step = outputs["tensor_scale"].float()
-    scaled = blocks(scene, inputs, step) / step[..., None, None]
+    scaled = blocks(context, inputs, step) / step[..., None, None]
     made = change(scaled, stored).to(stored.dtype)
     scale = decode_array(made, form.scale)[..., None]
     # A block scale of 0 decodes to zeros, whatever its codes.
@@ -159,15 +159,17 @@ def making_fault(
 ) -> ModelFault:
     """Return a fault that changes quantised outputs; `change` gets inputs and correct outputs."""
 
-    def sits(scene: ComponentContext) -> bool:
-        form = activation_format(scene) if "codes" in scene.component.outputs else None
+    def applies_to(context: ComponentContext) -> bool:
+        form = activation_format(context) if "codes" in context.component.outputs else None
         return form is not None and needs(form)
 
-    def ways(scene: ComponentContext) -> Iterator[FaultVariant]:
+    def variants(context: ComponentContext) -> Iterator[FaultVariant]:
         for half, of, where in _COLUMNS:
-            yield FaultVariant(f"{words.doing} {scene.name}{of}", _made(scene, change, half), where)
+            yield FaultVariant(
+                f"{words.action} {context.name}{of}", _made(context, change, half), where
+            )
 
-    return ModelFault(words.id, words.title, words.effect, words.remedy, sits, ways)
+    return ModelFault(words.id, words.title, words.effect, words.remedy, applies_to, variants)
 
 
 def reading_fault(
@@ -175,25 +177,27 @@ def reading_fault(
 ) -> ModelFault:
     """Return a fault of a linear that misreads correct codes and scales."""
 
-    def sits(scene: ComponentContext) -> bool:
-        is_reader = any(each.name == "codes" for each in scene.component.inputs)
-        form = activation_format(scene) if is_reader else None
+    def applies_to(context: ComponentContext) -> bool:
+        is_reader = any(each.name == "codes" for each in context.component.inputs)
+        form = activation_format(context) if is_reader else None
         return form is not None and needs(form)
 
-    def ways(scene: ComponentContext) -> Iterator[FaultVariant]:
+    def variants(context: ComponentContext) -> Iterator[FaultVariant]:
         for half, of, where in _COLUMNS:
-            yield FaultVariant(f"{words.doing} {scene.name}{of}", _read(scene, change, half), where)
+            yield FaultVariant(
+                f"{words.action} {context.name}{of}", _read(context, change, half), where
+            )
 
-    return ModelFault(words.id, words.title, words.effect, words.remedy, sits, ways)
+    return ModelFault(words.id, words.title, words.effect, words.remedy, applies_to, variants)
 
 
 def _made(
-    scene: ComponentContext, change: Making, half: bool
+    context: ComponentContext, change: Making, half: bool
 ) -> Callable[[ComponentCall], ComponentCall]:
     def apply(call: ComponentCall) -> ComponentCall:
         def faulty(inputs: Parts, weights: Mapping[str, Any]) -> Parts:
             outputs = call(inputs, weights)
-            return _columns(half, outputs, change(scene, inputs, outputs))
+            return _columns(half, outputs, change(context, inputs, outputs))
 
         return faulty
 
@@ -201,12 +205,12 @@ def _made(
 
 
 def _read(
-    scene: ComponentContext, change: Reading, half: bool
+    context: ComponentContext, change: Reading, half: bool
 ) -> Callable[[ComponentCall], ComponentCall]:
     # Some switches hand numbers to a linear whose recipe has codes: nothing is read wrongly then.
     apply: Callable[[ComponentCall], ComponentCall] = with_inputs(
         lambda inputs: _columns(
-            half, inputs, change(scene, inputs) if holds_codes(inputs) else None
+            half, inputs, change(context, inputs) if holds_codes(inputs) else None
         )
     )
     return apply

@@ -61,9 +61,9 @@ _BLOCK = 64  # of K
 _MOST_PARTS = 32  # that a sum is cut into, or a diagnosis would take minutes
 
 
-def _finer(scene: ComponentContext, change: Round) -> Any:
+def _finer(context: ComponentContext, change: Round) -> Any:
     """Apply `change` to the unrounded output, then store it."""
-    fine = with_facts(scene, unrounded_output)
+    fine = with_facts(context, unrounded_output)
 
     def apply(call: Any) -> Any:
         exact = fine(call)
@@ -96,30 +96,30 @@ def _through(dtype: torch.dtype, scale: float, x: Tensor) -> Tensor:
     return (x / scale).to(dtype).double() * scale
 
 
-def _coarse_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _coarse_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     for words, change in (
         ("an output that was E4M3 on its way", partial(_through, torch.float8_e4m3fn, 1.0)),
         ("an output that was E5M2 on its way", partial(_through, torch.float8_e5m2, 1.0)),
         ("an output cut off towards zero", _cut),
         ("an output rounded away from zero", _up),
     ):
-        yield FaultVariant(words, _finer(scene, change))
+        yield FaultVariant(words, _finer(context, change))
 
 
-def _small_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _small_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     """Yield sums kept in FP16 before the scales are multiplied."""
     for words, power in (
         ("sums in FP16 in front of a scale of 2^-20", 2.0**-20),
         ("sums in FP16 in front of a scale of 2^-14", 2.0**-14),
         ("outputs below 2^-10 lost in FP16 after a scale of 2^14", 2.0**14),
     ):
-        yield FaultVariant(words, _finer(scene, partial(_through, torch.float16, power)))
-    yield FaultVariant("sums in FP16 in front of the tensor scale", _before_the_scale(scene))
+        yield FaultVariant(words, _finer(context, partial(_through, torch.float16, power)))
+    yield FaultVariant("sums in FP16 in front of the tensor scale", _before_the_scale(context))
 
 
-def _before_the_scale(scene: ComponentContext) -> Any:
+def _before_the_scale(context: ComponentContext) -> Any:
     """Round the sum as it is before its tensor scales are multiplied."""
-    fine = with_facts(scene, unrounded)
+    fine = with_facts(context, unrounded)
 
     def apply(call: Any) -> Any:
         exact = fine(call)
@@ -141,9 +141,9 @@ def _before_the_scale(scene: ComponentContext) -> Any:
     return apply
 
 
-def _kept(scene: ComponentContext, dtype: torch.dtype, block: int | None) -> Any:
+def _kept(context: ComponentContext, dtype: torch.dtype, block: int | None) -> Any:
     """Add partial sums over blocks of K to a sum that is stored in `dtype`."""
-    fine = with_facts(scene, unrounded)
+    fine = with_facts(context, unrounded)
 
     def apply(call: Any) -> Any:
         exact = fine(call)
@@ -171,23 +171,23 @@ def _alone(begin: int, end: int, x: Tensor) -> Tensor:
     return made
 
 
-def _sum_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _sum_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     for block in (_BLOCK, _BLOCK // 2):
         words = f"sums kept in BF16 from one {block} of K to the next"
-        yield FaultVariant(words, _kept(scene, torch.bfloat16, block), {"k": block})
+        yield FaultVariant(words, _kept(context, torch.bfloat16, block), {"k": block})
     yield FaultVariant(
-        "the two halves of K stored in BF16 and added", _kept(scene, torch.bfloat16, None)
+        "the two halves of K stored in BF16 and added", _kept(context, torch.bfloat16, None)
     )
 
 
 def _if_near(
-    ways: Callable[[ComponentContext], Iterator[FaultVariant]], most: float
+    variants: Callable[[ComponentContext], Iterator[FaultVariant]], most: float
 ) -> Callable[[ComponentContext, CallRecord], Iterator[FaultVariant]]:
     """Propose only if the difference is at most `most`, as rounding is; partial sums are costly."""
 
-    def signature(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
-        if length_of_difference(sight) <= most:
-            yield from ways(scene)
+    def signature(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+        if length_of_difference(record) <= most:
+            yield from variants(context)
 
     return signature
 
@@ -198,8 +198,8 @@ OUTPUT_PRECISION_FAULTS = (
         title="An output passes through a coarser format, or is cut off",
         effect="noise beyond one rounding; small values, or all of them, lean to one side",
         remedy="Round once, to nearest even, to the dtype that is stored.",
-        sits=lambda scene: scene.role in _ROUNDED,
-        ways=_coarse_variants,
+        applies_to=lambda context: context.role in _ROUNDED,
+        variants=_coarse_variants,
         signature=_if_near(_coarse_variants, 0.5),
     ),
     ModelFault(
@@ -207,16 +207,16 @@ OUTPUT_PRECISION_FAULTS = (
         title="A sum is stored in FP16 in front of its scale",
         effect="large sums become infinite, or small ones vanish",
         remedy="Multiply by the scales in fp32 and convert last.",
-        sits=lambda scene: scene.role in _LINEARS,
-        ways=_small_variants,
+        applies_to=lambda context: context.role in _LINEARS,
+        variants=_small_variants,
     ),
     ModelFault(
         id="M40.short_sums",
         title="Partial sums over K are stored in 16 bits",
         effect="noise that grows with K",
         remedy="Keep accumulators and split-K workspaces in fp32.",
-        sits=lambda scene: scene.role in _LINEARS,
-        ways=_sum_variants,
+        applies_to=lambda context: context.role in _LINEARS,
+        variants=_sum_variants,
         signature=_if_near(_sum_variants, 0.3),
     ),
 )
@@ -246,31 +246,31 @@ _TILED = {
 }  # fmt: skip
 
 
-def _whole_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _whole_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     for gain in PLANTED:
-        yield planted_gain(scene, f"{gain_text(gain)} on all of it", gain, places={"gain": gain})
+        yield planted_gain(context, f"{gain_text(gain)} on all of it", gain, places={"gain": gain})
 
 
-def _whole(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
-    gain = of_sight(sight)
-    c, e = sight.outputs.get("out"), sight.expected.get("out")
+def _whole(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+    gain = of_sight(record)
+    c, e = record.outputs.get("out"), record.expected.get("out")
     if gain is None and c is not None and e is not None and c.shape == e.shape:
         gain = faint(c, e)
     if gain is not None:
-        for value, side in _sharp(scene, sight, gain):
+        for value, side in _sharp(context, record, gain):
             words = f"{gain_text(value)} on all of it"
-            yield from both_gains(scene, words, value, places={"gain": value}, sides=(side,))
+            yield from both_gains(context, words, value, places={"gain": value}, sides=(side,))
 
 
 def _sharp(
-    scene: ComponentContext, sight: CallRecord, gain: float, mask: Tensor | None = None
+    context: ComponentContext, record: CallRecord, gain: float, mask: Tensor | None = None
 ) -> Iterator[tuple[float, RoundingSide]]:
     """Yield the gains that a fitted one may be, each with its side of the rounding.
 
     A healthy kernel's own roundings may blur what `sharpened` counts; then the fit itself is right.
     """
     for side in RoundingSide:
-        sharp = sharpened(scene, sight, gain, mask, side)
+        sharp = sharpened(context, record, gain, mask, side)
         for value in dict.fromkeys((*_rounded(sharp), *_rounded(gain))):
             yield value, side
 
@@ -293,8 +293,8 @@ def _rounded(gain: float) -> Iterator[float]:
     yield gain
 
 
-def _heads(scene: ComponentContext) -> int:
-    return int(scene.bound.config.num_attention_heads)
+def _heads(context: ComponentContext) -> int:
+    return int(context.bound.config.num_attention_heads)
 
 
 def _head_region(head: int, heads: int) -> Region:
@@ -306,42 +306,42 @@ def _head_region(head: int, heads: int) -> Region:
     return region
 
 
-def _planted_heads(scene: ComponentContext) -> Iterator[FaultVariant]:
-    for head in (0, _heads(scene) - 1):
-        yield next(head_variants(scene, head, 0.97))
+def _planted_heads(context: ComponentContext) -> Iterator[FaultVariant]:
+    for head in (0, _heads(context) - 1):
+        yield next(head_variants(context, head, 0.97))
 
 
 def head_variants(
-    scene: ComponentContext,
+    context: ComponentContext,
     head: int,
     gain: float,
     sides: Collection[RoundingSide] = tuple(RoundingSide),
 ) -> Iterator[FaultVariant]:
     """Yield a gain on one head, before the rounding and after it."""
-    region, places = _head_region(head, _heads(scene)), {"head": head, "gain": gain}
-    yield from both_gains(scene, f"{gain_text(gain)} on head {head}", gain, region, places, sides)
+    region, places = _head_region(head, _heads(context)), {"head": head, "gain": gain}
+    yield from both_gains(context, f"{gain_text(gain)} on head {head}", gain, region, places, sides)
 
 
 def _of_places(
-    scene: ComponentContext, sight: CallRecord, masks: Iterator[tuple[int, Tensor]]
+    context: ComponentContext, record: CallRecord, masks: Iterator[tuple[int, Tensor]]
 ) -> Iterator[tuple[int, float, RoundingSide]]:
     """Yield places that differ by a gain; none if the whole output has one."""
-    c, e = sight.outputs["out"], sight.expected["out"]
-    if of_sight(sight) is not None or c.shape != e.shape:
+    c, e = record.outputs["out"], record.expected["out"]
+    if of_sight(record) is not None or c.shape != e.shape:
         return
     for number, mask in masks:
         gain = fitted(c[mask], e[mask]) or faint(c[mask], e[mask])
         if gain is not None:
-            for value, side in _sharp(scene, sight, gain, mask):
+            for value, side in _sharp(context, record, gain, mask):
                 yield number, value, side
 
 
-def _head(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
-    heads, out = _heads(scene), sight.expected["out"]
-    masks = ((h, _head_region(h, heads)(sight.inputs, out)) for h in range(heads))
+def _head(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+    heads, out = _heads(context), record.expected["out"]
+    masks = ((h, _head_region(h, heads)(record.inputs, out)) for h in range(heads))
     found = ((h, mask) for h, mask in masks if mask is not None)
-    for head, gain, side in _of_places(scene, sight, found):
-        yield from head_variants(scene, head, gain, (side,))
+    for head, gain, side in _of_places(context, record, found):
+        yield from head_variants(context, head, gain, (side,))
 
 
 def _expert_region(expert: int) -> Region:
@@ -352,7 +352,7 @@ def _expert_region(expert: int) -> Region:
 
 
 def expert_variants(
-    scene: ComponentContext,
+    context: ComponentContext,
     expert: int,
     gain: float,
     sides: Collection[RoundingSide] = tuple(RoundingSide),
@@ -360,24 +360,24 @@ def expert_variants(
     """Yield a gain on one expert, before the rounding and after it."""
     region, places = _expert_region(expert), {"expert": expert, "gain": gain}
     yield from both_gains(
-        scene, f"{gain_text(gain)} on expert {expert}", gain, region, places, sides
+        context, f"{gain_text(gain)} on expert {expert}", gain, region, places, sides
     )
 
 
-def _planted_experts(scene: ComponentContext) -> Iterator[FaultVariant]:
-    for expert in (0, scene.bound.config.n_routed_experts - 1):
-        yield next(expert_variants(scene, expert, 0.97))
+def _planted_experts(context: ComponentContext) -> Iterator[FaultVariant]:
+    for expert in (0, context.bound.config.n_routed_experts - 1):
+        yield next(expert_variants(context, expert, 0.97))
 
 
-def _expert(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
-    experts, out = sight.inputs["experts"], sight.expected["out"]
+def _expert(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+    experts, out = record.inputs["experts"], record.expected["out"]
     masks = (
         (number, (experts == number)[..., None].expand(out.shape))
         for number in experts.unique().tolist()
         if number >= 0
     )
-    for expert, gain, side in _of_places(scene, sight, masks):
-        yield from expert_variants(scene, expert, gain, (side,))
+    for expert, gain, side in _of_places(context, record, masks):
+        yield from expert_variants(context, expert, gain, (side,))
 
 
 def _tile_region(tile: int) -> Region:
@@ -388,7 +388,7 @@ def _tile_region(tile: int) -> Region:
 
 
 def tile_variants(
-    scene: ComponentContext,
+    context: ComponentContext,
     tile: int,
     gain: float,
     sides: Collection[RoundingSide] = tuple(RoundingSide),
@@ -397,43 +397,50 @@ def tile_variants(
     begin = tile * TILE
     words = f"{gain_text(gain)} on columns {begin} to {begin + TILE - 1}"
     places = {"column": begin, "gain": gain}
-    yield from both_gains(scene, words, gain, _tile_region(tile), places, sides)
+    yield from both_gains(context, words, gain, _tile_region(tile), places, sides)
 
 
-def _planted_tiles(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _planted_tiles(context: ComponentContext) -> Iterator[FaultVariant]:
     for gain in (0.97, 0.5):
-        yield next(tile_variants(scene, 0, gain))
-    yield next(tile_variants(scene, 1, 0.97))
+        yield next(tile_variants(context, 0, gain))
+    yield next(tile_variants(context, 1, 0.97))
 
 
-def _tile(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
-    mask = differing(sight)
-    out = sight.expected["out"]
+def _tile(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+    mask = differing(record)
+    out = record.expected["out"]
     if out.shape[-1] <= TILE:
         return
     columns = range(out.shape[-1]) if mask is None else mask.any(0).nonzero().flatten().tolist()
     found = sorted({c // TILE for c in columns})
     if mask is not None and len(found) * TILE >= flat(out).shape[1]:
         return
-    masks = ((tile, _tile_region(tile)(sight.inputs, out)) for tile in found)
-    for tile, gain, side in _of_places(scene, sight, ((t, m) for t, m in masks if m is not None)):
-        yield from tile_variants(scene, tile, gain, (side,))
+    masks = ((tile, _tile_region(tile)(record.inputs, out)) for tile in found)
+    for tile, gain, side in _of_places(
+        context, record, ((t, m) for t, m in masks if m is not None)
+    ):
+        yield from tile_variants(context, tile, gain, (side,))
 
 
-def _sits_whole(scene: ComponentContext) -> bool:
-    return scene.role in _WHOLE
+def _sits_whole(context: ComponentContext) -> bool:
+    return context.role in _WHOLE
 
 
-def _sits_head(scene: ComponentContext) -> bool:
-    return scene.role in {"attn.attend", "attn.wq_b", "attn.q_head_norm_rope", "attn.inverse_rope"}
+def _sits_head(context: ComponentContext) -> bool:
+    return context.role in {
+        "attn.attend",
+        "attn.wq_b",
+        "attn.q_head_norm_rope",
+        "attn.inverse_rope",
+    }
 
 
-def _sits_expert(scene: ComponentContext) -> bool:
-    return scene.role in {"ffn.experts.w13", "ffn.experts.w2"}
+def _sits_expert(context: ComponentContext) -> bool:
+    return context.role in {"ffn.experts.w13", "ffn.experts.w2"}
 
 
-def _sits_tile(scene: ComponentContext) -> bool:
-    return scene.role in _TILED
+def _sits_tile(context: ComponentContext) -> bool:
+    return context.role in _TILED
 
 
 _REMEDY = "Look for a constant that this backend leaves out, or a scale that it rounds."
@@ -444,8 +451,8 @@ SMALL_GAIN_FAULTS = (
         title="A systematic gain on all of an output",
         effect="proportions stay, so a cosine sees nothing; distributions shift",
         remedy=_REMEDY,
-        sits=_sits_whole,
-        ways=_whole_variants,
+        applies_to=_sits_whole,
+        variants=_whole_variants,
         signature=_whole,
     ),
     ModelFault(
@@ -453,8 +460,8 @@ SMALL_GAIN_FAULTS = (
         title="A systematic gain on one head",
         effect="one head pulls more or less than it should",
         remedy=_REMEDY,
-        sits=_sits_head,
-        ways=_planted_heads,
+        applies_to=_sits_head,
+        variants=_planted_heads,
         signature=_head,
     ),
     ModelFault(
@@ -462,8 +469,8 @@ SMALL_GAIN_FAULTS = (
         title="A systematic gain on one expert",
         effect="tokens that visit this expert are off by its factor, or have its sign turned",
         remedy=_REMEDY,
-        sits=_sits_expert,
-        ways=_planted_experts,
+        applies_to=_sits_expert,
+        variants=_planted_experts,
         signature=_expert,
     ),
     ModelFault(
@@ -471,8 +478,8 @@ SMALL_GAIN_FAULTS = (
         title="A systematic gain on one tile of columns",
         effect="64 columns of a product are off",
         remedy=_REMEDY,
-        sits=_sits_tile,
-        ways=_planted_tiles,
+        applies_to=_sits_tile,
+        variants=_planted_tiles,
         signature=_tile,
     ),
 )

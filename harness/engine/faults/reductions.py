@@ -48,22 +48,22 @@ _CUT = ("ffn.shared.w2", "ffn.w2", "attn.wo_b", "attn.wo")
 _SCORED = "attn.indexer.scores"
 
 
-def sits_summed(scene: ComponentContext) -> bool:
+def sits_summed(context: ComponentContext) -> bool:
     """Return whether the sharding plan sums here over ranks."""
-    return scene.role in _SUMMED or scene.role == _SCORED
+    return context.role in _SUMMED or context.role == _SCORED
 
 
-def sits_cut(scene: ComponentContext) -> bool:
+def sits_cut(context: ComponentContext) -> bool:
     """Return whether K is split between ranks."""
-    return scene.role in _CUT
+    return context.role in _CUT
 
 
 def _counts(words: str, factor: Callable[[int], float]) -> Callable[..., Iterator[FaultVariant]]:
-    def ways(_scene: ComponentContext) -> Iterator[FaultVariant]:
+    def variants(_context: ComponentContext) -> Iterator[FaultVariant]:
         for ranks in RANKS:
             yield gain_variant(words.format(ranks), factor(ranks), places={"ranks": ranks})
 
-    return ways
+    return variants
 
 
 _AGAIN = _counts("the sum taken {} times", float)
@@ -71,50 +71,50 @@ _DIVIDED = _counts("the sum divided by {} ranks", lambda ranks: 1 / ranks)
 
 
 def _of_gain(
-    ways: Callable[..., Iterator[FaultVariant]],
+    variants: Callable[..., Iterator[FaultVariant]],
 ) -> Callable[[ComponentContext, CallRecord], Iterator[FaultVariant]]:
     """Propose the ways whose number of ranks, or its reciprocal, is the fitted gain."""
 
-    def signature(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
-        gain = of_sight(sight)
-        if gain is None and scene.role == _SCORED:
-            gain = _of_scores(sight)
-        for way in ways(scene) if gain is not None else ():
-            ranks = float(way.where["ranks"])
+    def signature(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+        gain = of_sight(record)
+        if gain is None and context.role == _SCORED:
+            gain = _of_scores(record)
+        for variant in variants(context) if gain is not None else ():
+            ranks = float(variant.where["ranks"])
             if is_named(gain or 0.0, ranks) or is_named(gain or 0.0, 1 / ranks):
-                yield way
+                yield variant
 
     return signature
 
 
-def _of_scores(sight: CallRecord) -> float | None:
+def _of_scores(record: CallRecord) -> float | None:
     """Fit the gain of visible scores; the others are -inf."""
-    c, e = sight.outputs["out"], sight.expected["out"]
+    c, e = record.outputs["out"], record.expected["out"]
     if c.shape != e.shape:
         return None
     both = c.isfinite() & e.isfinite()
     return fitted(c[both], e[both])
 
 
-def _part_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _part_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     """Yield products without one rank's part of K."""
     for ranks in RANKS:
         for rank in (0, ranks - 1):
             kept = f"without the part of rank {rank} of {ranks}"
-            yield FaultVariant(kept, _without(scene, rank, ranks), {"ranks": ranks, "rank": rank})
+            yield FaultVariant(kept, _without(context, rank, ranks), {"ranks": ranks, "rank": rank})
 
 
-def _without(scene: ComponentContext, rank: int, ranks: int) -> Any:
+def _without(context: ComponentContext, rank: int, ranks: int) -> Any:
     def change(x: Tensor) -> Tensor:
         made, width = x.clone(), x.shape[-1] // ranks
         made[..., rank * width : (rank + 1) * width] = 0
         return made
 
-    return with_x(scene, change)
+    return with_x(context, change)
 
 
-def _on_the_way(scene: ComponentContext) -> Iterator[FaultVariant]:
-    del scene
+def _on_the_way(context: ComponentContext) -> Iterator[FaultVariant]:
+    del context
     for name in ("shared", "routed"):
         for ranks in RANKS:
             words = f"the {name} term multiplied by {ranks} on its way"
@@ -137,9 +137,9 @@ def _rolled(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return {**inputs, "shared": inputs["shared"].roll(1, 0)}
 
 
-def _twice_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _twice_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     """Yield ways in which two ranks run one expert and both contributions are summed."""
-    for expert in range(scene.bound.config.n_routed_experts):
+    for expert in range(context.bound.config.n_routed_experts):
         yield FaultVariant(
             f"expert {expert} counted twice", with_outputs(_doubled(expert)), {"expert": expert}
         )
@@ -153,14 +153,14 @@ def _doubled(expert: int) -> Any:
     return change
 
 
-def _twice(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
+def _twice(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
     """Propose experts whose own rows have the gain 2."""
-    c, e, experts = sight.outputs["out"], sight.expected["out"], sight.inputs["experts"]
-    for way in _twice_variants(scene) if c.shape == e.shape else ():
-        there = experts == int(way.where["expert"])
+    c, e, experts = record.outputs["out"], record.expected["out"], record.inputs["experts"]
+    for variant in _twice_variants(context) if c.shape == e.shape else ():
+        there = experts == int(variant.where["expert"])
         gain = fitted(c[there], e[there]) if bool(there.any()) else None
         if gain is not None and is_named(gain, 2.0):
-            yield way
+            yield variant
 
 
 REDUCTION_COUNT_FAULTS = (
@@ -169,8 +169,8 @@ REDUCTION_COUNT_FAULTS = (
         title="A sum over ranks is taken more than once",
         effect="the component's term is larger by the number of ranks",
         remedy="Reduce once: either in the module or in the runner that adds it up.",
-        sits=sits_summed,
-        ways=_AGAIN,
+        applies_to=sits_summed,
+        variants=_AGAIN,
         signature=_of_gain(_AGAIN),
     ),
     ModelFault(
@@ -178,8 +178,8 @@ REDUCTION_COUNT_FAULTS = (
         title="A term is divided by the number of ranks and not summed",
         effect="the component's term is smaller by the number of ranks",
         remedy="Sum what was scaled for a sum, or do not scale it.",
-        sits=sits_summed,
-        ways=_DIVIDED,
+        applies_to=sits_summed,
+        variants=_DIVIDED,
         signature=_of_gain(_DIVIDED),
     ),
     ModelFault(
@@ -187,16 +187,16 @@ REDUCTION_COUNT_FAULTS = (
         title="A sum over ranks leaves some rank out",
         effect="the part of K that this rank holds is missing",
         remedy="Reduce over all ranks of the group that cuts this weight.",
-        sits=sits_cut,
-        ways=_part_variants,
+        applies_to=sits_cut,
+        variants=_part_variants,
     ),
     ModelFault(
         id="M21.expert_twice",
         title="One expert counts twice in the sum",
         effect="tokens that visit it get its contribution doubled",
         remedy="Map a logical expert to one physical one on all ranks, or mend a doubled scale.",
-        sits=lambda scene: scene.role == "ffn.experts.w2",
-        ways=_twice_variants,
+        applies_to=lambda context: context.role == "ffn.experts.w2",
+        variants=_twice_variants,
         signature=_twice,
     ),
     ModelFault(
@@ -204,8 +204,8 @@ REDUCTION_COUNT_FAULTS = (
         title="The routed or the shared term is scaled between its component and the sum",
         effect="one of the two terms of the sum is larger or smaller than it was made",
         remedy="Fit out = a * routed + b * shared; a or b is the number of ranks.",
-        sits=lambda scene: scene.role == "ffn.moe_sum",
-        ways=_on_the_way,
+        applies_to=lambda context: context.role == "ffn.moe_sum",
+        variants=_on_the_way,
         reach=Reach.EDGE,
     ),
 )
@@ -229,9 +229,9 @@ def _spread(one: Tensor, streams: Tensor) -> Tensor:
     return mixing.expand(one.to(streams.dtype), streams.shape[1])
 
 
-def _changes(scene: ComponentContext) -> Iterator[tuple[str, Change]]:
+def _changes(context: ComponentContext) -> Iterator[tuple[str, Change]]:
     """Yield wrong treatments of streams [T, S, D]."""
-    head = scene.sibling("hc_head")
+    head = context.sibling("hc_head")
     if head is not None:
         call, weights = head.call, head.weights
 
@@ -246,8 +246,8 @@ def _changes(scene: ComponentContext) -> Iterator[tuple[str, Change]]:
     yield "streams shifted by one", lambda s: s.roll(1, 1)
 
 
-def _made_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    for words, change in _changes(scene):
+def _made_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    for words, change in _changes(context):
         yield FaultVariant(words, with_outputs(_to_output(change)))
 
 
@@ -258,8 +258,8 @@ def _to_output(change: Change) -> Any:
     return changed
 
 
-def _arriving_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    for words, change in _changes(scene):
+def _arriving_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    for words, change in _changes(context):
         yield FaultVariant(f"{words}, on their way", with_inputs(_to_input("streams", change)))
 
 
@@ -270,7 +270,7 @@ def _to_input(name: str, change: Change) -> Any:
     return changed
 
 
-def _mixed_variants(_scene: ComponentContext) -> Iterator[FaultVariant]:
+def _mixed_variants(_context: ComponentContext) -> Iterator[FaultVariant]:
     yield FaultVariant(
         "the mix taken the other way round", with_inputs(_to_input("mix", _transposed))
     )
@@ -302,9 +302,9 @@ def _plain(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return {**inputs, "mix": _unmixed(inputs["mix"]), "post": ones}
 
 
-def _gate_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _gate_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     """Yield reordered gates, and the projection by what BF16 rounding removes from its weight."""
-    streams = facts_at(scene).config.hc_mult
+    streams = facts_at(context).config.hc_mult
     number = torch.arange((2 + streams) * streams)
     backwards, turned = number.clone(), number.clone()
     backwards[:streams] = number[:streams].flip(0)
@@ -328,19 +328,19 @@ def _rest(name: str, weight: Weight) -> Weight:
     return Weight(value=value - value.bfloat16().float()) if name.endswith("_fn") else weight
 
 
-def _sinkhorn_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    known = facts_at(scene).config.hc_sinkhorn_iters
+def _sinkhorn_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    known = facts_at(context).config.hc_sinkhorn_iters
     for iterations in (1, 2, max(3, known // 4)):
         words = f"{iterations} of {known} Sinkhorn iterations"
         change = _with_iterations(iterations)
-        yield FaultVariant(words, with_facts(scene, change), {"iterations": iterations})
+        yield FaultVariant(words, with_facts(context, change), {"iterations": iterations})
 
 
 def _with_iterations(iterations: int) -> Any:
     return lambda facts: with_config(facts, hc_sinkhorn_iters=iterations)
 
 
-def _residual_variants(_scene: ComponentContext) -> Iterator[FaultVariant]:
+def _residual_variants(_context: ComponentContext) -> Iterator[FaultVariant]:
     for words, change in (
         ("the residual left out", torch.zeros_like),
         ("the residual added twice", lambda residual: residual * 2),
@@ -349,23 +349,25 @@ def _residual_variants(_scene: ComponentContext) -> Iterator[FaultVariant]:
         yield FaultVariant(words, with_inputs(_to_input("residual", change)))
 
 
-def _residual_arrives(scene: ComponentContext) -> Iterator[FaultVariant]:
-    for way in _residual_variants(scene):
-        yield FaultVariant(f"{way.words}, on its way", way.apply)
+def _residual_arrives(context: ComponentContext) -> Iterator[FaultVariant]:
+    for variant in _residual_variants(context):
+        yield FaultVariant(f"{variant.words}, on its way", variant.apply)
 
 
-def _where_residual(scene: ComponentContext) -> bool:
-    inputs = {each.name for each in scene.component.inputs}
-    return not is_v4(scene) and "residual" in inputs
+def _where_residual(context: ComponentContext) -> bool:
+    inputs = {each.name for each in context.component.inputs}
+    return not is_v4(context) and "residual" in inputs
 
 
-def _first_differs(ways: Callable[[ComponentContext], Iterator[FaultVariant]], name: str) -> Any:
+def _first_differs(
+    variants: Callable[[ComponentContext], Iterator[FaultVariant]], name: str
+) -> Any:
     """Return the signature of an edge, restricted to calls in which the input itself differs."""
 
-    def signature(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
-        arrived, implied = sight.inputs.get(name), sight.implied.get(name)
+    def signature(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+        arrived, implied = record.inputs.get(name), record.implied.get(name)
         if arrived is not None and implied is not None and not torch.equal(arrived, implied):
-            yield from ways(scene)
+            yield from variants(context)
 
     return signature
 
@@ -376,16 +378,16 @@ RESIDUAL_STREAMS_FAULTS = (
         title="Residual streams are collapsed, spread again, or exchanged",
         effect="the four streams are one, or are in another order",
         remedy="Spread the embedding once and collapse after the last layer only.",
-        sits=lambda scene: scene.role in _POST,
-        ways=_made_variants,
+        applies_to=lambda context: context.role in _POST,
+        variants=_made_variants,
     ),
     ModelFault(
         id="M23.streams_arrive_alike",
         title="Streams are collapsed, spread or exchanged on their way into a layer",
         effect="the layer begins with streams that are one, or in another order",
         remedy="Send all streams between stages; do not spread them at a stage's begin.",
-        sits=lambda scene: scene.role in _PRE,
-        ways=_arriving_variants,
+        applies_to=lambda context: context.role in _PRE,
+        variants=_arriving_variants,
         signature=_first_differs(_arriving_variants, "streams"),
         reach=Reach.EDGE,
     ),
@@ -394,40 +396,40 @@ RESIDUAL_STREAMS_FAULTS = (
         title="New streams are mixed from old ones the wrong way",
         effect="stream k takes mix[k, j] of stream j, or takes the residual plainly",
         remedy="new_k = post_k * v + sum_j mix[j, k] * old_j: the sum is over the first index.",
-        sits=lambda scene: scene.role in _POST,
-        ways=_mixed_variants,
+        applies_to=lambda context: context.role in _POST,
+        variants=_mixed_variants,
     ),
     ModelFault(
         id="M23.gates",
         title="Streams are collapsed by gates of others, or by a part of their projection",
         effect="a layer's input takes streams in shares that belong elsewhere",
         remedy="Rows of the projection: pre, post, mix; add all parts of a split weight.",
-        sits=lambda scene: scene.role in _PRE,
-        ways=_gate_variants,
+        applies_to=lambda context: context.role in _PRE,
+        variants=_gate_variants,
     ),
     ModelFault(
         id="M23.sinkhorn",
         title="The mix is normalised too few times",
         effect="rows and columns of the mix do not sum to 1",
         remedy="Iterate hc_sinkhorn_iters times, the first pass included.",
-        sits=lambda scene: scene.role in _PRE,
-        ways=_sinkhorn_variants,
+        applies_to=lambda context: context.role in _PRE,
+        variants=_sinkhorn_variants,
     ),
     ModelFault(
         id="M23.residual",
         title="The residual is left out, added twice, or another token's",
         effect="what earlier layers found is lost, or counts double",
         remedy="Add the stored residual once, in front of every norm.",
-        sits=_where_residual,
-        ways=_residual_variants,
+        applies_to=_where_residual,
+        variants=_residual_variants,
     ),
     ModelFault(
         id="M23.residual_arrives",
         title="Another residual arrives than was passed on",
         effect="what earlier layers found is lost, or counts double",
         remedy="Send the residual between stages with the hidden state.",
-        sits=_where_residual,
-        ways=_residual_arrives,
+        applies_to=_where_residual,
+        variants=_residual_arrives,
         signature=_first_differs(_residual_arrives, "residual"),
         reach=Reach.EDGE,
     ),

@@ -60,11 +60,11 @@ def flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]) if x.ndim > 1 else x.reshape(1, -1)
 
 
-def differing(sight: CallRecord, output: str = "out") -> Tensor | None:
+def differing(record: CallRecord, output: str = "out") -> Tensor | None:
     """Mark the elements that differ [N, F]; None if shapes differ or nothing does."""
-    if output not in sight.outputs or output not in sight.expected:
+    if output not in record.outputs or output not in record.expected:
         return None
-    c, e = sight.outputs[output], sight.expected[output]
+    c, e = record.outputs[output], record.expected[output]
     if c.shape != e.shape or not c.numel():
         return None
     found = apart(c, e)
@@ -80,21 +80,21 @@ def cancelled(c: Tensor, e: Tensor) -> Tensor:
     return (c - e).abs() <= torch.minimum(*largest) * _CANCELLED
 
 
-def length_of_difference(sight: CallRecord, output: str = "out") -> float:
+def length_of_difference(record: CallRecord, output: str = "out") -> float:
     """Return the norm of the difference over that of the expected output; infinite if undefined."""
-    c, e = sight.outputs.get(output), sight.expected.get(output)
+    c, e = record.outputs.get(output), record.expected.get(output)
     if c is None or e is None or c.shape != e.shape:
         return math.inf
     gap, size = float((c.double() - e.double()).norm()), float(e.double().norm())
     return gap / size if size and math.isfinite(gap / size) else math.inf
 
 
-def likeness(sight: CallRecord, output: str = "out") -> float:
+def likeness(record: CallRecord, output: str = "out") -> float:
     """Return the cosine of actual and expected output; 0 where it cannot be computed.
 
     A gain on parts of a sum leaves the cosine large, other operands do not.
     """
-    c, e = sight.outputs.get(output), sight.expected.get(output)
+    c, e = record.outputs.get(output), record.expected.get(output)
     if c is None or e is None or c.shape != e.shape:
         return 0.0
     c, e = c.double().flatten(), e.double().flatten()
@@ -102,9 +102,13 @@ def likeness(sight: CallRecord, output: str = "out") -> float:
     return float(c @ e) / size if size and math.isfinite(size) else 0.0
 
 
-def wrong_slots(sight: CallRecord) -> Tensor | None:
+def wrong_slots(record: CallRecord) -> Tensor | None:
     """Mark slots [T, K] that differ by more than rounding; None for calls without experts."""
-    c, e, experts = sight.outputs.get("out"), sight.expected.get("out"), sight.inputs.get("experts")
+    c, e, experts = (
+        record.outputs.get("out"),
+        record.expected.get("out"),
+        record.inputs.get("experts"),
+    )
     if c is None or e is None or experts is None or c.shape != e.shape:
         return None
     c, e = c.double(), e.double()
@@ -208,35 +212,35 @@ class OutputColumns(NamedTuple):
     end: int
 
 
-def matrices(scene: ComponentContext) -> tuple[str, ...]:
+def matrices(context: ComponentContext) -> tuple[str, ...]:
     """Return the local names of the component's weights, vectors included."""
-    return tuple(scene.weights)
+    return tuple(context.weights)
 
 
-def is_linear(scene: ComponentContext, name: str) -> bool:
+def is_linear(context: ComponentContext, name: str) -> bool:
     """Return whether a parameter is a matrix that multiplies inputs."""
-    found = parameter_named(scene.bound.config, full_name(scene, name))
-    return found.kind is Kind.LINEAR
+    parameter = parameter_named(context.bound.config, full_name(context, name))
+    return parameter.kind is Kind.LINEAR
 
 
-def full_name(scene: ComponentContext, name: str) -> str:
+def full_name(context: ComponentContext, name: str) -> str:
     """Return the parameter's name in the model."""
-    block = scene.component.block
-    if block is None or name in scene.component.weights:  # the drafter reads the model's ends
+    block = context.component.block
+    if block is None or name in context.component.weights:  # the drafter reads the model's ends
         return name
     return f"{block.prefix}.{name}"
 
 
-def named_in(scene: ComponentContext, names: Sequence[str]) -> str:
+def named_in(context: ComponentContext, names: Sequence[str]) -> str:
     """Describe a set of weights in few words."""
-    everything = matrices(scene)
-    stem = scene.name.removesuffix(".act_quant")
+    everything = matrices(context)
+    stem = context.name.removesuffix(".act_quant")
     if len(names) == 1:
-        return full_name(scene, names[0])
+        return full_name(context, names[0])
     if len(names) == len(everything):
         return f"{stem} (all {len(names)} weights)"
     if not any(_EXPERTS in name for name in names):
-        return " and ".join(full_name(scene, name) for name in names)
+        return " and ".join(full_name(context, name) for name in names)
     parts = sorted({name.rpartition(".")[2] for name in names})
     known = {name.rpartition(".")[2] for name in everything}
     numbers = sorted({expert_of(name) for name in names})
@@ -254,9 +258,9 @@ def expert_of(name: str) -> int:
     return int(rest.partition(".")[0]) if rest else -1
 
 
-def plantable(scene: ComponentContext) -> tuple[WeightRegion, ...]:
+def plantable(context: ComponentContext) -> tuple[WeightRegion, ...]:
     """List spots to plant: all weights, one part, one expert, half of them, one run of rows."""
-    names = matrices(scene)
+    names = matrices(context)
     if not names:
         return ()
     groups = [names]
@@ -268,36 +272,36 @@ def plantable(scene: ComponentContext) -> tuple[WeightRegion, ...]:
         groups.append(tuple(name for name in names if expert_of(name) % 2 == 0))
     if len(parts) > 1:
         groups += [tuple(name for name in names if name.endswith(f".{part}")) for part in parts]
-    spots = [WeightRegion(group, named_in(scene, group)) for group in dict.fromkeys(groups)]
+    spots = [WeightRegion(group, named_in(context, group)) for group in dict.fromkeys(groups)]
     first = groups[1] if len(numbers) > 1 else names
-    height = scene.weights[first[0]].shape[0]
+    height = context.weights[first[0]].shape[0]
     for begin, end in ((height // 2, height), (height // 4, height // 4 + height // 8)):
         run = begin // _RUN * _RUN, end // _RUN * _RUN
-        seen = is_linear(scene, first[0]) and scene.role not in _INSIDE
+        seen = is_linear(context, first[0]) and context.role not in _INSIDE
         if seen and run[1] - run[0] >= _RUN:
-            spots.append(WeightRegion(first[:1], named_in(scene, first[:1]), run))
+            spots.append(WeightRegion(first[:1], named_in(context, first[:1]), run))
     return tuple(spots)
 
 
 _SUGGESTED: WeakKeyDictionary[CallRecord, tuple[WeightRegion, ...]] = WeakKeyDictionary()
 
 
-def suggested(scene: ComponentContext, sight: CallRecord) -> tuple[WeightRegion, ...]:
+def suggested(context: ComponentContext, record: CallRecord) -> tuple[WeightRegion, ...]:
     """List spots by where outputs differ: all weights, those concerned, their rows."""
-    known = _SUGGESTED.get(sight)
+    known = _SUGGESTED.get(record)
     if known is None:
-        known = _SUGGESTED[sight] = _suggest(scene, sight)
+        known = _SUGGESTED[record] = _suggest(context, record)
     return known
 
 
-def _suggest(scene: ComponentContext, sight: CallRecord) -> tuple[WeightRegion, ...]:
-    names = matrices(scene)
+def _suggest(context: ComponentContext, record: CallRecord) -> tuple[WeightRegion, ...]:
+    names = matrices(context)
     if not names:
         return ()
-    spots = [WeightRegion(names, named_in(scene, names))]
+    spots = [WeightRegion(names, named_in(context, names))]
     concerned: dict[str, tuple[int, int]] = {}
     counts: dict[str, int] = {}
-    for extent, differs_N in _columns_that_differ(scene, sight):
+    for extent, differs_N in _columns_that_differ(context, record):
         at = differs_N.nonzero().flatten()
         if len(at):
             counts[extent.name] = len(at)
@@ -307,35 +311,35 @@ def _suggest(scene: ComponentContext, sight: CallRecord) -> tuple[WeightRegion, 
     if not concerned:
         # Nothing tells the weights apart: each of few by itself.
         alone = names if 1 < len(names) <= _FEW else ()
-        return (*spots, *(WeightRegion((name,), named_in(scene, (name,))) for name in alone))
+        return (*spots, *(WeightRegion((name,), named_in(context, (name,))) for name in alone))
     chosen = tuple(concerned)
     if chosen != names:
-        spots.append(WeightRegion(chosen, named_in(scene, chosen)))
+        spots.append(WeightRegion(chosen, named_in(context, chosen)))
     # A few columns of a healthy weight may fall on neighbours: those with most are tried alone.
     strong = tuple(name for name in chosen if counts[name] * _STRONG >= max(counts.values()))
     if strong != chosen:
-        spots.append(WeightRegion(strong, named_in(scene, strong)))
+        spots.append(WeightRegion(strong, named_in(context, strong)))
     begin = min(run[0] for run in concerned.values())
     end = max(run[1] for run in concerned.values())
-    if (begin, end) != (0, scene.weights[chosen[0]].shape[0]):
-        spots.append(WeightRegion(chosen, named_in(scene, chosen), (begin, end)))
+    if (begin, end) != (0, context.weights[chosen[0]].shape[0]):
+        spots.append(WeightRegion(chosen, named_in(context, chosen), (begin, end)))
     return tuple(spots)
 
 
 def _columns_that_differ(
-    scene: ComponentContext, sight: CallRecord
+    context: ComponentContext, record: CallRecord
 ) -> list[tuple[OutputColumns, Tensor]]:
     """Mark, for each weight, the outputs that differ by more than one BF16 spacing."""
-    if "experts" in sight.inputs and scene.role.startswith("ffn.experts.w"):
-        return _by_expert(scene, sight)
+    if "experts" in record.inputs and context.role.startswith("ffn.experts.w"):
+        return _by_expert(context, record)
     pairs = []
-    for extent in extents(scene, sight):
+    for extent in extents(context, record):
         c, e = (
             side[extent.output].double().flatten(1)[:, extent.begin : extent.end]
-            for side in (sight.outputs, sight.expected)
+            for side in (record.outputs, record.expected)
         )
         pairs.append((extent, c, e))
-    return _judged(pairs, {name: _unit(each) for name, each in sight.outputs.items()})
+    return _judged(pairs, {name: _unit(output) for name, output in record.outputs.items()})
 
 
 def _judged(
@@ -347,14 +351,14 @@ def _judged(
     return [(x, differing_columns(c, e, units[x.output], usual)) for x, c, e in pairs]
 
 
-def extents(scene: ComponentContext, sight: CallRecord) -> list[OutputColumns]:
+def extents(context: ComponentContext, record: CallRecord) -> list[OutputColumns]:
     """Return which outputs each weight produces; empty if outputs do not map to rows of weights."""
-    linear = [name for name in matrices(scene) if is_linear(scene, name)]
-    if len(linear) != len(matrices(scene)) or not linear or "experts" in sight.inputs:
+    linear = [name for name in matrices(context) if is_linear(context, name)]
+    if len(linear) != len(matrices(context)) or not linear or "experts" in record.inputs:
         return []
-    heights = [scene.weights[name].shape[0] for name in linear]
-    if "out" in sight.expected:
-        width = sight.expected["out"].flatten(1).shape[1]
+    heights = [context.weights[name].shape[0] for name in linear]
+    if "out" in record.expected:
+        width = record.expected["out"].flatten(1).shape[1]
         ends = [sum(heights[: n + 1]) for n in range(len(heights))]
         if ends[-1] != width:
             return []
@@ -363,7 +367,7 @@ def extents(scene: ComponentContext, sight: CallRecord) -> list[OutputColumns]:
             for name, height, end in zip(linear, heights, ends, strict=True)
         ]
     outputs = [_OUTPUT_OF.get(name.rpartition(".")[2], "") for name in linear]
-    if not all(output in sight.expected for output in outputs):
+    if not all(output in record.expected for output in outputs):
         return []
     return [
         OutputColumns(name, output, 0, height)
@@ -371,24 +375,24 @@ def extents(scene: ComponentContext, sight: CallRecord) -> list[OutputColumns]:
     ]
 
 
-def _by_expert(scene: ComponentContext, sight: CallRecord) -> list[tuple[OutputColumns, Tensor]]:
+def _by_expert(context: ComponentContext, record: CallRecord) -> list[tuple[OutputColumns, Tensor]]:
     """Mark outputs of routed experts: slots of each expert, and the halves of w13."""
     pairs = []
-    slots = sight.inputs["experts"].flatten()
-    c, e = (side["out"].double().flatten(0, 1) for side in (sight.outputs, sight.expected))
+    slots = record.inputs["experts"].flatten()
+    c, e = (side["out"].double().flatten(0, 1) for side in (record.outputs, record.expected))
     by_number = {
-        number: list(group) for number, group in groupby(matrices(scene), key=expert_of)
+        number: list(group) for number, group in groupby(matrices(context), key=expert_of)
     }  # fmt: skip
     for number in slots[slots >= 0].unique().tolist():
         own = slots == number
         begin = 0
         for name in by_number[number]:
-            end = begin + scene.weights[name].shape[0]
+            end = begin + context.weights[name].shape[0]
             part = slice(begin, end)
             extent = OutputColumns(name, "out", begin, end)
             pairs.append((extent, c[own][:, part], e[own][:, part]))
             begin = end
-    return _judged(pairs, {"out": _unit(sight.outputs["out"])})
+    return _judged(pairs, {"out": _unit(record.outputs["out"])})
 
 
 def differing_columns(

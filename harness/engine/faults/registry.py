@@ -192,33 +192,33 @@ def model_fault_named(name: str) -> ModelFault:
 # budget. Faults without a number have no entry in STRENGTHS.
 
 
-def _with_epsilon(scene: ComponentContext, strength: float) -> FaultVariant:
-    return m24.epsilon_variant(scene, m24.own_epsilon(scene) + strength)
+def _with_epsilon(context: ComponentContext, strength: float) -> FaultVariant:
+    return m24.epsilon_variant(context, m24.own_epsilon(context) + strength)
 
 
-def _with_gain(scene: ComponentContext, strength: float) -> FaultVariant:
+def _with_gain(context: ComponentContext, strength: float) -> FaultVariant:
     gain = 1 + strength
-    return planted_gain(scene, f"{gain_text(gain)} on all of it", gain, places={"gain": gain})
+    return planted_gain(context, f"{gain_text(gain)} on all of it", gain, places={"gain": gain})
 
 
-def _with_head_gain(scene: ComponentContext, strength: float) -> FaultVariant:
-    return next(m43.head_variants(scene, 0, 1 + strength))
+def _with_head_gain(context: ComponentContext, strength: float) -> FaultVariant:
+    return next(m43.head_variants(context, 0, 1 + strength))
 
 
-def _with_expert_gain(scene: ComponentContext, strength: float) -> FaultVariant:
-    return next(m43.expert_variants(scene, 0, 1 + strength))
+def _with_expert_gain(context: ComponentContext, strength: float) -> FaultVariant:
+    return next(m43.expert_variants(context, 0, 1 + strength))
 
 
-def _with_tile_gain(scene: ComponentContext, strength: float) -> FaultVariant:
-    return next(m43.tile_variants(scene, 0, 1 + strength))
+def _with_tile_gain(context: ComponentContext, strength: float) -> FaultVariant:
+    return next(m43.tile_variants(context, 0, 1 + strength))
 
 
-def _with_logits_factor(scene: ComponentContext, strength: float) -> FaultVariant:
+def _with_logits_factor(context: ComponentContext, strength: float) -> FaultVariant:
     factor = 1 + strength
-    return m29.scaled(scene, f"logits times {number(factor)}", factor)
+    return m29.scaled(context, f"logits times {number(factor)}", factor)
 
 
-def _with_value_factor(_scene: ComponentContext, strength: float) -> FaultVariant:
+def _with_value_factor(_context: ComponentContext, strength: float) -> FaultVariant:
     factor = 1 + strength
     return gain_variant(f"values read without their scale: {number(factor)}", factor)
 

@@ -101,7 +101,7 @@ def rotate(x: Tensor, positions_N: Tensor, turn: RopeVariant, numerics: Any) -> 
     angle_NP = at[:, None] * frequency_P
     cos, sin = angle_NP.cos() * turn.rope.scale, angle_NP.sin() * turn.rope.scale
     if numerics.switches.rotation_in_storage_dtype:
-        cos, sin = (each.to(numerics.store).to(numerics.work) for each in (cos, sin))
+        cos, sin = (tensor.to(numerics.store).to(numerics.work) for tensor in (cos, sin))
     if turn.sine_first:
         cos, sin = sin, cos
     table = elementary.RotationTable(cos, sin if turn.times > 0 else -sin)
@@ -230,7 +230,7 @@ def shift_between(candidate: Tensor, expected: Tensor, turn: RopeVariant, most: 
     """
     frequency_P = elementary.frequencies(turn.rope, torch.float64, candidate.device)
     width = 2 * len(frequency_P)
-    c, e = (_complex(each, width, turn) for each in (candidate, expected))
+    c, e = (_complex(tensor, width, turn) for tensor in (candidate, expected))
     # A shift by s positions multiplies pair p by exp(i * s * frequency).
     cross_P = (c * e.conj()).flatten(0, -2).sum(0)
     size = float((c.abs() * e.abs()).sum())
@@ -268,16 +268,16 @@ FARTHEST = 4096  # positions that a shift is looked for
 _PLACED = tuple(role for role in ROTATING if role not in POOLS)
 
 
-def sits(scene: ComponentContext) -> bool:
+def sits(context: ComponentContext) -> bool:
     """Return whether the component rotates anything."""
-    return scene.role in ROTATING
+    return context.role in ROTATING
 
 
 def turning(
-    scene: ComponentContext, words: str, turn: RopeVariant, since: int = 0, **where: Any
+    context: ComponentContext, words: str, turn: RopeVariant, since: int = 0, **where: Any
 ) -> FaultVariant:
     """Return the way that rotates otherwise, from a position on."""
-    role = scene.role
+    role = context.role
 
     def function(facts: Any, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]) -> Any:
         healthy = rope_variant_of(facts, role)
@@ -291,64 +291,64 @@ def turning(
 
         return turned(facts, role, inputs, weights, change)
 
-    told = f"{words} from position {since} on" if since else words
+    text = f"{words} from position {since} on" if since else words
     places = {"position": since} if since else {}
-    return FaultVariant(told, with_function(scene, function), {**where, **places})
+    return FaultVariant(text, with_function(context, function), {**where, **places})
 
 
 def _turns(
     *choices: tuple[str, Callable[[ComponentContext, RopeVariant], RopeVariant | None]],
 ) -> Callable[[ComponentContext], Iterator[FaultVariant]]:
-    def ways(scene: ComponentContext) -> Iterator[FaultVariant]:
-        healthy = rope_variant_of(facts_at(scene), scene.role)
+    def variants(context: ComponentContext) -> Iterator[FaultVariant]:
+        healthy = rope_variant_of(facts_at(context), context.role)
         for words, change in choices:
-            found = change(scene, healthy)
-            if found is not None and found != healthy:
-                yield turning(scene, words, found)
+            variant = change(context, healthy)
+            if variant is not None and variant != healthy:
+                yield turning(context, words, variant)
 
-    return ways
+    return variants
 
 
-def _pairing(_scene: ComponentContext, turn: RopeVariant) -> RopeVariant:
+def _pairing(_context: ComponentContext, turn: RopeVariant) -> RopeVariant:
     return changed(turn, halves=not turn.halves)
 
 
-def _end(_scene: ComponentContext, turn: RopeVariant) -> RopeVariant:
+def _end(_context: ComponentContext, turn: RopeVariant) -> RopeVariant:
     return changed(turn, first=not turn.first)
 
 
-def _both(scene: ComponentContext, turn: RopeVariant) -> RopeVariant:
-    return _end(scene, _pairing(scene, turn))
+def _both(context: ComponentContext, turn: RopeVariant) -> RopeVariant:
+    return _end(context, _pairing(context, turn))
 
 
-def _with_swapped_pairs(_scene: ComponentContext, turn: RopeVariant) -> RopeVariant:
+def _with_swapped_pairs(_context: ComponentContext, turn: RopeVariant) -> RopeVariant:
     return changed(turn, swapped=True)
 
 
-def _sine_first(_scene: ComponentContext, turn: RopeVariant) -> RopeVariant:
+def _sine_first(_context: ComponentContext, turn: RopeVariant) -> RopeVariant:
     return changed(turn, sine_first=True)
 
 
 def _times(factor: int) -> Callable[[ComponentContext, RopeVariant], RopeVariant]:
-    return lambda _scene, turn: changed(turn, times=turn.times * factor)
+    return lambda _context, turn: changed(turn, times=turn.times * factor)
 
 
-def _reciprocal(_scene: ComponentContext, turn: RopeVariant) -> RopeVariant:
+def _reciprocal(_context: ComponentContext, turn: RopeVariant) -> RopeVariant:
     return changed(turn, reciprocal=True)
 
 
-def _numbered(scene: ComponentContext, turn: RopeVariant) -> RopeVariant | None:
-    if scene.role not in POOLS:
+def _numbered(context: ComponentContext, turn: RopeVariant) -> RopeVariant | None:
+    if context.role not in POOLS:
         return None
-    assert scene.component.block is not None, "a pool is in a block"
-    return changed(turn, scale=1 / scene.component.block.ratio)
+    assert context.component.block is not None, "a pool is in a block"
+    return changed(turn, scale=1 / context.component.block.ratio)
 
 
-def _last_token(scene: ComponentContext, turn: RopeVariant) -> RopeVariant | None:
-    if scene.role not in POOLS:
+def _last_token(context: ComponentContext, turn: RopeVariant) -> RopeVariant | None:
+    if context.role not in POOLS:
         return None
-    assert scene.component.block is not None, "a pool is in a block"
-    return changed(turn, shift=scene.component.block.ratio - 1)
+    assert context.component.block is not None, "a pool is in a block"
+    return changed(turn, shift=context.component.block.ratio - 1)
 
 
 _PAIRED = _turns(
@@ -370,9 +370,9 @@ _NUMBERED = _turns(
 )
 
 
-def _base_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _base_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     """Yield every other base that a config knows or a release uses, with YaRN and without."""
-    config, healthy = scene.bound.config, rope_variant_of(facts_at(scene), scene.role)
+    config, healthy = context.bound.config, rope_variant_of(facts_at(context), context.role)
     own = [config.rope_theta]
     if isinstance(config, V4Config):
         own.append(config.compress_rope_theta)
@@ -381,11 +381,11 @@ def _base_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
         rope = replace(healthy.rope, theta=theta, yarn=yarn)
         if rope not in seen:
             seen.add(rope)
-            yield turning(scene, f"rotation {_told(rope)}", changed(healthy, rope=rope))
+            yield turning(context, f"rotation {_told(rope)}", changed(healthy, rope=rope))
     if healthy.rope.yarn is not None:
         steep = replace(healthy.rope.yarn, beta_fast=healthy.rope.yarn.beta_slow, beta_slow=32)
         rope = replace(healthy.rope, yarn=steep)
-        yield turning(scene, "YaRN with its two betas exchanged", changed(healthy, rope=rope))
+        yield turning(context, "YaRN with its two betas exchanged", changed(healthy, rope=rope))
 
 
 def _told(rope: Rope) -> str:
@@ -393,76 +393,76 @@ def _told(rope: Rope) -> str:
     return f"of base {rope.theta:g} {yarn}"
 
 
-def _shifted(scene: ComponentContext, shift: int, since: int = 0) -> FaultVariant:
-    healthy = rope_variant_of(facts_at(scene), scene.role)
-    found = changed(healthy, shift=shift)
-    return turning(scene, f"positions {shift:+d}", found, since, shift=shift)
+def _shifted(context: ComponentContext, shift: int, since: int = 0) -> FaultVariant:
+    healthy = rope_variant_of(facts_at(context), context.role)
+    variant = changed(healthy, shift=shift)
+    return turning(context, f"positions {shift:+d}", variant, since, shift=shift)
 
 
-def _shift_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _shift_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     for shift in (1, -1, 7):
-        yield _shifted(scene, shift)
-    yield _shifted(scene, 1, since=8)
+        yield _shifted(context, shift)
+    yield _shifted(context, 1, since=8)
 
 
-def _onset(scene: ComponentContext, sight: CallRecord) -> int:
+def _onset(context: ComponentContext, record: CallRecord) -> int:
     """Return the position of the first row that differs."""
-    name = "q" if scene.role == "attn.rope" else "out"
-    mask = differing(sight, name)
-    positions = sight.inputs["positions"]
-    if scene.role in POOLS:
-        positions = entry_positions(facts_at(scene), sight.inputs)
+    name = "q" if context.role == "attn.rope" else "out"
+    mask = differing(record, name)
+    positions = record.inputs["positions"]
+    if context.role in POOLS:
+        positions = entry_positions(facts_at(context), record.inputs)
     if mask is None or not len(positions):
         return 0
     rows = mask.any(1).reshape(len(positions), -1).any(1)
     return int(positions[rows].min()) if bool(rows.any()) else 0
 
 
-def _shift(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
-    healthy, since = rope_variant_of(facts_at(scene), scene.role), _onset(scene, sight)
+def _shift(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+    healthy, since = rope_variant_of(facts_at(context), context.role), _onset(context, record)
     found: dict[int, None] = dict.fromkeys((1, -1))
-    if scene.role in HIDDEN:
+    if context.role in HIDDEN:
         found.update(dict.fromkeys((2, -2, 7)))
     else:
-        name = "q" if scene.role == "attn.rope" else "out"
-        c, e = sight.outputs[name], sight.expected[name]
-        if scene.role == "attn.inverse_rope":
-            c, e = (each.reshape(sight.inputs["x"].shape) for each in (c, e))
+        name = "q" if context.role == "attn.rope" else "out"
+        c, e = record.outputs[name], record.expected[name]
+        if context.role == "attn.inverse_rope":
+            c, e = (tensor.reshape(record.inputs["x"].shape) for tensor in (c, e))
         if c.shape == e.shape and len(c):
             best = shift_between(c, e, healthy, FARTHEST)
             found.update({} if best is None else {best: None})
     for shift in found:
-        yield _shifted(scene, shift)
+        yield _shifted(context, shift)
         if since > 1:
-            yield _shifted(scene, shift, since)
+            yield _shifted(context, shift, since)
 
 
-def _held(scene: ComponentContext, longest: int) -> FaultVariant:
-    healthy = rope_variant_of(facts_at(scene), scene.role)
+def _held(context: ComponentContext, longest: int) -> FaultVariant:
+    healthy = rope_variant_of(facts_at(context), context.role)
     words = f"a table of angles that ends at position {longest}"
-    return turning(scene, words, changed(healthy, longest=longest), longest=longest)
+    return turning(context, words, changed(healthy, longest=longest), longest=longest)
 
 
-def _held_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _held_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     for longest in (3, 16, 127):
-        yield _held(scene, longest)
+        yield _held(context, longest)
 
 
-def _held_too_long(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
-    since = _onset(scene, sight)
+def _held_too_long(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+    since = _onset(context, record)
     if since:
-        ratio = scene.component.block.ratio if scene.component.block else 0
-        steps = range(1, ratio + 1) if scene.role in POOLS else (1,)
+        ratio = context.component.block.ratio if context.component.block else 0
+        steps = range(1, ratio + 1) if context.role in POOLS else (1,)
         for back in steps if len(steps) < 8 else (1, ratio):
-            yield _held(scene, since - back)
+            yield _held(context, since - back)
     known = (3, 16, 127, 2048, 4096, 65536)
-    yield from (_held(scene, longest) for longest in known if longest != since - 1)
+    yield from (_held(context, longest) for longest in known if longest != since - 1)
 
 
 def _arriving(
-    scene: ComponentContext, words: str, change: Callable[[Tensor], Tensor], **where: Any
+    context: ComponentContext, words: str, change: Callable[[Tensor], Tensor], **where: Any
 ) -> FaultVariant:
-    del scene
+    del context
 
     def passed(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return {**inputs, "positions": change(inputs["positions"])}
@@ -474,11 +474,11 @@ def _plus(shift: int, positions: Tensor) -> Tensor:
     return positions + shift
 
 
-def _arrival_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _arrival_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     for shift in (1, -1, 2):
-        yield _arriving(scene, f"positions {shift:+d} arrive", partial(_plus, shift), shift=shift)
-    yield _arriving(scene, "positions of 0 arrive", torch.zeros_like)
-    yield _arriving(scene, "positions arrive that begin at 0 in every call", _from_zero)
+        yield _arriving(context, f"positions {shift:+d} arrive", partial(_plus, shift), shift=shift)
+    yield _arriving(context, "positions of 0 arrive", torch.zeros_like)
+    yield _arriving(context, "positions arrive that begin at 0 in every call", _from_zero)
 
 
 def _from_zero(positions: Tensor) -> Tensor:
@@ -489,27 +489,30 @@ def _from_zero(positions: Tensor) -> Tensor:
     return numbers - first
 
 
-def _arrivals(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
-    arrived, implied = sight.inputs.get("positions"), sight.implied.get("positions")
+def _arrivals(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+    arrived, implied = record.inputs.get("positions"), record.implied.get("positions")
     if arrived is None or implied is None or arrived.shape != implied.shape:
         return
     gaps = (arrived - implied).unique().tolist()
     if len(gaps) == 1 and gaps[0]:
         shift = gaps[0]
-        yield _arriving(scene, f"positions {shift:+d} arrive", partial(_plus, shift), shift=shift)
-    yield from list(_arrival_variants(scene))[3:]
+        yield _arriving(context, f"positions {shift:+d} arrive", partial(_plus, shift), shift=shift)
+    yield from list(_arrival_variants(context))[3:]
 
 
 def _fault(
-    name: str, title: str, ways: Callable[[ComponentContext], Iterator[FaultVariant]], remedy: str
+    name: str,
+    title: str,
+    variants: Callable[[ComponentContext], Iterator[FaultVariant]],
+    remedy: str,
 ) -> Any:
     return ModelFault(
         id=f"M28.{name}",
         title=title,
         effect="exact at position 0, wrong beyond it; attention loses its sense of place",
         remedy=remedy,
-        sits=sits,
-        ways=ways,
+        applies_to=sits,
+        variants=variants,
     )
 
 
@@ -535,14 +538,14 @@ ROPE_CONVENTION_FAULTS = (
         "reciprocal", "Frequencies are upside down", _UPSIDE_DOWN,
         "Multiply positions by inverse frequencies, or divide by frequencies; not the other way.",
     ),
-    replace(_NUMBER, sits=lambda scene: scene.role in POOLS),
+    replace(_NUMBER, applies_to=lambda context: context.role in POOLS),
     ModelFault(
         id="M28.position",
         title="A rotation takes other positions than those of the tokens",
         effect="attention sees tokens nearer or farther than they are",
         remedy="Count positions from 0, and of the whole sequence.",
-        sits=sits,
-        ways=_shift_variants,
+        applies_to=sits,
+        variants=_shift_variants,
         signature=_shift,
     ),
     ModelFault(
@@ -550,8 +553,8 @@ ROPE_CONVENTION_FAULTS = (
         title="The table of angles ends before the sequence does",
         effect="exact up to a position, wrong beyond it",
         remedy="Make the table as long as the longest sequence.",
-        sits=sits,
-        ways=_held_variants,
+        applies_to=sits,
+        variants=_held_variants,
         signature=_held_too_long,
     ),
     ModelFault(
@@ -559,8 +562,8 @@ ROPE_CONVENTION_FAULTS = (
         title="Other positions arrive at a rotation than the step has",
         effect="the rotation is right and its positions are not",
         remedy="Look at who makes the positions of a step: prefill, decode, splits.",
-        sits=lambda scene: scene.role in _PLACED,
-        ways=_arrival_variants,
+        applies_to=lambda context: context.role in _PLACED,
+        variants=_arrival_variants,
         signature=_arrivals,
         reach=Reach.EDGE,
     ),

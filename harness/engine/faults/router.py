@@ -121,22 +121,22 @@ _SCORES: tuple[tuple[str, Score], ...] = (
 )
 
 
-def _router_variant(scene: ComponentContext, words: str, rules: RouterRules) -> FaultVariant:
-    return FaultVariant(words, with_function(scene, partial(routed, rules)))
+def _router_variant(context: ComponentContext, words: str, rules: RouterRules) -> FaultVariant:
+    return FaultVariant(words, with_function(context, partial(routed, rules)))
 
 
-def _score_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    own = "sqrt(softplus) scores" if is_v4(scene) else "sigmoid scores"
+def _score_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    own = "sqrt(softplus) scores" if is_v4(context) else "sigmoid scores"
     for words, score in _SCORES:
-        if words != own and (is_v4(scene) or "BF16" not in words):
-            yield _router_variant(scene, words, RouterRules(score=score))
+        if words != own and (is_v4(context) or "BF16" not in words):
+            yield _router_variant(context, words, RouterRules(score=score))
 
 
-def _weight_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    yield _router_variant(scene, "weights without renormalisation", RouterRules(renormed=False))
-    yield _router_variant(scene, "weights with 0.01 under the line", RouterRules(epsilon=0.01))
-    if _scored(scene):
-        yield _router_variant(scene, "weights of biased scores", RouterRules(from_biased=True))
+def _weight_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    yield _router_variant(context, "weights without renormalisation", RouterRules(renormed=False))
+    yield _router_variant(context, "weights with 0.01 under the line", RouterRules(epsilon=0.01))
+    if _scored(context):
+        yield _router_variant(context, "weights of biased scores", RouterRules(from_biased=True))
     yield FaultVariant("equal weights", with_outputs(_equal))
     yield FaultVariant("weights in the reverse order of experts", with_outputs(_reversed))
 
@@ -150,23 +150,23 @@ def _reversed(_inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> A
     return {**outputs, "weights": outputs["weights"].flip(-1)}
 
 
-def _scored(scene: ComponentContext) -> bool:
-    block = scene.component.block
+def _scored(context: ComponentContext) -> bool:
+    block = context.component.block
     return block is not None and block.mlp_type is MlpType.SCORED
 
 
-def _choice_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    config = scene.bound.config
-    yield _router_variant(scene, "a bias rounded to BF16", RouterRules(bias=_coarse))
-    yield _router_variant(scene, "a bias of BF16 with an offset of 7", RouterRules(bias=_offset))
-    yield _router_variant(scene, "no bias", RouterRules(bias=torch.zeros_like))
-    yield _router_variant(scene, "the bias taken away", RouterRules(bias=torch.neg))
-    yield FaultVariant("routing applied twice", with_function(scene, _twice))
-    yield FaultVariant("the next best experts", with_function(scene, partial(_next_best)))
+def _choice_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    config = context.bound.config
+    yield _router_variant(context, "a bias rounded to BF16", RouterRules(bias=_coarse))
+    yield _router_variant(context, "a bias of BF16 with an offset of 7", RouterRules(bias=_offset))
+    yield _router_variant(context, "no bias", RouterRules(bias=torch.zeros_like))
+    yield _router_variant(context, "the bias taken away", RouterRules(bias=torch.neg))
+    yield FaultVariant("routing applied twice", with_function(context, _twice))
+    yield FaultVariant("the next best experts", with_function(context, partial(_next_best)))
     if isinstance(config, V32Config) and config.n_group > 1:
-        yield _router_variant(scene, "no groups", RouterRules(groups=lambda biased, _c: biased))
-        yield _router_variant(scene, "groups by their best expert", RouterRules(groups=_by_best))
-        yield _router_variant(scene, "groups left out at 0", RouterRules(groups=_zeroed))
+        yield _router_variant(context, "no groups", RouterRules(groups=lambda biased, _c: biased))
+        yield _router_variant(context, "groups by their best expert", RouterRules(groups=_by_best))
+        yield _router_variant(context, "groups left out at 0", RouterRules(groups=_zeroed))
 
 
 def _coarse(bias: Tensor) -> Tensor:
@@ -194,9 +194,9 @@ def _next_best(facts: Any, inputs: Mapping[str, Tensor], weights: Mapping[str, A
     return routed(RouterRules(), facts, {**inputs, "logits": logits}, weights)
 
 
-def _table_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _table_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     """Yield ways for a layer that chooses by token id."""
-    yield FaultVariant("experts by score and not by token id", with_function(scene, _by_score))
+    yield FaultVariant("experts by score and not by token id", with_function(context, _by_score))
     yield FaultVariant("the row of the token id before", with_inputs(_other_ids(-1)))
     yield FaultVariant("the row of the token before", with_inputs(_token_before))
 
@@ -235,9 +235,9 @@ def _next_expert(count: int) -> Any:
     return change
 
 
-def _arrival_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    names = {each.name for each in scene.component.inputs}
-    count = scene.bound.config.n_routed_experts
+def _arrival_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    names = {each.name for each in context.component.inputs}
+    count = context.bound.config.n_routed_experts
     if "experts" in names:
         yield FaultVariant("the experts of the token before", with_inputs(_rolled("experts", 1)))
         yield FaultVariant("the experts of the token after", with_inputs(_rolled("experts", -1)))
@@ -259,13 +259,13 @@ def _flipped(name: str) -> Any:
     return change
 
 
-def _arrivals(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
-    names = [n for n in ("experts", "weights") if n in sight.inputs and n in sight.implied]
-    if any(not torch.equal(sight.inputs[n], sight.implied[n]) for n in names):
-        yield from _arrival_variants(scene)
+def _arrivals(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+    names = [n for n in ("experts", "weights") if n in record.inputs and n in record.implied]
+    if any(not torch.equal(record.inputs[n], record.implied[n]) for n in names):
+        yield from _arrival_variants(context)
 
 
-def _sum_variants(_scene: ComponentContext) -> Iterator[FaultVariant]:
+def _sum_variants(_context: ComponentContext) -> Iterator[FaultVariant]:
     for words, change in (
         ("no routing weights", torch.ones_like),
         ("routing weights applied twice", torch.square),
@@ -279,23 +279,23 @@ def _weighed(
     return {**inputs, "weights": change(inputs["weights"])} if "weights" in inputs else inputs
 
 
-def _weighs(scene: ComponentContext) -> bool:
+def _weighs(context: ComponentContext) -> bool:
     """Return whether the scene multiplies slots by their weights: before w2, or in the sum."""
-    before = is_v4(scene) and scene.bound.numerics.switches.routing_weight_before_w2
-    return scene.role == ("ffn.experts.act_quant" if before else "ffn.experts.combine")
+    before = is_v4(context) and context.bound.numerics.switches.routing_weight_before_w2
+    return context.role == ("ffn.experts.act_quant" if before else "ffn.experts.combine")
 
 
 def _in_router(
-    ways: Callable[[ComponentContext], Iterator[FaultVariant]], place: str
+    variants: Callable[[ComponentContext], Iterator[FaultVariant]], place: str
 ) -> Callable[[ComponentContext], bool]:
-    del ways
+    del variants
 
-    def sits(scene: ComponentContext) -> bool:
-        if scene.role != "ffn.topk":
+    def applies_to(context: ComponentContext) -> bool:
+        if context.role != "ffn.topk":
             return False
-        return place == "any" or _scored(scene) == (place == "scored")
+        return place == "any" or _scored(context) == (place == "scored")
 
-    return sits
+    return applies_to
 
 
 def _fault(name: str, words: tuple[str, str, str], ways: Any, place: str) -> ModelFault:
@@ -305,8 +305,8 @@ def _fault(name: str, words: tuple[str, str, str], ways: Any, place: str) -> Mod
         title=title,
         effect=effect,
         remedy=remedy,
-        sits=_in_router(ways, place),
-        ways=ways,
+        applies_to=_in_router(ways, place),
+        variants=ways,
     )
 
 
@@ -356,16 +356,16 @@ ROUTER_SEMANTICS_FAULTS = (
         title="Experts' outputs are weighed twice by the router's weights, or not at all",
         effect="every chosen expert counts alike, or the lesser ones hardly",
         remedy="Multiply a slot by its routing weight once: in front of w2, or in the sum.",
-        sits=_weighs,
-        ways=_sum_variants,
+        applies_to=_weighs,
+        variants=_sum_variants,
     ),
     ModelFault(
         id="M26.choice_arrives",
         title="The experts or weights of another token or slot arrive",
         effect="tokens go through experts that were chosen for others",
         remedy="Permute tokens, experts and weights together.",
-        sits=lambda scene: scene.role in (*_TAKING, "ffn.experts.combine"),
-        ways=_arrival_variants,
+        applies_to=lambda context: context.role in (*_TAKING, "ffn.experts.combine"),
+        variants=_arrival_variants,
         signature=_arrivals,
         reach=Reach.EDGE,
     ),
@@ -382,41 +382,41 @@ ROUTER_SEMANTICS_FAULTS = (
 _OUTPUT = {"ffn.topk": "weights", "ffn.experts.combine": "out", "ffn.shared.w2": "out"}
 
 
-def _factor(scene: ComponentContext) -> float:
-    return float(scene.bound.config.routed_scaling_factor)
+def _factor(context: ComponentContext) -> float:
+    return float(context.bound.config.routed_scaling_factor)
 
 
 def _sits(*roles: str) -> Callable[[ComponentContext], bool]:
-    return lambda scene: scene.role in roles and _factor(scene) != 1.0
+    return lambda context: context.role in roles and _factor(context) != 1.0
 
 
 def _routed_variants(
     words: str, power: int
 ) -> Callable[[ComponentContext], Iterator[FaultVariant]]:
-    def ways(scene: ComponentContext) -> Iterator[FaultVariant]:
-        gain, output = _factor(scene) ** power, _OUTPUT[scene.role]
-        told = words.format(number(_factor(scene)))
+    def variants(context: ComponentContext) -> Iterator[FaultVariant]:
+        gain, output = _factor(context) ** power, _OUTPUT[context.role]
+        text = words.format(number(_factor(context)))
         if output == "out":
-            yield planted_gain(scene, told, gain)
+            yield planted_gain(context, text, gain)
         else:
-            yield gain_variant(told, gain, output=output)
+            yield gain_variant(text, gain, output=output)
 
-    return ways
+    return variants
 
 
 def _named(
     words: str, power: int
 ) -> Callable[[ComponentContext, CallRecord], Iterator[FaultVariant]]:
-    def signature(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
-        output = _OUTPUT[scene.role]
-        c, e = sight.outputs[output], sight.expected[output]
+    def signature(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+        output = _OUTPUT[context.role]
+        c, e = record.outputs[output], record.expected[output]
         gain = fitted(c, e) if c.shape == e.shape else None
-        if gain is not None and is_named(gain, _factor(scene) ** power):
+        if gain is not None and is_named(gain, _factor(context) ** power):
             if output == "out":
-                told = words.format(number(_factor(scene)))
-                yield from both_gains(scene, told, _factor(scene) ** power)
+                text = words.format(number(_factor(context)))
+                yield from both_gains(context, text, _factor(context) ** power)
             else:
-                yield from _routed_variants(words, power)(scene)
+                yield from _routed_variants(words, power)(context)
 
     return signature
 
@@ -433,8 +433,8 @@ ROUTED_SCALING_FAULTS = (
         title="The routed scaling factor is applied twice",
         effect="the routed term is larger by the factor",
         remedy="Multiply by it in one place: in the router's weights, or after the experts.",
-        sits=_sits(*_ROUTED),
-        ways=_routed_variants(*_TWICE),
+        applies_to=_sits(*_ROUTED),
+        variants=_routed_variants(*_TWICE),
         signature=_named(*_TWICE),
     ),
     ModelFault(
@@ -442,8 +442,8 @@ ROUTED_SCALING_FAULTS = (
         title="The routed scaling factor is left out",
         effect="the routed term is smaller by the factor",
         remedy="Multiply the routed term by it; look which backend was expected to.",
-        sits=_sits(*_ROUTED),
-        ways=_routed_variants(*_MISSING),
+        applies_to=_sits(*_ROUTED),
+        variants=_routed_variants(*_MISSING),
         signature=_named(*_MISSING),
     ),
     ModelFault(
@@ -451,8 +451,8 @@ ROUTED_SCALING_FAULTS = (
         title="The routed scaling factor is applied to the shared expert",
         effect="the shared term is larger by the factor",
         remedy="Multiply the routed term alone.",
-        sits=_sits("ffn.shared.w2"),
-        ways=_routed_variants(*_SHARED),
+        applies_to=_sits("ffn.shared.w2"),
+        variants=_routed_variants(*_SHARED),
         signature=_named(*_SHARED),
     ),
     ModelFault(
@@ -460,8 +460,8 @@ ROUTED_SCALING_FAULTS = (
         title="The shared expert is divided by the routed scaling factor",
         effect="the shared term is smaller by the factor",
         remedy="A fused shared expert has the weight 1 / factor only if the total is multiplied.",
-        sits=_sits("ffn.shared.w2"),
-        ways=_routed_variants(*_SHARED_DIVIDED),
+        applies_to=_sits("ffn.shared.w2"),
+        variants=_routed_variants(*_SHARED_DIVIDED),
         signature=_named(*_SHARED_DIVIDED),
     ),
 )

@@ -67,24 +67,24 @@ WORDS = {
 }  # fmt: skip
 
 
-def counts_of(scene: ComponentContext, name: str, inputs: Tensors) -> list[int]:
+def counts_of(context: ComponentContext, name: str, inputs: Tensors) -> list[int]:
     """Return how many rows of a memory belong to each sequence of a call."""
-    block = scene.component.block
+    block = context.component.block
     starts = [span.start for span in spans_of(inputs)]
     if name == "state_window":
-        reach = scene.bound.config.sliding_window - 1  # type: ignore[union-attr]
+        reach = context.bound.config.sliding_window - 1  # type: ignore[union-attr]
         return [min(start, reach) for start in starts]
     ratio = block.ratio if block is not None else 0
     return [start // ratio if ratio else start for start in starts]
 
 
-def remembered(scene: ComponentContext, words: str, name: str, change: Change) -> FaultVariant:
+def remembered(context: ComponentContext, words: str, name: str, change: Change) -> FaultVariant:
     """Return the way that changes one memory of a sequence where it is received."""
 
     def passed(inputs: Tensors) -> Tensors:
         if name not in inputs:
             return inputs
-        return {**inputs, name: change(inputs[name], counts_of(scene, name, inputs))}
+        return {**inputs, name: change(inputs[name], counts_of(context, name, inputs))}
 
     return FaultVariant(f"{WORDS[name]}: {words}", with_inputs(passed), {"memory": name})
 
@@ -147,31 +147,31 @@ _CHANGES: tuple[tuple[str, Change], ...] = (
 )
 
 
-def _memories(scene: ComponentContext) -> list[str]:
-    return [each.name for each in scene.component.inputs if each.name in ROWS]
+def _memories(context: ComponentContext) -> list[str]:
+    return [each.name for each in context.component.inputs if each.name in ROWS]
 
 
-def _row_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    for name in _memories(scene):
+def _row_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    for name in _memories(context):
         for words, change in _CHANGES:
-            yield remembered(scene, words, name, change)
+            yield remembered(context, words, name, change)
 
 
-def _rows(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
-    for way in _row_variants(scene):
-        name = str(way.where["memory"])
-        if differs(sight, name):
-            yield way
-    for name in _memories(scene):
-        if differs(sight, name):
-            yield from _earlier(sight, name)
+def _rows(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+    for variant in _row_variants(context):
+        name = str(variant.where["memory"])
+        if differs(record, name):
+            yield variant
+    for name in _memories(context):
+        if differs(record, name):
+            yield from _earlier(record, name)
 
 
-def _earlier(sight: CallRecord, name: str) -> Iterator[FaultVariant]:
+def _earlier(record: CallRecord, name: str) -> Iterator[FaultVariant]:
     """Return the same rows as in an earlier call."""
-    for other in sight.earlier[::-1]:
+    for other in record.earlier[::-1]:
         old = other.inputs.get(name)
-        if old is not None and old.shape == sight.inputs[name].shape:
+        if old is not None and old.shape == record.inputs[name].shape:
             yield FaultVariant(
                 f"{WORDS[name]}: as they were in step {other.step}",
                 with_inputs(partial(_put, name, old)),
@@ -183,9 +183,9 @@ def _put(name: str, value: Tensor, inputs: Tensors) -> Tensors:
     return {**inputs, name: value}
 
 
-def differs(sight: CallRecord, name: str) -> bool:
+def differs(record: CallRecord, name: str) -> bool:
     """Return whether an input is not what its producers imply."""
-    arrived, implied = sight.inputs.get(name), sight.implied.get(name)
+    arrived, implied = record.inputs.get(name), record.implied.get(name)
     if arrived is None or implied is None or arrived.shape != implied.shape:
         return False
     return not torch.equal(arrived, implied)
@@ -195,8 +195,8 @@ def _pool_state(words: str, change: Callable[[Tensors, int], Tensors], before: i
     return FaultVariant(words, with_inputs(lambda inputs: {**inputs, **change(inputs, before)}))
 
 
-def _pool_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    block = scene.component.block
+def _pool_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    block = context.component.block
     assert block is not None, "a pool is in a block"
     before = block.ratio if compressor_windows(block) == 2 else 0
     if before:
@@ -244,31 +244,31 @@ def _gates_zero(inputs: Tensors, _before: int) -> Tensors:
     return {"state_gate": torch.zeros_like(inputs["state_gate"])}
 
 
-def _pools(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
-    if differs(sight, "state_latent") or differs(sight, "state_gate"):
-        yield from _pool_variants(scene)
+def _pools(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+    if differs(record, "state_latent") or differs(record, "state_gate"):
+        yield from _pool_variants(context)
 
 
-def _seen_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _seen_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     """Yield ways with another count of visible rows."""
-    if scene.role == _SCORES:
+    if context.role == _SCORES:
         yield FaultVariant("the newest entry not visible yet", with_outputs(_newest_masked))
         yield FaultVariant("the oldest entry not visible", with_outputs(_oldest_masked))
         yield FaultVariant("nothing visible", with_outputs(_all_masked))
-        if is_v4(scene):
+        if is_v4(context):
             words = "an entry visible before its window is full"
-            yield FaultVariant(words, with_function(scene, _one_early))
-    elif is_v4(scene):
-        window = scene.bound.config.sliding_window  # type: ignore[union-attr]
+            yield FaultVariant(words, with_function(context, _one_early))
+    elif is_v4(context):
+        window = context.bound.config.sliding_window  # type: ignore[union-attr]
         for other in (window - 1, max(1, window // 2), 1):
             words = f"a window of {other} and not {window}"
-            yield FaultVariant(words, _windowed(scene, other), {"window": other})
+            yield FaultVariant(words, _windowed(context, other), {"window": other})
         for words, gone in (
             ("the token itself not visible", _itself),
             ("the last place of every list not visible", _last_places),
         ):
             change = partial(by_lists, partial(without, gone))
-            yield FaultVariant(words, with_function(scene, change))
+            yield FaultVariant(words, with_function(context, change))
 
 
 def _itself(listed: ListedAttention) -> Tensor:
@@ -313,14 +313,14 @@ def _all_masked(_inputs: Tensors, outputs: Tensors) -> Tensors:
     return {**outputs, "out": torch.full_like(outputs["out"], -torch.inf)}
 
 
-def _windowed(scene: ComponentContext, window: int) -> Any:
+def _windowed(context: ComponentContext, window: int) -> Any:
     """Take another window size; of the received memory only that span is left."""
-    own = with_facts(scene, partial(with_config, sliding_window=window))
+    own = with_facts(context, partial(with_config, sliding_window=window))
 
     def trimmed(inputs: Tensors) -> Tensors:
         if "state_window" not in inputs:
             return inputs
-        counts = counts_of(scene, "state_window", inputs)
+        counts = counts_of(context, "state_window", inputs)
         parts = inputs["state_window"].split(counts)
         kept = [part[max(0, len(part) - window + 1) :] for part in parts]
         return {**inputs, "state_window": torch.cat(kept)}
@@ -335,8 +335,8 @@ STALE_MEMORY_FAULTS = (
         title="Rows that earlier calls left are stale, empty, shifted, or another sequence's",
         effect="tokens attend to what was never said; a first call is exact",
         remedy="Compare cold and warm runs; refill what the prefix cache does not hold.",
-        sits=lambda scene: scene.role in (_ATTEND, _SCORES),
-        ways=_row_variants,
+        applies_to=lambda context: context.role in (_ATTEND, _SCORES),
+        variants=_row_variants,
         signature=_rows,
         reach=Reach.EDGE,
     ),
@@ -345,8 +345,8 @@ STALE_MEMORY_FAULTS = (
         title="The compressor's carried state is empty, stale, or another sequence's",
         effect="entries of windows that a call begins in the middle of are wrong",
         remedy="Carry latents and gates of both windows over every split.",
-        sits=lambda scene: scene.role in POOLS,
-        ways=_pool_variants,
+        applies_to=lambda context: context.role in POOLS,
+        variants=_pool_variants,
         signature=_pools,
         reach=Reach.EDGE,
     ),
@@ -355,8 +355,10 @@ STALE_MEMORY_FAULTS = (
         title="Tokens see other rows than they may",
         effect="the newest or oldest rows are missing, or one is seen too early",
         remedy="Count what is visible by floor((t + 1) / ratio), and the token into its window.",
-        sits=lambda scene: scene.role == _SCORES or (scene.role == _ATTEND and is_v4(scene)),
-        ways=_seen_variants,
+        applies_to=lambda context: (
+            context.role == _SCORES or (context.role == _ATTEND and is_v4(context))
+        ),
+        variants=_seen_variants,
     ),
 )
 
@@ -387,8 +389,8 @@ def _spoilt_by_none(value: float, inputs: Tensors, outputs: Tensors) -> Tensors:
     return {**outputs, "out": made}
 
 
-def _null_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    del scene
+def _null_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    del context
     yield FaultVariant("empty slots read as row 0", with_inputs(_first_for_none))
     yield FaultVariant("NaN from empty slots", with_outputs(partial(_spoilt_by_none, math.nan)))
     yield FaultVariant(
@@ -396,12 +398,12 @@ def _null_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
     )
 
 
-def _slot_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _slot_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     for step in (1, 64):
         held = f", of lists filled up to {step}" if step > 1 else ""
         change = partial(by_lists, partial(with_empty, step))
         words = f"empty places read as the first slot of the cache{held}"
-        yield FaultVariant(words, with_function(scene, change), {"step": step})
+        yield FaultVariant(words, with_function(context, change), {"step": step})
 
 
 def _zero_rows(missing: int | None, facts: Any, inputs: Tensors, weights: Any) -> Tensors:
@@ -420,12 +422,14 @@ def _zero_rows(missing: int | None, facts: Any, inputs: Tensors, weights: Any) -
     return {"out": out.to(facts.numerics.store)}
 
 
-def _masked_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _masked_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     words = "rows of the window that are not there yet count as zeros"
-    yield FaultVariant(words, with_function(scene, partial(_zero_rows, None)))
+    yield FaultVariant(words, with_function(context, partial(_zero_rows, None)))
     for count in (1, 63):
         words = f"{count} rows of padding count as zeros"
-        yield FaultVariant(words, with_function(scene, partial(_zero_rows, count)), {"rows": count})
+        yield FaultVariant(
+            words, with_function(context, partial(_zero_rows, count)), {"rows": count}
+        )
 
 
 def _last_tile(value: float, tile: int, _inputs: Tensors, outputs: Tensors) -> Tensors:
@@ -436,7 +440,7 @@ def _last_tile(value: float, tile: int, _inputs: Tensors, outputs: Tensors) -> T
     return {**outputs, "out": made}
 
 
-def _tile_variants(_scene: ComponentContext) -> Iterator[FaultVariant]:
+def _tile_variants(_context: ComponentContext) -> Iterator[FaultVariant]:
     for tile in TILES:
         words = f"NaN in the last, unfilled tile of {tile} rows"
         yield FaultVariant(words, with_outputs(partial(_last_tile, math.nan, tile)), {"tile": tile})
@@ -444,36 +448,36 @@ def _tile_variants(_scene: ComponentContext) -> Iterator[FaultVariant]:
     yield FaultVariant(words, with_outputs(partial(_last_tile, 0.0, 128)), {"tile": 128})
 
 
-def _tiles(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
+def _tiles(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
     """Propose tiles only if some row is all NaN or zero."""
-    rows = flat(sight.outputs["out"])
+    rows = flat(record.outputs["out"])
     if bool((rows.isnan() | (rows == 0)).all(1).any()):
-        yield from _tile_variants(scene)
+        yield from _tile_variants(context)
 
 
-def _column(scene: ComponentContext, factor: float) -> FaultVariant:
+def _column(context: ComponentContext, factor: float) -> FaultVariant:
     def change(x: Tensor) -> Tensor:
         last = x[..., -_PADDED_K:].double() * factor
         return torch.cat((x[..., :-_PADDED_K].double(), last), dim=-1)
 
     words = f"the scale of the last {_PADDED_K} of K is {number(factor)} times its own"
-    return FaultVariant(words, with_x(scene, change), {"factor": factor})
+    return FaultVariant(words, with_x(context, change), {"factor": factor})
 
 
-def _column_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _column_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     for factor in (0.0, 8.0, 448.0):
-        yield _column(scene, factor)
+        yield _column(context, factor)
 
 
-def _columns(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
+def _columns(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
     """Propose the fitted factor of the last block of K."""
-    c, e = sight.outputs["out"].double(), sight.expected["out"].double()
+    c, e = record.outputs["out"].double(), record.expected["out"].double()
     if c.shape != e.shape or not bool(c.isfinite().all()):
         return
-    exact = with_facts(scene, unrounded)(scene.call)
+    exact = with_facts(context, unrounded)(context.call)
     whole, without = (
-        each(sight.inputs, scene.weights)["out"].double()
-        for each in (exact, _column(scene, 0.0).apply(exact))
+        call(record.inputs, context.weights)["out"].double()
+        for call in (exact, _column(context, 0.0).apply(exact))
     )
     part = (whole - without).flatten()
     energy = float(part @ part)
@@ -484,14 +488,14 @@ def _columns(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVarian
         return  # the twin is not finite where the candidate is
     short = dict.fromkeys((float(f"{factor:.2g}"), float(f"{factor:.3g}"), round(factor)))
     for value in (*short, factor):
-        yield _column(scene, float(value))
+        yield _column(context, float(value))
 
 
-def _scale_variants(_scene: ComponentContext) -> Iterator[FaultVariant]:
+def _scale_variants(_context: ComponentContext) -> Iterator[FaultVariant]:
     """Yield ways with other scales in the last row, which shares its tile with padding."""
     for words, code in (("448", 0x7E), ("NaN", 0x7F), ("0", 0x00)):
-        told = f"scales of the last row: {words}, as padding holds"
-        yield FaultVariant(told, with_outputs(partial(_last_scales, code)))
+        text = f"scales of the last row: {words}, as padding holds"
+        yield FaultVariant(text, with_outputs(partial(_last_scales, code)))
     yield FaultVariant("scales of a row are the larger of a pair of rows", with_outputs(_paired))
 
 
@@ -513,9 +517,9 @@ def _paired(_inputs: Tensors, outputs: Tensors) -> Tensors:
     return {**outputs, "block_scale": made.view(outputs["block_scale"].dtype)}
 
 
-def _lists(scene: ComponentContext) -> bool:
-    names = {each.name for each in scene.component.inputs}
-    return scene.role == "attn.attend" and "chosen" in names
+def _lists(context: ComponentContext) -> bool:
+    names = {each.name for each in context.component.inputs}
+    return context.role == "attn.attend" and "chosen" in names
 
 
 _REMEDY = "Fill padding with NaN once and require that outputs stay the same."
@@ -526,32 +530,32 @@ POISON_FAULTS = (
         title="Empty slots of the selection are read",
         effect="tokens that see little attend to row 0, or become NaN",
         remedy="Guard the load of data as well as that of scales and logits.",
-        sits=_lists,
-        ways=_null_variants,
+        applies_to=_lists,
+        variants=_null_variants,
     ),
     ModelFault(
         id="M35.first_slot",
         title="Empty places of the lists of slots are read as the first slot",
         effect="tokens attend many times to a row of whoever has the cache's first slot",
         remedy="-1 is no slot: mask its logit, and do not clamp it to 0.",
-        sits=lambda scene: scene.role == "attn.attend" and is_v4(scene),
-        ways=_slot_variants,
+        applies_to=lambda context: context.role == "attn.attend" and is_v4(context),
+        variants=_slot_variants,
     ),
     ModelFault(
         id="M35.masked_rows",
         title="Rows that do not exist take part in the softmax",
         effect="the first tokens of a sequence are too quiet",
         remedy="Mask rows in front of the sequence to -inf before the maximum.",
-        sits=lambda scene: scene.role == "attn.attend" and is_v4(scene),
-        ways=_masked_variants,
+        applies_to=lambda context: context.role == "attn.attend" and is_v4(context),
+        variants=_masked_variants,
     ),
     ModelFault(
         id="M35.shared_tile",
         title="Padding rows spoil the rows in the same tile",
         effect="the last rows are NaN or lost, full tiles are exact",
         remedy=_REMEDY,
-        sits=lambda scene: scene.role in PRODUCTS,
-        ways=_tile_variants,
+        applies_to=lambda context: context.role in PRODUCTS,
+        variants=_tile_variants,
         signature=_tiles,
     ),
     ModelFault(
@@ -559,8 +563,10 @@ POISON_FAULTS = (
         title="A padded column of scales is read from stale memory",
         effect="the last block of K counts too much or not at all",
         remedy="Write padded columns of scales, or make K a multiple of what is padded to.",
-        sits=lambda scene: scene.role in PRODUCTS and scene.role not in {"head", "ffn.gate"},
-        ways=_column_variants,
+        applies_to=lambda context: (
+            context.role in PRODUCTS and context.role not in {"head", "ffn.gate"}
+        ),
+        variants=_column_variants,
         signature=_columns,
     ),
     ModelFault(
@@ -568,10 +574,10 @@ POISON_FAULTS = (
         title="Scales of padding rows reach real rows",
         effect="a row is decoded with a scale that is not its own",
         remedy=_REMEDY,
-        sits=lambda scene: (
-            scene.role.endswith("act_quant") and "block_scale" in scene.component.outputs
+        applies_to=lambda context: (
+            context.role.endswith("act_quant") and "block_scale" in context.component.outputs
         ),
-        ways=_scale_variants,
+        variants=_scale_variants,
     ),
 )
 
@@ -616,22 +622,22 @@ def _captured(name: str) -> Any:
     return apply
 
 
-def _stale_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
-    names = {each.name for each in scene.component.inputs}
+def _stale_variants(context: ComponentContext) -> Iterator[FaultVariant]:
+    names = {each.name for each in context.component.inputs}
     for name in _METADATA:
         # Trap: memory is cut by positions; with stale ones rows would be missing.
-        if name in names and not (name == "positions" and scene.role == "attn.attend"):
+        if name in names and not (name == "positions" and context.role == "attn.attend"):
             words = f"the {name} of the captured step in every later one"
             yield FaultVariant(words, _captured(name), {"input": name})
 
 
-def _stale(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
-    for way in _stale_variants(scene):
-        name = str(way.where["input"])
-        arrived, implied = sight.inputs.get(name), sight.implied.get(name)
+def _stale(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+    for variant in _stale_variants(context):
+        name = str(variant.where["input"])
+        arrived, implied = record.inputs.get(name), record.implied.get(name)
         if arrived is None or implied is None or torch.equal(arrived, implied):
             continue
-        for other in _latest(sight):
+        for other in _latest(record):
             old = other.inputs.get(name)
             if old is not None and torch.equal(old, arrived):
                 words = f"the {name} of step {other.step}"
@@ -640,9 +646,9 @@ def _stale(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]
                 break
 
 
-def _latest(sight: CallRecord) -> list[CallRecord]:
+def _latest(record: CallRecord) -> list[CallRecord]:
     """Return the earlier calls, the captured one first."""
-    return list(sight.earlier)
+    return list(record.earlier)
 
 
 def _given(name: str, value: Tensor, inputs: Tensors) -> Tensors:
@@ -689,14 +695,14 @@ _CARRIED = (
 )
 
 
-def _carried_variants(_scene: ComponentContext) -> Iterator[FaultVariant]:
+def _carried_variants(_context: ComponentContext) -> Iterator[FaultVariant]:
     for words, change in _CARRIED:
         yield FaultVariant(words, _carrying(change))
 
 
-def _carried(_scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
-    shape = sight.outputs["out"].shape
-    same = [other for other in sight.earlier if other.outputs["out"].shape == shape]
+def _carried(_context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+    shape = record.outputs["out"].shape
+    same = [other for other in record.earlier if other.outputs["out"].shape == shape]
     for other in same[::-1][:_LATEST]:
         for words, change in _CARRIED:
             made = with_outputs(partial(_changed, change, other.outputs["out"]))
@@ -717,8 +723,8 @@ GRAPH_STALENESS_FAULTS = (
         title="A captured graph reads the metadata of the step that it was captured in",
         effect="the first step of a shape is exact; later ones take its positions or choices",
         remedy="Write metadata into persistent buffers that the graph knows.",
-        sits=lambda scene: scene.role in _READERS,
-        ways=_stale_variants,
+        applies_to=lambda context: context.role in _READERS,
+        variants=_stale_variants,
         signature=_stale,
         reach=Reach.EDGE,
         per_call=True,
@@ -728,8 +734,8 @@ GRAPH_STALENESS_FAULTS = (
         title="A workspace or an output of the call before is still there",
         effect="outputs hold what an earlier token produced",
         remedy="Clear workspaces inside the graph; write every output in every replay.",
-        sits=lambda scene: scene.role in _SPLIT,
-        ways=_carried_variants,
+        applies_to=lambda context: context.role in _SPLIT,
+        variants=_carried_variants,
         signature=_carried,
         per_call=True,
     ),

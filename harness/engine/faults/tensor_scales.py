@@ -83,13 +83,13 @@ SCALE_DIRECTION_TENSOR_FAULTS = (
 
 
 def _made_with_reciprocal(
-    scene: ComponentContext, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
+    context: ComponentContext, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor]:
-    return operands.requantised(scene, inputs, outputs, outputs["tensor_scale"].reciprocal())
+    return operands.requantised(context, inputs, outputs, outputs["tensor_scale"].reciprocal())
 
 
 def _read_with_reciprocal(
-    _scene: ComponentContext, inputs: Mapping[str, Tensor]
+    _context: ComponentContext, inputs: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor]:
     return {**inputs, "tensor_scale": inputs["tensor_scale"].reciprocal()}
 
@@ -193,7 +193,7 @@ SCALE_COUNT_TENSOR_FAULTS = (
 )
 
 
-def _codes_alone(_scene: ComponentContext, _name: str, weight: Weight) -> Weight | None:
+def _codes_alone(_context: ComponentContext, _name: str, weight: Weight) -> Weight | None:
     if not weight.is_quantised:
         return None
     tensor = weight.quantised()
@@ -202,11 +202,11 @@ def _codes_alone(_scene: ComponentContext, _name: str, weight: Weight) -> Weight
     return Weight(value=value, input_scale=weight.input_scale)
 
 
-def _read_without(_scene: ComponentContext, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _read_without(_context: ComponentContext, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return {**inputs, "tensor_scale": torch.ones_like(inputs["tensor_scale"])}
 
 
-def _read_twice(_scene: ComponentContext, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _read_twice(_context: ComponentContext, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return {**inputs, "tensor_scale": inputs["tensor_scale"].square()}
 
 
@@ -227,31 +227,31 @@ def _of_product(
 
         return faulty
 
-    return lambda scene: iter((FaultVariant(f"{words} {scene.name}", apply),))
+    return lambda context: iter((FaultVariant(f"{words} {context.name}", apply),))
 
 
-def _makes(scene: ComponentContext) -> bool:
-    form = operands.activation_format(scene) if "codes" in scene.component.outputs else None
+def _makes(context: ComponentContext) -> bool:
+    form = operands.activation_format(context) if "codes" in context.component.outputs else None
     return form is not None and form.tensor_scale
 
 
-def _made_by(scene: ComponentContext, scale: float) -> FaultVariant:
+def _made_by(context: ComponentContext, scale: float) -> FaultVariant:
     def change(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         used = torch.full_like(outputs["tensor_scale"], scale)
-        return operands.requantised(scene, inputs, outputs, used)
+        return operands.requantised(context, inputs, outputs, used)
 
-    words = f"codes by a tensor scale of {number(scale)} at {scene.name}"
+    words = f"codes by a tensor scale of {number(scale)} at {context.name}"
     return FaultVariant(words, with_outputs(change), {"scale": scale})
 
 
-def _other_variants(scene: ComponentContext) -> Iterator[FaultVariant]:
+def _other_variants(context: ComponentContext) -> Iterator[FaultVariant]:
     for scale in _PLANTED:
-        yield _made_by(scene, scale)
+        yield _made_by(context, scale)
 
 
-def _others(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
+def _others(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
     """Propose the tensor scale that the block scales imply, if all of them imply the same one."""
-    stored, right = sight.outputs["block_scale"], sight.expected["block_scale"]
+    stored, right = record.outputs["block_scale"], record.expected["block_scale"]
     if stored.dtype != right.dtype or stored.shape != right.shape:
         return
     # Codes of normal numbers, but the largest, at which conversion ends: a step is an eighth.
@@ -259,7 +259,9 @@ def _others(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant
     sure = (stored >= _NORMAL) & (stored < _LAST)
     if int(sure.sum()) < _FEWEST:
         return
-    largest = operands.blocks(scene, sight.inputs, sight.expected["tensor_scale"]).abs().amax(-1)
+    largest = (
+        operands.blocks(context, record.inputs, record.expected["tensor_scale"]).abs().amax(-1)
+    )
     units, codes = (largest.double() / _LARGEST)[sure], stored[sure]
     every = -(-len(codes) // _MOST)
     units, codes = units[::every], codes[::every]
@@ -272,29 +274,34 @@ def _others(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant
     scale = (least + most) / 2
     for value in {float(f"{scale:.{digits}g}"): None for digits in (1, 2, 3)}:
         if least <= value <= most or is_named(scale, value):
-            yield _made_by(scene, value)
-    yield _made_by(scene, scale)
+            yield _made_by(context, value)
+    yield _made_by(context, scale)
 
 
 def _product_fault(name: str, title: str, remedy: str, ways: Any) -> ModelFault:
-    def sits(scene: ComponentContext) -> bool:
-        form = operands.activation_format(scene)
-        reads = any(each.name == "codes" for each in scene.component.inputs)
-        both = form is not None and form.tensor_scale and any(map(has_tensor_scale, kept(scene)))
+    def applies_to(context: ComponentContext) -> bool:
+        form = operands.activation_format(context)
+        reads = any(each.name == "codes" for each in context.component.inputs)
+        both = form is not None and form.tensor_scale and any(map(has_tensor_scale, kept(context)))
         return reads and both
 
     return ModelFault(
-        f"M02.{name}", title, "outputs are wrong by one factor, the product of both scales",
-        remedy, sits, ways, lambda scene, sight: ways(scene) if _is_scaled(sight) else iter(()),
-    )  # fmt: skip
+        f"M02.{name}",
+        title,
+        "outputs are wrong by one factor, the product of both scales",
+        remedy,
+        applies_to,
+        ways,
+        lambda context, record: ways(context) if _is_scaled(record) else iter(()),
+    )
 
 
-def _is_scaled(sight: CallRecord) -> bool:
+def _is_scaled(record: CallRecord) -> bool:
     """Return whether the output as a whole has another size, or that is unknown."""
-    c, e = sight.outputs.get("out"), sight.expected.get("out")
+    c, e = record.outputs.get("out"), record.expected.get("out")
     if c is None or e is None or c.shape != e.shape:
         return True  # several outputs: nothing is known of them
-    sizes = [float(each.double().norm()) for each in (c, e)]
+    sizes = [float(tensor.double().norm()) for tensor in (c, e)]
     if not all(map(math.isfinite, sizes)) or not all(sizes):
         return True
     return abs(math.log(sizes[0] / sizes[1])) > _SAME_SIZE
@@ -362,8 +369,8 @@ SCALE_COUNT_FAULTS = (
         title="Activations are quantised by another tensor scale than the one that goes with them",
         effect="all inputs are too large or too small by the ratio of two scales",
         remedy="Quantise by the scale that is handed on; an expert's rows by their expert's.",
-        sits=_makes,
-        ways=_other_variants,
+        applies_to=_makes,
+        variants=_other_variants,
         signature=_others,
     ),
 )
@@ -383,30 +390,38 @@ _PARTNERS = {"attn.wq_a": ("attn.wkv", "attn.wkv_a"), "attn.wkv": ("attn.wq_a",)
 _PARTNERS["attn.wkv_a"] = ("attn.wq_a",)
 
 
-def _fused_with(scene: ComponentContext, name: str) -> Iterator[Weight]:
+def _fused_with(context: ComponentContext, name: str) -> Iterator[Weight]:
     """Return the weights that share one matrix with a weight, itself included, in order of rows."""
     if name in _PARTNERS:
-        prefix = scene.name.removesuffix(scene.role)
-        found = [scene.sibling(prefix + other) for other in _PARTNERS[name]]
-        partners = [each.weights[each.role] for each in found if each is not None]
+        prefix = context.name.removesuffix(context.role)
+        contexts = [context.sibling(prefix + other) for other in _PARTNERS[name]]
+        partners = [
+            component_context.weights[component_context.role]
+            for component_context in contexts
+            if component_context is not None
+        ]
         first = name == "attn.wq_a"
-        yield from ((scene.weights[name], *partners) if first else (*partners, scene.weights[name]))
+        yield from (
+            (context.weights[name], *partners) if first else (*partners, context.weights[name])
+        )
         return
     number = expert_of(name)
-    yield from (scene.weights[each] for each in matrices(scene) if expert_of(each) == number)
+    yield from (
+        context.weights[matrix] for matrix in matrices(context) if expert_of(matrix) == number
+    )
 
 
-def _all_experts(scene: ComponentContext, name: str) -> Iterator[Weight]:
+def _all_experts(context: ComponentContext, name: str) -> Iterator[Weight]:
     part = name.rpartition(".")[2]
-    yield from (scene.weights[n] for n in matrices(scene) if n.rpartition(".")[2] == part)
+    yield from (context.weights[n] for n in matrices(context) if n.rpartition(".")[2] == part)
 
 
 def _kept_scale(group: Callable[[ComponentContext, str], Iterator[Weight]], keep: Keep) -> Change:
-    def change(scene: ComponentContext, name: str, weight: Weight) -> Weight | None:
+    def change(context: ComponentContext, name: str, weight: Weight) -> Weight | None:
         if weight.tensor_scale is None or weight.tensor_scale.ndim:
             return None
-        scales = [each.tensor_scale for each in group(scene, name)]
-        known = torch.stack([each.reshape(()) for each in scales if each is not None])
+        scales = [each.tensor_scale for each in group(context, name)]
+        known = torch.stack([scale.reshape(()) for scale in scales if scale is not None])
         return replace(weight, tensor_scale=keep(known), _decoded={})
 
     return change
@@ -489,8 +504,8 @@ ORDER_OF_SCALES_FAULTS = (
 # checkpoint has an input scale.
 
 
-def _input_scale_fault(variant: str, title: str, doing: str, mix: Mix) -> ModelFault:
-    def change(_scene: ComponentContext, _name: str, weight: Weight) -> Weight | None:
+def _input_scale_fault(variant: str, title: str, action: str, mix: Mix) -> ModelFault:
+    def change(_context: ComponentContext, _name: str, weight: Weight) -> Weight | None:
         if weight.input_scale is None or weight.tensor_scale is None:
             return None
         own = weight.quantised().decode_scale.double()
@@ -502,7 +517,7 @@ def _input_scale_fault(variant: str, title: str, doing: str, mix: Mix) -> ModelF
         title,
         "all values are wrong by one factor, of three to four orders",
         "The input scale belongs to activations: into alpha, never into the weight.",
-        doing,
+        action,
     )
     return weight_fault(words, change, has_tensor_scale)
 

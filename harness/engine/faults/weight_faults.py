@@ -125,7 +125,7 @@ def _table(element: ElementFormat, order: NibbleOrder | None) -> Tensor:
             return decode_array(octets % element.code_count, element).double()[:, None]
         low, high = octets % 16, octets // 16
         pair = (low, high) if order is NibbleOrder.LOW_EVEN else (high, low)
-        return torch.stack([decode_array(each, element).double() for each in pair], dim=-1)
+        return torch.stack([decode_array(tensor, element).double() for tensor in pair], dim=-1)
 
 
 def elements(tensor: QuantisedTensor) -> Tensor:
@@ -244,13 +244,13 @@ class Decoding(Mapping[str, Weight]):
 
 
 class FaultTexts(NamedTuple):
-    """The texts of a fault; `doing` begins a sentence that a spot completes."""
+    """The texts of a fault; `action` begins a sentence that a spot completes."""
 
     id: str
     title: str
     effect: str
     remedy: str
-    doing: str
+    action: str
 
 
 @dataclass(frozen=True)
@@ -320,13 +320,13 @@ def is_routed(kept: WeightStorage) -> bool:
     return kept.linear and kept.routed
 
 
-def kept(scene: ComponentContext) -> Iterator[WeightStorage]:
+def kept(context: ComponentContext) -> Iterator[WeightStorage]:
     """Yield how each weight is stored, without reading any."""
-    for name in matrices(scene):
-        parameter = parameter_named(scene.bound.config, full_name(scene, name))
-        form = BLOCK_FORMATS.get(scene.recipe.format_of(parameter).weight)
+    for name in matrices(context):
+        parameter = parameter_named(context.bound.config, full_name(context, name))
+        form = BLOCK_FORMATS.get(context.recipe.format_of(parameter).weight)
         linear = parameter.kind is Kind.LINEAR
-        yield WeightStorage(form, linear, parameter.row.dtype, parameter.shape, scene.role, name)
+        yield WeightStorage(form, linear, parameter.row.dtype, parameter.shape, context.role, name)
 
 
 def weight_fault(
@@ -342,19 +342,21 @@ def weight_fault(
     A fault that `moves` numbers is not proposed for rows that differ by a single factor.
     """
 
-    def sits(scene: ComponentContext) -> bool:
+    def applies_to(context: ComponentContext) -> bool:
         # Quantisation before a linear reads only its input scale.
-        return not scene.role.endswith("act_quant") and any(map(needs, kept(scene)))
+        return not context.role.endswith("act_quant") and any(map(needs, kept(context)))
 
-    def ways(scene: ComponentContext) -> Iterator[FaultVariant]:
-        for spot in _fitting(plantable(scene), whole, scene):
-            yield variant_at(scene, spot, change, words.doing, moves=moves)
+    def variants(context: ComponentContext) -> Iterator[FaultVariant]:
+        for spot in _fitting(plantable(context), whole, context):
+            yield variant_at(context, spot, change, words.action, moves=moves)
 
-    def signature(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
-        for spot in _fitting(suggested(scene, sight), whole, scene):
-            yield variant_at(scene, spot, change, words.doing, moves=moves)
+    def signature(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+        for spot in _fitting(suggested(context, record), whole, context):
+            yield variant_at(context, spot, change, words.action, moves=moves)
 
-    return ModelFault(words.id, words.title, words.effect, words.remedy, sits, ways, signature)
+    return ModelFault(
+        words.id, words.title, words.effect, words.remedy, applies_to, variants, signature
+    )
 
 
 class FaultFamily(NamedTuple):
@@ -368,21 +370,21 @@ class FaultFamily(NamedTuple):
         self,
         name: str,
         title: str,
-        doing: str,
+        action: str,
         change: Change,
         needs: Needs = has_codes,
         **how: bool,
     ) -> ModelFault:
         """Make one of them; `how` is as in `weight_fault`."""
-        words = FaultTexts(f"{self.id}.{name}", title, self.effect, self.remedy, doing)
+        words = FaultTexts(f"{self.id}.{name}", title, self.effect, self.remedy, action)
         return weight_fault(words, change, needs, **how)
 
 
 def _fitting(
-    spots: tuple[WeightRegion, ...], whole: bool, scene: ComponentContext
+    spots: tuple[WeightRegion, ...], whole: bool, context: ComponentContext
 ) -> Iterator[WeightRegion]:
     """Skip spots with only some parts of an expert, if the fault concerns all parts."""
-    together = len({name.rpartition(".")[2] for name in matrices(scene)})
+    together = len({name.rpartition(".")[2] for name in matrices(context)})
     for spot in spots:
         parts = len({name.rpartition(".")[2] for name in spot.names})
         if not whole or (spot.rows is None and parts == together):
@@ -390,7 +392,12 @@ def _fitting(
 
 
 def variant_at(
-    scene: ComponentContext, spot: WeightRegion, change: Change, doing: str, *, moves: bool = False
+    context: ComponentContext,
+    spot: WeightRegion,
+    change: Change,
+    action: str,
+    *,
+    moves: bool = False,
 ) -> FaultVariant:
     """Return one change at one spot."""
     names = frozenset(spot.names)
@@ -398,7 +405,7 @@ def variant_at(
     def changed(name: str, weight: Weight) -> Weight:
         if name not in names:
             return weight
-        made = change(scene, name, weight)
+        made = change(context, name, weight)
         if made is None:
             return weight
         if spot.rows is None:
@@ -407,7 +414,7 @@ def variant_at(
         gain = moves and _is_gain(numbers_of(weight), numbers_of(some), spot.rows)
         return weight if gain else some
 
-    return FaultVariant(f"{doing} {spot}", with_weights(changed), spot.where)
+    return FaultVariant(f"{action} {spot}", with_weights(changed), spot.where)
 
 
 def _in_rows(weight: Weight, made: Weight, rows: tuple[int, int]) -> Weight:
@@ -431,7 +438,7 @@ def _is_gain(was: Tensor, now: Tensor, rows: tuple[int, int]) -> bool:
 def of_tensor(inject: Callable[[QuantisedTensor], QuantisedTensor | None]) -> Change:
     """Lift the damage of one quantised tensor."""
 
-    def change(_scene: ComponentContext, _name: str, weight: Weight) -> Weight | None:
+    def change(_context: ComponentContext, _name: str, weight: Weight) -> Weight | None:
         if not weight.is_quantised:
             return None
         made = inject(weight.quantised())
@@ -440,16 +447,16 @@ def of_tensor(inject: Callable[[QuantisedTensor], QuantisedTensor | None]) -> Ch
     return change
 
 
-def of_fault(fault: TensorFault, doing: str, needs: Needs) -> ModelFault:
+def of_fault(fault: TensorFault, action: str, needs: Needs) -> ModelFault:
     """Lift a known fault of one tensor, under its own id."""
-    words = FaultTexts(fault.id, fault.title, fault.effect, fault.remedy, doing)
+    words = FaultTexts(fault.id, fault.title, fault.effect, fault.remedy, action)
     return weight_fault(words, of_tensor(fault.inject), needs)
 
 
 def of_values(change: Callable[[Tensor], Tensor]) -> Change:
     """Lift a change of a weight's numbers, however it is stored."""
 
-    def changed(_scene: ComponentContext, _name: str, weight: Weight) -> Weight | None:
+    def changed(_context: ComponentContext, _name: str, weight: Weight) -> Weight | None:
         value = change(numbers_of(weight))
         return Weight(value=value, input_scale=weight.input_scale)
 
@@ -459,7 +466,7 @@ def of_values(change: Callable[[Tensor], Tensor]) -> Change:
 def of_scales(change: Callable[[QuantisedTensor, Tensor], Tensor | None]) -> Change:
     """Lift a change of block scales [R, C], as numbers, when they are read."""
 
-    def changed(_scene: ComponentContext, _name: str, weight: Weight) -> Weight | None:
+    def changed(_context: ComponentContext, _name: str, weight: Weight) -> Weight | None:
         if not weight.is_quantised:
             return None
         tensor = weight.quantised()
@@ -474,7 +481,7 @@ def of_scales(change: Callable[[QuantisedTensor, Tensor], Tensor | None]) -> Cha
 def with_tensor_scale(change: Callable[[Tensor], Tensor]) -> Change:
     """Lift a change of the tensor scale."""
 
-    def changed(_scene: ComponentContext, _name: str, weight: Weight) -> Weight | None:
+    def changed(_context: ComponentContext, _name: str, weight: Weight) -> Weight | None:
         if weight.tensor_scale is None:
             return None
         scale = change(weight.tensor_scale.float()).float().reshape(weight.tensor_scale.shape)

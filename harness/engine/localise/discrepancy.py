@@ -59,16 +59,16 @@ class Discrepancy:
     """One discrepancy, and the call that shows it best.
 
     `component` is attributed. `site` is where the value was recorded (an output, or a consumer's
-    input), and `scene` is the component of that site. `where` narrows it down. `more` are calls of
-    other steps with the same discrepancy. A missing call has no sight.
+    input), and `context` is the component of that site. `where` narrows it down. `more` are calls
+    of other steps with the same discrepancy. A missing call has no sight.
     """
 
     kind: DiscrepancyKind
     component: str
-    scene: ComponentContext
+    context: ComponentContext
     site: Site
     sentence: str
-    sight: CallRecord | None = None
+    record: CallRecord | None = None
     judged: OutputResult | None = None
     where: Mapping[str, str | int | float] = field(default_factory=lambda: MappingProxyType({}))
     steps: tuple[int, ...] = ()
@@ -152,7 +152,7 @@ class RowPositions:
     sequence: Tensor
     experts: Tensor | None = None  # [T, K], of routed rows
 
-    def at(self, chosen: Tensor) -> RowPositions:
+    def select(self, chosen: Tensor) -> RowPositions:
         """Return some of the rows."""
         experts = None if self.experts is None else self.experts[chosen]
         return RowPositions(
@@ -160,10 +160,10 @@ class RowPositions:
         )
 
     @classmethod
-    def of(cls, batch: Batch, steps: Mapping[int, CapturedStep]) -> RowPositions:
+    def from_batch(cls, batch: Batch, steps: Mapping[int, CapturedStep]) -> RowPositions:
         """Look the rows up in their steps."""
         if batch.whole is not None and batch.kept is not None:
-            return cls.of(batch.whole, steps).at(batch.kept)
+            return cls.from_batch(batch.whole, steps).select(batch.kept)
         decode = torch.zeros(len(batch.step_of), dtype=torch.bool)
         sequence = torch.full((len(batch.step_of),), -1)
         for call, span in zip(batch.calls, batch.spans, strict=True):
@@ -188,7 +188,7 @@ def locate_difference(
 ) -> DifferenceLocation:
     """Return where a candidate, the first of `pair`, differs from its twin."""
     bad, certain = beyond(*pair, slack)
-    evidence = DifferenceEvidence.of(pair, slack, certain=certain)
+    evidence = DifferenceEvidence.from_pair(pair, slack, certain=certain)
     if not bad.ndim or not bool(bad.any()):
         return DifferenceLocation()
     where: Where = {}
@@ -197,13 +197,13 @@ def locate_difference(
     by_row = bad.reshape(count, -1).any(1)
     if rows is not None and len(rows.position) == count:
         asked = torch.ones(count, dtype=torch.bool)
-        told: list[str] = []
+        lines: list[str] = []
         if rows.experts is not None and rows.experts.shape[:1] == (count,):
-            told, asked = _by_expert(bad, rows.experts, where, evidence)
+            lines, asked = _by_expert(bad, rows.experts, where, evidence)
         words += _by_part(by_row & asked, rows, where, evidence)
         if certain and _is_healthy_before(by_row & asked, asked, rows, evidence):
-            words += _in_time(config, component, by_row[asked], rows.at(asked), where)
-        words += told
+            words += _in_time(config, component, by_row[asked], rows.select(asked), where)
+        words += lines
     words += _by_axis(component, bad, where, evidence)
     words += _by_column(config, component, bad, where, evidence)
     one = certain and count > 1 and int(by_row.sum()) == 1 and "first position" not in where
@@ -240,7 +240,7 @@ def _by_part(
     """Yield words for phase and sequence."""
     struck = {"decode" if each else "prefill" for each in rows.decode[by_row].unique().tolist()}
     phases = {"prefill": ~rows.decode, "decode": rows.decode}
-    if all(bool(each.any()) for each in phases.values()):
+    if all(bool(tensor.any()) for tensor in phases.values()):
         for phase in evidence.only(struck, phases):
             where["phase"] = phase
             yield f"only in {phase}"

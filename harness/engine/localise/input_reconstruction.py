@@ -74,14 +74,14 @@ class SequencePart:
 
 def parts_of(step: CapturedStep) -> list[SequencePart]:
     """Return the sequences of a step, in order."""
-    found: list[SequencePart] = []
+    parts: list[SequencePart] = []
     begin = 0
     for at in range(1, len(step.tokens) + 1):
         if at == len(step.tokens) or step.sequences[at] != step.sequences[begin]:
             owner, start = step.sequences[begin], step.positions[begin]
-            found.append(SequencePart(owner, slice(begin, at), start, at - begin))
+            parts.append(SequencePart(owner, slice(begin, at), start, at - begin))
             begin = at
-    return found
+    return parts
 
 
 class InputReconstruction:
@@ -105,7 +105,7 @@ class InputReconstruction:
         named = {each.name for each in component.inputs if not each.name.startswith(STATE)}
         # Filtered rows cannot be compared with whole outputs.
         if not named & call.inputs.keys() or any(
-            each.rows is not None for each in call.inputs.values()
+            tensor.rows is not None for tensor in call.inputs.values()
         ):
             return []
         if not named <= call.inputs.keys() | {"expanded"}:
@@ -146,7 +146,7 @@ class InputReconstruction:
         captured = None
         if kept is not None:
             captured = (inputs if inputs is not None else self._run.inputs(call))[each.name]
-        if not any(each is not None and each.numel() for each in (implied, captured)):
+        if not any(tensor is not None and tensor.numel() for tensor in (implied, captured)):
             return None  # no rows, and no tensor of no rows, are the same
         if implied is not None and captured is not None and alike(implied, captured):
             return None
@@ -270,14 +270,14 @@ class InputReconstruction:
             return True, None
         return True, torch.stack(found) if own else torch.cat(found)
 
-    def _window(self, name: str, made: list[Tensor]) -> list[Tensor]:
+    def _window(self, name: str, tensors: list[Tensor]) -> list[Tensor]:
         """Return the last rows of the window only: V4's attention is given no others."""
         config = self._known.twin.config
-        if name != "state_window" or not made or not isinstance(config, V4Config):
-            return made
+        if name != "state_window" or not tensors or not isinstance(config, V4Config):
+            return tensors
         reach = config.sliding_window - 1
         # Each part has at least one row, so the last `reach` parts cover the window.
-        rows = torch.cat(made[-max(1, reach) :])
+        rows = torch.cat(tensors[-max(1, reach) :])
         # Trap: with a window of one token, rows[-0:] would return all rows.
         return [rows[max(0, len(rows) - reach) :]]
 
@@ -285,14 +285,14 @@ class InputReconstruction:
         """Return a producer's output for a sequence in earlier steps; None if not known."""
         history = self._history(source).get(part.owner, ())
         found, reached = [], 0
-        for number, earlier, made in history:
+        for number, earlier, tensor in history:
             if number >= step.number:
                 break
             # A gap: some of the sequence's earlier rows were not captured.
-            if made is None or earlier.start != reached:
+            if tensor is None or earlier.start != reached:
                 return None
             reached = earlier.stop
-            found.append(made)
+            found.append(tensor)
         return found if reached == part.start else None
 
     def _history(self, source: Site) -> Mapping[int, list[tuple[int, SequencePart, Tensor | None]]]:
@@ -317,7 +317,7 @@ class InputReconstruction:
             return made[parts[place].tokens]
         ratio = component.block.ratio
         # Entries that each sequence completed in this step.
-        counts = [each.stop // ratio - each.start // ratio for each in parts]
+        counts = [part.stop // ratio - part.start // ratio for part in parts]
         return made.split(counts)[place] if sum(counts) == len(made) else None
 
     def _empty(self, step: CapturedStep, component: Component, name: str) -> list[Tensor]:
@@ -414,7 +414,7 @@ def _covers(pieces: Sequence[Piece]) -> bool:
     for batch, _, part in pieces:
         sides = (*batch.calls[0].inputs.values(), *batch.calls[0].outputs.values())
         # A gap, or captured rows that a filter thinned out.
-        if part.start != reached or any(each.rows is not None for each in sides):
+        if part.start != reached or any(side.rows is not None for side in sides):
             return False
         reached = part.stop
     return True
@@ -472,12 +472,13 @@ def _below(
         if made is None:
             return None
         known.append(made)
-    if known[0].ndim == 2 and len({each.shape[1] for each in known}) > 1:
+    if known[0].ndim == 2 and len({tensor.shape[1] for tensor in known}) > 1:
         # Pad entries that do not exist yet: a masked score (-inf), or no choice (-1).
         none = -torch.inf if known[0].is_floating_point() else -1
-        widest = max(each.shape[1] for each in known)
+        widest = max(tensor.shape[1] for tensor in known)
         known = [
-            torch.nn.functional.pad(each, (0, widest - each.shape[1]), value=none) for each in known
+            torch.nn.functional.pad(tensor, (0, widest - tensor.shape[1]), value=none)
+            for tensor in known
         ]
     return torch.cat(known)
 

@@ -105,9 +105,9 @@ def is_finite(known: TwinComponents, replay: Replay) -> bool:
 def _spoilt(known: TwinComponents, replay: Replay) -> dict[str, Tensor]:
     """Return which rows of every input hold NaN or infinity."""
     found = {
-        name: _rows_with(~each.isfinite() & ~(each.isneginf() & (name == _SCORES)))
-        for name, each in replay.inputs.items()
-        if each.is_floating_point() and each.dtype.itemsize > 1 and name not in _CODED
+        name: _rows_with(~tensor.isfinite() & ~(tensor.isneginf() & (name == _SCORES)))
+        for name, tensor in replay.inputs.items()
+        if tensor.is_floating_point() and tensor.dtype.itemsize > 1 and name not in _CODED
     }
     # Decoding is most of the work, so it is done only where the twin's outputs are not finite.
     if "codes" in replay.inputs and not finite(replay.expected) and not replay.undecided:
@@ -144,8 +144,8 @@ def _of_rows(known: TwinComponents, replay: Replay, kept: Tensor) -> JudgeablePa
 
     def cut(side: Tensors) -> dict[str, Tensor]:
         return {
-            name: each[kept] if each.ndim and each.shape[0] == count else each
-            for name, each in side.items()
+            name: tensor[kept] if tensor.ndim and tensor.shape[0] == count else tensor
+            for name, tensor in side.items()
         }
 
     spans = batch.spans or (slice(0, count),)
@@ -214,18 +214,18 @@ def _settled(replay: Replay, lines: RowsBySequence, counts: Sequence[int]) -> Re
     """
     outputs = dict(replay.batch.outputs)
     cut_short = [n for n, own in lines.shortened(counts) if own]
-    for name, each in replay.expected.items():
+    for name, tensor in replay.expected.items():
         own = outputs.get(name)
         if own is None:
             continue
-        if name in _BY_SEQUENCE and cut_short and own.shape == each.shape:
+        if name in _BY_SEQUENCE and cut_short and own.shape == tensor.shape:
             # The carried state after fewer tokens is unknown for the candidate: take the twin's.
             outputs[name] = own.clone()
-            outputs[name][cut_short] = each[cut_short].to(own.dtype)
-        elif name == "out" and own.ndim == each.ndim == 2 and own.shape[1] > each.shape[1]:
-            hidden = own[:, each.shape[1] :]
+            outputs[name][cut_short] = tensor[cut_short].to(own.dtype)
+        elif name == "out" and own.ndim == tensor.ndim == 2 and own.shape[1] > tensor.shape[1]:
+            hidden = own[:, tensor.shape[1] :]
             if bool(hidden.isneginf().all()):
-                outputs[name] = own[:, : each.shape[1]]
+                outputs[name] = own[:, : tensor.shape[1]]
     return replace(replay, batch=replace(replay.batch, outputs=outputs))
 
 
@@ -303,8 +303,8 @@ class RowsBySequence:
     def cut_side(self, side: Tensors, counts: Sequence[int]) -> dict[str, Tensor] | None:
         """Return the rest of inputs or outputs; None where the rows of one cannot be assigned."""
         made = {}
-        for name, each in side.items():
-            own = self._cut(name, each, counts)
+        for name, tensor in side.items():
+            own = self._cut(name, tensor, counts)
             if own is None:
                 return None
             made[name] = own
@@ -387,15 +387,15 @@ def rows_out_of_range(known: TwinComponents, replay: Replay) -> Tensor | None:
 
 
 def _is_extreme(known: TwinComponents, replay: Replay) -> bool:
-    wide = [each for each in replay.inputs.values() if each.dtype.itemsize > 1]
-    sizes = [each.abs() for each in wide if each.is_floating_point() and each.numel()]
+    wide = [tensor for tensor in replay.inputs.values() if tensor.dtype.itemsize > 1]
+    sizes = [tensor.abs() for tensor in wide if tensor.is_floating_point() and tensor.numel()]
     if "codes" in replay.inputs:
         try:
             form = replay.judgeable(known).activation
             sizes.append(activation_values(replay.inputs, form, torch.float32).abs())
         except (*CANNOT_RUN, AssertionError):
             return False
-    rows = [each.flatten(1).amax(1) if each.ndim > 1 else each for each in sizes]
+    rows = [size.flatten(1).amax(1) if size.ndim > 1 else size for size in sizes]
     return any(bool(((row > _ORDINARY) | ((row > 0) & (row < _TINY))).any()) for row in rows)
 
 
@@ -409,10 +409,10 @@ def _watched(known: TwinComponents, name: str, inputs: Tensors, count: int) -> T
     narrow = with_numerics(facts, work=torch.float32, products=torch.float32)
     given = {
         # Compiled loops hide their intermediates; tensors that require gradients bypass them.
-        key: each.detach().clone().requires_grad_()
-        if each.is_floating_point() and each.dtype.itemsize > 1
-        else each
-        for key, each in inputs.items()
+        key: tensor.detach().clone().requires_grad_()
+        if tensor.is_floating_point() and tensor.dtype.itemsize > 1
+        else tensor
+        for key, tensor in inputs.items()
     }
     watch = _Watch(count)
     try:

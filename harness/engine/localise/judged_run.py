@@ -168,8 +168,8 @@ class JudgedComponent:
     @property
     def differs(self) -> list[OutputRow]:
         """Return the outputs that differ, the worst first."""
-        found = [row for row in self.rows.values() if row.verdict is Verdict.DIFFERS]
-        return sorted(found, key=lambda row: -row.ratio)
+        rows = [row for row in self.rows.values() if row.verdict is Verdict.DIFFERS]
+        return sorted(rows, key=lambda row: -row.ratio)
 
 
 class Judge:
@@ -193,39 +193,47 @@ class Judge:
 
         After a brief run only `differs` is valid for a component that differs.
         """
-        made = JudgedComponent(component)
+        judged_component = JudgedComponent(component)
         # Small batches are cheap and usually enough to find a difference.
         for batch in sorted(found, key=lambda each: len(each.step_of)) if briefly else found:
-            self._take(made, replayed(self._known, batch))
-            if briefly and made.differs:
+            self._take(judged_component, replayed(self._known, batch))
+            if briefly and judged_component.differs:
                 break
-        return made
+        return judged_component
 
-    def _take(self, made: JudgedComponent, replay: Replay) -> None:
+    def _take(self, component: JudgedComponent, replay: Replay) -> None:
         """Judge a batch, and its remaining rows where some cannot be judged."""
         batch, whole = replay.batch, self.judged(replay)
         view = self._view(replay, whole)
-        poisoned_ones = [n for n, each in whole.items() if _differs(each) and is_poisoned(each)]
+        poisoned_ones = [
+            n
+            for n, output_result in whole.items()
+            if _differs(output_result) and is_poisoned(output_result)
+        ]
         if self._looked is not None:
             self._looked(view.replay, view.judged)
-        for name, each in whole.items():
-            row = made.rows.setdefault(name, OutputRow(made.component, name))
+        for name, result in whole.items():
+            row = component.rows.setdefault(name, OutputRow(component.component, name))
             row.calls += len(batch.calls)
-            row.take(view.judged.get(name, each), replayed_at_all=not replay.undecided)
+            row.take(view.judged.get(name, result), replayed_at_all=not replay.undecided)
             if view.part is not None:
                 row.leave_out(view.part, view.why)
             if name in poisoned_ones:
-                row.take(each, replayed_at_all=True)
-        if any(each.verdict is not Verdict.UNDECIDED for each in view.judged.values()):
-            made.steps |= {call.step for call in view.replay.batch.calls}
-        _count(made, replay)
-        meant = self._compare(made, replay)
+                row.take(result, replayed_at_all=True)
+        if any(
+            output_result.verdict is not Verdict.UNDECIDED for output_result in view.judged.values()
+        ):
+            component.steps |= {call.step for call in view.replay.batch.calls}
+        _count(component, replay)
+        meant = self._compare(component, replay)
         if any(map(_differs, view.judged.values())):
-            made.pieces.append(self._piece(view, meant, self._quantised(made.component, batch)))
+            component.pieces.append(
+                self._piece(view, meant, self._quantised(component.component, batch))
+            )
         elif poisoned_ones:
-            plain = self._quantised(made.component, batch)
-            made.pieces.append(JudgedBatch(replay, whole, plain, meant))
-        made.non_finite = earlier_of(made.non_finite, non_finite_of(replay))
+            plain = self._quantised(component.component, batch)
+            component.pieces.append(JudgedBatch(replay, whole, plain, meant))
+        component.non_finite = earlier_of(component.non_finite, non_finite_of(replay))
 
     def _piece(self, view: _View, meant: Tensors, plain: Tensor | None) -> JudgedBatch:
         part = view.part
@@ -243,7 +251,8 @@ class Judge:
             if part is not None:
                 view = _View(part.replay, {**whole, **self.judged(part.replay)}, part, NOT_FINITE)
         if all(
-            each.verdict is Verdict.AGREES or is_poisoned(each) for each in view.judged.values()
+            result.verdict is Verdict.AGREES or is_poisoned(result)
+            for result in view.judged.values()
         ):
             return view
         rows = rows_out_of_range(self._known, view.replay)
@@ -293,20 +302,20 @@ class Judge:
                 return {n: OutputResult(n, Verdict.UNDECIDED, undecided=why) for n in both}
         return {name: poisoned(name, *pair) for name, pair in both.items()}
 
-    def _compare(self, made: JudgedComponent, replay: Replay) -> Tensors:
+    def _compare(self, component: JudgedComponent, replay: Replay) -> Tensors:
         """Add the three cosines of a replay; return the reference's outputs on its inputs."""
-        name, expected = made.component.name, replay.expected
+        name, expected = component.component.name, replay.expected
         values = self._values(name, replay.batch.outputs)
         twins = self._values(name, expected)
-        meant = self._meant(made.component, replay.batch)
+        meant = self._meant(component.component, replay.batch)
         for output, value in values.items():
-            if output not in made.rows:
+            if output not in component.rows:
                 continue
             sides = [value, twins.get(output), meant.get(output)]
             flat = _numbers(
-                [each if each is None or each.shape == value.shape else None for each in sides]
+                [side if side is None or side.shape == value.shape else None for side in sides]
             )
-            sums = made.rows[output].cosines
+            sums = component.rows[output].cosines
             for pair, (a, b) in zip(PAIRS, ((0, 1), (0, 2), (1, 2)), strict=True):
                 left, right = flat[a], flat[b]
                 if left is None or right is None:
@@ -323,7 +332,7 @@ class Judge:
             except CANNOT_RUN:
                 made = None  # codes of another form; judging reports that
             return {} if made is None else {"codes": made}
-        return {n: each for n, each in outputs.items() if each.is_floating_point()}
+        return {n: output for n, output in outputs.items() if output.is_floating_point()}
 
     def _format_made(self, maker: str) -> str | None:
         linear = maker.removesuffix(".act_quant")
@@ -392,14 +401,14 @@ def _differs(judged: OutputResult) -> bool:
 def _numbers(sides: list[Tensor | None]) -> list[Tensor | None]:
     """Return flat float64 sides, only where all are finite; equal sides share one object."""
     candidate, twin, _ = sides
-    found = [None if each is None else each.detach().double().flatten() for each in sides]
+    tensors = [None if side is None else side.detach().double().flatten() for side in sides]
     if candidate is not None and twin is not None and torch.equal(candidate, twin):
-        found[1] = found[0]
-    known = torch.stack([each.isfinite() for each in found if each is not None]).all(0)
+        tensors[1] = tensors[0]
+    known = torch.stack([tensor.isfinite() for tensor in tensors if tensor is not None]).all(0)
     if bool(known.all()):
-        return found
-    cut = [None if each is None else each[known] for each in found]
-    if found[1] is found[0]:
+        return tensors
+    cut = [None if tensor is None else tensor[known] for tensor in tensors]
+    if tensors[1] is tensors[0]:
         cut[1] = cut[0]
     return cut
 
@@ -417,14 +426,14 @@ def _per_slot(x: Tensor, batch: Batch) -> Tensor | None:
     return x.unsqueeze(1).expand(-1, codes.shape[1], -1)
 
 
-def _count(made: JudgedComponent, replay: Replay) -> None:
-    for name, each in replay.batch.outputs.items():
-        row, twin = made.rows.get(name), replay.expected.get(name)
+def _count(component: JudgedComponent, replay: Replay) -> None:
+    for name, output in replay.batch.outputs.items():
+        row, twin = component.rows.get(name), replay.expected.get(name)
         if row is None:
             continue
-        row.elements += each.numel()
-        if twin is not None and not wrong_forms({name: each}, {name: twin}):
-            row.identical += int(equal_elements(*aligned({name: each}, {name: twin})[name]).sum())
+        row.elements += output.numel()
+        if twin is not None and not wrong_forms({name: output}, {name: twin}):
+            row.identical += int(equal_elements(*aligned({name: output}, {name: twin})[name]).sum())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -439,22 +448,24 @@ _MORE = 2  # further calls that a discrepancy keeps
 
 
 def discrepancy_of_outputs(
-    known: TwinComponents, made: JudgedComponent, steps: Mapping[int, CapturedStep]
+    known: TwinComponents, judged_component: JudgedComponent, steps: Mapping[int, CapturedStep]
 ) -> Discrepancy:
     """Return the discrepancy of a component whose outputs differ from its twin's."""
-    row = made.differs[0]
+    row = judged_component.differs[0]
     # A malformed run may leave no number to compare; then no single call differs by itself.
-    pieces = [p for p in made.pieces if _output_differs(p, row.output)] or list(made.pieces)
+    pieces = [p for p in judged_component.pieces if _output_differs(p, row.output)] or list(
+        judged_component.pieces
+    )
     # The largest batch shows most; among equal ones, the worst ratio.
     best = max(pieces, key=lambda p: (p.replay.batch.outputs[row.output].numel(), _ratio(p, row)))
-    judged, component = best.judged[row.output], made.component
+    judged, component = best.judged[row.output], judged_component.component
     form = _level(best, row).startswith(("shape", "dtype"))
     where: dict[str, str | int | float] = {}
     words = ""
     wrong = {n for piece in pieces for n in _wrong_steps(known, piece, row.output)}
     if not form:
         onset = _onset(known, best, row.output, steps)
-        time = location_in_steps(steps, wrong, made.steps)
+        time = location_in_steps(steps, wrong, judged_component.steps)
         if "phase" in onset.where and "phase" in time.where:
             time = DifferenceLocation()
         where |= {**time.where, **onset.where}
@@ -483,16 +494,18 @@ def discrepancy_of_outputs(
     )
 
 
-def discrepancy_from_prefill(trouble: Discrepancy) -> Discrepancy:
+def discrepancy_from_prefill(discrepancy: Discrepancy) -> Discrepancy:
     """Reword a discrepancy whose calls were judged as one prefill; its rows cannot be separated."""
-    sights = [replace(each, rows=()) for each in (trouble.sight, *trouble.more) if each]
+    records = [
+        replace(record, rows=()) for record in (discrepancy.record, *discrepancy.more) if record
+    ]
     return replace(
-        trouble,
-        sentence=f"{trouble.sentence}; judged against one prefill of the same rows, because "
+        discrepancy,
+        sentence=f"{discrepancy.sentence}; judged against one prefill of the same rows, because "
         "what wrote its memory was not captured",
-        sight=sights[0],
-        more=tuple(sights[1:]),
-        where={**trouble.where, "beside": "one prefill"},
+        record=records[0],
+        more=tuple(records[1:]),
+        where={**discrepancy.where, "beside": "one prefill"},
     )
 
 
@@ -524,7 +537,7 @@ def _sight(piece: JudgedBatch, steps: Mapping[int, CapturedStep]) -> CallRecord:
     rows = tuple(span.stop - span.start for span in batch.spans)
     step = batch.calls[0].step
     sides = [inputs, batch.outputs, piece.replay.expected]
-    owners = RowPositions.of(batch, steps).sequence
+    owners = RowPositions.from_batch(batch, steps).sequence
     kept = _without_flips(piece)
     if kept is not None:
         sides = [
@@ -541,9 +554,9 @@ def _without_flips(piece: JudgedBatch) -> Tensor | None:
     """Return a mask of the rows with the twin's choice; None if these are all rows, or none."""
     flipped = {
         row
-        for each in piece.judged.values()
-        if each.verdict is Verdict.AGREES and each.flips.count
-        for row in each.flips.rows
+        for result in piece.judged.values()
+        if result.verdict is Verdict.AGREES and result.flips.count
+        for row in result.flips.rows
     }
     count = len(piece.replay.batch.step_of)
     if not flipped or piece.replay.batch.component.role not in _CHOOSING:
@@ -560,7 +573,7 @@ def _onset(
     sides = aligned(batch.outputs, piece.replay.expected)[output]
     slack = _slack(known, piece, output, sides)
     return locate_difference(
-        known.twin.config, batch.component, sides, RowPositions.of(batch, steps), slack
+        known.twin.config, batch.component, sides, RowPositions.from_batch(batch, steps), slack
     )
 
 
@@ -602,7 +615,7 @@ def _plain_form(known: TwinComponents, piece: JudgedBatch, output: str) -> str:
     name, twin = replay.batch.component.name, known.plain
     inputs = {n: t for n, t in replay.inputs.items() if n not in _CODED} | {"x": x}
     try:
-        call = Judgeable.of(twin, name, inputs)
+        call = Judgeable.from_twin(twin, name, inputs)
         candidate = aligned(replay.batch.outputs, call.outputs)[output][0]
         judged = judge_outputs(call, {output: candidate})[output]
     except (DegarbleError, RuntimeError, KeyError, IndexError):

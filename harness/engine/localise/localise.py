@@ -102,20 +102,20 @@ def localise(
     recipe: Recipe,
     run: RecordedRun,
     reference: BoundModel | None = None,
-    told: Callable[[str], None] = lambda _component: None,
+    report: Callable[[str], None] = lambda _component: None,
     looked: Looked | None = None,
 ) -> Localised:
     """Judge a run against its twin; `reference` is the BF16 model, `looked` gets every replay."""
     require_sound(run)
     twin.ranks = ranks_of(run)
     twin.fraction_bits = fraction_bits_of(run)
-    known = TwinComponents.of(twin, recipe)
+    known = TwinComponents.from_twin(twin, recipe)
     checked = check_forms(run, known)
     work = _Work(known, checked, reference, looked)
     calls = work.calls
     for name, component in known.components.items():
         if name in calls:
-            told(name)
+            report(name)
             work.component(component, calls[name])
     work.by_conventions()
     strange = sorted(calls.keys() - known.components.keys())
@@ -137,25 +137,25 @@ def ranks_of(run: RecordedRun) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Answer:
-    """The result of one component; `tell` builds its discrepancy, if there is one."""
+    """The result of one component; `build_discrepancy` builds its discrepancy, if there is one."""
 
-    made: JudgedComponent
-    tell: Callable[[], Discrepancy] | None = None
+    judged: JudgedComponent
+    build_discrepancy: Callable[[], Discrepancy] | None = None
 
     @cached_property
-    def trouble(self) -> Discrepancy | None:
+    def discrepancy(self) -> Discrepancy | None:
         """Return the discrepancy; computed lazily, since a fit does not need it."""
-        return None if self.tell is None else self.tell()
+        return None if self.build_discrepancy is None else self.build_discrepancy()
 
     @property
     def fit(self) -> ConventionFit:
         """Return how it compares with its twin."""
-        rows = self.made.rows.values()
+        rows = self.judged.rows.values()
         sums = [row.cosines.get(PAIRS[0]) for row in rows]
         return ConventionFit(
-            self.tell is None and all(row.verdict is Verdict.AGREES for row in rows),
-            self.tell is not None,
-            math.fsum(each.dd for each in sums if each is not None),
+            self.build_discrepancy is None and all(row.verdict is Verdict.AGREES for row in rows),
+            self.build_discrepancy is not None,
+            math.fsum(total.dd for total in sums if total is not None),
         )
 
 
@@ -207,31 +207,34 @@ class _Work:
     ) -> _Answer:
         """Judge the outputs of a component; `briefly`, only enough to know whether they agree."""
         alone = lacks_producers(component, self.calls)
-        asked = [without_memory(each, self._steps) for each in found] if alone else found
-        made = self._judge.component(component, asked, briefly=briefly)
-        if made.differs:
-            return _Answer(made, partial(discrepancy_of_outputs, self._known, made, self._steps))
-        return self._as_one_prefill(made, found) if alone else _Answer(made)
+        asked = [without_memory(batch, self._steps) for batch in found] if alone else found
+        judged_component = self._judge.component(component, asked, briefly=briefly)
+        if judged_component.differs:
+            return _Answer(
+                judged_component,
+                partial(discrepancy_of_outputs, self._known, judged_component, self._steps),
+            )
+        return self._as_one_prefill(judged_component, found) if alone else _Answer(judged_component)
 
     def _batches(self, component: Component) -> list[Batch]:
         stored = [call for call in self.calls[component.name] if _is_stored(call)]
         return batches(self._run, component, stored, self._steps)
 
-    def _as_one_prefill(self, made: JudgedComponent, found: Sequence[Batch]) -> _Answer:
+    def _as_one_prefill(self, judged_component: JudgedComponent, found: Sequence[Batch]) -> _Answer:
         """Judge all calls of a sequence as one, where the content of its memory is unknown."""
-        component = made.component
+        component = judged_component.component
         whole = Judge(self._known).component(
             component, list(joined_prefill(component, found, self._steps))
         )
         for name, row in whole.rows.items():
-            own = made.rows.get(name)
+            own = judged_component.rows.get(name)
             if own is None or row.verdict is Verdict.DIFFERS or own.undecided:
-                made.rows[name] = row
+                judged_component.rows[name] = row
         if not whole.differs:
-            return _Answer(made)
+            return _Answer(judged_component)
         known = self._known  # bind it now: learned conventions replace self._known
         return _Answer(
-            made,
+            judged_component,
             lambda: discrepancy_from_prefill(discrepancy_of_outputs(known, whole, self._steps)),
         )
 
@@ -251,7 +254,7 @@ class _Work:
 
         twin = self._known.twin
         evidence = ConventionEvidence(
-            {name: each.made.component.role for name, each in answers.items()},
+            {name: answer.judged.component.role for name, answer in answers.items()},
             fit,
             assumed_conventions(twin.numerics, twin.config.family),
             frozenset(n for n in answers if not all(map(_is_stored, self.calls[n]))),
@@ -269,27 +272,29 @@ class _Work:
         looked: Looked | None = None,
     ) -> _Work:
         """Return the same work for a twin with other conventions."""
-        known = TwinComponents.of(self._known.twin.with_switches(**values), self._known.recipe)
+        known = TwinComponents.from_twin(
+            self._known.twin.with_switches(**values), self._known.recipe
+        )
         return _Work(known, self._checked, reference, looked)
 
     def _judge_again(self, work: _Work, learned: Iterable[str]) -> None:
         """Judge again what learned conventions concern, and the quantisations before it."""
         roles = frozenset().union(*(REGISTRY[name].roles for name in learned))
         concerned = [
-            e.made.component for e in self._answers.values() if e.made.component.role in roles
+            e.judged.component for e in self._answers.values() if e.judged.component.role in roles
         ]
         names = {name for each in concerned for name in (each.name, maker_of(each))}
         for name, answer in self._answers.items():
             if name in names:
                 if isinstance(self._looked, Forgetful):
                     self._looked.forget(name)
-                component = answer.made.component
+                component = answer.judged.component
                 self._answers[name] = work.answer(component, self._batches(component))
         self._known = work._known
 
     def _edges_of(self, batch: Batch) -> None:
         for at, call in enumerate(batch.calls):
-            inputs = {name: batch.part(at, each) for name, each in batch.inputs.items()}
+            inputs = {name: batch.part(at, tensor) for name, tensor in batch.inputs.items()}
             self._edges += self._wires.broken(call, inputs)
             for name in call.changed:
                 source = source_of(batch.component, name)
@@ -298,11 +303,15 @@ class _Work:
 
     def result(self, strange: Sequence[str]) -> Localised:
         """Assemble the result."""
-        troubles = [each.trouble for each in self._answers.values() if each.trouble is not None]
-        troubles += self._checked.troubles(self._known)
-        troubles += [*self._broken_edges(), *missing_calls(self._known, self._checked.whole)]
-        judged = [each.made for each in self._answers.values()]
-        rows = tuple(row for each in judged for row in each.rows.values())
+        discrepancies = [
+            answer.discrepancy
+            for answer in self._answers.values()
+            if answer.discrepancy is not None
+        ]
+        discrepancies += self._checked.discrepancies(self._known)
+        discrepancies += [*self._broken_edges(), *missing_calls(self._known, self._checked.whole)]
+        judged = [answer.judged for answer in self._answers.values()]
+        rows = tuple(row for judged_component in judged for row in judged_component.rows.values())
         open_rows = [(row.component.name, row.undecided or row.partly) for row in rows]
         unjudged = [(name, why) for name, why in open_rows if why]
         unjudged += self._checked.unjudged.items()
@@ -311,12 +320,12 @@ class _Work:
         if isinstance(apart, list) and apart:
             self._notes.append(f"{len(apart)} copies differ between ranks, such as {apart[0]}")
         first = None
-        for each in judged:
-            first = earlier_of(first, each.non_finite)
+        for component in judged:
+            first = earlier_of(first, component.non_finite)
         return Localised(
-            self._verdict(rows, troubles),
+            self._verdict(rows, discrepancies),
             rows,
-            tuple(sorted(troubles, key=self._place)),
+            tuple(sorted(discrepancies, key=self._place)),
             first,
             tuple(self._unstable),
             tuple(dict(unjudged).items()),
@@ -326,14 +335,14 @@ class _Work:
             self._run,
         )
 
-    def _place(self, trouble: Discrepancy) -> int:
+    def _place(self, discrepancy: Discrepancy) -> int:
         order = list(self._known.components)
-        return order.index(trouble.component) if trouble.component in order else len(order)
+        return order.index(discrepancy.component) if discrepancy.component in order else len(order)
 
-    def _verdict(self, rows: Sequence[OutputRow], troubles: Sequence[Discrepancy]) -> Verdict:
+    def _verdict(self, rows: Sequence[OutputRow], discrepancies: Sequence[Discrepancy]) -> Verdict:
         if self._unstable:
             return Verdict.UNSTABLE
-        if troubles:
+        if discrepancies:
             return Verdict.DIFFERS
         judged = [row for row in rows if row.verdict is not Verdict.UNDECIDED]
         # A run with rows left out, or outputs without a budget, never AGREES.
@@ -353,14 +362,14 @@ class _Work:
                 harmed.setdefault((writer.component, str(edge.source)), []).append(edge)
             else:
                 groups.setdefault((edge.component.name, edge.name), []).append(edge)
-        told = {call.component: call for call in self._written.values()}
+        fields = {call.component: call for call in self._written.values()}
         self._notes += [
             f"{name} wrote into its inputs ({', '.join(call.changed)}); nobody read them later"
-            for name, call in told.items()
+            for name, call in fields.items()
             if name not in {writer for writer, _ in harmed}
         ]
-        found = [self._changed(writer, edges) for (writer, _), edges in harmed.items()]
-        return [*found, *(self._edge(each) for each in self._joined(list(groups.values())))]
+        discrepancies = [self._changed(writer, edges) for (writer, _), edges in harmed.items()]
+        return [*discrepancies, *(self._edge(each) for each in self._joined(list(groups.values())))]
 
     def _joined(self, groups: list[list[Edge]]) -> list[list[Edge]]:
         """Merge consumers of one output that were given the same wrong value."""
@@ -420,11 +429,11 @@ class _Work:
         inputs, implied = dict(self._run.inputs(call)), self._wires.implied(call)
         if edge.implied is not None:
             implied[edge.name] = edge.implied
-        for name, each in implied.items():
+        for name, tensor in implied.items():
             if name in inputs:
                 like = inputs[name]
-                same = each.numel() == like.numel()
-                implied[name] = (each.reshape(like.shape) if same else each).to(like.dtype)
+                same = tensor.numel() == like.numel()
+                implied[name] = (tensor.reshape(like.shape) if same else tensor).to(like.dtype)
         try:
             expected = self._known.expected(edge.component, inputs)
         except CANNOT_RUN:
@@ -437,27 +446,30 @@ class _Work:
         """Return the implied inputs of the same component in other layers, in the same step."""
         own = self._known.components[call.component]
         found: dict[int, Mapping[str, Tensor]] = {}
-        for each in self._run.calls:
-            other = self._known.components.get(each.component)
-            if each.step != call.step or other is None or other.layer in (None, own.layer):
+        for captured_call in self._run.calls:
+            other = self._known.components.get(captured_call.component)
+            if captured_call.step != call.step or other is None or other.layer in (None, own.layer):
                 continue
             if other.role == own.role and other.layer is not None:
-                found[other.layer] = self._wires.implied(each)
+                found[other.layer] = self._wires.implied(captured_call)
         return found
 
     def _earlier(self, call: CapturedCall) -> tuple[CallRecord, ...]:
         """Return the component's inputs in its first call and in the last ones before this."""
         before = [
-            each
-            for each in self.calls[call.component]
-            if each.step < call.step and _is_stored(each)
+            captured_call
+            for captured_call in self.calls[call.component]
+            if captured_call.step < call.step and _is_stored(captured_call)
         ]
         chosen = (*before[:1], *before[max(1, len(before) - _EARLIER) :])
-        return tuple(CallRecord(self._run.inputs(each), {}, {}, step=each.step) for each in chosen)
+        return tuple(
+            CallRecord(self._run.inputs(captured_call), {}, {}, step=captured_call.step)
+            for captured_call in chosen
+        )
 
 
 def _is_stored(call: CapturedCall) -> bool:
-    return all(each.at for each in (*call.inputs.values(), *call.outputs.values()))
+    return all(tensor.at for tensor in (*call.inputs.values(), *call.outputs.values()))
 
 
 def _one_value(left: Edge, right: Edge) -> bool:
@@ -485,7 +497,7 @@ def _words(edge: Edge, consumers: Sequence[str], onset: DifferenceLocation) -> s
         return f"{name} arrived, though nothing was there to read"
     source = f"what {edge.source} put out" if edge.source else "the step's own record"
     if edge.captured.numel() != edge.implied.numel():
-        found, want = (list(each.shape) for each in (edge.captured, edge.implied))
+        found, want = (list(tensor.shape) for tensor in (edge.captured, edge.implied))
         return f"{name} has shape {found}; {source} implies {want}"
     others = len(consumers) - 1
     more = f", and {others} more components were given the same" if others else ""

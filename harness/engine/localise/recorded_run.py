@@ -117,7 +117,7 @@ class InMemoryRun:
     _tensors: list[tuple[Mapping[str, Tensor], Mapping[str, Tensor]]] = field(default_factory=list)
 
     @classmethod
-    def of(
+    def from_prompts(
         cls,
         bound: BoundModel,
         prompts: Many[Many[int]],
@@ -207,13 +207,13 @@ class InMemoryRun:
         weights: Mapping[str, Weight],
     ) -> Mapping[str, Tensor]:
         # Copies, to detect a component that writes into its inputs.
-        before = {key: each.clone() for key, each in inputs.items()}
+        before = {key: tensor.clone() for key, tensor in inputs.items()}
         outputs = dict(call(inputs, weights))
-        changed = tuple(key for key, each in inputs.items() if not same_bits(each, before[key]))
-        kept = [{key: _kept(each) for key, each in side.items()} for side in (before, outputs)]
+        changed = tuple(key for key, tensor in inputs.items() if not same_bits(tensor, before[key]))
+        kept = [{key: _kept(tensor) for key, tensor in side.items()} for side in (before, outputs)]
         number, step = len(self.calls), self.steps[-1].number
         self.calls.append(CapturedCall(number, step, name, kept[0], kept[1], changed))
-        self._tensors.append((before, {key: each.clone() for key, each in outputs.items()}))
+        self._tensors.append((before, {key: output.clone() for key, output in outputs.items()}))
         return outputs
 
 

@@ -49,7 +49,7 @@ class TwinComponents:
     components: Mapping[str, Component]
 
     @classmethod
-    def of(cls, twin: BoundModel, recipe: Recipe) -> TwinComponents:
+    def from_twin(cls, twin: BoundModel, recipe: Recipe) -> TwinComponents:
         """Collect the components that a twin has bound."""
         plain = {each.name: each for each in components(twin.config)}
         found: dict[str, Component] = {}
@@ -118,7 +118,9 @@ class Replay:
 
     def judgeable(self, known: TwinComponents) -> Judgeable:
         """Return the call in the form that judging takes."""
-        return Judgeable.of(known.twin, self.batch.component.name, self.inputs, self.expected)
+        return Judgeable.from_twin(
+            known.twin, self.batch.component.name, self.inputs, self.expected
+        )
 
 
 def batches(
@@ -140,7 +142,7 @@ def batches(
 def _batch(run: RecordedRun, component: Component, call: CapturedCall, step: CapturedStep) -> Batch:
     inputs, outputs = run.inputs(call), run.outputs(call)
     count = _rows(component, call, inputs)
-    kept_rows = (each.rows for side in (call.inputs, call.outputs) for each in side.values())
+    kept_rows = (tensor.rows for side in (call.inputs, call.outputs) for tensor in side.values())
     chosen = next((rows for rows in kept_rows if rows is not None), None)
     last = dict(zip(step.sequences, step.positions, strict=True))
     if chosen is not None and len(chosen) == count:
@@ -163,20 +165,20 @@ def _rows(component: Component, call: CapturedCall, inputs: Tensors) -> int:
         if each.name in inputs and inputs[each.name].ndim and not each.name.startswith(STATE):
             return inputs[each.name].shape[0]
     sides = [*inputs.values(), *[torch.empty(kept.shape) for kept in call.outputs.values()]]
-    return next((each.shape[0] for each in sides if each.ndim), 1)
+    return next((side.shape[0] for side in sides if side.ndim), 1)
 
 
 def _likeness(batch: Batch) -> tuple[object, ...]:
     """Return a key of names, dtypes, shapes and shared values; equal keys can be batched."""
     count, found = len(batch.step_of), list[tuple[object, ...]]()
-    for name, each in (*batch.inputs.items(), *batch.outputs.items()):
-        if each.ndim and each.shape[0] == count:
-            found.append((name, each.dtype, tuple(each.shape[1:])))
+    for name, tensor in (*batch.inputs.items(), *batch.outputs.items()):
+        if tensor.ndim and tensor.shape[0] == count:
+            found.append((name, tensor.dtype, tuple(tensor.shape[1:])))
         else:
-            few = each.numel() <= _SHARED_VALUES
+            few = tensor.numel() <= _SHARED_VALUES
             # Tensors shared by all rows have to be equal to be batched; large ones never are.
-            value = tuple(each.flatten().tolist()) if few else id(each)
-            found.append((name, each.dtype, (tuple(each.shape), value)))
+            value = tuple(tensor.flatten().tolist()) if few else id(tensor)
+            found.append((name, tensor.dtype, (tuple(tensor.shape), value)))
     return tuple(found)
 
 
@@ -185,9 +187,9 @@ def _merged(group: list[Batch]) -> list[Batch]:
     if len(group) == 1 or size > _MERGED_BYTES:
         return group
     first, spans, begin = group[0], [], 0
-    for each in group:
-        spans.append(slice(begin, begin + len(each.step_of)))
-        begin += len(each.step_of)
+    for batch in group:
+        spans.append(slice(begin, begin + len(batch.step_of)))
+        begin += len(batch.step_of)
 
     def joined(side: str) -> dict[str, Tensor]:
         made = {}
@@ -240,7 +242,9 @@ def replayed(known: TwinComponents, batch: Batch) -> Replay:
 
 
 def _is_filtered(call: CapturedCall) -> bool:
-    return any(each.rows is not None for each in (*call.inputs.values(), *call.outputs.values()))
+    return any(
+        tensor.rows is not None for tensor in (*call.inputs.values(), *call.outputs.values())
+    )
 
 
 def is_ragged(component: Component) -> bool:
@@ -250,7 +254,7 @@ def is_ragged(component: Component) -> bool:
 
 def taken(batch: Batch) -> dict[str, Tensor]:
     """Return the inputs of a batch that its component takes."""
-    return {name: each for name, each in batch.inputs.items() if _takes(batch.component, name)}
+    return {name: tensor for name, tensor in batch.inputs.items() if _takes(batch.component, name)}
 
 
 def _takes(component: Component, name: str) -> bool:
@@ -259,9 +263,9 @@ def _takes(component: Component, name: str) -> bool:
 
 def quantised(known: TwinComponents, component: Component, inputs: Tensors) -> dict[str, Tensor]:
     """Quantise plain values to the inputs of a quantised linear."""
-    maker, rest = maker_of(component), {n: each for n, each in inputs.items() if n != "x"}
+    maker, rest = maker_of(component), {n: tensor for n, tensor in inputs.items() if n != "x"}
     if maker == f"{component.name}.act_quant":
-        owned = {n: each for n, each in rest.items() if known.twin.takes(maker, n)}
+        owned = {n: tensor for n, tensor in rest.items() if known.twin.has_input(maker, n)}
         made = known.twin.calls[maker]({"x": inputs["x"], **owned}, known.twin.weights_of(maker))
         return {**made, **rest}
     form = known.activation(component.name)

@@ -50,7 +50,7 @@ class FormMismatch:
     call: CapturedCall
     port: Port
     name: str
-    found: str
+    recorded: str
     declared: str
 
     @property
@@ -61,7 +61,7 @@ class FormMismatch:
     @property
     def sentence(self) -> str:
         """Say what was recorded, and what is declared."""
-        return f"{self.site} holds {self.found}; declared are {self.declared}"
+        return f"{self.site} holds {self.recorded}; declared are {self.declared}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,17 +99,23 @@ class FormCheck:
     misfits: tuple[FormMismatch, ...] = ()
     unjudged: Mapping[str, str] = field(default_factory=dict)  # component and reason
 
-    def troubles(self, known: TwinComponents) -> list[Discrepancy]:
+    def discrepancies(self, known: TwinComponents) -> list[Discrepancy]:
         """Return one discrepancy per site, except those that a producer's finding accounts for."""
-        made = {(each.call.step, each.site) for each in self.misfits if each.port is Port.OUT}
+        made = {
+            (mismatch.call.step, mismatch.site)
+            for mismatch in self.misfits
+            if mismatch.port is Port.OUT
+        }
         found: dict[Site, list[FormMismatch]] = {}
-        for each in self.misfits:
-            component = known.components[each.call.component]
+        for misfit in self.misfits:
+            component = known.components[misfit.call.component]
             source = None
-            if each.port is Port.IN:
-                source = source_of(component, each.name) if _names(component, each.name) else None
-            if (each.call.step, source) not in made:
-                found.setdefault(each.site, []).append(each)
+            if misfit.port is Port.IN:
+                source = (
+                    source_of(component, misfit.name) if _names(component, misfit.name) else None
+                )
+            if (misfit.call.step, source) not in made:
+                found.setdefault(misfit.site, []).append(misfit)
         return [_trouble(known, site, each) for site, each in found.items()]
 
 
@@ -142,7 +148,7 @@ def _misfits(call: CapturedCall, declared: ComponentForms) -> Iterator[FormMisma
     for port, side, forms in sides:
         for name, kept in side.items():
             form = forms.get(name)
-            if form is None or (form.takes(kept.dtype) and form.laid_out(kept.shape) is not None):
+            if form is None or (form.accepts(kept.dtype) and form.laid_out(kept.shape) is not None):
                 continue
             sound = False
             yield FormMismatch(call, port, name, f"{kept.dtype} {list(kept.shape)}", str(form))
@@ -162,8 +168,8 @@ def _miscounted(
         if count is None or (kept.shape[0] == count and (count or port is Port.OUT)):
             continue
         counted = forms[name].counts
-        told = f"{count} {counted}, as its other inputs have" if count else "one row or more"
-        yield FormMismatch(call, port, name, f"{kept.dtype} {list(kept.shape)}", told)
+        text = f"{count} {counted}, as its other inputs have" if count else "one row or more"
+        yield FormMismatch(call, port, name, f"{kept.dtype} {list(kept.shape)}", text)
 
 
 def _count(call: CapturedCall, declared: ComponentForms, counts: RowUnit) -> int | None:
@@ -203,8 +209,8 @@ def _reshaped(side: Side, forms: Mapping[str, SiteForm]) -> Side:
 
 def _laid_out(side: Side, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return {
-        name: each.reshape(side[name].shape) if name in side else each
-        for name, each in tensors.items()
+        name: tensor.reshape(side[name].shape) if name in side else tensor
+        for name, tensor in tensors.items()
     }
 
 
@@ -220,7 +226,7 @@ def _trouble(known: TwinComponents, site: Site, found: Sequence[FormMismatch]) -
         ComponentContext(known.twin, component, known.recipe),
         site,
         found[0].sentence,
-        steps=tuple(sorted({each.call.step for each in found})),
+        steps=tuple(sorted({mismatch.call.step for mismatch in found})),
     )
 
 
@@ -324,10 +330,10 @@ def same_values(candidate: Tensor, twin: Tensor) -> bool:
 
 def finite(inputs: Tensors) -> bool:
     """Tell whether all inputs are finite; masked scores are -inf by design."""
-    for name, each in inputs.items():
-        if not each.is_floating_point() or each.dtype.itemsize == 1:
+    for name, tensor in inputs.items():
+        if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
             continue
-        known = each.isfinite() | each.isneginf() if name == _SCORES else each.isfinite()
+        known = tensor.isfinite() | tensor.isneginf() if name == _SCORES else tensor.isfinite()
         if not bool(known.all()):
             return False
     return True
@@ -378,13 +384,13 @@ def equal_elements(c: Tensor, t: Tensor) -> Tensor:
 def non_finite_of(replay: Replay) -> NonFiniteOutput | None:
     """Return the first value of a replay's outputs that is not finite; skip masked scores."""
     batch = replay.batch
-    found: NonFiniteOutput | None = None
-    for name, each in batch.outputs.items():
-        if not each.is_floating_point() or each.dtype.itemsize == 1:
+    output: NonFiniteOutput | None = None
+    for name, tensor in batch.outputs.items():
+        if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
             continue
-        odd = ~each.isfinite()
+        odd = ~tensor.isfinite()
         if batch.component.role.endswith(".scores"):
-            odd &= ~each.isneginf()
+            odd &= ~tensor.isneginf()
         if not bool(odd.any()):
             continue
         row = _first_row(odd)
@@ -393,14 +399,14 @@ def non_finite_of(replay: Replay) -> NonFiniteOutput | None:
         twin = replay.expected.get(name)
         as_well = twin is not None and not bool(twin.isfinite().all())
         call = batch.calls[at]
-        found = earlier_of(
-            found,
+        output = earlier_of(
+            output,
             NonFiniteOutput(
                 call.number, call.component, name, call.step, row - batch.spans[at].start,
                 int(odd.sum()), as_well, not finite(batch.inputs),
             ),
         )  # fmt: skip
-    return found
+    return output
 
 
 def earlier_of(

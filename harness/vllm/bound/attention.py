@@ -116,9 +116,9 @@ def require_turns(attention: Any, start: Start, series: str) -> None:
             "Look for rope_scaling and rope_parameters: vLLM read them another way.",
         )  # fmt: skip
     cache.copy_(table.to(cache))
-    told = f"vLLM {series}'s own were off by {off:.3f}"
+    text = f"vLLM {series}'s own were off by {off:.3f}"
     start.running.append(
-        RunningPart(attention.prefix, "turns", "", OURS, "table of the config", told)
+        RunningPart(attention.prefix, "turns", "", OURS, "table of the config", text)
     )
 
 
@@ -153,7 +153,7 @@ class DegarbleCompressor(DeepseekCompressor):
         requests = own.token_to_req_indices
         # Trap: each is cut or padded by its own builder; behind the shortest is padding alone.
         tokens = min(len(each) for each in (*slots, requests, positions, kv_score))
-        batch = [each[:tokens] for each in (kv_score, requests, positions, *slots)]
+        batch = [tensor[:tokens] for tensor in (kv_score, requests, positions, *slots)]
         compressed(self, batch, own.block_table, rotary_emb.cos_sin_cache, cache)
 
 
@@ -341,11 +341,15 @@ def scored(
     view: Any = PagedView(indexer.k_cache.prefix, indexer.k_cache.kv_cache)
     pages = KeyPages("fp8", view.entries, *view.shape)
     table = own.degarble_table
-    asked = OperandProblem(
+    operand_problem = OperandProblem(
         tokens, count, "interleaved", "fp8", coded=True, positions=turns.shape[0]
     )
     codes = launched(
-        "simt_indexer_operand", asked, rows=heads.contiguous(), turns=turns, positions=positions
+        "simt_indexer_operand",
+        operand_problem,
+        rows=heads.contiguous(),
+        turns=turns,
+        positions=positions,
     )
     problem = ScoresProblem(tokens, count, entries, table.shape[0], pages, indexer.compress_ratio)
     made = launched(
@@ -513,8 +517,8 @@ class DegarbleAttention(DeepseekV4FlashMLAAttention):
         groups = self.n_local_groups
         parts_TGK = back.view(back.shape[0], groups, -1)
         weights = self.wo_a.weight.data.view(groups, self.o_lora_rank, -1)
-        made = [by_bf16(parts_TGK[:, i].contiguous(), weights[i]) for i in range(groups)]
-        return self.wo_b(torch.cat(made, dim=-1))  # type: ignore[no-any-return]
+        tensors = [by_bf16(parts_TGK[:, i].contiguous(), weights[i]) for i in range(groups)]
+        return self.wo_b(torch.cat(tensors, dim=-1))  # type: ignore[no-any-return]
 
 
 class DegarbleAttention026(DegarbleAttention):

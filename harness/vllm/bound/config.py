@@ -54,7 +54,7 @@ class DegarbleConfig(QuantizationConfig):
     def start(self) -> Start:
         """The start of this config, made when the first layer needs it."""
         if self._start is None:
-            self._start = Start.of(get_current_vllm_config())
+            self._start = Start.from_config(get_current_vllm_config())
         return self._start
 
     @property

@@ -97,8 +97,8 @@ class DegarbleLinear(LinearMethodBase):
         sizes = (input_size_per_partition, output_partition_sizes, input_size, output_size)
         loader = extra_weight_attrs.pop("weight_loader")
         self.make_parameters(layer, sizes, params_dtype, loader)
-        for each in layer.parameters(recurse=False):
-            set_weight_attrs(each, dict(extra_weight_attrs))
+        for parameter in layer.parameters(recurse=False):
+            set_weight_attrs(parameter, dict(extra_weight_attrs))
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply rows of any leading shape."""

@@ -55,8 +55,8 @@ class PartInfo(StatLoggerBase):
         asked = read_options(self._config.additional_config).told
         gauge = self._gauge()
         for rank, running in read_records(folder_of(self._config.instance_id, asked)).items():
-            for each in labels(rank, running):
-                gauge.labels(**each).set(1)
+            for label in labels(rank, running):
+                gauge.labels(**label).set(1)
                 self.shown += 1
 
     @staticmethod

@@ -142,8 +142,8 @@ def adopt_head(causal: Any, start: Start) -> None:
 def adopt_model(model: Any, start: Start) -> bool:
     """Make model and layers ours, if mHC is to be; refuse other classes than those on record."""
     layers = list(islice(model.layers, model.start_layer, model.end_layer))
-    found = [start.kernel(f"{model_name(n)}", "mhc", BF16) for n in range(len(layers))]
-    if not all(found):
+    kernels = [start.kernel(f"{model_name(n)}", "mhc", BF16) for n in range(len(layers))]
+    if not all(kernels):
         return False
     for name, one, known in (
         ("model", model, DeepseekV4Model),
@@ -255,7 +255,7 @@ class DegarbleDeepseekV4(DeepseekV4ForCausalLM):
         if self.degarble_mixes:
             prepare(self.model)
         self._require_experts(readback)
-        start.tell()
+        start.report()
         return loaded
 
     def _readback(self) -> Readback:

@@ -44,7 +44,7 @@ class Start:
         self.kernels: list[parts.PartKernel | None] = []
 
     @classmethod
-    def of(cls, config: Any) -> Start:
+    def from_config(cls, config: Any) -> Start:
         """Begin with vLLM's config: refuse what is not served, then prove the checkpoint."""
         require_served(config)
         folder = Path(config.model_config.model)
@@ -66,14 +66,14 @@ class Start:
         self, module: str, part: str, form: str, tactic: str = ""
     ) -> parts.PartKernel | None:
         """Choose what runs a part of a module, and note it; None: vLLM's own."""
-        found = parts.kernel_of(part, form, self.target, self.options)
-        self.kernels.append(found)
+        kernel = parts.kernel_of(part, form, self.target, self.options)
+        self.kernels.append(kernel)
         self.running.append(
             parts.theirs(module, part, form)
-            if found is None
-            else parts.ours(module, part, form, found, tactic)
+            if kernel is None
+            else parts.ours(module, part, form, kernel, tactic)
         )
-        return found
+        return kernel
 
     def other_class(self, module: str, part: str, one: object) -> None:
         """Note that a part stays vLLM's because its class is not the one on record."""
@@ -91,7 +91,7 @@ class Start:
             commit = log_messages.commit_of(version("degarble"))
         except PackageNotFoundError:
             commit = log_messages.NO_COMMIT
-        ours = {each.module for each in self.kernels if each is not None}
+        ours = {kernel.module for kernel in self.kernels if kernel is not None}
         return log_messages.Banner(
             manifest=self.proven.manifest,
             recipe=self.proven.recipe,
@@ -108,7 +108,7 @@ class Start:
         """Return the level of CUDA graphs of all that runs."""
         return parts.graph_level(self.kernels, _THEIR_GRAPHS)
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Write the log's lines and the rank's record."""
         rank = get_tensor_model_parallel_rank()
         running = [*self.running, *parts.unhooked("model")]
@@ -156,5 +156,5 @@ def known_failures(ledger: str | None) -> Iterator[str]:
         return
     from degarble.harness.history.ledger import read_ledger  # noqa: PLC0415  only where asked
 
-    for each in read_ledger(Path(ledger), datetime.now(UTC).date()).entries:
-        yield f"{each.component} {each.verdict} until {each.until}: {each.why} ({each.issue})"
+    for entry in read_ledger(Path(ledger), datetime.now(UTC).date()).entries:
+        yield f"{entry.component} {entry.verdict} until {entry.until}: {entry.why} ({entry.issue})"

@@ -95,11 +95,11 @@ def write_checkpoint(name: str, folder: Path, amax: Path) -> Path:
 def calibrate(folder: Path) -> Path:
     """Record input ranges over documents that no training saw and no question asks."""
     prompts = folder / "calibration.jsonl"
-    told = [
+    lines = [
         language.decode(document(figures.HELD_OUT - 1 - each).ids[1:])
         for each in range(CALIBRATION)
     ]
-    prompts.write_text("".join(f"{json.dumps(each)}\n" for each in told), encoding="utf-8")
+    prompts.write_text("".join(f"{json.dumps(each)}\n" for each in lines), encoding="utf-8")
     amax = folder / "amax"
     _run("capture", SOURCE, "--amax-only", "--out", amax, "--prompts", prompts)
     prompts.unlink()
@@ -120,31 +120,40 @@ def answers(checkpoint: Path) -> Answers:
     """Let the references speak, and see how sure they are."""
     plain = stated_conventions(NAME)
     with open_model(checkpoint, switches=plain) as model:
-        speaker = model.speaker
-        made = [
+        logits_model = model.logits_model
+        continuations = [
             Continuation(document(figures.HELD_OUT + 100 + n).ids[:length])
             for n, length in enumerate(LENGTHS)
         ]
-        Generation(speaker, None, None, Limits(NEW)).run(made)
-        rows = [forced(speaker, each.prompt, each.ids) for each in made]
-        read = [(told, _read(speaker, told)) for told in map(document, DOCUMENTS)]
-    moves, steady = 0.0, NEW * len(made)
+        Generation(logits_model, None, None, Limits(NEW)).run(continuations)
+        rows = [
+            forced(logits_model, continuation.prompt, continuation.ids)
+            for continuation in continuations
+        ]
+        read = [(told, _read(logits_model, told)) for told in map(document, DOCUMENTS)]
+    moves, steady = 0.0, NEW * len(continuations)
     for other in MOVED:
         with open_model(checkpoint, switches={**plain, **other}) as model:
-            again = [forced(model.speaker, each.prompt, each.ids) for each in made]
+            again = [
+                forced(model.logits_model, continuation.prompt, continuation.ids)
+                for continuation in continuations
+            ]
         moves = max(moves, *(moved(a, b) for a, b in zip(rows, again, strict=True)))
         same = (_stays(a, b) for a, b in zip(rows, again, strict=True))
         steady = min(steady, sum(same))
-    sure = [asked for told, rows_TV in read for asked in questions(told, rows_TV, moves)]
+    sure = [question for told, rows_TV in read for question in questions(told, rows_TV, moves)]
     step = max(1, len(sure) // QUESTIONS)
-    texts = [_text(each.prompt, each.ids, row) for each, row in zip(made, rows, strict=True)]
+    texts = [
+        _text(continuation.prompt, continuation.ids, row)
+        for continuation, row in zip(continuations, rows, strict=True)
+    ]
     return Answers(texts, sure[::step][:QUESTIONS], moves, steady)
 
 
-def forced(speaker: LogitsModel, prompt: list[int], ids: list[int]) -> Tensor:
+def forced(model: LogitsModel, prompt: list[int], ids: list[int]) -> Tensor:
     """Return logits [T, V] in front of each of `ids`."""
-    hidden = speaker.hidden([Sequence()], [torch.tensor(prompt + ids)])
-    return speaker.logits(hidden[len(prompt) - 1 : -1]).float()
+    hidden = model.hidden([Sequence()], [torch.tensor(prompt + ids)])
+    return model.logits(hidden[len(prompt) - 1 : -1]).float()
 
 
 def moved(rows_TV: Tensor, again_TV: Tensor) -> float:
@@ -165,8 +174,8 @@ def _text(prompt: list[int], ids: list[int], rows_TV: Tensor) -> ReferenceText:
     return ReferenceText(prompt, ids, top.indices.tolist(), logits)
 
 
-def _read(speaker: LogitsModel, told: Document) -> Tensor:
-    return forced(speaker, told.ids[:1], told.ids[1:])
+def _read(model: LogitsModel, told: Document) -> Tensor:
+    return forced(model, told.ids[:1], told.ids[1:])
 
 
 def questions(told: Document, rows_TV: Tensor, moves: float) -> list[ReferenceText]:
@@ -174,13 +183,13 @@ def questions(told: Document, rows_TV: Tensor, moves: float) -> list[ReferenceTe
     top = rows_TV.topk(2, -1)
     sure = (top.values[:, 0] - top.values[:, 1] > moves).tolist()
     likeliest, found = top.indices[:, 0].tolist(), []
-    for each in told.probes:
-        end = each.position
+    for probe in told.probes:
+        end = probe.position
         while end < len(told.ids) and sure[end - 1] and likeliest[end - 1] == told.ids[end]:
             end += 1
-        if end > each.position:
-            ids, rows = told.ids[each.position : end], rows_TV[each.position - 1 : end - 1]
-            found.append(_text(told.ids[: each.position], ids, rows))
+        if end > probe.position:
+            ids, rows = told.ids[probe.position : end], rows_TV[probe.position - 1 : end - 1]
+            found.append(_text(told.ids[: probe.position], ids, rows))
     return found
 
 

@@ -89,44 +89,44 @@ def prove(place: ProofPaths, servers: Sequence[ServerCase]) -> dict[str, list[St
     with ThreadPoolExecutor(len(servers)) as pool:
         made = pool.map(lambda pair: one(place, pair[1], FIRST_PORT + pair[0]), enumerate(servers))
         try:
-            return {asked.name: found for asked, found in zip(servers, made, strict=True)}
+            return {server.name: found for server, found in zip(servers, made, strict=True)}
         except BaseException:  # an interrupted proof ends what it started
             pool.shutdown(wait=False, cancel_futures=True)
             end_all()
             raise
 
 
-def one(place: ProofPaths, asked: ServerCase, port: int) -> list[StepOutcome]:
+def one(place: ProofPaths, case: ServerCase, port: int) -> list[StepOutcome]:
     """Start a server, take its steps, end it."""
-    out = place.out / asked.name
+    out = place.out / case.name
     out.mkdir()
-    checkpoint = place.prepared / asked.checkpoint
-    if asked.dropped:
-        checkpoint = lacking(checkpoint, out / "checkpoint", asked.dropped)
+    checkpoint = place.prepared / case.checkpoint
+    if case.dropped:
+        checkpoint = lacking(checkpoint, out / "checkpoint", case.dropped)
     captures = out / "captures"
-    line = asked.line(checkpoint, port, out / "told")
-    around = environment(asked, captures, out / "site")
+    line = case.line(checkpoint, port, out / "told")
+    around = environment(case, captures, out / "site")
     begin = time.monotonic()
     with RunningServer(line, around, out / "log.txt") as server:
         caller = Caller(port)
         up = server.answers(caller, place.seconds)
         begun = StepOutcome("start", True, f"answered after {time.monotonic() - begin:.0f} s")
-        if asked.refused:
-            return [refusal(asked, server, up=up)]
+        if case.refused:
+            return [refusal(case, server, up=up)]
         if not up:
-            return [StepOutcome("start", False, last_words(server.said()))]
-        told = Answers.read(place.prepared / f"{asked.checkpoint}.json")
-        session = EngineSession(caller, told, checkpoint, captures, out, asked.blamed)
-        found = [begun]
-        for name in asked.steps:
-            found.append(taken(name, session))
-            say(f"{asked.name:10} {time.monotonic() - begin:4.0f} s  {found[-1].line()}")
-        if asked.graphs:
-            found.append(graphs(server.said()))
-        return found
+            return [StepOutcome("start", False, last_words(server.log_text()))]
+        told = Answers.read(place.prepared / f"{case.checkpoint}.json")
+        session = EngineSession(caller, told, checkpoint, captures, out, case.blamed)
+        outcomes = [begun]
+        for name in case.steps:
+            outcomes.append(taken(name, session))
+            say(f"{case.name:10} {time.monotonic() - begin:4.0f} s  {outcomes[-1].line()}")
+        if case.graphs:
+            outcomes.append(graphs(server.log_text()))
+        return outcomes
 
 
-def refusal(asked: ServerCase, server: RunningServer, *, up: bool) -> StepOutcome:
+def refusal(case: ServerCase, server: RunningServer, *, up: bool) -> StepOutcome:
     """Judge a start that has to be refused, by what its log says."""
     if up:
         return StepOutcome("refused", False, "it answered")
@@ -134,9 +134,9 @@ def refusal(asked: ServerCase, server: RunningServer, *, up: bool) -> StepOutcom
         server.process.wait(END_SECONDS)
     except subprocess.TimeoutExpired:
         return StepOutcome("refused", False, "it neither answered nor ended")
-    lines = [each for each in server.said().splitlines() if asked.refused in each]
-    told = lines[0].rpartition("degarble.harness.base.errors.")[2] if lines else "not said"
-    return StepOutcome("refused", bool(lines), told[:300])
+    lines = [each for each in server.log_text().splitlines() if case.refused in each]
+    text = lines[0].rpartition("degarble.harness.base.errors.")[2] if lines else "not said"
+    return StepOutcome("refused", bool(lines), text[:300])
 
 
 def graphs(log: str) -> StepOutcome:
@@ -168,13 +168,13 @@ def lacking(checkpoint: Path, folder: Path, name: str) -> Path:
 
 def chosen(names: Sequence[str], gpus: int) -> list[ServerCase]:
     """Return the servers of a proof: those named, or all that so many GPUs serve."""
-    known = {each.name: each for each in SERVERS}
+    known = {case.name: case for case in SERVERS}
     for name in names:
         if name not in known:
             raise UnknownName.among("server", name, known)
     if names:
         return [known[name] for name in dict.fromkeys(names)]
-    return [each for each in SERVERS if each.ranks <= gpus]
+    return [case for case in SERVERS if case.ranks <= gpus]
 
 
 def wanted(given: argparse.Namespace) -> tuple[str, list[ServerCase]]:
@@ -184,8 +184,8 @@ def wanted(given: argparse.Namespace) -> tuple[str, list[ServerCase]]:
     if not 0 < given.seconds < math.inf:
         raise InvalidArgument("--seconds", given.seconds, "a number above 0", "Leave it out.")
     servers = chosen(given.only, given.gpus)
-    version = require_engine(max(each.ranks for each in servers))
-    for name in dict.fromkeys(each.checkpoint for each in servers):
+    version = require_engine(max(server.ranks for server in servers))
+    for name in dict.fromkeys(server.checkpoint for server in servers):
         if not (given.prepared / name).is_dir():
             raise InvalidArgument(
                 "PREPARED", str(given.prepared), f"a folder with {name}, as prepare writes it",
@@ -224,9 +224,13 @@ def main(arguments: list[str] | None = None) -> int:
     (given.out / "proof.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
     say(f"\nvLLM {version}")
     for name, outcomes in found.items():
-        for each in outcomes:
-            say(f"{name:10} {each.line()}")
-    return int(any(each.passed is False for outcomes in found.values() for each in outcomes))
+        for outcome in outcomes:
+            say(f"{name:10} {outcome.line()}")
+    return int(
+        any(
+            step_outcome.passed is False for outcomes in found.values() for step_outcome in outcomes
+        )
+    )
 
 
 if __name__ == "__main__":

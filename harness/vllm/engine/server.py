@@ -124,7 +124,7 @@ class Caller:
     def gauges(self, *names: str) -> dict[str, float]:
         """Return metrics that begin with one of these names, by name and labels."""
         lines = self.call("/metrics").body.decode().splitlines()
-        chosen = (each.rpartition(" ") for each in lines if each.startswith(names))
+        chosen = (line.rpartition(" ") for line in lines if line.startswith(names))
         return {name: float(value) for name, _, value in chosen}
 
 
@@ -165,7 +165,7 @@ class RunningServer:
             time.sleep(0.5)
         return False
 
-    def said(self) -> str:
+    def log_text(self) -> str:
         """Return its log so far."""
         return self.path.read_text(encoding="utf-8", errors="replace")
 
@@ -202,16 +202,16 @@ def require_engine(ranks: int = 1) -> str:
     return found
 
 
-def environment(asked: ServerCase, captures: Path, site: Path) -> dict[str, str]:
+def environment(case: ServerCase, captures: Path, site: Path) -> dict[str, str]:
     """Return a server's environment: the plugin by name, captures, and what is planted."""
-    named = f"{PLUGIN},{plants.NAME}" if asked.plant else PLUGIN
+    named = f"{PLUGIN},{plants.NAME}" if case.plant else PLUGIN
     made = dict(os.environ) | QUIET | {
         "VLLM_PLUGINS": named, vllm_capture.FOLDER_VARIABLE: str(captures),
-        plants.VARIABLE: asked.plant,
+        plants.VARIABLE: case.plant,
     }  # fmt: skip
     for theirs in _OF_THE_CALLER:
         made.pop(theirs, None)
-    if asked.plant:
+    if case.plant:
         known = made.get("PYTHONPATH", "")
         made["PYTHONPATH"] = os.pathsep.join(filter(None, (str(plants.entry_point(site)), known)))
     return made

@@ -126,9 +126,9 @@ class EngineSession:
         if not self.alone:
             self.alone = [
                 self.caller.complete(
-                    each.prompt, len(each.ids), logprobs=NEAR, return_tokens_as_token_ids=True
+                    text.prompt, len(text.ids), logprobs=NEAR, return_tokens_as_token_ids=True
                 )
-                for each in self.answers.texts
+                for text in self.answers.texts
             ]
             ids = json.dumps([each["token_ids"] for each in self.alone])
             (self.out / "texts.json").write_text(ids, encoding="utf-8")
@@ -136,7 +136,7 @@ class EngineSession:
 
     def texts(self) -> list[list[int]]:
         """Return their ids."""
-        return [each["token_ids"] for each in self.choices()]
+        return [choice["token_ids"] for choice in self.choices()]
 
     def gap(self, text: int, place: int, token: int) -> float:
         """Return how far a token is below the server's own best, alone; infinite if not listed."""
@@ -154,64 +154,65 @@ def parts(session: EngineSession) -> StepOutcome:
 def texts(session: EngineSession) -> StepOutcome:
     """Greedy texts: the references', up to a place where they are no surer than a rounding."""
     pairs = list(zip(session.texts(), session.answers.texts, strict=True))
-    first = [_apart(got, each.ids) for got, each in pairs]
+    first = [_apart(got, reference_text.ids) for got, reference_text in pairs]
     same = sum(at is None for at in first)
     gaps = [
-        each.gap(at, got[at])
-        for at, (got, each) in zip(first, pairs, strict=True)
+        reference_text.gap(at, got[at])
+        for at, (got, reference_text) in zip(first, pairs, strict=True)
         if at is not None and at < len(got)
     ]
     wrong = sum(gap > session.answers.moves for gap in gaps) + len(pairs) - same - len(gaps)
-    told = f"{same} of {len(pairs)} texts of {len(pairs[0][1].ids)} tokens are the references'"
+    text = f"{same} of {len(pairs)} texts of {len(pairs[0][1].ids)} tokens are the references'"
     if gaps:
-        told += (
+        text += (
             f"; the others leave them at {', '.join(str(at) for at in first if at is not None)},"
             f" where the references have the two tokens {', '.join(f'{gap:.2f}' for gap in gaps)}"
             f" apart (a moved rounding: up to {session.answers.moves:.2f})"
         )
-    return StepOutcome("texts", not wrong, told)
+    return StepOutcome("texts", not wrong, text)
 
 
 def forced(session: EngineSession) -> StepOutcome:
     """Send the references' texts as prompts; count where their token is the likeliest."""
     gaps: list[float] = []
-    for each in session.answers.texts:
-        made = session.caller.complete(each.prompt + each.ids, 1, prompt_logprobs=1)
-        for place, token in enumerate(each.ids):
-            known = made["prompt_logprobs"][len(each.prompt) + place]
+    for text in session.answers.texts:
+        made = session.caller.complete(text.prompt + text.ids, 1, prompt_logprobs=1)
+        for place, token in enumerate(text.ids):
+            known = made["prompt_logprobs"][len(text.prompt) + place]
             best = max(known, key=lambda one: known[one]["logprob"])
-            gaps.append(0.0 if int(best) == token else each.gap(place, int(best)))
-    told = (
+            gaps.append(0.0 if int(best) == token else text.gap(place, int(best)))
+    sentence = (
         f"{sum(not gap for gap in gaps)} of {len(gaps)} places, with a moved rounding the"
         f" references' own {session.answers.steady}; where it is another, they have the two"
         f" {max(gaps):.2f} apart at most"
     )
-    return StepOutcome("forced", None, told)
+    return StepOutcome("forced", None, sentence)
 
 
 def questions(session: EngineSession) -> StepOutcome:
     """Questions of whose answers the references are sure, prompts in chunks among them."""
     asked = session.answers.questions
     right = [
-        session.caller.complete(each.prompt, len(each.ids))["token_ids"] == each.ids
-        for each in asked
+        session.caller.complete(reference_text.prompt, len(reference_text.ids))["token_ids"]
+        == reference_text.ids
+        for reference_text in asked
     ]
-    long = sum(len(each.prompt) > BATCH for each in asked)
-    words = sum(len(each.ids) for each in asked)
-    told = f"{sum(right)} of {len(asked)} as the references answer, {long} in chunks, {words} ids"
-    return StepOutcome("questions", all(right) and bool(long), told)
+    long = sum(len(reference_text.prompt) > BATCH for reference_text in asked)
+    words = sum(len(reference_text.ids) for reference_text in asked)
+    text = f"{sum(right)} of {len(asked)} as the references answer, {long} in chunks, {words} ids"
+    return StepOutcome("questions", all(right) and bool(long), text)
 
 
 def prefix(session: EngineSession) -> StepOutcome:
     """A long prompt again: from the cache, and the same text."""
-    each = max(session.answers.texts, key=lambda one: len(one.prompt))
+    text = max(session.answers.texts, key=lambda one: len(one.prompt))
     before = sum(session.caller.gauges(_HITS).values())
-    new = min(16, len(each.ids))
-    got = [session.caller.complete(each.prompt, new)["token_ids"] for _ in range(2)]
+    new = min(16, len(text.ids))
+    got = [session.caller.complete(text.prompt, new)["token_ids"] for _ in range(2)]
     hits = sum(session.caller.gauges(_HITS).values()) - before
-    same = got[0] == got[1] == session.texts()[session.answers.texts.index(each)][:new]
-    told = f"{len(each.prompt)} tokens twice: {hits:.0f} from the cache, texts the same: {same}"
-    return StepOutcome("prefix", same and hits > 0, told)
+    same = got[0] == got[1] == session.texts()[session.answers.texts.index(text)][:new]
+    sentence = f"{len(text.prompt)} tokens twice: {hits:.0f} from the cache, texts the same: {same}"
+    return StepOutcome("prefix", same and hits > 0, sentence)
 
 
 def many(session: EngineSession) -> StepOutcome:
@@ -230,11 +231,11 @@ def many(session: EngineSession) -> StepOutcome:
     with ThreadPoolExecutor(SEQUENCES) as pool:
         gaps = list(pool.map(one, range(SEQUENCES)))
     seconds = time.perf_counter() - begin
-    same = sum(not each for each in gaps)
-    told = f"{len(gaps)} at once answered in {seconds:.1f} s, {same} as alone"
+    same = sum(not gap for gap in gaps)
+    text = f"{len(gaps)} at once answered in {seconds:.1f} s, {same} as alone"
     if any(gaps):
-        told += f"; the others left where, alone, two words were {max(gaps):.3f} apart at most"
-    return StepOutcome("many", max(gaps) <= TIE, told)
+        text += f"; the others left where, alone, two words were {max(gaps):.3f} apart at most"
+    return StepOutcome("many", max(gaps) <= TIE, text)
 
 
 def storm(session: EngineSession) -> StepOutcome:
@@ -244,16 +245,16 @@ def storm(session: EngineSession) -> StepOutcome:
         threading.Thread(target=_drop, args=(session.caller, asked[n % len(asked)].prompt, n))
         for n in range(DROPPED)
     ]
-    for each in workers:
-        each.start()
-    for each in workers:
-        each.join()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
     time.sleep(_QUIET)
     left = sum(session.caller.gauges(*_AT_WORK).values())
     got = session.caller.complete(asked[0].prompt, len(asked[0].ids))["token_ids"]
     same = got == session.texts()[0]
-    told = f"{DROPPED} streams dropped: {left:.0f} requests left, the text as before: {same}"
-    return StepOutcome("storm", same and not left, told)
+    text = f"{DROPPED} streams dropped: {left:.0f} requests left, the text as before: {same}"
+    return StepOutcome("storm", same and not left, text)
 
 
 def _drop(caller: Caller, prompt: list[int], number: int) -> None:
@@ -274,8 +275,8 @@ def capture(session: EngineSession) -> StepOutcome:
     opened = session.caller.call(vllm_capture.PATH, {"requests": names}, "POST")
     if opened.status != 200:
         return StepOutcome("capture", False, f"not opened: {opened.status} {opened.body[:300]!r}")
-    for name, each in zip(names, session.answers.texts, strict=False):
-        session.caller.complete(each.prompt[:CAPTURED_PROMPT], CAPTURED_TOKENS, name)
+    for name, text in zip(names, session.answers.texts, strict=False):
+        session.caller.complete(text.prompt[:CAPTURED_PROMPT], CAPTURED_TOKENS, name)
     closed = session.caller.call(vllm_capture.PATH, None, "DELETE", wait=_CHECK)
     if closed.status != 200:
         return StepOutcome("capture", False, f"not closed: {closed.status} {closed.body[:300]!r}")
@@ -301,16 +302,16 @@ def judged(place: Path, session: EngineSession) -> StepOutcome:
     found = json.loads(made.read_text(encoding="utf-8"))
     where = [each["site"].rpartition(".")[0] for each in found["origins"]]
     causes = [each["fault"] for each in found["origins"]]
-    told = f"{found['verdict']}: {found['sentence']}"
+    text = f"{found['verdict']}: {found['sentence']}"
     component, cause = session.blamed
     if not component:
-        return StepOutcome("capture", found["verdict"] == "AGREES", told)
+        return StepOutcome("capture", found["verdict"] == "AGREES", text)
     named = any(
         a == component and str(b or "").startswith(cause)
         for a, b in zip(where, causes, strict=True)
     )
     alone = set(where) <= {component}
-    return StepOutcome("capture", named and alone, f"{told} Blamed: {', '.join(where)}; {causes}")
+    return StepOutcome("capture", named and alone, f"{text} Blamed: {', '.join(where)}; {causes}")
 
 
 def _apart(got: list[int], wanted: list[int]) -> int | None:
@@ -336,4 +337,4 @@ def taken(name: str, session: EngineSession) -> StepOutcome:
 
 def told_of(outcomes: list[StepOutcome]) -> list[dict[str, Any]]:
     """Give them as data."""
-    return [each._asdict() for each in outcomes]
+    return [outcome._asdict() for outcome in outcomes]

@@ -62,9 +62,11 @@ def test_a_run_by_kernels_agrees_and_names_the_kernel_of_each_component(
         "attention_in_storage_dtype": False,
     }  # fmt: skip
     assert all(launch["launches"] > 0 for each in table["kernels"].values() for launch in each)
-    found = cases.checked(tmp_path / "run", model)
-    assert found.verdict is Verdict.AGREES, [str(each.trouble.site) for each in found.origins]
-    text = check_text(found, "agrees")
+    result = cases.checked(tmp_path / "run", model)
+    assert result.verdict is Verdict.AGREES, [
+        str(origin.discrepancy.site) for origin in result.origins
+    ]
+    text = check_text(result, "agrees")
     for line in done.paired.lines()[2:]:
         assert line.rstrip() in text, line
 
@@ -166,9 +168,9 @@ def test_a_tensor_at_the_wrong_argument_is_found_in_its_component(
     cases.capture_by(
         StandIn(change), model.checkpoint, tmp_path / "run", components=role, new_tokens=1
     )
-    found = cases.checked(tmp_path / "run", model)
-    assert found.verdict is Verdict.DIFFERS, what
-    assert any(each.trouble.component.endswith(component) for each in found.origins)
+    result = cases.checked(tmp_path / "run", model)
+    assert result.verdict is Verdict.DIFFERS, what
+    assert any(origin.discrepancy.component.endswith(component) for origin in result.origins)
 
 
 def test_a_word_by_kernels_is_that_of_a_twin_with_their_conventions(
@@ -192,8 +194,8 @@ def test_a_word_by_kernels_is_that_of_a_twin_with_their_conventions(
     assert mine.document["texts"] == twin["texts"]
     assert asked == [True], "what a kernel leaves unwritten has to be seen"
     assert mine.document["backend"]["kernels"]["kernels"]["head"][0]["kernel"] == "simt_gemv_bf16"
-    said = call(capsys, *line[1:], "--backend", "cutedsl")
-    assert "Kernels on sm_90a" in said.err
+    result = call(capsys, *line[1:], "--backend", "cutedsl")
+    assert "Kernels on sm_90a" in result.err
     strict = call(capsys, *line[1:], "--backend", "cutedsl", "--strict")
     assert strict.status == 0, "V4 in NVFP4 is whole"
     assert "reference:" not in strict.err
@@ -294,7 +296,7 @@ def test_weights_are_laid_out_once_and_again_when_they_are_others(folder: Path) 
             handed.append(given["b"].data_ptr())
 
     with open_model(model.checkpoint, switches=CONVENTIONS) as opened, torch.inference_mode():
-        bound = opened.speaker.bound
+        bound = opened.logits_model.bound
         use_kernels(bound, opened.recipe, StandIn(seen))
         x = torch.randn(4, 192).to(torch.bfloat16)
         name = "layers.0.attn.wq_a"

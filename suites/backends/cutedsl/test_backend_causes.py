@@ -62,8 +62,8 @@ def _given(*of_steps: str, **changes: Change) -> Instead:
 
 def _made(change: Callable[[Made], Made], *of_steps: str) -> Instead:
     def instead(true: Callable[..., Made], problem: Any, given: Given) -> Made:
-        made = true(problem, given)
-        return change(made) if not of_steps or problem.name in of_steps else made
+        tensors = true(problem, given)
+        return change(tensors) if not of_steps or problem.name in of_steps else tensors
 
     return instead
 
@@ -91,7 +91,7 @@ class Faulty(StandIn):
         if kernel != self._kernel:
             made: Made = super()._run(kernel, problem, tensors)
             return made
-        given = {name: each for name, each in tensors.items() if each is not None}
+        given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         return self._instead(STAND_INS[kernel], problem, given)
 
 
@@ -117,8 +117,8 @@ def _spread(**changes: Change) -> Instead:
 
 
 def _reversed(true: Callable[..., Made], problem: Any, given: Given) -> Made:
-    made = true(problem, given)
-    return (made[0].flip(1),) if problem.part == "post" else made
+    tensors = true(problem, given)
+    return (tensors[0].flip(1),) if problem.part == "post" else tensors
 
 
 def _smallest(scores: Tensor) -> Tensor:
@@ -233,13 +233,13 @@ def test_what_a_fault_around_attention_does_is_named(tmp_path: Path, name: str) 
             kernels, model.checkpoint, tmp_path / "run", prompts, new_tokens=2,
             components=f"*{fault.component}",
         )  # fmt: skip
-    found = cases.checked(tmp_path / "run", model)
-    assert found.verdict is Verdict.DIFFERS
+    result = cases.checked(tmp_path / "run", model)
+    assert result.verdict is Verdict.DIFFERS
     named = {
-        each.id
-        for origin in found.origins
-        if origin.trouble.component.endswith(fault.component) and origin.diagnosed
-        for each in origin.diagnosed.named
+        named_fault.id
+        for origin in result.origins
+        if origin.discrepancy.component.endswith(fault.component) and origin.diagnosed
+        for named_fault in origin.diagnosed.named
     }
     assert fault.cause
     assert any(each.startswith(f"{fault.cause}.") for each in named), named
@@ -283,9 +283,9 @@ def _rows_changed(scales: Tensor) -> Tensor:
     return scales[(row ^ 8).clamp(max=len(scales) - 1)].contiguous()
 
 
-def _first_rows(made: Made) -> Made:
-    row = torch.arange(len(made[0]))
-    return (made[0][row - row % 128 + row % 64],)
+def _first_rows(tensors: Made) -> Made:
+    row = torch.arange(len(tensors[0]))
+    return (tensors[0][row - row % 128 + row % 64],)
 
 
 def _delayed(scales: Tensor) -> Tensor:
@@ -314,15 +314,15 @@ def _low_limit(true: Callable[..., Made], problem: Any, given: Given) -> Made:
 
 
 def _beside(true: Callable[..., Made], problem: Any, given: Given) -> Made:
-    made = true(problem, given)
+    tensors = true(problem, given)
     if problem.name == steps.FIRST:
-        codes, scales = made
+        codes, scales = tensors
         codes.copy_(codes.unflatten(1, (-1, 2, 8)).flip(2).flatten(1))
         count = codes.shape[1] // 8
         linear = from_layout(scales, SWIZZLE_128X4, len(codes), count)
         changed = linear.unflatten(1, (-1, 2)).flip(2).flatten(1)
         scales.copy_(to_layout(changed.contiguous(), SWIZZLE_128X4))
-    return made
+    return tensors
 
 
 def _reversed_runs(weight: Tensor) -> Tensor:
@@ -340,7 +340,7 @@ _FIRSTS = (steps.SHOWN, steps.FIRST)
 IN_PRODUCTS: dict[str, Instead] = {
     "tensor scale twice": _given(**_BOTH),
     "tensor scale left out": _given(**_NEITHER),
-    "scaled without a scale": _made(lambda made: (made[0] * 2,)),
+    "scaled without a scale": _made(lambda tensors: (tensors[0] * 2,)),
     "scale group of the step before": _given(a_scales=_delayed, b_scales=_delayed),
     "scales of rows changed": _given(a_scales=_rows_changed),
     "rows of the other warpgroup": _made(_first_rows),
@@ -380,10 +380,18 @@ def test_what_a_fault_in_products_does_is_named(tmp_path: Path, name: str) -> No
         Faulty(fault.kernel, IN_PRODUCTS[name]), model.checkpoint, tmp_path / "run", PROMPTS,
         new_tokens=2, components=f"*{fault.component}",
     )  # fmt: skip
-    found = cases.checked(tmp_path / "run", model)
-    assert found.verdict is Verdict.DIFFERS
-    own = [each for each in found.origins if each.trouble.component.endswith(fault.component)]
-    first = {each.diagnosed.named[0].id for each in own if each.diagnosed and each.diagnosed.named}
-    assert first, [each.diagnosed and each.diagnosed.sentence for each in own]
+    result = cases.checked(tmp_path / "run", model)
+    assert result.verdict is Verdict.DIFFERS
+    own = [
+        origin
+        for origin in result.origins
+        if origin.discrepancy.component.endswith(fault.component)
+    ]
+    first = {
+        origin.diagnosed.named[0].id
+        for origin in own
+        if origin.diagnosed and origin.diagnosed.named
+    }
+    assert first, [origin.diagnosed and origin.diagnosed.sentence for origin in own]
     assert fault.cause
     assert all(each.startswith(f"{fault.cause}.") for each in first), first

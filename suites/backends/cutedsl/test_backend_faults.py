@@ -136,7 +136,7 @@ ALL = (*faults.FAULTS, *of_attention.FAULTS, *experts.FAULTS)
 
 
 def test_names_are_their_own_and_there_are_enough() -> None:
-    assert len({each.name for each in ALL}) == len(ALL)
+    assert len({fault.name for fault in ALL}) == len(ALL)
     assert min(map(len, (faults.FAULTS, of_attention.FAULTS, experts.FAULTS))) >= 15
     assert attention_rows.WIDTH == 512
 
@@ -156,7 +156,7 @@ def _changes(fault: faults.Fault) -> None:
 
 @pytest.mark.parametrize("name", SOME)
 def test_a_planted_fault_changes_the_code_and_goes_away(name: str) -> None:
-    _changes(next(each for each in ALL if each.name == name))
+    _changes(next(fault for fault in ALL if fault.name == name))
 
 
 @pytest.mark.slow

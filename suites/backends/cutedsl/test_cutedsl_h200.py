@@ -49,9 +49,11 @@ def test_a_healthy_run_agrees(
     cases.capture_by(
         None, model.checkpoint, tmp_path / "run", cases.drawn_prompts(seed), device="cuda"
     )
-    found = cases.checked(tmp_path / "run", model)
-    told = [f"{each.trouble.site}: {each.trouble.sentence}" for each in found.origins]
-    assert found.verdict is Verdict.AGREES, told
+    result = cases.checked(tmp_path / "run", model)
+    lines = [
+        f"{origin.discrepancy.site}: {origin.discrepancy.sentence}" for origin in result.origins
+    ]
+    assert result.verdict is Verdict.AGREES, lines
 
 
 def with_cache(entry: str) -> Any:
@@ -67,8 +69,10 @@ def test_a_healthy_run_with_a_coded_cache_agrees(folder: Path, tmp_path: Path, e
         cases.capture_by(
             None, model.checkpoint, tmp_path / "run", cases.drawn_prompts(1), device="cuda"
         )
-    found = cases.checked(tmp_path / "run", model)
-    assert found.verdict is Verdict.AGREES, [str(each.trouble.site) for each in found.origins]
+    result = cases.checked(tmp_path / "run", model)
+    assert result.verdict is Verdict.AGREES, [
+        str(origin.discrepancy.site) for origin in result.origins
+    ]
 
 
 def test_a_healthy_run_with_split_keys_agrees(folder: Path, tmp_path: Path) -> None:
@@ -78,14 +82,16 @@ def test_a_healthy_run_with_split_keys_agrees(folder: Path, tmp_path: Path) -> N
         cases.capture_by(
             None, model.checkpoint, tmp_path / "run", cases.drawn_prompts(0), device="cuda"
         )
-    found = cases.checked(tmp_path / "run", model)
-    assert found.verdict is Verdict.AGREES, [str(each.trouble.site) for each in found.origins]
+    result = cases.checked(tmp_path / "run", model)
+    assert result.verdict is Verdict.AGREES, [
+        str(origin.discrepancy.site) for origin in result.origins
+    ]
 
 
 def bits(capture: Path) -> list[tuple[str, str]]:
     """Return all that a run kept, each tensor by its digest."""
     calls = Capture.open(capture).calls
-    return [(str(site), each.sha256) for call in calls for site, each in call.sites()]
+    return [(str(site), tensor.sha256) for call in calls for site, tensor in call.sites()]
 
 
 def differing(one: list[tuple[str, str]], other: list[tuple[str, str]]) -> str:
@@ -111,8 +117,8 @@ def test_a_planted_fault_is_found_in_its_component(
     with faults.planted(fault):
         run("run")
     table: dict[str, Any] = Capture.open(tmp_path / "run").facts["kernels"]["kernels"]
-    found = cases.checked(tmp_path / "run", model)
-    if found.verdict is not Verdict.DIFFERS:
+    result = cases.checked(tmp_path / "run", model)
+    if result.verdict is not Verdict.DIFFERS:
         run("whole")
         changed = differing(*(bits(tmp_path / name) for name in ("run", "whole")))
         pytest.fail(
@@ -120,14 +126,18 @@ def test_a_planted_fault_is_found_in_its_component(
             if changed
             else "every bit is the whole kernels': no plant"
         )
-    blamed = [each.trouble.component for each in found.origins]
-    own = [each for each in found.origins if each.trouble.component.endswith(fault.component)]
+    blamed = [origin.discrepancy.component for origin in result.origins]
+    own = [
+        origin
+        for origin in result.origins
+        if origin.discrepancy.component.endswith(fault.component)
+    ]
     assert own, blamed
-    causes = [each.diagnosed.named for each in own if each.diagnosed]
-    named = {each.id for known in causes for each in known}
+    causes = [origin.diagnosed.named for origin in own if origin.diagnosed]
+    named = {named_fault.id for known in causes for named_fault in known}
     first = {known[0].id for known in causes if known}
-    told = f"{', '.join(sorted(named)) or 'none named'}; first {', '.join(sorted(first))}"
-    print(f"CAUSE {fault.name}: {told}")  # noqa: T201  with -rP
+    text = f"{', '.join(sorted(named)) or 'none named'}; first {', '.join(sorted(first))}"
+    print(f"CAUSE {fault.name}: {text}")  # noqa: T201  with -rP
     assert fault.cause
     assert any(each.startswith(f"{fault.cause}.") for each in named), named
     others = [

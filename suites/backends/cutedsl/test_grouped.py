@@ -69,7 +69,7 @@ def ran(folder: Path) -> Iterator[Ran]:
         told.append(problem.name if isinstance(problem, steps.MoeStep) else kernel)
 
     with open_model(model.checkpoint, switches=CONVENTIONS) as opened, torch.inference_mode():
-        bound = opened.speaker.bound
+        bound = opened.logits_model.bound
         use_kernels(bound, opened.recipe, StandIn(seen))
         yield Ran(bound, told)
 
@@ -198,9 +198,9 @@ def test_a_wrong_argument_is_found_where_it_is_launched(
     )  # fmt: skip
     table = Capture.open(tmp_path / "run").facts["kernels"]["kernels"]
     assert table[f"{LAYER}.act_quant"][0]["tactic"].startswith("FC1, 16x256x256")
-    found = cases.checked(tmp_path / "run", model)
-    assert found.verdict is Verdict.DIFFERS, name
-    assert any(each.trouble.component.endswith(component) for each in found.origins)
+    result = cases.checked(tmp_path / "run", model)
+    assert result.verdict is Verdict.DIFFERS, name
+    assert any(origin.discrepancy.component.endswith(component) for origin in result.origins)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -265,16 +265,21 @@ def test_a_tensor_at_the_wrong_argument_is_found_in_attention(
     table = Capture.open(tmp_path / "run").facts["kernels"]["kernels"]
     launched = [each["kernel"] for each in table["layers.0.attn.attend"]]
     assert set(launched) == set(KERNELS_OF_ATTENTION)
-    found = cases.checked(tmp_path / "run", model)
-    assert found.verdict is Verdict.DIFFERS, what
-    assert {each.trouble.component.partition(".attn.")[2] for each in found.origins} == {"attend"}
+    result = cases.checked(tmp_path / "run", model)
+    assert result.verdict is Verdict.DIFFERS, what
+    assert {origin.discrepancy.component.partition(".attn.")[2] for origin in result.origins} == {
+        "attend"
+    }
 
 
 def test_what_has_no_kernel_has_a_reason(latent_folder: Path) -> None:
     model = cases.write_model(latent_folder, "v32", "bf16")
     with open_model(model.checkpoint, switches=cutedsl.CONVENTIONS) as opened:
-        bound, recipe = opened.speaker.bound, opened.recipe
-        parts = {each.component.name: each for each in cutedsl.parts_of(bound, recipe, "sm_90a")}
+        bound, recipe = opened.logits_model.bound, opened.recipe
+        parts = {
+            component_part.component.name: component_part
+            for component_part in cutedsl.parts_of(bound, recipe, "sm_90a")
+        }
     attend, write = parts["layers.0.attn.attend"], parts["layers.0.attn.kv_write"]
     assert not isinstance(cutedsl.decided(attend), str)
     for part, switches, reason in (
@@ -328,9 +333,9 @@ def test_cosines_and_sines_are_those_of_the_references(rope: Rope) -> None:
 
 def test_a_table_grows_and_is_kept() -> None:
     turns = RopeTables()
-    first = turns.reaching(ROPES[0], torch.tensor([3]))
-    assert turns.reaching(ROPES[0], torch.tensor([1023])) is first
-    longer = turns.reaching(ROPES[0], torch.tensor([1024, 5]))
+    first = turns.covering(ROPES[0], torch.tensor([3]))
+    assert turns.covering(ROPES[0], torch.tensor([1023])) is first
+    longer = turns.covering(ROPES[0], torch.tensor([1024, 5]))
     assert len(longer) == 2048
     assert torch.equal(longer[:1024], first)
-    assert turns.reaching(ROPES[0], torch.tensor([7])) is longer
+    assert turns.covering(ROPES[0], torch.tensor([7])) is longer

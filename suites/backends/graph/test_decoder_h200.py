@@ -46,11 +46,13 @@ def opened(
 
 
 def decoder_of(opened: OpenModel, lanes: int = 3, entry: str = "exact") -> Decoder:
-    bound = opened.speaker.bound
+    bound = opened.logits_model.bound
     kept = bound.numerics
     bound.numerics = kept.with_switches(kv_cache=KeyValueCache(entry))
     try:
-        return Decoder.of(KernelsOnGpu(settings_here()), bound, opened.recipe, lanes, POSITIONS)
+        return Decoder.from_model(
+            KernelsOnGpu(settings_here()), bound, opened.recipe, lanes, POSITIONS
+        )
     finally:
         bound.numerics = kept
 
@@ -62,12 +64,12 @@ def ids_of(length: int, seed: int) -> list[int]:
 
 def walked(decoder: Decoder, sequences: list[list[int]]) -> list[torch.Tensor]:
     """Every step's streams and logits; a lane whose sequence is over rests."""
-    made: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for position in range(max(map(len, sequences))):
-        ids = [each[position] if position < len(each) else None for each in sequences]
+        ids = [sequence[position] if position < len(sequence) else None for sequence in sequences]
         decoder.feed(ids, [position] * len(ids))
-        made += [each.clone() for each in decoder.run()]
-    return made
+        tensors += [tensor.clone() for tensor in decoder.run()]
+    return tensors
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -82,7 +84,7 @@ def test_a_replayed_step_is_an_eager_one_bit_by_bit(
     sequences = [ids_of(length, seed) for seed, length in enumerate(LENGTHS)]
     eager, graph = decoder_of(opened, entry=entry), decoder_of(opened, entry=entry)
     graph.capture()
-    alive = [[n for n, each in enumerate(sequences) if p < len(each)] for p in range(150)]
+    alive = [[n for n, sequence in enumerate(sequences) if p < len(sequence)] for p in range(150)]
     pairs = list(zip(walked(eager, sequences), walked(graph, sequences), strict=True))
     assert pairs[0][0].isfinite().all()
     for number, (theirs, ours) in enumerate(pairs):
@@ -91,7 +93,7 @@ def test_a_replayed_step_is_an_eager_one_bit_by_bit(
     for one, two in zip(eager.memories, graph.memories, strict=True):
         for mine, other in zip(one.tensors, two.tensors, strict=True):
             assert torch.equal(bits(mine), bits(other))
-    first = {tuple(each[0][0].flatten()[:64].tolist()) for each in pairs[::2]}
+    first = {tuple(pair[0][0].flatten()[:64].tolist()) for pair in pairs[::2]}
     assert len(first) > 100, "steps differ"
 
 
@@ -104,20 +106,20 @@ def test_other_lanes_and_idle_steps_change_no_bit_of_a_lane(opened: OpenModel) -
     ours = []
     for position in range(60):
         together.feed([first[position], None, None], [position] * 3)
-        ours += [each.clone() for each in together.run()]
+        ours += [tensor.clone() for tensor in together.run()]
     for position in range(50):
         together.feed([None, second[position], second[position]], [position] * 3)
         together.run()
     for position in range(60, 140):
         together.feed([first[position], second[position - 10], None], [position, position - 10, 0])
-        ours += [each.clone() for each in together.run()]
+        ours += [tensor.clone() for tensor in together.run()]
     for one, two in zip(theirs, ours, strict=True):
         assert torch.equal(bits(one[0]), bits(two[0]))
 
 
 def test_one_token_a_step_equals_components_called_one_by_one(opened: OpenModel) -> None:
     prompts = [ids_of(150, 11), ids_of(131, 12)]
-    bound, calls = opened.speaker.bound, dict(opened.speaker.bound.calls)
+    bound, calls = opened.logits_model.bound, dict(opened.logits_model.bound.calls)
     decoder = decoder_of(opened, lanes=2)
     decoder.capture()
 
@@ -125,14 +127,14 @@ def test_one_token_a_step_equals_components_called_one_by_one(opened: OpenModel)
         sequences = [Sequence() for _ in prompts]
         made = []
         for position in range(131):
-            new = [torch.tensor([each[position]]) for each in prompts]
+            new = [torch.tensor([prompt[position]]) for prompt in prompts]
             made.append(speaker.next_logits(sequences, new).float().cpu())
         return torch.stack(made)
 
     ours = said(DecoderSpeaker(bound, decoder))
     try:
         use_kernels(bound, opened.recipe, KernelsOnGpu(settings_here()))
-        parts = said(opened.speaker)
+        parts = said(opened.logits_model)
     finally:
         bound.calls.update(calls)
     assert torch.equal(ours, parts)
@@ -143,13 +145,13 @@ def test_a_chunked_prompt_is_equal_in_any_batch(opened: OpenModel) -> None:
     if alone.prompts is None:
         pytest.skip("this family's prompts go in token by token")
     together.capture()
-    bound = opened.speaker.bound
+    bound = opened.logits_model.bound
     prompts = [ids_of(length, seed) for length, seed in ((150, 21), (77, 22), (1, 23))]
 
     def states(decoder: Decoder, chosen: list[int]) -> list[torch.Tensor]:
         new = [torch.tensor(prompts[n]) for n in chosen]
         made = DecoderSpeaker(bound, decoder).hidden([Sequence() for _ in chosen], new)
-        return list(made.split([len(each) for each in new]))
+        return list(made.split([len(tensor) for tensor in new]))
 
     (eager,) = states(alone, [0])
     *_, last = states(together, [2, 1, 0])
@@ -176,8 +178,8 @@ def test_the_model_is_the_small_one_with_every_layer_type(opened: OpenModel) -> 
     own = cases.CONFIGS["v4" if of_v4 else "v32"]
     assert replace(opened.config, index_n_heads=own.index_n_heads) == own
     if of_v4:
-        assert {each.ratio for each in opened.config.layers} == {0, 4, 128}
+        assert {layer.ratio for layer in opened.config.layers} == {0, 4, 128}
     else:
-        assert len({each.mlp_type for each in opened.config.layers}) == 2, (
+        assert len({layer.mlp_type for layer in opened.config.layers}) == 2, (
             "a dense layer and experts"
         )

@@ -51,29 +51,27 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenModel]:
         yield found
 
 
-def said(speaker: LogitsModel) -> torch.Tensor:
+def said(model: LogitsModel) -> torch.Tensor:
     """Logits of two sequences, of which one begins later; a lane more than needed rests."""
     first, second = Sequence(), Sequence()
     made = []
     for number, token in enumerate(TOKENS):
         live = [first] if number < LATER else [first, second]
-        made.append(
-            speaker.next_logits(live, [torch.tensor([token + n]) for n in range(len(live))])
-        )
+        made.append(model.next_logits(live, [torch.tensor([token + n]) for n in range(len(live))]))
     return torch.cat(made)
 
 
 def by_steps(opened: OpenModel, seen: Callable[..., None] | None = None) -> torch.Tensor:
-    bound = opened.speaker.bound
-    decoder = Decoder.of(StandIn(seen), bound, opened.recipe, lanes=3, positions=POSITIONS)
+    bound = opened.logits_model.bound
+    decoder = Decoder.from_model(StandIn(seen), bound, opened.recipe, lanes=3, positions=POSITIONS)
     return said(DecoderSpeaker(bound, decoder))
 
 
 def by_parts(opened: OpenModel) -> torch.Tensor:
-    bound, calls = opened.speaker.bound, dict(opened.speaker.bound.calls)
+    bound, calls = opened.logits_model.bound, dict(opened.logits_model.bound.calls)
     use_kernels(bound, opened.recipe, StandIn())
     try:
-        return said(opened.speaker)
+        return said(opened.logits_model)
     finally:
         bound.calls.update(calls)
 
@@ -91,7 +89,7 @@ def test_a_step_is_its_parts_bit_by_bit(opened: OpenModel, one_by_one: torch.Ten
 def test_a_step_equals_its_parts_with_fp8_linears(tmp_path: Path) -> None:
     model = cases.write_model(tmp_path, "v4", "nvfp4-experts")
     with open_model(model.checkpoint, switches=CONVENTIONS) as found, torch.inference_mode():
-        kinds = {each.wo_a.__class__ for each in layers_of(found)}
+        kinds = {attention_weights.wo_a.__class__ for attention_weights in layers_of(found)}
         assert kinds == {CodedGroups}
         assert torch.equal(by_steps(found), by_parts(found))
 
@@ -113,7 +111,9 @@ def test_so_it_is_with_as_many_heads_of_the_indexer_as_the_releases_have(tmp_pat
 
 
 def layers_of(opened: OpenModel) -> list[AttentionWeights]:
-    laying = V4Layout(opened.speaker.bound, cases.CONFIG_V4, opened.recipe, torch.device("cpu"))
+    laying = V4Layout(
+        opened.logits_model.bound, cases.CONFIG_V4, opened.recipe, torch.device("cpu")
+    )
     return [laying.layer(block).attn for block in cases.CONFIG_V4.layers]
 
 
@@ -155,8 +155,8 @@ def test_lanes_have_pages_of_their_own_and_come_back() -> None:
 
 
 def test_more_than_there_is_room_for_is_refused(opened: OpenModel) -> None:
-    bound = opened.speaker.bound
-    decoder = Decoder.of(StandIn(), bound, opened.recipe, lanes=1, positions=3)
+    bound = opened.logits_model.bound
+    decoder = Decoder.from_model(StandIn(), bound, opened.recipe, lanes=1, positions=3)
     speaker = DecoderSpeaker(bound, decoder)
     assert speaker.context == 3
     with pytest.raises(InvalidArgument, match="position = 3"):
@@ -193,19 +193,19 @@ def test_what_would_be_rounded_or_misread_is_refused(
     opened: OpenModel, rules: tuple[Rule, ...], weights: dict[str, str], reason: str
 ) -> None:
     """The recipe says so, or weights are others than it says."""
-    of = opened.speaker.bound
+    of = opened.logits_model.bound
     recipe = Recipe("other", (*rules, *opened.recipe.rules))
     given = {name: of.weights[weights.get(name, name)] for name in of.weights}
     bound = BoundModel(of.config, of.numerics, given, recipe)
     with pytest.raises(DegarbleError, match=reason):
-        Decoder.of(StandIn(), bound, recipe, 1, 8)
+        Decoder.from_model(StandIn(), bound, recipe, 1, 8)
 
 
 def test_a_target_without_its_forms_is_refused(opened: OpenModel) -> None:
     kernels = StandIn()
     kernels.target = "sm_100a"
     with pytest.raises(NotBuilt, match="target of a decoder = 'sm_100a'"):
-        Decoder.of(kernels, opened.speaker.bound, opened.recipe, 1, 8)
+        Decoder.from_model(kernels, opened.logits_model.bound, opened.recipe, 1, 8)
 
 
 def test_narrow_groups_are_one_matrix_with_zeros_between() -> None:
@@ -248,13 +248,13 @@ def whole_groups(kind: str) -> CodedGroups:
     scales = torch.rand(1, INNER // 128, generator=generator) + 0.5
     if kind == "ue8m0":
         scales = (127 + 4 * scales).to(torch.uint8)
-    way = LinearKernel("sm90_gemm_fp8_block", GemmProblem(1, RANK, INNER, "fp8_block", kind))
-    return CodedGroups(way, ((codes, scales),), GROUPS, whole=True)
+    kernel = LinearKernel("sm90_gemm_fp8_block", GemmProblem(1, RANK, INNER, "fp8_block", kind))
+    return CodedGroups(kernel, ((codes, scales),), GROUPS, whole=True)
 
 
 def matrices_one_by_one(groups: CodedGroups) -> CodedGroups:
     ((codes, scales),) = groups.parts
-    parts = tuple((each.contiguous(), scales) for each in codes.chunk(GROUPS))
+    parts = tuple((tensor.contiguous(), scales) for tensor in codes.chunk(GROUPS))
     return replace(groups, parts=parts, whole=False)
 
 
@@ -316,37 +316,37 @@ def decoder_v32_opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ope
     yield from opening(tmp_path_factory.mktemp("decoder"), "nvfp4-full")
 
 
-def decoder_v32_said(speaker: LogitsModel) -> torch.Tensor:
+def decoder_v32_said(model: LogitsModel) -> torch.Tensor:
     """Logits of two sequences, of which one begins later and with a prompt, then both go on."""
     first, second = Sequence(), Sequence()
-    made = [speaker.next_logits([first], [torch.tensor([token])]) for token in SPOKEN]
+    tensors = [model.next_logits([first], [torch.tensor([token])]) for token in SPOKEN]
     both = [torch.tensor([31]), torch.tensor(PROMPT)]
-    made.append(speaker.next_logits([first, second], both))
+    tensors.append(model.next_logits([first, second], both))
     for token in SPOKEN[:2]:
         both = [torch.tensor([token]), torch.tensor([token + 1])]
-        made.append(speaker.next_logits([first, second], both))
-    return torch.cat(made)
+        tensors.append(model.next_logits([first, second], both))
+    return torch.cat(tensors)
 
 
 def decoder_of(
     opened: OpenModel, seen: Callable[..., None] | None = None, lanes: int = 3
 ) -> Decoder:
-    bound = opened.speaker.bound
-    return Decoder.of(StandIn(seen), bound, opened.recipe, lanes, DECODER_V32_POSITIONS)
+    bound = opened.logits_model.bound
+    return Decoder.from_model(StandIn(seen), bound, opened.recipe, lanes, DECODER_V32_POSITIONS)
 
 
 def decoder_v32_by_steps(
     opened: OpenModel, seen: Callable[..., None] | None = None
 ) -> torch.Tensor:
-    return decoder_v32_said(DecoderSpeaker(opened.speaker.bound, decoder_of(opened, seen)))
+    return decoder_v32_said(DecoderSpeaker(opened.logits_model.bound, decoder_of(opened, seen)))
 
 
 def decoder_v32_by_parts(opened: OpenModel) -> torch.Tensor:
-    bound, calls = opened.speaker.bound, dict(opened.speaker.bound.calls)
+    bound, calls = opened.logits_model.bound, dict(opened.logits_model.bound.calls)
     paired = use_kernels(bound, opened.recipe, StandIn())
     try:
         paired.require_whole()
-        return decoder_v32_said(opened.speaker)
+        return decoder_v32_said(opened.logits_model)
     finally:
         bound.calls.update(calls)
 
@@ -364,11 +364,11 @@ def test_steps_and_pieces_are_their_parts_bit_by_bit(
 
 @pytest.mark.slow
 def test_steps_equal_their_parts_with_fp8_linears(tmp_path: Path) -> None:
-    for found in opening(tmp_path, "nvfp4-experts"):
-        dense, scored = decoder_of(found).layers
+    for model in opening(tmp_path, "nvfp4-experts"):
+        dense, scored = decoder_of(model).layers
         assert not isinstance(dense.ffn.gated, Experts), "FP8, not stacked: 192 rows"
         assert scored.ffn.routed is not None
-        assert torch.equal(decoder_v32_by_steps(found), decoder_v32_by_parts(found))
+        assert torch.equal(decoder_v32_by_steps(model), decoder_v32_by_parts(model))
 
 
 DECODER_V32_WRONG: dict[str, tuple[str, Callable[[Any], Any], str]] = {
@@ -414,19 +414,19 @@ def test_pieces_end_where_rows_do_and_rest_writes_nothing(decoder_v32_opened: Op
             told.append((problem.tokens, int((given["owners"] >= 0).sum())))
 
     decoder = decoder_of(decoder_v32_opened, seen)
-    speaker = DecoderSpeaker(decoder_v32_opened.speaker.bound, decoder)
+    speaker = DecoderSpeaker(decoder_v32_opened.logits_model.bound, decoder)
     sequences = [Sequence() for _ in range(3)]
     new = [torch.arange(6, 6 + count) for count in (40, 1, 30)]
     hidden = speaker.hidden(sequences, new)
     assert told == [(PIECE, PIECE), (PIECE, 70 - PIECE), (3, 1)]
-    assert [each.length for each in sequences] == [40, 1, 30]
+    assert [sequence.length for sequence in sequences] == [40, 1, 30]
     assert hidden.shape == (71, decoder_v32_opened.config.hidden_size)
     rows = decoder.memories[0].rows.view(torch.bfloat16).reshape(-1, 576)
     assert int((rows != 0).any(1).sum()) == 71
 
 
 def test_caches_have_v32s_entries_and_others_are_refused(decoder_v32_opened: OpenModel) -> None:
-    bound = decoder_v32_opened.speaker.bound
+    bound = decoder_v32_opened.logits_model.bound
     kept = bound.numerics
     try:
         for kind, stride in (("fp8", 656), ("fp8_f32", 656), ("exact", 1152)):
@@ -465,11 +465,11 @@ def test_rows_that_do_not_fit_are_refused(decoder_v32_opened: OpenModel) -> None
 def test_what_no_kernel_computes_is_refused(
     decoder_v32_opened: OpenModel, rule: Rule, reason: str
 ) -> None:
-    of = decoder_v32_opened.speaker.bound
+    of = decoder_v32_opened.logits_model.bound
     recipe = Recipe("other", (rule, *decoder_v32_opened.recipe.rules))
     bound = BoundModel(of.config, of.numerics, dict(of.weights), recipe)
     with pytest.raises(DegarbleError, match=reason):
-        Decoder.of(StandIn(), bound, recipe, 1, 8)
+        Decoder.from_model(StandIn(), bound, recipe, 1, 8)
 
 
 @pytest.mark.slow

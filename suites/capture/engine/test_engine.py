@@ -83,10 +83,10 @@ BATCH = [Scheduled("a", 0, [1, 2, 3]), Scheduled("b", 5, [4]), Scheduled("c", 0,
 
 
 def captured(
-    folder: Path, asked: CaptureRequest, engine: Engine | None = None, sightings: Any = MAP
+    folder: Path, request: CaptureRequest, engine: Engine | None = None, sightings: Any = MAP
 ) -> Any:
     engine = engine or Engine()
-    capture = EngineCapture(folder, engine, sightings, asked)
+    capture = EngineCapture(folder, engine, sightings, request)
     with torch.no_grad():
         for _ in range(2):
             capture.batch(BATCH)
@@ -95,7 +95,9 @@ def captured(
     with torch.no_grad():
         engine(X, 3)  # nobody looks any more
     assert "choose" not in vars(engine)
-    assert not any(each._forward_hooks or each._forward_pre_hooks for each in engine.modules())
+    assert not any(
+        module._forward_hooks or module._forward_pre_hooks for module in engine.modules()
+    )
     return found
 
 
@@ -119,12 +121,14 @@ def test_wanted_rows_are_copied_and_fused_results_taken_apart(tmp_path: Path) ->
 
 
 def test_filters_choose_components_and_positions(tmp_path: Path) -> None:
-    captured(tmp_path, CaptureRequest(CaptureFilter.of("0", "attn.wkv", "1-2"), ("a",)))
+    captured(tmp_path, CaptureRequest(CaptureFilter.from_options("0", "attn.wkv", "1-2"), ("a",)))
     capture = Capture.open(tmp_path)
     assert {call.component for call in capture.calls} == {"layers.0.attn.wkv"}
     assert capture.calls[0].inputs["x"].rows == (1, 2)
     with pytest.raises(UnknownName, match="--layers"):
-        EngineCapture(tmp_path / "b", Engine(), MAP, CaptureRequest(CaptureFilter.of("7")))
+        EngineCapture(
+            tmp_path / "b", Engine(), MAP, CaptureRequest(CaptureFilter.from_options("7"))
+        )
     assert not list(tmp_path.glob("b/*"))
 
 
@@ -170,7 +174,7 @@ def test_places_that_are_not_there_are_refused_and_nothing_stays(
     with pytest.raises((UnknownName, InvalidArgument), match=r"absent|fused:a\.b"):
         EngineCapture(tmp_path / "x", engine, sightings, CaptureRequest())
     assert "choose" not in vars(engine)
-    assert not any(each._forward_hooks for each in engine.modules())
+    assert not any(module._forward_hooks for module in engine.modules())
     assert not list(tmp_path.glob("x/*"))
 
 

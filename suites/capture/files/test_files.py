@@ -233,9 +233,9 @@ FAULTS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_damaged_part_is_refused_by_name(fault: str, path: Path) -> None:
-    change, told = FAULTS[fault]
+    change, text = FAULTS[fault]
     path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(UnreadableFile, match=rf"^part-000004\.safetensors.*{told}"):
+    with pytest.raises(UnreadableFile, match=rf"^part-000004\.safetensors.*{text}"):
         read_part(path)
 
 
@@ -488,9 +488,9 @@ def flip(path: Path, place: int) -> None:
 def test_damaged_bytes_are_reported_by_tensor(folder: Path) -> None:
     flip(folder / "part-000001.safetensors", -1)
     capture = Capture.open(folder)
-    (told,) = capture.damage()
-    assert told.startswith("part-000001.safetensors: tensor 00000")
-    owner = next(k for call in capture.calls for _, k in call.sites() if str(k.at) in told)
+    (text,) = capture.damage()
+    assert text.startswith("part-000001.safetensors: tensor 00000")
+    owner = next(k for call in capture.calls for _, k in call.sites() if str(k.at) in text)
     with pytest.raises(UnreadableFile, match="expected the bytes that were hashed"):
         capture.tensor(owner)
 
@@ -557,9 +557,9 @@ READER_FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("fault", READER_FAULTS)
 def test_a_damaged_capture_is_refused_by_name(fault: str, folder: Path) -> None:
-    damage, told = READER_FAULTS[fault]
+    damage, text = READER_FAULTS[fault]
     damage(folder)
-    with pytest.raises(UnreadableFile, match=told):
+    with pytest.raises(UnreadableFile, match=text):
         Capture.open(folder)
 
 
@@ -585,8 +585,8 @@ def test_an_old_capture_still_renders_without_torch(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     capture = Capture.open(old)
-    told = TOLD.format(hash=capture.hash[:12], version=capture.tool_version)
-    assert done.stdout == told + "\n"
+    text = TOLD.format(hash=capture.hash[:12], version=capture.tool_version)
+    assert done.stdout == text + "\n"
     assert capture_document(capture)["changed"] == 2
 
 
@@ -616,12 +616,18 @@ class Changed:
     """A capture in which one input of one call is another tensor."""
 
     def __init__(self, capture: Capture, component: str, name: str, value: Tensor) -> None:
-        call = next(each for each in capture.by_component()[component] if name in each.inputs)
+        call = next(
+            captured_call
+            for captured_call in capture.by_component()[component]
+            if name in captured_call.inputs
+        )
         kept: CapturedTensor = call.inputs[name]._replace(
             dtype={torch.int64: "I64", torch.float32: "F32"}[value.dtype], shape=tuple(value.shape)
         )
         changed = replace(call, inputs=dict(call.inputs) | {name: kept})
-        self.calls = [changed if each is call else each for each in capture.calls]
+        self.calls = [
+            changed if captured_call is call else captured_call for captured_call in capture.calls
+        ]
         self._capture, self._kept, self._value = capture, kept, value
 
     def tensor(self, kept: CapturedTensor) -> Tensor:

@@ -91,13 +91,13 @@ def test_release_frees_memory(tmp_path: Path, whole: bool) -> None:
         "files.release(a if sys.argv[2] == 'False' else None)\n"
         "print(read - start, resident() - start)\n"
     )
-    told = subprocess.run(
+    text = subprocess.run(
         [sys.executable, "-c", code, str(path), str(whole)],
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    read, released = map(int, told.split())
+    read, released = map(int, text.split())
     assert read >= 60, "the fault that release cures"
     assert released <= 4
 
@@ -259,7 +259,7 @@ def test_convert_accepts_nothing_of_a_source_that_changed(tmp_path: Path, kind: 
 
 
 def test_only_what_is_read_counts_and_the_file_is_named(source: Path) -> None:
-    state = SourceState.of(source)
+    state = SourceState.from_source(source)
     (source / "notes.txt").write_text("x")
     shard_of(source).chmod(0o600)
     os.link(shard_of(source), source.parent / "another name")

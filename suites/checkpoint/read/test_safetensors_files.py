@@ -194,9 +194,12 @@ def test_reads_what_the_package_wrote(
     header = read_header(path)
     oracle = oracle_of(raw)
     assert header.entries.keys() == oracle.keys() == tensors.keys()
-    for name, found in header.entries.items():
-        assert (found.dtype, list(found.shape)) == (oracle[name]["dtype"], oracle[name]["shape"])
-        assert raw[found.begin : found.end] == bytes(oracle[name]["data"])
+    for name, tensor_entry in header.entries.items():
+        assert (tensor_entry.dtype, list(tensor_entry.shape)) == (
+            oracle[name]["dtype"],
+            oracle[name]["shape"],
+        )
+        assert raw[tensor_entry.begin : tensor_entry.end] == bytes(oracle[name]["data"])
     assert header.metadata == (metadata or {})
     assert header.file_size == len(raw)
     assert list(header.entries) == [name for name in header_of(path) if name != "__metadata__"]
@@ -206,8 +209,12 @@ def test_reads_what_the_package_wrote(
 def test_every_dtype_of_the_package(path: Path, dtype: str) -> None:
     write_raw(path, {"a": entry(dtype, [8], 0, DTYPE_BITS[dtype])}, bytes(DTYPE_BITS[dtype]))
     oracle = oracle_of(path.read_bytes())["a"]
-    found = read_header(path).entries["a"]
-    assert (found.dtype, list(found.shape), found.nbytes) == (dtype, [8], len(oracle["data"]))
+    tensor_entry = read_header(path).entries["a"]
+    assert (tensor_entry.dtype, list(tensor_entry.shape), tensor_entry.nbytes) == (
+        dtype,
+        [8],
+        len(oracle["data"]),
+    )
 
 
 def test_the_package_has_no_dtype_that_we_lack(path: Path) -> None:
@@ -227,7 +234,7 @@ def test_headers_that_no_writer_emits_but_the_format_allows(path: Path) -> None:
     write_raw(path, text, b"abcdefgh")
     header = read_header(path)
     oracle = oracle_of(path.read_bytes())
-    assert {name: list(each.shape) for name, each in header.entries.items()} == {
+    assert {name: list(tensor_entry.shape) for name, tensor_entry in header.entries.items()} == {
         name: each["shape"] for name, each in oracle.items()
     }
     assert list(header.entries) == ["bé", "a", "e"]
@@ -539,12 +546,12 @@ def test_each_disagreement_is_reported_and_the_fatal_ones_refused(
 ) -> None:
     spoil(folder)
     surveyed = Checkpoint.survey(folder)
-    told = [problem for problem in surveyed.problems.found if problem.kind is kind]
-    assert told, f"nothing of {kind} in {surveyed.problems.found}"
-    assert says in str(told[0].error)
-    assert told[0].file
+    problems = [problem for problem in surveyed.problems.found if problem.kind is kind]
+    assert problems, f"nothing of {kind} in {surveyed.problems.found}"
+    assert says in str(problems[0].error)
+    assert problems[0].file
     if kind.is_fatal:
-        with pytest.raises(type(told[0].error)):
+        with pytest.raises(type(problems[0].error)):
             Checkpoint.open(folder)
     else:
         assert Checkpoint.open(folder).problems.counts[kind] == 1
@@ -621,8 +628,8 @@ def test_unsafe_names_are_refused_unopened(
         Checkpoint.open(folder)
     assert str(refused.value).isprintable()
     monkeypatch.setattr(index_module, "unsafe_reason", lambda _name: "")
-    found = read_index(folder / INDEX, Problems(strict=True))
-    assert found.weight_map["c"] == name, "the rule, disabled, lets it through"
+    index = read_index(folder / INDEX, Problems(strict=True))
+    assert index.weight_map["c"] == name, "the rule, disabled, lets it through"
 
 
 def test_usual_names_are_safe() -> None:

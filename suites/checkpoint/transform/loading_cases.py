@@ -45,9 +45,9 @@ def loaded_by_transformers(folders: Many[Path], tokens: Many[int]) -> list[Loade
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = []
-    for folder, told in zip(folders, json.loads(done.stdout.splitlines()[-1]), strict=True):
+    for folder, load in zip(folders, json.loads(done.stdout.splitlines()[-1]), strict=True):
         path = folder / LOGITS
-        found.append(Loaded(told, load_file(path)["logits"] if path.exists() else None))
+        found.append(Loaded(load, load_file(path)["logits"] if path.exists() else None))
         path.unlink(missing_ok=True)
     return found
 
@@ -56,8 +56,8 @@ def our_logits(folder: Path, tokens: Many[int]) -> Tensor:
     """Compute logits [T, V] by the definition, where sources disagree as transformers does."""
     switches = vars(SOURCES["transformers"])
     with open_model(folder, "definition", switches=switches) as model:
-        hidden = model.speaker.hidden([Sequence()], [torch.tensor(list(tokens))])
-        return model.speaker.logits(hidden)
+        hidden = model.logits_model.hidden([Sequence()], [torch.tensor(list(tokens))])
+        return model.logits_model.logits(hidden)
 
 
 def perplexity(logits_TV: Tensor, tokens: Many[int]) -> float:

@@ -55,19 +55,22 @@ def errors_of(values: torch.Tensor, rule: ScaleRule, step: int = 128) -> Errors:
 def test_amax_is_modelopts_own_rule(seed: int) -> None:
     values = weights(seed)
     scale = tensor_scale(float(values.abs().max()), ScaleRule.AMAX)
-    made, theirs = quantise_rows(values, scale, ScaleRule.AMAX), quantise(values, NVFP4, MODELOPT)
+    nvfp4_rows, theirs = (
+        quantise_rows(values, scale, ScaleRule.AMAX),
+        quantise(values, NVFP4, MODELOPT),
+    )
     assert theirs.tensor_scale is not None
     assert float(theirs.tensor_scale) == scale
-    assert torch.equal(made.codes, theirs.codes)
-    assert torch.equal(made.block_scale, theirs.block_scale)
+    assert torch.equal(nvfp4_rows.codes, theirs.codes)
+    assert torch.equal(nvfp4_rows.block_scale, theirs.block_scale)
 
 
 def test_searching_pays_and_nothing_beats_the_floor(seed: int) -> None:
     errors = {rule: errors_of(weights(seed), rule) for rule in ScaleRule}
-    relative = {rule: each.relative for rule, each in errors.items()}
+    relative = {rule: error.relative for rule, error in errors.items()}
     assert relative[ScaleRule.MSE] < relative[ScaleRule.FOUR_OVER_SIX] < relative[ScaleRule.AMAX]
     assert 0.09 < relative[ScaleRule.AMAX] < 0.10
-    over = {rule: each.over_floor or 0.0 for rule, each in errors.items()}
+    over = {rule: error.over_floor or 0.0 for rule, error in errors.items()}
     assert over[ScaleRule.MSE] == 1.0
     assert 1.0 < over[ScaleRule.FOUR_OVER_SIX] < over[ScaleRule.AMAX] < 1.25
 
@@ -75,20 +78,22 @@ def test_searching_pays_and_nothing_beats_the_floor(seed: int) -> None:
 def test_four_over_six_leaves_room_for_four(seed: int) -> None:
     values = weights(seed)
     scale = tensor_scale(float(values.abs().max()), ScaleRule.FOUR_OVER_SIX)
-    made = quantise_rows(values, scale, ScaleRule.FOUR_OVER_SIX)
+    nvfp4_rows = quantise_rows(values, scale, ScaleRule.FOUR_OVER_SIX)
     six = quantise_rows(values, scale, ScaleRule.AMAX)
-    assert int(made.block_scale.max()) <= 0x7C  # 384 = 1.5 * 256
+    assert int(nvfp4_rows.block_scale.max()) <= 0x7C  # 384 = 1.5 * 256
     assert int(six.block_scale.max()) == 0x78  # 256
-    changed = made.block_scale != six.block_scale
+    changed = nvfp4_rows.block_scale != six.block_scale
     assert 0.1 < float(changed.double().mean()) < 0.9
-    assert bool((made.block_scale[changed] > six.block_scale[changed]).all())
+    assert bool((nvfp4_rows.block_scale[changed] > six.block_scale[changed]).all())
 
 
 def test_a_halved_scale_shows_above_the_floor(seed: int) -> None:
     values = weights(seed)
     scale = tensor_scale(float(values.abs().max()), ScaleRule.AMAX)
-    made = quantise_rows(values, scale, ScaleRule.AMAX)
-    damaged = made._replace(block_scale=made.block_scale - 8)  # the planted fault: an octave less
+    nvfp4_rows = quantise_rows(values, scale, ScaleRule.AMAX)
+    damaged = nvfp4_rows._replace(
+        block_scale=nvfp4_rows.block_scale - 8
+    )  # the planted fault: an octave less
     errors = Errors()
     errors.add(0, values, damaged, scale)
     assert (errors.over_floor or 0.0) > 2
@@ -105,9 +110,9 @@ def test_zeros_have_a_scale_and_no_error() -> None:
     values = torch.zeros(32, 64)
     errors = errors_of(values, ScaleRule.AMAX)
     assert (errors.relative, errors.over_floor) == (0.0, None)
-    made = quantise_rows(values, tensor_scale(0.0, ScaleRule.MSE), ScaleRule.MSE)
-    assert not made.codes.any()
-    assert made.block_scale.unique().tolist() == [0x38]
+    nvfp4_rows = quantise_rows(values, tensor_scale(0.0, ScaleRule.MSE), ScaleRule.MSE)
+    assert not nvfp4_rows.codes.any()
+    assert nvfp4_rows.block_scale.unique().tolist() == [0x38]
 
 
 def test_what_no_weight_has_is_refused() -> None:

@@ -84,8 +84,8 @@ def test_rows_of_a_case_that_ended_early_have_its_outcome() -> None:
     (only,) = by_row([CaseResult(0, "", "ok", json.dumps({"3": ["names", "1 | 0"]}))])
     assert (only.seed, only.outcome, only.detail) == (3, "names", "1 | 0")
     died = by_row([CaseResult(1, "", "died", "gone")])
-    assert {each.outcome for each in died} == {"died"}
-    assert [each.seed for each in died] == list(rows_of(1))
+    assert {result.outcome for result in died} == {"died"}
+    assert [result.seed for result in died] == list(rows_of(1))
     assert [place for case in range(8) for place in rows_of(case)] == list(range(len(asked())))
 
 
@@ -94,38 +94,38 @@ def test_only_transformers_words_for_single_experts_are_read_by_none() -> None:
         for family, name in LAYOUTS:
             if family == config.family:
                 layout = layout_named(name, config)
-                read = any(each.knows(layout, config) for each in LOADERS)
+                read = any(consumer.knows(layout, config) for consumer in LOADERS)
                 assert read == ((family, name) not in READ_BY_NONE), (family, name)
 
 
 @pytest.mark.parametrize("config", [TINY_V4, TINY_V32])
 def test_names_of_a_layout_are_complete_or_reported(config: Config) -> None:
     recipe = recipe_named("bf16", config)
-    names = [each.name for each in tensors_of(config, layout_named("bf16", config))]
+    names = [tensor.name for tensor in tensors_of(config, layout_named("bf16", config))]
     drafted = sum(".2." in name or name.startswith("mtp.") for name in names)
     for consumer in (TRANSFORMERS, VLLM):
-        found = name_coverage(consumer, config, recipe, names, packed=False)
-        assert found is not None
-        assert (found.missing, found.unexpected) == ((), ())
-        assert (found.passed_over > 0) == (consumer is TRANSFORMERS and drafted > 0)
-    found = name_coverage(
+        coverage = name_coverage(consumer, config, recipe, names, packed=False)
+        assert coverage is not None
+        assert (coverage.missing, coverage.unexpected) == ((), ())
+        assert (coverage.passed_over > 0) == (consumer is TRANSFORMERS and drafted > 0)
+    coverage = name_coverage(
         VLLM, config, recipe, [*names[1:], "layers.0.attn.wq_c.weight"], packed=False
     )
-    assert found is not None
-    assert found.missing == (names[0],)
-    assert found.unexpected == ("layers.0.attn.wq_c.weight",)
+    assert coverage is not None
+    assert coverage.missing == (names[0],)
+    assert coverage.unexpected == ("layers.0.attn.wq_c.weight",)
 
 
 def test_a_half_drafter_is_missing_where_it_is_read_and_absent_as_a_whole() -> None:
     recipe = recipe_named("bf16", TINY_V4)
-    names = [each.name for each in tensors_of(TINY_V4, layout_named("bf16", TINY_V4))]
+    names = [tensor.name for tensor in tensors_of(TINY_V4, layout_named("bf16", TINY_V4))]
     drafter = [name for name in names if name.startswith("mtp.")]
     main = [name for name in names if not name.startswith("mtp.")]
     assert len(drafter) > 1
     for stored, missing in ((main, 0), ([*main, drafter[0]], len(drafter) - 1)):
-        found = name_coverage(VLLM, TINY_V4, recipe, stored, packed=False)
-        assert found is not None
-        assert len(found.missing) == missing
+        coverage = name_coverage(VLLM, TINY_V4, recipe, stored, packed=False)
+        assert coverage is not None
+        assert len(coverage.missing) == missing
         passed = name_coverage(TRANSFORMERS, TINY_V4, recipe, stored, packed=False)
         assert passed is not None
         assert not passed.missing

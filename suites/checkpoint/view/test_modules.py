@@ -254,7 +254,7 @@ LAYOUTS = [
 
 def covered(checkpoint: Checkpoint, found: WeightUnits) -> None:
     """Check that the boxes of all units tile the tensors."""
-    expected = sum(each.nbytes for each in checkpoint.entries.values())
+    expected = sum(tensor_entry.nbytes for tensor_entry in checkpoint.entries.values())
     assert sum(unit.nbytes for unit in found.units) == expected
     taken: set[tuple[str, tuple[tuple[int, int], ...]]] = set()
     for unit in found.units:
@@ -269,12 +269,12 @@ def covered(checkpoint: Checkpoint, found: WeightUnits) -> None:
 def test_every_byte_is_walked_once(tmp_path: Path, seed: int, config: Config, name: str) -> None:
     write_model(tmp_path, make_model(config, layout_named(name, config), seed))
     with Checkpoint.open(tmp_path) as checkpoint:
-        found = units_of(checkpoint)
-        covered(checkpoint, found)
-        assert not found.unread
-        positions = [unit.position for unit in found.units]
+        weight_units = units_of(checkpoint)
+        covered(checkpoint, weight_units)
+        assert not weight_units.unread
+        positions = [unit.position for unit in weight_units.units]
         assert positions == sorted(positions)
-        experts = {unit.expert for unit in found.units if unit.role.endswith("experts.*.w1")}
+        experts = {unit.expert for unit in weight_units.units if unit.role.endswith("experts.*.w1")}
         assert experts == set(range(config.n_routed_experts))
 
 
@@ -283,14 +283,14 @@ def test_stacks_without_a_config_are_taken_apart(tmp_path: Path, seed: int) -> N
     parts = quantised_parts(values, NVFP4)
     parts["weight_scale_2"] = parts["weight_scale_2"].expand(3).clone()
     with write_modules(tmp_path, {"layers.4.experts": parts}) as checkpoint:
-        found = units_of(checkpoint)
-        assert [(unit.member, unit.expert, unit.layer) for unit in found.units] == [
+        weight_units = units_of(checkpoint)
+        assert [(unit.member, unit.expert, unit.layer) for unit in weight_units.units] == [
             (0, 0, 4),
             (1, 1, 4),
             (2, 2, 4),
         ]
-        assert {unit.role for unit in found.units} == {"layers.*.experts[*]"}
-        weight = stored_of(checkpoint, found.units[1]).weight()
+        assert {unit.role for unit in weight_units.units} == {"layers.*.experts[*]"}
+        weight = stored_of(checkpoint, weight_units.units[1]).weight()
         assert weight.codes is not None
         assert torch.equal(weight.codes, parts["weight"][1])
 
@@ -303,13 +303,13 @@ def test_spoilt_modules_are_walked_tensor_by_tensor(tmp_path: Path) -> None:
     }
     write_raw(tmp_path / "model.safetensors", header, bytes(72))
     with Checkpoint.open(tmp_path) as checkpoint:
-        found = units_of(checkpoint)
-        assert [(unit.name, unit.is_bare) for unit in found.units] == [
+        weight_units = units_of(checkpoint)
+        assert [(unit.name, unit.is_bare) for unit in weight_units.units] == [
             ("a.weight", True),
             ("a.weight_scale", True),
         ]
-        assert "F4" in found.unread["b"]
-        assert stored_of(checkpoint, found.units[1]).weight().shape == (5,)
+        assert "F4" in weight_units.unread["b"]
+        assert stored_of(checkpoint, weight_units.units[1]).weight().shape == (5,)
 
 
 def test_what_feeds_a_linear_comes_from_the_wiring() -> None:

@@ -76,11 +76,11 @@ def test_what_is_left_alone_is_what_the_recipe_leaves(name: str, layout: str) ->
     config = CONFIGS[name]
     placed = layout_named(layout, config)
     inside, outside = stated(name, layout)
-    told = {**(inside or {}), **(outside or {"quantization": {}})["quantization"]}
-    patterns = told.get("ignore", told.get("exclude_modules"))
+    fields = {**(inside or {}), **(outside or {"quantization": {}})["quantization"]}
+    patterns = fields.get("ignore", fields.get("exclude_modules"))
     if patterns is None:
         return
-    assert set(told.get("exclude_modules", patterns)) <= set(patterns)  # and what vLLM fuses
+    assert set(fields.get("exclude_modules", patterns)) <= set(patterns)  # and what vLLM fuses
     recipe = placed.recipe_for(config)
     for parameter in parameters(config):
         if parameter.kind is Kind.LINEAR and not placed.omits(parameter, config):
@@ -319,7 +319,7 @@ def test_block_sizes_are_collected_from_every_place() -> None:
         "quantized_layers": {"a": {"quant_algo": "NVFP4", "group_size": 16}},
     }
     (stated,) = statements({"config.json": raw}, V4)
-    assert [(each.sizes, each.format) for each in stated.blocks] == [
+    assert [(block.sizes, block.format) for block in stated.blocks] == [
         ((128,), "NVFP4"),
         ((128, 128), FP8_BLOCKS),
         ((16,), "NVFP4"),

@@ -138,9 +138,9 @@ def main(source: str, target: str, decoded: str) -> None:
     values: State = {}
     for module, values_MK in load_file(source).items():
         state, values[module] = compressed_tensors(values_MK)
-        states |= {f"{module}.{name}": each.contiguous() for name, each in state.items()}
+        states |= {f"{module}.{name}": tensor.contiguous() for name, tensor in state.items()}
     save_file(states, target)
-    save_file({name: each.float().contiguous() for name, each in values.items()}, decoded)
+    save_file({name: value.float().contiguous() for name, value in values.items()}, decoded)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -276,12 +276,12 @@ def test_plain_values_by_rows_and_vectors(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("per_member", [True, False])
 def test_stacks_are_walked_by_member(tmp_path: Path, seed: int, per_member: bool) -> None:
-    made = [quantise(drawn(seed + i, 32, 64), NVFP4, MODELOPT) for i in range(3)]
-    scales = [each.tensor_scale for each in made if each.tensor_scale is not None]
+    tensors = [quantise(drawn(seed + i, 32, 64), NVFP4, MODELOPT) for i in range(3)]
+    scales = [tensor.tensor_scale for tensor in tensors if tensor.tensor_scale is not None]
     save_file(
         {
-            "e.w2_weight": torch.stack([each.codes for each in made]),
-            "e.w2_weight_scale": torch.stack([e.block_scale for e in made]).view(
+            "e.w2_weight": torch.stack([tensor.codes for tensor in tensors]),
+            "e.w2_weight_scale": torch.stack([e.block_scale for e in tensors]).view(
                 torch.float8_e4m3fn
             ),
             "e.w2_weight_scale_2": torch.stack(scales) if per_member else scales[0],
@@ -290,7 +290,7 @@ def test_stacks_are_walked_by_member(tmp_path: Path, seed: int, per_member: bool
     )
     stored = Checkpoint.open(tmp_path).stored("e.w2")
     assert stored.shape == (3, 32, 64)
-    expected = [dequantise(each) for each in made]
+    expected = [dequantise(tensor) for tensor in tensors]
     if per_member:
         assert torch.equal(stored.member(1).values(), expected[1])
         assert torch.equal(stored.values(), torch.stack(expected))
@@ -349,10 +349,10 @@ def test_memory_stays_bounded_while_a_large_weight_is_walked(tmp_path: Path) -> 
     write_raw(path, {"m.weight": entry("BF16", [rows, columns], 0, size)})
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size + size)
-    told = subprocess.run(
+    text = subprocess.run(
         [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True
     ).stdout
-    assert int(told) < 64, "256 MB were read"
+    assert int(text) < 64, "256 MB were read"
 
 
 # --------------------------------------------------------------------------------------------------

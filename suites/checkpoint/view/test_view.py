@@ -211,13 +211,13 @@ def test_300_000_tensors_in_95_shards(tmp_path: Path) -> None:
         "peak = int(peak.split()[1]) // 1024\n"
         "print(len(checkpoint.entries), len(modules), *block, peak, opened, 'torch' in sys.modules)"
     )
-    told = subprocess.run(
+    texts = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
     ).stdout.split()
-    assert told[:4] == [str(95 * per_shard), str(95 * per_shard // 4), "1", "16"]
-    assert int(told[4]) < 300, f"{told[4]} MB"
-    assert float(told[5]) < 10, f"{told[5]} s"
-    assert told[6] == "False"
+    assert texts[:4] == [str(95 * per_shard), str(95 * per_shard // 4), "1", "16"]
+    assert int(texts[4]) < 300, f"{texts[4]} MB"
+    assert float(texts[5]) < 10, f"{texts[5]} s"
+    assert texts[6] == "False"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -262,9 +262,9 @@ def test_every_parameter_round_trips(
                 PartKind.TENSOR_SCALE: weight.tensor_scale,
                 PartKind.INPUT_SCALE: weight.input_scale,
             }
-            for part, found in fields.items():
-                assert (found is None) == (part not in parts), f"{parameter}: {part}"
-                assert found is None or torch.equal(found, parts[part]), f"{parameter}: {part}"
+            for part, field in fields.items():
+                assert (field is None) == (part not in parts), f"{parameter}: {part}"
+                assert field is None or torch.equal(field, parts[part]), f"{parameter}: {part}"
             values = model.values[parameter]
             assert torch.equal(weight.values(values.dtype), values), parameter
 
@@ -273,7 +273,7 @@ def test_what_a_layout_leaves_out_is_not_there(tmp_path: Path, seed: int) -> Non
     model = make_model(TINY_V4, layout_named("nvfp4-full", TINY_V4), seed)
     write_model(tmp_path, model)
     checkpoint = Checkpoint.open(tmp_path)
-    left_out = {each.name for each in parameters(TINY_V4)} - set(checkpoint.weights)
+    left_out = {parameter.name for parameter in parameters(TINY_V4)} - set(checkpoint.weights)
     assert left_out
     assert all(name.startswith("mtp.") for name in left_out)
     with pytest.raises(KeyError):
@@ -414,7 +414,7 @@ def produce(tensor: PlannedTensor) -> Iterator[bytes]:
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     tensors = [PlannedTensor(f"layers.{i}.weight", "U8", (ELEMENTS,)) for i in range(4)]
-    plan = WritePlan.of(tensors, shard_bytes=2 * ELEMENTS)
+    plan = WritePlan.from_tensors(tensors, shard_bytes=2 * ELEMENTS)
     write(
         tmp_path / "source",
         plan,
@@ -563,8 +563,8 @@ def judge(folder: Path, most: int = 8) -> str:
     try:
         with Checkpoint.survey(folder) as checkpoint:
             use(checkpoint, most)
-            told = [require_told(problem.error) for problem in checkpoint.problems.found]
-            assert not reason or told, f"refused as {reason}, and not told by the survey"
+            lines = [require_told(problem.error) for problem in checkpoint.problems.found]
+            assert not reason or lines, f"refused as {reason}, and not told by the survey"
     except Refused as refused:
         require_told(refused)
         assert reason

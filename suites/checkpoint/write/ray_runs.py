@@ -123,7 +123,7 @@ def started(folder: Path) -> dict[str, Any]:
         quantising.run(folder / "quantised-2", workers=cluster, shard_bytes=SHARD)
         converting.run(folder / "converted-2", workers=cluster, shard_bytes=SHARD)
         holds = prove(source, folder / "converted-2", workers=cluster).holds
-        told = cluster.told
+        text = cluster.description
     after = tree(folder)
     for name in ("quantised", "converted"):
         after |= {
@@ -132,12 +132,12 @@ def started(folder: Path) -> dict[str, Any]:
             if key.startswith(f"{name}-2/")
         }
     return {
-        "told": told,
+        "told": text,
         "squares": {task: answer for task, (answer, _) in squares.items()},
         "elsewhere": os.getpid() not in {process for _, process in squares.values()},
         "refused": refused,
         "listening": len(addresses),
-        "beyond loopback": [each for each in addresses if each not in LOOPBACK],
+        "beyond loopback": [address for address in addresses if address not in LOOPBACK],
         "same bytes": {k: v for k, v in after.items() if "-2/" not in k} == before,
         "holds": holds,
         "left at home": [p.name for p in Path.home().iterdir() if p.name not in home],
@@ -160,7 +160,7 @@ def joined(folder: Path) -> dict[str, Any]:
     write_all(folder / "whole", PLAN)
     try:
         with ray_cluster(machines.address, 1) as cluster:
-            found = {"told": cluster.told, "worker": killed_worker(folder, cluster)}
+            found = {"told": cluster.description, "worker": killed_worker(folder, cluster)}
             found["machine"] = killed_machine(
                 folder, cluster, lambda: machines.remove_node(second, allow_graceful=False)
             )

@@ -189,8 +189,8 @@ def test_nested_folders_are_refused(tmp_path: Path, what: str) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "file.safetensors").touch()
     (tmp_path / "link").symlink_to(tmp_path / "a")
-    source, target, told = NESTED[what]
-    with pytest.raises(InvalidArgument, match=told):
+    source, target, text = NESTED[what]
+    with pytest.raises(InvalidArgument, match=text):
         require_separate_folders(tmp_path / source, tmp_path / target)
 
 

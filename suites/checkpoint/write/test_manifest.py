@@ -71,7 +71,9 @@ def test_reading_gives_what_was_written(root: Path) -> None:
 def test_content_does_not_depend_on_shards(tmp_path: Path) -> None:
     tensors = [tensor for shard in PLAN.shards for tensor in shard.tensors]
     manifests = [
-        write(tmp_path / str(number), WritePlan.of(order, shard_bytes=size), produce, ENDING)
+        write(
+            tmp_path / str(number), WritePlan.from_tensors(order, shard_bytes=size), produce, ENDING
+        )
         for number, (order, size) in enumerate([(tensors, 1300), (tensors[::-1], 1 << 20)])
     ]
     assert manifests[0].content == manifests[1].content
@@ -102,20 +104,20 @@ def test_planted_changes_are_reported(root: Path) -> None:
     cut.write_bytes(cut.read_bytes()[:-1])
     gone.unlink()
     (root / "config.json").write_bytes(b"{}")
-    told = list(manifest.differences(root))
-    assert [line.split(":")[0] for line in told] == [
+    lines = list(manifest.differences(root))
+    assert [line.split(":")[0] for line in lines] == [
         flipped.name,
         cut.name,
         gone.name,
         "config.json",
     ]
-    assert "sha256" in told[0]
-    assert "bytes instead of" in told[1]
-    assert "No such file" in told[2]
+    assert "sha256" in lines[0]
+    assert "bytes instead of" in lines[1]
+    assert "No such file" in lines[2]
 
 
 def test_holes_have_no_hash(tmp_path: Path) -> None:
-    plan = WritePlan.of([PlannedTensor("a", "BF16", (1 << 20, 1 << 10))])
+    plan = WritePlan.from_tensors([PlannedTensor("a", "BF16", (1 << 20, 1 << 10))])
     manifest = write(tmp_path / "target", plan, None)
     assert Manifest.read(tmp_path / "target") == manifest
     assert list(manifest.differences(tmp_path / "target")) == []
@@ -187,16 +189,22 @@ def plans_that_differ() -> dict[str, WritePlan]:
     sizes: Any = {"shard_bytes": 1300}
     common: Any = {"sources": {"seed": "1"}}
     return {
-        "sources[seed]": WritePlan.of(listed, **sizes, sources={"seed": "2"}),
-        "sources[model]": WritePlan.of(listed, **sizes, sources={"seed": "1", "model": "x"}),
-        "metadata[format]": WritePlan.of(listed, **sizes, **common, metadata={"format": "np"}),
-        "shard_bytes": WritePlan.of(listed, shard_bytes=1301, **common),
-        "shards": WritePlan.of([*listed, PlannedTensor("z", "U8", (999,))], **sizes, **common),
-        "heads[model-00001-of-00006.safetensors]": WritePlan.of(
+        "sources[seed]": WritePlan.from_tensors(listed, **sizes, sources={"seed": "2"}),
+        "sources[model]": WritePlan.from_tensors(
+            listed, **sizes, sources={"seed": "1", "model": "x"}
+        ),
+        "metadata[format]": WritePlan.from_tensors(
+            listed, **sizes, **common, metadata={"format": "np"}
+        ),
+        "shard_bytes": WritePlan.from_tensors(listed, shard_bytes=1301, **common),
+        "shards": WritePlan.from_tensors(
+            [*listed, PlannedTensor("z", "U8", (999,))], **sizes, **common
+        ),
+        "heads[model-00001-of-00006.safetensors]": WritePlan.from_tensors(
             [first._replace(name="other"), *listed[1:]], **sizes, **common
         ),
-        "plan (keys of producers)": WritePlan.of(
-            [each._replace(key=each.key + "x") for each in listed], **sizes, **common
+        "plan (keys of producers)": WritePlan.from_tensors(
+            [tensor._replace(key=tensor.key + "x") for tensor in listed], **sizes, **common
         ),
     }
 
@@ -214,9 +222,9 @@ def test_another_plan_is_refused_by_what_differs(named: str, finished: bool, tar
     with pytest.raises(UnwritablePath) as caught:
         WriteJournal.begin(target, plans_that_differ()[named], DISK)
     what = "a finished checkpoint" if finished else "an unfinished output"
-    told = str(caught.value)
-    assert f"{what} with {named} =" in told or f"{what} without {named}" in told
-    assert "None" not in told
+    text = str(caught.value)
+    assert f"{what} with {named} =" in text or f"{what} without {named}" in text
+    assert "None" not in text
     assert tree(target) == before
 
 

@@ -223,7 +223,7 @@ def test_another_version_does_no_work() -> None:
 
 def test_whoever_stands_in_place_of_a_number_does_the_work() -> None:
     class Somebody:
-        told = "somebody"
+        description = "somebody"
 
         def run_each(self, work: Any, tasks: Any, name: Any) -> Any:
             for task in reversed(list(tasks)):

@@ -76,7 +76,9 @@ def test_others_read_what_is_written(target: Path) -> None:
                 assert data == b"".join(produce(tensor))
     assert index["weight_map"] == {}
     with Checkpoint.open(target) as checkpoint:
-        assert set(checkpoint.entries) == {each.name for s in PLAN.shards for each in s.tensors}
+        assert set(checkpoint.entries) == {
+            planned_tensor.name for s in PLAN.shards for planned_tensor in s.tensors
+        }
 
 
 def test_every_way_of_writing_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -152,9 +154,9 @@ def test_readers_refuse_what_is_not_finished(target: Path) -> None:
     write_shard(target, PLAN.shards[0], produce)
     with pytest.raises(UnreadableFile, match=r"unfinished.*Run the command that writes it again"):
         Checkpoint.open(target)
-    with Checkpoint.survey(target) as found:
-        assert found.problems.counts[ProblemKind.UNFINISHED] == 1
-        assert set(found.entries) == {tensor.name for tensor in PLAN.shards[0].tensors}
+    with Checkpoint.survey(target) as checkpoint:
+        assert checkpoint.problems.counts[ProblemKind.UNFINISHED] == 1
+        assert set(checkpoint.entries) == {tensor.name for tensor in PLAN.shards[0].tensors}
     write(target, PLAN, produce, ENDING)
     Checkpoint.open(target).close()
 
@@ -217,7 +219,7 @@ def test_a_dead_worker_is_named_with_its_shard_and_the_rest_is_kept(
 
 def peak_while_writing(target: Path, chunks: Callable[[], Iterable[bytes]]) -> int:
     """Return the most bytes that were held at once while 256 MiB went through."""
-    plan = WritePlan.of([PlannedTensor("x", "U8", (1 << 28,))], shard_bytes=1 << 30)
+    plan = WritePlan.from_tensors([PlannedTensor("x", "U8", (1 << 28,))], shard_bytes=1 << 30)
     tracemalloc.start()
     try:
         write(target, plan, lambda _: chunks())
@@ -258,7 +260,9 @@ class TestShardedWriter:
                         asked.append(tensor.name)
                     writer.add(*tensor[:3], produce(tensor))
             writer.finish(ENDING)
-        assert asked == [each.name for shard in PLAN.shards[1:] for each in shard.tensors]
+        assert asked == [
+            planned_tensor.name for shard in PLAN.shards[1:] for planned_tensor in shard.tensors
+        ]
 
     def test_leaving_early_leaves_finished_shards_only(self, target: Path) -> None:
         with ShardedWriter(target, PLAN) as writer:
@@ -332,7 +336,9 @@ def test_a_shard_is_head_and_tensors(tmp_path: Path) -> None:
     for shard in PLAN.shards:
         record = write_shard(tmp_path / "target", shard, produce)
         data = (tmp_path / "target" / shard.file).read_bytes()
-        assert data == shard.head() + b"".join(b"".join(produce(each)) for each in shard.tensors)
+        assert data == shard.head() + b"".join(
+            b"".join(produce(tensor)) for tensor in shard.tensors
+        )
         assert record.sha256 == hashlib.sha256(data).hexdigest()
         assert record.nbytes == len(data)
 
@@ -356,7 +362,7 @@ def test_a_finished_shard_is_not_produced_again(tmp_path: Path) -> None:
 def test_other_bytes_than_planned_are_refused(
     chunks: list[bytes], told: str, tmp_path: Path
 ) -> None:
-    plan = WritePlan.of([PlannedTensor("the one", "U8", (4,))])
+    plan = WritePlan.from_tensors([PlannedTensor("the one", "U8", (4,))])
     begin(tmp_path, plan)
     before = tree(tmp_path)
     with pytest.raises(ShapeMismatch, match="the one") as caught:
@@ -375,7 +381,7 @@ class CountingDisk(Disk):
 
 def test_large_chunks_are_written_by_pieces(tmp_path: Path) -> None:
     size = 2 * BUFFER_BYTES + 1
-    plan = WritePlan.of([PlannedTensor("x", "U8", (size,))])
+    plan = WritePlan.from_tensors([PlannedTensor("x", "U8", (size,))])
     begin(tmp_path, plan)
     disk = CountingDisk()
     data = memoryview(bytearray(size))
@@ -385,7 +391,9 @@ def test_large_chunks_are_written_by_pieces(tmp_path: Path) -> None:
 
 
 def test_a_hollow_shard_has_a_true_head_and_no_data(tmp_path: Path) -> None:
-    plan = WritePlan.of([PlannedTensor("x", "BF16", (1 << 20, 1 << 10)), *PLAN.shards[0].tensors])
+    plan = WritePlan.from_tensors(
+        [PlannedTensor("x", "BF16", (1 << 20, 1 << 10)), *PLAN.shards[0].tensors]
+    )
     begin(tmp_path, plan, hollow=True)
     shard = plan.shards[0]
     record = write_hollow_shard(tmp_path, shard)

@@ -226,17 +226,17 @@ def power_cut_faults(folder: Path, disk: LoggedDisk, *, resume: bool) -> list[st
     whole = tree(target)
     faults = []
     outcomes = list(survivors(disk.log, target.parent))
-    different = {tuple(sorted(files.items())): (told, files) for told, files in outcomes}
-    for number, (told, files) in enumerate(different.values()):
+    different = {tuple(sorted(files.items())): (sentence, files) for sentence, files in outcomes}
+    for number, (text, files) in enumerate(different.values()):
         place = folder / f"cut-{number}"
         lay_out(files, place)
         root = place / "target"
         if root.exists():
-            faults += [f"{told}: {each}" for each in broken_promises(root, whole)]
+            faults += [f"{text}: {promise}" for promise in broken_promises(root, whole)]
         if resume:
             write_all(root, PLAN)
             if tree(root) != whole:
-                faults.append(f"{told}: another end")
+                faults.append(f"{text}: another end")
     ends = [{name: data for name, data in files.items() if data} for _, files in outcomes[-3:]]
     if any(end != {f"target/{name}": data for name, data in whole.items()} for end in ends):
         faults.append("what was declared complete did not survive")

@@ -25,8 +25,8 @@ def store(tmp_path: Path, seed: int) -> str:
     """A store of 48 nights in which one component moved in the 45th."""
     url = str(tmp_path / "h.sqlite")
     with HistoryStore(url, create=True) as opened:
-        for each in history(48, 45, seed):
-            opened.add(each)
+        for run in history(48, 45, seed):
+            opened.add(run)
     return url
 
 
@@ -73,10 +73,10 @@ def test_a_check_is_added_once(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_two_runs_are_compared(store: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = call(capsys, "history", "compare", "0000002c", "0000002d", "--store", store)
-    assert found.status == 1
-    assert f"budgets  {W2}" in found.out
-    assert "torch: 2.13.0 -> 2.14.0" in found.out
+    result = call(capsys, "history", "compare", "0000002c", "0000002d", "--store", store)
+    assert result.status == 1
+    assert f"budgets  {W2}" in result.out
+    assert "torch: 2.13.0 -> 2.14.0" in result.out
     same = call(capsys, "history", "compare", "0000002c", "0000002c", "--store", store)
     assert same.status == 0
     assert "3 of 3 numbers equal" in same.out

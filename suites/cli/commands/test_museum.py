@@ -109,9 +109,9 @@ def test_a_story_that_does_not_hold_is_status_1(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The damage is still localised, but not named."""
-    story = whole_story()
-    found = tuple(replace(each, diagnosed=None) for each in story.sick.found)
-    blind = replace(story, sick=replace(story.sick, found=found))
+    demonstration = whole_story()
+    origins = tuple(replace(origin, diagnosed=None) for origin in demonstration.sick.origins)
+    blind = replace(demonstration, sick=replace(demonstration.sick, origins=origins))
     monkeypatch.setattr("degarble.harness.museum.demo.run_demo", lambda *_: blind)
     result = call(capsys, "demo", "--out", tmp_path)
     assert result.status == 1
@@ -184,10 +184,10 @@ def test_a_run_is_reported_and_a_miss_decides_the_status(
 
     def planted(faults: tuple[str, ...], extent: object, *_: object) -> Museum:
         asked.append((faults, extent))
-        found = PlantOutcome(
+        outcome = PlantOutcome(
             "M10.nibble_order", W2, "a way", "a case", 9.0, place, CauseAnswer.FIRST
         )
-        return Museum((found,), (), ())
+        return Museum((outcome,), (), ())
 
     monkeypatch.setattr(museum, "run_museum", planted)
     result = call(capsys, "faults", "run", "M10.nibble_order")

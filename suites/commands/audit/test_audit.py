@@ -138,25 +138,29 @@ def test_missing_tensors_are_named(
     done = call(capsys, "--json", "audit", spoilt, "--only", "structure")
     assert done.status == 1
     errors = [each for each in done.document["findings"] if each["level"] == "error"]
-    assert any("layers.2.attn.wq_b" in each["message"] for each in errors)
-    assert all(each["remedy"] for each in errors)
+    assert any("layers.2.attn.wq_b" in error["message"] for error in errors)
+    assert all(error["remedy"] for error in errors)
 
 
 def test_missing_input_scales_are_one_finding_a_layer(healthy: Path, tmp_path: Path) -> None:
     spoilt = without(healthy, tmp_path / "spoilt", ".w1.input_scale")
     found = audit(AuditRequest(spoilt, numbers=False))
-    about = [each for each in found.findings if each.layer == 1 and "input_scale" in each.message]
+    about = [
+        finding
+        for finding in found.findings
+        if finding.layer == 1 and "input_scale" in finding.message
+    ]
     assert about
-    assert sum(each.count for each in about) >= 4
+    assert sum(finding.count for finding in about) >= 4
 
 
 def test_one_rule_in_many_places_is_reported_once(sick: Path) -> None:
     found = audit(AuditRequest(sick))
-    gathered = {each.first.rule: each for each in by_rule(found.findings)}
+    gathered = {rule.first.rule: rule for rule in by_rule(found.findings)}
     assert gathered["numbers.scale_not_finite"].extent == "in 3 places, layer 1"
     assert gathered["numbers.tensor_zero"].extent == ""
-    assert len(gathered) == len({each.rule for each in found.findings})
-    assert sum(each.count for each in gathered.values()) == sum(found.counts.values())
+    assert len(gathered) == len({finding.rule for finding in found.findings})
+    assert sum(rule.count for rule in gathered.values()) == sum(found.counts.values())
 
 
 def test_the_identity_follows_what_is_in_the_files(healthy: Path, tmp_path: Path) -> None:
@@ -405,7 +409,7 @@ SPELLINGS = ("official", "bf16", "nvfp4-full", "compressed-tensors", "transforme
 @pytest.mark.parametrize("config", [small_v4(), small_v32()], ids=lambda c: str(c.family))
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_every_tensor_of_every_spelling_has_a_kind(config: Config, spelling: str) -> None:
-    names = [each.name for each in tensors_of(config, layout_named(spelling, config))]
+    names = [tensor.name for tensor in tensors_of(config, layout_named(spelling, config))]
     found = defaultdict(list)
     for name in names:
         found[kind_of_name(name)].append(re.sub(r"\d+", "#", name))
@@ -449,4 +453,4 @@ def test_a_finding_without_a_name_is_about_all() -> None:
     findings = Findings()
     findings.add(UNEXPECTED, FindingLocation(), "m", "r")
     findings.add(UNEXPECTED, FindingLocation(None, "layers.1.attn.wkv"), "m", "r")
-    assert {kind_of(each) for each in findings.sorted()} == {WHOLE, "attention"}
+    assert {kind_of(finding) for finding in findings.sorted()} == {WHOLE, "attention"}

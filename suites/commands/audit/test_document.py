@@ -123,7 +123,7 @@ def test_origins_are_errors_and_bounded(found: Audit) -> None:
 
 
 def test_what_was_not_judged_is_null(found: Audit) -> None:
-    document = audit_document(replace(found, table=None, loader=None, beside=None), "x")
+    document = audit_document(replace(found, table=None, loader=None, comparison=None), "x")
     assert [document[name] for name in ("numbers", "loader", "against")] == [None, None, None]
     assert document["cosines"] == []
 
@@ -161,8 +161,8 @@ def test_faults_are_named_when_compared_with_the_source(comparison_found: Audit)
 def test_the_farthest_come_first_and_few(
     comparison_found: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert comparison_found.beside is not None
-    table = comparison_found.beside.table
+    assert comparison_found.comparison is not None
+    table = comparison_found.comparison.table
     names = [table.pairs[row].unit.name for row in farthest(table)]
     assert "layers.2.attn.wkv" in names
     assert len(names) == len(set(names)) < 20
@@ -171,17 +171,17 @@ def test_the_farthest_come_first_and_few(
 
 
 def test_comparison_the_document_is_strict_json(comparison_found: Audit) -> None:
-    assert comparison_found.beside is not None
-    told = comparison_document(comparison_found.beside)
-    assert json.loads(json.dumps(told, allow_nan=False)) == told
-    assert told["reference"] == "small-v4"
-    sites = [each["site"] for each in cosines(comparison_found.beside)]
-    assert sites == [each["name"] for each in told["farthest"]]
+    assert comparison_found.comparison is not None
+    fields = comparison_document(comparison_found.comparison)
+    assert json.loads(json.dumps(fields, allow_nan=False)) == fields
+    assert fields["reference"] == "small-v4"
+    sites = [cosine["site"] for cosine in cosines(comparison_found.comparison)]
+    assert sites == [each["name"] for each in fields["farthest"]]
 
 
 def test_roles_and_weights_show_the_comparison(comparison_found: Audit) -> None:
-    assert comparison_found.beside is not None
-    details = comparison_by_role(comparison_found.beside)
+    assert comparison_found.comparison is not None
+    details = comparison_by_role(comparison_found.comparison)
     assert isinstance(details, Details)
     (table,) = details.blocks
     assert isinstance(table, Table)
@@ -266,9 +266,9 @@ def test_a_damaged_reference_is_refused_before_the_walk(
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> NumberTable:
-    found = audit(AuditRequest(sick_checkpoint(tmp_path_factory))).table
-    assert found is not None
-    return found
+    number_table = audit(AuditRequest(sick_checkpoint(tmp_path_factory))).table
+    assert number_table is not None
+    return number_table
 
 
 def test_every_weight_is_in_one_role(table: NumberTable) -> None:
@@ -353,10 +353,10 @@ def test_the_words_are_as_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     bad = Audit(about, parts, findings)
     good = Audit(about, parts, findings[4:])
-    told = "\n".join(
+    sentence = "\n".join(
         text(each, width=width) for each, width in ((bad, 100), (bad, 60), (good, 100))
     )
-    assert_as_kept("commands/audit/audit.txt", told)
+    assert_as_kept("commands/audit/audit.txt", sentence)
 
 
 @pytest.mark.parametrize("width", [40, 80, 100, 200])

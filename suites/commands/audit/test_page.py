@@ -47,8 +47,8 @@ def _blocks(page: Page) -> tuple[Block, ...]:
 
 
 def _map(page: Page) -> ToneMap:
-    (found,) = (block for block in _blocks(page) if isinstance(block, ToneMap))
-    return found
+    (tone_map,) = (block for block in _blocks(page) if isinstance(block, ToneMap))
+    return tone_map
 
 
 def _tone(page: Page, kind: str, layer: str) -> Tone | None:
@@ -69,9 +69,9 @@ def test_the_map_shows_the_worst_finding_where_it_is(sick: Audit) -> None:
 
 def test_an_audit_has_no_budget(sick: Audit) -> None:
     healthy = replace(sick, findings=())
-    for judged, told in ((healthy, "no rule of level error"), (sick, "a rule of level error")):
+    for judged, sentence in ((healthy, "no rule of level error"), (sick, "a rule of level error")):
         text = page_html(audit_page(judged, WHERE))
-        assert f"<span>{told} is broken" in text
+        assert f"<span>{sentence} is broken" in text
         assert "its budget" not in text
 
 
@@ -145,8 +145,8 @@ def test_a_full_model_with_everything_broken_stays_small(sick: Audit) -> None:
     )
     assert len(listed.entries) == SHOWN_FINDINGS
     left = 61 * len(RULES) - SHOWN_FINDINGS
-    told = f"{left:,} of {61 * len(RULES):,} findings are in the JSON alone."
-    assert Sentence(told, Tone.NOTE) in _blocks(page)
+    text = f"{left:,} of {61 * len(RULES):,} findings are in the JSON alone."
+    assert Sentence(text, Tone.NOTE) in _blocks(page)
 
 
 def test_a_config_of_ten_thousand_layers_has_a_map_that_can_be_read(sick: Audit) -> None:
@@ -179,14 +179,16 @@ def _listed(found: Audit) -> tuple[Catalogue, str]:
 
 def _facts(found: Audit, weight: str) -> dict[str, str]:
     listed, _ = _listed(found)
-    (entry,) = (each for each in listed.entries if each.cells[-1] == weight)
+    (entry,) = (
+        catalogue_entry for catalogue_entry in listed.entries if catalogue_entry.cells[-1] == weight
+    )
     (facts,) = entry.blocks
     assert isinstance(facts, Facts)
     return {fact.name: fact.value for fact in facts.rows}
 
 
 def test_those_with_findings_come_first_and_every_role_is_there(weights_sick: Audit) -> None:
-    listed, told = _listed(weights_sick)
+    listed, text = _listed(weights_sick)
     tones = [str(entry.cells[0]) for entry in listed.entries]
     assert tones == sorted(tones, key=["bad", "warning", "note", "good"].index)
     names = [entry.cells[-1] for entry in listed.entries]
@@ -194,7 +196,7 @@ def test_those_with_findings_come_first_and_every_role_is_there(weights_sick: Au
     for name in ("layers.1.ffn.experts.0.w1", "layers.0.attn_norm", "embed"):
         assert name in names
     assert weights_sick.table is not None
-    assert told.startswith(f"{len(names)} of {len(weights_sick.table)} weights")
+    assert text.startswith(f"{len(names)} of {len(weights_sick.table)} weights")
 
 
 def test_a_packed_weight_shows_scales_magnitude_entropy_layout_and_order(
@@ -218,9 +220,9 @@ def test_a_packed_weight_shows_scales_magnitude_entropy_layout_and_order(
 def test_what_has_no_room_is_counted(weights_sick: Audit, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = _listed(weights_sick)
     monkeypatch.setattr(audit_weights, "SHOWN_WEIGHTS", 10)
-    listed, told = _listed(weights_sick)
+    listed, text = _listed(weights_sick)
     assert len(listed.entries) == 10
-    assert told.endswith(f" {len(whole.entries) - 10} more of these have no room here.")
+    assert text.endswith(f" {len(whole.entries) - 10} more of these have no room here.")
 
 
 def test_roles_are_a_table_and_the_dialect_a_sentence(weights_sick: Audit) -> None:

@@ -64,7 +64,10 @@ def gain(inner: Any, inputs: Any, weights: Any) -> Mapping[str, Any]:
 
 
 def captured(
-    source: Path, folder: Path, faulty: str = "", how: run.CaptureSettings | None = None
+    source: Path,
+    folder: Path,
+    faulty: str = "",
+    capture_settings: run.CaptureSettings | None = None,
 ) -> Path:
     """Capture a run in which one component may be wrong."""
     healthy = open_model
@@ -72,13 +75,19 @@ def captured(
     def opened(*args: Any, **named: Any) -> Any:
         model = healthy(*args, **named)
         if faulty:
-            calls = model.speaker.bound.calls
+            calls = model.logits_model.bound.calls
             calls[faulty] = partial(gain, calls[faulty])
         return model
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "open_model", opened)
-        run.capture(source, ["w7 w8 w9 w31", "w9"], folder, lambda _streamed: nullcontext(), how)
+        run.capture(
+            source,
+            ["w7 w8 w9 w31", "w9"],
+            folder,
+            lambda _streamed: nullcontext(),
+            capture_settings,
+        )
     return folder
 
 
@@ -102,12 +111,12 @@ def test_a_healthy_run_agrees(
     capture = captured(model, tmp_path / "capture")
     done = call(capsys, "--json", "check", capture, "--reference", model)
     assert done.status == 0, done.err
-    told = done.document
-    assert (told["schema"], told["verdict"], told["origins"]) == (1, "AGREES", [])
-    assert not told["not_judged"]
-    lines = {(each["layer"], each["component"], each["output"]): each for each in told["cosines"]}
+    fields = done.document
+    assert (fields["schema"], fields["verdict"], fields["origins"]) == (1, "AGREES", [])
+    assert not fields["not_judged"]
+    lines = {(each["layer"], each["component"], each["output"]): each for each in fields["cosines"]}
     assert lines[1, "attn.q_norm", "out"]["candidate_reference"] == pytest.approx(1)
-    assert all(each["budgets"] <= 0.7 for each in told["cosines"])
+    assert all(each["budgets"] <= 0.7 for each in fields["cosines"])
 
 
 def test_a_fault_is_an_origin_with_share_reproducer_page_and_junit(
@@ -155,14 +164,14 @@ _TOLD = st.text(st.characters(codec=None), max_size=40) | st.text(
 def test_whatever_was_found_junit_is_xml(found: str, sentence: str) -> None:
     """Names and sentences of foreign captures may hold any character."""
     trouble = SimpleNamespace(component=NAME, sentence=found)
-    origins = [SimpleNamespace(trouble=trouble)]
+    origins = [SimpleNamespace(discrepancy=trouble)]
     checked: Any = SimpleNamespace(localised=SimpleNamespace(rows=[]), origins=origins)
     suite = ET.fromstring(junit(checked, sentence).encode())
-    told = suite.findtext("system-out") or ""
-    assert len(told) == len(sentence)
-    kept = [(a, b) for a, b in zip(sentence, told, strict=True) if b != "\N{REPLACEMENT CHARACTER}"]
+    text = suite.findtext("system-out") or ""
+    assert len(text) == len(sentence)
+    kept = [(a, b) for a, b in zip(sentence, text, strict=True) if b != "\N{REPLACEMENT CHARACTER}"]
     assert all(a == b for a, b in kept)
-    lost = {a for a, b in zip(sentence, told, strict=True) if a != b}
+    lost = {a for a, b in zip(sentence, text, strict=True) if a != b}
     assert not any(each.isalnum() or each in "\t\n<&" for each in lost)
     assert suite.find("testcase/failure") is not None
 
@@ -170,7 +179,7 @@ def test_whatever_was_found_junit_is_xml(found: str, sentence: str) -> None:
 def test_a_filtered_capture_is_judged_as_far_as_it_goes(
     v4: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    some = run.CaptureSettings(CaptureFilter.of("1", "attn.*", "0-2"))
+    some = run.CaptureSettings(CaptureFilter.from_options("1", "attn.*", "0-2"))
     capture = captured(v4, tmp_path / "capture", NAME, some)
     done = call(capsys, "--json", "check", capture, "--reference", v4)
     assert done.status == 1, done.err
@@ -182,7 +191,7 @@ def test_a_filtered_capture_is_judged_as_far_as_it_goes(
 def test_another_checkpoint_and_captures_that_cannot_be_judged_are_refused(
     v4: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    few = run.CaptureSettings(CaptureFilter.of("0", "attn.w*"), 1)
+    few = run.CaptureSettings(CaptureFilter.from_options("0", "attn.w*"), 1)
     moved = tmp_path / "moved"
     shutil.copytree(v4, moved)
     capture = captured(moved, tmp_path / "capture", "", few)
@@ -207,8 +216,10 @@ def test_another_checkpoint_and_captures_that_cannot_be_judged_are_refused(
     done = check(capsys, left, v4, "--checkpoint", tmp_path / "elsewhere", "--partial")
     assert done.status == 0
     assert "The capture is incomplete" in done.out
-    told = run.CaptureSettings(CaptureFilter.of("0", "attn.w*"), 1, statistics_only=True)
-    counted = captured(tmp_path / "elsewhere", tmp_path / "statistics", "", told)
+    capture_settings = run.CaptureSettings(
+        CaptureFilter.from_options("0", "attn.w*"), 1, statistics_only=True
+    )
+    counted = captured(tmp_path / "elsewhere", tmp_path / "statistics", "", capture_settings)
     done = check(capsys, counted, v4)
     assert done.status == 2
     assert "statistics only" in done.err
@@ -220,7 +231,10 @@ def test_a_reference_with_a_flipped_bit_is_refused(
     source = write_speaker(tmp_path / "source", "v4", "nvfp4-experts")
     reference = write_speaker(tmp_path / "reference")
     capture = captured(
-        source, tmp_path / "capture", "", run.CaptureSettings(CaptureFilter.of("0", "attn.w*"), 1)
+        source,
+        tmp_path / "capture",
+        "",
+        run.CaptureSettings(CaptureFilter.from_options("0", "attn.w*"), 1),
     )
     done = call(capsys, "--json", "check", capture, "--reference", reference)
     assert done.status == 0, done.err
@@ -325,12 +339,12 @@ def test_sound_kernels_agree_and_the_report_names_the_kernel_of_each_component(
 ) -> None:
     done = again_check(capsys, healthy, again_v4, "--backend", f"{kernels}:sound")
     assert done.status == 0, done.err
-    told = done.document
-    assert (told["verdict"], told["origins"], told["not_judged"]) == ("AGREES", [], [])
-    assert told["facts"]["backend"] == f"{kernels}:sound"
-    assert told["facts"]["computed by the backend"].endswith("attn.wq_b")
-    assert "attn.wq_a" in told["facts"]["fell to torch"]
-    assert told["steps"] == 4
+    fields = done.document
+    assert (fields["verdict"], fields["origins"], fields["not_judged"]) == ("AGREES", [], [])
+    assert fields["facts"]["backend"] == f"{kernels}:sound"
+    assert fields["facts"]["computed by the backend"].endswith("attn.wq_b")
+    assert "attn.wq_a" in fields["facts"]["fell to torch"]
+    assert fields["steps"] == 4
     assert not any((Path.cwd() / "temporary").iterdir())
 
 
@@ -347,8 +361,8 @@ def test_a_sick_kernel_is_found_as_with_capture_and_check(
     assert call(capsys, *line).status == 0
     twice = again_check(capsys, here / "two", again_v4)
     names = ("component", "site", "where", "fault", "difference", "cosine")
-    one, two = ([{n: o[n] for n in names} for o in each.document["origins"]]
-                for each in (done, twice))  # fmt: skip
+    one, two = ([{n: o[n] for n in names} for o in result.document["origins"]]
+                for result in (done, twice))  # fmt: skip
     assert one == two
     assert one[0]["site"] == "layers.1.attn.wq_b.out"
     assert done.document["capture"] == twice.document["capture"]
@@ -362,13 +376,13 @@ def test_a_sick_kernel_is_found_as_with_capture_and_check(
 def test_filters_hold_and_statistics_are_enough_to_run_again(
     again_v4: Path, kernels: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    few = CaptureSettings(CaptureFilter.of("1", "attn.*"), 3, statistics_only=True)
+    few = CaptureSettings(CaptureFilter.from_options("1", "attn.*"), 3, statistics_only=True)
     seen = captured(again_v4, Path.cwd() / "few", "", few)
     done = again_check(capsys, seen, again_v4, "--backend", f"{kernels}:Sick")
     assert done.status == 1, done.err
     lines = done.document["cosines"]
-    assert {each["layer"] for each in lines} == {1}
-    assert {each["component"].partition(".")[0] for each in lines} == {"attn"}
+    assert {line["layer"] for line in lines} == {1}
+    assert {line["component"].partition(".")[0] for line in lines} == {"attn"}
     assert done.document["steps"] == 3
 
 
@@ -386,7 +400,7 @@ def test_what_cannot_run_is_refused_and_nothing_stays(
         assert done.status == 2
         assert words in done.err, done.err
     seen: Any = Capture.open(healthy)
-    later = [replace(each, positions=tuple(n + 3 for n in each.positions)) for each in seen.steps]
+    later = [replace(step, positions=tuple(n + 3 for n in step.positions)) for step in seen.steps]
     with pytest.raises(InvalidArgument, match="Capture a run from its beginning"):
         prompts_of(cast("Any", SimpleNamespace(steps=later, facts=seen.facts)))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -441,12 +455,12 @@ def test_a_capture_of_version_1_still_gives_its_prompts(tmp_path: Path) -> None:
 
 
 def test_the_twin_goes_on_from_the_very_same_ids(texts_model: OpenModel) -> None:
-    told = texts_of(texts_run({"prompt": [0, 13, 20], "new": [6, 500, 7]}), texts_model)
-    (said,) = told.said
-    names = [name for name, _ in said.voices]
+    record = texts_of(texts_run({"prompt": [0, 13, 20], "new": [6, 500, 7]}), texts_model)
+    (prompt_texts,) = record.said
+    names = [name for name, _ in prompt_texts.voices]
     assert names == ["Twin", "Candidate"]
-    assert [len(tokens) for _, tokens in said.voices] == [3, 3]
-    assert said.parting is not None
+    assert [len(tokens) for _, tokens in prompt_texts.voices] == [3, 3]
+    assert prompt_texts.parting is not None
 
 
 def test_prompts_left_out_are_stated_in_a_note(texts_model: OpenModel) -> None:
@@ -460,8 +474,10 @@ def test_prompts_left_out_are_stated_in_a_note(texts_model: OpenModel) -> None:
 
 
 def test_ids_outside_the_vocabulary_do_no_harm(texts_model: OpenModel) -> None:
-    (said,) = texts_of(texts_run({"prompt": [0, 13], "new": [2**61, -4, 10**6]}), texts_model).said
-    assert dict(said.voices)["Candidate"]
+    (prompt_texts,) = texts_of(
+        texts_run({"prompt": [0, 13], "new": [2**61, -4, 10**6]}), texts_model
+    ).said
+    assert dict(prompt_texts.voices)["Candidate"]
     (lone,) = texts_of(texts_run({"prompt": [10**7], "new": [6]}), texts_model).said
     assert [name for name, _ in lone.voices] == ["Candidate"]
     assert pieces([3, 4], None) == ("3 ", "4 ")

@@ -63,14 +63,16 @@ def captured(
 
     def opened(*args: Any, **options: Any) -> Any:
         made = open_model(*args, **options)
-        calls = made.speaker.bound.calls
+        calls = made.logits_model.bound.calls
         calls[NAME] = partial(scaled, calls[NAME])
         return made
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "open_model", opened)
-        how = run.CaptureSettings(CaptureFilter.of(None, None, None), 2, **named)
-        run.capture(model, [prompt], folder, lambda _streamed: nullcontext(), how)
+        capture_settings = run.CaptureSettings(
+            CaptureFilter.from_options(None, None, None), 2, **named
+        )
+        run.capture(model, [prompt], folder, lambda _streamed: nullcontext(), capture_settings)
     return folder
 
 
@@ -129,7 +131,7 @@ def test_runs_of_other_models_are_refused(
     whole = json.loads(manifest.read_text())
     facts = whole["facts"]
     wider = facts["config"] | {"hidden_size": 2 * facts["config"]["hidden_size"]}
-    for wrong, told in (
+    for wrong, text in (
         ({"family": "deepseek_v32"}, "family = ['deepseek_v4', 'deepseek_v32']"),
         ({"config": wider}, "hidden_size"),
     ):
@@ -137,7 +139,7 @@ def test_runs_of_other_models_are_refused(
         done = call(capsys, "compare", one, two)
         assert (done.status, done.out) == (2, "")
         assert "REFUSED" in done.err
-        assert told in done.err
+        assert text in done.err
     manifest.write_text(json.dumps(whole | {"facts": facts | {"config": None, "family": None}}))
     assert call(capsys, "compare", one, two).status == 0, (
         "what is not stated is not held against it"
@@ -254,31 +256,31 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_prompt_in_chunks_is_the_same_prompt(whole: Path, tmp_path: Path) -> None:
-    found = compare_runs(whole, compare_tokens_captured(tmp_path / "chunks", CHUNKS))
-    assert found.verdict is Verdict.AGREES, found.sentence
-    assert (found.tokens, found.steps) == (len(IDS), 0)
-    assert "44 tokens" in found.sentence
-    assert any("split differently" in note for note in found.notes)
-    lines = {(line.component, line.output): line for line in found.lines}
+    comparison = compare_runs(whole, compare_tokens_captured(tmp_path / "chunks", CHUNKS))
+    assert comparison.verdict is Verdict.AGREES, comparison.sentence
+    assert (comparison.tokens, comparison.steps) == (len(IDS), 0)
+    assert "44 tokens" in comparison.sentence
+    assert any("split differently" in note for note in comparison.notes)
+    lines = {(line.component, line.output): line for line in comparison.lines}
     assert lines[NORM, "out"].calls == len(IDS)
     assert lines[NORM, "out"].elements == len(IDS) * 128
-    assert compared_document(found)["tokens"] == len(IDS)
+    assert compared_document(comparison)["tokens"] == len(IDS)
 
 
 @pytest.mark.parametrize("odd", [NORM, ATTEND])
 def test_differences_are_reported_by_sequence_and_position(
     whole: Path, tmp_path: Path, odd: str
 ) -> None:
-    found = compare_runs(whole, compare_tokens_captured(tmp_path / "odd", CHUNKS, odd))
-    assert found.verdict is Verdict.DIFFERS, "another cut is another question"
-    assert found.same_candidate
-    first = found.origins[0]
+    comparison = compare_runs(whole, compare_tokens_captured(tmp_path / "odd", CHUNKS, odd))
+    assert comparison.verdict is Verdict.DIFFERS, "another cut is another question"
+    assert comparison.same_candidate
+    first = comparison.origins[0]
     assert (first.component, first.own) == (odd, (0, 4))
-    (origin, *_) = compared_document(found)["origins"]
+    (origin, *_) = compared_document(comparison)["origins"]
     assert origin.where == {"sequence": 0, "position": 4}
-    told = "\n".join(compared_lines(found))
-    assert "first in sequence 0, position 4, on equal inputs" in told
-    behind = {line.component: line for line in found.lines}
+    text = "\n".join(compared_lines(comparison))
+    assert "first in sequence 0, position 4, on equal inputs" in text
+    behind = {line.component: line for line in comparison.lines}
     assert behind["layers.0.ffn.norm"].equal
     assert not behind["norm"].equal
     assert behind["norm"].own is None, "it inherits"
@@ -303,5 +305,5 @@ def test_what_has_no_row_a_token_is_left_out(whole: Path, tmp_path: Path) -> Non
     )
     made, left = compare_by_tokens(sides, tokens_in_common(*sides))
     assert left > 0
-    assert {each.calls for each in made} <= {len(IDS), 0}
-    assert not any(each.output == "entry_offsets" for each in made)
+    assert {compared_tokens.calls for compared_tokens in made} <= {len(IDS), 0}
+    assert not any(compared_tokens.output == "entry_offsets" for compared_tokens in made)

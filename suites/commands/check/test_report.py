@@ -65,7 +65,7 @@ class Pair:
 
 
 def looked(*pairs: Pair) -> CloseLook:
-    looker = StatisticsCollector(CONFIG)
+    collector = StatisticsCollector(CONFIG)
     for pair in pairs:
         count = len(pair.twin)
         positions = torch.tensor(pair.positions or range(count))
@@ -74,8 +74,8 @@ def looked(*pairs: Pair) -> CloseLook:
             component, cast("Any", (None,)), pair.inputs, {"out": pair.candidate},
             torch.zeros(count), positions, (slice(0, count),),
         )  # fmt: skip
-        looker(Replay(batch, {"out": pair.twin}), {"out": _judged(pair)})
-    return looker.look(pairs[0].name, "out")
+        collector(Replay(batch, {"out": pair.twin}), {"out": _judged(pair)})
+    return collector.look(pairs[0].name, "out")
 
 
 def _judged(pair: Pair) -> OutputResult:
@@ -86,7 +86,7 @@ def _judged(pair: Pair) -> OutputResult:
 
 
 def along(look: CloseLook, name: str) -> AxisProfile:
-    return next(each for each in look.along if each.name == name)
+    return next(profile for profile in look.along if profile.name == name)
 
 
 def test_positions_heads_and_experts_are_distinguished() -> None:
@@ -175,9 +175,9 @@ TEXTS = TextRecord((PromptTexts("3 plus 4 is", (("Twin", ("7",)), ("Candidate", 
 def plain(*origins: DiagnosedOrigin) -> tuple[Page, ReplayRecord]:
     """Return page and record of the sick run; without `origins` those that were found."""
     sick = whole_story().sick
-    began = origins or sick.found
+    began = origins or sick.origins
     sentence = page_sentence(sick.localised, began)
-    record = replay_record(sick.localised, began, sick.looker, sentence)
+    record = replay_record(sick.localised, began, sick.statistics, sentence)
     return check_page(SUBJECT, PROVENANCE, record, began, TEXTS), record
 
 
@@ -201,7 +201,7 @@ def test_the_first_screen_has_origin_cause_evidence_and_command() -> None:
 def test_every_output_is_in_the_record_with_its_cosines_and_look() -> None:
     _, record = plain()
     assert len(record.outputs) == len(whole_story().sick.localised.rows)
-    sick = next(each for each in record.outputs if each.site == record.origins[0])
+    sick = next(output for output in record.outputs if output.site == record.origins[0])
     assert sick.verdict is Verdict.DIFFERS
     assert sick.ratio is not None
     assert sick.ratio > 1
@@ -211,15 +211,15 @@ def test_every_output_is_in_the_record_with_its_cosines_and_look() -> None:
     assert candidate_reference is not None
     assert reference > candidate_reference
     look = sick.look
-    assert {each.name for each in look.along} >= {"position", "expert"}
-    expert = next(each for each in look.along if each.name == "expert")
+    assert {profile.name for profile in look.along} >= {"position", "expert"}
+    expert = next(profile for profile in look.along if profile.name == "expert")
     values = dict(zip(expert.labels, expert.values, strict=True))
     assert (values["4"] or 0.0) > 100 * max(v or 0.0 for k, v in values.items() if k != "4")
     assert look.worst is not None
     assert look.worst.candidate_code.startswith("0x")
     assert look.derivation
-    healthy = [each for each in record.outputs if each.verdict is Verdict.AGREES]
-    assert all(each.ratio is None or each.ratio <= 0.7 for each in healthy)
+    healthy = [output for output in record.outputs if output.verdict is Verdict.AGREES]
+    assert all(output.ratio is None or output.ratio <= 0.7 for output in healthy)
 
 
 def test_tables_are_written_next_to_the_page_with_the_same_content(tmp_path: Path) -> None:
@@ -228,13 +228,13 @@ def test_tables_are_written_next_to_the_page_with_the_same_content(tmp_path: Pat
     with (tmp_path / f"{page.stem}-outputs.csv").open(newline="", encoding="utf-8") as stream:
         rows = {row["site"]: row for row in csv.DictReader(stream)}
     assert len(rows) == len(record.outputs)
-    for each in record.outputs:
-        row = rows[each.site]
-        assert row["verdict"] == each.verdict
-        if each.ratio is not None:
-            assert math.isclose(float(row["difference_in_budgets"]), each.ratio)
-        if each.cosines[0] is not None:
-            assert float(row["cosine_candidate_twin"]) == each.cosines[0]
+    for output in record.outputs:
+        row = rows[output.site]
+        assert row["verdict"] == output.verdict
+        if output.ratio is not None:
+            assert math.isclose(float(row["difference_in_budgets"]), output.ratio)
+        if output.cosines[0] is not None:
+            assert float(row["cosine_candidate_twin"]) == output.cosines[0]
     with (tmp_path / f"{page.stem}-budgets.csv").open(newline="", encoding="utf-8") as stream:
         wide = {row["role"]: row for row in csv.DictReader(stream)}
     sick = rows["layers.3.ffn.experts.w2.out"]["difference_in_budgets"]
@@ -278,24 +278,24 @@ def test_a_healthy_an_unstable_and_an_unjudged_run() -> None:
     assert page_sentence(unstable, ()) == "layers.1.ffn.gate gave two answers to the same question."
     blank = replace(fine, verdict=Verdict.UNDECIDED, rows=())
     assert page_sentence(blank, ()).startswith("Nothing is claimed")
-    assert page_sentence(sick.localised, sick.found * 3).endswith("2 more places.")
+    assert page_sentence(sick.localised, sick.origins * 3).endswith("2 more places.")
 
 
 def test_an_origin_without_a_cause_keeps_its_place() -> None:
-    (found,) = whole_story().sick.found
-    origin = origin_of(replace(found, diagnosed=None))
+    (diagnosed_origin,) = whole_story().sick.origins
+    origin = origin_of(replace(diagnosed_origin, diagnosed=None))
     assert (origin.layer, origin.component, origin.fault) == (3, "ffn.experts.w2", None)
     assert origin.confidence == 0
-    assert origin.evidence == found.trouble.sentence
+    assert origin.evidence == diagnosed_origin.discrepancy.sentence
 
 
 def test_a_reproducer_is_shown_as_a_command_and_a_capture_states_where_it_ran() -> None:
-    found = replace(whole_story().sick.found[0], reproducer="a b/reproduce.py", share=0.75)
-    page, _ = plain(found)
+    origin = replace(whole_story().sick.origins[0], reproducer="a b/reproduce.py", share=0.75)
+    page, _ = plain(origin)
     assert page.findings[0].reproduction == "python 'a b/reproduce.py'"
     assert page.findings[0].origin.reproducer == "a b/reproduce.py"
     assert "removes 75.0 % of the difference of the logits" in page.findings[0].note
-    hiding, _ = plain(replace(found, share=-0.153))
+    hiding, _ = plain(replace(origin, share=-0.153))
     assert "15.3 % larger" in hiding.findings[0].note
     recipe = whole_story().model.museum.recipe
     facts = dict(report.captured_facts({"versions": {"torch": "2"}, "sums": 7}, recipe))
@@ -309,10 +309,10 @@ def test_a_capture_of_version_1_still_renders(tmp_path: Path) -> None:
     """Its model is a toy, so that nothing can be claimed; the page says so."""
     capture = Capture.open(old_capture(tmp_path / "capture"))
     twin = whole_story().model.twin
-    looker = StatisticsCollector(twin.config)
+    collector = StatisticsCollector(twin.config)
     recipe = recipe_named("bf16", twin.config)
-    found = localise(twin, recipe, capture, None, lambda _name: None, looker)
-    record = replay_record(found, (), looker, page_sentence(found, ()))
+    found = localise(twin, recipe, capture, None, lambda _name: None, collector)
+    record = replay_record(found, (), collector, page_sentence(found, ()))
     page = check_page(SUBJECT, PROVENANCE, record, ())
     path = write_check_page(tmp_path / "report", page, record)
     page = page_from_json(path.with_suffix(".json").read_text(encoding="utf-8"))

@@ -83,7 +83,10 @@ def in_blocks(q: Tensor, rows: Tensor, scale: float, sink: Tensor | None, width:
 
 
 def flash_v4(call: JudgeableCall) -> Tensor:
-    inputs, (sink,) = call.inputs, (each.values(torch.float32) for each in call.weights.values())
+    inputs, (sink,) = (
+        call.inputs,
+        (weight.values(torch.float32) for weight in call.weights.values()),
+    )
     near = torch.cat((inputs["state_window"], inputs["window"]))
     made, reach = [], V4.sliding_window
     for token, position in enumerate(inputs["positions"].tolist()):
@@ -98,9 +101,9 @@ def flash_v4(call: JudgeableCall) -> Tensor:
 def test_a_running_peak_is_healthy_in_v4(size: float) -> None:
     call = call_v4(size)
     made = flash_v4(call)
-    found = judge_outputs(call, {"out": made})["out"]
+    result = judge_outputs(call, {"out": made})["out"]
     assert not torch.equal(made, call.outputs["out"])
-    assert found.ratio <= HEADROOM, str(found.worst)
+    assert result.ratio <= HEADROOM, str(result.worst)
 
 
 def test_a_row_that_is_missing_or_not_rescaled_is_caught_in_v4() -> None:
@@ -115,8 +118,8 @@ def test_a_row_that_is_missing_or_not_rescaled_is_caught_in_v4() -> None:
     assert judge_outputs(call, {"out": flash_v4(less)})["out"].ratio > 1
     for gain in (1.02, 0.98):
         made = (flash_v4(call).float() * gain).bfloat16()
-        found = judge_outputs(call, {"out": made})["out"]
-        assert found.ratio > 1, gain
+        result = judge_outputs(call, {"out": made})["out"]
+        assert result.ratio > 1, gain
 
 
 def call_v32(naive: bool, source: str) -> JudgeableCall:
@@ -151,7 +154,10 @@ def call_v32(naive: bool, source: str) -> JudgeableCall:
 
 def flash_v32(call: JudgeableCall) -> Tensor:
     """Absorbed: latents in blocks, beside the peak so far."""
-    inputs, (wkv_b,) = call.inputs, (each.values(torch.float32) for each in call.weights.values())
+    inputs, (wkv_b,) = (
+        call.inputs,
+        (weight.values(torch.float32) for weight in call.weights.values()),
+    )
     per_head = wkv_b.reshape(V32.num_attention_heads, -1, V32.kv_lora_rank)
     key, value = per_head.split((V32.qk_nope_head_dim, V32.v_head_dim), 1)
     every = torch.cat((inputs["state_rows"], inputs["rows"]))
@@ -170,8 +176,8 @@ def flash_v32(call: JudgeableCall) -> Tensor:
 
 def test_a_running_peak_is_healthy_in_v32() -> None:
     call = call_v32(naive=False, source="vllm")
-    found = judge_outputs(call, {"out": flash_v32(call)})["out"]
-    assert found.ratio <= HEADROOM, str(found.worst)
+    result = judge_outputs(call, {"out": flash_v32(call)})["out"]
+    assert result.ratio <= HEADROOM, str(result.worst)
     gain = (flash_v32(call).float() * 1.05).bfloat16()
     assert judge_outputs(call, {"out": gain})["out"].ratio > 1
 
@@ -183,8 +189,8 @@ def test_float32_is_healthy_and_another_row_is_caught(naive: bool, source: str) 
     assert call.facts is not None
     single = BoundModel(V32, Numerics.twin(switches_of(source)), {}).calls["layers.1.attn.attend"]
     made = dict(single(call.inputs, call.weights))
-    found = judge_outputs(call, made)["out"]
-    assert found.ratio <= HEADROOM, str(found.worst)
+    result = judge_outputs(call, made)["out"]
+    assert result.ratio <= HEADROOM, str(result.worst)
     other = call.inputs["chosen"].clone()
     other[TOKENS // 2, 0] = (other[TOKENS // 2, 0] + 1) % 20
     made = dict(single(dict(call.inputs) | {"chosen": other}, call.weights))
@@ -274,8 +280,8 @@ def judged(of: tuple[JudgeableCall, Budget], out: Tensor) -> OutputResult:
 def check_healthy(family: str, inputs: str) -> None:
     of = case(family, inputs)
     for kernel in legal.KERNELS:
-        found = judged(of, legal.ran(of[0], kernel))
-        assert found.ratio <= HEADROOM, f"{kernel.name}: {found.worst}"
+        result = judged(of, legal.ran(of[0], kernel))
+        assert result.ratio <= HEADROOM, f"{kernel.name}: {result.worst}"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -326,9 +332,9 @@ def test_where_all_shares_round_alike_the_bound_is_wide() -> None:
     widths = {}
     for inputs in ("gauss", "equal logits"):
         call, budget = case("v4", inputs)
-        found = judge(legal.ran(call, WHOLE_ROW).bfloat16(), call.outputs["out"], budget)
+        result = judge(legal.ran(call, WHOLE_ROW).bfloat16(), call.outputs["out"], budget)
         widths[inputs] = next(
-            each.allowed for each in found.findings if each.level == "gain of all heads"
+            finding.allowed for finding in result.findings if finding.level == "gain of all heads"
         )
     assert widths["gauss"] < 0.0015
     assert widths["equal logits"] > 0.004, "a constant in place of a peak rounds all shares alike"
@@ -342,14 +348,14 @@ def test_a_budget_is_the_same_in_few_and_in_many_steps(monkeypatch: pytest.Monke
         monkeypatch.undo()
         assert torch.allclose(in_steps.slack, whole.slack, rtol=0.02)
         out = legal.ran(call, IN_TILES).bfloat16() * 1.003
-        ratios = [judge(out, call.outputs["out"], each).ratio for each in (whole, in_steps)]
+        ratios = [judge(out, call.outputs["out"], budget).ratio for budget in (whole, in_steps)]
         assert ratios[0] == pytest.approx(ratios[1], rel=0.05)
 
 
 def test_a_tried_fault_may_weigh_keys_that_the_statistics_do_not_know() -> None:
     """Empty slots read as the first row: the same kernel, next to exact sums of the same rows."""
     call, budget = case("v4", "first tokens")
-    (sink,) = (each.values(torch.float32) for each in call.weights.values())
+    (sink,) = (weight.values(torch.float32) for weight in call.weights.values())
     q, rows = call.inputs["q"], call.inputs["window"]
     order = torch.arange(len(rows) + 127) - 127
     repeated = torch.cat((rows[:1].expand(127, -1), rows))
@@ -376,5 +382,5 @@ def test_laws_leave_out_rows_that_are_not_finite() -> None:
     of = case("v4", "gauss")
     out = legal.ran(of[0], IN_TILES) * 1.003
     out[3, 2, 5] = float("nan")
-    levels = {each.level: each.ratio for each in judged(of, out).findings}
+    levels = {finding.level: finding.ratio for finding in judged(of, out).findings}
     assert levels["gain of all heads"] > 1

@@ -57,7 +57,7 @@ def test_an_identical_candidate_uses_nothing_of_its_budget() -> None:
     twin, budget = twin_and_budget()
     judged = judge(twin, twin, budget)
     assert judged.verdict is Verdict.AGREES
-    assert [each.ratio for each in judged.findings] == [0.0] * len(judged.findings)
+    assert [finding.ratio for finding in judged.findings] == [0.0] * len(judged.findings)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -100,11 +100,15 @@ def test_too_many_allowed_steps_are_too_far() -> None:
         (one_tile, "length of tile", (1 * 4 + 2,)),
     ):
         judged = judge(candidate, twin, budget)
-        element = next(each for each in judged.findings if each.level == "element")
+        element = next(
+            level_finding for level_finding in judged.findings if level_finding.level == "element"
+        )
         assert element.ratio <= 1
-        found = next(each for each in judged.findings if each.level == level)
-        assert found.ratio > 1, str(found)
-        assert found.place == place
+        finding = next(
+            level_finding for level_finding in judged.findings if level_finding.level == level
+        )
+        assert finding.ratio > 1, str(finding)
+        assert finding.place == place
 
 
 def test_named_places_are_judged() -> None:
@@ -113,7 +117,7 @@ def test_named_places_are_judged() -> None:
     candidate = twin.clone()
     candidate[:, 64:128] *= 1.01
     judged = judge(candidate, twin, budget, places)
-    found = {each.level: each for each in judged.findings}
+    found = {finding.level: finding for finding in judged.findings}
     assert found["length of head"].place == found["gain of head"].place == (1,)
     assert found["length of head"].ratio > 1
     assert {"length of expert", "gain of expert"} <= set(found)
@@ -214,13 +218,13 @@ def routed(ranks: int, seed: int) -> tuple[JudgeableCall, list[torch.Tensor]]:
 
 def ring(terms: list[torch.Tensor]) -> torch.Tensor:
     total = terms[0]
-    for each in terms[1:]:
-        total = (total.float() + each.float()).bfloat16()
+    for term in terms[1:]:
+        total = (total.float() + term.float()).bfloat16()
     return total
 
 
 def joined(terms: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([each.double() for each in terms]).sum(0).float()[:, None]
+    return torch.stack([term.double() for term in terms]).sum(0).float()[:, None]
 
 
 CASES: list[tuple[Made, Add]] = [(linear, ring), (routed, joined)]
@@ -230,8 +234,8 @@ CASES: list[tuple[Made, Add]] = [(linear, ring), (routed, joined)]
 @pytest.mark.parametrize(("made", "add"), CASES, ids=["stored on the way", "joined here"])
 def test_terms_of_healthy_ranks_are_within(made: Made, add: Add, ranks: int, seed: int) -> None:
     call, terms = made(ranks, seed)
-    [found] = judge_outputs(call, {"out": add(terms)}).values()
-    assert found.ratio <= HEADROOM
+    [result] = judge_outputs(call, {"out": add(terms)}).values()
+    assert result.ratio <= HEADROOM
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -240,8 +244,8 @@ def test_terms_of_healthy_ranks_are_within(made: Made, add: Add, ranks: int, see
 def test_a_wrong_term_is_outside(made: Made, add: Add, fault: str, ranks: int, seed: int) -> None:
     call, terms = made(ranks, seed)
     wrong = {"missing": terms[1] * 0, "doubled": terms[1] * 2, "of rank 0": terms[0]}[fault]
-    [found] = judge_outputs(call, {"out": add([terms[0], wrong, *terms[2:]])}).values()
-    assert found.ratio > 1.5
+    [result] = judge_outputs(call, {"out": add([terms[0], wrong, *terms[2:]])}).values()
+    assert result.ratio > 1.5
 
 
 def test_without_ranks_their_terms_alarm(seed: int) -> None:
@@ -249,8 +253,8 @@ def test_without_ranks_their_terms_alarm(seed: int) -> None:
     for made, add in CASES:
         call, terms = made(8, seed)
         alone = JudgeableCall(call.role, call.inputs, call.outputs, call.weights)
-        [found] = judge_outputs(alone, {"out": add(terms)}).values()
-        assert found.ratio > 1
+        [result] = judge_outputs(alone, {"out": add(terms)}).values()
+        assert result.ratio > 1
 
 
 # --------------------------------------------------------------------------------------------------
@@ -276,7 +280,9 @@ def with_gain(exact: Tensor, gain: float) -> tuple[Tensor, Tensor, Budget]:
 
 
 def steps(judged: OutputResult) -> dict[str, LevelFinding]:
-    return {each.level: each for each in judged.findings if each.level.startswith("steps")}
+    return {
+        finding.level: finding for finding in judged.findings if finding.level.startswith("steps")
+    }
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -286,14 +292,14 @@ def test_a_slack_that_is_used_up_everywhere_is_healthy(sign: int, *, outliers: b
     pair = with_gain(values(1, outliers=outliers), 1 + sign * SLACK)
     judged = judge(*pair)
     assert judged.verdict is Verdict.AGREES
-    assert 0.1 < max(each.ratio for each in steps(judged).values()) <= HEADROOM
+    assert 0.1 < max(step.ratio for step in steps(judged).values()) <= HEADROOM
 
 
 def test_outliers_hide_no_share_of_stepped_elements() -> None:
     """Each element within its budget, lengths and gains as well: one in 30 stepped."""
     judged = judge(*with_gain(values(2), 1 + 6 * SLACK))
-    others = [each for each in judged.findings if not each.level.startswith("steps")]
-    assert max(each.ratio for each in others) <= 1
+    others = [finding for finding in judged.findings if not finding.level.startswith("steps")]
+    assert max(finding.ratio for finding in others) <= 1
     assert judged.verdict is Verdict.DIFFERS
     assert judged.findings[0].level == "steps of whole"
     assert judged.ratio > 2
@@ -313,9 +319,9 @@ def test_so_many_steps_are_allowed_and_not_half_as_many_again(share: float) -> N
         drawn = torch.rand(SHAPE, generator=torch.Generator().manual_seed(4))[place]
         stepped = drawn < share * every.allowed / every.measured
         candidate[place] = torch.where(stepped, _up(twin[place]), twin[place])
-        found = steps(judge(candidate, twin, given))[f"steps of {level}"]
-        assert found.ratio == pytest.approx(share, rel=0.2), level
-        assert (found.ratio > 1) is (share > 1)
+        finding = steps(judge(candidate, twin, given))[f"steps of {level}"]
+        assert finding.ratio == pytest.approx(share, rel=0.2), level
+        assert (finding.ratio > 1) is (share > 1)
 
 
 def _up(x: Tensor) -> Tensor:
@@ -357,7 +363,7 @@ def _one_token() -> tuple[Tensor, Tensor, Budget]:
         twin, made = exact.bfloat16(), (exact * (1 + 2.0**-20)).bfloat16()
         if int((twin != made).sum()) == 1 and bool((twin != made)[twin.abs() > 1].any()):
             break
-    candidate, twin = (each.repeat(1024, 1) for each in (made, twin))
+    candidate, twin = (tensor.repeat(1024, 1) for tensor in (made, twin))
     return candidate, twin, normed(twin, 64, BF16)
 
 
@@ -371,7 +377,7 @@ def test_equal_rows_round_alike_and_are_healthy(
         budget_steps.AlikeRows, "members", lambda self: np.ones(self._digests.shape)
     )
     alone = judge(candidate, twin, given)
-    over = {each.level for each in alone.findings if each.ratio > 1}
+    over = {finding.level for finding in alone.findings if finding.ratio > 1}
     assert {"length of whole", "steps of whole"} <= over, "the case needs groups"
 
 
@@ -383,10 +389,10 @@ def test_equal_elements_of_a_row_round_alike_and_are_healthy(
     exact = torch.rand(256, 1, generator=generator, dtype=torch.float64).expand(256, 512) + 1
     given = Budget(BF16, exact * 2.0**-20, ("given",))
     judged = judge((exact * (1 + 2.0**-15)).bfloat16(), exact.bfloat16(), given)
-    assert max(each.ratio for each in steps(judged).values()) <= HEADROOM
+    assert max(step.ratio for step in steps(judged).values()) <= HEADROOM
     monkeypatch.setattr(budget, "alike_in_row", lambda _values, _output: None)
     alone = judge((exact * (1 + 2.0**-15)).bfloat16(), exact.bfloat16(), given)
-    assert max(each.ratio for each in steps(alone).values()) > 1, "the case needs groups"
+    assert max(step.ratio for step in steps(alone).values()) > 1, "the case needs groups"
 
 
 def test_rows_far_below_epsilon_have_one_factor_and_are_healthy() -> None:
@@ -442,12 +448,12 @@ Q_NORM = "layers.1.attn.q_norm"
 def judged(component: str, change: Callable[[Tensor], Tensor]) -> OutputResult:
     """The first call of a component whose exact output goes through `change` and is rounded."""
     stage = small_stage()
-    scene, inputs = stage.scene(component), stage.healthy.inputs(stage.first(component))
+    context, inputs = stage.context(component), stage.healthy.inputs(stage.first(component))
     with torch.inference_mode():
-        known = scene.call(inputs, scene.weights)
-        exact = with_facts(scene, unrounded)(scene.call)(inputs, scene.weights)
+        known = context.call(inputs, context.weights)
+        exact = with_facts(context, unrounded)(context.call)(inputs, context.weights)
         made = {**known, "out": change(exact["out"].double()).to(known["out"].dtype)}
-        return judge_outputs(JudgeableCall.of(stage.twin, component, inputs), made)["out"]
+        return judge_outputs(JudgeableCall.from_twin(stage.twin, component, inputs), made)["out"]
 
 
 def toward_zero(x: Tensor) -> Tensor:
@@ -478,11 +484,11 @@ STEPS_MODELS_CASES: Mapping[str, tuple[str, Callable[[Tensor], Tensor], str]] = 
 @pytest.mark.parametrize("name", STEPS_MODELS_CASES)
 def test_only_the_share_of_steps_detects_it(name: str) -> None:
     component, change, place = STEPS_MODELS_CASES[name]
-    found = judged(component, change)
-    others = [each for each in found.findings if not each.level.startswith("steps")]
-    assert max(each.ratio for each in others) <= 1, str(others[0])
-    assert found.verdict is Verdict.DIFFERS
-    assert found.findings[0].level == f"steps of {place}"
+    result = judged(component, change)
+    others = [finding for finding in result.findings if not finding.level.startswith("steps")]
+    assert max(finding.ratio for finding in others) <= 1, str(others[0])
+    assert result.verdict is Verdict.DIFFERS
+    assert result.findings[0].level == f"steps of {place}"
 
 
 def test_a_healthy_model_takes_little_of_it() -> None:
@@ -490,8 +496,8 @@ def test_a_healthy_model_takes_little_of_it() -> None:
     shares: list[float] = []
 
     def looked(_replay: Any, outputs: Mapping[str, OutputResult]) -> None:
-        for each in outputs.values():
-            shares.extend(f.ratio for f in each.findings if f.level.startswith("steps"))
+        for output in outputs.values():
+            shares.extend(f.ratio for f in output.findings if f.level.startswith("steps"))
 
     found = localise(stage.twin, stage.model.recipe, stage.healthy, looked=looked)
     assert found.verdict is Verdict.AGREES
@@ -503,13 +509,13 @@ def test_a_norm_with_another_epsilon_is_localised_and_named() -> None:
     stage = small_stage()
     candidate = stage.taped()
     plain = stage.candidate()
-    way = epsilon_variant(stage.scene(Q_NORM, plain), 1e-2)
-    candidate.calls[Q_NORM] = way.apply(plain.calls[Q_NORM])
+    variant = epsilon_variant(stage.context(Q_NORM, plain), 1e-2)
+    candidate.calls[Q_NORM] = variant.apply(plain.calls[Q_NORM])
     found = localise(stage.twin, stage.model.recipe, stage.rest(stage.run(candidate)))
-    assert [each.component for each in found.origins] == [Q_NORM]
-    (trouble,) = found.origins
-    assert "steps of" in trouble.sentence
-    assert trouble.sight is not None
-    said = diagnose(trouble.scene, (trouble.sight, *trouble.more))
+    assert [origin.component for origin in found.origins] == [Q_NORM]
+    (discrepancy,) = found.origins
+    assert "steps of" in discrepancy.sentence
+    assert discrepancy.record is not None
+    said = diagnose(discrepancy.context, (discrepancy.record, *discrepancy.more))
     assert said.named[0].id == "M24.epsilon", said.sentence
     assert "0.01 under the root" in said.named[0].evidence

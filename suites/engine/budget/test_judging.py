@@ -43,7 +43,7 @@ V32 = small_v32(num_hidden_layers=2)
 
 def test_an_output_that_is_missing_or_has_another_shape_differs() -> None:
     twin = BoundModel(V4, Numerics.twin(), random_weights(V4, 1))
-    call = JudgeableCall.of(twin, "embed", {"tokens": torch.tensor([3, 1])})
+    call = JudgeableCall.from_twin(twin, "embed", {"tokens": torch.tensor([3, 1])})
     for outputs in ({}, {"out": call.outputs["out"][:1]}):
         assert judge_outputs(call, outputs)["out"].verdict is Verdict.DIFFERS
     assert judge_outputs(call, call.outputs)["out"].ratio == 0
@@ -91,15 +91,15 @@ def test_too_good_is_usable_on_every_linear(family: str, name: str) -> None:
         if "codes" not in codes:
             continue  # the drafter stays as it was
         listed = {key: inputs[key] for key in ("experts",) if key in inputs}
-        call = JudgeableCall.of(twin, linear, codes | listed)
+        call = JudgeableCall.from_twin(twin, linear, codes | listed)
         healthy = single.calls[linear](call.inputs, single.weights_of(linear))
         if component in bare.calls:
             inputs = dict(bare.calls[component](inputs, {})) | listed
             inputs["x"] = inputs.pop("out")
         reference = bare.calls[linear](inputs, bare.weights_of(linear))
         for made, good in ((healthy, False), (reference, True)):
-            for key, found in judge_outputs(call, made).items():
-                near = nearer_than_the_twin(found, made[key], call.outputs[key], reference[key])
+            for key, output in judge_outputs(call, made).items():
+                near = nearer_than_the_twin(output, made[key], call.outputs[key], reference[key])
                 assert (near.ratio > 1) is good, (linear, key, str(near))
                 assert good or near.ratio <= HEADROOM, (linear, key, str(near))
         tried.add(role)
@@ -108,25 +108,25 @@ def test_too_good_is_usable_on_every_linear(family: str, name: str) -> None:
 
 def test_what_is_kept_holds_no_tensor() -> None:
     twin = BoundModel(V4, Numerics.twin(), random_weights(V4, 1))
-    call = JudgeableCall.of(twin, "embed", {"tokens": torch.tensor([3, 1])})
-    found = judge_outputs(call, call.outputs)["out"].settled()
-    assert found.derivation == judge_outputs(call, call.outputs)["out"].derivation
-    assert found.comparison is not None
-    assert found.comparison.identical == 1
+    call = JudgeableCall.from_twin(twin, "embed", {"tokens": torch.tensor([3, 1])})
+    result = judge_outputs(call, call.outputs)["out"].settled()
+    assert result.derivation == judge_outputs(call, call.outputs)["out"].derivation
+    assert result.comparison is not None
+    assert result.comparison.identical == 1
 
 
 def test_operands_that_are_not_finite_have_no_budget_and_equal_kinds_agree() -> None:
     twin = BoundModel(V4, Numerics.twin(), random_weights(V4, 1))
     x = torch.randn(3, V4.hidden_size).bfloat16()
     x[1, 5] = torch.nan
-    call = JudgeableCall.of(twin, "layers.0.attn.wq_a", {"x": x})
-    found = judge_outputs(call, {"out": call.outputs["out"].clone()})["out"]
-    assert found.verdict is Verdict.AGREES
+    call = JudgeableCall.from_twin(twin, "layers.0.attn.wq_a", {"x": x})
+    result = judge_outputs(call, {"out": call.outputs["out"].clone()})["out"]
+    assert result.verdict is Verdict.AGREES
     quiet = call.outputs["out"].nan_to_num()
-    found = judge_outputs(call, {"out": quiet})["out"]
-    assert found.verdict is Verdict.DIFFERS
-    assert found.worst is not None
-    assert found.worst.level == "kind of element"
+    result = judge_outputs(call, {"out": quiet})["out"]
+    assert result.verdict is Verdict.DIFFERS
+    assert result.worst is not None
+    assert result.worst.level == "kind of element"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -208,15 +208,15 @@ def test_what_float32_cannot_hold_is_no_difference(
         )
     for each in (key for key in weights if key.endswith("gate.bias")):
         weights[each] = Weight(value=torch.zeros(V32.n_routed_experts))
-    call = JudgeableCall.of(bound(config, torch.float64, weights), name, inputs)
+    call = JudgeableCall.from_twin(bound(config, torch.float64, weights), name, inputs)
     candidate = bound(config, torch.float32, weights)
     made = dict(candidate.calls[name](inputs, candidate.weights_of(name)))
     key = "weights" if name.endswith("topk") else "out"
     twin = call.outputs[key].double()
     assert bool(((twin != 0) & (twin.abs() < 2.0**-126)).any()), "a kernel may flush these"
     made[key] = torch.where(twin.abs() < 2.0**-126, 0.0, made[key])
-    for found in judge_outputs(call, made).values():
-        assert found.ratio <= HEADROOM, found.worst
+    for output in judge_outputs(call, made).values():
+        assert output.ratio <= HEADROOM, output.worst
     largest = twin.abs().amax()
     made[key] = torch.where(twin.abs() == largest, 0.0, made[key])
     assert judge_outputs(call, made)[key].ratio > 1
@@ -227,7 +227,7 @@ def test_the_end_of_float32_hides_no_number_where_there_is_none(size: float) -> 
     """Far below -104 everybody's share is 0, however large the product beside it."""
     rows = torch.full((4, JUDGING_EXTREMES_V4.moe_intermediate_size), size)
     inputs = {"x": torch.cat((-rows, rows), dim=-1).bfloat16()}
-    call = JudgeableCall.of(
+    call = JudgeableCall.from_twin(
         bound(JUDGING_EXTREMES_V4, torch.float64, {}), "layers.0.ffn.shared.act", inputs
     )
     out = call.outputs["out"]
@@ -238,7 +238,7 @@ def test_the_end_of_float32_hides_no_number_where_there_is_none(size: float) -> 
 def test_terms_that_cancel_are_rounded_where_they_arrive_in_float64() -> None:
     routed = spread(8, JUDGING_EXTREMES_V4.hidden_size).double() * (1 + 2.0**-30)
     inputs = {"routed": routed, "shared": (-routed).bfloat16()}
-    call = JudgeableCall.of(
+    call = JudgeableCall.from_twin(
         bound(JUDGING_EXTREMES_V4, torch.float64, {}), "layers.0.ffn.moe_sum", inputs
     )
     own = inputs["routed"].float() + inputs["shared"].float()
@@ -318,22 +318,22 @@ def test_approximate_reciprocals_are_healthy(name: str, kind: str) -> None:
     for scale in scales:
         call = call_of(rows(kind), name, scale)
         for seed in range(6):
-            for key, found in judge_outputs(call, by_reciprocals(call, form, seed)).items():
-                assert found.ratio <= HEADROOM, (key, str(found.worst))
-                assert found.verdict is Verdict.AGREES
+            for key, output in judge_outputs(call, by_reciprocals(call, form, seed)).items():
+                assert output.ratio <= HEADROOM, (key, str(output.worst))
+                assert output.verdict is Verdict.AGREES
 
 
 def test_codes_that_move_at_boundaries_are_counted_apart() -> None:
     x = (torch.arange(2048).reshape(4, 512) % 29 - 14).bfloat16() / 4
     call = call_of(x, "NVFP4", torch.tensor(0.1))
     moved = by_reciprocals(call, NVFP4, 3)
-    found = judge_outputs(call, moved)["codes"]
+    result = judge_outputs(call, moved)["codes"]
     differ = unpack_nibbles(moved["codes"]) != unpack_nibbles(call.outputs["codes"])
-    assert found.flips.count == int(differ.sum())
-    assert found.flips.count > 0
-    assert found.flips.rows == tuple(differ.any(-1).nonzero().flatten().tolist())
-    assert found.comparison is not None
-    assert found.comparison.shape == x.shape
+    assert result.flips.count == int(differ.sum())
+    assert result.flips.count > 0
+    assert result.flips.rows == tuple(differ.any(-1).nonzero().flatten().tolist())
+    assert result.comparison is not None
+    assert result.comparison.shape == x.shape
 
 
 def spoilt(
@@ -353,10 +353,10 @@ def test_a_neighbour_far_from_a_boundary_differs(name: str) -> None:
     form, call = BLOCK_FORMATS[name], call_of(rows("normal"), name)
     for at in ((0, 3), (7, 130), (23, 511)):
         for by in (1, -1):
-            found = judged(call, spoilt(call, form, at, by), "codes")
-            assert found.ratio > 1, (at, by)
-            assert found.worst is not None
-            assert found.worst.place == at
+            result = judged(call, spoilt(call, form, at, by), "codes")
+            assert result.ratio > 1, (at, by)
+            assert result.worst is not None
+            assert result.worst.place == at
 
 
 @pytest.mark.parametrize("side", [1, -1])
@@ -371,9 +371,9 @@ def test_one_and_a_half_budgets_off_a_boundary_are_caught(
     assert float(decode_array(call.outputs["block_scale"], E4M3)) == 1.0
     codes = unpack_nibbles(call.outputs["codes"])
     assert decode_array(codes, NVFP4.element)[0, 5] == (3.0 if side > 0 else 2.0)
-    found = judged(call, spoilt(call, NVFP4, (0, 5), -side), "codes")
-    assert (found.verdict is Verdict.AGREES) is legal
-    assert found.ratio == pytest.approx(budgets, rel=0.1)  # the value is float32 itself
+    result = judged(call, spoilt(call, NVFP4, (0, 5), -side), "codes")
+    assert (result.verdict is Verdict.AGREES) is legal
+    assert result.ratio == pytest.approx(budgets, rel=0.1)  # the value is float32 itself
 
 
 def test_a_tie_under_a_power_of_two_goes_to_the_even_code() -> None:
@@ -428,8 +428,8 @@ def test_a_tensor_scale_is_its_owner_s(given: Tensor | None) -> None:
     scale = call.outputs["tensor_scale"]
     for factor, legal in ((1 + 2.0**-22, True), (1 + 2.0**-18, False), (2.0, False)):
         outputs = dict(call.outputs) | {"tensor_scale": scale * factor}
-        found = judged(call, outputs, "tensor_scale")
-        assert (found.verdict is Verdict.AGREES) is legal, (factor, str(found.worst))
+        result = judged(call, outputs, "tensor_scale")
+        assert (result.verdict is Verdict.AGREES) is legal, (factor, str(result.worst))
 
 
 def test_codes_of_no_number_and_nan_scales_differ() -> None:
@@ -507,9 +507,9 @@ def test_one_and_a_half_budgets_of_gap_are_caught() -> None:
     for budgets, legal in ((0.6, True), (1.5, False)):
         bias[2] = 2 * (error + 6e-8 * 1.1) * budgets / HEADROOM
         call = router("v4", logits, bias)
-        found = judge_outputs(call, answer(call, torch.tensor([[0, 1]])))["experts"]
-        assert (found.verdict is Verdict.AGREES) is legal, found.ratio
-        assert found.ratio == pytest.approx(budgets, rel=0.2)
+        result = judge_outputs(call, answer(call, torch.tensor([[0, 1]])))["experts"]
+        assert (result.verdict is Verdict.AGREES) is legal, result.ratio
+        assert result.ratio == pytest.approx(budgets, rel=0.2)
 
 
 def test_the_order_of_experts_is_free_and_weights_follow() -> None:
@@ -596,8 +596,8 @@ def test_rows_of_equal_scores_may_be_exchanged_and_others_may_not() -> None:
     equal = call.outputs["out"].flip(1).clone()
     assert judge_outputs(call, {"out": equal})["out"].flips.count == 0
     equal[0, 0] = 8
-    found = judge_outputs(call, {"out": equal})["out"]
-    assert (found.verdict, found.flips.count, found.flips.rows) == (Verdict.AGREES, 1, (0,))
+    result = judge_outputs(call, {"out": equal})["out"]
+    assert (result.verdict, result.flips.count, result.flips.rows) == (Verdict.AGREES, 1, (0,))
     for at, row in ((0, 9), (3, 3), (0, 10), (0, 5), (0, -1)):
         wrong = call.outputs["out"].clone()
         wrong[1 if at == 3 else 0, 7 if at == 0 else at] = row

@@ -63,7 +63,7 @@ def replayed(
         for ids in (torch.arange(140) * 37 % 60, torch.tensor([5])):
             model.forward([sequence], [ids])
         for name, inputs, outputs in calls:
-            yield JudgeableCall.of(twin, name, inputs), outputs
+            yield JudgeableCall.from_twin(twin, name, inputs), outputs
 
 
 def planted(candidate: Tensor, twin: Tensor, budget: Budget) -> Tensor:
@@ -81,9 +81,9 @@ def test_every_output_is_healthy(config: Config, recipe: str) -> None:
     """Float32 against float64 inside: at most HEADROOM of each budget, and nothing undecided."""
     judged = set()
     for call, outputs in replayed(config, recipe):
-        for name, found in judge_outputs(call, outputs).items():
-            assert found.ratio <= HEADROOM, (call.role, name, found.worst, found.derivation)
-            assert found.derivation
+        for name, output in judge_outputs(call, outputs).items():
+            assert output.ratio <= HEADROOM, (call.role, name, output.worst, output.derivation)
+            assert output.derivation
             judged.add(call.role)
     assert len(judged) > 25
 
@@ -102,8 +102,8 @@ def test_one_and_a_half_budgets_are_caught(config: Config) -> None:
             if twin.flatten()[twin.numel() * 2 // 3].isinf():
                 continue
             spoilt = dict(outputs) | {name: planted(outputs[name], twin, budget)}
-            found = judge_outputs(call, spoilt)[name]
-            assert found.ratio > 1, (call.role, name, str(found.worst))
+            result = judge_outputs(call, spoilt)[name]
+            assert result.ratio > 1, (call.role, name, str(result.worst))
             done.add((call.role, name))
     assert len(done) > 25
 
@@ -150,7 +150,8 @@ def call_of(
     held = {local: Weight(value=value) for local, value in weights.items()}
     made = twin.calls[name](inputs, held)
     outputs = {
-        key: each.float() if each.dtype is torch.float64 else each for key, each in made.items()
+        key: tensor.float() if tensor.dtype is torch.float64 else tensor
+        for key, tensor in made.items()
     }
     return JudgeableCall(what.role, inputs, outputs, held, facts=facts)
 
@@ -188,8 +189,8 @@ def scored_otherwise(call: JudgeableCall, in_steps: bool) -> Tensor:
 def test_scores_in_another_order_are_healthy(config: Config) -> None:
     call = scores_call(config)
     made = scored_otherwise(call, in_steps=config is V4)
-    found = judge_outputs(call, {"out": made})["out"]
-    assert found.ratio <= HEADROOM, str(found.worst)
+    result = judge_outputs(call, {"out": made})["out"]
+    assert result.ratio <= HEADROOM, str(result.worst)
     seen = made.clone()
     seen[3, -1] = 0.5
     assert judge_outputs(call, {"out": seen})["out"].ratio > 1, "an entry that is not visible yet"
@@ -215,8 +216,8 @@ def test_operands_in_float32_are_healthy_and_another_pairing_is_not(
         f"layers.1.attn.indexer.{role}"
     ]
     made = dict(single(call.inputs, call.weights))
-    found = judge_outputs(call, made)["out"]
-    assert found.ratio <= HEADROOM, str(found.worst)
+    result = judge_outputs(call, made)["out"]
+    assert result.ratio <= HEADROOM, str(result.worst)
     moved = dict(single(given | {"positions": given["positions"] + 1}, call.weights))
     assert judge_outputs(call, moved)["out"].ratio > 1
     step = made["out"].clone().flatten()
@@ -238,8 +239,8 @@ def test_head_weights_in_another_order_are_healthy(config: Config) -> None:
         made = made.bfloat16().float()
     made = made * (config.index_head_dim * config.index_n_heads) ** -0.5
     out = made.to(call.outputs["out"].dtype)
-    found = judge_outputs(call, {"out": out})["out"]
-    assert found.ratio <= HEADROOM, str(found.worst)
+    result = judge_outputs(call, {"out": out})["out"]
+    assert result.ratio <= HEADROOM, str(result.worst)
     assert judge_outputs(call, {"out": out * 2})["out"].ratio > 1
 
 
@@ -280,7 +281,7 @@ def over(a: Tensor, b: Tensor, off: float) -> Tensor:
 
 def otherwise(call: JudgeableCall, off: float) -> dict[str, Tensor]:
     """The component in float32, summed backwards in blocks, with approximate functions."""
-    fn, base, scale = (each.value for each in call.weights.values() if each.value is not None)
+    fn, base, scale = (weight.value for weight in call.weights.values() if weight.value is not None)
     streams = call.inputs["streams"].float()
     flat = streams.flatten(1).flip(1)
     parts = zip(flat.split(64, 1), fn.flip(1).split(64, 1), strict=True)
@@ -308,8 +309,8 @@ def otherwise(call: JudgeableCall, off: float) -> dict[str, Tensor]:
 def test_other_orders_and_functions_are_healthy(kind: str, strength: float) -> None:
     call = mixing_call_of(strength, kind)
     for off in (0.0, 2.0**-22, -(2.0**-22)):
-        for name, found in judge_outputs(call, otherwise(call, off)).items():
-            assert found.ratio <= HEADROOM, (name, str(found.worst))
+        for name, output in judge_outputs(call, otherwise(call, off)).items():
+            assert output.ratio <= HEADROOM, (name, str(output.worst))
 
 
 @pytest.mark.parametrize("strength", [0.1, 1.0, 8.0])
@@ -360,7 +361,8 @@ def pooling_call_of(
     }
     made = TWIN.calls[name](inputs, weights)
     outputs = {
-        key: each.float() if each.dtype is torch.float64 else each for key, each in made.items()
+        key: tensor.float() if tensor.dtype is torch.float64 else tensor
+        for key, tensor in made.items()
     }
     return JudgeableCall(what.role, inputs, outputs, weights, facts=facts)
 
@@ -389,8 +391,8 @@ def pooled_online(call: JudgeableCall, ratio: int) -> Tensor:
 def test_a_running_peak_is_healthy(size: float) -> None:
     call = pooling_call_of(2, 0, 128, size)
     made = dict(call.outputs) | {"out": pooled_online(call, 128)}
-    found = judge_outputs(call, made)["out"]
-    assert found.ratio <= HEADROOM, str(found.worst)
+    result = judge_outputs(call, made)["out"]
+    assert result.ratio <= HEADROOM, str(result.worst)
     made["out"] = (made["out"].float() * 1.02).bfloat16()
     assert judge_outputs(call, made)["out"].ratio > 1
 
@@ -401,8 +403,8 @@ def test_float32_is_healthy_wherever_a_call_begins(part: str, start: int, tokens
     call = pooling_call_of(1, start, tokens, part=part)
     name = f"layers.1.attn.{part}compressor.pool"
     made = dict(BoundModel(V4, NUMERICS, {}).calls[name](call.inputs, call.weights))
-    for key, found in judge_outputs(call, made).items():
-        assert found.ratio <= HEADROOM, (key, str(found.worst))
+    for key, output in judge_outputs(call, made).items():
+        assert output.ratio <= HEADROOM, (key, str(output.worst))
 
 
 @pytest.mark.parametrize("name", ["state_latent", "state_gate"])
@@ -411,8 +413,8 @@ def test_rows_that_are_read_later_are_exact_and_others_are_free(name: str) -> No
     for row, free in ((0, False), (3, False), (4, False), (5, False), (6, True), (7, True)):
         state = call.outputs[name].clone()
         state[0, row, 17] += 1e-3
-        found = judge_outputs(call, dict(call.outputs) | {name: state})[name]
-        assert (found.verdict is Verdict.AGREES) is free, row
+        result = judge_outputs(call, dict(call.outputs) | {name: state})[name]
+        assert (result.verdict is Verdict.AGREES) is free, row
     first = pooling_call_of(
         1, 0, 2
     )  # no window yet: what would be the one before may hold anything
@@ -431,5 +433,5 @@ def test_a_window_that_took_the_wrong_neighbour_is_caught() -> None:
         facts=call.facts,
     )
     made = TWIN.calls["layers.1.attn.compressor.pool"](other.inputs, call.weights)
-    outputs = {key: each.to(call.outputs[key].dtype) for key, each in made.items()}
+    outputs = {key: tensor.to(call.outputs[key].dtype) for key, tensor in made.items()}
     assert judge_outputs(call, outputs)["out"].ratio > 1

@@ -225,7 +225,7 @@ def test_a_gain_of_one_and_a_half_budgets_is_caught(width: int) -> None:
     x, w = operand("normal", ROWS, width, 9).bfloat16().float(), operand("normal", 512, width, 10)
     budget, twin = summed(x, w), twin_of(x, w, torch.bfloat16)
     whole = judge(twin, twin, budget).findings
-    allowed = next(each.allowed for each in whole if each.level == "gain of whole")
+    allowed = next(finding.allowed for finding in whole if finding.level == "gain of whole")
     assert allowed < 2e-3
     candidate = ((x.double() @ w.double().T) * (1 + 1.5 * allowed)).bfloat16()
     judged = judge(candidate, twin, budget)
@@ -354,11 +354,11 @@ def test_a_stage_begins_anew() -> None:
 
 
 def test_a_manifest_is_believed_as_far_as_a_chip_goes() -> None:
-    def told(stated: Any) -> dict[str, int]:
+    def report(stated: Any) -> dict[str, int]:
         return fraction_bits_of(cast("Any", SimpleNamespace(facts={"fraction_bits": stated})))
 
-    assert told({"head": 13, "a": 14, "b": 3, "c": True, "d": "13"}) == {"head": 13, "a": 14}
-    assert told(None) == told([13]) == {}
+    assert report({"head": 13, "a": 14, "b": 3, "c": True, "d": "13"}) == {"head": 13, "a": 14}
+    assert report(None) == report([13]) == {}
 
 
 # --------------------------------------------------------------------------------------------------

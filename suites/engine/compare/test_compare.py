@@ -91,21 +91,21 @@ def test_fast_form_is_the_definition(
 ) -> None:
     candidate, reference = make(dtype)
     places = NamedPlaces(columns={"third": 100}, tile=(64, 60))
-    found = compare(candidate, reference, places)
-    assert found.cell == 20
-    require_equal(found, defined(monkeypatch, candidate, reference, places=places))
-    assert found.counts.ulps.max() > 0
-    assert found.census.clean is (make is pair)
+    comparison = compare(candidate, reference, places)
+    assert comparison.cell == 20
+    require_equal(comparison, defined(monkeypatch, candidate, reference, places=places))
+    assert comparison.counts.ulps.max() > 0
+    assert comparison.census.clean is (make is pair)
 
 
 def test_codes_of_four_bits_are_compared_as_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     candidate, reference = (codes % 16).reshape(16, 16), (codes // 16).reshape(16, 16)
-    found = compare(candidate, reference, fmt=E2M1)
-    require_equal(found, defined(monkeypatch, candidate, reference, fmt=E2M1))
-    assert found.formats == ("E2M1", "E2M1")
-    assert found.ulps == 14  # from -6 to 6
-    assert found.identical == pytest.approx(1 / 16)
+    comparison = compare(candidate, reference, fmt=E2M1)
+    require_equal(comparison, defined(monkeypatch, candidate, reference, fmt=E2M1))
+    assert comparison.formats == ("E2M1", "E2M1")
+    assert comparison.ulps == 14  # from -6 to 6
+    assert comparison.identical == pytest.approx(1 / 16)
 
 
 def test_every_pair_of_fp8_codes_is_as_far_as_ulps_say() -> None:
@@ -119,8 +119,8 @@ def test_every_pair_of_fp8_codes_is_as_far_as_ulps_say() -> None:
     steps = value_ulp_distance(values[0], values[1])
     nan = values[0].float().isnan() | values[1].float().isnan()
     expected = steps.masked_fill(nan, 0).amax(1)
-    for found in (by_code, by_value):
-        assert found.counts.ulps.tolist() == expected.tolist()
+    for comparison in (by_code, by_value):
+        assert comparison.counts.ulps.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize(
@@ -139,30 +139,30 @@ def test_every_pair_of_fp8_codes_is_as_far_as_ulps_say() -> None:
 )
 def test_every_stored_dtype_is_compared(candidate: torch.dtype, reference: torch.dtype) -> None:
     values = torch.tensor([[1.0, 0.0, 1.0, 4.0], [1.0, 1.0, 1.0, 1.0]])
-    found = compare(values.to(candidate), values.clamp(max=2).to(reference))
-    assert found.census.clean
+    comparison = compare(values.to(candidate), values.clamp(max=2).to(reference))
+    assert comparison.census.clean
     if candidate is torch.bool:
-        assert (found.identical, float(found.total.relative_l2)) == (1.0, 0.0)
+        assert (comparison.identical, float(comparison.total.relative_l2)) == (1.0, 0.0)
     else:
-        assert found.identical == pytest.approx(7 / 8)
-        assert float(found.total.dd) == 4.0
+        assert comparison.identical == pytest.approx(7 / 8)
+        assert float(comparison.total.dd) == 4.0
     if not candidate.is_floating_point and candidate is not torch.bool:
-        assert found.ulps == 2
+        assert comparison.ulps == 2
 
 
 def test_a_reference_of_another_dtype_is_rounded_once_for_ulps_and_not_for_sums() -> None:
     reference = torch.tensor([[1.0 + 2.0**-9, 1.0 + 3 * 2.0**-9]], dtype=torch.float64)
     candidate = torch.tensor([[1.0, 1.0]]).bfloat16()  # spacing 2^-7: 1, and 1 + 2^-7
-    found = compare(candidate, reference)
-    assert (found.identical, found.ulps) == (0.5, 1)
-    assert float(found.total.dd) == 10 * 2.0**-18
+    comparison = compare(candidate, reference)
+    assert (comparison.identical, comparison.ulps) == (0.5, 1)
+    assert float(comparison.total.dd) == 10 * 2.0**-18
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_gain_keeps_its_digits(dtype: torch.dtype) -> None:
     reference = torch.full((4, 1000), 1.0, dtype=dtype)
-    found = compare(reference * 2, reference)
-    assert found.total.gain == 2.0
+    comparison = compare(reference * 2, reference)
+    assert comparison.total.gain == 2.0
     one = reference.clone()
     one[0, 0] += torch.finfo(dtype).eps
     expected = 1 + torch.finfo(dtype).eps / 4000
@@ -185,30 +185,32 @@ def test_where_the_error_sits_is_found_by_row_tile_head_and_expert() -> None:
     experts = torch.arange(240).numpy() % 5
     places = NamedPlaces.along(reference.shape, ("position", "slot"), {"head": 32, "half": 128})
     places = replace(places, rows={**places.rows, "expert": experts}, tile=(16, 64))
-    found = compare(candidate, reference, places)
-    errors = {name: np.flatnonzero(found.by(name).dd).tolist() for name in found.names}
+    comparison = compare(candidate, reference, places)
+    errors = {name: np.flatnonzero(comparison.by(name).dd).tolist() for name in comparison.names}
     row = 4 * 40 + 7
     assert errors == {"position": [4], "slot": [7], "expert": [row % 5], "head": [2], "half": [0]}
-    assert np.argwhere(found.tiles.dd).tolist() == [[row // 16, 1]]
-    assert np.flatnonzero(found.rows.dd).tolist() == [row]
-    assert found.by("head").gain[2] == pytest.approx(1 + 0.5 / 240, rel=0.05)
-    assert float(found.by("position").rr.sum()) == pytest.approx(float(found.total.rr), rel=1e-12)
+    assert np.argwhere(comparison.tiles.dd).tolist() == [[row // 16, 1]]
+    assert np.flatnonzero(comparison.rows.dd).tolist() == [row]
+    assert comparison.by("head").gain[2] == pytest.approx(1 + 0.5 / 240, rel=0.05)
+    assert float(comparison.by("position").rr.sum()) == pytest.approx(
+        float(comparison.total.rr), rel=1e-12
+    )
 
 
 def test_a_negative_label_belongs_to_nothing() -> None:
     reference = torch.ones(4, 8)
     labels = np.array([0, -1, 1, -1])
-    found = compare(reference, reference, NamedPlaces(rows={"expert": labels}))
-    assert found.by("expert").rr.tolist() == [8.0, 8.0]
+    comparison = compare(reference, reference, NamedPlaces(rows={"expert": labels}))
+    assert comparison.by("expert").rr.tolist() == [8.0, 8.0]
 
 
 def test_the_census_counts_kinds_and_gives_the_first_mismatch() -> None:
-    found = compare(*spoilt(torch.bfloat16))
-    census = found.census
+    comparison = compare(*spoilt(torch.bfloat16))
+    census = comparison.census
     assert (census.candidate_nan, census.reference_nan) == (2, 2)
     assert (census.candidate_infinite, census.reference_infinite) == (2, 2)
     assert (census.mismatched, census.first) == (3, (3, 7))
-    assert np.isfinite(found.total.stack).all()
+    assert np.isfinite(comparison.total.stack).all()
 
 
 def test_rounding_bias_distinguishes_truncation_from_nearest() -> None:
@@ -233,11 +235,11 @@ def test_the_worst_element_is_shown_with_both_values() -> None:
 @pytest.mark.parametrize("shape", [(), (7,), (0, 4), (4, 0), (0,), (2, 3, 4, 5)], ids=str)
 def test_every_shape_is_compared(shape: tuple[int, ...]) -> None:
     tensor = torch.ones(shape, dtype=torch.bfloat16)
-    found = compare(tensor, tensor)
-    assert found.elements == tensor.numel()
-    assert found.identical == 1.0 or (math.isnan(found.identical) and not tensor.numel())
-    assert found.ulps == 0
-    assert found.tiles.rr.sum() == tensor.numel()
+    comparison = compare(tensor, tensor)
+    assert comparison.elements == tensor.numel()
+    assert comparison.identical == 1.0 or (math.isnan(comparison.identical) and not tensor.numel())
+    assert comparison.ulps == 0
+    assert comparison.tiles.rr.sum() == tensor.numel()
 
 
 def test_strided_tensors_and_many_panels_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,9 +264,9 @@ def test_stored_tensors_are_compared_over_mapped_pages(
         Checkpoint.open(tmp_path / "a.safetensors") as a,
         Checkpoint.open(tmp_path / "b.safetensors") as b,
     ):
-        found = compare_stored((a, "x"), (b, "x"))
-    require_equal(found, compare(pair_of["a"], pair_of["b"]))
-    assert found.total.dd > 0
+        comparison = compare_stored((a, "x"), (b, "x"))
+    require_equal(comparison, compare(pair_of["a"], pair_of["b"]))
+    assert comparison.total.dd > 0
 
 
 def test_two_runs_give_the_same_bits() -> None:
@@ -298,36 +300,36 @@ def test_what_cannot_be_compared_is_refused_by_name() -> None:
 
 def test_scales_without_sign_are_codes_too() -> None:
     codes = torch.tensor([[0, 1, 127, 254, 255]], dtype=torch.uint8)
-    found = compare(codes, codes.flip(1), fmt=UE8M0)
-    assert found.census.candidate_nan == 1
-    assert found.ulps == 253
+    comparison = compare(codes, codes.flip(1), fmt=UE8M0)
+    assert comparison.census.candidate_nan == 1
+    assert comparison.ulps == 253
 
 
 @pytest.mark.parametrize("factor", [1.0, -1.0, 0.5, 1e-20, 3e20])
 def test_a_factor_is_a_gain_and_leaves_the_cosine(factor: float) -> None:
     reference = torch.tensor([3.0, -4.0])
-    found = PairSums.of(reference * factor, reference)
-    assert found.gain == pytest.approx(factor, rel=1e-6)
-    assert found.cosine == pytest.approx(math.copysign(1.0, factor))
-    assert found.relative_l2 == pytest.approx(abs(factor - 1), rel=1e-6, abs=1e-6)
+    pair_sums = PairSums.of(reference * factor, reference)
+    assert pair_sums.gain == pytest.approx(factor, rel=1e-6)
+    assert pair_sums.cosine == pytest.approx(math.copysign(1.0, factor))
+    assert pair_sums.relative_l2 == pytest.approx(abs(factor - 1), rel=1e-6, abs=1e-6)
 
 
 def test_what_stands_at_a_right_angle() -> None:
-    found = PairSums.of(torch.tensor([0.0, 5.0]), torch.tensor([5.0, 0.0]))
-    assert (found.cosine, found.gain) == (0.0, 0.0)
-    assert found.relative_l2 == pytest.approx(math.sqrt(2))
+    pair_sums = PairSums.of(torch.tensor([0.0, 5.0]), torch.tensor([5.0, 0.0]))
+    assert (pair_sums.cosine, pair_sums.gain) == (0.0, 0.0)
+    assert pair_sums.relative_l2 == pytest.approx(math.sqrt(2))
 
 
 def test_a_zero_reference_has_no_closeness() -> None:
-    found = PairSums.of(torch.ones(2), torch.zeros(2))
-    assert all(math.isnan(v) for v in (found.cosine, found.relative_l2, found.gain))
+    pair_sums = PairSums.of(torch.ones(2), torch.zeros(2))
+    assert all(math.isnan(v) for v in (pair_sums.cosine, pair_sums.relative_l2, pair_sums.gain))
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf])
 def test_what_is_not_finite_has_no_closeness(odd: float) -> None:
-    found = PairSums.of(torch.tensor([1.0, odd]), torch.ones(2))
-    assert math.isnan(found.cosine)
-    assert not math.isfinite(found.relative_l2)
+    pair_sums = PairSums.of(torch.tensor([1.0, odd]), torch.ones(2))
+    assert math.isnan(pair_sums.cosine)
+    assert not math.isfinite(pair_sums.relative_l2)
 
 
 def test_small_differences_of_large_tensors_are_not_lost() -> None:

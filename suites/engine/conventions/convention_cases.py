@@ -36,7 +36,7 @@ CONFIGS = (V4, V32)
 RECIPES = ("nvfp4-full", "nvfp4-experts", "official", "bf16")
 # Statements about structure, drafters, ranks or numbers too small to see: nothing here runs them.
 _NOT_RUN = {"reduction_in_storage_dtype", "first_draft_embedding_zeroed", "cache_scale_floored"}
-_ORDERS = tuple(each for each in CONTROLS if "order" in each.id or "sum" in each.id)
+_ORDERS = tuple(control for control in CONTROLS if "order" in control.id or "sum" in control.id)
 
 
 def model(
@@ -55,19 +55,19 @@ def choices(config: Config) -> tuple[tuple[Convention, Any], ...]:
     twin = model(config, torch.float64, {})
     roles = {twin.bound_to(name)[0].role for name in twin.calls}
     return tuple(
-        (each, value)
-        for each in REGISTRY.values()
-        for value in (each.values or (1e-6,))
-        if each.roles & roles
-        and each.name not in _NOT_RUN
-        and value != each.assumed(twin.numerics, config.family)
+        (convention, value)
+        for convention in REGISTRY.values()
+        for value in (convention.values or (1e-6,))
+        if convention.roles & roles
+        and convention.name not in _NOT_RUN
+        and value != convention.assumed(twin.numerics, config.family)
     )
 
 
 @cache
 def combined(config: Config) -> tuple[dict[str, Any], ...]:
     """None, one, and all pairs of other values."""
-    single = [{each.name: value} for each, value in choices(config)]
+    single = [{convention.name: value} for convention, value in choices(config)]
     pairs = [{**a, **b} for a, b in combinations(single, 2) if not a.keys() & b.keys()]
     return ({}, *single, *pairs)
 
@@ -107,8 +107,8 @@ class RunCase:
 
     def __str__(self) -> str:
         said = ", ".join(f"{n}={v}" for n, v in self.switches.items()) or "official"
-        told = f"; declared: {', '.join(self.declared)}" if self.declared else ""
-        return f"{self.config.family} {self.recipe}: {said}{told}"
+        text = f"; declared: {', '.join(self.declared)}" if self.declared else ""
+        return f"{self.config.family} {self.recipe}: {said}{text}"
 
     @property
     def steps(self) -> tuple[CapturedStep, ...]:
@@ -134,12 +134,12 @@ class RunCase:
         chance = random.Random(self.seed + 2)
         for control in _ORDERS if chance.random() < 0.7 else ():
             for name in list(bound.calls):
-                scene = ComponentContext(
+                context = ComponentContext(
                     bound, component_named(self.config, name, self._recipe), self._recipe
                 )
-                ways = list(control.ways(scene)) if control.sits(scene) else []
-                if ways and chance.random() < 0.5:
-                    bound.calls[name] = chance.choice(ways).apply(bound.calls[name])
+                variants = list(control.variants(context)) if control.applies_to(context) else []
+                if variants and chance.random() < 0.5:
+                    bound.calls[name] = chance.choice(variants).apply(bound.calls[name])
         return bound
 
     @property

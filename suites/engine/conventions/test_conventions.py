@@ -68,11 +68,13 @@ def test_the_registry_and_the_switches_of_the_references_are_the_same() -> None:
 def table() -> str:
     """Return the table of docs/checking.md."""
     lines = []
-    for name, each in REGISTRY.items():
-        values = "; ".join(f"`{str(v).lower()}`: {words}" for v, words in each.values.items())
-        roles = ", ".join(f"`{role}`" for role in sorted(each.roles))
-        learned = "yes" if each.learned else "no"
-        lines.append(f"| `{name}` | {each.subject}: {values or 'a number'} | {learned} | {roles} |")
+    for name, convention in REGISTRY.items():
+        values = "; ".join(f"`{str(v).lower()}`: {words}" for v, words in convention.values.items())
+        roles = ", ".join(f"`{role}`" for role in sorted(convention.roles))
+        learned = "yes" if convention.learned else "no"
+        lines.append(
+            f"| `{name}` | {convention.subject}: {values or 'a number'} | {learned} | {roles} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -125,18 +127,18 @@ def run_by(
     candidate = model(config, torch.float32, switches)
     for name, way in (faults or {}).items():
         candidate.calls[name] = way(candidate.calls[name])
-    return InMemoryRun.of(candidate, PROMPTS, 3)
+    return InMemoryRun.from_prompts(candidate, PROMPTS, 3)
 
 
 QUICK = {"attention_in_storage_dtype", "residual_rounded_before_norm"}
 CASES = [
     pytest.param(
-        config, each, value, id=f"{config.family}-{each.name}-{value}",
-        marks=() if config is V32 and each.name in QUICK else pytest.mark.slow,
+        config, convention, value, id=f"{config.family}-{convention.name}-{value}",
+        marks=() if config is V32 and convention.name in QUICK else pytest.mark.slow,
     )
     for config in (V4, V32)
-    for each, value in choices(config)
-    if each.learned
+    for convention, value in choices(config)
+    if convention.learned
 ]  # fmt: skip
 
 
@@ -146,9 +148,11 @@ def test_a_healthy_run_of_another_convention_agrees_and_says_so(
 ) -> None:
     run = run_by(config, {convention.name: value})
     found = judged(config, run)
-    assert found.verdict is Verdict.AGREES, [each.sentence for each in found.origins]
-    assert {each.source for each in found.conventions} <= {LEARNED}
-    assert {each.name: each.value for each in found.conventions} in ({}, {convention.name: value})
+    assert found.verdict is Verdict.AGREES, [origin.sentence for origin in found.origins]
+    assert {convention_used.source for convention_used in found.conventions} <= {LEARNED}
+    assert {
+        convention_used.name: convention_used.value for convention_used in found.conventions
+    } in ({}, {convention.name: value})
     assert max(row.ratio for row in found.rows) <= 1
 
 
@@ -181,7 +185,7 @@ def test_a_declared_convention_is_judged_and_one_that_the_numbers_contradict_is_
     run = run_by(V32, {"attention_in_storage_dtype": False})
     found = judged(V32, run, {"attention_in_storage_dtype": False})
     assert found.verdict is Verdict.AGREES
-    assert [each.source for each in found.conventions] == [DECLARED]
+    assert [convention.source for convention in found.conventions] == [DECLARED]
     found = judged(V32, run, {"attention_in_storage_dtype": True})
     assert found.verdict is Verdict.DIFFERS
     (used,) = found.conventions
@@ -193,12 +197,12 @@ def test_a_fault_under_another_convention_is_the_only_origin() -> None:
     name = "layers.1.attn.q_norm"
     run = run_by(V32, {"attention_in_storage_dtype": False}, {name: scaled("out", 1.03)})
     found = judged(V32, run)
-    assert [each.component for each in found.origins] == [name]
+    assert [origin.component for origin in found.origins] == [name]
     name = "layers.1.attn.attend"
     run = run_by(V32, {"attention_in_storage_dtype": False}, {name: scaled("out", 1.25)})
     found = judged(V32, run)
-    assert [each.component for each in found.origins] == [name]
-    assert [each.source for each in found.conventions] == [LEARNED]
+    assert [origin.component for origin in found.origins] == [name]
+    assert [convention.source for convention in found.conventions] == [LEARNED]
 
 
 @pytest.mark.slow
@@ -207,14 +211,14 @@ def test_a_gain_everywhere_is_no_convention() -> None:
     for gain in (1.003, 1.02, 1.1):
         found = judged(V32, run_by(V32, {}, dict.fromkeys(names, scaled("out", gain))))
         assert not found.conventions
-        assert {each.component for each in found.origins} == set(names)
+        assert {origin.component for origin in found.origins} == set(names)
 
 
 @pytest.mark.parametrize(
     "kernel",
     [
-        pytest.param(each, id=each.name, marks=() if number == 1 else pytest.mark.slow)
-        for number, each in enumerate(legal_attention.KERNELS)
+        pytest.param(kernel, id=kernel.name, marks=() if number == 1 else pytest.mark.slow)
+        for number, kernel in enumerate(legal_attention.KERNELS)
     ],
 )
 def test_every_fused_kernel_of_attention_keeps_logits_in_float32(
@@ -235,7 +239,7 @@ def test_one_component_that_departs_from_the_rest_is_a_finding() -> None:
     other = model(V32, torch.float32, {"attention_in_storage_dtype": False})
     name = "layers.1.attn.attend"
     found = judged(V32, run_by(V32, {}, {name: lambda _call: other.calls[name]}))
-    assert [each.component for each in found.origins] == [name]
+    assert [origin.component for origin in found.origins] == [name]
     assert not found.conventions
 
 
@@ -275,8 +279,10 @@ NEAR, FAR = ConventionFit(True, False, 1.0), ConventionFit(True, False, 9.0)
     ],
 )
 def test_what_is_learned_from_which_witnesses(layers: list[Any], learned: int) -> None:
-    found = learn([A], _evidence(layers))
-    assert [len(each.witnesses) for each in found] == ([learned] if learned else [])
+    conventions = learn([A], _evidence(layers))
+    assert [len(convention.witnesses) for convention in conventions] == (
+        [learned] if learned else []
+    )
 
 
 # Two conventions that share the role of `m`, and roles of their own, `a` and `b`.
@@ -299,7 +305,9 @@ def _joint(
         lambda name, values: FITS if fits(name, values) else WRONG,
         dict.fromkeys("pqr", False),
     )
-    return {each.name: each.witnesses for each in learn(group, evidence, declared)}
+    return {
+        convention.name: convention.witnesses for convention in learn(group, evidence, declared)
+    }
 
 
 def _own(name: str, values: Mapping[str, Any]) -> bool:

@@ -34,7 +34,7 @@ def faulty_run(*names: str) -> InMemoryRun:
     for name in names:
         TWIN.calls[name] = scaled("out", 1.25)(TWIN.calls[name])
     try:
-        return InMemoryRun.of(TWIN, PROMPTS, 3)
+        return InMemoryRun.from_prompts(TWIN, PROMPTS, 3)
     finally:
         TWIN.calls.update(plain)
 
@@ -44,7 +44,7 @@ def test_one_origin_explains_all() -> None:
     found = localised(run)
     shares = shares_of(bound(V4, "nvfp4-full", torch.float64), run, found.origins)
     assert shares is not None
-    assert shares.of(0) == pytest.approx(1, abs=0.02)
+    assert shares.share_of(0) == pytest.approx(1, abs=0.02)
     assert shares.order == (0,)
     assert "1 explain" in shares.sentence
 
@@ -52,7 +52,7 @@ def test_one_origin_explains_all() -> None:
 def test_several_origins_explain_it_together() -> None:
     run = faulty_run("layers.0.attn.wo_b", f"{FFN}moe_sum", "head")
     found = localise(TWIN, RECIPE, run)
-    names = [each.component for each in found.origins]
+    names = [origin.component for origin in found.origins]
     assert names == ["layers.0.attn.wo_b", f"{FFN}moe_sum", "head"]
     shares = shares_of(TWIN, run, found.origins)
     assert shares is not None
@@ -67,7 +67,7 @@ def test_an_edge_is_injected_and_a_missing_call_is_not() -> None:
     found = localised(run, recipe="bf16")
     shares = shares_of(TWIN, run, found.origins)
     assert shares is not None
-    assert shares.of(0) == pytest.approx(1, abs=0.02)
+    assert shares.share_of(0) == pytest.approx(1, abs=0.02)
     missing = replace(found.origins[0], kind=DiscrepancyKind.MISSING)
     none = shares_of(TWIN, run, [missing])
     assert none is not None

@@ -54,19 +54,19 @@ def component(model: Double, role: str) -> str:
 
 
 def asked(
-    model: Double, name: str, way: FaultVariant, known: tuple[ModelFault, ...] = FAULTS
+    model: Double, name: str, variant: FaultVariant, known: tuple[ModelFault, ...] = FAULTS
 ) -> Diagnosed | None:
     """What is said about a planted way; None where it has no effect."""
-    sights = model.sights(name, way)
-    return diagnose(model.naming(name), sights, known) if model.differs(name, sights) else None
+    records = model.sights(name, variant)
+    return diagnose(model.naming(name), records, known) if model.differs(name, records) else None
 
 
 def crossing(per_role: int) -> list[tuple[str, str]]:
     """Faults to plant in each role; all of them where a role has no more."""
     model, found = double("v4", "nvfp4-full"), []
     for role in ROLES:
-        scene = model.planting(component(model, role))
-        sitting = [each.id for each in FAULTS if each.sits(scene)]
+        context = model.planting(component(model, role))
+        sitting = [fault.id for fault in FAULTS if fault.applies_to(context)]
         chosen = random.Random(role).sample(sitting, min(per_role, len(sitting)))
         found += [(role, each) for each in chosen]
     return found
@@ -76,43 +76,45 @@ def crossing(per_role: int) -> list[tuple[str, str]]:
 def test_what_was_planted_is_named(role: str, name: str) -> None:
     model = double("v4", "nvfp4-full")
     place, fault = component(model, role), MODEL_FAULTS[name]
-    ways = list(fault.ways(model.planting(place)))
-    for way in random.Random(name).sample(ways, min(2, len(ways))):
-        found = asked(model, place, way)
+    variants = list(fault.variants(model.planting(place)))
+    for variant in random.Random(name).sample(variants, min(2, len(variants))):
+        found = asked(model, place, variant)
         if found is None:
             continue  # without effect here
-        assert found.named, (way.words, found.sentence)
+        assert found.named, (variant.words, found.sentence)
         assert name in {found.named[0].id, *found.named[0].alternatives}, found.sentence
         assert found.named[0].reproduced > 0.99
-        without = tuple(each for each in FAULTS if each.family not in _families(found))
-        unknown = asked(model, place, way, without)
+        without = tuple(
+            model_fault for model_fault in FAULTS if model_fault.family not in _families(found)
+        )
+        unknown = asked(model, place, variant, without)
         assert unknown is not None
-        assert not unknown.named, (way.words, unknown.sentence)
+        assert not unknown.named, (variant.words, unknown.sentence)
         assert unknown.sentence.startswith("No known fault explains this")
 
 
 def _families(found: Diagnosed) -> set[str]:
     """Every family that explains it: what one cannot tell apart is one cause."""
-    return {each.family for cause in found.named for each in cause.faults}
+    return {fault.family for cause in found.named for fault in cause.faults}
 
 
 @pytest.mark.slow  # every fault in every component of every recipe: half an hour
 @pytest.mark.parametrize("recipe", ["nvfp4-full", "nvfp4-experts"])
 @pytest.mark.parametrize("family", ["v4", "v32"])
-@pytest.mark.parametrize("fault", [each.id for each in FAULTS])
+@pytest.mark.parametrize("fault", [fault.id for fault in FAULTS])
 def test_every_fault_is_named_wherever_it_has_an_effect(
     fault: str, family: str, recipe: str
 ) -> None:
     model = double(family, recipe)
     wrong = []
     for place in model.calls:
-        if not MODEL_FAULTS[fault].sits(model.planting(place)):
+        if not MODEL_FAULTS[fault].applies_to(model.planting(place)):
             continue
-        for way in MODEL_FAULTS[fault].ways(model.planting(place)):
-            found = asked(model, place, way)
+        for variant in MODEL_FAULTS[fault].variants(model.planting(place)):
+            found = asked(model, place, variant)
             known = found and found.named and {found.named[0].id, *found.named[0].alternatives}
             if found is not None and fault not in (known or ()):
-                wrong.append(f"{place}: {way.words}: {found.sentence}")
+                wrong.append(f"{place}: {variant.words}: {found.sentence}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -133,9 +135,9 @@ def test_every_fault_is_named_wherever_it_has_an_effect(
 )
 def test_what_is_small_is_named_as_well(recipe: str, place: str, fault: str, words: str) -> None:
     model = double("v4", recipe)
-    ways = MODEL_FAULTS[fault].ways(model.planting(place))
-    way = next(each for each in ways if words in each.words)
-    found = asked(model, place, way)
+    variants = MODEL_FAULTS[fault].variants(model.planting(place))
+    variant = next(fault_variant for fault_variant in variants if words in fault_variant.words)
+    found = asked(model, place, variant)
     assert found is not None
     assert fault in {found.named[0].id, *found.named[0].alternatives}, found.sentence
 
@@ -143,35 +145,39 @@ def test_what_is_small_is_named_as_well(recipe: str, place: str, fault: str, wor
 def test_a_faint_fault_is_named_among_healthy_roundings() -> None:
     model, place = double("v4", "nvfp4-full"), "layers.2.ffn.experts.w13"
     fault = MODEL_FAULTS["O02.product_in_fp16"]
-    ways = fault.ways(model.planting(place))
-    way = next(each for each in ways if "2.w1, rows 24 to 31" in each.words)
-    (sight,) = model.sights(place, way, calls=1)
-    codes = sight.outputs["out"].view(torch.int16).clone()
-    codes[::32, :, 100] += 1  # by one spacing
-    rounded = replace(sight, outputs={"out": codes.view(torch.bfloat16)})
-    scene = model.naming(place)
-    assert diagnose(scene, rounded, FAULTS).named[0].id == fault.id
-    expected = codes.view(torch.bfloat16).where(
-        torch.arange(codes.shape[-1]) == 100, sight.expected["out"]
+    variants = fault.variants(model.planting(place))
+    variant = next(
+        fault_variant for fault_variant in variants if "2.w1, rows 24 to 31" in fault_variant.words
     )
-    healthy = diagnose(scene, replace(sight, outputs={"out": expected}), FAULTS)
+    (record,) = model.sights(place, variant, calls=1)
+    codes = record.outputs["out"].view(torch.int16).clone()
+    codes[::32, :, 100] += 1  # by one spacing
+    rounded = replace(record, outputs={"out": codes.view(torch.bfloat16)})
+    context = model.naming(place)
+    assert diagnose(context, rounded, FAULTS).named[0].id == fault.id
+    expected = codes.view(torch.bfloat16).where(
+        torch.arange(codes.shape[-1]) == 100, record.expected["out"]
+    )
+    healthy = diagnose(context, replace(record, outputs={"out": expected}), FAULTS)
     assert not healthy.named, healthy.sentence
 
 
 def test_a_gain_from_elsewhere_is_reported_to_the_bit_and_after_it() -> None:
     """A scale more in half of a weight's rows is a gain on a tile: the weight is told first."""
     model, place = double("v32", "nvfp4-full"), "layers.0.attn.wo"
-    ways = MODEL_FAULTS["O10.multiplied"].ways(model.planting(place))
-    way = next(each for each in ways if "rows 64 to 127" in each.words)
-    found = asked(model, place, way, tuple(MODEL_FAULTS.values()))
+    variants = MODEL_FAULTS["O10.multiplied"].variants(model.planting(place))
+    variant = next(
+        fault_variant for fault_variant in variants if "rows 64 to 127" in fault_variant.words
+    )
+    found = asked(model, place, variant, tuple(MODEL_FAULTS.values()))
     assert found is not None
     assert found.named[0].id == "O10.multiplied"
     assert "M43.one_tile" in found.named[0].alternatives
-    sights = model.sights(place, way)
-    gain = diagnose(model.naming(place), sights, [MODEL_FAULTS["M43.one_tile"]]).named[0].way
-    for sight in sights:
-        made = gain.apply(model.naming(place).call)(sight.inputs, model.naming(place).weights)
-        same = made["out"].to(sight.outputs["out"].dtype) == sight.outputs["out"]
+    records = model.sights(place, variant)
+    gain = diagnose(model.naming(place), records, [MODEL_FAULTS["M43.one_tile"]]).named[0].variant
+    for record in records:
+        made = gain.apply(model.naming(place).call)(record.inputs, model.naming(place).weights)
+        same = made["out"].to(record.outputs["out"].dtype) == record.outputs["out"]
         assert float(same.double().mean()) > 0.999
 
 
@@ -183,8 +189,8 @@ def test_two_faults_of_the_same_numbers_are_reported_together() -> None:
         ("M02.activation_twice", "O10.multiplied"),
         ("O10.multiplied", "M02.activation_twice"),
     ):
-        way = next(MODEL_FAULTS[name].ways(model.planting(place)))
-        found = asked(model, place, way)
+        variant = next(MODEL_FAULTS[name].variants(model.planting(place)))
+        found = asked(model, place, variant)
         assert found is not None
         assert {name, also} <= {found.named[0].id, *found.named[0].alternatives}, found.sentence
 
@@ -195,11 +201,11 @@ def test_a_way_that_needs_the_whole_call_is_tried_on_it(whole: bool) -> None:
     model = double("v4", "nvfp4-experts")
     place, fault = "layers.0.ffn.experts.w13", MODEL_FAULTS["M12.visited_before"]
 
-    def ways(scene: ComponentContext, _sight: CallRecord) -> Iterator[FaultVariant]:
-        return (replace(each, whole=whole) for each in fault.ways(scene))
+    def ways(context: ComponentContext, _record: CallRecord) -> Iterator[FaultVariant]:
+        return (replace(variant, needs_whole_call=whole) for variant in fault.variants(context))
 
     known = (MODEL_FAULTS["M12.previous_expert"], replace(fault, signature=ways))
-    before = next(fault.ways(model.planting(place)))
+    before = next(fault.variants(model.planting(place)))
     found = diagnose(model.naming(place), model.sights(place, before, calls=1), known)
     told = {found.named[0].id, *found.named[0].alternatives}
     assert told == {"M12.previous_expert", *([fault.id] if whole else [])}
@@ -208,15 +214,15 @@ def test_a_way_that_needs_the_whole_call_is_tried_on_it(whole: bool) -> None:
 def test_a_call_of_a_rank_that_holds_none_of_its_experts_hides_no_cause() -> None:
     model = double("v4", "nvfp4-full")
     place = "layers.1.ffn.experts.w13"
-    (sight,) = model.sights(place, None, calls=1)
-    experts = sight.inputs["experts"].clone()
+    (record,) = model.sights(place, None, calls=1)
+    experts = record.inputs["experts"].clone()
     experts[-1] = -1
-    inputs, gain = {**sight.inputs, "experts": experts}, 1.5
+    inputs, gain = {**record.inputs, "experts": experts}, 1.5
     planted, twin = model.planting(place), model.naming(place)
     outputs = {"out": planted.call(inputs, planted.weights)["out"] * gain}
     rows = (len(experts) - 1, 1)
     expected = dict(twin.call(inputs, twin.weights))
-    known = [each for each in MODEL_FAULTS.values() if each.family in {"M16", "M43"}]
+    known = [fault for fault in MODEL_FAULTS.values() if fault.family in {"M16", "M43"}]
     found = diagnose(twin, [CallRecord(inputs, outputs, expected, rows=rows)], known)
     assert found.named[0].id == "M43.whole", found.sentence
 
@@ -227,10 +233,10 @@ def test_outputs_of_other_extents_have_no_known_cause(role: str, lacks: str) -> 
     """Many faults look where an output differs, and there is no such place in these."""
     model = double("v4", "nvfp4-full")
     place = component(model, role)
-    (sight,) = model.sights(place, None, calls=1)
+    (record,) = model.sights(place, None, calls=1)
     cut = {"row": lambda x: x[:-1], "column": lambda x: x[..., :-1]}
-    outputs = {n: cut[lacks](x) for n, x in sight.outputs.items() if lacks in cut}
-    found = diagnose(model.naming(place), [replace(sight, outputs=outputs)])
+    outputs = {n: cut[lacks](x) for n, x in record.outputs.items() if lacks in cut}
+    found = diagnose(model.naming(place), [replace(record, outputs=outputs)])
     assert not found.named
     assert found.sentence.startswith("No known fault explains this")
 
@@ -240,28 +246,28 @@ def test_a_fault_that_breaks_on_what_it_could_look_at_is_our_mistake() -> None:
     place = component(model, "attn.wq_a")
     fault = MODEL_FAULTS["M41.tile_of_k"]
 
-    def broken(scene: ComponentContext, sight: CallRecord) -> Iterator[FaultVariant]:
-        raise KeyError(scene.name + str(sight.step))
+    def broken(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
+        raise KeyError(context.name + str(record.step))
 
-    way = next(iter(fault.ways(model.planting(place))))
+    variant = next(iter(fault.variants(model.planting(place))))
     with pytest.raises(KeyError):
-        asked(model, place, way, (replace(fault, signature=broken),))
+        asked(model, place, variant, (replace(fault, signature=broken),))
 
 
 def test_a_cause_quotes_its_figures() -> None:
     model = double("v4", "nvfp4-full")
     place = component(model, "ffn.experts.w2")
-    way = next(MODEL_FAULTS["M10.nibble_order"].ways(model.planting(place)))
-    found = asked(model, place, way)
+    variant = next(MODEL_FAULTS["M10.nibble_order"].variants(model.planting(place)))
+    found = asked(model, place, variant)
     assert found is not None
     assert found.named[0].id == "M10.nibble_order"
     assert f"a nibble swap on {place}" in found.sentence
     assert "reproduces 100.0 % of outputs within budget" in found.sentence
     assert found.named[0].as_stored < 0.2
     assert found.tried > 50
-    left = [each.left for each in found.excluded]
+    left = [excluded.left for excluded in found.excluded]
     assert left == sorted(left)
-    assert all(each.fault != "M10.nibble_order" for each in found.excluded)
+    assert all(excluded.fault != "M10.nibble_order" for excluded in found.excluded)
 
 
 def _noise(_inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -302,7 +308,7 @@ def test_unknown_damage_has_no_name(role: str, damage: Any) -> None:
 def test_two_faults_at_once(role: str, first: str, second: str) -> None:
     model = double("v4", "nvfp4-full")
     place = component(model, role)
-    a, b = (next(MODEL_FAULTS[name].ways(model.planting(place))) for name in (first, second))
+    a, b = (next(MODEL_FAULTS[name].variants(model.planting(place))) for name in (first, second))
     found = asked(model, place, FaultVariant("both", lambda call: b.apply(a.apply(call))))
     assert found is not None
     assert len(found.named[0].faults) == 2, found.sentence
@@ -314,8 +320,8 @@ def test_a_way_has_to_explain_every_call() -> None:
     """The other call healthy: the answer says so. Damaged in another way: there is no answer."""
     model = double("v4", "nvfp4-full")
     place = component(model, "attn.wq_a")
-    way = next(MODEL_FAULTS["M10.nibble_order"].ways(model.planting(place)))
-    damaged, healthy = model.sights(place, way)[0], model.sights(place, None)[1]
+    variant = next(MODEL_FAULTS["M10.nibble_order"].variants(model.planting(place)))
+    damaged, healthy = model.sights(place, variant)[0], model.sights(place, None)[1]
     assert diagnose(model.naming(place), [damaged], FAULTS).named
     found = diagnose(model.naming(place), [damaged, healthy], FAULTS)
     assert found.named[0].id == "M10.nibble_order"
@@ -330,16 +336,16 @@ def test_what_the_last_row_of_a_tile_reads_may_be_anything() -> None:
     """It reads the next stage, which may not have arrived: no two runs need agree there."""
     model = double("v4", "nvfp4-full")
     place = component(model, "attn.wq_b")
-    ways = MODEL_FAULTS["M12.chunk_behind"].ways(model.planting(place))
-    (sight,) = model.sights(place, next(ways), calls=1)
-    out = sight.outputs["out"].clone()
+    variants = MODEL_FAULTS["M12.chunk_behind"].variants(model.planting(place))
+    (record,) = model.sights(place, next(variants), calls=1)
+    out = record.outputs["out"].clone()
     assert out.shape[-1] > 64
     out[:, 63::64] = out[:, 63::64].roll(1, 0) + 1
-    found = diagnose(model.naming(place), replace(sight, outputs={"out": out}), FAULTS)
+    found = diagnose(model.naming(place), replace(record, outputs={"out": out}), FAULTS)
     assert found.named, found.sentence
     assert found.named[0].id == "M12.chunk_behind"
     out[:, 62::64] += 1
-    found = diagnose(model.naming(place), replace(sight, outputs={"out": out}), FAULTS)
+    found = diagnose(model.naming(place), replace(record, outputs={"out": out}), FAULTS)
     assert not found.named, found.sentence
 
 
@@ -352,12 +358,12 @@ def test_a_healthy_sight_has_no_cause() -> None:
 
 
 def _edge(words: str, change: Any) -> ModelFault:
-    def ways(_scene: ComponentContext) -> Iterator[FaultVariant]:
+    def ways(_context: ComponentContext) -> Iterator[FaultVariant]:
         yield FaultVariant(words, with_inputs(change))
 
     title = "An input is another one"
     return ModelFault(
-        f"M99.{words}", title, "", "", lambda _scene: True, ways, from_variants(ways), Reach.EDGE
+        f"M99.{words}", title, "", "", lambda _context: True, ways, from_variants(ways), Reach.EDGE
     )
 
 
@@ -366,14 +372,14 @@ def test_on_an_edge_what_arrives_is_reproduced() -> None:
     place = component(model, "attn.norm")
     halved = _edge("halved", lambda inputs: {**inputs, "x": inputs["x"] / 2})
     turned = _edge("turned", lambda inputs: {**inputs, "x": inputs["x"].roll(1, 0)})
-    scene = model.naming(place)
+    context = model.naming(place)
     healthy = model.sights(place, None)[0]
-    received = dict(next(halved.ways(scene)).passed_on(healthy.inputs, scene.weights))
-    sight = CallRecord(received, healthy.outputs, healthy.expected, healthy.inputs)
-    found = diagnose(scene, sight, (turned, halved, *FAULTS))
-    assert [each.id for each in found.named] == ["M99.halved"]
+    received = dict(next(halved.variants(context)).passed_on(healthy.inputs, context.weights))
+    record = CallRecord(received, healthy.outputs, healthy.expected, healthy.inputs)
+    found = diagnose(context, record, (turned, halved, *FAULTS))
+    assert [fault.id for fault in found.named] == ["M99.halved"]
     assert found.named[0].reproduced == 1
-    assert not diagnose(scene, sight, (turned, *FAULTS)).named
+    assert not diagnose(context, record, (turned, *FAULTS)).named
 
 
 # --------------------------------------------------------------------------------------------------
@@ -387,7 +393,7 @@ MINE = {
     "M21", "M23", "M24", "M25", "M26", "M27", "M28", "M29", "M30", "M31", "M32", "M34", "M35",
     "M36", "M37", "M40", "M41", "M43", "O20", "O21", "O22", "O23",
 }  # fmt: skip
-DIAGNOSE_BEHAVIOUR_FAULTS = [each for each in MODEL_FAULTS.values() if each.family in MINE]
+DIAGNOSE_BEHAVIOUR_FAULTS = [fault for fault in MODEL_FAULTS.values() if fault.family in MINE]
 FIRST = [
     next(f for f in DIAGNOSE_BEHAVIOUR_FAULTS if f.family == family) for family in sorted(MINE)
 ]
@@ -400,20 +406,20 @@ def told(fault_id: str, family: str, few: int) -> list[tuple[bool, bool, str]]:
     found = []
     with torch.inference_mode():
         for number, name in enumerate(planting._spread(made.sitting(fault), few)):
-            ways = list(fault.ways(made.scene(name, twin=False)))
-            way = ways[(number * 3 + 1) % len(ways)]
+            variants = list(fault.variants(made.scene(name, twin=False)))
+            variant = variants[(number * 3 + 1) % len(variants)]
             twin = made.scene(name, twin=True)
             seen = [
-                each
-                for each in planting.sights(fault, made, name, way)
-                if planting.has_effect(twin, each)
+                record
+                for record in planting.sights(fault, made, name, variant)
+                if planting.has_effect(twin, record)
             ]
             if not seen:
                 continue
             named = diagnose(twin, seen).named
-            ids = [each.id for each in named]
-            beside = {other for each in named for other in each.alternatives}
-            words = f"{fault.id} at {name}, {way.words}: {ids}"
+            ids = [named_fault.id for named_fault in named]
+            beside = {other for named_fault in named for other in named_fault.alternatives}
+            words = f"{fault.id} at {name}, {variant.words}: {ids}"
             found.append((ids[:1] == [fault.id], fault.id in {*ids, *beside}, words))
     return found
 
@@ -443,17 +449,17 @@ def test_planted_faults_are_named_at_nearly_every_place() -> None:
 def test_a_row_of_zeros_is_no_evidence_of_a_shift_by_one_slot() -> None:
     made = planting.run("v4")
     fault, name = MODEL_FAULTS["M13.slot_beside"], "layers.2.attn.compressor.write"
-    scene = made.scene(name, twin=True)
+    context = made.scene(name, twin=True)
 
     def lost(call: Any) -> Any:
         return lambda inputs, weights: {"out": torch.zeros_like(call(inputs, weights)["out"])}
 
     with torch.inference_mode():
-        assert fault.sits(scene)
+        assert fault.applies_to(context)
         seen = planting.sights(fault, made, name, FaultVariant("zeros", lost))
-        found = [each for each in seen if planting.has_effect(scene, each)]
-        assert found, "rows were written"
-        assert not any(list(fault.signature(scene, each)) for each in found)
+        records = [record for record in seen if planting.has_effect(context, record)]
+        assert records, "rows were written"
+        assert not any(list(fault.signature(context, record)) for record in records)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -473,17 +479,17 @@ SLOW = pytest.mark.slow
 def answer(fault: str, place: str, part: str) -> tuple[Where, tuple[NamedFault, ...]]:
     """Plant the first way of a fault in a part of a run; where it is found, and its causes."""
     stage, name = small_stage(), f"layers.1.{place}"
-    (way, *_) = MODEL_FAULTS[fault].ways(stage.scene(name, stage.candidate()))
+    (variant, *_) = MODEL_FAULTS[fault].variants(stage.context(name, stage.candidate()))
     first, second = (stage.healthy.inputs(call) for call in stage.calls[name][:2])
 
     def in_prefill(inputs: Mapping[str, Tensor]) -> bool:
         return equal(inputs, first)
 
     hidden: FaultVariant = {
-        "prefill": lambda: in_calls(way, in_prefill),
-        "decode": lambda: in_calls(way, lambda inputs: not in_prefill(inputs)),
-        "step": lambda: in_calls(way, lambda inputs: equal(inputs, second)),
-        "sequence": lambda: on_sequence(way, 1, stage.case.lengths),
+        "prefill": lambda: in_calls(variant, in_prefill),
+        "decode": lambda: in_calls(variant, lambda inputs: not in_prefill(inputs)),
+        "step": lambda: in_calls(variant, lambda inputs: equal(inputs, second)),
+        "sequence": lambda: on_sequence(variant, 1, stage.case.lengths),
     }[part]()
     candidate = stage.taped()
     candidate.calls[name] = hidden.apply(stage.candidate().calls[name])
@@ -491,8 +497,8 @@ def answer(fault: str, place: str, part: str) -> tuple[Where, tuple[NamedFault, 
         stage.twin, stage.model.recipe, stage.rest(stage.run(candidate))
     ).origins  # fmt: skip
     assert origin.component == name
-    assert origin.sight is not None
-    return origin.where, diagnose(origin.scene, (origin.sight, *origin.more)).named
+    assert origin.record is not None
+    return origin.where, diagnose(origin.context, (origin.record, *origin.more)).named
 
 
 @pytest.mark.parametrize(
@@ -534,47 +540,47 @@ NAME = "layers.1.attn.wo_b"
 def spoilt(fault_id: str, way: int, name: str = NAME) -> list[CallRecord]:
     """The calls of a run with one way of a fault in which it has an effect."""
     made, fault = run("v4"), model_fault_named(fault_id)
-    scene = made.scene(name, twin=False)
+    context = made.scene(name, twin=False)
     with torch.inference_mode():
-        found = sights(fault, made, name, list(fault.ways(scene))[way])
-        return [each for each in found if has_effect(made.scene(name, twin=True), each)]
+        records = sights(fault, made, name, list(fault.variants(context))[way])
+        return [record for record in records if has_effect(made.scene(name, twin=True), record)]
 
 
 @pytest.mark.parametrize(
     ("fault_id", "way"), [("M37.tile", 1), ("M37.tile", 4), ("M36.workspace", 0)]
 )
 def test_a_race_is_named_though_every_call_has_another_tile(fault_id: str, way: int) -> None:
-    found = spoilt(fault_id, way)
-    assert len(found) > 1
-    scene = run("v4").scene(NAME, twin=True)
-    named = diagnose(scene, found).named
+    records = spoilt(fault_id, way)
+    assert len(records) > 1
+    context = run("v4").scene(NAME, twin=True)
+    named = diagnose(context, records).named
     assert named[0].id == fault_id
     assert "each by itself" in named[0].evidence
 
 
 def test_one_call_that_is_not_explained_leaves_none() -> None:
-    found = spoilt("M37.tile", 1)
-    last = found[-1].outputs["out"]
+    records = spoilt("M37.tile", 1)
+    last = records[-1].outputs["out"]
     odd = last + torch.randn(last.shape, generator=torch.Generator().manual_seed(1)) * last.std()
-    other = replace(found[-1], outputs={"out": odd.to(last.dtype)})
-    scene = run("v4").scene(NAME, twin=True)
+    other = replace(records[-1], outputs={"out": odd.to(last.dtype)})
+    context = run("v4").scene(NAME, twin=True)
     with torch.inference_mode():
-        assert list(call_by_call(scene, found, MODEL_FAULTS.values()))
-        assert not list(call_by_call(scene, [*found[:-1], other], MODEL_FAULTS.values()))
+        assert list(call_by_call(context, records, MODEL_FAULTS.values()))
+        assert not list(call_by_call(context, [*records[:-1], other], MODEL_FAULTS.values()))
 
 
 def test_healthy_calls_and_whole_run_faults_are_not_searched_call_by_call() -> None:
     made = run("v4")
-    fault, scene = model_fault_named("M37.tile"), made.scene(NAME, twin=True)
+    fault, context = model_fault_named("M37.tile"), made.scene(NAME, twin=True)
     with torch.inference_mode():
         healthy = sights(fault, made, NAME, None)
-        assert not list(call_by_call(scene, healthy, MODEL_FAULTS.values()))
-        plain = [each for each in MODEL_FAULTS.values() if not each.per_call]
-        assert not list(call_by_call(scene, spoilt("M37.tile", 1), plain))
+        assert not list(call_by_call(context, healthy, MODEL_FAULTS.values()))
+        plain = [model_fault for model_fault in MODEL_FAULTS.values() if not model_fault.per_call]
+        assert not list(call_by_call(context, spoilt("M37.tile", 1), plain))
 
 
 def test_calls_know_those_before_them() -> None:
     known = [CallRecord({}, {"out": torch.zeros(1)}, {}, step=step) for step in (3, 1, 2)]
     ordered = with_earlier(known)
-    assert [each.step for each in ordered] == [1, 2, 3]
-    assert [[other.step for other in each.earlier] for each in ordered] == [[], [1], [1, 2]]
+    assert [record.step for record in ordered] == [1, 2, 3]
+    assert [[other.step for other in record.earlier] for record in ordered] == [[], [1], [1, 2]]

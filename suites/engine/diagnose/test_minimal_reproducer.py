@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 def test_a_case_is_small_reads_back_and_fails_until_it_is_mended(
     name: str, way: Any, edge: Any, shape: tuple[int, ...] | None, tmp_path: Path
 ) -> None:
-    (trouble,) = localised(run_of(name, way, edge)).origins
-    case = shrunk(trouble)
+    (discrepancy,) = localised(run_of(name, way, edge)).origins
+    case = shrunk(discrepancy)
     assert case is not None
     if shape is not None:
         assert tuple(case.captured["out"].shape) == shape
@@ -87,8 +87,8 @@ def test_a_case_of_a_weight_that_the_drafter_shares_reads_back(tmp_path: Path) -
 
 
 def test_the_script_fails_by_itself(tmp_path: Path) -> None:
-    (trouble,) = localised(run_of(f"{ATTN}kv_norm_rope", scaled("out", 1.5))).origins
-    case = shrunk(trouble)
+    (discrepancy,) = localised(run_of(f"{ATTN}kv_norm_rope", scaled("out", 1.5))).origins
+    case = shrunk(discrepancy)
     assert case is not None
     script = case.write(tmp_path / "case")
     ran = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
@@ -142,10 +142,10 @@ def all_swapped(name: str, weight: Weight) -> Weight:
 def test_a_fault_of_one_block_is_shown_on_that_block(
     config: Config, recipe: str, name: str, tmp_path: Path
 ) -> None:
-    way = FaultVariant("nibbles of a block", with_weights(swapped))
-    run = run_of(name, way.apply, config=config, recipe=recipe)
-    (trouble,) = localised(run, config, recipe).origins
-    whole, case = shrunk(trouble), shrunk(trouble, way)
+    variant = FaultVariant("nibbles of a block", with_weights(swapped))
+    run = run_of(name, variant.apply, config=config, recipe=recipe)
+    (discrepancy,) = localised(run, config, recipe).origins
+    whole, case = shrunk(discrepancy), shrunk(discrepancy, variant)
     assert whole is not None
     assert case is not None
     assert case.inputs["codes"].shape[-1] < whole.inputs["codes"].shape[-1]
@@ -164,11 +164,11 @@ def test_a_fault_of_one_block_is_shown_on_that_block(
 
 def test_what_diagnosing_names_cuts_the_sum_and_what_it_does_not_leaves_it_whole() -> None:
     name = f"{ATTN}wq_b"
-    (trouble,) = localised(run_of(name, with_weights(all_swapped))).origins
-    assert trouble.sight is not None
-    named = diagnose(trouble.scene, [trouble.sight, *trouble.more]).named
+    (discrepancy,) = localised(run_of(name, with_weights(all_swapped))).origins
+    assert discrepancy.record is not None
+    named = diagnose(discrepancy.context, [discrepancy.record, *discrepancy.more]).named
     assert named
-    case, whole = shrunk(trouble, named[0].way), shrunk(trouble)
+    case, whole = shrunk(discrepancy, named[0].variant), shrunk(discrepancy)
     assert case is not None
     assert whole is not None
     assert case.inputs["codes"].shape[-1] == 8 < whole.inputs["codes"].shape[-1]
@@ -179,15 +179,15 @@ def test_a_fault_that_only_the_whole_sum_shows_leaves_it_whole() -> None:
     """Sums that saturate: what half of K sums to lies within, so that no half shows it."""
     name = f"{ATTN}wo_b"
     seen = run_of()
-    call = next(each for each in seen.calls if each.component == name)
+    call = next(captured_call for captured_call in seen.calls if captured_call.component == name)
     most = 0.97 * float(seen.outputs(call)["out"].abs().max())
 
     def saturated(_inputs: object, outputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return {**outputs, "out": outputs["out"].clamp(-most, most)}
 
-    way = FaultVariant("saturated sums", with_outputs(saturated))
-    (trouble,) = localised(run_of(name, way.apply)).origins
-    whole, case = shrunk(trouble), shrunk(trouble, way)
+    variant = FaultVariant("saturated sums", with_outputs(saturated))
+    (discrepancy,) = localised(run_of(name, variant.apply)).origins
+    whole, case = shrunk(discrepancy), shrunk(discrepancy, variant)
     assert whole is not None
     assert case is not None
     assert case.inputs["codes"].shape[-1] == whole.inputs["codes"].shape[-1]
@@ -195,12 +195,12 @@ def test_a_fault_that_only_the_whole_sum_shows_leaves_it_whole() -> None:
 
 
 def test_unquantised_products_are_cut_too_and_other_components_stay() -> None:
-    way = FaultVariant("half", scaled("out", 1.5))
-    (trouble,) = localised(run_of("head", way.apply)).origins
-    case = shrunk(trouble, way)
+    variant = FaultVariant("half", scaled("out", 1.5))
+    (discrepancy,) = localised(run_of("head", variant.apply)).origins
+    case = shrunk(discrepancy, variant)
     assert case is not None
     assert case.inputs["x"].shape[-1] == 16
-    (trouble,) = localised(run_of(f"{ATTN}q_norm", way.apply)).origins
-    case = shrunk(trouble, way)
+    (discrepancy,) = localised(run_of(f"{ATTN}q_norm", variant.apply)).origins
+    case = shrunk(discrepancy, variant)
     assert case is not None
     assert "by the named fault" not in case.title

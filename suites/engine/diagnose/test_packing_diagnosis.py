@@ -69,8 +69,8 @@ def test_the_other_neighbour_is_excused_on_the_midpoint_only(ulps: int, agrees: 
     codes = twin.element_codes().clone()
     codes[0, 17] = 5 - own
     suspect = replace(twin, codes=codes[:, 0::2] | codes[:, 1::2] << 4)
-    found = compare_parts(suspect, twin, reference)
-    assert (found == ()) is agrees
+    differences = compare_parts(suspect, twin, reference)
+    assert (differences == ()) is agrees
     assert MIDPOINT_ULPS == 4
 
 
@@ -79,11 +79,13 @@ def test_a_step_further_is_never_excused() -> None:
     twin = quantise(reference, NVFP4, MODELOPT)
     codes = twin.codes.clone()
     codes[0, 8] = (codes[0, 8] & 0x0F) | 0x40  # 2.0 where 1.0 or 1.5 would be right
-    (found,) = compare_parts(replace(twin, codes=codes), twin, reference)
-    assert found.part is TensorPart.CODES
-    assert (found.differing, found.total, found.where) == (1, 32, "0 to 0 (all)")
-    assert found.sentence.startswith("1 of 32 codes differ, in rows 0 to 0 (all); first at [0, 17]")
-    assert "0x4 (2), expected 0x2 (1)" in found.sentence
+    (difference,) = compare_parts(replace(twin, codes=codes), twin, reference)
+    assert difference.part is TensorPart.CODES
+    assert (difference.differing, difference.total, difference.where) == (1, 32, "0 to 0 (all)")
+    assert difference.sentence.startswith(
+        "1 of 32 codes differ, in rows 0 to 0 (all); first at [0, 17]"
+    )
+    assert "0x4 (2), expected 0x2 (1)" in difference.sentence
 
 
 def test_the_sign_of_zero_is_no_difference() -> None:
@@ -100,8 +102,8 @@ def test_tensor_scales_may_be_two_roundings_apart(bits: int, agrees: bool, seed:
     twin = quantise(reference, NVFP4)
     assert twin.tensor_scale is not None
     moved = (twin.tensor_scale.view(torch.int32) + bits).view(torch.float32)
-    found = compare_parts(replace(twin, tensor_scale=moved), twin, reference)
-    assert (found == ()) is agrees
+    differences = compare_parts(replace(twin, tensor_scale=moved), twin, reference)
+    assert (differences == ()) is agrees
 
 
 def test_a_difference_says_where_and_how_much(seed: int) -> None:
@@ -110,10 +112,10 @@ def test_a_difference_says_where_and_how_much(seed: int) -> None:
     scales = twin.block_scale.clone()
     scales[3, 1] ^= 0x08
     scales[5, 2] ^= 0x7F
-    (found,) = compare_parts(replace(twin, block_scale=scales), twin, reference)
-    assert found.part is TensorPart.BLOCK_SCALE
-    assert found.rows.nonzero().flatten().tolist() == [3, 5]
-    assert found.sentence.startswith(
+    (difference,) = compare_parts(replace(twin, block_scale=scales), twin, reference)
+    assert difference.part is TensorPart.BLOCK_SCALE
+    assert difference.rows.nonzero().flatten().tolist() == [3, 5]
+    assert difference.sentence.startswith(
         "2 of 32 block scales differ, in rows 2 between 3 and 5; first at [3, 1]: 0x"
     )
 
@@ -127,12 +129,12 @@ def test_float_scales_and_unpacked_codes_are_compared_as_well(seed: int) -> None
         codes[129, 7] ^= 0x80 if int(codes[129, 7]) & 0x7F else 0x30
         scales = twin.block_scale.clone()
         scales[1, 1] = 100
-        found = compare_parts(replace(twin, codes=codes, block_scale=scales), twin, reference)
-        assert [difference.part for difference in found] == [
+        differences = compare_parts(replace(twin, codes=codes, block_scale=scales), twin, reference)
+        assert [difference.part for difference in differences] == [
             TensorPart.CODES,
             TensorPart.BLOCK_SCALE,
         ]
-        rows = found[1].rows.nonzero().flatten().tolist()
+        rows = differences[1].rows.nonzero().flatten().tolist()
         assert rows == ([128, 129] if fmt is FP8_128X128_F32 else [1])
 
 
@@ -201,7 +203,7 @@ def test_healthy_tensors_raise_no_alarm(number: int, seed: int) -> None:
             tensor = tensor.with_direction(ScaleDirection.ENCODE)
         diagnosis = diagnose(weight, tensor)
         assert diagnosis.verdict is Verdict.AGREES, (dialect.name, diagnosis.sentence)
-        assert diagnosis.found == diagnosis.floor
+        assert diagnosis.closeness == diagnosis.floor
 
 
 @pytest.mark.parametrize("fmt", BLOCK_FORMATS.values(), ids=lambda fmt: fmt.name)
@@ -356,7 +358,7 @@ def test_a_healthy_tensor_is_compared_with_the_error_of_the_format(seed: int) ->
         "Every code and scale is what canonical writes for this weight in NVFP4."
     )
     assert 0.05 < diagnosis.floor.relative_l2 < 0.15
-    assert diagnosis.found.cosine > 0.98
+    assert diagnosis.closeness.cosine > 0.98
 
 
 def test_a_source_of_another_shape_is_refused(seed: int) -> None:

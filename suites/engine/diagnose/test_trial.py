@@ -132,20 +132,20 @@ def test_gains_of_rows_or_columns_are_taken_out() -> None:
 
 def test_a_healthy_candidate_is_within_and_a_changed_one_is_not() -> None:
     model = double("v4", "nvfp4-full")
-    scene, sight = model.naming(PLACE), model.sights(PLACE, None)[0]
-    nothing = make(scene, sight, FaultVariant("nothing", lambda call: call))
+    context, record = model.naming(PLACE), model.sights(PLACE, None)[0]
+    nothing = make(context, record, FaultVariant("nothing", lambda call: call))
     assert nothing is not None
-    found = proof(scene, sight, nothing)
-    assert found.ratio <= 0.7
-    assert found.within == 1
+    fit = proof(context, record, nothing)
+    assert fit.ratio <= 0.7
+    assert fit.within == 1
     double_way = FaultVariant(
         "doubled", with_outputs(lambda _i, outputs: {"out": outputs["out"] * 1.05})
     )
-    wrong = make(scene, sight, double_way)
+    wrong = make(context, record, double_way)
     assert wrong is not None
-    found = proof(scene, sight, wrong)
-    assert found.ratio > 1
-    assert found.within < 0.5
+    fit = proof(context, record, wrong)
+    assert fit.ratio > 1
+    assert fit.within < 0.5
     assert wrong.stretch["out"] == pytest.approx(1.05, rel=1e-3)
 
 
@@ -157,16 +157,20 @@ def test_of_what_is_stored_on_the_way_few_roundings_may_be_others(
 ) -> None:
     both = double("v4", "nvfp4-full")
     name = "layers.1.attn.kv_norm_rope"
-    scene = both.naming(name)
-    way = next(each for each in MODEL_FAULTS["M24.epsilon"].ways(scene) if "0.1" in each.words)
-    sight = both.sights(name, way, 1)[0]
-    plain = sight.outputs["out"].flatten().view(torch.int16).clone()
+    context = both.naming(name)
+    variant = next(
+        fault_variant
+        for fault_variant in MODEL_FAULTS["M24.epsilon"].variants(context)
+        if "0.1" in fault_variant.words
+    )
+    record = both.sights(name, variant, 1)[0]
+    plain = record.outputs["out"].flatten().view(torch.int16).clone()
     plain[::every] += spacings  # codes of BF16: neighbours of each other
-    moved = plain.view(torch.bfloat16).reshape(sight.outputs["out"].shape)
-    changed = replace(sight, outputs={"out": moved})
-    made = make(scene, changed, way)
-    assert made is not None
-    assert (proof(scene, changed, made).ratio <= HEADROOM) is within
+    moved = plain.view(torch.bfloat16).reshape(record.outputs["out"].shape)
+    changed = replace(record, outputs={"out": moved})
+    variant_outputs = make(context, changed, variant)
+    assert variant_outputs is not None
+    assert (proof(context, changed, variant_outputs).ratio <= HEADROOM) is within
 
 
 def test_a_way_that_cannot_be_made_makes_nothing() -> None:
@@ -175,37 +179,37 @@ def test_a_way_that_cannot_be_made_makes_nothing() -> None:
     def broken(_inputs: object, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {"out": outputs["out"] @ outputs["out"][:3]}
 
-    way = FaultVariant("broken", with_outputs(broken))
-    assert make(model.naming(PLACE), model.sights(PLACE, None)[0], way) is None
+    variant = FaultVariant("broken", with_outputs(broken))
+    assert make(model.naming(PLACE), model.sights(PLACE, None)[0], variant) is None
 
 
 @pytest.mark.parametrize(("share", "within"), [(CODES_UNLIKE / 2, True), (0.05, False)])
 def test_codes_may_differ_as_producers_of_one_dialect_do(share: float, within: bool) -> None:
     model = double("v4", "nvfp4-full")
     place = f"{PLACE}.act_quant"
-    scene, sight = model.naming(place), model.sights(place, None)[0]
-    codes = sight.outputs["codes"].flatten().clone()
+    context, record = model.naming(place), model.sights(place, None)[0]
+    codes = record.outputs["codes"].flatten().clone()
     codes[: math.ceil(share * codes.numel())] ^= 1
-    made = make(scene, sight, FaultVariant("nothing", lambda call: call))
-    assert made is not None
-    sight.outputs["codes"] = codes.reshape(sight.outputs["codes"].shape)  # type: ignore[index]
-    assert (proof(scene, sight, made).ratio <= 0.7) is within
+    variant_outputs = make(context, record, FaultVariant("nothing", lambda call: call))
+    assert variant_outputs is not None
+    record.outputs["codes"] = codes.reshape(record.outputs["codes"].shape)  # type: ignore[index]
+    assert (proof(context, record, variant_outputs).ratio <= 0.7) is within
 
 
 def test_weights_of_a_router_are_held_against_what_the_way_made() -> None:
     """A factor that is left out and weights that are made to add up to 1 are the same numbers."""
     stage = small_stage()
-    scene, inputs = stage.scene(TOPK), stage.healthy.inputs(stage.first(TOPK))
+    context, inputs = stage.context(TOPK), stage.healthy.inputs(stage.first(TOPK))
     known = stage.healthy.outputs(stage.first(TOPK))
     shares = known["weights"] / known["weights"].sum(-1, keepdim=True)
-    sight = CallRecord(inputs, {**known, "weights": shares}, known)
-    (way,) = MODEL_FAULTS["M27.left_out"].ways(scene)
-    made = make(scene, sight, way)
-    assert made is not None
-    assert not torch.equal(made.outputs["weights"], shares), "else nothing is asked"
-    assert proof(scene, sight, made).ratio <= 0.7
+    record = CallRecord(inputs, {**known, "weights": shares}, known)
+    (variant,) = MODEL_FAULTS["M27.left_out"].variants(context)
+    variant_outputs = make(context, record, variant)
+    assert variant_outputs is not None
+    assert not torch.equal(variant_outputs.outputs["weights"], shares), "else nothing is asked"
+    assert proof(context, record, variant_outputs).ratio <= 0.7
     spoilt = CallRecord(inputs, {**known, "weights": shares * (1 + 1e-4)}, known)
-    assert proof(scene, spoilt, made).ratio > 1
+    assert proof(context, spoilt, variant_outputs).ratio > 1
 
 
 @pytest.mark.parametrize("place", [PLACE, "layers.1.attn.attend", "layers.1.ffn.experts.w2"])
@@ -213,26 +217,29 @@ def test_weights_of_a_router_are_held_against_what_the_way_made() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_no_fault_fits_a_number_to_what_is_none(place: str, side: str, value: float) -> None:
     model = double("v4", "nvfp4-full")
-    (sight,) = model.sights(place, None, calls=1)
-    out = (sight.outputs if side == "outputs" else sight.expected)["out"].clone()
+    (record,) = model.sights(place, None, calls=1)
+    out = (record.outputs if side == "outputs" else record.expected)["out"].clone()
     out[0] = value
-    scene, made = model.naming(place), {"out": out}
-    odd = replace(sight, outputs=made) if side == "outputs" else replace(sight, expected=made)
+    context, made = model.naming(place), {"out": out}
+    odd = replace(record, outputs=made) if side == "outputs" else replace(record, expected=made)
     for fault in MODEL_FAULTS.values():
-        if fault.sits(scene) and not fault.per_call:
-            for way in islice(proposed(fault, scene, odd), 24):
-                numbers = [each for each in way.where.values() if isinstance(each, float)]
+        if fault.applies_to(context) and not fault.per_call:
+            for variant in islice(proposed(fault, context, odd), 24):
+                numbers = [each for each in variant.where.values() if isinstance(each, float)]
                 assert all(map(math.isfinite, numbers))
 
 
 def test_a_choice_may_be_held_in_int32() -> None:
     model = double("v4", "nvfp4-full")
-    (sight,) = model.sights(TOPK, None, calls=1)
-    narrow = {name: each.int() if name == "experts" else each for name, each in
-              sight.outputs.items()}  # fmt: skip
-    made = make(model.naming(TOPK), replace(sight, outputs=narrow), NOTHING)
-    assert made is not None
-    assert proof(model.naming(TOPK), replace(sight, outputs=narrow), made).ratio <= HEADROOM
+    (record,) = model.sights(TOPK, None, calls=1)
+    narrow = {name: output.int() if name == "experts" else output for name, output in
+              record.outputs.items()}  # fmt: skip
+    variant_outputs = make(model.naming(TOPK), replace(record, outputs=narrow), NOTHING)
+    assert variant_outputs is not None
+    assert (
+        proof(model.naming(TOPK), replace(record, outputs=narrow), variant_outputs).ratio
+        <= HEADROOM
+    )
 
 
 def test_the_window_holds_the_rows_that_differ() -> None:
@@ -243,21 +250,21 @@ def test_the_window_holds_the_rows_that_differ() -> None:
         made[100:110] *= 2
         return {"out": made}
 
-    sight = model.sights(PLACE, FaultVariant("late", with_outputs(late)))[0]
-    sample = sampled(model.naming(PLACE), sight)
+    record = model.sights(PLACE, FaultVariant("late", with_outputs(late)))[0]
+    sample = sampled(model.naming(PLACE), record)
     assert not sample.whole
     begin = WINDOW * (100 // WINDOW)
-    assert torch.equal(sample.sight.outputs["out"], sight.outputs["out"][begin : begin + WINDOW])
-    assert sample.sight.inputs["codes"].shape[0] == WINDOW
-    assert sample.sight.inputs["tensor_scale"].ndim == 0
+    assert torch.equal(sample.record.outputs["out"], record.outputs["out"][begin : begin + WINDOW])
+    assert sample.record.inputs["codes"].shape[0] == WINDOW
+    assert sample.record.inputs["tensor_scale"].ndim == 0
     assert sample.before(distance) > 0.01
 
 
 def test_calls_with_sequences_are_not_cut() -> None:
     model = double("v4", "nvfp4-full")
     place = "layers.1.attn.compressor.pool"
-    sight = model.sights(place, None)[0]
-    assert sampled(model.naming(place), sight).sight is sight
+    record = model.sights(place, None)[0]
+    assert sampled(model.naming(place), record).record is record
 
 
 def test_wide_outputs_are_looked_at_in_few_columns() -> None:
@@ -269,24 +276,24 @@ def test_wide_outputs_are_looked_at_in_few_columns() -> None:
         return {"out": made}
 
     place = "layers.1.attn.wq_b"
-    sight = model.sights(place, FaultVariant("one column", with_outputs(one_column)))[0]
-    assert sight.outputs["out"].shape[1] > COLUMNS
-    sample = sampled(model.naming(place), sight)
+    record = model.sights(place, FaultVariant("one column", with_outputs(one_column)))[0]
+    assert record.outputs["out"].shape[1] > COLUMNS
+    sample = sampled(model.naming(place), record)
     assert 77 in sample.columns["out"]
     assert sample.candidate["out"].shape[1] <= COLUMNS
-    narrow = {"out": sight.outputs["out"][:, :8]}
+    narrow = {"out": record.outputs["out"][:, :8]}
     assert sample.looked_at(narrow)["out"].shape[1] == 8
 
 
 def test_decoded_inputs_give_the_same_outputs() -> None:
     model = double("v4", "nvfp4-full")
     for place in (PLACE, "layers.1.ffn.experts.w13", "layers.2.ffn.experts.w2"):
-        scene = model.naming(place)
-        sample = sampled(scene, model.sights(place, None)[0])
+        context = model.naming(place)
+        sample = sampled(context, model.sights(place, None)[0])
         assert sample.plain is not None
         assert "codes" not in sample.plain
-        direct = scene.call(sample.sight.inputs, scene.weights)["out"]
-        assert torch.equal(scene.call(sample.plain, scene.weights)["out"], direct)
+        direct = context.call(sample.record.inputs, context.weights)["out"]
+        assert torch.equal(context.call(sample.plain, context.weights)["out"], direct)
 
 
 def test_the_most_telling_call_is_the_one_that_is_farthest_off() -> None:
@@ -299,32 +306,34 @@ def test_the_most_telling_call_is_the_one_that_is_farthest_off() -> None:
 def test_calls_are_put_together_and_taken_apart_again() -> None:
     model = double("v4", "nvfp4-full")
     for place in (PLACE, "layers.1.ffn.experts.w13", f"{PLACE}.act_quant"):
-        sights = model.sights(place, None)
-        (joined,) = together(model.naming(place), sights)
-        assert joined.rows == tuple(len(next(iter(each.inputs.values()))) for each in sights)
-        for call, sight in zip(calls_in(joined), sights, strict=True):
-            for name, each in sight.outputs.items():
-                assert torch.equal(call.outputs[name], each)
+        records = model.sights(place, None)
+        (joined,) = together(model.naming(place), records)
+        assert joined.rows == tuple(
+            len(next(iter(call_record.inputs.values()))) for call_record in records
+        )
+        for call, record in zip(calls_in(joined), records, strict=True):
+            for name, output in record.outputs.items():
+                assert torch.equal(call.outputs[name], output)
 
 
 def test_calls_with_sequences_stay_apart() -> None:
     model = double("v4", "nvfp4-full")
     place = "layers.1.attn.compressor.pool"
-    sights = model.sights(place, None)
-    assert together(model.naming(place), sights) == sights
+    records = model.sights(place, None)
+    assert together(model.naming(place), records) == records
 
 
 def test_where_nothing_but_what_cancels_differs_it_is_looked_at() -> None:
     """A difference that is nothing beside its row is still the only one."""
     model = double("v4", "nvfp4-full")
-    sight = model.sights(PLACE, None)[0]
-    right = sight.expected["out"].float()
+    record = model.sights(PLACE, None)[0]
+    right = record.expected["out"].float()
     made = right.clone()
     made[100, 0] += float(right[100].abs().max()) * 2.0**-20
-    sight = replace(sight, expected={"out": right}, outputs={"out": made})
-    sample = sampled(model.naming(PLACE), sight)
+    record = replace(record, expected={"out": right}, outputs={"out": made})
+    sample = sampled(model.naming(PLACE), record)
     begin = WINDOW * (100 // WINDOW)
-    assert torch.equal(sample.sight.outputs["out"], made[begin : begin + WINDOW])
+    assert torch.equal(sample.record.outputs["out"], made[begin : begin + WINDOW])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -350,56 +359,58 @@ def times(factor: float, small: float = 1.0) -> FaultVariant:
     return FaultVariant(f"times {factor}", with_weights(change))
 
 
-def planted(place: str, way: FaultVariant) -> CallRecord:
-    return double("v4", "nvfp4-full").sights(place, way, calls=1)[0]
+def planted(place: str, variant: FaultVariant) -> CallRecord:
+    return double("v4", "nvfp4-full").sights(place, variant, calls=1)[0]
 
 
-def judged(place: str, sight: CallRecord, way: FaultVariant) -> VariantFit:
-    scene = double("v4", "nvfp4-full").naming(place)
-    made = make(scene, sight, way)
-    assert made is not None
-    return proof(scene, sight, made)
+def judged(place: str, record: CallRecord, variant: FaultVariant) -> VariantFit:
+    context = double("v4", "nvfp4-full").naming(place)
+    variant_outputs = make(context, record, variant)
+    assert variant_outputs is not None
+    return proof(context, record, variant_outputs)
 
 
-def altered(sight: CallRecord, row: int, column: int, factor: float) -> CallRecord:
-    out = sight.outputs["out"].clone()
+def altered(record: CallRecord, row: int, column: int, factor: float) -> CallRecord:
+    out = record.outputs["out"].clone()
     out.reshape(-1, out.shape[-1])[row, column] *= factor
-    return replace(sight, outputs={"out": out})
+    return replace(record, outputs={"out": out})
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_whose_sums_overflow_is_explained_by_the_numbers_that_remain(place: str) -> None:
-    way = times(LARGE, small=1e-39)
-    sight = planted(place, way)
-    out = sight.outputs["out"]
+    variant = times(LARGE, small=1e-39)
+    record = planted(place, variant)
+    out = record.outputs["out"]
     row, column = out.reshape(-1, out.shape[-1]).isfinite().nonzero()[0].tolist()
-    made = make(double("v4", "nvfp4-full").naming(place), sight, way)
-    assert made is not None
-    kinds = out.isfinite() != made.outputs["out"].isfinite()
-    assert kinds.any() or (out.isnan() != made.outputs["out"].isnan()).any(), (
+    variant_outputs = make(double("v4", "nvfp4-full").naming(place), record, variant)
+    assert variant_outputs is not None
+    kinds = out.isfinite() != variant_outputs.outputs["out"].isfinite()
+    assert kinds.any() or (out.isnan() != variant_outputs.outputs["out"].isnan()).any(), (
         "else nothing is asked"
     )
-    found = judged(place, sight, way)
-    assert found.ratio <= 0.7, found.worst
-    assert found.within == 1
-    assert judged(place, altered(sight, row, column, 1.1), way).ratio > 1
-    assert judged(place, sight, times(LARGE, small=1.1e-39)).ratio > 1
+    fit = judged(place, record, variant)
+    assert fit.ratio <= 0.7, fit.worst
+    assert fit.within == 1
+    assert judged(place, altered(record, row, column, 1.1), variant).ratio > 1
+    assert judged(place, record, times(LARGE, small=1.1e-39)).ratio > 1
 
 
 def test_what_is_no_number_from_the_start_has_to_be_the_same() -> None:
     place = PLACES[0]
-    way = next(MODEL_FAULTS["M04.infinite"].ways(double("v4", "nvfp4-full").planting(place)))
-    sight = planted(place, way)
-    assert judged(place, sight, way).ratio == 0
-    out = sight.outputs["out"].clone()
+    variant = next(
+        MODEL_FAULTS["M04.infinite"].variants(double("v4", "nvfp4-full").planting(place))
+    )
+    record = planted(place, variant)
+    assert judged(place, record, variant).ratio == 0
+    out = record.outputs["out"].clone()
     out[0, 0] = 1.0 if out[0, 0].isnan() else torch.nan
-    assert judged(place, replace(sight, outputs={"out": out}), way).ratio > 1
+    assert judged(place, replace(record, outputs={"out": out}), variant).ratio > 1
 
 
 def test_where_nothing_may_overflow_no_budget_is_another_one() -> None:
     model = double("v4", "nvfp4-full")
     place = PLACES[0]
-    sight = planted(place, times(1.0))
-    scene = model.naming(place)
-    call = JudgeableCall.of(scene.bound, place, sight.inputs)
-    assert beyond_float32(scene, call, sight.outputs) == {}
+    record = planted(place, times(1.0))
+    context = model.naming(place)
+    call = JudgeableCall.from_twin(context.bound, place, record.inputs)
+    assert beyond_float32(context, call, record.outputs) == {}

@@ -74,13 +74,13 @@ def test_noise_equality_and_little_data_are_no_gain(seed: int) -> None:
 @pytest.mark.parametrize("gain", [0.74713, 1.123456e7, -3.3e-5])
 def test_a_gain_is_as_sharp_as_the_roundings_it_makes(gain: float) -> None:
     model, place = double("v4", "nvfp4-full"), "layers.1.attn.wq_a"
-    sight = model.sights(place, planted_gain(model.planting(place), "", gain), calls=1)[0]
-    rough = fitted(sight.outputs["out"], sight.expected["out"])
+    record = model.sights(place, planted_gain(model.planting(place), "", gain), calls=1)[0]
+    rough = fitted(record.outputs["out"], record.expected["out"])
     assert rough is not None
-    sharp = sharpened(model.naming(place), sight, rough)
+    sharp = sharpened(model.naming(place), record, rough)
     assert abs(sharp / gain - 1) < 2e-6
     assert abs(sharp / gain - 1) < abs(rough / gain - 1)
-    assert sharpened(model.naming(place), sight, 2 * rough) == 2 * rough, "it is another one"
+    assert sharpened(model.naming(place), record, 2 * rough) == 2 * rough, "it is another one"
 
 
 def test_intervals_share_what_most_of_them_hold() -> None:
@@ -116,21 +116,21 @@ def test_gains_near_one_and_below_zero_are_named_for_what_they_are(gain: float, 
 
 
 def test_a_gain_sits_where_it_is_put() -> None:
-    way = gain_variant("x", 2.0, lambda _inputs, out: (torch.arange(4) == 1).expand(out.shape))
-    out = way.apply(lambda inputs, _weights: {"out": inputs["x"]})({"x": torch.ones(2, 4)}, {})
+    variant = gain_variant("x", 2.0, lambda _inputs, out: (torch.arange(4) == 1).expand(out.shape))
+    out = variant.apply(lambda inputs, _weights: {"out": inputs["x"]})({"x": torch.ones(2, 4)}, {})
     assert torch.equal(out["out"], torch.tensor([[1.0, 2.0, 1.0, 1.0]] * 2))
 
 
 def test_in_front_of_the_rounding_it_rounds_once() -> None:
     """A power of two is the same on both sides; 0.97 is not."""
-    scene = run("v4").scene("layers.1.attn.wo_b", twin=True)
+    context = run("v4").scene("layers.1.attn.wo_b", twin=True)
     seen = run("v4").calls["layers.1.attn.wo_b"][0]
-    assert len(list(both_gains(scene, "x", 2.0))) == 1
+    assert len(list(both_gains(context, "x", 2.0))) == 1
     early, late = (
-        way.apply(scene.call)(seen.inputs, scene.weights)["out"]
-        for way in both_gains(scene, "x", 0.97)
+        variant.apply(context.call)(seen.inputs, context.weights)["out"]
+        for variant in both_gains(context, "x", 0.97)
     )
-    exact = 0.97 * scene.call(seen.inputs, scene.weights)["out"].double()
+    exact = 0.97 * context.call(seen.inputs, context.weights)["out"].double()
     share = float((early != late).double().mean())
     assert 0.05 < share < 0.6
     assert float((late.double() - exact).abs().max()) <= float((0.004 * exact.abs()).max())
@@ -146,13 +146,13 @@ FAMILIES = ("v4", "v32")
 
 def named(family: str, gain: float, head: int | None, side: RoundingSide) -> list[str]:
     model = double(family, "nvfp4-full")
-    scene = model.planting(NAME)
+    context = model.planting(NAME)
     if head is None:
-        way = next(both_gains(scene, "a gain", gain, sides=(side,)))
+        variant = next(both_gains(context, "a gain", gain, sides=(side,)))
     else:
-        way = next(head_variants(scene, head, gain, (side,)))
-    found = diagnose(model.naming(NAME), model.sights(NAME, way))
-    return [each.id for each in found.named[:1]]
+        variant = next(head_variants(context, head, gain, (side,)))
+    found = diagnose(model.naming(NAME), model.sights(NAME, variant))
+    return [fault.id for fault in found.named[:1]]
 
 
 @pytest.mark.parametrize("side", RoundingSide)
@@ -175,10 +175,10 @@ def test_gains_of_all_heads_and_of_one_are_named(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_gain_after_the_rounding_is_sharp_there_only(family: str) -> None:
     model = double(family, "nvfp4-full")
-    (way,) = both_gains(model.planting(NAME), "a gain", 1.003, sides=(RoundingSide.BEHIND,))
-    sight = model.sights(NAME, way, calls=1)[0]
+    (variant,) = both_gains(model.planting(NAME), "a gain", 1.003, sides=(RoundingSide.BEHIND,))
+    record = model.sights(NAME, variant, calls=1)[0]
     front, behind = (
-        sharpened(model.naming(NAME), sight, 1.003, side=side) - 1.003 for side in RoundingSide
+        sharpened(model.naming(NAME), record, 1.003, side=side) - 1.003 for side in RoundingSide
     )
     assert abs(behind) < 2e-5
     assert abs(front) > 5e-4
@@ -202,10 +202,10 @@ def _marks(seed: int) -> tuple[pytest.MarkDecorator, ...]:
     [pytest.param(each, marks=_marks(each)) for each in (*range(48), 235)],
 )
 def test_a_gain_is_named_where_a_legal_kernels_roundings_are_larger(seed: int) -> None:
-    found = case(seed)
-    assert found.outcome in ("ok", "not found"), found.detail
+    result = case(seed)
+    assert result.outcome in ("ok", "not found"), result.detail
     if seed == KERNEL:
-        assert found.outcome == "ok", "it is found"
+        assert result.outcome == "ok", "it is found"
 
 
 @pytest.mark.parametrize("family", ["v4", pytest.param("v32", marks=pytest.mark.slow)])
@@ -227,10 +227,10 @@ def test_a_gain_of_every_second_token_is_no_gain_of_all(family: str) -> None:
 def test_without_its_outputs_rounding_attention_still_stores_on_its_way() -> None:
     """A gain in front of the last rounding changes none of the earlier ones."""
     model = double("v32", "nvfp4-full")
-    scene, seen = model.naming(NAME), model.calls[NAME][0]
-    stored = scene.call(seen, scene.weights)["out"]
+    context, seen = model.naming(NAME), model.calls[NAME][0]
+    stored = context.call(seen, context.weights)["out"]
     fine, bare = (
-        model_faults.with_facts(scene, change)(scene.call)(seen, scene.weights)["out"]
+        model_faults.with_facts(context, change)(context.call)(seen, context.weights)["out"]
         for change in (model_faults.unrounded_output, model_faults.unrounded)
     )
     assert fine.dtype is torch.float64
@@ -252,8 +252,8 @@ UNEQUAL = replace(V3_2, yarn=replace(V3_2.yarn, mscale=1.0, mscale_all_dim=0.5))
     ids=["v32", "unequal", "bare", "v4"],
 )
 def test_a_factor_is_left_out_or_added_as_the_model_has_it(config: Config, words: str) -> None:
-    scene: Any = SimpleNamespace(bound=SimpleNamespace(config=config))
-    named = dict(_named(scene))
+    context: Any = SimpleNamespace(bound=SimpleNamespace(config=config))
+    named = dict(_named(context))
     square = mscale_squared(config)
     assert named[f"logits {words} YaRN's mscale squared"] == pytest.approx(
         1 / square if words == "without" else square
@@ -270,13 +270,19 @@ def test_a_factor_is_left_out_or_added_as_the_model_has_it(config: Config, words
 @pytest.mark.parametrize("role", ["attn.q_norm", "attn.norm", "attn.kv_norm_rope"])
 def test_an_epsilon_is_fitted(role: str, epsilon: float) -> None:
     made, fault, name = run("v4"), MODEL_FAULTS["M24.epsilon"], f"layers.1.{role}"
-    way = epsilon_variant(made.scene(name, twin=False), epsilon)
+    variant = epsilon_variant(made.scene(name, twin=False), epsilon)
     twin = made.scene(name, twin=True)
     with torch.inference_mode():
-        sight = sights(fault, made, name, way, slice(0, 1))[0]
-        fitted = [each for each in fault.signature(twin, sight) if "epsilon" in each.where]
-        assert any(reproduces(twin, each, sight) for each in fitted)
-    nearest = min(abs(float(each.where["epsilon"]) / epsilon - 1) for each in fitted)
+        record = sights(fault, made, name, variant, slice(0, 1))[0]
+        fitted = [
+            fault_variant
+            for fault_variant in fault.signature(twin, record)
+            if "epsilon" in fault_variant.where
+        ]
+        assert any(reproduces(twin, fault_variant, record) for fault_variant in fitted)
+    nearest = min(
+        abs(float(fault_variant.where["epsilon"]) / epsilon - 1) for fault_variant in fitted
+    )
     assert nearest < 2e-3
 
 
@@ -288,22 +294,25 @@ def test_an_epsilon_is_fitted(role: str, epsilon: float) -> None:
 @pytest.mark.parametrize("name", STRENGTHS)
 def test_a_dial_is_its_fault_at_a_strength(name: str, family: str) -> None:
     made, fault = run(family), MODEL_FAULTS[name]
-    scene = made.scene(made.sitting(fault)[0], twin=False)
+    context = made.scene(made.sitting(fault)[0], twin=False)
     lengths = []
     with torch.inference_mode():
         for strength in (0.0, 0.02, 0.2):
-            way = STRENGTHS[name](scene, strength)
-            assert way is not None
-            (sight,) = sights(fault, made, scene.name, way, slice(0, 1))
-            plain = scene.call(sight.inputs, scene.weights)
+            variant = STRENGTHS[name](context, strength)
+            assert variant is not None
+            (record,) = sights(fault, made, context.name, variant, slice(0, 1))
+            plain = context.call(record.inputs, context.weights)
             gaps = [
-                (sight.outputs[n].double() - each.double()).norm()
-                for n, each in plain.items()
-                if each.dtype.itemsize > 1
+                (record.outputs[n].double() - tensor.double()).norm()
+                for n, tensor in plain.items()
+                if tensor.dtype.itemsize > 1
             ]
             lengths.append(float(sum(gaps)))
-        twin = made.scene(scene.name, twin=True)
-        explained = [reproduces(twin, each, sight) for each in fault.signature(twin, sight)]
+        twin = made.scene(context.name, twin=True)
+        explained = [
+            reproduces(twin, fault_variant, record)
+            for fault_variant in fault.signature(twin, record)
+        ]
     assert lengths[0] <= lengths[1] <= lengths[2], lengths
     assert lengths[2] > lengths[0]
     assert any(explained), "its own signature does not know it"

@@ -41,7 +41,7 @@ WEIGHTS = {"a": Weight(value=torch.full((4,), 2.0)), "b": Weight(value=torch.one
 
 
 def call(inputs: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
-    total = sum(each.values(torch.float32) for each in weights.values())
+    total = sum(weight.values(torch.float32) for weight in weights.values())
     return {"out": inputs["x"] * total}
 
 
@@ -70,8 +70,10 @@ def test_inputs_and_outputs_are_changed_on_their_way() -> None:
 
 
 def test_an_edge_states_what_its_consumer_receives() -> None:
-    way = FaultVariant("zeros in place of x", with_inputs(lambda inputs: {"x": 0 * inputs["x"]}))
-    assert torch.equal(way.passed_on({"x": X}, WEIGHTS)["x"], 0 * X)
+    variant = FaultVariant(
+        "zeros in place of x", with_inputs(lambda inputs: {"x": 0 * inputs["x"]})
+    )
+    assert torch.equal(variant.passed_on({"x": X}, WEIGHTS)["x"], 0 * X)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -82,56 +84,56 @@ NAME = "layers.1.ffn.shared.act"
 
 def test_other_facts_run_the_same_function() -> None:
     made = run("v4")
-    scene, seen = made.scene(NAME, twin=True), made.calls[NAME][0]
-    assert model_faults.facts_at(scene).shared_limit == 0.5
-    opened = model_faults.with_facts(scene, partial(model_faults.with_config, swiglu_limit=0.0))
-    call = opened(scene.call)
+    context, seen = made.scene(NAME, twin=True), made.calls[NAME][0]
+    assert model_faults.facts_at(context).shared_limit == 0.5
+    opened = model_faults.with_facts(context, partial(model_faults.with_config, swiglu_limit=0.0))
+    call = opened(context.call)
     facts = model_faults.facts_of(call)
     assert facts is not None
     assert facts.shared_limit is None
-    assert not torch.equal(call(seen.inputs, {})["out"], scene.call(seen.inputs, {})["out"])
-    assert model_faults.facts_at(scene).shared_limit == 0.5
+    assert not torch.equal(call(seen.inputs, {})["out"], context.call(seen.inputs, {})["out"])
+    assert model_faults.facts_at(context).shared_limit == 0.5
 
 
 def test_the_facts_are_those_of_the_call_that_is_wrapped() -> None:
     """The candidate's arithmetic stays the candidate's, the twin's the twin's."""
     made = run("v4")
-    scene, candidate = made.scene(NAME, twin=True), made.scene(NAME, twin=False)
-    call = model_faults.with_facts(scene, lambda facts: facts)(candidate.call)
+    context, candidate = made.scene(NAME, twin=True), made.scene(NAME, twin=False)
+    call = model_faults.with_facts(context, lambda facts: facts)(candidate.call)
     found = model_faults.facts_of(call)
     assert found is not None
     assert found.numerics == model_faults.facts_at(candidate).numerics
-    assert found.numerics != model_faults.facts_at(scene).numerics
+    assert found.numerics != model_faults.facts_at(context).numerics
 
 
 def test_a_call_without_facts_falls_to_the_scenes_own() -> None:
-    scene = run("v4").scene(NAME, twin=True)
+    context = run("v4").scene(NAME, twin=True)
 
     def kernel(inputs: Mapping[str, Any], weights: Mapping[str, Any]) -> Mapping[str, Any]:
         del weights
         return inputs
 
     assert model_faults.facts_of(kernel) is None
-    call = model_faults.with_facts(scene, lambda facts: facts)(kernel)
-    assert model_faults.facts_of(call) == model_faults.facts_at(scene)
+    call = model_faults.with_facts(context, lambda facts: facts)(kernel)
+    assert model_faults.facts_of(call) == model_faults.facts_at(context)
 
 
 def test_unrounded_outputs_round_to_the_stored_ones() -> None:
     made = run("v4")
     name = "layers.1.attn.wo_b"
-    scene, seen = made.scene(name, twin=True), made.calls[name][-1]
-    fine = model_faults.with_facts(scene, model_faults.unrounded)(scene.call)
-    exact = fine(seen.inputs, scene.weights)["out"]
+    context, seen = made.scene(name, twin=True), made.calls[name][-1]
+    fine = model_faults.with_facts(context, model_faults.unrounded)(context.call)
+    exact = fine(seen.inputs, context.weights)["out"]
     assert exact.dtype is torch.float64
-    stored = scene.call(seen.inputs, scene.weights)["out"]
+    stored = context.call(seen.inputs, context.weights)["out"]
     assert torch.equal(exact.to(stored.dtype), stored)
     assert not torch.equal(exact, stored.double())
 
 
 def test_another_epsilon_reaches_norms_that_have_their_own() -> None:
-    scene = run("v32").scene("layers.1.attn.q_norm", twin=True)
+    context = run("v32").scene("layers.1.attn.q_norm", twin=True)
     for own in (None, 1e-6):
-        facts = model_faults.with_switches(model_faults.facts_at(scene), latent_norm_epsilon=own)
+        facts = model_faults.with_switches(model_faults.facts_at(context), latent_norm_epsilon=own)
         changed = model_faults.with_epsilon(0.25, facts)
         roles = ("attn.q_norm", "attn.kv_norm", "attn.norm")
         assert {changed.norm_epsilon(role) for role in roles} == {0.25}
@@ -145,9 +147,9 @@ SWIGLU = "layers.1.ffn.experts.act_quant"
 @pytest.mark.parametrize("place", [*MAKERS, SWIGLU])
 def test_quantising_again_by_the_same_rules_changes_next_to_nothing(place: str) -> None:
     model = double("v4", "nvfp4-full")
-    scene, inputs = model.planting(place), model.calls[place][0]
-    outputs = scene.call(inputs, scene.weights)
-    again = requantised(scene, inputs, dict(outputs))
+    context, inputs = model.planting(place), model.calls[place][0]
+    outputs = context.call(inputs, context.weights)
+    again = requantised(context, inputs, dict(outputs))
     assert again["codes"].shape == outputs["codes"].shape
     assert float((again["codes"] != outputs["codes"]).double().mean()) < 0.005
 
@@ -164,16 +166,16 @@ def test_formats_follow_the_recipe() -> None:
 
 def test_what_swiglu_makes_is_what_is_quantised() -> None:
     model = double("v4", "nvfp4-full")
-    scene, inputs = model.planting(SWIGLU), model.calls[SWIGLU][0]
-    assert numbers(scene, inputs).shape[-1] * 2 == inputs["x"].shape[-1]
+    context, inputs = model.planting(SWIGLU), model.calls[SWIGLU][0]
+    assert numbers(context, inputs).shape[-1] * 2 == inputs["x"].shape[-1]
 
 
 def test_half_of_the_columns_stays_right() -> None:
     model = double("v4", "nvfp4-full")
-    scene, inputs = model.planting(MAKERS[0]), model.calls[MAKERS[0]][0]
-    right = scene.call(inputs, scene.weights)
-    _, half = MODEL_FAULTS["M09.truncated"].ways(scene)
-    made = half.apply(scene.call)(inputs, scene.weights)
+    context, inputs = model.planting(MAKERS[0]), model.calls[MAKERS[0]][0]
+    right = context.call(inputs, context.weights)
+    _, half = MODEL_FAULTS["M09.truncated"].variants(context)
+    made = half.apply(context.call)(inputs, context.weights)
     middle = right["codes"].shape[-1] // 2
     assert torch.equal(made["codes"][:, :middle], right["codes"][:, :middle])
     assert not torch.equal(made["codes"][:, middle:], right["codes"][:, middle:])
@@ -183,12 +185,12 @@ def test_half_of_the_columns_stays_right() -> None:
 def test_a_linear_that_is_handed_numbers_reads_no_codes_wrongly(name: str) -> None:
     """The official source multiplies wo_a by numbers, whatever the recipe keeps it in."""
     model, place = double("v4", "nvfp4-experts"), "layers.1.attn.wo_a"
-    scene, inputs = model.planting(place), model.calls[place][0]
-    assert MODEL_FAULTS[name].sits(scene)
+    context, inputs = model.planting(place), model.calls[place][0]
+    assert MODEL_FAULTS[name].applies_to(context)
     assert "codes" not in inputs
-    way = next(MODEL_FAULTS[name].ways(scene))
-    right = scene.call(inputs, scene.weights)
-    assert torch.equal(way.apply(scene.call)(inputs, scene.weights)["out"], right["out"])
+    variant = next(MODEL_FAULTS[name].variants(context))
+    right = context.call(inputs, context.weights)
+    assert torch.equal(variant.apply(context.call)(inputs, context.weights)["out"], right["out"])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -198,9 +200,12 @@ SAME = {"unread_scales"}  # nothing changes at all; others move some number
 
 
 def seen_with(
-    scene: ComponentContext, twin: ComponentContext, way: FaultVariant, inputs: Mapping[str, Tensor]
+    context: ComponentContext,
+    twin: ComponentContext,
+    variant: FaultVariant,
+    inputs: Mapping[str, Tensor],
 ) -> CallRecord:
-    outputs = way.apply(scene.call)(inputs, scene.weights)
+    outputs = variant.apply(context.call)(inputs, context.weights)
     return CallRecord(inputs, outputs, twin.call(inputs, twin.weights))
 
 
@@ -210,26 +215,26 @@ def test_a_control_is_within_every_budget(control: Control, family: str) -> None
     made, moved, places = run(family), False, set()
     with torch.inference_mode():
         for name, calls in made.calls.items():
-            scene, twin = made.scene(name, twin=False), made.scene(name, twin=True)
-            if not control.sits(scene) or scene.role in places:
+            context, twin = made.scene(name, twin=False), made.scene(name, twin=True)
+            if not control.applies_to(context) or context.role in places:
                 continue
-            places.add(scene.role)
-            for way in control.ways(scene):
+            places.add(context.role)
+            for variant in control.variants(context):
                 for seen in (calls[0], calls[-1]):
-                    sight = seen_with(scene, twin, way, seen.inputs)
-                    assert not has_effect(twin, sight), f"{name}: {way.words}"
-                    moved |= any(not same(seen.outputs[n], x) for n, x in sight.outputs.items())
+                    record = seen_with(context, twin, variant, seen.inputs)
+                    assert not has_effect(twin, record), f"{name}: {variant.words}"
+                    moved |= any(not same(seen.outputs[n], x) for n, x in record.outputs.items())
     assert places or family == "v32"
     assert moved == (control.id not in SAME) or not places, "a control that changes nothing"
 
 
-def logits_with(ways: Mapping[str, FaultVariant]) -> Tensor:
+def logits_with(variants: Mapping[str, FaultVariant]) -> Tensor:
     """A prompt and a token in float64, with ways in front of some components."""
     made = run("v4")
     weights = made.twin.weights
     bound = BoundModel(V4, Numerics.definition(), weights)
-    for name, way in ways.items():
-        bound.calls[name] = way.apply(bound.calls[name])
+    for name, variant in variants.items():
+        bound.calls[name] = variant.apply(bound.calls[name])
     sequence, model = Sequence(), ModelV4(bound, V4)
     with torch.inference_mode():
         model.forward([sequence], [torch.arange(30) % 50])
@@ -241,14 +246,14 @@ def test_a_shift_in_a_layer_of_windows_changes_nothing() -> None:
     control = next(each for each in WHOLE_RUN_CONTROLS if each.id == "window_shift")
     made = run("v4")
     scenes = [made.scene(name, twin=True) for name in made.calls]
-    sliding = [scene for scene in scenes if control.sits(scene)]
-    assert {scene.role for scene in sliding} == {
+    sliding = [context for context in scenes if control.applies_to(context)]
+    assert {context.role for context in sliding} == {
         "attn.q_head_norm_rope", "attn.kv_norm_rope", "attn.inverse_rope",
     }  # fmt: skip
-    ways = {scene.name: next(control.ways(scene)) for scene in sliding}
+    variants = {context.name: next(control.variants(context)) for context in sliding}
     plain = logits_with({})
-    assert float((logits_with(ways) - plain).abs().max()) < 1e-9
-    moved = {name.replace("layers.0", "layers.1"): way for name, way in ways.items()}
+    assert float((logits_with(variants) - plain).abs().max()) < 1e-9
+    moved = {name.replace("layers.0", "layers.1"): variant for name, variant in variants.items()}
     assert float((logits_with(moved) - plain).abs().max()) > 1e-6
 
 
@@ -256,10 +261,10 @@ def test_streams_that_grow_are_collapsed_like_others() -> None:
     control = next(each for each in WHOLE_RUN_CONTROLS if each.id == "growth")
     made = run("v4")
     name = "layers.1.attn.hc_pre"
-    scene, seen = made.scene(name, twin=True), made.calls[name][0]
-    (way,) = control.ways(scene)
-    own, grown = scene.call(seen.inputs, scene.weights), way.apply(scene.call)
-    made_by = grown(seen.inputs, scene.weights)
+    context, seen = made.scene(name, twin=True), made.calls[name][0]
+    (variant,) = control.variants(context)
+    own, grown = context.call(seen.inputs, context.weights), variant.apply(context.call)
+    made_by = grown(seen.inputs, context.weights)
     assert torch.allclose(made_by["out"].double(), own["out"].double() * 2, rtol=1e-2, atol=1e-3)
     assert torch.allclose(made_by["mix"].double(), own["mix"].double(), rtol=1e-3, atol=1e-4)
 

@@ -82,10 +82,10 @@ def test_a_box_grows_to_tiles(seed: int) -> None:
     spoilt[5:7, 33:40] += 9
     mask = differing(CallRecord({}, {"out": spoilt}, {"out": x}))
     assert mask is not None
-    found = box(mask)
-    assert found == Region((5, 7), (33, 40))
-    assert grown(found, (32, 16), (40, 64)) == Region((0, 32), (32, 48))
-    assert grown(found, (128, 128), (40, 64)) == Region((0, 40), (0, 64))
+    region = box(mask)
+    assert region == Region((5, 7), (33, 40))
+    assert grown(region, (32, 16), (40, 64)) == Region((0, 32), (32, 48))
+    assert grown(region, (128, 128), (40, 64)) == Region((0, 40), (0, 64))
     assert differing(CallRecord({}, {"out": x}, {"out": x})) is None
     assert differing(CallRecord({}, {"out": x[:3]}, {"out": x})) is None
 
@@ -125,9 +125,9 @@ def test_places_to_plant_are_distinguished() -> None:
 
 def test_components_without_weights_have_no_place() -> None:
     model = double("v4", "nvfp4-full")
-    scene = model.planting("layers.1.ffn.moe_sum")
-    assert plantable(scene) == ()
-    assert suggested(scene, model.sights(scene.name, None)[0]) == ()
+    context = model.planting("layers.1.ffn.moe_sum")
+    assert plantable(context) == ()
+    assert suggested(context, model.sights(context.name, None)[0]) == ()
 
 
 @pytest.mark.parametrize("config", [V4, V32], ids=["v4", "v32"])
@@ -136,25 +136,27 @@ def test_what_any_component_reads_has_the_name_of_a_parameter(config: Config) ->
     known = {parameter.name for parameter in parameters(config)}
     recipe, twin = recipe_named("nvfp4-full", config), bound(config, "nvfp4-full")
     for place in twin.calls:
-        scene = ComponentContext(twin, component_named(config, place, recipe), recipe)
-        assert {full_name(scene, name) for name in matrices(scene)} <= known
+        context = ComponentContext(twin, component_named(config, place, recipe), recipe)
+        assert {full_name(context, name) for name in matrices(context)} <= known
 
 
 @pytest.mark.parametrize("place", [EXPERTS, "layers.1.attn.wq_a", "layers.1.ffn.shared.w13"])
 def test_the_place_shows_in_outputs(place: str) -> None:
     """For every spot, one suggestion has the same rows and the weights that were used."""
     model = double("v4", "nvfp4-full")
-    fault, scene = MODEL_FAULTS["M06.exponent_off"], model.naming(place)
+    fault, context = MODEL_FAULTS["M06.exponent_off"], model.naming(place)
     used = set(model.calls[place][0].get("experts", torch.tensor([-1])).flatten().tolist())
-    for spot, way in zip(
-        plantable(model.planting(place)), fault.ways(model.planting(place)), strict=True
+    for spot, variant in zip(
+        plantable(model.planting(place)), fault.variants(model.planting(place)), strict=True
     ):
-        found = suggested(scene, model.sights(place, way)[0])
+        regions = suggested(context, model.sights(place, variant)[0])
         wanted = {name for name in spot.names if expert_of(name) in used}
         hits = [
-            each for each in found if set(each.names) & wanted == wanted and each.rows == spot.rows
+            region
+            for region in regions
+            if set(region.names) & wanted == wanted and region.rows == spot.rows
         ]
-        assert hits, (str(spot), [str(each) for each in found])
+        assert hits, (str(spot), [str(region) for region in regions])
 
 
 def test_neighbouring_numbers_are_no_difference() -> None:
@@ -172,10 +174,10 @@ def test_a_mild_gain_of_one_part_is_detected_against_the_other() -> None:
     """Half of the results step to a neighbour in one part, hardly one in the other."""
     model = double("v4", "nvfp4-full")
     place = "layers.1.ffn.shared.w13"
-    way = next(
-        way
-        for way in MODEL_FAULTS["M05.bf16_pair_as_float"].ways(model.planting(place))
-        if "w3" in way.words and "w1" not in way.words
+    variant = next(
+        fault_variant
+        for fault_variant in MODEL_FAULTS["M05.bf16_pair_as_float"].variants(model.planting(place))
+        if "w3" in fault_variant.words and "w1" not in fault_variant.words
     )
-    found = suggested(model.naming(place), model.sights(place, way)[0])
-    assert ("ffn.shared_experts.w3",) in {each.names for each in found}
+    regions = suggested(model.naming(place), model.sights(place, variant)[0])
+    assert ("ffn.shared_experts.w3",) in {region.names for region in regions}

@@ -73,7 +73,7 @@ def test_a_fault_that_cannot_be_is_not_made(seed: int) -> None:
 # fails here, so that a new one cannot come without a case.
 
 OF_BEHAVIOUR = tuple(
-    each for each in MODEL_FAULTS.values() if each not in OF_WEIGHTS or each.reach is Reach.EDGE
+    fault for fault in MODEL_FAULTS.values() if fault not in OF_WEIGHTS or fault.reach is Reach.EDGE
 )
 CASES = cases(OF_BEHAVIOUR)
 FEW = {"M32": 3}  # ways and places of a family; of others two show that it is known
@@ -98,7 +98,7 @@ def test_every_way_is_reproduced_at_every_role(fault: ModelFault, family: str) -
 def test_every_fault_of_every_family_has_a_case() -> None:
     """Weights' families are told by the list of diagnosing.py; all others by a place in a model."""
     planted = {fault.id for fault, _ in (each.values for each in CASES)}
-    assert planted == {each.id for each in OF_BEHAVIOUR}
-    families = {each.family for each in MODEL_FAULTS.values()}
-    assert families == {each.family for each in (*OF_WEIGHTS, *OF_BEHAVIOUR)}
-    assert len({each.family for each in OF_BEHAVIOUR}) > 15
+    assert planted == {fault.id for fault in OF_BEHAVIOUR}
+    families = {fault.family for fault in MODEL_FAULTS.values()}
+    assert families == {fault.family for fault in (*OF_WEIGHTS, *OF_BEHAVIOUR)}
+    assert len({fault.family for fault in OF_BEHAVIOUR}) > 15

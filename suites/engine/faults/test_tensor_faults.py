@@ -150,9 +150,9 @@ def test_the_gain_is_that_of_the_family(direction: ScaleDirection, seed: int) ->
         damaged = inject(tensor)
         assert damaged is not None
         assert damaged.direction is direction
-        found = PairSums.of(dequantise(damaged, torch.float64), right)
-        assert found.gain == pytest.approx(gain, rel=1e-5)
-        assert found.cosine == pytest.approx(1.0)
+        pair_sums = PairSums.of(dequantise(damaged, torch.float64), right)
+        assert pair_sums.gain == pytest.approx(gain, rel=1e-5)
+        assert pair_sums.cosine == pytest.approx(1.0)
 
 
 def test_a_format_without_tensor_scale_cannot_have_it(seed: int) -> None:
@@ -196,11 +196,11 @@ def test_another_scale_is_read_from_as_many_blocks_as_quantiles_are_taken_of(
     monkeypatch.setattr(torch.Tensor, "quantile", quantile)
     model, place = double("v4", "nvfp4-full"), "layers.1.attn.wo_b.act_quant"
     fault = MODEL_FAULTS["M02.another"]
-    way = next(iter(fault.ways(model.planting(place))))
-    (sight,) = model.sights(place, way, calls=1)
-    found = list(fault.signature(model.naming(place), sight))
-    assert found[0].where["scale"] == way.where["scale"]
-    assert sight.outputs["block_scale"].numel() > most
+    variant = next(iter(fault.variants(model.planting(place))))
+    (record,) = model.sights(place, variant, calls=1)
+    variants = list(fault.signature(model.naming(place), record))
+    assert variants[0].where["scale"] == variant.where["scale"]
+    assert record.outputs["block_scale"].numel() > most
     assert [each <= most for each in asked_of] == [True]
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def test_every_family_has_three_variants_and_words() -> None:
-    variants = Counter(each.family for each in FAULTS)
+    variants = Counter(model_fault.family for model_fault in FAULTS)
     assert set(variants) == set(OURS)
     assert min(variants.values()) >= 3
     for name, fault in MODEL_FAULTS.items():
@@ -54,18 +54,18 @@ def test_every_family_has_three_variants_and_words() -> None:
 WHOLE_RUNS = {"M12.layer_view"}
 
 
-@pytest.mark.parametrize("fault", [each.id for each in FAULTS if each.id not in WHOLE_RUNS])
+@pytest.mark.parametrize("fault", [fault.id for fault in FAULTS if fault.id not in WHOLE_RUNS])
 def test_it_sits_somewhere_and_has_an_effect(fault: str) -> None:
     """On small models, of which no weight has a small block scale."""
     silent = {"M08.subnormal", "M08.flushed", "M08.five_bits"}
     for family, recipe in (("v4", "nvfp4-full"), ("v32", "nvfp4-experts"), ("v4", "nvfp4-experts")):
         model = double(family, recipe)
         for place in model.calls:
-            scene = model.planting(place)
-            if not MODEL_FAULTS[fault].sits(scene):
+            context = model.planting(place)
+            if not MODEL_FAULTS[fault].applies_to(context):
                 continue
-            way = next(MODEL_FAULTS[fault].ways(scene))
-            if model.ratio(place, model.sights(place, way, calls=1)[0]) > 1:
+            variant = next(MODEL_FAULTS[fault].variants(context))
+            if model.ratio(place, model.sights(place, variant, calls=1)[0]) > 1:
                 return
     assert fault in silent
 
@@ -73,48 +73,55 @@ def test_it_sits_somewhere_and_has_an_effect(fault: str) -> None:
 def test_weights_stay_as_they_were() -> None:
     model = double("v4", "nvfp4-full")
     place = "layers.1.ffn.experts.w13"
-    scene = model.planting(place)
-    before = {name: scene.weights[name].values(torch.float32).clone() for name in scene.weights}
-    inputs = {name: each[:2] if each.ndim else each for name, each in model.calls[place][0].items()}
+    context = model.planting(place)
+    before = {name: context.weights[name].values(torch.float32).clone() for name in context.weights}
+    inputs = {
+        name: tensor[:2] if tensor.ndim else tensor
+        for name, tensor in model.calls[place][0].items()
+    }
     for fault in FAULTS:
-        if fault.sits(scene):
-            next(fault.ways(scene)).apply(scene.call)(inputs, scene.weights)
+        if fault.applies_to(context):
+            next(fault.variants(context)).apply(context.call)(inputs, context.weights)
     for name, values in before.items():
-        assert torch.equal(scene.weights[name].values(torch.float32), values)
+        assert torch.equal(context.weights[name].values(torch.float32), values)
 
 
 def test_only_the_weights_of_a_spot_change() -> None:
     model = double("v4", "nvfp4-full")
-    scene = model.planting("layers.1.ffn.experts.w13")
-    way = list(MODEL_FAULTS["M10.nibble_order"].ways(scene))[1]
+    context = model.planting("layers.1.ffn.experts.w13")
+    variant = list(MODEL_FAULTS["M10.nibble_order"].variants(context))[1]
     seen = {}
 
     def look(_inputs: object, weights: dict[str, object]) -> dict[str, torch.Tensor]:
         seen.update({name: weights[name] for name in weights})
         return {}
 
-    way.apply(look)({}, scene.weights)  # type: ignore[arg-type]
-    changed = {name for name in seen if seen[name] is not scene.weights[name]}
+    variant.apply(look)({}, context.weights)  # type: ignore[arg-type]
+    changed = {name for name in seen if seen[name] is not context.weights[name]}
     assert changed == {"ffn.experts.2.w1", "ffn.experts.2.w3"}
 
 
 @pytest.mark.parametrize("fault", ["M11.groups_of_four", "M12.row_off"])
 def test_what_moves_scales_is_no_name_for_one_factor(fault: str) -> None:
     """One scale that is doubled often has a neighbour that is twice as large."""
-    scene = double("v4", "nvfp4-experts").planting("layers.1.attn.wq_b")
-    (name,) = scene.weights
+    context = double("v4", "nvfp4-experts").planting("layers.1.attn.wq_b")
+    (name,) = context.weights
     scales = torch.tensor([[121], [120], [121], [119]], dtype=torch.uint8)
-    weight = replace(scene.weights[name], block_scale=scales, _decoded={})
+    weight = replace(context.weights[name], block_scale=scales, _decoded={})
     was, seen = weight.values(torch.float32), dict[object, bool]()
-    for way in MODEL_FAULTS[fault].ways(scene):
+    for variant in MODEL_FAULTS[fault].variants(context):
 
         def look(
-            inputs: Mapping[str, Any], weights: Mapping[str, Any], way: FaultVariant = way
+            inputs: Mapping[str, Any],
+            weights: Mapping[str, Any],
+            fault_variant: FaultVariant = variant,
         ) -> Any:
-            seen[way.where.get("rows")] = torch.equal(weights[name].values(torch.float32), was)
+            seen[fault_variant.where.get("rows")] = torch.equal(
+                weights[name].values(torch.float32), was
+            )
             return inputs
 
-        way.apply(look)({}, {name: weight})
+        variant.apply(look)({}, {name: weight})
     assert seen == {None: False, "256 to 511": False, "128 to 191": True}
 
 
@@ -129,9 +136,11 @@ def test_numbers_are_those_of_dequantise(name: str, seed: int) -> None:
             tensor.with_nibble_order(NibbleOrder.HIGH_EVEN),
             tensor.with_direction(ScaleDirection.ENCODE),
         ]
-    for each in forms:
-        assert torch.equal(numbers_of(Weight.of(each)), dequantise(each, torch.float64))
-        assert torch.equal(scale_numbers(each), each.scale_values())
+    for quantised_tensor in forms:
+        assert torch.equal(
+            numbers_of(Weight.of(quantised_tensor)), dequantise(quantised_tensor, torch.float64)
+        )
+        assert torch.equal(scale_numbers(quantised_tensor), quantised_tensor.scale_values())
 
 
 def test_cut_off_blocks_are_decoded(seed: int) -> None:

@@ -53,9 +53,9 @@ def test_memory_is_blamed_on_its_writer_and_the_rest_on_the_consumer(
 
 
 def test_what_comes_from_outside_has_no_source() -> None:
-    found = component_named(V4, f"{P}attend")
-    assert source_of(found, "token_offsets") is None
-    assert str(source_of(found, "state_window")) == f"{P}kv_write.out"
+    component = component_named(V4, f"{P}attend")
+    assert source_of(component, "token_offsets") is None
+    assert str(source_of(component, "state_window")) == f"{P}kv_write.out"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -70,12 +70,12 @@ def rows(decode_from: int = T) -> RowPositions:
 
 
 def told(
-    role: str, bad: torch.Tensor, how: RowPositions | None = None
+    role: str, bad: torch.Tensor, row_positions: RowPositions | None = None
 ) -> tuple[dict[str, object], str]:
     component = component_named(V4, f"layers.1.{role}")
     twin = torch.ones(bad.shape)
-    found = locate_difference(V4, component, (twin + bad, twin), how or rows())
-    return dict(found.where), found.sentence
+    location = locate_difference(V4, component, (twin + bad, twin), row_positions or rows())
+    return dict(location.where), location.sentence
 
 
 def test_what_is_everywhere_has_no_place() -> None:
@@ -113,8 +113,8 @@ def test_heads_experts_halves_and_columns() -> None:
     experts = torch.tensor([[0, 1], [1, 2]] * (T // 2))
     routed = (experts != 0)[..., None].float().expand(T, 2, 8)
     at = rows()
-    how = RowPositions(at.position, at.decode, at.sequence, experts)
-    where, words = told("ffn.experts.w2", routed, how)
+    row_positions = RowPositions(at.position, at.decode, at.sequence, experts)
+    where, words = told("ffn.experts.w2", routed, row_positions)
     assert where["expert"] == "1-2"
     assert "expert 0 exact" in words
 
@@ -124,9 +124,9 @@ def test_only_what_is_beyond_its_slack_counts_where_something_is() -> None:
     twin = torch.ones(T, 8)
     near = twin + 1e-6
     near[3, 2] = 2.0
-    found = locate_difference(V4, component, (near, twin), rows(), torch.full((T, 8), 1e-5))
-    assert found.where["columns"] == "2"
-    assert found.where["first position"] == 3
+    location = locate_difference(V4, component, (near, twin), rows(), torch.full((T, 8), 1e-5))
+    assert location.where["columns"] == "2"
+    assert location.where["first position"] == 3
 
 
 @pytest.mark.parametrize(
@@ -153,13 +153,13 @@ def experts_with(gains: dict[int, float], slack: float) -> tuple[dict[str, objec
         gain[expert] = own
     off = slack * (2 * torch.rand(exact.shape, generator=noise, dtype=torch.float64) - 1)
     candidate = (exact * gain[number][..., None] + off).bfloat16()
-    how = RowPositions(
+    row_positions = RowPositions(
         torch.full((64,), -1), torch.zeros(64, dtype=torch.bool), torch.full((64,), -1), number
     )
     bound = torch.full(exact.shape, 2 * slack, dtype=torch.float64)
     component = component_named(V4, "layers.1.ffn.experts.w2")
-    found = locate_difference(V4, component, (candidate, exact.bfloat16()), how, bound)
-    return dict(found.where), found.sentence
+    location = locate_difference(V4, component, (candidate, exact.bfloat16()), row_positions, bound)
+    return dict(location.where), location.sentence
 
 
 @pytest.mark.parametrize("gain", [1.002, 1.004, 1.02, 2.0])

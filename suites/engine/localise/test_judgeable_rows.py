@@ -77,7 +77,7 @@ WORDS = {
 )
 def test_a_healthy_run_fits_and_every_site_of_it_is_declared(config: Config, recipe: str) -> None:
     run, twin = run_of(config=config, recipe=recipe), bound(config, recipe)
-    known = TwinComponents.of(twin, recipe_named(recipe, config))
+    known = TwinComponents.from_twin(twin, recipe_named(recipe, config))
     assert check_forms(run, known).run is run
     declared = declared_forms(config, known.recipe)
     for call in run.calls:
@@ -90,9 +90,11 @@ def test_every_output_of_a_model_is_declared(config: Config) -> None:
     for name in ("bf16", "nvfp4-full", "nvfp4-experts", "official"):
         recipe = recipe_named(name, config)
         declared = declared_forms(config, recipe)
-        for each in components(config, recipe):
-            if each.name in declared:
-                assert set(each.outputs) <= declared[each.name].outputs.keys(), each.name
+        for component in components(config, recipe):
+            if component.name in declared:
+                assert set(component.outputs) <= declared[component.name].outputs.keys(), (
+                    component.name
+                )
 
 
 @pytest.mark.parametrize(
@@ -113,7 +115,7 @@ def test_an_output_that_its_site_cannot_hold_is_the_one_finding(
 ) -> None:
     found = localised(changed(run_of(), ATTN + component, "outputs", name, change))
     (origin,) = found.origins
-    assert (origin.kind, origin.component, origin.sight) == (
+    assert (origin.kind, origin.component, origin.record) == (
         DiscrepancyKind.FORM,
         ATTN + component,
         None,
@@ -127,7 +129,7 @@ def test_a_consumer_is_not_blamed_for_what_a_wrong_kernel_made() -> None:
     run = changed(run, f"{ATTN}wo_b", "outputs", "out", lambda t: t[:, :-1])
     run = changed(run, f"{ATTN}hc_post", "inputs", "x", lambda t: t[:, :-1])
     found = localised(run)
-    assert [each.component for each in found.origins] == [f"{ATTN}wo_b"]
+    assert [origin.component for origin in found.origins] == [f"{ATTN}wo_b"]
     assert {name for name, _ in found.unjudged} >= {f"{ATTN}wo_b", f"{ATTN}hc_post"}
 
 
@@ -170,7 +172,7 @@ def test_an_output_captured_without_the_others_is_judged(component: str, name: s
     if component.endswith("topk"):  # a choice is judged as a whole
         assert found.verdict is Verdict.UNDECIDED
         return
-    assert component in {each.component for each in found.origins}
+    assert component in {origin.component for origin in found.origins}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -184,19 +186,19 @@ def test_non_finite_values_where_the_twin_is_finite_are_reported_by_row(
     twin = torch.ones(shape)
     candidate = twin.clone()
     candidate.view(-1)[-1] = torch.nan
-    found = poisoned("tensor_scale", candidate, twin)
-    assert found.verdict is Verdict.DIFFERS
-    assert found.worst is not None
-    assert (found.worst.level, found.worst.place) == (ONE_SIDED, (row,))
+    result = poisoned("tensor_scale", candidate, twin)
+    assert result.verdict is Verdict.DIFFERS
+    assert result.worst is not None
+    assert (result.worst.level, result.worst.place) == (ONE_SIDED, (row,))
 
 
 def test_a_row_close_to_the_end_of_float32_may_overflow() -> None:
     twin = torch.tensor([[torch.inf, 3e38, 2.0], [torch.inf, 4.0, 2.0]])
-    found = poisoned("out", torch.full((2, 3), torch.nan), twin)
-    assert found.worst is not None
-    assert found.worst.place == (1,)
-    found = poisoned("out", torch.full((1, 3), torch.nan), twin[:1])
-    assert found.verdict is Verdict.UNDECIDED
+    result = poisoned("out", torch.full((2, 3), torch.nan), twin)
+    assert result.worst is not None
+    assert result.worst.place == (1,)
+    result = poisoned("out", torch.full((1, 3), torch.nan), twin[:1])
+    assert result.verdict is Verdict.UNDECIDED
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (0, 2, 2)])
@@ -215,7 +217,7 @@ FIRST, LAST = [7, 3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [4, 4, 2, 9, 1, 8, 2, 7]
 def side(config: Config, inside: torch.dtype) -> BoundModel:
     """A model with a NaN among its weights: whoever reads it has to hand it on."""
     weights = dict(random_weights(config, 1))
-    name = next(each for each in weights if "embed" in each)
+    name = next(weight for weight in weights if "embed" in weight)
     table = weights[name].values(torch.bfloat16).clone()
     table[SPOILT] = torch.nan
     weights[name] = Weight(value=table)
@@ -243,7 +245,7 @@ def found(
 ) -> Localised:
     candidate = side(config, torch.float32)
     with wrapped(candidate, name, way):
-        run = InMemoryRun.of(candidate, prompts, 3)
+        run = InMemoryRun.from_prompts(candidate, prompts, 3)
     twin = side(config, torch.float64)
     return localise(twin, recipe_named("bf16", config), run)
 
@@ -298,8 +300,8 @@ def test_a_fault_is_found_in_the_rows_without_nan(
     assert origin.component == name
     assert origin.judged is not None
     assert origin.judged.ratio > 1
-    assert origin.sight is not None
-    for values in (*origin.sight.inputs.values(), *origin.sight.expected.values()):
+    assert origin.record is not None
+    for values in (*origin.record.inputs.values(), *origin.record.expected.values()):
         assert not bool(values.isnan().any()), "who diagnoses sees no row that was left out"
 
 
@@ -365,17 +367,19 @@ def one_row_large(row: int, factor: float, norm: float) -> InMemoryRun:
 
 def test_rows_that_do_not_overflow_are_judged() -> None:
     healthy = localised(one_row_large(3, 1e25, 1.0), recipe="bf16")
-    assert [each.component for each in healthy.origins] == [f"{ATTN}wq_a"]
-    (row,) = (each for each in healthy.rows if each.component.name == f"{ATTN}q_norm")
+    assert [origin.component for origin in healthy.origins] == [f"{ATTN}wq_a"]
+    (row,) = (
+        output_row for output_row in healthy.rows if output_row.component.name == f"{ATTN}q_norm"
+    )
     assert (row.verdict, row.left_out, row.why_left_out) == (Verdict.AGREES, 1, OVERFLOW)
     sick = localised(one_row_large(3, 1e25, 1.05), recipe="bf16")
-    assert [each.component for each in sick.origins] == [f"{ATTN}wq_a", f"{ATTN}q_norm"]
+    assert [origin.component for origin in sick.origins] == [f"{ATTN}wq_a", f"{ATTN}q_norm"]
 
 
 @pytest.mark.parametrize("name", [f"{ATTN}attend", f"{FFN}hc_pre"])
 def test_ordinary_numbers_are_in_range(name: str) -> None:
     run = run_of(recipe="bf16")
-    known = TwinComponents.of(bound(V4, "bf16", torch.float64), recipe_named("bf16", V4))
+    known = TwinComponents.from_twin(bound(V4, "bf16", torch.float64), recipe_named("bf16", V4))
     steps = {step.number: step for step in run.steps}
     calls = by_component(run)[name]
     for batch in batches(run, known.components[name], calls, steps):

@@ -101,8 +101,8 @@ def test_a_wrong_component_is_the_only_origin(
     assert site is None or str(origin.site) == site
     assert origin.judged is not None
     assert origin.judged.ratio > 1
-    assert origin.sight is not None
-    assert origin.sight.expected.keys() == origin.sight.outputs.keys()
+    assert origin.record is not None
+    assert origin.record.expected.keys() == origin.record.outputs.keys()
 
 
 @pytest.mark.parametrize(
@@ -128,13 +128,15 @@ def test_a_wrong_input_is_the_consumers_and_memory_its_writers(
 ) -> None:
     found = localised(run_of(name, edge=replaced(inp, change)))
     assert found.verdict is Verdict.DIFFERS
-    (origin,) = [each for each in found.origins if each.kind is DiscrepancyKind.EDGE]
+    (origin,) = [
+        discrepancy for discrepancy in found.origins if discrepancy.kind is DiscrepancyKind.EDGE
+    ]
     assert (origin.component, str(origin.site)) == (blamed, f"{name}.in.{inp}")
     assert len(found.origins) == 1
-    assert origin.scene.name == name
-    assert origin.sight is not None
-    if origin.sight.implied[inp].shape == origin.sight.inputs[inp].shape:
-        assert not torch.equal(origin.sight.implied[inp], origin.sight.inputs[inp])
+    assert origin.context.name == name
+    assert origin.record is not None
+    if origin.record.implied[inp].shape == origin.record.inputs[inp].shape:
+        assert not torch.equal(origin.record.implied[inp], origin.record.inputs[inp])
 
 
 def test_the_first_value_that_is_not_finite_has_its_producer() -> None:
@@ -223,9 +225,9 @@ def test_an_output_of_another_size_is_an_origin_and_no_fault_is_tried(size: int)
             inputs, outputs = run._tensors[at]
             run._tensors[at] = (inputs, {"out": outputs["out"].flatten()[:size]})
     origins = localised(run).origins
-    (form,) = [each for each in origins if each.kind is DiscrepancyKind.FORM]
+    (form,) = [origin for origin in origins if origin.kind is DiscrepancyKind.FORM]
     assert form.component == name
-    assert form.sight is None or not diagnose(form.scene, [form.sight, *form.more]).named
+    assert form.record is None or not diagnose(form.context, [form.record, *form.more]).named
 
 
 def test_uncaptured_calls_prove_nothing_and_two_answers_are_unstable() -> None:
@@ -252,22 +254,24 @@ def test_uncaptured_calls_prove_nothing_and_two_answers_are_unstable() -> None:
     other = replace(calls[1], outputs={"out": first._replace(sha256="b" * 64)})
     assert repeats_apart([calls[0], other])
     assert not repeats_apart([calls[0], replace(other, inputs=other.outputs)])
-    assert not repeats_apart([replace(each, inputs={}) for each in (calls[0], other)])
+    assert not repeats_apart(
+        [replace(captured_call, inputs={}) for captured_call in (calls[0], other)]
+    )
 
 
 @pytest.mark.parametrize("place", ["ffn.experts.w13", "ffn.experts.combine"])
 def test_what_a_captured_step_left_is_known_by_earlier_calls_alone(place: str) -> None:
     """Choices and weights of the first decoded token, in the second one: nothing else tells."""
     stage, name = small_stage(), f"layers.1.{place}"
-    (way,) = MODEL_FAULTS["M36.metadata"].ways(stage.scene(name))
-    seen = stage.rest(stage.run(stage.taped(), {name: way}))
-    (trouble,) = localise(stage.twin, stage.model.recipe, seen).origins
-    assert trouble.sight is not None
-    assert [each.step for each in trouble.sight.earlier] == [0, 1]
-    named = diagnose(trouble.scene, trouble.sight).named
-    assert [each.id for each in named] == ["M36.metadata"]
+    (variant,) = MODEL_FAULTS["M36.metadata"].variants(stage.context(name))
+    seen = stage.rest(stage.run(stage.taped(), {name: variant}))
+    (discrepancy,) = localise(stage.twin, stage.model.recipe, seen).origins
+    assert discrepancy.record is not None
+    assert [record.step for record in discrepancy.record.earlier] == [0, 1]
+    named = diagnose(discrepancy.context, discrepancy.record).named
+    assert [fault.id for fault in named] == ["M36.metadata"]
     assert "of step 1 reproduces" in named[0].evidence
-    assert not diagnose(trouble.scene, replace(trouble.sight, earlier=())).named
+    assert not diagnose(discrepancy.context, replace(discrepancy.record, earlier=())).named
 
 
 # --------------------------------------------------------------------------------------------------
@@ -300,7 +304,9 @@ def judged(
     run: InMemoryRun, config: Config, recipe: str
 ) -> Iterator[tuple[str, int, OutputResult]]:
     """Every sequence of every component with memory, beside one prefill."""
-    known = TwinComponents.of(bound(config, recipe, torch.float64), recipe_named(recipe, config))
+    known = TwinComponents.from_twin(
+        bound(config, recipe, torch.float64), recipe_named(recipe, config)
+    )
     steps = {step.number: step for step in run.steps}
     for name, calls in by_component(run).items():
         component = known.components[name]
@@ -319,10 +325,10 @@ def test_healthy_runs_agree_with_one_prefill_however_they_were_cut(
     for run in (run_of(config=config, recipe=recipe, inside=torch.float32),
                 in_chunks(config, recipe)):  # fmt: skip
         names = set()
-        for name, count, each in judged(run, config, recipe):
+        for name, count, result in judged(run, config, recipe):
             assert count == 2
-            assert each.verdict is Verdict.AGREES, (name, each.worst)
-            assert each.ratio <= 0.7, (name, each.worst)
+            assert result.verdict is Verdict.AGREES, (name, result.worst)
+            assert result.ratio <= 0.7, (name, result.worst)
             names.add(name.partition("attn.")[2])
         assert {"attend", "indexer.scores"} <= names
 
@@ -331,15 +337,15 @@ def test_healthy_runs_agree_with_one_prefill_however_they_were_cut(
 def test_calls_with_a_gap_are_no_prefill(gone: int) -> None:
     """A call that was not captured leaves rows out; what is behind it lies elsewhere."""
     run = run_of()
-    known = TwinComponents.of(
+    known = TwinComponents.from_twin(
         bound(V4, "nvfp4-full", torch.float64), recipe_named("nvfp4-full", V4)
     )
     component, steps = known.components[ATTEND["v4"]], {step.number: step for step in run.steps}
     every = list(batches(run, component, by_component(run)[component.name], steps))
-    made = {len(each.step_of) for each in joined_prefill(component, every, steps)}
+    made = {len(batch.step_of) for batch in joined_prefill(component, every, steps)}
     assert made == {13, 5}
-    kept = [each for each in every if each.calls[0].step != gone]
-    found = [len(each.step_of) for each in joined_prefill(component, kept, steps)]
+    kept = [batch for batch in every if batch.calls[0].step != gone]
+    found = [len(batch.step_of) for batch in joined_prefill(component, kept, steps)]
     assert sorted(found) == ([4, 12] if gone == 2 else []), (
         "what is missing at the end is not asked"
     )
@@ -383,7 +389,7 @@ def test_memory_without_a_captured_producer_is_compared_with_one_prefill(
 
 def test_a_complete_capture_is_vouched_for_by_its_wiring() -> None:
     run = run_of()
-    known = TwinComponents.of(
+    known = TwinComponents.from_twin(
         bound(V4, "nvfp4-full", torch.float64), recipe_named("nvfp4-full", V4)
     )
     calls = by_component(run)
@@ -505,16 +511,16 @@ def bf16_times(name: str, gain: float) -> BoundModel:
 def test_a_step_that_a_killed_run_left_unfinished_lacks_nothing() -> None:
     """Its last step ended early; a call that an earlier one lacks is missing."""
     run, name = run_of(), f"{FFN}norm"
-    known = TwinComponents.of(
+    known = TwinComponents.from_twin(
         bound(V4, "nvfp4-full", torch.float64), recipe_named("nvfp4-full", V4)
     )
     last = run.steps[-1].number
     for complete, expected in ((False, {1}), (True, {1, last})):
         calls = [c for c in run.calls if c.component != name or c.step == 0]
         killed = SimpleNamespace(facts={}, steps=run.steps, calls=calls, complete=complete)
-        (trouble,) = missing_calls(known, cast("RecordedRun", killed))
-        assert (trouble.kind, trouble.component) == (DiscrepancyKind.MISSING, name)
-        assert set(trouble.steps) == expected
+        (discrepancy,) = missing_calls(known, cast("RecordedRun", killed))
+        assert (discrepancy.kind, discrepancy.component) == (DiscrepancyKind.MISSING, name)
+        assert set(discrepancy.steps) == expected
 
 
 def test_without_a_reference_nothing_is_said_of_it() -> None:
@@ -533,7 +539,7 @@ def test_without_a_reference_nothing_is_said_of_it() -> None:
 def test_a_choice_that_fell_the_other_way_hides_no_cause(config: Config, fault: str) -> None:
     """Row 0 lies on the edge of a choice, and the candidate took the other expert there."""
     recipe, twin = recipe_named("nvfp4-full", config), bound(config, "nvfp4-full", torch.float64)
-    known = TwinComponents.of(twin, recipe)
+    known = TwinComponents.from_twin(twin, recipe)
     name = next(
         n for n in reversed(list(known.components)) if n.endswith("ffn.topk") and "mtp" not in n
     )
@@ -541,23 +547,25 @@ def test_a_choice_that_fell_the_other_way_hides_no_cause(config: Config, fault: 
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(12, config.n_routed_experts, generator=generator, dtype=torch.float64)
     before, behind = on_the_edge(lambda x: call({"logits": x}, weights)["experts"], logits)
-    scene = ComponentContext(twin, known.components[name], recipe)
-    (way, *_) = MODEL_FAULTS[fault].ways(scene)
-    outputs = dict(way.apply(call)({"logits": behind}, weights))
-    other = way.apply(call)({"logits": before}, weights)
-    outputs = {n: torch.cat((other[n][:1], each[1:])) for n, each in outputs.items()}
+    context = ComponentContext(twin, known.components[name], recipe)
+    (variant, *_) = MODEL_FAULTS[fault].variants(context)
+    outputs = dict(variant.apply(call)({"logits": behind}, weights))
+    other = variant.apply(call)({"logits": before}, weights)
+    outputs = {n: torch.cat((other[n][:1], output[1:])) for n, output in outputs.items()}
     zeros = torch.zeros(12, dtype=torch.int64)
     batch = Batch(
         known.components[name], (CapturedCall(0, 0, name, {}, {}),), {"logits": behind}, outputs,
         zeros, zeros, (slice(0, 12),),
     )  # fmt: skip
-    made = Judge(known).component(known.components[name], [batch])
-    assert made.rows["experts"].flips == 1
+    component = Judge(known).component(known.components[name], [batch])
+    assert component.rows["experts"].flips == 1
     step = CapturedStep(0, Phase.PREFILL, (5,) * 12, tuple(range(12)), (0,) * 12)
-    trouble = discrepancy_of_outputs(known, made, {0: step})
-    assert trouble.sight is not None
-    assert len(trouble.sight.inputs["logits"]) == 11
-    assert [each.id for each in diagnose(scene, trouble.sight).named][:1] == [fault]
+    discrepancy = discrepancy_of_outputs(known, component, {0: step})
+    assert discrepancy.record is not None
+    assert len(discrepancy.record.inputs["logits"]) == 11
+    assert [named_fault.id for named_fault in diagnose(context, discrepancy.record).named][:1] == [
+        fault
+    ]
 
 
 def on_the_edge(choose: Callable[[Tensor], Tensor], logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,7 @@ def test_every_component_of_every_step_is_recorded_and_steps_repeat_bit_for_bit(
 ) -> None:
     model = bound(config)
     plain = dict(model.calls)
-    run = InMemoryRun.of(model, PROMPTS, 3)
+    run = InMemoryRun.from_prompts(model, PROMPTS, 3)
     assert [step.phase for step in run.steps] == [Phase.PREFILL, Phase.DECODE, Phase.DECODE]
     assert run.steps[1].positions == (8, 3)
     assert run.steps[0].sequences == (0,) * 8 + (1,) * 3
@@ -60,7 +60,7 @@ def test_a_damaged_edge_and_a_write_into_an_input_are_reported() -> None:
     model = bound(V4)
     name = "layers.0.attn.q_norm"
     double = FaultVariant("twice", with_inputs(lambda given: {"x": given["x"] * 2}))
-    run = InMemoryRun.of(model, PROMPTS, 1, {name: double})
+    run = InMemoryRun.from_prompts(model, PROMPTS, 1, {name: double})
     calls = {call.component: call for call in run.calls}
     made = run.outputs(calls["layers.0.attn.wq_a"])["out"]
     assert same_bits(run.inputs(calls[name])["x"], made * 2)
@@ -72,11 +72,13 @@ def test_a_damaged_edge_and_a_write_into_an_input_are_reported() -> None:
         return out
 
     model.calls[name] = writes  # type: ignore[assignment]
-    run = InMemoryRun.of(model, PROMPTS, 1)
-    (seen,) = (each for each in run.calls if each.component == name)
+    run = InMemoryRun.from_prompts(model, PROMPTS, 1)
+    (seen,) = (captured_call for captured_call in run.calls if captured_call.component == name)
     assert seen.changed == ("x",)
     assert run.inputs(seen)["x"].any()
-    assert [each.component for each in run.calls if each.changed] == [name]
+    assert [captured_call.component for captured_call in run.calls if captured_call.changed] == [
+        name
+    ]
 
 
 def test_bits_are_compared_not_values() -> None:
@@ -89,7 +91,7 @@ def test_bits_are_compared_not_values() -> None:
 
 @pytest.mark.parametrize("facts", [{"filters": 7}, {"filters": ["layers"]}])
 def test_facts_of_another_type_are_refused_by_name(facts: dict[str, object]) -> None:
-    run = InMemoryRun.of(bound(V32), PROMPTS, 1)
+    run = InMemoryRun.from_prompts(bound(V32), PROMPTS, 1)
     run.facts = facts
     with pytest.raises(UnreadableFile, match="facts: filters"):
         require_sound(run)
@@ -98,7 +100,7 @@ def test_facts_of_another_type_are_refused_by_name(facts: dict[str, object]) -> 
 
 
 def test_rows_that_no_token_has_are_refused_by_name() -> None:
-    run = InMemoryRun.of(bound(V32), PROMPTS, 1)
+    run = InMemoryRun.from_prompts(bound(V32), PROMPTS, 1)
     last = run.calls[-1]
     kept = last.outputs["out"]._replace(rows=(len(run.steps[0].tokens),))
     run.calls[-1] = replace(last, outputs={"out": kept})

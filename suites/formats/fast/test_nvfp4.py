@@ -115,12 +115,12 @@ def encoding_differences(values: Tensor, encode_scale: float | None = None) -> s
     """Compare codes, scale bytes and the tensor scale with the definition."""
     scales = defined_scales(values, encode_scale)
     codes, block_scale = quantise_definition(values, RULE, scales)
-    found = quantise_nvfp4(values, encode_scale, threads=1)
-    encode = torch.tensor([found.encode_scale], dtype=torch.float32)
+    nvfp4 = quantise_nvfp4(values, encode_scale, threads=1)
+    encode = torch.tensor([nvfp4.encode_scale], dtype=torch.float32)
     parts = {
         "encode scale": differences(encode, scales.encode.reshape(1)),
-        "scale bytes": differences(found.block_scale, block_scale),
-        "codes": differences(found.codes, codes),
+        "scale bytes": differences(nvfp4.block_scale, block_scale),
+        "codes": differences(nvfp4.codes, codes),
     }
     return "; ".join(f"{part}: {text}" for part, text in parts.items() if text)
 
@@ -545,11 +545,11 @@ def test_quantise_takes_it_for_large_tensors(seed: int, monkeypatch: pytest.Monk
     asked: list[int] = []
     real = fast_nvfp4.quantise_modelopt
 
-    def told(given: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def report(given: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         asked.append(1)
         return real(given, scale)
 
-    monkeypatch.setattr(fast_nvfp4, "quantise_modelopt", told)
+    monkeypatch.setattr(fast_nvfp4, "quantise_modelopt", report)
     large = quantise(values, NVFP4, MODELOPT)
     assert asked
     assert torch.equal(large.codes[:2], plain.codes)
@@ -614,12 +614,14 @@ def test_measured_errors_are_those_of_the_decoded_values(seed: int, dtype: torch
     codes, scales = quantise_modelopt(values, scale)
     elements = decode_array(unpack_nibbles(codes), E2M1).double().reshape(*scales.shape, 16)
     decoded = elements * decode_array(scales, E4M3).double()[..., None] * float(np.float32(scale))
-    found = measure_error(values, codes, scales, scale)
-    assert found.energy == pytest.approx(float(values.double().square().sum()), rel=1e-12)
+    energy_and_error = measure_error(values, codes, scales, scale)
+    assert energy_and_error.energy == pytest.approx(
+        float(values.double().square().sum()), rel=1e-12
+    )
     error = float((values.double() - decoded.reshape(values.shape)).square().sum())
-    assert found.error == pytest.approx(error, rel=1e-12)
+    assert energy_and_error.error == pytest.approx(error, rel=1e-12)
     codes[-1, 7] ^= 0x70  # a planted fault
-    assert measure_error(values, codes, scales, scale).error > found.error * (1 + 1e-9)
+    assert measure_error(values, codes, scales, scale).error > energy_and_error.error * (1 + 1e-9)
 
 
 def test_what_it_does_not_do_is_refused() -> None:

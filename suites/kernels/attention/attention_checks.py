@@ -113,10 +113,10 @@ def drawn(case: Case, device: str = "cuda") -> Drawn:
     if case.sinks != "drawn":
         sink = torch.full_like(sink, -torch.inf if case.sinks == "none" else torch.inf)
         sink[::3] = 1.0
-    made = [_cache(each, normal, generator, device) for each in problem.lists]
+    made = [_cache(key_list, normal, generator, device) for key_list in problem.lists]
     lists = [
-        _list(case, each, order, generator)
-        for each, (_, _, order) in zip(problem.lists, made, strict=True)
+        _list(case, key_list, order, generator)
+        for key_list, (_, _, order) in zip(problem.lists, made, strict=True)
     ]
     return Drawn(
         q,
@@ -245,7 +245,7 @@ def complaint(
         _beyond("LSE", got[1], wanted[1], (lse_absolute, LSE_RELATIVE)),
     ]
     finite = wanted[0].isfinite()
-    a, b = (torch.where(finite, each.double(), 0.0) for each in (got[0], wanted[0]))
+    a, b = (torch.where(finite, tensor.double(), 0.0) for tensor in (got[0], wanted[0]))
     squares = (a * a).sum() + (b * b).sum()
     distance = 1 - float(2 * (a * b).sum() / squares) if squares > 0 else 0.0
     if not distance <= COSINE:

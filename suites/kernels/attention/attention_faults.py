@@ -166,8 +166,8 @@ def compiled(fault: Fault) -> tuple[Any, Any]:
         kernel = kernels.compile_form.__wrapped__(form, CompileSettings())
         merge = None
         if form.together == 0:
-            told = MergeForm(SM90A.name, form.sinks)
-            merge = merging.compile_form.__wrapped__(told, CompileSettings())
+            merge_form = MergeForm(SM90A.name, form.sinks)
+            merge = merging.compile_form.__wrapped__(merge_form, CompileSettings())
     return kernel, merge
 
 

@@ -105,12 +105,12 @@ def query_mismatch(case: QueryCase) -> str:
 
 def query_cases() -> list[QueryCase]:
     """Return the named cases: heads of the model, tails, spreads, and some drawn ones."""
-    made = [
+    cases = [
         QueryCase(QueryProblem(tokens, heads, width, POSITIONS), "wide", tokens)
         for tokens, heads, width in ((1, 128, 192), (3, 4, 192), (130, 16, 192), (65, 7, 64))
     ]
-    made += [QueryCase(QueryProblem(110, 8, 256, POSITIONS), kind, 3) for kind in plain.SPREADS]
-    return made + fuzzed_queries(5, 40)
+    cases += [QueryCase(QueryProblem(110, 8, 256, POSITIONS), kind, 3) for kind in plain.SPREADS]
+    return cases + fuzzed_queries(5, 40)
 
 
 def fuzzed_queries(seed: int, count: int) -> list[QueryCase]:
@@ -185,24 +185,24 @@ CODE = [
 
 def cases_of_v32() -> list[checks.Case]:
     """Return shapes of models, lengths around every constant, and whatever else is special."""
-    made = [
+    cases = [
         replace(V32, heads=heads, mode=mode, seed=heads)
         for heads in (128, 64, 16, 8)
         for mode in facts.MODES
     ]
     lengths = (0, 1, 63, 64, 65, 127, 129, 511, 512, 513, 1023, 1025, 2047, 2049)
-    made += [replace(V32, near=near, heads=16, seed=near) for near in lengths]
+    cases += [replace(V32, near=near, heads=16, seed=near) for near in lengths]
     for entry in OF_V32:
-        made += [
+        cases += [
             replace(V32, entry=entry, pages=(entries, 1), page_bytes=extra, lengths=ragged)
             for entries, extra, ragged in ((64, 0, False), (1, 48, True), (65, 16, True))
         ]
-    made += [replace(V32, heads=heads, near=200) for heads in (1, 9, 63, 65, 127)]
-    made += [replace(V32, gaps=gaps, near=130) for gaps in (0.0, 0.98, 1.0)]
-    made += [replace(V32, splits=n, near=700, lengths=True, seed=n) for n in (1, 2, 3, 9, 32)]
-    made += [replace(V32, spread="flat", mode=mode) for mode in facts.MODES]
-    made += [replace(V32, tokens=9, lengths=True), replace(V32, tokens=300, near=70, heads=24)]
-    return made
+    cases += [replace(V32, heads=heads, near=200) for heads in (1, 9, 63, 65, 127)]
+    cases += [replace(V32, gaps=gaps, near=130) for gaps in (0.0, 0.98, 1.0)]
+    cases += [replace(V32, splits=n, near=700, lengths=True, seed=n) for n in (1, 2, 3, 9, 32)]
+    cases += [replace(V32, spread="flat", mode=mode) for mode in facts.MODES]
+    cases += [replace(V32, tokens=9, lengths=True), replace(V32, tokens=300, near=70, heads=24)]
+    return cases
 
 
 def fuzzed_of_v32(seed: int, count: int) -> list[checks.Case]:

@@ -208,7 +208,7 @@ def splits_of(case: checks.Case, given: checks.Drawn, token: int) -> list[list[i
     widths = [of.tiles for of in p.lists] + [0] * (2 - len(p.lists))
     kept = widths
     if given.lengths is not None:
-        kept = [-(-int(each[token]) // facts.TILE) for each in given.lengths]
+        kept = [-(-int(length[token]) // facts.TILE) for length in given.lengths]
         kept += [0] * (2 - len(kept))
     found = []
     for split in range(facts.choose_splits(p)):

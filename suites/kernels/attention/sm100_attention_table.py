@@ -44,7 +44,7 @@ def table_of_scores() -> list[str]:
         forms = {operands: form_of(heads, tokens, operands) for operands in of_scores.OPERANDS}
         form = forms["bf16"]
         stages, made = (
-            ", ".join(str(count(each)) for each in forms.values())
+            ", ".join(str(count(scores_form)) for scores_form in forms.values())
             for count in (of_scores.stages, of_scores.instructions)
         )
         clocks = ", ".join(
@@ -83,7 +83,7 @@ def bounds_of_attention() -> list[str]:
     ]
     for width in facts.FAMILIES:
         products = [2 * facts.HEADS * facts.TILE * k for k in (width, rows.WIDTH)]
-        clocks = [2 * each // OPERATIONS["bf16"] for each in products]  # at half of the rate
+        clocks = [2 * product // OPERATIONS["bf16"] for product in products]  # at half of the rate
         tile = 2 * facts.TILE * width
         moved = [
             2 * facts.HEADS * width + tile,

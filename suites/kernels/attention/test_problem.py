@@ -80,13 +80,13 @@ def test_a_thread_block_has_room(entry: EntryFormat) -> None:
     assert held.queries == 64 * 2 * entry.width
     assert held.total <= SM90A.shared_memory_bytes
     multiplying, bringing = facts.registers(entry)
-    how = facts.gather_plan(entry)
-    registers = facts.CONSUMERS * multiplying + how.warpgroups * bringing
+    plan = facts.gather_plan(entry)
+    registers = facts.CONSUMERS * multiplying + plan.warpgroups * bringing
     assert registers * facts.WARPGROUP <= facts.REGISTER_FILE
     # Sums of 64 heads go where the tiles were, and half an output where half of a tile was.
     assert held.keys >= 4 * facts.HEADS * 512
     assert facts.HEADS <= facts.TILE
-    assert how.arrivals == how.warpgroups * (128 + 4)
+    assert plan.arrivals == plan.warpgroups * (128 + 4)
     at_start = facts.REGISTER_FILE // facts.threads(entry)
     assert at_start > facts.HEADS * facts.columns_at_once(entry) // facts.WARPGROUP
     exchanged = held.exchanged + facts.laid_over(entry) * held.shares
@@ -95,15 +95,17 @@ def test_a_thread_block_has_room(entry: EntryFormat) -> None:
 
 @pytest.mark.parametrize("entry", ALL, ids=lambda entry: f"{entry.name}-{entry.width}")
 def test_lanes_take_every_code_of_a_tile_once(entry: EntryFormat) -> None:
-    for how in (facts.gather_plan(entry), facts.sm100_gather_plan(entry)):
-        assert how.rows_of_warp * how.warps == 64
-        assert how.warps * how.turns * how.rows_at_once * entry.code_bytes == 64 * entry.code_bytes
-        assert how.rows_at_once * entry.code_bytes <= 32 * 16
-        in_registers = how.turns - how.turns_ahead
+    for plan in (facts.gather_plan(entry), facts.sm100_gather_plan(entry)):
+        assert plan.rows_of_warp * plan.warps == 64
+        assert (
+            plan.warps * plan.turns * plan.rows_at_once * entry.code_bytes == 64 * entry.code_bytes
+        )
+        assert plan.rows_at_once * entry.code_bytes <= 32 * 16
+        in_registers = plan.turns - plan.turns_ahead
         if entry.inside:  # they wait in registers, half of a tile's at a time
-            assert how.turns_ahead == how.ahead_bytes == 0
+            assert plan.turns_ahead == plan.ahead_bytes == 0
         else:
-            assert 0 <= in_registers <= (1 if how.warpgroups == 1 else 3)
+            assert 0 <= in_registers <= (1 if plan.warpgroups == 1 else 3)
 
 
 def test_figures_follow() -> None:

@@ -233,13 +233,13 @@ ROOT = Path(__file__).parents[4]
 def test_nothing_chooses_it() -> None:
     """The default is BF16, and no module outside of the kernels knows the other name."""
     assert EXPERIMENT.problem.products == facts.PRODUCTS[0] == "bf16"
-    told = [
+    lines = [
         str(path.relative_to(ROOT))
         for folder in ("harness", "references", "reports")
         for path in (ROOT / folder).rglob("*.py")
         if facts.EXPERIMENT in path.read_text() or "problem.EXPERIMENT" in path.read_text()
     ]
-    assert told == []
+    assert lines == []
 
 
 def test_products_of_nvfp4_numbers_are_exact_in_float32() -> None:

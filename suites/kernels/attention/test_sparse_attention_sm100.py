@@ -94,11 +94,11 @@ def complaints(kernel: CompiledKernel, form: AttentionForm) -> list[str]:
     (code,), ptx = cubin_facts(kernel.cubin), kernel.ptx
     held = facts.REGISTERS[form.width]
     pieces = facts.COLUMNS // (facts.REPEATS_AT_ONCE * facts.REPEAT_COLUMNS)
-    shapes = [each.shape for each in tcgen05_words.reads(ptx)]
+    shapes = [read.shape for read in tcgen05_words.reads(ptx)]
     at = facts.places(form.format)
     places = places_of(ptx, at["shares"])
-    how = facts.sm100_gather_plan(form.format)
-    codes = {at["codes"] + turn * how.turn_bytes for turn in range(how.turns_ahead)}
+    plan = facts.sm100_gather_plan(form.format)
+    codes = {at["codes"] + turn * plan.turn_bytes for turn in range(plan.turns_ahead)}
     barriers = {at[name] for name in at if name.startswith("barrier")}
     of_sums = f"16x256b.x{facts.REPEATS_AT_ONCE}"
     figures = {

@@ -126,7 +126,7 @@ def on_device(call: Call) -> Made:
 def operands_of(call: Call, device: str = "cuda") -> dict[str, Tensor]:
     """Return the operands by name."""
     given = dict(zip(OPERANDS, call.tensors, strict=True), states=call.states)
-    return {name: each.to(device) for name, each in given.items()}
+    return {name: tensor.to(device) for name, tensor in given.items()}
 
 
 def by_stated_order(call: Call) -> Made:
@@ -189,7 +189,7 @@ def _wrong_values(
                 return f"token {token} closes nothing and was written"
             continue
         sequence = active[int(requests[token])]
-        want, sizes = (each[last // case.ratio] for each in wanted[sequence])
+        want, sizes = (tensor[last // case.ratio] for tensor in wanted[sequence])
         allowed = half_step(want) + BUDGET * sizes + 2.0**-126
         worst = float(((made.values[token].double() - want).abs() / allowed).max())
         if not worst <= 1:
@@ -199,11 +199,11 @@ def _wrong_values(
 
 def cases() -> list[Case]:
     """Return the compressor's cases, as vLLM has them, and one with many tokens."""
-    served = [each for each in compressor_checks.cases() if each.width == 512 or each.ratio == 4]
+    served = [case for case in compressor_checks.cases() if case.width == 512 or case.ratio == 4]
     return [*served, Case(4, 512, ((1100, 3),), seed=9), Case(128, 512, ((1100, 3),), seed=9)]
 
 
 def fuzzed(seed: int, count: int) -> list[Case]:
     """Draw cases."""
     drawn = compressor_checks.fuzzed(seed, 2 * count)
-    return [each for each in drawn if each.width == 512 or each.ratio == 4][:count]
+    return [case for case in drawn if case.width == 512 or case.ratio == 4][:count]

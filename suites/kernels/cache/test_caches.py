@@ -387,15 +387,15 @@ def test_chunks_and_batches_change_no_bit(ratio: int) -> None:
     whole = Case(ratio, 512, ((length, 9),), seed=8)
     cut = replace(whole, steps=((ratio + 1, 9), (1, 0), (1, 0), (length - ratio - 3, 0)))
     crowd = replace(whole, steps=((length, 700),))
-    found = [torch.stack(entries_of(case)) for case in (whole, cut, crowd)]
-    assert len(found[0]) == 3
-    for other in found[1:]:
-        assert torch.equal(plain.bits(found[0]), plain.bits(other))
+    tensors = [torch.stack(entries_of(case)) for case in (whole, cut, crowd)]
+    assert len(tensors[0]) == 3
+    for other in tensors[1:]:
+        assert torch.equal(plain.bits(tensors[0]), plain.bits(other))
     rings = torch.full((3, *pooling._ring(whole)), torch.nan)
     call = pooling.call_of(whole, pooling.calls(whole)[0], rings)
     by_rings = pooling.on_device(call)
     own = (by_rings.slots >= 0) & (call.windows[1] == 0)
-    assert torch.equal(plain.bits(by_rings.values[own]), plain.bits(found[0]))
+    assert torch.equal(plain.bits(by_rings.values[own]), plain.bits(tensors[0]))
 
 
 @pytest.mark.h200
@@ -473,7 +473,7 @@ def told(problem: SlotsProblem, device: str = "cpu") -> dict[str, torch.Tensor]:
     numbers = torch.randint(-2, most, shape, generator=generator).int()
     made = {"positions": positions, "owners": owners, "table": table}
     made |= {"numbers": numbers} if problem.kind == CHOSEN else {}
-    return {name: each.to(device) for name, each in made.items()}
+    return {name: tensor.to(device) for name, tensor in made.items()}
 
 
 def test_lists_without_slots_of_the_tokens_are_refused() -> None:

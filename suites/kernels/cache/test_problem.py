@@ -67,7 +67,7 @@ def test_forms_have_a_thread_for_every_channel_and_row() -> None:
     assert not facts.choose_pool_form(PoolProblem(4, 3, 3, 5, 4), "sm_90a").alone
     many = facts.FEW_SEQUENCES + 1
     alone = [PoolProblem(n, n, n, 1, 128) for n in (many - 1, many)]
-    assert [facts.choose_pool_form(each, "sm_90a").few for each in alone] == [True, False]
+    assert [facts.choose_pool_form(problem, "sm_90a").few for problem in alone] == [True, False]
     assert PoolProblem(8192, 1, 2048, 1, 4).bytes_moved == 8 * 1024 * 8200 + 2048 * 1040
 
 
@@ -143,11 +143,11 @@ def test_slots_problem_refuses_by_name() -> None:
         SlotsProblem(1, 4, "neighbours", 1, 8)
     with pytest.raises(InvalidArgument, match="width of a window = 9"):
         SlotsProblem(1, 9, WINDOW, 1, 8)
-    for name, told in (
+    for name, fields in (
         ("width", {"width": 0}), ("columns", {"columns": 0}), ("ratio", {"ratio": 0}),
         ("sequences", {"sequences": 0}), ("tokens", {"tokens": -1}),
     ):  # fmt: skip
-        given = {"tokens": 1, "width": 4, "kind": ENTRIES, "sequences": 1, "columns": 8} | told
+        given = {"tokens": 1, "width": 4, "kind": ENTRIES, "sequences": 1, "columns": 8} | fields
         with pytest.raises(ShapeMismatch, match=name):
             SlotsProblem(**given)  # type: ignore[arg-type]
 
@@ -157,7 +157,7 @@ def test_a_window_ends_with_the_token_and_never_shares_a_column(position: int) -
     numbers = [facts.number_of(WINDOW, place, position, 128) for place in range(128)]
     assert numbers[-1] == position
     end = facts.end_of(WINDOW, position, 128, 1)
-    seen = [each for each in numbers if 0 <= each < end]
+    seen = [number for number in numbers if 0 <= number < end]
     assert seen == list(range(max(0, position - 127), position + 1))
     assert len({facts.column_of(WINDOW, each, 128) for each in seen}) == len(seen)
 

@@ -104,9 +104,9 @@ def _replay_plain(operands: str) -> Replay:
     out, kernels = gemm_checks.on_device(cases[0], sides[0]), gemm_checks.hopper(operands)
     rounds = [
         Round(
-            gemm_checks.flat(each.given), mismatch=partial(gemm_checks.difference, case, out, each)
+            gemm_checks.flat(side.given), mismatch=partial(gemm_checks.difference, case, out, side)
         )
-        for case, each in zip(cases[1:], sides[1:], strict=True)
+        for case, side in zip(cases[1:], sides[1:], strict=True)
     ]
     return Replay(
         lambda: gemm_checks.multiply(

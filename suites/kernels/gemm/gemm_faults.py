@@ -147,8 +147,8 @@ def compiled(fault: Fault, *, whole: bool = False) -> CompiledKernel:
     kernels = import_module(module_of(f"sm90_gemm_{fault.operands}"))
     form = fault.case.form
     with nullcontext() if whole else planted(fault):
-        made: CompiledKernel = kernels.compile_form.__wrapped__(form, CompileSettings())
-    return made
+        kernel: CompiledKernel = kernels.compile_form.__wrapped__(form, CompileSettings())
+    return kernel
 
 
 def verdict(

@@ -132,8 +132,10 @@ def in_float64(case: Case, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return products that nothing is turned for, and sums of magnitudes, of all groups."""
     p = case.problem
     a, b = a.double().view(p.tokens, p.groups, p.inner), b.double().view(p.groups, p.columns, -1)
-    made = [torch.einsum("tgk,gnk->tgn", *each).flatten(1) for each in ((a, b), (a.abs(), b.abs()))]
-    return made[0], made[1]
+    tensors = [
+        torch.einsum("tgk,gnk->tgn", *each).flatten(1) for each in ((a, b), (a.abs(), b.abs()))
+    ]
+    return tensors[0], tensors[1]
 
 
 def mismatch(case: Case) -> str:

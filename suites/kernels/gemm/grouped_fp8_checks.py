@@ -52,8 +52,8 @@ class Case:
     def name(self) -> str:
         """One line that finds the case again."""
         groups, columns, inner, head = self.shape
-        told = f"heads of {head}" if self.turned else "codes"
-        return f"{self.tokens} {groups}x{columns}x{inner} {told} {self.scales} {self.seed}"
+        text = f"heads of {head}" if self.turned else "codes"
+        return f"{self.tokens} {groups}x{columns}x{inner} {text} {self.scales} {self.seed}"
 
     @property
     def problem(self) -> GroupedFp8Problem:
@@ -112,8 +112,8 @@ def coded(case: Case, given: Any) -> tuple[Tensor, Tensor]:
     heads = p.groups * p.inner // width
     back = BackProblem(p.tokens, heads, POSITIONS, width=width)
     given_heads = given.a.view(p.tokens, heads, width)
-    told = {"heads": given_heads, "turns": given.turns, "positions": given.positions}
-    turned = rope.KERNEL.run_one(back, SETTINGS, **told)
+    fields = {"heads": given_heads, "turns": given.turns, "positions": given.positions}
+    turned = rope.KERNEL.run_one(back, SETTINGS, **fields)
     codes, scales = kernel(
         turned.flatten(1), Fp8Problem(p.tokens, p.groups * p.inner, p.scales), SETTINGS
     )
@@ -125,8 +125,8 @@ def coded_at_once(case: Case, given: Any) -> tuple[Tensor, Tensor]:
     kernel = import_module("degarble.kernels.quantise.simt_quantise_fp8").quantise_fp8
     p, head = case.problem, case.shape[3]
     wide = p.groups * p.inner
-    told = Fp8Problem(p.tokens, wide, p.scales, turned=head, positions=POSITIONS)
-    codes, scales = kernel(given.a, told, SETTINGS, turns=(given.turns, given.positions))
+    problem = Fp8Problem(p.tokens, wide, p.scales, turned=head, positions=POSITIONS)
+    codes, scales = kernel(given.a, problem, SETTINGS, turns=(given.turns, given.positions))
     return codes, scales
 
 

@@ -48,8 +48,8 @@ class Recorder:
 
     def __call__(self, pointers: Any, extents: Any, stream: str) -> None:
         """Note a launch."""
-        found = [self.places[each] for each in pointers]
-        self.launched.append(Launched(found, [int(each.value) for each in extents], stream))
+        found = [self.places[pointer] for pointer in pointers]
+        self.launched.append(Launched(found, [int(extent.value) for extent in extents], stream))
 
 
 def kernels_of(operands: str, target: str) -> Any:

@@ -78,7 +78,10 @@ def test_machine_code_is_as_derived(kernels: ModuleType) -> None:
         pytest.param(form, id=f"{operands}-{form.scales}-{blackwell.named(form)}")
         for operands in ("bf16", "fp8_block", "nvfp4")
         for plain in [blackwell.forms(operands)]
-        for form in (*plain, *(each for one in plain for each in blackwell.clustered(one)))
+        for form in (
+            *plain,
+            *(gemm_form for one in plain for gemm_form in blackwell.clustered(one)),
+        )
     ],
 )
 def test_machine_code_of_every_form(form: GemmForm) -> None:
@@ -205,8 +208,8 @@ def test_sm100_gemm_fp8_block_tile_and_cluster_shape_do_not_change_a_bit(scales:
     problem = GemmProblem(1030, 2056, 1184, "fp8_block", scales)
     given = checks.fp8_sides(checks.Case(problem, forms[0], seed=4), "cuda").given[0]
     outs = [on_device(checks.Case(problem, form), given) for form in forms]
-    found = [out[: problem.rows].view(torch.int16) for out in outs]
-    assert all(torch.equal(out, found[0]) for out in found)
+    tensors = [out[: problem.rows].view(torch.int16) for out in outs]
+    assert all(torch.equal(out, tensors[0]) for out in tensors)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -375,7 +378,7 @@ def within_stages(found: list[Product], form: GroupedForm) -> list[Product]:
         rows * 2 * facts.GROUPED_STEP // tcgen05_words.ATOM
         for rows in (form.gemm.tactic.rows, form.gemm.tactic.columns)
     )
-    return [each._replace(a=each.a % a, b=each.b % b) for each in found]
+    return [product._replace(a=product.a % a, b=product.b % b) for product in found]
 
 
 def complaints(kernel: CompiledKernel, form: GroupedForm, threads: int) -> list[str]:

@@ -255,8 +255,8 @@ def test_who_receives_a_box_wants_that_box(
             receivers = [each for each in range(len(at)) if (mask or 1 << rank) >> each & 1]
             assert number == count == len(receivers)
             assert receivers[place] == rank
-            assert {boxes[each][load] for each in receivers} == {boxes[rank][load]}
-            assert all(told[each][load][2] == mask for each in receivers)
+            assert {boxes[receiver][load] for receiver in receivers} == {boxes[rank][load]}
+            assert all(told[receiver][load][2] == mask for receiver in receivers)
 
 
 # ---- host model ----------------------------------------------------------------------------------
@@ -465,8 +465,8 @@ def test_rows_that_a_tile_cannot_address_are_refused(
 @pytest.mark.parametrize("inner", [32, 64, 96, 288, 1056, 7168])
 @pytest.mark.parametrize("form", SWAPPED.values(), ids=blackwell.named)
 def test_sm100_gemm_nvfp4_swapped_tails(form: facts.GemmForm, inner: int) -> None:
-    found = [blackwell.verdict(case) for case in blackwell.tails(form, inner)]
-    assert not [each for each in found if any(each)]
+    verdicts = [blackwell.verdict(case) for case in blackwell.tails(form, inner)]
+    assert not [verdict for verdict in verdicts if any(verdict)]
 
 
 @pytest.mark.b200

@@ -332,7 +332,7 @@ def test_a_swapped_tile_walks_along_n_and_takes_few_rows() -> None:
 
 
 def test_every_tile_of_scales_has_a_box_where_a_tile_begins_within_a_pair() -> None:
-    loads = {columns: [each.rows for each in facts.loads(form)] for columns, form in NVFP4.items()}
+    loads = {columns: [load.rows for load in facts.loads(form)] for columns, form in NVFP4.items()}
     assert loads == {
         **{columns: [128, columns, 1, 1] for columns in (8, 16, 32)},
         64: [128, 64, 1, 1],

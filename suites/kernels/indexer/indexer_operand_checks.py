@@ -86,7 +86,7 @@ class OperandCase:
         given = {"rows": self.rows}
         given |= dict(zip(("turns", "positions"), self.turning or (), strict=False))
         given |= dict(zip(("weight", "bias"), self.norm or (), strict=False))
-        return {name: each.to(device) for name, each in given.items()}
+        return {name: tensor.to(device) for name, tensor in given.items()}
 
 
 def lanes_folded(of_lane: Tensor) -> Tensor:
@@ -128,11 +128,11 @@ def turned(x: Tensor, turning: tuple[Tensor, Tensor], pairing: str) -> Tensor:
         first, second = x[..., : facts.PAIRS], x[..., facts.PAIRS : facts.TURNED]
     else:
         first, second = x[..., -facts.TURNED :: 2], x[..., -facts.TURNED + 1 :: 2]
-    made = first * cos - second * sin, first * sin + second * cos
+    tensors = first * cos - second * sin, first * sin + second * cos
     if pairing == "halves":
-        x[..., : facts.TURNED] = torch.cat(made, dim=-1)
+        x[..., : facts.TURNED] = torch.cat(tensors, dim=-1)
     else:
-        x[..., -facts.TURNED :] = torch.stack(made, dim=-1).flatten(-2)
+        x[..., -facts.TURNED :] = torch.stack(tensors, dim=-1).flatten(-2)
     return x
 
 

@@ -72,8 +72,8 @@ def test_damage_is_detected() -> None:
 
 
 def test_cases_reach_every_edge() -> None:
-    found = checks.cases()
-    lengths = {length for case in found for length in case.lengths}
+    cases = checks.cases()
+    lengths = {length for case in cases for length in case.lengths}
     assert {63, 64, 65, 127, 128, 129} <= lengths
 
 

@@ -146,8 +146,8 @@ def compiled(fault: Fault, *, whole: bool = False) -> CompiledKernel:
     """Compile the form of a fault, with the fault or without, past every cache."""
     kernels = kernels_of(fault)
     with nullcontext() if whole else planted(fault):
-        made: CompiledKernel = kernels.compile_form.__wrapped__(form_of(fault), CompileSettings())
-    return made
+        kernel: CompiledKernel = kernels.compile_form.__wrapped__(form_of(fault), CompileSettings())
+    return kernel
 
 
 def verdict(fault: Fault, kernel: CompiledKernel) -> str:

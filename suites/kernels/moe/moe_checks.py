@@ -194,9 +194,9 @@ def poisoned(case: Case, given: Any) -> Result:
 
 def on_device(case: Case, given: Any) -> Result:
     """Run a case in poisoned memory."""
-    made = poisoned(case, given)
-    entry(case.target).launch(case.job, given, *made)
-    return made
+    result = poisoned(case, given)
+    entry(case.target).launch(case.job, given, *result)
+    return result
 
 
 def mismatch(case: Case) -> str:
@@ -217,37 +217,37 @@ def slots_of_experts(case: Case, routing: Any) -> list[Tensor]:
     return [(here == e).nonzero().flatten() for e in range(case.problem.experts)]
 
 
-def difference(case: Case, given: Any, made: Result) -> str:
+def difference(case: Case, given: Any, result: Result) -> str:
     """Compare all that a call left with the oracle."""
-    plan, tile = made.workspace.plan, case.job.tile
+    plan, tile = result.workspace.plan, case.job.tile
     row, sums = 0, torch.zeros(case.problem.slots, case.problem.hidden, device=given.x.device)
     taken = torch.zeros(case.problem.slots, dtype=torch.bool, device=given.x.device)
     for expert, slots in enumerate(slots_of_experts(case, given.routing)):
         end = row + round_up(len(slots), tile)
-        for what, got, want in _of_expert(case, given, made, (expert, slots, row, end)):
+        for what, got, want in _of_expert(case, given, result, (expert, slots, row, end)):
             if not torch.equal(got, want):
                 return f"{case.name}: {what} of expert {expert}: {_first(got, want)}"
-        sums[slots] = made.workspace.out[row : row + len(slots)].float()
+        sums[slots] = result.workspace.out[row : row + len(slots)].float()
         taken[slots] = True
         row = end
     if int(plan.rows) != row:
         return f"{case.name}: {int(plan.rows)} rows, not {row}"
     if not bool((plan.places[: case.problem.slots][~taken] == facts.NONE).all()):
         return f"{case.name}: a slot that is elsewhere has a row"
-    behind = [made.workspace.out[row:].isnan()]
-    behind += [each.codes[row:] == POISON for each in (made.workspace.x, made.workspace.hidden)]
+    behind = [result.workspace.out[row:].isnan()]
+    behind += [each.codes[row:] == POISON for each in (result.workspace.x, result.workspace.hidden)]
     if not all(bool(each.all()) for each in behind):
         return f"{case.name}: written behind the last row"
     want = summed(case, given, sums, taken)
-    return "" if torch.equal(made.out, want) else f"{case.name}: sum: {_first(made.out, want)}"
+    return "" if torch.equal(result.out, want) else f"{case.name}: sum: {_first(result.out, want)}"
 
 
 def _of_expert(
-    case: Case, given: Any, made: Result, group: tuple[int, Tensor, int, int]
+    case: Case, given: Any, result: Result, group: tuple[int, Tensor, int, int]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield what a call made of one expert's rows, and what it should be."""
     expert, slots, row, end = group
-    plan, p, count = made.workspace.plan, case.problem, len(slots)
+    plan, p, count = result.workspace.plan, case.problem, len(slots)
     yield "places", plan.places[slots], torch.arange(row, row + count, device=slots.device).int()
     yield "slots", plan.slots[row : row + count], slots.int()
     yield (
@@ -260,8 +260,8 @@ def _of_expert(
     x, hidden, out = wanted(case, given, expert, slots)
     written = row + round_up(count, min(WRITTEN_ROWS[case.target], case.job.tile))
     for what, got, want, width, last in (
-        ("x", made.workspace.x, x, p.hidden, end),
-        ("hidden", made.workspace.hidden, hidden, p.width, written),
+        ("x", result.workspace.x, x, p.hidden, end),
+        ("hidden", result.workspace.hidden, hidden, p.width, written),
     ):
         codes = torch.zeros(last - row, width // 2, dtype=torch.uint8, device=slots.device)
         codes[:count] = want[0]
@@ -269,26 +269,26 @@ def _of_expert(
         scales = torch.zeros(last - row, width // 16, dtype=torch.uint8, device=slots.device)
         scales[:count] = scale_codes(want[1], (0, count), width)
         yield f"scales of {what}", scale_codes(got.scales, (row, last), width), scales
-    yield "rows", made.workspace.out[row : row + count].view(torch.int16), out.view(torch.int16)
-    zeros = made.workspace.out[row + count : written]
+    yield "rows", result.workspace.out[row : row + count].view(torch.int16), out.view(torch.int16)
+    zeros = result.workspace.out[row + count : written]
     yield "rows of zeros", zeros, torch.zeros_like(zeros)
-    behind = made.workspace.out[written:end].isnan()
+    behind = result.workspace.out[written:end].isnan()
     yield "rows of nobody", behind, torch.ones_like(behind)
 
 
-def shown(case: Case, given: Any, made: Result) -> str:
+def shown(case: Case, given: Any, result: Result) -> str:
     """Say how what FC1 shows differs from a product of gate and of up; run it in poisoned memory.
 
     What it writes beside that has to be what it writes without showing.
     """
-    kernels, job, p, plan = entry(), case.job, case.problem, made.workspace.plan
+    kernels, job, p, plan = entry(), case.job, case.problem, result.workspace.plan
     form = replace(facts.forms_of(p, job.target, job.tactic)[0], shown=True)
     w13, w2 = given.weights
     again = poisoned(case, given).workspace
     both = torch.full_like(again.out[:, :1].expand(-1, 2 * p.width), torch.nan).contiguous()
     leaving = (*again.hidden, w2.input_scale, plan.slots, given.routing.weights, both)
-    kernels.multiply_rows(job, form, (made.workspace.x, w13, plan), leaving)
-    for got, want in zip(again.hidden, made.workspace.hidden, strict=True):
+    kernels.multiply_rows(job, form, (result.workspace.x, w13, plan), leaving)
+    for got, want in zip(again.hidden, result.workspace.hidden, strict=True):
         if not torch.equal(got, want):
             return f"{case.name}: another requantisation: {_first(got, want)}"
     for expert, slots in enumerate(slots_of_experts(case, given.routing)):

@@ -199,9 +199,9 @@ def block_of(form: MoeForm, sides: Sides, to_rows: Any = None) -> Block:
     box, none = (moe.WARP_ROWS, facts.PIECE_COLUMNS), np.zeros((1, 2), np.uint8)
     d = Matrix(none if to_rows is None else to_rows, 2, box, plain.SWIZZLE)
     held, expected = Memories((COLUMNS - size, size)), facts.transaction_bytes(form.gemm)
-    made = Block(form.gemm, matrices_of(form.gemm, sides, d), held, expected)
-    made.moe = form
-    return made
+    block = Block(form.gemm, matrices_of(form.gemm, sides, d), held, expected)
+    block.moe = form
+    return block
 
 
 def first_sides(case: checks.Case, given: Any, x: Any) -> Sides:
@@ -304,8 +304,8 @@ def factors(weights: Any) -> Tensor:
 
 def on_model(case: checks.Case, given: Any, order: tuple[str, int] = ("loads", 2)) -> checks.Result:
     """Let the host model answer a whole call, in poisoned memory."""
-    made = checks.poisoned(case, given)
-    plan, x, hidden, out = made.workspace
+    result = checks.poisoned(case, given)
+    plan, x, hidden, out = result.workspace
     w13, w2 = given.weights
     ordered(case, given, plan)
     gathered(case, given, plan, x)
@@ -318,8 +318,8 @@ def on_model(case: checks.Case, given: Any, order: tuple[str, int] = ("loads", 2
     to_rows = out.view(torch.uint8).numpy()
     leaving = Leaving(factors(w2), plan.slots, to_rows)
     multiply(second, Sides(hidden, w2.codes, w2.scales), plan, leaving, order)
-    made.out.copy_(combined(case, given, plan, out))
-    return made
+    result.out.copy_(combined(case, given, plan, out))
+    return result
 
 
 def combined(case: checks.Case, given: Any, plan: Any, rows: Tensor) -> Tensor:
@@ -348,8 +348,8 @@ def sums_of(a: tuple[Tensor, Tensor], codes: Tensor, scales: Tensor) -> Tensor:
     b_scales = from_layout(scales, SWIZZLE_128X4, n, blocks)
     pad = -2 * codes.shape[1] % 64
     whole = (
-        functional.pad(each, (0, by))
-        for each, by in (
+        functional.pad(tensor, (0, by))
+        for tensor, by in (
             (unpack_nibbles(a_codes), pad),
             (a_scales, pad // 16),
             (unpack_nibbles(codes), pad),

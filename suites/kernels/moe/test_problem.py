@@ -199,7 +199,7 @@ def test_first_tile_is_gate_next_to_up_whatever_the_tactic() -> None:
             assert facts.blocks_of_tile(first) % facts.BLOCKS_OF_PIECE == 0
             assert (first.gemm.parts, second.gemm.parts) == (2, 1)
             assert second.gemm.tactic == tactic
-    boxes = [(each.name, each.rows, each.matrices) for each in gemm.loads(FIRST.gemm)]
+    boxes = [(load.name, load.rows, load.matrices) for load in gemm.loads(FIRST.gemm)]
     want = [("a", 128, 1), ("b", 128, 2), ("scales of a", 1, 1), ("scales of b", 1, 2)]
     assert boxes == want
     chosen = {

@@ -211,7 +211,9 @@ def test_what_is_around_the_products_compiles_without_spills() -> None:
         for weighted, shared in ((True, False), (False, True))
     ]
     for kernel in made:
-        assert not [each for each in cubin_facts(kernel.cubin) if each.spills]
+        assert not [
+            kernel_facts for kernel_facts in cubin_facts(kernel.cubin) if kernel_facts.spills
+        ]
         assert not unstated_roundings(kernel.ptx)
 
 
@@ -261,11 +263,11 @@ def test_padding_costs_nothing_where_weights_are_read_from_memory() -> None:
         for tokens in table.TOKENS:
             problem = MoeProblem(tokens, hidden, width, experts, chosen, experts, 10.0)
             bounds = [table.bound(problem, form) for form in moe_problem.forms_of(problem, TARGET)]
-            assert all(each.matrix < each.memory for each in bounds)
+            assert all(bound.matrix < bound.memory for bound in bounds)
     bounds = [
         table.bound(table.PUBLISHED, f) for f in moe_problem.forms_of(table.PUBLISHED, TARGET)
     ]
-    assert all(each.matrix > each.memory for each in bounds)
+    assert all(bound.matrix > bound.memory for bound in bounds)
 
 
 # ---- on a B200 -----------------------------------------------------------------------------------
@@ -296,7 +298,7 @@ def test_tile_and_cluster_shape_do_not_change_a_bit() -> None:
     for tactic in tactics:
         case = Case(problem, "skewed", 6, tactic, target=TARGET)
         found.append(checks.on_device(case, checks.given_of(case)).out)
-    assert all(torch.equal(each, found[0]) for each in found)
+    assert all(torch.equal(tensor, found[0]) for tensor in found)
     case = Case(problem, "skewed", 6, tactics[-1], target=TARGET)
     assert not checks.mismatch(case)
 
@@ -335,11 +337,11 @@ def test_is_the_twin_within_its_budget(model: str, weighting: str) -> None:
     problem = MoeProblem(96, hidden, width, 8, chosen, 8, 10.0, weighting)
     case = Case(problem, seed=1, target=TARGET)
     given = checks.given_of(case)
-    made = checks.on_device(case, given)
-    found = [twin.compared(case, given, made, expert) for expert in (0, 5)]
-    assert not [each.wrong for each in found if each.wrong]
-    assert max(each.codes for each in found) <= twin.MOST_CODES
-    assert max(each.scales for each in found) <= twin.MOST_SCALES
+    result = checks.on_device(case, given)
+    found = [twin.compared(case, given, result, expert) for expert in (0, 5)]
+    assert not [counted.wrong for counted in found if counted.wrong]
+    assert max(counted.codes for counted in found) <= twin.MOST_CODES
+    assert max(counted.scales for counted in found) <= twin.MOST_SCALES
 
 
 @pytest.mark.needs("cutlass")
@@ -361,18 +363,18 @@ def test_a_graph_replays_on_other_tokens_and_other_choices(kernels: ModuleType) 
     case = Case(MoeProblem(200, 512, 384, 16, 4, 16, 10.0), "one", 1, shared=True, target=TARGET)
     other = replace(case, choice="skewed", seed=2)
     given, later = checks.given_of(case), checks.given_of(other)
-    made = checks.poisoned(case, given)
-    kernels.launch(case.job, given, *made)
+    result = checks.poisoned(case, given)
+    kernels.launch(case.job, given, *result)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernels.launch(case.job, given, *made)
+        kernels.launch(case.job, given, *result)
     tensors_of = import_module("degarble.kernels.moe.sm90_moe_nvfp4").tensors_of
     for old, new in zip(tensors_of(given), tensors_of(later), strict=True):
         old.copy_(new)
     graph.replay()
     fresh = checks.on_device(other, later)
-    assert torch.equal(made.out, fresh.out)
+    assert torch.equal(result.out, fresh.out)
     assert not checks.difference(other, later, fresh)
 
 

@@ -43,11 +43,11 @@ def wrong(case: checks.Case, first: str = "loads", processors: int = 2) -> str:
     """Say what is wrong with the model's answer, as a B200's would be judged."""
     given = checks.given_of(case, "cpu")
     try:
-        made = model.on_model(case, given, (first, processors))
+        result = model.on_model(case, given, (first, processors))
     except (Undefined, tcgen05_words.WrongWord) as error:
         return str(error)
     with mock.patch.object(checks, "wanted", model.wanted):
-        return checks.difference(case, given, made)
+        return checks.difference(case, given, result)
 
 
 @pytest.mark.parametrize("first", ["loads", pytest.param("tensor", marks=pytest.mark.slow)])
@@ -118,14 +118,14 @@ def test_fuzzed(seed: int) -> None:
 def test_is_the_twin_within_its_budget(weighting: str) -> None:
     case = case_of(MoeProblem(40, 128, 160, 2, 1, 2, 10.0, weighting))
     given = checks.given_of(case, "cpu")
-    made = model.on_model(case, given)
-    found = [twin.compared(case, given, made, expert) for expert in range(2)]
-    assert not [each.wrong for each in found if each.wrong]
-    assert max(each.codes for each in found) <= twin.MOST_CODES
-    assert max(each.scales for each in found) <= twin.MOST_SCALES
+    result = model.on_model(case, given)
+    found = [twin.compared(case, given, result, expert) for expert in range(2)]
+    assert not [counted.wrong for counted in found if counted.wrong]
+    assert max(counted.codes for counted in found) <= twin.MOST_CODES
+    assert max(counted.scales for counted in found) <= twin.MOST_SCALES
     rolled = type(given.weights.w13)(*(each.roll(1, 0) for each in given.weights.w13))
     other = given._replace(weights=given.weights._replace(w13=rolled))
-    assert twin.compared(case, other, made, 0).wrong
+    assert twin.compared(case, other, result, 0).wrong
 
 
 # ---- planted faults ------------------------------------------------------------------------------
@@ -218,9 +218,9 @@ def test_a_planted_fault_is_detected(name: str) -> None:
 def test_weights_are_left_out_after_w2_as_well() -> None:
     case = case_of(replace(SMALL, weighting=AFTER_W2))
     given = checks.given_of(case, "cpu")
-    made = model.on_model(case, given)
-    plan, out = made.workspace.plan, made.workspace.out
+    result = model.on_model(case, given)
+    plan, out = result.workspace.plan, result.workspace.out
     ones = given._replace(routing=given.routing._replace(weights=given.routing.weights * 0 + 1))
-    made.out.copy_(model.combined(case, ones, plan, out))
+    result.out.copy_(model.combined(case, ones, plan, out))
     with mock.patch.object(checks, "wanted", model.wanted):
-        assert "sum" in checks.difference(case, given, made)
+        assert "sum" in checks.difference(case, given, result)

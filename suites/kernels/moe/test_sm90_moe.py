@@ -307,9 +307,9 @@ def test_the_small_models() -> None:
 def test_fc1_shows_what_its_swiglu_gets(weighting: str, tactic: Any) -> None:
     case = Case(MoeProblem(300, 352, 416, 8, 2, 8, 10.0, weighting), "skewed", 3, tactic)
     given = checks.given_of(case)
-    made = checks.on_device(case, given)
-    assert not checks.shown(case, given, made)
-    other = made._replace(workspace=made.workspace._replace(x=made.workspace.hidden))
+    result = checks.on_device(case, given)
+    assert not checks.shown(case, given, result)
+    other = result._replace(workspace=result.workspace._replace(x=result.workspace.hidden))
     assert checks.shown(case, given, other)
 
 
@@ -339,17 +339,17 @@ def test_is_the_twin_within_its_budget(model: str, weighting: str) -> None:
     given = checks.given_of(case)
     weights = torch.rand_like(given.routing.weights)  # here they need not be powers of two
     given = given._replace(routing=given.routing._replace(weights=weights))
-    made = checks.on_device(case, given)
-    found = [twin.compared(case, given, made, expert) for expert in (0, 5)]
-    assert not [each.wrong for each in found if each.wrong]
-    assert max(each.codes for each in found) <= twin.MOST_CODES
-    assert max(each.scales for each in found) <= twin.MOST_SCALES
+    result = checks.on_device(case, given)
+    found = [twin.compared(case, given, result, expert) for expert in (0, 5)]
+    assert not [counted.wrong for counted in found if counted.wrong]
+    assert max(counted.codes for counted in found) <= twin.MOST_CODES
+    assert max(counted.scales for counted in found) <= twin.MOST_SCALES
     other = given._replace(weights=given.weights._replace(w13=rolled(given.weights.w13)))
-    assert twin.compared(case, other, made, 0).wrong
+    assert twin.compared(case, other, result, 0).wrong
 
 
 def rolled(weights: Any) -> Any:
-    return type(weights)(*(each.roll(1, 0) for each in weights))
+    return type(weights)(*(weight.roll(1, 0) for weight in weights))
 
 
 @pytest.mark.h200
@@ -369,17 +369,17 @@ def test_a_graph_replays_on_other_tokens_and_other_choices(kernels: ModuleType) 
     case = Case(MoeProblem(200, 512, 384, 16, 4, 16, 10.0), "one", 1, shared=True)
     other = replace(case, choice="skewed", seed=2)
     given, later = checks.given_of(case), checks.given_of(other)
-    made = checks.poisoned(case, given)
-    kernels.launch(case.job, given, *made)
+    result = checks.poisoned(case, given)
+    kernels.launch(case.job, given, *result)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernels.launch(case.job, given, *made)
+        kernels.launch(case.job, given, *result)
     for old, new in zip(kernels.tensors_of(given), kernels.tensors_of(later), strict=True):
         old.copy_(new)
     graph.replay()
     fresh = checks.on_device(other, later)
-    assert torch.equal(made.out, fresh.out)
+    assert torch.equal(result.out, fresh.out)
     assert not checks.difference(other, later, fresh)
 
 

@@ -102,8 +102,8 @@ def test_heads_are_turned_back_first(tokens: int, heads: int, width: int, scales
     positions[3:4] = known  # outside of the table: NaN
     back = BackProblem(tokens, heads, known, width=width)
     given = values.view(tokens, heads, width)
-    told = {"heads": given, "turns": turns, "positions": positions}
-    turned = rope.KERNEL.run_one(back, SETTINGS, **told).flatten(1)
+    fields = {"heads": given, "turns": turns, "positions": positions}
+    turned = rope.KERNEL.run_one(back, SETTINGS, **fields).flatten(1)
     plain = Fp8Problem(tokens, heads * width, scales)
     want = kernels.quantise_fp8(turned, plain, SETTINGS)
     problem = replace(plain, turned=width, positions=known)

@@ -84,9 +84,9 @@ class Case:
 def definition(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     """Return products [T, N] and squares [T] in float64, and the products' magnitudes."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    x, fn = (each.to(device).double() for each in (case.streams.flatten(1), case.fn))
-    made = (x @ fn.T, x.square().sum(1), x.abs() @ fn.abs().T)
-    return made[0].cpu(), made[1].cpu(), made[2].cpu()
+    x, fn = (tensor.to(device).double() for tensor in (case.streams.flatten(1), case.fn))
+    tensors = (x @ fn.T, x.square().sum(1), x.abs() @ fn.abs().T)
+    return tensors[0].cpu(), tensors[1].cpu(), tensors[2].cpu()
 
 
 def on_device(case: Case) -> tuple[Tensor, Tensor]:

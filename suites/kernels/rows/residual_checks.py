@@ -62,7 +62,7 @@ class Case:
 
 def by_definition(case: Case, device: str) -> tuple[Tensor, Tensor]:
     """Return normed values and the stored sum."""
-    x, residual, weight = (each.to(device) for each in case.operands)
+    x, residual, weight = (operand.to(device) for operand in case.operands)
     total = x.float() + residual.float()
     stored = total.bfloat16()
     normed = stored.float() if case.problem.rounded else total
@@ -72,7 +72,7 @@ def by_definition(case: Case, device: str) -> tuple[Tensor, Tensor]:
 def on_device(case: Case) -> ResidualNormed:
     """Run a case on the GPU, into poisoned memory; outputs stay there."""
     kernel = kernel_named("simt_residual_norm")
-    given = dict(zip(OPERANDS, (each.cuda() for each in case.operands), strict=True))
+    given = dict(zip(OPERANDS, (operand.cuda() for operand in case.operands), strict=True))
     out = kernel.allocate(case.problem, given["values"].device)
     for each in out.values():
         each.view(torch.uint8).fill_(checks.POISON)

@@ -215,8 +215,8 @@ def test_bytes_and_extents() -> None:
 
 
 def test_extents_are_no_part_of_a_form() -> None:
-    made = {choose_norm_form(NormProblem(m, k), "sm_90a") for m in (1, 5000) for k in (1040, 7168)}
-    assert len(made) == 1
+    forms = {choose_norm_form(NormProblem(m, k), "sm_90a") for m in (1, 5000) for k in (1040, 7168)}
+    assert len(forms) == 1
     assert choose_norm_form(NormProblem(1, 1024), "sm_90a").narrow
 
 
@@ -595,10 +595,10 @@ def test_two_thread_blocks_fit_and_every_bank_is_read_once() -> None:
     for kind in mhc.WEIGHTS:
         form = mhc.ProjectForm(kind, few=False, target="sm_90a")
         assert 2 * (form.shared_bytes + 2048) <= 228 * 1024
-        for each in (form, mhc.ProjectForm(kind, few=True, target="sm_90a")):
+        for project_form in (form, mhc.ProjectForm(kind, few=True, target="sm_90a")):
             # Chunks keep their place from row to row, or have two by turns, 64 bytes apart.
-            assert each.rows_at_once % 8 in {0, 4}
-            assert each.tokens_of_block % each.rows_at_once == 0
+            assert project_form.rows_at_once % 8 in {0, 4}
+            assert project_form.tokens_of_block % project_form.rows_at_once == 0
     for chunk in range(8):
         assert {mhc.chunk_place(row, chunk) for row in range(8, 16)} == set(range(8))
         assert mhc.chunk_place(4, chunk) == mhc.chunk_place(0, chunk) ^ 4

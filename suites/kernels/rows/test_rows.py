@@ -89,7 +89,7 @@ def test_fused_equals_an_addition_and_the_norm_one_by_one() -> None:
         problem = ResidualProblem(333, columns, 1e-6, weight, rounded=True)
         case = residual_checks.Case(problem, "rows", 9)
         fused = residual_checks.on_device(case)
-        x, residual, of_norm = (each.cuda() for each in case.operands)
+        x, residual, of_norm = (operand.cuda() for operand in case.operands)
         total = x + residual
         plain = norm.run(case.problem.norm, SETTINGS, values=total, weight=of_norm)["normed"]
         assert not bits_differ("sum", fused.total, total)
@@ -101,7 +101,7 @@ def test_fused_equals_an_addition_and_the_norm_one_by_one() -> None:
 def test_a_residual_alone_and_in_place_has_the_same_bits() -> None:
     kernel, problem = kernel_named("simt_residual_norm"), ResidualProblem(300, 7168, weight="fp32")
     case = residual_checks.Case(problem, "rows", 1)
-    x, residual, weight = (each.cuda() for each in case.operands)
+    x, residual, weight = (operand.cuda() for operand in case.operands)
     want = residual_checks.on_device(case)
     one = ResidualProblem(1, 7168, weight="fp32")
     alone = kernel.run(one, SETTINGS, values=x[7:8], residual=residual[7:8], weight=weight)
@@ -281,13 +281,13 @@ def test_errors_of_the_projection_are_detected(monkeypatch: pytest.MonkeyPatch) 
     for spread in ("ordinary", "integers"):
         case = mhc_project_checks.Case(4, 64, spread=spread)
         products, squares, _ = mhc_project_checks.definition(case)
-        made = [products.float(), squares.float()]
-        monkeypatch.setattr(mhc_project_checks, "on_device", lambda _case, made=made: made)
+        tensors = [products.float(), squares.float()]
+        monkeypatch.setattr(mhc_project_checks, "on_device", lambda _case, made=tensors: made)
         assert not mhc_project_checks.mismatch(case)
-        made[0][2, 3] += 1e-4
+        tensors[0][2, 3] += 1e-4
         assert "1 of products, first [2, 3]" in mhc_project_checks.mismatch(case)
-        made[0][2, 3] -= 1e-4
-        made[1][1] = torch.nan
+        tensors[0][2, 3] -= 1e-4
+        tensors[1][1] = torch.nan
         assert "of squares, first [1]" in mhc_project_checks.mismatch(case)
 
 
@@ -303,8 +303,8 @@ def test_repeats_and_other_tokens_change_no_bit(kind: str) -> None:
         fewer = replace(many, tokens=count)
         fewer.__dict__["streams"] = many.streams[-count:]
         fewer.__dict__["fn"] = many.fn
-        found = mhc_project_checks.on_device(fewer)
-        assert all(map(torch.equal, found, (each[-count:] for each in whole)))
+        tensors = mhc_project_checks.on_device(fewer)
+        assert all(map(torch.equal, tensors, (tensor[-count:] for tensor in whole)))
 
 
 @pytest.mark.h200

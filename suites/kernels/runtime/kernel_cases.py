@@ -202,20 +202,23 @@ def _quantise_cases() -> Iterator[LaunchCase]:
         if problem.keeps_values:
             out["kept"] = Given(BF16, (problem.rows, problem.columns))
         yield LaunchCase("simt_quantise_nvfp4", problem, given | out, target)
-    for told, target in (
+    for fp8_problem, target in (
         (Fp8Problem(5, 256), "sm_90a"),
         (Fp8Problem(4, 512, "ue8m0", "swiglu"), "sm_100a"),
         (Fp8Problem(6, 1024, "ue8m0", turned=512, positions=9), "sm_90a"),
     ):
-        given = {"values": Given(BF16, (told.rows, told.input_columns))}
-        if told.turned:
+        given = {"values": Given(BF16, (fp8_problem.rows, fp8_problem.input_columns))}
+        if fp8_problem.turned:
             given |= {"turns": Given(FP32, (9, 64)), "positions": Given(INT64, (6,))}
-        yield LaunchCase("simt_quantise_fp8", told, given, target)
+        yield LaunchCase("simt_quantise_fp8", fp8_problem, given, target)
         given = given | {
-            "codes": Given(FP8, (told.rows, told.columns)),
-            "scales": Given(FP32 if told.scales == "float32" else BYTES, (told.rows, told.blocks)),
+            "codes": Given(FP8, (fp8_problem.rows, fp8_problem.columns)),
+            "scales": Given(
+                FP32 if fp8_problem.scales == "float32" else BYTES,
+                (fp8_problem.rows, fp8_problem.blocks),
+            ),
         }
-        yield LaunchCase("simt_quantise_fp8", told, given, target)
+        yield LaunchCase("simt_quantise_fp8", fp8_problem, given, target)
 
 
 def _quantise_fp8(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
@@ -272,17 +275,17 @@ def _pool_cases() -> Iterator[LaunchCase]:
         pages = StatePages(4, 6, columns)
         paged = PagedPoolProblem(5, 2, ratio, pages, width)
         tokens = Given(INT64, (5,))
-        told = {
+        fields = {
             "projected": Given(FP32, (5, 2 * columns)), "ape": Given(FP32, (ratio, columns)),
             "requests": Given(INT32, (5,)), "positions": tokens, "slots": tokens,
             "table": Given(INT32, (2, 7)), "entries": tokens,
             "states": Given(BYTES, (6, pages.stride)),
         }  # fmt: skip
-        yield LaunchCase("simt_paged_pool", paged, told, "sm_100a")
+        yield LaunchCase("simt_paged_pool", paged, fields, "sm_100a")
         out = {
             "pooled": Given(BF16, (5, width)), "firsts": tokens, "places": tokens,
         }  # fmt: skip
-        yield LaunchCase("simt_paged_pool", paged, told | out)
+        yield LaunchCase("simt_paged_pool", paged, fields | out)
 
 
 def _pool(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
@@ -368,7 +371,7 @@ def _indexer_cases() -> Iterator[LaunchCase]:
             (2, "bf16", "stored", BF16), (2, "bf16", "float32", FP32), (9, "fp8", "float32", FP32),
         ):  # fmt: skip
             pages = KeyPages(operands, 64, 5)
-            asked = ScoresProblem(tokens, 64, 700, 2, pages, 4, arithmetic)
+            scores_problem = ScoresProblem(tokens, 64, 700, 2, pages, 4, arithmetic)
             codes = FP8 if operands == "fp8" else BF16
             given = {
                 "queries": Given(codes, (tokens, 64, 128)), "weights": Given(dtype, (tokens, 64)),
@@ -376,17 +379,17 @@ def _indexer_cases() -> Iterator[LaunchCase]:
                 "table": Given(INT32, (2, 11)), "pages": Given(BYTES, (5, pages.stride)),
             }  # fmt: skip
             given |= {"scales": Given(FP32, (tokens, 64))} if operands == "fp8" else {}
-            yield LaunchCase(name, asked, given, target)
-        yield LaunchCase(name, asked, given | {"out": Given(FP32, (tokens, 700))}, target)
-    for told, target in (
+            yield LaunchCase(name, scores_problem, given, target)
+        yield LaunchCase(name, scores_problem, given | {"out": Given(FP32, (tokens, 700))}, target)
+    for topk_problem, target in (
         (TopkProblem(3, 40, 8), "sm_90a"), (TopkProblem(90, 20_001, 2048, 4), "sm_100a"),
         (TopkProblem(2, 60_000, 512, 1), "sm_90a"),
     ):  # fmt: skip
-        given = {"scores": Given(FP32, (told.rows, told.entries))}
-        given |= {"positions": Given(INT64, (told.rows,))} if told.ratio else {}
-        yield LaunchCase("simt_indexer_topk", told, given, target)
+        given = {"scores": Given(FP32, (topk_problem.rows, topk_problem.entries))}
+        given |= {"positions": Given(INT64, (topk_problem.rows,))} if topk_problem.ratio else {}
+        yield LaunchCase("simt_indexer_topk", topk_problem, given, target)
     given = given | {"out": Given(INT32, (2, 512))}
-    yield LaunchCase("simt_indexer_topk", told, given, "sm_100a")
+    yield LaunchCase("simt_indexer_topk", topk_problem, given, "sm_100a")
 
 
 def _by_name(m: Any, p: Any, t: dict[str, Tensor]) -> Any:
@@ -434,7 +437,7 @@ class RecordingKernel:
         self.target = target
         self.entry = f"{entry.__module__.rpartition('.')[2]}.{entry.__name__}"
         # What the key of the cache is made of, without the names of modules.
-        self.compiled = [_MODULES.sub("", compiling._described(each)) for each in arguments]
+        self.compiled = [_MODULES.sub("", compiling._described(argument)) for argument in arguments]
         self.launched: list[Any] = []
 
     def __call__(self, *arguments: Any) -> None:
@@ -454,7 +457,7 @@ class RecordingKernel:
 @contextmanager
 def recording(kernel: str, target: str) -> Iterator[list[RecordingKernel]]:
     """Let launches of a kernel end at recording ones, with a GPU of `target` pretended."""
-    made: list[RecordingKernel] = []
+    kernels: list[RecordingKernel] = []
     held: list[Tensor] = []  # so that no two allocations get one address
     empty = torch.empty
 
@@ -463,8 +466,8 @@ def recording(kernel: str, target: str) -> Iterator[list[RecordingKernel]]:
         return held[-1]
 
     def compiled(entry: Any, arguments: Any, target: Any, _settings: Any) -> RecordingKernel:
-        made.append(RecordingKernel(entry, arguments, target))
-        return made[-1]
+        kernels.append(RecordingKernel(entry, arguments, target))
+        return kernels[-1]
 
     instead = {
         "compile_kernel": compiled,
@@ -497,7 +500,7 @@ def recording(kernel: str, target: str) -> Iterator[list[RecordingKernel]]:
                     for name, of in vars(descriptor.Kernel).items():
                         if isinstance(of, cached_property) and name not in anew:
                             vars(each).pop(name, None)
-        yield made
+        yield kernels
 
 
 @dataclass
@@ -528,10 +531,10 @@ class PointerNames:
 def arguments_of(case: LaunchCase, run: Callable[[dict[str, Tensor]], Any]) -> dict[str, Any]:
     """Return what a launch of a case compiles with, passes and returns; `run` gets the operands."""
     tensors = case.tensors()
-    with recording(case.kernel, case.target) as made:
+    with recording(case.kernel, case.target) as kernels:
         result = run(tensors)
     names = PointerNames({tensor.data_ptr(): name for name, tensor in tensors.items()})
-    first, *others = (kernel.shown(names) for kernel in made)
+    first, *others = (kernel.shown(names) for kernel in kernels)
     results = result if isinstance(result, tuple) else (result,)
     returned = [None if each is None else names.name_of(each.data_ptr()) for each in results]
     return first | {"returned": returned} | ({"then": others} if others else {})
@@ -539,7 +542,7 @@ def arguments_of(case: LaunchCase, run: Callable[[dict[str, Tensor]], Any]) -> d
 
 def damaged(case: LaunchCase) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield operand, damage and the operands of a case with one of them damaged."""
-    siblings = [each.given for each in CASES if each.kernel == case.kernel]
+    siblings = [launch_case.given for launch_case in CASES if launch_case.kernel == case.kernel]
     every = {name: of for given in siblings for name, of in given.items()}
     for name, of in case.given.items():
         given = case.tensors()

@@ -87,14 +87,16 @@ def _few_rows_cases() -> Iterator[LaunchCase]:
         more = {"out": Given(FP32 if out == "fp32" else BF16, (rows, 263))}
         yield LaunchCase("simt_gemv_bf16", problem, given | more, target)
     for rows, layout in ((1, "linear"), (9, "128x4"), (16, "linear")):
-        asked = W4A16Problem(rows, 256, 512, layout)
-        blocks = Given(BYTES, (asked.scale_bytes,))
+        w4_a16_problem = W4A16Problem(rows, 256, 512, layout)
+        blocks = Given(BYTES, (w4_a16_problem.scale_bytes,))
         given = {
             "x": Given(BF16, (rows, 512)), "codes": Given(BYTES, (256, 256)), "scales": blocks,
             "decode_scale": Given(FP32, (1,)),
         }  # fmt: skip
-        yield LaunchCase("sm90_gemm_w4a16", asked, given)
-    yield LaunchCase("sm90_gemm_w4a16", asked, given | {"out": Given(BF16, (16, 256))}, "sm_100a")
+        yield LaunchCase("sm90_gemm_w4a16", w4_a16_problem, given)
+    yield LaunchCase(
+        "sm90_gemm_w4a16", w4_a16_problem, given | {"out": Given(BF16, (16, 256))}, "sm_100a"
+    )
 
 
 def _grouped_cases() -> Iterator[LaunchCase]:

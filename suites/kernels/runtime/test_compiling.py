@@ -242,8 +242,11 @@ def test_settings_of_the_dsl_from_the_environment_make_another_kernel(
     crowded: ModuleType, tmp_path: Path
 ) -> None:
     plain = CompileSettings(cache_folder=tmp_path)
-    told = replace(plain, dsl_environment=("CUTE_DSL_LINEINFO=1",))
-    seen = [crowded.compile_crowded(128, SM90A, s).from_cache for s in (plain, told, plain, told)]
+    compile_settings = replace(plain, dsl_environment=("CUTE_DSL_LINEINFO=1",))
+    seen = [
+        crowded.compile_crowded(128, SM90A, s).from_cache
+        for s in (plain, compile_settings, plain, compile_settings)
+    ]
     assert seen == [False, False, True, True]
 
 

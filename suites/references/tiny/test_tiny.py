@@ -109,33 +109,33 @@ def _oracle(ids: list[int]) -> torch.Tensor:
 
 
 def test_an_oracle_scores_full(seed: int) -> None:
-    told = figures.score([document(seed), document(seed + 1)], _oracle)
+    score = figures.score([document(seed), document(seed + 1)], _oracle)
     for kind in (figures.NEAR, *figures.FAR, "sum", "copy"):
-        assert told.asked[kind] > 0, kind
-        assert told.share(kind) == 1.0
-    assert told.perplexity < 1.001
+        assert score.asked[kind] > 0, kind
+        assert score.share(kind) == 1.0
+    assert score.perplexity < 1.001
 
 
 def test_a_guesser_does_not(seed: int) -> None:
-    told = figures.score([document(seed)], lambda ids: torch.zeros(len(ids), language.SIZE))
-    assert told.share(*figures.FAR, "sum", "copy") < 0.05
-    assert told.perplexity == pytest.approx(language.SIZE)
+    score = figures.score([document(seed)], lambda ids: torch.zeros(len(ids), language.SIZE))
+    assert score.share(*figures.FAR, "sum", "copy") < 0.05
+    assert score.perplexity == pytest.approx(language.SIZE)
 
 
 def test_chance_is_one_of_the_words_that_a_relation_takes(seed: int) -> None:
-    probes = [each for each in document(seed).probes if each.kind == "recall"]
-    counts = {figures.possible(each) for each in probes}
+    probes = [probe for probe in document(seed).probes if probe.kind == "recall"]
+    counts = {figures.possible(probe) for probe in probes}
     assert counts <= {12, 16}
-    told = figures.score([document(seed)], _oracle)
+    score = figures.score([document(seed)], _oracle)
     kinds = (figures.NEAR, *figures.FAR)
-    expected = sum(1 / figures.possible(each) for each in probes) / len(probes)
-    assert told.chance(*kinds) == pytest.approx(expected)
-    assert 1 / 16 <= told.chance(*figures.FAR) <= 1 / 12
+    expected = sum(1 / figures.possible(probe) for probe in probes) / len(probes)
+    assert score.chance(*kinds) == pytest.approx(expected)
+    assert 1 / 16 <= score.chance(*figures.FAR) <= 1 / 12
 
 
 def test_few_questions_leave_a_share_open() -> None:
-    told = figures.ProbeScore(Counter(sum=164), Counter(sum=17))
-    assert told.interval("sum") == pytest.approx((0.0658, 0.1599), abs=1e-3)
+    score = figures.ProbeScore(Counter(sum=164), Counter(sum=17))
+    assert score.interval("sum") == pytest.approx((0.0658, 0.1599), abs=1e-3)
     many = figures.ProbeScore(Counter(sum=1640), Counter(sum=170))
     assert many.interval("sum") == pytest.approx((0.0899, 0.1193), abs=1e-3)
     assert figures.ProbeScore().interval("sum") == (0.0, 1.0)

@@ -222,9 +222,9 @@ class Gpu:
     """A B200: sm100_probe_attention.py for the parts, the kernels for the rest."""
 
     def __init__(self) -> None:
-        found = target_of_device()
-        if found is not SM100A:
-            raise MissingDevice("target", found.name, SM100A.name, "Run it on a B200.")
+        target = target_of_device()
+        if target is not SM100A:
+            raise MissingDevice("target", target.name, SM100A.name, "Run it on a B200.")
 
     def load(self, case: checks.Case, given: checks.Drawn) -> tuple[Any, Any]:
         """See Executor."""

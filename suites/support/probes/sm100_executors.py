@@ -101,9 +101,9 @@ class Gpu:
     """A B200: kernels/sm100_probe_*.py for the parts, the GEMM itself for the rest."""
 
     def __init__(self) -> None:
-        found = target_of_device()
-        if found is not SM100A:
-            raise MissingDevice("target", found.name, SM100A.name, "Run it on a B200.")
+        target = target_of_device()
+        if target is not SM100A:
+            raise MissingDevice("target", target.name, SM100A.name, "Run it on a B200.")
         self.settings = CompileSettings()
 
     def load(self, case: checks.Case, given: Any) -> Tensor:

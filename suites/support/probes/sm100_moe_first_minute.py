@@ -58,7 +58,7 @@ class Executor(Protocol):
     def answer(self, case: checks.Case, given: Any) -> checks.Result:
         """Return what a whole call leaves."""
 
-    def difference(self, case: checks.Case, given: Any, made: checks.Result) -> str:
+    def difference(self, case: checks.Case, given: Any, result: checks.Result) -> str:
         """Say how a whole call differs from one expert at a time."""
 
 
@@ -200,10 +200,10 @@ class HostModel:
 
     def rows(self, case: checks.Case, given: Any) -> checks.Result:
         """See Executor."""
-        made = checks.poisoned(case, given)
-        model.ordered(case, given, made.workspace.plan)
-        model.gathered(case, given, made.workspace.plan, made.workspace.x)
-        return made
+        result = checks.poisoned(case, given)
+        model.ordered(case, given, result.workspace.plan)
+        model.gathered(case, given, result.workspace.plan, result.workspace.x)
+        return result
 
     def load(self, case: checks.Case, given: Any) -> Tensor:
         """See Executor."""
@@ -236,10 +236,10 @@ class HostModel:
         """See Executor."""
         return model.on_model(case, given)
 
-    def difference(self, case: checks.Case, given: Any, made: checks.Result) -> str:
+    def difference(self, case: checks.Case, given: Any, result: checks.Result) -> str:
         """See Executor."""
         with mock.patch.object(checks, "wanted", model.wanted):
-            return checks.difference(case, given, made)
+            return checks.difference(case, given, result)
 
     def _block(self, case: checks.Case, given: Any) -> tuple[Any, Any, facts.GemmForm]:
         """Return a thread block of FC1, the plan, and the form."""
@@ -253,18 +253,18 @@ class Gpu:
     """A B200: sm100_probe_moe.py for the parts, the kernels themselves for the rest."""
 
     def __init__(self) -> None:
-        found = target_of_device()
-        if found is not SM100A:
-            raise MissingDevice("target", found.name, SM100A.name, "Run it on a B200.")
+        target = target_of_device()
+        if target is not SM100A:
+            raise MissingDevice("target", target.name, SM100A.name, "Run it on a B200.")
 
     def rows(self, case: checks.Case, given: Any) -> checks.Result:
         """See Executor."""
         steps, given = import_module("degarble.kernels.moe.simt_moe_rows"), moved(given)
-        made = checks.poisoned(case, given)
-        plan = made.workspace.plan
+        result = checks.poisoned(case, given)
+        plan = result.workspace.plan
         steps.plan(case.job, given.routing.experts, given.routing.local, plan)
-        steps.gather(case.job, given.x, given.weights.w13.input_scale, plan, made.workspace.x)
-        return made
+        steps.gather(case.job, given.x, given.weights.w13.input_scale, plan, result.workspace.x)
+        return result
 
     def load(self, case: checks.Case, given: Any) -> Tensor:
         """See Executor."""
@@ -281,9 +281,9 @@ class Gpu:
         """See Executor."""
         return checks.on_device(case, moved(given))
 
-    def difference(self, case: checks.Case, given: Any, made: checks.Result) -> str:
+    def difference(self, case: checks.Case, given: Any, result: checks.Result) -> str:
         """See Executor."""
-        return checks.difference(case, moved(given), made)
+        return checks.difference(case, moved(given), result)
 
     def _part(
         self, part: str, case: checks.Case, given: Any, sums: Tensor | None = None

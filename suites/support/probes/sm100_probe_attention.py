@@ -83,8 +83,8 @@ def probe_kernel(
         if cutlass.const_expr(part == "load"):
             inside = form.format.inside
             produce = gather.produce_with_key if inside else gather.produce
-            how = facts.sm100_gather_plan(form.format)
-            produce(lists, widths, walk, memory.places, how)
+            plan = facts.sm100_gather_plan(form.format)
+            produce(lists, widths, walk, memory.places, plan)
     elif group == facts.MULTIPLYING_GROUP:
         cute.arch.setmaxregister_decrease(registers.multiplying)
         if cutlass.const_expr(part == "multiply"):

@@ -76,8 +76,8 @@ def test_compiles_without_spills_and_with_every_rounding_stated(
 
 
 def test_the_two_fma_are_those_requested(kernels: ModuleType) -> None:
-    asked = [probe for probe in GROUPS["arithmetic"] if probe.name.startswith("fma")]
-    assert len(asked) == 2
+    probes = [probe for probe in GROUPS["arithmetic"] if probe.name.startswith("fma")]
+    assert len(probes) == 2
     kernel = kernels.compile_probe("rotation", SM90A, CompileSettings())
     assert kernel.ptx.count("mul.rn.f32") == 4
     assert len(re.findall(r"(?:add|sub)\.rn\.f32", kernel.ptx)) == 2

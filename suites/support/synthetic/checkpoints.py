@@ -120,13 +120,13 @@ class RowPool:
         if key not in self._quantised:
             values = self._made() if self._values is None else self._values
             amax = values.abs().max().float() if fmt.tensor_scale else None
-            made = [quantise(each, fmt, dialect, amax=amax) for each in values.split(BASE_ROWS)]
-            codes, scales = ([getattr(each, name) for each in made] for name in _STORED)
+            tensors = [quantise(each, fmt, dialect, amax=amax) for each in values.split(BASE_ROWS)]
+            codes, scales = ([getattr(tensor, name) for tensor in tensors] for name in _STORED)
             self._quantised[key] = PooledRows(
                 torch.cat(codes).view(torch.uint8),
                 torch.cat(scales).view(torch.uint8),
-                made[0].tensor_scale,
-                made[0].direction,
+                tensors[0].tensor_scale,
+                tensors[0].direction,
             )
         return self._quantised[key]
 
@@ -325,7 +325,7 @@ class Parts:
     def _fusions(self) -> Mapping[str, Fusion]:
         """Return the parameters that engines fuse: their rows share a tensor scale and an input."""
         fused = layout_named("vllm", self._config).fusions
-        return {member: each for each in fused for member in each.members}
+        return {member: fusion for fusion in fused for member in fusion.members}
 
     def _group(self, parameter: Parameter) -> str:
         """Name the group of partners: the expert's own, where there are experts."""
@@ -358,11 +358,13 @@ class Parts:
     # Scalars and small tensors
 
     def _tensor_scale(self, parameter: Parameter) -> Tensor:
-        made = self._pool(parameter).quantised(NVFP4, self._nvfp4)
-        assert made.tensor_scale is not None
+        pooled_rows = self._pool(parameter).quantised(NVFP4, self._nvfp4)
+        assert pooled_rows.tensor_scale is not None
         exponent = self._exponent(parameter)
-        sign = 1 if made.direction is ScaleDirection.DECODE else -1
-        return torch.tensor(ldexp(float(made.tensor_scale), sign * exponent), dtype=torch.float32)
+        sign = 1 if pooled_rows.direction is ScaleDirection.DECODE else -1
+        return torch.tensor(
+            ldexp(float(pooled_rows.tensor_scale), sign * exponent), dtype=torch.float32
+        )
 
     def _input_scale(self, parameter: Parameter) -> Tensor:
         amax = self._input_amax(parameter)
@@ -384,11 +386,11 @@ class Parts:
     def _largest_amax(self) -> Mapping[str, float]:
         """Return the largest amax of reached experts, by projection: unreached experts get it."""
         found: dict[str, float] = {}
-        for each in parameters(self._config):
-            drafts = each.block is not None and each.block.is_drafter  # never calibrated
-            if EXPERT in each.row.name and not drafts and not self._is_dead(each):
-                amax = self._drawn_amax(self._group(each))
-                found[each.row.name] = max(found.get(each.row.name, 0.0), amax)
+        for parameter in parameters(self._config):
+            drafts = parameter.block is not None and parameter.block.is_drafter  # never calibrated
+            if EXPERT in parameter.row.name and not drafts and not self._is_dead(parameter):
+                amax = self._drawn_amax(self._group(parameter))
+                found[parameter.row.name] = max(found.get(parameter.row.name, 0.0), amax)
         return found
 
     def _drawn_amax(self, group: str) -> float:
@@ -459,8 +461,8 @@ class Synthetic:
         for slot in slots(self.config, self.layout):
             keys.setdefault(slot.tensor, slot.parameter.name)
         return tuple(
-            PlannedTensor(each.name, str(each.dtype), each.shape, keys[each.name])
-            for each in tensors_of(self.config, self.layout)
+            PlannedTensor(tensor.name, str(tensor.dtype), tensor.shape, keys[tensor.name])
+            for tensor in tensors_of(self.config, self.layout)
         )
 
     def sources(self) -> dict[str, str]:
@@ -488,7 +490,9 @@ class Synthetic:
             if tensor.name == name:
                 yield from self(tensor)
                 return
-        raise UnknownName.among("tensor", name, [each.name for each in self.planned()])
+        raise UnknownName.among(
+            "tensor", name, [planned_tensor.name for planned_tensor in self.planned()]
+        )
 
     def _slots(self, key: str) -> dict[str, list[Slot]]:
         """Place the parameters of the block that `key` belongs to; tensors with their slots."""
@@ -538,7 +542,7 @@ def write_checkpoint(
     """
     tensors = model.planned()
     size = SHARD_BYTES if shards is None else shard_bytes_for(tensors, shards)
-    plan = WritePlan.of(tensors, shard_bytes=size, sources=model.sources())
+    plan = WritePlan.from_tensors(tensors, shard_bytes=size, sources=model.sources())
     ending = CompanionFiles(config_files(model.config, model.layout))
     return write(
         target, plan, None if sparse else model, ending, workers=workers, progress=progress

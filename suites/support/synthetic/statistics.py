@@ -49,15 +49,15 @@ class Statistics:
             "dead_exponent": (-64, 0),
             "input_amax": (2**-10, 2**20),
         }
-        for each in fields(self):
-            low, high = limits[each.name]
-            value = getattr(self, each.name)
-            whole = isinstance(each.default, float) or isinstance(value, int)
+        for field in fields(self):
+            low, high = limits[field.name]
+            value = getattr(self, field.name)
+            whole = isinstance(field.default, float) or isinstance(value, int)
             if not whole or not low <= value <= high:
                 raise InvalidArgument(
-                    f"statistics.{each.name}",
+                    f"statistics.{field.name}",
                     value,
-                    f"{'a number' if isinstance(each.default, float) else 'an integer'}"
+                    f"{'a number' if isinstance(field.default, float) else 'an integer'}"
                     f" from {low} to {high}",
                     "Leave it out for a model like the released ones.",
                 )

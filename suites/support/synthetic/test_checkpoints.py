@@ -133,11 +133,11 @@ def test_every_layout_is_written_as_anatomy_says(name: str, layout: str, folder:
     target, model = written(folder, name, layout)
     with Checkpoint.open(target) as checkpoint:
         assert not checkpoint.problems.found
-        found = {each.name: (each.dtype, each.shape) for each in checkpoint.entries.values()}
+        found = {entry.name: (entry.dtype, entry.shape) for entry in checkpoint.entries.values()}
         assert checkpoint.model == model.config
         assert len(checkpoint.shards) == 3
     expected = tensors_of(model.config, model.layout)
-    assert found == {each.name: (str(each.dtype), each.shape) for each in expected}
+    assert found == {tensor.name: (str(tensor.dtype), tensor.shape) for tensor in expected}
     assert list(Manifest.read(target).differences(target)) == []
 
 
@@ -168,31 +168,31 @@ def test_codes_and_scales_are_what_quantising_the_values_gives(
     packed = layout == "compressed-tensors"
     amax: dict[str, Tensor] = {}
     parameters = {slot.parameter.name: slot.parameter for slot in slots(model.config, model.layout)}
-    for each in parameters.values():
-        if each.kind is Kind.LINEAR:
-            group = group_of(each, model.config)
-            own = values[each.name, PartKind.VALUE].abs().max().float()
+    for parameter in parameters.values():
+        if parameter.kind is Kind.LINEAR:
+            group = group_of(parameter, model.config)
+            own = values[parameter.name, PartKind.VALUE].abs().max().float()
             amax[group] = torch.maximum(amax.get(group, own), own)
-    for each in filter(is_looked_at, parameters.values()):
-        weight = recipe.format_of(each).weight
-        whole = values[each.name, PartKind.VALUE]
+    for parameter in filter(is_looked_at, parameters.values()):
+        weight = recipe.format_of(parameter).weight
+        whole = values[parameter.name, PartKind.VALUE]
         if weight == "BF16":
-            stored = found[each.name, PartKind.VALUE]
-            assert torch.equal(stored.double(), whole.to(stored.dtype).double()), each.name
+            stored = found[parameter.name, PartKind.VALUE]
+            assert torch.equal(stored.double(), whole.to(stored.dtype).double()), parameter.name
             continue
         fmt = block_format(weight)
         if fmt == NVFP4:
             dialect = COMPRESSED_TENSORS if packed else MODELOPT
-            made = quantise(whole, fmt, dialect, amax=amax[group_of(each, model.config)])
-            assert found[each.name, PartKind.TENSOR_SCALE] == made.tensor_scale, each.name
+            made = quantise(whole, fmt, dialect, amax=amax[group_of(parameter, model.config)])
+            assert found[parameter.name, PartKind.TENSOR_SCALE] == made.tensor_scale, parameter.name
         else:
             as_bytes = FP8_128X128_UE8M0 if weight.startswith("FP8") else fmt
             made = quantise(whole, as_bytes, CANONICAL)
-        codes = found[each.name, PartKind.CODES].view(torch.uint8)
-        assert torch.equal(codes, made.codes.view(torch.uint8)), each.name
-        scales = found[each.name, PartKind.BLOCK_SCALE]
+        codes = found[parameter.name, PartKind.CODES].view(torch.uint8)
+        assert torch.equal(codes, made.codes.view(torch.uint8)), parameter.name
+        scales = found[parameter.name, PartKind.BLOCK_SCALE]
         if scales.dtype is torch.float32:
-            assert torch.equal(scales, made.scale_values()), each.name
+            assert torch.equal(scales, made.scale_values()), parameter.name
         else:
             assert torch.equal(scales.view(torch.uint8), made.block_scale.view(torch.uint8))
 
@@ -204,7 +204,7 @@ def test_any_tensor_can_be_made_alone(name: str, layout: str, folder: Path) -> N
         for tensor in list(checkpoint.entries)[::7]:
             alone = Synthetic(CONFIGS[name], layout, seed=5, statistics=DEAD)
             made = b"".join(
-                bytes(each.reshape(-1).view(torch.uint8).numpy()) for each in alone.chunks(tensor)
+                bytes(chunk.reshape(-1).view(torch.uint8).numpy()) for chunk in alone.chunks(tensor)
             )
             assert made == checkpoint.raw(tensor), tensor
     with pytest.raises(UnknownName, match="lm_head"):
@@ -356,7 +356,7 @@ def sparse_facts(target: Path, model: Synthetic, shards: int) -> Manifest:
         expected = tensors_of(model.config, model.layout)
         found = checkpoint.entries
         assert {n: (e.dtype, e.shape) for n, e in found.items()} == {
-            each.name: (str(each.dtype), each.shape) for each in expected
+            tensor.name: (str(tensor.dtype), tensor.shape) for tensor in expected
         }
         name = expected[len(expected) // 2].name
         assert not bytes(checkpoint.raw(name)[:4096]).strip(b"\0")

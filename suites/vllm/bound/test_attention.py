@@ -349,9 +349,9 @@ class Stood:
 
     def of(self, view: Any) -> torch.Tensor:
         """The tensor that a view of pages is of."""
-        found: list[torch.Tensor] = [x for x in self.views if x.data_ptr() == view.data_ptr()]
-        assert len(found) == 1
-        return found[0]
+        tensors: list[torch.Tensor] = [x for x in self.views if x.data_ptr() == view.data_ptr()]
+        assert len(tensors) == 1
+        return tensors[0]
 
     def bytes_of(self, view: Any) -> torch.Tensor:
         """A view's pages with what lies behind each, as the kernel addresses them."""

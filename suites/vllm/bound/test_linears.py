@@ -130,7 +130,7 @@ def fp8(linears: Any, powers_of_two: bool) -> tuple[Any, torch.Tensor]:
     load(layer, "weight_scale_inv", *scales)
     whole = torch.cat([scale.float() for scale in scales])
     spread = whole.repeat_interleave(128, 0).repeat_interleave(128, 1)
-    return layer, torch.cat([each.float() for each in codes]) * spread
+    return layer, torch.cat([code.float() for code in codes]) * spread
 
 
 @pytest.mark.parametrize("powers_of_two", [True, False])

@@ -72,9 +72,9 @@ def test_config_has_what_is_read_of_it() -> None:
 
 def test_a_start_proves_and_logs(module: Any, tmp_path: Path) -> None:
     folder = write(tmp_path / "c", V4, "bf16")
-    start = module.Start.of(config(folder, degarble={"told": str(tmp_path / "told")}))
+    start = module.Start.from_config(config(folder, degarble={"told": str(tmp_path / "told")}))
     start.kernel("model.layers.0.attn.wq_b", "linear", "BF16", "by rows")
-    start.tell()
+    start.report()
     raw = json.loads((tmp_path / "told" / "rank-0.json").read_text())
     assert raw["banner"]["target"] == "sm_90a"
     assert raw["banner"]["vllm"].startswith("0.33.")
@@ -108,7 +108,7 @@ def test_what_is_not_served_is_refused(
         here = getattr(here, step)
     setattr(here, name, value)
     with pytest.raises(InvalidArgument, match=words):
-        module.Start.of(asked)
+        module.Start.from_config(asked)
 
 
 def test_ranks_are_those_of_the_start(module: Any) -> None:

@@ -45,16 +45,16 @@ def test_a_planted_signature_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(self: object, common_attn_metadata: object, fast_build: bool = False) -> None: ...
 
     monkeypatch.setattr(backend.AttentionMetadataBuilder, "build", build)
-    (told,) = contract.differences(BUILD, RECORD[BUILD], contract.observe(BUILD))
-    assert told == f"{BUILD}: parameters gone or changed: ['common_prefix_len'], new: []"
+    (text,) = contract.differences(BUILD, RECORD[BUILD], contract.observe(BUILD))
+    assert text == f"{BUILD}: parameters gone or changed: ['common_prefix_len'], new: []"
 
 
 def test_a_planted_abstract_method_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "vllm.model_executor.layers.quantization.base_config:QuantizationConfig"
     base = import_module(name.partition(":")[0]).QuantizationConfig
     monkeypatch.setattr(base, "__abstractmethods__", base.__abstractmethods__ | {"get_new"})
-    (told,) = contract.differences(name, RECORD[name], contract.observe(name))
-    assert told.startswith(f"{name}: abstract was ")
+    (text,) = contract.differences(name, RECORD[name], contract.observe(name))
+    assert text.startswith(f"{name}: abstract was ")
 
 
 def test_an_object_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,10 +162,10 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_names_go_where_the_proof_says(folder: Path) -> None:
     with Checkpoint.open(folder) as checkpoint:
         inventory = inventory_of(checkpoint)
-        made = as_stored(inventory, (1, 1, 1))
-        engine: Any = made.parameters
-        known = sorted(each.name for each in tensors_of(inventory.config, engine.layout))
-        rules, names = NameRules(made, set(known)), sorted(checkpoint.entries)
+        loader_map = as_stored(inventory, (1, 1, 1))
+        engine: Any = loader_map.parameters
+        known = sorted(tensor.name for tensor in tensors_of(inventory.config, engine.layout))
+        rules, names = NameRules(loader_map, set(known)), sorted(checkpoint.entries)
     config = SimpleNamespace(n_routed_experts=V4.n_routed_experts)
     found = loaded_by_vllm(names, known, config, "fp4")
     reached = set()

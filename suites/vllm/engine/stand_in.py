@@ -80,13 +80,13 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
     def do_GET(self) -> None:
-        told = (
+        sentence = (
             'degarble_part_info{by="degarble",part="linear"} 1.0\n'
             'degarble_part_info{by="vllm",part="norm"} 1.0\n'
             f"vllm:prefix_cache_hits_total{{}} {self.server.hits}\n"
             f"vllm:num_requests_running{{}} {self.server.leaks}\n"
         )
-        self._answer(told.encode() if self.path == "/metrics" else b"{}")
+        self._answer(sentence.encode() if self.path == "/metrics" else b"{}")
 
     def do_DELETE(self) -> None:
         assert self.server.captured is not None

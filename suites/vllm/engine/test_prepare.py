@@ -31,11 +31,11 @@ def rows(likeliest: list[int], gaps: list[float]) -> torch.Tensor:
 
 
 def test_a_question_goes_on_as_long_as_the_references_are_sure() -> None:
-    told = Document([1, 2, 3, 4, 5, 6, 7], [Probe("recall", 2, 3), Probe("sum", 5, 6)])
+    document = Document([1, 2, 3, 4, 5, 6, 7], [Probe("recall", 2, 3), Probe("sum", 5, 6)])
     likeliest, gaps = [2, 3, 4, 9, 6, 7], [9.0, 9.0, 9.0, 9.0, 0.5, 9.0]
-    (found,) = prepare.questions(told, rows(likeliest, gaps), 1.0)
-    assert (found.prompt, found.ids) == ([1, 2], [3, 4])  # 5 is not the likeliest
-    first, second = prepare.questions(told, rows(likeliest, gaps), 0.1)
+    (text,) = prepare.questions(document, rows(likeliest, gaps), 1.0)
+    assert (text.prompt, text.ids) == ([1, 2], [3, 4])  # 5 is not the likeliest
+    first, second = prepare.questions(document, rows(likeliest, gaps), 0.1)
     assert (first.ids, second.prompt, second.ids) == ([3, 4], [1, 2, 3, 4, 5], [6, 7])
     assert [second.gap(0, 6), second.gap(0, 11), second.gap(1, 7)] == [0.0, 0.5, 0.0]
 
@@ -67,7 +67,7 @@ def test_the_unquantised_checkpoint_is_the_trained_one(tmp_path: Path) -> None:
     assert "layer_types" not in config
     assert config["compress_ratios"]
     assert not (made / "manifest.json").exists()  # it spoke of another config.json
-    names = {each.name for each in made.iterdir()}
+    names = {path.name for path in made.iterdir()}
     assert "model-00001-of-00001.safetensors" in names
 
 
@@ -90,9 +90,9 @@ def test_the_references_are_sure_of_more_than_a_moved_rounding(tmp_path: Path) -
     found = Answers.read(to / "experts.json")
     assert len(found.texts) == len(prepare.LENGTHS)
     assert len(found.questions) == prepare.QUESTIONS
-    assert any(len(each.prompt) > 512 for each in found.questions)
-    for each in found.questions:
-        assert min(row[0] - row[1] for row in each.logits) > found.moves
+    assert any(len(text.prompt) > 512 for text in found.questions)
+    for question in found.questions:
+        assert min(row[0] - row[1] for row in question.logits) > found.moves
     assert found.steady < prepare.NEW * len(found.texts)  # a moved rounding is told
 
 

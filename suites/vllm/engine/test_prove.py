@@ -73,8 +73,8 @@ def free_ports(count: int) -> int:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> prove.ProofPaths:
     monkeypatch.setattr(prove, "FIRST_PORT", free_ports(5))
     (tmp_path / "in" / "small").mkdir(parents=True)
-    told = json.dumps(asdict(stand_in.answers()))
-    (tmp_path / "in" / "small.json").write_text(told, encoding="utf-8")
+    text = json.dumps(asdict(stand_in.answers()))
+    (tmp_path / "in" / "small.json").write_text(text, encoding="utf-8")
     return prove.ProofPaths(tmp_path / "in", tmp_path / "out", HANG_SECONDS)
 
 
@@ -84,7 +84,7 @@ def test_servers_are_queried_in_parallel(place: prove.ProofPaths) -> None:
         refused="it lacks"), Ended("other", "small", refused="another word"),
         Ended("ended", "small", ("parts",)), Served("up", "small", refused="it lacks"),
     ])  # fmt: skip
-    assert [each.passed for each in found["one"]] == [True] * 4
+    assert [outcome.passed for outcome in found["one"]] == [True] * 4
     starts = {name: found[name][0][1:] for name in ("lacking", "other", "ended", "up")}
     ended = "never answered: degarble.harness.base.errors.LayoutMismatch: it lacks"
     assert starts == {
@@ -135,14 +135,17 @@ def test_a_tensor_is_left_out_of_a_copy(tmp_path: Path) -> None:
 
 
 def test_servers_are_chosen_by_name_and_by_gpus() -> None:
-    assert {each.ranks for each in prove.chosen((), 1)} == {1}
-    assert {each.ranks for each in prove.chosen((), 2)} == {1, 2}
-    assert [each.name for each in prove.chosen(("bf16", "full", "bf16"), 1)] == ["bf16", "full"]
+    assert {server_case.ranks for server_case in prove.chosen((), 1)} == {1}
+    assert {server_case.ranks for server_case in prove.chosen((), 2)} == {1, 2}
+    assert [server_case.name for server_case in prove.chosen(("bf16", "full", "bf16"), 1)] == [
+        "bf16",
+        "full",
+    ]
     with pytest.raises(UnknownName, match="fulll"):
         prove.chosen(("fulll",), 1)
-    for each in prove.SERVERS:
-        assert set(each.steps) <= set(STEPS)
-        assert bool(each.steps) != bool(each.refused)
+    for case in prove.SERVERS:
+        assert set(case.steps) <= set(STEPS)
+        assert bool(case.steps) != bool(case.refused)
 
 
 def test_status_says_whether_all_held(

@@ -60,7 +60,7 @@ def test_a_plant_is_an_entry_point_of_its_server_alone(
     assert plain[vllm_capture.FOLDER_VARIABLE] == str(captures)
     assert "the caller's" not in plain.values()
     assert plain["VLLM_ALLREDUCE_USE_SYMM_MEM"] == "0"
-    planted = next(each for each in SERVERS if each.plant)
+    planted = next(case for case in SERVERS if case.plant)
     made = server.environment(planted, captures, tmp_path / "site")
     assert made["VLLM_PLUGINS"].split(",") == ["degarble", plants.NAME]
     assert made[plants.VARIABLE] == planted.plant
@@ -77,7 +77,7 @@ def test_unknown_plants_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(plants.VARIABLE, "weeds")
     with pytest.raises(UnknownName, match="weeds"):
         plants.register()
-    assert {each.plant for each in SERVERS if each.plant} == set(plants.PLANTS)
+    assert {case.plant for case in SERVERS if case.plant} == set(plants.PLANTS)
 
 
 def test_without_vllm_and_without_gpus_the_proof_is_refused(
@@ -108,7 +108,7 @@ def test_a_server_is_waited_for_and_ended(tmp_path: Path) -> None:
         assert running.answers(caller, HANG_SECONDS)
         assert caller.complete([1, 2], 3)["token_ids"] == [16, 15, 9]
         assert list(caller.gauges("vllm:num")) == ["vllm:num_requests_running{}"]
-        assert "serving 18457" in running.said()
+        assert "serving 18457" in running.log_text()
     assert running.process.poll() is not None
 
 
@@ -116,4 +116,4 @@ def test_a_server_that_ends_is_not_waited_for(tmp_path: Path) -> None:
     with RunningServer([sys.executable, "-c", "print('no'); raise SystemExit(3)"], os.environ,
                  tmp_path / "log") as running:  # fmt: skip
         assert not running.answers(Caller(1), HANG_SECONDS)
-    assert running.said() == "no\n"
+    assert running.log_text() == "no\n"

@@ -43,9 +43,9 @@ def test_a_server_that_is_right_passes(session: steps.EngineSession, name: str) 
 
 
 def test_likeliest_tokens_are_counted_and_not_judged(session: steps.EngineSession) -> None:
-    told = steps.taken("forced", session)
-    assert told.passed is None
-    assert told.told.startswith("80 of 80 places")
+    outcome = steps.taken("forced", session)
+    assert outcome.passed is None
+    assert outcome.told.startswith("80 of 80 places")
 
 
 def test_a_text_may_leave_only_where_the_references_are_not_sure(
@@ -54,11 +54,11 @@ def test_a_text_may_leave_only_where_the_references_are_not_sure(
     server.errs[3] = 5
     sure = steps.taken("texts", session)
     assert (sure.passed, sure.told[:7]) == (False, "0 of 10")
-    close = [stand_in.text(each.prompt, 8, gap=0.5) for each in session.answers.texts]
+    close = [stand_in.text(text.prompt, 8, gap=0.5) for text in session.answers.texts]
     session.answers = Answers(close, [], moves=1.0, steady=0)
-    told = steps.taken("texts", session)
-    assert told.passed
-    assert "leave them at 5, 5, 5" in told.told
+    outcome = steps.taken("texts", session)
+    assert outcome.passed
+    assert "leave them at 5, 5, 5" in outcome.told
 
 
 def test_a_wrong_answer_fails(server: stand_in.Server, session: steps.EngineSession) -> None:
@@ -89,8 +89,8 @@ def test_batching_that_changes_a_text_fails(
 ) -> None:
     session.texts()
     server.errs[3] = 7
-    told = steps.taken("many", session)
-    assert (told.passed, "0 as alone" in told.told) == (False, True)
+    outcome = steps.taken("many", session)
+    assert (outcome.passed, "0 as alone" in outcome.told) == (False, True)
     session.alone = []
     server.errs, server.apart = {}, 0.11
     session.texts()
@@ -101,8 +101,8 @@ def test_batching_that_changes_a_text_fails(
 
 def test_requests_that_stay_fail(server: stand_in.Server, session: steps.EngineSession) -> None:
     server.leaks = 2
-    told = steps.taken("storm", session)
-    assert (told.passed, "2 requests left" in told.told) == (False, True)
+    outcome = steps.taken("storm", session)
+    assert (outcome.passed, "2 requests left" in outcome.told) == (False, True)
 
 
 def test_refusals_of_a_server_are_reported(
@@ -133,15 +133,15 @@ def test_a_check_is_judged_by_what_was_planted(
     session: steps.EngineSession, monkeypatch: pytest.MonkeyPatch, verdict: str,
     origins: list[dict[str, object]], blamed: tuple[str, str], passed: bool,
 ) -> None:  # fmt: skip
-    told = {"verdict": verdict, "origins": origins, "sentence": "So it is."}
+    fields = {"verdict": verdict, "origins": origins, "sentence": "So it is."}
 
     def check(line: list[str], **_: object) -> object:
         assert line[3:5] == ["check", str(session.out / "capture")]
-        (session.out / "check.json").write_text(json.dumps(told), encoding="utf-8")
+        (session.out / "check.json").write_text(json.dumps(fields), encoding="utf-8")
         return type("Done", (), {"stdout": "", "stderr": "", "returncode": 1})
 
     monkeypatch.setattr(subprocess, "run", check)
     session.blamed = blamed
-    found = steps.taken("capture", session)
-    assert found.passed is passed
-    assert verdict in found.told
+    outcome = steps.taken("capture", session)
+    assert outcome.passed is passed
+    assert verdict in outcome.told

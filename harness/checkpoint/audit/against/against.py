@@ -218,11 +218,11 @@ class _Judging:
 
     def unpaired(self) -> None:
         """Report shapes that differ, missing weights, and weights that were not compared."""
-        for name, told in self.table.unlike.items():
+        for name, text in self.table.unlike.items():
             self.findings.add(
                 rules.SHAPE,
                 FindingLocation(None, name),
-                f"{shown(name)} has the shape {told}.",
+                f"{shown(name)} has the shape {text}.",
                 _AGAIN,
             )
         for name in self._missing():
@@ -237,7 +237,7 @@ class _Judging:
             ("the reference", self.table.only_there),
         ):
             for why in dict.fromkeys(names.values()):
-                members = [name for name, told in names.items() if told == why]
+                members = [name for name, sentence in names.items() if sentence == why]
                 self.findings.add(
                     rules.NOT_COMPARED,
                     NOWHERE,
@@ -255,7 +255,7 @@ class _Judging:
             return []  # the unreadable shard has its own finding
         names = self._checkpoint.names
         there = {*self._checkpoint.table.suffixes, *(names.present if names else ())}
-        roles = {without_numbers(pair.there) for pair in table.pairs}
+        roles = {without_numbers(pair.reference_name) for pair in table.pairs}
         return [
             name
             for name in table.only_there
@@ -339,8 +339,8 @@ class _Judging:
             reason = self._reasons.of_values(index)
             if reason is None and table["bad_rows"][index] > 0:
                 reason = self._reasons.of_rows(index)
-            told = f"is off by {_share(error)} of itself, where formats explain {_share(explained)}"
-            self._reason(index, reason or ReportedCause(rules.VALUES, f"{told}."))
+            text = f"is off by {_share(error)} of itself, where formats explain {_share(explained)}"
+            self._reason(index, reason or ReportedCause(rules.VALUES, f"{text}."))
             return
         reason = self._reasons.of_rows(index) if table["bad_rows"][index] > 0 else None
         reason = reason or self._reasons.of_elements(index)
@@ -348,8 +348,8 @@ class _Judging:
             self._reason(index, reason)
         elif self._gain_is_off[index]:
             gain = float(table["gain"][index]) / float(_ideal_gains(table)[index])
-            told = self._reasons.of_gain(index, gain)
-            self.report(rules.GAIN, index, f"is {gain:.4g} times the reference{told}.", _AGAIN)
+            text = self._reasons.of_gain(index, gain)
+            self.report(rules.GAIN, index, f"is {gain:.4g} times the reference{text}.", _AGAIN)
         elif table["bad_rows"][index] > 0:
             self._rows(index)
         else:

@@ -136,9 +136,9 @@ def cause_of_codes(weight: Weight, y_MK: Tensor, first: int) -> ReportedCause | 
         if blocks is None or not bool(blocks.bad.any()):
             return None
         local = blocks.share < SPARSE[slack] or _is_local(blocks)
-        found = _cause_in_factor(blocks, first) or _cause_in_scales(blocks, first, local=local)
-        if found is not None:
-            return found
+        cause = _cause_in_factor(blocks, first) or _cause_in_scales(blocks, first, local=local)
+        if cause is not None:
+            return cause
         if local:
             return _cause_in_codes(weight, blocks, y_MK, first)
     return None
@@ -169,10 +169,10 @@ def _cause_in_factor(blocks: Blocks, first: int) -> ReportedCause | None:
         if factor is not None and bool((~lines).any()):
             start = first if axis else 0
             numbers = [start + i for i in _spread(lines, height)]
-            told = (
+            text = (
                 f"has block scales {factor:.4g} times as large in {describe_lines(what, numbers)}."
             )
-            return ReportedCause(rules.BLOCK_SCALE, told)
+            return ReportedCause(rules.BLOCK_SCALE, text)
     return None
 
 
@@ -183,7 +183,7 @@ def _times(factor: float) -> str:
 def _cause_in_scales(blocks: Blocks, first: int, *, local: bool) -> ReportedCause | None:
     """Return a reason if block scales differ from those that made the codes."""
     count = int(blocks.bad.sum())
-    if not bool((blocks.bad & blocks.fits).any()):
+    if not bool((blocks.bad & blocks.explained).any()):
         return None
     rows = [first + i for i in _spread(blocks.bad.any(1), blocks.height)]
     where = f"{count} blocks of {describe_lines('row', rows)}"
@@ -198,7 +198,7 @@ def _cause_in_scales(blocks: Blocks, first: int, *, local: bool) -> ReportedCaus
         return ReportedCause(rules.ORDER, f"has its block scales {order}, in {where}.")
     if not blocks.are_scaled(apart=not local):
         return None
-    row, column = (int(each) for each in (blocks.bad & blocks.fits).nonzero()[0])
+    row, column = (int(each) for each in (blocks.bad & blocks.explained).nonzero()[0])
     stored = float(blocks.stored[row, column])
     low, high = float(blocks.low[row, column]), float(blocks.high[row, column])
     middle = low if math.isinf(high) else math.sqrt(low * high)
@@ -222,13 +222,13 @@ def _cause_in_codes(weight: Weight, blocks: Blocks, y_MK: Tensor, first: int) ->
     values = weight.values(torch.float32)
     gap = (values[piece] - y_MK[piece]).abs()
     place = divmod(int(gap.argmax()), gap.shape[1])
-    told = f"{float(values[piece][place]):.4g} where {float(y_MK[piece][place]):.4g} is meant"
+    text = f"{float(values[piece][place]):.4g} where {float(y_MK[piece][place]):.4g} is meant"
     empty = " All codes of a block are zero." if bool((blocks.bad & blocks.empty).any()) else ""
     return ReportedCause(
         rules.CODES,
         f"has codes that are not the nearest to the reference under their own scale, in"
         f" {int(blocks.bad.sum())} blocks of {describe_lines('row', rows)}: at row"
-        f" {first + piece[0].start + place[0]}, column {piece[1].start + place[1]} {told}.{empty}",
+        f" {first + piece[0].start + place[0]}, column {piece[1].start + place[1]} {text}.{empty}",
     )
 
 
@@ -275,7 +275,7 @@ class CauseSearch:
 
     def __init__(self, checkpoint: Checkpoint, reference: Checkpoint, table: AgainstTable) -> None:
         self._checkpoint, self._reference, self._table = checkpoint, reference, table
-        self._seen: Counter[tuple[str, str]] = Counter()
+        self._counts: Counter[tuple[str, str]] = Counter()
         self._last: dict[tuple[str, str], ReportedCause | None] = {}
         self._dense: Counter[tuple[str, str]] = Counter()
         self._coarser: dict[tuple[str, str], list[str | None]] = {}
@@ -293,8 +293,8 @@ class CauseSearch:
             reason = self.of_rows(index)
             if reason is not None:
                 return reason
-        self._seen[key] += 1
-        if self._seen[key] <= MOST_CANDIDATES:
+        self._counts[key] += 1
+        if self._counts[key] <= MOST_CANDIDATES:
             self._last[key] = self._tried(index)
         return self._last[key]
 
@@ -396,8 +396,8 @@ class CauseSearch:
             # Weak lines become zeros in a healthy conversion as well.
             lines = ~(ours != 0).any(axis) & (energy > _STRONG * energy.median())
             if bool(lines.any()) and not bool(lines.all()):
-                told = describe_lines(what, [int(i) for i in lines.nonzero()])
-                return ReportedCause(rules.ROWS, f"is zero in {told}, where the reference is not.")
+                text = describe_lines(what, [int(i) for i in lines.nonzero()])
+                return ReportedCause(rules.ROWS, f"is zero in {text}, where the reference is not.")
         return None
 
     def _moved_lines(self, index: int) -> ReportedCause | None:
@@ -410,17 +410,17 @@ class CauseSearch:
         rows = off.nonzero().flatten()
         if not len(rows) or not bool(ours.isfinite().all()):
             return None
-        told = describe_lines("row", [int(i) for i in rows])
+        text = describe_lines("row", [int(i) for i in rows])
         packed = _packing(ours[rows], theirs[rows])
         if packed is not None:
-            return ReportedCause(rules.ORDER, f"{packed.message[:-1]} in {told}.")
+            return ReportedCause(rules.ORDER, f"{packed.message[:-1]} in {text}.")
         rows = rows[:_PROBES]
         cosines, found = (_unit_rows(ours[rows]) @ _unit_rows(theirs).T).max(1)
         if float(cosines.median()) < ALIKE or bool((found == rows).any()):
             return None
         return ReportedCause(
             rules.ORDER,
-            f"has the reference's rows in other places in {told}: row {int(rows[0])} is its row"
+            f"has the reference's rows in other places in {text}: row {int(rows[0])} is its row"
             f" {int(found[0])}.",
         )
 
@@ -496,7 +496,7 @@ class CauseSearch:
         if math.prod(here.shape) > _MOST_ELEMENTS:
             return None
         if len(here.shape) != 2:
-            x, y = (_flat(each).flatten() for each in (here, there))
+            x, y = (_flat(weight).flatten() for weight in (here, there))
             if len(x) > 1 and cosine(x.sort().values, y.sort().values) > SORTED_ALIKE:
                 return ReportedCause(rules.ORDER, "has the reference's values in another order.")
             return None
@@ -561,7 +561,7 @@ class CauseSearch:
             return None  # a constant panel matches any other constant one
         if ours.shape != theirs.shape or cosine(ours, theirs) < ALIKE:
             return None
-        name = shown(pairs[best].there)
+        name = shown(pairs[best].reference_name)
         return ReportedCause(rules.OTHER_TENSOR, f"holds what the reference calls {name}.")
 
     def _block_scales(self, index: int, ours: Tensor, theirs: Tensor) -> ReportedCause | None:
@@ -607,11 +607,11 @@ class CauseSearch:
         if float(cosines.median()) < ALIKE or float(own.median()) >= ALIKE:
             return None
         name = _order_of(table, (begin + probes).tolist(), height)
-        told = f", in the order `{name}`" if name else ""
+        text = f", in the order `{name}`" if name else ""
         moved = int((own < ALIKE).nonzero()[0])
         return ReportedCause(
             rules.ORDER,
-            f"has the reference's rows in other places{told}: row {int(begin + probes[moved])} is"
+            f"has the reference's rows in other places{text}: row {int(begin + probes[moved])} is"
             f" its row {int(found[moved])}.",
         )
 
@@ -651,10 +651,10 @@ def _order_of(cosines: Tensor, rows: list[int], height: int) -> str:
     for name, order in ROW_ORDERS.items():
         if name == "as_stored" or height % order.multiple:
             continue
-        for told, place in ((name, order.source), (f"{name}, undone", order.destination)):
+        for text, place in ((name, order.source), (f"{name}, undone", order.destination)):
             places = torch.tensor([place(row, height) for row in rows])
             if bool((cosines[torch.arange(len(rows)), places] >= ALIKE).all()):
-                return told
+                return text
     return ""
 
 

@@ -180,7 +180,7 @@ class Blocks:
     grid: Tensor | None  # scales that can be stored; None for any
 
     @property
-    def fits(self) -> Tensor:
+    def explained(self) -> Tensor:
         """Mask of the blocks that one storable scale explains."""
         found = (self.low <= self.high) & ~self.empty
         if self.grid is None:
@@ -216,7 +216,7 @@ class Blocks:
 
     def are_scaled(self, *, apart: bool) -> bool:
         """Return whether other scales explain bad blocks; `apart`: far from the stored ones."""
-        bad, fits = self.bad, self.fits
+        bad, fits = self.bad, self.explained
         if int((bad & fits).sum()) < _MOSTLY * int(bad.sum()):
             return False
         if not apart:
@@ -234,24 +234,24 @@ class Blocks:
         for layout in (SWIZZLE_128X4, SWIZZLE_8X4):
             places = offset_table(layout, rows, columns).long()
             if int(places.max()) < rows * columns:  # nothing padded
-                told = f"in the {layout.name} layout of a kernel"
-                orders[told] = self.stored.flatten()[places].view(rows, columns)
-        for told, scales in orders.items():
+                text = f"in the {layout.name} layout of a kernel"
+                orders[text] = self.stored.flatten()[places].view(rows, columns)
+        for text, scales in orders.items():
             held = ((scales >= self.low) & (scales <= self.high))[self.bad]
             if int(self.bad.sum()) >= _FEWEST and float(held.double().mean()) >= _MOSTLY:
-                return told
+                return text
         return None
 
     def shifted(self) -> str | None:
         """Return which neighbour's scales the bad blocks have; None if no neighbour's."""
         if int(self.bad.sum()) < _FEWEST:
             return None
-        for told, step in _NEIGHBOURS.items():
-            low, high = (torch.roll(each, step, (0, 1)) for each in (self.low, self.high))
+        for text, step in _NEIGHBOURS.items():
+            low, high = (torch.roll(tensor, step, (0, 1)) for tensor in (self.low, self.high))
             known = self.bad & torch.roll(~self.empty & (self.high < math.inf), step, (0, 1))
             held = (self.stored >= low) & (self.stored <= high) & known
             if int(known.sum()) and int(held.sum()) >= _MOSTLY * int(known.sum()):
-                return told
+                return text
         return None
 
 

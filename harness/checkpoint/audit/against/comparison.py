@@ -98,7 +98,7 @@ def pairs_of(checkpoint: Checkpoint, reference: Checkpoint) -> Pairs:
             "Name the checkpoint that this one was made from.",
         )
     _require_one_model(found)
-    taken = {pair.there for pair in found.pairs} | found.unlike.keys()
+    taken = {pair.reference_name for pair in found.pairs} | found.unlike.keys()
     for name in pairing.names_there:
         if name not in taken:
             found.only_there[name] = "this checkpoint has nothing by its name"
@@ -107,7 +107,7 @@ def pairs_of(checkpoint: Checkpoint, reference: Checkpoint) -> Pairs:
 
 def reference_weight(reference: Checkpoint, pair: Pair) -> StoredWeight:
     """Return the reference's weight of a pair, whole even where `rows` selects a part."""
-    stored = reference.stored(pair.there)
+    stored = reference.stored(pair.reference_name)
     return stored if pair.member is None else stored.member(pair.member)
 
 
@@ -196,8 +196,8 @@ class _NameTables:
         names = self.checkpoint.names
         if names is None:
             return {}
-        own = (each for each in names.present.values() if not names.is_fused(each))
-        return {names.module_of(each): each.name for each in own}
+        own = (parameter for parameter in names.present.values() if not names.is_fused(parameter))
+        return {names.module_of(parameter): parameter.name for parameter in own}
 
 
 def _require_one_family(checkpoint: Checkpoint, reference: Checkpoint) -> None:
@@ -218,10 +218,10 @@ def _require_one_family(checkpoint: Checkpoint, reference: Checkpoint) -> None:
 
 def _require_one_model(found: Pairs) -> None:
     if len(found.unlike) > len(found.pairs):
-        name, told = next(iter(found.unlike.items()))
+        name, text = next(iter(found.unlike.items()))
         raise InvalidArgument(
             "reference",
-            f"{len(found.unlike)} weights of other shapes, such as {shown(name)}: {told}",
+            f"{len(found.unlike)} weights of other shapes, such as {shown(name)}: {text}",
             "the same model in another layout or format",
             "Name the checkpoint that this one was made from.",
         )
@@ -438,18 +438,18 @@ def compare(here: StoredWeight, there: StoredWeight, first: int = 0) -> WeightCo
     """Compare a weight with the reference's; `first`: its first row there."""
     shape = here.shape
     elements = math.prod(shape)
-    found = WeightComparison(
+    comparison = WeightComparison(
         _format_name(here), _format_name(there), math.prod(shape[:-1]) if shape else 1, elements
     )
     if not elements:
-        return found
+        return comparison
     for begin, ours, theirs in _row_blocks(here, there, first):
         if begin == 0:
-            found.scales = _scales(ours)
-        _add_rows(found, begin, ours, theirs)
-    if found.format != "integers":
-        found.bad_rows = _bad_rows(found, here, there, first)
-    return found
+            comparison.scales = _scales(ours)
+        _add_rows(comparison, begin, ours, theirs)
+    if comparison.format != "integers":
+        comparison.bad_rows = _bad_rows(comparison, here, there, first)
+    return comparison
 
 
 def _format_name(stored: StoredWeight) -> str:
@@ -471,24 +471,24 @@ def _row_blocks(
         yield begin, here.rows(begin, end), there.rows(first + begin, first + end)
 
 
-def _add_rows(found: WeightComparison, begin: int, ours: Weight, theirs: Weight) -> None:
+def _add_rows(comparison: WeightComparison, begin: int, ours: Weight, theirs: Weight) -> None:
     from degarble.harness.checkpoint.audit.statistics import loops  # noqa: PLC0415  numba
 
     if _is_integer(ours) and _is_integer(theirs):
         assert ours.value is not None, "integers are values"
         assert theirs.value is not None, "integers are values"
-        found.format = found.reference_format = "integers"
+        comparison.format = comparison.reference_format = "integers"
         same = ours.value.to(torch.int64) == theirs.value.to(torch.int64)
-        found.sums[loops.EQUAL] += int(same.sum())
+        comparison.sums[loops.EQUAL] += int(same.sum())
         return
     x_MK, y_MK = _floats(ours), _floats(theirs)
     sums = np.empty((len(x_MK), loops.SUMS))
     loops.compare_rows(x_MK.numpy(), y_MK.numpy(), sums)
-    found.sums += sums.sum(0)
-    found.rows.append(sums[:, [loops.REFERENCE, loops.ERROR]].copy())
-    found.misfits = found.misfits.and_then(misfits_of(ours, theirs, y_MK, begin))
-    _take_sketch(found, begin, x_MK, y_MK)
-    _take_floor(found, begin, ours, y_MK, sums)
+    comparison.sums += sums.sum(0)
+    comparison.rows.append(sums[:, [loops.REFERENCE, loops.ERROR]].copy())
+    comparison.misfits = comparison.misfits.and_then(misfits_of(ours, theirs, y_MK, begin))
+    _take_sketch(comparison, begin, x_MK, y_MK)
+    _take_floor(comparison, begin, ours, y_MK, sums)
 
 
 def _is_integer(weight: Weight) -> bool:
@@ -501,12 +501,12 @@ def _floats(weight: Weight) -> Tensor:
 
 
 def _take_floor(
-    found: WeightComparison, begin: int, ours: Weight, y_MK: Tensor, sums: NDArray[np.float64]
+    comparison: WeightComparison, begin: int, ours: Weight, y_MK: Tensor, sums: NDArray[np.float64]
 ) -> None:
     """Add the round trip of the sampled rows."""
     from degarble.harness.checkpoint.audit.statistics import loops  # noqa: PLC0415  numba
 
-    rows = _due(found, begin, ours, sums[:, loops.ODD_HERE] + sums[:, loops.ODD_THERE] > 0)
+    rows = _due(comparison, begin, ours, sums[:, loops.ODD_HERE] + sums[:, loops.ODD_THERE] > 0)
     if not len(rows):
         return
     chosen = torch.from_numpy(rows)
@@ -514,7 +514,7 @@ def _take_floor(
     ideal = ideal_like(ours, sampled, chosen)
     trip = np.empty((len(rows), loops.SUMS))
     loops.compare_rows(ideal.numpy(), sampled.numpy(), trip)
-    found.floor += (
+    comparison.floor += (
         sums[rows, loops.REFERENCE].sum(),
         sums[rows, loops.ERROR].sum(),
         trip[:, loops.ERROR].sum(),
@@ -523,7 +523,7 @@ def _take_floor(
 
 
 def _due(
-    found: WeightComparison, begin: int, ours: Weight, odd: NDArray[np.bool_]
+    comparison: WeightComparison, begin: int, ours: Weight, odd: NDArray[np.bool_]
 ) -> NDArray[np.int64]:
     """Choose the sampled rows of a block: one row, or one panel, in SAMPLED.
 
@@ -533,16 +533,16 @@ def _due(
     by_panel = ours.storage is not None and ours.storage.format.block[0] > 1
     unit = numbers // PANEL if by_panel else numbers
     due = ~np.isin(unit, unit[odd])
-    if found.height > _FEW_ROWS:
+    if comparison.height > _FEW_ROWS:
         due &= unit % SAMPLED == 0
     return np.flatnonzero(due)
 
 
-def _take_sketch(found: WeightComparison, begin: int, x_MK: Tensor, y_MK: Tensor) -> None:
+def _take_sketch(comparison: WeightComparison, begin: int, x_MK: Tensor, y_MK: Tensor) -> None:
     """Keep a few values of a few rows, at places that depend on the shape alone."""
     columns = SKETCH // _SKETCH_ROWS
     for number in range(_SKETCH_ROWS):
-        row = (2 * number + 1) * found.height // (2 * _SKETCH_ROWS) - begin
+        row = (2 * number + 1) * comparison.height // (2 * _SKETCH_ROWS) - begin
         if not 0 <= row < len(x_MK):
             continue
         # Primes spread the sampled columns, in the same way for every tensor of this width.
@@ -550,7 +550,7 @@ def _take_sketch(found: WeightComparison, begin: int, x_MK: Tensor, y_MK: Tensor
         kept = slice(number * columns, (number + 1) * columns)
         for side, values in enumerate((x_MK, y_MK)):
             # Trap: numpy warns where it widens a signalling NaN, which torch does silently.
-            found.sketches[side, kept] = values[row][torch.from_numpy(places)].double().numpy()
+            comparison.sketches[side, kept] = values[row][torch.from_numpy(places)].double().numpy()
 
 
 def _scales(weight: Weight) -> tuple[float, float]:
@@ -563,10 +563,10 @@ def _scales(weight: Weight) -> tuple[float, float]:
 
 
 def _bad_rows(
-    found: WeightComparison, here: StoredWeight, there: StoredWeight, first: int
+    comparison: WeightComparison, here: StoredWeight, there: StoredWeight, first: int
 ) -> tuple[int, int]:
     """Count rows that are off by half of themselves though their own round trips are not."""
-    rows = np.concatenate(found.rows)
+    rows = np.concatenate(comparison.rows)
     strong = rows[:, 0] > _WEAK * rows[:, 0].max(initial=0.0)
     off = np.flatnonzero(strong & (rows[:, 1] > _ROW_OFF * rows[:, 0]))
     if len(here.shape) != 2 or not len(off):

@@ -95,7 +95,7 @@ def layout_for(inventory: Inventory, name: str) -> Layout:
     layout = layout_named(name, inventory.config)
     if inventory.layout.suffixes == _DIVISORS:  # another method, with parameters of its own
         layout = replace(layout, suffixes=_DIVISORS)
-    blocks = {each.parameter.block for each in inventory.found}
+    blocks = {parameter.parameter.block for parameter in inventory.stored}
     if not any(block is not None and block.is_drafter for block in blocks):
         layout = replace(layout, no_drafter=_NO_DRAFTER)
     return layout
@@ -106,18 +106,18 @@ def _engine_recipe(inventory: Inventory, source: Layout) -> tuple[Recipe, tuple[
     config, stored = inventory.config, source.recipe_for(inventory.config)
     if inventory.fused:
         return stored, ()  # fused for this engine already, so it is built in the stored formats
-    formats = {each.weight for each in inventory.linears}
+    formats = {linear.weight for linear in inventory.linears}
     if isinstance(config, V4Config) and source.suffixes != _DIVISORS:
         if formats == {BF16}:
             return recipe_named("bf16", config), ()
-        experts = {each.weight for each in inventory.linears if _is_routed(each.parameter)}
+        experts = {linear.weight for linear in inventory.linears if _is_routed(linear.parameter)}
         if NVFP4_NAME not in experts:
             return recipe_named("official", config), ()
         like = Rule("mtp.*.ffn.experts.*", NVFP4_NAME, NVFP4_NAME)
         rules = recipe_named("nvfp4-experts", config).rules
         return Recipe("nvfp4-experts, the drafter's too", (like, *rules)), ()
-    wk = [each for each in inventory.linears if each.parameter.row.name == _DEQUANTISED]
-    if all(each.weight == BF16 for each in wk):
+    wk = [linear for linear in inventory.linears if linear.parameter.row.name == _DEQUANTISED]
+    if all(parameter.weight == BF16 for parameter in wk):
         return stored, ()
     rule = Rule(f"*.{_DEQUANTISED}", BF16)
     recipe = Recipe(f"{stored.name}, wk dequantised", (rule, *stored.rules))
@@ -145,21 +145,23 @@ class _Maker:
         self._source = source
         self._engine = engine
         self._ranks = ranks
-        fusions = {row: each for each in engine.fusions for row in each.members}
-        self._kinds = [each for each in _one_of_each_kind(config) if not self._omitted(each)]
+        fusions = {row: fusion for fusion in engine.fusions for row in fusion.members}
+        self._kinds = [
+            parameter for parameter in _one_of_each_kind(config) if not self._omitted(parameter)
+        ]
         self._paths = [
             _Path(
-                each,
-                source.path_of(each, config),
-                engine.path_of(each, config),
-                fusions.get(each.row.name),
+                kind,
+                source.path_of(kind, config),
+                engine.path_of(kind, config),
+                fusions.get(kind.row.name),
             )
-            for each in self._kinds
+            for kind in self._kinds
         ]
 
     def make(self, converted: tuple[Convert, ...]) -> LoaderMap:
         """Return the finished map."""
-        made = LoaderMap(
+        loader_map = LoaderMap(
             f"{self._engine.name} for {self._config.family}",
             EngineLayout(self._engine, self._engine.recipe, "vllm"),
             *self._ranks,
@@ -170,11 +172,11 @@ class _Maker:
             caveats=tuple(self._caveats()),
         )
         try:
-            made = replace(made, split=tuple(dict.fromkeys(self._splits())))
-            self._try(made)
+            loader_map = replace(loader_map, split=tuple(dict.fromkeys(self._splits())))
+            self._try(loader_map)
         except PartnersMismatch:
             pass  # a finding: the proof lays the same parameters out, and meets it again
-        return made
+        return loader_map
 
     def _caveats(self) -> Iterator[str]:
         if self._source.fusions:
@@ -190,7 +192,7 @@ class _Maker:
 
     def _omitted(self, parameter: Parameter) -> bool:
         layouts = (self._source, self._engine)
-        return any(each.omits(parameter, self._config) for each in layouts)
+        return any(layout.omits(parameter, self._config) for layout in layouts)
 
     def _elsewhere(self) -> Iterator[Elsewhere]:
         """Yield a rule for each prefix that another model's loader reads, with the reason."""
@@ -208,34 +210,34 @@ class _Maker:
     def _path_renames(self) -> Iterator[Rename]:
         """Yield renames of whole paths first, then of the prefixes of blocks."""
         beginnings: dict[str, Counter[str]] = defaultdict(Counter)
-        for each in self._paths:
-            before, after = _prefix(each.before), _prefix(each.after)
-            if each.before.removeprefix(before) == each.after.removeprefix(after):
+        for path in self._paths:
+            before, after = _prefix(path.before), _prefix(path.after)
+            if path.before.removeprefix(before) == path.after.removeprefix(after):
                 beginnings[before][after] += 1
             # The engine puts another module between the block and the rest of the path.
-            elif each.after.endswith(each.before.removeprefix(before)):
-                inner = each.after.removesuffix(each.before.removeprefix(before))
+            elif path.after.endswith(path.before.removeprefix(before)):
+                inner = path.after.removesuffix(path.before.removeprefix(before))
                 beginnings[before][inner] += 1
         # The most frequent new prefix is renamed as such; other paths get rules of their own.
         usual = {before: counts.most_common(1)[0][0] for before, counts in beginnings.items()}
         general = {}
         specific = {}
-        for each in self._paths:
-            before = _prefix(each.before)
-            moved = usual.get(before, before) + each.before.removeprefix(before)
-            end = r"(?=\.)" if each.parameter.kind.has_suffix else "$"
-            if moved != each.after:
-                pattern, replacement = _numbered(each.parameter, each.before, each.after)
+        for path in self._paths:
+            before = _prefix(path.before)
+            moved = usual.get(before, before) + path.before.removeprefix(before)
+            end = r"(?=\.)" if path.parameter.kind.has_suffix else "$"
+            if moved != path.after:
+                pattern, replacement = _numbered(path.parameter, path.before, path.after)
                 specific[f"^{pattern}{end}"] = replacement
             elif usual.get(before, before) != before:
-                pattern, replacement = _numbered(each.parameter, before, usual[before])
+                pattern, replacement = _numbered(path.parameter, before, usual[before])
                 general[f"^{pattern}"] = replacement
         if "^" in general:  # what stands outside of blocks has no beginning: name it by itself
             del general["^"]
-            for each in self._paths:
-                if each.parameter.block is None and each.before != each.after:
-                    end = r"(?=\.)" if each.parameter.kind.has_suffix else "$"
-                    specific[f"^{re.escape(each.before)}{end}"] = each.after
+            for path in self._paths:
+                if path.parameter.block is None and path.before != path.after:
+                    end = r"(?=\.)" if path.parameter.kind.has_suffix else "$"
+                    specific[f"^{re.escape(path.before)}{end}"] = path.after
         # Longer paths first: `ffn.gate.bias` begins like `ffn.gate`.
         ordered = sorted(specific.items(), key=lambda rule: -len(rule[0]))
         yield from (Rename(*rule) for rule in (*ordered, *general.items()))
@@ -243,21 +245,21 @@ class _Maker:
     def _suffix_renames(self) -> Iterator[Rename]:
         """Yield renames of suffixes; where one suffix becomes several, rare ones come first."""
         pairs: dict[str, dict[str, list[_Path]]] = defaultdict(lambda: defaultdict(list))
-        for each in self._paths:
-            ours, theirs = (self._format(side, each) for side in (self._source, self._engine))
+        for path in self._paths:
+            ours, theirs = (self._format(side, path) for side in (self._source, self._engine))
             if ours.weight != theirs.weight:
                 continue  # another format has other parts, whatever they are called
-            for part in (stored.part for stored in parts_of(each.parameter, ours)):
+            for part in (stored.part for stored in parts_of(path.parameter, ours)):
                 if part is not PartKind.VALUE:
                     before = suffixes_named(self._source.suffixes).suffix(part, ours.weight)
                     after = suffixes_named(self._engine.suffixes).suffix(part, ours.weight)
-                    pairs[before][after].append(each)
+                    pairs[before][after].append(path)
         for before, by_after in pairs.items():
             ordered = sorted(by_after.items(), key=lambda item: len(item[1]))
             for after, paths in ordered[:-1]:
-                for each in paths:
+                for path in paths:
                     # Suffixes are renamed after paths, so the pattern is that of the engine's path.
-                    pattern, _ = _numbered(each.parameter, each.after, each.after, groups=False)
+                    pattern, _ = _numbered(path.parameter, path.after, path.after, groups=False)
                     yield Rename(f"^({pattern}){re.escape(before)}$", rf"\1{after}")
             after = ordered[-1][0]
             if after != before:
@@ -283,13 +285,13 @@ class _Maker:
     def _splits(self) -> Iterator[Split]:
         """Yield one rule for each stored part of a parameter that the engine shards."""
         style = STYLES[self._config.family, "vllm"]
-        for each in self._paths:
-            parameter = each.parameter
+        for path in self._paths:
+            parameter = path.parameter
             cut = style.get(parameter.row.name)
             # Expert parallelism keeps each expert whole.
             if cut is None or (parameter.expert is not None and self._ranks.ep > 1):
                 continue
-            yield from self._split(each, cut)
+            yield from self._split(path, cut)
 
     def _split(self, path: _Path, cut: ShardCut) -> Iterator[Split]:
         parameter, fusion = path.parameter, path.fusion
@@ -307,25 +309,25 @@ class _Maker:
         if fusion is None:
             return [parameter]
         return [
-            each
-            for each in self._kinds
-            if each.row.name in fusion.members
-            and (each.block, each.expert) == (parameter.block, parameter.expert)
+            kind
+            for kind in self._kinds
+            if kind.row.name in fusion.members
+            and (kind.block, kind.expert) == (parameter.block, parameter.expert)
         ]
 
-    def _try(self, made: LoaderMap) -> None:
+    def _try(self, loader_map: LoaderMap) -> None:
         """Assert that the map leads one parameter of each kind to the engine's own name."""
         wanted = {slot.key: slot for slot in slots(self._config, self._engine, self._kinds)}
-        rules = NameRules(made, {slot.tensor for slot in wanted.values()})
+        rules = NameRules(loader_map, {slot.tensor for slot in wanted.values()})
         for slot in slots(self._config, self._source, self._kinds):
             place = wanted.get(slot.key)
             sides = (self._source, self._engine)
             formats = {side.recipe_for(self._config).format_of(slot.parameter) for side in sides}
             if place is None or len(formats) > 1:
                 continue
-            found = rules.resolve(slot.tensor)
-            assert found.outcome is NameOutcome.PLACED, f"{slot.tensor} is {found}"
-            assert found.target == place.tensor, f"{slot.tensor} goes to {found.target}"
+            name = rules.resolve(slot.tensor)
+            assert name.outcome is NameOutcome.PLACED, f"{slot.tensor} is {name}"
+            assert name.target == place.tensor, f"{slot.tensor} goes to {name.target}"
 
 
 def _one_of_each_kind(config: Config) -> list[Parameter]:

@@ -54,7 +54,7 @@ class WrongWrite(NamedTuple):
     """A rule that a write breaks. `written`: the bytes are copied nevertheless."""
 
     rule: AuditRule
-    told: str
+    text: str
     remedy: str
     written: bool = True
 
@@ -98,15 +98,15 @@ def judge_write(
             written=False,
         )
     shape = judge_shape(source, taken, member)
-    found = [
+    writes = [
         judge_identity(source, taken, truth),
         judge_dtype(source, dtype, truth),
         shape,
     ]
-    wrong = [each for each in found if each is not None]
+    wrong = [write for write in writes if write is not None]
     if not wrong:
         return None
-    return wrong[0]._replace(written=all(each.written for each in wrong))
+    return wrong[0]._replace(written=all(write.written for write in wrong))
 
 
 def judge_shape(source: SourceTensor, taken: Box, member: Member) -> WrongWrite | None:
@@ -133,19 +133,19 @@ def judge_dtype(
         return None
     if {source.dtype, dtype} <= _INTEGERS:
         return None
-    told = f"is {source.dtype}, the parameter is {dtype}"
+    text = f"is {source.dtype}, the parameter is {dtype}"
     before, after = _MANTISSA.get(source.dtype), _MANTISSA.get(dtype)
     if before is not None and after is not None:
         # fp16 keeps more digits than bf16 and less range: either way something is lost.
         if after >= before and {source.dtype, dtype} != {"F16", "BF16"}:
             return None
         return WrongWrite(
-            rules.LOADER_NARROWED, told, "Keep the parameter in the tensor's own type."
+            rules.LOADER_NARROWED, text, "Keep the parameter in the tensor's own type."
         )
     scale = source.part in SCALES or (truth is not None and truth.part in SCALES)
     return WrongWrite(
         rules.LOADER_SCALE_DTYPE if scale else rules.DTYPE,
-        told,
+        text,
         "Convert the weight before it is loaded, or build the parameter in the weight's format.",
         written=False,
     )
@@ -255,7 +255,7 @@ class LoaderFindings:
             renamed=shown(resolved.target),
         )
 
-    def none_of_ours(self, source: SourceTensor, resolved: ResolvedName) -> None:
+    def add_unknown(self, source: SourceTensor, resolved: ResolvedName) -> None:
         """Add a tensor that the model does not have and that goes nowhere."""
         self._findings.add(
             rules.EXTRA_DROPPED,
@@ -289,7 +289,7 @@ class LoaderFindings:
 
     def conversion(self, conversion: MatchedConversion) -> None:
         """Check what a conversion reads, and which block size it states."""
-        found, rule = conversion.found, conversion.rule
+        found, rule = conversion.parameter, conversion.rule
         place = FindingLocation(None, found.module, self._layer(found.parameter, found.module))
         unread = sorted(conversion.has - {PartKind.INPUT_SCALE} - conversion.reads)
         if unread:
@@ -355,12 +355,12 @@ class LoaderFindings:
         """Return all findings."""
         for (_, target, wrong), (source, ranks) in self._wrong.items():
             # Narrowing is one cause for all layers; other wrong writes are reported by layer.
-            spread = wrong.told if wrong.rule is rules.LOADER_NARROWED else None
+            spread = wrong.text if wrong.rule is rules.LOADER_NARROWED else None
             layer = self._layer(source.parameter, source.name)
             self._findings.add(
                 wrong.rule,
                 FindingLocation(source.name, target, layer, spread),
-                f"{shown(source.name)} -> {shown(target)}, {_ranks(ranks)}: it {wrong.told}.",
+                f"{shown(source.name)} -> {shown(target)}, {_ranks(ranks)}: it {wrong.text}.",
                 wrong.remedy,
                 ranks=sorted(ranks),
             )

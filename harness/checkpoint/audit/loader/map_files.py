@@ -97,7 +97,7 @@ def read_loader_map(argument: str, checkpoint: Checkpoint) -> LoaderMap:
 def loader_map_from_text(text: str, inventory: Inventory | None) -> LoaderMap:
     """Parse a map in YAML or JSON; `inventory`: of the checkpoint that it will load."""
     raw = _mapping("map", _parsed(text), _KEYS)
-    made = _base(raw, inventory)
+    loader_map = _base(raw, inventory)
     changes: dict[str, Any] = {}
     for key, value in raw.items():
         if key == "name":
@@ -107,13 +107,13 @@ def loader_map_from_text(text: str, inventory: Inventory | None) -> LoaderMap:
         elif key == "parameters":
             changes[key] = _parameters(value, inventory)
         elif key in ("skip", "caveats"):
-            changes[key] = (*_texts(key, value), *getattr(made, key))
+            changes[key] = (*_texts(key, value), *getattr(loader_map, key))
         elif key in _LISTS:
             rules = tuple(
                 _rule(f"{key}[{i}]", key, each) for i, each in enumerate(_list(key, value))
             )
-            changes[key] = (*rules, *getattr(made, key))
-    return replace(made, **changes)
+            changes[key] = (*rules, *getattr(loader_map, key))
+    return replace(loader_map, **changes)
 
 
 def _base(raw: dict[str, Any], inventory: Inventory | None) -> LoaderMap:
@@ -206,7 +206,7 @@ def _listed(name: str, value: object) -> ListedParameter:
 
 def _rule(place: str, key: str, value: object) -> object:
     made = _LISTS[key]
-    known = {each.name: each for each in fields(made)}
+    known = {field.name: field for field in fields(made)}
     raw = _mapping(place, value, known)
     texts = {"match", "to", "into", "reason", "suffix"}
     for name, each in raw.items():

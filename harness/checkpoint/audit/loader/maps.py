@@ -263,7 +263,7 @@ class LoaderMap:
         for pattern in self.skip:
             compiled("skip", pattern)
         if not isinstance(self.parameters, EngineLayout):
-            names = [each.name for each in self.parameters]
+            names = [parameter.name for parameter in self.parameters]
             counts = Counter(names)
             twice = [name for name, count in counts.items() if count > 1] if names else ["none"]
             if twice:
@@ -378,9 +378,13 @@ class NameRules:
     def __init__(self, loader_map: LoaderMap, known: Container[str]) -> None:
         self._known = known
         self._skip = [_Pattern("skip", each) for each in loader_map.skip]
-        self._elsewhere = [_Pattern("elsewhere", each.match) for each in loader_map.elsewhere]
-        self._rename = [(_Pattern("rename", each.match), each.to) for each in loader_map.rename]
-        self._stack = [(_Pattern("stack", each.match), each) for each in loader_map.stack]
+        self._elsewhere = [
+            _Pattern("elsewhere", elsewhere.match) for elsewhere in loader_map.elsewhere
+        ]
+        self._rename = [
+            (_Pattern("rename", rename.match), rename.to) for rename in loader_map.rename
+        ]
+        self._stack = [(_Pattern("stack", stack.match), stack) for stack in loader_map.stack]
 
     def resolve(self, name: str) -> ResolvedName:
         """Return the destination of one stored tensor's name."""
@@ -433,10 +437,10 @@ class Splits:
     """The split rules of a map, looked up by parameter: the first matching rule counts."""
 
     def __init__(self, splits: tuple[Split, ...]) -> None:
-        self._splits = [(_Pattern("split", each.match), each) for each in splits]
+        self._splits = [(_Pattern("split", split.match), split) for split in splits]
         self._known: dict[str, Split | None] = {}
 
-    def of(self, target: str) -> Split | None:
+    def rule_for(self, target: str) -> Split | None:
         """Return the rule, or None where every rank holds the whole parameter."""
         if target not in self._known:
             found = (split for pattern, split in self._splits if pattern.search(target))

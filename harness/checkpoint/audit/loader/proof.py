@@ -149,7 +149,7 @@ class LoaderProof:
         """Ranks that were proven."""
         return range(0) if self.stopped else ranks_of(self.map)
 
-    def held(self) -> Iterator[RankTargets]:
+    def rank_parameters(self) -> Iterator[RankTargets]:
         """Yield the parameters of each rank, one rank after the other."""
         return self._held(self.ranks)
 
@@ -177,7 +177,7 @@ class LoaderProof:
         """Return the bytes that a transfer reads; a conversion reads whole tensors."""
         if transfer.made_from:
             entries = (self.entries[name] for name in transfer.made_from)
-            return tuple(byte_runs(each, Box.whole(each.shape)) for each in entries)
+            return tuple(byte_runs(entry, Box.whole(entry.shape)) for entry in entries)
         return (byte_runs(self.entries[transfer.source], transfer.source_box),)
 
     def summary(self) -> dict[str, int]:
@@ -211,7 +211,7 @@ class _Prover:
                 self._inventory, engine.name if isinstance(engine, EngineLayout) else ""
             )
         self._findings = LoaderFindings(self._inventory)
-        self._fills = [(compiled("fill", each.match), each.value) for each in loader_map.fill]
+        self._fills = [(compiled("fill", fill.match), fill.value) for fill in loader_map.fill]
         self._layout = self._engine_layout()
         self._engine = self._engine_targets()
         self._routes = Routes(
@@ -221,7 +221,7 @@ class _Prover:
         self._reads = Reads()
         self._refused: set[str] = set()  # sources that fit no slot, which has its finding
         self._other_format: set[str] = set()  # parameters that have a finding as a whole
-        self._told = ReportedCauses()
+        self._reported = ReportedCauses()
         self._missing: list[UnwrittenBoxes] = []
         self._counts: Counter[str] = Counter()
 
@@ -294,8 +294,8 @@ class _Prover:
         if self._layout is None or self._inventory is None or not isinstance(engine, EngineLayout):
             return None
         config = self._inventory.config
-        made = plan(config, self._map.tp, self._map.ep, self._map.pp, engine.style)
-        return EngineTargets(config, self._layout, made)
+        sharding_plan = plan(config, self._map.tp, self._map.ep, self._map.pp, engine.style)
+        return EngineTargets(config, self._layout, sharding_plan)
 
     def _held(self, ranks: range) -> Iterator[RankTargets]:
         return listed_targets(self._map, ranks) if self._engine is None else self._engine(ranks)
@@ -305,21 +305,25 @@ class _Prover:
         if self._layout is None or self._inventory is None:
             return
         recipe = self._layout.recipe_for(self._inventory.config)
-        for found in self._inventory.linears:
-            built = recipe.format_of(found.parameter).weight
-            name = found.parameter.name
-            if built == found.weight or self._layout.omits(found.parameter, self._inventory.config):
+        for linear in self._inventory.linears:
+            built = recipe.format_of(linear.parameter).weight
+            name = linear.parameter.name
+            if built == linear.weight or self._layout.omits(
+                linear.parameter, self._inventory.config
+            ):
                 continue
             if self._routes.converted.get(name) is None:
                 self._other_format.add(name)
-                self._findings.format(found, built)
+                self._findings.format(linear, built)
 
     def _judge(self, held: RankTargets, target: TargetParameter) -> tuple[Box, ...]:
         """Check all writes to one parameter; return its boxes that are never written."""
-        alike = self._writer.whole(held, target)
+        alike = self._writer.fill_once(held, target)
         if alike:
-            for each in alike:
-                self._reads.add_alike((target.name, each.slot), each.experts, each.taken)
+            for equal_writes in alike:
+                self._reads.add_range(
+                    (target.name, equal_writes.slot), equal_writes.experts, equal_writes.taken
+                )
             self._counts["transfers"] += len(target.members)
             return ()
         done: list[AttemptedWrite] = []
@@ -330,7 +334,7 @@ class _Prover:
                 self._report_wrong(source, target, write.wrong, held.rank)
                 # A warning alone must not suppress the finding on an unwritten slot.
                 if write.wrong.rule.level is Level.ERROR:
-                    self._told.wrong(source, held.truth(write.member))
+                    self._reported.wrong(source, held.truth(write.member))
             if not write.arrives:
                 if write.member is not NO_SLOT:
                     refused.append(write.member.box)
@@ -355,10 +359,10 @@ class _Prover:
         refused: tuple[Box, ...],
     ) -> tuple[Box, ...]:
         """Report boxes that are written twice or never; return those never written."""
-        boxes = tuple(each.member.box for each in done)
+        boxes = tuple(write.member.box for write in done)
         covered = cover(target.shape, boxes)
-        if covered.twice and not any(each.wrong for each in done):
-            names = sorted({each.source.name for each in done})[:4]
+        if covered.twice and not any(write.wrong for write in done):
+            names = sorted({write.source.name for write in done})[:4]
             why = f"by {', '.join(map(shown, names))}"
             self._findings.boxes(rules.WRITTEN_TWICE, target.name, covered.twice, why, held.rank)
         # A refused write has its own finding, so its slot needs none for being unwritten.
@@ -375,31 +379,31 @@ class _Prover:
     def _report_missing(self) -> None:
         """Report unwritten boxes, unless the tensor that belongs there has a finding already."""
         lost = {key for key, (_, resolved) in self._routes.lost.items() if has_finding(resolved)}
-        explained = lost | self._told.sources
+        explained = lost | self._reported.sources
         for target, boxes, empty, rank in self._missing:
             truths = [truth for truth in empty.values() if truth is not None]
             if any(truth.parameter.name in self._other_format for truth in truths):
                 continue
             filled = [value for pattern, value in self._fills if pattern.search(target.name)]
             if filled:
-                scale = any(each.part in SCALES for each in truths) or "scale" in target.name
+                scale = any(truth.part in SCALES for truth in truths) or "scale" in target.name
                 self._findings.constant(target.name, filled[0], scale, rank)
-                self._told.places(truths)
+                self._reported.places(truths)
                 continue
             if truths and all(key_of(truth) in explained for truth in truths):
-                self._told.leaves(truths, target.name)
+                self._reported.leaves(truths, target.name)
                 continue
             slots, gone = {slot for _, slot in target.members}, {slot for _, slot in empty}
             rule = rules.SLOT_UNWRITTEN if len(slots) > 1 and gone != slots else rules.UNWRITTEN
-            why = "; ".join(dict.fromkeys(map(self._routes.fate, truths[:_MOST_FATES])))
+            why = "; ".join(dict.fromkeys(map(self._routes.outcome_of, truths[:_MOST_FATES])))
             self._findings.boxes(rule, target.name, boxes, why, rank)
 
     def _judge_sources(self) -> dict[str, tuple[Box, ...]]:
         """Report tensors that go nowhere, and boxes of placed tensors that no rank reads."""
         for key, (source, resolved) in self._routes.lost.items():
-            told = key[0] in self._other_format or key in self._told.taken
+            told = key[0] in self._other_format or key in self._reported.taken
             if has_finding(resolved) and not told:
-                self._findings.lost(source, resolved, self._told.left.get(key, ()))
+                self._findings.lost(source, resolved, self._reported.left.get(key, ()))
         unread: dict[str, tuple[Box, ...]] = {}
         if self._map.rank is not None:
             return unread  # the other ranks read the rest
@@ -469,7 +473,7 @@ class RankShare(NamedTuple):
 
 def rank_shares(proof: LoaderProof) -> tuple[RankShare, ...]:
     """Return the share of each rank of a proof."""
-    return tuple(map(_share, proof.held()))
+    return tuple(map(_share, proof.rank_parameters()))
 
 
 def _share(held: RankTargets) -> RankShare:
@@ -490,7 +494,7 @@ def _kind(held: RankTargets, target: TargetParameter) -> str:
     member = next(iter(target.members.values()))
     if member.position is None:
         return _REST
-    name = held.held[member.position].row.name
+    name = held.parameters[member.position].row.name
     return next((kind for start, kind in _BEGINNINGS if name.startswith(start)), _REST)
 
 

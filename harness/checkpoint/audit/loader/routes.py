@@ -67,7 +67,7 @@ class Routes:
         self._findings = findings
         self._rules = NameRules(loader_map, known)
         self._conversions = Conversions(loader_map, checkpoint.table)
-        self._reasons = {each.match: each.reason for each in loader_map.elsewhere}
+        self._reasons = {elsewhere.match: elsewhere.reason for elsewhere in loader_map.elsewhere}
         self._converts = bool(loader_map.convert)
 
     def follow(self) -> None:
@@ -81,7 +81,7 @@ class Routes:
         for conversion in self.converted.values():
             if conversion is not None:
                 self._findings.conversion(conversion)
-                for source in self._conversions.made(conversion):
+                for source in self._conversions.outputs(conversion):
                     self._place(source, needed=True)
 
     def dead(self) -> list[tuple[str, str]]:
@@ -105,7 +105,7 @@ class Routes:
                 for placed in group:
                     yield target, expert, placed
 
-    def fate(self, truth: ExpectedContent) -> str:
+    def outcome_of(self, truth: ExpectedContent) -> str:
         """Describe the outcome of the tensor that belongs in a slot."""
         key = (truth.parameter.name, truth.part)
         if key in self.lost:
@@ -132,7 +132,7 @@ class Routes:
             return None  # a fused tensor is loaded as it is
         name = source.parameter.name
         if name not in self.converted:
-            self.converted[name] = self._conversions.of(self._inventory.by_name[name])
+            self.converted[name] = self._conversions.matching(self._inventory.by_name[name])
         return self.converted[name]
 
     def _place(self, source: SourceTensor, *, needed: bool) -> NameOutcome:
@@ -151,7 +151,7 @@ class Routes:
             if source.parameter is not None:
                 self.lost[source.parameter.name, source.part] = (source, resolved)
         elif source.parameter is None:
-            self._findings.none_of_ours(source, resolved)
+            self._findings.add_unknown(source, resolved)
         elif needed:
             self.lost[source.parameter.name, source.part] = (source, resolved)
         return resolved.outcome
@@ -179,7 +179,7 @@ class Reads:
         if box not in known:
             self._alone[key] = (*known, box)
 
-    def add_alike(self, slot: SlotKey, experts: range | None, box: Box) -> None:
+    def add_range(self, slot: SlotKey, experts: range | None, box: Box) -> None:
         """Add the same box of the tensors of a range of experts; None: of the one tensor."""
         by_range = self._alike.setdefault(slot, {})
         known = by_range.get(experts, ())
@@ -255,7 +255,7 @@ class Writer:
         self._uniform: dict[str, tuple[RoutedTensor, ...]] = {}
         self._belongs: dict[str, tuple[object, range | None, bool]] = {}
 
-    def whole(self, held: RankTargets, target: TargetParameter) -> tuple[EqualWrites, ...]:
+    def fill_once(self, held: RankTargets, target: TargetParameter) -> tuple[EqualWrites, ...]:
         """Return the writes that fill a parameter exactly once; empty if that is not certain."""
         group, experts = self._uniform_of(target), None
         if target.stacked:
@@ -296,8 +296,8 @@ class Writer:
         """Return whether every source belongs in its slot; cached for ranks that are alike."""
         known = self._belongs.get(target.name)
         # Ranks that hold equal parameters share one list, so identity is enough.
-        if known is None or known[0] is not held.held or known[1] != experts:
-            known = held.held, experts, self._compare(held, target, experts)
+        if known is None or known[0] is not held.parameters or known[1] != experts:
+            known = held.parameters, experts, self._compare(held, target, experts)
             self._belongs[target.name] = known
         return known[2]
 
@@ -311,7 +311,7 @@ class Writer:
                 position = member.position
                 if key is None or member is NO_SLOT:
                     return False
-                if position is not None and source.parameter is not held.held[position]:
+                if position is not None and source.parameter is not held.parameters[position]:
                     return False
         return True
 
@@ -319,13 +319,13 @@ class Writer:
         """Return the transfers that reach a parameter."""
         return tuple(
             Transfer(
-                each.source.name,
-                each.source.stored(each.taken),
-                each.member.box,
-                each.source.made_from,
+                write.source.name,
+                write.source.stored(write.taken),
+                write.member.box,
+                write.source.made_from,
             )
-            for each in self.writes(held, target)
-            if each.arrives
+            for write in self.writes(held, target)
+            if write.arrives
         )
 
     def writes(self, held: RankTargets, target: TargetParameter) -> Iterator[AttemptedWrite]:
@@ -356,7 +356,7 @@ class Writer:
     def _judged(
         self, held: RankTargets, target: TargetParameter, source: SourceTensor, member: Member
     ) -> tuple[Box, WrongWrite | None]:
-        taken = piece(source.shape, self.splits.of(target.name), self._tp, held.tp_rank)
+        taken = piece(source.shape, self.splits.rule_for(target.name), self._tp, held.tp_rank)
         truth = held.truth(member)
         return taken, judge_write(source, taken, target.dtype, member, truth)
 

@@ -63,7 +63,7 @@ class MatchedConversion(NamedTuple):
     """A module that a conversion rule matches, with the parts it has and those that are read."""
 
     rule: Convert
-    found: StoredParameter
+    parameter: StoredParameter
     has: frozenset[PartKind]
     reads: frozenset[PartKind]
 
@@ -81,10 +81,14 @@ def require_unfused(inventory: Inventory, engine: str = "") -> None:
 
 def identified(table: ModuleTable, inventory: Inventory | None) -> Iterator[SourceTensor]:
     """Yield every stored tensor with its identity; a fused one slot by slot."""
-    by_module = {} if inventory is None else {each.module: each for each in inventory.found}
+    by_module = (
+        {}
+        if inventory is None
+        else {stored_parameter.module: stored_parameter for stored_parameter in inventory.stored}
+    )
     fused = {} if inventory is None else _fused(inventory)
     for module in table.suffixes:
-        found = by_module.get(module)
+        parameter = by_module.get(module)
         try:
             parts = table.parts(module)
         except Refused:  # two tensors for one part: the structure audit reports it
@@ -97,14 +101,14 @@ def identified(table: ModuleTable, inventory: Inventory | None) -> Iterator[Sour
             elif inventory is not None and module in inventory.fused:
                 yield _source(entry, None, None)  # of other extents: the structure audit reports it
             else:
-                yield _source(entry, part, found)
+                yield _source(entry, part, parameter)
 
 
 def _fused(inventory: Inventory) -> dict[str, list[tuple[Slot, int]]]:
     """Return the slots of every fused tensor, each with its number among the partners."""
     layout = inventory.layout.with_recipe(stored_recipe(inventory))
-    orders = {row: i for each in layout.fusions for i, row in enumerate(each.members)}
-    members = [each for group in inventory.fused.values() for each in group]
+    orders = {row: i for fusion in layout.fusions for i, row in enumerate(fusion.members)}
+    members = [parameter for group in inventory.fused.values() for parameter in group]
     found: dict[str, list[tuple[Slot, int]]] = defaultdict(list)
     for slot in slots(inventory.config, layout, members) if members else ():
         found[slot.tensor].append((slot, orders[slot.parameter.row.name]))
@@ -123,59 +127,61 @@ def _slot_source(entry: TensorEntry, slot: Slot, order: int) -> SourceTensor:
 
 
 def _source(
-    entry: TensorEntry, part: PartKind | None, found: StoredParameter | None
+    entry: TensorEntry, part: PartKind | None, parameter: StoredParameter | None
 ) -> SourceTensor:
-    if found is None:
+    if parameter is None:
         return SourceTensor(entry.name, entry.dtype, entry.shape, None, None)
     # A plain `.weight` has the suffix of codes: only the format tells them apart.
-    plain = part is PartKind.CODES and found.weight == BF16
+    plain = part is PartKind.CODES and parameter.weight == BF16
     known = PartKind.VALUE if plain else part
-    return SourceTensor(entry.name, entry.dtype, entry.shape, found.parameter, known)
+    return SourceTensor(entry.name, entry.dtype, entry.shape, parameter.parameter, known)
 
 
 class Conversions:
     """The conversion rules of a map."""
 
     def __init__(self, loader_map: LoaderMap, table: ModuleTable) -> None:
-        self._rules = [(compiled("convert", each.match), each) for each in loader_map.convert]
+        self._rules = [
+            (compiled("convert", convert.match), convert) for convert in loader_map.convert
+        ]
         self._table = table
         self.used: set[str] = set()
 
-    def of(self, found: StoredParameter) -> MatchedConversion | None:
+    def matching(self, parameter: StoredParameter) -> MatchedConversion | None:
         """Return the first conversion that matches a module which is not in its target format."""
         for pattern, rule in self._rules:
-            if found.weight in (None, rule.to) or not pattern.search(found.module):
+            if parameter.weight in (None, rule.to) or not pattern.search(parameter.module):
                 continue
             self.used.add(rule.match)
-            has = frozenset(self._parts(found))
+            has = frozenset(self._parts(parameter))
             reads = has & _WEIGHT_PARTS if rule.reads is None else rule.reads
-            return MatchedConversion(rule, found, has, reads)
+            return MatchedConversion(rule, parameter, has, reads)
         return None
 
-    def _parts(self, found: StoredParameter) -> dict[PartKind, TensorEntry]:
-        parts = self._table.parts(found.module)
-        if found.weight == BF16:
+    def _parts(self, parameter: StoredParameter) -> dict[PartKind, TensorEntry]:
+        parts = self._table.parts(parameter.module)
+        if parameter.weight == BF16:
             parts[PartKind.VALUE] = parts.pop(PartKind.CODES)
         return parts
 
-    def made(self, conversion: MatchedConversion) -> Iterator[SourceTensor]:
+    def outputs(self, conversion: MatchedConversion) -> Iterator[SourceTensor]:
         """Yield the tensors that a conversion makes."""
-        rule, found = conversion.rule, conversion.found
-        parts = self._parts(found)
+        rule, parameter = conversion.rule, conversion.parameter
+        parts = self._parts(parameter)
         origins = tuple(entry.name for part, entry in parts.items() if part in conversion.reads)
-        shape, name = found.parameter.shape, f"{found.module}.weight"
+        shape, name = parameter.parameter.shape, f"{parameter.module}.weight"
         if rule.to != FP8:
-            yield SourceTensor(name, "BF16", shape, found.parameter, PartKind.VALUE, origins)
+            yield SourceTensor(name, "BF16", shape, parameter.parameter, PartKind.VALUE, origins)
             return
-        yield SourceTensor(name, "F8_E4M3", shape, found.parameter, PartKind.CODES, origins)
+        yield SourceTensor(name, "F8_E4M3", shape, parameter.parameter, PartKind.CODES, origins)
         scales: tuple[int, ...] = (1,)
         if rule.block != ONE_SCALE:
             # What is not stated has its own finding.
             blocks = rule.block if isinstance(rule.block, tuple) else _USUAL_BLOCK
-            scales = tuple(-(-extent // each) for extent, each in zip(shape, blocks, strict=True))
-        name = found.module + rule.suffix
+            scales = tuple(-(-extent // block) for extent, block in zip(shape, blocks, strict=True))
+        name = parameter.module + rule.suffix
         yield SourceTensor(
-            name, str(rule.scale), scales, found.parameter, PartKind.BLOCK_SCALE, origins
+            name, str(rule.scale), scales, parameter.parameter, PartKind.BLOCK_SCALE, origins
         )
 
     def dead(self) -> list[tuple[str, str]]:

@@ -222,15 +222,16 @@ class TargetParameter:
 class RankTargets:
     """All parameters of one rank. `first_expert`: model-wide number of its first expert.
 
-    `targets` and `held` are the same objects for ranks that are alike in them. `held` lists logical
-    parameters by the position that members name; `cutter` returns the box of each on this rank.
+    `targets` and `parameters` are the same objects for ranks that are alike in them. `parameters`
+    lists logical parameters by the position that members name; `cutter` returns the box of each on
+    this rank.
     """
 
     rank: int
     tp_rank: int
     first_expert: int
     targets: dict[str, TargetParameter]
-    held: Sequence[Parameter] = ()
+    parameters: Sequence[Parameter] = ()
     cutter: Cutter | None = None
 
     def truth(self, member: Member) -> ExpectedContent | None:
@@ -238,7 +239,7 @@ class RankTargets:
         if member.position is None or member.part is None:
             return None
         assert self.cutter is not None, "a position comes from anatomy"
-        parameter = self.held[member.position]
+        parameter = self.parameters[member.position]
         found = self.cutter.cut(parameter)
         assert found is not None, "what a rank lists it holds"
         return ExpectedContent(parameter, member.part, found[1][member.part])
@@ -316,8 +317,8 @@ class EngineTargets:
 
 def _targets(config: Config, layout: Layout, local: list[Parameter]) -> dict[str, TargetParameter]:
     """Lay out the parameters of one rank; a member names its parameter by position."""
-    orders = {row: i for each in layout.fusions for i, row in enumerate(each.members)}
-    stacked = {row for each in layout.fusions if each.stacked for row in each.members}
+    orders = {row: i for fusion in layout.fusions for i, row in enumerate(fusion.members)}
+    stacked = {row for fusion in layout.fusions if fusion.stacked for row in fusion.members}
     positions = {parameter.name: position for position, parameter in enumerate(local)}
     targets: dict[str, TargetParameter] = {}
     for slot in slots(config, layout, local):
@@ -357,31 +358,35 @@ class Cutter:
         if box is None:
             return None
         stored = parts_of(parameter, self._format_of(parameter))
-        return box, {each.part: each.box_of(box, parameter.name) for each in stored}
+        return box, {part.part: part.box_of(box, parameter.name) for part in stored}
 
 
 def listed_targets(loader_map: LoaderMap, ranks: Iterable[int]) -> Iterator[RankTargets]:
     """Yield each rank's parameters from a list; stacks give the number of experts a rank."""
     assert not isinstance(loader_map.parameters, EngineLayout), "a list of parameters"
-    targets = {each.name: _listed(each) for each in loader_map.parameters}
-    experts = max((each.shape[0] for each in loader_map.parameters if each.experts), default=0)
+    targets = {parameter.name: _listed(parameter) for parameter in loader_map.parameters}
+    experts = max(
+        (parameter.shape[0] for parameter in loader_map.parameters if parameter.experts), default=0
+    )
     for rank in ranks:
         # A list has no plan: rank r holds the r-th share of experts, modulo ep.
         first = rank % loader_map.ep * experts if loader_map.ep > 1 else 0
         yield RankTargets(rank, rank % loader_map.tp, first, targets)
 
 
-def _listed(each: ListedParameter) -> TargetParameter:
-    target = TargetParameter(each.name, each.dtype, stacked=each.experts)
-    axis = int(each.experts)
-    experts: list[int | None] = list(range(each.shape[0])) if each.experts else [None]
-    extents = each.slots or ((each.shape[axis],) if len(each.shape) > axis else (None,))
+def _listed(parameter: ListedParameter) -> TargetParameter:
+    target = TargetParameter(parameter.name, parameter.dtype, stacked=parameter.experts)
+    axis = int(parameter.experts)
+    experts: list[int | None] = list(range(parameter.shape[0])) if parameter.experts else [None]
+    extents = parameter.slots or (
+        (parameter.shape[axis],) if len(parameter.shape) > axis else (None,)
+    )
     for expert in experts:
         first = 0
         for number, extent in enumerate(extents):
             lead = () if expert is None else ((expert, expert + 1),)
             rows = () if extent is None else ((first, first + extent),)
-            rest = tuple((0, extent) for extent in each.shape[axis + len(rows) :])
+            rest = tuple((0, extent) for extent in parameter.shape[axis + len(rows) :])
             target.members[expert, number] = Member(Box((*lead, *rows, *rest)))
             first += extent or 0
     target.settle()

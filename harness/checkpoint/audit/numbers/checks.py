@@ -79,8 +79,8 @@ def _check_scalars(judging: Judging, column: str, bits: str, part: PartKind) -> 
             bits=as_hex(raw),
         )
     for index in indices(present & (value <= 0)):
-        told = "zero" if value[index] == 0 else f"negative: {value[index]:.6g}"
-        judging.report(rules.SCALE_NOT_POSITIVE, index, f"is {told}.", _AGAIN, part)
+        text = "zero" if value[index] == 0 else f"negative: {value[index]:.6g}"
+        judging.report(rules.SCALE_NOT_POSITIVE, index, f"is {text}.", _AGAIN, part)
     decode = table["decode_scale"] if part is PartKind.TENSOR_SCALE else value
     for index in indices(present & (decode > 0) & (decode < TINY)):
         judging.report(
@@ -97,13 +97,13 @@ def _check_block_scales(judging: Judging) -> None:
     table = judging.table
     blocks = table["blocks"]
     has_codes = blocks - table["zero_blocks"] > 0
-    for name, rule, told in (
+    for name, rule, text in (
         ("scale_not_finite", rules.SCALE_NOT_FINITE, "NaN or infinite"),
         ("scale_negative", rules.SCALE_NOT_POSITIVE, "negative"),
     ):
         for index in indices(table[name] > 0):
             count = int(table[name][index])
-            message = f"has {count} of {blocks[index]} block scales that are {told}."
+            message = f"has {count} of {blocks[index]} block scales that are {text}."
             judging.report(rule, index, message, _AGAIN, PartKind.BLOCK_SCALE, count=count)
     in_floats = table.of_format("FP8_128X128_F32", "FP8_1X128_F32")
     constant = (table["scale_distinct"] == 1) & has_codes & (blocks >= FEW_BLOCKS)
@@ -163,10 +163,10 @@ def _check_range(judging: Judging) -> None:
             "of its block scales are the largest that there is, and few are just below",
         ),
     )
-    for rule, mask, share, told in checks:
+    for rule, mask, share, text in checks:
         for index in indices(mask):
             amount = float(share[index])
-            message = f"{percent(amount)} {told}."
+            message = f"{percent(amount)} {text}."
             judging.report(rule, index, message, _AGAIN, PartKind.BLOCK_SCALE, share=amount)
     for index in indices(in_range & (table["scale_largest"] * UNUSED_FACTOR < 448)):
         factor = 448 / float(table["scale_largest"][index])

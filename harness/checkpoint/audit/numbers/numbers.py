@@ -73,10 +73,10 @@ def measure_numbers(
 
     `progress` receives the number of bytes that are done, from the thread that did them.
     """
-    found = units_of(checkpoint)
-    chosen = [unit for unit in found.units if places is None or unit.place in places]
+    weight_units = units_of(checkpoint)
+    chosen = [unit for unit in weight_units.units if places is None or unit.place in places]
     table = NumberTable.empty(chosen)
-    table.unread.update(found.unread if places is None else {})
+    table.unread.update(weight_units.unread if places is None else {})
     measuring = _Measuring(checkpoint, table)
     sizes = [unit.nbytes for unit in chosen]
     walk(sizes, [checkpoint], measuring.measure, workers=workers, progress=progress)
@@ -135,11 +135,11 @@ class _Measuring:
         unit = self._table.units[index]
         self._fetch_ahead(reader, unit)
         stored = reader.over(stored_of(self._checkpoint, unit))
-        found = statistics_of(stored, profile=unit.is_linear or unit.kind is Kind.NORM)
-        self._table.put(index, unit_facts(unit, stored.form, found))
+        tensor_statistics = statistics_of(stored, profile=unit.is_linear or unit.kind is Kind.NORM)
+        self._table.put(index, unit_facts(unit, stored.form, tensor_statistics))
         with self._lock:
             block = self._blocks.setdefault(unit.place, BlockProfiles(self._feeds))
-            block.add(index, unit, found)
+            block.add(index, unit, tensor_statistics)
             self._open[unit.place] -= 1
             is_complete = not self._open[unit.place]
             if is_complete:
@@ -173,21 +173,23 @@ class _Measuring:
 _NAN = float("nan")
 
 
-def unit_facts(unit: WeightUnit, form: StoredForm, found: TensorStatistics) -> dict[str, float]:
+def unit_facts(
+    unit: WeightUnit, form: StoredForm, tensor_statistics: TensorStatistics
+) -> dict[str, float]:
     """Return the measurements by column; the packing order is judged with the block."""
     return {
-        **_scalars(form, found),
-        **_facts(found),
-        **_block_facts(found),
+        **_scalars(form, tensor_statistics),
+        **_facts(tensor_statistics),
+        **_block_facts(tensor_statistics),
         "nbytes": unit.nbytes,
         "order": -2,
         "order_kin": -1,
     }
 
 
-def _scalars(form: StoredForm, found: TensorStatistics) -> dict[str, float]:
-    scale, bits = _number(found.tensor_scale)
-    inputs, input_bits = _number(found.input_scale)
+def _scalars(form: StoredForm, tensor_statistics: TensorStatistics) -> dict[str, float]:
+    scale, bits = _number(tensor_statistics.tensor_scale)
+    inputs, input_bits = _number(tensor_statistics.input_scale)
     decode = 1.0
     if bits >= 0:
         with np.errstate(all="ignore"):
@@ -195,7 +197,7 @@ def _scalars(form: StoredForm, found: TensorStatistics) -> dict[str, float]:
             decode = float(1.0 / np.float64(scale)) if encodes else scale
     # Magnitudes only: a negative tensor scale has a finding of its own.
     factor = abs(decode) if math.isfinite(decode) else _NAN
-    is_integer = found.extremes is not None
+    is_integer = tensor_statistics.extremes is not None
     return {
         "format": FORMATS.index(
             form.format.name if form.format else "integers" if is_integer else "plain"
@@ -206,8 +208,9 @@ def _scalars(form: StoredForm, found: TensorStatistics) -> dict[str, float]:
         "decode_scale": decode,
         "input_scale": inputs,
         "input_bits": input_bits,
-        "rms": math.sqrt(found.sum_squares / max(found.elements, 1)) * factor,
-        "amax": found.amax * factor,
+        "rms": math.sqrt(tensor_statistics.sum_squares / max(tensor_statistics.elements, 1))
+        * factor,
+        "amax": tensor_statistics.amax * factor,
     }
 
 
@@ -218,33 +221,33 @@ def _number(value: float | None) -> tuple[float, int]:
     return value, int(np.float32(value).view(np.uint32))
 
 
-def _facts(found: TensorStatistics) -> dict[str, float]:
-    total = max(int(found.counts.sum()), 1)
-    low, high = found.extremes or (_NAN, _NAN)
+def _facts(tensor_statistics: TensorStatistics) -> dict[str, float]:
+    total = max(int(tensor_statistics.counts.sum()), 1)
+    low, high = tensor_statistics.extremes or (_NAN, _NAN)
     return {
-        "elements": found.elements,
-        "height": found.height,
-        "not_finite": found.not_finite,
-        "zeros": found.zeros,
-        "zero_rows": found.zero_rows,
-        "run_begin": found.zero_run[0],
-        "run_rows": found.zero_run[1],
-        "column_begin": found.column_run[0],
-        "run_columns": found.column_run[1],
-        "code_entropy": found.code_entropy,
-        "byte_entropy": found.byte_entropy,
-        "common_byte": float(found.counts.max(initial=0)) / total,
-        "far": found.far if found.blocks is None else 0.0,
+        "elements": tensor_statistics.elements,
+        "height": tensor_statistics.height,
+        "not_finite": tensor_statistics.not_finite,
+        "zeros": tensor_statistics.zeros,
+        "zero_rows": tensor_statistics.zero_rows,
+        "run_begin": tensor_statistics.zero_run[0],
+        "run_rows": tensor_statistics.zero_run[1],
+        "column_begin": tensor_statistics.column_run[0],
+        "run_columns": tensor_statistics.column_run[1],
+        "code_entropy": tensor_statistics.code_entropy,
+        "byte_entropy": tensor_statistics.byte_entropy,
+        "common_byte": float(tensor_statistics.counts.max(initial=0)) / total,
+        "far": tensor_statistics.far if tensor_statistics.blocks is None else 0.0,
         "lowest": low,
         "highest": high,
-        "digest": found.digest,
-        "row_digest": found.row_digest,
-        "scale_digest": found.scale_digest,
+        "digest": tensor_statistics.digest,
+        "row_digest": tensor_statistics.row_digest,
+        "scale_digest": tensor_statistics.scale_digest,
     }
 
 
-def _block_facts(found: TensorStatistics) -> dict[str, float]:
-    blocks = found.blocks
+def _block_facts(tensor_statistics: TensorStatistics) -> dict[str, float]:
+    blocks = tensor_statistics.blocks
     if blocks is None:
         return dict.fromkeys(("scale_smallest", "scale_largest", "pairing"), _NAN)
     ordinary = int(blocks.tops[1:].sum())

@@ -249,17 +249,17 @@ def _report_reversed(judging: Judging, index: int, off: float, decode: float) ->
 def _explain(judging: Judging, index: int, off: float, decode: float) -> None:
     """Report the fault that explains a wrong magnitude, or else the deviation itself."""
     evidence = {"off_log2": round(off, 2), "decode_scale_log2": round(decode, 2)}
-    told = f"makes its weight {power(off)}"
+    text = f"makes its weight {power(off)}"
     if decode == 0 and judging.table["scale_bits"][index] >= 0:
         rule, part = rules.SCALE_IS_ONE, PartKind.TENSOR_SCALE
-        message, remedy = f"= 1 {told}.", "The real scale was lost; quantise again."
+        message, remedy = f"= 1 {text}.", "The real scale was lost; quantise again."
     elif decode and abs(off - decode / 2) <= ABOUT_TWICE and not _holds_input(judging, index, off):
         rule, part = rules.SCALE_TWICE, PartKind.TENSOR_SCALE
-        message = f"{told}, which is the root of it: the scale was applied twice."
+        message = f"{text}, which is the root of it: the scale was applied twice."
         remedy = "Store its root, after comparing with the source."
     elif _is_all_ones(judging, index):
         rule, part = rules.SCALE_IS_ONE, PartKind.BLOCK_SCALE
-        message, remedy = f"= 1 everywhere {told}.", "The real scales were lost; quantise again."
+        message, remedy = f"= 1 everywhere {text}.", "The real scales were lost; quantise again."
     else:
         rule = rules.MAGNITUDE if abs(off) >= TOO_FAR else rules.MAGNITUDE_FAR
         message = f"is {power(off)}, compared with its siblings."

@@ -95,8 +95,8 @@ def best_of(about: str, scores: Mapping[str, float], because: str) -> Inference:
     second = scores[ranked[1]] if len(ranked) > 1 else 0.0
     lead = min(scores[first], scores[first] - max(second, 0.0))
     if lead < FAR:
-        told = f"{first} leads by {max(lead, 0.0):.1f} standard deviations; {FAR:.0f} are asked for"
-        return undecided(about, told, scores, lead)
+        text = f"{first} leads by {max(lead, 0.0):.1f} standard deviations; {FAR:.0f} are asked for"
+        return undecided(about, text, scores, lead)
     return Inference(about, first, confidence_of(lead, len(scores)), because, evidence, lead)
 
 
@@ -175,14 +175,17 @@ def logs_of(energies: NDArray[np.float32]) -> NDArray[np.float64]:
 
 def infer_order(columns: NDArray[np.float32], references: Sequence[ReferenceProfile]) -> Inference:
     """Infer the packing order from a profile read low nibble first; the best reference counts."""
-    fitting = [each for each in references if len(each.logs) == len(columns)]
+    fitting = [reference for reference in references if len(reference.logs) == len(columns)]
     if len(columns) < _FEWEST_COLUMNS or len(columns) % BLOCK:
         return undecided(PACKING_ORDER, f"{len(columns)} columns are too few")
     if not fitting:
         return undecided(PACKING_ORDER, "no profile of known order for this input")
     profile = logs_of(columns)
-    found = [_judge(profile, each) for each in fitting]
-    return max(found, key=lambda each: (each.is_decided, max(each.evidence.values(), default=0.0)))
+    inferences = [_judge(profile, reference_profile) for reference_profile in fitting]
+    return max(
+        inferences,
+        key=lambda inference: (inference.is_decided, max(inference.evidence.values(), default=0.0)),
+    )
 
 
 def infer_shared_order(
@@ -194,9 +197,9 @@ def infer_shared_order(
     expert, whose logarithms are wide on both sides, must not decide for all of them.
     """
     pairs = [
-        (_standard(logs_of(ours)), _standard(each.logs))
-        for ours, each in zip(columns, references, strict=True)
-        if len(ours) == len(each.logs) and len(ours) % BLOCK == 0
+        (_standard(logs_of(ours)), _standard(reference.logs))
+        for ours, reference in zip(columns, references, strict=True)
+        if len(ours) == len(reference.logs) and len(ours) % BLOCK == 0
     ]
     if sum(len(ours) for ours, _ in pairs) < _FEWEST_COLUMNS:
         return undecided(PACKING_ORDER, "too few columns, even of all experts")
@@ -286,39 +289,43 @@ class BlockProfiles:
         default_factory=lambda: defaultdict(list)
     )
 
-    def add(self, row: int, unit: WeightUnit, found: TensorStatistics) -> None:
+    def add(self, row: int, unit: WeightUnit, tensor_statistics: TensorStatistics) -> None:
         """Keep the profile of a weight if it can serve as evidence or be judged."""
-        if found.columns is not None and (unit.feed or unit.kind is Kind.NORM):
-            is_packed = found.blocks is not None and len(found.counts) == 16
-            self.profiles.append(EnergyProfile(row, unit, is_packed, found.columns, found.rows))
-            if unit.is_linear and found.rows is not None:
-                self._rows[unit.component, unit.expert].append(found.rows)
+        if tensor_statistics.columns is not None and (unit.feed or unit.kind is Kind.NORM):
+            is_packed = tensor_statistics.blocks is not None and len(tensor_statistics.counts) == 16
+            self.profiles.append(
+                EnergyProfile(
+                    row, unit, is_packed, tensor_statistics.columns, tensor_statistics.rows
+                )
+            )
+            if unit.is_linear and tensor_statistics.rows is not None:
+                self._rows[unit.component, unit.expert].append(tensor_statistics.rows)
 
     def judge(self) -> Iterator[InferredOrder]:
         """Infer the packing order of every packed weight of the block."""
         by_feed: dict[str, list[EnergyProfile]] = defaultdict(list)
-        for each in self.profiles:
-            if each.is_packed:
-                by_feed[each.unit.feed].append(each)
+        for profile in self.profiles:
+            if profile.is_packed:
+                by_feed[profile.unit.feed].append(profile)
         for feed, packed in by_feed.items():
             shared = list(self._shared(feed))
             found = []
-            for each in packed:
-                references = [*shared, *self._producers(feed, each.unit.expert)]
-                found.append(infer_order(each.columns, references))
+            for profile in packed:
+                references = [*shared, *self._producers(feed, profile.unit.expert)]
+                found.append(infer_order(profile.columns, references))
             self._pool(feed, packed, found)
             yield from _with_pooled_profiles(packed, found)
 
-    def _pool(self, feed: str, packed: list[EnergyProfile], found: list[Inference]) -> None:
+    def _pool(self, feed: str, packed: list[EnergyProfile], inferences: list[Inference]) -> None:
         """Judge the undecided experts of a layer together, each by its own producers' rows.
 
         Trap: a producer shared by all experts would count the same chance once for each expert.
         """
         members, references = [], []
-        for i, each in enumerate(packed):
-            if each.unit.expert is None or found[i].is_decided:
+        for i, profile in enumerate(packed):
+            if profile.unit.expert is None or inferences[i].is_decided:
                 continue
-            for reference in self._producers(feed, each.unit.expert, alone=True):
+            for reference in self._producers(feed, profile.unit.expert, alone=True):
                 members.append(i)
                 references.append(reference)
         if len(members) < _FEWEST_POOLED:
@@ -326,15 +333,15 @@ class BlockProfiles:
         together = infer_shared_order([packed[i].columns for i in members], references)
         if together.is_decided:
             for i in members:
-                found[i] = together
+                inferences[i] = together
 
     def _shared(self, feed: str) -> Iterator[ReferenceProfile]:
         """Yield the references for an input, whichever matrix reads it."""
         siblings = [p for p in self.profiles if p.unit.feed == feed and not p.is_packed]
-        yield from _reference(Kinship.SIBLING, (each.columns for each in siblings))
+        yield from _reference(Kinship.SIBLING, (sibling.columns for sibling in siblings))
         maker = _component(feed)
         norms = [p for p in self.profiles if p.unit.kind is Kind.NORM]
-        gains = (each.columns for each in norms if each.unit.component == maker)
+        gains = (norm.columns for norm in norms if norm.unit.component == maker)
         yield from _reference(Kinship.NORM, gains)
 
     def _producers(
@@ -356,26 +363,28 @@ class BlockProfiles:
 
 
 def _with_pooled_profiles(
-    packed: list[EnergyProfile], found: list[Inference]
+    packed: list[EnergyProfile], inferences: list[Inference]
 ) -> Iterator[InferredOrder]:
     """Yield each inference; undecided ones are compared with the mean of the other packed ones."""
-    open_ones = [i for i, inferred in enumerate(found) if not inferred.is_decided]
+    open_ones = [i for i, inferred in enumerate(inferences) if not inferred.is_decided]
     if open_ones and len(packed) > _FEWEST_PACKED:
-        total = sum(logs_of(each.columns) for each in packed)
+        total = sum(logs_of(energy_profile.columns) for energy_profile in packed)
         for i in open_ones:
             others = (total - logs_of(packed[i].columns)) / (len(packed) - 1)
-            found[i] = infer_order(packed[i].columns, [ReferenceProfile(Kinship.PACKED, others)])
-    for each, inferred in zip(packed, found, strict=True):
+            inferences[i] = infer_order(
+                packed[i].columns, [ReferenceProfile(Kinship.PACKED, others)]
+            )
+    for profile, inferred in zip(packed, inferences, strict=True):
         kinship = Kinship(inferred.because) if inferred.is_decided else None
-        yield InferredOrder(each.row, inferred, kinship)
+        yield InferredOrder(profile.row, inferred, kinship)
 
 
 def _reference(
     kinship: Kinship, energies: Iterable[NDArray[np.float32]]
 ) -> Iterator[ReferenceProfile]:
     """Yield the mean of profiles of one width; nothing if there are none or widths differ."""
-    logs = [logs_of(each) for each in energies]
-    if logs and len({len(each) for each in logs}) == 1:
+    logs = [logs_of(energy) for energy in energies]
+    if logs and len({len(log) for log in logs}) == 1:
         yield ReferenceProfile(kinship, np.mean(logs, axis=0))
 
 
@@ -543,8 +552,8 @@ def _encode_bfloat16(amax: NDArray[np.float32]) -> NDArray[np.float32]:
 
 PRODUCERS: Mapping[str, DialectProducer] = MappingProxyType(
     {
-        each.name: each
-        for each in (
+        producer.name: producer
+        for producer in (
             DialectProducer("modelopt", 0x38, 2.0**-9, False, lambda s: s * 2688, _decode),
             DialectProducer(
                 "canonical, flashinfer or vllm",
@@ -589,11 +598,11 @@ def infer_dialect(traces: DialectTraces) -> Inference:
     for name, producer in PRODUCERS.items():
         reasons[name] = _excluded(producer, traces, fits[name], best)
     left = [name for name in PRODUCERS if not reasons[name]]
-    told = "; ".join(f"not {name}: {why}" for name, why in reasons.items() if why)
+    text = "; ".join(f"not {name}: {why}" for name, why in reasons.items() if why)
     if len(left) != 1:
         names = " or ".join(left) if left else "none that is known"
-        return undecided(DIALECT, f"left: {names}; {told}", fits)
-    return Inference(DIALECT, left[0], CERTAIN, told, MappingProxyType(fits))
+        return undecided(DIALECT, f"left: {names}; {text}", fits)
+    return Inference(DIALECT, left[0], CERTAIN, text, MappingProxyType(fits))
 
 
 def candidates(traces: DialectTraces) -> tuple[str, ...]:

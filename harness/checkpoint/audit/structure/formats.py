@@ -70,7 +70,7 @@ class FusedPartners(NamedTuple):
 def fusable(config: Config) -> tuple[Fusable, ...]:
     """Return the rows that are partners in a family."""
     recipe = recipe_named("official", config)
-    formats = {each.row.name: recipe.format_of(each) for each in _one_a_row(config)}
+    formats = {parameter.row.name: recipe.format_of(parameter) for parameter in _one_a_row(config)}
     found = []
     for fusion in layout_named(_ENGINE, config).fusions:
         rows = tuple(row for row in fusion.members if row in formats)
@@ -81,7 +81,11 @@ def fusable(config: Config) -> tuple[Fusable, ...]:
 
 
 def _one_a_row(config: Config) -> list[Parameter]:
-    rows = {each.row.name: each for each in parameters(config) if each.expert in (None, 0)}
+    rows = {
+        parameter.row.name: parameter
+        for parameter in parameters(config)
+        if parameter.expert in (None, 0)
+    }
     return list(rows.values())
 
 
@@ -90,11 +94,11 @@ def partners(inventory: Inventory) -> list[FusedPartners]:
     groups: dict[tuple[object, int | None, int], list[StoredParameter]] = defaultdict(list)
     kinds = fusable(inventory.config)
     place = {row: (i, j) for i, kind in enumerate(kinds) for j, row in enumerate(kind.rows)}
-    for found in inventory.found:
-        parameter = found.parameter
-        if parameter.row.name in place and found.weight is not None:
+    for stored_parameter in inventory.stored:
+        parameter = stored_parameter.parameter
+        if parameter.row.name in place and stored_parameter.weight is not None:
             kind, _ = place[parameter.row.name]
-            groups[parameter.block, parameter.expert, kind].append(found)
+            groups[parameter.block, parameter.expert, kind].append(stored_parameter)
     return [
         FusedPartners(
             tuple(sorted(members, key=lambda each: place[each.parameter.row.name])),
@@ -142,21 +146,21 @@ def _report_promises(
     siblings = _rows_with_input_scales(inventory)
     for found in inventory.linears:
         path = inventory.path_of(found)
-        promises = [each.promise(found.parameter, path) for each in stated]
+        promises = [statement.promise(found.parameter, path) for statement in stated]
         engine = promises[0]
         format_found = family_of(found.weight or "")
         if engine.format not in (None, format_found):
             _report_contradiction(found, engine, inventory, findings)
-        if any(None is not each.format != engine.format is not None for each in promises[1:]):
+        if any(None is not promise.format != engine.format is not None for promise in promises[1:]):
             findings.add(
                 rules.TWO_STATEMENTS,
                 FindingLocation(None, found.module),
-                f"{shown(found.module)}: {engine.format} by {shown(engine.told)},"
-                f" {promises[1].format} by {shown(promises[1].told)}; the file has {found.weight}.",
+                f"{shown(found.module)}: {engine.format} by {shown(engine.text)},"
+                f" {promises[1].format} by {shown(promises[1].text)}; the file has {found.weight}.",
                 "Make the two files say what the shards hold.",
             )
         # `ignore` names modules that the quantiser left alone, which need not be BF16.
-        if stated[0].keeps_source and engine.told.endswith(" alone") and format_found == FP8_BLOCKS:
+        if stated[0].keeps_source and engine.text.endswith(" alone") and format_found == FP8_BLOCKS:
             kept.append(found.module)
         if found.weight == NVFP4_NAME and not found.check.has_input_scale:
             _judge_input_scale(found, engine, inventory, siblings, findings)
@@ -172,54 +176,58 @@ def _report_promises(
 
 
 def _report_contradiction(
-    found: StoredParameter, promise: Promise, inventory: Inventory, findings: Findings
+    parameter: StoredParameter, promise: Promise, inventory: Inventory, findings: Findings
 ) -> None:
     findings.add(
         rules.CONTRADICTS,
-        FindingLocation(None, found.module, inventory.layer_of(found.parameter)),
-        f"{shown(found.module)} is {found.weight}, promised {promise.format}"
-        f" ({shown(promise.told)}).",
+        FindingLocation(None, parameter.module, inventory.layer_of(parameter.parameter)),
+        f"{shown(parameter.module)} is {parameter.weight}, promised {promise.format}"
+        f" ({shown(promise.text)}).",
         "Correct the quantisation config, or convert the module to what it promises.",
-        found=found.weight,
+        found=parameter.weight,
         promised=promise.format,
-        told=shown(promise.told),
+        told=shown(promise.text),
     )
 
 
 def _rows_with_input_scales(inventory: Inventory) -> set[str]:
-    return {each.parameter.row.name for each in inventory.found if each.check.has_input_scale}
+    return {
+        parameter.parameter.row.name
+        for parameter in inventory.stored
+        if parameter.check.has_input_scale
+    }
 
 
 def _report_input_scales(inventory: Inventory, findings: Findings) -> None:
     """Report missing input scales by comparison with siblings, where no config says anything."""
     siblings = _rows_with_input_scales(inventory)
-    for found in inventory.linears:
-        if found.weight == NVFP4_NAME and not found.check.has_input_scale:
-            _judge_input_scale(found, None, inventory, siblings, findings)
+    for linear in inventory.linears:
+        if linear.weight == NVFP4_NAME and not linear.check.has_input_scale:
+            _judge_input_scale(linear, None, inventory, siblings, findings)
 
 
 def _judge_input_scale(
-    found: StoredParameter,
+    parameter: StoredParameter,
     promise: Promise | None,
     inventory: Inventory,
     siblings: set[str],
     findings: Findings,
 ) -> None:
     promised = promise is not None and promise.activations and promise.format == NVFP4_NAME
-    if not promised and found.parameter.row.name not in siblings:
+    if not promised and parameter.parameter.row.name not in siblings:
         return
-    why = f"{shown(promise.told)} quantises activations" if promised and promise else "others have"
+    why = f"{shown(promise.text)} quantises activations" if promised and promise else "others have"
     findings.add(
         rules.INPUT_SCALE_MISSING,
-        FindingLocation(None, found.module, inventory.layer_of(found.parameter)),
-        f"{shown(found.module)} is NVFP4 without input_scale; {why}.",
+        FindingLocation(None, parameter.module, inventory.layer_of(parameter.parameter)),
+        f"{shown(parameter.module)} is NVFP4 without input_scale; {why}.",
         "Calibrate again, or give it the largest input_scale of its siblings on purpose.",
     )
 
 
 def _report_silence(checkpoint: Checkpoint, inventory: Inventory, findings: Findings) -> None:
     """Report quantised weights that no config mentions."""
-    counts = Counter(each.weight for each in inventory.linears if each.weight != BF16)
+    counts = Counter(linear.weight for linear in inventory.linears if linear.weight != BF16)
     # inference/config.json of the official code says it by `dtype` alone.
     if not counts or checkpoint.config.get("dtype") == "fp8":
         return
@@ -237,12 +245,12 @@ def _report_block_sizes(
     stated: tuple[Statement, ...], checkpoint: Checkpoint, inventory: Inventory, findings: Findings
 ) -> None:
     examples: dict[str, StoredParameter] = {}
-    for found in inventory.linears:
-        examples.setdefault(family_of(found.weight or ""), found)
+    for linear in inventory.linears:
+        examples.setdefault(family_of(linear.weight or ""), linear)
     claims = [block for statement in stated for block in statement.blocks]
     for name, sizes in _BLOCKS.items():
-        said = [claim for claim in claims if claim.format == name]
-        if name not in examples or all(claim.sizes == sizes for claim in said):
+        blocks = [claim for claim in claims if claim.format == name]
+        if name not in examples or all(claim.sizes == sizes for claim in blocks):
             continue
         module = examples[name].module
         shapes = {
@@ -252,18 +260,18 @@ def _report_block_sizes(
         }
         # An engine reads the first statement; the others are for people and for ModelOpt's tools.
         builds = any(
-            each.builds and each.sizes != sizes for each in said if each in stated[0].blocks
+            block.builds and block.sizes != sizes for block in blocks if block in stated[0].blocks
         )
         findings.add(
             rules.BLOCK_SIZE_BUILT if builds else rules.BLOCK_SIZE,
             FindingLocation(None, module),
             f"{name} has blocks of {_told(sizes)} by the shapes of {shown(module)}, but"
-            f" {'; '.join(shown(claim.told) for claim in said)}.",
+            f" {'; '.join(shown(claim.text) for claim in blocks)}.",
             "Correct the config; an engine that believes it allocates other scales than are stored."
             if builds
             else "Correct the config; readers that believe it cut the scales wrongly.",
             shown=list(sizes),
-            stated={claim.told: list(claim.sizes) for claim in said},
+            stated={claim.text: list(claim.sizes) for claim in blocks},
             shapes=shapes,
         )
 
@@ -274,7 +282,7 @@ def _told(sizes: tuple[int, ...]) -> str:
 
 def _report_partners(inventory: Inventory, findings: Findings) -> None:
     for group in partners(inventory):
-        formats = {each.parameter.name: each.weight for each in group.members}
+        formats = {member.parameter.name: member.weight for member in group.members}
         if len(set(formats.values())) > 1:
             first = group.members[0]
             findings.add(
@@ -291,20 +299,20 @@ def _report_partners(inventory: Inventory, findings: Findings) -> None:
 def _report_experts(inventory: Inventory, findings: Findings) -> None:
     """Report experts of one layer that differ, and drafter experts unlike the main model's."""
     rows: dict[tuple[Block, str], Counter[str]] = defaultdict(Counter)
-    for each in inventory.linears:
-        block = each.parameter.block
-        if each.parameter.expert is not None and block is not None:
-            rows[block, each.parameter.row.name][each.weight or ""] += 1
+    for linear in inventory.linears:
+        block = linear.parameter.block
+        if linear.parameter.expert is not None and block is not None:
+            rows[block, linear.parameter.row.name][linear.weight or ""] += 1
     scopes: dict[bool, set[str]] = {False: set(), True: set()}
     for (block, row), counts in rows.items():
         scopes[block.is_drafter].update(counts)
         if len(counts) > 1:
-            told = ", ".join(f"{count} {weight}" for weight, count in counts.most_common())
+            text = ", ".join(f"{count} {weight}" for weight, count in counts.most_common())
             layer = block.index + (inventory.config.num_hidden_layers if block.is_drafter else 0)
             findings.add(
                 rules.PARTNERS_FORMAT,
                 FindingLocation(None, f"{block.prefix}.{row}".replace("{e}", "*"), layer),
-                f"Experts of {block.prefix} differ in format: {told}.",
+                f"Experts of {block.prefix} differ in format: {text}.",
                 "Quantise all or none; an engine keeps them in one stack.",
                 formats=dict(counts),
             )
@@ -344,10 +352,10 @@ Scalars = dict[str, tuple[float, ...]]
 def report_scalars(checkpoint: Checkpoint, inventory: Inventory, findings: Findings) -> None:
     """Report partners with unequal scales, and weight scales multiplied by an input scale."""
     entries = _scalar_entries(checkpoint, inventory)
-    scalars = _read(each for parts in entries.values() for each in parts.values())
+    scalars = _read(part for parts in entries.values() for part in parts.values())
     for group in partners(inventory):
-        members = [each for each in group.members if each.module in entries]
-        if len(members) > 1 and len({each.module for each in members}) > 1:
+        members = [member for member in group.members if member.module in entries]
+        if len(members) > 1 and len({member.module for member in members}) > 1:
             rule = rules.PARTNERS_SCALE if group.always else rules.PARTNERS_SCALE_FUSABLE
             _compare(members, entries, scalars, (rule, inventory, findings))
     _compare_stacked(inventory, entries, scalars, findings)
@@ -359,10 +367,10 @@ def _scalar_entries(
 ) -> dict[str, dict[PartKind, TensorEntry]]:
     """Return the scalar scales of every NVFP4 module; absent ones are reported elsewhere."""
     found: dict[str, dict[PartKind, TensorEntry]] = {}
-    for each in inventory.found:
-        if each.weight == NVFP4_NAME and each.module not in found:
-            parts = checkpoint.table.parts(each.module)
-            found[each.module] = {
+    for parameter in inventory.stored:
+        if parameter.weight == NVFP4_NAME and parameter.module not in found:
+            parts = checkpoint.table.parts(parameter.module)
+            found[parameter.module] = {
                 part: parts[part]
                 for part in _SCALARS
                 if part in parts and parts[part].dtype == "F32" and parts[part].elements
@@ -387,7 +395,9 @@ def _compare(
     rule, inventory, findings = told
     for part in _SCALARS:
         names = [
-            entries[each.module][part].name for each in members if part in entries[each.module]
+            entries[member.module][part].name
+            for member in members
+            if part in entries[member.module]
         ]
         values = [scalars[name] for name in names]
         if len(set(values)) < 2:
@@ -426,9 +436,13 @@ def _compare_stacked(
 ) -> None:
     """Compare the scalars of partners in one module, whose last extent counts them."""
     always = {row: kind.always for kind in fusable(inventory.config) for row in kind.rows}
-    by_module = {each.module: each for each in inventory.found if each.module in inventory.fused}
-    for module, found in by_module.items():
-        row = found.parameter.row.name
+    by_module = {
+        stored_parameter.module: stored_parameter
+        for stored_parameter in inventory.stored
+        if stored_parameter.module in inventory.fused
+    }
+    for module, parameter in by_module.items():
+        row = parameter.parameter.row.name
         for part, entry in entries.get(module, {}).items():
             count = len({each.row.name for each in inventory.fused[module]})
             if count < 2 or not entry.shape or entry.shape[-1] != count or row not in always:
@@ -440,7 +454,7 @@ def _compare_stacked(
                 own = list(values[expert * count : (expert + 1) * count])
                 if len(set(own)) > 1:
                     names = [f"{entry.name}[{expert}, {i}]" for i in range(count)]
-                    _differ(rule, found, names, own, (inventory, findings))
+                    _differ(rule, parameter, names, own, (inventory, findings))
 
 
 def _report_factor(
@@ -451,16 +465,16 @@ def _report_factor(
 ) -> None:
     """Report weight scales that are too small by a factor of their input scale."""
     rows: dict[str, list[tuple[StoredParameter, float, float]]] = defaultdict(list)
-    for each in inventory.found:
-        parts = entries.get(each.module, {})
-        if len(parts) == 2 and each.module not in inventory.fused:
+    for parameter in inventory.stored:
+        parts = entries.get(parameter.module, {})
+        if len(parts) == 2 and parameter.module not in inventory.fused:
             weight, inputs = (_decode_scale(parts[part], scalars) for part in _SCALARS)
             if 0 < weight < math.inf and 0 < inputs < math.inf:
-                rows[each.parameter.row.name].append((each, weight, inputs))
+                rows[parameter.parameter.row.name].append((parameter, weight, inputs))
     for members in rows.values():
         usual = median(weight for _, weight, _ in members)
         common = _is_common(members, usual)
-        for found, weight, inputs in members:
+        for stored_parameter, weight, inputs in members:
             if common:
                 # The largest weight that codes can reach once the factor is removed.
                 restored = weight / inputs * _LARGEST_CODED
@@ -469,7 +483,9 @@ def _report_factor(
                 lost = math.log(weight / usual)
                 inside = lost < -_FAR and abs(lost - math.log(inputs)) < _NEAR
             if inside:
-                _report_inside(found, entries, (weight, inputs, usual), (inventory, findings))
+                _report_inside(
+                    stored_parameter, entries, (weight, inputs, usual), (inventory, findings)
+                )
 
 
 def _is_common(members: list[tuple[StoredParameter, float, float]], usual: float) -> bool:
@@ -509,17 +525,17 @@ def _decode_scale(entry: TensorEntry, scalars: Scalars) -> float:
 
 
 def _report_inside(
-    found: StoredParameter,
+    parameter: StoredParameter,
     entries: Mapping[str, Mapping[PartKind, TensorEntry]],
     numbers: tuple[float, float, float],
     told: tuple[Inventory, Findings],
 ) -> None:
     weight, inputs, usual = numbers
     inventory, findings = told
-    name = entries[found.module][PartKind.TENSOR_SCALE].name
+    name = entries[parameter.module][PartKind.TENSOR_SCALE].name
     findings.add(
         rules.INPUT_SCALE_INSIDE,
-        FindingLocation(name, found.module, inventory.layer_of(found.parameter)),
+        FindingLocation(name, parameter.module, inventory.layer_of(parameter.parameter)),
         f"{shown(name)} multiplies by {weight:.4g}; divided by the module's input_scale"
         f" {inputs:.4g} that is {weight / inputs:.4g} (median of its row: {usual:.4g}).",
         "Divide it by input_scale, which belongs to the activations.",

@@ -69,7 +69,7 @@ class ModuleIssue(NamedTuple):
 
     rule: AuditRule
     part: PartKind | None
-    told: str  # continues a sentence that begins with the tensor's name
+    text: str  # continues a sentence that begins with the tensor's name
     remedy: str
     evidence: Mapping[str, object]
 
@@ -83,10 +83,10 @@ class ModuleCheck:
     issues: list[ModuleIssue] = field(default_factory=list)
 
     def report(
-        self, rule: AuditRule, part: PartKind | None, told: str, remedy: str, **evidence: object
+        self, rule: AuditRule, part: PartKind | None, text: str, remedy: str, **evidence: object
     ) -> None:
         """Add one issue."""
-        self.issues.append(ModuleIssue(rule, part, told, remedy, evidence))
+        self.issues.append(ModuleIssue(rule, part, text, remedy, evidence))
 
 
 class ModuleChecks:
@@ -110,13 +110,13 @@ class ModuleChecks:
             )
             return check
         seen = tuple(
-            (part, suffix_of(each), each.dtype, each.shape) for part, each in parts.items()
+            (part, suffix_of(entry), entry.dtype, entry.shape) for part, entry in parts.items()
         )
         key = (parameter.shape, parameter.kind, parameter.row.dtype, parameter.row.name, seen)
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = _judged(parameter, parts)
-        return found
+        module_check = self._known.get(key)
+        if module_check is None:
+            module_check = self._known[key] = _judged(parameter, parts)
+        return module_check
 
 
 def _judged(parameter: Parameter, parts: Parts) -> ModuleCheck:
@@ -287,7 +287,7 @@ def _format_shown(
         f"{_DTYPES_OF_SCALE[fmt.scale.name]} {list(_scales_of(shape, fmt) or ())} for {fmt.name}"
         for fmt in known
     )
-    told = f"is {scales.dtype} {list(scales.shape)} for codes of {list(shape)}"
+    text = f"is {scales.dtype} {list(scales.shape)} for codes of {list(shape)}"
     evidence = {"dtype": scales.dtype, "shape": list(scales.shape), "expected": expected}
     if element == "E2M1" and scale == "E4M3" and _from_packed(shape, scales.shape):
         # MXFP4 has as many scales, in another type: E4M3 scales are NVFP4's alone.
@@ -301,7 +301,7 @@ def _format_shown(
     check.report(
         rule,
         PartKind.BLOCK_SCALE,
-        f"{told}, {also}",
+        f"{text}, {also}",
         f"Known: {expected}. {_ANOTHER_TOOL}",
         **evidence,
     )
@@ -432,31 +432,35 @@ class Inventory:
 
     config: Config
     layout: Layout  # spells the names; its suffixes are those that the checkpoint has
-    found: list[StoredParameter] = field(default_factory=list)
+    stored: list[StoredParameter] = field(default_factory=list)
     missing: list[tuple[Parameter, str]] = field(default_factory=list)
     fused: dict[str, list[Parameter]] = field(default_factory=dict)
 
     @cached_property
     def modules(self) -> frozenset[str]:
         """Stored modules that hold parameters."""
-        return frozenset(each.module for each in self.found)
+        return frozenset(parameter.module for parameter in self.stored)
 
     @cached_property
     def by_name(self) -> dict[str, StoredParameter]:
         """Present parameters by logical name."""
-        return {each.parameter.name: each for each in self.found}
+        return {parameter.parameter.name: parameter for parameter in self.stored}
 
     @property
     def linears(self) -> list[StoredParameter]:
         """Linears whose format could be determined."""
         kind = Kind.LINEAR
-        return [each for each in self.found if each.parameter.kind is kind and each.weight]
+        return [
+            parameter
+            for parameter in self.stored
+            if parameter.parameter.kind is kind and parameter.weight
+        ]
 
-    def path_of(self, found: StoredParameter) -> str:
+    def path_of(self, parameter: StoredParameter) -> str:
         """Return a linear's unfused path in the layout, as configs name it."""
-        if found.module not in self.fused:
-            return found.module
-        return self.layout.path_of(found.parameter, self.config)
+        if parameter.module not in self.fused:
+            return parameter.module
+        return self.layout.path_of(parameter.parameter, self.config)
 
     def layer_of(self, parameter: Parameter) -> int | None:
         """Return the number of a parameter's layer; drafters follow the decoder."""
@@ -484,12 +488,12 @@ def take_inventory(names: LogicalNames) -> Inventory:
         elif names.is_fused(parameter):
             fused[module].append(parameter)
         else:
-            inventory.found.append(
+            inventory.stored.append(
                 StoredParameter(parameter, module, checks.check(parameter, module))
             )
     for module, members in fused.items():
         check = check_fused(names, module, members)
-        inventory.found.extend(StoredParameter(each, module, check) for each in members)
+        inventory.stored.extend(StoredParameter(member, module, check) for member in members)
     inventory.fused = dict(fused)
     return inventory
 
@@ -502,24 +506,24 @@ def stored_recipe(inventory: Inventory) -> Recipe:
     stack them.
     """
     counts: dict[str, dict[str, Counter[Formats]]] = defaultdict(lambda: defaultdict(Counter))
-    for each in inventory.linears:
-        block, name = each.parameter.block, each.parameter.row.name.replace(EXPERT, "*")
+    for linear in inventory.linears:
+        block, name = linear.parameter.block, linear.parameter.row.name.replace(EXPERT, "*")
         everywhere = f"{block.scope}.*.{name}" if block else name
         here = f"{block.prefix}.{name}" if block else name
-        counts[everywhere][here][_formats(each)] += 1
+        counts[everywhere][here][_formats(linear)] += 1
     rules, exceptions = [], []
     for everywhere, places in counts.items():
         common = sum(places.values(), Counter()).most_common(1)[0][0]
         rules.append(Rule(everywhere, *common))
-        for here, found in places.items():
-            formats = found.most_common(1)[0][0]
+        for here, place in places.items():
+            formats = place.most_common(1)[0][0]
             if formats != common:
                 exceptions.append(Rule(here, *formats))
     # Exceptions come first: the first rule that matches decides.
     return Recipe("as stored", (*exceptions, *rules))
 
 
-def _formats(found: StoredParameter) -> Formats:
-    weight = found.weight or BF16
-    quantised = weight == NVFP4_NAME and found.check.has_input_scale
+def _formats(parameter: StoredParameter) -> Formats:
+    weight = parameter.weight or BF16
+    quantised = weight == NVFP4_NAME and parameter.check.has_input_scale
     return Formats(weight, weight if quantised else BF16)

@@ -60,8 +60,8 @@ def judge_manifest(
     try:
         manifest = manifest_of(checkpoint)
     except Refused as error:
-        told = f"{shown(MANIFEST)}: {error.shown_value}, expected {error.expectation}."
-        findings.add(rules.MANIFEST, FindingLocation(), told, error.remedy, file=MANIFEST)
+        text = f"{shown(MANIFEST)}: {error.shown_value}, expected {error.expectation}."
+        findings.add(rules.MANIFEST, FindingLocation(), text, error.remedy, file=MANIFEST)
         return findings.sorted()
     if manifest is None:
         return None
@@ -111,8 +111,8 @@ def _differ(tensors: list[str]) -> str:
 
 def _stated(manifest: Manifest) -> dict[str, tuple[int, str | None]]:
     """Return the stated size and hash of every file."""
-    files = {name: (each.nbytes, each.sha256) for name, each in manifest.files.items()}
-    return files | {name: (each.nbytes, each.sha256) for name, each in manifest.shards.items()}
+    files = {name: (file.nbytes, file.sha256) for name, file in manifest.files.items()}
+    return files | {name: (shard.nbytes, shard.sha256) for name, shard in manifest.shards.items()}
 
 
 def _changed_files(

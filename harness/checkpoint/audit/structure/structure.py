@@ -72,7 +72,9 @@ def without_lost(inventory: Inventory, lost: LostModules) -> Inventory:
         return inventory
     return replace(
         inventory,
-        found=[each for each in inventory.found if each.module not in lost.modules],
+        stored=[
+            parameter for parameter in inventory.stored if parameter.module not in lost.modules
+        ],
         missing=[each for each in inventory.missing if each[1] not in lost.modules],
         fused={name: all_ for name, all_ in inventory.fused.items() if name not in lost.modules},
     )
@@ -96,10 +98,12 @@ def report_unread_names(inventory: Inventory, findings: Findings) -> None:
     unread = min((_unread(inventory, layout) for layout in known), key=len)
     if not unread:
         return
-    formats = {each.weight for each in inventory.linears}
+    formats = {linear.weight for linear in inventory.linears}
     # A silent loader leaves unknown names at random instead of failing.
-    silent = [each for each in LOADERS if each.is_silent and formats <= each.formats]
-    first, count = unread[0].module, len({each.module for each in unread})
+    silent = [
+        consumer for consumer in LOADERS if consumer.is_silent and formats <= consumer.formats
+    ]
+    first, count = unread[0].module, len({parameter.module for parameter in unread})
     findings.add(
         rules.NAME_UNREAD if silent else rules.NAME_UNREAD_QUANTISED,
         FindingLocation(None, first),
@@ -109,8 +113,8 @@ def report_unread_names(inventory: Inventory, findings: Findings) -> None:
         "Write the names of the release: `degarble convert CKPT OUT --to bf16 --prove` does, for"
         " quantised sources; else rename them.",
         modules=count,
-        loaders=[each.what for each in LOADERS if each.layouts(config)],
-        examples=[shown(each.module) for each in unread[:_EXAMPLES]],
+        loaders=[consumer.what for consumer in LOADERS if consumer.layouts(config)],
+        examples=[shown(parameter.module) for parameter in unread[:_EXAMPLES]],
     )
 
 
@@ -118,12 +122,12 @@ def _unread(inventory: Inventory, layout: Layout) -> list[StoredParameter]:
     """Return the parameters whose module differs from the one in a layout."""
     config = inventory.config
     # A fused row lies in its fusion's tensor, not under its own path.
-    fused = {row: each.target for each in layout.fusions for row in each.members}
+    fused = {row: fusion.target for fusion in layout.fusions for row in fusion.members}
     return [
-        each
-        for each in inventory.found
-        if each.module
-        != layout.path_of(each.parameter, config, fused.get(each.parameter.row.name, ""))
+        parameter
+        for parameter in inventory.stored
+        if parameter.module
+        != layout.path_of(parameter.parameter, config, fused.get(parameter.parameter.row.name, ""))
     ]
 
 
@@ -242,17 +246,19 @@ _STEP = 1 << 20
 
 def report_indexer_bytes(checkpoint: Checkpoint, inventory: Inventory, findings: Findings) -> None:
     """Report indexers whose compressor is a copy of the main one."""
-    for name, found in inventory.by_name.items():
+    for name, parameter in inventory.by_name.items():
         if not name.endswith((".attn.indexer.compressor.wkv", ".attn.indexer.compressor.wgate")):
             continue
         main = inventory.by_name.get(name.replace(".indexer.", "."))
-        if main is None or found.module in inventory.fused or main.module in inventory.fused:
+        if main is None or parameter.module in inventory.fused or main.module in inventory.fused:
             continue
-        pair = _codes(checkpoint, found), _codes(checkpoint, main)
+        pair = _codes(checkpoint, parameter), _codes(checkpoint, main)
         if _same_rows(checkpoint, *pair):
             findings.add(
                 rules.INDEXER_PREFIX,
-                FindingLocation(pair[0].name, found.module, inventory.layer_of(found.parameter)),
+                FindingLocation(
+                    pair[0].name, parameter.module, inventory.layer_of(parameter.parameter)
+                ),
                 f"{shown(pair[0].name)} has the bytes of {shown(pair[1].name)}.",
                 "Read the indexer's compressor from its own prefix and write it again.",
                 bytes_compared=min(pair[0].nbytes, pair[1].nbytes),
@@ -260,8 +266,8 @@ def report_indexer_bytes(checkpoint: Checkpoint, inventory: Inventory, findings:
             )
 
 
-def _codes(checkpoint: Checkpoint, found: StoredParameter) -> TensorEntry:
-    return checkpoint.table.parts(found.module)[PartKind.CODES]
+def _codes(checkpoint: Checkpoint, parameter: StoredParameter) -> TensorEntry:
+    return checkpoint.table.parts(parameter.module)[PartKind.CODES]
 
 
 def _same_rows(checkpoint: Checkpoint, one: TensorEntry, other: TensorEntry) -> bool:
@@ -373,7 +379,7 @@ def _report_spelling(checkpoint: Checkpoint, lost: LostModules, findings: Findin
     _report_forms(checkpoint.table, set(checkpoint.table.suffixes) - lost.modules, findings)
     if lost.modules:
         return  # too few names are left to tell a spelling by, and the shards have their finding
-    wanted = [each.name for each in parameters(checkpoint.model)[:5]]
+    wanted = [parameter.name for parameter in parameters(checkpoint.model)[:5]]
     there = sorted(checkpoint.entries)[:5]
     findings.add(
         rules.UNKNOWN_SPELLING,
@@ -464,7 +470,7 @@ def _is_coarse(table: ModuleTable, module: str) -> bool:
 
 def _report_missing(inventory: Inventory, findings: Findings) -> None:
     """Report absent parameters: by block, by expert, or one by one."""
-    there = {each.parameter.block for each in inventory.found}
+    there = {stored_parameter.parameter.block for stored_parameter in inventory.stored}
     by_expert: dict[tuple[object, int], list[tuple[Parameter, str]]] = defaultdict(list)
     blocks = set()
     for parameter, module in inventory.missing:
@@ -524,7 +530,7 @@ def _report_parameter(
 
 def _report_issues(table: ModuleTable, inventory: Inventory, findings: Findings) -> None:
     told = set()
-    for parameter, module, check in inventory.found:
+    for parameter, module, check in inventory.stored:
         if not check.issues or module in told:
             continue
         if module in inventory.fused:
@@ -545,7 +551,7 @@ def _report_issues(table: ModuleTable, inventory: Inventory, findings: Findings)
             findings.add(
                 rule,
                 FindingLocation(None if issue.part is None else name, module, layer),
-                f"{shown(name)} {issue.told}{extra}.",
+                f"{shown(name)} {issue.text}{extra}.",
                 issue.remedy,
                 **issue.evidence,
             )

@@ -67,7 +67,9 @@ def restored_parts(back: InverseJob) -> Iterator[tuple[str, Callable[[], Iterato
     layout = layout_named("vllm", model)
     after = formats_in_vllm(model, layout, before, names.present)
     recipe = recipe_of(after, names)
-    present = [each for each in names.present.values() if not layout.omits(each, model)]
+    present = [
+        parameter for parameter in names.present.values() if not layout.omits(parameter, model)
+    ]
     for slot in slots(model, layout.with_recipe(recipe), present):
         name = slot.parameter.name
         if name in after and after[name].weight != before[name].weight:
@@ -140,12 +142,12 @@ class InverseJob(Transform):
         return self.forward.options
 
     @cached_property
-    def told(self) -> Mapping[str, Any]:
+    def source_record(self) -> Mapping[str, Any]:
         """The content of conversion_source.json."""
         path = self.source / SOURCE
         try:
-            told: dict[str, Any] = json.loads(read_small_file(path, LARGEST_INDEX))
-            return {"tensors": dict(told["tensors"]), "files": dict(told["files"])}
+            fields: dict[str, Any] = json.loads(read_small_file(path, LARGEST_INDEX))
+            return {"tensors": dict(fields["tensors"]), "files": dict(fields["files"])}
         except (ValueError, KeyError, TypeError) as error:
             raise UnreadableFile(
                 shown(str(path)), repr(error), "what a conversion writes", "Convert again."
@@ -156,13 +158,13 @@ class InverseJob(Transform):
         """The source's tensors; file and offsets are dummies."""
         return {
             name: TensorEntry(name, dtype, tuple(shape), Path("source"), 0, 0)
-            for name, (dtype, shape) in self.told["tensors"].items()
+            for name, (dtype, shape) in self.source_record["tensors"].items()
         }
 
     @cached_property
     def names(self) -> LogicalNames:
         """The logical names of the source."""
-        model = model_of(json.loads(self.told["files"].get("config.json", "{}")))
+        model = model_of(json.loads(self.source_record["files"].get("config.json", "{}")))
         names = None if model is None else logical_names(model, ModuleTable(self.entries))
         if names is None:
             raise LayoutMismatch(
@@ -191,7 +193,9 @@ class InverseJob(Transform):
     @cached_property
     def companions(self) -> CompanionFiles:
         """The source's own configs."""
-        return CompanionFiles({name: text.encode() for name, text in self.told["files"].items()})
+        return CompanionFiles(
+            {name: text.encode() for name, text in self.source_record["files"].items()}
+        )
 
     def produce(self, tensor: PlannedTensor) -> Iterator[Chunk]:
         """Yield the bytes of one restored tensor."""
@@ -249,7 +253,7 @@ def convert_back(source: Path, target: Path, *, workers: Workers = 1) -> Manifes
 def _cut_compressors(back: InverseJob) -> Iterator[tuple[str, Maker]]:
     for parameter in back.names.present.values():
         module = back.names.module_of(parameter)
-        fused = f"{back.target.beside(module, FUSED)}.weight"
+        fused = f"{back.target.sibling(module, FUSED)}.weight"
         half = {"wkv": 0, "wgate": 1}.get(parameter.name.rpartition(".")[2])
         own = back.entries.get(f"{module}.weight")
         if half is None or own is None or fused not in back.checkpoint.entries:

@@ -83,7 +83,9 @@ def to_deepgemm_wo_a(
             "a V4 model: V3.2 has one output projection and no wo_a",
             "Convert with `--to fp8-block` or `--to vllm`.",
         )
-    found = [each for each in linears(checkpoint) if each.name.endswith(WO_A)]
+    found = [
+        source_linear for source_linear in linears(checkpoint) if source_linear.name.endswith(WO_A)
+    ]
     if not found:
         raise LayoutMismatch("wo_a", "none", "at least one layer with it", "Look for lost shards.")
     for linear in chosen_linears(found, options.only):

@@ -74,7 +74,7 @@ def recoding_unit(
     partners: ScalePartners | None = None,
 ) -> ConversionUnit:
     """Return the unit that makes `module` of the target from linears stacked along rows."""
-    recoded = Recoded([each.weight for each in members], fmt, partners)
+    recoded = Recoded([member.weight for member in members], fmt, partners)
     parts = names.parts(module, fmt)
     part_of = {name: part for part, name in parts.items()}
 
@@ -88,11 +88,11 @@ def recoding_unit(
     return ConversionUnit(
         key=module,
         tensors=recoded.planned(parts, module),
-        sources=tuple(name for each in members for name in each.tensors),
+        sources=tuple(name for member in members for name in member.tensors),
         make=make,
         check=check,
-        left_out=tuple(pair for each in members for pair in each.input_scale),
-        formats={each.name: word for each in members},
+        left_out=tuple(pair for member in members for pair in member.input_scale),
+        formats={member.name: word for member in members},
     )
 
 
@@ -182,14 +182,14 @@ def to_nvfp4(
     model, _ = require_model(checkpoint, "nvfp4")
     recipe = recipe_named(RECIPE, model)
     taken = [
-        each
-        for each in chosen_linears(linears(checkpoint), options.only)
-        if each.parameter is not None
-        and each.weight.format != NVFP4
-        and (options.only or recipe.format_of(each.parameter).weight == NVFP4.name)
+        source_linear
+        for source_linear in chosen_linears(linears(checkpoint), options.only)
+        if source_linear.parameter is not None
+        and source_linear.weight.format != NVFP4
+        and (options.only or recipe.format_of(source_linear.parameter).weight == NVFP4.name)
     ]
     for group in partner_groups(checkpoint, taken):
-        partners = ScalePartners([each.weight for each in group])
+        partners = ScalePartners([source_linear.weight for source_linear in group])
         for linear in group:
             yield recoding_unit(names, names.module(linear.module), [linear], NVFP4, partners)
 
@@ -210,7 +210,11 @@ def to_nvfp4_lossless(
     checkpoint: Checkpoint, options: ConversionOptions, names: TargetNames
 ) -> Iterator[ConversionUnit]:
     """List one unit for each linear in MXFP4."""
-    found = [each for each in linears(checkpoint) if each.weight.format == MXFP4]
+    found = [
+        source_linear
+        for source_linear in linears(checkpoint)
+        if source_linear.weight.format == MXFP4
+    ]
     if not found:
         raise LayoutMismatch(
             f"weights of {shown(str(checkpoint.root))}",
@@ -259,7 +263,7 @@ class SharedExponents:
         if not is_exact(found):
             assert found is not None
             raise LayoutMismatch(
-                f"exponents of {', '.join(shown(each.name) for each in self._members)}",
+                f"exponents of {', '.join(shown(member.name) for member in self._members)}",
                 f"{found.low} to {found.high}",
                 f"at most {WIDEST} apart, or E4M3 cannot hold the smallest scale",
                 "Quantise with `--to nvfp4` instead, within half a step, or keep it in MXFP4.",

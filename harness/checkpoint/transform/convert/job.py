@@ -76,8 +76,8 @@ if TYPE_CHECKING:
 
 CONVERSIONS: Mapping[str, Conversion] = MappingProxyType(
     {
-        each.name: each
-        for each in (
+        conversion.name: conversion
+        for conversion in (
             Conversion("bf16", "quantised linears decoded to BF16", ("only",), to_bf16),
             Conversion(
                 "fp8-block",
@@ -164,8 +164,8 @@ class ConversionJob(Transform):
     def units(self) -> tuple[ConversionUnit, ...]:
         """The units of the conversion, in the source's order."""
         position = {name: place for place, name in enumerate(self.checkpoint.entries)}
-        found = list(self.conversion.units(self.checkpoint, self.options, self.names))
-        if not found:
+        units = list(self.conversion.units(self.checkpoint, self.options, self.names))
+        if not units:
             raise InvalidArgument(
                 f"what {self.to} would convert in {shown(str(self.source))}",
                 "nothing",
@@ -174,7 +174,7 @@ class ConversionJob(Transform):
             )
         return tuple(
             sorted(
-                found, key=lambda unit: min((position[name] for name in unit.sources), default=0)
+                units, key=lambda unit: min((position[name] for name in unit.sources), default=0)
             )
         )
 
@@ -196,17 +196,17 @@ class ConversionJob(Transform):
         first = {unit.sources[0]: unit for unit in making}
         assert len(first) == len(making), "units do not share a source"
         kept = set(self.copied)
-        found: list[PlannedTensor] = []
+        tensors: list[PlannedTensor] = []
         for name, entry in self.checkpoint.entries.items():
             if name in first:
-                found.extend(first[name].tensors)
+                tensors.extend(first[name].tensors)
             elif name in kept:
-                found.append(PlannedTensor(self.names.tensor(name), entry.dtype, entry.shape))
-        return tuple(found)
+                tensors.append(PlannedTensor(self.names.tensor(name), entry.dtype, entry.shape))
+        return tuple(tensors)
 
     def plan_sources(self) -> dict[str, str]:
         """Return the conversion, its options and the fingerprints of the source."""
-        facts = json.dumps(self.options.told(self.conversion.options), sort_keys=True)
+        facts = json.dumps(self.options.to_json(self.conversion.options), sort_keys=True)
         sources = {"conversion": f"{self.to} {GENERATION}", "options": facts}
         return sources | fingerprints(self.checkpoint)
 
@@ -273,7 +273,9 @@ def _already(only: tuple[str, ...]) -> str:
 def job_for(source: Path, to: str, given: Mapping[str, object] | None = None) -> ConversionJob:
     """Return a job from a conversion's name and its options."""
     conversion = conversion_named(to)
-    return ConversionJob(source, to, ConversionOptions.of(given or {}, conversion.options, to))
+    return ConversionJob(
+        source, to, ConversionOptions.from_values(given or {}, conversion.options, to)
+    )
 
 
 def convert(
@@ -388,15 +390,21 @@ def _stack(path: str) -> str:
 def _has_fp8_experts(formats: Mapping[str, StoredFormat]) -> bool:
     """Return whether the decoder's experts are FP8, which V4's config states in a separate key."""
     return any(
-        ".experts." in name and name.startswith("layers.") and each.weight == FP8_128X128_F32.name
-        for name, each in formats.items()
+        ".experts." in name
+        and name.startswith("layers.")
+        and stored_format.weight == FP8_128X128_F32.name
+        for name, stored_format in formats.items()
     )
 
 
 def _require_one_way(job: ConversionJob, formats: Mapping[str, StoredFormat]) -> None:
     """Raise where some NVFP4 weights have quantised activations and others have not."""
     made = [n for unit in job.units for n, word in unit.formats.items() if word == _NVFP4]
-    scaled = [n for n, each in formats.items() if each.weight == _NVFP4 and each.scaled]
+    scaled = [
+        n
+        for n, stored_format in formats.items()
+        if stored_format.weight == _NVFP4 and stored_format.scaled
+    ]
     if made and scaled:
         raise LayoutMismatch(
             f"NVFP4 weights after {job.to}",
@@ -411,7 +419,7 @@ def _record(job: ConversionJob) -> dict[str, Any]:
         "schema": SCHEMA,
         "to": job.to,
         "promise": job.conversion.promise,
-        "options": job.options.told(job.conversion.options),
+        "options": job.options.to_json(job.conversion.options),
         "source_layout": str(job.checkpoint.layout),
         "written_for": _written_for(job),
         "converted": len(job.units),
@@ -432,9 +440,11 @@ def _source(checkpoint: Checkpoint) -> bytes:
         path = checkpoint.root / name
         if path.is_file():
             files[name] = read_small_file(path, LARGEST_CONFIG).decode()
-    tensors = {each.name: [each.dtype, list(each.shape)] for each in checkpoint.entries.values()}
-    told = {"schema": SCHEMA, "files": files, "tensors": tensors}
-    return (json.dumps(told, ensure_ascii=False) + "\n").encode()
+    tensors = {
+        entry.name: [entry.dtype, list(entry.shape)] for entry in checkpoint.entries.values()
+    }
+    fields = {"schema": SCHEMA, "files": files, "tensors": tensors}
+    return (json.dumps(fields, ensure_ascii=False) + "\n").encode()
 
 
 def _json(value: object) -> bytes:
@@ -458,23 +468,23 @@ def prove_names(job: ConversionJob, output: Checkpoint) -> NameProof | None:
     consumer = consumer_of(job.to, names.config.family)
     packed = output.layout is StoredLayout.COMPRESSED_TENSORS
     recipe = recipe_of(formats, names)
-    found = name_coverage(consumer, names.config, recipe, output.entries, packed=packed)
-    if found is None:
+    coverage = name_coverage(consumer, names.config, recipe, output.entries, packed=packed)
+    if coverage is None:
         return None
-    taken = {names.module_of(each) for each in names.present.values()}
+    taken = {names.module_of(parameter) for parameter in names.present.values()}
     claimed = {entry.name for module in taken for entry in names.table.tensors(module)}
     extra = {job.names.tensor(name) for name in job.copied if name not in claimed}
     others: dict[str, int] = {}
-    for each in formats.values():
-        if each.weight not in consumer.formats:
-            others[each.weight] = others.get(each.weight, 0) + 1
+    for stored_format in formats.values():
+        if stored_format.weight not in consumer.formats:
+            others[stored_format.weight] = others.get(stored_format.weight, 0) + 1
     return NameProof(
         consumer.what,
-        len(output.entries) - len(found.unexpected) - found.passed_over,
-        found.missing,
-        tuple(name for name in found.unexpected if name not in extra),
-        found.passed_over,
-        tuple(name for name in found.unexpected if name in extra),
+        len(output.entries) - len(coverage.unexpected) - coverage.passed_over,
+        coverage.missing,
+        tuple(name for name in coverage.unexpected if name not in extra),
+        coverage.passed_over,
+        tuple(name for name in coverage.unexpected if name in extra),
         others,
     )
 
@@ -539,7 +549,7 @@ def prove(
                     progress(part.nbytes, "compared")
         finally:
             _forget()
-        tensors = tuple(each for part in parts for each in proofs[part])
+        tensors = tuple(proof for part in parts for proof in proofs[part])
         named = prove_names(job, output)
         return ConversionProof(job.to, tensors, len(job.copied), faults, job.left_out, named)
 
@@ -549,8 +559,8 @@ def parts_of(job: ConversionJob) -> list[ProofPart]:
     sizes = [sum(tensor.nbytes for tensor in unit.tensors) for unit in job.units]
     copies = [job.checkpoint.entry(name).nbytes for name in job.copied]
     room = max(_LEAST_PART, (sum(sizes) + sum(copies)) // _PROOF_PARTS)
-    found = [ProofPart(cut, (0, 0), nbytes) for cut, nbytes in _cut(sizes, room)]
-    return found + [ProofPart((0, 0), cut, nbytes) for cut, nbytes in _cut(copies, room)]
+    parts = [ProofPart(cut, (0, 0), nbytes) for cut, nbytes in _cut(sizes, room)]
+    return parts + [ProofPart((0, 0), cut, nbytes) for cut, nbytes in _cut(copies, room)]
 
 
 def _cut(sizes: Sequence[int], room: int) -> Iterator[tuple[tuple[int, int], int]]:
@@ -568,15 +578,15 @@ def _proven(key: str, source: Path, target: Path, part: ProofPart) -> list[Tenso
         _forget()
         _KEPT.by_key[key] = job_of(source, target), Checkpoint.open(target)
     job, output = _KEPT.by_key[key]
-    found: list[TensorProof] = []
+    proofs: list[TensorProof] = []
     for unit in job.units[slice(*part.units)]:
         try:
-            found.extend(unit.check(output))
+            proofs.extend(unit.check(output))
         except Refused as error:
             text = f"cannot be read: {error}"
-            found.append(TensorProof(unit.key, unit.sources, 0, 0, 0, "", None, (text,)))
+            proofs.append(TensorProof(unit.key, unit.sources, 0, 0, 0, "", None, (text,)))
     copied = (_copy(job, output, name) for name in job.copied[slice(*part.copies)])
-    return found + [each for each in copied if each]
+    return proofs + [proof for proof in copied if proof]
 
 
 def _forget() -> None:

@@ -53,8 +53,8 @@ def to_fused_compressor(
 ) -> Iterator[ConversionUnit]:
     """List one unit for each compressor."""
     require_model(checkpoint, "fused-compressor")
-    found = {each.name: each for each in linears(checkpoint)}
-    starts = [each for each in found.values() if each.name.endswith(_FIRST)]
+    found = {linear.name: linear for linear in linears(checkpoint)}
+    starts = [linear for linear in found.values() if linear.name.endswith(_FIRST)]
     gates = {name for name in found if name.endswith(_SECOND)}
     if not starts and not gates:
         raise LayoutMismatch(
@@ -63,7 +63,7 @@ def to_fused_compressor(
             "kv_proj and gate_proj of at least one layer",
             "Only V4 has compressors; one that is fused already needs no conversion.",
         )
-    ends = {each.name.removesuffix(_FIRST) + _SECOND for each in starts}
+    ends = {start.name.removesuffix(_FIRST) + _SECOND for start in starts}
     if ends != gates:
         raise LayoutMismatch(
             "compressor projection without its partner",
@@ -73,7 +73,7 @@ def to_fused_compressor(
         )
     for first in chosen_linears(starts, options.only):
         second = found[first.name.removesuffix(_FIRST) + _SECOND]
-        yield recoding_unit(names, names.beside(first.module, FUSED), [first, second], None)
+        yield recoding_unit(names, names.sibling(first.module, FUSED), [first, second], None)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def to_vllm(
 ) -> Iterator[ConversionUnit]:
     """List one unit for each of vLLM's parameters, with all its parts."""
     model, names = require_model(checkpoint, "vllm")
-    sources = {each.name: each for each in linears(checkpoint)}
+    sources = {linear.name: linear for linear in linears(checkpoint)}
     before = stored_formats(names)
     layout = layout_named("vllm", model)
     after = formats_in_vllm(model, layout, before, names.present)
@@ -107,7 +107,9 @@ def to_vllm(
     groups: dict[str, dict[str, list[Slot]]] = defaultdict(lambda: defaultdict(list))
     fused = {member: each for each in layout.fusions for member in each.members}
     recipe = recipe_of(after, names)
-    parameters = [each for each in names.present.values() if not layout.omits(each, model)]
+    parameters = [
+        parameter for parameter in names.present.values() if not layout.omits(parameter, model)
+    ]
     for slot in slots(model, layout.with_recipe(recipe), parameters):
         fusion = fused.get(slot.parameter.row.name)
         path = layout.path_of(slot.parameter, model, fusion.target if fusion else "")
@@ -116,12 +118,12 @@ def to_vllm(
     plan = FusionPlan(checkpoint, sources, after, frozenset(changed), backend)
     for path, tensors in groups.items():
         yield FusedParameter(path, tensors, plan).unit(check_fused)
-    omitted = [(each, layout.omits(each, model)) for each in names.present.values()]
+    omitted = [(parameter, layout.omits(parameter, model)) for parameter in names.present.values()]
     gone = tuple(
         (entry.name, reason)
-        for each, reason in omitted
+        for parameter, reason in omitted
         if reason
-        for entry in checkpoint.form(names.module_of(each)).parts.values()
+        for entry in checkpoint.form(names.module_of(parameter)).parts.values()
     )
     if gone:
         yield ConversionUnit("left out", (), (), _nothing, _nothing, gone)
@@ -139,13 +141,13 @@ def formats_in_vllm(
 ) -> dict[str, StoredFormat]:
     """Return the format of every linear in vLLM's memory."""
     after = {name: _format_of(model, present[name], stored) for name, stored in before.items()}
-    fused = {member: each.target for each in layout.fusions for member in each.members}
+    fused = {member: fusion.target for fusion in layout.fusions for member in fusion.members}
     groups: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for name in after:
         parameter = present[name]
         if parameter.row.name in fused and parameter.expert is None:
             groups[parameter.block, fused[parameter.row.name]].append(name)
-    place = {member: n for each in layout.fusions for n, member in enumerate(each.members)}
+    place = {member: n for fusion in layout.fusions for n, member in enumerate(fusion.members)}
     for members in groups.values():
         members.sort(key=lambda name: place[present[name].row.name])
         several = len({after[name] for name in members}) > 1
@@ -157,7 +159,7 @@ def formats_in_vllm(
 def _cuts_a_scale(members: list[Parameter], weight: str) -> bool:
     """Whether two partners would share a row of scales: only the last may end within a block."""
     rows = BLOCK_FORMATS[weight].block[0] if weight in BLOCK_FORMATS else 1
-    return any(each.shape[0] % rows for each in members[:-1])
+    return any(member.shape[0] % rows for member in members[:-1])
 
 
 def _format_of(model: Config, parameter: Parameter, stored: StoredFormat) -> StoredFormat:

@@ -113,8 +113,8 @@ _CUTEDSL_GATED = chain("cutedsl_gated", SWAP_HALVES, INTERLEAVE_64)
 
 BACKENDS: Mapping[str, ExpertArrangement] = MappingProxyType(
     {
-        each.name: each
-        for each in (
+        arrangement.name: arrangement
+        for arrangement in (
             ExpertArrangement("loader", AS_STORED, AS_STORED, LINEAR),
             ExpertArrangement(
                 "trtllm", TRTLLM_GATED, SHUFFLE_32, SWIZZLE_128X4, hidden=256, intermediate=64
@@ -158,19 +158,20 @@ class FusedParameter:
     def __init__(self, path: str, tensors: Mapping[str, list[Slot]], plan: FusionPlan) -> None:
         self.path = path
         self.tensors = {
-            name: sorted(found, key=lambda slot: slot.box.ranges) for name, found in tensors.items()
+            name: sorted(tensor, key=lambda slot: slot.box.ranges)
+            for name, tensor in tensors.items()
         }
         self.checkpoint = plan.checkpoint
         self.sources = plan.sources
         self.after = plan.after
         self.backend = plan.backend
-        members = {slot.parameter.name: slot for each in self.tensors.values() for slot in each}
+        members = {slot.parameter.name: slot for tensor in self.tensors.values() for slot in tensor}
         self.members = {name: slot.parameter for name, slot in members.items()}
         self.changed = plan.changed & members.keys()
-        self.is_stack = any(each.expert is not None for each in self.members.values())
+        self.is_stack = any(member.expert is not None for member in self.members.values())
         self.is_nvfp4 = self.is_stack and all(self.after[n].weight == _NVFP4 for n in self.members)
         # Two rows of the parameter table in one stack: w1 and w3.
-        self.is_gated = self.is_stack and len({each.row for each in self.members.values()}) > 1
+        self.is_gated = self.is_stack and len({member.row for member in self.members.values()}) > 1
 
     @cached_property
     def recoded(self) -> Mapping[str, Recoded]:
@@ -211,25 +212,25 @@ class FusedParameter:
 
     def planned(self, tensor: str) -> tuple[str, tuple[int, ...]]:
         """Return dtype and shape of a target tensor."""
-        found = self.tensors[tensor]
+        slots = self.tensors[tensor]
         shape = tuple(
-            max(slot.box.ranges[axis][1] for slot in found)
-            for axis in range(len(found[0].box.ranges))
+            max(slot.box.ranges[axis][1] for slot in slots)
+            for axis in range(len(slots[0].box.ranges))
         )
-        if sum(slot.box.count for slot in found) != prod(shape):
+        if sum(slot.box.count for slot in slots) != prod(shape):
             raise LayoutMismatch(
                 f"members of {tensor}",
-                sorted({slot.parameter.name for slot in found})[:3],
+                sorted({slot.parameter.name for slot in slots})[:3],
                 "all of them: what is missing would stay uninitialised",
                 "Look for a shard that is missing.",
             )
-        dtypes = {self.dtype(slot) for slot in found}
+        dtypes = {self.dtype(slot) for slot in slots}
         if len(dtypes) != 1:
             raise DtypeMismatch(
                 f"members of {tensor}", sorted(dtypes), "one dtype", "Convert one of them first."
             )
-        if self.is_arranged(found[0].part):
-            shape = (shape[0], *self.arranged_shape(found[0], len(found) // shape[0]))
+        if self.is_arranged(slots[0].part):
+            shape = (shape[0], *self.arranged_shape(slots[0], len(slots) // shape[0]))
         return dtypes.pop(), shape
 
     def dtype(self, slot: Slot) -> str:
@@ -253,16 +254,16 @@ class FusedParameter:
 
     def chunks(self, tensor: PlannedTensor) -> Iterator[Chunk]:
         """Yield the bytes of one target tensor."""
-        found = self.tensors[tensor.name]
-        part = found[0].part
+        slots = self.tensors[tensor.name]
+        part = slots[0].part
         if self.is_gated and part is PartKind.TENSOR_SCALE:
-            self._require_shared(found)
+            self._require_shared(slots)
         if not self.is_arranged(part):
-            for slot in found:
+            for slot in slots:
                 yield from self._part(slot)
             return
         arrange = self.backend.codes if part is PartKind.CODES else self.backend.block_scales
-        for _, group in groupby(found, lambda slot: slot.parameter.expert):
+        for _, group in groupby(slots, lambda slot: slot.parameter.expert):
             slots_ = list(group)
             yield arrange([self._bytes(slot) for slot in slots_], gated=self.is_gated)
             for slot in slots_:
@@ -288,8 +289,8 @@ class FusedParameter:
         else:
             yield from self.checkpoint.chunks(entry.name)
 
-    def _require_shared(self, found: list[Slot]) -> None:
-        for _, group in groupby(found, lambda slot: slot.parameter.expert):
+    def _require_shared(self, slots: list[Slot]) -> None:
+        for _, group in groupby(slots, lambda slot: slot.parameter.expert):
             scales = {
                 slot.parameter.name: float(
                     self.checkpoint.tensor(

@@ -72,9 +72,9 @@ def steps_of(record: Weight) -> PanelScales | None:
     """Return the decode scales of a matrix, times its tensor scale; None for plain values."""
     if record.storage is None:
         return None
-    how, scale = record.storage, record.block_scale
+    encoding, scale = record.storage, record.block_scale
     assert scale is not None
-    fmt = how.format
+    fmt = encoding.format
     if scale.dtype is torch.float32:
         step = scale.double()
     else:
@@ -82,7 +82,7 @@ def steps_of(record: Weight) -> PanelScales | None:
         step = torch.from_numpy(table.take(scale.numpy()))
     if record.tensor_scale is not None:
         factor = record.tensor_scale.double()
-        step = step * factor if how.direction is ScaleDirection.DECODE else step / factor
+        step = step * factor if encoding.direction is ScaleDirection.DECODE else step / factor
     return PanelScales(step, fmt.block)
 
 
@@ -95,15 +95,15 @@ def exact_values(record: Weight, memory: Tensor | None = None) -> tuple[Tensor, 
     if steps is None:
         assert record.value is not None
         return _placed(record.value.shape, memory).copy_(record.value), None
-    codes, how = record.codes, record.storage
+    codes, encoding = record.codes, record.storage
     assert codes is not None
-    assert how is not None
-    if not how.format.packed:
-        return decoded(codes, how.format.element, steps, memory), steps
+    assert encoding is not None
+    if not encoding.format.packed:
+        return decoded(codes, encoding.format.element, steps, memory), steps
     values = _placed((codes.shape[0], 2 * codes.shape[1]), memory)
-    pairs = pairs_of(how.format.element, how.nibble_order)
-    arrays = (each.contiguous().numpy() for each in (codes, pairs, steps.scales))
-    _loops().decode_pairs(*arrays, how.format.block[1], values.numpy())
+    pairs = pairs_of(encoding.format.element, encoding.nibble_order)
+    arrays = (tensor.contiguous().numpy() for tensor in (codes, pairs, steps.scales))
+    _loops().decode_pairs(*arrays, encoding.format.block[1], values.numpy())
     return values, steps
 
 
@@ -112,7 +112,7 @@ def decoded(
 ) -> Tensor:
     """Return the values of codes [R, C] of one byte each."""
     values = _placed(codes.shape, memory)
-    arrays = (each.contiguous().numpy() for each in (codes, table_of(element), steps.scales))
+    arrays = (tensor.contiguous().numpy() for tensor in (codes, table_of(element), steps.scales))
     _loops().decode_bytes(*arrays, steps.first, steps.block, values.numpy())
     return values
 
@@ -128,15 +128,15 @@ def defined_values(record: Weight) -> tuple[Tensor, Tensor | None]:
     steps = steps_of(record)
     if steps is None:
         return exact_values(record)[0], None
-    codes, how = record.codes, record.storage
+    codes, encoding = record.codes, record.storage
     assert codes is not None
-    assert how is not None
-    if how.format.packed:
+    assert encoding is not None
+    if encoding.format.packed:
         low, high = codes & 15, codes >> 4
-        pair = (low, high) if how.nibble_order is NibbleOrder.LOW_EVEN else (high, low)
+        pair = (low, high) if encoding.nibble_order is NibbleOrder.LOW_EVEN else (high, low)
         codes = torch.stack(pair, -1).reshape(codes.shape[0], -1)
     step = steps.full(tuple(codes.shape))
-    return table_of(how.format.element)[codes.int()] * step, step
+    return table_of(encoding.format.element)[codes.int()] * step, step
 
 
 def rows_exactly(weight: StoredWeight) -> Iterator[tuple[int, Tensor, PanelScales | None]]:
@@ -174,9 +174,9 @@ class PanelComparison:
     def add(self, source: Tensor, output: Tensor, steps: PanelScales | None = None) -> None:
         """Compare the next rows; a NaN on both sides is no difference."""
         scales, block, first = steps or _ONE_STEP
-        how = self._bound
-        x, y, z = (each.contiguous().numpy() for each in (source, output, scales))
-        kind = (how.kind, how.mantissa, how.lowest)
+        bound = self._bound
+        x, y, z = (tensor.contiguous().numpy() for tensor in (source, output, scales))
+        kind = (bound.kind, bound.mantissa, bound.lowest)
         different, beyond = _loops().count_differences(x, y, z, first, tuple(block), kind)
         self.elements += source.numel()
         self.different += different
@@ -297,7 +297,7 @@ class BlockMagnitudes:
 
 def block_amax(weights: Sequence[StoredWeight], fmt: BlockFormat) -> Tensor:
     """Return the largest magnitude of every block of weights stacked along rows."""
-    shape = (sum(each.shape[0] for each in weights), weights[0].shape[1])
+    shape = (sum(weight.shape[0] for weight in weights), weights[0].shape[1])
     largest = BlockMagnitudes(shape, fmt.block)
     for _ in largest.watching(stacked_rows(weights)):
         pass

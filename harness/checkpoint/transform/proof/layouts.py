@@ -212,7 +212,7 @@ def _check_arranged(fused: FusedParameter, target: Checkpoint) -> Iterator[Tenso
                 padding += int(whole.count_nonzero() - cut[part].count_nonzero())
             comparison = PanelComparison(_bound(source))
             for begin, values, _ in rows_exactly(source):
-                rows_cut = {each: t[begin : begin + len(values)] for each, t in cut.items()}
+                rows_cut = {kind: t[begin : begin + len(values)] for kind, t in cut.items()}
                 # Kernels use the first tensor scale for both members.
                 output = _record(rows_cut, factors[0], (len(values), columns))
                 comparison.add(values, exact_values(output)[0])

@@ -106,10 +106,10 @@ class Calibration:
                 "a mapping from linears to amax and tokens",
                 "See docs/calibration.md.",
             )
-        return cls.of({name: _record(name, each) for name, each in linears.items()})
+        return cls.from_records({name: _record(name, linear) for name, linear in linears.items()})
 
     @classmethod
-    def of(cls, records: Mapping[str, Amax]) -> Calibration:
+    def from_records(cls, records: Mapping[str, Amax]) -> Calibration:
         """Check the records."""
         for name, (amax, tokens) in records.items():
             with np.errstate(over="ignore"):
@@ -129,7 +129,7 @@ class Calibration:
         names = sorted({*self.records, *other.records})
         nothing = Amax(0.0, 0)
         both = [(self.records.get(n, nothing), other.records.get(n, nothing)) for n in names]
-        return Calibration.of(
+        return Calibration.from_records(
             {
                 name: Amax(max(a.amax, b.amax), a.tokens + b.tokens)
                 for name, (a, b) in zip(names, both, strict=True)
@@ -138,7 +138,7 @@ class Calibration:
 
     def to_bytes(self) -> bytes:
         """Return the file's content; equal records give equal bytes."""
-        linears = {name: each._asdict() for name, each in sorted(self.records.items())}
+        linears = {name: record._asdict() for name, record in sorted(self.records.items())}
         raw = {"format": FORMAT, "version": VERSION, "linears": linears}
         return (json.dumps(raw, indent=0, ensure_ascii=False) + "\n").encode()
 
@@ -173,7 +173,9 @@ class InputScales:
     ) -> None:
         self._config = config
         self._records = calibration.records
-        linears = {each.name for each in parameters(config) if each.kind is Kind.LINEAR}
+        linears = {
+            parameter.name for parameter in parameters(config) if parameter.kind is Kind.LINEAR
+        }
         for name in calibration.records:
             if name not in linears:
                 raise InvalidArgument(
@@ -181,7 +183,9 @@ class InputScales:
                     "Calibrate with the model that is quantised, or remove the record.",
                 )  # fmt: skip
         missing = [
-            each.name for each in wanted if each.expert is None and not self._own(each.name).tokens
+            parameter.name
+            for parameter in wanted
+            if parameter.expert is None and not self._own(parameter.name).tokens
         ]
         if missing:
             raise InvalidArgument(
@@ -191,7 +195,7 @@ class InputScales:
                 "Capture these linears too, or give them BF16 activations in the recipe.",
             )
 
-    def of(self, parameter: Parameter) -> InputScale:
+    def scale_of(self, parameter: Parameter) -> InputScale:
         """Return the input scale of one linear."""
         own, origin = self._own(parameter.name), ScaleOrigin.MEASURED
         amax = max((self._own(name).amax for name in self._partners(parameter)), default=0.0)
@@ -214,13 +218,13 @@ class InputScales:
 
     def _own(self, name: str) -> Amax:
         """Return a linear's record; one without tokens counts as missing."""
-        found = self._records.get(name)
-        return found if found and found.tokens else Amax(0.0, 0)
+        amax = self._records.get(name)
+        return amax if amax and amax.tokens else Amax(0.0, 0)
 
     @cached_property
     def _fusions(self) -> Mapping[str, tuple[str, ...]]:
         fusions = layout_named("vllm", self._config).fusions
-        return {member: each.members for each in fusions for member in each.members}
+        return {member: fusion.members for fusion in fusions for member in fusion.members}
 
     def _partners(self, parameter: Parameter) -> list[str]:
         """Return the linears that read the same input and are fused by engines."""
@@ -235,10 +239,10 @@ class InputScales:
     @cached_property
     def _of_layers(self) -> Mapping[tuple[Any, tuple[str, ...]], float]:
         found: dict[tuple[Any, tuple[str, ...]], float] = {}
-        for each in parameters(self._config):
-            if each.expert is not None:
-                key = self._key(each)
-                found[key] = max(found.get(key, 0.0), self._own(each.name).amax)
+        for parameter in parameters(self._config):
+            if parameter.expert is not None:
+                key = self._key(parameter)
+                found[key] = max(found.get(key, 0.0), self._own(parameter.name).amax)
         return found
 
     @cached_property

@@ -55,7 +55,7 @@ class ShardFacts:
         """Record a weight that became NVFP4."""
         action = "lossless" if group.exact else "quantised"
         self.counts[f"{action}: {source} to NVFP4"] += 1
-        told: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "from": source,
             "action": action,
             "elements": elements,
@@ -64,20 +64,20 @@ class ShardFacts:
             "over_floor": errors.over_floor,
         }
         if group.amax is not None:
-            told["amax"] = group.amax
+            fields["amax"] = group.amax
         if group.why_not:
-            told["not_lossless"] = group.why_not
-        self.weights.setdefault(name, {}).update(told)
+            fields["not_lossless"] = group.why_not
+        self.weights.setdefault(name, {}).update(fields)
 
-    def add_input(self, name: str, found: InputScale) -> None:
+    def add_input(self, name: str, scale: InputScale) -> None:
         """Record an input scale."""
-        told = {
-            "input_scale": found.scale,
-            "input_amax": found.amax,
-            "input_from": str(found.origin),
-            "tokens": found.tokens,
+        fields = {
+            "input_scale": scale.scale,
+            "input_amax": scale.amax,
+            "input_from": str(scale.origin),
+            "tokens": scale.tokens,
         }
-        self.weights.setdefault(name, {}).update(told)
+        self.weights.setdefault(name, {}).update(fields)
 
     def to_bytes(self) -> bytes:
         """Return the facts as bytes for the process that finishes the job."""
@@ -101,17 +101,20 @@ def _values(raw: Any) -> Iterable[Any]:
     return raw.values() if isinstance(raw, dict) else ()
 
 
-def report_bytes(told: Mapping[str, Any], facts: Iterable[ShardFacts]) -> bytes:
+def report_bytes(fields: Mapping[str, Any], facts: Iterable[ShardFacts]) -> bytes:
     """Return the report's content."""
     whole = ShardFacts()
-    for each in facts:
-        for name, told_of in each.weights.items():  # a weight and its input scale may lie apart
+    for shard_facts in facts:
+        for (
+            name,
+            told_of,
+        ) in shard_facts.weights.items():  # a weight and its input scale may lie apart
             whole.weights.setdefault(name, {}).update(told_of)
-        whole.counts.update(each.counts)
-        whole.rounded.update(each.rounded)
+        whole.counts.update(shard_facts.counts)
+        whole.rounded.update(shard_facts.rounded)
     raw = {
         "schema": SCHEMA,
-        **told,
+        **fields,
         "counts": dict(sorted(whole.counts.items())),
         "lossless": _lossless(whole.weights),
         "flagged": _flagged(whole),
@@ -136,8 +139,8 @@ def _flagged(whole: ShardFacts) -> dict[str, Any]:
     return {
         "unreached_experts": sorted(
             name
-            for name, each in weights.items()
-            if each.get("input_from") == ScaleOrigin.UNREACHED
+            for name, weight in weights.items()
+            if weight.get("input_from") == ScaleOrigin.UNREACHED
         ),
         "not_lossless": {
             n: w["not_lossless"] for n, w in sorted(weights.items()) if "not_lossless" in w

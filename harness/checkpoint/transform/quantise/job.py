@@ -98,7 +98,7 @@ class QuantisingProducer:
         self._config = job.config
         self._recipe = job.layout.recipe_for(self._config)
         fusions = layout_named("vllm", self._config).fusions
-        self._fusions = {member: each.members for each in fusions for member in each.members}
+        self._fusions = {member: fusion.members for fusion in fusions for member in fusion.members}
         self._groups: dict[tuple[str, ...], GroupScale] = {}
         self._slots: tuple[str, dict[str, Slot]] = ("", {})
         self._scales: tuple[str, Tensor] | None = None  # of the codes made last
@@ -197,15 +197,15 @@ class QuantisingProducer:
             if group.exact:
                 codes, source_scale = _mxfp4_of(weight)
                 block_scale = nvfp4_scales.block_scales_of(source_scale, group.exponents)
-                made = NVFP4Rows(codes.view(torch.uint8), block_scale)
+                nvfp4_rows = NVFP4Rows(codes.view(torch.uint8), block_scale)
                 proven &= nvfp4_scales.is_lossless(codes, source_scale, block_scale, group.scale)
             else:
                 values = row_values(weight)
-                made = quantise_rows(values, group.scale, self._job.scale_rule)
-                errors.add(row, values, made, group.scale)
-            row += made.codes.shape[0]
-            scales.append(made.block_scale)
-            yield made.codes
+                nvfp4_rows = quantise_rows(values, group.scale, self._job.scale_rule)
+                errors.add(row, values, nvfp4_rows, group.scale)
+            row += nvfp4_rows.codes.shape[0]
+            scales.append(nvfp4_rows.block_scale)
+            yield nvfp4_rows.codes
         assert proven is group.exact, "an exact group must decode to the same numbers"
         self.facts.add_nvfp4(parameter.name, _name(stored), prod(stored.shape), group, errors)
 
@@ -228,9 +228,9 @@ class QuantisingProducer:
             kept = stored.weight().input_scale
             assert kept is not None, "asked for above"
             return kept.clone()
-        found = self._input_scales(()).of(parameter)
-        self.facts.add_input(parameter.name, found)
-        return torch.tensor(found.scale, dtype=torch.float32)
+        scale = self._input_scales(()).scale_of(parameter)
+        self.facts.add_input(parameter.name, scale)
+        return torch.tensor(scale.scale, dtype=torch.float32)
 
     def _keeps_input_scale(self, stored: StoredWeight) -> bool:
         """Return whether the source's own input scale is kept: no calibration replaces it."""
@@ -251,16 +251,18 @@ class QuantisingProducer:
             if self._recipe.format_of(parameter_named(self._config, name)).weight == NVFP4.name
         )
         if members not in self._groups:
-            self._groups[members] = self._measured([self._source.stored(each) for each in members])
+            self._groups[members] = self._measured(
+                [self._source.stored(member) for member in members]
+            )
         return self._groups[members]
 
     def _measured(self, members: list[StoredWeight]) -> GroupScale:
         why_not = ""
-        if all(each.format == MXFP4 for each in members) and self._job.lossless:
+        if all(stored_weight.format == MXFP4 for stored_weight in members) and self._job.lossless:
             parts = [
                 nvfp4_scales.exponents_of(*_mxfp4_of(weight))
-                for each in members
-                for weight in _walk(each)
+                for stored_weight in members
+                for weight in _walk(stored_weight)
             ]
             exponents = nvfp4_scales.join_exponents(parts)
             if nvfp4_scales.is_exact(exponents):
@@ -269,8 +271,8 @@ class QuantisingProducer:
             assert exponents is not None, "no exponents fit"
             why_not = f"exponents from {exponents.low} to {exponents.high}: E4M3 holds 18 of them"
         amax = 0.0
-        for each in members:
-            for weight in _walk(each):
+        for member in members:
+            for weight in _walk(member):
                 amax = max(amax, largest_finite(row_values(weight)))
         return GroupScale(tensor_scale(amax, self._job.scale_rule), amax, False, None, why_not)
 
@@ -410,7 +412,9 @@ class QuantiseJob(Transform):
     def planned(self) -> list[PlannedTensor]:
         """List the tensors of the target; raise where the source lacks what the recipe needs."""
         absent = {name for name, _ in self.left_out}
-        chosen = [each for each in parameters(self.config) if each.name not in absent]
+        chosen = [
+            parameter for parameter in parameters(self.config) if parameter.name not in absent
+        ]
         tensors = [
             PlannedTensor(slot.tensor, str(slot.dtype), slot.shape, slot.parameter.name)
             for slot in slots(self.config, self.layout, chosen)

@@ -135,7 +135,7 @@ def changes() -> Iterator[tuple[str, str, str, Change]]:
 
 
 def _of(product: Product, part: OutputSelection | None) -> PredictedOutput:
-    chosen = product if part is None else product.at(*part)
+    chosen = product if part is None else product.select(*part)
     return PredictedOutput(chosen.expected, chosen.budget)
 
 
@@ -227,7 +227,7 @@ def _reordered(
         given[0] = rows[given[0]]
     if columns is not None:
         given[1] = columns[given[1]]
-    chosen = product.at(*given)
+    chosen = product.select(*given)
     return PredictedOutput(chosen.expected, chosen.budget)
 
 
@@ -258,21 +258,21 @@ def _rounded(product: Product) -> Iterator[Explanation]:
 
 
 def _by_rule(product: Product, rule: Rounding, part: OutputSelection | None) -> PredictedOutput:
-    chosen = product if part is None else product.at(*part)
+    chosen = product if part is None else product.select(*part)
     fmt = FORMAT_OF_DTYPE[product.dtype]
     rounded = decode_array(encode_array(chosen.exact, fmt, rule), fmt)
     return PredictedOutput(rounded.to(product.dtype), chosen.budget)
 
 
 def _stored(product: Product, dtype: torch.dtype, part: OutputSelection | None) -> PredictedOutput:
-    chosen = product if part is None else product.at(*part)
+    chosen = product if part is None else product.select(*part)
     return PredictedOutput(chosen.exact.to(dtype).to(product.dtype), _on_the_way(chosen, dtype))
 
 
 def _cast_first(
     product: Product, dtype: torch.dtype, part: OutputSelection | None
 ) -> PredictedOutput:
-    chosen = product if part is None else product.at(*part)
+    chosen = product if part is None else product.select(*part)
     total = (chosen.x_used.unit.double() @ chosen.w_used.unit.double().T).to(dtype)
     made = chosen.summed_up(total.double())
     return PredictedOutput(made.to(product.dtype), _on_the_way(chosen, dtype, 2))
@@ -280,11 +280,11 @@ def _cast_first(
 
 def _on_the_way(product: Product, dtype: torch.dtype, times: float = 1.0) -> Budget:
     """Return a budget for values stored on the way: the coarser spacing, and `times` the slack."""
-    made = product.budget
-    coarser = min(made.output, FORMAT_OF_DTYPE[dtype], key=lambda fmt: fmt.mantissa_bits)
+    budget = product.budget
+    coarser = min(budget.output, FORMAT_OF_DTYPE[dtype], key=lambda fmt: fmt.mantissa_bits)
     words = f"{times:g} roundings to {_NARROW[dtype]} on the way, each with the slack of one"
-    derivation = (*made.derivation, words)
-    return replace(made, slack=made.slack * times, output=coarser, derivation=derivation)
+    derivation = (*budget.derivation, words)
+    return replace(budget, slack=budget.slack * times, output=coarser, derivation=derivation)
 
 
 def _narrow_sums(product: Product) -> Iterator[Explanation]:
@@ -305,7 +305,7 @@ def _accumulated(
 ) -> PredictedOutput:
     """Sum K in steps and round each partial sum; apply scales after the sum, or before."""
     dtype, step, behind = how
-    chosen = product if part is None else product.at(*part)
+    chosen = product if part is None else product.select(*part)
     x, w = ((side.unit if behind else side.values).float() for side in (chosen.x, chosen.w))
     total = torch.zeros(len(x), len(w))
     for begin in range(0, x.shape[1], step):
@@ -431,13 +431,15 @@ def _predicted(
     if part is None:
         return PredictedOutput(output, wrong.budget)
     slack = wrong.budget.slack.expand(wrong.twin.shape)
-    return PredictedOutput(part.of(output), replace(wrong.budget, slack=part.of(slack)))
+    return PredictedOutput(
+        part.select_from(output), replace(wrong.budget, slack=part.select_from(slack))
+    )
 
 
 def _constant(wrong: ProductMismatch) -> Iterator[Explanation]:
     """Yield a box that holds a single value."""
     for box in (*_boxes(wrong), wrong.box):
-        held = box.of(wrong.candidate)
+        held = box.select_from(wrong.candidate)
         if held.numel() < _FEW or not bool(wrong.beyond.any()):
             return
         value = held.reshape(-1)[0]
@@ -445,7 +447,7 @@ def _constant(wrong: ProductMismatch) -> Iterator[Explanation]:
             break
     else:
         return
-    if bool((box.of(wrong.twin) == value).all()):
+    if bool((box.select_from(wrong.twin) == value).all()):
         return
     words = f"{_place(box, tuple(wrong.twin.shape))} left at {float(value):g}"
     columns_alone = len(box.rows) == len(wrong.twin) and len(box.columns) < wrong.twin.shape[1]
@@ -462,7 +464,7 @@ def _gains(wrong: ProductMismatch) -> Iterator[Explanation]:
         return
     shape = tuple(wrong.twin.shape)
     for part in _boxes(wrong):
-        c, t = part.of(wrong.candidate.double()), part.of(wrong.exact)
+        c, t = part.select_from(wrong.candidate.double()), part.select_from(wrong.exact)
         energy = float((t * t).sum()) if t.numel() >= _FEW else 0.0
         # Least squares: <c, t> / <t, t>.
         gain = float((c * t).sum()) / energy if energy else math.nan
@@ -577,7 +579,7 @@ def _blocks_of_k(wrong: ProductMismatch) -> Iterator[Explanation]:
     pieces = torch.einsum(
         "mbk,nbk->mnb", xs.reshape(len(xs), count, -1), ws.reshape(len(ws), count, -1)
     ).reshape(-1, count)
-    d = part.of(wrong.candidate.double() - wrong.exact).reshape(-1, 1)
+    d = part.select_from(wrong.candidate.double() - wrong.exact).reshape(-1, 1)
     shares = torch.linalg.lstsq(pieces, d).solution.flatten()
     # -1: the block is missing from the sum; 1: it is counted twice.
     whole = shares.round().clamp(-1, 1)
@@ -598,7 +600,7 @@ def _blocks_of_k(wrong: ProductMismatch) -> Iterator[Explanation]:
             "M41.repeated_k" if twice else "M41.tile_of_k",
             "Part of K is counted twice" if twice else "Part of K is left out of the sum",
             f"{doing} in {place}",
-            partial(_predicted, wrong, box.of(wrong.exact) + added, box), 1,
+            partial(_predicted, wrong, box.select_from(wrong.exact) + added, box), 1,
         )  # fmt: skip
 
 
@@ -634,14 +636,14 @@ def _recoded(wrong: ProductMismatch, name: str) -> Iterator[Explanation]:
     if tensor is None or tensor.format.element != E2M1 or len(tensor.shape) != 2:
         return
     part = _equations(wrong, 64)
-    lone = wrong.product.at(*part)
+    lone = wrong.product.select(*part)
     own: MatrixOperand = getattr(lone, name)
     other = (lone.x if name == "w" else lone.w).values.double()
     codes = tensor.element_codes()[part.columns if name == "w" else part.rows]
     table = decode_array(torch.arange(16, dtype=torch.uint8), E2M1).double()
     elements = table[codes.long()]
     scales = torch.where(elements != 0, own.values.double() / elements.where(elements != 0, 1), 0)
-    d = part.of(wrong.candidate.double() - wrong.exact).reshape(-1, 1)
+    d = part.select_from(wrong.candidate.double() - wrong.exact).reshape(-1, 1)
     # Codes 0 and 8 are zeros, which no scale reveals.
     present = [code for code in range(1, 16) if code != 8 and bool((codes == code).any())]
     if not present or len(d) < 2 * len(present):
@@ -669,15 +671,15 @@ def _relabelled(wrong: ProductMismatch, name: str, changed: dict[int, float]) ->
     changed_to = None if tensor is None else recoded(to, tensor)
     assert changed_to is not None, "asked of a tensor of E2M1 alone"
     other = wrong.product.exchanged(**{name: MatrixOperand(changed_to)})
-    told = ", ".join(f"0x{code:x} as {number(value)}" for code, value in changed.items())
+    text = ", ".join(f"0x{code:x} as {number(value)}" for code, value in changed.items())
 
     def make(part: OutputSelection | None) -> PredictedOutput:
-        chosen = other if part is None else other.at(*part)
+        chosen = other if part is None else other.select(*part)
         return PredictedOutput(chosen.expected, chosen.budget)
 
     return Explanation(
         "M09.decode_table", "Element codes are read as other values",
-        f"reading code {told}, in {name},", make, 1,
+        f"reading code {text}, in {name},", make, 1,
     )  # fmt: skip
 
 
@@ -700,40 +702,42 @@ def judge_product(
         product = replace(product, dtype=candidate.dtype)
     rows = candidate.reshape(-1, candidate.shape[-1]).contiguous()
     wrong = ProductMismatch(product, rows, product.exact, product.expected, product.budget)
-    found = judge(rows, wrong.twin, wrong.budget, output=OUT)
+    result = judge(rows, wrong.twin, wrong.budget, output=OUT)
     too_good = None
     if operands:
         target = Product(
             operands.get("x", product.x), operands.get("w", product.w), product.dtype, product.bias
         ).expected
     if target is not None:
-        too_good = nearer_than_the_twin(found, rows, wrong.twin, target)
-    verdict = found.verdict
+        too_good = nearer_than_the_twin(result, rows, wrong.twin, target)
+    verdict = result.verdict
     if too_good is not None and too_good.ratio > 1:
         verdict = Verdict.DIFFERS
     if verdict is Verdict.AGREES:
-        return JudgedKernel(name, verdict, {OUT: found}, too_good=too_good)
+        return JudgedKernel(name, verdict, {OUT: result}, too_good=too_good)
     named: tuple[NamedCause, ...] = ()
     tried: tuple[str, ...] = ()
-    note, kind = "", followed_by(product, rows, found) if explain else None
+    note, kind = "", followed_by(product, rows, result) if explain else None
     if kind is not None:
         note = f"{REGISTRY[OPERANDS].words(kind)}: a convention ({OPERANDS}={kind}), not declared"
     elif explain:
-        named, tried = explanations(wrong, {key: each.values for key, each in operands.items()})
+        named, tried = explanations(
+            wrong, {key: operand.values for key, operand in operands.items()}
+        )
     census = census_of(candidate)
     return JudgedKernel(
-        name, verdict, {OUT: found}, {OUT: elements_of(rows, wrong.twin, wrong.excess)},
+        name, verdict, {OUT: result}, {OUT: elements_of(rows, wrong.twin, wrong.excess)},
         {OUT: census} if census else {}, named, tried,
         too_good if too_good is not None and too_good.ratio > 1 else None, note, kind,
     )  # fmt: skip
 
 
-def followed_by(product: Product, rows: Tensor, found: OutputResult) -> DecodedOperands | None:
+def followed_by(product: Product, rows: Tensor, result: OutputResult) -> DecodedOperands | None:
     """Return the convention of decoded operands that a differing product follows, or None.
 
     It has to be clearly nearer as well: a wider budget explains nothing.
     """
-    if product.operands is not DecodedOperands.EXACT or found.verdict is Verdict.AGREES:
+    if product.operands is not DecodedOperands.EXACT or result.verdict is Verdict.AGREES:
         return None
     kinds = [DecodedOperands.WEIGHTS] if product.w.quantised is not None else []
     if product.x.quantised is not None:
@@ -741,7 +745,7 @@ def followed_by(product: Product, rows: Tensor, found: OutputResult) -> DecodedO
     for kind in kinds:
         other = replace(product, operands=kind)
         judged = judge(rows, other.expected, other.budget)
-        nearer = LEANS * judged.distance < found.distance
+        nearer = LEANS * judged.distance < result.distance
         if judged.verdict is Verdict.AGREES and nearer:
             return kind
     return None
@@ -768,30 +772,35 @@ def explanations(
 ) -> tuple[tuple[NamedCause, ...], tuple[str, ...]]:
     """Return the causes that reproduce a candidate, the likeliest first, and all faults tried."""
     tried, found = [], []
-    for each in (*fits_of(wrong), *variants_of(wrong, reference)):
-        tried.append(each.fault)
-        if not _survives(wrong, each):
+    for explanation in (*fits_of(wrong), *variants_of(wrong, reference)):
+        tried.append(explanation.fault)
+        if not _survives(wrong, explanation):
             continue
-        made = each.make(None)
-        judgement = judge(wrong.candidate, made.output, made.budget)
+        output = explanation.make(None)
+        judgement = judge(wrong.candidate, output.output, output.budget)
         if judgement.verdict is Verdict.AGREES:
-            found.append((each, judgement))
+            found.append((explanation, judgement))
     # Explanations without a fitted parameter come first.
     found.sort(key=lambda pair: (pair[0].rank, pair[1].ratio))
     named: dict[str, NamedCause] = {}
-    for each, judgement in found:
-        named.setdefault(each.fault, _named_cause(each, judgement))
+    for explanation, judgement in found:
+        named.setdefault(explanation.fault, _named_cause(explanation, judgement))
     return tuple(named.values()), tuple(dict.fromkeys(tried))
 
 
 def _survives(wrong: ProductMismatch, explanation: Explanation) -> bool:
     """Tell whether an explanation holds on a few rows and columns."""
     part = wrong.sample
-    made = explanation.make(part)
+    output = explanation.make(part)
     # The explanation changes nothing here, though something is wrong here.
-    if torch.equal(made.output, part.of(wrong.twin)) and bool(part.of(wrong.beyond).any()):
+    if torch.equal(output.output, part.select_from(wrong.twin)) and bool(
+        part.select_from(wrong.beyond).any()
+    ):
         return False
-    return judge(part.of(wrong.candidate), made.output, made.budget).verdict is Verdict.AGREES
+    return (
+        judge(part.select_from(wrong.candidate), output.output, output.budget).verdict
+        is Verdict.AGREES
+    )
 
 
 def _named_cause(explanation: Explanation, judgement: OutputResult) -> NamedCause:
@@ -836,7 +845,7 @@ def _reference(given: Any, product: Product) -> tuple[dict[str, MatrixOperand], 
         if name not in {"x", "w"}:
             raise UnknownName.among("reference", name, ("x", "w"))
         own: MatrixOperand = getattr(product, name)
-        operand = MatrixOperand.of(f"reference {name}", each)
+        operand = MatrixOperand.from_value(f"reference {name}", each)
         if operand.values.shape != own.values.shape or operand.quantised is not None:
             raise ShapeMismatch(
                 f"reference {name}", tuple(operand.values.shape), str(tuple(own.values.shape)),

@@ -93,7 +93,7 @@ def judge_component(
             raise UnknownName.among(f"output of {name}", key, call.outputs)
         if not isinstance(each, torch.Tensor):
             raise InvalidArgument(key, type(each).__name__, "a tensor", "Pass what was returned.")
-    foreign = {name: each for name, each in _foreign(outputs, forms) if name in call.outputs}
+    foreign = {name: result for name, result in _foreign(outputs, forms) if name in call.outputs}
     judged = judge_outputs(call, {**outputs, **{name: call.outputs[name] for name in foreign}})
     judged |= foreign
     verdict = _verdict(judged)
@@ -104,9 +104,10 @@ def judge_component(
         CallRecord(dict(inputs), outputs, dict(call.outputs)),
     )
     named = tuple(
-        NamedCause(each.id, each.fault.title, each.evidence, each.ratio) for each in found.named
+        NamedCause(fault.id, fault.fault.title, fault.evidence, fault.ratio)
+        for fault in found.named
     )
-    tried = tuple(each.fault for each in found.excluded)
+    tried = tuple(excluded.fault for excluded in found.excluded)
     elements, census = _elements(judged, outputs, call)
     return JudgedKernel(component.name, verdict, judged, elements, census, named, tried)
 
@@ -117,12 +118,12 @@ def _replayed(
     """Run the twin; raise for shapes that it cannot take, and list the declared ones."""
     try:
         with torch.inference_mode():
-            return JudgeableCall.of(bound, component.name, dict(inputs))
+            return JudgeableCall.from_twin(bound, component.name, dict(inputs))
     except (RuntimeError, IndexError, ValueError) as error:
-        found = {name: list(each.shape) for name, each in inputs.items()}
-        told = ", ".join(f"{name}: {form}" for name, form in forms.inputs.items() if name in found)
+        found = {name: list(tensor.shape) for name, tensor in inputs.items()}
+        text = ", ".join(f"{name}: {form}" for name, form in forms.inputs.items() if name in found)
         raise ShapeMismatch(
-            f"inputs of {component.name}", found, told or "extents that belong together",
+            f"inputs of {component.name}", found, text or "extents that belong together",
             "Pass what the kernel was given.",
         ) from error  # fmt: skip
 
@@ -131,17 +132,17 @@ def _foreign(
     outputs: Mapping[str, Tensor], forms: ComponentForms
 ) -> Iterator[tuple[str, OutputResult]]:
     """Yield a finding for each output whose dtype its site cannot hold."""
-    for name, each in outputs.items():
+    for name, output in outputs.items():
         form = forms.outputs.get(name)
-        if form is not None and not form.takes(word_of(each.dtype)):
-            words = f"dtype {each.dtype} in place of {form.holds}"
+        if form is not None and not form.accepts(word_of(output.dtype)):
+            words = f"dtype {output.dtype} in place of {form.holds}"
             yield name, OutputResult(name, Verdict.DIFFERS, (LevelFinding(words, (), 1.0, 0.0),))
 
 
 def _verdict(judged: Mapping[str, OutputResult]) -> Verdict:
-    found = {each.verdict for each in judged.values()}
+    verdicts = {result.verdict for result in judged.values()}
     for verdict in (Verdict.DIFFERS, Verdict.UNDECIDED):
-        if verdict in found:
+        if verdict in verdicts:
             return verdict
     return Verdict.AGREES
 
@@ -154,10 +155,10 @@ def _elements(
 
     elements, census = {}, {}
     budgets = budgets_of(call)
-    for name, each in judged.items():
+    for name, result in judged.items():
         twin, budget = call.outputs[name], budgets.get(name)
         comparable = name in outputs and outputs[name].shape == twin.shape
-        if each.verdict is not Verdict.DIFFERS or not comparable:
+        if result.verdict is not Verdict.DIFFERS or not comparable:
             continue
         if budget is not None and twin.dtype.is_floating_point:
             candidate = outputs[name].detach().cpu()
@@ -169,12 +170,12 @@ def _elements(
 
 def _component(name: str, config: Config, recipe: Recipe) -> Component:
     known = components(config, recipe)
-    for each in known:
-        if each.name == name:
-            return each
-    for each in known:
-        if each.role == name:
-            return each
+    for component in known:
+        if component.name == name:
+            return component
+    for component in known:
+        if component.role == name:
+            return component
     names = {each.role for each in known} | {each.name for each in known}
     raise UnknownName.among("component", name, names)
 
@@ -191,7 +192,7 @@ def _weights(component: Component, given: Any) -> dict[str, Weight]:
         if full not in wanted:
             raise UnknownName.among(f"weight of {component.name}", name, [*local, *wanted])
         found[full] = _weight(name, each)
-    missing = [each for each in component.weights if each not in found]
+    missing = [weight for weight in component.weights if weight not in found]
     if missing:
         raise InvalidArgument(
             f"weights of {component.name}", sorted(dict(given or {})),
@@ -221,7 +222,7 @@ def _require_inputs(component: Component, inputs: Mapping[str, Any], forms: Comp
         if not isinstance(each, torch.Tensor):
             raise InvalidArgument(name, type(each).__name__, "a tensor", "Pass what it was given.")
         form = forms.inputs.get(name)
-        if form is not None and not form.takes(word_of(each.dtype)):
+        if form is not None and not form.accepts(word_of(each.dtype)):
             raise DtypeMismatch(
                 f"{name} of {component.name}", str(each.dtype), f"{form.holds}",
                 "Pass what the kernel was given.",
@@ -326,10 +327,10 @@ def judge(
 
 
 def _in_steps_or_not(
-    name: str, make: Callable[..., Defined], output: Any, how: Setting, convention: str
+    name: str, make: Callable[..., Defined], output: Any, setting: Setting, convention: str
 ) -> JudgedKernel:
     """Judge by the declared convention; else without rounding in between, then with it."""
-    stated = how.conventions.get(convention)
+    stated = setting.conventions.get(convention)
     if stated is not None:
         return judge_defined(name, make(in_steps=stated), output)
     judged = judge_defined(name, make(), output)
@@ -347,9 +348,9 @@ def _by_name(inputs: Any) -> dict[str, Any]:
 
 
 def _gemm(
-    given: dict[str, Any], weights: Any, output: Any, reference: Any, how: Setting
+    given: dict[str, Any], weights: Any, output: Any, reference: Any, setting: Setting
 ) -> JudgedKernel:
-    x = _coded(given, how.activation) if "codes" in given else given.get("x")
+    x = _coded(given, setting.activation) if "codes" in given else given.get("x")
     known = {"codes", "block_scale", "tensor_scale"} if "codes" in given else {"x"}
     for name in given:
         if name not in known:
@@ -360,8 +361,8 @@ def _gemm(
             raise UnknownName.among("weight", name, ("w", "bias"))
     dtype = output.dtype if isinstance(output, torch.Tensor) else torch.bfloat16
     require_output("output", output, tuple(getattr(output, "shape", ())))
-    product = Product.of(x, named.get("w"), dtype, named.get("bias"))
-    stated = how.conventions.get(OPERANDS)
+    product = Product.from_operands(x, named.get("w"), dtype, named.get("bias"))
+    stated = setting.conventions.get(OPERANDS)
     if stated is not None:
         return judge_product("gemm", replace(product, operands=stated), output, reference)
     judged = judge_product("gemm", product, output, reference)

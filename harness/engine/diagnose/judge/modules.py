@@ -65,10 +65,10 @@ class Twin:
     ) -> None:
         self._weights = {name: _parts(name, held) for name, held in weights.items()}
         self._definitions = dict(definitions or {})
-        for name, each in self._definitions.items():
-            if not callable(each) or name in self._weights:
+        for name, definition in self._definitions.items():
+            if not callable(definition) or name in self._weights:
                 raise InvalidArgument(
-                    f"definition of {name}", type(each).__name__,
+                    f"definition of {name}", type(definition).__name__,
                     "a callable, for a component without a weight",
                     "Pass a function of its captured inputs.",
                 )  # fmt: skip
@@ -100,11 +100,11 @@ class Twin:
             earlier = known.run()
             if earlier is not None and known.equals(earlier, inputs, outputs):
                 return known.judged
-        found = self._judge(call.component, inputs, outputs, values, rows, explain=explain)
-        if found is not None and found.verdict is Verdict.AGREES and not values:
+        kernel = self._judge(call.component, inputs, outputs, values, rows, explain=explain)
+        if kernel is not None and kernel.verdict is Verdict.AGREES and not values:
             kept = self._agreed.setdefault(call.component, deque(maxlen=_REMEMBERED))
-            kept.append(_Agreed(weakref.ref(run), call, found))
-        return found
+            kept.append(_Agreed(weakref.ref(run), call, kernel))
+        return kernel
 
     def multiplies(self, component: str) -> bool:
         """Tell whether a component is a product whose weight is not stored in BF16."""
@@ -153,8 +153,8 @@ class Twin:
             x, out = x[rows], out[rows]  # a product gives each row by itself
         bias = self._weights[component].get(_BIAS)
         # Trap: x may hold gigabytes, and each check of it costs as much as a product of few rows.
-        operand = MatrixOperand.of(_IN, x, finite=True)
-        product = Product.of(operand, self._operand(component), out.dtype, bias)
+        operand = MatrixOperand.from_value(_IN, x, finite=True)
+        product = Product.from_operands(operand, self._operand(component), out.dtype, bias)
         if values:
             product = replace(product, operands=values.get(OPERANDS, DecodedOperands.EXACT))
         at_once = agrees_at_once(component, product, out)
@@ -168,11 +168,13 @@ class Twin:
         """
         known = self._held.get(component)
         if known is not None:
-            return known if "values" in vars(known) else MatrixOperand(known.held)
-        known = MatrixOperand.of(f"weight of {component}", self._weights[component][_WEIGHT])
+            return known if "values" in vars(known) else MatrixOperand(known.stored)
+        known = MatrixOperand.from_value(
+            f"weight of {component}", self._weights[component][_WEIGHT]
+        )
         tensor, size = known.quantised, known.values.numel()
         if tensor is not None and has_fast_decoder(tensor, torch.float32):
-            self._held[component] = MatrixOperand(known.held)
+            self._held[component] = MatrixOperand(known.stored)
         # Slow to decode: keep the values, up to HELD_VALUES in total.
         elif size <= self._room:
             self._room -= size
@@ -195,7 +197,7 @@ class _Agreed:
         for ours, theirs in ((run.inputs(self.call), inputs), (run.outputs(self.call), outputs)):
             if set(ours) != set(theirs):
                 return False
-            if not all(same_bits(ours[name], each) for name, each in theirs.items()):
+            if not all(same_bits(ours[name], tensor) for name, tensor in theirs.items()):
                 return False
         return True
 
@@ -213,14 +215,16 @@ class Checked:
     conventions: tuple[ConventionUsed, ...] = ()  # that are not the exact ones
 
     @property
-    def troubles(self) -> tuple[JudgedKernel, ...]:
+    def discrepancies(self) -> tuple[JudgedKernel, ...]:
         """Return the components that differ, the first of the run first."""
         return tuple(e for e in self.judged.values() if e.verdict is Verdict.DIFFERS)
 
     @property
     def origins(self) -> tuple[Origin, ...]:
         """Return the differing components in the form of `--json`."""
-        return tuple(_origin(each, self.steps[each.component]) for each in self.troubles)
+        return tuple(
+            _origin(trouble, self.steps[trouble.component]) for trouble in self.discrepancies
+        )
 
     @property
     def sentence(self) -> str:
@@ -230,23 +234,25 @@ class Checked:
             return f"{count} components agree with their twins."
         if self.verdict is Verdict.UNDECIDED:
             return "Nothing was judged: no weight and no definition fits a captured component."
-        names = ", ".join(each.component for each in self.troubles)
-        return f"{len(self.troubles)} of {count} components differ from their twins: {names}."
+        names = ", ".join(trouble.component for trouble in self.discrepancies)
+        return f"{len(self.discrepancies)} of {count} components differ from their twins: {names}."
 
     def lines(self) -> list[str]:
         """Return the full result, line by line."""
-        told = [f"{self.verdict}: {self.sentence}"]
-        told += [f"Convention: {each.sentence}" for each in self.conventions]
+        lines = [f"{self.verdict}: {self.sentence}"]
+        lines += [f"Convention: {convention.sentence}" for convention in self.conventions]
         if self.first_not_finite:
-            told.append(f"The first value that is not finite comes from {self.first_not_finite}")
-        for each in self.troubles:
-            told += each.lines()
+            lines.append(f"The first value that is not finite comes from {self.first_not_finite}")
+        for trouble in self.discrepancies:
+            lines += trouble.lines()
         if self.inherited:
             names = ", ".join(self.inherited)
-            told.append(f"Rows that were given values that are not finite were not judged: {names}")
+            lines.append(
+                f"Rows that were given values that are not finite were not judged: {names}"
+            )
         if self.unjudged:
-            told.append(f"Not judged, without a definition: {', '.join(self.unjudged)}")
-        return told
+            lines.append(f"Not judged, without a definition: {', '.join(self.unjudged)}")
+        return lines
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -256,14 +262,14 @@ class Checked:
         return {
             "schema": SCHEMA,
             "verdict": str(self.verdict),
-            "origins": [vars(each) | {"where": dict(each.where)} for each in self.origins],
+            "origins": [vars(origin) | {"where": dict(origin.where)} for origin in self.origins],
             "cosines": [
-                {"component": name, "cosine": _cosine(each), "ratio": each.ratio}
-                for name, each in self.judged.items()
+                {"component": name, "cosine": _cosine(kernel), "ratio": kernel.ratio}
+                for name, kernel in self.judged.items()
             ],
             "unjudged": list(self.unjudged),
             "inherited": list(self.inherited),
-            "conventions": [each.document() for each in self.conventions],
+            "conventions": [convention.document() for convention in self.conventions],
         }
 
 
@@ -279,14 +285,18 @@ def check_modules(
     for call in run.calls:
         work.take(call)
     used = conventions_used(declared, work.evidence())
-    learned = {each.name: each.value for each in used if each.source == LEARNED}
+    learned = {
+        convention_used.name: convention_used.value
+        for convention_used in used
+        if convention_used.source == LEARNED
+    }
     if learned:
         work = _Judging(run, twin, {**declared, **learned})
         for call in run.calls:
             work.take(call)
     worst = {name: work.explained(each) for name, each in work.worst.items()}
     verdict = Verdict.AGREES if worst else Verdict.UNDECIDED
-    if any(each.verdict is Verdict.DIFFERS for each in worst.values()):
+    if any(kernel.verdict is Verdict.DIFFERS for kernel in worst.values()):
         verdict = Verdict.DIFFERS
     steps = {name: each.call.step for name, each in work.worst.items()}
     told = tuple(work.unjudged), tuple(work.inherited), work.first
@@ -326,20 +336,22 @@ class _Judging:
             rows = self._twin.finite_rows(name, inputs)
             if rows is None or not bool(rows.any()):
                 return
-        found = self._twin.judge_call(self._run, call, self._values, rows, explain=False)
-        if found is None:
+        kernel = self._twin.judge_call(self._run, call, self._values, rows, explain=False)
+        if kernel is None:
             self.unjudged[name] = True
             return
-        self._lengths[name] += found.distance
-        if name not in self.worst or found.ratio > self.worst[name].judged.ratio:
-            self.worst[name] = _Worst(call, found, rows)
+        self._lengths[name] += kernel.distance
+        if name not in self.worst or kernel.ratio > self.worst[name].judged.ratio:
+            self.worst[name] = _Worst(call, kernel, rows)
 
     def explained(self, worst: _Worst) -> JudgedKernel:
         """Return the judgement of a call, with its causes where it differs."""
         if worst.judged.verdict is not Verdict.DIFFERS:
             return worst.judged
-        found = self._twin.judge_call(self._run, worst.call, self._values, worst.rows, explain=True)
-        return worst.judged if found is None else found
+        kernel = self._twin.judge_call(
+            self._run, worst.call, self._values, worst.rows, explain=True
+        )
+        return worst.judged if kernel is None else kernel
 
     def evidence(self) -> ConventionEvidence:
         """Return how the products of the run fit under given values."""
@@ -368,11 +380,11 @@ class _Judging:
 
 
 def _is_without_rows(tensors: Mapping[str, Tensor]) -> bool:
-    return any(each.ndim and not each.shape[0] for each in tensors.values())
+    return any(tensor.ndim and not tensor.shape[0] for tensor in tensors.values())
 
 
 def _all_finite(tensors: Mapping[str, Tensor]) -> bool:
-    return all(all_finite(each) for each in tensors.values() if each.dtype.is_floating_point)
+    return all(all_finite(tensor) for tensor in tensors.values() if tensor.dtype.is_floating_point)
 
 
 def _parts(name: str, held: Any) -> dict[str, Any]:
@@ -386,20 +398,20 @@ def _parts(name: str, held: Any) -> dict[str, Any]:
 
 
 def _cosine(judged: JudgedKernel) -> float | None:
-    for each in judged.outputs.values():
-        if each.comparison is not None:
-            return float(each.comparison.total.cosine)
+    for output in judged.outputs.values():
+        if output.comparison is not None:
+            return float(output.comparison.total.cosine)
     return None if judged.verdict is not Verdict.AGREES else 1.0
 
 
 def _origin(judged: JudgedKernel, step: int) -> Origin:
     cause = judged.cause
-    output, found = next((name, e) for name, e in judged.outputs.items() if e.findings)
-    comparison = found.comparison
+    output, result = next((name, e) for name, e in judged.outputs.items() if e.findings)
+    comparison = result.comparison
     length = float(comparison.total.relative_l2) if comparison is not None else None
     name = judged.component
     layer = name.split(".")[1] if name.startswith("layers.") else ""
-    worst = found.findings[0]
+    worst = result.findings[0]
     where: dict[str, str | int | float] = {"step": step}
     where |= {"level": worst.level, "place": ", ".join(map(str, worst.place))}
     return Origin(
@@ -418,7 +430,7 @@ def _origin(judged: JudgedKernel, step: int) -> Origin:
 
 def _allowed(judged: JudgedKernel) -> float | None:
     """Return the largest length of the whole difference, relative to the twin."""
-    for each in judged.outputs.values():
-        if each.comparison is not None and float(each.comparison.total.rr) > 0:
-            return each.allowed_length / math.sqrt(float(each.comparison.total.rr))
+    for output in judged.outputs.values():
+        if output.comparison is not None and float(output.comparison.total.rr) > 0:
+            return output.allowed_length / math.sqrt(float(output.comparison.total.rr))
     return None

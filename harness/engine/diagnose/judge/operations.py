@@ -65,12 +65,12 @@ def judge_defined(name: str, defined: Defined, output: Any) -> JudgedKernel:
         candidate = require_output(key, given[key], tuple(exact.shape))
         twin = exact.to(candidate.dtype)
         budget = defined.budget(key, twin)
-        found = outputs[key] = judge(candidate, twin, budget, output=key)
-        if found.verdict is Verdict.DIFFERS:
+        result = outputs[key] = judge(candidate, twin, budget, output=key)
+        if result.verdict is Verdict.DIFFERS:
             elements[key] = elements_of(candidate, twin, excess_of(candidate, twin, budget))
             if census_of(candidate):
                 census[key] = census_of(candidate)
-    differs = any(each.verdict is Verdict.DIFFERS for each in outputs.values())
+    differs = any(output_result.verdict is Verdict.DIFFERS for output_result in outputs.values())
     verdict = Verdict.DIFFERS if differs else Verdict.AGREES
     named = _named(defined, given) if differs else ()
     tried = tuple(each[0] for each in defined.wrong) if differs else ()
@@ -88,7 +88,7 @@ def _named(defined: Defined, given: Mapping[str, Tensor]) -> tuple[NamedCause, .
             equal = share(judgement.identical)
             evidence = f"{words} reproduces {equal} of the codes, and all within the budget"
             found.append(NamedCause(fault, title, evidence, judgement.ratio))
-    return tuple(sorted(found, key=lambda each: each.ratio))
+    return tuple(sorted(found, key=lambda cause: cause.ratio))
 
 
 def rms_norm(
@@ -190,19 +190,19 @@ def judge_quantised(inputs: Mapping[str, Any], output: Any) -> JudgedKernel:
             "output", type(output).__name__, "a QuantisedTensor in NVFP4",
             "Say how the bytes are read: dialect, layout, direction, nibble order and shape.",
         )  # fmt: skip
-    found = diagnose(source if source.dtype is not torch.float64 else source.float(), output)
+    diagnosis = diagnose(source if source.dtype is not torch.float64 else source.float(), output)
     named = tuple(
         NamedCause(cause.fault.id, cause.fault.title, cause.match.evidence, 0.0)
-        for cause in found.causes
+        for cause in diagnosis.causes
     )
-    tried = tuple(name for each in found.unexplained for name, _ in each.excluded)
-    words = [cause.difference.sentence for cause in found.causes]
-    words += [each.difference.sentence for each in found.unexplained]
+    tried = tuple(name for unexplained in diagnosis.unexplained for name, _ in unexplained.excluded)
+    words = [cause.difference.sentence for cause in diagnosis.causes]
+    words += [unexplained.difference.sentence for unexplained in diagnosis.unexplained]
     basis = ResultBasis(derivation=("codes and scales as the dialect rounds",))
-    judged = OutputResult("out", found.verdict, reasons=lambda: basis)
+    judged = OutputResult("out", diagnosis.verdict, reasons=lambda: basis)
     return JudgedKernel(
-        "quantise_nvfp4", found.verdict, {"out": judged}, {},
-        {"out": " ".join(words)} if words else {}, named, tried, note=found.sentence,
+        "quantise_nvfp4", diagnosis.verdict, {"out": judged}, {},
+        {"out": " ".join(words)} if words else {}, named, tried, note=diagnosis.sentence,
     )  # fmt: skip
 
 
@@ -257,7 +257,7 @@ def _arguments(inputs: Any, weights: Any) -> tuple[list[Any], dict[str, Any]]:
 def _value(held: Any) -> Any:
     """Decode quantised values; return everything else unchanged."""
     if isinstance(held, (Weight, QuantisedTensor)):
-        return MatrixOperand.of("argument", held).values
+        return MatrixOperand.from_value("argument", held).values
     return held
 
 
@@ -323,7 +323,7 @@ def _both(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain(name: str, held: Any) -> Tensor:
     """Return a tensor of finite numbers with at least two extents."""
-    return MatrixOperand.of(name, held).values.reshape(held.shape)
+    return MatrixOperand.from_value(name, held).values.reshape(held.shape)
 
 
 def _lone(name: str, held: Any) -> Tensor:

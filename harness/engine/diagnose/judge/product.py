@@ -53,12 +53,12 @@ class MatrixOperand:
     `picked` selects rows where codes and scales could not be cut themselves.
     """
 
-    held: Tensor | QuantisedTensor
+    stored: Tensor | QuantisedTensor
     picked: Tensor | None = None
     loose: Tensor | None = None  # error of values that were rounded after decoding
 
     @classmethod
-    def of(cls, name: str, given: Any, *, finite: bool = False) -> MatrixOperand:
+    def from_value(cls, name: str, given: Any, *, finite: bool = False) -> MatrixOperand:
         """Wrap a tensor, quantised tensor or weight; raise for other types and for NaN or infinity.
 
         `finite` states that the caller has checked that already.
@@ -83,15 +83,15 @@ class MatrixOperand:
             raise ShapeMismatch(
                 name, tuple(held.shape), "two extents, rows and K", "Pass a vector as [1, K]."
             )
-        made = cls(_on_cpu(held))
+        operand = cls(_on_cpu(held))
         if not finite:
-            require_finite(name, made.values)
-        return made
+            require_finite(name, operand.values)
+        return operand
 
     @property
     def quantised(self) -> QuantisedTensor | None:
         """Return codes and scales; None where values are plain."""
-        return self.held if isinstance(self.held, QuantisedTensor) else None
+        return self.stored if isinstance(self.stored, QuantisedTensor) else None
 
     @cached_property
     def factor(self) -> Tensor | None:
@@ -121,18 +121,18 @@ class MatrixOperand:
     @cached_property
     def values(self) -> Tensor:
         """Return the numbers [rows, K]; with a tensor scale, the product is rounded to float32."""
-        if isinstance(self.held, torch.Tensor):
-            return self._meant(_rows(self.held.detach()))
+        if isinstance(self.stored, torch.Tensor):
+            return self._meant(_rows(self.stored.detach()))
         if "unit" in self.__dict__ and self.factor is not None:
             factor = self.factor.float()
             return self.unit * (factor if factor.numel() == 1 else factor[:, None])
-        exact = torch.float32 if self.held.tensor_scale is not None else torch.float64
-        return self._meant(_rows(dequantise(self.held, exact)))
+        exact = torch.float32 if self.stored.tensor_scale is not None else torch.float64
+        return self._meant(_rows(dequantise(self.stored, exact)))
 
     def rounded(self) -> MatrixOperand:
         """Return the values as BF16: decoded or cast first, then multiplied."""
-        if isinstance(self.held, torch.Tensor):
-            return replace(self, held=self.held.to(torch.bfloat16))
+        if isinstance(self.stored, torch.Tensor):
+            return replace(self, stored=self.stored.to(torch.bfloat16))
         shape = (*self.leading, -1) if self.picked is None else (len(self.picked), -1)
         rounded = self.values.to(torch.bfloat16).reshape(shape)
         return MatrixOperand(rounded, loose=ambiguous_bf16(self.values))
@@ -140,11 +140,11 @@ class MatrixOperand:
     @property
     def leading(self) -> tuple[int, ...]:
         """Return the extents before K; of [M, 1, K] with a tensor scale per row only M."""
-        found = tuple(self.held.shape[:-1])
+        found = tuple(self.stored.shape[:-1])
         per_row = self.factor is not None and self.factor.numel() > 1
         return found[:-1] if per_row and found[-1] == 1 else found
 
-    def at(self, rows: Tensor) -> MatrixOperand:
+    def select_rows(self, rows: Tensor) -> MatrixOperand:
         """Return some rows as an operand."""
         tensor = self.quantised
         if tensor is None:
@@ -175,20 +175,24 @@ class Product:
     operands: DecodedOperands = DecodedOperands.EXACT
 
     @classmethod
-    def of(cls, x: Any, w: Any, dtype: torch.dtype, bias: Tensor | None = None) -> Product:
+    def from_operands(
+        cls, x: Any, w: Any, dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Product:
         """Check the operands against each other and build the product."""
-        made = cls(MatrixOperand.of("x", x), MatrixOperand.of("w", w), dtype, bias)
-        (_, width), (count, length) = made.x.values.shape, made.w.values.shape
-        if len(made.w.held.shape) != 2 or width != length:
+        product = cls(
+            MatrixOperand.from_value("x", x), MatrixOperand.from_value("w", w), dtype, bias
+        )
+        (_, width), (count, length) = product.x.values.shape, product.w.values.shape
+        if len(product.w.stored.shape) != 2 or width != length:
             raise ShapeMismatch(
-                "operands", (tuple(made.x.held.shape), tuple(made.w.held.shape)),
+                "operands", (tuple(product.x.stored.shape), tuple(product.w.stored.shape)),
                 "x [..., K] and w [N, K]", "Pass the weight as rows of K, one an output.",
             )  # fmt: skip
         if bias is not None and tuple(bias.shape) != (count,):
             raise ShapeMismatch("bias", tuple(bias.shape), f"({count},)", "One number an output.")
         if bias is not None:
             require_finite("bias", bias)
-        return made
+        return product
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -210,10 +214,10 @@ class Product:
         """Return the same product of other operands."""
         return replace(self, x=operands.get("x", self.x), w=operands.get("w", self.w))
 
-    def at(self, rows: Tensor, columns: Tensor) -> Product:
+    def select(self, rows: Tensor, columns: Tensor) -> Product:
         """Return some rows and columns of the output, as a product."""
         bias = None if self.bias is None else self.bias[columns]
-        return replace(self, x=self.x.at(rows), w=self.w.at(columns), bias=bias)
+        return replace(self, x=self.x.select_rows(rows), w=self.w.select_rows(columns), bias=bias)
 
     @cached_property
     def exact(self) -> Tensor:
@@ -244,19 +248,19 @@ class Product:
     def budget(self) -> Budget:
         """Return how far a correct kernel may differ."""
         x, w = self.x_used, self.w_used
-        made = summed(x.values, w.values, FORMAT_OF_DTYPE[self.dtype])
+        budget = summed(x.values, w.values, FORMAT_OF_DTYPE[self.dtype])
         if w.loose is not None:
             loose = x.values.float().abs() @ w.loose.float().T
-            made = replace(made, slack=made.slack + loose)
+            budget = replace(budget, slack=budget.slack + loose)
         if x.loose is not None:
             loose = x.loose.float() @ w.values.float().abs().T
-            made = replace(made, slack=made.slack + loose)
+            budget = replace(budget, slack=budget.slack + loose)
         if self.bias is None:
-            return made
+            return budget
         added = U * (self.exact.abs() + self.bias.double().abs()).float()
         words = "bias: one more rounding in float32"
-        told = (*made.derivation[:-1], words, made.derivation[-1])
-        return replace(made, slack=made.slack + added, derivation=told)
+        told = (*budget.derivation[:-1], words, budget.derivation[-1])
+        return replace(budget, slack=budget.slack + added, derivation=told)
 
 
 def all_finite(values: Tensor) -> bool:
@@ -321,7 +325,7 @@ class OutputSelection(NamedTuple):
     rows: Tensor
     columns: Tensor
 
-    def of(self, matrix: Tensor) -> Tensor:
+    def select_from(self, matrix: Tensor) -> Tensor:
         """Return these rows and columns of a matrix."""
         return matrix[self.rows][:, self.columns]
 

@@ -73,13 +73,13 @@ class JudgedKernel:
     @property
     def ratio(self) -> float:
         """Return the worst difference in units of budget; NaN where nothing is claimed."""
-        known = [each.ratio for each in self.outputs.values()]
+        known = [output.ratio for output in self.outputs.values()]
         return max(known, default=float("nan"))
 
     @property
     def distance(self) -> float:
         """Return the squared length of the difference over all outputs."""
-        return math.fsum(each.distance for each in self.outputs.values())
+        return math.fsum(output.distance for output in self.outputs.values())
 
     @property
     def cause(self) -> NamedCause | None:
@@ -98,25 +98,25 @@ class JudgedKernel:
             if self.follows is not None:
                 return f"{self.component} differs from its twin: {self.note}."
             count = len(set(self.tried))
-            told = f"{count} were tried" if count else "none is known for it"
+            text = f"{count} were tried" if count else "none is known for it"
             return (
-                f"{self.component} differs from its twin, and no known fault explains it ({told})."
+                f"{self.component} differs from its twin, and no known fault explains it ({text})."
             )
         return f"{self.component} differs from its twin: {self.cause.title} ({self.cause.fault})."
 
     def lines(self) -> list[str]:
         """Return the full answer, line by line."""
-        told = [f"{self.verdict}: {self.sentence}"]
+        lines = [f"{self.verdict}: {self.sentence}"]
         for name, judged in self.outputs.items():
-            told += self._of_output(name, judged)
+            lines += self._of_output(name, judged)
         if self.too_good is not None:
-            told.append(f"  {self.too_good}")
+            lines.append(f"  {self.too_good}")
         for place, cause in enumerate(self.named):
             word = "cause" if not place else "or"
-            told.append(f"  {word}: {cause.fault}: {cause.evidence}")
+            lines.append(f"  {word}: {cause.fault}: {cause.evidence}")
         if self.verdict is Verdict.DIFFERS and not self.named and self.tried:
-            told.append(f"  none of these reproduces it: {', '.join(dict.fromkeys(self.tried))}")
-        return told + ([f"  {self.note}"] if self.note else [])
+            lines.append(f"  none of these reproduces it: {', '.join(dict.fromkeys(self.tried))}")
+        return lines + ([f"  {self.note}"] if self.note else [])
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -134,12 +134,12 @@ class JudgedKernel:
             "verdict": str(self.verdict),
             "ratio": self.ratio,
             "findings": {
-                name: [str(each) for each in judged.findings[:_FINDINGS]]
+                name: [str(finding) for finding in judged.findings[:_FINDINGS]]
                 for name, judged in self.outputs.items()
             },
             "causes": [
-                {"fault": each.fault, "title": each.title, "evidence": each.evidence}
-                for each in self.named
+                {"fault": cause.fault, "title": cause.title, "evidence": cause.evidence}
+                for cause in self.named
             ],
             "tried": list(dict.fromkeys(self.tried)),
         }
@@ -155,7 +155,7 @@ class JudgedKernel:
             told += [f"    {line}" for line in elements.lines]
         if name in self.census:
             told.append(f"  {name}: {self.census[name]}")
-        beyond = [each for each in judged.findings if each.ratio > 1][:_FINDINGS]
+        beyond = [finding for finding in judged.findings if finding.ratio > 1][:_FINDINGS]
         told += [f"  {name}: {finding}" for finding in beyond or judged.findings[:1]]
         if beyond:
             told += [f"    budget: {line}" for line in judged.derivation]
@@ -194,7 +194,7 @@ def census_of(candidate: Tensor) -> str:
 
 
 def _place(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(int(each) for each in torch.unravel_index(torch.tensor(flat), shape))
+    return tuple(int(tensor) for tensor in torch.unravel_index(torch.tensor(flat), shape))
 
 
 def _pair(found: Tensor, expected: Tensor, excess: Tensor) -> str:

@@ -322,12 +322,12 @@ def test_a_planted_fault_is_named(healthy: AgainstTable, tmp_path: Path, name: s
     shutil.copytree(source(GOOD), tmp_path / "planted")
     fault.plant(Bytes(tmp_path / "planted"))
     findings = compared_again(tmp_path / "planted", healthy)
-    named = [each for each in findings if each.rule == fault.rule.id]
-    assert named, [(each.rule, each.message) for each in findings]
-    told = [each.message for each in named]
-    assert any(fault.told in message and fault.where in message for message in told), told
-    assert {each.rule for each in findings} == {fault.rule.id}
-    assert json.dumps([each.to_json() for each in findings])
+    named = [finding for finding in findings if finding.rule == fault.rule.id]
+    assert named, [(finding.rule, finding.message) for finding in findings]
+    lines = [finding.message for finding in named]
+    assert any(fault.told in message and fault.where in message for message in lines), lines
+    assert {finding.rule for finding in findings} == {fault.rule.id}
+    assert json.dumps([finding.to_json() for finding in findings])
 
 
 def test_a_weight_that_was_coarser_before_is_no_alarm(tmp_path: Path) -> None:
@@ -338,9 +338,9 @@ def test_a_weight_that_was_coarser_before_is_no_alarm(tmp_path: Path) -> None:
     files = Bytes(tmp_path / "decoded")
     files[f"{W1}.weight"][...] = values.view(torch.uint16).numpy()
     findings, _ = compared(tmp_path / "decoded", source(SOURCE))
-    (told,) = findings
-    assert (told.rule, told.level) == (rules.COARSER.id, Level.NOTE)
-    assert "NVFP4 leaves" in told.message
+    (finding,) = findings
+    assert (finding.rule, finding.level) == (rules.COARSER.id, Level.NOTE)
+    assert "NVFP4 leaves" in finding.message
 
 
 def test_every_rule_has_its_fault() -> None:
@@ -359,7 +359,7 @@ def test_shapes_and_names_of_one_side_are_reported(tmp_path: Path) -> None:
     write_shards(tmp_path / "a", [{"x": torch.ones(4, 4), "y": torch.ones(2), "z": torch.ones(3)}])
     write_shards(tmp_path / "b", [{"x": torch.ones(4, 4), "y": torch.ones(5), "w": torch.ones(3)}])
     findings, table = compared(tmp_path / "a", tmp_path / "b")
-    assert [each.rule for each in findings] == [rules.SHAPE.id, *[rules.NOT_COMPARED.id] * 2]
+    assert [finding.rule for finding in findings] == [rules.SHAPE.id, *[rules.NOT_COMPARED.id] * 2]
     assert "y has the shape [2], in the reference [5]" in findings[0].message
     assert (list(table.only_here), list(table.only_there)) == (["z"], ["w"])
 
@@ -406,7 +406,7 @@ def test_nan_of_every_kind_is_reported_without_a_warning(tmp_path: Path, bits: i
     Bytes(tmp_path / "c").set(f"{DENSE}.weight", bits)
     findings, table = compared(tmp_path / "c", source("bf16"))
     assert np.isnan(table["sketches"]).any()
-    assert DENSE in {each.module for each in findings if each.rule == rules.NOT_FINITE.id}
+    assert DENSE in {finding.module for finding in findings if finding.rule == rules.NOT_FINITE.id}
     _, turned = compared(source("bf16"), tmp_path / "c")
     assert np.isnan(turned["sketches"]).any()
 
@@ -507,7 +507,7 @@ def test_a_config_that_cannot_be_is_no_other_checkpoint(tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"scoring_func": "none"}))
     with Checkpoint.survey(tmp_path / "c") as a, Checkpoint.open(source("v32")) as b:
         audit = audit_against(a, b)
-    assert {each.rule for each in audit.findings} == {rules.CONFIG.id}
+    assert {finding.rule for finding in audit.findings} == {rules.CONFIG.id}
     assert len(audit.table) > 70
 
 
@@ -516,7 +516,7 @@ def test_a_tensor_of_the_reference_that_is_missing_is_an_error(tmp_path: Path) -
     write_shards(tmp_path / "here", [{"model.layers.0.mlp.up_proj.weight": torch.ones(4, 4)}])
     (tmp_path / "here/config.json").write_text(json.dumps(LLAMA))
     with Checkpoint.survey(tmp_path / "here") as a, Checkpoint.open(there) as b:
-        found = {each.rule: each for each in audit_against(a, b).findings}
+        found = {finding.rule: finding for finding in audit_against(a, b).findings}
     assert "layers.1.mlp.up_proj" in found[rules.MISSING.id].message
 
 
@@ -546,10 +546,10 @@ TOLD = {
 
 @pytest.mark.parametrize("what", TOLD)
 def test_what_is_turned_is_named(what: str) -> None:
-    x_MK, told = TOLD[what]
+    x_MK, text = TOLD[what]
     said = describe_signs(x_MK, Y_MK, 300)
     assert said is not None
-    assert said.endswith(told)
+    assert said.endswith(text)
 
 
 def test_healthy_and_foreign_values_have_no_findings() -> None:

@@ -100,7 +100,7 @@ def sliced(box: Box) -> tuple[slice, ...]:
 def moved(proof: LoaderProof, stored: dict[str, Numbered]) -> dict[tuple[int, str], Numbered]:
     """Carry out what the proof claims, in its order."""
     found = {}
-    for held in proof.held():
+    for held in proof.rank_parameters():
         for target in held.targets.values():
             memory = np.full(target.shape, NOWHERE)
             for move in proof.fills(target.name, held.rank):

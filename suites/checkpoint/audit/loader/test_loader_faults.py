@@ -393,12 +393,12 @@ def test_a_fault_breaks_its_rule_and_no_other(
     tmp_path: Path, written: Callable[[str], Path], fault: str
 ) -> None:
     case = {**FAULTS, **OTHERS}[fault]
-    found = found_in(written, tmp_path, case)
+    findings = found_in(written, tmp_path, case)
     ignored = LISTED_ALONE if "parameters" in case.base else set()
-    assert errors(found) - ignored == {case.breaks}
-    for each in told(found, case.breaks):
-        assert each.remedy
-        assert each.message.endswith(".")
+    assert errors(findings) - ignored == {case.breaks}
+    for finding in told(findings, case.breaks):
+        assert finding.remedy
+        assert finding.message.endswith(".")
 
 
 @pytest.mark.parametrize("what", [*WARNED, *NOTED])
@@ -406,10 +406,10 @@ def test_what_is_no_error_is_reported_as_such(
     tmp_path: Path, written: Callable[[str], Path], what: str
 ) -> None:
     case = {**WARNED, **NOTED}[what]
-    found = found_in(written, tmp_path, case)
-    assert errors(found) == set()
+    findings = found_in(written, tmp_path, case)
+    assert errors(findings) == set()
     level = "warning" if what in WARNED else "note"
-    assert {each.level for each in told(found, case.breaks)} == {level}
+    assert {finding.level for finding in told(findings, case.breaks)} == {level}
 
 
 def test_every_rule_is_broken_by_a_case() -> None:
@@ -431,8 +431,10 @@ def test_a_skipped_scale_says_what_it_leaves_unwritten(
     tmp_path: Path, written: Callable[[str], Path]
 ) -> None:
     case = FAULTS["7: a pattern for fused parameters that also skips scales"]
-    found = found_in(written, tmp_path, case)
-    message = next(each.message for each in found if each.tensor == f"{ATTN}.wo_b.scale")
+    findings = found_in(written, tmp_path, case)
+    message = next(
+        finding.message for finding in findings if finding.tensor == f"{ATTN}.wo_b.scale"
+    )
     assert "the block_scale of layers.1.attn.wo_b, is skipped" in message
     assert "the pattern \\.(wq_b|wo_a|wo_b)\\.scale$ covers it" in message
     assert "model.layers.1.attn.wo_b.weight_scale_inv stays as the engine found it" in message
@@ -441,8 +443,8 @@ def test_a_skipped_scale_says_what_it_leaves_unwritten(
 def test_a_wrong_write_names_both_sides_and_all_ranks(
     tmp_path: Path, written: Callable[[str], Path]
 ) -> None:
-    found = found_in(written, tmp_path, OTHERS["the neighbour's layer"])
-    first = next(each for each in found if each.tensor == "layers.0.attn.wq_b.weight")
+    findings = found_in(written, tmp_path, OTHERS["the neighbour's layer"])
+    first = next(finding for finding in findings if finding.tensor == "layers.0.attn.wq_b.weight")
     assert first.module == "model.layers.1.attn.wq_b.weight"
     assert "ranks 0-1: it is layers.0.attn.wq_b (codes)" in first.message
     assert first.evidence["ranks"] == [0, 1]
@@ -489,8 +491,10 @@ def test_unmeasured_input_scales_stay_unwritten(tmp_path: Path) -> None:
 
 def test_a_backends_order_is_reported(tmp_path: Path) -> None:
     convert(source("nvfp4-experts"), tmp_path / "out", "vllm", {"backend": "trtllm"})
-    found = proven(tmp_path / "out", VLLM).findings
-    assert any("order of trtllm kernels" in each.message for each in told(found, "loader.caveat"))
+    findings = proven(tmp_path / "out", VLLM).findings
+    assert any(
+        "order of trtllm kernels" in finding.message for finding in told(findings, "loader.caveat")
+    )
 
 
 def test_a_row_short_of_a_fused_tensor_is_found(tmp_path: Path) -> None:
@@ -502,8 +506,8 @@ def test_a_row_short_of_a_fused_tensor_is_found(tmp_path: Path) -> None:
     folder = write(tmp_path / "whole", V4, "vllm")
     proof = proven(replant(folder, tmp_path / "short", shorten), VLLM)
     assert errors(proof.findings) == {"loader.shape"}
-    (found,) = told(proof.findings, "loader.shape")
-    assert found.tensor == name
+    (finding,) = told(proof.findings, "loader.shape")
+    assert finding.tensor == name
 
 
 def test_a_fused_tensor_that_is_skipped_is_reported_once(tmp_path: Path) -> None:
@@ -512,8 +516,8 @@ def test_a_fused_tensor_that_is_skipped_is_reported_once(tmp_path: Path) -> None
     proof = proven(folder, raw)
     assert errors(proof.findings) == {"loader.skipped"}
     assert {name for _, name in proof.unwritten} == {"model.layers.1.ffn.experts.w13_weight"}
-    (found,) = told(proof.findings, "loader.skipped")
-    assert "w13_weight stays as the engine found it" in found.message
+    (finding,) = told(proof.findings, "loader.skipped")
+    assert "w13_weight stays as the engine found it" in finding.message
 
 
 def test_fused_checkpoints_are_proven_against_their_own_engine_alone(tmp_path: Path) -> None:
@@ -551,7 +555,7 @@ def test_the_first_example_loads(official: Path) -> None:
     small = EXAMPLES[0].replace("tp: 8", "tp: 2").replace("ep: 8", "ep: 2")
     proof = proof_of(official, small)
     assert errors(proof.findings) == set()
-    assert {each.rule for each in proof.findings} == {"loader.dead_rule"}
+    assert {finding.rule for finding in proof.findings} == {"loader.dead_rule"}
 
 
 def test_the_second_example_loads_every_element(official: Path) -> None:
@@ -564,19 +568,19 @@ def test_the_second_example_loads_every_element(official: Path) -> None:
 
 def test_the_table_has_every_key() -> None:
     keys = {key for row in ROWS for key in re.findall(r"\w+", row)}
-    assert keys == {each.name for each in fields(LoaderMap)} | {"base"}
+    assert keys == {field.name for field in fields(LoaderMap)} | {"base"}
 
 
 @pytest.mark.parametrize("made", [Convert, Elsewhere, Rename, Stack, Split, Fill])
 def test_each_row_names_every_field(made: type) -> None:
     told = ROWS[f"`{made.__name__.lower()}`"]
-    assert [each.name for each in fields(made) if f"`{each.name}`" not in told] == []
+    assert [field.name for field in fields(made) if f"`{field.name}`" not in told] == []
 
 
 def test_the_fields_of_a_parameter_are_named() -> None:
-    told = PAGE.split("A parameter has", 1)[1].split("\n\n", 1)[0]
-    for each in fields(ListedParameter)[1:]:
-        assert f"`{each.name}" in told
+    text = PAGE.split("A parameter has", 1)[1].split("\n\n", 1)[0]
+    for field in fields(ListedParameter)[1:]:
+        assert f"`{field.name}" in text
 
 
 def test_the_limits_are_those_of_the_code() -> None:

@@ -238,9 +238,9 @@ def test_rules_that_never_match_are_reported() -> None:
 
 def test_the_first_split_counts() -> None:
     splits = Splits((Split(r"\.wq_b\.weight$", 0), Split(r"\.wq_b\.", 1), Split("absent", 0)))
-    assert splits.of("layers.0.wq_b.weight") == Split(r"\.wq_b\.weight$", 0)
-    assert splits.of("layers.0.wq_b.scale") == Split(r"\.wq_b\.", 1)
-    assert splits.of("layers.0.wq_a.weight") is None
+    assert splits.rule_for("layers.0.wq_b.weight") == Split(r"\.wq_b\.weight$", 0)
+    assert splits.rule_for("layers.0.wq_b.scale") == Split(r"\.wq_b\.", 1)
+    assert splits.rule_for("layers.0.wq_a.weight") is None
     assert splits.dead() == [("split", "absent")]
 
 
@@ -304,16 +304,16 @@ def test_names_that_no_parameter_can_have_are_dropped_unread() -> None:
     long = "layers.3.attn.wkv.weight" + "x" * LONGEST_NAME
     assert rules.resolve(long) == ResolvedName(NameOutcome.DROPPED, long)
     growing = replace(MAP, rename=(Rename("x", "x" * 60),) * 9)
-    found = NameRules(growing, KNOWN).resolve("xx")
-    assert found.outcome is NameOutcome.DROPPED
-    assert len(found.target) < LONGEST_NAME * 60
+    name = NameRules(growing, KNOWN).resolve("xx")
+    assert name.outcome is NameOutcome.DROPPED
+    assert len(name.target) < LONGEST_NAME * 60
 
 
 def test_an_experts_number_beyond_all_counts_as_none() -> None:
     number = "1" * 200
-    found = NameRules(MAP, KNOWN).resolve(f"layers.3.ffn.experts.{number}.w3.weight")
-    assert found.target == "model.layers.3.ffn.w13_weight"
-    assert found.expert is None
+    name = NameRules(MAP, KNOWN).resolve(f"layers.3.ffn.experts.{number}.w3.weight")
+    assert name.target == "model.layers.3.ffn.w13_weight"
+    assert name.expert is None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -344,12 +344,12 @@ def map_and_names(folder: Path, ranks: Ranks = ONE_RANK) -> tuple[LoaderMap, Nam
     """Return an engine's map, its rules with the engine's parameters, and the stored names."""
     with Checkpoint.open(folder) as checkpoint:
         inventory = inventory_of(checkpoint)
-        made = engine_map(inventory, "vllm", ranks)
-        assert isinstance(made.parameters, EngineLayout)
-        layout = made.parameters.layout
+        loader_map = engine_map(inventory, "vllm", ranks)
+        assert isinstance(loader_map.parameters, EngineLayout)
+        layout = loader_map.parameters.layout
         assert not isinstance(layout, str)
-        known = {each.name for each in tensors_of(inventory.config, layout)}
-        return made, NameRules(made, known), sorted(checkpoint.entries)
+        known = {tensor.name for tensor in tensors_of(inventory.config, layout)}
+        return loader_map, NameRules(loader_map, known), sorted(checkpoint.entries)
 
 
 @pytest.mark.parametrize("layout", V4_LAYOUTS)
@@ -359,9 +359,9 @@ def test_names_of_v4_go_where_vllm_sends_them(written: Write, layout: str) -> No
     for name in names:
         if nvfp4 and name.startswith("mtp.") and ".experts." in name:
             continue  # built as NVFP4, so that these tensors have no parameter
-        found, wanted = rules.resolve(name), v4_place(name, V4.num_hidden_layers, nvfp4)
-        assert found.outcome is NameOutcome.PLACED, name
-        assert (found.target, found.slot, found.expert) == wanted, name
+        resolved_name, wanted = rules.resolve(name), v4_place(name, V4.num_hidden_layers, nvfp4)
+        assert resolved_name.outcome is NameOutcome.PLACED, name
+        assert (resolved_name.target, resolved_name.slot, resolved_name.expert) == wanted, name
 
 
 @pytest.mark.parametrize("layout", V32_LAYOUTS)
@@ -369,15 +369,15 @@ def test_names_of_v32_go_where_vllm_sends_them(written: Write, layout: str) -> N
     _, rules, names = map_and_names(written(V32, layout))
     drafted = 0
     for name in names:
-        found, wanted = rules.resolve(name), v32_place(name, V32.num_hidden_layers)
+        resolved_name, wanted = rules.resolve(name), v32_place(name, V32.num_hidden_layers)
         if wanted is None:
             drafted += 1
-            assert found.outcome is NameOutcome.ELSEWHERE, name
+            assert resolved_name.outcome is NameOutcome.ELSEWHERE, name
         elif name.endswith(".indexer.wk.weight_scale_inv"):
-            assert found.outcome is NameOutcome.DROPPED, name  # the conversion reads it
+            assert resolved_name.outcome is NameOutcome.DROPPED, name  # the conversion reads it
         else:
-            assert found.outcome is NameOutcome.PLACED, name
-            assert (found.target, found.slot, found.expert) == wanted, name
+            assert resolved_name.outcome is NameOutcome.PLACED, name
+            assert (resolved_name.target, resolved_name.slot, resolved_name.expert) == wanted, name
     assert drafted
 
 
@@ -388,32 +388,32 @@ def test_only_names_that_vllm_knows_go_without_a_caveat(written: Write) -> None:
     for family, layout in LAYOUTS:
         if layout not in FUSED:
             config = V4 if family == V4Config.family else V32
-            made, _, _ = map_and_names(written(config, layout))
-            assert bool(made.caveats) == ((family, layout) not in known), (family, layout)
+            loader_map, _, _ = map_and_names(written(config, layout))
+            assert bool(loader_map.caveats) == ((family, layout) not in known), (family, layout)
 
 
 def test_a_caveat_is_reported(written: Write) -> None:
     with Checkpoint.open(written(V4, "transformers-saved")) as checkpoint:
-        found = prove(checkpoint, engine_map(inventory_of(checkpoint), "vllm")).findings
-    (caveat,) = told(found, "loader.caveat")
+        findings = prove(checkpoint, engine_map(inventory_of(checkpoint), "vllm")).findings
+    (caveat,) = told(findings, "loader.caveat")
     assert caveat.level == "warning"
     assert "these renames are degarble's" in caveat.message
 
 
 def test_the_drafter_is_built_like_the_other_experts(written: Write) -> None:
     with Checkpoint.open(written(V4, "nvfp4-experts")) as checkpoint:
-        found = prove(checkpoint, engine_map(inventory_of(checkpoint), "vllm")).findings
-    assert errors(found) == set()
-    warned = told(found, "loader.drafter_format")
-    assert {each.evidence["built"] for each in warned} == {"NVFP4"}
-    assert {each.layer for each in warned} == {V4.num_hidden_layers}
-    assert [each.count for each in warned] == [V4.n_routed_experts] * 3
+        findings = prove(checkpoint, engine_map(inventory_of(checkpoint), "vllm")).findings
+    assert errors(findings) == set()
+    warned = told(findings, "loader.drafter_format")
+    assert {finding.evidence["built"] for finding in warned} == {"NVFP4"}
+    assert {finding.layer for finding in warned} == {V4.num_hidden_layers}
+    assert [finding.count for finding in warned] == [V4.n_routed_experts] * 3
 
 
 def test_experts_are_not_split_where_they_are_spread(written: Write) -> None:
     folder = written(V4, "official")
-    cut = {each.match for each in map_and_names(folder, Ranks(tp=2))[0].split}
-    spread = {each.match for each in map_and_names(folder, Ranks(tp=2, ep=2))[0].split}
+    cut = {split.match for split in map_and_names(folder, Ranks(tp=2))[0].split}
+    spread = {split.match for split in map_and_names(folder, Ranks(tp=2, ep=2))[0].split}
     assert {each for each in cut - spread if "experts" not in each} == set()
     assert cut - spread
     assert not spread - cut
@@ -430,10 +430,15 @@ def test_a_fused_checkpoint_of_transformers_is_refused(written: Write) -> None:
 def test_a_checkpoint_in_the_engines_own_names_needs_no_rules(
     written: Write, config: Config
 ) -> None:
-    made, _, _ = map_and_names(written(config, "vllm"), Ranks(tp=2))
-    assert (made.convert, made.rename, made.stack, made.elsewhere) == ((), (), (), ())
-    assert made.split
-    (caveat,) = made.caveats
+    loader_map, _, _ = map_and_names(written(config, "vllm"), Ranks(tp=2))
+    assert (loader_map.convert, loader_map.rename, loader_map.stack, loader_map.elsewhere) == (
+        (),
+        (),
+        (),
+        (),
+    )
+    assert loader_map.split
+    (caveat,) = loader_map.caveats
     assert "no names for stacked experts" in caveat
 
 
@@ -456,9 +461,9 @@ def test_ranks_that_do_not_divide_the_model_are_refused(
     written: Write, ranks: Ranks, message: str
 ) -> None:
     with Checkpoint.open(written(V4, "official")) as checkpoint:
-        made = engine_map(inventory_of(checkpoint), "vllm", ranks)
+        loader_map = engine_map(inventory_of(checkpoint), "vllm", ranks)
         with pytest.raises(InvalidArgument, match=message):
-            prove(checkpoint, made)
+            prove(checkpoint, loader_map)
 
 
 def test_a_map_that_anatomy_contradicts_never_leaves(
@@ -467,7 +472,7 @@ def test_a_map_that_anatomy_contradicts_never_leaves(
     from degarble.harness.checkpoint.audit.loader import engine_maps as loader_engine  # noqa: PLC0415  patched here alone
 
     layout = layout_named("vllm", V4)
-    swapped = tuple(replace(each, target=each.target + "_x") for each in layout.fusions)
+    swapped = tuple(replace(fusion, target=fusion.target + "_x") for fusion in layout.fusions)
     monkeypatch.setattr(loader_engine, "layout_named", lambda *_: replace(layout, fusions=swapped))
     with Checkpoint.open(written(V4, "official")) as checkpoint:
         inventory = inventory_of(checkpoint)
@@ -557,7 +562,7 @@ def test_a_file_is_read_by_its_path(tmp_path: Path, official: Checkpoint) -> Non
 
 def test_rules_of_a_file_come_before_those_of_its_base(official: Checkpoint) -> None:
     base = read_loader_map("vllm:tp=2,ep=2", official)
-    made = map_of(
+    loader_map = map_of(
         official,
         {
             "base": "vllm",
@@ -568,18 +573,22 @@ def test_rules_of_a_file_come_before_those_of_its_base(official: Checkpoint) -> 
             "caveats": ["ours"],
         },
     )
-    assert made.skip == ("a", *base.skip)
-    assert made.rename == (Rename("b", "c"), *base.rename)
-    assert made.caveats == ("ours", *base.caveats)
-    assert (made.stack, made.split, made.parameters) == (base.stack, base.split, base.parameters)
-    assert (made.tp, made.ep, made.pp) == (2, 2, 1)
+    assert loader_map.skip == ("a", *base.skip)
+    assert loader_map.rename == (Rename("b", "c"), *base.rename)
+    assert loader_map.caveats == ("ours", *base.caveats)
+    assert (loader_map.stack, loader_map.split, loader_map.parameters) == (
+        base.stack,
+        base.split,
+        base.parameters,
+    )
+    assert (loader_map.tp, loader_map.ep, loader_map.pp) == (2, 2, 1)
 
 
 def test_a_file_can_say_what_the_engine_builds(official: Checkpoint) -> None:
-    made = map_of(official, FIELD)
-    assert isinstance(made.parameters, EngineLayout)
-    assert not isinstance(made.parameters.recipe, str)
-    assert made.parameters.recipe.name == "field report"
+    loader_map = map_of(official, FIELD)
+    assert isinstance(loader_map.parameters, EngineLayout)
+    assert not isinstance(loader_map.parameters.recipe, str)
+    assert loader_map.parameters.recipe.name == "field report"
     plain = map_of(official, {"base": "vllm", "parameters": {"layout": "vllm", "recipe": "bf16"}})
     assert plain.parameters == EngineLayout("vllm", "bf16", "vllm")
 
@@ -591,8 +600,8 @@ def test_a_file_can_say_what_the_engine_builds(official: Checkpoint) -> None:
 def test_ranks_follow_the_name_of_an_engine(
     official: Checkpoint, argument: str, ranks: tuple[int, int, int]
 ) -> None:
-    made = read_loader_map(argument, official)
-    assert (made.tp, made.ep, made.pp) == ranks
+    loader_map = read_loader_map(argument, official)
+    assert (loader_map.tp, loader_map.ep, loader_map.pp) == ranks
 
 
 def raw(**changes: object) -> Raw:

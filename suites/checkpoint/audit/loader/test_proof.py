@@ -198,40 +198,46 @@ ENGINES: list[tuple[Config, str]] = [
 def test_a_rank_has_what_anatomy_lists(
     config: Config, name: str, ranks: tuple[int, int, int]
 ) -> None:
-    layout, made = layout_named(name, config), plan(config, *ranks)
-    found = EngineTargets(config, layout, made)(range(made.ranks))
+    layout, sharding_plan = layout_named(name, config), plan(config, *ranks)
+    found = EngineTargets(config, layout, sharding_plan)(range(sharding_plan.ranks))
     for held in found:
-        listed = rank_tensors(made, layout, held.rank)
-        assert sorted((each.name, str(each.dtype), each.shape) for each in listed) == sorted(
-            (each.name, each.dtype, each.shape) for each in held.targets.values()
-        )
-        assert not any(any(each.cover_of_all) for each in held.targets.values())
+        listed = rank_tensors(sharding_plan, layout, held.rank)
+        assert sorted(
+            (tensor.name, str(tensor.dtype), tensor.shape) for tensor in listed
+        ) == sorted((target.name, target.dtype, target.shape) for target in held.targets.values())
+        assert not any(any(target.cover_of_all) for target in held.targets.values())
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_truths_of_all_ranks_tile_every_part(ranks: tuple[int, int, int]) -> None:
-    made = plan(V4, *ranks)
+    sharding_plan = plan(V4, *ranks)
     boxes: dict[tuple[str, PartKind], set[Box]] = {}
-    for held in EngineTargets(V4, layout_named("vllm", V4), made)(range(made.ranks)):
+    for held in EngineTargets(V4, layout_named("vllm", V4), sharding_plan)(
+        range(sharding_plan.ranks)
+    ):
         for target in held.targets.values():
             for member in target.members.values():
                 truth = held.truth(member)
                 assert truth is not None
                 assert truth.box.count == member.box.count
                 boxes.setdefault((truth.parameter.name, truth.part), set()).add(truth.box)
-    for key, found in boxes.items():
-        ranges = zip(*(box.ranges for box in found), strict=True)
+    for key, box in boxes.items():
+        ranges = zip(*(box.ranges for box in box), strict=True)
         ends = [max(stop for _, stop in each) for each in ranges]
-        missing, twice = cover(tuple(ends), tuple(found))
+        missing, twice = cover(tuple(ends), tuple(box))
         assert not missing, key
         assert not twice, key
 
 
 def test_ranks_that_are_alike_share_their_targets() -> None:
     ranks = list(EngineTargets(V4, layout_named("vllm", V4), plan(V4, 1, 4))(range(4)))
-    assert all(each.targets is ranks[0].targets for each in ranks)
-    assert [each.first_expert for each in ranks] == [0, 1, 2, 3]
-    stacks = [each for each in ranks[0].targets.values() if each.stacked]
+    assert all(rank.targets is ranks[0].targets for rank in ranks)
+    assert [rank.first_expert for rank in ranks] == [0, 1, 2, 3]
+    stacks = [
+        target_parameter
+        for target_parameter in ranks[0].targets.values()
+        if target_parameter.stacked
+    ]
     for held in ranks:
         for target in stacks:
             for member in target.members.values():
@@ -256,9 +262,9 @@ def test_a_list_becomes_slots_and_experts() -> None:
         ListedParameter("scalar", "F32", ()),
         ListedParameter("scalars", "F32", (2,), experts=True),
     )
-    made = LoaderMap("m", listed, tp=2, ep=4)
-    ranks = list(listed_targets(made, ranks_of(made)))
-    assert [(each.tp_rank, each.first_expert) for each in ranks] == [
+    loader_map = LoaderMap("m", listed, tp=2, ep=4)
+    ranks = list(listed_targets(loader_map, ranks_of(loader_map)))
+    assert [(rank.tp_rank, rank.first_expert) for rank in ranks] == [
         (0, 0),
         (1, 2),
         (0, 4),
@@ -275,9 +281,15 @@ def test_a_list_becomes_slots_and_experts() -> None:
     assert [member.box.shape for member in targets["fused"].members.values()] == [(1, 5), (5, 5)]
     assert list(targets["scalar"].members) == [(None, 0)]
     assert list(targets["scalars"].members) == [(0, 0), (1, 0)]
-    for each, target in zip(listed, targets.values(), strict=True):
-        assert (target.name, target.dtype, target.shape) == (each.name, each.dtype, each.shape)
-        assert sum(member.box.count for member in target.members.values()) == prod(each.shape)
+    for listed_parameter, target in zip(listed, targets.values(), strict=True):
+        assert (target.name, target.dtype, target.shape) == (
+            listed_parameter.name,
+            listed_parameter.dtype,
+            listed_parameter.shape,
+        )
+        assert sum(member.box.count for member in target.members.values()) == prod(
+            listed_parameter.shape
+        )
         assert ranks[0].truth(next(iter(target.members.values()))) is None
 
 
@@ -295,7 +307,7 @@ def test_pieces_tile_a_tensor(
     split = Split("x", len(rest), multiple)
     pieces = tuple(piece(shape, split, ranks, rank) for rank in range(ranks))
     assert cover(shape, pieces) == ((), ())
-    inner = [each.ranges[len(rest)][0] for each in pieces if each.count]
+    inner = [box.ranges[len(rest)][0] for box in pieces if box.count]
     assert all(begin % multiple == 0 for begin in inner)
 
 
@@ -450,8 +462,8 @@ def test_types_that_cannot_be_copied_are_reported(
     else:
         assert wrong is not None
         assert (wrong.rule.id, wrong.written) == (expected, written)
-        assert stored in wrong.told
-        assert built in wrong.told
+        assert stored in wrong.text
+        assert built in wrong.text
 
 
 def test_a_slot_that_is_not_there_takes_nothing() -> None:
@@ -473,8 +485,8 @@ def test_extents_are_reported_and_so_is_the_rank_of_a_scale() -> None:
         wrong = judge_write(given, Box.whole(shape), "F32", slot, None)
         assert wrong is not None
         assert (wrong.rule.id, wrong.written) == (expected, False)
-        assert str(list(shape)) in wrong.told
-        assert "[8, 4]" in wrong.told
+        assert str(list(shape)) in wrong.text
+        assert "[8, 4]" in wrong.text
 
 
 def test_of_two_errors_the_one_of_the_tensor_comes_first() -> None:
@@ -498,15 +510,15 @@ def official(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("ranks", [Ranks(), Ranks(tp=2), Ranks(tp=2, ep=4), Ranks(2, 2, 3)])
 def test_a_share_has_the_bytes_that_anatomy_lists(official: Path, ranks: Ranks) -> None:
     shares = rank_shares(proven(official, {"base": "vllm", **ranks._asdict()}))
-    made = plan(V4, *ranks)
-    assert [each.rank for each in shares] == list(range(made.ranks))
+    sharding_plan = plan(V4, *ranks)
+    assert [rank_share.rank for rank_share in shares] == list(range(sharding_plan.ranks))
     for share in shares:
-        listed = rank_tensors(made, layout_named("vllm", V4), share.rank)
+        listed = rank_tensors(sharding_plan, layout_named("vllm", V4), share.rank)
         assert share.parameters == len(listed)
         assert share.nbytes == sum(
-            prod(each.shape) * DTYPE_BITS[str(each.dtype)] // 8 for each in listed
+            prod(tensor.shape) * DTYPE_BITS[str(tensor.dtype)] // 8 for tensor in listed
         )
-        assert range(*share.experts) == made.experts_of(share.rank)
+        assert range(*share.experts) == sharding_plan.experts_of(share.rank)
 
 
 def test_kinds_are_distinguished(official: Path) -> None:
@@ -617,7 +629,7 @@ def test_every_element_lies_where_vllm_puts_it(
         if proof.outcomes[name] == "placed"
     }
     compared = 0
-    for held in proof.held():
+    for held in proof.rank_parameters():
         rank = Rank(held.rank, ranks.tp, ranks.ep, config.n_routed_experts)
         for name, parts in loaded(wanted, rank).items():
             target = held.targets.get(name)
@@ -705,7 +717,7 @@ def test_alike_writes_are_the_single_ones(
     ]
     cases += [(Ranks(tp=2), change) for change in list(SPOILT.values())[::2]]
     together = [summary(ranks, **changes) for ranks, changes in cases]
-    monkeypatch.setattr(Writer, "whole", lambda *_: ())
+    monkeypatch.setattr(Writer, "fill_once", lambda *_: ())
     assert [summary(ranks, **changes) for ranks, changes in cases] == together
 
 
@@ -788,7 +800,7 @@ def test_a_list_of_parameters_is_judged_by_shapes_and_names(loader_queries_writt
     with Checkpoint.open(folder) as checkpoint:
         inventory = inventory_of(checkpoint)
         engine = prove(checkpoint, engine_map(inventory, "vllm"))
-        (held,) = engine.held()
+        (held,) = engine.rank_parameters()
         parameters = {}
         for target in held.targets.values():
             first = 1 if target.stacked else 0
@@ -803,8 +815,8 @@ def test_a_list_of_parameters_is_judged_by_shapes_and_names(loader_queries_writt
         base = engine.map
         raw = {
             "parameters": parameters,
-            "rename": [vars(each) for each in base.rename],
-            "stack": [vars(each) for each in base.stack],
+            "rename": [vars(rename) for rename in base.rename],
+            "stack": [vars(stack) for stack in base.stack],
         }
         proof = prove(checkpoint, map_of(checkpoint, raw))
     assert proof.findings == []
@@ -825,8 +837,8 @@ def test_a_checkpoint_of_no_known_model_can_be_proven_against_a_list(
             "parameters": {"embed.weight": half, "extra.weight": {**half, "shape": [3, 5]}},
             "split": [{"match": "^embed", "dim": 0}],
         }
-        made = loader_map_from_text(yaml.safe_dump(raw), None)
-        proof = prove(checkpoint, made)
+        loader_map = loader_map_from_text(yaml.safe_dump(raw), None)
+        proof = prove(checkpoint, loader_map)
         with pytest.raises(InvalidArgument, match="cannot be derived"):
             loader_map_from_text("base: vllm", None)
     assert set(proof.unwritten) == {(0, "extra.weight"), (1, "extra.weight")}
@@ -843,8 +855,8 @@ def test_an_expert_beyond_every_rank_is_unread(loader_queries_written: Write) ->
     proof = proven(folder, raw)
     names = [f"layers.1.ffn.experts.{expert}.w1.weight" for expert in (2, 3)]
     assert set(proof.unread) == set(names)
-    (found,) = told(proof.findings, "loader.unread")
-    assert found.count == 2
+    (finding,) = told(proof.findings, "loader.unread")
+    assert finding.count == 2
     require_claims(proof)
 
 
@@ -857,16 +869,16 @@ def test_fused_checkpoints_of_transformers_are_refused(loader_queries_written: W
 def test_rules_are_records(loader_queries_written: Write) -> None:
     """Maps that are made in Python, without text, are proven like any other."""
     with Checkpoint.open(loader_queries_written(V4, "official")) as checkpoint:
-        made = engine_map(inventory_of(checkpoint), "vllm")
+        loader_map = engine_map(inventory_of(checkpoint), "vllm")
         changed = replace(
-            made,
-            rename=(Rename("a", "a"), *made.rename),
-            stack=(Stack("never", "x"), *made.stack),
-            split=(Split("never", 0), *made.split),
+            loader_map,
+            rename=(Rename("a", "a"), *loader_map.rename),
+            stack=(Stack("never", "x"), *loader_map.stack),
+            split=(Split("never", 0), *loader_map.split),
         )
-        found = prove(checkpoint, changed).findings
-    assert {each.rule for each in found} == {"loader.dead_rule"}
-    assert sum(each.count for each in found) == 2
+        findings = prove(checkpoint, changed).findings
+    assert {finding.rule for finding in findings} == {"loader.dead_rule"}
+    assert sum(finding.count for finding in findings) == 2
 
 
 def test_hostile_names_are_reported_and_nothing_else_happens(
@@ -881,5 +893,7 @@ def test_hostile_names_are_reported_and_nothing_else_happens(
     with Checkpoint.survey(folder) as checkpoint:
         proof = prove(checkpoint, map_of(checkpoint, {"base": "vllm", "tp": 2}))
     assert errors(proof.findings) == set()
-    assert sum(each.count for each in told(proof.findings, "loader.extra_dropped")) == len(hostile)
+    assert sum(finding.count for finding in told(proof.findings, "loader.extra_dropped")) == len(
+        hostile
+    )
     assert {proof.outcomes[name] for name in hostile} == {"dropped"}

@@ -128,8 +128,8 @@ def test_a_scale_that_is_no_number_is_reported_once(experts: Healthy, tmp_path: 
         files["layers.1.attn.wq_b.scale"][0, 0] = 0xFF
 
     findings = audit_planted(experts, tmp_path / "planted", plant)
-    told = [f.rule for f in findings if f.module == "layers.1.attn.wq_b"]
-    assert told == [rules_numbers.SCALE_NOT_FINITE.id]
+    lines = [f.rule for f in findings if f.module == "layers.1.attn.wq_b"]
+    assert lines == [rules_numbers.SCALE_NOT_FINITE.id]
 
 
 def test_an_unreached_expert_is_named_once_and_alone(experts: Healthy, tmp_path: Path) -> None:
@@ -143,9 +143,9 @@ def test_an_unreached_expert_is_named_once_and_alone(experts: Healthy, tmp_path:
             files.set(f"layers.1.ffn.experts.2.{w}.input_scale", largest)
 
     findings = audit_planted(experts, tmp_path / "planted", plant)
-    (found,) = [f for f in findings if f.rule == rules_numbers.INPUT_FALLBACK.id]
-    assert (found.count, found.module) == (1, W1)
-    assert len(found.evidence["projections"]) == 3
+    (finding,) = [f for f in findings if f.rule == rules_numbers.INPUT_FALLBACK.id]
+    assert (finding.count, finding.module) == (1, W1)
+    assert len(finding.evidence["projections"]) == 3
 
 
 def test_columns_of_padding_are_no_fault(experts: Healthy, tmp_path: Path) -> None:
@@ -377,7 +377,7 @@ def invert(*suffixes: str) -> Callable[[Bytes, list[str]], None]:
 
 
 def count(findings: list[Finding], rule: str) -> int:
-    return sum(each.count for each in findings if each.rule == rule)
+    return sum(finding.count for finding in findings if finding.rule == rule)
 
 
 @pytest.mark.parametrize(
@@ -415,9 +415,9 @@ def test_reversed_block_scales_of_one_module(tmp_path: Path) -> None:
     findings = planted(
         tmp_path / "c", (V32, "official"), invert("layers.1.self_attn.o_proj.weight_scale_inv")
     )
-    (found,) = [each for each in findings if each.level is Level.ERROR]
-    assert (found.rule, found.module) == (rules_numbers.SCALE_DIRECTION.id, name)
-    assert (found.tensor or "").endswith("self_attn.o_proj.weight_scale_inv")
+    (finding,) = [each for each in findings if each.level is Level.ERROR]
+    assert (finding.rule, finding.module) == (rules_numbers.SCALE_DIRECTION.id, name)
+    assert (finding.tensor or "").endswith("self_attn.o_proj.weight_scale_inv")
 
 
 def test_most_experts_of_a_layer_are_never_dead(tmp_path: Path) -> None:

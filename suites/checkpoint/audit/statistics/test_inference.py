@@ -80,10 +80,10 @@ def packed_as(order: str, columns: NDArray[np.float32]) -> NDArray[np.float32]:
 def test_an_unpacked_sibling_reveals_every_order(seed: int, order: str) -> None:
     gains = channels(seed, WIDTH)
     reference = ReferenceProfile(Kinship.SIBLING, logs_of(energies(seed + 1, gains, 64)))
-    found = infer_order(packed_as(order, energies(seed + 2, gains)), [reference])
-    assert found.value == order
-    assert found.because == Kinship.SIBLING
-    assert found.confidence > 0.999
+    inference = infer_order(packed_as(order, energies(seed + 2, gains)), [reference])
+    assert inference.value == order
+    assert inference.because == Kinship.SIBLING
+    assert inference.confidence > 0.999
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -93,16 +93,16 @@ def test_a_norm_reveals_the_order_whatever_the_sign_of_the_relation(
 ) -> None:
     gains = channels(seed, WIDTH, 0.5)
     norm = ReferenceProfile(Kinship.NORM, slope * logs_of(gains.numpy()))
-    found = infer_order(packed_as(order, energies(seed + 1, gains)), [norm])
-    assert found.value == order
+    inference = infer_order(packed_as(order, energies(seed + 1, gains)), [norm])
+    assert inference.value == order
 
 
 @pytest.mark.parametrize("kinship", [Kinship.NORM, Kinship.PRODUCER])
 def test_an_unrelated_tensor_decides_nothing(seed: int, kinship: Kinship) -> None:
     stranger = ReferenceProfile(kinship, logs_of(channels(seed + 1, WIDTH, 0.5).numpy()))
-    found = infer_order(energies(seed, channels(seed, WIDTH, 0.5)), [stranger])
-    assert found.value is None
-    assert "no relation" in found.because
+    inference = infer_order(energies(seed, channels(seed, WIDTH, 0.5)), [stranger])
+    assert inference.value is None
+    assert "no relation" in inference.because
 
 
 def test_power_by_the_spread_of_channels(seed: int) -> None:
@@ -144,8 +144,8 @@ def test_the_best_of_several_references_counts(seed: int) -> None:
     gains = channels(seed, WIDTH)
     flat = ReferenceProfile(Kinship.SIBLING, np.zeros(WIDTH))
     norm = ReferenceProfile(Kinship.NORM, -logs_of(gains.numpy()))
-    found = infer_order(energies(seed + 1, gains), [flat, norm])
-    assert (found.value, found.because) == ("low_even", Kinship.NORM)
+    inference = infer_order(energies(seed + 1, gains), [flat, norm])
+    assert (inference.value, inference.because) == ("low_even", Kinship.NORM)
 
 
 def test_zeros_and_infinities_in_a_profile() -> None:
@@ -206,7 +206,7 @@ def judged(seed: int, related: float, order: str, experts: int = EXPERTS) -> lis
         facts = found(read * width, random.normal(size=64), packed=True)
         facts.columns = packed_as(order, facts.columns)
         block.add(2 * expert + 1, unit(expert, "w2", f"{ACT}.out", "w2"), facts)
-    return [each for each in block.judge() if each.row % 2]
+    return [inferred_order for inferred_order in block.judge() if inferred_order.row % 2]
 
 
 @pytest.mark.parametrize("order", ["low_even", "high_even", "halves"])
@@ -258,10 +258,10 @@ def test_scales_in_order_are_reported_as_such(seed: int, kind: str, fmt: BlockFo
     if (kind, fmt) == ("uniform", MXFP4):  # all scales are equal
         assert infer_layout(weight_of(drawn(seed, kind), fmt)).value is None
         return
-    found = infer_layout(weight_of(drawn(seed, kind), fmt))
-    assert found.value == LINEAR
-    assert found.confidence > 0.999
-    assert found.evidence[LINEAR] > FAR
+    inference = infer_layout(weight_of(drawn(seed, kind), fmt))
+    assert inference.value == LINEAR
+    assert inference.confidence > 0.999
+    assert inference.evidence[LINEAR] > FAR
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -310,9 +310,9 @@ def test_an_unknown_order_is_no_known_one(seed: int, kind: str, name: str) -> No
     weight = weight_of(drawn(seed, kind))
     assert weight.block_scale is not None
     weight.block_scale = UNKNOWN[name](weight.block_scale).contiguous()
-    found = infer_layout(weight)
-    assert found.value is None
-    assert not found.evidence[LINEAR] > FAR
+    inference = infer_layout(weight)
+    assert inference.value is None
+    assert not inference.evidence[LINEAR] > FAR
 
 
 def test_many_zeros_may_leave_it_undecided_but_never_mislead(seed: int) -> None:
@@ -373,9 +373,9 @@ def traces(seed: int, dialect: Dialect, *, zeros: bool, tensors: int = 24) -> Di
 @pytest.mark.parametrize("name", PRODUCERS)
 @pytest.mark.parametrize("zeros", [False, True])
 def test_a_producer_is_never_excluded_by_its_own_traces(seed: int, name: str, zeros: bool) -> None:
-    found = traces(seed, GROUP_OF[name], zeros=zeros)
-    assert name in candidates(found)
-    assert infer_dialect(found).value in (None, name)
+    dialect_traces = traces(seed, GROUP_OF[name], zeros=zeros)
+    assert name in candidates(dialect_traces)
+    assert infer_dialect(dialect_traces).value in (None, name)
 
 
 @pytest.mark.parametrize("name", PRODUCERS)

@@ -141,9 +141,9 @@ def test_every_known_form_is_recognised_without_an_issue(tensors: Seen, weight: 
     ],
 )
 def test_every_other_form_breaks_a_rule(tensors: Seen, rule: str, words: str) -> None:
-    issues = [each for each in judged(tensors, W2.name).issues if each.rule.id == rule]
+    issues = [issue for issue in judged(tensors, W2.name).issues if issue.rule.id == rule]
     assert issues, judged(tensors, W2.name).issues
-    assert words in issues[0].told
+    assert words in issues[0].text
 
 
 def test_scales_that_were_padded_for_a_kernel_are_recognised() -> None:
@@ -151,7 +151,7 @@ def test_scales_that_were_padded_for_a_kernel_are_recognised() -> None:
     tensors: Seen = {**NVFP4, ".weight": ("U8", (4, 64)), ".weight_scale": ("F8_E4M3", (128, 8))}
     (issue,) = judged(tensors, name).issues
     assert issue.rule.id == "scales.block"
-    assert "128x4 layout of a kernel" in issue.told
+    assert "128x4 layout of a kernel" in issue.text
 
 
 def test_modules_that_are_alike_are_judged_once() -> None:
@@ -181,7 +181,7 @@ def test_a_fused_module_is_compared_with_all_its_members(tmp_path: Path) -> None
             names = logical_names(V4, checkpoint.table)
             assert names is not None
             check = check_fused(names, module, members)
-            assert {each.rule.id for each in check.issues} == rules
+            assert {issue.rule.id for issue in check.issues} == rules
             assert check.weight == "FP8_128X128_UE8M0"
 
 
@@ -229,9 +229,9 @@ def test_block_sizes_of_128_and_16_together_are_an_error_that_quotes_both(
     reconfigure(
         folder, "config.json", lambda raw: raw["quantization_config"].update(group_size=128)
     )
-    found = audited(folder)
-    assert errors(found) == {"config.block_size_built"}
-    (size,) = told(found, "config.block_size_built")
+    findings = audited(folder)
+    assert errors(findings) == {"config.block_size_built"}
+    (size,) = told(findings, "config.block_size_built")
     assert "config.json: group_size 128" in size.message
     assert f"{HF}: group_size 16" in size.message
     assert "blocks of 16 by the shapes" in size.message
@@ -279,8 +279,8 @@ def test_each_config_file_gives_its_block_size(
 
 def test_a_module_in_bf16_that_the_config_does_not_list(tmp_path: Path, full: Path) -> None:
     module = "model.layers.1.self_attn.q_b_proj"
-    found = audited(replant(full, tmp_path / "c", turned_back(module)))
-    (broken,) = told(found, "config.contradicts")
+    findings = audited(replant(full, tmp_path / "c", turned_back(module)))
+    (broken,) = told(findings, "config.contradicts")
     assert (broken.module, broken.layer, broken.level) == (module, 1, "error")
     assert (broken.evidence["found"], broken.evidence["promised"]) == ("BF16", "NVFP4")
 
@@ -301,9 +301,9 @@ def test_two_configs_that_differ_are_reported(tmp_path: Path, full: Path) -> Non
     folder = replant(full, tmp_path / "c", same)
     excluded = "model.layers.1.self_attn.q_b_proj"
     reconfigure(folder, HF, lambda raw: raw["quantization"]["exclude_modules"].append(excluded))
-    found = audited(folder)
-    assert errors(found) == set()
-    (apart,) = told(found, "config.two_statements")
+    findings = audited(folder)
+    assert errors(findings) == set()
+    (apart,) = told(findings, "config.two_statements")
     assert apart.module == excluded
 
 
@@ -318,10 +318,10 @@ def test_quantised_weights_without_a_word_are_an_error(tmp_path: Path, full: Pat
 
 
 def test_ignore_together_with_fp8_means_left_alone(experts: Path) -> None:
-    found = audited(experts)
-    (kept,) = told(found, "config.ignore_keeps_source")
+    findings = audited(experts)
+    (kept,) = told(findings, "config.ignore_keeps_source")
     assert kept.level == "note"
-    assert errors(found) == set()
+    assert errors(findings) == set()
 
 
 def test_the_drafters_mxfp4_experts_are_a_trap_worth_a_warning(experts: Path) -> None:
@@ -341,27 +341,31 @@ def test_a_config_that_promises_nvfp4_to_the_drafter_is_wrong(
 
     reconfigure(folder, "config.json", change)
     broken = told(audited(folder), "config.contradicts")
-    assert {each.layer for each in broken} == {V4.num_hidden_layers}
-    assert {each.evidence["found"] for each in broken} == {"MXFP4"}
-    assert {each.count for each in broken} == {V4.n_routed_experts}
+    assert {finding.layer for finding in broken} == {V4.num_hidden_layers}
+    assert {finding.evidence["found"] for finding in broken} == {"MXFP4"}
+    assert {finding.count for finding in broken} == {V4.n_routed_experts}
 
 
 def test_gate_and_up_in_two_formats_are_an_error(tmp_path: Path, experts: Path) -> None:
     change = turned_back("layers.1.ffn.experts.2.w1")
-    found = audited(replant(experts, tmp_path / "c", change))
-    assert {each.layer for each in told(found, "partners.format")} == {1}
-    assert any("experts.2.w3 is NVFP4" in each.message for each in told(found, "partners.format"))
+    findings = audited(replant(experts, tmp_path / "c", change))
+    assert {finding.layer for finding in told(findings, "partners.format")} == {1}
+    assert any(
+        "experts.2.w3 is NVFP4" in finding.message for finding in told(findings, "partners.format")
+    )
 
 
 def test_partners_that_some_engines_fuse_are_a_warning(tmp_path: Path, full: Path) -> None:
-    found = audited(replant(full, tmp_path / "c", turned_back("model.layers.1.self_attn.kv_proj")))
-    (apart,) = told(found, "partners.format_fusable")
+    findings = audited(
+        replant(full, tmp_path / "c", turned_back("model.layers.1.self_attn.kv_proj"))
+    )
+    (apart,) = told(findings, "partners.format_fusable")
     assert (apart.level, apart.layer) == ("warning", 1)
 
 
 def test_released_partners_of_two_formats_are_no_partners(tmp_path: Path) -> None:
-    found = audited(write(tmp_path / "c", V32, "official"))
-    assert told(found, "partners.format_fusable") == []
+    findings = audited(write(tmp_path / "c", V32, "official"))
+    assert told(findings, "partners.format_fusable") == []
 
 
 def test_a_weight_only_checkpoint_needs_no_input_scales(tmp_path: Path, full: Path) -> None:
@@ -414,8 +418,10 @@ def test_the_stored_recipe_is_the_one_that_wrote_it(
     layout = layout_named(name, config)
     written, stored = layout.recipe_for(config), stored_recipe(inventory)
     there = [each for each in parameters(config) if not layout.omits(each, config)]
-    assert [each.parameter for each in inventory.found] != []
-    assert {each.parameter.name for each in inventory.found} == {each.name for each in there}
+    assert [stored_parameter.parameter for stored_parameter in inventory.stored] != []
+    assert {stored_parameter.parameter.name for stored_parameter in inventory.stored} == {
+        each.name for each in there
+    }
     assert inventory.missing == []
     for parameter in there:
         if parameter.kind is Kind.LINEAR:
@@ -429,9 +435,9 @@ def test_a_block_that_differs_has_rules_of_its_own(tmp_path: Path) -> None:
     changed = turned_back("model.layers.1.self_attn.o_b_proj")
     recipe = stored_recipe(inventory_of(replant(healthy, tmp_path / "b", changed)))
     found = {
-        each.name: recipe.format_of(each).weight
-        for each in parameters(V4)
-        if each.row.name == "attn.wo_b" and each.block and not each.block.is_drafter
+        parameter.name: recipe.format_of(parameter).weight
+        for parameter in parameters(V4)
+        if parameter.row.name == "attn.wo_b" and parameter.block and not parameter.block.is_drafter
     }
     assert found == {
         "layers.0.attn.wo_b": "NVFP4",
@@ -449,7 +455,7 @@ def test_suffixes_are_those_of_the_checkpoint(tmp_path: Path) -> None:
 
 def test_drafters_are_numbered_after_the_decoder(tmp_path: Path) -> None:
     inventory = inventory_of(write(tmp_path / "c", V4, "official"))
-    layers = {inventory.layer_of(each.parameter) for each in inventory.found}
+    layers = {inventory.layer_of(parameter.parameter) for parameter in inventory.stored}
     assert layers == {None, 0, 1, 2, 3}
     assert inventory.layer_of(inventory.by_name["mtp.0.attn.wq_a"].parameter) == 3
 
@@ -476,10 +482,10 @@ def test_a_partner_with_its_own_scale_is_reported(
     def change(tensors: Tensors) -> None:
         tensors[scale] = tensors[scale] * 0.5
 
-    (found,) = told(audited(replant(full, tmp_path / "c", change)), rule)
-    assert (found.level, found.layer) == (level, 1)
-    assert found.evidence["ratio"] == pytest.approx(2)
-    assert scale in found.message
+    (finding,) = told(audited(replant(full, tmp_path / "c", change)), rule)
+    assert (finding.level, finding.layer) == (level, 1)
+    assert finding.evidence["ratio"] == pytest.approx(2)
+    assert scale in finding.message
 
 
 @pytest.mark.parametrize("suffix", ["weight_scale_2", "input_scale"])
@@ -490,9 +496,9 @@ def test_a_stack_is_compared_column_by_column(tmp_path: Path, suffix: str) -> No
     def change(tensors: Tensors) -> None:
         tensors[name][2, 1] *= 3
 
-    found = audited(replant(healthy, tmp_path / "b", change))
+    findings = audited(replant(healthy, tmp_path / "b", change))
     rule = "partners.tensor_scale" if suffix == "weight_scale_2" else "partners.input_scale"
-    (apart,) = told(found, rule)
+    (apart,) = told(findings, rule)
     assert f"{name}[2, 1]" in apart.message
     assert apart.evidence["ratio"] == pytest.approx(3)
 
@@ -508,13 +514,15 @@ def test_all_scales_with_their_input_scale_inside_are_reported(tmp_path: Path) -
                 inputs = tensors[name.replace("weight_scale_2", "input_scale")]
                 tensors[name] = tensors[name] * inputs
 
-    found = told(audited(replant(healthy, tmp_path / "b", change)), "scales.input_scale_inside")
+    findings = told(audited(replant(healthy, tmp_path / "b", change)), "scales.input_scale_inside")
     rows = {
-        each.tensor.split(".")[-2] for each in found if each.tensor and "experts." in each.tensor
+        finding.tensor.split(".")[-2]
+        for finding in findings
+        if finding.tensor and "experts." in finding.tensor
     }
     assert rows == {"gate_proj", "up_proj", "down_proj"}
     # Of the dead experts, whose scales are tiny anyway, nothing is said.
-    assert 3 * 3 * 12 < sum(each.count for each in found) <= 3 * 3 * 16
+    assert 3 * 3 * 12 < sum(finding.count for finding in findings) <= 3 * 3 * 16
 
 
 def test_a_small_scale_that_no_input_scale_explains_is_another_rules_business(

@@ -72,9 +72,9 @@ def structure_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_healthy_checkpoint_of_any_layout_raises_no_error(
     tmp_path: Path, config: Config, layout: str, recipe: str | None
 ) -> None:
-    found = audited(write(tmp_path / "c", config, layout, recipe))
-    assert errors(found) == set()
-    assert told(found, "structure.unexpected") == []
+    findings = audited(write(tmp_path / "c", config, layout, recipe))
+    assert errors(findings) == set()
+    assert told(findings, "structure.unexpected") == []
 
 
 def drop(*names: str) -> Callable[[Tensors], None]:
@@ -166,21 +166,23 @@ def test_a_planted_fault_breaks_its_rule(
     tmp_path: Path, structure_experts: Path, fault: str
 ) -> None:
     change, rule = PLANTED[fault]
-    found = told(audited(replant(structure_experts, tmp_path / "c", change)), rule)
-    assert found, fault
-    assert all(each.level == "error" and each.remedy and each.message for each in found)
+    findings = told(audited(replant(structure_experts, tmp_path / "c", change)), rule)
+    assert findings, fault
+    assert all(
+        finding.level == "error" and finding.remedy and finding.message for finding in findings
+    )
 
 
 def test_the_shape_of_the_main_compressor_is_quoted(
     tmp_path: Path, structure_experts: Path
 ) -> None:
     change, rule = PLANTED["indexer from the main prefix"]
-    (found,) = told(audited(replant(structure_experts, tmp_path / "c", change)), rule)
-    assert found.layer == 1
-    assert found.tensor == f"{IDX}.wkv.weight"
-    assert "main compressor's shape" in found.message
-    assert found.evidence["shape"] == [2 * V4.head_dim, V4.hidden_size]
-    assert found.evidence["expected"] == [2 * V4.index_head_dim, V4.hidden_size]
+    (finding,) = told(audited(replant(structure_experts, tmp_path / "c", change)), rule)
+    assert finding.layer == 1
+    assert finding.tensor == f"{IDX}.wkv.weight"
+    assert "main compressor's shape" in finding.message
+    assert finding.evidence["shape"] == [2 * V4.head_dim, V4.hidden_size]
+    assert finding.evidence["expected"] == [2 * V4.index_head_dim, V4.hidden_size]
 
 
 def test_equal_shapes_are_distinguished_by_their_bytes(tmp_path: Path) -> None:
@@ -189,8 +191,8 @@ def test_equal_shapes_are_distinguished_by_their_bytes(tmp_path: Path) -> None:
     alike = write(tmp_path / "a", replace(V4, head_dim=V4.index_head_dim), "bf16")
     assert errors(audited(alike)) == set()
     copied = put(f"{IDX}.wgate.weight", lambda t: t[f"{Q}.compressor.wgate.weight"].clone())
-    (found,) = told(audited(replant(alike, tmp_path / "b", copied)), "structure.indexer_prefix")
-    assert found.evidence["copied_from"] == f"{Q}.compressor.wgate.weight"
+    (finding,) = told(audited(replant(alike, tmp_path / "b", copied)), "structure.indexer_prefix")
+    assert finding.evidence["copied_from"] == f"{Q}.compressor.wgate.weight"
 
 
 def test_constant_bytes_decide_nothing(tmp_path: Path, structure_experts: Path) -> None:
@@ -198,17 +200,17 @@ def test_constant_bytes_decide_nothing(tmp_path: Path, structure_experts: Path) 
         for name in (f"{IDX}.wkv.weight", f"{Q}.compressor.wkv.weight"):
             tensors[name] = torch.zeros_like(tensors[name])
 
-    found = audited(replant(structure_experts, tmp_path / "c", change))
-    assert told(found, "structure.indexer_prefix") == []
+    findings = audited(replant(structure_experts, tmp_path / "c", change))
+    assert told(findings, "structure.indexer_prefix") == []
 
 
 def test_experts_are_reported_together(tmp_path: Path, structure_experts: Path) -> None:
     change = drop(*(f"layers.1.ffn.experts.{e}.w1.input_scale" for e in (0, 1, 3)))
-    (found,) = told(
+    (finding,) = told(
         audited(replant(structure_experts, tmp_path / "c", change)), "scales.input_missing"
     )
-    assert (found.count, found.layer) == (3, 1)
-    assert found.message.endswith("And 2 more like it, experts 0-1, 3.")
+    assert (finding.count, finding.layer) == (3, 1)
+    assert finding.message.endswith("And 2 more like it, experts 0-1, 3.")
 
 
 def test_an_unexpected_tensor_is_a_warning_and_a_buffer_is_a_note(
@@ -219,27 +221,27 @@ def test_an_unexpected_tensor_is_a_warning_and_a_buffer_is_a_note(
         tensors["layers.2.attn.wq_c.weight"] = torch.ones(4)
         tensors["layers.1.attn.rotary_emb.inv_freq"] = torch.ones(4)
 
-    found = audited(replant(structure_experts, tmp_path / "c", change))
-    assert errors(found) == set()
-    (unexpected,) = told(found, "structure.unexpected")
+    findings = audited(replant(structure_experts, tmp_path / "c", change))
+    assert errors(findings) == set()
+    (unexpected,) = told(findings, "structure.unexpected")
     assert (unexpected.level, unexpected.count) == ("warning", 2)
-    (extra,) = told(found, "structure.known_extra")
+    (extra,) = told(findings, "structure.known_extra")
     assert (extra.level, extra.tensor) == ("note", "layers.1.attn.rotary_emb.inv_freq")
 
 
 def test_a_missing_drafter_is_a_note(tmp_path: Path, structure_experts: Path) -> None:
-    found = audited(replant(structure_experts, tmp_path / "c", drop_prefix("mtp.0.")))
-    assert errors(found) == set()
-    (absent,) = told(found, "structure.drafter_absent")
+    findings = audited(replant(structure_experts, tmp_path / "c", drop_prefix("mtp.0.")))
+    assert errors(findings) == set()
+    (absent,) = told(findings, "structure.drafter_absent")
     assert (absent.level, absent.layer) == ("note", V4.num_hidden_layers)
 
 
 def test_narrowed_values_are_a_warning(tmp_path: Path, structure_experts: Path) -> None:
-    found = audited(
+    findings = audited(
         replant(structure_experts, tmp_path / "c", cast(f"{Q}.attn_sink", torch.bfloat16))
     )
-    assert errors(found) == set()
-    (narrowed,) = told(found, "structure.narrowed")
+    assert errors(findings) == set()
+    (narrowed,) = told(findings, "structure.narrowed")
     assert narrowed.evidence == {"dtype": "BF16", "published": "F32"}
 
 
@@ -247,9 +249,9 @@ def test_input_scales_of_partners_may_differ_with_a_warning(
     tmp_path: Path, structure_experts: Path
 ) -> None:
     name = f"{E0}.w3.input_scale"
-    found = audited(replant(structure_experts, tmp_path / "c", put(name, lambda t: t[name] * 2)))
-    assert errors(found) == set()
-    (apart,) = told(found, "partners.input_scale")
+    findings = audited(replant(structure_experts, tmp_path / "c", put(name, lambda t: t[name] * 2)))
+    assert errors(findings) == set()
+    (apart,) = told(findings, "partners.input_scale")
     assert apart.evidence["ratio"] == pytest.approx(2)
 
 
@@ -258,9 +260,9 @@ def test_an_unknown_model_is_judged_module_by_module(
 ) -> None:
     folder = replant(structure_experts, tmp_path / "c", drop(f"{Q}.wq_b.scale"))
     reconfigure(folder, "config.json", lambda raw: raw.update(model_type="another"))
-    found = audited(folder)
-    assert [each.level for each in told(found, "structure.unknown_model")] == ["note"]
-    (unread,) = told(found, "structure.unreadable_module")
+    findings = audited(folder)
+    assert [finding.level for finding in told(findings, "structure.unknown_model")] == ["note"]
+    (unread,) = told(findings, "structure.unreadable_module")
     assert unread.module == f"{Q}.wq_b"
 
 
@@ -269,9 +271,9 @@ def test_a_folder_without_a_config_cannot_be_vouched_for(
 ) -> None:
     folder = replant(structure_experts, tmp_path / "c", lambda _: None)
     (folder / "config.json").unlink()
-    found = audited(folder)
-    assert errors(found) == {"structure.no_config"}
-    assert told(found, "structure.unknown_model") == []
+    findings = audited(folder)
+    assert errors(findings) == {"structure.no_config"}
+    assert told(findings, "structure.unknown_model") == []
     # One file by itself promises nothing around it.
     alone = audited(next(folder.glob("*.safetensors")))
     assert errors(alone) == set()
@@ -295,10 +297,10 @@ def test_problems_of_the_files_are_findings(tmp_path: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"never opened")
     shard = min(folder.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1])
-    found = audited(folder)
-    (unreadable,) = told(found, "files.unreadable_shard")
+    findings = audited(folder)
+    (unreadable,) = told(findings, "files.unreadable_shard")
     assert unreadable.evidence["file"] == shard.name
-    assert [each.level for each in told(found, "files.pickled")] == ["warning"]
+    assert [finding.level for finding in told(findings, "files.pickled")] == ["warning"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -309,7 +311,9 @@ UNREAD = {"nvfp4-full": "names.unread_quantised", "compressed-tensors": "names.u
 
 def names_told(folder: Path) -> list[Finding]:
     with Checkpoint.survey(folder) as checkpoint:
-        return [each for each in audit_structure(checkpoint) if each.rule.startswith("names.")]
+        return [
+            finding for finding in audit_structure(checkpoint) if finding.rule.startswith("names.")
+        ]
 
 
 @pytest.mark.parametrize(("family", "layout"), LAYOUTS)
@@ -317,26 +321,26 @@ def test_a_layout_without_a_reader_is_reported(family: str, layout: str, tmp_pat
     config = V4 if family == V4Config.family else V32
     write_checkpoint(tmp_path / "c", Synthetic(config, layout, seed=5))
     wanted = UNREAD.get(layout) if config is V4 else None
-    assert [each.rule for each in names_told(tmp_path / "c")] == ([wanted] if wanted else [])
+    assert [finding.rule for finding in names_told(tmp_path / "c")] == ([wanted] if wanted else [])
 
 
 def test_decoded_weights_under_unknown_names_are_an_error(tmp_path: Path) -> None:
     """What `convert --to bf16` wrote: transformers computes with experts at random."""
     layout = layout_named("nvfp4-full", V4).with_recipe("bf16")
-    (told,) = written_and_told(tmp_path / "c", layout)
+    (finding,) = written_and_told(tmp_path / "c", layout)
     experts = 3 * V4.n_routed_experts * V4.num_hidden_layers
-    assert (told.rule, told.level) == ("names.unread", "error")
-    assert told.evidence["modules"] == experts
-    assert all(".mlp.experts." in name for name in told.evidence["examples"])
-    assert "transformers leaves them at random" in told.message
+    assert (finding.rule, finding.level) == ("names.unread", "error")
+    assert finding.evidence["modules"] == experts
+    assert all(".mlp.experts." in name for name in finding.evidence["examples"])
+    assert "transformers leaves them at random" in finding.message
 
 
 def test_compressors_fused_under_unknown_names_are_reported(tmp_path: Path) -> None:
     fused = with_fused_compressors(layout_named("official", V4)).with_recipe("bf16")
     assert not written_and_told(tmp_path / "read", fused)
     other = with_fused_compressors(layout_named("transformers-saved", V4)).with_recipe("bf16")
-    (told,) = written_and_told(tmp_path / "unread", other)
-    assert all(name.endswith(".fused_wkv_wgate") for name in told.evidence["examples"])
+    (finding,) = written_and_told(tmp_path / "unread", other)
+    assert all(name.endswith(".fused_wkv_wgate") for name in finding.evidence["examples"])
 
 
 def written_and_told(folder: Path, layout: Layout) -> list[Finding]:
@@ -361,8 +365,8 @@ def _rules(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any] = CO
     write_shards(folder, [tensors])
     (folder / "config.json").write_text(json.dumps(config))
     with Checkpoint.survey(folder) as checkpoint:
-        found = audit_structure(checkpoint)
-    return {each.rule for each in found if each.level == "error"}
+        findings = audit_structure(checkpoint)
+    return {finding.rule for finding in findings if finding.level == "error"}
 
 
 @pytest.mark.parametrize(
@@ -443,10 +447,12 @@ def test_lost_shards_are_the_only_errors(
     weight_map = json.loads((tmp_path / "c/model.safetensors.index.json").read_text())["weight_map"]
     for number in share:
         lose(shards[number])
-    found = audited(tmp_path / "c")
-    assert errors(found) == {"files.unreadable_shard"}, [f for f in found if f.level == "error"]
-    lost = told(found, "files.unreadable_shard")
-    assert sum(each.count for each in lost) == len(share)
+    findings = audited(tmp_path / "c")
+    assert errors(findings) == {"files.unreadable_shard"}, [
+        f for f in findings if f.level == "error"
+    ]
+    lost = told(findings, "files.unreadable_shard")
+    assert sum(finding.count for finding in lost) == len(share)
     there = sum(shard == shards[share[0]].name for shard in weight_map.values())
     assert f"The index places {there:,} tensors there" in lost[0].message
 
@@ -495,7 +501,7 @@ def test_a_missing_and_a_changed_file_are_reported(tmp_path: Path) -> None:
     (tmp_path / "c/config.json").write_text((tmp_path / "c/config.json").read_text() + " ")
     found = _judged(tmp_path / "c")
     assert found is not None
-    assert [each.evidence["file"] for each in found] == ["config.json"]
+    assert [finding.evidence["file"] for finding in found] == ["config.json"]
 
 
 def test_what_is_no_manifest_of_ours_is_left_alone(tmp_path: Path) -> None:

@@ -38,7 +38,9 @@ def main(mode: str, folder: Path) -> None:
     elif mode == "quantise":
         recipe = recipe_named("nvfp4-full", CONFIG)
         found = {p.name: Amax(8.0, 1) for p in parameters(CONFIG) if _scaled(recipe.format_of(p))}
-        job = QuantiseJob(source, target_layout(CONFIG, recipe), calibration=Calibration.of(found))
+        job = QuantiseJob(
+            source, target_layout(CONFIG, recipe), calibration=Calibration.from_records(found)
+        )
         job.run(target, workers=2, shard_bytes=SHARD)
     else:
         job_for(source, "nvfp4").run(target, workers=2, shard_bytes=SHARD)

@@ -54,9 +54,9 @@ def _family(root: int) -> set[int]:
 
 def _children(process: int) -> list[int]:
     found: list[int] = []
-    for told in Path(f"/proc/{process}/task").glob("*/children"):
+    for path in Path(f"/proc/{process}/task").glob("*/children"):
         try:
-            found += map(int, told.read_text().split())
+            found += map(int, path.read_text().split())
         except OSError:
             continue
     return found

@@ -116,11 +116,15 @@ def test_scales_of_another_rank_or_dtype_are_named(tmp_path: Path) -> None:
     for gpu, other in (("sm90", "sm100"), ("sm100", "sm90")):
         target = tmp_path / gpu
         converted("nvfp4-full", target, "deepgemm-wo-a", gpu=gpu)
-        told = (target / "conversion.json").read_text()
-        (target / "conversion.json").write_text(told.replace(f'"{gpu}"', f'"{other}"'))
+        text = (target / "conversion.json").read_text()
+        (target / "conversion.json").write_text(text.replace(f'"{gpu}"', f'"{other}"'))
         proof = prove(source("nvfp4-full"), target)
         assert not proof.holds
-        assert any("weight_scale_inv is" in fault for each in proof.broken for fault in each.faults)
+        assert any(
+            "weight_scale_inv is" in fault
+            for tensor_proof in proof.broken
+            for fault in tensor_proof.faults
+        )
 
 
 def test_other_sources_and_options_are_refused(tmp_path: Path) -> None:
@@ -138,7 +142,7 @@ def test_groups_that_are_no_multiple_of_a_scale_are_refused_by_name(tmp_path: Pa
     config = replace(V4, o_lora_rank=32)
     write_checkpoint(tmp_path / "made", Synthetic(config, "official", seed=1))
     rows = config.o_groups * 32
-    told = rf"rows of layers\.0\.attn\.wo_a = {rows}: expected {config.o_groups} groups of .*128"
-    with pytest.raises(ShapeMismatch, match=told):
+    text = rf"rows of layers\.0\.attn\.wo_a = {rows}: expected {config.o_groups} groups of .*128"
+    with pytest.raises(ShapeMismatch, match=text):
         convert(tmp_path / "made", tmp_path / "out", "deepgemm-wo-a", {"gpu": "sm90"})
     assert not (tmp_path / "out").exists()

@@ -137,10 +137,10 @@ def test_one_wrong_element_is_detected_and_placed(tmp_path: Path) -> None:
         return values
 
     damage(tmp_path / "out", f"{MODULE}.weight", wrong)
-    (found,) = prove(source("nvfp4-full"), tmp_path / "out").broken
-    assert (found.tensor, found.beyond) == (MODULE, 1)
-    assert found.worst is not None
-    assert found.worst.coordinate == (100, 7)
+    (proof,) = prove(source("nvfp4-full"), tmp_path / "out").broken
+    assert (proof.tensor, proof.beyond) == (MODULE, 1)
+    assert proof.worst is not None
+    assert proof.worst.coordinate == (100, 7)
 
 
 def test_a_damaged_copy_is_detected(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_the_output_is_what_its_config_says(kind: str, tmp_path: Path) -> None:
     """V4's FP8 experts have fp32 scales, and a word of their own in the config."""
     assert converted(kind, tmp_path / "out", "fp8-block").holds
     with Checkpoint.survey(tmp_path / "out") as after:
-        assert not [each for each in audit_structure(after) if each.level is Level.ERROR]
+        assert not [finding for finding in audit_structure(after) if finding.level is Level.ERROR]
         if kind != "v32":
             assert after.config["expert_dtype"] == "fp8"
             experts = after.stored("layers.0.ffn.experts.0.w1").format
@@ -213,9 +213,9 @@ def test_all_ones_scales_are_detected_even_where_codes_fit_them(tmp_path: Path) 
     ones = values.to(torch.float8_e4m3fn)
     damage(tmp_path / "out", f"{FP8_BLOCK_MODULE}.weight", lambda _: ones)
     damage(tmp_path / "out", f"{FP8_BLOCK_MODULE}.scale", torch.ones_like)
-    (found,) = prove(source("nvfp4-full"), tmp_path / "out").broken
-    assert found.beyond == 0
-    assert "scales are not the largest magnitude over 448" in found.faults[0]
+    (proof,) = prove(source("nvfp4-full"), tmp_path / "out").broken
+    assert proof.beyond == 0
+    assert "scales are not the largest magnitude over 448" in proof.faults[0]
 
 
 @pytest.mark.parametrize("scale", ["fp32", "ue8m0"])
@@ -244,13 +244,13 @@ def test_weights_are_quantised_as_modelopt_does_with_shared_scales(
     names = [f"layers.1.ffn.experts.1.{part}" for part in ("w1", "w3")]
     with Checkpoint.open(source(kind)) as before, Checkpoint.open(tmp_path / "out") as after:
         values = [before.stored(name).values() for name in names]
-        amax = torch.stack([each.abs().max() for each in values]).max()
+        amax = torch.stack([value.abs().max() for value in values]).max()
         for name, own in zip(names, values, strict=True):
-            made, found = quantise(own, NVFP4, MODELOPT, amax=amax), after.weight(name)
-            assert torch.equal(found.codes, made.codes)  # type: ignore[arg-type]
-            assert torch.equal(found.block_scale, made.block_scale)  # type: ignore[arg-type]
-            assert found.tensor_scale == made.tensor_scale
-            assert found.input_scale is None
+            made, weight = quantise(own, NVFP4, MODELOPT, amax=amax), after.weight(name)
+            assert torch.equal(weight.codes, made.codes)  # type: ignore[arg-type]
+            assert torch.equal(weight.block_scale, made.block_scale)  # type: ignore[arg-type]
+            assert weight.tensor_scale == made.tensor_scale
+            assert weight.input_scale is None
 
 
 def _doubled(scale: torch.Tensor) -> torch.Tensor:
@@ -273,14 +273,16 @@ def test_wrong_nibbles_and_wrong_tensor_scales_are_detected(tmp_path: Path) -> N
 def test_weights_alone_are_declared_as_such(to: str, tmp_path: Path) -> None:
     """Told NVFP4, engines would read an input_scale that is not there."""
     assert converted("official", tmp_path / "out", to).holds
-    with Checkpoint.open(tmp_path / "out") as made:
-        assert not any(name.endswith("input_scale") for name in made.entries)
-        for stated in made.quantisation.values():
+    with Checkpoint.open(tmp_path / "out") as checkpoint:
+        assert not any(name.endswith("input_scale") for name in checkpoint.entries)
+        for stated in checkpoint.quantisation.values():
             text = json.dumps(stated)
             assert "W4A16_NVFP4" in text
             assert '"NVFP4"' not in text
             assert "input_activations" not in text
-        assert not [each for each in audit_structure(made) if each.level is Level.ERROR]
+        assert not [
+            finding for finding in audit_structure(checkpoint) if finding.level is Level.ERROR
+        ]
 
 
 def test_weight_only_formats_are_never_mixed_with_quantised_activations(tmp_path: Path) -> None:
@@ -357,8 +359,11 @@ def test_partners_are_judged_together(apart: int, tmp_path: Path) -> None:
         return
     convert(changed, tmp_path / "out", "nvfp4-lossless")
     assert prove(changed, tmp_path / "out").holds
-    with Checkpoint.open(tmp_path / "out") as made:
-        assert made.weight(f"{stem}.w1").tensor_scale == made.weight(f"{stem}.w3").tensor_scale
+    with Checkpoint.open(tmp_path / "out") as checkpoint:
+        assert (
+            checkpoint.weight(f"{stem}.w1").tensor_scale
+            == checkpoint.weight(f"{stem}.w3").tensor_scale
+        )
 
 
 def test_exponents_too_far_apart_are_refused_by_name(tmp_path: Path) -> None:

@@ -102,9 +102,9 @@ def test_what_is_written_passes_the_structure_audit(kind: str, to: str, tmp_path
     convert(source(kind), tmp_path / "out", to)
     assert prove(source(kind), tmp_path / "out").holds
     with Checkpoint.survey(tmp_path / "out") as after:
-        found = audit_structure(after)
-        assert not [each for each in found if each.level is not Level.NOTE], found
-        is_engines = any(each.rule == "structure.engine_form" for each in found)
+        findings = audit_structure(after)
+        assert not [finding for finding in findings if finding.level is not Level.NOTE], findings
+        is_engines = any(finding.rule == "structure.engine_form" for finding in findings)
         assert is_engines == (to in {"deepgemm-wo-a", "fused-compressor"})
 
 
@@ -182,7 +182,9 @@ def test_a_fault_of_the_reverse_conversion_is_detected(tmp_path: Path) -> None:
     converted("nvfp4-experts", there, "vllm", backend="cutedsl")
     convert_back(there, back)
     damage(back, "layers.1.ffn.experts.2.w3.weight", lambda codes: codes.roll(64, 0))
-    assert [each.sources for each in prove(back, there).broken] == [("layers.1.ffn.experts.2.w3",)]
+    assert [proof.sources for proof in prove(back, there).broken] == [
+        ("layers.1.ffn.experts.2.w3",)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_what_is_stacked_and_what_is_decoded(tmp_path: Path) -> None:
     ):
         fused = after.tensor(f"{ATTN}.fused_wqa_wkv.weight")
         parts = [before.stored(f"layers.0.attn.{name}") for name in ("wq_a", "wkv")]
-        expected = torch.cat([each.weight().values(torch.bfloat16) for each in parts])
+        expected = torch.cat([part.weight().values(torch.bfloat16) for part in parts])
         assert torch.equal(fused, expected)
         assert after.entry(f"{ATTN}.wo_a.weight").dtype == "F8_E4M3"
         assert after.entry(f"{ATTN}.wo_a.weight_scale_inv").dtype == "F8_E8M0"
@@ -200,9 +200,9 @@ def test_both_compressors_are_fused_from_their_own_prefixes(kind: str, tmp_path:
         for stem in ("layers.0.attn.compressor", "layers.0.attn.indexer.compressor"):
             parts = [before.stored(f"{stem}.{part}") for part in ("wkv", "wgate")]
             fused = f"{stem}.fused_wkv_wgate"
-            expected = torch.cat([each.weight().values(torch.bfloat16) for each in parts])
+            expected = torch.cat([part.weight().values(torch.bfloat16) for part in parts])
             assert torch.equal(after.tensor(f"{fused}.weight"), expected)
-            gone = [entry.name for each in parts for entry in each.form.parts.values()]
+            gone = [entry.name for part in parts for entry in part.form.parts.values()]
             assert not after.entries.keys() & set(gone)
 
 
@@ -234,8 +234,8 @@ def test_uninitialised_memory_is_detected(tmp_path: Path) -> None:
     converted("bf16", tmp_path / "out", "fused-compressor")
     name = "layers.0.attn.compressor.fused_wkv_wgate.weight"
     damage(tmp_path / "out", name, torch.zeros_like)
-    (found,) = prove(source("bf16"), tmp_path / "out").broken
-    assert found.beyond > found.elements * 0.9
+    (proof,) = prove(source("bf16"), tmp_path / "out").broken
+    assert proof.beyond > proof.elements * 0.9
 
 
 # --------------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ TRTLLM = {"to": "vllm", "options": {"backend": "trtllm"}}
 def errors_of(folder: Path) -> tuple[list[Finding], list[Finding]]:
     with Checkpoint.open(folder) as checkpoint:
         findings = audit_numbers(checkpoint).findings
-    return findings, [each for each in findings if each.level is Level.ERROR]
+    return findings, [finding for finding in findings if finding.level is Level.ERROR]
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "loader"])
@@ -255,9 +255,9 @@ def test_experts_in_a_stated_order_are_no_error(tmp_path: Path, backend: str) ->
     convert(source("nvfp4-experts"), tmp_path, "vllm", {"backend": backend})
     findings, errors = errors_of(tmp_path)
     assert errors == []
-    (told,) = [f for f in findings if f.rule == rules_numbers.SCALE_LAYOUT_STATED.id]
-    assert "`128x4`, as conversion.json states" in told.message
-    assert told.evidence["matrices"] == 2 * 3 * 3  # layers, experts, matrices
+    (finding,) = [f for f in findings if f.rule == rules_numbers.SCALE_LAYOUT_STATED.id]
+    assert "`128x4`, as conversion.json states" in finding.message
+    assert finding.evidence["matrices"] == 2 * 3 * 3  # layers, experts, matrices
 
 
 def test_a_broken_promise_is_an_error(tmp_path: Path) -> None:
@@ -266,10 +266,10 @@ def test_a_broken_promise_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a" / "conversion.json").unlink()
     convert(source("nvfp4-experts"), tmp_path / "b", "vllm", {"backend": "loader"})
     (tmp_path / "b" / "conversion.json").write_text(json.dumps(TRTLLM))
-    for name, told in (("a", "is in the order `128x4`"), ("b", "conversion.json states `128x4`")):
+    for name, text in (("a", "is in the order `128x4`"), ("b", "conversion.json states `128x4`")):
         _, errors = errors_of(tmp_path / name)
-        assert {each.rule for each in errors} == {rules_numbers.SCALE_LAYOUT.id}
-        assert all(told in each.message for each in errors)
+        assert {error.rule for error in errors} == {rules_numbers.SCALE_LAYOUT.id}
+        assert all(text in error.message for error in errors)
 
 
 @pytest.mark.parametrize(
@@ -289,8 +289,8 @@ def test_what_cannot_be_read_states_nothing(tmp_path: Path, text: str, backend: 
     with Checkpoint.open(tmp_path) as checkpoint:
         assert stated_backend(checkpoint) is None
         (tmp_path / "conversion.json").write_text(text)
-        found = stated_backend(checkpoint)
-    assert (found.name if found else None) == backend
+        arrangement = stated_backend(checkpoint)
+    assert (arrangement.name if arrangement else None) == backend
 
 
 def test_stacked_experts_alone_are_arranged() -> None:

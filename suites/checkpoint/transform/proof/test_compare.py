@@ -155,7 +155,7 @@ def test_several_workers_find_what_one_finds(
     damage(tmp_path / "new", "norm.weight", lambda values: -values)
     damage(tmp_path / "new", "layers.1.attn.wq_a.weight", lambda v: v * 2)
     heard: list[int] = []
-    found = [
+    proofs = [
         prove(
             source("nvfp4-full"),
             tmp_path / "new",
@@ -164,6 +164,6 @@ def test_several_workers_find_what_one_finds(
         )
         for workers in (1, 2)
     ]
-    assert found[0] == found[1]
-    assert len(found[0].broken) == 2
+    assert proofs[0] == proofs[1]
+    assert len(proofs[0].broken) == 2
     assert len(heard) == 2 * len(parts)

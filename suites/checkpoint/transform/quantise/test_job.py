@@ -91,11 +91,11 @@ def source_of(folder: Path, family: str, layout: str) -> Path:
 @cache
 def calibration_of(config: Config, recipe: str) -> Calibration:
     chosen = recipe_named(recipe, config)
-    return Calibration.of(
+    return Calibration.from_records(
         {
-            each.name: Amax(1 + i / 16, 0 if each.name in UNREACHED else 7)
-            for i, each in enumerate(parameters(config))
-            if chosen.format_of(each).activation == "NVFP4"
+            parameter.name: Amax(1 + i / 16, 0 if parameter.name in UNREACHED else 7)
+            for i, parameter in enumerate(parameters(config))
+            if chosen.format_of(parameter).activation == "NVFP4"
         }
     )
 
@@ -136,7 +136,7 @@ def test_a_hub_cache_is_read_and_what_no_parameter_explains_is_listed(folder: Pa
     blobs.mkdir()
     write(
         snapshot / "extra",
-        WritePlan.of([PlannedTensor("rotary.inv_freq", "F32", (4,))]),
+        WritePlan.from_tensors([PlannedTensor("rotary.inv_freq", "F32", (4,))]),
         lambda tensor: [bytes(tensor.nbytes)],
     )
     (snapshot / "extra" / "model-00001-of-00001.safetensors").rename(blobs / "extra")
@@ -155,29 +155,29 @@ def test_a_hub_cache_is_read_and_what_no_parameter_explains_is_listed(folder: Pa
     assert json.loads((target / REPORT).read_text())["unclaimed"] == ["rotary.inv_freq"]
     assert not any(path.is_symlink() for path in target.rglob("*"))
     assert (target / "tokenizer.json").read_text() == "{}"
-    with Checkpoint.open(target) as made:
-        assert "rotary.inv_freq" not in made.entries
+    with Checkpoint.open(target) as checkpoint:
+        assert "rotary.inv_freq" not in checkpoint.entries
 
 
 def assert_quantised(
     before: Checkpoint, after: Checkpoint, name: str, told: dict[str, Any]
 ) -> None:
     """Hold one weight against the definition, its scales against its partners."""
-    values, made = before.weight(name).values(torch.float32), after.weight(name)
-    assert made.tensor_scale is not None
-    assert made.codes is not None
-    assert made.block_scale is not None
-    assert made.input_scale is not None
+    values, weight = before.weight(name).values(torch.float32), after.weight(name)
+    assert weight.tensor_scale is not None
+    assert weight.codes is not None
+    assert weight.block_scale is not None
+    assert weight.input_scale is not None
     amax = float(values.abs().max())
-    scale = made.tensor_scale
+    scale = weight.tensor_scale
     assert float(scale) >= float(np.float32(amax) / np.float32(2688))
     assert float(scale) == told["weight_scale_2"]
     codes, block_scale = quantise_definition(
         values, MODELOPT.rule_for(NVFP4), TensorScales(encode=1 / scale, decode=scale)
     )
-    assert torch.equal(made.codes, codes)
-    assert torch.equal(made.block_scale.view(torch.uint8), block_scale)
-    error = float((made.values(torch.float32) - values).norm() / values.norm())
+    assert torch.equal(weight.codes, codes)
+    assert torch.equal(weight.block_scale.view(torch.uint8), block_scale)
+    error = float((weight.values(torch.float32) - values).norm() / values.norm())
     assert told["relative_error"] == pytest.approx(error, rel=1e-4)
     if name.endswith(".w1"):
         partner = after.weight(name[:-1] + "3")
@@ -186,7 +186,7 @@ def assert_quantised(
         largest = max(amax, float(before.weight(name[:-1] + "3").values(torch.float32).abs().max()))
         assert float(scale) == float(np.float32(largest) / np.float32(2688))
         assert torch.equal(scale, partner.tensor_scale)
-        assert torch.equal(made.input_scale, partner.input_scale)
+        assert torch.equal(weight.input_scale, partner.input_scale)
 
 
 def test_mxfp4_is_taken_over_exactly(folder: Path) -> None:
@@ -198,7 +198,9 @@ def test_mxfp4_is_taken_over_exactly(folder: Path) -> None:
     assert report["flagged"]["unreached_experts"] == list(UNREACHED)
     with Checkpoint.open(source) as before, Checkpoint.open(target) as after:
         for name in report["weights"]:
-            old, new = (each.weight(name).values(torch.float64) for each in (before, after))
+            old, new = (
+                checkpoint.weight(name).values(torch.float64) for checkpoint in (before, after)
+            )
             assert torch.equal(old.view(torch.int64), new.view(torch.int64))
 
 
@@ -228,12 +230,12 @@ def test_a_wrong_exact_scale_never_reaches_the_disk(
 def test_searching_rules_lessen_the_error(folder: Path, rule: ScaleRule) -> None:
     source = source_of(folder, "v32", "bf16")
     found = {}
-    for each in (ScaleRule.AMAX, rule):
-        target = folder / f"rules-{rule}-{each}"
-        job_of(source, "v32", "nvfp4-experts", scale_rule=each).run(target)
+    for scale_rule in (ScaleRule.AMAX, rule):
+        target = folder / f"rules-{rule}-{scale_rule}"
+        job_of(source, "v32", "nvfp4-experts", scale_rule=scale_rule).run(target)
         report = json.loads((target / REPORT).read_text())
-        assert report["scale_rule"] == each
-        found[each] = [each["relative_error"] for each in report["weights"].values()]
+        assert report["scale_rule"] == scale_rule
+        found[scale_rule] = [each["relative_error"] for each in report["weights"].values()]
     assert all(a > b for a, b in zip(found[ScaleRule.AMAX], found[rule], strict=True))
 
 
@@ -285,9 +287,9 @@ def test_activations_without_a_calibration_are_refused(folder: Path) -> None:
     weights: Recipe = weight_only(recipe_named("nvfp4-experts", TINY_V4))
     target = folder / "weight-only"
     replace(job, layout=target_layout(TINY_V4, weights), calibration=None).run(target)
-    with Checkpoint.open(target) as made:
-        assert not [name for name in made.entries if name.endswith("input_scale")]
-        stated = made.quantisation["config.json"]
+    with Checkpoint.open(target) as checkpoint:
+        assert not [name for name in checkpoint.entries if name.endswith("input_scale")]
+        stated = checkpoint.quantisation["config.json"]
         assert stated["moe_quant_algo"] == "W4A16_NVFP4"
         assert "input_activations" not in stated["config_groups"]["group_0"]
 
@@ -347,19 +349,23 @@ def test_memory_does_not_grow_with_a_matrix() -> None:
 
 def wanted(config: Config, recipe: str = "nvfp4-full") -> list[Parameter]:
     chosen = recipe_named(recipe, config)
-    return [each for each in parameters(config) if chosen.format_of(each).activation == "NVFP4"]
+    return [
+        parameter
+        for parameter in parameters(config)
+        if chosen.format_of(parameter).activation == "NVFP4"
+    ]
 
 
 def records(config: Config) -> dict[str, Amax]:
-    return {each.name: Amax(1.0 + i / 8, 10) for i, each in enumerate(wanted(config))}
+    return {parameter.name: Amax(1.0 + i / 8, 10) for i, parameter in enumerate(wanted(config))}
 
 
 def test_the_file_round_trips(tmp_path: Path) -> None:
-    made = Calibration.of(records(TINY_V4))
-    (tmp_path / FILE).write_bytes(made.to_bytes())
-    assert Calibration.load(tmp_path) == made
-    assert Calibration.load(tmp_path / FILE).fingerprint == made.fingerprint
-    raw = json.loads(made.to_bytes())
+    calibration = Calibration.from_records(records(TINY_V4))
+    (tmp_path / FILE).write_bytes(calibration.to_bytes())
+    assert Calibration.load(tmp_path) == calibration
+    assert Calibration.load(tmp_path / FILE).fingerprint == calibration.fingerprint
+    raw = json.loads(calibration.to_bytes())
     assert raw["format"] == "degarble-amax"
     assert raw["linears"]["layers.0.attn.wq_a"] == {"amax": 1.0, "tokens": 10}
 
@@ -397,14 +403,14 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_two_runs_join() -> None:
-    one = Calibration.of({"a": Amax(2.0, 3), "b": Amax(1.0, 1)})
-    two = Calibration.of({"a": Amax(1.5, 4), "c": Amax(0.0, 0)})
+    one = Calibration.from_records({"a": Amax(2.0, 3), "b": Amax(1.0, 1)})
+    two = Calibration.from_records({"a": Amax(1.5, 4), "c": Amax(0.0, 0)})
     assert one.merged(two).records == {"a": (2.0, 7), "b": (1.0, 1), "c": (0.0, 0)}
 
 
 def scale_of(config: Config, given: dict[str, Amax], name: str) -> Any:
-    found = InputScales(config, Calibration.of(given), wanted(config))
-    return found.of(parameter_named(config, name))
+    input_scales = InputScales(config, Calibration.from_records(given), wanted(config))
+    return input_scales.scale_of(parameter_named(config, name))
 
 
 def test_partners_take_the_larger_amax() -> None:
@@ -443,14 +449,14 @@ def test_the_experts_of_a_v32_layer_share_one() -> None:
 
 def test_what_cannot_be_answered_is_refused() -> None:
     given = records(TINY_V4)
-    missing = {name: each for name, each in given.items() if name != "layers.0.attn.wq_a"}
+    missing = {name: amax for name, amax in given.items() if name != "layers.0.attn.wq_a"}
     with pytest.raises(InvalidArgument, match=r"layers\.0\.attn\.wq_a"):
         scale_of(TINY_V4, missing, "layers.0.attn.wq_b")
     with pytest.raises(InvalidArgument, match=r"layers\.9\.attn\.wq_a.*with the model that"):
         scale_of(TINY_V4, given | {"layers.9.attn.wq_a": Amax(1.0, 1)}, "layers.0.attn.wq_b")
     with pytest.raises(InvalidArgument, match="no linear"):
         scale_of(TINY_V4, given | {"norm": Amax(1.0, 1)}, "layers.0.attn.wq_b")
-    nobody = {name: each for name, each in given.items() if ".experts." not in name}
+    nobody = {name: amax for name, amax in given.items() if ".experts." not in name}
     with pytest.raises(InvalidArgument, match="no expert in any layer"):
         scale_of(TINY_V4, nobody, "layers.0.ffn.experts.0.w2")
 
@@ -500,7 +506,7 @@ def test_the_report_says_what_happened() -> None:
 
 def test_order_and_travel_change_nothing() -> None:
     one, two = facts()
-    travelled = [ShardFacts.from_bytes(each.to_bytes()) for each in (two, one)]
+    travelled = [ShardFacts.from_bytes(shard_facts.to_bytes()) for shard_facts in (two, one)]
     assert None not in travelled
     assert report_bytes({}, filter(None, travelled)) == report_bytes({}, facts())
 

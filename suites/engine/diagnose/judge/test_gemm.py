@@ -63,7 +63,7 @@ FORMS: dict[str, QuantisedTensor] = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_product_is_exact_in_every_form(form: str) -> None:
-    made = Product.of(X, FORMS[form], torch.float32)
+    made = Product.from_operands(X, FORMS[form], torch.float32)
     expected = X.double() @ dequantise(FORMS[form], torch.float64).T
     assert float((made.exact - expected).abs().max()) < 1e-12 * float(expected.abs().max()) * 256
     assert torch.equal(made.expected, made.exact.float())
@@ -71,22 +71,24 @@ def test_a_product_is_exact_in_every_form(form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_some_rows_and_columns_are_those_of_the_whole(form: str) -> None:
-    made = Product.of(X, FORMS[form], torch.bfloat16, torch.arange(150.0))
+    made = Product.from_operands(X, FORMS[form], torch.bfloat16, torch.arange(150.0))
     rows, columns = torch.tensor([1, 39]), torch.tensor([0, 7, 149])
-    part = made.at(rows, columns)
+    part = made.select(rows, columns)
     assert torch.allclose(part.exact, made.exact[rows][:, columns], rtol=1e-13, atol=1e-12)
     slack, whole = part.budget.slack, made.budget.slack[rows][:, columns]
     assert float((slack / whole).max()) < 1.5
-    again = part.at(torch.tensor([1]), torch.tensor([2])).exact
+    again = part.select(torch.tensor([1]), torch.tensor([2])).exact
     assert torch.allclose(again, part.exact[1:, 2:], rtol=1e-13, atol=1e-12)
 
 
 def test_scales_of_rows_go_with_their_rows() -> None:
     x = quantise(X[:, None], NVFP4, amax=X.abs().amax(1))
-    made = Product.of(x, W, torch.float32)
+    made = Product.from_operands(x, W, torch.float32)
     assert made.shape == (40, 150)
     rows, columns = torch.tensor([3, 4]), torch.arange(150)
-    assert torch.allclose(made.at(rows, columns).exact, made.exact[rows], rtol=1e-13, atol=1e-12)
+    assert torch.allclose(
+        made.select(rows, columns).exact, made.exact[rows], rtol=1e-13, atol=1e-12
+    )
     expected = dequantise(x, torch.float64)[:, 0] @ W.double().T
     assert torch.allclose(made.exact, expected, rtol=1e-12, atol=1e-9)
 
@@ -102,7 +104,7 @@ def test_the_values_are_the_same_before_and_after_the_unit() -> None:
 
 
 def test_the_plain_product_is_float32_from_end_to_end() -> None:
-    made = Product.of(X, FORMS["nvfp4"], torch.float32)
+    made = Product.from_operands(X, FORMS["nvfp4"], torch.float32)
     expected = X @ dequantise(FORMS["nvfp4"], torch.float32).T
     assert torch.equal(made.plain(), expected)
 
@@ -134,10 +136,10 @@ def test_every_legal_order_of_the_sum_agrees(kind: str, order: str) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found_and_its_cause_is_named_first(kind: str, fault: str) -> None:
     g = made(kind)
-    found = judged(g, FAULTS[fault].run(g))
-    assert found.verdict is Verdict.DIFFERS
-    assert found.cause is not None, str(found)
-    assert found.cause.fault == FAULTS[fault].named, str(found)
+    kernel = judged(g, FAULTS[fault].run(g))
+    assert kernel.verdict is Verdict.DIFFERS
+    assert kernel.cause is not None, str(kernel)
+    assert kernel.cause.fault == FAULTS[fault].named, str(kernel)
 
 
 @pytest.mark.parametrize("kind", INPUTS)
@@ -150,10 +152,10 @@ def test_an_operand_that_was_truncated_when_it_was_quantised_is_named(kind: str,
     quotients = plain.double().unflatten(-1, (-1, 16)) / scales[..., None]
     codes = encode_array(quotients.flatten(-2).float(), E2M1, Rounding.TOWARD_ZERO)
     other = replace(tensor, codes=pack_nibbles(codes, NibbleOrder.LOW_EVEN))
-    found = judged(g, product(other, g.wq) if name == "x" else product(g.xq, other))
-    assert found.cause is not None, str(found)
-    assert found.cause.fault == "M09.truncated"
-    assert f"elements of {name} toward zero" in found.cause.evidence
+    kernel = judged(g, product(other, g.wq) if name == "x" else product(g.xq, other))
+    assert kernel.cause is not None, str(kernel)
+    assert kernel.cause.fault == "M09.truncated"
+    assert f"elements of {name} toward zero" in kernel.cause.evidence
 
 
 def test_the_list_is_the_measured_one() -> None:
@@ -162,9 +164,9 @@ def test_the_list_is_the_measured_one() -> None:
 
 def test_a_silent_fallback_is_too_good_for_the_quantised_operands() -> None:
     g = made("gaussian")
-    found = judged(g, g.x.float() @ g.w.float().T)
-    assert found.too_good is not None
-    assert found.too_good.ratio > 1
+    kernel = judged(g, g.x.float() @ g.w.float().T)
+    assert kernel.too_good is not None
+    assert kernel.too_good.ratio > 1
     half = judged(g, g.x.float() @ values(g)[1].T)
     assert half.cause is not None
     assert "unquantised x" in half.cause.evidence
@@ -178,10 +180,10 @@ def test_unknown_damage_is_found_without_claiming_a_cause() -> None:
     g = made("gaussian")
     generator = torch.Generator().manual_seed(1)
     noise = 1 + 0.05 * torch.randn(SHAPE[:2], generator=generator)
-    found = judged(g, product(g.xq, g.wq) * noise)
-    assert found.verdict is Verdict.DIFFERS
-    assert found.named == ()
-    assert "no known fault explains it" in found.sentence
+    kernel = judged(g, product(g.xq, g.wq) * noise)
+    assert kernel.verdict is Verdict.DIFFERS
+    assert kernel.named == ()
+    assert "no known fault explains it" in kernel.sentence
 
 
 def test_a_cause_is_proved_on_the_whole_output() -> None:
@@ -204,26 +206,26 @@ def test_a_cause_is_proved_on_the_whole_output() -> None:
 )
 def test_output_in_another_order_or_size(change: Callable[[Tensor], Tensor], named: str) -> None:
     g = made("heavy-tailed")
-    found = judged(g, change(product(g.xq, g.wq)))
-    assert found.cause is not None, str(found)
-    assert found.cause.fault == named
+    kernel = judged(g, change(product(g.xq, g.wq)))
+    assert kernel.cause is not None, str(kernel)
+    assert kernel.cause.fault == named
 
 
 def test_faults_of_the_activation_are_named_as_such() -> None:
     g = made("gaussian")
     shifted = replace(g.xq, block_scale=g.xq.block_scale.roll(-1, 1).contiguous())
-    found = judged(g, product(shifted, g.wq))
-    assert found.cause is not None
-    assert (found.cause.fault, "in x" in found.cause.evidence) == ("M12.column_off", True)
+    kernel = judged(g, product(shifted, g.wq))
+    assert kernel.cause is not None
+    assert (kernel.cause.fault, "in x" in kernel.cause.evidence) == ("M12.column_off", True)
 
 
 def test_a_code_that_is_read_as_another_value() -> None:
     g = made("gaussian")
     low, high = (torch.where(h == 7, 6, h) for h in (g.wq.codes & 15, g.wq.codes >> 4))
-    found = judged(g, product(g.xq, replace(g.wq, codes=(low | high << 4).to(torch.uint8))))
-    assert found.cause is not None, str(found)
-    assert found.cause.fault == "M09.decode_table"
-    assert "0x7 as 4" in found.cause.evidence
+    kernel = judged(g, product(g.xq, replace(g.wq, codes=(low | high << 4).to(torch.uint8))))
+    assert kernel.cause is not None, str(kernel)
+    assert kernel.cause.fault == "M09.decode_table"
+    assert "0x7 as 4" in kernel.cause.evidence
 
 
 def test_sums_in_sixteen_bits() -> None:
@@ -232,9 +234,9 @@ def test_sums_in_sixteen_bits() -> None:
     total = torch.zeros(SHAPE[:2])
     for begin in range(0, SHAPE[2], 32):
         total = (total + x[:, begin : begin + 32] @ w[:, begin : begin + 32].T).half().float()
-    found = judged(g, total)
-    assert found.cause is not None, str(found)
-    assert "FP16 after every 32 of K" in found.cause.evidence
+    kernel = judged(g, total)
+    assert kernel.cause is not None, str(kernel)
+    assert "FP16 after every 32 of K" in kernel.cause.evidence
 
 
 def test_the_tensor_core_model_agrees() -> None:

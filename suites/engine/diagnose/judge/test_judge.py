@@ -67,15 +67,15 @@ def test_activations_may_arrive_as_codes(per_row: bool) -> None:
 def test_one_wrong_element_is_reported_with_both_codes() -> None:
     out = OUT.bfloat16()
     out[3, 5] *= 1.5
-    found = judge("gemm", X, W, out)
-    text = str(found)
+    kernel = judge("gemm", X, W, out)
+    text = str(kernel)
     assert "1 of 4,608 elements are each beyond their budget" in text
     assert "first at [3, 5]: BF16 0x" in text
     assert "budget: K = 256 additions in float32" in text
     with pytest.raises(AssertionError, match="DIFFERS: gemm differs"):
-        found.require()
-    assert not found
-    document = found.document()
+        kernel.require()
+    assert not kernel
+    document = kernel.document()
     assert (document["verdict"], document["causes"]) == ("DIFFERS", [])
 
 
@@ -83,12 +83,12 @@ def test_a_row_that_was_not_written_is_named() -> None:
     for left in (0.0, math.nan):
         out = OUT.bfloat16()
         out[7] = left
-        found = judge("gemm", X, W, out)
-        assert found.cause is not None
-        assert found.cause.fault == "M41.rows_unwritten"
-        assert f"rows 7 left at {left:g}" in found.cause.evidence
-    assert "96 NaN and 0 infinities" in found.census["out"]
-    assert "the first at [7, 0]" in found.census["out"]
+        kernel = judge("gemm", X, W, out)
+        assert kernel.cause is not None
+        assert kernel.cause.fault == "M41.rows_unwritten"
+        assert f"rows 7 left at {left:g}" in kernel.cause.evidence
+    assert "96 NaN and 0 infinities" in kernel.census["out"]
+    assert "the first at [7, 0]" in kernel.census["out"]
 
 
 def test_rms_norm_and_its_faults() -> None:
@@ -105,9 +105,9 @@ def test_rms_norm_and_its_faults() -> None:
         (norm(1e-6, torch.ones(K)), "M17.ones"),
         (norm(1e-3, weight), "M24.epsilon"),
     ):
-        found = judge("rmsnorm", X, weight, wrong)
-        assert found.cause is not None
-        assert found.cause.fault == fault
+        kernel = judge("rmsnorm", X, weight, wrong)
+        assert kernel.cause is not None
+        assert kernel.cause.fault == fault
     assert judge("rmsnorm", X, weight, norm(0.3, weight)).named == ()
 
 
@@ -139,10 +139,10 @@ def test_quantisation_is_judged_code_by_code() -> None:
     made = quantise(X, NVFP4)
     judge("quantise_nvfp4", X, None, made).require()
     wrong = replace(made, codes=(made.codes >> 4) | (made.codes << 4))
-    found = judge("quantise_nvfp4", X, None, wrong)
-    assert found.cause is not None
-    assert found.cause.fault == "M10.nibble_order"
-    assert "codes differ" in str(found)
+    kernel = judge("quantise_nvfp4", X, None, wrong)
+    assert kernel.cause is not None
+    assert kernel.cause.fault == "M10.nibble_order"
+    assert "codes differ" in str(kernel)
 
 
 def test_a_callable_is_its_own_definition() -> None:
@@ -201,19 +201,19 @@ REFUSED: list[tuple[type[DegarbleError], tuple[Any, ...], str]] = [
 
 @pytest.mark.parametrize("case", range(len(REFUSED)))
 def test_bad_input_is_refused_by_name(case: int) -> None:
-    error, arguments, told = REFUSED[case]
+    error, arguments, text = REFUSED[case]
     with pytest.raises(error) as raised:
         judge(*arguments)
-    assert told in str(raised.value), str(raised.value)
+    assert text in str(raised.value), str(raised.value)
 
 
 def test_a_reference_that_does_not_fit_is_refused() -> None:
-    for reference, told in (
+    for reference, text in (
         ({"z": X}, "reference"),
         ({"x": X[1:]}, "reference x"),
         (OUT[1:], "ref"),
     ):
-        with pytest.raises(DegarbleError, match=told):
+        with pytest.raises(DegarbleError, match=text):
             judge("gemm", X, W, OUT, reference=reference)
     with pytest.raises(InvalidArgument, match="operands by name"):
         judge("gemm", X, W, OUT, reference=3)
@@ -242,16 +242,16 @@ def test_a_sign_that_flips_in_a_tile_is_no_scale() -> None:
     x, w = random(64, 256, seed=3), random(96, 256, seed=4)
     out = x.double() @ w.double().T
     out[16:32, 32:64] *= -1
-    found = judge("gemm", x, w, out.bfloat16())
-    assert [each.fault for each in found.named] == ["M43.one_tile"], str(found)
+    kernel = judge("gemm", x, w, out.bfloat16())
+    assert [cause.fault for cause in kernel.named] == ["M43.one_tile"], str(kernel)
 
 
 def test_a_reference_output_is_enough_to_see_a_fallback() -> None:
     g = gemm("gaussian", (64, 64, 256))
     exact = g.x.float() @ g.w.float().T
-    found = judge("gemm", g.xq, g.wq, exact.bfloat16(), reference=exact)
-    assert found.too_good is not None
-    assert "nearer to the reference than the twin" in str(found)
+    kernel = judge("gemm", g.xq, g.wq, exact.bfloat16(), reference=exact)
+    assert kernel.too_good is not None
+    assert "nearer to the reference than the twin" in str(kernel)
     assert judge("gemm", g.xq, g.wq, product(g.xq, g.wq).bfloat16(), reference=exact)
     assert len(FAULTS) == 16
 
@@ -260,8 +260,8 @@ def test_a_kernel_on_weights_that_were_rounded_once_decoded_agrees_and_says_so()
     wq = quantise(random(N, K, seed=1), NVFP4)
     decoded = dequantise(wq, torch.float32).bfloat16().float()
     out = (X.float() @ decoded.T).bfloat16()
-    found = judge("gemm", X, wq, out).require()
-    assert "weights rounded to BF16 once decoded" in found.note
+    kernel = judge("gemm", X, wq, out).require()
+    assert "weights rounded to BF16 once decoded" in kernel.note
     stated = Setting(conventions={"decoded_operands": "weights_bf16"})
     judge("gemm", X, wq, out, setting=stated).require()
     exact = judge("gemm", X, wq, out, setting=Setting(conventions={"decoded_operands": "exact"}))
@@ -269,9 +269,9 @@ def test_a_kernel_on_weights_that_were_rounded_once_decoded_agrees_and_says_so()
     assert exact.cause is None
     swapped = replace(wq, codes=(wq.codes >> 4) | (wq.codes << 4))
     wrong = (X.float() @ dequantise(swapped, torch.float32).bfloat16().float().T).bfloat16()
-    found = judge("gemm", X, wq, wrong, setting=stated)
-    assert found.cause is not None
-    assert found.cause.fault == "M10.nibble_order"
+    kernel = judge("gemm", X, wq, wrong, setting=stated)
+    assert kernel.cause is not None
+    assert kernel.cause.fault == "M10.nibble_order"
     with pytest.raises(UnknownName, match="of the setting"):
         Setting(conventions={"decoded_operand": "exact"})
 
@@ -287,8 +287,8 @@ def test_an_operation_that_rounds_in_two_steps_agrees_and_says_so(name: str) -> 
         gate, up = X.float().chunk(2, -1)
         out = (torch.nn.functional.silu(gate).bfloat16().float() * up).bfloat16()
         given, convention = None, "gate_rounded_before_product"
-    found = judge(name, X, given, out).require()
-    assert "rounded to BF16" in found.note
+    kernel = judge(name, X, given, out).require()
+    assert "rounded to BF16" in kernel.note
     judge(name, X, given, out, setting=Setting(conventions={convention: True})).require()
     assert not judge(name, X, given, out, setting=Setting(conventions={convention: False}))
     assert not judge(name, X, given, (out.float() * 1.01).bfloat16())
@@ -312,8 +312,8 @@ SETTING = Setting(config=TINY_V4)
 
 def test_a_role_or_a_full_name_is_enough() -> None:
     for name in ("attn.wq_a", "layers.1.attn.wq_a"):
-        found = judge(name, {"x": COMPONENTS_X}, COMPONENTS_W, COMPONENTS_OUT, setting=SETTING)
-        assert found.require().component.endswith(".attn.wq_a")
+        kernel = judge(name, {"x": COMPONENTS_X}, COMPONENTS_W, COMPONENTS_OUT, setting=SETTING)
+        assert kernel.require().component.endswith(".attn.wq_a")
     assert judge(
         "attn.wq_a",
         COMPONENTS_X,
@@ -323,9 +323,9 @@ def test_a_role_or_a_full_name_is_enough() -> None:
     )
     wrong = COMPONENTS_OUT.clone()
     wrong[3, 5] *= 2
-    found = judge("attn.wq_a", COMPONENTS_X, COMPONENTS_W, wrong, setting=SETTING)
-    assert found.verdict is Verdict.DIFFERS
-    assert "first at [3, 5]" in str(found)
+    kernel = judge("attn.wq_a", COMPONENTS_X, COMPONENTS_W, wrong, setting=SETTING)
+    assert kernel.verdict is Verdict.DIFFERS
+    assert "first at [3, 5]" in str(kernel)
     assert not judge("attn.wq_a", COMPONENTS_X, COMPONENTS_W, COMPONENTS_OUT * 2, setting=SETTING)
 
 
@@ -339,9 +339,9 @@ def test_codes_arrive_as_the_recipe_says() -> None:
     swapped = replace(wq, codes=(wq.codes >> 4) | (wq.codes << 4))
     x = decode_activations(coded, "NVFP4", torch.float64)
     wrong = (x @ dequantise(swapped, torch.float64).T).bfloat16()
-    found = judge("attn.wq_a", coded, wq, wrong, setting=setting)
-    assert found.cause is not None, str(found)
-    assert found.cause.fault.startswith("M10."), str(found)
+    kernel = judge("attn.wq_a", coded, wq, wrong, setting=setting)
+    assert kernel.cause is not None, str(kernel)
+    assert kernel.cause.fault.startswith("M10."), str(kernel)
 
 
 def test_other_components_by_their_own_budgets() -> None:
@@ -351,8 +351,8 @@ def test_other_components_by_their_own_budgets() -> None:
     out = normal * torch.rsqrt(normal.square().mean(-1, keepdim=True) + TINY_V32.rms_norm_eps)
     setting = Setting(config=TINY_V32)
     made = {"out": (out * weight).bfloat16(), "residual": x.bfloat16()}
-    found = judge("attn.norm", {"x": x.bfloat16()}, weight, made, setting=setting)
-    assert found.outputs["out"].verdict is Verdict.AGREES, str(found)
+    kernel = judge("attn.norm", {"x": x.bfloat16()}, weight, made, setting=setting)
+    assert kernel.outputs["out"].verdict is Verdict.AGREES, str(kernel)
 
 
 COMPONENTS_REFUSED: list[tuple[tuple[Any, ...], str]] = [
@@ -385,10 +385,10 @@ COMPONENTS_REFUSED: list[tuple[tuple[Any, ...], str]] = [
 
 @pytest.mark.parametrize("case", range(len(COMPONENTS_REFUSED)))
 def test_what_does_not_fit_is_refused_by_name(case: int) -> None:
-    arguments, told = COMPONENTS_REFUSED[case]
+    arguments, text = COMPONENTS_REFUSED[case]
     with pytest.raises(DegarbleError) as raised:
         judge(*arguments, setting=SETTING)
-    assert told in str(raised.value), str(raised.value)
+    assert text in str(raised.value), str(raised.value)
 
 
 def test_tokens_in_more_dimensions_are_taken() -> None:
@@ -404,11 +404,11 @@ def test_tokens_in_more_dimensions_are_taken() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64])
 def test_an_output_of_another_kind_is_a_finding_without_a_cause(dtype: torch.dtype) -> None:
-    found = judge(
+    kernel = judge(
         "attn.wq_a", COMPONENTS_X, COMPONENTS_W, COMPONENTS_OUT.to(dtype), setting=SETTING
     )
-    assert (found.verdict, found.cause) == (Verdict.DIFFERS, None)
-    assert f"dtype {dtype} in place of numbers" in str(found)
+    assert (kernel.verdict, kernel.cause) == (Verdict.DIFFERS, None)
+    assert f"dtype {dtype} in place of numbers" in str(kernel)
 
 
 def test_a_component_needs_its_config() -> None:

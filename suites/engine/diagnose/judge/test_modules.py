@@ -36,7 +36,7 @@ def test_a_clean_model_agrees_in_every_linear(small: Toy, twin: api.Twin) -> Non
     found = api.check(api.capture(small.model, small.tokens), twin)
     assert found.verdict is api.Verdict.AGREES
     assert len(found.judged) == 9 * LINEARS
-    assert found.troubles == ()
+    assert found.discrepancies == ()
     assert found.origins == ()
     assert {name.rpartition(".")[2] for name in found.unjudged} >= {"embed", "input_layernorm"}
 
@@ -50,7 +50,7 @@ def test_a_fault_is_reported_for_its_module_alone(small: Toy, twin: api.Twin, fa
     finally:
         small.put(PLACE, small.weights[PLACE])
     assert found.verdict is api.Verdict.DIFFERS
-    assert [each.component for each in found.troubles] == [PLACE]
+    assert [trouble.component for trouble in found.discrepancies] == [PLACE]
     (origin,) = found.origins
     assert (origin.layer, origin.component, origin.fault) == (7, "mlp.down_proj", named)
     document = json.loads(json.dumps(found.document()))
@@ -68,12 +68,13 @@ def test_bfloat16_models_are_judged_by_the_budget(small: Toy) -> None:
         run, {name: w for name, w in _rounded(small).items() if name[:8] < "layers.2"}
     )
     assert found.verdict is api.Verdict.AGREES, str(found)
-    assert max(each.ratio for each in found.judged.values()) <= 0.7
+    assert max(kernel.ratio for kernel in found.judged.values()) <= 0.7
 
 
 def _rounded(small: Toy) -> dict[str, torch.Tensor]:
     return {
-        name: api.dequantise(each, torch.float32).bfloat16() for name, each in small.weights.items()
+        name: api.dequantise(weight, torch.float32).bfloat16()
+        for name, weight in small.weights.items()
     }
 
 
@@ -105,11 +106,11 @@ def test_definitions_and_values_that_are_not_finite() -> None:
     found = api.check(run, weights, gelu)
     assert (found.verdict, len(found.judged)) == (api.Verdict.AGREES, 3), str(found)
     tanh = {"m1": lambda x: nn.functional.gelu(x, approximate="tanh")}
-    assert [e.component for e in api.check(run, weights, tanh).troubles] == ["m1"]
+    assert [e.component for e in api.check(run, weights, tanh).discrepancies] == ["m1"]
     with torch.no_grad():
         first.weight[3, 3] = math.nan
     found = api.check(api.capture(model, torch.randn(5, 8)), weights, gelu)
-    assert [each.component for each in found.troubles] == ["m0"]
+    assert [trouble.component for trouble in found.discrepancies] == ["m0"]
     assert found.inherited == ("m1", "m2")
     assert found.first_not_finite == "m0 in step 0"
 
@@ -121,11 +122,13 @@ def test_a_row_that_is_not_finite_hides_no_fault_of_the_others() -> None:
     x = torch.randn(20, 64)
     x[7] = math.nan
     healthy = api.check(api.capture(linear, x), stored)
-    assert (healthy.troubles, healthy.inherited) == ((), ("linear",)), str(healthy)
+    assert (healthy.discrepancies, healthy.inherited) == ((), ("linear",)), str(healthy)
     with torch.no_grad():
         linear.weight.mul_(2)
     found = api.check(api.capture(linear, x), stored)
-    assert [each.cause and each.cause.fault for each in found.troubles] == ["M43.whole"]
+    assert [trouble.cause and trouble.cause.fault for trouble in found.discrepancies] == [
+        "M43.whole"
+    ]
     x[:] = math.nan
     assert api.check(api.capture(linear, x), stored).verdict is api.Verdict.UNDECIDED
 
@@ -187,13 +190,13 @@ def test_what_decodes_quickly_is_decoded_for_every_call_and_not_held() -> None:
     twin, x = api.Twin({"one": stored}), torch.randn(4, 512)
     weight = api.dequantise(stored, torch.float32)
     for _ in range(3):
-        found = twin.judge("one", {"x": x}, {"out": x @ weight.T})
-        assert found is not None
-        assert found.verdict is api.Verdict.AGREES
+        kernel = twin.judge("one", {"x": x}, {"out": x @ weight.T})
+        assert kernel is not None
+        assert kernel.verdict is api.Verdict.AGREES
     assert "values" not in vars(twin._held["one"])
-    found = twin.judge("one", {"x": x}, {"out": x @ weight.T * 2})
-    assert found is not None
-    assert found.verdict is api.Verdict.DIFFERS
+    kernel = twin.judge("one", {"x": x}, {"out": x @ weight.T * 2})
+    assert kernel is not None
+    assert kernel.verdict is api.Verdict.DIFFERS
 
 
 def test_a_lone_module_is_a_component_and_a_call_without_rows_is_passed_over() -> None:
@@ -220,11 +223,13 @@ def test_a_bfloat16_model_on_decoded_weights_agrees_and_its_convention_is_report
     assert found.document()["conventions"][0]["source"] == "learned"
     stated = api.check(run, made.weights, conventions={"decoded_operands": "weights_bf16"})
     assert stated.verdict is api.Verdict.AGREES
-    assert [each.source for each in stated.conventions] == ["declared"]
+    assert [convention.source for convention in stated.conventions] == ["declared"]
     exact = api.check(run, made.weights, conventions={"decoded_operands": "exact"})
     assert exact.verdict is api.Verdict.DIFFERS
-    assert [each.source for each in exact.conventions] == ["contradicted"]
-    assert {each.cause for each in exact.troubles} == {None}, "M40.short_sums is not the cause"
+    assert [convention.source for convention in exact.conventions] == ["contradicted"]
+    assert {trouble.cause for trouble in exact.discrepancies} == {None}, (
+        "M40.short_sums is not the cause"
+    )
     with pytest.raises(UnknownName, match=r"of check\(\)"):
         api.check(run, made.weights, conventions={"decoded_operands": "fp16"})
 
@@ -237,7 +242,7 @@ def test_one_linear_on_rounded_weights_among_exact_ones_is_named() -> None:
     with torch.no_grad():
         linear.weight.copy_(linear.weight.to(torch.bfloat16).float())
     found = api.check(api.capture(made.model, made.tokens), made.weights)
-    (trouble,) = found.troubles
+    (trouble,) = found.discrepancies
     assert trouble.component == place
     assert trouble.cause is None
     assert "weights rounded to BF16 once decoded" in trouble.sentence
