@@ -17,12 +17,7 @@ from degarble.harness.base.errors import DegarbleError, InvalidArgument
 from degarble.harness.base.version import VERSION
 from degarble.harness.capture.files.reader import Capture
 from degarble.harness.capture.files.writer import CaptureWriter
-from degarble.harness.capture.modules import (
-    Place,
-    places_by_name,
-    recording,
-    weights_hash,
-)
+from degarble.harness.capture.modules import ModulePlace, places_by_name, recording, weights_hash
 from degarble.harness.capture.options import CaptureFilter
 from degarble.harness.capture.recorder import MemoryRun, Recorder
 from degarble.harness.engine.conventions.registry import (
@@ -32,7 +27,7 @@ from degarble.harness.engine.conventions.registry import (
     stored_conventions,
 )
 from degarble.harness.engine.diagnose.judge.judge import Setting, judge
-from degarble.harness.engine.diagnose.judge.modules import Checked, Twin, check_modules
+from degarble.harness.engine.diagnose.judge.modules import CheckedModules, Twin, check_modules
 from degarble.harness.engine.diagnose.judge.report import JudgedKernel
 from degarble.harness.formats.number_formats import NVFP4
 from degarble.harness.formats.quantise import QuantisedTensor, dequantise, quantise
@@ -45,8 +40,10 @@ if TYPE_CHECKING:
 __all__ = (
     "NVFP4",
     "Checked",
+    "CheckedModules",
     "DegarbleError",
     "JudgedKernel",
+    "ModulePlace",
     "Place",
     "QuantisedTensor",
     "Setting",
@@ -60,11 +57,15 @@ __all__ = (
     "quantise",
 )
 
+# Names of the first versions, which stay valid.
+Checked = CheckedModules
+Place = ModulePlace
+
 
 def capture(
     model: torch.nn.Module,
     *arguments: Any,
-    places: Iterable[Place] | None = None,
+    places: Iterable[ModulePlace] | None = None,
     components: str | None = None,
     folder: Path | str | None = None,
     label: str | None = None,
@@ -123,7 +124,10 @@ def _facts_of_module(
 
 
 def _record(
-    model: torch.nn.Module, arguments: tuple[Any, ...], places: list[Place], recorder: Recorder
+    model: torch.nn.Module,
+    arguments: tuple[Any, ...],
+    places: list[ModulePlace],
+    recorder: Recorder,
 ) -> None:
     with torch.inference_mode(), recording(model, places, recorder):
         model(*arguments)
@@ -136,7 +140,7 @@ def check(
     *,
     conventions: Mapping[str, Any] | None = None,
     partial: bool = False,
-) -> Checked:
+) -> CheckedModules:
     """Judge every captured call whose component the twin knows, on the inputs that it was given.
 
     `twin`: weights by component (tensor, QuantisedTensor, Weight, or a dict of `w` and `bias`), as

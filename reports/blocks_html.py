@@ -22,10 +22,10 @@ from degarble.harness.report.blocks import (
     Sentence,
     Table,
     Tabs,
+    TextComparison,
     Tone,
     ToneMap,
     Trends,
-    Voices,
 )
 from degarble.harness.report.verdict import Verdict
 from degarble.reports import words
@@ -208,7 +208,7 @@ def block_element(block: Block) -> HtmlElement:
             return judged_map_element(block)
         case Profile():
             return profile_element(block)
-        case Voices():
+        case TextComparison():
             return voices_element(block)
         case Files():
             return files_element(block)

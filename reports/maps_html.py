@@ -24,12 +24,12 @@ if TYPE_CHECKING:
         JudgedCell,
         JudgedMap,
         Mark,
+        ModelText,
         Profile,
+        TextComparison,
         ToneMap,
         Trend,
         Trends,
-        Voices,
-        VoiceText,
     )
     from degarble.reports.markup import HtmlElement
 
@@ -331,14 +331,14 @@ def _figure(block: Profile, value: float) -> str:
     return f"{value:,.0f}" if block.logarithmic else words.number(value, 3)
 
 
-def voices_element(block: Voices) -> HtmlElement:
+def voices_element(block: TextComparison) -> HtmlElement:
     """Render texts to one prompt side by side, and mark where they differ."""
     prompt = h("p", {"class": "prompt"}, h("span", {"class": "who"}, "Prompt"), block.prompt)
     spoken = [_voice(voice, block) for voice in block.voices]
     return h("div", {"class": "block voices"}, prompt, h("div", {"class": "spoken"}, spoken))
 
 
-def _voice(voice: VoiceText, block: Voices) -> HtmlElement:
+def _voice(voice: ModelText, block: TextComparison) -> HtmlElement:
     parting = len(voice.tokens) if block.parting is None else block.parting
     meant = block.voices[0].tokens  # of the twin: its own words are not marked
     said: list[HtmlElement | str] = ["".join(voice.tokens[:parting])]

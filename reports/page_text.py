@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from degarble.harness.report.blocks import ColumnKind, Sentence, Table, Tone, Trends, Voices
+from degarble.harness.report.blocks import ColumnKind, Sentence, Table, TextComparison, Tone, Trends
 from degarble.harness.report.number_text import visible
 from degarble.harness.report.verdict import Verdict
 from degarble.reports import words
@@ -95,7 +95,7 @@ def _block(block: Block, width: int) -> RenderableType | None:
         return _table(block, width)
     if isinstance(block, Trends):
         return _trends(block)
-    if isinstance(block, Voices):
+    if isinstance(block, TextComparison):
         said = [(_text(voice.name, "dim"), _text("".join(voice.tokens))) for voice in block.voices]
         return _columns([(_text("prompt", "dim"), _text(block.prompt)), *said])
     if isinstance(block, Sentence) and block.tone in _TONE_SIGNS:

@@ -20,14 +20,14 @@ from degarble.harness.report.blocks import (
     JudgedMap,
     Look,
     Looks,
+    ModelText,
     Profile,
     Sentence,
     Tab,
     Table,
     Tabs,
+    TextComparison,
     Tone,
-    Voices,
-    VoiceText,
 )
 from degarble.harness.report.number_text import number, share
 from degarble.harness.report.page import Panel, PanelKind
@@ -219,9 +219,9 @@ def text_panel(record: TextRecord, replayed: Verdict) -> Panel:
         if replayed is Verdict.AGREES:
             sentence += " Every component agrees: of two likely words, rounding chose the other."
     blocks: list[Block] = [
-        Voices(
+        TextComparison(
             prompt_texts.prompt,
-            tuple(VoiceText(*voice) for voice in prompt_texts.voices),
+            tuple(ModelText(*voice) for voice in prompt_texts.voices),
             prompt_texts.parting,
         )
         for prompt_texts in record.said

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 PAGE = ROOT / "docs" / "api.md"
 NAMES = {
-    "NVFP4", "Checked", "DegarbleError", "JudgedKernel", "Place", "QuantisedTensor", "Setting",
-    "Twin", "Verdict", "Weight", "capture", "check", "dequantise", "judge", "quantise",
+    "NVFP4", "Checked", "CheckedModules", "DegarbleError", "JudgedKernel", "ModulePlace", "Place",
+    "QuantisedTensor", "Setting", "Twin", "Verdict", "Weight", "capture", "check", "dequantise",
+    "judge", "quantise",
 }  # fmt: skip
 
 

@@ -363,7 +363,7 @@ class CaptureSummary:
         return made | capture_document(self.capture)
 
 
-class SteppingSpeaker(LogitsModel):
+class RecordingLogitsModel(LogitsModel):
     """A speaker that tells a recorder of every forward pass."""
 
     def __init__(self, bound: BoundModel, recorder: Recorder) -> None:
@@ -435,7 +435,7 @@ def capture(
                 writer, capture_settings.wanted, statistics_only=capture_settings.statistics_only
             )
             recorder.wrap(bound)
-            model.logits_model = SteppingSpeaker(bound, recorder)
+            model.logits_model = RecordingLogitsModel(bound, recorder)
             spoken = generator.speak(prompts)
             writer.finish(
                 sequences=[_sequence(speech) for speech in spoken.speeches],

@@ -47,7 +47,7 @@ _OUT = MappingProxyType({(0, 0): "out"})
 
 
 @dataclass(frozen=True)
-class Place:
+class ModulePlace:
     """Modules that are a component.
 
     `inputs`: of the first module, argument to name. `outputs`: (which module, which of the tensors
@@ -78,7 +78,7 @@ class _PlaceProgress:
 class ModuleRecorder:
     """Hooks that feed a recorder. Use `recording`."""
 
-    def __init__(self, recorder: Recorder, places: Iterable[Place]) -> None:
+    def __init__(self, recorder: Recorder, places: Iterable[ModulePlace]) -> None:
         self._recorder = recorder
         self._places = [place for place in places if recorder.chooses(place.component)]
         self._under: dict[str, _PlaceProgress] = {}
@@ -87,7 +87,7 @@ class ModuleRecorder:
     def install(self, model: nn.Module, stack: ExitStack) -> None:
         """Hook every module of the map, and the model itself for its steps."""
         known = dict(model.named_modules())
-        by_module: dict[str, list[tuple[Place, int]]] = defaultdict(list)
+        by_module: dict[str, list[tuple[ModulePlace, int]]] = defaultdict(list)
         for place in self._places:
             for number, name in enumerate(place.modules):
                 if name not in known:
@@ -131,7 +131,7 @@ class ModuleRecorder:
 
     def _before(
         self,
-        members: list[tuple[Place, int]],
+        members: list[tuple[ModulePlace, int]],
         _module: nn.Module,
         given: tuple[Any, ...],
         named: dict[str, Any],
@@ -148,7 +148,7 @@ class ModuleRecorder:
 
     def _after(
         self,
-        members: list[tuple[Place, int]],
+        members: list[tuple[ModulePlace, int]],
         _module: nn.Module,
         _given: tuple[Any, ...],
         _named: dict[str, Any],
@@ -172,7 +172,7 @@ class ModuleRecorder:
             if under.next == len(place.modules):
                 self._finish(place, self._under.pop(place.component))
 
-    def _finish(self, place: Place, under: _PlaceProgress) -> None:
+    def _finish(self, place: ModulePlace, under: _PlaceProgress) -> None:
         outputs = {
             name: parts[0] if len(parts) == 1 else torch.cat(parts, -1)
             for name, parts in under.parts.items()
@@ -187,7 +187,9 @@ class ModuleRecorder:
 
 
 @contextmanager
-def recording(model: nn.Module, places: Iterable[Place], recorder: Recorder) -> Iterator[None]:
+def recording(
+    model: nn.Module, places: Iterable[ModulePlace], recorder: Recorder
+) -> Iterator[None]:
     """Record every forward pass of a model; the hooks are removed on exit."""
     with ExitStack() as stack:
         ModuleRecorder(recorder, places).install(model, stack)
@@ -219,11 +221,11 @@ def _hash_tensor(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
         digest.update(memoryview(piece.cpu().numpy()))
 
 
-def places_by_name(model: nn.Module) -> list[Place]:
+def places_by_name(model: nn.Module) -> list[ModulePlace]:
     """Map each leaf module to a component of its own, named after it."""
     found: dict[str, str] = {}
     if next(model.children(), None) is None:
-        return [Place(component_of(type(model).__name__), ("",))]
+        return [ModulePlace(component_of(type(model).__name__), ("",))]
     for name, module in model.named_modules():
         if name and next(module.children(), None) is None:
             component = component_of(name)
@@ -233,7 +235,7 @@ def places_by_name(model: nn.Module) -> list[Place]:
                     "Write the map from modules to sites yourself.",
                 )  # fmt: skip
             found[component] = name
-    return [Place(component, (name,)) for component, name in found.items()]
+    return [ModulePlace(component, (name,)) for component, name in found.items()]
 
 
 def component_of(module: str) -> str:
@@ -251,19 +253,21 @@ def component_of(module: str) -> str:
     return prefix + ".".join(words)
 
 
-def _argument(place: Place, key: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
+def _argument(
+    place: ModulePlace, key: Any, given: tuple[Any, ...], named: dict[str, Any]
+) -> Tensor:
     found = given[key] if isinstance(key, int) and key < len(given) else named.get(str(key))
     if isinstance(key, int) and key >= len(given) and len(named) > key - len(given):
         found = list(named.values())[key - len(given)]
     return _required(place, f"argument {key}", found)
 
 
-def _returned(place: Place, number: int, tensors: Any, at: int) -> Tensor:
+def _returned(place: ModulePlace, number: int, tensors: Any, at: int) -> Tensor:
     found = tensors[at] if at < len(tensors) else None
     return _required(place, f"tensor {at} that {place.modules[number]} returns", found)
 
 
-def _required(place: Place, name: str, found: Any) -> Tensor:
+def _required(place: ModulePlace, name: str, found: Any) -> Tensor:
     if not isinstance(found, torch.Tensor):
         raise InvalidArgument(
             f"{name}, for {place.component}", type(found).__name__, "a tensor",
@@ -292,66 +296,66 @@ _V32_ATTENTION = {
 }  # fmt: skip
 
 
-def places_of(config: Config) -> list[Place]:
+def places_of(config: Config) -> list[ModulePlace]:
     """Return the map for the causal language model that transformers makes of a config."""
-    places = [Place("embed", ("model.embed_tokens",), {0: "tokens"})]
+    places = [ModulePlace("embed", ("model.embed_tokens",), {0: "tokens"})]
     v4 = isinstance(config, V4Config)
     for block in config.layers:
         places += _v4_block(block) if v4 else _v32_block(block)
     if v4:
-        places.append(Place("hc_head", ("model.hc_head",), {0: "streams"}))
-    return [*places, Place("norm", ("model.norm",)), Place("head", ("lm_head",))]
+        places.append(ModulePlace("hc_head", ("model.hc_head",), {0: "streams"}))
+    return [*places, ModulePlace("norm", ("model.norm",)), ModulePlace("head", ("lm_head",))]
 
 
-def _v4_block(block: Block) -> Iterator[Place]:
+def _v4_block(block: Block) -> Iterator[ModulePlace]:
     ours, theirs = f"{block.prefix}.", f"model.{block.prefix}."
     mixed = {(0, 0): "post", (0, 1): "mix", (0, 2): "out"}
     for half, norm in (("attn", "input_layernorm"), ("ffn", "post_attention_layernorm")):
-        yield Place(f"{ours}{half}.hc_pre", (f"{theirs}{half}_hc",), {0: "streams"}, mixed)
-        yield Place(f"{ours}{half}.norm", (theirs + norm,))
+        yield ModulePlace(f"{ours}{half}.hc_pre", (f"{theirs}{half}_hc",), {0: "streams"}, mixed)
+        yield ModulePlace(f"{ours}{half}.norm", (theirs + norm,))
     attention = f"{theirs}self_attn."
     for name, module in _V4_ATTENTION.items():
-        yield Place(f"{ours}attn.{name}", (attention + module,))
+        yield ModulePlace(f"{ours}attn.{name}", (attention + module,))
     if block.ratio:
         yield _projections(f"{ours}attn.compressor.proj", f"{attention}compressor.")
     if block.layer_type is LayerType.SPARSE:
         indexer = f"{attention}compressor.indexer."
-        yield Place(f"{ours}attn.indexer.wq_b", (f"{indexer}q_b_proj",))
+        yield ModulePlace(f"{ours}attn.indexer.wq_b", (f"{indexer}q_b_proj",))
         yield _projections(f"{ours}attn.indexer.compressor.proj", indexer)
     yield from _experts(f"{ours}ffn.", f"{theirs}mlp")
 
 
-def _projections(component: str, module: str) -> Place:
+def _projections(component: str, module: str) -> ModulePlace:
     modules = (f"{module}kv_proj", f"{module}gate_proj")
-    return Place(component, modules, outputs={(0, 0): "latent", (1, 0): "gate"})
+    return ModulePlace(component, modules, outputs={(0, 0): "latent", (1, 0): "gate"})
 
 
-def _v32_block(block: Block) -> Iterator[Place]:
+def _v32_block(block: Block) -> Iterator[ModulePlace]:
     ours, theirs = f"{block.prefix}.", f"model.{block.prefix}."
     # Their norms see the sum that ours makes of x and residual.
     for half, norm in (("attn", "input_layernorm"), ("ffn", "post_attention_layernorm")):
-        yield Place(f"{ours}{half}.norm", (theirs + norm,))
+        yield ModulePlace(f"{ours}{half}.norm", (theirs + norm,))
     for name, module in _V32_ATTENTION.items():
-        yield Place(f"{ours}attn.{name}", (f"{theirs}self_attn.{module}",))
+        yield ModulePlace(f"{ours}attn.{name}", (f"{theirs}self_attn.{module}",))
     if block.mlp_type is MlpType.DENSE:
         yield from _gated(f"{ours}ffn.", f"{theirs}mlp.")
     else:
         yield from _experts(f"{ours}ffn.", f"{theirs}mlp")
 
 
-def _gated(ours: str, theirs: str) -> Iterator[Place]:
+def _gated(ours: str, theirs: str) -> Iterator[ModulePlace]:
     """Gate and up are one linear of ours; what lies between them and down has no module."""
     modules = (f"{theirs}gate_proj", f"{theirs}up_proj")
-    yield Place(f"{ours}w13", modules, outputs={(0, 0): "out", (1, 0): "out"})
-    yield Place(f"{ours}w2", (f"{theirs}down_proj",))
+    yield ModulePlace(f"{ours}w13", modules, outputs={(0, 0): "out", (1, 0): "out"})
+    yield ModulePlace(f"{ours}w2", (f"{theirs}down_proj",))
 
 
-def _experts(ours: str, theirs: str) -> Iterator[Place]:
-    yield Place(f"{ours}gate", (f"{theirs}.gate",))
+def _experts(ours: str, theirs: str) -> Iterator[ModulePlace]:
+    yield ModulePlace(f"{ours}gate", (f"{theirs}.gate",))
     routed = {(0, 1): "weights", (0, 2): "experts"}
-    yield Place(f"{ours}topk", (f"{theirs}.gate",), {}, routed)
+    yield ModulePlace(f"{ours}topk", (f"{theirs}.gate",), {}, routed)
     experts = f"{theirs}.experts"
-    yield Place(f"{ours}experts.w13", (experts,), {0: "x", 1: "experts"}, {})
-    yield Place(f"{ours}experts.combine", (experts,), {2: "weights"}, {(0, 0): "out"})
+    yield ModulePlace(f"{ours}experts.w13", (experts,), {0: "x", 1: "experts"}, {})
+    yield ModulePlace(f"{ours}experts.combine", (experts,), {2: "weights"}, {(0, 0): "out"})
     yield from _gated(f"{ours}shared.", f"{theirs}.shared_experts.")
-    yield Place(f"{ours}moe_sum", (theirs,), {})
+    yield ModulePlace(f"{ours}moe_sum", (theirs,), {})

@@ -115,7 +115,7 @@ class TextGenerator:
     ) -> None:
         self.model = model
         self.manner = manner
-        self.notify = tell or (lambda _told: None)  # what a person should know beside the text
+        self.notify = tell or (lambda _told: None)  # what a person should know apart from the text
         self._strange: Counter[str] = Counter()  # words that the tokenizer does not know
         self._notified: set[str] = set()
         checkpoint, config = model.checkpoint, model.config
@@ -157,7 +157,7 @@ class TextGenerator:
         return ids
 
     def warn_of_unknown_words(self) -> None:
-        """Say once of every word that the tokenizer does not know it: the model never hears it."""
+        """Say once of every word that the tokenizer does not know it: the model never gets it."""
         new = {word: count for word, count in self._strange.items() if word not in self._notified}
         self._strange.clear()
         if new:

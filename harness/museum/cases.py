@@ -404,7 +404,7 @@ class Stage:
         return bound
 
     def _put(self, control: Control, bound: BoundModel) -> None:
-        """Wrap every component to which a negative control applies with one of its ways."""
+        """Wrap every component to which a negative control applies with one of its variants."""
         chance = random.Random(self.case.seed)  # noqa: S311  no secret
         for name in list(bound.calls):
             context = self.context(name, bound)
@@ -472,7 +472,7 @@ class Stage:
         }
 
     def context(self, name: str, bound: BoundModel | None = None) -> ComponentContext:
-        """Return a component's scene, by default the twin's."""
+        """Return a component's context, by default the twin's."""
         component = component_named(self.model.config, name, self.model.recipe)
         return ComponentContext(bound or self.twin, component, self.model.recipe)
 

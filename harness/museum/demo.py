@@ -93,7 +93,7 @@ class DemoRun:
 
 @dataclass(frozen=True, eq=False)
 class DemoFault:
-    """A fault, in one way, at one component; `run` contains it."""
+    """A fault, in one variant, at one component; `run` contains it."""
 
     fault: ModelFault
     component: str
@@ -262,7 +262,7 @@ def _places(model: DemoModel, fault: ModelFault) -> Iterator[tuple[ComponentCont
 
 
 def _breadth(variant: FaultVariant) -> int:
-    """Rank ways: one whole weight first; milder ones may leave the text unchanged."""
+    """Rank variants: one whole weight first; milder ones may leave the text unchanged."""
     fields: Mapping[str, object] = variant.where
     weights = str(fields.get("weights", ""))
     return int("all " in weights or " of experts " in weights) + 2 * int("rows" in fields)

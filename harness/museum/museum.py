@@ -407,7 +407,7 @@ def _cases(fault: ModelFault, extent: MuseumExtent) -> list[MuseumCase]:
 def _places(
     root: Path, fault: ModelFault, extent: MuseumExtent, chance: random.Random
 ) -> Iterator[tuple[Stage, str, FaultVariant]]:
-    """Yield places: alternate cases, alternate roles within them, a few ways at each component."""
+    """Yield places: alternate cases, alternate roles within them, a few variants of each."""
     cases = list(extent.cases)
     chance.shuffle(cases)
     cases = [*_cases(fault, extent)[: -len(cases)], *cases]

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 # Two faults form one class at a place if, in every call of the discrepancy, the outputs under the
 # named fault have the names and shapes of those under the planted one, and 999 of 1,000 elements
 # are equal. Both are computed by the twin on the inputs that the candidate received, call after
-# call, so that ways with memory or random numbers repeat what they did. On an edge the received
+# call, so that variants with memory or random numbers repeat what they did. On an edge the received
 # inputs are taken as the planted fault's result.
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ ALIKE = 0.999  # of the elements; the rest are roundings of sums in another orde
 
 @dataclass(eq=False)
 class FaultyTwin:
-    """The twin's outputs with a planted way, for each call of the planted run."""
+    """The twin's outputs with a planted variant, for each call of the planted run."""
 
     twin: BoundModel
     component: str
@@ -129,7 +129,7 @@ def _same(
 
 
 def _ways(context: ComponentContext, call: CallRecord, first: NamedFault) -> Iterator[FaultVariant]:
-    """Yield the named way; for a fault that varies from call to call, all its proposals."""
+    """Yield the named variant; for a fault that varies from call to call, all its proposals."""
     yield first.variant
     if first.fault.per_call:
         yield from islice(first.fault.signature(context, call), MOST_VARIANTS)
@@ -152,7 +152,7 @@ def equal_outputs(made: Tensors, wanted: Tensors) -> bool:
 # Roles of components to which each fault applies, for `degarble faults list`.
 #
 # Config and recipe suffice: both small models are bound in every recipe of the museum, without
-# weights, which `sits` does not need.
+# weights, which `applies_to` does not need.
 
 
 def roles_of(fault: ModelFault) -> list[str]:
@@ -240,7 +240,7 @@ class PlantOutcome:
 
 @dataclass(eq=False)
 class PlantedFault:
-    """A way at its component, and the inputs that it changed if it is on an edge."""
+    """A variant at its component, and the inputs that it changed if it is on an edge."""
 
     fault: ModelFault
     component: str
@@ -266,18 +266,18 @@ def candidate_sites(stage: Stage, fault: ModelFault, chance: random.Random) -> I
 
 
 def ways_of(stage: Stage, fault: ModelFault, component: str) -> list[FaultVariant]:
-    """Return all ways of a fault at a component of a healthy candidate."""
+    """Return all variants of a fault at a component of a healthy candidate."""
     return list(fault.variants(stage.context(component, stage.candidate())))
 
 
 def touches(stage: Stage, planted: PlantedFault) -> bool:
-    """Return whether a way changes anything at all in the healthy run's calls."""
+    """Return whether a variant changes anything at all in the healthy run's calls."""
     if planted.variant.companions:
         return True  # only a run tells
     candidate = stage.candidate()
     weights, call = candidate.weights_of(planted.component), candidate.calls[planted.component]
     edge = planted.fault.reach is Reach.EDGE
-    # Trap: a way may remember earlier calls, so it is applied once.
+    # Trap: a variant may remember earlier calls, so it is applied once.
     faulty = planted.variant.apply((lambda given, _weights: given) if edge else call)
     for captured_call in stage.calls[planted.component]:
         inputs = stage.healthy.inputs(captured_call)
@@ -356,7 +356,7 @@ def _stop(error: Exception) -> str:
 
 
 def _watched(planted: PlantedFault) -> FaultVariant:
-    """Wrap the way so that it records which inputs it changes."""
+    """Wrap the variant so that it records which inputs it changes."""
     from degarble.harness.engine.faults.model_faults import FaultVariant  # noqa: PLC0415
 
     def apply(call: ComponentCall) -> ComponentCall:
@@ -369,7 +369,7 @@ def _watched(planted: PlantedFault) -> FaultVariant:
                     planted.changed_inputs.add(key)
             return call(inputs, weights)
 
-        wrapped = planted.variant.apply(seen)  # once: a way may remember earlier calls
+        wrapped = planted.variant.apply(seen)  # once: a variant may remember earlier calls
 
         def faulty(inputs: Mapping[str, Tensor], weights: Mapping[str, object]) -> Any:
             arrived.clear()
@@ -439,12 +439,12 @@ def _cause(
 #
 # The estimate runs the planted component alone, on the healthy run's inputs, in units of its
 # budget. Faults with an adjustable strength are adjusted until the effect is as wanted; of other
-# faults mild ways are searched, so that every bin of effect has plants. The score uses the effect
-# measured in the whole run, as for all plants.
+# faults mild variants are searched, so that every bin of effect has plants. The score uses the
+# effect measured in the whole run, as for all plants.
 
 WANTED = (1.6, 4.0, 2.2, 7.0, 12.0)  # in units of budget; the bins are 1 to 3, 3 to 10, from 10
 MILD = (1.0, 10.0)
-TRIED = 24  # ways of a fault without a dial that are measured
+TRIED = 24  # variants of a fault without a dial that are measured
 _TURNS = 7
 _NEAR = 1.25  # times the wanted effect, or a part of it
 _FIRST = 0.01
@@ -452,7 +452,7 @@ _MOST = 0.5
 
 
 def measure_strength(stage: Stage, component: str, variant: FaultVariant) -> float:
-    """Return a way's worst ratio to the budget on the healthy run's first and last call, or NaN."""
+    """Return a variant's worst ratio to budget on the healthy run's first and last call, or NaN."""
     candidate = stage.candidate()
     faulty = variant.apply(candidate.calls[component])
     weights, worst = candidate.weights_of(component), 0.0
@@ -473,7 +473,7 @@ def measure_strength(stage: Stage, component: str, variant: FaultVariant) -> flo
 
 
 def adjusted_fault(stage: Stage, fault: str, component: str, wanted: float) -> FaultVariant | None:
-    """Return a way of an adjustable fault with about the wanted effect; None if there is none."""
+    """Return a variant of an adjustable fault with about the wanted effect, or None."""
     context, turn = stage.context(component, stage.candidate()), _FIRST
     with keeping_budgets():
         for _ in range(_TURNS):
@@ -493,7 +493,7 @@ def adjusted_fault(stage: Stage, fault: str, component: str, wanted: float) -> F
 def mild_plants(
     stages: Sequence[Stage], fault: ModelFault, chance: random.Random
 ) -> Iterator[tuple[Stage, str, FaultVariant]]:
-    """Yield plants of a fault with small effect: adjusted, or among its ways."""
+    """Yield plants of a fault with small effect: adjusted, or among its variants."""
     if fault.reach is Reach.EDGE:
         return
     places = [(stage, candidate_sites(stage, fault, chance)) for stage in stages]

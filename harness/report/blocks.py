@@ -98,7 +98,7 @@ class Profile:
 
 
 @dataclass(frozen=True)
-class VoiceText:
+class ModelText:
     """Text of one model, token by token."""
 
     name: str
@@ -106,11 +106,11 @@ class VoiceText:
 
 
 @dataclass(frozen=True)
-class Voices:
+class TextComparison:
     """Texts to one prompt, side by side; they differ from token `parting` on."""
 
     prompt: str
-    voices: tuple[VoiceText, ...]
+    voices: tuple[ModelText, ...]
     parting: int | None = None
 
 
@@ -456,7 +456,7 @@ class Looks:
 
 Block = (
     Sentence | Facts | Table | Catalogue | HeatMap | ToneMap | Bars | Figure | Code | Details
-    | JudgedMap | Profile | Voices | Tabs | Looks | Files | Trends
+    | JudgedMap | Profile | TextComparison | Tabs | Looks | Files | Trends
 )  # fmt: skip
 
 BLOCKS: dict[str, type[Block]] = {
@@ -472,7 +472,7 @@ BLOCKS: dict[str, type[Block]] = {
     "details": Details,
     "judged_map": JudgedMap,
     "profile": Profile,
-    "voices": Voices,
+    "voices": TextComparison,
     "tabs": Tabs,
     "looks": Looks,
     "files": Files,

@@ -102,7 +102,7 @@ def _best(values_V: Tensor, count: int) -> list[int]:
 # Waiting requests are admitted first come, first served. A sequence whose client disconnected
 # leaves before the next step and makes room for one that waits. Batching changes no token, as in
 # harness/inference/generation.py, whose RunningPrompt, pieces and room are used here. Results are
-# passed to `tell` in this thread; it must return at once.
+# passed to `send` in this thread; it must return at once.
 #
 # A step that fails ends the sequences in it and no other; logits that are not finite end their own
 # sequence alone.

@@ -43,7 +43,7 @@ MIX_PARTS = ("all", "coefficients", "collapse", "head", SPREADS_OUT)
 
 
 @dataclass(frozen=True)
-class MixProblem:
+class MhcMixProblem:
     """T tokens of four streams of D values each; `part` names the operation."""
 
     tokens: int
@@ -96,7 +96,7 @@ class MixProblem:
 
 
 @dataclass(frozen=True)
-class MixForm:
+class MhcMixForm:
     """Compile-time parameters of a kernel; extents come with the launch."""
 
     part: str
@@ -113,21 +113,21 @@ class MixForm:
         return self.part != "coefficients"
 
 
-def groups_of_chunks(problem: MixProblem) -> int:
+def groups_of_chunks(problem: MhcMixProblem) -> int:
     """Return the number of thread blocks that share a token's streams."""
     groups: int = ceil_div(problem.width, CHUNK_VALUES * MIX_THREADS)
     return groups
 
 
-def leading_blocks(problem: MixProblem) -> int:
+def leading_blocks(problem: MhcMixProblem) -> int:
     """Return the number of thread blocks of coefficients, four lanes a token; first in a launch."""
     blocks: int = ceil_div(problem.tokens * STREAMS, MIX_THREADS)
-    return blocks if MixForm(problem.part, "").makes_coefficients else 0
+    return blocks if MhcMixForm(problem.part, "").makes_coefficients else 0
 
 
-def mix_grid(problem: MixProblem) -> int:
+def mix_grid(problem: MhcMixProblem) -> int:
     """Return the number of thread blocks of a launch; raise where a grid does not hold them."""
-    form = MixForm(problem.part, "")
+    form = MhcMixForm(problem.part, "")
     of_streams = problem.tokens * groups_of_chunks(problem) * form.touches_streams
     blocks = leading_blocks(problem) + of_streams
     rows.require_extent("thread blocks of a launch", blocks)
@@ -138,7 +138,7 @@ def mix_grid(problem: MixProblem) -> int:
 
 
 @dataclass(frozen=True)
-class MixPrimitives:
+class MhcMixPrimitives:
     """Functions for which a processor has its own instruction."""
 
     exponential: Callable[[Any], Any]
@@ -146,7 +146,7 @@ class MixPrimitives:
     inverse_root: Callable[[Any], Any]
 
 
-def norm_factor(squares: Any, share: Any, epsilon: Any, primitives: MixPrimitives) -> Any:
+def norm_factor(squares: Any, share: Any, epsilon: Any, primitives: MhcMixPrimitives) -> Any:
     """Return 1 / sqrt(squares * share + epsilon); `share` is one over the number of values."""
     return primitives.inverse_root(ops.add_rn(ops.multiply_rn(squares, share), epsilon))
 
@@ -156,7 +156,7 @@ def logit(product: Any, factor: Any, scale: Any, base: Any) -> Any:
     return ops.fma_rn(ops.multiply_rn(product, factor), scale, base)
 
 
-def gate(number: Any, primitives: MixPrimitives) -> Any:
+def gate(number: Any, primitives: MhcMixPrimitives) -> Any:
     """Return the logistic function."""
     # 1 / (1 + e**-x).
     power = primitives.exponential(ops.multiply_rn(number, -1.0))
@@ -169,7 +169,7 @@ def total(numbers: Sequence[Any]) -> Any:
     return ops.add_rn(ops.add_rn(first, second), ops.add_rn(third, fourth))
 
 
-def softmax_row(row: Sequence[Any], epsilon: Any, primitives: MixPrimitives) -> list[Any]:
+def softmax_row(row: Sequence[Any], epsilon: Any, primitives: MhcMixPrimitives) -> list[Any]:
     """Return the softmax of four numbers, plus epsilon."""
     peak = ops.maximum(ops.maximum(row[0], row[1]), ops.maximum(row[2], row[3]))
     powers = [primitives.exponential(ops.subtract_rn(number, peak)) for number in row]
@@ -177,7 +177,7 @@ def softmax_row(row: Sequence[Any], epsilon: Any, primitives: MixPrimitives) -> 
     return [ops.add_rn(ops.multiply_rn(power, share), epsilon) for power in powers]
 
 
-def reciprocals(numbers: Sequence[Any], primitives: MixPrimitives) -> list[Any]:
+def reciprocals(numbers: Sequence[Any], primitives: MhcMixPrimitives) -> list[Any]:
     """Return one over each number."""
     return [primitives.reciprocal(number) for number in numbers]
 
@@ -211,7 +211,7 @@ def columns_at_first(columns: Sequence[Sequence[Any]], epsilon: Any) -> list[Any
 
 
 def rows_divided(
-    powers: Sequence[Sequence[Any]], numbers: tuple[Any, ...], primitives: MixPrimitives
+    powers: Sequence[Sequence[Any]], numbers: tuple[Any, ...], primitives: MhcMixPrimitives
 ) -> tuple[list[Any], list[Any]]:
     """Return the rows' divisors and factors; told: columns' factors, last divisors, epsilon."""
     found = divisors(powers, *numbers)
@@ -219,7 +219,7 @@ def rows_divided(
 
 
 def columns_divided(
-    columns: Sequence[Sequence[Any]], numbers: tuple[Any, ...], primitives: MixPrimitives
+    columns: Sequence[Sequence[Any]], numbers: tuple[Any, ...], primitives: MhcMixPrimitives
 ) -> tuple[list[Any], list[Any]]:
     """Return the columns' divisors and factors; told: rows' factors, last divisors, epsilon."""
     found = divisors(columns, *numbers)
@@ -235,7 +235,7 @@ def scaled_row(row: Sequence[Any], share: Any, factors: Sequence[Any]) -> list[A
 
 
 def sinkhorn(
-    logits: Sequence[Any], iterations: int, epsilon: Any, primitives: MixPrimitives
+    logits: Sequence[Any], iterations: int, epsilon: Any, primitives: MhcMixPrimitives
 ) -> list[list[Any]]:
     """Return the rows of the mix; the iterations update factors, not the mix itself."""
     # The softmax is the first division by rows; the first by columns follows.
@@ -304,7 +304,7 @@ class ProjectProblem:
     def __post_init__(self) -> None:
         if self.kind not in WEIGHTS:
             raise UnknownName.among("projection of mHC", self.kind, WEIGHTS)
-        MixProblem(self.tokens, self.width)  # refuses what the parts refuse
+        MhcMixProblem(self.tokens, self.width)  # refuses what the parts refuse
         rows.require_extent("numbers of partial sums", self.tokens * MOST_GROUPS * LINE)
 
     @property

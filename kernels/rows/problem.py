@@ -321,7 +321,7 @@ FEWEST_HEADS, MOST_HEADS = 1, 128
 
 
 @dataclass(frozen=True)
-class HeadsProblem:
+class QNormRopeProblem:
     """T tokens of H query heads; positions are rows of the RoPE table."""
 
     tokens: int
@@ -350,14 +350,14 @@ class HeadsProblem:
 
 
 @dataclass(frozen=True)
-class HeadsForm:
+class QNormRopeForm:
     """Compile-time parameters of a kernel; extents come with the launch."""
 
     target: str
     width: int = rows.WIDTH
 
 
-def heads_grid(problem: HeadsProblem) -> tuple[int, int]:
+def heads_grid(problem: QNormRopeProblem) -> tuple[int, int]:
     """Return the thread blocks: along x tokens, along y eight heads each."""
     return problem.tokens, ceil_div(problem.heads, HEAD_WARPS)
 
@@ -374,7 +374,7 @@ CHUNKS_AT_ONCE = 2  # chunks of a thread, a thread block's width apart
 
 
 @dataclass(frozen=True)
-class BackProblem:
+class InverseRopeProblem:
     """T tokens of H heads; positions are rows of the RoPE table."""
 
     tokens: int
@@ -407,7 +407,7 @@ class BackProblem:
 
 
 @dataclass(frozen=True)
-class BackForm:
+class InverseRopeForm:
     """Compile-time parameters of a kernel; extents come with the launch."""
 
     in_place: bool
@@ -437,7 +437,7 @@ def place_of_chunk(chunk: Any, width: int, *, in_place: bool) -> tuple[Any, Any]
     return chunk // TURNED_CHUNKS * of_head + within, within
 
 
-def back_grid(problem: BackProblem) -> tuple[int, int]:
+def back_grid(problem: InverseRopeProblem) -> tuple[int, int]:
     """Return the thread blocks: along x tokens, along y the chunks of a token."""
     return problem.tokens, ceil_div(problem.chunks, BACK_THREADS * CHUNKS_AT_ONCE)
 

@@ -33,13 +33,13 @@ from degarble.kernels.primitives.device_words import (
     words_at,
 )
 from degarble.kernels.rows import problem as facts
-from degarble.kernels.rows.problem import BackForm, BackProblem
+from degarble.kernels.rows.problem import InverseRopeForm, InverseRopeProblem
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage
 
 # ---- device --------------------------------------------------------------------------------------
 
 
-class BackTensors(NamedTuple):
+class InverseRopeTensors(NamedTuple):
     """Tensors of the kernel, as vectors of 16 bytes; positions one by one."""
 
     heads: Any  # BF16 [T, H, L]
@@ -49,7 +49,9 @@ class BackTensors(NamedTuple):
 
 
 @cute.kernel
-def back_kernel(tensors: BackTensors, extents: tuple[Any, ...], form: cutlass.Constexpr) -> None:
+def back_kernel(
+    tensors: InverseRopeTensors, extents: tuple[Any, ...], form: cutlass.Constexpr
+) -> None:
     """Process chunks of a token: load all, rotate back where rotated, store."""
     thread, _, _ = cute.arch.thread_idx()
     token, group, _ = cute.arch.block_idx()
@@ -91,7 +93,7 @@ def launch_back(
     """Launch; extents are heads, positions, tokens, groups of chunks."""
     heads, positions, tokens, groups = extents
     views = zip(pointers, (SLOT_WORDS, rows.PAIRS_OF_LANE, 0, SLOT_WORDS), strict=True)
-    tensors = BackTensors(*(vectors(address, words) for address, words in views))
+    tensors = InverseRopeTensors(*(vectors(address, words) for address, words in views))
     back_kernel(tensors, (heads, positions), form).launch(
         grid=[tokens, groups, 1], block=[facts.BACK_THREADS, 1, 1], stream=stream
     )
@@ -100,15 +102,15 @@ def launch_back(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-def _numbers(of: LaunchContext[BackProblem, BackForm]) -> tuple[Any, ...]:
+def _numbers(of: LaunchContext[InverseRopeProblem, InverseRopeForm]) -> tuple[Any, ...]:
     return ((of.problem.heads, of.problem.positions, *facts.back_grid(of.problem)),)
 
 
-def _shape(problem: BackProblem) -> tuple[int, ...]:
+def _shape(problem: InverseRopeProblem) -> tuple[int, ...]:
     return problem.tokens, problem.heads, problem.width
 
 
-def _refuse(problem: BackProblem, tensors: Mapping[str, Tensor | None]) -> None:
+def _refuse(problem: InverseRopeProblem, tensors: Mapping[str, Tensor | None]) -> None:
     """Raise where heads are turned in place and the result has other memory."""
     heads, out = tensors["heads"], tensors["out"]
     assert heads is not None
@@ -122,9 +124,9 @@ def _refuse(problem: BackProblem, tensors: Mapping[str, Tensor | None]) -> None:
         )
 
 
-_Operand = Operand[BackProblem]
+_Operand = Operand[InverseRopeProblem]
 _HEADS = Storage(Uint32, torch.bfloat16, 16)
-KERNEL = Kernel[BackProblem, BackForm](
+KERNEL = Kernel[InverseRopeProblem, InverseRopeForm](
     entry=launch_back,
     operands=(
         _Operand("heads", _HEADS, _shape),
@@ -141,7 +143,7 @@ KERNEL = Kernel[BackProblem, BackForm](
             memory_of=lambda p: "heads" if p.in_place else "",
         ),
     ),
-    choose_form=lambda problem, target: BackForm(problem.in_place, target, problem.width),
+    choose_form=lambda problem, target: InverseRopeForm(problem.in_place, target, problem.width),
     kinds=((Int32,) * 4,),
     numbers=_numbers,
     work=lambda problem: problem.tokens,

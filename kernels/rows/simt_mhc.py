@@ -36,7 +36,7 @@ from degarble.kernels.primitives.device_words import (
     words_at,
 )
 from degarble.kernels.rows import mhc_problem as facts
-from degarble.kernels.rows.mhc_problem import CHUNK_VALUES, STREAMS, MixForm, MixProblem
+from degarble.kernels.rows.mhc_problem import CHUNK_VALUES, STREAMS, MhcMixForm, MhcMixProblem
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Presence, Storage
 from degarble.kernels.runtime.pdl import EARLY, follow
 
@@ -61,7 +61,7 @@ class MixTensors(NamedTuple):
     out: Any  # BF16 [T, D], of post [T, S, D]
 
 
-PROCESSOR = facts.MixPrimitives(exponential, reciprocal, inverse_root)
+PROCESSOR = facts.MhcMixPrimitives(exponential, reciprocal, inverse_root)
 
 
 def loaded_numbers(tensor: Any, index: Any) -> list[Any]:
@@ -282,7 +282,7 @@ TENSORS_OF_PART = {
 
 
 @lru_cache(maxsize=64)
-def wanted(problem: MixProblem) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+def wanted(problem: MhcMixProblem) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return dtype and shape of every tensor of a part."""
     tokens, width, products = problem.tokens, problem.width, problem.products
     scales = 1 if problem.part == "head" else 3
@@ -303,7 +303,7 @@ def wanted(problem: MixProblem) -> Mapping[str, tuple[torch.dtype, tuple[int, ..
     return {name: known[name] for name in TENSORS_OF_PART[problem.part]}
 
 
-def _numbers(of: LaunchContext[MixProblem, MixForm]) -> tuple[Any, ...]:
+def _numbers(of: LaunchContext[MhcMixProblem, MhcMixForm]) -> tuple[Any, ...]:
     problem = of.problem
     extents = (
         problem.tokens,
@@ -317,17 +317,17 @@ def _numbers(of: LaunchContext[MixProblem, MixForm]) -> tuple[Any, ...]:
     return extents, (share, problem.norm_epsilon, problem.epsilon)
 
 
-def _operand(name: str) -> Operand[MixProblem]:
+def _operand(name: str) -> Operand[MhcMixProblem]:
     """Return an operand; which ones a part reads and writes is its own."""
     alignment = 4 if name in {"squares", "scale"} else 16
     values = Storage(Uint32, torch.bfloat16, alignment)
     plain = Storage(Float32, torch.float32, alignment)
     written = {"coefficients": ("pre", "post", "mix"), "all": ("post", "mix", "out")}
-    return Operand[MixProblem](
+    return Operand[MhcMixProblem](
         name,
         values if name in {"streams", "layer", "out"} else plain,
         lambda p: wanted(p)[name][1],
-        Presence[MixProblem](
+        Presence[MhcMixProblem](
             lambda p: name in TENSORS_OF_PART[p.part],
             lambda p: f"The part {p.part!r} has {', '.join(TENSORS_OF_PART[p.part])}.",
         ),
@@ -335,10 +335,10 @@ def _operand(name: str) -> Operand[MixProblem]:
     )
 
 
-KERNEL = Kernel[MixProblem, MixForm](
+KERNEL = Kernel[MhcMixProblem, MhcMixForm](
     entry=launch_mhc,
     operands=tuple(_operand(name) for name in MixTensors._fields),
-    choose_form=lambda problem, target: MixForm(problem.part, target),
+    choose_form=lambda problem, target: MhcMixForm(problem.part, target),
     kinds=((Int32,) * 6, (Float32,) * 3),
     numbers=_numbers,
     work=lambda problem: problem.tokens,

@@ -34,7 +34,7 @@ from degarble.kernels.primitives.device_words import (
     words_at,
 )
 from degarble.kernels.rows import problem as facts
-from degarble.kernels.rows.problem import HeadsForm, HeadsProblem
+from degarble.kernels.rows.problem import QNormRopeForm, QNormRopeProblem
 from degarble.kernels.runtime.kernel import Kernel, LaunchContext, Operand, Storage
 
 THREADS = facts.HEAD_WARPS * rows.LANES
@@ -43,7 +43,7 @@ THREADS = facts.HEAD_WARPS * rows.LANES
 # ---- device --------------------------------------------------------------------------------------
 
 
-class HeadsTensors(NamedTuple):
+class QNormRopeTensors(NamedTuple):
     """Tensors of the kernel, as vectors of 16 bytes; positions one by one."""
 
     heads: Any  # BF16 [T, H, L]
@@ -54,7 +54,7 @@ class HeadsTensors(NamedTuple):
 
 @cute.kernel
 def heads_kernel(
-    tensors: HeadsTensors, extents: tuple[Any, ...], epsilon: Float32, form: cutlass.Constexpr
+    tensors: QNormRopeTensors, extents: tuple[Any, ...], epsilon: Float32, form: cutlass.Constexpr
 ) -> None:
     """Process a head per warp: read, norm, rotate, store."""
     held = rows.GEOMETRIES[form.width]
@@ -101,7 +101,7 @@ def launch_heads(
     """Launch; extents are heads, positions, tokens, groups of heads."""
     heads, positions, tokens, groups = extents
     views = zip(pointers, (SLOT_WORDS, rows.PAIRS_OF_LANE, 0, SLOT_WORDS), strict=True)
-    tensors = HeadsTensors(*(vectors(address, words) for address, words in views))
+    tensors = QNormRopeTensors(*(vectors(address, words) for address, words in views))
     heads_kernel(tensors, (heads, positions), epsilon, form).launch(
         grid=[tokens, groups, 1], block=[THREADS, 1, 1], stream=stream
     )
@@ -110,18 +110,18 @@ def launch_heads(
 # ---- host ----------------------------------------------------------------------------------------
 
 
-def _numbers(of: LaunchContext[HeadsProblem, HeadsForm]) -> tuple[Any, ...]:
+def _numbers(of: LaunchContext[QNormRopeProblem, QNormRopeForm]) -> tuple[Any, ...]:
     problem = of.problem
     return (problem.heads, problem.positions, *facts.heads_grid(problem)), problem.epsilon
 
 
-def _shape(problem: HeadsProblem) -> tuple[int, ...]:
+def _shape(problem: QNormRopeProblem) -> tuple[int, ...]:
     return problem.tokens, problem.heads, problem.width
 
 
-_Operand = Operand[HeadsProblem]
+_Operand = Operand[QNormRopeProblem]
 _HEADS = Storage(Uint32, torch.bfloat16, 16)
-KERNEL = Kernel[HeadsProblem, HeadsForm](
+KERNEL = Kernel[QNormRopeProblem, QNormRopeForm](
     entry=launch_heads,
     operands=(
         _Operand("heads", _HEADS, _shape),
@@ -131,7 +131,7 @@ KERNEL = Kernel[HeadsProblem, HeadsForm](
         _Operand("positions", Storage(Int64, torch.int64, 8), lambda p: (p.tokens,)),
         _Operand("out", _HEADS, _shape, output=True, label="normed heads"),
     ),
-    choose_form=lambda problem, target: HeadsForm(target, problem.width),
+    choose_form=lambda problem, target: QNormRopeForm(target, problem.width),
     kinds=((Int32,) * 4, Float32),
     numbers=_numbers,
     work=lambda problem: problem.tokens,

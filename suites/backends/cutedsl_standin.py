@@ -22,7 +22,7 @@ from degarble.harness.formats.number_formats import NVFP4, NibbleOrder, ScaleDir
 from degarble.harness.formats.quantise import QuantisedTensor, dequantise, quantise
 from degarble.kernels.primitives.kv_problem import WIDTH
 from degarble.kernels.primitives.quantise_problem import Fp8Problem
-from degarble.kernels.rows.problem import BackProblem
+from degarble.kernels.rows.problem import InverseRopeProblem
 from degarble.kernels.runtime.operands import require_tensor
 from degarble.suites.backends import cutedsl_standin_attention as attention
 from degarble.suites.backends import cutedsl_standin_layer as layer
@@ -159,7 +159,7 @@ def _quantise_fp8(p: Any, t: Given) -> Made:
     values = t["values"]
     if p.turned:
         heads = values.reshape(p.rows, -1, p.turned)
-        back = BackProblem(p.rows, heads.shape[1], p.positions, width=p.turned)
+        back = InverseRopeProblem(p.rows, heads.shape[1], p.positions, width=p.turned)
         values = _inverse_rope(back, {**t, "heads": heads})[0]
     blocks = values.float().reshape(p.rows, -1, 128)
     amax = blocks.abs().amax(-1).clamp(min=1e-4)

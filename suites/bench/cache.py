@@ -23,8 +23,8 @@ from degarble.kernels.primitives.kv_problem import (
     ReadProblem,
     WriteProblem,
 )
-from degarble.kernels.rows.mhc_problem import STREAMS, MixProblem, ProjectProblem, split_weight
-from degarble.kernels.rows.problem import BackProblem, HeadsProblem
+from degarble.kernels.rows.mhc_problem import STREAMS, MhcMixProblem, ProjectProblem, split_weight
+from degarble.kernels.rows.problem import InverseRopeProblem, QNormRopeProblem
 from degarble.suites.bench import gpu
 from degarble.suites.bench.gpu import floats, integers, kernel_arm, normal, octets
 from degarble.suites.bench.runner import (
@@ -85,13 +85,13 @@ def read(problem: ReadProblem, _number: int) -> dict[str, Any]:
     return {"indices": slots.int(), "cache": cache_of(problem.pages)}
 
 
-def headed(problem: HeadsProblem | BackProblem, _number: int) -> dict[str, Any]:
+def headed(problem: QNormRopeProblem | InverseRopeProblem, _number: int) -> dict[str, Any]:
     heads = normal(problem.tokens, problem.heads, rows.WIDTH)
     in_place = {"out": heads} if getattr(problem, "in_place", False) else {}
     return rotation(problem.tokens) | {"heads": heads} | in_place
 
 
-def mixed(problem: MixProblem, _number: int) -> dict[str, Any]:
+def mixed(problem: MhcMixProblem, _number: int) -> dict[str, Any]:
     kinds = gpu.module("simt_mhc").wanted(problem)
     made = {name: normal(*shape, dtype=dtype) for name, (dtype, shape) in kinds.items()}
     if "squares" in made:
@@ -148,19 +148,19 @@ def _reads(tokens: int) -> Iterator[tuple[str, Any]]:
 
 def _heads(tokens: int) -> Iterator[tuple[str, Any]]:
     for heads in HEADS:
-        yield f"qnorm_rope, {heads} heads", HeadsProblem(tokens, heads, POSITIONS)
+        yield f"qnorm_rope, {heads} heads", QNormRopeProblem(tokens, heads, POSITIONS)
 
 
 def _back(tokens: int) -> Iterator[tuple[str, Any]]:
     for place in ("", " in place"):
-        problem = BackProblem(tokens, HEADS[0], POSITIONS, bool(place))
+        problem = InverseRopeProblem(tokens, HEADS[0], POSITIONS, bool(place))
         yield f"inverse_rope{place}, {HEADS[0]} heads", problem
 
 
 def _mixes(tokens: int) -> Iterator[tuple[str, Any]]:
     for width in WIDTHS:
         for part in ("all", "coefficients", "collapse", "head", "post"):
-            yield f"mhc {part}, {width}", MixProblem(tokens, width, part)
+            yield f"mhc {part}, {width}", MhcMixProblem(tokens, width, part)
 
 
 def _projections(tokens: int) -> Iterator[tuple[str, Any]]:

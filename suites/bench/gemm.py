@@ -24,7 +24,7 @@ from degarble.kernels.gemm.problem import (
 from degarble.kernels.gemm.w4a16_problem import LAYOUTS, W4A16Problem
 from degarble.kernels.primitives.quantise_problem import SCALES as FP8_SCALES
 from degarble.kernels.primitives.quantise_problem import Fp8Problem
-from degarble.kernels.rows.problem import BackProblem
+from degarble.kernels.rows.problem import InverseRopeProblem
 from degarble.kernels.runtime.targets import SM90A, SM100A, target_of_device
 from degarble.suites.bench import gpu
 from degarble.suites.bench.gpu import SETTINGS, empty, floats, integers, normal, octets
@@ -289,7 +289,7 @@ def output_launches(tokens: int, groups: int, _number: int) -> dict[str, Launch]
     heads, out = a.view(tokens, -1, HEAD), normal(tokens, groups * COLUMNS)
     fused = GroupedProblem(tokens, groups, COLUMNS, INNER, HEAD, POSITIONS)
     plain = GroupedProblem(tokens, groups, COLUMNS, INNER)
-    problem = BackProblem(tokens, heads.shape[1], POSITIONS, in_place=True)
+    problem = InverseRopeProblem(tokens, heads.shape[1], POSITIONS, in_place=True)
 
     def composed() -> None:
         back.run(problem, SETTINGS, heads=heads, turns=turns, positions=positions, out=heads)
@@ -326,7 +326,7 @@ class Coded(NamedTuple):
     def turn_then_quantise(self) -> None:
         """Turn the heads back in place and quantise them."""
         each = self.heads.a.view(self.told.rows, -1, HEAD)
-        back = BackProblem(self.told.rows, each.shape[1], POSITIONS, in_place=True)
+        back = InverseRopeProblem(self.told.rows, each.shape[1], POSITIONS, in_place=True)
         turns = {"turns": self.heads.turns, "positions": self.heads.positions}
         kernel = gpu.module("simt_inverse_rope").KERNEL
         kernel.run(back, SETTINGS, heads=each, out=each, **turns)

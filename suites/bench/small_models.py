@@ -18,7 +18,7 @@ import torch
 
 from degarble.harness.backends.cutedsl.backend import CONVENTIONS
 from degarble.harness.backends.cutedsl.kernels import KernelsOnGpu
-from degarble.harness.backends.graph.decoder import Decoder, DecoderSpeaker
+from degarble.harness.backends.graph.decoder import Decoder, DecoderLogitsModel
 from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.cli.values import settings_here
 from degarble.harness.inference.generation import Continuation, Generation, Limits, Sampling
@@ -358,7 +358,7 @@ def by_kernels(model: Model, documents: int, texts: int) -> Found:
         score = figures.score((document(seed) for seed in seeds), lambda each: made[tuple(each)])
         aloud = Decoder.from_model(kernels, bound, model.recipe, texts, ROOM)
         aloud.capture()
-        return Found("kernels", score, spoken_by(DecoderSpeaker(bound, aloud), texts))
+        return Found("kernels", score, spoken_by(DecoderLogitsModel(bound, aloud), texts))
 
 
 def by_twin(model: Model, documents: int, texts: int) -> Found:

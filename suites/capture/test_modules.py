@@ -15,7 +15,7 @@ from degarble.harness.capture.files.reader import Capture
 from degarble.harness.capture.files.records import Phase
 from degarble.harness.capture.files.writer import CaptureWriter
 from degarble.harness.capture.modules import (
-    Place,
+    ModulePlace,
     component_of,
     places_by_name,
     places_of,
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 TOKENS = torch.tensor([[3, 1, 4], [1, 5, 9]])
 FUSED = (
-    Place("embed", ("embed",), {0: "tokens"}),
-    Place(
+    ModulePlace("embed", ("embed",), {0: "tokens"}),
+    ModulePlace(
         "layers.0.ffn.w13", ("layers.0.gate", "layers.0.up"), outputs={(0, 0): "out", (1, 0): "out"}
     ),
     # A whole layer as two components: what goes into the first, and what comes out of the last.
-    Place("layers.1.ffn.norm", ("layers.1",), {0: "x"}, {}),
-    Place("layers.1.ffn.w2", ("layers.1",), {}, {(0, 0): "out"}),
+    ModulePlace("layers.1.ffn.norm", ("layers.1",), {0: "x"}, {}),
+    ModulePlace("layers.1.ffn.w2", ("layers.1",), {}, {(0, 0): "out"}),
 )
 
 
@@ -116,20 +116,20 @@ def test_filters_hook_no_more_than_is_wanted(tmp_path: Path) -> None:
 )
 def test_names_of_modules_become_names_of_components(module: str, component: str) -> None:
     assert component_of(module) == component
-    Place(component, (module,))
+    ModulePlace(component, (module,))
 
 
 @pytest.mark.parametrize(
     ("place", "told"),
     [
-        (Place("embed", ("embedding",)), "module of embed = 'embedding'.*Did you mean embed"),
-        (Place("head", ("head",), {1: "x"}), "argument 1, for head"),
-        (Place("head", ("head",), {"scale": "x"}), "argument scale, for head"),
-        (Place("head", ("head",), outputs={(0, 1): "out"}), "tensor 1 that head returns"),
-        (Place("ffn", ("layers.0.up", "layers.0.gate")), "order layers.0.up, layers.0.gate"),
+        (ModulePlace("embed", ("embedding",)), "module of embed = 'embedding'.*Did you mean embed"),
+        (ModulePlace("head", ("head",), {1: "x"}), "argument 1, for head"),
+        (ModulePlace("head", ("head",), {"scale": "x"}), "argument scale, for head"),
+        (ModulePlace("head", ("head",), outputs={(0, 1): "out"}), "tensor 1 that head returns"),
+        (ModulePlace("ffn", ("layers.0.up", "layers.0.gate")), "order layers.0.up, layers.0.gate"),
     ],
 )
-def test_a_wrong_map_is_refused(place: Place, told: str, tmp_path: Path) -> None:
+def test_a_wrong_map_is_refused(place: ModulePlace, told: str, tmp_path: Path) -> None:
     with pytest.raises(Refused, match=told) as caught:
         captured(tmp_path, [place])
     assert isinstance(caught.value, (InvalidArgument, UnknownName))
@@ -137,7 +137,7 @@ def test_a_wrong_map_is_refused(place: Place, told: str, tmp_path: Path) -> None
 
 def test_names_that_are_no_sites_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="site"):
-        Place("layers.x.norm", ("norm",))
+        ModulePlace("layers.x.norm", ("norm",))
 
 
 def test_the_hash_of_the_weights_covers_every_byte_that_runs() -> None:

@@ -75,7 +75,7 @@ CHECKPOINT_TO_SHARD = (
     Step(f"{_TRANSFORM}source.py", "require_model", "recognises the source"),
     Step("harness/commands/transform.py", "quantise", "plans, runs, summarises"),
     Step(f"{_TRANSFORM}pipeline.py", "Transform.plan", "lists the tensors of the target"),
-    Step(f"{_WRITE}plan.py", "WritePlan.of", "divides them into shards"),
+    Step(f"{_WRITE}plan.py", "WritePlan.from_tensors", "divides them into shards"),
     Step(f"{_TRANSFORM}pipeline.py", "Transform.run", "writes the target, or resumes"),
     Step(f"{_WRITE}writer.py", "make_shards", "makes shards that are missing"),
     Step(f"{_WRITE}workers.py", "run_each", "spreads them over processes"),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from degarble.kernels.rows import mhc_problem as facts
-from degarble.kernels.rows.mhc_problem import STREAMS, MixProblem
+from degarble.kernels.rows.mhc_problem import STREAMS, MhcMixProblem
 from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.modules import kernel_named
 from degarble.references import mixing
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 SETTINGS = CompileSettings()
 BUDGET = 4e-6
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 257)  # threads of a thread block, and their neighbours
-ON_CPU = facts.MixPrimitives(torch.exp, torch.reciprocal, torch.rsqrt)
+ON_CPU = facts.MhcMixPrimitives(torch.exp, torch.reciprocal, torch.rsqrt)
 
 
 @dataclass(frozen=True)
 class Case:
     """One token batch; `problem.part` says what is done with it."""
 
-    problem: MixProblem
+    problem: MhcMixProblem
     spread: str = "ordinary"
     sharpness: float = 1.0
     seed: int = 0
@@ -141,7 +141,7 @@ def on_device(case: Case) -> dict[str, Tensor]:
     return {name: tensor.cpu() for name, tensor in outputs.items()}
 
 
-def by_stated_order(case: Case, primitives: facts.MixPrimitives = ON_CPU) -> dict[str, Tensor]:
+def by_stated_order(case: Case, primitives: facts.MhcMixPrimitives = ON_CPU) -> dict[str, Tensor]:
     """Return what a part gives in the order of mhc_problem, on the CPU."""
     p, inputs = case.problem, given(case)
     if p.part == "collapse":
@@ -247,12 +247,12 @@ def cases() -> list[Case]:
     """Return the named cases: every part, lengths, widths of models, sharpness."""
     made = []
     for part in facts.MIX_PARTS:
-        made += [Case(MixProblem(tokens, 1032, part), seed=tokens) for tokens in LENGTHS]
-        made += [Case(MixProblem(33, width, part), seed=width) for width in (8, 4096, 7168)]
-        made += [Case(MixProblem(130, 64, part), sharpness=size) for size in (0.01, 5.0)]
-        made.append(Case(MixProblem(130, 64, part, iterations=1), sharpness=3.0))
+        made += [Case(MhcMixProblem(tokens, 1032, part), seed=tokens) for tokens in LENGTHS]
+        made += [Case(MhcMixProblem(33, width, part), seed=width) for width in (8, 4096, 7168)]
+        made += [Case(MhcMixProblem(130, 64, part), sharpness=size) for size in (0.01, 5.0)]
+        made.append(Case(MhcMixProblem(130, 64, part, iterations=1), sharpness=3.0))
     for part in ("collapse", "post"):
-        made += [Case(MixProblem(21, 512, part), spread) for spread in plain.SPREADS[1:]]
+        made += [Case(MhcMixProblem(21, 512, part), spread) for spread in plain.SPREADS[1:]]
     return made
 
 
@@ -261,7 +261,7 @@ def fuzzed(seed: int, count: int) -> list[Case]:
     drawn = random.Random(seed)
     made = []
     for _ in range(count):
-        problem = MixProblem(
+        problem = MhcMixProblem(
             drawn.choice((drawn.randint(1, 9), drawn.randint(1, 300))),
             8 * drawn.choice((drawn.randint(1, 40), drawn.randint(1, 260))),
             drawn.choice(facts.MIX_PARTS),

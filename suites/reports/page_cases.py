@@ -27,17 +27,17 @@ from degarble.harness.report.blocks import (
     Look,
     Looks,
     Mark,
+    ModelText,
     Profile,
     Sentence,
     Tab,
     Table,
     Tabs,
+    TextComparison,
     Tone,
     ToneMap,
     Trend,
     Trends,
-    Voices,
-    VoiceText,
 )
 from degarble.harness.report.page import Page, PageFinding, Panel, PanelKind, Provenance, Subject
 from degarble.harness.report.verdict import Origin, Verdict
@@ -139,8 +139,10 @@ def judged_blocks(text: str) -> tuple[Block, ...]:
         Trends(text, text, "b", text, (trend(text), Trend("b", ((0.0, 0.0), None), None, None))),
         Profile(text, (text, "b", "c"), (0.5, None, math.inf), text, 1.0),
         Profile(text, tuple(map(str, range(20))), (math.nan, *[0.0] * 18, 7.0), logarithmic=True),
-        Voices(text, (VoiceText(text, (text, "a", text)), VoiceText("b", (text, text, text))), 1),
-        Voices(text, (VoiceText(text, ()),)),
+        TextComparison(
+            text, (ModelText(text, (text, "a", text)), ModelText("b", (text, text, text))), 1
+        ),
+        TextComparison(text, (ModelText(text, ()),)),
         Files(text, (("a-page-cosines.csv", text),)),
         Looks(
             text, (Look("look-1", text, (Sentence(text),), True), Look("look-2", text, ())), "views"

@@ -32,17 +32,17 @@ from degarble.harness.report.blocks import (
     Look,
     Looks,
     Mark,
+    ModelText,
     Profile,
     Sentence,
     Tab,
     Table,
     Tabs,
+    TextComparison,
     Tone,
     ToneMap,
     Trend,
     Trends,
-    Voices,
-    VoiceText,
 )
 from degarble.harness.report.number_text import visible
 from degarble.harness.report.page import Page, PageFinding, Panel, PanelKind, Provenance, Subject
@@ -423,15 +423,15 @@ def test_numbers_that_are_none_are_drawn_to_the_top() -> None:
 
 
 def test_texts_part_where_they_do_and_meet_again() -> None:
-    voices = (VoiceText("Twin", ("a", " b", " c", " d")), VoiceText("Candidate", ("a", " x", " c")))
-    markup = str(voices_element(Voices("<p>", voices, 1)))
+    voices = (ModelText("Twin", ("a", " b", " c", " d")), ModelText("Candidate", ("a", " x", " c")))
+    markup = str(voices_element(TextComparison("<p>", voices, 1)))
     assert "&lt;p&gt;" in markup
     assert '<p class="said">a<span class="quiet"> (from here they part:) </span>' in markup
     assert "(from here they part:) </span> b c d</p>" in markup  # what is meant is not marked
     assert '<span class="apart"> x</span> c</p>' in markup
-    same = str(voices_element(Voices("p", voices[:1] * 2)))
+    same = str(voices_element(TextComparison("p", voices[:1] * 2)))
     assert "apart" not in same
-    assert "nothing" in str(voices_element(Voices("p", (VoiceText("Twin", ()),))))
+    assert "nothing" in str(voices_element(TextComparison("p", (ModelText("Twin", ()),))))
 
 
 def test_files_are_links_next_to_the_page_only() -> None:

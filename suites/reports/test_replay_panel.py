@@ -17,8 +17,8 @@ from degarble.harness.report.blocks import (
     Look,
     Looks,
     Tabs,
+    TextComparison,
     Tone,
-    Voices,
 )
 from degarble.harness.report.page import page_from_json, page_to_json
 from degarble.harness.report.replay_record import ReplayRecord, TextRecord
@@ -106,7 +106,7 @@ def test_where_texts_diverge_is_stated_and_replayed() -> None:
     panel = text_panel(texts(), DIFFERS)
     assert panel.sentence == "They part on 1 of 2 prompts, first at new token 2."
     assert panel.verdict is DIFFERS
-    first, second = (block for block in panel.blocks if isinstance(block, Voices))
+    first, second = (block for block in panel.blocks if isinstance(block, TextComparison))
     assert (first.parting, second.parting) == (None, 1)
     legal = text_panel(texts(), Verdict.AGREES)
     assert legal.verdict is Verdict.AGREES

@@ -17,12 +17,12 @@ from degarble.kernels.primitives.kv_problem import (
     ReadProblem,
     WriteProblem,
 )
-from degarble.kernels.rows.mhc_problem import STREAMS, MixProblem, ProjectProblem, split_weight
+from degarble.kernels.rows.mhc_problem import STREAMS, MhcMixProblem, ProjectProblem, split_weight
 from degarble.kernels.rows.problem import (
-    BackProblem,
     EmbedProblem,
-    HeadsProblem,
+    InverseRopeProblem,
     NormProblem,
+    QNormRopeProblem,
     ResidualProblem,
 )
 
@@ -181,12 +181,12 @@ def rope_of(part: ComponentPart, width: int) -> Rope:
 def query_heads(part: ComponentPart) -> Compute:
     """Return V4's query heads: weightless norm and rotation."""
     rope, heads = rope_of(part, part.config.head_dim), part.config.num_attention_heads
-    HeadsProblem(1, heads, 1, part.config.rms_norm_eps)
+    QNormRopeProblem(1, heads, 1, part.config.rms_norm_eps)
 
     def compute(work: ComponentCallWork) -> Outputs:
         x, positions = work.bf16(), own(work.inputs["positions"])
         turns = TURNS.covering(rope, positions)
-        problem = HeadsProblem(x.shape[0], heads, turns.shape[0], part.config.rms_norm_eps)
+        problem = QNormRopeProblem(x.shape[0], heads, turns.shape[0], part.config.rms_norm_eps)
         rows = x.reshape(x.shape[0], heads, WIDTH)
         tensors = work.run("simt_qnorm_rope", problem, heads=rows, turns=turns, positions=positions)
         return {"out": tensors[0]}
@@ -197,12 +197,12 @@ def query_heads(part: ComponentPart) -> Compute:
 def inverse_rope(part: ComponentPart) -> Compute:
     """Rotate attention's output back, and concatenate heads."""
     rope, heads = rope_of(part, part.config.head_dim), part.config.num_attention_heads
-    BackProblem(1, heads, 1)
+    InverseRopeProblem(1, heads, 1)
 
     def compute(work: ComponentCallWork) -> Outputs:
         x, positions = work.bf16(), own(work.inputs["positions"])
         turns = TURNS.covering(rope, positions)
-        problem = BackProblem(x.shape[0], heads, turns.shape[0])
+        problem = InverseRopeProblem(x.shape[0], heads, turns.shape[0])
         (made,) = work.run("simt_inverse_rope", problem, heads=x, turns=turns, positions=positions)
         return {"out": made.flatten(1)}
 
@@ -213,7 +213,7 @@ def rope(part: ComponentPart) -> Compute:
     """Rotate the last values of V3.2's query heads and shared key, in rows of 512."""
     c = part.config
     rope, heads = rope_of(part, WIDTH), c.num_attention_heads
-    BackProblem(1, heads, 1)
+    InverseRopeProblem(1, heads, 1)
 
     def compute(work: ComponentCallWork) -> Outputs:
         q, positions = work.bf16("q"), own(work.inputs["positions"])
@@ -225,7 +225,7 @@ def rope(part: ComponentPart) -> Compute:
         def turned(x_THd: Tensor) -> Tensor:
             rows = x_THd.new_zeros(*x_THd.shape[:2], WIDTH)
             rows[..., PLAIN:] = x_THd[..., -ROTATED:]
-            problem = BackProblem(rows.shape[0], rows.shape[1], forth.shape[0])
+            problem = InverseRopeProblem(rows.shape[0], rows.shape[1], forth.shape[0])
             (made,) = work.run(
                 "simt_inverse_rope", problem, heads=rows, turns=forth, positions=positions
             )
@@ -298,11 +298,11 @@ def through_pages(
 # Shape letters: T tokens, S streams, D hidden.
 
 
-def _problem(part: ComponentPart, tokens: int, kind: str) -> MixProblem:
+def _problem(part: ComponentPart, tokens: int, kind: str) -> MhcMixProblem:
     c = part.config
     if c.hc_mult != STREAMS:
         raise NoKernelError(f"{c.hc_mult} streams; the kernels have {STREAMS}")
-    return MixProblem(tokens, c.hidden_size, kind, c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps)
+    return MhcMixProblem(tokens, c.hidden_size, kind, c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps)
 
 
 def _mixed(part: ComponentPart, work: ComponentCallWork, kind: str) -> tuple[Tensor, ...]:

@@ -213,7 +213,7 @@ class IncomingTokens:
     results: list[Tensor] = field(default_factory=list)
 
 
-class DecoderSpeaker(LogitsModel):
+class DecoderLogitsModel(LogitsModel):
     """A speaker whose sequences are in a decoder's lanes; their own blocks stay empty."""
 
     def __init__(self, bound: BoundModel, decoder: Decoder) -> None:
@@ -333,5 +333,5 @@ def speak_by_layers(model: OpenModel, kernels: Kernels, lanes: int = MOST_CONCUR
     decoder = Decoder.from_model(kernels, bound, model.recipe, min(lanes, MOST_CONCURRENT), reach)
     if kernels.device.type == "cuda":
         decoder.capture(speaks=False)  # a speaker asks for the logits of the rows that speak
-    model.logits_model = DecoderSpeaker(bound, decoder)
+    model.logits_model = DecoderLogitsModel(bound, decoder)
     return Paired(NAME, tuple(bound.calls))

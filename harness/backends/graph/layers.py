@@ -23,8 +23,8 @@ from degarble.kernels.gemm.grouped_problem import GroupedProblem
 from degarble.kernels.indexer.problem import WIDTH as KEY_WIDTH
 from degarble.kernels.indexer.problem import KeyPages, OperandProblem, ScoresProblem, TopkProblem
 from degarble.kernels.primitives.kv_problem import ROTATED, WIDTH, WITH_KEY, Pages, WriteProblem
-from degarble.kernels.rows.mhc_problem import MixProblem, ProjectProblem
-from degarble.kernels.rows.problem import BackProblem, HeadsProblem, ResidualProblem
+from degarble.kernels.rows.mhc_problem import MhcMixProblem, ProjectProblem
+from degarble.kernels.rows.problem import InverseRopeProblem, QNormRopeProblem, ResidualProblem
 from degarble.references.attention import softmax_scale
 
 if TYPE_CHECKING:
@@ -136,10 +136,10 @@ class V4Steps(DecoderSteps):
             "simt_mhc", self._mix(streams, "post"), streams=streams, layer=x, post=post, mix=mix
         )[0]
 
-    def _mix(self, streams: Tensor, part: str) -> MixProblem:
+    def _mix(self, streams: Tensor, part: str) -> MhcMixProblem:
         c = self.config
         told = (c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps)
-        return MixProblem(streams.shape[0], streams.shape[2], part, *told)
+        return MhcMixProblem(streams.shape[0], streams.shape[2], part, *told)
 
     # ---- a layer ---------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class V4Steps(DecoderSteps):
         table, positions = self.rope_table(weights.rope), self.lanes.positions
         qr = self.normed(w.q_norm, multiply(self.kernels, w.wq_a, x))
         heads = multiply(self.kernels, w.wq_b, qr).reshape(len(x), -1, WIDTH)
-        of_heads = HeadsProblem(len(x), heads.shape[1], len(table), c.rms_norm_eps)
+        of_heads = QNormRopeProblem(len(x), heads.shape[1], len(table), c.rms_norm_eps)
         (q,) = run("simt_qnorm_rope", of_heads, heads=heads, turns=table, positions=positions)
         self._write_latent(weights, memory, lists, multiply(self.kernels, w.wkv, x))
         near, far = KeyList(self.room.window, self.room.pages(0)), None
@@ -189,7 +189,7 @@ class V4Steps(DecoderSteps):
         if isinstance(groups, CodedGroups):
             return coded_product(self.kernels, groups, out, (table, positions))
         if groups.dense:
-            back = BackProblem(lanes, heads, len(table))
+            back = InverseRopeProblem(lanes, heads, len(table))
             (turned,) = self.kernels.run(
                 "simt_inverse_rope", back, heads=out, turns=table, positions=positions
             )

@@ -138,7 +138,7 @@ class VariantOutputs:
 
 @dataclass(frozen=True)
 class VariantFit:
-    """How well a variant explains one sight, in units of budget; shares count elements."""
+    """How well a variant explains one record, in units of budget; shares count elements."""
 
     ratio: float
     within: float
@@ -153,7 +153,7 @@ def make(
     plain: Tensors | None = None,
     rows: Tensor | None = None,
 ) -> VariantOutputs | None:
-    """Run the twin with a variant on a sight's inputs; None where the variant cannot run.
+    """Run the twin with a variant on a record's inputs; None where the variant cannot run.
 
     `plain` holds the same inputs with codes decoded, for variants that leave inputs alone. `rows`
     selects rows of the single matrix whose outputs are compared.
@@ -530,7 +530,7 @@ _OUTSIDE = frozenset({"offsets", "state"})
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """A sight cut to a window of rows, and the columns of its outputs to compare."""
+    """A record cut to a window of rows, and the columns of its outputs to compare."""
 
     record: CallRecord
     columns: Mapping[str, Tensor]
@@ -584,7 +584,7 @@ def most_telling(records: Sequence[CallRecord]) -> CallRecord:
 
 
 def sampled(context: ComponentContext, record: CallRecord, window: int = WINDOW) -> Sample:
-    """Cut a sight to the window of rows that differs most, if its rows are independent."""
+    """Cut a record to the window of rows that differs most, if its rows are independent."""
     cut = _window(record, window) if _is_by_row(context, record) else record
     whole = cut is record
     if "experts" in cut.inputs and context.role.startswith("ffn.experts.w") and window == WINDOW:
@@ -651,7 +651,7 @@ def _few_experts(record: CallRecord) -> CallRecord:
 
 
 def together(context: ComponentContext, records: Sequence[CallRecord]) -> list[CallRecord]:
-    """Concatenate calls with independent rows, so that one sight shows all experts."""
+    """Concatenate calls with independent rows, so that one record shows all experts."""
     first = records[0]
     if len(records) == 1 or not all(_is_by_row(context, record) for record in records):
         return list(records)
@@ -690,7 +690,7 @@ def _height(record: CallRecord) -> int:
 
 
 def calls_in(record: CallRecord) -> list[CallRecord]:
-    """Split a sight into its calls, where several are concatenated."""
+    """Split a record into its calls, where several are concatenated."""
     if len(record.rows) < 2:
         return [record]
     begins = [sum(record.rows[:at]) for at in range(len(record.rows))]
@@ -737,7 +737,7 @@ def _sides(record: CallRecord) -> tuple[Tensors, Tensors, Tensors]:
 
 
 def rows_of(record: CallRecord, rows: slice) -> CallRecord:
-    """Return some rows of a sight with independent rows."""
+    """Return some rows of a record with independent rows."""
 
     def part(side: Tensors) -> dict[str, Tensor]:
         return {name: tensor[rows] if tensor.ndim else tensor for name, tensor in side.items()}

@@ -254,7 +254,7 @@ def has_mscale(config: Any) -> bool:
 def scaled(
     context: ComponentContext, words: str, factor: float, head: int | None = None
 ) -> FaultVariant:
-    """Return the way that multiplies the logits of all heads, or of one, by a factor."""
+    """Return the variant that multiplies the logits of all heads, or of one, by a factor."""
     yarn = context.bound.config.yarn
     where: dict[str, Any] = {"factor": factor} | ({} if head is None else {"head": head})
     if head is None and not is_v4(context) and yarn is not None and yarn.factor > 1:
@@ -659,7 +659,7 @@ _COARSE = ("attn.indexer.weights_proj", "attn.indexer.scores")
 
 
 def _in_place(words: str, choose: Choose) -> FaultVariant:
-    """Return the way that replaces the right choice; `choose` gets scores and choice."""
+    """Return the variant that replaces the right choice; `choose` gets scores and choice."""
 
     def change(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Any:
         return {**outputs, "out": choose(inputs["scores"], outputs["out"])}
@@ -668,7 +668,7 @@ def _in_place(words: str, choose: Choose) -> FaultVariant:
 
 
 def _scored(words: str, change: Callable[[Tensor], Tensor]) -> FaultVariant:
-    """Return the way that selects correctly from changed scores."""
+    """Return the variant that selects correctly from changed scores."""
 
     def changed(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         scores = inputs["scores"]

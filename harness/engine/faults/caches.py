@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.engine.faults.gain_fit import FAINT, fitted, gain_variant, is_named, of_sight
+from degarble.harness.engine.faults.gain_fit import FAINT, fitted, gain_variant, is_named, of_record
 from degarble.harness.engine.faults.model_faults import (
     FaultVariant,
     ModelFault,
@@ -122,7 +122,7 @@ def _row_fault(
 
 
 def _beside_variants(context: ComponentContext) -> Iterator[FaultVariant]:
-    """Yield ways with the rows of a neighbouring slot; unwritten slots are zeros."""
+    """Yield variants with the rows of a neighbouring slot; unwritten slots are zeros."""
     for shift, words in ((1, "the row after its own"), (-1, "the row before its own")):
         change = with_outputs(partial(_beside, shift))
         yield FaultVariant(
@@ -244,7 +244,7 @@ def _short(gain: float) -> Iterator[float]:
 
 
 def _block_variants(context: ComponentContext) -> Iterator[FaultVariant]:
-    """Yield ways that read codes with the scales of other blocks or rows."""
+    """Yield variants that read codes with the scales of other blocks or rows."""
     width, block = _latent(context), 64 if is_v4(context) else 128
     for words, which in (
         ("every block with the scale of the first", lambda s: s[:, :1].expand(s.shape)),
@@ -292,7 +292,7 @@ def _value_variants(context: ComponentContext) -> Iterator[FaultVariant]:
 
 
 def _value_signature(_context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
-    gain = of_sight(record)
+    gain = of_record(record)
     if gain is None or abs(gain - 1) <= FAINT:
         return  # no cache's scale is as near 1 as that: M43 tells a gain as the number that it is
     for value in _short(gain):
@@ -522,7 +522,7 @@ def _slot_variants(context: ComponentContext) -> Iterator[FaultVariant]:
 def _where_differing(
     variants: Callable[[ComponentContext], Iterator[FaultVariant]],
 ) -> Callable[[ComponentContext, CallRecord], Iterator[FaultVariant]]:
-    """Propose ways for the caches whose rows are not those that were written."""
+    """Propose variants for the caches whose rows are not those that were written."""
 
     def signature(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
         changed = {new for new in caches(context) if _differs(record, new, CACHES[new])}

@@ -126,7 +126,7 @@ def _given(weight: Weight) -> Any:
 
 
 def _form_variants(context: ComponentContext) -> Iterator[FaultVariant]:
-    """Yield ways that compute something other than RMSNorm on the same input."""
+    """Yield variants that compute something other than RMSNorm on the same input."""
     for words, form in (
         ("no norm: the input passes", lambda x, _w: x),
         ("no norm: the weight alone", lambda x, w: x * w),
@@ -177,7 +177,7 @@ def own_epsilon(context: ComponentContext) -> float:
 def epsilon_variant(
     context: ComponentContext, epsilon: float, *, fitted: bool = False
 ) -> FaultVariant:
-    """Return the way with another epsilon under the root."""
+    """Return the variant with another epsilon under the root."""
     return FaultVariant(
         f"{epsilon:.3g} under the root",
         with_facts(context, partial(with_epsilon, epsilon)),
@@ -246,7 +246,7 @@ def _beside(outputs: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> fl
 
 
 def _kept_variants(context: ComponentContext) -> Iterator[FaultVariant]:
-    """Yield ways without rounding of intermediates; the output is rounded."""
+    """Yield variants without rounding of intermediates; the output is rounded."""
     yield FaultVariant(
         "values that are not rounded between the fused steps", _kept(context, torch.float32)
     )

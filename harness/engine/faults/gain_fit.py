@@ -223,7 +223,7 @@ def planted_gain(
     return next(both_gains(context, words, factor, region, places))
 
 
-def of_sight(record: CallRecord, output: str = "out") -> float | None:
+def of_record(record: CallRecord, output: str = "out") -> float | None:
     """Return the gain of one output."""
     if output not in record.outputs or output not in record.expected:
         return None

@@ -480,7 +480,7 @@ def _tiles(_context: ComponentContext, record: CallRecord) -> Iterator[FaultVari
 
 
 def _stale_tiles(_context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
-    """Yield ways that repeat the same place of an earlier call."""
+    """Yield variants that repeat the same place of an earlier call."""
     if "out" not in record.outputs:
         return
     candidate = record.outputs["out"]
@@ -522,7 +522,7 @@ def _moved(words: str, region: Region, source: Callable[[Tensor, Region], Tensor
 
 
 def _stale_variants(_context: ComponentContext) -> Iterator[FaultVariant]:
-    """Yield ways with tiles of the previous call of the same shape."""
+    """Yield variants with tiles of the previous call of the same shape."""
     for words, size in (("a tile", TILE), ("a strip of 32 columns", (128, STRIP))):
         yield FaultVariant(f"{words} of the call before", _keeping(words, size))
 

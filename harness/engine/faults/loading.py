@@ -159,7 +159,7 @@ def _met_variants(_context: ComponentContext) -> Iterator[FaultVariant]:
 
 
 def _meets(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
-    """Propose ways under which, in some call, moved slots are mostly wrong and others are not."""
+    """Propose variants with which, in some call, moved slots are mostly wrong, others not."""
     wrong, experts = wrong_slots(record), record.inputs["experts"]
     if wrong is None or not bool(wrong.any()):
         return

@@ -124,9 +124,9 @@ class FaultVariant:
     """One exact way to go wrong. `words` end the sentence "... reproduces the candidate".
 
     `companions` wraps other components, by name, that pass this one what it misreads; they stay
-    healthy, and are planted together with the way. `needs_whole_call` ways depend on which rows and
-    experts a call holds, so they must not be tried on a subset. `unknown` marks output elements
-    that the way leaves open, such as those read from memory that races.
+    healthy, and are planted together with the variant. `needs_whole_call` variants depend on which
+    rows and experts a call holds, so they must not be tried on a subset. `unknown` marks output
+    elements that the variant leaves open, such as those read from memory that races.
     """
 
     words: str
@@ -139,14 +139,14 @@ class FaultVariant:
     def passed_on(
         self, inputs: Mapping[str, Tensor], weights: Mapping[str, Weight]
     ) -> Mapping[str, Tensor]:
-        """Return what a consumer receives when this way is planted on its edge."""
+        """Return what a consumer receives when this variant is planted on its edge."""
         return self.apply(lambda given, _weights: given)(inputs, weights)
 
 
 def from_variants(
     variants: Callable[[ComponentContext], Iterator[FaultVariant]],
 ) -> Callable[[ComponentContext, CallRecord], Iterator[FaultVariant]]:
-    """Return the signature of a fault without a parameter: it proposes every plantable way."""
+    """Return the signature of a fault without a parameter: it proposes every plantable variant."""
 
     def signature(context: ComponentContext, _record: CallRecord) -> Iterator[FaultVariant]:
         return variants(context)
@@ -155,7 +155,7 @@ def from_variants(
 
 
 def _every_variant(_context: ComponentContext, _record: CallRecord) -> Iterator[FaultVariant]:
-    """Stand for from_variants(ways) where a fault names no signature."""
+    """Stand for from_variants(variants) where a fault names no signature."""
     raise AssertionError("replaced when the fault is made")
 
 
@@ -190,7 +190,7 @@ class ModelFault:
         return self.id.partition(".")[0]
 
     def inject(self, context: ComponentContext, chance: random.Random) -> FaultVariant:
-        """Choose one way to plant here; the caller wraps the candidate's call with it."""
+        """Choose one variant to plant here; the caller wraps the candidate's call with it."""
         variants = list(self.variants(context))
         return variants[chance.randrange(len(variants))]
 
@@ -250,9 +250,9 @@ class ChangedWeights(Mapping[str, "Weight"]):
 # Run a reference component with other facts: another base, no clamp, other rounding.
 #
 # A bound call of a reference consists of a function and its facts; these wrappers replace either. A
-# call that is no reference (a user's kernel) has no facts; a way that needs them starts from the
-# scene's own call. If several ways are combined, those that change facts have to be applied first,
-# because a wrapped call hides its facts.
+# call that is no reference (a user's kernel) has no facts; a variant that needs them starts from
+# the context's own call. If several variants are combined, those that change facts have to be
+# applied first, because a wrapped call hides its facts.
 
 
 _CODED = {CODES, BLOCK_SCALE, TENSOR_SCALE}
@@ -272,12 +272,12 @@ def facts_of(call: ComponentCall) -> ModelFacts | None:
 
 
 def has_facts(context: ComponentContext) -> bool:
-    """Return whether the scene's call is a reference."""
+    """Return whether the context's call is a reference."""
     return facts_of(context.call) is not None
 
 
 def facts_at(context: ComponentContext) -> Any:
-    """Return the facts at a scene whose call is a reference."""
+    """Return the facts at a context whose call is a reference."""
     found = facts_of(context.call)
     assert found is not None, "called only where has_facts"
     return found
@@ -307,7 +307,7 @@ def with_function(context: ComponentContext, function: Function) -> Callable[...
 
 
 def function_at(context: ComponentContext) -> Function:
-    """Return the reference function of a scene."""
+    """Return the reference function of a context."""
     assert isinstance(context.call, partial), "called only where has_facts"
     found: Function = context.call.func
     return found

@@ -1,9 +1,9 @@
 """Negative controls: legal differences that look like faults and must raise no alarm.
 
-They have the same form as the ways of faults: another order of a sum, softmax before or after top-k
-where there is no bias, a shift of all positions in layers with a window only, exponentials in base
-2, an approximate reciprocal before a scale, larger residuals, scales of a module that is never run.
-A control is planted like a fault; a verdict DIFFERS on such a run is wrong.
+They have the same form as the variants of faults: another order of a sum, softmax before or after
+top-k where there is no bias, a shift of all positions in layers with a window only, exponentials in
+base 2, an approximate reciprocal before a scale, larger residuals, scales of a module that is never
+run. A control is planted like a fault; a verdict DIFFERS on such a run is wrong.
 """
 
 from __future__ import annotations

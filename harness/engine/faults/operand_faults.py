@@ -2,8 +2,8 @@
 
 `making_fault` wraps the quantisation before a linear (`*.act_quant`) and changes its outputs;
 `reading_fault` wraps the linear and changes how it reads correct codes and scales. Each has two
-ways: all columns, or the second half. `numbers` returns what is quantised, after SwiGLU if that is
-part of the component.
+variants: all columns, or the second half. `numbers` returns what is quantised, after SwiGLU if that
+is part of the component.
 
 Shape letters: T tokens (or tokens and slots), C block scales of a token, b elements of a block.
 """

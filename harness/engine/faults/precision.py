@@ -16,7 +16,7 @@ from degarble.harness.engine.faults.gain_fit import (
     fitted,
     gain_text,
     is_named,
-    of_sight,
+    of_record,
     planted_gain,
     sharpened,
 )
@@ -252,7 +252,7 @@ def _whole_variants(context: ComponentContext) -> Iterator[FaultVariant]:
 
 
 def _whole(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
-    gain = of_sight(record)
+    gain = of_record(record)
     c, e = record.outputs.get("out"), record.expected.get("out")
     if gain is None and c is not None and e is not None and c.shape == e.shape:
         gain = faint(c, e)
@@ -327,7 +327,7 @@ def _of_places(
 ) -> Iterator[tuple[int, float, RoundingSide]]:
     """Yield places that differ by a gain; none if the whole output has one."""
     c, e = record.outputs["out"], record.expected["out"]
-    if of_sight(record) is not None or c.shape != e.shape:
+    if of_record(record) is not None or c.shape != e.shape:
         return
     for number, mask in masks:
         gain = fitted(c[mask], e[mask]) or faint(c[mask], e[mask])

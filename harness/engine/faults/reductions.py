@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from degarble.harness.engine.faults.gain_fit import fitted, gain_variant, is_named, of_sight
+from degarble.harness.engine.faults.gain_fit import fitted, gain_variant, is_named, of_record
 from degarble.harness.engine.faults.model_faults import (
     FaultVariant,
     ModelFault,
@@ -73,10 +73,10 @@ _DIVIDED = _counts("the sum divided by {} ranks", lambda ranks: 1 / ranks)
 def _of_gain(
     variants: Callable[..., Iterator[FaultVariant]],
 ) -> Callable[[ComponentContext, CallRecord], Iterator[FaultVariant]]:
-    """Propose the ways whose number of ranks, or its reciprocal, is the fitted gain."""
+    """Propose the variants whose number of ranks, or its reciprocal, is the fitted gain."""
 
     def signature(context: ComponentContext, record: CallRecord) -> Iterator[FaultVariant]:
-        gain = of_sight(record)
+        gain = of_record(record)
         if gain is None and context.role == _SCORED:
             gain = _of_scores(record)
         for variant in variants(context) if gain is not None else ():
@@ -138,7 +138,7 @@ def _rolled(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def _twice_variants(context: ComponentContext) -> Iterator[FaultVariant]:
-    """Yield ways in which two ranks run one expert and both contributions are summed."""
+    """Yield variants in which two ranks run one expert and both contributions are summed."""
     for expert in range(context.bound.config.n_routed_experts):
         yield FaultVariant(
             f"expert {expert} counted twice", with_outputs(_doubled(expert)), {"expert": expert}

@@ -276,7 +276,7 @@ def sits(context: ComponentContext) -> bool:
 def turning(
     context: ComponentContext, words: str, turn: RopeVariant, since: int = 0, **where: Any
 ) -> FaultVariant:
-    """Return the way that rotates otherwise, from a position on."""
+    """Return the variant that rotates otherwise, from a position on."""
     role = context.role
 
     def function(facts: Any, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]) -> Any:

@@ -68,7 +68,7 @@ class RouterRules:
 def routed(
     rules: RouterRules, facts: Any, inputs: Mapping[str, Tensor], weights: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return the way that routes by other rules."""
+    """Return the variant that routes by other rules."""
     c, numerics = facts.config, facts.numerics
     v4, ((name, source),) = isinstance(facts, V4Facts), weights.items()
     own: Score = routing.sqrt_softplus if v4 else torch.sigmoid
@@ -195,7 +195,7 @@ def _next_best(facts: Any, inputs: Mapping[str, Tensor], weights: Mapping[str, A
 
 
 def _table_variants(context: ComponentContext) -> Iterator[FaultVariant]:
-    """Yield ways for a layer that chooses by token id."""
+    """Yield variants for a layer that chooses by token id."""
     yield FaultVariant("experts by score and not by token id", with_function(context, _by_score))
     yield FaultVariant("the row of the token id before", with_inputs(_other_ids(-1)))
     yield FaultVariant("the row of the token before", with_inputs(_token_before))
@@ -280,7 +280,7 @@ def _weighed(
 
 
 def _weighs(context: ComponentContext) -> bool:
-    """Return whether the scene multiplies slots by their weights: before w2, or in the sum."""
+    """Return whether the context multiplies slots by their weights: before w2, or in the sum."""
     before = is_v4(context) and context.bound.numerics.switches.routing_weight_before_w2
     return context.role == ("ffn.experts.act_quant" if before else "ffn.experts.combine")
 

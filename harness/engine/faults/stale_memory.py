@@ -79,7 +79,7 @@ def counts_of(context: ComponentContext, name: str, inputs: Tensors) -> list[int
 
 
 def remembered(context: ComponentContext, words: str, name: str, change: Change) -> FaultVariant:
-    """Return the way that changes one memory of a sequence where it is received."""
+    """Return the variant that changes one memory of a sequence where it is received."""
 
     def passed(inputs: Tensors) -> Tensors:
         if name not in inputs:
@@ -250,7 +250,7 @@ def _pools(context: ComponentContext, record: CallRecord) -> Iterator[FaultVaria
 
 
 def _seen_variants(context: ComponentContext) -> Iterator[FaultVariant]:
-    """Yield ways with another count of visible rows."""
+    """Yield variants with another count of visible rows."""
     if context.role == _SCORES:
         yield FaultVariant("the newest entry not visible yet", with_outputs(_newest_masked))
         yield FaultVariant("the oldest entry not visible", with_outputs(_oldest_masked))
@@ -492,7 +492,7 @@ def _columns(context: ComponentContext, record: CallRecord) -> Iterator[FaultVar
 
 
 def _scale_variants(_context: ComponentContext) -> Iterator[FaultVariant]:
-    """Yield ways with other scales in the last row, which shares its tile with padding."""
+    """Yield variants with other scales in the last row, which shares its tile with padding."""
     for words, code in (("448", 0x7E), ("NaN", 0x7F), ("0", 0x00)):
         text = f"scales of the last row: {words}, as padding holds"
         yield FaultVariant(text, with_outputs(partial(_last_scales, code)))

@@ -100,7 +100,9 @@ _MEMORY: ContextVar[_Memory | None] = ContextVar("decoded", default=None)
 @contextmanager
 def remembering() -> Iterator[None]:
     """Cache decoded weights within this context; nobody may write into weights meanwhile."""
-    if _MEMORY.get() is not None:  # who asks several times about one trouble holds it around them
+    if (
+        _MEMORY.get() is not None
+    ):  # who asks several times about one discrepancy holds it around them
         yield
         return
     token = _MEMORY.set(_Memory())
@@ -235,10 +237,10 @@ class Decoding(Mapping[str, Weight]):
 # --------------------------------------------------------------------------------------------------
 # Build a ModelFault from a function that damages one weight.
 #
-# A change of one weight is lifted to ways over the spots of a component (all weights, one part, one
-# expert, half of the experts, a run of rows); planting and naming use the same change. `of_tensor`
-# lifts faults of quantised tensors, `of_values` changes of numbers. A change returns None where it
-# does not apply; `needs` decides by format alone where it can.
+# A change of one weight is lifted to variants over the regions of a component (all weights, one
+# part, one expert, half of the experts, a run of rows); planting and naming use the same change.
+# `of_tensor` lifts faults of quantised tensors, `of_values` changes of numbers. A change returns
+# None where it does not apply; `needs` decides by format alone where it can.
 #
 # Shape letters: N rows, K elements of a row, R and C block scales along them.
 

@@ -60,7 +60,7 @@ class Discrepancy:
 
     `component` is attributed. `site` is where the value was recorded (an output, or a consumer's
     input), and `context` is the component of that site. `where` narrows it down. `more` are calls
-    of other steps with the same discrepancy. A missing call has no sight.
+    of other steps with the same discrepancy. A missing call has no record.
     """
 
     kind: DiscrepancyKind

@@ -528,7 +528,7 @@ def _told(worst: object) -> str:
 
 
 def _sight(piece: JudgedBatch, steps: Mapping[int, CapturedStep]) -> CallRecord:
-    """Return the recorded tensors; calls that were replayed together are one sight.
+    """Return the recorded tensors; calls that were replayed together are one record.
 
     Rows with a legal flip of a choice are left out: no cause has to explain them.
     """

@@ -679,9 +679,9 @@ def normed(values_MK: Tensor, weight_K: Tensor, epsilon: float) -> Tensor:
 
 def turned(heads_THL: Tensor, turns_P: Tensor, positions_T: Tensor, epsilon: float) -> Tensor:
     """Return heads normed without a weight and turned, by our kernel."""
-    from degarble.kernels.rows.problem import HeadsProblem  # noqa: PLC0415  the DSL
+    from degarble.kernels.rows.problem import QNormRopeProblem  # noqa: PLC0415  the DSL
 
-    problem = HeadsProblem(heads_THL.shape[0], heads_THL.shape[1], turns_P.shape[0], epsilon)
+    problem = QNormRopeProblem(heads_THL.shape[0], heads_THL.shape[1], turns_P.shape[0], epsilon)
     given = {"heads": heads_THL.contiguous(), "turns": turns_P, "positions": positions_T}
     made: Tensor = launched("simt_qnorm_rope", problem, **given)["out"]
     return made
@@ -689,9 +689,9 @@ def turned(heads_THL: Tensor, turns_P: Tensor, positions_T: Tensor, epsilon: flo
 
 def turned_back(heads_THL: Tensor, turns_P: Tensor, positions_T: Tensor) -> Tensor:
     """Return heads turned back, by our kernel."""
-    from degarble.kernels.rows.problem import BackProblem  # noqa: PLC0415  the DSL
+    from degarble.kernels.rows.problem import InverseRopeProblem  # noqa: PLC0415  the DSL
 
-    problem = BackProblem(heads_THL.shape[0], heads_THL.shape[1], turns_P.shape[0])
+    problem = InverseRopeProblem(heads_THL.shape[0], heads_THL.shape[1], turns_P.shape[0])
     given = {"heads": heads_THL, "turns": turns_P, "positions": positions_T}
     made: Tensor = launched("simt_inverse_rope", problem, **given)["out"]
     return made

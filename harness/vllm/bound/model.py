@@ -202,24 +202,24 @@ def headed(streams: Tensor, mixing: LayerMixing) -> Tensor:
 
 def mixed(streams: Tensor, mixing: LayerMixing, part: str) -> dict[str, Any]:
     """Project and mix by our kernels."""
-    from degarble.kernels.rows.mhc_problem import MixProblem, ProjectProblem  # noqa: PLC0415
+    from degarble.kernels.rows.mhc_problem import MhcMixProblem, ProjectProblem  # noqa: PLC0415
 
     tokens, _, width = streams.shape
     split, base, scale = mixing.weights
     project = ProjectProblem(tokens, width, "head" if part == "head" else "layer")
     made = launched("simt_mhc_project", project, streams=streams, split=split)
     numbers = (mixing.iterations, mixing.epsilon, mixing.norm_epsilon)
-    problem = MixProblem(tokens, width, part, *numbers)
+    problem = MhcMixProblem(tokens, width, part, *numbers)
     return launched("simt_mhc", problem, streams=streams, base=base, scale=scale, **made)
 
 
 def spread(out: Tensor, streams: Tensor, post: Tensor, mix: Tensor) -> Tensor:
     """Return the streams with a block's output, by our kernel."""
-    from degarble.kernels.rows.mhc_problem import MixProblem  # noqa: PLC0415  needs the DSL
+    from degarble.kernels.rows.mhc_problem import MhcMixProblem  # noqa: PLC0415  needs the DSL
 
     tokens, _, width = streams.shape
     made = launched(
-        "simt_mhc", MixProblem(tokens, width, "post"), streams=streams, layer=out.contiguous(),
+        "simt_mhc", MhcMixProblem(tokens, width, "post"), streams=streams, layer=out.contiguous(),
         post=post, mix=mix,
     )  # fmt: skip
     spread_out: Tensor = made["out"]

@@ -77,8 +77,8 @@ FORMS: dict[str, Callable[[str], Any]] = {
     "simt_rmsnorm": lambda _: rmsnorm_problem.choose_norm_form(
         rmsnorm_problem.NormProblem(9, 192), TARGET
     ),
-    "simt_qnorm_rope": lambda _: heads.HeadsForm(TARGET),
-    "simt_inverse_rope": lambda _: back.BackForm(False, TARGET),
+    "simt_qnorm_rope": lambda _: heads.QNormRopeForm(TARGET),
+    "simt_inverse_rope": lambda _: back.InverseRopeForm(False, TARGET),
     "simt_kv_write": _write,
     "simt_router": lambda _: router_problem.choose_form(
         router_problem.RouterProblem(9, 8, 2), TARGET
@@ -86,7 +86,9 @@ FORMS: dict[str, Callable[[str], Any]] = {
     "simt_gemv_bf16": lambda _: gemv_problem.choose_form(
         gemv_problem.GemvProblem(8, 8, 192), TARGET
     ),
-    "simt_mhc": lambda name: mhc_problem.MixForm("post" if name in OF_SPREADING else "all", TARGET),
+    "simt_mhc": lambda name: mhc_problem.MhcMixForm(
+        "post" if name in OF_SPREADING else "all", TARGET
+    ),
     "sm90_sparse_attention": _attention,
     "simt_compressor": lambda _: compressor_problem.PoolForm(4, 512, True, TARGET),
     "simt_indexer_topk": lambda _: indexer_problem.choose_topk_form(

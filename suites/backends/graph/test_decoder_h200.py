@@ -10,7 +10,7 @@ import torch
 
 from degarble.harness.backends.cutedsl.backend import CONVENTIONS, use_kernels
 from degarble.harness.backends.cutedsl.kernels import KernelsOnGpu
-from degarble.harness.backends.graph.decoder import Decoder, DecoderSpeaker
+from degarble.harness.backends.graph.decoder import Decoder, DecoderLogitsModel
 from degarble.harness.cli.values import settings_here
 from degarble.harness.inference.model import open_model
 from degarble.references.model import Sequence
@@ -131,7 +131,7 @@ def test_one_token_a_step_equals_components_called_one_by_one(opened: OpenModel)
             made.append(speaker.next_logits(sequences, new).float().cpu())
         return torch.stack(made)
 
-    ours = said(DecoderSpeaker(bound, decoder))
+    ours = said(DecoderLogitsModel(bound, decoder))
     try:
         use_kernels(bound, opened.recipe, KernelsOnGpu(settings_here()))
         parts = said(opened.logits_model)
@@ -150,7 +150,7 @@ def test_a_chunked_prompt_is_equal_in_any_batch(opened: OpenModel) -> None:
 
     def states(decoder: Decoder, chosen: list[int]) -> list[torch.Tensor]:
         new = [torch.tensor(prompts[n]) for n in chosen]
-        made = DecoderSpeaker(bound, decoder).hidden([Sequence() for _ in chosen], new)
+        made = DecoderLogitsModel(bound, decoder).hidden([Sequence() for _ in chosen], new)
         return list(made.split([len(tensor) for tensor in new]))
 
     (eager,) = states(alone, [0])

@@ -12,7 +12,7 @@ from degarble.harness.backends.cutedsl import kernels as cutedsl_kernels
 from degarble.harness.backends.cutedsl.backend import CONVENTIONS, use_kernels
 from degarble.harness.backends.cutedsl.linears import LinearKernel
 from degarble.harness.backends.graph import matrices as layer_matrices
-from degarble.harness.backends.graph.decoder import PIECE, Decoder, DecoderSpeaker, entry_of
+from degarble.harness.backends.graph.decoder import PIECE, Decoder, DecoderLogitsModel, entry_of
 from degarble.harness.backends.graph.matrices import CodedGroups, Experts, coded_product, groups_of
 from degarble.harness.backends.graph.steps import PAGE, MemorySize, tables_of
 from degarble.harness.backends.graph.weights import AttentionWeights, V4Layout
@@ -64,7 +64,7 @@ def said(model: LogitsModel) -> torch.Tensor:
 def by_steps(opened: OpenModel, seen: Callable[..., None] | None = None) -> torch.Tensor:
     bound = opened.logits_model.bound
     decoder = Decoder.from_model(StandIn(seen), bound, opened.recipe, lanes=3, positions=POSITIONS)
-    return said(DecoderSpeaker(bound, decoder))
+    return said(DecoderLogitsModel(bound, decoder))
 
 
 def by_parts(opened: OpenModel) -> torch.Tensor:
@@ -157,7 +157,7 @@ def test_lanes_have_pages_of_their_own_and_come_back() -> None:
 def test_more_than_there_is_room_for_is_refused(opened: OpenModel) -> None:
     bound = opened.logits_model.bound
     decoder = Decoder.from_model(StandIn(), bound, opened.recipe, lanes=1, positions=3)
-    speaker = DecoderSpeaker(bound, decoder)
+    speaker = DecoderLogitsModel(bound, decoder)
     assert speaker.context == 3
     with pytest.raises(InvalidArgument, match="position = 3"):
         decoder.feed([1], [3])
@@ -338,7 +338,7 @@ def decoder_of(
 def decoder_v32_by_steps(
     opened: OpenModel, seen: Callable[..., None] | None = None
 ) -> torch.Tensor:
-    return decoder_v32_said(DecoderSpeaker(opened.logits_model.bound, decoder_of(opened, seen)))
+    return decoder_v32_said(DecoderLogitsModel(opened.logits_model.bound, decoder_of(opened, seen)))
 
 
 def decoder_v32_by_parts(opened: OpenModel) -> torch.Tensor:
@@ -414,7 +414,7 @@ def test_pieces_end_where_rows_do_and_rest_writes_nothing(decoder_v32_opened: Op
             told.append((problem.tokens, int((given["owners"] >= 0).sum())))
 
     decoder = decoder_of(decoder_v32_opened, seen)
-    speaker = DecoderSpeaker(decoder_v32_opened.logits_model.bound, decoder)
+    speaker = DecoderLogitsModel(decoder_v32_opened.logits_model.bound, decoder)
     sequences = [Sequence() for _ in range(3)]
     new = [torch.arange(6, 6 + count) for count in (40, 1, 30)]
     hidden = speaker.hidden(sequences, new)

@@ -20,7 +20,7 @@ import torch
 
 from degarble.kernels.gemm.grouped_problem import GroupedProblem
 from degarble.kernels.gemm.problem import GemmProblem
-from degarble.kernels.rows.problem import BackProblem
+from degarble.kernels.rows.problem import InverseRopeProblem
 from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.modules import module_of
 from degarble.kernels.runtime.targets import SM90A, SM100A, target_of_device
@@ -113,7 +113,7 @@ def composed(case: Case, parts: Any) -> Tensor:
     p, (a, b, turns) = case.problem, parts
     if turns is not None:
         heads = p.groups * p.inner // p.turned
-        back = BackProblem(p.tokens, heads, POSITIONS, width=p.turned)
+        back = InverseRopeProblem(p.tokens, heads, POSITIONS, width=p.turned)
         table, positions = turns
         given = a.view(p.tokens, heads, p.turned)
         a = simt_inverse_rope.KERNEL.run_one(

@@ -23,7 +23,7 @@ from degarble.kernels.gemm import grouped_problem as facts
 from degarble.kernels.gemm.grouped_problem import GroupedFp8Problem
 from degarble.kernels.gemm.problem import FP8_BLOCK, GemmProblem
 from degarble.kernels.primitives.quantise_problem import Fp8Problem
-from degarble.kernels.rows.problem import BackProblem
+from degarble.kernels.rows.problem import InverseRopeProblem
 from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.suites.kernels import gemm_checks
 from degarble.suites.kernels import latent_checks as plain
@@ -110,7 +110,7 @@ def coded(case: Case, given: Any) -> tuple[Tensor, Tensor]:
     kernel = import_module("degarble.kernels.quantise.simt_quantise_fp8").quantise_fp8
     p, width = case.problem, case.shape[3]
     heads = p.groups * p.inner // width
-    back = BackProblem(p.tokens, heads, POSITIONS, width=width)
+    back = InverseRopeProblem(p.tokens, heads, POSITIONS, width=width)
     given_heads = given.a.view(p.tokens, heads, width)
     fields = {"heads": given_heads, "turns": given.turns, "positions": given.positions}
     turned = rope.KERNEL.run_one(back, SETTINGS, **fields)

@@ -18,7 +18,7 @@ from degarble.kernels.primitives.quantise_problem import (
     QuantiseProblem,
     choose_form,
 )
-from degarble.kernels.rows.problem import BackProblem
+from degarble.kernels.rows.problem import InverseRopeProblem
 from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.modules import kernel_named
 from degarble.kernels.runtime.targets import SM90A, SM100A
@@ -100,7 +100,7 @@ def test_heads_are_turned_back_first(tokens: int, heads: int, width: int, scales
     turns = torch.randn(known, 64, device="cuda")
     positions = torch.randint(known, (tokens,), device="cuda")
     positions[3:4] = known  # outside of the table: NaN
-    back = BackProblem(tokens, heads, known, width=width)
+    back = InverseRopeProblem(tokens, heads, known, width=width)
     given = values.view(tokens, heads, width)
     fields = {"heads": given, "turns": turns, "positions": positions}
     turned = rope.KERNEL.run_one(back, SETTINGS, **fields).flatten(1)

@@ -10,16 +10,16 @@ import torch
 
 from degarble.kernels.primitives.quantise_problem import LAYOUTS
 from degarble.kernels.rows import mhc_problem, problem, router_problem
-from degarble.kernels.rows.mhc_problem import MIX_PARTS, MixForm, MixProblem, ProjectProblem
+from degarble.kernels.rows.mhc_problem import MIX_PARTS, MhcMixForm, MhcMixProblem, ProjectProblem
 from degarble.kernels.rows.problem import (
     ID_DTYPES,
     NORM_WEIGHTS,
     SCALE_KINDS,
-    BackForm,
     EmbedForm,
     EmbedProblem,
-    HeadsForm,
+    InverseRopeForm,
     NormProblem,
+    QNormRopeForm,
     ResidualProblem,
     ScaleForm,
     ScaleProblem,
@@ -74,16 +74,20 @@ def _code(target: str) -> Iterator[MachineCode]:
         vectors = {"ld.global.v4": 4, "st.global.v4": 4}
         yield MachineCode("simt_embed", EmbedForm(ids, target), 64, counts=vectors)
     for in_place in (False, True):  # every thread that a processor can hold
-        yield MachineCode("simt_inverse_rope", BackForm(in_place, target), 32, fused=0)
+        yield MachineCode("simt_inverse_rope", InverseRopeForm(in_place, target), 32, fused=0)
     # Six thread blocks of eight warps fit beside each other; only the sum of squares is fused.
-    yield MachineCode("simt_qnorm_rope", HeadsForm(target), 40, fused=14)
+    yield MachineCode("simt_qnorm_rope", QNormRopeForm(target), 40, fused=14)
     for source, out in product(SCALE_KINDS, SCALE_KINDS):
         yield MachineCode("simt_scale", ScaleForm(source, out, target))
     for part in MIX_PARTS:
         yield MachineCode(
-            "simt_mhc", MixForm(part, target), REGISTERS_OF_MIX[part], 0, fused=FUSED_OF_MIX[part],
+            "simt_mhc",
+            MhcMixForm(part, target),
+            REGISTERS_OF_MIX[part],
+            0,
+            fused=FUSED_OF_MIX[part],
             slow=part not in {"all", "post"},
-        )  # fmt: skip
+        )
     for kind, tokens in product(
         ("layer", "head"), (mhc_problem.LEAST_TOKENS, mhc_problem.FEW_TOKENS, 1 << 13)
     ):
@@ -240,7 +244,7 @@ def _replay_heads(kind: str) -> Replay:
 
 def _replay_mhc(part: str) -> Replay:
     kernel = kernel_named("simt_mhc")
-    cases = [mhc_checks.Case(MixProblem(131, 1032, part), seed=seed) for seed in range(3)]
+    cases = [mhc_checks.Case(MhcMixProblem(131, 1032, part), seed=seed) for seed in range(3)]
     inputs = {name: tensor.cuda() for name, tensor in mhc_checks.given(cases[0]).items()}
     made = kernel.run(cases[0].problem, SETTINGS, **inputs)
     outputs = {name: each for name, each in made.items() if each is not None}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from degarble.kernels.primitives import kv_problem as rows
-from degarble.kernels.rows.problem import BackProblem, HeadsProblem
+from degarble.kernels.rows.problem import InverseRopeProblem, QNormRopeProblem
 from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.modules import kernel_named
 from degarble.suites.kernels import latent_checks as plain
@@ -97,9 +97,9 @@ def run(case: Case, operands: tuple[Tensor, Tensor, Tensor], out: Tensor) -> Ten
     """Launch on tensors of the GPU: heads, turns and positions."""
     given = dict(zip(("heads", "turns", "positions"), operands, strict=True))
     if case.kind == "norm":
-        heads = HeadsProblem(case.tokens, case.heads, POSITIONS, width=case.width)
+        heads = QNormRopeProblem(case.tokens, case.heads, POSITIONS, width=case.width)
         return kernel_named("simt_qnorm_rope").run_one(heads, SETTINGS, **given, out=out)
-    back = BackProblem(case.tokens, case.heads, POSITIONS, case.in_place, case.width)
+    back = InverseRopeProblem(case.tokens, case.heads, POSITIONS, case.in_place, case.width)
     return kernel_named("simt_inverse_rope").run_one(back, SETTINGS, **given, out=out)
 
 

@@ -18,13 +18,13 @@ from degarble.kernels.primitives.quantise_problem import (
 from degarble.kernels.rows import mhc_problem as mhc
 from degarble.kernels.rows import problem as rows
 from degarble.kernels.rows import router_problem as routers
-from degarble.kernels.rows.mhc_problem import MIX_PARTS, InnerCut, MixProblem, ProjectProblem
+from degarble.kernels.rows.mhc_problem import MIX_PARTS, InnerCut, MhcMixProblem, ProjectProblem
 from degarble.kernels.rows.problem import (
-    BackProblem,
     EmbedProblem,
-    HeadsProblem,
+    InverseRopeProblem,
     NormProblem,
     NormTactic,
+    QNormRopeProblem,
     ResidualProblem,
     ScaleForm,
     ScaleProblem,
@@ -62,15 +62,15 @@ if TYPE_CHECKING:
         (ShapeMismatch, "matrix to norm", lambda: ResidualProblem(4, 60)),
         (UnknownName, "dtype of a norm's weight", lambda: ResidualProblem(1, 128, weight="fp16")),
         (InvalidArgument, "epsilon", lambda: ResidualProblem(1, 128, 2.0)),
-        (ShapeMismatch, "tokens", lambda: HeadsProblem(-1, 8, 1)),
-        (ShapeMismatch, "query heads", lambda: HeadsProblem(1, 0, 1)),
-        (ShapeMismatch, "query heads", lambda: HeadsProblem(1, 129, 1)),
-        (ShapeMismatch, "positions", lambda: HeadsProblem(1, 8, 0)),
-        (InvalidArgument, "epsilon", lambda: HeadsProblem(1, 8, 1, epsilon=-1.0)),
-        (ShapeMismatch, "tokens", lambda: BackProblem(-1, 8, 1)),
-        (ShapeMismatch, "heads of attention's output", lambda: BackProblem(1, 0, 1)),
-        (ShapeMismatch, "heads of attention's output", lambda: BackProblem(1, 129, 1)),
-        (ShapeMismatch, "positions", lambda: BackProblem(1, 8, 0)),
+        (ShapeMismatch, "tokens", lambda: QNormRopeProblem(-1, 8, 1)),
+        (ShapeMismatch, "query heads", lambda: QNormRopeProblem(1, 0, 1)),
+        (ShapeMismatch, "query heads", lambda: QNormRopeProblem(1, 129, 1)),
+        (ShapeMismatch, "positions", lambda: QNormRopeProblem(1, 8, 0)),
+        (InvalidArgument, "epsilon", lambda: QNormRopeProblem(1, 8, 1, epsilon=-1.0)),
+        (ShapeMismatch, "tokens", lambda: InverseRopeProblem(-1, 8, 1)),
+        (ShapeMismatch, "heads of attention's output", lambda: InverseRopeProblem(1, 0, 1)),
+        (ShapeMismatch, "heads of attention's output", lambda: InverseRopeProblem(1, 129, 1)),
+        (ShapeMismatch, "positions", lambda: InverseRopeProblem(1, 8, 0)),
         *(
             (ShapeMismatch, "embedding", lambda extents=extents: EmbedProblem(*extents))
             for extents in ((-1, 1, 8), (1, 0, 8), (1, 1, 12), (1, 1, 0), (1 << 31, 1, 8))
@@ -100,13 +100,13 @@ if TYPE_CHECKING:
             InvalidArgument, "groups",
             lambda: RouterProblem(1, 64, 2, groups=2, groups_kept=1, vocabulary=5),
         ),
-        (ShapeMismatch, "lanes of all tokens", lambda: MixProblem(-1, 8)),
-        (ShapeMismatch, "width", lambda: MixProblem(1, 12)),
-        (ShapeMismatch, "width", lambda: MixProblem(1, 1 << 17)),
-        (UnknownName, "part of mHC", lambda: MixProblem(1, 8, "pre")),
-        (InvalidArgument, "iterations", lambda: MixProblem(1, 8, iterations=0)),
-        (InvalidArgument, "epsilon", lambda: MixProblem(1, 8, epsilon=1.0)),
-        (ShapeMismatch, "thread blocks", lambda: mhc.mix_grid(MixProblem((1 << 29) - 1, 7168))),
+        (ShapeMismatch, "lanes of all tokens", lambda: MhcMixProblem(-1, 8)),
+        (ShapeMismatch, "width", lambda: MhcMixProblem(1, 12)),
+        (ShapeMismatch, "width", lambda: MhcMixProblem(1, 1 << 17)),
+        (UnknownName, "part of mHC", lambda: MhcMixProblem(1, 8, "pre")),
+        (InvalidArgument, "iterations", lambda: MhcMixProblem(1, 8, iterations=0)),
+        (InvalidArgument, "epsilon", lambda: MhcMixProblem(1, 8, epsilon=1.0)),
+        (ShapeMismatch, "thread blocks", lambda: mhc.mix_grid(MhcMixProblem((1 << 29) - 1, 7168))),
         (ShapeMismatch, "width of a stream", lambda: ProjectProblem(3, 12)),
         (ShapeMismatch, "lanes of all tokens", lambda: ProjectProblem(-1, 16)),
         (ShapeMismatch, "partial sums", lambda: ProjectProblem(1 << 23, 16)),
@@ -247,7 +247,7 @@ def test_thread_blocks_fit_a_processor(columns: int) -> None:
 
 @pytest.mark.parametrize("heads", [1, 7, 8, 9, 64, 128])
 def test_every_head_has_one_warp(heads: int) -> None:
-    tokens, groups = rows.heads_grid(HeadsProblem(3, heads, 1))
+    tokens, groups = rows.heads_grid(QNormRopeProblem(3, heads, 1))
     walked = [
         group * rows.HEAD_WARPS + warp for group in range(groups) for warp in range(rows.HEAD_WARPS)
     ]
@@ -256,7 +256,7 @@ def test_every_head_has_one_warp(heads: int) -> None:
 
 
 def test_bytes_count_everything_once() -> None:
-    assert HeadsProblem(3, 64, 9).bytes_moved == 3 * (2 * 2 * 64 * 512 + 8 + 256)
+    assert QNormRopeProblem(3, 64, 9).bytes_moved == 3 * (2 * 2 * 64 * 512 + 8 + 256)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def test_bytes_count_everything_once() -> None:
 @pytest.mark.parametrize("heads", [1, 7, 64, 128])
 @pytest.mark.parametrize("width", [128, 512])
 def test_every_chunk_has_one_thread(width: int, heads: int, in_place: bool) -> None:
-    problem = BackProblem(2, heads, 1, in_place, width)
+    problem = InverseRopeProblem(2, heads, 1, in_place, width)
     tokens, groups = rows.back_grid(problem)
     walked = [
         group * rows.CHUNKS_AT_ONCE * rows.BACK_THREADS + turn * rows.BACK_THREADS + thread
@@ -286,8 +286,10 @@ def test_every_chunk_has_one_thread(width: int, heads: int, in_place: bool) -> N
 
 
 def test_bytes_count_what_moves() -> None:
-    assert BackProblem(3, 64, 9).bytes_moved == 3 * (2 * 2 * 64 * 512 + 8 + 256)
-    assert BackProblem(3, 64, 9, in_place=True).bytes_moved == 3 * (2 * 2 * 64 * 64 + 8 + 256)
+    assert InverseRopeProblem(3, 64, 9).bytes_moved == 3 * (2 * 2 * 64 * 512 + 8 + 256)
+    assert InverseRopeProblem(3, 64, 9, in_place=True).bytes_moved == 3 * (
+        2 * 2 * 64 * 64 + 8 + 256
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -457,7 +459,7 @@ def test_forms_do_not_know_the_extents() -> None:
 # --------------------------------------------------------------------------------------------------
 # mHC: near the references on tensors and scalars, thread blocks, bytes.
 
-ON_SCALARS = mhc.MixPrimitives(
+ON_SCALARS = mhc.MhcMixPrimitives(
     lambda x: np.float32(math.exp(x)), lambda x: np.float32(1) / x, lambda x: 1 / np.sqrt(x)
 )
 
@@ -466,12 +468,12 @@ ON_SCALARS = mhc.MixPrimitives(
 @pytest.mark.parametrize("sharpness", [0.1, 1.0, 5.0])
 def test_every_part_is_near_the_references(part: str, sharpness: float) -> None:
     for tokens, width in ((1, 8), (70, 256)):
-        case = mhc_checks.Case(MixProblem(tokens, width, part), sharpness=sharpness, seed=tokens)
+        case = mhc_checks.Case(MhcMixProblem(tokens, width, part), sharpness=sharpness, seed=tokens)
         assert not mhc_checks.far_from_references(case, mhc_checks.by_stated_order(case))
 
 
 def test_one_iteration_is_softmax_and_columns() -> None:
-    case = mhc_checks.Case(MixProblem(9, 64, "coefficients", iterations=1), sharpness=3.0)
+    case = mhc_checks.Case(MhcMixProblem(9, 64, "coefficients", iterations=1), sharpness=3.0)
     made = mhc_checks.by_stated_order(case)
     assert not mhc_checks.far_from_references(case, made)
     assert torch.allclose(made["mix"].sum(1), torch.ones(9, 4), atol=1e-5)
@@ -479,17 +481,17 @@ def test_one_iteration_is_softmax_and_columns() -> None:
 
 def test_a_processors_reciprocal_stays_within_the_budget() -> None:
     """Reciprocals and powers that are a step off: what the approximate instructions may be."""
-    off = mhc.MixPrimitives(
+    off = mhc.MhcMixPrimitives(
         lambda x: torch.exp(x) * (1 + 2.0**-22),
         lambda x: torch.reciprocal(x) * (1 - 2.0**-22),
         lambda x: torch.rsqrt(x) * (1 + 2.0**-22),
     )
-    case = mhc_checks.Case(MixProblem(60, 64, "coefficients"), sharpness=5.0)
+    case = mhc_checks.Case(MhcMixProblem(60, 64, "coefficients"), sharpness=5.0)
     assert not mhc_checks.far_from_references(case, mhc_checks.by_stated_order(case, off))
 
 
 def test_scalars_and_tensors_agree() -> None:
-    logits = mhc_checks.Case(MixProblem(1, 8)).numbers(9, 16)
+    logits = mhc_checks.Case(MhcMixProblem(1, 8)).numbers(9, 16)
     on_tensors = mhc.sinkhorn(list(logits), 3, 1e-6, mhc_checks.ON_CPU)
     on_scalars = mhc.sinkhorn(list(logits.numpy()), 3, 1e-6, ON_SCALARS)
     for tensors, scalars in zip(on_tensors, on_scalars, strict=True):
@@ -499,7 +501,7 @@ def test_scalars_and_tensors_agree() -> None:
 
 def test_turned_sums_are_detected() -> None:
     """New stream k takes old stream j with mix[j, k]: the other way round is another result."""
-    case = mhc_checks.Case(MixProblem(5, 64, "post"))
+    case = mhc_checks.Case(MhcMixProblem(5, 64, "post"))
     mix = case.coefficients[2]
     case.__dict__["coefficients"] = (*case.coefficients[:2], mix)
     right = mhc_checks.by_stated_order(case)
@@ -510,8 +512,8 @@ def test_turned_sums_are_detected() -> None:
 @pytest.mark.parametrize("part", MIX_PARTS)
 @pytest.mark.parametrize(("tokens", "width"), [(1, 8), (129, 1032), (7, 7168)])
 def test_every_chunk_and_every_token_has_one_thread(part: str, tokens: int, width: int) -> None:
-    problem = MixProblem(tokens, width, part)
-    form = mhc.MixForm(part, "sm_90a")
+    problem = MhcMixProblem(tokens, width, part)
+    form = mhc.MhcMixForm(part, "sm_90a")
     leading, groups = mhc.leading_blocks(problem), mhc.groups_of_chunks(problem)
     made, moved = [], []
     for block in range(mhc.mix_grid(problem)):
@@ -529,7 +531,7 @@ def test_every_chunk_and_every_token_has_one_thread(part: str, tokens: int, widt
 
 
 def test_mhc_bytes_count_everything_once() -> None:
-    found = {part: MixProblem(2, 4096, part).bytes_moved for part in MIX_PARTS}
+    found = {part: MhcMixProblem(2, 4096, part).bytes_moved for part in MIX_PARTS}
     row = 2 * 4096
     assert found == {
         "all": 2 * (25 * 4 + 5 * row + 16 + 64),

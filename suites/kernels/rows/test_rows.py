@@ -9,7 +9,7 @@ import torch
 
 from degarble.harness.base.errors import InvalidArgument
 from degarble.kernels.primitives.quantise_problem import LAYOUTS, QuantiseProblem
-from degarble.kernels.rows.mhc_problem import MIX_PARTS, MixProblem, ProjectProblem, split_weight
+from degarble.kernels.rows.mhc_problem import MIX_PARTS, MhcMixProblem, ProjectProblem, split_weight
 from degarble.kernels.rows.problem import (
     ID_DTYPES,
     SCALE_KINDS,
@@ -204,7 +204,7 @@ def test_chooses_as_the_reference_does_on_the_cpu() -> None:
 
 @pytest.mark.parametrize("part", MIX_PARTS)
 def test_every_part_knows_its_tensors(part: str) -> None:
-    kernels, case = kernels_of("simt_mhc"), mhc_checks.Case(MixProblem(3, 16, part))
+    kernels, case = kernels_of("simt_mhc"), mhc_checks.Case(MhcMixProblem(3, 16, part))
     kinds, inputs = kernels.wanted(case.problem), mhc_checks.given(case)
     made = kernels.KERNEL.allocate(case.problem, torch.device("cpu"))
     kernels.KERNEL.require(case.problem, inputs | made)
@@ -217,7 +217,7 @@ def test_every_part_knows_its_tensors(part: str) -> None:
 
 @pytest.mark.parametrize("part", MIX_PARTS)
 def test_errors_of_a_part_are_detected(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = mhc_checks.Case(MixProblem(3, 16, part))
+    case = mhc_checks.Case(MhcMixProblem(3, 16, part))
     out = mhc_checks.by_stated_order(case)
     monkeypatch.setattr(mhc_checks, "on_device", lambda _case: out)
     assert not mhc_checks.mismatch(case)
@@ -234,15 +234,15 @@ def test_errors_of_a_part_are_detected(part: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("sharpness", [0.1, 1.0, 5.0])
 def test_fused_is_unfused_bit_for_bit(tokens: int, sharpness: float) -> None:
     for width in (8, 1032, 4096):
-        case = mhc_checks.Case(MixProblem(tokens, width), sharpness=sharpness, seed=tokens)
+        case = mhc_checks.Case(MhcMixProblem(tokens, width), sharpness=sharpness, seed=tokens)
         assert not mhc_checks.fusion_mismatch(case)
 
 
 @pytest.mark.h200
 @pytest.mark.b200
 def test_other_tokens_change_no_token() -> None:
-    whole = mhc_checks.Case(MixProblem(200, 512))
-    alone = mhc_checks.Case(MixProblem(1, 512))
+    whole = mhc_checks.Case(MhcMixProblem(200, 512))
+    alone = mhc_checks.Case(MhcMixProblem(1, 512))
     out = mhc_checks.on_device(whole)
     alone.__dict__["weights"] = whole.weights
     for token in (0, 77, 199):
@@ -256,7 +256,7 @@ def test_other_tokens_change_no_token() -> None:
 @pytest.mark.h200
 @pytest.mark.b200
 def test_a_nan_is_detected_everywhere_it_reaches() -> None:
-    kernel, case = kernel_named("simt_mhc"), mhc_checks.Case(MixProblem(4, 64))
+    kernel, case = kernel_named("simt_mhc"), mhc_checks.Case(MhcMixProblem(4, 64))
     inputs = {name: tensor.cuda() for name, tensor in mhc_checks.given(case).items()}
     inputs["products"][1] = torch.nan
     made = kernel.run(case.problem, SETTINGS, **inputs)
@@ -268,7 +268,7 @@ def test_a_nan_is_detected_everywhere_it_reaches() -> None:
 @pytest.mark.h200
 @pytest.mark.b200
 def test_streams_may_be_written_where_they_were_read() -> None:
-    kernel, case = kernel_named("simt_mhc"), mhc_checks.Case(MixProblem(100, 4096, "post"))
+    kernel, case = kernel_named("simt_mhc"), mhc_checks.Case(MhcMixProblem(100, 4096, "post"))
     inputs = {name: tensor.cuda() for name, tensor in mhc_checks.given(case).items()}
     kernel.run(case.problem, SETTINGS, **inputs, out=inputs["streams"])
     assert same_bits(inputs["streams"], mhc_checks.by_stated_order(case)["out"])
@@ -313,7 +313,7 @@ def test_repeats_and_other_tokens_change_no_bit(kind: str) -> None:
 @pytest.mark.parametrize("width", [256, 4096, 7168])
 def test_projection_and_mixing_in_turn_are_near_the_references(part: str, width: int) -> None:
     for tokens in (1, 130):
-        case = mhc_checks.Case(MixProblem(tokens, width, part), seed=tokens)
+        case = mhc_checks.Case(MhcMixProblem(tokens, width, part), seed=tokens)
         given, streams = case.weights, case.streams.cuda()
         project = ProjectProblem(tokens, width, "head" if part == "head" else "layer")
         found = kernel_named("simt_mhc_project").run(

@@ -37,12 +37,12 @@ from degarble.kernels.gemm import contract
 from degarble.kernels.indexer.problem import KeyPages, OperandProblem, ScoresProblem, TopkProblem
 from degarble.kernels.primitives.kv_problem import Pages, ReadProblem, WriteProblem
 from degarble.kernels.primitives.quantise_problem import Fp8Problem, QuantiseProblem
-from degarble.kernels.rows.mhc_problem import MixProblem, ProjectProblem
+from degarble.kernels.rows.mhc_problem import MhcMixProblem, ProjectProblem
 from degarble.kernels.rows.problem import (
-    BackProblem,
     EmbedProblem,
-    HeadsProblem,
+    InverseRopeProblem,
     NormProblem,
+    QNormRopeProblem,
     ResidualProblem,
     ScaleProblem,
 )
@@ -110,15 +110,15 @@ def _row_cases() -> Iterator[LaunchCase]:
     of_heads = {"turns": Given(FP32, (9, 64)), "positions": Given(INT64, (3,))}
     for width in (512, 128):
         heads = {"heads": Given(BF16, (3, 4, width))} | of_heads
-        yield LaunchCase("simt_qnorm_rope", HeadsProblem(3, 4, 9, 1e-5, width), heads)
+        yield LaunchCase("simt_qnorm_rope", QNormRopeProblem(3, 4, 9, 1e-5, width), heads)
         for in_place in (False, True):
-            back = BackProblem(3, 4, 9, in_place, width)
+            back = InverseRopeProblem(3, 4, 9, in_place, width)
             yield LaunchCase("simt_inverse_rope", back, heads, "sm_100a")
     ready = of_heads | {
         "heads": Given(BF16, (3, 4, 512)), "out": Given(BF16, (3, 4, 512)),
     }  # fmt: skip
-    yield LaunchCase("simt_qnorm_rope", HeadsProblem(3, 4, 9), ready, "sm_100a")
-    yield LaunchCase("simt_inverse_rope", BackProblem(3, 4, 9), ready)
+    yield LaunchCase("simt_qnorm_rope", QNormRopeProblem(3, 4, 9), ready, "sm_100a")
+    yield LaunchCase("simt_inverse_rope", InverseRopeProblem(3, 4, 9), ready)
     for ids, dtype, more in (
         ("int64", INT64, {}),
         ("int32", INT32, {"out": Given(BF16, (6, 96))}),
@@ -170,7 +170,7 @@ def _mhc_cases() -> Iterator[LaunchCase]:
         ("post", {"streams": streams, "layer": rows} | mixed),
         ("post", {"streams": streams, "layer": rows, "out": streams} | mixed),
     ):
-        yield LaunchCase("simt_mhc", MixProblem(3, 512, part, 7, 1e-5, 1e-4), given)
+        yield LaunchCase("simt_mhc", MhcMixProblem(3, 512, part, 7, 1e-5, 1e-4), given)
     for kind, count in (("layer", 24), ("head", 4)):
         problem = ProjectProblem(3, 512, kind)
         given = {

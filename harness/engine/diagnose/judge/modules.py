@@ -203,7 +203,7 @@ class _Agreed:
 
 
 @dataclass(frozen=True, eq=False)
-class Checked:
+class CheckedModules:
     """The result of a run: the worst call of every judged component, in the order of the run."""
 
     verdict: Verdict
@@ -218,6 +218,8 @@ class Checked:
     def discrepancies(self) -> tuple[JudgedKernel, ...]:
         """Return the components that differ, the first of the run first."""
         return tuple(e for e in self.judged.values() if e.verdict is Verdict.DIFFERS)
+
+    troubles = discrepancies  # its name in the first versions of the API
 
     @property
     def origins(self) -> tuple[Origin, ...]:
@@ -275,7 +277,7 @@ class Checked:
 
 def check_modules(
     run: RecordedRun, twin: Twin, declared: Mapping[str, Any] = MappingProxyType({})
-) -> Checked:
+) -> CheckedModules:
     """Judge every call of a captured run that the twin knows; `declared` are its conventions."""
     seen = {call.component for call in run.calls}
     for name in twin.names:
@@ -300,7 +302,7 @@ def check_modules(
         verdict = Verdict.DIFFERS
     steps = {name: each.call.step for name, each in work.worst.items()}
     told = tuple(work.unjudged), tuple(work.inherited), work.first
-    return Checked(verdict, worst, steps, *told, used)
+    return CheckedModules(verdict, worst, steps, *told, used)
 
 
 class _Worst(NamedTuple):
