@@ -109,7 +109,7 @@ class BoundModel:
 
     def with_switches(self, **changes: Any) -> BoundModel:
         """Return the same model, weights and ways of running on the other side of some switches."""
-        model = BoundModel(
+        model = type(self)(
             self.config, self.numerics.with_switches(**changes), self.weights, self.recipe
         )
         model.ranks, model.fraction_bits = self.ranks, self.fraction_bits
@@ -197,7 +197,9 @@ class FetchedWeights(Mapping[str, "Weight"]):
 
 def _require_scoring(config: Config) -> None:
     """Raise if the config names a router scoring that no reference computes."""
-    known = _SCORINGS[config.family]
+    known = _SCORINGS.get(config.family)
+    if known is None:
+        return
     if config.scoring_func != known:
         raise NotBuilt(
             "scoring_func", config.scoring_func, f"{known}, the only one of {config.family} here",

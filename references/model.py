@@ -104,6 +104,7 @@ class Sequence:
     length: int = 0
     blocks: dict[str, BlockState] = field(default_factory=dict)
     drafted: dict[int, int] = field(default_factory=dict)  # tokens that each drafter has seen
+    traced: dict[str, RowBuffer] = field(default_factory=dict)  # of a traced model, by input
 
     def block(
         self, prefix: str, dtype: torch.dtype | None = None, window: int | None = None

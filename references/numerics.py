@@ -106,6 +106,8 @@ class Switches:
     gate_rounded_before_product: bool = False  # SiLU in BF16, then the product: vLLM, transformers
     activation_rounded_before_codes: bool = True  # routed SwiGLU; fused with its quantisation: not
     decoded_operands: DecodedOperands = DecodedOperands.EXACT  # others: emulated quantisation
+    operations_stored: bool = False  # every result of eager code, of a traced model
+    attention_operations_stored: bool = False  # likewise, in its attention
     latent_norm_epsilon: float | None = None  # transformers, V3.2: 1e-6 in q_norm and kv_norm
 
     def latent_epsilon(self, configured: float) -> float:

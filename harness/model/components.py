@@ -10,12 +10,12 @@ must quantise one input of two fused weights alike.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, singledispatch
 from typing import TYPE_CHECKING, NamedTuple
 
 from degarble.harness.base.errors import LayoutMismatch, UnknownName
 from degarble.harness.formats.number_formats import block_format
-from degarble.harness.model.config.config import Config, V4Config
+from degarble.harness.model.config.config import Config, V4Config, V32Config, unknown_family
 from degarble.harness.model.parameters import WHERE, parameters
 from degarble.harness.model.recipes import BF16, Recipe, recipe_named
 from degarble.harness.model.sites import Port, Site, parse_site
@@ -264,6 +264,12 @@ class Component:
     outputs: tuple[str, ...]  # the plain `.out` is called out
     weights: tuple[str, ...] = ()
     input_scales: tuple[str, ...] = ()  # parameters whose stored input_scale it reads
+    kind: str = ""  # what it computes, where the role does not say it
+
+    @property
+    def judged_as(self) -> str:
+        """Return the word by which rules of rounding and conventions are looked up."""
+        return self.kind or self.role
 
     @property
     def layer(self) -> int | None:
@@ -279,7 +285,7 @@ class Component:
 
 def components(config: Config, recipe: Recipe | None = None) -> tuple[Component, ...]:
     """List the components in the order in which they run; without a recipe nothing is quantised."""
-    return _components(config, recipe or recipe_named("bf16", config))
+    return components_by_recipe(config, recipe or recipe_named("bf16", config))
 
 
 def component_named(config: Config, name: str, recipe: Recipe | None = None) -> Component:
@@ -304,6 +310,13 @@ def _by_name(config: Config, recipe: Recipe) -> dict[str, Component]:
     return {component.name: component for component in components(config, recipe)}
 
 
+@singledispatch
+def components_by_recipe(config: Config, recipe: Recipe) -> tuple[Component, ...]:
+    """List the components under a recipe; a family registers how, for its class of configs."""
+    del recipe
+    raise unknown_family(config)
+
+
 @lru_cache(maxsize=8)
 def _components(config: Config, recipe: Recipe) -> tuple[Component, ...]:
     readers: dict[str, list[Parameter]] = {}
@@ -320,6 +333,10 @@ def _components(config: Config, recipe: Recipe) -> tuple[Component, ...]:
             feeds = readers.get(component.name.replace("experts.act_quant", "experts.w2"), [])
             found.extend(_quantised(component, read, feeds, recipe))
     return tuple(found)
+
+
+components_by_recipe.register(V4Config, _components)
+components_by_recipe.register(V32Config, _components)
 
 
 def _read_by(component: Component, readers: Mapping[str, list[Parameter]]) -> Sequence[Parameter]:

@@ -16,13 +16,19 @@ V3.2 as well: kl KV low rank, n and p nope and rope dims, v value dim, F dense a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, singledispatch
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from degarble.harness.base.errors import UnknownName
-from degarble.harness.model.config.config import Config, V4Config, V32Config, compressor_windows
+from degarble.harness.model.config.config import (
+    Config,
+    V4Config,
+    V32Config,
+    compressor_windows,
+    unknown_family,
+)
 from degarble.harness.model.types import Block, Dtype, Kind, LayerType, MlpType
 
 if TYPE_CHECKING:
@@ -200,9 +206,17 @@ class Parameter:
         return f"{self.block.prefix}.{self.row.reader}" if self.block else self.row.reader
 
 
-@lru_cache(maxsize=8)
+@singledispatch
 def parameters(config: Config) -> tuple[Parameter, ...]:
-    """List every parameter of a config, block by block, the ends around them."""
+    """List every parameter of a config, block by block, the ends around them.
+
+    A family registers how, for its class of configs.
+    """
+    raise unknown_family(config)
+
+
+@lru_cache(maxsize=8)
+def _parameters(config: Config) -> tuple[Parameter, ...]:
     ends = V4_ENDS if isinstance(config, V4Config) else V32_ENDS
     block_rows = V4_BLOCK if isinstance(config, V4Config) else V32_BLOCK
     mtp_rows = V4_MTP if isinstance(config, V4Config) else V32_MTP
@@ -217,6 +231,10 @@ def parameters(config: Config) -> tuple[Parameter, ...]:
         found.extend(_spread(present, block, letters, config.n_routed_experts))
     found.extend(Parameter(row.name, extents_of(row.shape, common), row) for row in last)
     return tuple(found)
+
+
+parameters.register(V4Config, _parameters)
+parameters.register(V32Config, _parameters)
 
 
 def parameter_named(config: Config, name: str) -> Parameter:

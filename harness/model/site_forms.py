@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import lru_cache
+from functools import lru_cache, singledispatch
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from degarble.harness.formats.number_formats import FP32, block_format
 from degarble.harness.model.components import components
-from degarble.harness.model.config.config import V4Config
+from degarble.harness.model.config.config import V4Config, V32Config, unknown_family
 from degarble.harness.model.parameters import extents_of, parameter_named, shape_letters
 
 if TYPE_CHECKING:
@@ -178,12 +178,19 @@ class ComponentForms(NamedTuple):
     outputs: Mapping[str, SiteForm]
 
 
-@lru_cache(maxsize=8)
+@singledispatch
 def declared_forms(config: Config, recipe: Recipe) -> Mapping[str, ComponentForms]:
     """Return the forms of every component outside drafters, by its name.
 
-    Plain values may stand wherever codes may: a kernel can quantise its input itself.
+    Plain values may stand wherever codes may: a kernel can quantise its input itself. A family
+    registers how, for its class of configs.
     """
+    del recipe
+    raise unknown_family(config)
+
+
+@lru_cache(maxsize=8)
+def _declared_forms(config: Config, recipe: Recipe) -> Mapping[str, ComponentForms]:
     found: dict[str, ComponentForms] = {}
     for component in (*components(config), *components(config, recipe)):
         if component.block is None or not component.block.is_drafter:
@@ -202,6 +209,10 @@ def declared_forms(config: Config, recipe: Recipe) -> Mapping[str, ComponentForm
             )
             found[maker] = ComponentForms(found[maker].inputs, {**found[maker].outputs, **forms})
     return found
+
+
+declared_forms.register(V4Config, _declared_forms)
+declared_forms.register(V32Config, _declared_forms)
 
 
 def _quantised_forms(config: Config, recipe: Recipe, linear: Component) -> dict[str, SiteForm]:

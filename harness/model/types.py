@@ -49,6 +49,7 @@ class LayerType(StrEnum):
     SPARSE = "compressed_sparse_attention"  # V4, ratio 4: window and the indexer's top-k
     HEAVY = "heavily_compressed_attention"  # V4, ratio 128: window and all complete groups
     INDEXED = "indexed_attention"  # V3.2: the indexer's top-k tokens
+    TRACED = "traced"  # as transformers' own code says
 
 
 class MlpType(StrEnum):
@@ -57,6 +58,7 @@ class MlpType(StrEnum):
     HASH = "hash_moe"  # V4: a table from token id to expert ids
     SCORED = "moe"  # top-k of scores plus correction bias
     DENSE = "dense"  # V3.2: one wide MLP
+    TRACED = "traced"  # as transformers' own code says
 
 
 class Kind(StrEnum):

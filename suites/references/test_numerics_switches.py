@@ -126,7 +126,11 @@ SIDES: dict[str, Side] = {
         V4, {}, {"first_draft_embedding_zeroed": True}, "embed", True
     ),
 }
-ELSEWHERE = {"reduction_in_storage_dtype": "test_sharded.py"}
+ELSEWHERE = {
+    "reduction_in_storage_dtype": "test_sharded.py",
+    "operations_stored": "traced/test_traced.py",
+    "attention_operations_stored": "traced/test_traced.py",
+}
 
 
 def test_every_switch_is_shown() -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from degarble.harness.base.errors import Undecided
-from degarble.harness.engine.budget import attention, chains
+from degarble.harness.engine.budget import attention, chains, traced
 from degarble.harness.engine.budget.bounded_values import BoundedValue, exactly, stored
 from degarble.harness.engine.budget.bounded_values import bounded_norm as near_normed
 from degarble.harness.engine.budget.budget import Budget
@@ -397,6 +397,11 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 SUMS = frozenset(
     role for role, rule in RULES.items() if rule in (_linear, _projected, _grouped, _routed)
 )
+_TRACED = (
+    "traced.embedding traced.cache traced.norm traced.activation traced.rotary traced.attention"
+    " traced.router traced.experts traced.module traced.rotation traced.residual traced.gated"
+    " traced.stretch"
+)
 _WHOLE_GROUPS: tuple[tuple[str, Whole], ...] = (
     ("attn.hc_pre ffn.hc_pre hc_head", mhc_mixing),
     ("attn.compressor.pool attn.indexer.compressor.pool", compressor_pool),
@@ -411,6 +416,8 @@ _WHOLE_GROUPS: tuple[tuple[str, Whole], ...] = (
     ("attn.kv_write attn.compressor.write", chains.cache_rows),
     ("ffn.experts.act_quant", _experts_gated),
     ("ffn.topk", _weighed),
+    ("traced.linear", traced.linear),
+    (_TRACED, traced.traced),
 )
 WHOLE: Mapping[str, Whole] = MappingProxyType(
     {role: rule for roles, rule in _WHOLE_GROUPS for role in roles.split()}

@@ -340,7 +340,7 @@ class JudgeableCall:
         name = next(iter(weights), None)
         form = facts.activation(name) if "codes" in inputs and name is not None else None
         bits = twin.fraction_bits.get(component)
-        return cls(what.role, inputs, outputs, weights, form, facts, twin.ranks, bits)
+        return cls(what.judged_as, inputs, outputs, weights, form, facts, twin.ranks, bits)
 
     @property
     def x(self) -> Tensor:

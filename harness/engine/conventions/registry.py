@@ -165,6 +165,22 @@ _ROUNDINGS = (
         witnesses=1,
     ),
     Convention(
+        "operations_stored",
+        "results on the way inside a component",
+        {True: "every operation's, stored as eager code does", False: "kept in float32"},
+        _roles(
+            "traced.norm traced.activation traced.rotary traced.router"
+            " traced.experts traced.module traced.rotation traced.residual traced.gated"
+            " traced.stretch"
+        ),
+    ),
+    Convention(
+        "attention_operations_stored",
+        "logits and shares on the way inside attention",
+        {True: "stored after every operation, as eager code does", False: "kept in float32"},
+        _roles("traced.attention"),
+    ),
+    Convention(
         "attention_in_storage_dtype",
         "attention's logits and normalised probabilities",
         _STORED,

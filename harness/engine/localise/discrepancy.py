@@ -14,7 +14,7 @@ from degarble.harness.capture.files.records import Phase
 from degarble.harness.engine.budget.budget import HEADROOM, DifferenceEvidence, spacing
 from degarble.harness.engine.compare.compare import TILE
 from degarble.harness.formats.codec import FORMAT_OF_DTYPE
-from degarble.harness.model.config.config import V4Config
+from degarble.harness.model.config.config import V4Config, V32Config
 from degarble.harness.model.sites import Port, Site
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ def source_of(component: Component, name: str) -> Site | None:
         return Site(component.name, Port.OUT, name)
     # state_X holds earlier rows of the input X, so X's producer wrote them.
     kept = name.removeprefix(_STATE)
-    return next((e.sources[0] for e in component.inputs if e.name == kept and e.sources), None)
+    found = (e for e in component.inputs if e.name == kept and e.sources)
+    return next((e.sources[0] for e in found if not e.via.startswith("view")), None)
 
 
 def is_memory(component: Component, name: str) -> bool:
@@ -297,7 +298,7 @@ def constant_at(config: Config, component: Component, position: int) -> str:
             if component.role.startswith("attn.indexer") or ratio == min_ratio(config):
                 known.setdefault(top + ratio - 1, f"after index_topk = {config.index_topk}")
                 known.setdefault(top, f"index_topk = {config.index_topk} entries")
-    else:
+    elif isinstance(config, V32Config):
         known[config.index_topk] = f"index_topk = {config.index_topk}"
     if position in known:
         return known[position]

@@ -254,7 +254,7 @@ class _Work:
 
         twin = self._known.twin
         evidence = ConventionEvidence(
-            {name: answer.judged.component.role for name, answer in answers.items()},
+            {name: answer.judged.component.judged_as for name, answer in answers.items()},
             fit,
             assumed_conventions(twin.numerics, twin.config.family),
             frozenset(n for n in answers if not all(map(_is_stored, self.calls[n]))),
@@ -281,7 +281,9 @@ class _Work:
         """Judge again what learned conventions concern, and the quantisations before it."""
         roles = frozenset().union(*(REGISTRY[name].roles for name in learned))
         concerned = [
-            e.judged.component for e in self._answers.values() if e.judged.component.role in roles
+            e.judged.component
+            for e in self._answers.values()
+            if e.judged.component.judged_as in roles
         ]
         names = {name for each in concerned for name in (each.name, maker_of(each))}
         for name, answer in self._answers.items():

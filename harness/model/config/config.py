@@ -418,6 +418,12 @@ class V32Config:
 Config = V4Config | V32Config
 
 
+def unknown_family(config: object) -> UnknownName:
+    """Return the error of a function that no family registered for this class of configs."""
+    name = getattr(config, "family", type(config).__name__)
+    return UnknownName.among("model family", str(name), (V4Config.family, V32Config.family))
+
+
 def compressor_windows(block: Block) -> int:
     """Return how many windows one compressed entry of `block` sees; ratio 4 overlaps."""
     return {0: 0, 4: 2, 128: 1}[block.ratio]

@@ -1,0 +1,317 @@
+"""Record a run of a transformers model by the components of its trace.
+
+Hooks stand at every boundary of the trace and at the attention function. Each forward pass fills in
+the tensors of the trace by number; a component's call is sent as soon as all of its tensors are
+known, and a tensor that no later component reads is dropped. What lies between boundaries is seen
+without a hook: its inputs are what earlier boundaries returned, its output is what the next one is
+given.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+
+from degarble.harness.base.errors import InvalidArgument
+from degarble.harness.capture.files.records import Phase
+from degarble.harness.model.components import components
+from degarble.references.traced.family import STATE, is_sequential, keeps_state
+from degarble.references.traced.model import view_of
+from degarble.references.traced.trace import BoundaryKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor, nn
+
+    from degarble.harness.capture.recorder import Recorder
+    from degarble.references.traced.family import TracedConfig
+    from degarble.references.traced.graph import Graph, TracedComponent
+    from degarble.references.traced.trace import Boundary, ModuleExit, TracedTensor
+
+
+class TracedRecorder:
+    """Feeds a recorder with the component calls of a transformers model."""
+
+    def __init__(self, config: Any, recorder: Recorder) -> None:
+        self._graph: Graph = config.graph
+        self._recorder = recorder
+        self._components = tuple(zip(components(config), self._graph.components, strict=True))
+        self._boundaries: dict[str, list[Boundary]] = {}
+        for boundary in self._graph.trace.boundaries:
+            self._boundaries.setdefault(boundary.path, []).append(boundary)
+        self._exits: dict[str, ModuleExit] = {
+            module.path: module for module in self._graph.trace.modules
+        }
+        caches = [each for each in self._graph.trace.boundaries if each.kind is BoundaryKind.CACHE]
+        self._caches: dict[Any, Boundary] = {cache.facts["layer"]: cache for cache in caches}
+        self._passed = {
+            output.number: source.number
+            for cache in caches
+            for source, output in zip(cache.inputs.values(), cache.outputs, strict=True)
+        }
+        self._paths: dict[int, str] = {}
+        self._values: dict[int, Tensor] = {}
+        self._earlier: dict[int, Tensor] = {}
+        self._next = 0
+        self._shape = (0, 0)
+        self._past = 0
+        self._wanted = _counted(self._graph)
+        self._waiting: Counter[int] = Counter()
+
+    def install(self, model: nn.Module, stack: ExitStack) -> None:
+        """Hook every module, and stand in for the attention function that the model chose."""
+        known = dict(model.named_modules())
+        missing = [path for path in self._boundaries if path not in known]
+        if missing:
+            raise InvalidArgument(
+                "model", type(model).__name__, f"a model with the module {missing[0]}",
+                "Capture the model that the config describes.",
+            )  # fmt: skip
+        self._paths = {id(module): path for path, module in known.items()}
+        begin = model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
+        stack.callback(begin.remove)
+        for path in {*self._boundaries, *self._exits}:
+            self._watch(path, known[path], stack)
+        end = model.register_forward_hook(self._end)
+        stack.callback(end.remove)
+        stack.enter_context(_attention_seen(self))
+
+    def _begin(self, _model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        ids = named.get("input_ids", args[0] if args else None)
+        if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+            raise InvalidArgument(
+                "input_ids", type(ids).__name__, "token ids [batch, time]",
+                "Call the model with its tokens.",
+            )  # fmt: skip
+        cache = named.get("past_key_values")
+        self._past = int(cache.get_seq_length()) if cache is not None else 0
+        self._shape = batch, time = ids.shape[0], ids.shape[1]
+        positions = list(range(self._past, self._past + time)) * batch
+        owners = [number for number in range(batch) for _ in range(time)]
+        phase = Phase.DECODE if self._past and time == 1 else Phase.PREFILL
+        self._recorder.begin(phase, ids.reshape(-1).tolist(), positions, owners)
+        trace = self._graph.trace
+        self._values = {
+            trace.tokens.number: ids.reshape(-1),
+            trace.positions.number: torch.tensor(positions),
+        }
+        self._waiting = Counter(self._wanted)
+        self._next = 0
+
+    def _watch(self, path: str, module: nn.Module, stack: ExitStack) -> None:
+        signature = inspect.signature(module.forward)
+        boundaries = [
+            boundary for boundary in self._boundaries.get(path, ())
+            if boundary.kind not in {BoundaryKind.ATTENTION, BoundaryKind.CACHE}
+        ]  # fmt: skip
+        leaving = self._exits.get(path)
+
+        def before(_module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            bound = signature.bind(*args, **named).arguments
+            for boundary in boundaries:
+                for name, ref in boundary.inputs.items():
+                    self._take(ref.number, bound[name])
+            self._send()
+            self._uncached()
+            self._send()
+
+        def after(_module: nn.Module, _args: Any, _named: Any, returned: Any) -> None:
+            outputs = boundaries[0].outputs if boundaries else leaving.outputs if leaving else ()
+            for ref, tensor in zip(outputs, _tensors(returned), strict=False):
+                self._take(ref.number, tensor)
+            self._send()
+
+        for hook in (
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after, with_kwargs=True),
+        ):
+            stack.callback(hook.remove)
+
+    def attended(self, module: nn.Module, given: dict[str, Tensor], out: Tensor) -> None:
+        """Take what attention is given and returns."""
+        path = self._paths.get(id(module), "")
+        for boundary in self._boundaries.get(path, ()):
+            if boundary.kind is BoundaryKind.ATTENTION:
+                for name, ref in boundary.inputs.items():
+                    if name in given:
+                        self._take(ref.number, given[name])
+                self._take(boundary.outputs[0].number, out)
+        self._send()
+
+    def cached(self, layer: int, new: Sequence[Tensor], whole: Sequence[Tensor]) -> None:
+        """Take the new rows of a cache, and all rows that it gives back."""
+        boundary = self._caches.get(layer)
+        if boundary is None:
+            return
+        for ref, tensor in zip(boundary.inputs.values(), new, strict=True):
+            self._take(ref.number, tensor)
+        for (_, ref), number, tensor, own in zip(
+            boundary.inputs.items(), boundary.outputs, whole, new, strict=True
+        ):
+            count = tensor.shape[-2] - own.shape[-2]
+            if count:
+                traced = self._graph.trace.tensors[ref.number]
+                self._earlier[ref.number] = self._rows(tensor[..., :count, :], traced)
+            self._take(number.number, tensor)
+        self._send()
+
+    def _uncached(self) -> None:
+        """Let the new rows pass a cache that the run does without."""
+        if self._next >= len(self._components):
+            return
+        _, traced = self._components[self._next]
+        if traced.kind is BoundaryKind.CACHE:
+            for source, output in zip(traced.inputs.values(), traced.outputs.values(), strict=True):
+                if self._is_known(source.number):
+                    self._values.setdefault(output.number, self._value(source.number))
+
+    def _take(self, number: int, tensor: Any) -> None:
+        if isinstance(tensor, torch.Tensor) and number not in self._values:
+            rows = self._rows(tensor, self._graph.trace.tensors[number])
+            self._values[number] = rows
+            # Without a cache attention is given the new rows themselves.
+            passed = self._passed.get(number)
+            if passed is not None:
+                self._values.setdefault(passed, rows)
+
+    def _rows(self, tensor: Tensor, traced: TracedTensor) -> Tensor:
+        """Return a tensor with one row a token of all sequences in front."""
+        axis = traced.token_axis
+        if axis is None:
+            return tensor
+        if axis and traced.shape[0] == 1:
+            rows = tensor.movedim(axis, 1)
+            if rows.shape[0] != self._shape[0]:  # such as angles, alike for every sequence
+                rows = rows.expand(self._shape[0], *rows.shape[1:])
+            return rows.flatten(0, 1)
+        return tensor.movedim(axis, 0)
+
+    def _send(self) -> None:
+        """Send the calls of all components whose tensors are known by now, in order."""
+        while self._next < len(self._components):
+            component, traced = self._components[self._next]
+            numbers = [ref.number for ref in (*traced.inputs.values(), *traced.outputs.values())]
+            if not all(self._is_known(number) for number in numbers):
+                return
+            self._next += 1
+            inputs = {name: self._value(ref.number) for name, ref in traced.inputs.items()}
+            outputs = {name: self._value(ref.number) for name, ref in traced.outputs.items()}
+            if is_sequential(traced):
+                inputs |= self._state(traced)
+            if self._recorder.chooses(component.name) and not self._recorder.idle:
+                taken = self._recorder.before(component.name, inputs)
+                self._recorder.after(component.name, taken, inputs, outputs)
+            for number in {*numbers, *self._sources(numbers)}:
+                self._waiting[number] -= 1
+                if self._waiting[number] <= 0:
+                    self._values.pop(number, None)
+
+    def _state(self, traced: TracedComponent) -> dict[str, Tensor]:
+        batch, time = self._shape
+        found = {
+            f"{STATE}{name}": self._earlier.pop(ref.number)
+            for name, ref in traced.inputs.items()
+            if ref.number in self._earlier
+        }
+        if not keeps_state(traced):
+            found = {}
+        positions = torch.arange(self._past, self._past + time).repeat(batch)
+        offsets = torch.arange(0, batch * time + 1, time)
+        return {**found, "positions": positions, "token_offsets": offsets}
+
+    def _sources(self, numbers: list[int]) -> set[int]:
+        edges = self._graph.edges
+        return {source.number for n in numbers if n in edges for source in edges[n].sources}
+
+    def _is_known(self, number: int) -> bool:
+        edge = self._graph.edges.get(number)
+        known = number in self._values
+        return known or (edge is not None and all(s.number in self._values for s in edge.sources))
+
+    def _value(self, number: int) -> Tensor:
+        if number in self._values:
+            return self._values[number]
+        return view_of(self._graph, self._graph.edges[number], self._values, number)
+
+    def _end(self, _model: nn.Module, _args: Any, returned: Any) -> None:
+        logits = getattr(returned, "logits", returned)
+        if isinstance(logits, torch.Tensor):
+            self._take(self._graph.trace.logits.number, logits)
+        self._send()
+        self._values.clear()
+
+
+def _counted(graph: Graph) -> Counter[int]:
+    """Count how often each tensor is read by a component, so that it can be dropped after."""
+    found: Counter[int] = Counter()
+    for traced in graph.components:
+        numbers = {ref.number for ref in (*traced.inputs.values(), *traced.outputs.values())}
+        for number in tuple(numbers):
+            if number in graph.edges:
+                numbers |= {source.number for source in graph.edges[number].sources}
+        found.update(numbers)
+    return found
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return _tensors(tuple(value.values()))
+    if isinstance(value, (tuple, list)):
+        return [tensor for part in value for tensor in _tensors(part)]
+    return []
+
+
+@contextmanager
+def _attention_seen(recorder: TracedRecorder) -> Iterator[None]:
+    """Wrap the attention function that the model looks up for as long as it is recorded."""
+    from transformers.cache_utils import Cache  # noqa: PLC0415  heavy
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: PLC0415
+
+    chosen = ALL_ATTENTION_FUNCTIONS.get_interface
+
+    def interface(name: str, default: Any) -> Any:
+        function = chosen(name, default)
+
+        def attention(
+            module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **named: Any
+        ) -> Any:
+            made = function(module, query, key, value, mask, **named)
+            given = {"query": query, "key": key, "value": value}
+            if isinstance(mask, torch.Tensor):
+                given["mask"] = mask
+            recorder.attended(module, given, made[0])
+            return made
+
+        return attention
+
+    updating = Cache.update
+
+    def update(
+        cache: Any, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **named: Any
+    ) -> Any:
+        new = keys.clone(), values.clone()  # a static cache may give back its own memory
+        whole = updating(cache, keys, values, layer_idx, *args, **named)
+        recorder.cached(layer_idx, new, whole)
+        return whole
+
+    with (
+        mock.patch.object(ALL_ATTENTION_FUNCTIONS, "get_interface", interface),
+        mock.patch.object(Cache, "update", update),
+    ):
+        yield
+
+
+@contextmanager
+def recording(model: nn.Module, config: TracedConfig, recorder: Recorder) -> Iterator[None]:
+    """Record every forward pass of a transformers model; the hooks are removed on exit."""
+    with ExitStack() as stack:
+        TracedRecorder(config, recorder).install(model, stack)
+        yield

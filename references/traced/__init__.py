@@ -1,0 +1,1 @@
+"""Reference models read off transformers' own forward pass."""

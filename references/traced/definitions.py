@@ -1,0 +1,235 @@
+"""What a traced component computes, in float64: attention and experts by hand, the rest as traced.
+
+Shape letters: T tokens of a sequence, S tokens that it attends to, H query heads, G heads of keys,
+D width of a head, E experts, K chosen of them, F width of an expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from degarble.harness.base.errors import NotBuilt
+from degarble.references.traced.evaluate import from_rows, run, to_rows
+from degarble.references.traced.trace import VIEWS, BoundaryKind, ParameterRef
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    from degarble.references.traced.graph import TracedComponent
+    from degarble.references.traced.trace import Trace
+
+    Parameter = Callable[[str], Tensor]
+
+
+class Roundings:
+    """What a run stores on the way to a component's outputs: nothing."""
+
+    def operation(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return an operation's result, rounded where a run stores it in a dtype."""
+        del dtype
+        return value
+
+    def shares(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return attention's shares as they are multiplied."""
+        return self.operation(value, dtype)
+
+
+class EachOperation(Roundings):
+    """Every result is stored, as eager code does."""
+
+    def operation(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a result as memory of the dtype holds it."""
+        return value.to(dtype).to(value.dtype) if value.is_floating_point() else value
+
+
+NOTHING_STORED, EACH_OPERATION = Roundings(), EachOperation()
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Roundings to the dtype in which a component's results are held."""
+
+    roundings: Roundings
+    dtype: torch.dtype
+
+    def __call__(self, value: Tensor) -> Tensor:
+        """Store an operation's result."""
+        return self.roundings.operation(value, self.dtype)
+
+    def shares(self, value: Tensor) -> Tensor:
+        """Store attention's shares."""
+        return self.roundings.shares(value, self.dtype)
+
+
+class _Storing(TorchDispatchMode):
+    """Stores the result of every operation that computes."""
+
+    def __init__(self, stored: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not
+        self._stored = stored
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator, and store its result."""
+        del types
+        result = func(*args, **(kwargs or {}))
+        name = str(func.name()).removeprefix("aten::").partition(".")[0]
+        moves = name in VIEWS or not isinstance(result, torch.Tensor)
+        return result if moves or not result.is_floating_point() else self._stored(result)
+
+
+def compute(
+    trace: Trace,
+    component: TracedComponent,
+    inputs: Mapping[str, Tensor],
+    parameter: Parameter,
+    roundings: Roundings = NOTHING_STORED,
+) -> dict[str, Tensor]:
+    """Return a component's outputs, given rows of one sequence from its first token.
+
+    `roundings` are those of a run that stores what the traced model stores on the way.
+    """
+    if component.kind is BoundaryKind.CACHE:
+        return dict(inputs)
+    by_hand = _BY_HAND.get(component.kind)
+    if by_hand is not None:
+        dtype = trace.tensors[component.outputs["out"].number].dtype
+        return {"out": by_hand(component, inputs, parameter, _Steps(roundings, dtype))}
+    values: dict[int, Tensor] = {}
+    for name, ref in component.inputs.items():
+        rows = inputs[name]
+        wide = rows.double() if rows.is_floating_point() else rows
+        values[ref.number] = from_rows(wide, trace.tensors[ref.number])
+    tokens = _tokens(trace, component, inputs)
+    run(
+        (trace.operations[number] for number in component.operations),
+        values,
+        parameter,
+        tokens,
+        stored=roundings.operation,
+    )
+    return {
+        name: to_rows(values[ref.number], trace.tensors[ref.number])
+        for name, ref in component.outputs.items()
+    }
+
+
+def _tokens(trace: Trace, component: TracedComponent, inputs: Mapping[str, Tensor]) -> int:
+    for name, ref in component.inputs.items():
+        if trace.tensors[ref.number].token_axis is not None:
+            return inputs[name].shape[0]
+    return 1
+
+
+def attention(
+    component: TracedComponent,
+    inputs: Mapping[str, Tensor],
+    parameter: Parameter,
+    stored: _Steps,
+) -> Tensor:
+    """Return softmax attention [T, H, D] over the keys that the model's mask admits.
+
+    The last T of S keys are those of the new tokens.
+    """
+    q_THD, k_SGD, v_SGD = (inputs[name].double() for name in ("query", "key", "value"))
+    facts: Mapping[str, Any] = component.facts
+    group = q_THD.shape[1] // k_SGD.shape[1]
+    keys, values = (side.repeat_interleave(group, 1) for side in (k_SGD, v_SGD))
+    scale = facts.get("scaling")
+    q_HTD, k_HDS = q_THD.transpose(0, 1), keys.permute(1, 2, 0)
+    scores = stored(torch.bmm(q_HTD, k_HDS))
+    scores = stored(scores * (q_THD.shape[-1] ** -0.5 if scale is None else float(scale)))
+    cap = facts.get("softcap")
+    if cap:
+        scores = stored(stored(torch.tanh(stored(scores / cap))) * cap)
+    if "mask" in inputs:
+        scores = _masked(scores, inputs["mask"])
+    else:
+        admitted = admitted_keys(facts.get("mask"), q_THD.shape[0], k_SGD.shape[0])
+        scores = scores.masked_fill(~admitted, -torch.inf)
+    sink = facts.get("s_aux")
+    if isinstance(sink, ParameterRef):
+        column = parameter(sink.name).double().reshape(-1, 1, 1).expand(-1, scores.shape[1], 1)
+        both = torch.cat([scores, column], -1)
+        both = stored(both - both.amax(-1, keepdim=True))
+        shares = both.softmax(-1)[..., :-1]
+    else:
+        shares = scores.softmax(-1)
+    return torch.bmm(stored.shares(shares), values.transpose(0, 1)).transpose(0, 1)
+
+
+def _masked(scores: Tensor, mask: Tensor) -> Tensor:
+    if mask.dtype is torch.bool:
+        return scores.masked_fill(~mask, -torch.inf)
+    return scores + mask.double()
+
+
+def admitted_keys(mask: Any, queries: int, keys: int) -> Tensor:
+    """Return which keys each query sees [T, S], by the function that the model masks with."""
+    at_q = torch.arange(keys - queries, keys)[:, None].expand(-1, keys)
+    at_k = torch.arange(keys)[None].expand(queries, -1)
+    if mask is None:
+        return at_k <= at_q
+    zero = torch.zeros_like(at_q)
+    admitted: Tensor = mask(zero, zero, at_q, at_k).bool()
+    return admitted
+
+
+def experts(
+    component: TracedComponent,
+    inputs: Mapping[str, Tensor],
+    parameter: Parameter,
+    stored: _Steps,
+) -> Tensor:
+    """Return the weighted sum over the chosen experts [T, D]; an expert out of range adds nothing.
+
+    transformers says of its expert modules how they store their weights: whether a gate exists,
+    whether matrices are transposed, whether there are biases.
+    """
+    module: Any = component.facts["module"]
+    if not hasattr(module, "_apply_gate"):
+        raise NotBuilt(
+            "experts", type(module).__name__, "a module of transformers' experts interface",
+            "Register a family with a reference of its own for this model.",
+        )  # fmt: skip
+    x_TD, chosen_TK = inputs["x"].double(), inputs["experts"]
+    weights_TK = inputs["weights"].double()
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    out = torch.zeros(x_TD.shape[0], x_TD.shape[1], dtype=torch.float64)
+    prefix = component.module
+    count = parameter(f"{prefix}.{first}").shape[0]
+    for number in chosen_TK[(chosen_TK >= 0) & (chosen_TK < count)].unique().tolist():
+        token, slot = (chosen_TK == number).nonzero(as_tuple=True)
+        hidden = _product(module, parameter, f"{prefix}.{first}", number, x_TD[token], stored)
+        with _Storing(stored):
+            gate = module._apply_gate if module.has_gate else module.act_fn  # noqa: SLF001
+            hidden = gate(hidden)
+        made = _product(module, parameter, f"{prefix}.down_proj", number, hidden, stored)
+        out.index_add_(0, token, stored(made * weights_TK[token, slot, None]))
+    return out
+
+
+def _product(
+    module: Any,
+    parameter: Parameter,
+    name: str,
+    expert: int,
+    x: Tensor,
+    stored: _Steps,
+) -> Tensor:
+    weight = parameter(name)[expert].double()
+    made = stored(x @ (weight if module.is_transposed else weight.T))
+    return stored(made + parameter(f"{name}_bias")[expert].double()) if module.has_bias else made
+
+
+_BY_HAND: Mapping[Any, Callable[..., Tensor]] = MappingProxyType(
+    {BoundaryKind.ATTENTION: attention, BoundaryKind.EXPERTS: experts}
+)

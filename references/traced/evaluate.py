@@ -1,0 +1,96 @@
+"""Run traced operations on given tensors: in float64 as a definition, for any number of tokens.
+
+A tensor of the trace has a batch of one and an axis of tokens somewhere; outside of this module
+every tensor has its tokens in front: `to_rows` and `from_rows` convert. Roundings that the traced
+model makes on the way (casts to its own dtype) are left out, those of the results are the caller's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.references.traced.trace import VIEWS, ExtentRef, ParameterRef, Ref
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch import Tensor
+
+    from degarble.references.traced.trace import Operation, TracedTensor
+
+    Stored = Callable[[Tensor, torch.dtype], Tensor]
+
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+def to_rows(value: Tensor, traced: TracedTensor) -> Tensor:
+    """Return a tensor of the trace's form with its tokens in front and without the batch."""
+    axis = traced.token_axis
+    if axis is None:
+        return value
+    if axis and traced.shape[0] == 1:
+        value, axis = value.squeeze(0), axis - 1
+    return value.movedim(axis, 0)
+
+
+def from_rows(rows: Tensor, traced: TracedTensor) -> Tensor:
+    """Return rows in the form that the trace has them."""
+    axis = traced.token_axis
+    if axis is None:
+        return rows
+    extents = [extent for at, extent in enumerate(traced.shape) if at != axis]
+    batched = bool(axis) and traced.shape[0] == 1
+    rows = rows.reshape(-1, *extents[1:] if batched else extents)
+    rows = rows.movedim(0, axis - batched)
+    return rows.unsqueeze(0) if batched else rows
+
+
+def run(
+    operations: Iterable[Operation],
+    values: dict[int, Tensor],
+    parameter: Callable[[str], Tensor],
+    tokens: int,
+    work: torch.dtype = torch.float64,
+    stored: Stored = lambda value, _dtype: value,
+) -> None:
+    """Run operations in order; `values` holds tensors by number, and receives every result.
+
+    `stored` gets every result with the dtype in which the traced model holds it, and returns it
+    rounded, or as it is.
+    """
+
+    def known(argument: Any) -> Any:
+        if isinstance(argument, Ref):
+            return values[argument.number]
+        if isinstance(argument, ParameterRef):
+            return _widened(parameter(argument.name), work)
+        if isinstance(argument, ExtentRef):
+            return argument.factor * tokens
+        if isinstance(argument, torch.dtype):
+            return work if argument in _FLOATS else argument
+        return torch.device("cpu") if isinstance(argument, torch.device) else argument
+
+    for operation in operations:
+        arguments = [_mapped(argument, known) for argument in operation.arguments]
+        keywords = {name: _mapped(keyword, known) for name, keyword in operation.keywords.items()}
+        if operation.name == "_softmax":
+            arguments[2] = False  # half_to_float: what it widens is wide already
+        made = operation.function(*arguments, **keywords)
+        results = made if isinstance(made, (tuple, list)) else (made,)
+        dtypes = operation.dtypes
+        for number, result, dtype in zip(operation.results, results, dtypes, strict=True):
+            values[number] = result if operation.name in VIEWS else stored(result, dtype)
+
+
+def _mapped(argument: Any, known: Callable[[Any], Any]) -> Any:
+    if isinstance(argument, (Ref, ParameterRef, ExtentRef)):
+        return known(argument)
+    if isinstance(argument, (list, tuple)):
+        return [_mapped(part, known) for part in argument]
+    return known(argument)
+
+
+def _widened(tensor: Tensor, work: torch.dtype) -> Tensor:
+    return tensor.to(work) if tensor.is_floating_point() else tensor

@@ -1,0 +1,385 @@
+"""The family of every causal language model that transformers can build.
+
+A config is the model's own config.json; structure, wiring and definitions come from one trace of
+its forward pass. Components of it are called like those of the hand-written families: named rows of
+all tokens of a call, sequences one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from degarble.harness.base.errors import InvalidArgument, NotBuilt
+from degarble.harness.model.components import (
+    Component,
+    Input,
+    components,
+    components_by_recipe,
+)
+from degarble.harness.model.parameters import Parameter, Row, parameters
+from degarble.harness.model.site_forms import declared_forms
+from degarble.harness.model.sites import Port, Site
+from degarble.harness.model.types import Block, Dtype, Kind, LayerType, MlpType
+from degarble.references.binding import BoundModel, FetchedWeights
+from degarble.references.facts import ModelFacts, local_name, spans_of
+from degarble.references.linears import activation_values, product
+from degarble.references.numerics import cast
+from degarble.references.traced.definitions import EACH_OPERATION, NOTHING_STORED, compute
+from degarble.references.traced.graph import Graph, StretchKind, TracedComponent, cut, name_of
+from degarble.references.traced.trace import BoundaryKind, trace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
+
+    from degarble.harness.model.recipes import Recipe
+    from degarble.harness.model.site_forms import ComponentForms
+    from degarble.references.facts import Inputs, Outputs, Span, Weights
+
+FAMILY = "traced"
+_LAYER = re.compile(r"layers\.(\d+)\.")
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_KINDS: Mapping[BoundaryKind | StretchKind, Kind] = {
+    BoundaryKind.LINEAR: Kind.LINEAR,
+    BoundaryKind.EXPERTS: Kind.LINEAR,
+    BoundaryKind.EMBEDDING: Kind.EMBEDDING,
+    BoundaryKind.NORM: Kind.NORM,
+}
+STATE = "state_"
+
+
+@dataclass(frozen=True)
+class TracedConfig:
+    """A model of transformers: its config.json as text, and the dtype that it computes in."""
+
+    text: str
+    dtype: str = "bfloat16"
+    family: ClassVar[str] = FAMILY
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any]) -> TracedConfig:
+        """Read a config.json."""
+        stated = raw.get("dtype", raw.get("torch_dtype"))
+        return cls(
+            json.dumps(dict(raw), sort_keys=True), stated if stated in _DTYPES else "bfloat16"
+        )
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Return the traced components; transformers is imported here."""
+        return _graph(self.text, self.dtype)
+
+    @cached_property
+    def raw(self) -> dict[str, Any]:
+        """Return the config.json."""
+        found: dict[str, Any] = json.loads(self.text)
+        return found
+
+    @property
+    def vocab_size(self) -> int:
+        """Return the number of token ids."""
+        return int(self.graph.trace.tensors[self.graph.trace.logits.number].shape[-1])
+
+    @property
+    def max_position_embeddings(self) -> int | None:
+        """Return how many positions the model has."""
+        return self.raw.get("max_position_embeddings")
+
+    @cached_property
+    def layers(self) -> tuple[Block, ...]:
+        """Return the decoder layers."""
+        numbers = [component.layer for component in self.graph.components]
+        count = 1 + max((number for number in numbers if number is not None), default=-1)
+        return tuple(_block(number) for number in range(count))
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Return the decoder layers; drafters have no reference."""
+        return self.layers
+
+    @property
+    def drafters(self) -> int:
+        """Return 0."""
+        return 0
+
+
+def _block(number: int) -> Block:
+    return Block("layers", number, LayerType.TRACED, MlpType.TRACED, 0)
+
+
+@lru_cache(maxsize=4)
+def _graph(text: str, dtype: str) -> Graph:
+    from transformers import CONFIG_MAPPING, AutoConfig  # noqa: PLC0415  heavy
+
+    raw = json.loads(text)
+    kind, code = raw.pop("model_type", None), raw.pop("auto_map", None)
+    if kind not in CONFIG_MAPPING:
+        expected = "an architecture of transformers"
+        if code is not None:
+            expected += "; a checkpoint's code is never run"
+        raise InvalidArgument(
+            "model_type", kind, expected,
+            "Update transformers, or register a family with a reference of its own.",
+        )  # fmt: skip
+    raw.pop("quantization_config", None)
+    config = AutoConfig.for_model(kind, **raw)
+    return cut(trace(config, _DTYPES[dtype]))
+
+
+# --------------------------------------------------------------------------------------------------
+# Components and parameters
+
+
+def _site_name(name: str) -> str:
+    """Return a name that the grammar of sites has: lower case, words that begin with a letter."""
+    words: list[str] = []
+    for word in name.split("."):
+        plain = re.sub(r"[^a-z0-9_]", "_", word.lower())
+        if words and not plain[:1].isalpha() and not (words[-1] == "layers" and len(words) == 1):
+            words[-1] += f"_{plain}"
+        else:
+            words.append(f"{plain}_" if plain in set(Port) else plain)
+    return ".".join(words)
+
+
+def is_sequential(component: TracedComponent) -> bool:
+    """Return whether a token's result depends on the tokens before it."""
+    return component.kind is BoundaryKind.ATTENTION or keeps_state(component)
+
+
+def keeps_state(component: TracedComponent) -> bool:
+    """Return whether it reads what earlier calls left."""
+    return component.kind is BoundaryKind.CACHE or component.is_recurrent
+
+
+@lru_cache(maxsize=8)
+def _components(config: TracedConfig, recipe: Recipe) -> tuple[Component, ...]:
+    del recipe
+    graph = config.graph
+    names = {component.name: _site_name(component.name) for component in graph.components}
+    found = []
+    for traced in graph.components:
+        name = names[traced.name]
+        layer = traced.layer
+        block = None if layer is None else config.layers[layer]
+        inputs = [
+            _input(graph, names, input_name, ref.number)
+            for input_name, ref in traced.inputs.items()
+        ]
+        if is_sequential(traced):
+            kept = [each.name for each in inputs] if keeps_state(traced) else []
+            inputs += [Input("positions", (), "positions"), Input("token_offsets", (), "offsets")]
+            inputs += [Input(f"{STATE}{each}", (), "state") for each in kept]
+        role = name.removeprefix(f"{block.prefix}.") if block else name
+        weights = tuple(
+            logical_name(parameter)
+            for parameter in traced.parameters
+            if parameter not in graph.trace.buffers
+        )
+        found.append(
+            Component(
+                name, role, block, tuple(inputs), tuple(traced.outputs), weights,
+                kind=f"traced.{traced.kind}",
+            )
+        )  # fmt: skip
+    return tuple(found)
+
+
+def _input(graph: Graph, names: Mapping[str, str], name: str, number: int) -> Input:
+    if number == graph.trace.positions.number:
+        return Input(name, (), "positions")
+    if number == graph.trace.tokens.number:
+        return Input(name, (), "tokens")
+    via, edge = "", graph.edges.get(number)
+    if edge is not None:
+        (source,) = edge.sources
+        number, via = source.number, f"view_{number}"
+        if number in (graph.trace.positions.number, graph.trace.tokens.number):
+            return Input(name, (), via)
+    component, output = graph.makers[number]
+    site = Site(names[component], Port.OUT, "" if output == "out" else output)
+    return Input(name, (site,), via)
+
+
+def logical_name(parameter: str) -> str:
+    """Return our name of a parameter of the model."""
+    return _site_name(name_of(parameter))
+
+
+@lru_cache(maxsize=8)
+def _parameters(config: TracedConfig) -> tuple[Parameter, ...]:
+    graph, found = config.graph, dict[str, Parameter]()
+    for traced in graph.components:
+        for name in traced.parameters:
+            held = graph.trace.parameters.get(name)
+            if held is None or logical_name(name) in found:
+                continue
+            layer = traced.layer
+            block = None if layer is None else config.layers[layer]
+            kind = _KINDS.get(traced.kind, Kind.PLAIN)
+            if kind is Kind.LINEAR and not (name.endswith(".weight") or len(held.shape) == 3):
+                kind = Kind.PLAIN
+            reader = local_name(_site_name(traced.name), block)
+            row = Row(local_name(logical_name(name), block), name, "", kind, Dtype.BF16, reader)
+            found[logical_name(name)] = Parameter(logical_name(name), held.shape, row, block)
+    return tuple(found.values())
+
+
+def _forms(_config: TracedConfig, _recipe: Recipe) -> Mapping[str, ComponentForms]:
+    return MappingProxyType({})
+
+
+components_by_recipe.register(TracedConfig, _components)
+parameters.register(TracedConfig, _parameters)
+declared_forms.register(TracedConfig, _forms)
+
+
+# --------------------------------------------------------------------------------------------------
+# Calls
+
+
+@dataclass(frozen=True)
+class TracedFacts(ModelFacts):
+    """What a component is bound to."""
+
+    graph: Graph
+    traced: TracedComponent
+    config: Any
+
+    def norm_epsilon(self, weight: str) -> float:
+        """Raise: an epsilon is a constant of the trace."""
+        raise NotImplementedError(weight)
+
+    def parameter(self, weights: Weights) -> Any:
+        """Return a function from a parameter's name in the model to its values."""
+        buffers = self.graph.trace.buffers
+
+        def values(name: str) -> Tensor:
+            if name in buffers:
+                return buffers[name]
+            return weights[local_name(logical_name(name), self.block)].values(torch.float64)
+
+        return values
+
+    @property
+    def stores_operations(self) -> bool:
+        """Return whether a run stores the result of every operation, as eager code does."""
+        switches = self.numerics.switches
+        attends = self.traced.kind is BoundaryKind.ATTENTION
+        stored = switches.attention_operations_stored if attends else switches.operations_stored
+        return stored and not self.numerics.exact
+
+    def stored(self, output: str, value: Tensor) -> Tensor:
+        """Return an output in the dtype in which the model holds it."""
+        if not value.is_floating_point() or self.numerics.exact:
+            return value
+        dtype = self.graph.trace.tensors[self.traced.outputs[output].number].dtype
+        return cast(value, torch.float32 if dtype is torch.float32 else self.numerics.store)
+
+
+def computed(facts: TracedFacts, inputs: Inputs, weights: Weights) -> Outputs:
+    """Compute a component as it was traced."""
+    roundings = EACH_OPERATION if facts.stores_operations else NOTHING_STORED
+    made = compute(facts.graph.trace, facts.traced, inputs, facts.parameter(weights), roundings)
+    return {name: facts.stored(name, value) for name, value in made.items()}
+
+
+def linear(facts: TracedFacts, inputs: Inputs, weights: Weights) -> Outputs:
+    """Apply a linear, with its bias where it has one."""
+    name = next(weight for weight in weights if weight.endswith("weight"))
+    numerics = facts.numerics
+    x = activation_values(inputs, facts.activation(name), numerics.products, numerics)
+    out = product(x, weights[name], numerics.products, numerics)
+    for bias in weights:
+        if bias != name:
+            out = out + weights[bias].values(out.dtype)
+    return {"out": facts.stored("out", out)}
+
+
+def sequential(facts: TracedFacts, inputs: Inputs, weights: Weights) -> Outputs:
+    """Compute a component sequence by sequence, after what earlier calls left of each."""
+    made = [
+        {name: rows[-count:] for name, rows in computed(facts, given, weights).items()}
+        for given, count in by_sequence(facts.traced, inputs)
+    ]
+    return {name: torch.cat([part[name] for part in made]) for name in made[0]}
+
+
+def by_sequence(traced: TracedComponent, inputs: Inputs) -> Iterator[tuple[dict[str, Tensor], int]]:
+    """Yield the inputs of each sequence, and how many rows of the outputs are asked for."""
+    spans = spans_of(inputs)
+    if traced.kind is BoundaryKind.ATTENTION:
+        lengths = _lengths(inputs["key"].shape[0], spans)
+        begun = 0
+        for span, length in zip(spans, lengths, strict=True):
+            keys = slice(begun, begun + length)
+            begun += length
+            yield (
+                {
+                    name: inputs[name][span.tokens if name in {"query", "mask"} else keys]
+                    for name in traced.inputs
+                },
+                span.count,
+            )
+        return
+    begun, earlier = 0, _earlier(inputs, spans)
+    for span, length in zip(spans, earlier, strict=True):
+        given: dict[str, Tensor] = {}
+        for name in traced.inputs:
+            rows, state = inputs[name][span.tokens], inputs.get(f"{STATE}{name}")
+            if state is not None:
+                rows = torch.cat([state[begun : begun + length].to(rows.dtype), rows])
+            given[name] = rows
+        begun += length
+        whole = traced.kind is BoundaryKind.CACHE
+        yield given, length + span.count if whole else span.count
+
+
+def _earlier(inputs: Inputs, spans: tuple[Span, ...]) -> list[int]:
+    states = [rows.shape[0] for name, rows in inputs.items() if name.startswith(STATE)]
+    if not states:
+        return [0] * len(spans)
+    starts = [span.start for span in spans]
+    # A cache of a sliding window gives back fewer rows: as many for each sequence.
+    return starts if sum(starts) == states[0] else [states[0] // len(spans)] * len(spans)
+
+
+def _lengths(rows: int, spans: tuple[Span, ...]) -> list[int]:
+    stops = [span.stop for span in spans]
+    return stops if sum(stops) == rows else [rows // len(spans)] * len(spans)
+
+
+class TracedModel(BoundModel):
+    """A bound model whose calls are traced components."""
+
+    config: Any  # a TracedConfig
+
+    def _bind(self, recipe: Recipe | None) -> None:
+        graph: Graph = self.config.graph
+        for component, traced in zip(
+            components(self.config, recipe), graph.components, strict=True
+        ):
+            if traced.is_recurrent:
+                raise NotBuilt(
+                    "component", component.name, "operations that treat every token alike",
+                    "Judge this architecture's checkpoint with degarble audit; it runs no model.",
+                )  # fmt: skip
+            facts = TracedFacts(self.config, self.numerics, component.block, {}, graph, traced)
+            function: Any = computed
+            if traced.kind is BoundaryKind.LINEAR:
+                function = linear
+            elif is_sequential(traced):
+                function = sequential
+            self.calls[component.name] = partial(function, facts)
+            local = {local_name(weight, component.block): weight for weight in component.weights}
+            self._fetched[component.name] = FetchedWeights(self, local)
+            self._bound_to[component.name] = component, facts
+            self._inputs[component.name] = frozenset(each.name for each in component.inputs)

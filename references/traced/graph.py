@@ -1,0 +1,299 @@
+"""Cut a trace into components: its boundaries, and the operations between them.
+
+A component is the shortest stretch between tensors that a run records: what boundaries return, and
+what they are given. A tensor that a boundary is given is either a view of one that another returned
+(an edge), or the result of operations in between (a component of its own, such as a residual sum).
+Components are named by their module's path, `layers.3.self_attn.q_proj`, and by what they do where
+no module computes them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from degarble.references.traced.trace import VIEWS, BoundaryKind, ParameterRef, Ref, named
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from degarble.references.traced.trace import Boundary, ModuleExit, Operation, Trace
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)(?:\.|$)")
+# Operators that combine tokens.
+_ALONG = named(
+    """
+    convolution cumsum bmm baddbmm linalg_solve_triangular tril triu constant_pad_nd
+    """
+)
+_MOVES = VIEWS | {"_to_copy"}
+_TURNS = named(
+    """
+    mul add sub neg cat copy_ stack addcmul
+    """
+)
+
+
+class StretchKind(StrEnum):
+    """What operations between boundaries compute."""
+
+    ROTATION = "rotation"  # RoPE: with cosines and sines
+    RESIDUAL = "residual"
+    GATED = "gated"  # the product of an activated gate with another projection
+    STRETCH = "stretch"  # anything else
+
+
+@dataclass(frozen=True)
+class TracedComponent:
+    """A component: the tensors that it takes and makes, and the operations in between."""
+
+    name: str
+    kind: BoundaryKind | StretchKind
+    inputs: Mapping[str, Ref]
+    outputs: Mapping[str, Ref]
+    operations: tuple[int, ...]
+    parameters: tuple[str, ...]
+    module: str
+    facts: Mapping[str, object] = field(default_factory=dict)
+
+    is_recurrent: bool = False  # its operations run along the tokens
+
+    @property
+    def layer(self) -> int | None:
+        """Return the layer's number; None outside of the layers."""
+        match = _LAYER.match(self.name)
+        return int(match[1]) if match else None
+
+
+@dataclass(frozen=True)
+class Edge:
+    """How an input comes from what was recorded earlier: views alone."""
+
+    sources: tuple[Ref, ...]
+    operations: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """All components of a trace in the order in which they run."""
+
+    trace: Trace
+    components: tuple[TracedComponent, ...]
+    edges: Mapping[int, Edge]  # by the tensor that a component is given
+    makers: Mapping[int, tuple[str, str]]  # component and output, by tensor
+
+
+def name_of(path: str) -> str:
+    """Return `layers.3.mlp.gate` for `model.layers.3.mlp.gate`; ends lose the prefix as well."""
+    match = _LAYER.search(path)
+    if match:
+        return f"layers.{match[1]}.{path[match.end() :]}".rstrip(".")
+    return path.removeprefix("model.").removeprefix("language_model.")
+
+
+class _Cutter:
+    """Collects components while it walks the boundaries in order."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self.components: list[TracedComponent] = []
+        self.edges: dict[int, Edge] = {}
+        self.makers: dict[int, tuple[str, str]] = {}
+        self._known = {trace.tokens.number, trace.positions.number}
+        self._owner: dict[int, int] = {}  # the operation that made a tensor first
+        self._names: Counter[str] = Counter()
+        for number, operation in enumerate(trace.operations):
+            for result in operation.results:
+                self._owner.setdefault(result, number)
+
+    def boundary(self, boundary: Boundary) -> None:
+        """Add a boundary, and what computes its inputs."""
+        for ref in self._named_inputs(boundary).values():
+            self.demand(ref, boundary.path, boundary.operations[0])
+        span = tuple(range(*boundary.operations))
+        inputs = self._named_inputs(boundary)
+        function = boundary.kind in {BoundaryKind.ATTENTION, BoundaryKind.CACHE}
+        name = name_of(boundary.path) + (f".{boundary.kind}" if function else "")
+        names = _output_names(boundary)
+        parameters = _parameters(self._trace.operations[number] for number in span)
+        if boundary.kind is BoundaryKind.EXPERTS:  # defined by hand, so nothing was traced inside
+            own = f"{boundary.path}."
+            parameters = tuple(
+                parameter for parameter in self._trace.parameters if parameter.startswith(own)
+            )
+        parameters += tuple(
+            fact.name for fact in boundary.facts.values() if isinstance(fact, ParameterRef)
+        )
+        self._add(
+            TracedComponent(
+                name, boundary.kind, inputs, dict(zip(names, boundary.outputs, strict=True)),
+                span, parameters, boundary.path, boundary.facts,
+            )
+        )  # fmt: skip
+
+    def _named_inputs(self, boundary: Boundary) -> dict[str, Ref]:
+        """Name inputs alike in all models: `x` for states, `tokens`, `experts`, `weights`."""
+        if boundary.kind in {BoundaryKind.ATTENTION, BoundaryKind.CACHE}:
+            return dict(boundary.inputs)
+        span = self._trace.operations[slice(*boundary.operations)]
+        read = {each for operation in span for each in operation.reads()}
+        experts = boundary.kind is BoundaryKind.EXPERTS
+        found: dict[str, Ref] = {}
+        for name, ref in boundary.inputs.items():
+            tensor = self._trace.tensors[ref.number]
+            if not experts and ref not in read:
+                continue  # such as the states that tell a rotary embedding its dtype
+            known = {self._trace.tokens: "tokens", self._trace.positions: "positions"}.get(ref)
+            if known is None and experts and not tensor.dtype.is_floating_point:
+                known = "experts"
+            elif known is None:
+                known = "weights" if experts and "x" in found else "x"
+            found[name if known in found else known] = ref
+        return found
+
+    def module(self, module: ModuleExit) -> None:
+        """Make known what a module returns: a sum of experts, the result of a layer."""
+        for ref in module.outputs:
+            self.demand(ref, module.path, module.operations, is_result=True)
+
+    def demand(self, ref: Ref, consumer: str, before: int, *, is_result: bool = False) -> None:
+        """Make a tensor known: as an edge where it is a view, else by a component."""
+        if ref.number in self._known or ref.number in self.edges:
+            return
+        operations, sources = self._back_to_known(ref, before)
+        named = [self._trace.operations[number] for number in operations]
+        if all(operation.name in _MOVES for operation in named) and len(sources) == 1:
+            self.edges[ref.number] = Edge(sources, operations)
+            return
+        kind = self._kind(ref, named, sources)
+        self._add(
+            TracedComponent(
+                self._name(kind, named, consumer, is_result=is_result), kind,
+                self._input_names(kind, sources),
+                {"out": ref}, operations, _parameters(named), named[-1].module,
+                is_recurrent=bool({operation.name for operation in named} & _ALONG),
+            )
+        )  # fmt: skip
+
+    def _add(self, component: TracedComponent) -> None:
+        self.components.append(component)
+        for output, ref in component.outputs.items():
+            self._known.add(ref.number)
+            self.makers[ref.number] = component.name, output
+
+    def _back_to_known(self, ref: Ref, before: int) -> tuple[tuple[int, ...], tuple[Ref, ...]]:
+        """Return the operations that make a tensor from known ones, and these."""
+        wanted, taken, sources = {ref.number}, [], []
+        memory = {self._trace.tensors[ref.number].storage}
+        last = self._owner.get(ref.number, -1)
+        if last < 0:
+            return (), (ref,)
+        # Writes into memory come later than the operation that made its tensor.
+        for number in range(before - 1, -1, -1):
+            operation = self._trace.operations[number]
+            writes = memory & set(operation.mutated)
+            if number > last and not writes:
+                continue
+            if not writes and not wanted & set(operation.results):
+                continue
+            taken.append(number)
+            last = max(last, number)
+            for read in operation.reads():
+                if isinstance(read, Ref):
+                    if read.number in self._known:
+                        if read not in sources:
+                            sources.append(read)
+                    else:
+                        wanted.add(read.number)
+                        memory.add(self._trace.tensors[read.number].storage)
+        return tuple(reversed(taken)), tuple(reversed(sources))
+
+    def _kind(self, ref: Ref, operations: list[Operation], sources: tuple[Ref, ...]) -> StretchKind:
+        names = {operation.name for operation in operations} - _MOVES
+        makers = [self.makers.get(source.number, ("", ""))[0] for source in sources]
+        kinds = {component.kind for component in self.components if component.name in makers}
+        if BoundaryKind.ROTARY in kinds and names <= _TURNS:
+            return StretchKind.ROTATION
+        shapes = {self._trace.tensors[source.number].shape[-1] for source in sources}
+        width = self._trace.tensors[ref.number].shape[-1]
+        if names <= {"add", "mul"} and "add" in names and len(sources) == 2 and shapes == {width}:
+            return StretchKind.RESIDUAL
+        if names == {"mul"} and len(sources) == 2:
+            return StretchKind.GATED
+        return StretchKind.STRETCH
+
+    def _name(
+        self, kind: StretchKind, operations: list[Operation], consumer: str, *, is_result: bool
+    ) -> str:
+        path = name_of(operations[-1].module)
+        stem = f"{path}.{kind}" if path else str(kind)
+        if kind is StretchKind.STRETCH:
+            stem = f"{name_of(consumer)}.result" if is_result else f"{name_of(consumer)}_input"
+        self._names[stem] += 1
+        count = self._names[stem]
+        return stem if count == 1 else f"{stem}_{count}"
+
+    def _input_names(self, kind: StretchKind, sources: tuple[Ref, ...]) -> dict[str, Ref]:
+        """Name what operations between boundaries read, by what made it."""
+        kinds = {component.name: component.kind for component in self.components}
+        found: dict[str, Ref] = {}
+        # The latest result is the branch that joins; a residual stream is older.
+        order = {component.name: number for number, component in enumerate(self.components)}
+        ranked = sorted(
+            sources, key=lambda ref: -order.get(self.makers.get(ref.number, ("", ""))[0], -1)
+        )
+        for source in ranked:
+            maker, output = self.makers.get(source.number, ("", ""))
+            name = "x"
+            if source == self._trace.positions:
+                name = "positions"
+            elif kinds.get(maker) is BoundaryKind.ROTARY:
+                name = output
+            elif kind is StretchKind.RESIDUAL and "x" in found:
+                name = "residual"
+            elif kind is StretchKind.GATED:
+                name = "gate" if kinds.get(maker) is BoundaryKind.ACTIVATION else "up"
+            count = sum(each == name or each.startswith(f"{name}_") for each in found)
+            found[f"{name}_{count + 1}" if count else name] = source
+        return found
+
+
+def _parameters(operations: Iterable[Operation]) -> tuple[str, ...]:
+    names: dict[str, None] = {}
+    for operation in operations:
+        for read in operation.reads():
+            if isinstance(read, ParameterRef):
+                names[read.name] = None
+    return tuple(names)
+
+
+def _output_names(boundary: Boundary) -> Iterator[str]:
+    if len(boundary.outputs) == 1:
+        return iter(["out"])
+    if boundary.kind is BoundaryKind.ROTARY:
+        return iter(["cos", "sin"])
+    if boundary.kind is BoundaryKind.CACHE:
+        return iter(["key", "value"])
+    if boundary.kind is BoundaryKind.ROUTER and len(boundary.outputs) == 3:
+        return iter(["logits", "weights", "experts"])
+    return iter([f"out{number}" for number in range(len(boundary.outputs))])
+
+
+def cut(trace: Trace) -> Graph:
+    """Cut a trace into components."""
+    cutter = _Cutter(trace)
+    exits = iter((*trace.modules, None))
+    waiting = next(exits)
+    for number, boundary in enumerate(trace.boundaries):
+        while waiting is not None and waiting.boundaries <= number:
+            cutter.module(waiting)
+            waiting = next(exits)
+        cutter.boundary(boundary)
+    while waiting is not None:
+        cutter.module(waiting)
+        waiting = next(exits)
+    cutter.demand(trace.logits, "logits", len(trace.operations))
+    return Graph(trace, tuple(cutter.components), cutter.edges, cutter.makers)

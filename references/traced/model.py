@@ -1,0 +1,101 @@
+"""Run a traced model: its components in order, on the tokens of several sequences."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.model.components import components
+from degarble.references.model import RowBuffer, TokenBatch
+from degarble.references.traced.evaluate import from_rows, run, to_rows
+from degarble.references.traced.family import STATE, is_sequential, keeps_state
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from degarble.references.model import Sequence
+    from degarble.references.traced.family import TracedModel
+    from degarble.references.traced.graph import Edge, Graph
+
+
+class TracedForward:
+    """The forward pass over a traced model's bound components."""
+
+    def __init__(self, bound: TracedModel) -> None:
+        self.bound = bound
+        self.config = bound.config
+        config: Any = bound.config  # a TracedConfig
+        self._graph: Graph = config.graph
+        self._components = tuple(
+            zip(components(config, bound.recipe), self._graph.components, strict=True)
+        )
+
+    def forward(
+        self, sequences: list[Sequence], tokens: list[Tensor], *, last_only: bool = False
+    ) -> Tensor:
+        """Return logits of the new tokens (or each sequence's last one); advance the sequences."""
+        step = TokenBatch.from_sequences([each.length for each in sequences], tokens)
+        trace = self._graph.trace
+        values = {trace.tokens.number: step.tokens, trace.positions.number: step.positions}
+        for component, traced in self._components:
+            given = {name: self._value(values, ref.number) for name, ref in traced.inputs.items()}
+            sequential = is_sequential(traced)
+            if sequential:
+                given |= {"positions": step.positions, "token_offsets": step.token_offsets}
+            if keeps_state(traced):
+                given |= self._earlier(component.name, given, sequences)
+            made = self.bound(component.name, **given)
+            if keeps_state(traced):
+                self._keep(component.name, given, step, sequences)
+            for name, ref in traced.outputs.items():
+                values[ref.number] = made[name]
+        for sequence, new in zip(sequences, tokens, strict=True):
+            sequence.length += len(new)
+        logits = self._value(values, trace.logits.number)
+        return logits[step.token_offsets[1:] - 1] if last_only else logits
+
+    def _value(self, values: dict[int, Tensor], number: int) -> Tensor:
+        edge = self._graph.edges.get(number)
+        return values[number] if edge is None else view_of(self._graph, edge, values, number)
+
+    def _earlier(
+        self, name: str, given: Mapping[str, Tensor], sequences: list[Sequence]
+    ) -> dict[str, Tensor]:
+        found = {}
+        for key in given:
+            rows = [sequence.traced.get(f"{name}.{key}") for sequence in sequences]
+            kept = [row.all() for row in rows if row is not None]
+            if kept and key not in {"positions", "token_offsets"}:
+                found[f"{STATE}{key}"] = torch.cat(kept)
+        return found
+
+    def _keep(
+        self,
+        name: str,
+        given: Mapping[str, Tensor],
+        step: TokenBatch,
+        sequences: list[Sequence],
+    ) -> None:
+        for key, rows in given.items():
+            if key.startswith(STATE) or key in {"positions", "token_offsets"}:
+                continue
+            for sequence, span in zip(sequences, step.spans, strict=True):
+                sequence.traced.setdefault(f"{name}.{key}", RowBuffer()).append(rows[span])
+
+
+def view_of(graph: Graph, edge: Edge, rows: Mapping[int, Tensor], number: int) -> Tensor:
+    """Return a tensor that is a view of a recorded one, both as rows."""
+    trace = graph.trace
+    (source,) = edge.sources
+    made = rows[source.number]
+    values = {source.number: from_rows(made, trace.tensors[source.number])}
+    operations = (trace.operations[operation] for operation in edge.operations)
+    run(operations, values, _no_parameter, made.shape[0], made.dtype)
+    return to_rows(values[number], trace.tensors[number])
+
+
+def _no_parameter(name: str) -> Tensor:
+    raise KeyError(name)

@@ -1,0 +1,510 @@
+"""Trace the forward pass of a transformers model once, on the meta device, without weights.
+
+Every operation of the pass is recorded with the module that ran it. A module that is judged as a
+unit is a boundary: one without children (a linear, a norm, a router), a bank of experts, and the
+attention function that transformers looks up in its registry. What lies between boundaries are
+plain operations: rotations, residual sums, gated products. TOKENS is a prime, so that an extent
+that depends on the number of tokens is recognised, and a trace serves any number of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from degarble.harness.base.errors import NotBuilt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+
+def named(text: str) -> frozenset[str]:
+    """Return the words of a text: names of operators."""
+    return frozenset(text.split())
+
+
+TOKENS = 1009  # of a call that is traced for any number of them
+_NO_EXTENT = 1 << 40  # slices to the end of an axis say 2^63 - 1
+# Operators that move or copy elements and compute none.
+VIEWS = named(
+    """
+    view _unsafe_view reshape transpose permute slice split split_with_sizes unsqueeze
+    squeeze expand select clone detach alias contiguous t unbind chunk narrow movedim
+    flatten empty new_empty lift_fresh unfold
+    """
+)
+_ITEM = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001  what .item() is
+PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "convolution"})
+ATTENTION = "degarble"  # the name of the tracer's attention function in transformers' registry
+
+
+class BoundaryKind(StrEnum):
+    """What a boundary computes, as far as a budget has to know."""
+
+    LINEAR = "linear"
+    EMBEDDING = "embedding"
+    NORM = "norm"
+    ACTIVATION = "activation"
+    ROTARY = "rotary"  # cosines and sines of positions
+    ATTENTION = "attention"
+    CACHE = "cache"  # what earlier calls left of a sequence, and the new rows
+    ROUTER = "router"
+    EXPERTS = "experts"
+    MODULE = "module"  # any other leaf
+
+
+class Ref(NamedTuple):
+    """A tensor of the trace, by its number."""
+
+    number: int
+
+
+class ParameterRef(NamedTuple):
+    """A parameter or buffer, by its name in the model."""
+
+    name: str
+
+
+class ExtentRef(NamedTuple):
+    """An extent that is a multiple of the number of tokens."""
+
+    factor: int
+
+
+@dataclass(frozen=True)
+class TracedTensor:
+    """Shape and dtype of a traced tensor, and a number that views of one memory share."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    storage: int
+    token_axis: int | None  # None for a tensor without one
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One call of an ATen operator. `arguments` hold Ref, ParameterRef and ExtentRef."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    results: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]  # of the results
+    module: str  # path of the innermost module that ran it
+    mutated: tuple[int, ...] = ()  # memory that it writes into
+
+    @property
+    def name(self) -> str:
+        """Return the operator's name without its overload."""
+        return str(self.function.name()).removeprefix("aten::").partition(".")[0]
+
+    def reads(self) -> Iterator[Ref | ParameterRef]:
+        """Yield the tensors that it reads."""
+        yield from _references((*self.arguments, *self.keywords.values()))
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A module or function whose inputs and outputs are recorded."""
+
+    path: str
+    kind: BoundaryKind
+    inputs: Mapping[str, Ref]
+    outputs: tuple[Ref, ...]
+    operations: tuple[int, int]  # those that it ran, as a range
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class ModuleExit(NamedTuple):
+    """What a module returned, and how many boundaries and operations had run by then."""
+
+    path: str
+    outputs: tuple[Ref, ...]
+    boundaries: int
+    operations: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A whole forward pass, in order."""
+
+    tensors: tuple[TracedTensor, ...]
+    operations: tuple[Operation, ...]
+    boundaries: tuple[Boundary, ...]
+    modules: tuple[ModuleExit, ...]  # in the order in which they returned
+    tokens: Ref
+    positions: Ref
+    logits: Ref
+    parameters: Mapping[str, TracedTensor]
+    buffers: Mapping[str, Tensor]  # values of those that no checkpoint holds
+
+
+def _references(arguments: Any) -> Iterator[Ref | ParameterRef]:
+    if isinstance(arguments, (Ref, ParameterRef)):
+        yield arguments
+    elif isinstance(arguments, (tuple, list)) and not isinstance(arguments, ExtentRef):
+        for argument in arguments:
+            yield from _references(argument)
+
+
+class _Tracer(TorchDispatchMode):
+    """Records operations while a model runs on the meta device."""
+
+    def __init__(self, model: nn.Module, tokens: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not
+        self.tokens = tokens
+        self.tensors: list[TracedTensor] = []
+        self.operations: list[Operation] = []
+        self.boundaries: list[Boundary] = []
+        self.modules: list[ModuleExit] = []
+        self.path: list[str] = []
+        self.within: str | None = None  # the boundary that is running
+        self._numbers: dict[int, int] = {}
+        self._kept: list[Tensor] = []  # an id may be reused once its object dies
+        named = [*model.named_parameters(), *model.named_buffers()]
+        self._parameters = {id(tensor): name for name, tensor in named}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operator on meta tensors, and record it."""
+        del types
+        keywords = dict(kwargs or {})
+        if func is _ITEM and args[0].dtype is torch.bool:
+            # Models ask this of masks and positions alone: is nothing padded, is nothing packed?
+            return True
+        # Named before the call: an operator that writes into its argument returns the argument.
+        arguments = tuple(self._named(argument) for argument in args)
+        named = {name: self._named(argument) for name, argument in keywords.items()}
+        result = func(*args, **keywords)
+        results = tuple(self.number(tensor) for tensor in _tensors(result))
+        mutated: tuple[int, ...] = ()
+        if func._schema.is_mutable:  # noqa: SLF001
+            written = [
+                argument
+                for schema, argument in zip(func._schema.arguments, args, strict=False)  # noqa: SLF001
+                if schema.alias_info is not None and schema.alias_info.is_write
+            ]
+            mutated = tuple(_storage(tensor) for tensor in _tensors(written))
+        path = self.path[-1] if self.path else ""
+        dtypes = tuple(tensor.dtype for tensor in _tensors(result))
+        self.operations.append(Operation(func, arguments, named, results, dtypes, path, mutated))
+        return result
+
+    def number(self, tensor: Tensor) -> int:
+        """Return a tensor's number; a new one if it was not seen before."""
+        found = self._numbers.get(id(tensor))
+        if found is None:
+            found = self._numbers[id(tensor)] = len(self.tensors)
+            self._kept.append(tensor)
+            self.tensors.append(_described(tensor, self.tokens))
+        return found
+
+    def _named(self, argument: Any) -> Any:
+        return (
+            tree_map(self.name, argument)
+            if isinstance(argument, (list, tuple))
+            else (self.name(argument))
+        )
+
+    def name(self, argument: Any) -> Any:
+        """Return an argument with its tensors as references, and its extents by the tokens."""
+        if isinstance(argument, torch.Tensor):
+            name = self._parameters.get(id(argument))
+            return Ref(self.number(argument)) if name is None else ParameterRef(name)
+        whole = isinstance(argument, int) and not isinstance(argument, bool)
+        # A trace of few tokens is for that number alone.
+        if whole and self.tokens == TOKENS and argument and not argument % TOKENS:
+            return ExtentRef(argument // TOKENS) if abs(argument) < _NO_EXTENT else argument
+        return argument
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for part in value for tensor in _tensors(part)]
+    return []
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001
+
+
+def _described(tensor: Tensor, tokens: int) -> TracedTensor:
+    shape = tuple(tensor.shape)
+    axis = shape.index(tokens) if tokens in shape else None
+    return TracedTensor(shape, tensor.dtype, _storage(tensor), axis)
+
+
+def is_boundary(module: nn.Module) -> bool:
+    """Return whether a module is judged as a unit: a leaf, or a bank of experts."""
+    own = list(module.parameters(recurse=False))
+    return not any(True for _ in module.children()) or any(each.ndim == 3 for each in own)
+
+
+def trace(config: Any, dtype: torch.dtype, tokens: int = TOKENS) -> Trace:
+    """Trace the causal language model that transformers makes of a config.
+
+    Operations that cut the tokens into chunks or run over them one by one are right for the traced
+    number of tokens alone.
+    """
+    with _StandIns().installed() as stand_ins:
+        model = _built(config, dtype)
+        buffers = _buffers_of(model)
+        stand_ins.tracer = _Tracer(model, tokens)
+        return _traced(model, buffers, stand_ins.tracer)
+
+
+def _traced(model: nn.Module, buffers: Mapping[str, Tensor], tracer: _Tracer) -> Trace:
+    with ExitStack() as stack:
+        for path, module in model.named_modules():
+            _watch(tracer, path, module, stack)
+        ids = torch.zeros(1, tracer.tokens, dtype=torch.int64, device="meta")
+        positions = torch.zeros_like(ids)
+        # With a mask of its own transformers does not look for packed sequences in the positions.
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        tokens, at = Ref(tracer.number(ids)), Ref(tracer.number(positions))
+        with torch.no_grad(), tracer:
+            logits = model(
+                input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True
+            ).logits
+    held = [*model.named_parameters(), *model.named_buffers()]
+    parameters = {
+        name: _described(tensor, tracer.tokens) for name, tensor in held if name not in buffers
+    }
+    return Trace(
+        tuple(tracer.tensors), tuple(tracer.operations), tuple(tracer.boundaries),
+        tuple(tracer.modules), tokens, at, Ref(tracer.number(logits)), parameters, dict(buffers),
+    )  # fmt: skip
+
+
+def _watch(tracer: _Tracer, path: str, module: nn.Module, stack: ExitStack) -> None:
+    """Keep the path of the running module, and record boundaries."""
+    signature = inspect.signature(module.forward)
+    begun: list[tuple[int, dict[str, Ref]]] = []
+
+    def before(_module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        tracer.path.append(path)
+        if tracer.within is not None or not is_boundary(module):
+            return
+        tracer.within = path
+        bound = signature.bind(*args, **named).arguments
+        inputs = {
+            name: Ref(tracer.number(tensor))
+            for name, tensor in bound.items()
+            if isinstance(tensor, torch.Tensor)
+        }
+        begun.append((len(tracer.operations), inputs))
+
+    def after(_module: nn.Module, _args: Any, _named: Any, returned: Any) -> None:
+        tracer.path.pop()
+        made = returned.values() if isinstance(returned, dict) else (returned,)
+        outputs = tuple(Ref(tracer.number(tensor)) for tensor in _tensors(tuple(made)))
+        if tracer.within is None and path:
+            run = len(tracer.boundaries), len(tracer.operations)
+            tracer.modules.append(ModuleExit(path, outputs, *run))
+        if tracer.within != path:
+            return
+        tracer.within = None
+        begin, inputs = begun.pop()
+        # A module that returns its input (a dropout, an identity) computes nothing.
+        if not set(outputs) <= set(inputs.values()):
+            span = begin, len(tracer.operations)
+            facts = {"module": module}
+            kind = _kind_of(module, inputs, tracer.operations[slice(*span)])
+            tracer.boundaries.append(Boundary(path, kind, inputs, outputs, span, facts))
+
+    for hook in (
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after, with_kwargs=True),
+    ):
+        stack.callback(hook.remove)
+
+
+def _kind_of(
+    module: nn.Module, inputs: Mapping[str, Ref], operations: Sequence[Operation]
+) -> BoundaryKind:
+    """Classify a boundary by what it holds and does; its name counts for nothing."""
+    names = {operation.name for operation in operations}
+    if type(module).forward is nn.Linear.forward:
+        return BoundaryKind.LINEAR
+    if type(module).forward is nn.Embedding.forward:
+        return BoundaryKind.EMBEDDING
+    if any(parameter.ndim == 3 for parameter in module.parameters(recurse=False)):
+        return BoundaryKind.EXPERTS
+    if "topk" in names:
+        return BoundaryKind.ROUTER
+    if {"cos", "sin"} <= names:
+        return BoundaryKind.ROTARY
+    if names & {"rsqrt", "native_layer_norm", "_fused_rms_norm"} and not names & PRODUCTS:
+        return BoundaryKind.NORM
+    if len(inputs) == 1 and not any(True for _ in module.parameters()):
+        return BoundaryKind.ACTIVATION
+    return BoundaryKind.MODULE
+
+
+class _StandIns:
+    """Stands in for functions that transformers looks up while a model is traced.
+
+    Attention, masks and experts come from registries, the cache is a class. Each stand-in records
+    what it is given, and returns memory of the right form.
+    """
+
+    def __init__(self) -> None:
+        self.tracer: _Tracer | None = None
+        self._masks: dict[int, Any] = {}
+        self._kept: list[Tensor] = []  # an id may be reused once its object dies
+
+    @contextmanager
+    def installed(self) -> Iterator[_StandIns]:
+        """Register the functions, for as long as the context lasts."""
+        from transformers.cache_utils import Cache  # noqa: PLC0415  heavy, as the next ones
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: PLC0415
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: PLC0415
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: PLC0415
+
+        def update(_cache: Any, *given: Any, **named: Any) -> Any:
+            return self.cache(*given, **named)
+
+        registries: list[tuple[Any, Any]] = [
+            (ALL_ATTENTION_FUNCTIONS, self.attention),
+            (ALL_MASK_ATTENTION_FUNCTIONS, self.mask),
+            (ALL_EXPERTS_FUNCTIONS, self.experts),
+        ]
+        for registry, function in registries:
+            registry.register(ATTENTION, function)
+        with mock.patch.object(Cache, "update", update):
+            try:
+                yield self
+            finally:
+                for registry, _ in registries:
+                    # `del registry[...]` acts on a copy.
+                    registry._global_mapping.pop(ATTENTION)  # noqa: SLF001
+
+    def mask(
+        self, batch_size: int, q_length: int, kv_length: int, mask_function: Any, **_: Any
+    ) -> Tensor:
+        """Return a mask, and remember by which function it admits keys."""
+        made = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
+        self._kept.append(made)
+        self._masks[id(made)] = mask_function
+        return made
+
+    def attention(
+        self, _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **named: Any
+    ) -> tuple[Tensor, None]:
+        """Record a call of attention: its operands, and the facts that it is given."""
+        refs = {
+            name: self._ref(tensor)
+            for name, tensor in (("query", query), ("key", key), ("value", value))
+        }
+        facts: dict[str, Any] = {"mask": self._masks.get(id(mask))}
+        if mask is not None and facts["mask"] is None:
+            refs["mask"] = self._ref(mask)  # one that the model computes
+        for name, fact in named.items():
+            if isinstance(fact, torch.Tensor):
+                reference = self._running.name(fact)
+                if isinstance(reference, ParameterRef):
+                    facts[name] = reference
+            elif isinstance(fact, (int, float, str)) or fact is None:
+                facts[name] = fact
+        heads, count, width = query.shape[1], query.shape[2], value.shape[-1]
+        (out,) = self._record(
+            BoundaryKind.ATTENTION, refs, [((1, count, heads, width), query.dtype)], facts
+        )
+        return out, None
+
+    def cache(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        """Record new rows of a cache, and return as many."""
+        refs = {"key": self._ref(keys), "value": self._ref(values)}
+        forms = [(tuple(tensor.shape), tensor.dtype) for tensor in (keys, values)]
+        return tuple(self._record(BoundaryKind.CACHE, refs, forms, {"layer": layer_idx}))
+
+    def experts(self, _module: nn.Module, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return memory: what experts compute is defined by hand."""
+        return torch.empty_like(hidden_states)
+
+    @property
+    def _running(self) -> _Tracer:
+        assert self.tracer is not None, "a model runs only while it is traced"
+        return self.tracer
+
+    def _ref(self, tensor: Tensor) -> Ref:
+        return Ref(self._running.number(tensor))
+
+    def _record(
+        self,
+        kind: BoundaryKind,
+        inputs: Mapping[str, Ref],
+        forms: Sequence[tuple[tuple[int, ...], torch.dtype]],
+        facts: Mapping[str, Any],
+    ) -> list[Tensor]:
+        tracer = self._running
+        begin = len(tracer.operations)
+        tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in forms]
+        span = begin, len(tracer.operations)
+        outputs = tuple(self._ref(tensor) for tensor in tensors)
+        tracer.boundaries.append(Boundary(tracer.path[-1], kind, inputs, outputs, span, facts))
+        return tensors
+
+
+def _built(config: Any, dtype: torch.dtype) -> nn.Module:
+    """Return transformers' model of a config on the meta device."""
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415  heavy
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=ATTENTION,
+            experts_implementation=ATTENTION, trust_remote_code=False,
+        )  # fmt: skip
+    found: nn.Module = model.eval()
+    return found
+
+
+def _buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """Compute the buffers that no checkpoint holds, as transformers does after loading."""
+    found: dict[str, Tensor] = {}
+    initialise: Any = model._init_weights  # noqa: SLF001
+    for path, module in model.named_modules():
+        names = [
+            name
+            for name in module._non_persistent_buffers_set  # noqa: SLF001
+            if module._buffers.get(name) is not None  # noqa: SLF001
+        ]
+        if not names:
+            continue
+        held = {name: module._buffers[name] for name in names}  # noqa: SLF001
+        for name, buffer in held.items():
+            module._buffers[name] = torch.full(  # noqa: SLF001
+                buffer.shape, math.nan if buffer.is_floating_point() else 0, dtype=buffer.dtype,
+                device="cpu",
+            )  # fmt: skip
+        with torch.no_grad():
+            initialise(module)
+        for name, buffer in held.items():
+            value = module._buffers[name]  # noqa: SLF001
+            module._buffers[name] = buffer  # noqa: SLF001
+            if value.is_floating_point() and bool(value.isnan().any()):
+                raise NotBuilt(
+                    "buffer", f"{path}.{name}", "a buffer that follows from the config",
+                    "Register a family with a reference of its own for this model.",
+                )  # fmt: skip
+            found[f"{path}.{name}"] = value
+    return found

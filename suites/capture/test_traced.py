@@ -1,0 +1,154 @@
+"""Runs of transformers models agree when healthy; a fault is placed in exactly its component."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from degarble.harness.base.errors import InvalidArgument
+from degarble.harness.capture.recorder import MemoryRun, Recorder
+from degarble.harness.capture.traced import recording
+from degarble.harness.engine.localise.localise import localise
+from degarble.harness.model.recipes import recipe_named
+from degarble.references.numerics import Numerics
+from degarble.references.traced.family import TracedModel
+from degarble.suites.references.traced.traced_models import NAMES, built, config_of, weights_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+pytestmark = pytest.mark.needs("transformers")
+
+
+def _judged(
+    name: str, dtype: torch.dtype, attention: str, plant: Callable[[Any], object] | None = None
+) -> Any:
+    from transformers import DynamicCache  # noqa: PLC0415  heavy
+
+    model: Any = built(name, dtype)
+    model.set_attn_implementation(attention)
+    config: Any = config_of(name, dtype)
+    weights = weights_of(model)
+    if plant is not None:
+        plant(model)
+    run = MemoryRun({})
+    ids = torch.randint(0, config.vocab_size, (2, 23), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode(), recording(model, config, Recorder(run)):
+        cache = DynamicCache(config=model.config)
+        out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+        for _ in range(2):
+            new = out.logits[:, -1].argmax(-1, keepdim=True)
+            out = model(input_ids=new, past_key_values=cache, use_cache=True)
+    numerics = replace(Numerics.bf16(), work=torch.float64, products=torch.float64, store=dtype)
+    bound = TracedModel(config, numerics, weights)
+    return localise(bound, recipe_named("bf16", config), run)
+
+
+_RUNS = [("eager", torch.float32), ("eager", torch.bfloat16), ("sdpa", torch.bfloat16)]
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "dtype"),
+    [
+        pytest.param(
+            *(*name.values, attention, dtype),
+            marks=name.marks,
+            id=f"{name.values[0]}-{attention}-{str(dtype).removeprefix('torch.')}",
+        )
+        for name in NAMES
+        for attention, dtype in _RUNS
+        # transformers has no SDPA of attention with sinks.
+        if (name.values[0], attention) != ("gpt_oss", "sdpa")
+    ],
+)
+def test_a_healthy_run_agrees(name: str, attention: str, dtype: torch.dtype) -> None:
+    found = _judged(name, dtype, attention)
+    assert found.verdict == "AGREES"
+    assert not found.origins
+    assert not found.unjudged
+    # OLMo 2 computes norms and rotations in float32 and stores once: nothing to tell apart.
+    if dtype is torch.bfloat16 and name != "olmo2":
+        learned = {convention.name: convention.value for convention in found.conventions}
+        assert learned["operations_stored"] is True
+
+
+def _layer(model: Any) -> Any:
+    return model.model.layers[1]
+
+
+def _scaled(path: str, factor: float) -> Callable[[Any], object]:
+    return lambda model: _layer(model).get_submodule(path).weight.data.mul_(factor)
+
+
+def _epsilon(model: Any) -> None:
+    _layer(model).post_attention_layernorm.variance_epsilon = 1e-2
+
+
+def _angles(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(1.01)
+
+
+def _logits(model: Any) -> None:
+    _layer(model).self_attn.scaling *= 1.03
+
+
+def _gelu(input: torch.Tensor) -> torch.Tensor:  # noqa: A002  named as in torch
+    return torch.nn.functional.gelu(input)
+
+
+def _activation(model: Any) -> None:
+    _layer(model).mlp.act_fn.forward = _gelu
+
+
+def _row(model: Any) -> None:
+    weight = _layer(model).self_attn.o_proj.weight.data
+    weight[5] = weight[6]
+
+
+def _swapped(first: str, second: str) -> Callable[[Any], object]:
+    def plant(model: Any) -> None:
+        a, b = (_layer(model).get_submodule(path).weight for path in (first, second))
+        a.data, b.data = b.data, a.data
+
+    return plant
+
+
+_PLANTS: dict[str, tuple[Callable[[Any], object], set[str]]] = {
+    "q scaled": (_scaled("self_attn.q_proj", 1.01), {"layers.1.self_attn.q_proj"}),
+    "norm scaled": (_scaled("input_layernorm", 1.01), {"layers.1.input_layernorm"}),
+    "epsilon": (_epsilon, {"layers.1.post_attention_layernorm"}),
+    "angles": (_angles, {"rotary_emb"}),
+    "logits scaled": (_logits, {"layers.1.self_attn.attention"}),
+    "activation": (_activation, {"layers.1.mlp.act_fn"}),
+    "row": (_row, {"layers.1.self_attn.o_proj"}),
+    "gate and up": (
+        _swapped("mlp.gate_proj", "mlp.up_proj"), {"layers.1.mlp.gate_proj", "layers.1.mlp.up_proj"}
+    ),
+    "key and value": (
+        _swapped("self_attn.k_proj", "self_attn.v_proj"),
+        {"layers.1.self_attn.k_proj", "layers.1.self_attn.v_proj"},
+    ),
+    "down negated": (_scaled("mlp.down_proj", -1), {"layers.1.mlp.down_proj"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plant", _PLANTS)
+def test_a_fault_is_placed_in_exactly_its_component(plant: str) -> None:
+    change, places = _PLANTS[plant]
+    found = _judged("llama", torch.bfloat16, "eager", change)
+    assert {origin.component for origin in found.origins} == places
+
+
+def test_another_model_is_refused_and_no_hook_stays() -> None:
+    model: nn.Module = built("llama")
+    with (
+        pytest.raises(InvalidArgument, match="module"),
+        recording(model, config_of("gpt_oss"), Recorder(MemoryRun({}))),
+    ):
+        pass
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

@@ -1,0 +1,102 @@
+"""Traced models compute what transformers computes, and refuse by name what they cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from degarble.harness.base.errors import InvalidArgument, NotBuilt
+from degarble.references.model import Sequence
+from degarble.references.numerics import Numerics
+from degarble.references.traced.family import TracedConfig, TracedModel
+from degarble.references.traced.model import TracedForward
+from degarble.suites.references.traced.traced_models import (
+    NAMES,
+    built,
+    config_of,
+    raw_config,
+    weights_of,
+)
+
+pytestmark = pytest.mark.needs("transformers")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_forward_pass_with_caches_equals_transformers(name: str) -> None:
+    model = built(name)
+    config: Any = config_of(name)
+    forward = TracedForward(TracedModel(config, Numerics.definition(), weights_of(model)))
+    ids = torch.randint(0, config.vocab_size, (2, 23), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        want = [model(input_ids=ids[row : row + 1]).logits[0] for row in range(2)]
+    sequences = [Sequence(), Sequence()]
+    # Ragged: 17 and 12 tokens, then two and one at a time.
+    made: list[list[torch.Tensor]] = [[], []]
+    stops, steps = [17, 12], [2, 1]
+    starts = [0, 0]
+    while starts != stops or not made[0] or stops[0] < 23:
+        logits = forward.forward(
+            sequences, [ids[row, starts[row] : stops[row]] for row in range(2)]
+        )
+        first = stops[0] - starts[0]
+        made[0].append(logits[:first])
+        made[1].append(logits[first:])
+        if stops[0] == 23:
+            break
+        starts, stops = stops, [stop + step for stop, step in zip(stops, steps, strict=True)]
+    for row in range(2):
+        got = torch.cat(made[row]).double()
+        size = float(want[row].abs().max())
+        assert float((got - want[row][: len(got)].double()).abs().max()) < 2e-5 * size
+
+
+def test_an_unknown_architecture_is_refused_by_name() -> None:
+    config = TracedConfig.of({"model_type": "no_such_model"})
+    with pytest.raises(InvalidArgument, match="no_such_model"):
+        _ = config.graph
+
+
+def test_code_of_a_checkpoint_is_never_run() -> None:
+    config = TracedConfig.of({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}})
+    with pytest.raises(InvalidArgument, match="code is never run"):
+        _ = config.graph
+
+
+def test_a_recurrent_component_is_refused_by_its_name() -> None:
+    config: Any = TracedConfig.of(raw_config("qwen3_next"))
+    with pytest.raises(NotBuilt, match=r"layers\.0"):
+        TracedModel(config, Numerics.definition(), {})
+
+
+def _keeping(seen: dict[str, dict[str, torch.Tensor]]) -> Any:
+    def watch(name: str, _: object, outputs: dict[str, torch.Tensor]) -> None:
+        seen[name] = dict(outputs)
+
+    return watch
+
+
+@pytest.mark.parametrize(
+    ("switch", "first"),
+    [
+        ("operations_stored", "layers.0.input_layernorm"),
+        ("attention_operations_stored", "layers.0.self_attn.attention"),
+    ],
+)
+def test_a_switch_changes_what_it_concerns_and_nothing_before_it(switch: str, first: str) -> None:
+    config: Any = config_of("llama", torch.bfloat16)
+    weights, ids = weights_of(built("llama", torch.bfloat16)), torch.arange(23)
+    made = []
+    for numerics in (Numerics.bf16(), Numerics.bf16().with_switches(**{switch: True})):
+        seen: dict[str, dict[str, torch.Tensor]] = {}
+
+        bound = TracedModel(config, numerics, weights, None, _keeping(seen))
+        TracedForward(bound).forward([Sequence()], [ids])
+        made.append(seen)
+    changed = [
+        name
+        for name, outputs in made[0].items()
+        if any(not torch.equal(outputs[out], made[1][name][out]) for out in outputs)
+    ]
+    assert changed[0] == first
