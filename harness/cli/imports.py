@@ -46,10 +46,15 @@ def importing() -> Iterator[None]:
 # process, or is reported as a broken installation. Nothing has been written by then, so nothing
 # needs cleaning up. Everywhere else Ctrl-C raises KeyboardInterrupt as usual. If another handler is
 # installed, or in another thread, nothing changes.
+#
+# A compiler of kernels or loops loses an exception that is raised in one of its callbacks, or turns
+# it into another one, or aborts over a module that is half built. Ctrl-C waits until it is done.
 
 EXIT_INTERRUPTED = 130
 INTERRUPTED_MESSAGE = "\ndegarble: interrupted\n"
 _STARTING = ("torch", "numpy")
+_COMPILERS = ("cutlass", "llvmlite")
+_WAIT = 0.05  # seconds
 
 
 @contextmanager
@@ -71,7 +76,22 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
         sys.stderr.write(INTERRUPTED_MESSAGE)
         sys.stderr.flush()
         os._exit(EXIT_INTERRUPTED)
+    if _is_compiling(frame):
+        main = threading.main_thread().ident  # its system calls have to end as well
+        again = threading.Timer(_WAIT, signal.pthread_kill, (main, number))
+        again.daemon = True
+        again.start()
+        return
     signal.default_int_handler(number, frame)
+
+
+def _is_compiling(frame: FrameType | None) -> bool:
+    """Whether a module of a compiler has called this code, directly or not."""
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in _COMPILERS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_starting(name: str) -> bool:

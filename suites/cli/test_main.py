@@ -244,6 +244,45 @@ with imports.interruptible():
 """
 
 
+# A compiler whose callback is interrupted: ctypes prints the exception, and the compiler goes on.
+COMPILER = """
+import ctypes, os, signal
+ended = []
+
+def callback():
+    os.kill(os.getpid(), signal.SIGINT)
+    [None for _ in range(10**6)]
+    ended.append(True)
+
+def compile():
+    ctypes.CFUNCTYPE(None)(callback)()
+    if not ended:
+        raise RuntimeError("no compiled object yet")
+"""
+COMPILING = """
+import signal, sys, time
+from degarble.harness.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+def dispatched(*_):
+    import {name}
+    {name}.compile()
+    for _ in range(600):
+        time.sleep(0.05)
+
+main.dispatch = dispatched
+sys.exit(main.main(["faults", "list"]))
+"""
+
+
+@pytest.mark.parametrize("name", ["cutlass", "llvmlite"])
+def test_it_waits_for_a_compiler(tmp_path: Path, name: str) -> None:
+    (tmp_path / f"{name}.py").write_text(COMPILER)
+    line = [sys.executable, "-c", COMPILING.format(name=name)]
+    ran = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (EXIT_INTERRUPTED, INTERRUPTED_MESSAGE)
+
+
 def test_it_ends_at_once_while_torch_starts(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(STARTING)
     line = [sys.executable, "-c", COMMAND]

@@ -218,8 +218,6 @@ def test_ctrl_c_ends_it_cleanly(model: Path, tmp_path: Path) -> None:
     (endless / "generation_config.json").write_text('{"eos_token_id": []}')
     command = [sys.executable, "-m", "degarble.harness.cli.main", "generate", str(endless)]
     line = [*command, "--prompt", "w7", "--max-new-tokens", "100000"]
-    # Loops are compiled before it is interrupted: the compiler's callbacks swallow an interrupt.
-    subprocess.run([*command, "--prompt", "w7", "--max-new-tokens", "8"], check=True)
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
         assert running.stdout is not None
         assert running.stdout.read(8)  # it speaks
