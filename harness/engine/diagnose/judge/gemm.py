@@ -7,8 +7,9 @@ operands than the format allows. Causes are known faults without a number, then 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,7 +100,7 @@ def variants_of(
             changed = change(operand.quantised)
             if changed is not None:
                 other = product.exchanged(**{name: MatrixOperand(changed)})
-                yield Explanation(fault, title, f"{words}, in {name},", partial(_of, other))
+                yield Explanation(fault, title, f"{words}, in {name},", partial(predicted, other))
     yield from _permuted(product)
     yield from _rounded(product)
     if reference:
@@ -134,7 +135,8 @@ def changes() -> Iterator[tuple[str, str, str, Change]]:
     )  # fmt: skip
 
 
-def _of(product: Product, part: OutputSelection | None) -> PredictedOutput:
+def predicted(product: Product, part: OutputSelection | None) -> PredictedOutput:
+    """Return a product as what an explanation predicts, whole or in part."""
     chosen = product if part is None else product.select(*part)
     return PredictedOutput(chosen.expected, chosen.budget)
 
@@ -328,7 +330,7 @@ def _unquantised(product: Product, reference: Mapping[str, Tensor]) -> Iterator[
         names = " and ".join(chosen)
         yield Explanation(
             "M19.unquantised", f"A silent fallback: {names} went in unquantised",
-            f"the product of unquantised {names}", partial(_of, product.exchanged(**chosen)),
+            f"the product of unquantised {names}", partial(predicted, product.exchanged(**chosen)),
         )  # fmt: skip
 
 
@@ -343,7 +345,7 @@ def _encoded_otherwise(product: Product, reference: Mapping[str, Tensor]) -> Ite
                 yield Explanation(
                     f"M09.{variant}", f"{name} is rounded {how} when it is quantised",
                     f"rounding the elements of {name} {how}",
-                    partial(_of, product.exchanged(**{name: MatrixOperand(other)})),
+                    partial(predicted, product.exchanged(**{name: MatrixOperand(other)})),
                 )  # fmt: skip
 
 
@@ -692,8 +694,23 @@ def _relabelled(wrong: ProductMismatch, name: str, changed: dict[int, float]) ->
 OUT = "out"
 
 
+@dataclass(frozen=True)
+class CauseSearch:
+    """Which causes are looked for: `first` are tried before all others, which stop at its proof.
+
+    With `only`, nothing else is tried than these faults.
+    """
+
+    first: Callable[[ProductMismatch], Iterator[Explanation]] = lambda _wrong: iter(())
+    only: frozenset[str] | None = None
+
+
 def judge_product(
-    name: str, product: Product, output: Any, reference: Any = None, *, explain: bool = True
+    name: str,
+    product: Product,
+    output: Any,
+    reference: Any = None,
+    search: CauseSearch | None = CauseSearch(),
 ) -> JudgedKernel:
     """Judge a kernel's output of a product; `reference` as in harness.api.judge."""
     operands, target = _reference(reference, product)
@@ -717,13 +734,12 @@ def judge_product(
         return JudgedKernel(name, verdict, {OUT: result}, too_good=too_good)
     named: tuple[NamedCause, ...] = ()
     tried: tuple[str, ...] = ()
-    note, kind = "", followed_by(product, rows, result) if explain else None
+    note, kind = "", followed_by(product, rows, result) if search else None
     if kind is not None:
         note = f"{REGISTRY[OPERANDS].words(kind)}: a convention ({OPERANDS}={kind}), not declared"
-    elif explain:
-        named, tried = explanations(
-            wrong, {key: operand.values for key, operand in operands.items()}
-        )
+    elif search:
+        plain = {key: operand.values for key, operand in operands.items()}
+        named, tried = explanations(wrong, plain, search)
     census = census_of(candidate)
     return JudgedKernel(
         name, verdict, {OUT: result}, {OUT: elements_of(rows, wrong.twin, wrong.excess)},
@@ -768,11 +784,16 @@ def agrees_at_once(name: str, product: Product, output: Tensor) -> JudgedKernel 
 
 
 def explanations(
-    wrong: ProductMismatch, reference: Mapping[str, Tensor]
+    wrong: ProductMismatch, reference: Mapping[str, Tensor], search: CauseSearch
 ) -> tuple[tuple[NamedCause, ...], tuple[str, ...]]:
     """Return the causes that reproduce a candidate, the likeliest first, and all faults tried."""
-    tried, found = [], []
-    for explanation in (*fits_of(wrong), *variants_of(wrong, reference)):
+    tried: list[str] = []
+    found: list[tuple[Explanation, OutputResult]] = []
+    for explanation in chain(search.first(wrong), fits_of(wrong), variants_of(wrong, reference)):
+        if found and found[0][0].other and not explanation.other:
+            break  # a whole matrix of another component fits nothing by chance
+        if search.only is not None and explanation.fault not in search.only:
+            continue
         tried.append(explanation.fault)
         if not _survives(wrong, explanation):
             continue
@@ -806,7 +827,10 @@ def _survives(wrong: ProductMismatch, explanation: Explanation) -> bool:
 def _named_cause(explanation: Explanation, judgement: OutputResult) -> NamedCause:
     equal = share(judgement.identical)
     evidence = f"{explanation.words} reproduces {equal} of the codes, and all within the budget"
-    return NamedCause(explanation.fault, explanation.title, evidence, judgement.ratio)
+    return NamedCause(
+        explanation.fault, explanation.title, evidence, judgement.ratio,
+        explanation.words, explanation.other,
+    )  # fmt: skip
 
 
 def require_output(name: str, output: Any, shape: tuple[int, ...]) -> Tensor:

@@ -12,6 +12,7 @@ import math
 import weakref
 from collections import defaultdict, deque
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,12 +25,20 @@ from degarble.harness.engine.conventions.learned import (
     conventions_used,
 )
 from degarble.harness.engine.conventions.registry import GEMM, LEARNED, OPERANDS
-from degarble.harness.engine.diagnose.judge.gemm import agrees_at_once, judge_product
+from degarble.harness.engine.diagnose.judge.gemm import (
+    CauseSearch,
+    agrees_at_once,
+    judge_product,
+    predicted,
+)
 from degarble.harness.engine.diagnose.judge.operations import by_callable, judge_defined
 from degarble.harness.engine.diagnose.judge.product import (
     OUTPUTS,
+    Explanation,
     MatrixOperand,
+    OutputSelection,
     Product,
+    ProductMismatch,
     all_finite,
 )
 from degarble.harness.engine.localise.recorded_run import same_bits
@@ -38,7 +47,7 @@ from degarble.harness.report.verdict import SCHEMA, Origin, Verdict
 from degarble.references.numerics import DecodedOperands
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Hashable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -50,6 +59,10 @@ if TYPE_CHECKING:
 HELD_VALUES = 1 << 28  # decoded values of weights that are kept: 1 GiB
 _REMEMBERED = 4  # agreeing calls of a component that are cached
 _WEIGHT, _BIAS, _IN, _OUT = "w", "bias", "x", "out"
+OTHER_MODULE = "O07.other_module"
+_SKETCHED = 8  # rows and columns on which another component's weight is tried first
+_NEAR = 0.1  # of their length: more is left where the weight is another one
+_SEARCHED = 2  # components of one form, at most, whose causes are searched in vain
 _NARROW = (torch.bfloat16, torch.float16)  # weights that are multiplied as they are
 
 
@@ -87,8 +100,7 @@ class Twin:
         call: CapturedCall,
         values: Mapping[str, Any],
         rows: Tensor | None,
-        *,
-        explain: bool,
+        search: CauseSearch | None = None,
     ) -> JudgedKernel | None:
         """Judge one call of a run; of a product only `rows`, all of which are finite.
 
@@ -100,7 +112,7 @@ class Twin:
             earlier = known.run()
             if earlier is not None and known.equals(earlier, inputs, outputs):
                 return known.judged
-        kernel = self._judge(call.component, inputs, outputs, values, rows, explain=explain)
+        kernel = self._judge(call.component, inputs, outputs, values, rows, search)
         if kernel is not None and kernel.verdict is Verdict.AGREES and not values:
             kept = self._agreed.setdefault(call.component, deque(maxlen=_REMEMBERED))
             kept.append(_Agreed(weakref.ref(run), call, kernel))
@@ -129,7 +141,8 @@ class Twin:
     ) -> JudgedKernel | None:
         """Judge one call, by conventions; None where the component has no definition."""
         rows = None if _all_finite(inputs) else self.finite_rows(component, inputs)
-        return self._judge(component, inputs, outputs, values, rows, explain=explain)
+        search = self.search(component) if explain else None
+        return self._judge(component, inputs, outputs, values, rows, search)
 
     def _judge(
         self,
@@ -138,8 +151,7 @@ class Twin:
         outputs: Mapping[str, Tensor],
         values: Mapping[str, Any],
         rows: Tensor | None,
-        *,
-        explain: bool,
+        search: CauseSearch | None = None,
     ) -> JudgedKernel | None:
         if component in self._definitions:
             made = by_callable(self._definitions[component], tuple(inputs.values()), None)
@@ -158,7 +170,36 @@ class Twin:
         if values:
             product = replace(product, operands=values.get(OPERANDS, DecodedOperands.EXACT))
         at_once = agrees_at_once(component, product, out)
-        return at_once or judge_product(component, product, out, explain=explain)
+        return at_once or judge_product(component, product, out, search=search)
+
+    def search(self, component: str, only: frozenset[str] | None = None) -> CauseSearch:
+        """Return the search for causes in a component: other components' weights come first."""
+        return CauseSearch(partial(self._exchanged, component), only)
+
+    def form(self, component: str) -> Hashable:
+        """Return what causes depend on: a weight's format and shape, and whether it has a bias."""
+        parts = self._weights.get(component)
+        if parts is None:
+            return component
+        held = self._operand(component)
+        kind = held.quantised.format.name if held.quantised is not None else _dtype_of(held)
+        return kind, tuple(held.stored.shape), _BIAS in parts
+
+    def _exchanged(self, component: str, wrong: ProductMismatch) -> Iterator[Explanation]:
+        """Yield the products with other weights of the same shape that fit a few elements."""
+        part = OutputSelection(wrong.sample.rows[:_SKETCHED], wrong.sample.columns[:_SKETCHED])
+        seen, own = part.select_from(wrong.candidate).double(), self._operand(component)
+        for other, parts in self._weights.items():
+            if other == component or tuple(parts[_WEIGHT].shape) != tuple(own.stored.shape):
+                continue
+            product = replace(
+                wrong.product, w=self._operand(other), bias=parts.get(_BIAS, wrong.product.bias)
+            )
+            if float((product.select(*part).exact - seen).norm()) < _NEAR * float(seen.norm()):
+                yield Explanation(
+                    OTHER_MODULE, f"It computes with the weight of {other}",
+                    f"the weight of {other}", partial(predicted, product), other=other,
+                )  # fmt: skip
 
     def _operand(self, component: str) -> MatrixOperand:
         """Return the weight as an operand that was checked once.
@@ -180,6 +221,10 @@ class Twin:
             self._room -= size
             self._held[component] = known
         return known
+
+
+def _dtype_of(operand: MatrixOperand) -> str:
+    return str(getattr(operand.stored, "dtype", ""))
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,8 +290,14 @@ class CheckedModules:
         lines += [f"Convention: {convention.sentence}" for convention in self.conventions]
         if self.first_not_finite:
             lines.append(f"The first value that is not finite comes from {self.first_not_finite}")
+        alike: dict[Hashable, list[JudgedKernel]] = {}
         for trouble in self.discrepancies:
-            lines += trouble.lines()
+            alike.setdefault(_cause_of(trouble), []).append(trouble)
+        for first, *others in alike.values():
+            lines += first.lines()
+            if others:
+                names = ", ".join(kernel.component for kernel in others)
+                lines.append(f"  the same in {len(others) + 1} components: also in {names}")
         if self.inherited:
             names = ", ".join(self.inherited)
             lines.append(
@@ -296,7 +347,7 @@ def check_modules(
         work = _Judging(run, twin, {**declared, **learned})
         for call in run.calls:
             work.take(call)
-    worst = {name: work.explained(each) for name, each in work.worst.items()}
+    worst = work.explained()
     verdict = Verdict.AGREES if worst else Verdict.UNDECIDED
     if any(kernel.verdict is Verdict.DIFFERS for kernel in worst.values()):
         verdict = Verdict.DIFFERS
@@ -338,7 +389,7 @@ class _Judging:
             rows = self._twin.finite_rows(name, inputs)
             if rows is None or not bool(rows.any()):
                 return
-        kernel = self._twin.judge_call(self._run, call, self._values, rows, explain=False)
+        kernel = self._twin.judge_call(self._run, call, self._values, rows)
         if kernel is None:
             self.unjudged[name] = True
             return
@@ -346,13 +397,36 @@ class _Judging:
         if name not in self.worst or kernel.ratio > self.worst[name].judged.ratio:
             self.worst[name] = _Worst(call, kernel, rows)
 
-    def explained(self, worst: _Worst) -> JudgedKernel:
-        """Return the judgement of a call, with its causes where it differs."""
-        if worst.judged.verdict is not Verdict.DIFFERS:
-            return worst.judged
-        kernel = self._twin.judge_call(
-            self._run, worst.call, self._values, worst.rows, explain=True
-        )
+    def explained(self) -> dict[str, JudgedKernel]:
+        """Return the worst call of each component, with its causes where it differs.
+
+        What explains one component is tried first on others of its form; of those that nothing
+        explains a few are searched.
+        """
+        found: dict[str, JudgedKernel] = {}
+        causes: dict[Hashable, set[str]] = defaultdict(set)
+        unexplained: dict[Hashable, list[str]] = defaultdict(list)
+        for name, worst in self.worst.items():
+            found[name] = worst.judged
+            if worst.judged.verdict is not Verdict.DIFFERS:
+                continue
+            form = self._twin.form(name)
+            known, vain = frozenset(causes[form]), unexplained[form]
+            kernel = self._searched(worst, known | {OTHER_MODULE})
+            if kernel.cause is None and kernel.follows is None:
+                if len(vain) < _SEARCHED:
+                    kernel = self._searched(worst, None)
+                    vain += [] if kernel.cause is not None else [name]
+                else:
+                    words = f"no known fault explains {' or '.join(vain)}, which are of its form"
+                    kernel = replace(kernel, tried=(), note=words)
+            causes[form] |= {cause.fault for cause in kernel.named[:1]}
+            found[name] = kernel
+        return _in_pairs(found)
+
+    def _searched(self, worst: _Worst, only: frozenset[str] | None) -> JudgedKernel:
+        search = self._twin.search(worst.call.component, only)
+        kernel = self._twin.judge_call(self._run, worst.call, self._values, worst.rows, search)
         return worst.judged if kernel is None else kernel
 
     def evidence(self) -> ConventionEvidence:
@@ -379,6 +453,28 @@ class _Judging:
         verdict = None if worst is None else worst.judged.verdict
         agrees, differs = verdict is Verdict.AGREES, verdict is Verdict.DIFFERS
         return ConventionFit(agrees, differs, self._lengths[name])
+
+
+def _in_pairs(judged: Mapping[str, JudgedKernel]) -> dict[str, JudgedKernel]:
+    """Say of two components that have each other's weight that these are exchanged."""
+    found = dict(judged)
+    for name, kernel in judged.items():
+        other = kernel.cause.other if kernel.cause else ""
+        there = judged[other].cause if other in judged else None
+        if kernel.cause and there is not None and there.other == name:
+            first, second = (each for each in judged if each in {name, other})
+            title = f"The weights of {first} and {second} are exchanged"
+            cause = replace(kernel.cause, title=title, words=title)
+            found[name] = replace(kernel, named=(cause, *kernel.named[1:]))
+    return found
+
+
+def _cause_of(kernel: JudgedKernel) -> Hashable:
+    """Return what equal discrepancies have in common; without a cause each stands alone."""
+    cause = kernel.cause
+    if cause is not None:
+        return cause.fault, cause.words
+    return kernel.note if kernel.note and not kernel.tried else kernel.component
 
 
 def _is_without_rows(tensors: Mapping[str, Tensor]) -> bool:

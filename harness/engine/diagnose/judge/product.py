@@ -350,6 +350,7 @@ class Explanation:
     words: str
     make: Callable[[OutputSelection | None], PredictedOutput]
     rank: int = 0
+    other: str = ""  # the component whose operand it takes
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,6 +37,8 @@ class NamedCause:
     title: str
     evidence: str
     ratio: float  # of the budget that the reproduction leaves
+    words: str = ""  # the way in which it went wrong, without numbers of this call
+    other: str = ""  # the component whose weight was taken
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class JudgedKernel:
             why = next((e.undecided for e in self.outputs.values() if e.undecided), "")
             return f"{self.component} is undecided: {why}"
         if self.cause is None:
-            if self.follows is not None:
+            if self.follows is not None or (self.note and not self.tried):
                 return f"{self.component} differs from its twin: {self.note}."
             count = len(set(self.tried))
             text = f"{count} were tried" if count else "none is known for it"

@@ -247,3 +247,74 @@ def test_one_linear_on_rounded_weights_among_exact_ones_is_named() -> None:
     assert trouble.cause is None
     assert "weights rounded to BF16 once decoded" in trouble.sentence
     assert not found.conventions
+
+
+def _checked(small: Toy, twin: api.Twin, changed: dict[str, Any]) -> api.CheckedModules:
+    """Check a run in which some modules hold other weights."""
+    for name, tensor in changed.items():
+        small.put(name, tensor)
+    try:
+        return api.check(api.capture(small.model, small.tokens), twin)
+    finally:
+        for name in changed:
+            small.put(name, small.weights[name])
+
+
+def test_exchanged_weights_are_named_with_both_modules(small: Toy, twin: api.Twin) -> None:
+    gate, up = "layers.3.mlp.gate_proj", "layers.3.mlp.up_proj"
+    found = _checked(small, twin, {gate: small.weights[up], up: small.weights[gate]})
+    assert [origin.fault for origin in found.origins] == ["O07.other_module"] * 2
+    assert f"The weights of {gate} and {up} are exchanged" in str(found)
+    assert "the same in 2 components" in str(found)
+
+
+def test_a_weight_of_another_layer_is_named_with_its_module(small: Toy, twin: api.Twin) -> None:
+    here, there = "layers.3.self_attn.q_proj", "layers.5.self_attn.k_proj"
+    found = _checked(small, twin, {here: small.weights[there]})
+    (trouble,) = found.discrepancies
+    assert trouble.component == here
+    assert trouble.cause is not None
+    assert trouble.cause.title == f"It computes with the weight of {there}"
+
+
+def test_equal_discrepancies_are_searched_once_and_told_once(
+    small: Toy, twin: api.Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[str] = []
+    own = api.Twin.search
+
+    def counted(self: api.Twin, component: str, only: frozenset[str] | None = None) -> Any:
+        searched.extend([component] if only is None else [])
+        return own(self, component, only)
+
+    monkeypatch.setattr(api.Twin, "search", counted)
+    doubled, swapped = (FAULTS[name][0] for name in ("global scale x2", "nibble swap"))
+    changed = {
+        f"layers.{layer}.mlp.down_proj": (swapped if layer == 4 else doubled)(
+            small.weights[f"layers.{layer}.mlp.down_proj"]
+        )
+        for layer in range(9)
+    }
+    found = _checked(small, twin, changed)
+    named = {trouble.component: trouble.cause.fault for trouble in found.discrepancies
+             if trouble.cause}  # fmt: skip
+    assert named == {
+        name: "M10.nibble_order" if name == "layers.4.mlp.down_proj" else "M43.whole"
+        for name in changed
+    }
+    assert searched == ["layers.0.mlp.down_proj", "layers.4.mlp.down_proj"]
+    assert "the same in 8 components: also in layers.1.mlp.down_proj" in str(found)
+
+
+def test_what_nothing_explains_is_searched_twice_at_most(small: Toy, twin: api.Twin) -> None:
+    made = torch.Generator().manual_seed(3)
+    changed = {
+        f"layers.{layer}.mlp.down_proj": api.quantise(
+            torch.randn(128, 256, generator=made) / 16, api.NVFP4
+        )
+        for layer in range(4)
+    }
+    found = _checked(small, twin, changed)
+    assert {trouble.cause for trouble in found.discrepancies} == {None}
+    assert [bool(trouble.tried) for trouble in found.discrepancies] == [True, True, False, False]
+    assert "explains layers.0.mlp.down_proj or layers.1.mlp.down_proj" in str(found)
