@@ -20,7 +20,7 @@ BIN := .venv/bin
 THREADS := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 .NOTPARALLEL:
-.PHONY: help setup demo test suites slow lint types figures mutation house docs wheel nightly vllm-env vllm-test vllm-pack vllm-prove clean
+.PHONY: help setup demo test suites slow lint types figures mutation real house docs wheel nightly vllm-env vllm-test vllm-pack vllm-prove clean
 
 help:
 	@echo "make demo     run a small model, plant a fault, find and name it, write a report to open"
@@ -31,6 +31,7 @@ help:
 	@echo "make vllm-pack  vLLM 0.26 in parts, for a GPU machine that fetches nothing: docs/vllm.md"
 	@echo "make vllm-prove  start vLLM with the plugin on this machine's GPU, and judge it: docs/vllm.md"
 	@echo "make slow     the suites that make test leaves out because they take minutes each"
+	@echo "make real     judge runs of SmolLM2 with its real weights, which are downloaded"
 	@echo "make mutation hold suites against mutants of the product, before tests are deleted: docs/house.md"
 	@echo "make house    print the figures of the house: lines, heads, comments, fullest folder"
 	@echo "also: setup lint types suites docs wheel clean"
@@ -59,6 +60,10 @@ suites: setup
 	@$(THREADS) $(BIN)/python -m pytest -q --no-header -n $(JOBS) --timeout 1200 $(ARGS)
 
 # Every form of every kernel compiled, the whole museum, weights by the gigabyte: hours on two cores.
+real:
+	@$(MAKE) --no-print-directory setup EXTRAS=dev,gpu,real
+	@$(THREADS) $(BIN)/python -m pytest -q --no-header --timeout 1200 -m real $(ARGS)
+
 slow: setup
 	@$(THREADS) $(BIN)/python -m pytest -q --no-header -n $(JOBS) --timeout 3600 -m slow $(ARGS)
 

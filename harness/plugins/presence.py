@@ -47,6 +47,7 @@ PACKAGES: Mapping[str, str] = {
     "compressed_tensors": "dev",
     "torchao": "dev",
     "transformers": "dev",
+    "gguf": "real",
     "selenium": "dev",
 }
 

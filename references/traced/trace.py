@@ -265,7 +265,8 @@ def trace(config: Any, dtype: torch.dtype, tokens: int = TOKENS) -> Trace:
     Operations that cut the tokens into chunks or run over them one by one are right for the traced
     number of tokens alone.
     """
-    with _StandIns().installed() as stand_ins:
+    # In inference mode composite operators would be recorded whole, not as what they consist of.
+    with torch.inference_mode(mode=False), _StandIns().installed() as stand_ins:
         model = _built(config, dtype)
         buffers = _buffers_of(model)
         stand_ins.tracer = _Tracer(model, tokens)

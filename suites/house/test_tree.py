@@ -12,7 +12,7 @@ from degarble.harness.base import errors
 from degarble.suites.house.repository import FOLDERS, ROOT, modules, shown, tree
 
 # Folders of suites that stand for themselves.
-ALONE = ("house", "bench", "campaigns", "golden", "mutation", "nights", "support")
+ALONE = ("house", "bench", "campaigns", "golden", "mutation", "nights", "real", "support")
 # A folder of more files is several rooms. Suites are to be merged: their numbers only fall.
 FULLEST = 25
 FULLER: dict[str, int] = {}

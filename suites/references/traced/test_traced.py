@@ -12,6 +12,7 @@ from degarble.references.model import Sequence
 from degarble.references.numerics import Numerics
 from degarble.references.traced.family import TracedConfig, TracedModel
 from degarble.references.traced.model import TracedForward
+from degarble.references.traced.trace import trace
 from degarble.suites.references.traced.traced_models import (
     NAMES,
     built,
@@ -50,6 +51,17 @@ def test_a_forward_pass_with_caches_equals_transformers(name: str) -> None:
         got = torch.cat(made[row]).double()
         size = float(want[row].abs().max())
         assert float((got - want[row][: len(got)].double()).abs().max()) < 2e-5 * size
+
+
+def test_a_caller_in_inference_mode_changes_no_operation() -> None:
+    from transformers import AutoConfig  # noqa: PLC0415  heavy
+
+    raw = raw_config("llama")
+    config = AutoConfig.for_model(raw.pop("model_type"), **raw)
+    plain = trace(config, torch.float32)
+    with torch.inference_mode():
+        inside = trace(config, torch.float32)
+    assert inside.operations == plain.operations
 
 
 def test_an_unknown_architecture_is_refused_by_name() -> None:
