@@ -25,9 +25,14 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.needs("transformers")
 
 
-def _judged(
-    name: str, dtype: torch.dtype, attention: str, plant: Callable[[Any], object] | None = None
+def judged(
+    name: str,
+    dtype: torch.dtype,
+    attention: str,
+    plant: Callable[[Any], object] | None = None,
+    device: str = "cpu",
 ) -> Any:
+    """Judge a prompt of two sequences and two decoding steps; a fault goes into the run alone."""
     from transformers import DynamicCache  # noqa: PLC0415  heavy
 
     model: Any = built(name, dtype)
@@ -36,8 +41,10 @@ def _judged(
     weights = weights_of(model)
     if plant is not None:
         plant(model)
+    model.to(device)
     run = MemoryRun({})
     ids = torch.randint(0, config.vocab_size, (2, 23), generator=torch.Generator().manual_seed(1))
+    ids = ids.to(device)
     with torch.inference_mode(), recording(model, config, Recorder(run)):
         cache = DynamicCache(config=model.config)
         out = model(input_ids=ids, past_key_values=cache, use_cache=True)
@@ -52,22 +59,23 @@ def _judged(
 _RUNS = [("eager", torch.float32), ("eager", torch.bfloat16), ("sdpa", torch.bfloat16)]
 
 
-@pytest.mark.parametrize(
-    ("name", "attention", "dtype"),
-    [
+def _cases(*, marked: bool) -> list[Any]:
+    return [
         pytest.param(
             *(*name.values, attention, dtype),
-            marks=name.marks,
+            marks=name.marks if marked else (),
             id=f"{name.values[0]}-{attention}-{str(dtype).removeprefix('torch.')}",
         )
         for name in NAMES
         for attention, dtype in _RUNS
         # transformers has no SDPA of attention with sinks.
         if (name.values[0], attention) != ("gpt_oss", "sdpa")
-    ],
-)
+    ]
+
+
+@pytest.mark.parametrize(("name", "attention", "dtype"), _cases(marked=True))
 def test_a_healthy_run_agrees(name: str, attention: str, dtype: torch.dtype) -> None:
-    found = _judged(name, dtype, attention)
+    found = judged(name, dtype, attention)
     assert found.verdict == "AGREES"
     assert not found.origins
     assert not found.unjudged
@@ -75,6 +83,15 @@ def test_a_healthy_run_agrees(name: str, attention: str, dtype: torch.dtype) -> 
     if dtype is torch.bfloat16 and name != "olmo2":
         learned = {convention.name: convention.value for convention in found.conventions}
         assert learned["operations_stored"] is True
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "attention", "dtype"), _cases(marked=False))
+def test_a_healthy_run_on_a_gpu_agrees(name: str, attention: str, dtype: torch.dtype) -> None:
+    found = judged(name, dtype, attention, device="cuda")
+    assert found.verdict == "AGREES"
+    assert not found.origins
+    assert not found.unjudged
 
 
 def _layer(model: Any) -> Any:
@@ -140,7 +157,15 @@ _PLANTS: dict[str, tuple[Callable[[Any], object], set[str]]] = {
 @pytest.mark.parametrize("plant", _PLANTS)
 def test_a_fault_is_placed_in_exactly_its_component(plant: str) -> None:
     change, places = _PLANTS[plant]
-    found = _judged("llama", torch.bfloat16, "eager", change)
+    found = judged("llama", torch.bfloat16, "eager", change)
+    assert {origin.component for origin in found.origins} == places
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("plant", _PLANTS)
+def test_a_fault_on_a_gpu_is_placed_in_exactly_its_component(plant: str) -> None:
+    change, places = _PLANTS[plant]
+    found = judged("llama", torch.bfloat16, "eager", change, "cuda")
     assert {origin.component for origin in found.origins} == places
 
 
