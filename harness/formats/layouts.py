@@ -448,13 +448,6 @@ ROW_ORDERS: Mapping[str, RowOrder] = MappingProxyType(
 )
 
 
-def row_order(name: str) -> RowOrder:
-    """Return the order called `name`; raise with the nearest known names otherwise."""
-    if name not in ROW_ORDERS:
-        raise UnknownName.among("row order", name, ROW_ORDERS)
-    return ROW_ORDERS[name]
-
-
 def gather_index(order: RowOrder, rows: int) -> Tensor:
     """Return, for every new row, the row that it comes from."""
     if rows % order.multiple:

@@ -265,13 +265,6 @@ ELEMENT_FORMATS: Mapping[str, ElementFormat] = MappingProxyType(
 )
 
 
-def element_format(name: str) -> ElementFormat:
-    """Return the format called `name`; raise with the nearest known names otherwise."""
-    if name not in ELEMENT_FORMATS:
-        raise UnknownName.among("element format", name, ELEMENT_FORMATS)
-    return ELEMENT_FORMATS[name]
-
-
 # --------------------------------------------------------------------------------------------------
 # Block formats, and the shapes of codes and scales
 #

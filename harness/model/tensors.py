@@ -405,28 +405,19 @@ class NameMap:
     @cached_property
     def by_target(self) -> Mapping[str, tuple[Move, ...]]:
         """Return the moves that fill each target tensor, in row order."""
-        return _grouped(self.moves, "target")
-
-    @cached_property
-    def by_source(self) -> Mapping[str, tuple[Move, ...]]:
-        """Return the moves that each source tensor takes part in."""
-        return _grouped(self.moves, "source")
+        groups: dict[str, list[Move]] = {}
+        for move in self.moves:
+            groups.setdefault(move.target.tensor, []).append(move)
+        return {
+            tensor: tuple(sorted(group, key=lambda move: move.target.box.ranges))
+            for tensor, group in groups.items()
+        }
 
     def filling(self, tensor: str) -> tuple[Move, ...]:
         """Return what fills one target tensor; an unknown one is refused."""
         if tensor not in self.by_target:
             raise UnknownName.among("target tensor", tensor, self.by_target)
         return self.by_target[tensor]
-
-
-def _grouped(moves: tuple[Move, ...], side: str) -> dict[str, tuple[Move, ...]]:
-    groups: dict[str, list[Move]] = {}
-    for move in moves:
-        groups.setdefault(getattr(move, side).tensor, []).append(move)
-    return {
-        tensor: tuple(sorted(group, key=lambda move: getattr(move, side).box.ranges))
-        for tensor, group in groups.items()
-    }
 
 
 def name_map(config: Config, source: Layout, target: Layout) -> NameMap:

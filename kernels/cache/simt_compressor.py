@@ -646,9 +646,3 @@ def compressor(
         positions=made.positions, slots=made.slots, cache=cache_NB,
     )  # fmt: skip
     return made
-
-
-def empty_rings(problem: PoolProblem, device: torch.device) -> Tensor:
-    """Allocate rings; no row is read before it was written."""
-    shape = (problem.rings, problem.ring_rows, 2 * problem.columns)
-    return torch.zeros(shape, dtype=torch.float32, device=device)

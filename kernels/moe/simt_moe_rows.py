@@ -34,7 +34,7 @@ from degarble.kernels.moe.problem import CombineProblem, RowsForm, RowsProblem
 from degarble.kernels.primitives import device_words as words
 from degarble.kernels.primitives import quantise_problem
 from degarble.kernels.runtime import operands
-from degarble.kernels.runtime.compiling import CompileSettings, current_stream
+from degarble.kernels.runtime.compiling import CompileSettings
 from degarble.kernels.runtime.kernel import (
     Kernel,
     LaunchContext,
@@ -513,8 +513,3 @@ def combine(job: MoeJob, tensors: Sum) -> None:
     shape = (moe.tokens, moe.hidden, moe.chosen, tensors.rows.shape[0])
     problem = CombineProblem(*shape, weighted, tensors.shared is not None)
     launch(job, COMBINE, problem, tensors._asdict())
-
-
-def stream_of(tensor: Tensor) -> Any:
-    """Return torch's current stream on a tensor's device."""
-    return current_stream(tensor.device.index or 0)

@@ -55,29 +55,6 @@ def require_tensor(
         )
 
 
-def require_optional(
-    name: str,
-    tensor: Tensor | None,
-    wanted: tuple[torch.dtype, tuple[int, ...], int],
-    *,
-    present: bool,
-    remedy: str,
-) -> None:
-    """Raise if a tensor is missing or superfluous, or does not have the wanted dtype and shape.
-
-    `wanted` is dtype, shape and alignment; `remedy` is the last sentence of the error.
-    """
-    if (tensor is not None) != present:
-        raise InvalidArgument(
-            name,
-            None if tensor is None else tuple(tensor.shape),
-            "a tensor" if present else "no tensor, as the problem says",
-            remedy,
-        )
-    if tensor is not None:
-        require_tensor(name, tensor, *wanted)
-
-
 def require_device(tensors: Iterable[Tensor | None]) -> int:
     """Return the number of the one CUDA device that holds the tensors; raise otherwise."""
     devices = {tensor.device for tensor in tensors if tensor is not None}

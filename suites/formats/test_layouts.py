@@ -51,7 +51,6 @@ from degarble.harness.formats.layouts import (
     reorder_rows,
     restore_rows,
     round_up,
-    row_order,
     scale_layout,
     to_layout,
     unpack_scales,
@@ -472,6 +471,3 @@ def test_rows_that_do_not_divide_are_refused() -> None:
         reorder_rows(torch.zeros(48, 4), SHUFFLE_32)
     with pytest.raises(ShapeMismatch, match="at least two dimensions"):
         reorder_rows(torch.zeros(32), SHUFFLE_32)
-    with pytest.raises(UnknownName, match="Did you mean"):
-        row_order("shuffle_64")
-    assert row_order("interleave_64") is INTERLEAVE_64

@@ -28,7 +28,7 @@ from degarble.harness.checkpoint.read.types import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
 SHARD_BYTES = 5_000_000_000  # the size that Hugging Face tools write by default
 _ALIGNMENT = 8  # data begin at a multiple, as the safetensors package writes them
@@ -163,29 +163,6 @@ class WritePlan:
             },
             "plan": self.hash,
         }
-
-
-def shard_bytes_for(tensors: Sequence[PlannedTensor], shards: int) -> int:
-    """Return the smallest `shard_bytes` that cuts the tensors into at most that many shards."""
-    _require_count("shards", shards)
-    groups = [sum(tensor.nbytes for tensor in group) for group in _groups(tensors)]
-    low, high = 1, max(sum(groups), 1)
-    while low < high:
-        middle = (low + high) // 2
-        if _shards_of(groups, middle) <= shards:
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
-def _shards_of(groups: Sequence[int], shard_bytes: int) -> int:
-    count, filled = 1, 0
-    for nbytes in groups:
-        if filled and filled + nbytes > shard_bytes:
-            count, filled = count + 1, 0
-        filled += nbytes
-    return count
 
 
 def _groups(tensors: Iterable[PlannedTensor]) -> list[tuple[PlannedTensor, ...]]:

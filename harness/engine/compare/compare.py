@@ -16,7 +16,6 @@ import torch
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.base.sums import ErrorSums
-from degarble.harness.checkpoint.view.stored import tensor_over
 from degarble.harness.formats.codec import FORMAT_OF_DTYPE, codes_of, decode_array, encode_array
 from degarble.harness.formats.fast.buffers import bits_view
 from degarble.harness.formats.number_formats import NanRule, Overflow, Rounding
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from degarble.harness.checkpoint.read.types import TensorEntry
-    from degarble.harness.checkpoint.view.view import Checkpoint
     from degarble.harness.formats.number_formats import ElementFormat
 
 
@@ -123,17 +120,6 @@ class NamedPlaces:
                     f"labels of {name}", labels.shape, f"({count},), one a row",
                     "Label the rows of all leading extents together.",
                 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ComparedElement:
-    """One element: its place, both values, their distance in ulps."""
-
-    row: int
-    column: int
-    candidate: float
-    reference: float
-    ulps: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -369,39 +355,6 @@ def compare(
     return walk.finish()
 
 
-def compare_stored(
-    candidate: tuple[Checkpoint, str],
-    reference: tuple[Checkpoint, str],
-    places: NamedPlaces | None = None,
-    fmt: ElementFormat | None = None,
-) -> Comparison:
-    """Compare tensors of two safetensors files by name, panel by panel over mapped pages."""
-    sides = [(holder, holder.entry(name)) for holder, name in (candidate, reference)]
-    (_, c), (_, r) = sides
-    _require_one_shape(c.shape, r.shape)
-    dtypes = [tensor_over(_part(entry, slice(0, 0)), memoryview(b"")).dtype for _, entry in sides]
-    walk = RunningComparison(c.shape, (dtypes[0], dtypes[1]), places, fmt)
-    for rows in walk.panels():
-        parts = [_part(entry, rows, walk.width) for _, entry in sides]
-        pair = [
-            tensor_over(part, holder.files.raw(part))
-            for (holder, _), part in zip(sides, parts, strict=True)
-        ]
-        walk.add(pair[0], pair[1])
-        del pair
-        for (holder, _), part in zip(sides, parts, strict=True):
-            holder.files.release(part)
-    return walk.finish()
-
-
-def _part(entry: TensorEntry, rows: slice, width: int = 0) -> TensorEntry:
-    """Return some rows of a stored tensor as a tensor entry of its own."""
-    row_bytes = entry.nbytes // max(1, entry.elements) * width
-    begin = entry.begin + rows.start * row_bytes
-    end = entry.begin + rows.stop * row_bytes
-    return entry._replace(begin=begin, end=end, shape=(rows.stop - rows.start, width))
-
-
 class RunningComparison:
     """A running comparison: add rows from first to last, then finish()."""
 
@@ -527,25 +480,6 @@ class RunningComparison:
                 "uint8 twice, one code of at most 8 bits a byte",
                 "Leave `fmt` out for tensors whose dtype is their format; unpack nibbles first.",
             )  # fmt: skip
-
-
-def worst_element(
-    comparison: Comparison, candidate: Tensor, reference: Tensor, fmt: ElementFormat | None = None
-) -> ComparedElement | None:
-    """Return the element with the largest ulp distance, the first of equals; None if equal."""
-    if not comparison.ulps:
-        return None
-    row = int(comparison.counts.ulps.argmax())
-    width = comparison.shape[-1] if comparison.shape else 1
-    pair = [side.reshape(-1, width)[row : row + 1].cpu() for side in (candidate, reference)]
-    c, r = (values_of_any(side, fmt)[0] for side in pair)
-    for column in np.flatnonzero(c != r):
-        one = slice(int(column), int(column) + 1)
-        ulps = int(compare_definition(pair[0][:, one], pair[1][:, one], 1, fmt).ulps[0])
-        if ulps == comparison.ulps:
-            return ComparedElement(row, int(column), float(c[column]), float(r[column]), ulps)
-    message = "the tensors are those that were compared"
-    raise AssertionError(message)
 
 
 def _name(dtype: torch.dtype) -> str:

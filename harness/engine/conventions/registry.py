@@ -425,11 +425,6 @@ def _value_of_text(convention: Convention, text: str) -> Any:
     return next((legal for legal in convention.values if _spelt(legal) == text.lower()), text)
 
 
-def conventions_line(conventions: Mapping[str, Any]) -> str:
-    """Return conventions as one line of text."""
-    return ", ".join(f"{name}: {_spelt(value)}" for name, value in sorted(conventions.items()))
-
-
 def stored_conventions(conventions: Mapping[str, Any]) -> dict[str, Any]:
     """Return conventions as a manifest states them."""
     return {name: _plain(conventions[name]) for name in sorted(conventions)}

@@ -170,13 +170,6 @@ MODEL_FAULTS: Mapping[str, ModelFault] = MappingProxyType(
 )
 
 
-def fault_named(name: str) -> TensorFault:
-    """Return a fault of a tensor by its id."""
-    if name not in FAULTS:
-        raise UnknownName.among("fault", name, FAULTS)
-    return FAULTS[name]
-
-
 def model_fault_named(name: str) -> ModelFault:
     """Return a fault of a running model by its id."""
     if name not in MODEL_FAULTS:

@@ -246,14 +246,6 @@ class V4Config:
         """Return what kind of attention decoder layer `layer` has."""
         return self.layers[layer].layer_type
 
-    def is_hash_layer(self, layer: int) -> bool:
-        """Return whether `layer` chooses experts by token id."""
-        return self.layers[layer].mlp_type is MlpType.HASH
-
-    def has_compressor(self, layer: int) -> bool:
-        """Return whether `layer` pools tokens into compressed entries."""
-        return self.layers[layer].ratio > 0
-
     def has_indexer(self, layer: int) -> bool:
         """Return whether `layer` chooses among its compressed entries."""
         return self.layer_type(layer) is LayerType.SPARSE
@@ -293,13 +285,6 @@ class V4Config:
     def hc_rows(self) -> int:
         """Return the rows of a hyper-connection: pre, post, and the mix, row-major."""
         return (2 + self.hc_mult) * self.hc_mult
-
-    def wo_a_view(self, tp: int = 1) -> tuple[int, int, int]:
-        """Return (groups, rank, features) of wo_a as a batched matrix on one of `tp` ranks."""
-        require(
-            tp > 0 and self.o_groups % tp == 0, "tp", tp, f"a divisor of {self.o_groups} groups"
-        )
-        return self.o_groups // tp, self.o_lora_rank, self.group_features
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,8 @@ from safetensors import safe_open
 
 from degarble.harness.base.errors import InvalidArgument, UnknownName
 from degarble.harness.checkpoint.read.safetensors_files import read_header
-from degarble.harness.checkpoint.write.plan import PlannedTensor, WritePlan, shard_bytes_for
+from degarble.harness.checkpoint.write.plan import PlannedTensor, WritePlan
+from degarble.suites.support.synthetic.checkpoints import shard_bytes_for
 
 if TYPE_CHECKING:
     from pathlib import Path

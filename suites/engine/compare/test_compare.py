@@ -9,25 +9,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, UnknownName
 from degarble.harness.base.sums import PairSums
-from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.engine.compare import compare as module
 from degarble.harness.engine.compare.compare import (
     Comparison,
     NamedPlaces,
     compare,
-    compare_stored,
-    worst_element,
 )
 from degarble.harness.formats.codec import value_ulp_distance
 from degarble.harness.formats.number_formats import E2M1, E4M3, UE8M0
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor
 
 
@@ -222,16 +216,6 @@ def test_rounding_bias_distinguishes_truncation_from_nearest() -> None:
     assert compare(truncated, nearest).rounding_bias_sigmas < -100
 
 
-def test_the_worst_element_is_shown_with_both_values() -> None:
-    candidate, reference = torch.ones(3, 5).bfloat16(), torch.ones(3, 5).bfloat16()
-    assert worst_element(compare(candidate, reference), candidate, reference) is None
-    candidate[2, 3], candidate[1, 1] = 1.0625, 1.0078125
-    worst = worst_element(compare(candidate, reference), candidate, reference)
-    assert worst is not None
-    assert (worst.row, worst.column, worst.ulps) == (2, 3, 8)
-    assert (worst.candidate, worst.reference) == (1.0625, 1.0)
-
-
 @pytest.mark.parametrize("shape", [(), (7,), (0, 4), (4, 0), (0,), (2, 3, 4, 5)], ids=str)
 def test_every_shape_is_compared(shape: tuple[int, ...]) -> None:
     tensor = torch.ones(shape, dtype=torch.bfloat16)
@@ -248,25 +232,6 @@ def test_strided_tensors_and_many_panels_change_nothing(monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "_PANEL_BYTES", 5000)
     require_equal(compare(candidate, reference), whole)
     require_equal(compare(candidate.T.contiguous().T, reference), whole)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int32, torch.uint8])
-def test_stored_tensors_are_compared_over_mapped_pages(
-    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    candidate, reference = pair(torch.float32)
-    pair_of = {"a": (candidate.abs() * 9).to(dtype), "b": (reference.abs() * 9).to(dtype)}
-    for name, tensor in pair_of.items():
-        save_file({"odd": torch.ones(3, dtype=torch.uint8), "x": tensor}, tmp_path / f"{name}.st")
-        (tmp_path / f"{name}.st").rename(tmp_path / f"{name}.safetensors")
-    monkeypatch.setattr(module, "_PANEL_BYTES", 20000)
-    with (
-        Checkpoint.open(tmp_path / "a.safetensors") as a,
-        Checkpoint.open(tmp_path / "b.safetensors") as b,
-    ):
-        comparison = compare_stored((a, "x"), (b, "x"))
-    require_equal(comparison, compare(pair_of["a"], pair_of["b"]))
-    assert comparison.total.dd > 0
 
 
 def test_two_runs_give_the_same_bits() -> None:

@@ -18,7 +18,6 @@ from degarble.harness.engine.conventions.registry import (
     LEARNED,
     REGISTRY,
     conventions_in,
-    conventions_line,
     read_options,
     stored_conventions,
 )
@@ -49,7 +48,6 @@ def test_what_a_manifest_says_is_what_the_kernels_follow() -> None:
     assert found == dict(CONVENTIONS)
     assert found["head_norm"] is HeadNorm.ONCE
     assert Numerics.twin().with_switches(**found).switches.head_norm is HeadNorm.ONCE
-    assert "head_norm: once" in conventions_line(found)
     assert conventions_in({}) == {}
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from degarble.harness.base.errors import UnknownName
 from degarble.harness.engine.faults.model_faults import Reach
-from degarble.harness.engine.faults.registry import FAULTS, MODEL_FAULTS, fault_named
+from degarble.harness.engine.faults.registry import FAULTS, MODEL_FAULTS, model_fault_named
 from degarble.harness.formats.number_formats import FP8_128X128_F32, MXFP8, NVFP4
 from degarble.harness.formats.quantise import quantise
 from degarble.suites.engine.diagnosing import FAULTS as OF_WEIGHTS
@@ -36,7 +36,7 @@ def test_every_fault_has_words() -> None:
 
 def test_unknown_faults_are_refused_with_the_nearest() -> None:
     with pytest.raises(UnknownName, match=r"Did you mean M10\.nibble_order"):
-        fault_named("M10.nible_order")
+        model_fault_named("M10.nible_order")
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -111,10 +111,11 @@ def test_v4_pro_alternates_and_ends_compressed() -> None:
     # deepseek-ai/DeepSeek-V4-Pro config.json; indexer tensors exist in exactly these 30 layers.
     indexed = [layer for layer in range(61) if V4_PRO.has_indexer(layer)]
     assert indexed == list(range(2, 61, 2))
-    assert all(V4_PRO.has_compressor(layer) for layer in range(61))
+    assert all(layer.ratio > 0 for layer in V4_PRO.layers[:61])
     assert V4_PRO.layer_type(60) is LayerType.SPARSE
     assert len(V4_PRO.compress_ratios) == 61
-    assert [V4_PRO.is_hash_layer(layer) for layer in range(5)] == [True] * 3 + [False] * 2
+    hashed = [layer.mlp_type is MlpType.HASH for layer in V4_PRO.layers[:5]]
+    assert hashed == [True] * 3 + [False] * 2
     assert (V4_PRO.coff(0), V4_PRO.coff(2)) == (1, 2)
 
 
@@ -129,13 +130,6 @@ def test_v4_flash_begins_with_two_windows() -> None:
 def test_groups_are_eight_heads(config: V4Config) -> None:
     assert (config.heads_per_group, config.group_features) == (8, 4096)
     assert (config.hc_rows, config.nope_head_dim) == (24, 448)
-    assert config.wo_a_view() == (config.o_groups, 1024, 4096)
-
-
-def test_wo_a_is_split_by_groups_alone() -> None:
-    assert V4_PRO.wo_a_view(tp=8) == (2, 1024, 4096)
-    with pytest.raises(Refused, match="16 groups"):
-        V4_PRO.wo_a_view(tp=32)
 
 
 def test_rotation_depends_on_compression() -> None:

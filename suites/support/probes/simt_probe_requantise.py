@@ -29,6 +29,7 @@ from degarble.kernels.runtime.compiling import (
     CompileSettings,
     any_stream,
     compile_kernel,
+    current_stream,
 )
 from degarble.kernels.runtime.operands import require_device, require_tensor
 from degarble.kernels.runtime.targets import SM100A, TARGETS
@@ -123,7 +124,7 @@ def requantise(
     compile_form(form, settings)(
         rows.pointers_of(ELEMENTS, tensors, ALIGNED),
         tuple(map(Int32, extents)),
-        rows.stream_of(sums),
+        current_stream(sums.device.index or 0),
     )
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import asdict
 from functools import cache, cached_property
+from itertools import groupby
 from math import ldexp, prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,7 +22,6 @@ from degarble.harness.checkpoint.write.plan import (
     SHARD_BYTES,
     PlannedTensor,
     WritePlan,
-    shard_bytes_for,
 )
 from degarble.harness.checkpoint.write.writer import CompanionFiles, write
 from degarble.harness.formats.codec import decode_array, encode_array
@@ -46,7 +47,7 @@ from degarble.harness.model.types import Kind
 from degarble.suites.support.synthetic.statistics import Numbers, Statistics, words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -525,6 +526,22 @@ def _by_block(config: Config) -> Mapping[str, list[Parameter]]:
         _BY_BLOCK.clear()
         _BY_BLOCK[config] = found
     return _BY_BLOCK[config]
+
+
+def shard_bytes_for(tensors: Iterable[PlannedTensor], shards: int) -> int:
+    """Return the smallest `shard_bytes` that cuts the tensors into at most that many shards."""
+    groups = groupby(tensors, key=lambda tensor: tensor.key or tensor.name)
+    sizes = [sum(tensor.nbytes for tensor in group) for _, group in groups]
+
+    def is_enough(limit: int) -> bool:
+        count, filled = 1, 0
+        for size in sizes:
+            if filled and filled + size > limit:
+                count, filled = count + 1, 0
+            filled += size
+        return count <= shards
+
+    return 1 + bisect_left(range(1, sum(sizes)), 1, key=is_enough)
 
 
 def write_checkpoint(

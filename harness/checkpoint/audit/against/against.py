@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -445,14 +445,6 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
 
 
-@dataclass(frozen=True)
-class AgainstAudit:
-    """Result of a comparison: findings, the worst first, and their table."""
-
-    findings: list[Finding]
-    table: AgainstTable
-
-
 def bytes_against(checkpoint: Checkpoint, reference: Checkpoint) -> int:
     """Return how many bytes a comparison reads on both sides, for a progress bar."""
     return pairs_of(named_alike(checkpoint, reference), reference).nbytes
@@ -505,15 +497,3 @@ def judge_against(
     configs = judge_configs(checkpoint, reference)
     values = judge_table(named_alike(checkpoint, reference), reference, table)
     return in_order([*configs, *values])
-
-
-def audit_against(
-    checkpoint: Checkpoint,
-    reference: Checkpoint,
-    *,
-    workers: int = 1,
-    progress: Callable[[int], None] | None = None,
-) -> AgainstAudit:
-    """Compare a checkpoint with the reference and judge the differences."""
-    table = measure_against(checkpoint, reference, workers=workers, progress=progress)
-    return AgainstAudit(judge_against(checkpoint, reference, table), table)

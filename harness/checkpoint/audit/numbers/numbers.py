@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,14 +53,6 @@ if TYPE_CHECKING:
 _AHEAD = 64 << 20  # bytes to prefetch beyond the current unit
 
 
-@dataclass(frozen=True)
-class NumbersAudit:
-    """Result of a numbers audit: findings, the worst first, and their table."""
-
-    findings: list[Finding]
-    table: NumberTable
-
-
 def measure_numbers(
     checkpoint: Checkpoint,
     *,
@@ -81,17 +72,6 @@ def measure_numbers(
     sizes = [unit.nbytes for unit in chosen]
     walk(sizes, [checkpoint], measuring.measure, workers=workers, progress=progress)
     return table
-
-
-def audit_numbers(
-    checkpoint: Checkpoint,
-    *,
-    workers: int = 1,
-    progress: Callable[[int], None] | None = None,
-) -> NumbersAudit:
-    """Measure a checkpoint and judge its numbers."""
-    table = measure_numbers(checkpoint, workers=workers, progress=progress)
-    return NumbersAudit(judge_numbers(checkpoint, table), table)
 
 
 CHECKS = (

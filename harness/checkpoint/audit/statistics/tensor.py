@@ -306,11 +306,6 @@ class TensorStatistics:
     rows: NDArray[np.float32] | None = None
 
     @property
-    def is_zero(self) -> bool:
-        """Whether all elements are zero."""
-        return self.zeros == self.elements
-
-    @property
     def code_entropy(self) -> float:
         """Entropy in bits a code, or an exponent field."""
         return entropy(self.counts)

@@ -14,7 +14,6 @@ import torch
 from degarble.harness.base.errors import InvalidArgument, Undecided
 from degarble.harness.checkpoint.audit import value_rules as rules
 from degarble.harness.checkpoint.audit.against.against import (
-    audit_against,
     bytes_against,
     differences,
     judge_against,
@@ -30,6 +29,7 @@ from degarble.harness.formats.layouts import SWIZZLE_128X4, to_layout
 from degarble.suites.checkpoint.audit.planted_numbers import Bytes
 from degarble.suites.checkpoint.converting_cases import source
 from degarble.suites.checkpoint.reading_cases import write_shards
+from degarble.suites.support.audits import audit_against
 
 if TYPE_CHECKING:
     from collections.abc import Callable

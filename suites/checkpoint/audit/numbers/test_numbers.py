@@ -17,7 +17,6 @@ from degarble.harness.checkpoint.audit import rules as rules_structure
 from degarble.harness.checkpoint.audit import value_rules as rules_numbers
 from degarble.harness.checkpoint.audit.numbers import numbers
 from degarble.harness.checkpoint.audit.numbers.numbers import (
-    audit_numbers,
     judge_numbers,
     measure_numbers,
 )
@@ -39,6 +38,7 @@ from degarble.suites.checkpoint.audit.planted_numbers import (
 from degarble.suites.checkpoint.number_cases import matrix, quantised_parts, write_modules
 from degarble.suites.checkpoint.reading_cases import entry, write_raw
 from degarble.suites.checkpoint.structure_cases import V32
+from degarble.suites.support.audits import audit_numbers
 from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
 from degarble.suites.support.synthetic.statistics import Statistics
 
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from degarble.harness.checkpoint.audit.findings import Finding
-    from degarble.harness.checkpoint.audit.numbers.numbers import NumbersAudit
     from degarble.harness.checkpoint.audit.rules import AuditRule
     from degarble.harness.model.config.config import Config
+    from degarble.suites.support.audits import NumbersAudit
 
 
 # --------------------------------------------------------------------------------------------------

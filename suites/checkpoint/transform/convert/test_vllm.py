@@ -11,7 +11,6 @@ import torch
 
 from degarble.harness.base.errors import DtypeMismatch, InvalidArgument, LayoutMismatch
 from degarble.harness.checkpoint.audit import value_rules as rules_numbers
-from degarble.harness.checkpoint.audit.numbers.numbers import audit_numbers
 from degarble.harness.checkpoint.audit.rules import Level
 from degarble.harness.checkpoint.transform.convert import vllm
 from degarble.harness.checkpoint.transform.convert.job import convert, prove
@@ -25,6 +24,7 @@ from degarble.harness.checkpoint.view.view import Checkpoint
 from degarble.harness.formats.layouts import AS_STORED, LINEAR
 from degarble.suites.checkpoint.converting_cases import V4, broken, converted, damage, source
 from degarble.suites.checkpoint.reading_cases import write_shards
+from degarble.suites.support.audits import audit_numbers
 from degarble.suites.support.synthetic.checkpoints import Synthetic, write_checkpoint
 
 if TYPE_CHECKING:
