@@ -466,10 +466,11 @@ def _coefficients(call: JudgeableCall, how: MixingFacts) -> tuple[BoundedValue, 
         factor = factor.repeat_interleave(torch.tensor([count, count, count * count]))
     scaled = (wide @ fn.double().T) * rho * factor
     error = product.slack.double() * rho * factor.abs()
-    error = error + scaled.abs() * ((width / 4 + 8) * U) + 3 * U * (scaled.abs() + base.abs())
+    of_norm = width / 4 + 8
+    error = error + scaled.abs() * (of_norm * U) + 3 * U * (scaled.abs() + base.abs())
     words = (
         *product.derivation[:-1],
-        f"norm factor over {width}: {number(width / 4 + 8)} u of the coefficient",
+        f"norm factor over {width}: {number(of_norm)} u of the coefficient",
         f"coefficients err by {number(float(error.mean()))} on average",
         f"gates: slope s (1 - s) of that; functions within 2 units ({FUNCTION} u)",
     )

@@ -26,7 +26,6 @@ from degarble.harness.engine.budget.codes_and_choices import gated, is_coded, we
 from degarble.harness.engine.budget.rules import (
     FP8_ACTIVATIONS,
     LARGE,
-    SCALE_ROUNDINGS,
     UNDERFLOW,
     JudgeableCall,
     U,
@@ -60,13 +59,12 @@ if TYPE_CHECKING:
 __all__ = ("RULES", "SUMS", "WHOLE", "JudgeableCall", "budgets_of")
 
 _SILU_ROUNDINGS = 12  # exponential and quotient, approximate ones included, two products, weight
-_ROTATION_ROUNDINGS = 8  # two products, a sum, cosine and sine within 2 units each
 
 
 def budgets_of(call: JudgeableCall) -> dict[str, Budget]:
     """Return the budget of every output of a component."""
     whole, rule = WHOLE.get(call.role), RULES.get(call.role)
-    if whole is not None and (call.facts is not None or rule is None):
+    if whole is not None:
         return whole(call)
     if rule is None:
         raise Undecided(
@@ -261,28 +259,6 @@ def _norm_in_steps(call: JudgeableCall, out: Tensor, weight: Tensor) -> Budget:
     return Budget(output_format(out), near.error.reshape(out.shape), words)
 
 
-def _rotated(call: JudgeableCall, out: Tensor) -> Budget:
-    """Return the budget of a rotation; it keeps the length of pairs, which bounds the terms."""
-    pairs = out.float().reshape(*out.shape[:-1], -1, 2)
-    # |(a, b)| of each rotated pair bounds both products of either component.
-    length = pairs.square().sum(-1, keepdim=True).sqrt().expand_as(pairs).reshape(out.shape)
-    angle = call.inputs["positions"].float().reshape(-1, *[1] * (out.ndim - 1))
-    count, what = float(_ROTATION_ROUNDINGS), "rotation"
-    if "norm" in call.role:
-        count += out.shape[-1] / 4 + 8
-        what = "norm and rotation"
-    budget = few(length, count, output_format(out), what)
-    turned = replace(
-        budget,
-        slack=budget.slack + 4 * U * angle * length,
-        derivation=(*budget.derivation, "angle = position x frequency: 4 u of the position"),
-    )
-    steps = {"attn.q_head_norm_rope": 3.0, "attn.kv_norm_rope": 1.5}.get(call.role)
-    if steps is None:
-        return turned
-    return stored_between(turned, length, steps, "mean, root and product, or the norm's result")
-
-
 def _gated(call: JudgeableCall, out: Tensor) -> Budget:
     """Return the budget of SwiGLU; the rounded argument of the exponential costs |gate| u."""
     if call.facts is not None and call.facts.numerics.switches.gate_rounded_before_product:
@@ -325,30 +301,6 @@ def _spread(call: JudgeableCall, out: Tensor) -> Budget:
     return few(largest, count, output_format(out), "one product a stream, and their sum")
 
 
-def _chosen_weights(_call: JudgeableCall, out: Tensor) -> Budget:
-    """Return the budget of the routing weights: softplus, root, normalised over the chosen ones."""
-    return few(out.abs(), 2 * out.shape[-1] + 24, output_format(out), "shares of the chosen scores")
-
-
-def _attended(call: JudgeableCall, out: Tensor) -> Budget:
-    """Return V4's attention budget without facts: shares stored in BF16 relative to a free peak."""
-    if "window" not in call.inputs:
-        return attention.attended(call)["out"]  # V3.2 needs the facts: raises Undecided
-    held = ("window", "state_window", "compressed", "state_compressed")
-    rows = [_rows(call.inputs[name].float()) for name in held if name in call.inputs]
-    values = torch.cat(rows).abs()
-    largest = values.amax(0) if len(values) else torch.zeros(out.shape[-1])
-    q = call.inputs["q"].float()
-    length = q.shape[-1]
-    keys = torch.cat(rows).norm(dim=1).max() if len(values) else torch.zeros(())
-    logit = q.norm(dim=-1, keepdim=True) * keys * length**-0.5
-    budget = few(
-        (1 + logit) * largest, length + len(values) + SCALE_ROUNDINGS, output_format(out),
-        "logits, exponentials, sums of rows",
-    )  # fmt: skip
-    return stored_between(budget, largest, 1.0, "shares of rows, in the twin and in the candidate")
-
-
 def _experts_gated(call: JudgeableCall) -> dict[str, Budget]:
     """Return the budget of the routed experts' SwiGLU where nothing is quantised."""
     if is_coded(call):
@@ -381,14 +333,11 @@ _GROUPS: tuple[tuple[str, Rule], ...] = (
     ("attn.compressor.proj attn.indexer.compressor.proj", _projected),
     ("attn.wo_a", _grouped),
     ("ffn.experts.w13 ffn.experts.w2", _routed),
-    ("attn.q_head_norm_rope attn.kv_norm_rope attn.inverse_rope attn.rope", _rotated),
     ("ffn.shared.act ffn.act", _gated),
     ("ffn.experts.combine", _combined),
     ("ffn.moe_sum join", _added),
     ("attn.hc_post ffn.hc_post", _spread),
-    ("ffn.topk", _chosen_weights),
-    ("embed attn.kv_write attn.compressor.write attn.indexer.topk", _copied),
-    ("attn.attend", _attended),
+    ("embed attn.indexer.topk", _copied),
 )
 RULES: Mapping[str, Rule] = MappingProxyType(
     {role: rule for roles, rule in _GROUPS for role in roles.split()}

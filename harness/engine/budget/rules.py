@@ -367,6 +367,6 @@ class JudgeableCall:
         if self.facts is None:
             raise Undecided(
                 "budget", self.role, "a call with the facts that its twin was bound to",
-                "Make it with Call.of(twin, component, inputs).",
+                "Make it with JudgeableCall.from_twin(twin, component, inputs).",
             )  # fmt: skip
         return self.facts
