@@ -12,6 +12,7 @@ import torch
 from degarble.harness.engine.budget import attention as budget_attention
 from degarble.harness.engine.budget import attention as budget_shares
 from degarble.harness.engine.budget.attention import attended, keeping_budgets
+from degarble.harness.engine.budget.bounded_values import BoundedValue
 from degarble.harness.engine.budget.budget import HEADROOM, judge
 from degarble.harness.engine.budget.judging import judge_outputs
 from degarble.harness.engine.budget.roles import budgets_of
@@ -376,6 +377,78 @@ def test_a_tried_fault_may_weigh_keys_that_the_statistics_do_not_know() -> None:
         assert worst.ratio <= 1, worst
     other = judge((read(IN_TILES) * 1.02).bfloat16(), exact, budget).findings[0]
     assert other.ratio > 1, other
+
+
+def rows_of(of: tuple[JudgeableCall, Budget], patch: pytest.MonkeyPatch) -> list[Any]:
+    """The statistics with which a difference of the call is judged."""
+    made, real = [], budget_shares._rows_of
+
+    def kept(*given: Any) -> Any:
+        made.append(real(*given))
+        return made[-1]
+
+    patch.setattr(budget_shares, "_rows_of", kept)
+    call, budget = of[0], budgets_of(of[0])["out"]
+    judge(legal.ran(call, IN_TILES).bfloat16(), call.outputs["out"], budget)
+    assert made
+    return made
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_keys_weigh_is_no_gain(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rows in rows_of(case(family, "gauss"), monkeypatch):
+        gain, *others = rows.directions
+        assert torch.equal(gain, rows.centre.float())
+        lengths = torch.stack([other.norm(dim=-1) for other in others]) * gain.norm(dim=-1)
+        shared = torch.stack([(other * gain).sum(-1).abs() for other in others])
+        assert bool((shared <= 1e-4 * lengths.clamp(min=1e-6)).all())
+
+
+def test_where_only_the_output_rounds_its_variance_is_the_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call = legal.call_v4("gauss", legal.Extents(tokens=24), 1, "transformers")
+    for rows in rows_of((call, budgets_of(call)["out"]), monkeypatch):
+        own = rows.covariance.diagonal(dim1=0, dim2=1).movedim(-1, 0)
+        assert torch.allclose(own, rows.proxy)
+        assert torch.allclose(own, rows.variance)
+
+
+def test_keys_in_reverse_have_the_reversed_ensemble() -> None:
+    logit = random(3, 2, 200, seed=1, size=4.0).double()
+
+    def members(logit: Tensor) -> list[Tensor]:
+        below = budget_shares._below(logit)
+        shares = BoundedValue(torch.softmax(logit, -1), torch.zeros(()))
+        values = torch.zeros(200, 1)
+        given = budget_shares.AttentionShares(shares, values, logit, None, values, rounded=True)
+        return [member.expand(logit.shape) for member in budget_shares._offsets(below, given)]
+
+    reverse = members(logit.flip(-1))
+    for member in members(logit):
+        assert any(torch.allclose(member, other.flip(-1)) for other in reverse)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_gain_that_changes_its_sign_is_found_by_its_energy(family: str) -> None:
+    of = case(family, "gauss")
+    out = legal.ran(of[0], WHOLE_ROW)
+    signs = (1 - 2 * (torch.arange(len(out)) % 2)).reshape(-1, *[1] * (out.ndim - 1))
+    worst = judged(of, out * (1 + 0.01 * signs)).findings[0]
+    assert worst.ratio > 1, worst
+    assert worst.level == "energy of shares' errors"
+
+
+@pytest.mark.parametrize("low", [0.125, 0.5, 0.875])
+def test_a_wrong_part_of_an_octave_is_named(low: float) -> None:
+    def exp2(x: Tensor) -> Tensor:
+        part = -x % 1.0
+        return torch.exp2(x) * (1 + 0.04 * ((part >= low) & (part < low + 0.125)))
+
+    of = case("v4", "gauss", 64)
+    worst = judged(of, legal.ran(of[0], WHOLE_ROW, exp2)).findings[0]
+    assert worst.ratio > 1
+    assert f"whole octaves and {low:g} to {low + 0.125:g} below the peak" in worst.level
 
 
 def test_laws_leave_out_rows_that_are_not_finite() -> None:

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import torch
 
+from degarble.harness.engine.budget.bounded_values import FUNCTION, BoundedValue
 from degarble.harness.engine.budget.budget import HEADROOM, OutputResult, nearer_than_the_twin
+from degarble.harness.engine.budget.codes_and_choices import (
+    _pair_gap,
+    _values,
+    format_of,
+    scores_of,
+    values_of,
+)
 from degarble.harness.engine.budget.judging import judge_outputs
 from degarble.harness.engine.budget.rules import JudgeableCall, U
 from degarble.harness.formats.codec import decode_array, encode_array, pack_nibbles, unpack_nibbles
@@ -432,6 +440,34 @@ def test_a_tensor_scale_is_its_owner_s(given: Tensor | None) -> None:
         assert (result.verdict is Verdict.AGREES) is legal, (factor, str(result.worst))
 
 
+def test_codes_of_a_slot_follow_its_experts_scale() -> None:
+    """Experts with input scales of their own: a token's row is quantised once for each."""
+    x, scale = rows("normal"), torch.tensor([0.01, 0.013]).expand(24, 2)
+    call = replace(
+        call_of(x, "NVFP4", scale[0, 0]),
+        role="ffn.experts.w13.act_quant",
+        outputs=quantise_activations(x.unsqueeze(1).expand(-1, 2, -1), "NVFP4", scale),
+    )
+    for output in judge_outputs(call, call.outputs).values():
+        assert output.ratio <= HEADROOM
+    swapped = dict(call.outputs) | {"codes": call.outputs["codes"].flip(1)}
+    assert judge_outputs(call, swapped)["codes"].ratio > 1
+
+
+def test_routed_experts_are_clamped_where_the_shared_one_is_not() -> None:
+    """What the codes of a clamped product are judged by is the clamped product."""
+    recipe, component = recipe_named("nvfp4-full", V4), "layers.1.ffn.experts.act_quant"
+    numerics = Numerics.twin(switches_of("official-v4-flash-early"))
+    twin = BoundModel(V4, numerics, quantised_weights(random_weights(V4, 1), V4, recipe), recipe)
+    _, inputs = operands(twin, component, 1)
+    inputs["x"] = inputs["x"] * 30
+    call = JudgeableCall.from_twin(twin, component, inputs)
+    assert call.known_facts.limit is not None
+    assert call.known_facts.shared_limit is None
+    judged_by, coded = _values(call).value, values_of(call.outputs, format_of(call))
+    assert float((judged_by - coded).abs().max()) < float(coded.abs().max()) / 4
+
+
 def test_codes_of_no_number_and_nan_scales_differ() -> None:
     call = call_of(rows("normal"), "FP8_1X128_F32")
     codes, scale = call.outputs["codes"].clone(), call.outputs["block_scale"].clone()
@@ -478,6 +514,36 @@ def own_weights(call: JudgeableCall, experts: Tensor) -> Tensor:
 
 def answer(call: JudgeableCall, experts: Tensor) -> dict[str, Tensor]:
     return {"experts": experts, "weights": own_weights(call, experts)}
+
+
+def test_each_pair_of_scores_has_its_own_errors() -> None:
+    """The loosest chosen score excuses no other one, nor does the loosest that was left out."""
+    value = torch.tensor([1.0, 0.9, 1.2, 1.3], dtype=torch.float64)
+    error = torch.tensor([0.5, 0.0, 0.0, 0.5], dtype=torch.float64)
+    everything = torch.ones(4, dtype=torch.bool)
+    gap, allowed = _pair_gap(torch.tensor([0, 1]), BoundedValue(value, error), everything)
+    assert gap == pytest.approx(0.3)
+    assert allowed == 0
+
+
+@pytest.mark.parametrize("family", ["v4", "v32"])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_scores_of_functions_at_their_limits_stay_within(family: str, sign: int) -> None:
+    """Every function two units off, every argument and sum rounded, all in one direction."""
+    count = (CHOICES_V4 if family == "v4" else V32).n_routed_experts
+    logits = torch.linspace(-12, 12, 8 * count).reshape(8, count)
+    call = router(family, logits)
+    x, unit, function = logits.double(), 1 + sign * U, 1 + sign * FUNCTION * U
+    if family == "v4":
+        grown = x.exp() * (1 + sign * 2 * x.abs() * U) * function
+        made = (((1 + grown) * unit).log() * function).sqrt() * function
+    else:
+        grown = (-x).exp() * (1 - sign * 2 * x.abs() * U) / function
+        made = 1 / ((1 + grown) / unit) * function
+    near = scores_of(call)
+    off = (made - near.value).abs()
+    assert bool((off <= 1.01 * near.error).all())
+    assert bool((off > near.error / 3).all()), "and the errors are no wider than that"
 
 
 def test_a_near_tie_may_flip_and_a_gap_may_not() -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
 
 from degarble.harness.base.errors import Undecided
+from degarble.harness.engine.budget.bounded_values import FUNCTION, exactly
 from degarble.harness.engine.budget.budget import HEADROOM, spacing
+from degarble.harness.engine.budget.chains import _balanced, _sigmoid
 from degarble.harness.engine.budget.judging import judge_outputs
 from degarble.harness.engine.budget.roles import RULES, WHOLE, JudgeableCall, budgets_of
+from degarble.harness.engine.budget.rules import U
+from degarble.harness.formats.number_formats import NVFP4
+from degarble.harness.formats.quantise import quantise
 from degarble.harness.formats.weight import Weight
 from degarble.harness.model.components import components
 from degarble.harness.model.config.config import small_v4, small_v32
@@ -20,7 +25,7 @@ from degarble.harness.report.verdict import Verdict
 from degarble.references import elementary
 from degarble.references.binding import BoundModel
 from degarble.references.model import ModelV4, ModelV32, Sequence
-from degarble.references.numerics import Mode, Numerics, switches_of
+from degarble.references.numerics import DecodedOperands, Mode, Numerics, Switches, switches_of
 from degarble.references.weights import quantised_weights, random_weights
 
 if TYPE_CHECKING:
@@ -30,6 +35,7 @@ if TYPE_CHECKING:
 
     from degarble.harness.engine.budget.budget import Budget
     from degarble.harness.model.config.config import Config
+    from degarble.references.facts import V4Facts
 
 
 # --------------------------------------------------------------------------------------------------
@@ -39,24 +45,34 @@ V4 = small_v4(num_hidden_layers=3, compress_ratios=(0, 4, 128, 0))
 V32 = small_v32(num_hidden_layers=2)
 
 
-def numerics(inside: torch.dtype, family: str) -> Numerics:
-    return Numerics(Mode.TWIN, inside, torch.bfloat16, inside, switches_of(f"official-{family}"))
+# What few sources do, all at once.
+RARE = Switches(
+    norm_rounded_before_weight=True, gate_rounded_before_product=True,
+    activation_rounded_before_codes=False, latent_rounded_before_rotation=False,
+    entry_rounded_in_between=False, indexer_operand_rounded_in_between=False,
+    indexer_sum_in_storage_dtype=False, decoded_operands=DecodedOperands.BOTH,
+)  # fmt: skip
+
+
+def numerics(inside: torch.dtype, source: str) -> Numerics:
+    switches = RARE if source == "rare" else switches_of(source)
+    return Numerics(Mode.TWIN, inside, torch.bfloat16, inside, switches)
 
 
 def replayed(
-    config: Config, recipe_name: str
+    config: Config, recipe_name: str, source: str = ""
 ) -> Iterator[tuple[JudgeableCall, Mapping[str, Tensor]]]:
     """Every call of a candidate's passes and of its drafter, with the twin's outputs beside it."""
-    family = "v4" if config is V4 else "v32"
+    source = source or f"official-{'v4' if config is V4 else 'v32'}"
     recipe = recipe_named(recipe_name, config)
     weights = quantised_weights(random_weights(config, 1), config, recipe)
-    twin = BoundModel(config, numerics(torch.float64, family), weights, recipe)
+    twin = BoundModel(config, numerics(torch.float64, source), weights, recipe)
     calls: list[tuple[str, dict[str, Tensor], dict[str, Tensor]]] = []
 
     def seen(component: str, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         calls.append((component, dict(inputs), dict(outputs)))
 
-    candidate = BoundModel(config, numerics(torch.float32, family), weights, recipe, observer=seen)
+    candidate = BoundModel(config, numerics(torch.float32, source), weights, recipe, observer=seen)
     model = ModelV4(candidate, V4) if config is V4 else ModelV32(candidate, V32)
     with torch.inference_mode():
         sequence = Sequence()
@@ -75,12 +91,16 @@ def planted(candidate: Tensor, twin: Tensor, budget: Budget) -> Tensor:
     return spoilt.reshape(candidate.shape)
 
 
+HEALTHY = [(recipe, "") for recipe in RECIPE_NAMES]
+HEALTHY += [("nvfp4-full", source) for source in ("transformers", "vllm", "rare")]
+
+
 @pytest.mark.parametrize("config", [V4, V32], ids=["v4", "v32"])
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
-def test_every_output_is_healthy(config: Config, recipe: str) -> None:
+@pytest.mark.parametrize(("recipe", "source"), HEALTHY)
+def test_every_output_is_healthy(config: Config, recipe: str, source: str) -> None:
     """Float32 against float64 inside: at most HEADROOM of each budget, and nothing undecided."""
     judged = set()
-    for call, outputs in replayed(config, recipe):
+    for call, outputs in replayed(config, recipe, source):
         for name, output in judge_outputs(call, outputs).items():
             assert output.ratio <= HEADROOM, (call.role, name, output.worst, output.derivation)
             assert output.derivation
@@ -108,12 +128,72 @@ def test_one_and_a_half_budgets_are_caught(config: Config) -> None:
     assert len(done) > 25
 
 
+def of_tokens(call: JudgeableCall, part: slice) -> JudgeableCall:
+    """The same call of some of its tokens."""
+    inputs, outputs = (
+        {name: tensor[part] for name, tensor in side.items()}
+        for side in (call.inputs, call.outputs)
+    )
+    return replace(call, inputs=inputs, outputs=outputs)
+
+
+@pytest.mark.parametrize("config", [V4, V32], ids=["v4", "v32"])
+@pytest.mark.parametrize("source", ["", "vllm"])
+def test_a_tokens_slack_is_its_own(config: Config, source: str) -> None:
+    """Where tokens do not meet, the budget of a few is theirs in the whole call."""
+    part, done = slice(3, 6), set()
+    for call, _ in replayed(config, "bf16", source):
+        sides = [*call.inputs.values(), *call.outputs.values()]
+        if "token_offsets" in call.inputs or {len(tensor) for tensor in sides} != {140}:
+            continue
+        few = budgets_of(of_tokens(call, part))
+        for name, budget in budgets_of(call).items():
+            out = call.outputs[name]
+            slack, whole = few[name].slack.expand(out[part].shape), budget.slack.expand(out.shape)
+            assert torch.allclose(slack, whole[part], rtol=1e-4, atol=0), (call.role, name)
+        done.add(call.role)
+    assert len(done) > 15
+
+
 @pytest.mark.parametrize("config", [V4, V32], ids=["v4", "v32"])
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 def test_every_role_of_every_recipe_is_known(config: Config, recipe: str) -> None:
     for component in components(config, recipe_named(recipe, config)):
         known = component.role in {**RULES, **WHOLE} or component.role.endswith(".act_quant")
         assert known, component.name
+
+
+def test_a_residual_is_a_sum_and_its_norm_is_none() -> None:
+    x, residual = (torch.randn(3, 64).bfloat16() for _ in range(2))
+    total = x + residual
+    outputs = {"out": total * 1.1, "residual": total}
+    call = JudgeableCall("attn.norm", {"x": x, "residual": residual}, outputs, {})
+    said = {name: budget.derivation[0] for name, budget in budgets_of(call).items()}
+    assert said["residual"].startswith("sum of input and residual")
+    assert "64" in said["out"]
+
+
+def test_decoded_weights_at_a_boundary_may_round_either_way() -> None:
+    """Every weight lies between two numbers of BF16; a decoder that is 1 u off takes the other."""
+    generator = torch.Generator().manual_seed(1)
+    powers = torch.randint(0, 3, (32, 64), generator=generator)
+    powers[:, ::16] = 2
+    signs = 1 - 2 * torch.randint(0, 2, (32, 64), generator=generator)
+    near = torch.ldexp(signs.float(), powers)
+    weight, boundary = Weight.of(quantise(near.bfloat16(), NVFP4)), 1 + 2.0**-8
+    assert weight.tensor_scale is not None
+    weight.tensor_scale = weight.tensor_scale / weight.values(torch.float32)[0, 0] * near[0, 0]
+    weight.tensor_scale = weight.tensor_scale * boundary
+    assert torch.equal(weight.values(torch.float32), near * boundary)
+    facts = BoundModel(V32, numerics(torch.float64, "rare"), {}).bound_to("layers.1.attn.wq_a")[1]
+    x = torch.randn(4, 64, generator=generator).bfloat16()
+    exact = x.double() @ near.double().T
+    call = JudgeableCall(
+        "attn.wq_a", {"x": x}, {"out": exact.bfloat16()}, {"attn.wq_a": weight}, facts=facts
+    )
+    other = {"out": (exact * (1 + 2.0**-7)).bfloat16()}
+    assert judge_outputs(call, other)["out"].ratio <= HEADROOM
+    assert judge_outputs(replace(call, facts=None), other)["out"].ratio > 1
 
 
 def test_a_call_without_facts_is_undecided_where_the_chain_needs_them() -> None:
@@ -218,6 +298,7 @@ def test_operands_in_float32_are_healthy_and_another_pairing_is_not(
     made = dict(single(call.inputs, call.weights))
     result = judge_outputs(call, made)["out"]
     assert result.ratio <= HEADROOM, str(result.worst)
+    assert role == "q" or f"LayerNorm of {width}" in result.derivation[0]
     moved = dict(single(given | {"positions": given["positions"] + 1}, call.weights))
     assert judge_outputs(call, moved)["out"].ratio > 1
     step = made["out"].clone().flatten()
@@ -325,6 +406,42 @@ def test_faults_of_mixing_are_caught(strength: float) -> None:
     short["post"] = twin["post"] * (1 + 1e-3)
     assert judge_outputs(call, short)["post"].ratio > 1
     assert judge_outputs(call, short)["out"].ratio == 0
+
+
+def test_gates_of_functions_at_their_limits_stay_within() -> None:
+    m = torch.linspace(-20, 20, 401, dtype=torch.float64)
+    for sign in (-1, 1):
+        function = 1 + sign * FUNCTION * U
+        grown = (-m).exp() * (1 - sign * 2 * m.abs() * U) / function
+        made = 1 / (1 + grown) * (1 + sign * U) * function
+        near = _sigmoid(exactly(m))
+        off = (made - near.value).abs()
+        assert bool((off <= near.error).all())
+        assert bool((off > near.error / 3).all()), "and the errors are no wider than that"
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_divisions_that_round_one_way_stay_within(sign: int) -> None:
+    """In every pass each entry rounds towards one permutation, which no later pass removes."""
+    call = mixing_call_of(0.1)
+    assert call.facts is not None
+    logits = torch.randn(70, 4, 4, generator=torch.Generator().manual_seed(4)).double() / 8
+
+    def balanced(unit: Tensor) -> Tensor:
+        mix = torch.softmax(logits, -1) + EPSILON
+        mix = mix / (mix.sum(-2, keepdim=True) + EPSILON)
+        for _ in range(PASSES - 1):
+            mix = mix / (mix.sum(-1, keepdim=True) + EPSILON) * unit
+            mix = mix / (mix.sum(-2, keepdim=True) + EPSILON) * unit
+        return mix
+
+    towards = 1 + sign * U * (2 * torch.eye(4, dtype=torch.float64) - 1)
+    exact = balanced(torch.ones_like(towards))
+    made = replace(call, outputs={"mix": exact})
+    budget = _balanced(exactly(logits.flatten(1)), made, cast("V4Facts", call.facts).mixing)
+    off = (balanced(towards) - exact).abs()
+    assert bool((off <= budget.slack).all())
+    assert bool((off > budget.slack / 16).any()), "and the budget is no wider than that"
 
 
 # --------------------------------------------------------------------------------------------------

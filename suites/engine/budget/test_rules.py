@@ -12,7 +12,10 @@ from torch import Tensor
 
 from degarble.harness.base.errors import ShapeMismatch
 from degarble.harness.engine.budget import rules as budget_rules
+from degarble.harness.engine.budget.attention import _logit as all_logits
+from degarble.harness.engine.budget.attention import _logit_in_part as logit_in_part
 from degarble.harness.engine.budget.bounded_values import (
+    QUOTIENT,
     BoundedValue,
     bounded_norm,
     cache_grid,
@@ -31,6 +34,8 @@ from degarble.harness.engine.budget.rules import (
     HOPPER_FP8_BITS,
     PRODUCTS_PER_STEP,
     PROMOTION_EXTENT,
+    U,
+    ambiguous_bf16,
     cut_in_steps,
     exact,
     few,
@@ -55,6 +60,8 @@ from degarble.references.numerics import IndexerFormat, KeyValueCache, Numerics,
 from degarble.references.tensor_core import dense_gemm
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from degarble.harness.formats.number_formats import ElementFormat
 
 
@@ -406,6 +413,8 @@ def test_norms_in_float32_stay_within(kind: str, width: int) -> None:
     mean = one_after_another(x.square()) / width
     for factor in (mean + 1e-6).rsqrt(), 1 / (mean + 1e-6).sqrt() * (1 + 2.0**-22):
         assert within(weight * (x * factor), bounded_norm(exactly(x), weight, 1e-6))
+        normal = (x * factor).bfloat16().float()
+        assert within(weight * normal, bounded_norm(exactly(x), weight, 1e-6, torch.bfloat16))
     bias = rows(width, 3)[0]
     centre = x - one_after_another(x) / width
     factor = (one_after_another(centre.square()) / width + 1e-6).rsqrt()
@@ -477,6 +486,54 @@ def test_a_code_steps_only_at_its_boundary(kind: IndexerFormat) -> None:
         moved[:, 11] *= 1 + sign * 0.01
         off = (rounding.through_indexer(moved, numerics).double() - twin.double()).abs()
         assert bool((off <= wide).all())
+
+
+@pytest.mark.parametrize("kind", [IndexerFormat.FP8, IndexerFormat.MXFP4])
+@pytest.mark.parametrize("side", [-1, 1])
+@pytest.mark.parametrize("error", [0.0, 2.0**-12])
+def test_a_scale_steps_only_where_amax_may(kind: IndexerFormat, side: int, error: float) -> None:
+    """Another scale moves small numbers of the block, whose codes lose or gain a bit."""
+    grid = indexer_grid(replace(PLAIN, switches=Switches(indexer_format=kind)), 128)
+    assert grid is not None
+    slack = error + QUOTIENT * U
+    for share, steps in ((0.5, True), (1.5, False)):
+        x = torch.full((1, grid.block), grid.largest / 20, dtype=torch.float64)
+        x[:, ::2] = grid.largest * 2.0**-15
+        x[:, 5] = grid.largest * (1 + side * share * slack)
+        errors = torch.zeros_like(x)
+        errors[:, 5] = x[:, 5] * error
+        limit = reach(BoundedValue(x, errors), torch.bfloat16, grid)
+        assert bool((limit[:, torch.arange(grid.block) != 5] > 0).any()) is steps, share
+
+
+@pytest.mark.parametrize("boundary", [1 + 2.0**-8, -(3 - 2.0**-7)])
+def test_a_decoded_number_is_ambiguous_within_two_units_of_a_boundary(boundary: float) -> None:
+    units = torch.tensor([-6.0, -3.0, -1.0, 0.0, 1.0, 3.0, 6.0], dtype=torch.float64)
+    moved = ambiguous_bf16(boundary * (1 + units * U))
+    step = 2.0**-7 if abs(boundary) < 2 else 2.0**-6
+    assert moved.tolist() == [0.0, 0.0, step, step, step, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x: rotated(exactly(x), rope_rotation(ROPE, torch.arange(40) * 997, PLAIN)),
+        lambda x: hadamard(exactly(x)),
+        lambda x: bounded_norm(exactly(rows(128, 7)), x, 1e-6),
+        lambda x: bounded_norm(exactly(rows(128, 7)), x, 1e-6, torch.bfloat16),
+        lambda x: layer_normed(rows(128, 7), x, x, 1e-6),
+        lambda x: logit_in_part(x[:, None].double(), rows(128, 8).double(), 0.1)[0],
+        lambda x: all_logits(x[:, None].double(), rows(128, 8).double(), 0.1),
+    ],
+    ids=["rotation", "hadamard", "norm", "norm, stored", "layer norm", "common logit", "logit"],
+)
+@pytest.mark.parametrize("size", [2.0**-30, 2.0**30])
+def test_an_error_has_the_unit_of_its_value(
+    operation: Callable[[Tensor], BoundedValue], size: float
+) -> None:
+    near, scaled = operation(rows(128, 6)), operation(rows(128, 6) * size)
+    assert torch.equal(scaled.value, near.value * size)
+    assert torch.equal(scaled.error, near.error * size)
 
 
 @pytest.mark.parametrize("kind", [KeyValueCache.FP8_F32, KeyValueCache.NVFP4, KeyValueCache.FP8])
