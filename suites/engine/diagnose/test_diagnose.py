@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from degarble.harness.engine.diagnose import diagnose as diagnosing
 from degarble.harness.engine.diagnose.diagnose import call_by_call, diagnose, with_earlier
 from degarble.harness.engine.faults.model_faults import (
     CallRecord,
@@ -295,6 +296,26 @@ def test_unknown_damage_has_no_name(role: str, damage: Any) -> None:
     assert not found.named, found.sentence
     assert found.sentence.startswith("No known fault explains this: ")
     assert "of the difference" in found.sentence
+
+
+def test_pairs_count_among_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, pairs = double("v4", "nvfp4-full"), list[Any]()
+    real = diagnosing._pairs
+    damage = FaultVariant("from outside", with_outputs(_noise))
+
+    def kept(*given: Any) -> list[Any]:
+        pairs.extend(real(*given))
+        return pairs
+
+    with monkeypatch.context() as patch:
+        patch.setattr(diagnosing, "_pairs", kept)
+        both = asked(model, component(model, "attn.wq_a"), damage, FAULTS)
+    monkeypatch.setattr(diagnosing, "_pairs", lambda *_given: ())
+    single = asked(model, component(model, "attn.wq_a"), damage, FAULTS)
+    assert both is not None
+    assert single is not None
+    assert both.tried - single.tried == len(pairs) > 0
+    assert f"{both.tried} " in both.sentence
 
 
 @pytest.mark.parametrize(

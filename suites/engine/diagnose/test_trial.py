@@ -16,6 +16,7 @@ from degarble.harness.engine.diagnose.trial import (
     CODES_UNLIKE,
     COLUMNS,
     WINDOW,
+    _within_spacings,
     beyond_float32,
     calls_in,
     distance,
@@ -127,7 +128,14 @@ def test_gains_of_rows_or_columns_are_taken_out() -> None:
     gains = torch.linspace(0.1, 9, 8, dtype=torch.float64)
     assert shape_distance({"out": noise * gains}, {"out": noise}) < 1e-12
     assert distance({"out": noise * gains}, {"out": noise}) > 0.5
+    assert shape_distance({"out": noise.T * gains[:, None]}, {"out": noise.T}) < 1e-12
     assert shape_distance({"out": noise.flip(0)}, {"out": noise}) > 0.5
+
+
+def test_equal_zeros_are_no_spacing_apart() -> None:
+    values = torch.tensor([0.0, 1.0, -1.0, 1.0]).bfloat16()
+    others = torch.tensor([0.0, 1.0, 1.0, 1.5]).bfloat16()
+    assert _within_spacings(values, others).tolist() == [True, True, False, False]
 
 
 def test_a_healthy_candidate_is_within_and_a_changed_one_is_not() -> None:
@@ -208,6 +216,8 @@ def test_weights_of_a_router_are_held_against_what_the_way_made() -> None:
     assert variant_outputs is not None
     assert not torch.equal(variant_outputs.outputs["weights"], shares), "else nothing is asked"
     assert proof(context, record, variant_outputs).ratio <= 0.7
+    alone = CallRecord(inputs, {"weights": shares}, known)  # its choice was not captured
+    assert proof(context, alone, variant_outputs).ratio > 1
     spoilt = CallRecord(inputs, {**known, "weights": shares * (1 + 1e-4)}, known)
     assert proof(context, spoilt, variant_outputs).ratio > 1
 

@@ -140,8 +140,9 @@ class MatrixOperand:
     @property
     def leading(self) -> tuple[int, ...]:
         """Return the extents before K; of [M, 1, K] with a tensor scale per row only M."""
-        found = tuple(self.stored.shape[:-1])
-        per_row = self.factor is not None and self.factor.numel() > 1
+        found, tensor = tuple(self.stored.shape[:-1]), self.quantised
+        scale = None if tensor is None else tensor.tensor_scale
+        per_row = scale is not None and scale.ndim > 0  # also where there is a single row
         return found[:-1] if per_row and found[-1] == 1 else found
 
     def select_rows(self, rows: Tensor) -> MatrixOperand:

@@ -50,12 +50,13 @@ def test_operands_may_come_in_every_form() -> None:
     judge("gemm", X, fp8, X.float() @ dequantise(fp8, torch.float32).T).require()
 
 
+@pytest.mark.parametrize("rows", [1, M])
 @pytest.mark.parametrize("per_row", [False, True])
-def test_activations_may_arrive_as_codes(per_row: bool) -> None:
+def test_activations_may_arrive_as_codes(per_row: bool, rows: int) -> None:
     scale = None if per_row else torch.tensor(0.01)
-    codes = quantise_activations(X, "NVFP4", scale)
+    codes = quantise_activations(X[:rows], "NVFP4", scale)
     values = X.float()
-    shown = judge("gemm", codes, W, values.new_zeros(M, N))
+    shown = judge("gemm", codes, W, values.new_zeros(rows, N))
     assert shown.verdict is Verdict.DIFFERS
     x = decode_activations(codes, "NVFP4", torch.float32)
     judge("gemm", codes, W, (x @ W.float().T).bfloat16()).require()
@@ -70,7 +71,8 @@ def test_one_wrong_element_is_reported_with_both_codes() -> None:
     kernel = judge("gemm", X, W, out)
     text = str(kernel)
     assert "1 of 4,608 elements are each beyond their budget" in text
-    assert "first at [3, 5]: BF16 0x" in text
+    code = int(out[3, 5].view(torch.int16)) & 0xFFFF
+    assert f"first at [3, 5]: BF16 0x{code:04x} ({float(out[3, 5]):.7g})" in text
     assert "budget: K = 256 additions in float32" in text
     with pytest.raises(AssertionError, match="DIFFERS: gemm differs"):
         kernel.require()
