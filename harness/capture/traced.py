@@ -20,8 +20,8 @@ import torch
 from degarble.harness.base.errors import InvalidArgument
 from degarble.harness.capture.files.records import Phase
 from degarble.harness.model.components import components
+from degarble.references.traced.evaluate import view_of
 from degarble.references.traced.family import STATE, is_sequential, keeps_state
-from degarble.references.traced.model import view_of
 from degarble.references.traced.trace import BoundaryKind
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ class TracedRecorder:
     def _value(self, number: int) -> Tensor:
         if number in self._values:
             return self._values[number]
-        return view_of(self._graph, self._graph.edges[number], self._values, number)
+        return view_of(self._graph.trace, self._graph.edges[number], self._values, number)
 
     def _end(self, _model: nn.Module, _args: Any, returned: Any) -> None:
         logits = getattr(returned, "logits", returned)

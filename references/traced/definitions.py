@@ -14,7 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from degarble.harness.base.errors import NotBuilt
-from degarble.references.traced.evaluate import from_rows, run, to_rows
+from degarble.references.traced.evaluate import from_rows, run, to_rows, view_of
+from degarble.references.traced.spans import ComponentSpan
 from degarble.references.traced.trace import VIEWS, BoundaryKind, ParameterRef
 
 if TYPE_CHECKING:
@@ -39,6 +40,11 @@ class Roundings:
     def shares(self, value: Tensor, dtype: torch.dtype) -> Tensor:
         """Return attention's shares as they are multiplied."""
         return self.operation(value, dtype)
+
+    def between(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return what one component of a span hands to the next."""
+        del dtype
+        return value
 
 
 class EachOperation(Roundings):
@@ -97,6 +103,8 @@ def compute(
 
     `roundings` are those of a run that stores what the traced model stores on the way.
     """
+    if isinstance(component, ComponentSpan):
+        return _one_after_the_other(trace, component, inputs, parameter, roundings)
     if component.kind is BoundaryKind.CACHE:
         return dict(inputs)
     by_hand = _BY_HAND.get(component.kind)
@@ -120,6 +128,28 @@ def compute(
         name: to_rows(values[ref.number], trace.tensors[ref.number])
         for name, ref in component.outputs.items()
     }
+
+
+def _one_after_the_other(
+    trace: Trace,
+    span: ComponentSpan,
+    inputs: Mapping[str, Tensor],
+    parameter: Parameter,
+    roundings: Roundings,
+) -> dict[str, Tensor]:
+    rows = {ref.number: inputs[name] for name, ref in span.inputs.items()}
+    for part in span.parts:
+        given = {
+            name: rows[ref.number]
+            if ref.number in rows
+            else view_of(trace, span.edges[ref.number], rows, ref.number)
+            for name, ref in part.inputs.items()
+        }
+        made = compute(trace, part, given, parameter, roundings)
+        for name, ref in part.outputs.items():
+            whole = made[name].contiguous()  # for views of it that the trace makes
+            rows[ref.number] = roundings.between(whole, trace.tensors[ref.number].dtype)
+    return {name: rows[ref.number] for name, ref in span.outputs.items()}
 
 
 def _tokens(trace: Trace, component: TracedComponent, inputs: Mapping[str, Tensor]) -> int:

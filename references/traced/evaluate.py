@@ -14,11 +14,12 @@ import torch
 from degarble.references.traced.trace import VIEWS, ExtentRef, ParameterRef, Ref
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch import Tensor
 
-    from degarble.references.traced.trace import Operation, TracedTensor
+    from degarble.references.traced.graph import Edge
+    from degarble.references.traced.trace import Operation, Trace, TracedTensor
 
     Stored = Callable[[Tensor, torch.dtype], Tensor]
 
@@ -45,6 +46,20 @@ def from_rows(rows: Tensor, traced: TracedTensor) -> Tensor:
     rows = rows.reshape(-1, *extents[1:] if batched else extents)
     rows = rows.movedim(0, axis - batched)
     return rows.unsqueeze(0) if batched else rows
+
+
+def view_of(trace: Trace, edge: Edge, rows: Mapping[int, Tensor], number: int) -> Tensor:
+    """Return a tensor that is a view of a recorded one, both as rows."""
+    (source,) = edge.sources
+    made = rows[source.number]
+    values = {source.number: from_rows(made, trace.tensors[source.number])}
+    operations = (trace.operations[operation] for operation in edge.operations)
+    run(operations, values, _no_parameter, made.shape[0], made.dtype)
+    return to_rows(values[number], trace.tensors[number])
+
+
+def _no_parameter(name: str) -> Tensor:
+    raise KeyError(name)
 
 
 def run(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from degarble.harness.base.errors import InvalidArgument, NotBuilt
+from degarble.harness.base.errors import InvalidArgument, NotBuilt, Undecided
 from degarble.harness.model.components import (
     Component,
     Input,
@@ -33,6 +33,7 @@ from degarble.references.linears import activation_values, product
 from degarble.references.numerics import cast
 from degarble.references.traced.definitions import EACH_OPERATION, NOTHING_STORED, compute
 from degarble.references.traced.graph import Graph, StretchKind, TracedComponent, cut, name_of
+from degarble.references.traced.spans import ComponentSpan, coarsened
 from degarble.references.traced.trace import BoundaryKind, trace
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class TracedConfig:
 
     text: str
     dtype: str = "bfloat16"
+    recorded: tuple[str, ...] = ()  # tensors of a run that recorded few; empty: every one
     family: ClassVar[str] = FAMILY
 
     @classmethod
@@ -74,7 +76,12 @@ class TracedConfig:
 
     @cached_property
     def graph(self) -> Graph:
-        """Return the traced components; transformers is imported here."""
+        """Return the components that a run shows; transformers is imported here."""
+        return coarsened(self.whole, self.recorded) if self.recorded else self.whole
+
+    @property
+    def whole(self) -> Graph:
+        """Return all traced components."""
         return _graph(self.text, self.dtype)
 
     @cached_property
@@ -138,7 +145,7 @@ def _graph(text: str, dtype: str) -> Graph:
 # Components and parameters
 
 
-def _site_name(name: str) -> str:
+def site_name(name: str) -> str:
     """Return a name that the grammar of sites has: lower case, words that begin with a letter."""
     words: list[str] = []
     for word in name.split("."):
@@ -157,6 +164,8 @@ def is_sequential(component: TracedComponent) -> bool:
 
 def keeps_state(component: TracedComponent) -> bool:
     """Return whether it reads what earlier calls left."""
+    if isinstance(component, ComponentSpan):
+        return component.is_along_tokens
     return component.kind is BoundaryKind.CACHE or component.is_recurrent
 
 
@@ -164,7 +173,7 @@ def keeps_state(component: TracedComponent) -> bool:
 def _components(config: TracedConfig, recipe: Recipe) -> tuple[Component, ...]:
     del recipe
     graph = config.graph
-    names = {component.name: _site_name(component.name) for component in graph.components}
+    names = {component.name: site_name(component.name) for component in graph.components}
     found = []
     for traced in graph.components:
         name = names[traced.name]
@@ -176,7 +185,9 @@ def _components(config: TracedConfig, recipe: Recipe) -> tuple[Component, ...]:
         ]
         if is_sequential(traced):
             kept = [each.name for each in inputs] if keeps_state(traced) else []
-            inputs += [Input("positions", (), "positions"), Input("token_offsets", (), "offsets")]
+            if "positions" not in traced.inputs:
+                inputs.append(Input("positions", (), "positions"))
+            inputs.append(Input("token_offsets", (), "offsets"))
             inputs += [Input(f"{STATE}{each}", (), "state") for each in kept]
         role = name.removeprefix(f"{block.prefix}.") if block else name
         weights = tuple(
@@ -211,7 +222,7 @@ def _input(graph: Graph, names: Mapping[str, str], name: str, number: int) -> In
 
 def logical_name(parameter: str) -> str:
     """Return our name of a parameter of the model."""
-    return _site_name(name_of(parameter))
+    return site_name(name_of(parameter))
 
 
 @lru_cache(maxsize=8)
@@ -227,7 +238,7 @@ def _parameters(config: TracedConfig) -> tuple[Parameter, ...]:
             kind = _KINDS.get(traced.kind, Kind.PLAIN)
             if kind is Kind.LINEAR and not (name.endswith(".weight") or len(held.shape) == 3):
                 kind = Kind.PLAIN
-            reader = local_name(_site_name(traced.name), block)
+            reader = local_name(site_name(traced.name), block)
             row = Row(local_name(logical_name(name), block), name, "", kind, Dtype.BF16, reader)
             found[logical_name(name)] = Parameter(logical_name(name), held.shape, row, block)
     return tuple(found.values())
@@ -287,9 +298,23 @@ class TracedFacts(ModelFacts):
 
 def computed(facts: TracedFacts, inputs: Inputs, weights: Weights) -> Outputs:
     """Compute a component as it was traced."""
-    roundings = EACH_OPERATION if facts.stores_operations else NOTHING_STORED
+    if isinstance(facts.traced, ComponentSpan):
+        require_plain_activations(facts, weights)
+    each = facts.stores_operations and not isinstance(facts.traced, ComponentSpan)
+    roundings = EACH_OPERATION if each else NOTHING_STORED
     made = compute(facts.graph.trace, facts.traced, inputs, facts.parameter(weights), roundings)
     return {name: facts.stored(name, value) for name, value in made.items()}
+
+
+def require_plain_activations(facts: TracedFacts, weights: Weights) -> None:
+    """Raise if a linear within a span quantises what it is given: its codes may step either way."""
+    for name in weights:
+        if facts.activation(name) is not None:
+            raise Undecided(
+                f"{facts.traced.name}: activations", facts.activation(name),
+                f"the input of {name} recorded, so that its codes are known",
+                "Record the inputs of quantised linears as well.",
+            )  # fmt: skip
 
 
 def linear(facts: TracedFacts, inputs: Inputs, weights: Weights) -> Outputs:
@@ -367,7 +392,8 @@ class TracedModel(BoundModel):
         for component, traced in zip(
             components(self.config, recipe), graph.components, strict=True
         ):
-            if traced.is_recurrent:
+            parts = traced.parts if isinstance(traced, ComponentSpan) else (traced,)
+            if any(part.is_recurrent for part in parts):
                 raise NotBuilt(
                     "component", component.name, "operations that treat every token alike",
                     "Judge this architecture's checkpoint with degarble audit; it runs no model.",

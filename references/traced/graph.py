@@ -44,6 +44,7 @@ class StretchKind(StrEnum):
     RESIDUAL = "residual"
     GATED = "gated"  # the product of an activated gate with another projection
     STRETCH = "stretch"  # anything else
+    SPAN = "span"  # several components, of which a run recorded only the ends
 
 
 @dataclass(frozen=True)

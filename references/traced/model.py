@@ -8,7 +8,7 @@ import torch
 
 from degarble.harness.model.components import components
 from degarble.references.model import RowBuffer, TokenBatch
-from degarble.references.traced.evaluate import from_rows, run, to_rows
+from degarble.references.traced.evaluate import view_of
 from degarble.references.traced.family import STATE, is_sequential, keeps_state
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from degarble.references.model import Sequence
     from degarble.references.traced.family import TracedModel
-    from degarble.references.traced.graph import Edge, Graph
+    from degarble.references.traced.graph import Graph
 
 
 class TracedForward:
@@ -59,7 +59,7 @@ class TracedForward:
 
     def _value(self, values: dict[int, Tensor], number: int) -> Tensor:
         edge = self._graph.edges.get(number)
-        return values[number] if edge is None else view_of(self._graph, edge, values, number)
+        return values[number] if edge is None else view_of(self._graph.trace, edge, values, number)
 
     def _earlier(
         self, name: str, given: Mapping[str, Tensor], sequences: list[Sequence]
@@ -84,18 +84,3 @@ class TracedForward:
                 continue
             for sequence, span in zip(sequences, step.spans, strict=True):
                 sequence.traced.setdefault(f"{name}.{key}", RowBuffer()).append(rows[span])
-
-
-def view_of(graph: Graph, edge: Edge, rows: Mapping[int, Tensor], number: int) -> Tensor:
-    """Return a tensor that is a view of a recorded one, both as rows."""
-    trace = graph.trace
-    (source,) = edge.sources
-    made = rows[source.number]
-    values = {source.number: from_rows(made, trace.tensors[source.number])}
-    operations = (trace.operations[operation] for operation in edge.operations)
-    run(operations, values, _no_parameter, made.shape[0], made.dtype)
-    return to_rows(values[number], trace.tensors[number])
-
-
-def _no_parameter(name: str) -> Tensor:
-    raise KeyError(name)

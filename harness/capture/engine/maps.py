@@ -61,11 +61,13 @@ class CapturedRankShare:
 
     `extents`: of PART, the whole extent of each slot along `dim`. Where an engine fused slots, a
     rank has its part of the first, then its part of the second. Padding behind the last is cut off.
+    `copies`: how many consecutive ranks have the same part, as of few key heads.
     """
 
     held: ShareKind = ShareKind.WHOLE
     extents: tuple[int, ...] = ()
     dim: int = -1
+    copies: int = 1
 
     def __post_init__(self) -> None:
         if (self.held is ShareKind.PART) != bool(self.extents) or any(n < 1 for n in self.extents):
@@ -85,7 +87,11 @@ def partial_share(*extents: int, dim: int = -1) -> CapturedRankShare:
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Place of one tensor. `at`: number or keyword of an argument, number of a result."""
+    """Place of one tensor. `at`: number or keyword of an argument, number of a result.
+
+    `paired`: only of calls with a second tensor (True), or without (False), as a norm that adds a
+    residual first. `otherwise` is the place in the other calls.
+    """
 
     module: str
     of: CallSide = CallSide.RESULT
@@ -93,6 +99,15 @@ class TensorLocation:
     columns: tuple[int, int] | None = None
     share: CapturedRankShare = WHOLE
     rows: RowMeaning = RowMeaning.TOKENS
+    paired: bool | None = None
+    otherwise: TensorLocation | None = None
+
+    @property
+    def alternatives(self) -> Iterator[TensorLocation]:
+        """This place, then those of other calls."""
+        yield self
+        if self.otherwise is not None:
+            yield from self.otherwise.alternatives
 
     def __post_init__(self) -> None:
         if self.columns is not None and not 0 <= self.columns[0] < self.columns[1]:

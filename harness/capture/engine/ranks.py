@@ -122,6 +122,7 @@ def joined(name: str, share: CapturedRankShare, tensors: Sequence[Tensor]) -> Te
         if len(tensors) == 1:
             return tensors[0]
         return torch.stack([tensor.to(torch.float64) for tensor in tensors]).sum(0).float()
+    tensors = tensors[:: share.copies]
     slots = len(share.extents)
     own = tensors[0].shape[share.dim]
     if own % slots or own // slots * len(tensors) < max(share.extents):

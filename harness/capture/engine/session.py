@@ -54,6 +54,7 @@ class _CopySource(NamedTuple):
     of: CallSide
     at: int | str
     rows: RowMeaning
+    paired: bool | None
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,13 @@ class Taps:
         self._wanted: dict[str, dict[_CopySource, None]] = {}
         for sighting in self._sightings:
             for seen in (*sighting.inputs.values(), *sighting.outputs.values()):
-                self._wanted.setdefault(seen.module, {})[_copy_source(seen)] = None
+                for place in seen.alternatives:
+                    self._wanted.setdefault(place.module, {})[_copy_source(place)] = None
         self._runs: list[RequestTokens] = []
         self._chosen: _ChosenRows | None = None
         self._found: dict[_CopySource, Tensor] = {}
         self._ever: set[str] = set()
+        self._paired: dict[str, bool] = {}
         self.error: Exception | None = None
         self.full = False
 
@@ -166,8 +169,9 @@ class Taps:
             return
         for sighting in self._sightings:
             sides = [
-                {name: _columns(seen, found[_copy_source(seen)]) for name, seen in side.items()
-                 if _copy_source(seen) in found}
+                {name: _columns(place, found[_copy_source(place)])
+                 for name, seen in side.items() for place in seen.alternatives
+                 if _copy_source(place) in found}
                 for side in (sighting.inputs, sighting.outputs)
             ]  # fmt: skip
             if any(sides):
@@ -177,17 +181,19 @@ class Taps:
     def _before(self, place: str, shown: Sequence[_CopySource], given: Any, named: Any) -> None:
         if self._chosen is None:
             return
+        paired = isinstance(_argument_at(1, given, named), torch.Tensor)
+        self._paired[place] = paired
         for source in shown:
-            if source.of is CallSide.ARGUMENT:
+            if source.of is CallSide.ARGUMENT and source.paired in (None, paired):
                 self._guarded(partial(self._take, source, _argument(source, given, named)))
         self._ever.add(place)
 
-    def _after(self, _place: str, shown: Sequence[_CopySource], returned: Any) -> None:
+    def _after(self, place: str, shown: Sequence[_CopySource], returned: Any) -> None:
         if self._chosen is None:
             return
         results = returned if isinstance(returned, (tuple, list)) else [returned]
         for source in shown:
-            if source.of is CallSide.RESULT:
+            if source.of is CallSide.RESULT and source.paired in (None, self._paired[place]):
                 at = int(source.at)
                 found = results[at] if at < len(results) else None
                 self._guarded(partial(self._take, source, found))
@@ -231,7 +237,7 @@ def tapped(model: nn.Module, taps: Taps) -> Iterator[Taps]:
 
 
 def _copy_source(seen: TensorLocation) -> _CopySource:
-    return _CopySource(seen.module, seen.of, seen.at, seen.rows)
+    return _CopySource(seen.module, seen.of, seen.at, seen.rows, seen.paired)
 
 
 def _columns(seen: TensorLocation, tensor: Tensor) -> Tensor:
@@ -249,7 +255,10 @@ def _columns(seen: TensorLocation, tensor: Tensor) -> Tensor:
 
 def _argument(shown: _CopySource, given: Sequence[Any], named: Mapping[str, Any]) -> Any:
     """An argument by number, or by name; by number also among those that were given by name."""
-    at = shown.at
+    return _argument_at(shown.at, given, named)
+
+
+def _argument_at(at: int | str, given: Sequence[Any], named: Mapping[str, Any]) -> Any:
     if isinstance(at, str):
         return named.get(at)
     if at < len(given):

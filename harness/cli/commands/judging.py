@@ -72,6 +72,19 @@ class CaptureOptions:
 
 
 @dataclass(frozen=True)
+class ImportOptions:
+    """Options of `degarble import`."""
+
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="sglang, flashinfer or vllm-states.")]
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="What the tool wrote.")]
+    model: Annotated[Path, typer.Option(metavar="CKPT", help="Checkpoint that the engine loaded.")]
+    out: Annotated[Path, typer.Option(metavar="CAPTURE", help="Where the capture is written.")]
+    layers: Annotated[
+        str | None, typer.Option(metavar="LIST", help="For vllm-states: layers, such as 1,2,3.")
+    ] = None
+
+
+@dataclass(frozen=True)
 class CheckOptions:
     """Options of `degarble check`."""
 
@@ -113,6 +126,7 @@ class CompareOptions:
 def add(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     command(app, "capture", CaptureOptions)(capture)
+    command(app, "import", ImportOptions)(import_dump)
     command(app, "check", CheckOptions, json_word=True)(check)
     command(app, "compare", CompareOptions, json_word=True)(compare)
 
@@ -193,6 +207,34 @@ def _tensors(options: CaptureOptions, prompts: list[Any], terminal: Terminal) ->
 
         record = capture_over_ranks
     return record(options.checkpoint, prompts, options.out, watch, capture_settings, report)
+
+
+def import_dump(options: ImportOptions, terminal: Terminal) -> int:
+    """Turn a dump of SGLang, FlashInfer or vLLM into a capture, and say what it can decide.
+
+    Pickled tensors are read without unpickling.
+    """
+    values.existing("PATH", options.path)
+    values.existing("--model", options.model)
+    layers = _numbers("--layers", options.layers)
+    # Imports torch, which --help and --version do without.
+    from degarble.harness.capture.imports import importing  # noqa: PLC0415
+
+    done = importing.import_dump(
+        importing.ImportOptions(options.kind, options.path, options.model, options.out, layers)
+    )
+    terminal.say(*done.lines())
+    terminal.emit(done.document())
+    return EXIT_AGREES
+
+
+def _numbers(name: str, text: str | None) -> tuple[int, ...]:
+    words = [word.strip() for word in (text or "").split(",") if word.strip()]
+    if not all(word.isdecimal() for word in words):
+        raise InvalidArgument(
+            name, text, "whole numbers, such as 1,2,3", "Separate them by commas."
+        )
+    return tuple(int(word) for word in words)
 
 
 def check(options: CheckOptions, terminal: Terminal) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from degarble.harness.base.errors import Undecided
-from degarble.harness.engine.budget import attention, chains, traced
+from degarble.harness.engine.budget import attention, chains, spans, traced
 from degarble.harness.engine.budget.bounded_values import BoundedValue, exactly, stored
 from degarble.harness.engine.budget.bounded_values import bounded_norm as near_normed
 from degarble.harness.engine.budget.budget import Budget
@@ -36,6 +36,7 @@ from degarble.harness.engine.budget.rules import (
     few,
     normed,
     output_format,
+    over_ranks,
     product_operand,
     stored_between,
     summed,
@@ -107,19 +108,9 @@ def _linear(call: JudgeableCall, out: Tensor) -> Budget:
     if call.ranks == 1 or call.role not in _SUMMED_OVER_RANKS:
         return budget
     (weight,) = call.weights.values()
-    return _over_ranks(
+    return over_ranks(
         budget, _rows(call.x), weight.values(torch.float32), call.ranks, on_the_way=True
     )
-
-
-def _over_ranks(budget: Budget, x: Tensor, w: Tensor, ranks: int, *, on_the_way: bool) -> Budget:
-    """Add the storing of each rank's term; `on_the_way`: partial sums over ranks are stored too."""
-    terms = zip(x.tensor_split(ranks, 1), w.tensor_split(ranks, 1), strict=True)
-    # Sum over ranks of |term|: each term is stored in BF16 before the reduction.
-    amplitude = torch.stack([(a @ b.T).abs() for a, b in terms]).sum(0).reshape(budget.slack.shape)
-    if on_the_way:
-        return stored_between(budget, amplitude, 0.5 * ranks, f"terms of {ranks} ranks, their sums")
-    return stored_between(budget, amplitude, 0.5, f"terms of {ranks} ranks")
 
 
 class _Matrix(NamedTuple):
@@ -224,7 +215,7 @@ def _routed(call: JudgeableCall, out: Tensor) -> Budget:
         )
         if call.ranks > 1 and parts == ("w2",):
             own = per_slot[at]
-            budgets[-1] = _over_ranks(
+            budgets[-1] = over_ranks(
                 budgets[-1], own, weights[0].value, call.ranks, on_the_way=False
             )
         slack[at] = budgets[-1].slack
@@ -366,6 +357,7 @@ _WHOLE_GROUPS: tuple[tuple[str, Whole], ...] = (
     ("ffn.experts.act_quant", _experts_gated),
     ("ffn.topk", _weighed),
     ("traced.linear", traced.linear),
+    ("traced.span", spans.span),
     (_TRACED, traced.traced),
 )
 WHOLE: Mapping[str, Whole] = MappingProxyType(

@@ -233,6 +233,16 @@ def stored_between(budget: Budget, amplitude: Tensor, spacings: float, what: str
     return Budget(budget.output, budget.slack + added, (*budget.derivation, words))
 
 
+def over_ranks(budget: Budget, x: Tensor, w: Tensor, ranks: int, *, on_the_way: bool) -> Budget:
+    """Add the storing of each rank's term; `on_the_way`: partial sums over ranks are stored too."""
+    terms = zip(x.tensor_split(ranks, 1), w.tensor_split(ranks, 1), strict=True)
+    # Sum over ranks of |term|: each term is stored in BF16 before the reduction.
+    amplitude = torch.stack([(a @ b.T).abs() for a, b in terms]).sum(0).reshape(budget.slack.shape)
+    if on_the_way:
+        return stored_between(budget, amplitude, 0.5 * ranks, f"terms of {ranks} ranks, their sums")
+    return stored_between(budget, amplitude, 0.5, f"terms of {ranks} ranks")
+
+
 def normed(
     out: Tensor,
     width: int,

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from degarble.harness.base.errors import Undecided
 from degarble.harness.engine.budget.budget import Budget
-from degarble.harness.engine.budget.rules import exact, output_format, product_operand, summed
+from degarble.harness.engine.budget.rules import (
+    exact,
+    output_format,
+    over_ranks,
+    product_operand,
+    summed,
+)
 from degarble.harness.engine.budget.running_errors import RunningErrors
 from degarble.harness.formats.number_formats import FP32
 from degarble.references.traced.definitions import Roundings, compute
 from degarble.references.traced.family import TracedFacts, by_sequence, is_sequential
+from degarble.references.traced.graph import StretchKind
+from degarble.references.traced.spans import ComponentSpan
+from degarble.references.traced.trace import BoundaryKind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,12 +86,28 @@ def _computed(call: JudgeableCall, facts: TracedFacts, errors: RunningErrors) ->
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
+def _is_summed_over_ranks(call: JudgeableCall) -> bool:
+    """Return whether ranks split a linear along its input: what attention or a gate returns."""
+    facts = call.facts
+    assert isinstance(facts, TracedFacts), "bound by its family"
+    number = facts.traced.inputs["x"].number
+    edge = facts.graph.edges.get(number)
+    maker, _ = facts.graph.makers.get(edge.sources[0].number if edge else number, ("", ""))
+    made = next((each for each in facts.graph.components if each.name == maker), None)
+    last = made.parts[-1] if isinstance(made, ComponentSpan) else made
+    return last is not None and last.kind in {BoundaryKind.ATTENTION, StretchKind.GATED}
+
+
 def linear(call: JudgeableCall) -> dict[str, Budget]:
     """Return the budget of a product, with its bias where it has one."""
     out = call.outputs["out"]
     weight = next(each for name, each in call.weights.items() if name.endswith("weight"))
     x = call.x.reshape(-1, call.x.shape[-1])
-    budget = summed(product_operand(x), weight.values(torch.float32), output_format(out))
+    w = weight.values(torch.float32)
+    budget = summed(product_operand(x), w, output_format(out))
+    if call.ranks > 1 and _is_summed_over_ranks(call):
+        budget = over_ranks(replace(budget, slack=budget.slack.reshape(len(x), -1)), x, w,
+                            call.ranks, on_the_way=True)  # fmt: skip
     return {
         "out": Budget(
             budget.output, budget.slack.reshape(out.shape), budget.derivation, budget.repeats

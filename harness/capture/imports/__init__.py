@@ -1,0 +1,1 @@
+"""Turn dumps that other tools write into captures."""

@@ -1,0 +1,189 @@
+"""Turn a dump of another tool into a capture of a traced model, and say what it can decide."""
+
+from __future__ import annotations
+
+import platform
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from degarble.harness.base.errors import InvalidArgument, UnknownName, UnreadableFile
+from degarble.harness.base.version import VERSION
+from degarble.harness.capture.files.reader import Capture, capture_document, capture_lines
+from degarble.harness.capture.files.writer import CaptureWriter, require_free
+from degarble.harness.capture.imports import dumped, flashinfer, sglang, vllm_states
+from degarble.harness.capture.recorded_tensors import Coverage, TensorRun, splits
+from degarble.harness.capture.recorder import Recorder
+from degarble.harness.checkpoint.view.view import Checkpoint, fingerprint
+from degarble.harness.checkpoint.write.manifest import MANIFEST as CHECKPOINT_MANIFEST
+from degarble.harness.checkpoint.write.manifest import Manifest
+from degarble.harness.report.files import require_folder
+from degarble.references.traced.family import TracedConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from degarble.harness.capture.imports.dumped import ReadDump
+
+_SHOWN = 3  # spans that are listed, and results that would split one
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """What is imported, and where it goes."""
+
+    kind: str
+    path: Path
+    model: Path
+    out: Path
+    layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ImportSummary:
+    """A written capture, and what it can decide."""
+
+    folder: Path
+    config: TracedConfig
+    coverage: Coverage
+    read: ReadDump
+    left_out: Mapping[str, int]
+
+    def lines(self) -> list[str]:
+        """Summarise it in a few lines."""
+        wide = self.coverage.wide
+        alone = len(self.coverage.alone) + len(self.coverage.spans) - len(wide)
+        lines = [
+            *capture_lines(Capture.open(self.folder)),
+            f"  decides     {alone} components alone, {len(wide)} stretches of several",
+        ]
+        lines += [
+            f"  {name}: {len(wide[name])} components judged as one{self._next(name)}"
+            for name in sorted(wide, key=lambda each: -len(wide[each]))[:_SHOWN]
+        ]
+        if self.left_out:
+            lines.append(f"  left out    {len(self.left_out)} components without all their tensors")
+        if self.read.unplaced:
+            shown = ", ".join(self.read.unplaced[:_SHOWN])
+            lines.append(f"  unplaced    {len(self.read.unplaced)}, such as {shown}")
+        if self.read.apart:
+            lines.append(
+                f"  ranks       {len(self.read.apart)} copies differ, {self.read.apart[0]}"
+            )
+        return [*lines, f"Wrote {self.folder}"]
+
+    def _next(self, span: str) -> str:
+        names = splits(self.config, span)
+        return f"; to split it, dump {', '.join(names[:_SHOWN])}" if names else ""
+
+    def document(self) -> dict[str, Any]:
+        """Return the summary as a JSON document."""
+        made: dict[str, Any] = {"verdict": None, "origins": [], "cosines": []}
+        made |= {"capture": str(self.folder), "alone": list(self.coverage.alone)}
+        made["spans"] = {
+            name: {"components": list(parts), "dump_next": splits(self.config, name)}
+            for name, parts in self.coverage.wide.items()
+        }
+        made["uncovered"] = list(self.coverage.uncovered)
+        made["left_out"] = dict(self.left_out)
+        made |= {"unplaced": list(self.read.unplaced), "ranks_apart": list(self.read.apart)}
+        return made | capture_document(Capture.open(self.folder))
+
+
+def import_dump(options: ImportOptions) -> ImportSummary:
+    """Read a dump, write a capture of it, and say what it decides."""
+    if options.kind not in KINDS:
+        raise UnknownName.among("KIND", options.kind, KINDS)
+    require_free(options.out)
+    require_folder("--out", options.out)
+    with ExitStack() as stack:
+        checkpoint = stack.enter_context(Checkpoint.open(options.model))
+        if not checkpoint.config:
+            raise UnreadableFile(
+                "--model", str(options.model), "a checkpoint with its config.json",
+                "Name the checkpoint that the engine loaded.",
+            )  # fmt: skip
+        whole = TracedConfig.of(checkpoint.config)
+        read = KINDS[options.kind](options, whole, checkpoint)
+        if not read.recorded:
+            raise InvalidArgument(
+                str(options.path), "no tensor that every pass has", "a tensor of this model",
+                "Name the checkpoint that the engine loaded: --model CKPT.",
+            )  # fmt: skip
+        config = TracedConfig(whole.text, whole.dtype, tuple(read.recorded))
+        writer = stack.enter_context(
+            CaptureWriter(options.out, _facts(options, checkpoint, config))
+        )
+        run = TensorRun(config, Recorder(writer), read.unknown)
+        for step in read.steps:
+            run.step(step)
+        writer.finish(ranks=read.ranks, ranks_apart=list(read.apart), left_out=sorted(run.left_out))
+    coverage = Coverage.from_config(config, [each.name for each in whole.whole.components])
+    return ImportSummary(options.out, config, coverage, read, dict(run.left_out))
+
+
+def _facts(options: ImportOptions, checkpoint: Checkpoint, config: TracedConfig) -> dict[str, Any]:
+    stated = (checkpoint.root / CHECKPOINT_MANIFEST).exists()
+    return {
+        "source": {
+            "name": options.model.name,
+            "path": str(options.model.resolve()),
+            "fingerprint": fingerprint(checkpoint),
+            "content": Manifest.read(checkpoint.root).content if stated else None,
+        },
+        "family": config.family,
+        "config": config.raw,
+        "recorded": list(config.recorded),
+        "backend": options.kind,
+        "versions": {
+            "degarble": VERSION,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+    }
+
+
+def recorded_config(facts: Mapping[str, Any]) -> TracedConfig:
+    """Return the traced config of a capture's facts, coarsened to what was recorded."""
+    whole = TracedConfig.of(facts["config"])
+    return TracedConfig(whole.text, whole.dtype, tuple(facts.get("recorded", ())))
+
+
+# --------------------------------------------------------------------------------------------------
+# Kinds
+
+
+def _sglang(options: ImportOptions, config: TracedConfig, _checkpoint: Checkpoint) -> ReadDump:
+    return dumped.translated(sglang.read_sglang(options.path), config)
+
+
+def _vllm_states(options: ImportOptions, config: TracedConfig, _checkpoint: Checkpoint) -> ReadDump:
+    if not options.layers:
+        raise InvalidArgument(
+            "--layers", "none", "the layers whose states were extracted, which no file names",
+            "Name those of eagle_aux_hidden_state_layer_ids: --layers 1,2,3.",
+        )  # fmt: skip
+    return vllm_states.read_vllm_states(options.path, config, options.layers)
+
+
+def _flashinfer(options: ImportOptions, config: TracedConfig, checkpoint: Checkpoint) -> ReadDump:
+    norms = flashinfer.norm_weights(config, _reader(checkpoint))
+    return flashinfer.read_flashinfer(options.path, config, norms)
+
+
+def _reader(checkpoint: Checkpoint) -> Callable[[str], Tensor | None]:
+    def read(name: str) -> Tensor | None:
+        return checkpoint.tensor(name) if name in checkpoint.entries else None
+
+    return read
+
+
+KINDS: Mapping[str, Callable[[ImportOptions, TracedConfig, Checkpoint], ReadDump]] = (
+    MappingProxyType({"flashinfer": _flashinfer, "sglang": _sglang, "vllm-states": _vllm_states})
+)

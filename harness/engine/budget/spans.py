@@ -1,0 +1,179 @@
+"""Error budgets of spans: several components, of which a run recorded only the ends.
+
+Nobody knows what the run stored in between, so every operation may have rounded its result to the
+dtype of the trace, or not. Two bounds follow from that.
+
+* Bounds of every error, carried through all operations. They hold always, and grow fast: after two
+  products in BF16 they may be as large as the values.
+* Where these say nothing, the span is computed a few more times with every result moved at random
+  by up to half a spacing. `MARGIN` times the deviation of a row is the budget there: measured, not
+  derived.
+
+A choice of experts within the span is discontinuous: rows whose choice the moved results put in
+doubt are not judged, nor are later rows that attend to them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from degarble.harness.engine.budget.budget import Budget
+from degarble.harness.engine.budget.rules import output_format
+from degarble.harness.engine.budget.running_errors import RunningErrors
+from degarble.references.traced.definitions import Roundings, compute
+from degarble.references.traced.family import TracedFacts, by_sequence, is_sequential
+from degarble.references.traced.spans import ComponentSpan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from degarble.harness.engine.budget.rules import JudgeableCall
+
+SAMPLES = 4
+MARGIN = 16.0  # times the root mean square of a row's deviations
+USEFUL = 0.25  # of a row's root mean square: a bound below it says something
+_UNJUDGED = 1e6  # times a row's size: no difference is larger
+
+
+class _Possible(Roundings):
+    """Let every result be stored, or not, and bound the difference."""
+
+    def __init__(self, errors: RunningErrors) -> None:
+        self._errors = errors
+
+    def operation(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """Widen the error of a result by half a spacing."""
+        if not value.is_floating_point() or not dtype.is_floating_point:
+            return value
+        return self._errors.widened(value, torch.finfo(dtype).eps / 2)
+
+    between = operation
+
+
+class _Moved(Roundings):
+    """Move every result at random, by half a spacing of its dtype at most."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def operation(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """Move a result."""
+        if not value.is_floating_point() or not dtype.is_floating_point:
+            return value
+        share = torch.rand(value.shape, generator=self._generator, dtype=value.dtype) * 2 - 1
+        return value * (1 + share * (torch.finfo(dtype).eps / 2))
+
+    between = operation
+
+
+class _Choices(TorchDispatchMode):
+    """Keeps what `topk` chooses from, and how many."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not
+        self.found: list[tuple[Tensor, int]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator, and look at its operand."""
+        del types
+        if str(func.name()).startswith("aten::topk") and args[0].is_floating_point():
+            self.found.append((args[0], args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class _Slack:
+    """How far each element may be off, which of it was measured, and rows without a claim."""
+
+    slack: Tensor
+    measured: Tensor
+    doubtful: Tensor
+
+
+def span(call: JudgeableCall) -> dict[str, Budget]:
+    """Return the budget of every output of a span."""
+    facts = call.facts
+    assert isinstance(facts, TracedFacts), "bound by its family"
+    assert isinstance(facts.traced, ComponentSpan), "bound by its family"
+    parts: dict[str, list[_Slack]] = {name: [] for name in call.outputs}
+    given = by_sequence(facts.traced, call.inputs) if is_sequential(facts.traced) else None
+    for inputs, count in given if given is not None else [(dict(call.inputs), 0)]:
+        for name, slack in _slack(call, facts, inputs).items():
+            parts[name].append(_Slack(*(each[-count:] for each in vars(slack).values())))
+    return {name: _budget(call.outputs[name], facts.traced, found) for name, found in parts.items()}
+
+
+def _budget(out: Tensor, component: ComponentSpan, parts: list[_Slack]) -> Budget:
+    slack = torch.cat([part.slack for part in parts]).float().reshape(out.shape)
+    measured = torch.cat([part.measured.flatten() for part in parts]).float().mean().item()
+    doubtful = int(torch.cat([part.doubtful for part in parts]).sum())
+    derivation = [f"{len(component.parts)} components computed as one, each result stored or not"]
+    if measured:
+        derivation.append(
+            f"measured for {measured:.0%} of the elements: {MARGIN:.0f} times the deviation of"
+            f" {SAMPLES} runs with results moved at random"
+        )
+    if doubtful:
+        derivation.append(f"{doubtful} rows whose choice of experts is in doubt are not judged")
+    return Budget(output_format(out), slack, tuple(derivation))
+
+
+def _slack(call: JudgeableCall, facts: TracedFacts, inputs: dict[str, Tensor]) -> dict[str, _Slack]:
+    trace, component, parameter = facts.graph.trace, facts.traced, facts.parameter(call.weights)
+    assert isinstance(component, ComponentSpan), "bound by its family"
+    chosen = _Choices()
+    with chosen:
+        exact = compute(trace, component, inputs, parameter)
+    errors = RunningErrors()
+    with errors:
+        made = compute(trace, component, inputs, parameter, _Possible(errors))
+    generator = torch.Generator().manual_seed(0)
+    runs: list[dict[str, Tensor]] = []
+    others: list[list[tuple[Tensor, int]]] = []
+    for _ in range(SAMPLES):
+        watched = _Choices()
+        with watched:
+            runs.append(compute(trace, component, inputs, parameter, _Moved(generator)))
+        others.append(watched.found)
+    found = {}
+    for name, out in exact.items():
+        rows = out.shape[0]
+        doubtful = _in_doubt(chosen.found, others, rows, along=component.is_along_tokens)
+        derived = torch.where(
+            errors.of(made[name]).isfinite(), errors.of(made[name]), torch.inf
+        ).reshape(rows, -1)
+        flat = out.reshape(rows, -1)
+        size = flat.square().mean(1, keepdim=True).sqrt()
+        apart = torch.stack([run[name].reshape(rows, -1) - flat for run in runs])
+        deviation = apart.square().mean((0, 2)).sqrt()[:, None].expand_as(flat) * MARGIN
+        measured = (derived > USEFUL * size) & (deviation < derived)
+        slack = torch.where(measured, deviation, derived)
+        slack = torch.where(doubtful[:, None], _UNJUDGED * (1 + flat.abs().amax()), slack)
+        found[name] = _Slack(slack, measured, doubtful)
+    return found
+
+
+def _in_doubt(
+    chosen: list[tuple[Tensor, int]],
+    others: list[list[tuple[Tensor, int]]],
+    rows: int,
+    *,
+    along: bool,
+) -> Tensor:
+    """Return the rows in which a choice may go either way."""
+    found = torch.zeros(rows, dtype=torch.bool)
+    for number, (scores, count) in enumerate(chosen):
+        if scores.shape[0] != rows or count >= scores.shape[-1]:
+            continue
+        ranked = scores.sort(-1, descending=True).values
+        margin = ranked[..., count - 1] - ranked[..., count]
+        apart = torch.stack([other[number][0] - scores for other in others])
+        noise = apart.square().mean((0, -1)).sqrt() * MARGIN
+        found |= (margin <= noise).reshape(rows, -1).any(1)
+    return found.cummax(0).values if along else found
