@@ -38,7 +38,6 @@ from degarble.harness.engine.budget.rules import (
     output_format,
     over_ranks,
     product_operand,
-    stored_between,
     summed,
 )
 from degarble.harness.formats.number_formats import BF16, FP32
